@@ -1,0 +1,390 @@
+"""Masks: who sees whom. A mask is a value: frozen, hashable, without tensors, the same for every batch and head.
+
+Every structural mask lets query row `i` see one contiguous *span* of keys [begin, end), and the ends of the span never
+move left as `i` grows. Everything else follows from those two facts: the element rule, the class of a tile (full,
+partial, empty), the range of keys that a block of rows needs, and the number of visible pairs.
+
+    Full                     every key
+    Causal(align)            keys up to the row's own position
+    Window(left, right)      keys from `left` before to `right` after the row's position; None = unlimited
+    Documents(cu_seqlens)    packed sequences: keys of the row's own document, under an inner mask
+    Dense(shape, additive)   a tensor that travels beside the problem; nothing is known about its values here
+
+A row's position is `row + offset`: offset 0 aligns the first row with the first key (top-left, PyTorch's is_causal),
+seq_kv - seq_q aligns the last row with the last key (bottom-right, what decoding and flash-attn mean by causal).
+
+Masks have a text form, used by the command line, by operator arguments and in results: `parse(str(mask)) == mask`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from .errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Align = Literal["top-left", "bottom-right"]
+
+# Larger than any sequence and small enough that row + offset +- UNLIMITED fits in the kernels' 32-bit integers.
+UNLIMITED = 1 << 29
+
+
+class Tile(Enum):
+    """What a mask does to a rectangle of scores."""
+
+    FULL = "full"  # every pair is visible: no mask code runs
+    PARTIAL = "partial"  # some pairs may be hidden: mask element by element
+    EMPTY = "empty"  # no pair is visible: skip it
+
+
+class Band(NamedTuple):
+    """Row `i` sees keys `i + offset - left` to `i + offset + right`, both included, as far as they exist."""
+
+    left: int
+    right: int
+    offset: int
+
+
+class Mask:
+    """What all masks share. Subclasses define `span`, `spans` and `pairs`; spans must be monotone in the row."""
+
+    __slots__ = ()
+
+    def span(self, row: int, seq_q: int, seq_kv: int) -> tuple[int, int]:
+        """Keys [begin, end) that `row` sees."""
+        raise NotImplementedError
+
+    def spans(self, rows: torch.Tensor, seq_q: int, seq_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`span` for an int64 vector of rows at once."""
+        raise NotImplementedError
+
+    def pairs(self, seq_q: int, seq_kv: int) -> int:
+        """Number of visible (row, key) pairs."""
+        raise NotImplementedError
+
+    def check(self, seq_q: int, seq_kv: int) -> None:
+        """Raise InvalidInput if the mask does not fit these lengths."""
+
+    def visible(self, row: int, key: int, seq_q: int, seq_kv: int) -> bool:
+        """The element rule."""
+        begin, end = self.span(row, seq_q, seq_kv)
+        return begin <= key < end
+
+    def keys(self, rows: range, seq_q: int, seq_kv: int) -> range:
+        """The keys that a block of rows has to look at: from the first row's begin to the last row's end."""
+        if not rows:
+            return range(0)
+        begin = self.span(rows[0], seq_q, seq_kv)[0]
+        end = self.span(rows[-1], seq_q, seq_kv)[1]
+        return range(begin, max(begin, end))
+
+    def tile(self, rows: range, keys: range, seq_q: int, seq_kv: int) -> Tile:
+        """Class of the tile rows x keys. Never FULL with a hidden pair, never EMPTY with a visible one."""
+        if not rows or not keys:
+            return Tile.EMPTY
+        first_begin, first_end = self.span(rows[0], seq_q, seq_kv)
+        last_begin, last_end = self.span(rows[-1], seq_q, seq_kv)
+        if last_end <= keys.start or first_begin >= keys.stop:
+            return Tile.EMPTY
+        if last_begin <= keys.start and first_end >= keys.stop:
+            return Tile.FULL
+        return Tile.PARTIAL
+
+    def to_bool(
+        self, rows: range, keys: range, seq_q: int, seq_kv: int, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """The element rule as a boolean tensor (len(rows), len(keys)); True = visible."""
+        row = torch.arange(rows.start, rows.stop, device=device)
+        key = torch.arange(keys.start, keys.stop, device=device)
+        begin, end = self.spans(row, seq_q, seq_kv)
+        return (key >= begin[:, None]) & (key < end[:, None])
+
+
+class _Banded(Mask):
+    """Masks that are a diagonal band: the form the CUDA kernels take."""
+
+    __slots__ = ()
+
+    def band(self, seq_q: int, seq_kv: int) -> Band:
+        raise NotImplementedError
+
+    def span(self, row: int, seq_q: int, seq_kv: int) -> tuple[int, int]:
+        left, right, offset = self.band(seq_q, seq_kv)
+        position = row + offset
+        return _clamp(position - left, seq_kv), _clamp(position + right + 1, seq_kv)
+
+    def spans(self, rows: torch.Tensor, seq_q: int, seq_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right, offset = self.band(seq_q, seq_kv)
+        position = rows + offset
+        return (position - left).clamp(0, seq_kv), (position + right + 1).clamp(0, seq_kv)
+
+    def pairs(self, seq_q: int, seq_kv: int) -> int:
+        left, right, offset = self.band(seq_q, seq_kv)
+        return _clamped_sum(seq_q, offset + right + 1, seq_kv) - _clamped_sum(seq_q, offset - left, seq_kv)
+
+
+@dataclass(frozen=True, slots=True)
+class Full(_Banded):
+    """Every query sees every key."""
+
+    def band(self, seq_q: int, seq_kv: int) -> Band:
+        return Band(UNLIMITED, UNLIMITED, 0)
+
+    def __str__(self) -> str:
+        return "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Causal(_Banded):
+    """A query sees its own position and everything before it."""
+
+    align: Align = "top-left"
+
+    def __post_init__(self) -> None:
+        _check_align(self.align)
+
+    def band(self, seq_q: int, seq_kv: int) -> Band:
+        return Band(UNLIMITED, 0, _offset(self.align, seq_q, seq_kv))
+
+    def __str__(self) -> str:
+        return f"causal{_align_suffix(self.align)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Window(_Banded):
+    """A query sees `left` keys before its position, its own, and `right` keys after it. None = unlimited."""
+
+    left: int | None
+    right: int | None = 0
+    align: Align = "top-left"
+
+    def __post_init__(self) -> None:
+        _check_align(self.align)
+        for name, size in (("left", self.left), ("right", self.right)):
+            if size is None:
+                continue
+            if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < UNLIMITED:
+                raise InvalidInput(
+                    f"Window.{name}",
+                    repr(size),
+                    f"an integer from 0 to {UNLIMITED - 1}, or None",
+                    "pass the number of keys on that side; None (not -1) means no limit",
+                )
+
+    def band(self, seq_q: int, seq_kv: int) -> Band:
+        left = UNLIMITED if self.left is None else self.left
+        right = UNLIMITED if self.right is None else self.right
+        return Band(left, right, _offset(self.align, seq_q, seq_kv))
+
+    def __str__(self) -> str:
+        left, right = ("inf" if size is None else str(size) for size in (self.left, self.right))
+        return f"window:{left},{right}{_align_suffix(self.align)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Documents(Mask):
+    """Packed sequences: document `n` owns rows cu_seqlens_q[n] to cu_seqlens_q[n + 1], and likewise keys.
+
+    `inner` applies inside each document, aligned to that document's own lengths. The offsets may be given as any
+    sequence of integers or a tensor (a CUDA tensor is copied to the host, which waits for the GPU: do it once).
+    """
+
+    cu_seqlens_q: tuple[int, ...]
+    cu_seqlens_kv: tuple[int, ...] = ()
+    inner: Full | Causal | Window = Full()
+
+    def __post_init__(self) -> None:
+        starts_q = _offsets("Documents.cu_seqlens_q", self.cu_seqlens_q)
+        starts_kv = _offsets("Documents.cu_seqlens_kv", self.cu_seqlens_kv) if len(self.cu_seqlens_kv) else starts_q
+        if len(starts_q) != len(starts_kv):
+            raise InvalidInput(
+                "Documents.cu_seqlens_kv",
+                f"{len(starts_kv)} offsets",
+                f"{len(starts_q)}, as many as cu_seqlens_q has",
+                "give both one offset per document and the total length at the end",
+            )
+        if not isinstance(self.inner, _Banded):
+            raise InvalidInput(
+                "Documents.inner", repr(self.inner), "Full, Causal or Window", "nest only these inside documents"
+            )
+        object.__setattr__(self, "cu_seqlens_q", starts_q)
+        object.__setattr__(self, "cu_seqlens_kv", starts_kv)
+
+    def check(self, seq_q: int, seq_kv: int) -> None:
+        for name, starts, length in (("q", self.cu_seqlens_q, seq_q), ("kv", self.cu_seqlens_kv, seq_kv)):
+            if starts[-1] != length:
+                raise InvalidInput(
+                    f"Documents.cu_seqlens_{name}",
+                    f"a total length of {starts[-1]}",
+                    f"{length}, the sequence length of the tensor",
+                    "the last offset is the total; make padding a document of its own",
+                )
+
+    def span(self, row: int, seq_q: int, seq_kv: int) -> tuple[int, int]:
+        n = bisect_right(self.cu_seqlens_q, row) - 1
+        row_start, row_stop = self.cu_seqlens_q[n : n + 2]
+        key_start, key_stop = self.cu_seqlens_kv[n : n + 2]
+        begin, end = self.inner.span(row - row_start, row_stop - row_start, key_stop - key_start)
+        return key_start + begin, key_start + end
+
+    def spans(self, rows: torch.Tensor, seq_q: int, seq_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
+        starts_q = torch.tensor(self.cu_seqlens_q, device=rows.device)
+        starts_kv = torch.tensor(self.cu_seqlens_kv, device=rows.device)
+        document = torch.searchsorted(starts_q, rows, right=True) - 1
+        begin, end = starts_kv[document], starts_kv[document + 1]
+        left, right, _ = self.inner.band(0, 0)
+        position = rows - starts_q[document]
+        if getattr(self.inner, "align", "top-left") == "bottom-right":
+            position = position + (end - begin) - (starts_q[document + 1] - starts_q[document])
+        length = end - begin
+        zero = torch.zeros_like(length)
+        return begin + (position - left).clamp(zero, length), begin + (position + right + 1).clamp(zero, length)
+
+    def pairs(self, seq_q: int, seq_kv: int) -> int:
+        lengths = zip(pairwise(self.cu_seqlens_q), pairwise(self.cu_seqlens_kv), strict=True)
+        return sum(self.inner.pairs(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in lengths)
+
+    def __str__(self) -> str:
+        starts = ",".join(map(str, self.cu_seqlens_q))
+        if self.cu_seqlens_kv != self.cu_seqlens_q:
+            starts += "/" + ",".join(map(str, self.cu_seqlens_kv))
+        inner = "" if self.inner == Full() else f":{self.inner}"
+        return f"documents:{starts}{inner}"
+
+
+@dataclass(frozen=True, slots=True)
+class Dense(Mask):
+    """A mask tensor described, not held: `shape` broadcasts to (batch, heads_q, seq_q, seq_kv).
+
+    Boolean (True = visible) or additive (added to the scaled scores). Its values are unknown to the planner, so every
+    tile counts as partial and every pair as visible.
+    """
+
+    shape: tuple[int, ...]
+    additive: bool = False
+
+    def span(self, row: int, seq_q: int, seq_kv: int) -> tuple[int, int]:
+        return 0, seq_kv
+
+    def spans(self, rows: torch.Tensor, seq_q: int, seq_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(rows), torch.full_like(rows, seq_kv)
+
+    def pairs(self, seq_q: int, seq_kv: int) -> int:
+        return seq_q * seq_kv
+
+    def tile(self, rows: range, keys: range, seq_q: int, seq_kv: int) -> Tile:
+        return Tile.PARTIAL if rows and keys else Tile.EMPTY
+
+    def check(self, seq_q: int, seq_kv: int) -> None:
+        trailing = self.shape[-2:]
+        fits = all(size in (1, length) for size, length in zip(reversed(trailing), (seq_kv, seq_q), strict=False))
+        if not 1 <= len(self.shape) <= 4 or not fits:
+            raise InvalidInput(
+                "mask",
+                f"a tensor of shape {self.shape}",
+                f"one that broadcasts to (batch, heads, {seq_q}, {seq_kv})",
+                "give each of its dimensions the full size or 1",
+            )
+
+    def __str__(self) -> str:
+        return f"dense:{'additive' if self.additive else 'bool'}:{'x'.join(map(str, self.shape))}"
+
+
+def parse(text: str) -> Mask:
+    """The mask a text stands for: full, causal[:bottom-right], window:LEFT,RIGHT[:bottom-right],
+    documents:0,a,b[/0,c,d][:INNER], dense:bool|additive:AxBxCxD."""
+    kind, _, rest = text.strip().lower().partition(":")
+    try:
+        if kind == "full" and not rest:
+            return Full()
+        if kind == "causal":
+            return Causal(_parse_align(rest))
+        if kind == "window":
+            sizes, _, align = rest.partition(":")
+            left, right = (None if size == "inf" else int(size) for size in sizes.split(","))
+            return Window(left, right, _parse_align(align))
+        if kind == "documents":
+            starts, _, inner_text = rest.partition(":")
+            starts_q, _, starts_kv = starts.partition("/")
+            inner = parse(inner_text) if inner_text else Full()
+            return Documents(_ints(starts_q), _ints(starts_kv) if starts_kv else (), inner)  # type: ignore[arg-type]
+        if kind == "dense":
+            values, _, shape = rest.partition(":")
+            return Dense(tuple(int(size) for size in shape.split("x")), {"bool": False, "additive": True}[values])
+    except (ValueError, KeyError) as error:
+        if isinstance(error, InvalidInput):
+            raise
+    raise InvalidInput(
+        "mask",
+        repr(text),
+        "full, causal, causal:bottom-right, window:LEFT,RIGHT, documents:0,a,b or dense:bool:SHAPE",
+        "write e.g. window:1024,0 or window:inf,0:bottom-right",
+    )
+
+
+def _parse_align(text: str) -> Align:
+    return _check_align(text or "top-left")
+
+
+def _check_align(align: str) -> Align:
+    if align == "top-left":
+        return "top-left"
+    if align == "bottom-right":
+        return "bottom-right"
+    raise InvalidInput(
+        "mask alignment",
+        repr(align),
+        "'top-left' or 'bottom-right'",
+        "top-left is PyTorch's is_causal; bottom-right is flash-attn's causal and right for decoding",
+    )
+
+
+def _align_suffix(align: Align) -> str:
+    return "" if align == "top-left" else f":{align}"
+
+
+def _offset(align: Align, seq_q: int, seq_kv: int) -> int:
+    return seq_kv - seq_q if align == "bottom-right" else 0
+
+
+def _clamp(value: int, high: int) -> int:
+    return min(max(value, 0), high)
+
+
+def _clamped_sum(n: int, start: int, high: int) -> int:
+    """Sum of clamp(start + i, 0, high) for i in range(n), without a loop."""
+    below = _clamp(-start, n)  # terms clamped to 0
+    above = _clamp(start + n - high, n)  # terms clamped to high
+    middle = n - below - above
+    if middle <= 0:
+        return high * min(above, n)
+    first = start + below
+    return middle * first + middle * (middle - 1) // 2 + high * above
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _offsets(name: str, values: Iterable[int]) -> tuple[int, ...]:
+    """Validated document offsets: from 0, never falling, at least two."""
+    raw = values.tolist() if isinstance(values, torch.Tensor) else list(values)
+    starts = tuple(raw)
+    whole = all(isinstance(start, int) and not isinstance(start, bool) for start in starts)
+    if not whole or len(starts) < 2 or starts[0] != 0 or any(b < a for a, b in pairwise(starts)):
+        shown = f"{starts[:8]}{'...' if len(starts) > 8 else ''}"
+        raise InvalidInput(
+            name,
+            shown,
+            "integer offsets that start at 0, never fall, and end at the total length",
+            "pass cumulative lengths such as (0, 5, 12) for documents of 5 and 7",
+        )
+    return starts

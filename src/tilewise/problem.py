@@ -1,0 +1,369 @@
+"""Problem: what is asked of an attention backend, as a value.
+
+Frozen, hashable, without tensors, buildable on a machine that has no GPU. Sizes and dtypes are checked here once; what
+comes after may rely on them. `describe` makes the Problem of real tensors, and checks those.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+
+from . import masks
+from .errors import InvalidInput
+from .masks import Dense, Full, Mask
+
+Layout = Literal["bhsd", "bshd"]
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
+
+_FULL = Full()
+
+
+class Strides(Enum):
+    """What a kernel can count on when it reads q, k and v; the worst of the three."""
+
+    ALIGNED = "aligned"  # last dimension contiguous; base and every other stride a multiple of 16 bytes
+    UNALIGNED = "unaligned"  # last dimension contiguous
+    SCATTERED = "scattered"  # the last dimension itself has a stride
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """out = softmax(mask(softcap(scale * q k^T))) v for q (batch, heads_q, seq_q, head_dim),
+    k (batch, heads_kv, seq_kv, head_dim), v (batch, heads_kv, seq_kv, head_dim_v)."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seq_q: int
+    seq_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    mask: Mask = _FULL
+    scale: float = 0.0  # 0 stands for 1 / sqrt(head_dim), filled in on construction
+    softcap: float = 0.0  # s -> softcap * tanh(s / softcap); 0 = off
+    dropout: float = 0.0
+    layout: Layout = "bhsd"  # the memory order of the inputs, and so of out
+    strides: Strides = Strides.ALIGNED
+    needs_grad: bool = False
+    needs_lse: bool = False
+    deterministic: bool = False
+    transformed: bool = False  # under vmap, jvp or another functorch transform: only composite code is right there
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_dim", "head_dim_v"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                raise InvalidInput(name, repr(size), "an integer of at least 0", "check the shape")
+        if self.head_dim == 0 or self.head_dim_v == 0:
+            raise InvalidInput(
+                "head_dim", f"{self.head_dim} (v: {self.head_dim_v})", "at least 1", "drop the call for empty heads"
+            )
+        if self.dtype not in DTYPES.values():
+            raise InvalidInput(
+                "dtype", self.dtype, f"one of {', '.join(DTYPES)}", "cast q, k and v to one of these first"
+            )
+        _check_heads(self.heads_q, self.heads_kv)
+        if self.layout not in ("bhsd", "bshd"):
+            raise InvalidInput(
+                "layout",
+                repr(self.layout),
+                "'bhsd' (batch, heads, seq, dim) or 'bshd' (batch, seq, heads, dim)",
+                "name the order of your tensors' dimensions",
+            )
+        if self.scale == 0.0:
+            object.__setattr__(self, "scale", 1.0 / math.sqrt(self.head_dim))
+        _check_number("scale", self.scale, math.isfinite(self.scale), "a finite number other than 0")
+        capped = math.isfinite(self.softcap) and self.softcap >= 0
+        _check_number("softcap", self.softcap, capped, "a finite number above 0, or 0 for none")
+        _check_number("dropout", self.dropout, 0.0 <= self.dropout < 1.0, "a probability from 0 to below 1")
+        self.mask.check(self.seq_q, self.seq_kv)
+        if isinstance(self.mask, Dense):
+            _check_leading(self.mask.shape, self.batch, self.heads_q)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads_q // self.heads_kv if self.heads_kv else 1
+
+    @property
+    def empty(self) -> bool:
+        """No output element depends on any input: there is nothing to compute."""
+        return 0 in (self.batch, self.heads_q, self.seq_q, self.seq_kv)
+
+    def pairs(self) -> int:
+        """Visible (query, key) pairs over all batches and heads."""
+        return self.batch * self.heads_q * self.mask.pairs(self.seq_q, self.seq_kv)
+
+    def flops(self, *, backward: bool = False) -> int:
+        """Multiply-adds x 2 of the visible pairs: QK and PV forward; S, dP, dV, dQ and dK backward."""
+        dims = 3 * self.head_dim + 2 * self.head_dim_v if backward else self.head_dim + self.head_dim_v
+        return 2 * self.pairs() * dims
+
+    def min_bytes(self) -> int:
+        """Fewest bytes a forward must move: what is visible of the inputs read once, out (and lse) written once."""
+        rows = _rows_that_see(self.mask, self.seq_q, self.seq_kv)
+        keys = len(self.mask.keys(range(self.seq_q), self.seq_q, self.seq_kv))
+        read = self.batch * (
+            self.heads_q * rows * self.head_dim + self.heads_kv * keys * (self.head_dim + self.head_dim_v)
+        )
+        written = self.batch * self.heads_q * self.seq_q * self.head_dim_v
+        total = (read + written) * self.dtype.itemsize
+        if self.needs_lse or self.needs_grad:
+            total += self.batch * self.heads_q * self.seq_q * 4
+        if isinstance(self.mask, Dense):
+            total += math.prod(self.mask.shape) * (self.dtype.itemsize if self.mask.additive else 1)
+        return total
+
+    def with_(self, **changes: Any) -> Problem:
+        """The same problem with some fields changed."""
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON; `from_dict` reads them back."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return values | {"dtype": dtype_name(self.dtype), "mask": str(self.mask), "strides": self.strides.value}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Problem:
+        converted = {
+            "dtype": parse_dtype(values["dtype"]),
+            "mask": masks.parse(values["mask"]),
+            "strides": Strides(values["strides"]),
+        }
+        return cls(**(values | converted))
+
+    def __str__(self) -> str:
+        """`bf16 q(1,32,4096,128) kv(1,8,4096,128) causal`: one line, defaults left out."""
+        text = f"{dtype_name(self.dtype)} q({self.batch},{self.heads_q},{self.seq_q},{self.head_dim})"
+        if (self.heads_kv, self.seq_kv, self.head_dim_v) != (self.heads_q, self.seq_q, self.head_dim):
+            text += f" k({self.batch},{self.heads_kv},{self.seq_kv},{self.head_dim})"
+        if self.head_dim_v != self.head_dim:
+            text += f" v({self.batch},{self.heads_kv},{self.seq_kv},{self.head_dim_v})"
+        text += f" {self.mask}"
+        if not math.isclose(self.scale, 1.0 / math.sqrt(self.head_dim)):
+            text += f" scale={self.scale:g}"
+        for name in ("softcap", "dropout"):
+            if getattr(self, name):
+                text += f" {name}={getattr(self, name):g}"
+        if self.layout != "bhsd":
+            text += f" {self.layout}"
+        if self.strides is not Strides.ALIGNED:
+            text += f" {self.strides.value}"
+        for name, label in (("needs_grad", "grad"), ("needs_lse", "lse"), ("deterministic",) * 2, ("transformed",) * 2):
+            if getattr(self, name):
+                text += f" +{label}"
+        return text
+
+
+def describe(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | str | torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    layout: Layout = "bhsd",
+    needs_lse: bool = False,
+) -> Problem:
+    """The Problem that these tensors pose. Raises InvalidInput for tensors that pose none."""
+    check_tensors(q, k, v)
+    sequence, heads = (1, 2) if layout == "bshd" else (2, 1)
+    if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
+        raise InvalidInput(
+            "batch", f"q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}", "one batch size", "expand or slice the tensors"
+        )
+    if k.shape[3] != q.shape[3]:
+        raise InvalidInput(
+            "k", f"head_dim {k.shape[3]}", f"{q.shape[3]}, the head_dim of q", f"check the layout, given as {layout!r}"
+        )
+    if v.shape[heads] != k.shape[heads] or v.shape[sequence] != k.shape[sequence]:
+        raise InvalidInput(
+            "v",
+            f"shape {tuple(v.shape)}",
+            f"the heads and sequence of k, {tuple(k.shape)}",
+            "pair every key with a value",
+        )
+    return Problem(
+        batch=q.shape[0],
+        heads_q=q.shape[heads],
+        heads_kv=k.shape[heads],
+        seq_q=q.shape[sequence],
+        seq_kv=k.shape[sequence],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        dtype=q.dtype,
+        mask=_as_mask(mask, q),
+        scale=_given_scale(scale),
+        softcap=_as_float("softcap", softcap),
+        dropout=_as_float("dropout", dropout),
+        layout=layout,
+        strides=_strides_class(q, k, v),
+        needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        needs_lse=needs_lse,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    name = _SHORT.get(text.lower(), text.lower())
+    if name not in DTYPES:
+        raise InvalidInput(
+            "dtype", repr(text), f"one of {', '.join(DTYPES)} (or bf16, fp16, fp32)", "choose one of these"
+        )
+    return DTYPES[name]
+
+
+def _check_heads(heads_q: int, heads_kv: int) -> None:
+    if heads_q == heads_kv or (heads_kv > 0 and heads_q % heads_kv == 0):
+        return
+    raise InvalidInput(
+        "heads",
+        f"{heads_q} query heads over {heads_kv} key/value heads",
+        "a whole number of query heads for each key/value head",
+        "use as many, or a divisor: grouped queries need heads_q % heads_kv == 0",
+    )
+
+
+def _check_number(name: str, value: float, fine: bool, expected: str) -> None:
+    if not fine:
+        raise InvalidInput(name, value, expected, f"leave {name} out for the default")
+
+
+def _as_float(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidInput(name, repr(value), "a Python number", f"pass a float, or leave {name} out for the default")
+    return float(value)
+
+
+def _given_scale(scale: float | None) -> float:
+    """Problem reads scale 0 as "the default", so an explicit 0 must be refused here."""
+    if scale is None:
+        return 0.0
+    given = _as_float("scale", scale)
+    _check_number("scale", given, given != 0.0, "a finite number other than 0")
+    return given
+
+
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q, k and v are 4-D floating tensors of one dtype on one device, or InvalidInput says which is not."""
+    tensors = {"q": q, "k": k, "v": v}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidInput(name, type(tensor).__name__, "a torch.Tensor", "convert it with torch.as_tensor")
+        if tensor.is_nested:
+            raise InvalidInput(
+                name,
+                "a nested tensor",
+                "a strided 4-D tensor",
+                "pack the sequences and pass mask=Documents(cu_seqlens)",
+            )
+        if tensor.ndim != 4:
+            raise InvalidInput(
+                name, f"shape {tuple(tensor.shape)}", "4 dimensions", "reshape to (batch, heads, seq, head_dim)"
+            )
+        if tensor.dtype not in DTYPES.values():
+            raise InvalidInput(
+                f"{name}.dtype", tensor.dtype, f"one of {', '.join(DTYPES)}", "cast to a floating dtype of this list"
+            )
+    for kind in ("dtype", "device"):
+        seen = {name: getattr(tensor, kind) for name, tensor in tensors.items()}
+        if len(set(seen.values())) > 1:
+            got = ", ".join(f"{name} {value}" for name, value in seen.items())
+            raise InvalidInput(
+                kind, got, f"one {kind} for q, k and v", "move or cast them; tilewise never does it silently"
+            )
+
+
+def _check_leading(shape: tuple[int, ...], batch: int, heads_q: int) -> None:
+    for size, full in zip(reversed(shape[:-2]), (heads_q, batch), strict=False):
+        if size not in (1, full):
+            raise InvalidInput(
+                "mask",
+                f"a tensor of shape {shape}",
+                f"batch {batch} or 1 and heads {heads_q} or 1 in front of (seq_q, seq_kv)",
+                "give each of its dimensions the full size or 1",
+            )
+
+
+def _as_mask(mask: Mask | str | torch.Tensor | None, q: torch.Tensor) -> Mask:
+    if mask is None:
+        return Full()
+    if isinstance(mask, str):
+        mask = masks.parse(mask)
+    if isinstance(mask, torch.Tensor):
+        return _describe_dense(mask, q)
+    if isinstance(mask, Dense):
+        raise InvalidInput("mask", f"{mask}", "the mask tensor itself", "pass the tensor; Dense only describes one")
+    if not isinstance(mask, Mask):
+        raise InvalidInput(
+            "mask",
+            repr(mask),
+            "None, 'causal', a tilewise mask or a tensor",
+            "use tilewise.Causal(), tilewise.Window(left, right), tilewise.Documents(...) or a boolean tensor",
+        )
+    return mask
+
+
+def _describe_dense(mask: torch.Tensor, q: torch.Tensor) -> Dense:
+    additive = mask.dtype != torch.bool
+    if additive and mask.dtype != q.dtype:
+        raise InvalidInput(
+            "mask.dtype", mask.dtype, f"torch.bool, or {q.dtype} to be added to the scores", "cast the mask"
+        )
+    if mask.device != q.device:
+        raise InvalidInput("mask.device", mask.device, f"{q.device}, the device of q", "move the mask")
+    if mask.requires_grad and torch.is_grad_enabled():
+        raise InvalidInput(
+            "mask",
+            "a tensor that requires grad",
+            "a constant mask",
+            "detach it; for a learned bias call torch.nn.functional.scaled_dot_product_attention, whose math "
+            "backend differentiates it",
+        )
+    return Dense(tuple(mask.shape), additive)
+
+
+def _strides_class(*tensors: torch.Tensor) -> Strides:
+    """Dimensions of size 1 are never stepped along, so their strides do not count."""
+    worst = Strides.ALIGNED
+    for tensor in tensors:
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            return Strides.SCATTERED
+        size = tensor.element_size()
+        steps = [stride * size for stride, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
+        offset = tensor.storage_offset() * size
+        if offset % 16 or any(step % 16 for step in steps):
+            worst = Strides.UNALIGNED
+    return worst
+
+
+def _rows_that_see(mask: Mask, seq_q: int, seq_kv: int) -> int:
+    """Rows with a non-empty span. Only the bands can leave rows without keys at their ends; count those exactly."""
+    if isinstance(mask, masks.Documents):
+        bounds = zip(mask.cu_seqlens_q, mask.cu_seqlens_q[1:], mask.cu_seqlens_kv, mask.cu_seqlens_kv[1:], strict=False)
+        return sum(_rows_that_see(mask.inner, q1 - q0, k1 - k0) for q0, q1, k0, k1 in bounds)
+    if isinstance(mask, Dense):
+        return seq_q if seq_kv else 0
+    left, right, offset = mask.band(seq_q, seq_kv)  # type: ignore[attr-defined]
+    first = max(0, -offset - right)
+    last = min(seq_q - 1, seq_kv - 1 - offset + left)
+    return max(0, last - first + 1) if seq_kv else 0

@@ -1,0 +1,154 @@
+"""Target: the machine a plan is made for, as a value.
+
+A real device (`Target.of(device)`) or a named one (`Target.named("h200")`), so that a laptop can ask what an H200 would
+run. It carries the PyTorch and cuDNN versions too, because PyTorch's own backends accept different problems from
+release to release.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from .errors import DeviceError, InvalidInput
+
+_Dtype = torch.dtype
+_Device = torch.device
+_KB = 1024
+_TERA = 1e12
+
+# The cuDNN that each PyTorch release ships with in its CUDA wheels.
+_BUNDLED_CUDNN = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000, (2, 14): 92200, (2, 15): 92200}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Device facts. Rates are peaks from the vendor's data sheets: dense, with float32 accumulation."""
+
+    name: str
+    capability: tuple[int, int]  # (0, 0) = not a CUDA device
+    sms: int = 0
+    smem_per_sm: int = 0
+    smem_per_block: int = 0
+    registers_per_sm: int = 65536
+    l2_bytes: int = 0
+    dram_bytes: int = 0
+    dram_bytes_per_s: float = 0.0
+    clock_hz: float = 0.0
+    flops_16bit: float = 0.0
+    flops_tf32: float = 0.0
+    flops_fp32: float = 0.0
+    torch: tuple[int, int] = (0, 0)
+    cudnn: int = 0
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.capability == (0, 0)
+
+    @property
+    def arch(self) -> str:
+        """`sm_90`, or `cpu`."""
+        return "cpu" if self.is_cpu else f"sm_{self.capability[0]}{self.capability[1]}"
+
+    def peak_flops(self, dtype: _Dtype) -> float:
+        """Fastest exact-enough rate of the matrix units for this dtype; 0 where unknown."""
+        return self.flops_16bit if dtype in (torch.bfloat16, torch.float16) else self.flops_fp32
+
+    @classmethod
+    def named(cls, name: str, *, torch_version: str | None = None, cudnn: int | None = None) -> Target:
+        """A target of the table, by default with the PyTorch that is installed here."""
+        key = name.strip().lower()
+        if key not in TARGETS:
+            raise InvalidInput(
+                "target", repr(name), f"one of {', '.join(TARGETS)}, or a device such as 'cuda:0'", "choose one"
+            )
+        version = _release(torch_version or torch.__version__)
+        bundled = 0 if key == "cpu" else _BUNDLED_CUDNN.get(version, max(_BUNDLED_CUDNN.values()))
+        return replace(TARGETS[key], torch=version, cudnn=bundled if cudnn is None else cudnn)
+
+    @classmethod
+    def of(cls, device: _Device | str) -> Target:
+        """The target that a real device is."""
+        device = torch.device(device)
+        if device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise DeviceError(
+                    f"device {device}: this PyTorch sees no CUDA device.\n"
+                    f"  What to do: name a target ({', '.join(TARGETS)}) to plan without one."
+                )
+            index = torch.cuda.current_device() if device.index is None else device.index
+            return _cuda_target(index)
+        return _cpu_target(device.type)
+
+
+@cache
+def _cpu_target(device_type: str) -> Target:
+    """CPU, and any other device type PyTorch has (mps, xpu, meta): no CUDA kernel runs there."""
+    return replace(TARGETS["cpu"], name=device_type, torch=_release(torch.__version__))
+
+
+@cache
+def _cuda_target(index: int) -> Target:
+    properties = torch.cuda.get_device_properties(index)
+    known = _known(properties.name, (properties.major, properties.minor))
+    return replace(
+        known,
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        sms=properties.multi_processor_count,
+        smem_per_sm=getattr(properties, "shared_memory_per_multiprocessor", known.smem_per_sm),
+        smem_per_block=getattr(properties, "shared_memory_per_block_optin", known.smem_per_block),
+        l2_bytes=getattr(properties, "L2_cache_size", known.l2_bytes),
+        dram_bytes=properties.total_memory,
+        torch=_release(torch.__version__),
+        cudnn=torch.backends.cudnn.version() or 0,
+    )
+
+
+def _known(device_name: str, capability: tuple[int, int]) -> Target:
+    """Rates by marketing name, else those of the nearest relative in the table, else none."""
+    words = device_name.lower().replace("-", " ").split()
+    for key, target in TARGETS.items():
+        if key.replace("rtx-", "").replace("-", " ") in words and target.capability == capability:
+            return target
+    return Target(device_name, capability)
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split("+", maxsplit=1)[0].split(".")[:2]
+    return int(major), int("".join(ch for ch in minor if ch.isdigit()))
+
+
+def _row(name: str, capability: tuple[int, int], sms: int, smem_kb: tuple[int, int], l2_mb: float, dram_gb: int,
+         dram_tb_s: float, ghz: float, tflops: tuple[float, float, float]) -> Target:  # fmt: skip
+    return Target(
+        name=name,
+        capability=capability,
+        sms=sms,
+        smem_per_sm=smem_kb[0] * _KB,
+        smem_per_block=smem_kb[1] * _KB,
+        l2_bytes=int(l2_mb * _KB * _KB),
+        dram_bytes=dram_gb * 10**9,
+        dram_bytes_per_s=dram_tb_s * _TERA,
+        clock_hz=ghz * 1e9,
+        flops_16bit=tflops[0] * _TERA,
+        flops_tf32=tflops[1] * _TERA,
+        flops_fp32=tflops[2] * _TERA,
+    )
+
+
+# fmt: off
+#                        name         cc       SMs  smem SM, block  L2 MB  GB   TB/s   GHz    16-bit, tf32, fp32 TFLOP/s
+TARGETS: dict[str, Target] = {row.name: row for row in (
+    _row("h200",      (9, 0), 132, (228, 227), 60.0, 141, 4.800, 1.980, (989.5, 494.7, 66.9)),
+    _row("h100",      (9, 0), 132, (228, 227), 50.0,  80, 3.350, 1.980, (989.5, 494.7, 66.9)),
+    _row("a100",      (8, 0), 108, (164, 163), 40.0,  80, 2.039, 1.410, (312.0, 156.0, 19.5)),
+    _row("rtx-a6000", (8, 6),  84, (100,  99),  6.0,  48, 0.768, 1.800, (154.8,  77.4, 38.7)),
+    _row("rtx-4090",  (8, 9), 128, (100,  99), 72.0,  24, 1.008, 2.520, (165.2,  82.6, 82.6)),
+    _row("l40s",      (8, 9), 142, (100,  99), 96.0,  48, 0.864, 2.520, (362.1, 183.0, 91.6)),
+    _row("t4",        (7, 5),  40, ( 64,  64),  4.0,  16, 0.320, 1.590, ( 65.1,   0.0,  8.1)),
+    Target("cpu", (0, 0)),
+)}
+# fmt: on

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support import masks_with_lengths
+from tilewise import Causal, Dense, Documents, Full, InvalidInput, Window
+from tilewise.masks import Mask, Tile, parse
+
+
+def picture(mask: Mask, seq_q: int, seq_kv: int) -> torch.Tensor:
+    """The element rule, one call per pair: what everything else is held to."""
+    rows = [[mask.visible(row, key, seq_q, seq_kv) for key in range(seq_kv)] for row in range(seq_q)]
+    return torch.tensor(rows, dtype=torch.bool).reshape(seq_q, seq_kv)
+
+
+@given(masks_with_lengths())
+def test_bool_tensor_is_the_element_rule(case):
+    mask, seq_q, seq_kv = case
+    drawn = mask.to_bool(range(seq_q), range(seq_kv), seq_q, seq_kv)
+    assert torch.equal(drawn, picture(mask, seq_q, seq_kv))
+
+
+@given(masks_with_lengths())
+def test_pairs_counts_the_visible(case):
+    mask, seq_q, seq_kv = case
+    assert mask.pairs(seq_q, seq_kv) == picture(mask, seq_q, seq_kv).sum().item()
+
+
+@given(masks_with_lengths())
+def test_spans_are_monotone(case):
+    mask, seq_q, seq_kv = case
+    spans = [mask.span(row, seq_q, seq_kv) for row in range(seq_q)]
+    assert all(0 <= begin <= end <= seq_kv for begin, end in spans)
+    assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairwise(spans))
+
+
+@given(masks_with_lengths(), st.data())
+def test_tile_class_is_sound(case, data):
+    mask, seq_q, seq_kv = case
+    rows = range(*sorted(data.draw(st.tuples(st.integers(0, seq_q), st.integers(0, seq_q)))))
+    keys = range(*sorted(data.draw(st.tuples(st.integers(0, seq_kv), st.integers(0, seq_kv)))))
+    part = picture(mask, seq_q, seq_kv)[rows.start : rows.stop, keys.start : keys.stop]
+    kind = mask.tile(rows, keys, seq_q, seq_kv)
+    if kind is Tile.FULL:
+        assert part.all()
+    elif kind is Tile.EMPTY:
+        assert not part.any()
+    elif not isinstance(mask, Documents):  # bands are classified tightly too; documents may be cautious
+        assert part.any()
+        assert not part.all()
+
+
+@given(masks_with_lengths(), st.data())
+def test_keys_covers_everything_a_block_of_rows_sees(case, data):
+    mask, seq_q, seq_kv = case
+    rows = range(*sorted(data.draw(st.tuples(st.integers(0, seq_q), st.integers(0, seq_q)))))
+    keys = mask.keys(rows, seq_q, seq_kv)
+    seen = picture(mask, seq_q, seq_kv)[rows.start : rows.stop].any(0).nonzero().flatten().tolist()
+    assert set(seen) <= set(keys)
+    if seen and not isinstance(mask, Documents):
+        assert (keys.start, keys.stop) == (seen[0], seen[-1] + 1)
+
+
+@given(masks_with_lengths())
+def test_text_form_reads_back(case):
+    mask, _, _ = case
+    assert parse(str(mask)) == mask
+    assert hash(parse(str(mask))) == hash(mask)
+
+
+def test_dense_is_unknown_everywhere():
+    mask = Dense((1, 2, 8, 8), additive=True)
+    assert mask.tile(range(4), range(4), 8, 8) is Tile.PARTIAL
+    assert mask.tile(range(0), range(4), 8, 8) is Tile.EMPTY
+    assert mask.pairs(8, 8) == 64
+    assert parse(str(mask)) == mask
+
+
+def test_alignment_moves_the_diagonal():
+    assert picture(Causal(), 2, 4).tolist() == [[True, False, False, False], [True, True, False, False]]
+    assert picture(Causal("bottom-right"), 2, 4).tolist() == [[True, True, True, False], [True, True, True, True]]
+    assert picture(Window(1, 0, "bottom-right"), 2, 4).tolist() == [
+        [False, True, True, False],
+        [False, False, True, True],
+    ]
+
+
+def test_documents_take_tensors_and_inner_masks():
+    mask = Documents(torch.tensor([0, 2, 3]), inner=Causal())
+    assert mask == Documents((0, 2, 3), (0, 2, 3), Causal())
+    assert picture(mask, 3, 3).tolist() == [[True, False, False], [True, True, False], [False, False, True]]
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (lambda: Window(-1), "Window.left"),
+        (lambda: Window(3, -2), "Window.right"),
+        (lambda: Window(2.5), "Window.left"),
+        (lambda: Causal("middle"), "mask alignment"),
+        (lambda: Documents((1, 2)), "Documents.cu_seqlens_q"),
+        (lambda: Documents((0, 3, 2)), "Documents.cu_seqlens_q"),
+        (lambda: Documents((0, 3), (0, 1, 2)), "Documents.cu_seqlens_kv"),
+        (lambda: Documents((0, 3), inner=Documents((0, 3))), "Documents.inner"),
+        (lambda: Documents((0, 3)).check(4, 4), "Documents.cu_seqlens_q"),
+        (lambda: Dense((7, 8)).check(8, 8), "mask"),
+        (lambda: parse("diagonal"), "mask"),
+        (lambda: parse("window:3"), "mask"),
+        (lambda: parse("window:-3,0"), "Window.left"),
+    ],
+)
+def test_bad_masks_say_what_to_do(make, argument):
+    with pytest.raises(InvalidInput, match="What to do") as caught:
+        make()
+    assert caught.value.argument == argument
+
+
+def test_full_is_full():
+    assert picture(Full(), 3, 2).all()
