@@ -1,0 +1,75 @@
+"""Backends: each computes attention in its own way behind the same functions, and none imports another.
+
+    why_not(problem, target) -> list[Reason]      every reason to refuse; empty = willing
+    notices(problem, target) -> list[str]         what the caller should know if it runs
+    configs(problem, target) -> list[Config]      legal compile-time choices, best first; empty = nothing to choose
+    forward(q, k, v, problem, config=None, bias=None) -> (out, lse)
+    backward(dout, dlse, q, k, v, out, lse, problem, config=None, bias=None, wants=...) -> (dq, dk, dv)
+
+Tensors arrive as (batch, heads, seq, head_dim) views whatever the caller's layout; `out` is allocated in the memory
+order of `problem.layout` (see `empty_out`). `bias` is the mask tensor when `problem.mask` is Dense. `lse` is
+(batch, heads_q, seq_q), natural log, float32 (float64 for float64 inputs), -inf for a row that sees no key. A gradient
+that `wants` does not ask for is returned as None.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from ..errors import Reason
+    from ..problem import Problem
+    from ..target import Target
+
+Wants = tuple[bool, bool, bool]
+Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+class Backend(Protocol):
+    """The functions above: a module, or an object where one module serves several backends."""
+
+    def why_not(self, problem: Problem, target: Target, /) -> list[Reason]: ...
+
+    def notices(self, problem: Problem, target: Target, /) -> list[str]: ...
+
+    def configs(self, problem: Problem, target: Target, /) -> list[Any]: ...
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        problem: Problem,
+        config: Any = None,
+        bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        problem: Problem,
+        config: Any = None,
+        bias: torch.Tensor | None = None,
+        wants: Wants = (True, True, True),
+    ) -> Grads: ...
+
+
+def empty_out(q: torch.Tensor, head_dim_v: int, layout: str) -> torch.Tensor:
+    """An uninitialised (batch, heads_q, seq_q, head_dim_v) whose memory order is that of the caller's layout."""
+    batch, heads, seq, _ = q.shape
+    if layout == "bshd":
+        return q.new_empty(batch, seq, heads, head_dim_v).transpose(1, 2)
+    return q.new_empty(batch, heads, seq, head_dim_v)
+
+
+def empty_lse(q: torch.Tensor) -> torch.Tensor:
+    """An uninitialised (batch, heads_q, seq_q) for the log-sum-exp."""
+    return q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)

@@ -1,0 +1,186 @@
+"""The specification: attention written out, in float32 (float64 for float64 inputs). It defines what is right.
+
+    1. S = scale * Q K^T                      scores, one per (query, key)
+    2. S = softcap * tanh(S / softcap)        if softcap > 0
+    3. S = S + bias, S = -inf where hidden    the mask
+    4. lse = log sum exp S                    -inf for a row that sees no key
+    5. P = exp(S - lse)                       0 for hidden keys and for rows that see none
+    6. out = P V
+
+and backwards, with D = rowsum(dout * out) - dlse:
+
+    7. dV = P^T dout
+    8. dS = P * (dout V^T - D)
+    9. dS = dS * (1 - tanh^2)                 if softcap > 0
+   10. dQ = scale * dS K,  dK = scale * dS^T Q
+
+Query heads that share a key/value head are stacked into one tall matrix, so K and V are never repeated. `forward` is
+made of differentiable torch operations only: vmap, jvp and double backward all work through it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import Reason
+from ..masks import Dense, Full
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+    from ..target import Target
+    from . import Grads, Wants
+
+
+def why_not(problem: Problem, target: Target) -> list[Reason]:
+    if problem.dropout:
+        return [
+            Reason(
+                f"dropout {problem.dropout:g} is not 0, and the reference draws no random numbers",
+                "use one of PyTorch's backends, or drop the dropout",
+            )
+        ]
+    return []
+
+
+def notices(problem: Problem, target: Target) -> list[str]:
+    scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv * _work_dtype(problem.dtype).itemsize
+    return [f"holds every score at once: {scores / 2**20:.1f} MiB"]
+
+
+def configs(problem: Problem, target: Target) -> list[Any]:
+    return []
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    config: Any = None,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q)."""
+    work = _work_dtype(q.dtype)
+    scores, hidden, _ = _scores(q.to(work), k.to(work), problem, bias)
+    top = scores.amax(-1, keepdim=True).detach() if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    sees_none = total == 0.0
+    safe_total = total.masked_fill(sees_none, 1.0)
+    lse = (safe_total.log() + top).masked_fill(sees_none, -torch.inf).squeeze(-1)
+    out = _times_values(weights / safe_total, v.to(work), hidden)
+    return _in_layout(out.to(q.dtype), problem), lse
+
+
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    problem: Problem,
+    config: Any = None,
+    bias: torch.Tensor | None = None,
+    wants: Wants = (True, True, True),
+) -> Grads:
+    """Gradients by the formulas above, each in its input's dtype."""
+    work = _work_dtype(q.dtype)
+    q_work, k_work, v_work, dout_work = (t.to(work) for t in (q, k, v, dout))
+    scores, hidden, slope = _scores(q_work, k_work, problem, bias)
+    weights = torch.exp(scores - lse.unsqueeze(-1).masked_fill(lse.unsqueeze(-1) == -torch.inf, 0.0))
+    dv = _stack_transposed(weights, dout_work, problem) if wants[2] else None
+    if not (wants[0] or wants[1]):
+        return None, None, _cast(dv, v)
+    delta = (dout_work * out.to(work)).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse.to(work).unsqueeze(-1)
+    dscores = weights * (_stack(dout_work, v_work.transpose(-1, -2)) - delta)
+    if slope is not None:
+        dscores = dscores * slope
+    if hidden is not None:
+        dscores = dscores.masked_fill(hidden, 0.0)
+    dscores = dscores * problem.scale
+    dq = _stack(dscores, k_work) if wants[0] else None
+    dk = _stack_transposed(dscores, q_work, problem) if wants[1] else None
+    return _cast(dq, q), _cast(dk, k), _cast(dv, v)
+
+
+def _work_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, problem: Problem, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Masked scores (steps 1 to 3), what is hidden (None = nothing by structure), and the slope of the softcap."""
+    scores = _stack(q, k.transpose(-1, -2)) * problem.scale
+    slope = None
+    if problem.softcap:
+        bent = torch.tanh(scores / problem.softcap)
+        scores, slope = problem.softcap * bent, 1.0 - bent * bent
+    hidden = _hidden(problem, bias, q.device)
+    if bias is not None and bias.dtype != torch.bool:
+        scores = scores + bias.to(scores.dtype)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores, hidden, slope
+
+
+def _hidden(problem: Problem, bias: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    if isinstance(problem.mask, Full):
+        return None
+    if isinstance(problem.mask, Dense):
+        return bias.logical_not() if bias is not None and bias.dtype == torch.bool else None
+    rows, keys = range(problem.seq_q), range(problem.seq_kv)
+    return problem.mask.to_bool(rows, keys, problem.seq_q, problem.seq_kv, device).logical_not()
+
+
+def _stack(tall: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """tall (batch, heads_q, m, n) @ right (batch, heads_kv, n, p), the heads of a group stacked along m."""
+    batch, heads_q, m, n = tall.shape
+    heads_kv = right.shape[1]
+    if heads_q == heads_kv:
+        return tall @ right
+    stacked = tall.reshape(batch, heads_kv, heads_q // heads_kv * m, n)
+    return (stacked @ right).reshape(batch, heads_q, m, right.shape[-1])
+
+
+def _stack_transposed(tall: torch.Tensor, right: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """tall^T @ right summed over each group: (b, heads_q, m, n), (b, heads_q, m, p) -> (b, heads_kv, n, p)."""
+    batch, _, m, n = tall.shape
+    rows = problem.group * m
+    stacked = tall.reshape(batch, problem.heads_kv, rows, n)
+    return stacked.transpose(-1, -2) @ right.reshape(batch, problem.heads_kv, rows, right.shape[-1])
+
+
+def _times_values(weights: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+    """weights @ v in which a key that the mask hides cannot leak, not even as 0 * nan.
+
+    Non-finite values are left out of the product and given back only to the rows that see them. The test for them reads
+    the data, so it is skipped while autograd or a functorch transform records the operations.
+    """
+    recorded = torch._C._are_functorch_transforms_active() or (torch.is_grad_enabled() and v.requires_grad)
+    if hidden is None or recorded or bool(torch.isfinite(v).all()):
+        return _stack(weights, v)
+    out = _stack(weights, torch.where(torch.isfinite(v), v, 0.0))
+    seen = hidden.logical_not().to(v.dtype).expand(weights.shape)
+    for value, bad in ((torch.nan, v.isnan()), (torch.inf, v == torch.inf), (-torch.inf, v == -torch.inf)):
+        reached = _stack(seen, bad.to(v.dtype)) > 0
+        out = out + torch.zeros_like(out).masked_fill(reached, value)
+    return out
+
+
+def _in_layout(out: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """`out` in the memory order the caller was promised; differentiable, and free when it is already there."""
+    if problem.layout == "bshd":
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
+    return out.contiguous()
+
+
+def _cast(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+    return None if grad is None else grad.to(like.dtype)

@@ -1,0 +1,216 @@
+"""The FlashAttention-2 loop in torch operations: the algorithm of our kernels, readable, in O(N) memory, on any device.
+
+Forward, for each block of block_q rows, over the blocks of block_kv keys that the mask does not leave empty:
+
+    1. S = scale * Q_i K_j^T            (softcap and bias as in the reference; -inf where a partial tile hides)
+    2. m' = max(m, rowmax S)
+    3. P = exp(S - m')
+    4. alpha = exp(m - m')              what the old sums are worth under the new maximum
+    5. l = alpha * l + rowsum P
+    6. O = alpha * O + P V_j
+    7. m = m'
+  then
+    8. O = O / l,  lse = m + log l
+
+Backward, over the same tiles, with D = rowsum(dout * out) - dlse:
+
+    9. P = exp(S - lse);  dV_j += P^T dO_i
+   10. dS = P * (dO_i V_j^T - D_i)      (times 1 - tanh^2 under a softcap)
+   11. dQ_i += scale * dS K_j;  dK_j += scale * dS^T Q_i
+
+A widely read lecture listing of this loop (GPU MODE, lecture 12) goes wrong at three of these steps: it assigns
+`last_m_i = m_i` after the loop over key blocks instead of inside it (step 7), so alpha is exp(-inf - m) = 0 and every
+block but the last is forgotten; it stores the denominator of step 5 in `P_ij` before step 6 uses P, so V is weighted by
+the running sum; and it never divides by the denominator (step 8). tests/test_backends.py runs the listing's updates
+beside ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import Reason
+from ..masks import Tile
+from . import Grads, Wants, empty_lse, empty_out
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ..problem import Problem
+    from ..target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    block_q: int = 256
+    block_kv: int = 512
+
+
+_BLOCKS = ((256, 512), (512, 512), (256, 256), (128, 128), (64, 64))
+
+
+def why_not(problem: Problem, target: Target) -> list[Reason]:
+    reasons = []
+    if problem.dropout:
+        reasons.append(
+            Reason(
+                f"dropout {problem.dropout:g} is not 0, and the tiled loop draws no random numbers",
+                "use one of PyTorch's backends, or drop the dropout",
+            )
+        )
+    if problem.transformed:
+        reasons.append(
+            Reason(
+                "a functorch transform is active (vmap, jvp), and the tiled loop updates its sums in place",
+                "use backend='reference' or 'torch-math' under transforms",
+            )
+        )
+    return reasons
+
+
+def notices(problem: Problem, target: Target) -> list[str]:
+    return []
+
+
+def configs(problem: Problem, target: Target) -> list[Config]:
+    return [Config(block_q, block_kv) for block_q, block_kv in _BLOCKS]
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    config: Config | None = None,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q)."""
+    config = config or Config()
+    out, lse = empty_out(q, problem.head_dim_v, problem.layout), empty_lse(q)
+    work = lse.dtype
+    for rows in _blocks(range(problem.seq_q), config.block_q):
+        q_tile = _group(q[:, :, rows.start : rows.stop].to(work), problem)
+        state = q_tile.shape[:-1]
+        top = q_tile.new_full((*state, 1), -torch.inf)
+        total = q_tile.new_zeros((*state, 1))
+        acc = q_tile.new_zeros((*state, problem.head_dim_v))
+        for keys in _blocks(_key_range(problem, rows), config.block_kv):
+            k_tile, v_tile = (t[:, :, keys.start : keys.stop].to(work) for t in (k, v))
+            scores, _ = _tile_scores(q_tile, k_tile, rows, keys, problem, bias)
+            if scores is None:
+                continue
+            new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+            finite_top = new_top.masked_fill(new_top == -torch.inf, 0.0)
+            weights = scores.sub_(finite_top).exp_()
+            alpha = torch.exp(top - finite_top)
+            total = alpha * total + weights.sum(-1, keepdim=True)
+            acc = alpha * acc + weights @ v_tile
+            top = new_top
+        sees_none = total == 0.0
+        safe_total = total.masked_fill(sees_none, 1.0)
+        out[:, :, rows.start : rows.stop] = _ungroup(acc / safe_total, problem).to(out.dtype)
+        row_lse = (top + safe_total.log()).masked_fill(sees_none, -torch.inf)
+        lse[:, :, rows.start : rows.stop] = _ungroup(row_lse, problem).squeeze(-1)
+    return out, lse
+
+
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    problem: Problem,
+    config: Config | None = None,
+    bias: torch.Tensor | None = None,
+    wants: Wants = (True, True, True),
+) -> Grads:
+    """Gradients in each input's dtype; sums are kept in float32 (float64 for float64)."""
+    config = config or Config()
+    work = lse.dtype
+    delta = (dout.to(work) * out.to(work)).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse.to(work).unsqueeze(-1)
+    finite_lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
+    dq, dk, dv = (torch.zeros_like(t, dtype=work) if want else None for t, want in zip((q, k, v), wants, strict=True))
+    for rows in _blocks(range(problem.seq_q), config.block_q):
+        pick = slice(rows.start, rows.stop)
+        q_tile, dout_tile, delta_tile, lse_tile = (
+            _group(t[:, :, pick].to(work), problem) for t in (q, dout, delta, finite_lse)
+        )
+        for keys in _blocks(_key_range(problem, rows), config.block_kv):
+            span = slice(keys.start, keys.stop)
+            k_tile, v_tile = k[:, :, span].to(work), v[:, :, span].to(work)
+            scores, slope = _tile_scores(q_tile, k_tile, rows, keys, problem, bias)
+            if scores is None:
+                continue
+            weights = scores.sub_(lse_tile).exp_()
+            if dv is not None:
+                dv[:, :, span] += weights.transpose(-1, -2) @ dout_tile
+            if dq is None and dk is None:
+                continue
+            dscores = weights * (dout_tile @ v_tile.transpose(-1, -2) - delta_tile) * problem.scale
+            if slope is not None:
+                dscores = dscores * slope
+            if dq is not None:
+                dq[:, :, pick] += _ungroup(dscores @ k_tile, problem)
+            if dk is not None:
+                dk[:, :, span] += dscores.transpose(-1, -2) @ q_tile
+    return tuple(  # type: ignore[return-value]
+        None if grad is None else grad.to(like.dtype) for grad, like in zip((dq, dk, dv), (q, k, v), strict=True)
+    )
+
+
+def _blocks(whole: range, size: int) -> Iterator[range]:
+    for start in range(whole.start, whole.stop, size):
+        yield range(start, min(start + size, whole.stop))
+
+
+def _key_range(problem: Problem, rows: range) -> range:
+    return problem.mask.keys(rows, problem.seq_q, problem.seq_kv)
+
+
+def _tile_scores(
+    q_tile: torch.Tensor, k_tile: torch.Tensor, rows: range, keys: range, problem: Problem, bias: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Masked scores of one tile and the slope of the softcap; None for a tile the mask leaves empty."""
+    kind = problem.mask.tile(rows, keys, problem.seq_q, problem.seq_kv)
+    if kind is Tile.EMPTY:
+        return None, None
+    scores = (q_tile @ k_tile.transpose(-1, -2)).mul_(problem.scale)
+    slope = None
+    if problem.softcap:
+        bent = torch.tanh(scores / problem.softcap)
+        scores, slope = problem.softcap * bent, 1.0 - bent * bent
+    if bias is not None:
+        tile = _bias_tile(bias, rows, keys, problem)
+        return (scores.masked_fill_(~tile, -torch.inf) if tile.dtype == torch.bool else scores + tile), slope
+    if kind is Tile.PARTIAL:
+        visible = problem.mask.to_bool(rows, keys, problem.seq_q, problem.seq_kv, scores.device)
+        scores.view(*scores.shape[:2], -1, len(rows), len(keys)).masked_fill_(~visible, -torch.inf)
+    return scores, slope
+
+
+def _bias_tile(bias: torch.Tensor, rows: range, keys: range, problem: Problem) -> torch.Tensor:
+    whole = bias.expand(problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
+    return _group(whole[:, :, rows.start : rows.stop, keys.start : keys.stop], problem)
+
+
+def _group(tile: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """(batch, heads_q, m, n) -> (batch, heads_kv, group * m, n): heads that share keys become one tall tile."""
+    if problem.group == 1:
+        return tile
+    batch, _, _, n = tile.shape
+    return tile.reshape(batch, problem.heads_kv, -1, n)
+
+
+def _ungroup(tile: torch.Tensor, problem: Problem) -> torch.Tensor:
+    if problem.group == 1:
+        return tile
+    batch, _, _, n = tile.shape
+    return tile.reshape(batch, problem.heads_q, -1, n)
