@@ -1,0 +1,653 @@
+"""The gates of PyTorch's scaled_dot_product_attention, as rows: which of its kernels would take a problem, and why not.
+
+PyTorch tries its kernels in an order of its own and takes the first whose gates all pass; when none passes it says
+little, and it stops at the first gate that fails. Here every gate is a row, so that all reasons can be given at once,
+without a GPU, for any of the releases 2.11 to 2.15. The rows follow sdp_utils.cpp and sdp_utils_cpp.cpp of those
+releases, and are compared with what PyTorch itself answers wherever it runs (`torch_sdpa.disagreements`).
+
+    gates(name, problem, target)       why PyTorch would refuse (the rule model)
+    limits(name, problem, target)      why we do: PyTorch would accept, then crash, or cannot say what is asked
+    priority(target)                   the order in which PyTorch tries its kernels
+    default_choice(problem, target)    the one F.scaled_dot_product_attention would run
+    notices(name, problem, target)     costs and known bugs of running it
+    hazardous(name, problem, target)   the known wrong-result bug that this problem would meet, or ""
+
+Everything here is a pure function of values: no tensor, no device, no call into torch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from ..errors import Reason
+from ..masks import Causal, Dense, Documents, Full, Window
+from ..problem import Strides, dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..problem import Problem
+    from ..target import Target
+
+FLASH, EFFICIENT, CUDNN, MATH = "torch-flash", "torch-efficient", "torch-cudnn", "torch-math"
+NAMES = (FLASH, EFFICIENT, CUDNN, MATH)
+OLDEST, NEWEST = (2, 11), (2, 15)  # the releases these rules were read from
+
+GRID_LIMIT = 65535  # largest y and z of a CUDA grid, which these kernels spend on batch and heads
+_HALF = (torch.bfloat16, torch.float16)
+_MIB = 1024 * 1024
+
+MaskKind = Literal["none", "causal", "bottom-right", "tensor"]
+
+
+class Rule(NamedTuple):
+    """One gate: when it refuses, the value and the limit in words, and what helps."""
+
+    refuses: Callable[[Problem, Target], bool]
+    what: Callable[[Problem, Target], str]
+    remedy: str | Callable[[Problem, Target], str]
+
+    def reason(self, problem: Problem, target: Target) -> Reason:
+        remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(problem, target)
+        return Reason(self.what(problem, target), remedy)
+
+
+class Hazard(NamedTuple):
+    """A known bug: when it applies, whether results are wrong (else only slower or less accurate), and the text."""
+
+    backend: str
+    applies: Callable[[Problem, Target], bool]
+    wrong: bool
+    text: str
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How a mask reaches PyTorch
+
+
+def mask_kind(problem: Problem) -> MaskKind:
+    """What PyTorch is told of the mask: nothing, is_causal, causal_lower_right, or a tensor that holds it.
+
+    "bottom-right" is a causal mask over unequal lengths. The flash kernel's own causal means that; the others need the
+    tensor. Windows and documents have no name in scaled_dot_product_attention at all.
+    """
+    mask = problem.mask
+    if isinstance(mask, Full) or (isinstance(mask, Window) and mask.left is None and mask.right is None):
+        return "none"
+    if isinstance(mask, Causal):
+        square = problem.seq_q == problem.seq_kv
+        return "causal" if square or mask.align == "top-left" else "bottom-right"
+    return "tensor"
+
+
+def takes_tensor(name: str, problem: Problem, target: Target) -> bool:
+    """Whether `name` is handed this problem's mask as a tensor."""
+    kind = mask_kind(problem)
+    return kind == "tensor" or (kind == "bottom-right" and (name != FLASH or target.is_cpu))
+
+
+def materialised_bytes(name: str, problem: Problem, target: Target) -> int:
+    """Bytes of the (seq_q, seq_kv) tensor built for a structural mask: a boolean one and its additive form."""
+    if isinstance(problem.mask, Dense) or not takes_tensor(name, problem, target):
+        return 0
+    return problem.seq_q * problem.seq_kv * (1 + problem.dtype.itemsize)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows shared by several kernels
+
+
+def _version(target: Target) -> str:
+    return f"torch {target.torch[0]}.{target.torch[1]}"
+
+
+def _since(release: tuple[int, int], target: Target) -> bool:
+    return target.torch >= release
+
+
+def _cudnn_version(target: Target) -> str:
+    """91900 -> 9.19.0"""
+    number = target.cudnn
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _arch_rule(kernel: str, low: tuple[int, int], instead: str) -> Rule:
+    high = (12, 1)
+    bounds = f"sm_{low[0]}{low[1]} to sm_{high[0]}{high[1]}"
+    return Rule(
+        lambda p, t: not low <= t.capability <= high,
+        lambda p, t: f"{t.name} is {t.arch}; {kernel} runs on {bounds}",
+        f"use {instead}, or a GPU in that range",
+    )
+
+
+def _dtype_rule(kernel: str, takes: Callable[[Target], tuple[torch.dtype, ...]], instead: str) -> Rule:
+    def names(target: Target) -> str:
+        return " and ".join(dtype_name(dtype) for dtype in takes(target))
+
+    return Rule(
+        lambda p, t: p.dtype not in takes(t),
+        lambda p, t: f"dtype {dtype_name(p.dtype)} on {t.arch}; {kernel} takes {names(t)} there",
+        lambda p, t: f"cast to {dtype_name(takes(t)[-1])}, or use {instead}",
+    )
+
+
+def _half_of(target: Target) -> tuple[torch.dtype, ...]:
+    return _HALF if target.capability >= (8, 0) else (torch.float16,)
+
+
+def _efficient_dtypes(target: Target) -> tuple[torch.dtype, ...]:
+    return (*_half_of(target), torch.float32)
+
+
+def _no_zero_length(kernel: str) -> Rule:
+    return Rule(
+        lambda p, t: 0 in (p.seq_q, p.seq_kv),
+        lambda p, t: f"seq_q {p.seq_q} and seq_kv {p.seq_kv}: {kernel} needs at least 1 of each",
+        "use torch-math, which returns the empty result",
+    )
+
+
+def _no_scattered(kernel: str) -> Rule:
+    return Rule(
+        lambda p, t: p.strides is Strides.SCATTERED,
+        lambda p, t: f"the last dimension of q, k or v has a stride; {kernel} needs it contiguous (stride 1)",
+        "call .contiguous() on that tensor, or use torch-math",
+    )
+
+
+def _same_head_dims(kernel: str, instead: str) -> Rule:
+    return Rule(
+        lambda p, t: p.head_dim != p.head_dim_v,
+        lambda p, t: f"head_dim {p.head_dim} of q and k is not head_dim_v {p.head_dim_v}; {kernel} needs them equal",
+        f"pad v to head_dim and slice the result, or use {instead}",
+    )
+
+
+def _tensor_mask_refused(kernel: str) -> Rule:
+    return Rule(
+        lambda p, t: takes_tensor(FLASH, p, t),
+        lambda p, t: (
+            f"mask {p.mask} needs a mask tensor; {kernel} takes none, only full and causal attention"
+            if not isinstance(p.mask, Dense)
+            else f"a mask tensor of shape {p.mask.shape}; {kernel} takes none, only full and causal attention"
+        ),
+        "use torch-efficient or torch-cudnn, which take mask tensors, or a backend that knows the mask by name",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# flash on CUDA (FlashAttention-2)
+
+_SMALL_SMEM = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB of shared memory a block: too little for its backward
+
+
+def _flash_training_limit(problem: Problem, target: Target) -> bool:
+    if not problem.needs_grad or target.capability not in (*_SMALL_SMEM, (8, 7), (8, 8)):
+        return False
+    return problem.head_dim > 192 and (problem.dropout > 0 or problem.head_dim <= 224)
+
+
+_FLASH_CUDA = (
+    _arch_rule("flash", (8, 0), "torch-efficient, which runs from sm_50 on"),
+    _dtype_rule("flash", _half_of, "torch-efficient, which takes float32"),
+    _tensor_mask_refused("flash"),
+    _same_head_dims("flash", "torch-efficient, which takes them apart"),
+    Rule(
+        lambda p, t: max(p.head_dim, p.head_dim_v) > 256,
+        lambda p, t: f"head_dim {max(p.head_dim, p.head_dim_v)} is over 256, the most flash takes",
+        "use torch-efficient, which takes any head_dim that is a multiple of 8",
+    ),
+    Rule(
+        _flash_training_limit,
+        lambda p, t: (
+            f"head_dim {p.head_dim} with gradients on {t.arch}; flash trains there up to 192, "
+            "or from 225 to 256 without dropout"
+        ),
+        lambda p, t: f"pad head_dim to {256 if not p.dropout else 'at most 192'}, or use torch-efficient",
+    ),
+    Rule(
+        lambda p, t: mask_kind(p) == "causal" and p.seq_q != p.seq_kv,
+        lambda p, t: (
+            f"top-left causal with seq_q {p.seq_q} and seq_kv {p.seq_kv}; flash takes it only where they are equal"
+        ),
+        'use torch-efficient, or mask="causal:bottom-right" if decoding is what is meant: flash has that one',
+    ),
+    _no_zero_length("flash"),
+    _no_scattered("flash"),
+    Rule(
+        lambda p, t: _since((2, 15), t) and max(p.batch, p.heads_q) > GRID_LIMIT,
+        lambda p, t: f"batch {p.batch} and heads {p.heads_q}; flash takes at most {GRID_LIMIT} of each",
+        "split the batch, or use torch-math",
+    ),
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# memory-efficient on CUDA (CUTLASS)
+
+
+def efficient_alignment(problem: Problem, target: Target) -> int:
+    """Elements that head_dim must be a multiple of: 16 bytes where tensor cores are used."""
+    half = problem.dtype in _HALF
+    if target.capability >= (8, 0):
+        return 8 if half else 4
+    return 8 if half and target.capability >= (7, 0) else 1
+
+
+_EFFICIENT_CUDA = (
+    _arch_rule("efficient", (5, 0), "torch-math"),
+    _dtype_rule("efficient", _efficient_dtypes, "torch-math"),
+    Rule(
+        lambda p, t: bool(p.head_dim % efficient_alignment(p, t) or p.head_dim_v % efficient_alignment(p, t)),
+        lambda p, t: (
+            f"head_dim {p.head_dim} (v: {p.head_dim_v}) is no multiple of {efficient_alignment(p, t)}, "
+            f"which efficient needs for {dtype_name(p.dtype)} on {t.arch}"
+        ),
+        lambda p, t: (
+            f"pad head_dim to a multiple of {efficient_alignment(p, t)} and pass the old scale, or use torch-math"
+        ),
+    ),
+    Rule(
+        lambda p, t: p.group > 1 and not _since((2, 14), t),
+        lambda p, t: (
+            f"{p.heads_q} query heads over {p.heads_kv} key/value heads in {_version(t)}; "
+            "efficient takes grouped queries from torch 2.14 on"
+        ),
+        "upgrade to torch 2.14, or repeat K and V with repeat_interleave(group, dim=1)",
+    ),
+    _no_zero_length("efficient"),
+    _no_scattered("efficient"),
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# cuDNN on CUDA
+
+
+def cudnn_head_dim_limit(problem: Problem, target: Target) -> int:
+    """Largest head_dim the gate lets through.
+
+    Up to 2.13: 256 on sm_90 with cuDNN 9.10, 192 with head_dim_v 128 on sm_10x with 9.11. From 2.14: 256 on both from
+    cuDNN 9.22.1 on (sm_107: after 9.25.0), else 192 with head_dim_v 128 from 9.11 on.
+    """
+    hopper, blackwell = target.capability == (9, 0), target.capability[0] == 10
+    latent = (problem.head_dim, problem.head_dim_v) == (192, 128) and target.cudnn >= 91100
+    if _since((2, 14), target):
+        if _cudnn_d256(target):
+            return 256
+        return 192 if (hopper or blackwell) and latent else 128
+    if hopper and target.cudnn >= 91000:
+        return 256
+    return 192 if blackwell and latent else 128
+
+
+def _cudnn_d256(target: Target) -> bool:
+    """Whether a build of 2.14 or later takes head_dim up to 256."""
+    supported = target.capability == (9, 0) or target.capability[0] == 10
+    late = target.capability == (10, 7) and target.cudnn <= 92500
+    return supported and not late and target.cudnn > 92200
+
+
+def _cudnn_backward_dims(problem: Problem, target: Target) -> bool:
+    """From 2.14 on: whether cuDNN's backward refuses these head dims although its forward takes them."""
+    if not problem.needs_grad or not _since((2, 14), target) or not _cudnn_d256(target):
+        return False
+    dims = (problem.head_dim, problem.head_dim_v)
+    return max(dims) > 128 and dims not in ((192, 128), (256, 256))
+
+
+_CUDNN_CUDA = (
+    _arch_rule("cudnn", (8, 0), "torch-efficient, which runs from sm_50 on"),
+    Rule(
+        lambda p, t: t.cudnn < 90000,
+        lambda p, t: f"cuDNN {_cudnn_version(t)}; PyTorch's cuDNN attention needs 9.0" if t.cudnn else "no cuDNN",
+        "install the nvidia-cudnn wheel that this PyTorch asks for, or use torch-flash",
+    ),
+    _dtype_rule("cudnn", _half_of, "torch-efficient, which takes float32"),
+    Rule(
+        lambda p, t: p.deterministic,
+        lambda p, t: "deterministic algorithms are on; PyTorch refuses cuDNN attention then",
+        "use torch-flash, which has a deterministic backward, or torch.use_deterministic_algorithms(False)",
+    ),
+    Rule(
+        lambda p, t: max(p.head_dim, p.head_dim_v) > cudnn_head_dim_limit(p, t),
+        lambda p, t: (
+            f"head_dim {p.head_dim} (v: {p.head_dim_v}) is over {cudnn_head_dim_limit(p, t)}, the most cudnn takes on "
+            f"{t.arch} with cuDNN {_cudnn_version(t)} in {_version(t)}"
+        ),
+        lambda p, t: "use torch-flash, which takes 256" if p.head_dim <= 256 else "use torch-efficient",
+    ),
+    Rule(
+        lambda p, t: bool(p.head_dim % 8 or p.head_dim_v % 8),
+        lambda p, t: f"head_dim {p.head_dim} (v: {p.head_dim_v}) is no multiple of 8, which cudnn needs",
+        "use torch-flash, which pads, or pad head_dim yourself and pass the old scale",
+    ),
+    Rule(
+        _cudnn_backward_dims,
+        lambda p, t: (
+            f"gradients for head_dim {p.head_dim} (v: {p.head_dim_v}); "
+            "cudnn's backward takes up to 128, 192 with v 128, and 256 with v 256"
+        ),
+        "use torch-flash, or call without gradients",
+    ),
+    Rule(
+        lambda p, t: p.seq_kv == 1,
+        lambda p, t: "seq_kv 1; cudnn takes no single key",
+        "use torch-flash or torch-efficient",
+    ),
+    Rule(
+        lambda p, t: p.dropout > 0 and p.seq_q == 1,
+        lambda p, t: "seq_q 1 with dropout; cudnn takes dropout from seq_q 2 on",
+        "use torch-flash, or leave dropout out",
+    ),
+    Rule(
+        lambda p, t: p.dropout > 0 and 91100 < t.cudnn < 91400,
+        lambda p, t: f"dropout {p.dropout:g} with cuDNN {_cudnn_version(t)}; PyTorch refuses it from 9.11.1 to 9.13",
+        "upgrade cuDNN to 9.14, or use torch-flash",
+    ),
+    Rule(
+        lambda p, t: _since((2, 12), t) and (p.dropout * 16) % 1 != 0,
+        lambda p, t: f"dropout {p.dropout:g} is no multiple of 1/16, the resolution of cudnn",
+        "use a multiple of 0.0625, or torch-flash",
+    ),
+    Rule(
+        lambda p, t: _since((2, 13), t) and max(p.batch, p.heads_q) > GRID_LIMIT,
+        lambda p, t: f"batch {p.batch} and heads {p.heads_q}; cudnn takes at most {GRID_LIMIT} of each",
+        "split the batch, or use torch-efficient",
+    ),
+    _no_zero_length("cudnn"),
+    _no_scattered("cudnn"),
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# CPU
+
+_FLASH_CPU = (
+    Rule(
+        lambda p, t: p.dropout > 0,
+        lambda p, t: f"dropout {p.dropout:g}; flash on CPU has none",
+        "use torch-math",
+    ),
+    _same_head_dims("flash on CPU", "torch-math"),
+    _no_zero_length("flash on CPU"),
+    _no_scattered("flash on CPU"),
+)
+
+
+def _cuda_only(kernel: str) -> tuple[Rule, ...]:
+    return (
+        Rule(
+            lambda p, t: True,
+            lambda p, t: f"{t.name} is no CUDA device, and {kernel} is a CUDA kernel",
+            "use torch-flash or torch-math, which run here",
+        ),
+    )
+
+
+_GATES: dict[tuple[str, bool], tuple[Rule, ...]] = {  # (name, on CPU)
+    (FLASH, False): _FLASH_CUDA,
+    (EFFICIENT, False): _EFFICIENT_CUDA,
+    (CUDNN, False): _CUDNN_CUDA,
+    (MATH, False): (),
+    (FLASH, True): _FLASH_CPU,
+    (EFFICIENT, True): _cuda_only("efficient"),
+    (CUDNN, True): _cuda_only("cudnn"),
+    (MATH, True): (),
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Our own limits
+
+
+def _over_grid(kernel: str, size: Callable[[Problem], int], before: tuple[int, int], instead: str) -> Rule:
+    return Rule(
+        lambda p, t: not _since(before, t) and size(p) > GRID_LIMIT,
+        lambda p, t: (
+            f"batch {p.batch} and heads {p.heads_q}: over {GRID_LIMIT}, {kernel} in {_version(t)} fails to launch "
+            "although PyTorch's gates let it through"
+        ),
+        instead,
+    )
+
+
+def _needs_aligned(kernel: str, matters: Callable[[Problem, Target], bool]) -> Rule:
+    return Rule(
+        lambda p, t: p.strides is Strides.UNALIGNED and matters(p, t),
+        lambda p, t: f"q, k or v does not lie on 16-byte boundaries, which the loads of {kernel} need",
+        "call .contiguous() on the tensor that was sliced, or use torch-math",
+    )
+
+
+_NEVER = (99, 0)
+_COMMON = (
+    Rule(
+        lambda p, t: p.softcap > 0,
+        lambda p, t: f"softcap {p.softcap:g}; PyTorch's attention has no softcap",
+        "use a tilewise backend (reference, tiled, triton, sm80, sm90), or softcap=0",
+    ),
+    Rule(
+        lambda p, t: p.needs_lse and p.needs_grad,
+        lambda p, t: "lse together with gradients; PyTorch's kernels cannot differentiate the lse they return",
+        "use a tilewise backend, ask for the lse under torch.no_grad(), or leave return_lse out",
+    ),
+)
+_FUSED = (
+    Rule(
+        # They hide a key with -inf and scale afterwards: -inf times a negative scale is +inf, and the row is nan.
+        lambda p, t: p.scale < 0,
+        lambda p, t: f"scale {p.scale:g}; PyTorch's fused kernels are right only for a scale above 0",
+        "negate q and the scale, or use torch-math",
+    ),
+    Rule(
+        lambda p, t: p.needs_lse and p.dropout > 0,
+        lambda p, t: f"lse together with dropout {p.dropout:g}; PyTorch returns no lse there",
+        "leave return_lse or dropout out",
+    ),
+    Rule(
+        lambda p, t: p.transformed,
+        lambda p, t: "a functorch transform (vmap, jvp, ...) is active; a fused kernel sees no tangents",
+        "use torch-math or reference, whose operations can be transformed",
+    ),
+    Rule(
+        lambda p, t: 0 in (p.batch, p.heads_q),
+        lambda p, t: f"batch {p.batch} and heads {p.heads_q}: PyTorch's fused kernels need at least 1 of each",
+        "use torch-math, which returns the empty result",
+    ),
+)
+_MATH_LIMITS = (
+    Rule(
+        lambda p, t: p.needs_lse,
+        lambda p, t: "lse; PyTorch's math path returns none",
+        "use reference, which computes it the same way, or torch-flash",
+    ),
+)
+_CPU_LIMITS: dict[str, tuple[Rule, ...]] = {FLASH: _FUSED, EFFICIENT: (), CUDNN: (), MATH: _MATH_LIMITS}
+_CUDA_LIMITS: dict[str, tuple[Rule, ...]] = {
+    FLASH: (
+        *_FUSED,
+        # A head_dim that is no multiple of 8 is padded, and the padded copies are aligned.
+        _needs_aligned("flash", lambda p, t: p.head_dim % 8 == 0),
+        _over_grid("flash", lambda p: max(p.batch, p.heads_q), (2, 15), "split the batch, or use torch-math"),
+    ),
+    EFFICIENT: (
+        *_FUSED,
+        _needs_aligned("efficient", lambda p, t: efficient_alignment(p, t) > 1),
+        _over_grid("efficient", lambda p: p.heads_q, _NEVER, "split the heads, or use torch-math"),
+    ),
+    CUDNN: (
+        *_FUSED,
+        _needs_aligned("cudnn", lambda p, t: True),
+        _over_grid("cudnn", lambda p: max(p.batch, p.heads_q), (2, 13), "split the batch, or use torch-efficient"),
+    ),
+    MATH: _MATH_LIMITS,
+}
+
+# Gates on how the call is written. We always hand over a 4-D mask, a user of F.scaled_dot_product_attention may not.
+_MASK_DIMENSIONS = Rule(
+    lambda p, t: isinstance(p.mask, Dense) and len(p.mask.shape) not in (2, 4),
+    lambda p, t: f"mask {p.mask}; PyTorch passes only 2-D and 4-D masks to this kernel",
+    "expand the mask to 4 dimensions",
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Known bugs
+
+_HAZARDS = (
+    Hazard(
+        CUDNN,
+        lambda p, t: (
+            t.capability == (9, 0)
+            and _since((2, 11), t)
+            and p.needs_grad
+            and p.seq_kv % 128 == 64
+            and takes_tensor(CUDNN, p, t)
+        ),
+        True,
+        "cuDNN's backward returns NaN in dq with a mask tensor when seq_kv % 128 == 64 and a row's lse is below -88.7 "
+        "(pytorch#196678)",
+    ),
+    Hazard(
+        CUDNN,
+        lambda p, t: t.capability[0] == 10 and p.heads_kv < 8,
+        True,
+        "cuDNN on sm_10x silently returns wrong values for fewer than 8 key/value heads (pytorch#193893)",
+    ),
+    Hazard(
+        CUDNN,
+        lambda p, t: t.capability == (9, 0) and t.cudnn >= 92600 and p.needs_grad and p.seq_q == 1,
+        True,
+        "cuDNN 9.26 returns NaN in dk and dv for seq_q 1 when the lse is strongly negative (cudnn-frontend#1072)",
+    ),
+    Hazard(
+        CUDNN,
+        lambda p, t: t.capability[0] == 10 and p.needs_grad,
+        False,
+        "cuDNN's backward on sm_10x loses several percent of dq and dk on rows with scores far below 0 "
+        "(cudnn-frontend#744)",
+    ),
+    Hazard(
+        EFFICIENT,
+        lambda p, t: p.seq_q * p.seq_kv > 2**32 and takes_tensor(EFFICIENT, p, t),
+        True,
+        "efficient reads the wrong mask rows once seq_q * seq_kv is over 2**32 (pytorch#187227, pytorch#162588)",
+    ),
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers
+
+
+def gates(name: str, problem: Problem, target: Target) -> list[Reason]:
+    """Every reason for which PyTorch would refuse to run `name`. Empty: it would run."""
+    return _reasons(_GATES[name, target.is_cpu], problem, target)
+
+
+def limits(name: str, problem: Problem, target: Target) -> list[Reason]:
+    """Every reason for which we refuse to run `name` although PyTorch's gates might let it through."""
+    own = _CPU_LIMITS if target.is_cpu else _CUDA_LIMITS
+    return _reasons((*_COMMON, *own[name]), problem, target)
+
+
+def why_not(name: str, problem: Problem, target: Target) -> list[Reason]:
+    """Gates and limits together, each reason once."""
+    return list(dict.fromkeys(gates(name, problem, target) + limits(name, problem, target)))
+
+
+def priority(target: Target) -> tuple[str, ...]:
+    """The order in which PyTorch tries its kernels on this target."""
+    if target.is_cpu:
+        return (FLASH, MATH)
+    major, minor = target.capability
+    if target.cudnn > 91500 and major in (9, 10) and (minor in (0, 3) or _since((2, 15), target)):
+        return (CUDNN, FLASH, EFFICIENT, MATH)
+    return (FLASH, EFFICIENT, MATH, CUDNN)
+
+
+def default_choice(problem: Problem, target: Target) -> str:
+    """The kernel that F.scaled_dot_product_attention would run for this problem, as far as it can say it.
+
+    A structural mask that has no name there stands for the boolean tensor a user would pass; softcap is ignored.
+    """
+    for name in priority(target):
+        if name == MATH:
+            return MATH
+        written = (name == CUDNN or target.is_cpu) and bool(_reasons((_MASK_DIMENSIONS,), problem, target))
+        # F.scaled_dot_product_attention has no bottom-right causal, so there it is a mask tensor for flash too.
+        tensor = name == FLASH and mask_kind(problem) == "bottom-right" and not target.is_cpu
+        if not written and not tensor and not gates(name, problem, target):
+            return name
+    return MATH
+
+
+def hazardous(name: str, problem: Problem, target: Target) -> str:
+    """The known bug that would make `name` return wrong results for this problem; empty if none is known."""
+    found = [bug.text for bug in _HAZARDS if bug.backend == name and bug.wrong and bug.applies(problem, target)]
+    return "; ".join(found)
+
+
+def notices(name: str, problem: Problem, target: Target) -> list[str]:
+    """What the caller should know if `name` runs: known bugs first, then the memory and copies it costs."""
+    bugs = [bug.text for bug in _HAZARDS if bug.backend == name and bug.applies(problem, target)]
+    return bugs + [text for cost in _COSTS if (text := cost(name, problem, target))]
+
+
+def _reasons(rules: tuple[Rule, ...], problem: Problem, target: Target) -> list[Reason]:
+    return [rule.reason(problem, target) for rule in rules if rule.refuses(problem, target)]
+
+
+def mib(size: float) -> str:
+    return f"{size / _MIB:.1f} MiB"
+
+
+def _score_matrix(name: str, problem: Problem, target: Target) -> str:
+    if name != MATH:
+        return ""
+    scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
+    return f"materialises the score matrix: {mib(scores * max(4, problem.dtype.itemsize))}, more than once"
+
+
+def _structural_mask(name: str, problem: Problem, target: Target) -> str:
+    size = materialised_bytes(name, problem, target)
+    if not size:
+        return ""
+    kind = "documents" if isinstance(problem.mask, Documents) else str(problem.mask)
+    return f"has no name for {kind}: materialises a {mib(size)} mask of (seq_q, seq_kv), and skips no hidden tile"
+
+
+def _mask_copy(name: str, problem: Problem, target: Target) -> str:
+    mask = problem.mask
+    if not isinstance(mask, Dense) or mask.additive:
+        return ""
+    return f"turns the boolean mask into an additive one: {mib(math.prod(mask.shape) * problem.dtype.itemsize)}"
+
+
+def _expanded_heads(name: str, problem: Problem, target: Target) -> str:
+    if name != MATH or problem.group == 1:
+        return ""
+    per_head = problem.batch * problem.seq_kv * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    return f"expands K and V from {problem.heads_kv} to {problem.heads_q} heads: {mib(per_head * problem.heads_q)}"
+
+
+def _padded_head_dim(name: str, problem: Problem, target: Target) -> str:
+    if name != FLASH or target.is_cpu or problem.head_dim % 8 == 0:
+        return ""
+    return f"copies q, k and v to pad head_dim {problem.head_dim} to {-(-problem.head_dim // 8) * 8}"
+
+
+def _reordered_out(name: str, problem: Problem, target: Target) -> str:
+    if name != EFFICIENT or problem.layout != "bhsd":
+        return ""
+    size = problem.batch * problem.heads_q * problem.seq_q * problem.head_dim_v * problem.dtype.itemsize
+    return f"copies out ({mib(size)}) into bhsd order: efficient writes bshd"
+
+
+_COSTS: tuple[Callable[[str, Any, Any], str], ...] = (
+    _score_matrix,
+    _structural_mask,
+    _mask_copy,
+    _expanded_heads,
+    _padded_head_dim,
+    _reordered_out,
+)
