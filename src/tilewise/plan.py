@@ -1,0 +1,252 @@
+"""plan(problem, target) -> Plan: which backend runs, why it, and why not the others. Pure and memoised.
+
+Rules are rows, not code paths: "prefer X, when ..., because ...". The first row whose backend is willing and whose
+condition holds wins. Naming a backend makes it the only row: a refusal then raises instead of falling back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .backends import reference, tiled, torch_sdpa
+from .errors import InvalidInput, Reason, UnsupportedProblem
+from .problem import dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .backends import Backend
+    from .problem import Problem
+    from .target import Target
+
+AUTO = "auto"
+
+BACKENDS: dict[str, Backend] = {
+    **{candidate.name: candidate for candidate in torch_sdpa.CANDIDATES},
+    "tiled": tiled,
+    "reference": reference,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one backend says to a problem."""
+
+    backend: str
+    reasons: tuple[Reason, ...]  # empty = willing
+    notices: tuple[str, ...] = ()
+    hazard: str = ""  # a known wrong-result bug this problem meets: "auto" steers around it, a named backend runs
+
+    @property
+    def willing(self) -> bool:
+        return not self.reasons
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The choice, its reason, and a verdict for every backend, in the order they were considered."""
+
+    problem: Problem
+    target: Target
+    backend: str
+    config: Any
+    because: str
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def chosen(self) -> Verdict:
+        return next(verdict for verdict in self.verdicts if verdict.backend == self.backend)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "problem": self.problem.to_dict(),
+            "target": {"name": self.target.name, "arch": self.target.arch, "torch": _dotted(self.target.torch)},
+            "backend": self.backend,
+            "config": str(self.config) if self.config is not None else None,
+            "because": self.because,
+            "bound": _bound(self.problem, self.target),
+            "verdicts": [
+                {
+                    "backend": verdict.backend,
+                    "willing": verdict.willing,
+                    "reasons": [reason._asdict() for reason in verdict.reasons],
+                    "notices": list(verdict.notices),
+                    "hazard": verdict.hazard,
+                }
+                for verdict in self.verdicts
+            ],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+class Rule(NamedTuple):
+    """A row: prefer this backend, because of this, when the condition holds."""
+
+    prefer: str
+    because: str
+    when: Callable[[Problem, Target], bool] = lambda problem, target: True
+
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    Rule("reference", "nothing to compute: every output is 0 or absent",
+         lambda problem, target: problem.empty),
+    Rule("torch-cudnn", "the fastest of PyTorch's kernels on Hopper and later",
+         lambda problem, target: target.capability >= (9, 0)),
+    Rule("torch-flash", "PyTorch's fused CPU kernel: no score ever reaches memory",
+         lambda problem, target: target.is_cpu),
+    Rule("torch-flash", "PyTorch's FlashAttention-2 kernel: fused, O(N) memory"),
+    Rule("torch-cudnn", "fused, and takes masks that flash does not"),
+    Rule("torch-efficient", "fused, and takes float32, dense masks and any head_dim"),
+    Rule("tiled", "no fused kernel takes this problem; tiles in torch operations keep memory O(N)",
+         lambda problem, target: _scores_bytes(problem) > _SCORES_WORTH_TILING),
+    Rule("torch-math", "no fused kernel takes this problem; PyTorch's composite does"),
+    Rule("reference", "the specification takes whatever is left, and holds every score at once"),
+)
+# fmt: on
+
+# Above this many bytes of scores the tiles of `tiled` beat one large composite: they stay in the cache.
+_SCORES_WORTH_TILING = 64 * 2**20
+
+
+def plan(problem: Problem, target: Target, backend: str = AUTO) -> Plan:
+    """The plan for a problem on a target. Raises UnsupportedProblem, with every reason, if nothing allowed takes it."""
+    return _explicit(problem, target, backend) if backend != AUTO else _automatic(problem, target)
+
+
+@lru_cache(maxsize=4096)
+def _automatic(problem: Problem, target: Target) -> Plan:
+    verdicts = {name: _verdict(name, problem, target) for name in _order(problem, target)}
+    for rule in RULES:
+        verdict = verdicts[rule.prefer]
+        if verdict.willing and not verdict.hazard and rule.when(problem, target):
+            return _plan(problem, target, rule.prefer, rule.because, tuple(verdicts.values()))
+    raise UnsupportedProblem(
+        f"no backend takes {problem} on {target.name}.",
+        problem,
+        tuple(verdicts.values()),
+        "change what the reasons above name; the remedies stand behind each",
+    )
+
+
+@lru_cache(maxsize=4096)
+def _explicit(problem: Problem, target: Target, backend: str) -> Plan:
+    if backend not in BACKENDS:
+        raise InvalidInput("backend", repr(backend), f"'auto' or one of {', '.join(BACKENDS)}", "choose one of these")
+    verdict = _verdict(backend, problem, target)
+    if not verdict.willing:
+        raise UnsupportedProblem(
+            f"backend {backend!r} does not take {problem} on {target.name}.",
+            problem,
+            (verdict,),
+            "change what the reasons name, or pass backend='auto'",
+        )
+    return _plan(problem, target, backend, "asked for by name", (verdict,))
+
+
+def _plan(problem: Problem, target: Target, backend: str, because: str, verdicts: tuple[Verdict, ...]) -> Plan:
+    configs = BACKENDS[backend].configs(problem, target)
+    return Plan(problem, target, backend, configs[0] if configs else None, because, verdicts)
+
+
+def _order(problem: Problem, target: Target) -> dict[str, None]:
+    """Backends in the order their rules come up for this problem; those whose rule does not apply follow."""
+    applying = [rule.prefer for rule in RULES if rule.when(problem, target)]
+    return dict.fromkeys([*applying, *BACKENDS])
+
+
+def _verdict(name: str, problem: Problem, target: Target) -> Verdict:
+    backend = BACKENDS[name]
+    reasons = tuple(backend.why_not(problem, target))
+    if reasons:
+        return Verdict(name, reasons)
+    hazardous = getattr(backend, "hazardous", None)
+    hazard = hazardous(problem, target) if hazardous else ""
+    return Verdict(name, (), tuple(backend.notices(problem, target)), hazard)
+
+
+def _scores_bytes(problem: Problem) -> int:
+    return problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv * 4
+
+
+def _bound(problem: Problem, target: Target) -> dict[str, float | str] | None:
+    """Roofline of the forward: no kernel on this target can be faster. None where the target's rates are unknown."""
+    rate = target.peak_flops(problem.dtype)
+    if not rate or not target.dram_bytes_per_s:
+        return None
+    compute, memory = problem.flops() / rate, problem.min_bytes() / target.dram_bytes_per_s
+    return {
+        "seconds": max(compute, memory),
+        "by": "arithmetic" if compute >= memory else "memory",
+        "compute_seconds": compute,
+        "memory_seconds": memory,
+    }
+
+
+def _lines(plan: Plan) -> list[str]:
+    problem, target = plan.problem, plan.target
+    lines = [
+        f"attention: {problem}",
+        f"target:    {_target_text(target)}",
+        f"runs:      {plan.backend}{_config_text(plan)}",
+        f"because:   {plan.because}",
+        f"work:      {_work_text(problem, target)}",
+        *(f"note:      {notice}" for notice in plan.chosen.notices),
+        "verdicts, in order of preference:",
+    ]
+    width = max(len(verdict.backend) for verdict in plan.verdicts)
+    for verdict in plan.verdicts:
+        name = verdict.backend.ljust(width)
+        if verdict.willing:
+            state = (
+                "   <- runs"
+                if verdict.backend == plan.backend
+                else f"  avoided: {verdict.hazard}"
+                if verdict.hazard
+                else ""
+            )
+            lines.append(f"  {name}  yes{state}")
+            if verdict.backend != plan.backend:
+                lines += [f"  {' ' * width}       note: {notice}" for notice in verdict.notices]
+            continue
+        first, *rest = verdict.reasons
+        lines.append(f"  {name}  no   {first}")
+        lines += [f"  {' ' * width}       {reason}" for reason in rest]
+    return lines
+
+
+def _target_text(target: Target) -> str:
+    if target.is_cpu:
+        return f"{target.name}, torch {_dotted(target.torch)}"
+    cudnn = f"{target.cudnn // 10000}.{target.cudnn // 100 % 100}" if target.cudnn else "none"
+    return f"{target.name} ({target.arch}, {target.sms} SMs), torch {_dotted(target.torch)}, cuDNN {cudnn}"
+
+
+def _config_text(plan: Plan) -> str:
+    return "" if plan.config is None else f" with {plan.config}"
+
+
+def _work_text(problem: Problem, target: Target) -> str:
+    text = f"{_si(problem.flops())}FLOP visible, {_si(problem.min_bytes())}B at least"
+    bound = _bound(problem, target)
+    if bound is None:
+        return text
+    microseconds = float(bound["seconds"]) * 1e6
+    return f"{text}; bound by {bound['by']}: {microseconds:.1f} us at the {dtype_name(problem.dtype)} peak"
+
+
+def _si(value: float) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if value < 1000 or unit == "T":
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    raise AssertionError("unreachable")
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
