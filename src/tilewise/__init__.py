@@ -1,0 +1,38 @@
+"""tilewise: fused attention for PyTorch, and the microscope that goes with it.
+
+out = tilewise.attention(q, k, v, mask="causal")
+print(tilewise.explain(q, k, v, mask="causal"))
+"""
+
+from __future__ import annotations
+
+from .api import attention, explain, scaled_dot_product_attention
+from .errors import CompileError, DeviceError, InvalidInput, Reason, TilewiseError, UnsupportedProblem
+from .masks import Causal, Dense, Documents, Full, Mask, Window
+from .plan import Plan, Verdict
+from .problem import Problem
+from .target import Target
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Causal",
+    "CompileError",
+    "Dense",
+    "DeviceError",
+    "Documents",
+    "Full",
+    "InvalidInput",
+    "Mask",
+    "Plan",
+    "Problem",
+    "Reason",
+    "Target",
+    "TilewiseError",
+    "UnsupportedProblem",
+    "Verdict",
+    "Window",
+    "attention",
+    "explain",
+    "scaled_dot_product_attention",
+]

@@ -1,0 +1,279 @@
+"""What users call: attention, scaled_dot_product_attention, explain.
+
+Everything here checks and routes; nothing computes. The tensor work is in the backends, the choice in the planner, and
+the seam to autograd and torch.compile in op.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal, overload
+
+import torch
+import torch.nn.functional as F
+
+from . import op
+from .backends import torch_sdpa
+from .errors import InvalidInput, UnsupportedProblem
+from .masks import Causal, Full, Mask
+from .op import Options
+from .plan import AUTO, BACKENDS, Plan, plan
+from .problem import Layout, Problem, check_tensors, describe
+from .target import Target
+
+Tensor = torch.Tensor
+MaskLike = Mask | str | Tensor | None
+
+_log = logging.getLogger("tilewise")
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike = None, scale: float | None = None, softcap: float = 0.0,
+    dropout: float = 0.0, layout: Layout = "bhsd", return_lse: Literal[False] = False, backend: str = AUTO,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike = None, scale: float | None = None, softcap: float = 0.0,
+    dropout: float = 0.0, layout: Layout = "bhsd", return_lse: Literal[True], backend: str = AUTO,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: MaskLike = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    layout: Layout = "bhsd",
+    return_lse: bool = False,
+    backend: str = AUTO,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention: softmax(mask(softcap(scale * q k^T))) v.
+
+    q (batch, heads_q, seq_q, head_dim), k (batch, heads_kv, seq_kv, head_dim), v (batch, heads_kv, seq_kv, head_dim_v);
+    with layout="bshd" the heads and seq dimensions are exchanged. heads_kv may divide heads_q (grouped queries).
+
+    mask     None, "causal", a tilewise mask (Causal, Window, Documents) or its text form, or a tensor that broadcasts
+             to (batch, heads_q, seq_q, seq_kv): boolean (True = visible) or additive in q's dtype.
+    scale    1 / sqrt(head_dim) if None.
+    softcap  scores become softcap * tanh(score / softcap) before the mask; 0 = off.
+    dropout  probability, by PyTorch's backends only; applied whenever it is not 0, like F.scaled_dot_product_attention.
+    backend  "auto", or a name from `tilewise.explain`; a named backend runs or raises, it never falls back.
+
+    Returns out shaped like q with head_dim_v, in q's dtype and memory order; with return_lse=True also the natural-log
+    sum of exp of each row's scores, (batch, heads_q, seq_q) in float32, differentiable. A row that sees no key gives
+    out = 0 and lse = -inf, and its gradients are 0.
+    """
+    if torch.compiler.is_compiling():
+        return _traced(q, k, v, mask, scale, softcap, dropout, layout, return_lse, backend)
+    if dropout or _is_transformed(q, k, v):
+        return _outside_op(q, k, v, mask, scale, softcap, dropout, layout, return_lse, backend)
+    q, k, v, bias, options = _arguments(q, k, v, mask, scale, softcap, layout, return_lse, backend)
+    out, lse = op.run(q, k, v, bias, options)
+    out = out.transpose(1, 2) if layout == "bshd" else out
+    return (out, lse) if lse is not None and return_lse else out
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention: its signature and semantics, through the planner.
+
+    What only PyTorch's own function defines (broadcast batches, more than 4 dimensions, masks that require grad, nested
+    tensors) is handed to it, and the logger "tilewise" says so.
+    """
+    why = _only_torch_defines(query, key, value, attn_mask, scale, enable_gqa)
+    if why:
+        _log.info("scaled_dot_product_attention: %s; handed to PyTorch", why)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None and is_causal:
+        raise InvalidInput(
+            "attn_mask", "a mask together with is_causal=True", "one of the two", "fold the causal rule into the mask"
+        )
+    query, key, value = _autocast(query, key, value)
+    if query.ndim == 3:  # (batch, seq, dim): the batch takes the place of the heads, which a mask (batch, L, S) fits
+        query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
+        return attention(query, key, value, mask=_torch_mask(attn_mask, is_causal), scale=scale, dropout=dropout_p)[0]
+    return attention(query, key, value, mask=_torch_mask(attn_mask, is_causal), scale=scale, dropout=dropout_p)
+
+
+def explain(
+    problem: Problem | Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    target: Target | str | torch.device | None = None,
+    backend: str = AUTO,
+    **arguments: Any,
+) -> Plan:
+    """The plan for a Problem, or for tensors with the arguments `attention` takes: print it to see every verdict.
+
+    `target` is a device, a Target, or a name such as "h200"; by default the tensors' own device (a CUDA device if there
+    is one, for a Problem). Nothing runs, and no GPU is needed for a named target.
+    """
+    if isinstance(problem, Problem):
+        if k is not None or v is not None or arguments:
+            raise InvalidInput(
+                "explain",
+                "a Problem together with tensors or attention arguments",
+                "either a Problem or q, k, v",
+                "put the arguments into the Problem",
+            )
+        return plan(problem, resolve_target(target, "cuda" if torch.cuda.is_available() else "cpu"), backend)
+    if k is None or v is None:
+        raise InvalidInput("explain", "q alone", "a Problem, or q, k and v", "pass all three tensors")
+    return_lse = arguments.pop("return_lse", False)
+    described = describe(problem, k, v, needs_lse=return_lse, **arguments)
+    described = described.with_(transformed=_is_transformed(problem, k, v))
+    return plan(described, resolve_target(target, problem.device), backend)
+
+
+def resolve_target(target: Target | str | torch.device | None, default: torch.device | str = "cpu") -> Target:
+    """A Target from whatever names one: itself, a device, a name of the table, or nothing."""
+    if isinstance(target, Target):
+        return target
+    if target is None:
+        return Target.of(default)
+    if isinstance(target, torch.device) or target.split(":")[0] == "cuda":
+        return Target.of(target)
+    return Target.named(target)
+
+
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, scale: float | None, softcap: float, layout: Layout,
+    return_lse: bool, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Options]:  # fmt: skip
+    """bhsd views, the mask tensor if there is one, and the options."""
+    if layout == "bshd":
+        check_tensors(q, k, v)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    bias = mask if isinstance(mask, Tensor) else None
+    text = "full" if mask is None else "" if bias is not None else str(mask)
+    return q, k, v, bias, Options(text, scale, softcap, layout, backend, return_lse)
+
+
+def _traced(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, scale: float | None, softcap: float, dropout: float,
+    layout: Layout, return_lse: bool, backend: str,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Inside torch.compile: the graph gets one op, and planning happens when it runs, so lengths may change freely."""
+    q, k, v, bias, options = _arguments(q, k, v, mask, scale, softcap, layout, return_lse, backend)
+    if dropout:
+        out = _traced_dropout(q, k, v, bias, options, dropout)
+        return out.transpose(1, 2) if layout == "bshd" else out
+    out, lse = torch.ops.tilewise.attention(q, k, v, bias, *options)
+    out = out.transpose(1, 2) if layout == "bshd" else out
+    return (out, lse) if return_lse else out
+
+
+def _traced_dropout(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, dropout: float) -> Tensor:
+    """Dropout is PyTorch's alone, and a compiled graph freezes PyTorch's own choice of kernel."""
+    if options.mask not in ("", "full", "causal") or options.softcap or options.needs_lse or options.backend != AUTO:
+        raise UnsupportedProblem(
+            "inside torch.compile, dropout goes to F.scaled_dot_product_attention, which has no softcap, lse, "
+            f"choice of backend, or mask {options.mask!r}.",
+            remedy="drop these or the dropout, or call outside torch.compile",
+        )
+    return F.scaled_dot_product_attention(
+        q, k, v, bias, dropout, options.mask == "causal", scale=options.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _outside_op(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, scale: float | None, softcap: float, dropout: float,
+    layout: Layout, return_lse: bool, backend: str,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Calls our op must not see: transforms and forward AD need composite code, dropout PyTorch's own autograd."""
+    problem = describe(
+        q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout, layout=layout, needs_lse=return_lse
+    ).with_(transformed=_is_transformed(q, k, v))
+    chosen = plan(problem, Target.of(q.device), backend)
+    bias = mask if isinstance(mask, Tensor) else None
+    if layout == "bshd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    lse: Tensor | None = None
+    if dropout:
+        candidate = next(c for c in torch_sdpa.CANDIDATES if c.name == chosen.backend)
+        out = candidate.dropout_forward(q, k, v, problem, bias)
+    else:
+        out, lse = BACKENDS[chosen.backend].forward(q, k, v, problem, chosen.config, bias)
+    out = out.transpose(1, 2) if layout == "bshd" else out
+    return (out, lse) if return_lse and lse is not None else out
+
+
+def _is_transformed(*tensors: Tensor) -> bool:
+    """A functorch transform or forward-mode AD is at work on these tensors."""
+    return torch._C._are_functorch_transforms_active() or op.has_tangent(*tensors)
+
+
+def _torch_mask(attn_mask: Tensor | None, is_causal: bool) -> MaskLike:
+    if attn_mask is None:
+        return Causal() if is_causal else Full()
+    lower_right = _causal_bias_variant(attn_mask)
+    if lower_right is None:
+        return attn_mask
+    return Causal("bottom-right" if lower_right else "top-left")
+
+
+def _causal_bias_variant(attn_mask: Tensor) -> bool | None:
+    """PyTorch's CausalBias is a tensor in name only: True = lower right, False = upper left, None = another tensor."""
+    if type(attn_mask) is Tensor:
+        return None
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # noqa: PLC0415  (slow to import, rarely needed)
+
+    return attn_mask.variant is CausalVariant.LOWER_RIGHT if isinstance(attn_mask, CausalBias) else None
+
+
+def _only_torch_defines(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool
+) -> str:
+    """What of this call belongs to F.scaled_dot_product_attention alone; empty if nothing does."""
+    if query.is_nested or key.is_nested or value.is_nested:
+        return "nested tensors"
+    if query.ndim not in (3, 4) or not query.ndim == key.ndim == value.ndim:
+        return f"inputs of {query.ndim}, {key.ndim} and {value.ndim} dimensions"
+    if query.shape[0] != key.shape[0] or query.shape[0] != value.shape[0]:
+        return "a batch dimension that broadcasts"
+    if not enable_gqa and query.shape[1] != key.shape[1] and query.ndim == 4 and key.shape[1] == 1:
+        return "a heads dimension that broadcasts"
+    if attn_mask is not None and _causal_bias_variant(attn_mask) is None:
+        if attn_mask.requires_grad and torch.is_grad_enabled():
+            return "a mask that requires grad"
+        if attn_mask.dtype not in (torch.bool, query.dtype):
+            return f"a {attn_mask.dtype} mask for {query.dtype} inputs"
+        if attn_mask.ndim == 0 or attn_mask.ndim > query.ndim:
+            return f"a mask of {attn_mask.ndim} dimensions"
+    if scale == 0.0:
+        return "scale 0"
+    if not enable_gqa and query.ndim == 4 and not query.shape[1] == key.shape[1] == value.shape[1]:
+        raise InvalidInput(
+            "enable_gqa",
+            f"False, with {query.shape[1]} query heads over {key.shape[1]} key heads",
+            "enable_gqa=True, or as many heads in all three",
+            "pass enable_gqa=True to share key/value heads",
+        )
+    return ""
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under torch.autocast F.scaled_dot_product_attention casts its inputs, so its namesake does."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor.to(dtype) for tensor in tensors)

@@ -1,0 +1,274 @@
+"""The torch seam: tilewise::attention and tilewise::attention_backward, with fake kernels and autograd.
+
+`prepare` turns tensors and arguments into a Call (problem, backend, config), once per distinct signature. Plain eager
+tensors run the Call directly; everything that needs PyTorch's dispatcher to see the operation (torch.compile, export,
+fake tensors, dispatch modes, tensor subclasses) goes through the registered ops, whose kernels run the same Call.
+
+Autograd is one `torch.autograd.Function` for both. Its backward is an op too, so a compiled backward sees it; asked to
+be differentiable itself (create_graph=True) it recomputes through the reference, which is made of torch operations.
+Forward-mode AD would lose its tangents here without a word, so the ops refuse it; the api routes such calls elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from . import masks
+from .backends import Wants, empty_lse, empty_out, reference
+from .errors import UnsupportedProblem
+from .plan import AUTO, BACKENDS, plan
+from .problem import check_tensors, describe
+from .target import Target
+
+if TYPE_CHECKING:
+    from .backends import Backend
+    from .masks import Mask
+    from .problem import Layout, Problem
+
+Tensor = torch.Tensor
+
+
+class Options(NamedTuple):
+    """The non-tensor arguments, in the order of the operators' schemas. Masks travel as their text form."""
+
+    mask: str = "full"  # "" = the bias tensor is the mask
+    scale: float | None = None
+    softcap: float = 0.0
+    layout: Layout = "bhsd"
+    backend: str = AUTO
+    needs_lse: bool = False
+
+
+class Call(NamedTuple):
+    """A planned call: everything but the tensors."""
+
+    problem: Problem
+    backend: Backend
+    config: Any
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """out, and lse where the problem needs one and the backend has it."""
+        return self.backend.forward(q, k, v, self.problem, self.config, bias)
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...], bias: Tensor | None, wants: Wants
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        q, k, v, out, lse = saved
+        return self.backend.backward(dout, dlse, q, k, v, out, lse, self.problem, self.config, bias, wants)
+
+
+_calls: dict[tuple[Any, ...], Call] = {}
+_CALLS_KEPT = 4096
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, needs_grad: bool) -> Call:
+    """The Call for these tensors in bhsd order, validated and planned on first sight and remembered by signature."""
+    key = (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.storage_offset(), k.storage_offset(),
+        v.storage_offset(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, needs_grad,
+        torch.are_deterministic_algorithms_enabled(), None if bias is None else (bias.shape, bias.dtype, bias.device),
+    )  # fmt: skip
+    call = _calls.get(key)
+    if call is None:
+        call = _planned(q, k, v, bias, options, needs_grad)
+        if len(_calls) >= _CALLS_KEPT:
+            _calls.clear()
+        _calls[key] = call
+    return call
+
+
+def _planned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, needs_grad: bool) -> Call:
+    mask: Mask | Tensor = masks.parse(options.mask) if bias is None else bias
+    problem = describe(
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=options.scale,
+        softcap=options.softcap,
+        needs_lse=options.needs_lse,
+    ).with_(layout=options.layout, needs_grad=needs_grad)
+    chosen = plan(problem, Target.of(q.device), options.backend)
+    return Call(problem, BACKENDS[chosen.backend], chosen.config)
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options) -> tuple[Tensor, Tensor | None]:
+    """Attention of bhsd views through the shortest path that PyTorch's state allows."""
+    if not is_plain(q, k, v):
+        check_tensors(q, k, v)
+        return torch.ops.tilewise.attention(q, k, v, bias, *options)  # type: ignore[no-any-return]
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if needs_grad:
+        return _Attention.apply(q, k, v, bias, options)  # type: ignore[no-any-return, no-untyped-call]
+    return prepare(q, k, v, bias, options, False).forward(q, k, v, bias)
+
+
+_ORDINARY = frozenset((Tensor, torch.nn.Parameter))
+
+
+def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Ordinary tensors with nobody watching: no subclass, fake tensors included, and no dispatch mode."""
+    return (
+        type(q) in _ORDINARY
+        and type(k) in _ORDINARY
+        and type(v) in _ORDINARY
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options
+    ) -> tuple[Tensor, Tensor]:
+        if is_plain(q, k, v):
+            ctx.call = prepare(q, k, v, bias, options, True)
+            out, lse = _with_lse(q, *ctx.call.forward(q, k, v, bias))
+        else:
+            ctx.call = None
+            with torch._C._AutoDispatchBelowAutograd():
+                out, lse = torch.ops.tilewise.attention_with_lse(q, k, v, bias, *options)
+        ctx.options = options
+        ctx.save_for_backward(q, k, v, bias, out, lse)
+        if not options.needs_lse:
+            ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, out, lse = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return None, None, None, None, None
+        wants: Wants = tuple(ctx.needs_input_grad[:3])
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return (*_differentiable_grads(dout, dlse, q, k, v, bias, ctx.options, wants), None, None)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        if ctx.call is not None and is_plain(dout, q, k):
+            return (*ctx.call.backward(dout, dlse, (q, k, v, out, lse), bias, wants), None, None)
+        grads = torch.ops.tilewise.attention_backward(dout, dlse, q, k, v, bias, out, lse, *ctx.options, list(wants))
+        return (*(grad if want else None for grad, want in zip(grads, wants, strict=True)), None, None)
+
+
+def _differentiable_grads(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    wants: Wants,
+) -> tuple[Tensor | None, ...]:
+    """Gradients that can be differentiated again, through the reference."""
+    problem = prepare(q, k, v, bias, options._replace(backend="reference"), True).problem
+    out, lse = reference.forward(q, k, v, problem, None, bias)
+    pairs = [(output, grad) for output, grad in ((out, dout), (lse, dlse)) if grad is not None]
+    inputs = [tensor for tensor, want in zip((q, k, v), wants, strict=True) if want]
+    outputs, grads_in = zip(*pairs, strict=True)
+    grads = iter(torch.autograd.grad(outputs, inputs, grads_in, create_graph=True, allow_unused=True))
+    return tuple(next(grads) if want else None for want in wants)
+
+
+_OPTIONS = "str mask, float? scale, float softcap, str layout, str backend, bool needs_lse"
+_library = torch.library.Library("tilewise", "DEF")
+_library.define(f"attention(Tensor q, Tensor k, Tensor v, Tensor? bias, {_OPTIONS}) -> (Tensor, Tensor)")
+_library.define(f"attention_with_lse(Tensor q, Tensor k, Tensor v, Tensor? bias, {_OPTIONS}) -> (Tensor, Tensor)")
+_library.define(
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor out, Tensor lse, "
+    f"{_OPTIONS}, bool[] wants) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    named = Options(*options)
+    out, lse = prepare(q, k, v, bias, named, False).forward(q, k, v, bias)
+    return _with_lse(q, out, lse) if named.needs_lse else (out, _no_lse(q))
+
+
+def _attention_with_lse(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    """The forward of a call that will be differentiated."""
+    return _with_lse(q, *prepare(q, k, v, bias, Options(*options), True).forward(q, k, v, bias))
+
+
+def _with_lse(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A backend whose backward needs no lse may have none; the operators return one all the same."""
+    return out, empty_lse(q) if lse is None else lse
+
+
+def _no_lse(q: Tensor) -> Tensor:
+    return q.new_empty(0, dtype=torch.float32)
+
+
+def _attention_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients with the strides of empty_like(input), as the fake kernel promises; empty where not wanted."""
+    *options, wants = rest
+    call = prepare(q, k, v, bias, Options(*options), True)
+    grads = call.backward(dout, dlse, (q, k, v, out, lse), bias, tuple(wants))
+    return tuple(_like(grad, tensor) for grad, tensor in zip(grads, (q, k, v), strict=True))  # type: ignore[return-value]
+
+
+def _like(grad: Tensor | None, tensor: Tensor) -> Tensor:
+    if grad is None:
+        return tensor.new_empty(0)
+    wanted = torch.empty_like(tensor)
+    return grad if grad.stride() == wanted.stride() else wanted.copy_(grad)
+
+
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    named = Options(*options)
+    out = empty_out(q, v.shape[-1], named.layout)
+    return out, empty_lse(q) if named.needs_lse else _no_lse(q)
+
+
+def _fake_attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    return empty_out(q, v.shape[-1], Options(*options).layout), empty_lse(q)
+
+
+def _fake_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    wants = rest[-1]
+    return tuple(  # type: ignore[return-value]
+        torch.empty_like(tensor) if want else tensor.new_empty(0) for tensor, want in zip((q, k, v), wants, strict=True)
+    )
+
+
+def has_tangent(*tensors: Tensor) -> bool:
+    """Forward-mode AD is at work on one of these tensors."""
+    forward_ad = torch.autograd.forward_ad
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def _autograd_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    if has_tangent(q, k, v):
+        raise UnsupportedProblem(
+            "tilewise::attention has no forward-mode derivative, and would drop the tangents of its inputs.",
+            remedy="call tilewise.attention, which routes forward-mode AD to a composite backend",
+        )
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out, lse = _Attention.apply(q, k, v, bias, Options(*options))  # type: ignore[no-untyped-call]
+        return out, lse if options[-1] else _no_lse(q)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.tilewise.attention(q, k, v, bias, *options)  # type: ignore[no-any-return]
+
+
+for _name, _kernel in (
+    ("attention", _attention),
+    ("attention_with_lse", _attention_with_lse),
+    ("attention_backward", _attention_backward),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+_library.impl("attention", _autograd_attention, "Autograd")
+torch.library.register_fake("tilewise::attention", _fake_attention, lib=_library)
+torch.library.register_fake("tilewise::attention_with_lse", _fake_attention_with_lse, lib=_library)
+torch.library.register_fake("tilewise::attention_backward", _fake_backward, lib=_library)

@@ -1,0 +1,100 @@
+"""The structure holds: imports go one way, the public names are what they say, README's code runs, import is light."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tilewise
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "tilewise"
+
+# Each layer may import those before it and its own package. Backends may not import one another.
+LAYERS = ["errors", "masks", "problem", "target", "partials", "jit", "backends", "plan", "op", "api", "lab"]
+ABOVE_ALL = {"__init__", "__main__"}
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Dotted names inside tilewise that a file imports, at any depth, type-checking imports included."""
+    package = ["tilewise", *path.relative_to(PACKAGE).parts[:-1]]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "tilewise"}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            if module.split(".")[0] == "tilewise":
+                found |= {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if layer_of(path) not in ABOVE_ALL]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_one_way(path):
+    own = LAYERS.index(layer_of(path))
+    for name in imported_modules(path):
+        parts = name.split(".")
+        if len(parts) < 2 or parts[1] not in LAYERS:
+            assert parts[1:2] in ([], ["__version__"]), f"{name} is in no layer"
+            continue
+        assert LAYERS.index(parts[1]) <= own, f"{path.name} imports {name}, which is above it"
+
+
+def test_backends_do_not_import_one_another():
+    helpers = {"torch_sdpa": {"torch_rules"}}  # one backend in two files: its rules stand apart
+    modules = {path.stem for path in (PACKAGE / "backends").glob("*.py")} - {"__init__"}
+    for path in (PACKAGE / "backends").glob("*.py"):
+        used = {name.split(".")[2] for name in imported_modules(path) if name.startswith("tilewise.backends.")}
+        assert not (used & modules) - {path.stem} - helpers.get(path.stem, set()), path.name
+
+
+def test_public_names():
+    assert sorted(tilewise.__all__) == list(tilewise.__all__)
+    for name in tilewise.__all__:
+        assert getattr(tilewise, name).__doc__, name
+
+
+def run_fresh(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_is_light_and_touches_no_device():
+    """No compiler, no CUDA binding, no CLI library, no CUDA context; the lab stays out until it is asked for."""
+    unwanted = (
+        "{'triton', 'cuda', 'typer', 'rich', 'numba', 'matplotlib', 'torch._dynamo', 'torch._inductor', 'tilewise.lab'}"
+    )
+    code = (
+        "import sys, torch; before = set(sys.modules); import tilewise; "
+        f"print(sorted((set(sys.modules) - before) & {unwanted}), torch.cuda.is_initialized())"
+    )
+    assert run_fresh(code) == "[] False"
+
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_readme_snippets_run(snippet):
+    run_fresh(snippet)
+
+
+def test_readme_links_exist():
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), link

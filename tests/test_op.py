@@ -1,0 +1,189 @@
+"""The torch seam: operator checks, gradients, torch.compile, transforms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.library import opcheck
+
+import tilewise
+from support import assert_close, exact, make_inputs, make_problem
+from tilewise import Causal, Documents, UnsupportedProblem, Window
+
+OURS = ["tiled", "reference"]
+EVERY = [*OURS, "torch-flash", "torch-math", "auto"]
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = True):
+    return [torch.randn(shape, dtype=dtype, requires_grad=grad) for _ in range(3)]
+
+
+@pytest.mark.parametrize("backend", EVERY)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_opcheck(backend, grad, layout):
+    q, k, v = inputs(2, 4, 9, 8, dtype=torch.float32, grad=grad)
+    needs_lse = backend in OURS
+    arguments = (q, k, v, None, "causal", None, 0.0, layout, backend, needs_lse)
+    results = opcheck(torch.ops.tilewise.attention.default, arguments)
+    assert set(results.values()) == {"SUCCESS"}
+
+
+def test_opcheck_of_the_backward():
+    q, k, v = inputs(1, 2, 5, 4, grad=False)
+    out, lse = tilewise.attention(q, k, v, return_lse=True, backend="tiled")
+    arguments = (out, None, q, k, v, None, out, lse, "full", None, 0.0, "bhsd", "tiled", False, [True, False, True])
+    results = opcheck(torch.ops.tilewise.attention_backward.default, arguments)
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("mask", [None, Causal("bottom-right"), Window(1, 1), Documents((0, 2, 4), (0, 1, 3))])
+def test_gradcheck_of_out_and_lse(backend, mask):
+    q, k, v = torch.randn(1, 2, 4, 3), torch.randn(1, 1, 3, 3), torch.randn(1, 1, 3, 2)
+    q, k, v = (tensor.double().requires_grad_() for tensor in (q, k, v))
+
+    def call(q, k, v):
+        out, lse = tilewise.attention(q, k, v, mask=mask, backend=backend, return_lse=True, softcap=2.0)
+        return out, lse.masked_fill(lse.isinf(), 0.0)
+
+    assert torch.autograd.gradcheck(call, (q, k, v))
+    assert torch.autograd.gradgradcheck(call, (q, k, v))
+
+
+def test_gradients_of_rows_that_see_nothing_are_zero():
+    q, k, v = inputs(1, 1, 6, 4)
+    k, v = k[:, :, :2].detach().requires_grad_(), v[:, :, :2].detach().requires_grad_()
+    for backend in EVERY:
+        out = tilewise.attention(q, k, v, mask=Causal("bottom-right"), backend=backend)
+        assert torch.equal(out[:, :, :4], torch.zeros_like(out[:, :, :4]))
+        grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+        assert all(torch.isfinite(grad).all() for grad in grads)
+        assert torch.equal(grads[0][:, :, :4], torch.zeros_like(grads[0][:, :, :4]))
+
+
+@pytest.mark.parametrize("backend", EVERY)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_compile_fullgraph_forward_and_backward(backend, layout):
+    torch._dynamo.reset()
+    q, k, v = inputs(1, 4, 6, 8, dtype=torch.float32)
+
+    def step(q, k, v):
+        out = tilewise.attention(q * 2, k, v, mask=Causal(), backend=backend, layout=layout)
+        return (out * out).sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    want = torch.autograd.grad(step(q, k, v), (q, k, v))
+    got = torch.autograd.grad(compiled(q, k, v), (q, k, v))
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, 1e-6, "gradient")
+
+
+@pytest.mark.slow
+def test_compile_through_inductor():
+    torch._dynamo.reset()
+    q, k, v = inputs(1, 2, 16, 8, dtype=torch.float32)
+
+    def block(q, k, v):
+        return torch.relu(tilewise.attention(q + 1, k, v, mask="causal", backend="tiled")).sum()
+
+    compiled = torch.compile(block, fullgraph=True)
+    for a, b in zip(
+        torch.autograd.grad(compiled(q, k, v), (q, k, v)), torch.autograd.grad(block(q, k, v), (q, k, v)), strict=True
+    ):
+        assert_close(a, b, 1e-5, "gradient")
+
+
+def test_compile_keeps_one_graph_for_all_lengths():
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v: tilewise.attention(q, k, v, mask=Window(3, 0)), fullgraph=True, dynamic=True, backend="eager"
+    )
+    compiled(*inputs(2, 2, 8, 4, grad=False))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for length in (9, 17, 33):
+            q, k, v = inputs(2, 2, length, 4, grad=False)
+            assert torch.equal(compiled(q, k, v), tilewise.attention(q, k, v, mask=Window(3, 0)))
+
+
+def test_compiled_dropout_is_pytorchs():
+    torch._dynamo.reset()
+    q, k, v = inputs(1, 2, 8, 4, dtype=torch.float32, grad=False)
+    compiled = torch.compile(lambda q: tilewise.attention(q, k, v, dropout=0.5), fullgraph=True, backend="eager")
+    assert compiled(q).shape == q.shape
+
+
+@pytest.mark.parametrize("mask", [None, "causal", Window(2, 1)])
+def test_jvp_is_right_or_refused(mask):
+    q, k, v = inputs(1, 2, 5, 4, grad=False)
+    tangent = torch.randn_like(q)
+    problem = make_problem((1, 2, 5, 4), torch.float64)
+
+    def call(q):
+        return tilewise.attention(q, k, v, mask=mask)
+
+    _, got = torch.func.jvp(call, (q,), (tangent,))
+    step = 1e-6
+    assert_close(got, (call(q + step * tangent) - call(q - step * tangent)) / (2 * step), 1e-7, "tangent")
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, tangent)
+        assert_close(forward_ad.unpack_dual(call(dual)).tangent, got, 1e-12, "tangent")
+        with pytest.raises(UnsupportedProblem, match="in place"):
+            tilewise.attention(dual, k, v, backend="tiled")
+        with pytest.raises(UnsupportedProblem, match="tangents"):
+            torch.ops.tilewise.attention(dual, k, v, None, "full", None, 0.0, "bhsd", "tiled", False)
+    assert problem.seq_q == 5
+
+
+def test_vmap_and_functional_grad():
+    q, k, v = (torch.randn(3, 1, 2, 5, 4, dtype=torch.float64) for _ in range(3))
+    want = torch.stack([tilewise.attention(*parts, mask="causal") for parts in zip(q, k, v, strict=True)])
+    got = torch.vmap(lambda q, k, v: tilewise.attention(q, k, v, mask="causal"))(q, k, v)
+    assert_close(got, want, 1e-12)
+    leaf = q[0].clone().requires_grad_()
+    (reverse,) = torch.autograd.grad(tilewise.attention(leaf, k[0], v[0]).sum(), leaf)
+    functional = torch.func.grad(lambda q: tilewise.attention(q, k[0], v[0]).sum())(q[0])
+    assert_close(functional, reverse, 1e-12)
+
+
+def test_only_wanted_gradients_flow():
+    q, k, v = inputs(1, 2, 5, 4)
+    k = k.detach()
+    tilewise.attention(q, k, v, backend="tiled").sum().backward()
+    assert q.grad is not None
+    assert v.grad is not None
+    assert k.grad is None
+
+
+def test_planned_calls_are_remembered(monkeypatch):
+    from tilewise import op
+
+    q, k, v = inputs(1, 2, 5, 4, grad=False)
+    first = tilewise.attention(q, k, v, backend="tiled")
+    monkeypatch.setattr(op, "_planned", lambda *_: pytest.fail("planned twice"))
+    assert torch.equal(tilewise.attention(q, k, v, backend="tiled"), first)
+
+
+def test_activation_checkpointing_recomputes():
+    from torch.utils.checkpoint import checkpoint
+
+    q, k, v = inputs(1, 2, 5, 4)
+
+    def call(q, k, v):
+        return tilewise.attention(q, k, v, mask="causal", backend="tiled").sum()
+
+    got = torch.autograd.grad(checkpoint(call, q, k, v, use_reentrant=False), (q, k, v))
+    want = torch.autograd.grad(call(q, k, v), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_inference_mode_and_no_grad():
+    problem = make_problem((1, 2, 5, 4), torch.float64)
+    q, k, v = make_inputs(problem, grad=True)
+    want, _ = exact(q, k, v, problem)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            out = tilewise.attention(q, k, v)
+        assert not out.requires_grad
+        assert_close(out, want, 1e-12)
