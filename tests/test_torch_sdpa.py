@@ -41,6 +41,7 @@ def asked(**fields: object) -> Problem:
 # The rule model
 
 DENSE = Dense((256, 256))
+TAIL = {"seq_kv": 704, "needs_grad": True}
 REFUSALS = [
     # kernel, target, release, problem, words of the reason, a word of the remedy
     (FLASH, "h200", "2.13", {"head_dim": 320, "head_dim_v": 320}, ("head_dim 320", "over 256"), "torch-efficient"),
@@ -183,6 +184,20 @@ def test_cudnn_trains_fewer_head_dims_than_it_infers_since_2_14() -> None:
     assert not rules.gates(CUDNN, asked(head_dim=160, head_dim_v=160), target)
 
 
+def test_pytorch_gates_the_cudnn_bugs_late() -> None:
+    decode, tail = asked(seq_q=1), asked(**TAIL)
+    assert [r for r in RELEASES if rules.gates(CUDNN, decode, blackwell(r, 92000))] == ["2.14", "2.15"]
+    assert [r for r in RELEASES if rules.gates(CUDNN, tail, on("h200", r, 92000))] == ["2.15"]
+    assert not rules.gates(CUDNN, tail, on("h200", "2.15", 92600))
+
+
+def test_cudnn_is_kept_from_the_shape_that_crashes_the_process() -> None:
+    single = make_problem((1, 1, 1, 64), BF16, seq_kv=128, needs_grad=True)
+    (reason,) = rules.why_not(CUDNN, single, on("h200", "2.15", 92600))
+    assert "cudnn-frontend#1071" in reason.what
+    assert not rules.why_not(CUDNN, single, on("h200", "2.11", 91900))
+
+
 def test_no_cudnn_is_a_reason() -> None:
     (reason,) = rules.gates(CUDNN, asked(), on("h200", cudnn=0))
     assert "no cuDNN" in reason.what
@@ -228,18 +243,22 @@ def test_default_choice(target: Target, fields: dict[str, object], choice: str) 
 
 
 HAZARDS = [
-    (CUDNN, on("h200", "2.11"), {"seq_kv": 704, "mask": Dense((256, 704)), "needs_grad": True}, "pytorch#196678"),
-    (CUDNN, on("h200", "2.11"), {"seq_kv": 704, "mask": Window(8, 0), "needs_grad": True}, "pytorch#196678"),
-    (CUDNN, on("h200", "2.11"), {"seq_kv": 704, "mask": Causal(), "needs_grad": True}, ""),
-    (CUDNN, on("h200", "2.11"), {"seq_kv": 704, "mask": Dense((256, 704))}, ""),
-    (CUDNN, on("h200", "2.11"), {"seq_kv": 768, "mask": Dense((256, 768)), "needs_grad": True}, ""),
-    (CUDNN, on("a100", "2.11"), {"seq_kv": 704, "mask": Dense((256, 704)), "needs_grad": True}, ""),
-    (CUDNN, blackwell(), {"heads_kv": 4}, "pytorch#193893"),
+    (CUDNN, on("h200", "2.11"), TAIL | {"mask": Dense((256, 704))}, "pytorch#196678"),
+    (CUDNN, on("h200", "2.11"), TAIL | {"mask": Window(8, 0)}, "pytorch#196678"),
+    (CUDNN, on("h200", "2.11"), TAIL, "pytorch#196678"),
+    (CUDNN, on("h200", "2.11"), TAIL | {"mask": Causal()}, ""),
+    (CUDNN, on("h200", "2.11"), TAIL | {"needs_grad": False}, ""),
+    (CUDNN, on("h200", "2.11"), TAIL | {"seq_kv": 768}, ""),
+    (CUDNN, on("h200", "2.14", 92600), TAIL, ""),
+    (CUDNN, on("a100", "2.11"), TAIL, ""),
+    (CUDNN, blackwell(), {"seq_q": 1}, "pytorch#193893"),
+    (CUDNN, blackwell(cudnn=92401), {"seq_q": 1}, ""),
+    (CUDNN, blackwell(cudnn=92600), {"seq_q": 1}, ""),
     (CUDNN, blackwell(), {}, ""),
     (CUDNN, on("h200", "2.15", 92600), {"seq_q": 1, "needs_grad": True}, "cudnn-frontend#1072"),
     (EFFICIENT, on("a100"), {"seq_q": 70000, "seq_kv": 70000, "mask": Dense((1, 70000))}, "pytorch#187227"),
     (EFFICIENT, on("a100"), {"seq_q": 70000, "seq_kv": 70000, "mask": Causal()}, ""),
-    (MATH, blackwell(), {"heads_kv": 4}, ""),
+    (MATH, blackwell(), {"seq_q": 1}, ""),
 ]
 
 
@@ -280,6 +299,13 @@ def test_notices_tell_the_cost(name: str, target: str, fields: dict[str, object]
 @pytest.mark.parametrize("name", [FLASH, CUDNN])
 def test_a_plain_call_of_a_fused_kernel_has_nothing_to_note(name: str) -> None:
     assert rules.notices(name, asked(), on("h200")) == []
+
+
+def test_a_release_that_was_not_read_is_noted() -> None:
+    assert rules.notices(FLASH, asked(), on("h200", "2.15")) == []
+    (text,) = rules.notices(FLASH, asked(), on("h200", "2.16"))
+    assert "2.11 to 2.15" in text
+    assert "torch 2.16" in text
 
 
 @st.composite
@@ -496,6 +522,21 @@ def test_inputs_are_left_as_they_were() -> None:
         out, lse = candidate.forward(q, k, v, problem, None, bias)
         candidate.backward(torch.ones_like(out), None, q, k, v, out, lse, problem, None, bias)
     assert all(torch.equal(a, b) for a, b in zip(before, (q, k, v, bias), strict=True))
+
+
+def test_math_can_be_transformed() -> None:
+    problem = make_problem((2, 4, 5, 8), seq_kv=6, mask=Dense((5, 6)), transformed=True)
+    q, k, v = (torch.randn(3, 2, 4, seq, 8) for seq in (5, 6, 6))
+    bias = torch.rand(3, 5, 6) > 0.3
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch_sdpa.MATH.forward(q, k, v, problem, None, bias)[0]
+
+    together = torch.vmap(run)(q, k, v, bias)
+    for n in range(3):
+        assert_close(together[n], exact(q[n], k[n], v[n], problem, bias[n])[0], budget(FP32, 6))
+    _, tangent = torch.func.jvp(lambda q: run(q, k[0], v[0], bias[0]), (q[0],), (torch.ones_like(q[0]),))
+    assert tangent.any()
 
 
 @pytest.mark.parametrize("fields", [{"seq_kv": 0}, {"seq_q": 0}, {"batch": 0}, {"heads_q": 0, "heads_kv": 0}])

@@ -20,7 +20,7 @@ _KB = 1024
 _TERA = 1e12
 
 # The cuDNN that each PyTorch release ships with in its CUDA wheels.
-_BUNDLED_CUDNN = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000, (2, 14): 92200, (2, 15): 92200}
+_BUNDLED_CUDNN = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000, (2, 14): 92400, (2, 15): 92600}
 
 
 @dataclass(frozen=True, slots=True)

@@ -298,6 +298,18 @@ def _cudnn_backward_dims(problem: Problem, target: Target) -> bool:
     return max(dims) > 128 and dims not in ((192, 128), (256, 256))
 
 
+def _cudnn_decode(problem: Problem, target: Target) -> bool:
+    """A single query on the GPUs and cuDNN releases that get it wrong."""
+    broken = 91900 <= target.cudnn <= 92500 and target.cudnn != 92401
+    return problem.seq_q == 1 and target.capability[0] in (10, 11) and broken
+
+
+def _cudnn_key_tail(problem: Problem, target: Target) -> bool:
+    """Half a key tile at the end, which cuDNN's sm_90 backward forgot to mask before 9.26."""
+    tail = problem.seq_kv % 128 == 64 and mask_kind(problem) != "causal"
+    return tail and problem.needs_grad and target.capability == (9, 0) and target.cudnn < 92600
+
+
 _CUDNN_CUDA = (
     _arch_rule("cudnn", (8, 0), "torch-efficient, which runs from sm_50 on"),
     Rule(
@@ -351,6 +363,19 @@ _CUDNN_CUDA = (
         lambda p, t: _since((2, 12), t) and (p.dropout * 16) % 1 != 0,
         lambda p, t: f"dropout {p.dropout:g} is no multiple of 1/16, the resolution of cudnn",
         "use a multiple of 0.0625, or torch-flash",
+    ),
+    Rule(
+        lambda p, t: _since((2, 14), t) and _cudnn_decode(p, t),
+        lambda p, t: f"seq_q 1 on {t.arch} with cuDNN {_cudnn_version(t)}; PyTorch refuses it from 9.19 to 9.25.0",
+        "upgrade cuDNN to 9.26, or use torch-flash",
+    ),
+    Rule(
+        lambda p, t: _since((2, 15), t) and _cudnn_key_tail(p, t),
+        lambda p, t: (
+            f"gradients for seq_kv {p.seq_kv} without is_causal and cuDNN {_cudnn_version(t)} on {t.arch}; "
+            "PyTorch refuses seq_kv % 128 == 64 there before 9.26"
+        ),
+        "upgrade cuDNN to 9.26, or use torch-flash or torch-efficient",
     ),
     Rule(
         lambda p, t: _since((2, 13), t) and max(p.batch, p.heads_q) > GRID_LIMIT,
@@ -479,6 +504,19 @@ _CUDA_LIMITS: dict[str, tuple[Rule, ...]] = {
     CUDNN: (
         *_FUSED,
         _needs_aligned("cudnn", lambda p, t: True),
+        Rule(
+            lambda p, t: (
+                t.capability == (9, 0)
+                and t.cudnn >= 92600
+                and p.needs_grad
+                and (p.batch, p.heads_q, p.seq_q) == (1, 1, 1)
+            ),
+            lambda p, t: (
+                f"gradients for batch 1, heads 1 and seq_q 1 with cuDNN {_cudnn_version(t)}, which crashes the process "
+                "from 9.26 on (cudnn-frontend#1071)"
+            ),
+            "use torch-flash",
+        ),
         _over_grid("cudnn", lambda p: max(p.batch, p.heads_q), (2, 13), "split the batch, or use torch-efficient"),
     ),
     MATH: _MATH_LIMITS,
@@ -497,28 +535,24 @@ _MASK_DIMENSIONS = Rule(
 _HAZARDS = (
     Hazard(
         CUDNN,
-        lambda p, t: (
-            t.capability == (9, 0)
-            and _since((2, 11), t)
-            and p.needs_grad
-            and p.seq_kv % 128 == 64
-            and takes_tensor(CUDNN, p, t)
-        ),
+        _cudnn_key_tail,
         True,
-        "cuDNN's backward returns NaN in dq with a mask tensor when seq_kv % 128 == 64 and a row's lse is below -88.7 "
-        "(pytorch#196678)",
+        "cuDNN before 9.26 returns NaN in dq on sm_90 without is_causal when seq_kv % 128 == 64 and a row's lse is "
+        "below -88.7 (pytorch#196678)",
     ),
     Hazard(
         CUDNN,
-        lambda p, t: t.capability[0] == 10 and p.heads_kv < 8,
+        _cudnn_decode,
         True,
-        "cuDNN on sm_10x silently returns wrong values for fewer than 8 key/value heads (pytorch#193893)",
+        "cuDNN 9.19 to 9.25.0 silently returns wrong values for seq_q 1 on sm_10x and sm_11x, seen with fewer than 8 "
+        "key/value heads (pytorch#193893)",
     ),
     Hazard(
         CUDNN,
-        lambda p, t: t.capability == (9, 0) and t.cudnn >= 92600 and p.needs_grad and p.seq_q == 1,
+        lambda p, t: t.capability == (9, 0) and t.cudnn >= 92501 and p.needs_grad and p.seq_q == 1,
         True,
-        "cuDNN 9.26 returns NaN in dk and dv for seq_q 1 when the lse is strongly negative (cudnn-frontend#1072)",
+        "cuDNN from 9.25.1 on returns NaN in dk and dv for seq_q 1 when the lse is strongly negative "
+        "(cudnn-frontend#1072)",
     ),
     Hazard(
         CUDNN,
@@ -601,6 +635,13 @@ def mib(size: float) -> str:
     return f"{size / _MIB:.1f} MiB"
 
 
+def _unread_release(name: str, problem: Problem, target: Target) -> str:
+    if OLDEST <= target.torch <= NEWEST:
+        return ""
+    read = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    return f"the rules for PyTorch's kernels were read from torch {read}; {_version(target)} may differ"
+
+
 def _score_matrix(name: str, problem: Problem, target: Target) -> str:
     if name != MATH:
         return ""
@@ -644,6 +685,7 @@ def _reordered_out(name: str, problem: Problem, target: Target) -> str:
 
 
 _COSTS: tuple[Callable[[str, Any, Any], str], ...] = (
+    _unread_release,
     _score_matrix,
     _structural_mask,
     _mask_copy,

@@ -131,8 +131,8 @@ class Candidate:
         kind = rules.mask_kind(problem)
         if self.name == rules.FLASH and kind == "bottom-right" and q.is_cuda:
             # F.scaled_dot_product_attention has no word for it, the operator below does: its causal is bottom-right.
-            padded = (_pad_head_dim(tensor) for tensor in (q, k, v))
-            out, *_ = torch._scaled_dot_product_flash_attention(*padded, problem.dropout, True, scale=problem.scale)
+            q, k, v = (_pad_head_dim(tensor) for tensor in (q, k, v))
+            out = torch._scaled_dot_product_flash_attention(q, k, v, problem.dropout, True, scale=problem.scale)[0]
             out = out[..., : problem.head_dim_v]
         else:
             mask = None
@@ -386,7 +386,7 @@ def _mask_tensor(name: str, problem: Problem, q: torch.Tensor, bias: torch.Tenso
     if mask.dtype != torch.bool:
         return mask
     hidden = _CUDNN_HIDDEN if name == rules.CUDNN else -torch.inf
-    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, hidden)
+    return torch.where(mask, torch.zeros((), dtype=q.dtype), hidden)  # a 0-d CPU tensor goes with any device
 
 
 def _aligned_mask(mask: torch.Tensor | None, problem: Problem) -> torch.Tensor | None:
