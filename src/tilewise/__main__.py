@@ -1,0 +1,13 @@
+"""`python -m tilewise`: the command line."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    from .lab.cli import main as command  # noqa: PLC0415  (says what to install when the lab extra is missing)
+
+    command()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Compare candidates on one problem: verify each against float64, then time the right ones in interleaved rounds.
+
+Only one worker works at a time. Every round times every candidate once, in a fresh random order, so that a clock or a
+temperature that drifts meets all of them alike; ratios are taken round by round. Wrong candidates are not timed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .candidates import Candidate
+from .pool import Failure
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+    from .accuracy import Errors
+    from .pool import Pool
+
+VERIFIED = "verified"
+UNVERIFIED = "not verified"
+WRONG = "wrong"
+REFUSED = "refused"
+_TRUTH = "float64"  # the worker that computes it
+_FEWEST_ROUNDS = 3
+
+Tick = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to measure. `time_limit` bounds one command to a worker, in seconds."""
+
+    rounds: int = 7
+    round_seconds: float = 0.1
+    time_limit: float = 30.0
+    seed: int = 0
+    patience: float = 10.0  # seconds of measured time after which a slow candidate gets no more than a few rounds
+    overhead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a suite: a problem, who answers it, and how the answer is timed ("" = by the device's default)."""
+
+    name: str
+    problem: Problem
+    candidates: tuple[str, ...]
+    device: str = "cpu"
+    method: str = ""
+    flush: bool = False
+
+    @property
+    def timing(self) -> str:
+        return self.method or ("events" if self.device.startswith("cuda") else "wall")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one candidate. `forward` and `backward` hold one list of samples a round, in seconds per call."""
+
+    candidate: str
+    verdict: str = UNVERIFIED
+    because: list[str] = field(default_factory=list)
+    errors: Errors = field(default_factory=dict)
+    memory: int | None = None
+    overhead: list[float] = field(default_factory=list)
+    forward: list[list[float]] = field(default_factory=list)
+    backward: list[list[float]] = field(default_factory=list)
+    stderr: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Died, hung, raised or gave wrong numbers. Refusing is not failing."""
+        return self.verdict not in (VERIFIED, UNVERIFIED, REFUSED)
+
+    @property
+    def is_peer(self) -> bool:
+        return Candidate(self.candidate).is_peer
+
+    @property
+    def costs(self) -> list[float]:
+        """Seconds per round of what a user pays: the forward, and the backward where there is one."""
+        if not self.backward:
+            return [median(samples) for samples in self.forward]
+        return [median(there) + median(back) for there, back in zip(self.forward, self.backward, strict=False)]
+
+    def fail(self, failure: Failure) -> None:
+        self.verdict, self.stderr = REFUSED if failure.refused else failure.text, failure.stderr
+        self.because = [failure.hint] if failure.hint else []
+
+    def to_dict(self) -> dict[str, Any]:
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        for what in ("forward", "backward", "overhead"):
+            values[f"{what}_seconds"] = summary(getattr(self, what))
+        return values
+
+
+@dataclass(slots=True)
+class Comparison:
+    """A row and what became of every candidate, in the row's order."""
+
+    row: Row
+    outcomes: list[Outcome]
+    compared: str = ""
+    budgets: Errors = field(default_factory=dict)
+    orders: list[list[str]] = field(default_factory=list)
+    complete: bool = True  # False: interrupted
+
+    def __getitem__(self, candidate: str) -> Outcome:
+        return next(outcome for outcome in self.outcomes if outcome.candidate == candidate)
+
+    def best_peer(self) -> Outcome | None:
+        """The fastest of PyTorch's own paths among those that are right."""
+        peers = [outcome for outcome in self.outcomes if outcome.is_peer and outcome.costs and not outcome.failed]
+        return min(peers, key=lambda outcome: median(outcome.costs), default=None)
+
+    def speed(self, outcome: Outcome) -> float | None:
+        """How many times faster than the best peer; None without a peer or without a time."""
+        peer = self.best_peer()
+        return ratio(outcome.costs, peer.costs) if peer else None
+
+    def to_dict(self) -> dict[str, Any]:
+        row = self.row
+        peer = self.best_peer()
+        return {
+            "row": row.name,
+            "problem": row.problem.to_dict(),
+            "device": row.device,
+            "timing": row.timing,
+            "flush": row.flush,
+            "flops": {"forward": row.problem.flops(), "backward": row.problem.flops(backward=True)},
+            "complete": self.complete,
+            "compared": self.compared,
+            "budgets": self.budgets,
+            "best_peer": peer.candidate if peer else None,
+            "orders": self.orders,
+            "candidates": [outcome.to_dict() | {"ratio": self.speed(outcome)} for outcome in self.outcomes],
+        }
+
+
+def compare(row: Row, pool: Pool, settings: Settings, tick: Tick = lambda text: None) -> Comparison:
+    """Never raises for what a candidate does. An interrupt ends it early, with what was measured left in place."""
+    comparison = Comparison(row, [Outcome(name) for name in row.candidates])
+    rng = random.Random(f"{settings.seed} {row.name}")
+    running = [outcome for outcome in comparison.outcomes if not _refuses(outcome, row)]
+    try:
+        pool.start(_TRUTH, *(outcome.candidate for outcome in running))
+        _verify_all(comparison, running, pool, settings, tick)
+        _time_all(comparison, running, pool, settings, rng, tick)
+    except KeyboardInterrupt:
+        comparison.complete = False
+    return comparison
+
+
+def steps(row: Row, settings: Settings) -> int:
+    """How often `compare` calls tick for a row, at most."""
+    return 1 + len(row.candidates) * (1 + settings.rounds)
+
+
+def _refuses(outcome: Outcome, row: Row) -> bool:
+    reasons = Candidate(outcome.candidate).why_not(row.problem)
+    if reasons:
+        outcome.verdict, outcome.because = REFUSED, [str(reason) for reason in reasons]
+    return bool(reasons)
+
+
+def _verify_all(comparison: Comparison, running: list[Outcome], pool: Pool, settings: Settings, tick: Tick) -> None:
+    row = comparison.row
+    what = {"problem": row.problem.to_dict(), "seed": settings.seed, "device": row.device}
+    with tempfile.TemporaryDirectory(prefix="tilewise-") as folder:
+        path = Path(folder) / "truth.pt"
+        untold = _truth(comparison, pool, settings, what, path, tick)
+        for outcome in running:
+            tick(f"{row.name}: verify {outcome.candidate}")
+            try:
+                pool.ask(outcome.candidate, "prepare", settings.time_limit, candidate=outcome.candidate, **what)
+                if untold:
+                    outcome.because = [untold]
+                else:
+                    _verify(outcome, pool, settings, path)
+                outcome.memory = pool.ask(outcome.candidate, "memory", settings.time_limit)
+            except Failure as failure:
+                outcome.fail(failure)
+
+
+def _truth(comparison: Comparison, pool: Pool, settings: Settings, what: dict[str, Any], path: Path, tick: Tick) -> str:
+    """Float64 results into a file; returns why there are none, if so."""
+    if comparison.row.problem.dropout:
+        return "dropout is random: there is no one right answer to compare with"
+    tick(f"{comparison.row.name}: float64 truth")
+    try:
+        told = pool.ask(_TRUTH, "truth", 10 * settings.time_limit, path=str(path), **what)
+    except Failure as failure:
+        return f"the float64 truth has no answer: {failure.text}"
+    comparison.compared, comparison.budgets = told["compared"], told["budgets"]
+    return ""
+
+
+def _verify(outcome: Outcome, pool: Pool, settings: Settings, path: Path) -> None:
+    told = pool.ask(outcome.candidate, "verify", settings.time_limit, path=str(path))
+    outcome.errors, outcome.because = told["errors"], told["wrong"]
+    outcome.verdict = WRONG if told["wrong"] else VERIFIED
+
+
+def _time_all(
+    comparison: Comparison, running: list[Outcome], pool: Pool, settings: Settings, rng: random.Random, tick: Tick
+) -> None:
+    row = comparison.row
+    running = [outcome for outcome in running if outcome.verdict in (VERIFIED, UNVERIFIED)]
+    for number in range(settings.rounds):
+        order = rng.sample(running, len(running))
+        order = [outcome for outcome in order if not outcome.failed and not _tired(outcome, number, settings)]
+        comparison.orders.append([outcome.candidate for outcome in order])
+        for outcome in order:
+            tick(f"{row.name}: round {number + 1} of {settings.rounds}, {outcome.candidate}")
+            try:
+                _time_round(outcome, row, pool, settings, first=number == 0)
+            except Failure as failure:
+                outcome.fail(failure)
+
+
+def _time_round(outcome: Outcome, row: Row, pool: Pool, settings: Settings, first: bool) -> None:
+    limit, seconds = settings.time_limit, settings.round_seconds
+    if first and settings.overhead:
+        outcome.overhead = pool.ask(outcome.candidate, "overhead", limit, seconds=seconds / 2)
+    for what in ("forward", "backward") if row.problem.needs_grad else ("forward",):
+        samples = pool.ask(
+            outcome.candidate, "time", limit, what=what, method=row.timing, seconds=seconds, flush=row.flush
+        )
+        getattr(outcome, what).append(samples)
+
+
+def _tired(outcome: Outcome, number: int, settings: Settings) -> bool:
+    spent = sum(sum(samples) for samples in (*outcome.forward, *outcome.backward))
+    return number >= _FEWEST_ROUNDS and spent > settings.patience
+
+
+def flat(samples: Sequence[Any]) -> list[float]:
+    """All samples of all rounds."""
+    return [value for part in samples for value in (flat(part) if isinstance(part, list) else [part])]
+
+
+def quantile(samples: Sequence[Any], share: float) -> float:
+    """By linear interpolation between order statistics; nan of nothing."""
+    values = sorted(flat(samples))
+    if not values:
+        return math.nan
+    position = share * (len(values) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (position - low)
+
+
+def median(samples: Sequence[Any]) -> float:
+    return quantile(samples, 0.5)
+
+
+def summary(samples: Sequence[Any]) -> dict[str, float] | None:
+    """Median and the 20th and 80th percentile, or None where nothing was measured."""
+    if not flat(samples):
+        return None
+    return {"median": median(samples), "p20": quantile(samples, 0.2), "p80": quantile(samples, 0.8)}
+
+
+def ratio(ours: Sequence[float], peer: Sequence[float]) -> float | None:
+    """How many times faster than the peer: the median of the ratios of the rounds that both have."""
+    ratios = [theirs / mine for mine, theirs in zip(ours, peer, strict=False)]
+    return median(ratios) if ratios else None
+
+
+def geomean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan

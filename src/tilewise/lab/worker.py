@@ -1,0 +1,283 @@
+"""The process of one candidate: reads commands, one JSON object a line, and answers each with one line.
+
+    {"do": "prepare", "candidate", "problem", "seed", "device"}  make the inputs, resolve the candidate, run it once
+    {"do": "truth", "problem", "seed", "device", "path"}         float64 results and budgets into a file, for `verify`
+    {"do": "verify", "path"}                                     errors against that file
+    {"do": "memory"}                                             bytes one forward needs beyond its inputs, at the peak
+    {"do": "time", "what", "method", "seconds", "flush"}         samples of seconds per call, "forward" or "backward"
+    {"do": "overhead", "seconds"}                                the same of a tiny problem of the same kind: host cost
+
+An answer is {"answer": ...} or {"error": {"type", "text", "fatal"}}; after a fatal one (a CUDA error) the process is of
+no more use. Standard output belongs to this protocol alone: whatever else is printed goes to standard error. Death
+needs no words: the other end sees the pipe close and reads the signal from the exit status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import json
+import math
+import os
+import signal
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import DeviceError, UnsupportedProblem
+from ..masks import Dense, Documents
+from ..problem import Problem
+from . import accuracy, timing
+from .candidates import Candidate, Forward, make_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .accuracy import Sample, Tensors
+
+_NO_KERNEL = ("No available kernel", "No viable backend")
+_TINY = 16  # rows and keys of the problem that shows the host's cost
+
+
+class Worker:
+    """What one process remembers between commands: at most one prepared problem."""
+
+    def __init__(self) -> None:
+        self._scope = contextlib.ExitStack()
+        self._graphs: dict[str, dict[str, Any]] = {}
+        self._calls: dict[str, Callable[[], Any]] = {}
+
+    def prepare(self, candidate: str, problem: dict[str, Any], seed: int, device: str) -> None:
+        self.forget()
+        self._problem = Problem.from_dict(problem)
+        self._candidate, self._device, self._seed = Candidate(candidate), device, seed
+        self._scope.enter_context(_own_stream(device))
+        self._scope.enter_context(self._candidate.context())
+        self._scope.enter_context(torch.set_grad_enabled(self._problem.needs_grad))
+        self._inputs = make_inputs(self._problem, seed, device)
+        self._forward = self._candidate.forward(self._problem, self._inputs)
+        _first_call(self._forward)
+        _synchronize(device)
+
+    def truth(self, problem: dict[str, Any], seed: int, device: str, path: str) -> dict[str, Any]:
+        """Writes {sample, truth, budgets} and returns what a reader wants to know of it."""
+        asked = Problem.from_dict(problem)
+        with torch.no_grad():
+            inputs = make_inputs(asked, seed, device)
+            sample = accuracy.choose(asked, seed, device)
+            true = accuracy.truth(inputs, asked, sample)
+            simple = accuracy.plain(inputs, asked, sample)
+        allowed = accuracy.budgets(accuracy.errors(simple, true), asked)
+        parts = {"groups": sample.groups, "rows": sample.rows, "text": sample.text}
+        torch.save({"sample": parts, "truth": {k: t.cpu() for k, t in true.items()}, "budgets": allowed}, path)
+        del inputs, true, simple
+        _free_cached_memory()
+        return {"compared": sample.text, "budgets": allowed}
+
+    def verify(self, path: str) -> dict[str, Any]:
+        """Errors, what breaks its budget, and whether every element of every tensor is a number."""
+        stored = torch.load(path, map_location="cpu")
+        sample = accuracy.Sample(**stored["sample"])
+        results, want = self._results(), stored["truth"]  # which is empty when there is no head to compare
+        infinite_anywhere = [name for name, t in results.items() if not _all_finite(t, name == "lse")]
+        got = {name: tensor.cpu() for name, tensor in _sampled(results, self._problem, sample).items() if name in want}
+        found = accuracy.errors(got, want)
+        wrong = [f"{name} has nan or inf" for name in infinite_anywhere] or accuracy.excess(found, stored["budgets"])
+        return {"errors": found, "wrong": wrong}
+
+    def memory(self) -> int:
+        return _peak_extra_bytes(self._forward, self._device)
+
+    def time(self, what: str, method: str, seconds: float, flush: bool = False) -> list[float]:
+        if what not in self._calls:
+            self._calls[what] = self._forward if what == "forward" else self._backward()
+        graphs = self._graphs.setdefault(what, {})
+        return timing.measure(self._calls[what], method, seconds, flush=flush, graphs=graphs)
+
+    def overhead(self, seconds: float) -> list[float]:
+        """On one thread: waking others is not the cost that is asked for."""
+        problem = tiny(self._problem)
+        forward = self._candidate.forward(problem, make_inputs(problem, self._seed, self._device))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return timing.measure(forward, "host", seconds)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _results(self) -> Tensors:
+        out, lse = _split(self._forward())
+        results = {"out": out} | ({"lse": lse} if lse is not None else {})
+        if self._problem.needs_grad:
+            grads = torch.autograd.grad(out, self._inputs[:3], self._inputs.dout)
+            results |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        return results
+
+    def _backward(self) -> Callable[[], Any]:
+        """The backward alone, over and over on one recorded forward."""
+        out, _ = _split(self._forward())
+        wanted, dout = self._inputs[:3], self._inputs.dout
+        return lambda: torch.autograd.grad(out, wanted, dout, retain_graph=True)
+
+    def forget(self) -> None:
+        """Leave the contexts of the prepared problem and drop its tensors."""
+        self._scope.close()
+        self._graphs.clear()
+        self._calls.clear()
+        for name in ("_inputs", "_forward"):
+            if hasattr(self, name):
+                delattr(self, name)
+        _free_cached_memory()
+
+
+def tiny(problem: Problem) -> Problem:
+    """A problem of the same kind with so little work that the time of a call is the host's."""
+    mask = problem.mask
+    if isinstance(mask, Documents):
+        mask = Documents((0, _TINY), (), mask.inner)
+    elif isinstance(mask, Dense):
+        mask = Dense((_TINY, _TINY), mask.additive)
+    return problem.with_(batch=1, heads_q=problem.group, heads_kv=1, seq_q=_TINY, seq_kv=_TINY, mask=mask)
+
+
+def _split(result: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return result if isinstance(result, tuple) else (result, None)
+
+
+def _sampled(results: Tensors, problem: Problem, sample: Sample) -> Tensors:
+    with torch.no_grad():
+        return accuracy.select(results, problem, sample)
+
+
+def _all_finite(tensor: torch.Tensor, may_be_minus_infinite: bool) -> bool:
+    finite = tensor.detach().isfinite()
+    return bool((finite | (tensor == -math.inf) if may_be_minus_infinite else finite).all())
+
+
+def _own_stream(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Graph capture needs a stream other than the default one, for the backward's sake from the forward on."""
+    if not device.startswith("cuda"):
+        return contextlib.nullcontext()
+    if torch.device(device).index is not None:
+        torch.cuda.set_device(device)
+    stream: contextlib.AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.Stream())
+    return stream
+
+
+def _first_call(forward: Forward) -> None:
+    """PyTorch's "no kernel" is a refusal, and its reasons are warnings: they become one exception."""
+    torch.set_warn_always(True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            forward()
+        except RuntimeError as error:
+            if not str(error).startswith(_NO_KERNEL):
+                raise
+            told = [str(warning.message).partition(" (Triggered internally")[0] for warning in said]
+            reasons = [text for text in told if not text.endswith(":")]
+            raise UnsupportedProblem("; ".join(reasons) or str(error)) from error
+        finally:
+            torch.set_warn_always(False)
+
+
+def _free_cached_memory() -> None:
+    """Give back what is not in use: the other candidates' processes share the device."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def _peak_extra_bytes(forward: Forward, device: str) -> int:
+    """CUDA: exact, by the allocator. CPU: growth of the resident set, which counts only what is touched, after freed
+    memory was given back; good to about a megabyte, since the counters of threads lag."""
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        forward()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts over from what is resident now
+    before = _high_water()
+    forward()
+    return max(0, _high_water() - before)
+
+
+def _high_water() -> int:
+    """Peak resident bytes: since the last reset on Linux, of the whole life of the process elsewhere."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    try:
+        import resource  # noqa: PLC0415  (absent on Windows)
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def serve(commands: IO[str], answers: IO[str]) -> None:
+    """Answer until the commands end."""
+    worker = Worker()
+    for line in commands:
+        answers.write(json.dumps(_reply(worker, json.loads(line))) + "\n")
+        answers.flush()
+    worker.forget()
+
+
+def _reply(worker: Worker, command: dict[str, Any]) -> dict[str, Any]:
+    do = command.pop("do")
+    try:
+        return {"answer": getattr(worker, do)(**command)}
+    except UnsupportedProblem as error:
+        return {"error": {"type": "UnsupportedProblem", "text": error.summary, "fatal": False}}
+    except Exception as error:
+        traceback.print_exc()
+        text = (str(error).strip() or repr(error)).splitlines()[0]
+        fatal = isinstance(error, DeviceError) or (isinstance(error, RuntimeError) and "CUDA error" in str(error))
+        return {"error": {"type": type(error).__name__, "text": text, "fatal": fatal}}
+
+
+def _private_streams() -> tuple[IO[str], IO[str]]:
+    """The pipe's two ends under descriptors of their own; 0 and 1 are left to whoever reads and prints."""
+    commands, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    return commands, answers
+
+
+def _die_with_parent() -> None:
+    """Linux: a candidate that hangs must not outlive a parent that was killed."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def main() -> None:
+    _die_with_parent()
+    faulthandler.enable()
+    commands, answers = _private_streams()
+    answers.write(json.dumps({"answer": "ready"}) + "\n")
+    answers.flush()
+    serve(commands, answers)
+
+
+if __name__ == "__main__":
+    main()
