@@ -36,6 +36,7 @@ PROBLEMS = {
     "image": make_problem((1, 24, 4608, 128), BF16),
     "vision": make_problem((64, 12, 197, 64), FP16),
     "window": make_problem((1, 8, 8192, 128), BF16, mask=Window(1024, 0)),
+    "window, float32": make_problem((1, 8, 8192, 64), FP32, mask=Window(1024, 0), needs_grad=True),
     "window, softcap": make_problem((1, 8, 8192, 256), BF16, mask=Window(1024, 0), softcap=50.0),
     "softcap": make_problem((1, 8, 2048, 64), BF16, softcap=30.0, needs_grad=True),
     "documents": make_problem((1, 8, 96, 64), BF16, mask=Documents((0, 32, 96), inner=Causal()), needs_grad=True),

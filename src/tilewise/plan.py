@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .backends import reference, tiled, torch_sdpa
 from .errors import InvalidInput, Reason, UnsupportedProblem
+from .masks import Causal, Dense, Full
 from .problem import dtype_name
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ RULES: tuple[Rule, ...] = (
          lambda problem, target: problem.empty),
     Rule("torch-cudnn", "the fastest of PyTorch's kernels on Hopper and later",
          lambda problem, target: target.capability >= (9, 0)),
+    Rule("tiled", "skips the tiles this mask leaves empty; PyTorch's CPU kernel would read it as a tensor",
+         lambda problem, target: target.is_cpu and _is_sparse_by_structure(problem)),
     Rule("torch-flash", "PyTorch's fused CPU kernel: no score ever reaches memory",
          lambda problem, target: target.is_cpu),
     Rule("torch-flash", "PyTorch's FlashAttention-2 kernel: fused, O(N) memory"),
@@ -112,6 +115,18 @@ RULES: tuple[Rule, ...] = (
 
 # Above this many bytes of scores the tiles of `tiled` beat one large composite: they stay in the cache.
 _SCORES_WORTH_TILING = 64 * 2**20
+
+
+# Share of visible pairs below which skipping tiles pays for the tiled loop on a CPU (benchmarks/results, suite cpu).
+_WORTH_SKIPPING = 0.75
+
+
+def _is_sparse_by_structure(problem: Problem) -> bool:
+    """A float32 or float64 problem under a mask that hides much and that PyTorch has no name for."""
+    named = isinstance(problem.mask, Full | Dense) or problem.mask == Causal()
+    visible = problem.mask.pairs(problem.seq_q, problem.seq_kv)
+    sparse = visible < _WORTH_SKIPPING * problem.seq_q * problem.seq_kv
+    return sparse and not named and problem.dtype.itemsize >= 4
 
 
 def plan(problem: Problem, target: Target, backend: str = AUTO) -> Plan:

@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    block_q: int = 256
+    block_q: int = 128
     block_kv: int = 512
 
 
-_BLOCKS = ((256, 512), (512, 512), (256, 256), (128, 128), (64, 64))
+_BLOCKS = ((128, 512), (256, 512), (512, 512), (256, 256), (128, 128), (64, 64))
 
 
 def why_not(problem: Problem, target: Target) -> list[Reason]:
