@@ -18,8 +18,8 @@ from .. import masks
 from ..errors import InvalidInput
 from ..problem import Problem, dtype_name
 from . import environment, report
-from .candidates import OURS, TORCH_DEFAULT
-from .compare import REFUSED, Comparison, Row, compare, geomean, steps, summary
+from .candidates import FA3, OURS, TORCH_DEFAULT, has_fa3
+from .compare import REFUSED, Comparison, Row, compare, geomean, ratio, steps, summary
 from .pool import Pool
 
 if TYPE_CHECKING:
@@ -126,9 +126,11 @@ class Score(NamedTuple):
 
 
 def suite(name: str, only: str = "", extra: tuple[str, ...] = ()) -> list[Row]:
-    """The rows of a suite whose name contains `only`, each with the extra candidates."""
+    """The rows of a suite whose name contains `only`, with the extra candidates, and FlashAttention-3 where it is."""
     if name not in SUITES:
         raise InvalidInput("--suite", repr(name), f"one of {', '.join(SUITES)}", "choose one of these")
+    if has_fa3() and any(row.device == "cuda" for row in SUITES[name]):
+        extra = (FA3, *extra)
     rows = [replace(row, candidates=(*row.candidates, *extra)) for row in SUITES[name] if only in row.name]
     if not rows:
         names = ", ".join(row.name for row in SUITES[name])
@@ -202,7 +204,20 @@ def show(comparisons: list[Comparison]) -> None:
                 print(f"{comparison.row.name}: {outcome.candidate}: {'; '.join([outcome.verdict, *outcome.because])}")
     if not all(comparison.complete for comparison in comparisons):
         print("interrupted: only what was measured is here")
+    if ahead := _ahead_of(FA3, comparisons):
+        print(f"ahead of FlashAttention-3 on {sum(ahead)} of {len(ahead)} rows")
     print(score(comparisons))
+
+
+def _ahead_of(rival: str, comparisons: list[Comparison]) -> list[bool]:
+    """Row by row, where both have a time: is `tilewise` faster than a rival that is not PyTorch's?"""
+    ahead = []
+    for comparison in comparisons:
+        outcomes = {outcome.candidate: outcome for outcome in comparison.outcomes}
+        if rival in outcomes and OURS in outcomes:
+            speed = ratio(outcomes[OURS].costs, outcomes[rival].costs)
+            ahead += [] if speed is None else [speed > 1.0]
+    return ahead
 
 
 def _lines(comparison: Comparison) -> list[list[str]]:

@@ -4,6 +4,7 @@
     tiled, torch-flash   any backend of the planner, through tilewise.attention(backend=...)
     torch-default        F.scaled_dot_product_attention as it is
     sdpa:flash           F.scaled_dot_product_attention held to one of PyTorch's kernels (efficient, cudnn, math)
+    fa3                  FlashAttention-3's forward, where the package fa3-fwd can be imported
     python:MODULE:NAME   a function of yours: NAME(q, k, v, problem, bias) -> out or (out, lse); MODULE may be a file.py
 
 Inputs follow from (problem, seed, device) alone, so every process makes the same ones and nothing large crosses a pipe.
@@ -42,6 +43,8 @@ SDPA = {
     "sdpa:cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa:math": SDPBackend.MATH,
 }
+FA3 = "fa3"
+_FA3_MODULE = "fa3_fwd_interface"
 PYTHON = "python:"
 _LARGEST_MASK_BYTES = 4 * 2**30
 
@@ -65,8 +68,8 @@ class Candidate:
     def __post_init__(self) -> None:
         if self.name.startswith(PYTHON):
             _split_python(self.name)
-        elif self.name not in (OURS, TORCH_DEFAULT, *SDPA, *BACKENDS):
-            known = ", ".join((OURS, TORCH_DEFAULT, *SDPA, *BACKENDS))
+        elif self.name not in (OURS, TORCH_DEFAULT, *SDPA, FA3, *BACKENDS):
+            known = ", ".join((OURS, TORCH_DEFAULT, *SDPA, FA3, *BACKENDS))
             raise InvalidInput("candidate", repr(self.name), f"one of {known}, or python:MODULE:NAME", "choose one")
 
     @property
@@ -76,12 +79,16 @@ class Candidate:
 
     def why_not(self, problem: Problem) -> list[Reason]:
         """Why the candidate cannot even be asked. What a backend of the planner says is the planner's business."""
+        if self.name == FA3:
+            return _fa3_reasons(problem)
         return _sdpa_reasons(problem) if self.name == TORCH_DEFAULT or self.name in SDPA else []
 
     def forward(self, problem: Problem, inputs: Inputs) -> Forward:
         """A call without arguments that computes the problem's forward. Masks are built here, once."""
         if self.name == TORCH_DEFAULT or self.name in SDPA:
             return _sdpa_forward(problem, inputs)
+        if self.name == FA3:
+            return _fa3_forward(problem, inputs)
         if self.name.startswith(PYTHON):
             function = _load_python(self.name)
             return lambda: function(inputs.q, inputs.k, inputs.v, problem, inputs.bias)
@@ -175,6 +182,40 @@ def _sdpa_forward(problem: Problem, inputs: Inputs) -> Forward:
     return lambda: F.scaled_dot_product_attention(
         q, k, v, attn_mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def has_fa3() -> bool:
+    """The package fa3-fwd can be imported here."""
+    return importlib.util.find_spec(_FA3_MODULE) is not None
+
+
+def _fa3_reasons(problem: Problem) -> list[Reason]:
+    """What the forward-only build on PyPI leaves out."""
+    reasons = []
+    if not has_fa3():
+        reasons.append(Reason("the module fa3_fwd_interface cannot be imported", "pip install fa3-fwd"))
+    if problem.dtype != torch.bfloat16:
+        reasons.append(Reason(f"{problem.dtype}: this build of FlashAttention-3 takes bfloat16 alone", "use bfloat16"))
+    same_length = problem.seq_q == problem.seq_kv
+    if not isinstance(problem.mask, Full) and not (isinstance(problem.mask, Causal) and same_length):
+        reasons.append(Reason(f"mask {problem.mask}: this build takes full and causal alone", "use one of these"))
+    if problem.needs_grad or problem.dropout or problem.needs_lse:
+        reasons.append(Reason("gradients, dropout or lse: this build is a bare forward", "drop them"))
+    return reasons
+
+
+def _fa3_forward(problem: Problem, inputs: Inputs) -> Forward:
+    """FlashAttention-3 takes (batch, seq, heads, dim), strided as it may be."""
+    flash = importlib.import_module(_FA3_MODULE).flash_attn_func
+    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
+    scale, softcap, causal = problem.scale, problem.softcap, isinstance(problem.mask, Causal)
+
+    def forward() -> Tensor:
+        out = flash(q, k, v, softmax_scale=scale, causal=causal, softcap=softcap)
+        attended: Tensor = out[0] if isinstance(out, tuple) else out
+        return attended.transpose(1, 2)
+
+    return forward
 
 
 def _split_python(name: str) -> tuple[str, str]:

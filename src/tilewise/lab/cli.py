@@ -25,7 +25,7 @@ try:
     import typer
 
     from . import bench as benches
-    from . import environment, report
+    from . import builds, environment, report
     from . import inspect as inspection
     from .candidates import PYTHON, Candidate
     from .compare import Settings
@@ -197,6 +197,22 @@ def bench(
         _exit(done)
 
 
+@app.command("compile")
+def compile_kernels(
+    arch: Annotated[str, typer.Option("--target", help="sm_90a, a GPU by name, or auto: this machine's.")] = "auto",
+    json: Json = False,
+) -> None:
+    """Build every CUDA kernel for an architecture ahead of its first use. Needs no GPU."""
+    with _exit_codes():
+        built = builds.build_kernels(make_arch(arch))
+        if json:
+            report.print_json([result.to_dict() for result in built])
+        else:
+            builds.show(built)
+        if any(result.error for result in built):
+            raise typer.Exit(DEVICE)
+
+
 @app.command()
 def env(json: Json = False) -> None:
     """Versions, devices, caches, variables and PyTorch's attention settings: what a bug report needs."""
@@ -258,6 +274,18 @@ def make_target(name: str, torch_version: str | None) -> Target:
             "--torch", repr(torch_version), f"nothing for the real device {name}", "name a target such as --target h200"
         )
     return Target.of(make_device(name))
+
+
+def make_arch(name: str) -> str:
+    """An architecture as the compiler spells it (sm_90a), from that, from a GPU's name, or from this machine's GPU."""
+    if name.startswith("sm_"):
+        return name
+    target = make_target(name, None)
+    if target.is_cpu:
+        raise InvalidInput(
+            "--target", repr(name), "an architecture or a GPU; there is none here", "name one: --target sm_90a"
+        )
+    return f"{target.arch}a" if target.capability == (9, 0) else target.arch
 
 
 def make_device(name: str) -> str:
