@@ -7,6 +7,7 @@ import json
 import math
 import random
 import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,8 +18,9 @@ import tilewise
 from support import make_problem
 from tilewise import masks
 from tilewise.backends import reference
-from tilewise.errors import InvalidInput
-from tilewise.lab import accuracy, environment, inspect, report, timing, worker
+from tilewise.errors import DeviceError, InvalidInput
+from tilewise.jit import Unit
+from tilewise.lab import accuracy, bench, builds, cycles, environment, inspect, report, timing, worker
 from tilewise.lab.candidates import Candidate, make_inputs
 from tilewise.lab.cli import app
 from tilewise.lab.compare import (
@@ -673,3 +675,70 @@ def test_provenance_can_repeat_a_run() -> None:
     assert {"tilewise", "python", "torch", "cuda", "cudnn"} <= set(told["versions"])
     assert told["machine"]["cpu"]
     assert isinstance(told["gpus"], list)
+
+
+NCU = """==PROF== Connected to process 1
+a line of the program's own
+"ID","Process ID","Kernel Name","sm__cycles_elapsed.max","smsp__inst_executed.sum"
+"","","","cycle","inst"
+"0","1","spin_kernel(long)","1,000","10"
+"1","1","forward_bf16(Params)","2,500,000","100"
+"2","1","combine(Params)","500","1"
+"3","1","spin_kernel(long)","1,000","10"
+"4","1","cudnn_sdpa(Params)","3,000,000","200"
+"""
+
+
+def test_cycles_belong_to_the_candidate_between_two_milestones() -> None:
+    legs = list(cycles.split_at_milestones(cycles.read_csv(NCU)))
+    ours, theirs = (cycles._sum("row", name, leg) for name, leg in zip(("tilewise", "cudnn"), legs, strict=True))
+    assert (ours.cycles, ours.instructions, ours.kernels) == (2_500_500, 101, ["forward_bf16", "combine"])
+    assert (theirs.cycles, theirs.kernels) == (3_000_000, ["cudnn_sdpa"])
+
+
+def test_cycles_without_a_profiler_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cycles.shutil, "which", lambda name: None)
+    with pytest.raises(DeviceError, match="not on the PATH"):
+        cycles.measure([], 0, 1.0)
+
+
+def test_cycles_that_fail_tell_what_ncu_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = tmp_path / "ncu"
+    fake.write_text("#!/bin/sh\necho '==ERROR== ERR_NVGPUCTRPERM'; exit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(cycles.shutil, "which", lambda name: str(fake))
+    row = bench.suite("forward")[0]
+    with pytest.raises(DeviceError, match="ERR_NVGPUCTRPERM"):
+        cycles.measure([row], 0, 30.0)
+
+
+def test_fa3_says_what_it_lacks() -> None:
+    full = make_problem((1, 2, 64, 64), torch.bfloat16)
+    lacking = [
+        full.with_(dtype=torch.float16),
+        full.with_(mask=masks.Window(3)),
+        full.with_(seq_kv=32, mask=masks.Causal()),
+        full.with_(needs_grad=True),
+    ]
+    here = Candidate("fa3").why_not(full)
+    assert all("pip install fa3-fwd" in str(reason) for reason in here)
+    assert all(len(Candidate("fa3").why_not(problem)) == len(here) + 1 for problem in lacking)
+
+
+def test_compile_lists_what_it_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
+    good = Unit("good", 'extern "C" __global__ void good(int* x) { *x = 1; }', "sm_90a", smem_bytes=2048)
+    bad = Unit("bad", 'extern "C" __global__ void bad() { nonsense; }', "sm_90a")
+    module = types.SimpleNamespace(all_units=lambda: [good, bad])
+    monkeypatch.setattr(builds, "BACKENDS", {"kernels": module})
+    result = CliRunner().invoke(app, ["compile", "--target", "sm_90a"])
+    assert result.exit_code == 4
+    assert "2.0" in next(line for line in result.stdout.splitlines() if line.startswith("good"))
+    assert "nonsense" in result.stdout
+    assert "2 kernels: 1 built, 1 failed" in result.stdout
+    monkeypatch.setattr(builds, "BACKENDS", {"kernels": types.SimpleNamespace(all_units=lambda: [good])})
+    again = CliRunner().invoke(app, ["compile", "--target", "h200", "--json"])
+    assert again.exit_code == 0
+    assert json.loads(again.stdout)[0]["from_cache"] is True
+    nothing = CliRunner().invoke(app, ["compile", "--target", "sm_75"])
+    assert nothing.exit_code == 2

@@ -26,6 +26,7 @@ try:
 
     from . import bench as benches
     from . import builds, environment, report
+    from . import cycles as cyclecount
     from . import inspect as inspection
     from .candidates import PYTHON, Candidate
     from .compare import Settings
@@ -195,6 +196,32 @@ def bench(
         else:
             benches.show(done)
         _exit(done)
+
+
+@app.command()
+def cycles(
+    suite: Annotated[str, typer.Option(help="A suite of bench whose rows run on a GPU.")] = "forward",
+    only: Annotated[list[str] | None, typer.Option(help="Only rows with this in their name (may be repeated).")] = None,
+    candidate: ExtraCandidates = None,
+    time_limit: TimeLimit = 300.0,
+    seed: Seed = 0,
+    json: Json = False,
+    save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False,
+    results: Annotated[Path, typer.Option(help="The results folder.")] = benches.RESULTS,
+) -> None:
+    """GPU cycles of a suite's candidates by Nsight Compute: a clock that moves with power does not move these."""
+    with _exit_codes():
+        Target.of("cuda")
+        extra = make_candidates(candidate)
+        rows = [row for text in only or [""] for row in benches.suite(suite, text, extra)]
+        found = cyclecount.measure(rows, seed, time_limit)
+        result = cyclecount.record(suite, found, seed, environment.command_line())
+        if save:
+            print(f"saved {benches.save(result, results)}", file=sys.stderr)
+        if json:
+            report.print_json(result)
+        else:
+            cyclecount.show(found)
 
 
 @app.command("compile")
