@@ -23,6 +23,8 @@ from .problem import check_tensors, describe
 from .target import Target
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .backends import Backend
     from .masks import Mask
     from .problem import Layout, Problem
@@ -42,15 +44,12 @@ class Options(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A planned call: everything but the tensors."""
+    """A planned call: everything but the tensors. `forward` gives out, and lse where it is needed and there is one."""
 
     problem: Problem
     backend: Backend
     config: Any
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """out, and lse where the problem needs one and the backend has it."""
-        return self.backend.forward(q, k, v, self.problem, self.config, bias)
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...], bias: Tensor | None, wants: Wants
@@ -68,7 +67,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Optio
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.storage_offset(), k.storage_offset(),
         v.storage_offset(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, needs_grad,
-        torch.are_deterministic_algorithms_enabled(), None if bias is None else (bias.shape, bias.dtype, bias.device),
+        torch._C._get_deterministic_algorithms(), None if bias is None else (bias.shape, bias.dtype, bias.device),
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:
@@ -91,7 +90,19 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Opti
         needs_lse=options.needs_lse,
     ).with_(layout=options.layout, needs_grad=needs_grad)
     chosen = plan(problem, Target.of(q.device), options.backend)
-    return Call(problem, BACKENDS[chosen.backend], chosen.config)
+    backend, config = BACKENDS[chosen.backend], chosen.config
+    return Call(problem, backend, config, _bound(backend, q, k, v, problem, config))
+
+
+def _bound(
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: Any
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    """The backend's forward for tensors of one signature. Those with a `bind` settle there what no call need repeat."""
+    bind = getattr(backend, "bind", None)
+    if bind is not None:
+        return bind(q, k, v, problem, config)  # type: ignore[no-any-return]
+    forward = backend.forward
+    return lambda q, k, v, bias: forward(q, k, v, problem, config, bias)
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options) -> tuple[Tensor, Tensor | None]:

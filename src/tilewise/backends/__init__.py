@@ -6,6 +6,9 @@
     forward(q, k, v, problem, config=None, bias=None) -> (out, lse)
     backward(dout, dlse, q, k, v, out, lse, problem, config=None, bias=None, wants=...) -> (dq, dk, dv)
 
+A backend may also have `bind(q, k, v, problem, config)`, which returns forward as a function of (q, k, v, bias) for
+tensors of exactly these shapes and strides: what a call need not decide again is decided there.
+
 Tensors arrive as (batch, heads, seq, head_dim) views whatever the caller's layout; `out` is allocated in the memory
 order of `problem.layout` (see `empty_out`). `bias` is the mask tensor when `problem.mask` is Dense. `lse` is
 (batch, heads_q, seq_q), natural log, float32 (float64 for float64 inputs), -inf for a row that sees no key. A gradient

@@ -147,7 +147,8 @@ def _options(unit: Unit) -> list[str]:
     """Every compiler option but the include paths, whose contents count, not their places."""
     # Why: -lineinfo costs nothing at run time and lets profilers and assembler errors name source lines; --no-cache,
     # because NVRTC answers a repeated build from a memory of its own, without the assembler's log that the gates read.
-    return [f"--gpu-architecture={unit.arch}", "--std=c++20", "-lineinfo", "--no-cache", "--ptxas-options=-v", *unit.options]
+    fixed = ("--std=c++20", "-lineinfo", "--no-cache", "--ptxas-options=-v")
+    return [f"--gpu-architecture={unit.arch}", *fixed, *unit.options]
 
 
 def _cached(unit: Unit, key: str, *, report_damage: bool) -> Kernel | None:
