@@ -107,15 +107,16 @@ RULES: tuple[Rule, ...] = (
     Rule("torch-cudnn", "fused, and takes masks that flash does not"),
     Rule("torch-efficient", "fused, and takes float32, dense masks and any head_dim"),
     Rule("tiled", "no fused kernel takes this problem; tiles in torch operations keep memory O(N)",
-         lambda problem, target: _scores_bytes(problem) > _SCORES_WORTH_TILING),
+         lambda problem, target: _scores_bytes(problem) > (_CACHED_SCORES if target.is_cpu else _HELD_SCORES)),
     Rule("torch-math", "no fused kernel takes this problem; PyTorch's composite does"),
     Rule("reference", "the specification takes whatever is left, and holds every score at once"),
 )
 # fmt: on
 
-# Above this many bytes of scores the tiles of `tiled` beat one large composite: they stay in the cache.
-_SCORES_WORTH_TILING = 64 * 2**20
-
+# Bytes of scores above which tiles are the better composite: on a CPU because they stay in its cache, on a GPU, where
+# small tiles cost launches, because the whole would not.
+_CACHED_SCORES = 2 * 2**20
+_HELD_SCORES = 256 * 2**20
 
 # Share of visible pairs below which skipping tiles pays for the tiled loop on a CPU (benchmarks/results, suite cpu).
 _WORTH_SKIPPING = 0.75

@@ -49,7 +49,8 @@ class Config:
     block_kv: int = 512
 
 
-_BLOCKS = ((128, 512), (256, 512), (512, 512), (256, 256), (128, 128), (64, 64))
+_CPU_BLOCKS = ((128, 512), (256, 512), (512, 512), (256, 256), (128, 128), (64, 64))  # tiles that fit a core's cache
+_GPU_BLOCKS = ((1024, 2048), (2048, 2048), (512, 1024))  # tiles that are worth their launches
 
 
 def why_not(problem: Problem, target: Target) -> list[Reason]:
@@ -76,7 +77,8 @@ def notices(problem: Problem, target: Target) -> list[str]:
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
-    return [Config(block_q, block_kv) for block_q, block_kv in _BLOCKS]
+    blocks = _CPU_BLOCKS if target.is_cpu else _GPU_BLOCKS
+    return [Config(block_q, block_kv) for block_q, block_kv in blocks]
 
 
 def forward(
