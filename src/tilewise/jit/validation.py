@@ -10,12 +10,12 @@ import hashlib
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent
-_DECISIVE = ("backends", "jit", "kernels")
-_SUFFIXES = frozenset({".py", ".cuh"})
+_DECISIVE = ("backends", "jit", "kernels", "tables")
+_SUFFIXES = frozenset({".py", ".cuh", ".json"})
 
 
 def source_hash(package: Path = PACKAGE) -> str:
-    """sha256 over the paths and contents of all sources in `backends`, `jit` and `kernels`, in a fixed order."""
+    """sha256 over the paths and contents of all sources in `backends`, `jit`, `kernels` and `tables`, in a fixed order."""
     sha = hashlib.sha256()
     for path in decisive_sources(package):
         content = path.read_bytes()
