@@ -677,6 +677,14 @@ def test_provenance_can_repeat_a_run() -> None:
     assert isinstance(told["gpus"], list)
 
 
+def test_env_can_measure_imports() -> None:
+    result = CliRunner().invoke(app, ["env", "--imports", "--json"])
+    assert result.exit_code == 0
+    seconds = json.loads(result.stdout)["import seconds"]
+    assert set(seconds) == {"torch", "tilewise"}
+    assert all(value > 0 for value in seconds.values())
+
+
 NCU = """==PROF== Connected to process 1
 a line of the program's own
 "ID","Process ID","Kernel Name","sm__cycles_elapsed.max","smsp__inst_executed.sum"

@@ -241,10 +241,15 @@ def compile_kernels(
 
 
 @app.command()
-def env(json: Json = False) -> None:
+def env(
+    imports: Annotated[bool, typer.Option("--imports", help="Measure how long importing takes, too.")] = False,
+    json: Json = False,
+) -> None:
     """Versions, devices, caches, variables and PyTorch's attention settings: what a bug report needs."""
     with _exit_codes():
         found = environment.facts()
+        if imports:
+            found["import seconds"] = environment.import_seconds()
         if json:
             report.print_json(found)
             return

@@ -34,6 +34,19 @@ def facts() -> dict[str, Any]:
     }
 
 
+_IMPORT_CLOCK = (
+    "import time; start = time.perf_counter(); import torch; middle = time.perf_counter(); import tilewise; "
+    "print(middle - start, time.perf_counter() - middle)"
+)
+
+
+def import_seconds(runs: int = 3) -> dict[str, float]:
+    """What `import torch` costs in a fresh process, and what `import tilewise` adds to it: the best of a few runs."""
+    clocked = [run.split() for _ in range(runs) if (run := _output(sys.executable, "-c", _IMPORT_CLOCK))]
+    names = ("torch", "tilewise") if clocked else ()
+    return {name: min(float(run[i]) for run in clocked) for i, name in enumerate(names)}
+
+
 def provenance(seed: int, command: list[str]) -> dict[str, Any]:
     """Where a measurement comes from: enough to repeat it, and to distrust it."""
     return {
