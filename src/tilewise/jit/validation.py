@@ -10,12 +10,13 @@ import hashlib
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent
+# Everything that decides what a kernel does, or which of them runs.
 _DECISIVE = ("backends", "jit", "kernels", "tables")
 _SUFFIXES = frozenset({".py", ".cuh", ".json"})
 
 
 def source_hash(package: Path = PACKAGE) -> str:
-    """sha256 over the paths and contents of all sources in `backends`, `jit`, `kernels` and `tables`, in a fixed order."""
+    """sha256 over the paths and contents of all decisive sources, in a fixed order."""
     sha = hashlib.sha256()
     for path in decisive_sources(package):
         content = path.read_bytes()
