@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -81,6 +83,7 @@ def test_compile_fullgraph_forward_and_backward(backend, layout):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles its CPU code with a C++ compiler")
 def test_compile_through_inductor():
     torch._dynamo.reset()
     q, k, v = inputs(1, 2, 16, 8, dtype=torch.float32)
