@@ -7,6 +7,7 @@ release to release.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -42,6 +43,7 @@ class Target:
     flops_fp32: float = 0.0
     torch: tuple[int, int] = (0, 0)
     cudnn: int = 0
+    has_jit: bool = True  # NVRTC's and the driver's Python bindings are installed; assumed of a named target
 
     @property
     def is_cpu(self) -> bool:
@@ -104,7 +106,15 @@ def _cuda_target(index: int) -> Target:
         dram_bytes=properties.total_memory,
         torch=_release(torch.__version__),
         cudnn=torch.backends.cudnn.version() or 0,
+        has_jit=_has_jit(),
     )
+
+
+def _has_jit() -> bool:
+    try:
+        return importlib.util.find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:  # not even the package `cuda`
+        return False
 
 
 def _known(device_name: str, capability: tuple[int, int]) -> Target:

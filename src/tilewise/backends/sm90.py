@@ -1,0 +1,528 @@
+"""Hopper (sm_90a): our own forward kernel, kernels/sm90/forward.cuh, compiled on first use.
+
+TMA loads, wgmma products, warp-specialised; masks that are a diagonal band. What it refuses, it refuses by name in
+`why_not`. Tile shapes come from the measured table tables/sm90.json, by head-dim class and kind of mask.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.resources
+import json
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ..errors import Reason, UnsupportedProblem
+from ..jit import Arguments, TensorMap, Unit, cpp_literal, function_for, layout_asserts, params_struct, tiled_map
+from ..jit import launch as driver
+from ..masks import Causal, Full, Window
+from ..problem import Strides, dtype_name
+from ..target import Target
+from . import empty_lse, empty_out
+
+if TYPE_CHECKING:
+    from ..jit import Function, TiledMap
+    from ..problem import Problem
+    from . import Grads, Wants
+
+ARCH = "sm_90a"
+LOG2_E = math.log2(math.e)
+MOST_ROWS = 1 << 28  # of a sequence: row + band limits stay within 32 bits
+HEAD_DIM_LIMIT = 256
+# (q and k, v and out): a head runs in the first class that holds it, zero-filled by the copy engine.
+HEAD_DIM_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+MASK_KINDS = ("full", "causal", "window")  # as enum MaskKind counts them
+_DTYPES = (torch.bfloat16, torch.float16)
+_COUNTERS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Compile-time choices; field for field the C++ aggregate of kernels/sm90/config.cuh."""
+
+    cpp_type: ClassVar[str] = "tilewise::sm90::Config"
+
+    bf16: bool
+    head_dim: int
+    head_dim_v: int
+    consumers: int
+    block_kv: int
+    k_stages: int
+    v_stages: int
+    mask: int
+    softcap: bool
+    pingpong: bool
+    ctas_per_sm: int
+    separate_out: bool
+
+    @property
+    def block_q(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.consumers + 1)
+
+    @property
+    def launch_registers(self) -> int:
+        """What every thread has when the kernel starts, before setmaxnreg moves some to the consumers."""
+        return min(65536 // (self.threads * self.ctas_per_sm) // 8 * 8, 240)
+
+    @property
+    def smem_bytes(self) -> int:
+        """`sizeof(Smem<config>)`; the generated source asserts it."""
+        aliased = not self.separate_out and self.head_dim_v > self.head_dim
+        q = self.consumers * _matrix_bytes(64, self.head_dim_v if aliased else self.head_dim)
+        out = self.consumers * _matrix_bytes(64, self.head_dim_v) if self.separate_out else 16
+        k = self.k_stages * _matrix_bytes(self.block_kv, self.head_dim)
+        v = self.v_stages * _matrix_bytes(self.block_kv, self.head_dim_v)
+        barriers = 8 * (2 * self.consumers + 2 * self.k_stages + 3 * self.v_stages + 2 * 2)
+        plans = 2 * 8 * 4 + 2 * 4
+        return -(-(q + k + v + out + barriers + plans) // 1024) * 1024
+
+    @property
+    def name(self) -> str:
+        kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}_{MASK_KINDS[self.mask]}"
+        shape = f"q{self.block_q}_kv{self.block_kv}_k{self.k_stages}v{self.v_stages}"
+        extras = f"{'_softcap' if self.softcap else ''}{'_turns' if self.pingpong else ''}"
+        return f"forward_{kind}_{shape}{extras}{f'_x{self.ctas_per_sm}' if self.ctas_per_sm > 1 else ''}"
+
+    def __str__(self) -> str:
+        tile = f"tile {self.block_q} x {self.block_kv}, {self.consumers} + 1 warpgroups"
+        return f"{tile}, stages K {self.k_stages} V {self.v_stages}, {self.smem_bytes / 1024:.0f} KiB shared"
+
+
+def why_not(problem: Problem, target: Target) -> list[Reason]:
+    reasons = []
+
+    def refuse(when: bool, what: str, remedy: str) -> None:
+        if when:
+            reasons.append(Reason(what, remedy))
+
+    dims = (problem.head_dim, problem.head_dim_v)
+    refuse(
+        not target.has_jit,
+        "cuda.bindings, which builds and launches our kernels, is not installed",
+        "pip install 'tilewise[cuda]'",
+    )
+    refuse(
+        target.capability != (9, 0),
+        f"{target.name} is {target.arch}, not sm_90: wgmma and TMA in this form exist on Hopper only",
+        "use backend='auto'",
+    )
+    refuse(
+        problem.dtype not in _DTYPES,
+        f"dtype {dtype_name(problem.dtype)} is neither bfloat16 nor float16",
+        "cast q, k and v",
+    )
+    refuse(
+        any(dim % 8 for dim in dims),
+        f"head_dim {dims[0]}, v {dims[1]}: not multiples of 8 (16 bytes)",
+        "pad the heads with zeros to a multiple of 8",
+    )
+    refuse(max(dims) > HEAD_DIM_LIMIT, f"head_dim {max(dims)} is over {HEAD_DIM_LIMIT}", "use backend='auto'")
+    refuse(
+        not isinstance(problem.mask, Full | Causal | Window),
+        f"mask {problem.mask} is not a diagonal band",
+        "use Full, Causal or Window, or backend='auto'",
+    )
+    refuse(
+        problem.dropout > 0,
+        f"dropout {problem.dropout:g} is not 0, and the kernel draws no random numbers",
+        "use one of PyTorch's backends, or drop the dropout",
+    )
+    refuse(
+        problem.scale < 0 and not problem.softcap,
+        f"scale {problem.scale:g} is negative: the running maximum needs it positive",
+        "negate q and the scale",
+    )
+    refuse(
+        problem.strides is not Strides.ALIGNED,
+        f"strides are {problem.strides.value}: TMA needs a contiguous last dimension, 16-byte bases and strides",
+        "call .contiguous() on the input that is not",
+    )
+    refuse(
+        max(problem.seq_q, problem.seq_kv) > MOST_ROWS,
+        f"sequence of {max(problem.seq_q, problem.seq_kv)} is over {MOST_ROWS}",
+        "split the sequence",
+    )
+    refuse(problem.needs_grad, "a gradient is wanted, and there is no backward kernel yet", "use backend='auto'")
+    refuse(
+        problem.transformed,
+        "inside a functorch transform (vmap, jvp): a kernel launch cannot be transformed",
+        "use backend='reference' there",
+    )
+    return reasons
+
+
+def notices(problem: Problem, target: Target) -> list[str]:
+    if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
+        return []
+    head_dim, head_dim_v = _head_dim_class(problem.head_dim, problem.head_dim_v)
+    if (head_dim, head_dim_v) == (problem.head_dim, problem.head_dim_v):
+        return []
+    return [f"heads of {problem.head_dim}/{problem.head_dim_v} run in the {head_dim}/{head_dim_v} kernel, zero-filled"]
+
+
+def configs(problem: Problem, target: Target) -> list[Config]:
+    """Legal configs, best first, from the measured table.
+
+    A row of the table may be for some lengths of keys only (`least_seq_kv`, `most_seq_kv`), or, with smaller tiles than
+    usual, only for problems that it spreads over the multiprocessors in one wave (`one_wave`).
+    """
+    if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
+        return []
+    kind = _mask_kind(problem)
+    classes = _head_dim_class(problem.head_dim, problem.head_dim_v)
+    softcap = problem.softcap > 0
+    rows = _table()[classes, MASK_KINDS[kind], softcap]
+    small, fitting = [], []
+    for row in rows:
+        config = _config(row, classes, problem.dtype is torch.bfloat16, kind, softcap)
+        if not row.get("one_wave"):
+            if row.get("least_seq_kv", 0) <= problem.seq_kv <= row.get("most_seq_kv", MOST_ROWS):
+                fitting.append(config)
+        elif _work(problem, config) <= target.sms:
+            small.append(config)
+    return [*sorted(small, key=lambda config: config.block_q), *fitting]
+
+
+def details(problem: Problem, target: Target, config: Config) -> list[str]:
+    """How the launch fills the GPU, for `explain`."""
+    work = _work(problem, config)
+    ctas = min(work, target.sms * config.ctas_per_sm)
+    order = "longest first" if _is_dynamic(problem, work, ctas) else "in a fixed order"
+    grid = f"{ctas} CTAs of {config.threads} threads, {config.launch_registers} registers a thread"
+    return [f"{grid}; {work} query tiles {order}, {work / ctas:.1f} waves"]
+
+
+def all_units() -> list[Unit]:
+    """Every kernel this backend may launch."""
+    units = {}
+    for (classes, kind, softcap), rows in _table().items():
+        for row, bf16 in product(rows, (True, False)):
+            config = _config(row, classes, bf16, MASK_KINDS.index(kind), softcap)
+            units[config.name] = unit(config)
+    return list(units.values())
+
+
+@functools.cache
+def unit(config: Config) -> Unit:
+    source = f"""#include "sm90/forward.cuh"
+{layout_asserts(_Params, "tilewise::sm90::Params")}
+constexpr tilewise::sm90::Config config = {cpp_literal(config)};
+static_assert(sizeof(tilewise::sm90::Smem<config>) == {config.smem_bytes}, "Config.smem_bytes");
+extern "C" __global__ void __launch_bounds__(config.threads(), config.ctas_per_sm)
+{config.name}(const __grid_constant__ tilewise::sm90::Params params) {{
+  tilewise::sm90::forward<config>(params);
+}}
+"""
+    return Unit(config.name, source, ARCH, smem_bytes=config.smem_bytes)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    config: Config | None = None,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    key = (problem, config, q.stride(), k.stride(), v.stride(), q.device)
+    bound = _bound.get(key)
+    if bound is None:
+        if len(_bound) >= _MOST_BOUND:
+            _bound.clear()
+        bound = _bound[key] = bind(q, k, v, problem, config)
+    return bound(q, k, v, bias)
+
+
+Bound = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]
+]
+_bound: dict[tuple[Any, ...], Bound] = {}
+_MOST_BOUND = 1024
+
+
+def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Config | None) -> Bound:
+    """`forward` for tensors with these shapes, strides and device: the kernel is loaded, all but addresses decided."""
+    head_dim_v, layout = problem.head_dim_v, problem.layout
+    needs_lse = problem.needs_lse or problem.needs_grad
+    launch = None if problem.empty else _Launch(q, k, v, empty_out(q, head_dim_v, layout), problem, config)
+
+    def bound(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out = empty_out(q, head_dim_v, layout)
+        lse = empty_lse(q) if needs_lse else None
+        if launch is None:
+            return out.zero_(), lse if lse is None else lse.fill_(-math.inf)
+        launch.run(q, k, v, out, lse)
+        return out, lse
+
+    return bound
+
+
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    problem: Problem,
+    config: Any = None,
+    bias: torch.Tensor | None = None,
+    wants: Wants = (True, True, True),
+) -> Grads:
+    raise UnsupportedProblem("sm90 has no backward kernel yet", problem, remedy="use backend='auto'")
+
+
+_Params = params_struct(
+    "Params",
+    q_map=TensorMap,
+    k_map=TensorMap,
+    v_map=TensorMap,
+    out_map=TensorMap,
+    v=ctypes.c_void_p,
+    v_batch_stride=ctypes.c_longlong,
+    v_head_stride=ctypes.c_longlong,
+    v_seq_stride=ctypes.c_longlong,
+    lse=ctypes.c_void_p,
+    work_counter=ctypes.c_void_p,
+    batch=ctypes.c_int,
+    heads=ctypes.c_int,
+    heads_per_kv=ctypes.c_int,
+    seq_q=ctypes.c_int,
+    seq_k=ctypes.c_int,
+    head_dim_v=ctypes.c_int,
+    band_first_shift=ctypes.c_int,
+    band_end_shift=ctypes.c_int,
+    q_tiles=ctypes.c_int,
+    section_heads=ctypes.c_int,
+    longest_first=ctypes.c_int,
+    scale_log2=ctypes.c_float,
+    softcap_in=ctypes.c_float,
+)
+
+
+class _Launch:
+    """All that a call does not have to decide again: one per problem, strides and device. Safe to share by threads."""
+
+    __slots__ = (
+        "_arguments",
+        "_block",
+        "_dynamic",
+        "_fixed",
+        "_function",
+        "_grid",
+        "_k",
+        "_out",
+        "_q",
+        "_smem",
+        "_v",
+    )
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        problem: Problem,
+        config: Config | None,
+    ) -> None:
+        target = Target.of(q.device)
+        config = config or configs(problem, target)[0]
+        self._function: Function = function_for(unit(config), q.device.index)
+        self._q, self._k, self._v = _map(q, 64), _map(k, config.block_kv), _map(v, config.block_kv)
+        self._out = _map(out, 16)
+        work = _work(problem, config)
+        self._grid = (min(work, target.sms * config.ctas_per_sm), 1, 1)
+        self._block, self._smem = (config.threads, 1, 1), config.smem_bytes
+        self._dynamic = _is_dynamic(problem, work, self._grid[0])
+        self._fixed = _fixed_params(problem, config, target, v)
+        self._arguments: dict[int, Arguments] = {}
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self._function.device)
+        arguments = self._arguments.get(threading.get_ident()) or self._new_arguments()
+        params = arguments.params
+        value = v.data_ptr()
+        params.q_map = self._q.at(q.data_ptr())
+        params.k_map = self._k.at(k.data_ptr())
+        params.v_map = self._v.at(value)
+        params.v = value
+        params.out_map = self._out.at(out.data_ptr())
+        params.lse = None if lse is None else lse.data_ptr()
+        if self._dynamic:
+            params.work_counter = _work_counter(self._function.device, stream)
+        driver.launch(self._function, self._grid, self._block, self._smem, stream, arguments)
+
+    def _new_arguments(self) -> Arguments:
+        arguments = Arguments(_Params)
+        for name, value in self._fixed.items():
+            setattr(arguments.params, name, value)
+        self._arguments[threading.get_ident()] = arguments
+        return arguments
+
+
+class _WorkCounters:
+    """Zeroed integers on a device that hand out work; a kernel leaves its own at zero again.
+
+    Launches on one stream follow each other, so a stream has one counter. Inside a graph capture each launch gets its
+    own, never reused: the graph may run beside anything.
+    """
+
+    def __init__(self, device: int) -> None:
+        with driver.capture_relaxed(driver.driver()):
+            self._room = torch.zeros(_COUNTERS, dtype=torch.int32, device=f"cuda:{device}")
+            torch.cuda.synchronize(device)
+        self._free = iter(range(_COUNTERS))
+        self._of_stream: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def take(self, stream: int, capturing: bool) -> int:
+        """The address of a counter for the next launch on `stream`; 0 when none is left."""
+        if capturing:
+            return self._fresh()
+        found = self._of_stream.get(stream)
+        if found is None:
+            found = self._of_stream[stream] = self._fresh()
+        return found
+
+    def _fresh(self) -> int:
+        with self._lock:
+            index = next(self._free, None)
+        return 0 if index is None else self._room.data_ptr() + 4 * index
+
+
+_counters: dict[int, _WorkCounters] = {}
+
+
+def _work_counter(device: int, stream: int) -> int:
+    """A counter for one launch, or 0: the kernel then takes its tiles in a fixed order.
+
+    Why 0 for a first launch under capture: the room would be allocated in the graph's own pool, and die with it.
+    """
+    capturing = torch.cuda.is_current_stream_capturing()
+    counters = _counters.get(device)
+    if counters is None:
+        if capturing:
+            return 0
+        counters = _counters[device] = _WorkCounters(device)
+    return counters.take(stream, capturing)
+
+
+def _fixed_params(problem: Problem, config: Config, target: Target, v: torch.Tensor) -> dict[str, Any]:
+    left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
+    capped = problem.softcap > 0
+    return {
+        "v_batch_stride": v.stride(0),
+        "v_head_stride": v.stride(1),
+        "v_seq_stride": v.stride(2),
+        "batch": problem.batch,
+        "heads": problem.heads_q,
+        "heads_per_kv": problem.group,
+        "seq_q": problem.seq_q,
+        "seq_k": problem.seq_kv,
+        "head_dim_v": problem.head_dim_v,
+        "band_first_shift": offset - left,
+        "band_end_shift": offset + right + 1,
+        "q_tiles": -(-problem.seq_q // config.block_q),
+        "section_heads": _section_heads(problem, target),
+        "longest_first": int(isinstance(problem.mask, Causal)),
+        "scale_log2": (problem.softcap if capped else problem.scale) * LOG2_E,
+        "softcap_in": 2 * LOG2_E * problem.scale / problem.softcap if capped else 0.0,
+    }
+
+
+def _section_heads(problem: Problem, target: Target) -> int:
+    """(batch, head) pairs that are worked on together.
+
+    Equal tiles: as few as share their keys, so that neighbours read the same keys from DRAM once. Causal tiles: as many
+    as the L2 cache holds, since the longest of a section come first and the shortest fill the gaps; sections alike.
+    """
+    if not isinstance(problem.mask, Causal):
+        return problem.group
+    pairs = problem.batch * problem.heads_q
+    kv_bytes = problem.seq_kv * (problem.head_dim + problem.head_dim_v) * 2
+    most = max(1, target.l2_bytes // 2 // kv_bytes) * problem.group
+    sections = -(-pairs // most)
+    return -(-pairs // sections)
+
+
+def _work(problem: Problem, config: Config) -> int:
+    """Output tiles."""
+    return problem.batch * problem.heads_q * -(-problem.seq_q // config.block_q)
+
+
+def _is_dynamic(problem: Problem, work: int, ctas: int) -> bool:
+    """Equal tiles need no dynamic order, and with one tile a CTA there is nothing to hand out."""
+    return problem.mask != Full() and work > ctas
+
+
+def _map(tensor: torch.Tensor, rows: int) -> TiledMap:
+    """Boxes of `rows` x 64 columns of a (batch, heads, seq, dim) tensor. Dimensions of size 1 get a legal stride."""
+    batch, heads, seq, dim = tensor.shape
+    strides = [
+        stride * 2 if size > 1 else 16 * -(-dim // 8)
+        for size, stride in ((seq, tensor.stride(2)), (heads, tensor.stride(1)), (batch, tensor.stride(0)))
+    ]
+    return tiled_map(tensor.dtype, (dim, seq, heads, batch), tuple(strides), (64, rows, 1, 1))
+
+
+def _matrix_bytes(rows: int, columns: int) -> int:
+    """Panels of 64 columns, 128 bytes a row."""
+    return -(-columns // 64) * rows * 128
+
+
+def _mask_kind(problem: Problem) -> int:
+    if isinstance(problem.mask, Full):
+        return 0
+    return 1 if isinstance(problem.mask, Causal) else 2
+
+
+def _head_dim_class(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    return next(pair for pair in HEAD_DIM_CLASSES if head_dim <= pair[0] and head_dim_v <= pair[1])
+
+
+def _config(row: dict[str, Any], classes: tuple[int, int], bf16: bool, kind: int, softcap: bool) -> Config:
+    return Config(
+        bf16=bf16,
+        head_dim=classes[0],
+        head_dim_v=classes[1],
+        consumers=row["consumers"],
+        block_kv=row["block_kv"],
+        k_stages=row["k_stages"],
+        v_stages=row["v_stages"],
+        mask=kind,
+        softcap=softcap,
+        pingpong=row["pingpong"],
+        ctas_per_sm=row["ctas_per_sm"],
+        separate_out=row["separate_out"],
+    )
+
+
+_Key = tuple[tuple[int, int], str, bool]
+
+
+@functools.cache
+def _table() -> dict[_Key, list[dict[str, Any]]]:
+    """(head-dim class, kind of mask, softcap) -> rows, best first."""
+    text = importlib.resources.files("tilewise").joinpath("tables/sm90.json").read_text()
+    table: dict[_Key, list[dict[str, Any]]] = {}
+    for row in json.loads(text)["forward"]:
+        for kind, softcap in product(row["masks"], row["softcap"]):
+            table.setdefault((tuple(row["head_dims"]), kind, softcap), []).append(row)
+    return table

@@ -1,0 +1,43 @@
+// Which output tile a work index means.
+//
+// Work is numbered section by section; a section is a run of (batch, head) pairs whose keys and
+// values fit the L2 cache together. Inside a section the query tile is the slow index and the head
+// the fast one, so that with `longest_first` (causal masks) the long tiles of the section come
+// before the short ones, and neighbouring CTAs share the keys of a few heads.
+//
+// No PTX, no CUDA types: also built by a host compiler and property-tested there (the numbering is
+// a bijection).
+#pragma once
+
+#include "mask.cuh"
+
+namespace tilewise {
+
+struct WorkTile {
+  int batch;
+  int head;
+  int q_tile;
+};
+
+struct Schedule {
+  int heads;          // query heads
+  int batch_heads;    // batch * heads
+  int q_tiles;        // query tiles of one head
+  int section_heads;  // (batch, head) pairs of a section, >= 1
+  int longest_first;  // 1: count query tiles from the last
+
+  TILEWISE_INLINE int work_count() const { return batch_heads * q_tiles; }
+
+  TILEWISE_INLINE WorkTile tile(int work) const {
+    const int section = work / (section_heads * q_tiles);
+    const int first_pair = section * section_heads;
+    const int pairs = min_int(section_heads, batch_heads - first_pair);
+    const int rest = work - first_pair * q_tiles;
+    const int rank = rest / pairs;
+    const int pair = first_pair + rest - rank * pairs;
+    const int batch = pair / heads;
+    return {batch, pair - batch * heads, longest_first ? q_tiles - 1 - rank : rank};
+  }
+};
+
+}  // namespace tilewise

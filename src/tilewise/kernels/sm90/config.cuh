@@ -1,0 +1,120 @@
+// The compile-time choices of the forward kernel, its parameters and its shared memory.
+#pragma once
+
+#include "../common/mask.cuh"
+#include "../common/schedule.cuh"
+#include "layout.cuh"
+#include "ptx.cuh"
+
+namespace tilewise::sm90 {
+
+enum MaskKind : int { mask_full = 0, mask_causal = 1, mask_window = 2 };
+
+// Mirrored field by field by `Config` in backends/sm90.py.
+struct Config {
+  bool bf16;       // else fp16
+  int head_dim;    // class of q and k: a multiple of 16; smaller heads are zero-filled up to it
+  int head_dim_v;  // class of v and out, likewise
+  int consumers;   // warpgroups of 64 query rows
+  int block_kv;
+  int k_stages;
+  int v_stages;
+  int mask;  // MaskKind
+  bool softcap;
+  bool pingpong;      // consumer warpgroups take turns to issue their products
+  int ctas_per_sm;    // CTAs that share a multiprocessor
+  bool separate_out;  // out is staged beside Q, not in its place, so that the next Q may land
+                      // during the epilogue
+
+  TILEWISE_INLINE int block_q() const { return consumers * 64; }
+  TILEWISE_INLINE int threads() const { return (consumers + 1) * 128; }
+  TILEWISE_INLINE bool masked() const { return mask != mask_full; }
+  TILEWISE_INLINE bool turns() const { return pingpong && consumers > 1; }
+  TILEWISE_INLINE int q_slot_bytes() const {
+    return matrix_bytes(64, separate_out || head_dim > head_dim_v ? head_dim : head_dim_v);
+  }
+  // setmaxnreg moves registers from the producer's warpgroup to the consumers'; all counts are
+  // multiples of 8.
+  TILEWISE_INLINE int launch_registers() const {
+    return min_int(65536 / (threads() * ctas_per_sm) / 8 * 8, 240);
+  }
+  TILEWISE_INLINE int producer_registers() const { return launch_registers() < 168 ? 32 : 40; }
+  TILEWISE_INLINE int consumer_registers() const {
+    return min_int(
+        (launch_registers() * (consumers + 1) - producer_registers()) / consumers / 8 * 8, 240);
+  }
+};
+
+struct Params {
+  ptx::TensorMap q_map;    // box 64 rows; all maps are (dim, seq, head, batch) with 64-column boxes
+  ptx::TensorMap k_map;    // box block_kv rows
+  ptx::TensorMap v_map;    // box block_kv rows
+  ptx::TensorMap out_map;  // box 16 rows
+  const void* v;           // for the epilogue's rare path, with its strides in elements
+  long long v_batch_stride;
+  long long v_head_stride;
+  long long v_seq_stride;
+  float* lse;         // null, or (batch, heads, seq_q) for the natural logarithm of the row sums
+  int* work_counter;  // null: static order; else a zeroed counter, zero again at the end
+  int batch;
+  int heads;
+  int heads_per_kv;
+  int seq_q;
+  int seq_k;
+  int head_dim_v;  // the real one
+  int band_first_shift;
+  int band_end_shift;
+  int q_tiles;
+  int section_heads;
+  int longest_first;
+  float scale_log2;
+  float softcap_in;
+};
+
+// What a CTA does for one work tile: its rows, and the KV tiles that they touch, in part or in
+// full.
+struct TilePlan {
+  static constexpr int no_more_work = -1;  // in row_begin
+
+  WorkTile tile;
+  int row_begin;
+  TileRange touched;
+  TileRange full;
+
+  TILEWISE_INLINE bool partial(int kv_tile) const {
+    return kv_tile < full.begin || kv_tile >= full.end;
+  }
+};
+
+constexpr int work_slots = 2;
+constexpr int scanner_warps = 2;
+
+template <Config config>
+struct Smem {
+  alignas(1024) unsigned char q[config.consumers][config.q_slot_bytes()];
+  alignas(1024) unsigned char k[config.k_stages][matrix_bytes(config.block_kv, config.head_dim)];
+  alignas(1024) unsigned char v[config.v_stages][matrix_bytes(config.block_kv, config.head_dim_v)];
+  alignas(1024) unsigned char out[config.separate_out ? config.consumers : 1]
+                                 [config.separate_out ? matrix_bytes(64, config.head_dim_v) : 16];
+  ptx::u64 q_full[config.consumers], q_empty[config.consumers];
+  ptx::u64 k_full[config.k_stages], k_empty[config.k_stages];
+  ptx::u64 v_full[config.v_stages], v_empty[config.v_stages], v_scanned[config.v_stages];
+  ptx::u64 work_full[work_slots], work_empty[work_slots];
+  TilePlan plan[work_slots];
+  int met_nonfinite[work_slots];
+};
+
+// A position in a ring of `stages`: the producer starts with phase 1 (slots are free), consumers
+// with 0.
+template <int stages>
+struct RingPosition {
+  int stage = 0;
+  ptx::u32 phase;
+
+  __device__ __forceinline__ explicit RingPosition(ptx::u32 first_phase) : phase(first_phase) {}
+  __device__ __forceinline__ void advance() {
+    if (++stage == stages) stage = 0, phase ^= 1;
+  }
+};
+
+}  // namespace tilewise::sm90

@@ -1,0 +1,109 @@
+// clang-format off
+// Forward attention on Hopper: TMA loads, wgmma products, warp-specialised, softmax in registers.
+//
+// Symbols. Q (seq_q x d), K (seq_k x d), V (seq_k x dv) of one (batch, head). A CTA owns
+// block_q = 64 * consumers rows at a time, a consumer warpgroup 64 of them. KV tiles of block_kv
+// keys are visited from the last to the first, so that the tiles cut by a causal mask or by the end
+// of the keys come first. c = scale * log2(e).
+//
+//   1. S = Q K_n^T                      wgmma, both operands in shared memory
+//   2. softcap: S = tanh(S * scale / cap), c = cap * log2(e)
+//   3. partial tiles: S[r, k] = -inf where k is outside [first_key(r), end_key(r))
+//   4. first two and partial tiles: m' = max(m, c * rowmax S), alpha = 2^(m - m'), m = m'
+//      other tiles: m stays, alpha = 1
+//   5. P = 2^(c S - m)
+//   6. other tiles: where a thread's share of rowsum P exceeds half of its share of l (or 2^15), its
+//      warp takes the true maximum now: alpha and m as in 4, P *= alpha (P from S itself, computed
+//      again, where it overflowed)
+//   7. l = alpha l + rowsum P
+//   8. O = alpha O + round16(P) V_n     wgmma, P in registers
+//   9. out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
+// Overlap: step 1 of the next tile is issued before step 8 of this one, and steps 2-6 run under
+// both; with pingpong they run under the other warpgroups' products too.
+//
+// Roles. Warpgroup 0: warp 0, one thread, is the producer and issues all loads; warp 1, one thread,
+// is the scheduler, which takes work and plans it; warps 2 and 3 (masked kernels) are scanners,
+// which replace inf and NaN by 0 in partial V tiles, since 0 * inf is NaN (rows that do see such a
+// value get it in the epilogue). Warpgroups 1..consumers: everything else.
+//
+// Shared memory (struct Smem): Q, a 64-row slot a warpgroup; K and V, rings of k_stages and v_stages
+// tiles; staging for out, which is the warpgroup's Q slot unless separate_out; barriers and plans.
+//
+// Barriers
+//   name              arrives, count                 waits                 protects
+//   q_full[wg]        producer + TMA bytes, 1        consumer wg           Q slot is loaded
+//   q_empty[wg]       warps of wg, 4                 producer              Q slot (or out in it) is read
+//   k_full[stage]     producer + TMA bytes, 1        consumers             K tile is loaded
+//   k_empty[stage]    consumer warps, 4 * consumers  producer              K tile is read, slow path too
+//   v_full[stage]     producer + TMA bytes, 1        consumers, scanners   V tile is loaded
+//   v_scanned[stage]  scanner warps, 2               consumers, partial V  V tile is finite
+//   v_empty[stage]    consumer and scanner warps     producer              V tile is read
+//   work_full[slot]   scheduler, 1                   all other roles       plan[slot] is written
+//   work_empty[slot]  producer, consumers, scanners  scheduler             plan[slot] is read
+//   named 1 + wg      the warpgroup before it + wg   consumer wg           its turn to issue (pingpong)
+//   named 8 + wg      wg, 128 threads                consumer wg           Q is read before out replaces it
+//
+// Registers of a consumer thread: S block_kv / 2, P block_kv / 4, O dv / 2, of 232 with two
+// consumers and 160 with three; the producer's warpgroup keeps 40 or 32.
+// clang-format on
+#pragma once
+
+#include "consumer.cuh"
+#include "producer.cuh"
+
+namespace tilewise::sm90 {
+
+template <Config config>
+__device__ __forceinline__ void init_barriers(Smem<config>& smem) {
+  constexpr u32 consumer_warps = config.consumers * 4;
+  constexpr u32 scanners = config.masked() ? scanner_warps : 0;
+  for (int i = 0; i < config.consumers; ++i) {
+    ptx::mbarrier_init(&smem.q_full[i], 1);
+    ptx::mbarrier_init(&smem.q_empty[i], 4);
+  }
+  for (int i = 0; i < config.k_stages; ++i) {
+    ptx::mbarrier_init(&smem.k_full[i], 1);
+    ptx::mbarrier_init(&smem.k_empty[i], consumer_warps);
+  }
+  for (int i = 0; i < config.v_stages; ++i) {
+    ptx::mbarrier_init(&smem.v_full[i], 1);
+    ptx::mbarrier_init(&smem.v_empty[i], consumer_warps + scanners);
+    ptx::mbarrier_init(&smem.v_scanned[i], scanner_warps);
+  }
+  for (int i = 0; i < work_slots; ++i) {
+    ptx::mbarrier_init(&smem.work_full[i], 1);
+    ptx::mbarrier_init(&smem.work_empty[i], 1 + consumer_warps + scanners);
+  }
+  ptx::fence_mbarrier_init();
+}
+
+template <Config config>
+__device__ __forceinline__ void forward(const Params& params) {
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  Smem<config>& smem = *reinterpret_cast<Smem<config>*>(smem_bytes);
+  // Why the shuffle: it tells the compiler that the role is the same for the whole warp.
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(&params.q_map);
+    ptx::prefetch_tensormap(&params.k_map);
+    ptx::prefetch_tensormap(&params.v_map);
+    ptx::prefetch_tensormap(&params.out_map);
+    init_barriers<config>(smem);
+  }
+  __syncthreads();
+  if (warp < 4) {
+    ptx::setmaxnreg_dec<config.producer_registers()>();
+    if (warp == 0) {
+      if (ptx::elect_one()) Producer<config>{params, smem}.run();
+    } else if (warp == 1) {
+      if (ptx::elect_one()) schedule_work<config>(params, smem);
+    } else if constexpr (config.masked()) {
+      scan_values<config>(params, smem, warp - 2);
+    }
+  } else {
+    ptx::setmaxnreg_inc<config.consumer_registers()>();
+    Consumer<config>{params, smem, warp / 4 - 1}.run();
+  }
+}
+
+}  // namespace tilewise::sm90

@@ -1,0 +1,170 @@
+// Warpgroup 0 of the forward kernel: producer, scheduler, scanners. Roles and barriers:
+// forward.cuh.
+#pragma once
+
+#include "config.cuh"
+#include "rescue.cuh"
+
+namespace tilewise::sm90 {
+
+using ptx::u32;
+using ptx::u64;
+
+__device__ __forceinline__ Band band_of(const Params& params) {
+  return {params.band_first_shift, params.band_end_shift, params.seq_k};
+}
+
+__device__ __forceinline__ Schedule schedule_of(const Params& params) {
+  return {params.heads, params.batch * params.heads, params.q_tiles, params.section_heads,
+          params.longest_first};
+}
+
+// Fills in what a CTA does for work index `work`.
+template <Config config>
+__device__ __forceinline__ TilePlan make_plan(const Params& params, int work) {
+  TilePlan plan;
+  const Band band = band_of(params);
+  plan.tile = schedule_of(params).tile(work);
+  plan.row_begin = plan.tile.q_tile * config.block_q();
+  const int row_end = min_int(plan.row_begin + config.block_q(), params.seq_q);
+  plan.touched = touched_tiles(band, plan.row_begin, row_end, config.block_kv);
+  plan.full = full_tiles(band, plan.row_begin, row_end, config.block_kv, plan.touched);
+  return plan;
+}
+
+// --- producer ---
+
+template <Config config>
+struct Producer {
+  const Params& params;
+  Smem<config>& smem;
+  RingPosition<config.k_stages> k_position{1};
+  RingPosition<config.v_stages> v_position{1};
+  u32 q_phase = 1;
+
+  __device__ __forceinline__ void load_matrix(unsigned char* destination, const ptx::TensorMap& map,
+                                              u64* barrier, int columns, int rows, int row,
+                                              int head, int batch, ptx::CachePolicy policy) {
+    for (int panel = 0; panel < panel_count(columns); ++panel)
+      ptx::tma_load_4d(destination + panel * panel_bytes(rows), &map, barrier,
+                       panel * panel_columns, row, head, batch, policy);
+  }
+
+  // Rows beyond the sequence arrive as zeros.
+  __device__ __forceinline__ void load_q(const TilePlan& plan, int warpgroup) {
+    u64* full = &smem.q_full[warpgroup];
+    ptx::mbarrier_wait(&smem.q_empty[warpgroup], q_phase);
+    ptx::mbarrier_arrive_expect_tx(full, matrix_bytes(64, config.head_dim));
+    load_matrix(smem.q[warpgroup], params.q_map, full, config.head_dim, 64,
+                plan.row_begin + warpgroup * 64, plan.tile.head, plan.tile.batch,
+                ptx::CachePolicy::evict_first);
+  }
+
+  __device__ __forceinline__ void load_k(const TilePlan& plan, int kv_tile) {
+    const int stage = k_position.stage;
+    ptx::mbarrier_wait(&smem.k_empty[stage], k_position.phase);
+    ptx::mbarrier_arrive_expect_tx(&smem.k_full[stage], sizeof(smem.k[0]));
+    load_matrix(smem.k[stage], params.k_map, &smem.k_full[stage], config.head_dim, config.block_kv,
+                kv_tile * config.block_kv, plan.tile.head / params.heads_per_kv, plan.tile.batch,
+                ptx::CachePolicy::evict_last);
+    k_position.advance();
+  }
+
+  __device__ __forceinline__ void load_v(const TilePlan& plan, int kv_tile) {
+    const int stage = v_position.stage;
+    ptx::mbarrier_wait(&smem.v_empty[stage], v_position.phase);
+    ptx::mbarrier_arrive_expect_tx(&smem.v_full[stage], sizeof(smem.v[0]));
+    load_matrix(smem.v[stage], params.v_map, &smem.v_full[stage], config.head_dim_v,
+                config.block_kv, kv_tile * config.block_kv, plan.tile.head / params.heads_per_kv,
+                plan.tile.batch, ptx::CachePolicy::evict_last);
+    v_position.advance();
+  }
+
+  // Invariant: consumers wait for Q, K and V in exactly this order.
+  __device__ __forceinline__ void load_tile(const TilePlan& plan) {
+    int kv_tile = plan.touched.end - 1;
+    if (!plan.touched.empty()) load_k(plan, kv_tile);
+    for (int warpgroup = 0; warpgroup < config.consumers; ++warpgroup) load_q(plan, warpgroup);
+    q_phase ^= 1;
+    if (plan.touched.empty()) return;
+    for (; kv_tile > plan.touched.begin; --kv_tile) {
+      load_k(plan, kv_tile - 1);
+      load_v(plan, kv_tile);
+    }
+    load_v(plan, kv_tile);
+  }
+
+  __device__ __forceinline__ void run() {
+    RingPosition<work_slots> slot(0);
+    for (;; slot.advance()) {
+      ptx::mbarrier_wait(&smem.work_full[slot.stage], slot.phase);
+      const TilePlan plan = smem.plan[slot.stage];
+      ptx::mbarrier_arrive(&smem.work_empty[slot.stage]);
+      if (plan.row_begin == TilePlan::no_more_work) return;
+      load_tile(plan);
+    }
+  }
+};
+
+// --- scheduler ---
+
+// Invariant: gridDim.x <= work_count, so every CTA runs at least one tile and the counter is raised
+// exactly work_count times; whoever raises it last puts it back to zero for the next launch.
+__device__ __forceinline__ int take_work(const Params& params, int work_count) {
+  const int taken = atomicAdd(params.work_counter, 1);
+  if (taken == work_count - 1) atomicExch(params.work_counter, 0);
+  return taken + gridDim.x;
+}
+
+// Why work is taken only when a slot is free: a CTA that hoards work it cannot start yet leaves
+// others idle at the end.
+template <Config config>
+__device__ __forceinline__ void schedule_work(const Params& params, Smem<config>& smem) {
+  const int work_count = schedule_of(params).work_count();
+  RingPosition<work_slots> slot(1);
+  for (int work = blockIdx.x, previous = -1;; slot.advance()) {
+    ptx::mbarrier_wait(&smem.work_empty[slot.stage], slot.phase);
+    if (previous >= 0)
+      work = params.work_counter == nullptr ? previous + gridDim.x : take_work(params, work_count);
+    previous = work;
+    TilePlan plan;
+    plan.row_begin = TilePlan::no_more_work;
+    if (work < work_count) plan = make_plan<config>(params, work);
+    smem.plan[slot.stage] = plan;
+    smem.met_nonfinite[slot.stage] = 0;
+    ptx::mbarrier_arrive(&smem.work_full[slot.stage]);
+    if (work >= work_count) return;
+  }
+}
+
+// --- scanners ---
+
+template <Config config>
+__device__ __forceinline__ void scan_values(const Params& params, Smem<config>& smem, int scanner) {
+  const int lane = threadIdx.x % 32;
+  RingPosition<work_slots> slot(0);
+  RingPosition<config.v_stages> position(0);
+  for (;; slot.advance()) {
+    ptx::mbarrier_wait(&smem.work_full[slot.stage], slot.phase);
+    const TilePlan plan = smem.plan[slot.stage];
+    if (plan.row_begin == TilePlan::no_more_work) return;
+    for (int kv_tile = plan.touched.end - 1; kv_tile >= plan.touched.begin;
+         --kv_tile, position.advance()) {
+      ptx::mbarrier_wait(&smem.v_full[position.stage], position.phase);
+      if (plan.partial(kv_tile)) {
+        const bool met = zero_nonfinite<config.bf16, sizeof(smem.v[0]), scanner_warps * 32>(
+            smem.v[position.stage], scanner * 32 + lane);
+        if (met) {
+          smem.met_nonfinite[slot.stage] = 1;
+          ptx::fence_proxy_async();
+        }
+        __syncwarp();
+      }
+      if (lane == 0) ptx::mbarrier_arrive(&smem.v_scanned[position.stage]);
+      if (lane == 0) ptx::mbarrier_arrive(&smem.v_empty[position.stage]);
+    }
+    if (lane == 0) ptx::mbarrier_arrive(&smem.work_empty[slot.stage]);
+  }
+}
+
+}  // namespace tilewise::sm90

@@ -1,0 +1,236 @@
+// One PTX instruction, one function. Shared-memory addresses are 32-bit, converted once at the edge
+// by smem_address(). A "memory" clobber is there exactly when the instruction orders memory for the
+// code around it.
+#pragma once
+
+namespace tilewise::ptx {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+struct alignas(64) TensorMap {
+  unsigned char opaque[128];
+};
+static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64);
+
+__device__ __forceinline__ u32 smem_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// --- warps ---
+
+__device__ __forceinline__ bool elect_one() {  // ISA: elect.sync
+  u32 elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(elected));
+  return elected != 0;
+}
+
+template <int registers>
+__device__ __forceinline__ void setmaxnreg_inc() {  // ISA: setmaxnreg
+  static_assert(registers >= 24 && registers <= 256 && registers % 8 == 0);
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+template <int registers>
+__device__ __forceinline__ void setmaxnreg_dec() {  // ISA: setmaxnreg
+  static_assert(registers >= 24 && registers <= 256 && registers % 8 == 0);
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+template <int threads>
+__device__ __forceinline__ void barrier_sync(int id) {  // ISA: barrier.cta.sync
+  static_assert(threads % 32 == 0);
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "n"(threads) : "memory");
+}
+
+template <int threads>
+__device__ __forceinline__ void barrier_arrive(int id) {  // ISA: barrier.cta.arrive
+  static_assert(threads % 32 == 0);
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "n"(threads) : "memory");
+}
+
+// --- mbarrier ---
+
+__device__ __forceinline__ void mbarrier_init(u64* barrier, u32 count) {  // ISA: mbarrier.init
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(count)
+               : "memory");
+}
+
+__device__ __forceinline__ void fence_mbarrier_init() {  // ISA: fence.mbarrier_init
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(u64* barrier) {  // ISA: mbarrier.arrive
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier))
+               : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(u64* barrier,
+                                                          u32 bytes) {  // ISA: mbarrier.arrive
+  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   smem_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ bool mbarrier_try_wait(u64* barrier,
+                                                  u32 parity) {  // ISA: mbarrier.try_wait
+  u32 done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(smem_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// Returns once the phase with this parity has completed. A debug build (TILEWISE_BOUNDED_WAITS)
+// gives up and traps.
+__device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
+#ifdef TILEWISE_BOUNDED_WAITS
+  for (u32 tries = 0; !mbarrier_try_wait(barrier, parity); ++tries) {
+    if (tries > TILEWISE_BOUNDED_WAITS) asm volatile("trap;");
+  }
+#else
+  while (!mbarrier_try_wait(barrier, parity)) {
+  }
+#endif
+}
+
+// --- the tensor memory accelerator ---
+
+__device__ __forceinline__ void prefetch_tensormap(
+    const TensorMap* map) {  // ISA: prefetch.tensormap
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+enum class CachePolicy : u64 {
+  evict_first = 0x12F0000000000000ull,
+  evict_last = 0x14F0000000000000ull
+};
+
+__device__ __forceinline__ void tma_load_4d(void* destination, const TensorMap* map, u64* barrier,
+                                            int c0, int c1, int c2, int c3,
+                                            CachePolicy policy) {  // ISA: cp.async.bulk.tensor
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_"
+      "hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(smem_address(destination)),
+      "l"(map), "r"(smem_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3),
+      "l"(static_cast<u64>(policy))
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_store_4d(const TensorMap* map, const void* source, int c0,
+                                             int c1, int c2,
+                                             int c3) {  // ISA: cp.async.bulk.tensor
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::
+          "l"(map),
+      "r"(smem_address(source)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_store_commit() {  // ISA: cp.async.bulk.commit_group
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+template <int pending>
+__device__ __forceinline__ void tma_store_wait_read() {  // ISA: cp.async.bulk.wait_group.read
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+}
+
+__device__ __forceinline__ void fence_proxy_async() {  // ISA: fence.proxy.async
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// --- matrices in shared memory ---
+
+__device__ __forceinline__ void stmatrix_x4(u32 address, u32 a, u32 b, u32 c,
+                                            u32 d) {  // ISA: stmatrix
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4(u32 address, u32 (&m)[4]) {  // ISA: ldmatrix
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address)
+               : "memory");
+}
+
+// --- arithmetic (pure: not volatile, no clobber) ---
+
+__device__ __forceinline__ float ex2(float x) {  // ISA: ex2
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float lg2(float x) {  // ISA: lg2
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float rcp(float x) {  // ISA: rcp
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats rounded to nearest even and packed: `low` in bits 0-15, `high` in bits 16-31.
+template <bool bf16>
+__device__ __forceinline__ u32 pack(float low, float high) {  // ISA: cvt
+  u32 packed;
+  if constexpr (bf16)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+template <bool bf16>
+__device__ __forceinline__ float unpack_low(u32 packed) {  // ISA: cvt
+  if constexpr (bf16) return __uint_as_float(packed << 16);
+  float x;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}"
+      : "=f"(x)
+      : "r"(packed));
+  return x;
+}
+
+template <bool bf16>
+__device__ __forceinline__ float unpack_high(u32 packed) {  // ISA: cvt
+  if constexpr (bf16) return __uint_as_float(packed & 0xffff0000u);
+  float x;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, high;\n}"
+      : "=f"(x)
+      : "r"(packed));
+  return x;
+}
+
+// One warp's 16 x 8 += 16 x 16 * 16 x 8. Same fragment layout as wgmma's rows of that warp.
+template <bool bf16>
+__device__ __forceinline__ void mma_m16n8k16(float* c, const u32 (&a)[4], u32 b0,
+                                             u32 b1) {  // ISA: mma
+  if constexpr (bf16)
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace tilewise::ptx

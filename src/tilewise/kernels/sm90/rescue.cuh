@@ -1,0 +1,76 @@
+// The rare paths, all warp-local: raw scores computed again, and non-finite values that a mask
+// hides.
+#pragma once
+
+#include "layout.cuh"
+#include "ptx.cuh"
+
+namespace tilewise {
+
+// S of this warp's 16 rows again, by mma.sync from the Q and K still in shared memory.
+// Why: the steady loop overwrites scores with p; when a p overflowed (or a row had no reference
+// yet) the score is needed. Invariant: q_address is the warp's first row in the warpgroup's Q
+// panels (64 rows each).
+template <bool bf16, int head_dim, int block_kv>
+__device__ __forceinline__ void scores_again(float (&s)[block_kv / 2], ptx::u32 q_address,
+                                             ptx::u32 k_address) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < block_kv / 2; ++i) s[i] = 0.0f;
+#pragma unroll 1
+  for (int step = 0; step < head_dim / 16; ++step) {
+    const int panel = step / 4;
+    ptx::u32 a[4];
+    ptx::ldmatrix_x4(
+        q_address + panel * panel_bytes(64) + swizzled_chunk(lane % 16, step % 4 * 2 + lane / 16),
+        a);
+#pragma unroll
+    for (int pair = 0; pair < block_kv / 16; ++pair) {
+      ptx::u32 b[4];
+      const int row = pair * 16 + lane % 8 + lane / 16 * 8;
+      ptx::ldmatrix_x4(k_address + panel * panel_bytes(block_kv) +
+                           swizzled_chunk(row, step % 4 * 2 + lane / 8 % 2),
+                       b);
+      ptx::mma_m16n8k16<bf16>(&s[8 * pair], a, b[0], b[1]);
+      ptx::mma_m16n8k16<bf16>(&s[8 * pair + 4], a, b[2], b[3]);
+    }
+  }
+}
+
+// Bits 15 and 31 tell which of the two packed values is inf or NaN.
+template <bool bf16>
+__device__ __forceinline__ ptx::u32 nonfinite_bits(ptx::u32 packed) {
+  constexpr ptx::u32 exponent = bf16 ? 0x7f807f80u : 0x7c007c00u;
+  constexpr ptx::u32 last_bit = bf16 ? 0x00800080u : 0x04000400u;
+  return ((packed & exponent) + last_bit) & 0x80008000u;
+}
+
+// Zeroes inf and NaN in `bytes` of shared memory, shared out over `threads` threads; true if this
+// thread met any. Why: a key that a row may not see gets weight 0, and 0 * inf is NaN. Rows that do
+// see it get it back in the epilogue. Invariant: bytes is a multiple of 1024 and threads is 64, so
+// all threads go round equally often.
+template <bool bf16, int bytes, int threads>
+__device__ __forceinline__ bool zero_nonfinite(unsigned char* matrix, int thread) {
+  static_assert(bytes % 1024 == 0 && threads == 64);
+  uint4* chunks = reinterpret_cast<uint4*>(matrix) + thread;
+  ptx::u32 any = 0;
+#pragma unroll 4
+  for (int i = 0; i < bytes / 16; i += threads) {
+    const uint4 x = chunks[i];
+    any |= nonfinite_bits<bf16>(x.x) | nonfinite_bits<bf16>(x.y) | nonfinite_bits<bf16>(x.z) |
+           nonfinite_bits<bf16>(x.w);
+  }
+  if (any == 0) return false;
+  auto keep = [](ptx::u32 word) {
+    const ptx::u32 bad = nonfinite_bits<bf16>(word) >> 15;  // 1 in bit 0 and bit 16
+    return word & ~(bad * 0xffffu);
+  };
+#pragma unroll 1
+  for (int i = 0; i < bytes / 16; i += threads) {
+    const uint4 x = chunks[i];
+    chunks[i] = uint4{keep(x.x), keep(x.y), keep(x.z), keep(x.w)};
+  }
+  return true;
+}
+
+}  // namespace tilewise

@@ -1,0 +1,134 @@
+"""The kernels' headers without PTX, built by a host compiler and driven against the Python rules."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewise import Causal, Full, Window
+from tilewise.masks import Mask, Tile
+
+KERNELS = Path(__file__).resolve().parent.parent / "src" / "tilewise" / "kernels"
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a host C++ compiler")
+
+SOURCE = """
+#include "common/mask.cuh"
+#include "common/schedule.cuh"
+#include "sm90/layout.cuh"
+using namespace tilewise;
+extern "C" {
+int first_key(int first, int end, int seq_k, int row) { return Band{first, end, seq_k}.first_key(row); }
+int end_key(int first, int end, int seq_k, int row) { return Band{first, end, seq_k}.end_key(row); }
+void tiles(int first_shift, int end_shift, int seq_k, int row_begin, int row_end, int block_kv, int* result) {
+  const Band band{first_shift, end_shift, seq_k};
+  const TileRange touched = touched_tiles(band, row_begin, row_end, block_kv);
+  const TileRange full = full_tiles(band, row_begin, row_end, block_kv, touched);
+  result[0] = touched.begin, result[1] = touched.end, result[2] = full.begin, result[3] = full.end;
+}
+void work_tile(int heads, int batch_heads, int q_tiles, int section_heads, int longest_first, int work, int* result) {
+  const WorkTile tile = Schedule{heads, batch_heads, q_tiles, section_heads, longest_first}.tile(work);
+  result[0] = tile.batch, result[1] = tile.head, result[2] = tile.q_tile;
+}
+int chunk(int row, int index) { return swizzled_chunk(row, index); }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def device_code(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("device_code")
+    source, library = folder / "device_code.cpp", folder / "device_code.so"
+    source.write_text(SOURCE)
+    assert COMPILER is not None
+    command = [COMPILER, "-std=c++20", "-O1", "-Wall", "-Werror", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
+    subprocess.run([*command, "-shared", "-fPIC", f"-I{KERNELS}", "-o", str(library), str(source)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+sizes = st.one_of(st.none(), st.integers(0, 400))
+aligns = st.sampled_from(["top-left", "bottom-right"])
+banded = st.one_of(st.just(Full()), st.builds(Causal, aligns), st.builds(Window, sizes, sizes, aligns))
+
+
+def shifts(mask: Mask, seq_q: int, seq_kv: int) -> tuple[int, int]:
+    """As the backend hands them over."""
+    left, right, offset = mask.band(seq_q, seq_kv)  # type: ignore[attr-defined]
+    return offset - left, offset + right + 1
+
+
+@given(mask=banded, seq_q=st.integers(1, 600), seq_kv=st.integers(1, 600), data=st.data())
+def test_a_row_sees_the_keys_the_mask_says(
+    device_code: Any, mask: Mask, seq_q: int, seq_kv: int, data: st.DataObject
+) -> None:
+    row = data.draw(st.integers(0, seq_q - 1))
+    begin, end = mask.span(row, seq_q, seq_kv)
+    band = (*shifts(mask, seq_q, seq_kv), seq_kv)
+    got = range(device_code.first_key(*band, row), device_code.end_key(*band, row))
+    assert list(got) == list(range(begin, end))
+
+
+@given(
+    mask=banded,
+    seq_q=st.integers(1, 600),
+    seq_kv=st.integers(1, 600),
+    block_kv=st.sampled_from([48, 64, 112, 128, 176]),
+    block_q=st.sampled_from([64, 128, 192]),
+    data=st.data(),
+)
+def test_tiles_are_skipped_and_masked_as_the_mask_says(
+    device_code: Any, mask: Mask, seq_q: int, seq_kv: int, block_kv: int, block_q: int, data: st.DataObject
+) -> None:
+    row_begin = data.draw(st.integers(0, (seq_q - 1) // block_q)) * block_q
+    rows = range(row_begin, min(row_begin + block_q, seq_q))
+    result = (ctypes.c_int * 4)()
+    device_code.tiles(*shifts(mask, seq_q, seq_kv), seq_kv, rows.start, rows.stop, block_kv, result)
+    touched, full = range(result[0], result[1]), range(result[2], result[3])
+    assert set(full) <= set(touched)
+    for tile in range(-(-seq_kv // block_kv)):
+        keys = range(tile * block_kv, (tile + 1) * block_kv)
+        inside = range(keys.start, min(keys.stop, seq_kv))
+        kind = mask.tile(rows, inside, seq_q, seq_kv)
+        if tile not in touched:
+            visible = mask.to_bool(rows, inside, seq_q, seq_kv)
+            assert not visible.any()
+        if tile in full:
+            assert kind is Tile.FULL
+            assert keys.stop <= seq_kv
+        elif tile in touched and keys.stop <= seq_kv:
+            assert kind is not Tile.FULL
+
+
+@given(
+    batch=st.integers(1, 4),
+    heads=st.integers(1, 9),
+    q_tiles=st.integers(1, 9),
+    section=st.integers(1, 40),
+    longest_first=st.booleans(),
+)
+def test_the_schedule_visits_every_tile_once(
+    device_code: Any, batch: int, heads: int, q_tiles: int, section: int, longest_first: bool
+) -> None:
+    pairs = batch * heads
+    seen = []
+    result = (ctypes.c_int * 3)()
+    for work in range(pairs * q_tiles):
+        device_code.work_tile(heads, pairs, q_tiles, min(section, pairs), int(longest_first), work, result)
+        seen.append(tuple(result))
+    everything = {(b, h, t) for b in range(batch) for h in range(heads) for t in range(q_tiles)}
+    assert len(seen) == len(everything)
+    assert set(seen) == everything
+    if longest_first and section >= pairs:
+        assert [tile for _, _, tile in seen] == sorted((tile for _, _, tile in seen), reverse=True)
+
+
+def test_the_swizzle_is_a_bijection_on_an_atom(device_code: Any) -> None:
+    offsets = {device_code.chunk(row, index) for row in range(8) for index in range(8)}
+    assert offsets == set(range(0, 1024, 16))

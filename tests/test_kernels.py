@@ -1,0 +1,160 @@
+"""Every kernel the package may launch, compiled without a GPU and held to its budgets.
+
+`PYTHONPATH=src python tests/test_kernels.py` writes the budgets, tests/ratchet.json, as the kernels are now. A budget
+that grows is a decision: it shows in the diff and wants its reason in the commit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tilewise.errors import CompileError
+from tilewise.jit import Kernel, Unit, build_all, nvrtc_version, sass
+from tilewise.jit.ptxas import broken_gates
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+RATCHET = Path(__file__).resolve().parent / "ratchet.json"
+# What a block may have of shared memory, and the instruction that multiplies matrices, per backend with CUDA kernels.
+BACKENDS = {"sm80": (163 * 1024, "HMMA"), "sm90": (227 * 1024, "HGMMA")}
+# Kernels whose names begin so hold no matrix product.
+ELEMENTWISE = ("combine", "preprocess", "postprocess")
+PRESENT = [name for name in BACKENDS if importlib.util.find_spec(f"tilewise.backends.{name}")]
+
+
+def units_of(backend: str) -> list[Unit]:
+    units: list[Unit] = importlib.import_module(f"tilewise.backends.{backend}").all_units()
+    return units
+
+
+UNITS = [(backend, unit) for backend in PRESENT for unit in units_of(backend)]
+every_unit = pytest.mark.parametrize(("backend", "unit"), UNITS, ids=[unit.label for _, unit in UNITS])
+
+
+def build_everything() -> dict[Unit, Kernel | CompileError]:
+    return dict(build_all([unit for _, unit in UNITS]))
+
+
+def disassemble_everything(kernels: dict[Unit, Kernel | CompileError]) -> dict[Unit, Counter[str]]:
+    good = [(unit, kernel) for unit, kernel in kernels.items() if isinstance(kernel, Kernel)]
+    with ThreadPoolExecutor() as pool:
+        codes = pool.map(lambda pair: sass.opcodes(sass.disassemble(pair[1])), good)
+        return {unit: code for (unit, _), code in zip(good, codes, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[Unit, Kernel | CompileError]:
+    return build_everything()
+
+
+@pytest.fixture(scope="module")
+def opcodes(built: dict[Unit, Kernel | CompileError]) -> dict[Unit, Counter[str]]:
+    return disassemble_everything(built)
+
+
+@pytest.fixture(scope="module")
+def ratchet() -> dict[str, dict[str, int]]:
+    budgets: dict[str, dict[str, int]] = json.loads(RATCHET.read_text())["kernels"] if RATCHET.is_file() else {}
+    return budgets
+
+
+def kernel_of(unit: Unit, built: dict[Unit, Kernel | CompileError]) -> Kernel:
+    kernel = built[unit]
+    if isinstance(kernel, CompileError):
+        pytest.skip("it does not build, which is a failure of its own above")
+    return kernel
+
+
+def facts(unit: Unit, kernel: Kernel, codes: Counter[str]) -> dict[str, int]:
+    return {
+        "registers": kernel.resources.registers,
+        "smem_bytes": unit.smem_bytes + kernel.resources.static_smem_bytes,
+        "instructions": sum(codes.values()),
+        "matrix_instructions": sum(number for code, number in codes.items() if "MMA" in code),
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_lists_its_kernels_once_each(backend: str) -> None:
+    if backend not in PRESENT:
+        pytest.skip(f"there is no backend {backend} yet")
+    labels = [unit.label for unit in units_of(backend)]
+    assert labels
+    assert len(labels) == len(set(labels))
+
+
+@every_unit
+def test_it_builds_without_spills_or_serialised_products(
+    backend: str, unit: Unit, built: dict[Unit, Kernel | CompileError]
+) -> None:
+    kernel = built[unit]
+    if isinstance(kernel, CompileError):
+        raise kernel
+    assert broken_gates(kernel.log) == []
+    used = kernel.resources
+    assert (used.stack_bytes, used.spill_store_bytes, used.spill_load_bytes) == (0, 0, 0)
+
+
+@every_unit
+def test_it_fits_the_chip(backend: str, unit: Unit, built: dict[Unit, Kernel | CompileError]) -> None:
+    limit, _ = BACKENDS[backend]
+    used = kernel_of(unit, built).resources
+    assert unit.smem_bytes + used.static_smem_bytes <= limit
+    assert used.registers <= 255
+
+
+@every_unit
+def test_it_keeps_its_budget(
+    backend: str,
+    unit: Unit,
+    built: dict[Unit, Kernel | CompileError],
+    opcodes: dict[Unit, Counter[str]],
+    ratchet: dict[str, dict[str, int]],
+) -> None:
+    assert unit.label in ratchet, (
+        "no budget: run PYTHONPATH=src python tests/test_kernels.py and commit its ratchet.json"
+    )
+    used, budget = facts(unit, kernel_of(unit, built), opcodes[unit]), ratchet[unit.label]
+    assert used["registers"] <= budget["registers"]
+    assert used["smem_bytes"] <= budget["smem_bytes"]
+
+
+@every_unit
+def test_its_machine_code_multiplies_on_tensor_cores_and_keeps_out_of_local_memory(
+    backend: str, unit: Unit, built: dict[Unit, Kernel | CompileError], opcodes: dict[Unit, Counter[str]]
+) -> None:
+    kernel_of(unit, built)
+    _, matrix = BACKENDS[backend]
+    names = {code.split(".")[0] for code in opcodes[unit]}
+    assert matrix in names or unit.name.startswith(ELEMENTWISE)
+    assert not {"LDL", "STL"} & names
+
+
+def test_no_budget_is_left_of_a_kernel_that_is_gone(ratchet: dict[str, dict[str, int]]) -> None:
+    assert set(ratchet) == {unit.label for _, unit in UNITS}
+
+
+def write_ratchet() -> None:
+    kernels = build_everything()
+    for outcome in kernels.values():
+        if isinstance(outcome, CompileError):
+            raise outcome
+    codes = disassemble_everything(kernels)
+    table: dict[str, Any] = {
+        unit.label: facts(unit, kernel, codes[unit]) for unit, kernel in kernels.items() if isinstance(kernel, Kernel)
+    }
+    rows = ",\n".join(f'    "{label}": {json.dumps(table[label])}' for label in sorted(table))
+    RATCHET.write_text(f'{{\n  "nvrtc": "{nvrtc_version()}",\n  "kernels": {{\n{rows}\n  }}\n}}\n')
+    print(f"{RATCHET}: {len(table)} kernels")
+
+
+if __name__ == "__main__":
+    write_ratchet()

@@ -1,0 +1,82 @@
+"""The Hopper backend as far as it goes without a GPU: what it refuses, what it chooses, and that choices fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from support import make_problem
+from tilewise import Causal, Dense, Documents, Full, Target, Window
+from tilewise.backends import sm90
+from tilewise.problem import Strides
+
+H200 = Target.named("h200")
+BUDGETS = json.loads((Path(__file__).parent / "ratchet.json").read_text())["kernels"]
+
+DIMS = [(8, 8), (64, 64), (72, 40), (96, 96), (128, 128), (40, 128), (192, 128), (192, 192), (200, 256), (256, 256)]
+MASKS = [Full(), Causal(), Causal("bottom-right"), Window(100, 3), Window(None, 2, "bottom-right")]
+
+
+def problems():
+    for (dim, dim_v), mask, softcap, seq in (
+        (d, m, c, s) for d in DIMS for m in MASKS for c in (0.0, 30.0) for s in (1, 300, 4096)
+    ):
+        yield make_problem((2, 8, seq, dim), torch.bfloat16, head_dim_v=dim_v, heads_kv=2, mask=mask, softcap=softcap)
+
+
+def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci():
+    for problem in problems():
+        assert sm90.why_not(problem, H200) == []
+        configs = sm90.configs(problem, H200)
+        assert configs, str(problem)
+        for config in configs:
+            budget = BUDGETS[f"{config.name}.{sm90.ARCH}"]
+            assert config.smem_bytes == budget["smem_bytes"] <= H200.smem_per_block
+            assert config.launch_registers == budget["registers"]
+            assert config.head_dim >= problem.head_dim
+            assert config.head_dim_v >= problem.head_dim_v
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dtype": torch.float32}, "float32"),
+        ({"head_dim": 60, "head_dim_v": 60}, "multiples of 8"),
+        ({"head_dim": 264}, "264 is over 256"),
+        ({"mask": Dense((64, 64))}, "not a diagonal band"),
+        ({"mask": Documents((0, 64))}, "not a diagonal band"),
+        ({"dropout": 0.1}, "dropout 0.1"),
+        ({"scale": -1.0}, "negative"),
+        ({"strides": Strides.UNALIGNED}, "unaligned"),
+        ({"needs_grad": True}, "no backward"),
+        ({"transformed": True}, "functorch"),
+    ],
+)
+def test_each_refusal_is_named(change, says):
+    problem = make_problem((1, 2, 64, 64), **({"dtype": torch.bfloat16} | change))
+    (reason,) = sm90.why_not(problem, H200)
+    assert says in reason.what
+    assert reason.remedy
+
+
+def test_refusals_add_up():
+    problem = make_problem((1, 2, 64, 60), torch.float32, needs_grad=True)
+    reasons = sm90.why_not(problem, replace(Target.named("a100"), has_jit=False))
+    assert len(reasons) == 5
+    assert any("tilewise[cuda]" in reason.remedy for reason in reasons)
+
+
+def test_small_problems_are_spread_over_the_chip():
+    small = sm90.configs(make_problem((1, 8, 256, 64), torch.float16), H200)[0]
+    large = sm90.configs(make_problem((4, 32, 4096, 64), torch.float16), H200)[0]
+    assert small.block_q < large.block_q
+
+
+def test_details_tell_the_launch():
+    problem = make_problem((4, 16, 4096, 128), torch.bfloat16, mask=Causal())
+    (line,) = sm90.details(problem, H200, sm90.configs(problem, H200)[0])
+    assert line == "132 CTAs of 384 threads, 168 registers a thread; 2048 query tiles longest first, 15.5 waves"
