@@ -168,6 +168,28 @@ def test_planned_calls_are_remembered(monkeypatch):
     assert torch.equal(tilewise.attention(q, k, v, backend="tiled"), first)
 
 
+def test_auto_leaves_out_a_kernel_that_does_not_build(monkeypatch, caplog):
+    """Aloud: a warning, and a verdict with the reason from then on. By name the error comes through."""
+    from tilewise import CompileError, plan
+
+    def bind(*_):
+        raise CompileError("ptxas said no\n  and more")
+
+    monkeypatch.setattr(plan, "_left_out", {})
+    monkeypatch.setattr(tilewise.backends.tiled, "bind", bind, raising=False)
+    q, k, v = inputs(1, 2, 5, 7, grad=False)
+    with pytest.raises(CompileError, match="ptxas said no"):
+        tilewise.attention(q, k, v, softcap=3.0, backend="tiled")
+    monkeypatch.setattr(plan, "RULES", (plan.Rule("tiled", "first"), *plan.RULES))
+    plan._automatic.cache_clear()
+    out = tilewise.attention(q, k, v, softcap=3.0)
+    assert_close(out, tilewise.attention(q, k, v, softcap=3.0, backend="reference"), 1e-12)
+    assert "tiled is left out" in caplog.text
+    assert "it failed here: ptxas said no" in str(tilewise.explain(q, k, v, softcap=3.0))
+    plan._automatic.cache_clear()
+    plan._explicit.cache_clear()
+
+
 def test_activation_checkpointing_recomputes():
     from torch.utils.checkpoint import checkpoint
 

@@ -11,14 +11,15 @@ Forward-mode AD would lose its tangents here without a word, so the ops refuse i
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from . import masks
 from .backends import Wants, empty_lse, empty_out, reference
-from .errors import UnsupportedProblem
-from .plan import AUTO, BACKENDS, plan
+from .errors import CompileError, UnsupportedProblem
+from .plan import AUTO, BACKENDS, leave_out, plan
 from .problem import check_tensors, describe
 from .target import Target
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from .problem import Layout, Problem
 
 Tensor = torch.Tensor
+
+_log = logging.getLogger("tilewise")
 
 
 class Options(NamedTuple):
@@ -91,7 +94,14 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Opti
     ).with_(layout=options.layout, needs_grad=needs_grad)
     chosen = plan(problem, Target.of(q.device), options.backend)
     backend, config = BACKENDS[chosen.backend], chosen.config
-    return Call(problem, backend, config, _bound(backend, q, k, v, problem, config))
+    try:
+        return Call(problem, backend, config, _bound(backend, q, k, v, problem, config))
+    except CompileError as error:
+        if options.backend != AUTO:
+            raise
+        _log.warning("%s is left out from now on, its kernel does not build here: %s", chosen.backend, error)
+        leave_out(chosen.backend, str(error).splitlines()[0])
+        return _planned(q, k, v, bias, options, needs_grad)
 
 
 def _bound(

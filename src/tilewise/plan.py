@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .backends import reference, tiled, torch_sdpa
+from .backends import reference, sm90, tiled, torch_sdpa
 from .errors import InvalidInput, Reason, UnsupportedProblem
 from .masks import Causal, Dense, Full
 from .problem import dtype_name
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 
 BACKENDS: dict[str, Backend] = {
+    "sm90": sm90,
     **{candidate.name: candidate for candidate in torch_sdpa.CANDIDATES},
     "tiled": tiled,
     "reference": reference,
@@ -68,6 +69,7 @@ class Plan:
             "backend": self.backend,
             "config": str(self.config) if self.config is not None else None,
             "because": self.because,
+            "launch": _details(self),
             "bound": _bound(self.problem, self.target),
             "verdicts": [
                 {
@@ -97,6 +99,7 @@ class Rule(NamedTuple):
 RULES: tuple[Rule, ...] = (
     Rule("reference", "nothing to compute: every output is 0 or absent",
          lambda problem, target: problem.empty),
+    Rule("sm90", "our Hopper kernel: skips what the mask hides, masks only the tiles it cuts, needs no mask tensor"),
     Rule("torch-cudnn", "the fastest of PyTorch's kernels on Hopper and later",
          lambda problem, target: target.capability >= (9, 0)),
     Rule("tiled", "skips the tiles this mask leaves empty; PyTorch's CPU kernel would read it as a tensor",
@@ -165,6 +168,16 @@ def _explicit(problem: Problem, target: Target, backend: str) -> Plan:
     return _plan(problem, target, backend, "asked for by name", (verdict,))
 
 
+_left_out: dict[str, Reason] = {}
+
+
+def leave_out(backend: str, why: str) -> None:
+    """Take a backend that does not work on this machine out of every further choice, with the reason on show."""
+    _left_out[backend] = Reason(f"it failed here: {why}", "mend what the message names, and restart")
+    _automatic.cache_clear()
+    _explicit.cache_clear()
+
+
 def _plan(problem: Problem, target: Target, backend: str, because: str, verdicts: tuple[Verdict, ...]) -> Plan:
     configs = BACKENDS[backend].configs(problem, target)
     return Plan(problem, target, backend, configs[0] if configs else None, because, verdicts)
@@ -179,6 +192,8 @@ def _order(problem: Problem, target: Target) -> dict[str, None]:
 def _verdict(name: str, problem: Problem, target: Target) -> Verdict:
     backend = BACKENDS[name]
     reasons = tuple(backend.why_not(problem, target))
+    if name in _left_out:
+        reasons = (_left_out[name], *reasons)
     if reasons:
         return Verdict(name, reasons)
     hazardous = getattr(backend, "hazardous", None)
@@ -210,6 +225,7 @@ def _lines(plan: Plan) -> list[str]:
         f"attention: {problem}",
         f"target:    {_target_text(target)}",
         f"runs:      {plan.backend}{_config_text(plan)}",
+        *(f"launch:    {detail}" for detail in _details(plan)),
         f"because:   {plan.because}",
         f"work:      {_work_text(problem, target)}",
         *(f"note:      {notice}" for notice in plan.chosen.notices),
@@ -245,6 +261,12 @@ def _target_text(target: Target) -> str:
 
 def _config_text(plan: Plan) -> str:
     return "" if plan.config is None else f" with {plan.config}"
+
+
+def _details(plan: Plan) -> list[str]:
+    """What the backend can tell of the launch itself: grid, waves, registers."""
+    details = getattr(BACKENDS[plan.backend], "details", None)
+    return details(plan.problem, plan.target, plan.config) if details else []
 
 
 def _work_text(problem: Problem, target: Target) -> str:
