@@ -38,6 +38,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     reason = _why_not_recorded(session, exitstatus)
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if not reason:
+        RECORD.parent.mkdir(exist_ok=True)
         RECORD.write_text(json.dumps(_record(), indent=2) + "\n")
     if reporter is not None:
         reporter.write_line(f"\n{RECORD.name}: {'not written, ' + reason if reason else 'written'}")

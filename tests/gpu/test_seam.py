@@ -136,6 +136,7 @@ def test_torch_signature_on_a_gpu():
         assert tilewise.scaled_dot_product_attention(*wide).dtype == BF16
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
 def test_what_explain_says_is_what_runs():
     """The kernels in a profile are those of the backend the plan names."""
     marks = {"torch-cudnn": "cudnn", "torch-flash": "flash", "torch-efficient": "fmha", "sm90": "forward_"}
