@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import random
+import signal
 import sys
 import types
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from tilewise import masks
 from tilewise.backends import reference
 from tilewise.errors import DeviceError, InvalidInput
 from tilewise.jit import Unit
-from tilewise.lab import accuracy, bench, builds, cycles, environment, inspect, report, timing, worker
+from tilewise.lab import accuracy, bench, builds, cli, cycles, environment, inspect, report, timing, worker
 from tilewise.lab.candidates import Candidate, make_inputs
 from tilewise.lab.cli import app
 from tilewise.lab.compare import (
@@ -750,3 +751,13 @@ def test_compile_lists_what_it_built(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert json.loads(again.stdout)[0]["from_cache"] is True
     nothing = CliRunner().invoke(app, ["compile", "--target", "sm_75"])
     assert nothing.exit_code == 2
+
+
+def test_a_request_to_end_counts_as_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(cli, "app", lambda: signal.raise_signal(signal.SIGTERM))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cli.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)

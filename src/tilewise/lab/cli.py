@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import sys
 from pathlib import Path  # noqa: TC003  (typer reads the annotations)
 from typing import TYPE_CHECKING, Annotated, Any
@@ -393,4 +394,6 @@ def _exit_codes() -> Iterator[None]:
 
 
 def main() -> None:
+    # A request to end counts as an interrupt: what was measured until then is shown and saved.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     app()

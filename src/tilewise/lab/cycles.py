@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .compare import Row
 
 _CYCLES = "sm__cycles_elapsed.max"
-_TENSOR = "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_elapsed"
+_TENSOR = "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_elapsed"
 _INSTRUCTIONS = "smsp__inst_executed.sum"
 _METRICS = (_CYCLES, _TENSOR, _INSTRUCTIONS)
 _MILESTONE = "spin_kernel"
