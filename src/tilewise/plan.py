@@ -127,8 +127,9 @@ _WORTH_SKIPPING = 0.75
 
 def _is_sparse_by_structure(problem: Problem) -> bool:
     """A float32 or float64 problem under a mask that hides much and that PyTorch has no name for."""
-    named = isinstance(problem.mask, Full | Dense) or problem.mask == Causal()
-    visible = problem.mask.pairs(problem.seq_q, problem.seq_kv)
+    mask, square = problem.mask, problem.seq_q == problem.seq_kv
+    named = isinstance(mask, Full | Dense) or (isinstance(mask, Causal) and (square or mask.align == "top-left"))
+    visible = mask.pairs(problem.seq_q, problem.seq_kv)
     sparse = visible < _WORTH_SKIPPING * problem.seq_q * problem.seq_kv
     return sparse and not named and problem.dtype.itemsize >= 4
 
