@@ -19,13 +19,13 @@ test: $(SETUP)
 	$(PYTHON) -m pytest tests -m "not gpu"
 
 check: $(SETUP)
-	$(PYTHON) -m ruff check src tests
-	$(PYTHON) -m ruff format --check src tests
+	$(PYTHON) -m ruff check src tests examples
+	$(PYTHON) -m ruff format --check src tests examples
 	$(PYTHON) -m mypy
 
 format: $(SETUP)
-	$(PYTHON) -m ruff check --fix src tests
-	$(PYTHON) -m ruff format src tests
+	$(PYTHON) -m ruff check --fix src tests examples
+	$(PYTHON) -m ruff format src tests examples
 
 golden: $(SETUP)
 	$(PYTHON) tests/test_plan.py --update

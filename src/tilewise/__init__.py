@@ -6,12 +6,17 @@ print(tilewise.explain(q, k, v, mask="causal"))
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .api import attention, explain, scaled_dot_product_attention
 from .errors import CompileError, DeviceError, InvalidInput, Reason, TilewiseError, UnsupportedProblem
 from .masks import Causal, Dense, Documents, Full, Mask, Window
 from .plan import Plan, Verdict
 from .problem import Problem
 from .target import Target
+
+if TYPE_CHECKING:
+    from .integrations.sdpa import sdpa
 
 __version__ = "0.1.0"
 
@@ -35,4 +40,14 @@ __all__ = [
     "attention",
     "explain",
     "scaled_dot_product_attention",
+    "sdpa",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """`tilewise.sdpa` is loaded when it is first asked for."""
+    if name == "sdpa":
+        from .integrations.sdpa import sdpa  # noqa: PLC0415
+
+        return sdpa
+    raise AttributeError(f"module 'tilewise' has no attribute {name!r}")

@@ -95,7 +95,7 @@ def scaled_dot_product_attention(
     What only PyTorch's own function defines (broadcast batches, more than 4 dimensions, masks that require grad, nested
     tensors) is handed to it, and the logger "tilewise" says so.
     """
-    why = _only_torch_defines(query, key, value, attn_mask, scale, enable_gqa)
+    why = only_torch_defines(query, key, value, attn_mask, scale, enable_gqa)
     if why:
         _log.info("scaled_dot_product_attention: %s; handed to PyTorch", why)
         return F.scaled_dot_product_attention(
@@ -105,11 +105,11 @@ def scaled_dot_product_attention(
         raise InvalidInput(
             "attn_mask", "a mask together with is_causal=True", "one of the two", "fold the causal rule into the mask"
         )
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast_inputs(query, key, value)
     if query.ndim == 3:  # (batch, seq, dim): the batch takes the place of the heads, which a mask (batch, L, S) fits
         query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
-        return attention(query, key, value, mask=_torch_mask(attn_mask, is_causal), scale=scale, dropout=dropout_p)[0]
-    return attention(query, key, value, mask=_torch_mask(attn_mask, is_causal), scale=scale, dropout=dropout_p)
+        return attention(query, key, value, mask=torch_mask(attn_mask, is_causal), scale=scale, dropout=dropout_p)[0]
+    return attention(query, key, value, mask=torch_mask(attn_mask, is_causal), scale=scale, dropout=dropout_p)
 
 
 def explain(
@@ -221,7 +221,7 @@ def _is_transformed(*tensors: Tensor) -> bool:
     return torch._C._are_functorch_transforms_active() or op.has_tangent(*tensors)
 
 
-def _torch_mask(attn_mask: Tensor | None, is_causal: bool) -> MaskLike:
+def torch_mask(attn_mask: Tensor | None, is_causal: bool) -> MaskLike:
     if attn_mask is None:
         return Causal() if is_causal else Full()
     lower_right = _causal_bias_variant(attn_mask)
@@ -239,7 +239,7 @@ def _causal_bias_variant(attn_mask: Tensor) -> bool | None:
     return attn_mask.variant is CausalVariant.LOWER_RIGHT if isinstance(attn_mask, CausalBias) else None
 
 
-def _only_torch_defines(
+def only_torch_defines(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool
 ) -> str:
     """What of this call belongs to F.scaled_dot_product_attention alone; empty if nothing does."""
@@ -270,7 +270,7 @@ def _only_torch_defines(
     return ""
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under torch.autocast F.scaled_dot_product_attention casts its inputs, so its namesake does."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:

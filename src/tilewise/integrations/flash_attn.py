@@ -1,0 +1,319 @@
+"""flash-attn's functions, through the planner: the names, arguments, shapes and meanings of flash-attn 2.8.
+
+    from tilewise.integrations.flash_attn import flash_attn_func      # instead of: from flash_attn import ...
+
+What they share, as flash-attn documents it:
+
+    q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, heads_k, head_dim); heads_k may divide heads
+    causal, window_size      aligned at the bottom right: query i stands at key i + seqlen_k - seqlen_q
+    window_size (l, r)       keys from l before to r after that position; negative = unlimited; causal makes r 0
+    softcap                  0 = off; applied before ALiBi and the mask
+    alibi_slopes             float32 (heads,) or (batch, heads): adds -slope * |i + seqlen_k - seqlen_q - j|
+    deterministic            of the backward; on CUDA PyTorch's kernels have one switch for it, which must be on
+    return_attn_probs        returns (out, softmax_lse, None); the lse is differentiable here
+
+Beyond flash-attn: CPUs, float32 and float64, any head_dim. Short of it, with an error that says so: paged keys
+(block_table), dropout together with softcap or return_attn_probs. A row that sees no key has lse -inf (flash-attn
+writes +inf). Under causal ALiBi lse belongs to the biases as documented; flash-attn's kernel shifts them row by row.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..api import attention
+from ..errors import InvalidInput, UnsupportedProblem
+from ..masks import Causal, Documents, Full, Window
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..masks import Align, Mask
+
+Tensor = torch.Tensor
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, heads_k, head_dim) -> out shaped like q.
+
+    With return_attn_probs also softmax_lse (batch, heads, seqlen_q) and None.
+    """
+    _check_dims(4, q=q, k=k, v=v)
+    mask: Mask = _band(causal, window_size, q.shape[1] == k.shape[1])
+    return _run(q, k, v, mask, dropout_p, softmax_scale, softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` for keys and values in one tensor, kv (batch, seqlen_k, 2, heads_k, head_dim)."""
+    k, v = _unpack("kv", kv, 5, 2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` for all three in one tensor, qkv (batch, seqlen, 3, heads, head_dim)."""
+    q, k, v = _unpack("qkv", qkv, 5, 3)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """Packed sequences: q (total_q, heads, head_dim), k and v (total_k, heads_k, head_dim), offsets (batch + 1,).
+
+    With return_attn_probs also softmax_lse (heads, total_q) and None. The offsets are read on the host: offsets on a
+    GPU make the call wait for it, offsets on the CPU do not.
+    """
+    if block_table is not None:
+        raise UnsupportedProblem(
+            "flash_attn_varlen_func: keys in pages (block_table) are not supported.",
+            remedy="gather the pages into packed k and v",
+        )
+    _check_dims(3, q=q, k=k, v=v)
+    starts_q, starts_k = (_offsets(name, x) for name, x in (("q", cu_seqlens_q), ("k", cu_seqlens_k)))
+    _check_longest("max_seqlen_q", max_seqlen_q, starts_q)
+    _check_longest("max_seqlen_k", max_seqlen_k, starts_k)
+    mask = Documents(starts_q, starts_k, _band(causal, window_size, starts_q == starts_k))
+    q, k, v = (tensor.unsqueeze(0) for tensor in (q, k, v))
+    result = _run(q, k, v, mask, dropout_p, softmax_scale, softcap, alibi_slopes, deterministic, return_attn_probs)
+    if isinstance(result, tuple):
+        return result[0].squeeze(0), result[1].squeeze(0), None
+    return result.squeeze(0)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` for keys and values in one tensor, kv (total_k, 2, heads_k, head_dim)."""
+    k, v = _unpack("kv", kv, 4, 2)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` for all three in one tensor, qkv (total, 3, heads, head_dim)."""
+    q, k, v = _unpack("qkv", qkv, 4, 3)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    dropout: float,
+    scale: float | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    with_lse: bool,
+) -> Result:
+    """Attention of (batch, seq, heads, head_dim) tensors."""
+    _check_deterministic(deterministic, q, k, v)
+    if dropout and with_lse:
+        raise UnsupportedProblem(
+            "flash_attn: return_attn_probs together with dropout: PyTorch's kernels, which draw it, hand out neither.",
+            remedy="drop one of the two",
+        )
+    dtype = q.dtype
+    given: Mask | Tensor = mask
+    if alibi_slopes is not None:
+        # Biases reach far beyond what 16 bits tell apart (bfloat16 has steps of 1/4 at 40), so ALiBi runs in float32.
+        q, k, v = (
+            tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor for tensor in (q, k, v)
+        )
+        given = _alibi_bias(alibi_slopes, mask, q, k)
+    if with_lse:
+        out, lse = attention(
+            q, k, v, mask=given, scale=scale, softcap=softcap, dropout=dropout, layout="bshd", return_lse=True
+        )
+        return out.to(dtype), lse, None
+    return attention(q, k, v, mask=given, scale=scale, softcap=softcap, dropout=dropout, layout="bshd").to(dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masks
+
+
+def _band(causal: bool, window_size: tuple[int, int], same_lengths: bool) -> Full | Causal | Window:
+    """The mask that causal and window_size name, top-left where that is the same: more kernels know it by that name."""
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise InvalidInput("window_size", repr(window_size), "a pair (left, right)", "pass (-1, -1) for no window")
+    left, right = (None if size < 0 else size for size in window_size)
+    right = 0 if causal else right
+    align: Align = "top-left" if same_lengths else "bottom-right"
+    if left is None:
+        return Full() if right is None else Causal(align) if right == 0 else Window(None, right, align)
+    return Window(left, right, align)
+
+
+def _alibi_bias(slopes: Tensor, mask: Mask, q: Tensor, k: Tensor) -> Tensor:
+    """-slope * distance where the mask lets a query see a key, -inf elsewhere: (batch or 1, heads, seq_q, seq_k)."""
+    seq_q, seq_k, heads = q.shape[1], k.shape[1], q.shape[2]
+    mask.check(seq_q, seq_k)
+    documents = len(mask.cu_seqlens_q) - 1 if isinstance(mask, Documents) else q.shape[0]
+    if tuple(slopes.shape) not in ((heads,), (documents, heads)):
+        raise InvalidInput(
+            "alibi_slopes",
+            f"shape {tuple(slopes.shape)}",
+            f"({heads},) or ({documents}, {heads})",
+            "give one slope for each query head, or for each sequence and head",
+        )
+    rows, keys = torch.arange(seq_q, device=q.device), torch.arange(seq_k, device=q.device)
+    slopes = slopes.to(q.dtype)
+    if isinstance(mask, Documents):
+        starts_q, starts_k = (torch.tensor(x, device=q.device) for x in (mask.cu_seqlens_q, mask.cu_seqlens_kv))
+        owner = torch.searchsorted(starts_q, rows, right=True) - 1
+        # A row's position, counted in packed keys: its document's last row stands at its document's last key.
+        position = rows - starts_q[owner + 1] + starts_k[owner + 1]
+        slope = slopes[owner].t()[:, :, None] if slopes.ndim == 2 else slopes[:, None, None]
+    else:
+        position = rows + seq_k - seq_q
+        slope = slopes[..., None, None]
+    bias = -slope * (position[:, None] - keys).abs()
+    visible = mask.to_bool(range(seq_q), range(seq_k), seq_q, seq_k, q.device)
+    return bias.masked_fill(~visible, -torch.inf)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+def _check_dims(dims: int, **tensors: Tensor) -> None:
+    shape = "(batch, seqlen, heads, head_dim)" if dims == 4 else "(total, heads, head_dim)"
+    for name, tensor in tensors.items():
+        if tensor.ndim != dims:
+            raise InvalidInput(name, f"shape {tuple(tensor.shape)}", f"{dims} dimensions {shape}", "reshape it")
+
+
+def _unpack(name: str, packed: Tensor, dims: int, count: int) -> tuple[Tensor, ...]:
+    """The `count` tensors that lie side by side in the third dimension from the end."""
+    if packed.ndim != dims or packed.shape[-3] != count:
+        shape = "(batch, seqlen, " if dims == 5 else "(total, "
+        raise InvalidInput(
+            name, f"shape {tuple(packed.shape)}", f"{shape}{count}, heads, head_dim)", "stack before the heads"
+        )
+    return packed.unbind(-3)
+
+
+def _offsets(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
+    values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    if not isinstance(values, list) or len(values) < 2:
+        raise InvalidInput(
+            f"cu_seqlens_{name}",
+            repr(cu_seqlens),
+            "batch + 1 offsets, from 0 to the total",
+            "pass the cumulative lengths",
+        )
+    return tuple(values)
+
+
+def _check_longest(name: str, given: int, starts: tuple[int, ...]) -> None:
+    longest = max(stop - start for start, stop in pairwise(starts))
+    if given < longest:
+        raise InvalidInput(name, given, f"at least {longest}, the longest sequence", "pass its length or more")
+
+
+def _check_deterministic(wanted: bool, *tensors: Tensor) -> None:
+    """On a CPU everything is; on CUDA the backward asks PyTorch's switch, at the time it runs."""
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    on_cuda = any(tensor.is_cuda for tensor in tensors)
+    if wanted and needs_grad and on_cuda and not torch.are_deterministic_algorithms_enabled():
+        raise UnsupportedProblem(
+            "flash_attn: deterministic=True for one call: PyTorch's backward kernels obey a switch for the process.",
+            remedy="call torch.use_deterministic_algorithms(True)",
+        )

@@ -1,0 +1,572 @@
+"""F.scaled_dot_product_attention through the planner: `with tilewise.sdpa(): ...`, or `tilewise.sdpa.enable()`.
+
+The override sits in PyTorch's dispatcher, below every name by which the operator can be reached: functions imported
+early, nn.MultiheadAttention, torch.ops.aten, graphs that torch.compile traces. PyTorch's own kernel is kept and called
+for whatever is not taken, so nothing that worked before stops working. Each call has one of three outcomes:
+
+    taken      the planner chose something else than PyTorch would, and that ran
+    left       PyTorch's own choice is the plan, or the caller's wish (`when`, sdpa_kernel): it ran untouched
+    fallback   we would have liked to plan it and could not; PyTorch ran it, and `on_fallback` says who hears of it
+
+Who sees a rule: a `with` block governs its own thread (or asyncio task) and the backward passes started there; the
+innermost block wins. `enable()` governs every thread that is in no block. The dispatcher itself is process-wide, so
+while any rule is in force other threads pay the detour (about 2 us a call) and get PyTorch's kernel.
+
+Invariant: both "left" and "taken" are right for *any* call. What a call remembers of an earlier one is therefore only
+which of the two is better, and its key may leave out what a repeated decision would look at again anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from contextvars import ContextVar
+from importlib import import_module
+from itertools import compress
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from .. import op
+from ..api import attention, only_torch_defines, torch_mask
+from ..backends import torch_rules
+from ..errors import InvalidInput, UnsupportedProblem
+from ..op import Options
+from ..plan import AUTO, BACKENDS, plan
+from ..problem import describe
+from ..target import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from ..problem import Problem
+
+Tensor = torch.Tensor
+Outcome = Literal["taken", "left", "fallback"]
+OnFallback = Literal["silent", "warn", "error"]
+
+_OPERATOR = "aten::scaled_dot_product_attention"
+_KEYS = ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA")
+_MEMO_KEPT = 4096
+_RECORDS_KEPT = 256
+
+_compiler: Any = import_module("torch.compiler.config")
+
+
+class FallbackWarning(UserWarning):
+    """A call went to PyTorch because tilewise could not plan it."""
+
+
+class Entry(NamedTuple):
+    """A line of the report: what was asked, what became of it, why, and how many calls it stands for."""
+
+    problem: str
+    outcome: Outcome
+    because: str
+    calls: int
+
+    def __str__(self) -> str:
+        return f"{self.calls:6d}x {self.outcome:8s} {self.problem}: {self.because}"
+
+
+class _Record:
+    """A line of the report while it is being counted. Threads that share one may lose a count, never a line."""
+
+    __slots__ = ("because", "calls", "outcome", "problem")
+
+    def __init__(self, problem: str, outcome: Outcome, because: str) -> None:
+        self.problem, self.outcome, self.because, self.calls = problem, outcome, because, 0
+
+
+_records: dict[tuple[str, Outcome, str], _Record] = {}
+
+
+def _record(problem: str, outcome: Outcome, because: str) -> _Record:
+    """The line for this case; the oldest line makes room when there are too many."""
+    key = (problem, outcome, because)
+    found = _records.get(key)
+    if found is None:
+        found = _records[key] = _Record(*key)
+        while len(_records) > _RECORDS_KEPT:
+            _records.pop(next(iter(_records)), None)
+    return found
+
+
+# query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+_Arguments = tuple[Tensor, Tensor, Tensor, "Tensor | None", float, bool, "float | None", bool]
+
+
+class _Decision(NamedTuple):
+    """What becomes of calls of one signature. `options` are set for those that are taken."""
+
+    record: _Record
+    options: Options | None = None
+    problem: Problem | None = None
+    memoise: bool = True
+
+    def quiet(self, rule: Rule) -> bool:
+        """PyTorch's kernel is called and nobody needs to hear of it."""
+        return self.options is None and (self.record.outcome == "left" or rule.on_fallback == "silent")
+
+
+class Rule:
+    """One setting of the override, and the context manager that puts it in force. May be entered again and again."""
+
+    def __init__(self, when: Callable[[Problem], object] | None, on_fallback: OnFallback, backend: str) -> None:
+        if when is not None and not callable(when):
+            raise InvalidInput("when", repr(when), "a function of a Problem, or None", "pass lambda problem: ...")
+        if on_fallback not in ("silent", "warn", "error"):
+            raise InvalidInput("on_fallback", repr(on_fallback), "'silent', 'warn' or 'error'", "choose one of these")
+        if backend != AUTO and backend not in BACKENDS:
+            raise InvalidInput("backend", repr(backend), f"'auto' or one of {', '.join(BACKENDS)}", "choose one")
+        self.when = when
+        self.on_fallback = on_fallback
+        self.backend = backend
+        # Compiled graphs hold what was decided when they were traced, so PyTorch's disk caches must tell rules apart;
+        # a function cannot be told apart from another one of tomorrow, so a rule that has one shares nothing.
+        self.tag = f"tilewise-sdpa:{backend}" + (f":{os.urandom(8).hex()}" if when else "")
+        # A condition, or a backend that may refuse, looks at the whole Problem: what is remembered must hold it all.
+        self.exact = when is not None or backend != AUTO
+        self.quiet: dict[Any, _Record] = {}  # by signature: calls that PyTorch's kernel gets without further ado
+        self.memo: dict[Any, _Decision] = {}  # all the others
+
+    def __enter__(self) -> Rule:
+        _dispatcher.acquire()
+        _top.set(_Frame(self, _top.get(), _add_cache_tag(self.tag)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        frame = _top.get()
+        if frame is None or frame.rule is not self:
+            raise InvalidInput(
+                "tilewise.sdpa",
+                "a block that ends where it did not begin",
+                "the innermost block of this thread or task",
+                "leave blocks in reverse order, in the thread or task that entered them",
+            )
+        _top.set(frame.outer)
+        _compiler.cache_key_tag = frame.cache_tag
+        _dispatcher.release()
+
+
+class _Frame(NamedTuple):
+    """A block in force, the one around it, and the compiler's cache tag that it replaced."""
+
+    rule: Rule
+    outer: _Frame | None
+    cache_tag: str
+
+
+_top: ContextVar[_Frame | None] = ContextVar("tilewise.sdpa", default=None)
+
+
+class Override:
+    """F.scaled_dot_product_attention through the planner, for a block (`with tilewise.sdpa():`) or for the process.
+
+    when         a function of the Problem: calls for which it is false are left to PyTorch. Its answer is remembered
+                 for equal Problems, so it should depend on nothing else.
+    on_fallback  what happens when a call cannot be planned and goes to PyTorch: "silent" (it is only recorded),
+                 "warn" (FallbackWarning) or "error" (UnsupportedProblem).
+    backend      "auto", or the name of the one backend to use; what it refuses is a fallback.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rule: Rule | None = None
+        self._cache_tag = ""
+
+    def __call__(
+        self,
+        *,
+        when: Callable[[Problem], object] | None = None,
+        on_fallback: OnFallback = "silent",
+        backend: str = AUTO,
+    ) -> Rule:
+        return Rule(when, on_fallback, backend)
+
+    def enable(
+        self,
+        *,
+        when: Callable[[Problem], object] | None = None,
+        on_fallback: OnFallback = "silent",
+        backend: str = AUTO,
+    ) -> None:
+        """Put a rule in force for every thread that is in no block, until `disable`."""
+        rule = Rule(when, on_fallback, backend)
+        with self._lock:
+            if self._rule is not None:
+                raise InvalidInput(
+                    "tilewise.sdpa.enable",
+                    "a second call",
+                    "one enable() per disable()",
+                    "call tilewise.sdpa.disable() first, or use a `with tilewise.sdpa(...):` block inside",
+                )
+            _dispatcher.acquire()
+            self._cache_tag = _add_cache_tag(rule.tag)
+            self._rule = rule
+
+    def disable(self) -> None:
+        """Take back `enable`. Blocks that are open stay in force."""
+        with self._lock:
+            if self._rule is None:
+                raise InvalidInput(
+                    "tilewise.sdpa.disable",
+                    "a call without enable()",
+                    "enable() before it",
+                    "drop the call; a `with tilewise.sdpa():` block ends by itself",
+                )
+            self._rule = None
+            _compiler.cache_key_tag = self._cache_tag
+            _dispatcher.release()
+
+    @property
+    def rule(self) -> Rule | None:
+        """The rule that a call made here and now would meet; None = PyTorch's own behaviour."""
+        frame = _top.get()
+        return _outside_blocks() if frame is None else frame.rule
+
+    def report(self) -> list[Entry]:
+        """What became of the calls since the process began or `clear`: at most 256 cases, the oldest first."""
+        return [Entry(line.problem, line.outcome, line.because, line.calls) for line in _lines() if line.calls]
+
+    def clear(self) -> None:
+        """Start the report anew."""
+        for line in _lines():
+            line.calls = 0
+
+
+def _lines() -> list[_Record]:
+    return list(_records.values())
+
+
+sdpa = Override()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The dispatcher
+
+
+class _Dispatcher:
+    """Our kernel in PyTorch's dispatcher while somebody holds it, and nothing of it otherwise."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._library: torch.library.Library | None = None
+
+    def acquire(self) -> None:
+        with self._lock:
+            if self._holders == 0:
+                self._library = self._install()
+            self._holders += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0 and self._library is not None:
+                self._library._destroy()
+                self._library = None
+
+    @staticmethod
+    def _install() -> torch.library.Library:
+        # All originals first: once a device has a kernel, the dispatcher answers differently for its autograd key.
+        originals = {key: torch.library.get_kernel(_OPERATOR, key) for key in _KEYS}
+        library = torch.library.Library("aten", "IMPL")
+        for key, original in originals.items():
+            library.impl("scaled_dot_product_attention", _kernel(original.call_boxed, "CUDA" in key), key)
+        return library
+
+
+_dispatcher = _Dispatcher()
+
+
+def _kernel(call_boxed: Callable[..., Tensor], on_gpu: bool) -> Callable[..., Tensor]:
+    """The kernel to register in front of an original. Everything up to the memo's answer is written for speed."""
+    no_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)  # the original decomposes and reads none
+    get_top, tensor = _top.get, Tensor
+    grad_enabled, deterministic = torch.is_grad_enabled, torch._C._get_deterministic_algorithms
+
+    def original(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor:
+        """Arguments that have their default are cheaper left out."""
+        if enable_gqa:
+            named = {"scale": scale, "enable_gqa": enable_gqa}
+            return call_boxed(no_keys, query, key, value, attn_mask, dropout_p, is_causal, **named)
+        if scale is not None:
+            return call_boxed(no_keys, query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+        if is_causal or attn_mask is not None or dropout_p:
+            return call_boxed(no_keys, query, key, value, attn_mask, dropout_p, is_causal)
+        return call_boxed(no_keys, query, key, value)
+
+    def scaled_dot_product_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        frame = get_top()
+        rule = _outside_blocks() if frame is None else frame.rule
+        if rule is None:
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        signature: Any = None
+        if type(query) is tensor:
+            training = query.requires_grad and grad_enabled()
+            signature = (
+                query.shape, key.shape, value.shape, query.dtype, training, dropout_p, is_causal, scale, enable_gqa,
+            )  # fmt: skip
+            if rule.exact or attn_mask is not None:
+                signature = (signature, _more_signature(rule, query, key, value, attn_mask))
+            elif on_gpu:
+                signature = (signature, query.get_device(), deterministic())
+            record = rule.quiet.get(signature)
+            if record is not None:
+                record.calls += 1
+                return original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        options = _settle(rule, arguments, signature).options
+        return original(*arguments) if options is None else _take(arguments, options)
+
+    return scaled_dot_product_attention
+
+
+def _more_signature(rule: Rule, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
+    """What else a decision is remembered by, where there is more than shapes and dtype to it."""
+    grad = torch.is_grad_enabled()
+    described = None if mask is None else (mask.shape, mask.dtype, mask.requires_grad and grad, type(mask))
+    more = (query.get_device(), torch._C._get_deterministic_algorithms(), described)
+    if not rule.exact:
+        return more
+    tensors = tuple((t.stride(), t.storage_offset(), t.dtype, t.requires_grad) for t in (query, key, value))
+    return (*more, grad, tensors)
+
+
+def _outside_blocks() -> Rule | None:
+    """The rule for a thread that is in no block of its own.
+
+    Autograd's device threads are in the block from which the backward pass was started, because checkpoints recompute
+    there: PyTorch hands them a copy of the starting thread's context in its thread-local state.
+    """
+    if torch._C._is_key_in_tls("context"):
+        context = torch._C._get_obj_in_tls("context")
+        frame = context.get(_top) if context is not None else None
+        if frame is not None:
+            return frame.rule  # type: ignore[no-any-return]
+    return sdpa._rule
+
+
+def _add_cache_tag(tag: str) -> str:
+    """Mark what torch.compile caches on disk from here on; returns the tag to restore.
+
+    Those caches know a graph by its Python code, in which the override does not appear.
+    """
+    before: str = _compiler.cache_key_tag
+    _compiler.cache_key_tag = f"{before} {tag}".strip()
+    return before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The decision
+
+
+def _settle(rule: Rule, arguments: _Arguments, signature: Any) -> _Decision:
+    """The decision for a call, counted, announced where asked for, and remembered where it may be."""
+    blocked = _state_says_no(*arguments[:3])
+    if blocked:
+        decision = _Decision(_record(_describe_shapes(arguments), *blocked), memoise=False)
+    else:
+        decision = rule.memo.get(signature) or _decide(rule, arguments)
+    if decision.memoise and signature is not None:
+        _remember(rule, signature, decision)
+    decision.record.calls += 1
+    if decision.record.outcome == "fallback":
+        _announce(rule, decision)
+    return decision
+
+
+def _remember(rule: Rule, signature: Any, decision: _Decision) -> None:
+    kept: dict[Any, Any] = rule.quiet if decision.quiet(rule) else rule.memo
+    if len(kept) >= _MEMO_KEPT:
+        kept.clear()
+    kept[signature] = decision.record if kept is rule.quiet else decision
+
+
+def _state_says_no(query: Tensor, key: Tensor, value: Tensor) -> tuple[Outcome, str] | None:
+    """What of PyTorch's state, none of which a memo key holds, keeps us from taking any call."""
+    if torch._C._are_functorch_transforms_active():
+        return "fallback", "a functorch transform (vmap, grad, jvp) is at work, and PyTorch has rules for it"
+    if op.has_tangent(query, key, value):
+        return "fallback", "forward-mode AD is at work, and PyTorch has rules for it"
+    allowed = _allowed_kernels()
+    if len(allowed) == 1:
+        return "left", f"sdpa_kernel allows only {allowed[0]}, which is a choice"
+    return None
+
+
+def _allowed_kernels() -> tuple[str, ...]:
+    flags = (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+    )
+    return _TORCH_KERNELS if all(flags) else tuple(compress(_TORCH_KERNELS, flags))
+
+
+_TORCH_KERNELS = (torch_rules.FLASH, torch_rules.EFFICIENT, torch_rules.CUDNN, torch_rules.MATH)
+
+
+def _decide(rule: Rule, arguments: _Arguments) -> _Decision:
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
+    foreign = _foreign_type(query, key, value, attn_mask)
+    if foreign:
+        return _fallback(arguments, f"{foreign} defines for itself what attention means")
+    try:
+        why = only_torch_defines(query, key, value, attn_mask, scale, enable_gqa)
+        if attn_mask is not None and is_causal:
+            why = "a mask together with is_causal=True"
+        if why:
+            return _fallback(arguments, why)
+        traced = type(query) is not Tensor and type(query) is not torch.nn.Parameter
+        if traced and dropout_p:
+            return _leave(arguments, "in a compiled graph dropout is PyTorch's alone")
+        options = Options(_mask_text(attn_mask, is_causal), scale, backend=rule.backend)
+        if traced and _is_symbolic(query, key, value) and not rule.exact:
+            because = "lengths are symbolic here, so the graph plans when it runs"
+            return _Decision(_record(_describe_shapes(arguments), "taken", because), options)
+        return _planned(rule, arguments, options)
+    except InvalidInput as error:  # PyTorch words it in its own way, and a later call may differ where no key looks
+        return _fallback(arguments, f"{error.argument}: {error.got}, expected {error.expected}", memoise=False)
+
+
+def _planned(rule: Rule, arguments: _Arguments, options: Options) -> _Decision:
+    """Ask the rule's condition, then the planner, and compare with what PyTorch would do by itself."""
+    query, key, value = _concrete(_four_dims(*arguments[:3]))
+    _, _, _, attn_mask, dropout_p, is_causal, scale, _ = arguments
+    problem = describe(query, key, value, mask=torch_mask(attn_mask, is_causal), scale=scale, dropout=dropout_p)
+    target = Target.of(query.device)
+    if rule.when is not None and not rule.when(problem):
+        return _Decision(_record(str(problem), "left", "the rule's `when` is false for it"), problem=problem)
+    try:
+        chosen = plan(problem, target, rule.backend)
+    except UnsupportedProblem as refusal:
+        reasons = "; ".join(f"{v.backend}: {reason}" for v in refusal.verdicts for reason in v.reasons)
+        return _Decision(_record(str(problem), "fallback", reasons or refusal.summary), problem=problem)
+    if chosen.backend in _TORCH_KERNELS and chosen.backend not in _allowed_kernels():
+        because = f"the plan is {chosen.backend}, which is switched off"
+        return _Decision(_record(str(problem), "left", because), memoise=False, problem=problem)
+    if rule.backend == AUTO and chosen.backend == _torch_would_run(problem, target, arguments[0].ndim):
+        because = f"the plan is {chosen.backend}, PyTorch's own choice"
+        return _Decision(_record(str(problem), "left", because), problem=problem)
+    return _Decision(_record(str(problem), "taken", f"{chosen.backend}: {chosen.because}"), options, problem=problem)
+
+
+def _torch_would_run(problem: Problem, target: Target, ndim: int) -> str:
+    """PyTorch's choice; before 2.14 its fused kernels took 4 dimensions only."""
+    if ndim == 3 and target.torch < (2, 14):
+        return torch_rules.MATH
+    return torch_rules.default_choice(problem, target)
+
+
+def _take(arguments: _Arguments, options: Options) -> Tensor:
+    _, _, _, attn_mask, dropout_p, is_causal, scale, _ = arguments
+    query, key, value = _four_dims(*arguments[:3])
+    if dropout_p:
+        mask = torch_mask(attn_mask, is_causal)
+        out = attention(query, key, value, mask=mask, scale=scale, dropout=dropout_p, backend=options.backend)
+    else:
+        options = options._replace(layout=_layout(arguments[0]))
+        out, _ = op.run(query, key, value, None if options.mask else attn_mask, options)
+    return out[0] if arguments[0].ndim == 3 else out
+
+
+def _fallback(arguments: _Arguments, because: str, *, memoise: bool = True) -> _Decision:
+    return _Decision(_record(_describe_shapes(arguments), "fallback", because), memoise=memoise)
+
+
+def _leave(arguments: _Arguments, because: str) -> _Decision:
+    return _Decision(_record(_describe_shapes(arguments), "left", because))
+
+
+def _announce(rule: Rule, decision: _Decision) -> None:
+    if rule.on_fallback == "silent":
+        return
+    record = decision.record
+    message = f"scaled_dot_product_attention of {record.problem} goes to PyTorch: {record.because}"
+    if rule.on_fallback == "error":
+        raise UnsupportedProblem(
+            f"{message}.", decision.problem, remedy="mend what the reason names, or pass on_fallback='warn' or 'silent'"
+        )
+    warnings.warn(message, FallbackWarning, stacklevel=4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+def _foreign_type(*tensors: Tensor | None) -> str:
+    """The name of a tensor subclass that is neither ordinary nor the compiler's; empty if there is none."""
+    for tensor in tensors:
+        if tensor is None or type(tensor) in (Tensor, torch.nn.Parameter):
+            continue
+        from torch._subclasses import FakeTensor  # noqa: PLC0415  (loaded already wherever such a tensor exists)
+        from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: PLC0415
+
+        if not isinstance(tensor, FakeTensor | FunctionalTensor):
+            return f"a {type(tensor).__name__}"
+    return ""
+
+
+def _is_symbolic(*tensors: Tensor) -> bool:
+    return any(not isinstance(size, int) for tensor in tensors for size in tensor.shape)
+
+
+def _concrete(tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The same tensors with plain integers for sizes: a condition may look at them, so the graph is made for these."""
+    if not _is_symbolic(*tensors):
+        return tensors
+    query, key, value = (tensor.reshape([int(size) for size in tensor.shape]) for tensor in tensors)
+    return query, key, value
+
+
+def _four_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(batch, seq, dim) becomes (1, batch, seq, dim): the batch takes the place of the heads, which masks fit."""
+    if query.ndim == 3:
+        return query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+    return query, key, value
+
+
+def _layout(query: Tensor) -> Literal["bhsd", "bshd"]:
+    """The memory order of out, which follows query's as it does in PyTorch's kernels."""
+    return "bshd" if query.ndim == 4 and query.stride(1) < query.stride(2) else "bhsd"
+
+
+def _mask_text(attn_mask: Tensor | None, is_causal: bool) -> str:
+    mask = torch_mask(attn_mask, is_causal)
+    return "" if isinstance(mask, Tensor) else str(mask)
+
+
+def _describe_shapes(arguments: _Arguments) -> str:
+    """A line for what may not be a Problem."""
+    query, key, value, mask, dropout_p, is_causal, _, _ = arguments
+    named = {"q": query, "k": key, "v": value} | ({} if mask is None else {"mask": mask})
+    words = [str(query.dtype).removeprefix("torch.")]
+    words += [f"{name}({','.join(map(str, tensor.shape))})" for name, tensor in named.items()]
+    words += ["causal"] if is_causal else []
+    words += [f"dropout={dropout_p:g}"] if dropout_p else []
+    return " ".join(words)

@@ -1,0 +1,339 @@
+"""attn_implementation="tilewise" equals eager: logits, gradients and generated tokens of tiny random models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise
+from support import assert_close, budget
+from tilewise import Causal, Documents, UnsupportedProblem, Window
+from tilewise.integrations import transformers as ours
+
+NEEDED = "needs transformers >= 5.15: pip install 'tilewise[transformers]'"
+transformers = pytest.importorskip("transformers", reason=NEEDED, exc_type=ImportError)
+masking_utils = pytest.importorskip("transformers.masking_utils", reason=NEEDED, exc_type=ImportError)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.5,  # scores of order 1, so that a mask or a cap that is forgotten shows
+}
+LAYERS = ["sliding_attention", "full_attention"]
+MODELS = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 5}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "sliding_window": 5,
+            "layer_types": LAYERS,
+            "attn_logit_softcapping": 2.0,
+            "query_pre_attn_scalar": 8,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "qwen3": (
+        "Qwen3",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "layer_types": LAYERS},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {"sliding_window": 5, "layer_types": LAYERS, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+}
+LENGTH = 11
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    """One thread: the models are so small that waking a second one costs more than their arithmetic."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert ours.register() == "tilewise"
+    yield
+    torch.set_num_threads(threads)
+
+
+def make(name: str, **changes):
+    """The same random model twice: eager, and through us."""
+    family, options = MODELS[name]
+    torch.manual_seed(1)
+    pair = []
+    for implementation in ("eager", "tilewise"):
+        config = getattr(transformers, f"{family}Config")(**(SIZES | options | changes))
+        config._attn_implementation = implementation
+        pair.append(getattr(transformers, f"{family}ForCausalLM")(config).eval())
+    eager, model = pair
+    model.load_state_dict(eager.state_dict())
+    assert (eager.config._attn_implementation, model.config._attn_implementation) == ("eager", "tilewise")
+    return eager, model
+
+
+def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(3, SIZES["vocab_size"], (batch, length))
+
+
+def padded() -> dict[str, torch.Tensor]:
+    """Left padding, as generation has it."""
+    ids = tokens(3)
+    attention_mask = torch.ones_like(ids)
+    for row, pads in enumerate((0, 4, 7)):
+        attention_mask[row, :pads] = 0
+    return {"input_ids": ids * attention_mask, "attention_mask": attention_mask}
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Two layers and a vocabulary behind the attention: their rounding counts too."""
+    assert_close(got, want, 8 * budget(torch.float32, 64))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The problems that reach the planner through us."""
+    seen = []
+
+    def spy(q, k, v, **options):
+        seen.append((options["mask"], q.shape[2], k.shape[2], options))
+        return tilewise.attention(q, k, v, **options)
+
+    monkeypatch.setattr(ours, "attention", spy)
+    return seen
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_equals_eager_without_a_mask_tensor_or_repeated_heads(name, calls):
+    eager, model = make(name)
+    ids = tokens()
+    with torch.no_grad():
+        close(model(ids).logits, eager(ids).logits)
+    assert len(calls) == SIZES["num_hidden_layers"]
+    windowed = {"llama": 0, "mistral": 2}.get(name, 1)
+    assert sorted(str(mask) for mask, *_ in calls) == ["causal"] * (2 - windowed) + ["window:4,0"] * windowed
+    assert {(heads_q, heads_kv) for _, heads_q, heads_kv, _ in calls} == {(4, 2)}
+    assert {options["softcap"] for *_, options in calls} == ({2.0} if name == "gemma2" else {0.0})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_padding(name):
+    eager, model = make(name)
+    inputs = padded()
+    with torch.no_grad():
+        got, want = model(**inputs).logits, eager(**inputs).logits
+    real = inputs["attention_mask"].bool()
+    close(got[real], want[real])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_equals_eager(name, cache):
+    eager, model = make(name)
+    inputs = padded()
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "cache_implementation": cache}
+    options |= {"disable_compile": True, "return_dict_in_generate": True, "output_logits": True}
+    want, got = eager.generate(**inputs, **options), model.generate(**inputs, **options)
+    assert torch.equal(got.sequences, want.sequences)
+    close(torch.stack(got.logits), torch.stack(want.logits))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_without_padding(name):
+    eager, model = make(name)
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    ids = tokens()
+    assert torch.equal(model.generate(ids, **options), eager.generate(ids, **options))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_in_two_pieces(name, calls):
+    """The second piece's queries stand at the end of the cache: causal is aligned at the bottom right there."""
+    eager, model = make(name)
+    ids = tokens()
+    results = []
+    for each in (eager, model):
+        with torch.no_grad():
+            first = each(ids[:, :6], use_cache=True)
+            results.append(each(ids[:, 6:], past_key_values=first.past_key_values, use_cache=True).logits)
+    close(results[1], results[0])
+    assert all(isinstance(mask, Causal | Window) for mask, *_ in calls)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt_oss"])
+def test_packed_sequences_stay_a_rule(name, calls):
+    """GPT-OSS is not among them: Transformers shows its masks no position_ids, with eager as little as with us."""
+    eager, model = make(name)
+    ids = tokens(1)
+    positions = torch.cat([torch.arange(4), torch.arange(7)])[None]
+    with torch.no_grad():
+        got, want = (
+            model(ids, position_ids=positions, use_cache=False).logits,
+            eager(ids, position_ids=positions, use_cache=False).logits,
+        )
+        alone = model(ids[:, 4:]).logits
+    close(got, want)
+    close(got[:, 4:], alone)
+    packed = [mask for mask, *_ in calls[:2]]
+    assert all(isinstance(mask, Documents) and mask.cu_seqlens_q == (0, 4, 11) for mask in packed)
+
+
+def test_packed_sequences_by_cumulative_lengths():
+    """What DataCollatorWithFlattening hands over for flash-attn."""
+    _, model = make("mistral")
+    ids = tokens(1)
+    positions = torch.cat([torch.arange(4), torch.arange(7)])[None]
+    cu = torch.tensor([0, 4, 11], dtype=torch.int32)
+    flash = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 7, "max_length_k": 7}
+    with torch.no_grad():
+        close(
+            model(ids, position_ids=positions, use_cache=False, **flash).logits,
+            model(ids, position_ids=positions, use_cache=False).logits,
+        )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_gradients_equal_eager(name):
+    eager, model = make(name)
+    ids = tokens()
+    for each in (eager, model):
+        each.train()
+        each(ids, labels=ids).loss.backward()
+    for (parameter, want), (_, got) in zip(eager.named_parameters(), model.named_parameters(), strict=True):
+        assert want.grad is not None, parameter
+        close(got.grad, want.grad)
+    if name == "gpt_oss":
+        assert model.model.layers[0].self_attn.sinks.grad.abs().min() > 0
+
+
+def test_a_custom_four_dimensional_mask():
+    eager, model = make("llama")
+    ids = tokens()
+    visible = torch.rand(2, 1, LENGTH, LENGTH) < 0.6
+    visible |= torch.eye(LENGTH, dtype=torch.bool)
+    additive = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        want = eager(ids, attention_mask=additive).logits
+        close(model(ids, attention_mask=visible).logits, want)
+        close(model(ids, attention_mask=additive).logits, want)
+
+
+def test_an_encoder_decoder_with_learned_position_bias():
+    """T5: bidirectional and cross attention, and a bias on the scores that is trained."""
+    torch.manual_seed(1)
+    config = transformers.T5Config(
+        vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, pad_token_id=0, decoder_start_token_id=1
+    )
+    eager, model = transformers.T5ForConditionalGeneration(config), transformers.T5ForConditionalGeneration(config)
+    model.load_state_dict(eager.state_dict())
+    eager.set_attn_implementation("eager")
+    try:
+        model.set_attn_implementation("tilewise")
+    except ValueError as error:
+        pytest.skip(f"this Transformers has no attention interface in T5: {error}")
+    inputs = padded()
+    labels = tokens(3, 5)
+    losses = [each.eval()(**inputs, labels=labels).loss for each in (eager, model)]
+    for loss in losses:
+        loss.backward()
+    close(losses[1], losses[0])
+    for (_, want), (_, got) in zip(eager.named_parameters(), model.named_parameters(), strict=True):
+        close(got.grad, want.grad)
+
+
+def test_compiled_without_graph_breaks():
+    eager, model = make("mistral")
+    ids = tokens()
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        close(compiled(ids).logits, eager(ids).logits)
+
+
+def test_sinks_are_one_more_logit():
+    """Against the definition: a softmax over the scores and the sink, of which the sink's share is thrown away."""
+    q, k, v = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
+    sinks = torch.randn(4, requires_grad=True)
+    keys, values = (x.repeat_interleave(2, dim=1).double() for x in (k, v))
+    scores = (q.double() @ keys.transpose(2, 3)) * 8**-0.5
+    scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf)
+    wide = sinks.detach().double().requires_grad_()
+    joined = torch.cat([scores, wide[None, :, None, None].expand(2, 4, 7, 1)], -1)
+    want = (torch.softmax(joined, -1)[..., :-1] @ values).transpose(1, 2)
+    got, _ = ours.attention_forward(torch.nn.Module(), q, k, v, None, s_aux=sinks)
+    assert_close(got, want, budget(torch.float32, 8))
+    dout = torch.randn(got.shape)
+    (grad,) = torch.autograd.grad(got, sinks, dout)
+    (wanted,) = torch.autograd.grad(want, wide, dout.double())
+    assert_close(grad, wanted, budget(torch.float32, 64), "dsink")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The mask function
+
+
+def window_of(size):
+    return masking_utils.sliding_window_causal_mask_function(size)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 5, 6, 8, 9, 20])
+@pytest.mark.parametrize(
+    "lengths", [(6, 6, 0, 0), (3, 9, 6, 0), (1, 9, 8, 0), (6, 16, 0, 0), (1, 16, 7, 0), (2, 5, 10, 7)], ids=str
+)
+def test_a_rule_says_what_transformers_mask_says(lengths, window):
+    q_length, kv_length, q_offset, kv_offset = lengths
+    function = masking_utils.causal_mask_function if window is None else window_of(window)
+    sizes = {"batch_size": 2, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
+    sizes |= {"kv_offset": kv_offset, "mask_function": function}
+    want = masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False)
+    got = ours.attention_mask(**sizes)
+    if got is None:
+        rule = ours._mask(None, True, window, torch.empty(2, 1, q_length, 8), torch.empty(2, 1, kv_length, 8), {})
+        got = ours.RuleMask(rule, want.shape, "cpu")
+    assert torch.equal(got & True, want)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long)),
+        masking_utils.or_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k == 3),
+        masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k != 3),
+    ],
+    ids=["chunked", "or", "and"],
+)
+def test_a_pattern_we_do_not_know_is_transformers_own_tensor(function):
+    sizes = {"batch_size": 2, "q_length": 6, "kv_length": 6, "mask_function": function}
+    got = ours.attention_mask(**sizes)
+    assert type(got) is torch.Tensor
+    assert torch.equal(got, masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False))
+
+
+def test_a_rule_mask_is_a_tensor_to_everybody_else():
+    mask = ours.RuleMask(Window(2, 0), (2, 1, 5, 5), "cpu")
+    dense = Window(2, 0).to_bool(range(5), range(5), 5, 5).expand(2, 1, 5, 5)
+    assert (mask.shape, mask.dtype, mask.ndim, mask.device.type) == (dense.shape, torch.bool, 4, "cpu")
+    assert torch.equal(mask[:, :, -1:, :3], dense[:, :, -1:, :3])
+    assert torch.equal(torch.logical_not(mask), ~dense)
+    assert "window:2,0" in repr(mask)
+    with pytest.raises(UnsupportedProblem, match="in place"):
+        mask.fill_(True)
+
+
+@pytest.mark.parametrize("kwargs", [{"output_attentions": True}, {"cache": object()}], ids=str)
+def test_what_is_refused(kwargs):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(UnsupportedProblem, match="What to do"):
+        ours.attention_forward(torch.nn.Module(), q, q, q, None, **kwargs)
