@@ -146,6 +146,23 @@ def test_bad_calls_name_the_argument_and_the_remedy(call, argument):
     assert str(caught.value.got) in str(caught.value)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_mask_that_starts_to_need_a_gradient_is_refused(grad):
+    """Also when a plan for such tensors is remembered, and when q needs a gradient itself."""
+    q, k, v = (t.requires_grad_(grad) for t in tensors(Q, Q, Q))
+    mask = torch.zeros(8, 8)
+    tilewise.attention(q, k, v, mask=mask)
+    mask.requires_grad_()
+    for call in (
+        lambda: tilewise.attention(q, k, v, mask=mask),
+        lambda: torch.ops.tilewise.attention(q, k, v, mask, "", None, 0.0, "bhsd", "auto", False),
+    ):
+        with pytest.raises(InvalidInput, match="requires grad"):
+            call()
+    with torch.no_grad():
+        assert tilewise.attention(q, k, v, mask=mask).shape == q.shape
+
+
 def test_a_named_backend_never_falls_back():
     q, k, v = tensors(Q, Q, Q)
     with pytest.raises(UnsupportedProblem, match=r"torch-flash.*\n.*softcap") as caught:

@@ -7,11 +7,13 @@ import contextvars
 import threading
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from typing import ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as imported_early
 from torch.utils.checkpoint import checkpoint
@@ -130,6 +132,24 @@ def test_a_compiled_graph_holds_our_operator(grad):
         wanted = torch.autograd.grad(want, (q, k, v), dout)
         for one, other in zip(torch.autograd.grad(got, (q, k, v), dout), wanted, strict=True):
             assert_close(one, other, BUDGET)
+
+
+def test_compiling_outside_a_block_and_inside_one_do_not_decide_for_each_other():
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def traced(context) -> str:
+        graphs = []
+        torch.compiler.reset()
+        with context:
+            torch.compile(attend, fullgraph=True, backend=aot_autograd(fw_compiler=lambda g, _: graphs.append(g) or g))(
+                *inputs()
+            )
+        return graphs[0].code
+
+    for _ in range(2):
+        assert "tilewise" not in traced(nullcontext())
+        assert "tilewise.attention" in traced(sdpa(backend="tiled"))
 
 
 def test_compiled_with_dynamic_lengths_one_graph_plans_at_run_time():

@@ -18,7 +18,7 @@ from .errors import InvalidInput, UnsupportedProblem
 from .masks import Causal, Full, Mask
 from .op import Options
 from .plan import AUTO, BACKENDS, Plan, plan
-from .problem import Layout, Problem, check_tensors, describe
+from .problem import Layout, Problem, check_constant, check_tensors, describe
 from .target import Target
 
 Tensor = torch.Tensor
@@ -163,6 +163,8 @@ def _arguments(
         check_tensors(q, k, v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     bias = mask if isinstance(mask, Tensor) else None
+    if bias is not None:  # here, and not only where the call is planned: a remembered plan has not seen this tensor
+        check_constant(bias)
     text = "full" if mask is None else "" if bias is not None else str(mask)
     return q, k, v, bias, Options(text, scale, softcap, layout, backend, return_lse)
 

@@ -20,7 +20,7 @@ from . import masks
 from .backends import Wants, empty_lse, empty_out, reference
 from .errors import CompileError, UnsupportedProblem
 from .plan import AUTO, BACKENDS, leave_out, plan
-from .problem import check_tensors, describe
+from .problem import check_constant, check_tensors, describe
 from .target import Target
 
 if TYPE_CHECKING:
@@ -276,6 +276,8 @@ def _autograd_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *o
             "tilewise::attention has no forward-mode derivative, and would drop the tangents of its inputs.",
             remedy="call tilewise.attention, which routes forward-mode AD to a composite backend",
         )
+    if bias is not None:
+        check_constant(bias)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out, lse = _Attention.apply(q, k, v, bias, Options(*options))  # type: ignore[no-untyped-call]
         return out, lse if options[-1] else _no_lse(q)

@@ -293,6 +293,18 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             )
 
 
+def check_constant(mask: torch.Tensor) -> None:
+    """No backend returns a gradient for the mask, so one that is asked for must not be dropped without a word."""
+    if mask.requires_grad and torch.is_grad_enabled():
+        raise InvalidInput(
+            "mask",
+            "a tensor that requires grad",
+            "a constant mask",
+            "detach it; for a learned bias call torch.nn.functional.scaled_dot_product_attention, whose math "
+            "backend differentiates it",
+        )
+
+
 def _check_leading(shape: tuple[int, ...], batch: int, heads_q: int) -> None:
     for size, full in zip(reversed(shape[:-2]), (heads_q, batch), strict=False):
         if size not in (1, full):
@@ -331,14 +343,7 @@ def _describe_dense(mask: torch.Tensor, q: torch.Tensor) -> Dense:
         )
     if mask.device != q.device:
         raise InvalidInput("mask.device", mask.device, f"{q.device}, the device of q", "move the mask")
-    if mask.requires_grad and torch.is_grad_enabled():
-        raise InvalidInput(
-            "mask",
-            "a tensor that requires grad",
-            "a constant mask",
-            "detach it; for a learned bias call torch.nn.functional.scaled_dot_product_attention, whose math "
-            "backend differentiates it",
-        )
+    check_constant(mask)
     return Dense(tuple(mask.shape), additive)
 
 

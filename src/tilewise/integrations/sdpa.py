@@ -270,6 +270,7 @@ class _Dispatcher:
             if self._holders == 0 and self._library is not None:
                 self._library._destroy()
                 self._library = None
+                _forget_resolved_kernels()
 
     @staticmethod
     def _install() -> torch.library.Library:
@@ -278,7 +279,14 @@ class _Dispatcher:
         library = torch.library.Library("aten", "IMPL")
         for key, original in originals.items():
             library.impl("scaled_dot_product_attention", _kernel(original.call_boxed, "CUDA" in key), key)
+        _forget_resolved_kernels()
         return library
+
+
+def _forget_resolved_kernels() -> None:
+    """Under torch.compile an operator remembers in Python which kernel a key leads to, and a registration by name does
+    not tell it: a graph traced before the override, or under it, would decide for those traced after."""
+    torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
 
 
 _dispatcher = _Dispatcher()
