@@ -225,6 +225,9 @@ class TestTorchSignature:
             got = tilewise.scaled_dot_product_attention(q, k, v)
             assert got.dtype == F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
             assert tilewise.attention(q, k, v).dtype == torch.float32
+            for mask in (torch.randn(8, 8), torch.rand(8, 8) < 0.7):
+                want = F.scaled_dot_product_attention(q, k, v, mask)
+                assert_close(tilewise.scaled_dot_product_attention(q, k, v, mask), want, budget(torch.bfloat16))
 
 
 class TestExplain:

@@ -77,7 +77,10 @@ def attention(
     q, k, v, bias, options = _arguments(q, k, v, mask, scale, softcap, layout, return_lse, backend)
     out, lse = op.run(q, k, v, bias, options)
     out = out.transpose(1, 2) if layout == "bshd" else out
-    return (out, lse) if lse is not None and return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None, "a backend without lse took a problem that needs one"
+    return out, lse
 
 
 def scaled_dot_product_attention(
@@ -95,6 +98,9 @@ def scaled_dot_product_attention(
     What only PyTorch's own function defines (broadcast batches, more than 4 dimensions, masks that require grad, nested
     tensors) is handed to it, and the logger "tilewise" says so.
     """
+    query, key, value = autocast_inputs(query, key, value)
+    if type(attn_mask) is Tensor and attn_mask.is_floating_point():
+        (attn_mask,) = autocast_inputs(attn_mask)
     why = only_torch_defines(query, key, value, attn_mask, scale, enable_gqa)
     if why:
         _log.info("scaled_dot_product_attention: %s; handed to PyTorch", why)
@@ -105,7 +111,6 @@ def scaled_dot_product_attention(
         raise InvalidInput(
             "attn_mask", "a mask together with is_causal=True", "one of the two", "fold the causal rule into the mask"
         )
-    query, key, value = autocast_inputs(query, key, value)
     if query.ndim == 3:  # (batch, seq, dim): the batch takes the place of the heads, which a mask (batch, L, S) fits
         query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
         return attention(query, key, value, mask=torch_mask(attn_mask, is_causal), scale=scale, dropout=dropout_p)[0]
