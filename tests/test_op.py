@@ -54,6 +54,17 @@ def test_gradcheck_of_out_and_lse(backend, mask):
     assert torch.autograd.gradgradcheck(call, (q, k, v))
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch-flash", "torch-math"])
+def test_double_backward_through_pytorchs_kernels(backend):
+    """They have none; the gradient of the gradient goes through the reference."""
+    q, k, v = inputs(1, 2, 4, 3)
+
+    def call(q, k, v):
+        return tilewise.attention(q, k, v, mask="causal", backend=backend)
+
+    assert torch.autograd.gradgradcheck(call, (q, k, v))
+
+
 def test_gradients_of_rows_that_see_nothing_are_zero():
     q, k, v = inputs(1, 1, 6, 4)
     k, v = k[:, :, :2].detach().requires_grad_(), v[:, :, :2].detach().requires_grad_()

@@ -250,7 +250,9 @@ def env(
     with _exit_codes():
         found = environment.facts()
         if imports:
-            found["import seconds"] = environment.import_seconds()
+            with report.Bar(1) as bar:
+                bar.tick("importing torch and tilewise in fresh processes")
+                found["import seconds"] = environment.import_seconds()
         if json:
             report.print_json(found)
             return
