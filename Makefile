@@ -3,6 +3,8 @@
 
 VENV    := .venv
 STAMP   := $(VENV)/.installed
+KERNELS := $(wildcard src/tilewise/kernels/*/*.cuh)
+CLANG_FORMAT = $(PYTHON) -c "from clang_format import clang_format; clang_format()"
 export PYTHONPATH := src
 
 ifeq ($(origin PYTHON), undefined)
@@ -22,10 +24,12 @@ check: $(SETUP)
 	$(PYTHON) -m ruff check src tests examples
 	$(PYTHON) -m ruff format --check src tests examples
 	$(PYTHON) -m mypy
+	$(CLANG_FORMAT) --dry-run -Werror $(KERNELS)
 
 format: $(SETUP)
 	$(PYTHON) -m ruff check --fix src tests examples
 	$(PYTHON) -m ruff format src tests examples
+	$(CLANG_FORMAT) -i $(KERNELS)
 
 golden: $(SETUP)
 	$(PYTHON) tests/test_plan.py --update
