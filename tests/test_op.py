@@ -132,7 +132,6 @@ def test_compiled_dropout_is_pytorchs():
 def test_jvp_is_right_or_refused(mask):
     q, k, v = inputs(1, 2, 5, 4, grad=False)
     tangent = torch.randn_like(q)
-    problem = make_problem((1, 2, 5, 4), torch.float64)
 
     def call(q):
         return tilewise.attention(q, k, v, mask=mask)
@@ -147,7 +146,6 @@ def test_jvp_is_right_or_refused(mask):
             tilewise.attention(dual, k, v, backend="tiled")
         with pytest.raises(UnsupportedProblem, match="tangents"):
             torch.ops.tilewise.attention(dual, k, v, None, "full", None, 0.0, "bhsd", "tiled", False)
-    assert problem.seq_q == 5
 
 
 def test_vmap_and_functional_grad():

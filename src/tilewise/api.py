@@ -220,7 +220,10 @@ def _outside_op(
     else:
         out, lse = BACKENDS[chosen.backend].forward(q, k, v, problem, chosen.config, bias)
     out = out.transpose(1, 2) if layout == "bshd" else out
-    return (out, lse) if return_lse and lse is not None else out
+    if not return_lse:
+        return out
+    assert lse is not None, "a backend without lse took a problem that needs one"
+    return out, lse
 
 
 def _is_transformed(*tensors: Tensor) -> bool:
