@@ -656,32 +656,3 @@ def test_the_record_is_bounded():
         for length in range(1, 300):
             F.scaled_dot_product_attention(q[:, :, :length], q, q)
     assert 200 < len(sdpa.report()) <= 256
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# On a GPU
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_it_takes_leaves_and_differentiates():
-    q, k, v = (torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
-    dout = torch.randn_like(q)
-    want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    wanted = torch.autograd.grad(want, (q, k, v), dout)
-    for rule in (sdpa(), sdpa(when=lambda problem: False), sdpa(backend="tiled")):
-        with rule:
-            got = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            grads = torch.autograd.grad(got, (q, k, v), dout)
-        assert_close(got, want, 2 * budget(torch.float16, 128))
-        for one, other in zip(grads, wanted, strict=True):
-            assert_close(one, other, 2 * budget(torch.float16, 128))
-    assert outcomes()["taken"] >= 1
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_a_checkpoint_recomputes_in_autograds_thread_under_the_same_rule():
-    q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", requires_grad=True) for _ in range(3))
-    with sdpa(backend="tiled"):
-        checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=False).sum().backward()
-    assert outcomes() == {"taken": 2}
-    assert q.grad is not None

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from . import op
 from .backends import torch_sdpa
 from .errors import InvalidInput, UnsupportedProblem
-from .masks import Causal, Full, Mask
+from .masks import Causal, Documents, Full, Mask, Window
 from .op import Options
 from .plan import AUTO, BACKENDS, Plan, plan
 from .problem import Layout, Problem, check_constant, check_tensors, describe
@@ -72,10 +72,16 @@ def attention(
     """
     if torch.compiler.is_compiling():
         return _traced(q, k, v, mask, scale, softcap, dropout, layout, return_lse, backend)
-    if dropout or _is_transformed(q, k, v):
+    arguments = (mask, scale, softcap, dropout, layout, return_lse, backend)
+    call = op.recall(q, k, v, arguments) if type(mask) in _HASHABLE_MASKS else None
+    if call is not None:
+        if layout == "bshd":
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out, lse = op.execute(call, q, k, v, None)
+    elif dropout or _is_transformed(q, k, v):
         return _outside_op(q, k, v, mask, scale, softcap, dropout, layout, return_lse, backend)
-    q, k, v, bias, options = _arguments(q, k, v, mask, scale, softcap, layout, return_lse, backend)
-    out, lse = op.run(q, k, v, bias, options)
+    else:
+        out, lse = _first_time(q, k, v, arguments)
     out = out.transpose(1, 2) if layout == "bshd" else out
     if not return_lse:
         return out
@@ -159,6 +165,22 @@ def resolve_target(target: Target | str | torch.device | None, default: torch.de
     return Target.named(target)
 
 
+# A tensor is told apart by what is in it, so a call with one is planned by its shape and looked up in `op.prepare`.
+_HASHABLE_MASKS = frozenset((type(None), str, Full, Causal, Window, Documents))
+
+
+def _first_time(q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
+    """A call that no earlier one resembles: check, plan, run and remember it."""
+    mask, scale, softcap, _, layout, return_lse, backend = arguments
+    views = _arguments(q, k, v, mask, scale, softcap, layout, return_lse, backend)
+    if not op.is_plain(*views[:3]):
+        return op.run(*views)
+    call = op.prepare(*views, op.needs_grad(*views[:3]))
+    if type(mask) in _HASHABLE_MASKS:
+        op.remember(call, q, k, v, arguments)
+    return op.execute(call, *views[:4])
+
+
 def _arguments(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, scale: float | None, softcap: float, layout: Layout,
     return_lse: bool, backend: str,
@@ -231,9 +253,12 @@ def _is_transformed(*tensors: Tensor) -> bool:
     return torch._C._are_functorch_transforms_active() or op.has_tangent(*tensors)
 
 
+_CAUSAL, _FULL = Causal(), Full()
+
+
 def torch_mask(attn_mask: Tensor | None, is_causal: bool) -> MaskLike:
     if attn_mask is None:
-        return Causal() if is_causal else Full()
+        return _CAUSAL if is_causal else _FULL
     lower_right = _causal_bias_variant(attn_mask)
     if lower_right is None:
         return attn_mask

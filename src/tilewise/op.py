@@ -4,14 +4,17 @@
 tensors run the Call directly; everything that needs PyTorch's dispatcher to see the operation (torch.compile, export,
 fake tensors, dispatch modes, tensor subclasses) goes through the registered ops, whose kernels run the same Call.
 
-Autograd is one `torch.autograd.Function` for both. Its backward is an op too, so a compiled backward sees it; asked to
-be differentiable itself (create_graph=True) it recomputes through the reference, which is made of torch operations.
-Forward-mode AD would lose its tangents here without a word, so the ops refuse it; the api routes such calls elsewhere.
+Autograd is a `torch.autograd.Function` for either: `_Planned` runs a Call, `_Attention` dispatches ops, its backward
+too, so that a compiled backward sees it. Asked to be differentiable themselves (create_graph=True) both recompute
+through the reference, which is made of torch operations. Forward-mode AD would lose its tangents here without a word,
+so the ops refuse it; the api routes such calls elsewhere.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +27,8 @@ from .problem import check_constant, check_tensors, describe
 from .target import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from .backends import Backend
     from .masks import Mask
@@ -52,15 +56,36 @@ class Call(NamedTuple):
     problem: Problem
     backend: Backend
     config: Any
+    options: Options
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
     def backward(
-        self, dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...], bias: Tensor | None, wants: Wants
+        self, dout: Tensor, dlse: Tensor | None, saved: tuple[Any, ...], bias: Tensor | None, wants: Wants
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         q, k, v, out, lse = saved
-        return self.backend.backward(dout, dlse, q, k, v, out, lse, self.problem, self.config, bias, wants)
+        with _deterministic_as(self.problem):
+            return self.backend.backward(dout, dlse, q, k, v, out, lse, self.problem, self.config, bias, wants)
 
 
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """PyTorch's switch on for a while. It is one for all threads: others may see a warning, never an error."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=not before[0] or before[1])
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _deterministic_as(problem: Problem) -> AbstractContextManager[None]:
+    """What was planned to be deterministic stays so, wherever the switch stands when the backward runs."""
+    if problem.deterministic and not torch._C._get_deterministic_algorithms():
+        return deterministic_algorithms()
+    return _AS_IT_IS
+
+
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
 _calls: dict[tuple[Any, ...], Call] = {}
 _CALLS_KEPT = 4096
 
@@ -68,8 +93,8 @@ _CALLS_KEPT = 4096
 def prepare(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, needs_grad: bool) -> Call:
     """The Call for these tensors in bhsd order, validated and planned on first sight and remembered by signature."""
     key = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.storage_offset(), k.storage_offset(),
-        v.storage_offset(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, needs_grad,
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), _misalignment(q, k, v),
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, needs_grad,
         torch._C._get_deterministic_algorithms(), None if bias is None else (bias.shape, bias.dtype, bias.device),
     )  # fmt: skip
     call = _calls.get(key)
@@ -79,6 +104,14 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Optio
             _calls.clear()
         _calls[key] = call
     return call
+
+
+def _misalignment(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Bits by which one of them misses a multiple of 16 bytes; the offsets where there are no addresses."""
+    try:
+        return (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+    except RuntimeError:
+        return hash((q.storage_offset(), k.storage_offset(), v.storage_offset()))
 
 
 def _planned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, needs_grad: bool) -> Call:
@@ -95,7 +128,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Opti
     chosen = plan(problem, Target.of(q.device), options.backend)
     backend, config = BACKENDS[chosen.backend], chosen.config
     try:
-        return Call(problem, backend, config, _bound(backend, q, k, v, problem, config))
+        return Call(problem, backend, config, options, _bound(backend, q, k, v, problem, config))
     except CompileError as error:
         if options.backend != AUTO:
             raise
@@ -119,11 +152,76 @@ def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options) 
     """Attention of bhsd views through the shortest path that PyTorch's state allows."""
     if not is_plain(q, k, v):
         check_tensors(q, k, v)
+        _tell_flop_counters()
         return torch.ops.tilewise.attention(q, k, v, bias, *options)  # type: ignore[no-any-return]
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if needs_grad:
-        return _Attention.apply(q, k, v, bias, options)  # type: ignore[no-any-return, no-untyped-call]
-    return prepare(q, k, v, bias, options, False).forward(q, k, v, bias)
+    return execute(prepare(q, k, v, bias, options, needs_grad(q, k, v)), q, k, v, bias)
+
+
+def execute(call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Run a Call on plain tensors of its signature."""
+    if not call.problem.needs_grad:
+        return call.forward(q, k, v, bias)
+    if call.options.needs_lse:
+        return _apply_planned(q, k, v, bias, call)  # type: ignore[no-any-return]
+    return _apply_planned(q, k, v, bias, call), None
+
+
+def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+# By everything that decides a call: what `recall` looks up, and nothing else does. Only plain calls are in it.
+_recalled: dict[tuple[Any, ...], Call] = {}
+
+
+def recall(q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> Call | None:
+    """The Call that was remembered for tensors and arguments like these; None = take the long way.
+
+    A repeated call costs one look-up here, and its checks and plan are those of the first.
+    """
+    if not (type(q) is type(k) is type(v) is Tensor) or _is_watched():
+        return None
+    try:
+        return _recalled.get(_signature(q, k, v, arguments))
+    except (RuntimeError, TypeError):  # no memory of their own, or arguments of a wrong type: the long way says it
+        return None
+
+
+def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> None:
+    """Let `recall` find this Call. Both see the caller's own tensors, before any transpose."""
+    if type(q) is type(k) is type(v) is Tensor and not _is_watched():
+        if len(_recalled) >= _CALLS_KEPT:
+            _recalled.clear()
+        with suppress(RuntimeError, TypeError):  # as in `recall`
+            _recalled[_signature(q, k, v, arguments)] = call
+
+
+def forget() -> None:
+    """Plan every call anew."""
+    _calls.clear()
+    _recalled.clear()
+
+
+def _is_watched() -> bool:
+    """PyTorch's state asks for more than running a kernel: a dispatch mode, a functorch transform or forward AD."""
+    torch_c = torch._C
+    return (
+        torch_c._len_torch_dispatch_stack() > 0
+        or torch_c._are_functorch_transforms_active()
+        or _forward_ad._current_level >= 0
+    )
+
+
+_forward_ad = torch.autograd.forward_ad
+
+
+def _signature(q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> tuple[Any, ...]:
+    return (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        torch._C._get_deterministic_algorithms(), arguments,
+    )  # fmt: skip
 
 
 _ORDINARY = frozenset((Tensor, torch.nn.Parameter))
@@ -139,18 +237,52 @@ def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
+class _Planned(torch.autograd.Function):
+    """A Call and its backward. What is not returned (lse, mostly) is only saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, call: Call
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        out, lse = call.forward(q, k, v, bias)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, bias, out, lse)
+        if not call.options.needs_lse:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, out, lse = ctx.saved_tensors
+        call: Call = ctx.call
+        wants: Wants = tuple(ctx.needs_input_grad[:3])
+        if dout is None and dlse is None:
+            return None, None, None, None, None
+        if _wants_composite():
+            return (*_differentiable_grads(dout, dlse, q, k, v, bias, call.problem, wants), None, None)
+        dout = torch.zeros_like(out) if dout is None else dout
+        if is_plain(dout, q, k) and not torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING):
+            return (*call.backward(dout, dlse, (q, k, v, out, lse), bias, wants), None, None)
+        return (*_backward_op(dout, dlse, *_with_lse(q, out, lse), q, k, v, bias, call.options, wants), None, None)
+
+
+# In force while autograd batches gradients (is_grads_batched=True): its tensors look plain, and have no memory.
+_BATCHING: Any = torch._C._parse_dispatch_key("VmapMode")
+
+# Function.apply looks for functorch's transforms and their wrappers first. Plain calls are those that have neither.
+_apply_planned: Callable[..., Any] = super(torch.autograd.Function, _Planned).apply
+
+
 class _Attention(torch.autograd.Function):
+    """tilewise::attention_with_lse and tilewise::attention_backward, for whoever watches the dispatcher."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options
     ) -> tuple[Tensor, Tensor]:
-        if is_plain(q, k, v):
-            ctx.call = prepare(q, k, v, bias, options, True)
-            out, lse = _with_lse(q, *ctx.call.forward(q, k, v, bias))
-        else:
-            ctx.call = None
-            with torch._C._AutoDispatchBelowAutograd():
-                out, lse = torch.ops.tilewise.attention_with_lse(q, k, v, bias, *options)
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = torch.ops.tilewise.attention_with_lse(q, k, v, bias, *options)
         ctx.options = options
         ctx.save_for_backward(q, k, v, bias, out, lse)
         if not options.needs_lse:
@@ -161,17 +293,37 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, bias, out, lse = ctx.saved_tensors
+        wants: Wants = tuple(ctx.needs_input_grad[:3])
         if dout is None and dlse is None:
             return None, None, None, None, None
-        wants: Wants = tuple(ctx.needs_input_grad[:3])
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return (*_differentiable_grads(dout, dlse, q, k, v, bias, ctx.options, wants), None, None)
-        if dout is None:
-            dout = torch.zeros_like(out)
-        if ctx.call is not None and is_plain(dout, q, k):
-            return (*ctx.call.backward(dout, dlse, (q, k, v, out, lse), bias, wants), None, None)
-        grads = torch.ops.tilewise.attention_backward(dout, dlse, q, k, v, bias, out, lse, *ctx.options, list(wants))
-        return (*(grad if want else None for grad, want in zip(grads, wants, strict=True)), None, None)
+        if _wants_composite():
+            problem = prepare(q, k, v, bias, ctx.options._replace(backend="reference"), True).problem
+            return (*_differentiable_grads(dout, dlse, q, k, v, bias, problem, wants), None, None)
+        dout = torch.zeros_like(out) if dout is None else dout
+        return (*_backward_op(dout, dlse, out, lse, q, k, v, bias, ctx.options, wants), None, None)
+
+
+def _wants_composite() -> bool:
+    """A gradient that is itself differentiated (create_graph=True), or taken inside a functorch transform."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+
+
+def _backward_op(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    wants: Wants,
+) -> tuple[Tensor | None, ...]:
+    grads = torch.ops.tilewise.attention_backward(dout, dlse, q, k, v, bias, out, lse, *options, list(wants))
+    return tuple(grad if want else None for grad, want in zip(grads, wants, strict=True))
 
 
 def _differentiable_grads(
@@ -181,16 +333,17 @@ def _differentiable_grads(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
-    options: Options,
+    problem: Problem,
     wants: Wants,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients that can be differentiated again, through the reference."""
-    problem = prepare(q, k, v, bias, options._replace(backend="reference"), True).problem
-    out, lse = reference.forward(q, k, v, problem, None, bias)
-    pairs = [(output, grad) for output, grad in ((out, dout), (lse, dlse)) if grad is not None]
-    inputs = [tensor for tensor, want in zip((q, k, v), wants, strict=True) if want]
-    outputs, grads_in = zip(*pairs, strict=True)
-    grads = iter(torch.autograd.grad(outputs, inputs, grads_in, create_graph=True, allow_unused=True))
+    """Gradients made of torch operations, through the reference: they can be differentiated again, and batched."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        out, lse = reference.forward(q, k, v, problem, None, bias)
+        pairs = [(output, grad) for output, grad in ((out, dout), (lse, dlse)) if grad is not None]
+        inputs = [tensor for tensor, want in zip((q, k, v), wants, strict=True) if want]
+        outputs, grads_in = zip(*pairs, strict=True)
+        grads = iter(torch.autograd.grad(outputs, inputs, grads_in, create_graph=again, allow_unused=True))
     return tuple(next(grads) if want else None for want in wants)
 
 
@@ -266,8 +419,7 @@ def _fake_backward(
 
 def has_tangent(*tensors: Tensor) -> bool:
     """Forward-mode AD is at work on one of these tensors."""
-    forward_ad = torch.autograd.forward_ad
-    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    return _forward_ad._current_level >= 0 and any(_forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def _autograd_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
@@ -278,7 +430,8 @@ def _autograd_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *o
         )
     if bias is not None:
         check_constant(bias)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    _tell_flop_counters()
+    if needs_grad(q, k, v):
         out, lse = _Attention.apply(q, k, v, bias, Options(*options))  # type: ignore[no-untyped-call]
         return out, lse if options[-1] else _no_lse(q)
     with torch._C._AutoDispatchBelowAutograd():
@@ -295,3 +448,51 @@ _library.impl("attention", _autograd_attention, "Autograd")
 torch.library.register_fake("tilewise::attention", _fake_attention, lib=_library)
 torch.library.register_fake("tilewise::attention_with_lse", _fake_attention_with_lse, lib=_library)
 torch.library.register_fake("tilewise::attention_backward", _fake_backward, lib=_library)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FlopCounterMode
+
+
+def _tell_flop_counters() -> None:
+    """Give PyTorch's FlopCounterMode our formulas, once somebody counts: its module is too slow to import for all.
+
+    It copies the table of formulas when it is made, so one that counts already is told as well.
+    """
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return
+    module: Any = sys.modules.get("torch.utils.flop_counter")
+    if module is None:
+        return
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # noqa: PLC0415
+
+    ours = {
+        torch.ops.tilewise.attention: _forward_flops,
+        torch.ops.tilewise.attention_with_lse: _forward_flops,
+        torch.ops.tilewise.attention_backward: _backward_flops,
+    }
+    module.flop_registry |= ours
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, module._FlopCounterMode):
+            mode.counter.flop_registry |= ours
+
+
+def _forward_flops(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: str, *options: Any, out_val: Any = None
+) -> int:
+    """Of the pairs that the mask shows; all of them where it is a tensor, whose content nobody reads for this."""
+    return 2 * _visible_pairs(q, k, bias, mask) * (q.shape[-1] + v.shape[-1])
+
+
+def _backward_flops(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    mask: str, *options: Any, out_val: Any = None,
+) -> int:  # fmt: skip
+    """S, dQ and dK over head_dim, dP and dV over head_dim_v."""
+    return 2 * _visible_pairs(q, k, bias, mask) * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+def _visible_pairs(q: Tensor, k: Tensor, bias: Tensor | None, mask: str) -> int:
+    batch, heads, seq_q, _ = q.shape
+    seq_kv = k.shape[2]
+    return batch * heads * (seq_q * seq_kv if bias is not None else masks.parse(mask).pairs(seq_q, seq_kv))

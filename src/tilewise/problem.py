@@ -7,6 +7,7 @@ comes after may rely on them. `describe` makes the Problem of real tensors, and 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal
@@ -355,10 +356,17 @@ def _strides_class(*tensors: torch.Tensor) -> Strides:
             return Strides.SCATTERED
         size = tensor.element_size()
         steps = [stride * size for stride, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
-        offset = tensor.storage_offset() * size
-        if offset % 16 or any(step % 16 for step in steps):
+        if _address(tensor) % 16 or any(step % 16 for step in steps):
             worst = Strides.UNALIGNED
     return worst
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where it begins. Memory that PyTorch did not allocate may begin anywhere; without memory the offset must do."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        with suppress(RuntimeError):
+            return tensor.data_ptr()
+    return tensor.storage_offset() * tensor.element_size()  # type: ignore[return-value]
 
 
 def _rows_that_see(mask: Mask, seq_q: int, seq_kv: int) -> int:

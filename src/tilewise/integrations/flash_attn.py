@@ -9,7 +9,7 @@ What they share, as flash-attn documents it:
     window_size (l, r)       keys from l before to r after that position; negative = unlimited; causal makes r 0
     softcap                  0 = off; applied before ALiBi and the mask
     alibi_slopes             float32 (heads,) or (batch, heads): adds -slope * |i + seqlen_k - seqlen_q - j|
-    deterministic            of the backward; on CUDA PyTorch's kernels have one switch for it, which must be on
+    deterministic            of the backward: the same bits every time
     return_attn_probs        returns (out, softmax_lse, None); the lse is differentiable here
 
 Beyond flash-attn: CPUs, float32 and float64, any head_dim. Short of it, with an error that says so: paged keys
@@ -27,6 +27,7 @@ import torch
 from ..api import attention
 from ..errors import InvalidInput, UnsupportedProblem
 from ..masks import Causal, Documents, Full, Window
+from ..op import deterministic_algorithms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -203,7 +204,10 @@ def _run(
     with_lse: bool,
 ) -> Result:
     """Attention of (batch, seq, heads, head_dim) tensors."""
-    _check_deterministic(deterministic, q, k, v)
+    if deterministic and _may_vary(q, k, v):
+        _check_deterministic(dropout)
+        with deterministic_algorithms():  # for the plan; the backward of a call planned so keeps to it
+            return _run(q, k, v, mask, dropout, scale, softcap, alibi_slopes, False, with_lse)
     if dropout and with_lse:
         raise UnsupportedProblem(
             "flash_attn: return_attn_probs together with dropout: PyTorch's kernels, which draw it, hand out neither.",
@@ -231,9 +235,12 @@ def _run(
 
 def _band(causal: bool, window_size: tuple[int, int], same_lengths: bool) -> Full | Causal | Window:
     """The mask that causal and window_size name, top-left where that is the same: more kernels know it by that name."""
-    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
-        raise InvalidInput("window_size", repr(window_size), "a pair (left, right)", "pass (-1, -1) for no window")
-    left, right = (None if size < 0 else size for size in window_size)
+    try:
+        left, right = (None if int(size) < 0 else int(size) for size in window_size)
+    except (TypeError, ValueError):
+        raise InvalidInput(
+            "window_size", repr(window_size), "a pair (left, right)", "pass (-1, -1) for no window"
+        ) from None
     right = 0 if causal else right
     align: Align = "top-left" if same_lengths else "bottom-right"
     if left is None:
@@ -308,12 +315,17 @@ def _check_longest(name: str, given: int, starts: tuple[int, ...]) -> None:
         raise InvalidInput(name, given, f"at least {longest}, the longest sequence", "pass its length or more")
 
 
-def _check_deterministic(wanted: bool, *tensors: Tensor) -> None:
-    """On a CPU everything is; on CUDA the backward asks PyTorch's switch, at the time it runs."""
+def _may_vary(*tensors: Tensor) -> bool:
+    """Backward kernels on CUDA may add in any order, unless PyTorch's switch tells them not to."""
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     on_cuda = any(tensor.is_cuda for tensor in tensors)
-    if wanted and needs_grad and on_cuda and not torch.are_deterministic_algorithms_enabled():
+    return needs_grad and on_cuda and not torch.are_deterministic_algorithms_enabled()
+
+
+def _check_deterministic(dropout: float) -> None:
+    if dropout or torch.compiler.is_compiling():
+        where = "with dropout" if dropout else "in a compiled graph"
         raise UnsupportedProblem(
-            "flash_attn: deterministic=True for one call: PyTorch's backward kernels obey a switch for the process.",
+            f"flash_attn: deterministic=True {where}: there the backward obeys PyTorch's switch for the process alone.",
             remedy="call torch.use_deterministic_algorithms(True)",
         )

@@ -10,7 +10,7 @@ for whatever is not taken, so nothing that worked before stops working. Each cal
 
 Who sees a rule: a `with` block governs its own thread (or asyncio task) and the backward passes started there; the
 innermost block wins. `enable()` governs every thread that is in no block. The dispatcher itself is process-wide, so
-while any rule is in force other threads pay the detour (about 2 us a call) and get PyTorch's kernel.
+while any rule is in force other threads pay the detour through Python (2 to 4 us a call) and get PyTorch's kernel.
 
 Invariant: both "left" and "taken" are right for *any* call. What a call remembers of an earlier one is therefore only
 which of the two is better, and its key may leave out what a repeated decision would look at again anyway.
@@ -130,6 +130,7 @@ class Rule:
         # A condition, or a backend that may refuse, looks at the whole Problem: what is remembered must hold it all.
         self.exact = when is not None or backend != AUTO
         self.quiet: dict[Any, _Record] = {}  # by signature: calls that PyTorch's kernel gets without further ado
+        self.lookup = self.quiet.get
         self.memo: dict[Any, _Decision] = {}  # all the others
 
     def __enter__(self) -> Rule:
@@ -278,7 +279,7 @@ class _Dispatcher:
         originals = {key: torch.library.get_kernel(_OPERATOR, key) for key in _KEYS}
         library = torch.library.Library("aten", "IMPL")
         for key, original in originals.items():
-            library.impl("scaled_dot_product_attention", _kernel(original.call_boxed, "CUDA" in key), key)
+            library.impl("scaled_dot_product_attention", _kernel(original.call_boxed), key)
         _forget_resolved_kernels()
         return library
 
@@ -292,31 +293,10 @@ def _forget_resolved_kernels() -> None:
 _dispatcher = _Dispatcher()
 
 
-def _kernel(call_boxed: Callable[..., Tensor], on_gpu: bool) -> Callable[..., Tensor]:
+def _kernel(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The kernel to register in front of an original. Everything up to the memo's answer is written for speed."""
     no_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)  # the original decomposes and reads none
-    get_top, tensor = _top.get, Tensor
-    grad_enabled, deterministic = torch.is_grad_enabled, torch._C._get_deterministic_algorithms
-
-    def original(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> Tensor:
-        """Arguments that have their default are cheaper left out."""
-        if enable_gqa:
-            named = {"scale": scale, "enable_gqa": enable_gqa}
-            return call_boxed(no_keys, query, key, value, attn_mask, dropout_p, is_causal, **named)
-        if scale is not None:
-            return call_boxed(no_keys, query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
-        if is_causal or attn_mask is not None or dropout_p:
-            return call_boxed(no_keys, query, key, value, attn_mask, dropout_p, is_causal)
-        return call_boxed(no_keys, query, key, value)
+    get_top, tensor, grad_enabled = _top.get, Tensor, torch.is_grad_enabled
 
     def scaled_dot_product_attention(
         query: Tensor,
@@ -330,25 +310,33 @@ def _kernel(call_boxed: Callable[..., Tensor], on_gpu: bool) -> Callable[..., Te
     ) -> Tensor:
         frame = get_top()
         rule = _outside_blocks() if frame is None else frame.rule
-        if rule is None:
-            return original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        signature: Any = None
-        if type(query) is tensor:
-            training = query.requires_grad and grad_enabled()
-            signature = (
-                query.shape, key.shape, value.shape, query.dtype, training, dropout_p, is_causal, scale, enable_gqa,
-            )  # fmt: skip
-            if rule.exact or attn_mask is not None:
-                signature = (signature, _more_signature(rule, query, key, value, attn_mask))
-            elif on_gpu:
-                signature = (signature, query.get_device(), deterministic())
-            record = rule.quiet.get(signature)
+        if rule is not None:
+            signature: Any = None
+            record = None
+            if type(query) is tensor:
+                signature = (
+                    query.shape, key.shape, value.shape, query.dtype, query.requires_grad and grad_enabled(),
+                    dropout_p, is_causal, scale, enable_gqa,
+                )  # fmt: skip
+                if rule.exact or attn_mask is not None:
+                    signature = (signature, _more_signature(rule, query, key, value, attn_mask))
+                record = rule.lookup(signature)
             if record is not None:
                 record.calls += 1
-                return original(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        options = _settle(rule, arguments, signature).options
-        return original(*arguments) if options is None else _take(arguments, options)
+            else:
+                arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+                options = _settle(rule, arguments, signature).options
+                if options is not None:
+                    return _take(arguments, options)
+        # PyTorch's own kernel; arguments that have their default are cheaper left out.
+        if enable_gqa:
+            named = {"scale": scale, "enable_gqa": enable_gqa}
+            return call_boxed(no_keys, query, key, value, attn_mask, dropout_p, is_causal, **named)
+        if scale is not None:
+            return call_boxed(no_keys, query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+        if is_causal or attn_mask is not None or dropout_p:
+            return call_boxed(no_keys, query, key, value, attn_mask, dropout_p, is_causal)
+        return call_boxed(no_keys, query, key, value)
 
     return scaled_dot_product_attention
 
@@ -499,8 +487,18 @@ def _take(arguments: _Arguments, options: Options) -> Tensor:
         out = attention(query, key, value, mask=mask, scale=scale, dropout=dropout_p, backend=options.backend)
     else:
         options = options._replace(layout=_layout(arguments[0]))
-        out, _ = op.run(query, key, value, None if options.mask else attn_mask, options)
+        out = _run(query, key, value, None if options.mask else attn_mask, options)
     return out[0] if arguments[0].ndim == 3 else out
+
+
+def _run(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    if bias is not None or not op.is_plain(query, key, value):
+        return op.run(query, key, value, bias, options)[0]
+    call = op.recall(query, key, value, options)
+    if call is None:
+        call = op.prepare(query, key, value, None, options, op.needs_grad(query, key, value))
+        op.remember(call, query, key, value, options)
+    return op.execute(call, query, key, value, None)[0]
 
 
 def _fallback(arguments: _Arguments, because: str, *, memoise: bool = True) -> _Decision:
