@@ -12,10 +12,10 @@ PYTHON  := $(VENV)/bin/python
 SETUP   := $(STAMP)
 endif
 
-.PHONY: run test check format golden gpu-check clean
+.PHONY: run test check format golden docs gpu-check clean
 
 run: $(SETUP)
-	$(PYTHON) -m tilewise inspect --shape 2,8,512,64 --dtype float32
+	$(PYTHON) -m tilewise inspect --shape 2,8,512,64 --dtype float32 --html report.html
 
 test: $(SETUP)
 	$(PYTHON) -m pytest tests -m "not gpu"
@@ -33,6 +33,9 @@ format: $(SETUP)
 
 golden: $(SETUP)
 	$(PYTHON) tests/test_plan.py --update
+
+docs: $(SETUP)
+	$(PYTHON) -m tilewise docs
 
 gpu-check: $(SETUP)
 	$(PYTHON) -m pytest tests/gpu

@@ -17,6 +17,7 @@ from .target import Target
 
 if TYPE_CHECKING:
     from .integrations.sdpa import sdpa
+    from .lab.trace import no_math_fallback, trace
 
 __version__ = "0.1.0"
 
@@ -39,15 +40,21 @@ __all__ = [
     "Window",
     "attention",
     "explain",
+    "no_math_fallback",
     "scaled_dot_product_attention",
     "sdpa",
+    "trace",
 ]
 
 
 def __getattr__(name: str) -> object:
-    """`tilewise.sdpa` is loaded when it is first asked for."""
+    """`tilewise.sdpa` and what watches a program are loaded when they are first asked for."""
     if name == "sdpa":
         from .integrations.sdpa import sdpa  # noqa: PLC0415
 
         return sdpa
+    if name in ("trace", "no_math_fallback"):
+        from .lab import trace as watching  # noqa: PLC0415
+
+        return getattr(watching, name)
     raise AttributeError(f"module 'tilewise' has no attribute {name!r}")

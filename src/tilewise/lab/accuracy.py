@@ -37,7 +37,8 @@ Errors = dict[str, dict[str, float]]  # tensor name -> {norm, worst_row}
 
 _GROUPS_WANTED = 8
 _ROWS_WANTED = 64
-_FLOPS_AFFORDED = {"cpu": 2e10, "cuda": 4e12}
+_FLOPS_AFFORDED = {"cpu": 2e10, "cuda": 1e12}
+_ELEMENTS_AFFORDED = 2**21  # of a tensor that is compared: truth travels to every candidate's process
 _SCORES_AT_ONCE = {"cpu": 2**22, "cuda": 2**26}
 
 
@@ -54,18 +55,16 @@ def choose(problem: Problem, seed: int, device: str) -> Sample:
     """Everything if affordable, else random heads: with all their rows where gradients need them, else random rows."""
     groups = [(batch, head) for batch in range(problem.batch) for head in range(problem.heads_kv)]
     rows = range(problem.seq_q)
-    afforded = _FLOPS_AFFORDED["cuda" if device.startswith("cuda") else "cpu"]
-    cost = problem.flops() + (problem.flops(backward=True) if problem.needs_grad else 0)
-    if cost <= afforded or not groups:
+    share = _share_afforded(problem, device)
+    if share >= 1.0 or not groups:
         return Sample(tuple(groups), tuple(rows), "every element")
     generator = torch.Generator().manual_seed(seed)
-    fitting = int(afforded * len(groups) / cost)
+    fitting = int(share * len(groups))
     count = min(len(groups), fitting if problem.needs_grad else max(fitting, _GROUPS_WANTED))
     order = torch.randperm(len(groups), generator=generator)[: max(1, count)].tolist()
     chosen_rows = tuple(rows)
     if not problem.needs_grad and count > fitting:
-        share = afforded * len(groups) / (cost * count)
-        wanted = min(len(rows), max(_ROWS_WANTED, int(share * len(rows))))
+        wanted = min(len(rows), max(_ROWS_WANTED, int(share * len(groups) / count * len(rows))))
         chosen_rows = tuple(sorted(torch.randperm(len(rows), generator=generator)[:wanted].tolist()))
     heads = f"{len(order) * problem.group} of {problem.batch * problem.heads_q} heads"
     return Sample(
@@ -73,6 +72,14 @@ def choose(problem: Problem, seed: int, device: str) -> Sample:
         chosen_rows,
         f"a random sample: {heads}, {len(chosen_rows)} of {problem.seq_q} rows",
     )
+
+
+def _share_afforded(problem: Problem, device: str) -> float:
+    """Of the whole problem: by the arithmetic of its truth, and by the size of what is compared."""
+    afforded = _FLOPS_AFFORDED["cuda" if device.startswith("cuda") else "cpu"]
+    cost = problem.flops() + (problem.flops(backward=True) if problem.needs_grad else 0)
+    elements = problem.batch * problem.heads_q * problem.seq_q * max(problem.head_dim, problem.head_dim_v)
+    return min(afforded / max(cost, 1), _ELEMENTS_AFFORDED / max(elements, 1))
 
 
 def truth(inputs: Inputs, problem: Problem, sample: Sample) -> Tensors:
@@ -143,13 +150,16 @@ def _errors(got: Tensor, want: Tensor, is_lse: bool) -> dict[str, float]:
 
 
 def _over_sample(inputs: Inputs, problem: Problem, sample: Sample, work: torch.dtype, part: Any) -> Tensors:
-    """`part` over every group and chunk of rows, put together: rows joined, the gradients of k and v summed."""
-    by_group = [list(_parts(inputs, problem, sample, group, work, part)) for group in sample.groups]
+    """`part` over bunches of groups and chunks of rows, put together: rows joined, gradients of k and v summed."""
+    at_once = _SCORES_AT_ONCE[inputs.q.device.type] // max(1, problem.group * problem.seq_kv)  # rows of all groups
+    bunch = max(1, at_once // max(1, len(sample.rows)))
+    bunches = [sample.groups[start : start + bunch] for start in range(0, len(sample.groups), bunch)]
+    by_bunch = [list(_parts(inputs, problem, sample, groups, at_once, work, part)) for groups in bunches]
     results: Tensors = {}
-    for name in by_group[0][0] if by_group and by_group[0] else ():
-        of_groups = [[chunk[name] for chunk in chunks] for chunks in by_group]
+    for name in by_bunch[0][0] if by_bunch and by_bunch[0] else ():
+        of_bunches = [[chunk[name] for chunk in chunks] for chunks in by_bunch]
         summed = name in ("dk", "dv")
-        joined = [torch.stack(parts).sum(0) if summed else torch.cat(parts, 2) for parts in of_groups]
+        joined = [torch.stack(parts).sum(0) if summed else torch.cat(parts, 2) for parts in of_bunches]
         results[name] = torch.cat(joined)
     if "lse" in results:
         results["lse"] = results["lse"].unsqueeze(-1)
@@ -159,30 +169,42 @@ def _over_sample(inputs: Inputs, problem: Problem, sample: Sample, work: torch.d
 
 
 def _parts(
-    inputs: Inputs, problem: Problem, sample: Sample, group: tuple[int, int], work: torch.dtype, part: Any
+    inputs: Inputs,
+    problem: Problem,
+    sample: Sample,
+    groups: tuple[tuple[int, int], ...],
+    at_once: int,
+    work: torch.dtype,
+    part: Any,
 ) -> Iterator[Tensors]:
-    batch, head = group
-    queries = slice(head * problem.group, (head + 1) * problem.group)
-    k, v = (tensor.detach()[batch : batch + 1, head : head + 1].to(work) for tensor in (inputs.k, inputs.v))
-    at_once = _SCORES_AT_ONCE[k.device.type] // max(1, problem.group * problem.seq_kv)
+    """The groups side by side as the batches of one problem, in chunks of rows."""
+    batches, heads = (torch.tensor(index, device=inputs.q.device) for index in zip(*groups, strict=True))
+    queries = heads[:, None] * problem.group + torch.arange(problem.group, device=heads.device)
+    k, v = (tensor.detach()[batches, heads].unsqueeze(1).to(work) for tensor in (inputs.k, inputs.v))
     rows = torch.tensor(sample.rows, dtype=torch.int64, device=k.device)
-    for chunk in rows.split(max(1, at_once)):
-        q, dout = (t.detach()[batch : batch + 1, queries][:, :, chunk].to(work) for t in (inputs.q, inputs.dout))
-        bias = _bias(inputs, problem, batch, queries, chunk)
+    for chunk in rows.split(max(1, at_once // len(groups))):
+        q, dout = (t.detach()[batches[:, None], queries][:, :, chunk].to(work) for t in (inputs.q, inputs.dout))
+        bias = _bias(inputs, problem, batches, queries, chunk)
         mask = Full() if bias is None else Dense(tuple(bias.shape), bias.dtype != torch.bool)
         small = problem.with_(
-            batch=1, heads_q=problem.group, heads_kv=1, seq_q=len(chunk), dtype=work, mask=mask, layout="bhsd"
+            batch=len(groups),
+            heads_q=problem.group,
+            heads_kv=1,
+            seq_q=len(chunk),
+            dtype=work,
+            mask=mask,
+            layout="bhsd",
         )
         yield part(q, k, v, dout, small, bias, problem)
 
 
-def _bias(inputs: Inputs, problem: Problem, batch: int, queries: slice, rows: Tensor) -> Tensor | None:
-    """The mask of these rows as a tensor (1, group or 1, rows, seq_kv)."""
+def _bias(inputs: Inputs, problem: Problem, batches: Tensor, queries: Tensor, rows: Tensor) -> Tensor | None:
+    """The mask of these rows as a tensor (groups or 1, query heads or 1, rows, seq_kv)."""
     if isinstance(problem.mask, Full):
         return None
     if inputs.bias is not None:
         full = inputs.bias.expand(problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
-        return full[batch : batch + 1, queries][:, :, rows]
+        return full[batches[:, None], queries][:, :, rows]
     begin, end = problem.mask.spans(rows, problem.seq_q, problem.seq_kv)
     keys = torch.arange(problem.seq_kv, device=rows.device)
     return ((keys >= begin[:, None]) & (keys < end[:, None]))[None, None]

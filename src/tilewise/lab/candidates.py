@@ -1,13 +1,13 @@
-"""Candidates: names that stand for a way to compute attention, and the inputs they are given.
+"""Candidates: names that stand for a way to compute attention.
 
-    tilewise             tilewise.attention, the planner choosing
-    tiled, torch-flash   any backend of the planner, through tilewise.attention(backend=...)
-    torch-default        F.scaled_dot_product_attention as it is
-    sdpa:flash           F.scaled_dot_product_attention held to one of PyTorch's kernels (efficient, cudnn, math)
-    fa3                  FlashAttention-3's forward, where the package fa3-fwd can be imported
-    python:MODULE:NAME   a function of yours: NAME(q, k, v, problem, bias) -> out or (out, lse); MODULE may be a file.py
-
-Inputs follow from (problem, seed, device) alone, so every process makes the same ones and nothing large crosses a pipe.
+tilewise                tilewise.attention, the planner choosing
+tilewise:deterministic  the same under torch.use_deterministic_algorithms(True)
+tiled, torch-flash      any backend of the planner, through tilewise.attention(backend=...)
+torch-default           F.scaled_dot_product_attention as it is
+sdpa:flash              F.scaled_dot_product_attention held to one of PyTorch's kernels (efficient, cudnn, math)
+flags:all-off           F.scaled_dot_product_attention with PyTorch's switches set: see `flags`
+flex, flash-attn, fa3, xformers   other libraries' attention: see `rivals`
+python:MODULE:NAME      a function of yours: NAME(q, k, v, problem, bias) -> out or (out, lse); MODULE: or a file.py
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +28,20 @@ from ..api import attention
 from ..errors import InvalidInput, Reason
 from ..masks import Causal, Dense, Full
 from ..plan import AUTO, BACKENDS
+from . import flags
+from .inputs import Inputs, make_inputs
+from .rivals import FA3, FLEX, RIVALS, has_fa3
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ..problem import Problem
 
-Tensor = torch.Tensor
+__all__ = ["FA3", "Candidate", "Inputs", "has_fa3", "make_inputs"]
 Forward = Callable[[], Any]  # out, or (out, lse) where the problem needs an lse
 
 OURS = "tilewise"
+DETERMINISTIC = "tilewise:deterministic"
 TORCH_DEFAULT = "torch-default"
 SDPA = {
     "sdpa:flash": SDPBackend.FLASH_ATTENTION,
@@ -43,20 +49,10 @@ SDPA = {
     "sdpa:cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa:math": SDPBackend.MATH,
 }
-FA3 = "fa3"
-_FA3_MODULE = "fa3_fwd_interface"
 PYTHON = "python:"
+_OPTIONAL = ("sm80", "triton")  # backends that a suite or a user may name where this build has none
+KNOWN = (OURS, DETERMINISTIC, TORCH_DEFAULT, *SDPA, *flags.SWITCHES, *RIVALS)
 _LARGEST_MASK_BYTES = 4 * 2**30
-
-
-class Inputs(NamedTuple):
-    """q, k, v and dout as bhsd views stored in the problem's layout; bias is the tensor of a Dense mask."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,70 +64,58 @@ class Candidate:
     def __post_init__(self) -> None:
         if self.name.startswith(PYTHON):
             _split_python(self.name)
-        elif self.name not in (OURS, TORCH_DEFAULT, *SDPA, FA3, *BACKENDS):
-            known = ", ".join((OURS, TORCH_DEFAULT, *SDPA, FA3, *BACKENDS))
+        elif self.name not in (*KNOWN, *BACKENDS, *_OPTIONAL):
+            known = ", ".join((*KNOWN, *BACKENDS))
             raise InvalidInput("candidate", repr(self.name), f"one of {known}, or python:MODULE:NAME", "choose one")
 
     @property
     def is_peer(self) -> bool:
         """One of PyTorch's own paths: what others are measured against."""
-        return self.name == TORCH_DEFAULT or self.name in SDPA or self.name.startswith("torch-")
+        return self._is_sdpa or self.name.startswith("torch-")
 
-    def why_not(self, problem: Problem) -> list[Reason]:
+    @property
+    def _is_sdpa(self) -> bool:
+        """F.scaled_dot_product_attention, whatever it is held to."""
+        return self.name == TORCH_DEFAULT or self.name in SDPA or self.name in flags.SWITCHES
+
+    @property
+    def compiles(self) -> bool:
+        """The first call may take a minute: the kernel is generated for it."""
+        return self.name == FLEX
+
+    def why_not(self, problem: Problem, device: str = "cuda") -> list[Reason]:
         """Why the candidate cannot even be asked. What a backend of the planner says is the planner's business."""
-        if self.name == FA3:
-            return _fa3_reasons(problem)
-        return _sdpa_reasons(problem) if self.name == TORCH_DEFAULT or self.name in SDPA else []
+        if self.name in RIVALS:
+            return RIVALS[self.name].why_not(problem, device)
+        if self.name in _OPTIONAL and self.name not in BACKENDS:
+            return [Reason(f"this tilewise has no backend {self.name}", f"choose one of {', '.join(BACKENDS)}")]
+        return _sdpa_reasons(problem) if self._is_sdpa else []
 
     def forward(self, problem: Problem, inputs: Inputs) -> Forward:
         """A call without arguments that computes the problem's forward. Masks are built here, once."""
-        if self.name == TORCH_DEFAULT or self.name in SDPA:
+        if self._is_sdpa:
             return _sdpa_forward(problem, inputs)
-        if self.name == FA3:
-            return _fa3_forward(problem, inputs)
+        if self.name in RIVALS:
+            return RIVALS[self.name].forward(problem, inputs)
         if self.name.startswith(PYTHON):
             function = _load_python(self.name)
             return lambda: function(inputs.q, inputs.k, inputs.v, problem, inputs.bias)
-        return _our_forward(problem, inputs, AUTO if self.name == OURS else self.name)
+        return _our_forward(problem, inputs, AUTO if self.name in (OURS, DETERMINISTIC) else self.name)
 
-    def context(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def context(self, problem: Problem) -> Iterator[None]:
         """What must be active around the calls; entered once, so that it costs the calls nothing."""
-        return sdpa_kernel(SDPA[self.name]) if self.name in SDPA else contextlib.nullcontext()
-
-
-def make_inputs(problem: Problem, seed: int, device: str) -> Inputs:
-    """Standard normal tensors, rounded to the problem's dtype. A Dense mask shows key 0 and half of the rest."""
-    generator = torch.Generator(device).manual_seed(seed)
-    q, k, v, dout = (
-        _normal(problem, heads, seq, dim, generator)
-        for heads, seq, dim in (
-            (problem.heads_q, problem.seq_q, problem.head_dim),
-            (problem.heads_kv, problem.seq_kv, problem.head_dim),
-            (problem.heads_kv, problem.seq_kv, problem.head_dim_v),
-            (problem.heads_q, problem.seq_q, problem.head_dim_v),
-        )
-    )
-    for tensor in (q, k, v):
-        tensor.requires_grad_(problem.needs_grad)
-    return Inputs(q, k, v, dout, _dense_mask(problem, generator))
-
-
-def _normal(problem: Problem, heads: int, seq: int, dim: int, generator: torch.Generator) -> Tensor:
-    stored = (seq, heads) if problem.layout == "bshd" else (heads, seq)
-    shape = (problem.batch, *stored, dim)
-    tensor = torch.randn(shape, generator=generator, device=generator.device).to(problem.dtype)
-    return tensor.transpose(1, 2) if problem.layout == "bshd" else tensor
-
-
-def _dense_mask(problem: Problem, generator: torch.Generator) -> Tensor | None:
-    if not isinstance(problem.mask, Dense):
-        return None
-    visible = torch.rand(problem.mask.shape, generator=generator, device=generator.device) < 0.5
-    visible[..., :1] = True
-    if not problem.mask.additive:
-        return visible
-    bias = torch.randn(problem.mask.shape, generator=generator, device=generator.device)
-    return bias.masked_fill(~visible, -torch.inf).to(problem.dtype)
+        settings: Any = torch.utils.deterministic
+        before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+        torch.use_deterministic_algorithms(problem.deterministic or self.name == DETERMINISTIC)
+        # Why: under that mode PyTorch also fills all fresh memory with nan, to debug by; that is not what is timed.
+        settings.fill_uninitialized_memory = False
+        try:
+            with sdpa_kernel(SDPA[self.name]) if self.name in SDPA else flags.switched(self.name):
+                yield
+        finally:
+            torch.use_deterministic_algorithms(before[0])
+            settings.fill_uninitialized_memory = before[1]
 
 
 def _our_forward(problem: Problem, inputs: Inputs, backend: str) -> Forward:
@@ -173,49 +157,18 @@ def _sdpa_reasons(problem: Problem) -> list[Reason]:
 
 
 def _sdpa_forward(problem: Problem, inputs: Inputs) -> Forward:
-    q, k, v = inputs.q, inputs.k, inputs.v
+    arguments, options = sdpa_arguments(problem, inputs)
+    return lambda: F.scaled_dot_product_attention(*arguments, **options)
+
+
+def sdpa_arguments(problem: Problem, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of F.scaled_dot_product_attention: a mask that it has no name for is built as a tensor."""
     is_causal, attn_mask = _is_top_left_causal(problem), inputs.bias
     if attn_mask is None and not is_causal and not isinstance(problem.mask, Full):
         rows, keys = range(problem.seq_q), range(problem.seq_kv)
-        attn_mask = problem.mask.to_bool(rows, keys, problem.seq_q, problem.seq_kv, q.device)
-    dropout, scale, enable_gqa = problem.dropout, problem.scale, problem.group > 1
-    return lambda: F.scaled_dot_product_attention(
-        q, k, v, attn_mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-
-
-def has_fa3() -> bool:
-    """The package fa3-fwd can be imported here."""
-    return importlib.util.find_spec(_FA3_MODULE) is not None
-
-
-def _fa3_reasons(problem: Problem) -> list[Reason]:
-    """What the forward-only build on PyPI leaves out."""
-    reasons = []
-    if not has_fa3():
-        reasons.append(Reason("the module fa3_fwd_interface cannot be imported", "pip install fa3-fwd"))
-    if problem.dtype != torch.bfloat16:
-        reasons.append(Reason(f"{problem.dtype}: this build of FlashAttention-3 takes bfloat16 alone", "use bfloat16"))
-    same_length = problem.seq_q == problem.seq_kv
-    if not isinstance(problem.mask, Full) and not (isinstance(problem.mask, Causal) and same_length):
-        reasons.append(Reason(f"mask {problem.mask}: this build takes full and causal alone", "use one of these"))
-    if problem.needs_grad or problem.dropout or problem.needs_lse:
-        reasons.append(Reason("gradients, dropout or lse: this build is a bare forward", "drop them"))
-    return reasons
-
-
-def _fa3_forward(problem: Problem, inputs: Inputs) -> Forward:
-    """FlashAttention-3 takes (batch, seq, heads, dim), strided as it may be."""
-    flash = importlib.import_module(_FA3_MODULE).flash_attn_func
-    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
-    scale, softcap, causal = problem.scale, problem.softcap, isinstance(problem.mask, Causal)
-
-    def forward() -> Tensor:
-        out = flash(q, k, v, softmax_scale=scale, causal=causal, softcap=softcap)
-        attended: Tensor = out[0] if isinstance(out, tuple) else out
-        return attended.transpose(1, 2)
-
-    return forward
+        attn_mask = problem.mask.to_bool(rows, keys, problem.seq_q, problem.seq_kv, inputs.q.device)
+    options = {"scale": problem.scale, "enable_gqa": problem.group > 1}
+    return (inputs.q, inputs.k, inputs.v, attn_mask, problem.dropout, is_causal), options
 
 
 def _split_python(name: str) -> tuple[str, str]:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..problem import Problem
 from .candidates import Candidate
 from .pool import Failure
 
 if TYPE_CHECKING:
-    from ..problem import Problem
     from .accuracy import Errors
     from .pool import Pool
 
@@ -28,6 +28,8 @@ WRONG = "wrong"
 REFUSED = "refused"
 _TRUTH = "float64"  # the worker that computes it
 _FEWEST_ROUNDS = 3
+_COMPILING = 4  # times the time limit: for the first call of what is compiled then
+TIMES = ("forward", "backward", "step")  # what can be timed; a step is both in one call
 
 Tick = Callable[[str], None]
 
@@ -46,7 +48,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a suite: a problem, who answers it, and how the answer is timed ("" = by the device's default)."""
+    """One line of a suite: a problem, who answers it, what of the answer is timed, and how.
+
+    `method` "" is the device's default; `times` () is the forward, and the backward where gradients are wanted.
+    """
 
     name: str
     problem: Problem
@@ -54,15 +59,28 @@ class Row:
     device: str = "cpu"
     method: str = ""
     flush: bool = False
+    times: tuple[str, ...] = ()
+    tensors: str = ""  # a file to take q, k and v from
 
     @property
     def timing(self) -> str:
         return self.method or ("events" if self.device.startswith("cuda") else "wall")
 
+    @property
+    def timed(self) -> tuple[str, ...]:
+        return self.times or (("forward", "backward") if self.problem.needs_grad else ("forward",))
+
+    @property
+    def flops(self) -> int:
+        """Of all that is timed."""
+        there, back = self.problem.flops(), self.problem.flops(backward=True)
+        work = {"forward": there, "backward": back, "step": there + back}
+        return sum(work[what] for what in self.timed)
+
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one candidate. `forward` and `backward` hold one list of samples a round, in seconds per call."""
+    """What became of one candidate. The fields named in TIMES hold a list of samples a round, in seconds per call."""
 
     candidate: str
     verdict: str = UNVERIFIED
@@ -72,6 +90,7 @@ class Outcome:
     overhead: list[float] = field(default_factory=list)
     forward: list[list[float]] = field(default_factory=list)
     backward: list[list[float]] = field(default_factory=list)
+    step: list[list[float]] = field(default_factory=list)
     stderr: str = ""
 
     @property
@@ -85,18 +104,36 @@ class Outcome:
 
     @property
     def costs(self) -> list[float]:
-        """Seconds per round of what a user pays: the forward, and the backward where there is one."""
-        if not self.backward:
-            return [median(samples) for samples in self.forward]
-        return [median(there) + median(back) for there, back in zip(self.forward, self.backward, strict=False)]
+        """Seconds per round of what a user pays: the sum of all that is timed."""
+        timed = [getattr(self, what) for what in TIMES if getattr(self, what)]
+        return [sum(map(median, parts)) for parts in zip(*timed, strict=False)]
+
+    @property
+    def samples(self) -> list[Any]:
+        """Every sample where one thing is timed, else the costs of the rounds: what medians and spreads are of."""
+        timed = [getattr(self, what) for what in TIMES if getattr(self, what)]
+        return timed[0] if len(timed) == 1 else self.costs
+
+    def error(self, *names: str) -> float | None:
+        """The largest relative error, norm-wise, of these tensors; None where none was compared."""
+        return max((self.errors[name]["norm"] for name in names if name in self.errors), default=None)
 
     def fail(self, failure: Failure) -> None:
         self.verdict, self.stderr = REFUSED if failure.refused else failure.text, failure.stderr
         self.because = [failure.hint] if failure.hint else []
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Outcome:
+        """As a record holds it, those of earlier releases included."""
+        outcome = cls(**{name: values[name] for name in cls.__slots__ if name in values})
+        outcome.errors = {
+            name: {kind: float(value) for kind, value in by_kind.items()} for name, by_kind in outcome.errors.items()
+        }
+        return outcome
+
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
-        for what in ("forward", "backward", "overhead"):
+        for what in (*TIMES, "overhead"):
             values[f"{what}_seconds"] = summary(getattr(self, what))
         return values
 
@@ -111,6 +148,8 @@ class Comparison:
     budgets: Errors = field(default_factory=dict)
     orders: list[list[str]] = field(default_factory=list)
     complete: bool = True  # False: interrupted
+    clocks: dict[str, dict[str, float]] | None = None  # of the GPU, while the row was measured
+    seconds: float = 0.0  # that the row took
 
     def __getitem__(self, candidate: str) -> Outcome:
         return next(outcome for outcome in self.outcomes if outcome.candidate == candidate)
@@ -133,8 +172,11 @@ class Comparison:
             "problem": row.problem.to_dict(),
             "device": row.device,
             "timing": row.timing,
+            "times": list(row.timed),
             "flush": row.flush,
-            "flops": {"forward": row.problem.flops(), "backward": row.problem.flops(backward=True)},
+            "flops": {"forward": row.problem.flops(), "backward": row.problem.flops(backward=True), "timed": row.flops},
+            "clocks": self.clocks,
+            "seconds": self.seconds,
             "complete": self.complete,
             "compared": self.compared,
             "budgets": self.budgets,
@@ -142,6 +184,28 @@ class Comparison:
             "orders": self.orders,
             "candidates": [outcome.to_dict() | {"ratio": self.speed(outcome)} for outcome in self.outcomes],
         }
+
+
+def read_comparison(values: dict[str, Any]) -> Comparison:
+    """What `Comparison.to_dict` wrote, read back from a record."""
+    row = Row(
+        values["row"],
+        Problem.from_dict(values["problem"]),
+        tuple(candidate["candidate"] for candidate in values["candidates"]),
+        values["device"],
+        values["timing"],
+        values["flush"],
+        tuple(values.get("times", ())),
+    )
+    return Comparison(
+        row,
+        [Outcome.from_dict(candidate) for candidate in values["candidates"]],
+        compared=values["compared"],
+        orders=values["orders"],
+        complete=values["complete"],
+        clocks=values.get("clocks"),
+        seconds=values.get("seconds", 0.0),
+    )
 
 
 def compare(row: Row, pool: Pool, settings: Settings, tick: Tick = lambda text: None) -> Comparison:
@@ -164,7 +228,7 @@ def steps(row: Row, settings: Settings) -> int:
 
 
 def _refuses(outcome: Outcome, row: Row) -> bool:
-    reasons = Candidate(outcome.candidate).why_not(row.problem)
+    reasons = Candidate(outcome.candidate).why_not(row.problem, row.device)
     if reasons:
         outcome.verdict, outcome.because = REFUSED, [str(reason) for reason in reasons]
     return bool(reasons)
@@ -172,14 +236,15 @@ def _refuses(outcome: Outcome, row: Row) -> bool:
 
 def _verify_all(comparison: Comparison, running: list[Outcome], pool: Pool, settings: Settings, tick: Tick) -> None:
     row = comparison.row
-    what = {"problem": row.problem.to_dict(), "seed": settings.seed, "device": row.device}
+    what = {"problem": row.problem.to_dict(), "seed": settings.seed, "device": row.device, "tensors": row.tensors}
     with tempfile.TemporaryDirectory(prefix="tilewise-") as folder:
         path = Path(folder) / "truth.pt"
         untold = _truth(comparison, pool, settings, what, path, tick)
         for outcome in running:
             tick(f"{row.name}: verify {outcome.candidate}")
             try:
-                pool.ask(outcome.candidate, "prepare", settings.time_limit, candidate=outcome.candidate, **what)
+                limit = settings.time_limit * (_COMPILING if Candidate(outcome.candidate).compiles else 1)
+                pool.ask(outcome.candidate, "prepare", limit, candidate=outcome.candidate, **what)
                 if untold:
                     outcome.because = [untold]
                 else:
@@ -229,7 +294,7 @@ def _time_round(outcome: Outcome, row: Row, pool: Pool, settings: Settings, firs
     limit, seconds = settings.time_limit, settings.round_seconds
     if first and settings.overhead:
         outcome.overhead = pool.ask(outcome.candidate, "overhead", limit, seconds=seconds / 2)
-    for what in ("forward", "backward") if row.problem.needs_grad else ("forward",):
+    for what in row.timed:
         samples = pool.ask(
             outcome.candidate, "time", limit, what=what, method=row.timing, seconds=seconds, flush=row.flush
         )
@@ -237,7 +302,7 @@ def _time_round(outcome: Outcome, row: Row, pool: Pool, settings: Settings, firs
 
 
 def _tired(outcome: Outcome, number: int, settings: Settings) -> bool:
-    spent = sum(sum(samples) for samples in (*outcome.forward, *outcome.backward))
+    spent = sum(flat([getattr(outcome, what) for what in TIMES]))
     return number >= _FEWEST_ROUNDS and spent > settings.patience
 
 

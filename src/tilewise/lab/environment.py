@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
+from ..jit.validation import source_hash
+
 _PACKAGES = ("triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13", "flash-attn", "numpy")
 _PREFIXES = ("TILEWISE_", "TORCH_CUDNN_SDPA", "TORCH_LOGS", "ONEDNN_", "OMP_", "MKL_", "GOMP_", "CUDA_", "NVIDIA_TF32")
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -146,11 +148,14 @@ def sdpa_state() -> dict[str, Any]:
 
 
 def source() -> dict[str, Any]:
-    """The commit of a checkout and whether it was changed since; None for an installed package."""
+    """The commit of a checkout and whether it was changed since (None for an installed package), and what the engine's
+    sources hash to: that says which kernels ran, whatever git knows."""
+    kernels = {"engine": source_hash()}
     if not _output("git", "-C", str(_PACKAGE), "ls-files", "__init__.py"):
-        return {"commit": None, "dirty": None}
+        return {"commit": None, "dirty": None} | kernels
     commit = _output("git", "-C", str(_PACKAGE), "rev-parse", "HEAD")
-    return {"commit": commit or None, "dirty": bool(_output("git", "-C", str(_PACKAGE), "status", "--porcelain"))}
+    dirty = bool(_output("git", "-C", str(_PACKAGE), "status", "--porcelain"))
+    return {"commit": commit or None, "dirty": dirty} | kernels
 
 
 def device_line(device: str) -> str:

@@ -10,20 +10,19 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.measure import Measurement
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rich.table import Table
 
 _BAD = ("wrong", "died", "no answer", "raised")
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Columns whose header starts with ">" are aligned to the right. What a terminal is too narrow for is not cut."""
+    from rich.console import Console  # noqa: PLC0415  (plain text, as a trace prints it, needs no rich)
+    from rich.measure import Measurement  # noqa: PLC0415
+
     console = Console()
     table = _rich_table(columns, rows)
     unbounded = console.options.update(max_width=10_000)
@@ -47,6 +46,9 @@ def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
 
 
 def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    from rich.box import SIMPLE_HEAD  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
     table = Table(header_style="bold", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False)
     for column in columns:
         table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
@@ -79,6 +81,9 @@ class Bar:
     """A progress bar on standard error, only where a person watches. `tick` moves it on and names what comes next."""
 
     def __init__(self, total: int) -> None:
+        from rich.console import Console  # noqa: PLC0415
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

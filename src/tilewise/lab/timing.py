@@ -1,6 +1,7 @@
 """Timing: seconds per call of a function that takes no arguments.
 
-    wall    time.perf_counter around calls: CPU, where a call returns when its work is done
+    wall    time.perf_counter around calls until their work is done: what a program waits for. On CUDA around a batch
+            of calls, so host and device overlap as they do in a program
     events  CUDA events around back-to-back calls in one stream (a sustained load), or around single calls with the L2
             cache overwritten in between when `flush` is set
     graph   CUDA graph replay of many calls: no host time between kernels, for problems smaller than a launch
@@ -8,13 +9,15 @@
 
 Short kernels must not wait for the host inside an event pair, so the device first spins for as long as the host needs
 to enqueue the batch. Each function returns several samples; what a round of it means is decided by who collects them.
+What a method finds out about a call (how long it takes, a captured graph) it keeps in `kept`, so that later rounds
+spend their time measuring.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,51 +29,60 @@ _WARM_UP_SECONDS = 0.01
 _SHORTEST_SAMPLE = 0.001  # seconds: far above the clock's resolution
 _HOST_BATCH = 32  # calls enqueued at once: well below the driver's queue, which would make the host wait
 _GRAPH_CALLS = 16
+_GRAPH_SECONDS = 0.002  # of one replay; a graph of long calls needs few of them
 _SPIN_HZ = 2e9  # at least the clock of any GPU we know: the spin is long enough
-_LEAST_EVENT_CALLS = 10
+_MOST_OVERTIME = 3  # times the measured time that was asked for
+_EVENT_CALLS = 10  # back to back in one sample, unless a few already fill the round
+
+Kept = dict[str, Any]
 
 
-def measure(
-    call: Call, method: str, seconds: float, *, flush: bool = False, graphs: dict[str, Any] | None = None
-) -> list[float]:
-    """Samples of seconds per call over about `seconds` of measured time, after a warm-up. `graphs` keeps captures."""
+def measure(call: Call, method: str, seconds: float, *, flush: bool = False, kept: Kept | None = None) -> list[float]:
+    """Samples of seconds per call over about `seconds` of measured time, after a warm-up."""
+    kept = {} if kept is None else kept
     if method == "wall":
         return _wall(call, seconds)
     if method == "host":
         return _host(call, seconds)
     if method == "graph":
-        return _graph(call, seconds, {} if graphs is None else graphs)
+        return _graph(call, seconds, kept)
     assert method == "events", method
-    return _events(call, seconds, flush)
+    return _events(call, seconds, flush, kept)
 
 
 def _wall(call: Call, seconds: float) -> list[float]:
-    estimate = _warm_up(call)
+    synchronize: Call = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+    estimate = _warm_up(call, synchronize)
     if estimate >= seconds:  # a call this long needs no warm-up: it is the sample
         return [estimate]
     calls = max(1, math.ceil(_SHORTEST_SAMPLE / estimate))
-    return [_clocked(call, calls) for _ in range(_sample_count(seconds, estimate * calls))]
+    if torch.cuda.is_initialized():
+        calls = max(calls, min(_EVENT_CALLS, math.ceil(seconds / estimate)))
+    return [_clocked(call, calls, synchronize) for _ in _turns(seconds, estimate * calls)]
 
 
 def _host(call: Call, seconds: float) -> list[float]:
     synchronize: Call = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     call()
+    synchronize()
+    batch = max(1, min(_HOST_BATCH, int(seconds / max(_clocked(call, 1), 1e-9))))
     samples: list[float] = []
     stop = time.perf_counter() + seconds
     while not samples or time.perf_counter() < stop:
         synchronize()
-        samples.append(_clocked(call, _HOST_BATCH))
+        samples.append(_clocked(call, batch))
     synchronize()
     return samples
 
 
-def _events(call: Call, seconds: float, flush: bool) -> list[float]:
-    device_seconds, host_seconds = _cuda_estimates(call)
+def _events(call: Call, seconds: float, flush: bool, kept: Kept) -> list[float]:
+    device_seconds, host_seconds = _cuda_estimates(call, kept)
     scratch = _l2_sized() if flush else None
-    calls = max(_LEAST_EVENT_CALLS, math.ceil(_SHORTEST_SAMPLE / device_seconds))
+    fewest = min(_EVENT_CALLS, math.ceil(seconds / (2 * device_seconds)))
+    calls = max(fewest, math.ceil(_SHORTEST_SAMPLE / device_seconds))
     spin = int(1.5 * host_seconds * calls * _SPIN_HZ) if device_seconds < 2 * host_seconds else 0
     samples: list[float] = []
-    for _ in range(_sample_count(seconds, device_seconds * calls)):
+    for _ in _turns(seconds, device_seconds * calls):
         pairs = [_event_pair() for _ in range(calls if flush else 1)]
         if spin:
             torch.cuda._sleep(spin)
@@ -92,10 +104,12 @@ def _events(call: Call, seconds: float, flush: bool) -> list[float]:
     return samples
 
 
-def _graph(call: Call, seconds: float, graphs: dict[str, Any]) -> list[float]:
-    graph = graphs.get("graph")
-    if graph is None:
-        graph = graphs["graph"] = _captured(call)
+def _graph(call: Call, seconds: float, kept: Kept) -> list[float]:
+    if "graph" not in kept:
+        device_seconds, _ = _cuda_estimates(call, kept)
+        kept["calls"] = max(1, min(_GRAPH_CALLS, math.ceil(_GRAPH_SECONDS / device_seconds)))
+        kept["graph"] = _captured(call, kept["calls"])
+    graph, calls = kept["graph"], kept["calls"]
     graph.replay()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -104,32 +118,38 @@ def _graph(call: Call, seconds: float, graphs: dict[str, Any]) -> list[float]:
     estimate = max(time.perf_counter() - start, 1e-6)
     replays = max(1, math.ceil(_SHORTEST_SAMPLE / estimate))
     samples = []
-    for _ in range(_sample_count(seconds, estimate * replays)):
+    for _ in _turns(seconds, estimate * replays):
         begin, end = _event_pair()
-        graph.replay()  # keeps the device busy while the pair is enqueued
+        if estimate < _SHORTEST_SAMPLE:
+            graph.replay()  # keeps the device busy while the pair is enqueued
         begin.record()
         for _ in range(replays):
             graph.replay()
         end.record()
         torch.cuda.synchronize()
-        samples.append(begin.elapsed_time(end) * 1e-3 / (replays * _GRAPH_CALLS))
+        samples.append(begin.elapsed_time(end) * 1e-3 / (replays * calls))
     return samples
 
 
-def _captured(call: Call) -> torch.cuda.CUDAGraph:
+def _captured(call: Call, calls: int) -> torch.cuda.CUDAGraph:
     """Must run in a stream that is not the default one: so does a worker, from its start."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        for _ in range(_GRAPH_CALLS):
+        for _ in range(calls):
             call()
     return graph
 
 
-def _cuda_estimates(call: Call) -> tuple[float, float]:
-    """Seconds per call of the device and of the host, roughly."""
+def _cuda_estimates(call: Call, kept: Kept) -> tuple[float, float]:
+    """Seconds per call of the device and of the host, roughly; a few calls that warm up when they are known."""
+    if "estimates" in kept:
+        device_seconds, host_seconds = kept["estimates"]
+        for _ in range(max(1, min(5, math.ceil(_SHORTEST_SAMPLE / device_seconds)))):
+            call()
+        return device_seconds, host_seconds
     call()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -137,28 +157,35 @@ def _cuda_estimates(call: Call) -> tuple[float, float]:
         call()
     enqueued = time.perf_counter()
     torch.cuda.synchronize()
-    return (time.perf_counter() - start) / 5, (enqueued - start) / 5
+    kept["estimates"] = max(1e-7, (time.perf_counter() - start) / 5), (enqueued - start) / 5
+    return kept["estimates"]  # type: ignore[no-any-return]
 
 
-def _warm_up(call: Call) -> float:
+def _warm_up(call: Call, synchronize: Call) -> float:
     """Runs for a while, once at least; returns the seconds of the fastest call. Idle threads of others go to sleep."""
     fastest = math.inf
     stop = time.perf_counter() + _WARM_UP_SECONDS
     while True:
-        fastest = min(fastest, _clocked(call, 1))
+        fastest = min(fastest, _clocked(call, 1, synchronize))
         if time.perf_counter() >= stop:
             return max(fastest, 1e-9)
 
 
-def _clocked(call: Call, calls: int) -> float:
+def _clocked(call: Call, calls: int, synchronize: Call = lambda: None) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         call()
+    synchronize()
     return (time.perf_counter() - start) / calls
 
 
-def _sample_count(seconds: float, sample_seconds: float) -> int:
-    return max(1, math.ceil(seconds / sample_seconds))
+def _turns(seconds: float, sample_seconds: float) -> Iterator[None]:
+    """As many turns as fit into `seconds` by an estimate; fewer where the machine is busy and the estimate was rosy."""
+    stop = time.perf_counter() + _MOST_OVERTIME * seconds
+    for number in range(max(1, math.ceil(seconds / sample_seconds))):
+        if number and time.perf_counter() > stop:
+            return
+        yield
 
 
 def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:

@@ -1,10 +1,16 @@
 """The process of one candidate: reads commands, one JSON object a line, and answers each with one line.
 
-    {"do": "prepare", "candidate", "problem", "seed", "device"}  make the inputs, resolve the candidate, run it once
-    {"do": "truth", "problem", "seed", "device", "path"}         float64 results and budgets into a file, for `verify`
+    {"do": "prepare", "candidate", "problem", "seed", "device", "tensors"}
+                                                                 make the inputs, resolve the candidate, run it once
+    {"do": "truth", "problem", "seed", "device", "path", "tensors"}
+                                                                 float64 results and budgets into a file, for `verify`
     {"do": "verify", "path"}                                     errors against that file
-    {"do": "memory"}                                             bytes one forward needs beyond its inputs, at the peak
-    {"do": "time", "what", "method", "seconds", "flush"}         samples of seconds per call, "forward" or "backward"
+    {"do": "memory"}                                             bytes a forward, or a step where gradients are wanted,
+                                                                 needs beyond its inputs, at the peak
+    {"do": "time", "what", "method", "seconds", "flush"}         samples of seconds per "forward", "backward" or "step"
+    {"do": "profile", "trace"}                                   the kernels that ran, by torch.profiler
+    {"do": "rates"}                                              peaks of this CPU, measured
+    {"do": "refusals"}                                           PyTorch's own words on each of its kernels
     {"do": "overhead", "seconds"}                                the same of a tiny problem of the same kind: host cost
 
 An answer is {"answer": ...} or {"error": {"type", "text", "fatal"}}; after a fatal one (a CUDA error) the process is of
@@ -33,8 +39,8 @@ import torch
 from ..errors import DeviceError, UnsupportedProblem
 from ..masks import Dense, Documents
 from ..problem import Problem
-from . import accuracy, timing
-from .candidates import Candidate, Forward, make_inputs
+from . import accuracy, roofline, timing
+from .candidates import SDPA, Candidate, Forward, make_inputs, sdpa_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,66 +56,98 @@ class Worker:
 
     def __init__(self) -> None:
         self._scope = contextlib.ExitStack()
-        self._graphs: dict[str, dict[str, Any]] = {}
+        self._kept: dict[str, timing.Kept] = {}
         self._calls: dict[str, Callable[[], Any]] = {}
+        self._overheads: dict[tuple[str, Problem], list[float]] = {}
 
-    def prepare(self, candidate: str, problem: dict[str, Any], seed: int, device: str) -> None:
+    def prepare(self, candidate: str, problem: dict[str, Any], seed: int, device: str, tensors: str = "") -> None:
         self.forget()
         self._problem = Problem.from_dict(problem)
         self._candidate, self._device, self._seed = Candidate(candidate), device, seed
         self._scope.enter_context(_own_stream(device))
-        self._scope.enter_context(self._candidate.context())
+        self._scope.enter_context(self._candidate.context(self._problem))
         self._scope.enter_context(torch.set_grad_enabled(self._problem.needs_grad))
-        self._inputs = make_inputs(self._problem, seed, device)
+        self._inputs = make_inputs(self._problem, seed, device, tensors)
         self._forward = self._candidate.forward(self._problem, self._inputs)
         _first_call(self._forward)
         _synchronize(device)
 
-    def truth(self, problem: dict[str, Any], seed: int, device: str, path: str) -> dict[str, Any]:
+    def truth(self, problem: dict[str, Any], seed: int, device: str, path: str, tensors: str = "") -> dict[str, Any]:
         """Writes {sample, truth, budgets} and returns what a reader wants to know of it."""
         asked = Problem.from_dict(problem)
         with torch.no_grad():
-            inputs = make_inputs(asked, seed, device)
+            inputs = make_inputs(asked, seed, device, tensors)
             sample = accuracy.choose(asked, seed, device)
             true = accuracy.truth(inputs, asked, sample)
             simple = accuracy.plain(inputs, asked, sample)
         allowed = accuracy.budgets(accuracy.errors(simple, true), asked)
         parts = {"groups": sample.groups, "rows": sample.rows, "text": sample.text}
-        torch.save({"sample": parts, "truth": {k: t.cpu() for k, t in true.items()}, "budgets": allowed}, path)
+        stored = {name: tensor.to(_truth_dtype(asked)).cpu() for name, tensor in true.items()}
+        torch.save({"sample": parts, "truth": stored, "budgets": allowed}, path)
         del inputs, true, simple
         _free_cached_memory()
         return {"compared": sample.text, "budgets": allowed}
 
     def verify(self, path: str) -> dict[str, Any]:
         """Errors, what breaks its budget, and whether every element of every tensor is a number."""
-        stored = torch.load(path, map_location="cpu")
+        stored = torch.load(path, map_location=self._device)
         sample = accuracy.Sample(**stored["sample"])
         results, want = self._results(), stored["truth"]  # which is empty when there is no head to compare
         infinite_anywhere = [name for name, t in results.items() if not _all_finite(t, name == "lse")]
-        got = {name: tensor.cpu() for name, tensor in _sampled(results, self._problem, sample).items() if name in want}
+        got = {name: tensor for name, tensor in _sampled(results, self._problem, sample).items() if name in want}
         found = accuracy.errors(got, want)
         wrong = [f"{name} has nan or inf" for name in infinite_anywhere] or accuracy.excess(found, stored["budgets"])
         return {"errors": found, "wrong": wrong}
 
     def memory(self) -> int:
-        return _peak_extra_bytes(self._forward, self._device)
+        call = self._step() if self._problem.needs_grad else self._forward
+        return _peak_extra_bytes(call, self._device)
 
     def time(self, what: str, method: str, seconds: float, flush: bool = False) -> list[float]:
         if what not in self._calls:
-            self._calls[what] = self._forward if what == "forward" else self._backward()
-        graphs = self._graphs.setdefault(what, {})
-        return timing.measure(self._calls[what], method, seconds, flush=flush, graphs=graphs)
+            makers = {"forward": lambda: self._forward, "backward": self._backward, "step": self._step}
+            self._calls[what] = makers[what]()
+        kept = self._kept.setdefault(what, {})
+        return timing.measure(self._calls[what], method, seconds, flush=flush, kept=kept)
+
+    def profile(self, trace: str = "") -> dict[str, Any]:
+        """What a forward launches, and a backward where gradients are wanted; `trace` is a file for the forward's."""
+        from . import profile  # noqa: PLC0415  (the profiler is slow to import, and rarely wanted)
+
+        self._forward()
+        found = {"forward": profile.run(self._forward, self._device, trace)}
+        if self._problem.needs_grad:
+            backward = self._backward()
+            backward()
+            found["backward"] = profile.run(backward, self._device, _beside(trace, "backward"))
+        return found
+
+    def refusals(self) -> dict[str, list[str]]:
+        """What PyTorch itself says to each of its kernels: nothing where it takes the problem. No kernel runs."""
+        arguments, options = sdpa_arguments(self._problem, self._inputs)
+        found = {}
+        for name in SDPA:
+            with Candidate(name).context(self._problem):
+                found[name] = _refusal(lambda: torch._fused_sdp_choice(*arguments, **options), int(SDPA[name].value))
+        return found
+
+    def rates(self) -> dict[str, Any]:
+        """What this CPU can do at most."""
+        return roofline.measured_rates()._asdict()
 
     def overhead(self, seconds: float) -> list[float]:
-        """On one thread: waking others is not the cost that is asked for."""
+        """On one thread: waking others is not the cost that is asked for. Measured once for all rows of a kind."""
         problem = tiny(self._problem)
-        forward = self._candidate.forward(problem, make_inputs(problem, self._seed, self._device))
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return timing.measure(forward, "host", seconds)
-        finally:
-            torch.set_num_threads(threads)
+        key = (self._candidate.name, problem)
+        if key not in self._overheads:
+            forward = self._candidate.forward(problem, make_inputs(problem, self._seed, self._device))
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                self._overheads[key] = timing.measure(forward, "host", seconds)
+            finally:
+                torch.set_num_threads(threads)
+        return self._overheads[key]
 
     def _results(self) -> Tensors:
         out, lse = _split(self._forward())
@@ -125,15 +163,30 @@ class Worker:
         wanted, dout = self._inputs[:3], self._inputs.dout
         return lambda: torch.autograd.grad(out, wanted, dout, retain_graph=True)
 
+    def _step(self) -> Callable[[], Any]:
+        """Forward and backward, as a training step has them."""
+        forward, wanted, dout = self._forward, self._inputs[:3], self._inputs.dout
+        return lambda: torch.autograd.grad(_split(forward())[0], wanted, dout)
+
     def forget(self) -> None:
         """Leave the contexts of the prepared problem and drop its tensors."""
         self._scope.close()
-        self._graphs.clear()
+        self._kept.clear()
         self._calls.clear()
         for name in ("_inputs", "_forward"):
             if hasattr(self, name):
                 delattr(self, name)
         _free_cached_memory()
+
+
+def _beside(path: str, suffix: str) -> str:
+    """trace.json -> trace.backward.json; nothing stays nothing."""
+    return str(Path(path).with_suffix(f".{suffix}{Path(path).suffix}")) if path else ""
+
+
+def _truth_dtype(problem: Problem) -> torch.dtype:
+    """What truth is kept in: wide enough that its own rounding does not count."""
+    return torch.float64 if problem.dtype.itemsize >= 4 else torch.float32
 
 
 def tiny(problem: Problem) -> Problem:
@@ -170,13 +223,13 @@ def _own_stream(device: str) -> contextlib.AbstractContextManager[Any]:
     return stream
 
 
-def _first_call(forward: Forward) -> None:
+def _first_call(forward: Forward) -> Any:
     """PyTorch's "no kernel" is a refusal, and its reasons are warnings: they become one exception."""
     torch.set_warn_always(True)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            forward()
+            return forward()
         except RuntimeError as error:
             if not str(error).startswith(_NO_KERNEL):
                 raise
@@ -185,6 +238,15 @@ def _first_call(forward: Forward) -> None:
             raise UnsupportedProblem("; ".join(reasons) or str(error)) from error
         finally:
             torch.set_warn_always(False)
+
+
+def _refusal(choose: Forward, wanted: int) -> list[str]:
+    """Why PyTorch's dispatcher does not choose the kernel `wanted` even if it is the only one allowed."""
+    try:
+        chosen = _first_call(choose)
+    except UnsupportedProblem as error:
+        return [error.summary]
+    return [] if chosen == wanted else ["PyTorch gives no reason"]
 
 
 def _free_cached_memory() -> None:
@@ -273,6 +335,7 @@ def _die_with_parent() -> None:
 def main() -> None:
     _die_with_parent()
     faulthandler.enable()
+    gc.freeze()  # what the imports made is here to stay: a collection after each problem need not look at it
     commands, answers = _private_streams()
     answers.write(json.dumps({"answer": "ready"}) + "\n")
     answers.flush()

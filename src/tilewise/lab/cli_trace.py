@@ -1,0 +1,105 @@
+"""`tilewise trace -- python train.py`: the program runs in a process of its own, as it would without us."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import InvalidInput
+from . import environment, html, report, trace_text
+from .compare import Settings
+from .options import FAILED, Html, Json, Seed, TimeLimit, exit_codes
+
+_SOURCE = str(Path(__file__).resolve().parents[2])
+_TAKE_A_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+
+
+def trace(
+    command: Annotated[list[str], typer.Argument(help="The program: python train.py ARGS, or python -m MODULE ARGS.")],
+    compare: Annotated[
+        bool, typer.Option(help="Measure what the slowest sites lose against the best candidate, afterwards.")
+    ] = True,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail if a site silently falls back to math.")] = False,
+    time_limit: TimeLimit = 30.0,
+    seed: Seed = 0,
+    json: Json = False,
+    page: Html = None,
+) -> None:
+    """Every call site of scaled_dot_product_attention in a Python program: shapes, backend, time, what is lost."""
+    with exit_codes():
+        code, told = run(command)
+        told |= {"program": " ".join(command), "provenance": environment.provenance(seed, environment.command_line())}
+        if compare and told["sites"]:
+            trace_text.lose(told, Settings(rounds=3, round_seconds=0.05, time_limit=time_limit, seed=seed))
+        if json:
+            report.print_json(told)
+        else:
+            print("\n".join(trace_text.lines(told)))
+        if page is not None:
+            html.write(page, trace_text.trace_page(told))
+            print(f"wrote {page}", file=sys.stderr)
+        if code:
+            print(f"tilewise: the program ended with exit code {code}", file=sys.stderr)
+            raise typer.Exit(code)
+        if strict and any(site["math_fallback"] for site in told["sites"]):
+            raise typer.Exit(FAILED)
+
+
+def run(command: list[str]) -> tuple[int, dict[str, Any]]:
+    """The program's exit code, and what was seen of it."""
+    interpreter, flags, program = split(command)
+    with tempfile.TemporaryDirectory(prefix="tilewise-") as folder:
+        result = Path(folder) / "trace.json"
+        paths = os.pathsep.join(filter(None, (_SOURCE, os.environ.get("PYTHONPATH"))))
+        child = subprocess.Popen(
+            [interpreter, *flags, "-m", "tilewise.lab.traced", str(result), *program],
+            env=os.environ | {"PYTHONPATH": paths},
+        )
+        code = _wait(child)
+        if not result.is_file():
+            raise InvalidInput(
+                "trace",
+                f"a program that ended with exit code {code} and left nothing",
+                "one that starts, and ends by itself or by Ctrl-C",
+                "look at what it said above",
+            )
+        return code, jsonlib.loads(result.read_text(encoding="utf-8"))
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    """Ctrl-C is the program's own business: it has got it too, and may end in its own time. A request to end is not,
+    and is handed on to it as an interrupt. A program that a signal ended counts as the shell counts it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        code = child.wait()
+    except KeyboardInterrupt:
+        child.send_signal(signal.SIGINT)
+        code = child.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return code if code >= 0 else 128 - code
+
+
+def split(command: list[str]) -> tuple[str, list[str], list[str]]:
+    """`python -u train.py --lr 1` into the interpreter, its own options, and the program with its."""
+    expected = "python [options] FILE.py ... or python [options] -m MODULE ..."
+    interpreter, *rest = command
+    if not Path(interpreter).name.lower().startswith(("python", "pypy")):
+        raise InvalidInput("the program", repr(" ".join(command)), expected, "name the interpreter and the script")
+    name = sys.executable if interpreter in ("python", "python3") else interpreter
+    flags: list[str] = []
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+        flags.append(rest.pop(0))
+        if flags[-1] in _TAKE_A_VALUE and rest:
+            flags.append(rest.pop(0))
+    if not rest or (rest[0] in ("-m", "-c") and len(rest) < 2):
+        raise InvalidInput("the program", repr(" ".join(command)), expected, "name the script")
+    return name, flags, rest

@@ -1,0 +1,199 @@
+"""docs: the tables and plots of README.md and docs/, written between markers from the records of `tilewise bench`.
+
+    <!-- bench forward table gpu=H200 -->   what follows, up to the end marker, is replaced
+    <!-- /bench -->
+
+Views: `table` (every row of a suite), `plot` (its pictures, in docs/plots/), and, with no suite named, `summary` (one
+line a suite). A suite without a record says that it is not measured. Nothing else in the file is touched, and a run
+that changes nothing leaves the file as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..errors import InvalidInput
+from . import bench, plots, records, report
+from .compare import REFUSED, summary
+from .suites import SUITES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .compare import Comparison, Outcome
+    from .records import Record
+
+_BLOCK = re.compile(r"(?P<begin><!-- bench (?P<asked>[^>]*?) -->\n)(?P<body>.*?)(?P<end><!-- /bench -->)", re.DOTALL)
+_SUMMARY = ("| suite | what is timed | geomean | worst | worst row | record |", "|---|---|---:|---:|---|---|")
+
+
+class Asked(NamedTuple):
+    """What a marker asks for."""
+
+    suite: str
+    view: str
+    gpu: str
+
+
+class Page(NamedTuple):
+    """A file and what it should hold."""
+
+    path: Path
+    before: str
+    after: str
+
+    @property
+    def stale(self) -> bool:
+        return self.before != self.after
+
+
+def pages(root: Path) -> list[Page]:
+    """README.md and every Markdown file of docs/ that has markers, with their contents as they should be."""
+    kept = records.read_all(root / bench.RESULTS)
+    found = []
+    for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if _BLOCK.search(text):
+            found.append(Page(path, text, rewrite(text, kept, root, path)))
+    return found
+
+
+def rewrite(text: str, kept: list[Record], root: Path, path: Path) -> str:
+    """The text with every block between markers written anew."""
+
+    def block(match: re.Match[str]) -> str:
+        body = "\n".join(_body(parse_marker(match["asked"], path), kept, root, path))
+        return f"{match['begin']}{body}\n{match['end']}"
+
+    return _BLOCK.sub(block, text)
+
+
+def parse_marker(text: str, path: Path) -> Asked:
+    words = text.split()
+    gpu = next((word.removeprefix("gpu=") for word in words if word.startswith("gpu=")), "")
+    plain = [word for word in words if not word.startswith("gpu=")]
+    view = plain.pop() if plain and plain[-1] in _VIEWS else ""
+    suite = plain.pop() if plain else ""
+    if not view or plain or (suite not in SUITES and not (view == "summary" and not suite)):
+        raise InvalidInput(
+            f"marker in {path.name}", repr(text), f"[SUITE] {'|'.join(_VIEWS)} [gpu=NAME]", "mend the marker"
+        )
+    return Asked(suite, view, gpu)
+
+
+def draw_all(root: Path) -> list[Path]:
+    """The plots that pages ask for and that are not there as they should be; returns what was written."""
+    kept = records.read_all(root / bench.RESULTS)
+    written = []
+    for record in _plotted(root, kept):
+        for path in plots.paths(root / plots.FOLDER, record):
+            if not plots.is_of(path, record):
+                plots.draw(record, root / plots.FOLDER)
+                written += plots.paths(root / plots.FOLDER, record)
+                break
+    return written
+
+
+def stale_plots(root: Path) -> list[Path]:
+    """Plots that are missing or were drawn from another record."""
+    kept = records.read_all(root / bench.RESULTS)
+    wanted = [(path, r) for r in _plotted(root, kept) for path in plots.paths(root / plots.FOLDER, r)]
+    return [path for path, record in wanted if not plots.is_of(path, record)]
+
+
+def _plotted(root: Path, kept: list[Record]) -> list[Record]:
+    asked = [parse_marker(match["asked"], page.path) for page in pages(root) for match in _BLOCK.finditer(page.before)]
+    found = [records.newest(kept, one.suite, one.gpu) for one in asked if one.view == "plot"]
+    return list({record.name: record for record in found if record is not None}.values())
+
+
+def _body(asked: Asked, kept: list[Record], root: Path, path: Path) -> list[str]:
+    if asked.view == "summary":
+        return _summary(kept, asked.gpu, root, path)
+    record = records.newest(kept, asked.suite, asked.gpu)
+    if record is None:
+        where = f" on {asked.gpu}" if asked.gpu else ""
+        return [
+            f"*Not measured yet{where}: `tilewise bench --suite {asked.suite} --save` on such a machine fills this in.*"
+        ]
+    return _VIEWS[asked.view](record, root, path)
+
+
+def _table(record: Record, root: Path, path: Path) -> list[str]:
+    lines = [
+        "| problem | tilewise | spread | best of PyTorch | spread | speed | error, tilewise | error, PyTorch |",
+        "|---|---:|---:|---|---:|---:|---:|---:|",
+    ]
+    comparisons = record.comparisons()
+    if comparisons[0].outcomes[0].candidate != "tilewise":
+        lines[0] = lines[0].replace("tilewise", comparisons[0].outcomes[0].candidate)
+    lines += [_line(comparison) for comparison in comparisons]
+    return [*lines, "", *_sums(comparisons), "", _source(record, root, path)]
+
+
+def _line(comparison: Comparison) -> str:
+    ours, peer = comparison.outcomes[0], comparison.best_peer()
+    cells = [comparison.row.name, _time(ours, comparison), report.spread(summary(ours.samples))]
+    cells += [f"{peer.candidate} {_time(peer, comparison)}" if peer else "none is right", _spread(peer)]
+    cells += [report.times(None if ours.failed else comparison.speed(ours)), _error(ours), _error(peer)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _time(outcome: Outcome, comparison: Comparison) -> str:
+    timed = summary(outcome.samples)
+    if timed is None:
+        return outcome.verdict if outcome.verdict == REFUSED else f"**{outcome.verdict}**"
+    rate = report.rate(comparison.row.flops, timed)
+    return f"{report.milliseconds(timed)} ms, {rate} TFLOP/s"
+
+
+def _spread(outcome: Outcome | None) -> str:
+    return report.spread(summary(outcome.samples)) if outcome else "-"
+
+
+def _error(outcome: Outcome | None) -> str:
+    return report.error(outcome.error("out", "dq", "dk", "dv")) if outcome else "-"
+
+
+def _sums(comparisons: list[Comparison]) -> list[str]:
+    lines = [f"- {kind}: {found}" for kind, found in bench.scores(comparisons).items()]
+    return [*lines, f"- all rows: {bench.score(comparisons)}"]
+
+
+def _summary(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]:
+    lines = list(_SUMMARY)
+    for name, rows in SUITES.items():
+        on_gpu = rows[0].device.startswith("cuda")
+        record = records.newest(kept, name, gpu if on_gpu else "")
+        timed = " + ".join(dict.fromkeys(what for row in rows for what in row.timed))
+        if record is None:
+            lines.append(f"| {name} | {timed} | | | not measured | |")
+            continue
+        found = bench.score(record.comparisons())
+        about = f"[{record.device}, {record.date[:10]}]({_relative(root / bench.RESULTS / record.name, path)})"
+        lines.append(f"| {name} | {timed} | {found.geomean:.2f} | {found.worst:.2f} | {found.row} | {about} |")
+    return lines
+
+
+def _plot(record: Record, root: Path, path: Path) -> list[str]:
+    images = [f"![{plots.TITLES[kind]}, suite {record.suite}]({_relative(file, path)})"
+              for kind, file in plots.by_kind(root / plots.FOLDER, record).items()]  # fmt: skip
+    return [*images, "", _source(record, root, path)]
+
+
+def _source(record: Record, root: Path, path: Path) -> str:
+    return f"From [{record.name}]({_relative(root / bench.RESULTS / record.name, path)}): {record.about()}."
+
+
+def _relative(file: Path, page: Path) -> str:
+    return Path(os.path.relpath(file, page.parent)).as_posix()
+
+
+_VIEWS: dict[str, Callable[[Record, Path, Path], list[str]]] = {
+    "table": _table,
+    "plot": _plot,
+    "summary": lambda record, root, path: [],
+}

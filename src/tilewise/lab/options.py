@@ -1,0 +1,182 @@
+"""What the commands share: their options, the objects made from them, and the exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+import typer
+
+from .. import masks
+from ..errors import InvalidInput, TilewiseError, UnsupportedProblem
+from ..problem import Problem, parse_dtype
+from ..target import Target
+from .candidates import KNOWN, PYTHON, Candidate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .compare import Comparison
+
+FAILED, USAGE, UNSUPPORTED, DEVICE, INTERRUPTED = 1, 2, 3, 4, 130
+
+EXIT_CODES = """Exit codes: 0 all is well; 1 a candidate died, hung, raised or gave wrong numbers; 2 bad usage or input;
+3 no backend takes the problem; 4 the device, the driver or a compiler refused; 130 interrupted."""
+
+Shape = Annotated[str, typer.Option(help="batch,heads,seq,head_dim of q, e.g. 1,32,4096,128.")]
+KvHeads = Annotated[int | None, typer.Option(help="Key/value heads, if fewer than q's.")]
+SeqKv = Annotated[int | None, typer.Option(help="Length of k and v, if not q's.")]
+HeadDimV = Annotated[int | None, typer.Option(help="head_dim of v, if not q's.")]
+Dtype = Annotated[str, typer.Option(help="bf16, fp16, float32 or float64.")]
+MaskText = Annotated[
+    str,
+    typer.Option(
+        help="full, causal[:bottom-right], window:LEFT,RIGHT[:bottom-right], documents:0,a,b[:INNER] or "
+        "dense:bool|additive:SHAPE such as dense:bool:1x1x512x512."
+    ),
+]
+Scale = Annotated[float | None, typer.Option(help="Scale of the scores; 1/sqrt(head_dim) by default.")]
+Softcap = Annotated[float, typer.Option(help="softcap * tanh(score / softcap); 0 = off.")]
+Dropout = Annotated[float, typer.Option(help="Dropout probability.")]
+LayoutText = Annotated[str, typer.Option(help="Memory order of the tensors: bhsd or bshd.")]
+Lse = Annotated[bool, typer.Option("--lse", help="The log-sum-exp is wanted too.")]
+Deterministic = Annotated[bool, typer.Option("--deterministic", help="Deterministic algorithms are asked for.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Write a report to this file: one page, no network.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0, or auto: a GPU if there is one.")]
+Seed = Annotated[int, typer.Option(help="Seed of inputs, sampling and order.")]
+TimeLimit = Annotated[float, typer.Option(help="Seconds a candidate may take for one step.", min=0.1)]
+Repeat = Annotated[int, typer.Option(help="Rounds in which every candidate is timed once.", min=1)]
+Timing = Annotated[str, typer.Option(help="wall, events, graph or host; auto: wall on a CPU, events on a GPU.")]
+Flush = Annotated[bool, typer.Option("--flush", help="Overwrite the GPU's L2 cache before each call (events only).")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(help="Only rows with this in their name; may be repeated; A+B: with both A and B in it."),
+]
+TargetName = Annotated[str, typer.Option(help="A GPU by name (h200, a100, ...), cpu, cuda:0, or auto: this machine.")]
+TorchVersion = Annotated[str | None, typer.Option("--torch", help="Plan for this PyTorch release, e.g. 2.12.")]
+ExtraCandidates = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--candidate",
+        help="Another candidate (may be repeated): a name such as sdpa:math, or your function as mypkg.mod:fn or "
+        "file.py:fn, called as fn(q, k, v, problem, bias).",
+    ),
+]
+
+
+def make_problem(
+    shape: str, kv_heads: int | None, seq_kv: int | None, head_dim_v: int | None, dtype: str, mask: str,
+    scale: float | None, softcap: float, dropout: float, layout: str, grad: bool, lse: bool, deterministic: bool,
+) -> Problem:  # fmt: skip
+    try:
+        batch, heads, seq, head_dim = (int(part) for part in shape.split(","))
+    except ValueError:
+        raise InvalidInput(
+            "--shape", repr(shape), "four integers: batch,heads,seq,head_dim", "write e.g. --shape 1,32,4096,128"
+        ) from None
+    if scale == 0.0:
+        raise InvalidInput("--scale", scale, "a finite number other than 0", "leave --scale out for the default")
+    return Problem(
+        batch=batch,
+        heads_q=heads,
+        heads_kv=heads if kv_heads is None else kv_heads,
+        seq_q=seq,
+        seq_kv=seq if seq_kv is None else seq_kv,
+        head_dim=head_dim,
+        head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+        dtype=parse_dtype(dtype),
+        mask=masks.parse(mask),
+        scale=0.0 if scale is None else scale,
+        softcap=softcap,
+        dropout=dropout,
+        layout=layout,  # type: ignore[arg-type]  # Problem checks it
+        needs_grad=grad,
+        needs_lse=lse,
+        deterministic=deterministic,
+    )
+
+
+def make_target(name: str, torch_version: str | None) -> Target:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.split(":")[0] != "cuda":
+        try:
+            return Target.named(name, torch_version=torch_version)
+        except (ValueError, IndexError) as error:
+            if isinstance(error, InvalidInput):
+                raise
+            raise InvalidInput("--torch", repr(torch_version), "a release such as 2.12", "give major.minor") from None
+    if torch_version is not None:
+        raise InvalidInput(
+            "--torch", repr(torch_version), f"nothing for the real device {name}", "name a target such as --target h200"
+        )
+    return Target.of(make_device(name))
+
+
+def make_arch(name: str) -> str:
+    """An architecture as the compiler spells it (sm_90a), from that, from a GPU's name, or from this machine's GPU."""
+    if name.startswith("sm_"):
+        return name
+    target = make_target(name, None)
+    if target.is_cpu:
+        raise InvalidInput(
+            "--target", repr(name), "an architecture or a GPU; there is none here", "name one: --target sm_90a"
+        )
+    return f"{target.arch}a" if target.capability == (9, 0) else target.arch
+
+
+def make_device(name: str) -> str:
+    """The device to run on, as torch spells it; it must be there."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InvalidInput("--device", repr(name), "cpu, cuda, cuda:N or auto", "choose one of these") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidInput("--device", repr(name), "cpu, cuda, cuda:N or auto", "choose one of these")
+    Target.of(device)
+    return name
+
+
+def make_method(name: str, device: str) -> str:
+    """A timing method that the device has; empty for the device's default."""
+    fitting = ("events", "graph", "host") if device.startswith("cuda") else ("wall", "host")
+    if name != "auto" and name not in fitting:
+        raise InvalidInput("--timing", repr(name), f"auto, {', '.join(fitting)} on {device}", "choose one of these")
+    return "" if name == "auto" else name
+
+
+def make_candidates(given: list[str] | None) -> tuple[str, ...]:
+    """mypkg.mod:fn and file.py:fn are functions of the user's; everything else is a candidate's name."""
+    names = []
+    for text in given or ():
+        is_function = ":" in text and not text.startswith((PYTHON, "sdpa:")) and text not in KNOWN
+        names.append(Candidate(PYTHON + text if is_function else text).name)
+    return tuple(names)
+
+
+def leave(comparisons: list[Comparison]) -> None:
+    """Leave with the code that tells how the measurements ended, after they were shown."""
+    if not all(comparison.complete for comparison in comparisons):
+        raise typer.Exit(INTERRUPTED)
+    if any(outcome.failed for comparison in comparisons for outcome in comparison.outcomes):
+        raise typer.Exit(FAILED)
+
+
+@contextlib.contextmanager
+def exit_codes() -> Iterator[None]:
+    """The package's exceptions as a message and an exit code, without a traceback."""
+    try:
+        yield
+    except TilewiseError as error:
+        print(f"tilewise: {error}", file=sys.stderr)
+        codes = {InvalidInput: USAGE, UnsupportedProblem: UNSUPPORTED}
+        raise typer.Exit(codes.get(type(error), DEVICE)) from None
+    except KeyboardInterrupt:
+        print("tilewise: interrupted", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None

@@ -1,0 +1,219 @@
+"""Pictures of a bench record: TFLOP/s against length, ratios against the best peer, scaling of time and memory.
+
+Each is an SVG that names the record it was drawn from, so that a stale picture can be told without drawing it again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import InvalidInput
+from ..masks import Full
+from .compare import geomean, summary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from .compare import Comparison, Outcome
+    from .records import Record
+
+FOLDER = Path("docs/plots")
+TITLES = {
+    "speed": "TFLOP/s against sequence length",
+    "ratio": "Speed against PyTorch's best path",
+    "scaling": "Time and memory against sequence length",
+}
+# Okabe and Ito's colours: told apart by all kinds of colour vision, and in grey by their markers.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+class Point(NamedTuple):
+    """One measurement of a candidate in a series of lengths."""
+
+    length: int
+    tflops: float
+    seconds: float  # of one sequence
+    mebibytes: float  # for one sequence; nan where unknown
+
+
+Series = dict[str, list[Point]]  # candidate -> points, by length
+
+
+def by_kind(folder: Path, record: Record) -> dict[str, Path]:
+    """The files of a record's pictures. Lengths need a table of them: without one there are only the ratios."""
+    kinds = ("speed", "ratio", "scaling") if panels(record.comparisons()) else ("ratio",)
+    return {kind: folder / f"{record.suite}-{kind}.svg" for kind in kinds}
+
+
+def paths(folder: Path, record: Record) -> list[Path]:
+    return list(by_kind(folder, record).values())
+
+
+def is_of(path: Path, record: Record) -> bool:
+    """The picture exists and was drawn from this record."""
+    return path.is_file() and _mark(record) in path.read_text(encoding="utf-8")
+
+
+def _mark(record: Record) -> str:
+    return f"{record.name} sha256:{record.digest}"
+
+
+def draw(record: Record, folder: Path) -> list[Path]:
+    """Write the pictures of a record. InvalidInput, which says what to install, without matplotlib."""
+    pyplot = _pyplot()
+    folder.mkdir(parents=True, exist_ok=True)
+    makers = {"speed": _speed, "ratio": _ratios, "scaling": _scaling}
+    files = by_kind(folder, record)
+    for kind, path in files.items():
+        figure = makers[kind](pyplot, record.comparisons())
+        figure.suptitle(f"{TITLES[kind]}: {record.suite}, {record.device}", fontsize=11)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Description": _mark(record)})
+        pyplot.close(figure)
+    return list(files.values())
+
+
+def panels(comparisons: Iterable[Comparison]) -> dict[str, Series]:
+    """Series of rows that differ in nothing but length, at a constant number of queries, with three lengths or more."""
+    found: dict[tuple[Any, ...], Series] = {}
+    titles: dict[tuple[Any, ...], str] = {}
+    for comparison in comparisons:
+        row = comparison.row
+        alike = row.problem.with_(batch=1, seq_q=1, seq_kv=1, mask=Full())
+        key = (alike, str(row.problem.mask), row.problem.batch * row.problem.seq_q, row.timed, row.timing)
+        titles[key] = _title(comparison)
+        for outcome in comparison.outcomes:
+            point = _point(comparison, outcome)
+            if point is not None:
+                found.setdefault(key, {}).setdefault(outcome.candidate, []).append(point)
+    kept = {}
+    for key, series in found.items():
+        long = {name: sorted(points) for name, points in series.items() if len(points) >= 3}
+        if long:
+            kept[titles[key]] = long
+    return kept
+
+
+def _title(comparison: Comparison) -> str:
+    problem, what = comparison.row.problem, " + ".join(comparison.row.timed)
+    title = f"head_dim {problem.head_dim}, {problem.mask}"
+    title += "" if what == "forward" else f", {what}"
+    title += ", graph" if comparison.row.timing == "graph" else ""
+    return title + (f", batch {problem.batch}" if problem.seq_q == 1 else "")
+
+
+def _point(comparison: Comparison, outcome: Outcome) -> Point | None:
+    timed = summary(outcome.samples)
+    if timed is None or outcome.failed:
+        return None
+    problem, seconds = comparison.row.problem, timed["median"]
+    memory = math.nan if outcome.memory is None else outcome.memory / 2**20 / max(1, problem.batch)
+    length = max(problem.seq_q, problem.seq_kv)
+    return Point(length, comparison.row.flops / seconds / 1e12, seconds / max(1, problem.batch), memory)
+
+
+def exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
+    """The slope of the least-squares line through the logarithms: how a quantity grows with length."""
+    pairs = [(math.log(x), math.log(y)) for x, y in zip(lengths, values, strict=True) if x > 0 and y > 0]
+    if len({x for x, _ in pairs}) < 2:
+        return math.nan
+    mean_x, mean_y = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
+    rise = sum((x - mean_x) * (y - mean_y) for x, y in pairs)
+    return float(rise / sum((x - mean_x) ** 2 for x, _ in pairs))
+
+
+def _speed(pyplot: Any, comparisons: list[Comparison]) -> Any:
+    found = panels(comparisons)
+    figure, axes = _grid(pyplot, len(found))
+    for axis, (title, series) in zip(axes, found.items(), strict=False):
+        for (name, points), style in zip(series.items(), _styles(), strict=False):
+            axis.plot([p.length for p in points], [p.tflops for p in points], label=name, **style)
+        _length_axis(axis, title, series)
+        axis.set_ylim(bottom=0)
+        axis.set_ylabel("TFLOP/s")
+    axes[0].legend(fontsize=8)
+    return figure
+
+
+def _scaling(pyplot: Any, comparisons: list[Comparison]) -> Any:
+    """Of the longest series: seconds and MiB of one sequence, log-log, with the fitted exponents in the legend."""
+    found = panels(comparisons)
+    title, series = max(found.items(), key=lambda item: max(map(len, item[1].values())))
+    figure, axes = _grid(pyplot, 2, columns=2)
+    for axis, field, unit in ((axes[0], "seconds", "seconds a sequence"), (axes[1], "mebibytes", "MiB a sequence")):
+        for (name, points), style in zip(series.items(), _styles(), strict=False):
+            drawn = [(p.length, getattr(p, field)) for p in points if getattr(p, field) > 0]
+            if drawn:
+                lengths, values = zip(*drawn, strict=True)
+                grows = exponent(lengths, values)
+                axis.plot(lengths, values, label=f"{name}: length^{grows:.2f}", **style)
+        _length_axis(axis, title, series)
+        axis.set_yscale("log")
+        axis.set_ylabel(unit)
+        axis.legend(fontsize=8)
+    return figure
+
+
+def _ratios(pyplot: Any, comparisons: list[Comparison]) -> Any:
+    """A bar a row; what is above 1 is faster than PyTorch's best."""
+    bars = [(c.row.name, speed) for c in comparisons if not c.outcomes[0].failed
+            and (speed := c.speed(c.outcomes[0])) is not None]  # fmt: skip
+    figure, axes = _grid(pyplot, 1, columns=1, size=(9.0, 1.2 + 0.19 * max(1, len(bars))))
+    axis, places = axes[0], range(len(bars))
+    colours = [_COLOURS[0] if speed >= 1 else _COLOURS[1] for _, speed in bars]
+    axis.barh(places, [speed for _, speed in bars], color=colours, height=0.75)
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    for place, (_, speed) in zip(places, bars, strict=True):
+        axis.text(speed, place, f" {speed:.2f}", va="center", fontsize=7)
+    axis.set_yticks(places, [name for name, _ in bars], fontsize=7)
+    axis.set_ylim(len(bars) - 0.4, -0.6)
+    axis.set_xlim(0, 1.15 * max([1.0, *(speed for _, speed in bars)]))
+    mean = geomean([speed for _, speed in bars])
+    axis.set_xlabel(f"times as fast as the best of PyTorch's paths (geomean {mean:.2f})")
+    return figure
+
+
+def _grid(pyplot: Any, count: int, columns: int = 2, size: tuple[float, float] | None = None) -> tuple[Any, list[Any]]:
+    rows = max(1, math.ceil(count / columns))
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=size or (9.0, 3.2 * rows), squeeze=False, layout="constrained"
+    )
+    flat = [axis for line in axes for axis in line]
+    for axis in flat[count:]:
+        axis.set_visible(False)
+    return figure, flat
+
+
+def _length_axis(axis: Any, title: str, series: Series) -> None:
+    lengths = sorted({point.length for points in series.values() for point in points})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, [_short(length) for length in lengths])
+    axis.set_title(title, fontsize=9)
+    axis.set_xlabel("sequence length")
+    axis.grid(alpha=0.3, linewidth=0.5)
+
+
+def _short(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+def _styles() -> list[dict[str, Any]]:
+    return [
+        {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.4}
+        for colour, marker in zip(_COLOURS, _MARKERS, strict=True)
+    ]
+
+
+def _pyplot() -> Any:
+    try:
+        matplotlib: Any = importlib.import_module("matplotlib")
+    except ModuleNotFoundError:
+        raise InvalidInput(
+            "plots", "no matplotlib", "the package that draws them", "pip install 'tilewise[plots]'"
+        ) from None
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "tilewise", "svg.fonttype": "none", "font.size": 9}
+    return importlib.import_module("matplotlib.pyplot")

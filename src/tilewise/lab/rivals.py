@@ -1,0 +1,221 @@
+"""Attention from other libraries: FlexAttention, flash-attn, FlashAttention-3 and xFormers, each where it is installed.
+
+Each rival says what it lacks for a problem, all of it, and makes a call without arguments from tensors. They import
+their library only when they are asked to run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..errors import Reason
+from ..masks import Causal, Dense, Full, Window
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+    from .inputs import Inputs
+
+Tensor = torch.Tensor
+Forward = Callable[[], Any]
+FA3 = "fa3"
+FLEX = "flex"
+
+
+class Rival(NamedTuple):
+    """A library's attention: what it lacks, and how it is called."""
+
+    module: str
+    install: str
+    lacks: Callable[[Problem, str], list[Reason]]
+    forward: Callable[[Problem, Inputs], Forward]
+
+    def why_not(self, problem: Problem, device: str) -> list[Reason]:
+        missing = (
+            [] if installed(self.module) else [Reason(f"the module {self.module} cannot be imported", self.install)]
+        )
+        return missing + self.lacks(problem, device)
+
+
+def installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package above it
+        return False
+
+
+def has_fa3() -> bool:
+    """The package fa3-fwd can be imported here."""
+    return installed(RIVALS[FA3].module)
+
+
+def _reasons(*checks: tuple[bool, str, str]) -> list[Reason]:
+    return [Reason(what, remedy) for wrong, what, remedy in checks if wrong]
+
+
+def _on_cpu(device: str) -> tuple[bool, str, str]:
+    return not device.startswith("cuda"), f"device {device}: the library has CUDA kernels alone", "run it on a GPU"
+
+
+def _is_square_or(problem: Problem, align: str) -> bool:
+    """The mask's alignment is one the library has, or makes no difference here."""
+    return problem.seq_q == problem.seq_kv or getattr(problem.mask, "align", align) == align
+
+
+# --- FlashAttention-3, the forward-only build on PyPI
+
+
+def _fa3_lacks(problem: Problem, device: str) -> list[Reason]:
+    same_length = problem.seq_q == problem.seq_kv
+    fitting = isinstance(problem.mask, Full) or (isinstance(problem.mask, Causal) and same_length)
+    return _reasons(
+        _on_cpu(device),
+        (
+            problem.dtype != torch.bfloat16,
+            f"{problem.dtype}: this build of FlashAttention-3 takes bfloat16 alone",
+            "use bfloat16",
+        ),
+        (not fitting, f"mask {problem.mask}: this build takes full and causal alone", "use one of these"),
+        (
+            problem.needs_grad or problem.dropout > 0 or problem.needs_lse,
+            "gradients, dropout or lse: this build is a bare forward",
+            "drop them",
+        ),
+    )
+
+
+def _fa3_forward(problem: Problem, inputs: Inputs) -> Forward:
+    """FlashAttention-3 takes (batch, seq, heads, dim), strided as it may be."""
+    flash = importlib.import_module("fa3_fwd_interface").flash_attn_func
+    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
+    scale, softcap, causal = problem.scale, problem.softcap, isinstance(problem.mask, Causal)
+
+    def forward() -> Tensor:
+        out = flash(q, k, v, softmax_scale=scale, causal=causal, softcap=softcap)
+        attended: Tensor = out[0] if isinstance(out, tuple) else out
+        return attended.transpose(1, 2)
+
+    return forward
+
+
+# --- flash-attn
+
+
+def _flash_attn_lacks(problem: Problem, device: str) -> list[Reason]:
+    banded = isinstance(problem.mask, Full | Causal | Window)
+    return _reasons(
+        _on_cpu(device),
+        (
+            problem.dtype not in (torch.float16, torch.bfloat16),
+            f"{problem.dtype}: flash-attn takes float16 and bfloat16",
+            "cast q, k and v",
+        ),
+        (
+            not banded or not _is_square_or(problem, "bottom-right"),
+            f"mask {problem.mask}: flash-attn has full, and causal and windows aligned at the bottom right",
+            "use one of these",
+        ),
+        (max(problem.head_dim, problem.head_dim_v) > 256, f"head_dim {problem.head_dim} is over 256", "use another"),
+        (problem.head_dim != problem.head_dim_v, "v has another head_dim than q and k", "pad one of them"),
+        (problem.needs_lse, "an lse is asked for, and flash_attn_func returns none by itself", "drop the lse"),
+    )
+
+
+def _flash_attn_forward(problem: Problem, inputs: Inputs) -> Forward:
+    flash = importlib.import_module("flash_attn").flash_attn_func
+    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
+    mask = problem.mask
+    window = (
+        tuple(-1 if size is None else size for size in (mask.left, mask.right))
+        if isinstance(mask, Window)
+        else (-1, -1)
+    )
+    options = {
+        "dropout_p": problem.dropout,
+        "softmax_scale": problem.scale,
+        "causal": isinstance(mask, Causal),
+        "window_size": window,
+        "softcap": problem.softcap,
+        "deterministic": problem.deterministic,
+    }
+    return lambda: flash(q, k, v, **options).transpose(1, 2)
+
+
+# --- xFormers
+
+
+def _xformers_lacks(problem: Problem, device: str) -> list[Reason]:
+    causal = isinstance(problem.mask, Causal) and _is_square_or(problem, "top-left")
+    return _reasons(
+        _on_cpu(device),
+        (
+            not isinstance(problem.mask, Full) and not causal,
+            f"mask {problem.mask}: compared here with full and causal from the top left alone",
+            "use one of these",
+        ),
+        (problem.group > 1, f"{problem.heads_kv} key/value heads: not compared here with grouped heads", "repeat them"),
+        (problem.softcap > 0, "xFormers has no softcap", "drop the softcap"),
+        (problem.needs_lse, "an lse is asked for, and memory_efficient_attention returns none", "drop the lse"),
+    )  # fmt: skip
+
+
+def _xformers_forward(problem: Problem, inputs: Inputs) -> Forward:
+    ops = importlib.import_module("xformers.ops")
+    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
+    bias = ops.LowerTriangularMask() if isinstance(problem.mask, Causal) else None
+    dropout, scale = problem.dropout, problem.scale
+    return lambda: ops.memory_efficient_attention(q, k, v, bias, dropout, scale).transpose(1, 2)
+
+
+# --- FlexAttention
+
+
+def _flex_lacks(problem: Problem, device: str) -> list[Reason]:
+    on_gpu = device.startswith("cuda")
+    return _reasons(
+        (on_gpu and not installed("triton"), "triton, which compiles it, is not installed", "pip install triton"),
+        (isinstance(problem.mask, Dense), f"mask {problem.mask}: it wants a rule, not a tensor", "name the rule"),
+        (problem.dropout > 0, "FlexAttention has no dropout", "drop the dropout"),
+        (problem.needs_lse, "an lse is asked for: not compared here with FlexAttention", "drop the lse"),
+        (problem.needs_grad and not on_gpu, "FlexAttention has no backward on a CPU", "run it on a GPU"),
+        (problem.dtype == torch.float64, "FlexAttention compiles no float64", "use float32"),
+    )  # fmt: skip
+
+
+def _flex_forward(problem: Problem, inputs: Inputs) -> Forward:
+    """Compiled, as its authors mean it to be used; the block mask is made once, outside the calls."""
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    softcap = problem.softcap
+    options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.group > 1}
+    if softcap:
+        options["score_mod"] = lambda score, *_: softcap * torch.tanh(score / softcap)
+    if not isinstance(problem.mask, Full):
+        sees = _position_rule(problem, inputs.q.device)
+        sizes = (problem.seq_q, problem.seq_kv)
+        options["block_mask"] = flex.create_block_mask(sees, None, None, *sizes, device=str(inputs.q.device))
+    q, k, v = inputs.q, inputs.k, inputs.v
+    return lambda: compiled(q, k, v, **options)  # type: ignore[no-untyped-call]
+
+
+def _position_rule(problem: Problem, device: torch.device) -> Callable[..., Tensor]:
+    """mask_mod: arithmetic for bands, which compiles to nothing but compares; a table of spans for documents."""
+    mask = problem.mask
+    if isinstance(mask, Causal | Window):
+        left, right, offset = mask.band(problem.seq_q, problem.seq_kv)
+        return lambda b, h, q, k: (k - q <= offset + right) & (k - q >= offset - left)
+    rows = torch.arange(problem.seq_q, device=device)
+    begin, end = mask.spans(rows, problem.seq_q, problem.seq_kv)
+    return lambda b, h, q, k: (k >= begin[q]) & (k < end[q])
+
+
+RIVALS: dict[str, Rival] = {
+    FLEX: Rival("torch.nn.attention.flex_attention", "upgrade PyTorch", _flex_lacks, _flex_forward),
+    "flash-attn": Rival("flash_attn", "pip install flash-attn", _flash_attn_lacks, _flash_attn_forward),
+    FA3: Rival("fa3_fwd_interface", "pip install fa3-fwd", _fa3_lacks, _fa3_forward),
+    "xformers": Rival("xformers.ops", "pip install xformers", _xformers_lacks, _xformers_forward),
+}

@@ -1,0 +1,44 @@
+"""The program under `tilewise trace`: python -m tilewise.lab.traced RESULT.json [-m MODULE | -c CODE | FILE.py] ARGS...
+
+It runs as if started by itself, and what was seen is written when it ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from .trace import trace
+
+
+def main(arguments: list[str]) -> None:
+    result, *program = arguments
+    with trace() as seen:
+        try:
+            run(program)
+        finally:
+            seen._settle()
+            Path(result).write_text(json.dumps(seen.to_dict()), encoding="utf-8")
+
+
+def run(program: list[str]) -> None:
+    """What the interpreter does with the same words."""
+    if program[0] == "-m":
+        sys.argv = program[1:]
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    elif program[0] == "-c":
+        sys.argv = ["-c", *program[2:]]
+        sys.path[0] = ""
+        exec(compile(program[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = program
+        sys.path[0] = os.path.dirname(os.path.abspath(program[0]))
+        runpy.run_path(program[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,254 @@
+"""trace: every way to reach scaled_dot_product_attention is seen, nothing is changed by it, and math is not silent."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as imported_early
+from typer.testing import CliRunner
+
+import tilewise
+from tilewise.errors import InvalidInput, UnsupportedProblem
+from tilewise.lab import cli_trace, trace_text
+from tilewise.lab.cli import app
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HERE = __file__.rpartition("/")[2]
+
+
+def inputs(*shape: int, grad: bool = False) -> torch.Tensor:
+    return torch.randn(shape or (1, 2, 16, 8), requires_grad=grad)
+
+
+def test_every_way_to_the_operator_is_seen() -> None:
+    q = inputs()
+    layer = nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    with tilewise.trace() as seen:
+        want = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        imported_early(q, q, q)
+        torch.ops.aten.scaled_dot_product_attention(q, q, q)
+        layer(x, x, x, need_weights=False)
+    assert len(seen.sites) == 4
+    assert all(site.calls == 1 and site.seconds > 0 and site.backend == "torch-flash" for site in seen.sites)
+    assert all(HERE in site.stack[0] and "in test_every_way" in site.stack[0] for site in seen.sites)
+    assert {site.text for site in seen.sites} >= {"float32 q(1,2,16,8) causal", "float32 q(1,2,16,8) full"}
+    assert torch.equal(want, F.scaled_dot_product_attention(q, q, q, is_causal=True))
+    assert len(seen.sites) == 4  # it is over
+
+
+def test_calls_of_one_place_and_problem_are_one_site() -> None:
+    with tilewise.trace() as seen:
+        for length in (8, 8, 16, 8):
+            q = inputs(1, 2, length, 8)
+            F.scaled_dot_product_attention(q, q, q)
+    assert sorted(site.calls for site in seen.sites) == [1, 3]
+    assert seen.seconds >= sum(site.seconds for site in seen.sites) > 0
+
+
+def test_the_backward_is_timed_and_gradients_are_untouched() -> None:
+    q, k = inputs(grad=True), inputs(grad=True)
+    want = torch.autograd.grad(F.scaled_dot_product_attention(q, k, k).sum(), (q, k))
+    with tilewise.trace() as seen:
+        got = torch.autograd.grad(F.scaled_dot_product_attention(q, k, k).sum(), (q, k))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    (site,) = seen.sites
+    assert site.backward > 0
+    assert site.problem is not None
+    assert site.problem.needs_grad
+
+
+def test_math_is_flagged_with_its_reasons_unless_it_was_asked_for() -> None:
+    q = inputs()
+    with tilewise.trace() as seen:
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+        F.scaled_dot_product_attention(q[0], q[0], q[0])
+        with sdpa_kernel(SDPBackend.MATH):
+            F.scaled_dot_product_attention(q, q, q)
+    by_line = sorted(seen.sites, key=lambda site: site.stack[0])
+    dropped, flat, asked = by_line
+    assert [site.backend for site in by_line] == ["torch-math"] * 3
+    assert dropped.is_math_fallback
+    assert "dropout 0.5" in dropped.reasons[0]
+    assert flat.is_math_fallback == (torch.__version__ < "2.14")
+    assert not asked.is_math_fallback
+    assert dropped in seen.math_fallbacks()
+    text = str(seen)
+    assert "torch-math (!)" in text
+    assert f"MATH FALLBACK at {dropped.stack[0]}" in text
+    assert "dropout 0.5" in text
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_tilewise_takes_is_told_apart(inside: bool) -> None:
+    q = inputs()
+    if inside:
+        with tilewise.trace() as seen, tilewise.sdpa(backend="tiled"):
+            F.scaled_dot_product_attention(q, q, q)
+    else:
+        with tilewise.sdpa(backend="tiled"), tilewise.trace() as seen:
+            F.scaled_dot_product_attention(q, q, q)
+    (site,) = seen.sites
+    assert site.backend == "tilewise"
+    assert torch.isfinite(F.scaled_dot_product_attention(q, q, q)).all()
+
+
+def test_traces_lie_on_each_other_in_any_order() -> None:
+    q = inputs()
+    outer, inner = tilewise.trace(), tilewise.trace()
+    first = outer.__enter__()
+    second = inner.__enter__()
+    F.scaled_dot_product_attention(q, q, q)
+    outer.__exit__(None, None, None)  # while the other still lies on it
+    F.scaled_dot_product_attention(q, q, q)
+    inner.__exit__(None, None, None)
+    F.scaled_dot_product_attention(q, q, q)
+    assert [sum(site.calls for site in seen.sites) for seen in (first, second)] == [1, 2]
+
+
+def test_an_error_of_the_call_is_the_callers() -> None:
+    q = inputs()
+    with tilewise.trace() as seen, pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(q, q[..., :4], q)
+    assert sum(site.calls for site in seen.sites) == 0
+
+
+def test_calls_that_are_no_problem_of_ours_are_sites_too() -> None:
+    q = inputs(2, 2, 8, 8)
+    with tilewise.trace() as seen:
+        F.scaled_dot_product_attention(q, q[:1], q[:1])  # a batch that broadcasts
+    (site,) = seen.sites
+    assert site.problem is None
+    assert site.text.startswith("float32 q(2,2,8,8) k(1,2,8,8)")
+
+
+def test_compiled_graphs_are_seen_when_they_are_traced() -> None:
+    q = inputs()
+    with tilewise.trace() as seen:
+        compiled = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), backend="aot_eager", fullgraph=True)
+        compiled(q)
+        compiled(q)
+    torch.compiler.reset()
+    assert any(site.backend == "traced by torch.compile" for site in seen.sites)
+    assert "its times are not seen" in str(seen)
+
+
+def test_no_math_fallback_raises_with_every_reason() -> None:
+    q = inputs()
+    with tilewise.no_math_fallback():
+        F.scaled_dot_product_attention(q, q, q)
+        with sdpa_kernel(SDPBackend.MATH):
+            F.scaled_dot_product_attention(q, q, q)
+        with tilewise.sdpa(backend="reference"):
+            F.scaled_dot_product_attention(q[0], q[0], q[0])
+        with pytest.raises(UnsupportedProblem, match=r"dropout 0\.5") as raised:
+            F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    assert raised.value.verdicts
+    assert "What to do" in str(raised.value)
+    F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+
+
+def test_a_trace_prints_without_the_packages_of_the_command_line() -> None:
+    code = (
+        "import sys; sys.modules['rich'] = sys.modules['typer'] = None\n"
+        "import torch, tilewise\n"
+        "q = torch.ones(1, 1, 8, 8)\n"
+        "with tilewise.trace() as t: torch.nn.functional.scaled_dot_product_attention(q, q, q)\n"
+        "print(t)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "1 calls at 1 sites" in done.stdout
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, torch
+import torch.nn.functional as F
+print("arguments", sys.argv[1:], __name__)
+q = torch.randn(1, 2, 64, 16, requires_grad=True)
+for _ in range(3):
+    F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+if "fall" in sys.argv:
+    F.scaled_dot_product_attention(q.detach(), q.detach(), q.detach(), dropout_p=0.1)
+if "fail" in sys.argv:
+    sys.exit(7)
+if "stop" in sys.argv:
+    raise KeyboardInterrupt
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def trace(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["trace", *arguments])
+
+
+def test_a_program_is_traced_from_end_to_end(program: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "report.html"
+    result = trace("--json", "--html", str(page), "--", "python", "-u", str(program), "--lr", "3")
+    assert result.exit_code == 0, result.output
+    assert "arguments ['--lr', '3'] __main__" in capfd.readouterr().out
+    told = json.loads(result.stdout)
+    (site,) = told["sites"]
+    assert (site["calls"], site["backend"]) == (3, "torch-flash")
+    assert "train.py:7 in <module>" in site["stack"][0]
+    assert site["best"] in ("tilewise", "torch-default", "sdpa:flash", "sdpa:math")
+    assert site["lost"] >= 0
+    assert "train.py" in page.read_text()
+    assert told["provenance"]["command"]
+
+
+def test_fallbacks_and_failures_have_their_codes(program: Path) -> None:
+    fallen = trace("--no-compare", "--strict", "--", sys.executable, str(program), "fall")
+    assert fallen.exit_code == 1
+    assert "MATH FALLBACK" in fallen.stdout
+    failed = trace("--no-compare", "--", "python", str(program), "fail")
+    assert failed.exit_code == 7
+    stopped = trace("--no-compare", "--", "python", str(program), "stop")
+    assert stopped.exit_code == 130
+    assert "train.py:7" in stopped.stdout
+    assert "3 calls" not in failed.stderr
+    assert "train.py:7" in failed.stdout
+
+
+def test_modules_and_code_are_programs_too(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(program.parent)
+    assert "train.py:7" in trace("--no-compare", "--", "python", "-m", "train").stdout
+    code = "import torch; q = torch.ones(1, 1, 8, 8); torch.nn.functional.scaled_dot_product_attention(q, q, q)"
+    assert "<string>:1 in <module>" in trace("--no-compare", "--", "python", "-c", code).stdout
+    none = trace("--no-compare", "--", "python", "-c", "print(1)")
+    assert none.exit_code == 0
+    assert "no call of scaled_dot_product_attention was seen" in none.stdout
+
+
+@pytest.mark.parametrize(
+    "command", [["torchrun", "train.py"], ["python"], ["python", "-u"], ["python", "-m"], ["python", "-X", "dev"]]
+)
+def test_what_is_no_python_program_is_refused(command: list[str]) -> None:
+    with pytest.raises(InvalidInput, match="the program"):
+        cli_trace.split(command)
+
+
+def test_differences_within_noise_are_no_loss() -> None:
+    site: dict[str, Any] = {"backend": "torch-flash", "calls": 10, "forward": 9.0, "backward": 6.0}
+    trace_text._fill(site, {"torch-default": 1.01, "tilewise": 1.0})
+    assert (site["best"], site["lost"]) == ("torch-default", 0.0)
+    trace_text._fill(site, {"torch-default": 1.5, "tilewise": 1.0})
+    assert (site["best"], site["lost"]) == ("tilewise", pytest.approx(5.0))
