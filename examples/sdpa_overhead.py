@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import library as torch_library
 
 from tilewise.integrations.sdpa import sdpa
 
@@ -139,8 +140,8 @@ def elsewhere() -> Iterator[None]:
 
 @contextmanager
 def detour() -> Iterator[None]:
-    originals = {key: torch.library.get_kernel(OPERATOR, key) for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA")}
-    library = torch.library.Library("aten", "IMPL")
+    originals = {key: torch_library.get_kernel(OPERATOR, key) for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA")}
+    library = torch_library.Library("aten", "IMPL")
     for key, original in originals.items():
         library.impl("scaled_dot_product_attention", original.call_boxed, key, with_keyset=True)
     try:

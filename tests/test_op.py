@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.library import opcheck
+from torch import library as torch_library
 
 import tilewise
 from support import assert_close, exact, make_inputs, make_problem
@@ -28,7 +28,7 @@ def test_opcheck(backend, grad, layout):
     q, k, v = inputs(2, 4, 9, 8, dtype=torch.float32, grad=grad)
     needs_lse = backend in OURS
     arguments = (q, k, v, None, "causal", None, 0.0, layout, backend, needs_lse)
-    results = opcheck(torch.ops.tilewise.attention.default, arguments)
+    results = torch_library.opcheck(torch.ops.tilewise.attention.default, arguments)
     assert set(results.values()) == {"SUCCESS"}
 
 
@@ -36,7 +36,7 @@ def test_opcheck_of_the_backward():
     q, k, v = inputs(1, 2, 5, 4, grad=False)
     out, lse = tilewise.attention(q, k, v, return_lse=True, backend="tiled")
     arguments = (out, None, q, k, v, None, out, lse, "full", None, 0.0, "bhsd", "tiled", False, [True, False, True])
-    results = opcheck(torch.ops.tilewise.attention_backward.default, arguments)
+    results = torch_library.opcheck(torch.ops.tilewise.attention_backward.default, arguments)
     assert set(results.values()) == {"SUCCESS"}
 
 

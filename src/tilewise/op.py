@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import library as torch_library
 
 from . import masks
 from .backends import Wants, empty_lse, empty_out, reference
@@ -348,7 +349,7 @@ def _differentiable_grads(
 
 
 _OPTIONS = "str mask, float? scale, float softcap, str layout, str backend, bool needs_lse"
-_library = torch.library.Library("tilewise", "DEF")
+_library = torch_library.Library("tilewise", "DEF")
 _library.define(f"attention(Tensor q, Tensor k, Tensor v, Tensor? bias, {_OPTIONS}) -> (Tensor, Tensor)")
 _library.define(f"attention_with_lse(Tensor q, Tensor k, Tensor v, Tensor? bias, {_OPTIONS}) -> (Tensor, Tensor)")
 _library.define(
@@ -445,9 +446,9 @@ for _name, _kernel in (
 ):
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
 _library.impl("attention", _autograd_attention, "Autograd")
-torch.library.register_fake("tilewise::attention", _fake_attention, lib=_library)
-torch.library.register_fake("tilewise::attention_with_lse", _fake_attention_with_lse, lib=_library)
-torch.library.register_fake("tilewise::attention_backward", _fake_backward, lib=_library)
+torch_library.register_fake("tilewise::attention", _fake_attention, lib=_library)
+torch_library.register_fake("tilewise::attention_with_lse", _fake_attention_with_lse, lib=_library)
+torch_library.register_fake("tilewise::attention_backward", _fake_backward, lib=_library)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

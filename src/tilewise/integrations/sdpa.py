@@ -27,6 +27,7 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from torch import library as torch_library
 
 from .. import op
 from ..api import attention, only_torch_defines, torch_mask
@@ -257,7 +258,7 @@ class _Dispatcher:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders = 0
-        self._library: torch.library.Library | None = None
+        self._library: torch_library.Library | None = None
 
     def acquire(self) -> None:
         with self._lock:
@@ -274,10 +275,10 @@ class _Dispatcher:
                 _forget_resolved_kernels()
 
     @staticmethod
-    def _install() -> torch.library.Library:
+    def _install() -> torch_library.Library:
         # All originals first: once a device has a kernel, the dispatcher answers differently for its autograd key.
-        originals = {key: torch.library.get_kernel(_OPERATOR, key) for key in _KEYS}
-        library = torch.library.Library("aten", "IMPL")
+        originals = {key: torch_library.get_kernel(_OPERATOR, key) for key in _KEYS}
+        library = torch_library.Library("aten", "IMPL")
         for key, original in originals.items():
             library.impl("scaled_dot_product_attention", _kernel(original.call_boxed), key)
         _forget_resolved_kernels()

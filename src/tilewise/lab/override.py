@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import library as torch_library
 
 from ..backends.torch_rules import CUDNN, EFFICIENT, FLASH, MATH
 
@@ -42,7 +43,7 @@ class _Plate:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._observers: list[Observer] = []
-        self._library: torch.library.Library | None = None
+        self._library: torch_library.Library | None = None
         self._inside = threading.local()
 
     def add(self, observer: Observer) -> None:
@@ -61,10 +62,10 @@ class _Plate:
                 _forget_resolved_kernels()
                 _sdpa()._dispatcher.release()
 
-    def _lay(self) -> torch.library.Library:
-        composite = torch.library.get_kernel(f"aten::{_OPERATOR}", _UNTOUCHED)
+    def _lay(self) -> torch_library.Library:
+        composite = torch_library.get_kernel(f"aten::{_OPERATOR}", _UNTOUCHED)
         kernel = self._kernel(_sdpa()._kernel(composite.call_boxed))
-        library = torch.library.Library("aten", "IMPL")
+        library = torch_library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch remarks on an operator that is overridden twice
             for key in _KEYS:
