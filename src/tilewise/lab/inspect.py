@@ -64,7 +64,7 @@ class Inspection:
     def best(self) -> Outcome | None:
         """The fastest right candidate."""
         timed = [outcome for outcome in self.comparison.outcomes if outcome.costs and not outcome.failed]
-        return min(timed, key=lambda outcome: median(outcome.costs), default=None)
+        return min(timed, key=lambda outcome: median(outcome.samples), default=None)
 
     def shares(self, outcome: Outcome, what: str) -> dict[str, float] | None:
         """How near a candidate's forward or backward comes to each ceiling of the GPU."""
@@ -75,7 +75,7 @@ class Inspection:
         return roofline.bounds(self.plan.problem, self.rates, what)
 
     def sentence(self) -> str:
-        """The choice, and what PyTorch's own costs."""
+        """The choice, and what PyTorch's own costs, in the figures of the table."""
         comparison, best = self.comparison, self.best()
         text = f"tilewise runs {self.plan.backend}: {self.plan.because}."
         default = next((o for o in comparison.outcomes if o.candidate == TORCH_DEFAULT), None)
@@ -83,13 +83,14 @@ class Inspection:
             return text
         chosen = self.torch_choice()
         name = f"PyTorch's default choice ({chosen})" if chosen else "PyTorch's default choice"
-        lost = median(default.costs) - median(best.costs)
+        theirs, fastest = median(default.samples), median(best.samples)
         ours = next((o for o in comparison.outcomes if o.candidate == OURS and o.costs), None)
         if ours is not None:
-            text += f" It takes {median(ours.costs) * 1e3:.3g} ms, {name} {median(default.costs) * 1e3:.3g} ms"
-        if best is default or lost <= 0.02 * median(best.costs):
+            text += f" It takes {median(ours.samples) * 1e3:.3g} ms, {name} {theirs * 1e3:.3g} ms"
+        if best is default or theirs <= 1.02 * fastest:
             return f"{text}; no candidate here is more than 2% faster than that default."
-        return f"{text}; the default loses {lost * 1e3:.3g} ms a call against the fastest here, {best.candidate}."
+        lost = (theirs - fastest) * 1e3
+        return f"{text}; the default loses {lost:.3g} ms a call against the fastest here, {best.candidate}."
 
     def to_dict(self) -> dict[str, Any]:
         return {
