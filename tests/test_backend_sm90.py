@@ -52,7 +52,6 @@ def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci():
         ({"dropout": 0.1}, "dropout 0.1"),
         ({"scale": -1.0}, "negative"),
         ({"strides": Strides.UNALIGNED}, "unaligned"),
-        ({"needs_grad": True}, "no backward"),
         ({"transformed": True}, "functorch"),
     ],
 )

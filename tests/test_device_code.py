@@ -33,8 +33,8 @@ void tiles(int first_shift, int end_shift, int seq_k, int row_begin, int row_end
   const TileRange full = full_tiles(band, row_begin, row_end, block_kv, touched);
   result[0] = touched.begin, result[1] = touched.end, result[2] = full.begin, result[3] = full.end;
 }
-void work_tile(int heads, int batch_heads, int q_tiles, int section_heads, int longest_first, int work, int* result) {
-  const WorkTile tile = Schedule{heads, batch_heads, q_tiles, section_heads, longest_first}.tile(work);
+void work_tile(int heads, int batch_heads, int q_tiles, int sections, int longest_first, int work, int* result) {
+  const WorkTile tile = Schedule{heads, batch_heads, q_tiles, sections, longest_first}.tile(work);
   result[0] = tile.batch, result[1] = tile.head, result[2] = tile.q_tile;
 }
 int chunk(int row, int index) { return swizzled_chunk(row, index); }
@@ -110,23 +110,30 @@ def test_tiles_are_skipped_and_masked_as_the_mask_says(
     batch=st.integers(1, 4),
     heads=st.integers(1, 9),
     q_tiles=st.integers(1, 9),
-    section=st.integers(1, 40),
+    sections=st.integers(1, 40),
     longest_first=st.booleans(),
 )
 def test_the_schedule_visits_every_tile_once(
-    device_code: Any, batch: int, heads: int, q_tiles: int, section: int, longest_first: bool
+    device_code: Any, batch: int, heads: int, q_tiles: int, sections: int, longest_first: bool
 ) -> None:
     pairs = batch * heads
     seen = []
     result = (ctypes.c_int * 3)()
     for work in range(pairs * q_tiles):
-        device_code.work_tile(heads, pairs, q_tiles, min(section, pairs), int(longest_first), work, result)
+        device_code.work_tile(heads, pairs, q_tiles, min(sections, pairs), int(longest_first), work, result)
         seen.append(tuple(result))
     everything = {(b, h, t) for b in range(batch) for h in range(heads) for t in range(q_tiles)}
     assert len(seen) == len(everything)
     assert set(seen) == everything
-    if longest_first and section >= pairs:
+    if longest_first and sections == 1:
         assert [tile for _, _, tile in seen] == sorted((tile for _, _, tile in seen), reverse=True)
+    starts = [work for work, (_, _, tile) in enumerate(seen) if tile == (q_tiles - 1 if longest_first else 0)]
+    begun = [work for work in starts if work == 0 or q_tiles == 1 or work - 1 not in starts]
+    sizes = [(b - a) // q_tiles for a, b in zip(begun, [*begun[1:], len(seen)], strict=True)]
+    if q_tiles > 1:
+        assert sizes == sorted(sizes, reverse=True)
+        assert len(sizes) == min(sections, pairs)
+        assert sizes[0] - sizes[-1] <= 1
 
 
 def test_the_swizzle_is_a_bijection_on_an_atom(device_code: Any) -> None:

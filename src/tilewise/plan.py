@@ -175,6 +175,11 @@ _left_out: dict[str, Reason] = {}
 def leave_out(backend: str, why: str) -> None:
     """Take a backend that does not work on this machine out of every further choice, with the reason on show."""
     _left_out[backend] = Reason(f"it failed here: {why}", "mend what the message names, and restart")
+    replan()
+
+
+def replan() -> None:
+    """Forget every plan made so far: what they rest on has changed."""
     _automatic.cache_clear()
     _explicit.cache_clear()
 

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..errors import Reason, UnsupportedProblem
-from ..jit import Arguments, TensorMap, Unit, cpp_literal, function_for, layout_asserts, params_struct, tiled_map
+from ..errors import Reason
+from ..jit import Arguments, TensorMap, Unit, cpp_literal, function_for, layout_asserts, params_struct, tiled_map, tuned
 from ..jit import launch as driver
 from ..masks import Causal, Full, Window
 from ..problem import Strides, dtype_name
 from ..target import Target
-from . import empty_lse, empty_out
+from . import empty_lse, empty_out, sm90_backward
 
 if TYPE_CHECKING:
     from ..jit import Function, TiledMap
@@ -41,6 +41,9 @@ HEAD_DIM_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256
 MASK_KINDS = ("full", "causal", "window")  # as enum MaskKind counts them
 _DTYPES = (torch.bfloat16, torch.float16)
 _COUNTERS = 1 << 14
+# What `search_space` tries: widths of a product that kernels/sm90/wgmma.cuh has, and depths of the rings.
+_BLOCKS_KV = (48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
+_STAGES = ((1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,6 @@ class Config:
     softcap: bool
     pingpong: bool
     ctas_per_sm: int
-    separate_out: bool
 
     @property
     def block_q(self) -> int:
@@ -76,15 +78,22 @@ class Config:
         return min(65536 // (self.threads * self.ctas_per_sm) // 8 * 8, 240)
 
     @property
+    def consumer_registers(self) -> int:
+        """What setmaxnreg leaves a consumer thread with."""
+        launched = self.launch_registers
+        given = 32 if launched < 168 else 40
+        return min((launched * (self.consumers + 1) - given) // self.consumers // 8 * 8, 240)
+
+    @property
     def smem_bytes(self) -> int:
         """`sizeof(Smem<config>)`; the generated source asserts it."""
-        aliased = not self.separate_out and self.head_dim_v > self.head_dim
-        q = self.consumers * _matrix_bytes(64, self.head_dim_v if aliased else self.head_dim)
-        out = self.consumers * _matrix_bytes(64, self.head_dim_v) if self.separate_out else 16
+        panels = -(-self.head_dim_v // 64)
+        q = self.consumers * _matrix_bytes(64, self.head_dim)
+        out = self.consumers * (panels if self.head_dim <= 128 else (panels + 1) // 2) * _matrix_bytes(64, 64)
         k = self.k_stages * _matrix_bytes(self.block_kv, self.head_dim)
         v = self.v_stages * _matrix_bytes(self.block_kv, self.head_dim_v)
-        barriers = 8 * (2 * self.consumers + 2 * self.k_stages + 3 * self.v_stages + 2 * 2)
-        plans = 2 * 8 * 4 + 2 * 4
+        barriers = 8 * (4 * self.consumers + 2 * self.k_stages + 3 * self.v_stages + 2 * 2)
+        plans = 2 * (8 + 2 * self.consumers + 1) * 4
         return -(-(q + k + v + out + barriers + plans) // 1024) * 1024
 
     @property
@@ -93,6 +102,12 @@ class Config:
         shape = f"q{self.block_q}_kv{self.block_kv}_k{self.k_stages}v{self.v_stages}"
         extras = f"{'_softcap' if self.softcap else ''}{'_turns' if self.pingpong else ''}"
         return f"forward_{kind}_{shape}{extras}{f'_x{self.ctas_per_sm}' if self.ctas_per_sm > 1 else ''}"
+
+    @property
+    def label(self) -> str:
+        """What a search varies, in a few words."""
+        turns = " turns" if self.pingpong else ""
+        return f"{self.block_q}x{self.block_kv} K{self.k_stages}V{self.v_stages} x{self.ctas_per_sm}{turns}"
 
     def __str__(self) -> str:
         tile = f"tile {self.block_q} x {self.block_kv}, {self.consumers} + 1 warpgroups"
@@ -153,7 +168,11 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
         f"sequence of {max(problem.seq_q, problem.seq_kv)} is over {MOST_ROWS}",
         "split the sequence",
     )
-    refuse(problem.needs_grad, "a gradient is wanted, and there is no backward kernel yet", "use backend='auto'")
+    refuse(
+        problem.needs_grad and not sm90_backward.CHECKED,
+        "a gradient is wanted, and our backward kernel has not passed its checks on a GPU yet",
+        "use backend='auto'",
+    )
     refuse(
         problem.transformed,
         "inside a functorch transform (vmap, jvp): a kernel launch cannot be transformed",
@@ -165,14 +184,24 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 def notices(problem: Problem, target: Target) -> list[str]:
     if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
         return []
+    entry = _tuned(problem, target)
+    said = [] if entry is None else [tuned.cite(entry)]
     head_dim, head_dim_v = _head_dim_class(problem.head_dim, problem.head_dim_v)
     if (head_dim, head_dim_v) == (problem.head_dim, problem.head_dim_v):
-        return []
-    return [f"heads of {problem.head_dim}/{problem.head_dim_v} run in the {head_dim}/{head_dim_v} kernel, zero-filled"]
+        return said
+    dims = f"{problem.head_dim}/{problem.head_dim_v}"
+    return [*said, f"heads of {dims} run in the {head_dim}/{head_dim_v} kernel, zero-filled"]
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
-    """Legal configs, best first, from the measured table.
+    """Legal configs, best first: what `tilewise tune` found on this device, then the shipped table's."""
+    entry = _tuned(problem, target)
+    found = shipped(problem, target)
+    return found if entry is None else list(dict.fromkeys([Config(**entry["config"]), *found]))
+
+
+def shipped(problem: Problem, target: Target) -> list[Config]:
+    """Configs of the table that ships, best first.
 
     A row of the table may be for some lengths of keys only (`least_seq_kv`, `most_seq_kv`), or, with smaller tiles than
     usual, only for problems that it spreads over the multiprocessors in one wave (`one_wave`).
@@ -194,6 +223,46 @@ def configs(problem: Problem, target: Target) -> list[Config]:
     return [*sorted(small, key=lambda config: config.block_q), *fitting]
 
 
+def search_space(problem: Problem, target: Target) -> list[Config]:
+    """Every config that may run: tiles that wgmma has, stages that fit shared memory, sums that fit the registers.
+
+    The bound on registers is that of the arrays a consumer holds; whether the compiler keeps to it, its log tells.
+    """
+    if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
+        return []
+    kind, classes = _mask_kind(problem), _head_dim_class(problem.head_dim, problem.head_dim_v)
+    smem_per_block = target.smem_per_block or 227 * 1024
+    found = []
+    for consumers, block_kv, (k_stages, v_stages) in product((1, 2, 3, 4), _BLOCKS_KV, _STAGES):
+        for pingpong, ctas in product((False, True), (1, 2)):
+            row = {"consumers": consumers, "block_kv": block_kv, "k_stages": k_stages, "v_stages": v_stages}
+            row |= {"pingpong": pingpong, "ctas_per_sm": ctas}
+            config = _config(row, classes, problem.dtype is torch.bfloat16, kind, problem.softcap > 0)
+            # 1 KiB of a multiprocessor's shared memory goes to each CTA for the driver's own use.
+            fits = config.smem_bytes <= smem_per_block and ctas * (config.smem_bytes + 1024) <= smem_per_block + 1024
+            held = 3 * block_kv // 4 + classes[1] // 2
+            if fits and held < config.consumer_registers and (consumers > 1 or not pingpong):
+                found.append(config)
+    return found
+
+
+def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
+    """What a measured config depends on: the kind of kernel, and the sizes that decide how it fills the GPU."""
+    dims = _head_dim_class(problem.head_dim, problem.head_dim_v)
+    kind = {"head_dims": list(dims), "mask": MASK_KINDS[_mask_kind(problem)], "softcap": problem.softcap > 0}
+    pairs = problem.batch * problem.heads_q
+    sizes = {"seq_q": problem.seq_q, "seq_kv": problem.seq_kv, "batch x heads": pairs}
+    return kind | {"dtype": dtype_name(problem.dtype)}, sizes
+
+
+def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
+    """The entry of the user's own table for this device, if its config still has the fields of ours."""
+    if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
+        return None
+    entry = tuned.find("sm90", target.name, *tuning_key(problem))
+    return entry if entry is not None and set(entry["config"]) == set(Config.__slots__) else None
+
+
 def details(problem: Problem, target: Target, config: Config) -> list[str]:
     """How the launch fills the GPU, for `explain`."""
     work = _work(problem, config)
@@ -210,7 +279,7 @@ def all_units() -> list[Unit]:
         for row, bf16 in product(rows, (True, False)):
             config = _config(row, classes, bf16, MASK_KINDS.index(kind), softcap)
             units[config.name] = unit(config)
-    return list(units.values())
+    return [*units.values(), *sm90_backward.all_units()]
 
 
 @functools.cache
@@ -283,7 +352,8 @@ def backward(
     bias: torch.Tensor | None = None,
     wants: Wants = (True, True, True),
 ) -> Grads:
-    raise UnsupportedProblem("sm90 has no backward kernel yet", problem, remedy="use backend='auto'")
+    chosen = config if isinstance(config, sm90_backward.BackwardConfig) else None
+    return sm90_backward.backward(dout, dlse, q, k, v, out, lse, problem, chosen, wants)
 
 
 _Params = params_struct(
@@ -307,7 +377,7 @@ _Params = params_struct(
     band_first_shift=ctypes.c_int,
     band_end_shift=ctypes.c_int,
     q_tiles=ctypes.c_int,
-    section_heads=ctypes.c_int,
+    sections=ctypes.c_int,
     longest_first=ctypes.c_int,
     scale_log2=ctypes.c_float,
     softcap_in=ctypes.c_float,
@@ -344,7 +414,7 @@ class _Launch:
         config = config or configs(problem, target)[0]
         self._function: Function = function_for(unit(config), q.device.index)
         self._q, self._k, self._v = _map(q, 64), _map(k, config.block_kv), _map(v, config.block_kv)
-        self._out = _map(out, 16)
+        self._out = _map(out, 64)
         work = _work(problem, config)
         self._grid = (min(work, target.sms * config.ctas_per_sm), 1, 1)
         self._block, self._smem = (config.threads, 1, 1), config.smem_bytes
@@ -367,7 +437,7 @@ class _Launch:
         params.lse = None if lse is None else lse.data_ptr()
         if self._dynamic:
             params.work_counter = _work_counter(self._function.device, stream)
-        driver.launch(self._function, self._grid, self._block, self._smem, stream, arguments)
+        driver.launch(self._function, self._grid, self._block, self._smem, stream, arguments, overlap_previous=True)
 
     def _new_arguments(self) -> Arguments:
         arguments = Arguments(_Params)
@@ -440,26 +510,26 @@ def _fixed_params(problem: Problem, config: Config, target: Target, v: torch.Ten
         "band_first_shift": offset - left,
         "band_end_shift": offset + right + 1,
         "q_tiles": -(-problem.seq_q // config.block_q),
-        "section_heads": _section_heads(problem, target),
+        "sections": _sections(problem, target),
         "longest_first": int(isinstance(problem.mask, Causal)),
         "scale_log2": (problem.softcap if capped else problem.scale) * LOG2_E,
         "softcap_in": 2 * LOG2_E * problem.scale / problem.softcap if capped else 0.0,
     }
 
 
-def _section_heads(problem: Problem, target: Target) -> int:
-    """(batch, head) pairs that are worked on together.
+def _sections(problem: Problem, target: Target) -> int:
+    """How many groups of (batch, head) pairs are worked on one after the other.
 
-    Equal tiles: as few as share their keys, so that neighbours read the same keys from DRAM once. Causal tiles: as many
-    as the L2 cache holds, since the longest of a section come first and the shortest fill the gaps; sections alike.
+    Equal tiles: pairs that share their keys make a section, so that neighbours read the same keys from DRAM once.
+    Causal tiles: about as many pairs as the L2 cache holds, since the longest of a section come first and the shortest
+    fill the gaps. Rounded down: long tiles of a small last section would have little beside them.
     """
-    if not isinstance(problem.mask, Causal):
-        return problem.group
     pairs = problem.batch * problem.heads_q
+    if not isinstance(problem.mask, Causal):
+        return pairs // problem.group
     kv_bytes = problem.seq_kv * (problem.head_dim + problem.head_dim_v) * 2
-    most = max(1, target.l2_bytes // 2 // kv_bytes) * problem.group
-    sections = -(-pairs // most)
-    return -(-pairs // sections)
+    held = max(1, target.l2_bytes // 2 // kv_bytes) * problem.group
+    return max(1, pairs // held)
 
 
 def _work(problem: Problem, config: Config) -> int:
@@ -510,7 +580,6 @@ def _config(row: dict[str, Any], classes: tuple[int, int], bf16: bool, kind: int
         softcap=softcap,
         pingpong=row["pingpong"],
         ctas_per_sm=row["ctas_per_sm"],
-        separate_out=row["separate_out"],
     )
 
 

@@ -28,12 +28,14 @@ beside ours.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import Reason
+from ..jit import tuned
 from ..masks import Tile
+from ..problem import dtype_name
 from . import Grads, Wants, empty_lse, empty_out
 
 if TYPE_CHECKING:
@@ -48,9 +50,14 @@ class Config:
     block_q: int = 128
     block_kv: int = 512
 
+    @property
+    def label(self) -> str:
+        return f"{self.block_q} x {self.block_kv}"
+
 
 _CPU_BLOCKS = ((128, 512), (256, 512), (512, 512), (256, 256), (128, 128), (64, 64))  # tiles that fit a core's cache
 _GPU_BLOCKS = ((1024, 2048), (2048, 2048), (512, 1024))  # tiles that are worth their launches
+_SIDES = tuple(2**power for power in range(5, 12))  # of the blocks that `search_space` tries
 
 
 def why_not(problem: Problem, target: Target) -> list[Reason]:
@@ -73,12 +80,39 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 
 
 def notices(problem: Problem, target: Target) -> list[str]:
-    return []
+    entry = _tuned(problem, target)
+    return [] if entry is None else [tuned.cite(entry)]
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
+    """What `tilewise tune` found on this device, then what ships."""
+    entry = _tuned(problem, target)
+    found = shipped(problem, target)
+    return found if entry is None else list(dict.fromkeys([Config(**entry["config"]), *found]))
+
+
+def shipped(problem: Problem, target: Target) -> list[Config]:
     blocks = _CPU_BLOCKS if target.is_cpu else _GPU_BLOCKS
     return [Config(block_q, block_kv) for block_q, block_kv in blocks]
+
+
+def search_space(problem: Problem, target: Target) -> list[Config]:
+    """Blocks by powers of two, none larger than it takes to cover the problem in one."""
+    tall, wide = (2 ** max(5, (seq - 1).bit_length()) for seq in (problem.seq_q, problem.seq_kv))
+    return [Config(q, kv) for q in _SIDES if q <= tall for kv in _SIDES if kv <= wide]
+
+
+def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
+    """What the best blocks depend on: the kind of problem, and its sizes."""
+    kind = {"dtype": dtype_name(problem.dtype), "mask": str(problem.mask).partition(":")[0], "grad": problem.needs_grad}
+    pairs = problem.batch * problem.heads_q
+    dims = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
+    return kind, {"seq_q": problem.seq_q, "seq_kv": problem.seq_kv, "batch x heads": pairs} | dims
+
+
+def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
+    entry = tuned.find("tiled", target.name, *tuning_key(problem))
+    return entry if entry is not None and set(entry["config"]) == set(Config.__slots__) else None
 
 
 def forward(

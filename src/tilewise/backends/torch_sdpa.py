@@ -92,6 +92,24 @@ class Candidate:
                 lse = lse if lse is None else lse.masked_fill_(unseen, -torch.inf)
         return _in_layout(out, problem), lse
 
+    def bind(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Any = None
+    ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+        """`forward` of (q, k, v, bias) for one problem: whether there is anything to mend is asked here, once."""
+        kind = rules.mask_kind(problem)
+        named = kind in ("none", "causal") or (kind == "bottom-right" and self.name == rules.FLASH and q.is_cuda)
+        if problem.empty or not named or _may_be_unseen(problem):
+            return lambda q, k, v, bias: self.forward(q, k, v, problem, config, bias)
+        kernel, keeps_lse = self._kernel(q).forward, problem.needs_lse or problem.needs_grad
+
+        def bound(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            out, lse = kernel(q, k, v, problem, None)
+            return _in_layout(out, problem), lse.contiguous() if lse is not None and keeps_lse else None
+
+        return bound
+
     def backward(
         self,
         dout: torch.Tensor,

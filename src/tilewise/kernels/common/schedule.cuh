@@ -4,6 +4,8 @@
 // values fit the L2 cache together. Inside a section the query tile is the slow index and the head
 // the fast one, so that with `longest_first` (causal masks) the long tiles of the section come
 // before the short ones, and neighbouring CTAs share the keys of a few heads.
+// Why sections differ by at most one pair: a small last section would begin long tiles when little
+// else is left to do beside them.
 //
 // No PTX, no CUDA types: also built by a host compiler and property-tested there (the numbering is
 // a bijection).
@@ -23,15 +25,19 @@ struct Schedule {
   int heads;          // query heads
   int batch_heads;    // batch * heads
   int q_tiles;        // query tiles of one head
-  int section_heads;  // (batch, head) pairs of a section, >= 1
+  int sections;       // of (batch, head) pairs, 1 to batch_heads; the larger ones first
   int longest_first;  // 1: count query tiles from the last
 
   TILEWISE_INLINE int work_count() const { return batch_heads * q_tiles; }
 
   TILEWISE_INLINE WorkTile tile(int work) const {
-    const int section = work / (section_heads * q_tiles);
-    const int first_pair = section * section_heads;
-    const int pairs = min_int(section_heads, batch_heads - first_pair);
+    const int small = batch_heads / sections, larger = batch_heads - small * sections;
+    const int in_larger = larger * (small + 1);  // pairs
+    const int near = work / q_tiles;             // a pair of the same section
+    const bool is_larger = near < in_larger;
+    const int pairs = small + is_larger;
+    const int start = is_larger ? 0 : in_larger;
+    const int first_pair = start + (near - start) / pairs * pairs;
     const int rest = work - first_pair * q_tiles;
     const int rank = rest / pairs;
     const int pair = first_pair + rest - rank * pairs;

@@ -21,17 +21,16 @@ struct Config {
   int v_stages;
   int mask;  // MaskKind
   bool softcap;
-  bool pingpong;      // consumer warpgroups take turns to issue their products
-  int ctas_per_sm;    // CTAs that share a multiprocessor
-  bool separate_out;  // out is staged beside Q, not in its place, so that the next Q may land
-                      // during the epilogue
+  bool pingpong;    // consumer warpgroups take turns to issue their products
+  int ctas_per_sm;  // CTAs that share a multiprocessor
 
   TILEWISE_INLINE int block_q() const { return consumers * 64; }
   TILEWISE_INLINE int threads() const { return (consumers + 1) * 128; }
   TILEWISE_INLINE bool masked() const { return mask != mask_full; }
   TILEWISE_INLINE bool turns() const { return pingpong && consumers > 1; }
-  TILEWISE_INLINE int q_slot_bytes() const {
-    return matrix_bytes(64, separate_out || head_dim > head_dim_v ? head_dim : head_dim_v);
+  // Panels of out for which there is room in shared memory at a time: all, or half of a large head.
+  TILEWISE_INLINE int staged_panels() const {
+    return head_dim <= 128 ? panel_count(head_dim_v) : (panel_count(head_dim_v) + 1) / 2;
   }
   // setmaxnreg moves registers from the producer's warpgroup to the consumers'; all counts are
   // multiples of 8.
@@ -49,7 +48,7 @@ struct Params {
   ptx::TensorMap q_map;    // box 64 rows; all maps are (dim, seq, head, batch) with 64-column boxes
   ptx::TensorMap k_map;    // box block_kv rows
   ptx::TensorMap v_map;    // box block_kv rows
-  ptx::TensorMap out_map;  // box 16 rows
+  ptx::TensorMap out_map;  // box 64 rows
   const void* v;           // for the epilogue's rare path, with its strides in elements
   long long v_batch_stride;
   long long v_head_stride;
@@ -65,7 +64,7 @@ struct Params {
   int band_first_shift;
   int band_end_shift;
   int q_tiles;
-  int section_heads;
+  int sections;
   int longest_first;
   float scale_log2;
   float softcap_in;
@@ -87,20 +86,20 @@ struct TilePlan {
 };
 
 constexpr int work_slots = 2;
-constexpr int scanner_warps = 2;
 
 template <Config config>
 struct Smem {
-  alignas(1024) unsigned char q[config.consumers][config.q_slot_bytes()];
+  alignas(1024) unsigned char q[config.consumers][matrix_bytes(64, config.head_dim)];
   alignas(1024) unsigned char k[config.k_stages][matrix_bytes(config.block_kv, config.head_dim)];
   alignas(1024) unsigned char v[config.v_stages][matrix_bytes(config.block_kv, config.head_dim_v)];
-  alignas(1024) unsigned char out[config.separate_out ? config.consumers : 1]
-                                 [config.separate_out ? matrix_bytes(64, config.head_dim_v) : 16];
+  alignas(1024) unsigned char out[config.consumers][config.staged_panels()][panel_bytes(64)];
   ptx::u64 q_full[config.consumers], q_empty[config.consumers];
   ptx::u64 k_full[config.k_stages], k_empty[config.k_stages];
   ptx::u64 v_full[config.v_stages], v_empty[config.v_stages], v_scanned[config.v_stages];
+  ptx::u64 out_full[config.consumers], out_empty[config.consumers];
   ptx::u64 work_full[work_slots], work_empty[work_slots];
   TilePlan plan[work_slots];
+  TileRange own[work_slots][config.consumers];  // the part of plan.touched that a warpgroup sees
   int met_nonfinite[work_slots];
 };
 

@@ -9,17 +9,29 @@
 
 namespace tilewise::sm90 {
 
+using ptx::u16;
 using ptx::u32;
 using ptx::u64;
 
 struct BarrierId {
-  static constexpr int turn = 1;    // + warpgroup
-  static constexpr int q_read = 8;  // + warpgroup
+  static constexpr int turn = 1;  // + warpgroup
+};
+
+// What a warpgroup does of a work tile: 64 rows, and the KV tiles that they see.
+// Why a pointer: the plan stays in shared memory, registers are for what the loop needs.
+struct Part {
+  const TilePlan* plan;
+  int row_begin;
+  TileRange own;
 };
 
 template <Config config>
 struct Consumer {
   static constexpr int block_kv = config.block_kv;
+  static constexpr int panels = panel_count(config.head_dim_v), staged = config.staged_panels();
+  // Q is given back with the last scores; a window's last tiles have a loop of their own, and it
+  // waits for that.
+  static constexpr bool early_release = config.mask != mask_window;
   using ScoreProduct = wgmma::Product<block_kv, config.bf16>;
   using ValueProduct = wgmma::Product<config.head_dim_v, config.bf16>;
 
@@ -37,6 +49,8 @@ struct Consumer {
   RingPosition<config.v_stages> v_position{0};
   RingPosition<work_slots> work_position{0};
   u32 q_phase = 0;
+  u32 out_phase = 1;
+  bool out_rest = false;  // panels of the tile before are still to be staged
 
   float s[block_kv / 2];
   u32 p[block_kv / 16][4];
@@ -89,9 +103,10 @@ struct Consumer {
     ptx::mbarrier_wait(barrier + v_position.stage, v_position.phase);
   }
 
-  __device__ __forceinline__ void release_keys() {
+  // K is read, by the slow path too, and so is Q where this is the last of the warpgroup's tiles.
+  __device__ __forceinline__ void release_operands(bool last) {
     arrive(&smem.k_empty[k_position.stage]);
-    k_position.advance();
+    if (early_release && last) arrive(&smem.q_empty[warpgroup]);
   }
   __device__ __forceinline__ void release_values() {
     arrive(&smem.v_empty[v_position.stage]);
@@ -146,7 +161,8 @@ struct Consumer {
     rescale(alpha);
   }
 
-  __device__ __forceinline__ void first_tile(int row_begin, int kv_tile, bool partial) {
+  __device__ __forceinline__ void first_tile(const Part& part) {
+    const int kv_tile = part.own.end - 1;
     ptx::mbarrier_wait(&smem.q_full[warpgroup], q_phase);
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
     take_turn();
@@ -156,10 +172,12 @@ struct Consumer {
     pass_turn();
     wgmma::wait<0>();
     wgmma::hold(s);
-    release_keys();
+    release_operands(kv_tile == part.own.begin);
+    k_position.advance();
     cap();
-    if (partial) hide(row_begin, kv_tile);
+    if (part.plan->partial(kv_tile)) hide(part.row_begin, kv_tile);
     float alpha[2];
+    softmax.reset();
     softmax.exact_block(s, params.scale_log2, alpha);
     pack_block<config.bf16>(s, p);
   }
@@ -188,18 +206,19 @@ struct Consumer {
     release_values();
   }
 
-  __device__ __forceinline__ void exact_tile(int row_begin, int kv_tile, bool partial,
+  __device__ __forceinline__ void exact_tile(const Part& part, int kv_tile, bool partial,
                                              bool values_partial) {
     issue_both(values_partial);
     cap();
-    if (partial) hide(row_begin, kv_tile);
+    if (partial) hide(part.row_begin, kv_tile);
     float alpha[2];
     softmax.exact_block(s, params.scale_log2, alpha);
     // Why: the assembler sinks the exponentials below the next wait, but not across a branch. This
     // wait has one, and is over already.
     wgmma::hold(s);
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
-    release_keys();
+    release_operands(kv_tile == part.own.begin);
+    k_position.advance();
     finish_values();
     rescale(alpha);
     pack_block<config.bf16>(s, p);
@@ -229,7 +248,7 @@ struct Consumer {
         // waits differ in text, else they were merged.
         if (!good) break;
         softmax.add(block);
-        arrive(&smem.k_empty[k_position.stage]);
+        release_operands(n == last);
         wgmma::wait<0>();
         wgmma::hold(o);
         pack_and_release();
@@ -238,7 +257,7 @@ struct Consumer {
       wgmma::wait_before_slow_path();
       wgmma::hold(o);
       take_maximum_now(block);
-      arrive(&smem.k_empty[k_position.stage]);
+      release_operands(n == last);
       pack_and_release();
       --n;
     }
@@ -253,53 +272,52 @@ struct Consumer {
     finish_values();
   }
 
-  __device__ __forceinline__ void skip_tile() {
-    take_turn();
-    pass_turn();
-    ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
-    release_keys();
-    ptx::mbarrier_wait(&smem.v_full[v_position.stage], v_position.phase);
-    release_values();
+  __device__ __forceinline__ void skip_tiles(int count) {
+    for (; count > 0; --count) {
+      take_turn();
+      pass_turn();
+      ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
+      arrive(&smem.k_empty[k_position.stage]);
+      k_position.advance();
+      ptx::mbarrier_wait(&smem.v_full[v_position.stage], v_position.phase);
+      release_values();
+    }
   }
 
-  __device__ __forceinline__ void begin_rows() {
-    softmax.reset();
-#pragma unroll
-    for (int i = 0; i < config.head_dim_v / 2; ++i) o[i] = 0.0f;
+  // Steps 1-6 for the first KV tile.
+  __device__ __forceinline__ void begin(const Part& part) {
+    skip_tiles(part.plan->touched.end - part.own.end);
+    first_tile(part);
   }
 
-  // Steps 1-8 for this warpgroup's rows; `own` is the part of plan.touched that they see.
-  __device__ __forceinline__ void attend(const TilePlan& plan, int row_begin, TileRange own) {
-    int n = plan.touched.end - 1;
-    for (; n >= own.end; --n) skip_tile();
-    first_tile(row_begin, n, plan.partial(n));
+  // Steps 1-8 for the other KV tiles.
+  __device__ __forceinline__ void attend(const Part& part) {
+    const TilePlan& plan = *part.plan;
+    int n = part.own.end - 1;
     bool before = plan.partial(n--);  // whether the V tile still to be multiplied is partial
-    // Why the second tile too: it nearly always outweighs the first for some row, and knowing so
-    // beforehand is cheaper.
-    for (bool second = true; n >= own.begin && (second || (config.masked() && n >= plan.full.end));
+    // Why one more after a partial first tile: some row saw few keys there, so this one outweighs
+    // them, and knowing so beforehand is cheaper.
+    for (bool second = before;
+         n >= part.own.begin && (second || (config.masked() && n >= plan.full.end));
          second = false) {
       const bool partial = config.masked() && plan.partial(n);
-      exact_tile(row_begin, n--, partial, before);
+      exact_tile(part, n--, partial, before);
       before = partial;
     }
-    lazy_tiles(n, max_int(own.begin, plan.full.begin), before);
+    lazy_tiles(n, max_int(part.own.begin, plan.full.begin), before);
     if constexpr (config.mask == mask_window) {
-      for (; n >= own.begin; --n, before = true) exact_tile(row_begin, n, true, before);
+      for (; n >= part.own.begin; --n, before = true) exact_tile(part, n, true, before);
     }
-    if constexpr (config.separate_out) release_queries();
-    last_values(before);
-    for (; n >= plan.touched.begin; --n) skip_tile();
-  }
-
-  __device__ __forceinline__ void release_queries() {
-    arrive(&smem.q_empty[warpgroup]);
+    if constexpr (!early_release) arrive(&smem.q_empty[warpgroup]);
     q_phase ^= 1;
+    last_values(before);
+    skip_tiles(part.own.begin - plan.touched.begin);
   }
 
-  // Gives the rows that see inf or NaN in a partial V tile those values back: the scanners had
+  // Gives the rows that see inf or NaN in a partial V tile those values back: the scanner had
   // zeroed them.
-  __device__ __forceinline__ void restore_nonfinite(const TilePlan& plan, int row_begin,
-                                                    TileRange own) {
+  __device__ __forceinline__ void restore_nonfinite(const Part& part) {
+    const TilePlan& plan = *part.plan;
     const Band band = band_of(params);
     const u32* v = reinterpret_cast<const u32*>(params.v);
     const long long head_offset = plan.tile.batch * params.v_batch_stride +
@@ -307,8 +325,8 @@ struct Consumer {
                                   2 * (lane % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = row_begin + warp * 16 + lane / 4 + 8 * r;
-      for (int kv_tile = own.begin; kv_tile < own.end; ++kv_tile) {
+      const int row = part.row_begin + warp * 16 + lane / 4 + 8 * r;
+      for (int kv_tile = part.own.begin; kv_tile < part.own.end; ++kv_tile) {
         if (!plan.partial(kv_tile)) continue;
         const int end = min_int(band.end_key(row), (kv_tile + 1) * block_kv);
         for (int key = max_int(band.first_key(row), kv_tile * block_kv); key < end; ++key) {
@@ -325,14 +343,14 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void store_lse(const TilePlan& plan, int row_begin) {
+  __device__ __forceinline__ void store_lse(const Part& part, const Softmax& softmax) {
+    const WorkTile tile = part.plan->tile;
     constexpr float ln2 = 0.693147180559945309f;
     float* lse =
-        params.lse +
-        (static_cast<long long>(plan.tile.batch) * params.heads + plan.tile.head) * params.seq_q;
+        params.lse + (static_cast<long long>(tile.batch) * params.heads + tile.head) * params.seq_q;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = row_begin + warp * 16 + lane / 4 + 8 * r;
+      const int row = part.row_begin + warp * 16 + lane / 4 + 8 * r;
       const float total = quad_sum(softmax.sum[r]);
       if (lane % 4 == 0 && row < params.seq_q)
         lse[row] = total == 0.0f ? -infinity : (softmax.reference[r] + ptx::lg2(total)) * ln2;
@@ -344,88 +362,102 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float total = quad_sum(softmax.sum[r]);
-      inverse[r] = total == 0.0f ? 0.0f : __frcp_rn(total);
+      inverse[r] = total == 0.0f ? 0.0f : ptx::rcp(total);
     }
     rescale(inverse);
   }
 
-  // Each warp stages and stores its own 16 rows: no synchronisation with the other warps.
-  __device__ __forceinline__ void store_out(const TilePlan& plan, int row_begin,
-                                            unsigned char* room) {
-    unsigned char* staging = room + warp * panel_bytes(16);
-    const u32 address = ptx::smem_address(staging);
+  // Hands panels [first, first + staged) of this warpgroup's rows to the storer.
+  template <int first>
+  __device__ __forceinline__ void stage_out(const float (&rows)[config.head_dim_v / 2]) {
+    ptx::mbarrier_wait(&smem.out_empty[warpgroup], out_phase);
+    out_phase ^= 1;
+    const u32 address = ptx::smem_address(smem.out[warpgroup]) + warp * panel_bytes(16);
 #pragma unroll
-    for (int pair = 0; pair < config.head_dim_v / 16; ++pair) {
-      const float* x = &o[8 * pair];
-      const int chunk = pair % 4 * 2 + lane / 16;
-      ptx::stmatrix_x4(address + pair / 4 * panel_bytes(64) + swizzled_chunk(lane % 16, chunk),
+    for (int pair = 0; pair < staged * 4; ++pair) {
+      if (first * 4 + pair >= config.head_dim_v / 16) break;
+      const float* x = &rows[8 * (first * 4 + pair)];
+      ptx::stmatrix_x4(address + pair / 4 * panel_bytes(64) +
+                           swizzled_chunk(lane % 16, pair % 4 * 2 + lane / 16),
                        ptx::pack<config.bf16>(x[0], x[1]), ptx::pack<config.bf16>(x[2], x[3]),
                        ptx::pack<config.bf16>(x[4], x[5]), ptx::pack<config.bf16>(x[6], x[7]));
     }
     ptx::fence_proxy_async();
     __syncwarp();
-    if (lane == 0) {
-      for (int panel = 0; panel < panel_count(config.head_dim_v); ++panel)
-        ptx::tma_store_4d(&params.out_map, staging + panel * panel_bytes(64), panel * panel_columns,
-                          row_begin + warp * 16, plan.tile.head, plan.tile.batch);
-      ptx::tma_store_commit();
+    arrive(&smem.out_full[warpgroup]);
+  }
+
+  // Panels for which there was no room. Why only now, after the next tile's first scores: by then
+  // the storer has emptied the room, and O is not needed before.
+  __device__ __forceinline__ void stage_rest() {
+    if constexpr (staged < panels) {
+      if (out_rest) stage_out<staged>(o);
+      out_rest = false;
     }
+  }
+
+  __device__ __forceinline__ void clear_out() {
+#pragma unroll
+    for (int i = 0; i < config.head_dim_v / 2; ++i) o[i] = 0.0f;
+    wgmma::hold(o);
   }
 
   // Step 9.
-  __device__ __forceinline__ void finish(const TilePlan& plan, int row_begin, TileRange own,
-                                         bool met_nonfinite) {
-    if (params.lse != nullptr) store_lse(plan, row_begin);
+  __device__ __forceinline__ void finish(const Part& part) {
+    if (params.lse != nullptr) store_lse(part, softmax);
     normalise();
     if constexpr (config.masked()) {
-      if (__builtin_expect(met_nonfinite, 0)) restore_nonfinite(plan, row_begin, own);
+      if (__builtin_expect(smem.met_nonfinite[work_position.stage] != 0, 0))
+        restore_nonfinite(part);
     }
-    stage_and_store(plan, row_begin);
+    stage_out<0>(o);
+    out_rest = staged < panels;
+    if constexpr (staged == panels) clear_out();
   }
 
-  __device__ __forceinline__ void work_tile(const TilePlan& plan, const int& met_nonfinite) {
-    const int row_begin = plan.row_begin + warpgroup * 64;
-    const bool has_rows = row_begin < params.seq_q;
-    TileRange own{0, 0};
-    if (has_rows)
-      own = touched_tiles(band_of(params), row_begin, min_int(row_begin + 64, params.seq_q),
-                          block_kv);
-    begin_rows();
-    if (own.empty()) {
-      ptx::mbarrier_wait(&smem.q_full[warpgroup], q_phase);
-      for (int n = plan.touched.count(); n > 0; --n) skip_tile();
-    } else {
-      attend(plan, row_begin, own);
-    }
-    if (has_rows) finish(plan, row_begin, own, met_nonfinite != 0);
-    // Q's slot is free once its last product is done; where out stands in its place, once the store
-    // has read that.
-    if (!config.separate_out || own.empty()) release_queries();
+  // Rows that see no key, or no rows at all. Why not through O: accumulators that are written on
+  // two paths make ptxas serialise the products.
+  __device__ __forceinline__ void sit_out(const Part& part) {
+    ptx::mbarrier_wait(&smem.q_full[warpgroup], q_phase);
+    skip_tiles(part.plan->touched.count());
+    arrive(&smem.q_empty[warpgroup]);
+    q_phase ^= 1;
+    if (part.row_begin >= params.seq_q) return;
+    constexpr float nothing[config.head_dim_v / 2] = {};
+    Softmax none;
+    none.reset();
+    if (params.lse != nullptr) store_lse(part, none);
+    stage_out<0>(nothing);
+    if constexpr (staged < panels) stage_out<staged>(nothing);
+  }
+
+  // What this warpgroup does of the work at `position`.
+  __device__ __forceinline__ Part read_part(const RingPosition<work_slots>& position) {
+    ptx::mbarrier_wait(&smem.work_full[position.stage], position.phase);
+    const TilePlan* plan = &smem.plan[position.stage];
+    return {plan, plan->row_begin + warpgroup * 64, smem.own[position.stage][warpgroup]};
   }
 
   __device__ __forceinline__ void run() {
     if (config.turns() && warpgroup == config.consumers - 1)
       ptx::barrier_arrive<256>(BarrierId::turn);
+    clear_out();
     for (;; work_position.advance()) {
-      ptx::mbarrier_wait(&smem.work_full[work_position.stage], work_position.phase);
-      const TilePlan plan = smem.plan[work_position.stage];
-      if (plan.row_begin == TilePlan::no_more_work) break;
-      work_tile(plan, smem.met_nonfinite[work_position.stage]);
+      const Part part = read_part(work_position);
+      if (part.plan->row_begin == TilePlan::no_more_work) break;
+      if (part.own.empty()) {
+        stage_rest();
+        sit_out(part);
+      } else {
+        begin(part);
+        stage_rest();
+        if constexpr (staged < panels) clear_out();
+        attend(part);
+        finish(part);
+      }
       arrive(&smem.work_empty[work_position.stage]);
     }
-    if (lane == 0) ptx::tma_store_wait_read<0>();
-  }
-
-  __device__ __forceinline__ void stage_and_store(const TilePlan& plan, int row_begin) {
-    if constexpr (config.separate_out) {
-      if (lane == 0) ptx::tma_store_wait_read<0>();  // the store of the tile before
-      __syncwarp();
-      store_out(plan, row_begin, smem.out[warpgroup]);
-    } else {
-      ptx::barrier_sync<128>(BarrierId::q_read + warpgroup);
-      store_out(plan, row_begin, smem.q[warpgroup]);
-      if (lane == 0) ptx::tma_store_wait_read<0>();
-    }
+    stage_rest();
   }
 };
 

@@ -9,12 +9,12 @@
 //   1. S = Q K_n^T                      wgmma, both operands in shared memory
 //   2. softcap: S = tanh(S * scale / cap), c = cap * log2(e)
 //   3. partial tiles: S[r, k] = -inf where k is outside [first_key(r), end_key(r))
-//   4. first two and partial tiles: m' = max(m, c * rowmax S), alpha = 2^(m - m'), m = m'
-//      other tiles: m stays, alpha = 1
+//   4. the first tile, the one after a partial first tile, and partial tiles:
+//      m' = max(m, c * rowmax S), alpha = 2^(m - m'), m = m'; other tiles: m stays, alpha = 1
 //   5. P = 2^(c S - m)
-//   6. other tiles: where a thread's share of rowsum P exceeds half of its share of l (or 2^15), its
-//      warp takes the true maximum now: alpha and m as in 4, P *= alpha (P from S itself, computed
-//      again, where it overflowed)
+//   6. other tiles: where a thread's share of rowsum P exceeds 3 times its mean over the tiles before
+//      (or 2^15), its warp takes the true maximum now: alpha and m as in 4, P *= alpha (P from S
+//      itself, computed again, where it overflowed)
 //   7. l = alpha l + rowsum P
 //   8. O = alpha O + round16(P) V_n     wgmma, P in registers
 //   9. out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
@@ -22,26 +22,28 @@
 // both; with pingpong they run under the other warpgroups' products too.
 //
 // Roles. Warpgroup 0: warp 0, one thread, is the producer and issues all loads; warp 1, one thread,
-// is the scheduler, which takes work and plans it; warps 2 and 3 (masked kernels) are scanners,
-// which replace inf and NaN by 0 in partial V tiles, since 0 * inf is NaN (rows that do see such a
-// value get it in the epilogue). Warpgroups 1..consumers: everything else.
+// is the scheduler, which takes work and plans it; warp 2, one thread, is the storer, which sends
+// finished rows to global memory; warp 3 (masked kernels) is the scanner, which replaces inf and NaN
+// by 0 in partial V tiles, since 0 * inf is NaN (rows that do see such a value get it in the
+// epilogue). Warpgroups 1..consumers: everything else.
 //
 // Shared memory (struct Smem): Q, a 64-row slot a warpgroup; K and V, rings of k_stages and v_stages
-// tiles; staging for out, which is the warpgroup's Q slot unless separate_out; barriers and plans.
+// tiles; room for out, all or half of its columns; barriers and plans.
 //
 // Barriers
 //   name              arrives, count                 waits                 protects
 //   q_full[wg]        producer + TMA bytes, 1        consumer wg           Q slot is loaded
-//   q_empty[wg]       warps of wg, 4                 producer              Q slot (or out in it) is read
+//   q_empty[wg]       warps of wg, 4                 producer              Q slot is read, slow path too
 //   k_full[stage]     producer + TMA bytes, 1        consumers             K tile is loaded
 //   k_empty[stage]    consumer warps, 4 * consumers  producer              K tile is read, slow path too
-//   v_full[stage]     producer + TMA bytes, 1        consumers, scanners   V tile is loaded
-//   v_scanned[stage]  scanner warps, 2               consumers, partial V  V tile is finite
-//   v_empty[stage]    consumer and scanner warps     producer              V tile is read
+//   v_full[stage]     producer + TMA bytes, 1        consumers, scanner    V tile is loaded
+//   v_scanned[stage]  scanner, 1                     consumers, partial V  V tile is finite
+//   v_empty[stage]    consumer warps and scanner     producer              V tile is read
+//   out_full[wg]      warps of wg, 4                 storer                out rows are staged
+//   out_empty[wg]     storer, 1                      consumer wg           staged rows are read
 //   work_full[slot]   scheduler, 1                   all other roles       plan[slot] is written
-//   work_empty[slot]  producer, consumers, scanners  scheduler             plan[slot] is read
+//   work_empty[slot]  all other roles                scheduler             plan[slot] is read
 //   named 1 + wg      the warpgroup before it + wg   consumer wg           its turn to issue (pingpong)
-//   named 8 + wg      wg, 128 threads                consumer wg           Q is read before out replaces it
 //
 // Registers of a consumer thread: S block_kv / 2, P block_kv / 4, O dv / 2, of 232 with two
 // consumers and 160 with three; the producer's warpgroup keeps 40 or 32.
@@ -56,10 +58,12 @@ namespace tilewise::sm90 {
 template <Config config>
 __device__ __forceinline__ void init_barriers(Smem<config>& smem) {
   constexpr u32 consumer_warps = config.consumers * 4;
-  constexpr u32 scanners = config.masked() ? scanner_warps : 0;
+  constexpr u32 scanners = config.masked() ? 1 : 0;
   for (int i = 0; i < config.consumers; ++i) {
     ptx::mbarrier_init(&smem.q_full[i], 1);
     ptx::mbarrier_init(&smem.q_empty[i], 4);
+    ptx::mbarrier_init(&smem.out_full[i], 4);
+    ptx::mbarrier_init(&smem.out_empty[i], 1);
   }
   for (int i = 0; i < config.k_stages; ++i) {
     ptx::mbarrier_init(&smem.k_full[i], 1);
@@ -68,11 +72,11 @@ __device__ __forceinline__ void init_barriers(Smem<config>& smem) {
   for (int i = 0; i < config.v_stages; ++i) {
     ptx::mbarrier_init(&smem.v_full[i], 1);
     ptx::mbarrier_init(&smem.v_empty[i], consumer_warps + scanners);
-    ptx::mbarrier_init(&smem.v_scanned[i], scanner_warps);
+    ptx::mbarrier_init(&smem.v_scanned[i], 1);
   }
   for (int i = 0; i < work_slots; ++i) {
     ptx::mbarrier_init(&smem.work_full[i], 1);
-    ptx::mbarrier_init(&smem.work_empty[i], 1 + consumer_warps + scanners);
+    ptx::mbarrier_init(&smem.work_empty[i], 2 + consumer_warps + scanners);
   }
   ptx::fence_mbarrier_init();
 }
@@ -90,6 +94,10 @@ __device__ __forceinline__ void forward(const Params& params) {
     ptx::prefetch_tensormap(&params.out_map);
     init_barriers<config>(smem);
   }
+  // Launches overlap: this grid may start while the one before it ends, so nothing that another
+  // kernel may have written, or may still read, is touched above this line.
+  ptx::allow_next_grid();
+  ptx::wait_for_previous_grid();
   __syncthreads();
   if (warp < 4) {
     ptx::setmaxnreg_dec<config.producer_registers()>();
@@ -97,8 +105,10 @@ __device__ __forceinline__ void forward(const Params& params) {
       if (ptx::elect_one()) Producer<config>{params, smem}.run();
     } else if (warp == 1) {
       if (ptx::elect_one()) schedule_work<config>(params, smem);
+    } else if (warp == 2) {
+      if (ptx::elect_one()) store_outs<config>(params, smem);
     } else if constexpr (config.masked()) {
-      scan_values<config>(params, smem, warp - 2);
+      scan_values<config>(params, smem);
     }
   } else {
     ptx::setmaxnreg_inc<config.consumer_registers()>();

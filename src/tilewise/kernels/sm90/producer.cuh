@@ -1,4 +1,4 @@
-// Warpgroup 0 of the forward kernel: producer, scheduler, scanners. Roles and barriers:
+// Warpgroup 0 of the forward kernel: producer, scheduler, storer, scanner. Roles and barriers:
 // forward.cuh.
 #pragma once
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ Band band_of(const Params& params) {
 }
 
 __device__ __forceinline__ Schedule schedule_of(const Params& params) {
-  return {params.heads, params.batch * params.heads, params.q_tiles, params.section_heads,
+  return {params.heads, params.batch * params.heads, params.q_tiles, params.sections,
           params.longest_first};
 }
 
@@ -30,6 +30,15 @@ __device__ __forceinline__ TilePlan make_plan(const Params& params, int work) {
   plan.touched = touched_tiles(band, plan.row_begin, row_end, config.block_kv);
   plan.full = full_tiles(band, plan.row_begin, row_end, config.block_kv, plan.touched);
   return plan;
+}
+
+// The KV tiles that the rows of a warpgroup see; none when it has no rows.
+template <Config config>
+__device__ __forceinline__ TileRange own_tiles(const Params& params, const TilePlan& plan,
+                                               int warpgroup) {
+  const int row = plan.row_begin + warpgroup * 64;
+  if (plan.row_begin == TilePlan::no_more_work || row >= params.seq_q) return {0, 0};
+  return touched_tiles(band_of(params), row, min_int(row + 64, params.seq_q), config.block_kv);
 }
 
 // --- producer ---
@@ -131,16 +140,53 @@ __device__ __forceinline__ void schedule_work(const Params& params, Smem<config>
     plan.row_begin = TilePlan::no_more_work;
     if (work < work_count) plan = make_plan<config>(params, work);
     smem.plan[slot.stage] = plan;
+#pragma unroll 1
+    for (int warpgroup = 0; warpgroup < config.consumers; ++warpgroup)
+      smem.own[slot.stage][warpgroup] = own_tiles<config>(params, plan, warpgroup);
     smem.met_nonfinite[slot.stage] = 0;
     ptx::mbarrier_arrive(&smem.work_full[slot.stage]);
     if (work >= work_count) return;
   }
 }
 
-// --- scanners ---
+// --- storer ---
+
+// Why a thread of its own: the copy engine takes stores in turn with the loads of the next tile,
+// and whoever issues them waits.
+template <Config config>
+__device__ __forceinline__ void store_outs(const Params& params, Smem<config>& smem) {
+  constexpr int panels = panel_count(config.head_dim_v), staged = config.staged_panels();
+  u32 phases = 0;  // bit w: the phase of out_full[w]
+  for (RingPosition<work_slots> slot(0);; slot.advance()) {
+    ptx::mbarrier_wait(&smem.work_full[slot.stage], slot.phase);
+    const int row_begin = smem.plan[slot.stage].row_begin;
+    if (row_begin == TilePlan::no_more_work) return;
+    const WorkTile tile = smem.plan[slot.stage].tile;
+    const int parts = min_int(config.consumers, ceil_div(params.seq_q - row_begin, 64));
+#pragma unroll 1
+    for (int first = 0; first < panels; first += staged) {
+#pragma unroll 1
+      for (int warpgroup = 0; warpgroup < parts; ++warpgroup) {
+        ptx::mbarrier_wait(&smem.out_full[warpgroup], phases >> warpgroup & 1);
+        phases ^= 1u << warpgroup;
+        for (int panel = 0; panel < min_int(staged, panels - first); ++panel)
+          ptx::tma_store_4d(&params.out_map, smem.out[warpgroup][panel],
+                            (first + panel) * panel_columns, row_begin + warpgroup * 64, tile.head,
+                            tile.batch);
+      }
+      ptx::tma_store_commit();
+      ptx::tma_store_wait_read<0>();
+      for (int warpgroup = 0; warpgroup < parts; ++warpgroup)
+        ptx::mbarrier_arrive(&smem.out_empty[warpgroup]);
+    }
+    ptx::mbarrier_arrive(&smem.work_empty[slot.stage]);
+  }
+}
+
+// --- scanner ---
 
 template <Config config>
-__device__ __forceinline__ void scan_values(const Params& params, Smem<config>& smem, int scanner) {
+__device__ __forceinline__ void scan_values(const Params& params, Smem<config>& smem) {
   const int lane = threadIdx.x % 32;
   RingPosition<work_slots> slot(0);
   RingPosition<config.v_stages> position(0);
@@ -152,8 +198,8 @@ __device__ __forceinline__ void scan_values(const Params& params, Smem<config>& 
          --kv_tile, position.advance()) {
       ptx::mbarrier_wait(&smem.v_full[position.stage], position.phase);
       if (plan.partial(kv_tile)) {
-        const bool met = zero_nonfinite<config.bf16, sizeof(smem.v[0]), scanner_warps * 32>(
-            smem.v[position.stage], scanner * 32 + lane);
+        const bool met =
+            zero_nonfinite<config.bf16, sizeof(smem.v[0])>(smem.v[position.stage], lane);
         if (met) {
           smem.met_nonfinite[slot.stage] = 1;
           ptx::fence_proxy_async();

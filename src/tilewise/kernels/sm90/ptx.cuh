@@ -195,6 +195,17 @@ __device__ __forceinline__ u32 pack(float low, float high) {  // ISA: cvt
   return packed;
 }
 
+// 0 * x + sum, on two packed values: `sum` where x is finite, NaN where it is not.
+template <bool bf16>
+__device__ __forceinline__ u32 add_zero_times(u32 x, u32 sum) {  // ISA: fma
+  u32 y;
+  if constexpr (bf16)
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0u), "r"(sum));
+  else
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0u), "r"(sum));
+  return y;
+}
+
 template <bool bf16>
 __device__ __forceinline__ float unpack_low(u32 packed) {  // ISA: cvt
   if constexpr (bf16) return __uint_as_float(packed << 16);
@@ -231,6 +242,49 @@ __device__ __forceinline__ void mma_m16n8k16(float* c, const u32 (&a)[4], u32 b0
         "{%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// --- bytes in bulk, and between grids ---
+
+// Invariant: both addresses and `bytes` are multiples of 16.
+__device__ __forceinline__ void bulk_load(void* destination, const void* source, u32 bytes,
+                                          u64* barrier) {  // ISA: cp.async.bulk
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem_address(destination)),
+      "l"(source), "r"(bytes), "r"(smem_address(barrier))
+      : "memory");
+}
+
+__device__ __forceinline__ void wait_for_previous_grid() {  // ISA: griddepcontrol
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+__device__ __forceinline__ void allow_next_grid() {  // ISA: griddepcontrol
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Four sums in global memory, 16-byte aligned; each is atomic by itself.
+__device__ __forceinline__ void add_to_global(float* address, float a, float b, float c,
+                                              float d) {  // ISA: red
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a),
+               "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
+// Invariant: the address is a multiple of 16.
+__device__ __forceinline__ void store_global(void* address, const u32 (&x)[4]) {  // ISA: st
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+__device__ __forceinline__ int load_acquire(const int* address) {  // ISA: ld
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+__device__ __forceinline__ void add_release(int* address, int value) {  // ISA: red
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 }  // namespace tilewise::ptx

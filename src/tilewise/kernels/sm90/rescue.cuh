@@ -17,17 +17,17 @@ __device__ __forceinline__ void scores_again(float (&s)[block_kv / 2], ptx::u32 
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < block_kv / 2; ++i) s[i] = 0.0f;
-#pragma unroll 1
-  for (int step = 0; step < head_dim / 16; ++step) {
-    const int panel = step / 4;
-    ptx::u32 a[4];
-    ptx::ldmatrix_x4(
-        q_address + panel * panel_bytes(64) + swizzled_chunk(lane % 16, step % 4 * 2 + lane / 16),
-        a);
+  // Why the steps inside, though Q is read again for each pair: it needs fewer registers.
 #pragma unroll
-    for (int pair = 0; pair < block_kv / 16; ++pair) {
-      ptx::u32 b[4];
-      const int row = pair * 16 + lane % 8 + lane / 16 * 8;
+  for (int pair = 0; pair < block_kv / 16; ++pair) {
+    const int row = pair * 16 + lane % 8 + lane / 16 * 8;
+#pragma unroll 1
+    for (int step = 0; step < head_dim / 16; ++step) {
+      const int panel = step / 4;
+      ptx::u32 a[4], b[4];
+      ptx::ldmatrix_x4(
+          q_address + panel * panel_bytes(64) + swizzled_chunk(lane % 16, step % 4 * 2 + lane / 16),
+          a);
       ptx::ldmatrix_x4(k_address + panel * panel_bytes(block_kv) +
                            swizzled_chunk(row, step % 4 * 2 + lane / 8 % 2),
                        b);
@@ -45,22 +45,24 @@ __device__ __forceinline__ ptx::u32 nonfinite_bits(ptx::u32 packed) {
   return ((packed & exponent) + last_bit) & 0x80008000u;
 }
 
-// Zeroes inf and NaN in `bytes` of shared memory, shared out over `threads` threads; true if this
-// thread met any. Why: a key that a row may not see gets weight 0, and 0 * inf is NaN. Rows that do
-// see it get it back in the epilogue. Invariant: bytes is a multiple of 1024 and threads is 64, so
-// all threads go round equally often.
-template <bool bf16, int bytes, int threads>
-__device__ __forceinline__ bool zero_nonfinite(unsigned char* matrix, int thread) {
-  static_assert(bytes % 1024 == 0 && threads == 64);
-  uint4* chunks = reinterpret_cast<uint4*>(matrix) + thread;
-  ptx::u32 any = 0;
-#pragma unroll 4
+// Zeroes inf and NaN in `bytes` of shared memory, shared out over a warp; true if this thread met
+// any. Why: a key that a row may not see gets weight 0, and 0 * inf is NaN. Rows that do see it get
+// it back in the epilogue.
+template <bool bf16, int bytes>
+__device__ __forceinline__ bool zero_nonfinite(unsigned char* matrix, int lane) {
+  constexpr int threads = 32;
+  static_assert(bytes % (16 * threads) == 0);
+  uint4* chunks = reinterpret_cast<uint4*>(matrix) + lane;
+  ptx::u32 sums[4] = {0, 0, 0, 0};  // of zeros, and NaN once a value is not finite
+#pragma unroll 8
   for (int i = 0; i < bytes / 16; i += threads) {
     const uint4 x = chunks[i];
-    any |= nonfinite_bits<bf16>(x.x) | nonfinite_bits<bf16>(x.y) | nonfinite_bits<bf16>(x.z) |
-           nonfinite_bits<bf16>(x.w);
+    sums[0] = ptx::add_zero_times<bf16>(x.x, sums[0]);
+    sums[1] = ptx::add_zero_times<bf16>(x.y, sums[1]);
+    sums[2] = ptx::add_zero_times<bf16>(x.z, sums[2]);
+    sums[3] = ptx::add_zero_times<bf16>(x.w, sums[3]);
   }
-  if (any == 0) return false;
+  if (((sums[0] | sums[1] | sums[2] | sums[3]) & 0x7fff7fffu) == 0) return false;
   auto keep = [](ptx::u32 word) {
     const ptx::u32 bad = nonfinite_bits<bf16>(word) >> 15;  // 1 in bit 0 and bit 16
     return word & ~(bad * 0xffffu);

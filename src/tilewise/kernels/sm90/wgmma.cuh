@@ -152,4 +152,34 @@ TW_PRODUCT(192, 96, 97, 98, 99, 100, 101)
 TW_PRODUCT(224, 112, 113, 114, 115, 116, 117)
 TW_PRODUCT(256, 128, 129, 130, 131, 132, 133)
 
+// Both operands in shared memory and MN-major: A stored as k rows of 64 columns m, B as k rows of
+// n.
+#define TW_SS_TRANSPOSED(n, type, a, b, c)                                                  \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #c                                      \
+               ", 0;\n"                                                                     \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" TW_L##n \
+               "}, %" #a ", %" #b ", p, 1, 1, 1, 1;\n}"                                     \
+               : TW_D##n                                                                    \
+               : "l"(a_desc), "l"(b_desc), "r"(accumulate))
+
+template <int n, bool bf16>
+struct TransposedProduct;
+
+#define TW_TRANSPOSED_PRODUCT(n, i0, i1, i2)                                                   \
+  template <bool bf16>                                                                         \
+  struct TransposedProduct<n, bf16> {                                                          \
+    __device__ __forceinline__ static void multiply(float (&d)[n / 2], u64 a_desc, u64 b_desc, \
+                                                    int accumulate) {                          \
+      if constexpr (bf16)                                                                      \
+        TW_SS_TRANSPOSED(n, "bf16", i0, i1, i2);                                               \
+      else                                                                                     \
+        TW_SS_TRANSPOSED(n, "f16", i0, i1, i2);                                                \
+    }                                                                                          \
+  };
+
+TW_TRANSPOSED_PRODUCT(64, 32, 33, 34)
+TW_TRANSPOSED_PRODUCT(96, 48, 49, 50)
+TW_TRANSPOSED_PRODUCT(128, 64, 65, 66)
+TW_TRANSPOSED_PRODUCT(192, 96, 97, 98)
+
 }  // namespace tilewise::wgmma

@@ -1,0 +1,586 @@
+"""Hopper (sm_90a): our own backward, kernels/sm90/backward.cuh. The other half of the backend `sm90`.
+
+Three launches: `preprocess` makes the row terms and zeroes the sums of dQ, the main kernel makes dK and dV and adds up
+dQ in float32, `postprocess` rounds dQ. Where one tile holds all keys, the main kernel writes dQ itself, and the last
+launch is spared. Extra memory is O(N): the sums of dQ and two floats a query row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.resources
+import json
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ..jit import Arguments, TensorMap, Unit, cpp_literal, function_for, layout_asserts, params_struct, tiled_map
+from ..jit import launch as driver
+from ..masks import Causal
+from ..target import Target
+
+if TYPE_CHECKING:
+    from ..jit import TiledMap
+    from ..problem import Problem
+    from . import Grads, Wants
+
+# Whether tests/gpu/test_sm90_backward.py has passed on these kernels. Until then no plan uses them.
+CHECKED = False
+ARCH = "sm_90a"
+LOG2_E = math.log2(math.e)
+# (q and k, v and out): as in the forward.
+HEAD_DIM_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+# Mean of 2^-8 / m over mantissas m, as weights are spread in the logarithm: half a unit in the last place of bf16.
+TRUNCATION_BIAS = 2.0**-8 / (2 * math.log(2))
+EDGE_ROWS, EDGE_THREADS = 64, 256
+_LANES = {64: 8, 96: 16, 128: 16, 192: 32, 256: 32}  # of preprocess, 8 columns each
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardConfig:
+    """Compile-time choices; field for field the C++ aggregate of kernels/sm90/backward_config.cuh."""
+
+    cpp_type: ClassVar[str] = "tilewise::sm90::BackwardConfig"
+    threads: ClassVar[int] = 512
+    launch_registers: ClassVar[int] = 128
+
+    bf16: bool
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    by_keys: bool
+    stages: int
+    ds_stages: int
+    softcap: bool
+    writes_dq: bool
+    dq_columns: int
+    query_registers: int
+    product_registers: int
+
+    @property
+    def block_kv(self) -> int:
+        return 128 if self.by_keys else 64
+
+    @property
+    def weight_factor(self) -> float:
+        """What all weights are raised by, so that truncating them to bf16 is right on average."""
+        return 1.0 + TRUNCATION_BIAS if self.bf16 and self.by_keys else 1.0
+
+    @property
+    def smem_bytes(self) -> int:
+        """`sizeof(BackwardSmem<config>)`; the generated source asserts it."""
+        kv = _matrix_bytes(self.block_kv, self.head_dim) + _matrix_bytes(self.block_kv, self.head_dim_v)
+        rings = self.stages * (
+            _matrix_bytes(self.block_q, self.head_dim) + _matrix_bytes(self.block_q, self.head_dim_v)
+        )
+        ds = self.ds_stages * _matrix_bytes(self.block_kv, self.block_q)
+        weights = 16 if self.by_keys else self.block_q * 64 * 4
+        vectors = 2 * self.stages * self.block_q * 4
+        barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2)
+        plan = 10 * 4
+        return -(-(kv + rings + ds + weights + vectors + barriers + plan) // 1024) * 1024
+
+    @property
+    def name(self) -> str:
+        kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}"
+        extras = f"{'_softcap' if self.softcap else ''}{'_one_tile' if self.writes_dq else ''}"
+        return f"backward_{kind}_q{self.block_q}_kv{self.block_kv}{extras}"
+
+    def __str__(self) -> str:
+        tile = f"tile {self.block_q} x {self.block_kv}, 4 warpgroups"
+        return f"{tile}, {self.stages} stages, {self.smem_bytes / 1024:.0f} KiB shared"
+
+
+def configs(problem: Problem, target: Target) -> list[BackwardConfig]:
+    """Legal configs, best first, from the measured table."""
+    classes = _head_dim_class(problem.head_dim, problem.head_dim_v)
+    return [
+        _config(row, problem.dtype is torch.bfloat16, problem.softcap > 0)
+        for row in _table()[classes]
+        if not row["writes_dq"] or _has_one_tile(problem, row)
+    ]
+
+
+def all_units() -> list[Unit]:
+    """Every kernel a backward may launch."""
+    units: dict[str, Unit] = {}
+    for bf16 in (True, False):
+        units |= {kernel.name: kernel for kernel in (postprocess_unit(bf16), *_preprocess_units(bf16))}
+        for rows, softcap in product(_table().values(), (False, True)):
+            for row in rows:
+                if not (softcap and row["writes_dq"]):
+                    config = _config(row, bf16, softcap)
+                    units[config.name] = main_unit(config)
+    return list(units.values())
+
+
+def _preprocess_units(bf16: bool) -> list[Unit]:
+    return [preprocess_unit(bf16, lanes) for lanes in sorted({*_LANES.values()})]
+
+
+@functools.cache
+def main_unit(config: BackwardConfig) -> Unit:
+    source = f"""#include "sm90/backward.cuh"
+{layout_asserts(_MainParams, "tilewise::sm90::BackwardParams")}
+constexpr tilewise::sm90::BackwardConfig config = {cpp_literal(config)};
+static_assert(sizeof(tilewise::sm90::BackwardSmem<config>) == {config.smem_bytes}, "BackwardConfig.smem_bytes");
+static_assert(config.block_kv() == {config.block_kv} && config.threads() == {config.threads});
+extern "C" __global__ void __launch_bounds__(config.threads(), 1)
+{config.name}(const __grid_constant__ tilewise::sm90::BackwardParams params) {{
+  tilewise::sm90::backward<config>(params);
+}}
+"""
+    return Unit(config.name, source, ARCH, smem_bytes=config.smem_bytes)
+
+
+@functools.cache
+def preprocess_unit(bf16: bool, lanes: int) -> Unit:
+    name = f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}"
+    source = f"""#include "sm90/backward_edges.cuh"
+{layout_asserts(_PreprocessParams, "tilewise::sm90::PreprocessParams")}
+static_assert(tilewise::sm90::edge_threads == {EDGE_THREADS} && tilewise::sm90::edge_rows == {EDGE_ROWS});
+extern "C" __global__ void __launch_bounds__({EDGE_THREADS})
+{name}(const __grid_constant__ tilewise::sm90::PreprocessParams params) {{
+  tilewise::sm90::preprocess<{str(bf16).lower()}, {lanes}>(params);
+}}
+"""
+    return Unit(name, source, ARCH)
+
+
+@functools.cache
+def postprocess_unit(bf16: bool) -> Unit:
+    name = f"postprocess_{'bf16' if bf16 else 'fp16'}"
+    source = f"""#include "sm90/backward_edges.cuh"
+{layout_asserts(_PostprocessParams, "tilewise::sm90::PostprocessParams")}
+extern "C" __global__ void __launch_bounds__({EDGE_THREADS})
+{name}(const __grid_constant__ tilewise::sm90::PostprocessParams params) {{
+  tilewise::sm90::postprocess<{str(bf16).lower()}>(params);
+}}
+"""
+    return Unit(name, source, ARCH)
+
+
+Bound = Callable[..., "Grads"]
+_bound: dict[tuple[Any, ...], Bound] = {}
+_MOST_BOUND = 1024
+
+
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    problem: Problem,
+    config: BackwardConfig | None = None,
+    wants: Wants = (True, True, True),
+) -> Grads:
+    """dq, dk and dv of bhsd views, with the strides of `empty_like` of their inputs; None where not wanted."""
+    if problem.empty or not any(wants):
+        return tuple(  # type: ignore[return-value]
+            torch.zeros_like(tensor) if want else None for tensor, want in zip((q, k, v), wants, strict=True)
+        )
+    dout, out = _readable(dout), _readable(out)
+    key = (
+        problem, config, wants, q.device, q.stride(), k.stride(), v.stride(), out.stride(), dout.stride(), dlse is None,
+    )  # fmt: skip
+    bound = _bound.get(key)
+    if bound is None:
+        if len(_bound) >= _MOST_BOUND:
+            _bound.clear()
+        bound = _bound[key] = _Launch(dout, q, k, v, out, problem, config, wants).run
+    return bound(dout, None if dlse is None else dlse.float().contiguous(), q, k, v, out, lse.contiguous())
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if the copy engine can read it, else a copy."""
+    aligned = tensor.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in tensor.stride()[:3])
+    return tensor if aligned and tensor.stride(3) == 1 else tensor.contiguous()
+
+
+_MainParams = params_struct(
+    "BackwardParams",
+    q_map=TensorMap,
+    k_map=TensorMap,
+    v_map=TensorMap,
+    dout_map=TensorMap,
+    dk_map=TensorMap,
+    dv_map=TensorMap,
+    start_s=ctypes.c_void_p,
+    start_dp=ctypes.c_void_p,
+    dq_sums=ctypes.c_void_p,
+    turns=ctypes.c_void_p,
+    dq=ctypes.c_void_p,
+    dq_batch_stride=ctypes.c_longlong,
+    dq_head_stride=ctypes.c_longlong,
+    dq_seq_stride=ctypes.c_longlong,
+    batch=ctypes.c_int,
+    heads_kv=ctypes.c_int,
+    heads_per_kv=ctypes.c_int,
+    seq_q=ctypes.c_int,
+    seq_k=ctypes.c_int,
+    head_dim=ctypes.c_int,
+    band_first_shift=ctypes.c_int,
+    band_end_shift=ctypes.c_int,
+    q_tiles=ctypes.c_int,
+    kv_tiles=ctypes.c_int,
+    sections=ctypes.c_int,
+    rows_descend=ctypes.c_int,
+    store_dk=ctypes.c_int,
+    store_dv=ctypes.c_int,
+    scale_log2=ctypes.c_float,
+    inverse_scale_log2=ctypes.c_float,
+    softcap_in=ctypes.c_float,
+    dqk_scale=ctypes.c_float,
+)
+
+_PreprocessParams = params_struct(
+    "PreprocessParams",
+    out=ctypes.c_void_p,
+    out_batch_stride=ctypes.c_longlong,
+    out_head_stride=ctypes.c_longlong,
+    out_seq_stride=ctypes.c_longlong,
+    dout=ctypes.c_void_p,
+    dout_batch_stride=ctypes.c_longlong,
+    dout_head_stride=ctypes.c_longlong,
+    dout_seq_stride=ctypes.c_longlong,
+    lse=ctypes.c_void_p,
+    dlse=ctypes.c_void_p,
+    start_s=ctypes.c_void_p,
+    start_dp=ctypes.c_void_p,
+    dq_sums=ctypes.c_void_p,
+    turns=ctypes.c_void_p,
+    heads=ctypes.c_int,
+    seq_q=ctypes.c_int,
+    rows=ctypes.c_int,
+    head_dim_v=ctypes.c_int,
+    row_floats=ctypes.c_int,
+    block_q=ctypes.c_int,
+    lse_factor=ctypes.c_float,
+    start_bias=ctypes.c_float,
+)
+
+_PostprocessParams = params_struct(
+    "PostprocessParams",
+    dq_sums=ctypes.c_void_p,
+    dq=ctypes.c_void_p,
+    batch_stride=ctypes.c_longlong,
+    head_stride=ctypes.c_longlong,
+    seq_stride=ctypes.c_longlong,
+    heads=ctypes.c_int,
+    seq_q=ctypes.c_int,
+    rows=ctypes.c_int,
+    head_dim=ctypes.c_int,
+    row_floats=ctypes.c_int,
+    scale=ctypes.c_float,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Where the float32 scratch of one backward lies, in floats from its beginning."""
+
+    start_s: int
+    start_dp: int
+    turns: int
+    dq_sums: int
+    floats: int
+
+    @classmethod
+    def of(cls, problem: Problem, config: BackwardConfig, wants_dq: bool) -> Workspace:
+        rows = problem.batch * problem.heads_q * _padded_rows(problem, config)
+        turns = 2 * rows
+        if not wants_dq or config.writes_dq:
+            return cls(0, rows, turns, turns, turns)
+        dq_sums = turns + (-(-rows // config.block_q // 32) * 32 if problem.deterministic else 0)
+        return cls(0, rows, turns, dq_sums, dq_sums + rows * config.head_dim)
+
+
+class _Stage:
+    """One of the three kernels: its arguments, all but addresses filled in, one set a thread."""
+
+    __slots__ = ("_arguments", "_block", "_fixed", "_function", "_grid", "_overlap", "_smem", "_struct")
+
+    def __init__(
+        self, unit: Unit, struct: type[Any], fixed: dict[str, Any], grid: int, threads: int, device: int, overlap: bool
+    ) -> None:
+        self._function = function_for(unit, device)
+        self._struct, self._fixed, self._smem = struct, fixed, unit.smem_bytes
+        self._grid, self._block = (grid, 1, 1), (threads, 1, 1)
+        self._overlap = overlap
+        self._arguments: dict[int, Arguments] = {}
+
+    def arguments(self) -> Arguments:
+        known = self._arguments.get(threading.get_ident())
+        if known is None:
+            known = self._arguments[threading.get_ident()] = Arguments(self._struct)
+            for name, value in self._fixed.items():
+                setattr(known.params, name, value)
+        return known
+
+    def launch(self, arguments: Arguments, stream: int) -> None:
+        driver.launch(
+            self._function, self._grid, self._block, self._smem, stream, arguments, overlap_previous=self._overlap
+        )
+
+
+class _Launch:
+    """All that a call does not have to decide again: one per problem, strides, wants and device."""
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        problem: Problem,
+        config: BackwardConfig | None,
+        wants: Wants,
+    ) -> None:
+        target = Target.of(q.device)
+        self._device = q.device.index
+        config = config or configs(problem, target)[0]
+        self._wants = wants
+        self._work = Workspace.of(problem, config, wants[0])
+        self._sums_dq = wants[0] and not config.writes_dq
+        self._in_order = self._sums_dq and problem.deterministic
+        self._maps = {
+            "q_map": _map(q, config.block_q),
+            "k_map": _map(k, config.block_kv),
+            "v_map": _map(v, config.block_kv),
+            "dout_map": _map(dout, config.block_q),
+        }
+        self._dk = _map(torch.empty_like(k, device="meta"), 16)
+        self._dv = _map(torch.empty_like(v, device="meta"), 16)
+        dq = torch.empty_like(q, device="meta")
+        rows = _padded_rows(problem, config)
+        blocks = problem.batch * problem.heads_q * rows // EDGE_ROWS
+        tiles = problem.batch * problem.heads_kv * -(-problem.seq_kv // config.block_kv)
+        self._pre = _Stage(
+            preprocess_unit(config.bf16, _LANES[config.head_dim_v]),
+            _PreprocessParams,
+            _preprocess_params(problem, config, out, dout),
+            blocks,
+            EDGE_THREADS,
+            self._device,
+            False,
+        )
+        self._main = _Stage(
+            main_unit(config),
+            _MainParams,
+            _main_params(problem, config, target, wants, dq),
+            tiles,
+            config.threads,
+            self._device,
+            True,
+        )
+        self._post = _Stage(
+            postprocess_unit(config.bf16),
+            _PostprocessParams,
+            _postprocess_params(problem, config, dq),
+            blocks,
+            EDGE_THREADS,
+            self._device,
+            True,
+        )
+
+    def run(
+        self,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> Grads:
+        wants_dq, wants_dk, wants_dv = self._wants
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        dq = torch.empty_like(q) if wants_dq else None
+        dk = torch.empty_like(k) if wants_dk else None
+        dv = torch.empty_like(v) if wants_dv else None
+        work = self._work
+        scratch = q.new_empty(work.floats, dtype=torch.float32)
+        base = scratch.data_ptr()
+        start_s, start_dp = base + 4 * work.start_s, base + 4 * work.start_dp
+        sums = base + 4 * work.dq_sums if self._sums_dq else None
+        turns = base + 4 * work.turns if self._in_order else None
+
+        arguments = self._pre.arguments()
+        params = arguments.params
+        params.out, params.dout, params.lse = out.data_ptr(), dout.data_ptr(), lse.data_ptr()
+        params.dlse = None if dlse is None else dlse.data_ptr()
+        params.start_s, params.start_dp, params.dq_sums, params.turns = start_s, start_dp, sums, turns
+        self._pre.launch(arguments, stream)
+
+        arguments = self._main.arguments()
+        params = arguments.params
+        maps = self._maps
+        params.q_map, params.k_map = maps["q_map"].at(q.data_ptr()), maps["k_map"].at(k.data_ptr())
+        params.v_map, params.dout_map = maps["v_map"].at(v.data_ptr()), maps["dout_map"].at(dout.data_ptr())
+        if dk is not None:
+            params.dk_map = self._dk.at(dk.data_ptr())
+        if dv is not None:
+            params.dv_map = self._dv.at(dv.data_ptr())
+        params.start_s, params.start_dp, params.dq_sums, params.turns = start_s, start_dp, sums, turns
+        params.dq = None if dq is None or self._sums_dq else dq.data_ptr()
+        self._main.launch(arguments, stream)
+
+        if dq is not None and self._sums_dq:
+            arguments = self._post.arguments()
+            params = arguments.params
+            params.dq_sums, params.dq = sums, dq.data_ptr()
+            self._post.launch(arguments, stream)
+        return dq, dk, dv
+
+
+def _main_params(
+    problem: Problem, config: BackwardConfig, target: Target, wants: Wants, dq: torch.Tensor
+) -> dict[str, Any]:
+    left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
+    capped = problem.softcap > 0
+    scale_log2 = (problem.softcap if capped else problem.scale) * LOG2_E
+    return {
+        "dq_batch_stride": dq.stride(0),
+        "dq_head_stride": dq.stride(1),
+        "dq_seq_stride": dq.stride(2),
+        "batch": problem.batch,
+        "heads_kv": problem.heads_kv,
+        "heads_per_kv": problem.group,
+        "seq_q": problem.seq_q,
+        "seq_k": problem.seq_kv,
+        "head_dim": problem.head_dim,
+        "band_first_shift": offset - left,
+        "band_end_shift": offset + right + 1,
+        "q_tiles": _padded_rows(problem, config) // config.block_q,
+        "kv_tiles": -(-problem.seq_kv // config.block_kv),
+        "sections": _sections(problem, target),
+        "rows_descend": int(problem.deterministic and isinstance(problem.mask, Causal)),
+        "store_dk": int(wants[1]),
+        "store_dv": int(wants[2]),
+        "scale_log2": scale_log2,
+        "inverse_scale_log2": 1.0 / scale_log2,
+        "softcap_in": 2 * LOG2_E * problem.scale / problem.softcap if capped else 0.0,
+        "dqk_scale": problem.scale / config.weight_factor,
+    }
+
+
+def _preprocess_params(
+    problem: Problem, config: BackwardConfig, out: torch.Tensor, dout: torch.Tensor
+) -> dict[str, Any]:
+    """S starts from -lse in its own units: before the scale, or with a softcap after it."""
+    unit = 1.0 if problem.softcap > 0 else problem.scale * LOG2_E
+    return {
+        "out_batch_stride": out.stride(0),
+        "out_head_stride": out.stride(1),
+        "out_seq_stride": out.stride(2),
+        "dout_batch_stride": dout.stride(0),
+        "dout_head_stride": dout.stride(1),
+        "dout_seq_stride": dout.stride(2),
+        "heads": problem.heads_q,
+        "seq_q": problem.seq_q,
+        "rows": _padded_rows(problem, config),
+        "head_dim_v": problem.head_dim_v,
+        "row_floats": config.head_dim,
+        "block_q": config.block_q,
+        "lse_factor": -LOG2_E / unit,
+        "start_bias": math.log2(config.weight_factor) / unit,
+    }
+
+
+def _postprocess_params(problem: Problem, config: BackwardConfig, dq: torch.Tensor) -> dict[str, Any]:
+    return {
+        "batch_stride": dq.stride(0),
+        "head_stride": dq.stride(1),
+        "seq_stride": dq.stride(2),
+        "heads": problem.heads_q,
+        "seq_q": problem.seq_q,
+        "rows": _padded_rows(problem, config),
+        "head_dim": problem.head_dim,
+        "row_floats": config.head_dim,
+        "scale": problem.scale / config.weight_factor,
+    }
+
+
+def _has_one_tile(problem: Problem, row: dict[str, Any]) -> bool:
+    """One tile holds all keys, and every tile of queries sees some of them."""
+    if problem.softcap or problem.seq_kv > (128 if row["by_keys"] else 64):
+        return False
+    block_q: int = row["block_q"]
+    left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
+    first_row, end_row = -(offset + right), problem.seq_kv + left - offset
+    last_tile = (problem.seq_q - 1) // block_q * block_q
+    return bool(first_row < block_q and end_row > last_tile)
+
+
+def _padded_rows(problem: Problem, config: BackwardConfig) -> int:
+    return -(-problem.seq_q // config.block_q) * config.block_q
+
+
+def _sections(problem: Problem, target: Target) -> int:
+    """Into how many runs the KV heads are divided that are worked on one after another.
+
+    Equal tiles: one head a run, since its tiles read the same queries and add to the same dQ. Causal tiles: as many
+    heads as the L2 cache holds, the longest tiles of all first, so that the short ones fill the gaps.
+    """
+    pairs = problem.batch * problem.heads_kv
+    if not isinstance(problem.mask, Causal):
+        return pairs
+    head_bytes = problem.group * problem.seq_q * (6 * problem.head_dim + 2 * problem.head_dim_v)
+    most = max(1, target.l2_bytes * 2 // 3 // head_bytes)
+    return -(-pairs // most)
+
+
+def _map(tensor: torch.Tensor, rows: int) -> TiledMap:
+    """Boxes of `rows` x 64 columns of a (batch, heads, seq, dim) tensor. Dimensions of size 1 get a legal stride."""
+    batch, heads, seq, dim = tensor.shape
+    strides = [
+        stride * 2 if size > 1 else 16 * -(-dim // 8)
+        for size, stride in ((seq, tensor.stride(2)), (heads, tensor.stride(1)), (batch, tensor.stride(0)))
+    ]
+    return tiled_map(tensor.dtype, (dim, seq, heads, batch), tuple(strides), (64, rows, 1, 1))
+
+
+def _matrix_bytes(rows: int, columns: int) -> int:
+    """Panels of 64 columns, 128 bytes a row."""
+    return -(-columns // 64) * rows * 128
+
+
+def _head_dim_class(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    return next(pair for pair in HEAD_DIM_CLASSES if head_dim <= pair[0] and head_dim_v <= pair[1])
+
+
+def _config(row: dict[str, Any], bf16: bool, softcap: bool) -> BackwardConfig:
+    return BackwardConfig(
+        bf16=bf16,
+        head_dim=row["head_dims"][0],
+        head_dim_v=row["head_dims"][1],
+        block_q=row["block_q"],
+        by_keys=row["by_keys"],
+        stages=row["stages"],
+        ds_stages=row["ds_stages"],
+        softcap=softcap,
+        writes_dq=row["writes_dq"],
+        dq_columns=row["dq_columns"],
+        query_registers=row["query_registers"],
+        product_registers=row["product_registers"],
+    )
+
+
+@functools.cache
+def _table() -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """Head-dim class -> rows, best first."""
+    text = importlib.resources.files("tilewise").joinpath("tables/sm90_backward.json").read_text()
+    table: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in json.loads(text)["backward"]:
+        table.setdefault(tuple(row["head_dims"]), []).append(row)
+    return table

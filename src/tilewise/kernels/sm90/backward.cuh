@@ -1,0 +1,113 @@
+// clang-format off
+// Gradients of attention on Hopper: TMA loads, wgmma products, warp-specialised. One CTA a KV tile.
+//
+// Symbols. Q, dO (seq_q x d, dv) of one (batch, head), K, V (seq_k x d, dv) of its KV head; lse from
+// the forward; D = rowsum(dO * O) - dlse. A CTA owns block_kv keys of one KV head and goes through the
+// query tiles of block_q rows that see them, head by head of the group. c = scale * log2(e).
+// Everything is kept transposed (keys are rows), so that P^T and dS^T are A operands as they come.
+//
+//   1. S^T = K Q^T - lse / scale          wgmma, both in shared memory; the row term is where the
+//                                         accumulator starts from, so that it costs nothing
+//   2. partial tiles: S^T[k, r] = -inf where row r does not see key k
+//   3. P^T = 2^(c S^T)
+//   4. dP^T = V dO^T - D                  wgmma, likewise
+//   5. dV += round16(P^T) dO              wgmma, P in registers
+//   6. dS^T = P^T * dP^T
+//   7. dK += round16(dS^T) Q              wgmma, dS in registers
+//   8. dQ += round16(dS) K                wgmma, dS from shared memory; summed over KV tiles in global
+//                                         memory (float32), or written where there is one KV tile
+// Softcap: S starts from 0, S = tanh(S * scale / cap), the row term comes after it, and dS gets its
+// slope 1 - S^2. preprocess makes both row terms and zeroes the sums of dQ, postprocess rounds them.
+// Overlap: 7 and 1 of the next step are in flight together, as are 4 and 5; the exponentials of one
+// warpgroup run under the products of the others.
+//
+// Roles. Warpgroup 0: one thread, the producer, issues all loads. Warpgroup 1 makes dQ (8). Warpgroups
+// 2 and 3 make the rest, divided by keys (each owns dK and dV of 64 of 128 keys) or, where those would
+// not fit the registers (d > 128), by product: both have the same 64 keys, one owns dV (1-3, 5) and
+// hands P over in shared memory, the other dK (4, 6, 7).
+//
+// Shared memory (struct BackwardSmem): K and V of the CTA, in the end dK and dV on their way out;
+// rings of Q and dO with their row terms; a ring of dS; P on its way; barriers and the plan.
+//
+// Barriers
+//   name                  arrives, count              waits             protects
+//   k_full, v_full        producer + TMA bytes, 1     2 and 3           K, V are loaded
+//   q_full[stage]         producer + TMA bytes, 1     2 and 3           Q and the start of S are loaded
+//   q_empty[stage]        warps of 2 and 3, 8         producer          Q is read
+//   dout_full[stage]      producer + TMA bytes, 1     2 and 3           dO and the start of dP are loaded
+//   dout_empty[stage]     warps of 2 and 3, 8         producer          dO is read
+//   ds_full[stage]        warps that make dS, 8 or 4  1                 dS is written
+//   ds_empty[stage]       warps of 1, 4               2 and 3           dS is read; in the end K and V too
+//   weights_full, _empty  warps of 2, of 3, 4 each    3, 2              P is handed over; in the end V is read
+//   named 1               1, 128 threads              1                 deterministic sums: its turn
+//   named 2 + wg          2 or 3, 128 threads         itself            V is read before dV replaces it
+//
+// Registers of a thread (512 in four warpgroups): producer 24; dQ 72 (d = 64, 128, 256: 64 columns at
+// a time), 120 (96), 128 (192); products: S or dP block_q / 2, P and its rest 3 block_q / 8, dK and dV
+// (d + dv) / 2 or one of them, of 208, 184 (96) or 176 (192).
+// clang-format on
+#pragma once
+
+#include "backward_products.cuh"
+#include "backward_query.cuh"
+
+namespace tilewise::sm90 {
+
+template <BackwardConfig config>
+__device__ __forceinline__ void init_backward_barriers(BackwardSmem<config>& smem) {
+  ptx::mbarrier_init(&smem.k_full, 1);
+  ptx::mbarrier_init(&smem.v_full, 1);
+  for (int i = 0; i < config.stages; ++i) {
+    ptx::mbarrier_init(&smem.q_full[i], 1);
+    ptx::mbarrier_init(&smem.q_empty[i], 8);
+    ptx::mbarrier_init(&smem.dout_full[i], 1);
+    ptx::mbarrier_init(&smem.dout_empty[i], 8);
+  }
+  for (int i = 0; i < config.ds_stages; ++i) {
+    ptx::mbarrier_init(&smem.ds_full[i], config.ds_writers());
+    ptx::mbarrier_init(&smem.ds_empty[i], 4);
+  }
+  ptx::mbarrier_init(&smem.weights_full, 4);
+  ptx::mbarrier_init(&smem.weights_empty, 4);
+  ptx::fence_mbarrier_init();
+}
+
+constexpr int producer_registers = 24;
+
+template <BackwardConfig config>
+__device__ __forceinline__ void backward(const BackwardParams& params) {
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
+  const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(&params.k_map);
+    ptx::prefetch_tensormap(&params.q_map);
+    ptx::prefetch_tensormap(&params.v_map);
+    ptx::prefetch_tensormap(&params.dout_map);
+    init_backward_barriers<config>(smem);
+    smem.plan = make_backward_plan<config>(params, blockIdx.x);
+  }
+  ptx::allow_next_grid();
+  __syncthreads();
+  // Why in shared memory: a role reads what it needs when it needs it, and keeps its registers.
+  const BackwardPlan& plan = smem.plan;
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<producer_registers>();
+    if (threadIdx.x < 32 && ptx::elect_one() && plan.steps > 0)
+      BackwardProducer<config>{params, smem, plan}.run();
+  } else if (warpgroup == 1) {
+    ptx::setmaxnreg_dec<config.query_registers>();
+    if (plan.steps > 0) QueryWarpgroup<config>{params, smem, plan}.run();
+  } else {
+    ptx::setmaxnreg_inc<config.product_registers>();
+    if constexpr (config.by_keys) {
+      KeysWarpgroup<config>{{params, smem, plan, warpgroup - 2}}.run();
+    } else if (warpgroup == 2) {
+      ValueWarpgroup<config>{{params, smem, plan, 0}}.run();
+    } else {
+      KeyWarpgroup<config>{{params, smem, plan, 1}}.run();
+    }
+  }
+}
+
+}  // namespace tilewise::sm90

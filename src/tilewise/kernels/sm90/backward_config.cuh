@@ -1,0 +1,157 @@
+// The compile-time choices of the backward kernel, its parameters, plan and shared memory.
+#pragma once
+
+#include "config.cuh"
+
+namespace tilewise::sm90 {
+
+// Mirrored field by field by `BackwardConfig` in backends/sm90_backward.py.
+struct BackwardConfig {
+  bool bf16;       // else fp16
+  int head_dim;    // class of q and k: smaller heads are zero-filled up to it
+  int head_dim_v;  // class of v and dout, likewise
+  int block_q;     // 64 or 128 query rows a step
+  bool by_keys;    // a product warpgroup owns dK and dV of 64 keys; else one owns dV, the other dK
+  int stages;      // of the Q and dO rings
+  int ds_stages;
+  bool softcap;
+  bool writes_dq;         // one KV tile holds all keys: dQ needs no sums in global memory
+  int dq_columns;         // columns of dQ that are accumulated at a time
+  int query_registers;    // of the warpgroup that makes dQ
+  int product_registers;  // of the two that make the rest
+
+  TILEWISE_INLINE int block_kv() const { return by_keys ? 128 : 64; }
+  TILEWISE_INLINE int q_blocks() const { return block_q / 64; }
+  TILEWISE_INLINE int threads() const { return 512; }
+  // Weights in 16 bits keep their next 8 beside them, so that dS does not feel their rounding.
+  TILEWISE_INLINE bool keeps_rest() const { return by_keys; }
+  TILEWISE_INLINE int ds_writers() const { return by_keys ? 8 : 4; }  // warps
+};
+
+struct BackwardParams {
+  ptx::TensorMap q_map;     // box block_q rows; all maps are (dim, seq, head, batch)
+  ptx::TensorMap k_map;     // box block_kv rows
+  ptx::TensorMap v_map;     // box block_kv rows
+  ptx::TensorMap dout_map;  // box block_q rows
+  ptx::TensorMap dk_map;    // box 16 rows
+  ptx::TensorMap dv_map;    // box 16 rows
+  const float* start_s;  // (batch, heads, rows padded to block_q): what S starts from, made of -lse
+  const float* start_dp;  // likewise: what dP starts from, -rowsum(dO * O)
+  float* dq_sums;         // null: dQ is not wanted; zeroed (batch, heads, q_tiles, fragment order)
+  int* turns;  // null, or zeroed (batch, heads, q_tiles): dQ is summed in the order of the keys
+  void* dq;    // with writes_dq instead of the two above
+  long long dq_batch_stride;  // in elements
+  long long dq_head_stride;
+  long long dq_seq_stride;
+  int batch;
+  int heads_kv;
+  int heads_per_kv;
+  int seq_q;
+  int seq_k;
+  int head_dim;  // the real one
+  int band_first_shift;
+  int band_end_shift;
+  int q_tiles;
+  int kv_tiles;
+  int sections;
+  int rows_descend;  // 1: from the last query tile to the first
+  int store_dk;
+  int store_dv;
+  float scale_log2;
+  float inverse_scale_log2;
+  float softcap_in;
+  float dqk_scale;  // of dQ and dK
+};
+
+// What a CTA does: one KV tile of one KV head, against the query tiles that see it, head by head of
+// the group.
+struct BackwardPlan {
+  int batch;
+  int head_kv;
+  int kv_tile;
+  TileRange touched;  // query tiles
+  TileRange full;     // Invariant: begin <= end
+  int first_q_tile;   // touched, in the order they are visited
+  int last_q_tile;
+  int steps;
+
+  TILEWISE_INLINE bool partial(int q_tile) const {
+    return static_cast<unsigned>(q_tile - full.begin) >=
+           static_cast<unsigned>(full.end - full.begin);
+  }
+};
+
+// A key k is seen by the rows k - end_shift < r <= k - first_shift.
+struct RowBand {
+  int first_shift;
+  int end_shift;
+  int seq_q;
+
+  TILEWISE_INLINE int first_row(int key) const { return max_int(0, key - end_shift + 1); }
+  TILEWISE_INLINE int end_row(int key) const { return min_int(seq_q, key - first_shift + 1); }
+};
+
+template <BackwardConfig config>
+__device__ __forceinline__ BackwardPlan make_backward_plan(const BackwardParams& params, int work) {
+  const Schedule schedule{params.heads_kv, params.batch * params.heads_kv, params.kv_tiles,
+                          params.sections, 0};
+  const WorkTile tile = schedule.tile(work);
+  BackwardPlan plan;
+  plan.batch = tile.batch;
+  plan.head_kv = tile.head;
+  plan.kv_tile = tile.q_tile;
+  const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
+  const int first_key = plan.kv_tile * config.block_kv();
+  const int last_key = min_int(first_key + config.block_kv(), params.seq_k) - 1;
+  const int begin = band.first_row(first_key), end = band.end_row(last_key);
+  plan.touched = begin < end ? TileRange{begin / config.block_q, ceil_div(end, config.block_q)}
+                             : TileRange{0, 0};
+  // Rows past the end start from S = -inf, so only the keys' end and the band make a tile partial.
+  const int full_begin = ceil_div(band.first_row(last_key), config.block_q);
+  int full_end = max_int(0, first_key - params.band_first_shift + 1) / config.block_q;
+  if (first_key - params.band_first_shift + 1 >= params.seq_q) full_end = plan.touched.end;
+  plan.full.begin = max_int(plan.touched.begin, full_begin);
+  plan.full.end = max_int(plan.full.begin, min_int(plan.touched.end, full_end));
+  if (first_key + config.block_kv() > params.seq_k) plan.full = {0, 0};
+  plan.first_q_tile = params.rows_descend ? plan.touched.end - 1 : plan.touched.begin;
+  plan.last_q_tile = params.rows_descend ? plan.touched.begin : plan.touched.end - 1;
+  plan.steps = plan.touched.count() * params.heads_per_kv;
+  return plan;
+}
+
+template <BackwardConfig config>
+struct BackwardSmem {
+  alignas(1024) unsigned char k[matrix_bytes(config.block_kv(), config.head_dim)];
+  alignas(1024) unsigned char v[matrix_bytes(config.block_kv(), config.head_dim_v)];
+  alignas(1024) unsigned char q[config.stages][matrix_bytes(config.block_q, config.head_dim)];
+  alignas(1024) unsigned char dout[config.stages][matrix_bytes(config.block_q, config.head_dim_v)];
+  // Stored as keys x queries, 64 queries a panel.
+  alignas(1024) unsigned char ds[config.ds_stages][matrix_bytes(config.block_kv(), config.block_q)];
+  // Weights on their way from the dV warpgroup to the dK warpgroup, in fragment order.
+  alignas(1024) float weights[config.by_keys ? 4 : config.block_q * 64];
+  alignas(16) float start_s[config.stages][config.block_q];
+  alignas(16) float start_dp[config.stages][config.block_q];
+  ptx::u64 k_full, v_full;
+  ptx::u64 q_full[config.stages], q_empty[config.stages];
+  ptx::u64 dout_full[config.stages], dout_empty[config.stages];
+  ptx::u64 ds_full[config.ds_stages], ds_empty[config.ds_stages];
+  ptx::u64 weights_full, weights_empty;
+  BackwardPlan plan;
+};
+
+// Counts through the steps of a plan: query tiles of one head, then of the next.
+struct StepCursor {
+  int q_tile;
+  int head = 0;  // of the group
+
+  __device__ __forceinline__ explicit StepCursor(const BackwardPlan& plan)
+      : q_tile(plan.first_q_tile) {}
+  __device__ __forceinline__ void advance(const BackwardPlan& plan) {
+    if (q_tile == plan.last_q_tile)
+      q_tile = plan.first_q_tile, ++head;
+    else
+      q_tile += plan.first_q_tile < plan.last_q_tile ? 1 : -1;
+  }
+};
+
+}  // namespace tilewise::sm90

@@ -1,0 +1,154 @@
+// What stands before and after the main backward kernel: row terms and zeroes, then dQ from its
+// sums. Both are bound by memory traffic.
+#pragma once
+
+#include "../common/mask.cuh"
+#include "ptx.cuh"
+#include "softmax.cuh"
+
+namespace tilewise::sm90 {
+
+using ptx::u32;
+
+struct PreprocessParams {
+  const void* out;
+  long long out_batch_stride, out_head_stride, out_seq_stride;  // in elements
+  const void* dout;
+  long long dout_batch_stride, dout_head_stride, dout_seq_stride;
+  const float* lse;   // (batch, heads, seq_q)
+  const float* dlse;  // null, or likewise
+  float* start_s;     // (batch, heads, rows), rows padded to the query tile
+  float* start_dp;
+  float* dq_sums;  // null, or row_floats * rows floats a head, to be zeroed
+  int* turns;      // null, or one a query tile, to be zeroed
+  int heads;
+  int seq_q;
+  int rows;
+  int head_dim_v;
+  int row_floats;
+  int block_q;
+  float lse_factor;
+  float start_bias;
+};
+
+struct PostprocessParams {
+  const float* dq_sums;
+  void* dq;
+  long long batch_stride, head_stride, seq_stride;  // in elements
+  int heads;
+  int seq_q;
+  int rows;
+  int head_dim;
+  int row_floats;
+  float scale;
+};
+
+constexpr int edge_threads = 256;
+constexpr int edge_rows = 64;
+
+__device__ __forceinline__ float dot_of_pairs_bf16(u32 a, u32 b, float sum) {
+  sum = fmaf(ptx::unpack_low<true>(a), ptx::unpack_low<true>(b), sum);
+  return fmaf(ptx::unpack_high<true>(a), ptx::unpack_high<true>(b), sum);
+}
+__device__ __forceinline__ float dot_of_pairs_fp16(u32 a, u32 b, float sum) {
+  sum = fmaf(ptx::unpack_low<false>(a), ptx::unpack_low<false>(b), sum);
+  return fmaf(ptx::unpack_high<false>(a), ptx::unpack_high<false>(b), sum);
+}
+
+template <bool bf16>
+__device__ __forceinline__ float dot(uint4 a, uint4 b) {
+  auto pair = [](u32 x, u32 y, float sum) {
+    if constexpr (bf16)
+      return dot_of_pairs_bf16(x, y, sum);
+    else
+      return dot_of_pairs_fp16(x, y, sum);
+  };
+  return pair(a.x, b.x, pair(a.y, b.y, pair(a.z, b.z, pair(a.w, b.w, 0.0f))));
+}
+
+// A block: 64 rows of one head. Eight columns a lane, `lanes` lanes a row.
+template <bool bf16, int lanes>
+__device__ __forceinline__ void preprocess(const PreprocessParams& params) {
+  constexpr int rows_at_once = edge_threads / lanes;
+  const int blocks = params.rows / edge_rows, batch_head = blockIdx.x / blocks;
+  const int batch = batch_head / params.heads, head = batch_head % params.heads;
+  const int lane = threadIdx.x % lanes, first_row = blockIdx.x % blocks * edge_rows;
+  const int column = lane * 8;
+  const ptx::u16* out = static_cast<const ptx::u16*>(params.out) + batch * params.out_batch_stride +
+                        head * params.out_head_stride + column;
+  const ptx::u16* dout = static_cast<const ptx::u16*>(params.dout) +
+                         batch * params.dout_batch_stride + head * params.dout_head_stride + column;
+  ptx::allow_next_grid();
+  if (params.dq_sums != nullptr) {
+    float4* sums = reinterpret_cast<float4*>(
+        params.dq_sums +
+        (static_cast<long long>(batch_head) * params.rows + first_row) * params.row_floats);
+    for (int i = threadIdx.x; i < edge_rows / 4 * params.row_floats; i += edge_threads)
+      sums[i] = float4{};
+  }
+  if (params.turns != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
+    params.turns[(static_cast<long long>(batch_head) * params.rows + first_row) / params.block_q] =
+        0;
+#pragma unroll
+  for (int i = 0; i < edge_rows / rows_at_once; ++i) {
+    const int row = first_row + i * rows_at_once + threadIdx.x / lanes;
+    float sum = 0.0f;
+    if (row < params.seq_q && column < params.head_dim_v)
+      sum = dot<bf16>(*reinterpret_cast<const uint4*>(out + row * params.out_seq_stride),
+                      *reinterpret_cast<const uint4*>(dout + row * params.dout_seq_stride));
+#pragma unroll
+    for (int distance = lanes / 2; distance > 0; distance /= 2)
+      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    if (lane != 0) continue;
+    // Rows that do not exist or see no key start from S = -inf, which makes every weight 0.
+    float start = -infinity;
+    if (row < params.seq_q) {
+      const long long at = static_cast<long long>(batch_head) * params.seq_q + row;
+      const float lse = params.lse[at];
+      if (lse != -infinity) start = fmaf(lse, params.lse_factor, params.start_bias);
+      if (params.dlse != nullptr) sum -= params.dlse[at];
+    }
+    const long long at = static_cast<long long>(batch_head) * params.rows + row;
+    params.start_s[at] = start;
+    params.start_dp[at] = start == -infinity ? 0.0f : -sum;
+  }
+}
+
+// A block: 64 rows of one head, whose sums lie in the accumulator layout of the product: see
+// QueryWarpgroup::add. A thread takes eight columns of the rows r and r + 8.
+template <bool bf16>
+__device__ __forceinline__ void postprocess(const PostprocessParams& params) {
+  ptx::wait_for_previous_grid();
+  const int blocks = params.rows / edge_rows, batch_head = blockIdx.x / blocks;
+  const int batch = batch_head / params.heads, head = batch_head % params.heads;
+  const int first_row = blockIdx.x % blocks * edge_rows;
+  const float4* sums = reinterpret_cast<const float4*>(
+      params.dq_sums +
+      (static_cast<long long>(batch_head) * params.rows + first_row) * params.row_floats);
+  ptx::u16* dq =
+      static_cast<ptx::u16*>(params.dq) + batch * params.batch_stride + head * params.head_stride;
+  const int chunks = params.head_dim / 8;
+  // Four neighbouring threads write four neighbouring chunks.
+  for (int i = threadIdx.x; i < ceil_div(chunks, 4) * 128; i += edge_threads) {
+    const int chunk = i / 128 * 4 + i % 4, pair = i / 4 % 32;
+    if (chunk >= chunks) continue;
+    float4 quad[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) quad[c] = sums[chunk * 128 + pair * 4 + c];
+    const int row = first_row + pair / 8 * 16 + pair % 8;
+    u32 low[4], high[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      low[c] = ptx::pack<bf16>(quad[c].x * params.scale, quad[c].y * params.scale);
+      high[c] = ptx::pack<bf16>(quad[c].z * params.scale, quad[c].w * params.scale);
+    }
+    if (row < params.seq_q)
+      *reinterpret_cast<uint4*>(dq + row * params.seq_stride + chunk * 8) =
+          uint4{low[0], low[1], low[2], low[3]};
+    if (row + 8 < params.seq_q)
+      *reinterpret_cast<uint4*>(dq + (row + 8) * params.seq_stride + chunk * 8) =
+          uint4{high[0], high[1], high[2], high[3]};
+  }
+}
+
+}  // namespace tilewise::sm90

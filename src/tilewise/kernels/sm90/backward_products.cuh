@@ -1,0 +1,493 @@
+// Warpgroups 2 and 3 of the backward kernel: scores, weights, dK and dV. Steps, roles and barriers:
+// backward.cuh.
+#pragma once
+
+#include "backward_query.cuh"
+#include "backward_weights.cuh"
+
+namespace tilewise::sm90 {
+
+// What both divisions of the work have in common.
+template <BackwardConfig config>
+struct ProductWarpgroup {
+  static constexpr int block_q = config.block_q, block_kv = config.block_kv();
+  using ScoreProduct = wgmma::Product<block_q, config.bf16>;
+  // Why in parts: a product of 256 columns needs more registers than a thread has at launch.
+  static constexpr int key_parts = config.head_dim > 192 ? 2 : 1;
+  static constexpr int value_parts = config.head_dim_v > 192 ? 2 : 1;
+  using KeySums = float[key_parts][config.head_dim / key_parts / 2];
+  using ValueSums = float[value_parts][config.head_dim_v / value_parts / 2];
+  using Fragment = float[block_q / 2];
+  using Packed = u32[block_q / 16][4];
+
+  const BackwardParams& params;
+  BackwardSmem<config>& smem;
+  const BackwardPlan& plan;
+  const int warpgroup;                                  // 0 or 1
+  const int row = config.by_keys ? warpgroup * 64 : 0;  // of the KV tile, the first of 64
+  const int warp = threadIdx.x / 32 % 4;
+  const int lane = threadIdx.x % 32;
+
+  using Position = RingPosition<config.stages>;
+  Position position{0};  // of this step in the Q and dO rings
+  RingPosition<config.ds_stages> ds_position{1};
+
+  __device__ __forceinline__ void arrive(u64* barrier) {
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  }
+  __device__ __forceinline__ void wait_q(const Position& at) {
+    ptx::mbarrier_wait(&smem.q_full[at.stage], at.phase);
+  }
+  __device__ __forceinline__ void wait_dout(const Position& at) {
+    ptx::mbarrier_wait(&smem.dout_full[at.stage], at.phase);
+  }
+  __device__ __forceinline__ int first_key() {
+    return plan.kv_tile * block_kv + row + warp * 16 + lane / 4;
+  }
+
+  // accumulator += (64 rows of K or V, from `keys`) (Q or dO tile `queries`)^T
+  template <int dim>
+  __device__ __forceinline__ void issue_scores(Fragment& accumulator, const unsigned char* keys,
+                                               const unsigned char* queries) {
+    constexpr int key_panel = panel_bytes(block_kv) >> 4, query_panel = panel_bytes(block_q) >> 4;
+    u32 key_low = wgmma::descriptor_low(ptx::smem_address(keys) + panel_bytes(row), 16);
+    // Why: the compiler would keep all these descriptors over the loop, and spill.
+    if constexpr (!config.by_keys) asm volatile("" : "+r"(key_low));
+    const u32 query_low = wgmma::descriptor_low(ptx::smem_address(queries), 16);
+#pragma unroll
+    for (int step = 0; step < dim / 16; ++step)
+      ScoreProduct::multiply(
+          accumulator,
+          wgmma::descriptor(key_low + step / 4 * key_panel + step % 4 * 2, swizzle_atom_bytes),
+          wgmma::descriptor(query_low + step / 4 * query_panel + step % 4 * 2, swizzle_atom_bytes),
+          1);
+  }
+
+  // sums += (P^T or dS^T, in registers) (dO or Q tile `queries`)
+  template <int parts, int count>
+  __device__ __forceinline__ void issue_sums(float (&sums)[parts][count], const Packed& weights,
+                                             const unsigned char* queries) {
+    const u32 low = wgmma::descriptor_low(ptx::smem_address(queries), panel_bytes(block_q));
+#pragma unroll
+    for (int step = 0; step < block_q / 16; ++step) {
+#pragma unroll
+      for (int part = 0; part < parts; ++part) {
+        constexpr int columns = 2 * count;
+        static_assert(parts == 1 || columns % panel_columns == 0);
+        const u32 place = low + step * (2 * swizzle_atom_bytes >> 4) +
+                          part * (columns / panel_columns) * (panel_bytes(block_q) >> 4);
+        wgmma::Product<columns, config.bf16>::multiply(
+            sums[part], weights[step], wgmma::descriptor(place, swizzle_atom_bytes), 1);
+      }
+    }
+  }
+
+  template <int parts, int count>
+  __device__ __forceinline__ void hold(float (&sums)[parts][count]) {
+#pragma unroll
+    for (int part = 0; part < parts; ++part) wgmma::hold(sums[part]);
+  }
+
+  template <int parts, int count>
+  __device__ __forceinline__ void clear(float (&sums)[parts][count]) {
+#pragma unroll
+    for (int part = 0; part < parts; ++part) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) sums[part][i] = 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void hold(Packed& packed) {
+#pragma unroll
+    for (int step = 0; step < block_q / 16; ++step) wgmma::hold(packed[step]);
+  }
+
+  // S -> P in place.
+  __device__ __forceinline__ void exponentiate(Fragment& s, const float* start, int q_tile) {
+    if constexpr (config.softcap) {
+      apply_softcap(s, params.softcap_in);
+      const float2* pairs = reinterpret_cast<const float2*>(start) + threadIdx.x % 4;
+#pragma unroll
+      for (int j = 0; j < block_q / 8; ++j) {
+        const float2 pair = pairs[4 * j];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          s[4 * j + i] = fmaf(s[4 * j + i], params.scale_log2, i % 2 ? pair.y : pair.x);
+      }
+      if (plan.partial(q_tile)) hide(s, params, first_key(), q_tile * block_q);
+#pragma unroll
+      for (int i = 0; i < block_q / 2; ++i) s[i] = ptx::ex2(s[i]);
+    } else {
+      if (plan.partial(q_tile)) hide(s, params, first_key(), q_tile * block_q);
+#pragma unroll
+      for (int i = 0; i < block_q / 2; ++i) s[i] = ptx::ex2(s[i] * params.scale_log2);
+    }
+  }
+
+  // What S starts from: with a softcap the row term comes after the tanh.
+  __device__ __forceinline__ void start_scores(Fragment& s, int stage) {
+    if constexpr (config.softcap) {
+#pragma unroll
+      for (int i = 0; i < block_q / 2; ++i) s[i] = 0.0f;
+    } else {
+      start_from(s, smem.start_s[stage]);
+    }
+  }
+
+  // The scores at `position`, with nothing beside them.
+  __device__ __forceinline__ void first_scores(Fragment& s) {
+    start_scores(s, position.stage);
+    wgmma::hold(s);
+    wgmma::fence();
+    issue_scores<config.head_dim>(s, smem.k, smem.q[position.stage]);
+    wgmma::commit();
+    wgmma::wait<0>();
+    wgmma::hold(s);
+  }
+
+  // This warp's 16 key rows of dS^T into shared memory, for dQ.
+  __device__ __forceinline__ void store_ds(const Packed& ds) {
+    ptx::mbarrier_wait(&smem.ds_empty[ds_position.stage], ds_position.phase);
+    const u32 address =
+        ptx::smem_address(smem.ds[ds_position.stage]) + panel_bytes(row + warp * 16);
+#pragma unroll
+    for (int step = 0; step < block_q / 16; ++step)
+      ptx::stmatrix_x4(address + step / 4 * panel_bytes(block_kv) +
+                           swizzled_chunk(lane % 16, step % 4 * 2 + lane / 16),
+                       ds[step][0], ds[step][1], ds[step][2], ds[step][3]);
+  }
+  // Why apart: the fence waits for the stores, which can go on under the product issued meanwhile.
+  __device__ __forceinline__ void publish_ds() {
+    ptx::fence_proxy_async();
+    __syncwarp();
+    arrive(&smem.ds_full[ds_position.stage]);
+    ds_position.advance();
+  }
+
+  // Every dS has been read, and with that every K and V.
+  __device__ __forceinline__ void wait_for_dq() {
+    for (int i = 0; i < config.ds_stages; ++i) {
+      ptx::mbarrier_wait(&smem.ds_empty[ds_position.stage], ds_position.phase);
+      ds_position.advance();
+    }
+  }
+
+  // Each warp stages its 16 rows in its part of `room`, a KV tile, and stores them.
+  template <int parts, int count>
+  __device__ __forceinline__ void store(const float (&sums)[parts][count], float scale,
+                                        unsigned char* room, const ptx::TensorMap& map) {
+    constexpr int columns = parts * count * 2;
+    unsigned char* staging = room + panel_bytes(row + warp * 16);
+    const u32 address = ptx::smem_address(staging);
+#pragma unroll
+    for (int pair = 0; pair < columns / 16; ++pair) {
+      const float* x = &sums[pair / (count / 8)][pair % (count / 8) * 8];
+      u32 packed[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        packed[i] = ptx::pack<config.bf16>(x[2 * i] * scale, x[2 * i + 1] * scale);
+      ptx::stmatrix_x4(address + pair / 4 * panel_bytes(block_kv) +
+                           swizzled_chunk(lane % 16, pair % 4 * 2 + lane / 16),
+                       packed[0], packed[1], packed[2], packed[3]);
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+      for (int panel = 0; panel < panel_count(columns); ++panel)
+        ptx::tma_store_4d(&map, staging + panel * panel_bytes(block_kv), panel * panel_columns,
+                          plan.kv_tile * block_kv + row + warp * 16, plan.head_kv, plan.batch);
+      ptx::tma_store_commit();
+    }
+  }
+};
+
+// A warpgroup owns dK and dV of 64 keys.
+template <BackwardConfig config>
+struct KeysWarpgroup : ProductWarpgroup<config> {
+  using Base = ProductWarpgroup<config>;
+  using Base::block_q, Base::smem, Base::params, Base::plan;
+  using typename Base::Fragment, typename Base::Packed;
+
+  typename Base::KeySums dk;
+  typename Base::ValueSums dv;
+
+  // dS of this step from its weights and dP. With a softcap its slope comes in.
+  __device__ __forceinline__ void form_ds(
+      Packed& ds, const Weights<config.keeps_rest(), config.bf16, block_q / 2>& weights,
+      const Fragment& dp) {
+    const float* start = smem.start_s[this->position.stage];
+#pragma unroll
+    for (int i = 0; i < block_q / 2; i += 2) {
+      float x[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float p = weights.get(i + h);
+        x[h] = p * dp[i + h];
+        if constexpr (config.softcap)
+          x[h] *=
+              cap_slope(p, start[i / 4 * 8 + 2 * (this->lane % 4) + h], params.inverse_scale_log2);
+      }
+      ds[i / 8][i / 2 % 4] = ptx::pack<config.bf16>(x[0], x[1]);
+    }
+  }
+
+  // No query of this tile sees any of this warpgroup's keys: half of the diagonal tiles of a causal
+  // mask, and keys past the end.
+  __device__ __forceinline__ bool hidden(int q_tile) {
+    if (!plan.partial(q_tile)) return false;
+    const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
+    const int key = plan.kv_tile * config.block_kv() + this->row;
+    return key >= params.seq_k || (q_tile + 1) * block_q <= band.first_row(key) ||
+           q_tile * block_q >= band.end_row(key + 63);
+  }
+
+  // A step with no weight at all: dS is 0, and only the next scores are computed.
+  __device__ __forceinline__ void skip(Fragment& s, bool last) {
+    const int stage = this->position.stage;
+    this->wait_dout(this->position);
+    this->arrive(&smem.dout_empty[stage]);
+    const Packed nothing = {};
+    this->store_ds(nothing);
+    this->publish_ds();
+    this->position.advance();
+    if (!last) {
+      this->wait_q(this->position);
+      this->first_scores(s);
+    }
+    this->arrive(&smem.q_empty[stage]);
+  }
+
+  __device__ __forceinline__ void step(Fragment& s, int q_tile, bool last) {
+    const int stage = this->position.stage;
+    Packed ds;
+    {
+      Weights<config.keeps_rest(), config.bf16, block_q / 2> weights;
+      this->exponentiate(s, smem.start_s[stage], q_tile);
+      weights.set(s);
+      this->wait_dout(this->position);
+      const unsigned char* dout = smem.dout[stage];
+      Fragment dp;
+      start_from(dp, smem.start_dp[stage]);
+      wgmma::hold(dp);
+      this->hold(dv);
+      this->hold(weights.packed);
+      wgmma::fence();
+      this->template issue_scores<config.head_dim_v>(dp, smem.v, dout);
+      this->issue_sums(dv, weights.packed, dout);
+      wgmma::commit();
+      wgmma::wait<0>();
+      wgmma::hold(dp);
+      this->hold(dv);
+      this->hold(weights.packed);
+      this->arrive(&smem.dout_empty[stage]);
+      form_ds(ds, weights, dp);
+    }
+    this->store_ds(ds);
+    this->position.advance();
+    this->hold(dk);
+    this->hold(ds);
+    wgmma::fence();
+    this->issue_sums(dk, ds, smem.q[stage]);
+    wgmma::commit();
+    this->publish_ds();
+    if (!last) {
+      this->wait_q(this->position);
+      this->start_scores(s, this->position.stage);
+      wgmma::hold(s);
+      wgmma::fence();
+      this->template issue_scores<config.head_dim>(s, smem.k, smem.q[this->position.stage]);
+      wgmma::commit();
+    }
+    wgmma::wait<0>();
+    wgmma::hold(s);
+    this->hold(dk);
+    this->hold(ds);
+    this->arrive(&smem.q_empty[stage]);
+  }
+
+  __device__ __forceinline__ void run() {
+    this->clear(dk);
+    this->clear(dv);
+    if (plan.steps > 0) {
+      Fragment s;
+      ptx::mbarrier_wait(&smem.k_full, 0);
+      this->wait_q(this->position);
+      this->first_scores(s);
+      ptx::mbarrier_wait(&smem.v_full, 0);
+      StepCursor cursor(plan);
+      for (int i = 1; i < plan.steps; ++i, cursor.advance(plan)) {
+        if (hidden(cursor.q_tile))
+          skip(s, false);
+        else
+          step(s, cursor.q_tile, false);
+      }
+      if (hidden(cursor.q_tile))
+        skip(s, true);
+      else
+        step(s, cursor.q_tile, true);
+    }
+    // Why: rows of V are read by this warpgroup alone, but maybe by another of its warps.
+    ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + this->warpgroup);
+    if (params.store_dv) this->store(dv, 1.0f, smem.v, params.dv_map);
+    this->wait_for_dq();
+    if (params.store_dk) this->store(dk, params.dqk_scale, smem.k, params.dk_map);
+    if (this->lane == 0) ptx::tma_store_wait_read<0>();
+  }
+};
+
+// Two warpgroups share 64 keys: this one owns dV, makes the weights and hands them over.
+template <BackwardConfig config>
+struct ValueWarpgroup : ProductWarpgroup<config> {
+  using Base = ProductWarpgroup<config>;
+  using Base::block_q, Base::smem, Base::params, Base::plan;
+  using typename Base::Fragment, typename Base::Packed;
+
+  typename Base::ValueSums dv;
+
+  // The dK warpgroup multiplies dP with these: P, times the slope of the softcap.
+  __device__ __forceinline__ void hand_over(const Fragment& p, const float* start, u32 phase) {
+    ptx::mbarrier_wait(&smem.weights_empty, phase ^ 1);
+    float4* room = reinterpret_cast<float4*>(smem.weights) + threadIdx.x % 128;
+    const float2* pairs = reinterpret_cast<const float2*>(start) + threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < block_q / 2; i += 4) {
+      float4 x{p[i], p[i + 1], p[i + 2], p[i + 3]};
+      if constexpr (config.softcap) {
+        const float2 pair = pairs[i];
+        x.x *= cap_slope(x.x, pair.x, params.inverse_scale_log2);
+        x.y *= cap_slope(x.y, pair.y, params.inverse_scale_log2);
+        x.z *= cap_slope(x.z, pair.x, params.inverse_scale_log2);
+        x.w *= cap_slope(x.w, pair.y, params.inverse_scale_log2);
+      }
+      room[i / 4 * 128] = x;
+    }
+    __syncwarp();
+    this->arrive(&smem.weights_full);
+  }
+
+  __device__ __forceinline__ void step(Fragment& s, int q_tile, u32 phase, bool last) {
+    Weights<false, config.bf16, block_q / 2> weights;
+    const int stage = this->position.stage;
+    this->exponentiate(s, smem.start_s[stage], q_tile);
+    weights.set(s);
+    this->wait_dout(this->position);
+    this->hold(dv);
+    this->hold(weights.packed);
+    wgmma::fence();
+    this->issue_sums(dv, weights.packed, smem.dout[stage]);
+    wgmma::commit();
+    hand_over(s, smem.start_s[stage], phase);
+    this->arrive(&smem.q_empty[stage]);
+    this->position.advance();
+    if (!last) {
+      this->wait_q(this->position);
+      this->start_scores(s, this->position.stage);
+      wgmma::hold(s);
+      wgmma::fence();
+      this->template issue_scores<config.head_dim>(s, smem.k, smem.q[this->position.stage]);
+      wgmma::commit();
+    }
+    wgmma::wait<0>();
+    wgmma::hold(s);
+    this->hold(dv);
+    this->hold(weights.packed);
+    this->arrive(&smem.dout_empty[stage]);
+  }
+
+  __device__ __forceinline__ void run() {
+    this->clear(dv);
+    if (plan.steps > 0) {
+      Fragment s;
+      ptx::mbarrier_wait(&smem.k_full, 0);
+      this->wait_q(this->position);
+      this->first_scores(s);
+      StepCursor cursor(plan);
+      int i = 0;
+      for (; i < plan.steps - 1; ++i, cursor.advance(plan)) step(s, cursor.q_tile, i & 1, false);
+      step(s, cursor.q_tile, i & 1, true);
+      // The other warpgroup takes the last weights once its last dP is done, and with that has read
+      // all of V. Invariant: hand_over waited for all takes but this one, so the parity is no older
+      // phase's.
+      ptx::mbarrier_wait(&smem.weights_empty, (plan.steps - 1) & 1);
+    }
+    if (params.store_dv) this->store(dv, 1.0f, smem.v, params.dv_map);
+    if (this->lane == 0) ptx::tma_store_wait_read<0>();
+  }
+};
+
+// ... and this one owns dK, and makes dS.
+template <BackwardConfig config>
+struct KeyWarpgroup : ProductWarpgroup<config> {
+  using Base = ProductWarpgroup<config>;
+  using Base::block_q, Base::smem, Base::params, Base::plan;
+  using typename Base::Fragment, typename Base::Packed;
+
+  typename Base::KeySums dk;
+
+  __device__ __forceinline__ void form_ds(Packed& ds, const Fragment& dp, u32 phase) {
+    ptx::mbarrier_wait(&smem.weights_full, phase);
+    const float4* room = reinterpret_cast<const float4*>(smem.weights) + threadIdx.x % 128;
+#pragma unroll
+    for (int i = 0; i < block_q / 2; i += 4) {
+      const float4 p = room[i / 4 * 128];
+      ds[i / 8][i / 2 % 4] = ptx::pack<config.bf16>(p.x * dp[i], p.y * dp[i + 1]);
+      ds[i / 8][i / 2 % 4 + 1] = ptx::pack<config.bf16>(p.z * dp[i + 2], p.w * dp[i + 3]);
+    }
+    __syncwarp();
+    this->arrive(&smem.weights_empty);
+  }
+
+  __device__ __forceinline__ void step(Fragment& dp, u32 phase, bool last) {
+    Packed ds;
+    const int stage = this->position.stage;
+    this->arrive(&smem.dout_empty[stage]);
+    form_ds(ds, dp, phase);
+    this->store_ds(ds);
+    this->wait_q(this->position);
+    this->position.advance();
+    this->hold(dk);
+    this->hold(ds);
+    wgmma::fence();
+    this->issue_sums(dk, ds, smem.q[stage]);
+    wgmma::commit();
+    this->publish_ds();
+    if (!last) {
+      this->wait_dout(this->position);
+      start_from(dp, smem.start_dp[this->position.stage]);
+      wgmma::hold(dp);
+      wgmma::fence();
+      this->template issue_scores<config.head_dim_v>(dp, smem.v, smem.dout[this->position.stage]);
+      wgmma::commit();
+    }
+    wgmma::wait<0>();
+    wgmma::hold(dp);
+    this->hold(dk);
+    this->hold(ds);
+    this->arrive(&smem.q_empty[stage]);
+  }
+
+  __device__ __forceinline__ void run() {
+    this->clear(dk);
+    if (plan.steps > 0) {
+      Fragment dp;
+      ptx::mbarrier_wait(&smem.v_full, 0);
+      this->wait_dout(this->position);
+      start_from(dp, smem.start_dp[0]);
+      wgmma::hold(dp);
+      wgmma::fence();
+      this->template issue_scores<config.head_dim_v>(dp, smem.v, smem.dout[0]);
+      wgmma::commit();
+      wgmma::wait<0>();
+      wgmma::hold(dp);
+      int i = 0;
+      for (; i < plan.steps - 1; ++i) step(dp, i & 1, false);
+      step(dp, i & 1, true);
+      this->wait_for_dq();
+    }
+    if (params.store_dk) this->store(dk, params.dqk_scale, smem.k, params.dk_map);
+    if (this->lane == 0) ptx::tma_store_wait_read<0>();
+  }
+};
+
+}  // namespace tilewise::sm90

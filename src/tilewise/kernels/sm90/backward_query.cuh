@@ -1,0 +1,234 @@
+// Warpgroups 0 and 1 of the backward kernel: the producer, and the maker of dQ. Steps, roles and
+// barriers: backward.cuh.
+#pragma once
+
+#include "backward_config.cuh"
+#include "wgmma.cuh"
+
+namespace tilewise::sm90 {
+
+using ptx::u32;
+using ptx::u64;
+
+struct BackwardBarrierId {
+  static constexpr int query_warpgroup = 1;
+  static constexpr int product_warpgroup = 2;  // + warpgroup
+};
+
+// Where the query tile of a step lies among all (batch, head, query tile).
+__device__ __forceinline__ long long query_tile_index(const BackwardParams& params,
+                                                      const BackwardPlan& plan,
+                                                      const StepCursor& at) {
+  const int head = plan.head_kv * params.heads_per_kv + at.head;
+  const int heads = params.heads_kv * params.heads_per_kv;
+  return (static_cast<long long>(plan.batch) * heads + head) * params.q_tiles + at.q_tile;
+}
+
+// One thread issues all loads.
+template <BackwardConfig config>
+struct BackwardProducer {
+  static constexpr int block_kv = config.block_kv();
+
+  const BackwardParams& params;
+  BackwardSmem<config>& smem;
+  const BackwardPlan& plan;
+
+  __device__ __forceinline__ void load_matrix(unsigned char* destination, const ptx::TensorMap& map,
+                                              u64* barrier, int columns, int rows, int row,
+                                              int head, ptx::CachePolicy policy) {
+#pragma unroll
+    for (int panel = 0; panel < panel_count(columns); ++panel)
+      ptx::tma_load_4d(destination + panel * panel_bytes(rows), &map, barrier,
+                       panel * panel_columns, row, head, plan.batch, policy);
+  }
+
+  // Rows and columns beyond the tensors arrive as zeros.
+  __device__ __forceinline__ void load_keys() {
+    ptx::mbarrier_arrive_expect_tx(&smem.k_full, sizeof(smem.k));
+    load_matrix(smem.k, params.k_map, &smem.k_full, config.head_dim, block_kv,
+                plan.kv_tile * block_kv, plan.head_kv, ptx::CachePolicy::evict_first);
+    ptx::mbarrier_arrive_expect_tx(&smem.v_full, sizeof(smem.v));
+    load_matrix(smem.v, params.v_map, &smem.v_full, config.head_dim_v, block_kv,
+                plan.kv_tile * block_kv, plan.head_kv, ptx::CachePolicy::evict_first);
+  }
+
+  // Q, dO and their row vectors of one step.
+  __device__ __forceinline__ void load_step(int stage, u32 phase, const StepCursor& at) {
+    const int row = at.q_tile * config.block_q;
+    const int head = plan.head_kv * params.heads_per_kv + at.head;
+    const long long vector = query_tile_index(params, plan, at) * config.block_q;
+    u64* full = &smem.q_full[stage];
+    ptx::mbarrier_wait(&smem.q_empty[stage], phase);
+    ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.q[0]) + sizeof(smem.start_s[0]));
+    load_matrix(smem.q[stage], params.q_map, full, config.head_dim, config.block_q, row, head,
+                ptx::CachePolicy::evict_last);
+    ptx::bulk_load(smem.start_s[stage], params.start_s + vector, sizeof(smem.start_s[0]), full);
+    full = &smem.dout_full[stage];
+    ptx::mbarrier_wait(&smem.dout_empty[stage], phase);
+    ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.dout[0]) + sizeof(smem.start_dp[0]));
+    load_matrix(smem.dout[stage], params.dout_map, full, config.head_dim_v, config.block_q, row,
+                head, ptx::CachePolicy::evict_last);
+    ptx::bulk_load(smem.start_dp[stage], params.start_dp + vector, sizeof(smem.start_dp[0]), full);
+  }
+
+  __device__ __forceinline__ void run() {
+    load_keys();
+    ptx::wait_for_previous_grid();
+    StepCursor cursor(plan);
+    RingPosition<config.stages> position(1);
+    for (int step = 0; step < plan.steps; ++step) {
+      load_step(position.stage, position.phase, cursor);
+      position.advance();
+      cursor.advance(plan);
+    }
+  }
+};
+
+// Four lanes hold four words each: lane c gets the words c of all four.
+__device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
+  const bool upper = threadIdx.x & 2, odd = threadIdx.x & 1;
+  const u32 a = __shfl_xor_sync(0xffffffffu, upper ? x[0] : x[2], 2);
+  const u32 b = __shfl_xor_sync(0xffffffffu, upper ? x[1] : x[3], 2);
+  const u32 y[4] = {upper ? a : x[0], upper ? b : x[1], upper ? x[2] : a, upper ? x[3] : b};
+  const u32 c = __shfl_xor_sync(0xffffffffu, odd ? y[0] : y[1], 1);
+  const u32 d = __shfl_xor_sync(0xffffffffu, odd ? y[2] : y[3], 1);
+  x[0] = odd ? c : y[0];
+  x[1] = odd ? y[1] : c;
+  x[2] = odd ? d : y[2];
+  x[3] = odd ? y[3] : d;
+}
+
+template <BackwardConfig config>
+struct QueryWarpgroup {
+  static constexpr int block_kv = config.block_kv();
+  static constexpr int columns = config.dq_columns;
+  using Product = wgmma::TransposedProduct<columns, config.bf16>;
+  static_assert(config.head_dim % columns == 0 &&
+                (columns % 64 == 0 || columns == config.head_dim));
+
+  const BackwardParams& params;
+  BackwardSmem<config>& smem;
+  const BackwardPlan& plan;
+  const int thread = threadIdx.x % 128;
+
+  const u32 ds_descriptor = wgmma::descriptor_low(ptx::smem_address(smem.ds), 16);
+  const u32 k_descriptor = wgmma::descriptor_low(ptx::smem_address(smem.k), panel_bytes(block_kv));
+
+  StepCursor cursor{plan};
+
+  __device__ __forceinline__ bool wanted() {
+    return config.writes_dq ? params.dq != nullptr : params.dq_sums != nullptr;
+  }
+
+  __device__ __forceinline__ long long tile_index() {
+    return query_tile_index(params, plan, cursor);
+  }
+
+  // Columns [pass * columns, ...) of the 64 rows `block` of this step's dQ, without the scale.
+  __device__ __forceinline__ void multiply(float (&dq)[columns / 2], int stage, int block,
+                                           int pass) {
+    const u32 ds_low =
+        ds_descriptor + stage * (sizeof(smem.ds[0]) >> 4) + block * (panel_bytes(block_kv) >> 4);
+    const u32 k_low = k_descriptor + pass * (columns / 64) * (panel_bytes(block_kv) >> 4);
+    wgmma::hold(dq);
+    wgmma::fence();
+#pragma unroll
+    for (int step = 0; step < block_kv / 16; ++step) {
+      constexpr int rows = 2 * swizzle_atom_bytes >> 4;
+      Product::multiply(dq, wgmma::descriptor(ds_low + step * rows, swizzle_atom_bytes),
+                        wgmma::descriptor(k_low + step * rows, swizzle_atom_bytes), step != 0);
+    }
+    wgmma::commit();
+    wgmma::wait<0>();
+    wgmma::hold(dq);
+  }
+
+  // Four accumulators of a thread lie side by side, the 128 threads of the warpgroup after one
+  // another: every warp adds 512 contiguous bytes at a time.
+  __device__ __forceinline__ void add(const float (&dq)[columns / 2], int block, int pass) {
+    float* place = params.dq_sums +
+                   (tile_index() * config.q_blocks() + block) * (64 * config.head_dim) +
+                   pass * (64 * columns) + thread * 4;
+#pragma unroll
+    for (int i = 0; i < columns / 8; ++i)
+      ptx::add_to_global(place + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+  }
+
+  // Deterministic sums: a KV tile adds after the one before it has.
+  // Why this cannot hang: whoever is waited for has a smaller block index, so it runs already.
+  __device__ __forceinline__ void await_turn() {
+    if (thread == 0) {
+      const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+      const int first_tile = band.first_key(cursor.q_tile * config.block_q) / block_kv;
+      const int* turn = params.turns + tile_index();
+      while (ptx::load_acquire(turn) < plan.kv_tile - first_tile) {
+      }
+    }
+    ptx::barrier_sync<128>(BackwardBarrierId::query_warpgroup);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    __threadfence();
+    ptx::barrier_sync<128>(BackwardBarrierId::query_warpgroup);
+    if (thread == 0) ptx::add_release(params.turns + tile_index(), 1);
+  }
+
+  // The only KV tile writes dQ itself. The four lanes that share a row trade column pairs for whole
+  // chunks of eight columns.
+  __device__ __forceinline__ void write(const float (&dq)[columns / 2], int block, int pass) {
+    const int row =
+        cursor.q_tile * config.block_q + block * 64 + thread / 32 * 16 + thread % 32 / 4;
+    const int head = plan.head_kv * params.heads_per_kv + cursor.head;
+    ptx::u16* place = static_cast<ptx::u16*>(params.dq) + plan.batch * params.dq_batch_stride +
+                      head * params.dq_head_stride;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < columns / 8; i += 4) {
+        u32 pairs[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          pairs[c] = ptx::pack<config.bf16>(dq[4 * (i + c) + 2 * r] * params.dqk_scale,
+                                            dq[4 * (i + c) + 2 * r + 1] * params.dqk_scale);
+        transpose_quad(pairs);
+        const int column = pass * columns + (i + thread % 4) * 8;
+        if (row + 8 * r < params.seq_q && column < params.head_dim)
+          ptx::store_global(place + (row + 8 * r) * params.dq_seq_stride + column, pairs);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    constexpr int passes = config.head_dim / columns, parts = passes * config.q_blocks();
+    const bool in_order = !config.writes_dq && params.turns != nullptr;
+    ptx::wait_for_previous_grid();
+    RingPosition<config.ds_stages> position(0);
+    for (int step = 0; step < plan.steps; ++step, position.advance()) {
+      ptx::mbarrier_wait(&smem.ds_full[position.stage], position.phase);
+#pragma unroll
+      for (int part = 0; part < parts; ++part) {
+        float dq[columns / 2];
+        if (wanted()) multiply(dq, position.stage, part / passes, part % passes);
+        if (part == parts - 1 && thread % 32 == 0)
+          ptx::mbarrier_arrive(&smem.ds_empty[position.stage]);
+        if (!wanted()) continue;
+        if (part == 0 && in_order) {
+          // Why the turn of the step before is passed only here: its sums have arrived meanwhile,
+          // so the fence does not wait.
+          if (step > 0) {
+            pass_turn();
+            cursor.advance(plan);
+          }
+          await_turn();
+        }
+        if constexpr (config.writes_dq)
+          write(dq, part / passes, part % passes);
+        else
+          add(dq, part / passes, part % passes);
+      }
+      if (!in_order) cursor.advance(plan);
+    }
+    if (in_order && wanted()) pass_turn();
+  }
+};
+
+}  // namespace tilewise::sm90

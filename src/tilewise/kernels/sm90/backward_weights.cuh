@@ -1,0 +1,102 @@
+// The elementwise part of a backward step: weights from scores, and what a thread keeps of them.
+//
+// A thread's fragment of S^T, P^T, dP^T or dS^T: element i belongs to key row 16 warp + lane / 4 +
+// 8
+// * row_of(i) and query column 8 (i / 4) + 2 (lane % 4) + i % 2.
+#pragma once
+
+#include "backward_config.cuh"
+#include "softmax.cuh"
+
+namespace tilewise::sm90 {
+
+// Column vector `start` (in shared memory, one value a query) into every row of an accumulator.
+template <int count>
+__device__ __forceinline__ void start_from(float (&accumulator)[count], const float* start) {
+  const float2* pairs = reinterpret_cast<const float2*>(start) + threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < count / 4; ++j) {
+    const float2 pair = pairs[4 * j];
+    accumulator[4 * j] = accumulator[4 * j + 2] = pair.x;
+    accumulator[4 * j + 1] = accumulator[4 * j + 3] = pair.y;
+  }
+}
+
+// S -> -inf where the band hides the query from the key, or the key does not exist.
+template <int count>
+__device__ __forceinline__ void hide(float (&s)[count], const BackwardParams& params, int key,
+                                     int first_query) {
+  const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
+  first_query += 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row_key = key + 8 * r;
+    const int first = band.first_row(row_key) - first_query;
+    const int end = row_key < params.seq_k ? band.end_row(row_key) - first_query : -1;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      if (row_of(i) != r) continue;
+      const int offset = i / 4 * 8 + i % 2;
+      s[i] = offset >= first && offset < end ? s[i] : -infinity;
+    }
+  }
+}
+
+// Weights in 16 bits, in the A layout of the next product, and with `keeps_rest` the 8 bits below.
+// Why: dS = P (dP - D) formed from rounded weights has 1.2 x the error; whole floats do not fit the
+// registers.
+//   bf16  truncated, so that a weight is cut into bytes and put together by one instruction. The
+//         host makes that right on average: it raises all weights by a factor, and divides dQ and
+//         dK by it.
+//   fp16  rounded, as half a unit added to the bits of the float; the rest is what lies below.
+//         Small weights are subnormal in fp16, where truncation would show.
+template <bool keeps_rest, bool bf16, int count>
+struct Weights {
+  static constexpr ptx::u32 half_unit = 0x1000;  // of fp16, in the bits of a float
+
+  ptx::u32 packed[count / 8][4];
+  ptx::u32 rest[keeps_rest ? count / 4 : 1];
+
+  __device__ __forceinline__ void set(const float (&p)[count]) {
+    if constexpr (!keeps_rest || !bf16) pack_block<bf16>(p, packed);
+    if constexpr (!keeps_rest) return;
+#pragma unroll
+    for (int i = 0; i < count; i += 4) {
+      ptx::u32 x[4];
+#pragma unroll
+      for (int h = 0; h < 4; ++h) x[h] = __float_as_uint(p[i + h]);
+      if constexpr (bf16) {
+        packed[i / 8][i / 2 % 4] = __byte_perm(x[0], x[1], 0x7632);
+        packed[i / 8][i / 2 % 4 + 1] = __byte_perm(x[2], x[3], 0x7632);
+      } else {
+#pragma unroll
+        for (int h = 0; h < 4; ++h) x[h] = (x[h] + half_unit) << 3;
+      }
+      rest[i / 4] =
+          __byte_perm(__byte_perm(x[0], x[1], 0x0051), __byte_perm(x[2], x[3], 0x0051), 0x5410);
+    }
+  }
+
+  __device__ __forceinline__ float get(int i) const {
+    const ptx::u32 pair = packed[i / 8][i / 2 % 4];
+    if constexpr (keeps_rest && bf16) {
+      const ptx::u32 low = 0x44u + 0x11u * (i % 4);
+      return __uint_as_float(__byte_perm(pair, rest[i / 4], (i % 2 ? 0x3200u : 0x1000u) | low));
+    }
+    const float rounded = i % 2 ? ptx::unpack_high<bf16>(pair) : ptx::unpack_low<bf16>(pair);
+    if constexpr (!keeps_rest) return rounded;
+    // Invariant: the byte stands for the 8 bits below those that fp16 keeps. A weight of 0 stays 0.
+    const ptx::u32 byte = __byte_perm(rest[i / 4], 0, 0x4404u | (i % 4) << 4) >> 3;
+    const ptx::u32 bits = __float_as_uint(rounded);
+    return __uint_as_float(bits == 0 ? 0 : (bits | byte) - half_unit);
+  }
+};
+
+// The slope 1 - t^2 of the softcap at the score whose weight is p: t is found again from p, since
+// p = 2^(scale_log2 t + start). Where p is 0 the slope does not matter, but must be finite.
+__device__ __forceinline__ float cap_slope(float p, float start, float inverse_scale_log2) {
+  const float t = fmaxf((ptx::lg2(p) - start) * inverse_scale_log2, -1.0f);
+  return fmaf(-t, t, 1.0f);
+}
+
+}  // namespace tilewise::sm90

@@ -1,0 +1,145 @@
+"""A GPU for tests: kernels of the ladder, their real sources and their real host code, on the model in tests/emulator.
+
+`install(monkeypatch, module)` puts the model in the place of the three things a rung asks of the driver: a loaded
+kernel, a tensor map and a launch. What it shows: that indices, tiles, masks, barriers and rings are right, for tensors
+on a CPU. What it cannot: that the instructions do what the model thinks, registers, and time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tilewise.jit import TensorMap
+from tilewise.jit.compile import KERNELS
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import pytest
+
+    from tilewise.jit import Arguments, Unit
+
+HERE = Path(__file__).resolve().parent / "emulator"
+COMPILER = shutil.which("g++")
+_MODELLED = ("sm90/ptx.cuh", "sm90/wgmma.cuh")
+_KERNEL = re.compile(
+    r"\n(?:extern \"C\" __global__ void )?(?P<name>\w+)\(const __grid_constant__ (?P<type>[\w:]+) params\)"
+)
+
+
+class Loaded(NamedTuple):
+    """In the place of a loaded function."""
+
+    unit: Unit
+    run: Any
+    device: int = 0
+
+
+class Map:
+    """In the place of a tiled map: `at` writes what the model reads."""
+
+    def __init__(self, dtype: torch.dtype, dims: Any, strides: Any, box: Any, **_: Any) -> None:
+        assert dtype.itemsize == 2
+        assert box[0] == 64
+        assert all(stride % 16 == 0 for stride in strides)
+        assert all(1 <= side <= 256 for side in box)
+        self._dims, self._strides, self._box = dims, strides, box
+
+    def at(self, address: int) -> TensorMap:
+        assert address % 16 == 0
+        told = (ctypes.c_longlong * 8)(address, *self._dims, *self._strides)
+        encoded = TensorMap()
+        ctypes.memmove(ctypes.addressof(encoded), told, 64)
+        ctypes.memmove(ctypes.addressof(encoded) + 64, (ctypes.c_int * 2)(*self._box[:2]), 8)
+        return encoded
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, seed: int = 0, spoil: tuple[str, str] = ("", "")
+) -> None:
+    """Let the rung `module` run on CPU tensors; `spoil` replaces a piece of its kernels' source by another."""
+    monkeypatch.setattr(module, "function_for", lambda unit, device: Loaded(unit, _compiled(unit, spoil)))
+    if hasattr(module, "tiled_map"):
+        monkeypatch.setattr(module, "tiled_map", Map)
+    monkeypatch.setattr(module, "driver", _Driver(seed))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+
+
+class _Driver:
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def launch(
+        self, function: Loaded, grid: Any, block: Any, smem: int, stream: int, arguments: Arguments, **_: Any
+    ) -> None:
+        assert smem == function.unit.smem_bytes
+        message = ctypes.create_string_buffer(256)
+        params = ctypes.addressof(arguments.params)
+        failed = function.run(params, (ctypes.c_int * 6)(*grid, *block), self._seed, message)
+        assert not failed, f"{function.unit.name}: {message.value.decode()}"
+
+
+@functools.cache
+def _headers(spoil: tuple[str, str]) -> Path:
+    """The kernels' folder with the model in the place of what is hardware."""
+    folder = Path(tempfile.mkdtemp(prefix="tilewise-emulator-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    shutil.copytree(KERNELS, folder, dirs_exist_ok=True)
+    for name in _MODELLED:
+        shutil.copyfile(HERE / name, folder / name)
+    shutil.copyfile(HERE / "runtime.h", folder / "runtime.h")
+    if spoil[0]:
+        sources = {path: path.read_text() for path in (folder / "ladder").glob("*.cuh")}
+        assert sum(text.count(spoil[0]) for text in sources.values()) == 1, f"not once in the ladder: {spoil[0]}"
+        for path, text in sources.items():
+            path.write_text(text.replace(*spoil))
+    return folder
+
+
+@functools.cache
+def _compiled(unit: Unit, spoil: tuple[str, str]) -> Any:
+    """The unit as a function of the host: (params, grid and block, seed, message) -> failed."""
+    match = _KERNEL.search(unit.source)
+    assert match is not None, unit.source
+    # Offsets are asserted with a builtin of NVIDIA's compiler; here they are what ctypes and this compiler agree on.
+    source = "\n".join(line for line in unit.source.splitlines() if "__INTADDR__" not in line)
+    program = f"""#include "runtime.h"
+{source}
+extern "C" int run(const void* params, const int* shape, unsigned seed, char* message) try {{
+  {match["type"]} given;
+  std::memcpy(&given, params, sizeof(given));
+  const dim3 grid{{shape[0], shape[1], shape[2]}}, block{{shape[3], shape[4], shape[5]}};
+  model::body = [&] {{ {match["name"]}(given); }};
+  for (int z = 0; z < grid.z; ++z)
+    for (int y = 0; y < grid.y; ++y)
+      for (int x = 0; x < grid.x; ++x) {{
+        model::forget();
+        model::run_block(grid, block, {{x, y, z}}, seed++);
+      }}
+  return 0;
+}} catch (const std::exception& error) {{
+  std::snprintf(message, 256, "%s", error.what());
+  return 1;
+}}
+"""
+    digest = hashlib.sha256(program.encode()).hexdigest()[:16]
+    path = _headers(spoil) / f"{digest}.cpp"
+    path.write_text(program)
+    library = path.with_suffix(".so")
+    assert COMPILER is not None
+    options = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fno-gnu-unique", "-shared", "-fPIC", f"-I{path.parent}"]
+    subprocess.run([COMPILER, *options, "-o", str(library), str(path)], check=True)
+    run = ctypes.CDLL(str(library)).run
+    run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_char_p]
+    return run

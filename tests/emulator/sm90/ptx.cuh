@@ -1,0 +1,213 @@
+// The instructions of kernels/sm90/ptx.cuh that the ladder and the backward use, on the model of
+// runtime.h.
+#pragma once
+
+#include <map>
+
+namespace tilewise::ptx {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+// What a tensor map says, in place of the hardware's own encoding. Innermost dimension first.
+struct alignas(64) TensorMap {
+  u16* base;
+  long long dims[4];
+  long long strides[3];  // in bytes
+  int box[2];
+  unsigned char rest[128 - 8 - 32 - 24 - 8];
+};
+static_assert(sizeof(TensorMap) == 128);
+
+inline u32 smem_address(const void* pointer) {
+  const auto offset = static_cast<const unsigned char*>(pointer) - model::shared;
+  if (offset < 0 || offset >= static_cast<long>(model::shared_bytes))
+    model::fail("not in shared memory");
+  return static_cast<u32>(offset);
+}
+inline u32 swizzled(u32 address) { return address ^ ((address >> 7 & 7) << 4); }
+
+inline bool elect_one() { return model::lane() == 0; }
+template <int threads>
+inline void barrier_sync(int id) {
+  model::meet(model::named + id, threads);
+}
+
+// --- mbarrier ---
+
+struct Barrier {
+  u32 count, pending;
+  long long bytes = 0;
+  u32 phase = 0;
+};
+inline std::map<const u64*, Barrier> barriers;
+
+inline Barrier& barrier_at(const u64* place) {
+  auto found = barriers.find(place);
+  if (found == barriers.end()) model::fail("an mbarrier that was not initialised");
+  return found->second;
+}
+inline void settle(Barrier& barrier) {
+  if (barrier.pending == 0 && barrier.bytes == 0)
+    barrier.phase ^= 1, barrier.pending = barrier.count;
+}
+inline void mbarrier_init(u64* place, u32 count) { barriers[place] = {count, count}; }
+inline void fence_mbarrier_init() {}
+inline void mbarrier_arrive_expect_tx(u64* place, u32 bytes) {
+  Barrier& barrier = barrier_at(place);
+  if (barrier.pending == 0) model::fail("more arrivals at an mbarrier than its count");
+  barrier.bytes += bytes;
+  --barrier.pending;
+  settle(barrier);
+}
+inline void mbarrier_arrive(u64* place) { mbarrier_arrive_expect_tx(place, 0); }
+inline void mbarrier_wait(u64* place, u32 parity) {
+  model::wait_until([place, parity] { return barrier_at(place).phase != parity; });
+}
+
+// --- bulk copies ---
+
+inline void prefetch_tensormap(const TensorMap*) {}
+enum class CachePolicy : u64 { evict_first, evict_last };
+
+// Element (c0 + column, c1 + row, c2, c3), or null outside the tensor.
+inline u16* element(const TensorMap& map, long long c0, long long c1, long long c2, long long c3) {
+  const long long at[4] = {c0, c1, c2, c3};
+  for (int i = 0; i < 4; ++i)
+    if (at[i] < 0 || at[i] >= map.dims[i]) return nullptr;
+  return map.base + c0 + (c1 * map.strides[0] + c2 * map.strides[1] + c3 * map.strides[2]) / 2;
+}
+
+template <typename Visit>
+inline void over_box(const TensorMap& map, u32 address, int c0, int c1, int c2, int c3,
+                     Visit visit) {
+  if (address % 1024) model::fail("a swizzled box at an address that is no multiple of 1024");
+  for (int row = 0; row < map.box[1]; ++row)
+    for (int column = 0; column < map.box[0]; ++column) {
+      auto* inside =
+          reinterpret_cast<u16*>(model::shared + swizzled(address + row * 128 + column * 2));
+      visit(*inside, element(map, c0 + column, c1 + row, c2, c3));
+    }
+}
+
+inline void tma_load_4d(void* destination, const TensorMap* map, u64* barrier, int c0, int c1,
+                        int c2, int c3, CachePolicy) {
+  const u32 address = smem_address(destination);
+  // Why a queue for each load: copies end in any order.
+  static long number = 0;
+  model::enqueue(model::loads + ++number, [=, map = *map] {
+    over_box(map, address, c0, c1, c2, c3,
+             [](u16& inside, const u16* outside) { inside = outside ? *outside : 0; });
+    Barrier& here = barrier_at(barrier);
+    here.bytes -= map.box[0] * map.box[1] * 2;
+    settle(here);
+  });
+}
+
+inline std::map<int, int> stores_under_way;  // by thread
+
+inline void tma_store_4d(const TensorMap* map, const void* source, int c0, int c1, int c2, int c3) {
+  const u32 address = smem_address(source);
+  const int thread = model::self().index;
+  ++stores_under_way[thread];
+  model::enqueue(thread, [=, map = *map] {  // a thread's stores happen in order
+    over_box(map, address, c0, c1, c2, c3, [](const u16& inside, u16* outside) {
+      if (outside) *outside = inside;
+    });
+    --stores_under_way[thread];
+  });
+}
+inline void tma_store_commit() {}
+template <int pending>
+inline void tma_store_wait_read() {
+  static_assert(pending == 0);
+  const int thread = model::self().index;
+  model::wait_until([thread] { return stores_under_way[thread] == 0; });
+}
+inline void fence_proxy_async() {}
+
+inline void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  const u32 mine[4] = {a, b, c, d};
+  const auto seen = model::meet(model::warps + model::warp(), 32, {address});
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    const int row = model::lane() / 4;
+    const u32 at =
+        static_cast<u32>(seen.at(model::warp() * 32 + matrix * 8 + row)[0]) + model::lane() % 4 * 4;
+    std::memcpy(model::shared + at, &mine[matrix], 4);
+  }
+}
+
+inline const bool ptx_forgets =
+    (model::forgetters.push_back([] { barriers.clear(), stores_under_way.clear(); }), true);
+
+inline void wait_for_previous_grid() {}
+inline void allow_next_grid() {}
+
+template <int registers>
+inline void setmaxnreg_inc() {}
+template <int registers>
+inline void setmaxnreg_dec() {}
+
+inline void check_aligned(const void* pointer) {
+  if (reinterpret_cast<uintptr_t>(pointer) % 16)
+    model::fail("an address that is no multiple of 16");
+}
+inline void bulk_load(void* destination, const void* source, u32 bytes, u64* barrier) {
+  const u32 address = smem_address(destination);
+  check_aligned(source);
+  if (address % 16 || bytes % 16) model::fail("a bulk copy that is no multiple of 16 bytes");
+  static long number = 0;
+  model::enqueue(2 * model::loads + ++number, [=] {
+    std::memcpy(model::shared + address, source, bytes);
+    Barrier& here = barrier_at(barrier);
+    here.bytes -= bytes;
+    settle(here);
+  });
+}
+inline void add_to_global(float* place, float a, float b, float c, float d) {
+  check_aligned(place);
+  place[0] += a, place[1] += b, place[2] += c, place[3] += d;
+}
+inline void store_global(void* place, const u32 (&x)[4]) {
+  check_aligned(place);
+  std::memcpy(place, x, 16);
+}
+// Blocks run one after another here, so what a block waits for has happened or never will.
+inline int load_acquire(const int* place) {
+  static std::map<const int*, long> asked;
+  if (++asked[place] > 1'000'000) model::fail("a block waits for one that comes after it");
+  return *place;
+}
+inline void add_release(int* place, int value) { *place += value; }
+
+// --- arithmetic ---
+
+inline float rcp(float x) { return 1.0f / x; }
+inline float lg2(float x) { return log2f(x); }
+
+inline float ex2(float x) { return exp2f(x); }
+inline u16 rounded(float x, bool bf16) {
+  if (!bf16) return __builtin_bit_cast(u16, static_cast<_Float16>(x));
+  const u32 bits = __builtin_bit_cast(u32, x);
+  if (x != x) return static_cast<u16>(bits >> 16 | 0x40);
+  return static_cast<u16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline float widened(u16 x, bool bf16) {
+  return bf16 ? __builtin_bit_cast(float, static_cast<u32>(x) << 16)
+              : static_cast<float>(__builtin_bit_cast(_Float16, x));
+}
+template <bool bf16>
+inline u32 pack(float low, float high) {
+  return static_cast<u32>(rounded(high, bf16)) << 16 | rounded(low, bf16);
+}
+template <bool bf16>
+inline float unpack_low(u32 packed) {
+  return widened(static_cast<u16>(packed), bf16);
+}
+template <bool bf16>
+inline float unpack_high(u32 packed) {
+  return widened(static_cast<u16>(packed >> 16), bf16);
+}
+
+}  // namespace tilewise::ptx

@@ -1,0 +1,164 @@
+// The products of kernels/sm90/wgmma.cuh on the model of runtime.h: a product happens some time
+// after all 128 threads of a warpgroup have issued it, and until a wait the accumulators belong to
+// it. Ref: PTX ISA, "Asynchronous warpgroup level matrix instructions": descriptors, fragments,
+// 128-byte swizzle.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace tilewise::wgmma {
+
+using ptx::u16;
+using ptx::u32;
+using ptx::u64;
+
+struct Issued {  // by one thread
+  float* d;
+  u64 a, b;
+  bool accumulate;
+  const u32* registers;  // not null: A is in these four
+};
+struct Warpgroup {
+  std::map<int, std::deque<Issued>> issued;  // by thread
+  std::map<int, long> batches, products;     // committed batches; products issued, by thread
+  std::map<int, std::deque<long>> ends;      // how many products each batch of a thread ends with
+  long done = 0;
+};
+inline std::map<int, Warpgroup> warpgroups;
+inline const bool wgmma_forgets = (model::forgetters.push_back([] { warpgroups.clear(); }), true);
+inline Warpgroup& mine() { return warpgroups[model::self().index / 128]; }
+
+inline void fence() {}
+inline void commit() {
+  Warpgroup& here = mine();
+  const int thread = model::self().index;
+  here.ends[thread].push_back(here.products[thread]);
+}
+template <int pending>
+inline void wait() {
+  Warpgroup& here = mine();
+  const int thread = model::self().index;
+  auto& ends = here.ends[thread];
+  while (static_cast<int>(ends.size()) > pending) {
+    const long end = ends.front();
+    model::wait_until([&here, end] { return here.done >= end; });
+    ends.pop_front();
+  }
+}
+template <typename T, int count>
+inline void hold(T (&)[count]) {}
+
+inline u32 descriptor_low(u32 address, u32 leading_bytes) {
+  return ((leading_bytes >> 4) << 16) | ((address & 0x3ffff) >> 4);
+}
+inline u64 descriptor(u32 low, u32 stride_bytes) {
+  return static_cast<u64>((1u << 30) | (stride_bytes >> 4)) << 32 | low;
+}
+
+struct Operand {
+  u32 start, leading, stride;
+  explicit Operand(u64 descriptor)
+      : start(static_cast<u32>(descriptor & 0x3fff) << 4),
+        leading(static_cast<u32>(descriptor >> 16 & 0x3fff) << 4),
+        stride(static_cast<u32>(descriptor >> 32 & 0x3fff) << 4) {
+    if (descriptor >> 62 != 1) model::fail("a descriptor without the 128-byte swizzle");
+  }
+  float at(u32 address, bool bf16) const {
+    if (address >= model::shared_bytes)
+      model::fail("a product reads past the end of shared memory");
+    u16 x;
+    std::memcpy(&x, model::shared + ptx::swizzled(address), 2);
+    return ptx::widened(x, bf16);
+  }
+  float k_major(int row, int k, bool bf16) const {
+    return at(start + row / 8 * stride + row % 8 * 128 + k * 2, bf16);
+  }
+  float mn_major(int k, int n, bool bf16) const {
+    return at(start + n / 64 * leading + k / 8 * stride + k % 8 * 128 + n % 64 * 2, bf16);
+  }
+};
+
+// A of a thread's registers: word 2 (k / 8) + (row % 16) / 8 of lane 4 (row % 8) + (k % 8) / 2.
+inline float from_registers(const std::vector<Issued>& issued, int row, int k, bool bf16) {
+  const Issued& thread = issued[row / 16 * 32 + row % 8 * 4 + k % 8 / 2];
+  const u32 word = thread.registers[k / 8 * 2 + row % 16 / 8];
+  return ptx::widened(static_cast<u16>(k % 2 ? word >> 16 : word), bf16);
+}
+
+inline void multiply_now(const std::vector<Issued>& issued, int n, bool bf16, bool transposed,
+                         bool a_transposed) {
+  const bool in_registers = issued[0].registers != nullptr;
+  const Operand a(in_registers ? issued[0].b : issued[0].a), b(issued[0].b);
+  for (const Issued& one : issued)
+    if (one.a != issued[0].a || one.b != issued[0].b)
+      model::fail("threads of a warpgroup disagree on a product");
+  std::vector<float> a_values(64 * 16), b_values(16 * n);
+  for (int row = 0; row < 64; ++row)
+    for (int k = 0; k < 16; ++k)
+      a_values[row * 16 + k] = in_registers   ? from_registers(issued, row, k, bf16)
+                               : a_transposed ? a.mn_major(k, row, bf16)
+                                              : a.k_major(row, k, bf16);
+  for (int k = 0; k < 16; ++k)
+    for (int column = 0; column < n; ++column)
+      b_values[k * n + column] =
+          transposed ? b.mn_major(k, column, bf16) : b.k_major(column, k, bf16);
+  for (int thread = 0; thread < 128; ++thread) {
+    const int warp = thread / 32, lane = thread % 32;
+    for (int i = 0; i < n / 2; ++i) {
+      const int row = 16 * warp + lane / 4 + (i >> 1 & 1) * 8,
+                column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      float sum = issued[thread].accumulate ? issued[thread].d[i] : 0.0f;
+      for (int k = 0; k < 16; ++k) sum += a_values[row * 16 + k] * b_values[k * n + column];
+      issued[thread].d[i] = sum;
+    }
+  }
+}
+
+inline void issue(float* d, u64 a, u64 b, bool accumulate, int n, bool bf16, bool transposed,
+                  bool a_transposed = false, const u32* registers = nullptr) {
+  const int group = model::self().index / 128, thread = model::self().index;
+  Warpgroup& here = mine();
+  here.issued[thread].push_back({d, a, b, accumulate, registers});
+  const long number = here.products[thread]++;
+  if (thread % 128) return;  // the first thread of the warpgroup enqueues for all
+  model::enqueue(
+      model::products + group,
+      [=, &here] {
+        std::vector<Issued> all;
+        for (int i = 0; i < 128; ++i) {
+          auto& queue = here.issued[group * 128 + i];
+          all.push_back(queue.front());
+          queue.pop_front();
+        }
+        multiply_now(all, n, bf16, transposed, a_transposed);
+        ++here.done;
+      },
+      [=, &here] {
+        for (int i = 0; i < 128; ++i)
+          if (here.products[group * 128 + i] <= number) return false;
+        return true;
+      });
+}
+
+template <int n, bool bf16>
+struct Product {
+  static void multiply(float (&d)[n / 2], u64 a, u64 b, int accumulate) {
+    issue(d, a, b, accumulate, n, bf16, false);
+  }
+  static void multiply(float (&d)[n / 2], const u32 (&a)[4], u64 b, int accumulate) {
+    issue(d, 0, b, accumulate, n, bf16, true, false, a);
+  }
+};
+
+template <int n, bool bf16>
+struct TransposedProduct {
+  static void multiply(float (&d)[n / 2], u64 a, u64 b, int accumulate) {
+    issue(d, a, b, accumulate, n, bf16, true, true);
+  }
+};
+
+}  // namespace tilewise::wgmma
+
+// A K-major, B MN-major; adds.
+#define TW_LADDER_SS(n, type, a, b, c) \
+  tilewise::wgmma::issue(d, a_desc, b_desc, true, n, std::string(type) == "bf16", true)

@@ -1,0 +1,150 @@
+"""The Hopper backward as far as it goes without a GPU: what it chooses, that it fits, and its kernels on a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import emulation
+from support import exact, make_problem
+from tilewise import Causal, Full, Target, Window
+from tilewise.backends import sm90, sm90_backward
+from tilewise.backends.sm90_backward import Workspace
+
+H200 = Target.named("h200")
+BUDGETS = json.loads((Path(__file__).parent / "ratchet.json").read_text())["kernels"]
+BF16, FP16 = torch.bfloat16, torch.float16
+
+DIMS = [(8, 8), (64, 64), (72, 40), (96, 96), (128, 128), (40, 128), (192, 128), (192, 192), (200, 256), (256, 256)]
+MASKS = [Full(), Causal(), Causal("bottom-right"), Window(100, 3), Window(None, 2, "bottom-right")]
+
+
+def problem_of(seqs=(300, 300), dims=(64, 64), heads=(2, 1), dtype=BF16, **fields):
+    values = {"heads_kv": heads[1], "seq_kv": seqs[1], "head_dim_v": dims[1], "needs_grad": True}
+    return make_problem((1, heads[0], seqs[0], dims[0]), dtype, **(values | fields))
+
+
+def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci(monkeypatch):
+    monkeypatch.setattr(sm90_backward, "CHECKED", True)
+    names = {unit.name for unit in sm90.all_units()}
+    for dims in DIMS:
+        for mask in MASKS:
+            for softcap in (0.0, 30.0):
+                for seqs in ((1, 1), (300, 100), (100, 300), (4096, 4096)):
+                    problem = problem_of(seqs, dims, mask=mask, softcap=softcap)
+                    assert sm90.why_not(problem, H200) == []
+                    configs = sm90_backward.configs(problem, H200)
+                    assert configs, str(problem)
+                    for config in configs:
+                        assert config.name in names
+                        budget = BUDGETS[f"{config.name}.{sm90_backward.ARCH}"]
+                        assert config.smem_bytes == budget["smem_bytes"] <= H200.smem_per_block
+                        assert config.launch_registers == budget["registers"]
+                        assert config.head_dim >= problem.head_dim
+                        assert config.head_dim_v >= problem.head_dim_v
+
+
+def test_registers_add_up_to_what_a_multiprocessor_has():
+    for rows in sm90_backward._table().values():
+        for row in rows:
+            shared_out = 24 + row["query_registers"] + 2 * row["product_registers"]
+            assert shared_out <= 512
+            assert row["query_registers"] % 8 == row["product_registers"] % 8 == 0
+
+
+def test_the_shortcut_for_one_tile_of_keys_is_taken_only_when_every_query_tile_sees_it():
+    def writes(seqs, mask, softcap=0.0):
+        return sm90_backward.configs(problem_of(seqs, (128, 128), mask=mask, softcap=softcap), H200)[0].writes_dq
+
+    assert writes((128, 128), Full())
+    assert writes((1000, 100), Causal())
+    assert not writes((1000, 129), Full())
+    assert not writes((1000, 100), Causal("bottom-right"))
+    assert not writes((1000, 100), Window(50, 0))
+    assert not writes((128, 128), Full(), softcap=5.0)
+
+
+def test_extra_memory_grows_with_the_sequence_and_not_with_its_square():
+    sizes = []
+    for seq in (4096, 8192):
+        problem = problem_of((seq, seq), (128, 128))
+        config = sm90_backward.configs(problem, H200)[0]
+        sizes.append(Workspace.of(problem, config, True).floats)
+        assert sizes[-1] == 2 * seq * (128 + 2)
+        assert Workspace.of(problem, config, False).floats == 2 * seq * 2
+    assert sizes[1] == 2 * sizes[0]
+
+
+# --- the kernels themselves, their real sources and host code, on a model of the hardware ---
+
+
+def run_on_the_model(monkeypatch, problem, seed=0, wants=(True, True, True)):
+    emulation.install(monkeypatch, sm90_backward, seed)
+    monkeypatch.setattr(sm90_backward, "Target", SimpleNamespace(of=lambda device: H200))
+    monkeypatch.setattr(sm90_backward, "_bound", {})
+    generator = torch.Generator().manual_seed(seed)
+    batch, group_heads = problem.batch, (problem.heads_q, problem.heads_kv, problem.heads_kv, problem.heads_q)
+    seqs = (problem.seq_q, problem.seq_kv, problem.seq_kv, problem.seq_q)
+    dims = (problem.head_dim, problem.head_dim, problem.head_dim_v, problem.head_dim_v)
+    q, k, v, dout = (
+        torch.randn(batch, heads, seq, dim, generator=generator).to(problem.dtype)
+        for heads, seq, dim in zip(group_heads, seqs, dims, strict=True)
+    )
+    out, lse, *truth = exact(q, k, v, problem, None, dout)
+    got = sm90_backward.backward(dout, None, q, k, v, out.to(problem.dtype), lse.float(), problem, None, wants)
+    return got, truth
+
+
+def assert_accurate(got, truth, dtype):
+    """Four roundings of 16 bits stand between the inputs and a gradient."""
+    for grad, want, name in zip(got, truth, ("dq", "dk", "dv"), strict=True):
+        error = (grad.double() - want).norm() / want.norm()
+        assert error < 0.45 * torch.finfo(dtype).eps, f"{name}: {error:.2e}"
+
+
+emulated = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("seqs", "dims", "heads", "mask", "fields"),
+    [
+        ((150, 200), (64, 64), (2, 1), Causal("bottom-right"), {}),
+        ((256, 256), (128, 128), (1, 1), Causal(), {}),
+        ((100, 140), (128, 128), (1, 1), Window(40, 10), {}),
+        ((100, 100), (128, 128), (2, 1), Full(), {}),
+        ((200, 60), (128, 128), (1, 1), Causal("bottom-right"), {}),
+        ((300, 300), (88, 80), (1, 1), Window(20, 0), {"dtype": FP16}),
+        ((70, 140), (128, 128), (1, 1), Full(), {"softcap": 5.0}),
+        ((130, 100), (256, 256), (1, 1), Causal(), {}),
+        ((70, 100), (192, 128), (2, 1), Full(), {"dtype": FP16, "softcap": 5.0}),
+        ((150, 150), (128, 128), (1, 1), Causal(), {"deterministic": True}),
+    ],
+    ids=str,
+)
+def test_gradients_on_the_model(monkeypatch, seqs, dims, heads, mask, fields):
+    problem = problem_of(seqs, dims, heads, mask=mask, **fields)
+    got, truth = run_on_the_model(monkeypatch, problem)
+    assert_accurate(got, truth, problem.dtype)
+
+
+@emulated
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_whatever_order_the_hardware_works_in(monkeypatch, seed):
+    problem = problem_of((150, 200), (64, 64), mask=Causal("bottom-right"))
+    got, truth = run_on_the_model(monkeypatch, problem, seed)
+    assert_accurate(got, truth, problem.dtype)
+
+
+@emulated
+def test_gradients_that_are_not_wanted_are_not_there(monkeypatch):
+    problem = problem_of((150, 200), (64, 64), mask=Causal("bottom-right"))
+    everything, _ = run_on_the_model(monkeypatch, problem)
+    for wants in ((True, False, False), (False, True, False), (False, False, True)):
+        got, _ = run_on_the_model(monkeypatch, problem, wants=wants)
+        for grad, whole, want in zip(got, everything, wants, strict=True):
+            assert torch.equal(grad, whole) if want else grad is None
