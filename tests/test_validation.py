@@ -5,30 +5,50 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tilewise.jit.validation import PACKAGE, decisive_sources, source_hash
+from tilewise import ladder
+from tilewise.backends import sm90_backward
+from tilewise.jit.validation import ENGINE, LADDER, PACKAGE, decisive_sources, ladder_hash, ladder_sources, source_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RECORD = Path(__file__).resolve().parent.parent / "benchmarks" / "validation.json"
 
 
-def test_the_kernels_at_hand_have_passed_on_a_gpu() -> None:
-    assert RECORD.is_file(), (
-        "no GPU run is on record: run `make gpu-check` on a GPU and commit benchmarks/validation.json"
+PARTS = [("engine", ENGINE, source_hash, True), ("ladder", LADDER, ladder_hash, ladder.CHECKED)]
+
+
+@pytest.mark.parametrize(("part", "files", "hash_of", "checked"), PARTS, ids=["engine", "ladder"])
+def test_the_kernels_at_hand_have_passed_on_a_gpu(
+    part: str, files: tuple[str, ...], hash_of: Callable[[], str], checked: bool
+) -> None:
+    """A part that has not says so itself: no plan uses it, and its command tells."""
+    record = json.loads(RECORD.read_text()).get(part) if RECORD.is_file() else None
+    if not checked:
+        assert not record or record["source_hash"] != hash_of(), f"{part} has passed: say so in its CHECKED"
+        return
+    remedy = "run `make gpu-check` on a machine with a GPU and commit benchmarks/validation.json"
+    assert record, f"no GPU run of the {part} is on record: {remedy}"
+    assert record["source_hash"] == hash_of(), (
+        f"sources of the {part} changed since {record['date']}, when they last passed on a {record['gpu']}: {remedy}"
     )
-    record = json.loads(RECORD.read_text())
-    assert record["source_hash"] == source_hash(), (
-        f"kernels, jit or backends changed since {record['date']}, when they last passed on a {record['gpu']}: "
-        "run `make gpu-check` on a machine with a GPU and commit benchmarks/validation.json"
-    )
-    assert record["passed"] == sum(record["passed_in"].values()) > 0
+    missing = [name for name in files if not record["passed_in"].get(name)]
+    assert not missing, f"{', '.join(missing)} of tests/gpu did not pass on these sources: {remedy}"
+
+
+def test_no_plan_uses_a_backward_without_a_record() -> None:
+    record = json.loads(RECORD.read_text())["engine"]
+    assert bool(record["passed_in"].get("test_sm90_backward.py")) == sm90_backward.CHECKED
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A copy of the decisive sources, and something beside them."""
-    for path in decisive_sources():
+    for path in (*decisive_sources(), *ladder_sources()):
         copy = tmp_path / path.relative_to(PACKAGE)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
@@ -47,6 +67,18 @@ def test_the_hash_covers_every_kind_of_source(package: Path) -> None:
         before = source_hash(package)
         path.write_bytes(path.read_bytes() + b"\n")
         assert source_hash(package) != before, path
+
+
+def test_a_lesson_changes_the_hash_of_the_ladder_alone(package: Path) -> None:
+    kinds = {(path.relative_to(package).parts[:2], path.suffix) for path in ladder_sources(package)}
+    assert (("kernels", "ladder"), ".cuh") in kinds
+    assert (("ladder", "lecture.py"), ".py") in kinds
+    engine = source_hash(package)
+    for path in ladder_sources(package):
+        before = ladder_hash(package)
+        path.write_bytes(path.read_bytes() + b"\n")
+        assert ladder_hash(package) != before, path
+        assert source_hash(package) == engine, path
 
 
 def test_the_hash_sees_a_new_name_and_ignores_the_rest_of_the_package(package: Path) -> None:

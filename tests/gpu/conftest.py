@@ -1,9 +1,15 @@
-"""A full and green run of this folder on a GPU is recorded in benchmarks/validation.json, with the sources' hash."""
+"""A green run on a GPU is recorded in benchmarks/validation.json, file by file, with the hash of the sources it ran on.
+
+Two parts are vouched for apart: the engine, by the files of ENGINE, and the ladder, by those of LADDER. A file is
+recorded when it ran whole and green; files that ran on the same sources stand beside each other, so the folder may be
+run in one go or file by file, also at the same time.
+"""
 
 from __future__ import annotations
 
 import collections
 import datetime
+import fcntl
 import json
 import platform
 import subprocess
@@ -13,56 +19,74 @@ import pytest
 import torch
 
 from tilewise.jit import nvrtc_version
-from tilewise.jit.validation import source_hash
+from tilewise.jit.validation import ENGINE, LADDER, ladder_hash, source_hash
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE.parent.parent / "benchmarks" / "validation.json"
-_outcomes: collections.Counter[str] = collections.Counter()
-_passed_in: collections.Counter[str] = collections.Counter()
-_hash_at_start = source_hash()
+PARTS = {"engine": ((*ENGINE, "test_sm90_backward.py"), source_hash), "ladder": (LADDER, ladder_hash)}
+_outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+_hash_at_start = {part: hash_of() for part, (_, hash_of) in PARTS.items()}
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    _outcomes["deselected"] += len(items)
+    for item in items:
+        _outcomes[item.path.name]["deselected"] += 1
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or report.outcome != "passed":
-        _outcomes[report.outcome] += 1
-        if report.outcome == "passed":
-            _passed_in[Path(report.location[0]).name] += 1
+        _outcomes[Path(report.location[0]).name][report.outcome] += 1
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    reason = _why_not_recorded(session, exitstatus)
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if not reason:
-        RECORD.parent.mkdir(exist_ok=True)
-        RECORD.write_text(json.dumps(_record(), indent=2) + "\n")
-    if reporter is not None:
-        reporter.write_line(f"\n{RECORD.name}: {'not written, ' + reason if reason else 'written'}")
+    reasons = {name: _why_not_recorded(name, part, session) for part, (files, _) in PARTS.items() for name in files}
+    green = {name: _outcomes[name]["passed"] for name, reason in reasons.items() if not reason}
+    if green:
+        _add_to_record(green)
+    for name, reason in reasons.items():
+        if reporter is not None and _outcomes[name]:
+            reporter.write_line(f"\n{RECORD.name}: {name} {'not recorded, ' + reason if reason else 'recorded'}")
 
 
-def _why_not_recorded(session: pytest.Session, exitstatus: int) -> str:
-    """Empty if this run vouches for the sources: all of this folder, on a GPU, green, with the sources unchanged."""
+def _why_not_recorded(name: str, part: str, session: pytest.Session) -> str:
+    """Empty if this run vouches for the file: it ran whole, on a GPU, green, with the sources unchanged."""
+    arguments = {Path(argument).resolve() for argument in session.config.args}
+    outcomes = _outcomes[name]
     if not torch.cuda.is_available():
         return "there is no GPU"
-    if exitstatus != 0 or _outcomes["failed"] or not _outcomes["passed"]:
-        return "the run is not green"
-    if _outcomes["deselected"] or [Path(argument).resolve() for argument in session.config.args] != [HERE]:
-        return "this was not all of tests/gpu"
-    if source_hash() != _hash_at_start:
+    if session.shouldstop or session.shouldfail:
+        return "the run was stopped"
+    if outcomes["deselected"] or not arguments & {HERE, HERE / name}:
+        return "it was not run whole"
+    if outcomes["failed"] or not outcomes["passed"]:
+        return "it is not green"
+    if PARTS[part][1]() != _hash_at_start[part]:
         return "the sources changed during the run"
     return ""
 
 
-def _record() -> dict[str, object]:
+def _add_to_record(green: dict[str, int]) -> None:
+    RECORD.parent.mkdir(exist_ok=True)
+    with RECORD.open("a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        record = json.loads(file.read() or "{}")
+        for part, (files, _) in PARTS.items():
+            passed = {name: count for name, count in green.items() if name in files}
+            before = record.get(part, {})
+            if passed:
+                same = before.get("source_hash") == _hash_at_start[part]
+                facts = {"source_hash": _hash_at_start[part]} | _machine()
+                record[part] = facts | {"passed_in": (before["passed_in"] if same else {}) | passed}
+        file.seek(0)
+        file.truncate()
+        file.write(json.dumps(record, indent=2) + "\n")
+
+
+def _machine() -> dict[str, object]:
     return {
-        "source_hash": _hash_at_start,
-        "passed": _outcomes["passed"],
-        "skipped": _outcomes["skipped"],
-        "passed_in": dict(sorted(_passed_in.items())),
         "gpu": torch.cuda.get_device_name(),
         "driver": _driver_version(),
         "torch": torch.__version__,
