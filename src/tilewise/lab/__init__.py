@@ -7,11 +7,12 @@
     records, docs, plots     what bench has written, read back: tables and pictures of the documents
     cycles, ncu              Nsight Compute: cycles of a suite, counters of a problem
     trace, override, traced, trace_text   every attention call of a program
+    tune                     the search for the best tiles
     html, charts, pages      the report
 
     compare                  verify, then time, in interleaved rounds: what all of the above share
     pool, worker             the two ends of the pipe to a candidate's process
-    candidates, flags, rivals, inputs   names -> callables, and the tensors they get
+    candidates, flags, rivals, variants, inputs   names -> callables, and the tensors they get
     accuracy                 float64 truth, errors and their budgets
     timing, profile          seconds per call, and the kernels of a call
     kernels, roofline        occupancy, build facts, instruction mix; what the hardware allows

@@ -7,6 +7,7 @@ torch-default           F.scaled_dot_product_attention as it is
 sdpa:flash              F.scaled_dot_product_attention held to one of PyTorch's kernels (efficient, cudnn, math)
 flags:all-off           F.scaled_dot_product_attention with PyTorch's switches set: see `flags`
 flex, flash-attn, fa3, xformers   other libraries' attention: see `rivals`
+sm90@..., ladder:NAME   a backend with its config spelled out, or a rung of the ladder: see `variants`
 python:MODULE:NAME      a function of yours: NAME(q, k, v, problem, bias) -> out or (out, lse); MODULE: or a file.py
 """
 
@@ -28,7 +29,7 @@ from ..api import attention
 from ..errors import InvalidInput, Reason
 from ..masks import Causal, Dense, Full
 from ..plan import AUTO, BACKENDS
-from . import flags
+from . import flags, variants
 from .inputs import Inputs, make_inputs
 from .rivals import FA3, FLEX, RIVALS, has_fa3
 
@@ -64,6 +65,8 @@ class Candidate:
     def __post_init__(self) -> None:
         if self.name.startswith(PYTHON):
             _split_python(self.name)
+        elif variants.is_variant(self.name):
+            variants.resolve(self.name)
         elif self.name not in (*KNOWN, *BACKENDS, *_OPTIONAL):
             known = ", ".join((*KNOWN, *BACKENDS))
             raise InvalidInput("candidate", repr(self.name), f"one of {known}, or python:MODULE:NAME", "choose one")
@@ -97,6 +100,8 @@ class Candidate:
             return _sdpa_forward(problem, inputs)
         if self.name in RIVALS:
             return RIVALS[self.name].forward(problem, inputs)
+        if variants.is_variant(self.name):
+            return variants.forward(self.name, problem, inputs)
         if self.name.startswith(PYTHON):
             function = _load_python(self.name)
             return lambda: function(inputs.q, inputs.k, inputs.v, problem, inputs.bias)

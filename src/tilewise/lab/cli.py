@@ -20,11 +20,12 @@ try:
     import typer
 
     from . import bench as benches
-    from . import builds, environment, html, pages, plots, records, report, suites
+    from . import builds, environment, html, ladder_docs, pages, plots, records, report, suites
     from . import cycles as cyclecount
     from . import docs as documents
     from .cli_inspect import inspect
     from .cli_trace import trace
+    from .cli_tune import ladder, tune
     from .compare import Settings
     from .options import (
         DEVICE,
@@ -79,6 +80,8 @@ app = typer.Typer(
 
 app.command()(inspect)
 app.command()(trace)
+app.command()(tune)
+app.command()(ladder)
 
 
 @app.command()
@@ -190,14 +193,14 @@ def docs(
     with exit_codes():
         if check:
             stale = [str(page.path) for page in documents.pages(root) if page.stale]
-            stale += map(str, documents.stale_plots(root))
+            stale += map(str, [*documents.stale_plots(root), *ladder_docs.stale(root)])
             print("\n".join(f"stale: {path}" for path in stale) or "all tables and plots are those of the records")
             raise typer.Exit(FAILED if stale else 0)
         for page in documents.pages(root):
             if page.stale:
                 page.path.write_text(page.after, encoding="utf-8")
                 print(f"wrote {page.path}")
-        for path in documents.draw_all(root):
+        for path in (*documents.draw_all(root), *ladder_docs.write(root)):
             print(f"drew {path}")
 
 

@@ -155,7 +155,7 @@ def make_candidates(given: list[str] | None) -> tuple[str, ...]:
     """mypkg.mod:fn and file.py:fn are functions of the user's; everything else is a candidate's name."""
     names = []
     for text in given or ():
-        is_function = ":" in text and not text.startswith((PYTHON, "sdpa:")) and text not in KNOWN
+        is_function = ":" in text and not text.startswith((PYTHON, "sdpa:", "ladder:")) and text not in KNOWN
         names.append(Candidate(PYTHON + text if is_function else text).name)
     return tuple(names)
 

@@ -1,0 +1,219 @@
+"""ladder: every rung on one problem, side by side: verified, timed, with what it moves and what it teaches.
+
+A rung that refuses, crashes, hangs or gives wrong numbers is a row. Without a GPU the rungs that have a simulator run
+in it, on a problem small enough for it, and the others say why they do not: their times say nothing then, their numbers
+do. With `--bytes` Nsight Compute counts what really went through DRAM and L2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DeviceError
+from ..ladder import CHECKED, RUNGS, numba, traffic, triton
+from ..plan import BACKENDS
+from ..target import Target
+from . import environment, ncu, report, stages
+from .candidates import Candidate
+from .compare import REFUSED, UNVERIFIED, Comparison, Outcome, Row, compare, median, ratio, steps, summary
+from .pool import Pool
+from .variants import RUNG, backend_of
+
+if TYPE_CHECKING:
+    from ..ladder import Rung
+    from ..problem import Problem
+    from .compare import Settings
+
+KIND = "tilewise ladder"
+GPU_SHAPES = ("1,16,1024,64", "1,16,8192,128")
+CPU_SHAPES = ("1,2,48,16",)
+_DRAM, _L2 = "dram__bytes.sum", "lts__t_bytes.sum"
+_COLUMNS = (
+    "rung", "verdict", ">ms", ">p20..p80", ">TFLOP/s", ">speed", ">DRAM MB", ">SM MB", ">extra MiB", ">error", "lesson"
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Climb:
+    """One problem on every rung."""
+
+    problem: Problem
+    device: str
+    comparison: Comparison
+    moved: dict[str, traffic.Traffic]
+    refused: dict[str, list[str]]
+    parts: dict[str, Any] = field(default_factory=dict)  # of the three-kernel rung; empty: not taken apart
+    counted: dict[str, Any] = field(default_factory=dict)  # rung -> {"dram", "l2"} bytes, or {"error"}
+
+    def outcome(self, rung: Rung) -> Outcome:
+        if rung.name in self.refused:
+            return Outcome(rung.candidate, REFUSED, self.refused[rung.name])
+        return self.comparison[rung.candidate]
+
+    def speed(self, rung: Rung) -> float | None:
+        """How many times faster than the first rung that has a time."""
+        timed = [one for one in RUNGS if self.outcome(one).costs]
+        return ratio(self.outcome(rung).costs, self.outcome(timed[0]).costs) if timed else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "problem": self.problem.to_dict(),
+            "device": self.device,
+            "comparison": self.comparison.to_dict(),
+            "traffic": {name: moved._asdict() for name, moved in self.moved.items()},
+            "refused": self.refused,
+            "parts": self.parts,
+            "counted": self.counted,
+        }
+
+
+def simulate() -> None:
+    """Let Numba and Triton run without a GPU, here and in the workers. Must come before either is imported."""
+    os.environ.setdefault(numba.SIMULATOR, "1")
+    os.environ.setdefault(triton.INTERPRETER, "1")
+
+
+def run(
+    problems: list[Problem], device: str, settings: Settings, method: str = "", *, count_bytes: bool = False
+) -> list[Climb]:
+    """Climb problem by problem. An interrupt ends it early: the last comparison is then not complete."""
+    if not device.startswith("cuda"):
+        simulate()
+    target = Target.of(device)
+    done: list[Climb] = []
+    rows = [_row(problem, target, device, method) for problem in problems]
+    with report.Bar(sum(steps(row, settings) for row, _ in rows)) as bar, Pool() as pool:
+        for row, refused in rows:
+            comparison = compare(row, pool, settings, bar.tick)
+            done.append(Climb(row.problem, device, comparison, traffic.every(row.problem, target), refused))
+            if not comparison.complete:
+                break
+    for climb in done if device.startswith("cuda") else []:
+        if climb.comparison.complete:
+            _take_apart(climb, settings, count_bytes)
+    return done
+
+
+def _row(problem: Problem, target: Target, device: str, method: str) -> tuple[Row, dict[str, list[str]]]:
+    """The rungs that will run, and why the others will not."""
+    refused = {rung.name: told for rung in RUNGS if (told := why_not(rung, problem, target))}
+    willing = tuple(rung.candidate for rung in RUNGS if rung.name not in refused)
+    return Row(f"ladder: {problem}", problem, willing, device, method), refused
+
+
+def why_not(rung: Rung, problem: Problem, target: Target) -> list[str]:
+    """All reasons for which a rung does not take a problem here; empty = it will be tried."""
+    if rung.candidate.startswith(RUNG):
+        return [str(reason) for reason in backend_of(rung.candidate).why_not(problem, target)]
+    if rung.candidate in BACKENDS:
+        return [str(reason) for reason in BACKENDS[rung.candidate].why_not(problem, target)]
+    if rung.name == "sm80" and importlib.util.find_spec("tilewise.backends.sm80") is None:
+        return ["not built: this tilewise has no sm80 backend"]
+    return [str(reason) for reason in Candidate(rung.candidate).why_not(problem)]
+
+
+def _take_apart(climb: Climb, settings: Settings, count_bytes: bool) -> None:
+    if "three-kernel" not in climb.refused:
+        climb.parts = stages.measure(climb.problem, settings.seed, settings.round_seconds, 4 * settings.time_limit)
+    if count_bytes:
+        climb.counted = count(climb, settings)
+
+
+def count(climb: Climb, settings: Settings) -> dict[str, Any]:
+    """Bytes through DRAM and L2 of every rung that ran, by Nsight Compute; one rung's failure is its own."""
+    options = ["--metrics", f"{_DRAM},{_L2}", "--print-units", "base"]
+    found: dict[str, Any] = {}
+    for rung in RUNGS:
+        if rung.name in climb.refused or climb.outcome(rung).failed:
+            continue
+        job = ncu.job(rung.candidate, climb.problem, settings.seed, "forward")
+        try:
+            (leg,) = ncu.run([job], options, 4 * settings.time_limit)
+        except DeviceError as error:
+            found[rung.name] = {"error": str(error).splitlines()[0]}
+            continue
+        dram, l2 = (sum(ncu.number(kernel, metric) for kernel in leg) for metric in (_DRAM, _L2))
+        found[rung.name] = {"dram": dram, "l2": l2, "kernels": len(leg)}
+    return found
+
+
+def record(climbs: list[Climb], settings: Settings, command: list[str]) -> dict[str, Any]:
+    """All that was measured, with where it comes from."""
+    return {
+        "kind": KIND,
+        "suite": "ladder",
+        "complete": all(climb.comparison.complete for climb in climbs),
+        "provenance": environment.provenance(settings.seed, command),
+        "settings": dataclasses.asdict(settings),
+        "climbs": [climb.to_dict() for climb in climbs],
+    }
+
+
+def show(climb: Climb) -> None:
+    """One line a rung, why some did not run, and the three-kernel rung in its parts."""
+    print(f"attention: {climb.problem}")
+    print(f"device:    {environment.device_line(climb.device)}")
+    report.print_table(_COLUMNS, [cells(climb, rung) for rung in RUNGS])
+    for rung in RUNGS:
+        outcome = climb.outcome(rung)
+        if outcome.failed or outcome.verdict in (REFUSED, UNVERIFIED):
+            print(f"{rung.name}: {'; '.join([outcome.verdict, *outcome.because])}")
+    for line in [*part_lines(climb), *byte_lines(climb)]:
+        print(line)
+    if not climb.device.startswith("cuda"):
+        print("numba and triton ran in their simulators: their times mean nothing, their numbers do")
+    if not climb.comparison.complete:
+        print("interrupted: only what was measured is here")
+    if climb.device.startswith("cuda") and not CHECKED:
+        print("note: the rungs' own kernels have not passed all of their checks on a GPU yet")
+
+
+def cells(climb: Climb, rung: Rung) -> list[str]:
+    outcome, moved = climb.outcome(rung), climb.moved[rung.name]
+    timed = summary(outcome.samples)
+    return [
+        rung.name, outcome.verdict, report.milliseconds(timed), report.spread(timed),
+        report.rate(climb.problem.flops(), timed), report.times(climb.speed(rung)),
+        report.significant(moved.dram / 1e6), report.significant(moved.sm / 1e6), report.mebibytes(outcome.memory),
+        report.error(outcome.error("out")), rung.lesson,
+    ]  # fmt: skip
+
+
+def part_lines(climb: Climb) -> list[str]:
+    """The three kernels apart, what launching costs, and how they stand against cuBLAS."""
+    if not climb.parts:
+        return []
+    if "error" in climb.parts:
+        return [f"three-kernel, in parts: {climb.parts['error']}"]
+    times = {name: median(samples) * 1e6 for name, samples in climb.parts["seconds"].items()}
+    each = ", ".join(f"{name} {report.significant(times[name])}" for name in stages.NAMES)
+    gap = times[stages.WHOLE] - sum(times[name] for name in stages.NAMES)
+    lines = [
+        f"three-kernel ({climb.parts['config']}), us: {each}; together {report.significant(times[stages.WHOLE])}, "
+        f"{gap:+.1f} against their sum",
+        f"launching, us: three kernels that do nothing take {report.significant(times[stages.NOTHING])} on the device "
+        f"with the same grids; the host needs {report.significant(times[stages.HOST])}",
+    ]
+    rungs = {rung.name: rung for rung in RUNGS}
+    ours, theirs = (climb.outcome(rungs[name]).costs for name in ("three-kernel", "matmul"))
+    if (against := ratio(ours, theirs)) is not None:
+        lines.append(f"three-kernel against cuBLAS (matmul, softmax, matmul): {against:.2f}x")
+    return lines
+
+
+def byte_lines(climb: Climb) -> list[str]:
+    lines = []
+    for name, counted in climb.counted.items():
+        if "error" in counted:
+            lines.append(f"{name}: bytes not counted: {counted['error']}")
+        else:
+            moved = climb.moved[name]
+            lines.append(
+                f"{name}: DRAM {counted['dram'] / 1e6:.0f} MB counted, {moved.dram / 1e6:.0f} by formula; "
+                f"L2 {counted['l2'] / 1e6:.0f} MB counted, {moved.sm / 1e6:.0f} by formula"
+            )
+    return lines
