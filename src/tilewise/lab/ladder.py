@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError
-from ..ladder import CHECKED, RUNGS, numba, traffic, triton
+from ..ladder import RUNGS, numba, traffic, triton
 from ..plan import BACKENDS
 from ..target import Target
 from . import environment, ncu, report, stages
@@ -92,9 +93,10 @@ def run(
             done.append(Climb(row.problem, device, comparison, traffic.every(row.problem, target), refused))
             if not comparison.complete:
                 break
-    for climb in done if device.startswith("cuda") else []:
-        if climb.comparison.complete:
-            _take_apart(climb, settings, count_bytes)
+    if device.startswith("cuda") and all(climb.comparison.complete for climb in done):
+        _take_apart(done, settings)
+        if count_bytes:
+            _count(done, settings)
     return done
 
 
@@ -116,29 +118,39 @@ def why_not(rung: Rung, problem: Problem, target: Target) -> list[str]:
     return [str(reason) for reason in Candidate(rung.candidate).why_not(problem)]
 
 
-def _take_apart(climb: Climb, settings: Settings, count_bytes: bool) -> None:
-    if "three-kernel" not in climb.refused:
-        climb.parts = stages.measure(climb.problem, settings.seed, settings.round_seconds, 4 * settings.time_limit)
-    if count_bytes:
-        climb.counted = count(climb, settings)
+def _take_apart(climbs: list[Climb], settings: Settings) -> None:
+    for climb in climbs:
+        if "three-kernel" not in climb.refused:
+            climb.parts = stages.measure(climb.problem, settings.seed, settings.round_seconds, 4 * settings.time_limit)
 
 
-def count(climb: Climb, settings: Settings) -> dict[str, Any]:
-    """Bytes through DRAM and L2 of every rung that ran, by Nsight Compute; one rung's failure is its own."""
+def _count(climbs: list[Climb], settings: Settings) -> None:
+    """Bytes through DRAM and L2 of every rung that ran, by Nsight Compute."""
+    ran = [(climb, rung) for climb in climbs for rung in RUNGS if climb.outcome(rung).costs]
+    jobs = [ncu.job(rung.candidate, climb.problem, settings.seed, "forward") for climb, rung in ran]
+    for (climb, rung), counted in zip(ran, count(jobs, 4 * settings.time_limit), strict=True):
+        climb.counted[rung.name] = counted
+
+
+def count(jobs: list[dict[str, Any]], time_limit: float) -> list[dict[str, Any]]:
+    """What each job moved, all of them in one process under Nsight Compute. If that fails, each in one of its own, so
+    that one job's failure stays its own; where the first fails again, it is not the job that fails."""
     options = ["--metrics", f"{_DRAM},{_L2}", "--print-units", "base"]
-    found: dict[str, Any] = {}
-    for rung in RUNGS:
-        if rung.name in climb.refused or climb.outcome(rung).failed:
-            continue
-        job = ncu.job(rung.candidate, climb.problem, settings.seed, "forward")
-        try:
-            (leg,) = ncu.run([job], options, 4 * settings.time_limit)
-        except DeviceError as error:
-            found[rung.name] = {"error": str(error).splitlines()[0]}
-            continue
-        dram, l2 = (sum(ncu.number(kernel, metric) for kernel in leg) for metric in (_DRAM, _L2))
-        found[rung.name] = {"dram": dram, "l2": l2, "kernels": len(leg)}
-    return found
+    try:
+        return [_moved(leg) for leg in ncu.run(jobs, options, time_limit)]
+    except DeviceError as error:
+        failure = {"error": str(error).splitlines()[0]}
+    if len(jobs) <= 1:
+        return [failure] * len(jobs)
+    first = count(jobs[:1], time_limit)
+    return first * len(jobs) if "error" in first[0] else [*first, *(count([job], time_limit)[0] for job in jobs[1:])]
+
+
+def _moved(leg: list[ncu.Row]) -> dict[str, Any]:
+    dram, l2 = (sum(ncu.number(kernel, metric) for kernel in leg) for metric in (_DRAM, _L2))
+    if not leg or math.isnan(dram + l2):
+        return {"error": f"ncu gave no {_DRAM} or {_L2} of its {len(leg)} kernels"}
+    return {"dram": dram, "l2": l2, "kernels": len(leg)}
 
 
 def record(climbs: list[Climb], settings: Settings, command: list[str]) -> dict[str, Any]:
@@ -168,8 +180,6 @@ def show(climb: Climb) -> None:
         print("numba and triton ran in their simulators: their times mean nothing, their numbers do")
     if not climb.comparison.complete:
         print("interrupted: only what was measured is here")
-    if climb.device.startswith("cuda") and not CHECKED:
-        print("note: the rungs' own kernels have not passed all of their checks on a GPU yet")
 
 
 def cells(climb: Climb, rung: Rung) -> list[str]:

@@ -1,11 +1,11 @@
-"""The tables and the picture of docs/ladder.md: theory from the formulas, figures from the newest records.
+"""The tables and the pictures of docs/ladder.md: theory from the formulas, figures from the newest records.
 
     <!-- ladder VIEW -->   what follows, up to the end marker, is replaced
     <!-- /ladder -->
 
-Views: `rungs` (what each is and teaches), `bytes` and `picture` (what each moves, in theory), `figures`, `parts` and
-`counted` (the newest record of `tilewise ladder` on a GPU), `sweep` (the newest record of `tilewise tune` for the
-three-kernel rung). A view without a record says that it is not measured yet.
+Views: `rungs` (what each is and teaches), `bytes` and `picture` (what each moves, in theory), `speeds`, `figures`,
+`parts` and `counted` (the newest record of `tilewise ladder` on a GPU), `sweep` (the newest record of `tilewise tune`
+for the three-kernel rung). A view without a record says that it is not measured yet.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from . import ladder as command
 from .compare import median
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
 PAGE = Path("docs/ladder.md")
 PICTURE = Path("docs/plots/ladder-bytes.svg")
+SPEEDS = Path("docs/plots/ladder-speeds.svg")
 TARGET = "h200"
 _RUNG = "ladder:three-kernel"
 _BLOCK = re.compile(r"(?P<begin><!-- ladder (?P<view>[\w-]+) -->\n)(?P<body>.*?)(?P<end><!-- /ladder -->)", re.DOTALL)
@@ -37,25 +38,28 @@ _SWEEP_LINES = 12
 
 
 def stale(root: Path) -> list[Path]:
-    """Of the page and its picture, those that are not as they should be."""
-    page = root / PAGE
-    if not page.is_file():
-        return []
-    return [
-        path
-        for path, wanted in ((page, rewrite(_read(page), root)), (root / PICTURE, picture()))
-        if _read(path) != wanted
-    ]
+    """Of the page and its pictures, those that are not as they should be."""
+    return [path for path, wanted in _wanted(root).items() if _read(path) != wanted]
 
 
 def write(root: Path) -> list[Path]:
     """Write what is stale; returns what was written."""
+    wanted = _wanted(root)
     changed = stale(root)
     for path in changed:
-        content = picture() if path == root / PICTURE else rewrite(_read(path), root)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, encoding="utf-8")
+        path.write_text(wanted[path], encoding="utf-8")
     return changed
+
+
+def _wanted(root: Path) -> dict[Path, str]:
+    """What the files should hold; none where there is no such page."""
+    page = root / PAGE
+    if not page.is_file():
+        return {}
+    found = _climbs(root)
+    files = {page: rewrite(_read(page), root), root / PICTURE: picture()}
+    return files if found is None else files | {root / SPEEDS: speeds(found[1])}
 
 
 def rewrite(text: str, root: Path) -> str:
@@ -123,6 +127,12 @@ def _bytes(root: Path) -> list[str]:
 
 def _picture(root: Path) -> list[str]:
     return [f"![Bytes that each rung moves, by formula](plots/{PICTURE.name})"]
+
+
+def _speeds(root: Path) -> list[str]:
+    if _climbs(root) is None:
+        return [_NOT_YET.format("tilewise ladder --bytes --save")]
+    return [f"![Speed of each rung, measured](plots/{SPEEDS.name})"]
 
 
 def _figures(root: Path) -> list[str]:
@@ -219,6 +229,7 @@ _VIEWS: dict[str, Callable[[Path], list[str]]] = {
     "rungs": _rungs,
     "bytes": _bytes,
     "picture": _picture,
+    "speeds": _speeds,
     "figures": _figures,
     "parts": _parts,
     "counted": _counted,
@@ -226,6 +237,7 @@ _VIEWS: dict[str, Callable[[Path], list[str]]] = {
 }
 
 _WIDTH, _LEFT, _LINE, _TOP = 760, 110, 36, 74
+_KINDS = ("dram", "sm")  # the two colours
 _STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #1f2328 }
   .quiet { fill: #59636e } .grid { stroke: #d1d9e0 } .dram { fill: #0969da } .sm { fill: #bf8700 }
@@ -236,37 +248,68 @@ _STYLE = """
 
 
 def picture() -> str:
-    """What each rung moves for the longer of the two problems: a bar to DRAM, a bar through the SMs, on a log scale."""
+    """What each rung moves for the longer of the two problems: a bar to DRAM, a bar through the SMs."""
     problem = problems()[-1]
     moved = traffic.every(problem, Target.named(TARGET))
-    values = [value for one in moved.values() for value in one[:2]]
+    title = f"Bytes of one forward, by formula: bf16, {_shape(problem)}"
+    legend = ("to and from DRAM, at least", "in and out of the SMs")
+    return _bars(title, legend, {name: one[:2] for name, one in moved.items()}, _size)
+
+
+def speeds(record: dict[str, Any]) -> str:
+    """How fast each rung was, a bar for each of the first two problems of a record; none where a rung has no time."""
+    climbs = record["climbs"][:2]
+    asked = [Problem.from_dict(climb["problem"]) for climb in climbs]
+    rates: dict[str, list[float]] = {rung.name: [] for rung in RUNGS}
+    for problem, climb in zip(asked, climbs, strict=True):
+        timed = {one["candidate"]: one["forward_seconds"] for one in climb["comparison"]["candidates"]}
+        for rung in RUNGS:
+            seconds = timed.get(rung.candidate)
+            rates[rung.name].append(problem.flops() / seconds["median"] / 1e12 if seconds else 0.0)
+    told = record["provenance"]["gpus"]
+    title = f"Speed of one forward, measured, TFLOP/s: {told[0]['name'] if told else 'no GPU'}"
+    return _bars(title, [f"{problem}" for problem in asked], rates, _rate)
+
+
+def _bars(title: str, legend: Sequence[str], rows: Mapping[str, Sequence[float]], words: Callable[[float], str]) -> str:
+    """A line a rung, with a bar for each of its values, on a log scale; a value of 0 has no bar."""
+    values = [value for row in rows.values() for value in row if value > 0] or [1.0]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    high = max(high, low + 1)
 
     def x(value: float) -> float:
         return _LEFT + (math.log10(value) - low) / (high - low) * (_WIDTH - _LEFT - 80)
 
-    height = _TOP + _LINE * len(RUNGS) + 24
-    title = f"Bytes of one forward, by formula: bf16, {_shape(problem)}"
+    height = _TOP + _LINE * len(rows) + 24
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{title}">',
         f"<title>{title}</title><style>{_STYLE}</style>",
         f'<text x="0" y="18" font-weight="600">{title}</text>',
-        '<rect class="dram" x="0" y="32" width="12" height="12"/><text x="18" y="43">to and from DRAM, at least</text>',
-        '<rect class="sm" x="240" y="32" width="12" height="12"/><text x="258" y="43">in and out of the SMs</text>',
     ]
+    apart = 240 if max(map(len, legend)) < 30 else 390
+    for number, (kind, text) in enumerate(zip(_KINDS, legend, strict=False)):
+        left = number * apart
+        parts.append(
+            f'<rect class="{kind}" x="{left}" y="32" width="12" height="12"/><text x="{left + 18}" y="43">{text}</text>'
+        )
     for power in range(low, high + 1):
-        at = x(10**power)
+        at = x(10.0**power)
         parts.append(f'<line class="grid" x1="{at:.0f}" y1="{_TOP - 12}" x2="{at:.0f}" y2="{height - 20}"/>')
         place = f'x="{at:.0f}" y="{height - 4}" text-anchor="middle"'
-        parts.append(f'<text class="quiet" {place}>{_size(10**power)}</text>')
-    for number, rung in enumerate(RUNGS):
-        y, one = _TOP + _LINE * number, moved[rung.name]
-        parts.append(f'<text x="{_LEFT - 10}" y="{y + 14}" text-anchor="end">{rung.name}</text>')
-        for kind, value, top in (("dram", one.dram, y), ("sm", one.sm, y + 12)):
-            width = x(value) - _LEFT
-            parts.append(f'<rect class="{kind}" x="{_LEFT}" y="{top}" width="{width:.0f}" height="10"/>')
-            parts.append(f'<text class="quiet" x="{_LEFT + width + 6:.0f}" y="{top + 10}">{_size(value)}</text>')
+        parts.append(f'<text class="quiet" {place}>{words(10.0**power)}</text>')
+    for number, (name, row) in enumerate(rows.items()):
+        y = _TOP + _LINE * number
+        parts.append(f'<text x="{_LEFT - 10}" y="{y + 14}" text-anchor="end">{name}</text>')
+        for kind, value, top in zip(_KINDS, row, (y, y + 12), strict=False):
+            if value > 0:
+                width = x(value) - _LEFT
+                parts.append(f'<rect class="{kind}" x="{_LEFT}" y="{top}" width="{width:.0f}" height="10"/>')
+                parts.append(f'<text class="quiet" x="{_LEFT + width + 6:.0f}" y="{top + 10}">{words(value)}</text>')
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _rate(value: float) -> str:
+    return report.significant(value) if value < 100 else f"{value:.0f}"
 
 
 def _size(value: float) -> str:

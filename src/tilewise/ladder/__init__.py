@@ -25,9 +25,6 @@ from typing import Any
 
 from ..errors import InvalidInput
 
-# Whether tests/gpu/test_ladder_gpu.py has passed on these kernels; `tilewise ladder` says so where it has not.
-CHECKED = False
-
 
 @dataclass(frozen=True, slots=True)
 class Rung:

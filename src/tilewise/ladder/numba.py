@@ -18,10 +18,12 @@ Inputs are converted to float32 first: what Numba has of bfloat16 is not enough 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
 import os
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,8 @@ from . import missing
 from .bands import FLOATS, refusals, shifts_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ..backends import Grads, Wants
     from ..problem import Problem
 
@@ -122,21 +126,21 @@ def forward(
     out, lse = empty_out(q, problem.head_dim_v, problem.layout), empty_lse(q)
     if problem.empty:
         return out.zero_(), lse.fill_(-math.inf)
+    kernel = _kernel(config.block_q, config.block_kv, problem.head_dim, problem.head_dim_v)
     whole = out.dtype == torch.float32 and out.is_contiguous()  # the simulator takes no other arrays
     work = out if whole else torch.empty(out.shape, dtype=torch.float32, device=out.device)
     arrays = [_array(tensor.float().contiguous()) for tensor in (q, k, v)] + [_array(work), _array(lse)]
-    kernel = _kernel(config.block_q, config.block_kv, problem.head_dim, problem.head_dim_v)
     grid = (-(-problem.seq_q // config.block_q), problem.heads_q, problem.batch)
     launch = (grid, *_launch(q.device))
-    kernel[launch](*arrays, problem.scale, problem.softcap, *shifts_of(problem), problem.group)
+    kernel[launch](*arrays, float(problem.scale), float(problem.softcap), *shifts_of(problem), problem.group)
     return (out if work is out else out.copy_(work)), lse
 
 
 def _launch(device: torch.device) -> tuple[Any, ...]:
     if device.type != "cuda":
         return (_SIMULATED_THREADS,)
-    cuda = importlib.import_module("numba.cuda")
-    return _THREADS, cuda.external_stream(torch.cuda.current_stream(device).cuda_stream)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return _THREADS, importlib.import_module("numba.cuda").external_stream(stream) if stream else 0
 
 
 def _array(tensor: torch.Tensor) -> Any:
@@ -146,15 +150,44 @@ def _array(tensor: torch.Tensor) -> Any:
     return importlib.import_module("numba.cuda").as_cuda_array(tensor.detach())
 
 
+@contextlib.contextmanager
+def _at_peace_with_numpy() -> Iterator[None]:
+    """What numba-cuda 0.30 needs while it is imported and first compiles: `numpy.row_stack`, which NumPy 2.5 dropped.
+
+    It registers a version of its own for every function of NumPy, this one by a name that was an alias of `vstack`; no
+    kernel here calls it. So the name is lent for that long. What NumPy deprecates next, it says to Numba, not to us.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        numpy = importlib.import_module("numpy")
+        lent = not hasattr(numpy, "row_stack")
+        if lent:
+            numpy.row_stack = numpy.vstack  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            if lent:
+                del numpy.row_stack
+
+
 @functools.cache
 def _kernel(block_q: int, block_kv: int, head_dim: int, head_dim_v: int) -> Any:
-    """The kernel for these tiles: shared arrays need sizes that the compiler knows."""
+    """The kernel for these tiles, compiled: shared arrays need sizes that the compiler knows."""
     global cuda
-    numba, cuda = importlib.import_module("numba"), importlib.import_module("numba.cuda")
-    numba.config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
-    real = numba.float32
+    with _at_peace_with_numpy():
+        numba, cuda = importlib.import_module("numba"), importlib.import_module("numba.cuda")
+        numba.config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
+        return cuda.jit(_signature(numba))(_source(numba.float32, block_q, block_kv, head_dim, head_dim_v))
 
-    @cuda.jit  # type: ignore[untyped-decorator]
+
+def _signature(numba: Any) -> tuple[Any, ...]:
+    """q, k, v and out, lse, scale and softcap, first, end and group."""
+    return (*[numba.float32[:, :, :, ::1]] * 4, numba.float32[:, :, ::1], *[numba.float64] * 2, *[numba.int64] * 3)
+
+
+def _source(real: Any, block_q: int, block_kv: int, head_dim: int, head_dim_v: int) -> Any:
+    """The kernel as Python: what the compiler and the simulator both take. `real` is Numba's float32."""
+
     def attention(
         q: Any, k: Any, v: Any, out: Any, lse: Any, scale: Any, softcap: Any, first: Any, end: Any, group: Any
     ) -> None:

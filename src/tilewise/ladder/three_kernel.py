@@ -48,6 +48,7 @@ _MOST_CHUNKS = 32
 _MULTIPROCESSORS = 132
 _CTAS_WANTED = 8 * _MULTIPROCESSORS  # of the first kernel: a few waves of them
 _LONG_ROW = 2048  # keys
+_WORKING_REGISTERS = 32  # a thread's, beside its share of the product: with fewer the compiler gives up
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +222,23 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
 def fits(problem: Problem, config: Config) -> bool:
     """Shared memory and registers of all CTAs that shall share a multiprocessor."""
     stages = stages_of(problem, config)
-    for kernel, held in ((stages.scores, config.scores_keys // 2), (stages.values, stages.values.head_dim_v // 2)):
-        registers = min(65536 // (kernel.threads * kernel.ctas_per_sm) // 8 * 8, 255)
-        if kernel.smem_bytes > _SMEM_PER_BLOCK or held + 24 > registers:
+    for kernel in (stages.scores, stages.values):
+        if kernel.smem_bytes > _SMEM_PER_BLOCK or _held(kernel) + _WORKING_REGISTERS > _registers(kernel):
             return False
         if kernel.ctas_per_sm * (kernel.smem_bytes + 1024) > _SMEM_PER_BLOCK + 1024:
             return False
     return True
+
+
+def _held(kernel: ScoresConfig | ValuesConfig) -> int:
+    """Registers of a thread that its share of a 64-row product takes."""
+    return (kernel.block_kv if isinstance(kernel, ScoresConfig) else kernel.head_dim_v) // 2
+
+
+def _registers(kernel: ScoresConfig | ValuesConfig) -> int:
+    """What the compiler may give a thread: a multiprocessor's registers lie in four parts, a warp's all in one."""
+    warps = _round_up(kernel.threads // 32 * kernel.ctas_per_sm, 4)
+    return min(65536 // (32 * warps) // 8 * 8, 255)
 
 
 def stages_of(problem: Problem, config: Config) -> Stages:

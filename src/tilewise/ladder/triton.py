@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 HEAD_DIM_LIMIT = 256
 INTERPRETER = "TRITON_INTERPRET"
 _LOG2_E = math.log2(math.e)
+# Sizes that say nothing of how memory is aligned: a kernel for each that 16 divides, or that is 1, would be no faster.
+_SIZES = ("heads", "group", "seq_q", "seq_k", "first", "end")
 _INTERPRETED_WORK = 1 << 26  # multiply-adds: the interpreter takes seconds for so many
 
 
@@ -157,7 +159,7 @@ def _kernel() -> Any:
     global triton, tl, _tiles
     triton, tl = importlib.import_module("triton"), importlib.import_module("triton.language")
     _tiles = triton.jit(_attend)
-    return triton.jit(_attention)
+    return triton.jit(_attention, do_not_specialize=_SIZES)
 
 
 def _attend(  # type: ignore[no-untyped-def]

@@ -345,8 +345,10 @@ __device__ __forceinline__ void multiply_values(const ThreeKernelParams& params,
           o, wgmma::descriptor(p_low + step / 4 * p_panel + step % 4 * 2, swizzle_atom_bytes),
           wgmma::descriptor(v_low + step * (2 * swizzle_atom_bytes >> 4), swizzle_atom_bytes));
     wgmma::commit();
-    wgmma::wait<1>();
-    if (before >= 0 && lane == 0) ptx::mbarrier_arrive(&smem.empty[before]);
+    // One tile's products stay in flight and the stage before is free; a ring of one frees its own.
+    wgmma::wait<config.stages == 1 ? 0 : 1>();
+    const int done = config.stages == 1 ? ring.stage : before;
+    if (done >= 0 && lane == 0) ptx::mbarrier_arrive(&smem.empty[done]);
     before = ring.stage;
   }
   wgmma::wait<0>();
