@@ -337,6 +337,7 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
         axes.plot(figures["losses"], style, label=figures["way"])
     axes.set(xlabel="step", ylabel="loss", title=title)
     axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
@@ -369,11 +370,10 @@ def main(arguments: list[str] | None = None) -> None:
     rows = [row(run, size) for run in runs]
     agreement = {run.way: (run.tokens == runs[0].tokens).float().mean().item() for run in runs}
     show(rows, agreement)
-    title = f"Llama-shaped, {parameters / 1e6:.0f} M parameters"
-    if options.plot:
-        plot(rows, title, options.plot)
     if options.save:
         print(f"record: {save(rows, agreement, size, options)}")
+    if options.plot:
+        plot(rows, f"Llama-shaped, {parameters / 1e6:.0f} M parameters", options.plot)
 
 
 def save(rows: list[dict[str, Any]], agreement: dict[str, float], size: Size, options: argparse.Namespace) -> Path:

@@ -600,19 +600,27 @@ def test_a_checkpoint_recomputes_under_the_rule_of_its_backward():
 
 
 def test_autograds_device_threads_inherit_the_block_in_which_backward_was_called():
-    """PyTorch hands its device threads the caller's context; here a thread is given one in the same way."""
+    """PyTorch hands its device threads the caller's state; here a thread is given it in the same way."""
+    from tilewise.integrations.sdpa import _HANDED, _TORCH_HANDS_THE_CONTEXT
+
     found = []
     erase = getattr(torch._C, "_remove_obj_from_tls", lambda key: torch._C._stash_obj_in_tls(key, None))
 
-    def device_thread(context):
-        torch._C._stash_obj_in_tls("context", context)
+    def device_thread(handed):
+        torch._C._stash_obj_in_tls(_HANDED, handed)
         found.append(sdpa.rule)
-        erase("context")
+        erase(_HANDED)
+
+    def state():
+        return contextvars.copy_context() if _TORCH_HANDS_THE_CONTEXT else torch._C._get_obj_in_tls(_HANDED)
 
     with sdpa() as rule:
-        context = contextvars.copy_context()
-        in_thread(lambda: device_thread(context))
-    assert found == [rule]
+        with sdpa(backend="tiled") as inner:
+            handed = [state()]
+        handed.append(state())
+    for one in handed:
+        in_thread(lambda one=one: device_thread(one))
+    assert found == [inner, rule]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import tilewise
 import torch_suite as suite
 from support import assert_close, budget
 from tilewise import Causal, Problem, Window, op
+from tilewise.backends import torch_sdpa
 from tilewise.integrations.sdpa import sdpa
 
 ways = pytest.mark.parametrize("way", suite.WAYS.values(), ids=list(suite.WAYS))
@@ -32,6 +34,7 @@ def test_lengths_may_change(way, grad):
     suite.check_lengths_may_change(way, "cpu", grad=grad)
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch.export.load, over its own bytes
 @ways
 def test_export(way):
     if way is suite.WAYS["override, tiled"]:
@@ -167,23 +170,55 @@ def test_batched_gradients():
             assert_close(one, torch.stack(others), budget(torch.float32, 64), "gradient")
 
 
-def test_what_was_planned_deterministic_stays_so_in_the_backward(monkeypatch):
+def switch() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+@pytest.mark.parametrize("warn_only_by_the_user", [False, True])
+def test_what_was_planned_deterministic_stays_so_in_the_backward(monkeypatch, warn_only_by_the_user):
+    """PyTorch's fused kernels are deterministic under the strict switch alone: with warn_only they only say so."""
     q, k, v = tensors(grad=True)
     seen = []
-    backward = tilewise.backends.tiled.backward
+    backward = torch_sdpa.Candidate.backward
 
     def watched(*arguments):
-        seen.append(torch.are_deterministic_algorithms_enabled())
+        seen.append(switch())
         return backward(*arguments)
 
-    monkeypatch.setattr(tilewise.backends.tiled, "backward", watched)
-    with op.deterministic_algorithms():
-        out = tilewise.attention(q, k, v, backend="tiled")
-    assert not torch.are_deterministic_algorithms_enabled()
-    out.sum().backward()
-    tilewise.attention(q, k, v, backend="tiled").sum().backward()
-    assert seen == [True, False]
-    assert not torch.are_deterministic_algorithms_enabled()
+    monkeypatch.setattr(torch_sdpa.Candidate, "backward", watched)
+    torch.use_deterministic_algorithms(warn_only_by_the_user, warn_only=warn_only_by_the_user)
+    try:
+        with op.deterministic_algorithms():
+            assert switch() == (True, True)
+            out = tilewise.attention(q, k, v, backend="torch-flash")
+        out.sum().backward()
+        assert switch() == (warn_only_by_the_user,) * 2
+    finally:
+        torch.use_deterministic_algorithms(False)
+    tilewise.attention(q, k, v, backend="torch-flash").sum().backward()
+    assert seen == [(True, False), (False, False)]
+
+
+def test_the_switch_is_put_back_by_the_last_who_holds_it():
+    """Backward passes on several GPUs overlap in any order, each in a thread of its own."""
+    mine, its_turn = op._switch.held(strict=False), threading.Event()
+    seen = []
+
+    def other():
+        with op._switch.held(strict=True):
+            entered.set()
+            its_turn.wait(10)
+            seen.append(switch())
+
+    entered, thread = threading.Event(), threading.Thread(target=other)
+    with mine:
+        thread.start()
+        entered.wait(10)
+        seen.append(switch())
+    its_turn.set()
+    thread.join()
+    assert seen == [(True, False), (True, False)]
+    assert switch() == (False, False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

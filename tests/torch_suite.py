@@ -115,16 +115,29 @@ def check_lengths_may_change(way: Way, device: str, *, grad: bool, backend: str 
 
 
 def check_reduce_overhead(way: Way, device: str) -> None:
-    """CUDA graphs: the third call replays, and fresh inputs reach it."""
+    """CUDA graphs: the first call warms up, the second is recorded, attention with it, and the others replay it.
+
+    Fresh inputs reach every one of them.
+    """
     torch.compiler.reset()
     model = block(way, device, torch.bfloat16).requires_grad_(False)
     with way.block(), torch.inference_mode():
         compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        attends = []
         for _ in range(5):
             x = inputs(device, 128, dtype=torch.bfloat16)
             torch.compiler.cudagraph_mark_step_begin()
-            got = compiled(x).clone()
+            with torch.autograd.profiler.profile() if attends else nullcontext() as seen:
+                got = compiled(x).clone()
+            attends.append(seen is not None and _attends(seen))
             assert_close(got, model(x), 8 * budget(torch.bfloat16, 128))
+    assert attends == [False, True, False, False, False]  # a replay calls no operator
+
+
+def _attends(seen: torch.autograd.profiler.profile) -> bool:
+    """An attention operator, ours or PyTorch's, was called on the host."""
+    operators = ("tilewise::attention", "aten::_scaled_dot_product")
+    return any(event.name.startswith(operators) for event in seen.function_events)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from .backends import Backend
+    from .backends import Backend, Grads
     from .masks import Mask
     from .problem import Layout, Problem
 
@@ -59,33 +60,74 @@ class Call(NamedTuple):
     config: Any
     options: Options
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+    gradient: Callable[..., Grads] | None  # of (dout, dlse, q, k, v, out, lse, wants), where the backend binds one
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: tuple[Any, ...], bias: Tensor | None, wants: Wants
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if self.gradient is not None:
+            return self.gradient(dout, dlse, *saved, wants)
         q, k, v, out, lse = saved
-        with _deterministic_as(self.problem):
+        with _deterministic_as(self.problem, self.backend):
             return self.backend.backward(dout, dlse, q, k, v, out, lse, self.problem, self.config, bias, wants)
 
 
-@contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    """PyTorch's switch on for a while. It is one for all threads: others may see a warning, never an error."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=not before[0] or before[1])
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+class _Switch:
+    """PyTorch's switch for deterministic algorithms, on while somebody holds it. There is one for all threads.
+
+    Invariant: the first holder notes where it stood and the last one puts it back there, in whatever order they leave.
+    Autograd's threads, one for every GPU, hold it at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders: list[bool] = []  # for each of them, whether it needs the switch to be strict
+        self._before = False, False  # enabled, warn_only
+
+    @contextmanager
+    def held(self, *, strict: bool) -> Iterator[None]:
+        with self._lock:
+            if not self._holders:
+                self._before = torch._C._get_deterministic_algorithms(), _warns_only()
+            self._holders.append(strict)
+            self._set()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders.remove(strict)
+                self._set()
+
+    def _set(self) -> None:
+        enabled, warn_only = self._before
+        if self._holders:
+            enabled, warn_only = True, not any(self._holders) and (warn_only or not enabled)
+        # Below torch.use_deterministic_algorithms, which would turn the compiler's settings as well.
+        torch._C._set_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
-def _deterministic_as(problem: Problem) -> AbstractContextManager[None]:
-    """What was planned to be deterministic stays so, wherever the switch stands when the backward runs."""
-    if problem.deterministic and not torch._C._get_deterministic_algorithms():
-        return deterministic_algorithms()
+_switch = _Switch()
+_warns_only: Callable[[], bool] = torch._C._get_deterministic_algorithms_warn_only
+
+
+def deterministic_algorithms() -> AbstractContextManager[None]:
+    """PyTorch's switch on for a while, which calls are then planned by. Other threads may see a warning, no error."""
+    return _switch.held(strict=False)
+
+
+def _deterministic_as(problem: Problem, backend: Backend) -> AbstractContextManager[None]:
+    """What was planned to be deterministic stays so, wherever the switch stands when the backward runs.
+
+    PyTorch's fused kernels ask the switch, and with warn_only they warn and add in any order all the same: it has to be
+    strict. So another thread that runs an operation without a deterministic algorithm, just while such a backward is
+    launched, meets PyTorch's error. All other backends go by the Problem or have one order only, and need no switch.
+    """
+    if problem.deterministic and backend in _OBEY_THE_SWITCH:
+        return _switch.held(strict=True)
     return _AS_IT_IS
 
 
+_OBEY_THE_SWITCH = BACKENDS["torch-flash"], BACKENDS["torch-efficient"]
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 _calls: dict[tuple[Any, ...], Call] = {}
 _CALLS_KEPT = 4096
@@ -129,7 +171,8 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Opti
     chosen = plan(problem, Target.of(q.device), options.backend)
     backend, config = BACKENDS[chosen.backend], chosen.config
     try:
-        return Call(problem, backend, config, options, _bound(backend, q, k, v, problem, config))
+        forward = _bound(backend, q, k, v, problem, config)
+        return Call(problem, backend, config, options, forward, _bound_gradient(backend, problem))
     except CompileError as error:
         if options.backend != AUTO:
             raise
@@ -147,6 +190,11 @@ def _bound(
         return bind(q, k, v, problem, config)  # type: ignore[no-any-return]
     forward = backend.forward
     return lambda q, k, v, bias: forward(q, k, v, problem, config, bias)
+
+
+def _bound_gradient(backend: Backend, problem: Problem) -> Callable[..., Grads] | None:
+    bind = getattr(backend, "bind_backward", None)
+    return bind(problem) if bind is not None and problem.needs_grad else None
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options) -> tuple[Tensor, Tensor | None]:
@@ -247,7 +295,10 @@ class _Planned(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         out, lse = call.forward(q, k, v, bias)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, bias, out, lse)
+        if bias is None:
+            ctx.save_for_backward(q, k, v, out, lse)
+        else:
+            ctx.save_for_backward(q, k, v, out, lse, bias)
         if not call.options.needs_lse:
             return out
         ctx.set_materialize_grads(False)
@@ -255,9 +306,10 @@ class _Planned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *rest = ctx.saved_tensors
+        bias: Tensor | None = rest[0] if rest else None
         call: Call = ctx.call
-        wants: Wants = tuple(ctx.needs_input_grad[:3])
+        wants: Wants = ctx.needs_input_grad[:3]
         if dout is None and dlse is None:
             return None, None, None, None, None
         if _wants_composite():

@@ -168,6 +168,7 @@ def test_fullgraph(name):
     torch_suite.check_fullgraph(torch_suite.WAYS[name], "cuda", backend="aot_eager")
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # advice to models whose float32 is none
 def test_through_inductor():
     torch_suite.check_fullgraph(torch_suite.WAYS["override"], "cuda", backend="inductor")
 
@@ -178,11 +179,14 @@ def test_lengths_may_change(name, grad):
     torch_suite.check_lengths_may_change(torch_suite.WAYS[name], "cuda", grad=grad)
 
 
+# Inductor first captures a graph with nothing in it, which keeps its memory pool alive, and expects this warning.
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @ways
 def test_cuda_graphs_by_reduce_overhead(name):
     torch_suite.check_reduce_overhead(torch_suite.WAYS[name], "cuda")
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch.export.load, over its own bytes
 @ways
 def test_export(name):
     torch_suite.check_export(torch_suite.WAYS[name], "cuda")
@@ -235,7 +239,7 @@ def test_batched_gradients():
     ("name", "arguments", "says"),
     [
         ("llama.py", ["--steps", "6", "--how", "sdpa", "override", "direct"], "same tokens"),
-        ("train_gpt.py", ["--steps", "6"], "tilewise, tiled"),
+        ("train_gpt.py", ["--steps", "6"], "sm90"),
         ("sdpa_overhead.py", ["--rounds", "1", "--calls", "40"], "causal, scale"),
         ("host_cost.py", ["--rounds", "2"], "tilewise.attention, gradient"),
     ],

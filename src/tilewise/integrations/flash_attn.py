@@ -205,9 +205,10 @@ def _run(
 ) -> Result:
     """Attention of (batch, seq, heads, head_dim) tensors."""
     if deterministic and _may_vary(q, k, v):
-        _check_deterministic(dropout)
-        with deterministic_algorithms():  # for the plan; the backward of a call planned so keeps to it
-            return _run(q, k, v, mask, dropout, scale, softcap, alibi_slopes, False, with_lse)
+        if not dropout and not torch.compiler.is_compiling():
+            with deterministic_algorithms():  # for the plan; the backward of a call planned so keeps to it
+                return _run(q, k, v, mask, dropout, scale, softcap, alibi_slopes, False, with_lse)
+        _check_switch(dropout)
     if dropout and with_lse:
         raise UnsupportedProblem(
             "flash_attn: return_attn_probs together with dropout: PyTorch's kernels, which draw it, hand out neither.",
@@ -318,12 +319,11 @@ def _check_longest(name: str, given: int, starts: tuple[int, ...]) -> None:
 def _may_vary(*tensors: Tensor) -> bool:
     """Backward kernels on CUDA may add in any order, unless PyTorch's switch tells them not to."""
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    on_cuda = any(tensor.is_cuda for tensor in tensors)
-    return needs_grad and on_cuda and not torch.are_deterministic_algorithms_enabled()
+    return needs_grad and any(tensor.is_cuda for tensor in tensors)
 
 
-def _check_deterministic(dropout: float) -> None:
-    if dropout or torch.compiler.is_compiling():
+def _check_switch(dropout: float) -> None:
+    if not torch.are_deterministic_algorithms_enabled():
         where = "with dropout" if dropout else "in a compiled graph"
         raise UnsupportedProblem(
             f"flash_attn: deterministic=True {where}: there the backward obeys PyTorch's switch for the process alone.",

@@ -18,6 +18,7 @@ which of the two is better, and its key may leave out what a repeated decision w
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import warnings
@@ -136,7 +137,9 @@ class Rule:
 
     def __enter__(self) -> Rule:
         _dispatcher.acquire()
-        _top.set(_Frame(self, _top.get(), _add_cache_tag(self.tag)))
+        frame = _Frame(self, _top.get(), _add_cache_tag(self.tag))
+        _top.set(frame)
+        _hand_to_device_threads(frame)
         return self
 
     def __exit__(
@@ -151,6 +154,7 @@ class Rule:
                 "leave blocks in reverse order, in the thread or task that entered them",
             )
         _top.set(frame.outer)
+        _hand_to_device_threads(frame.outer)
         _compiler.cache_key_tag = frame.cache_tag
         _dispatcher.release()
 
@@ -257,19 +261,19 @@ class _Dispatcher:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holders = 0
+        self.holders = 0
         self._library: torch_library.Library | None = None
 
     def acquire(self) -> None:
         with self._lock:
-            if self._holders == 0:
+            if self.holders == 0:
                 self._library = self._install()
-            self._holders += 1
+            self.holders += 1
 
     def release(self) -> None:
         with self._lock:
-            self._holders -= 1
-            if self._holders == 0 and self._library is not None:
+            self.holders -= 1
+            if self.holders == 0 and self._library is not None:
                 self._library._destroy()
                 self._library = None
                 _forget_resolved_kernels()
@@ -330,14 +334,17 @@ def _kernel(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 if options is not None:
                     return _take(arguments, options)
         # PyTorch's own kernel; arguments that have their default are cheaper left out.
-        if enable_gqa:
-            named = {"scale": scale, "enable_gqa": enable_gqa}
-            return call_boxed(no_keys, query, key, value, attn_mask, dropout_p, is_causal, **named)
-        if scale is not None:
+        if scale is None and not enable_gqa:
+            if is_causal or attn_mask is not None or dropout_p:
+                return call_boxed(no_keys, query, key, value, attn_mask, dropout_p, is_causal)
+            return call_boxed(no_keys, query, key, value)
+        if scale is None:
+            return call_boxed(no_keys, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
+        if not enable_gqa:
             return call_boxed(no_keys, query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
-        if is_causal or attn_mask is not None or dropout_p:
-            return call_boxed(no_keys, query, key, value, attn_mask, dropout_p, is_causal)
-        return call_boxed(no_keys, query, key, value)
+        return call_boxed(
+            no_keys, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
 
     return scaled_dot_product_attention
 
@@ -357,14 +364,40 @@ def _outside_blocks() -> Rule | None:
     """The rule for a thread that is in no block of its own.
 
     Autograd's device threads are in the block from which the backward pass was started, because checkpoints recompute
-    there: PyTorch hands them a copy of the starting thread's context in its thread-local state.
+    there: PyTorch hands them a copy of the starting thread's state. Since 2.12 its context is among it; before, we put
+    the block there ourselves.
     """
-    if torch._C._is_key_in_tls("context"):
-        context = torch._C._get_obj_in_tls("context")
-        frame = context.get(_top) if context is not None else None
-        if frame is not None:
-            return frame.rule  # type: ignore[no-any-return]
-    return sdpa._rule
+    rule = sdpa._rule
+    if rule is not None and _dispatcher.holders == 1:  # which is `enable`: nobody is in a block
+        return rule
+    if torch._C._is_key_in_tls(_HANDED):
+        handed = torch._C._get_obj_in_tls(_HANDED)
+        if handed is not None:
+            frame = handed.get(_top) if _TORCH_HANDS_THE_CONTEXT else handed.seen_from_elsewhere()
+            if frame is not None:
+                return frame.rule  # type: ignore[no-any-return]
+    return rule
+
+
+_TORCH_HANDS_THE_CONTEXT = hasattr(torch.autograd.graph, "contextvars")
+_HANDED = "context" if _TORCH_HANDS_THE_CONTEXT else "tilewise.sdpa"
+
+
+class _Handed(NamedTuple):
+    """A block as the thread that entered it hands it on. In that thread itself the context knows better."""
+
+    frame: _Frame
+    thread: int
+
+    def seen_from_elsewhere(self) -> _Frame | None:
+        return None if self.thread == threading.get_ident() else self.frame
+
+
+def _hand_to_device_threads(frame: _Frame | None) -> None:
+    if not _TORCH_HANDS_THE_CONTEXT:
+        handed = None if frame is None else _Handed(frame, threading.get_ident())
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(handed))  # the stash of these releases drops one that it never took
+        torch._C._stash_obj_in_tls(_HANDED, handed)
 
 
 def _add_cache_tag(tag: str) -> str:

@@ -69,7 +69,7 @@ class _Plate:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch remarks on an operator that is overridden twice
             for key in _KEYS:
-                library.impl(_OPERATOR, kernel, key)
+                library.impl(_OPERATOR, kernel, key, allow_override=True)
         _forget_resolved_kernels()
         return library
 
