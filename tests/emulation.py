@@ -72,7 +72,11 @@ def install(
     monkeypatch.setattr(module, "function_for", lambda unit, device: Loaded(unit, _compiled(unit, spoil)))
     if hasattr(module, "tiled_map"):
         monkeypatch.setattr(module, "tiled_map", Map)
-    monkeypatch.setattr(module, "driver", _Driver(seed))
+    driver = _Driver(seed)
+    if hasattr(module, "Launch"):
+        monkeypatch.setattr(module, "Launch", functools.partial(_Launch, driver))
+    else:
+        monkeypatch.setattr(module, "driver", driver)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 
 
@@ -88,6 +92,14 @@ class _Driver:
         params = ctypes.addressof(arguments.params)
         failed = function.run(params, (ctypes.c_int * 6)(*grid, *block), self._seed, message)
         assert not failed, f"{function.unit.name}: {message.value.decode()}"
+
+
+class _Launch:
+    def __init__(self, driver: _Driver, function: Loaded, grid: Any, block: Any, smem: int, **_: Any) -> None:
+        self._driver, self._shape = driver, (function, grid, block, smem)
+
+    def __call__(self, stream: int, arguments: Arguments) -> None:
+        self._driver.launch(*self._shape, stream, arguments)
 
 
 @functools.cache

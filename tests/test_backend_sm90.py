@@ -65,7 +65,7 @@ def test_each_refusal_is_named(change, says):
 def test_refusals_add_up():
     problem = make_problem((1, 2, 64, 60), torch.float32, needs_grad=True)
     reasons = sm90.why_not(problem, replace(Target.named("a100"), has_jit=False))
-    assert len(reasons) == 5
+    assert len(reasons) == 4
     assert any("tilewise[cuda]" in reason.remedy for reason in reasons)
 
 
@@ -79,3 +79,41 @@ def test_details_tell_the_launch():
     problem = make_problem((4, 16, 4096, 128), torch.bfloat16, mask=Causal())
     (line,) = sm90.details(problem, H200, sm90.configs(problem, H200)[0])
     assert line == "132 CTAs of 384 threads, 168 registers a thread; 2048 query tiles longest first, 15.5 waves"
+
+
+def test_many_keys_are_divided_where_there_are_few_queries():
+    few = make_problem((1, 32, 16, 128), torch.bfloat16, heads_kv=8, seq_kv=8192)
+    config = sm90.configs(few, H200)[0]
+    assert config.split
+    parts, share = sm90.details(few, H200, config)
+    assert "8 query tiles times 16 parts of their keys" in parts
+    assert "128 CTAs" in parts
+    assert "the 4 query heads of a KV head share tiles" in share
+    short = few.with_(seq_kv=512)
+    many = few.with_(seq_q=2048)
+    assert not any(config.split for problem in (short, many) for config in sm90.configs(problem, H200))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({}, 64),
+        ({"seq_q": 1, "mask": Causal("bottom-right")}, 4),
+        ({"mask": Causal("bottom-right")}, 16),  # rows of different heads would see different keys
+        ({"heads_kv": 32}, 16),
+        ({"seq_q": 128}, 128),  # whole tiles already
+    ],
+)
+def test_heads_share_tiles_where_that_spares_some(changes, rows):
+    problem = make_problem((1, 32, 16, 128), torch.bfloat16, heads_kv=8, seq_kv=8192).with_(**changes)
+    folded = sm90._folded(problem)
+    assert folded.seq_q == rows
+    assert folded.heads_q * folded.seq_q == problem.heads_q * problem.seq_q
+
+
+def test_heads_that_lie_apart_are_not_folded():
+    behind = torch.empty(1, 32, 16, 128)
+    apart = torch.empty(1, 16, 32, 128).transpose(1, 2)
+    assert sm90._lies_folded(behind)
+    assert not sm90._lies_folded(apart)
+    assert sm90._lies_folded(apart[:, :, :1])

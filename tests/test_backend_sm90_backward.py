@@ -28,8 +28,7 @@ def problem_of(seqs=(300, 300), dims=(64, 64), heads=(2, 1), dtype=BF16, **field
     return make_problem((1, heads[0], seqs[0], dims[0]), dtype, **(values | fields))
 
 
-def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci(monkeypatch):
-    monkeypatch.setattr(sm90_backward, "CHECKED", True)
+def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci():
     names = {unit.name for unit in sm90.all_units()}
     for dims in DIMS:
         for mask in MASKS:
@@ -128,6 +127,25 @@ emulated = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")
 )
 def test_gradients_on_the_model(monkeypatch, seqs, dims, heads, mask, fields):
     problem = problem_of(seqs, dims, heads, mask=mask, **fields)
+    got, truth = run_on_the_model(monkeypatch, problem)
+    assert_accurate(got, truth, problem.dtype)
+
+
+@emulated
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("seqs", "dims", "heads", "mask"),
+    [
+        ((150, 200), (64, 64), (2, 1), Causal("bottom-right")),
+        ((200, 300), (128, 128), (1, 1), Window(40, 10)),
+        ((300, 200), (64, 64), (1, 1), Causal("bottom-right")),
+        ((130, 200), (256, 256), (1, 1), Causal()),
+    ],
+    ids=str,
+)
+def test_sums_of_dq_as_they_come_and_in_turn_on_the_model(monkeypatch, seqs, dims, heads, mask, deterministic):
+    monkeypatch.setattr(sm90_backward, "MOST_IN_ORDER", 0)
+    problem = problem_of(seqs, dims, heads, mask=mask, deterministic=deterministic)
     got, truth = run_on_the_model(monkeypatch, problem)
     assert_accurate(got, truth, problem.dtype)
 

@@ -37,6 +37,10 @@ void work_tile(int heads, int batch_heads, int q_tiles, int sections, int longes
   const WorkTile tile = Schedule{heads, batch_heads, q_tiles, sections, longest_first}.tile(work);
   result[0] = tile.batch, result[1] = tile.head, result[2] = tile.q_tile;
 }
+void part(int begin, int end, int part, int parts, int* result) {
+  const TileRange range = part_of(TileRange{begin, end}, part, parts);
+  result[0] = range.begin, result[1] = range.end;
+}
 int chunk(int row, int index) { return swizzled_chunk(row, index); }
 }
 """
@@ -104,6 +108,21 @@ def test_tiles_are_skipped_and_masked_as_the_mask_says(
             assert keys.stop <= seq_kv
         elif tile in touched and keys.stop <= seq_kv:
             assert kind is not Tile.FULL
+
+
+@given(begin=st.integers(0, 50), count=st.integers(0, 300), parts=st.integers(1, 132))
+def test_parts_of_the_keys_are_nearly_equal_and_leave_none_out(
+    device_code: Any, begin: int, count: int, parts: int
+) -> None:
+    result = (ctypes.c_int * 2)()
+    tiles: list[int] = []
+    sizes = set()
+    for part in range(parts):
+        device_code.part(begin, begin + count, part, parts, result)
+        sizes.add(result[1] - result[0])
+        tiles += range(result[0], result[1])
+    assert tiles == list(range(begin, begin + count))
+    assert max(sizes) - min(sizes) <= 1
 
 
 @given(

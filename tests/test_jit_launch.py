@@ -17,7 +17,7 @@ import torch
 from tilewise.errors import DeviceError
 from tilewise.jit import Arguments, Kernel, Resources, TensorMap, load, params_struct, tensormap, tiled_map
 from tilewise.jit import launch as launching
-from tilewise.jit.launch import launch
+from tilewise.jit.launch import Launch, launch
 from tilewise.jit.tensormap import broken_rules
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class RecordingDriver:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in ("_loaded", "_functions", "_configs"):
+    for name in ("_loaded", "_functions"):
         monkeypatch.setattr(launching, name, {})
     return monkeypatch
 
@@ -188,13 +188,15 @@ def test_clusters_and_overlap_become_launch_attributes(fresh: pytest.MonkeyPatch
     assert config.numAttrs == 2
 
 
-def test_launch_shapes_are_remembered_up_to_a_bound(fresh: pytest.MonkeyPatch) -> None:
-    use(fresh, current=100)
-    fresh.setattr(launching, "_MOST_CONFIGS", 4)
-    function = load(kernel(), 0)
-    for columns in range(1, 20):
-        launch(function, (columns, 1, 1), BLOCK, 0, 0, arguments(1))
-        assert len(launching._configs) <= 4
+def test_streams_are_remembered_up_to_a_bound(fresh: pytest.MonkeyPatch) -> None:
+    driver = use(fresh, current=100)
+    fresh.setattr(launching, "_MOST_STREAMS", 4)
+    repeated = Launch(load(kernel(), 0), GRID, BLOCK, 0)
+    for stream in [*range(1, 20), 19]:
+        repeated(stream, arguments(1))
+        assert len(repeated._configs) <= 4
+    assert [config.hStream for config in driver.configs] == [*range(1, 20), 19]
+    assert driver.configs[-1] is driver.configs[-2]
 
 
 @pytest.mark.parametrize(("current", "afterwards"), [(101, [101]), (0, [100])], ids=["another device", "no context"])

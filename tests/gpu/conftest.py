@@ -23,7 +23,7 @@ from tilewise.jit.validation import ENGINE, LADDER, ladder_hash, source_hash
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE.parent.parent / "benchmarks" / "validation.json"
-PARTS = {"engine": ((*ENGINE, "test_sm90_backward.py"), source_hash), "ladder": (LADDER, ladder_hash)}
+PARTS = {"engine": (ENGINE, source_hash), "ladder": (LADDER, ladder_hash)}
 _outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 _hash_at_start = {part: hash_of() for part, (_, hash_of) in PARTS.items()}
 
@@ -41,7 +41,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    reasons = {name: _why_not_recorded(name, part, session) for part, (files, _) in PARTS.items() for name in files}
+    reasons = {
+        name: _why_not_recorded(name, part, session, exitstatus) for part, (files, _) in PARTS.items() for name in files
+    }
     green = {name: _outcomes[name]["passed"] for name, reason in reasons.items() if not reason}
     if green:
         _add_to_record(green)
@@ -50,13 +52,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
             reporter.write_line(f"\n{RECORD.name}: {name} {'not recorded, ' + reason if reason else 'recorded'}")
 
 
-def _why_not_recorded(name: str, part: str, session: pytest.Session) -> str:
+def _why_not_recorded(name: str, part: str, session: pytest.Session, exitstatus: int) -> str:
     """Empty if this run vouches for the file: it ran whole, on a GPU, green, with the sources unchanged."""
     arguments = {Path(argument).resolve() for argument in session.config.args}
     outcomes = _outcomes[name]
     if not torch.cuda.is_available():
         return "there is no GPU"
-    if session.shouldstop or session.shouldfail:
+    if session.shouldstop or session.shouldfail or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return "the run was stopped"
     if outcomes["deselected"] or not arguments & {HERE, HERE / name}:
         return "it was not run whole"

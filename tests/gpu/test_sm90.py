@@ -178,6 +178,38 @@ def test_many_tiles_a_cta_in_every_layout(heads: tuple[int, int], layout: str) -
         check(*make_inputs(problem, "cuda"), problem)
 
 
+# (heads), (lengths): few rows in all, so that the keys are divided among CTAs, the heads of a KV head folded or not.
+FEW_QUERIES = [((8, 2), (16, 2000)), ((32, 8), (1, 4097)), ((4, 4), (70, 3001)), ((6, 2), (100, 1536))]
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(), Causal("bottom-right")], ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize(("heads", "lengths"), FEW_QUERIES, ids=str)
+def test_few_queries_and_many_keys(
+    dims: tuple[int, int], heads: tuple[int, int], lengths: tuple[int, int], mask: Mask
+) -> None:
+    for layout, dtype in (("bhsd", BF16), ("bshd", FP16)):
+        problem = problem_of(2, heads, lengths, dims, mask=mask, layout=layout, dtype=dtype)
+        assert sm90.configs(problem, Target.of("cuda"))[0].split
+        q, k, v = make_inputs(problem, "cuda")
+        check(q, k, v, problem)
+        first, again = run(q * 3, k, v, problem), run(q * 3, k, v, problem)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_parts_that_hide_something_bad() -> None:
+    """A row gets what it sees, of whichever part of the keys, and nothing else."""
+    problem = problem_of(1, (4, 4), (100, 3000), (128, 128), mask=Causal("bottom-right"))
+    q, k, v = make_inputs(problem, "cuda")
+    clean, _ = run(q, k, v, problem)
+    spoilt = v.clone()
+    spoilt[:, :, 2950] = math.nan
+    out, lse = run(q, k, spoilt, problem)
+    assert torch.isfinite(lse).all()
+    assert out[:, :, 50:].isnan().all()
+    assert error(out[:, :, :50], clean[:, :, :50].double()) < 4e-3
+
+
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("softcap", [5.0, 50.0])
 def test_softcap(dims: tuple[int, int], softcap: float) -> None:
@@ -375,6 +407,11 @@ def test_describe_and_refusals_agree() -> None:
 
 
 def few_shapes() -> None:
+    for dims, lengths in (((128, 128), (16, 2000)), ((64, 64), (1, 1500)), ((256, 256), (90, 1024))):
+        problem = problem_of(1, (4, 2), lengths, dims, mask=Causal("bottom-right"))
+        sm90.forward(*make_inputs(problem, "cuda"), problem)
+        torch.cuda.synchronize()
+        print("ran", problem)
     for dims, mask, softcap in (
         ((128, 128), Full(), 0.0),
         ((128, 128), Causal(), 0.0),

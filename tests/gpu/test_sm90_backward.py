@@ -25,13 +25,11 @@ from typing import TYPE_CHECKING
 import tilewise
 from support import exact, make_inputs, make_problem
 from tilewise import Causal, Full, Problem, Window
-from tilewise.backends import sm90, sm90_backward
+from tilewise.backends import sm90
 from tilewise.jit import build_all
 from tilewise.target import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tilewise.masks import Mask
 
 Tensor = torch.Tensor
@@ -42,14 +40,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Ho
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _built() -> Iterator[None]:
-    """All kernels, side by side, before the first test needs one; and plans may use them here."""
+def _built() -> None:
+    """All kernels, side by side, before the first test needs one."""
     if hopper:
         for _ in build_all(sm90.all_units()):
             pass
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sm90_backward, "CHECKED", True)
-        yield
 
 
 def problem_of(
@@ -176,6 +171,13 @@ DIMS = [(64, 64), (128, 128), (256, 256), (192, 128), (96, 96), (192, 192), (72,
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_every_head_dim_and_mask(dims: tuple[int, int], mask: Mask, dtype: torch.dtype) -> None:
     problem = problem_of(2, (4, 2), (300, 411), dims, mask=mask, dtype=dtype)
+    check(like_out(problem), *make_inputs(problem, "cuda"), problem)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("dims", DIMS[:5], ids=str)
+def test_more_tiles_of_keys_than_take_turns(dims: tuple[int, int], mask: Mask) -> None:
+    problem = problem_of(1, (4, 2), (300, 2100), dims, mask=mask)
     check(like_out(problem), *make_inputs(problem, "cuda"), problem)
 
 
@@ -491,7 +493,7 @@ def few_shapes() -> None:
         ((192, 128), Full(), 0.0, False),
         ((72, 40), Causal(), 0.0, False),
     ):
-        for seqs in ((333, 444), (200, 100)):
+        for seqs in ((333, 444), (200, 100), (200, 1200)):
             problem = problem_of(2, (4, 2), seqs, dims, mask=mask, softcap=softcap, deterministic=deterministic)
             gradients(like_out(problem), *make_inputs(problem, "cuda"), problem)
             torch.cuda.synchronize()

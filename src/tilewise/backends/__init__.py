@@ -7,7 +7,8 @@
     backward(dout, dlse, q, k, v, out, lse, problem, config=None, bias=None, wants=...) -> (dq, dk, dv)
 
 A backend may also have `bind(q, k, v, problem, config)`, which returns forward as a function of (q, k, v, bias) for
-tensors of exactly these shapes and strides: what a call need not decide again is decided there.
+tensors of exactly these shapes and strides: what a call need not decide again is decided there. So may its backward:
+`bind_backward(problem)` returns a function of (dout, dlse, q, k, v, out, lse, wants).
 
 Tensors arrive as (batch, heads, seq, head_dim) views whatever the caller's layout; `out` is allocated in the memory
 order of `problem.layout` (see `empty_out`). `bias` is the mask tensor when `problem.mask` is Dense. `lse` is

@@ -20,15 +20,26 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ..errors import Reason
-from ..jit import Arguments, TensorMap, Unit, cpp_literal, function_for, layout_asserts, params_struct, tiled_map, tuned
+from ..jit import (
+    Arguments,
+    Launch,
+    TensorMap,
+    Unit,
+    cpp_literal,
+    function_for,
+    layout_asserts,
+    params_struct,
+    tiled_map,
+    tuned,
+)
 from ..jit import launch as driver
 from ..masks import Causal, Full, Window
 from ..problem import Strides, dtype_name
 from ..target import Target
-from . import empty_lse, empty_out, sm90_backward
+from . import empty_out, sm90_backward
 
 if TYPE_CHECKING:
-    from ..jit import Function, TiledMap
+    from ..jit import TiledMap
     from ..problem import Problem
     from . import Grads, Wants
 
@@ -41,6 +52,9 @@ HEAD_DIM_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256
 MASK_KINDS = ("full", "causal", "window")  # as enum MaskKind counts them
 _DTYPES = (torch.bfloat16, torch.float16)
 _COUNTERS = 1 << 14
+_COMBINE_ROWS = 4  # a CTA, a warp each
+# Of the keys' tiles, before splitting them among CTAs pays for putting the parts together, and of a part.
+_FEWEST_TO_SPLIT, _FEWEST_OF_A_PART = 8, 2
 # What `search_space` tries: widths of a product that kernels/sm90/wgmma.cuh has, and depths of the rings.
 _BLOCKS_KV = (48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
 _STAGES = ((1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 4))
@@ -63,6 +77,7 @@ class Config:
     softcap: bool
     pingpong: bool
     ctas_per_sm: int
+    split: bool
 
     @property
     def block_q(self) -> int:
@@ -93,7 +108,7 @@ class Config:
         k = self.k_stages * _matrix_bytes(self.block_kv, self.head_dim)
         v = self.v_stages * _matrix_bytes(self.block_kv, self.head_dim_v)
         barriers = 8 * (4 * self.consumers + 2 * self.k_stages + 3 * self.v_stages + 2 * 2)
-        plans = 2 * (8 + 2 * self.consumers + 1) * 4
+        plans = 2 * (9 + 2 * self.consumers + 1) * 4
         return -(-(q + k + v + out + barriers + plans) // 1024) * 1024
 
     @property
@@ -101,6 +116,7 @@ class Config:
         kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}_{MASK_KINDS[self.mask]}"
         shape = f"q{self.block_q}_kv{self.block_kv}_k{self.k_stages}v{self.v_stages}"
         extras = f"{'_softcap' if self.softcap else ''}{'_turns' if self.pingpong else ''}"
+        extras += "_split" if self.split else ""
         return f"forward_{kind}_{shape}{extras}{f'_x{self.ctas_per_sm}' if self.ctas_per_sm > 1 else ''}"
 
     @property
@@ -169,11 +185,6 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
         "split the sequence",
     )
     refuse(
-        problem.needs_grad and not sm90_backward.CHECKED,
-        "a gradient is wanted, and our backward kernel has not passed its checks on a GPU yet",
-        "use backend='auto'",
-    )
-    refuse(
         problem.transformed,
         "inside a functorch transform (vmap, jvp): a kernel launch cannot be transformed",
         "use backend='reference' there",
@@ -204,23 +215,28 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     """Configs of the table that ships, best first.
 
     A row of the table may be for some lengths of keys only (`least_seq_kv`, `most_seq_kv`), or, with smaller tiles than
-    usual, only for problems that it spreads over the multiprocessors in one wave (`one_wave`).
+    usual, only for problems that it spreads over the multiprocessors in one wave (`one_wave`), or, dividing the keys
+    too (`split`), for so few queries that a wave has room for several parts.
     """
     if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
         return []
     kind = _mask_kind(problem)
     classes = _head_dim_class(problem.head_dim, problem.head_dim_v)
     softcap = problem.softcap > 0
+    folded = _folded(problem)
     rows = _table()[classes, MASK_KINDS[kind], softcap]
-    small, fitting = [], []
+    split, small, fitting = [], [], []
     for row in rows:
         config = _config(row, classes, problem.dtype is torch.bfloat16, kind, softcap)
-        if not row.get("one_wave"):
+        if config.split:
+            if _splits(folded, config, target) > 1:
+                split.append(config)
+        elif not row.get("one_wave"):
             if row.get("least_seq_kv", 0) <= problem.seq_kv <= row.get("most_seq_kv", MOST_ROWS):
                 fitting.append(config)
-        elif _work(problem, config) <= target.sms:
+        elif _work(folded, config) <= target.sms:
             small.append(config)
-    return [*sorted(small, key=lambda config: config.block_q), *fitting]
+    return [*split, *sorted(small, key=lambda config: config.block_q), *fitting]
 
 
 def search_space(problem: Problem, target: Target) -> list[Config]:
@@ -265,11 +281,17 @@ def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
 
 def details(problem: Problem, target: Target, config: Config) -> list[str]:
     """How the launch fills the GPU, for `explain`."""
-    work = _work(problem, config)
+    folded = _folded(problem)
+    tiles, splits = _work(folded, config), _splits(folded, config, target)
+    work = tiles * splits
     ctas = min(work, target.sms * config.ctas_per_sm)
-    order = "longest first" if _is_dynamic(problem, work, ctas) else "in a fixed order"
+    order = "longest first" if _is_dynamic(folded, work, ctas) else "in a fixed order"
     grid = f"{ctas} CTAs of {config.threads} threads, {config.launch_registers} registers a thread"
-    return [f"{grid}; {work} query tiles {order}, {work / ctas:.1f} waves"]
+    parts = f" times {splits} parts of their keys, put together by a second kernel" if config.split else ""
+    said = [f"{grid}; {tiles} query tiles{parts} {order}, {work / ctas:.1f} waves"]
+    if folded is not problem:
+        said.append(f"the {problem.group} query heads of a KV head share tiles, if their strides let them")
+    return said
 
 
 def all_units() -> list[Unit]:
@@ -279,7 +301,7 @@ def all_units() -> list[Unit]:
         for row, bf16 in product(rows, (True, False)):
             config = _config(row, classes, bf16, MASK_KINDS.index(kind), softcap)
             units[config.name] = unit(config)
-    return [*units.values(), *sm90_backward.all_units()]
+    return [*units.values(), combine_unit(True), combine_unit(False), *sm90_backward.all_units()]
 
 
 @functools.cache
@@ -294,6 +316,21 @@ extern "C" __global__ void __launch_bounds__(config.threads(), config.ctas_per_s
 }}
 """
     return Unit(config.name, source, ARCH, smem_bytes=config.smem_bytes)
+
+
+@functools.cache
+def combine_unit(bf16: bool) -> Unit:
+    """The kernel that puts the parts of a split forward together."""
+    name = f"combine_{'bf16' if bf16 else 'fp16'}"
+    source = f"""#include "sm90/combine.cuh"
+{layout_asserts(_CombineParams, "tilewise::sm90::CombineParams")}
+static_assert(tilewise::sm90::combine_rows == {_COMBINE_ROWS});
+extern "C" __global__ void __launch_bounds__({32 * _COMBINE_ROWS})
+{name}(const __grid_constant__ tilewise::sm90::CombineParams params) {{
+  tilewise::sm90::combine<{str(bf16).lower()}>(params);
+}}
+"""
+    return Unit(name, source, ARCH)
 
 
 def forward(
@@ -322,21 +359,36 @@ _MOST_BOUND = 1024
 
 def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Config | None) -> Bound:
     """`forward` for tensors with these shapes, strides and device: the kernel is loaded, all but addresses decided."""
-    head_dim_v, layout = problem.head_dim_v, problem.layout
     needs_lse = problem.needs_lse or problem.needs_grad
-    launch = None if problem.empty else _Launch(q, k, v, empty_out(q, head_dim_v, layout), problem, config)
+    like, no_floats = empty_out(q, problem.head_dim_v, problem.layout), q.new_empty(0, dtype=torch.float32)
+    is_bshd = problem.layout == "bshd"
+    in_memory = tuple(like.transpose(1, 2).shape if is_bshd else like.shape)
+    lse_shape = tuple(like.shape[:3])
+    run = None if problem.empty else _launch(q, k, v, like, problem, config).run
 
     def bound(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out = empty_out(q, head_dim_v, layout)
-        lse = empty_lse(q) if needs_lse else None
-        if launch is None:
+        out = q.new_empty(*in_memory).transpose(1, 2) if is_bshd else q.new_empty(*in_memory)
+        lse = no_floats.new_empty(*lse_shape) if needs_lse else None
+        if run is None:
             return out.zero_(), lse if lse is None else lse.fill_(-math.inf)
-        launch.run(q, k, v, out, lse)
+        run(q, k, v, out, lse)
         return out, lse
 
     return bound
+
+
+def _launch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, problem: Problem, config: Config | None
+) -> _Launch | _SplitLaunch:
+    target = Target.of(q.device)
+    config = config or configs(problem, target)[0]
+    folded = _folded(problem)
+    if folded is not problem and _lies_folded(q) and _lies_folded(out):
+        rows = (folded.batch, folded.heads_q, folded.seq_q)
+        q, out, problem = q.view(*rows, folded.head_dim), out.view(*rows, folded.head_dim_v), folded
+    return (_SplitLaunch if config.split else _Launch)(q, k, v, out, problem, config, target)
 
 
 def backward(
@@ -356,6 +408,10 @@ def backward(
     return sm90_backward.backward(dout, dlse, q, k, v, out, lse, problem, chosen, wants)
 
 
+def bind_backward(problem: Problem) -> Callable[..., Grads]:
+    return sm90_backward.bind(problem)
+
+
 _Params = params_struct(
     "Params",
     q_map=TensorMap,
@@ -367,6 +423,7 @@ _Params = params_struct(
     v_head_stride=ctypes.c_longlong,
     v_seq_stride=ctypes.c_longlong,
     lse=ctypes.c_void_p,
+    partial_out=ctypes.c_void_p,
     work_counter=ctypes.c_void_p,
     batch=ctypes.c_int,
     heads=ctypes.c_int,
@@ -379,27 +436,35 @@ _Params = params_struct(
     q_tiles=ctypes.c_int,
     sections=ctypes.c_int,
     longest_first=ctypes.c_int,
+    splits=ctypes.c_int,
     scale_log2=ctypes.c_float,
     softcap_in=ctypes.c_float,
 )
 
+_CombineParams = params_struct(
+    "CombineParams",
+    partial_out=ctypes.c_void_p,
+    partial_lse=ctypes.c_void_p,
+    out=ctypes.c_void_p,
+    batch_stride=ctypes.c_longlong,
+    head_stride=ctypes.c_longlong,
+    seq_stride=ctypes.c_longlong,
+    lse=ctypes.c_void_p,
+    rows=ctypes.c_int,
+    heads=ctypes.c_int,
+    seq_q=ctypes.c_int,
+    head_dim_v=ctypes.c_int,
+    splits=ctypes.c_int,
+)
+
 
 class _Launch:
-    """All that a call does not have to decide again: one per problem, strides and device. Safe to share by threads."""
+    """All that a call does not have to decide again: one per problem, strides and device. Safe to share by threads.
 
-    __slots__ = (
-        "_arguments",
-        "_block",
-        "_dynamic",
-        "_fixed",
-        "_function",
-        "_grid",
-        "_k",
-        "_out",
-        "_q",
-        "_smem",
-        "_v",
-    )
+    Tensors are only asked for their addresses: q and out may have been folded when this was made.
+    """
+
+    __slots__ = ("_arguments", "_device", "_dynamic", "_fixed", "_k", "_launch", "_out", "_q", "_v")
 
     def __init__(
         self,
@@ -408,43 +473,117 @@ class _Launch:
         v: torch.Tensor,
         out: torch.Tensor,
         problem: Problem,
-        config: Config | None,
+        config: Config,
+        target: Target,
     ) -> None:
-        target = Target.of(q.device)
-        config = config or configs(problem, target)[0]
-        self._function: Function = function_for(unit(config), q.device.index)
         self._q, self._k, self._v = _map(q, 64), _map(k, config.block_kv), _map(v, config.block_kv)
         self._out = _map(out, 64)
-        work = _work(problem, config)
-        self._grid = (min(work, target.sms * config.ctas_per_sm), 1, 1)
-        self._block, self._smem = (config.threads, 1, 1), config.smem_bytes
-        self._dynamic = _is_dynamic(problem, work, self._grid[0])
+        work = _work(problem, config) * _splits(problem, config, target)
+        ctas = min(work, target.sms * config.ctas_per_sm)
+        self._device = q.device.index
+        self._launch = Launch(
+            function_for(unit(config), self._device),
+            (ctas, 1, 1),
+            (config.threads, 1, 1),
+            config.smem_bytes,
+            overlap_previous=True,
+        )
+        self._dynamic = _is_dynamic(problem, work, ctas)
         self._fixed = _fixed_params(problem, config, target, v)
         self._arguments: dict[int, Arguments] = {}
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self._function.device)
         arguments = self._arguments.get(threading.get_ident()) or self._new_arguments()
         params = arguments.params
+        self._fill(params, q, k, v)
+        params.out_map = self._out.at(out.data_ptr())
+        params.lse = None if lse is None else lse.data_ptr()
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        if self._dynamic:
+            params.work_counter = _work_counter(self._device, stream)
+        self._launch(stream, arguments)
+
+    def _fill(self, params: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         value = v.data_ptr()
         params.q_map = self._q.at(q.data_ptr())
         params.k_map = self._k.at(k.data_ptr())
         params.v_map = self._v.at(value)
         params.v = value
-        params.out_map = self._out.at(out.data_ptr())
-        params.lse = None if lse is None else lse.data_ptr()
-        if self._dynamic:
-            params.work_counter = _work_counter(self._function.device, stream)
-        driver.launch(self._function, self._grid, self._block, self._smem, stream, arguments, overlap_previous=True)
 
     def _new_arguments(self) -> Arguments:
-        arguments = Arguments(_Params)
-        for name, value in self._fixed.items():
-            setattr(arguments.params, name, value)
-        self._arguments[threading.get_ident()] = arguments
+        arguments = self._arguments[threading.get_ident()] = _filled(_Params, self._fixed)
         return arguments
+
+
+class _SplitLaunch(_Launch):
+    """Two kernels: parts of the keys into float32 scratch, then the whole of them."""
+
+    __slots__ = ("_combine", "_combine_arguments", "_combine_fixed", "_floats")
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        problem: Problem,
+        config: Config,
+        target: Target,
+    ) -> None:
+        super().__init__(q, k, v, out, problem, config, target)
+        rows = problem.batch * problem.heads_q * problem.seq_q
+        splits = _splits(problem, config, target)
+        self._floats = (splits * rows * problem.head_dim_v, splits * rows)
+        self._combine = Launch(
+            function_for(combine_unit(config.bf16), self._device),
+            (-(-rows // _COMBINE_ROWS), 1, 1),
+            (32 * _COMBINE_ROWS, 1, 1),
+            0,
+            overlap_previous=True,
+        )
+        self._combine_fixed = {
+            "batch_stride": out.stride(0),
+            "head_stride": out.stride(1),
+            "seq_stride": out.stride(2),
+            "rows": rows,
+            "heads": problem.heads_q,
+            "seq_q": problem.seq_q,
+            "head_dim_v": problem.head_dim_v,
+            "splits": splits,
+        }
+        self._combine_arguments: dict[int, Arguments] = {}
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> None:
+        arguments = self._arguments.get(threading.get_ident()) or self._new_arguments()
+        outs, lses = self._floats
+        scratch = q.new_empty(outs + lses, dtype=torch.float32)
+        partial_out = scratch.data_ptr()
+        partial_lse = partial_out + 4 * outs
+        params = arguments.params
+        self._fill(params, q, k, v)
+        params.partial_out, params.lse = partial_out, partial_lse
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        self._launch(stream, arguments)
+        arguments = self._combine_arguments.get(threading.get_ident()) or self._new_combine_arguments()
+        params = arguments.params
+        params.partial_out, params.partial_lse = partial_out, partial_lse
+        params.out, params.lse = out.data_ptr(), None if lse is None else lse.data_ptr()
+        self._combine(stream, arguments)
+
+    def _new_combine_arguments(self) -> Arguments:
+        made = self._combine_arguments[threading.get_ident()] = _filled(_CombineParams, self._combine_fixed)
+        return made
+
+
+def _filled(struct: type[ctypes.Structure], fixed: dict[str, Any]) -> Arguments:
+    arguments = Arguments(struct)
+    for name, value in fixed.items():
+        setattr(arguments.params, name, value)
+    return arguments
 
 
 class _WorkCounters:
@@ -512,6 +651,7 @@ def _fixed_params(problem: Problem, config: Config, target: Target, v: torch.Ten
         "q_tiles": -(-problem.seq_q // config.block_q),
         "sections": _sections(problem, target),
         "longest_first": int(isinstance(problem.mask, Causal)),
+        "splits": _splits(problem, config, target),
         "scale_log2": (problem.softcap if capped else problem.scale) * LOG2_E,
         "softcap_in": 2 * LOG2_E * problem.scale / problem.softcap if capped else 0.0,
     }
@@ -535,6 +675,33 @@ def _sections(problem: Problem, target: Target) -> int:
 def _work(problem: Problem, config: Config) -> int:
     """Output tiles."""
     return problem.batch * problem.heads_q * -(-problem.seq_q // config.block_q)
+
+
+def _splits(problem: Problem, config: Config, target: Target) -> int:
+    """Into how many parts a split kernel divides the keys: as many as fill one wave and are worth their fixed cost."""
+    tiles = -(-problem.seq_kv // config.block_kv)
+    if not config.split or tiles < _FEWEST_TO_SPLIT:
+        return 1
+    return max(1, min(target.sms * config.ctas_per_sm // _work(problem, config), tiles // _FEWEST_OF_A_PART))
+
+
+def _folded(problem: Problem) -> Problem:
+    """The problem with the query heads of a KV head as more rows of one head, where that makes fewer tiles of 64 rows.
+
+    It takes a mask that hides nothing, and heads that lie behind one another in memory (`_lies_folded`).
+    """
+    rows = problem.group * problem.seq_q
+    if problem.group == 1 or problem.group * -(-problem.seq_q // 64) <= -(-rows // 64):
+        return problem
+    if rows > MOST_ROWS or not isinstance(problem.mask, Full | Causal | Window):
+        return problem
+    if problem.mask.pairs(problem.seq_q, problem.seq_kv) < problem.seq_q * problem.seq_kv:
+        return problem
+    return problem.with_(heads_q=problem.heads_kv, seq_q=rows, mask=Full())
+
+
+def _lies_folded(tensor: torch.Tensor) -> bool:
+    return tensor.shape[2] == 1 or tensor.stride(1) == tensor.shape[2] * tensor.stride(2)
 
 
 def _is_dynamic(problem: Problem, work: int, ctas: int) -> bool:
@@ -568,6 +735,7 @@ def _head_dim_class(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 def _config(row: dict[str, Any], classes: tuple[int, int], bf16: bool, kind: int, softcap: bool) -> Config:
+    split = row.get("split", False)
     return Config(
         bf16=bf16,
         head_dim=classes[0],
@@ -576,10 +744,11 @@ def _config(row: dict[str, Any], classes: tuple[int, int], bf16: bool, kind: int
         block_kv=row["block_kv"],
         k_stages=row["k_stages"],
         v_stages=row["v_stages"],
-        mask=kind,
+        mask=1 if split else kind,  # a causal band may as well hide nothing: one kernel for both
         softcap=softcap,
         pingpong=row["pingpong"],
         ctas_per_sm=row["ctas_per_sm"],
+        split=split,
     )
 
 

@@ -1,8 +1,9 @@
 """Hopper (sm_90a): our own backward, kernels/sm90/backward.cuh. The other half of the backend `sm90`.
 
 Three launches: `preprocess` makes the row terms and zeroes the sums of dQ, the main kernel makes dK and dV and adds up
-dQ in float32, `postprocess` rounds dQ. Where one tile holds all keys, the main kernel writes dQ itself, and the last
-launch is spared. Extra memory is O(N): the sums of dQ and two floats a query row.
+dQ in float32, `postprocess` rounds dQ. Where one tile holds all keys, the main kernel writes dQ itself; where a few do,
+or gradients shall be deterministic, tiles take turns and the last one writes it: the third launch is spared. Extra
+memory is O(N): the sums of dQ and two floats a query row.
 """
 
 from __future__ import annotations
@@ -20,8 +21,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..jit import Arguments, TensorMap, Unit, cpp_literal, function_for, layout_asserts, params_struct, tiled_map
-from ..jit import launch as driver
+from ..jit import (
+    Arguments,
+    Launch,
+    TensorMap,
+    Unit,
+    cpp_literal,
+    function_for,
+    layout_asserts,
+    params_struct,
+    tiled_map,
+)
 from ..masks import Causal
 from ..target import Target
 
@@ -30,8 +40,6 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from . import Grads, Wants
 
-# Whether tests/gpu/test_sm90_backward.py has passed on these kernels. Until then no plan uses them.
-CHECKED = False
 ARCH = "sm_90a"
 LOG2_E = math.log2(math.e)
 # (q and k, v and out): as in the forward.
@@ -82,8 +90,8 @@ class BackwardConfig:
         ds = self.ds_stages * _matrix_bytes(self.block_kv, self.block_q)
         weights = 16 if self.by_keys else self.block_q * 64 * 4
         vectors = 2 * self.stages * self.block_q * 4
-        barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2)
-        plan = 10 * 4
+        barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 4)
+        plan = 8 * 4
         return -(-(kv + rings + ds + weights + vectors + barriers + plan) // 1024) * 1024
 
     @property
@@ -184,20 +192,49 @@ def backward(
     wants: Wants = (True, True, True),
 ) -> Grads:
     """dq, dk and dv of bhsd views, with the strides of `empty_like` of their inputs; None where not wanted."""
-    if problem.empty or not any(wants):
-        return tuple(  # type: ignore[return-value]
-            torch.zeros_like(tensor) if want else None for tensor, want in zip((q, k, v), wants, strict=True)
-        )
-    dout, out = _readable(dout), _readable(out)
-    key = (
-        problem, config, wants, q.device, q.stride(), k.stride(), v.stride(), out.stride(), dout.stride(), dlse is None,
-    )  # fmt: skip
+    key = (problem, config, q.device, q.stride(), k.stride(), v.stride())
     bound = _bound.get(key)
     if bound is None:
         if len(_bound) >= _MOST_BOUND:
             _bound.clear()
-        bound = _bound[key] = _Launch(dout, q, k, v, out, problem, config, wants).run
-    return bound(dout, None if dlse is None else dlse.float().contiguous(), q, k, v, out, lse.contiguous())
+        bound = _bound[key] = bind(problem, config)
+    return bound(dout, dlse, q, k, v, out, lse, wants)
+
+
+def bind(problem: Problem, config: BackwardConfig | None = None) -> Bound:
+    """`backward` for q, k and v of one shape, strides and device. What else varies decides between a few launches."""
+    launches: dict[tuple[Any, ...], Bound] = {}
+    empty = problem.empty
+
+    def bound(
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        wants: Wants,
+    ) -> Grads:
+        if dlse is not None:
+            dlse = dlse.float().contiguous()
+        if not lse.is_contiguous():
+            lse = lse.contiguous()
+        key = (dout.stride(), out.stride(), wants)
+        run = launches.get(key)
+        if run is None or (dout.data_ptr() | out.data_ptr()) & 15:
+            if empty or not any(wants):
+                return tuple(  # type: ignore[return-value]
+                    torch.zeros_like(tensor) if want else None for tensor, want in zip((q, k, v), wants, strict=True)
+                )
+            dout, out = _readable(dout), _readable(out)
+            key = (dout.stride(), out.stride(), wants)
+            run = launches.get(key)
+            if run is None:
+                run = launches[key] = _Launch(dout, q, k, v, out, problem, config, wants).run
+        return run(dout, dlse, q, k, v, out, lse)
+
+    return bound
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
@@ -233,7 +270,6 @@ _MainParams = params_struct(
     q_tiles=ctypes.c_int,
     kv_tiles=ctypes.c_int,
     sections=ctypes.c_int,
-    rows_descend=ctypes.c_int,
     store_dk=ctypes.c_int,
     store_dv=ctypes.c_int,
     scale_log2=ctypes.c_float,
@@ -300,22 +336,21 @@ class Workspace:
         turns = 2 * rows
         if not wants_dq or config.writes_dq:
             return cls(0, rows, turns, turns, turns)
-        dq_sums = turns + (-(-rows // config.block_q // 32) * 32 if problem.deterministic else 0)
+        dq_sums = turns + (-(-rows // config.block_q // 32) * 32 if _in_order(problem, config) else 0)
         return cls(0, rows, turns, dq_sums, dq_sums + rows * config.head_dim)
 
 
 class _Stage:
     """One of the three kernels: its arguments, all but addresses filled in, one set a thread."""
 
-    __slots__ = ("_arguments", "_block", "_fixed", "_function", "_grid", "_overlap", "_smem", "_struct")
+    __slots__ = ("_arguments", "_fixed", "_struct", "launch")
 
     def __init__(
         self, unit: Unit, struct: type[Any], fixed: dict[str, Any], grid: int, threads: int, device: int, overlap: bool
     ) -> None:
-        self._function = function_for(unit, device)
-        self._struct, self._fixed, self._smem = struct, fixed, unit.smem_bytes
-        self._grid, self._block = (grid, 1, 1), (threads, 1, 1)
-        self._overlap = overlap
+        function = function_for(unit, device)
+        self.launch = Launch(function, (grid, 1, 1), (threads, 1, 1), unit.smem_bytes, overlap_previous=overlap)
+        self._struct, self._fixed = struct, fixed
         self._arguments: dict[int, Arguments] = {}
 
     def arguments(self) -> Arguments:
@@ -325,11 +360,6 @@ class _Stage:
             for name, value in self._fixed.items():
                 setattr(known.params, name, value)
         return known
-
-    def launch(self, arguments: Arguments, stream: int) -> None:
-        driver.launch(
-            self._function, self._grid, self._block, self._smem, stream, arguments, overlap_previous=self._overlap
-        )
 
 
 class _Launch:
@@ -352,13 +382,10 @@ class _Launch:
         self._wants = wants
         self._work = Workspace.of(problem, config, wants[0])
         self._sums_dq = wants[0] and not config.writes_dq
-        self._in_order = self._sums_dq and problem.deterministic
-        self._maps = {
-            "q_map": _map(q, config.block_q),
-            "k_map": _map(k, config.block_kv),
-            "v_map": _map(v, config.block_kv),
-            "dout_map": _map(dout, config.block_q),
-        }
+        self._in_order = self._sums_dq and _in_order(problem, config)
+        self._blind = self._in_order and not _every_tile_sees_keys(problem, config.block_q)
+        self._q, self._dout = _map(q, config.block_q), _map(dout, config.block_q)
+        self._k, self._v = _map(k, config.block_kv), _map(v, config.block_kv)
         self._dk = _map(torch.empty_like(k, device="meta"), 16)
         self._dv = _map(torch.empty_like(v, device="meta"), 16)
         dq = torch.empty_like(q, device="meta")
@@ -405,7 +432,7 @@ class _Launch:
     ) -> Grads:
         wants_dq, wants_dk, wants_dv = self._wants
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        dq = torch.empty_like(q) if wants_dq else None
+        dq = (torch.zeros_like(q) if self._blind else torch.empty_like(q)) if wants_dq else None
         dk = torch.empty_like(k) if wants_dk else None
         dv = torch.empty_like(v) if wants_dv else None
         work = self._work
@@ -419,27 +446,27 @@ class _Launch:
         params = arguments.params
         params.out, params.dout, params.lse = out.data_ptr(), dout.data_ptr(), lse.data_ptr()
         params.dlse = None if dlse is None else dlse.data_ptr()
-        params.start_s, params.start_dp, params.dq_sums, params.turns = start_s, start_dp, sums, turns
-        self._pre.launch(arguments, stream)
+        params.start_s, params.start_dp, params.turns = start_s, start_dp, turns
+        params.dq_sums = None if turns else sums
+        self._pre.launch(stream, arguments)
 
         arguments = self._main.arguments()
         params = arguments.params
-        maps = self._maps
-        params.q_map, params.k_map = maps["q_map"].at(q.data_ptr()), maps["k_map"].at(k.data_ptr())
-        params.v_map, params.dout_map = maps["v_map"].at(v.data_ptr()), maps["dout_map"].at(dout.data_ptr())
+        params.q_map, params.k_map = self._q.at(q.data_ptr()), self._k.at(k.data_ptr())
+        params.v_map, params.dout_map = self._v.at(v.data_ptr()), self._dout.at(dout.data_ptr())
         if dk is not None:
             params.dk_map = self._dk.at(dk.data_ptr())
         if dv is not None:
             params.dv_map = self._dv.at(dv.data_ptr())
         params.start_s, params.start_dp, params.dq_sums, params.turns = start_s, start_dp, sums, turns
-        params.dq = None if dq is None or self._sums_dq else dq.data_ptr()
-        self._main.launch(arguments, stream)
+        params.dq = None if dq is None or (self._sums_dq and not turns) else dq.data_ptr()
+        self._main.launch(stream, arguments)
 
-        if dq is not None and self._sums_dq:
+        if dq is not None and self._sums_dq and not turns:
             arguments = self._post.arguments()
             params = arguments.params
             params.dq_sums, params.dq = sums, dq.data_ptr()
-            self._post.launch(arguments, stream)
+            self._post.launch(stream, arguments)
         return dq, dk, dv
 
 
@@ -463,8 +490,7 @@ def _main_params(
         "band_end_shift": offset + right + 1,
         "q_tiles": _padded_rows(problem, config) // config.block_q,
         "kv_tiles": -(-problem.seq_kv // config.block_kv),
-        "sections": _sections(problem, target),
-        "rows_descend": int(problem.deterministic and isinstance(problem.mask, Causal)),
+        "sections": _sections(problem, config, target),
         "store_dk": int(wants[1]),
         "store_dv": int(wants[2]),
         "scale_log2": scale_log2,
@@ -515,28 +541,48 @@ def _has_one_tile(problem: Problem, row: dict[str, Any]) -> bool:
     """One tile holds all keys, and every tile of queries sees some of them."""
     if problem.softcap or problem.seq_kv > (128 if row["by_keys"] else 64):
         return False
-    block_q: int = row["block_q"]
+    return _every_tile_sees_keys(problem, row["block_q"])
+
+
+def _every_tile_sees_keys(problem: Problem, block_q: int) -> bool:
     left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
     first_row, end_row = -(offset + right), problem.seq_kv + left - offset
     last_tile = (problem.seq_q - 1) // block_q * block_q
     return bool(first_row < block_q and end_row > last_tile)
 
 
+# KV tiles up to which taking turns at dQ costs less than zeroing and rounding its sums apart.
+MOST_IN_ORDER = 8
+
+
+def _in_order(problem: Problem, config: BackwardConfig) -> bool:
+    """Whether KV tiles add to dQ one after another; the last one writes it, and no `postprocess` is needed."""
+    if problem.deterministic:
+        return True
+    return problem.seq_kv <= MOST_IN_ORDER * config.block_kv and _every_tile_sees_keys(problem, config.block_q)
+
+
 def _padded_rows(problem: Problem, config: BackwardConfig) -> int:
     return -(-problem.seq_q // config.block_q) * config.block_q
 
 
-def _sections(problem: Problem, target: Target) -> int:
+def _sections(problem: Problem, config: BackwardConfig, target: Target) -> int:
     """Into how many runs the KV heads are divided that are worked on one after another.
 
     Equal tiles: one head a run, since its tiles read the same queries and add to the same dQ. Causal tiles: as many
-    heads as the L2 cache holds, the longest tiles of all first, so that the short ones fill the gaps.
+    heads as the L2 cache holds, the longest tiles of all first, so that the short ones fill the gaps. In order: several
+    heads too, since tiles of one head that start together wait for one another; the more of them, the more heads.
     """
     pairs = problem.batch * problem.heads_kv
-    if not isinstance(problem.mask, Causal):
+    causal = isinstance(problem.mask, Causal)
+    share = 2 / 3  # of the L2 cache; measured
+    if _in_order(problem, config):
+        tiles = -(-problem.seq_kv // config.block_kv)
+        share = 1 / 6 if tiles < 8 else 1 / 3 if tiles < 32 or causal else share
+    elif not causal:
         return pairs
     head_bytes = problem.group * problem.seq_q * (6 * problem.head_dim + 2 * problem.head_dim_v)
-    most = max(1, target.l2_bytes * 2 // 3 // head_bytes)
+    most = max(1, int(target.l2_bytes * share) // head_bytes)
     return -(-pairs // most)
 
 

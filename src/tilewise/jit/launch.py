@@ -8,6 +8,7 @@ outlive a fork: a child of a process that used CUDA gets a `DeviceError`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import threading
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 Dim3 = tuple[int, int, int]
 
-_MOST_CONFIGS = 1024
+_MOST_STREAMS = 64  # for which a launch keeps its configuration
+_MOST_SHAPES = 1024
 _FORKED = (
     "this process was forked from one that had used CUDA, and a CUDA context does not survive a fork.\n"
     "  What to do: start workers with the 'spawn' method (multiprocessing.set_start_method('spawn'), or "
@@ -39,7 +41,6 @@ _lock = threading.Lock()
 _loaded: dict[tuple[Kernel, int], Function] = {}
 _functions: dict[tuple[Unit, int], Function] = {}
 _unit_locks: dict[tuple[Unit, int], threading.Lock] = {}
-_configs: dict[tuple[Any, ...], Any] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +75,48 @@ def load(kernel: Kernel, device: int) -> Function:
     return found
 
 
+class Launch:
+    """A function with the shape of its launch, to be enqueued again and again; threads may share it.
+
+    `cluster` groups blocks; `overlap_previous` lets the kernel start before the one ahead of it in the stream has ended
+    (programmatic dependent launch: the kernel must itself wait with `griddepcontrol.wait` before it reads its results).
+    """
+
+    __slots__ = ("_configs", "_handle", "_shape", "function")
+
+    def __init__(
+        self,
+        function: Function,
+        grid: Dim3,
+        block: Dim3,
+        smem_bytes: int,
+        *,
+        cluster: Dim3 | None = None,
+        overlap_previous: bool = False,
+    ) -> None:
+        self.function, self._handle = function, function.handle
+        self._shape = (grid, block, smem_bytes, cluster, overlap_previous)
+        self._configs: dict[int, Any] = {}
+
+    def __call__(self, stream: int, arguments: Arguments) -> None:
+        """Enqueue on `stream`, the raw handle of a stream of the function's device (0: its default stream).
+
+        Invariant: the common path is one dictionary lookup and one driver call. It does not ask which context is
+        current: the driver refuses a function of another context, and only then is the right one made current.
+        """
+        config = self._configs.get(stream) or self._on(stream)
+        (status,) = _driver.cuLaunchKernelEx(config, self._handle, arguments.pointer, 0)
+        if status:
+            _mend(self.function, config, arguments, status)
+
+    def _on(self, stream: int) -> Any:
+        """A launch configuration, kept and never changed, so that threads may share it."""
+        if len(self._configs) >= _MOST_STREAMS:
+            self._configs.clear()
+        config = self._configs[stream] = _launch_config(stream, *self._shape)
+        return config
+
+
 def launch(
     function: Function,
     grid: Dim3,
@@ -85,19 +128,15 @@ def launch(
     cluster: Dim3 | None = None,
     overlap_previous: bool = False,
 ) -> None:
-    """Enqueue one launch on `stream`, the raw handle of a stream of the function's device (0: its default stream).
+    """Enqueue one launch of any shape. Whoever repeats one on a hot path keeps its `Launch`."""
+    _launch_of(function, grid, block, smem_bytes, cluster, overlap_previous)(stream, arguments)
 
-    `cluster` groups blocks; `overlap_previous` lets the kernel start before the one ahead of it in the stream has ended
-    (programmatic dependent launch: the kernel must itself wait with `griddepcontrol.wait` before it reads its results).
 
-    Invariant: the common path is one dictionary lookup and one driver call. It does not ask which context is current:
-    the driver refuses a function of another context, and only then is the right one made current.
-    """
-    shape = (grid, block, smem_bytes, stream, cluster, overlap_previous)
-    config = _configs.get(shape) or _prepare(*shape)
-    (status,) = _driver.cuLaunchKernelEx(config, function.handle, arguments.pointer, 0)
-    if status:
-        _mend(function, config, arguments, status)
+@functools.lru_cache(maxsize=_MOST_SHAPES)
+def _launch_of(
+    function: Function, grid: Dim3, block: Dim3, smem_bytes: int, cluster: Dim3 | None, overlap_previous: bool
+) -> Launch:
+    return Launch(function, grid, block, smem_bytes, cluster=cluster, overlap_previous=overlap_previous)
 
 
 def driver() -> Any:
@@ -170,10 +209,9 @@ def _current(cu: Any, context: Any) -> Iterator[None]:
         check(cu.cuCtxPopCurrent(), "restoring the context")
 
 
-def _prepare(
-    grid: Dim3, block: Dim3, smem_bytes: int, stream: int, cluster: Dim3 | None, overlap_previous: bool
+def _launch_config(
+    stream: int, grid: Dim3, block: Dim3, smem_bytes: int, cluster: Dim3 | None, overlap_previous: bool
 ) -> Any:
-    """A launch configuration, kept and never changed, so that threads may share it."""
     config = _driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid
     config.blockDimX, config.blockDimY, config.blockDimZ = block
@@ -188,9 +226,6 @@ def _prepare(
         attributes.append(_attribute("PROGRAMMATIC_STREAM_SERIALIZATION"))
         attributes[-1].value.programmaticStreamSerializationAllowed = 1
     config.attrs, config.numAttrs = attributes, len(attributes)
-    if len(_configs) >= _MOST_CONFIGS:
-        _configs.clear()
-    _configs[grid, block, smem_bytes, stream, cluster, overlap_previous] = config
     return config
 
 

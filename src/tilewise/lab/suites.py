@@ -135,9 +135,10 @@ SUITES: dict[str, tuple[Row, ...]] = {
             (64, 4096),
         )
     ),
+    # What the host needs to enqueue a call, a call that autograd records, and a call with its backward.
     "host": tuple(
-        row((1, 8, 128, 64), _BF16, method="host", needs_grad=needs_grad, label="grad" if needs_grad else "", **_CUDA)
-        for needs_grad in (False, True)
+        row((1, 8, 128, 64), _BF16, method="host", label=label, needs_grad=bool(label), times=(timed,), **_CUDA)
+        for label, timed in (("", "forward"), ("grad", "forward"), ("grad step", "step"))
     ),
 }
 

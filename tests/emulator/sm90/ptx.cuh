@@ -169,6 +169,10 @@ inline void add_to_global(float* place, float a, float b, float c, float d) {
   check_aligned(place);
   place[0] += a, place[1] += b, place[2] += c, place[3] += d;
 }
+inline float4 load_global(const float* place) {
+  check_aligned(place);
+  return {place[0], place[1], place[2], place[3]};
+}
 inline void store_global(void* place, const u32 (&x)[4]) {
   check_aligned(place);
   std::memcpy(place, x, 16);

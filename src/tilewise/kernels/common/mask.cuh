@@ -45,6 +45,12 @@ struct TileRange {
   TILEWISE_INLINE int count() const { return empty() ? 0 : end - begin; }
 };
 
+// One of `parts` nearly equal parts of a range.
+TILEWISE_INLINE TileRange part_of(const TileRange& range, int part, int parts) {
+  const int count = range.count();
+  return {range.begin + count * part / parts, range.begin + count * (part + 1) / parts};
+}
+
 // The tiles in which at least one row of [row_begin, row_end) sees at least one key of the hull of
 // the rows' bands. Invariant: row_begin < row_end. The result is {0, 0} when no row sees any key.
 TILEWISE_INLINE TileRange touched_tiles(const Band& band, int row_begin, int row_end,

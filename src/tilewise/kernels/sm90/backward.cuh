@@ -15,13 +15,16 @@
 //   6. dS^T = P^T * dP^T
 //   7. dK += round16(dS^T) Q              wgmma, dS in registers
 //   8. dQ += round16(dS) K                wgmma, dS from shared memory; summed over KV tiles in global
-//                                         memory (float32), or written where there is one KV tile
+//                                         memory (float32), or in turns, where the last to come
+//                                         writes it; written at once where there is one KV tile
 // Softcap: S starts from 0, S = tanh(S * scale / cap), the row term comes after it, and dS gets its
-// slope 1 - S^2. preprocess makes both row terms and zeroes the sums of dQ, postprocess rounds them.
+// slope 1 - S^2. preprocess makes both row terms and zeroes the sums of dQ, postprocess rounds them;
+// with turns or one KV tile neither is needed.
 // Overlap: 7 and 1 of the next step are in flight together, as are 4 and 5; the exponentials of one
 // warpgroup run under the products of the others.
 //
-// Roles. Warpgroup 0: one thread, the producer, issues all loads. Warpgroup 1 makes dQ (8). Warpgroups
+// Roles. Warpgroup 0: one thread, the producer, issues all loads; where KV tiles take turns to add to
+// dQ, one waits for this tile's turns and one passes them on. Warpgroup 1 makes dQ (8). Warpgroups
 // 2 and 3 make the rest, divided by keys (each owns dK and dV of 64 of 128 keys) or, where those would
 // not fit the registers (d > 128), by product: both have the same 64 keys, one owns dV (1-3, 5) and
 // hands P over in shared memory, the other dK (4, 6, 7).
@@ -39,8 +42,9 @@
 //   ds_full[stage]        warps that make dS, 8 or 4  1                 dS is written
 //   ds_empty[stage]       warps of 1, 4               2 and 3           dS is read; in the end K and V too
 //   weights_full, _empty  warps of 2, of 3, 4 each    3, 2              P is handed over; in the end V is read
-//   named 1               1, 128 threads              1                 deterministic sums: its turn
-//   named 2 + wg          2 or 3, 128 threads         itself            V is read before dV replaces it
+//   turn_come[stage]      keepers of turns, 2         1                 in order: this tile's turn has come
+//   turn_over[stage]      warps of 1, 4               keepers of turns  in order: its sums are added
+//   named 1 + wg          2 or 3, 128 threads         itself            V is read before dV replaces it
 //
 // Registers of a thread (512 in four warpgroups): producer 24; dQ 72 (d = 64, 128, 256: 64 columns at
 // a time), 120 (96), 128 (192); products: S or dP block_q / 2, P and its rest 3 block_q / 8, dK and dV
@@ -67,6 +71,10 @@ __device__ __forceinline__ void init_backward_barriers(BackwardSmem<config>& sme
     ptx::mbarrier_init(&smem.ds_full[i], config.ds_writers());
     ptx::mbarrier_init(&smem.ds_empty[i], 4);
   }
+  for (int i = 0; i < turn_stages; ++i) {
+    ptx::mbarrier_init(&smem.turn_come[i], 2);
+    ptx::mbarrier_init(&smem.turn_over[i], 4);
+  }
   ptx::mbarrier_init(&smem.weights_full, 4);
   ptx::mbarrier_init(&smem.weights_empty, 4);
   ptx::fence_mbarrier_init();
@@ -74,18 +82,23 @@ __device__ __forceinline__ void init_backward_barriers(BackwardSmem<config>& sme
 
 constexpr int producer_registers = 24;
 
+// The same for all threads of a warp, and known as such to the compiler.
+__device__ __forceinline__ int warpgroup_index() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
+}
+
 template <BackwardConfig config>
 __device__ __forceinline__ void backward(const BackwardParams& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
-  const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
-  if (threadIdx.x == 0) {
+  const int warpgroup = warpgroup_index();
+  if (threadIdx.x == 0) smem.plan = make_backward_plan<config>(params, blockIdx.x);
+  if (threadIdx.x == 128) {
     ptx::prefetch_tensormap(&params.k_map);
     ptx::prefetch_tensormap(&params.q_map);
     ptx::prefetch_tensormap(&params.v_map);
     ptx::prefetch_tensormap(&params.dout_map);
     init_backward_barriers<config>(smem);
-    smem.plan = make_backward_plan<config>(params, blockIdx.x);
   }
   ptx::allow_next_grid();
   __syncthreads();
@@ -93,15 +106,22 @@ __device__ __forceinline__ void backward(const BackwardParams& params) {
   const BackwardPlan& plan = smem.plan;
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<producer_registers>();
-    if (threadIdx.x < 32 && ptx::elect_one() && plan.steps > 0)
-      BackwardProducer<config>{params, smem, plan}.run();
+    if (plan.steps > 0 && ptx::elect_one()) {
+      const int warp = threadIdx.x / 32;
+      if (warp == 0) BackwardProducer<config>{params, smem, plan}.run();
+      if constexpr (!config.writes_dq) {
+        if (warp == 1 && params.turns != nullptr) TurnKeeper<config>{params, smem, plan}.await();
+        if (warp == 2 && params.turns != nullptr) TurnKeeper<config>{params, smem, plan}.pass();
+      }
+    }
   } else if (warpgroup == 1) {
     ptx::setmaxnreg_dec<config.query_registers>();
     if (plan.steps > 0) QueryWarpgroup<config>{params, smem, plan}.run();
   } else {
     ptx::setmaxnreg_inc<config.product_registers>();
     if constexpr (config.by_keys) {
-      KeysWarpgroup<config>{{params, smem, plan, warpgroup - 2}}.run();
+      // Why asked again: the first answer is kept in a register that is needed elsewhere.
+      KeysWarpgroup<config>{{params, smem, plan, warpgroup_index() - 2}}.run();
     } else if (warpgroup == 2) {
       ValueWarpgroup<config>{{params, smem, plan, 0}}.run();
     } else {

@@ -37,9 +37,12 @@ struct BackwardParams {
   ptx::TensorMap dv_map;    // box 16 rows
   const float* start_s;  // (batch, heads, rows padded to block_q): what S starts from, made of -lse
   const float* start_dp;  // likewise: what dP starts from, -rowsum(dO * O)
-  float* dq_sums;         // null: dQ is not wanted; zeroed (batch, heads, q_tiles, fragment order)
-  int* turns;  // null, or zeroed (batch, heads, q_tiles): dQ is summed in the order of the keys
-  void* dq;    // with writes_dq instead of the two above
+  // Null: dQ is not wanted. Else (batch, heads, q_tiles, fragment order), zeroed unless `turns`.
+  float* dq_sums;
+  // Null, or zeroed (batch, heads, q_tiles): KV tiles add in order, from the last to the first. The
+  // first to come stores its sums, the last writes dq.
+  int* turns;
+  void* dq;                   // with writes_dq or turns
   long long dq_batch_stride;  // in elements
   long long dq_head_stride;
   long long dq_seq_stride;
@@ -54,7 +57,6 @@ struct BackwardParams {
   int q_tiles;
   int kv_tiles;
   int sections;
-  int rows_descend;  // 1: from the last query tile to the first
   int store_dk;
   int store_dv;
   float scale_log2;
@@ -71,8 +73,6 @@ struct BackwardPlan {
   int kv_tile;
   TileRange touched;  // query tiles
   TileRange full;     // Invariant: begin <= end
-  int first_q_tile;   // touched, in the order they are visited
-  int last_q_tile;
   int steps;
 
   TILEWISE_INLINE bool partial(int q_tile) const {
@@ -93,8 +93,10 @@ struct RowBand {
 
 template <BackwardConfig config>
 __device__ __forceinline__ BackwardPlan make_backward_plan(const BackwardParams& params, int work) {
+  // In order, KV tiles start from the last: under a causal mask the first rows of a tile have their
+  // turn at once, and those that wait meet rows which the tile before left a step ago.
   const Schedule schedule{params.heads_kv, params.batch * params.heads_kv, params.kv_tiles,
-                          params.sections, 0};
+                          params.sections, params.turns != nullptr};
   const WorkTile tile = schedule.tile(work);
   BackwardPlan plan;
   plan.batch = tile.batch;
@@ -113,11 +115,11 @@ __device__ __forceinline__ BackwardPlan make_backward_plan(const BackwardParams&
   plan.full.begin = max_int(plan.touched.begin, full_begin);
   plan.full.end = max_int(plan.full.begin, min_int(plan.touched.end, full_end));
   if (first_key + config.block_kv() > params.seq_k) plan.full = {0, 0};
-  plan.first_q_tile = params.rows_descend ? plan.touched.end - 1 : plan.touched.begin;
-  plan.last_q_tile = params.rows_descend ? plan.touched.begin : plan.touched.end - 1;
   plan.steps = plan.touched.count() * params.heads_per_kv;
   return plan;
 }
+
+constexpr int turn_stages = 2;
 
 template <BackwardConfig config>
 struct BackwardSmem {
@@ -136,6 +138,7 @@ struct BackwardSmem {
   ptx::u64 dout_full[config.stages], dout_empty[config.stages];
   ptx::u64 ds_full[config.ds_stages], ds_empty[config.ds_stages];
   ptx::u64 weights_full, weights_empty;
+  ptx::u64 turn_come[turn_stages], turn_over[turn_stages];
   BackwardPlan plan;
 };
 
@@ -145,12 +148,9 @@ struct StepCursor {
   int head = 0;  // of the group
 
   __device__ __forceinline__ explicit StepCursor(const BackwardPlan& plan)
-      : q_tile(plan.first_q_tile) {}
+      : q_tile(plan.touched.begin) {}
   __device__ __forceinline__ void advance(const BackwardPlan& plan) {
-    if (q_tile == plan.last_q_tile)
-      q_tile = plan.first_q_tile, ++head;
-    else
-      q_tile += plan.first_q_tile < plan.last_q_tile ? 1 : -1;
+    if (++q_tile == plan.touched.end) q_tile = plan.touched.begin, ++head;
   }
 };
 

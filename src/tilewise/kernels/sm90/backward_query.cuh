@@ -11,8 +11,7 @@ using ptx::u32;
 using ptx::u64;
 
 struct BackwardBarrierId {
-  static constexpr int query_warpgroup = 1;
-  static constexpr int product_warpgroup = 2;  // + warpgroup
+  static constexpr int product_warpgroup = 1;  // + warpgroup
 };
 
 // Where the query tile of a step lies among all (batch, head, query tile).
@@ -43,41 +42,120 @@ struct BackwardProducer {
   }
 
   // Rows and columns beyond the tensors arrive as zeros.
-  __device__ __forceinline__ void load_keys() {
+  __device__ __forceinline__ void load_k() {
     ptx::mbarrier_arrive_expect_tx(&smem.k_full, sizeof(smem.k));
     load_matrix(smem.k, params.k_map, &smem.k_full, config.head_dim, block_kv,
                 plan.kv_tile * block_kv, plan.head_kv, ptx::CachePolicy::evict_first);
+  }
+  __device__ __forceinline__ void load_v() {
     ptx::mbarrier_arrive_expect_tx(&smem.v_full, sizeof(smem.v));
     load_matrix(smem.v, params.v_map, &smem.v_full, config.head_dim_v, block_kv,
                 plan.kv_tile * block_kv, plan.head_kv, ptx::CachePolicy::evict_first);
   }
 
-  // Q, dO and their row vectors of one step.
-  __device__ __forceinline__ void load_step(int stage, u32 phase, const StepCursor& at) {
-    const int row = at.q_tile * config.block_q;
-    const int head = plan.head_kv * params.heads_per_kv + at.head;
-    const long long vector = query_tile_index(params, plan, at) * config.block_q;
+  // Q or dO of one step; `full` waits for its row vector too.
+  __device__ __forceinline__ void load_q(int stage, const StepCursor& at) {
     u64* full = &smem.q_full[stage];
-    ptx::mbarrier_wait(&smem.q_empty[stage], phase);
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.q[0]) + sizeof(smem.start_s[0]));
-    load_matrix(smem.q[stage], params.q_map, full, config.head_dim, config.block_q, row, head,
+    load_matrix(smem.q[stage], params.q_map, full, config.head_dim, config.block_q,
+                at.q_tile * config.block_q, plan.head_kv * params.heads_per_kv + at.head,
                 ptx::CachePolicy::evict_last);
-    ptx::bulk_load(smem.start_s[stage], params.start_s + vector, sizeof(smem.start_s[0]), full);
-    full = &smem.dout_full[stage];
-    ptx::mbarrier_wait(&smem.dout_empty[stage], phase);
+  }
+  __device__ __forceinline__ void load_dout(int stage, const StepCursor& at) {
+    u64* full = &smem.dout_full[stage];
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.dout[0]) + sizeof(smem.start_dp[0]));
-    load_matrix(smem.dout[stage], params.dout_map, full, config.head_dim_v, config.block_q, row,
-                head, ptx::CachePolicy::evict_last);
-    ptx::bulk_load(smem.start_dp[stage], params.start_dp + vector, sizeof(smem.start_dp[0]), full);
+    load_matrix(smem.dout[stage], params.dout_map, full, config.head_dim_v, config.block_q,
+                at.q_tile * config.block_q, plan.head_kv * params.heads_per_kv + at.head,
+                ptx::CachePolicy::evict_last);
+  }
+  __device__ __forceinline__ void load_start(float* destination, const float* source, u64* full,
+                                             const StepCursor& at) {
+    ptx::bulk_load(destination, source + query_tile_index(params, plan, at) * config.block_q,
+                   sizeof(smem.start_s[0]), full);
   }
 
   __device__ __forceinline__ void run() {
-    load_keys();
-    ptx::wait_for_previous_grid();
     StepCursor cursor(plan);
     RingPosition<config.stages> position(1);
+    // In the order in which the first step needs them; only the row vectors are not there from the
+    // beginning.
+    load_k();
+    load_q(0, cursor);
+    load_v();
+    load_dout(0, cursor);
+    ptx::wait_for_previous_grid();
     for (int step = 0; step < plan.steps; ++step) {
-      load_step(position.stage, position.phase, cursor);
+      const int stage = position.stage;
+      if (step > 0) {
+        ptx::mbarrier_wait(&smem.q_empty[stage], position.phase);
+        load_q(stage, cursor);
+      }
+      load_start(smem.start_s[stage], params.start_s, &smem.q_full[stage], cursor);
+      if (step > 0) {
+        ptx::mbarrier_wait(&smem.dout_empty[stage], position.phase);
+        load_dout(stage, cursor);
+      }
+      load_start(smem.start_dp[stage], params.start_dp, &smem.dout_full[stage], cursor);
+      position.advance();
+      cursor.advance(plan);
+    }
+  }
+};
+
+// How many KV tiles add to the dQ of a query tile before this one and after it, in order.
+struct Turn {
+  int before;
+  int after;
+};
+template <BackwardConfig config>
+__device__ __forceinline__ Turn turn_at(const BackwardParams& params, const BackwardPlan& plan,
+                                        int q_tile) {
+  const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+  const int row = q_tile * config.block_q;
+  const TileRange tiles =
+      touched_tiles(band, row, min_int(row + config.block_q, params.seq_q), config.block_kv());
+  return {tiles.end - 1 - plan.kv_tile, plan.kv_tile - tiles.begin};
+}
+
+// The turns of the KV tiles at the sums of dQ, kept by two threads of their own.
+// Why: a fence or a look at global memory takes a good part of a step.
+template <BackwardConfig config>
+struct TurnKeeper {
+  const BackwardParams& params;
+  BackwardSmem<config>& smem;
+  const BackwardPlan& plan;
+
+  // Looks ahead for turns that have come.
+  // Why this cannot hang: whoever is waited for has a smaller block index, so it runs already.
+  __device__ __forceinline__ void await() {
+    ptx::wait_for_previous_grid();
+    StepCursor cursor(plan);
+    RingPosition<turn_stages> position(1);
+    for (int step = 0; step < plan.steps; ++step) {
+      ptx::mbarrier_wait(&smem.turn_over[position.stage], position.phase);
+      const int before = turn_at<config>(params, plan, cursor.q_tile).before;
+      const int* turn = params.turns + query_tile_index(params, plan, cursor);
+      if (before > 0) {
+        while (ptx::load_acquire(turn) < before) {
+        }
+      }
+      ptx::mbarrier_arrive(&smem.turn_come[position.stage]);
+      position.advance();
+      cursor.advance(plan);
+    }
+  }
+
+  // Passes turns on. A turn comes only if the one `turn_stages` steps ago is passed: so neither
+  // barrier gets ahead of this thread by a whole phase.
+  __device__ __forceinline__ void pass() {
+    for (int i = 0; i < turn_stages; ++i) ptx::mbarrier_arrive(&smem.turn_come[i]);
+    StepCursor cursor(plan);
+    RingPosition<turn_stages> position(0);
+    for (int step = 0; step < plan.steps; ++step) {
+      ptx::mbarrier_wait(&smem.turn_over[position.stage], position.phase);
+      if (turn_at<config>(params, plan, cursor.q_tile).after > 0)
+        ptx::add_release(params.turns + query_tile_index(params, plan, cursor), 1);
+      ptx::mbarrier_arrive(&smem.turn_come[position.stage]);
       position.advance();
       cursor.advance(plan);
     }
@@ -115,6 +193,7 @@ struct QueryWarpgroup {
   const u32 k_descriptor = wgmma::descriptor_low(ptx::smem_address(smem.k), panel_bytes(block_kv));
 
   StepCursor cursor{plan};
+  RingPosition<turn_stages> turn{0};
 
   __device__ __forceinline__ bool wanted() {
     return config.writes_dq ? params.dq != nullptr : params.dq_sums != nullptr;
@@ -124,9 +203,10 @@ struct QueryWarpgroup {
     return query_tile_index(params, plan, cursor);
   }
 
-  // Columns [pass * columns, ...) of the 64 rows `block` of this step's dQ, without the scale.
-  __device__ __forceinline__ void multiply(float (&dq)[columns / 2], int stage, int block,
-                                           int pass) {
+  // Columns [pass * columns, ...) of the 64 rows `block` of this step's dQ, without the scale;
+  // `resumes`: added to what dq holds.
+  __device__ __forceinline__ void multiply(float (&dq)[columns / 2], int stage, int block, int pass,
+                                           bool resumes) {
     const u32 ds_low =
         ds_descriptor + stage * (sizeof(smem.ds[0]) >> 4) + block * (panel_bytes(block_kv) >> 4);
     const u32 k_low = k_descriptor + pass * (columns / 64) * (panel_bytes(block_kv) >> 4);
@@ -136,7 +216,8 @@ struct QueryWarpgroup {
     for (int step = 0; step < block_kv / 16; ++step) {
       constexpr int rows = 2 * swizzle_atom_bytes >> 4;
       Product::multiply(dq, wgmma::descriptor(ds_low + step * rows, swizzle_atom_bytes),
-                        wgmma::descriptor(k_low + step * rows, swizzle_atom_bytes), step != 0);
+                        wgmma::descriptor(k_low + step * rows, swizzle_atom_bytes),
+                        step != 0 || resumes);
     }
     wgmma::commit();
     wgmma::wait<0>();
@@ -144,36 +225,46 @@ struct QueryWarpgroup {
   }
 
   // Four accumulators of a thread lie side by side, the 128 threads of the warpgroup after one
-  // another: every warp adds 512 contiguous bytes at a time.
+  // another: every warp touches 512 contiguous bytes at a time.
+  __device__ __forceinline__ float* sums(int block, int pass) {
+    return params.dq_sums + (tile_index() * config.q_blocks() + block) * (64 * config.head_dim) +
+           pass * (64 * columns) + thread * 4;
+  }
+  __device__ __forceinline__ void load(float (&dq)[columns / 2], int block, int pass) {
+    const float* place = sums(block, pass);
+#pragma unroll
+    for (int i = 0; i < columns / 8; ++i) {
+      const float4 quad = ptx::load_global(place + i * 512);
+      dq[4 * i] = quad.x, dq[4 * i + 1] = quad.y, dq[4 * i + 2] = quad.z, dq[4 * i + 3] = quad.w;
+    }
+  }
+  __device__ __forceinline__ void store(const float (&dq)[columns / 2], int block, int pass) {
+    float* place = sums(block, pass);
+#pragma unroll
+    for (int i = 0; i < columns / 8; ++i) {
+      const u32 quad[4] = {__float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]),
+                           __float_as_uint(dq[4 * i + 2]), __float_as_uint(dq[4 * i + 3])};
+      ptx::store_global(place + i * 512, quad);
+    }
+  }
   __device__ __forceinline__ void add(const float (&dq)[columns / 2], int block, int pass) {
-    float* place = params.dq_sums +
-                   (tile_index() * config.q_blocks() + block) * (64 * config.head_dim) +
-                   pass * (64 * columns) + thread * 4;
+    float* place = sums(block, pass);
 #pragma unroll
     for (int i = 0; i < columns / 8; ++i)
       ptx::add_to_global(place + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
   }
 
-  // Deterministic sums: a KV tile adds after the one before it has.
-  // Why this cannot hang: whoever is waited for has a smaller block index, so it runs already.
   __device__ __forceinline__ void await_turn() {
-    if (thread == 0) {
-      const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
-      const int first_tile = band.first_key(cursor.q_tile * config.block_q) / block_kv;
-      const int* turn = params.turns + tile_index();
-      while (ptx::load_acquire(turn) < plan.kv_tile - first_tile) {
-      }
-    }
-    ptx::barrier_sync<128>(BackwardBarrierId::query_warpgroup);
+    ptx::mbarrier_wait(&smem.turn_come[turn.stage], turn.phase);
   }
-  __device__ __forceinline__ void pass_turn() {
-    __threadfence();
-    ptx::barrier_sync<128>(BackwardBarrierId::query_warpgroup);
-    if (thread == 0) ptx::add_release(params.turns + tile_index(), 1);
+  __device__ __forceinline__ void end_turn() {
+    __syncwarp();
+    if (thread % 32 == 0) ptx::mbarrier_arrive(&smem.turn_over[turn.stage]);
+    turn.advance();
   }
 
-  // The only KV tile writes dQ itself. The four lanes that share a row trade column pairs for whole
-  // chunks of eight columns.
+  // The only KV tile, or the last in order, writes dQ. The four lanes that share a row trade column
+  // pairs for whole chunks of eight columns.
   __device__ __forceinline__ void write(const float (&dq)[columns / 2], int block, int pass) {
     const int row =
         cursor.q_tile * config.block_q + block * 64 + thread / 32 * 16 + thread % 32 / 4;
@@ -202,32 +293,34 @@ struct QueryWarpgroup {
     const bool in_order = !config.writes_dq && params.turns != nullptr;
     ptx::wait_for_previous_grid();
     RingPosition<config.ds_stages> position(0);
-    for (int step = 0; step < plan.steps; ++step, position.advance()) {
-      ptx::mbarrier_wait(&smem.ds_full[position.stage], position.phase);
+    for (int step = 0; step < plan.steps; ++step, position.advance(), cursor.advance(plan)) {
+      bool first = config.writes_dq, last = config.writes_dq;  // to add to this dQ
+      if (in_order) {
+        const Turn order = turn_at<config>(params, plan, cursor.q_tile);
+        first = order.before == 0, last = order.after == 0;
+        if (last) await_turn();
+      }
+      const bool resumes = last && !first;
 #pragma unroll
       for (int part = 0; part < parts; ++part) {
+        const int block = part / passes, pass = part % passes;
         float dq[columns / 2];
-        if (wanted()) multiply(dq, position.stage, part / passes, part % passes);
+        if (resumes) load(dq, block, pass);
+        if (part == 0) ptx::mbarrier_wait(&smem.ds_full[position.stage], position.phase);
+        if (wanted()) multiply(dq, position.stage, block, pass, resumes);
         if (part == parts - 1 && thread % 32 == 0)
           ptx::mbarrier_arrive(&smem.ds_empty[position.stage]);
         if (!wanted()) continue;
-        if (part == 0 && in_order) {
-          // Why the turn of the step before is passed only here: its sums have arrived meanwhile,
-          // so the fence does not wait.
-          if (step > 0) {
-            pass_turn();
-            cursor.advance(plan);
-          }
-          await_turn();
-        }
-        if constexpr (config.writes_dq)
-          write(dq, part / passes, part % passes);
+        if (part == 0 && in_order && !last) await_turn();
+        if (last)
+          write(dq, block, pass);
+        else if (first)
+          store(dq, block, pass);
         else
-          add(dq, part / passes, part % passes);
+          add(dq, block, pass);
       }
-      if (!in_order) cursor.advance(plan);
+      if (in_order) end_turn();
     }
-    if (in_order && wanted()) pass_turn();
   }
 };
 

@@ -23,6 +23,7 @@ struct Config {
   bool softcap;
   bool pingpong;    // consumer warpgroups take turns to issue their products
   int ctas_per_sm;  // CTAs that share a multiprocessor
+  bool split;       // work is a part of the keys of a query tile; combine.cuh puts parts together
 
   TILEWISE_INLINE int block_q() const { return consumers * 64; }
   TILEWISE_INLINE int threads() const { return (consumers + 1) * 128; }
@@ -53,7 +54,9 @@ struct Params {
   long long v_batch_stride;
   long long v_head_stride;
   long long v_seq_stride;
-  float* lse;         // null, or (batch, heads, seq_q) for the natural logarithm of the row sums
+  float* lse;  // null, or (batch, heads, seq_q) for the natural logarithm of the row sums
+  // Split: (splits, batch, heads, seq_q, head_dim_v), and lse is (splits, batch, heads, seq_q).
+  float* partial_out;
   int* work_counter;  // null: static order; else a zeroed counter, zero again at the end
   int batch;
   int heads;
@@ -66,6 +69,7 @@ struct Params {
   int q_tiles;
   int sections;
   int longest_first;
+  int splits;
   float scale_log2;
   float softcap_in;
 };
@@ -76,6 +80,7 @@ struct TilePlan {
   static constexpr int no_more_work = -1;  // in row_begin
 
   WorkTile tile;
+  int split;
   int row_begin;
   TileRange touched;
   TileRange full;

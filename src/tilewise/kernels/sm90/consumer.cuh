@@ -29,6 +29,7 @@ template <Config config>
 struct Consumer {
   static constexpr int block_kv = config.block_kv;
   static constexpr int panels = panel_count(config.head_dim_v), staged = config.staged_panels();
+  static constexpr bool in_two_parts = staged < panels && !config.split;
   // Q is given back with the last scores; a window's last tiles have a loop of their own, and it
   // waits for that.
   static constexpr bool early_release = config.mask != mask_window;
@@ -343,11 +344,15 @@ struct Consumer {
     }
   }
 
+  // Among the rows of all heads, batches and splits.
+  __device__ __forceinline__ long long first_row_of_head(const TilePlan& plan) {
+    const long long batch = plan.tile.batch + (config.split ? plan.split * params.batch : 0);
+    return (batch * params.heads + plan.tile.head) * params.seq_q;
+  }
+
   __device__ __forceinline__ void store_lse(const Part& part, const Softmax& softmax) {
-    const WorkTile tile = part.plan->tile;
     constexpr float ln2 = 0.693147180559945309f;
-    float* lse =
-        params.lse + (static_cast<long long>(tile.batch) * params.heads + tile.head) * params.seq_q;
+    float* lse = params.lse + first_row_of_head(*part.plan);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = part.row_begin + warp * 16 + lane / 4 + 8 * r;
@@ -387,10 +392,26 @@ struct Consumer {
     arrive(&smem.out_full[warpgroup]);
   }
 
+  __device__ __forceinline__ void store_partial(const Part& part) {
+    float* out = params.partial_out + first_row_of_head(*part.plan) * params.head_dim_v;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = part.row_begin + warp * 16 + lane / 4 + 8 * r;
+      if (row >= params.seq_q) continue;
+#pragma unroll
+      for (int j = 0; j < config.head_dim_v / 8; ++j) {
+        const int column = 8 * j + 2 * (lane % 4);
+        if (column < params.head_dim_v)
+          *reinterpret_cast<float2*>(out + row * params.head_dim_v + column) =
+              float2{o[4 * j + 2 * r], o[4 * j + 2 * r + 1]};
+      }
+    }
+  }
+
   // Panels for which there was no room. Why only now, after the next tile's first scores: by then
   // the storer has emptied the room, and O is not needed before.
   __device__ __forceinline__ void stage_rest() {
-    if constexpr (staged < panels) {
+    if constexpr (in_two_parts) {
       if (out_rest) stage_out<staged>(o);
       out_rest = false;
     }
@@ -410,9 +431,12 @@ struct Consumer {
       if (__builtin_expect(smem.met_nonfinite[work_position.stage] != 0, 0))
         restore_nonfinite(part);
     }
-    stage_out<0>(o);
-    out_rest = staged < panels;
-    if constexpr (staged == panels) clear_out();
+    if constexpr (config.split)
+      store_partial(part);
+    else
+      stage_out<0>(o);
+    out_rest = in_two_parts;
+    if constexpr (!in_two_parts) clear_out();
   }
 
   // Rows that see no key, or no rows at all. Why not through O: accumulators that are written on
@@ -427,8 +451,9 @@ struct Consumer {
     Softmax none;
     none.reset();
     if (params.lse != nullptr) store_lse(part, none);
+    if constexpr (config.split) return;  // a weight of 0: nobody reads the rest
     stage_out<0>(nothing);
-    if constexpr (staged < panels) stage_out<staged>(nothing);
+    if constexpr (in_two_parts) stage_out<staged>(nothing);
   }
 
   // What this warpgroup does of the work at `position`.
@@ -451,7 +476,7 @@ struct Consumer {
       } else {
         begin(part);
         stage_rest();
-        if constexpr (staged < panels) clear_out();
+        if constexpr (in_two_parts) clear_out();
         attend(part);
         finish(part);
       }

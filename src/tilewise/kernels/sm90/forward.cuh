@@ -18,12 +18,14 @@
 //   7. l = alpha l + rowsum P
 //   8. O = alpha O + round16(P) V_n     wgmma, P in registers
 //   9. out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
+// Few queries with many keys (`split`): a CTA takes a part of the keys, its out and lse are partial,
+// in float32, and combine.cuh makes the whole of them.
 // Overlap: step 1 of the next tile is issued before step 8 of this one, and steps 2-6 run under
 // both; with pingpong they run under the other warpgroups' products too.
 //
 // Roles. Warpgroup 0: warp 0, one thread, is the producer and issues all loads; warp 1, one thread,
 // is the scheduler, which takes work and plans it; warp 2, one thread, is the storer, which sends
-// finished rows to global memory; warp 3 (masked kernels) is the scanner, which replaces inf and NaN
+// finished rows to global memory (split: consumers do, in float32); warp 3 (masked kernels) is the scanner, which replaces inf and NaN
 // by 0 in partial V tiles, since 0 * inf is NaN (rows that do see such a value get it in the
 // epilogue). Warpgroups 1..consumers: everything else.
 //
@@ -58,7 +60,7 @@ namespace tilewise::sm90 {
 template <Config config>
 __device__ __forceinline__ void init_barriers(Smem<config>& smem) {
   constexpr u32 consumer_warps = config.consumers * 4;
-  constexpr u32 scanners = config.masked() ? 1 : 0;
+  constexpr u32 scanners = config.masked() ? 1 : 0, storers = config.split ? 0 : 1;
   for (int i = 0; i < config.consumers; ++i) {
     ptx::mbarrier_init(&smem.q_full[i], 1);
     ptx::mbarrier_init(&smem.q_empty[i], 4);
@@ -76,7 +78,7 @@ __device__ __forceinline__ void init_barriers(Smem<config>& smem) {
   }
   for (int i = 0; i < work_slots; ++i) {
     ptx::mbarrier_init(&smem.work_full[i], 1);
-    ptx::mbarrier_init(&smem.work_empty[i], 2 + consumer_warps + scanners);
+    ptx::mbarrier_init(&smem.work_empty[i], 1 + storers + consumer_warps + scanners);
   }
   ptx::fence_mbarrier_init();
 }
@@ -105,9 +107,9 @@ __device__ __forceinline__ void forward(const Params& params) {
       if (ptx::elect_one()) Producer<config>{params, smem}.run();
     } else if (warp == 1) {
       if (ptx::elect_one()) schedule_work<config>(params, smem);
-    } else if (warp == 2) {
+    } else if (warp == 2 && !config.split) {
       if (ptx::elect_one()) store_outs<config>(params, smem);
-    } else if constexpr (config.masked()) {
+    } else if (warp == 3 && config.masked()) {
       scan_values<config>(params, smem);
     }
   } else {

@@ -24,11 +24,13 @@ template <Config config>
 __device__ __forceinline__ TilePlan make_plan(const Params& params, int work) {
   TilePlan plan;
   const Band band = band_of(params);
-  plan.tile = schedule_of(params).tile(work);
+  plan.split = config.split ? work % params.splits : 0;
+  plan.tile = schedule_of(params).tile(config.split ? work / params.splits : work);
   plan.row_begin = plan.tile.q_tile * config.block_q();
   const int row_end = min_int(plan.row_begin + config.block_q(), params.seq_q);
   plan.touched = touched_tiles(band, plan.row_begin, row_end, config.block_kv);
   plan.full = full_tiles(band, plan.row_begin, row_end, config.block_kv, plan.touched);
+  if constexpr (config.split) plan.touched = part_of(plan.touched, plan.split, params.splits);
   return plan;
 }
 
@@ -38,7 +40,10 @@ __device__ __forceinline__ TileRange own_tiles(const Params& params, const TileP
                                                int warpgroup) {
   const int row = plan.row_begin + warpgroup * 64;
   if (plan.row_begin == TilePlan::no_more_work || row >= params.seq_q) return {0, 0};
-  return touched_tiles(band_of(params), row, min_int(row + 64, params.seq_q), config.block_kv);
+  const TileRange seen =
+      touched_tiles(band_of(params), row, min_int(row + 64, params.seq_q), config.block_kv);
+  if constexpr (!config.split) return seen;
+  return {max_int(seen.begin, plan.touched.begin), min_int(seen.end, plan.touched.end)};
 }
 
 // --- producer ---
@@ -129,7 +134,7 @@ __device__ __forceinline__ int take_work(const Params& params, int work_count) {
 // others idle at the end.
 template <Config config>
 __device__ __forceinline__ void schedule_work(const Params& params, Smem<config>& smem) {
-  const int work_count = schedule_of(params).work_count();
+  const int work_count = schedule_of(params).work_count() * (config.split ? params.splits : 1);
   RingPosition<work_slots> slot(1);
   for (int work = blockIdx.x, previous = -1;; slot.advance()) {
     ptx::mbarrier_wait(&smem.work_empty[slot.stage], slot.phase);

@@ -271,6 +271,16 @@ __device__ __forceinline__ void add_to_global(float* address, float a, float b, 
                : "memory");
 }
 
+// What other blocks have written, not what this multiprocessor remembers. 16-byte aligned.
+__device__ __forceinline__ float4 load_global(const float* address) {  // ISA: ld
+  float4 x;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(address)
+               : "memory");
+  return x;
+}
+
 // Invariant: the address is a multiple of 16.
 __device__ __forceinline__ void store_global(void* address, const u32 (&x)[4]) {  // ISA: st
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x[0]), "r"(x[1]),
