@@ -32,7 +32,9 @@ struct ProductWarpgroup {
   Position position{0};  // of this step in the Q and dO rings
   RingPosition<config.ds_stages> ds_position{1};
 
+  // After the whole warp has read or written what the barrier protects.
   __device__ __forceinline__ void arrive(u64* barrier) {
+    __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
   __device__ __forceinline__ void wait_q(const Position& at) {
@@ -159,7 +161,6 @@ struct ProductWarpgroup {
   // Why apart: the fence waits for the stores, which can go on under the product issued meanwhile.
   __device__ __forceinline__ void publish_ds() {
     ptx::fence_proxy_async();
-    __syncwarp();
     arrive(&smem.ds_full[ds_position.stage]);
     ds_position.advance();
   }
@@ -362,7 +363,6 @@ struct ValueWarpgroup : ProductWarpgroup<config> {
       }
       room[i / 4 * 128] = x;
     }
-    __syncwarp();
     this->arrive(&smem.weights_full);
   }
 
@@ -434,7 +434,6 @@ struct KeyWarpgroup : ProductWarpgroup<config> {
       ds[i / 8][i / 2 % 4] = ptx::pack<config.bf16>(p.x * dp[i], p.y * dp[i + 1]);
       ds[i / 8][i / 2 % 4 + 1] = ptx::pack<config.bf16>(p.z * dp[i + 2], p.w * dp[i + 3]);
     }
-    __syncwarp();
     this->arrive(&smem.weights_empty);
   }
 

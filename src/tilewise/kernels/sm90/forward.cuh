@@ -12,9 +12,9 @@
 //   4. the first tile, the one after a partial first tile, and partial tiles:
 //      m' = max(m, c * rowmax S), alpha = 2^(m - m'), m = m'; other tiles: m stays, alpha = 1
 //   5. P = 2^(c S - m)
-//   6. other tiles: where a thread's share of rowsum P exceeds 3 times its mean over the tiles before
-//      (or 2^15), its warp takes the true maximum now: alpha and m as in 4, P *= alpha (P from S
-//      itself, computed again, where it overflowed)
+//   6. other tiles: where a thread's share of rowsum P exceeds h times its mean over the tiles before
+//      (h = 3.5 for 128 keys, 5 for 64; or 2^15), its warp takes the true maximum now: alpha and m as in
+//      4, P *= alpha (P from S itself, computed again, where it overflowed)
 //   7. l = alpha l + rowsum P
 //   8. O = alpha O + round16(P) V_n     wgmma, P in registers
 //   9. out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
