@@ -21,7 +21,7 @@ import torch
 
 from ..errors import Reason
 from ..jit import (
-    Arguments,
+    ArgumentsPerThread,
     Launch,
     TensorMap,
     Unit,
@@ -29,7 +29,7 @@ from ..jit import (
     function_for,
     layout_asserts,
     params_struct,
-    tiled_map,
+    rows_map,
     tuned,
 )
 from ..jit import launch as driver
@@ -37,9 +37,9 @@ from ..masks import Causal, Full, Window
 from ..problem import Strides, dtype_name
 from ..target import Target
 from . import empty_out, sm90_backward
+from .hopper import head_dim_class, matrix_bytes
 
 if TYPE_CHECKING:
-    from ..jit import TiledMap
     from ..problem import Problem
     from . import Grads, Wants
 
@@ -47,8 +47,6 @@ ARCH = "sm_90a"
 LOG2_E = math.log2(math.e)
 MOST_ROWS = 1 << 28  # of a sequence: row + band limits stay within 32 bits
 HEAD_DIM_LIMIT = 256
-# (q and k, v and out): a head runs in the first class that holds it, zero-filled by the copy engine.
-HEAD_DIM_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 MASK_KINDS = ("full", "causal", "window")  # as enum MaskKind counts them
 _DTYPES = (torch.bfloat16, torch.float16)
 _COUNTERS = 1 << 14
@@ -103,10 +101,10 @@ class Config:
     def smem_bytes(self) -> int:
         """`sizeof(Smem<config>)`; the generated source asserts it."""
         panels = -(-self.head_dim_v // 64)
-        q = self.consumers * _matrix_bytes(64, self.head_dim)
-        out = self.consumers * (panels if self.head_dim <= 128 else (panels + 1) // 2) * _matrix_bytes(64, 64)
-        k = self.k_stages * _matrix_bytes(self.block_kv, self.head_dim)
-        v = self.v_stages * _matrix_bytes(self.block_kv, self.head_dim_v)
+        q = self.consumers * matrix_bytes(64, self.head_dim)
+        out = self.consumers * (panels if self.head_dim <= 128 else (panels + 1) // 2) * matrix_bytes(64, 64)
+        k = self.k_stages * matrix_bytes(self.block_kv, self.head_dim)
+        v = self.v_stages * matrix_bytes(self.block_kv, self.head_dim_v)
         barriers = 8 * (4 * self.consumers + 2 * self.k_stages + 3 * self.v_stages + 2 * 2)
         plans = 2 * (9 + 2 * self.consumers + 1) * 4
         return -(-(q + k + v + out + barriers + plans) // 1024) * 1024
@@ -197,7 +195,7 @@ def notices(problem: Problem, target: Target) -> list[str]:
         return []
     entry = _tuned(problem, target)
     said = [] if entry is None else [tuned.cite(entry)]
-    head_dim, head_dim_v = _head_dim_class(problem.head_dim, problem.head_dim_v)
+    head_dim, head_dim_v = head_dim_class(problem.head_dim, problem.head_dim_v)
     if (head_dim, head_dim_v) == (problem.head_dim, problem.head_dim_v):
         return said
     dims = f"{problem.head_dim}/{problem.head_dim_v}"
@@ -221,7 +219,7 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
         return []
     kind = _mask_kind(problem)
-    classes = _head_dim_class(problem.head_dim, problem.head_dim_v)
+    classes = head_dim_class(problem.head_dim, problem.head_dim_v)
     softcap = problem.softcap > 0
     folded = _folded(problem)
     rows = _table()[classes, MASK_KINDS[kind], softcap]
@@ -246,7 +244,7 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
     """
     if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
         return []
-    kind, classes = _mask_kind(problem), _head_dim_class(problem.head_dim, problem.head_dim_v)
+    kind, classes = _mask_kind(problem), head_dim_class(problem.head_dim, problem.head_dim_v)
     smem_per_block = target.smem_per_block or 227 * 1024
     found = []
     for consumers, block_kv, (k_stages, v_stages) in product((1, 2, 3, 4), _BLOCKS_KV, _STAGES):
@@ -264,7 +262,7 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
 
 def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
     """What a measured config depends on: the kind of kernel, and the sizes that decide how it fills the GPU."""
-    dims = _head_dim_class(problem.head_dim, problem.head_dim_v)
+    dims = head_dim_class(problem.head_dim, problem.head_dim_v)
     kind = {"head_dims": list(dims), "mask": MASK_KINDS[_mask_kind(problem)], "softcap": problem.softcap > 0}
     pairs = problem.batch * problem.heads_q
     sizes = {"seq_q": problem.seq_q, "seq_kv": problem.seq_kv, "batch x heads": pairs}
@@ -464,7 +462,7 @@ class _Launch:
     Tensors are only asked for their addresses: q and out may have been folded when this was made.
     """
 
-    __slots__ = ("_arguments", "_device", "_dynamic", "_fixed", "_k", "_launch", "_out", "_q", "_v")
+    __slots__ = ("_arguments", "_device", "_dynamic", "_k", "_launch", "_out", "_q", "_v")
 
     def __init__(
         self,
@@ -476,8 +474,8 @@ class _Launch:
         config: Config,
         target: Target,
     ) -> None:
-        self._q, self._k, self._v = _map(q, 64), _map(k, config.block_kv), _map(v, config.block_kv)
-        self._out = _map(out, 64)
+        self._q, self._k, self._v = rows_map(q, 64), rows_map(k, config.block_kv), rows_map(v, config.block_kv)
+        self._out = rows_map(out, 64)
         work = _work(problem, config) * _splits(problem, config, target)
         ctas = min(work, target.sms * config.ctas_per_sm)
         self._device = q.device.index
@@ -489,13 +487,12 @@ class _Launch:
             overlap_previous=True,
         )
         self._dynamic = _is_dynamic(problem, work, ctas)
-        self._fixed = _fixed_params(problem, config, target, v)
-        self._arguments: dict[int, Arguments] = {}
+        self._arguments = ArgumentsPerThread(_Params, _fixed_params(problem, config, target, v))
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
-        arguments = self._arguments.get(threading.get_ident()) or self._new_arguments()
+        arguments = self._arguments.mine()
         params = arguments.params
         self._fill(params, q, k, v)
         params.out_map = self._out.at(out.data_ptr())
@@ -512,15 +509,11 @@ class _Launch:
         params.v_map = self._v.at(value)
         params.v = value
 
-    def _new_arguments(self) -> Arguments:
-        arguments = self._arguments[threading.get_ident()] = _filled(_Params, self._fixed)
-        return arguments
-
 
 class _SplitLaunch(_Launch):
     """Two kernels: parts of the keys into float32 scratch, then the whole of them."""
 
-    __slots__ = ("_combine", "_combine_arguments", "_combine_fixed", "_floats")
+    __slots__ = ("_combine", "_combine_arguments", "_floats")
 
     def __init__(
         self,
@@ -543,7 +536,7 @@ class _SplitLaunch(_Launch):
             0,
             overlap_previous=True,
         )
-        self._combine_fixed = {
+        fixed = {
             "batch_stride": out.stride(0),
             "head_stride": out.stride(1),
             "seq_stride": out.stride(2),
@@ -553,12 +546,12 @@ class _SplitLaunch(_Launch):
             "head_dim_v": problem.head_dim_v,
             "splits": splits,
         }
-        self._combine_arguments: dict[int, Arguments] = {}
+        self._combine_arguments = ArgumentsPerThread(_CombineParams, fixed)
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
-        arguments = self._arguments.get(threading.get_ident()) or self._new_arguments()
+        arguments = self._arguments.mine()
         outs, lses = self._floats
         scratch = q.new_empty(outs + lses, dtype=torch.float32)
         partial_out = scratch.data_ptr()
@@ -568,22 +561,11 @@ class _SplitLaunch(_Launch):
         params.partial_out, params.lse = partial_out, partial_lse
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         self._launch(stream, arguments)
-        arguments = self._combine_arguments.get(threading.get_ident()) or self._new_combine_arguments()
+        arguments = self._combine_arguments.mine()
         params = arguments.params
         params.partial_out, params.partial_lse = partial_out, partial_lse
         params.out, params.lse = out.data_ptr(), None if lse is None else lse.data_ptr()
         self._combine(stream, arguments)
-
-    def _new_combine_arguments(self) -> Arguments:
-        made = self._combine_arguments[threading.get_ident()] = _filled(_CombineParams, self._combine_fixed)
-        return made
-
-
-def _filled(struct: type[ctypes.Structure], fixed: dict[str, Any]) -> Arguments:
-    arguments = Arguments(struct)
-    for name, value in fixed.items():
-        setattr(arguments.params, name, value)
-    return arguments
 
 
 class _WorkCounters:
@@ -709,29 +691,10 @@ def _is_dynamic(problem: Problem, work: int, ctas: int) -> bool:
     return problem.mask != Full() and work > ctas
 
 
-def _map(tensor: torch.Tensor, rows: int) -> TiledMap:
-    """Boxes of `rows` x 64 columns of a (batch, heads, seq, dim) tensor. Dimensions of size 1 get a legal stride."""
-    batch, heads, seq, dim = tensor.shape
-    strides = [
-        stride * 2 if size > 1 else 16 * -(-dim // 8)
-        for size, stride in ((seq, tensor.stride(2)), (heads, tensor.stride(1)), (batch, tensor.stride(0)))
-    ]
-    return tiled_map(tensor.dtype, (dim, seq, heads, batch), tuple(strides), (64, rows, 1, 1))
-
-
-def _matrix_bytes(rows: int, columns: int) -> int:
-    """Panels of 64 columns, 128 bytes a row."""
-    return -(-columns // 64) * rows * 128
-
-
 def _mask_kind(problem: Problem) -> int:
     if isinstance(problem.mask, Full):
         return 0
     return 1 if isinstance(problem.mask, Causal) else 2
-
-
-def _head_dim_class(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    return next(pair for pair in HEAD_DIM_CLASSES if head_dim <= pair[0] and head_dim_v <= pair[1])
 
 
 def _config(row: dict[str, Any], classes: tuple[int, int], bf16: bool, kind: int, softcap: bool) -> Config:
