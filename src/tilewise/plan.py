@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .backends import reference, sm90, tiled, torch_sdpa
+from .backends import reference, sm80, sm90, tiled, torch_sdpa
 from .errors import InvalidInput, Reason, UnsupportedProblem
 from .masks import Causal, Dense, Full
 from .problem import dtype_name
@@ -26,6 +26,7 @@ AUTO = "auto"
 
 BACKENDS: dict[str, Backend] = {
     "sm90": sm90,
+    "sm80": sm80,
     **{candidate.name: candidate for candidate in torch_sdpa.CANDIDATES},
     "tiled": tiled,
     "reference": reference,
@@ -107,6 +108,7 @@ RULES: tuple[Rule, ...] = (
     Rule("torch-flash", "PyTorch's fused CPU kernel: no score ever reaches memory",
          lambda problem, target: target.is_cpu),
     Rule("torch-flash", "PyTorch's FlashAttention-2 kernel: fused, O(N) memory"),
+    Rule("sm80", "our FlashAttention-2 kernel: takes the windows, alignments and softcaps that PyTorch's does not"),
     Rule("torch-cudnn", "fused, and takes masks that flash does not"),
     Rule("torch-efficient", "fused, and takes float32, dense masks and any head_dim"),
     Rule("tiled", "no fused kernel takes this problem; tiles in torch operations keep memory O(N)",
