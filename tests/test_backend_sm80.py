@@ -96,6 +96,7 @@ def test_kernels_are_built_for_the_gpu_they_run_on():
         ({"dropout": 0.1}, "dropout 0.1"),
         ({"scale": -1.0}, "negative"),
         ({"strides": Strides.UNALIGNED}, "unaligned"),
+        ({"batch": 1 << 30}, "the most of a grid"),
         ({"transformed": True}, "functorch"),
     ],
 )

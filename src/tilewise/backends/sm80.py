@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 LOG2_E = math.log2(math.e)
 LEAST_CAPABILITY = (8, 0)
 MOST_ROWS = 1 << 28  # of a sequence: row + band limits stay within 32 bits
-MOST_TILES = (1 << 31) - 1  # of a grid
+LEAST_TILE, MOST_TILES = 32, (1 << 31) - 1  # rows of any kernel's tile; CTAs of a grid
 HEAD_DIM_LIMIT = 256
 # (q and k, v and out): a head runs in the first class that holds it, zero-filled by the copies.
 HEAD_DIM_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -161,8 +161,14 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
         f"sequence of {max(problem.seq_q, problem.seq_kv)} is over {MOST_ROWS}",
         "split the sequence",
     )
-    tiles = problem.batch * problem.heads_q * -(-problem.seq_q // 64)
-    refuse(tiles > MOST_TILES, f"{tiles} tiles of 64 queries are over {MOST_TILES}, the most of a grid", "split q")
+    tiles = problem.batch * max(
+        problem.heads_q * -(-problem.seq_q // LEAST_TILE), problem.heads_kv * -(-problem.seq_kv // LEAST_TILE)
+    )
+    refuse(
+        tiles > MOST_TILES,
+        f"{tiles} tiles of {LEAST_TILE} rows are over {MOST_TILES}, the most of a grid",
+        "split the batch",
+    )
     refuse(
         problem.needs_grad and not sm80_backward.CHECKED,
         "a gradient is wanted, and our backward kernel has not passed its checks on a GPU yet",
@@ -291,7 +297,9 @@ def compiled_targets() -> list[Target]:
 
 
 @functools.cache
-def unit(config: Config, arch: str) -> Unit:
+def unit(config: Config, arch: str = "") -> Unit:
+    """The kernel for an architecture, by default that of the current GPU."""
+    arch = arch or Target.of("cuda").arch
     source = f"""#include "sm80/forward.cuh"
 {layout_asserts(_Params, "tilewise::sm80::Params")}
 constexpr tilewise::sm80::Config config = {cpp_literal(config)};

@@ -168,14 +168,16 @@ struct Forward {
   // with it: then nothing was added up.
   __device__ __forceinline__ bool weigh_lazily() {
     float block[row_tiles][2];
-    bool good = true, recoverable = true;
+    bool good = true;
+    // Why & and not &&: nothing is saved by a branch here.
 #pragma unroll
-    for (int t = 0; t < row_tiles; ++t) {
-      good = softmax[t].lazy_block(s[t], params.scale_log2, block[t]) && good;
-      recoverable =
-          block[t][0] < recoverable_bound && block[t][1] < recoverable_bound && recoverable;
-    }
+    for (int t = 0; t < row_tiles; ++t)
+      good &= softmax[t].lazy_block(s[t], params.scale_log2, block[t]);
     if (__builtin_expect(__any_sync(0xffffffffu, !good), 0)) {
+      bool recoverable = true;
+#pragma unroll
+      for (int t = 0; t < row_tiles; ++t)
+        recoverable &= block[t][0] < recoverable_bound & block[t][1] < recoverable_bound;
       if (__any_sync(0xffffffffu, !recoverable)) return false;
 #pragma unroll
       for (int t = 0; t < row_tiles; ++t) {
@@ -192,11 +194,12 @@ struct Forward {
   // Steps 3 to 7 with the true maximum.
   __device__ __forceinline__ void weigh_exactly(int kv_tile, bool partial) {
     if (partial) hide(kv_tile);
+    const bool first = softmax[0].blocks == 0.0f;  // there is no O to rescale yet
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
       float alpha[2];
       softmax[t].exact_block(s[t], params.scale_log2, alpha);
-      rescale(t, alpha);
+      if (!first) rescale(t, alpha);
     }
   }
 
