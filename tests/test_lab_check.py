@@ -167,7 +167,10 @@ def test_a_nan_outside_the_sample_is_wrong(tmp_path: Path, monkeypatch: pytest.M
         return out  # type: ignore[no-any-return]
 
     worker._forward = spoiled
-    told = worker.results(str(tmp_path / "results.pt"))
+    try:
+        told = worker.results(str(tmp_path / "results.pt"))
+    finally:
+        worker.forget()  # leaves its contexts, one of which switches gradients off
     assert told == {"changed": [], "strange": {"out": [1, 1, 9, 2]}}
     kept = torch.load(tmp_path / "results.pt")
     assert kept["out"].shape == (1, 1, 2, 4)
