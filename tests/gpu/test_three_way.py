@@ -1,14 +1,17 @@
 """Kernels written apart from each other, against float64 and one another on a GPU: sm80, sm90, triton, reference.
 
 Random shapes, masks and layouts: a mistake that two of them share would have to be made twice. What one refuses, the
-others are compared on without it.
+others are compared on without it. Run as a program it compiles a share of the Triton kernels: a test's processes do so
+side by side, into Triton's cache on disk, before the first test needs one.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+import os
 import random
+import subprocess
 import sys
 from itertools import combinations
 from pathlib import Path
@@ -45,12 +48,26 @@ needs_triton = pytest.mark.skipif(
 @pytest.fixture(scope="module", autouse=True)
 def _trusted() -> Iterator[None]:
     """Kernels that no plan uses before they have passed on a GPU are compared here all the same."""
+    if torch.cuda.is_available() and Target.of("cuda").has_triton:
+        compile_side_by_side(min(8, os.cpu_count() or 1))
     with pytest.MonkeyPatch.context() as patch:
         for name in {"sm80", "sm90"} & set(NAMES):
             module = importlib.import_module(f"tilewise.backends.{name}_backward")
             if hasattr(module, "CHECKED"):
                 patch.setattr(module, "CHECKED", True)
         yield
+
+
+def compile_side_by_side(count: int) -> None:
+    command = [sys.executable, str(Path(__file__).resolve())]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    running = [
+        subprocess.Popen([*command, str(number), str(count)], env=environment, stderr=subprocess.PIPE, text=True)
+        for number in range(count)
+    ]
+    for process in running:
+        _, said = process.communicate()
+        assert process.returncode == 0, said[-2000:]
 
 
 def willing(problem: Problem) -> list[str]:
@@ -107,33 +124,30 @@ def problem_of(
 
 
 MASKS = [Full(), Causal(), Causal("bottom-right"), Window(100, 30), Window(0, 0, "bottom-right"), Window(300, None)]
+DTYPES = [BF16, FP16, FP32]
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (72, 40), (8, 8)]
+SEEDS = range(32)
 
 
-@needs_triton
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_every_mask_and_precision(dtype: torch.dtype, mask: Any) -> None:
-    assert "triton" in compare(problem_of((4, 2), (300, 411), (64, 64), dtype=dtype, mask=mask))
-    compare(problem_of((2, 2), (333, 129), (128, 128), dtype=dtype, mask=mask, softcap=15.0, layout="bshd"))
+def masked(dtype: torch.dtype, mask: Any) -> list[Problem]:
+    return [
+        problem_of((4, 2), (300, 411), (64, 64), dtype=dtype, mask=mask),
+        problem_of((2, 2), (333, 129), (128, 128), dtype=dtype, mask=mask, softcap=15.0, layout="bshd"),
+    ]
 
 
-@needs_triton
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (72, 40), (8, 8)])
-def test_every_head_dim(dims: tuple[int, int]) -> None:
-    for dtype, mask in ((BF16, Causal()), (FP16, Full()), (FP32, Window(50, 0, "bottom-right"))):
-        assert "triton" in compare(problem_of((2, 1), (200, 333), dims, dtype=dtype, mask=mask))
+def sized(dims: tuple[int, int]) -> list[Problem]:
+    kinds = ((BF16, Causal()), (FP16, Full()), (FP32, Window(50, 0, "bottom-right")))
+    return [problem_of((2, 1), (200, 333), dims, dtype=dtype, mask=mask) for dtype, mask in kinds]
 
 
-@needs_triton
-@pytest.mark.parametrize("seed", range(40))
-def test_random_problems(seed: int) -> None:
+def drawn(seed: int) -> Problem:
     rng = random.Random(seed)
-    torch.manual_seed(seed)
     heads_kv = rng.choice((1, 2, 3))
     align = rng.choice(("top-left", "bottom-right"))
     window = Window(rng.choice((None, 0, rng.randint(1, 400))), rng.choice((None, 0, rng.randint(1, 200))), align)
-    dim = rng.choice((8, 16, 40, 64, 80, 96, 128, 160, 192, 256))
-    problem = problem_of(
+    dim = rng.choice((16, 40, 64, 80, 128, 192, 256))
+    return problem_of(
         (heads_kv * rng.choice((1, 2, 4)), heads_kv),
         (rng.choice((1, 63, 64, 65, rng.randint(1, 700))), rng.choice((1, 127, 128, 129, rng.randint(1, 900)))),
         (dim, rng.choice((dim, 64))),
@@ -143,7 +157,28 @@ def test_random_problems(seed: int) -> None:
         softcap=rng.choice((0.0, 0.0, 20.0)),
         layout=rng.choice(("bhsd", "bshd")),
     )
-    assert "triton" in compare(problem)
+
+
+@needs_triton
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_mask_and_precision(dtype: torch.dtype, mask: Any) -> None:
+    for problem in masked(dtype, mask):
+        assert "triton" in compare(problem)
+
+
+@needs_triton
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_every_head_dim(dims: tuple[int, int]) -> None:
+    for problem in sized(dims):
+        assert "triton" in compare(problem)
+
+
+@needs_triton
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_problems(seed: int) -> None:
+    torch.manual_seed(seed)
+    assert "triton" in compare(drawn(seed))
 
 
 @needs_triton
@@ -233,3 +268,19 @@ def test_the_command_finds_all_of_them_right() -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert "triton" in done.output.splitlines()[-1]
+
+
+def main(number: int, count: int) -> None:
+    """Compile every `count`-th kernel, from the `number`-th on."""
+    kinds = [problem for dtype in DTYPES for problem in masked(dtype, Causal())]
+    kinds += [*(problem for dims in DIMS for problem in sized(dims)), *map(drawn, SEEDS)]
+    launches = []
+    for problem in kinds:
+        config = triton.configs(problem, Target.of("cuda"))[0]
+        launches += triton._launches(*make_inputs(problem, "cuda"), problem, config)
+    for launch in launches[number::count]:
+        launch.compile()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
