@@ -83,6 +83,8 @@ def test_every_config_of_every_gpu_is_compiled_in_ci_for_one_with_as_much_shared
 def test_kernels_are_built_for_the_gpu_they_run_on():
     config = sm80.configs(problem_of(), A100)[0]
     assert [sm80.unit(config, target.arch).arch for target in (A100, ADA, H200)] == ["sm_80", "sm_89", "sm_90"]
+    assert all(sm80.unit(config, target.arch).strict for target in (A100, ADA, H200))
+    assert not sm80.unit(config, "sm_100").strict  # no test has looked: a small spill there is better than a refusal
 
 
 @pytest.mark.parametrize(

@@ -289,11 +289,8 @@ def all_units() -> list[Unit]:
 
 
 def compiled_targets() -> list[Target]:
-    """Named targets that stand for the others: the first of each architecture, where shared memory differs."""
-    chosen: dict[int, Target] = {}
-    for name in ("a100", "rtx-4090", "h200"):
-        chosen.setdefault(TARGETS[name].smem_per_block, TARGETS[name])
-    return list(chosen.values())
+    """Named targets that stand for the others: one of each size of shared memory."""
+    return [TARGETS[name] for name in sm80_backward.COMPILED]
 
 
 @functools.cache
@@ -310,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(config.threads(), config.ctas_per_s
   tilewise::sm80::forward<config>(params);
 }}
 """
-    return Unit(config.name, source, arch, smem_bytes=config.smem_bytes)
+    return Unit(config.name, source, arch, strict=sm80_backward.is_gated(arch), smem_bytes=config.smem_bytes)
 
 
 def forward(

@@ -37,6 +37,10 @@ EDGE_ROWS, EDGE_THREADS = 32, 256
 VECTOR_SUMS_FROM = (9, 0)  # red.global.add.v4.f32
 _LANES = {64: 8, 96: 16, 128: 16, 192: 32, 256: 32}  # of preprocess, 8 columns each
 _RESERVED_SMEM = 1024  # of a multiprocessor's shared memory, for each CTA on it
+# Named targets that stand for all others, one of each size of shared memory: tests compile every kernel for them. On
+# another architecture the assembler may spill a register or two, and that is better than a refusal.
+COMPILED = ("a100", "rtx-4090", "h200")
+_GATED = frozenset(TARGETS[name].arch for name in COMPILED)
 
 
 class Strided(ctypes.Structure):
@@ -115,10 +119,15 @@ def configs(problem: Problem, target: Target) -> list[BackwardConfig]:
     return [config for config in found if config.fits(target)]
 
 
+def is_gated(arch: str) -> bool:
+    """Whether tests hold the kernels to no spills on this architecture."""
+    return arch in _GATED
+
+
 def all_units() -> list[Unit]:
     """Every kernel a backward may launch on the named targets, one GPU of each size of shared memory."""
     units: list[Unit] = []
-    for target in (TARGETS[name] for name in ("a100", "rtx-4090", "h200")):
+    for target in (TARGETS[name] for name in COMPILED):
         for bf16 in (True, False):
             units += [preprocess_unit(bf16, lanes, target.arch) for lanes in sorted({*_LANES.values()})]
             for rows, softcap in product(_table().values(), (False, True)):
@@ -140,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(config.threads(), config.ctas_per_s
   tilewise::sm80::backward<config>(params);
 }}
 """
-    return Unit(config.name, source, arch, smem_bytes=config.smem_bytes)
+    return Unit(config.name, source, arch, strict=is_gated(arch), smem_bytes=config.smem_bytes)
 
 
 @functools.cache

@@ -279,6 +279,7 @@ struct Backward {
 #pragma unroll
       for (int i = 0; i < dk_columns * 8; ++i) dk[t][i] *= params.scale;
     }
+    __syncthreads();  // warps stage dK where others have staged dV
     store_keys<dk_columns>(dk, params.dk, params.head_dim);
   }
 
