@@ -51,6 +51,9 @@ alignas(1024) unsigned char smem_bytes[232448] asm("model_shared_memory");
 namespace tilewise::sm90 {
 extern unsigned char smem_bytes[] asm("model_shared_memory");
 }
+namespace tilewise::sm80 {
+extern unsigned char smem_bytes[] asm("model_shared_memory");
+}
 
 namespace model {
 
