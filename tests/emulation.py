@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tilewise.jit import TensorMap
+from tilewise.jit import TensorMap, tensormap
 from tilewise.jit.compile import KERNELS
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ def install(
 ) -> None:
     """Let the rung `module` run on CPU tensors; `spoil` replaces a piece of its kernels' source by another."""
     monkeypatch.setattr(module, "function_for", lambda unit, device: Loaded(unit, _compiled(unit, spoil)))
-    if hasattr(module, "tiled_map"):
-        monkeypatch.setattr(module, "tiled_map", Map)
+    monkeypatch.setattr(tensormap, "tiled_map", Map)
     driver = _Driver(seed)
     if hasattr(module, "Launch"):
         monkeypatch.setattr(module, "Launch", functools.partial(_Launch, driver))

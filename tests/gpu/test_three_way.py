@@ -44,7 +44,7 @@ needs_triton = pytest.mark.skipif(
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     if torch.cuda.is_available() and Target.of("cuda").has_triton:
-        compile_side_by_side(min(8, os.cpu_count() or 1))
+        compile_side_by_side(os.cpu_count() or 1)
 
 
 def compile_side_by_side(count: int) -> None:

@@ -12,8 +12,6 @@ import functools
 import importlib.resources
 import json
 import math
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,15 +19,23 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ..errors import Reason
-from ..jit import Arguments, Unit, cpp_literal, function_for, layout_asserts, params_struct, tuned
-from ..jit import launch as driver
+from ..jit import (
+    ArgumentsPerThread,
+    Launch,
+    Unit,
+    cpp_literal,
+    function_for,
+    layout_asserts,
+    params_struct,
+    tuned,
+)
 from ..masks import Causal, Full, Window
 from ..problem import Strides, dtype_name
 from ..target import TARGETS, Target
-from . import empty_lse, empty_out, sm80_backward
+from . import empty_out, sm80_backward
+from .fused import BoundBackward, BoundForward, bound_forward, head_dim_class, remembered
 
 if TYPE_CHECKING:
-    from ..jit import Function
     from ..problem import Problem
     from . import Grads, Wants
 
@@ -38,8 +44,6 @@ LEAST_CAPABILITY = (8, 0)
 MOST_ROWS = 1 << 28  # of a sequence: row + band limits stay within 32 bits
 LEAST_TILE, MOST_TILES = 32, (1 << 31) - 1  # rows of any kernel's tile; CTAs of a grid
 HEAD_DIM_LIMIT = 256
-# (q and k, v and out): a head runs in the first class that holds it, zero-filled by the copies.
-HEAD_DIM_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 _DTYPES = (torch.bfloat16, torch.float16)
 _RESERVED_SMEM = 1024  # of a multiprocessor's shared memory, for each CTA on it
 _REGISTERS = 65536
@@ -314,38 +318,18 @@ def forward(
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     key = (problem, config, q.stride(), k.stride(), v.stride(), q.device)
-    bound = _bound.get(key)
-    if bound is None:
-        if len(_bound) >= _MOST_BOUND:
-            _bound.clear()
-        bound = _bound[key] = bind(q, k, v, problem, config)
-    return bound(q, k, v, bias)
+    return remembered(_bound, key, lambda: bind(q, k, v, problem, config))(q, k, v, bias)
 
 
-Bound = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]
-]
-_bound: dict[tuple[Any, ...], Bound] = {}
-_MOST_BOUND = 1024
+_bound: dict[tuple[Any, ...], BoundForward] = {}
 
 
-def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Config | None) -> Bound:
+def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Config | None) -> BoundForward:
     """`forward` for tensors with these shapes, strides and device: the kernel is loaded, all but addresses decided."""
-    head_dim_v, layout = problem.head_dim_v, problem.layout
-    needs_lse = problem.needs_lse or problem.needs_grad
-    launch = None if problem.empty else _Launch(q, k, v, empty_out(q, head_dim_v, layout), problem, config)
-
-    def bound(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out = empty_out(q, head_dim_v, layout)
-        lse = empty_lse(q) if needs_lse else None
-        if launch is None:
-            return out.zero_(), lse if lse is None else lse.fill_(-math.inf)
-        launch.run(q, k, v, out, lse)
-        return out, lse
-
-    return bound
+    if problem.empty:
+        return bound_forward(q, problem, None)
+    out = empty_out(q, problem.head_dim_v, problem.layout)
+    return bound_forward(q, problem, _Launch(q, k, v, out, problem, config).run)
 
 
 def backward(
@@ -363,6 +347,10 @@ def backward(
 ) -> Grads:
     chosen = config if isinstance(config, sm80_backward.BackwardConfig) else None
     return sm80_backward.backward(dout, dlse, q, k, v, out, lse, problem, chosen, wants)
+
+
+def bind_backward(problem: Problem) -> BoundBackward:
+    return sm80_backward.bind(problem)
 
 
 _Params = params_struct(
@@ -392,7 +380,7 @@ _Params = params_struct(
 class _Launch:
     """All that a call does not have to decide again: one per problem, strides and device. Safe to share by threads."""
 
-    __slots__ = ("_arguments", "_block", "_fixed", "_function", "_grid", "_smem")
+    __slots__ = ("_arguments", "_device", "_launch")
 
     def __init__(
         self,
@@ -405,31 +393,22 @@ class _Launch:
     ) -> None:
         target = Target.of(q.device)
         config = config or configs(problem, target)[0]
-        self._function: Function = function_for(unit(config, target.arch), q.device.index)
-        self._grid, self._block = (_work(problem, config), 1, 1), (config.threads, 1, 1)
-        self._smem = config.smem_bytes
+        self._device = q.device.index
+        function = function_for(unit(config, target.arch), self._device)
+        self._launch = Launch(function, (_work(problem, config), 1, 1), (config.threads, 1, 1), config.smem_bytes)
         views = {"q": q, "k": k, "v": v, "out": out}
         strided = {name: sm80_backward.Strided.of(tensor) for name, tensor in views.items()}
-        self._fixed = strided | _fixed_params(problem, config, target)
-        self._arguments: dict[int, Arguments] = {}
+        self._arguments = ArgumentsPerThread(_Params, strided | _fixed_params(problem, config, target))
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self._function.device)
-        arguments = self._arguments.get(threading.get_ident()) or self._new_arguments()
+        arguments = self._arguments.mine()
         params = arguments.params
         params.q.data, params.k.data, params.v.data = q.data_ptr(), k.data_ptr(), v.data_ptr()
         params.out.data = out.data_ptr()
         params.lse = None if lse is None else lse.data_ptr()
-        driver.launch(self._function, self._grid, self._block, self._smem, stream, arguments)
-
-    def _new_arguments(self) -> Arguments:
-        arguments = Arguments(_Params)
-        for name, value in self._fixed.items():
-            setattr(arguments.params, name, value)
-        self._arguments[threading.get_ident()] = arguments
-        return arguments
+        self._launch(torch._C._cuda_getCurrentRawStream(self._device), arguments)
 
 
 def _fixed_params(problem: Problem, config: Config, target: Target) -> dict[str, Any]:
@@ -476,10 +455,6 @@ def _work(problem: Problem, config: Config) -> int:
 def _matrix_bytes(rows: int, columns: int) -> int:
     """Panels of 64 columns, 128 bytes a row."""
     return -(-columns // 64) * rows * 128
-
-
-def head_dim_class(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    return next(pair for pair in HEAD_DIM_CLASSES if head_dim <= pair[0] and head_dim_v <= pair[1])
 
 
 def _config(row: dict[str, Any], bf16: bool, softcap: bool) -> Config:

@@ -11,26 +11,25 @@ import functools
 import importlib.resources
 import json
 import math
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..jit import Arguments, Unit, cpp_literal, function_for, layout_asserts, params_struct
-from ..jit import launch as driver
+from ..jit import ArgumentsPerThread, Launch, Unit, cpp_literal, function_for, layout_asserts, params_struct
 from ..masks import Causal
 from ..target import TARGETS, Target
+from .fused import BoundBackward, bound_backward, head_dim_class, remembered
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..jit import Arguments
     from ..problem import Problem
     from . import Grads, Wants
 
 LOG2_E = math.log2(math.e)
-# (q and k, v and out): as in the forward.
-HEAD_DIM_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 EDGE_ROWS, EDGE_THREADS = 32, 256
 VECTOR_SUMS_FROM = (9, 0)  # red.global.add.v4.f32
 _LANES = {64: 8, 96: 16, 128: 16, 192: 32, 256: 32}  # of preprocess, 8 columns each
@@ -111,7 +110,7 @@ class BackwardConfig:
 
 def configs(problem: Problem, target: Target) -> list[BackwardConfig]:
     """Legal configs that fit the target, best first."""
-    classes = _head_dim_class(problem.head_dim, problem.head_dim_v)
+    classes = head_dim_class(problem.head_dim, problem.head_dim_v)
     bf16, capped = problem.dtype is torch.bfloat16, problem.softcap > 0
     found = (_config(row, bf16, capped, target) for row in _table()[classes])
     return [config for config in found if config.fits(target)]
@@ -185,9 +184,7 @@ def _plain(config: BackwardConfig) -> BackwardConfig:
     return BackwardConfig(**(fields | {"softcap": False}))
 
 
-Bound = Callable[..., "Grads"]
-_bound: dict[tuple[Any, ...], Bound] = {}
-_MOST_BOUND = 1024
+_bound: dict[tuple[Any, ...], BoundBackward] = {}
 
 
 def backward(
@@ -203,26 +200,17 @@ def backward(
     wants: Wants = (True, True, True),
 ) -> Grads:
     """dq, dk and dv of bhsd views, with the strides of `empty_like` of their inputs; None where not wanted."""
-    if problem.empty or not any(wants):
-        return tuple(  # type: ignore[return-value]
-            torch.zeros_like(tensor) if want else None for tensor, want in zip((q, k, v), wants, strict=True)
-        )
-    dout, out = _readable(dout), _readable(out)
-    key = (
-        problem, config, wants, q.device, q.stride(), k.stride(), v.stride(), out.stride(), dout.stride(), dlse is None,
-    )  # fmt: skip
-    bound = _bound.get(key)
-    if bound is None:
-        if len(_bound) >= _MOST_BOUND:
-            _bound.clear()
-        bound = _bound[key] = _Launch(dout, q, k, v, out, problem, config, wants).run
-    return bound(dout, None if dlse is None else dlse.float().contiguous(), q, k, v, out, lse.contiguous())
+    key = (problem, config, q.device, q.stride(), k.stride(), v.stride())
+    return remembered(_bound, key, lambda: bind(problem, config))(dout, dlse, q, k, v, out, lse, wants)
 
 
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if copies of 16 bytes can read it, else a copy."""
-    aligned = tensor.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in tensor.stride()[:3])
-    return tensor if aligned and tensor.stride(3) == 1 else tensor.contiguous()
+def bind(problem: Problem, config: BackwardConfig | None = None) -> BoundBackward:
+    def launch(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, wants: Wants
+    ) -> BoundBackward:
+        return _Launch(dout, q, k, v, out, problem, config, wants).run
+
+    return bound_backward(problem, launch)
 
 
 _MainParams = params_struct(
@@ -307,28 +295,15 @@ class Workspace:
 
 
 class _Stage:
-    """One of the three kernels: its arguments, all but addresses filled in, one set a thread."""
+    """One of the three kernels, with its arguments, all but addresses filled in."""
 
-    __slots__ = ("_arguments", "_block", "_fixed", "_function", "_grid", "_smem", "_struct")
+    __slots__ = ("arguments", "launch")
 
     def __init__(
         self, unit: Unit, struct: type[Any], fixed: dict[str, Any], grid: int, threads: int, device: int
     ) -> None:
-        self._function = function_for(unit, device)
-        self._struct, self._fixed, self._smem = struct, fixed, unit.smem_bytes
-        self._grid, self._block = (grid, 1, 1), (threads, 1, 1)
-        self._arguments: dict[int, Arguments] = {}
-
-    def arguments(self) -> Arguments:
-        known = self._arguments.get(threading.get_ident())
-        if known is None:
-            known = self._arguments[threading.get_ident()] = Arguments(self._struct)
-            for name, value in self._fixed.items():
-                setattr(known.params, name, value)
-        return known
-
-    def launch(self, arguments: Arguments, stream: int) -> None:
-        driver.launch(self._function, self._grid, self._block, self._smem, stream, arguments)
+        self.launch = Launch(function_for(unit, device), (grid, 1, 1), (threads, 1, 1), unit.smem_bytes)
+        self.arguments: Callable[[], Arguments] = ArgumentsPerThread(struct, fixed).mine
 
 
 class _Launch:
@@ -406,7 +381,7 @@ class _Launch:
         params.out.data, params.dout.data, params.lse = out.data_ptr(), dout.data_ptr(), lse.data_ptr()
         params.dlse = None if dlse is None else dlse.data_ptr()
         params.lse_log2, params.row_terms, params.dq_sums, params.turns = lse_log2, row_terms, sums, turns
-        self._pre.launch(arguments, stream)
+        self._pre.launch(stream, arguments)
 
         if sums is not None or dk is not None or dv is not None:
             arguments = self._main.arguments()
@@ -416,13 +391,13 @@ class _Launch:
             params.dk.data = None if dk is None else dk.data_ptr()
             params.dv.data = None if dv is None else dv.data_ptr()
             params.lse_log2, params.row_terms, params.dq_sums, params.turns = lse_log2, row_terms, sums, turns
-            self._main.launch(arguments, stream)
+            self._main.launch(stream, arguments)
 
         if dq is not None:
             arguments = self._post.arguments()
             params = arguments.params
             params.dq_sums, params.dq.data = sums, dq.data_ptr()
-            self._post.launch(arguments, stream)
+            self._post.launch(stream, arguments)
         return dq, dk, dv
 
 
@@ -503,10 +478,6 @@ def _sections(problem: Problem, target: Target) -> int:
 def _matrix_bytes(rows: int, columns: int) -> int:
     """Panels of 64 columns, 128 bytes a row."""
     return -(-columns // 64) * rows * 128
-
-
-def _head_dim_class(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    return next(pair for pair in HEAD_DIM_CLASSES if head_dim <= pair[0] and head_dim_v <= pair[1])
 
 
 def _config(row: dict[str, Any], bf16: bool, softcap: bool, target: Target) -> BackwardConfig:

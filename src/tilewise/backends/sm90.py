@@ -12,7 +12,6 @@ import importlib.resources
 import json
 import math
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,7 +36,7 @@ from ..masks import Causal, Full, Window
 from ..problem import Strides, dtype_name
 from ..target import Target
 from . import empty_out, sm90_backward
-from .hopper import head_dim_class, matrix_bytes
+from .fused import BoundBackward, BoundForward, bound_forward, head_dim_class, matrix_bytes, remembered
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -340,41 +339,18 @@ def forward(
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     key = (problem, config, q.stride(), k.stride(), v.stride(), q.device)
-    bound = _bound.get(key)
-    if bound is None:
-        if len(_bound) >= _MOST_BOUND:
-            _bound.clear()
-        bound = _bound[key] = bind(q, k, v, problem, config)
-    return bound(q, k, v, bias)
+    return remembered(_bound, key, lambda: bind(q, k, v, problem, config))(q, k, v, bias)
 
 
-Bound = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]
-]
-_bound: dict[tuple[Any, ...], Bound] = {}
-_MOST_BOUND = 1024
+_bound: dict[tuple[Any, ...], BoundForward] = {}
 
 
-def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Config | None) -> Bound:
+def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Config | None) -> BoundForward:
     """`forward` for tensors with these shapes, strides and device: the kernel is loaded, all but addresses decided."""
-    needs_lse = problem.needs_lse or problem.needs_grad
-    like, no_floats = empty_out(q, problem.head_dim_v, problem.layout), q.new_empty(0, dtype=torch.float32)
-    is_bshd = problem.layout == "bshd"
-    in_memory = tuple(like.transpose(1, 2).shape if is_bshd else like.shape)
-    lse_shape = tuple(like.shape[:3])
-    run = None if problem.empty else _launch(q, k, v, like, problem, config).run
-
-    def bound(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out = q.new_empty(*in_memory).transpose(1, 2) if is_bshd else q.new_empty(*in_memory)
-        lse = no_floats.new_empty(*lse_shape) if needs_lse else None
-        if run is None:
-            return out.zero_(), lse if lse is None else lse.fill_(-math.inf)
-        run(q, k, v, out, lse)
-        return out, lse
-
-    return bound
+    if problem.empty:
+        return bound_forward(q, problem, None)
+    out = empty_out(q, problem.head_dim_v, problem.layout)
+    return bound_forward(q, problem, _launch(q, k, v, out, problem, config).run)
 
 
 def _launch(
@@ -406,7 +382,7 @@ def backward(
     return sm90_backward.backward(dout, dlse, q, k, v, out, lse, problem, chosen, wants)
 
 
-def bind_backward(problem: Problem) -> Callable[..., Grads]:
+def bind_backward(problem: Problem) -> BoundBackward:
     return sm90_backward.bind(problem)
 
 

@@ -13,7 +13,6 @@ import functools
 import importlib.resources
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ..jit import (
-    Arguments,
     ArgumentsPerThread,
     Launch,
     TensorMap,
@@ -34,9 +32,12 @@ from ..jit import (
 )
 from ..masks import Causal
 from ..target import Target
-from .hopper import head_dim_class, matrix_bytes
+from .fused import BoundBackward, bound_backward, head_dim_class, matrix_bytes, remembered
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..jit import Arguments
     from ..problem import Problem
     from . import Grads, Wants
 
@@ -170,9 +171,7 @@ extern "C" __global__ void __launch_bounds__({EDGE_THREADS})
     return Unit(name, source, ARCH)
 
 
-Bound = Callable[..., "Grads"]
-_bound: dict[tuple[Any, ...], Bound] = {}
-_MOST_BOUND = 1024
+_bound: dict[tuple[Any, ...], BoundBackward] = {}
 
 
 def backward(
@@ -189,54 +188,16 @@ def backward(
 ) -> Grads:
     """dq, dk and dv of bhsd views, with the strides of `empty_like` of their inputs; None where not wanted."""
     key = (problem, config, q.device, q.stride(), k.stride(), v.stride())
-    bound = _bound.get(key)
-    if bound is None:
-        if len(_bound) >= _MOST_BOUND:
-            _bound.clear()
-        bound = _bound[key] = bind(problem, config)
-    return bound(dout, dlse, q, k, v, out, lse, wants)
+    return remembered(_bound, key, lambda: bind(problem, config))(dout, dlse, q, k, v, out, lse, wants)
 
 
-def bind(problem: Problem, config: BackwardConfig | None = None) -> Bound:
-    """`backward` for q, k and v of one shape, strides and device. What else varies decides between a few launches."""
-    launches: dict[tuple[Any, ...], Bound] = {}
-    empty = problem.empty
+def bind(problem: Problem, config: BackwardConfig | None = None) -> BoundBackward:
+    def launch(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, wants: Wants
+    ) -> BoundBackward:
+        return _Launch(dout, q, k, v, out, problem, config, wants).run
 
-    def bound(
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        wants: Wants,
-    ) -> Grads:
-        if dlse is not None:
-            dlse = dlse.float().contiguous()
-        if not lse.is_contiguous():
-            lse = lse.contiguous()
-        key = (dout.stride(), out.stride(), wants)
-        run = launches.get(key)
-        if run is None or (dout.data_ptr() | out.data_ptr()) & 15:
-            if empty or not any(wants):
-                return tuple(  # type: ignore[return-value]
-                    torch.zeros_like(tensor) if want else None for tensor, want in zip((q, k, v), wants, strict=True)
-                )
-            dout, out = _readable(dout), _readable(out)
-            key = (dout.stride(), out.stride(), wants)
-            run = launches.get(key)
-            if run is None:
-                run = launches[key] = _Launch(dout, q, k, v, out, problem, config, wants).run
-        return run(dout, dlse, q, k, v, out, lse)
-
-    return bound
-
-
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if the copy engine can read it, else a copy."""
-    aligned = tensor.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in tensor.stride()[:3])
-    return tensor if aligned and tensor.stride(3) == 1 else tensor.contiguous()
+    return bound_backward(problem, launch)
 
 
 _MainParams = params_struct(
