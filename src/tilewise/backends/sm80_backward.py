@@ -12,7 +12,6 @@ import importlib.resources
 import json
 import math
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -112,7 +111,7 @@ def configs(problem: Problem, target: Target) -> list[BackwardConfig]:
     """Legal configs that fit the target, best first."""
     classes = head_dim_class(problem.head_dim, problem.head_dim_v)
     bf16, capped = problem.dtype is torch.bfloat16, problem.softcap > 0
-    found = (_config(row, bf16, capped, target) for row in _table()[classes])
+    found = (_config(row, bf16, capped, target) for row in _table()[classes, capped])
     return [config for config in found if config.fits(target)]
 
 
@@ -127,7 +126,7 @@ def all_units() -> list[Unit]:
     for target in (TARGETS[name] for name in COMPILED):
         for bf16 in (True, False):
             units += [preprocess_unit(bf16, lanes, target.arch) for lanes in sorted({*_LANES.values()})]
-            for rows, softcap in product(_table().values(), (False, True)):
+            for (_, softcap), rows in _table().items():
                 fitting = [config for row in rows if (config := _config(row, bf16, softcap, target)).fits(target)]
                 units += [main_unit(config, target.arch) for config in fitting]
                 units += [postprocess_unit(config, target.arch) for config in fitting if not softcap]
@@ -499,10 +498,11 @@ def _config(row: dict[str, Any], bf16: bool, softcap: bool, target: Target) -> B
 
 
 @functools.cache
-def _table() -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """Head-dim class -> rows, best first."""
+def _table() -> dict[tuple[tuple[int, int], bool], list[dict[str, Any]]]:
+    """(head-dim class, softcap) -> rows, best first; a row is for both unless it says for which."""
     text = importlib.resources.files("tilewise").joinpath("tables/sm80.json").read_text()
-    table: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    table: dict[tuple[tuple[int, int], bool], list[dict[str, Any]]] = {}
     for row in json.loads(text)["backward"]:
-        table.setdefault(tuple(row["head_dims"]), []).append(row)
+        for softcap in row.get("softcap", (False, True)):
+            table.setdefault((tuple(row["head_dims"]), softcap), []).append(row)
     return table
