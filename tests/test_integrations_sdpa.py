@@ -464,12 +464,141 @@ def test_a_key_that_starts_to_need_a_gradient_gets_it():
 
 def test_strides_that_a_named_backend_refuses_after_strides_that_it_takes():
     q, k, v = inputs()
-    scattered = k.transpose(2, 3).contiguous().transpose(2, 3)
     with sdpa(backend="torch-flash"):
         want = F.scaled_dot_product_attention(q, k, v)
-        got = F.scaled_dot_product_attention(q, scattered, v)
+        got = F.scaled_dot_product_attention(q, scattered(k), v)
     assert outcomes() == {"taken": 1, "fallback": 1}
     assert_close(got, want, BUDGET)
+
+
+@pytest.fixture(params=["guards", "signatures"])
+def _how_calls_are_recognised(request, monkeypatch):
+    """By PyTorch's guards, and as on a release that has none."""
+    if request.param == "signatures":
+        monkeypatch.setattr("tilewise.integrations.sdpa._TensorGuards", None)
+    else:
+        from tilewise.integrations.sdpa import _TensorGuards
+
+        assert _TensorGuards is not None, "this release has guards, and they are worth a microsecond"
+
+
+def moved_by_one_element(tensor):
+    """The same values and strides, 4 bytes off a multiple of 16."""
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+def scattered(tensor):
+    return tensor.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+CHANGES = {
+    "query's shape": lambda q, k, v: ((q[:, :, :8], k, v), {}),
+    "key's length": lambda q, k, v: ((q, k[:, :, :8], v[:, :, :8]), {}),
+    "value's width": lambda q, k, v: ((q, k, v[..., :4]), {}),
+    "dtype": lambda q, k, v: ((q.double(), k.double(), v.double()), {}),
+    "strides": lambda q, k, v: ((q, scattered(k), v), {}),
+    "alignment": lambda q, k, v: ((q, moved_by_one_element(k), v), {}),
+    "gradient": lambda q, k, v: ((q, k, v.clone().requires_grad_()), {}),
+    "causal": lambda q, k, v: ((q, k, v), {"is_causal": True}),
+    "scale": lambda q, k, v: ((q, k, v), {"scale": 0.3}),
+    "dropout": lambda q, k, v: ((q, k, v), {"dropout_p": 0.1}),
+    "mask": lambda q, k, v: ((q, k, v), {"attn_mask": torch.ones(16, 16, dtype=torch.bool)}),
+    "another mask": lambda q, k, v: ((q, k, v), {"attn_mask": torch.zeros(16, 16)}),
+    "a mask for all rows": lambda q, k, v: ((q, k, v), {"attn_mask": torch.ones(1, 16, dtype=torch.bool)}),
+}
+
+
+@pytest.mark.usefixtures("_how_calls_are_recognised")
+def test_a_condition_is_asked_about_every_change_and_never_twice():
+    seen = []
+    q, k, v = inputs()
+    changed = [change(q, k, v) for change in CHANGES.values()]
+    with sdpa(when=seen.append):
+        for arguments, options in changed * 2:
+            F.scaled_dot_product_attention(q, k, v)
+            F.scaled_dot_product_attention(*arguments, **options)
+            F.scaled_dot_product_attention(*arguments, **options)
+    assert len(seen) == len(set(seen)) == 1 + len(changed)
+    assert outcomes() == {"left": 6 * len(changed)}
+
+
+@pytest.mark.usefixtures("_how_calls_are_recognised")
+@pytest.mark.parametrize("mask", [None, torch.ones(16, 16, dtype=torch.bool)], ids=["plain", "masked"])
+def test_a_condition_is_asked_anew_under_deterministic_algorithms(mask):
+    seen = []
+    q, k, v = inputs()
+    with sdpa(when=lambda problem: seen.append(problem.deterministic)):
+        for deterministic in (False, True, False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            try:
+                F.scaled_dot_product_attention(q, k, v, mask)
+            finally:
+                torch.use_deterministic_algorithms(False)
+    assert seen == [False, True]
+
+
+@pytest.mark.usefixtures("_how_calls_are_recognised")
+def test_calls_that_take_turns_are_each_counted_on_their_own_line():
+    q, k, v = inputs()
+    short, mask = k[:, :, :5], torch.ones(16, 16, dtype=torch.bool)
+    with sdpa():
+        for _ in range(3):
+            F.scaled_dot_product_attention(q, k, v)
+            F.scaled_dot_product_attention(q, short, short)
+            F.scaled_dot_product_attention(q, k, v, mask)
+            F.scaled_dot_product_attention(q, k, v[..., :4])
+    assert [(entry.outcome, entry.calls) for entry in sdpa.report()] == [("left", 3)] * 4
+
+
+@pytest.mark.usefixtures("_how_calls_are_recognised")
+def test_one_tensor_in_several_roles_is_a_call_like_others():
+    q, k, v = inputs()
+    with sdpa(when=lambda problem: False):
+        for arguments in ((q, q, q), (q, k, v), (q, k, k), (q, q, q)):
+            want = torch._C._nn.scaled_dot_product_attention(*arguments)
+            assert torch.equal(F.scaled_dot_product_attention(*arguments), want)
+    assert [(entry.outcome, entry.calls) for entry in sdpa.report()] == [("left", 8)]
+
+
+@pytest.mark.usefixtures("_how_calls_are_recognised")
+def test_what_is_taken_again_and_again_still_heeds_pytorchs_state():
+    q, k, v = inputs()
+    with sdpa(backend="tiled"):
+        for context in (nullcontext(), nullcontext(), sdpa_kernel(SDPBackend.MATH), nullcontext()):
+            with context:
+                F.scaled_dot_product_attention(q, k, v)
+        with torch.inference_mode():
+            F.scaled_dot_product_attention(q, k, v)
+            F.scaled_dot_product_attention(q, k, v)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+            with pytest.raises(NotImplementedError, match="forward AD"):
+                F.scaled_dot_product_attention(dual, k, v)
+    assert outcomes() == {"taken": 5, "left": 1, "fallback": 1}
+
+
+@pytest.mark.usefixtures("_how_calls_are_recognised")
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_subclass_is_not_mistaken_for_the_tensor_seen_before(masked):
+    q, k, v = inputs()
+    mask = torch.zeros(16, 16) if masked else None
+    Labelled.seen.clear()
+    for rule in (sdpa(), sdpa(when=lambda problem: False)):
+        with rule:
+            for key in (k, Labelled(k), k, Labelled(k)):
+                F.scaled_dot_product_attention(q, key, v, mask)
+        assert outcomes()["fallback"] == 2
+    assert Labelled.seen
+
+
+def test_parameters_are_remembered_like_other_tensors():
+    seen = []
+    q, k, v = map(torch.nn.Parameter, inputs())
+    with sdpa(when=seen.append):
+        for _ in range(3):
+            F.scaled_dot_product_attention(q, k, v)
+    assert len(seen) == 1
+    assert outcomes() == {"left": 3}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

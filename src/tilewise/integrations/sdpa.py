@@ -10,7 +10,9 @@ for whatever is not taken, so nothing that worked before stops working. Each cal
 
 Who sees a rule: a `with` block governs its own thread (or asyncio task) and the backward passes started there; the
 innermost block wins. `enable()` governs every thread that is in no block. The dispatcher itself is process-wide, so
-while any rule is in force other threads pay the detour through Python (2 to 4 us a call) and get PyTorch's kernel.
+while any rule is in force other threads pay the detour through Python (2 to 5 us a call) and get PyTorch's kernel.
+A dispatch key of our own, included per thread, would spare them that and make the way back cheaper; but PyTorch's
+higher-order operators (flex_attention, cond) refuse to run under a key that they do not know.
 
 Invariant: both "left" and "taken" are right for *any* call. What a call remembers of an earlier one is therefore only
 which of the two is better, and its key may leave out what a repeated decision would look at again anyway.
@@ -24,6 +26,7 @@ import threading
 import warnings
 from contextlib import ExitStack
 from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -53,6 +56,7 @@ OnFallback = Literal["silent", "warn", "error"]
 _OPERATOR = "aten::scaled_dot_product_attention"
 _KEYS = ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA")
 _MEMO_KEPT = 4096
+_RECENT_KEPT = 2  # self- and cross-attention in turn
 _RECORDS_KEPT = 256
 
 _compiler: Any = import_module("torch.compiler.config")
@@ -101,6 +105,12 @@ def _record(problem: str, outcome: Outcome, because: str) -> _Record:
 _Arguments = tuple[Tensor, Tensor, Tensor, "Tensor | None", float, bool, "float | None", bool]
 
 
+# How a call is recognised: a test of its tensors; whether gradients were enabled (None = no matter); dropout_p,
+# is_causal, scale and enable_gqa as they were. Then what becomes of it: the line that counts it, and the options it is
+# taken with. A bare tuple, because that unpacks fastest.
+_Seen = tuple["Callable[..., bool]", "bool | None", float, bool, "float | None", bool, _Record, "Options | None"]
+
+
 class _Decision(NamedTuple):
     """What becomes of calls of one signature. `options` are set for those that are taken."""
 
@@ -132,9 +142,9 @@ class Rule:
         self.tag = f"tilewise-sdpa:{backend}" + (f":{os.urandom(8).hex()}" if when else "")
         # A condition, or a backend that may refuse, looks at the whole Problem: what is remembered must hold it all.
         self.exact = when is not None or backend != AUTO
-        self.quiet: dict[Any, _Record] = {}  # by signature: calls that PyTorch's kernel gets without further ado
-        self.lookup = self.quiet.get
-        self.memo: dict[Any, _Decision] = {}  # all the others
+        self.memo: dict[Any, tuple[_Decision, bool, _Seen | None]] = {}  # by signature; the flag is its `quiet`
+        self.recent: tuple[_Seen, ...] = ()  # the latest of these without a mask, and with one
+        self.recent_masked: tuple[_Seen, ...] = ()
 
     def __enter__(self) -> Rule:
         _dispatcher.acquire()
@@ -160,7 +170,8 @@ class Rule:
         _dispatcher.release()
 
 
-class _Frame(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Frame:
     """A block in force, the one around it, and the compiler's cache tag that it replaced."""
 
     rule: Rule
@@ -297,9 +308,9 @@ _dispatcher = _Dispatcher()
 
 
 def _kernel(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The kernel to register in front of an original. Everything up to the memo's answer is written for speed."""
+    """The kernel to register in front of an original. What a call passes that was left before is written for speed."""
     no_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)  # the original decomposes and reads none
-    get_top, tensor, grad_enabled = _top.get, Tensor, torch.is_grad_enabled
+    get_top, grad_enabled = _top.get, torch.is_grad_enabled
 
     def scaled_dot_product_attention(
         query: Tensor,
@@ -314,28 +325,37 @@ def _kernel(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
         frame = get_top()
         rule = _outside_blocks() if frame is None else frame.rule
         if rule is not None:
-            signature: Any = None
-            record = None
-            if type(query) is tensor:
-                signature = (
-                    query.shape, key.shape, value.shape, query.dtype, query.requires_grad and grad_enabled(),
-                    dropout_p, is_causal, scale, enable_gqa,
-                )  # fmt: skip
-                if rule.exact or attn_mask is not None:
-                    signature = (signature, _more_signature(rule, query, key, value, attn_mask))
-                record = rule.lookup(signature)
-            if record is not None:
-                record.calls += 1
+            if attn_mask is None:
+                tensors: tuple[Tensor, ...] = (query, key, value)
+                recent = rule.recent
             else:
-                arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-                options = _settle(rule, arguments, signature).options
-                if options is not None:
-                    return _take(arguments, options)
+                tensors = (query, key, value, attn_mask)
+                recent = rule.recent_masked
+            if (rule.exact or attn_mask is not None) and _is_deterministic():
+                recent = ()  # their signature knows of it
+            for same, grad, dropout, causal, factor, gqa, record, options in recent:
+                if (
+                    (grad is None or grad_enabled() is grad)
+                    and is_causal is causal
+                    and scale == factor
+                    and dropout_p == dropout
+                    and enable_gqa is gqa
+                    and same(*tensors)
+                    and (options is None or not _state_says_no(query, key, value))
+                ):
+                    record.calls += 1
+                    break
+            else:
+                options = _settle(rule, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+            if options is not None:
+                return _take((query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), options)
         # PyTorch's own kernel; arguments that have their default are cheaper left out.
         if scale is None and not enable_gqa:
-            if is_causal or attn_mask is not None or dropout_p:
+            if is_causal or dropout_p:
                 return call_boxed(no_keys, query, key, value, attn_mask, dropout_p, is_causal)
-            return call_boxed(no_keys, query, key, value)
+            if attn_mask is None:
+                return call_boxed(no_keys, query, key, value)
+            return call_boxed(no_keys, query, key, value, attn_mask)
         if scale is None:
             return call_boxed(no_keys, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
         if not enable_gqa:
@@ -345,17 +365,6 @@ def _kernel(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
         )
 
     return scaled_dot_product_attention
-
-
-def _more_signature(rule: Rule, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
-    """What else a decision is remembered by, where there is more than shapes and dtype to it."""
-    grad = torch.is_grad_enabled()
-    described = None if mask is None else (mask.shape, mask.dtype, mask.requires_grad and grad, type(mask))
-    more = (query.get_device(), torch._C._get_deterministic_algorithms(), described)
-    if not rule.exact:
-        return more
-    tensors = tuple((t.stride(), t.storage_offset(), t.dtype, t.requires_grad) for t in (query, key, value))
-    return (*more, grad, tensors)
 
 
 def _outside_blocks() -> Rule | None:
@@ -368,8 +377,8 @@ def _outside_blocks() -> Rule | None:
     rule = sdpa._rule
     if rule is not None and _dispatcher.holders == 1:  # which is `enable`: nobody is in a block
         return rule
-    if torch._C._is_key_in_tls(_HANDED):
-        handed = torch._C._get_obj_in_tls(_HANDED)
+    if _is_in_tls(_HANDED):
+        handed = _get_from_tls(_HANDED)
         if handed is not None:
             frame = handed.get(_top) if _TORCH_HANDS_THE_CONTEXT else handed.seen_from_elsewhere()
             if frame is not None:
@@ -377,6 +386,7 @@ def _outside_blocks() -> Rule | None:
     return rule
 
 
+_is_in_tls, _get_from_tls = torch._C._is_key_in_tls, torch._C._get_obj_in_tls
 _TORCH_HANDS_THE_CONTEXT = hasattr(torch.autograd.graph, "contextvars")
 _HANDED = "context" if _TORCH_HANDS_THE_CONTEXT else "tilewise.sdpa"
 
@@ -412,26 +422,119 @@ def _add_cache_tag(tag: str) -> str:
 # The decision
 
 
-def _settle(rule: Rule, arguments: _Arguments, signature: Any) -> _Decision:
-    """The decision for a call, counted, announced where asked for, and remembered where it may be."""
-    blocked = _state_says_no(*arguments[:3])
+def _settle(rule: Rule, arguments: _Arguments) -> Options | None:
+    """The decision for a call, counted, announced where asked for, and remembered where it may be.
+
+    Returns what it is taken with, or None for PyTorch's kernel.
+    """
+    signature = _signature(rule, arguments)
+    decision, quiet, seen = rule.memo.get(signature, (None, False, None))
+    blocked = None if quiet else _state_says_no(*arguments[:3])
     if blocked:
         decision = _Decision(_record(_describe_shapes(arguments), *blocked), memoise=False)
-    else:
-        decision = rule.memo.get(signature) or _decide(rule, arguments)
-    if decision.memoise and signature is not None:
-        _remember(rule, signature, decision)
+    elif decision is None:
+        decision = _decide(rule, arguments)
+        quiet = decision.quiet(rule)
+        if decision.memoise and signature is not None:
+            _remember(rule, signature, decision, quiet, None)
+    if decision.memoise and signature is not None and (quiet or decision.options is not None):
+        latest = _bring_forward(rule, decision, seen, arguments)
+        if latest is not seen:
+            _remember(rule, signature, decision, quiet, latest)
     decision.record.calls += 1
     if decision.record.outcome == "fallback":
         _announce(rule, decision)
-    return decision
+    return decision.options
 
 
-def _remember(rule: Rule, signature: Any, decision: _Decision) -> None:
-    kept: dict[Any, Any] = rule.quiet if decision.quiet(rule) else rule.memo
-    if len(kept) >= _MEMO_KEPT:
-        kept.clear()
-    kept[signature] = decision.record if kept is rule.quiet else decision
+def _remember(rule: Rule, signature: Any, decision: _Decision, quiet: bool, seen: _Seen | None) -> None:
+    if len(rule.memo) >= _MEMO_KEPT:
+        rule.memo.clear()
+    rule.memo[signature] = decision, quiet, seen
+
+
+def _signature(rule: Rule, arguments: _Arguments) -> Any:
+    """What a decision is remembered by; None for subclasses, of which there is more to know."""
+    query, key, value, attn_mask, *others = arguments
+    if not (type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN):
+        return None
+    grad = torch.is_grad_enabled()
+    signature: tuple[Any, ...] = (
+        query.shape, key.shape, value.shape, query.dtype, query.requires_grad and grad, *others
+    )  # fmt: skip
+    if not rule.exact and attn_mask is None:
+        return signature
+    described = None
+    if attn_mask is not None:
+        described = (attn_mask.shape, attn_mask.dtype, attn_mask.requires_grad and grad, type(attn_mask))
+    signature += (query.get_device(), _is_deterministic(), described)
+    if not rule.exact:
+        return signature
+    tensors = tuple((t.stride(), t.storage_offset(), t.dtype, t.requires_grad) for t in (query, key, value))
+    return (*signature, grad, tensors)
+
+
+def _bring_forward(rule: Rule, decision: _Decision, seen: _Seen | None, arguments: _Arguments) -> _Seen | None:
+    """Let the next call be compared with this one first. Returns `seen`, or what is to be kept in its place."""
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
+    if query is key or key is value:  # which a guard takes for a change
+        return seen
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    grad = torch.is_grad_enabled() if any(tensor.requires_grad for tensor in tensors) else None
+    if seen is None or (seen[0] is not _never and not (seen[1] is grad and seen[0](*tensors))):
+        same = _same_tensors(rule, tensors)
+        seen = (same, grad, dropout_p, is_causal, scale, enable_gqa, decision.record, decision.options)
+    if seen[0] is not _never:
+        latest = rule.recent if attn_mask is None else rule.recent_masked
+        latest = (seen, *(other for other in latest if other is not seen))[:_RECENT_KEPT]
+        if attn_mask is None:
+            rule.recent = latest
+        else:
+            rule.recent_masked = latest
+    return seen
+
+
+def _same_tensors(rule: Rule, tensors: tuple[Any, ...]) -> Callable[..., bool]:
+    """A test that calls pass whose tensors have this signature; others may fail it, and are then looked up by theirs.
+
+    The guard of compiled graphs compares types, dtypes, devices, shapes, strides and requires_grad in one call into
+    C++; reading these attributes here would take a dozen. What else a signature holds has to be as it nearly always
+    is: aligned memory, and no wish for determinism (at which the kernel looks itself).
+    """
+    exact = rule.exact
+    if _TensorGuards is None or ((exact or len(tensors) == 4) and _is_deterministic()) or not _are_plain(*tensors):
+        return _never
+    strides = None if exact else [[None] * tensor.ndim for tensor in tensors]  # None = any
+    guard: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=strides).check
+
+    def guard_and_alignment(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> bool:
+        try:
+            aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15 == 0
+        except RuntimeError:  # there is no memory behind one of them
+            return False
+        return aligned and guard(query, key, value, *mask)
+
+    same = guard_and_alignment if exact else guard
+    return same if same(*tensors) else _never
+
+
+def _tensor_guards() -> Any:
+    """The guards' class, which is private to PyTorch; None where it is not, or is not as known here."""
+    try:
+        guards = import_module("torch._C._dynamo.guards").TensorGuards
+        one, two = torch.empty(1), torch.empty(2)
+        same = guards(one, dynamic_dims_sizes=None, dynamic_dims_strides=[[None]]).check
+        return guards if same(one) and not same(two) else None
+    except Exception:
+        return None
+
+
+_TensorGuards = _tensor_guards()
+_is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+
+
+def _never(*tensors: Tensor) -> bool:
+    return False
 
 
 def _state_says_no(query: Tensor, key: Tensor, value: Tensor) -> tuple[Outcome, str] | None:
@@ -470,7 +573,7 @@ def _decide(rule: Rule, arguments: _Arguments) -> _Decision:
             why = "a mask together with is_causal=True"
         if why:
             return _fallback(arguments, why)
-        traced = type(query) is not Tensor and type(query) is not torch.nn.Parameter
+        traced = not _are_plain(query)
         if traced and dropout_p:
             return _leave(arguments, "in a compiled graph dropout is PyTorch's alone")
         options = Options(_mask_text(attn_mask, is_causal), scale, backend=rule.backend)
@@ -557,10 +660,17 @@ def _announce(rule: Rule, decision: _Decision) -> None:
 # Arguments
 
 
+def _are_plain(*tensors: Tensor) -> bool:
+    return all(type(tensor) in _PLAIN for tensor in tensors)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def _foreign_type(*tensors: Tensor | None) -> str:
     """The name of a tensor subclass that is neither ordinary nor the compiler's; empty if there is none."""
     for tensor in tensors:
-        if tensor is None or type(tensor) in (Tensor, torch.nn.Parameter):
+        if tensor is None or type(tensor) in _PLAIN:
             continue
         from torch._subclasses import FakeTensor  # noqa: PLC0415  (loaded already wherever such a tensor exists)
         from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: PLC0415
