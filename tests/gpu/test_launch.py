@@ -17,6 +17,7 @@ from tilewise.errors import DeviceError
 from tilewise.jit import (
     Arguments,
     TensorMap,
+    TiledMap,
     Unit,
     build,
     cache,
@@ -325,3 +326,14 @@ def test_a_map_the_hardware_cannot_have_is_refused_by_rule() -> None:
     matrix = torch.randn(100, 129, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(DeviceError, match=r"strides .* are not all multiples of 16 bytes"):
         tiled_map(torch.bfloat16, (129, 100), (258,), (64, 32)).at(matrix.data_ptr())
+
+
+@needs_hopper
+def test_a_thread_that_never_touched_cuda_can_make_a_map() -> None:
+    """Autograd's threads may come to our backward before anything else has used CUDA on them."""
+    matrix = torch.randn(100, 128, device="cuda", dtype=torch.bfloat16)
+    here = tiled_map(torch.bfloat16, (128, 100), (256,), (32, 32), swizzle=64).at(matrix.data_ptr())
+    fresh = TiledMap(torch.bfloat16, (128, 100), (256,), (32, 32), 64, 256)
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(fresh.at, matrix.data_ptr()).result()
+    assert bytes(there) == bytes(here)

@@ -200,6 +200,19 @@ def _load(cu: Any, kernel: Kernel, device: int) -> Function:
     return Function(kernel, device, entry, context, smem)
 
 
+def adopt_context() -> bool:
+    """Give this thread the context of the current device if it has none; whether that was so.
+
+    CUDA's own runtime does it on a thread's first call. An autograd thread may come to us before that.
+    """
+    cu, what = driver(), "making the device's context current"
+    if int(check(cu.cuCtxGetCurrent(), what)):
+        return False
+    device = check(cu.cuDeviceGet(torch.cuda.current_device()), what)
+    check(cu.cuCtxSetCurrent(check(cu.cuDevicePrimaryCtxRetain(device), what)), what)
+    return True
+
+
 @contextlib.contextmanager
 def _current(cu: Any, context: Any) -> Iterator[None]:
     check(cu.cuCtxPushCurrent(context), "making the device's context current")

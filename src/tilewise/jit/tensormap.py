@@ -11,7 +11,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError
-from .launch import check, driver
+from .launch import adopt_context, check, driver
 from .mirror import TENSOR_MAP_ALIGNMENT, TensorMap
 
 if TYPE_CHECKING:
@@ -73,9 +73,10 @@ class TiledMap:
 
     def _encode(self, address: int) -> TensorMap:
         encoded = _aligned_map()
-        status = _encode_tiled()(
-            ctypes.addressof(encoded), self._dtype, len(self.dims), address, *self._pointers, 0, *self._modes, 0
-        )
+        call = (ctypes.addressof(encoded), self._dtype, len(self.dims), address, *self._pointers, 0, *self._modes, 0)
+        status = _encode_tiled()(*call)
+        if status and adopt_context():
+            status = _encode_tiled()(*call)
         if status:
             broken = broken_rules(self.dtype, address, self.dims, self.strides, self.box, self.swizzle)
             raise DeviceError(
