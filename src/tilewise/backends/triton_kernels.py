@@ -92,7 +92,7 @@ def _attend(
     start, whole, resume, stop = _stretches(begin, last, first, end, seq_kv, walk)
     if careful:
         whole, resume = stop, stop
-    for step in range(0, whole - start + stop - resume, walk):
+    for step in tl.range(0, whole - start + stop - resume, walk, num_stages=1):
         acc, top, total, strange = _attend_tile(
             q_tile, k, v, k_strides, v_strides, batch, head_kv, rows, _cut_tile(step, start, whole, resume), seq_kv,
             first, end, score_scale, weight_scale, acc, top, total, strange,
@@ -203,7 +203,7 @@ def _sum_dq(
     start, whole, resume, stop = _stretches(begin, last, first, end, seq_kv, walk)
     if careful:
         whole, resume = stop, stop
-    for step in range(0, whole - start + stop - resume, walk):
+    for step in tl.range(0, whole - start + stop - resume, walk, num_stages=1):
         acc, strange = _add_to_dq(
             q_tile, dout_tile, row_lse, row_delta, k, v, k_strides, v_strides, batch, head_kv, rows,
             _cut_tile(step, start, whole, resume), seq_kv, first, end, score_scale, weight_scale, acc, strange,
@@ -302,7 +302,7 @@ def _sum_dk_and_dv(
         whole, resume = stop, stop
     for head in range(head_kv * group, head_kv * group + group):
         pair = batch * heads * group + head
-        for step in range(0, whole - start + stop - resume, walk):
+        for step in tl.range(0, whole - start + stop - resume, walk, num_stages=1):
             dk_acc, dv_acc, strange = _add_to_dk_and_dv(
                 k_tile, v_tile, q, dout, delta, lse_log2, q_strides, dout_strides, batch, head, pair, keys,
                 _cut_tile(step, start, whole, resume), seq_q, first, end, score_scale, weight_scale,
