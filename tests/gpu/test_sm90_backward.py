@@ -183,6 +183,21 @@ def test_more_tiles_of_keys_than_take_turns(dims: tuple[int, int], mask: Mask) -
     check(like_out(problem), *make_inputs(problem, "cuda"), problem)
 
 
+@pytest.mark.parametrize("order", list(sm90_backward.Order), ids=lambda order: order.name)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (256, 256)], ids=str)
+def test_every_order_of_adding_up_dq(
+    dims: tuple[int, int], order: sm90_backward.Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more tiles than multiprocessors, so that some wait for others, and rows that no tile sees."""
+    monkeypatch.setattr(sm90_backward, "_order", lambda problem, config: order)
+    monkeypatch.setattr(sm90_backward, "_bound", {})
+    for lengths, mask in (((1500, 1500), Full()), ((1500, 1500), Causal()), ((900, 600), Causal("bottom-right"))):
+        problem = problem_of(2, (16, 8), lengths, dims, mask=mask)
+        inputs = (like_out(problem), *make_inputs(problem, "cuda"))
+        for _ in range(3):
+            check(*inputs, problem)
+
+
 LENGTHS = [
     (1, 1),
     (1, 500),

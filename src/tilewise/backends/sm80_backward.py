@@ -94,7 +94,9 @@ class BackwardConfig:
         kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}"
         grids = f"w{self.warps}_{self.score_rows}{self.key_rows}{self.query_rows}"
         extras = f"{'_softcap' * self.softcap}{'_v4' * self.vector_sums}"
-        return f"fa2_backward_{kind}_q{self.block_q}_kv{self.block_kv}_{grids}_s{self.stages}{extras}"
+        return (
+            f"fa2_backward_{kind}_q{self.block_q}_kv{self.block_kv}_{grids}_s{self.stages}_x{self.ctas_per_sm}{extras}"
+        )
 
     def __str__(self) -> str:
         tile = f"tile {self.block_q} x {self.block_kv}, {self.warps} warps"
@@ -180,7 +182,7 @@ extern "C" __global__ void __launch_bounds__({EDGE_THREADS})
 def _plain(config: BackwardConfig) -> BackwardConfig:
     """The config with what postprocess does not depend on made the same."""
     fields = {name: getattr(config, name) for name in config.__slots__}
-    return BackwardConfig(**(fields | {"softcap": False}))
+    return BackwardConfig(**(fields | {"softcap": False, "ctas_per_sm": 1}))
 
 
 _bound: dict[tuple[Any, ...], BoundBackward] = {}

@@ -1,9 +1,9 @@
 """Hopper (sm_90a): our own backward, kernels/sm90/backward.cuh. The other half of the backend `sm90`.
 
-Three launches: `preprocess` makes the row terms and zeroes the sums of dQ, the main kernel makes dK and dV and adds up
-dQ in float32, `postprocess` rounds dQ. Where one tile holds all keys, the main kernel writes dQ itself; where a few do,
-or gradients shall be deterministic, tiles take turns and the last one writes it: the third launch is spared. Extra
-memory is O(N): the sums of dQ and two floats a query row.
+`preprocess` makes the row terms of the main kernel, which makes dK and dV and adds up dQ in float32 over the tiles of
+keys: `Order` says how. Few of them, and those whose gradients shall be deterministic, take turns, and the last one
+writes dQ; else its sums are zeroed before, and `postprocess` rounds them. Extra memory is O(N): the sums of dQ and two
+floats a query row.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib.resources
 import json
 import math
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -46,7 +47,16 @@ LOG2_E = math.log2(math.e)
 # Mean of 2^-8 / m over mantissas m, as weights are spread in the logarithm: half a unit in the last place of bf16.
 TRUNCATION_BIAS = 2.0**-8 / (2 * math.log(2))
 EDGE_ROWS, EDGE_THREADS = 64, 256
+TURN_STAGES = 4
 _LANES = {64: 8, 96: 16, 128: 16, 192: 32, 256: 32}  # of preprocess, 8 columns each
+
+
+class Order(IntEnum):
+    """How the tiles of keys add up dQ: kernels/sm90/backward_config.cuh."""
+
+    BY_KEYS = 0
+    BY_CLAIM = 1
+    FREELY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +97,8 @@ class BackwardConfig:
         ds = self.ds_stages * matrix_bytes(self.block_kv, self.block_q)
         weights = 16 if self.by_keys else self.block_q * 64 * 4
         vectors = 2 * self.stages * self.block_q * 4
-        barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 4)
-        plan = 8 * 4
+        barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TURN_STAGES)
+        plan = TURN_STAGES * 8 + 9 * 4
         return -(-(kv + rings + ds + weights + vectors + barriers + plan) // 1024) * 1024
 
     @property
@@ -227,6 +237,7 @@ _MainParams = params_struct(
     q_tiles=ctypes.c_int,
     kv_tiles=ctypes.c_int,
     sections=ctypes.c_int,
+    order=ctypes.c_int,
     store_dk=ctypes.c_int,
     store_dv=ctypes.c_int,
     scale_log2=ctypes.c_float,
@@ -261,6 +272,7 @@ _PreprocessParams = params_struct(
     start_bias=ctypes.c_float,
 )
 
+
 _PostprocessParams = params_struct(
     "PostprocessParams",
     dq_sums=ctypes.c_void_p,
@@ -293,7 +305,7 @@ class Workspace:
         turns = 2 * rows
         if not wants_dq or config.writes_dq:
             return cls(0, rows, turns, turns, turns)
-        dq_sums = turns + (-(-rows // config.block_q // 32) * 32 if _in_order(problem, config) else 0)
+        dq_sums = turns + (-(-2 * rows // config.block_q // 32) * 32 if _takes_turns(problem, config) else 0)
         return cls(0, rows, turns, dq_sums, dq_sums + rows * config.head_dim)
 
 
@@ -330,8 +342,8 @@ class _Launch:
         self._wants = wants
         self._work = Workspace.of(problem, config, wants[0])
         self._sums_dq = wants[0] and not config.writes_dq
-        self._in_order = self._sums_dq and _in_order(problem, config)
-        self._blind = self._in_order and not _every_tile_sees_keys(problem, config.block_q)
+        self._turns = self._sums_dq and _takes_turns(problem, config)
+        self._blind = self._turns and not _every_tile_sees_keys(problem, config.block_q)
         self._q, self._dout = rows_map(q, config.block_q), rows_map(dout, config.block_q)
         self._k, self._v = rows_map(k, config.block_kv), rows_map(v, config.block_kv)
         self._dk = rows_map(torch.empty_like(k, device="meta"), 16)
@@ -388,7 +400,7 @@ class _Launch:
         base = scratch.data_ptr()
         start_s, start_dp = base + 4 * work.start_s, base + 4 * work.start_dp
         sums = base + 4 * work.dq_sums if self._sums_dq else None
-        turns = base + 4 * work.turns if self._in_order else None
+        turns = base + 4 * work.turns if self._turns else None
 
         arguments = self._pre.arguments()
         params = arguments.params
@@ -407,7 +419,7 @@ class _Launch:
         if dv is not None:
             params.dv_map = self._dv.at(dv.data_ptr())
         params.start_s, params.start_dp, params.dq_sums, params.turns = start_s, start_dp, sums, turns
-        params.dq = None if dq is None or (self._sums_dq and not turns) else dq.data_ptr()
+        params.dq = None if dq is None else dq.data_ptr()
         self._main.launch(stream, arguments)
 
         if dq is not None and self._sums_dq and not turns:
@@ -439,6 +451,7 @@ def _main_params(
         "q_tiles": _padded_rows(problem, config) // config.block_q,
         "kv_tiles": -(-problem.seq_kv // config.block_kv),
         "sections": _sections(problem, config, target),
+        "order": int(_order(problem, config)),
         "store_dk": int(wants[1]),
         "store_dv": int(wants[2]),
         "scale_log2": scale_log2,
@@ -499,15 +512,18 @@ def _every_tile_sees_keys(problem: Problem, block_q: int) -> bool:
     return bool(first_row < block_q and end_row > last_tile)
 
 
-# KV tiles up to which taking turns at dQ costs less than zeroing and rounding its sums apart.
-MOST_IN_ORDER = 8
+# Tiles of keys up to which waiting for the first and the last at a dQ costs less than zeroing and rounding its sums.
+MOST_BY_CLAIM = 16
 
 
-def _in_order(problem: Problem, config: BackwardConfig) -> bool:
-    """Whether KV tiles add to dQ one after another; the last one writes it, and no `postprocess` is needed."""
+def _order(problem: Problem, config: BackwardConfig) -> Order:
     if problem.deterministic:
-        return True
-    return problem.seq_kv <= MOST_IN_ORDER * config.block_kv and _every_tile_sees_keys(problem, config.block_q)
+        return Order.BY_KEYS
+    return Order.BY_CLAIM if problem.seq_kv <= MOST_BY_CLAIM * config.block_kv else Order.FREELY
+
+
+def _takes_turns(problem: Problem, config: BackwardConfig) -> bool:
+    return _order(problem, config) is not Order.FREELY
 
 
 def _padded_rows(problem: Problem, config: BackwardConfig) -> int:
@@ -518,13 +534,13 @@ def _sections(problem: Problem, config: BackwardConfig, target: Target) -> int:
     """Into how many runs the KV heads are divided that are worked on one after another.
 
     Equal tiles: one head a run, since its tiles read the same queries and add to the same dQ. Causal tiles: as many
-    heads as the L2 cache holds, the longest tiles of all first, so that the short ones fill the gaps. In order: several
+    heads as the L2 cache holds, the longest tiles of all first, so that the short ones fill the gaps. By keys: several
     heads too, since tiles of one head that start together wait for one another; the more of them, the more heads.
     """
     pairs = problem.batch * problem.heads_kv
     causal = isinstance(problem.mask, Causal)
     share = 2 / 3  # of the L2 cache; measured
-    if _in_order(problem, config):
+    if _order(problem, config) is Order.BY_KEYS:
         tiles = -(-problem.seq_kv // config.block_kv)
         share = 1 / 6 if tiles < 8 else 1 / 3 if tiles < 32 or causal else share
     elif not causal:

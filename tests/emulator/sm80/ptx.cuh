@@ -5,8 +5,6 @@
 
 namespace tilewise::ptx {
 
-inline u32 thread_again() { return static_cast<u32>(model::self().index); }
-
 // --- copies by threads: a group's happen together, some time before somebody waits for them ---
 
 struct Copies {

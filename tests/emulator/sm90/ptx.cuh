@@ -183,7 +183,10 @@ inline int load_acquire(const int* place) {
   if (++asked[place] > 1'000'000) model::fail("a block waits for one that comes after it");
   return *place;
 }
+inline int add_relaxed(int* place, int value) { return (*place += value) - value; }
 inline void add_release(int* place, int value) { *place += value; }
+
+inline u32 thread_again() { return static_cast<u32>(model::self().index); }
 
 // --- arithmetic ---
 

@@ -8,14 +8,6 @@
 
 namespace tilewise::ptx {
 
-// threadIdx.x, read anew where it stands. Why: what is derived from it cannot be moved out of a
-// loop, where it would occupy registers.
-__device__ __forceinline__ u32 thread_again() {  // ISA: %tid
-  u32 thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
 // Copies the first `bytes` (16 or 0) of 16 bytes; the rest becomes zeros, and is not read.
 __device__ __forceinline__ void cp_async_16(u32 destination, const void* source,
                                             u32 bytes) {  // ISA: cp.async

@@ -15,19 +15,23 @@
 //   6. dS^T = P^T * dP^T
 //   7. dK += round16(dS^T) Q              wgmma, dS in registers
 //   8. dQ += round16(dS) K                wgmma, dS from shared memory; summed over KV tiles in global
-//                                         memory (float32), or in turns, where the last to come
-//                                         writes it; written at once where there is one KV tile
+//                                         memory (float32), and written by the last of them or by
+//                                         postprocess
 // Softcap: S starts from 0, S = tanh(S * scale / cap), the row term comes after it, and dS gets its
-// slope 1 - S^2. preprocess makes both row terms and zeroes the sums of dQ, postprocess rounds them;
-// with turns or one KV tile neither is needed.
+// slope 1 - S^2. preprocess makes both row terms and, where KV tiles add freely, zeroes the sums.
 // Overlap: 7 and 1 of the next step are in flight together, as are 4 and 5; the exponentials of one
 // warpgroup run under the products of the others.
 //
-// Roles. Warpgroup 0: one thread, the producer, issues all loads; where KV tiles take turns to add to
-// dQ, one waits for this tile's turns and one passes them on. Warpgroup 1 makes dQ (8). Warpgroups
-// 2 and 3 make the rest, divided by keys (each owns dK and dV of 64 of 128 keys) or, where those would
-// not fit the registers (d > 128), by product: both have the same 64 keys, one owns dV (1-3, 5) and
-// hands P over in shared memory, the other dK (4, 6, 7).
+// Sums of dQ (enum Order). By keys, for the same bits every time: KV tiles take turns from the last to
+// the first. By claim: they take turns as they come. Freely: nobody waits, and postprocess rounds the
+// sums. But for the first order KV tiles that start together go round the query tiles each from a
+// place of its own.
+//
+// Roles. Warpgroup 0: one thread, the producer, issues all loads; a second waits for this tile's turns
+// and a third passes them on, unless they add freely. Warpgroup 1 makes dQ (8).
+// Warpgroups 2 and 3 make the rest, divided by keys (each owns dK and dV of 64 of 128 keys) or, where
+// those would not fit the registers (d > 128), by product: both have the same 64 keys, one owns dV
+// (1-3, 5) and hands P over in shared memory, the other dK (4, 6, 7).
 //
 // Shared memory (struct BackwardSmem): K and V of the CTA, in the end dK and dV on their way out;
 // rings of Q and dO with their row terms; a ring of dS; P on its way; barriers and the plan.
@@ -42,8 +46,8 @@
 //   ds_full[stage]        warps that make dS, 8 or 4  1                 dS is written
 //   ds_empty[stage]       warps of 1, 4               2 and 3           dS is read; in the end K and V too
 //   weights_full, _empty  warps of 2, of 3, 4 each    3, 2              P is handed over; in the end V is read
-//   turn_come[stage]      keepers of turns, 2         1                 in order: this tile's turn has come
-//   turn_over[stage]      warps of 1, 4               keepers of turns  in order: its sums are added
+//   turn_come[stage]      keepers of turns, 2         1                 this tile's turn has come
+//   turn_over[stage]      warps of 1, 4               keepers of turns  the sums of this step are added
 //   named 1 + wg          2 or 3, 128 threads         itself            V is read before dV replaces it
 //
 // Registers of a thread (512 in four warpgroups): producer 24; dQ 72 (d = 64, 128, 256: 64 columns at
@@ -73,7 +77,7 @@ __device__ __forceinline__ void init_backward_barriers(BackwardSmem<config>& sme
   }
   for (int i = 0; i < turn_stages; ++i) {
     ptx::mbarrier_init(&smem.turn_come[i], 2);
-    ptx::mbarrier_init(&smem.turn_over[i], 4);
+    ptx::mbarrier_init(&smem.turn_over[i], 4 * arrivals_of_warp);
   }
   ptx::mbarrier_init(&smem.weights_full, 4 * arrivals_of_warp);
   ptx::mbarrier_init(&smem.weights_empty, 4 * arrivals_of_warp);

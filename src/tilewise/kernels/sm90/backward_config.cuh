@@ -28,6 +28,21 @@ struct BackwardConfig {
   TILEWISE_INLINE int ds_writers() const { return by_keys ? 8 : 4; }  // warps
 };
 
+// How many KV tiles have claimed a turn at the dQ of a query tile, and how many have had it.
+struct TileTurns {
+  int claimed;  // by_claim
+  int added;
+};
+
+// How the KV tiles that see a query tile add up its dQ, in float32 in global memory.
+enum Order : int {
+  by_keys,  // one after another, from the last tile to the first, so that the bits are the same
+            // every time: the first stores its sums, the others add, the last resumes them and
+            // writes dQ
+  by_claim,  // the same as they come, so that nobody has to wait but for the first and the last
+  freely,    // onto zeroes, and nobody waits; postprocess makes dQ of the sums
+};
+
 struct BackwardParams {
   ptx::TensorMap q_map;     // box block_q rows; all maps are (dim, seq, head, batch)
   ptx::TensorMap k_map;     // box block_kv rows
@@ -37,12 +52,11 @@ struct BackwardParams {
   ptx::TensorMap dv_map;    // box 16 rows
   const float* start_s;  // (batch, heads, rows padded to block_q): what S starts from, made of -lse
   const float* start_dp;  // likewise: what dP starts from, -rowsum(dO * O)
-  // Null: dQ is not wanted. Else (batch, heads, q_tiles, fragment order), zeroed unless `turns`.
+  // Null: dQ is not wanted, or one KV tile holds all keys. Else (batch, heads, q_tiles, fragment
+  // order).
   float* dq_sums;
-  // Null, or zeroed (batch, heads, q_tiles): KV tiles add in order, from the last to the first. The
-  // first to come stores its sums, the last writes dq.
-  int* turns;
-  void* dq;                   // with writes_dq or turns
+  TileTurns* turns;           // null, or for KV tiles that take turns (batch, heads, q_tiles), zeroed
+  void* dq;                   // null: not wanted
   long long dq_batch_stride;  // in elements
   long long dq_head_stride;
   long long dq_seq_stride;
@@ -57,6 +71,7 @@ struct BackwardParams {
   int q_tiles;
   int kv_tiles;
   int sections;
+  Order order;
   int store_dk;
   int store_dv;
   float scale_log2;
@@ -73,6 +88,7 @@ struct BackwardPlan {
   int kv_tile;
   TileRange touched;  // query tiles
   TileRange full;     // Invariant: begin <= end
+  int first;          // query tile
   int steps;
 
   TILEWISE_INLINE bool partial(int q_tile) const {
@@ -96,7 +112,7 @@ __device__ __forceinline__ BackwardPlan make_backward_plan(const BackwardParams&
   // In order, KV tiles start from the last: under a causal mask the first rows of a tile have their
   // turn at once, and those that wait meet rows which the tile before left a step ago.
   const Schedule schedule{params.heads_kv, params.batch * params.heads_kv, params.kv_tiles,
-                          params.sections, params.turns != nullptr};
+                          params.sections, params.order == by_keys};
   const WorkTile tile = schedule.tile(work);
   BackwardPlan plan;
   plan.batch = tile.batch;
@@ -116,10 +132,25 @@ __device__ __forceinline__ BackwardPlan make_backward_plan(const BackwardParams&
   plan.full.end = max_int(plan.full.begin, min_int(plan.touched.end, full_end));
   if (first_key + config.block_kv() > params.seq_k) plan.full = {0, 0};
   plan.steps = plan.touched.count() * params.heads_per_kv;
+  plan.first = plan.touched.begin;
+  // KV tiles that start together begin at the query tiles beside them, each at its own, and go
+  // round: they meet no other at a dQ.
+  if (plan.steps > 0 && params.order != by_keys) {
+    const int ahead = first_key / config.block_q - plan.touched.begin, count = plan.touched.count();
+    plan.first += (ahead % count + count) % count;
+  }
   return plan;
 }
 
-constexpr int turn_stages = 2;
+// How many KV tiles add to the dQ of a query tile before this one and after it.
+struct Turn {
+  int before;
+  int after;
+};
+constexpr int turn_stages = 4;
+// How many steps ahead a turn is looked for. Why no more: neighbours begin two query tiles apart,
+// and who claims a turn early makes those wait who come before.
+constexpr int turns_ahead = 2;
 
 // One lane arrives for its warp, after a warp barrier. The machine code needs no instruction for
 // that barrier where the warp is converged anyway, so a race checker does not see it: for that tool
@@ -148,18 +179,19 @@ struct BackwardSmem {
   ptx::u64 ds_full[config.ds_stages], ds_empty[config.ds_stages];
   ptx::u64 weights_full, weights_empty;
   ptx::u64 turn_come[turn_stages], turn_over[turn_stages];
+  Turn turn[turn_stages];
   BackwardPlan plan;
 };
 
-// Counts through the steps of a plan: query tiles of one head, then of the next.
+// Counts through the steps of a plan: query tiles of one head, all round, then of the next.
 struct StepCursor {
   int q_tile;
   int head = 0;  // of the group
 
-  __device__ __forceinline__ explicit StepCursor(const BackwardPlan& plan)
-      : q_tile(plan.touched.begin) {}
+  __device__ __forceinline__ explicit StepCursor(const BackwardPlan& plan) : q_tile(plan.first) {}
   __device__ __forceinline__ void advance(const BackwardPlan& plan) {
-    if (++q_tile == plan.touched.end) q_tile = plan.touched.begin, ++head;
+    if (++q_tile == plan.touched.end) q_tile = plan.touched.begin;
+    if (q_tile == plan.first) ++head;
   }
 };
 

@@ -2,8 +2,7 @@
 // sums. Both are bound by memory traffic.
 #pragma once
 
-#include "../common/mask.cuh"
-#include "ptx.cuh"
+#include "backward_config.cuh"
 #include "softmax.cuh"
 
 namespace tilewise::sm90 {
@@ -19,8 +18,8 @@ struct PreprocessParams {
   const float* dlse;  // null, or likewise
   float* start_s;     // (batch, heads, rows), rows padded to the query tile
   float* start_dp;
-  float* dq_sums;  // null, or row_floats * rows floats a head, to be zeroed
-  int* turns;      // null, or one a query tile, to be zeroed
+  float* dq_sums;    // null, or row_floats * rows floats a head, to be zeroed
+  TileTurns* turns;  // null, or one a query tile, to be zeroed
   int heads;
   int seq_q;
   int rows;
@@ -93,7 +92,7 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
   }
   if (params.turns != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
     params.turns[(static_cast<long long>(batch_head) * params.rows + first_row) / params.block_q] =
-        0;
+        TileTurns{0, 0};
 #pragma unroll
   for (int i = 0; i < edge_rows / rows_at_once; ++i) {
     const int row = first_row + i * rows_at_once + threadIdx.x / lanes;

@@ -102,18 +102,17 @@ struct BackwardProducer {
   }
 };
 
-// How many KV tiles add to the dQ of a query tile before this one and after it, in order.
-struct Turn {
-  int before;
-  int after;
-};
+// The KV tiles that add to the dQ of a query tile.
 template <BackwardConfig config>
-__device__ __forceinline__ Turn turn_at(const BackwardParams& params, const BackwardPlan& plan,
-                                        int q_tile) {
+__device__ __forceinline__ TileRange adders(const BackwardParams& params, int q_tile) {
   const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
   const int row = q_tile * config.block_q;
-  const TileRange tiles =
-      touched_tiles(band, row, min_int(row + config.block_q, params.seq_q), config.block_kv());
+  return touched_tiles(band, row, min_int(row + config.block_q, params.seq_q), config.block_kv());
+}
+template <BackwardConfig config>
+__device__ __forceinline__ Turn turn_by_keys(const BackwardParams& params, const BackwardPlan& plan,
+                                             int q_tile) {
+  const TileRange tiles = adders<config>(params, q_tile);
   return {tiles.end - 1 - plan.kv_tile, plan.kv_tile - tiles.begin};
 }
 
@@ -125,20 +124,38 @@ struct TurnKeeper {
   BackwardSmem<config>& smem;
   const BackwardPlan& plan;
 
-  // Looks ahead for turns that have come.
-  // Why this cannot hang: whoever is waited for has a smaller block index, so it runs already.
+  __device__ __forceinline__ TileTurns* turns_at(const StepCursor& at) {
+    return params.turns + query_tile_index(params, plan, at);
+  }
+  __device__ __forceinline__ Turn numbered(int before, int q_tile) {
+    return {before, adders<config>(params, q_tile).count() - 1 - before};
+  }
+
+  // Looks ahead for turns that have come. By keys, all before must have added; by claim one, which
+  // is the first, and for the last all. Why this cannot hang: whoever is waited for runs already.
+  // By keys it has a smaller block index. By claim it has claimed its turn; it waits for nothing
+  // but the turn it claimed last, and of those who claimed the same tile the first waits for
+  // nobody, the others for it, the last for them.
   __device__ __forceinline__ void await() {
     ptx::wait_for_previous_grid();
     StepCursor cursor(plan);
-    RingPosition<turn_stages> position(1);
+    RingPosition<turn_stages> position(0), behind(0);
     for (int step = 0; step < plan.steps; ++step) {
-      ptx::mbarrier_wait(&smem.turn_over[position.stage], position.phase);
-      const int before = turn_at<config>(params, plan, cursor.q_tile).before;
-      const int* turn = params.turns + query_tile_index(params, plan, cursor);
-      if (before > 0) {
-        while (ptx::load_acquire(turn) < before) {
+      if (step >= turns_ahead) {
+        ptx::mbarrier_wait(&smem.turn_over[behind.stage], behind.phase);
+        behind.advance();
+      }
+      TileTurns* turns = turns_at(cursor);
+      const Turn turn = params.order == by_keys
+                            ? turn_by_keys<config>(params, plan, cursor.q_tile)
+                            : numbered(ptx::add_relaxed(&turns->claimed, 1), cursor.q_tile);
+      const int awaited =
+          params.order == by_keys || turn.after == 0 ? turn.before : min_int(turn.before, 1);
+      if (awaited > 0) {
+        while (ptx::load_acquire(&turns->added) < awaited) {
         }
       }
+      smem.turn[position.stage] = turn;
       ptx::mbarrier_arrive(&smem.turn_come[position.stage]);
       position.advance();
       cursor.advance(plan);
@@ -153,8 +170,7 @@ struct TurnKeeper {
     RingPosition<turn_stages> position(0);
     for (int step = 0; step < plan.steps; ++step) {
       ptx::mbarrier_wait(&smem.turn_over[position.stage], position.phase);
-      if (turn_at<config>(params, plan, cursor.q_tile).after > 0)
-        ptx::add_release(params.turns + query_tile_index(params, plan, cursor), 1);
+      ptx::add_release(&turns_at(cursor)->added, 1);
       ptx::mbarrier_arrive(&smem.turn_come[position.stage]);
       position.advance();
       cursor.advance(plan);
@@ -180,6 +196,7 @@ template <BackwardConfig config>
 struct QueryWarpgroup {
   static constexpr int block_kv = config.block_kv();
   static constexpr int columns = config.dq_columns;
+  static constexpr int passes = config.head_dim / columns, parts = passes * config.q_blocks();
   using Product = wgmma::TransposedProduct<columns, config.bf16>;
   static_assert(config.head_dim % columns == 0 &&
                 (columns % 64 == 0 || columns == config.head_dim));
@@ -187,29 +204,22 @@ struct QueryWarpgroup {
   const BackwardParams& params;
   BackwardSmem<config>& smem;
   const BackwardPlan& plan;
-  const int thread = threadIdx.x % 128;
-
-  const u32 ds_descriptor = wgmma::descriptor_low(ptx::smem_address(smem.ds), 16);
-  const u32 k_descriptor = wgmma::descriptor_low(ptx::smem_address(smem.k), panel_bytes(block_kv));
+  // Why asked again each time: the answer would be kept in a register that is needed elsewhere.
+  struct Thread {
+    __device__ __forceinline__ operator int() const { return ptx::thread_again() % 128; }
+  } thread;
 
   StepCursor cursor{plan};
-  RingPosition<turn_stages> turn{0};
-
-  __device__ __forceinline__ bool wanted() {
-    return config.writes_dq ? params.dq != nullptr : params.dq_sums != nullptr;
-  }
-
-  __device__ __forceinline__ long long tile_index() {
-    return query_tile_index(params, plan, cursor);
-  }
+  int step = 0;
 
   // Columns [pass * columns, ...) of the 64 rows `block` of this step's dQ, without the scale;
   // `resumes`: added to what dq holds.
   __device__ __forceinline__ void multiply(float (&dq)[columns / 2], int stage, int block, int pass,
                                            bool resumes) {
-    const u32 ds_low =
-        ds_descriptor + stage * (sizeof(smem.ds[0]) >> 4) + block * (panel_bytes(block_kv) >> 4);
-    const u32 k_low = k_descriptor + pass * (columns / 64) * (panel_bytes(block_kv) >> 4);
+    const u32 ds_low = wgmma::descriptor_low(ptx::smem_address(smem.ds), 16) +
+                       stage * (sizeof(smem.ds[0]) >> 4) + block * (panel_bytes(block_kv) >> 4);
+    const u32 k_low = wgmma::descriptor_low(ptx::smem_address(smem.k), panel_bytes(block_kv)) +
+                      pass * (columns / 64) * (panel_bytes(block_kv) >> 4);
     wgmma::hold(dq);
     wgmma::fence();
 #pragma unroll
@@ -227,7 +237,8 @@ struct QueryWarpgroup {
   // Four accumulators of a thread lie side by side, the 128 threads of the warpgroup after one
   // another: every warp touches 512 contiguous bytes at a time.
   __device__ __forceinline__ float* sums(int block, int pass) {
-    return params.dq_sums + (tile_index() * config.q_blocks() + block) * (64 * config.head_dim) +
+    const long long tile = query_tile_index(params, plan, cursor);
+    return params.dq_sums + (tile * config.q_blocks() + block) * (64 * config.head_dim) +
            pass * (64 * columns) + thread * 4;
   }
   __device__ __forceinline__ void load(float (&dq)[columns / 2], int block, int pass) {
@@ -255,15 +266,15 @@ struct QueryWarpgroup {
   }
 
   __device__ __forceinline__ void await_turn() {
+    const auto turn = RingPosition<turn_stages>::after(step);
     ptx::mbarrier_wait(&smem.turn_come[turn.stage], turn.phase);
   }
   __device__ __forceinline__ void end_turn() {
     __syncwarp();
-    if (thread % 32 == 0) ptx::mbarrier_arrive(&smem.turn_over[turn.stage]);
-    turn.advance();
+    if (thread % 32 < arrivals_of_warp) ptx::mbarrier_arrive(&smem.turn_over[step % turn_stages]);
   }
 
-  // The only KV tile, or the last in order, writes dQ. The four lanes that share a row trade column
+  // The only KV tile, or the last to come, writes dQ. The four lanes that share a row trade column
   // pairs for whole chunks of eight columns.
   __device__ __forceinline__ void write(const float (&dq)[columns / 2], int block, int pass) {
     const int row =
@@ -288,38 +299,60 @@ struct QueryWarpgroup {
     }
   }
 
+  // Whether this tile is the first to add to the dQ of this step, and the last.
+  struct Place {
+    bool first, last;
+  };
+  __device__ __forceinline__ bool waits_late(const Place& at) {
+    return !config.writes_dq && params.order == by_keys && !at.last;
+  }
+  __device__ __forceinline__ Place place() {
+    if (config.writes_dq) return {true, true};
+    if (params.order == freely) return {false, false};
+    if (params.order == by_claim) {
+      await_turn();
+      const Turn order = smem.turn[step % turn_stages];
+      return {order.before == 0, order.after == 0};
+    }
+    const Turn order = turn_by_keys<config>(params, plan, cursor.q_tile);
+    if (order.after == 0) await_turn();
+    return {order.before == 0, order.after == 0};
+  }
+
+  // dQ is not wanted.
+  __device__ __forceinline__ void discard() {
+    for (; step < plan.steps; ++step) {
+      const auto position = RingPosition<config.ds_stages>::after(step);
+      ptx::mbarrier_wait(&smem.ds_full[position.stage], position.phase);
+      if (thread % 32 == 0) ptx::mbarrier_arrive(&smem.ds_empty[position.stage]);
+    }
+  }
+
   __device__ __forceinline__ void run() {
-    constexpr int passes = config.head_dim / columns, parts = passes * config.q_blocks();
-    const bool in_order = !config.writes_dq && params.turns != nullptr;
+    if (params.dq == nullptr) return discard();
     ptx::wait_for_previous_grid();
-    RingPosition<config.ds_stages> position(0);
-    for (int step = 0; step < plan.steps; ++step, position.advance(), cursor.advance(plan)) {
-      bool first = config.writes_dq, last = config.writes_dq;  // to add to this dQ
-      if (in_order) {
-        const Turn order = turn_at<config>(params, plan, cursor.q_tile);
-        first = order.before == 0, last = order.after == 0;
-        if (last) await_turn();
-      }
-      const bool resumes = last && !first;
+    for (; step < plan.steps; ++step, cursor.advance(plan)) {
+      const auto position = RingPosition<config.ds_stages>::after(step);
+      const Place at = place();
+      const bool resumes = at.last && !at.first;
 #pragma unroll
       for (int part = 0; part < parts; ++part) {
         const int block = part / passes, pass = part % passes;
         float dq[columns / 2];
         if (resumes) load(dq, block, pass);
         if (part == 0) ptx::mbarrier_wait(&smem.ds_full[position.stage], position.phase);
-        if (wanted()) multiply(dq, position.stage, block, pass, resumes);
+        multiply(dq, position.stage, block, pass, resumes);
         if (part == parts - 1 && thread % 32 == 0)
           ptx::mbarrier_arrive(&smem.ds_empty[position.stage]);
-        if (!wanted()) continue;
-        if (part == 0 && in_order && !last) await_turn();
-        if (last)
+        if (part == 0 && waits_late(at)) await_turn();
+        if (at.last)
           write(dq, block, pass);
-        else if (first)
+        else if (at.first)
           store(dq, block, pass);
         else
           add(dq, block, pass);
       }
-      if (in_order) end_turn();
+      if (!config.writes_dq && params.order != freely) end_turn();
     }
   }
 };

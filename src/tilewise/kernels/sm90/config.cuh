@@ -116,6 +116,13 @@ struct RingPosition {
   ptx::u32 phase;
 
   __device__ __forceinline__ explicit RingPosition(ptx::u32 first_phase) : phase(first_phase) {}
+  // Where one that began with phase 0 is after `steps`. For whom arithmetic is cheaper than
+  // registers.
+  __device__ __forceinline__ static RingPosition after(int steps) {
+    RingPosition position(static_cast<unsigned>(steps) / stages & 1);
+    position.stage = static_cast<unsigned>(steps) % stages;
+    return position;
+  }
   __device__ __forceinline__ void advance() {
     if (++stage == stages) stage = 0, phase ^= 1;
   }

@@ -293,8 +293,25 @@ __device__ __forceinline__ int load_acquire(const int* address) {  // ISA: ld
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
+// Gives what was there before.
+__device__ __forceinline__ int add_relaxed(int* address, int value) {  // ISA: atom
+  int before;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address), "r"(value)
+               : "memory");
+  return before;
+}
 __device__ __forceinline__ void add_release(int* address, int value) {  // ISA: red
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// threadIdx.x, read anew where it stands. Why: what is derived from it cannot be moved out of a
+// loop, where it would occupy registers.
+__device__ __forceinline__ u32 thread_again() {  // ISA: %tid
+  u32 thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
 }
 
 }  // namespace tilewise::ptx
