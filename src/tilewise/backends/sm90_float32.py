@@ -62,6 +62,7 @@ class Config:
     v_stages: int
     value_columns: int
     softcap: bool
+    turns: bool
 
     @property
     def block_q(self) -> int:
@@ -518,4 +519,4 @@ def _class_of(problem: Problem) -> tuple[int, int]:
 
 def _config(parts: int, classes: tuple[int, int], softcap: bool) -> Config:
     consumers, block_kv, k_stages, v_stages, columns = _SHAPES[parts][classes]
-    return Config(parts, *classes, consumers, block_kv, k_stages, v_stages, columns, softcap)
+    return Config(parts, *classes, consumers, block_kv, k_stages, v_stages, columns, softcap, turns=consumers == 2)

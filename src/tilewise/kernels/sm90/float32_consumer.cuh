@@ -28,6 +28,10 @@ __device__ __forceinline__ void split_weights(const float (&x)[count],
   }
 }
 
+struct BarrierId {
+  static constexpr int turn = 1;  // + warpgroup
+};
+
 template <Config config>
 struct Consumer {
   static constexpr bool bf16 = config.bf16();
@@ -35,6 +39,10 @@ struct Consumer {
   static constexpr int columns = config.value_columns, slices = config.head_dim_v / columns;
   static_assert(slices * columns == config.head_dim_v);
   static_assert(slices == 1 || columns % panel_columns == 0);
+  // A product of values goes over so many keys before it leaves the tensor core, whose sums lose half a unit in the
+  // last place a step, always towards zero.
+  static constexpr int span = min_int(block_kv, 64), spans = block_kv / span;
+  static constexpr int pieces = slices * spans;
   using ScoreProduct = wgmma::Product<block_kv, bf16>;
   using ValueProduct = wgmma::Product<columns, bf16>;
 
@@ -55,7 +63,7 @@ struct Consumer {
 
   float s[block_kv / 2];
   u32 p[parts][block_kv / 16][4];
-  float fresh[columns / 2];           // a slice of P V, of one tile alone
+  float fresh[columns / 2];           // a piece of P V, of one tile alone
   float o[config.head_dim_v / 2];     // in units of 2^out_exponent
   float most[2], sum[2];              // of the scores, in log2 units; this thread's share of the sum of p
   float keep[2], take[2];             // what o and fresh are multiplied with when they are added up
@@ -63,6 +71,16 @@ struct Consumer {
 
   __device__ __forceinline__ void arrive(u64* barrier) {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
+  }
+
+  // Why turns: warpgroups in step would run their softmax at the same time, with an idle tensor pipe.
+  // Invariant: each warpgroup takes one for every tile that the CTA touches.
+  __device__ __forceinline__ void take_turn() {
+    if constexpr (config.turns) ptx::barrier_sync<256>(BarrierId::turn + warpgroup);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    static_assert(!config.turns || config.consumers == 2);
+    if constexpr (config.turns) ptx::barrier_arrive<256>(BarrierId::turn + 1 - warpgroup);
   }
 
   __device__ __forceinline__ int row_of_thread(int r) const {
@@ -94,8 +112,9 @@ struct Consumer {
           accumulate || step != 0);
   }
 
-  // Step 7, for columns [slice * columns, (slice + 1) * columns).
-  __device__ __forceinline__ void issue_values(int slice) {
+  // Step 7, for one span of keys and columns [slice * columns, (slice + 1) * columns).
+  __device__ __forceinline__ void issue_values(int piece) {
+    const int slice = piece / spans, first_step = piece % spans * (span / 16);
     constexpr int v_part = sizeof(smem.v[0][0]) >> 4;
     u32 low[1] = {v_descriptor + v_position.stage * u32{sizeof(smem.v[0]) >> 4} +
                   slice * (columns / panel_columns) * (panel_bytes(block_kv) >> 4)};
@@ -103,11 +122,11 @@ struct Consumer {
     for (int i = 0; i < term_count(parts); ++i) {
       wgmma::hold(low);
 #pragma unroll
-      for (int step = 0; step < block_kv / 16; ++step)
+      for (int step = 0; step < span / 16; ++step)
         ValueProduct::multiply(
-            fresh, p[term(parts, i).a][step],
+            fresh, p[term(parts, i).a][first_step + step],
             wgmma::descriptor(low[0] + term(parts, i).b * v_part +
-                                  step * (2 * swizzle_atom_bytes >> 4),
+                                  (first_step + step) * (2 * swizzle_atom_bytes >> 4),
                               swizzle_atom_bytes),
             i != 0 || step != 0);
     }
@@ -179,11 +198,11 @@ struct Consumer {
   }
 
   // Step 8.
-  __device__ __forceinline__ void add_slice(int slice) {
+  __device__ __forceinline__ void add_piece(int piece) {
 #pragma unroll
     for (int i = 0; i < columns / 2; ++i) {
-      float& x = o[slice * (columns / 2) + i];
-      x = fmaf(fresh[i], take[row_of(i)], x * keep[row_of(i)]);
+      float& x = o[piece / spans * (columns / 2) + i];
+      x = fmaf(fresh[i], take[row_of(i)], piece % spans == 0 ? x * keep[row_of(i)] : x);
     }
   }
 
@@ -193,9 +212,11 @@ struct Consumer {
     q_shift = shift_of(plan.q_facts[warpgroup].exponent, bf16);
     ptx::mbarrier_wait(&smem.q_full[warpgroup], 0);
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
+    take_turn();
     wgmma::hold(s);
     wgmma::fence();
     issue_scores();
+    pass_turn();
     wgmma::wait<0>();
     wgmma::hold(s);
     release_keys();
@@ -211,41 +232,43 @@ struct Consumer {
     v_position.advance();
   }
 
-  __device__ __forceinline__ void begin_slice(int slice) {
+  __device__ __forceinline__ void begin_piece(int piece) {
     wgmma::hold(fresh);
     hold_weights();
     wgmma::fence();
-    issue_values(slice);
+    issue_values(piece);
   }
-  __device__ __forceinline__ void end_slice(int slice) {
+  __device__ __forceinline__ void end_piece(int piece) {
     wgmma::hold(fresh);
     hold_weights();
-    add_slice(slice);
+    add_piece(piece);
   }
 
-  __device__ __forceinline__ void values_of_first_slices() {
+  __device__ __forceinline__ void all_pieces_but_one() {
     ptx::mbarrier_wait(&smem.v_full[v_position.stage], v_position.phase);
 #pragma unroll
-    for (int slice = 0; slice + 1 < slices; ++slice) {
-      begin_slice(slice);
+    for (int piece = 0; piece + 1 < pieces; ++piece) {
+      begin_piece(piece);
       wgmma::wait<0>();
-      end_slice(slice);
+      end_piece(piece);
     }
   }
 
   // The values of a tile, and the scores of the next, which stand behind them in the tensor pipe while they are added
   // up.
   __device__ __forceinline__ void values_then_scores(int next_tile) {
-    values_of_first_slices();
-    begin_slice(slices - 1);
+    all_pieces_but_one();
+    take_turn();
+    begin_piece(pieces - 1);
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
     wgmma::hold(s);
     wgmma::fence();
     issue_scores();
+    pass_turn();
     const int k_exponent = plan.k_facts[next_tile].exponent;
     const int v_exponent = plan.v_facts[next_tile].exponent;
     wgmma::wait<1>();
-    end_slice(slices - 1);
+    end_piece(pieces - 1);
     release_values();
     wgmma::wait<0>();
     wgmma::hold(s);
@@ -254,15 +277,17 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void last_values() {
-    values_of_first_slices();
-    begin_slice(slices - 1);
+    all_pieces_but_one();
+    begin_piece(pieces - 1);
     wgmma::wait<0>();
-    end_slice(slices - 1);
+    end_piece(pieces - 1);
     release_values();
   }
 
   __device__ __forceinline__ void skip_tiles(int count) {
     for (; count > 0; --count) {
+      take_turn();
+      pass_turn();
       ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
       release_keys();
       ptx::mbarrier_wait(&smem.v_full[v_position.stage], v_position.phase);
@@ -330,6 +355,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
+    if (config.turns && warpgroup == 1) ptx::barrier_arrive<256>(BarrierId::turn);
 #pragma unroll
     for (int i = 0; i < config.head_dim_v / 2; ++i) o[i] = 0.0f;
     most[0] = most[1] = -infinity;

@@ -37,6 +37,7 @@
 //   k_empty[stage]  consumer warps, 4 * consumers  producer    K tile is read
 //   v_full[stage]   producer + TMA bytes, 1        consumers   V tile is loaded
 //   v_empty[stage]  consumer warps, 4 * consumers  producer    V tile is read
+//   named 1 + wg    the other warpgroup + wg       consumer    its turn to issue
 //
 // Registers of a consumer thread: S block_kv / 2, P parts * block_kv / 4, F value_columns / 2, O dv / 2; of 232 with two
 // consumers, 240 with one.
