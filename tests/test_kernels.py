@@ -26,7 +26,7 @@ RATCHET = Path(__file__).resolve().parent / "ratchet.json"
 # What a block may have of shared memory, and the instruction that multiplies matrices, per backend with CUDA kernels.
 BACKENDS = {"sm80": (163 * 1024, "HMMA"), "sm90": (227 * 1024, "HGMMA")}
 # Kernels whose names begin so hold no matrix product.
-ELEMENTWISE = ("combine", "preprocess", "postprocess")
+ELEMENTWISE = ("combine", "preprocess", "postprocess", "split")
 PRESENT = [name for name in BACKENDS if importlib.util.find_spec(f"tilewise.backends.{name}")]
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from .backends import reference, sm90, tiled, torch_sdpa
 from .errors import InvalidInput, Reason, UnsupportedProblem
 from .masks import Causal, Dense, Full
@@ -99,6 +101,8 @@ class Rule(NamedTuple):
 RULES: tuple[Rule, ...] = (
     Rule("reference", "nothing to compute: every output is 0 or absent",
          lambda problem, target: problem.empty),
+    Rule("reference", "float64 has no fused kernel on a GPU: the specification computes it",
+         lambda problem, target: _is_small_float64(problem, target)),
     Rule("sm90", "our Hopper kernel: skips what the mask hides, masks only the tiles it cuts, needs no mask tensor"),
     Rule("torch-cudnn", "the fastest of PyTorch's kernels on Hopper and later",
          lambda problem, target: target.capability >= (9, 0)),
@@ -132,6 +136,11 @@ def _is_sparse_by_structure(problem: Problem) -> bool:
     visible = mask.pairs(problem.seq_q, problem.seq_kv)
     sparse = visible < _WORTH_SKIPPING * problem.seq_q * problem.seq_kv
     return sparse and not named and problem.dtype.itemsize >= 4
+
+
+def _is_small_float64(problem: Problem, target: Target) -> bool:
+    """On a GPU, with scores that the reference may hold."""
+    return problem.dtype is torch.float64 and not target.is_cpu and 2 * _scores_bytes(problem) <= _HELD_SCORES
 
 
 def plan(problem: Problem, target: Target, backend: str = AUTO) -> Plan:
