@@ -1,7 +1,7 @@
 """The float32 forward of Hopper without a GPU: its choices, and its kernels on the model of tests/emulator.
 
-The model rounds as the tensor core does (tests/emulator/sm90/wgmma.cuh), so errors here are those of the algorithm. They
-are held against attention in plain float32 operations, the way PyTorch's own float32 kernels work.
+The model rounds as the tensor core does (tests/emulator/sm90/wgmma.cuh), so errors here are those of the algorithm.
+They are held against attention in plain float32 operations, the way PyTorch's own float32 kernels work.
 """
 
 from __future__ import annotations

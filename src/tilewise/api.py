@@ -234,7 +234,15 @@ def _outside_op(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Calls our op must not see: transforms and forward AD need composite code, dropout PyTorch's own autograd."""
     problem = describe(
-        q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout, layout=layout, needs_lse=return_lse,
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        dropout=dropout,
+        layout=layout,
+        needs_lse=return_lse,
         precision=precision,
     ).with_(transformed=_is_transformed(q, k, v))
     chosen = plan(problem, Target.of(q.device), backend)

@@ -378,9 +378,7 @@ def _backward_op(
     wants: Wants,
 ) -> tuple[Tensor | None, ...]:
     *others, precision = options
-    grads = torch.ops.tilewise.attention_backward(
-        dout, dlse, q, k, v, bias, out, lse, *others, list(wants), precision
-    )
+    grads = torch.ops.tilewise.attention_backward(dout, dlse, q, k, v, bias, out, lse, *others, list(wants), precision)
     return tuple(grad if want else None for grad, want in zip(grads, wants, strict=True))
 
 
@@ -446,14 +444,14 @@ def _attention_backward(
     """Gradients with the strides of empty_like(input), as the fake kernel promises; empty where not wanted."""
     options, wants = _split_rest(rest)
     call = prepare(q, k, v, bias, options, True)
-    grads = call.backward(dout, dlse, (q, k, v, out, lse), bias, tuple(wants))
+    grads = call.backward(dout, dlse, (q, k, v, out, lse), bias, wants)
     return tuple(_like(grad, tensor) for grad, tensor in zip(grads, (q, k, v), strict=True))  # type: ignore[return-value]
 
 
-def _split_rest(rest: tuple[Any, ...]) -> tuple[Options, list[bool]]:
+def _split_rest(rest: tuple[Any, ...]) -> tuple[Options, Wants]:
     """The options and `wants` among a backward's last arguments. PyTorch leaves out a precision that is the default."""
     before = len(Options._fields) - 1
-    return Options(*rest[:before], *rest[before + 1 :]), rest[before]
+    return Options(*rest[:before], *rest[before + 1 :]), tuple(rest[before])  # type: ignore[return-value]
 
 
 def _like(grad: Tensor | None, tensor: Tensor) -> Tensor:

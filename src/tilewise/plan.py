@@ -102,7 +102,7 @@ RULES: tuple[Rule, ...] = (
     Rule("reference", "nothing to compute: every output is 0 or absent",
          lambda problem, target: problem.empty),
     Rule("reference", "float64 has no fused kernel on a GPU: the specification computes it",
-         lambda problem, target: _is_small_float64(problem, target)),
+         lambda problem, target: problem.dtype is torch.float64 and not target.is_cpu and _fits_the_reference(problem)),
     Rule("sm90", "our Hopper kernel: skips what the mask hides, masks only the tiles it cuts, needs no mask tensor"),
     Rule("torch-cudnn", "the fastest of PyTorch's kernels on Hopper and later",
          lambda problem, target: target.capability >= (9, 0)),
@@ -138,9 +138,8 @@ def _is_sparse_by_structure(problem: Problem) -> bool:
     return sparse and not named and problem.dtype.itemsize >= 4
 
 
-def _is_small_float64(problem: Problem, target: Target) -> bool:
-    """On a GPU, with scores that the reference may hold."""
-    return problem.dtype is torch.float64 and not target.is_cpu and 2 * _scores_bytes(problem) <= _HELD_SCORES
+def _fits_the_reference(problem: Problem) -> bool:
+    return 2 * _scores_bytes(problem) <= _HELD_SCORES
 
 
 def plan(problem: Problem, target: Target, backend: str = AUTO) -> Plan:

@@ -264,7 +264,7 @@ def search_space(problem: Problem, target: Target) -> list[AnyConfig]:
         return list(sm90_float32.configs(problem))
     kind, classes = _mask_kind(problem), _head_dim_class(problem.head_dim, problem.head_dim_v)
     smem_per_block = target.smem_per_block or 227 * 1024
-    found = []
+    found: list[AnyConfig] = []
     for consumers, block_kv, (k_stages, v_stages) in product((1, 2, 3, 4), _BLOCKS_KV, _STAGES):
         for pingpong, ctas in product((False, True), (1, 2)):
             row = {"consumers": consumers, "block_kv": block_kv, "k_stages": k_stages, "v_stages": v_stages}

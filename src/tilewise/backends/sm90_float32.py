@@ -100,7 +100,9 @@ class Config:
         terms = self.parts * (self.parts + 1) // 2
         tile = f"tile {self.block_q} x {self.block_kv}, {self.consumers} + 1 warpgroups"
         operands = f"{terms} product{'s' if terms > 1 else ''} of {'fp16' if self.parts < 3 else 'bf16'} parts"
-        return f"{operands}, {tile}, stages K {self.k_stages} V {self.v_stages}, {self.smem_bytes / 1024:.0f} KiB shared"
+        return (
+            f"{operands}, {tile}, stages K {self.k_stages} V {self.v_stages}, {self.smem_bytes / 1024:.0f} KiB shared"
+        )
 
 
 _PART_NAMES = {1: "fp16x1", 2: "fp16x3", 3: "bf16x6"}
@@ -300,9 +302,7 @@ class _Scratch:
         self.any_refused = self._room(4)
         self.refused = self._room(4 * _tiles(problem.batch * problem.heads_q, problem.seq_q, 64))
         self.facts = {
-            chosen.parts: [
-                self._room(_FACT_BYTES * tiles) for tiles in _tiles_of_operands(problem, chosen)
-            ]
+            chosen.parts: [self._room(_FACT_BYTES * tiles) for tiles in _tiles_of_operands(problem, chosen)]
             for chosen in (config, wide_range(config))
         }
         most = wide_range(config).parts

@@ -27,9 +27,7 @@ struct Config {
   TILEWISE_INLINE bool takes_refused() const { return bf16(); }
   TILEWISE_INLINE int block_q() const { return consumers * 64; }
   TILEWISE_INLINE int threads() const { return (consumers + 1) * 128; }
-  TILEWISE_INLINE int launch_registers() const {
-    return min_int(65536 / threads() / 8 * 8, 240);
-  }
+  TILEWISE_INLINE int launch_registers() const { return min_int(65536 / threads() / 8 * 8, 240); }
   TILEWISE_INLINE int consumer_registers() const {
     return min_int((launch_registers() * (consumers + 1) - producer_registers) / consumers / 8 * 8,
                    240);
@@ -180,10 +178,10 @@ static_assert(sizeof(Plan) == 80);
 template <Config config>
 struct Smem {
   alignas(1024) unsigned char q[config.consumers][config.parts][matrix_bytes(64, config.head_dim)];
-  alignas(1024) unsigned char
-      k[config.k_stages][config.parts][matrix_bytes(config.block_kv, config.head_dim)];
-  alignas(1024) unsigned char
-      v[config.v_stages][config.parts][matrix_bytes(config.block_kv, config.head_dim_v)];
+  alignas(1024) unsigned char k[config.k_stages][config.parts]
+                               [matrix_bytes(config.block_kv, config.head_dim)];
+  alignas(1024) unsigned char v[config.v_stages][config.parts]
+                               [matrix_bytes(config.block_kv, config.head_dim_v)];
   ptx::u64 q_full[config.consumers];
   ptx::u64 k_full[config.k_stages], k_empty[config.k_stages];
   ptx::u64 v_full[config.v_stages], v_empty[config.v_stages];

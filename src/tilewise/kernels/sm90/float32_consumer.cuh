@@ -39,8 +39,8 @@ struct Consumer {
   static constexpr int columns = config.value_columns, slices = config.head_dim_v / columns;
   static_assert(slices * columns == config.head_dim_v);
   static_assert(slices == 1 || columns % panel_columns == 0);
-  // A product of values goes over so many keys before it leaves the tensor core, whose sums lose half a unit in the
-  // last place a step, always towards zero.
+  // A product of values goes over so many keys before it leaves the tensor core, whose sums lose
+  // half a unit in the last place a step, always towards zero.
   static constexpr int span = min_int(block_kv, 64), spans = block_kv / span;
   static constexpr int pieces = slices * spans;
   using ScoreProduct = wgmma::Product<block_kv, bf16>;
@@ -63,18 +63,18 @@ struct Consumer {
 
   float s[block_kv / 2];
   u32 p[parts][block_kv / 16][4];
-  float fresh[columns / 2];           // a piece of P V, of one tile alone
-  float o[config.head_dim_v / 2];     // in units of 2^out_exponent
-  float most[2], sum[2];              // of the scores, in log2 units; this thread's share of the sum of p
-  float keep[2], take[2];             // what o and fresh are multiplied with when they are added up
+  float fresh[columns / 2];        // a piece of P V, of one tile alone
+  float o[config.head_dim_v / 2];  // in units of 2^out_exponent
+  float most[2], sum[2];   // of the scores, in log2 units; this thread's share of the sum of p
+  float keep[2], take[2];  // what o and fresh are multiplied with when they are added up
   int q_shift;
 
   __device__ __forceinline__ void arrive(u64* barrier) {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  // Why turns: warpgroups in step would run their softmax at the same time, with an idle tensor pipe.
-  // Invariant: each warpgroup takes one for every tile that the CTA touches.
+  // Why turns: warpgroups in step would run their softmax at the same time, with an idle tensor
+  // pipe. Invariant: each warpgroup takes one for every tile that the CTA touches.
   __device__ __forceinline__ void take_turn() {
     if constexpr (config.turns) ptx::barrier_sync<256>(BarrierId::turn + warpgroup);
   }
@@ -186,8 +186,7 @@ struct Consumer {
       most[r] = next;
     }
 #pragma unroll
-    for (int i = 0; i < block_kv / 2; ++i)
-      s[i] = ptx::ex2(fmaf(s[i], scale, -base[row_of(i)]));
+    for (int i = 0; i < block_kv / 2; ++i) s[i] = ptx::ex2(fmaf(s[i], scale, -base[row_of(i)]));
     row_sums(s, block);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -254,8 +253,8 @@ struct Consumer {
     }
   }
 
-  // The values of a tile, and the scores of the next, which stand behind them in the tensor pipe while they are added
-  // up.
+  // The values of a tile, and the scores of the next, which stand behind them in the tensor pipe
+  // while they are added up.
   __device__ __forceinline__ void values_then_scores(int next_tile) {
     all_pieces_but_one();
     take_turn();
@@ -297,7 +296,8 @@ struct Consumer {
 
   __device__ __forceinline__ long long row_of_heads(int row) const {
     return (static_cast<long long>(plan.tile.batch) * params.heads + plan.tile.head) *
-               params.seq_q + row;
+               params.seq_q +
+           row;
   }
 
   __device__ __forceinline__ float* out_row(int row) const {
@@ -314,8 +314,7 @@ struct Consumer {
       const float total = quad_sum(sum[r]);
       if (row >= params.seq_q) continue;
       if (params.lse != nullptr && lane % 4 == 0)
-        params.lse[row_of_heads(row)] =
-            total == 0.0f ? -infinity : (most[r] + log2f(total)) * ln2;
+        params.lse[row_of_heads(row)] = total == 0.0f ? -infinity : (most[r] + log2f(total)) * ln2;
       const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
       const float unit = scaled(1.0f, plan.out_exponent);
 #pragma unroll
@@ -327,8 +326,8 @@ struct Consumer {
     }
   }
 
-  // Gives the rows that see inf or NaN in V those values back: the split had zeroed them. A thread adds to what it has
-  // stored itself, so that the loop above needs no registers for this.
+  // Gives the rows that see inf or NaN in V those values back: the split had zeroed them. A thread
+  // adds to what it has stored itself, so that the loop above needs no registers for this.
   __device__ __forceinline__ void restore_nonfinite(const TileRange& own) {
     const Band band = band_of(params);
     const float* v = params.v + plan.tile.batch * params.v_batch_stride +

@@ -105,7 +105,8 @@ __device__ __forceinline__ bool is_mine(const Params& params, const Plan& plan) 
   }
 }
 
-// Values near either end of float32's range are added up in other units, so that sums neither overflow nor lose bits.
+// Values near either end of float32's range are added up in other units, so that sums neither
+// overflow nor lose bits.
 template <Config config>
 __device__ __forceinline__ void look_at_values(Plan& plan) {
   bool large = false, ordinary = false, nonfinite = false;
@@ -199,7 +200,8 @@ __device__ __forceinline__ void forward(const Params& params) {
   // Why the shuffle: it tells the compiler that the role is the same for the whole warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) init_barriers<config>(smem);
-  // Launches overlap: nothing that another kernel may have written, or may still read, is touched above this line.
+  // Launches overlap: nothing that another kernel may have written, or may still read, is touched
+  // above this line.
   ptx::allow_next_grid();
   ptx::wait_for_previous_grid();
   Plan plan = make_plan<config>(params);

@@ -1,13 +1,15 @@
-// What stands before a float32 forward: q, k and v split into 16-bit parts, x * 2^shift = hi + lo (+ lower).
+// What stands before a float32 forward: q, k and v split into 16-bit parts, x * 2^shift = hi + lo
+// (+ lower).
 //
-// A tile (64 rows of q, block_kv rows of k and v) shares one power of two, found here; each part is the rest so far,
-// rounded to nearest. A block takes a tile at a time:
-//   1. the largest finite magnitude; of V also the largest of every row and column; whether all are finite
+// A tile (64 rows of q, block_kv rows of k and v) shares one power of two, found here; each part is
+// the rest so far, rounded to nearest. A block takes a tile at a time:
+//   1. the largest finite magnitude; of V also the largest of every row and column; whether all are
+//   finite
 //   2. the fact: exponent and spread, for the forward to admit the tile or not
 //   3. the parts, with the tile read again, from the cache
-// Inf and NaN of V become 0, since a mask may hide them and 0 * inf is NaN; the forward gives them back to the rows
-// that see them. Of q and k they stay, in the first part.
-// Three parts are made only where some tile was refused for two.
+// Inf and NaN of V become 0, since a mask may hide them and 0 * inf is NaN; the forward gives them
+// back to the rows that see them. Of q and k they stay, in the first part. Three parts are made
+// only where some tile was refused for two.
 #pragma once
 
 #include "float32_config.cuh"
@@ -53,8 +55,9 @@ __device__ __forceinline__ u32 warp_max(u32 x) {
   return x;
 }
 
-// Whether every row and column that holds anything is within reach of the largest. A row of zeros is not: where it
-// takes nearly all of a softmax's weight, what is left of the others must still be exact. A column of zeros is.
+// Whether every row and column that holds anything is within reach of the largest. A row of zeros
+// is not: where it takes nearly all of a softmax's weight, what is left of the others must still be
+// exact. A column of zeros is.
 __device__ __forceinline__ bool is_tame(const SplitSmem& smem, int rows, int columns) {
   const int most = exponent_of(smem.most);
   if (most == no_exponent) return true;
