@@ -451,7 +451,7 @@ def _attention_backward(
 def _split_rest(rest: tuple[Any, ...]) -> tuple[Options, Wants]:
     """The options and `wants` among a backward's last arguments. PyTorch leaves out a precision that is the default."""
     before = len(Options._fields) - 1
-    return Options(*rest[:before], *rest[before + 1 :]), tuple(rest[before])  # type: ignore[return-value]
+    return Options(*rest[:before], *rest[before + 1 :]), tuple(rest[before])
 
 
 def _like(grad: Tensor | None, tensor: Tensor) -> Tensor:

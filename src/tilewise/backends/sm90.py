@@ -324,7 +324,9 @@ def all_units() -> list[Unit]:
 
 
 @functools.cache
-def unit(config: Config) -> Unit:
+def unit(config: AnyConfig) -> Unit:
+    if isinstance(config, sm90_float32.Config):
+        return sm90_float32.unit(config)
     source = f"""#include "sm90/forward.cuh"
 {layout_asserts(_Params, "tilewise::sm90::Params")}
 constexpr tilewise::sm90::Config config = {cpp_literal(config)};
