@@ -115,13 +115,11 @@ def test_lengths(seqs: tuple[int, int], mask: Mask) -> None:
         check(*make_inputs(problem, "cuda"), problem)
 
 
-@pytest.mark.parametrize(
-    "shape", [(2, 16, 4096, 64), (2, 16, 4096, 128), (1, 2, 16384, 128), (8, 16, 1024, 64)], ids=str
-)
-def test_the_shapes_of_the_benchmark(shape: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize(("seq", "dim"), [(4096, 64), (4096, 128), (16384, 128), (1024, 64)])
+def test_the_shapes_of_the_benchmark(seq: int, dim: int) -> None:
     """Two heads of each: the truth in float64 is large."""
     for mask in (Full(), Causal()):
-        problem = make_problem((1, 2, *shape[2:]), mask=mask, needs_lse=True)
+        problem = make_problem((1, 2, seq, dim), mask=mask, needs_lse=True)
         check(*make_inputs(problem, "cuda"), problem)
 
 
