@@ -69,7 +69,7 @@ def attention(
     dropout  probability, by PyTorch's backends only; applied whenever it is not 0, like F.scaled_dot_product_attention.
     backend  "auto", or a name from `tilewise.explain`; a named backend runs or raises, it never falls back.
     precision  for float32: "exact", the error of float32 arithmetic; or "tf32", which lets a kernel round the operands
-             of its products to 11 bits (relative error about 3e-4) where that is faster.
+             of its products to 11 bits (relative error about 4e-4) where that is faster.
 
     Returns out shaped like q with head_dim_v, in q's dtype and memory order; with return_lse=True also the natural-log
     sum of exp of each row's scores, (batch, heads_q, seq_q) in float32, differentiable. A row that sees no key gives

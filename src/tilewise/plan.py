@@ -221,7 +221,8 @@ def _scores_bytes(problem: Problem) -> int:
 
 def _bound(problem: Problem, target: Target) -> dict[str, float | str] | None:
     """Roofline of the forward: no kernel on this target can be faster. None where the target's rates are unknown."""
-    rate = target.peak_flops(problem.dtype)
+    # "tf32" may take one product of 16-bit parts where "exact" takes three.
+    rate = target.flops_16bit if problem.precision == "tf32" else target.peak_flops(problem.dtype)
     if not rate or not target.dram_bytes_per_s:
         return None
     compute, memory = problem.flops() / rate, problem.min_bytes() / target.dram_bytes_per_s
@@ -289,7 +290,8 @@ def _work_text(problem: Problem, target: Target) -> str:
     if bound is None:
         return text
     microseconds = float(bound["seconds"]) * 1e6
-    return f"{text}; bound by {bound['by']}: {microseconds:.1f} us at the {dtype_name(problem.dtype)} peak"
+    peak = dtype_name(problem.dtype) if problem.precision == "exact" else problem.precision
+    return f"{text}; bound by {bound['by']}: {microseconds:.1f} us at the {peak} peak"
 
 
 def _si(value: float) -> str:
