@@ -206,6 +206,7 @@ RANGES = {
     "a small outlier in v": lambda q, k, v: (q, k, with_one(v, 1e4)),
     "scores of 1e3": lambda q, k, v: (q * 30, k * 30, v),
     "scores of 1e4": lambda q, k, v: (q * 100, k * 100, v),
+    "scores of 1e11": lambda q, k, v: (with_one(q, 1e8), k * 1e3, v),
     "half of the values 0": lambda q, k, v: (q, k, v * (torch.arange(SEQ) % 2)[:, None]),
     "all values 0": lambda q, k, v: (q, k, v * 0),
     "constant": lambda q, k, v: tuple(torch.full_like(x, 0.1) for x in (q, k, v)),

@@ -65,7 +65,7 @@ struct Consumer {
   u32 p[parts][block_kv / 16][4];
   float fresh[columns / 2];        // a piece of P V, of one tile alone
   float o[config.head_dim_v / 2];  // in units of 2^out_exponent
-  float most[2], sum[2];   // of the scores, in log2 units; this thread's share of the sum of p
+  float most[2], sum[2];   // largest score so far, unscaled; this thread's share of the sum of p
   float keep[2], take[2];  // what o and fresh are multiplied with when they are added up
   int q_shift;
 
@@ -161,7 +161,7 @@ struct Consumer {
   // Steps 2 to 6: s -> p, split.
   __device__ __forceinline__ void weigh(int kv_tile, int k_exponent, int v_exponent) {
     const int score_shift = min_int(q_shift + shift_of(k_exponent, bf16), 240);
-    float scale = params.scale_log2;
+    float scale = params.scale_log2, score_unit = 1.0f;
     if constexpr (config.softcap) {
       const float inner = scaled(params.softcap_in, -score_shift);
 #pragma unroll
@@ -169,6 +169,7 @@ struct Consumer {
     } else {
       // Why not less than the smallest normal number: 0 * -inf is NaN, and scores that small are 0.
       scale = fmaxf(scaled(scale, -score_shift), 0x1p-126f);
+      score_unit = scaled(1.0f, -score_shift);
     }
     if (plan.partial(kv_tile)) hide(kv_tile);
     float top[2], base[2], block[2];
@@ -177,16 +178,18 @@ struct Consumer {
         scaled(1.0f, -weight_shift(bf16) - shift_of(v_exponent, bf16) - plan.out_exponent);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // Invariant: keep, take and p are made from the same rounded maxima, else sums drift apart.
-      top[r] *= scale;
       base[r] = top[r] == -infinity ? 0.0f : top[r];
-      const float next = fmaxf(most[r], top[r]);
-      keep[r] = most[r] == -infinity ? 0.0f : ptx::ex2(most[r] - next);
-      take[r] = top[r] == -infinity ? 0.0f : ptx::ex2(top[r] - next);
+      // Invariant: maxima stay scores, which powers of two do not round, and are multiplied by the
+      // scale only as differences. A rounded product would be off by as much as half a unit in its
+      // last place, which for scores of 1e10 is a factor of 2^2000.
+      const float here = top[r] == -infinity ? -infinity : top[r] * score_unit;
+      const float next = fmaxf(most[r], here);
+      keep[r] = most[r] == -infinity ? 0.0f : ptx::ex2((most[r] - next) * params.scale_log2);
+      take[r] = here == -infinity ? 0.0f : ptx::ex2((here - next) * params.scale_log2);
       most[r] = next;
     }
 #pragma unroll
-    for (int i = 0; i < block_kv / 2; ++i) s[i] = ptx::ex2(fmaf(s[i], scale, -base[row_of(i)]));
+    for (int i = 0; i < block_kv / 2; ++i) s[i] = ptx::ex2((s[i] - base[row_of(i)]) * scale);
     row_sums(s, block);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -314,7 +317,8 @@ struct Consumer {
       const float total = quad_sum(sum[r]);
       if (row >= params.seq_q) continue;
       if (params.lse != nullptr && lane % 4 == 0)
-        params.lse[row_of_heads(row)] = total == 0.0f ? -infinity : (most[r] + log2f(total)) * ln2;
+        params.lse[row_of_heads(row)] =
+            total == 0.0f ? -infinity : fmaf(most[r], params.scale_log2, log2f(total)) * ln2;
       const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
       const float unit = scaled(1.0f, plan.out_exponent);
 #pragma unroll
