@@ -141,13 +141,10 @@ def elsewhere() -> Iterator[None]:
 @contextmanager
 def detour() -> Iterator[None]:
     originals = {key: torch_library.get_kernel(OPERATOR, key) for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA")}
-    library = torch_library.Library("aten", "IMPL")
-    for key, original in originals.items():
-        library.impl("scaled_dot_product_attention", original.call_boxed, key, with_keyset=True)
-    try:
+    with torch_library._scoped_library("aten", "IMPL") as overrides:
+        for key, original in originals.items():
+            overrides.impl("scaled_dot_product_attention", original.call_boxed, key, with_keyset=True)
         yield
-    finally:
-        library._destroy()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tilewise.jit import TensorMap
+from tilewise.jit import TensorMap, tensormap
 from tilewise.jit.compile import KERNELS
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent / "emulator"
 COMPILER = shutil.which("g++")
-_MODELLED = ("sm90/ptx.cuh", "sm90/wgmma.cuh")
+_MODELLED = ("sm80/ptx.cuh", "sm90/ptx.cuh", "sm90/wgmma.cuh")
 _KERNEL = re.compile(
     r"\n(?:extern \"C\" __global__ void )?(?P<name>\w+)\(const __grid_constant__ (?P<type>[\w:]+) params\)"
 )
@@ -70,8 +70,7 @@ def install(
 ) -> None:
     """Let the rung `module` run on CPU tensors; `spoil` replaces a piece of its kernels' source by another."""
     monkeypatch.setattr(module, "function_for", lambda unit, device: Loaded(unit, _compiled(unit, spoil)))
-    if hasattr(module, "tiled_map"):
-        monkeypatch.setattr(module, "tiled_map", Map)
+    monkeypatch.setattr(tensormap, "tiled_map", Map)
     driver = _Driver(seed)
     if hasattr(module, "Launch"):
         monkeypatch.setattr(module, "Launch", functools.partial(_Launch, driver))
@@ -112,8 +111,9 @@ def _headers(spoil: tuple[str, str]) -> Path:
         shutil.copyfile(HERE / name, folder / name)
     shutil.copyfile(HERE / "runtime.h", folder / "runtime.h")
     if spoil[0]:
-        sources = {path: path.read_text() for path in (folder / "ladder").glob("*.cuh")}
-        assert sum(text.count(spoil[0]) for text in sources.values()) == 1, f"not once in the ladder: {spoil[0]}"
+        places = [path for name in ("ladder", "sm80") for path in (folder / name).glob("*.cuh")]
+        sources = {path: path.read_text() for path in places}
+        assert sum(text.count(spoil[0]) for text in sources.values()) == 1, f"not once in the kernels: {spoil[0]}"
         for path, text in sources.items():
             path.write_text(text.replace(*spoil))
     return folder

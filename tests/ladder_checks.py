@@ -1,6 +1,6 @@
-"""Rungs that run in a simulator, against float64: `python tests/ladder_checks.py numba` (or triton), by test_ladder.py.
+"""Rungs that run in a simulator, against float64: `python tests/ladder_checks.py numba`, by test_ladder.py.
 
-A program of its own because both simulators are switched on by a variable that must be set before their import.
+A program of its own because the simulator is switched on by a variable that must be set before its import.
 """
 
 from __future__ import annotations

@@ -406,13 +406,9 @@ def _differentiable_grads(
 # Invariant: `precision` stands last, after `wants` too, with a default: graphs that were saved without it still load.
 _OPTIONS = "str mask, float? scale, float softcap, str layout, str backend, bool needs_lse"
 _PRECISION = "str precision='exact'"
-_library = torch_library.Library("tilewise", "DEF")
-for _name in ("attention", "attention_with_lse"):
-    _library.define(
-        f"{_name}(Tensor q, Tensor k, Tensor v, Tensor? bias, {_OPTIONS}, {_PRECISION}) -> (Tensor, Tensor)"
-    )
-_library.define(
-    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor out, Tensor lse, "
+_FORWARD_SCHEMA = f"(Tensor q, Tensor k, Tensor v, Tensor? bias, {_OPTIONS}, {_PRECISION}) -> (Tensor, Tensor)"
+_BACKWARD_SCHEMA = (
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor out, Tensor lse, "
     f"{_OPTIONS}, bool[] wants, {_PRECISION}) -> (Tensor, Tensor, Tensor)"
 )
 
@@ -504,16 +500,15 @@ def _autograd_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *o
         return torch.ops.tilewise.attention(q, k, v, bias, *options)  # type: ignore[no-any-return]
 
 
-for _name, _kernel in (
-    ("attention", _attention),
-    ("attention_with_lse", _attention_with_lse),
-    ("attention_backward", _attention_backward),
+for _name, _schema, _kernel, _fake in (
+    ("attention", _FORWARD_SCHEMA, _attention, _fake_attention),
+    ("attention_with_lse", _FORWARD_SCHEMA, _attention_with_lse, _fake_attention_with_lse),
+    ("attention_backward", _BACKWARD_SCHEMA, _attention_backward, _fake_backward),
 ):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-_library.impl("attention", _autograd_attention, "Autograd")
-torch_library.register_fake("tilewise::attention", _fake_attention, lib=_library)
-torch_library.register_fake("tilewise::attention_with_lse", _fake_attention_with_lse, lib=_library)
-torch_library.register_fake("tilewise::attention_backward", _fake_backward, lib=_library)
+    torch_library.define(f"tilewise::{_name}", _schema)
+    torch_library.impl(f"tilewise::{_name}", "CompositeExplicitAutograd", _kernel)
+    torch_library.register_fake(f"tilewise::{_name}", _fake)
+torch_library.impl("tilewise::attention", "Autograd", _autograd_attention)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .backends import reference, sm90, tiled, torch_sdpa
+from .backends import reference, sm80, sm90, tiled, torch_sdpa, triton
 from .errors import InvalidInput, Reason, UnsupportedProblem
-from .masks import Causal, Dense, Full
+from .masks import Causal, Dense, Full, Window
 from .problem import dtype_name
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ AUTO = "auto"
 
 BACKENDS: dict[str, Backend] = {
     "sm90": sm90,
+    "sm80": sm80,
     **{candidate.name: candidate for candidate in torch_sdpa.CANDIDATES},
+    "triton": triton,
     "tiled": tiled,
     "reference": reference,
 }
@@ -111,11 +113,18 @@ RULES: tuple[Rule, ...] = (
     Rule("torch-flash", "PyTorch's fused CPU kernel: no score ever reaches memory",
          lambda problem, target: target.is_cpu),
     Rule("torch-flash", "PyTorch's FlashAttention-2 kernel: fused, O(N) memory"),
+    Rule("sm80", "our FlashAttention-2 kernel: takes the windows, alignments and softcaps that PyTorch's does not"),
+    Rule("triton", "knows the window by name and skips what it hides; PyTorch's kernels would read it as a tensor",
+         lambda problem, target: not target.is_cpu and _is_narrow(problem) and isinstance(problem.mask, Window)),
     Rule("torch-cudnn", "fused, and takes masks that flash does not"),
     Rule("torch-efficient", "fused, and takes float32, dense masks and any head_dim"),
+    Rule("triton", "no other fused kernel takes this problem; ours in Triton does, in O(N) memory",
+         lambda problem, target: not target.is_cpu and (_is_narrow(problem) or _scores_bytes(problem) > _HELD_SCORES)),
     Rule("tiled", "no fused kernel takes this problem; tiles in torch operations keep memory O(N)",
          lambda problem, target: _scores_bytes(problem) > (_CACHED_SCORES if target.is_cpu else _HELD_SCORES)),
     Rule("torch-math", "no fused kernel takes this problem; PyTorch's composite does"),
+    Rule("triton", "nothing of PyTorch's takes this problem; ours in Triton does, in O(N) memory",
+         lambda problem, target: not target.is_cpu),
     Rule("reference", "the specification takes whatever is left, and holds every score at once"),
 )
 # fmt: on
@@ -140,6 +149,11 @@ def _is_sparse_by_structure(problem: Problem) -> bool:
 
 def _fits_the_reference(problem: Problem) -> bool:
     return 2 * _scores_bytes(problem) <= _HELD_SCORES
+
+
+def _is_narrow(problem: Problem) -> bool:
+    """16 bits wide. Triton multiplies float32 without tensor cores: what fits into memory is left to PyTorch."""
+    return problem.dtype.itemsize == 2
 
 
 def plan(problem: Problem, target: Target, backend: str = AUTO) -> Plan:

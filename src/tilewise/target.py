@@ -44,6 +44,7 @@ class Target:
     torch: tuple[int, int] = (0, 0)
     cudnn: int = 0
     has_jit: bool = True  # NVRTC's and the driver's Python bindings are installed; assumed of a named target
+    has_triton: bool = True  # likewise Triton
 
     @property
     def is_cpu(self) -> bool:
@@ -93,7 +94,7 @@ class Target:
 @cache
 def _cpu_target(device_type: str) -> Target:
     """CPU, and any other device type PyTorch has (mps, xpu, meta): no CUDA kernel runs there."""
-    return replace(TARGETS["cpu"], name=device_type, torch=_release(torch.__version__))
+    return replace(TARGETS["cpu"], name=device_type, torch=_release(torch.__version__), has_triton=_is_there("triton"))
 
 
 @cache
@@ -111,14 +112,15 @@ def _cuda_target(index: int) -> Target:
         dram_bytes=properties.total_memory,
         torch=_release(torch.__version__),
         cudnn=torch.backends.cudnn.version() or 0,
-        has_jit=_has_jit(),
+        has_jit=_is_there("cuda.bindings"),
+        has_triton=_is_there("triton"),
     )
 
 
-def _has_jit() -> bool:
+def _is_there(module: str) -> bool:
     try:
-        return importlib.util.find_spec("cuda.bindings") is not None
-    except ModuleNotFoundError:  # not even the package `cuda`
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package it is in
         return False
 
 

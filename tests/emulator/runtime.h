@@ -54,6 +54,9 @@ extern unsigned char smem_bytes[] asm("model_shared_memory");
 namespace tilewise::sm90::float32 {
 extern unsigned char smem_bytes[] asm("model_shared_memory");
 }
+namespace tilewise::sm80 {
+extern unsigned char smem_bytes[] asm("model_shared_memory");
+}
 
 namespace model {
 

@@ -3,10 +3,12 @@
 Run as a program it launches a few shapes of every kind and no reference, for the memory and race checkers:
 
     PYTHONPATH=src compute-sanitizer --report-api-errors no --tool memcheck python tests/gpu/test_sm90_backward.py
+    PYTHONPATH=src compute-sanitizer --report-api-errors no --tool racecheck python tests/gpu/test_sm90_backward.py
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import random
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING
 import tilewise
 from support import exact, make_inputs, make_problem
 from tilewise import Causal, Full, Problem, Window
-from tilewise.backends import sm90
+from tilewise.backends import sm90, sm90_backward
 from tilewise.jit import build_all
 from tilewise.target import Target
 
@@ -485,6 +487,11 @@ def test_an_empty_problem() -> None:
 
 
 def few_shapes() -> None:
+    """With kernels in which every lane arrives at barriers: `arrivals_of_warp` says why."""
+    plain = sm90_backward.main_unit
+    sm90_backward.main_unit = lambda config: dataclasses.replace(  # type: ignore[assignment]
+        plain(config), options=("-DTILEWISE_EVERY_LANE_ARRIVES",), strict=False
+    )
     for dims, mask, softcap, deterministic in (
         ((128, 128), Full(), 0.0, False),
         ((128, 128), Causal(), 0.0, True),

@@ -12,7 +12,6 @@ import importlib.resources
 import json
 import math
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,7 +20,7 @@ import torch
 
 from ..errors import Reason
 from ..jit import (
-    Arguments,
+    ArgumentsPerThread,
     Launch,
     TensorMap,
     Unit,
@@ -29,7 +28,7 @@ from ..jit import (
     function_for,
     layout_asserts,
     params_struct,
-    tiled_map,
+    rows_map,
     tuned,
 )
 from ..jit import launch as driver
@@ -37,9 +36,9 @@ from ..masks import Causal, Full, Window
 from ..problem import Strides, dtype_name
 from ..target import Target
 from . import empty_out, sm90_backward, sm90_float32
+from .fused import BoundBackward, BoundForward, bound_forward, head_dim_class, matrix_bytes, remembered
 
 if TYPE_CHECKING:
-    from ..jit import TiledMap
     from ..problem import Problem
     from . import Grads, Wants
 
@@ -47,8 +46,6 @@ ARCH = "sm_90a"
 LOG2_E = math.log2(math.e)
 MOST_ROWS = 1 << 28  # of a sequence: row + band limits stay within 32 bits
 HEAD_DIM_LIMIT = 256
-# (q and k, v and out): a head runs in the first class that holds it, zero-filled by the copy engine.
-HEAD_DIM_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 MASK_KINDS = ("full", "causal", "window")  # as enum MaskKind counts them
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COUNTERS = 1 << 14
@@ -103,10 +100,10 @@ class Config:
     def smem_bytes(self) -> int:
         """`sizeof(Smem<config>)`; the generated source asserts it."""
         panels = -(-self.head_dim_v // 64)
-        q = self.consumers * _matrix_bytes(64, self.head_dim)
-        out = self.consumers * (panels if self.head_dim <= 128 else (panels + 1) // 2) * _matrix_bytes(64, 64)
-        k = self.k_stages * _matrix_bytes(self.block_kv, self.head_dim)
-        v = self.v_stages * _matrix_bytes(self.block_kv, self.head_dim_v)
+        q = self.consumers * matrix_bytes(64, self.head_dim)
+        out = self.consumers * (panels if self.head_dim <= 128 else (panels + 1) // 2) * matrix_bytes(64, 64)
+        k = self.k_stages * matrix_bytes(self.block_kv, self.head_dim)
+        v = self.v_stages * matrix_bytes(self.block_kv, self.head_dim_v)
         barriers = 8 * (4 * self.consumers + 2 * self.k_stages + 3 * self.v_stages + 2 * 2)
         plans = 2 * (9 + 2 * self.consumers + 1) * 4
         return -(-(q + k + v + out + barriers + plans) // 1024) * 1024
@@ -207,7 +204,7 @@ def notices(problem: Problem, target: Target) -> list[str]:
         return sm90_float32.notices(problem)
     entry = _tuned(problem, target)
     said = [] if entry is None else [tuned.cite(entry)]
-    head_dim, head_dim_v = _head_dim_class(problem.head_dim, problem.head_dim_v)
+    head_dim, head_dim_v = head_dim_class(problem.head_dim, problem.head_dim_v)
     if (head_dim, head_dim_v) == (problem.head_dim, problem.head_dim_v):
         return said
     dims = f"{problem.head_dim}/{problem.head_dim_v}"
@@ -235,7 +232,7 @@ def shipped(problem: Problem, target: Target) -> list[AnyConfig]:
     if _is_float32(problem):
         return list(sm90_float32.configs(problem))
     kind = _mask_kind(problem)
-    classes = _head_dim_class(problem.head_dim, problem.head_dim_v)
+    classes = head_dim_class(problem.head_dim, problem.head_dim_v)
     softcap = problem.softcap > 0
     folded = _folded(problem)
     rows = _table()[classes, MASK_KINDS[kind], softcap]
@@ -262,7 +259,7 @@ def search_space(problem: Problem, target: Target) -> list[AnyConfig]:
         return []
     if _is_float32(problem):
         return list(sm90_float32.configs(problem))
-    kind, classes = _mask_kind(problem), _head_dim_class(problem.head_dim, problem.head_dim_v)
+    kind, classes = _mask_kind(problem), head_dim_class(problem.head_dim, problem.head_dim_v)
     smem_per_block = target.smem_per_block or 227 * 1024
     found: list[AnyConfig] = []
     for consumers, block_kv, (k_stages, v_stages) in product((1, 2, 3, 4), _BLOCKS_KV, _STAGES):
@@ -280,7 +277,7 @@ def search_space(problem: Problem, target: Target) -> list[AnyConfig]:
 
 def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
     """What a measured config depends on: the kind of kernel, and the sizes that decide how it fills the GPU."""
-    dims = _head_dim_class(problem.head_dim, problem.head_dim_v)
+    dims = head_dim_class(problem.head_dim, problem.head_dim_v)
     kind = {"head_dims": list(dims), "mask": MASK_KINDS[_mask_kind(problem)], "softcap": problem.softcap > 0}
     pairs = problem.batch * problem.heads_q
     sizes = {"seq_q": problem.seq_q, "seq_kv": problem.seq_kv, "batch x heads": pairs}
@@ -363,44 +360,21 @@ def forward(
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     key = (problem, config, q.stride(), k.stride(), v.stride(), q.device)
-    bound = _bound.get(key)
-    if bound is None:
-        if len(_bound) >= _MOST_BOUND:
-            _bound.clear()
-        bound = _bound[key] = bind(q, k, v, problem, config)
-    return bound(q, k, v, bias)
+    return remembered(_bound, key, lambda: bind(q, k, v, problem, config))(q, k, v, bias)
 
 
-Bound = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]
-]
-_bound: dict[tuple[Any, ...], Bound] = {}
-_MOST_BOUND = 1024
+_bound: dict[tuple[Any, ...], BoundForward] = {}
 
 
-def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: AnyConfig | None) -> Bound:
+def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: AnyConfig | None) -> BoundForward:
     """`forward` for tensors with these shapes, strides and device: the kernel is loaded, all but addresses decided."""
     if _is_float32(problem):
         return sm90_float32.bind(q, k, v, problem, config if isinstance(config, sm90_float32.Config) else None)
     assert not isinstance(config, sm90_float32.Config)
-    needs_lse = problem.needs_lse or problem.needs_grad
-    like, no_floats = empty_out(q, problem.head_dim_v, problem.layout), q.new_empty(0, dtype=torch.float32)
-    is_bshd = problem.layout == "bshd"
-    in_memory = tuple(like.transpose(1, 2).shape if is_bshd else like.shape)
-    lse_shape = tuple(like.shape[:3])
-    run = None if problem.empty else _launch(q, k, v, like, problem, config).run
-
-    def bound(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out = q.new_empty(*in_memory).transpose(1, 2) if is_bshd else q.new_empty(*in_memory)
-        lse = no_floats.new_empty(*lse_shape) if needs_lse else None
-        if run is None:
-            return out.zero_(), lse if lse is None else lse.fill_(-math.inf)
-        run(q, k, v, out, lse)
-        return out, lse
-
-    return bound
+    if problem.empty:
+        return bound_forward(q, problem, None)
+    out = empty_out(q, problem.head_dim_v, problem.layout)
+    return bound_forward(q, problem, _launch(q, k, v, out, problem, config).run)
 
 
 def _launch(
@@ -432,7 +406,7 @@ def backward(
     return sm90_backward.backward(dout, dlse, q, k, v, out, lse, problem, chosen, wants)
 
 
-def bind_backward(problem: Problem) -> Callable[..., Grads]:
+def bind_backward(problem: Problem) -> BoundBackward:
     return sm90_backward.bind(problem)
 
 
@@ -488,7 +462,7 @@ class _Launch:
     Tensors are only asked for their addresses: q and out may have been folded when this was made.
     """
 
-    __slots__ = ("_arguments", "_device", "_dynamic", "_fixed", "_k", "_launch", "_out", "_q", "_v")
+    __slots__ = ("_arguments", "_device", "_dynamic", "_k", "_launch", "_out", "_q", "_v")
 
     def __init__(
         self,
@@ -500,8 +474,8 @@ class _Launch:
         config: Config,
         target: Target,
     ) -> None:
-        self._q, self._k, self._v = _map(q, 64), _map(k, config.block_kv), _map(v, config.block_kv)
-        self._out = _map(out, 64)
+        self._q, self._k, self._v = rows_map(q, 64), rows_map(k, config.block_kv), rows_map(v, config.block_kv)
+        self._out = rows_map(out, 64)
         work = _work(problem, config) * _splits(problem, config, target)
         ctas = min(work, target.sms * config.ctas_per_sm)
         self._device = q.device.index
@@ -513,13 +487,12 @@ class _Launch:
             overlap_previous=True,
         )
         self._dynamic = _is_dynamic(problem, work, ctas)
-        self._fixed = _fixed_params(problem, config, target, v)
-        self._arguments: dict[int, Arguments] = {}
+        self._arguments = ArgumentsPerThread(_Params, _fixed_params(problem, config, target, v))
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
-        arguments = self._arguments.get(threading.get_ident()) or self._new_arguments()
+        arguments = self._arguments.mine()
         params = arguments.params
         self._fill(params, q, k, v)
         params.out_map = self._out.at(out.data_ptr())
@@ -536,15 +509,11 @@ class _Launch:
         params.v_map = self._v.at(value)
         params.v = value
 
-    def _new_arguments(self) -> Arguments:
-        arguments = self._arguments[threading.get_ident()] = _filled(_Params, self._fixed)
-        return arguments
-
 
 class _SplitLaunch(_Launch):
     """Two kernels: parts of the keys into float32 scratch, then the whole of them."""
 
-    __slots__ = ("_combine", "_combine_arguments", "_combine_fixed", "_floats")
+    __slots__ = ("_combine", "_combine_arguments", "_floats")
 
     def __init__(
         self,
@@ -567,7 +536,7 @@ class _SplitLaunch(_Launch):
             0,
             overlap_previous=True,
         )
-        self._combine_fixed = {
+        fixed = {
             "batch_stride": out.stride(0),
             "head_stride": out.stride(1),
             "seq_stride": out.stride(2),
@@ -577,12 +546,12 @@ class _SplitLaunch(_Launch):
             "head_dim_v": problem.head_dim_v,
             "splits": splits,
         }
-        self._combine_arguments: dict[int, Arguments] = {}
+        self._combine_arguments = ArgumentsPerThread(_CombineParams, fixed)
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
-        arguments = self._arguments.get(threading.get_ident()) or self._new_arguments()
+        arguments = self._arguments.mine()
         outs, lses = self._floats
         scratch = q.new_empty(outs + lses, dtype=torch.float32)
         partial_out = scratch.data_ptr()
@@ -592,22 +561,11 @@ class _SplitLaunch(_Launch):
         params.partial_out, params.lse = partial_out, partial_lse
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         self._launch(stream, arguments)
-        arguments = self._combine_arguments.get(threading.get_ident()) or self._new_combine_arguments()
+        arguments = self._combine_arguments.mine()
         params = arguments.params
         params.partial_out, params.partial_lse = partial_out, partial_lse
         params.out, params.lse = out.data_ptr(), None if lse is None else lse.data_ptr()
         self._combine(stream, arguments)
-
-    def _new_combine_arguments(self) -> Arguments:
-        made = self._combine_arguments[threading.get_ident()] = _filled(_CombineParams, self._combine_fixed)
-        return made
-
-
-def _filled(struct: type[ctypes.Structure], fixed: dict[str, Any]) -> Arguments:
-    arguments = Arguments(struct)
-    for name, value in fixed.items():
-        setattr(arguments.params, name, value)
-    return arguments
 
 
 class _WorkCounters:
@@ -733,21 +691,6 @@ def _is_dynamic(problem: Problem, work: int, ctas: int) -> bool:
     return problem.mask != Full() and work > ctas
 
 
-def _map(tensor: torch.Tensor, rows: int) -> TiledMap:
-    """Boxes of `rows` x 64 columns of a (batch, heads, seq, dim) tensor. Dimensions of size 1 get a legal stride."""
-    batch, heads, seq, dim = tensor.shape
-    strides = [
-        stride * 2 if size > 1 else 16 * -(-dim // 8)
-        for size, stride in ((seq, tensor.stride(2)), (heads, tensor.stride(1)), (batch, tensor.stride(0)))
-    ]
-    return tiled_map(tensor.dtype, (dim, seq, heads, batch), tuple(strides), (64, rows, 1, 1))
-
-
-def _matrix_bytes(rows: int, columns: int) -> int:
-    """Panels of 64 columns, 128 bytes a row."""
-    return -(-columns // 64) * rows * 128
-
-
 def _is_float32(problem: Problem) -> bool:
     return problem.dtype is torch.float32
 
@@ -763,10 +706,6 @@ def _mask_kind(problem: Problem) -> int:
     if isinstance(problem.mask, Full):
         return 0
     return 1 if isinstance(problem.mask, Causal) else 2
-
-
-def _head_dim_class(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    return next(pair for pair in HEAD_DIM_CLASSES if head_dim <= pair[0] and head_dim_v <= pair[1])
 
 
 def _config(row: dict[str, Any], classes: tuple[int, int], bf16: bool, kind: int, softcap: bool) -> Config:

@@ -13,8 +13,6 @@ import functools
 import importlib.resources
 import json
 import math
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ..jit import (
-    Arguments,
+    ArgumentsPerThread,
     Launch,
     TensorMap,
     Unit,
@@ -30,20 +28,21 @@ from ..jit import (
     function_for,
     layout_asserts,
     params_struct,
-    tiled_map,
+    rows_map,
 )
 from ..masks import Causal
 from ..target import Target
+from .fused import BoundBackward, bound_backward, head_dim_class, matrix_bytes, remembered
 
 if TYPE_CHECKING:
-    from ..jit import TiledMap
+    from collections.abc import Callable
+
+    from ..jit import Arguments
     from ..problem import Problem
     from . import Grads, Wants
 
 ARCH = "sm_90a"
 LOG2_E = math.log2(math.e)
-# (q and k, v and out): as in the forward.
-HEAD_DIM_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Mean of 2^-8 / m over mantissas m, as weights are spread in the logarithm: half a unit in the last place of bf16.
 TRUNCATION_BIAS = 2.0**-8 / (2 * math.log(2))
 EDGE_ROWS, EDGE_THREADS = 64, 256
@@ -83,11 +82,9 @@ class BackwardConfig:
     @property
     def smem_bytes(self) -> int:
         """`sizeof(BackwardSmem<config>)`; the generated source asserts it."""
-        kv = _matrix_bytes(self.block_kv, self.head_dim) + _matrix_bytes(self.block_kv, self.head_dim_v)
-        rings = self.stages * (
-            _matrix_bytes(self.block_q, self.head_dim) + _matrix_bytes(self.block_q, self.head_dim_v)
-        )
-        ds = self.ds_stages * _matrix_bytes(self.block_kv, self.block_q)
+        kv = matrix_bytes(self.block_kv, self.head_dim) + matrix_bytes(self.block_kv, self.head_dim_v)
+        rings = self.stages * (matrix_bytes(self.block_q, self.head_dim) + matrix_bytes(self.block_q, self.head_dim_v))
+        ds = self.ds_stages * matrix_bytes(self.block_kv, self.block_q)
         weights = 16 if self.by_keys else self.block_q * 64 * 4
         vectors = 2 * self.stages * self.block_q * 4
         barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 4)
@@ -107,7 +104,7 @@ class BackwardConfig:
 
 def configs(problem: Problem, target: Target) -> list[BackwardConfig]:
     """Legal configs, best first, from the measured table."""
-    classes = _head_dim_class(problem.head_dim, problem.head_dim_v)
+    classes = head_dim_class(problem.head_dim, problem.head_dim_v)
     return [
         _config(row, problem.dtype is torch.bfloat16, problem.softcap > 0)
         for row in _table()[classes]
@@ -174,9 +171,7 @@ extern "C" __global__ void __launch_bounds__({EDGE_THREADS})
     return Unit(name, source, ARCH)
 
 
-Bound = Callable[..., "Grads"]
-_bound: dict[tuple[Any, ...], Bound] = {}
-_MOST_BOUND = 1024
+_bound: dict[tuple[Any, ...], BoundBackward] = {}
 
 
 def backward(
@@ -193,54 +188,16 @@ def backward(
 ) -> Grads:
     """dq, dk and dv of bhsd views, with the strides of `empty_like` of their inputs; None where not wanted."""
     key = (problem, config, q.device, q.stride(), k.stride(), v.stride())
-    bound = _bound.get(key)
-    if bound is None:
-        if len(_bound) >= _MOST_BOUND:
-            _bound.clear()
-        bound = _bound[key] = bind(problem, config)
-    return bound(dout, dlse, q, k, v, out, lse, wants)
+    return remembered(_bound, key, lambda: bind(problem, config))(dout, dlse, q, k, v, out, lse, wants)
 
 
-def bind(problem: Problem, config: BackwardConfig | None = None) -> Bound:
-    """`backward` for q, k and v of one shape, strides and device. What else varies decides between a few launches."""
-    launches: dict[tuple[Any, ...], Bound] = {}
-    empty = problem.empty
+def bind(problem: Problem, config: BackwardConfig | None = None) -> BoundBackward:
+    def launch(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, wants: Wants
+    ) -> BoundBackward:
+        return _Launch(dout, q, k, v, out, problem, config, wants).run
 
-    def bound(
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        wants: Wants,
-    ) -> Grads:
-        if dlse is not None:
-            dlse = dlse.float().contiguous()
-        if not lse.is_contiguous():
-            lse = lse.contiguous()
-        key = (dout.stride(), out.stride(), wants)
-        run = launches.get(key)
-        if run is None or (dout.data_ptr() | out.data_ptr()) & 15:
-            if empty or not any(wants):
-                return tuple(  # type: ignore[return-value]
-                    torch.zeros_like(tensor) if want else None for tensor, want in zip((q, k, v), wants, strict=True)
-                )
-            dout, out = _readable(dout), _readable(out)
-            key = (dout.stride(), out.stride(), wants)
-            run = launches.get(key)
-            if run is None:
-                run = launches[key] = _Launch(dout, q, k, v, out, problem, config, wants).run
-        return run(dout, dlse, q, k, v, out, lse)
-
-    return bound
-
-
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if the copy engine can read it, else a copy."""
-    aligned = tensor.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in tensor.stride()[:3])
-    return tensor if aligned and tensor.stride(3) == 1 else tensor.contiguous()
+    return bound_backward(problem, launch)
 
 
 _MainParams = params_struct(
@@ -341,25 +298,16 @@ class Workspace:
 
 
 class _Stage:
-    """One of the three kernels: its arguments, all but addresses filled in, one set a thread."""
+    """One of the three kernels, with its arguments, all but addresses filled in."""
 
-    __slots__ = ("_arguments", "_fixed", "_struct", "launch")
+    __slots__ = ("arguments", "launch")
 
     def __init__(
         self, unit: Unit, struct: type[Any], fixed: dict[str, Any], grid: int, threads: int, device: int, overlap: bool
     ) -> None:
         function = function_for(unit, device)
         self.launch = Launch(function, (grid, 1, 1), (threads, 1, 1), unit.smem_bytes, overlap_previous=overlap)
-        self._struct, self._fixed = struct, fixed
-        self._arguments: dict[int, Arguments] = {}
-
-    def arguments(self) -> Arguments:
-        known = self._arguments.get(threading.get_ident())
-        if known is None:
-            known = self._arguments[threading.get_ident()] = Arguments(self._struct)
-            for name, value in self._fixed.items():
-                setattr(known.params, name, value)
-        return known
+        self.arguments: Callable[[], Arguments] = ArgumentsPerThread(struct, fixed).mine
 
 
 class _Launch:
@@ -384,10 +332,10 @@ class _Launch:
         self._sums_dq = wants[0] and not config.writes_dq
         self._in_order = self._sums_dq and _in_order(problem, config)
         self._blind = self._in_order and not _every_tile_sees_keys(problem, config.block_q)
-        self._q, self._dout = _map(q, config.block_q), _map(dout, config.block_q)
-        self._k, self._v = _map(k, config.block_kv), _map(v, config.block_kv)
-        self._dk = _map(torch.empty_like(k, device="meta"), 16)
-        self._dv = _map(torch.empty_like(v, device="meta"), 16)
+        self._q, self._dout = rows_map(q, config.block_q), rows_map(dout, config.block_q)
+        self._k, self._v = rows_map(k, config.block_kv), rows_map(v, config.block_kv)
+        self._dk = rows_map(torch.empty_like(k, device="meta"), 16)
+        self._dv = rows_map(torch.empty_like(v, device="meta"), 16)
         dq = torch.empty_like(q, device="meta")
         rows = _padded_rows(problem, config)
         blocks = problem.batch * problem.heads_q * rows // EDGE_ROWS
@@ -584,25 +532,6 @@ def _sections(problem: Problem, config: BackwardConfig, target: Target) -> int:
     head_bytes = problem.group * problem.seq_q * (6 * problem.head_dim + 2 * problem.head_dim_v)
     most = max(1, int(target.l2_bytes * share) // head_bytes)
     return -(-pairs // most)
-
-
-def _map(tensor: torch.Tensor, rows: int) -> TiledMap:
-    """Boxes of `rows` x 64 columns of a (batch, heads, seq, dim) tensor. Dimensions of size 1 get a legal stride."""
-    batch, heads, seq, dim = tensor.shape
-    strides = [
-        stride * 2 if size > 1 else 16 * -(-dim // 8)
-        for size, stride in ((seq, tensor.stride(2)), (heads, tensor.stride(1)), (batch, tensor.stride(0)))
-    ]
-    return tiled_map(tensor.dtype, (dim, seq, heads, batch), tuple(strides), (64, rows, 1, 1))
-
-
-def _matrix_bytes(rows: int, columns: int) -> int:
-    """Panels of 64 columns, 128 bytes a row."""
-    return -(-columns // 64) * rows * 128
-
-
-def _head_dim_class(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    return next(pair for pair in HEAD_DIM_CLASSES if head_dim <= pair[0] and head_dim_v <= pair[1])
 
 
 def _config(row: dict[str, Any], bf16: bool, softcap: bool) -> BackwardConfig:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ..jit import (
-    Arguments,
+    ArgumentsPerThread,
     Launch,
     TensorMap,
     Unit,
@@ -26,13 +24,15 @@ from ..jit import (
     function_for,
     layout_asserts,
     params_struct,
-    tiled_map,
+    rows_map,
 )
 from ..masks import Causal
 from ..target import Target
 from . import empty_out
+from .fused import BoundForward, bound_forward, head_dim_class, matrix_bytes
 
 if TYPE_CHECKING:
+    from ..jit import TiledMap
     from ..problem import Problem
 
 ARCH = "sm_90a"
@@ -80,9 +80,9 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         """`sizeof(Smem<config>)`; the generated source asserts it."""
-        q = self.consumers * _matrix_bytes(64, self.head_dim)
-        k = self.k_stages * _matrix_bytes(self.block_kv, self.head_dim)
-        v = self.v_stages * _matrix_bytes(self.block_kv, self.head_dim_v)
+        q = self.consumers * matrix_bytes(64, self.head_dim)
+        k = self.k_stages * matrix_bytes(self.block_kv, self.head_dim)
+        v = self.v_stages * matrix_bytes(self.block_kv, self.head_dim_v)
         barriers = 8 * (self.consumers + 2 * self.k_stages + 2 * self.v_stages)
         return -(-(self.parts * (q + k + v) + barriers + _PLAN_BYTES) // 1024) * 1024
 
@@ -262,31 +262,13 @@ _Params = params_struct(
     softcap_in=ctypes.c_float,
 )
 
-Bound = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]
-]
 
-
-def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Config | None) -> Bound:
+def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Config | None) -> BoundForward:
     """`forward` for tensors with these shapes, strides and device: kernels are loaded, all but addresses decided."""
-    needs_lse = problem.needs_lse
-    like = empty_out(q, problem.head_dim_v, problem.layout)
-    is_bshd = problem.layout == "bshd"
-    in_memory = tuple(like.transpose(1, 2).shape if is_bshd else like.shape)
-    lse_shape = tuple(like.shape[:3])
-    run = None if problem.empty else _Attention(q, k, v, like, problem, config or configs(problem)[0]).run
-
-    def bound(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out = q.new_empty(*in_memory).transpose(1, 2) if is_bshd else q.new_empty(*in_memory)
-        lse = q.new_empty(*lse_shape) if needs_lse else None
-        if run is None:
-            return out.zero_(), lse if lse is None else lse.fill_(-math.inf)
-        run(q, k, v, out, lse)
-        return out, lse
-
-    return bound
+    if problem.empty:
+        return bound_forward(q, problem, None)
+    out = empty_out(q, problem.head_dim_v, problem.layout)
+    return bound_forward(q, problem, _Attention(q, k, v, out, problem, config or configs(problem)[0]).run)
 
 
 class _Scratch:
@@ -348,7 +330,7 @@ class _Attention:
 class _Pass:
     """A split and the attention with its parts."""
 
-    __slots__ = ("_arguments", "_attend", "_facts", "_fixed", "_maps", "_parts", "_scratch", "_split", "_split_fixed")
+    __slots__ = ("_attend", "_attend_arguments", "_facts", "_maps", "_scratch", "_split", "_split_arguments")
 
     def __init__(
         self,
@@ -373,19 +355,20 @@ class _Pass:
             _SPLIT_SMEM,
             overlap_previous=True,
         )
-        self._split_fixed: dict[str, Any] = {
-            "batch_stride": [x.stride(0) for x in inputs],
-            "head_stride": [x.stride(1) for x in inputs],
-            "seq_stride": [x.stride(2) for x in inputs],
-            "heads": [shape[1] for shape in shapes],
-            "seq": [shape[2] for shape in shapes],
-            "dim": [shape[3] for shape in shapes],
-            "rows": list(rows),
-            "first_tile": [0, tiles[0], tiles[0] + tiles[1]],
+        split_fixed: dict[str, Any] = {
+            "batch_stride": tuple(x.stride(0) for x in inputs),
+            "head_stride": tuple(x.stride(1) for x in inputs),
+            "seq_stride": tuple(x.stride(2) for x in inputs),
+            "heads": tuple(shape[1] for shape in shapes),
+            "seq": tuple(shape[2] for shape in shapes),
+            "dim": tuple(shape[3] for shape in shapes),
+            "rows": rows,
+            "first_tile": (0, tiles[0], tiles[0] + tiles[1]),
             "tiles": sum(tiles),
             "batch": problem.batch,
             "aligned": int(problem.strides.value == "aligned"),
         }
+        self._split_arguments = ArgumentsPerThread(_SplitParams, split_fixed)
         self._attend = Launch(
             function_for(unit(config), device),
             (_work(problem, config), 1, 1),
@@ -393,11 +376,10 @@ class _Pass:
             config.smem_bytes,
             overlap_previous=True,
         )
-        self._fixed = _fixed_params(problem, config, target, inputs[2], out)
-        self._arguments: dict[int, tuple[Arguments, Arguments]] = {}
+        self._attend_arguments = ArgumentsPerThread(_Params, _fixed_params(problem, config, target, inputs[2], out))
 
     def run(self, stream: int, inputs: tuple[int, int, int], scratch: int, out: int, lse: int | None) -> None:
-        split, attend = self._arguments.get(threading.get_ident()) or self._new_arguments()
+        split, attend = self._split_arguments.mine(), self._attend_arguments.mine()
         any_refused = scratch + self._scratch.any_refused
         params = split.params
         params.any_refused = any_refused
@@ -414,21 +396,6 @@ class _Pass:
         params.any_refused, params.refused = any_refused, scratch + self._scratch.refused
         params.v, params.out, params.lse = inputs[2], out, lse
         self._attend(stream, attend)
-
-    def _new_arguments(self) -> tuple[Arguments, Arguments]:
-        made = _filled(_SplitParams, self._split_fixed), _filled(_Params, self._fixed)
-        self._arguments[threading.get_ident()] = made
-        return made
-
-
-def _filled(struct: type[ctypes.Structure], fixed: dict[str, Any]) -> Arguments:
-    arguments = Arguments(struct)
-    for name, value in fixed.items():
-        if isinstance(value, list):
-            getattr(arguments.params, name)[:] = value
-        else:
-            setattr(arguments.params, name, value)
-    return arguments
 
 
 def _fixed_params(
@@ -500,21 +467,14 @@ def _tiles_of_operands(problem: Problem, config: Config) -> tuple[int, int, int]
     return q, kv, kv
 
 
-def _map(shape: tuple[int, int, int, int], parts: int, rows: int) -> Any:
+def _map(shape: tuple[int, int, int, int], parts: int, rows: int) -> TiledMap:
     """Boxes of `rows` x 64 columns of a contiguous (parts * batch, heads, seq, dim)."""
-    batch, heads, seq, dim = shape
-    strides = (2 * dim, 2 * seq * dim, 2 * heads * seq * dim)
     dtype = torch.bfloat16 if parts == 3 else torch.float16
-    return tiled_map(dtype, (dim, seq, heads, parts * batch), strides, (64, rows, 1, 1))
-
-
-def _matrix_bytes(rows: int, columns: int) -> int:
-    """Panels of 64 columns, 128 bytes a row."""
-    return -(-columns // 64) * rows * 128
+    return rows_map(torch.empty((parts * shape[0], *shape[1:]), dtype=dtype, device="meta"), rows)
 
 
 def _class_of(problem: Problem) -> tuple[int, int]:
-    return next(pair for pair in _TWO_PARTS if problem.head_dim <= pair[0] and problem.head_dim_v <= pair[1])
+    return head_dim_class(problem.head_dim, problem.head_dim_v)
 
 
 def _config(parts: int, classes: tuple[int, int], softcap: bool) -> Config:

@@ -22,6 +22,7 @@ import ctypes
 import os
 import threading
 import warnings
+from contextlib import ExitStack
 from contextvars import ContextVar
 from importlib import import_module
 from itertools import compress
@@ -262,31 +263,28 @@ class _Dispatcher:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.holders = 0
-        self._library: torch_library.Library | None = None
+        self._installed = ExitStack()
 
     def acquire(self) -> None:
         with self._lock:
             if self.holders == 0:
-                self._library = self._install()
+                self._install()
             self.holders += 1
 
     def release(self) -> None:
         with self._lock:
             self.holders -= 1
-            if self.holders == 0 and self._library is not None:
-                self._library._destroy()
-                self._library = None
+            if self.holders == 0:
+                self._installed.close()
                 _forget_resolved_kernels()
 
-    @staticmethod
-    def _install() -> torch_library.Library:
+    def _install(self) -> None:
         # All originals first: once a device has a kernel, the dispatcher answers differently for its autograd key.
         originals = {key: torch_library.get_kernel(_OPERATOR, key) for key in _KEYS}
-        library = torch_library.Library("aten", "IMPL")
+        overrides = self._installed.enter_context(torch_library._scoped_library("aten", "IMPL"))
         for key, original in originals.items():
-            library.impl("scaled_dot_product_attention", _kernel(original.call_boxed), key)
+            overrides.impl("scaled_dot_product_attention", _kernel(original.call_boxed), key)
         _forget_resolved_kernels()
-        return library
 
 
 def _forget_resolved_kernels() -> None:

@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import enum
 import math
+import threading
 from typing import Any
 
 TENSOR_MAP_ALIGNMENT = 64
@@ -124,3 +125,22 @@ class Arguments:
         self.params: Any = struct()
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
         self.pointer = ctypes.addressof(self._pointers)
+
+
+class ArgumentsPerThread:
+    """`Arguments` with what no call changes filled in, one set a thread: each refills only its own."""
+
+    __slots__ = ("_fixed", "_of_thread", "_struct")
+
+    def __init__(self, struct: type[ctypes.Structure], fixed: dict[str, Any]) -> None:
+        self._struct, self._fixed = struct, fixed
+        self._of_thread: dict[int, Arguments] = {}
+
+    def mine(self) -> Arguments:
+        return self._of_thread.get(threading.get_ident()) or self._new()
+
+    def _new(self) -> Arguments:
+        arguments = self._of_thread[threading.get_ident()] = Arguments(self._struct)
+        for name, value in self._fixed.items():
+            setattr(arguments.params, name, value)
+        return arguments

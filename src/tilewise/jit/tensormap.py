@@ -103,6 +103,19 @@ def tiled_map(
     return TiledMap(dtype, dims, strides, box, swizzle, l2_promotion)
 
 
+def rows_map(tensor: torch.Tensor, rows: int) -> TiledMap:
+    """Boxes of `rows` x 64 columns of a 16-bit (batch, heads, seq, dim) tensor, its last dimension contiguous.
+
+    A dimension of size 1 may have any stride in PyTorch, and gets a legal one here.
+    """
+    batch, heads, seq, dim = tensor.shape
+    strides = [
+        stride * 2 if size > 1 else 16 * -(-dim // 8)
+        for size, stride in ((seq, tensor.stride(2)), (heads, tensor.stride(1)), (batch, tensor.stride(0)))
+    ]
+    return tiled_map(tensor.dtype, (dim, seq, heads, batch), tuple(strides), (64, rows, 1, 1))
+
+
 def broken_rules(
     dtype: torch.dtype,
     address: int,

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import cache
 from .compile import KERNELS
+from .headers import included_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,7 +105,9 @@ def kernels_digest(backend: str) -> str:
     """Of the CUDA sources that decide how fast the backend's kernels are; backends without any share one digest."""
     folders = [KERNELS / name for name in ("common", backend)] if (KERNELS / backend).is_dir() else []
     files = sorted(path for place in folders for path in place.rglob("*.cuh"))
-    return cache.digest([part for path in files for part in (path.name.encode(), path.read_bytes())])[:16]
+    includes = "".join(f'#include "{path.relative_to(KERNELS).as_posix()}"\n' for path in files)
+    reached = included_files(includes, [KERNELS])  # headers of other folders too
+    return cache.digest([part for name, content in reached for part in (name.encode(), content)])[:16]
 
 
 def _distance(tuned: Mapping[str, int], asked: Mapping[str, int]) -> float | None:

@@ -17,7 +17,16 @@ PACKAGE = Path(__file__).resolve().parent.parent
 _DECISIVE = ("backends", "jit", "kernels", "tables")
 _LADDER = ("ladder", "kernels/ladder")
 # The files of tests/gpu that vouch for each.
-ENGINE = ("test_launch.py", "test_seam.py", "test_sm90.py", "test_sm90_backward.py", "test_torch_rules.py")
+ENGINE = (
+    "test_launch.py",
+    "test_seam.py",
+    "test_sm80.py",
+    "test_sm80_backward.py",
+    "test_sm90.py",
+    "test_sm90_backward.py",
+    "test_three_way.py",
+    "test_torch_rules.py",
+)
 LADDER = ("test_ladder_gpu.py",)
 _SUFFIXES = frozenset({".py", ".cuh", ".json"})
 

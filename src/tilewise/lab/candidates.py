@@ -84,7 +84,7 @@ class Candidate:
     @property
     def compiles(self) -> bool:
         """The first call may take a minute: the kernel is generated for it."""
-        return self.name == FLEX
+        return self.name in (FLEX, "triton")
 
     def why_not(self, problem: Problem, device: str = "cuda") -> list[Reason]:
         """Why the candidate cannot even be asked. What a backend of the planner says is the planner's business."""

@@ -23,6 +23,7 @@ try:
     from . import builds, environment, html, ladder_docs, pages, plots, records, report, suites
     from . import cycles as cyclecount
     from . import docs as documents
+    from .cli_check import check
     from .cli_inspect import inspect
     from .cli_trace import trace
     from .cli_tune import ladder, tune
@@ -79,6 +80,7 @@ app = typer.Typer(
 )
 
 app.command()(inspect)
+app.command()(check)
 app.command()(trace)
 app.command()(tune)
 app.command()(ladder)

@@ -243,7 +243,7 @@ def _verify_all(comparison: Comparison, running: list[Outcome], pool: Pool, sett
         for outcome in running:
             tick(f"{row.name}: verify {outcome.candidate}")
             try:
-                limit = settings.time_limit * (_COMPILING if Candidate(outcome.candidate).compiles else 1)
+                limit = first_limit(outcome.candidate, settings)
                 pool.ask(outcome.candidate, "prepare", limit, candidate=outcome.candidate, **what)
                 if untold:
                     outcome.because = [untold]
@@ -252,6 +252,11 @@ def _verify_all(comparison: Comparison, running: list[Outcome], pool: Pool, sett
                 outcome.memory = pool.ask(outcome.candidate, "memory", settings.time_limit)
             except Failure as failure:
                 outcome.fail(failure)
+
+
+def first_limit(candidate: str, settings: Settings) -> float:
+    """Seconds that a candidate may take to get ready, its first call included."""
+    return settings.time_limit * (_COMPILING if Candidate(candidate).compiles else 1)
 
 
 def _truth(comparison: Comparison, pool: Pool, settings: Settings, what: dict[str, Any], path: Path, tick: Tick) -> str:

@@ -185,7 +185,7 @@ def _look_closer(found: Inspection, pool: Pool, settings: Settings, trace: str, 
     """Kernels, host time and PyTorch's own words, from the processes that still hold the problem."""
     if found.target.is_cpu:
         found.rates = _measured_rates(pool, settings)
-    units = kernels.our_units()
+    units = kernels.our_units(arch=found.target.arch)
     on_gpu = found.comparison.row.device.startswith("cuda")
     for outcome in found.comparison.outcomes:
         name = outcome.candidate

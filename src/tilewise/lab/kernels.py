@@ -83,10 +83,11 @@ def as_dict(fits: Occupancy | None) -> dict[str, Any] | None:
     return None if fits is None else asdict(fits) | {"text": str(fits)}
 
 
-def our_units(backends: dict[str, Any] | None = None) -> dict[str, Unit]:
-    """Every kernel of ours by the name it has on the GPU."""
+def our_units(backends: dict[str, Any] | None = None, arch: str = "") -> dict[str, Unit]:
+    """Every kernel of ours by the name it has on the GPU; of those for several architectures the one for `arch`."""
     modules = (BACKENDS if backends is None else backends).values()
-    return {unit.name: unit for module in modules if hasattr(module, "all_units") for unit in module.all_units()}
+    units = [unit for module in modules if hasattr(module, "all_units") for unit in module.all_units()]
+    return {unit.name: unit for unit in sorted(units, key=lambda unit: unit.arch.startswith(arch))}
 
 
 def find_unit(kernel_name: str, units: dict[str, Unit]) -> Unit | None:

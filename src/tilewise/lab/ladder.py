@@ -14,8 +14,9 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..backends import triton
 from ..errors import DeviceError
-from ..ladder import RUNGS, numba, traffic, triton
+from ..ladder import RUNGS, numba, traffic
 from ..plan import BACKENDS
 from ..target import Target
 from . import environment, ncu, report, stages

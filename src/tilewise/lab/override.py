@@ -43,35 +43,34 @@ class _Plate:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._observers: list[Observer] = []
-        self._library: torch_library.Library | None = None
+        self._laid = contextlib.ExitStack()
         self._inside = threading.local()
 
     def add(self, observer: Observer) -> None:
         with self._lock:
             if not self._observers:
                 _sdpa()._dispatcher.acquire()
-                self._library = self._lay()
+                self._lay()
             self._observers = [*self._observers, observer]
 
     def drop(self, observer: Observer) -> None:
         with self._lock:
+            watched = bool(self._observers)
             self._observers = [one for one in self._observers if one != observer]
-            if not self._observers and self._library is not None:
-                self._library._destroy()
-                self._library = None
+            if watched and not self._observers:
+                self._laid.close()
                 _forget_resolved_kernels()
                 _sdpa()._dispatcher.release()
 
-    def _lay(self) -> torch_library.Library:
+    def _lay(self) -> None:
         composite = torch_library.get_kernel(f"aten::{_OPERATOR}", _UNTOUCHED)
         kernel = self._kernel(_sdpa()._kernel(composite.call_boxed))
-        library = torch_library.Library("aten", "IMPL")
+        overrides = self._laid.enter_context(torch_library._scoped_library("aten", "IMPL"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch remarks on an operator that is overridden twice
             for key in _KEYS:
-                library.impl(_OPERATOR, kernel, key, allow_override=True)
+                overrides.impl(_OPERATOR, kernel, key, allow_override=True)
         _forget_resolved_kernels()
-        return library
 
     def _kernel(self, below: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def scaled_dot_product_attention(

@@ -5,6 +5,7 @@
     {"do": "truth", "problem", "seed", "device", "path", "tensors"}
                                                                  float64 results and budgets into a file, for `verify`
     {"do": "verify", "path"}                                     errors against that file
+    {"do": "results", "path"}                                    what it computes, at the sample of `truth`, into a file
     {"do": "memory"}                                             bytes a forward, or a step where gradients are wanted,
                                                                  needs beyond its inputs, at the peak
     {"do": "time", "what", "method", "seconds", "flush"}         samples of seconds per "forward", "backward" or "step"
@@ -98,6 +99,19 @@ class Worker:
         found = accuracy.errors(got, want)
         wrong = [f"{name} has nan or inf" for name in infinite_anywhere] or accuracy.excess(found, stored["budgets"])
         return {"errors": found, "wrong": wrong}
+
+    def results(self, path: str) -> dict[str, Any]:
+        """Writes the sampled results; returns which tensors had other bits a second time, and where nan or inf is."""
+        sample = accuracy.choose(self._problem, self._seed, self._device)
+        results, again = self._results(), self._results()
+        wide = _truth_dtype(self._problem)
+        torch.save({name: t.to(wide).cpu() for name, t in _sampled(results, self._problem, sample).items()}, path)
+        return {
+            "changed": [name for name, t in results.items() if not _same_bits(t, again[name])],
+            "strange": {
+                name: at for name, t in results.items() if (at := _first_strange(t, name == "lse")) is not None
+            },
+        }
 
     def memory(self) -> int:
         call = self._step() if self._problem.needs_grad else self._forward
@@ -211,6 +225,21 @@ def _sampled(results: Tensors, problem: Problem, sample: Sample) -> Tensors:
 def _all_finite(tensor: torch.Tensor, may_be_minus_infinite: bool) -> bool:
     finite = tensor.detach().isfinite()
     return bool((finite | (tensor == -math.inf) if may_be_minus_infinite else finite).all())
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """nan is the same as nan."""
+    return torch.equal(one.detach().nan_to_num(math.pi), other.detach().nan_to_num(math.pi))
+
+
+def _first_strange(tensor: torch.Tensor, may_be_minus_infinite: bool) -> list[int] | None:
+    """Where the first element is that is no number; None if all are."""
+    if _all_finite(tensor, may_be_minus_infinite):
+        return None
+    strange = ~tensor.detach().isfinite()
+    if may_be_minus_infinite:
+        strange &= tensor.detach() != -math.inf
+    return [int(index) for index in strange.nonzero()[0]]
 
 
 def _own_stream(device: str) -> contextlib.AbstractContextManager[Any]:

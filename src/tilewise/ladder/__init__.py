@@ -1,8 +1,8 @@
 """The ladder: attention written eight ways, each a lesson over the one before. For learning and measuring only.
 
 Every rung has the functions of a backend (see `tilewise.backends`) and is tested like one, but the planner never
-chooses it: `tilewise ladder` runs them all side by side. Rungs that are backends already (tiled, sm80, sm90) are only
-named here. What a rung moves, in theory, is in `traffic`.
+chooses it: `tilewise ladder` runs them all side by side. Rungs that are backends already (tiled, triton, sm80, sm90)
+are only named here. What a rung moves, in theory, is in `traffic`.
 
     rung          new in it                                            what it teaches
     math          nothing: PyTorch's composite, in float32             every score goes to memory and back, twice
@@ -48,7 +48,7 @@ RUNGS: tuple[Rung, ...] = (
     Rung("matmul", "cuBLAS in three calls", "ladder:matmul", "tensor cores are worth more than fusion", "matmul"),
     Rung("three-kernel", "wgmma + TMA in three kernels", "ladder:three-kernel",
          "the same bytes as cuBLAS: scores through memory are the ceiling", "three_kernel"),
-    Rung("triton", "Triton, fused", "ladder:triton", "fused on tensor cores: scores never leave the chip", "triton"),
+    Rung("triton", "Triton, fused", "triton", "fused on tensor cores: scores never leave the chip"),
     Rung("sm80", "mma.sync, fused", "sm80", "registers are the budget: every fragment placed by hand"),
     Rung("sm90", "wgmma + TMA, fused", "sm90", "loads, products and softmax overlap: warps with roles"),
 )  # fmt: skip

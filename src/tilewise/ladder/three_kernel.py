@@ -28,7 +28,7 @@ import torch
 
 from ..backends import empty_lse, empty_out
 from ..errors import Reason, UnsupportedProblem
-from ..jit import Arguments, TensorMap, Unit, cpp_constant, function_for, layout_asserts, params_struct, tiled_map
+from ..jit import Arguments, TensorMap, Unit, cpp_constant, function_for, layout_asserts, params_struct, rows_map
 from ..jit import launch as driver
 from ..problem import Problem, Strides
 from ..target import Target
@@ -36,7 +36,6 @@ from .bands import HALVES, refusals, shifts_of
 
 if TYPE_CHECKING:
     from ..backends import Grads, Wants
-    from ..jit import TiledMap
 
 ARCH = "sm_90a"
 HEAD_DIM_LIMIT = 256
@@ -456,12 +455,12 @@ class Pipeline:
         params = found.params
         of_scores, _, of_values = self.stages
         slab = scores[..., : self.problem.seq_kv].unsqueeze(0)
-        params.q_map = _map(q, 64 * of_scores.consumers).at(q.data_ptr())
-        params.k_map = _map(k, of_scores.block_kv).at(k.data_ptr())
-        params.scores_map = _map(slab, 16).at(scores.data_ptr())
-        params.p_map = _map(slab, 64 * of_values.consumers).at(scores.data_ptr())
-        params.v_map = _map(v, of_values.block_k).at(v.data_ptr())
-        params.out_map = _map(out, 16).at(out.data_ptr())
+        params.q_map = rows_map(q, 64 * of_scores.consumers).at(q.data_ptr())
+        params.k_map = rows_map(k, of_scores.block_kv).at(k.data_ptr())
+        params.scores_map = rows_map(slab, 16).at(scores.data_ptr())
+        params.p_map = rows_map(slab, 64 * of_values.consumers).at(scores.data_ptr())
+        params.v_map = rows_map(v, of_values.block_k).at(v.data_ptr())
+        params.out_map = rows_map(out, 16).at(out.data_ptr())
         params.scores = scores.data_ptr()
         params.lse = None if lse is None else lse.data_ptr()
         return found
@@ -511,16 +510,6 @@ class Pipeline:
         tiles = -(-self.problem.seq_kv // self.config.scores_keys)
         columns = -(-_CTAS_WANTED // (pairs * -(-rows // self.config.scores_rows)))
         return -(-tiles // min(tiles, max(1, columns)))
-
-
-def _map(tensor: torch.Tensor, rows: int) -> TiledMap:
-    """Boxes of `rows` x 64 columns of a 4-D tensor. Dimensions of size 1 get a legal stride."""
-    batch, heads, seq, dim = tensor.shape
-    strides = [
-        stride * 2 if size > 1 else 16 * -(-dim // 8)
-        for size, stride in ((seq, tensor.stride(2)), (heads, tensor.stride(1)), (batch, tensor.stride(0)))
-    ]
-    return tiled_map(tensor.dtype, (dim, seq, heads, batch), tuple(strides), (64, rows, 1, 1))
 
 
 def _round_up(value: int, step: int) -> int:

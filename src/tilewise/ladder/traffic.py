@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..backends import sm90, tiled
-from . import RUNGS, lecture, numba, three_kernel, triton
+from ..backends import sm90, tiled, triton
+from . import RUNGS, lecture, numba, three_kernel
 from .bands import HALVES
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ def _three_kernel(problem: Problem, target: Target) -> Traffic:
 
 
 def _triton(problem: Problem, target: Target) -> Traffic:
-    return _fused(problem, triton.configs(problem, target)[0].block_q)
+    fits = max(problem.head_dim, problem.head_dim_v) <= triton.HEAD_DIM_LIMIT
+    return _fused(problem, triton.configs(problem, target)[0].block_q if fits else _FUSED_ROWS)
 
 
 def _sm90(problem: Problem, target: Target) -> Traffic:

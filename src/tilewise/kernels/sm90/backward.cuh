@@ -63,20 +63,20 @@ __device__ __forceinline__ void init_backward_barriers(BackwardSmem<config>& sme
   ptx::mbarrier_init(&smem.v_full, 1);
   for (int i = 0; i < config.stages; ++i) {
     ptx::mbarrier_init(&smem.q_full[i], 1);
-    ptx::mbarrier_init(&smem.q_empty[i], 8);
+    ptx::mbarrier_init(&smem.q_empty[i], 8 * arrivals_of_warp);
     ptx::mbarrier_init(&smem.dout_full[i], 1);
-    ptx::mbarrier_init(&smem.dout_empty[i], 8);
+    ptx::mbarrier_init(&smem.dout_empty[i], 8 * arrivals_of_warp);
   }
   for (int i = 0; i < config.ds_stages; ++i) {
-    ptx::mbarrier_init(&smem.ds_full[i], config.ds_writers());
+    ptx::mbarrier_init(&smem.ds_full[i], config.ds_writers() * arrivals_of_warp);
     ptx::mbarrier_init(&smem.ds_empty[i], 4);
   }
   for (int i = 0; i < turn_stages; ++i) {
     ptx::mbarrier_init(&smem.turn_come[i], 2);
     ptx::mbarrier_init(&smem.turn_over[i], 4);
   }
-  ptx::mbarrier_init(&smem.weights_full, 4);
-  ptx::mbarrier_init(&smem.weights_empty, 4);
+  ptx::mbarrier_init(&smem.weights_full, 4 * arrivals_of_warp);
+  ptx::mbarrier_init(&smem.weights_empty, 4 * arrivals_of_warp);
   ptx::fence_mbarrier_init();
 }
 

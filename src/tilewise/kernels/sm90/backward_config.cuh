@@ -121,6 +121,15 @@ __device__ __forceinline__ BackwardPlan make_backward_plan(const BackwardParams&
 
 constexpr int turn_stages = 2;
 
+// One lane arrives for its warp, after a warp barrier. The machine code needs no instruction for
+// that barrier where the warp is converged anyway, so a race checker does not see it: for that tool
+// every lane arrives.
+#ifdef TILEWISE_EVERY_LANE_ARRIVES
+constexpr int arrivals_of_warp = 32;
+#else
+constexpr int arrivals_of_warp = 1;
+#endif
+
 template <BackwardConfig config>
 struct BackwardSmem {
   alignas(1024) unsigned char k[matrix_bytes(config.block_kv(), config.head_dim)];

@@ -35,7 +35,7 @@ struct ProductWarpgroup {
   // After the whole warp has read or written what the barrier protects.
   __device__ __forceinline__ void arrive(u64* barrier) {
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(barrier);
+    if (lane < arrivals_of_warp) ptx::mbarrier_arrive(barrier);
   }
   __device__ __forceinline__ void wait_q(const Position& at) {
     ptx::mbarrier_wait(&smem.q_full[at.stage], at.phase);

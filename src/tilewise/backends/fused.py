@@ -1,0 +1,108 @@
+"""What our fused backends share on the host: classes of head dims, and calls with all but addresses decided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from . import empty_out
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from ..problem import Problem
+    from . import Grads, Wants
+
+# (q and k, v and out): a head runs in the first class that holds it, zero-filled by the copies.
+HEAD_DIM_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+
+Tensor = torch.Tensor
+BoundForward = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""Of (q, k, v, bias)."""
+BoundBackward = Callable[..., "Grads"]
+"""Of (dout, dlse, q, k, v, out, lse, wants)."""
+_Made = TypeVar("_Made")
+_MOST_BOUND = 1024
+
+
+def head_dim_class(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    return next(pair for pair in HEAD_DIM_CLASSES if head_dim <= pair[0] and head_dim_v <= pair[1])
+
+
+def matrix_bytes(rows: int, columns: int) -> int:
+    """Of 16-bit numbers in shared memory: panels of 64 columns, 128 bytes a row."""
+    return -(-columns // 64) * rows * 128
+
+
+def remembered(known: dict[Any, _Made], key: Hashable, make: Callable[[], _Made]) -> _Made:
+    """What `make` gave for this key the first time; now and then all is forgotten, so that `known` stays small."""
+    found = known.get(key)
+    if found is None:
+        if len(known) >= _MOST_BOUND:
+            known.clear()
+        found = known[key] = make()
+    return found
+
+
+def bound_forward(
+    q: Tensor, problem: Problem, run: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None] | None
+) -> BoundForward:
+    """A forward that allocates out and lse and has `run(q, k, v, out, lse)` fill them; None: there are no keys."""
+    needs_lse = problem.needs_lse or problem.needs_grad
+    like, no_floats = empty_out(q, problem.head_dim_v, problem.layout), q.new_empty(0, dtype=torch.float32)
+    is_bshd = problem.layout == "bshd"
+    in_memory = tuple(like.transpose(1, 2).shape if is_bshd else like.shape)
+    lse_shape = tuple(like.shape[:3])
+
+    def bound(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        out = q.new_empty(*in_memory).transpose(1, 2) if is_bshd else q.new_empty(*in_memory)
+        lse = no_floats.new_empty(*lse_shape) if needs_lse else None
+        if run is None:
+            return out.zero_(), lse if lse is None else lse.fill_(-math.inf)
+        run(q, k, v, out, lse)
+        return out, lse
+
+    return bound
+
+
+def bound_backward(
+    problem: Problem, make: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Wants], BoundBackward]
+) -> BoundBackward:
+    """A backward for q, k and v of one shape, strides and device. What else varies decides between a few launches.
+
+    `make(dout, q, k, v, out, wants)` gives the run of one of them; dout and out may be copied before it sees them.
+    """
+    launches: dict[tuple[Any, ...], BoundBackward] = {}
+    empty = problem.empty
+
+    def bound(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, wants: Wants
+    ) -> Grads:
+        if dlse is not None:
+            dlse = dlse.float().contiguous()
+        if not lse.is_contiguous():
+            lse = lse.contiguous()
+        key = (dout.stride(), out.stride(), wants)
+        run = launches.get(key)
+        if run is None or (dout.data_ptr() | out.data_ptr()) & 15:
+            if empty or not any(wants):
+                return tuple(  # type: ignore[return-value]
+                    torch.zeros_like(tensor) if want else None for tensor, want in zip((q, k, v), wants, strict=True)
+                )
+            dout, out = _readable(dout), _readable(out)
+            key = (dout.stride(), out.stride(), wants)
+            run = launches.get(key)
+            if run is None:
+                run = launches[key] = make(dout, q, k, v, out, wants)
+        return run(dout, dlse, q, k, v, out, lse)
+
+    return bound
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """The tensor itself if copies of 16 bytes can read it, else a copy."""
+    aligned = tensor.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in tensor.stride()[:3])
+    return tensor if aligned and tensor.stride(3) == 1 else tensor.contiguous()

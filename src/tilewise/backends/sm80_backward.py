@@ -1,0 +1,508 @@
+"""Every NVIDIA GPU from sm_80 on: our own backward, kernels/sm80/backward.cuh. The other half of the backend `sm80`.
+
+Three launches: `preprocess` makes the row terms and zeroes the sums of dQ, the main kernel makes dK and dV and adds up
+dQ in float32, `postprocess` rounds dQ. Extra memory is O(N): the sums of dQ and two floats a query row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.resources
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ..jit import ArgumentsPerThread, Launch, Unit, cpp_literal, function_for, layout_asserts, params_struct
+from ..masks import Causal
+from ..target import TARGETS, Target
+from .fused import BoundBackward, bound_backward, head_dim_class, remembered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..jit import Arguments
+    from ..problem import Problem
+    from . import Grads, Wants
+
+LOG2_E = math.log2(math.e)
+EDGE_ROWS, EDGE_THREADS = 32, 256
+VECTOR_SUMS_FROM = (9, 0)  # red.global.add.v4.f32
+_LANES = {64: 8, 96: 16, 128: 16, 192: 32, 256: 32}  # of preprocess, 8 columns each
+_RESERVED_SMEM = 1024  # of a multiprocessor's shared memory, for each CTA on it
+# Named targets that stand for all others, one of each size of shared memory: tests compile every kernel for them. On
+# another architecture the assembler may spill a register or two, and that is better than a refusal.
+COMPILED = ("a100", "rtx-4090", "h200")
+_GATED = frozenset(TARGETS[name].arch for name in COMPILED)
+
+
+class Strided(ctypes.Structure):
+    """A tensor as kernels/sm80 sees it: `tilewise::sm80::Tensor`, strides in elements."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("batch_stride", ctypes.c_longlong),
+        ("head_stride", ctypes.c_longlong),
+        ("seq_stride", ctypes.c_longlong),
+    ]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Strided:
+        """The strides of a (batch, heads, seq, dim) tensor; its address is filled in for each launch."""
+        return cls(None, tensor.stride(0), tensor.stride(1), tensor.stride(2))
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardConfig:
+    """Compile-time choices; field for field the C++ aggregate of kernels/sm80/backward_config.cuh."""
+
+    cpp_type: ClassVar[str] = "tilewise::sm80::BackwardConfig"
+
+    bf16: bool
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_kv: int
+    warps: int
+    score_rows: int
+    key_rows: int
+    query_rows: int
+    stages: int
+    softcap: bool
+    vector_sums: bool
+    ctas_per_sm: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """`sizeof(BackwardSmem<config>)`; the generated source asserts it."""
+        kv = _matrix_bytes(self.block_kv, self.head_dim) + _matrix_bytes(self.block_kv, self.head_dim_v)
+        step = _matrix_bytes(self.block_q, self.head_dim) + _matrix_bytes(self.block_q, self.head_dim_v)
+        weights = 2 * _matrix_bytes(self.block_q, self.block_kv)
+        vectors = 2 * self.stages * self.block_q * 4
+        plan = 7 * 4
+        return -(-(kv + self.stages * step + weights + vectors + plan) // 1024) * 1024
+
+    @property
+    def name(self) -> str:
+        kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}"
+        grids = f"w{self.warps}_{self.score_rows}{self.key_rows}{self.query_rows}"
+        extras = f"{'_softcap' * self.softcap}{'_v4' * self.vector_sums}"
+        return f"fa2_backward_{kind}_q{self.block_q}_kv{self.block_kv}_{grids}_s{self.stages}{extras}"
+
+    def __str__(self) -> str:
+        tile = f"tile {self.block_q} x {self.block_kv}, {self.warps} warps"
+        stages = f"{self.stages} stage{'s' * (self.stages > 1)}"
+        return f"{tile}, {stages}, {self.smem_bytes / 1024:.0f} KiB shared"
+
+    def fits(self, target: Target) -> bool:
+        """Whether `ctas_per_sm` of it find their shared memory on one multiprocessor of the target."""
+        together = self.ctas_per_sm * (self.smem_bytes + _RESERVED_SMEM)
+        return self.smem_bytes <= target.smem_per_block and together <= target.smem_per_sm
+
+
+def configs(problem: Problem, target: Target) -> list[BackwardConfig]:
+    """Legal configs that fit the target, best first."""
+    classes = head_dim_class(problem.head_dim, problem.head_dim_v)
+    bf16, capped = problem.dtype is torch.bfloat16, problem.softcap > 0
+    found = (_config(row, bf16, capped, target) for row in _table()[classes, capped])
+    return [config for config in found if config.fits(target)]
+
+
+def is_gated(arch: str) -> bool:
+    """Whether tests hold the kernels to no spills on this architecture."""
+    return arch in _GATED
+
+
+def all_units() -> list[Unit]:
+    """Every kernel a backward may launch on the named targets, one GPU of each size of shared memory."""
+    units: list[Unit] = []
+    for target in (TARGETS[name] for name in COMPILED):
+        for bf16 in (True, False):
+            units += [preprocess_unit(bf16, lanes, target.arch) for lanes in sorted({*_LANES.values()})]
+            for (_, softcap), rows in _table().items():
+                fitting = [config for row in rows if (config := _config(row, bf16, softcap, target)).fits(target)]
+                units += [main_unit(config, target.arch) for config in fitting]
+                units += [postprocess_unit(config, target.arch) for config in fitting if not softcap]
+    return list({unit.label: unit for unit in units}.values())
+
+
+@functools.cache
+def main_unit(config: BackwardConfig, arch: str) -> Unit:
+    source = f"""#include "sm80/backward.cuh"
+{layout_asserts(_MainParams, "tilewise::sm80::BackwardParams")}
+constexpr tilewise::sm80::BackwardConfig config = {cpp_literal(config)};
+static_assert(sizeof(tilewise::sm80::BackwardSmem<config>) == {config.smem_bytes}, "BackwardConfig.smem_bytes");
+static_assert(config.threads() == {config.threads});
+extern "C" __global__ void __launch_bounds__(config.threads(), config.ctas_per_sm)
+{config.name}(const __grid_constant__ tilewise::sm80::BackwardParams params) {{
+  tilewise::sm80::backward<config>(params);
+}}
+"""
+    return Unit(config.name, source, arch, strict=is_gated(arch), smem_bytes=config.smem_bytes)
+
+
+@functools.cache
+def preprocess_unit(bf16: bool, lanes: int, arch: str) -> Unit:
+    name = f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}_of_32"
+    source = f"""#include "sm80/backward_edges.cuh"
+{layout_asserts(_PreprocessParams, "tilewise::sm80::PreprocessParams")}
+static_assert(tilewise::sm80::edge_threads == {EDGE_THREADS} && tilewise::sm80::edge_rows == {EDGE_ROWS});
+extern "C" __global__ void __launch_bounds__({EDGE_THREADS})
+{name}(const __grid_constant__ tilewise::sm80::PreprocessParams params) {{
+  tilewise::sm80::preprocess<{str(bf16).lower()}, {lanes}>(params);
+}}
+"""
+    return Unit(name, source, arch)
+
+
+def postprocess_unit(config: BackwardConfig, arch: str) -> Unit:
+    """Depends on how dQ is divided over the warps, and on nothing else of the config."""
+    plain = _plain(config)
+    name = plain.name.replace("fa2_backward", "postprocess")
+    source = f"""#include "sm80/backward_edges.cuh"
+{layout_asserts(_PostprocessParams, "tilewise::sm80::PostprocessParams")}
+constexpr tilewise::sm80::BackwardConfig config = {cpp_literal(plain)};
+extern "C" __global__ void __launch_bounds__({EDGE_THREADS})
+{name}(const __grid_constant__ tilewise::sm80::PostprocessParams params) {{
+  tilewise::sm80::postprocess<config>(params);
+}}
+"""
+    return Unit(name, source, arch)
+
+
+def _plain(config: BackwardConfig) -> BackwardConfig:
+    """The config with what postprocess does not depend on made the same."""
+    fields = {name: getattr(config, name) for name in config.__slots__}
+    return BackwardConfig(**(fields | {"softcap": False}))
+
+
+_bound: dict[tuple[Any, ...], BoundBackward] = {}
+
+
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    problem: Problem,
+    config: BackwardConfig | None = None,
+    wants: Wants = (True, True, True),
+) -> Grads:
+    """dq, dk and dv of bhsd views, with the strides of `empty_like` of their inputs; None where not wanted."""
+    key = (problem, config, q.device, q.stride(), k.stride(), v.stride())
+    return remembered(_bound, key, lambda: bind(problem, config))(dout, dlse, q, k, v, out, lse, wants)
+
+
+def bind(problem: Problem, config: BackwardConfig | None = None) -> BoundBackward:
+    def launch(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, wants: Wants
+    ) -> BoundBackward:
+        return _Launch(dout, q, k, v, out, problem, config, wants).run
+
+    return bound_backward(problem, launch)
+
+
+_MainParams = params_struct(
+    "BackwardParams",
+    q=Strided,
+    k=Strided,
+    v=Strided,
+    dout=Strided,
+    dk=Strided,
+    dv=Strided,
+    lse_log2=ctypes.c_void_p,
+    row_terms=ctypes.c_void_p,
+    dq_sums=ctypes.c_void_p,
+    turns=ctypes.c_void_p,
+    batch=ctypes.c_int,
+    heads_kv=ctypes.c_int,
+    heads_per_kv=ctypes.c_int,
+    seq_q=ctypes.c_int,
+    seq_k=ctypes.c_int,
+    head_dim=ctypes.c_int,
+    head_dim_v=ctypes.c_int,
+    band_first_shift=ctypes.c_int,
+    band_end_shift=ctypes.c_int,
+    q_tiles=ctypes.c_int,
+    kv_tiles=ctypes.c_int,
+    sections=ctypes.c_int,
+    rows_descend=ctypes.c_int,
+    scale=ctypes.c_float,
+    scale_log2=ctypes.c_float,
+    inverse_scale_log2=ctypes.c_float,
+    softcap_in=ctypes.c_float,
+)
+
+_PreprocessParams = params_struct(
+    "PreprocessParams",
+    out=Strided,
+    dout=Strided,
+    lse=ctypes.c_void_p,
+    dlse=ctypes.c_void_p,
+    lse_log2=ctypes.c_void_p,
+    row_terms=ctypes.c_void_p,
+    dq_sums=ctypes.c_void_p,
+    turns=ctypes.c_void_p,
+    heads=ctypes.c_int,
+    seq_q=ctypes.c_int,
+    rows=ctypes.c_int,
+    head_dim_v=ctypes.c_int,
+    row_floats=ctypes.c_int,
+    block_q=ctypes.c_int,
+)
+
+_PostprocessParams = params_struct(
+    "PostprocessParams",
+    dq_sums=ctypes.c_void_p,
+    dq=Strided,
+    heads=ctypes.c_int,
+    seq_q=ctypes.c_int,
+    q_tiles=ctypes.c_int,
+    head_dim=ctypes.c_int,
+    scale=ctypes.c_float,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Where the float32 scratch of one backward lies, in floats from its beginning."""
+
+    lse_log2: int
+    row_terms: int
+    turns: int
+    dq_sums: int
+    floats: int
+
+    @classmethod
+    def of(cls, problem: Problem, config: BackwardConfig, wants_dq: bool) -> Workspace:
+        rows = problem.batch * problem.heads_q * _padded_rows(problem, config)
+        turns = 2 * rows
+        if not wants_dq:
+            return cls(0, rows, turns, turns, turns)
+        dq_sums = turns + (-(-rows // config.block_q // 32) * 32 if problem.deterministic else 0)
+        return cls(0, rows, turns, dq_sums, dq_sums + rows * config.head_dim)
+
+
+class _Stage:
+    """One of the three kernels, with its arguments, all but addresses filled in."""
+
+    __slots__ = ("arguments", "launch")
+
+    def __init__(
+        self, unit: Unit, struct: type[Any], fixed: dict[str, Any], grid: int, threads: int, device: int
+    ) -> None:
+        self.launch = Launch(function_for(unit, device), (grid, 1, 1), (threads, 1, 1), unit.smem_bytes)
+        self.arguments: Callable[[], Arguments] = ArgumentsPerThread(struct, fixed).mine
+
+
+class _Launch:
+    """All that a call does not have to decide again: one per problem, strides, wants and device."""
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        problem: Problem,
+        config: BackwardConfig | None,
+        wants: Wants,
+    ) -> None:
+        target = Target.of(q.device)
+        self._device = q.device.index
+        config = config or configs(problem, target)[0]
+        self._wants = wants
+        self._work = Workspace.of(problem, config, wants[0])
+        self._in_order = wants[0] and problem.deterministic
+        arch = target.arch
+        heads = problem.batch * problem.heads_q
+        rows = _padded_rows(problem, config)
+        self._pre = _Stage(
+            preprocess_unit(config.bf16, _LANES[config.head_dim_v], arch),
+            _PreprocessParams,
+            _preprocess_params(problem, config, out, dout),
+            heads * rows // EDGE_ROWS,
+            EDGE_THREADS,
+            self._device,
+        )
+        self._main = _Stage(
+            main_unit(config, arch),
+            _MainParams,
+            _main_params(problem, config, target) | _strides({"q": q, "k": k, "v": v, "dout": dout, "dk": k, "dv": v}),
+            problem.batch * problem.heads_kv * -(-problem.seq_kv // config.block_kv),
+            config.threads,
+            self._device,
+        )
+        self._post = _Stage(
+            postprocess_unit(config, arch),
+            _PostprocessParams,
+            _postprocess_params(problem, config) | _strides({"dq": q}),
+            heads * rows // config.block_q,
+            EDGE_THREADS,
+            self._device,
+        )
+
+    def run(
+        self,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> Grads:
+        wants_dq, wants_dk, wants_dv = self._wants
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        dq = torch.empty_like(q) if wants_dq else None
+        dk = torch.empty_like(k) if wants_dk else None
+        dv = torch.empty_like(v) if wants_dv else None
+        work = self._work
+        scratch = q.new_empty(work.floats, dtype=torch.float32)
+        base = scratch.data_ptr()
+        lse_log2, row_terms = base + 4 * work.lse_log2, base + 4 * work.row_terms
+        sums = base + 4 * work.dq_sums if wants_dq else None
+        turns = base + 4 * work.turns if self._in_order else None
+
+        arguments = self._pre.arguments()
+        params = arguments.params
+        params.out.data, params.dout.data, params.lse = out.data_ptr(), dout.data_ptr(), lse.data_ptr()
+        params.dlse = None if dlse is None else dlse.data_ptr()
+        params.lse_log2, params.row_terms, params.dq_sums, params.turns = lse_log2, row_terms, sums, turns
+        self._pre.launch(stream, arguments)
+
+        if sums is not None or dk is not None or dv is not None:
+            arguments = self._main.arguments()
+            params = arguments.params
+            params.q.data, params.k.data, params.v.data = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            params.dout.data = dout.data_ptr()
+            params.dk.data = None if dk is None else dk.data_ptr()
+            params.dv.data = None if dv is None else dv.data_ptr()
+            params.lse_log2, params.row_terms, params.dq_sums, params.turns = lse_log2, row_terms, sums, turns
+            self._main.launch(stream, arguments)
+
+        if dq is not None:
+            arguments = self._post.arguments()
+            params = arguments.params
+            params.dq_sums, params.dq.data = sums, dq.data_ptr()
+            self._post.launch(stream, arguments)
+        return dq, dk, dv
+
+
+def _strides(tensors: dict[str, torch.Tensor]) -> dict[str, Strided]:
+    """Gradients are given by the tensors they are of: `empty_like` decides their strides."""
+    return {
+        name: Strided.of(torch.empty_like(tensor, device="meta") if name in ("dq", "dk", "dv") else tensor)
+        for name, tensor in tensors.items()
+    }
+
+
+def _main_params(problem: Problem, config: BackwardConfig, target: Target) -> dict[str, Any]:
+    left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
+    capped = problem.softcap > 0
+    scale_log2 = (problem.softcap if capped else problem.scale) * LOG2_E
+    return {
+        "batch": problem.batch,
+        "heads_kv": problem.heads_kv,
+        "heads_per_kv": problem.group,
+        "seq_q": problem.seq_q,
+        "seq_k": problem.seq_kv,
+        "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim_v,
+        "band_first_shift": offset - left,
+        "band_end_shift": offset + right + 1,
+        "q_tiles": _padded_rows(problem, config) // config.block_q,
+        "kv_tiles": -(-problem.seq_kv // config.block_kv),
+        "sections": _sections(problem, target),
+        "rows_descend": int(problem.deterministic and isinstance(problem.mask, Causal)),
+        "scale": problem.scale,
+        "scale_log2": scale_log2,
+        "inverse_scale_log2": 1.0 / scale_log2,
+        "softcap_in": 2 * LOG2_E * problem.scale / problem.softcap if capped else 0.0,
+    }
+
+
+def _preprocess_params(
+    problem: Problem, config: BackwardConfig, out: torch.Tensor, dout: torch.Tensor
+) -> dict[str, Any]:
+    return _strides({"out": out, "dout": dout}) | {
+        "heads": problem.heads_q,
+        "seq_q": problem.seq_q,
+        "rows": _padded_rows(problem, config),
+        "head_dim_v": problem.head_dim_v,
+        "row_floats": config.head_dim,
+        "block_q": config.block_q,
+    }
+
+
+def _postprocess_params(problem: Problem, config: BackwardConfig) -> dict[str, Any]:
+    return {
+        "heads": problem.heads_q,
+        "seq_q": problem.seq_q,
+        "q_tiles": _padded_rows(problem, config) // config.block_q,
+        "head_dim": problem.head_dim,
+        "scale": problem.scale,
+    }
+
+
+def _padded_rows(problem: Problem, config: BackwardConfig) -> int:
+    return -(-problem.seq_q // config.block_q) * config.block_q
+
+
+def _sections(problem: Problem, target: Target) -> int:
+    """Into how many runs the KV heads are divided that are worked on one after another.
+
+    Equal tiles: one head a run, since its tiles read the same queries and add to the same dQ. Causal tiles: as many
+    heads as the L2 cache holds, the longest tiles of all first, so that the short ones fill the gaps.
+    """
+    pairs = problem.batch * problem.heads_kv
+    if not isinstance(problem.mask, Causal):
+        return pairs
+    head_bytes = problem.group * problem.seq_q * (6 * problem.head_dim + 2 * problem.head_dim_v)
+    most = max(1, target.l2_bytes * 2 // 3 // head_bytes)
+    return -(-pairs // most)
+
+
+def _matrix_bytes(rows: int, columns: int) -> int:
+    """Panels of 64 columns, 128 bytes a row."""
+    return -(-columns // 64) * rows * 128
+
+
+def _config(row: dict[str, Any], bf16: bool, softcap: bool, target: Target) -> BackwardConfig:
+    return BackwardConfig(
+        bf16=bf16,
+        head_dim=row["head_dims"][0],
+        head_dim_v=row["head_dims"][1],
+        block_q=row["block_q"],
+        block_kv=row["block_kv"],
+        warps=row["warps"],
+        score_rows=row["score_rows"],
+        key_rows=row["key_rows"],
+        query_rows=row["query_rows"],
+        stages=row["stages"],
+        softcap=softcap,
+        vector_sums=target.capability >= VECTOR_SUMS_FROM,
+        ctas_per_sm=row["ctas_per_sm"],
+    )
+
+
+@functools.cache
+def _table() -> dict[tuple[tuple[int, int], bool], list[dict[str, Any]]]:
+    """(head-dim class, softcap) -> rows, best first; a row is for both unless it says for which."""
+    text = importlib.resources.files("tilewise").joinpath("tables/sm80.json").read_text()
+    table: dict[tuple[tuple[int, int], bool], list[dict[str, Any]]] = {}
+    for row in json.loads(text)["backward"]:
+        for softcap in row.get("softcap", (False, True)):
+            table.setdefault((tuple(row["head_dims"]), softcap), []).append(row)
+    return table

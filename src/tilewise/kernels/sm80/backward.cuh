@@ -1,0 +1,328 @@
+// clang-format off
+// Gradients of attention for every GPU from sm_80 on: cp.async loads, mma.sync products. One CTA a KV tile.
+//
+// Symbols. Q, dO (seq_q x d, dv) of one (batch, head), K, V (seq_k x d, dv) of its KV head; lse from the
+// forward; D = rowsum(dO * O) - dlse. A CTA owns block_kv keys of one KV head and goes through the
+// query tiles of block_q rows that see them, head by head of the group. c = scale * log2(e).
+//
+//   1. S = Q K^T                          all products are mma.sync with both operands from shared memory
+//   2. softcap: S = tanh(S * scale / cap), c = cap * log2(e)
+//   3. partial tiles: S[r, k] = -inf where row r does not see key k
+//   4. P = 2^(c S - log2(e) lse)          to shared memory, rounded to 16 bits
+//   5. dP = dO V^T
+//   6. dS = P * (dP - D)                  likewise; softcap: times the slope 1 - S^2
+//   7. dV += round16(P)^T dO
+//   8. dQ += scale round16(dS) K          summed over KV tiles in global memory, float32
+//   9. dK += scale round16(dS)^T Q
+// preprocess makes the row terms of 4 and 6 and zeroes the sums of dQ; postprocess scales and rounds
+// them (backward_edges.cuh).
+//
+// Roles. All warps do the same. Each of the five products is divided over the warps in a grid of its
+// own, as square as it can be: a warp's block of 32 x 32 or 32 x 64 reads the least shared memory a
+// product. P and dS therefore change hands in shared memory.
+//
+// Shared memory (struct BackwardSmem): K and V of the CTA; `stages` tiles of Q and dO with their row
+// terms; P and dS. In the end all of it is room for dK and dV on their way out.
+//
+// Synchronisation. Three barriers a step, all __syncthreads:
+//   before  everybody's copies of this step have arrived; P and dS of the step before are read, and with
+//           two stages so are its Q and dO, which the copies for the next step then overwrite
+//   middle  P and dS are written
+//   after   (one stage) Q and dO are read; the copies for the next step overwrite them
+// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter a query
+// tile says whose turn it is; a barrier follows the wait for it, and another precedes passing it on.
+//
+// Registers of a thread: S and dP block_q * block_kv / threads each, dK and dV block_kv * (d + dv) /
+// threads, dQ block_q * d / threads when S and dP are gone.
+// clang-format on
+#pragma once
+
+#include "../sm90/softmax.cuh"
+#include "backward_config.cuh"
+#include "products.cuh"
+
+namespace tilewise::sm80 {
+
+template <BackwardConfig config>
+struct Backward {
+  static constexpr int block_q = config.block_q, block_kv = config.block_kv;
+  static constexpr int threads = config.threads();
+  static constexpr bool bf16 = config.bf16;
+  // A warp's share of each product, in blocks of 16: S and dP, dK and dV, dQ.
+  static constexpr int score_blocks = block_q / config.score_rows / 16;
+  static constexpr int score_columns = block_kv / (config.warps / config.score_rows) / 16;
+  static constexpr int key_blocks = block_kv / config.key_rows / 16;
+  static constexpr int dk_columns = config.head_dim / (config.warps / config.key_rows) / 16;
+  static constexpr int dv_columns = config.head_dim_v / (config.warps / config.key_rows) / 16;
+  static constexpr int query_blocks = block_q / config.query_rows / 16;
+  static constexpr int dq_columns = config.head_dim / (config.warps / config.query_rows) / 16;
+  static_assert(score_blocks * score_columns * config.warps * 256 == block_q * block_kv);
+  static_assert(key_blocks * dk_columns * config.warps * 256 == block_kv * config.head_dim);
+  static_assert(key_blocks * dv_columns * config.warps * 256 == block_kv * config.head_dim_v);
+  static_assert(query_blocks * dq_columns * config.warps * 256 == block_q * config.head_dim);
+  using Scores = float[score_blocks][score_columns * 8];
+
+  const BackwardParams& params;
+  BackwardSmem<config>& smem;
+  // Why in shared memory: registers are for what the products need.
+  const BackwardPlan& plan = smem.plan;
+  const int lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+  const bool descend = params.rows_descend != 0;
+
+  StepCursor cursor{plan, descend};
+  float dk[key_blocks][dk_columns * 8];
+  float dv[key_blocks][dv_columns * 8];
+
+  __device__ __forceinline__ int head_of(const StepCursor& step) const {
+    return plan.head_kv * params.heads_per_kv + step.head;
+  }
+  // Index of a step's query tile among those of all heads.
+  __device__ __forceinline__ long long tile_index(const StepCursor& step) const {
+    const long long batch = plan.batch;
+    return (batch * params.heads_kv * params.heads_per_kv + head_of(step)) * params.q_tiles +
+           step.q_tile;
+  }
+
+  __device__ __forceinline__ void load_keys() {
+    const int first = plan.kv_tile * block_kv;
+    TileCopy<block_kv, config.head_dim, threads>{params.k, plan.batch, plan.head_kv,
+                                                 params.head_dim}
+        .load(ptx::smem_address(smem.k), first, params.seq_k);
+    TileCopy<block_kv, config.head_dim_v, threads>{params.v, plan.batch, plan.head_kv,
+                                                   params.head_dim_v}
+        .load(ptx::smem_address(smem.v), first, params.seq_k);
+  }
+
+  __device__ __forceinline__ void load_step(const StepCursor& step, int slot) {
+    const int first = step.q_tile * block_q, head = head_of(step);
+    TileCopy<block_q, config.head_dim, threads>{params.q, plan.batch, head, params.head_dim}.load(
+        ptx::smem_address(smem.q[slot]), first, params.seq_q);
+    TileCopy<block_q, config.head_dim_v, threads>{params.dout, plan.batch, head, params.head_dim_v}
+        .load(ptx::smem_address(smem.dout[slot]), first, params.seq_q);
+    constexpr int chunks = block_q / 4;
+    static_assert(2 * chunks <= threads);
+    const int chunk = ptx::thread_again() % chunks, which = ptx::thread_again() / chunks;
+    const long long at = tile_index(step) * block_q + chunk * 4;
+    if (which == 0)
+      ptx::cp_async_16(ptx::smem_address(&smem.lse_log2[slot][chunk * 4]), params.lse_log2 + at,
+                       16);
+    else if (which == 1)
+      ptx::cp_async_16(ptx::smem_address(&smem.row_terms[slot][chunk * 4]), params.row_terms + at,
+                       16);
+  }
+
+  // Step 3. The thread's columns in its block of S are 8j + 2(lane % 4) + {0, 1}.
+  __device__ __forceinline__ void hide(Scores& s, int first_row, int first_column) {
+    const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+    const int column = plan.kv_tile * block_kv + first_column + 2 * (lane % 4);
+#pragma unroll
+    for (int t = 0; t < score_blocks; ++t) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = cursor.q_tile * block_q + first_row + t * 16 + lane / 4 + 8 * r;
+        const int first = band.first_key(row) - column, end = band.end_key(row) - column;
+#pragma unroll
+        for (int i = 0; i < score_columns * 8; ++i) {
+          if (row_of(i) != r) continue;
+          const int offset = i / 4 * 8 + i % 2;
+          s[t][i] = offset >= first && offset < end ? s[t][i] : -infinity;
+        }
+      }
+    }
+  }
+
+  // A block of S, rounded, into a queries x keys matrix.
+  __device__ __forceinline__ void store_scores(const Scores& s, u32 matrix, int first_row,
+                                               int first_column) {
+#pragma unroll
+    for (int t = 0; t < score_blocks; ++t) {
+#pragma unroll
+      for (int i = 0; i < score_columns * 8; i += 2) {
+        const int row = first_row + t * 16 + lane / 4 + i / 2 % 2 * 8;
+        const int chunk = first_column / 8 + i / 4;
+        ptx::store_shared(matrix + chunk / 8 * panel_bytes(block_q) +
+                              swizzled_chunk(row, chunk % 8) + lane % 4 * 4,
+                          ptx::pack<bf16>(s[t][i], s[t][i + 1]));
+      }
+    }
+  }
+
+  // Steps 1 to 6.
+  __device__ __forceinline__ void weigh(int slot) {
+    const int block_row = warp % config.score_rows * score_blocks;
+    const int block_column = warp / config.score_rows * score_columns;
+    const int first_row = block_row * 16, first_column = block_column * 16;
+    const float* row_lse = smem.lse_log2[slot] + first_row + lane / 4;
+    const float* row_term = smem.row_terms[slot] + first_row + lane / 4;
+    Scores s, dp;
+    clear(s);
+    multiply<bf16, Stored::by_rows, Stored::by_columns, config.head_dim / 16, block_q, block_kv>(
+        s, ptx::smem_address(smem.q[slot]), block_row, ptx::smem_address(smem.k), block_column);
+    if constexpr (config.softcap) {
+#pragma unroll
+      for (int t = 0; t < score_blocks; ++t) apply_softcap(s[t], params.softcap_in);
+    }
+    if (plan.partial(cursor.q_tile)) hide(s, first_row, first_column);
+#pragma unroll
+    for (int t = 0; t < score_blocks; ++t) {
+      const float lse[2] = {row_lse[t * 16], row_lse[t * 16 + 8]};
+#pragma unroll
+      for (int i = 0; i < score_columns * 8; ++i)
+        s[t][i] = ptx::ex2(fmaf(s[t][i], params.scale_log2, -lse[row_of(i)]));
+    }
+    store_scores(s, ptx::smem_address(smem.p), first_row, first_column);
+    clear(dp);
+    multiply<bf16, Stored::by_rows, Stored::by_columns, config.head_dim_v / 16, block_q, block_kv>(
+        dp, ptx::smem_address(smem.dout[slot]), block_row, ptx::smem_address(smem.v), block_column);
+#pragma unroll
+    for (int t = 0; t < score_blocks; ++t) {
+      const float lse[2] = {row_lse[t * 16], row_lse[t * 16 + 8]};
+      const float term[2] = {row_term[t * 16], row_term[t * 16 + 8]};
+#pragma unroll
+      for (int i = 0; i < score_columns * 8; ++i) {
+        float slope = 1.0f;
+        if constexpr (config.softcap) {
+          // S is found again from P = 2^(c S - lse). Where P is 0 the slope does not matter, but
+          // must be finite.
+          const float capped =
+              fmaxf((ptx::lg2(s[t][i]) + lse[row_of(i)]) * params.inverse_scale_log2, -1.0f);
+          slope = s[t][i] == 0.0f ? 0.0f : fmaf(-capped, capped, 1.0f);
+        }
+        dp[t][i] = s[t][i] * (dp[t][i] - term[row_of(i)]) * slope;
+      }
+    }
+    store_scores(dp, ptx::smem_address(smem.ds), first_row, first_column);
+  }
+
+  // Waits for the KV tiles before this one to have added to the step's dQ.
+  // Why this cannot hang: whoever is waited for has a smaller block index, so it runs already.
+  __device__ __forceinline__ void await_turn() {
+    if (params.turns == nullptr) return;
+    if (threadIdx.x == 0) {
+      const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+      const int first_tile = band.first_key(cursor.q_tile * block_q) / block_kv;
+      const int* turn = params.turns + tile_index(cursor);
+      while (ptx::load_acquire(turn) < plan.kv_tile - first_tile) {
+      }
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if (params.turns == nullptr) return;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) ptx::add_release(params.turns + tile_index(cursor), 1);
+  }
+
+  // Step 8. Sums lie in fragment order, 128 floats a block of 16 x 8: as a lane holds them where
+  // four are added at a time, else 32 lanes after one another.
+  __device__ __forceinline__ void add_dq() {
+    float dq[query_blocks][dq_columns * 8];
+    clear(dq);
+    multiply<bf16, Stored::by_rows, Stored::by_rows, block_kv / 16, block_q, block_kv>(
+        dq, ptx::smem_address(smem.ds), warp % config.query_rows * query_blocks,
+        ptx::smem_address(smem.k), warp / config.query_rows * dq_columns);
+    await_turn();
+    float* sums = params.dq_sums + tile_index(cursor) * (block_q * config.head_dim) +
+                  warp * (query_blocks * dq_columns * 256);
+#pragma unroll
+    for (int t = 0; t < query_blocks; ++t) {
+#pragma unroll
+      for (int j = 0; j < dq_columns * 2; ++j) {
+        float* place = sums + (t * dq_columns * 2 + j) * 128;
+        const float* x = &dq[t][4 * j];
+        if constexpr (config.vector_sums) {
+          ptx::add_to_global(place + lane * 4, x[0], x[1], x[2], x[3]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) ptx::add_to_global(place + i * 32 + lane, x[i]);
+        }
+      }
+    }
+    pass_turn();
+  }
+
+  // Steps 7 to 9.
+  __device__ __forceinline__ void add_gradients(int slot) {
+    const int key_block = warp % config.key_rows * key_blocks;
+    const int column = warp / config.key_rows;
+    multiply<bf16, Stored::by_columns, Stored::by_rows, block_q / 16, block_q, block_q>(
+        dv, ptx::smem_address(smem.p), key_block, ptx::smem_address(smem.dout[slot]),
+        column * dv_columns);
+    if (params.dq_sums != nullptr) add_dq();
+    multiply<bf16, Stored::by_columns, Stored::by_rows, block_q / 16, block_q, block_q>(
+        dk, ptx::smem_address(smem.ds), key_block, ptx::smem_address(smem.q[slot]),
+        column * dk_columns);
+  }
+
+  // One gradient of this CTA's keys. Invariant: nobody reads matrices in shared memory any more.
+  template <int columns>
+  __device__ __forceinline__ void store_keys(const float (&x)[key_blocks][columns * 8],
+                                             const Tensor& gradient, int dim) {
+    if (gradient.data == nullptr) return;
+    constexpr int rows = key_blocks * 16;
+    static_assert(config.warps * matrix_bytes(rows, columns * 16) <=
+                  sizeof(smem.k) + sizeof(smem.v) + sizeof(smem.q) + sizeof(smem.dout));
+    const int first_column = warp / config.key_rows * columns * 16;
+    store_rows<bf16, key_blocks, columns * 16, rows>(
+        ptx::smem_address(&smem) + warp * matrix_bytes(rows, columns * 16), x,
+        gradient.row(plan.batch, plan.head_kv, 0) + first_column, gradient.seq_stride,
+        plan.kv_tile * block_kv + warp % config.key_rows * rows, params.seq_k, dim - first_column);
+  }
+
+  __device__ __forceinline__ void finish() {
+    __syncthreads();
+    store_keys<dv_columns>(dv, params.dv, params.head_dim_v);
+#pragma unroll
+    for (int t = 0; t < key_blocks; ++t) {
+#pragma unroll
+      for (int i = 0; i < dk_columns * 8; ++i) dk[t][i] *= params.scale;
+    }
+    __syncthreads();  // warps stage dK where others have staged dV
+    store_keys<dk_columns>(dk, params.dk, params.head_dim);
+  }
+
+  __device__ __forceinline__ void run() {
+    clear(dk);
+    clear(dv);
+    const int steps = plan.touched.count() * params.heads_per_kv;
+    if (steps > 0) {
+      load_keys();
+      load_step(cursor, 0);
+    }
+    ptx::cp_async_commit();
+    int slot = 0;
+    for (int step = 0; step < steps; ++step) {
+      StepCursor next = cursor;
+      next.advance(plan, descend);
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      if (config.stages == 2 && step + 1 < steps) load_step(next, slot ^ 1);
+      ptx::cp_async_commit();
+      weigh(slot);
+      __syncthreads();
+      add_gradients(slot);
+      if constexpr (config.stages == 1) {
+        __syncthreads();
+        if (step + 1 < steps) load_step(next, 0);
+        ptx::cp_async_commit();
+      } else {
+        slot ^= 1;
+      }
+      cursor = next;
+    }
+    finish();
+  }
+};
+
+template <BackwardConfig config>
+__device__ __forceinline__ void backward(const BackwardParams& params) {
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
+  if (threadIdx.x == 0) smem.plan = make_backward_plan<config>(params, blockIdx.x);
+  __syncthreads();
+  Backward<config>{params, smem}.run();
+}
+
+}  // namespace tilewise::sm80

@@ -1,0 +1,142 @@
+// What stands before and after the main backward kernel: row terms and zeroes, then dQ from its
+// sums. Both are bound by memory traffic.
+#pragma once
+
+#include "../sm90/softmax.cuh"
+#include "backward_config.cuh"
+
+namespace tilewise::sm80 {
+
+struct PreprocessParams {
+  Tensor out;
+  Tensor dout;
+  const float* lse;   // (batch, heads, seq_q)
+  const float* dlse;  // null, or likewise
+  float* lse_log2;    // (batch, heads, rows), rows padded to the query tile
+  float* row_terms;   // likewise
+  float* dq_sums;     // null, or row_floats a row, to be zeroed
+  int* turns;         // null, or one a query tile, to be zeroed
+  int heads;
+  int seq_q;
+  int rows;
+  int head_dim_v;
+  int row_floats;
+  int block_q;
+};
+
+struct PostprocessParams {
+  const float* dq_sums;
+  Tensor dq;
+  int heads;
+  int seq_q;
+  int q_tiles;
+  int head_dim;
+  float scale;
+};
+
+constexpr int edge_threads = 256;
+constexpr int edge_rows = 32;
+
+// Of eight columns, two in each word.
+template <bool bf16>
+__device__ __forceinline__ float dot(uint4 a, uint4 b) {
+  const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sum = fmaf(ptx::unpack_low<bf16>(x[i]), ptx::unpack_low<bf16>(y[i]), sum);
+    sum = fmaf(ptx::unpack_high<bf16>(x[i]), ptx::unpack_high<bf16>(y[i]), sum);
+  }
+  return sum;
+}
+
+// A block: 32 rows of one head. Eight columns a lane, `lanes` lanes a row.
+template <bool bf16, int lanes>
+__device__ __forceinline__ void preprocess(const PreprocessParams& params) {
+  constexpr int rows_at_once = edge_threads / lanes;
+  constexpr float log2_e = 1.44269504088896341f;
+  const int blocks = params.rows / edge_rows, batch_head = blockIdx.x / blocks;
+  const int batch = batch_head / params.heads, head = batch_head % params.heads;
+  const int lane = threadIdx.x % lanes, column = lane * 8;
+  const int first_row = blockIdx.x % blocks * edge_rows;
+  const long long first = static_cast<long long>(batch_head) * params.rows + first_row;
+  if (params.dq_sums != nullptr) {
+    float4* sums = reinterpret_cast<float4*>(params.dq_sums + first * params.row_floats);
+    for (int i = threadIdx.x; i < edge_rows / 4 * params.row_floats; i += edge_threads)
+      sums[i] = float4{};
+  }
+  if (params.turns != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
+    params.turns[first / params.block_q] = 0;
+#pragma unroll
+  for (int i = 0; i < edge_rows; i += rows_at_once) {
+    const int in_block = i + threadIdx.x / lanes, row = first_row + in_block;
+    float sum = 0.0f;
+    if (row < params.seq_q && column < params.head_dim_v)
+      sum = dot<bf16>(*reinterpret_cast<const uint4*>(params.out.row(batch, head, row) + column),
+                      *reinterpret_cast<const uint4*>(params.dout.row(batch, head, row) + column));
+#pragma unroll
+    for (int distance = lanes / 2; distance > 0; distance /= 2)
+      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    if (lane != 0) continue;
+    // Rows that do not exist or see no key: +inf makes every weight 0.
+    float lse_log2 = infinity;
+    if (row < params.seq_q) {
+      const long long at = static_cast<long long>(batch_head) * params.seq_q + row;
+      const float lse = params.lse[at];
+      if (lse != -infinity) lse_log2 = lse * log2_e;
+      if (params.dlse != nullptr) sum -= params.dlse[at];
+    }
+    params.lse_log2[first + in_block] = lse_log2;
+    params.row_terms[first + in_block] = lse_log2 == infinity ? 0.0f : sum;
+  }
+}
+
+// A block: one query tile of one head, whose sums lie as Backward::add_dq leaves them. A thread
+// takes eight columns of the rows r and r + 8 of a block of 16 x 8; neighbours take neighbouring
+// columns.
+template <BackwardConfig config>
+__device__ __forceinline__ void postprocess(const PostprocessParams& params) {
+  constexpr int columns = config.head_dim / (config.warps / config.query_rows) / 8;  // of a warp
+  constexpr int query_blocks = config.block_q / config.query_rows / 16;
+  constexpr int all_columns = config.head_dim / 8, all_blocks = config.block_q / 16;
+  const int batch_head = blockIdx.x / params.q_tiles, q_tile = blockIdx.x % params.q_tiles;
+  const int batch = batch_head / params.heads, head = batch_head % params.heads;
+  const float4* sums = reinterpret_cast<const float4*>(
+      params.dq_sums + static_cast<long long>(blockIdx.x) * (config.block_q * config.head_dim));
+  for (int i = threadIdx.x; i < all_blocks * 8 * all_columns; i += edge_threads) {
+    const int column = i % all_columns, r = i / all_columns % 8, block = i / all_columns / 8;
+    if (column * 8 >= params.head_dim) continue;
+    const int warp = block / query_blocks + column / columns * config.query_rows;
+    const int place = (warp * query_blocks + block % query_blocks) * columns + column % columns;
+    // Four quads: as lanes hold them (two columns of row r, two of row r + 8), or one of each
+    // plane.
+    float4 quad[4];
+    float row[2][8];
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      quad[c] = sums[place * 32 + (config.vector_sums ? r * 4 + c : c * 8 + r)];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float x[4] = {quad[c].x, quad[c].y, quad[c].z, quad[c].w};
+#pragma unroll
+      for (int h = 0; h < 4; ++h) {
+        if constexpr (config.vector_sums)
+          row[h / 2][2 * c + h % 2] = x[h] * params.scale;
+        else
+          row[c / 2][2 * h + c % 2] = x[h] * params.scale;
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int q_row = q_tile * config.block_q + block * 16 + r + 8 * h;
+      if (q_row >= params.seq_q) continue;
+      *reinterpret_cast<uint4*>(params.dq.row(batch, head, q_row) + column * 8) =
+          uint4{ptx::pack<config.bf16>(row[h][0], row[h][1]),
+                ptx::pack<config.bf16>(row[h][2], row[h][3]),
+                ptx::pack<config.bf16>(row[h][4], row[h][5]),
+                ptx::pack<config.bf16>(row[h][6], row[h][7])};
+    }
+  }
+}
+
+}  // namespace tilewise::sm80

@@ -1,0 +1,375 @@
+// clang-format off
+// Forward attention for every GPU from sm_80 on: cp.async loads, mma.sync products, softmax in registers.
+//
+// Symbols. Q (seq_q x d), K (seq_k x d), V (seq_k x dv) of one (batch, head). A CTA owns block_q rows, a
+// warp warp_rows = 16 * row_tiles of them. KV tiles of block_kv keys are visited from the last to the
+// first, so that the tiles cut by a causal mask or by the end of the keys come first.
+// c = scale * log2(e).
+//
+//   1. S = Q K_n^T                      mma.sync, Q from shared memory or from registers
+//   2. softcap: S = tanh(S * scale / cap), c = cap * log2(e)
+//   3. partial tiles: S[r, k] = -inf where k is outside [first_key(r), end_key(r))
+//   4. partial tiles, and the first that is not: m' = max(m, c * rowmax S), alpha = 2^(m - m'), m = m';
+//      other tiles: m stays, alpha = 1
+//   5. P = 2^(c S - m)
+//   6. other tiles: where a thread's share of rowsum P exceeds 3 times its mean over the tiles before
+//      (or 2^15), its warp takes the true maximum now: alpha and m as in 4, P *= alpha (from step 1
+//      again, computed from the K still there, where P overflowed)
+//   7. l = alpha l + rowsum P
+//   8. O = alpha O + round16(P) V_n     mma.sync, P as it comes out of the first product
+//   9. out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
+//
+// Roles. All warps do the same: copy their share of every tile, and attend for their own rows. A warp
+// whose rows see nothing of a tile (the upper half of a diagonal) only copies. Two or more CTAs share
+// a multiprocessor where they fit, so that one's exponentials run under another's products.
+// Why 32 rows a warp where registers allow: fragments of K and V are read from shared memory once for
+// both blocks of 16. With one block a product needs 128 bytes a cycle of an A100, all there is.
+//
+// Shared memory (struct Smem): Q, in the end out on its way to global memory; K and V, `stages` tiles.
+//
+// Synchronisation. A thread's own copies have arrived after cp_async_wait; __syncthreads then makes
+// everybody's visible, and says that everybody is done with what the next copies overwrite.
+//   stages  before                     the wait is for           and the barrier frees
+//   2       step 1 of tile n           K_n, V_n                  the slots of tile n + 1 (for n - 1)
+//   1       step 1 of tile n           K_n                       V (for V_n)
+//           step 8 of tile n           V_n                       K, steps 1-6 done (for K_{n-1})
+// Partial V tiles are scrubbed of inf and NaN between wait and barrier, each thread what it has copied
+// itself: 0 * inf is NaN. Rows that do see such a value get it back in step 9.
+//
+// Registers of a thread: row_tiles * (block_kv / 2 of S and then P, dv / 2 of O, d / 4 of Q if it is
+// kept there), of 65536 / (threads * ctas_per_sm).
+// clang-format on
+#pragma once
+
+#include "../sm90/rescue.cuh"
+#include "../sm90/softmax.cuh"
+#include "config.cuh"
+#include "tiles.cuh"
+
+namespace tilewise::sm80 {
+
+__device__ __forceinline__ bool within(const TileRange& range, int tile) {
+  return tile >= range.begin && tile < range.end;
+}
+
+template <Config config>
+struct Forward {
+  static constexpr int row_tiles = config.row_tiles, block_kv = config.block_kv;
+  static constexpr int block_q = config.block_q(), threads = config.threads();
+  static constexpr int q_steps = config.q_in_registers ? config.head_dim / 16 : 1;
+  using KCopy = TileCopy<block_kv, config.head_dim, threads>;
+  using VCopy = TileCopy<block_kv, config.head_dim_v, threads>;
+
+  const Params& params;
+  Smem<config>& smem;
+  const WorkTile tile;
+  const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+  const int lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+  const int row_begin = tile.q_tile * block_q;                 // of the CTA
+  const int warp_row = row_begin + warp * config.warp_rows();  // of the warp
+
+  const KCopy k_copy{params.k, tile.batch, tile.head / params.heads_per_kv, params.head_dim};
+  const VCopy v_copy{params.v, tile.batch, tile.head / params.heads_per_kv, params.head_dim_v};
+  const u32 q_lane =
+      lane_by_rows(ptx::smem_address(smem.q)) + warp * panel_bytes(config.warp_rows());
+
+  u32 q[row_tiles][q_steps][4];
+  float s[row_tiles][block_kv / 2];
+  float o[row_tiles][config.head_dim_v / 2];
+  u32 p[row_tiles][block_kv / 16][4];
+  Softmax softmax[row_tiles];
+  bool settled = false;        // a full tile has given every row its maximum
+  bool met_nonfinite = false;  // among what this thread has copied
+
+  __device__ __forceinline__ void load_k(int kv_tile, int slot) {
+    k_copy.load(ptx::smem_address(smem.k[slot]), kv_tile * block_kv, params.seq_k);
+  }
+  __device__ __forceinline__ void load_v(int kv_tile, int slot) {
+    v_copy.load(ptx::smem_address(smem.v[slot]), kv_tile * block_kv, params.seq_k);
+  }
+  __device__ __forceinline__ void load_q() {
+    TileCopy<block_q, config.head_dim, threads>{params.q, tile.batch, tile.head, params.head_dim}
+        .load(ptx::smem_address(smem.q), row_begin, params.seq_q);
+  }
+
+  __device__ __forceinline__ void read_q(int step, u32 (&fragment)[row_tiles][4]) {
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t)
+      ptx::ldmatrix_x4(column_block<block_q>(q_lane, step) + t * panel_bytes(16), fragment[t]);
+  }
+  __device__ __forceinline__ void keep_q() {
+    if constexpr (config.q_in_registers) {
+#pragma unroll
+      for (int step = 0; step < q_steps; ++step) {
+#pragma unroll
+        for (int t = 0; t < row_tiles; ++t)
+          ptx::ldmatrix_x4(column_block<block_q>(q_lane, step) + t * panel_bytes(16), q[t][step]);
+      }
+    }
+  }
+
+  // Step 1, and 2.
+  template <int unrolled, bool q_kept>
+  __device__ __forceinline__ void scores(int slot) {
+    const u32 k_lane = lane_by_columns(ptx::smem_address(smem.k[slot]));
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < block_kv / 2; ++i) s[t][i] = 0.0f;
+    }
+#pragma unroll unrolled
+    for (int step = 0; step < config.head_dim / 16; ++step) {
+      u32 a[row_tiles][4];
+      if constexpr (!q_kept) read_q(step, a);
+#pragma unroll
+      for (int pair = 0; pair < block_kv / 16; ++pair) {
+        u32 b[4];
+        ptx::ldmatrix_x4(column_block<block_kv>(k_lane, step) + pair * panel_bytes(16), b);
+#pragma unroll
+        for (int t = 0; t < row_tiles; ++t) {
+          const auto& rows = q_kept ? q[t][q_kept ? step : 0] : a[t];
+          ptx::mma_m16n8k16<config.bf16>(&s[t][8 * pair], rows, b[0], b[1]);
+          ptx::mma_m16n8k16<config.bf16>(&s[t][8 * pair + 4], rows, b[2], b[3]);
+        }
+      }
+    }
+    if constexpr (config.softcap) {
+#pragma unroll
+      for (int t = 0; t < row_tiles; ++t) apply_softcap(s[t], params.softcap_in);
+    }
+  }
+
+  // Step 3. The thread's columns in the tile are 8j + 2(lane % 4) + {0, 1}.
+  __device__ __forceinline__ void hide(int kv_tile) {
+    const int column = kv_tile * block_kv + 2 * (lane % 4);
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = warp_row + t * 16 + lane / 4 + 8 * r;
+        const int first = band.first_key(row) - column, end = band.end_key(row) - column;
+#pragma unroll
+        for (int i = 0; i < block_kv / 2; ++i) {
+          if (row_of(i) != r) continue;
+          const int offset = i / 4 * 8 + i % 2;
+          s[t][i] = offset >= first && offset < end ? s[t][i] : -infinity;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void rescale(int t, const float (&alpha)[2]) {
+#pragma unroll
+    for (int i = 0; i < config.head_dim_v / 2; ++i) o[t][i] *= alpha[row_of(i)];
+  }
+
+  // Steps 5 to 7 against the standing reference. False when a weight overflowed, and the scores
+  // with it: then nothing was added up.
+  __device__ __forceinline__ bool weigh_lazily() {
+    float block[row_tiles][2];
+    bool good = true;
+    // Why & and not &&: nothing is saved by a branch here.
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t)
+      good &= softmax[t].lazy_block(s[t], params.scale_log2, block[t]);
+    if (__builtin_expect(__any_sync(0xffffffffu, !good), 0)) {
+      bool recoverable = true;
+#pragma unroll
+      for (int t = 0; t < row_tiles; ++t)
+        recoverable &= block[t][0] < recoverable_bound & block[t][1] < recoverable_bound;
+      if (__any_sync(0xffffffffu, !recoverable)) return false;
+#pragma unroll
+      for (int t = 0; t < row_tiles; ++t) {
+        float alpha[2];
+        softmax[t].raise(s[t], block[t], alpha);
+        rescale(t, alpha);
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) softmax[t].add(block[t]);
+    return true;
+  }
+
+  // Steps 3 to 7 with the true maximum.
+  __device__ __forceinline__ void weigh_exactly(int kv_tile, bool partial) {
+    if (partial) hide(kv_tile);
+    const bool first = softmax[0].blocks == 0.0f;  // there is no O to rescale yet
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) {
+      float alpha[2];
+      softmax[t].exact_block(s[t], params.scale_log2, alpha);
+      if (!first) rescale(t, alpha);
+    }
+  }
+
+  // Steps 1 to 7.
+  __device__ __forceinline__ void weigh(int kv_tile, int slot, bool partial) {
+    bool exact = partial || !settled;
+    // All blocks of rows count alike: the compiler is told, and keeps one count.
+#pragma unroll
+    for (int t = 1; t < row_tiles; ++t) softmax[t].blocks = softmax[0].blocks;
+    scores<config.head_dim / 16, config.q_in_registers>(slot);
+    if (!exact && __builtin_expect(!weigh_lazily(), 0)) {
+      // Why rolled: a second copy of the products would cost the loop registers.
+      scores<1, false>(slot);
+      exact = true;
+    }
+    if (exact) weigh_exactly(kv_tile, partial);
+    settled = settled || !partial;
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) pack_block<config.bf16>(s[t], p[t]);
+  }
+
+  // Step 8.
+  __device__ __forceinline__ void add_values(int slot) {
+    const u32 v_lane = lane_by_rows(ptx::smem_address(smem.v[slot]));
+#pragma unroll
+    for (int step = 0; step < block_kv / 16; ++step) {
+#pragma unroll
+      for (int pair = 0; pair < config.head_dim_v / 16; ++pair) {
+        u32 b[4];
+        ptx::ldmatrix_x4_trans(column_block<block_kv>(v_lane, pair) + step * panel_bytes(16), b);
+#pragma unroll
+        for (int t = 0; t < row_tiles; ++t) {
+          ptx::mma_m16n8k16<config.bf16>(&o[t][8 * pair], p[t][step], b[0], b[1]);
+          ptx::mma_m16n8k16<config.bf16>(&o[t][8 * pair + 4], p[t][step], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void scrub(int slot) {
+    met_nonfinite =
+        VCopy::template scrub<config.bf16>(ptx::smem_address(smem.v[slot])) || met_nonfinite;
+  }
+
+  // Returns the tiles that the CTA touches.
+  // Why the rest goes to shared memory: registers are for what the products need.
+  __device__ __forceinline__ TileRange make_plan() {
+    const int row_end = min_int(row_begin + block_q, params.seq_q);
+    const int warp_end = min_int(warp_row + config.warp_rows(), params.seq_q);
+    const TileRange touched = touched_tiles(band, row_begin, row_end, block_kv);
+    if (lane == 0) {
+      WarpPlan plan{tile, {0, 0}, {0, 0}, full_tiles(band, row_begin, row_end, block_kv, touched)};
+      if (warp_row < warp_end) {
+        plan.own = touched_tiles(band, warp_row, warp_end, block_kv);
+        plan.own_full = full_tiles(band, warp_row, warp_end, block_kv, plan.own);
+      }
+      smem.plan[warp] = plan;
+    }
+    __syncwarp();
+    return touched;
+  }
+
+  __device__ __forceinline__ void attend() {
+    const WarpPlan& plan = smem.plan[warp];
+    const TileRange touched = make_plan();
+    if (touched.empty()) return;
+    load_q();
+    load_k(touched.end - 1, 0);
+    if constexpr (config.stages == 2) load_v(touched.end - 1, 0);
+    ptx::cp_async_commit();
+    int slot = 0;
+    for (int n = touched.end - 1; n >= touched.begin; --n) {
+      const bool last = n == touched.begin;
+      ptx::cp_async_wait<0>();
+      if (config.stages == 2 && !within(plan.full, n)) scrub(slot);
+      __syncthreads();
+      if (config.q_in_registers && n == touched.end - 1) keep_q();
+      if constexpr (config.stages == 2) {
+        if (!last) {
+          load_k(n - 1, slot ^ 1);
+          load_v(n - 1, slot ^ 1);
+        }
+      } else {
+        load_v(n, 0);
+      }
+      ptx::cp_async_commit();
+      const bool mine = within(plan.own, n);
+      if (mine) weigh(n, slot, !within(plan.own_full, n));
+      if constexpr (config.stages == 1) {
+        ptx::cp_async_wait<0>();
+        if (!within(plan.full, n)) scrub(0);
+        __syncthreads();
+        if (!last) load_k(n - 1, 0);
+        ptx::cp_async_commit();
+      }
+      if (mine) add_values(slot);
+      if constexpr (config.stages == 2) slot ^= 1;
+    }
+  }
+
+  // Gives the rows of out that see inf or NaN in V those values: in partial tiles they were
+  // scrubbed. Why in global memory: it is rare, and here it needs no registers that the loop could
+  // use.
+  __device__ __forceinline__ void restore_nonfinite(const WorkTile& tile) {
+    __syncwarp();
+    const int end_row = min_int(warp_row + config.warp_rows(), params.seq_q);
+#pragma unroll 1
+    for (int row = warp_row; row < end_row; ++row) {
+      u16* out = params.out.row(tile.batch, tile.head, row);
+#pragma unroll 1
+      for (int column = lane; column < params.head_dim_v; column += 32) {
+        float sum = 0.0f;
+#pragma unroll 1
+        for (int key = band.first_key(row); key < band.end_key(row); ++key) {
+          const u32 value = params.v.row(tile.batch, tile.head / params.heads_per_kv, key)[column];
+          if (nonfinite_bits<config.bf16>(value) & 0x8000u)
+            sum += ptx::unpack_low<config.bf16>(value);
+        }
+        if (sum != 0.0f)
+          out[column] = static_cast<u16>(
+              ptx::pack<config.bf16>(sum + ptx::unpack_low<config.bf16>(out[column]), 0.0f));
+      }
+    }
+  }
+
+  // Step 9.
+  __device__ __forceinline__ void finish() {
+    const WorkTile tile = smem.plan[warp].tile;
+    constexpr float ln2 = 0.693147180559945309f;
+    float* lse =
+        params.lse + (static_cast<long long>(tile.batch) * params.heads + tile.head) * params.seq_q;
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) {
+      float inverse[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = warp_row + t * 16 + lane / 4 + 8 * r;
+        const float total = quad_sum(softmax[t].sum[r]);
+        inverse[r] = total == 0.0f ? 0.0f : ptx::rcp(total);
+        if (params.lse != nullptr && lane % 4 == 0 && row < params.seq_q)
+          lse[row] = total == 0.0f ? -infinity : (softmax[t].reference[r] + ptx::lg2(total)) * ln2;
+      }
+      rescale(t, inverse);
+    }
+    store_rows<config.bf16, row_tiles, config.head_dim_v, block_q>(
+        ptx::smem_address(smem.q) + warp * panel_bytes(config.warp_rows()), o,
+        params.out.row(tile.batch, tile.head, 0), params.out.seq_stride, warp_row, params.seq_q,
+        params.head_dim_v);
+    if (__builtin_expect(__syncthreads_or(met_nonfinite), 0)) restore_nonfinite(tile);
+  }
+
+  __device__ __forceinline__ void run() {
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) {
+      softmax[t].reset();
+#pragma unroll
+      for (int i = 0; i < config.head_dim_v / 2; ++i) o[t][i] = 0.0f;
+    }
+    attend();
+    finish();
+  }
+};
+
+template <Config config>
+__device__ __forceinline__ void forward(const Params& params) {
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  const Schedule schedule{params.heads, params.batch * params.heads, params.q_tiles,
+                          params.sections, params.longest_first};
+  Forward<config>{params, *reinterpret_cast<Smem<config>*>(smem_bytes), schedule.tile(blockIdx.x)}
+      .run();
+}
+
+}  // namespace tilewise::sm80

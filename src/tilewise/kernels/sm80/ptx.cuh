@@ -1,0 +1,68 @@
+// The instructions of the FlashAttention-2 kernels that the Hopper ones do without: asynchronous
+// copies by threads, transposing loads of matrices, and sums in global memory one float at a time.
+// Conventions as in sm90/ptx.cuh, whose sm_80 instructions (ldmatrix, mma, ex2, cvt, fma) serve
+// here.
+#pragma once
+
+#include "../sm90/ptx.cuh"
+
+namespace tilewise::ptx {
+
+// threadIdx.x, read anew where it stands. Why: what is derived from it cannot be moved out of a
+// loop, where it would occupy registers.
+__device__ __forceinline__ u32 thread_again() {  // ISA: %tid
+  u32 thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// Copies the first `bytes` (16 or 0) of 16 bytes; the rest becomes zeros, and is not read.
+__device__ __forceinline__ void cp_async_16(u32 destination, const void* source,
+                                            u32 bytes) {  // ISA: cp.async
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() {  // ISA: cp.async.commit_group
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Returns once all but the last `pending` groups of this thread have arrived.
+template <int pending>
+__device__ __forceinline__ void cp_async_wait() {  // ISA: cp.async.wait_group
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4_trans(u32 address, u32 (&m)[4]) {  // ISA: ldmatrix
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared(u32 address, u32 x) {  // ISA: st
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared(u32 address) {  // ISA: ld
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void store_shared(u32 address, uint4 x) {  // ISA: st
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y),
+               "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
+// One sum in global memory.
+__device__ __forceinline__ void add_to_global(float* address, float a) {  // ISA: red
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(a) : "memory");
+}
+
+}  // namespace tilewise::ptx

@@ -1,0 +1,143 @@
+// How matrices move: global memory to shared memory by cp.async, shared memory to fragments by
+// ldmatrix, fragments through mma.sync, and fragments back to global memory in whole chunks.
+//
+// In shared memory a matrix is panels of 64 columns with swizzled 16-byte chunks (sm90/layout.cuh).
+// The swizzle permutes bits 4-6 of an address by the row's last three bits. So a lane finds its
+// place once, and column blocks are reached by xor: `column_block` below. Ref: PTX ISA, "ldmatrix",
+// "Matrix fragments for mma.m16n8k16".
+#pragma once
+
+#include "../sm90/rescue.cuh"
+#include "config.cuh"
+
+namespace tilewise::sm80 {
+
+// Byte offset of 16 columns `block` of a matrix with panels of `rows`, from the address `lane` of
+// the first. Invariant: `lane` has bits 4-6 of a swizzled place in a panel that begins at a
+// multiple of 128.
+template <int rows>
+__device__ __forceinline__ u32 column_block(u32 lane, int block) {
+  return (lane ^ (block % 4 << 5)) + block / 4 * panel_bytes(rows);
+}
+
+// Where a lane points for an A operand (16 rows x 16 columns), and for a B operand that is stored
+// with the sum index along its rows (16 x 16, transposed on the way).
+__device__ __forceinline__ u32 lane_by_rows(u32 matrix) {
+  const int lane = threadIdx.x % 32;
+  return matrix + swizzled_chunk(lane % 16, lane / 16);
+}
+// For a B operand that is stored with the sum index along its columns, and for an A operand that is
+// transposed on the way.
+__device__ __forceinline__ u32 lane_by_columns(u32 matrix) {
+  const int lane = threadIdx.x % 32;
+  return matrix + swizzled_chunk(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+}
+
+// A thread's share of copying tiles of `rows` rows of one head: eight neighbouring threads copy the
+// 128 bytes of a panel's row.
+template <int rows, int columns, int threads>
+struct TileCopy {
+  static constexpr int at_once = threads / 8;  // rows
+  static constexpr int panels = panel_count(columns);
+  static_assert(rows % at_once == 0 && at_once % 8 == 0);
+
+  const Tensor& tensor;
+  const int batch;
+  const int head;
+  const int& dim;  // the real one
+
+  static __device__ __forceinline__ bool has(int panel, u32 thread) {
+    return columns % panel_columns == 0 || panel * 8 + thread % 8 < columns / 8;
+  }
+  static __device__ __forceinline__ u32 place(u32 matrix, u32 thread) {
+    return matrix + swizzled_chunk(thread / 8, thread % 8);
+  }
+
+  // Rows from `first_row`; what lies at or past `end_row`, or past the real columns, becomes zeros.
+  __device__ __forceinline__ void load(u32 matrix, int first_row, int end_row) const {
+    const u32 thread = ptx::thread_again(), to = place(matrix, thread);
+    const int left = end_row - first_row - static_cast<int>(thread / 8);
+    const int dim_left = dim - static_cast<int>(thread % 8 * 8);
+    const u16* from = tensor.row(batch, head, first_row) + thread / 8 * tensor.seq_stride +
+                      static_cast<int>(thread % 8 * 8);
+#pragma unroll
+    for (int i = 0; i < rows / at_once; ++i, from += at_once * tensor.seq_stride) {
+#pragma unroll
+      for (int panel = 0; panel < panels; ++panel) {
+        if (!has(panel, thread)) continue;
+        const bool exists = i * at_once < left && panel * panel_columns < dim_left;
+        ptx::cp_async_16(to + i * panel_bytes(at_once) + panel * panel_bytes(rows),
+                         from + panel * panel_columns, exists ? 16 : 0);
+      }
+    }
+  }
+
+  // Zeroes inf and NaN among the chunks that this thread has copied; true if it met any.
+  // Why: a key that a row may not see gets weight 0, and 0 * inf is NaN.
+  template <bool bf16>
+  static __device__ __forceinline__ bool scrub(u32 matrix) {
+    const u32 thread = ptx::thread_again(), to = place(matrix, thread);
+    u32 sum = 0;  // of zeros, and NaN once a value is not finite
+#pragma unroll
+    for (int i = 0; i < rows / at_once * panels; ++i) {
+      if (!has(i % panels, thread)) continue;
+      const uint4 x =
+          ptx::load_shared(to + i / panels * panel_bytes(at_once) + i % panels * panel_bytes(rows));
+      sum = ptx::add_zero_times<bf16>(x.x, sum);
+      sum = ptx::add_zero_times<bf16>(x.y, sum);
+      sum = ptx::add_zero_times<bf16>(x.z, sum);
+      sum = ptx::add_zero_times<bf16>(x.w, sum);
+    }
+    if ((sum & 0x7fff7fffu) == 0) return false;
+    auto keep = [](u32 word) {
+      const u32 bad = nonfinite_bits<bf16>(word) >> 15;  // 1 in bit 0 and bit 16
+      return word & ~(bad * 0xffffu);
+    };
+#pragma unroll 1
+    for (int i = 0; i < rows / at_once * panels; ++i) {
+      if (!has(i % panels, thread)) continue;
+      const u32 chunk = to + i / panels * panel_bytes(at_once) + i % panels * panel_bytes(rows);
+      const uint4 x = ptx::load_shared(chunk);
+      ptx::store_shared(chunk, uint4{keep(x.x), keep(x.y), keep(x.z), keep(x.w)});
+    }
+    return true;
+  }
+};
+
+// A warp's fragments (16 * row_tiles rows, 8 columns a block) to global memory, by way of
+// `staging`, panels of `panel_rows` whose rows from `lane_row` on are this warp's own. Rows at or
+// past `end_row`, and chunks past the real columns, are left out.
+template <bool bf16, int row_tiles, int columns, int panel_rows>
+__device__ __forceinline__ void store_rows(u32 staging, const float (&x)[row_tiles][columns / 2],
+                                           u16* destination, long long row_stride, int first_row,
+                                           int end_row, int dim) {
+  const int lane = threadIdx.x % 32;
+  __syncwarp();
+#pragma unroll
+  for (int t = 0; t < row_tiles; ++t) {
+#pragma unroll
+    for (int i = 0; i < columns / 2; i += 2) {
+      const int row = t * 16 + lane / 4 + i / 2 % 2 * 8, chunk = i / 4;
+      ptx::store_shared(staging + chunk / 8 * panel_bytes(panel_rows) +
+                            swizzled_chunk(row, chunk % 8) + lane % 4 * 4,
+                        ptx::pack<bf16>(x[t][i], x[t][i + 1]));
+    }
+  }
+  __syncwarp();
+  destination += first_row * row_stride;
+#pragma unroll
+  for (int panel = 0; panel < panel_count(columns); ++panel) {
+    const int column = panel * panel_columns + lane % 8 * 8;
+    if (column >= dim || column >= columns) continue;
+#pragma unroll
+    for (int i = 0; i < row_tiles * 4; ++i) {
+      const int row = i * 4 + lane / 8;
+      const uint4 chunk = ptx::load_shared(staging + panel * panel_bytes(panel_rows) +
+                                           swizzled_chunk(row, lane % 8));
+      if (first_row + row < end_row)
+        *reinterpret_cast<uint4*>(destination + row * row_stride + column) = chunk;
+    }
+  }
+}
+
+}  // namespace tilewise::sm80

@@ -1,0 +1,72 @@
+// The instructions of kernels/sm80/ptx.cuh on the model of runtime.h. Ref: PTX ISA, "cp.async".
+#pragma once
+
+#include "../sm90/ptx.cuh"
+
+namespace tilewise::ptx {
+
+inline u32 thread_again() { return static_cast<u32>(model::self().index); }
+
+// --- copies by threads: a group's happen together, some time before somebody waits for them ---
+
+struct Copies {
+  std::vector<std::function<void()>> open;  // not committed yet
+  long committed = 0, done = 0;
+};
+inline std::map<int, Copies> copies;  // by thread
+inline const bool copies_forget = (model::forgetters.push_back([] { copies.clear(); }), true);
+
+inline void cp_async_16(u32 destination, const void* source, u32 bytes) {
+  if (destination % 16 || destination + 16 > model::shared_bytes)
+    model::fail("cp.async to an address that is no multiple of 16, or past the end");
+  if (bytes != 0) check_aligned(source);
+  copies[model::self().index].open.push_back([=] {
+    std::memset(model::shared + destination, 0, 16);
+    if (bytes != 0) std::memcpy(model::shared + destination, source, bytes);
+  });
+}
+inline void cp_async_commit() {
+  const int thread = model::self().index;
+  Copies& mine = copies[thread];
+  ++mine.committed;
+  model::enqueue(model::loads + thread, [&mine, group = std::move(mine.open)] {
+    for (auto& copy : group) copy();
+    ++mine.done;
+  });
+  mine.open.clear();
+}
+template <int pending>
+inline void cp_async_wait() {
+  Copies& mine = copies[model::self().index];
+  model::wait_until([&mine] { return mine.done >= mine.committed - pending; });
+}
+
+// --- the rest ---
+
+inline void ldmatrix_x4_trans(u32 address, u32 (&m)[4]) { load_matrices(address, m, true); }
+
+inline void store_shared(u32 address, u32 x) {
+  if (address % 4 || address + 4 > model::shared_bytes) model::fail("a store to no such address");
+  std::memcpy(model::shared + address, &x, 4);
+}
+inline uint4 load_shared(u32 address) {
+  if (address % 16 || address + 16 > model::shared_bytes) model::fail("a load of no such address");
+  uint4 x;
+  std::memcpy(&x, model::shared + address, 16);
+  return x;
+}
+inline void store_shared(u32 address, uint4 x) {
+  if (address % 16 || address + 16 > model::shared_bytes) model::fail("a store to no such address");
+  std::memcpy(model::shared + address, &x, 16);
+}
+inline void add_to_global(float* place, float a) { *place += a; }
+
+}  // namespace tilewise::ptx
+
+inline bool __syncthreads_or(bool given) {
+  bool any = false;
+  const auto seen =
+      model::meet(model::whole_block, static_cast<int>(model::block->fibers.size()), {given});
+  for (const auto& [thread, values] : seen) any = any || values[0];
+  return any;
+}

@@ -1,0 +1,216 @@
+"""The FlashAttention-2 backward as far as it goes without a GPU: what it chooses, that it fits every GPU it knows, and
+its kernels, real sources and real host code, on a model of the hardware."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import emulation
+from support import banded_masks, exact, make_inputs, make_problem
+from tilewise import Causal, Full, Target, Window
+from tilewise.backends import sm80, sm80_backward
+from tilewise.backends.sm80_backward import Workspace
+from tilewise.masks import Tile
+from tilewise.target import TARGETS
+
+GPUS = [name for name, target in TARGETS.items() if target.capability >= (8, 0)]
+H200 = Target.named("h200")
+BUDGETS = json.loads((Path(__file__).parent / "ratchet.json").read_text())["kernels"]
+BF16, FP16 = torch.bfloat16, torch.float16
+
+DIMS = [(8, 8), (64, 64), (72, 40), (96, 96), (128, 128), (40, 128), (192, 128), (192, 192), (200, 256), (256, 256)]
+
+
+def problem_of(seqs=(300, 300), dims=(64, 64), heads=(2, 1), dtype=BF16, **fields):
+    values = {"heads_kv": heads[1], "seq_kv": seqs[1], "head_dim_v": dims[1], "needs_grad": True}
+    return make_problem((1, heads[0], seqs[0], dims[0]), dtype, **(values | fields))
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci(name):
+    target = Target.named(name)
+    twin = next(t for t in sm80.compiled_targets() if t.smem_per_block == target.smem_per_block)
+    for dims in DIMS:
+        for softcap in (0.0, 30.0):
+            problem = problem_of(dims=dims, softcap=softcap, mask=Causal())
+            assert sm80.why_not(problem, target) == []
+            configs = sm80_backward.configs(problem, target)
+            assert configs, str(problem)
+            for config in configs:
+                together = config.ctas_per_sm * (config.smem_bytes + 1024)
+                assert config.smem_bytes <= target.smem_per_block
+                assert together <= target.smem_per_sm
+                assert config.smem_bytes == BUDGETS[f"{config.name}.{twin.arch}"]["smem_bytes"]
+                assert sm80_backward.postprocess_unit(config, twin.arch).label in BUDGETS
+                assert config.head_dim >= dims[0]
+                assert config.head_dim_v >= dims[1]
+
+
+def test_sums_are_added_four_at_a_time_where_the_gpu_can():
+    names = {name: sm80_backward.configs(problem_of(), Target.named(name))[0].vector_sums for name in GPUS}
+    assert names == {name: TARGETS[name].capability >= (9, 0) for name in GPUS}
+
+
+def test_extra_memory_grows_with_the_sequence_and_not_with_its_square():
+    sizes = []
+    for seq in (4096, 8192):
+        problem = problem_of((seq, seq), (128, 128))
+        config = sm80_backward.configs(problem, H200)[0]
+        sizes.append(Workspace.of(problem, config, True).floats)
+        assert sizes[-1] == 2 * seq * (128 + 2)
+        assert Workspace.of(problem, config, False).floats == 2 * seq * 2
+    assert sizes[1] == 2 * sizes[0]
+
+
+# --- on a model of the hardware ---
+
+emulated = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def query_tiles(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if emulation.COMPILER is None:
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("query_tiles")
+    source, library = folder / "query_tiles.cpp", folder / "query_tiles.so"
+    source.write_text("""
+#include "runtime.h"
+#include "sm80/backward_config.cuh"
+extern "C" void query_tiles(int first_shift, int end_shift, int seq_k, int first_key, int end_key, int seq_q,
+                            int block_q, int* result) {
+  tilewise::TileRange touched, full;
+  tilewise::sm80::query_tiles({first_shift, end_shift, seq_k}, first_key, end_key, seq_q, block_q, touched, full);
+  result[0] = touched.begin, result[1] = touched.end, result[2] = full.begin, result[3] = full.end;
+}
+""")
+    headers = emulation._headers(("", ""))
+    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", f"-I{headers}"]
+    subprocess.run([emulation.COMPILER, *options, "-o", str(library), str(source)], check=True)
+    return ctypes.CDLL(str(library)).query_tiles
+
+
+@given(
+    mask=banded_masks,
+    seq_q=st.integers(1, 60),
+    seq_kv=st.integers(1, 60),
+    block_q=st.sampled_from([4, 16]),
+    block_kv=st.sampled_from([4, 16]),
+    data=st.data(),
+)
+def test_query_tiles_are_skipped_and_masked_as_the_mask_says(query_tiles, mask, seq_q, seq_kv, block_q, block_kv, data):
+    first = data.draw(st.integers(0, (seq_kv - 1) // block_kv)) * block_kv
+    keys = range(first, min(first + block_kv, seq_kv))
+    left, right, offset = mask.band(seq_q, seq_kv)
+    result = (ctypes.c_int * 4)()
+    shifts = (offset - left, offset + right + 1)
+    query_tiles(*shifts, seq_kv, keys.start, keys.stop, seq_q, block_q, result)
+    touched, full = range(result[0], result[1]), range(result[2], result[3])
+    assert set(full) <= set(touched)
+    for tile in range(-(-seq_q // block_q)):
+        rows = range(tile * block_q, min((tile + 1) * block_q, seq_q))
+        seen = mask.tile(rows, keys, seq_q, seq_kv)
+        if tile not in touched:
+            assert not mask.to_bool(rows, keys, seq_q, seq_kv).any()
+        elif tile in full:
+            assert seen is Tile.FULL
+        else:
+            assert seen is not Tile.FULL
+
+
+def run_on_the_model(monkeypatch, problem, target=H200, seed=0, wants=(True, True, True), dlse=None):
+    emulation.install(monkeypatch, sm80_backward, seed)
+    monkeypatch.setattr(sm80_backward, "Target", SimpleNamespace(of=lambda device: target))
+    monkeypatch.setattr(sm80_backward, "_bound", {})
+    torch.manual_seed(seed)
+    q, k, v = make_inputs(problem)
+    dout = torch.randn(problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v).to(problem.dtype)
+    out, lse, *truth = exact(q, k, v, problem, None, dout)
+    got = sm80_backward.backward(dout, dlse, q, k, v, out.to(problem.dtype), lse.float(), problem, None, wants)
+    return got, truth
+
+
+def assert_accurate(got, truth, dtype):
+    """Four roundings of 16 bits stand between the inputs and a gradient."""
+    for grad, want, name in zip(got, truth, ("dq", "dk", "dv"), strict=True):
+        error = (grad.double() - want).norm() / want.norm()
+        assert error < 0.45 * torch.finfo(dtype).eps, f"{name}: {error:.2e}"
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("seqs", "dims", "heads", "mask", "name", "fields"),
+    [
+        ((150, 200), (64, 64), (2, 1), Causal("bottom-right"), "h200", {}),
+        ((256, 256), (128, 128), (1, 1), Causal(), "a100", {}),
+        ((100, 140), (128, 128), (1, 1), Window(40, 10), "rtx-4090", {}),
+        ((100, 100), (128, 128), (4, 2), Full(), "h200", {"layout": "bshd"}),
+        ((200, 60), (128, 128), (1, 1), Causal("bottom-right"), "h200", {}),
+        ((60, 200), (64, 64), (1, 1), Causal(), "a100", {}),
+        ((300, 300), (88, 80), (1, 1), Window(20, 0), "a100", {"dtype": FP16}),
+        ((70, 140), (128, 128), (1, 1), Full(), "h200", {"softcap": 5.0}),
+        ((100, 300), (64, 64), (1, 1), Full(), "rtx-4090", {"dtype": FP16}),
+        ((70, 140), (96, 96), (1, 1), Causal(), "rtx-4090", {}),
+        ((70, 100), (192, 128), (2, 1), Full(), "a100", {"dtype": FP16, "softcap": 5.0}),
+        ((70, 100), (192, 128), (2, 1), Causal(), "rtx-4090", {}),
+        ((70, 100), (192, 192), (1, 1), Causal("bottom-right"), "rtx-4090", {}),
+        ((130, 100), (256, 256), (1, 1), Causal(), "h200", {}),
+        ((130, 100), (256, 256), (1, 1), Full(), "a100", {}),
+        ((70, 100), (256, 256), (1, 1), Causal(), "rtx-4090", {}),
+        ((150, 300), (128, 128), (1, 1), Causal(), "h200", {"deterministic": True}),
+        ((150, 300), (64, 64), (2, 1), Window(100, 20), "a100", {"deterministic": True}),
+    ],
+    ids=str,
+)
+def test_gradients_on_the_model(monkeypatch, seqs, dims, heads, mask, name, fields):
+    problem = problem_of(seqs, dims, heads, mask=mask, **fields)
+    got, truth = run_on_the_model(monkeypatch, problem, Target.named(name))
+    assert_accurate(got, truth, problem.dtype)
+
+
+@emulated
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_whatever_order_copies_arrive_in(monkeypatch, seed):
+    for name in ("h200", "rtx-4090"):  # two stages, and one
+        problem = problem_of((150, 200), (128, 128), mask=Causal("bottom-right"))
+        got, truth = run_on_the_model(monkeypatch, problem, Target.named(name), seed)
+        assert_accurate(got, truth, problem.dtype)
+
+
+@emulated
+def test_a_gradient_of_the_log_sum_exp_counts(monkeypatch):
+    problem = problem_of((70, 90), (64, 64), (1, 1), mask=Causal())
+    torch.manual_seed(0)
+    q, k, v = make_inputs(problem)
+    dout, dlse = torch.randn(1, 1, 70, 64).to(BF16), torch.randn(1, 1, 70)
+    wide = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    scores = (wide[0] @ wide[1].mT * problem.scale).masked_fill(
+        ~problem.mask.to_bool(range(70), range(90), 70, 90), -torch.inf
+    )
+    lse = scores.logsumexp(-1)
+    out = torch.softmax(scores, -1) @ wide[2]
+    truth = torch.autograd.grad((out, lse), wide, (dout.double(), dlse.double()))
+    emulation.install(monkeypatch, sm80_backward)
+    monkeypatch.setattr(sm80_backward, "Target", SimpleNamespace(of=lambda device: H200))
+    monkeypatch.setattr(sm80_backward, "_bound", {})
+    got = sm80_backward.backward(dout, dlse, q, k, v, out.detach().to(BF16), lse.detach().float(), problem)
+    assert_accurate(got, truth, BF16)
+
+
+@emulated
+def test_gradients_that_are_not_wanted_are_not_there(monkeypatch):
+    problem = problem_of((150, 200), (64, 64), mask=Causal("bottom-right"))
+    everything, _ = run_on_the_model(monkeypatch, problem)
+    for wants in ((True, False, False), (False, True, False), (False, False, True)):
+        got, _ = run_on_the_model(monkeypatch, problem, wants=wants)
+        for grad, whole, want in zip(got, everything, wants, strict=True):
+            assert torch.equal(grad, whole) if want else grad is None
