@@ -67,7 +67,7 @@ class Config:
     def smem_bytes(self) -> int:
         """`sizeof(Float32Smem<config>)`; the generated source asserts it."""
         tile = 4 * self.block_kv * (self.head_dim + self.head_dim_v)
-        whole = 4 * self.block_q * self.head_dim + self.stages * tile + self.warps * _PLAN_BYTES + 4
+        whole = 4 * self.block_q * self.head_dim + self.stages * tile + self.warps * _PLAN_BYTES + 3 * 32 + 20
         return -(-whole // 1024) * 1024
 
     @property
