@@ -21,7 +21,7 @@ from ..jit import ArgumentsPerThread, Launch, Unit, cpp_literal, function_for, l
 from ..masks import Causal
 from ..target import TARGETS, Target
 from . import empty_out
-from .fused import BoundForward, bound_forward, head_dim_class
+from .fused import BoundForward, bound_forward, head_dim_class, head_sections
 from .sm80_backward import COMPILED, Strided, is_gated
 
 if TYPE_CHECKING:
@@ -126,16 +126,6 @@ def notices(problem: Problem) -> list[str]:
         return said
     dims = f"{problem.head_dim}/{problem.head_dim_v}"
     return [*said, f"heads of {dims} run in the {head_dim}/{head_dim_v} kernel, zero-filled"]
-
-
-def details(problem: Problem, target: Target, config: Config) -> list[str]:
-    """How the launch fills the GPU, for `explain`."""
-    work = _work(problem, config)
-    together = target.sms * config.ctas_per_sm
-    order = "longest first" if isinstance(problem.mask, Causal) else "in order"
-    registers = f"at most {config.register_limit} registers a thread"
-    occupancy = f"{config.ctas_per_sm} a multiprocessor, {config.warps * config.ctas_per_sm} warps"
-    return [f"{work} CTAs of {config.threads} threads {order}, {registers}; {occupancy}; {work / together:.1f} waves"]
 
 
 def all_units() -> list[Unit]:
@@ -252,22 +242,12 @@ def _fixed_params(problem: Problem, config: Config, target: Target) -> dict[str,
         "band_first_shift": offset - left,
         "band_end_shift": offset + right + 1,
         "q_tiles": -(-problem.seq_q // config.block_q),
-        "sections": _sections(problem, target),
+        "sections": head_sections(problem, target),
         "longest_first": int(isinstance(problem.mask, Causal)),
         "scale": scale,
         "scale_log2": scale * LOG2_E,
         "softcap_in": problem.scale / problem.softcap if problem.softcap else 0.0,
     }
-
-
-def _sections(problem: Problem, target: Target) -> int:
-    """How many groups of (batch, head) pairs are worked on one after the other; as in the 16-bit forward."""
-    pairs = problem.batch * problem.heads_q
-    if not isinstance(problem.mask, Causal):
-        return pairs // problem.group
-    kv_bytes = problem.seq_kv * (problem.head_dim + problem.head_dim_v) * 4
-    held = max(1, target.l2_bytes // 2 // kv_bytes) * problem.group
-    return max(1, pairs // held)
 
 
 def _work(problem: Problem, config: Config) -> int:
