@@ -72,7 +72,7 @@ class Config:
 
     @property
     def name(self) -> str:
-        kind = f"{_kind(self.exact)}_d{self.head_dim}x{self.head_dim_v}"
+        kind = f"{kind_name(self.exact)}_d{self.head_dim}x{self.head_dim_v}"
         shape = f"q{self.block_q}_kv{self.block_kv}_w{self.warps}_s{self.stages}_x{self.ctas_per_sm}"
         return f"fa2_forward_{kind}_{shape}{'_softcap' * self.softcap}"
 
@@ -84,7 +84,7 @@ class Config:
     def __str__(self) -> str:
         tile = f"tile {self.block_q} x {self.block_kv}, {self.warps} warps"
         stages = f"{self.stages} stage{'s' * (self.stages > 1)}"
-        return f"{_products(self.exact)}, {tile}, {stages}, {self.smem_bytes / 1024:.0f} KiB shared"
+        return f"{products_text(self.exact)}, {tile}, {stages}, {self.smem_bytes / 1024:.0f} KiB shared"
 
     def fits(self, target: Target) -> bool:
         """Whether `ctas_per_sm` of it find their shared memory on one multiprocessor of the target."""
@@ -120,7 +120,7 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
 def notices(problem: Problem) -> list[str]:
     exact = problem.precision == "exact"
     error = "as of plain float32 arithmetic" if exact else "inputs and weights keep 11 bits"
-    said = [f"float32 by {_products(exact)}: relative error about {'6e-7' if exact else '4e-4'}, {error}"]
+    said = [f"float32 by {products_text(exact)}: relative error about {'6e-7' if exact else '4e-4'}, {error}"]
     head_dim, head_dim_v = head_dim_class(problem.head_dim, problem.head_dim_v)
     if (head_dim, head_dim_v) == (problem.head_dim, problem.head_dim_v):
         return said
@@ -255,11 +255,11 @@ def _work(problem: Problem, config: Config) -> int:
     return problem.batch * problem.heads_q * -(-problem.seq_q // config.block_q)
 
 
-def _kind(exact: bool) -> str:
+def kind_name(exact: bool) -> str:
     return "tf32x3" if exact else "tf32x1"
 
 
-def _products(exact: bool) -> str:
+def products_text(exact: bool) -> str:
     return "3 products of TF32 parts" if exact else "1 product of TF32 parts"
 
 

@@ -22,11 +22,13 @@ inline void mma_m16n8k8(float* c, const u32 (&a)[4], u32 b0, u32 b1) {
   }
 }
 
-inline u32 load_shared_again(u32 address) {
+inline u32 load_shared_word(u32 address) {
+  if (address % 4 || address + 4 > model::shared_bytes) model::fail("a load of no such address");
   u32 x;
   std::memcpy(&x, model::shared + address, 4);
   return x;
 }
+inline u32 load_shared_again(u32 address) { return load_shared_word(address); }
 
 }  // namespace tilewise::ptx
 

@@ -138,6 +138,24 @@ __device__ __forceinline__ void load_b_across(u32 lane, int step, int panel,
   b[0].set(1, odd.x), b[1].set(1, odd.y), b[2].set(1, odd.z), b[3].set(1, odd.w);
 }
 
+// The same with the columns in their own order, product i of the columns 8i to 8i + 7, by loads of one float each: a
+// lane ends up with the columns 8i + 2t and 8i + 2t + 1. Why: neighbouring lanes then add neighbouring floats in global
+// memory, where a GPU adds them one at a time.
+__device__ __forceinline__ u32 lane_across_by_one(u32 matrix) {
+  const int lane = threadIdx.x % 32;
+  return matrix + swizzled_chunk(lane % 4 * 2, lane / 16) + lane / 4 % 4 * 4;
+}
+template <int rows, bool exact>
+__device__ __forceinline__ void load_b_across_by_one(u32 lane, int step, int panel,
+                                                     PartsB<exact> (&b)[4]) {
+  const u32 place = step * swizzle_atom_bytes + panel * panel_bytes(rows);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    b[i].set(0, ptx::load_shared_word((lane ^ i * 32) + place));
+    b[i].set(1, ptx::load_shared_word((lane ^ (i * 32 + 16)) + panel_row_bytes + place));
+  }
+}
+
 // An accumulator of 16 x 8 as an operand whose sum index are its columns.
 template <bool exact>
 __device__ __forceinline__ void accumulator_as_a(const float* c, u32 half, PartsA<exact>& a) {

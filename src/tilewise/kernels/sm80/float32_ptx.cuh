@@ -16,6 +16,12 @@ __device__ __forceinline__ void mma_m16n8k8(float* c, const u32 (&a)[4], u32 b0,
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+__device__ __forceinline__ u32 load_shared_word(u32 address) {  // ISA: ld
+  u32 x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
 // Reads shared memory every time, whatever the compiler knows of it.
 __device__ __forceinline__ u32 load_shared_again(u32 address) {  // ISA: ld
   u32 x;
