@@ -59,7 +59,9 @@ def test_backends_do_not_import_one_another():
     # One backend in several files.
     helpers = {
         "torch_sdpa": {"torch_rules"},
-        "sm80": {"sm80_backward"},
+        "sm80": {"sm80_backward", "sm80_float32", "sm80_float32_backward"},
+        "sm80_float32": {"sm80_backward"},
+        "sm80_float32_backward": {"sm80_backward", "sm80_float32"},
         "sm90": {"sm90_backward", "sm90_float32"},
     }
     # `fused` is no backend: what several of ours do alike on the host.

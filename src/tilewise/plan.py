@@ -113,6 +113,8 @@ RULES: tuple[Rule, ...] = (
     Rule("torch-flash", "PyTorch's fused CPU kernel: no score ever reaches memory",
          lambda problem, target: target.is_cpu),
     Rule("torch-flash", "PyTorch's FlashAttention-2 kernel: fused, O(N) memory"),
+    Rule("sm80", "our FlashAttention-2 kernel in float32: TF32 products on tensor cores, skips what the mask hides",
+         lambda problem, target: problem.dtype is torch.float32),
     Rule("sm80", "our FlashAttention-2 kernel: takes the windows, alignments and softcaps that PyTorch's does not"),
     Rule("triton", "knows the window by name and skips what it hides; PyTorch's kernels would read it as a tensor",
          lambda problem, target: not target.is_cpu and _is_narrow(problem) and isinstance(problem.mask, Window)),

@@ -32,7 +32,7 @@ from ..jit import (
 from ..masks import Causal, Full, Window
 from ..problem import Strides, dtype_name
 from ..target import TARGETS, Target
-from . import empty_out, sm80_backward, sm80_float32
+from . import empty_out, sm80_backward, sm80_float32, sm80_float32_backward
 from .fused import BoundBackward, BoundForward, bound_forward, head_dim_class, head_sections, remembered
 
 if TYPE_CHECKING:
@@ -143,6 +143,12 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
         f"pad the heads with zeros to a multiple of {chunk}",
     )
     refuse(max(dims) > HEAD_DIM_LIMIT, f"head_dim {max(dims)} is over {HEAD_DIM_LIMIT}", "use backend='auto'")
+    refuse(
+        _is_float32(problem) and problem.needs_grad and max(dims) > sm80_float32_backward.HEAD_DIM_LIMIT,
+        f"head_dim {max(dims)} is over {sm80_float32_backward.HEAD_DIM_LIMIT}, the most of the float32 backward, which "
+        "keeps dk and dv in registers",
+        "call it under torch.no_grad(), or use backend='auto'",
+    )
     refuse(
         not isinstance(problem.mask, Full | Causal | Window),
         f"mask {problem.mask} is not a diagonal band",
@@ -296,7 +302,8 @@ def all_units() -> list[Unit]:
                 if config.fits(target):
                     kernel = unit(config, target.arch)
                     units[kernel.label] = kernel
-    return [*units.values(), *sm80_backward.all_units(), *sm80_float32.all_units()]
+    float32 = [*sm80_float32.all_units(), *sm80_float32_backward.all_units()]
+    return [*units.values(), *sm80_backward.all_units(), *float32]
 
 
 def compiled_targets() -> list[Target]:
@@ -362,12 +369,15 @@ def backward(
     bias: torch.Tensor | None = None,
     wants: Wants = (True, True, True),
 ) -> Grads:
+    if _is_float32(problem):
+        own = config if isinstance(config, sm80_float32_backward.BackwardConfig) else None
+        return sm80_float32_backward.backward(dout, dlse, q, k, v, out, lse, problem, own, wants)
     chosen = config if isinstance(config, sm80_backward.BackwardConfig) else None
     return sm80_backward.backward(dout, dlse, q, k, v, out, lse, problem, chosen, wants)
 
 
 def bind_backward(problem: Problem) -> BoundBackward:
-    return sm80_backward.bind(problem)
+    return sm80_float32_backward.bind(problem) if _is_float32(problem) else sm80_backward.bind(problem)
 
 
 _Params = params_struct(

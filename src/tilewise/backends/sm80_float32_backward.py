@@ -87,7 +87,7 @@ class BackwardConfig:
 def configs(problem: Problem, target: Target) -> list[BackwardConfig]:
     """Configs of the table that fit the target, best first."""
     exact, capped = problem.precision == "exact", problem.softcap > 0
-    rows = _table().get(head_dim_class(problem.head_dim, problem.head_dim_v), [])
+    rows = _table().get((head_dim_class(problem.head_dim, problem.head_dim_v), capped), [])
     found = (_config(row, exact, capped, target) for row in rows)
     return [config for config in found if config.fits(target)]
 
@@ -97,8 +97,8 @@ def all_units() -> list[Unit]:
     units: list[Unit] = []
     for target in (TARGETS[name] for name in COMPILED):
         units += [preprocess_unit(lanes, target.arch) for lanes in sorted({*_LANES.values()})]
-        for row in (row for rows in _table().values() for row in rows):
-            found = (_config(row, exact, capped, target) for exact, capped in product((True, False), repeat=2))
+        for ((_, capped), rows), exact in product(_table().items(), (True, False)):
+            found = (_config(row, exact, capped, target) for row in rows)
             units += [main_unit(config, target.arch) for config in found if config.fits(target)]
     return list({unit.label: unit for unit in units}.values())
 
@@ -348,10 +348,11 @@ def _config(row: dict[str, Any], exact: bool, softcap: bool, target: Target) -> 
 
 
 @functools.cache
-def _table() -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """Head-dim class -> rows, best first."""
+def _table() -> dict[tuple[tuple[int, int], bool], list[dict[str, Any]]]:
+    """(head-dim class, softcap) -> rows, best first; a row is for both unless it says for which."""
     text = importlib.resources.files("tilewise").joinpath("tables/sm80.json").read_text()
-    table: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    table: dict[tuple[tuple[int, int], bool], list[dict[str, Any]]] = {}
     for row in json.loads(text)["float32_backward"]:
-        table.setdefault(tuple(row["head_dims"]), []).append(row)
+        for softcap in row.get("softcap", (False, True)):
+            table.setdefault((tuple(row["head_dims"]), softcap), []).append(row)
     return table

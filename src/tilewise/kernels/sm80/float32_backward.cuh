@@ -107,15 +107,19 @@ struct Float32Backward {
   }
 
   // A B^T of this warp's 16 rows of A and a tile of B, both with the sum along their rows.
-  template <int columns>
-  __device__ __forceinline__ void multiply_rows(u32 a_matrix, u32 b_matrix, Scores& product) {
+  __device__ __forceinline__ void multiply_rows(u32 a_matrix, u32 b_matrix, int dim,
+                                                Scores& product) {
     u32 a_lane = lane_by_rows(a_matrix) + warp * panel_bytes(16);
     u32 b_lane = lane_by_columns(b_matrix);
     Sums<exact, block_q / 2> sums;
     sums.clear();
-    // Why rolled: unrolled, the loop would be larger than the instruction cache.
+#pragma unroll
+    for (int i = 0; i < block_q / 2; ++i) product[i] = 0.0f;
+    // Why not all panels of the class: the others are zero; and the assembler, which does not know
+    // their number, does not unroll the loop beyond the instruction cache.
+    const int panels = ceil_div(dim, panel_columns);
 #pragma unroll 1
-    for (int panel = 0; panel < columns / float_panel; ++panel) {
+    for (int panel = 0; panel < panels; ++panel) {
 #pragma unroll
       for (int step = 0; step < float_panel / 8; ++step) {
         PartsA<exact> a;
@@ -127,11 +131,12 @@ struct Float32Backward {
           sums.add(2 * pair, a, b);
         }
       }
+      sums.drain(product);
       a_lane += panel_bytes(block_kv);
       b_lane += panel_bytes(block_q);
     }
 #pragma unroll
-    for (int i = 0; i < block_q / 2; ++i) product[i] = sums.total(i);
+    for (int i = 0; i < block_q / 2; ++i) product[i] += sums.total(i);
   }
 
   // Step 3. The thread's queries in the tile are 8j + 2(lane % 4) + {0, 1}.
@@ -158,7 +163,7 @@ struct Float32Backward {
     const float* row_lse = smem.lse[slot] + 2 * (lane % 4);
     const float* row_term = smem.row_terms[slot] + 2 * (lane % 4);
     float slopes[config.softcap ? block_q / 2 : 1];
-    multiply_rows<config.head_dim>(ptx::smem_address(smem.k), ptx::smem_address(smem.q[slot]), p);
+    multiply_rows(ptx::smem_address(smem.k), ptx::smem_address(smem.q[slot]), params.head_dim, p);
     if constexpr (config.softcap) {
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) {
@@ -172,8 +177,8 @@ struct Float32Backward {
       const float lse = row_lse[i / 4 * 8 + i % 2];
       p[i] = ptx::ex2(fmaf(p[i], params.softmax_scale, -lse) * log2_e);
     }
-    multiply_rows<config.head_dim_v>(ptx::smem_address(smem.v), ptx::smem_address(smem.dout[slot]),
-                                     ds);
+    multiply_rows(ptx::smem_address(smem.v), ptx::smem_address(smem.dout[slot]), params.head_dim_v,
+                  ds);
 #pragma unroll
     for (int i = 0; i < block_q / 2; ++i) {
       ds[i] = p[i] * (ds[i] - row_term[i / 4 * 8 + i % 2]);

@@ -132,10 +132,16 @@ struct Float32Forward {
     u32 k_lane = lane_by_columns(ptx::smem_address(smem.k[slot])), rows = q_lane;
     Sums<exact, block_kv / 2> sums[row_tiles];
 #pragma unroll
-    for (int t = 0; t < row_tiles; ++t) sums[t].clear();
-    // Why rolled: unrolled, the loop would be larger than the instruction cache.
+    for (int t = 0; t < row_tiles; ++t) {
+      sums[t].clear();
+#pragma unroll
+      for (int i = 0; i < block_kv / 2; ++i) p[t][i] = 0.0f;
+    }
+    // Why not all panels of the class: the others are zero; and the assembler, which does not know
+    // their number, does not unroll the loop beyond the instruction cache.
+    const int panels = ceil_div(params.head_dim, panel_columns);
 #pragma unroll 1
-    for (int panel = 0; panel < config.head_dim / float_panel; ++panel) {
+    for (int panel = 0; panel < panels; ++panel) {
 #pragma unroll
       for (int step = 0; step < float_panel / 8; ++step) {
         PartsA<exact> a[row_tiles];
@@ -150,6 +156,8 @@ struct Float32Forward {
           for (int t = 0; t < row_tiles; ++t) sums[t].add(2 * pair, a[t], b);
         }
       }
+#pragma unroll
+      for (int t = 0; t < row_tiles; ++t) sums[t].drain(p[t]);
       rows += panel_bytes(block_q);
       k_lane += panel_bytes(block_kv);
     }
@@ -157,7 +165,7 @@ struct Float32Forward {
     for (int t = 0; t < row_tiles; ++t) {
 #pragma unroll
       for (int i = 0; i < block_kv / 2; ++i) {
-        p[t][i] = sums[t].total(i);
+        p[t][i] += sums[t].total(i);
         if constexpr (config.softcap) p[t][i] = tanhf(p[t][i] * params.softcap_in);
       }
     }

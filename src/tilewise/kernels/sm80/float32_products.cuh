@@ -9,7 +9,7 @@
 //
 // Why two accumulators: the tensor core cuts off its sums instead of rounding them, at every step. The
 // small terms among themselves lose nothing that counts; added to the large ones they would triple the
-// number of cuts.
+// number of cuts. The large ones are moved to another register after four to eight steps.
 //
 // In shared memory a matrix of floats is a matrix of twice as many 16-bit columns (sm90/layout.cuh): a
 // panel is 32 floats wide, and ldmatrix moves whole floats, four to a row of eight bytes^2. So copies,
@@ -95,6 +95,14 @@ struct Sums {
 #pragma unroll
       for (int i = 0; i < products; ++i)
         ptx::mma_m16n8k8(&small[4 * (first + i)], a.hi, b[i].lo[0], b[i].lo[1]);
+    }
+  }
+  // Moves the large terms out of the tensor core's reach.
+  __device__ __forceinline__ void drain(float (&into)[count]) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      into[i] += large[i];
+      large[i] = 0.0f;
     }
   }
   __device__ __forceinline__ float total(int i) const {
