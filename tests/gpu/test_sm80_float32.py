@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import tilewise
 from support import exact, make_inputs, make_problem
+from test_backend_sm80_float32 import MODERATE
 from test_backend_sm90_float32 import DIM, FLOOR, RANGES, SEQ, errors
 from tilewise import Causal, Full, Problem, Window
 from tilewise.backends import sm80, sm80_float32, sm80_float32_backward
@@ -204,6 +205,16 @@ def test_ranges(name: str, mask: Mask) -> None:
     inputs = [torch.randn(1, 1, SEQ, DIM, generator=generator) for _ in range(3)]
     q, k, v = (x.cuda() for x in RANGES[name](*inputs))
     check(q, k, v, problem)
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
+@pytest.mark.parametrize("name", MODERATE)
+def test_gradients_of_ranges(name: str, mask: Mask) -> None:
+    problem = make_problem((1, 1, SEQ, DIM), mask=mask, needs_grad=True)
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(1, 1, SEQ, DIM, generator=generator) for _ in range(3)]
+    q, k, v = (x.cuda() for x in RANGES[name](*inputs))
+    check_gradients(q, k, v, problem)
 
 
 def test_nan_and_inf_behind_a_mask_do_not_show() -> None:

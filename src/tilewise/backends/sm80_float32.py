@@ -107,12 +107,13 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
     classes = head_dim_class(problem.head_dim, problem.head_dim_v)
     exact, capped = problem.precision == "exact", problem.softcap > 0
     found = []
-    for warps, row_tiles, block_kv, stages, ctas in product((4, 8), (1, 2), (32, 64), (1, 2), (1, 2, 3)):
+    for warps, row_tiles, block_kv, stages, ctas in product((4, 8), (1, 2), (16, 32, 48, 64), (1, 2), (1, 2, 3)):
         row = {"head_dims": classes, "warps": warps, "row_tiles": row_tiles, "block_kv": block_kv}
         config = _config(row | {"stages": stages, "ctas_per_sm": ctas}, exact, capped)
         scores = block_kv * (1 + exact) // 2
         held = row_tiles * (max(scores, block_kv // 2 + 16 * (1 + exact)) + classes[1] // 2)
-        if config.fits(target) and held + 32 <= config.register_limit:
+        whole = block_kv % (4 * warps) == 0
+        if whole and config.fits(target) and held + 32 <= config.register_limit:
             found.append(config)
     return found
 

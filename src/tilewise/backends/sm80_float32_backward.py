@@ -261,9 +261,7 @@ class _Launch:
         lse: torch.Tensor,
     ) -> Grads:
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        dq, dk, dv = (
-            torch.empty_like(of) if want else None for of, want in zip((q, k, v), self._wants, strict=True)
-        )
+        dq, dk, dv = (torch.empty_like(of) if want else None for of, want in zip((q, k, v), self._wants, strict=True))
         scratch = q.new_empty(2 * self._rows + self._turns)
         padded_lse = scratch.data_ptr()
         row_terms = padded_lse + 4 * self._rows

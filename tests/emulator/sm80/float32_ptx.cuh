@@ -1,5 +1,5 @@
-// The instructions of kernels/sm80/float32_ptx.cuh on the model of runtime.h. Ref: PTX ISA, "Matrix fragments for
-// mma.m16n8k8".
+// The instructions of kernels/sm80/float32_ptx.cuh on the model of runtime.h. Ref: PTX ISA, "Matrix
+// fragments for mma.m16n8k8".
 #pragma once
 
 #include "../sm90/wgmma.cuh"

@@ -89,8 +89,7 @@ struct Float32Backward {
 
   __device__ __forceinline__ void load_step(const StepCursor& step, int slot) {
     const int first = step.q_tile * block_q, head = head_of(step);
-    TileCopy<block_q, halves(config.head_dim), threads>{params.q, plan.batch, head,
-                                                        params.head_dim}
+    TileCopy<block_q, halves(config.head_dim), threads>{params.q, plan.batch, head, params.head_dim}
         .load(ptx::smem_address(smem.q[slot]), first, params.seq_q);
     TileCopy<block_q, halves(config.head_dim_v), threads>{params.dout, plan.batch, head,
                                                           params.head_dim_v}
@@ -209,7 +208,8 @@ struct Float32Backward {
       Sums<exact, panel_sums> sums;
       sums.clear();
       const u32 half = ptx::load_shared_again(ptx::smem_address(&smem.half));
-      // Never so. Why: the assembler, which does not know, ends one panel before it begins the next.
+      // Never so. Why: the assembler, which does not know, ends one panel before it begins the
+      // next.
       if (half == 0) break;
 #pragma unroll
       for (int step = 0; step < block_q / 8; ++step) {
@@ -317,8 +317,8 @@ struct Float32Backward {
     for (int r = 0; r < 2; ++r) {
       const int key = plan.kv_tile * block_kv + warp * 16 + lane / 4 + 8 * r;
       if (key >= params.seq_k) continue;
-      float* row = reinterpret_cast<float*>(gradient.row(plan.batch, plan.head_kv, key)) +
-                   8 * (lane % 4);
+      float* row =
+          reinterpret_cast<float*>(gradient.row(plan.batch, plan.head_kv, key)) + 8 * (lane % 4);
 #pragma unroll
       for (int half = 0; half < 2 * columns / float_panel; ++half) {
         const int column = half / 2 * float_panel + half % 2 * 4;

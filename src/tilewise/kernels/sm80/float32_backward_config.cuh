@@ -70,10 +70,10 @@ template <Float32BackwardConfig config>
 struct Float32BackwardSmem {
   alignas(1024) unsigned char k[matrix_bytes(config.block_kv(), halves(config.head_dim))];
   alignas(1024) unsigned char v[matrix_bytes(config.block_kv(), halves(config.head_dim_v))];
-  alignas(1024) unsigned char
-      q[config.stages][matrix_bytes(config.block_q, halves(config.head_dim))];
-  alignas(1024) unsigned char
-      dout[config.stages][matrix_bytes(config.block_q, halves(config.head_dim_v))];
+  alignas(
+      1024) unsigned char q[config.stages][matrix_bytes(config.block_q, halves(config.head_dim))];
+  alignas(1024) unsigned char dout[config.stages]
+                                  [matrix_bytes(config.block_q, halves(config.head_dim_v))];
   // Queries x keys. Eight keys lie in the order 0 2 4 6 1 3 5 7 (float32_products.cuh).
   alignas(1024) unsigned char ds[matrix_bytes(config.block_q, halves(config.block_kv()))];
   alignas(16) float lse[config.stages][config.block_q];

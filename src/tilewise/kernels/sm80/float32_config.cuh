@@ -49,18 +49,18 @@ struct Float32Params {
 template <Float32Config config>
 struct Float32Smem {
   alignas(1024) unsigned char q[matrix_bytes(config.block_q(), halves(config.head_dim))];
-  alignas(1024) unsigned char
-      k[config.stages][matrix_bytes(config.block_kv, halves(config.head_dim))];
-  alignas(1024) unsigned char
-      v[config.stages][matrix_bytes(config.block_kv, halves(config.head_dim_v))];
+  alignas(
+      1024) unsigned char k[config.stages][matrix_bytes(config.block_kv, halves(config.head_dim))];
+  alignas(1024) unsigned char v[config.stages]
+                               [matrix_bytes(config.block_kv, halves(config.head_dim_v))];
   // Of this CTA's head.
   Tensor queries;
   Tensor keys;
   Tensor values;
   WarpPlan plan[config.warps];
   TileRange touched;  // by the CTA
-  // tf32_half. Why in memory: the compiler, which does not know it there, splits P for every panel of
-  // V again, where else it would keep all parts of P in registers.
+  // tf32_half. Why in memory: the compiler, which does not know it there, splits P for every panel
+  // of V again, where else it would keep all parts of P in registers.
   u32 half;
   float key_factor;    // of K in shared memory, and the inverse of that of Q
   float value_factor;  // of V, which is scrubbed where it is not 1

@@ -146,8 +146,7 @@ struct Float32Forward {
       for (int step = 0; step < float_panel / 8; ++step) {
         PartsA<exact> a[row_tiles];
 #pragma unroll
-        for (int t = 0; t < row_tiles; ++t)
-          load_a<block_q>(rows + t * panel_bytes(16), step, a[t]);
+        for (int t = 0; t < row_tiles; ++t) load_a<block_q>(rows + t * panel_bytes(16), step, a[t]);
 #pragma unroll
         for (int pair = 0; pair < block_kv / 16; ++pair) {
           PartsB<exact> b[2];
@@ -223,7 +222,8 @@ struct Float32Forward {
 #pragma unroll
       for (int t = 0; t < row_tiles; ++t) sums[t].clear();
       const u32 half = ptx::load_shared_again(ptx::smem_address(&smem.half));
-      // Never so. Why: the assembler, which does not know, ends one panel before it begins the next.
+      // Never so. Why: the assembler, which does not know, ends one panel before it begins the
+      // next.
       if (half == 0) break;
 #pragma unroll
       for (int step = 0; step < block_kv / 8; ++step) {
@@ -271,8 +271,8 @@ struct Float32Forward {
   }
   template <typename Copy, int rows>
   static __device__ __forceinline__ void scale(u32 matrix, float factor) {
-    change_floats<Copy, rows>(
-        matrix, [=](u32 x) { return __float_as_uint(__uint_as_float(x) * factor); });
+    change_floats<Copy, rows>(matrix,
+                              [=](u32 x) { return __float_as_uint(__uint_as_float(x) * factor); });
   }
 
   __device__ __forceinline__ void mend_keys(int slot) {
@@ -389,8 +389,7 @@ struct Float32Forward {
       for (int r = 0; r < 2; ++r) {
         const u32 lanes = __ballot_sync(0xffffffffu, rows_are_nan[t][r]);
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-          bad_rows |= (lanes >> 4 * i & 1u) << (t * 16 + r * 8 + i);
+        for (int i = 0; i < 8; ++i) bad_rows |= (lanes >> 4 * i & 1u) << (t * 16 + r * 8 + i);
       }
     }
 #pragma unroll 1
@@ -413,8 +412,8 @@ struct Float32Forward {
   // Step 9. A lane has the columns 8 (lane % 4) to + 7 of every panel.
   __device__ __forceinline__ void finish() {
     const int warp_row = this->warp_row();
-    float* lse = params.lse + (static_cast<long long>(tile().batch) * params.heads + tile().head) *
-                                  params.seq_q;
+    float* lse = params.lse +
+                 (static_cast<long long>(tile().batch) * params.heads + tile().head) * params.seq_q;
     const float factor = smem.value_factor;
     bool rows_are_nan[row_tiles][2];
 #pragma unroll
@@ -443,8 +442,7 @@ struct Float32Forward {
         }
       }
     }
-    if (__builtin_expect(factor == large_value_factor, 0))
-      restore_nonfinite(rows_are_nan);
+    if (__builtin_expect(factor == large_value_factor, 0)) restore_nonfinite(rows_are_nan);
   }
 
   // A second time with another factor of V, where it needs one.

@@ -54,8 +54,9 @@ struct Parts {
       hi[i] = (bits + half) & ~(2 * tf32_half - 1);
       lo[i] = __float_as_uint(x - __uint_as_float(hi[i]));
     } else {
-      // The tensor core cuts off. Between 3/8 and 3/4 of the last place it keeps are added before, so
-      // that it errs to both sides; numbers that have 11 bits stay as they are, and so do inf and NaN.
+      // The tensor core cuts off. Between 3/8 and 3/4 of the last place it keeps are added before,
+      // so that it errs to both sides; numbers that have 11 bits stay as they are, and so do inf
+      // and NaN.
       hi[i] = __float_as_uint(x * (1.0f + 0x1.8p-12f));
     }
   }
@@ -146,9 +147,9 @@ __device__ __forceinline__ void load_b_across(u32 lane, int step, int panel,
   b[0].set(1, odd.x), b[1].set(1, odd.y), b[2].set(1, odd.z), b[3].set(1, odd.w);
 }
 
-// The same with the columns in their own order, product i of the columns 8i to 8i + 7, by loads of one float each: a
-// lane ends up with the columns 8i + 2t and 8i + 2t + 1. Why: neighbouring lanes then add neighbouring floats in global
-// memory, where a GPU adds them one at a time.
+// The same with the columns in their own order, product i of the columns 8i to 8i + 7, by loads of
+// one float each: a lane ends up with the columns 8i + 2t and 8i + 2t + 1. Why: neighbouring lanes
+// then add neighbouring floats in global memory, where a GPU adds them one at a time.
 __device__ __forceinline__ u32 lane_across_by_one(u32 matrix) {
   const int lane = threadIdx.x % 32;
   return matrix + swizzled_chunk(lane % 4 * 2, lane / 16) + lane / 4 % 4 * 4;
