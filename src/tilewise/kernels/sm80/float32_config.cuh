@@ -20,6 +20,11 @@ struct Float32Config {
   TILEWISE_INLINE int warp_rows() const { return row_tiles * 16; }
   TILEWISE_INLINE int block_q() const { return warps * warp_rows(); }
   TILEWISE_INLINE int threads() const { return warps * 32; }
+  // Whether all parts of P have room in registers, beside O, the sums of a panel and the rest.
+  TILEWISE_INLINE bool keeps_weight_parts() const {
+    const int registers = min_int(65536 / (threads() * ctas_per_sm), 255);
+    return row_tiles * (block_kv + head_dim_v / 2 + float_panel) + 64 <= registers;
+  }
 };
 
 // Invariant: strides of tensors count halves of floats, for copies do (tiles.cuh).
@@ -59,8 +64,8 @@ struct Float32Smem {
   Tensor values;
   WarpPlan plan[config.warps];
   TileRange touched;  // by the CTA
-  // tf32_half. Why in memory: the compiler, which does not know it there, splits P for every panel
-  // of V again, where else it would keep all parts of P in registers.
+  // tf32_half. Why in memory: the compiler does not know it there. It ends a panel of V before it
+  // begins the next, and splits P for each where its parts have no room.
   u32 half;
   float key_factor;    // of K in shared memory, and the inverse of that of Q
   float value_factor;  // of V, which is scrubbed where it is not 1

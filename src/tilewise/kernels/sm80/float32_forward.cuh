@@ -232,7 +232,7 @@ struct Float32Forward {
 #pragma unroll
         for (int t = 0; t < row_tiles; ++t) {
           PartsA<exact> a;
-          accumulator_as_a(&p[t][4 * step], half, a);
+          accumulator_as_a(&p[t][4 * step], config.keeps_weight_parts() ? tf32_half : half, a);
           sums[t].add(0, a, b);
         }
       }
