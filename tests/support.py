@@ -88,7 +88,7 @@ def exact(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, bias: Tensor | None = None, dout: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Float64 truth: (out, lse), and with dout also (dq, dk, dv), by autograd through the reference."""
-    wide = problem.with_(dtype=torch.float64)
+    wide = problem.with_(dtype=torch.float64, precision="exact")
     inputs = [t.detach().double().requires_grad_(dout is not None) for t in (q, k, v)]
     bias = bias.double() if bias is not None and bias.is_floating_point() else bias
     out, lse = reference.forward(*inputs, wide, None, bias)

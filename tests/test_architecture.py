@@ -56,8 +56,14 @@ def test_imports_go_one_way(path):
 
 
 def test_backends_do_not_import_one_another():
-    # One backend in two files.
-    helpers = {"torch_sdpa": {"torch_rules"}, "sm80": {"sm80_backward"}, "sm90": {"sm90_backward"}}
+    # One backend in several files.
+    helpers = {
+        "torch_sdpa": {"torch_rules"},
+        "sm80": {"sm80_backward", "sm80_float32", "sm80_float32_backward"},
+        "sm80_float32": {"sm80_backward"},
+        "sm80_float32_backward": {"sm80_backward", "sm80_float32"},
+        "sm90": {"sm90_backward", "sm90_float32"},
+    }
     # `fused` is no backend: what several of ours do alike on the host.
     modules = {path.stem for path in (PACKAGE / "backends").glob("*.py")} - {"__init__", "fused"}
     for path in (PACKAGE / "backends").glob("*.py"):

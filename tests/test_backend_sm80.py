@@ -90,7 +90,7 @@ def test_kernels_are_built_for_the_gpu_they_run_on():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"dtype": torch.float32}, "float32"),
+        ({"dtype": torch.float64}, "float64"),
         ({"head_dim": 60, "head_dim_v": 60}, "multiples of 8"),
         ({"head_dim": 264}, "264 is over 256"),
         ({"mask": Dense((64, 64))}, "not a diagonal band"),

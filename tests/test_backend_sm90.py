@@ -44,7 +44,8 @@ def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"dtype": torch.float32}, "float32"),
+        ({"dtype": torch.float64}, "float64"),
+        ({"dtype": torch.float32, "needs_grad": True}, "no backward"),
         ({"head_dim": 60, "head_dim_v": 60}, "multiples of 8"),
         ({"head_dim": 264}, "264 is over 256"),
         ({"mask": Dense((64, 64))}, "not a diagonal band"),
@@ -63,7 +64,7 @@ def test_each_refusal_is_named(change, says):
 
 
 def test_refusals_add_up():
-    problem = make_problem((1, 2, 64, 60), torch.float32, needs_grad=True)
+    problem = make_problem((1, 2, 64, 60), torch.float64, needs_grad=True)
     reasons = sm90.why_not(problem, replace(Target.named("a100"), has_jit=False))
     assert len(reasons) == 4
     assert any("tilewise[cuda]" in reason.remedy for reason in reasons)

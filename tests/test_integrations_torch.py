@@ -118,7 +118,7 @@ def test_recall_tells_calls_apart():
     """After a call is remembered, each of these is another one."""
     q, k, v = tensors()
     op.forget()
-    arguments = (None, None, 0.0, 0.0, "bhsd", False, "auto")
+    arguments = (None, None, 0.0, 0.0, "bhsd", False, "auto", "exact")
     tilewise.attention(q, k, v)
     assert op.recall(q, k, v, arguments) is not None
     storage = torch.randn(1 * 2 * 8 * 16 + 1)
@@ -133,6 +133,7 @@ def test_recall_tells_calls_apart():
     ]
     assert all(op.recall(*tensors, arguments) is None for tensors in others)
     assert op.recall(q, k, v, ("causal", *arguments[1:])) is None
+    assert op.recall(q, k, v, (*arguments[:-1], "tf32")) is None
     assert op.recall(q, k, v, ([], *arguments[1:])) is None
     assert op.recall(None, k, v, arguments) is None
     with torch.utils.flop_counter.FlopCounterMode(display=False):

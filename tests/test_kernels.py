@@ -27,7 +27,7 @@ RATCHET = Path(__file__).resolve().parent / "ratchet.json"
 BACKENDS = {"sm80": "HMMA", "sm90": "HGMMA"}
 MOST_SMEM = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "sm_90a": 227 * 1024}
 # Kernels whose names begin so hold no matrix product.
-ELEMENTWISE = ("combine", "preprocess", "postprocess")
+ELEMENTWISE = ("combine", "preprocess", "postprocess", "split")
 PRESENT = [name for name in BACKENDS if importlib.util.find_spec(f"tilewise.backends.{name}")]
 
 

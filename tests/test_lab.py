@@ -108,6 +108,15 @@ def test_explain_takes_every_option() -> None:
     assert {verdict["backend"] for verdict in told["verdicts"]} == set(BACKENDS)
 
 
+def test_explain_tells_the_error_of_a_precision() -> None:
+    exact, rough = (
+        run(f"explain --shape 1,8,512,64 --dtype float32 --precision {precision} --target h200").stdout
+        for precision in ("exact", "tf32")
+    )
+    assert "relative error about 4e-7" in exact
+    assert "relative error about 4e-4" in rough
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [

@@ -40,6 +40,39 @@ def test_opcheck_of_the_backward():
     assert set(results.values()) == {"SUCCESS"}
 
 
+def test_precision_reaches_the_plan_by_every_way():
+    q, k, v = inputs(1, 2, 5, 4, dtype=torch.float32)
+    seen = []
+    planned = tilewise.op.plan
+
+    def spy(problem, target, backend):
+        seen.append(problem.precision)
+        return planned(problem, target, backend)
+
+    tilewise.op.forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tilewise.op, "plan", spy)
+        tilewise.attention(q, k, v, precision="tf32")
+        options = ("full", None, 0.0, "bhsd", "tiled", True)
+        out, lse = torch.ops.tilewise.attention(q, k, v, None, *options, "tf32")
+        out.sum().backward()
+        grads = torch.ops.tilewise.attention_backward(out, None, q, k, v, None, out, lse, *options, [True] * 3, "tf32")
+    tilewise.op.forget()
+    assert set(seen) == {"tf32"}
+    assert [grad.shape for grad in grads] == [q.shape] * 3
+
+
+def test_operators_that_do_not_name_a_precision_mean_exact():
+    q, k, v = inputs(1, 2, 5, 4, dtype=torch.float32, grad=False)
+    options = ("causal", None, 0.0, "bhsd", "tiled", True)
+    out, lse = torch.ops.tilewise.attention(q, k, v, None, *options)
+    named, _ = torch.ops.tilewise.attention(q, k, v, None, *options, "exact")
+    assert torch.equal(out, named)
+    old = torch.ops.tilewise.attention_backward(out, None, q, k, v, None, out, lse, *options, [True] * 3)
+    new = torch.ops.tilewise.attention_backward(out, None, q, k, v, None, out, lse, *options, [True] * 3, "exact")
+    assert all(torch.equal(one, other) for one, other in zip(old, new, strict=True))
+
+
 @pytest.mark.parametrize("backend", OURS)
 @pytest.mark.parametrize("mask", [None, Causal("bottom-right"), Window(1, 1), Documents((0, 2, 4), (0, 1, 3))])
 def test_gradcheck_of_out_and_lse(backend, mask):

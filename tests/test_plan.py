@@ -45,6 +45,8 @@ PROBLEMS = {
     "boolean mask, 64 over a tile": make_problem((2, 8, 576, 64), BF16, mask=Dense((2, 1, 576, 576)), needs_grad=True),
     "additive mask": make_problem((2, 8, 512, 64), FP32, mask=Dense((8, 512, 512), additive=True)),
     "float32": make_problem((2, 16, 4096, 64), FP32),
+    "float32, tf32": make_problem((2, 16, 4096, 64), FP32, precision="tf32"),
+    "float32, unaligned": make_problem((1, 8, 512, 64), FP32, strides=Strides.UNALIGNED),
     "float32, training": make_problem((2, 16, 4096, 64), FP32, mask=Causal(), needs_grad=True),
     "float64": make_problem((1, 2, 64, 32), FP64),
     "odd head_dim": make_problem((1, 8, 512, 60), BF16),

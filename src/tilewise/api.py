@@ -18,7 +18,7 @@ from .errors import InvalidInput, UnsupportedProblem
 from .masks import Causal, Documents, Full, Mask, Window
 from .op import Options
 from .plan import AUTO, BACKENDS, Plan, plan
-from .problem import Layout, Problem, check_constant, check_tensors, describe
+from .problem import Layout, Precision, Problem, check_constant, check_tensors, describe
 from .target import Target
 
 Tensor = torch.Tensor
@@ -31,6 +31,7 @@ _log = logging.getLogger("tilewise")
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike = None, scale: float | None = None, softcap: float = 0.0,
     dropout: float = 0.0, layout: Layout = "bhsd", return_lse: Literal[False] = False, backend: str = AUTO,
+    precision: Precision = "exact",
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -38,6 +39,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike = None, scale: float | None = None, softcap: float = 0.0,
     dropout: float = 0.0, layout: Layout = "bhsd", return_lse: Literal[True], backend: str = AUTO,
+    precision: Precision = "exact",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -53,6 +55,7 @@ def attention(
     layout: Layout = "bhsd",
     return_lse: bool = False,
     backend: str = AUTO,
+    precision: Precision = "exact",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention: softmax(mask(softcap(scale * q k^T))) v.
 
@@ -65,21 +68,23 @@ def attention(
     softcap  scores become softcap * tanh(score / softcap) before the mask; 0 = off.
     dropout  probability, by PyTorch's backends only; applied whenever it is not 0, like F.scaled_dot_product_attention.
     backend  "auto", or a name from `tilewise.explain`; a named backend runs or raises, it never falls back.
+    precision  for float32: "exact", the error of float32 arithmetic; or "tf32", which lets a kernel round the operands
+             of its products to 11 bits (relative error about 4e-4) where that is faster.
 
     Returns out shaped like q with head_dim_v, in q's dtype and memory order; with return_lse=True also the natural-log
     sum of exp of each row's scores, (batch, heads_q, seq_q) in float32, differentiable. A row that sees no key gives
     out = 0 and lse = -inf, and its gradients are 0.
     """
     if torch.compiler.is_compiling():
-        return _traced(q, k, v, mask, scale, softcap, dropout, layout, return_lse, backend)
-    arguments = (mask, scale, softcap, dropout, layout, return_lse, backend)
+        return _traced(q, k, v, mask, scale, softcap, dropout, layout, return_lse, backend, precision)
+    arguments = (mask, scale, softcap, dropout, layout, return_lse, backend, precision)
     call = op.recall(q, k, v, arguments) if type(mask) in _HASHABLE_MASKS else None
     if call is not None:
         if layout == "bshd":
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out, lse = op.execute(call, q, k, v, None)
     elif dropout or _is_transformed(q, k, v):
-        return _outside_op(q, k, v, mask, scale, softcap, dropout, layout, return_lse, backend)
+        return _outside_op(q, k, v, mask, scale, softcap, dropout, layout, return_lse, backend, precision)
     else:
         out, lse = _first_time(q, k, v, arguments)
     out = out.transpose(1, 2) if layout == "bshd" else out
@@ -171,8 +176,8 @@ _HASHABLE_MASKS = frozenset((type(None), str, Full, Causal, Window, Documents))
 
 def _first_time(q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
     """A call that no earlier one resembles: check, plan, run and remember it."""
-    mask, scale, softcap, _, layout, return_lse, backend = arguments
-    views = _arguments(q, k, v, mask, scale, softcap, layout, return_lse, backend)
+    mask, scale, softcap, _, layout, return_lse, backend, precision = arguments
+    views = _arguments(q, k, v, mask, scale, softcap, layout, return_lse, backend, precision)
     if not op.is_plain(*views[:3]):
         return op.run(*views)
     call = op.prepare(*views, op.needs_grad(*views[:3]))
@@ -183,7 +188,7 @@ def _first_time(q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...]) -> 
 
 def _arguments(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, scale: float | None, softcap: float, layout: Layout,
-    return_lse: bool, backend: str,
+    return_lse: bool, backend: str, precision: Precision,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Options]:  # fmt: skip
     """bhsd views, the mask tensor if there is one, and the options."""
     if layout == "bshd":
@@ -193,15 +198,15 @@ def _arguments(
     if bias is not None:  # here, and not only where the call is planned: a remembered plan has not seen this tensor
         check_constant(bias)
     text = "full" if mask is None else "" if bias is not None else str(mask)
-    return q, k, v, bias, Options(text, scale, softcap, layout, backend, return_lse)
+    return q, k, v, bias, Options(text, scale, softcap, layout, backend, return_lse, precision)
 
 
 def _traced(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, scale: float | None, softcap: float, dropout: float,
-    layout: Layout, return_lse: bool, backend: str,
+    layout: Layout, return_lse: bool, backend: str, precision: Precision,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Inside torch.compile: the graph gets one op, and planning happens when it runs, so lengths may change freely."""
-    q, k, v, bias, options = _arguments(q, k, v, mask, scale, softcap, layout, return_lse, backend)
+    q, k, v, bias, options = _arguments(q, k, v, mask, scale, softcap, layout, return_lse, backend, precision)
     if dropout:
         out = _traced_dropout(q, k, v, bias, options, dropout)
         return out.transpose(1, 2) if layout == "bshd" else out
@@ -225,11 +230,20 @@ def _traced_dropout(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, option
 
 def _outside_op(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, scale: float | None, softcap: float, dropout: float,
-    layout: Layout, return_lse: bool, backend: str,
+    layout: Layout, return_lse: bool, backend: str, precision: Precision,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Calls our op must not see: transforms and forward AD need composite code, dropout PyTorch's own autograd."""
     problem = describe(
-        q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout, layout=layout, needs_lse=return_lse
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=scale,
+        softcap=softcap,
+        dropout=dropout,
+        layout=layout,
+        needs_lse=return_lse,
+        precision=precision,
     ).with_(transformed=_is_transformed(q, k, v))
     chosen = plan(problem, Target.of(q.device), backend)
     bias = mask if isinstance(mask, Tensor) else None

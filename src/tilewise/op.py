@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from .backends import Backend, Grads
     from .masks import Mask
-    from .problem import Layout, Problem
+    from .problem import Layout, Precision, Problem
 
 Tensor = torch.Tensor
 
@@ -50,6 +50,7 @@ class Options(NamedTuple):
     layout: Layout = "bhsd"
     backend: str = AUTO
     needs_lse: bool = False
+    precision: Precision = "exact"
 
 
 class Call(NamedTuple):
@@ -167,6 +168,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Opti
         scale=options.scale,
         softcap=options.softcap,
         needs_lse=options.needs_lse,
+        precision=options.precision,
     ).with_(layout=options.layout, needs_grad=needs_grad)
     chosen = plan(problem, Target.of(q.device), options.backend)
     backend, config = BACKENDS[chosen.backend], chosen.config
@@ -375,7 +377,8 @@ def _backward_op(
     options: Options,
     wants: Wants,
 ) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.tilewise.attention_backward(dout, dlse, q, k, v, bias, out, lse, *options, list(wants))
+    *others, precision = options
+    grads = torch.ops.tilewise.attention_backward(dout, dlse, q, k, v, bias, out, lse, *others, list(wants), precision)
     return tuple(grad if want else None for grad, want in zip(grads, wants, strict=True))
 
 
@@ -400,11 +403,13 @@ def _differentiable_grads(
     return tuple(next(grads) if want else None for want in wants)
 
 
+# Invariant: `precision` stands last, after `wants` too, with a default: graphs that were saved without it still load.
 _OPTIONS = "str mask, float? scale, float softcap, str layout, str backend, bool needs_lse"
-_FORWARD_SCHEMA = f"(Tensor q, Tensor k, Tensor v, Tensor? bias, {_OPTIONS}) -> (Tensor, Tensor)"
+_PRECISION = "str precision='exact'"
+_FORWARD_SCHEMA = f"(Tensor q, Tensor k, Tensor v, Tensor? bias, {_OPTIONS}, {_PRECISION}) -> (Tensor, Tensor)"
 _BACKWARD_SCHEMA = (
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor out, Tensor lse, "
-    f"{_OPTIONS}, bool[] wants) -> (Tensor, Tensor, Tensor)"
+    f"{_OPTIONS}, bool[] wants, {_PRECISION}) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -433,10 +438,16 @@ def _attention_backward(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients with the strides of empty_like(input), as the fake kernel promises; empty where not wanted."""
-    *options, wants = rest
-    call = prepare(q, k, v, bias, Options(*options), True)
-    grads = call.backward(dout, dlse, (q, k, v, out, lse), bias, tuple(wants))
+    options, wants = _split_rest(rest)
+    call = prepare(q, k, v, bias, options, True)
+    grads = call.backward(dout, dlse, (q, k, v, out, lse), bias, wants)
     return tuple(_like(grad, tensor) for grad, tensor in zip(grads, (q, k, v), strict=True))  # type: ignore[return-value]
+
+
+def _split_rest(rest: tuple[Any, ...]) -> tuple[Options, Wants]:
+    """The options and `wants` among a backward's last arguments. PyTorch leaves out a precision that is the default."""
+    before = len(Options._fields) - 1
+    return Options(*rest[:before], *rest[before + 1 :]), tuple(rest[before])
 
 
 def _like(grad: Tensor | None, tensor: Tensor) -> Tensor:
@@ -462,7 +473,7 @@ def _fake_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    wants = rest[-1]
+    _, wants = _split_rest(rest)
     return tuple(  # type: ignore[return-value]
         torch.empty_like(tensor) if want else tensor.new_empty(0) for tensor, want in zip((q, k, v), wants, strict=True)
     )
@@ -484,7 +495,7 @@ def _autograd_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *o
     _tell_flop_counters()
     if needs_grad(q, k, v):
         out, lse = _Attention.apply(q, k, v, bias, Options(*options))  # type: ignore[no-untyped-call]
-        return out, lse if options[-1] else _no_lse(q)
+        return out, lse if Options(*options).needs_lse else _no_lse(q)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.tilewise.attention(q, k, v, bias, *options)  # type: ignore[no-any-return]
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from .backends import reference, sm80, sm90, tiled, torch_sdpa, triton
 from .errors import InvalidInput, Reason, UnsupportedProblem
 from .masks import Causal, Dense, Full, Window
@@ -101,6 +103,8 @@ class Rule(NamedTuple):
 RULES: tuple[Rule, ...] = (
     Rule("reference", "nothing to compute: every output is 0 or absent",
          lambda problem, target: problem.empty),
+    Rule("reference", "float64 has no fused kernel on a GPU: the specification computes it",
+         lambda problem, target: problem.dtype is torch.float64 and not target.is_cpu and _fits_the_reference(problem)),
     Rule("sm90", "our Hopper kernel: skips what the mask hides, masks only the tiles it cuts, needs no mask tensor"),
     Rule("torch-cudnn", "the fastest of PyTorch's kernels on Hopper and later",
          lambda problem, target: target.capability >= (9, 0)),
@@ -109,6 +113,8 @@ RULES: tuple[Rule, ...] = (
     Rule("torch-flash", "PyTorch's fused CPU kernel: no score ever reaches memory",
          lambda problem, target: target.is_cpu),
     Rule("torch-flash", "PyTorch's FlashAttention-2 kernel: fused, O(N) memory"),
+    Rule("sm80", "our FlashAttention-2 kernel in float32: TF32 products on tensor cores, skips what the mask hides",
+         lambda problem, target: problem.dtype is torch.float32),
     Rule("sm80", "our FlashAttention-2 kernel: takes the windows, alignments and softcaps that PyTorch's does not"),
     Rule("triton", "knows the window by name and skips what it hides; PyTorch's kernels would read it as a tensor",
          lambda problem, target: not target.is_cpu and _is_narrow(problem) and isinstance(problem.mask, Window)),
@@ -141,6 +147,10 @@ def _is_sparse_by_structure(problem: Problem) -> bool:
     visible = mask.pairs(problem.seq_q, problem.seq_kv)
     sparse = visible < _WORTH_SKIPPING * problem.seq_q * problem.seq_kv
     return sparse and not named and problem.dtype.itemsize >= 4
+
+
+def _fits_the_reference(problem: Problem) -> bool:
+    return 2 * _scores_bytes(problem) <= _HELD_SCORES
 
 
 def _is_narrow(problem: Problem) -> bool:
@@ -227,7 +237,8 @@ def _scores_bytes(problem: Problem) -> int:
 
 def _bound(problem: Problem, target: Target) -> dict[str, float | str] | None:
     """Roofline of the forward: no kernel on this target can be faster. None where the target's rates are unknown."""
-    rate = target.peak_flops(problem.dtype)
+    # "tf32" may take one product of 16-bit parts where "exact" takes three.
+    rate = target.flops_16bit if problem.precision == "tf32" else target.peak_flops(problem.dtype)
     if not rate or not target.dram_bytes_per_s:
         return None
     compute, memory = problem.flops() / rate, problem.min_bytes() / target.dram_bytes_per_s
@@ -295,7 +306,8 @@ def _work_text(problem: Problem, target: Target) -> str:
     if bound is None:
         return text
     microseconds = float(bound["seconds"]) * 1e6
-    return f"{text}; bound by {bound['by']}: {microseconds:.1f} us at the {dtype_name(problem.dtype)} peak"
+    peak = dtype_name(problem.dtype) if problem.precision == "exact" else problem.precision
+    return f"{text}; bound by {bound['by']}: {microseconds:.1f} us at the {peak} peak"
 
 
 def _si(value: float) -> str:

@@ -19,6 +19,7 @@ from .errors import InvalidInput
 from .masks import Dense, Full, Mask
 
 Layout = Literal["bhsd", "bshd"]
+Precision = Literal["exact", "tf32"]
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -61,6 +62,7 @@ class Problem:
     needs_grad: bool = False
     needs_lse: bool = False
     deterministic: bool = False
+    precision: Precision = "exact"  # "tf32": float32 products may round their operands to 11 bits
     transformed: bool = False  # under vmap, jvp or another functorch transform: only composite code is right there
 
     def __post_init__(self) -> None:
@@ -84,6 +86,7 @@ class Problem:
                 "'bhsd' (batch, heads, seq, dim) or 'bshd' (batch, seq, heads, dim)",
                 "name the order of your tensors' dimensions",
             )
+        _check_precision(self.precision, self.dtype)
         if self.scale == 0.0:
             object.__setattr__(self, "scale", 1.0 / math.sqrt(self.head_dim))
         _check_number("scale", self.scale, math.isfinite(self.scale), "a finite number other than 0")
@@ -161,6 +164,8 @@ class Problem:
                 text += f" {name}={getattr(self, name):g}"
         if self.layout != "bhsd":
             text += f" {self.layout}"
+        if self.precision != "exact":
+            text += f" {self.precision}"
         if self.strides is not Strides.ALIGNED:
             text += f" {self.strides.value}"
         for name, label in (("needs_grad", "grad"), ("needs_lse", "lse"), ("deterministic",) * 2, ("transformed",) * 2):
@@ -180,6 +185,7 @@ def describe(
     dropout: float = 0.0,
     layout: Layout = "bhsd",
     needs_lse: bool = False,
+    precision: Precision = "exact",
 ) -> Problem:
     """The Problem that these tensors pose. Raises InvalidInput for tensors that pose none."""
     check_tensors(q, k, v)
@@ -217,6 +223,7 @@ def describe(
         needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         needs_lse=needs_lse,
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        precision=precision,
     )
 
 
@@ -241,6 +248,17 @@ def _check_heads(heads_q: int, heads_kv: int) -> None:
         f"{heads_q} query heads over {heads_kv} key/value heads",
         "a whole number of query heads for each key/value head",
         "use as many, or a divisor: grouped queries need heads_q % heads_kv == 0",
+    )
+
+
+def _check_precision(precision: str, dtype: torch.dtype) -> None:
+    if precision == "exact" or (precision == "tf32" and dtype is torch.float32):
+        return
+    raise InvalidInput(
+        "precision",
+        f"{precision!r} for {dtype_name(dtype)}",
+        "'exact', or for float32 also 'tf32'",
+        "leave precision out: every other dtype has its own",
     )
 
 

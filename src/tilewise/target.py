@@ -56,7 +56,12 @@ class Target:
         return "cpu" if self.is_cpu else f"sm_{self.capability[0]}{self.capability[1]}"
 
     def peak_flops(self, dtype: _Dtype) -> float:
-        """Fastest exact-enough rate of the matrix units for this dtype; 0 where unknown."""
+        """Fastest exact-enough rate of the matrix units for this dtype; 0 where unknown.
+
+        A float32 product is as accurate when it is made of three products of 16-bit parts.
+        """
+        if dtype is torch.float32:
+            return max(self.flops_fp32, self.flops_16bit / 3)
         return self.flops_16bit if dtype in (torch.bfloat16, torch.float16) else self.flops_fp32
 
     @classmethod

@@ -51,6 +51,9 @@ alignas(1024) unsigned char smem_bytes[232448] asm("model_shared_memory");
 namespace tilewise::sm90 {
 extern unsigned char smem_bytes[] asm("model_shared_memory");
 }
+namespace tilewise::sm90::float32 {
+extern unsigned char smem_bytes[] asm("model_shared_memory");
+}
 namespace tilewise::sm80 {
 extern unsigned char smem_bytes[] asm("model_shared_memory");
 }
@@ -233,6 +236,13 @@ inline void run_block(dim3 grid, dim3 size, dim3 at, unsigned seed) {
 inline void __syncthreads() {
   model::meet(model::whole_block, static_cast<int>(model::block->fibers.size()));
 }
+inline int __syncthreads_or(int mine) {
+  const auto seen = model::meet(model::whole_block, static_cast<int>(model::block->fibers.size()),
+                                {static_cast<uint64_t>(mine != 0)});
+  for (const auto& [thread, values] : seen)
+    if (values[0]) return 1;
+  return 0;
+}
 inline void __syncwarp() { model::meet(model::warps + model::warp(), 32); }
 template <typename T>
 inline T shuffle(T value, int from) {
@@ -256,6 +266,10 @@ inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); 
 inline float __log2f(float x) { return log2f(x); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline void __threadfence() {}
+inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
+inline unsigned atomicMax(unsigned* place, unsigned x) {
+  return std::exchange(*place, *place > x ? *place : x);
+}
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
   unsigned chosen = 0;

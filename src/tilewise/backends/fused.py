@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from ..masks import Causal
 from . import empty_out
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from ..problem import Problem
+    from ..target import Target
     from . import Grads, Wants
 
 # (q and k, v and out): a head runs in the first class that holds it, zero-filled by the copies.
@@ -35,6 +37,21 @@ def head_dim_class(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 def matrix_bytes(rows: int, columns: int) -> int:
     """Of 16-bit numbers in shared memory: panels of 64 columns, 128 bytes a row."""
     return -(-columns // 64) * rows * 128
+
+
+def head_sections(problem: Problem, target: Target) -> int:
+    """How many groups of (batch, head) pairs are worked on one after the other.
+
+    Equal tiles: pairs that share their keys make a section, so that neighbours read the same keys from DRAM once.
+    Causal tiles: about as many pairs as the L2 cache holds, since the longest of a section come first and the shortest
+    fill the gaps. Rounded down: long tiles of a small last section would have little beside them.
+    """
+    pairs = problem.batch * problem.heads_q
+    if not isinstance(problem.mask, Causal):
+        return pairs // problem.group
+    kv_bytes = problem.seq_kv * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    held = max(1, target.l2_bytes // 2 // kv_bytes) * problem.group
+    return max(1, pairs // held)
 
 
 def remembered(known: dict[Any, _Made], key: Hashable, make: Callable[[], _Made]) -> _Made:

@@ -46,7 +46,10 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 
 def notices(problem: Problem, target: Target) -> list[str]:
     scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv * _work_dtype(problem.dtype).itemsize
-    return [f"holds every score at once: {scores / 2**20:.1f} MiB"]
+    said = [f"holds every score at once: {scores / 2**20:.1f} MiB"]
+    if problem.dtype is torch.float64 and not target.is_cpu:
+        said.append("float64 runs in plain operations: for a fused kernel cast q, k and v to float32")
+    return said
 
 
 def configs(problem: Problem, target: Target) -> list[Any]:

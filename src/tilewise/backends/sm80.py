@@ -32,8 +32,8 @@ from ..jit import (
 from ..masks import Causal, Full, Window
 from ..problem import Strides, dtype_name
 from ..target import TARGETS, Target
-from . import empty_out, sm80_backward
-from .fused import BoundBackward, BoundForward, bound_forward, head_dim_class, remembered
+from . import empty_out, sm80_backward, sm80_float32, sm80_float32_backward
+from .fused import BoundBackward, BoundForward, bound_forward, head_dim_class, head_sections, remembered
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -44,7 +44,7 @@ LEAST_CAPABILITY = (8, 0)
 MOST_ROWS = 1 << 28  # of a sequence: row + band limits stay within 32 bits
 LEAST_TILE, MOST_TILES = 32, (1 << 31) - 1  # rows of any kernel's tile; CTAs of a grid
 HEAD_DIM_LIMIT = 256
-_DTYPES = (torch.bfloat16, torch.float16)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _RESERVED_SMEM = 1024  # of a multiprocessor's shared memory, for each CTA on it
 _REGISTERS = 65536
 _PLAN_BYTES = 36  # a warp
@@ -110,6 +110,9 @@ class Config:
         return self.smem_bytes <= target.smem_per_block and together <= target.smem_per_sm
 
 
+AnyConfig = Config | sm80_float32.Config
+
+
 def why_not(problem: Problem, target: Target) -> list[Reason]:
     reasons = []
 
@@ -130,15 +133,22 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
     )
     refuse(
         problem.dtype not in _DTYPES,
-        f"dtype {dtype_name(problem.dtype)} is neither bfloat16 nor float16",
+        f"dtype {dtype_name(problem.dtype)} is none of bfloat16, float16, float32",
         "cast q, k and v",
     )
+    chunk = 4 if _is_float32(problem) else 8
     refuse(
-        any(dim % 8 for dim in dims),
-        f"head_dim {dims[0]}, v {dims[1]}: not multiples of 8 (16 bytes)",
-        "pad the heads with zeros to a multiple of 8",
+        any(dim % chunk for dim in dims),
+        f"head_dim {dims[0]}, v {dims[1]}: not multiples of {chunk} (16 bytes)",
+        f"pad the heads with zeros to a multiple of {chunk}",
     )
     refuse(max(dims) > HEAD_DIM_LIMIT, f"head_dim {max(dims)} is over {HEAD_DIM_LIMIT}", "use backend='auto'")
+    refuse(
+        _is_float32(problem) and problem.needs_grad and max(dims) > sm80_float32_backward.HEAD_DIM_LIMIT,
+        f"head_dim {max(dims)} is over {sm80_float32_backward.HEAD_DIM_LIMIT}, the most of the float32 backward, which "
+        "keeps dk and dv in registers",
+        "call it under torch.no_grad(), or use backend='auto'",
+    )
     refuse(
         not isinstance(problem.mask, Full | Causal | Window),
         f"mask {problem.mask} is not a diagonal band",
@@ -187,6 +197,8 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 def notices(problem: Problem, target: Target) -> list[str]:
     if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
         return []
+    if _is_float32(problem):
+        return sm80_float32.notices(problem)
     entry = _tuned(problem, target)
     said = [] if entry is None else [tuned.cite(entry)]
     head_dim, head_dim_v = head_dim_class(problem.head_dim, problem.head_dim_v)
@@ -196,14 +208,16 @@ def notices(problem: Problem, target: Target) -> list[str]:
     return [*said, f"heads of {dims} run in the {head_dim}/{head_dim_v} kernel, zero-filled"]
 
 
-def configs(problem: Problem, target: Target) -> list[Config]:
+def configs(problem: Problem, target: Target) -> list[AnyConfig]:
     """Legal configs, best first: what `tilewise tune` found on this device, then the shipped table's."""
+    if _is_float32(problem):
+        return shipped(problem, target)
     entry = _tuned(problem, target)
     found = shipped(problem, target)
     return found if entry is None else list(dict.fromkeys([Config(**entry["config"]), *found]))
 
 
-def shipped(problem: Problem, target: Target) -> list[Config]:
+def shipped(problem: Problem, target: Target) -> list[AnyConfig]:
     """Configs of the table that ships and fit the target, best first.
 
     A row with smaller tiles than usual may be for problems only that it spreads over the multiprocessors in one wave
@@ -211,6 +225,8 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     """
     if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
         return []
+    if _is_float32(problem):
+        return list(sm80_float32.configs(problem, target))
     classes = head_dim_class(problem.head_dim, problem.head_dim_v)
     capped = problem.softcap > 0
     small, fitting = [], []
@@ -227,15 +243,17 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     return [*small, *fitting]
 
 
-def search_space(problem: Problem, target: Target) -> list[Config]:
+def search_space(problem: Problem, target: Target) -> list[AnyConfig]:
     """Every config that may run: tiles that fit shared memory, sums that fit the registers.
 
     The bound on registers is that of the arrays a thread holds; whether the compiler keeps to it, its log tells.
     """
     if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
         return []
+    if _is_float32(problem):
+        return list(sm80_float32.search_space(problem, target))
     head_dim, head_dim_v = classes = head_dim_class(problem.head_dim, problem.head_dim_v)
-    found = []
+    found: list[AnyConfig] = []
     for warps, row_tiles, block_kv in product((2, 4, 8), (1, 2), (32, 64, 96, 128)):
         for stages, q_in_registers, ctas in product((1, 2), (False, True), (1, 2, 3, 4)):
             row = {"head_dims": classes, "warps": warps, "row_tiles": row_tiles, "block_kv": block_kv}
@@ -258,13 +276,13 @@ def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
 
 def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
     """The entry of the user's own table for this device, if its config still has the fields of ours."""
-    if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
+    if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT or _is_float32(problem):
         return None
     entry = tuned.find("sm80", target.name, *tuning_key(problem))
     return entry if entry is not None and set(entry["config"]) == set(Config.__slots__) else None
 
 
-def details(problem: Problem, target: Target, config: Config) -> list[str]:
+def details(problem: Problem, target: Target, config: AnyConfig) -> list[str]:
     """How the launch fills the GPU, for `explain`."""
     work = _work(problem, config)
     together = target.sms * config.ctas_per_sm
@@ -284,7 +302,8 @@ def all_units() -> list[Unit]:
                 if config.fits(target):
                     kernel = unit(config, target.arch)
                     units[kernel.label] = kernel
-    return [*units.values(), *sm80_backward.all_units()]
+    float32 = [*sm80_float32.all_units(), *sm80_float32_backward.all_units()]
+    return [*units.values(), *sm80_backward.all_units(), *float32]
 
 
 def compiled_targets() -> list[Target]:
@@ -293,9 +312,11 @@ def compiled_targets() -> list[Target]:
 
 
 @functools.cache
-def unit(config: Config, arch: str = "") -> Unit:
+def unit(config: AnyConfig, arch: str = "") -> Unit:
     """The kernel for an architecture, by default that of the current GPU."""
     arch = arch or Target.of("cuda").arch
+    if isinstance(config, sm80_float32.Config):
+        return sm80_float32.unit(config, arch)
     source = f"""#include "sm80/forward.cuh"
 {layout_asserts(_Params, "tilewise::sm80::Params")}
 constexpr tilewise::sm80::Config config = {cpp_literal(config)};
@@ -314,7 +335,7 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     problem: Problem,
-    config: Config | None = None,
+    config: AnyConfig | None = None,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     key = (problem, config, q.stride(), k.stride(), v.stride(), q.device)
@@ -324,8 +345,11 @@ def forward(
 _bound: dict[tuple[Any, ...], BoundForward] = {}
 
 
-def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Config | None) -> BoundForward:
+def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: AnyConfig | None) -> BoundForward:
     """`forward` for tensors with these shapes, strides and device: the kernel is loaded, all but addresses decided."""
+    if _is_float32(problem):
+        return sm80_float32.bind(q, k, v, problem, config if isinstance(config, sm80_float32.Config) else None)
+    assert not isinstance(config, sm80_float32.Config)
     if problem.empty:
         return bound_forward(q, problem, None)
     out = empty_out(q, problem.head_dim_v, problem.layout)
@@ -345,12 +369,15 @@ def backward(
     bias: torch.Tensor | None = None,
     wants: Wants = (True, True, True),
 ) -> Grads:
+    if _is_float32(problem):
+        own = config if isinstance(config, sm80_float32_backward.BackwardConfig) else None
+        return sm80_float32_backward.backward(dout, dlse, q, k, v, out, lse, problem, own, wants)
     chosen = config if isinstance(config, sm80_backward.BackwardConfig) else None
     return sm80_backward.backward(dout, dlse, q, k, v, out, lse, problem, chosen, wants)
 
 
 def bind_backward(problem: Problem) -> BoundBackward:
-    return sm80_backward.bind(problem)
+    return sm80_float32_backward.bind(problem) if _is_float32(problem) else sm80_backward.bind(problem)
 
 
 _Params = params_struct(
@@ -392,7 +419,7 @@ class _Launch:
         config: Config | None,
     ) -> None:
         target = Target.of(q.device)
-        config = config or configs(problem, target)[0]
+        config = config or _first(configs(problem, target))
         self._device = q.device.index
         function = function_for(unit(config, target.arch), self._device)
         self._launch = Launch(function, (_work(problem, config), 1, 1), (config.threads, 1, 1), config.smem_bytes)
@@ -425,31 +452,27 @@ def _fixed_params(problem: Problem, config: Config, target: Target) -> dict[str,
         "band_first_shift": offset - left,
         "band_end_shift": offset + right + 1,
         "q_tiles": -(-problem.seq_q // config.block_q),
-        "sections": _sections(problem, target),
+        "sections": head_sections(problem, target),
         "longest_first": int(isinstance(problem.mask, Causal)),
         "scale_log2": (problem.softcap if capped else problem.scale) * LOG2_E,
         "softcap_in": 2 * LOG2_E * problem.scale / problem.softcap if capped else 0.0,
     }
 
 
-def _sections(problem: Problem, target: Target) -> int:
-    """How many groups of (batch, head) pairs are worked on one after the other.
-
-    Equal tiles: pairs that share their keys make a section, so that neighbours read the same keys from DRAM once.
-    Causal tiles: about as many pairs as the L2 cache holds, since the longest of a section come first and the shortest
-    fill the gaps. Rounded down: long tiles of a small last section would have little beside them.
-    """
-    pairs = problem.batch * problem.heads_q
-    if not isinstance(problem.mask, Causal):
-        return pairs // problem.group
-    kv_bytes = problem.seq_kv * (problem.head_dim + problem.head_dim_v) * 2
-    held = max(1, target.l2_bytes // 2 // kv_bytes) * problem.group
-    return max(1, pairs // held)
-
-
-def _work(problem: Problem, config: Config) -> int:
+def _work(problem: Problem, config: AnyConfig) -> int:
     """Output tiles."""
     return problem.batch * problem.heads_q * -(-problem.seq_q // config.block_q)
+
+
+def _is_float32(problem: Problem) -> bool:
+    return problem.dtype is torch.float32
+
+
+def _first(found: list[AnyConfig]) -> Config:
+    """The config of a 16-bit problem."""
+    config = found[0]
+    assert isinstance(config, Config)
+    return config
 
 
 def _matrix_bytes(rows: int, columns: int) -> int:

@@ -295,8 +295,8 @@ class Workspace:
         return cls(0, rows, turns, dq_sums, dq_sums + rows * config.head_dim)
 
 
-class _Stage:
-    """One of the three kernels, with its arguments, all but addresses filled in."""
+class Stage:
+    """One of the kernels, with its arguments, all but addresses filled in."""
 
     __slots__ = ("arguments", "launch")
 
@@ -330,7 +330,7 @@ class _Launch:
         arch = target.arch
         heads = problem.batch * problem.heads_q
         rows = _padded_rows(problem, config)
-        self._pre = _Stage(
+        self._pre = Stage(
             preprocess_unit(config.bf16, _LANES[config.head_dim_v], arch),
             _PreprocessParams,
             _preprocess_params(problem, config, out, dout),
@@ -338,7 +338,7 @@ class _Launch:
             EDGE_THREADS,
             self._device,
         )
-        self._main = _Stage(
+        self._main = Stage(
             main_unit(config, arch),
             _MainParams,
             _main_params(problem, config, target) | _strides({"q": q, "k": k, "v": v, "dout": dout, "dk": k, "dv": v}),
@@ -346,7 +346,7 @@ class _Launch:
             config.threads,
             self._device,
         )
-        self._post = _Stage(
+        self._post = Stage(
             postprocess_unit(config, arch),
             _PostprocessParams,
             _postprocess_params(problem, config) | _strides({"dq": q}),
@@ -426,7 +426,7 @@ def _main_params(problem: Problem, config: BackwardConfig, target: Target) -> di
         "band_end_shift": offset + right + 1,
         "q_tiles": _padded_rows(problem, config) // config.block_q,
         "kv_tiles": -(-problem.seq_kv // config.block_kv),
-        "sections": _sections(problem, target),
+        "sections": key_sections(problem, target),
         "rows_descend": int(problem.deterministic and isinstance(problem.mask, Causal)),
         "scale": problem.scale,
         "scale_log2": scale_log2,
@@ -462,7 +462,7 @@ def _padded_rows(problem: Problem, config: BackwardConfig) -> int:
     return -(-problem.seq_q // config.block_q) * config.block_q
 
 
-def _sections(problem: Problem, target: Target) -> int:
+def key_sections(problem: Problem, target: Target) -> int:
     """Into how many runs the KV heads are divided that are worked on one after another.
 
     Equal tiles: one head a run, since its tiles read the same queries and add to the same dQ. Causal tiles: as many
@@ -471,7 +471,8 @@ def _sections(problem: Problem, target: Target) -> int:
     pairs = problem.batch * problem.heads_kv
     if not isinstance(problem.mask, Causal):
         return pairs
-    head_bytes = problem.group * problem.seq_q * (6 * problem.head_dim + 2 * problem.head_dim_v)
+    size = problem.dtype.itemsize
+    head_bytes = problem.group * problem.seq_q * ((size + 4) * problem.head_dim + size * problem.head_dim_v)
     most = max(1, target.l2_bytes * 2 // 3 // head_bytes)
     return -(-pairs // most)
 

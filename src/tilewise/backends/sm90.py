@@ -35,7 +35,7 @@ from ..jit import launch as driver
 from ..masks import Causal, Full, Window
 from ..problem import Strides, dtype_name
 from ..target import Target
-from . import empty_out, sm90_backward
+from . import empty_out, sm90_backward, sm90_float32
 from .fused import BoundBackward, BoundForward, bound_forward, head_dim_class, matrix_bytes, remembered
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ LOG2_E = math.log2(math.e)
 MOST_ROWS = 1 << 28  # of a sequence: row + band limits stay within 32 bits
 HEAD_DIM_LIMIT = 256
 MASK_KINDS = ("full", "causal", "window")  # as enum MaskKind counts them
-_DTYPES = (torch.bfloat16, torch.float16)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COUNTERS = 1 << 14
 _COMBINE_ROWS = 4  # a CTA, a warp each
 # Of the keys' tiles, before splitting them among CTAs pays for putting the parts together, and of a part.
@@ -127,6 +127,9 @@ class Config:
         return f"{tile}, stages K {self.k_stages} V {self.v_stages}, {self.smem_bytes / 1024:.0f} KiB shared"
 
 
+AnyConfig = Config | sm90_float32.Config
+
+
 def why_not(problem: Problem, target: Target) -> list[Reason]:
     reasons = []
 
@@ -147,8 +150,13 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
     )
     refuse(
         problem.dtype not in _DTYPES,
-        f"dtype {dtype_name(problem.dtype)} is neither bfloat16 nor float16",
+        f"dtype {dtype_name(problem.dtype)} is none of bfloat16, float16, float32",
         "cast q, k and v",
+    )
+    refuse(
+        _is_float32(problem) and problem.needs_grad,
+        "the float32 kernel has no backward",
+        "call it under torch.no_grad(), or use backend='auto'",
     )
     refuse(
         any(dim % 8 for dim in dims),
@@ -172,7 +180,7 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
         "negate q and the scale",
     )
     refuse(
-        problem.strides is not Strides.ALIGNED,
+        problem.strides is not Strides.ALIGNED and not (_is_float32(problem) and problem.strides is Strides.UNALIGNED),
         f"strides are {problem.strides.value}: TMA needs a contiguous last dimension, 16-byte bases and strides",
         "call .contiguous() on the input that is not",
     )
@@ -192,6 +200,8 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 def notices(problem: Problem, target: Target) -> list[str]:
     if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
         return []
+    if _is_float32(problem):
+        return sm90_float32.notices(problem)
     entry = _tuned(problem, target)
     said = [] if entry is None else [tuned.cite(entry)]
     head_dim, head_dim_v = head_dim_class(problem.head_dim, problem.head_dim_v)
@@ -201,14 +211,16 @@ def notices(problem: Problem, target: Target) -> list[str]:
     return [*said, f"heads of {dims} run in the {head_dim}/{head_dim_v} kernel, zero-filled"]
 
 
-def configs(problem: Problem, target: Target) -> list[Config]:
+def configs(problem: Problem, target: Target) -> list[AnyConfig]:
     """Legal configs, best first: what `tilewise tune` found on this device, then the shipped table's."""
+    if _is_float32(problem):
+        return shipped(problem, target)
     entry = _tuned(problem, target)
     found = shipped(problem, target)
     return found if entry is None else list(dict.fromkeys([Config(**entry["config"]), *found]))
 
 
-def shipped(problem: Problem, target: Target) -> list[Config]:
+def shipped(problem: Problem, target: Target) -> list[AnyConfig]:
     """Configs of the table that ships, best first.
 
     A row of the table may be for some lengths of keys only (`least_seq_kv`, `most_seq_kv`), or, with smaller tiles than
@@ -217,6 +229,8 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     """
     if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
         return []
+    if _is_float32(problem):
+        return list(sm90_float32.configs(problem))
     kind = _mask_kind(problem)
     classes = head_dim_class(problem.head_dim, problem.head_dim_v)
     softcap = problem.softcap > 0
@@ -236,16 +250,18 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     return [*split, *sorted(small, key=lambda config: config.block_q), *fitting]
 
 
-def search_space(problem: Problem, target: Target) -> list[Config]:
+def search_space(problem: Problem, target: Target) -> list[AnyConfig]:
     """Every config that may run: tiles that wgmma has, stages that fit shared memory, sums that fit the registers.
 
     The bound on registers is that of the arrays a consumer holds; whether the compiler keeps to it, its log tells.
     """
     if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
         return []
+    if _is_float32(problem):
+        return list(sm90_float32.configs(problem))
     kind, classes = _mask_kind(problem), head_dim_class(problem.head_dim, problem.head_dim_v)
     smem_per_block = target.smem_per_block or 227 * 1024
-    found = []
+    found: list[AnyConfig] = []
     for consumers, block_kv, (k_stages, v_stages) in product((1, 2, 3, 4), _BLOCKS_KV, _STAGES):
         for pingpong, ctas in product((False, True), (1, 2)):
             row = {"consumers": consumers, "block_kv": block_kv, "k_stages": k_stages, "v_stages": v_stages}
@@ -270,14 +286,16 @@ def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
 
 def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
     """The entry of the user's own table for this device, if its config still has the fields of ours."""
-    if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
+    if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT or _is_float32(problem):
         return None
     entry = tuned.find("sm90", target.name, *tuning_key(problem))
     return entry if entry is not None and set(entry["config"]) == set(Config.__slots__) else None
 
 
-def details(problem: Problem, target: Target, config: Config) -> list[str]:
+def details(problem: Problem, target: Target, config: AnyConfig) -> list[str]:
     """How the launch fills the GPU, for `explain`."""
+    if isinstance(config, sm90_float32.Config):
+        return sm90_float32.details(problem, config)
     folded = _folded(problem)
     tiles, splits = _work(folded, config), _splits(folded, config, target)
     work = tiles * splits
@@ -298,11 +316,14 @@ def all_units() -> list[Unit]:
         for row, bf16 in product(rows, (True, False)):
             config = _config(row, classes, bf16, MASK_KINDS.index(kind), softcap)
             units[config.name] = unit(config)
-    return [*units.values(), combine_unit(True), combine_unit(False), *sm90_backward.all_units()]
+    parts = [combine_unit(True), combine_unit(False)]
+    return [*units.values(), *parts, *sm90_float32.all_units(), *sm90_backward.all_units()]
 
 
 @functools.cache
-def unit(config: Config) -> Unit:
+def unit(config: AnyConfig) -> Unit:
+    if isinstance(config, sm90_float32.Config):
+        return sm90_float32.unit(config)
     source = f"""#include "sm90/forward.cuh"
 {layout_asserts(_Params, "tilewise::sm90::Params")}
 constexpr tilewise::sm90::Config config = {cpp_literal(config)};
@@ -335,7 +356,7 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     problem: Problem,
-    config: Config | None = None,
+    config: AnyConfig | None = None,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     key = (problem, config, q.stride(), k.stride(), v.stride(), q.device)
@@ -345,8 +366,11 @@ def forward(
 _bound: dict[tuple[Any, ...], BoundForward] = {}
 
 
-def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Config | None) -> BoundForward:
+def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: AnyConfig | None) -> BoundForward:
     """`forward` for tensors with these shapes, strides and device: the kernel is loaded, all but addresses decided."""
+    if _is_float32(problem):
+        return sm90_float32.bind(q, k, v, problem, config if isinstance(config, sm90_float32.Config) else None)
+    assert not isinstance(config, sm90_float32.Config)
     if problem.empty:
         return bound_forward(q, problem, None)
     out = empty_out(q, problem.head_dim_v, problem.layout)
@@ -357,7 +381,7 @@ def _launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, problem: Problem, config: Config | None
 ) -> _Launch | _SplitLaunch:
     target = Target.of(q.device)
-    config = config or configs(problem, target)[0]
+    config = config or _first(configs(problem, target))
     folded = _folded(problem)
     if folded is not problem and _lies_folded(q) and _lies_folded(out):
         rows = (folded.batch, folded.heads_q, folded.seq_q)
@@ -665,6 +689,17 @@ def _lies_folded(tensor: torch.Tensor) -> bool:
 def _is_dynamic(problem: Problem, work: int, ctas: int) -> bool:
     """Equal tiles need no dynamic order, and with one tile a CTA there is nothing to hand out."""
     return problem.mask != Full() and work > ctas
+
+
+def _is_float32(problem: Problem) -> bool:
+    return problem.dtype is torch.float32
+
+
+def _first(found: list[AnyConfig]) -> Config:
+    """The config of a 16-bit problem."""
+    config = found[0]
+    assert isinstance(config, Config)
+    return config
 
 
 def _mask_kind(problem: Problem) -> int:

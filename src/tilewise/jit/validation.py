@@ -22,6 +22,7 @@ ENGINE = (
     "test_seam.py",
     "test_sm80.py",
     "test_sm80_backward.py",
+    "test_sm80_float32.py",
     "test_sm90.py",
     "test_sm90_backward.py",
     "test_three_way.py",

@@ -129,12 +129,12 @@ def _our_forward(problem: Problem, inputs: Inputs, backend: str) -> Forward:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     mask = problem.mask if inputs.bias is None else inputs.bias
     scale, softcap, dropout, layout = problem.scale, problem.softcap, problem.dropout, problem.layout
-    return_lse = problem.needs_lse
+    return_lse, precision = problem.needs_lse, problem.precision
 
     def forward() -> Any:
         out = attention(
             q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout, layout=layout,
-            return_lse=return_lse, backend=backend,
+            return_lse=return_lse, backend=backend, precision=precision,
         )  # type: ignore[call-overload]  # fmt: skip
         if layout == "bhsd":
             return out

@@ -101,6 +101,7 @@ def explain(
     grad: Annotated[bool, typer.Option("--grad", help="Gradients will be wanted.")] = False,
     lse: Lse = False,
     deterministic: Deterministic = False,
+    precision: Annotated[str, typer.Option(help="exact, or for float32 also tf32.")] = "exact",
     target: TargetName = "auto",
     torch_version: TorchVersion = None,
     backend: Annotated[str, typer.Option(help="Only this backend, or auto.")] = AUTO,
@@ -110,7 +111,7 @@ def explain(
     with exit_codes():
         problem = make_problem(
             shape, kv_heads, seq_kv, head_dim_v, dtype, mask, scale, softcap, dropout, layout, grad, lse, deterministic
-        )
+        ).with_(precision=precision)
         chosen = plan(problem, make_target(target, torch_version), backend)
         if json:
             report.print_json(chosen.to_dict())

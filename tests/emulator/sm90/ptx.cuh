@@ -29,9 +29,22 @@ inline u32 smem_address(const void* pointer) {
 inline u32 swizzled(u32 address) { return address ^ ((address >> 7 & 7) << 4); }
 
 inline bool elect_one() { return model::lane() == 0; }
+
+struct NamedBarrier {
+  int arrived = 0;
+  long generation = 0;
+};
+inline std::map<int, NamedBarrier> named_barriers;
+template <int threads>
+inline void barrier_arrive(int id) {
+  NamedBarrier& barrier = named_barriers[id];
+  if (++barrier.arrived == threads) barrier.arrived = 0, ++barrier.generation;
+}
 template <int threads>
 inline void barrier_sync(int id) {
-  model::meet(model::named + id, threads);
+  const long before = named_barriers[id].generation;
+  barrier_arrive<threads>(id);
+  model::wait_until([id, before] { return named_barriers[id].generation != before; });
 }
 
 // --- mbarrier ---
@@ -139,7 +152,8 @@ inline void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
 }
 
 inline const bool ptx_forgets =
-    (model::forgetters.push_back([] { barriers.clear(), stores_under_way.clear(); }), true);
+    (model::forgetters.push_back([] { barriers.clear(), named_barriers.clear(), stores_under_way.clear();
+     }), true);
 
 inline void wait_for_previous_grid() {}
 inline void allow_next_grid() {}

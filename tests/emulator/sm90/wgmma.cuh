@@ -4,6 +4,8 @@
 // 128-byte swizzle.
 #pragma once
 
+#include <climits>
+
 #include "ptx.cuh"
 
 namespace tilewise::wgmma {
@@ -85,6 +87,33 @@ inline float from_registers(const std::vector<Issued>& issued, int row, int k, b
   return ptx::widened(static_cast<u16>(k % 2 ? word >> 16 : word), bf16);
 }
 
+// What the tensor core makes of c + sum a b over sixteen k: products are exact, all addends are cut
+// off 25 binary places below the exponent of the largest, their sum is exact, and is cut off to
+// float32. Ref: MMA-Sim, which reports this to be bit for bit what sm_90a does.
+inline float step_of_tensor_core(float c, const float* a, const float* b, int b_stride) {
+  double addends[17] = {c};
+  int exponent = c == 0.0f ? INT_MIN : std::ilogb(c);
+  bool finite = std::isfinite(c);
+  for (int k = 0; k < 16; ++k) {
+    const float x = a[k], y = b[k * b_stride];
+    addends[k + 1] = static_cast<double>(x) * y;
+    finite = finite && std::isfinite(x) && std::isfinite(y);
+    if (addends[k + 1] != 0.0) exponent = std::max(exponent, std::ilogb(x) + std::ilogb(y));
+  }
+  if (!finite) {
+    double sum = 0;
+    for (double addend : addends) sum += addend;
+    return static_cast<float>(sum);
+  }
+  if (exponent == INT_MIN) return 0.0f;
+  const double unit = std::ldexp(1.0, exponent - 25);
+  long long sum = 0;
+  for (double addend : addends) sum += static_cast<long long>(addend / unit);
+  const double exact = static_cast<double>(sum) * unit;
+  const float rounded = static_cast<float>(exact);
+  return std::abs(rounded) > std::abs(exact) ? std::nextafterf(rounded, 0.0f) : rounded;
+}
+
 inline void multiply_now(const std::vector<Issued>& issued, int n, bool bf16, bool transposed,
                          bool a_transposed) {
   const bool in_registers = issued[0].registers != nullptr;
@@ -107,9 +136,9 @@ inline void multiply_now(const std::vector<Issued>& issued, int n, bool bf16, bo
     for (int i = 0; i < n / 2; ++i) {
       const int row = 16 * warp + lane / 4 + (i >> 1 & 1) * 8,
                 column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      float sum = issued[thread].accumulate ? issued[thread].d[i] : 0.0f;
-      for (int k = 0; k < 16; ++k) sum += a_values[row * 16 + k] * b_values[k * n + column];
-      issued[thread].d[i] = sum;
+      issued[thread].d[i] =
+          step_of_tensor_core(issued[thread].accumulate ? issued[thread].d[i] : 0.0f,
+                              &a_values[row * 16], &b_values[column], n);
     }
   }
 }

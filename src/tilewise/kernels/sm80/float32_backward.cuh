@@ -1,0 +1,446 @@
+// clang-format off
+// Gradients of float32 attention for every GPU from sm_80 on: cp.async loads, TF32 products by mma.sync, three to
+// one of float32. One CTA a KV tile.
+//
+// Symbols. Q, dO (seq_q x d, dv) of one (batch, head), K, V (seq_k x d, dv) of its KV head; lse from the
+// forward; D = rowsum(dO * O) - dlse. A CTA owns block_kv keys of one KV head, a warp 16 of them, and goes
+// through the query tiles of block_q rows that see them, head by head of the group.
+//
+//   1. S^T = K Q^T                        K and Q from shared memory (float32_products.cuh)
+//   2. softcap: S = tanh(S * scale / cap), scale = cap
+//   3. partial tiles: S[r, k] = -inf where row r does not see key k
+//   4. P = e^(scale S - lse)
+//   5. dP^T = V dO^T
+//   6. dS = P * (dP - D)                  softcap: times the slope 1 - S^2; to shared memory for step 9
+//   7. dV += P^T dO                       P^T as it comes out of the first product
+//   8. dK += scale dS^T Q                 likewise
+//   9. dQ += scale dS K                   added up over KV tiles in global memory
+// Sums of steps 7 and 8 leave the tensor core after every query tile, 32 columns at a time, and are added
+// outside of it. float32_preprocess makes the row terms of 4 and 6 and zeroes dQ.
+//
+// Roles. All warps do the same. Keys are rows of S^T, so that P^T and dS^T are operands of 7 and 8 in the
+// registers they are in; only dQ, whose sum goes over the keys of all warps, needs dS in shared memory. Its
+// blocks of 32 columns and 16 or 32 rows are divided over the warps.
+//
+// Shared memory (struct Float32BackwardSmem): K and V of the CTA; `stages` tiles of Q and dO with their row
+// terms; dS.
+//
+// Synchronisation. Two barriers a step, all __syncthreads:
+//   before  everybody's copies of this step have arrived; dS of the step before is read. With two stages
+//           the copies for the next step then overwrite the Q and dO of the step before
+//   middle  dS is written; Q and dO are read: with one stage the copies for the next step overwrite them,
+//           under step 9
+// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter a query
+// tile says whose turn it is; a barrier follows the wait for it, and another precedes passing it on.
+//
+// Registers of a thread: (d + dv) / 2 of dK and dV, block_q / 2 each of P and dS, 32 of fresh sums.
+// clang-format on
+#pragma once
+
+#include "../sm90/softmax.cuh"
+#include "float32_backward_config.cuh"
+
+namespace tilewise::sm80 {
+
+template <Float32BackwardConfig config>
+struct Float32Backward {
+  static constexpr bool exact = config.exact;
+  static constexpr int block_q = config.block_q, block_kv = config.block_kv();
+  static constexpr int threads = config.threads();
+  static constexpr int panels = config.head_dim / float_panel;
+  static constexpr int panels_v = config.head_dim_v / float_panel;
+  static constexpr int panel_sums = float_panel / 2;  // numbers a lane has of 16 rows of a panel
+  // Blocks of 16 rows of dQ that a warp takes at once.
+  static constexpr int dq_tiles =
+      block_q % 32 == 0 && block_q / 32 * panels % config.warps == 0 ? 2 : 1;
+  using Scores = float[block_q / 2];
+
+  const Float32BackwardParams& params;
+  Float32BackwardSmem<config>& smem;
+  // Why in shared memory: registers are for what the products need.
+  const BackwardPlan& plan = smem.plan;
+  const int lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+  const bool descend = params.rows_descend != 0;
+
+  StepCursor cursor{plan, descend};
+  float dk[config.head_dim / 2];
+  float dv[config.head_dim_v / 2];
+
+  __device__ __forceinline__ int head_of(const StepCursor& step) const {
+    return plan.head_kv * params.heads_per_kv + step.head;
+  }
+  // Index of a step's query tile among those of all heads.
+  __device__ __forceinline__ long long tile_index(const StepCursor& step) const {
+    const long long batch = plan.batch;
+    return (batch * params.heads_kv * params.heads_per_kv + head_of(step)) * params.q_tiles +
+           step.q_tile;
+  }
+
+  __device__ __forceinline__ void load_keys() {
+    const int first = plan.kv_tile * block_kv;
+    TileCopy<block_kv, halves(config.head_dim), threads>{params.k, plan.batch, plan.head_kv,
+                                                         params.head_dim}
+        .load(ptx::smem_address(smem.k), first, params.seq_k);
+    TileCopy<block_kv, halves(config.head_dim_v), threads>{params.v, plan.batch, plan.head_kv,
+                                                           params.head_dim_v}
+        .load(ptx::smem_address(smem.v), first, params.seq_k);
+  }
+
+  __device__ __forceinline__ void load_step(const StepCursor& step, int slot) {
+    const int first = step.q_tile * block_q, head = head_of(step);
+    TileCopy<block_q, halves(config.head_dim), threads>{params.q, plan.batch, head, params.head_dim}
+        .load(ptx::smem_address(smem.q[slot]), first, params.seq_q);
+    TileCopy<block_q, halves(config.head_dim_v), threads>{params.dout, plan.batch, head,
+                                                          params.head_dim_v}
+        .load(ptx::smem_address(smem.dout[slot]), first, params.seq_q);
+    constexpr int chunks = block_q / 4;
+    static_assert(2 * chunks <= threads);
+    const int chunk = ptx::thread_again() % chunks, which = ptx::thread_again() / chunks;
+    const long long at = tile_index(step) * block_q + chunk * 4;
+    if (which == 0)
+      ptx::cp_async_16(ptx::smem_address(&smem.lse[slot][chunk * 4]), params.lse + at, 16);
+    else if (which == 1)
+      ptx::cp_async_16(ptx::smem_address(&smem.row_terms[slot][chunk * 4]), params.row_terms + at,
+                       16);
+  }
+
+  // A B^T of this warp's 16 rows of A and a tile of B, both with the sum along their rows.
+  __device__ __forceinline__ void multiply_rows(u32 a_matrix, u32 b_matrix, int dim,
+                                                Scores& product) {
+    u32 a_lane = lane_by_rows(a_matrix) + warp * panel_bytes(16);
+    u32 b_lane = lane_by_columns(b_matrix);
+    Sums<exact, block_q / 2> sums;
+    sums.clear();
+#pragma unroll
+    for (int i = 0; i < block_q / 2; ++i) product[i] = 0.0f;
+    // Why not all panels of the class: the others are zero; and the assembler, which does not know
+    // their number, does not unroll the loop beyond the instruction cache.
+    const int panels = ceil_div(dim, panel_columns);
+#pragma unroll 1
+    for (int panel = 0; panel < panels; ++panel) {
+#pragma unroll
+      for (int step = 0; step < float_panel / 8; ++step) {
+        PartsA<exact> a;
+        load_a<block_kv>(a_lane, step, a);
+#pragma unroll
+        for (int pair = 0; pair < block_q / 16; ++pair) {
+          PartsB<exact> b[2];
+          load_b_along<block_q>(b_lane + pair * panel_bytes(16), step, b);
+          sums.add(2 * pair, a, b);
+        }
+      }
+      sums.drain(product);
+      a_lane += panel_bytes(block_kv);
+      b_lane += panel_bytes(block_q);
+    }
+#pragma unroll
+    for (int i = 0; i < block_q / 2; ++i) product[i] += sums.total(i);
+  }
+
+  // Step 3. The thread's queries in the tile are 8j + 2(lane % 4) + {0, 1}.
+  __device__ __forceinline__ void hide(Scores& s) {
+    const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+    const int query = cursor.q_tile * block_q + 2 * (lane % 4);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int key = plan.kv_tile * block_kv + warp * 16 + lane / 4 + 8 * r;
+      const int first = first_row_of(band, key) - query;
+      const int end = key < params.seq_k ? end_row_of(band, key, params.seq_q) - query : first;
+#pragma unroll
+      for (int i = 0; i < block_q / 2; ++i) {
+        if (row_of(i) != r) continue;
+        const int offset = i / 4 * 8 + i % 2;
+        s[i] = offset >= first && offset < end ? s[i] : -infinity;
+      }
+    }
+  }
+
+  // Steps 1 to 6. `slopes` is touched with a softcap only.
+  __device__ __forceinline__ void weigh(int slot, Scores& p, Scores& ds) {
+    constexpr float log2_e = 1.44269504088896341f;
+    const float* row_lse = smem.lse[slot] + 2 * (lane % 4);
+    const float* row_term = smem.row_terms[slot] + 2 * (lane % 4);
+    float slopes[config.softcap ? block_q / 2 : 1];
+    multiply_rows(ptx::smem_address(smem.k), ptx::smem_address(smem.q[slot]), params.head_dim, p);
+    if constexpr (config.softcap) {
+#pragma unroll
+      for (int i = 0; i < block_q / 2; ++i) {
+        p[i] = tanhf(p[i] * params.softcap_in);
+        slopes[i] = fmaf(-p[i], p[i], 1.0f);
+      }
+    }
+    if (plan.partial(cursor.q_tile)) hide(p);
+#pragma unroll
+    for (int i = 0; i < block_q / 2; ++i) {
+      const float lse = row_lse[i / 4 * 8 + i % 2];
+      p[i] = ptx::ex2(fmaf(p[i], params.softmax_scale, -lse) * log2_e);
+    }
+    multiply_rows(ptx::smem_address(smem.v), ptx::smem_address(smem.dout[slot]), params.head_dim_v,
+                  ds);
+#pragma unroll
+    for (int i = 0; i < block_q / 2; ++i) {
+      ds[i] = p[i] * (ds[i] - row_term[i / 4 * 8 + i % 2]);
+      if constexpr (config.softcap) ds[i] *= slopes[i];
+    }
+  }
+
+  // dS^T of this warp's keys into the queries x keys matrix. Conflict-free: eight keys are two
+  // chunks, and four neighbouring pairs of queries put them in different ones.
+  __device__ __forceinline__ void store_ds(const Scores& ds) {
+    const int g = lane / 4, row = 2 * (lane % 4);
+    const u32 panel = ptx::smem_address(smem.ds) + warp / 2 * panel_bytes(block_q) + g / 2 * 4;
+#pragma unroll
+    for (int i = 0; i < block_q / 2; ++i) {
+      const int chunk = warp % 2 * 4 + row_of(i) * 2 + g % 2;
+      ptx::store_shared(panel + i / 4 * swizzle_atom_bytes + swizzled_chunk(row + i % 2, chunk),
+                        __float_as_uint(ds[i]));
+    }
+  }
+
+  // total += x^T B, x as an accumulator of keys x queries, B a tile of as many rows.
+  template <int columns>
+  __device__ __forceinline__ void add_product(const Scores& x, u32 b_matrix,
+                                              float (&total)[columns / 2]) {
+    const u32 b_lane = lane_across(b_matrix);
+#pragma unroll
+    for (int panel = 0; panel < columns / float_panel; ++panel) {
+      Sums<exact, panel_sums> sums;
+      sums.clear();
+      const u32 half = ptx::load_shared_again(ptx::smem_address(&smem.half));
+      // Never so. Why: the assembler, which does not know, ends one panel before it begins the
+      // next.
+      if (half == 0) break;
+#pragma unroll
+      for (int step = 0; step < block_q / 8; ++step) {
+        PartsA<exact> a;
+        PartsB<exact> b[4];
+        load_b_across<block_q>(b_lane, step, panel, b);
+        accumulator_as_a(&x[4 * step], half, a);
+        sums.add(0, a, b);
+      }
+#pragma unroll
+      for (int i = 0; i < panel_sums; ++i) total[panel * panel_sums + i] += sums.total(i);
+    }
+  }
+
+  // Waits for the KV tiles before this one to have added to the step's dQ.
+  // Why this cannot hang: whoever is waited for has a smaller block index, so it runs already.
+  __device__ __forceinline__ void await_turn() {
+    if (params.turns == nullptr) return;
+    if (threadIdx.x == 0) {
+      const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+      const int first_tile = band.first_key(cursor.q_tile * block_q) / block_kv;
+      const int* turn = params.turns + tile_index(cursor);
+      while (ptx::load_acquire(turn) < plan.kv_tile - first_tile) {
+      }
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if (params.turns == nullptr) return;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) ptx::add_release(params.turns + tile_index(cursor), 1);
+  }
+
+  // Adds 16 x 32 numbers to dQ, rows from `first_row` of the sequence and columns from
+  // `first_column` on.
+  __device__ __forceinline__ void add_to_dq(const Sums<exact, panel_sums>& sums, int first_row,
+                                            int first_column) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + lane / 4 + 8 * r;
+      if (row >= params.seq_q) continue;
+      float* place =
+          reinterpret_cast<float*>(params.dq.row(plan.batch, head_of(cursor), row)) + first_column;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (config.vector_sums) {
+          if (i >= 2) continue;
+          const int column = 8 * (lane % 4) + 4 * i;
+          if (halves(first_column + column) < params.head_dim)
+            ptx::add_to_global(place + column, sums.total(2 * r + i) * params.scale,
+                               sums.total(4 + 2 * r + i) * params.scale,
+                               sums.total(8 + 2 * r + i) * params.scale,
+                               sums.total(12 + 2 * r + i) * params.scale);
+        } else {
+          const int column = 8 * i + 2 * (lane % 4);
+          if (halves(first_column + column) >= params.head_dim) continue;
+          ptx::add_to_global(place + column, sums.total(4 * i + 2 * r) * params.scale);
+          ptx::add_to_global(place + column + 1, sums.total(4 * i + 2 * r + 1) * params.scale);
+        }
+      }
+    }
+  }
+
+  // Step 9.
+  __device__ __forceinline__ void add_dq() {
+    constexpr int items = block_q / 16 / dq_tiles * panels;
+    const u32 ds_lane = lane_by_rows(ptx::smem_address(smem.ds));
+    const u32 k_lane = config.vector_sums ? lane_across(ptx::smem_address(smem.k))
+                                          : lane_across_by_one(ptx::smem_address(smem.k));
+    await_turn();
+#pragma unroll 1
+    for (int item = warp; item < items; item += config.warps) {
+      const int panel = item % panels, block = item / panels * dq_tiles;
+      Sums<exact, panel_sums> sums[dq_tiles];
+#pragma unroll
+      for (int t = 0; t < dq_tiles; ++t) sums[t].clear();
+#pragma unroll
+      for (int step = 0; step < block_kv / 8; ++step) {
+        PartsB<exact> b[4];
+        if constexpr (config.vector_sums)
+          load_b_across<block_kv>(k_lane, step, panel, b);
+        else
+          load_b_across_by_one<block_kv>(k_lane, step, panel, b);
+#pragma unroll
+        for (int t = 0; t < dq_tiles; ++t) {
+          PartsA<exact> a;
+          load_a<block_q>(ds_lane + (block + t) * panel_bytes(16), step, a);
+          sums[t].add(0, a, b);
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < dq_tiles; ++t)
+        add_to_dq(sums[t], cursor.q_tile * block_q + (block + t) * 16, panel * float_panel);
+    }
+    pass_turn();
+  }
+
+  // One gradient of this warp's keys. A lane has the columns 8 (lane % 4) to + 7 of every panel.
+  template <int columns>
+  __device__ __forceinline__ void store_keys(const float (&x)[columns / 2], float factor,
+                                             const Tensor& gradient, int dim) {
+    if (gradient.data == nullptr) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int key = plan.kv_tile * block_kv + warp * 16 + lane / 4 + 8 * r;
+      if (key >= params.seq_k) continue;
+      float* row =
+          reinterpret_cast<float*>(gradient.row(plan.batch, plan.head_kv, key)) + 8 * (lane % 4);
+#pragma unroll
+      for (int half = 0; half < 2 * columns / float_panel; ++half) {
+        const int column = half / 2 * float_panel + half % 2 * 4;
+        if (halves(column + 8 * (lane % 4)) >= dim) continue;
+        const float* quad = &x[half / 2 * panel_sums + 2 * r + half % 2];
+        *reinterpret_cast<float4*>(row + column) =
+            float4{quad[0] * factor, quad[4] * factor, quad[8] * factor, quad[12] * factor};
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+#pragma unroll
+    for (int i = 0; i < config.head_dim / 2; ++i) dk[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < config.head_dim_v / 2; ++i) dv[i] = 0.0f;
+    const int steps = plan.touched.count() * params.heads_per_kv;
+    if (steps > 0) {
+      load_keys();
+      load_step(cursor, 0);
+    }
+    ptx::cp_async_commit();
+    int slot = 0;
+    for (int step = 0; step < steps; ++step) {
+      StepCursor next = cursor;
+      next.advance(plan, descend);
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      if (config.stages == 2 && step + 1 < steps) load_step(next, slot ^ 1);
+      if constexpr (config.stages == 2) ptx::cp_async_commit();
+      Scores p, ds;
+      weigh(slot, p, ds);
+      store_ds(ds);
+      add_product<config.head_dim_v>(p, ptx::smem_address(smem.dout[slot]), dv);
+      add_product<config.head_dim>(ds, ptx::smem_address(smem.q[slot]), dk);
+      __syncthreads();
+      if (config.stages == 1 && step + 1 < steps) load_step(next, 0);
+      if constexpr (config.stages == 1) ptx::cp_async_commit();
+      if (params.dq.data != nullptr) add_dq();
+      if constexpr (config.stages == 2) slot ^= 1;
+      cursor = next;
+    }
+    store_keys<config.head_dim_v>(dv, 1.0f, params.dv, params.head_dim_v);
+    store_keys<config.head_dim>(dk, params.scale, params.dk, params.head_dim);
+  }
+};
+
+template <Float32BackwardConfig config>
+__device__ __forceinline__ void float32_backward(const Float32BackwardParams& params) {
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  Float32BackwardSmem<config>& smem = *reinterpret_cast<Float32BackwardSmem<config>*>(smem_bytes);
+  if (threadIdx.x == 0) {
+    smem.plan = make_plan<config>(params, blockIdx.x);
+    smem.half = tf32_half;
+  }
+  __syncthreads();
+  Float32Backward<config>{params, smem}.run();
+}
+
+// --- what stands before: row terms and zeroes ---
+
+struct Float32PreprocessParams {
+  Tensor out;
+  Tensor dout;
+  Tensor dq;          // data null, or to be zeroed
+  const float* lse;   // (batch, heads, seq_q)
+  const float* dlse;  // null, or likewise
+  float* padded_lse;  // (batch, heads, rows), rows padded to the query tile
+  float* row_terms;   // likewise
+  int* turns;         // null, or one a query tile, to be zeroed
+  int heads;
+  int seq_q;
+  int rows;
+  int head_dim;    // the real one
+  int head_dim_v;  // likewise
+  int block_q;
+};
+
+constexpr int float32_edge_threads = 256;
+constexpr int float32_edge_rows = 32;
+
+// A block: 32 rows of one head, four columns a lane, `lanes` lanes a row.
+template <int lanes>
+__device__ __forceinline__ void float32_preprocess(const Float32PreprocessParams& params) {
+  constexpr int rows_at_once = float32_edge_threads / lanes;
+  const int blocks = params.rows / float32_edge_rows, batch_head = blockIdx.x / blocks;
+  const int batch = batch_head / params.heads, head = batch_head % params.heads;
+  const int lane = threadIdx.x % lanes, column = lane * 4;
+  const int first_row = blockIdx.x % blocks * float32_edge_rows;
+  const long long first = static_cast<long long>(batch_head) * params.rows + first_row;
+  if (params.turns != nullptr && threadIdx.x < float32_edge_rows &&
+      (first_row + threadIdx.x) % params.block_q == 0)
+    params.turns[(first + threadIdx.x) / params.block_q] = 0;
+#pragma unroll 1
+  for (int i = 0; i < float32_edge_rows; i += rows_at_once) {
+    const int in_block = i + threadIdx.x / lanes, row = first_row + in_block;
+    const bool exists = row < params.seq_q;
+    float sum = 0.0f;
+    if (exists && halves(column) < params.head_dim_v) {
+      const float4 a = *reinterpret_cast<const float4*>(
+          reinterpret_cast<const float*>(params.out.row(batch, head, row)) + column);
+      const float4 b = *reinterpret_cast<const float4*>(
+          reinterpret_cast<const float*>(params.dout.row(batch, head, row)) + column);
+      sum = fmaf(a.x, b.x, a.y * b.y) + fmaf(a.z, b.z, a.w * b.w);
+    }
+    if (exists && params.dq.data != nullptr && halves(column) < params.head_dim)
+      *reinterpret_cast<float4*>(reinterpret_cast<float*>(params.dq.row(batch, head, row)) +
+                                 column) = float4{};
+#pragma unroll
+    for (int distance = lanes / 2; distance > 0; distance /= 2)
+      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    if (lane != 0) continue;
+    // Rows that do not exist or see no key: +inf makes every weight 0.
+    float lse = infinity;
+    if (exists) {
+      const long long at = static_cast<long long>(batch_head) * params.seq_q + row;
+      if (params.lse[at] != -infinity) lse = params.lse[at];
+      if (params.dlse != nullptr) sum -= params.dlse[at];
+    }
+    params.padded_lse[first + in_block] = lse;
+    params.row_terms[first + in_block] = lse == infinity ? 0.0f : sum;
+  }
+}
+
+}  // namespace tilewise::sm80

@@ -1,0 +1,87 @@
+// The compile-time choices of the float32 backward kernel, its parameters, plan and shared memory.
+#pragma once
+
+#include "backward_config.cuh"
+#include "float32_products.cuh"
+
+namespace tilewise::sm80 {
+
+// Mirrored field by field by `BackwardConfig` in backends/sm80_float32_backward.py.
+struct Float32BackwardConfig {
+  bool exact;      // three products of TF32 parts, else one
+  int head_dim;    // class of q and k: smaller heads are zero-filled up to it
+  int head_dim_v;  // class of v and dout, likewise
+  int block_q;     // query rows a step
+  int warps;       // of 16 keys each
+  int stages;      // of Q and dO
+  bool softcap;
+  bool vector_sums;  // sums of dQ are added four at a time (sm_90 on)
+  int ctas_per_sm;
+
+  TILEWISE_INLINE int block_kv() const { return warps * 16; }
+  TILEWISE_INLINE int threads() const { return warps * 32; }
+};
+
+// Invariant: strides of tensors and head dims count halves of floats, for copies do (tiles.cuh).
+struct Float32BackwardParams {
+  Tensor q;
+  Tensor k;
+  Tensor v;
+  Tensor dout;
+  Tensor dq;               // zeroed; data null: not wanted
+  Tensor dk;               // likewise, but not zeroed
+  Tensor dv;               // likewise
+  const float* lse;        // (batch, heads, rows padded to block_q); +inf where no key is seen
+  const float* row_terms;  // likewise: rowsum(dO * O) - dlse
+  int* turns;  // null, or zeroed (batch, heads, q_tiles): dQ is summed in the order of the keys
+  int batch;
+  int heads_kv;
+  int heads_per_kv;
+  int seq_q;
+  int seq_k;
+  int head_dim;    // the real one
+  int head_dim_v;  // likewise
+  int band_first_shift;
+  int band_end_shift;
+  int q_tiles;
+  int kv_tiles;
+  int sections;
+  int rows_descend;     // 1: from the last query tile to the first
+  float scale;          // of scores
+  float softmax_scale;  // of what the softmax is of: scale, or with a softcap the cap
+  float softcap_in;     // scale / cap
+};
+
+template <Float32BackwardConfig config>
+__device__ __forceinline__ BackwardPlan make_plan(const Float32BackwardParams& params, int work) {
+  const Schedule schedule{params.heads_kv, params.batch * params.heads_kv, params.kv_tiles,
+                          params.sections, 0};
+  const WorkTile tile = schedule.tile(work);
+  const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+  BackwardPlan plan{tile.batch, tile.head, tile.q_tile, {0, 0}, {0, 0}};
+  const int first_key = plan.kv_tile * config.block_kv(), end_key = first_key + config.block_kv();
+  query_tiles(band, first_key, min_int(end_key, params.seq_k), params.seq_q, config.block_q,
+              plan.touched, plan.full);
+  if (end_key > params.seq_k) plan.full = {0, 0};
+  return plan;
+}
+
+template <Float32BackwardConfig config>
+struct Float32BackwardSmem {
+  alignas(1024) unsigned char k[matrix_bytes(config.block_kv(), halves(config.head_dim))];
+  alignas(1024) unsigned char v[matrix_bytes(config.block_kv(), halves(config.head_dim_v))];
+  alignas(
+      1024) unsigned char q[config.stages][matrix_bytes(config.block_q, halves(config.head_dim))];
+  alignas(1024) unsigned char dout[config.stages]
+                                  [matrix_bytes(config.block_q, halves(config.head_dim_v))];
+  // Queries x keys. Eight keys lie in the order 0 2 4 6 1 3 5 7 (float32_products.cuh).
+  alignas(1024) unsigned char ds[matrix_bytes(config.block_q, halves(config.block_kv()))];
+  alignas(16) float lse[config.stages][config.block_q];
+  alignas(16) float row_terms[config.stages][config.block_q];
+  BackwardPlan plan;
+  u32 half;  // tf32_half, as in Float32Smem
+  static_assert(config.head_dim % float_panel == 0 && config.head_dim_v % float_panel == 0);
+  static_assert(config.block_kv() % float_panel == 0 && config.block_q % 16 == 0);
+};
+
+}  // namespace tilewise::sm80

@@ -1,0 +1,177 @@
+// clang-format off
+// Products of float32 matrices by TF32 tensor cores, and where their operands lie.
+//
+// Splitting. x = hi + lo with hi = x rounded to TF32 (11 bits) and lo = x - hi, which is exact and has
+// at most 12 bits. The tensor core cuts lo to 11: half a unit in the last place of x, as much as
+// rounding it would lose. A product is lo hi + hi lo + hi hi; lo lo, 2^-22 of it, is left out.
+// Operands are split in registers, right before they are used: two instructions an element, and each
+// element serves three products or more.
+//
+// Why two accumulators: the tensor core cuts off its sums instead of rounding them, at every step. The
+// small terms among themselves lose nothing that counts; added to the large ones they would triple the
+// number of cuts. The large ones are moved to another register after four to eight steps.
+//
+// In shared memory a matrix of floats is a matrix of twice as many 16-bit columns (sm90/layout.cuh): a
+// panel is 32 floats wide, and ldmatrix moves whole floats, four to a row of eight bytes^2. So copies,
+// swizzle and the places where lanes point are those of the 16-bit kernels (tiles.cuh).
+//
+// Operands, by the index that is summed over:
+//   along the rows in memory (Q, K in S = Q K^T)    ldmatrix, in the order of the hardware
+//   across the rows in memory (V in P V)            two 16-byte loads a lane: rows 2t and 2t + 1 of
+//                                                   eight, columns 4g to 4g + 3 of a panel (g = lane / 4,
+//                                                   t = lane % 4)
+// The latter make four products of eight columns each, product i of the columns 4g + i; and their sum
+// index is in the order 0 2 4 6 1 3 5 7. So is that of an accumulator that is used as an A operand:
+// its columns 2t and 2t + 1 are what the operand calls t and t + 4. A lane ends up with the columns
+// 8t to 8t + 7 of a panel.
+// clang-format on
+#pragma once
+
+#include "float32_ptx.cuh"
+#include "tiles.cuh"
+
+namespace tilewise::sm80 {
+
+constexpr int float_panel = panel_columns / 2;  // floats in a row of a panel
+
+// Halves of floats: what copies and layouts count.
+__host__ __device__ constexpr int halves(int floats) { return 2 * floats; }
+
+constexpr u32 tf32_half = 0x1000;  // of the last place of TF32
+
+// A 16 x 8 operand A (4 numbers a lane) or an 8 x 8 operand B (2).
+template <bool exact, int count>
+struct Parts {
+  u32 hi[count];
+  u32 lo[exact ? count : 1];
+
+  // Invariant: `half` is tf32_half.
+  __device__ __forceinline__ void set(int i, u32 bits, u32 half = tf32_half) {
+    const float x = __uint_as_float(bits);
+    if constexpr (exact) {
+      // Why not cvt.rna.tf32: it is these two instructions and two more that keep NaN, as lo does
+      // here.
+      hi[i] = (bits + half) & ~(2 * tf32_half - 1);
+      lo[i] = __float_as_uint(x - __uint_as_float(hi[i]));
+    } else {
+      // The tensor core cuts off. Between 3/8 and 3/4 of the last place it keeps are added before,
+      // so that it errs to both sides; numbers that have 11 bits stay as they are, and so do inf
+      // and NaN.
+      hi[i] = __float_as_uint(x * (1.0f + 0x1.8p-12f));
+    }
+  }
+};
+template <bool exact>
+using PartsA = Parts<exact, 4>;
+template <bool exact>
+using PartsB = Parts<exact, 2>;
+
+// Accumulators of products of 16 x 8, four numbers a lane each.
+template <bool exact, int count>
+struct Sums {
+  float large[count];
+  float small[exact ? count : 1];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      large[i] = 0.0f;
+      if constexpr (exact) small[i] = 0.0f;
+    }
+  }
+  // Products `first` on of one A with several B.
+  // Why in this order: neighbours have different accumulators, and need not wait for one another.
+  template <int products>
+  __device__ __forceinline__ void add(int first, const PartsA<exact>& a,
+                                      const PartsB<exact> (&b)[products]) {
+    if constexpr (exact) {
+#pragma unroll
+      for (int i = 0; i < products; ++i)
+        ptx::mma_m16n8k8(&small[4 * (first + i)], a.lo, b[i].hi[0], b[i].hi[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < products; ++i)
+      ptx::mma_m16n8k8(&large[4 * (first + i)], a.hi, b[i].hi[0], b[i].hi[1]);
+    if constexpr (exact) {
+#pragma unroll
+      for (int i = 0; i < products; ++i)
+        ptx::mma_m16n8k8(&small[4 * (first + i)], a.hi, b[i].lo[0], b[i].lo[1]);
+    }
+  }
+  // Moves the large terms out of the tensor core's reach.
+  __device__ __forceinline__ void drain(float (&into)[count]) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      into[i] += large[i];
+      large[i] = 0.0f;
+    }
+  }
+  __device__ __forceinline__ float total(int i) const {
+    if constexpr (exact) return large[i] + small[i];
+    return large[i];
+  }
+};
+
+// 16 x 8 floats, step `step` of a matrix with panels of `rows`; `lane` as of lane_by_rows.
+template <int rows, bool exact>
+__device__ __forceinline__ void load_a(u32 lane, int step, PartsA<exact>& a) {
+  u32 x[4];
+  ptx::ldmatrix_x4(column_block<rows>(lane, step), x);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a.set(i, x[i]);
+}
+
+// Two operands of eight columns, 16 rows in memory; `lane` as of lane_by_columns.
+template <int rows, bool exact>
+__device__ __forceinline__ void load_b_along(u32 lane, int step, PartsB<exact> (&b)[2]) {
+  u32 x[4];
+  ptx::ldmatrix_x4(column_block<rows>(lane, step), x);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) b[i / 2].set(i % 2, x[i]);
+}
+
+// Where a lane points for the operands of load_b_across.
+__device__ __forceinline__ u32 lane_across(u32 matrix) {
+  const int lane = threadIdx.x % 32;
+  return matrix + swizzled_chunk(lane % 4 * 2, lane / 4);
+}
+
+// Four operands of eight columns: a panel's, of rows 8 * step on.
+template <int rows, bool exact>
+__device__ __forceinline__ void load_b_across(u32 lane, int step, int panel,
+                                              PartsB<exact> (&b)[4]) {
+  const u32 place = step * swizzle_atom_bytes + panel * panel_bytes(rows);
+  const uint4 even = ptx::load_shared(lane + place);
+  const uint4 odd = ptx::load_shared((lane ^ 16) + panel_row_bytes + place);
+  b[0].set(0, even.x), b[1].set(0, even.y), b[2].set(0, even.z), b[3].set(0, even.w);
+  b[0].set(1, odd.x), b[1].set(1, odd.y), b[2].set(1, odd.z), b[3].set(1, odd.w);
+}
+
+// The same with the columns in their own order, product i of the columns 8i to 8i + 7, by loads of
+// one float each: a lane ends up with the columns 8i + 2t and 8i + 2t + 1. Why: neighbouring lanes
+// then add neighbouring floats in global memory, where a GPU adds them one at a time.
+__device__ __forceinline__ u32 lane_across_by_one(u32 matrix) {
+  const int lane = threadIdx.x % 32;
+  return matrix + swizzled_chunk(lane % 4 * 2, lane / 16) + lane / 4 % 4 * 4;
+}
+template <int rows, bool exact>
+__device__ __forceinline__ void load_b_across_by_one(u32 lane, int step, int panel,
+                                                     PartsB<exact> (&b)[4]) {
+  const u32 place = step * swizzle_atom_bytes + panel * panel_bytes(rows);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    b[i].set(0, ptx::load_shared_word((lane ^ i * 32) + place));
+    b[i].set(1, ptx::load_shared_word((lane ^ (i * 32 + 16)) + panel_row_bytes + place));
+  }
+}
+
+// An accumulator of 16 x 8 as an operand whose sum index are its columns.
+template <bool exact>
+__device__ __forceinline__ void accumulator_as_a(const float* c, u32 half, PartsA<exact>& a) {
+  a.set(0, __float_as_uint(c[0]), half);
+  a.set(1, __float_as_uint(c[2]), half);
+  a.set(2, __float_as_uint(c[1]), half);
+  a.set(3, __float_as_uint(c[3]), half);
+}
+
+}  // namespace tilewise::sm80

@@ -1,0 +1,208 @@
+// The float32 forward: its compile-time choices, what is known of the operands' range, parameters
+// and shared memory. How it works: float32_forward.cuh.
+#pragma once
+
+#include "../common/mask.cuh"
+#include "../common/schedule.cuh"
+#include "layout.cuh"
+#include "ptx.cuh"
+
+namespace tilewise::sm90::float32 {
+
+// Mirrored field by field by `Config` in backends/sm90_float32.py.
+struct Config {
+  int parts;       // of an operand: 1 or 2 of fp16, or 3 of bf16
+  int head_dim;    // class of q and k: a multiple of 16; smaller heads are zero-filled up to it
+  int head_dim_v;  // class of v and out, likewise
+  int consumers;   // warpgroups of 64 query rows
+  int block_kv;
+  int k_stages;
+  int v_stages;
+  int value_columns;  // of out that one product of values makes; divides head_dim_v
+  bool softcap;
+  bool turns;  // two consumer warpgroups take turns to issue their products
+
+  TILEWISE_INLINE bool bf16() const { return parts == 3; }
+  // A wide range of exponents needs no admission, and such a kernel runs only what was refused.
+  TILEWISE_INLINE bool takes_refused() const { return bf16(); }
+  TILEWISE_INLINE int block_q() const { return consumers * 64; }
+  TILEWISE_INLINE int threads() const { return (consumers + 1) * 128; }
+  TILEWISE_INLINE int launch_registers() const { return min_int(65536 / threads() / 8 * 8, 240); }
+  TILEWISE_INLINE int consumer_registers() const {
+    return min_int((launch_registers() * (consumers + 1) - producer_registers) / consumers / 8 * 8,
+                   240);
+  }
+  static constexpr int producer_registers = 40;
+};
+
+// --- the products that a product of split operands is made of ---
+
+struct Term {
+  int a, b;  // parts, 0 the largest
+};
+
+TILEWISE_INLINE int term_count(int parts) { return parts * (parts + 1) / 2; }
+
+// Why the small ones first: the tensor core truncates its accumulator at every step, and so the
+// accumulator is small for most of them. Left out: terms below 2^-22 (two parts of fp16) or 2^-24
+// (three of bf16) of the largest.
+TILEWISE_INLINE Term term(int parts, int index) {
+  // A digit each, the first lowest: a loop over them is no table in local memory.
+  constexpr int a = 0x010201, b = 0x001021;
+  const int shift = 4 * (6 - term_count(parts) + index);
+  return {a >> shift & 15, b >> shift & 15};
+}
+static_assert(term(1, 0).a == 0 && term(1, 0).b == 0);
+static_assert(term(2, 0).b == 1 && term(2, 1).a == 1 && term(2, 2).a + term(2, 2).b == 0);
+static_assert(term(3, 0).a == 1 && term(3, 0).b == 1 && term(3, 1).b == 2 && term(3, 2).a == 2);
+
+// --- range ---
+
+enum Spread : int {
+  spread_tame = 0,
+  spread_wide = 1,       // rows or columns of V that fp16 cannot hold beside one another
+  spread_nonfinite = 2,  // inf or NaN among the values
+};
+
+// What the split found in a tile: rows that share a power of two.
+struct TileFact {
+  int exponent;  // of the largest finite magnitude, floor(log2); `no_exponent` when all are 0
+  int spread;    // Spread
+};
+
+constexpr int no_exponent = -1000;
+// Rows of V may differ by this much, by their largest magnitudes, and columns by that.
+constexpr int widest_rows = 14, widest_columns = 12;
+
+// The power of two that a tile's values are multiplied with before they are split. fp16: the
+// largest lands in [2^14, 2^15). bf16 has the exponents of float32, so values stay as they are
+// unless lower parts would be denormal, or sums overflow.
+TILEWISE_INLINE int shift_of(int exponent, bool bf16) {
+  if (exponent == no_exponent) return 0;
+  if (!bf16) return 14 - exponent;
+  return exponent < -60 ? 80 : exponent >= 119 ? -8 : 0;
+}
+
+// p is in (0, 1]; times this it uses the range that fp16 has.
+TILEWISE_INLINE int weight_shift(bool bf16) { return bf16 ? 0 : 14; }
+
+// x * 2^shift for |shift| <= 250: one power would overflow or be denormal.
+__device__ __forceinline__ float power_of_two(int exponent) {  // -126 to 127
+  return __uint_as_float(static_cast<ptx::u32>(exponent + 127) << 23);
+}
+__device__ __forceinline__ float scaled(float x, int shift) {
+  const int half = shift / 2;
+  return x * power_of_two(half) * power_of_two(shift - half);
+}
+
+// --- splitting ---
+
+constexpr int split_threads = 256;
+constexpr int most_tile_rows = 128, most_columns = 256;
+
+// Of q, k and v, in this order.
+struct SplitParams {
+  const float* x[3];
+  long long batch_stride[3], head_stride[3], seq_stride[3];  // in elements
+  void* parts[3];                                            // (parts, batch, heads, seq, dim)
+  TileFact* facts[3];                                        // (batch, heads, tiles)
+  int* any_refused;
+  int heads[3];
+  int seq[3];
+  int dim[3];
+  int rows[3];        // of a tile
+  int first_tile[3];  // counted over all three
+  int tiles;          // in all
+  int batch;
+  int aligned;  // 1: every row of every tensor begins at a multiple of 16 bytes
+};
+
+struct SplitSmem {
+  ptx::u32 most, nonfinite;
+  ptx::u32 rows[most_tile_rows], columns[most_columns];  // largest magnitudes, as bits
+};
+
+// --- attention ---
+
+struct Params {
+  // All maps are (dim, seq, head, part * batch) with 64-column boxes.
+  ptx::TensorMap q_map;  // box 64 rows
+  ptx::TensorMap k_map;  // box block_kv rows
+  ptx::TensorMap v_map;  // box block_kv rows
+  const TileFact* q_facts;
+  const TileFact* k_facts;
+  const TileFact* v_facts;
+  int* any_refused;
+  int* refused;  // (batch, heads, tiles of 64 rows)
+  const float* v;
+  long long v_batch_stride, v_head_stride, v_seq_stride;  // in elements
+  float* out;
+  long long out_batch_stride, out_head_stride, out_seq_stride;
+  float* lse;  // null, or (batch, heads, seq_q) for the natural logarithm of the row sums
+  int batch;
+  int heads;
+  int heads_per_kv;
+  int seq_q;
+  int seq_k;
+  int head_dim_v;  // the real one
+  int band_first_shift;
+  int band_end_shift;
+  int q_tiles;
+  int sections;
+  int longest_first;
+  int most_exponents;  // of q's largest and k's largest, added, that two parts of fp16 can serve
+  float scale_log2;
+  float softcap_in;
+};
+
+// A CTA's rows, the KV tiles that they touch, and where their facts stand.
+struct Plan {
+  WorkTile tile;
+  int row_begin;
+  int parts_of_rows;  // of 64
+  TileRange touched;
+  TileRange full;
+  const TileFact* q_facts;
+  const TileFact* k_facts;
+  const TileFact* v_facts;
+  int* refused;
+  int out_exponent;  // out is accumulated in units of this power of two
+  bool met_nonfinite;
+
+  TILEWISE_INLINE bool partial(int kv_tile) const {
+    return kv_tile < full.begin || kv_tile >= full.end;
+  }
+};
+static_assert(sizeof(Plan) == 80);
+
+template <Config config>
+struct Smem {
+  alignas(1024) unsigned char q[config.consumers][config.parts][matrix_bytes(64, config.head_dim)];
+  alignas(1024) unsigned char k[config.k_stages][config.parts]
+                               [matrix_bytes(config.block_kv, config.head_dim)];
+  alignas(1024) unsigned char v[config.v_stages][config.parts]
+                               [matrix_bytes(config.block_kv, config.head_dim_v)];
+  ptx::u64 q_full[config.consumers];
+  ptx::u64 k_full[config.k_stages], k_empty[config.k_stages];
+  ptx::u64 v_full[config.v_stages], v_empty[config.v_stages];
+  Plan plan;
+};
+
+// A position in a ring of `stages`: the producer starts with phase 1 (slots are free), consumers
+// with 0.
+template <int stages>
+struct RingPosition {
+  int stage = 0;
+  ptx::u32 phase;
+
+  __device__ __forceinline__ explicit RingPosition(ptx::u32 first_phase) : phase(first_phase) {}
+  __device__ __forceinline__ void advance() {
+    if (++stage == stages) stage = 0, phase ^= 1;
+  }
+};
+
+__device__ __forceinline__ Band band_of(const Params& params) {
+  return {params.band_first_shift, params.band_end_shift, params.seq_k};
+}
+
+}  // namespace tilewise::sm90::float32

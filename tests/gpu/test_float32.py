@@ -1,0 +1,218 @@
+"""The float32 forward kernel on a GPU: at most twice the error of PyTorch's efficient kernel, on every range.
+
+Where PyTorch's kernel does not take the problem (a softcap, a window), attention in plain float32 operations stands in.
+Run as a program it launches a few shapes of every kind and no reference, for the memory and race checkers:
+
+    PYTHONPATH=src compute-sanitizer --report-api-errors no --tool memcheck python tests/gpu/test_float32.py
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from typing import TYPE_CHECKING
+
+import tilewise
+from support import exact, make_inputs, make_problem
+from test_backend_sm90_float32 import DIM, FLOOR, RANGES, SEQ, errors
+from tilewise import Causal, Full, Problem, Window
+from tilewise.backends import sm90, sm90_float32
+from tilewise.jit import build_all
+from tilewise.problem import describe
+from tilewise.target import Target
+
+if TYPE_CHECKING:
+    from tilewise.masks import Mask
+
+Tensor = torch.Tensor
+
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")]
+
+MASKS = [Full(), Causal(), Causal("bottom-right"), Window(100, 3), Window(None, 0, "bottom-right"), Window(0, 200)]
+DIMS = [(8, 8), (64, 64), (72, 40), (96, 96), (128, 128), (40, 128), (192, 128), (192, 192), (200, 256), (256, 256)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    """All kernels, side by side, before the first test needs one."""
+    if hopper:
+        for _ in build_all(sm90_float32.all_units()):
+            pass
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """One call into memory that was full of NaN before."""
+    assert sm90.why_not(problem, Target.of("cuda")) == []
+    scratch = sm90_float32._Scratch(problem, sm90_float32.configs(problem)[0]).total
+    shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v)
+    poison = [torch.full(size, math.nan, device="cuda") for size in (shape, shape[:3], (scratch // 4,))]
+    del poison
+    out, lse = sm90.forward(q, k, v, problem)
+    assert lse is not None
+    return out, lse
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+    k, v = (t.repeat_interleave(problem.group, 1) for t in (k, v))
+    scores = q @ k.mT * problem.scale
+    if problem.softcap:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    visible = problem.mask.to_bool(range(problem.seq_q), range(problem.seq_kv), problem.seq_q, problem.seq_kv, "cuda")
+    return torch.softmax(scores.masked_fill(~visible, -math.inf), -1).nan_to_num(0.0) @ v
+
+
+def of_torch(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+    """PyTorch's efficient kernel where it takes the problem."""
+    causal = problem.mask == Causal("top-left")
+    if problem.softcap or not (causal or problem.mask == Full()):
+        return plain(q, k, v, problem)
+    k, v = (t.repeat_interleave(problem.group, 1) for t in (k, v))
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=problem.scale)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, times: float = 2.0) -> None:
+    out, lse = run(q, k, v, problem)
+    truth, truth_lse = exact(q, k, v, problem)
+    assert not out.isnan().any(), str(problem)
+    seen = truth_lse.isfinite()
+    assert torch.equal(lse.isfinite(), seen), str(problem)
+    assert (lse[~seen] == -math.inf).all(), str(problem)
+    assert (out[~seen] == 0).all(), str(problem)
+    if truth.norm() == 0:
+        assert (out == 0).all(), str(problem)
+        return
+    ours, theirs = errors(out, truth), errors(of_torch(q, k, v, problem), truth)
+    assert ours[0] <= times * max(theirs[0], FLOOR), f"{problem}: {ours[0]:.2e}, PyTorch {theirs[0]:.2e}"
+    # One row is one sample: two float32 kernels differ by chance alone.
+    assert ours[1] <= 2 * times * max(theirs[1], FLOOR), f"{problem}: worst row {ours[1]:.2e}, PyTorch {theirs[1]:.2e}"
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_masks_and_head_dims(dims: tuple[int, int], mask: Mask, softcap: float) -> None:
+    fields = {"head_dim_v": dims[1], "mask": mask, "softcap": softcap, "needs_lse": True}
+    problem = make_problem((2, 4, 333, dims[0]), heads_kv=2, seq_kv=401, **fields)
+    check(*make_inputs(problem, "cuda"), problem)
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
+@pytest.mark.parametrize("seqs", [(1, 1), (1, 500), (63, 65), (64, 64), (128, 129), (1000, 77), (2048, 2048)], ids=str)
+def test_lengths(seqs: tuple[int, int], mask: Mask) -> None:
+    for dim in (64, 128, 256):
+        problem = make_problem((1, 3, seqs[0], dim), seq_kv=seqs[1], mask=mask, needs_lse=True)
+        check(*make_inputs(problem, "cuda"), problem)
+
+
+@pytest.mark.parametrize(("seq", "dim"), [(4096, 64), (4096, 128), (16384, 128), (1024, 64)])
+def test_the_shapes_of_the_benchmark(seq: int, dim: int) -> None:
+    """Two heads of each: the truth in float64 is large."""
+    for mask in (Full(), Causal()):
+        problem = make_problem((1, 2, seq, dim), mask=mask, needs_lse=True)
+        check(*make_inputs(problem, "cuda"), problem)
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
+@pytest.mark.parametrize("name", RANGES)
+def test_ranges(name: str, mask: Mask) -> None:
+    problem = make_problem((1, 1, SEQ, DIM), mask=mask, needs_lse=True)
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(1, 1, SEQ, DIM, generator=generator) for _ in range(3)]
+    q, k, v = (x.cuda() for x in RANGES[name](*inputs))
+    check(q, k, v, problem)
+
+
+@pytest.mark.parametrize("head", range(3))
+def test_only_the_rows_that_need_it_fall_back(head: int) -> None:
+    """An outlier in one head leaves the bits of the others as they are."""
+    problem = make_problem((1, 3, 600, 128), mask=Causal(), needs_lse=True)
+    q, k, v = make_inputs(problem, "cuda")
+    before, _ = run(q, k, v, problem)
+    q[0, head, 300, 7] = 1e7
+    after, _ = run(q, k, v, problem)
+    others = [one for one in range(3) if one != head]
+    assert torch.equal(after[:, others], before[:, others])
+    assert torch.equal(after[0, head, :256], before[0, head, :256])
+    check(q, k, v, problem)
+
+
+def test_nan_and_inf_behind_a_mask_do_not_show() -> None:
+    problem = make_problem((1, 2, 300, 64), mask=Causal(), needs_lse=True)
+    q, k, v = make_inputs(problem, "cuda")
+    truth, _ = exact(q, k, v, problem)
+    k[0, 0, 250], v[0, 0, 250], v[0, 1, 200, 5] = math.nan, math.nan, -math.inf
+    out, _ = run(q, k, v, problem)
+    assert errors(out[0, 0, :250], truth[0, 0, :250])[1] < 2e-6
+    assert out[0, 0, 250:].isnan().all()
+    assert (out[0, 1, 200:, 5] == -math.inf).all()
+    others = torch.arange(64, device="cuda") != 5
+    assert errors(out[0, 1][:, others], truth[0, 1][:, others])[1] < 2e-6
+
+
+def test_any_strides() -> None:
+    for offset in (0, 4, 3):
+        stored = [torch.randn(2, 70, 3, 64 + offset, device="cuda")[..., offset:].transpose(1, 2) for _ in range(3)]
+        problem = describe(*stored, mask="causal", needs_lse=True)
+        check(*stored, problem)
+
+
+def test_the_same_bits_every_time() -> None:
+    problem = make_problem((2, 8, 1024, 128), mask=Causal(), needs_lse=True)
+    q, k, v = make_inputs(problem, "cuda")
+    first = run(q, k, v, problem)
+    for _ in range(5):
+        again = run(q, k, v, problem)
+        assert torch.equal(first[0], again[0])
+        assert torch.equal(first[1], again[1])
+
+
+def test_in_a_graph() -> None:
+    problem = make_problem((1, 4, 512, 64))
+    q, k, v = make_inputs(problem, "cuda")
+    want = tilewise.attention(q, k, v, backend="sm90")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = tilewise.attention(q, k, v, backend="sm90")
+    got.zero_()
+    graph.replay()
+    assert torch.equal(got, want)
+    q[0, 0, 0, 0] = 1e7  # the device decides anew at every replay
+    graph.replay()
+    assert errors(got, exact(q, k, v, problem)[0])[0] < 1e-6
+
+
+def test_tf32_is_less_accurate_and_says_so() -> None:
+    problem = make_problem((2, 4, 1024, 128), precision="tf32", needs_lse=True)
+    q, k, v = make_inputs(problem, "cuda")
+    out = tilewise.attention(q, k, v, precision="tf32", backend="sm90")
+    whole, _ = errors(out, exact(q, k, v, problem)[0])
+    assert 2.0**-14 < whole < 2.0**-10.5
+    assert "11 bits" in str(tilewise.explain(q, k, v, precision="tf32"))
+
+
+def main() -> None:
+    """Every kernel once, small: for compute-sanitizer."""
+    for dims in DIMS:
+        for outlier in (False, True):
+            problem = make_problem((1, 2, 200, dims[0]), head_dim_v=dims[1], heads_kv=1, mask=Causal(), needs_lse=True)
+            q, k, v = make_inputs(problem, "cuda")
+            if outlier:
+                q[0, 0, 100, 0] = 1e7
+            sm90.forward(q, k, v, problem)
+            torch.cuda.synchronize()
+            print(problem, "with an outlier" if outlier else "")
+
+
+if __name__ == "__main__":
+    main()

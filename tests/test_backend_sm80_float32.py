@@ -1,0 +1,396 @@
+"""The float32 kernels of the backend sm80 without a GPU: choices, and the kernels on the model of tests/emulator.
+
+The model rounds as the tensor core does (tests/emulator/sm80/float32_ptx.cuh), so errors here are those of the
+algorithm. They are held against attention in plain float32 operations, the way PyTorch's own float32 kernels work.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import emulation
+from support import exact, make_problem
+from test_backend_sm90_float32 import (
+    DIM,
+    EVERY,
+    FLOOR,
+    RANGES,
+    assert_lse,
+    errors,
+    inputs_of,
+    plain,
+    spread,
+)
+from tilewise import Causal, Full, Target, Window
+from tilewise.backends import sm80, sm80_backward, sm80_float32, sm80_float32_backward
+from tilewise.target import TARGETS
+
+GPUS = [name for name, target in TARGETS.items() if target.capability >= (8, 0)]
+A100, ADA, H200 = Target.named("a100"), Target.named("rtx-4090"), Target.named("h200")
+BUDGETS = json.loads((Path(__file__).parent / "ratchet.json").read_text())["kernels"]
+DIMS = [(8, 8), (64, 64), (60, 44), (96, 96), (128, 128), (40, 128), (192, 128), (192, 192), (200, 256), (256, 256)]
+emulated = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")
+
+
+# What one weight may lose: half a unit in the last place of its low part, and of its score.
+LEAST = 2 * FLOOR
+
+
+def assert_as_good_as_plain(got, want, q, k, v, problem):
+    assert not got.isnan().any()
+    for ours, theirs in zip(errors(got, want), errors(plain(q, k, v, problem), want), strict=True):
+        assert ours <= 2 * max(theirs, LEAST), f"{problem}: {ours:.2e}, plain float32 {theirs:.2e}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# choices
+
+
+def twin_of(target):
+    """The target with as much shared memory whose kernels tests compile."""
+    return next(twin for twin in sm80.compiled_targets() if twin.smem_per_block == target.smem_per_block)
+
+
+def fits(config, target):
+    """Independent of `Config.fits`: what the hardware gives a block, and all blocks of a multiprocessor together."""
+    together = config.ctas_per_sm * (config.smem_bytes + 1024)
+    return config.smem_bytes <= target.smem_per_block and together <= target.smem_per_sm
+
+
+@pytest.mark.parametrize("precision", ["exact", "tf32"])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("name", GPUS)
+def test_every_problem_it_takes_has_configs_that_fit_and_are_compiled_in_ci(name, softcap, precision):
+    target = Target.named(name)
+    for dims in DIMS:
+        fields = {"head_dim_v": dims[1], "heads_kv": 2, "softcap": softcap, "precision": precision}
+        problem = make_problem((2, 8, 300, dims[0]), **fields)
+        assert sm80.why_not(problem, target) == []
+        configs = sm80.configs(problem, target)
+        assert configs
+        if max(dims) <= sm80_float32_backward.HEAD_DIM_LIMIT:
+            assert sm80.why_not(problem.with_(needs_grad=True), target) == []
+            gradients = sm80_float32_backward.configs(problem, target)
+            assert gradients
+            configs = [*configs, *gradients]
+        for config in configs:
+            assert fits(config, target), f"{config} on {name}"
+            assert config.exact == (precision == "exact")
+            assert config.head_dim >= dims[0]
+            assert config.head_dim_v >= dims[1]
+            budget = BUDGETS[f"{config.name}.{twin_of(target).arch}"]
+            assert config.smem_bytes == budget["smem_bytes"]
+            assert budget["registers"] * config.threads * config.ctas_per_sm <= 65536
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_what_a_search_may_try_fits_too(name):
+    target = Target.named(name)
+    for dims in DIMS:
+        problem = make_problem((1, 1, 300, dims[0]), head_dim_v=dims[1])
+        found = sm80.search_space(problem, target)
+        assert all(fits(config, target) for config in found)
+        assert {config.label for config in sm80.shipped(problem, target)} & {config.label for config in found}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"head_dim": 62, "head_dim_v": 62}, "multiples of 4"),
+        ({"head_dim": 260}, "260 is over 256"),
+        ({"head_dim": 192, "needs_grad": True}, "192 is over 128"),
+    ],
+)
+def test_each_refusal_is_named(change, says):
+    (reason,) = sm80.why_not(make_problem((1, 2, 64, 64), **change), A100)
+    assert says in reason.what
+    assert reason.remedy
+
+
+def test_the_planner_goes_elsewhere_for_gradients_of_wide_heads():
+    from tilewise import explain
+
+    wide = make_problem((1, 2, 64, 192), needs_grad=True)
+    assert explain(wide, target="a100").backend == "torch-efficient"
+    assert explain(wide.with_(needs_grad=False), target="a100").backend == "sm80"
+
+
+def test_notices_tell_the_error_and_the_products():
+    problem = make_problem((1, 2, 64, 40))
+    assert "3 products" in sm80.notices(problem, A100)[0]
+    assert "11 bits" in sm80.notices(problem.with_(precision="tf32"), A100)[0]
+    assert "zero-filled" in sm80.notices(problem, A100)[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the forward on the model
+
+
+@pytest.fixture
+def on_the_model(monkeypatch):
+    def run(q, k, v, problem, target=H200, seed=0, config=None):
+        emulation.install(monkeypatch, sm80_float32, seed)
+        monkeypatch.setattr(sm80_float32, "Target", SimpleNamespace(of=lambda device: target))
+        return sm80_float32.bind(q, k, v, problem, config)(q, k, v, None)
+
+    return run
+
+
+SHAPES = [
+    pytest.param((1, 1, 100, 64), {}, "h200", id="d64"),
+    pytest.param((1, 1, 150, 64), {"mask": Causal(), "seq_kv": 300}, "rtx-4090", id="d64 causal"),
+    pytest.param((1, 1, 90, 36), {"mask": Window(20, 3), "softcap": 30.0}, "a100", id="d36 window softcap"),
+    pytest.param((1, 2, 70, 96), {"heads_kv": 1, "seq_kv": 90, "layout": "bshd"}, "h200", id="d96 grouped"),
+    pytest.param((2, 1, 130, 128), {"mask": Causal("bottom-right"), "seq_kv": 160}, "h200", id="d128 bottom-right"),
+    pytest.param((1, 1, 130, 128), {"seq_kv": 100}, "a100", id="d128 of an A100"),
+    pytest.param((1, 1, 150, 128), {"mask": Causal()}, "rtx-4090", id="d128 of a 4090"),
+    pytest.param((1, 1, 80, 128), {"mask": Causal("bottom-right"), "seq_kv": 50}, "h200", id="rows without keys"),
+    pytest.param((1, 1, 70, 192), {"head_dim_v": 128, "mask": Causal()}, "h200", id="d192/128"),
+    pytest.param((1, 1, 70, 192), {"mask": Window(40, 0)}, "rtx-4090", id="d192"),
+    pytest.param((1, 1, 130, 256), {"mask": Causal()}, "h200", id="d256"),
+    pytest.param((1, 1, 70, 256), {}, "rtx-4090", id="d256 of a 4090"),
+    pytest.param((1, 1, 1, 64), {"seq_kv": 129}, "h200", id="one query"),
+]
+
+
+@emulated
+@pytest.mark.parametrize(("shape", "fields", "name"), SHAPES)
+def test_outputs_are_as_accurate_as_float32(on_the_model, shape, fields, name):
+    problem = make_problem(shape, needs_lse=True, **fields)
+    q, k, v = inputs_of(problem)
+    out, lse = on_the_model(q, k, v, problem, Target.named(name), seed=shape[2])
+    want, want_lse = exact(q, k, v, problem)
+    assert_as_good_as_plain(out, want, q, k, v, problem)
+    assert_lse(lse, want_lse)
+
+
+@emulated
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_no_order_of_copies_breaks_it(on_the_model, seed):
+    for dim in (64, 128):  # two stages, and one
+        problem = make_problem((1, 1, 150, dim), mask=Causal())
+        q, k, v = inputs_of(problem, seed)
+        out, _ = on_the_model(q, k, v, problem, seed=seed)
+        assert_as_good_as_plain(out, exact(q, k, v, problem)[0], q, k, v, problem)
+
+
+@emulated
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
+@pytest.mark.parametrize("name", RANGES)
+def test_every_range(on_the_model, name, mask):
+    problem = make_problem(EVERY, mask=mask)
+    q, k, v = RANGES[name](*inputs_of(problem, seed=3))
+    out, _ = on_the_model(q, k, v, problem)
+    if name == "all values 0":
+        assert (out == 0).all()
+    else:
+        assert_as_good_as_plain(out, exact(q, k, v, problem)[0], q, k, v, problem)
+
+
+@emulated
+def test_each_column_of_v_is_accurate_by_itself(on_the_model):
+    problem = make_problem(EVERY)
+    q, k, v = inputs_of(problem)
+    v = v * spread(-12, 12, 1, 1, 1, DIM)
+    out, _ = on_the_model(q, k, v, problem)
+    assert errors(out.mT, exact(q, k, v, problem)[0].mT)[1] < 1e-6
+
+
+@emulated
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mask", [Full(), Causal(), Window(10, 0)], ids=str)
+def test_what_is_not_finite_shows_where_it_is_seen_and_nowhere_else(on_the_model, mask, bad):
+    problem = make_problem((1, 1, 100, 64), mask=mask)
+    q, k, v = inputs_of(problem)
+    want, _ = exact(q, k, v, problem)
+    seen = mask.to_bool(range(100), range(100), 100, 100)[:, 70]
+    spoilt = v.clone()
+    spoilt[0, 0, 70, 5] = bad
+    out, _ = on_the_model(q, k, spoilt, problem)
+    column = out[0, 0, seen, 5]
+    assert (column.isnan() if math.isnan(bad) else column == bad).all()
+    others = torch.arange(64) != 5
+    assert errors(out[..., others], want[..., others])[1] < 2e-6
+    keys = k.clone()
+    keys[0, 0, 70] = bad
+    out, _ = on_the_model(q, keys, v, problem)
+    if not seen.all():
+        assert errors(out[:, :, ~seen], want[:, :, ~seen])[1] < 2e-6
+    if math.isnan(bad):
+        assert out[:, :, seen].isnan().all()
+
+
+@emulated
+def test_tf32_keeps_eleven_bits(on_the_model):
+    problem = make_problem((1, 1, 150, 64), mask=Causal(), precision="tf32")
+    q, k, v = inputs_of(problem)
+    out, _ = on_the_model(q, k, v, problem)
+    whole, _ = errors(out, exact(q, k, v, problem)[0])
+    assert 2.0**-14 < whole < 2.0**-10.5
+
+
+@emulated
+def test_strided_inputs(on_the_model):
+    problem = make_problem((1, 2, 70, 64), seq_kv=100, mask=Causal(), layout="bshd")
+    room = torch.full((1, 100, 2, 3, 72), math.nan)
+    q, k, v = (room[:, :seq, :, i, 4:68].transpose(1, 2) for i, seq in enumerate((70, 100, 100)))
+    for tensor in (q, k, v):
+        tensor.copy_(torch.randn(tensor.shape))
+    out, _ = on_the_model(q, k, v, problem)
+    assert_as_good_as_plain(out, exact(q, k, v, problem)[0], q, k, v, problem)
+
+
+@emulated
+def test_the_model_finds_a_missing_wait(monkeypatch):
+    """The checks above would see it: without the wait for its copies the kernel reads what nobody wrote."""
+    problem = make_problem((1, 1, 64, 64), seq_kv=200)
+    q, k, v = inputs_of(problem)
+    spoil = ("ptx::cp_async_wait<0>();\n      if (n == touched.end - 1)", "if (n == touched.end - 1)")
+    emulation.install(monkeypatch, sm80_float32, 0, spoil)
+    monkeypatch.setattr(sm80_float32, "Target", SimpleNamespace(of=lambda device: H200))
+    out, _ = sm80_float32.bind(q, k, v, problem, None)(q, k, v, None)
+    truth, _ = exact(q, k, v, problem)
+    assert not errors(out, truth)[0] < 0.1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the backward on the model
+
+
+@pytest.fixture
+def gradients_on_the_model(monkeypatch):
+    def run(q, k, v, dout, problem, target=H200, seed=0, wants=(True, True, True), dlse=None):
+        emulation.install(monkeypatch, sm80_backward, seed)
+        monkeypatch.setattr(sm80_float32_backward, "Target", SimpleNamespace(of=lambda device: target))
+        monkeypatch.setattr(sm80_float32_backward, "_bound", {})
+        out, lse = exact(q, k, v, problem)
+        return sm80_float32_backward.backward(dout, dlse, q, k, v, out.float(), lse.float(), problem, None, wants)
+
+    return run
+
+
+def dout_of(problem, seed=0):
+    generator = torch.Generator().manual_seed(seed + 100)
+    return torch.randn(problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v, generator=generator)
+
+
+def plain_gradients(q, k, v, dout, problem):
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    visible = problem.mask.to_bool(range(problem.seq_q), range(problem.seq_kv), problem.seq_q, problem.seq_kv)
+    rows = visible.any(-1)[:, None]
+    return torch.autograd.grad(torch.where(rows, plain(*leaves, problem), 0.0), leaves, dout)
+
+
+def assert_gradients_as_good_as_plain(got, q, k, v, dout, problem):
+    _, _, *truth = exact(q, k, v, problem, None, dout)
+    theirs = plain_gradients(q, k, v, dout, problem)
+    for name, ours, plains, want in zip(("dq", "dk", "dv"), got, theirs, truth, strict=True):
+        assert not ours.isnan().any(), name
+        error = errors(ours, want)[0]
+        most = 2 * max(LEAST, errors(plains.nan_to_num(0.0), want)[0])
+        assert error <= most, f"{name} of {problem}: {error:.2e}, at most {most:.2e}"
+
+
+GRADIENTS = [
+    pytest.param((1, 1, 100, 64), {}, "h200", id="d64"),
+    pytest.param((1, 2, 150, 64), {"heads_kv": 1, "mask": Causal(), "seq_kv": 200}, "a100", id="d64 causal grouped"),
+    pytest.param((1, 1, 100, 64), {"mask": Window(30, 4)}, "rtx-4090", id="d64 window of a 4090"),
+    pytest.param((1, 1, 90, 36), {"head_dim_v": 60, "softcap": 5.0}, "h200", id="d36/60 softcap"),
+    pytest.param((1, 1, 70, 96), {"seq_kv": 140, "mask": Causal("bottom-right")}, "h200", id="d96 bottom-right"),
+    pytest.param((2, 1, 100, 128), {"mask": Causal(), "layout": "bshd"}, "h200", id="d128"),
+    pytest.param((1, 1, 90, 128), {"seq_kv": 130}, "a100", id="d128 of an A100"),
+    pytest.param((1, 1, 70, 128), {"softcap": 20.0, "mask": Window(20, 20)}, "rtx-4090", id="d128 of a 4090"),
+    pytest.param((1, 1, 100, 64), {"seq_kv": 60, "mask": Causal("bottom-right")}, "h200", id="rows without keys"),
+]
+
+
+@emulated
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("shape", "fields", "name"), GRADIENTS)
+def test_gradients_are_as_accurate_as_float32(gradients_on_the_model, shape, fields, name, deterministic):
+    problem = make_problem(shape, needs_grad=True, deterministic=deterministic, **fields)
+    q, k, v = inputs_of(problem)
+    dout = dout_of(problem)
+    got = gradients_on_the_model(q, k, v, dout, problem, Target.named(name), seed=shape[2])
+    assert_gradients_as_good_as_plain(got, q, k, v, dout, problem)
+
+
+@emulated
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_no_order_of_copies_breaks_the_gradients(gradients_on_the_model, seed):
+    problem = make_problem((1, 1, 150, 64), mask=Causal(), needs_grad=True)
+    q, k, v = inputs_of(problem, seed)
+    dout = dout_of(problem, seed)
+    got = gradients_on_the_model(q, k, v, dout, problem, seed=seed)
+    assert_gradients_as_good_as_plain(got, q, k, v, dout, problem)
+
+
+# Without those whose scores are so large that the rounding of the log-sum-exp decides, whatever the kernel, or whose
+# numbers are below what two TF32 parts hold.
+MODERATE = [
+    "q 1e30, k 1e-30",
+    "q 1e-30, k 1e30",
+    "q and k 1e-30",
+    "v 1e30",
+    "v 1e-30",
+    "mixed within rows",
+    "mixed within rows of v",
+    "columns of v 1e-12 to 1e12",
+    "columns of q against k",
+    "a large outlier in v",
+    "a small outlier in v",
+    "half of the values 0",
+    "positive values",
+]
+
+
+@emulated
+@pytest.mark.parametrize("name", MODERATE)
+def test_gradients_of_every_range(gradients_on_the_model, name):
+    problem = make_problem(EVERY, needs_grad=True)
+    q, k, v = RANGES[name](*inputs_of(problem, seed=3))
+    dout = dout_of(problem)
+    got = gradients_on_the_model(q, k, v, dout, problem)
+    assert_gradients_as_good_as_plain(got, q, k, v, dout, problem)
+
+
+@emulated
+@pytest.mark.parametrize("factor", [1e-30, 1e30])
+def test_gradients_scale_with_dout(gradients_on_the_model, factor):
+    problem = make_problem(EVERY, mask=Causal(), needs_grad=True)
+    q, k, v = inputs_of(problem)
+    dout = dout_of(problem) * factor
+    got = gradients_on_the_model(q, k, v, dout, problem)
+    assert_gradients_as_good_as_plain(got, q, k, v, dout, problem)
+
+
+@emulated
+def test_a_gradient_of_the_log_sum_exp_counts(gradients_on_the_model):
+    problem = make_problem((1, 1, 70, 64), seq_kv=90, mask=Causal(), needs_grad=True)
+    q, k, v = inputs_of(problem)
+    dout, dlse = dout_of(problem), torch.randn(1, 1, 70, generator=torch.Generator().manual_seed(9))
+    wide = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    hidden = ~problem.mask.to_bool(range(70), range(90), 70, 90)
+    scores = (wide[0] @ wide[1].mT * problem.scale).masked_fill(hidden, -torch.inf)
+    outputs = (torch.softmax(scores, -1) @ wide[2], scores.logsumexp(-1))
+    truth = torch.autograd.grad(outputs, wide, (dout.double(), dlse.double()))
+    got = gradients_on_the_model(q, k, v, dout, problem, dlse=dlse)
+    for grad, want in zip(got, truth, strict=True):
+        assert errors(grad, want)[0] < 1e-6
+
+
+@emulated
+def test_gradients_that_are_not_wanted_are_not_there(gradients_on_the_model):
+    problem = make_problem((1, 1, 100, 64), mask=Causal(), needs_grad=True)
+    q, k, v = inputs_of(problem)
+    everything = gradients_on_the_model(q, k, v, dout_of(problem), problem)
+    for wants in ((True, False, False), (False, True, False), (False, False, True)):
+        got = gradients_on_the_model(q, k, v, dout_of(problem), problem, wants=wants)
+        for grad, whole, want in zip(got, everything, wants, strict=True):
+            assert torch.equal(grad, whole) if want else grad is None
