@@ -40,9 +40,10 @@ LOG2_E = math.log2(math.e)
 # Largest log2 of max |q| * max |k| * scale * sqrt(head_dim) that parts of fp16 serve: their error in a logit is about
 # 2^-42 of it.
 _MOST_LOGIT_BOUND = 20
-_SPLIT_THREADS = 256
-_SPLIT_SMEM = 4 * (2 + 128 + 256)
-_SPLITS_PER_SM = 8
+MOST_OPERANDS = 4  # of a split: the backward's has dout too
+SPLIT_THREADS = 256
+SPLIT_SMEM = 4 * (2 + 128 + 256)
+SPLITS_PER_SM = 8
 _FACT_BYTES = 8
 _PLAN_BYTES = 80
 
@@ -196,32 +197,33 @@ def split_unit(parts: int) -> Unit:
     """The kernel that splits q, k and v."""
     name = f"split_float32_{parts}"
     source = f"""#include "sm90/float32_split.cuh"
-{layout_asserts(_SplitParams, "tilewise::sm90::float32::SplitParams")}
-static_assert(sizeof(tilewise::sm90::float32::SplitSmem) == {_SPLIT_SMEM});
-static_assert(tilewise::sm90::float32::split_threads == {_SPLIT_THREADS});
+{layout_asserts(SplitParams, "tilewise::sm90::float32::SplitParams")}
+static_assert(sizeof(tilewise::sm90::float32::SplitSmem) == {SPLIT_SMEM});
+static_assert(tilewise::sm90::float32::split_threads == {SPLIT_THREADS});
 static_assert(sizeof(tilewise::sm90::float32::TileFact) == {_FACT_BYTES});
-extern "C" __global__ void __launch_bounds__({_SPLIT_THREADS})
+extern "C" __global__ void __launch_bounds__({SPLIT_THREADS})
 {name}(const __grid_constant__ tilewise::sm90::float32::SplitParams params) {{
   tilewise::sm90::float32::split<{parts}>(params);
 }}
 """
-    return Unit(name, source, ARCH, smem_bytes=_SPLIT_SMEM)
+    return Unit(name, source, ARCH, smem_bytes=SPLIT_SMEM)
 
 
-_SplitParams = params_struct(
+SplitParams = params_struct(
     "SplitParams",
-    x=ctypes.c_void_p * 3,
-    batch_stride=ctypes.c_longlong * 3,
-    head_stride=ctypes.c_longlong * 3,
-    seq_stride=ctypes.c_longlong * 3,
-    parts=ctypes.c_void_p * 3,
-    facts=ctypes.c_void_p * 3,
-    any_refused=ctypes.c_void_p,
-    heads=ctypes.c_int * 3,
-    seq=ctypes.c_int * 3,
-    dim=ctypes.c_int * 3,
-    rows=ctypes.c_int * 3,
-    first_tile=ctypes.c_int * 3,
+    x=ctypes.c_void_p * MOST_OPERANDS,
+    batch_stride=ctypes.c_longlong * MOST_OPERANDS,
+    head_stride=ctypes.c_longlong * MOST_OPERANDS,
+    seq_stride=ctypes.c_longlong * MOST_OPERANDS,
+    parts=ctypes.c_void_p * MOST_OPERANDS,
+    facts=ctypes.c_void_p * MOST_OPERANDS,
+    wanted=ctypes.c_void_p,
+    refusals=ctypes.c_void_p,
+    heads=ctypes.c_int * MOST_OPERANDS,
+    seq=ctypes.c_int * MOST_OPERANDS,
+    dim=ctypes.c_int * MOST_OPERANDS,
+    rows=ctypes.c_int * MOST_OPERANDS,
+    first_tile=ctypes.c_int * MOST_OPERANDS,
     tiles=ctypes.c_int,
     batch=ctypes.c_int,
     aligned=ctypes.c_int,
@@ -330,7 +332,16 @@ class _Attention:
 class _Pass:
     """A split and the attention with its parts."""
 
-    __slots__ = ("_attend", "_attend_arguments", "_facts", "_maps", "_scratch", "_split", "_split_arguments")
+    __slots__ = (
+        "_attend",
+        "_attend_arguments",
+        "_facts",
+        "_maps",
+        "_scratch",
+        "_split",
+        "_split_arguments",
+        "_takes_refused",
+    )
 
     def __init__(
         self,
@@ -346,13 +357,14 @@ class _Pass:
         tiles = _tiles_of_operands(problem, config)
         shapes = _operand_shapes(problem)
         self._scratch, self._facts = scratch, scratch.facts[config.parts]
+        self._takes_refused = config.parts == 3
         self._maps = [_map(shape, config.parts, count) for shape, count in zip(shapes, rows, strict=True)]
-        blocks = min(sum(tiles), _SPLITS_PER_SM * target.sms)
+        blocks = min(sum(tiles), SPLITS_PER_SM * target.sms)
         self._split = Launch(
             function_for(split_unit(config.parts), device),
             (blocks, 1, 1),
-            (_SPLIT_THREADS, 1, 1),
-            _SPLIT_SMEM,
+            (SPLIT_THREADS, 1, 1),
+            SPLIT_SMEM,
             overlap_previous=True,
         )
         split_fixed: dict[str, Any] = {
@@ -363,12 +375,12 @@ class _Pass:
             "seq": tuple(shape[2] for shape in shapes),
             "dim": tuple(shape[3] for shape in shapes),
             "rows": rows,
-            "first_tile": (0, tiles[0], tiles[0] + tiles[1]),
+            "first_tile": (0, tiles[0], tiles[0] + tiles[1], sum(tiles)),
             "tiles": sum(tiles),
             "batch": problem.batch,
             "aligned": int(problem.strides.value == "aligned"),
         }
-        self._split_arguments = ArgumentsPerThread(_SplitParams, split_fixed)
+        self._split_arguments = ArgumentsPerThread(SplitParams, split_fixed)
         self._attend = Launch(
             function_for(unit(config), device),
             (_work(problem, config), 1, 1),
@@ -382,7 +394,8 @@ class _Pass:
         split, attend = self._split_arguments.mine(), self._attend_arguments.mine()
         any_refused = scratch + self._scratch.any_refused
         params = split.params
-        params.any_refused = any_refused
+        # The parts of bf16 are for what those of fp16 were refused for.
+        params.wanted, params.refusals = (any_refused, None) if self._takes_refused else (None, any_refused)
         for i in range(3):
             params.x[i] = inputs[i]
             params.parts[i] = scratch + self._scratch.parts[i]

@@ -91,8 +91,9 @@ struct RowBand {
   TILEWISE_INLINE int end_row(int key) const { return min_int(seq_q, key - first_shift + 1); }
 };
 
-template <BackwardConfig config>
-__device__ __forceinline__ BackwardPlan make_backward_plan(const BackwardParams& params, int work) {
+// Of the parameters of this backward or of the float32 one.
+template <int block_q, int block_kv, typename Params>
+__device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params, int work) {
   // In order, KV tiles start from the last: under a causal mask the first rows of a tile have their
   // turn at once, and those that wait meet rows which the tile before left a step ago.
   const Schedule schedule{params.heads_kv, params.batch * params.heads_kv, params.kv_tiles,
@@ -103,18 +104,17 @@ __device__ __forceinline__ BackwardPlan make_backward_plan(const BackwardParams&
   plan.head_kv = tile.head;
   plan.kv_tile = tile.q_tile;
   const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
-  const int first_key = plan.kv_tile * config.block_kv();
-  const int last_key = min_int(first_key + config.block_kv(), params.seq_k) - 1;
+  const int first_key = plan.kv_tile * block_kv;
+  const int last_key = min_int(first_key + block_kv, params.seq_k) - 1;
   const int begin = band.first_row(first_key), end = band.end_row(last_key);
-  plan.touched = begin < end ? TileRange{begin / config.block_q, ceil_div(end, config.block_q)}
-                             : TileRange{0, 0};
+  plan.touched = begin < end ? TileRange{begin / block_q, ceil_div(end, block_q)} : TileRange{0, 0};
   // Rows past the end start from S = -inf, so only the keys' end and the band make a tile partial.
-  const int full_begin = ceil_div(band.first_row(last_key), config.block_q);
-  int full_end = max_int(0, first_key - params.band_first_shift + 1) / config.block_q;
+  const int full_begin = ceil_div(band.first_row(last_key), block_q);
+  int full_end = max_int(0, first_key - params.band_first_shift + 1) / block_q;
   if (first_key - params.band_first_shift + 1 >= params.seq_q) full_end = plan.touched.end;
   plan.full.begin = max_int(plan.touched.begin, full_begin);
   plan.full.end = max_int(plan.full.begin, min_int(plan.touched.end, full_end));
-  if (first_key + config.block_kv() > params.seq_k) plan.full = {0, 0};
+  if (first_key + block_kv > params.seq_k) plan.full = {0, 0};
   plan.steps = plan.touched.count() * params.heads_per_kv;
   return plan;
 }

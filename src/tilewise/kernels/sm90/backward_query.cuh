@@ -15,7 +15,8 @@ struct BackwardBarrierId {
 };
 
 // Where the query tile of a step lies among all (batch, head, query tile).
-__device__ __forceinline__ long long query_tile_index(const BackwardParams& params,
+template <typename Params>
+__device__ __forceinline__ long long query_tile_index(const Params& params,
                                                       const BackwardPlan& plan,
                                                       const StepCursor& at) {
   const int head = plan.head_kv * params.heads_per_kv + at.head;
@@ -107,13 +108,12 @@ struct Turn {
   int before;
   int after;
 };
-template <BackwardConfig config>
-__device__ __forceinline__ Turn turn_at(const BackwardParams& params, const BackwardPlan& plan,
+template <int block_q, int block_kv, typename Params>
+__device__ __forceinline__ Turn turn_at(const Params& params, const BackwardPlan& plan,
                                         int q_tile) {
   const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
-  const int row = q_tile * config.block_q;
-  const TileRange tiles =
-      touched_tiles(band, row, min_int(row + config.block_q, params.seq_q), config.block_kv());
+  const int row = q_tile * block_q;
+  const TileRange tiles = touched_tiles(band, row, min_int(row + block_q, params.seq_q), block_kv);
   return {tiles.end - 1 - plan.kv_tile, plan.kv_tile - tiles.begin};
 }
 
@@ -133,7 +133,8 @@ struct TurnKeeper {
     RingPosition<turn_stages> position(1);
     for (int step = 0; step < plan.steps; ++step) {
       ptx::mbarrier_wait(&smem.turn_over[position.stage], position.phase);
-      const int before = turn_at<config>(params, plan, cursor.q_tile).before;
+      const int before =
+          turn_at<config.block_q, config.block_kv()>(params, plan, cursor.q_tile).before;
       const int* turn = params.turns + query_tile_index(params, plan, cursor);
       if (before > 0) {
         while (ptx::load_acquire(turn) < before) {
@@ -153,7 +154,7 @@ struct TurnKeeper {
     RingPosition<turn_stages> position(0);
     for (int step = 0; step < plan.steps; ++step) {
       ptx::mbarrier_wait(&smem.turn_over[position.stage], position.phase);
-      if (turn_at<config>(params, plan, cursor.q_tile).after > 0)
+      if (turn_at<config.block_q, config.block_kv()>(params, plan, cursor.q_tile).after > 0)
         ptx::add_release(params.turns + query_tile_index(params, plan, cursor), 1);
       ptx::mbarrier_arrive(&smem.turn_come[position.stage]);
       position.advance();
@@ -296,7 +297,7 @@ struct QueryWarpgroup {
     for (int step = 0; step < plan.steps; ++step, position.advance(), cursor.advance(plan)) {
       bool first = config.writes_dq, last = config.writes_dq;  // to add to this dQ
       if (in_order) {
-        const Turn order = turn_at<config>(params, plan, cursor.q_tile);
+        const Turn order = turn_at<config.block_q, config.block_kv()>(params, plan, cursor.q_tile);
         first = order.before == 0, last = order.after == 0;
         if (last) await_turn();
       }

@@ -100,19 +100,22 @@ __device__ __forceinline__ float scaled(float x, int shift) {
 constexpr int split_threads = 256;
 constexpr int most_tile_rows = 128, most_columns = 256;
 
-// Of q, k and v, in this order.
+// Of q, k, v and (for a backward) dout, in this order.
+constexpr int most_operands = 4;
 struct SplitParams {
-  const float* x[3];
-  long long batch_stride[3], head_stride[3], seq_stride[3];  // in elements
-  void* parts[3];                                            // (parts, batch, heads, seq, dim)
-  TileFact* facts[3];                                        // (batch, heads, tiles)
-  int* any_refused;
-  int heads[3];
-  int seq[3];
-  int dim[3];
-  int rows[3];        // of a tile
-  int first_tile[3];  // counted over all three
-  int tiles;          // in all
+  const float* x[most_operands];
+  long long batch_stride[most_operands], head_stride[most_operands],
+      seq_stride[most_operands];   // in elements
+  void* parts[most_operands];      // (parts, batch, heads, seq, dim)
+  TileFact* facts[most_operands];  // (batch, heads, tiles)
+  const int* wanted;               // null, or 0: nothing is to be done
+  int* refusals;                   // null, or to be zeroed
+  int heads[most_operands];
+  int seq[most_operands];
+  int dim[most_operands];
+  int rows[most_operands];        // of a tile
+  int first_tile[most_operands];  // counted over all
+  int tiles;                      // in all
   int batch;
   int aligned;  // 1: every row of every tensor begins at a multiple of 16 bytes
 };
