@@ -37,7 +37,7 @@
 //   named 1               3, 128 threads              itself            P is read before dS replaces it
 //   named 2               1, 128 threads              itself            in turns: its turn has come; its sums are added
 //
-// Registers of a thread (512 in four warpgroups): producer 40; dQ 112: d / 2 accumulators; 2 and 3: 176: sums d / 2, parts 48,
+// Registers of a thread (512 in four warpgroups): producer 32; dQ 112: d / 2 accumulators; 2 and 3: 184: sums d / 2, parts 48,
 // fresh accumulators 32 (48 for d = 96), or S or dP in their place.
 // clang-format on
 #pragma once
@@ -155,13 +155,13 @@ __device__ __forceinline__ void backward(const GradParams& params) {
       GradProducer<config>{params, smem, plan}.run();
   } else if (warp < 8) {
     ptx::setmaxnreg_dec<GradConfig::query_registers>();
-    GradQueryWarpgroup<config>{{params, smem, plan}}.run();
+    GradQueryWarpgroup<config>(params, smem).run();
   } else {
     ptx::setmaxnreg_inc<GradConfig::product_registers>();
     if (warp < 12)
-      GradValueWarpgroup<config>{{params, smem, plan}}.run();
+      GradValueWarpgroup<config>(params, smem).run();
     else
-      GradKeyWarpgroup<config>{{params, smem, plan}}.run();
+      GradKeyWarpgroup<config>(params, smem).run();
   }
 }
 

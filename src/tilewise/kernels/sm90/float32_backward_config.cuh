@@ -19,7 +19,7 @@ struct GradConfig {
   bool softcap;
 
   TILEWISE_INLINE int threads() const { return 512; }
-  static constexpr int producer_registers = 40, query_registers = 112, product_registers = 176;
+  static constexpr int producer_registers = 32, query_registers = 112, product_registers = 184;
 };
 
 struct GradParams {

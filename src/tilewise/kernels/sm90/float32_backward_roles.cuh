@@ -133,8 +133,11 @@ struct GradWarpgroup {
   const int warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32;
 
-  StepCursor cursor{plan};
+  StepCursor cursor;
   RingPosition<config.stages> position{0};
+
+  __device__ __forceinline__ GradWarpgroup(const GradParams& params, GradSmem<config>& smem)
+      : params(params), smem(smem), plan(smem.plan), cursor(smem.plan) {}
 
   // After the whole warp has read or written what the barrier protects.
   __device__ __forceinline__ void arrive(u64* barrier) {
@@ -176,6 +179,7 @@ struct GradWarpgroup {
 template <GradConfig config>
 struct GradValueWarpgroup : GradWarpgroup<config> {
   using Base = GradWarpgroup<config>;
+  using Base::Base;
   using Base::smem, Base::params, Base::plan, Base::cursor, Base::position, Base::lane;
 
   float dv[config.head_dim_v / 2];
@@ -262,6 +266,7 @@ struct GradValueWarpgroup : GradWarpgroup<config> {
 template <GradConfig config>
 struct GradKeyWarpgroup : GradWarpgroup<config> {
   using Base = GradWarpgroup<config>;
+  using Base::Base;
   using Base::smem, Base::params, Base::plan, Base::cursor, Base::position, Base::lane, Base::warp;
 
   float dk[config.head_dim / 2];
@@ -355,6 +360,7 @@ struct GradKeyWarpgroup : GradWarpgroup<config> {
 template <GradConfig config>
 struct GradQueryWarpgroup : GradWarpgroup<config> {
   using Base = GradWarpgroup<config>;
+  using Base::Base;
   using Base::smem, Base::params, Base::plan, Base::cursor, Base::lane, Base::warp;
   static constexpr int columns = config.head_dim;
 
