@@ -139,13 +139,22 @@ _SHAPES: dict[int, dict[tuple[int, int], _Shape]] = {
 
 
 def configs(problem: Problem) -> list[Config]:
-    """The config of the kernel for ordinary ranges; `wide_range` is the one behind it."""
-    return [_config(2 if problem.precision == "exact" else 1, _class_of(problem), problem.softcap > 0)]
+    """The config of the kernel for ordinary ranges; `wide_range` is the one behind it.
+
+    Where gradients will be wanted there is only the latter, whose scores are those of the backward, bit by bit.
+    """
+    parts = 3 if problem.needs_grad else 2 if problem.precision == "exact" else 1
+    return [_config(parts, _class_of(problem), problem.softcap > 0)]
 
 
 def wide_range(config: Config) -> Config:
     """The config of the kernel for the rows that `config`'s kernel refuses."""
     return _config(3, (config.head_dim, config.head_dim_v), config.softcap)
+
+
+def _chain(config: Config) -> tuple[Config, ...]:
+    """The kernels of a call, one after another."""
+    return (config,) if config.parts == 3 else (config, wide_range(config))
 
 
 def notices(problem: Problem) -> list[str]:
@@ -156,6 +165,8 @@ def notices(problem: Problem) -> list[str]:
     }[problem.precision]
     range_note = "rows whose range fp16 cannot hold run by 6 products of bf16 parts, as the device finds them"
     found = [said, range_note]
+    if problem.needs_grad:
+        found = ["float32 by 6 products of bf16 parts, forward and backward: error as of plain float32 arithmetic"]
     if (head_dim, head_dim_v) != (problem.head_dim, problem.head_dim_v):
         dims = f"{problem.head_dim}/{problem.head_dim_v}"
         found.append(f"heads of {dims} run in the {head_dim}/{head_dim_v} kernel, zero-filled")
@@ -262,6 +273,7 @@ _Params = params_struct(
     most_exponents=ctypes.c_int,
     scale_log2=ctypes.c_float,
     softcap_in=ctypes.c_float,
+    lse_scale=ctypes.c_float,
 )
 
 
@@ -287,7 +299,7 @@ class _Scratch:
         self.refused = self._room(4 * _tiles(problem.batch * problem.heads_q, problem.seq_q, 64))
         self.facts = {
             chosen.parts: [self._room(_FACT_BYTES * tiles) for tiles in _tiles_of_operands(problem, chosen)]
-            for chosen in (config, wide_range(config))
+            for chosen in _chain(config)
         }
         most = wide_range(config).parts
         self.parts = [self._room(2 * most * math.prod(shape)) for shape in _operand_shapes(problem)]
@@ -301,7 +313,7 @@ class _Scratch:
 class _Attention:
     """All that a call does not have to decide again: one per problem, strides and device. Safe to share by threads."""
 
-    __slots__ = ("_device", "_passes", "_scratch")
+    __slots__ = ("_device", "_passes", "_refuses", "_scratch")
 
     def __init__(
         self,
@@ -315,9 +327,8 @@ class _Attention:
         self._device = q.device.index
         self._scratch = _Scratch(problem, config)
         target = Target.of(q.device)
-        self._passes = [
-            _Pass((q, k, v), out, problem, chosen, self._scratch, target) for chosen in (config, wide_range(config))
-        ]
+        self._passes = [_Pass((q, k, v), out, problem, chosen, self._scratch, target) for chosen in _chain(config)]
+        self._refuses = len(self._passes) > 1
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
@@ -325,8 +336,11 @@ class _Attention:
         scratch = q.new_empty(self._scratch.total, dtype=torch.uint8)
         inputs = (q.data_ptr(), k.data_ptr(), v.data_ptr())
         stream = torch._C._cuda_getCurrentRawStream(self._device)
+        refusals = scratch.data_ptr() + self._scratch.any_refused if self._refuses else None
         for one in self._passes:
-            one.run(stream, inputs, scratch.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr())
+            one.run(
+                stream, inputs, scratch.data_ptr(), refusals, out.data_ptr(), None if lse is None else lse.data_ptr()
+            )
 
 
 class _Pass:
@@ -390,12 +404,19 @@ class _Pass:
         )
         self._attend_arguments = ArgumentsPerThread(_Params, _fixed_params(problem, config, target, inputs[2], out))
 
-    def run(self, stream: int, inputs: tuple[int, int, int], scratch: int, out: int, lse: int | None) -> None:
+    def run(
+        self,
+        stream: int,
+        inputs: tuple[int, int, int],
+        scratch: int,
+        refusals: int | None,
+        out: int,
+        lse: int | None,
+    ) -> None:
         split, attend = self._split_arguments.mine(), self._attend_arguments.mine()
-        any_refused = scratch + self._scratch.any_refused
         params = split.params
         # The parts of bf16 are for what those of fp16 were refused for.
-        params.wanted, params.refusals = (any_refused, None) if self._takes_refused else (None, any_refused)
+        params.wanted, params.refusals = (refusals, None) if self._takes_refused else (None, refusals)
         for i in range(3):
             params.x[i] = inputs[i]
             params.parts[i] = scratch + self._scratch.parts[i]
@@ -406,7 +427,7 @@ class _Pass:
             tensor_map.at(scratch + place) for tensor_map, place in zip(self._maps, self._scratch.parts, strict=True)
         )
         params.q_facts, params.k_facts, params.v_facts = (scratch + place for place in self._facts)
-        params.any_refused, params.refused = any_refused, scratch + self._scratch.refused
+        params.any_refused, params.refused = refusals, scratch + self._scratch.refused
         params.v, params.out, params.lse = inputs[2], out, lse
         self._attend(stream, attend)
 
@@ -437,6 +458,7 @@ def _fixed_params(
         "most_exponents": most_exponents(problem),
         "scale_log2": (problem.softcap if capped else problem.scale) * LOG2_E,
         "softcap_in": problem.scale / problem.softcap if capped else 0.0,
+        "lse_scale": problem.softcap if capped else problem.scale,
     }
 
 

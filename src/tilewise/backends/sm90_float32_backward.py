@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from . import Grads, Wants
 
 ARCH = "sm_90a"
-LOG2_E = math.log2(math.e)
 HEAD_DIM_LIMIT = 128
 BLOCK = 64  # rows of a query tile and of a KV tile
 PARTS = 3
@@ -63,7 +62,7 @@ class GradConfig:
         """`sizeof(GradSmem<config>)`; the generated source asserts it."""
         both = matrix_bytes(BLOCK, self.head_dim) + matrix_bytes(BLOCK, self.head_dim_v)
         rooms = self.rooms * PARTS * matrix_bytes(BLOCK, BLOCK)
-        vectors = 3 * self.stages * BLOCK * 4
+        vectors = 2 * self.stages * BLOCK * 4
         barriers = 8 * (2 + 4 * self.stages + 3 * self.rooms)
         plan = 8 * 4
         return -(-(PARTS * (1 + self.stages) * both + rooms + vectors + barriers + plan) // 1024) * 1024
@@ -137,8 +136,7 @@ _RowParams = params_struct(
     dout_seq_stride=ctypes.c_longlong,
     lse=ctypes.c_void_p,
     dlse=ctypes.c_void_p,
-    lse_high=ctypes.c_void_p,
-    lse_low=ctypes.c_void_p,
+    padded_lse=ctypes.c_void_p,
     row_terms=ctypes.c_void_p,
     term_exponents=ctypes.c_void_p,
     turns=ctypes.c_void_p,
@@ -159,8 +157,7 @@ _Params = params_struct(
     v_facts=ctypes.c_void_p,
     dout_facts=ctypes.c_void_p,
     term_exponents=ctypes.c_void_p,
-    lse_high=ctypes.c_void_p,
-    lse_low=ctypes.c_void_p,
+    lse=ctypes.c_void_p,
     row_terms=ctypes.c_void_p,
     turns=ctypes.c_void_p,
     dq=ctypes.c_void_p,
@@ -187,7 +184,7 @@ _Params = params_struct(
     q_tiles=ctypes.c_int,
     kv_tiles=ctypes.c_int,
     sections=ctypes.c_int,
-    scale_log2=ctypes.c_float,
+    score_scale=ctypes.c_float,
     softcap_in=ctypes.c_float,
     scale=ctypes.c_float,
 )
@@ -224,14 +221,14 @@ def bind(problem: Problem, config: GradConfig | None = None) -> BoundBackward:
 class Scratch:
     """Where parts, facts and row terms lie, in bytes from the beginning of one allocation."""
 
-    __slots__ = ("facts", "lse_high", "lse_low", "parts", "row_terms", "term_exponents", "total", "turns")
+    __slots__ = ("facts", "lse", "parts", "row_terms", "term_exponents", "total", "turns")
 
     def __init__(self, problem: Problem) -> None:
         self.total = 0
         tiles = problem.batch * problem.heads_q * _tiles(problem.seq_q)
         self.turns = self._room(4 * tiles)
         self.term_exponents = self._room(4 * tiles)
-        self.lse_high, self.lse_low, self.row_terms = (self._room(4 * BLOCK * tiles) for _ in range(3))
+        self.lse, self.row_terms = (self._room(4 * BLOCK * tiles) for _ in range(2))
         shapes = operand_shapes(problem)
         self.facts = [self._room(_FACT_BYTES * shape[0] * shape[1] * _tiles(shape[2])) for shape in shapes]
         self.parts = [self._room(2 * PARTS * math.prod(shape)) for shape in shapes]
@@ -323,7 +320,8 @@ class _Gradients:
         params = arguments.params
         params.out, params.dout, params.lse = out.data_ptr(), dout.data_ptr(), lse.data_ptr()
         params.dlse = None if dlse is None else dlse.data_ptr()
-        self._point_to_rows(params, base, turns)
+        params.padded_lse = base + places.lse
+        self._point_to_terms(params, base, turns)
         self._rows(stream, arguments)
 
         arguments = self._main_arguments.mine()
@@ -332,14 +330,14 @@ class _Gradients:
             tensor_map.at(base + place) for tensor_map, place in zip(self._maps, places.parts, strict=True)
         )
         params.q_facts, params.k_facts, params.v_facts, params.dout_facts = (base + place for place in places.facts)
-        self._point_to_rows(params, base, turns)
+        params.lse = base + places.lse
+        self._point_to_terms(params, base, turns)
         params.dq, params.dk, params.dv = (None if grad is None else grad.data_ptr() for grad in (dq, dk, dv))
         self._main(stream, arguments)
         return dq, dk, dv
 
-    def _point_to_rows(self, params: Any, base: int, turns: int | None) -> None:
+    def _point_to_terms(self, params: Any, base: int, turns: int | None) -> None:
         places = self._scratch
-        params.lse_high, params.lse_low = base + places.lse_high, base + places.lse_low
         params.row_terms, params.term_exponents = base + places.row_terms, base + places.term_exponents
         params.turns = turns
 
@@ -410,7 +408,7 @@ def _main_params(problem: Problem, target: Target, grads: list[torch.Tensor]) ->
         "q_tiles": _tiles(problem.seq_q),
         "kv_tiles": _tiles(problem.seq_kv),
         "sections": _sections(problem, target),
-        "scale_log2": (problem.softcap if capped else problem.scale) * LOG2_E,
+        "score_scale": problem.softcap if capped else problem.scale,
         "softcap_in": problem.scale / problem.softcap if capped else 0.0,
         "scale": problem.scale,
     }

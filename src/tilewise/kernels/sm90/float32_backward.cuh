@@ -2,19 +2,21 @@
 // Gradients of attention in float32 on Hopper's 16-bit tensor cores: operands in three parts of bf16, six products each.
 //
 // Symbols as in backward.cuh: Q, dO (seq_q x d, dv) of one (batch, head), K, V (seq_k x d, dv) of its KV head; D = rowsum(dO * O)
-// - dlse; c = scale * log2(e). A CTA owns 64 keys of one KV head and goes through the query tiles of 64 rows that see them, head
+// - dlse. A CTA owns 64 keys of one KV head and goes through the query tiles of 64 rows that see them, head
 // by head of the group. Keys are rows, so that P^T and dS^T are A operands as they come. X_i: part i of X times the power of two
 // of its tile (float32_split.cuh); e_x: those powers. Sums over the six terms (i, j) run from the smallest to (0, 0).
 //
 //   1. S^T = sum of K_i Q_j^T                   wgmma, both in shared memory
-//   2. P^T = 2^(c 2^-(e_k + e_q) S^T - lse)     lse in two floats; 0 where row r does not see key k
+//   2. P^T = exp(round(scale 2^-(e_k + e_q) S^T) - lse)     0 where row r does not see key k
 //   3. dP^T = sum of V_i dO_j^T                 wgmma
 //   4. dS^T = P^T * (2^(u - e_v - e_o) dP^T - 2^u D)     u: 0, unless all of it is very small or large
 //   5. dV += 2^-e_o sum of P_i dO_j             wgmma with P in registers, into fresh accumulators; then float32
 //   6. dK += 2^-(u + e_q) sum of dS_i Q_j       likewise
 //   7. dQ += 2^-(u + e_k) scale sum of dS_i K_j      wgmma, dS from shared memory, into fresh accumulators; then added to dQ in
 //                                               global memory, in any order, or in turns: bit by bit the same every time
-// Softcap: S = tanh(2^-(e_k + e_q) S scale / cap), c = cap * log2(e), and the P of step 4 gets its slope 1 - S^2.
+// Softcap: S = tanh(2^-(e_k + e_q) S scale / cap), the scale of step 2 is the cap, and the P of step 4 gets the slope 1 - S^2.
+// S and its rounding are the forward's, bit by bit (it has such parts too, where gradients are wanted): weights add up to 1
+// even where scores are in the thousands, and the last bit of a score is worth more than float32's accuracy.
 // Why three parts of bf16 and not two of fp16, as in the forward: bf16 has the exponents of float32. The weights of a key may be
 // of any size (those of a query add up to 1), and so may dS; parts of fp16 would need a scale for every key and tile, and what
 // they cannot hold would need this kernel behind them. Why fresh accumulators: the tensor core truncates its sums.
@@ -85,11 +87,10 @@ struct GradProducer {
   }
   __device__ __forceinline__ void load_q(int stage, const StepCursor& at) {
     u64* full = &smem.q_full[stage];
-    ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.q[0]) + 2 * sizeof(smem.lse_high[0]));
+    ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.q[0]) + sizeof(smem.lse[0]));
     load(smem.q[stage], params.q_map, full, at.q_tile * grad_block,
          plan.head_kv * params.heads_per_kv + at.head, ptx::CachePolicy::evict_last);
-    load_rows(smem.lse_high[stage], params.lse_high, full, at);
-    load_rows(smem.lse_low[stage], params.lse_low, full, at);
+    load_rows(smem.lse[stage], params.lse, full, at);
   }
   __device__ __forceinline__ void load_dout(int stage, const StepCursor& at) {
     u64* full = &smem.dout_full[stage];

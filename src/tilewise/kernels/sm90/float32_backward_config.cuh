@@ -32,11 +32,10 @@ struct GradParams {
   const TileFact* v_facts;
   const TileFact* dout_facts;
   const int* term_exponents;  // (batch, heads, q_tiles): of the largest |row term|
-  const float* lse_high;      // (batch, heads, rows padded to 64): lse * log2(e), and its rest
-  const float* lse_low;
-  const float* row_terms;  // likewise: rowsum(dO * O) - dlse
-  int* turns;              // null, or zeroed (batch, heads, q_tiles): KV tiles add to dQ in order
-  float* dq;               // each null, or where to store; dq zeroed
+  const float* lse;           // (batch, heads, rows padded to 64)
+  const float* row_terms;     // likewise: rowsum(dO * O) - dlse
+  int* turns;  // null, or zeroed (batch, heads, q_tiles): KV tiles add to dQ in order
+  float* dq;   // each null, or where to store; dq zeroed
   long long dq_batch_stride, dq_head_stride, dq_seq_stride;  // in elements
   float* dk;
   long long dk_batch_stride, dk_head_stride, dk_seq_stride;
@@ -54,7 +53,7 @@ struct GradParams {
   int q_tiles;
   int kv_tiles;
   int sections;
-  float scale_log2;
+  float score_scale;  // of S, or with a softcap the cap
   float softcap_in;
   float scale;  // of dQ and dK
 };
@@ -76,8 +75,7 @@ struct GradSmem {
   alignas(1024) Parts<config.head_dim> q[config.stages];
   alignas(1024) Parts<config.head_dim_v> dout[config.stages];
   alignas(1024) Room room[config.rooms];
-  alignas(16) float lse_high[config.stages][grad_block];
-  alignas(16) float lse_low[config.stages][grad_block];
+  alignas(16) float lse[config.stages][grad_block];
   alignas(16) float row_terms[config.stages][grad_block];
   ptx::u64 k_full, v_full;
   ptx::u64 q_full[config.stages], q_empty[config.stages];
@@ -95,8 +93,7 @@ struct RowParams {
   long long dout_batch_stride, dout_head_stride, dout_seq_stride;
   const float* lse;   // (batch, heads, seq_q)
   const float* dlse;  // null, or likewise
-  float* lse_high;    // the rest as in GradParams
-  float* lse_low;
+  float* padded_lse;  // the rest as in GradParams
   float* row_terms;
   int* term_exponents;
   int* turns;

@@ -66,8 +66,9 @@ __device__ __forceinline__ void multiply_rows(GradFragment& s, const Parts<dim>&
 #pragma unroll 1
   for (int i = 0; i < grad_terms; ++i) {
     wgmma::hold(low);
-    const u32 key_low = low[0] + term(grad_parts, i).a * part;
-    const u32 query_low = low[1] + term(grad_parts, i).b * part;
+    // Invariant: the order of the forward, so that scores come out the same, bit by bit.
+    const u32 key_low = low[0] + term(grad_parts, i).b * part;
+    const u32 query_low = low[1] + term(grad_parts, i).a * part;
 #pragma unroll
     for (int step = 0; step < dim / 16; ++step) {
       const int place = step / 4 * panel + step % 4 * 2;
@@ -187,12 +188,9 @@ struct GradValueWarpgroup : GradWarpgroup<config> {
 
   // S^T -> P^T in place; `slope` becomes that of the softcap.
   __device__ __forceinline__ void exponentiate(GradFragment& s, GradFragment& slope, int shift) {
-    const float2* high = reinterpret_cast<const float2*>(smem.lse_high[position.stage]) + lane % 4;
-    const float2* low = reinterpret_cast<const float2*>(smem.lse_low[position.stage]) + lane % 4;
+    constexpr float log2_e = 1.44269504088896341f;
+    const float2* rows = reinterpret_cast<const float2*>(smem.lse[position.stage]) + lane % 4;
     const Factor factor(-shift);
-    // The scale is rounded once, here as in the forward, whose lse has it in it.
-    const float scale =
-        config.softcap ? params.scale_log2 : params.scale_log2 * factor.first * factor.second;
     if constexpr (config.softcap) {
       const float inner = params.softcap_in * factor.first * factor.second;
 #pragma unroll
@@ -201,16 +199,20 @@ struct GradValueWarpgroup : GradWarpgroup<config> {
         slope[i] = fmaf(-s[i], s[i], 1.0f);
       }
     }
+    // Invariant: products are rounded as the forward rounded that of the row's largest score. Where
+    // one key has nearly all the weight, lse is that product, and the weight exactly 1.
+    const float first = config.softcap ? 1.0f : factor.first;
+    const float scale = params.score_scale * (config.softcap ? 1.0f : factor.second);
 #pragma unroll
     for (int j = 0; j < grad_block / 8; ++j) {
-      const float2 h = high[4 * j], l = low[4 * j];
+      const float2 lse = rows[4 * j];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        s[4 * j + i] = fmaf(s[4 * j + i], scale, i % 2 ? -h.y : -h.x) - (i % 2 ? l.y : l.x);
+        s[4 * j + i] = __fadd_rn(__fmul_rn(s[4 * j + i] * first, scale), i % 2 ? -lse.y : -lse.x);
     }
     if (plan.partial(cursor.q_tile)) hide(s, params, this->first_key(), cursor.q_tile * grad_block);
 #pragma unroll
-    for (int i = 0; i < grad_block / 2; ++i) s[i] = ptx::ex2(s[i]);
+    for (int i = 0; i < grad_block / 2; ++i) s[i] = ptx::ex2(s[i] * log2_e);
   }
 
   // The other warpgroup multiplies dP with these: P, times the slope of the softcap.

@@ -1,5 +1,5 @@
-// What stands before the float32 backward beside the split: a term of every query row, and lse in
-// the units of the exponentials. A block takes a tile of 64 rows, a warp a row at a time.
+// What stands before the float32 backward beside the split: a term of every query row, and lse for
+// every row of a tile. A block takes a tile of 64 rows, a warp a row at a time.
 #pragma once
 
 #include "float32_backward_config.cuh"
@@ -15,8 +15,6 @@ constexpr int row_threads = 256;
 __device__ __forceinline__ void row_terms(const RowParams& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   u32& most = *reinterpret_cast<u32*>(smem_bytes);
-  // log2(e), and what a float lacks of it: lse may be large, and its error is that of every weight.
-  constexpr float log2_e = 0x1.715476p+0f, log2_e_rest = 0x1.4ae0cp-26f;
   const int pair = blockIdx.x / params.q_tiles, q_tile = blockIdx.x - pair * params.q_tiles;
   const int batch = pair / params.heads, head = pair - batch * params.heads;
   const int lane = threadIdx.x % 32, column = lane * 4;
@@ -41,20 +39,15 @@ __device__ __forceinline__ void row_terms(const RowParams& params) {
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (lane != 0) continue;
     // Rows that do not exist or see no key: +inf makes every weight 0.
-    float high = infinity, low = 0.0f;
+    float lse = infinity;
     if (row < params.seq_q) {
       const long long at = static_cast<long long>(pair) * params.seq_q + row;
-      const float lse = params.lse[at];
+      if (params.lse[at] != -infinity) lse = params.lse[at];
       if (params.dlse != nullptr) sum -= params.dlse[at];
-      if (lse != -infinity) {
-        high = lse * log2_e;
-        low = fmaf(lse, log2_e_rest, fmaf(lse, log2_e, -high));
-      }
     }
-    if (high == infinity) sum = low = 0.0f;
+    if (lse == infinity) sum = 0.0f;
     const long long at = static_cast<long long>(blockIdx.x) * grad_block + i;
-    params.lse_high[at] = high;
-    params.lse_low[at] = low;
+    params.padded_lse[at] = lse;
     params.row_terms[at] = sum;
     if (magnitude(sum) < infinity_bits) atomicMax(&most, magnitude(sum));
   }

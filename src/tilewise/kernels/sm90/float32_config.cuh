@@ -135,8 +135,8 @@ struct Params {
   const TileFact* q_facts;
   const TileFact* k_facts;
   const TileFact* v_facts;
-  int* any_refused;
-  int* refused;  // (batch, heads, tiles of 64 rows)
+  int* any_refused;  // null: nothing stands before this kernel, and it takes all rows
+  int* refused;      // (batch, heads, tiles of 64 rows)
   const float* v;
   long long v_batch_stride, v_head_stride, v_seq_stride;  // in elements
   float* out;
@@ -156,6 +156,7 @@ struct Params {
   int most_exponents;  // of q's largest and k's largest, added, that two parts of fp16 can serve
   float scale_log2;
   float softcap_in;
+  float lse_scale;  // scale_log2 / log2(e)
 };
 
 // A CTA's rows, the KV tiles that they touch, and where their facts stand.
