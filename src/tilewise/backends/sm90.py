@@ -412,7 +412,7 @@ def backward(
 
 
 def bind_backward(problem: Problem) -> BoundBackward:
-    return (sm90_float32_backward if _is_float32(problem) else sm90_backward).bind(problem)
+    return sm90_float32_backward.bind(problem) if _is_float32(problem) else sm90_backward.bind(problem)
 
 
 _Params = params_struct(

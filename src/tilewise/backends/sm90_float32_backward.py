@@ -1,7 +1,7 @@
 """The float32 backward of Hopper: operands in three parts of bf16, kernels/sm90/float32_backward.cuh.
 
-Three launches: a split of q, k, v and dout, a kernel that makes the row terms, and the one that makes dK and dV and adds
-to dQ, which was zeroed before. No range is refused. Part of the backend sm90, which imports this module.
+Three launches: a split of q, k, v and dout, a kernel that makes the row terms, and the one that makes dK and dV and
+adds to dQ, which was zeroed before. No range is refused. Part of the backend sm90, which imports this module.
 """
 
 from __future__ import annotations
