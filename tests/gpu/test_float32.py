@@ -4,10 +4,12 @@ Where PyTorch's kernel does not take the problem (a softcap, a window), attentio
 Run as a program it launches a few shapes of every kind and no reference, for the memory and race checkers:
 
     PYTHONPATH=src compute-sanitizer --report-api-errors no --tool memcheck python tests/gpu/test_float32.py
+    PYTHONPATH=src compute-sanitizer --report-api-errors no --tool racecheck python tests/gpu/test_float32.py --lanes
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -330,7 +332,12 @@ def test_larger_heads_train_elsewhere_and_say_why() -> None:
 
 
 def main() -> None:
-    """Every kernel once, small: for compute-sanitizer."""
+    """Every kernel once, small: for compute-sanitizer. `arrivals_of_warp` says why every lane may have to arrive."""
+    if "--lanes" in sys.argv:
+        plain_unit = sm90_float32_backward.unit
+        sm90_float32_backward.unit = lambda config: dataclasses.replace(  # type: ignore[assignment]
+            plain_unit(config), options=("-DTILEWISE_EVERY_LANE_ARRIVES",), strict=False
+        )
     for dims in DIMS:
         for outlier in (False, True):
             problem = make_problem((1, 2, 200, dims[0]), head_dim_v=dims[1], heads_kv=1, mask=Causal(), needs_lse=True)

@@ -167,6 +167,8 @@ def notices(problem: Problem) -> list[str]:
     found = [said, range_note]
     if problem.needs_grad:
         found = ["float32 by 6 products of bf16 parts, forward and backward: error as of plain float32 arithmetic"]
+        if problem.precision != "exact":
+            found.append(f"precision {problem.precision} serves calls without gradients alone: with them all is exact")
     if (head_dim, head_dim_v) != (problem.head_dim, problem.head_dim_v):
         dims = f"{problem.head_dim}/{problem.head_dim_v}"
         found.append(f"heads of {dims} run in the {head_dim}/{head_dim_v} kernel, zero-filled")

@@ -122,14 +122,14 @@ __device__ __forceinline__ void init_grad_barriers(GradSmem<config>& smem) {
   ptx::mbarrier_init(&smem.v_full, 1);
   for (int i = 0; i < config.stages; ++i) {
     ptx::mbarrier_init(&smem.q_full[i], 1);
-    ptx::mbarrier_init(&smem.q_empty[i], 8);
+    ptx::mbarrier_init(&smem.q_empty[i], 8 * arrivals_of_warp);
     ptx::mbarrier_init(&smem.dout_full[i], 1);
-    ptx::mbarrier_init(&smem.dout_empty[i], 8);
+    ptx::mbarrier_init(&smem.dout_empty[i], 8 * arrivals_of_warp);
   }
   for (int i = 0; i < config.rooms; ++i) {
-    ptx::mbarrier_init(&smem.weights_full[i], 4);
-    ptx::mbarrier_init(&smem.ds_full[i], 4);
-    ptx::mbarrier_init(&smem.room_empty[i], 4);
+    ptx::mbarrier_init(&smem.weights_full[i], 4 * arrivals_of_warp);
+    ptx::mbarrier_init(&smem.ds_full[i], 4 * arrivals_of_warp);
+    ptx::mbarrier_init(&smem.room_empty[i], 4 * arrivals_of_warp);
   }
   ptx::fence_mbarrier_init();
 }

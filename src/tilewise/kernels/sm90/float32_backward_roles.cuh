@@ -143,7 +143,7 @@ struct GradWarpgroup {
   // After the whole warp has read or written what the barrier protects.
   __device__ __forceinline__ void arrive(u64* barrier) {
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(barrier);
+    if (lane < arrivals_of_warp) ptx::mbarrier_arrive(barrier);
   }
   __device__ __forceinline__ long long query_tile() const {
     return query_tile_index(params, plan, cursor);
