@@ -285,6 +285,16 @@ def test_gradients_of_ranges(name: str, mask: Mask) -> None:
     check_grads(*changed, problem, name)
 
 
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_the_backward_has_the_scores_of_the_forward(dim: int) -> None:
+    """Scores in the thousands, whose last bit is worth 1e-4: where one key dominates, dv is dout to the last bit."""
+    problem = make_problem((1, 2, dim, dim), needs_grad=True)
+    q = 1000 * torch.eye(dim, device="cuda") + torch.randn(1, 2, dim, dim, device="cuda")
+    v, dout = torch.randn(2, 1, 2, dim, dim, device="cuda")
+    _, _, dv = gradients(q, q.clone(), v, dout, problem)
+    assert torch.equal(dv, dout)
+
+
 def test_gradients_are_the_same_bits_every_time_if_asked() -> None:
     for dim in (64, 128):
         problem = make_problem((2, 4, 1024, dim), mask=Causal(), needs_grad=True, heads_kv=2, deterministic=True)
