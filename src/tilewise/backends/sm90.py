@@ -296,7 +296,8 @@ def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
 def details(problem: Problem, target: Target, config: AnyConfig) -> list[str]:
     """How the launch fills the GPU, for `explain`."""
     if isinstance(config, sm90_float32.Config):
-        return sm90_float32.details(problem, config)
+        lines = sm90_float32.details(problem, config)
+        return [*lines, *sm90_float32_backward.details(problem)] if problem.needs_grad else lines
     folded = _folded(problem)
     tiles, splits = _work(folded, config), _splits(folded, config, target)
     work = tiles * splits

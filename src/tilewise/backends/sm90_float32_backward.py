@@ -90,6 +90,16 @@ def _config(classes: tuple[int, int], softcap: bool) -> GradConfig:
     return GradConfig(*classes, *_SHAPES[classes], softcap)
 
 
+def details(problem: Problem) -> list[str]:
+    """How the backward fills the GPU, for `explain`."""
+    (config,) = configs(problem)
+    work = problem.batch * problem.heads_kv * _tiles(problem.seq_kv)
+    held = f"{Scratch(problem).total / 2**20:.1f} MiB of scratch"
+    return [
+        f"backward: {config}, {work} CTAs of {config.threads} threads; before it two kernels that split and sum, {held}"
+    ]
+
+
 def all_units() -> list[Unit]:
     """Every kernel of this module but the split, which the forward has too."""
     return [row_terms_unit(), *(unit(_config(classes, softcap)) for classes in _SHAPES for softcap in (False, True))]
