@@ -180,7 +180,7 @@ def spread(low, high, *shape):
 
 def with_one(x, value):
     changed = x.clone()
-    changed[0, 0, 5, 3] = value
+    changed[..., 5, 3] = value
     return changed
 
 

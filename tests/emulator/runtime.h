@@ -263,6 +263,8 @@ inline T __shfl_xor_sync(unsigned, T value, int mask) {
 }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __log2f(float x) { return log2f(x); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline void __threadfence() {}

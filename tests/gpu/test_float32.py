@@ -1,13 +1,15 @@
-"""The float32 forward kernel on a GPU: at most twice the error of PyTorch's efficient kernel, on every range.
+"""The float32 kernels on a GPU: at most twice the error of PyTorch's efficient kernel, on every range.
 
 Where PyTorch's kernel does not take the problem (a softcap, a window), attention in plain float32 operations stands in.
 Run as a program it launches a few shapes of every kind and no reference, for the memory and race checkers:
 
     PYTHONPATH=src compute-sanitizer --report-api-errors no --tool memcheck python tests/gpu/test_float32.py
+    PYTHONPATH=src compute-sanitizer --report-api-errors no --tool racecheck python tests/gpu/test_float32.py --lanes
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -24,8 +26,9 @@ from typing import TYPE_CHECKING
 import tilewise
 from support import exact, make_inputs, make_problem
 from test_backend_sm90_float32 import DIM, FLOOR, RANGES, SEQ, errors
+from test_backend_sm90_float32_backward import WIDE, assert_grads_as_good_as, like_out, plain_grads
 from tilewise import Causal, Full, Problem, Window
-from tilewise.backends import sm90, sm90_float32
+from tilewise.backends import sm90, sm90_float32, sm90_float32_backward
 from tilewise.jit import build_all
 from tilewise.problem import describe
 from tilewise.target import Target
@@ -46,7 +49,7 @@ DIMS = [(8, 8), (64, 64), (72, 40), (96, 96), (128, 128), (40, 128), (192, 128),
 def _built() -> None:
     """All kernels, side by side, before the first test needs one."""
     if hopper:
-        for _ in build_all(sm90_float32.all_units()):
+        for _ in build_all([*sm90_float32.all_units(), *sm90_float32_backward.all_units()]):
             pass
 
 
@@ -201,8 +204,150 @@ def test_tf32_is_less_accurate_and_says_so() -> None:
     assert "11 bits" in str(tilewise.explain(q, k, v, precision="tf32"))
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# gradients
+
+
+def poison(*sizes: int) -> None:
+    """Leaves NaN in the memory that the allocator will hand out next."""
+    rooms = [torch.full((size,), math.nan, device="cuda") for size in sizes]
+    del rooms
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, problem: Problem, dlse: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of our forward and backward, into memory that was full of NaN before."""
+    assert sm90.why_not(problem, Target.of("cuda")) == []
+    out, lse = sm90.forward(q, k, v, problem)
+    assert lse is not None
+    poison(q.numel(), k.numel(), v.numel(), sm90_float32_backward.Scratch(problem).total // 4)
+    return sm90.backward(dout, dlse, q, k, v, out, lse, problem)  # type: ignore[return-value]
+
+
+def grads_of_torch(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, problem: Problem) -> tuple[Tensor, ...]:
+    """Of PyTorch's efficient kernel where it takes the problem, else of plain float32 operations."""
+    causal = problem.mask == Causal("top-left")
+    if problem.softcap or not (causal or problem.mask == Full()):
+        return plain_grads(q, k, v, dout, problem)
+    inputs = [t.detach().contiguous().requires_grad_() for t in (q, k, v)]
+    repeated = (inputs[0], *(t.repeat_interleave(problem.group, 1) for t in inputs[1:]))
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        out = F.scaled_dot_product_attention(*repeated, is_causal=causal, scale=problem.scale)
+    return torch.autograd.grad(out, inputs, dout)
+
+
+def check_grads(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, problem: Problem, what: str = "") -> None:
+    got = gradients(q, k, v, dout, problem)
+    _, _, *truth = exact(q, k, v, problem, None, dout)
+    for grad, tensor in zip(got, (q, k, v), strict=True):
+        assert grad.shape == tensor.shape
+        assert grad.dtype == torch.float32
+    theirs = grads_of_torch(q, k, v, dout, problem)
+    magnitudes = plain_grads(q, k, v, dout, problem, magnitudes=True)
+    assert_grads_as_good_as(theirs, got, truth, magnitudes, f"{problem} {what}")
+
+
+GRAD_DIMS = [dims for dims in DIMS if max(dims) <= sm90_float32_backward.HEAD_DIM_LIMIT]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("dims", GRAD_DIMS, ids=str)
+def test_gradients_of_masks_and_head_dims(dims: tuple[int, int], mask: Mask, softcap: float) -> None:
+    fields = {"head_dim_v": dims[1], "mask": mask, "softcap": softcap, "needs_grad": True}
+    problem = make_problem((2, 4, 333, dims[0]), heads_kv=2, seq_kv=401, **fields)
+    check_grads(*make_inputs(problem, "cuda"), like_out(problem).cuda(), problem)
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
+@pytest.mark.parametrize("seqs", [(1, 1), (1, 500), (63, 65), (64, 64), (128, 129), (1000, 77), (2048, 2048)], ids=str)
+def test_gradients_of_lengths(seqs: tuple[int, int], mask: Mask) -> None:
+    for dim in (64, 128):
+        problem = make_problem((1, 3, seqs[0], dim), seq_kv=seqs[1], mask=mask, needs_grad=True)
+        check_grads(*make_inputs(problem, "cuda"), like_out(problem).cuda(), problem)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients_of_long_sequences(dim: int) -> None:
+    for mask in (Full(), Causal()):
+        problem = make_problem((1, 1, 4096, dim), mask=mask, needs_grad=True)
+        check_grads(*make_inputs(problem, "cuda"), like_out(problem).cuda(), problem)
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
+@pytest.mark.parametrize("name", WIDE)
+def test_gradients_of_ranges(name: str, mask: Mask) -> None:
+    problem = make_problem((1, 1, SEQ, DIM), mask=mask, needs_grad=True)
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(1, 1, SEQ, DIM, generator=generator) for _ in range(3)]
+    changed = [x.cuda() for x in WIDE[name](*inputs, like_out(problem))]
+    check_grads(*changed, problem, name)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_the_backward_has_the_scores_of_the_forward(dim: int) -> None:
+    """Scores in the thousands, whose last bit is worth 1e-4: where one key dominates, dv is dout to the last bit."""
+    problem = make_problem((1, 2, dim, dim), needs_grad=True)
+    q = 1000 * torch.eye(dim, device="cuda") + torch.randn(1, 2, dim, dim, device="cuda")
+    v, dout = torch.randn(2, 1, 2, dim, dim, device="cuda")
+    _, _, dv = gradients(q, q.clone(), v, dout, problem)
+    assert torch.equal(dv, dout)
+
+
+def test_gradients_are_the_same_bits_every_time_if_asked() -> None:
+    for dim in (64, 128):
+        problem = make_problem((2, 4, 1024, dim), mask=Causal(), needs_grad=True, heads_kv=2, deterministic=True)
+        q, k, v = make_inputs(problem, "cuda")
+        dout = like_out(problem).cuda()
+        check_grads(q, k, v, dout, problem)
+        first = gradients(q, k, v, dout, problem)
+        for _ in range(10):
+            again = gradients(q, k, v, dout, problem)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_gradients_through_autograd() -> None:
+    """The call that users make: autograd, a gradient of lse too, strides of (batch, seq, heads, dim)."""
+    for mask in ("full", "causal"):
+        q, k, v = (torch.randn(2, 300, 4, 64, device="cuda", requires_grad=True) for _ in range(3))
+        views = [x.transpose(1, 2) for x in (q, k, v)]
+        out, lse = tilewise.attention(*views, mask=mask, return_lse=True, backend="sm90")
+        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+        got = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+        wide = [x.double() for x in views]
+        want_out, want_lse = tilewise.attention(*wide, mask=mask, return_lse=True, backend="reference")
+        want = torch.autograd.grad((want_out, want_lse), (q, k, v), (dout.double(), dlse.double()))
+        for grad, truth in zip(got, want, strict=True):
+            assert errors(grad, truth.double())[0] < 1e-6
+
+
+def test_gradients_of_any_strides() -> None:
+    for offset in (0, 4, 3):
+        stored = [torch.randn(2, 70, 3, 64 + offset, device="cuda")[..., offset:].transpose(1, 2) for _ in range(4)]
+        problem = describe(*stored[:3], mask="causal").with_(needs_grad=True)
+        check_grads(*stored, problem)
+
+
+def test_larger_heads_train_elsewhere_and_say_why() -> None:
+    q, k, v = (torch.randn(1, 2, 200, 192, device="cuda", requires_grad=True) for _ in range(3))
+    told = str(tilewise.explain(q, k, v))
+    assert "takes heads to 128" in told
+    out = tilewise.attention(q, k, v)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    problem = make_problem((1, 2, 200, 192))
+    _, _, *want = exact(q, k, v, problem, None, torch.ones_like(out))
+    for grad, truth in zip(grads, want, strict=True):
+        assert errors(grad, truth)[0] < 2e-6
+
+
 def main() -> None:
-    """Every kernel once, small: for compute-sanitizer."""
+    """Every kernel once, small: for compute-sanitizer. `arrivals_of_warp` says why every lane may have to arrive."""
+    if "--lanes" in sys.argv:
+        plain_unit = sm90_float32_backward.unit
+        sm90_float32_backward.unit = lambda config: dataclasses.replace(  # type: ignore[assignment]
+            plain_unit(config), options=("-DTILEWISE_EVERY_LANE_ARRIVES",), strict=False
+        )
     for dims in DIMS:
         for outlier in (False, True):
             problem = make_problem((1, 2, 200, dims[0]), head_dim_v=dims[1], heads_kv=1, mask=Causal(), needs_lse=True)
@@ -211,7 +356,17 @@ def main() -> None:
                 q[0, 0, 100, 0] = 1e7
             sm90.forward(q, k, v, problem)
             torch.cuda.synchronize()
-            print(problem, "with an outlier" if outlier else "")
+            print(problem, "with an outlier" if outlier else "", flush=True)
+    for dims in GRAD_DIMS:
+        for deterministic in (False, True):
+            fields = {"head_dim_v": dims[1], "heads_kv": 1, "mask": Causal(), "deterministic": deterministic}
+            problem = make_problem((1, 2, 200, dims[0]), needs_grad=True, **fields)
+            q, k, v = make_inputs(problem, "cuda")
+            out, lse = sm90.forward(q, k, v, problem)
+            assert lse is not None
+            sm90.backward(like_out(problem).cuda(), None, q, k, v, out, lse, problem)
+            torch.cuda.synchronize()
+            print(problem, flush=True)
 
 
 if __name__ == "__main__":

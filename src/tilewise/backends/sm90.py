@@ -35,7 +35,7 @@ from ..jit import launch as driver
 from ..masks import Causal, Full, Window
 from ..problem import Strides, dtype_name
 from ..target import Target
-from . import empty_out, sm90_backward, sm90_float32
+from . import empty_out, sm90_backward, sm90_float32, sm90_float32_backward
 from .fused import BoundBackward, BoundForward, bound_forward, head_dim_class, matrix_bytes, remembered
 
 if TYPE_CHECKING:
@@ -154,8 +154,9 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
         "cast q, k and v",
     )
     refuse(
-        _is_float32(problem) and problem.needs_grad,
-        "the float32 kernel has no backward",
+        _is_float32(problem) and problem.needs_grad and max(dims) > sm90_float32_backward.HEAD_DIM_LIMIT,
+        f"head_dim {max(dims)}: the float32 backward, whose tiles have three parts, takes heads to "
+        f"{sm90_float32_backward.HEAD_DIM_LIMIT}",
         "call it under torch.no_grad(), or use backend='auto'",
     )
     refuse(
@@ -295,7 +296,8 @@ def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
 def details(problem: Problem, target: Target, config: AnyConfig) -> list[str]:
     """How the launch fills the GPU, for `explain`."""
     if isinstance(config, sm90_float32.Config):
-        return sm90_float32.details(problem, config)
+        lines = sm90_float32.details(problem, config)
+        return [*lines, *sm90_float32_backward.details(problem)] if problem.needs_grad else lines
     folded = _folded(problem)
     tiles, splits = _work(folded, config), _splits(folded, config, target)
     work = tiles * splits
@@ -317,7 +319,8 @@ def all_units() -> list[Unit]:
             config = _config(row, classes, bf16, MASK_KINDS.index(kind), softcap)
             units[config.name] = unit(config)
     parts = [combine_unit(True), combine_unit(False)]
-    return [*units.values(), *parts, *sm90_float32.all_units(), *sm90_backward.all_units()]
+    float32 = [*sm90_float32.all_units(), *sm90_float32_backward.all_units()]
+    return [*units.values(), *parts, *float32, *sm90_backward.all_units()]
 
 
 @functools.cache
@@ -402,12 +405,15 @@ def backward(
     bias: torch.Tensor | None = None,
     wants: Wants = (True, True, True),
 ) -> Grads:
+    if _is_float32(problem):
+        grads = config if isinstance(config, sm90_float32_backward.GradConfig) else None
+        return sm90_float32_backward.backward(dout, dlse, q, k, v, out, lse, problem, grads, wants)
     chosen = config if isinstance(config, sm90_backward.BackwardConfig) else None
     return sm90_backward.backward(dout, dlse, q, k, v, out, lse, problem, chosen, wants)
 
 
 def bind_backward(problem: Problem) -> BoundBackward:
-    return sm90_backward.bind(problem)
+    return sm90_float32_backward.bind(problem) if _is_float32(problem) else sm90_backward.bind(problem)
 
 
 _Params = params_struct(

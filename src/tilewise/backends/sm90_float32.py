@@ -40,9 +40,10 @@ LOG2_E = math.log2(math.e)
 # Largest log2 of max |q| * max |k| * scale * sqrt(head_dim) that parts of fp16 serve: their error in a logit is about
 # 2^-42 of it.
 _MOST_LOGIT_BOUND = 20
-_SPLIT_THREADS = 256
-_SPLIT_SMEM = 4 * (2 + 128 + 256)
-_SPLITS_PER_SM = 8
+MOST_OPERANDS = 4  # of a split: the backward's has dout too
+SPLIT_THREADS = 256
+SPLIT_SMEM = 4 * (2 + 128 + 256)
+SPLITS_PER_SM = 8
 _FACT_BYTES = 8
 _PLAN_BYTES = 80
 
@@ -138,13 +139,22 @@ _SHAPES: dict[int, dict[tuple[int, int], _Shape]] = {
 
 
 def configs(problem: Problem) -> list[Config]:
-    """The config of the kernel for ordinary ranges; `wide_range` is the one behind it."""
-    return [_config(2 if problem.precision == "exact" else 1, _class_of(problem), problem.softcap > 0)]
+    """The config of the kernel for ordinary ranges; `wide_range` is the one behind it.
+
+    Where gradients will be wanted there is only the latter, whose scores are those of the backward, bit by bit.
+    """
+    parts = 3 if problem.needs_grad else 2 if problem.precision == "exact" else 1
+    return [_config(parts, _class_of(problem), problem.softcap > 0)]
 
 
 def wide_range(config: Config) -> Config:
     """The config of the kernel for the rows that `config`'s kernel refuses."""
     return _config(3, (config.head_dim, config.head_dim_v), config.softcap)
+
+
+def _chain(config: Config) -> tuple[Config, ...]:
+    """The kernels of a call, one after another."""
+    return (config,) if config.parts == 3 else (config, wide_range(config))
 
 
 def notices(problem: Problem) -> list[str]:
@@ -155,6 +165,10 @@ def notices(problem: Problem) -> list[str]:
     }[problem.precision]
     range_note = "rows whose range fp16 cannot hold run by 6 products of bf16 parts, as the device finds them"
     found = [said, range_note]
+    if problem.needs_grad:
+        found = ["float32 by 6 products of bf16 parts, forward and backward: error as of plain float32 arithmetic"]
+        if problem.precision != "exact":
+            found.append(f"precision {problem.precision} serves calls without gradients alone: with them all is exact")
     if (head_dim, head_dim_v) != (problem.head_dim, problem.head_dim_v):
         dims = f"{problem.head_dim}/{problem.head_dim_v}"
         found.append(f"heads of {dims} run in the {head_dim}/{head_dim_v} kernel, zero-filled")
@@ -196,32 +210,33 @@ def split_unit(parts: int) -> Unit:
     """The kernel that splits q, k and v."""
     name = f"split_float32_{parts}"
     source = f"""#include "sm90/float32_split.cuh"
-{layout_asserts(_SplitParams, "tilewise::sm90::float32::SplitParams")}
-static_assert(sizeof(tilewise::sm90::float32::SplitSmem) == {_SPLIT_SMEM});
-static_assert(tilewise::sm90::float32::split_threads == {_SPLIT_THREADS});
+{layout_asserts(SplitParams, "tilewise::sm90::float32::SplitParams")}
+static_assert(sizeof(tilewise::sm90::float32::SplitSmem) == {SPLIT_SMEM});
+static_assert(tilewise::sm90::float32::split_threads == {SPLIT_THREADS});
 static_assert(sizeof(tilewise::sm90::float32::TileFact) == {_FACT_BYTES});
-extern "C" __global__ void __launch_bounds__({_SPLIT_THREADS})
+extern "C" __global__ void __launch_bounds__({SPLIT_THREADS})
 {name}(const __grid_constant__ tilewise::sm90::float32::SplitParams params) {{
   tilewise::sm90::float32::split<{parts}>(params);
 }}
 """
-    return Unit(name, source, ARCH, smem_bytes=_SPLIT_SMEM)
+    return Unit(name, source, ARCH, smem_bytes=SPLIT_SMEM)
 
 
-_SplitParams = params_struct(
+SplitParams = params_struct(
     "SplitParams",
-    x=ctypes.c_void_p * 3,
-    batch_stride=ctypes.c_longlong * 3,
-    head_stride=ctypes.c_longlong * 3,
-    seq_stride=ctypes.c_longlong * 3,
-    parts=ctypes.c_void_p * 3,
-    facts=ctypes.c_void_p * 3,
-    any_refused=ctypes.c_void_p,
-    heads=ctypes.c_int * 3,
-    seq=ctypes.c_int * 3,
-    dim=ctypes.c_int * 3,
-    rows=ctypes.c_int * 3,
-    first_tile=ctypes.c_int * 3,
+    x=ctypes.c_void_p * MOST_OPERANDS,
+    batch_stride=ctypes.c_longlong * MOST_OPERANDS,
+    head_stride=ctypes.c_longlong * MOST_OPERANDS,
+    seq_stride=ctypes.c_longlong * MOST_OPERANDS,
+    parts=ctypes.c_void_p * MOST_OPERANDS,
+    facts=ctypes.c_void_p * MOST_OPERANDS,
+    wanted=ctypes.c_void_p,
+    refusals=ctypes.c_void_p,
+    heads=ctypes.c_int * MOST_OPERANDS,
+    seq=ctypes.c_int * MOST_OPERANDS,
+    dim=ctypes.c_int * MOST_OPERANDS,
+    rows=ctypes.c_int * MOST_OPERANDS,
+    first_tile=ctypes.c_int * MOST_OPERANDS,
     tiles=ctypes.c_int,
     batch=ctypes.c_int,
     aligned=ctypes.c_int,
@@ -260,6 +275,7 @@ _Params = params_struct(
     most_exponents=ctypes.c_int,
     scale_log2=ctypes.c_float,
     softcap_in=ctypes.c_float,
+    lse_scale=ctypes.c_float,
 )
 
 
@@ -285,7 +301,7 @@ class _Scratch:
         self.refused = self._room(4 * _tiles(problem.batch * problem.heads_q, problem.seq_q, 64))
         self.facts = {
             chosen.parts: [self._room(_FACT_BYTES * tiles) for tiles in _tiles_of_operands(problem, chosen)]
-            for chosen in (config, wide_range(config))
+            for chosen in _chain(config)
         }
         most = wide_range(config).parts
         self.parts = [self._room(2 * most * math.prod(shape)) for shape in _operand_shapes(problem)]
@@ -299,7 +315,7 @@ class _Scratch:
 class _Attention:
     """All that a call does not have to decide again: one per problem, strides and device. Safe to share by threads."""
 
-    __slots__ = ("_device", "_passes", "_scratch")
+    __slots__ = ("_device", "_passes", "_refuses", "_scratch")
 
     def __init__(
         self,
@@ -313,9 +329,8 @@ class _Attention:
         self._device = q.device.index
         self._scratch = _Scratch(problem, config)
         target = Target.of(q.device)
-        self._passes = [
-            _Pass((q, k, v), out, problem, chosen, self._scratch, target) for chosen in (config, wide_range(config))
-        ]
+        self._passes = [_Pass((q, k, v), out, problem, chosen, self._scratch, target) for chosen in _chain(config)]
+        self._refuses = len(self._passes) > 1
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
@@ -323,14 +338,26 @@ class _Attention:
         scratch = q.new_empty(self._scratch.total, dtype=torch.uint8)
         inputs = (q.data_ptr(), k.data_ptr(), v.data_ptr())
         stream = torch._C._cuda_getCurrentRawStream(self._device)
+        refusals = scratch.data_ptr() + self._scratch.any_refused if self._refuses else None
         for one in self._passes:
-            one.run(stream, inputs, scratch.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr())
+            one.run(
+                stream, inputs, scratch.data_ptr(), refusals, out.data_ptr(), None if lse is None else lse.data_ptr()
+            )
 
 
 class _Pass:
     """A split and the attention with its parts."""
 
-    __slots__ = ("_attend", "_attend_arguments", "_facts", "_maps", "_scratch", "_split", "_split_arguments")
+    __slots__ = (
+        "_attend",
+        "_attend_arguments",
+        "_facts",
+        "_maps",
+        "_scratch",
+        "_split",
+        "_split_arguments",
+        "_takes_refused",
+    )
 
     def __init__(
         self,
@@ -346,13 +373,14 @@ class _Pass:
         tiles = _tiles_of_operands(problem, config)
         shapes = _operand_shapes(problem)
         self._scratch, self._facts = scratch, scratch.facts[config.parts]
+        self._takes_refused = config.parts == 3
         self._maps = [_map(shape, config.parts, count) for shape, count in zip(shapes, rows, strict=True)]
-        blocks = min(sum(tiles), _SPLITS_PER_SM * target.sms)
+        blocks = min(sum(tiles), SPLITS_PER_SM * target.sms)
         self._split = Launch(
             function_for(split_unit(config.parts), device),
             (blocks, 1, 1),
-            (_SPLIT_THREADS, 1, 1),
-            _SPLIT_SMEM,
+            (SPLIT_THREADS, 1, 1),
+            SPLIT_SMEM,
             overlap_previous=True,
         )
         split_fixed: dict[str, Any] = {
@@ -363,12 +391,12 @@ class _Pass:
             "seq": tuple(shape[2] for shape in shapes),
             "dim": tuple(shape[3] for shape in shapes),
             "rows": rows,
-            "first_tile": (0, tiles[0], tiles[0] + tiles[1]),
+            "first_tile": (0, tiles[0], tiles[0] + tiles[1], sum(tiles)),
             "tiles": sum(tiles),
             "batch": problem.batch,
             "aligned": int(problem.strides.value == "aligned"),
         }
-        self._split_arguments = ArgumentsPerThread(_SplitParams, split_fixed)
+        self._split_arguments = ArgumentsPerThread(SplitParams, split_fixed)
         self._attend = Launch(
             function_for(unit(config), device),
             (_work(problem, config), 1, 1),
@@ -378,11 +406,19 @@ class _Pass:
         )
         self._attend_arguments = ArgumentsPerThread(_Params, _fixed_params(problem, config, target, inputs[2], out))
 
-    def run(self, stream: int, inputs: tuple[int, int, int], scratch: int, out: int, lse: int | None) -> None:
+    def run(
+        self,
+        stream: int,
+        inputs: tuple[int, int, int],
+        scratch: int,
+        refusals: int | None,
+        out: int,
+        lse: int | None,
+    ) -> None:
         split, attend = self._split_arguments.mine(), self._attend_arguments.mine()
-        any_refused = scratch + self._scratch.any_refused
         params = split.params
-        params.any_refused = any_refused
+        # The parts of bf16 are for what those of fp16 were refused for.
+        params.wanted, params.refusals = (refusals, None) if self._takes_refused else (None, refusals)
         for i in range(3):
             params.x[i] = inputs[i]
             params.parts[i] = scratch + self._scratch.parts[i]
@@ -393,7 +429,7 @@ class _Pass:
             tensor_map.at(scratch + place) for tensor_map, place in zip(self._maps, self._scratch.parts, strict=True)
         )
         params.q_facts, params.k_facts, params.v_facts = (scratch + place for place in self._facts)
-        params.any_refused, params.refused = any_refused, scratch + self._scratch.refused
+        params.any_refused, params.refused = refusals, scratch + self._scratch.refused
         params.v, params.out, params.lse = inputs[2], out, lse
         self._attend(stream, attend)
 
@@ -424,6 +460,7 @@ def _fixed_params(
         "most_exponents": most_exponents(problem),
         "scale_log2": (problem.softcap if capped else problem.scale) * LOG2_E,
         "softcap_in": problem.scale / problem.softcap if capped else 0.0,
+        "lse_scale": problem.softcap if capped else problem.scale,
     }
 
 

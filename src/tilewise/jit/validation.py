@@ -18,6 +18,7 @@ _DECISIVE = ("backends", "jit", "kernels", "tables")
 _LADDER = ("ladder", "kernels/ladder")
 # The files of tests/gpu that vouch for each.
 ENGINE = (
+    "test_float32.py",
     "test_launch.py",
     "test_seam.py",
     "test_sm80.py",

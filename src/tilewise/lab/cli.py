@@ -25,6 +25,7 @@ try:
     from . import docs as documents
     from .cli_check import check
     from .cli_inspect import inspect
+    from .cli_magnitudes import magnitudes
     from .cli_trace import trace
     from .cli_tune import ladder, tune
     from .compare import Settings
@@ -81,6 +82,7 @@ app = typer.Typer(
 
 app.command()(inspect)
 app.command()(check)
+app.command()(magnitudes)
 app.command()(trace)
 app.command()(tune)
 app.command()(ladder)

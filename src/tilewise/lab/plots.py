@@ -64,7 +64,7 @@ def _mark(record: Record) -> str:
 
 def draw(record: Record, folder: Path) -> list[Path]:
     """Write the pictures of a record. InvalidInput, which says what to install, without matplotlib."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     makers = {"speed": _speed, "ratio": _ratios, "scaling": _scaling}
     files = by_kind(folder, record)
@@ -129,7 +129,7 @@ def _speed(pyplot: Any, comparisons: list[Comparison]) -> Any:
     found = panels(comparisons)
     figure, axes = _grid(pyplot, len(found))
     for axis, (title, series) in zip(axes, found.items(), strict=False):
-        for (name, points), style in zip(series.items(), _styles(), strict=False):
+        for (name, points), style in zip(series.items(), styles(), strict=False):
             axis.plot([p.length for p in points], [p.tflops for p in points], label=name, **style)
         _length_axis(axis, title, series)
         axis.set_ylim(bottom=0)
@@ -144,7 +144,7 @@ def _scaling(pyplot: Any, comparisons: list[Comparison]) -> Any:
     title, series = max(found.items(), key=lambda item: max(map(len, item[1].values())))
     figure, axes = _grid(pyplot, 2, columns=2)
     for axis, field, unit in ((axes[0], "seconds", "seconds a sequence"), (axes[1], "mebibytes", "MiB a sequence")):
-        for (name, points), style in zip(series.items(), _styles(), strict=False):
+        for (name, points), style in zip(series.items(), styles(), strict=False):
             drawn = [(p.length, getattr(p, field)) for p in points if getattr(p, field) > 0]
             if drawn:
                 lengths, values = zip(*drawn, strict=True)
@@ -200,14 +200,14 @@ def _short(length: int) -> str:
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
-def _styles() -> list[dict[str, Any]]:
+def styles() -> list[dict[str, Any]]:
     return [
         {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.4}
         for colour, marker in zip(_COLOURS, _MARKERS, strict=True)
     ]
 
 
-def _pyplot() -> Any:
+def load_pyplot() -> Any:
     try:
         matplotlib: Any = importlib.import_module("matplotlib")
     except ModuleNotFoundError:

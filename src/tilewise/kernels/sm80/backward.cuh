@@ -66,7 +66,10 @@ struct Backward {
   BackwardSmem<config>& smem;
   // Why in shared memory: registers are for what the products need.
   const BackwardPlan& plan = smem.plan;
-  const int lane = threadIdx.x % 32;
+  // Why asked again each time: the answer would be kept in a register that is needed elsewhere.
+  struct Lane {
+    __device__ __forceinline__ operator int() const { return ptx::thread_again() % 32; }
+  } lane;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const bool descend = params.rows_descend != 0;
 

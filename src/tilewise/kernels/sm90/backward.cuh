@@ -96,7 +96,9 @@ __device__ __forceinline__ void backward(const BackwardParams& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
   const int warpgroup = warpgroup_index();
-  if (threadIdx.x == 0) smem.plan = make_backward_plan<config>(params, blockIdx.x);
+  if (threadIdx.x == 0)
+    smem.plan =
+        make_backward_plan<config.block_q, config.block_kv()>(params, blockIdx.x, params.order);
   if (threadIdx.x == 128) {
     ptx::prefetch_tensormap(&params.k_map);
     ptx::prefetch_tensormap(&params.q_map);

@@ -36,9 +36,9 @@ struct TileTurns {
 
 // How the KV tiles that see a query tile add up its dQ, in float32 in global memory.
 enum Order : int {
-  by_keys,  // one after another, from the last tile to the first, so that the bits are the same
-            // every time: the first stores its sums, the others add, the last resumes them and
-            // writes dQ
+  by_keys,   // one after another, from the last tile to the first, so that the bits are the same
+             // every time: the first stores its sums, the others add, the last resumes them and
+             // writes dQ
   by_claim,  // the same as they come, so that nobody has to wait but for the first and the last
   freely,    // onto zeroes, and nobody waits; postprocess makes dQ of the sums
 };
@@ -55,8 +55,8 @@ struct BackwardParams {
   // Null: dQ is not wanted, or one KV tile holds all keys. Else (batch, heads, q_tiles, fragment
   // order).
   float* dq_sums;
-  TileTurns* turns;           // null, or for KV tiles that take turns (batch, heads, q_tiles), zeroed
-  void* dq;                   // null: not wanted
+  TileTurns* turns;  // null, or for KV tiles that take turns (batch, heads, q_tiles), zeroed
+  void* dq;          // null: not wanted
   long long dq_batch_stride;  // in elements
   long long dq_head_stride;
   long long dq_seq_stride;
@@ -107,36 +107,37 @@ struct RowBand {
   TILEWISE_INLINE int end_row(int key) const { return min_int(seq_q, key - first_shift + 1); }
 };
 
-template <BackwardConfig config>
-__device__ __forceinline__ BackwardPlan make_backward_plan(const BackwardParams& params, int work) {
-  // In order, KV tiles start from the last: under a causal mask the first rows of a tile have their
+// Of the parameters of this backward or of the float32 one.
+template <int block_q, int block_kv, typename Params>
+__device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params, int work,
+                                                           Order order) {
+  // By keys, KV tiles start from the last: under a causal mask the first rows of a tile have their
   // turn at once, and those that wait meet rows which the tile before left a step ago.
   const Schedule schedule{params.heads_kv, params.batch * params.heads_kv, params.kv_tiles,
-                          params.sections, params.order == by_keys};
+                          params.sections, order == by_keys};
   const WorkTile tile = schedule.tile(work);
   BackwardPlan plan;
   plan.batch = tile.batch;
   plan.head_kv = tile.head;
   plan.kv_tile = tile.q_tile;
   const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
-  const int first_key = plan.kv_tile * config.block_kv();
-  const int last_key = min_int(first_key + config.block_kv(), params.seq_k) - 1;
+  const int first_key = plan.kv_tile * block_kv;
+  const int last_key = min_int(first_key + block_kv, params.seq_k) - 1;
   const int begin = band.first_row(first_key), end = band.end_row(last_key);
-  plan.touched = begin < end ? TileRange{begin / config.block_q, ceil_div(end, config.block_q)}
-                             : TileRange{0, 0};
+  plan.touched = begin < end ? TileRange{begin / block_q, ceil_div(end, block_q)} : TileRange{0, 0};
   // Rows past the end start from S = -inf, so only the keys' end and the band make a tile partial.
-  const int full_begin = ceil_div(band.first_row(last_key), config.block_q);
-  int full_end = max_int(0, first_key - params.band_first_shift + 1) / config.block_q;
+  const int full_begin = ceil_div(band.first_row(last_key), block_q);
+  int full_end = max_int(0, first_key - params.band_first_shift + 1) / block_q;
   if (first_key - params.band_first_shift + 1 >= params.seq_q) full_end = plan.touched.end;
   plan.full.begin = max_int(plan.touched.begin, full_begin);
   plan.full.end = max_int(plan.full.begin, min_int(plan.touched.end, full_end));
-  if (first_key + config.block_kv() > params.seq_k) plan.full = {0, 0};
+  if (first_key + block_kv > params.seq_k) plan.full = {0, 0};
   plan.steps = plan.touched.count() * params.heads_per_kv;
   plan.first = plan.touched.begin;
   // KV tiles that start together begin at the query tiles beside them, each at its own, and go
   // round: they meet no other at a dQ.
-  if (plan.steps > 0 && params.order != by_keys) {
-    const int ahead = first_key / config.block_q - plan.touched.begin, count = plan.touched.count();
+  if (plan.steps > 0 && order != by_keys) {
+    const int ahead = first_key / block_q - plan.touched.begin, count = plan.touched.count();
     plan.first += (ahead % count + count) % count;
   }
   return plan;

@@ -15,7 +15,8 @@ struct BackwardBarrierId {
 };
 
 // Where the query tile of a step lies among all (batch, head, query tile).
-__device__ __forceinline__ long long query_tile_index(const BackwardParams& params,
+template <typename Params>
+__device__ __forceinline__ long long query_tile_index(const Params& params,
                                                       const BackwardPlan& plan,
                                                       const StepCursor& at) {
   const int head = plan.head_kv * params.heads_per_kv + at.head;
@@ -103,16 +104,16 @@ struct BackwardProducer {
 };
 
 // The KV tiles that add to the dQ of a query tile.
-template <BackwardConfig config>
-__device__ __forceinline__ TileRange adders(const BackwardParams& params, int q_tile) {
+template <int block_q, int block_kv, typename Params>
+__device__ __forceinline__ TileRange adders(const Params& params, int q_tile) {
   const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
-  const int row = q_tile * config.block_q;
-  return touched_tiles(band, row, min_int(row + config.block_q, params.seq_q), config.block_kv());
+  const int row = q_tile * block_q;
+  return touched_tiles(band, row, min_int(row + block_q, params.seq_q), block_kv);
 }
-template <BackwardConfig config>
-__device__ __forceinline__ Turn turn_by_keys(const BackwardParams& params, const BackwardPlan& plan,
+template <int block_q, int block_kv, typename Params>
+__device__ __forceinline__ Turn turn_by_keys(const Params& params, const BackwardPlan& plan,
                                              int q_tile) {
-  const TileRange tiles = adders<config>(params, q_tile);
+  const TileRange tiles = adders<block_q, block_kv>(params, q_tile);
   return {tiles.end - 1 - plan.kv_tile, plan.kv_tile - tiles.begin};
 }
 
@@ -128,7 +129,7 @@ struct TurnKeeper {
     return params.turns + query_tile_index(params, plan, at);
   }
   __device__ __forceinline__ Turn numbered(int before, int q_tile) {
-    return {before, adders<config>(params, q_tile).count() - 1 - before};
+    return {before, adders<config.block_q, config.block_kv()>(params, q_tile).count() - 1 - before};
   }
 
   // Looks ahead for turns that have come. By keys, all before must have added; by claim one, which
@@ -146,9 +147,10 @@ struct TurnKeeper {
         behind.advance();
       }
       TileTurns* turns = turns_at(cursor);
-      const Turn turn = params.order == by_keys
-                            ? turn_by_keys<config>(params, plan, cursor.q_tile)
-                            : numbered(ptx::add_relaxed(&turns->claimed, 1), cursor.q_tile);
+      const Turn turn =
+          params.order == by_keys
+              ? turn_by_keys<config.block_q, config.block_kv()>(params, plan, cursor.q_tile)
+              : numbered(ptx::add_relaxed(&turns->claimed, 1), cursor.q_tile);
       const int awaited =
           params.order == by_keys || turn.after == 0 ? turn.before : min_int(turn.before, 1);
       if (awaited > 0) {
@@ -314,7 +316,7 @@ struct QueryWarpgroup {
       const Turn order = smem.turn[step % turn_stages];
       return {order.before == 0, order.after == 0};
     }
-    const Turn order = turn_by_keys<config>(params, plan, cursor.q_tile);
+    const Turn order = turn_by_keys<config.block_q, config.block_kv()>(params, plan, cursor.q_tile);
     if (order.after == 0) await_turn();
     return {order.before == 0, order.after == 0};
   }

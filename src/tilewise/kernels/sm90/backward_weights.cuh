@@ -23,8 +23,8 @@ __device__ __forceinline__ void start_from(float (&accumulator)[count], const fl
 }
 
 // S -> -inf where the band hides the query from the key, or the key does not exist.
-template <int count>
-__device__ __forceinline__ void hide(float (&s)[count], const BackwardParams& params, int key,
+template <int count, typename Params>
+__device__ __forceinline__ void hide(float (&s)[count], const Params& params, int key,
                                      int first_query) {
   const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
   first_query += 2 * (threadIdx.x % 4);

@@ -100,19 +100,22 @@ __device__ __forceinline__ float scaled(float x, int shift) {
 constexpr int split_threads = 256;
 constexpr int most_tile_rows = 128, most_columns = 256;
 
-// Of q, k and v, in this order.
+// Of q, k, v and (for a backward) dout, in this order.
+constexpr int most_operands = 4;
 struct SplitParams {
-  const float* x[3];
-  long long batch_stride[3], head_stride[3], seq_stride[3];  // in elements
-  void* parts[3];                                            // (parts, batch, heads, seq, dim)
-  TileFact* facts[3];                                        // (batch, heads, tiles)
-  int* any_refused;
-  int heads[3];
-  int seq[3];
-  int dim[3];
-  int rows[3];        // of a tile
-  int first_tile[3];  // counted over all three
-  int tiles;          // in all
+  const float* x[most_operands];
+  long long batch_stride[most_operands], head_stride[most_operands],
+      seq_stride[most_operands];   // in elements
+  void* parts[most_operands];      // (parts, batch, heads, seq, dim)
+  TileFact* facts[most_operands];  // (batch, heads, tiles)
+  const int* wanted;               // null, or 0: nothing is to be done
+  int* refusals;                   // null, or to be zeroed
+  int heads[most_operands];
+  int seq[most_operands];
+  int dim[most_operands];
+  int rows[most_operands];        // of a tile
+  int first_tile[most_operands];  // counted over all
+  int tiles;                      // in all
   int batch;
   int aligned;  // 1: every row of every tensor begins at a multiple of 16 bytes
 };
@@ -132,8 +135,8 @@ struct Params {
   const TileFact* q_facts;
   const TileFact* k_facts;
   const TileFact* v_facts;
-  int* any_refused;
-  int* refused;  // (batch, heads, tiles of 64 rows)
+  int* any_refused;  // null: nothing stands before this kernel, and it takes all rows
+  int* refused;      // (batch, heads, tiles of 64 rows)
   const float* v;
   long long v_batch_stride, v_head_stride, v_seq_stride;  // in elements
   float* out;
@@ -153,6 +156,7 @@ struct Params {
   int most_exponents;  // of q's largest and k's largest, added, that two parts of fp16 can serve
   float scale_log2;
   float softcap_in;
+  float lse_scale;  // scale_log2 / log2(e)
 };
 
 // A CTA's rows, the KV tiles that they touch, and where their facts stand.

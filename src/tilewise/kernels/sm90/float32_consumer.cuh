@@ -318,7 +318,8 @@ struct Consumer {
       if (row >= params.seq_q) continue;
       if (params.lse != nullptr && lane % 4 == 0)
         params.lse[row_of_heads(row)] =
-            total == 0.0f ? -infinity : fmaf(most[r], params.scale_log2, log2f(total)) * ln2;
+            total == 0.0f ? -infinity
+                          : __fadd_rn(__fmul_rn(most[r], params.lse_scale), log2f(total) * ln2);
       const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
       const float unit = scaled(1.0f, plan.out_exponent);
 #pragma unroll

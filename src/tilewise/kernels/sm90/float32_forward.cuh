@@ -14,7 +14,7 @@
 //   6. P_i: parts of P (times 2^14 for fp16), in registers
 //   7. F = sum of P_i V_j               wgmma, into fresh accumulators
 //   8. O = keep O + take 2^-(e_v + 14) F   float32, in registers
-//   9. out = O / l, lse = ln2 * (c m + log2 l); a row without keys gives out = 0, lse = -inf
+//   9. out = O / l, lse = round(scale m) + ln l; a row without keys gives out = 0, lse = -inf
 // Why the maximum of the tile in P: parts of fp16 are exact relative to the largest weight of the tile, whatever the
 // rows before; step 8 needs a factor for F in any case. Why F is fresh: the tensor core truncates its sums.
 // Overlap: step 1 of the next tile stands behind step 7 in the tensor pipe, step 8 runs under it, steps 2-6 under the
@@ -24,7 +24,8 @@
 //   - q, k and v are finite, and the exponents of the largest q and k add up to at most `most_exponents`;
 //   - rows of V are within 2^14 of one another, columns within 2^12 (float32_split.cuh).
 // A CTA that is refused says so and ends; the kernel with three parts of bf16, launched behind it, does those rows, and
-// its other CTAs end at once. So does the split for it. Every choice is made here, from the data; no host waits.
+// its other CTAs end at once. So does the split for it. Every choice is made here, from the data; no host waits. Where gradients
+// will be wanted it runs alone: the backward has such parts, and so finds the same scores, bit by bit, that lse was made of.
 //
 // Roles. Warpgroup 0: one thread of warp 0 is the producer and issues all loads. Warpgroups 1..consumers: the rest.
 // One CTA a tile of rows, one CTA a multiprocessor. Shared memory (struct Smem): Q, K and V in all their parts, and the
@@ -93,6 +94,7 @@ __device__ __forceinline__ bool is_admitted(const Params& params, const Plan& pl
 template <Config config>
 __device__ __forceinline__ bool is_mine(const Params& params, const Plan& plan) {
   if constexpr (config.takes_refused()) {
+    if (params.any_refused == nullptr) return true;
     if (*params.any_refused == 0) return false;
     int refused = 0;
     for (int i = 0; i < plan.parts_of_rows; ++i) refused |= plan.refused[i];

@@ -1,5 +1,5 @@
 // What stands before a float32 forward: q, k and v split into 16-bit parts, x * 2^shift = hi + lo
-// (+ lower).
+// (+ lower); before a backward also dout.
 //
 // A tile (64 rows of q, block_kv rows of k and v) shares one power of two, found here; each part is
 // the rest so far, rounded to nearest. A block takes a tile at a time:
@@ -9,7 +9,7 @@
 //   3. the parts, with the tile read again, from the cache
 // Inf and NaN of V become 0, since a mask may hide them and 0 * inf is NaN; the forward gives them
 // back to the rows that see them. Of q and k they stay, in the first part. Three parts are made
-// only where some tile was refused for two.
+// for a forward only where some tile was refused for two.
 #pragma once
 
 #include "float32_config.cuh"
@@ -72,7 +72,8 @@ __device__ __forceinline__ bool is_tame(const SplitSmem& smem, int rows, int col
 template <int parts>
 __device__ __forceinline__ void split_tile(const SplitParams& params, SplitSmem& smem, int index) {
   constexpr bool bf16 = parts == 3;
-  const int which = index >= params.first_tile[2] ? 2 : index >= params.first_tile[1] ? 1 : 0;
+  int which = 0;
+  for (int i = 1; i < most_operands; ++i) which += index >= params.first_tile[i];
   const int seq = params.seq[which], dim = params.dim[which], rows = params.rows[which];
   const int tiles = ceil_div(seq, rows), tile = index - params.first_tile[which];
   const int pair = tile / tiles, row_begin = (tile - pair * tiles) * rows;
@@ -150,8 +151,8 @@ __device__ __forceinline__ void split(const SplitParams& params) {
   SplitSmem& smem = *reinterpret_cast<SplitSmem*>(smem_bytes);
   ptx::allow_next_grid();
   ptx::wait_for_previous_grid();
-  if (parts == 3 && *params.any_refused == 0) return;
-  if (parts < 3 && blockIdx.x == 0 && threadIdx.x == 0) *params.any_refused = 0;
+  if (params.wanted != nullptr && *params.wanted == 0) return;
+  if (params.refusals != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *params.refusals = 0;
   for (int index = blockIdx.x; index < params.tiles; index += gridDim.x)
     split_tile<parts>(params, smem, index);
 }

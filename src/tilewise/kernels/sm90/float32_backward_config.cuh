@@ -1,0 +1,106 @@
+// The float32 backward: its compile-time choices, parameters and shared memory. How it works:
+// float32_backward.cuh.
+#pragma once
+
+#include "backward_config.cuh"
+#include "float32_config.cuh"
+
+namespace tilewise::sm90::float32 {
+
+// Rows of a query tile and of a KV tile, and parts of every operand, all of bf16.
+constexpr int grad_block = 64, grad_parts = 3, grad_terms = term_count(grad_parts);
+
+// Mirrored field by field by `GradConfig` in backends/sm90_float32_backward.py.
+struct GradConfig {
+  int head_dim;    // class of q and k: smaller heads are zero-filled up to it
+  int head_dim_v;  // class of v and dout, likewise
+  int stages;      // of the Q and dO rings
+  int rooms;       // for P and dS on their way between warpgroups
+  bool softcap;
+
+  TILEWISE_INLINE int threads() const { return 512; }
+  static constexpr int producer_registers = 32, query_registers = 112, product_registers = 184;
+};
+
+struct GradParams {
+  ptx::TensorMap q_map;  // all maps are (dim, seq, head, part * batch), boxes 64 x 64
+  ptx::TensorMap k_map;
+  ptx::TensorMap v_map;
+  ptx::TensorMap dout_map;
+  const TileFact* q_facts;
+  const TileFact* k_facts;
+  const TileFact* v_facts;
+  const TileFact* dout_facts;
+  const int* term_exponents;  // (batch, heads, q_tiles): of the largest |row term|
+  const float* lse;           // (batch, heads, rows padded to 64)
+  const float* row_terms;     // likewise: rowsum(dO * O) - dlse
+  int* turns;  // null, or zeroed (batch, heads, q_tiles): KV tiles add to dQ in order
+  float* dq;   // each null, or where to store; dq zeroed
+  long long dq_batch_stride, dq_head_stride, dq_seq_stride;  // in elements
+  float* dk;
+  long long dk_batch_stride, dk_head_stride, dk_seq_stride;
+  float* dv;
+  long long dv_batch_stride, dv_head_stride, dv_seq_stride;
+  int batch;
+  int heads_kv;
+  int heads_per_kv;
+  int seq_q;
+  int seq_k;
+  int head_dim;  // the real ones
+  int head_dim_v;
+  int band_first_shift;
+  int band_end_shift;
+  int q_tiles;
+  int kv_tiles;
+  int sections;
+  float score_scale;  // of S, or with a softcap the cap
+  float softcap_in;
+  float scale;  // of dQ and dK
+};
+
+// A matrix in all its parts.
+template <int dim>
+using Parts = unsigned char[grad_parts][matrix_bytes(grad_block, dim)];
+
+// First the weights, in fragment order; then dS, keys x queries, in all its parts.
+union Room {
+  float weights[grad_block * grad_block];
+  Parts<grad_block> ds;
+};
+
+template <GradConfig config>
+struct GradSmem {
+  alignas(1024) Parts<config.head_dim> k;
+  alignas(1024) Parts<config.head_dim_v> v;
+  alignas(1024) Parts<config.head_dim> q[config.stages];
+  alignas(1024) Parts<config.head_dim_v> dout[config.stages];
+  alignas(1024) Room room[config.rooms];
+  alignas(16) float lse[config.stages][grad_block];
+  alignas(16) float row_terms[config.stages][grad_block];
+  ptx::u64 k_full, v_full;
+  ptx::u64 q_full[config.stages], q_empty[config.stages];
+  ptx::u64 dout_full[config.stages], dout_empty[config.stages];
+  ptx::u64 weights_full[config.rooms], ds_full[config.rooms], room_empty[config.rooms];
+  BackwardPlan plan;
+};
+
+// --- before it: row terms ---
+
+struct RowParams {
+  const float* out;
+  long long out_batch_stride, out_head_stride, out_seq_stride;  // in elements
+  const float* dout;
+  long long dout_batch_stride, dout_head_stride, dout_seq_stride;
+  const float* lse;   // (batch, heads, seq_q)
+  const float* dlse;  // null, or likewise
+  float* padded_lse;  // the rest as in GradParams
+  float* row_terms;
+  int* term_exponents;
+  int* turns;
+  int heads;
+  int seq_q;
+  int q_tiles;
+  int head_dim_v;
+};
+
+}  // namespace tilewise::sm90::float32

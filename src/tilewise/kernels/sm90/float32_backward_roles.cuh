@@ -1,0 +1,455 @@
+// The warpgroups of the float32 backward that multiply. Steps, roles and barriers:
+// float32_backward.cuh.
+#pragma once
+
+#include "backward_query.cuh"
+#include "backward_weights.cuh"
+#include "float32_backward_config.cuh"
+#include "wgmma.cuh"
+
+namespace tilewise::sm90::float32 {
+
+struct GradBarrierId {
+  static constexpr int key_warpgroup = 1;
+  static constexpr int query_warpgroup = 2;
+};
+
+using GradFragment = float[grad_block / 2];
+using GradWeights = u32[grad_parts][grad_block / 16][4];
+
+// Powers of two whose product is 2^shift: one alone could overflow or be denormal.
+struct Factor {
+  float first, second;
+  __device__ __forceinline__ explicit Factor(int shift)
+      : first(power_of_two(shift / 2)), second(power_of_two(shift - shift / 2)) {}
+};
+
+// The power of two in whose units dS is formed: as large as fits, where dP and the row terms are so
+// small that lower parts of dS would be denormal. 2^9: two values below 2^(e + 1), and the head.
+__device__ __forceinline__ int ds_shift(int dout_exponent, int v_exponent, int term_exponent) {
+  return shift_of(max_int(dout_exponent + v_exponent + 9, term_exponent), true);
+}
+
+// x -> its three parts, in the A layout of the next product.
+__device__ __forceinline__ void split_fragment(const GradFragment& x, GradWeights& packed) {
+#pragma unroll
+  for (int i = 0; i < grad_block / 2; i += 2) {
+    float low = x[i], high = x[i + 1];
+#pragma unroll
+    for (int part = 0; part < grad_parts; ++part) {
+      const u32 pair = ptx::pack<true>(low, high);
+      packed[part][i / 8][i / 2 % 4] = pair;
+      low -= ptx::unpack_low<true>(pair);
+      high -= ptx::unpack_high<true>(pair);
+    }
+  }
+}
+
+__device__ __forceinline__ void hold_parts(GradWeights& packed) {
+#pragma unroll
+  for (int part = 0; part < grad_parts; ++part) {
+#pragma unroll
+    for (int step = 0; step < grad_block / 16; ++step) wgmma::hold(packed[part][step]);
+  }
+}
+
+// s = (64 rows of K or V) (64 rows of Q or dO)^T
+template <int dim>
+__device__ __forceinline__ void multiply_rows(GradFragment& s, const Parts<dim>& keys,
+                                              const Parts<dim>& queries) {
+  constexpr int panel = panel_bytes(grad_block) >> 4, part = sizeof(keys[0]) >> 4;
+  u32 low[2] = {wgmma::descriptor_low(ptx::smem_address(keys), 16),
+                wgmma::descriptor_low(ptx::smem_address(queries), 16)};
+  wgmma::hold(s);
+  wgmma::fence();
+  // Why a loop: of a straight line of products the assembler keeps all descriptors in registers.
+#pragma unroll 1
+  for (int i = 0; i < grad_terms; ++i) {
+    wgmma::hold(low);
+    // Invariant: the order of the forward, so that scores come out the same, bit by bit.
+    const u32 key_low = low[0] + term(grad_parts, i).b * part;
+    const u32 query_low = low[1] + term(grad_parts, i).a * part;
+#pragma unroll
+    for (int step = 0; step < dim / 16; ++step) {
+      const int place = step / 4 * panel + step % 4 * 2;
+      wgmma::Product<grad_block, true>::multiply(
+          s, wgmma::descriptor(key_low + place, swizzle_atom_bytes),
+          wgmma::descriptor(query_low + place, swizzle_atom_bytes), i != 0 || step != 0);
+    }
+  }
+  wgmma::commit();
+  wgmma::wait<0>();
+  wgmma::hold(s);
+}
+
+// Columns of a product that is added to sums in registers; the sums and it must fit them.
+TILEWISE_INLINE int slice_columns(int dim) { return dim > 96 ? 64 : dim; }
+
+// sums += 2^shift (P^T or dS^T, in registers) (Q or dO), a slice of columns at a time.
+template <int dim>
+__device__ __forceinline__ void add_product(float (&sums)[dim / 2], GradWeights& weights,
+                                            const Parts<dim>& queries, int shift) {
+  constexpr int columns = slice_columns(dim), slices = dim / columns;
+  constexpr int part = sizeof(queries[0]) >> 4;
+  static_assert(slices * columns == dim && (slices == 1 || columns % panel_columns == 0));
+  u32 low[1] = {wgmma::descriptor_low(ptx::smem_address(queries), panel_bytes(grad_block))};
+  const Factor factor(shift);
+#pragma unroll
+  for (int slice = 0; slice < slices; ++slice) {
+    float fresh[columns / 2];
+    wgmma::hold(fresh);
+    hold_parts(weights);
+    wgmma::fence();
+#pragma unroll
+    for (int i = 0; i < grad_terms; ++i) {
+      wgmma::hold(low);
+#pragma unroll
+      for (int step = 0; step < grad_block / 16; ++step) {
+        const u32 place = low[0] + term(grad_parts, i).b * part +
+                          slice * (columns / panel_columns) * (panel_bytes(grad_block) >> 4) +
+                          step * (2 * swizzle_atom_bytes >> 4);
+        wgmma::Product<columns, true>::multiply(fresh, weights[term(grad_parts, i).a][step],
+                                                wgmma::descriptor(place, swizzle_atom_bytes),
+                                                i != 0 || step != 0);
+      }
+    }
+    wgmma::commit();
+    wgmma::wait<0>();
+    wgmma::hold(fresh);
+    hold_parts(weights);
+#pragma unroll
+    for (int i = 0; i < columns / 2; ++i) {
+      float& x = sums[slice * (columns / 2) + i];
+      x = fmaf(fresh[i] * factor.first, factor.second, x);
+    }
+  }
+}
+
+// What all three have in common.
+template <GradConfig config>
+struct GradWarpgroup {
+  const GradParams& params;
+  GradSmem<config>& smem;
+  const BackwardPlan& plan;
+  const int warp = threadIdx.x / 32 % 4;
+  const int lane = threadIdx.x % 32;
+
+  StepCursor cursor;
+  RingPosition<config.stages> position{0};
+
+  __device__ __forceinline__ GradWarpgroup(const GradParams& params, GradSmem<config>& smem)
+      : params(params), smem(smem), plan(smem.plan), cursor(smem.plan) {}
+
+  // After the whole warp has read or written what the barrier protects.
+  __device__ __forceinline__ void arrive(u64* barrier) {
+    __syncwarp();
+    if (lane < arrivals_of_warp) ptx::mbarrier_arrive(barrier);
+  }
+  __device__ __forceinline__ long long query_tile() const {
+    return query_tile_index(params, plan, cursor);
+  }
+  __device__ __forceinline__ int key_tile() const {
+    return (plan.batch * params.heads_kv + plan.head_kv) * params.kv_tiles + plan.kv_tile;
+  }
+  __device__ __forceinline__ int first_key() const {
+    return plan.kv_tile * grad_block + warp * 16 + lane / 4;
+  }
+  __device__ __forceinline__ int k_shift() const {
+    return shift_of(params.k_facts[key_tile()].exponent, true);
+  }
+
+  // Sums of a key's gradient: `place` is that of key 0 of the head.
+  template <int count>
+  __device__ __forceinline__ void store(const float (&sums)[count], float scale, float* place,
+                                        long long stride, int dim) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int key = first_key() + 8 * r;
+      if (key >= params.seq_k) continue;
+#pragma unroll
+      for (int j = 0; j < count / 4; ++j) {
+        if (8 * j < dim)
+          *reinterpret_cast<float2*>(place + key * stride + 8 * j + 2 * (lane % 4)) =
+              float2{sums[4 * j + 2 * r] * scale, sums[4 * j + 2 * r + 1] * scale};
+      }
+    }
+  }
+};
+
+// Owns dV, makes the weights and hands them over.
+template <GradConfig config>
+struct GradValueWarpgroup : GradWarpgroup<config> {
+  using Base = GradWarpgroup<config>;
+  using Base::Base;
+  using Base::smem, Base::params, Base::plan, Base::cursor, Base::position, Base::lane;
+
+  float dv[config.head_dim_v / 2];
+  RingPosition<config.rooms> room{1};
+
+  // S^T -> P^T in place; `slope` becomes that of the softcap.
+  __device__ __forceinline__ void exponentiate(GradFragment& s, GradFragment& slope, int shift) {
+    constexpr float log2_e = 1.44269504088896341f;
+    const float2* rows = reinterpret_cast<const float2*>(smem.lse[position.stage]) + lane % 4;
+    const Factor factor(-shift);
+    if constexpr (config.softcap) {
+      const float inner = params.softcap_in * factor.first * factor.second;
+#pragma unroll
+      for (int i = 0; i < grad_block / 2; ++i) {
+        s[i] = tanhf(s[i] * inner);
+        slope[i] = fmaf(-s[i], s[i], 1.0f);
+      }
+    }
+    // Invariant: products are rounded as the forward rounded that of the row's largest score. Where
+    // one key has nearly all the weight, lse is that product, and the weight exactly 1.
+    const float first = config.softcap ? 1.0f : factor.first;
+    const float scale = params.score_scale * (config.softcap ? 1.0f : factor.second);
+#pragma unroll
+    for (int j = 0; j < grad_block / 8; ++j) {
+      const float2 lse = rows[4 * j];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[4 * j + i] = __fadd_rn(__fmul_rn(s[4 * j + i] * first, scale), i % 2 ? -lse.y : -lse.x);
+    }
+    if (plan.partial(cursor.q_tile)) hide(s, params, this->first_key(), cursor.q_tile * grad_block);
+#pragma unroll
+    for (int i = 0; i < grad_block / 2; ++i) s[i] = ptx::ex2(s[i] * log2_e);
+  }
+
+  // The other warpgroup multiplies dP with these: P, times the slope of the softcap.
+  __device__ __forceinline__ void hand_over(const GradFragment& p, const GradFragment& slope) {
+    ptx::mbarrier_wait(&smem.room_empty[room.stage], room.phase);
+    float4* place = reinterpret_cast<float4*>(smem.room[room.stage].weights) + threadIdx.x % 128;
+#pragma unroll
+    for (int i = 0; i < grad_block / 2; i += 4) {
+      float4 x{p[i], p[i + 1], p[i + 2], p[i + 3]};
+      if constexpr (config.softcap)
+        x.x *= slope[i], x.y *= slope[i + 1], x.z *= slope[i + 2], x.w *= slope[i + 3];
+      place[i / 4 * 128] = x;
+    }
+    this->arrive(&smem.weights_full[room.stage]);
+    room.advance();
+  }
+
+  __device__ __forceinline__ void step(int k_shift) {
+    const int q_shift = shift_of(params.q_facts[this->query_tile()].exponent, true);
+    const int dout_shift = shift_of(params.dout_facts[this->query_tile()].exponent, true);
+    GradFragment s, slope;
+    ptx::mbarrier_wait(&smem.q_full[position.stage], position.phase);
+    multiply_rows<config.head_dim>(s, smem.k, smem.q[position.stage]);
+    exponentiate(s, slope, q_shift + k_shift);
+    this->arrive(&smem.q_empty[position.stage]);
+    hand_over(s, slope);
+    GradWeights weights;
+    split_fragment(s, weights);
+    ptx::mbarrier_wait(&smem.dout_full[position.stage], position.phase);
+    add_product<config.head_dim_v>(dv, weights, smem.dout[position.stage], -dout_shift);
+    this->arrive(&smem.dout_empty[position.stage]);
+    position.advance();
+    cursor.advance(plan);
+  }
+
+  __device__ __forceinline__ void run() {
+#pragma unroll
+    for (int i = 0; i < config.head_dim_v / 2; ++i) dv[i] = 0.0f;
+    if (plan.steps > 0) {
+      const int k_shift = this->k_shift();
+      ptx::mbarrier_wait(&smem.k_full, 0);
+      for (int i = 0; i < plan.steps; ++i) step(k_shift);
+    }
+    if (params.dv != nullptr)
+      this->store(
+          dv, 1.0f,
+          params.dv + plan.batch * params.dv_batch_stride + plan.head_kv * params.dv_head_stride,
+          params.dv_seq_stride, params.head_dim_v);
+  }
+};
+
+// Owns dK, and makes dS.
+template <GradConfig config>
+struct GradKeyWarpgroup : GradWarpgroup<config> {
+  using Base = GradWarpgroup<config>;
+  using Base::Base;
+  using Base::smem, Base::params, Base::plan, Base::cursor, Base::position, Base::lane, Base::warp;
+
+  float dk[config.head_dim / 2];
+  RingPosition<config.rooms> room{0};
+
+  // dP^T -> dS^T in place, in units of 2^-unit; dP has come in units of 2^-dp_shift.
+  __device__ __forceinline__ void form_ds(GradFragment& dp, int dp_shift, int unit) {
+    const float2* terms =
+        reinterpret_cast<const float2*>(smem.row_terms[position.stage]) + lane % 4;
+    const Factor factor(unit - dp_shift);
+    const float term_factor = power_of_two(unit);
+#pragma unroll
+    for (int j = 0; j < grad_block / 8; ++j) {
+      const float2 term = terms[4 * j];
+      const float x = term.x * term_factor, y = term.y * term_factor;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        dp[4 * j + i] = fmaf(dp[4 * j + i] * factor.first, factor.second, i % 2 ? -y : -x);
+    }
+    this->arrive(&smem.dout_empty[position.stage]);
+    ptx::mbarrier_wait(&smem.weights_full[room.stage], room.phase);
+    const float4* place =
+        reinterpret_cast<const float4*>(smem.room[room.stage].weights) + threadIdx.x % 128;
+#pragma unroll
+    for (int i = 0; i < grad_block / 2; i += 4) {
+      const float4 p = place[i / 4 * 128];
+      // Where a weight is 0 so is dS, whatever hidden values may have made of dP.
+      dp[i] = p.x == 0.0f ? 0.0f : p.x * dp[i];
+      dp[i + 1] = p.y == 0.0f ? 0.0f : p.y * dp[i + 1];
+      dp[i + 2] = p.z == 0.0f ? 0.0f : p.z * dp[i + 2];
+      dp[i + 3] = p.w == 0.0f ? 0.0f : p.w * dp[i + 3];
+    }
+  }
+
+  // This warp's 16 key rows of dS^T, in all parts, in the place of the weights.
+  __device__ __forceinline__ void store_ds(const GradWeights& ds) {
+    // Every warp has read its weights.
+    ptx::barrier_sync<128>(GradBarrierId::key_warpgroup);
+#pragma unroll
+    for (int part = 0; part < grad_parts; ++part) {
+      const u32 address =
+          ptx::smem_address(smem.room[room.stage].ds[part]) + panel_bytes(warp * 16);
+#pragma unroll
+      for (int step = 0; step < grad_block / 16; ++step)
+        ptx::stmatrix_x4(address + swizzled_chunk(lane % 16, step * 2 + lane / 16),
+                         ds[part][step][0], ds[part][step][1], ds[part][step][2],
+                         ds[part][step][3]);
+    }
+    ptx::fence_proxy_async();
+    this->arrive(&smem.ds_full[room.stage]);
+    room.advance();
+  }
+
+  __device__ __forceinline__ void step(int v_exponent) {
+    const long long tile = this->query_tile();
+    const int dout_exponent = params.dout_facts[tile].exponent;
+    const int q_shift = shift_of(params.q_facts[tile].exponent, true);
+    const int unit = ds_shift(dout_exponent, v_exponent, params.term_exponents[tile]);
+    const int dp_shift = shift_of(dout_exponent, true) + shift_of(v_exponent, true);
+    GradFragment dp;
+    ptx::mbarrier_wait(&smem.dout_full[position.stage], position.phase);
+    multiply_rows<config.head_dim_v>(dp, smem.v, smem.dout[position.stage]);
+    form_ds(dp, dp_shift, unit);
+    GradWeights ds;
+    split_fragment(dp, ds);
+    store_ds(ds);
+    ptx::mbarrier_wait(&smem.q_full[position.stage], position.phase);
+    add_product<config.head_dim>(dk, ds, smem.q[position.stage], -unit - q_shift);
+    this->arrive(&smem.q_empty[position.stage]);
+    position.advance();
+    cursor.advance(plan);
+  }
+
+  __device__ __forceinline__ void run() {
+#pragma unroll
+    for (int i = 0; i < config.head_dim / 2; ++i) dk[i] = 0.0f;
+    if (plan.steps > 0) {
+      const int v_exponent = params.v_facts[this->key_tile()].exponent;
+      ptx::mbarrier_wait(&smem.v_full, 0);
+      for (int i = 0; i < plan.steps; ++i) step(v_exponent);
+    }
+    if (params.dk != nullptr)
+      this->store(
+          dk, params.scale,
+          params.dk + plan.batch * params.dk_batch_stride + plan.head_kv * params.dk_head_stride,
+          params.dk_seq_stride, params.head_dim);
+  }
+};
+
+// Makes dQ.
+template <GradConfig config>
+struct GradQueryWarpgroup : GradWarpgroup<config> {
+  using Base = GradWarpgroup<config>;
+  using Base::Base;
+  using Base::smem, Base::params, Base::plan, Base::cursor, Base::lane, Base::warp;
+  static constexpr int columns = config.head_dim;
+
+  RingPosition<config.rooms> room{0};
+
+  __device__ __forceinline__ void multiply(float (&dq)[columns / 2]) {
+    constexpr int ds_part = sizeof(smem.room[0].ds[0]) >> 4, k_part = sizeof(smem.k[0]) >> 4;
+    u32 low[2] = {wgmma::descriptor_low(ptx::smem_address(smem.room[room.stage].ds), 16),
+                  wgmma::descriptor_low(ptx::smem_address(smem.k), panel_bytes(grad_block))};
+    wgmma::hold(dq);
+    wgmma::fence();
+#pragma unroll 1
+    for (int i = 0; i < grad_terms; ++i) {
+      wgmma::hold(low);
+      const u32 ds_low = low[0] + term(grad_parts, i).a * ds_part;
+      const u32 k_low = low[1] + term(grad_parts, i).b * k_part;
+#pragma unroll
+      for (int step = 0; step < grad_block / 16; ++step) {
+        constexpr int rows = 2 * swizzle_atom_bytes >> 4;
+        wgmma::TransposedProduct<columns, true>::multiply(
+            dq, wgmma::descriptor(ds_low + step * rows, swizzle_atom_bytes),
+            wgmma::descriptor(k_low + step * rows, swizzle_atom_bytes), i != 0 || step != 0);
+      }
+    }
+    wgmma::commit();
+    wgmma::wait<0>();
+    wgmma::hold(dq);
+  }
+
+  // Neighbouring lanes trade pairs of columns, so that each has four side by side.
+  __device__ __forceinline__ void add(const float (&dq)[columns / 2], int shift) {
+    const Factor factor(shift);
+    const float first = factor.first * params.scale;
+    const int head = plan.head_kv * params.heads_per_kv + cursor.head;
+    const int row = cursor.q_tile * grad_block + warp * 16 + lane / 4;
+    const bool odd = lane % 2;
+    float* place = params.dq + plan.batch * params.dq_batch_stride + head * params.dq_head_stride +
+                   row * params.dq_seq_stride + (odd ? 8 : 0) + lane % 4 / 2 * 4;
+#pragma unroll
+    for (int j = 0; j < columns / 16; ++j) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float x[4];  // two columns of one block of eight, two of the next
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          x[i] = dq[8 * j + i / 2 * 4 + 2 * r + i % 2] * first * factor.second;
+        const float a = __shfl_xor_sync(0xffffffffu, odd ? x[0] : x[2], 1);
+        const float b = __shfl_xor_sync(0xffffffffu, odd ? x[1] : x[3], 1);
+        if (row + 8 * r < params.seq_q && 16 * j + (odd ? 8 : 0) < params.head_dim)
+          ptx::add_to_global(place + 8 * r * params.dq_seq_stride + 16 * j, odd ? a : x[0],
+                             odd ? b : x[1], odd ? x[2] : a, odd ? x[3] : b);
+      }
+    }
+  }
+
+  // Why this cannot hang: whoever is waited for has a smaller block index, so it runs already.
+  __device__ __forceinline__ void await_turn() {
+    const int before = turn_by_keys<grad_block, grad_block>(params, plan, cursor.q_tile).before;
+    if (threadIdx.x % 128 == 0 && before > 0) {
+      while (ptx::load_acquire(params.turns + this->query_tile()) < before) {
+      }
+    }
+    ptx::barrier_sync<128>(GradBarrierId::query_warpgroup);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    __threadfence();
+    ptx::barrier_sync<128>(GradBarrierId::query_warpgroup);
+    if (threadIdx.x % 128 == 0) ptx::add_release(params.turns + this->query_tile(), 1);
+  }
+
+  __device__ __forceinline__ void run() {
+    if (plan.steps == 0) return;
+    const int v_exponent = params.v_facts[this->key_tile()].exponent, k_shift = this->k_shift();
+    ptx::mbarrier_wait(&smem.k_full, 0);
+    for (int i = 0; i < plan.steps; ++i, cursor.advance(plan), room.advance()) {
+      const int unit = ds_shift(params.dout_facts[this->query_tile()].exponent, v_exponent,
+                                params.term_exponents[this->query_tile()]);
+      float dq[columns / 2];
+      ptx::mbarrier_wait(&smem.ds_full[room.stage], room.phase);
+      if (params.dq != nullptr) multiply(dq);
+      this->arrive(&smem.room_empty[room.stage]);
+      if (params.dq == nullptr) continue;
+      if (params.turns != nullptr) await_turn();
+      add(dq, -unit - k_shift);
+      if (params.turns != nullptr) pass_turn();
+    }
+  }
+};
+
+}  // namespace tilewise::sm90::float32

@@ -1,0 +1,61 @@
+// What stands before the float32 backward beside the split: a term of every query row, and lse for
+// every row of a tile. A block takes a tile of 64 rows, a warp a row at a time.
+#pragma once
+
+#include "float32_backward_config.cuh"
+#include "float32_split.cuh"
+#include "softmax.cuh"
+
+namespace tilewise::sm90::float32 {
+
+constexpr int row_threads = 256;
+
+// Invariant: head_dim_v <= 128, four columns a lane; rows of out and dout begin at multiples of 16
+// bytes.
+__device__ __forceinline__ void row_terms(const RowParams& params) {
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  u32& most = *reinterpret_cast<u32*>(smem_bytes);
+  const int pair = blockIdx.x / params.q_tiles, q_tile = blockIdx.x - pair * params.q_tiles;
+  const int batch = pair / params.heads, head = pair - batch * params.heads;
+  const int lane = threadIdx.x % 32, column = lane * 4;
+  if (threadIdx.x == 0) most = 0;
+  ptx::allow_next_grid();
+  ptx::wait_for_previous_grid();
+  __syncthreads();
+  for (int i = threadIdx.x / 32; i < grad_block; i += row_threads / 32) {
+    const int row = q_tile * grad_block + i;
+    float sum = 0.0f;
+    if (row < params.seq_q && column < params.head_dim_v) {
+      const float4 x = *reinterpret_cast<const float4*>(
+          params.out + batch * params.out_batch_stride + head * params.out_head_stride +
+          row * params.out_seq_stride + column);
+      const float4 y = *reinterpret_cast<const float4*>(
+          params.dout + batch * params.dout_batch_stride + head * params.dout_head_stride +
+          row * params.dout_seq_stride + column);
+      sum = fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, x.w * y.w)));
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2)
+      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    if (lane != 0) continue;
+    // Rows that do not exist or see no key: +inf makes every weight 0.
+    float lse = infinity;
+    if (row < params.seq_q) {
+      const long long at = static_cast<long long>(pair) * params.seq_q + row;
+      if (params.lse[at] != -infinity) lse = params.lse[at];
+      if (params.dlse != nullptr) sum -= params.dlse[at];
+    }
+    if (lse == infinity) sum = 0.0f;
+    const long long at = static_cast<long long>(blockIdx.x) * grad_block + i;
+    params.padded_lse[at] = lse;
+    params.row_terms[at] = sum;
+    if (magnitude(sum) < infinity_bits) atomicMax(&most, magnitude(sum));
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    params.term_exponents[blockIdx.x] = exponent_of(most);
+    if (params.turns != nullptr) params.turns[blockIdx.x] = 0;
+  }
+}
+
+}  // namespace tilewise::sm90::float32

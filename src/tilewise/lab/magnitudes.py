@@ -1,0 +1,170 @@
+"""magnitudes: errors against float64 as the inputs grow or shrink, for us and for PyTorch.
+
+Four ways to scale inputs that are standard normal at 1, each by powers of ten:
+
+    values     v times m
+    balance    q times m, k divided by m: the scores stay as they are
+    scores     q and k times the root of m
+    gradients  dout times m
+
+A point is the norm-wise error of out, and the largest of those of dq, dk and dv. A point without a number is one where
+the truth itself does not fit the dtype, or the candidate gave no finite answer, or none at all. All run in this
+process, one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..errors import TilewiseError
+from . import accuracy, plots
+from .candidates import OURS, Candidate, Inputs, make_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from ..problem import Problem
+    from .accuracy import Tensors
+
+KIND = "tilewise magnitudes"
+PEER = {"cuda": "sdpa:efficient", "cpu": "sdpa:math"}
+WHAT = {"out": ("out",), "gradients": ("dq", "dk", "dv")}
+
+
+def _scaled(inputs: Inputs, **factors: float) -> Inputs:
+    changed = {name: getattr(inputs, name).detach() * factor for name, factor in factors.items()}
+    for name in ("q", "k", "v"):
+        changed[name] = changed.get(name, getattr(inputs, name).detach()).requires_grad_()
+    return inputs._replace(**changed)
+
+
+SCALINGS: dict[str, tuple[range, Callable[[Inputs, float], Inputs]]] = {
+    "values": (range(-36, 37, 4), lambda inputs, m: _scaled(inputs, v=m)),
+    "balance": (range(-36, 37, 4), lambda inputs, m: _scaled(inputs, q=m, k=1 / m)),
+    "scores": (range(-2, 4), lambda inputs, m: _scaled(inputs, q=math.sqrt(m), k=math.sqrt(m))),
+    "gradients": (range(-36, 37, 4), lambda inputs, m: _scaled(inputs, dout=m)),
+}
+
+
+class Point(NamedTuple):
+    """Errors of one candidate at one magnitude; nan where there is none to tell."""
+
+    magnitude: float
+    out: float
+    gradients: float
+    because: str = ""  # why there is none
+
+
+Series = dict[str, list[Point]]  # by candidate
+
+
+def measure(
+    problem: Problem,
+    device: str,
+    seed: int,
+    candidates: Iterable[str] = (),
+    tick: Callable[[str], None] = lambda text: None,
+) -> dict[str, Series]:
+    """By scaling; ours first, then PyTorch's kernel, then others."""
+    problem = problem.with_(needs_grad=True)
+    names = tuple(dict.fromkeys((OURS, PEER["cuda" if device.startswith("cuda") else "cpu"], *candidates)))
+    sample = accuracy.choose(problem, seed, device)
+    plain = make_inputs(problem, seed, device)
+    found: dict[str, Series] = {}
+    for scaling, (exponents, scale) in SCALINGS.items():
+        series: Series = {name: [] for name in names}
+        for exponent in exponents:
+            magnitude = 10.0**exponent
+            inputs = scale(plain, magnitude)
+            truth = accuracy.truth(inputs, problem, sample)
+            for name in names:
+                series[name].append(_point(name, problem, inputs, sample, truth, magnitude))
+            tick(f"{scaling} 1e{exponent}")
+        found[scaling] = series
+    return found
+
+
+def steps() -> int:
+    return sum(len(exponents) for exponents, _ in SCALINGS.values())
+
+
+def _point(
+    name: str, problem: Problem, inputs: Inputs, sample: accuracy.Sample, truth: Tensors, magnitude: float
+) -> Point:
+    try:
+        results = _results(Candidate(name), problem, inputs)
+    except (RuntimeError, TilewiseError) as error:  # a kernel that refuses or fails is a point without a number
+        return Point(magnitude, math.nan, math.nan, str(error).partition("\n")[0])
+    largest = torch.finfo(problem.dtype).max
+    picked = accuracy.select(results, problem, sample)
+    errors = accuracy.errors(picked, {tensor: truth[tensor] for tensor in picked})
+    told = {
+        what: max(
+            errors[tensor]["norm"] if truth[tensor].abs().max().item() < largest else math.nan for tensor in tensors
+        )
+        for what, tensors in WHAT.items()
+    }
+    return Point(magnitude, told["out"], told["gradients"])
+
+
+def _results(candidate: Candidate, problem: Problem, inputs: Inputs) -> Tensors:
+    with candidate.context(problem):
+        out = candidate.forward(problem, inputs)()
+        grads = torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.dout)
+    return {"out": out, "dq": grads[0], "dk": grads[1], "dv": grads[2]}
+
+
+def to_dict(problem: Problem, device: str, found: dict[str, Series], provenance: dict[str, Any]) -> dict[str, Any]:
+    series = {
+        scaling: {name: [point._asdict() for point in points] for name, points in by_name.items()}
+        for scaling, by_name in found.items()
+    }
+    about = {"kind": KIND, "suite": "magnitudes", "problem": problem.to_dict(), "device": device}
+    return about | {"provenance": provenance, "series": series}
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """A row of panels for out, one for gradients; from a record, so that a kept one can be drawn again."""
+    pyplot = plots.load_pyplot()
+    series = record["series"]
+    figure, axes = pyplot.subplots(
+        len(WHAT), len(series), figsize=(11.0, 5.2), squeeze=False, sharey=True, layout="constrained"
+    )
+    for line, what in zip(axes, WHAT, strict=True):
+        for axis, (scaling, by_name) in zip(line, series.items(), strict=True):
+            for (name, points), style in zip(by_name.items(), plots.styles(), strict=False):
+                kept = [(point["magnitude"], point[what]) for point in points if _is_number(point[what])]
+                axis.plot([x for x, _ in kept], [y for _, y in kept], label=name, **style)
+            axis.set_xscale("log")
+            axis.set_yscale("log")
+            axis.set_title(f"{what}: {scaling}", fontsize=9)
+            axis.grid(alpha=0.3, linewidth=0.5)
+        line[0].set_ylabel("relative error")
+    for axis in axes[-1]:
+        axis.set_xlabel("magnitude")
+    axes[0][0].legend(fontsize=8)
+    figure.suptitle("Error against float64 by the magnitude of the inputs", fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="svg", metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value) and value > 0
+
+
+def lines(found: dict[str, Series]) -> list[list[str]]:
+    """One a scaling and candidate: how many points have an error, and the largest."""
+    table = []
+    for scaling, by_name in found.items():
+        for name, points in by_name.items():
+            cells = [scaling, name]
+            for what in WHAT:
+                values = [value for point in points if _is_number(value := getattr(point, what))]
+                cells += [f"{len(values)} of {len(points)}", f"{max(values):.1e}" if values else "-"]
+            table.append(cells)
+    return table
