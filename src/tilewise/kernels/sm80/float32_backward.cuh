@@ -274,36 +274,42 @@ struct Float32Backward {
     }
   }
 
-  // Step 9.
+  // Step 9. Invariant: all warps come to the wait for their turn, whether or not they have a block.
   __device__ __forceinline__ void add_dq() {
     constexpr int items = block_q / 16 / dq_tiles * panels;
     const u32 ds_lane = lane_by_rows(ptx::smem_address(smem.ds));
     const u32 k_lane = config.vector_sums ? lane_across(ptx::smem_address(smem.k))
                                           : lane_across_by_one(ptx::smem_address(smem.k));
-    await_turn();
 #pragma unroll 1
-    for (int item = warp; item < items; item += config.warps) {
+    for (int first_item = 0; first_item < items; first_item += config.warps) {
+      const int item = first_item + warp;
+      const bool mine = items % config.warps == 0 || item < items;
       const int panel = item % panels, block = item / panels * dq_tiles;
       Sums<exact, panel_sums> sums[dq_tiles];
+      if (mine) {
 #pragma unroll
-      for (int t = 0; t < dq_tiles; ++t) sums[t].clear();
+        for (int t = 0; t < dq_tiles; ++t) sums[t].clear();
 #pragma unroll
-      for (int step = 0; step < block_kv / 8; ++step) {
-        PartsB<exact> b[4];
-        if constexpr (config.vector_sums)
-          load_b_across<block_kv>(k_lane, step, panel, b);
-        else
-          load_b_across_by_one<block_kv>(k_lane, step, panel, b);
+        for (int step = 0; step < block_kv / 8; ++step) {
+          PartsB<exact> b[4];
+          if constexpr (config.vector_sums)
+            load_b_across<block_kv>(k_lane, step, panel, b);
+          else
+            load_b_across_by_one<block_kv>(k_lane, step, panel, b);
 #pragma unroll
-        for (int t = 0; t < dq_tiles; ++t) {
-          PartsA<exact> a;
-          load_a<block_q>(ds_lane + (block + t) * panel_bytes(16), step, a);
-          sums[t].add(0, a, b);
+          for (int t = 0; t < dq_tiles; ++t) {
+            PartsA<exact> a;
+            load_a<block_q>(ds_lane + (block + t) * panel_bytes(16), step, a);
+            sums[t].add(0, a, b);
+          }
         }
       }
+      if (first_item == 0) await_turn();
+      if (mine) {
 #pragma unroll
-      for (int t = 0; t < dq_tiles; ++t)
-        add_to_dq(sums[t], cursor.q_tile * block_q + (block + t) * 16, panel * float_panel);
+        for (int t = 0; t < dq_tiles; ++t)
+          add_to_dq(sums[t], cursor.q_tile * block_q + (block + t) * 16, panel * float_panel);
+      }
     }
     pass_turn();
   }
