@@ -42,6 +42,8 @@ hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")]
 
 MASKS = [Full(), Causal(), Causal("bottom-right"), Window(100, 3), Window(None, 0, "bottom-right"), Window(0, 200)]
+# Why so many: with scores of 1e3 the last bit of one decides a row, for better or worse, in any float32 kernel.
+HEADS = 32
 DIMS = [(8, 8), (64, 64), (72, 40), (96, 96), (128, 128), (40, 128), (192, 128), (192, 192), (200, 256), (256, 256)]
 
 
@@ -79,6 +81,7 @@ def of_torch(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     causal = problem.mask == Causal("top-left")
     if problem.softcap or not (causal or problem.mask == Full()):
         return plain(q, k, v, problem)
+    q, k, v = (t.contiguous() for t in (q, k, v))
     k, v = (t.repeat_interleave(problem.group, 1) for t in (k, v))
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=problem.scale)
@@ -129,9 +132,9 @@ def test_the_shapes_of_the_benchmark(seq: int, dim: int) -> None:
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
 @pytest.mark.parametrize("name", RANGES)
 def test_ranges(name: str, mask: Mask) -> None:
-    problem = make_problem((1, 1, SEQ, DIM), mask=mask, needs_lse=True)
+    problem = make_problem((1, HEADS, SEQ, DIM), mask=mask, needs_lse=True)
     generator = torch.Generator().manual_seed(3)
-    inputs = [torch.randn(1, 1, SEQ, DIM, generator=generator) for _ in range(3)]
+    inputs = [torch.randn(1, HEADS, SEQ, DIM, generator=generator) for _ in range(3)]
     q, k, v = (x.cuda() for x in RANGES[name](*inputs))
     check(q, k, v, problem)
 
@@ -278,9 +281,9 @@ def test_gradients_of_long_sequences(dim: int) -> None:
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
 @pytest.mark.parametrize("name", WIDE)
 def test_gradients_of_ranges(name: str, mask: Mask) -> None:
-    problem = make_problem((1, 1, SEQ, DIM), mask=mask, needs_grad=True)
+    problem = make_problem((1, HEADS, SEQ, DIM), mask=mask, needs_grad=True)
     generator = torch.Generator().manual_seed(3)
-    inputs = [torch.randn(1, 1, SEQ, DIM, generator=generator) for _ in range(3)]
+    inputs = [torch.randn(1, HEADS, SEQ, DIM, generator=generator) for _ in range(3)]
     changed = [x.cuda() for x in WIDE[name](*inputs, like_out(problem))]
     check_grads(*changed, problem, name)
 

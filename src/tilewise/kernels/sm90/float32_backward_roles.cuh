@@ -24,10 +24,11 @@ struct Factor {
       : first(power_of_two(shift / 2)), second(power_of_two(shift - shift / 2)) {}
 };
 
-// The power of two in whose units dS is formed: as large as fits, where dP and the row terms are so
-// small that lower parts of dS would be denormal. 2^9: two values below 2^(e + 1), and the head.
-__device__ __forceinline__ int ds_shift(int dout_exponent, int v_exponent, int term_exponent) {
-  return shift_of(max_int(dout_exponent + v_exponent + 9, term_exponent), true);
+// A bound on the exponents of dP and the row terms, and so on those of dS. 2^9: two values below
+// 2^(e + 1), and the head. Its shift is the power of two in whose units dS is formed: where all is
+// so small that lower parts of dS would be denormal, as large as fits.
+__device__ __forceinline__ int ds_exponent(int dout_exponent, int v_exponent, int term_exponent) {
+  return max_int(dout_exponent + v_exponent + 9, term_exponent);
 }
 
 // x -> its three parts, in the A layout of the next product.
@@ -326,7 +327,8 @@ struct GradKeyWarpgroup : GradWarpgroup<config> {
     const long long tile = this->query_tile();
     const int dout_exponent = params.dout_facts[tile].exponent;
     const int q_shift = shift_of(params.q_facts[tile].exponent, true);
-    const int unit = ds_shift(dout_exponent, v_exponent, params.term_exponents[tile]);
+    const int unit =
+        shift_of(ds_exponent(dout_exponent, v_exponent, params.term_exponents[tile]), true);
     const int dp_shift = shift_of(dout_exponent, true) + shift_of(v_exponent, true);
     GradFragment dp;
     ptx::mbarrier_wait(&smem.dout_full[position.stage], position.phase);
@@ -393,7 +395,8 @@ struct GradQueryWarpgroup : GradWarpgroup<config> {
   }
 
   // Neighbouring lanes trade pairs of columns, so that each has four side by side.
-  __device__ __forceinline__ void add(const float (&dq)[columns / 2], int shift) {
+  // `tiny`: parts of it may be subnormal.
+  __device__ __forceinline__ void add(const float (&dq)[columns / 2], int shift, bool tiny) {
     const Factor factor(shift);
     const float first = factor.first * params.scale;
     const int head = plan.head_kv * params.heads_per_kv + cursor.head;
@@ -411,9 +414,15 @@ struct GradQueryWarpgroup : GradWarpgroup<config> {
           x[i] = dq[8 * j + i / 2 * 4 + 2 * r + i % 2] * first * factor.second;
         const float a = __shfl_xor_sync(0xffffffffu, odd ? x[0] : x[2], 1);
         const float b = __shfl_xor_sync(0xffffffffu, odd ? x[1] : x[3], 1);
-        if (row + 8 * r < params.seq_q && 16 * j + (odd ? 8 : 0) < params.head_dim)
-          ptx::add_to_global(place + 8 * r * params.dq_seq_stride + 16 * j, odd ? a : x[0],
-                             odd ? b : x[1], odd ? x[2] : a, odd ? x[3] : b);
+        if (row + 8 * r >= params.seq_q || 16 * j + (odd ? 8 : 0) >= params.head_dim) continue;
+        float* quad = place + 8 * r * params.dq_seq_stride + 16 * j;
+        const float y[4] = {odd ? a : x[0], odd ? b : x[1], odd ? x[2] : a, odd ? x[3] : b};
+        if (__builtin_expect(tiny, 0)) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) ptx::add_subnormal_to_global(quad + i, y[i]);
+        } else {
+          ptx::add_to_global(quad, y[0], y[1], y[2], y[3]);
+        }
       }
     }
   }
@@ -435,18 +444,23 @@ struct GradQueryWarpgroup : GradWarpgroup<config> {
 
   __device__ __forceinline__ void run() {
     if (plan.steps == 0) return;
-    const int v_exponent = params.v_facts[this->key_tile()].exponent, k_shift = this->k_shift();
+    // Below this dQ may be subnormal where it still counts: the bound may be 2^20 too large, as
+    // weights are small, and 24 bits of what is there are wanted.
+    constexpr int tiny_exponent = -80;
+    const int v_exponent = params.v_facts[this->key_tile()].exponent;
+    const int k_exponent = params.k_facts[this->key_tile()].exponent;
+    const int k_shift = shift_of(k_exponent, true);
     ptx::mbarrier_wait(&smem.k_full, 0);
     for (int i = 0; i < plan.steps; ++i, cursor.advance(plan), room.advance()) {
-      const int unit = ds_shift(params.dout_facts[this->query_tile()].exponent, v_exponent,
-                                params.term_exponents[this->query_tile()]);
+      const int exponent = ds_exponent(params.dout_facts[this->query_tile()].exponent, v_exponent,
+                                       params.term_exponents[this->query_tile()]);
       float dq[columns / 2];
       ptx::mbarrier_wait(&smem.ds_full[room.stage], room.phase);
       if (params.dq != nullptr) multiply(dq);
       this->arrive(&smem.room_empty[room.stage]);
       if (params.dq == nullptr) continue;
       if (params.turns != nullptr) await_turn();
-      add(dq, -unit - k_shift);
+      add(dq, -shift_of(exponent, true) - k_shift, exponent + k_exponent < tiny_exponent);
       if (params.turns != nullptr) pass_turn();
     }
   }
