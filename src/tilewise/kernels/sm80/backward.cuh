@@ -66,9 +66,11 @@ struct Backward {
   BackwardSmem<config>& smem;
   // Why in shared memory: registers are for what the products need.
   const BackwardPlan& plan = smem.plan;
-  // Why asked again each time: the answer would be kept in a register that is needed elsewhere.
+  // Where several CTAs share the registers, asked again each time: the answer would be kept in one.
   struct Lane {
-    __device__ __forceinline__ operator int() const { return ptx::thread_again() % 32; }
+    __device__ __forceinline__ operator int() const {
+      return (config.ctas_per_sm > 1 ? ptx::thread_again() : threadIdx.x) % 32;
+    }
   } lane;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const bool descend = params.rows_descend != 0;

@@ -7,6 +7,19 @@
 
 namespace tilewise::sm90 {
 
+// A thread's place in its warp: kept in a register, or asked again each time.
+template <bool again>
+struct Lane {
+  using Type = int;
+  __device__ __forceinline__ static int ask() { return threadIdx.x % 32; }
+};
+template <>
+struct Lane<true> {
+  using Type = Lane;
+  __device__ __forceinline__ static Lane ask() { return {}; }
+  __device__ __forceinline__ operator int() const { return ptx::thread_again() % 32; }
+};
+
 // What both divisions of the work have in common.
 template <BackwardConfig config>
 struct ProductWarpgroup {
@@ -26,7 +39,7 @@ struct ProductWarpgroup {
   const int warpgroup;                                  // 0 or 1
   const int row = config.by_keys ? warpgroup * 64 : 0;  // of the KV tile, the first of 64
   const int warp = threadIdx.x / 32 % 4;
-  const int lane = threadIdx.x % 32;
+  const typename Lane<config.writes_dq>::Type lane = Lane<config.writes_dq>::ask();
 
   using Position = RingPosition<config.stages>;
   Position position{0};  // of this step in the Q and dO rings
