@@ -44,8 +44,10 @@ LEAST = 2 * FLOOR
 
 def assert_as_good_as_plain(got, want, q, k, v, problem):
     assert not got.isnan().any()
-    for ours, theirs in zip(errors(got, want), errors(plain(q, k, v, problem), want), strict=True):
-        assert ours <= 2 * max(theirs, LEAST), f"{problem}: {ours:.2e}, plain float32 {theirs:.2e}"
+    (whole, row), (their_whole, their_row) = errors(got, want), errors(plain(q, k, v, problem), want)
+    assert whole <= 2 * max(their_whole, LEAST), f"{problem}: {whole:.2e}, plain float32 {their_whole:.2e}"
+    # One row is one sample: two float32 computations differ by chance alone.
+    assert row <= 4 * max(their_row, LEAST), f"{problem}: worst row {row:.2e}, plain float32 {their_row:.2e}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -50,9 +50,10 @@ struct Float32Backward {
   static constexpr int panels = config.head_dim / float_panel;
   static constexpr int panels_v = config.head_dim_v / float_panel;
   static constexpr int panel_sums = float_panel / 2;  // numbers a lane has of 16 rows of a panel
-  // Blocks of 16 rows of dQ that a warp takes at once.
+  // Blocks of 16 rows of dQ that a warp takes at once. Two where they go round evenly, and where
+  // sums are added four at a time: for single ones there are no registers left.
   static constexpr int dq_tiles =
-      block_q % 32 == 0 && block_q / 32 * panels % config.warps == 0 ? 2 : 1;
+      config.vector_sums && block_q % 32 == 0 && block_q / 32 * panels % config.warps == 0 ? 2 : 1;
   using Scores = float[block_q / 2];
 
   const Float32BackwardParams& params;
@@ -215,7 +216,7 @@ struct Float32Backward {
       for (int step = 0; step < block_q / 8; ++step) {
         PartsA<exact> a;
         PartsB<exact> b[4];
-        load_b_across<block_q>(b_lane, step, panel, b);
+        load_b_across<block_q>(b_lane, step, panel, half, b);
         accumulator_as_a(&x[4 * step], half, a);
         sums.add(0, a, b);
       }
@@ -292,8 +293,9 @@ struct Float32Backward {
 #pragma unroll
         for (int step = 0; step < block_kv / 8; ++step) {
           PartsB<exact> b[4];
+          // Why the constant here: moves cost less than the registers to do without them.
           if constexpr (config.vector_sums)
-            load_b_across<block_kv>(k_lane, step, panel, b);
+            load_b_across<block_kv>(k_lane, step, panel, tf32_half, b);
           else
             load_b_across_by_one<block_kv>(k_lane, step, panel, b);
 #pragma unroll

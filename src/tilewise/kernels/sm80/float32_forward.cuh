@@ -228,7 +228,7 @@ struct Float32Forward {
 #pragma unroll
       for (int step = 0; step < block_kv / 8; ++step) {
         PartsB<exact> b[4];
-        load_b_across<block_kv>(v_lane, step, panel, b);
+        load_b_across<block_kv>(v_lane, step, panel, half, b);
 #pragma unroll
         for (int t = 0; t < row_tiles; ++t) {
           PartsA<exact> a;

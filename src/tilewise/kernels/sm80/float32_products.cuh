@@ -1,18 +1,24 @@
 // clang-format off
 // Products of float32 matrices by TF32 tensor cores, and where their operands lie.
 //
-// Splitting. x = hi + lo with hi = x rounded to TF32 (11 bits) and lo = x - hi, which is exact and has
-// at most 12 bits. The tensor core cuts lo to 11: half a unit in the last place of x, as much as
-// rounding it would lose. A product is lo hi + hi lo + hi hi; lo lo, 2^-22 of it, is left out.
-// Operands are split in registers, right before they are used: two instructions an element, and each
-// element serves three products or more.
+// Splitting. x = hi + lo, both TF32 (11 bits). A product is lo hi + hi lo + hi hi; lo lo is left out.
+// Operands are split in registers, right before they are used, and each element serves three products
+// or more.
+//   A  hi is x rounded, lo = x - hi is exact and has at most 12 bits, of which the tensor core reads 11:
+//      it loses half a unit in the last place of x where the last bit is set. Three instructions.
+//   B  hi is x cut off, lo = x (1 + 2^-23) - hi. x - hi would have up to 13 bits, of which the tensor core
+//      would cut two, always towards 0; the factor adds a unit in the last place of x or two first, about
+//      what is cut in the mean. Two instructions.
+// lo lo is 2^-22 of a product and, with A rounded, of either sign. A sum of 128 random terms has an error
+// of 1.5e-7 from all this, where float32 arithmetic has one of 2e-7 (both rounded: 0.8e-7; both cut off:
+// 2.4e-7, a third of it towards 0).
 //
 // Why two accumulators: the tensor core cuts off its sums instead of rounding them, at every step. The
 // small terms among themselves lose nothing that counts; added to the large ones they would triple the
 // number of cuts. The large ones are moved to another register after four to eight steps.
 //
 // In shared memory a matrix of floats is a matrix of twice as many 16-bit columns (sm90/layout.cuh): a
-// panel is 32 floats wide, and ldmatrix moves whole floats, four to a row of eight bytes^2. So copies,
+// panel is 32 floats wide, and ldmatrix moves whole floats, four to a row of a matrix of eight. So copies,
 // swizzle and the places where lanes point are those of the 16-bit kernels (tiles.cuh).
 //
 // Operands, by the index that is summed over:
@@ -39,32 +45,51 @@ __host__ __device__ constexpr int halves(int floats) { return 2 * floats; }
 
 constexpr u32 tf32_half = 0x1000;  // of the last place of TF32
 
-// A 16 x 8 operand A (4 numbers a lane) or an 8 x 8 operand B (2).
-template <bool exact, int count>
-struct Parts {
-  u32 hi[count];
-  u32 lo[exact ? count : 1];
+// The one part of a number where one product is enough. The tensor core cuts off; between 3/8 and
+// 3/4 of the last place it keeps are added before, so that it errs to both sides. Numbers that have
+// 11 bits stay as they are, and so do inf and NaN.
+__device__ __forceinline__ u32 near_tf32(u32 bits) {
+  return __float_as_uint(__uint_as_float(bits) * (1.0f + 0x1.8p-12f));
+}
+
+constexpr u32 tf32_bits = ~(2 * tf32_half - 1);
+
+// A 16 x 8 operand A, four numbers a lane.
+template <bool exact>
+struct PartsA {
+  u32 hi[4];
+  u32 lo[exact ? 4 : 1];
 
   // Invariant: `half` is tf32_half.
   __device__ __forceinline__ void set(int i, u32 bits, u32 half = tf32_half) {
-    const float x = __uint_as_float(bits);
     if constexpr (exact) {
       // Why not cvt.rna.tf32: it is these two instructions and two more that keep NaN, as lo does
       // here.
-      hi[i] = (bits + half) & ~(2 * tf32_half - 1);
-      lo[i] = __float_as_uint(x - __uint_as_float(hi[i]));
+      hi[i] = (bits + half) & tf32_bits;
+      lo[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(hi[i]));
     } else {
-      // The tensor core cuts off. Between 3/8 and 3/4 of the last place it keeps are added before,
-      // so that it errs to both sides; numbers that have 11 bits stay as they are, and so do inf
-      // and NaN.
-      hi[i] = __float_as_uint(x * (1.0f + 0x1.8p-12f));
+      hi[i] = near_tf32(bits);
     }
   }
 };
+
+// An 8 x 8 operand B, two numbers a lane.
 template <bool exact>
-using PartsA = Parts<exact, 4>;
-template <bool exact>
-using PartsB = Parts<exact, 2>;
+struct PartsB {
+  u32 hi[2];
+  u32 lo[exact ? 2 : 1];
+
+  // Invariant: `mask` is tf32_bits.
+  __device__ __forceinline__ void set(int i, u32 bits, u32 mask = tf32_bits) {
+    if constexpr (exact) {
+      hi[i] = bits & mask;
+      lo[i] =
+          __float_as_uint(fmaf(__uint_as_float(bits), 1.0f + 0x1p-23f, -__uint_as_float(hi[i])));
+    } else {
+      hi[i] = near_tf32(bits);
+    }
+  }
+};
 
 // Accumulators of products of 16 x 8, four numbers a lane each.
 template <bool exact, int count>
@@ -137,14 +162,19 @@ __device__ __forceinline__ u32 lane_across(u32 matrix) {
 }
 
 // Four operands of eight columns: a panel's, of rows 8 * step on.
+// Invariant: `half` is tf32_half. Why not as a constant: the assembler, which knows that the tensor
+// core ignores what the mask clears, would use the numbers as they are for hi, and move them next
+// to one another first.
 template <int rows, bool exact>
-__device__ __forceinline__ void load_b_across(u32 lane, int step, int panel,
+__device__ __forceinline__ void load_b_across(u32 lane, int step, int panel, u32 half,
                                               PartsB<exact> (&b)[4]) {
-  const u32 place = step * swizzle_atom_bytes + panel * panel_bytes(rows);
+  const u32 place = step * swizzle_atom_bytes + panel * panel_bytes(rows), mask = 0u - 2u * half;
   const uint4 even = ptx::load_shared(lane + place);
   const uint4 odd = ptx::load_shared((lane ^ 16) + panel_row_bytes + place);
-  b[0].set(0, even.x), b[1].set(0, even.y), b[2].set(0, even.z), b[3].set(0, even.w);
-  b[0].set(1, odd.x), b[1].set(1, odd.y), b[2].set(1, odd.z), b[3].set(1, odd.w);
+  b[0].set(0, even.x, mask), b[1].set(0, even.y, mask);
+  b[2].set(0, even.z, mask), b[3].set(0, even.w, mask);
+  b[0].set(1, odd.x, mask), b[1].set(1, odd.y, mask);
+  b[2].set(1, odd.z, mask), b[3].set(1, odd.w, mask);
 }
 
 // The same with the columns in their own order, product i of the columns 8i to 8i + 7, by loads of
