@@ -18,7 +18,7 @@ run: $(SETUP)
 	$(PYTHON) -m tilewise inspect --shape 2,8,512,64 --dtype float32 --html report.html
 
 test: $(SETUP)
-	$(PYTHON) -m pytest tests -m "not gpu"
+	$(PYTHON) -m pytest tests -m "not gpu" -n 2 --dist loadfile
 
 check: $(SETUP)
 	$(PYTHON) -m ruff check src tests examples

@@ -332,7 +332,7 @@ def test_a_rule_mask_is_a_tensor_to_everybody_else():
         mask.fill_(True)
 
 
-@pytest.mark.parametrize("kwargs", [{"output_attentions": True}, {"cache": object()}], ids=str)
+@pytest.mark.parametrize("kwargs", [{"output_attentions": True}, {"cache": object()}], ids=["attentions", "cache"])
 def test_what_is_refused(kwargs):
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(UnsupportedProblem, match="What to do"):
