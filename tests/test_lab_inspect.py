@@ -199,6 +199,21 @@ def test_static_needs_no_gpu() -> None:
     assert "no kernel of ours" in other.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "arch"),
+    [
+        ("--dtype bf16 --target a100 --backend sm80", "sm_80"),
+        ("--dtype float32 --target rtx-4090 --backend sm80", "sm_89"),
+        ("--dtype float32 --target h200", "sm_90a"),
+    ],
+)
+def test_static_builds_for_the_target_in_both_directions(arguments: str, arch: str) -> None:
+    told = json.loads(run(f"inspect --shape 1,8,1024,64 --static --backward --json {arguments}").stdout)
+    assert [built["arch"] for built in told["kernels"]] == [arch, arch]
+    assert "backward" in told["kernels"][1]["kernel"]
+    assert all(built["spill_bytes"] == 0 and built["registers"] > 0 for built in told["kernels"])
+
+
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
 

@@ -9,12 +9,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ..plan import BACKENDS, plan
 from . import kernels, report, roofline
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..jit import Unit
     from ..plan import Plan
     from ..problem import Problem
@@ -55,12 +60,22 @@ def kernels_of(chosen: Plan) -> list[tuple[Unit, Any]]:
     module: Any = BACKENDS[chosen.backend]
     if not hasattr(module, "unit") or chosen.config is None:
         return []
-    found = [(module.unit(chosen.config), chosen.config)]
-    name = f"tilewise.backends.{chosen.backend}_backward"  # where a backend keeps its backward apart
-    if chosen.problem.needs_grad and importlib.util.find_spec(name) is not None:
+    problem, target = chosen.problem, chosen.target
+    found = [(_call(module.unit, chosen.config, arch=target.arch), chosen.config)]
+    kind = "float32_backward" if problem.dtype is torch.float32 else "backward"
+    name = f"tilewise.backends.{chosen.backend}_{kind}"  # where a backend keeps its backward apart
+    if problem.needs_grad and importlib.util.find_spec(name) is not None:
         back: Any = importlib.import_module(name)
-        found += [(back.main_unit(config), config) for config in back.configs(chosen.problem, chosen.target)[:1]]
+        make = back.main_unit if hasattr(back, "main_unit") else back.unit
+        best = _call(back.configs, problem, target=target)[:1]
+        found += [(_call(make, config, arch=target.arch), config) for config in best]
     return found
+
+
+def _call(function: Callable[..., Any], what: Any, **of_the_target: Any) -> Any:
+    """With what it asks for of the target: a backend for one architecture asks for nothing."""
+    asked = signature(function).parameters
+    return function(what, **{name: value for name, value in of_the_target.items() if name in asked})
 
 
 def _facts(unit: Unit, config: Any, target: Target) -> dict[str, Any]:
