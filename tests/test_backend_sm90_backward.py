@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,11 +82,11 @@ def test_extra_memory_grows_with_the_sequence_and_not_with_its_square():
 # --- the kernels themselves, their real sources and host code, on a model of the hardware ---
 
 
-def run_on_the_model(monkeypatch, problem, seed=0, wants=(True, True, True)):
+def run_on_the_model(monkeypatch, problem, seed=0, wants=(True, True, True), target=H200):
     emulation.install(monkeypatch, sm90_backward, seed)
-    monkeypatch.setattr(sm90_backward, "Target", SimpleNamespace(of=lambda device: H200))
+    monkeypatch.setattr(sm90_backward, "Target", SimpleNamespace(of=lambda device: target))
     monkeypatch.setattr(sm90_backward, "_bound", {})
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     batch, group_heads = problem.batch, (problem.heads_q, problem.heads_kv, problem.heads_kv, problem.heads_q)
     seqs = (problem.seq_q, problem.seq_kv, problem.seq_kv, problem.seq_q)
     dims = (problem.head_dim, problem.head_dim, problem.head_dim_v, problem.head_dim_v)
@@ -156,6 +157,18 @@ def test_whatever_order_the_hardware_works_in(monkeypatch, seed):
     problem = problem_of((150, 200), (64, 64), mask=Causal("bottom-right"))
     got, truth = run_on_the_model(monkeypatch, problem, seed)
     assert_accurate(got, truth, problem.dtype)
+
+
+@emulated
+@pytest.mark.parametrize("mask", [Causal(), Causal("bottom-right"), Window(40, 10), Full()], ids=str)
+def test_the_last_of_several_sections_goes_the_other_way_and_no_order_of_work_shows(monkeypatch, mask):
+    small = dataclasses.replace(H200, l2_bytes=1)
+    problem = problem_of((300, 260), (128, 128), (4, 2), mask=mask, deterministic=True)
+    assert sm90_backward._sections(problem, sm90_backward.configs(problem, small)[0], small) == 2
+    first, truth = run_on_the_model(monkeypatch, problem, target=small)
+    assert_accurate(first, truth, problem.dtype)
+    again, _ = run_on_the_model(monkeypatch, problem, seed=7, target=small)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 @emulated

@@ -98,7 +98,7 @@ class BackwardConfig:
         weights = 16 if self.by_keys else self.block_q * 64 * 4
         vectors = 2 * self.stages * self.block_q * 4
         barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TURN_STAGES)
-        plan = TURN_STAGES * 8 + 9 * 4
+        plan = TURN_STAGES * 8 + 10 * 4
         return -(-(kv + rings + ds + weights + vectors + barriers + plan) // 1024) * 1024
 
     @property
@@ -542,7 +542,7 @@ def _sections(problem: Problem, config: BackwardConfig, target: Target) -> int:
     share = 2 / 3  # of the L2 cache; measured
     if _order(problem, config) is Order.BY_KEYS:
         tiles = -(-problem.seq_kv // config.block_kv)
-        share = 1 / 6 if tiles < 8 else 1 / 3 if tiles < 32 or causal else share
+        share = 1 / 6 if tiles < 8 else 1 / 3 if tiles < 16 else share
     elif not causal:
         return pairs
     head_bytes = problem.group * problem.seq_q * (6 * problem.head_dim + 2 * problem.head_dim_v)

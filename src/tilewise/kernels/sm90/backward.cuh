@@ -23,9 +23,9 @@
 // warpgroup run under the products of the others.
 //
 // Sums of dQ (enum Order). By keys, for the same bits every time: KV tiles take turns from the last to
-// the first. By claim: they take turns as they come. Freely: nobody waits, and postprocess rounds the
-// sums. But for the first order KV tiles that start together go round the query tiles each from a
-// place of its own.
+// the first, or the other way round (the last section of heads). By claim: they take turns as they
+// come. Freely: nobody waits, and postprocess rounds the sums. But for the first order KV tiles that
+// start together go round the query tiles each from a place of its own.
 //
 // Roles. Warpgroup 0: one thread, the producer, issues all loads; a second waits for this tile's turns
 // and a third passes them on, unless they add freely. Warpgroup 1 makes dQ (8).

@@ -36,7 +36,7 @@ struct TileTurns {
 
 // How the KV tiles that see a query tile add up its dQ, in float32 in global memory.
 enum Order : int {
-  by_keys,   // one after another, from the last tile to the first, so that the bits are the same
+  by_keys,   // one after another in the order of their keys, so that the bits are the same
              // every time: the first stores its sums, the others add, the last resumes them and
              // writes dQ
   by_claim,  // the same as they come, so that nobody has to wait but for the first and the last
@@ -89,6 +89,7 @@ struct BackwardPlan {
   TileRange touched;  // query tiles
   TileRange full;     // Invariant: begin <= end
   int first;          // query tile
+  int stride;         // of query tiles: 1, or -1 where turns by keys go from the first KV tile
   int steps;
 
   TILEWISE_INLINE bool partial(int q_tile) const {
@@ -112,9 +113,14 @@ template <int block_q, int block_kv, typename Params>
 __device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params, int work,
                                                            Order order) {
   // By keys, KV tiles start from the last: under a causal mask the first rows of a tile have their
-  // turn at once, and those that wait meet rows which the tile before left a step ago.
-  const Schedule schedule{params.heads_kv, params.batch * params.heads_kv, params.kv_tiles,
-                          params.sections, order == by_keys};
+  // turn at once, and those that wait meet rows which the tile before left a step ago. The last of
+  // several sections is its mirror image, from the first KV tile and the last query tile: so the
+  // long tiles do not come at the very end, and whoever is waited for has begun by then.
+  const int pairs = params.batch * params.heads_kv;
+  const bool mirrored = order == by_keys && params.sections > 1 &&
+                        work >= (pairs - pairs / params.sections) * params.kv_tiles;
+  const Schedule schedule{params.heads_kv, pairs, params.kv_tiles, params.sections,
+                          order == by_keys && !mirrored};
   const WorkTile tile = schedule.tile(work);
   BackwardPlan plan;
   plan.batch = tile.batch;
@@ -133,7 +139,8 @@ __device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params,
   plan.full.end = max_int(plan.full.begin, min_int(plan.touched.end, full_end));
   if (first_key + block_kv > params.seq_k) plan.full = {0, 0};
   plan.steps = plan.touched.count() * params.heads_per_kv;
-  plan.first = plan.touched.begin;
+  plan.stride = mirrored ? -1 : 1;
+  plan.first = mirrored ? plan.touched.end - 1 : plan.touched.begin;
   // KV tiles that start together begin at the query tiles beside them, each at its own, and go
   // round: they meet no other at a dQ.
   if (plan.steps > 0 && order != by_keys) {
@@ -191,7 +198,11 @@ struct StepCursor {
 
   __device__ __forceinline__ explicit StepCursor(const BackwardPlan& plan) : q_tile(plan.first) {}
   __device__ __forceinline__ void advance(const BackwardPlan& plan) {
-    if (++q_tile == plan.touched.end) q_tile = plan.touched.begin;
+    q_tile += plan.stride;
+    if (q_tile == plan.touched.end)
+      q_tile = plan.touched.begin;
+    else if (q_tile < plan.touched.begin)
+      q_tile = plan.touched.end - 1;
     if (q_tile == plan.first) ++head;
   }
 };

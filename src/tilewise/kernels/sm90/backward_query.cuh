@@ -114,7 +114,8 @@ template <int block_q, int block_kv, typename Params>
 __device__ __forceinline__ Turn turn_by_keys(const Params& params, const BackwardPlan& plan,
                                              int q_tile) {
   const TileRange tiles = adders<block_q, block_kv>(params, q_tile);
-  return {tiles.end - 1 - plan.kv_tile, plan.kv_tile - tiles.begin};
+  const int later = tiles.end - 1 - plan.kv_tile, earlier = plan.kv_tile - tiles.begin;
+  return plan.stride > 0 ? Turn{later, earlier} : Turn{earlier, later};
 }
 
 // The turns of the KV tiles at the sums of dQ, kept by two threads of their own.
@@ -305,19 +306,11 @@ struct QueryWarpgroup {
   struct Place {
     bool first, last;
   };
-  __device__ __forceinline__ bool waits_late(const Place& at) {
-    return !config.writes_dq && params.order == by_keys && !at.last;
-  }
   __device__ __forceinline__ Place place() {
     if (config.writes_dq) return {true, true};
     if (params.order == freely) return {false, false};
-    if (params.order == by_claim) {
-      await_turn();
-      const Turn order = smem.turn[step % turn_stages];
-      return {order.before == 0, order.after == 0};
-    }
-    const Turn order = turn_by_keys<config.block_q, config.block_kv()>(params, plan, cursor.q_tile);
-    if (order.after == 0) await_turn();
+    await_turn();
+    const Turn order = smem.turn[step % turn_stages];
     return {order.before == 0, order.after == 0};
   }
 
@@ -346,7 +339,6 @@ struct QueryWarpgroup {
         multiply(dq, position.stage, block, pass, resumes);
         if (part == parts - 1 && thread % 32 == 0)
           ptx::mbarrier_arrive(&smem.ds_empty[position.stage]);
-        if (part == 0 && waits_late(at)) await_turn();
         if (at.last)
           write(dq, block, pass);
         else if (at.first)
