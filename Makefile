@@ -3,7 +3,7 @@
 
 VENV    := .venv
 STAMP   := $(VENV)/.installed
-KERNELS := $(wildcard src/tilewise/kernels/*/*.cuh)
+CPP := $(wildcard src/tilewise/kernels/*/*.cuh) src/tilewise/integrations/detour.cpp
 CLANG_FORMAT = $(PYTHON) -c "from clang_format import clang_format; clang_format()"
 export PYTHONPATH := src
 
@@ -24,12 +24,12 @@ check: $(SETUP)
 	$(PYTHON) -m ruff check src tests examples
 	$(PYTHON) -m ruff format --check src tests examples
 	$(PYTHON) -m mypy
-	$(CLANG_FORMAT) --dry-run -Werror $(KERNELS)
+	$(CLANG_FORMAT) --dry-run -Werror $(CPP)
 
 format: $(SETUP)
 	$(PYTHON) -m ruff check --fix src tests examples
 	$(PYTHON) -m ruff format src tests examples
-	$(CLANG_FORMAT) -i $(KERNELS)
+	$(CLANG_FORMAT) -i $(CPP)
 
 golden: $(SETUP)
 	$(PYTHON) tests/test_plan.py --update

@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ["TILEWISE_TABLES"] = "none"  # what ships is tested, not what somebody tuned on this machine
+os.environ["TILEWISE_DETOUR"] = "python"  # no test starts a compiler behind its back; those of the compiled one say so
 
 import pytest
 import torch
@@ -18,6 +19,19 @@ settings.load_profile("tilewise")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["python", "compiled"])
+def override_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both kernels of tilewise.sdpa: all that holds for one holds for the other."""
+    from tilewise.integrations import detour
+
+    if request.param == "compiled":
+        if reason := detour._why_not():
+            pytest.skip(reason)
+        monkeypatch.delenv(detour.SETTING, raising=False)
+        detour.build()
+    return str(request.param)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

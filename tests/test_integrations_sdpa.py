@@ -27,7 +27,7 @@ BUDGET = budget(torch.float32, 64)
 
 
 @pytest.fixture(autouse=True)
-def _fresh_report():
+def _fresh_report(override_kernel):
     sdpa.clear()
     yield
     assert not is_installed(), "a test left the override in the dispatcher"

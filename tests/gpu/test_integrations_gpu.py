@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(autouse=True)
-def _fresh_report():
+def _fresh_report(override_kernel):
     sdpa.clear()
 
 

@@ -10,9 +10,12 @@ for whatever is not taken, so nothing that worked before stops working. Each cal
 
 Who sees a rule: a `with` block governs its own thread (or asyncio task) and the backward passes started there; the
 innermost block wins. `enable()` governs every thread that is in no block. The dispatcher itself is process-wide, so
-while any rule is in force other threads pay the detour through Python (2 to 5 us a call) and get PyTorch's kernel.
-A dispatch key of our own, included per thread, would spare them that and make the way back cheaper; but PyTorch's
-higher-order operators (flex_attention, cond) refuse to run under a key that they do not know.
+while any rule is in force other threads pay the detour too, and get PyTorch's kernel. A dispatch key of our own,
+included per thread, would spare them that; but PyTorch's higher-order operators (flex_attention, cond) refuse to run
+under a key that they do not know.
+
+The kernel is there twice. In Python, below, it decides and knows everything. Compiled (detour.py) it stands before that
+one and recognises calls that were left to PyTorch before, which then never see Python.
 
 Invariant: both "left" and "taken" are right for *any* call. What a call remembers of an earlier one is therefore only
 which of the two is better, and its key may leave out what a repeated decision would look at again anyway.
@@ -21,9 +24,11 @@ which of the two is better, and its key may leave out what a repeated decision w
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import threading
 import warnings
+import weakref
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -42,6 +47,7 @@ from ..op import Options
 from ..plan import AUTO, BACKENDS, plan
 from ..problem import describe
 from ..target import Target
+from . import detour
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,10 +87,20 @@ class Entry(NamedTuple):
 class _Record:
     """A line of the report while it is being counted. Threads that share one may lose a count, never a line."""
 
-    __slots__ = ("because", "calls", "outcome", "problem")
+    __slots__ = ("because", "calls", "compiled", "outcome", "problem")
 
     def __init__(self, problem: str, outcome: Outcome, because: str) -> None:
         self.problem, self.outcome, self.because, self.calls = problem, outcome, because, 0
+        self.compiled: ctypes.c_int64 | None = None  # calls that never came to Python
+
+    def entry(self) -> Entry:
+        compiled = 0 if self.compiled is None else self.compiled.value
+        return Entry(self.problem, self.outcome, self.because, self.calls + compiled)
+
+    def clear(self) -> None:
+        self.calls = 0
+        if self.compiled is not None:
+            self.compiled.value = 0
 
 
 _records: dict[tuple[str, Outcome, str], _Record] = {}
@@ -145,9 +161,10 @@ class Rule:
         self.memo: dict[Any, tuple[_Decision, bool, _Seen | None]] = {}  # by signature; the flag is its `quiet`
         self.recent: tuple[_Seen, ...] = ()  # the latest of these without a mask, and with one
         self.recent_masked: tuple[_Seen, ...] = ()
+        self.admitted = False  # by the compiled detour
 
     def __enter__(self) -> Rule:
-        _dispatcher.acquire()
+        _dispatcher.acquire(self)
         frame = _Frame(self, _top.get(), _add_cache_tag(self.tag))
         _top.set(frame)
         _hand_to_device_threads(frame)
@@ -223,9 +240,10 @@ class Override:
                     "one enable() per disable()",
                     "call tilewise.sdpa.disable() first, or use a `with tilewise.sdpa(...):` block inside",
                 )
-            _dispatcher.acquire()
+            _dispatcher.acquire(rule)
             self._cache_tag = _add_cache_tag(rule.tag)
             self._rule = rule
+            _dispatcher.tell()
 
     def disable(self) -> None:
         """Take back `enable`. Blocks that are open stay in force."""
@@ -241,6 +259,13 @@ class Override:
             _compiler.cache_key_tag = self._cache_tag
             _dispatcher.release()
 
+    def compile(self) -> None:
+        """Build the compiled detour now, if it is not there, rather than in the background (detour.py).
+
+        Rules that come into force from then on use it. Raises CompileError where this machine cannot build it.
+        """
+        detour.build()
+
     @property
     def rule(self) -> Rule | None:
         """The rule that a call made here and now would meet; None = PyTorch's own behaviour."""
@@ -249,12 +274,12 @@ class Override:
 
     def report(self) -> list[Entry]:
         """What became of the calls since the process began or `clear`: at most 256 cases, the oldest first."""
-        return [Entry(line.problem, line.outcome, line.because, line.calls) for line in _lines() if line.calls]
+        return [entry for entry in (line.entry() for line in _lines()) if entry.calls]
 
     def clear(self) -> None:
         """Start the report anew."""
         for line in _lines():
-            line.calls = 0
+            line.clear()
 
 
 def _lines() -> list[_Record]:
@@ -274,28 +299,62 @@ class _Dispatcher:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.holders = 0
+        self.compiled: detour.Detour | None = None
         self._installed = ExitStack()
 
-    def acquire(self) -> None:
+    def acquire(self, rule: Rule) -> None:
         with self._lock:
             if self.holders == 0:
                 self._install()
             self.holders += 1
+            if self.compiled is not None and not rule.admitted:
+                rule.admitted = True
+                self.compiled.admit(id(rule))
+                weakref.finalize(rule, self.compiled.forget, id(rule))
+        self.tell()
 
     def release(self) -> None:
         with self._lock:
             self.holders -= 1
             if self.holders == 0:
                 self._installed.close()
+                self.compiled = None
                 _forget_resolved_kernels()
+        self.tell()
+
+    def tell(self) -> None:
+        """Let the compiled detour know who is governed by what."""
+        if self.compiled is not None:
+            rule = sdpa._rule
+            self.compiled.govern(rule, self.holders > (rule is not None))
 
     def _install(self) -> None:
         # All originals first: once a device has a kernel, the dispatcher answers differently for its autograd key.
         originals = {key: torch_library.get_kernel(_OPERATOR, key) for key in _KEYS}
-        overrides = self._installed.enter_context(torch_library._scoped_library("aten", "IMPL"))
+        self.compiled = _compiled_detour()
+        if self.compiled is None:
+            library = self._installed.enter_context(torch_library._scoped_library("aten", "IMPL"))
+        else:
+            library = self._installed.enter_context(torch_library._scoped_library("tilewise", "FRAGMENT"))
+            schema = torch.ops.aten.scaled_dot_product_attention.default._schema
+            library.define(str(schema).removeprefix("aten::"))
         for key, original in originals.items():
-            overrides.impl("scaled_dot_product_attention", _kernel(original.call_boxed), key)
+            library.impl(_OPERATOR.removeprefix("aten::"), _kernel(original.call_boxed), key)
+        if self.compiled is not None:
+            self.compiled.install(_KEYS)
+            self._installed.callback(self.compiled.remove)
         _forget_resolved_kernels()
+
+
+@functools.cache
+def _begun(compiled: detour.Detour) -> detour.Detour:
+    compiled.begin(_top, _HANDED.encode())
+    return compiled
+
+
+def _compiled_detour() -> detour.Detour | None:
+    compiled = detour.loaded()
+    return None if compiled is None else _begun(compiled)
 
 
 def _forget_resolved_kernels() -> None:
@@ -437,14 +496,24 @@ def _settle(rule: Rule, arguments: _Arguments) -> Options | None:
         quiet = decision.quiet(rule)
         if decision.memoise and signature is not None:
             _remember(rule, signature, decision, quiet, None)
-    if decision.memoise and signature is not None and (quiet or decision.options is not None):
+    compiled = _dispatcher.compiled
+    if decision.memoise and signature is not None and (decision.options is not None or (quiet and compiled is None)):
         latest = _bring_forward(rule, decision, seen, arguments)
         if latest is not seen:
             _remember(rule, signature, decision, quiet, latest)
     decision.record.calls += 1
     if decision.record.outcome == "fallback":
         _announce(rule, decision)
+    if quiet and decision.memoise and compiled is not None:
+        _let_it_pass(compiled, decision.record)
     return decision.options
+
+
+def _let_it_pass(compiled: detour.Detour, record: _Record) -> None:
+    """Calls that look like the present one need not come here again."""
+    if record.compiled is None:
+        record.compiled = compiled.counter()
+    compiled.remember(record.compiled)
 
 
 def _remember(rule: Rule, signature: Any, decision: _Decision, quiet: bool, seen: _Seen | None) -> None:

@@ -1,0 +1,330 @@
+// The override's kernel in PyTorch's dispatcher, compiled: a call that was left to PyTorch before
+// goes there at once, every other one to the kernel in Python (sdpa.py), which decides, and says
+// what may be remembered.
+//
+// Invariant: PyTorch's own kernel is right for any call. What is remembered of a call is only that
+// nothing else is wanted for calls that look the same; whatever is not understood here goes to
+// Python.
+//
+// All state is guarded by the GIL. It is held while a call is recognised, and while Python calls
+// the functions below; not while PyTorch's kernel runs.
+
+#include <ATen/Context.h>
+#include <ATen/ThreadLocalPythonObjects.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <Python.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+constexpr const char* overridden = "aten::scaled_dot_product_attention";
+constexpr const char* in_python = "tilewise::scaled_dot_product_attention";
+constexpr size_t arguments_expected = 8;
+constexpr size_t calls_kept = 32;  // of one rule
+
+class Gil {
+ public:
+  Gil() : state(PyGILState_Ensure()) {}
+  ~Gil() { PyGILState_Release(state); }
+  Gil(const Gil&) = delete;
+  Gil& operator=(const Gil&) = delete;
+
+ private:
+  PyGILState_STATE state;
+};
+
+// --- what a call looks like ---
+
+bool is_aligned(const at::Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()->data()) % 16 == 0;
+}
+
+// A tensor with memory of its own and plain integers for sizes: no subclass, no compiler's or
+// transform's stand-in.
+bool is_plain(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  return !impl.is_python_dispatch() && !impl.has_symbolic_sizes_strides() &&
+         impl.layout() == c10::kStrided && impl.has_storage() && impl.storage().data() != nullptr;
+}
+
+struct TensorLook {
+  c10::DispatchKeySet keys;
+  c10::ScalarType dtype;
+  c10::Device device;
+  bool requires_grad;
+  bool aligned;
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+
+  explicit TensorLook(const at::Tensor& tensor)
+      : keys(tensor.key_set()),
+        dtype(tensor.scalar_type()),
+        device(tensor.device()),
+        requires_grad(tensor.requires_grad()),
+        aligned(is_aligned(tensor)),
+        sizes(tensor.sizes().vec()),
+        strides(tensor.strides().vec()) {}
+
+  bool fits(const at::Tensor& tensor) const {
+    // Equal keys: as plain as the tensor that was remembered, but for symbolic sizes.
+    return tensor.key_set() == keys && tensor.scalar_type() == dtype && tensor.device() == device &&
+           tensor.requires_grad() == requires_grad &&
+           !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.sizes() == sizes &&
+           tensor.strides() == strides && is_aligned(tensor) == aligned;
+  }
+};
+
+// The last arguments of a stack, as the operator's schema has them.
+struct Arguments {
+  const c10::IValue* values;
+
+  explicit Arguments(const torch::jit::Stack& stack)
+      : values(stack.data() + stack.size() - arguments_expected) {}
+
+  const at::Tensor& tensor(int i) const { return values[i].toTensor(); }
+  bool has_mask() const { return !values[3].isNone(); }
+  int tensors() const { return has_mask() ? 4 : 3; }
+  double dropout() const { return values[4].toDouble(); }
+  bool causal() const { return values[5].toBool(); }
+  std::optional<double> scale() const {
+    return values[6].isNone() ? std::nullopt : std::optional<double>(values[6].toDouble());
+  }
+  bool grouped() const { return values[7].toBool(); }
+
+  bool understood() const {
+    const bool types = values[0].isTensor() && values[1].isTensor() && values[2].isTensor() &&
+                       (values[3].isNone() || values[3].isTensor()) && values[4].isDouble() &&
+                       values[5].isBool() && (values[6].isNone() || values[6].isDouble()) &&
+                       values[7].isBool();
+    for (int i = 0; types && i < tensors(); ++i)
+      if (!tensor(i).defined() || !is_plain(tensor(i))) return false;
+    return types;
+  }
+};
+
+struct CallLook {
+  std::vector<TensorLook> tensors;
+  double dropout;
+  bool causal;
+  std::optional<double> scale;
+  bool grouped;
+  bool grad_mode;
+  bool deterministic;
+
+  explicit CallLook(const Arguments& call)
+      : dropout(call.dropout()),
+        causal(call.causal()),
+        scale(call.scale()),
+        grouped(call.grouped()),
+        grad_mode(c10::GradMode::is_enabled()),
+        deterministic(at::globalContext().deterministicAlgorithms()) {
+    for (int i = 0; i < call.tensors(); ++i) tensors.emplace_back(call.tensor(i));
+  }
+
+  // Of a call whose arguments have the types of the schema.
+  bool fits(const Arguments& call) const {
+    if (call.tensors() != static_cast<int>(tensors.size()) || call.causal() != causal ||
+        call.scale() != scale || call.dropout() != dropout || call.grouped() != grouped ||
+        c10::GradMode::is_enabled() != grad_mode ||
+        at::globalContext().deterministicAlgorithms() != deterministic)
+      return false;
+    for (size_t i = 0; i < tensors.size(); ++i)
+      if (!tensors[i].fits(call.tensor(i))) return false;
+    return true;
+  }
+};
+
+// --- what is remembered ---
+
+struct LeftCall {
+  CallLook look;
+  int64_t* calls;  // counted for the report; lives as long as the process
+};
+
+// The calls that one rule leaves to PyTorch; those that come often are found early.
+class LeftCalls {
+ public:
+  int64_t* find(const Arguments& call) {
+    for (size_t i = 0; i < known.size(); ++i) {
+      if (!known[i].look.fits(call)) continue;
+      int64_t* calls = known[i].calls;
+      if (i > 0) std::swap(known[i], known[i - 1]);
+      return calls;
+    }
+    return nullptr;
+  }
+  void add(CallLook look, int64_t* calls) {
+    if (known.size() == calls_kept) known.pop_back();
+    known.push_back({std::move(look), calls});
+  }
+
+ private:
+  std::vector<LeftCall> known;
+};
+
+struct State {
+  PyObject* top = nullptr;        // the context variable that holds the innermost block
+  PyObject* rule_name = nullptr;  // "rule", the attribute of a block
+  PyObject* outside = nullptr;    // the rule for those who are in no block, borrowed; nullptr: none
+  bool blocks = false;            // whether anybody is in one
+  std::string handed;             // the key under which autograd's threads are handed a block
+  std::unordered_map<PyObject*, LeftCalls> left;  // by rule, borrowed
+  std::vector<c10::RegistrationHandleRAII> registered;
+};
+
+State& state() {
+  static State* only = new State;  // never destroyed: threads may outlast static objects
+  return *only;
+}
+
+// Where Python puts the counter of the call that it decides now, if that call may be remembered.
+thread_local int64_t** deciding = nullptr;
+
+enum class Way { torch, python };
+
+// The way of a call, and the rule that governs it where it is Python that decides.
+struct Judged {
+  Way way;
+  PyObject* rule;
+};
+
+Judged judge(const Arguments& call) {
+  State& s = state();
+  PyObject* block = nullptr;
+  if (PyContextVar_Get(s.top, Py_None, &block) < 0) {
+    PyErr_Clear();
+    return {Way::python, nullptr};
+  }
+  PyObject* rule = s.outside;
+  if (block != Py_None) {
+    rule = PyObject_GetAttr(block, s.rule_name);  // which a block always has
+    Py_DECREF(rule);                              // and keeps
+  } else if (s.blocks && at::impl::ThreadLocalPythonObjects::contains(s.handed)) {
+    Py_DECREF(block);
+    return {Way::python, nullptr};
+  }
+  Py_DECREF(block);
+  if (rule == nullptr) return {Way::torch, nullptr};
+  const auto found = s.left.find(rule);
+  int64_t* calls = found == s.left.end() ? nullptr : found->second.find(call);
+  if (calls == nullptr) return {Way::python, rule};
+  ++*calls;
+  return {Way::torch, rule};
+}
+
+class Detour final : public c10::OperatorKernel {
+ public:
+  Detour(c10::SafeKernelFunction original, c10::SafeKernelFunction python)
+      : original(std::move(original)), python(std::move(python)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) const {
+    const Arguments call(*stack);
+    Judged judged{Way::python, nullptr};
+    std::optional<CallLook> look;
+    if (call.understood()) {
+      Gil gil;
+      judged = judge(call);
+      if (judged.way == Way::python && judged.rule != nullptr) look.emplace(call);
+    }
+    if (judged.way == Way::torch) return original.callBoxed(op, keys, stack);
+    int64_t* calls = decide(keys, stack);
+    if (calls != nullptr && look) {
+      Gil gil;
+      const auto rule = state().left.find(judged.rule);
+      if (rule != state().left.end()) rule->second.add(std::move(*look), calls);
+    }
+  }
+
+ private:
+  // Lets Python answer the call. Returns the counter that it named, if any.
+  int64_t* decide(c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
+    struct Deciding {
+      int64_t* calls = nullptr;
+      int64_t** outer = deciding;
+      Deciding() { deciding = &calls; }
+      ~Deciding() { deciding = outer; }
+    } now;
+    python.callBoxed(python.opHandle(), keys, stack);
+    return now.calls;
+  }
+
+  c10::SafeKernelFunction original;
+  c10::SafeKernelFunction python;
+};
+
+void install(const char* const* keys, int count) {
+  c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+  const auto op = dispatcher.findSchemaOrThrow(overridden, "");
+  const auto python = dispatcher.findSchemaOrThrow(in_python, "");
+  TORCH_CHECK(op.schema().arguments().size() == arguments_expected, overridden,
+              " has other arguments than known here");
+  // All originals first: once a device has a kernel, the dispatcher answers differently for its
+  // autograd key.
+  std::vector<std::unique_ptr<Detour>> kernels;
+  for (int i = 0; i < count; ++i) {
+    const c10::DispatchKey key = c10::parseDispatchKey(keys[i]);
+    kernels.push_back(std::make_unique<Detour>(op.getComputedKernelForDispatchKey(key),
+                                               python.getComputedKernelForDispatchKey(key)));
+  }
+  for (int i = 0; i < count; ++i)
+    state().registered.push_back(
+        dispatcher.registerImpl(op.operator_name(), c10::parseDispatchKey(keys[i]),
+                                c10::KernelFunction::makeFromBoxedFunctor(std::move(kernels[i])),
+                                std::nullopt, nullptr, "tilewise.sdpa"));
+}
+
+}  // namespace
+
+// --- for Python, called with the GIL ---
+
+extern "C" {
+
+// Once. `top`: the context variable of blocks; `handed`: the key of what autograd's threads are
+// handed.
+void tilewise_detour_begin(PyObject* top, const char* handed) {
+  Py_INCREF(top);
+  state().top = top;
+  state().rule_name = PyUnicode_InternFromString("rule");
+  state().handed = handed;
+}
+
+// Put the kernel in front of the originals. Returns what went wrong, or nullptr.
+const char* tilewise_detour_install(const char* const* keys, int count) {
+  static std::string error;
+  try {
+    install(keys, count);
+    return nullptr;
+  } catch (const std::exception& problem) {
+    state().registered.clear();
+    error = problem.what();
+    return error.c_str();
+  }
+}
+void tilewise_detour_remove() { state().registered.clear(); }
+
+// Who is governed by what, from now on.
+void tilewise_detour_govern(PyObject* outside, int blocks) {
+  state().outside = outside;
+  state().blocks = blocks != 0;
+}
+
+int64_t* tilewise_detour_counter() { return new int64_t(0); }
+
+// The call that Python decides now is left to PyTorch, and so shall be those that look the same.
+void tilewise_detour_remember(int64_t* calls) {
+  if (deciding != nullptr) *deciding = calls;
+}
+
+// A rule begins to exist, and ceases to.
+void tilewise_detour_admit(PyObject* rule) { state().left[rule]; }
+void tilewise_detour_forget(PyObject* rule) { state().left.erase(rule); }
+}
