@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from tilewise.backends import fused
 from tilewise.jit import TensorMap, tensormap
 from tilewise.jit.compile import KERNELS
 
@@ -69,13 +70,16 @@ def install(
     monkeypatch: pytest.MonkeyPatch, module: ModuleType, seed: int = 0, spoil: tuple[str, str] = ("", "")
 ) -> None:
     """Let the rung `module` run on CPU tensors; `spoil` replaces a piece of its kernels' source by another."""
-    monkeypatch.setattr(module, "function_for", lambda unit, device: Loaded(unit, _compiled(unit, spoil)))
-    monkeypatch.setattr(tensormap, "tiled_map", Map)
     driver = _Driver(seed)
-    if hasattr(module, "Launch"):
-        monkeypatch.setattr(module, "Launch", functools.partial(_Launch, driver))
-    else:
-        monkeypatch.setattr(module, "driver", driver)
+    for asking in (module, fused):
+        for name, model in {
+            "function_for": lambda unit, device: Loaded(unit, _compiled(unit, spoil)),
+            "Launch": functools.partial(_Launch, driver),
+            "driver": driver,
+        }.items():
+            if hasattr(asking, name):
+                monkeypatch.setattr(asking, name, model)
+    monkeypatch.setattr(tensormap, "tiled_map", Map)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 
 

@@ -19,7 +19,6 @@ import emulation
 from support import banded_masks, exact, make_inputs, make_problem
 from tilewise import Causal, Full, Target, Window
 from tilewise.backends import sm80, sm80_backward
-from tilewise.backends.sm80_backward import Workspace
 from tilewise.masks import Tile
 from tilewise.target import TARGETS
 
@@ -66,9 +65,9 @@ def test_extra_memory_grows_with_the_sequence_and_not_with_its_square():
     for seq in (4096, 8192):
         problem = problem_of((seq, seq), (128, 128))
         config = sm80_backward.configs(problem, H200)[0]
-        sizes.append(Workspace.of(problem, config, True).floats)
+        sizes.append(sm80_backward.workspace(problem, config, True).floats)
         assert sizes[-1] == 2 * seq * (128 + 2)
-        assert Workspace.of(problem, config, False).floats == 2 * seq * 2
+        assert sm80_backward.workspace(problem, config, False).floats == 2 * seq * 2
     assert sizes[1] == 2 * sizes[0]
 
 
@@ -130,12 +129,11 @@ def test_query_tiles_are_skipped_and_masked_as_the_mask_says(query_tiles, mask, 
 def run_on_the_model(monkeypatch, problem, target=H200, seed=0, wants=(True, True, True), dlse=None):
     emulation.install(monkeypatch, sm80_backward, seed)
     monkeypatch.setattr(sm80_backward, "Target", SimpleNamespace(of=lambda device: target))
-    monkeypatch.setattr(sm80_backward, "_bound", {})
     torch.manual_seed(seed)
     q, k, v = make_inputs(problem)
     dout = torch.randn(problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v).to(problem.dtype)
     out, lse, *truth = exact(q, k, v, problem, None, dout)
-    got = sm80_backward.backward(dout, dlse, q, k, v, out.to(problem.dtype), lse.float(), problem, None, wants)
+    got = sm80_backward.bind(problem)(dout, dlse, q, k, v, out.to(problem.dtype), lse.float(), wants)
     return got, truth
 
 
@@ -201,8 +199,7 @@ def test_a_gradient_of_the_log_sum_exp_counts(monkeypatch):
     truth = torch.autograd.grad((out, lse), wide, (dout.double(), dlse.double()))
     emulation.install(monkeypatch, sm80_backward)
     monkeypatch.setattr(sm80_backward, "Target", SimpleNamespace(of=lambda device: H200))
-    monkeypatch.setattr(sm80_backward, "_bound", {})
-    got = sm80_backward.backward(dout, dlse, q, k, v, out.detach().to(BF16), lse.detach().float(), problem)
+    got = sm80_backward.bind(problem)(dout, dlse, q, k, v, out.detach().to(BF16), lse.detach().float(), (True,) * 3)
     assert_accurate(got, truth, BF16)
 
 

@@ -28,7 +28,7 @@ from test_backend_sm90_float32 import (
     spread,
 )
 from tilewise import Causal, Full, Target, Window
-from tilewise.backends import sm80, sm80_backward, sm80_float32, sm80_float32_backward
+from tilewise.backends import sm80, sm80_float32, sm80_float32_backward
 from tilewise.target import TARGETS
 
 GPUS = [name for name, target in TARGETS.items() if target.capability >= (8, 0)]
@@ -268,11 +268,10 @@ def test_the_model_finds_a_missing_wait(monkeypatch):
 @pytest.fixture
 def gradients_on_the_model(monkeypatch):
     def run(q, k, v, dout, problem, target=H200, seed=0, wants=(True, True, True), dlse=None):
-        emulation.install(monkeypatch, sm80_backward, seed)
+        emulation.install(monkeypatch, sm80_float32_backward, seed)
         monkeypatch.setattr(sm80_float32_backward, "Target", SimpleNamespace(of=lambda device: target))
-        monkeypatch.setattr(sm80_float32_backward, "_bound", {})
         out, lse = exact(q, k, v, problem)
-        return sm80_float32_backward.backward(dout, dlse, q, k, v, out.float(), lse.float(), problem, None, wants)
+        return sm80_float32_backward.bind(problem)(dout, dlse, q, k, v, out.float(), lse.float(), wants)
 
     return run
 

@@ -14,7 +14,6 @@ import emulation
 from support import exact, make_problem
 from tilewise import Causal, Full, Target, Window
 from tilewise.backends import sm90, sm90_backward
-from tilewise.backends.sm90_backward import Workspace
 
 H200 = Target.named("h200")
 BUDGETS = json.loads((Path(__file__).parent / "ratchet.json").read_text())["kernels"]
@@ -73,9 +72,9 @@ def test_extra_memory_grows_with_the_sequence_and_not_with_its_square():
     for seq in (4096, 8192):
         problem = problem_of((seq, seq), (128, 128))
         config = sm90_backward.configs(problem, H200)[0]
-        sizes.append(Workspace.of(problem, config, True).floats)
+        sizes.append(sm90_backward.workspace(problem, config, True).floats)
         assert sizes[-1] == 2 * seq * (128 + 2)
-        assert Workspace.of(problem, config, False).floats == 2 * seq * 2
+        assert sm90_backward.workspace(problem, config, False).floats == 2 * seq * 2
     assert sizes[1] == 2 * sizes[0]
 
 
@@ -85,7 +84,6 @@ def test_extra_memory_grows_with_the_sequence_and_not_with_its_square():
 def run_on_the_model(monkeypatch, problem, seed=0, wants=(True, True, True), target=H200):
     emulation.install(monkeypatch, sm90_backward, seed)
     monkeypatch.setattr(sm90_backward, "Target", SimpleNamespace(of=lambda device: target))
-    monkeypatch.setattr(sm90_backward, "_bound", {})
     generator = torch.Generator().manual_seed(0)
     batch, group_heads = problem.batch, (problem.heads_q, problem.heads_kv, problem.heads_kv, problem.heads_q)
     seqs = (problem.seq_q, problem.seq_kv, problem.seq_kv, problem.seq_q)
@@ -95,7 +93,7 @@ def run_on_the_model(monkeypatch, problem, seed=0, wants=(True, True, True), tar
         for heads, seq, dim in zip(group_heads, seqs, dims, strict=True)
     )
     out, lse, *truth = exact(q, k, v, problem, None, dout)
-    got = sm90_backward.backward(dout, None, q, k, v, out.to(problem.dtype), lse.float(), problem, None, wants)
+    got = sm90_backward.bind(problem)(dout, None, q, k, v, out.to(problem.dtype), lse.float(), wants)
     return got, truth
 
 

@@ -347,8 +347,8 @@ def test_larger_heads_train_elsewhere_and_say_why() -> None:
 def main() -> None:
     """Every kernel once, small: for compute-sanitizer. `arrivals_of_warp` says why every lane may have to arrive."""
     if "--lanes" in sys.argv:
-        plain_unit = sm90_float32_backward.unit
-        sm90_float32_backward.unit = lambda config: dataclasses.replace(  # type: ignore[assignment]
+        plain_unit = sm90_float32_backward.main_unit
+        sm90_float32_backward.main_unit = lambda config: dataclasses.replace(  # type: ignore[assignment]
             plain_unit(config), options=("-DTILEWISE_EVERY_LANE_ARRIVES",), strict=False
         )
     for dims in DIMS:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from ..jit import ArgumentsPerThread, Launch, function_for
 from ..masks import Causal
 from . import empty_out
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from ..jit import Arguments, Unit
     from ..problem import Problem
     from ..target import Target
     from . import Grads, Wants
@@ -64,6 +67,26 @@ def remembered(known: dict[Any, _Made], key: Hashable, make: Callable[[], _Made]
     return found
 
 
+class Stage:
+    """One kernel of a call, with its arguments, all but addresses filled in."""
+
+    __slots__ = ("arguments", "launch")
+
+    def __init__(
+        self,
+        unit: Unit,
+        struct: type[Any],
+        fixed: dict[str, Any],
+        grid: int,
+        threads: int,
+        device: int,
+        overlap_previous: bool = False,
+    ) -> None:
+        shape = ((grid, 1, 1), (threads, 1, 1), unit.smem_bytes)
+        self.launch = Launch(function_for(unit, device), *shape, overlap_previous=overlap_previous)
+        self.arguments: Callable[[], Arguments] = ArgumentsPerThread(struct, fixed).mine
+
+
 def bound_forward(
     q: Tensor, problem: Problem, run: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None] | None
 ) -> BoundForward:
@@ -85,12 +108,28 @@ def bound_forward(
     return bound
 
 
-def bound_backward(
-    problem: Problem, make: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Wants], BoundBackward]
-) -> BoundBackward:
+class Given(NamedTuple):
+    """The tensors that the launches of a backward are made for: their strides and device count, not their addresses."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+
+
+class BackwardLaunch(Protocol):
+    """All that a call does not have to decide again: one per problem, strides, wants and device."""
+
+    def run(
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> Grads: ...
+
+
+def bound_backward(problem: Problem, make: Callable[[Given, Wants], BackwardLaunch]) -> BoundBackward:
     """A backward for q, k and v of one shape, strides and device. What else varies decides between a few launches.
 
-    `make(dout, q, k, v, out, wants)` gives the run of one of them; dout and out may be copied before it sees them.
+    `make` gives one of them; dout and out may be copied before it sees them.
     """
     launches: dict[tuple[Any, ...], BoundBackward] = {}
     empty = problem.empty
@@ -113,10 +152,31 @@ def bound_backward(
             key = (dout.stride(), out.stride(), wants)
             run = launches.get(key)
             if run is None:
-                run = launches[key] = make(dout, q, k, v, out, wants)
+                run = launches[key] = make(Given(dout, q, k, v, out), wants).run
         return run(dout, dlse, q, k, v, out, lse)
 
     return bound
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Where the float32 scratch of one backward lies, in floats from its beginning.
+
+    `lse` and `row_terms` have a float a query row; whoever adds up dQ in an order has an integer or two a tile of them
+    in `turns`.
+    """
+
+    lse: int
+    row_terms: int
+    turns: int
+    dq_sums: int
+    floats: int
+
+    @classmethod
+    def of(cls, rows: int, turns: int, row_floats: int) -> Workspace:
+        """For so many rows, turns, and floats of a row of dQ; none of the latter two where dQ is not summed."""
+        dq_sums = 2 * rows + -(-turns // 32) * 32
+        return cls(0, rows, 2 * rows, dq_sums, dq_sums + rows * row_floats)
 
 
 def _readable(tensor: Tensor) -> Tensor:

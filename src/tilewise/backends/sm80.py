@@ -369,15 +369,22 @@ def backward(
     bias: torch.Tensor | None = None,
     wants: Wants = (True, True, True),
 ) -> Grads:
+    """dq, dk and dv of bhsd views, with the strides of `empty_like` of their inputs; None where not wanted."""
+    key = (problem, config, q.device, q.stride(), k.stride(), v.stride())
+    bound = remembered(_bound_backward, key, lambda: bind_backward(problem, config))
+    return bound(dout, dlse, q, k, v, out, lse, wants)
+
+
+_bound_backward: dict[tuple[Any, ...], BoundBackward] = {}
+
+
+def bind_backward(problem: Problem, config: Any = None) -> BoundBackward:
+    """A config that is the forward's leaves the choice to the backward."""
     if _is_float32(problem):
         own = config if isinstance(config, sm80_float32_backward.BackwardConfig) else None
-        return sm80_float32_backward.backward(dout, dlse, q, k, v, out, lse, problem, own, wants)
+        return sm80_float32_backward.bind(problem, own)
     chosen = config if isinstance(config, sm80_backward.BackwardConfig) else None
-    return sm80_backward.backward(dout, dlse, q, k, v, out, lse, problem, chosen, wants)
-
-
-def bind_backward(problem: Problem) -> BoundBackward:
-    return sm80_float32_backward.bind(problem) if _is_float32(problem) else sm80_backward.bind(problem)
+    return sm80_backward.bind(problem, chosen)
 
 
 _Params = params_struct(

@@ -16,17 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..jit import ArgumentsPerThread, Launch, Unit, cpp_literal, function_for, layout_asserts, params_struct
+from ..jit import Unit, cpp_literal, layout_asserts, params_struct
 from ..masks import Causal
 from ..target import TARGETS, Target
-from .fused import BoundBackward, bound_backward, head_dim_class, remembered
+from .fused import Stage, Workspace, bound_backward, head_dim_class, matrix_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ..jit import Arguments
     from ..problem import Problem
     from . import Grads, Wants
+    from .fused import BoundBackward, Given, Tensor
 
 LOG2_E = math.log2(math.e)
 EDGE_ROWS, EDGE_THREADS = 32, 256
@@ -82,9 +80,9 @@ class BackwardConfig:
     @property
     def smem_bytes(self) -> int:
         """`sizeof(BackwardSmem<config>)`; the generated source asserts it."""
-        kv = _matrix_bytes(self.block_kv, self.head_dim) + _matrix_bytes(self.block_kv, self.head_dim_v)
-        step = _matrix_bytes(self.block_q, self.head_dim) + _matrix_bytes(self.block_q, self.head_dim_v)
-        weights = 2 * _matrix_bytes(self.block_q, self.block_kv)
+        kv = matrix_bytes(self.block_kv, self.head_dim) + matrix_bytes(self.block_kv, self.head_dim_v)
+        step = matrix_bytes(self.block_q, self.head_dim) + matrix_bytes(self.block_q, self.head_dim_v)
+        weights = 2 * matrix_bytes(self.block_q, self.block_kv)
         vectors = 2 * self.stages * self.block_q * 4
         plan = 7 * 4
         return -(-(kv + self.stages * step + weights + vectors + plan) // 1024) * 1024
@@ -185,33 +183,8 @@ def _plain(config: BackwardConfig) -> BackwardConfig:
     return BackwardConfig(**(fields | {"softcap": False, "ctas_per_sm": 1}))
 
 
-_bound: dict[tuple[Any, ...], BoundBackward] = {}
-
-
-def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    problem: Problem,
-    config: BackwardConfig | None = None,
-    wants: Wants = (True, True, True),
-) -> Grads:
-    """dq, dk and dv of bhsd views, with the strides of `empty_like` of their inputs; None where not wanted."""
-    key = (problem, config, q.device, q.stride(), k.stride(), v.stride())
-    return remembered(_bound, key, lambda: bind(problem, config))(dout, dlse, q, k, v, out, lse, wants)
-
-
 def bind(problem: Problem, config: BackwardConfig | None = None) -> BoundBackward:
-    def launch(
-        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, wants: Wants
-    ) -> BoundBackward:
-        return _Launch(dout, q, k, v, out, problem, config, wants).run
-
-    return bound_backward(problem, launch)
+    return bound_backward(problem, functools.partial(_Launch, problem, config))
 
 
 _MainParams = params_struct(
@@ -275,57 +248,22 @@ _PostprocessParams = params_struct(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Where the float32 scratch of one backward lies, in floats from its beginning."""
-
-    lse_log2: int
-    row_terms: int
-    turns: int
-    dq_sums: int
-    floats: int
-
-    @classmethod
-    def of(cls, problem: Problem, config: BackwardConfig, wants_dq: bool) -> Workspace:
-        rows = problem.batch * problem.heads_q * _padded_rows(problem, config)
-        turns = 2 * rows
-        if not wants_dq:
-            return cls(0, rows, turns, turns, turns)
-        dq_sums = turns + (-(-rows // config.block_q // 32) * 32 if problem.deterministic else 0)
-        return cls(0, rows, turns, dq_sums, dq_sums + rows * config.head_dim)
-
-
-class Stage:
-    """One of the kernels, with its arguments, all but addresses filled in."""
-
-    __slots__ = ("arguments", "launch")
-
-    def __init__(
-        self, unit: Unit, struct: type[Any], fixed: dict[str, Any], grid: int, threads: int, device: int
-    ) -> None:
-        self.launch = Launch(function_for(unit, device), (grid, 1, 1), (threads, 1, 1), unit.smem_bytes)
-        self.arguments: Callable[[], Arguments] = ArgumentsPerThread(struct, fixed).mine
+def workspace(problem: Problem, config: BackwardConfig, wants_dq: bool) -> Workspace:
+    rows = problem.batch * problem.heads_q * _padded_rows(problem, config)
+    turns = rows // config.block_q if wants_dq and problem.deterministic else 0
+    return Workspace.of(rows, turns, config.head_dim if wants_dq else 0)
 
 
 class _Launch:
     """All that a call does not have to decide again: one per problem, strides, wants and device."""
 
-    def __init__(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        problem: Problem,
-        config: BackwardConfig | None,
-        wants: Wants,
-    ) -> None:
+    def __init__(self, problem: Problem, config: BackwardConfig | None, given: Given, wants: Wants) -> None:
+        dout, q, k, v, out = given
         target = Target.of(q.device)
         self._device = q.device.index
         config = config or configs(problem, target)[0]
         self._wants = wants
-        self._work = Workspace.of(problem, config, wants[0])
+        self._work = workspace(problem, config, wants[0])
         self._in_order = wants[0] and problem.deterministic
         arch = target.arch
         heads = problem.batch * problem.heads_q
@@ -356,14 +294,7 @@ class _Launch:
         )
 
     def run(
-        self,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> Grads:
         wants_dq, wants_dk, wants_dv = self._wants
         stream = torch._C._cuda_getCurrentRawStream(self._device)
@@ -373,7 +304,7 @@ class _Launch:
         work = self._work
         scratch = q.new_empty(work.floats, dtype=torch.float32)
         base = scratch.data_ptr()
-        lse_log2, row_terms = base + 4 * work.lse_log2, base + 4 * work.row_terms
+        lse_log2, row_terms = base + 4 * work.lse, base + 4 * work.row_terms
         sums = base + 4 * work.dq_sums if wants_dq else None
         turns = base + 4 * work.turns if self._in_order else None
 
@@ -475,11 +406,6 @@ def key_sections(problem: Problem, target: Target) -> int:
     head_bytes = problem.group * problem.seq_q * ((size + 4) * problem.head_dim + size * problem.head_dim_v)
     most = max(1, target.l2_bytes * 2 // 3 // head_bytes)
     return -(-pairs // most)
-
-
-def _matrix_bytes(rows: int, columns: int) -> int:
-    """Panels of 64 columns, 128 bytes a row."""
-    return -(-columns // 64) * rows * 128
 
 
 def _config(row: dict[str, Any], bf16: bool, softcap: bool, target: Target) -> BackwardConfig:

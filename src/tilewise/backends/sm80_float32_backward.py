@@ -20,13 +20,14 @@ import torch
 from ..jit import Unit, cpp_literal, layout_asserts, params_struct
 from ..masks import Causal
 from ..target import TARGETS, Target
-from .fused import BoundBackward, bound_backward, head_dim_class, remembered
-from .sm80_backward import COMPILED, VECTOR_SUMS_FROM, Stage, Strided, is_gated, key_sections
+from .fused import Stage, bound_backward, head_dim_class
+from .sm80_backward import COMPILED, VECTOR_SUMS_FROM, Strided, is_gated, key_sections
 from .sm80_float32 import kind_name, products_text, strides_in_halves
 
 if TYPE_CHECKING:
     from ..problem import Problem
     from . import Grads, Wants
+    from .fused import BoundBackward, Given, Tensor
 
 HEAD_DIM_LIMIT = 128  # dK and dV of 16 keys a warp are held in registers
 EDGE_ROWS, EDGE_THREADS = 32, 256
@@ -133,33 +134,8 @@ extern "C" __global__ void __launch_bounds__({EDGE_THREADS})
     return Unit(name, source, arch)
 
 
-_bound: dict[tuple[Any, ...], BoundBackward] = {}
-
-
-def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    problem: Problem,
-    config: BackwardConfig | None = None,
-    wants: Wants = (True, True, True),
-) -> Grads:
-    """dq, dk and dv of bhsd views, with the strides of `empty_like` of their inputs; None where not wanted."""
-    key = (problem, config, q.device, q.stride(), k.stride(), v.stride())
-    return remembered(_bound, key, lambda: bind(problem, config))(dout, dlse, q, k, v, out, lse, wants)
-
-
 def bind(problem: Problem, config: BackwardConfig | None = None) -> BoundBackward:
-    def launch(
-        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, wants: Wants
-    ) -> BoundBackward:
-        return _Launch(dout, q, k, v, out, problem, config, wants).run
-
-    return bound_backward(problem, launch)
+    return bound_backward(problem, functools.partial(_Launch, problem, config))
 
 
 _MainParams = params_struct(
@@ -214,17 +190,8 @@ _PreprocessParams = params_struct(
 class _Launch:
     """All that a call does not have to decide again: one per problem, strides, wants and device."""
 
-    def __init__(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        problem: Problem,
-        config: BackwardConfig | None,
-        wants: Wants,
-    ) -> None:
+    def __init__(self, problem: Problem, config: BackwardConfig | None, given: Given, wants: Wants) -> None:
+        dout, q, k, v, out = given
         target = Target.of(q.device)
         self._device = q.device.index
         config = config or configs(problem, target)[0]
@@ -251,14 +218,7 @@ class _Launch:
         )
 
     def run(
-        self,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> Grads:
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         dq, dk, dv = (torch.empty_like(of) if want else None for of, want in zip((q, k, v), self._wants, strict=True))

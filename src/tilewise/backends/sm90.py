@@ -297,7 +297,7 @@ def details(problem: Problem, target: Target, config: AnyConfig) -> list[str]:
     """How the launch fills the GPU, for `explain`."""
     if isinstance(config, sm90_float32.Config):
         lines = sm90_float32.details(problem, config)
-        return [*lines, *sm90_float32_backward.details(problem)] if problem.needs_grad else lines
+        return [*lines, *sm90_float32_backward.details(problem, target)] if problem.needs_grad else lines
     folded = _folded(problem)
     tiles, splits = _work(folded, config), _splits(folded, config, target)
     work = tiles * splits
@@ -405,15 +405,22 @@ def backward(
     bias: torch.Tensor | None = None,
     wants: Wants = (True, True, True),
 ) -> Grads:
+    """dq, dk and dv of bhsd views, with the strides of `empty_like` of their inputs; None where not wanted."""
+    key = (problem, config, q.device, q.stride(), k.stride(), v.stride())
+    bound = remembered(_bound_backward, key, lambda: bind_backward(problem, config))
+    return bound(dout, dlse, q, k, v, out, lse, wants)
+
+
+_bound_backward: dict[tuple[Any, ...], BoundBackward] = {}
+
+
+def bind_backward(problem: Problem, config: Any = None) -> BoundBackward:
+    """A config that is the forward's leaves the choice to the backward."""
     if _is_float32(problem):
-        grads = config if isinstance(config, sm90_float32_backward.GradConfig) else None
-        return sm90_float32_backward.backward(dout, dlse, q, k, v, out, lse, problem, grads, wants)
+        own = config if isinstance(config, sm90_float32_backward.GradConfig) else None
+        return sm90_float32_backward.bind(problem, own)
     chosen = config if isinstance(config, sm90_backward.BackwardConfig) else None
-    return sm90_backward.backward(dout, dlse, q, k, v, out, lse, problem, chosen, wants)
-
-
-def bind_backward(problem: Problem) -> BoundBackward:
-    return sm90_float32_backward.bind(problem) if _is_float32(problem) else sm90_backward.bind(problem)
+    return sm90_backward.bind(problem, chosen)
 
 
 _Params = params_struct(

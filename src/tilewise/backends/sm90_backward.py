@@ -20,27 +20,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..jit import (
-    ArgumentsPerThread,
-    Launch,
-    TensorMap,
-    Unit,
-    cpp_literal,
-    function_for,
-    layout_asserts,
-    params_struct,
-    rows_map,
-)
+from ..jit import TensorMap, Unit, cpp_literal, layout_asserts, params_struct, rows_map
 from ..masks import Causal
 from ..target import Target
-from .fused import BoundBackward, bound_backward, head_dim_class, matrix_bytes, remembered
+from .fused import Stage, Workspace, bound_backward, head_dim_class, matrix_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ..jit import Arguments
     from ..problem import Problem
     from . import Grads, Wants
+    from .fused import BoundBackward, Given, Tensor
 
 ARCH = "sm_90a"
 LOG2_E = math.log2(math.e)
@@ -181,33 +169,8 @@ extern "C" __global__ void __launch_bounds__({EDGE_THREADS})
     return Unit(name, source, ARCH)
 
 
-_bound: dict[tuple[Any, ...], BoundBackward] = {}
-
-
-def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    problem: Problem,
-    config: BackwardConfig | None = None,
-    wants: Wants = (True, True, True),
-) -> Grads:
-    """dq, dk and dv of bhsd views, with the strides of `empty_like` of their inputs; None where not wanted."""
-    key = (problem, config, q.device, q.stride(), k.stride(), v.stride())
-    return remembered(_bound, key, lambda: bind(problem, config))(dout, dlse, q, k, v, out, lse, wants)
-
-
 def bind(problem: Problem, config: BackwardConfig | None = None) -> BoundBackward:
-    def launch(
-        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, wants: Wants
-    ) -> BoundBackward:
-        return _Launch(dout, q, k, v, out, problem, config, wants).run
-
-    return bound_backward(problem, launch)
+    return bound_backward(problem, functools.partial(_Launch, problem, config))
 
 
 _MainParams = params_struct(
@@ -289,58 +252,23 @@ _PostprocessParams = params_struct(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Where the float32 scratch of one backward lies, in floats from its beginning."""
-
-    start_s: int
-    start_dp: int
-    turns: int
-    dq_sums: int
-    floats: int
-
-    @classmethod
-    def of(cls, problem: Problem, config: BackwardConfig, wants_dq: bool) -> Workspace:
-        rows = problem.batch * problem.heads_q * _padded_rows(problem, config)
-        turns = 2 * rows
-        if not wants_dq or config.writes_dq:
-            return cls(0, rows, turns, turns, turns)
-        dq_sums = turns + (-(-2 * rows // config.block_q // 32) * 32 if _takes_turns(problem, config) else 0)
-        return cls(0, rows, turns, dq_sums, dq_sums + rows * config.head_dim)
-
-
-class _Stage:
-    """One of the three kernels, with its arguments, all but addresses filled in."""
-
-    __slots__ = ("arguments", "launch")
-
-    def __init__(
-        self, unit: Unit, struct: type[Any], fixed: dict[str, Any], grid: int, threads: int, device: int, overlap: bool
-    ) -> None:
-        function = function_for(unit, device)
-        self.launch = Launch(function, (grid, 1, 1), (threads, 1, 1), unit.smem_bytes, overlap_previous=overlap)
-        self.arguments: Callable[[], Arguments] = ArgumentsPerThread(struct, fixed).mine
+def workspace(problem: Problem, config: BackwardConfig, wants_dq: bool) -> Workspace:
+    rows = problem.batch * problem.heads_q * _padded_rows(problem, config)
+    if not wants_dq or config.writes_dq:
+        return Workspace.of(rows, 0, 0)
+    return Workspace.of(rows, 2 * rows // config.block_q if _takes_turns(problem, config) else 0, config.head_dim)
 
 
 class _Launch:
     """All that a call does not have to decide again: one per problem, strides, wants and device."""
 
-    def __init__(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        problem: Problem,
-        config: BackwardConfig | None,
-        wants: Wants,
-    ) -> None:
+    def __init__(self, problem: Problem, config: BackwardConfig | None, given: Given, wants: Wants) -> None:
+        dout, q, k, v, out = given
         target = Target.of(q.device)
         self._device = q.device.index
         config = config or configs(problem, target)[0]
         self._wants = wants
-        self._work = Workspace.of(problem, config, wants[0])
+        self._work = workspace(problem, config, wants[0])
         self._sums_dq = wants[0] and not config.writes_dq
         self._turns = self._sums_dq and _takes_turns(problem, config)
         self._blind = self._turns and not _every_tile_sees_keys(problem, config.block_q)
@@ -352,43 +280,35 @@ class _Launch:
         rows = _padded_rows(problem, config)
         blocks = problem.batch * problem.heads_q * rows // EDGE_ROWS
         tiles = problem.batch * problem.heads_kv * -(-problem.seq_kv // config.block_kv)
-        self._pre = _Stage(
+        self._pre = Stage(
             preprocess_unit(config.bf16, _LANES[config.head_dim_v]),
             _PreprocessParams,
             _preprocess_params(problem, config, out, dout),
             blocks,
             EDGE_THREADS,
             self._device,
-            False,
         )
-        self._main = _Stage(
+        self._main = Stage(
             main_unit(config),
             _MainParams,
             _main_params(problem, config, target, wants, dq),
             tiles,
             config.threads,
             self._device,
-            True,
+            overlap_previous=True,
         )
-        self._post = _Stage(
+        self._post = Stage(
             postprocess_unit(config.bf16),
             _PostprocessParams,
             _postprocess_params(problem, config, dq),
             blocks,
             EDGE_THREADS,
             self._device,
-            True,
+            overlap_previous=True,
         )
 
     def run(
-        self,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> Grads:
         wants_dq, wants_dk, wants_dv = self._wants
         stream = torch._C._cuda_getCurrentRawStream(self._device)
@@ -398,7 +318,7 @@ class _Launch:
         work = self._work
         scratch = q.new_empty(work.floats, dtype=torch.float32)
         base = scratch.data_ptr()
-        start_s, start_dp = base + 4 * work.start_s, base + 4 * work.start_dp
+        start_s, start_dp = base + 4 * work.lse, base + 4 * work.row_terms
         sums = base + 4 * work.dq_sums if self._sums_dq else None
         turns = base + 4 * work.turns if self._turns else None
 

@@ -14,25 +14,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..jit import (
-    ArgumentsPerThread,
-    Launch,
-    TensorMap,
-    Unit,
-    cpp_literal,
-    function_for,
-    layout_asserts,
-    params_struct,
-    rows_map,
-)
+from ..jit import TensorMap, Unit, cpp_literal, layout_asserts, params_struct, rows_map
 from ..masks import Causal
 from ..target import Target
-from .fused import BoundBackward, bound_backward, head_dim_class, matrix_bytes, remembered
-from .sm90_float32 import SPLIT_SMEM, SPLIT_THREADS, SPLITS_PER_SM, SplitParams, split_unit
+from .fused import Stage, bound_backward, head_dim_class, matrix_bytes
+from .sm90_float32 import SPLIT_THREADS, SPLITS_PER_SM, SplitParams, split_unit
 
 if TYPE_CHECKING:
     from ..problem import Problem
     from . import Grads, Wants
+    from .fused import BoundBackward, Given, Tensor
 
 ARCH = "sm_90a"
 HEAD_DIM_LIMIT = 128
@@ -82,7 +73,8 @@ class GradConfig:
 _SHAPES = {(64, 64): (2, 2), (96, 96): (1, 1), (128, 128): (1, 1)}
 
 
-def configs(problem: Problem) -> list[GradConfig]:
+def configs(problem: Problem, target: Target) -> list[GradConfig]:
+    """Legal configs, best first: each class of head dims has one."""
     return [_config(head_dim_class(problem.head_dim, problem.head_dim_v), problem.softcap > 0)]
 
 
@@ -90,9 +82,9 @@ def _config(classes: tuple[int, int], softcap: bool) -> GradConfig:
     return GradConfig(*classes, *_SHAPES[classes], softcap)
 
 
-def details(problem: Problem) -> list[str]:
+def details(problem: Problem, target: Target) -> list[str]:
     """How the backward fills the GPU, for `explain`."""
-    (config,) = configs(problem)
+    (config,) = configs(problem, target)
     work = problem.batch * problem.heads_kv * _tiles(problem.seq_kv)
     held = f"{Scratch(problem).total / 2**20:.1f} MiB of scratch"
     return [
@@ -102,13 +94,16 @@ def details(problem: Problem) -> list[str]:
 
 def all_units() -> list[Unit]:
     """Every kernel of this module but the split, which the forward has too."""
-    return [row_terms_unit(), *(unit(_config(classes, softcap)) for classes in _SHAPES for softcap in (False, True))]
+    return [
+        row_terms_unit(),
+        *(main_unit(_config(classes, softcap)) for classes in _SHAPES for softcap in (False, True)),
+    ]
 
 
 @functools.cache
-def unit(config: GradConfig) -> Unit:
+def main_unit(config: GradConfig) -> Unit:
     source = f"""#include "sm90/float32_backward.cuh"
-{layout_asserts(_Params, "tilewise::sm90::float32::GradParams")}
+{layout_asserts(_MainParams, "tilewise::sm90::float32::GradParams")}
 constexpr tilewise::sm90::float32::GradConfig config = {cpp_literal(config)};
 static_assert(sizeof(tilewise::sm90::float32::GradSmem<config>) == {config.smem_bytes}, "GradConfig.smem_bytes");
 static_assert(tilewise::sm90::float32::grad_block == {BLOCK} && config.threads() == {config.threads});
@@ -156,7 +151,7 @@ _RowParams = params_struct(
     head_dim_v=ctypes.c_int,
 )
 
-_Params = params_struct(
+_MainParams = params_struct(
     "GradParams",
     q_map=TensorMap,
     k_map=TensorMap,
@@ -199,33 +194,9 @@ _Params = params_struct(
     scale=ctypes.c_float,
 )
 
-_bound: dict[tuple[Any, ...], BoundBackward] = {}
-
-
-def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    problem: Problem,
-    config: GradConfig | None = None,
-    wants: Wants = (True, True, True),
-) -> Grads:
-    """dq, dk and dv of bhsd views, with the strides of `empty_like` of their inputs; None where not wanted."""
-    key = (problem, config, q.device, q.stride(), k.stride(), v.stride())
-    return remembered(_bound, key, lambda: bind(problem, config))(dout, dlse, q, k, v, out, lse, wants)
-
 
 def bind(problem: Problem, config: GradConfig | None = None) -> BoundBackward:
-    def launch(
-        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, wants: Wants
-    ) -> BoundBackward:
-        return _Gradients(dout, q, k, v, out, problem, config or configs(problem)[0], wants).run
-
-    return bound_backward(problem, launch)
+    return bound_backward(problem, functools.partial(_Launch, problem, config))
 
 
 class Scratch:
@@ -249,22 +220,14 @@ class Scratch:
         return start
 
 
-class _Gradients:
+class _Launch:
     """All that a call does not have to decide again: one per problem, strides, wants and device."""
 
-    def __init__(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        problem: Problem,
-        config: GradConfig,
-        wants: Wants,
-    ) -> None:
+    def __init__(self, problem: Problem, config: GradConfig | None, given: Given, wants: Wants) -> None:
+        dout, q, k, v, out = given
         target = Target.of(q.device)
         device = q.device.index
+        config = config or configs(problem, target)[0]
         shapes = operand_shapes(problem)
         tiles = [shape[0] * shape[1] * _tiles(shape[2]) for shape in shapes]
         self._device, self._wants, self._in_order = device, wants, problem.deterministic
@@ -273,41 +236,37 @@ class _Gradients:
             rows_map(torch.empty((PARTS * shape[0], *shape[1:]), dtype=torch.bfloat16, device="meta"), BLOCK)
             for shape in shapes
         ]
-        self._split = Launch(
-            function_for(split_unit(PARTS), device),
-            (min(sum(tiles), SPLITS_PER_SM * target.sms), 1, 1),
-            (SPLIT_THREADS, 1, 1),
-            SPLIT_SMEM,
-            overlap_previous=True,
-        )
-        self._split_arguments = ArgumentsPerThread(SplitParams, _split_params(problem, (q, k, v, dout)))
-        self._rows = Launch(
-            function_for(row_terms_unit(), device),
-            (tiles[0], 1, 1),
-            (_ROW_THREADS, 1, 1),
-            _ROW_SMEM,
-            overlap_previous=True,
-        )
-        self._rows_arguments = ArgumentsPerThread(_RowParams, _row_params(problem, out, dout))
-        self._main = Launch(
-            function_for(unit(config), device),
-            (tiles[1], 1, 1),
-            (config.threads, 1, 1),
-            config.smem_bytes,
-            overlap_previous=True,
-        )
         grads = [torch.empty_like(tensor, device="meta") for tensor in (q, k, v)]
-        self._main_arguments = ArgumentsPerThread(_Params, _main_params(problem, target, grads))
+        self._split = Stage(
+            split_unit(PARTS),
+            SplitParams,
+            _split_params(problem, (q, k, v, dout)),
+            min(sum(tiles), SPLITS_PER_SM * target.sms),
+            SPLIT_THREADS,
+            device,
+            overlap_previous=True,
+        )
+        self._rows = Stage(
+            row_terms_unit(),
+            _RowParams,
+            _row_params(problem, out, dout),
+            tiles[0],
+            _ROW_THREADS,
+            device,
+            overlap_previous=True,
+        )
+        self._main = Stage(
+            main_unit(config),
+            _MainParams,
+            _main_params(problem, target, grads),
+            tiles[1],
+            config.threads,
+            device,
+            overlap_previous=True,
+        )
 
     def run(
-        self,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> Grads:
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         dq = torch.zeros_like(q) if self._wants[0] else None
@@ -318,23 +277,23 @@ class _Gradients:
         base = scratch.data_ptr()
         turns = base + places.turns if self._in_order and dq is not None else None
 
-        arguments = self._split_arguments.mine()
+        arguments = self._split.arguments()
         params = arguments.params
         for i, tensor in enumerate((q, k, v, dout)):
             params.x[i] = tensor.data_ptr()
             params.parts[i] = base + places.parts[i]
             params.facts[i] = base + places.facts[i]
-        self._split(stream, arguments)
+        self._split.launch(stream, arguments)
 
-        arguments = self._rows_arguments.mine()
+        arguments = self._rows.arguments()
         params = arguments.params
         params.out, params.dout, params.lse = out.data_ptr(), dout.data_ptr(), lse.data_ptr()
         params.dlse = None if dlse is None else dlse.data_ptr()
         params.padded_lse = base + places.lse
         self._point_to_terms(params, base, turns)
-        self._rows(stream, arguments)
+        self._rows.launch(stream, arguments)
 
-        arguments = self._main_arguments.mine()
+        arguments = self._main.arguments()
         params = arguments.params
         params.q_map, params.k_map, params.v_map, params.dout_map = (
             tensor_map.at(base + place) for tensor_map, place in zip(self._maps, places.parts, strict=True)
@@ -343,7 +302,7 @@ class _Gradients:
         params.lse = base + places.lse
         self._point_to_terms(params, base, turns)
         params.dq, params.dk, params.dv = (None if grad is None else grad.data_ptr() for grad in (dq, dk, dv))
-        self._main(stream, arguments)
+        self._main.launch(stream, arguments)
         return dq, dk, dv
 
     def _point_to_terms(self, params: Any, base: int, turns: int | None) -> None:

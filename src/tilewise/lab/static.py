@@ -66,9 +66,8 @@ def kernels_of(chosen: Plan) -> list[tuple[Unit, Any]]:
     name = f"tilewise.backends.{chosen.backend}_{kind}"  # where a backend keeps its backward apart
     if problem.needs_grad and importlib.util.find_spec(name) is not None:
         back: Any = importlib.import_module(name)
-        make = back.main_unit if hasattr(back, "main_unit") else back.unit
-        best = _call(back.configs, problem, target=target)[:1]
-        found += [(_call(make, config, arch=target.arch), config) for config in best]
+        best = back.configs(problem, target)[:1]
+        found += [(_call(back.main_unit, config, arch=target.arch), config) for config in best]
     return found
 
 
