@@ -59,14 +59,15 @@ def test_backends_do_not_import_one_another():
     # One backend in several files.
     helpers = {
         "torch_sdpa": {"torch_rules"},
-        "sm80": {"sm80_backward", "sm80_float32", "sm80_float32_backward"},
-        "sm80_float32": {"sm80_backward"},
-        "sm80_float32_backward": {"sm80_backward", "sm80_float32"},
+        "sm80": {"sm80_backward", "sm80_float32", "sm80_float32_backward", "sm80_shared"},
+        "sm80_backward": {"sm80_shared"},
+        "sm80_float32": {"sm80_shared"},
+        "sm80_float32_backward": {"sm80_backward", "sm80_float32", "sm80_shared"},
         "sm90": {"sm90_backward", "sm90_float32", "sm90_float32_backward"},
         "sm90_float32_backward": {"sm90_float32"},
     }
-    # `fused` is no backend: what several of ours do alike on the host.
-    modules = {path.stem for path in (PACKAGE / "backends").glob("*.py")} - {"__init__", "fused"}
+    # These are no backends: what several of ours do alike on the host.
+    modules = {path.stem for path in (PACKAGE / "backends").glob("*.py")} - {"__init__", "fused", "fused_rules"}
     for path in (PACKAGE / "backends").glob("*.py"):
         used = {name.split(".")[2] for name in imported_modules(path) if name.startswith("tilewise.backends.")}
         assert not (used & modules) - {path.stem} - helpers.get(path.stem, set()), path.name

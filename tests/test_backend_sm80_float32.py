@@ -28,7 +28,7 @@ from test_backend_sm90_float32 import (
     spread,
 )
 from tilewise import Causal, Full, Target, Window
-from tilewise.backends import sm80, sm80_float32, sm80_float32_backward
+from tilewise.backends import sm80, sm80_float32, sm80_float32_backward, sm80_shared
 from tilewise.target import TARGETS
 
 GPUS = [name for name, target in TARGETS.items() if target.capability >= (8, 0)]
@@ -56,7 +56,7 @@ def assert_as_good_as_plain(got, want, q, k, v, problem):
 
 def twin_of(target):
     """The target with as much shared memory whose kernels tests compile."""
-    return next(twin for twin in sm80.compiled_targets() if twin.smem_per_block == target.smem_per_block)
+    return next(twin for twin in sm80_shared.COMPILED if twin.smem_per_block == target.smem_per_block)
 
 
 def fits(config, target):

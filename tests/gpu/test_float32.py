@@ -58,7 +58,7 @@ def _built() -> None:
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """One call into memory that was full of NaN before."""
     assert sm90.why_not(problem, Target.of("cuda")) == []
-    scratch = sm90_float32._Scratch(problem, sm90_float32.configs(problem)[0]).total
+    scratch = sm90_float32._Scratch(problem, sm90_float32.configs(problem, Target.of("cuda"))[0]).total
     shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v)
     poison = [torch.full(size, math.nan, device="cuda") for size in (shape, shape[:3], (scratch // 4,))]
     del poison

@@ -1,4 +1,4 @@
-"""What our fused backends share on the host: classes of head dims, and calls with all but addresses decided."""
+"""What our fused backends share on the host: what kernels are told, and calls with all but addresses decided."""
 
 from __future__ import annotations
 
@@ -21,20 +21,17 @@ if TYPE_CHECKING:
     from ..target import Target
     from . import Grads, Wants
 
-# (q and k, v and out): a head runs in the first class that holds it, zero-filled by the copies.
-HEAD_DIM_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+LOG2_E = math.log2(math.e)
 
 Tensor = torch.Tensor
 BoundForward = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 """Of (q, k, v, bias)."""
+ForwardRun = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
+"""Of (q, k, v, out, lse)."""
 BoundBackward = Callable[..., "Grads"]
 """Of (dout, dlse, q, k, v, out, lse, wants)."""
 _Made = TypeVar("_Made")
 _MOST_BOUND = 1024
-
-
-def head_dim_class(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    return next(pair for pair in HEAD_DIM_CLASSES if head_dim <= pair[0] and head_dim_v <= pair[1])
 
 
 def matrix_bytes(rows: int, columns: int) -> int:
@@ -42,7 +39,40 @@ def matrix_bytes(rows: int, columns: int) -> int:
     return -(-columns // 64) * rows * 128
 
 
-def head_sections(problem: Problem, target: Target) -> int:
+def query_tiles(problem: Problem, block_q: int) -> int:
+    """Output tiles of a forward."""
+    return problem.batch * problem.heads_q * -(-problem.seq_q // block_q)
+
+
+def shape_params(problem: Problem) -> dict[str, int]:
+    """What every kernel is told of the problem."""
+    left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
+    return {
+        "batch": problem.batch,
+        "heads_per_kv": problem.group,
+        "seq_q": problem.seq_q,
+        "seq_k": problem.seq_kv,
+        "band_first_shift": offset - left,
+        "band_end_shift": offset + right + 1,
+    }
+
+
+def score_params(problem: Problem) -> dict[str, float]:
+    """From products to logarithms to the base of 2; a cap is a tanh between the two, made of exponentials."""
+    capped = problem.softcap > 0
+    return {
+        "scale_log2": (problem.softcap if capped else problem.scale) * LOG2_E,
+        "softcap_in": 2 * LOG2_E * problem.scale / problem.softcap if capped else 0.0,
+    }
+
+
+def stride_params(**tensors: Tensor) -> dict[str, int]:
+    """`v_batch_stride`, `v_head_stride` and `v_seq_stride` of a tensor `v`, as kernels/sm90 names them."""
+    dims = ("batch", "head", "seq")
+    return {f"{name}_{dim}_stride": tensor.stride(i) for name, tensor in tensors.items() for i, dim in enumerate(dims)}
+
+
+def head_sections(problem: Problem, target: Target, number_bytes: int) -> int:
     """How many groups of (batch, head) pairs are worked on one after the other.
 
     Equal tiles: pairs that share their keys make a section, so that neighbours read the same keys from DRAM once.
@@ -52,9 +82,19 @@ def head_sections(problem: Problem, target: Target) -> int:
     pairs = problem.batch * problem.heads_q
     if not isinstance(problem.mask, Causal):
         return pairs // problem.group
-    kv_bytes = problem.seq_kv * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    kv_bytes = problem.seq_kv * (problem.head_dim + problem.head_dim_v) * number_bytes
     held = max(1, target.l2_bytes // 2 // kv_bytes) * problem.group
     return max(1, pairs // held)
+
+
+def kv_head_sections(problem: Problem, target: Target, number_bytes: int, share: float = 2 / 3) -> int:
+    """Into how many runs a backward divides the KV heads, so that what a run reads fills a share of the L2 cache.
+
+    A run's queries, the gradients of their outputs and the float32 sums of dQ; the share was measured.
+    """
+    columns = (number_bytes + 4) * problem.head_dim + number_bytes * problem.head_dim_v
+    most = max(1, int(target.l2_bytes * share) // (problem.group * problem.seq_q * columns))
+    return -(-problem.batch * problem.heads_kv // most)
 
 
 def remembered(known: dict[Any, _Made], key: Hashable, make: Callable[[], _Made]) -> _Made:
@@ -87,15 +127,17 @@ class Stage:
         self.arguments: Callable[[], Arguments] = ArgumentsPerThread(struct, fixed).mine
 
 
-def bound_forward(
-    q: Tensor, problem: Problem, run: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None] | None
-) -> BoundForward:
-    """A forward that allocates out and lse and has `run(q, k, v, out, lse)` fill them; None: there are no keys."""
+def bound_forward(q: Tensor, problem: Problem, make: Callable[[Tensor], ForwardRun]) -> BoundForward:
+    """A forward that allocates out and lse and has them filled by what `make` gives for the strides of such an out.
+
+    Where there are no keys nothing is made.
+    """
     needs_lse = problem.needs_lse or problem.needs_grad
     like, no_floats = empty_out(q, problem.head_dim_v, problem.layout), q.new_empty(0, dtype=torch.float32)
     is_bshd = problem.layout == "bshd"
     in_memory = tuple(like.transpose(1, 2).shape if is_bshd else like.shape)
     lse_shape = tuple(like.shape[:3])
+    run = None if problem.empty else make(like)
 
     def bound(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         out = q.new_empty(*in_memory).transpose(1, 2) if is_bshd else q.new_empty(*in_memory)

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.resources
-import json
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,39 +15,20 @@ import torch
 
 from ..jit import Unit, cpp_literal, layout_asserts, params_struct
 from ..masks import Causal
-from ..target import TARGETS, Target
-from .fused import Stage, Workspace, bound_backward, head_dim_class, matrix_bytes
+from ..target import Target
+from . import fused_rules as rules
+from . import sm80_shared
+from .fused import Stage, Workspace, bound_backward, kv_head_sections, matrix_bytes, score_params, shape_params
+from .sm80_shared import COMPILED, Strided, is_gated
 
 if TYPE_CHECKING:
     from ..problem import Problem
     from . import Grads, Wants
     from .fused import BoundBackward, Given, Tensor
 
-LOG2_E = math.log2(math.e)
 EDGE_ROWS, EDGE_THREADS = 32, 256
 VECTOR_SUMS_FROM = (9, 0)  # red.global.add.v4.f32
 _LANES = {64: 8, 96: 16, 128: 16, 192: 32, 256: 32}  # of preprocess, 8 columns each
-_RESERVED_SMEM = 1024  # of a multiprocessor's shared memory, for each CTA on it
-# Named targets that stand for all others, one of each size of shared memory: tests compile every kernel for them. On
-# another architecture the assembler may spill a register or two, and that is better than a refusal.
-COMPILED = ("a100", "rtx-4090", "h200")
-_GATED = frozenset(TARGETS[name].arch for name in COMPILED)
-
-
-class Strided(ctypes.Structure):
-    """A tensor as kernels/sm80 sees it: `tilewise::sm80::Tensor`, strides in elements."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("batch_stride", ctypes.c_longlong),
-        ("head_stride", ctypes.c_longlong),
-        ("seq_stride", ctypes.c_longlong),
-    ]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Strided:
-        """The strides of a (batch, heads, seq, dim) tensor; its address is filled in for each launch."""
-        return cls(None, tensor.stride(0), tensor.stride(1), tensor.stride(2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,28 +80,20 @@ class BackwardConfig:
         return f"{tile}, {stages}, {self.smem_bytes / 1024:.0f} KiB shared"
 
     def fits(self, target: Target) -> bool:
-        """Whether `ctas_per_sm` of it find their shared memory on one multiprocessor of the target."""
-        together = self.ctas_per_sm * (self.smem_bytes + _RESERVED_SMEM)
-        return self.smem_bytes <= target.smem_per_block and together <= target.smem_per_sm
+        return sm80_shared.fits(self.smem_bytes, self.ctas_per_sm, target)
 
 
 def configs(problem: Problem, target: Target) -> list[BackwardConfig]:
     """Legal configs that fit the target, best first."""
-    classes = head_dim_class(problem.head_dim, problem.head_dim_v)
     bf16, capped = problem.dtype is torch.bfloat16, problem.softcap > 0
-    found = (_config(row, bf16, capped, target) for row in _table()[classes, capped])
+    found = (_config(row, bf16, capped, target) for row in _table()[rules.class_of(problem), capped])
     return [config for config in found if config.fits(target)]
-
-
-def is_gated(arch: str) -> bool:
-    """Whether tests hold the kernels to no spills on this architecture."""
-    return arch in _GATED
 
 
 def all_units() -> list[Unit]:
     """Every kernel a backward may launch on the named targets, one GPU of each size of shared memory."""
     units: list[Unit] = []
-    for target in (TARGETS[name] for name in COMPILED):
+    for target in COMPILED:
         for bf16 in (True, False):
             units += [preprocess_unit(bf16, lanes, target.arch) for lanes in sorted({*_LANES.values()})]
             for (_, softcap), rows in _table().items():
@@ -333,7 +303,7 @@ class _Launch:
         return dq, dk, dv
 
 
-def _strides(tensors: dict[str, torch.Tensor]) -> dict[str, Strided]:
+def _strides(tensors: dict[str, Tensor]) -> dict[str, Strided]:
     """Gradients are given by the tensors they are of: `empty_like` decides their strides."""
     return {
         name: Strided.of(torch.empty_like(tensor, device="meta") if name in ("dq", "dk", "dv") else tensor)
@@ -342,33 +312,23 @@ def _strides(tensors: dict[str, torch.Tensor]) -> dict[str, Strided]:
 
 
 def _main_params(problem: Problem, config: BackwardConfig, target: Target) -> dict[str, Any]:
-    left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
-    capped = problem.softcap > 0
-    scale_log2 = (problem.softcap if capped else problem.scale) * LOG2_E
+    score = score_params(problem)
     return {
-        "batch": problem.batch,
+        **shape_params(problem),
+        **score,
         "heads_kv": problem.heads_kv,
-        "heads_per_kv": problem.group,
-        "seq_q": problem.seq_q,
-        "seq_k": problem.seq_kv,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
-        "band_first_shift": offset - left,
-        "band_end_shift": offset + right + 1,
         "q_tiles": _padded_rows(problem, config) // config.block_q,
         "kv_tiles": -(-problem.seq_kv // config.block_kv),
         "sections": key_sections(problem, target),
         "rows_descend": int(problem.deterministic and isinstance(problem.mask, Causal)),
         "scale": problem.scale,
-        "scale_log2": scale_log2,
-        "inverse_scale_log2": 1.0 / scale_log2,
-        "softcap_in": 2 * LOG2_E * problem.scale / problem.softcap if capped else 0.0,
+        "inverse_scale_log2": 1.0 / score["scale_log2"],
     }
 
 
-def _preprocess_params(
-    problem: Problem, config: BackwardConfig, out: torch.Tensor, dout: torch.Tensor
-) -> dict[str, Any]:
+def _preprocess_params(problem: Problem, config: BackwardConfig, out: Tensor, dout: Tensor) -> dict[str, Any]:
     return _strides({"out": out, "dout": dout}) | {
         "heads": problem.heads_q,
         "seq_q": problem.seq_q,
@@ -399,13 +359,9 @@ def key_sections(problem: Problem, target: Target) -> int:
     Equal tiles: one head a run, since its tiles read the same queries and add to the same dQ. Causal tiles: as many
     heads as the L2 cache holds, the longest tiles of all first, so that the short ones fill the gaps.
     """
-    pairs = problem.batch * problem.heads_kv
     if not isinstance(problem.mask, Causal):
-        return pairs
-    size = problem.dtype.itemsize
-    head_bytes = problem.group * problem.seq_q * ((size + 4) * problem.head_dim + size * problem.head_dim_v)
-    most = max(1, target.l2_bytes * 2 // 3 // head_bytes)
-    return -(-pairs // most)
+        return problem.batch * problem.heads_kv
+    return kv_head_sections(problem, target, problem.dtype.itemsize)
 
 
 def _config(row: dict[str, Any], bf16: bool, softcap: bool, target: Target) -> BackwardConfig:
@@ -426,12 +382,11 @@ def _config(row: dict[str, Any], bf16: bool, softcap: bool, target: Target) -> B
     )
 
 
+def keys_of_row(row: rules.Row) -> list[tuple[tuple[int, int], bool]]:
+    return [(tuple(row["head_dims"]), softcap) for softcap in row.get("softcap", (False, True))]
+
+
 @functools.cache
-def _table() -> dict[tuple[tuple[int, int], bool], list[dict[str, Any]]]:
+def _table() -> dict[tuple[tuple[int, int], bool], list[rules.Row]]:
     """(head-dim class, softcap) -> rows, best first; a row is for both unless it says for which."""
-    text = importlib.resources.files("tilewise").joinpath("tables/sm80.json").read_text()
-    table: dict[tuple[tuple[int, int], bool], list[dict[str, Any]]] = {}
-    for row in json.loads(text)["backward"]:
-        for softcap in row.get("softcap", (False, True)):
-            table.setdefault((tuple(row["head_dims"]), softcap), []).append(row)
-    return table
+    return rules.rows_by("sm80", "backward", keys_of_row)

@@ -8,28 +8,23 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.resources
-import json
-import math
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
-from ..jit import ArgumentsPerThread, Launch, Unit, cpp_literal, function_for, layout_asserts, params_struct
+from ..jit import Unit, cpp_literal, layout_asserts, params_struct
 from ..masks import Causal
-from ..target import TARGETS, Target
-from . import empty_out
-from .fused import BoundForward, bound_forward, head_dim_class, head_sections
-from .sm80_backward import COMPILED, Strided, is_gated
+from ..target import Target
+from . import fused_rules as rules
+from . import sm80_shared
+from .fused import LOG2_E, BoundForward, bound_forward, head_sections, query_tiles, shape_params
+from .fused_rules import class_of
+from .sm80_shared import COMPILED, ForwardLaunch, Strided, is_gated
 
 if TYPE_CHECKING:
     from ..problem import Problem
+    from .fused import ForwardRun, Tensor
 
-LOG2_E = math.log2(math.e)
-_RESERVED_SMEM = 1024  # of a multiprocessor's shared memory, for each CTA on it
-_REGISTERS = 65536
 _PLAN_BYTES = 36  # a warp
 _PRECISIONS = ("exact", "tf32")
 
@@ -60,8 +55,7 @@ class Config:
 
     @property
     def register_limit(self) -> int:
-        """What a thread may have if `ctas_per_sm` are to share a multiprocessor."""
-        return min(_REGISTERS // (self.threads * self.ctas_per_sm) // 8 * 8, 255)
+        return sm80_shared.register_limit(self.threads, self.ctas_per_sm)
 
     @property
     def smem_bytes(self) -> int:
@@ -87,15 +81,13 @@ class Config:
         return f"{products_text(self.exact)}, {tile}, {stages}, {self.smem_bytes / 1024:.0f} KiB shared"
 
     def fits(self, target: Target) -> bool:
-        """Whether `ctas_per_sm` of it find their shared memory on one multiprocessor of the target."""
-        together = self.ctas_per_sm * (self.smem_bytes + _RESERVED_SMEM)
-        return self.smem_bytes <= target.smem_per_block and together <= target.smem_per_sm
+        return sm80_shared.fits(self.smem_bytes, self.ctas_per_sm, target)
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Configs of the table that fit the target, best first."""
     exact, capped = problem.precision == "exact", problem.softcap > 0
-    found = (_config(row, exact, capped) for row in _table()[head_dim_class(problem.head_dim, problem.head_dim_v)])
+    found = (_config(row, exact, capped) for row in _table()[class_of(problem)])
     return [config for config in found if config.fits(target)]
 
 
@@ -104,7 +96,7 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
 
     The bound on registers is that of the arrays a thread holds; whether the compiler keeps to it, its log tells.
     """
-    classes = head_dim_class(problem.head_dim, problem.head_dim_v)
+    classes = class_of(problem)
     exact, capped = problem.precision == "exact", problem.softcap > 0
     found = []
     for warps, row_tiles, block_kv, stages, ctas in product((4, 8), (1, 2), (16, 32, 48, 64), (1, 2), (1, 2, 3)):
@@ -122,17 +114,13 @@ def notices(problem: Problem) -> list[str]:
     exact = problem.precision == "exact"
     error = "as of plain float32 arithmetic" if exact else "inputs and weights keep 11 bits"
     said = [f"float32 by {products_text(exact)}: relative error about {'6e-7' if exact else '4e-4'}, {error}"]
-    head_dim, head_dim_v = head_dim_class(problem.head_dim, problem.head_dim_v)
-    if (head_dim, head_dim_v) == (problem.head_dim, problem.head_dim_v):
-        return said
-    dims = f"{problem.head_dim}/{problem.head_dim_v}"
-    return [*said, f"heads of {dims} run in the {head_dim}/{head_dim_v} kernel, zero-filled"]
+    return [*said, *rules.zero_filled(problem)]
 
 
 def all_units() -> list[Unit]:
     """Every kernel this module may launch on the named targets, one GPU of each size of shared memory."""
     units: dict[str, Unit] = {}
-    for target in (TARGETS[name] for name in COMPILED):
+    for target in COMPILED:
         for row in (row for rows in _table().values() for row in rows):
             for exact, softcap in product((True, False), repeat=2):
                 config = _config(row, exact, softcap)
@@ -182,78 +170,34 @@ _Params = params_struct(
 )
 
 
-def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Config | None) -> BoundForward:
+def bind(q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: Config | None) -> BoundForward:
     """`forward` for tensors with these shapes, strides and device: the kernel is loaded, all but addresses decided."""
-    if problem.empty:
-        return bound_forward(q, problem, None)
-    out = empty_out(q, problem.head_dim_v, problem.layout)
-    return bound_forward(q, problem, _Launch(q, k, v, out, problem, config).run)
 
-
-class _Launch:
-    """All that a call does not have to decide again: one per problem, strides and device. Safe to share by threads."""
-
-    __slots__ = ("_arguments", "_device", "_launch")
-
-    def __init__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        problem: Problem,
-        config: Config | None,
-    ) -> None:
+    def launch(out: Tensor) -> ForwardRun:
         target = Target.of(q.device)
-        config = config or configs(problem, target)[0]
-        self._device = q.device.index
-        function = function_for(unit(config, target.arch), self._device)
-        self._launch = Launch(function, (_work(problem, config), 1, 1), (config.threads, 1, 1), config.smem_bytes)
+        chosen = config or configs(problem, target)[0]
         views = {"q": q, "k": k, "v": v, "out": out}
-        strided = {name: strides_in_halves(tensor) for name, tensor in views.items()}
-        self._arguments = ArgumentsPerThread(_Params, strided | _fixed_params(problem, config, target))
+        fixed = {name: Strided.of(view) for name, view in views.items()} | _fixed_params(problem, chosen, target)
+        grid = query_tiles(problem, chosen.block_q)
+        return ForwardLaunch(unit(chosen, target.arch), _Params, fixed, grid, chosen.threads, q.device.index).run
 
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
-    ) -> None:
-        arguments = self._arguments.mine()
-        params = arguments.params
-        params.q.data, params.k.data, params.v.data = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        params.out.data = out.data_ptr()
-        params.lse = None if lse is None else lse.data_ptr()
-        self._launch(torch._C._cuda_getCurrentRawStream(self._device), arguments)
-
-
-def strides_in_halves(tensor: torch.Tensor) -> Strided:
-    """The strides of a float32 tensor for copies that count 16-bit numbers."""
-    return Strided(None, *(2 * stride for stride in tensor.stride()[:3]))
+    return bound_forward(q, problem, launch)
 
 
 def _fixed_params(problem: Problem, config: Config, target: Target) -> dict[str, Any]:
-    left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
     scale = problem.softcap or problem.scale
     return {
-        "batch": problem.batch,
+        **shape_params(problem),
         "heads": problem.heads_q,
-        "heads_per_kv": problem.group,
-        "seq_q": problem.seq_q,
-        "seq_k": problem.seq_kv,
         "head_dim": 2 * problem.head_dim,
         "head_dim_v": 2 * problem.head_dim_v,
-        "band_first_shift": offset - left,
-        "band_end_shift": offset + right + 1,
         "q_tiles": -(-problem.seq_q // config.block_q),
-        "sections": head_sections(problem, target),
+        "sections": head_sections(problem, target, 4),
         "longest_first": int(isinstance(problem.mask, Causal)),
         "scale": scale,
         "scale_log2": scale * LOG2_E,
         "softcap_in": problem.scale / problem.softcap if problem.softcap else 0.0,
     }
-
-
-def _work(problem: Problem, config: Config) -> int:
-    """Output tiles."""
-    return problem.batch * problem.heads_q * -(-problem.seq_q // config.block_q)
 
 
 def kind_name(exact: bool) -> str:
@@ -279,10 +223,6 @@ def _config(row: dict[str, Any], exact: bool, softcap: bool) -> Config:
 
 
 @functools.cache
-def _table() -> dict[tuple[int, int], list[dict[str, Any]]]:
+def _table() -> dict[tuple[int, int], list[rules.Row]]:
     """Head-dim class -> rows, best first."""
-    text = importlib.resources.files("tilewise").joinpath("tables/sm80.json").read_text()
-    table: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for row in json.loads(text)["float32_forward"]:
-        table.setdefault(tuple(row["head_dims"]), []).append(row)
-    return table
+    return rules.rows_by("sm80", "float32_forward", lambda row: [tuple(row["head_dims"])])

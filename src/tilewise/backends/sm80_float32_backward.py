@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.resources
-import json
 import math
 from dataclasses import dataclass
 from itertools import product
@@ -19,10 +17,13 @@ import torch
 
 from ..jit import Unit, cpp_literal, layout_asserts, params_struct
 from ..masks import Causal
-from ..target import TARGETS, Target
-from .fused import Stage, bound_backward, head_dim_class
-from .sm80_backward import COMPILED, VECTOR_SUMS_FROM, Strided, is_gated, key_sections
-from .sm80_float32 import kind_name, products_text, strides_in_halves
+from ..target import Target
+from . import fused_rules as rules
+from . import sm80_shared
+from .fused import Stage, bound_backward, shape_params
+from .sm80_backward import VECTOR_SUMS_FROM, key_sections, keys_of_row
+from .sm80_float32 import kind_name, products_text
+from .sm80_shared import COMPILED, Strided, is_gated
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 HEAD_DIM_LIMIT = 128  # dK and dV of 16 keys a warp are held in registers
 EDGE_ROWS, EDGE_THREADS = 32, 256
 _LANES = {64: 16, 96: 32, 128: 32}  # of float32_preprocess, 4 columns each
-_RESERVED_SMEM = 1024  # of a multiprocessor's shared memory, for each CTA on it
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +80,13 @@ class BackwardConfig:
         return f"{products_text(self.exact)}, {tile}, {stages}, {self.smem_bytes / 1024:.0f} KiB shared"
 
     def fits(self, target: Target) -> bool:
-        """Whether `ctas_per_sm` of it find their shared memory on one multiprocessor of the target."""
-        together = self.ctas_per_sm * (self.smem_bytes + _RESERVED_SMEM)
-        return self.smem_bytes <= target.smem_per_block and together <= target.smem_per_sm
+        return sm80_shared.fits(self.smem_bytes, self.ctas_per_sm, target)
 
 
 def configs(problem: Problem, target: Target) -> list[BackwardConfig]:
     """Configs of the table that fit the target, best first."""
     exact, capped = problem.precision == "exact", problem.softcap > 0
-    rows = _table().get((head_dim_class(problem.head_dim, problem.head_dim_v), capped), [])
+    rows = _table().get((rules.class_of(problem), capped), [])
     found = (_config(row, exact, capped, target) for row in rows)
     return [config for config in found if config.fits(target)]
 
@@ -96,7 +94,7 @@ def configs(problem: Problem, target: Target) -> list[BackwardConfig]:
 def all_units() -> list[Unit]:
     """Every kernel a backward may launch on the named targets, one GPU of each size of shared memory."""
     units: list[Unit] = []
-    for target in (TARGETS[name] for name in COMPILED):
+    for target in COMPILED:
         units += [preprocess_unit(lanes, target.arch) for lanes in sorted({*_LANES.values()})]
         for ((_, capped), rows), exact in product(_table().items(), (True, False)):
             found = (_config(row, exact, capped, target) for row in rows)
@@ -244,26 +242,20 @@ class _Launch:
         return dq, dk, dv
 
 
-def _address(tensor: torch.Tensor | None) -> int | None:
+def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _strides(tensors: dict[str, torch.Tensor]) -> dict[str, Strided]:
-    return {name: strides_in_halves(tensor) for name, tensor in tensors.items()}
+def _strides(tensors: dict[str, Tensor]) -> dict[str, Strided]:
+    return {name: Strided.of(tensor) for name, tensor in tensors.items()}
 
 
 def _main_params(problem: Problem, config: BackwardConfig, target: Target) -> dict[str, Any]:
-    left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
     return {
-        "batch": problem.batch,
+        **shape_params(problem),
         "heads_kv": problem.heads_kv,
-        "heads_per_kv": problem.group,
-        "seq_q": problem.seq_q,
-        "seq_k": problem.seq_kv,
         "head_dim": 2 * problem.head_dim,
         "head_dim_v": 2 * problem.head_dim_v,
-        "band_first_shift": offset - left,
-        "band_end_shift": offset + right + 1,
         "q_tiles": _padded_rows(problem, config) // config.block_q,
         "kv_tiles": -(-problem.seq_kv // config.block_kv),
         "sections": key_sections(problem, target),
@@ -306,11 +298,6 @@ def _config(row: dict[str, Any], exact: bool, softcap: bool, target: Target) -> 
 
 
 @functools.cache
-def _table() -> dict[tuple[tuple[int, int], bool], list[dict[str, Any]]]:
+def _table() -> dict[tuple[tuple[int, int], bool], list[rules.Row]]:
     """(head-dim class, softcap) -> rows, best first; a row is for both unless it says for which."""
-    text = importlib.resources.files("tilewise").joinpath("tables/sm80.json").read_text()
-    table: dict[tuple[tuple[int, int], bool], list[dict[str, Any]]] = {}
-    for row in json.loads(text)["float32_backward"]:
-        for softcap in row.get("softcap", (False, True)):
-            table.setdefault((tuple(row["head_dims"]), softcap), []).append(row)
-    return table
+    return rules.rows_by("sm80", "float32_backward", keys_of_row)

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.resources
-import json
-import math
 import threading
 from dataclasses import dataclass
 from itertools import product
@@ -18,36 +15,36 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..errors import Reason
-from ..jit import (
-    ArgumentsPerThread,
-    Launch,
-    TensorMap,
-    Unit,
-    cpp_literal,
-    function_for,
-    layout_asserts,
-    params_struct,
-    rows_map,
-    tuned,
-)
+from ..jit import TensorMap, Unit, cpp_literal, layout_asserts, params_struct, rows_map, tuned
 from ..jit import launch as driver
 from ..masks import Causal, Full, Window
-from ..problem import Strides, dtype_name
+from ..problem import Strides
 from ..target import Target
-from . import empty_out, sm90_backward, sm90_float32, sm90_float32_backward
-from .fused import BoundBackward, BoundForward, bound_forward, head_dim_class, matrix_bytes, remembered
+from . import fused_rules as rules
+from . import sm90_backward, sm90_float32, sm90_float32_backward
+from .fused import (
+    BoundBackward,
+    BoundForward,
+    Stage,
+    bound_forward,
+    head_sections,
+    matrix_bytes,
+    query_tiles,
+    remembered,
+    score_params,
+    shape_params,
+    stride_params,
+)
+from .fused_rules import MOST_ROWS, class_of, is_float32
 
 if TYPE_CHECKING:
+    from ..errors import Reason
     from ..problem import Problem
     from . import Grads, Wants
+    from .fused import ForwardRun, Tensor
 
 ARCH = "sm_90a"
-LOG2_E = math.log2(math.e)
-MOST_ROWS = 1 << 28  # of a sequence: row + band limits stay within 32 bits
-HEAD_DIM_LIMIT = 256
 MASK_KINDS = ("full", "causal", "window")  # as enum MaskKind counts them
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COUNTERS = 1 << 14
 _COMBINE_ROWS = 4  # a CTA, a warp each
 # Of the keys' tiles, before splitting them among CTAs pays for putting the parts together, and of a part.
@@ -131,94 +128,47 @@ AnyConfig = Config | sm90_float32.Config
 
 
 def why_not(problem: Problem, target: Target) -> list[Reason]:
-    reasons = []
-
-    def refuse(when: bool, what: str, remedy: str) -> None:
-        if when:
-            reasons.append(Reason(what, remedy))
-
-    dims = (problem.head_dim, problem.head_dim_v)
-    refuse(
-        not target.has_jit,
-        "cuda.bindings, which builds and launches our kernels, is not installed",
-        "pip install 'tilewise[cuda]'",
+    widest, narrow = max(problem.head_dim, problem.head_dim_v), sm90_float32_backward.HEAD_DIM_LIMIT
+    # The float32 forward copies its operands into parts of its own: their strides need no alignment.
+    readable = (Strides.ALIGNED, Strides.UNALIGNED) if is_float32(problem) else (Strides.ALIGNED,)
+    return rules.reasons(
+        rules.no_jit(target),
+        (
+            target.capability != (9, 0),
+            f"{target.name} is {target.arch}, not sm_90: wgmma and TMA in this form exist on Hopper only",
+            "use backend='auto'",
+        ),
+        rules.other_dtype(problem),
+        (
+            is_float32(problem) and problem.needs_grad and widest > narrow,
+            f"head_dim {widest}: the float32 backward, whose tiles have three parts, takes heads to {narrow}",
+            "call it under torch.no_grad(), or use backend='auto'",
+        ),
+        rules.broken_chunks(problem, 8),
+        rules.wide_heads(problem),
+        *rules.other_scores(problem),
+        (
+            problem.strides not in readable,
+            f"strides are {problem.strides.value}: TMA needs a contiguous last dimension, 16-byte bases and strides",
+            "call .contiguous() on the input that is not",
+        ),
+        rules.long_sequence(problem),
+        rules.transformed(problem),
     )
-    refuse(
-        target.capability != (9, 0),
-        f"{target.name} is {target.arch}, not sm_90: wgmma and TMA in this form exist on Hopper only",
-        "use backend='auto'",
-    )
-    refuse(
-        problem.dtype not in _DTYPES,
-        f"dtype {dtype_name(problem.dtype)} is none of bfloat16, float16, float32",
-        "cast q, k and v",
-    )
-    refuse(
-        _is_float32(problem) and problem.needs_grad and max(dims) > sm90_float32_backward.HEAD_DIM_LIMIT,
-        f"head_dim {max(dims)}: the float32 backward, whose tiles have three parts, takes heads to "
-        f"{sm90_float32_backward.HEAD_DIM_LIMIT}",
-        "call it under torch.no_grad(), or use backend='auto'",
-    )
-    refuse(
-        any(dim % 8 for dim in dims),
-        f"head_dim {dims[0]}, v {dims[1]}: not multiples of 8 (16 bytes)",
-        "pad the heads with zeros to a multiple of 8",
-    )
-    refuse(max(dims) > HEAD_DIM_LIMIT, f"head_dim {max(dims)} is over {HEAD_DIM_LIMIT}", "use backend='auto'")
-    refuse(
-        not isinstance(problem.mask, Full | Causal | Window),
-        f"mask {problem.mask} is not a diagonal band",
-        "use Full, Causal or Window, or backend='auto'",
-    )
-    refuse(
-        problem.dropout > 0,
-        f"dropout {problem.dropout:g} is not 0, and the kernel draws no random numbers",
-        "use one of PyTorch's backends, or drop the dropout",
-    )
-    refuse(
-        problem.scale < 0 and not problem.softcap,
-        f"scale {problem.scale:g} is negative: the running maximum needs it positive",
-        "negate q and the scale",
-    )
-    refuse(
-        problem.strides is not Strides.ALIGNED and not (_is_float32(problem) and problem.strides is Strides.UNALIGNED),
-        f"strides are {problem.strides.value}: TMA needs a contiguous last dimension, 16-byte bases and strides",
-        "call .contiguous() on the input that is not",
-    )
-    refuse(
-        max(problem.seq_q, problem.seq_kv) > MOST_ROWS,
-        f"sequence of {max(problem.seq_q, problem.seq_kv)} is over {MOST_ROWS}",
-        "split the sequence",
-    )
-    refuse(
-        problem.transformed,
-        "inside a functorch transform (vmap, jvp): a kernel launch cannot be transformed",
-        "use backend='reference' there",
-    )
-    return reasons
 
 
 def notices(problem: Problem, target: Target) -> list[str]:
-    if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
+    if rules.too_wide(problem):
         return []
-    if _is_float32(problem):
+    if is_float32(problem):
         return sm90_float32.notices(problem)
     entry = _tuned(problem, target)
-    said = [] if entry is None else [tuned.cite(entry)]
-    head_dim, head_dim_v = head_dim_class(problem.head_dim, problem.head_dim_v)
-    if (head_dim, head_dim_v) == (problem.head_dim, problem.head_dim_v):
-        return said
-    dims = f"{problem.head_dim}/{problem.head_dim_v}"
-    return [*said, f"heads of {dims} run in the {head_dim}/{head_dim_v} kernel, zero-filled"]
+    return [*([] if entry is None else [tuned.cite(entry)]), *rules.zero_filled(problem)]
 
 
 def configs(problem: Problem, target: Target) -> list[AnyConfig]:
     """Legal configs, best first: what `tilewise tune` found on this device, then the shipped table's."""
-    if _is_float32(problem):
-        return shipped(problem, target)
-    entry = _tuned(problem, target)
-    found = shipped(problem, target)
-    return found if entry is None else list(dict.fromkeys([Config(**entry["config"]), *found]))
+    return tuned.first(_tuned(problem, target), Config, shipped(problem, target))
 
 
 def shipped(problem: Problem, target: Target) -> list[AnyConfig]:
@@ -228,12 +178,12 @@ def shipped(problem: Problem, target: Target) -> list[AnyConfig]:
     usual, only for problems that it spreads over the multiprocessors in one wave (`one_wave`), or, dividing the keys
     too (`split`), for so few queries that a wave has room for several parts.
     """
-    if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
+    if rules.too_wide(problem):
         return []
-    if _is_float32(problem):
-        return list(sm90_float32.configs(problem))
+    if is_float32(problem):
+        return list(sm90_float32.configs(problem, target))
     kind = _mask_kind(problem)
-    classes = head_dim_class(problem.head_dim, problem.head_dim_v)
+    classes = class_of(problem)
     softcap = problem.softcap > 0
     folded = _folded(problem)
     rows = _table()[classes, MASK_KINDS[kind], softcap]
@@ -246,7 +196,7 @@ def shipped(problem: Problem, target: Target) -> list[AnyConfig]:
         elif not row.get("one_wave"):
             if row.get("least_seq_kv", 0) <= problem.seq_kv <= row.get("most_seq_kv", MOST_ROWS):
                 fitting.append(config)
-        elif _work(folded, config) <= target.sms:
+        elif query_tiles(folded, config.block_q) <= target.sms:
             small.append(config)
     return [*split, *sorted(small, key=lambda config: config.block_q), *fitting]
 
@@ -256,11 +206,11 @@ def search_space(problem: Problem, target: Target) -> list[AnyConfig]:
 
     The bound on registers is that of the arrays a consumer holds; whether the compiler keeps to it, its log tells.
     """
-    if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT:
+    if rules.too_wide(problem):
         return []
-    if _is_float32(problem):
-        return list(sm90_float32.configs(problem))
-    kind, classes = _mask_kind(problem), head_dim_class(problem.head_dim, problem.head_dim_v)
+    if is_float32(problem):
+        return list(sm90_float32.configs(problem, target))
+    kind, classes = _mask_kind(problem), class_of(problem)
     smem_per_block = target.smem_per_block or 227 * 1024
     found: list[AnyConfig] = []
     for consumers, block_kv, (k_stages, v_stages) in product((1, 2, 3, 4), _BLOCKS_KV, _STAGES):
@@ -277,20 +227,14 @@ def search_space(problem: Problem, target: Target) -> list[AnyConfig]:
 
 
 def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
-    """What a measured config depends on: the kind of kernel, and the sizes that decide how it fills the GPU."""
-    dims = head_dim_class(problem.head_dim, problem.head_dim_v)
-    kind = {"head_dims": list(dims), "mask": MASK_KINDS[_mask_kind(problem)], "softcap": problem.softcap > 0}
-    pairs = problem.batch * problem.heads_q
-    sizes = {"seq_q": problem.seq_q, "seq_kv": problem.seq_kv, "batch x heads": pairs}
-    return kind | {"dtype": dtype_name(problem.dtype)}, sizes
+    return rules.tuning_key(problem, mask=MASK_KINDS[_mask_kind(problem)])
 
 
 def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
-    """The entry of the user's own table for this device, if its config still has the fields of ours."""
-    if max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT or _is_float32(problem):
+    """The entry of the user's own table for this device."""
+    if rules.too_wide(problem) or is_float32(problem):
         return None
-    entry = tuned.find("sm90", target.name, *tuning_key(problem))
-    return entry if entry is not None and set(entry["config"]) == set(Config.__slots__) else None
+    return tuned.find("sm90", target.name, *tuning_key(problem), Config)
 
 
 def details(problem: Problem, target: Target, config: AnyConfig) -> list[str]:
@@ -299,7 +243,7 @@ def details(problem: Problem, target: Target, config: AnyConfig) -> list[str]:
         lines = sm90_float32.details(problem, config)
         return [*lines, *sm90_float32_backward.details(problem, target)] if problem.needs_grad else lines
     folded = _folded(problem)
-    tiles, splits = _work(folded, config), _splits(folded, config, target)
+    tiles, splits = query_tiles(folded, config.block_q), _splits(folded, config, target)
     work = tiles * splits
     ctas = min(work, target.sms * config.ctas_per_sm)
     order = "longest first" if _is_dynamic(folded, work, ctas) else "in a fixed order"
@@ -355,13 +299,8 @@ extern "C" __global__ void __launch_bounds__({32 * _COMBINE_ROWS})
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    problem: Problem,
-    config: AnyConfig | None = None,
-    bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: AnyConfig | None = None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     key = (problem, config, q.stride(), k.stride(), v.stride(), q.device)
     return remembered(_bound, key, lambda: bind(q, k, v, problem, config))(q, k, v, bias)
 
@@ -369,40 +308,37 @@ def forward(
 _bound: dict[tuple[Any, ...], BoundForward] = {}
 
 
-def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: AnyConfig | None) -> BoundForward:
+def bind(q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: AnyConfig | None) -> BoundForward:
     """`forward` for tensors with these shapes, strides and device: the kernel is loaded, all but addresses decided."""
-    if _is_float32(problem):
+    if is_float32(problem):
         return sm90_float32.bind(q, k, v, problem, config if isinstance(config, sm90_float32.Config) else None)
     assert not isinstance(config, sm90_float32.Config)
-    if problem.empty:
-        return bound_forward(q, problem, None)
-    out = empty_out(q, problem.head_dim_v, problem.layout)
-    return bound_forward(q, problem, _launch(q, k, v, out, problem, config).run)
 
-
-def _launch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, problem: Problem, config: Config | None
-) -> _Launch | _SplitLaunch:
-    target = Target.of(q.device)
-    config = config or _first(configs(problem, target))
-    folded = _folded(problem)
-    if folded is not problem and _lies_folded(q) and _lies_folded(out):
+    def launch(out: Tensor) -> ForwardRun:
+        target = Target.of(q.device)
+        chosen = config or _first(configs(problem, target))
+        made = _SplitLaunch if chosen.split else _Launch
+        folded = _folded(problem)
+        if folded is problem or not (_lies_folded(q) and _lies_folded(out)):
+            return made(q, k, v, out, problem, chosen, target).run
         rows = (folded.batch, folded.heads_q, folded.seq_q)
-        q, out, problem = q.view(*rows, folded.head_dim), out.view(*rows, folded.head_dim_v), folded
-    return (_SplitLaunch if config.split else _Launch)(q, k, v, out, problem, config, target)
+        q_rows, out_rows = q.view(*rows, folded.head_dim), out.view(*rows, folded.head_dim_v)
+        return made(q_rows, k, v, out_rows, folded, chosen, target).run
+
+    return bound_forward(q, problem, launch)
 
 
 def backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     problem: Problem,
     config: Any = None,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     wants: Wants = (True, True, True),
 ) -> Grads:
     """dq, dk and dv of bhsd views, with the strides of `empty_like` of their inputs; None where not wanted."""
@@ -416,7 +352,7 @@ _bound_backward: dict[tuple[Any, ...], BoundBackward] = {}
 
 def bind_backward(problem: Problem, config: Any = None) -> BoundBackward:
     """A config that is the forward's leaves the choice to the backward."""
-    if _is_float32(problem):
+    if is_float32(problem):
         own = config if isinstance(config, sm90_float32_backward.GradConfig) else None
         return sm90_float32_backward.bind(problem, own)
     chosen = config if isinstance(config, sm90_backward.BackwardConfig) else None
@@ -478,34 +414,20 @@ class _Launch:
     __slots__ = ("_arguments", "_device", "_dynamic", "_k", "_launch", "_out", "_q", "_v")
 
     def __init__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        problem: Problem,
-        config: Config,
-        target: Target,
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, config: Config, target: Target
     ) -> None:
         self._q, self._k, self._v = rows_map(q, 64), rows_map(k, config.block_kv), rows_map(v, config.block_kv)
         self._out = rows_map(out, 64)
-        work = _work(problem, config) * _splits(problem, config, target)
+        work = query_tiles(problem, config.block_q) * _splits(problem, config, target)
         ctas = min(work, target.sms * config.ctas_per_sm)
         self._device = q.device.index
-        self._launch = Launch(
-            function_for(unit(config), self._device),
-            (ctas, 1, 1),
-            (config.threads, 1, 1),
-            config.smem_bytes,
-            overlap_previous=True,
-        )
         self._dynamic = _is_dynamic(problem, work, ctas)
-        self._arguments = ArgumentsPerThread(_Params, _fixed_params(problem, config, target, v))
+        fixed = _fixed_params(problem, config, target, v)
+        stage = Stage(unit(config), _Params, fixed, ctas, config.threads, self._device, overlap_previous=True)
+        self._launch, self._arguments = stage.launch, stage.arguments
 
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
-    ) -> None:
-        arguments = self._arguments.mine()
+    def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        arguments = self._arguments()
         params = arguments.params
         self._fill(params, q, k, v)
         params.out_map = self._out.at(out.data_ptr())
@@ -515,7 +437,7 @@ class _Launch:
             params.work_counter = _work_counter(self._device, stream)
         self._launch(stream, arguments)
 
-    def _fill(self, params: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _fill(self, params: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
         value = v.data_ptr()
         params.q_map = self._q.at(q.data_ptr())
         params.k_map = self._k.at(k.data_ptr())
@@ -529,26 +451,12 @@ class _SplitLaunch(_Launch):
     __slots__ = ("_combine", "_combine_arguments", "_floats")
 
     def __init__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        problem: Problem,
-        config: Config,
-        target: Target,
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, problem: Problem, config: Config, target: Target
     ) -> None:
         super().__init__(q, k, v, out, problem, config, target)
         rows = problem.batch * problem.heads_q * problem.seq_q
         splits = _splits(problem, config, target)
         self._floats = (splits * rows * problem.head_dim_v, splits * rows)
-        self._combine = Launch(
-            function_for(combine_unit(config.bf16), self._device),
-            (-(-rows // _COMBINE_ROWS), 1, 1),
-            (32 * _COMBINE_ROWS, 1, 1),
-            0,
-            overlap_previous=True,
-        )
         fixed = {
             "batch_stride": out.stride(0),
             "head_stride": out.stride(1),
@@ -559,12 +467,14 @@ class _SplitLaunch(_Launch):
             "head_dim_v": problem.head_dim_v,
             "splits": splits,
         }
-        self._combine_arguments = ArgumentsPerThread(_CombineParams, fixed)
+        grid, threads = -(-rows // _COMBINE_ROWS), 32 * _COMBINE_ROWS
+        stage = Stage(
+            combine_unit(config.bf16), _CombineParams, fixed, grid, threads, self._device, overlap_previous=True
+        )
+        self._combine, self._combine_arguments = stage.launch, stage.arguments
 
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
-    ) -> None:
-        arguments = self._arguments.mine()
+    def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        arguments = self._arguments()
         outs, lses = self._floats
         scratch = q.new_empty(outs + lses, dtype=torch.float32)
         partial_out = scratch.data_ptr()
@@ -574,7 +484,7 @@ class _SplitLaunch(_Launch):
         params.partial_out, params.lse = partial_out, partial_lse
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         self._launch(stream, arguments)
-        arguments = self._combine_arguments.mine()
+        arguments = self._combine_arguments()
         params = arguments.params
         params.partial_out, params.partial_lse = partial_out, partial_lse
         params.out, params.lse = out.data_ptr(), None if lse is None else lse.data_ptr()
@@ -628,48 +538,18 @@ def _work_counter(device: int, stream: int) -> int:
     return counters.take(stream, capturing)
 
 
-def _fixed_params(problem: Problem, config: Config, target: Target, v: torch.Tensor) -> dict[str, Any]:
-    left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
-    capped = problem.softcap > 0
+def _fixed_params(problem: Problem, config: Config, target: Target, v: Tensor) -> dict[str, Any]:
     return {
-        "v_batch_stride": v.stride(0),
-        "v_head_stride": v.stride(1),
-        "v_seq_stride": v.stride(2),
-        "batch": problem.batch,
+        **stride_params(v=v),
+        **shape_params(problem),
+        **score_params(problem),
         "heads": problem.heads_q,
-        "heads_per_kv": problem.group,
-        "seq_q": problem.seq_q,
-        "seq_k": problem.seq_kv,
         "head_dim_v": problem.head_dim_v,
-        "band_first_shift": offset - left,
-        "band_end_shift": offset + right + 1,
         "q_tiles": -(-problem.seq_q // config.block_q),
-        "sections": _sections(problem, target),
+        "sections": head_sections(problem, target, 2),
         "longest_first": int(isinstance(problem.mask, Causal)),
         "splits": _splits(problem, config, target),
-        "scale_log2": (problem.softcap if capped else problem.scale) * LOG2_E,
-        "softcap_in": 2 * LOG2_E * problem.scale / problem.softcap if capped else 0.0,
     }
-
-
-def _sections(problem: Problem, target: Target) -> int:
-    """How many groups of (batch, head) pairs are worked on one after the other.
-
-    Equal tiles: pairs that share their keys make a section, so that neighbours read the same keys from DRAM once.
-    Causal tiles: about as many pairs as the L2 cache holds, since the longest of a section come first and the shortest
-    fill the gaps. Rounded down: long tiles of a small last section would have little beside them.
-    """
-    pairs = problem.batch * problem.heads_q
-    if not isinstance(problem.mask, Causal):
-        return pairs // problem.group
-    kv_bytes = problem.seq_kv * (problem.head_dim + problem.head_dim_v) * 2
-    held = max(1, target.l2_bytes // 2 // kv_bytes) * problem.group
-    return max(1, pairs // held)
-
-
-def _work(problem: Problem, config: Config) -> int:
-    """Output tiles."""
-    return problem.batch * problem.heads_q * -(-problem.seq_q // config.block_q)
 
 
 def _splits(problem: Problem, config: Config, target: Target) -> int:
@@ -677,7 +557,9 @@ def _splits(problem: Problem, config: Config, target: Target) -> int:
     tiles = -(-problem.seq_kv // config.block_kv)
     if not config.split or tiles < _FEWEST_TO_SPLIT:
         return 1
-    return max(1, min(target.sms * config.ctas_per_sm // _work(problem, config), tiles // _FEWEST_OF_A_PART))
+    return max(
+        1, min(target.sms * config.ctas_per_sm // query_tiles(problem, config.block_q), tiles // _FEWEST_OF_A_PART)
+    )
 
 
 def _folded(problem: Problem) -> Problem:
@@ -695,17 +577,13 @@ def _folded(problem: Problem) -> Problem:
     return problem.with_(heads_q=problem.heads_kv, seq_q=rows, mask=Full())
 
 
-def _lies_folded(tensor: torch.Tensor) -> bool:
+def _lies_folded(tensor: Tensor) -> bool:
     return tensor.shape[2] == 1 or tensor.stride(1) == tensor.shape[2] * tensor.stride(2)
 
 
 def _is_dynamic(problem: Problem, work: int, ctas: int) -> bool:
     """Equal tiles need no dynamic order, and with one tile a CTA there is nothing to hand out."""
     return problem.mask != Full() and work > ctas
-
-
-def _is_float32(problem: Problem) -> bool:
-    return problem.dtype is torch.float32
 
 
 def _first(found: list[AnyConfig]) -> Config:
@@ -743,11 +621,8 @@ _Key = tuple[tuple[int, int], str, bool]
 
 
 @functools.cache
-def _table() -> dict[_Key, list[dict[str, Any]]]:
+def _table() -> dict[_Key, list[rules.Row]]:
     """(head-dim class, kind of mask, softcap) -> rows, best first."""
-    text = importlib.resources.files("tilewise").joinpath("tables/sm90.json").read_text()
-    table: dict[_Key, list[dict[str, Any]]] = {}
-    for row in json.loads(text)["forward"]:
-        for kind, softcap in product(row["masks"], row["softcap"]):
-            table.setdefault((tuple(row["head_dims"]), kind, softcap), []).append(row)
-    return table
+    return rules.rows_by(
+        "sm90", "forward", lambda row: product([tuple(row["head_dims"])], row["masks"], row["softcap"])
+    )

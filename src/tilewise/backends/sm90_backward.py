@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.resources
-import json
 import math
 from dataclasses import dataclass
 from enum import IntEnum
@@ -23,7 +21,18 @@ import torch
 from ..jit import TensorMap, Unit, cpp_literal, layout_asserts, params_struct, rows_map
 from ..masks import Causal
 from ..target import Target
-from .fused import Stage, Workspace, bound_backward, head_dim_class, matrix_bytes
+from . import fused_rules as rules
+from .fused import (
+    LOG2_E,
+    Stage,
+    Workspace,
+    bound_backward,
+    kv_head_sections,
+    matrix_bytes,
+    score_params,
+    shape_params,
+    stride_params,
+)
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -31,7 +40,6 @@ if TYPE_CHECKING:
     from .fused import BoundBackward, Given, Tensor
 
 ARCH = "sm_90a"
-LOG2_E = math.log2(math.e)
 # Mean of 2^-8 / m over mantissas m, as weights are spread in the logarithm: half a unit in the last place of bf16.
 TRUNCATION_BIAS = 2.0**-8 / (2 * math.log(2))
 EDGE_ROWS, EDGE_THREADS = 64, 256
@@ -102,10 +110,9 @@ class BackwardConfig:
 
 def configs(problem: Problem, target: Target) -> list[BackwardConfig]:
     """Legal configs, best first, from the measured table."""
-    classes = head_dim_class(problem.head_dim, problem.head_dim_v)
     return [
         _config(row, problem.dtype is torch.bfloat16, problem.softcap > 0)
-        for row in _table()[classes]
+        for row in _table()[rules.class_of(problem)]
         if not row["writes_dq"] or _has_one_tile(problem, row)
     ]
 
@@ -350,49 +357,30 @@ class _Launch:
         return dq, dk, dv
 
 
-def _main_params(
-    problem: Problem, config: BackwardConfig, target: Target, wants: Wants, dq: torch.Tensor
-) -> dict[str, Any]:
-    left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
-    capped = problem.softcap > 0
-    scale_log2 = (problem.softcap if capped else problem.scale) * LOG2_E
+def _main_params(problem: Problem, config: BackwardConfig, target: Target, wants: Wants, dq: Tensor) -> dict[str, Any]:
+    score = score_params(problem)
     return {
-        "dq_batch_stride": dq.stride(0),
-        "dq_head_stride": dq.stride(1),
-        "dq_seq_stride": dq.stride(2),
-        "batch": problem.batch,
+        **stride_params(dq=dq),
+        **shape_params(problem),
+        **score,
         "heads_kv": problem.heads_kv,
-        "heads_per_kv": problem.group,
-        "seq_q": problem.seq_q,
-        "seq_k": problem.seq_kv,
         "head_dim": problem.head_dim,
-        "band_first_shift": offset - left,
-        "band_end_shift": offset + right + 1,
         "q_tiles": _padded_rows(problem, config) // config.block_q,
         "kv_tiles": -(-problem.seq_kv // config.block_kv),
         "sections": _sections(problem, config, target),
         "order": int(_order(problem, config)),
         "store_dk": int(wants[1]),
         "store_dv": int(wants[2]),
-        "scale_log2": scale_log2,
-        "inverse_scale_log2": 1.0 / scale_log2,
-        "softcap_in": 2 * LOG2_E * problem.scale / problem.softcap if capped else 0.0,
+        "inverse_scale_log2": 1.0 / score["scale_log2"],
         "dqk_scale": problem.scale / config.weight_factor,
     }
 
 
-def _preprocess_params(
-    problem: Problem, config: BackwardConfig, out: torch.Tensor, dout: torch.Tensor
-) -> dict[str, Any]:
+def _preprocess_params(problem: Problem, config: BackwardConfig, out: Tensor, dout: Tensor) -> dict[str, Any]:
     """S starts from -lse in its own units: before the scale, or with a softcap after it."""
     unit = 1.0 if problem.softcap > 0 else problem.scale * LOG2_E
     return {
-        "out_batch_stride": out.stride(0),
-        "out_head_stride": out.stride(1),
-        "out_seq_stride": out.stride(2),
-        "dout_batch_stride": dout.stride(0),
-        "dout_head_stride": dout.stride(1),
-        "dout_seq_stride": dout.stride(2),
+        **stride_params(out=out, dout=dout),
         "heads": problem.heads_q,
         "seq_q": problem.seq_q,
         "rows": _padded_rows(problem, config),
@@ -404,7 +392,7 @@ def _preprocess_params(
     }
 
 
-def _postprocess_params(problem: Problem, config: BackwardConfig, dq: torch.Tensor) -> dict[str, Any]:
+def _postprocess_params(problem: Problem, config: BackwardConfig, dq: Tensor) -> dict[str, Any]:
     return {
         "batch_stride": dq.stride(0),
         "head_stride": dq.stride(1),
@@ -457,17 +445,12 @@ def _sections(problem: Problem, config: BackwardConfig, target: Target) -> int:
     heads as the L2 cache holds, the longest tiles of all first, so that the short ones fill the gaps. By keys: several
     heads too, since tiles of one head that start together wait for one another; the more of them, the more heads.
     """
-    pairs = problem.batch * problem.heads_kv
-    causal = isinstance(problem.mask, Causal)
-    share = 2 / 3  # of the L2 cache; measured
     if _order(problem, config) is Order.BY_KEYS:
         tiles = -(-problem.seq_kv // config.block_kv)
-        share = 1 / 6 if tiles < 8 else 1 / 3 if tiles < 16 else share
-    elif not causal:
-        return pairs
-    head_bytes = problem.group * problem.seq_q * (6 * problem.head_dim + 2 * problem.head_dim_v)
-    most = max(1, int(target.l2_bytes * share) // head_bytes)
-    return -(-pairs // most)
+        share = 1 / 6 if tiles < 8 else 1 / 3 if tiles < 16 else 2 / 3  # of the L2 cache; measured
+        return kv_head_sections(problem, target, 2, share)
+    causal = isinstance(problem.mask, Causal)
+    return kv_head_sections(problem, target, 2) if causal else problem.batch * problem.heads_kv
 
 
 def _config(row: dict[str, Any], bf16: bool, softcap: bool) -> BackwardConfig:
@@ -488,10 +471,6 @@ def _config(row: dict[str, Any], bf16: bool, softcap: bool) -> BackwardConfig:
 
 
 @functools.cache
-def _table() -> dict[tuple[int, int], list[dict[str, Any]]]:
+def _table() -> dict[tuple[int, int], list[rules.Row]]:
     """Head-dim class -> rows, best first."""
-    text = importlib.resources.files("tilewise").joinpath("tables/sm90_backward.json").read_text()
-    table: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for row in json.loads(text)["backward"]:
-        table.setdefault(tuple(row["head_dims"]), []).append(row)
-    return table
+    return rules.rows_by("sm90_backward", "backward", lambda row: [tuple(row["head_dims"])])

@@ -15,28 +15,28 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..jit import (
-    ArgumentsPerThread,
-    Launch,
-    TensorMap,
-    Unit,
-    cpp_literal,
-    function_for,
-    layout_asserts,
-    params_struct,
-    rows_map,
-)
+from ..jit import TensorMap, Unit, cpp_literal, layout_asserts, params_struct, rows_map
 from ..masks import Causal
 from ..target import Target
-from . import empty_out
-from .fused import BoundForward, bound_forward, head_dim_class, matrix_bytes
+from . import fused_rules as rules
+from .fused import (
+    LOG2_E,
+    BoundForward,
+    Stage,
+    bound_forward,
+    head_sections,
+    matrix_bytes,
+    query_tiles,
+    shape_params,
+    stride_params,
+)
 
 if TYPE_CHECKING:
     from ..jit import TiledMap
     from ..problem import Problem
+    from .fused import Tensor
 
 ARCH = "sm_90a"
-LOG2_E = math.log2(math.e)
 # Largest log2 of max |q| * max |k| * scale * sqrt(head_dim) that parts of fp16 serve: their error in a logit is about
 # 2^-42 of it.
 _MOST_LOGIT_BOUND = 20
@@ -138,13 +138,13 @@ _SHAPES: dict[int, dict[tuple[int, int], _Shape]] = {
 }
 
 
-def configs(problem: Problem) -> list[Config]:
+def configs(problem: Problem, target: Target) -> list[Config]:
     """The config of the kernel for ordinary ranges; `wide_range` is the one behind it.
 
     Where gradients will be wanted there is only the latter, whose scores are those of the backward, bit by bit.
     """
     parts = 3 if problem.needs_grad else 2 if problem.precision == "exact" else 1
-    return [_config(parts, _class_of(problem), problem.softcap > 0)]
+    return [_config(parts, rules.class_of(problem), problem.softcap > 0)]
 
 
 def wide_range(config: Config) -> Config:
@@ -158,7 +158,6 @@ def _chain(config: Config) -> tuple[Config, ...]:
 
 
 def notices(problem: Problem) -> list[str]:
-    head_dim, head_dim_v = _class_of(problem)
     said = {
         "exact": "float32 by 3 products of fp16 parts: relative error about 4e-7, as of plain float32 arithmetic",
         "tf32": "float32 by 1 product of fp16 parts: inputs and weights keep 11 bits, relative error about 4e-4",
@@ -169,15 +168,12 @@ def notices(problem: Problem) -> list[str]:
         found = ["float32 by 6 products of bf16 parts, forward and backward: error as of plain float32 arithmetic"]
         if problem.precision != "exact":
             found.append(f"precision {problem.precision} serves calls without gradients alone: with them all is exact")
-    if (head_dim, head_dim_v) != (problem.head_dim, problem.head_dim_v):
-        dims = f"{problem.head_dim}/{problem.head_dim_v}"
-        found.append(f"heads of {dims} run in the {head_dim}/{head_dim_v} kernel, zero-filled")
-    return found
+    return [*found, *rules.zero_filled(problem)]
 
 
 def details(problem: Problem, config: Config) -> list[str]:
     """How the launches fill the GPU, for `explain`."""
-    work = _work(problem, config)
+    work = query_tiles(problem, config.block_q)
     held = _Scratch(problem, config).total
     grid = f"{work} CTAs of {config.threads} threads, {config.launch_registers} registers a thread"
     return [f"{grid}; before it a kernel that splits q, k and v, {held / 2**20:.1f} MiB of scratch"]
@@ -279,12 +275,9 @@ _Params = params_struct(
 )
 
 
-def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Config | None) -> BoundForward:
+def bind(q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: Config | None) -> BoundForward:
     """`forward` for tensors with these shapes, strides and device: kernels are loaded, all but addresses decided."""
-    if problem.empty:
-        return bound_forward(q, problem, None)
-    out = empty_out(q, problem.head_dim_v, problem.layout)
-    return bound_forward(q, problem, _Attention(q, k, v, out, problem, config or configs(problem)[0]).run)
+    return bound_forward(q, problem, lambda out: _Attention((q, k, v), out, problem, config).run)
 
 
 class _Scratch:
@@ -318,23 +311,16 @@ class _Attention:
     __slots__ = ("_device", "_passes", "_refuses", "_scratch")
 
     def __init__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        problem: Problem,
-        config: Config,
+        self, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, problem: Problem, config: Config | None
     ) -> None:
-        self._device = q.device.index
+        target = Target.of(out.device)
+        config = config or configs(problem, target)[0]
+        self._device = out.device.index
         self._scratch = _Scratch(problem, config)
-        target = Target.of(q.device)
-        self._passes = [_Pass((q, k, v), out, problem, chosen, self._scratch, target) for chosen in _chain(config)]
+        self._passes = [_Pass(inputs, out, problem, chosen, self._scratch, target) for chosen in _chain(config)]
         self._refuses = len(self._passes) > 1
 
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
-    ) -> None:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:
         scratch = q.new_empty(self._scratch.total, dtype=torch.uint8)
         inputs = (q.data_ptr(), k.data_ptr(), v.data_ptr())
         stream = torch._C._cuda_getCurrentRawStream(self._device)
@@ -350,19 +336,17 @@ class _Pass:
 
     __slots__ = (
         "_attend",
-        "_attend_arguments",
         "_facts",
         "_maps",
         "_scratch",
         "_split",
-        "_split_arguments",
         "_takes_refused",
     )
 
     def __init__(
         self,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
         problem: Problem,
         config: Config,
         scratch: _Scratch,
@@ -375,14 +359,6 @@ class _Pass:
         self._scratch, self._facts = scratch, scratch.facts[config.parts]
         self._takes_refused = config.parts == 3
         self._maps = [_map(shape, config.parts, count) for shape, count in zip(shapes, rows, strict=True)]
-        blocks = min(sum(tiles), SPLITS_PER_SM * target.sms)
-        self._split = Launch(
-            function_for(split_unit(config.parts), device),
-            (blocks, 1, 1),
-            (SPLIT_THREADS, 1, 1),
-            SPLIT_SMEM,
-            overlap_previous=True,
-        )
         split_fixed: dict[str, Any] = {
             "batch_stride": tuple(x.stride(0) for x in inputs),
             "head_stride": tuple(x.stride(1) for x in inputs),
@@ -396,26 +372,17 @@ class _Pass:
             "batch": problem.batch,
             "aligned": int(problem.strides.value == "aligned"),
         }
-        self._split_arguments = ArgumentsPerThread(SplitParams, split_fixed)
-        self._attend = Launch(
-            function_for(unit(config), device),
-            (_work(problem, config), 1, 1),
-            (config.threads, 1, 1),
-            config.smem_bytes,
-            overlap_previous=True,
-        )
-        self._attend_arguments = ArgumentsPerThread(_Params, _fixed_params(problem, config, target, inputs[2], out))
+        blocks = min(sum(tiles), SPLITS_PER_SM * target.sms)
+        kernel = split_unit(config.parts)
+        self._split = Stage(kernel, SplitParams, split_fixed, blocks, SPLIT_THREADS, device, overlap_previous=True)
+        fixed = _fixed_params(problem, config, target, inputs[2], out)
+        grid = query_tiles(problem, config.block_q)
+        self._attend = Stage(unit(config), _Params, fixed, grid, config.threads, device, overlap_previous=True)
 
     def run(
-        self,
-        stream: int,
-        inputs: tuple[int, int, int],
-        scratch: int,
-        refusals: int | None,
-        out: int,
-        lse: int | None,
+        self, stream: int, inputs: tuple[int, int, int], scratch: int, refusals: int | None, out: int, lse: int | None
     ) -> None:
-        split, attend = self._split_arguments.mine(), self._attend_arguments.mine()
+        split, attend = self._split.arguments(), self._attend.arguments()
         params = split.params
         # The parts of bf16 are for what those of fp16 were refused for.
         params.wanted, params.refusals = (refusals, None) if self._takes_refused else (None, refusals)
@@ -423,7 +390,7 @@ class _Pass:
             params.x[i] = inputs[i]
             params.parts[i] = scratch + self._scratch.parts[i]
             params.facts[i] = scratch + self._facts[i]
-        self._split(stream, split)
+        self._split.launch(stream, split)
         params = attend.params
         params.q_map, params.k_map, params.v_map = (
             tensor_map.at(scratch + place) for tensor_map, place in zip(self._maps, self._scratch.parts, strict=True)
@@ -431,31 +398,18 @@ class _Pass:
         params.q_facts, params.k_facts, params.v_facts = (scratch + place for place in self._facts)
         params.any_refused, params.refused = refusals, scratch + self._scratch.refused
         params.v, params.out, params.lse = inputs[2], out, lse
-        self._attend(stream, attend)
+        self._attend.launch(stream, attend)
 
 
-def _fixed_params(
-    problem: Problem, config: Config, target: Target, v: torch.Tensor, out: torch.Tensor
-) -> dict[str, Any]:
-    left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
+def _fixed_params(problem: Problem, config: Config, target: Target, v: Tensor, out: Tensor) -> dict[str, Any]:
     capped = problem.softcap > 0
     return {
-        "v_batch_stride": v.stride(0),
-        "v_head_stride": v.stride(1),
-        "v_seq_stride": v.stride(2),
-        "out_batch_stride": out.stride(0),
-        "out_head_stride": out.stride(1),
-        "out_seq_stride": out.stride(2),
-        "batch": problem.batch,
+        **stride_params(v=v, out=out),
+        **shape_params(problem),
         "heads": problem.heads_q,
-        "heads_per_kv": problem.group,
-        "seq_q": problem.seq_q,
-        "seq_k": problem.seq_kv,
         "head_dim_v": problem.head_dim_v,
-        "band_first_shift": offset - left,
-        "band_end_shift": offset + right + 1,
         "q_tiles": -(-problem.seq_q // config.block_q),
-        "sections": _sections(problem, config, target),
+        "sections": head_sections(problem, target, 2 * config.parts),
         "longest_first": int(isinstance(problem.mask, Causal)),
         "most_exponents": most_exponents(problem),
         "scale_log2": (problem.softcap if capped else problem.scale) * LOG2_E,
@@ -468,21 +422,6 @@ def most_exponents(problem: Problem) -> int:
     """What the exponents of the largest |q| and |k|, rounded down, may add up to: both may be nearly twice as large."""
     spread = math.log2(abs(problem.scale) * math.sqrt(problem.head_dim))
     return _MOST_LOGIT_BOUND - 2 - math.ceil(spread - 1e-9)
-
-
-def _sections(problem: Problem, config: Config, target: Target) -> int:
-    """How many groups of (batch, head) pairs are worked on one after the other; reasons as in sm90."""
-    pairs = problem.batch * problem.heads_q
-    if not isinstance(problem.mask, Causal):
-        return pairs // problem.group
-    kv_bytes = problem.seq_kv * (problem.head_dim + problem.head_dim_v) * 2 * config.parts
-    held = max(1, target.l2_bytes // 2 // kv_bytes) * problem.group
-    return max(1, pairs // held)
-
-
-def _work(problem: Problem, config: Config) -> int:
-    """Output tiles, one a CTA."""
-    return problem.batch * problem.heads_q * -(-problem.seq_q // config.block_q)
 
 
 def _operand_shapes(problem: Problem) -> tuple[tuple[int, int, int, int], ...]:
@@ -508,10 +447,6 @@ def _map(shape: tuple[int, int, int, int], parts: int, rows: int) -> TiledMap:
     """Boxes of `rows` x 64 columns of a contiguous (parts * batch, heads, seq, dim)."""
     dtype = torch.bfloat16 if parts == 3 else torch.float16
     return rows_map(torch.empty((parts * shape[0], *shape[1:]), dtype=dtype, device="meta"), rows)
-
-
-def _class_of(problem: Problem) -> tuple[int, int]:
-    return head_dim_class(problem.head_dim, problem.head_dim_v)
 
 
 def _config(parts: int, classes: tuple[int, int], softcap: bool) -> Config:

@@ -17,7 +17,8 @@ import torch
 from ..jit import TensorMap, Unit, cpp_literal, layout_asserts, params_struct, rows_map
 from ..masks import Causal
 from ..target import Target
-from .fused import Stage, bound_backward, head_dim_class, matrix_bytes
+from . import fused_rules as rules
+from .fused import Stage, bound_backward, kv_head_sections, matrix_bytes, shape_params, stride_params
 from .sm90_float32 import SPLIT_THREADS, SPLITS_PER_SM, SplitParams, split_unit
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ _SHAPES = {(64, 64): (2, 2), (96, 96): (1, 1), (128, 128): (1, 1)}
 
 def configs(problem: Problem, target: Target) -> list[GradConfig]:
     """Legal configs, best first: each class of head dims has one."""
-    return [_config(head_dim_class(problem.head_dim, problem.head_dim_v), problem.softcap > 0)]
+    return [_config(rules.class_of(problem), problem.softcap > 0)]
 
 
 def _config(classes: tuple[int, int], softcap: bool) -> GradConfig:
@@ -236,7 +237,7 @@ class _Launch:
             rows_map(torch.empty((PARTS * shape[0], *shape[1:]), dtype=torch.bfloat16, device="meta"), BLOCK)
             for shape in shapes
         ]
-        grads = [torch.empty_like(tensor, device="meta") for tensor in (q, k, v)]
+        grads = {name: torch.empty_like(of, device="meta") for name, of in (("dq", q), ("dk", k), ("dv", v))}
         self._split = Stage(
             split_unit(PARTS),
             SplitParams,
@@ -321,7 +322,7 @@ def operand_shapes(problem: Problem) -> tuple[tuple[int, int, int, int], ...]:
     )
 
 
-def _split_params(problem: Problem, inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+def _split_params(problem: Problem, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
     shapes = operand_shapes(problem)
     first = [0]
     for shape in shapes:
@@ -341,14 +342,9 @@ def _split_params(problem: Problem, inputs: tuple[torch.Tensor, ...]) -> dict[st
     }
 
 
-def _row_params(problem: Problem, out: torch.Tensor, dout: torch.Tensor) -> dict[str, Any]:
+def _row_params(problem: Problem, out: Tensor, dout: Tensor) -> dict[str, Any]:
     return {
-        "out_batch_stride": out.stride(0),
-        "out_head_stride": out.stride(1),
-        "out_seq_stride": out.stride(2),
-        "dout_batch_stride": dout.stride(0),
-        "dout_head_stride": dout.stride(1),
-        "dout_seq_stride": dout.stride(2),
+        **stride_params(out=out, dout=dout),
         "heads": problem.heads_q,
         "seq_q": problem.seq_q,
         "q_tiles": _tiles(problem.seq_q),
@@ -356,24 +352,14 @@ def _row_params(problem: Problem, out: torch.Tensor, dout: torch.Tensor) -> dict
     }
 
 
-def _main_params(problem: Problem, target: Target, grads: list[torch.Tensor]) -> dict[str, Any]:
-    left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
+def _main_params(problem: Problem, target: Target, grads: dict[str, Tensor]) -> dict[str, Any]:
     capped = problem.softcap > 0
-    strides = {
-        f"{name}_{dim}_stride": grad.stride(i)
-        for name, grad in zip(("dq", "dk", "dv"), grads, strict=True)
-        for i, dim in enumerate(("batch", "head", "seq"))
-    }
-    return strides | {
-        "batch": problem.batch,
+    return {
+        **stride_params(**grads),
+        **shape_params(problem),
         "heads_kv": problem.heads_kv,
-        "heads_per_kv": problem.group,
-        "seq_q": problem.seq_q,
-        "seq_k": problem.seq_kv,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
-        "band_first_shift": offset - left,
-        "band_end_shift": offset + right + 1,
         "q_tiles": _tiles(problem.seq_q),
         "kv_tiles": _tiles(problem.seq_kv),
         "sections": _sections(problem, target),
@@ -389,9 +375,6 @@ def _tiles(seq: int) -> int:
 
 def _sections(problem: Problem, target: Target) -> int:
     """Into how many runs the KV heads are divided that are worked on one after another; reasons as in sm90_backward."""
-    pairs = problem.batch * problem.heads_kv
     if not isinstance(problem.mask, Causal) and not problem.deterministic:
-        return pairs
-    head_bytes = problem.group * problem.seq_q * ((2 * PARTS + 4) * problem.head_dim + 2 * PARTS * problem.head_dim_v)
-    most = max(1, int(target.l2_bytes * 2 / 3) // head_bytes)
-    return -(-pairs // most)
+        return problem.batch * problem.heads_kv
+    return kv_head_sections(problem, target, 2 * PARTS)

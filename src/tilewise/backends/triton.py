@@ -159,9 +159,7 @@ _BACKWARD = {
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """What `tilewise tune` found on this device, then what ships."""
-    entry = _tuned(problem, target)
-    found = shipped(problem, target)
-    return found if entry is None else list(dict.fromkeys([Config(**entry["config"]), *found]))
+    return tuned.first(_tuned(problem, target), Config, shipped(problem, target))
 
 
 def shipped(problem: Problem, target: Target) -> list[Config]:
@@ -200,8 +198,7 @@ def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
-    entry = tuned.find("triton", target.name, *tuning_key(problem))
-    return entry if entry is not None and set(entry["config"]) == set(Config.__slots__) else None
+    return tuned.find("triton", target.name, *tuning_key(problem), Config)
 
 
 def _width(problem: Problem) -> int:

@@ -24,7 +24,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import cache
 from .compile import KERNELS
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 NONE = "none"
 REACH = 2.0  # an entry serves sizes up to this factor away from its own
 _FORMAT = 1
+_Config = TypeVar("_Config")
 
 _log = logging.getLogger("tilewise")
 
@@ -55,8 +56,10 @@ def path_of(backend: str, device: str) -> Path | None:
     return None if place is None else place / f"{backend}.{slug}.json"
 
 
-def find(backend: str, device: str, key: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any] | None:
-    """The entry nearest to `sizes` among those with this key that reach it, or None."""
+def find(
+    backend: str, device: str, key: Mapping[str, Any], sizes: Mapping[str, int], config: type[Any]
+) -> dict[str, Any] | None:
+    """The entry nearest to `sizes` among those with this key that reach it; None too if its config has other fields."""
     entries = _entries(path_of(backend, device), device)
     reaching = [
         (distance, -number, entry)
@@ -66,7 +69,12 @@ def find(backend: str, device: str, key: Mapping[str, Any], sizes: Mapping[str, 
         and entry["kernels"] == kernels_digest(backend)
     ]
     nearest = min(reaching, key=lambda found: found[:2], default=None)
-    return None if nearest is None else nearest[2]
+    return nearest[2] if nearest is not None and set(nearest[2]["config"]) == set(config.__slots__) else None
+
+
+def first(entry: Mapping[str, Any] | None, config: type[_Config], shipped: list[_Config]) -> list[_Config]:
+    """Configs, best first: the entry's, then those that ship."""
+    return shipped if entry is None else list(dict.fromkeys([config(**entry["config"]), *shipped]))
 
 
 def write(backend: str, device: str, entry: dict[str, Any]) -> Path | None:

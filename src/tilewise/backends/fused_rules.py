@@ -1,0 +1,127 @@
+"""What our fused backends decide alike before there is a tensor: what they refuse, what they say, what they look up."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from ..errors import Reason
+from ..masks import Causal, Full, Window
+from ..problem import dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ..problem import Problem
+    from ..target import Target
+
+# (q and k, v and out): a head runs in the first class that holds it, zero-filled by the copies.
+HEAD_DIM_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+HEAD_DIM_LIMIT = 256
+MOST_ROWS = 1 << 28  # of a sequence: row + band limits stay within 32 bits
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+Rule = tuple[bool, str, str]
+"""(when it is refused, what is wrong, what to do)."""
+Row = dict[str, Any]
+"""Of a table that ships."""
+_Key = TypeVar("_Key")
+
+
+def class_of(problem: Problem) -> tuple[int, int]:
+    dims = (problem.head_dim, problem.head_dim_v)
+    return next(pair for pair in HEAD_DIM_CLASSES if dims[0] <= pair[0] and dims[1] <= pair[1])
+
+
+def too_wide(problem: Problem) -> bool:
+    return max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT
+
+
+def is_float32(problem: Problem) -> bool:
+    return problem.dtype is torch.float32
+
+
+def reasons(*rules: Rule) -> list[Reason]:
+    return [Reason(what, remedy) for refused, what, remedy in rules if refused]
+
+
+def no_jit(target: Target) -> Rule:
+    what = "cuda.bindings, which builds and launches our kernels, is not installed"
+    return not target.has_jit, what, "pip install 'tilewise[cuda]'"
+
+
+def other_dtype(problem: Problem) -> Rule:
+    what = f"dtype {dtype_name(problem.dtype)} is none of bfloat16, float16, float32"
+    return problem.dtype not in _DTYPES, what, "cast q, k and v"
+
+
+def broken_chunks(problem: Problem, chunk: int) -> Rule:
+    """Copies are of 16 bytes: `chunk` numbers."""
+    dims = (problem.head_dim, problem.head_dim_v)
+    what = f"head_dim {dims[0]}, v {dims[1]}: not multiples of {chunk} (16 bytes)"
+    return any(dim % chunk for dim in dims), what, f"pad the heads with zeros to a multiple of {chunk}"
+
+
+def wide_heads(problem: Problem) -> Rule:
+    what = f"head_dim {max(problem.head_dim, problem.head_dim_v)} is over {HEAD_DIM_LIMIT}"
+    return too_wide(problem), what, "use backend='auto'"
+
+
+def other_scores(problem: Problem) -> tuple[Rule, ...]:
+    """What the loops over tiles do not do to scores and weights."""
+    return (
+        (
+            not isinstance(problem.mask, Full | Causal | Window),
+            f"mask {problem.mask} is not a diagonal band",
+            "use Full, Causal or Window, or backend='auto'",
+        ),
+        (
+            problem.dropout > 0,
+            f"dropout {problem.dropout:g} is not 0, and the kernel draws no random numbers",
+            "use one of PyTorch's backends, or drop the dropout",
+        ),
+        (
+            problem.scale < 0 and not problem.softcap,
+            f"scale {problem.scale:g} is negative: the running maximum needs it positive",
+            "negate q and the scale",
+        ),
+    )
+
+
+def long_sequence(problem: Problem) -> Rule:
+    longest = max(problem.seq_q, problem.seq_kv)
+    return longest > MOST_ROWS, f"sequence of {longest} is over {MOST_ROWS}", "split the sequence"
+
+
+def transformed(problem: Problem) -> Rule:
+    what = "inside a functorch transform (vmap, jvp): a kernel launch cannot be transformed"
+    return problem.transformed, what, "use backend='reference' there"
+
+
+def zero_filled(problem: Problem) -> list[str]:
+    """The notice of heads that no class is made for."""
+    dims, classes = (problem.head_dim, problem.head_dim_v), class_of(problem)
+    if classes == dims:
+        return []
+    return [f"heads of {dims[0]}/{dims[1]} run in the {classes[0]}/{classes[1]} kernel, zero-filled"]
+
+
+def tuning_key(problem: Problem, **mask: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    """What a measured config depends on: the kind of kernel, and the sizes that decide how it fills the GPU."""
+    kind = {"head_dims": list(class_of(problem)), **mask, "softcap": problem.softcap > 0}
+    pairs = problem.batch * problem.heads_q
+    sizes = {"seq_q": problem.seq_q, "seq_kv": problem.seq_kv, "batch x heads": pairs}
+    return kind | {"dtype": dtype_name(problem.dtype)}, sizes
+
+
+def rows_by(table: str, section: str, keys: Callable[[Row], Iterable[_Key]]) -> dict[_Key, list[Row]]:
+    """The rows of a section of a table that ships by what they are for (`keys`, maybe several a row), best first."""
+    text = importlib.resources.files("tilewise").joinpath(f"tables/{table}.json").read_text()
+    found: dict[_Key, list[Row]] = {}
+    for row in json.loads(text)[section]:
+        for key in keys(row):
+            found.setdefault(key, []).append(row)
+    return found
