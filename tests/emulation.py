@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent / "emulator"
 COMPILER = shutil.which("g++")
-_MODELLED = ("sm80/float32_ptx.cuh", "sm80/ptx.cuh", "sm90/ptx.cuh", "sm90/wgmma.cuh")
+_MODELLED = ("common/ptx.cuh", "sm80/float32_ptx.cuh", "sm80/ptx.cuh", "sm90/ptx.cuh", "sm90/wgmma.cuh")
 _KERNEL = re.compile(
     r"\n(?:extern \"C\" __global__ void )?(?P<name>\w+)\(const __grid_constant__ (?P<type>[\w:]+) params\)"
 )

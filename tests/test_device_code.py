@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a host C++ compi
 SOURCE = """
 #include "common/mask.cuh"
 #include "common/schedule.cuh"
-#include "sm90/layout.cuh"
+#include "common/layout.cuh"
 using namespace tilewise;
 extern "C" {
 int first_key(int first, int end, int seq_k, int row) { return Band{first, end, seq_k}.first_key(row); }

@@ -59,7 +59,7 @@ def decisive_sources(package: Path = PACKAGE) -> list[Path]:
 
 
 def ladder_sources(package: Path = PACKAGE) -> list[Path]:
-    """The files that `ladder_hash` covers; the headers of sm90 that they include are covered by `source_hash`."""
+    """The files that `ladder_hash` covers; `source_hash` covers the headers of other folders that they include."""
     return _sources(_LADDER, package)
 
 

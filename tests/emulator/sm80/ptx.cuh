@@ -1,7 +1,7 @@
 // The instructions of kernels/sm80/ptx.cuh on the model of runtime.h. Ref: PTX ISA, "cp.async".
 #pragma once
 
-#include "../sm90/ptx.cuh"
+#include "../common/ptx.cuh"
 
 namespace tilewise::ptx {
 

@@ -25,8 +25,8 @@
 // clang-format on
 #pragma once
 
+#include "../common/layout.cuh"
 #include "../common/mask.cuh"
-#include "../sm90/layout.cuh"
 #include "../sm90/ptx.cuh"
 #include "../sm90/wgmma.cuh"
 

@@ -37,7 +37,7 @@
 // clang-format on
 #pragma once
 
-#include "../sm90/softmax.cuh"
+#include "../common/softmax.cuh"
 #include "backward_config.cuh"
 #include "products.cuh"
 

@@ -2,7 +2,7 @@
 // sums. Both are bound by memory traffic.
 #pragma once
 
-#include "../sm90/softmax.cuh"
+#include "../common/softmax.cuh"
 #include "backward_config.cuh"
 
 namespace tilewise::sm80 {

@@ -1,9 +1,9 @@
 // The compile-time choices of the forward kernel, its parameters and its shared memory.
 #pragma once
 
+#include "../common/layout.cuh"
 #include "../common/mask.cuh"
 #include "../common/schedule.cuh"
-#include "../sm90/layout.cuh"
 #include "ptx.cuh"
 
 namespace tilewise::sm80 {

@@ -37,7 +37,7 @@
 // clang-format on
 #pragma once
 
-#include "../sm90/softmax.cuh"
+#include "../common/softmax.cuh"
 #include "float32_backward_config.cuh"
 
 namespace tilewise::sm80 {

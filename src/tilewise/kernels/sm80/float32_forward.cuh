@@ -42,7 +42,7 @@
 // clang-format on
 #pragma once
 
-#include "../sm90/softmax.cuh"
+#include "../common/softmax.cuh"
 #include "float32_config.cuh"
 
 namespace tilewise::sm80 {

@@ -41,8 +41,8 @@
 // clang-format on
 #pragma once
 
-#include "../sm90/rescue.cuh"
-#include "../sm90/softmax.cuh"
+#include "../common/nonfinite.cuh"
+#include "../common/softmax.cuh"
 #include "config.cuh"
 #include "tiles.cuh"
 

@@ -1,10 +1,9 @@
 // The instructions of the FlashAttention-2 kernels that the Hopper ones do without: asynchronous
 // copies by threads, transposing loads of matrices, and sums in global memory one float at a time.
-// Conventions as in sm90/ptx.cuh, whose sm_80 instructions (ldmatrix, mma, ex2, cvt, fma) serve
-// here.
+// Conventions as in common/ptx.cuh.
 #pragma once
 
-#include "../sm90/ptx.cuh"
+#include "../common/ptx.cuh"
 
 namespace tilewise::ptx {
 

@@ -1,13 +1,13 @@
 // How matrices move: global memory to shared memory by cp.async, shared memory to fragments by
 // ldmatrix, fragments through mma.sync, and fragments back to global memory in whole chunks.
 //
-// In shared memory a matrix is panels of 64 columns with swizzled 16-byte chunks (sm90/layout.cuh).
-// The swizzle permutes bits 4-6 of an address by the row's last three bits. So a lane finds its
-// place once, and column blocks are reached by xor: `column_block` below. Ref: PTX ISA, "ldmatrix",
-// "Matrix fragments for mma.m16n8k16".
+// In shared memory a matrix is panels of 64 columns with swizzled 16-byte chunks
+// (common/layout.cuh). The swizzle permutes bits 4-6 of an address by the row's last three bits. So
+// a lane finds its place once, and column blocks are reached by xor: `column_block` below. Ref: PTX
+// ISA, "ldmatrix", "Matrix fragments for mma.m16n8k16".
 #pragma once
 
-#include "../sm90/rescue.cuh"
+#include "../common/nonfinite.cuh"
 #include "config.cuh"
 
 namespace tilewise::sm80 {

@@ -2,8 +2,8 @@
 // sums. Both are bound by memory traffic.
 #pragma once
 
+#include "../common/softmax.cuh"
 #include "backward_config.cuh"
-#include "softmax.cuh"
 
 namespace tilewise::sm90 {
 

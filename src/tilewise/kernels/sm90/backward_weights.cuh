@@ -5,8 +5,8 @@
 // * row_of(i) and query column 8 (i / 4) + 2 (lane % 4) + i % 2.
 #pragma once
 
+#include "../common/softmax.cuh"
 #include "backward_config.cuh"
-#include "softmax.cuh"
 
 namespace tilewise::sm90 {
 

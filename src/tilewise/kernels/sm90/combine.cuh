@@ -4,8 +4,8 @@
 // A warp a row, eight columns a lane. Parts are added in their order: the same bits every time.
 #pragma once
 
+#include "../common/softmax.cuh"
 #include "ptx.cuh"
-#include "softmax.cuh"
 
 namespace tilewise::sm90 {
 

@@ -1,10 +1,10 @@
 // The consumer warpgroups of the forward kernel. Steps, roles and barriers: forward.cuh.
 #pragma once
 
+#include "../common/softmax.cuh"
 #include "config.cuh"
 #include "producer.cuh"
 #include "rescue.cuh"
-#include "softmax.cuh"
 #include "wgmma.cuh"
 
 namespace tilewise::sm90 {

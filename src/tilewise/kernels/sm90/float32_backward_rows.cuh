@@ -2,9 +2,9 @@
 // every row of a tile. A block takes a tile of 64 rows, a warp a row at a time.
 #pragma once
 
+#include "../common/softmax.cuh"
 #include "float32_backward_config.cuh"
 #include "float32_split.cuh"
-#include "softmax.cuh"
 
 namespace tilewise::sm90::float32 {
 

@@ -2,9 +2,9 @@
 // and shared memory. How it works: float32_forward.cuh.
 #pragma once
 
+#include "../common/layout.cuh"
 #include "../common/mask.cuh"
 #include "../common/schedule.cuh"
-#include "layout.cuh"
 #include "ptx.cuh"
 
 namespace tilewise::sm90::float32 {

@@ -1,8 +1,8 @@
 // The consumer warpgroups of the float32 forward. Steps, roles and barriers: float32_forward.cuh.
 #pragma once
 
+#include "../common/softmax.cuh"
 #include "float32_config.cuh"
-#include "softmax.cuh"
 #include "wgmma.cuh"
 
 namespace tilewise::sm90::float32 {

@@ -1,22 +1,15 @@
-// One PTX instruction, one function. Shared-memory addresses are 32-bit, converted once at the edge
-// by smem_address(). A "memory" clobber is there exactly when the instruction orders memory for the
-// code around it.
+// The instructions that came with Hopper, and those that only its kernels use: mbarriers, bulk
+// copies, registers moved between warps. Conventions as in common/ptx.cuh.
 #pragma once
 
-namespace tilewise::ptx {
+#include "../common/ptx.cuh"
 
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
+namespace tilewise::ptx {
 
 struct alignas(64) TensorMap {
   unsigned char opaque[128];
 };
 static_assert(sizeof(TensorMap) == 128 && alignof(TensorMap) == 64);
-
-__device__ __forceinline__ u32 smem_address(const void* pointer) {
-  return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
 
 // --- warps ---
 
@@ -157,93 +150,6 @@ __device__ __forceinline__ void stmatrix_x4(u32 address, u32 a, u32 b, u32 c,
                : "memory");
 }
 
-__device__ __forceinline__ void ldmatrix_x4(u32 address, u32 (&m)[4]) {  // ISA: ldmatrix
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(address)
-               : "memory");
-}
-
-// --- arithmetic (pure: not volatile, no clobber) ---
-
-__device__ __forceinline__ float ex2(float x) {  // ISA: ex2
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float lg2(float x) {  // ISA: lg2
-  float y;
-  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float rcp(float x) {  // ISA: rcp
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Two floats rounded to nearest even and packed: `low` in bits 0-15, `high` in bits 16-31.
-template <bool bf16>
-__device__ __forceinline__ u32 pack(float low, float high) {  // ISA: cvt
-  u32 packed;
-  if constexpr (bf16)
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-// 0 * x + sum, on two packed values: `sum` where x is finite, NaN where it is not.
-template <bool bf16>
-__device__ __forceinline__ u32 add_zero_times(u32 x, u32 sum) {  // ISA: fma
-  u32 y;
-  if constexpr (bf16)
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0u), "r"(sum));
-  else
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(0u), "r"(sum));
-  return y;
-}
-
-template <bool bf16>
-__device__ __forceinline__ float unpack_low(u32 packed) {  // ISA: cvt
-  if constexpr (bf16) return __uint_as_float(packed << 16);
-  float x;
-  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}"
-      : "=f"(x)
-      : "r"(packed));
-  return x;
-}
-
-template <bool bf16>
-__device__ __forceinline__ float unpack_high(u32 packed) {  // ISA: cvt
-  if constexpr (bf16) return __uint_as_float(packed & 0xffff0000u);
-  float x;
-  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, high;\n}"
-      : "=f"(x)
-      : "r"(packed));
-  return x;
-}
-
-// One warp's 16 x 8 += 16 x 16 * 16 x 8. Same fragment layout as wgmma's rows of that warp.
-template <bool bf16>
-__device__ __forceinline__ void mma_m16n8k16(float* c, const u32 (&a)[4], u32 b0,
-                                             u32 b1) {  // ISA: mma
-  if constexpr (bf16)
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-        "{%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // --- bytes in bulk, and between grids ---
 
 // Invariant: both addresses and `bytes` are multiples of 16.
@@ -261,14 +167,6 @@ __device__ __forceinline__ void wait_for_previous_grid() {  // ISA: griddepcontr
 }
 __device__ __forceinline__ void allow_next_grid() {  // ISA: griddepcontrol
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// Four sums in global memory, 16-byte aligned; each is atomic by itself.
-__device__ __forceinline__ void add_to_global(float* address, float a, float b, float c,
-                                              float d) {  // ISA: red
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a),
-               "f"(b), "f"(c), "f"(d)
-               : "memory");
 }
 
 // One sum in global memory, atomic, with subnormal numbers: red takes those for 0.
@@ -297,11 +195,6 @@ __device__ __forceinline__ void store_global(void* address, const u32 (&x)[4]) {
                : "memory");
 }
 
-__device__ __forceinline__ int load_acquire(const int* address) {  // ISA: ld
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
 // Gives what was there before.
 __device__ __forceinline__ int add_relaxed(int* address, int value) {  // ISA: atom
   int before;
@@ -311,16 +204,4 @@ __device__ __forceinline__ int add_relaxed(int* address, int value) {  // ISA: a
                : "memory");
   return before;
 }
-__device__ __forceinline__ void add_release(int* address, int value) {  // ISA: red
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-// threadIdx.x, read anew where it stands. Why: what is derived from it cannot be moved out of a
-// loop, where it would occupy registers.
-__device__ __forceinline__ u32 thread_again() {  // ISA: %tid
-  u32 thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
 }  // namespace tilewise::ptx

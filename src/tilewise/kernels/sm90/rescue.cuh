@@ -2,7 +2,8 @@
 // hides.
 #pragma once
 
-#include "layout.cuh"
+#include "../common/layout.cuh"
+#include "../common/nonfinite.cuh"
 #include "ptx.cuh"
 
 namespace tilewise {
@@ -35,14 +36,6 @@ __device__ __forceinline__ void scores_again(float (&s)[block_kv / 2], ptx::u32 
       ptx::mma_m16n8k16<bf16>(&s[8 * pair + 4], a, b[2], b[3]);
     }
   }
-}
-
-// Bits 15 and 31 tell which of the two packed values is inf or NaN.
-template <bool bf16>
-__device__ __forceinline__ ptx::u32 nonfinite_bits(ptx::u32 packed) {
-  constexpr ptx::u32 exponent = bf16 ? 0x7f807f80u : 0x7c007c00u;
-  constexpr ptx::u32 last_bit = bf16 ? 0x00800080u : 0x04000400u;
-  return ((packed & exponent) + last_bit) & 0x80008000u;
 }
 
 // Zeroes inf and NaN in `bytes` of shared memory, shared out over a warp; true if this thread met

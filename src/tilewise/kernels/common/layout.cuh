@@ -1,9 +1,10 @@
 // Where a 16-bit matrix lives in shared memory: panels of 64 columns, each row of a panel 128
 // bytes, the eight 16-byte chunks of a row permuted by the row number. TMA writes this layout
-// (SWIZZLE_128B) and wgmma reads it. No PTX: a host compiler builds this header too.
+// (SWIZZLE_128B) and wgmma reads it; before Hopper, threads write it and ldmatrix reads it. No PTX:
+// a host compiler builds this header too.
 #pragma once
 
-#include "../common/mask.cuh"
+#include "mask.cuh"
 
 namespace tilewise {
 

@@ -1,0 +1,154 @@
+// The instructions of kernels/common/ptx.cuh on the model of runtime.h.
+#pragma once
+
+#include <array>
+#include <map>
+
+namespace tilewise::ptx {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+inline u32 smem_address(const void* pointer) {
+  const auto offset = static_cast<const unsigned char*>(pointer) - model::shared;
+  if (offset < 0 || offset >= static_cast<long>(model::shared_bytes))
+    model::fail("not in shared memory");
+  return static_cast<u32>(offset);
+}
+inline void check_aligned(const void* pointer) {
+  if (reinterpret_cast<uintptr_t>(pointer) % 16)
+    model::fail("an address that is no multiple of 16");
+}
+
+inline u32 thread_again() { return static_cast<u32>(model::self().index); }
+
+// --- arithmetic ---
+
+inline float rcp(float x) { return 1.0f / x; }
+inline float lg2(float x) { return log2f(x); }
+
+inline float ex2(float x) { return exp2f(x); }
+inline u16 rounded(float x, bool bf16) {
+  if (!bf16) return __builtin_bit_cast(u16, static_cast<_Float16>(x));
+  const u32 bits = __builtin_bit_cast(u32, x);
+  if (x != x) return static_cast<u16>(bits >> 16 | 0x40);
+  return static_cast<u16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline float widened(u16 x, bool bf16) {
+  return bf16 ? __builtin_bit_cast(float, static_cast<u32>(x) << 16)
+              : static_cast<float>(__builtin_bit_cast(_Float16, x));
+}
+template <bool bf16>
+inline u32 pack(float low, float high) {
+  return static_cast<u32>(rounded(high, bf16)) << 16 | rounded(low, bf16);
+}
+template <bool bf16>
+inline float unpack_low(u32 packed) {
+  return widened(static_cast<u16>(packed), bf16);
+}
+template <bool bf16>
+inline float unpack_high(u32 packed) {
+  return widened(static_cast<u16>(packed >> 16), bf16);
+}
+
+template <bool bf16>
+inline u32 add_zero_times(u32 x, u32 sum) {
+  u32 y = 0;
+  for (int h = 0; h < 2; ++h) {
+    const float product = widened(static_cast<u16>(x >> 16 * h), bf16) * 0.0f;
+    const float added = product + widened(static_cast<u16>(sum >> 16 * h), bf16);
+    y |= static_cast<u32>(rounded(added, bf16)) << 16 * h;
+  }
+  return y;
+}
+
+// --- a warp's instructions (ref: PTX ISA, "ldmatrix", "Matrix fragments for mma.m16n8k16"): all
+// lanes bring values, and see everybody's ---
+
+using Lanes = std::array<std::array<u32, 6>, 32>;
+struct Meeting {
+  Lanes values[2];
+  int arrived = 0;
+  long generation = 0;
+};
+inline std::map<int, Meeting> meetings;  // by warp
+inline const bool meetings_forget = (model::forgetters.push_back([] { meetings.clear(); }), true);
+
+// Invariant: a lane reads what it gets before it comes again, so two sets of values are enough.
+inline const Lanes& all_lanes(const std::array<u32, 6>& mine) {
+  Meeting& here = meetings[model::warp()];
+  const long generation = here.generation;
+  Lanes& values = here.values[generation % 2];
+  values[model::lane()] = mine;
+  if (++here.arrived == 32) {
+    here.arrived = 0;
+    ++here.generation;
+  } else {
+    model::wait_until([&here, generation] { return here.generation != generation; });
+  }
+  return values;
+}
+
+inline u16 shared_at(u32 address) {
+  if (address + 2 > model::shared_bytes) model::fail("a load past the end of shared memory");
+  u16 x;
+  std::memcpy(&x, model::shared + address, 2);
+  return x;
+}
+
+inline void load_matrices(u32 address, u32 (&m)[4], bool transposed) {
+  if (address % 16) model::fail("ldmatrix at an address that is no multiple of 16");
+  const Lanes& lanes = all_lanes({address});
+  const int row = model::lane() / 4, column = model::lane() % 4 * 2;
+  for (int i = 0; i < 4; ++i) {
+    u16 pair[2];
+    for (int h = 0; h < 2; ++h)
+      pair[h] = transposed ? shared_at(lanes[8 * i + column + h][0] + row * 2)
+                           : shared_at(lanes[8 * i + row][0] + (column + h) * 2);
+    m[i] = static_cast<u32>(pair[1]) << 16 | pair[0];
+  }
+}
+inline void ldmatrix_x4(u32 address, u32 (&m)[4]) { load_matrices(address, m, false); }
+
+template <bool bf16>
+inline void mma_m16n8k16(float* c, const u32 (&a)[4], u32 b0, u32 b1) {
+  const Lanes& lanes = all_lanes({a[0], a[1], a[2], a[3], b0, b1});
+  auto half = [](u32 word, int h) { return widened(static_cast<u16>(word >> 16 * h), bf16); };
+  for (int i = 0; i < 4; ++i) {
+    const int row = model::lane() / 4 + i / 2 * 8, column = model::lane() % 4 * 2 + i % 2;
+    double sum = c[i];
+    for (int k = 0; k < 16; ++k) {
+      const auto& from_a = lanes[row % 8 * 4 + k % 8 / 2];
+      const auto& from_b = lanes[column * 4 + k % 8 / 2];
+      sum += static_cast<double>(half(from_a[row / 8 + k / 8 * 2], k % 2)) *
+             half(from_b[4 + k / 8], k % 2);
+    }
+    c[i] = static_cast<float>(sum);
+  }
+}
+
+// --- global memory ---
+
+// Ref: PTX ISA, "red": add.f32 in global memory takes subnormal numbers for 0.
+inline float flushed(float x) { return std::abs(x) < 0x1p-126f ? 0.0f : x; }
+inline void add_to_global(float* place, float a, float b, float c, float d) {
+  check_aligned(place);
+  const float x[4] = {a, b, c, d};
+  for (int i = 0; i < 4; ++i) place[i] = flushed(flushed(place[i]) + flushed(x[i]));
+}
+// Blocks run one after another here, so what a block waits for has happened or never will.
+inline int load_acquire(const int* place) {
+  static std::map<const int*, long> asked;
+  if (++asked[place] > 1'000'000) model::fail("a block waits for one that comes after it");
+  return *place;
+}
+inline void add_release(int* place, int value) { *place += value; }
+
+}  // namespace tilewise::ptx
+
+inline bool __any_sync(unsigned, bool given) {
+  bool any = false;
+  for (const auto& lane : tilewise::ptx::all_lanes({given})) any = any || lane[0];
+  return any;
+}
