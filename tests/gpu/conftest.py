@@ -14,6 +14,7 @@ import json
 import platform
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,11 +22,21 @@ import torch
 from tilewise.jit import nvrtc_version
 from tilewise.jit.validation import ENGINE, LADDER, ladder_hash, source_hash
 
+if TYPE_CHECKING:
+    from types import ModuleType
+
 HERE = Path(__file__).resolve().parent
 RECORD = HERE.parent.parent / "benchmarks" / "validation.json"
 PARTS = {"engine": (ENGINE, source_hash), "ladder": (LADDER, ladder_hash)}
+pytest.register_assert_rewrite("forward_matrix", "backward_matrix")
 _outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 _hash_at_start = {part: hash_of() for part, (_, hash_of) in PARTS.items()}
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> ModuleType:
+    """Whose kernels the cases of a matrix are about: what the file that takes them calls BACKEND."""
+    return request.module.BACKEND  # type: ignore[no-any-return]
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
@@ -35,7 +46,8 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or report.outcome != "passed":
-        _outcomes[Path(report.location[0]).name][report.outcome] += 1
+        # Not the file where the case is written: several may take the same.
+        _outcomes[Path(report.nodeid.partition("::")[0]).name][report.outcome] += 1
 
 
 @pytest.hookimpl(trylast=True)
