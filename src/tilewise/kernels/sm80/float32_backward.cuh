@@ -39,8 +39,11 @@
 
 #include "../common/softmax.cuh"
 #include "float32_backward_config.cuh"
+#include "float32_range.cuh"
 
 namespace tilewise::sm80 {
+
+constexpr float small_unit = 0x1p-64f;
 
 template <Float32BackwardConfig config>
 struct Float32Backward {
@@ -55,6 +58,12 @@ struct Float32Backward {
   static constexpr int dq_tiles =
       config.vector_sums && block_q % 32 == 0 && block_q / 32 * panels % config.warps == 0 ? 2 : 1;
   using Scores = float[block_q / 2];
+  template <int rows, int columns>
+  using Copy = TileCopy<rows, halves(columns), threads>;
+  using KCopy = Copy<block_kv, config.head_dim>;
+  using VCopy = Copy<block_kv, config.head_dim_v>;
+  using QCopy = Copy<block_q, config.head_dim>;
+  using DoutCopy = Copy<block_q, config.head_dim_v>;
 
   const Float32BackwardParams& params;
   Float32BackwardSmem<config>& smem;
@@ -80,21 +89,18 @@ struct Float32Backward {
 
   __device__ __forceinline__ void load_keys() {
     const int first = plan.kv_tile * block_kv;
-    TileCopy<block_kv, halves(config.head_dim), threads>{params.k, plan.batch, plan.head_kv,
-                                                         params.head_dim}
-        .load(ptx::smem_address(smem.k), first, params.seq_k);
-    TileCopy<block_kv, halves(config.head_dim_v), threads>{params.v, plan.batch, plan.head_kv,
-                                                           params.head_dim_v}
-        .load(ptx::smem_address(smem.v), first, params.seq_k);
+    KCopy{params.k, plan.batch, plan.head_kv, params.head_dim}.load(ptx::smem_address(smem.k),
+                                                                    first, params.seq_k);
+    VCopy{params.v, plan.batch, plan.head_kv, params.head_dim_v}.load(ptx::smem_address(smem.v),
+                                                                      first, params.seq_k);
   }
 
   __device__ __forceinline__ void load_step(const StepCursor& step, int slot) {
     const int first = step.q_tile * block_q, head = head_of(step);
-    TileCopy<block_q, halves(config.head_dim), threads>{params.q, plan.batch, head, params.head_dim}
-        .load(ptx::smem_address(smem.q[slot]), first, params.seq_q);
-    TileCopy<block_q, halves(config.head_dim_v), threads>{params.dout, plan.batch, head,
-                                                          params.head_dim_v}
-        .load(ptx::smem_address(smem.dout[slot]), first, params.seq_q);
+    QCopy{params.q, plan.batch, head, params.head_dim}.load(ptx::smem_address(smem.q[slot]), first,
+                                                            params.seq_q);
+    DoutCopy{params.dout, plan.batch, head, params.head_dim_v}.load(
+        ptx::smem_address(smem.dout[slot]), first, params.seq_q);
     constexpr int chunks = block_q / 4;
     static_assert(2 * chunks <= threads);
     const int chunk = ptx::thread_again() % chunks, which = ptx::thread_again() / chunks;
@@ -104,6 +110,47 @@ struct Float32Backward {
     else if (which == 1)
       ptx::cp_async_16(ptx::smem_address(&smem.row_terms[slot][chunk * 4]), params.row_terms + at,
                        16);
+  }
+
+  // Multiplies a small tile; true if its unit is another than before. After it everybody's copies
+  // have arrived. Invariant: this thread's have, before.
+  template <typename Copy, int rows>
+  static __device__ __forceinline__ bool lift(u32 matrix, float& unit) {
+    const float unit_before = unit;
+    const bool is_small = !__syncthreads_or(has_large_floats<Copy, rows>(matrix));
+    if (is_small) scale_floats<Copy, rows>(matrix, 1.0f / small_unit);
+    const float unit_now = is_small ? small_unit : 1.0f;
+    if (unit_now == unit_before) return false;
+    if (threadIdx.x == 0) unit = unit_now;
+    return true;
+  }
+  // What the head of this file says of small tiles: Q and dO of a step, K and V with the first.
+  __device__ __forceinline__ void lift_small(int slot, bool is_first) {
+    Float32Units& units = smem.units;
+    bool change = lift<QCopy, block_q>(ptx::smem_address(smem.q[slot]), units.q);
+    change |= lift<DoutCopy, block_q>(ptx::smem_address(smem.dout[slot]), units.dout);
+    if (is_first) {
+      change |= lift<KCopy, block_kv>(ptx::smem_address(smem.k), units.k);
+      change |= lift<VCopy, block_kv>(ptx::smem_address(smem.v), units.v);
+    }
+    const bool are_plain = !change && units.s == 1.0f && units.ds == 1.0f;
+    if (__builtin_expect(are_plain, 1)) return;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      units.s = units.q * units.k;
+      units.ds = units.v * units.dout;
+      units.dk = units.q * units.ds;
+      units.dq = units.k * units.ds;
+    }
+    if (threadIdx.x < block_q) {
+      float& term = smem.row_terms[slot][threadIdx.x];
+      term = term / units.v / units.dout;
+    }
+    __syncthreads();
+  }
+  // Read anew at every use. Why: registers are for what the products need.
+  static __device__ __forceinline__ float again(const float& unit) {
+    return __uint_as_float(ptx::load_shared_again(ptx::smem_address(&unit)));
   }
 
   // A B^T of this warp's 16 rows of A and a tile of B, both with the sum along their rows.
@@ -128,7 +175,7 @@ struct Float32Backward {
         for (int pair = 0; pair < block_q / 16; ++pair) {
           PartsB<exact> b[2];
           load_b_along<block_q>(b_lane + pair * panel_bytes(16), step, b);
-          sums.add(2 * pair, a, b);
+          sums.template add<Low::of_b>(2 * pair, a, b);
         }
       }
       sums.drain(product);
@@ -165,17 +212,20 @@ struct Float32Backward {
     float slopes[config.softcap ? block_q / 2 : 1];
     multiply_rows(ptx::smem_address(smem.k), ptx::smem_address(smem.q[slot]), params.head_dim, p);
     if constexpr (config.softcap) {
+      const float factor = params.softcap_in * again(smem.units.s);
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) {
-        p[i] = tanhf(p[i] * params.softcap_in);
+        p[i] = tanhf(p[i] * factor);
         slopes[i] = fmaf(-p[i], p[i], 1.0f);
       }
     }
     if (plan.partial(cursor.q_tile)) hide(p);
+    const float scale = params.softmax_scale * (config.softcap ? 1.0f : again(smem.units.s));
 #pragma unroll
     for (int i = 0; i < block_q / 2; ++i) {
       const float lse = row_lse[i / 4 * 8 + i % 2];
-      p[i] = ptx::ex2(fmaf(p[i], params.softmax_scale, -lse) * log2_e);
+      // Why not in one: the forward has rounded this product of the largest score, and added ln l.
+      p[i] = ptx::ex2(__fadd_rn(__fmul_rn(p[i], scale), -lse) * log2_e);
     }
     multiply_rows(ptx::smem_address(smem.v), ptx::smem_address(smem.dout[slot]), params.head_dim_v,
                   ds);
@@ -199,9 +249,9 @@ struct Float32Backward {
     }
   }
 
-  // total += x^T B, x as an accumulator of keys x queries, B a tile of as many rows.
+  // total += unit x^T B, x as an accumulator of keys x queries, B a tile of as many rows.
   template <int columns>
-  __device__ __forceinline__ void add_product(const Scores& x, u32 b_matrix,
+  __device__ __forceinline__ void add_product(const Scores& x, u32 b_matrix, const float& unit,
                                               float (&total)[columns / 2]) {
     const u32 b_lane = lane_across(b_matrix);
 #pragma unroll
@@ -220,8 +270,12 @@ struct Float32Backward {
         accumulator_as_a(&x[4 * step], half, a);
         sums.add(0, a, b);
       }
+      const float factor = again(unit);
 #pragma unroll
-      for (int i = 0; i < panel_sums; ++i) total[panel * panel_sums + i] += sums.total(i);
+      for (int i = 0; i < panel_sums; ++i) {
+        float& y = total[panel * panel_sums + i];
+        y = fmaf(sums.total(i), factor, y);
+      }
     }
   }
 
@@ -249,27 +303,34 @@ struct Float32Backward {
   // `first_column` on.
   __device__ __forceinline__ void add_to_dq(const Sums<exact, panel_sums>& sums, int first_row,
                                             int first_column) {
+    const float factor = params.scale * again(smem.units.dq);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + lane / 4 + 8 * r;
       if (row >= params.seq_q) continue;
       float* place =
           reinterpret_cast<float*>(params.dq.row(plan.batch, head_of(cursor), row)) + first_column;
+      // Number i of product j.
+      auto term = [&](int j, int i) { return sums.total(4 * j + 2 * r + i) * factor; };
+      u32 bits = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) bits |= __float_as_uint(term(i / 2, i % 2)) & ~(1u << 31);
+      const bool are_small = bits != 0 && (bits & large_bits) == 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if constexpr (config.vector_sums) {
-          if (i >= 2) continue;
-          const int column = 8 * (lane % 4) + 4 * i;
-          if (halves(first_column + column) < params.head_dim)
-            ptx::add_to_global(place + column, sums.total(2 * r + i) * params.scale,
-                               sums.total(4 + 2 * r + i) * params.scale,
-                               sums.total(8 + 2 * r + i) * params.scale,
-                               sums.total(12 + 2 * r + i) * params.scale);
+        const int column = config.vector_sums ? 8 * (lane % 4) + 4 * i : 8 * i + 2 * (lane % 4);
+        if (config.vector_sums && i >= 2) continue;
+        if (halves(first_column + column) >= params.head_dim) continue;
+        if (__builtin_expect(are_small, 0)) {
+#pragma unroll
+          for (int j = 0; j < (config.vector_sums ? 4 : 2); ++j)
+            ptx::add_subnormal_to_global(place + column + j,
+                                         config.vector_sums ? term(j, i) : term(i, j));
+        } else if constexpr (config.vector_sums) {
+          ptx::add_to_global(place + column, term(0, i), term(1, i), term(2, i), term(3, i));
         } else {
-          const int column = 8 * i + 2 * (lane % 4);
-          if (halves(first_column + column) >= params.head_dim) continue;
-          ptx::add_to_global(place + column, sums.total(4 * i + 2 * r) * params.scale);
-          ptx::add_to_global(place + column + 1, sums.total(4 * i + 2 * r + 1) * params.scale);
+          ptx::add_to_global(place + column, term(i, 0));
+          ptx::add_to_global(place + column + 1, term(i, 1));
         }
       }
     }
@@ -354,14 +415,14 @@ struct Float32Backward {
       StepCursor next = cursor;
       next.advance(plan, descend);
       ptx::cp_async_wait<0>();
-      __syncthreads();
+      lift_small(slot, step == 0);
       if (config.stages == 2 && step + 1 < steps) load_step(next, slot ^ 1);
       if constexpr (config.stages == 2) ptx::cp_async_commit();
       Scores p, ds;
       weigh(slot, p, ds);
       store_ds(ds);
-      add_product<config.head_dim_v>(p, ptx::smem_address(smem.dout[slot]), dv);
-      add_product<config.head_dim>(ds, ptx::smem_address(smem.q[slot]), dk);
+      add_product<config.head_dim_v>(p, ptx::smem_address(smem.dout[slot]), smem.units.dout, dv);
+      add_product<config.head_dim>(ds, ptx::smem_address(smem.q[slot]), smem.units.dk, dk);
       __syncthreads();
       if (config.stages == 1 && step + 1 < steps) load_step(next, 0);
       if constexpr (config.stages == 1) ptx::cp_async_commit();
@@ -381,6 +442,7 @@ __device__ __forceinline__ void float32_backward(const Float32BackwardParams& pa
   if (threadIdx.x == 0) {
     smem.plan = make_plan<config>(params, blockIdx.x);
     smem.half = tf32_half;
+    smem.units = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
   }
   __syncthreads();
   Float32Backward<config>{params, smem}.run();

@@ -66,6 +66,18 @@ __device__ __forceinline__ BackwardPlan make_plan(const Float32BackwardParams& p
   return plan;
 }
 
+// What numbers are counted in: 1 or, where a tile was small, 2^-64, and the products of such.
+struct Float32Units {
+  float q;
+  float k;
+  float v;
+  float dout;  // also of what is added to dV
+  float s;
+  float ds;  // of dP, D and dS
+  float dk;  // of what is added to dK, and likewise
+  float dq;
+};
+
 template <Float32BackwardConfig config>
 struct Float32BackwardSmem {
   alignas(1024) unsigned char k[matrix_bytes(config.block_kv(), halves(config.head_dim))];
@@ -80,6 +92,7 @@ struct Float32BackwardSmem {
   alignas(16) float row_terms[config.stages][config.block_q];
   BackwardPlan plan;
   u32 half;  // tf32_half, as in Float32Smem
+  Float32Units units;
   static_assert(config.head_dim % float_panel == 0 && config.head_dim_v % float_panel == 0);
   static_assert(config.block_kv() % float_panel == 0 && config.block_q % 16 == 0);
 };

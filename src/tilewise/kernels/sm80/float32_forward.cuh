@@ -44,6 +44,7 @@
 
 #include "../common/softmax.cuh"
 #include "float32_config.cuh"
+#include "float32_range.cuh"
 
 namespace tilewise::sm80 {
 
@@ -64,19 +65,6 @@ constexpr float small_value_factor = 0x1p64f, large_value_factor = 0x1p-32f;
 __device__ __forceinline__ float reciprocal(float x) {
   const float near = ptx::rcp(x);
   return fmaf(near, fmaf(-x, near, 1.0f), near);
-}
-
-// The floats of a tile that this thread has copied: f(float) gives what becomes of each.
-template <typename Copy, int rows, typename Change>
-__device__ __forceinline__ void change_floats(u32 matrix, Change f) {
-  const u32 thread = ptx::thread_again(), to = Copy::place(matrix, thread);
-#pragma unroll 1
-  for (int i = 0; i < rows / Copy::at_once * Copy::panels; ++i) {
-    const u32 chunk =
-        to + i / Copy::panels * panel_bytes(Copy::at_once) + i % Copy::panels * panel_bytes(rows);
-    const uint4 x = ptx::load_shared(chunk);
-    ptx::store_shared(chunk, uint4{f(x.x), f(x.y), f(x.z), f(x.w)});
-  }
 }
 
 template <Float32Config config>
@@ -265,19 +253,14 @@ struct Float32Forward {
     const bool is_large = __syncthreads_or(top > large_queries);
     if (!is_small && !is_large) return;
     const float factor = is_large ? query_factor : 1.0f / query_factor;
-    scale<QCopy, block_q>(ptx::smem_address(smem.q), 1.0f / factor);
+    scale_floats<QCopy, block_q>(ptx::smem_address(smem.q), 1.0f / factor);
     if (threadIdx.x == 0) smem.key_factor = factor;
     __syncthreads();
-  }
-  template <typename Copy, int rows>
-  static __device__ __forceinline__ void scale(u32 matrix, float factor) {
-    change_floats<Copy, rows>(matrix,
-                              [=](u32 x) { return __float_as_uint(__uint_as_float(x) * factor); });
   }
 
   __device__ __forceinline__ void mend_keys(int slot) {
     if (__builtin_expect(smem.key_factor != 1.0f, 0))
-      scale<KCopy, block_kv>(ptx::smem_address(smem.k[slot]), smem.key_factor);
+      scale_floats<KCopy, block_kv>(ptx::smem_address(smem.k[slot]), smem.key_factor);
   }
   __device__ __forceinline__ void mend_values(int slot) {
     const float factor = smem.value_factor;
@@ -426,7 +409,9 @@ struct Float32Forward {
         rows_are_nan[t][r] = total != total;
         const bool exists = row < params.seq_q;
         if (exists && params.lse != nullptr && lane % 4 == 0)
-          lse[row] = total == 0.0f ? -infinity : fmaf(most[t][r], params.scale, logf(total));
+          lse[row] = total == 0.0f
+                         ? -infinity
+                         : __fadd_rn(__fmul_rn(most[t][r], params.scale), logf(total));
         float* out = out_row(row) + 8 * (lane % 4);
 #pragma unroll
         for (int half = 0; half < 2 * value_panels; ++half) {

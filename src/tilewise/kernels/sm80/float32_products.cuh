@@ -89,7 +89,19 @@ struct PartsB {
       hi[i] = near_tf32(bits);
     }
   }
+  // As an A operand is split.
+  __device__ __forceinline__ void set_rounded(int i, u32 bits) {
+    if constexpr (exact) {
+      hi[i] = (bits + tf32_half) & tf32_bits;
+      lo[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(hi[i]));
+    } else {
+      hi[i] = near_tf32(bits);
+    }
+  }
 };
+
+// Whose low parts a small term is made of.
+enum class Low { of_a, of_b };
 
 // Accumulators of products of 16 x 8, four numbers a lane each.
 template <bool exact, int count>
@@ -104,22 +116,26 @@ struct Sums {
       if constexpr (exact) small[i] = 0.0f;
     }
   }
-  // Products `first` on of one A with several B.
+  // Products `first` on of one A with several B; the small terms in the order `first_low` tells.
   // Why in this order: neighbours have different accumulators, and need not wait for one another.
-  template <int products>
+  template <Low first_low = Low::of_a, int products>
   __device__ __forceinline__ void add(int first, const PartsA<exact>& a,
                                       const PartsB<exact> (&b)[products]) {
-    if constexpr (exact) {
-#pragma unroll
-      for (int i = 0; i < products; ++i)
-        ptx::mma_m16n8k8(&small[4 * (first + i)], a.lo, b[i].hi[0], b[i].hi[1]);
-    }
+    constexpr Low second_low = first_low == Low::of_a ? Low::of_b : Low::of_a;
+    if constexpr (exact) add_small<first_low>(first, a, b);
 #pragma unroll
     for (int i = 0; i < products; ++i)
       ptx::mma_m16n8k8(&large[4 * (first + i)], a.hi, b[i].hi[0], b[i].hi[1]);
-    if constexpr (exact) {
+    if constexpr (exact) add_small<second_low>(first, a, b);
+  }
+  template <Low low, int products>
+  __device__ __forceinline__ void add_small(int first, const PartsA<exact>& a,
+                                            const PartsB<exact> (&b)[products]) {
 #pragma unroll
-      for (int i = 0; i < products; ++i)
+    for (int i = 0; i < products; ++i) {
+      if constexpr (low == Low::of_a)
+        ptx::mma_m16n8k8(&small[4 * (first + i)], a.lo, b[i].hi[0], b[i].hi[1]);
+      else
         ptx::mma_m16n8k8(&small[4 * (first + i)], a.hi, b[i].lo[0], b[i].lo[1]);
     }
   }
@@ -152,7 +168,7 @@ __device__ __forceinline__ void load_b_along(u32 lane, int step, PartsB<exact> (
   u32 x[4];
   ptx::ldmatrix_x4(column_block<rows>(lane, step), x);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) b[i / 2].set(i % 2, x[i]);
+  for (int i = 0; i < 4; ++i) b[i / 2].set_rounded(i % 2, x[i]);
 }
 
 // Where a lane points for the operands of load_b_across.
