@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 import tilewise
 from support import exact, make_inputs, make_problem
-from test_backend_sm80_float32 import MODERATE
 from test_backend_sm90_float32 import DIM, FLOOR, RANGES, SEQ, errors
+from test_backend_sm90_float32_backward import WIDE, assert_grads_as_good_as, like_out, plain_grads
 from tilewise import Causal, Full, Problem, Window
 from tilewise.backends import sm80, sm80_float32, sm80_float32_backward
 from tilewise.jit import build_all
@@ -43,6 +43,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ampere, reason="needs a GP
 MASKS = [Full(), Causal(), Causal("bottom-right"), Window(100, 3), Window(None, 0, "bottom-right"), Window(0, 200)]
 DIMS = [(8, 8), (64, 64), (60, 44), (96, 96), (128, 128), (40, 128), (192, 128), (192, 192), (200, 256), (256, 256)]
 NARROW = [dims for dims in DIMS if max(dims) <= sm80_float32_backward.HEAD_DIM_LIMIT]
+# Why so many: with scores of 1e3 the last bit of one decides a row, for better or worse, in any float32 kernel.
+HEADS = 32
 GPUS = [name for name, target in TARGETS.items() if target.capability >= (8, 0)]
 
 
@@ -89,20 +91,6 @@ def of_torch(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=problem.scale)
 
 
-def check_errors(got: Tensor, theirs: Tensor, truth: Tensor, what: str, *, rows: bool) -> None:
-    assert not got.isnan().any(), what
-    if truth.norm() == 0:
-        assert (got == 0).all(), what
-        return
-    (ours, our_row), (their, their_row) = errors(got, truth), errors(theirs, truth)
-    # NaN or inf of PyTorch's: we are held to the floor.
-    their, their_row = (x if math.isfinite(x) else 0.0 for x in (their, their_row))
-    assert ours <= 2 * max(their, 4 * FLOOR), f"{what}: {ours:.2e}, PyTorch {their:.2e}"
-    # One row is one sample: two float32 kernels differ by chance alone.
-    limit = 4 * max(their_row, 4 * FLOOR)
-    assert our_row <= limit or not rows, f"{what}: worst row {our_row:.2e}, PyTorch {their_row:.2e}"
-
-
 def check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: sm80_float32.Config | None = None) -> None:
     out, lse = run(q, k, v, problem, config)
     truth, truth_lse = exact(q, k, v, problem)
@@ -111,7 +99,17 @@ def check(q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: sm80_float3
     assert torch.equal(lse.isfinite(), seen), what
     assert (lse[~seen] == -math.inf).all(), what
     assert (out[~seen] == 0).all(), what
-    check_errors(out, of_torch(q, k, v, problem), truth, what, rows=True)
+    assert not out.isnan().any(), what
+    if truth.norm() == 0:
+        assert (out == 0).all(), what
+        return
+    theirs = of_torch(q, k, v, problem)
+    if not theirs.isfinite().all():
+        theirs = plain(q, k, v, problem)
+    (ours, our_row), (their, their_row) = errors(out, truth), errors(theirs, truth)
+    assert ours <= 2 * max(their, FLOOR), f"{what}: {ours:.2e}, PyTorch {their:.2e}"
+    # One row is one sample: two float32 kernels differ by chance alone.
+    assert our_row <= 4 * max(their_row, FLOOR), f"{what}: worst row {our_row:.2e}, PyTorch {their_row:.2e}"
 
 
 def gradients(
@@ -122,24 +120,40 @@ def gradients(
     problem: Problem,
     config: sm80_float32_backward.BackwardConfig | None = None,
 ) -> tuple[Tensor, ...]:
-    """Of the kernel alone, its other inputs as exact as float32 is."""
-    out, lse = exact(q, k, v, problem)
-    found = sm80.backward(dout, None, q, k, v, out.float(), lse.float(), problem, config)
+    """Of our forward and backward."""
+    out, lse = sm80.forward(q, k, v, problem)
+    assert lse is not None
+    found = sm80.backward(dout, None, q, k, v, out, lse, problem, config)
     return tuple(grad for grad in found if grad is not None)
 
 
+def grads_of_torch(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, problem: Problem) -> tuple[Tensor, ...]:
+    """Of PyTorch's efficient kernel where it takes the problem, else of plain float32 operations."""
+    causal = problem.mask == Causal("top-left")
+    if problem.softcap or not (causal or problem.mask == Full()):
+        return plain_grads(q, k, v, dout, problem)
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    return torch.autograd.grad(of_torch(leaves[0], leaves[1], leaves[2], problem), leaves, dout)
+
+
 def check_gradients(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: sm80_float32_backward.BackwardConfig | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    config: sm80_float32_backward.BackwardConfig | None = None,
+    dout: Tensor | None = None,
+    what: str = "",
 ) -> None:
     assert sm80.why_not(problem, Target.of("cuda")) == []
-    dout = torch.randn(problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v, device="cuda")
+    dout = like_out(problem).cuda() if dout is None else dout
     got = gradients(q, k, v, dout, problem, config)
     _, _, *truth = exact(q, k, v, problem, None, dout)
-    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-    theirs = torch.autograd.grad(of_torch(*leaves, problem), leaves, dout)
-    for name, *grads in zip(("dq", "dk", "dv"), got, theirs, truth, strict=True):
-        # Not by rows: the gradient of a row that sees a key or two cancels to almost nothing.
-        check_errors(*grads, f"{name} of {problem} {config or ''}", rows=False)
+    theirs = grads_of_torch(q, k, v, dout, problem)
+    if not all(grad.isfinite().all() for grad in theirs):
+        theirs = plain_grads(q, k, v, dout, problem)
+    magnitudes = plain_grads(q, k, v, dout, problem, magnitudes=True)
+    assert_grads_as_good_as(theirs, got, truth, magnitudes, f"{problem} {config or ''} {what}")
 
 
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
@@ -185,8 +199,7 @@ def test_lengths(seqs: tuple[int, int], mask: Mask) -> None:
         problem = make_problem((1, 3, seqs[0], dim), seq_kv=seqs[1], mask=mask, needs_lse=True)
         tensors = make_inputs(problem, "cuda")
         check(*tensors, problem)
-        # Not of a single query or key: dq and dk of a row that sees one key are 0, but for roundings.
-        if dim <= sm80_float32_backward.HEAD_DIM_LIMIT and min(seqs) > 1:
+        if dim <= sm80_float32_backward.HEAD_DIM_LIMIT:
             check_gradients(*tensors, problem.with_(needs_grad=True))
 
 
@@ -200,32 +213,34 @@ def test_the_shapes_of_the_benchmark(seq: int, dim: int) -> None:
         check_gradients(*tensors, problem.with_(needs_grad=True))
 
 
-# Three TF32 products err by 2^-22 of the terms of a score: at scores of 1e4 that is more than float32 arithmetic does.
-ROUGH = {"scores of 1e4": 1e-5}
-
-
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
 @pytest.mark.parametrize("name", RANGES)
 def test_ranges(name: str, mask: Mask) -> None:
-    """Eight heads: with one, a near tie in a single row decides whose error is larger."""
-    problem = make_problem((1, 8, SEQ, DIM), mask=mask, needs_lse=True)
+    problem = make_problem((1, HEADS, SEQ, DIM), mask=mask, needs_lse=True)
     generator = torch.Generator().manual_seed(3)
-    inputs = [torch.randn(1, 8, SEQ, DIM, generator=generator) for _ in range(3)]
-    q, k, v = (x.cuda() for x in RANGES[name](*inputs))
-    if name in ROUGH:
-        assert errors(run(q, k, v, problem)[0], exact(q, k, v, problem)[0])[0] <= ROUGH[name]
-    else:
-        check(q, k, v, problem)
+    inputs = [torch.randn(1, HEADS, SEQ, DIM, generator=generator) for _ in range(3)]
+    check(*(x.cuda() for x in RANGES[name](*inputs)), problem)
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
-@pytest.mark.parametrize("name", MODERATE)
+@pytest.mark.parametrize("name", WIDE)
 def test_gradients_of_ranges(name: str, mask: Mask) -> None:
-    problem = make_problem((1, 8, SEQ, DIM), mask=mask, needs_grad=True)
+    problem = make_problem((1, HEADS, SEQ, DIM), mask=mask, needs_grad=True)
     generator = torch.Generator().manual_seed(3)
-    inputs = [torch.randn(1, 8, SEQ, DIM, generator=generator) for _ in range(3)]
-    q, k, v = (x.cuda() for x in RANGES[name](*inputs))
-    check_gradients(q, k, v, problem)
+    inputs = [torch.randn(1, HEADS, SEQ, DIM, generator=generator) for _ in range(3)]
+    q, k, v, dout = (x.cuda() for x in WIDE[name](*inputs, like_out(problem)))
+    check_gradients(q, k, v, problem, dout=dout, what=name)
+
+
+@pytest.mark.parametrize("factor", [60.0, 1000.0])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_the_backward_has_the_scores_of_the_forward(dim: int, factor: float) -> None:
+    """Scores whose last bit is worth up to 1e-2: where one key dominates, dv is dout as far as two parts of it go."""
+    problem = make_problem((1, 2, dim, dim), needs_grad=True)
+    q = factor * torch.eye(dim, device="cuda") + torch.randn(1, 2, dim, dim, device="cuda")
+    v, dout = torch.randn(2, 1, 2, dim, dim, device="cuda")
+    _, _, dv = gradients(q, q.clone(), v, dout, problem)
+    assert errors(dv, dout.double())[1] < 3e-7
 
 
 def test_nan_and_inf_behind_a_mask_do_not_show() -> None:

@@ -65,7 +65,7 @@ class BackwardConfig:
         dims = self.head_dim + self.head_dim_v
         matrices = self.block_kv * dims + self.stages * self.block_q * dims + self.block_q * self.block_kv
         vectors = 2 * self.stages * self.block_q
-        plan, units = 8, 8
+        plan, units = 8, 9
         return -(-4 * (matrices + vectors + plan + units) // 1024) * 1024
 
     @property

@@ -6,10 +6,12 @@
 // forward; D = rowsum(dO * O) - dlse. A CTA owns block_kv keys of one KV head, a warp 16 of them, and goes
 // through the query tiles of block_q rows that see them, head by head of the group.
 //
-//   1. S^T = K Q^T                        K and Q from shared memory (float32_products.cuh)
+//   1. S^T = K Q^T                        K and Q from shared memory (float32_products.cuh); six products for
+//                                         large scores that count (float32_precise.cuh)
 //   2. softcap: S = tanh(S * scale / cap), scale = cap
 //   3. partial tiles: S[r, k] = -inf where row r does not see key k
-//   4. P = e^(scale S - lse)
+//   4. P = e^(scale S - lse)              S and its product with the scale have the bits they had in the
+//                                         forward: else large scores would be off against lse
 //   5. dP^T = V dO^T
 //   6. dS = P * (dP - D)                  softcap: times the slope 1 - S^2; to shared memory for step 9
 //   7. dV += P^T dO                       P^T as it comes out of the first product
@@ -18,6 +20,11 @@
 // Sums of steps 7 and 8 leave the tensor core after every query tile, 32 columns at a time, and are added
 // outside of it. float32_preprocess makes the row terms of 4 and 6 and zeroes dQ.
 //
+// Small tiles. The low parts of numbers below 2^-113 have fewer bits than they need. Tiles of Q, K, V and dO
+// that have no number of 2^-95 or more are multiplied by 2^64 as they arrive, in shared memory, each thread
+// what it has copied itself; sums are multiplied back as they leave the tensor core (Float32Units). dQ below
+// 2^-95 is added by compare-and-swap: sums in global memory take subnormal numbers for 0.
+//
 // Roles. All warps do the same. Keys are rows of S^T, so that P^T and dS^T are operands of 7 and 8 in the
 // registers they are in; only dQ, whose sum goes over the keys of all warps, needs dS in shared memory. Its
 // blocks of 32 columns and 16 or 32 rows are divided over the warps.
@@ -25,9 +32,10 @@
 // Shared memory (struct Float32BackwardSmem): K and V of the CTA; `stages` tiles of Q and dO with their row
 // terms; dS.
 //
-// Synchronisation. Two barriers a step, all __syncthreads:
-//   before  everybody's copies of this step have arrived; dS of the step before is read. With two stages
-//           the copies for the next step then overwrite the Q and dO of the step before
+// Synchronisation. Two places a step, all __syncthreads:
+//   before  everybody's copies of this step have arrived; dS of the step before is read. Twice: whether Q
+//           and dO are small is found on the way. With two stages the copies for the next step then
+//           overwrite the Q and dO of the step before
 //   middle  dS is written; Q and dO are read: with one stage the copies for the next step overwrite them,
 //           under step 9
 // Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter a query
@@ -39,11 +47,12 @@
 
 #include "../common/softmax.cuh"
 #include "float32_backward_config.cuh"
+#include "float32_precise.cuh"
 #include "float32_range.cuh"
 
 namespace tilewise::sm80 {
 
-constexpr float small_unit = 0x1p-64f;
+constexpr float small_unit = 0x1p-64f, large_row_term = 0x1p-30f;
 
 template <Float32BackwardConfig config>
 struct Float32Backward {
@@ -133,18 +142,20 @@ struct Float32Backward {
       change |= lift<KCopy, block_kv>(ptx::smem_address(smem.k), units.k);
       change |= lift<VCopy, block_kv>(ptx::smem_address(smem.v), units.v);
     }
-    const bool are_plain = !change && units.s == 1.0f && units.ds == 1.0f;
+    const bool are_plain = !change && units.s == 1.0f && units.dp * units.ds == 1.0f;
     if (__builtin_expect(are_plain, 1)) return;
-    __syncthreads();
+    // dS has the units of dP, unless D, which other keys have made, is too large for them.
+    const float term = threadIdx.x < block_q ? smem.row_terms[slot][threadIdx.x] : 0.0f;
+    const bool is_large = __syncthreads_or(fabsf(term) > large_row_term);
+    if (threadIdx.x < block_q && !is_large)
+      smem.row_terms[slot][threadIdx.x] = term / units.v / units.dout;
     if (threadIdx.x == 0) {
+      const float products = units.v * units.dout;
       units.s = units.q * units.k;
-      units.ds = units.v * units.dout;
+      units.dp = is_large ? products : 1.0f;
+      units.ds = is_large ? 1.0f : products;
       units.dk = units.q * units.ds;
       units.dq = units.k * units.ds;
-    }
-    if (threadIdx.x < block_q) {
-      float& term = smem.row_terms[slot][threadIdx.x];
-      term = term / units.v / units.dout;
     }
     __syncthreads();
   }
@@ -204,6 +215,34 @@ struct Float32Backward {
     }
   }
 
+  // Scores as float32_precise.cuh tells. `scale` makes nats of them.
+  __device__ __forceinline__ void refine(int slot, float scale, Scores& s) {
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < block_q; i += 32) {
+      const float lse = i + lane < block_q ? fabsf(smem.lse[slot][i + lane]) : infinity;
+      found |= lse > large_score - 2 * far_below && lse < infinity;
+    }
+    if (__builtin_expect(!__any_sync(0xffffffffu, found), 1)) return;
+    found = false;
+    const float* row_lse = smem.lse[slot] + 2 * (lane % 4);
+#pragma unroll
+    for (int i = 0; i < block_q / 2; ++i)
+      found |= s[i] * scale > row_lse[i / 4 * 8 + i % 2] - far_below;
+    if (!__any_sync(0xffffffffu, found)) return;
+    const int panels = ceil_div(params.head_dim, panel_columns);
+    const u32 k_lane = lane_by_rows(ptx::smem_address(smem.k)) + warp * panel_bytes(16);
+    const u32 q_lane = lane_by_columns(ptx::smem_address(smem.q[slot]));
+#pragma unroll
+    for (int pair = 0; pair < block_q / 16; ++pair) {
+      float better[8];
+      multiply_precisely<Low::of_b, block_kv, block_q>(k_lane, q_lane + pair * panel_bytes(16),
+                                                       panels, better);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) s[8 * pair + i] = refined(s[8 * pair + i], better[i], scale);
+    }
+  }
+
   // Steps 1 to 6. `slopes` is touched with a softcap only.
   __device__ __forceinline__ void weigh(int slot, Scores& p, Scores& ds) {
     constexpr float log2_e = 1.44269504088896341f;
@@ -219,6 +258,8 @@ struct Float32Backward {
         slopes[i] = fmaf(-p[i], p[i], 1.0f);
       }
     }
+    if constexpr (exact && !config.softcap)
+      refine(slot, params.softmax_scale * again(smem.units.s), p);
     if (plan.partial(cursor.q_tile)) hide(p);
     const float scale = params.softmax_scale * (config.softcap ? 1.0f : again(smem.units.s));
 #pragma unroll
@@ -229,6 +270,11 @@ struct Float32Backward {
     }
     multiply_rows(ptx::smem_address(smem.v), ptx::smem_address(smem.dout[slot]), params.head_dim_v,
                   ds);
+    // Why not in the sums below: it would take a register.
+    if (__builtin_expect(again(smem.units.dp) != 1.0f, 0)) {
+#pragma unroll
+      for (int i = 0; i < block_q / 2; ++i) ds[i] *= again(smem.units.dp);
+    }
 #pragma unroll
     for (int i = 0; i < block_q / 2; ++i) {
       ds[i] = p[i] * (ds[i] - row_term[i / 4 * 8 + i % 2]);
@@ -442,7 +488,7 @@ __device__ __forceinline__ void float32_backward(const Float32BackwardParams& pa
   if (threadIdx.x == 0) {
     smem.plan = make_plan<config>(params, blockIdx.x);
     smem.half = tf32_half;
-    smem.units = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
+    smem.units = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
   }
   __syncthreads();
   Float32Backward<config>{params, smem}.run();

@@ -73,7 +73,8 @@ struct Float32Units {
   float v;
   float dout;  // also of what is added to dV
   float s;
-  float ds;  // of dP, D and dS
+  float dp;  // in units of dS
+  float ds;  // of D, too
   float dk;  // of what is added to dK, and likewise
   float dq;
 };

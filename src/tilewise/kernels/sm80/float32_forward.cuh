@@ -7,7 +7,8 @@
 // first, so that the tiles cut by a causal mask or by the end of the keys come first.
 // c = scale * log2(e).
 //
-//   1. S = Q K_n^T                      three products (float32_products.cuh), Q from shared memory
+//   1. S = Q K_n^T                      three products (float32_products.cuh), Q from shared memory; six for
+//                                       large scores that count (float32_precise.cuh), after step 3
 //   2. softcap: S = tanh(S * scale / cap), c = cap * log2(e)
 //   3. partial tiles: S[r, k] = -inf where k is outside [first_key(r), end_key(r))
 //   4. m' = max(m, rowmax S), alpha = 2^(c (m - m')), m = m'
@@ -17,7 +18,8 @@
 //   6. l = alpha l + rowsum P
 //   7. F = P V_n                        32 columns at a time, P as it comes out of the first product
 //   8. O = alpha O + F                  outside of the tensor core, which would cut off the sum
-//   9. out = O / l, lse = scale m + ln l; a row without keys gives out = 0, lse = -inf
+//   9. out = O / l, lse = scale m + ln l, both rounded: where one key has all the weight of a row, lse is its
+//      score, and the backward finds a weight of 1; a row without keys gives out = 0, lse = -inf
 //
 // Why the true maximum in every tile, where the 16-bit kernel is lazy: step 8 multiplies by alpha for
 // nothing.
@@ -44,6 +46,7 @@
 
 #include "../common/softmax.cuh"
 #include "float32_config.cuh"
+#include "float32_precise.cuh"
 #include "float32_range.cuh"
 
 namespace tilewise::sm80 {
@@ -177,12 +180,55 @@ struct Float32Forward {
     }
   }
 
-  // Steps 4 to 6.
-  __device__ __forceinline__ void weigh() {
+  // Whether the warp has scores that count and are large.
+  __device__ __forceinline__ bool has_large_scores(const float (&top)[row_tiles][2]) const {
+    bool found = false;
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
-      float top[2], block[2];
-      row_maxima(p[t], top);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float next = fmaxf(most[t][r], top[t][r]) * params.scale;
+        found |=
+            fabsf(next) > large_score - far_below && top[t][r] * params.scale > next - far_below;
+      }
+    }
+    return __any_sync(0xffffffffu, found);
+  }
+  // Scores as float32_precise.cuh tells.
+  __device__ __forceinline__ void refine(int slot) {
+    const int panels = ceil_div(params.head_dim, panel_columns);
+    const u32 k_lane = lane_by_columns(ptx::smem_address(smem.k[slot]));
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) {
+#pragma unroll
+      for (int pair = 0; pair < block_kv / 16; ++pair) {
+        float better[8];
+        multiply_precisely<Low::of_a, block_q, block_kv>(
+            q_lane + t * panel_bytes(16), k_lane + pair * panel_bytes(16), panels, better);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          float& score = p[t][8 * pair + i];
+          score = refined(score, better[i], params.scale);
+        }
+      }
+    }
+  }
+
+  // Steps 4 to 6.
+  __device__ __forceinline__ void weigh(int slot) {
+    float tops[row_tiles][2];
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) row_maxima(p[t], tops[t]);
+    if constexpr (exact && !config.softcap) {
+      if (__builtin_expect(has_large_scores(tops), 0)) {
+        refine(slot);
+#pragma unroll
+        for (int t = 0; t < row_tiles; ++t) row_maxima(p[t], tops[t]);
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) {
+      float (&top)[2] = tops[t], block[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float next = fmaxf(most[t][r], top[r]);
@@ -239,7 +285,7 @@ struct Float32Forward {
   __device__ __forceinline__ void weigh_tile(int kv_tile, int slot, bool partial) {
     scores(slot);
     if (partial) hide(kv_tile);
-    weigh();
+    weigh(slot);
   }
 
   // What the head of this file says of Q. Invariant: this thread's copies of Q have arrived.
@@ -409,9 +455,8 @@ struct Float32Forward {
         rows_are_nan[t][r] = total != total;
         const bool exists = row < params.seq_q;
         if (exists && params.lse != nullptr && lane % 4 == 0)
-          lse[row] = total == 0.0f
-                         ? -infinity
-                         : __fadd_rn(__fmul_rn(most[t][r], params.scale), logf(total));
+          lse[row] = total == 0.0f ? -infinity
+                                   : __fadd_rn(__fmul_rn(most[t][r], params.scale), logf(total));
         float* out = out_row(row) + 8 * (lane % 4);
 #pragma unroll
         for (int half = 0; half < 2 * value_panels; ++half) {

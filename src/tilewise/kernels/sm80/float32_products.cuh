@@ -6,12 +6,14 @@
 // or more.
 //   A  hi is x rounded, lo = x - hi is exact and has at most 12 bits, of which the tensor core reads 11:
 //      it loses half a unit in the last place of x where the last bit is set. Three instructions.
-//   B  hi is x cut off, lo = x (1 + 2^-23) - hi. x - hi would have up to 13 bits, of which the tensor core
-//      would cut two, always towards 0; the factor adds a unit in the last place of x or two first, about
-//      what is cut in the mean. Two instructions.
+//   B  of S and dP: as A. Both directions then have the same bits of S, whichever operand is A, and a score
+//      errs by half as much.
+//   B  elsewhere: hi is x cut off, lo = x (1 + 2^-23) - hi. x - hi would have up to 13 bits, of which the
+//      tensor core would cut two, always towards 0; the factor adds a unit in the last place of x or two
+//      first, about what is cut in the mean. Two instructions.
 // lo lo is 2^-22 of a product and, with A rounded, of either sign. A sum of 128 random terms has an error
-// of 1.5e-7 from all this, where float32 arithmetic has one of 2e-7 (both rounded: 0.8e-7; both cut off:
-// 2.4e-7, a third of it towards 0).
+// of 0.8e-7 from all this where both are rounded, else 1.5e-7; float32 arithmetic has one of 2e-7. (Both cut
+// off: 2.4e-7, a third of it towards 0.)
 //
 // Why two accumulators: the tensor core cuts off its sums instead of rounding them, at every step. The
 // small terms among themselves lose nothing that counts; added to the large ones they would triple the
