@@ -19,7 +19,7 @@
 // small terms among themselves lose nothing that counts; added to the large ones they would triple the
 // number of cuts. The large ones are moved to another register after four to eight steps.
 //
-// In shared memory a matrix of floats is a matrix of twice as many 16-bit columns (sm90/layout.cuh): a
+// In shared memory a matrix of floats is a matrix of twice as many 16-bit columns (common/layout.cuh): a
 // panel is 32 floats wide, and ldmatrix moves whole floats, four to a row of a matrix of eight. So copies,
 // swizzle and the places where lanes point are those of the 16-bit kernels (tiles.cuh).
 //

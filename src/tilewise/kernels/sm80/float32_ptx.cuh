@@ -1,5 +1,5 @@
 // The instructions of the float32 kernels: products of TF32 numbers, which have float32's exponents
-// and 11 bits. Conventions as in sm90/ptx.cuh.
+// and 11 bits. Conventions as in common/ptx.cuh.
 #pragma once
 
 #include "ptx.cuh"
