@@ -165,7 +165,6 @@ inline void bulk_load(void* destination, const void* source, u32 bytes, u64* bar
     settle(here);
   });
 }
-inline void add_subnormal_to_global(float* place, float a) { *place += a; }
 inline float4 load_global(const float* place) {
   check_aligned(place);
   return {place[0], place[1], place[2], place[3]};

@@ -122,6 +122,15 @@ __device__ __forceinline__ void add_to_global(float* address, float a, float b, 
                : "memory");
 }
 
+// One sum in global memory, atomic, with subnormal numbers: red takes those for 0.
+__device__ __forceinline__ void add_subnormal_to_global(float* address, float a) {
+  u32* place = reinterpret_cast<u32*>(address);
+  for (u32 seen = *place, before;; seen = before) {
+    before = atomicCAS(place, seen, __float_as_uint(__uint_as_float(seen) + a));
+    if (before == seen) return;
+  }
+}
+
 __device__ __forceinline__ int load_acquire(const int* address) {  // ISA: ld
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

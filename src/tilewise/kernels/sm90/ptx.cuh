@@ -169,15 +169,6 @@ __device__ __forceinline__ void allow_next_grid() {  // ISA: griddepcontrol
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// One sum in global memory, atomic, with subnormal numbers: red takes those for 0.
-__device__ __forceinline__ void add_subnormal_to_global(float* address, float a) {
-  u32* place = reinterpret_cast<u32*>(address);
-  for (u32 seen = *place, before;; seen = before) {
-    before = atomicCAS(place, seen, __float_as_uint(__uint_as_float(seen) + a));
-    if (before == seen) return;
-  }
-}
-
 // What other blocks have written, not what this multiprocessor remembers. 16-byte aligned.
 __device__ __forceinline__ float4 load_global(const float* address) {  // ISA: ld
   float4 x;
