@@ -189,6 +189,9 @@ def _flex_lacks(problem: Problem, device: str) -> list[Reason]:
 def _flex_forward(problem: Problem, inputs: Inputs) -> Forward:
     """Compiled, as its authors mean it to be used; the block mask is made once, outside the calls."""
     flex = importlib.import_module("torch.nn.attention.flex_attention")
+    # A backward is timed again and again on one graph, which has to keep its buffers.
+    compiler: Any = importlib.import_module("torch._functorch.config")
+    compiler.donated_buffer = False
     compiled = torch.compile(flex.flex_attention, dynamic=False)
     softcap = problem.softcap
     options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.group > 1}
