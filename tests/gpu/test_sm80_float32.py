@@ -195,8 +195,9 @@ def test_the_tiles_of_every_gpu(dims: tuple[int, int], name: str) -> None:
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
 @pytest.mark.parametrize("seqs", [(1, 1), (1, 500), (63, 65), (64, 64), (128, 129), (1000, 77), (2048, 2048)], ids=str)
 def test_lengths(seqs: tuple[int, int], mask: Mask) -> None:
+    heads = HEADS if 1 in seqs else 3  # one row of three heads would be three samples of an error
     for dim in (64, 128, 256):
-        problem = make_problem((1, 3, seqs[0], dim), seq_kv=seqs[1], mask=mask, needs_lse=True)
+        problem = make_problem((1, heads, seqs[0], dim), seq_kv=seqs[1], mask=mask, needs_lse=True)
         tensors = make_inputs(problem, "cuda")
         check(*tensors, problem)
         if dim <= sm80_float32_backward.HEAD_DIM_LIMIT:
