@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise import CompileError
 from tilewise.integrations import detour
@@ -106,6 +107,34 @@ def test_the_wish_for_determinism_is_part_of_what_is_remembered(asked):
 
 
 @needs_compiler
+def test_so_are_the_switches_of_pytorchs_kernels(asked):
+    q, k, v = inputs()
+    with sdpa(backend="tiled"):
+        for _ in range(3):
+            with sdpa_kernel(SDPBackend.MATH):
+                F.scaled_dot_product_attention(q, k, v)
+        assert len(asked) == 1
+        F.scaled_dot_product_attention(q, k, v)
+        assert len(asked) == 2
+    assert {entry.outcome: entry.calls for entry in sdpa.report()} == {"left": 3, "taken": 1}
+
+
+class Marked(torch.Tensor):
+    """A subclass that PyTorch's dispatcher does not tell from a tensor."""
+
+
+@needs_compiler
+def test_subclasses_leave_nothing_behind_for_plain_tensors(asked):
+    q, k, v = inputs()
+    with sdpa(backend="tiled"):
+        for _ in range(2):
+            with torch._C.DisableTorchFunctionSubclass():
+                F.scaled_dot_product_attention(q.as_subclass(Marked), k, v)
+            F.scaled_dot_product_attention(q, k, v)
+    assert {entry.outcome: entry.calls for entry in sdpa.report()} == {"fallback": 2, "taken": 2}
+
+
+@needs_compiler
 def test_rules_remember_for_themselves(asked):
     q, k, v = inputs()
     leaves, takes = sdpa(), sdpa(backend="tiled")
@@ -164,9 +193,23 @@ def test_threads_that_nothing_governs_pass(asked):
         F.scaled_dot_product_attention(*inputs())
 
     with sdpa():
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
+        pass  # a thread that was in a block, and is in none
+    entered, done = threading.Event(), threading.Event()
+
+    def hold():
+        with sdpa():
+            entered.set()
+            done.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    entered.wait()
+    elsewhere()
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    done.set()
+    holder.join()
     assert asked == []
     assert sdpa.report() == []
 

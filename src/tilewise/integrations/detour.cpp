@@ -16,6 +16,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -110,22 +111,30 @@ struct Arguments {
   }
 };
 
+// What PyTorch has switched on: gradients, determinism, and each of its kernels.
+using Switches = std::array<bool, 6>;
+
+Switches switches_now() {
+  const at::Context& context = at::globalContext();
+  return {c10::GradMode::is_enabled(),   context.deterministicAlgorithms(),
+          context.userEnabledFlashSDP(), context.userEnabledMemEfficientSDP(),
+          context.userEnabledCuDNNSDP(), context.userEnabledMathSDP()};
+}
+
 struct CallLook {
   std::vector<TensorLook> tensors;
   double dropout;
   bool causal;
   std::optional<double> scale;
   bool grouped;
-  bool grad_mode;
-  bool deterministic;
+  Switches switches;
 
   explicit CallLook(const Arguments& call)
       : dropout(call.dropout()),
         causal(call.causal()),
         scale(call.scale()),
         grouped(call.grouped()),
-        grad_mode(c10::GradMode::is_enabled()),
-        deterministic(at::globalContext().deterministicAlgorithms()) {
+        switches(switches_now()) {
     for (int i = 0; i < call.tensors(); ++i) tensors.emplace_back(call.tensor(i));
   }
 
@@ -133,8 +142,7 @@ struct CallLook {
   bool fits(const Arguments& call) const {
     if (call.tensors() != static_cast<int>(tensors.size()) || call.causal() != causal ||
         call.scale() != scale || call.dropout() != dropout || call.grouped() != grouped ||
-        c10::GradMode::is_enabled() != grad_mode ||
-        at::globalContext().deterministicAlgorithms() != deterministic)
+        switches_now() != switches)
       return false;
     for (size_t i = 0; i < tensors.size(); ++i)
       if (!tensors[i].fits(call.tensor(i))) return false;
@@ -175,7 +183,9 @@ struct State {
   PyObject* rule_name = nullptr;  // "rule", the attribute of a block
   PyObject* outside = nullptr;    // the rule for those who are in no block, borrowed; nullptr: none
   bool blocks = false;            // whether anybody is in one
-  std::string handed;             // the key under which autograd's threads are handed a block
+  PyObject* get_handed = nullptr;  // what autograd's threads are handed, by its name
+  PyObject* handed_name = nullptr;
+  std::string handed;                             // the same name
   std::unordered_map<PyObject*, LeftCalls> left;  // by rule, borrowed
   std::vector<c10::RegistrationHandleRAII> registered;
 };
@@ -196,6 +206,16 @@ struct Judged {
   PyObject* rule;
 };
 
+// Whether autograd has handed this thread a block, or what may hold one.
+bool is_handed_something() {
+  const State& s = state();
+  if (!at::impl::ThreadLocalPythonObjects::contains(s.handed)) return false;
+  PyObject* handed = PyObject_CallFunctionObjArgs(s.get_handed, s.handed_name, nullptr);
+  if (handed == nullptr) PyErr_Clear();
+  Py_XDECREF(handed);
+  return handed != Py_None;
+}
+
 Judged judge(const Arguments& call) {
   State& s = state();
   PyObject* block = nullptr;
@@ -207,7 +227,7 @@ Judged judge(const Arguments& call) {
   if (block != Py_None) {
     rule = PyObject_GetAttr(block, s.rule_name);  // which a block always has
     Py_DECREF(rule);                              // and keeps
-  } else if (s.blocks && at::impl::ThreadLocalPythonObjects::contains(s.handed)) {
+  } else if (s.blocks && is_handed_something()) {
     Py_DECREF(block);
     return {Way::python, nullptr};
   }
@@ -288,13 +308,16 @@ void install(const char* const* keys, int count) {
 
 extern "C" {
 
-// Once. `top`: the context variable of blocks; `handed`: the key of what autograd's threads are
+// Once. `top`: the context variable of blocks; get_handed(handed): what autograd's threads are
 // handed.
-void tilewise_detour_begin(PyObject* top, const char* handed) {
-  Py_INCREF(top);
-  state().top = top;
-  state().rule_name = PyUnicode_InternFromString("rule");
-  state().handed = handed;
+void tilewise_detour_begin(PyObject* top, PyObject* get_handed, PyObject* handed) {
+  State& s = state();
+  for (PyObject* kept : {top, get_handed, handed}) Py_INCREF(kept);
+  s.top = top;
+  s.get_handed = get_handed;
+  s.handed_name = handed;
+  s.handed = PyUnicode_AsUTF8(handed);
+  s.rule_name = PyUnicode_InternFromString("rule");
 }
 
 // Put the kernel in front of the originals. Returns what went wrong, or nullptr.

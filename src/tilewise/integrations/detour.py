@@ -41,7 +41,7 @@ class Detour:
         library = ctypes.PyDLL(str(path))
         pointer, text = ctypes.c_void_p, ctypes.c_char_p
         self._install = _typed(library, "install", text, ctypes.POINTER(text), ctypes.c_int)
-        self.begin = _typed(library, "begin", None, ctypes.py_object, text)
+        self.begin = _typed(library, "begin", None, ctypes.py_object, ctypes.py_object, ctypes.py_object)
         self.remove = _typed(library, "remove", None)
         self._govern = _typed(library, "govern", None, pointer, ctypes.c_int)
         self._counter = _typed(library, "counter", pointer)

@@ -348,7 +348,7 @@ class _Dispatcher:
 
 @functools.cache
 def _begun(compiled: detour.Detour) -> detour.Detour:
-    compiled.begin(_top, _HANDED.encode())
+    compiled.begin(_top, _get_from_tls, _HANDED)
     return compiled
 
 
@@ -504,7 +504,9 @@ def _settle(rule: Rule, arguments: _Arguments) -> Options | None:
     decision.record.calls += 1
     if decision.record.outcome == "fallback":
         _announce(rule, decision)
-    if quiet and decision.memoise and compiled is not None:
+    # What PyTorch's switches decide is not for the memo, whose key leaves them out, but the compiled kernel sees them.
+    lasting = decision.memoise or decision.record.outcome == "left"
+    if compiled is not None and signature is not None and lasting and decision.quiet(rule):
         _let_it_pass(compiled, decision.record)
     return decision.options
 
