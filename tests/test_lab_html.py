@@ -248,3 +248,11 @@ def test_the_keyboard_reaches_and_unfolds(tmp_path: Path) -> None:
         browser.press("Enter", 13)
         assert browser.js("document.activeElement.parentElement.open") is not before
         assert browser.js("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_report_says_that_it_was_interrupted(complete):
+    told, record = inspection(), made_up("backward")
+    told["comparison"]["complete"] = record["complete"] = complete
+    for made in (pages.inspect_page(told), pages.bench_page(records.Record("r.json", "", record))):
+        assert ("Interrupted" in made) is not complete

@@ -48,9 +48,14 @@ def _candidates(told: dict[str, Any], comparison: Comparison) -> Section:
         "Candidates",
         *drawn,
         table(columns, rows, "Candidates", [outcome.candidate == "tilewise" for outcome in shown]),
+        *_interruption(comparison.complete),
         note(f"{compared}Times by {comparison.row.timing}. {FORMULA}."),
         note(f"{order}{chosen}tilewise runs {told['plan']['backend']}: {told['plan']['because']}."),
     )
+
+
+def _interruption(complete: bool) -> list[Markup]:
+    return [] if complete else [note("Interrupted: only what was measured is here.")]
 
 
 def _without_empty(columns: tuple[str, ...], rows: list[list[object]]) -> tuple[tuple[str, ...], list[list[object]]]:
@@ -194,7 +199,12 @@ def bench_page(record: Record) -> str:
     extra = [f"{kind}: geomean {float(s['geomean']):.3f}, worst {float(s['worst']):.3f} ({s['row']})"
              for kind, s in record.values.get("scores", {}).items()]  # fmt: skip
     parts = [
-        section("Ratios", charts.bars(items, "PyTorch's best time over ours: above 1 is faster"), listing(extra)),
+        section(
+            "Ratios",
+            charts.bars(items, "PyTorch's best time over ours: above 1 is faster"),
+            listing(extra),
+            *_interruption(record.values.get("complete", True)),
+        ),
         *_scaling(comparisons),
         section("Every measurement", *(_bench_row(comparison) for comparison in comparisons)),
     ]
