@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 HERE = __file__.rpartition("/")[2]
 
 
+both_kernels = pytest.mark.usefixtures("override_kernel")
+
+
 def inputs(*shape: int, grad: bool = False) -> torch.Tensor:
     return torch.randn(shape or (1, 2, 16, 8), requires_grad=grad)
 
 
+@both_kernels
 def test_every_way_to_the_operator_is_seen() -> None:
     q = inputs()
     layer = nn.MultiheadAttention(16, 2, batch_first=True)
@@ -89,6 +93,7 @@ def test_math_is_flagged_with_its_reasons_unless_it_was_asked_for() -> None:
     assert "dropout 0.5" in text
 
 
+@both_kernels
 @pytest.mark.parametrize("inside", [True, False])
 def test_what_tilewise_takes_is_told_apart(inside: bool) -> None:
     q = inputs()
@@ -103,6 +108,7 @@ def test_what_tilewise_takes_is_told_apart(inside: bool) -> None:
     assert torch.isfinite(F.scaled_dot_product_attention(q, q, q)).all()
 
 
+@both_kernels
 def test_traces_lie_on_each_other_in_any_order() -> None:
     q = inputs()
     outer, inner = tilewise.trace(), tilewise.trace()
@@ -132,6 +138,7 @@ def test_calls_that_are_no_problem_of_ours_are_sites_too() -> None:
     assert site.text.startswith("float32 q(2,2,8,8) k(1,2,8,8)")
 
 
+@both_kernels
 def test_compiled_graphs_are_seen_when_they_are_traced() -> None:
     q = inputs()
     with tilewise.trace() as seen:

@@ -302,12 +302,13 @@ class _Dispatcher:
         self.compiled: detour.Detour | None = None
         self._installed = ExitStack()
 
-    def acquire(self, rule: Rule) -> None:
+    def acquire(self, rule: Rule | None = None) -> None:
+        """For a rule, or for somebody who only wants it to be there."""
         with self._lock:
             if self.holders == 0:
                 self._install()
             self.holders += 1
-            if self.compiled is not None and not rule.admitted:
+            if self.compiled is not None and rule is not None and not rule.admitted:
                 rule.admitted = True
                 self.compiled.admit(id(rule))
                 weakref.finalize(rule, self.compiled.forget, id(rule))
