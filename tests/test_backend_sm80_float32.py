@@ -194,19 +194,17 @@ def on_the_model(monkeypatch):
     return run
 
 
+# Every kind of kernel once, for they are slow to compile here; tests/gpu runs the tiles of every GPU.
 SHAPES = [
     pytest.param((1, 1, 100, 64), {}, "h200", id="d64"),
     pytest.param((1, 1, 150, 64), {"mask": Causal(), "seq_kv": 300}, "rtx-4090", id="d64 causal"),
     pytest.param((1, 1, 90, 36), {"mask": Window(20, 3), "softcap": 30.0}, "a100", id="d36 window softcap"),
     pytest.param((1, 2, 70, 96), {"heads_kv": 1, "seq_kv": 90, "layout": "bshd"}, "h200", id="d96 grouped"),
     pytest.param((2, 1, 130, 128), {"mask": Causal("bottom-right"), "seq_kv": 160}, "h200", id="d128 bottom-right"),
-    pytest.param((1, 1, 130, 128), {"seq_kv": 100}, "a100", id="d128 of an A100"),
     pytest.param((1, 1, 150, 128), {"mask": Causal()}, "rtx-4090", id="d128 of a 4090"),
     pytest.param((1, 1, 80, 128), {"mask": Causal("bottom-right"), "seq_kv": 50}, "h200", id="rows without keys"),
     pytest.param((1, 1, 70, 192), {"head_dim_v": 128, "mask": Causal()}, "h200", id="d192/128"),
-    pytest.param((1, 1, 70, 192), {"mask": Window(40, 0)}, "rtx-4090", id="d192"),
     pytest.param((1, 1, 130, 256), {"mask": Causal()}, "h200", id="d256"),
-    pytest.param((1, 1, 70, 256), {}, "rtx-4090", id="d256 of a 4090"),
     pytest.param((1, 1, 1, 64), {"seq_kv": 129}, "h200", id="one query"),
 ]
 
@@ -349,7 +347,6 @@ GRADIENTS = [
     pytest.param((1, 1, 90, 36), {"head_dim_v": 60, "softcap": 5.0}, "h200", id="d36/60 softcap"),
     pytest.param((1, 1, 70, 96), {"seq_kv": 140, "mask": Causal("bottom-right")}, "h200", id="d96 bottom-right"),
     pytest.param((2, 1, 100, 128), {"mask": Causal(), "layout": "bshd"}, "h200", id="d128"),
-    pytest.param((1, 1, 90, 128), {"seq_kv": 130}, "a100", id="d128 of an A100"),
     pytest.param((1, 1, 70, 128), {"softcap": 20.0, "mask": Window(20, 20)}, "rtx-4090", id="d128 of a 4090"),
     pytest.param((1, 1, 100, 64), {"seq_kv": 60, "mask": Causal("bottom-right")}, "h200", id="rows without keys"),
 ]
@@ -377,8 +374,11 @@ def test_no_order_of_copies_breaks_the_gradients(gradients_on_the_model, seed):
 
 
 @emulated
-@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [(name, Full()) for name in WIDE] + [(name, Causal()) for name in WIDE if "scores" in name or "outlier" in name],
+    ids=str,
+)
 def test_gradients_of_every_range(gradients_on_the_model, name, mask):
     problem = make_problem(EVERY, mask=mask, needs_grad=True)
     q, k, v, dout = WIDE[name](*inputs_of(problem, seed=3), like_out(problem))
@@ -387,7 +387,7 @@ def test_gradients_of_every_range(gradients_on_the_model, name, mask):
 
 
 @emulated
-@pytest.mark.parametrize(("dim", "name"), [(64, "h200"), (96, "a100"), (128, "h200"), (128, "rtx-4090")])
+@pytest.mark.parametrize(("dim", "name"), [(64, "h200"), (128, "rtx-4090")])
 def test_weights_of_rows_that_one_key_dominates_are_exact(gradients_on_the_model, dim, name):
     """Scores in the thousands, whose last bit is worth 1e-4: dv is dout, as far as two parts of it go."""
     for factor in (60.0, 1000.0):  # three products, and six

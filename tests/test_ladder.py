@@ -299,7 +299,7 @@ def test_the_products_run_on_tensor_cores_and_nothing_in_local_memory(built: dic
         assert not {"LDL", "STL"} & names
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 256])
 def test_the_tiles_to_sweep_build_where_registers_are_fewest(dim: int) -> None:
     """A tile that `fits` must compile: the compiler gives up on a product that leaves a thread too few registers."""
     problem = make_problem((1, 16, 1024, dim), torch.bfloat16)
