@@ -203,7 +203,6 @@ SHAPES = [
     pytest.param((2, 1, 130, 128), {"mask": Causal("bottom-right"), "seq_kv": 160}, "h200", id="d128 bottom-right"),
     pytest.param((1, 1, 150, 128), {"mask": Causal()}, "rtx-4090", id="d128 of a 4090"),
     pytest.param((1, 1, 80, 128), {"mask": Causal("bottom-right"), "seq_kv": 50}, "h200", id="rows without keys"),
-    pytest.param((1, 1, 70, 192), {"head_dim_v": 128, "mask": Causal()}, "h200", id="d192/128"),
     pytest.param((1, 1, 130, 256), {"mask": Causal()}, "h200", id="d256"),
     pytest.param((1, 1, 1, 64), {"seq_kv": 129}, "h200", id="one query"),
 ]
@@ -231,8 +230,12 @@ def test_no_order_of_copies_breaks_it(on_the_model, seed):
 
 
 @emulated
-@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
-@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [(name, Full()) for name in RANGES]
+    + [(name, Causal()) for name in RANGES if "scores" in name or "outlier" in name],
+    ids=str,
+)
 def test_every_range(on_the_model, name, mask):
     problem = make_problem(EVERY, mask=mask)
     q, k, v = RANGES[name](*inputs_of(problem, seed=3))
