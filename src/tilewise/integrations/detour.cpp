@@ -9,10 +9,13 @@
 // All state is guarded by the GIL. It is held while a call is recognised, and while Python calls
 // the functions below; not while PyTorch's kernel runs.
 
+// clang-format off: before all others, as Python asks
+#include <Python.h>
+// clang-format on
+
 #include <ATen/Context.h>
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <Python.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -74,18 +77,28 @@ struct TensorLook {
         sizes(tensor.sizes().vec()),
         strides(tensor.strides().vec()) {}
 
+  // Of a plain tensor.
   bool fits(const at::Tensor& tensor) const {
-    // Equal keys: as plain as the tensor that was remembered, but for symbolic sizes.
     return tensor.key_set() == keys && tensor.scalar_type() == dtype && tensor.device() == device &&
-           tensor.requires_grad() == requires_grad &&
-           !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.sizes() == sizes &&
+           tensor.requires_grad() == requires_grad && tensor.sizes() == sizes &&
            tensor.strides() == strides && is_aligned(tensor) == aligned;
   }
 };
 
-// The last arguments of a stack, as the operator's schema has them.
+// What PyTorch has switched on: gradients, determinism, and each of its kernels.
+using Switches = std::array<bool, 6>;
+
+Switches switches_now() {
+  const at::Context& context = at::globalContext();
+  return {c10::GradMode::is_enabled(),   context.deterministicAlgorithms(),
+          context.userEnabledFlashSDP(), context.userEnabledMemEfficientSDP(),
+          context.userEnabledCuDNNSDP(), context.userEnabledMathSDP()};
+}
+
+// The last arguments of a stack, as the operator's schema has them, and what is switched on.
 struct Arguments {
   const c10::IValue* values;
+  Switches switches = switches_now();
 
   explicit Arguments(const torch::jit::Stack& stack)
       : values(stack.data() + stack.size() - arguments_expected) {}
@@ -111,16 +124,6 @@ struct Arguments {
   }
 };
 
-// What PyTorch has switched on: gradients, determinism, and each of its kernels.
-using Switches = std::array<bool, 6>;
-
-Switches switches_now() {
-  const at::Context& context = at::globalContext();
-  return {c10::GradMode::is_enabled(),   context.deterministicAlgorithms(),
-          context.userEnabledFlashSDP(), context.userEnabledMemEfficientSDP(),
-          context.userEnabledCuDNNSDP(), context.userEnabledMathSDP()};
-}
-
 struct CallLook {
   std::vector<TensorLook> tensors;
   double dropout;
@@ -134,15 +137,15 @@ struct CallLook {
         causal(call.causal()),
         scale(call.scale()),
         grouped(call.grouped()),
-        switches(switches_now()) {
+        switches(call.switches) {
     for (int i = 0; i < call.tensors(); ++i) tensors.emplace_back(call.tensor(i));
   }
 
-  // Of a call whose arguments have the types of the schema.
+  // Of a call that is understood.
   bool fits(const Arguments& call) const {
     if (call.tensors() != static_cast<int>(tensors.size()) || call.causal() != causal ||
         call.scale() != scale || call.dropout() != dropout || call.grouped() != grouped ||
-        switches_now() != switches)
+        call.switches != switches)
       return false;
     for (size_t i = 0; i < tensors.size(); ++i)
       if (!tensors[i].fits(call.tensor(i))) return false;
@@ -308,10 +311,11 @@ void install(const char* const* keys, int count) {
 
 extern "C" {
 
-// Once. `top`: the context variable of blocks; get_handed(handed): what autograd's threads are
-// handed.
+// Before all else; once is enough. `top`: the context variable of blocks; get_handed(handed): what
+// autograd's threads are handed.
 void tilewise_detour_begin(PyObject* top, PyObject* get_handed, PyObject* handed) {
   State& s = state();
+  if (s.top != nullptr) return;
   for (PyObject* kept : {top, get_handed, handed}) Py_INCREF(kept);
   s.top = top;
   s.get_handed = get_handed;

@@ -9,6 +9,7 @@ and with `TILEWISE_DETOUR=python`, nothing is missing but that speed.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.resources
 import os
 import platform
@@ -155,11 +156,13 @@ def _source() -> Path:
 def _path() -> Path | None:
     """Where the library is, or will be; named after all that it is made of."""
     root = cache.root()
-    if root is None:
-        return None
+    return None if root is None else root / f"detour-{_key()[:20]}.so"
+
+
+@functools.cache
+def _key() -> str:
     release = (torch.__version__, str(torch.version.git_version), sys.version, platform.machine())
-    key = cache.digest(part.encode() for part in (_source().read_text(), *release))
-    return root / f"detour-{key[:20]}.so"
+    return cache.digest(part.encode() for part in (_source().read_text(), *release))
 
 
 def _log(path: Path) -> Path:

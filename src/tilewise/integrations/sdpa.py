@@ -24,7 +24,6 @@ which of the two is better, and its key may leave out what a repeated decision w
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import threading
 import warnings
@@ -332,7 +331,7 @@ class _Dispatcher:
     def _install(self) -> None:
         # All originals first: once a device has a kernel, the dispatcher answers differently for its autograd key.
         originals = {key: torch_library.get_kernel(_OPERATOR, key) for key in _KEYS}
-        self.compiled = _compiled_detour()
+        self.compiled = detour.loaded()
         if self.compiled is None:
             library = self._installed.enter_context(torch_library._scoped_library("aten", "IMPL"))
         else:
@@ -342,20 +341,10 @@ class _Dispatcher:
         for key, original in originals.items():
             library.impl(_OPERATOR.removeprefix("aten::"), _kernel(original.call_boxed), key)
         if self.compiled is not None:
+            self.compiled.begin(_top, _get_from_tls, _HANDED)
             self.compiled.install(_KEYS)
             self._installed.callback(self.compiled.remove)
         _forget_resolved_kernels()
-
-
-@functools.cache
-def _begun(compiled: detour.Detour) -> detour.Detour:
-    compiled.begin(_top, _get_from_tls, _HANDED)
-    return compiled
-
-
-def _compiled_detour() -> detour.Detour | None:
-    compiled = detour.loaded()
-    return None if compiled is None else _begun(compiled)
 
 
 def _forget_resolved_kernels() -> None:
