@@ -149,6 +149,29 @@ def test_sums_of_dq_as_they_come_and_in_turn_on_the_model(monkeypatch, seqs, dim
     assert_accurate(got, truth, problem.dtype)
 
 
+PIECES = [
+    ((600, 260), (64, 64), (4, 1), Full(), {}),
+    ((600, 130), (128, 128), (4, 1), Causal("bottom-right"), {}),
+    ((700, 100), (128, 128), (2, 1), Full(), {}),
+    ((300, 300), (256, 256), (4, 2), Causal(), {"dtype": FP16}),
+    ((400, 400), (128, 128), (3, 1), Window(150, 20), {"softcap": 5.0}),
+    ((500, 300), (128, 128), (4, 1), Causal(), {"deterministic": True}),
+    ((300, 200), (192, 128), (4, 1), Full(), {"deterministic": True}),
+]
+
+
+@emulated
+@pytest.mark.parametrize(("seqs", "dims", "heads", "mask", "fields"), PIECES, ids=str)
+def test_tiles_of_keys_in_pieces_on_the_model(monkeypatch, seqs, dims, heads, mask, fields):
+    problem = problem_of(seqs, dims, heads, mask=mask, **fields)
+    assert sm90_backward.divide(problem, sm90_backward.configs(problem, H200)[0], H200).cut
+    got, truth = run_on_the_model(monkeypatch, problem)
+    assert_accurate(got, truth, problem.dtype)
+    if problem.deterministic:
+        again, _ = run_on_the_model(monkeypatch, problem, seed=3)
+        assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
 @emulated
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_whatever_order_the_hardware_works_in(monkeypatch, seed):
@@ -162,7 +185,7 @@ def test_whatever_order_the_hardware_works_in(monkeypatch, seed):
 def test_the_last_of_several_sections_goes_the_other_way_and_no_order_of_work_shows(monkeypatch, mask):
     small = dataclasses.replace(H200, l2_bytes=1)
     problem = problem_of((300, 260), (128, 128), (4, 2), mask=mask, deterministic=True)
-    assert sm90_backward._sections(problem, sm90_backward.configs(problem, small)[0], small) == 2
+    assert sm90_backward.divide(problem, sm90_backward.configs(problem, small)[0], small).sections == 2
     first, truth = run_on_the_model(monkeypatch, problem, target=small)
     assert_accurate(first, truth, problem.dtype)
     again, _ = run_on_the_model(monkeypatch, problem, seed=7, target=small)

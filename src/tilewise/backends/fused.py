@@ -204,21 +204,29 @@ def bound_backward(problem: Problem, make: Callable[[Given, Wants], BackwardLaun
 class Workspace:
     """Where the float32 scratch of one backward lies, in floats from its beginning.
 
-    `lse` and `row_terms` have a float a query row; whoever adds up dQ in an order has an integer or two a tile of them
-    in `turns`.
+    `lse` and `row_terms` have a float per query row. Tiles of keys that add up dQ in an order have an integer or two
+    per query tile in `turns`; pieces of such tiles have theirs at dK and dV in `piece_turns`.
     """
 
     lse: int
     row_terms: int
     turns: int
+    piece_turns: int
     dq_sums: int
+    dkv_sums: int
     floats: int
 
     @classmethod
-    def of(cls, rows: int, turns: int, row_floats: int) -> Workspace:
-        """For so many rows, turns, and floats of a row of dQ; none of the latter two where dQ is not summed."""
-        dq_sums = 2 * rows + -(-turns // 32) * 32
-        return cls(0, rows, 2 * rows, dq_sums, dq_sums + rows * row_floats)
+    def of(cls, rows: int, turns: int, row_floats: int, piece_turns: int = 0, dkv_sums: int = 0) -> Workspace:
+        """For so many rows, turns, and floats per row of dQ; none where nothing is summed."""
+        first_piece = 2 * rows + _aligned(turns)
+        dq_sums = first_piece + _aligned(piece_turns)
+        first_dkv = dq_sums + rows * row_floats
+        return cls(0, rows, 2 * rows, first_piece, dq_sums, first_dkv, first_dkv + dkv_sums)
+
+
+def _aligned(floats: int) -> int:
+    return -(-floats // 32) * 32
 
 
 def _readable(tensor: Tensor) -> Tensor:

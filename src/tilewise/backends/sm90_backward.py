@@ -2,8 +2,9 @@
 
 `preprocess` makes the row terms of the main kernel, which makes dK and dV and adds up dQ in float32 over the tiles of
 keys: `Order` says how. Few of them, and those whose gradients shall be deterministic, take turns, and the last one
-writes dQ; else its sums are zeroed before, and `postprocess` rounds them. Extra memory is O(N): the sums of dQ and two
-floats a query row.
+writes dQ; else its sums are zeroed before, and `postprocess` rounds them. Tiles of keys that are few or long are cut
+into pieces (division.py), which add up dK and dV in float32. Extra memory is O(N): these sums and two floats per query
+row.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,6 +22,7 @@ import torch
 from ..jit import TensorMap, Unit, cpp_literal, layout_asserts, params_struct, rows_map
 from ..masks import Causal
 from ..target import Target
+from . import division
 from . import fused_rules as rules
 from .fused import (
     LOG2_E,
@@ -72,6 +74,8 @@ class BackwardConfig:
     ds_stages: int
     softcap: bool
     writes_dq: bool
+    makes_dq: bool
+    makes_dkv: bool
     dq_columns: int
     query_registers: int
     product_registers: int
@@ -94,13 +98,14 @@ class BackwardConfig:
         weights = 16 if self.by_keys else self.block_q * 64 * 4
         vectors = 2 * self.stages * self.block_q * 4
         barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TURN_STAGES)
-        plan = TURN_STAGES * 8 + 10 * 4
+        plan = TURN_STAGES * 8 + 2 * 4 + 15 * 4
         return -(-(kv + rings + ds + weights + vectors + barriers + plan) // 1024) * 1024
 
     @property
     def name(self) -> str:
         kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}"
         extras = f"{'_softcap' if self.softcap else ''}{'_one_tile' if self.writes_dq else ''}"
+        extras += "" if self.makes_dq and self.makes_dkv else "_dq_only" if self.makes_dq else "_dkv_only"
         return f"backward_{kind}_q{self.block_q}_kv{self.block_kv}{extras}"
 
     def __str__(self) -> str:
@@ -127,6 +132,10 @@ def all_units() -> list[Unit]:
                 if not (softcap and row["writes_dq"]):
                     config = _config(row, bf16, softcap)
                     units[config.name] = main_unit(config)
+                if bf16 and not softcap:
+                    for wants in ((True, False, False), (False, True, True)):
+                        config = _only(_config(row, bf16, softcap), wants)
+                        units[config.name] = main_unit(config)
     return list(units.values())
 
 
@@ -192,6 +201,8 @@ _MainParams = params_struct(
     start_dp=ctypes.c_void_p,
     dq_sums=ctypes.c_void_p,
     turns=ctypes.c_void_p,
+    dkv_sums=ctypes.c_void_p,
+    piece_turns=ctypes.c_void_p,
     dq=ctypes.c_void_p,
     dq_batch_stride=ctypes.c_longlong,
     dq_head_stride=ctypes.c_longlong,
@@ -206,6 +217,8 @@ _MainParams = params_struct(
     band_end_shift=ctypes.c_int,
     q_tiles=ctypes.c_int,
     kv_tiles=ctypes.c_int,
+    pieces=ctypes.c_int,
+    piece_steps=ctypes.c_int,
     sections=ctypes.c_int,
     order=ctypes.c_int,
     store_dk=ctypes.c_int,
@@ -232,6 +245,8 @@ _PreprocessParams = params_struct(
     start_dp=ctypes.c_void_p,
     dq_sums=ctypes.c_void_p,
     turns=ctypes.c_void_p,
+    piece_turns=ctypes.c_void_p,
+    piece_turn_count=ctypes.c_int,
     heads=ctypes.c_int,
     seq_q=ctypes.c_int,
     rows=ctypes.c_int,
@@ -259,11 +274,20 @@ _PostprocessParams = params_struct(
 )
 
 
-def workspace(problem: Problem, config: BackwardConfig, wants_dq: bool) -> Workspace:
+def workspace(
+    problem: Problem, config: BackwardConfig, wants_dq: bool, divided: division.Division | None = None
+) -> Workspace:
     rows = problem.batch * problem.heads_q * _padded_rows(problem, config)
-    if not wants_dq or config.writes_dq:
-        return Workspace.of(rows, 0, 0)
-    return Workspace.of(rows, 2 * rows // config.block_q if _takes_turns(problem, config) else 0, config.head_dim)
+    tiles = problem.batch * problem.heads_kv * _kv_tiles(problem, config)
+    cut = divided is not None and divided.cut and config.makes_dkv
+    sums_dq = wants_dq and not config.writes_dq
+    return Workspace.of(
+        rows,
+        2 * rows // config.block_q if sums_dq and _takes_turns(problem, config) else 0,
+        config.head_dim if sums_dq else 0,
+        piece_turns=4 * tiles if cut else 0,
+        dkv_sums=tiles * config.block_kv * (config.head_dim + config.head_dim_v) if cut else 0,
+    )
 
 
 class _Launch:
@@ -273,12 +297,14 @@ class _Launch:
         dout, q, k, v, out = given
         target = Target.of(q.device)
         self._device = q.device.index
-        config = config or configs(problem, target)[0]
+        config = _only(config or configs(problem, target)[0], wants)
+        divided = divide(problem, config, target)
         self._wants = wants
-        self._work = workspace(problem, config, wants[0])
+        self._work = workspace(problem, config, wants[0], divided)
         self._sums_dq = wants[0] and not config.writes_dq
         self._turns = self._sums_dq and _takes_turns(problem, config)
         self._blind = self._turns and not _every_tile_sees_keys(problem, config.block_q)
+        self._cut = divided.cut and config.makes_dkv
         self._q, self._dout = rows_map(q, config.block_q), rows_map(dout, config.block_q)
         self._k, self._v = rows_map(k, config.block_kv), rows_map(v, config.block_kv)
         self._dk = rows_map(torch.empty_like(k, device="meta"), 16)
@@ -286,7 +312,6 @@ class _Launch:
         dq = torch.empty_like(q, device="meta")
         rows = _padded_rows(problem, config)
         blocks = problem.batch * problem.heads_q * rows // EDGE_ROWS
-        tiles = problem.batch * problem.heads_kv * -(-problem.seq_kv // config.block_kv)
         self._pre = Stage(
             preprocess_unit(config.bf16, _LANES[config.head_dim_v]),
             _PreprocessParams,
@@ -298,8 +323,8 @@ class _Launch:
         self._main = Stage(
             main_unit(config),
             _MainParams,
-            _main_params(problem, config, target, wants, dq),
-            tiles,
+            _main_params(problem, config, divided, wants, dq),
+            divided.grid,
             config.threads,
             self._device,
             overlap_previous=True,
@@ -328,6 +353,7 @@ class _Launch:
         start_s, start_dp = base + 4 * work.lse, base + 4 * work.row_terms
         sums = base + 4 * work.dq_sums if self._sums_dq else None
         turns = base + 4 * work.turns if self._turns else None
+        piece_turns = base + 4 * work.piece_turns if self._cut else None
 
         arguments = self._pre.arguments()
         params = arguments.params
@@ -335,6 +361,7 @@ class _Launch:
         params.dlse = None if dlse is None else dlse.data_ptr()
         params.start_s, params.start_dp, params.turns = start_s, start_dp, turns
         params.dq_sums = None if turns else sums
+        params.piece_turns = piece_turns
         self._pre.launch(stream, arguments)
 
         arguments = self._main.arguments()
@@ -346,6 +373,8 @@ class _Launch:
         if dv is not None:
             params.dv_map = self._dv.at(dv.data_ptr())
         params.start_s, params.start_dp, params.dq_sums, params.turns = start_s, start_dp, sums, turns
+        params.dkv_sums = base + 4 * work.dkv_sums if piece_turns else None
+        params.piece_turns = piece_turns
         params.dq = None if dq is None else dq.data_ptr()
         self._main.launch(stream, arguments)
 
@@ -357,7 +386,9 @@ class _Launch:
         return dq, dk, dv
 
 
-def _main_params(problem: Problem, config: BackwardConfig, target: Target, wants: Wants, dq: Tensor) -> dict[str, Any]:
+def _main_params(
+    problem: Problem, config: BackwardConfig, divided: division.Division, wants: Wants, dq: Tensor
+) -> dict[str, Any]:
     score = score_params(problem)
     return {
         **stride_params(dq=dq),
@@ -366,8 +397,10 @@ def _main_params(problem: Problem, config: BackwardConfig, target: Target, wants
         "heads_kv": problem.heads_kv,
         "head_dim": problem.head_dim,
         "q_tiles": _padded_rows(problem, config) // config.block_q,
-        "kv_tiles": -(-problem.seq_kv // config.block_kv),
-        "sections": _sections(problem, config, target),
+        "kv_tiles": _kv_tiles(problem, config),
+        "pieces": divided.pieces,
+        "piece_steps": divided.piece_steps,
+        "sections": divided.sections,
         "order": int(_order(problem, config)),
         "store_dk": int(wants[1]),
         "store_dv": int(wants[2]),
@@ -387,6 +420,7 @@ def _preprocess_params(problem: Problem, config: BackwardConfig, out: Tensor, do
         "head_dim_v": problem.head_dim_v,
         "row_floats": config.head_dim,
         "block_q": config.block_q,
+        "piece_turn_count": 2 * problem.batch * problem.heads_kv * _kv_tiles(problem, config),
         "lse_factor": -LOG2_E / unit,
         "start_bias": math.log2(config.weight_factor) / unit,
     }
@@ -443,19 +477,42 @@ def _padded_rows(problem: Problem, config: BackwardConfig) -> int:
     return -(-problem.seq_q // config.block_q) * config.block_q
 
 
-def _sections(problem: Problem, config: BackwardConfig, target: Target) -> int:
-    """Into how many runs the KV heads are divided that are worked on one after another.
+def _kv_tiles(problem: Problem, config: BackwardConfig) -> int:
+    return -(-problem.seq_kv // config.block_kv)
 
-    Equal tiles: one head a run, since its tiles read the same queries and add to the same dQ. Causal tiles: as many
+
+COSTS = division.Costs(start=3.0, merge=2.0)
+
+
+def divide(problem: Problem, config: BackwardConfig, target: Target) -> division.Division:
+    """Which pieces the tiles of keys are cut into, and how many runs the (batch, KV head) pairs make."""
+    steps = division.tile_steps(problem, config.block_q, config.block_kv)
+    costs = COSTS if config.makes_dkv else COSTS._replace(merge=0.0)
+    pairs = problem.batch * problem.heads_kv
+    return division.divide(steps, pairs, target.sms, costs, _sections(problem, config, target))
+
+
+def _sections(problem: Problem, config: BackwardConfig, target: Target) -> tuple[int, ...]:
+    """Into how many runs the KV heads may be divided that are worked on one after another, the preferred number first.
+
+    Equal tiles: one head per run, since its tiles read the same queries and add to the same dQ. Causal tiles: as many
     heads as the L2 cache holds, the longest tiles of all first, so that the short ones fill the gaps. By keys: several
     heads too, since tiles of one head that start together wait for one another; the more of them, the more heads.
     """
     if _order(problem, config) is Order.BY_KEYS:
-        tiles = -(-problem.seq_kv // config.block_kv)
+        tiles = _kv_tiles(problem, config)
         share = 1 / 6 if tiles < 8 else 1 / 3 if tiles < 16 else 2 / 3  # of the L2 cache; measured
-        return kv_head_sections(problem, target, 2, share)
-    causal = isinstance(problem.mask, Causal)
-    return kv_head_sections(problem, target, 2) if causal else problem.batch * problem.heads_kv
+        return (kv_head_sections(problem, target, 2, share),)
+    if not isinstance(problem.mask, Causal):
+        return (problem.batch * problem.heads_kv,)
+    most = kv_head_sections(problem, target, 2)
+    return tuple(dict.fromkeys((most, -(-most // 2), -(-most // 4))))
+
+
+def _only(config: BackwardConfig, wants: Wants) -> BackwardConfig:
+    """The config of a kernel that makes no gradient but these; dK and dV share their products."""
+    wants_dq, wants_dkv = wants[0], wants[1] or wants[2]
+    return replace(config, writes_dq=config.writes_dq and wants_dq, makes_dq=wants_dq, makes_dkv=wants_dkv)
 
 
 def _config(row: dict[str, Any], bf16: bool, softcap: bool) -> BackwardConfig:
@@ -469,6 +526,8 @@ def _config(row: dict[str, Any], bf16: bool, softcap: bool) -> BackwardConfig:
         ds_stages=row["ds_stages"],
         softcap=softcap,
         writes_dq=row["writes_dq"],
+        makes_dq=True,
+        makes_dkv=True,
         dq_columns=row["dq_columns"],
         query_registers=row["query_registers"],
         product_registers=row["product_registers"],

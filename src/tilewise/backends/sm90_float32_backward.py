@@ -56,7 +56,7 @@ class GradConfig:
         rooms = self.rooms * PARTS * matrix_bytes(BLOCK, BLOCK)
         vectors = 2 * self.stages * BLOCK * 4
         barriers = 8 * (2 + 4 * self.stages + 3 * self.rooms)
-        plan = 10 * 4
+        plan = 14 * 4
         return -(-(PARTS * (1 + self.stages) * both + rooms + vectors + barriers + plan) // 1024) * 1024
 
     @property
@@ -189,6 +189,8 @@ _MainParams = params_struct(
     band_end_shift=ctypes.c_int,
     q_tiles=ctypes.c_int,
     kv_tiles=ctypes.c_int,
+    pieces=ctypes.c_int,
+    piece_steps=ctypes.c_int,
     sections=ctypes.c_int,
     score_scale=ctypes.c_float,
     softcap_in=ctypes.c_float,
@@ -362,6 +364,7 @@ def _main_params(problem: Problem, target: Target, grads: dict[str, Tensor]) -> 
         "head_dim_v": problem.head_dim_v,
         "q_tiles": _tiles(problem.seq_q),
         "kv_tiles": _tiles(problem.seq_kv),
+        "pieces": _tiles(problem.seq_kv),
         "sections": _sections(problem, target),
         "score_scale": problem.softcap if capped else problem.scale,
         "softcap_in": problem.scale / problem.softcap if capped else 0.0,

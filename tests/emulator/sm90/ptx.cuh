@@ -173,5 +173,8 @@ inline void store_global(void* place, const u32 (&x)[4]) {
   check_aligned(place);
   std::memcpy(place, x, 16);
 }
+inline void store_global(float* place, float a, float b, float c, float d) {
+  place[0] = a, place[1] = b, place[2] = c, place[3] = d;
+}
 inline int add_relaxed(int* place, int value) { return (*place += value) - value; }
 }  // namespace tilewise::ptx

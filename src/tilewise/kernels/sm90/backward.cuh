@@ -1,9 +1,11 @@
 // clang-format off
-// Gradients of attention on Hopper: TMA loads, wgmma products, warp-specialised. One CTA a KV tile.
+// Gradients of attention on Hopper: TMA loads, wgmma products, warp-specialised. One CTA per KV tile,
+// or per piece of one.
 //
 // Symbols. Q, dO (seq_q x d, dv) of one (batch, head), K, V (seq_k x d, dv) of its KV head; lse from
 // the forward; D = rowsum(dO * O) - dlse. A CTA owns block_kv keys of one KV head and goes through the
-// query tiles of block_q rows that see them, head by head of the group. c = scale * log2(e).
+// query tiles of block_q rows that see them, head by head of the group; where such tiles are few or
+// long, it goes through a piece of these steps (common/pieces.cuh). c = scale * log2(e).
 // Everything is kept transposed (keys are rows), so that P^T and dS^T are A operands as they come.
 //
 //   1. S^T = K Q^T - lse / scale          wgmma, both in shared memory; the row term is where the
@@ -17,6 +19,8 @@
 //   8. dQ += round16(dS) K                wgmma, dS from shared memory; summed over KV tiles in global
 //                                         memory (float32), and written by the last of them or by
 //                                         postprocess
+//   9. a KV tile in pieces: dK and dV are summed over them in global memory (float32). The first
+//      stores its sums, those between add theirs, the last adds what it finds and writes
 // Softcap: S starts from 0, S = tanh(S * scale / cap), the row term comes after it, and dS gets its
 // slope 1 - S^2. preprocess makes both row terms and, where KV tiles add freely, zeroes the sums.
 // Overlap: 7 and 1 of the next step are in flight together, as are 4 and 5; the exponentials of one
@@ -48,7 +52,11 @@
 //   weights_full, _empty  warps of 2, of 3, 4 each    3, 2              P is handed over; in the end V is read
 //   turn_come[stage]      keepers of turns, 2         1                 this tile's turn has come
 //   turn_over[stage]      warps of 1, 4               keepers of turns  the sums of this step are added
-//   named 1 + wg          2 or 3, 128 threads         itself            V is read before dV replaces it
+//   named 1 + wg          2 or 3, 128 threads         itself            V is read before dV replaces it;
+//                                                                       the turn of a piece
+//
+// Gradients that are not wanted are left out of the kernel: without dQ step 8 and dS in shared memory,
+// without dK and dV steps 5, 7 and 9.
 //
 // Registers of a thread (512 in four warpgroups): producer 24; dQ 72 (d = 64, 128, 256: 64 columns at
 // a time), 120 (96), 128 (192); products: S or dP block_q / 2, P and its rest 3 block_q / 8, dK and dV
@@ -96,9 +104,11 @@ __device__ __forceinline__ void backward(const BackwardParams& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
   const int warpgroup = warpgroup_index();
-  if (threadIdx.x == 0)
-    smem.plan =
+  if (threadIdx.x < 32) {
+    const BackwardPlan plan =
         make_backward_plan<config.block_q, config.block_kv()>(params, blockIdx.x, params.order);
+    if (threadIdx.x == 0) smem.plan = plan;
+  }
   if (threadIdx.x == 128) {
     ptx::prefetch_tensormap(&params.k_map);
     ptx::prefetch_tensormap(&params.q_map);
@@ -115,14 +125,16 @@ __device__ __forceinline__ void backward(const BackwardParams& params) {
     if (plan.steps > 0 && ptx::elect_one()) {
       const int warp = threadIdx.x / 32;
       if (warp == 0) BackwardProducer<config>{params, smem, plan}.run();
-      if constexpr (!config.writes_dq) {
+      if constexpr (config.makes_dq && !config.writes_dq) {
         if (warp == 1 && params.turns != nullptr) TurnKeeper<config>{params, smem, plan}.await();
         if (warp == 2 && params.turns != nullptr) TurnKeeper<config>{params, smem, plan}.pass();
       }
     }
   } else if (warpgroup == 1) {
     ptx::setmaxnreg_dec<config.query_registers>();
-    if (plan.steps > 0) QueryWarpgroup<config>{params, smem, plan}.run();
+    if constexpr (config.makes_dq) {
+      if (plan.steps > 0) QueryWarpgroup<config>{params, smem, plan}.run();
+    }
   } else {
     ptx::setmaxnreg_inc<config.product_registers>();
     if constexpr (config.by_keys) {

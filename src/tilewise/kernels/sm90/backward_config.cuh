@@ -1,6 +1,7 @@
 // The compile-time choices of the backward kernel, its parameters, plan and shared memory.
 #pragma once
 
+#include "../common/find_piece.cuh"
 #include "config.cuh"
 
 namespace tilewise::sm90 {
@@ -16,6 +17,8 @@ struct BackwardConfig {
   int ds_stages;
   bool softcap;
   bool writes_dq;         // one KV tile holds all keys: dQ needs no sums in global memory
+  bool makes_dq;          // else dQ is not wanted
+  bool makes_dkv;         // else neither dK nor dV is
   int dq_columns;         // columns of dQ that are accumulated at a time
   int query_registers;    // of the warpgroup that makes dQ
   int product_registers;  // of the two that make the rest
@@ -56,6 +59,10 @@ struct BackwardParams {
   // order).
   float* dq_sums;
   TileTurns* turns;  // null, or for KV tiles that take turns (batch, heads, q_tiles), zeroed
+  // Where KV tiles are cut into pieces: float32 sums of dK and dV, (batch, heads_kv, kv_tiles,
+  // fragment order), and the turns of pieces at them, (batch, heads_kv, kv_tiles, 2), zeroed.
+  float* dkv_sums;
+  TileTurns* piece_turns;
   void* dq;          // null: not wanted
   long long dq_batch_stride;  // in elements
   long long dq_head_stride;
@@ -70,6 +77,8 @@ struct BackwardParams {
   int band_end_shift;
   int q_tiles;
   int kv_tiles;
+  int pieces;       // of all KV tiles of one (batch, KV head) pair
+  int piece_steps;  // at most, per piece
   int sections;
   Order order;
   int store_dk;
@@ -80,16 +89,20 @@ struct BackwardParams {
   float dqk_scale;  // of dQ and dK
 };
 
-// What a CTA does: one KV tile of one KV head, against the query tiles that see it, head by head of
-// the group.
+// What a CTA does: one KV tile of one KV head, or a piece of it, against query tiles that see it,
+// head by head of the group.
 struct BackwardPlan {
   int batch;
   int head_kv;
   int kv_tile;
+  int piece;  // of `pieces` that the KV tile is cut into
+  int pieces;
   TileRange touched;  // query tiles
   TileRange full;     // Invariant: begin <= end
-  int first;          // query tile
+  int first;          // query tile of every head
   int stride;         // of query tiles: 1, or -1 where turns by keys go from the first KV tile
+  int begin_tile;     // where this piece begins
+  int begin_head;     // of the group
   int steps;
 
   TILEWISE_INLINE bool partial(int q_tile) const {
@@ -98,17 +111,7 @@ struct BackwardPlan {
   }
 };
 
-// A key k is seen by the rows k - end_shift < r <= k - first_shift.
-struct RowBand {
-  int first_shift;
-  int end_shift;
-  int seq_q;
-
-  TILEWISE_INLINE int first_row(int key) const { return max_int(0, key - end_shift + 1); }
-  TILEWISE_INLINE int end_row(int key) const { return min_int(seq_q, key - first_shift + 1); }
-};
-
-// Of the parameters of this backward or of the float32 one.
+// Of the parameters of this backward or of the float32 one. All lanes of a warp ask together.
 template <int block_q, int block_kv, typename Params>
 __device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params, int work,
                                                            Order order) {
@@ -118,34 +121,44 @@ __device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params,
   // long tiles do not come at the very end, and whoever is waited for has begun by then.
   const int pairs = params.batch * params.heads_kv;
   const bool mirrored = order == by_keys && params.sections > 1 &&
-                        work >= (pairs - pairs / params.sections) * params.kv_tiles;
-  const Schedule schedule{params.heads_kv, pairs, params.kv_tiles, params.sections,
-                          order == by_keys && !mirrored};
-  const WorkTile tile = schedule.tile(work);
-  BackwardPlan plan;
-  plan.batch = tile.batch;
-  plan.head_kv = tile.head;
-  plan.kv_tile = tile.q_tile;
+                        work >= (pairs - pairs / params.sections) * params.pieces;
+  const bool from_last = order == by_keys && !mirrored;
+  const Schedule schedule{params.heads_kv, pairs, params.pieces, params.sections, 0};
+  const WorkTile at = schedule.tile(work);
   const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
-  const int first_key = plan.kv_tile * block_kv;
-  const int last_key = min_int(first_key + block_kv, params.seq_k) - 1;
-  const int begin = band.first_row(first_key), end = band.end_row(last_key);
-  plan.touched = begin < end ? TileRange{begin / block_q, ceil_div(end, block_q)} : TileRange{0, 0};
-  // Rows past the end start from S = -inf, so only the keys' end and the band make a tile partial.
-  const int full_begin = ceil_div(band.first_row(last_key), block_q);
-  int full_end = max_int(0, first_key - params.band_first_shift + 1) / block_q;
-  if (first_key - params.band_first_shift + 1 >= params.seq_q) full_end = plan.touched.end;
-  plan.full.begin = max_int(plan.touched.begin, full_begin);
-  plan.full.end = max_int(plan.full.begin, min_int(plan.touched.end, full_end));
-  if (first_key + block_kv > params.seq_k) plan.full = {0, 0};
-  plan.steps = plan.touched.count() * params.heads_per_kv;
+  Piece piece{from_last ? params.kv_tiles - 1 - at.q_tile : at.q_tile, 0, 1};
+  if (params.pieces != params.kv_tiles)
+    piece = find_piece(at.q_tile, params.kv_tiles, params.piece_steps, from_last, [&](int tile) {
+      return touched_query_tiles(band, tile, params.seq_k, block_q, block_kv).count() *
+             params.heads_per_kv;
+    });
+  const QueryTiles tiles = query_tiles(band, piece.tile, params.seq_k, block_q, block_kv);
+  const int count = tiles.touched.count();
+  const TileRange steps = part_of({0, count * params.heads_per_kv}, piece.index, piece.count);
+  BackwardPlan plan;
+  plan.batch = at.batch;
+  plan.head_kv = at.head;
+  plan.kv_tile = piece.tile;
+  plan.piece = piece.index;
+  plan.pieces = piece.count;
+  plan.touched = tiles.touched;
+  plan.full = tiles.full;
+  plan.steps = steps.count();
   plan.stride = mirrored ? -1 : 1;
   plan.first = mirrored ? plan.touched.end - 1 : plan.touched.begin;
-  // KV tiles that start together begin at the query tiles beside them, each at its own, and go
-  // round: they meet no other at a dQ.
-  if (plan.steps > 0 && order != by_keys) {
-    const int ahead = first_key / block_q - plan.touched.begin, count = plan.touched.count();
-    plan.first += (ahead % count + count) % count;
+  plan.begin_tile = plan.begin_head = 0;
+  if (plan.steps > 0) {
+    // KV tiles that start together begin at the query tiles beside them, each at its own, and go
+    // round: they meet no other at a dQ.
+    if (order != by_keys) {
+      const int ahead = piece.tile * block_kv / block_q - plan.touched.begin;
+      plan.first += (ahead % count + count) % count;
+    }
+    plan.begin_head = steps.begin / count;
+    int tile = plan.first + plan.stride * (steps.begin - plan.begin_head * count);
+    if (tile >= plan.touched.end) tile -= count;
+    if (tile < plan.touched.begin) tile += count;
+    plan.begin_tile = tile;
   }
   return plan;
 }
@@ -188,15 +201,17 @@ struct BackwardSmem {
   ptx::u64 weights_full, weights_empty;
   ptx::u64 turn_come[turn_stages], turn_over[turn_stages];
   Turn turn[turn_stages];
+  int pieces_before[2];  // at the sums of dK and dV, per product warpgroup
   BackwardPlan plan;
 };
 
 // Counts through the steps of a plan: query tiles of one head, all round, then of the next.
 struct StepCursor {
   int q_tile;
-  int head = 0;  // of the group
+  int head;  // of the group
 
-  __device__ __forceinline__ explicit StepCursor(const BackwardPlan& plan) : q_tile(plan.first) {}
+  __device__ __forceinline__ explicit StepCursor(const BackwardPlan& plan)
+      : q_tile(plan.begin_tile), head(plan.begin_head) {}
   __device__ __forceinline__ void advance(const BackwardPlan& plan) {
     q_tile += plan.stride;
     if (q_tile == plan.touched.end)

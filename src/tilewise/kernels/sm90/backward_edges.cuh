@@ -19,7 +19,9 @@ struct PreprocessParams {
   float* start_s;     // (batch, heads, rows), rows padded to the query tile
   float* start_dp;
   float* dq_sums;    // null, or row_floats * rows floats a head, to be zeroed
-  TileTurns* turns;  // null, or one a query tile, to be zeroed
+  TileTurns* turns;        // null, or one per query tile, to be zeroed
+  TileTurns* piece_turns;  // null, or so many turns of pieces at dK and dV, to be zeroed
+  int piece_turn_count;
   int heads;
   int seq_q;
   int rows;
@@ -93,6 +95,11 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
   if (params.turns != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
     params.turns[(static_cast<long long>(batch_head) * params.rows + first_row) / params.block_q] =
         TileTurns{0, 0};
+  if (params.piece_turns != nullptr) {
+    const int stride = static_cast<int>(gridDim.x) * edge_threads;
+    for (int i = block * edge_threads + threadIdx.x; i < params.piece_turn_count; i += stride)
+      params.piece_turns[i] = TileTurns{0, 0};
+  }
 #pragma unroll
   for (int i = 0; i < edge_rows / rows_at_once; ++i) {
     const int row = first_row + i * rows_at_once + threadIdx.x / lanes;

@@ -39,7 +39,9 @@ struct ProductWarpgroup {
   const int warpgroup;                                  // 0 or 1
   const int row = config.by_keys ? warpgroup * 64 : 0;  // of the KV tile, the first of 64
   const int warp = threadIdx.x / 32 % 4;
-  const typename Lane<config.writes_dq>::Type lane = Lane<config.writes_dq>::ask();
+  // Why asked again in some kernels: the answer would take a register that they do not have.
+  using LaneOf = Lane<config.writes_dq || (config.softcap && config.by_keys && block_q == 64)>;
+  const typename LaneOf::Type lane = LaneOf::ask();
 
   using Position = RingPosition<config.stages>;
   Position position{0};  // of this step in the Q and dO rings
@@ -118,7 +120,8 @@ struct ProductWarpgroup {
   }
 
   // S -> P in place.
-  __device__ __forceinline__ void exponentiate(Fragment& s, const float* start, int q_tile) {
+  __device__ __forceinline__ void exponentiate(Fragment& s, const float* start, int q_tile,
+                                               bool partial) {
     if constexpr (config.softcap) {
       apply_softcap(s, params.softcap_in);
       const float2* pairs = reinterpret_cast<const float2*>(start) + threadIdx.x % 4;
@@ -129,11 +132,11 @@ struct ProductWarpgroup {
         for (int i = 0; i < 4; ++i)
           s[4 * j + i] = fmaf(s[4 * j + i], params.scale_log2, i % 2 ? pair.y : pair.x);
       }
-      if (plan.partial(q_tile)) hide(s, params, first_key(), q_tile * block_q);
+      if (partial) hide(s, params, first_key(), q_tile * block_q);
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) s[i] = ptx::ex2(s[i]);
     } else {
-      if (plan.partial(q_tile)) hide(s, params, first_key(), q_tile * block_q);
+      if (partial) hide(s, params, first_key(), q_tile * block_q);
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) s[i] = ptx::ex2(s[i] * params.scale_log2);
     }
@@ -162,6 +165,7 @@ struct ProductWarpgroup {
 
   // This warp's 16 key rows of dS^T into shared memory, for dQ.
   __device__ __forceinline__ void store_ds(const Packed& ds) {
+    if constexpr (!config.makes_dq) return;
     ptx::mbarrier_wait(&smem.ds_empty[ds_position.stage], ds_position.phase);
     const u32 address =
         ptx::smem_address(smem.ds[ds_position.stage]) + panel_bytes(row + warp * 16);
@@ -173,36 +177,108 @@ struct ProductWarpgroup {
   }
   // Why apart: the fence waits for the stores, which can go on under the product issued meanwhile.
   __device__ __forceinline__ void publish_ds() {
+    if constexpr (!config.makes_dq) return;
     ptx::fence_proxy_async();
     arrive(&smem.ds_full[ds_position.stage]);
     ds_position.advance();
   }
 
-  // Every dS has been read, and with that every K and V.
+  // Every dS has been read, and with that every K and V. Without dQ: K and V are read for S and dP
+  // alone, and these are done.
   __device__ __forceinline__ void wait_for_dq() {
+    if constexpr (!config.makes_dq) return;
     for (int i = 0; i < config.ds_stages; ++i) {
       ptx::mbarrier_wait(&smem.ds_empty[ds_position.stage], ds_position.phase);
       ds_position.advance();
     }
   }
 
-  // Each warp stages its 16 rows in its part of `room`, a KV tile, and stores them.
+  // The sums of dK and dV over the pieces of this KV tile: four accumulators of a thread side by
+  // side, the 128 threads of the warpgroup after one another, dV before dK.
+  __device__ __forceinline__ float* piece_sums() {
+    const long long pair = static_cast<long long>(plan.batch) * params.heads_kv + plan.head_kv;
+    constexpr int columns = config.head_dim + config.head_dim_v;
+    return params.dkv_sums + (pair * params.kv_tiles + plan.kv_tile) * (block_kv * columns) +
+           row * columns + threadIdx.x % 128 * 4;
+  }
+  __device__ __forceinline__ TileTurns* piece_turns() {
+    const long long pair = static_cast<long long>(plan.batch) * params.heads_kv + plan.head_kv;
+    return params.piece_turns + (pair * params.kv_tiles + plan.kv_tile) * 2 + warpgroup;
+  }
+
+  // How many pieces of this KV tile have added, or are about to, before this one. By keys pieces
+  // take turns in their order; else the first one waits for no other, the last one for all, and
+  // those between for the first. Why this cannot hang: a piece that is waited for has a smaller
+  // block index, or has claimed its turn and so has nothing left to do but to add.
+  __device__ __forceinline__ int await_pieces() {
+    if (threadIdx.x % 128 == 0) {
+      ptx::wait_for_previous_grid();  // which zeroed the turns
+      TileTurns* turns = piece_turns();
+      const bool in_order = params.order == by_keys;
+      const int before = in_order ? plan.piece : ptx::add_relaxed(&turns->claimed, 1);
+      const int awaited = in_order || before == plan.pieces - 1 ? before : min_int(before, 1);
+      while (ptx::load_acquire(&turns->added) < awaited) {
+      }
+      smem.pieces_before[warpgroup] = before;
+    }
+    ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + warpgroup);
+    return smem.pieces_before[warpgroup];
+  }
+  __device__ __forceinline__ void end_piece() {
+    ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + warpgroup);
+    if (threadIdx.x % 128 == 0) ptx::add_release(&piece_turns()->added, 1);
+  }
+
+  // Step 9 of a piece that is not the last: one gradient to its sums over pieces, at `place`.
+  template <bool first, int parts, int count>
+  __device__ __forceinline__ void add_piece(const float (&sums)[parts][count], float* place) {
+#pragma unroll
+    for (int part = 0; part < parts; ++part) {
+#pragma unroll
+      for (int i = 0; i < count; i += 4) {
+        float* at = place + (part * count + i) * 128;
+        const float* x = &sums[part][i];
+        if constexpr (first)
+          ptx::store_global(at, x[0], x[1], x[2], x[3]);
+        else
+          ptx::add_to_global(at, x[0], x[1], x[2], x[3]);
+      }
+    }
+  }
+
+  // Each warp stages its 16 rows in its part of `room`, a KV tile, and stores them. The last piece
+  // adds the `others` first; otherwise that is null.
+  // Why here and not in the accumulators: products keep those in fixed registers, and another
+  // definition of them would cost copies of all.
   template <int parts, int count>
-  __device__ __forceinline__ void store(const float (&sums)[parts][count], float scale,
-                                        unsigned char* room, const ptx::TensorMap& map) {
+  __device__ __forceinline__ void store(const float (&sums)[parts][count], const float* others,
+                                        float scale, unsigned char* room,
+                                        const ptx::TensorMap& map) {
     constexpr int columns = parts * count * 2;
+    constexpr int at_once = columns % 64 == 0 ? 4 : 2;  // pairs of columns' eights, loaded together
+    static_assert(columns / 16 % at_once == 0);
     unsigned char* staging = room + panel_bytes(row + warp * 16);
     const u32 address = ptx::smem_address(staging);
 #pragma unroll
-    for (int pair = 0; pair < columns / 16; ++pair) {
-      const float* x = &sums[pair / (count / 8)][pair % (count / 8) * 8];
-      u32 packed[4];
+    for (int begin = 0; begin < columns / 16; begin += at_once) {
+      float4 other[2 * at_once] = {};
+      if (others != nullptr) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        packed[i] = ptx::pack<config.bf16>(x[2 * i] * scale, x[2 * i + 1] * scale);
-      ptx::stmatrix_x4(address + pair / 4 * panel_bytes(block_kv) +
-                           swizzled_chunk(lane % 16, pair % 4 * 2 + lane / 16),
-                       packed[0], packed[1], packed[2], packed[3]);
+        for (int i = 0; i < 2 * at_once; ++i)
+          other[i] = ptx::load_global(others + (2 * begin + i) * 512);
+      }
+#pragma unroll
+      for (int pair = begin; pair < begin + at_once; ++pair) {
+        const float* x = &sums[pair / (count / 8)][pair % (count / 8) * 8];
+        const float4 low = other[2 * (pair - begin)], high = other[2 * (pair - begin) + 1];
+        ptx::stmatrix_x4(
+            address + pair / 4 * panel_bytes(block_kv) +
+                swizzled_chunk(lane % 16, pair % 4 * 2 + lane / 16),
+            ptx::pack<config.bf16>((x[0] + low.x) * scale, (x[1] + low.y) * scale),
+            ptx::pack<config.bf16>((x[2] + low.z) * scale, (x[3] + low.w) * scale),
+            ptx::pack<config.bf16>((x[4] + high.x) * scale, (x[5] + high.y) * scale),
+            ptx::pack<config.bf16>((x[6] + high.z) * scale, (x[7] + high.w) * scale));
+      }
     }
     ptx::fence_proxy_async();
     __syncwarp();
@@ -246,14 +322,16 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
     }
   }
 
-  // No query of this tile sees any of this warpgroup's keys: half of the diagonal tiles of a causal
-  // mask, and keys past the end.
-  __device__ __forceinline__ bool hidden(int q_tile) {
-    if (!plan.partial(q_tile)) return false;
+  // What a query tile is to the 64 keys of this warpgroup. Hidden: no query sees any of them, as in
+  // half of the diagonal tiles of a causal mask, and for keys past the end.
+  enum class Sight { full, partial, hidden };
+  __device__ __forceinline__ Sight sight_of(int q_tile) {
+    if (!plan.partial(q_tile)) return Sight::full;
     const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
     const int key = plan.kv_tile * config.block_kv() + this->row;
-    return key >= params.seq_k || (q_tile + 1) * block_q <= band.first_row(key) ||
-           q_tile * block_q >= band.end_row(key + 63);
+    const bool hidden = key >= params.seq_k || (q_tile + 1) * block_q <= band.first_row(key) ||
+                        q_tile * block_q >= band.end_row(key + 63);
+    return hidden ? Sight::hidden : Sight::partial;
   }
 
   // A step with no weight at all: dS is 0, and only the next scores are computed.
@@ -272,38 +350,46 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
     this->arrive(&smem.q_empty[stage]);
   }
 
-  __device__ __forceinline__ void step(Fragment& s, int q_tile, bool last) {
+  // On return `cursor` and `sight` are those of the next step. Why here: found while products run,
+  // they are not on the way from the scores to the first exponential.
+  __device__ __forceinline__ void step(Fragment& s, StepCursor& cursor, Sight& sight, bool last) {
     const int stage = this->position.stage;
     Packed ds;
     {
       Weights<config.keeps_rest(), config.bf16, block_q / 2> weights;
-      this->exponentiate(s, smem.start_s[stage], q_tile);
+      this->exponentiate(s, smem.start_s[stage], cursor.q_tile, sight == Sight::partial);
       weights.set(s);
       this->wait_dout(this->position);
       const unsigned char* dout = smem.dout[stage];
       Fragment dp;
       start_from(dp, smem.start_dp[stage]);
       wgmma::hold(dp);
-      this->hold(dv);
-      this->hold(weights.packed);
+      if constexpr (config.makes_dkv) {
+        this->hold(dv);
+        this->hold(weights.packed);
+      }
       wgmma::fence();
       this->template issue_scores<config.head_dim_v>(dp, smem.v, dout);
-      this->issue_sums(dv, weights.packed, dout);
+      if constexpr (config.makes_dkv) this->issue_sums(dv, weights.packed, dout);
       wgmma::commit();
       wgmma::wait<0>();
       wgmma::hold(dp);
-      this->hold(dv);
-      this->hold(weights.packed);
+      if constexpr (config.makes_dkv) {
+        this->hold(dv);
+        this->hold(weights.packed);
+      }
       this->arrive(&smem.dout_empty[stage]);
       form_ds(ds, weights, dp);
     }
     this->store_ds(ds);
     this->position.advance();
-    this->hold(dk);
-    this->hold(ds);
-    wgmma::fence();
-    this->issue_sums(dk, ds, smem.q[stage]);
-    wgmma::commit();
+    if constexpr (config.makes_dkv) {
+      this->hold(dk);
+      this->hold(ds);
+      wgmma::fence();
+      this->issue_sums(dk, ds, smem.q[stage]);
+      wgmma::commit();
+    }
     this->publish_ds();
     if (!last) {
       this->wait_q(this->position);
@@ -312,17 +398,30 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
       wgmma::fence();
       this->template issue_scores<config.head_dim>(s, smem.k, smem.q[this->position.stage]);
       wgmma::commit();
+      cursor.advance(plan);
+      sight = sight_of(cursor.q_tile);
     }
     wgmma::wait<0>();
     wgmma::hold(s);
-    this->hold(dk);
-    this->hold(ds);
+    if constexpr (config.makes_dkv) {
+      this->hold(dk);
+      this->hold(ds);
+    }
     this->arrive(&smem.q_empty[stage]);
   }
 
+  __device__ __forceinline__ void take(Fragment& s, StepCursor& cursor, Sight& sight, bool last) {
+    if (sight != Sight::hidden) return step(s, cursor, sight, last);
+    skip(s, last);
+    cursor.advance(plan);
+    sight = sight_of(cursor.q_tile);
+  }
+
   __device__ __forceinline__ void run() {
-    this->clear(dk);
-    this->clear(dv);
+    if constexpr (config.makes_dkv) {
+      this->clear(dk);
+      this->clear(dv);
+    }
     if (plan.steps > 0) {
       Fragment s;
       ptx::mbarrier_wait(&smem.k_full, 0);
@@ -330,22 +429,35 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
       this->first_scores(s);
       ptx::mbarrier_wait(&smem.v_full, 0);
       StepCursor cursor(plan);
-      for (int i = 1; i < plan.steps; ++i, cursor.advance(plan)) {
-        if (hidden(cursor.q_tile))
-          skip(s, false);
-        else
-          step(s, cursor.q_tile, false);
+      Sight sight = sight_of(cursor.q_tile);
+      for (int i = 1; i < plan.steps; ++i) take(s, cursor, sight, false);
+      take(s, cursor, sight, true);
+    }
+    if constexpr (config.makes_dkv) finish();
+  }
+
+  __device__ __forceinline__ void finish() {
+    float *dv_others = nullptr, *dk_others = nullptr;
+    if (plan.pieces > 1) {
+      const int before = this->await_pieces();
+      dv_others = this->piece_sums();
+      dk_others = dv_others + 64 * config.head_dim_v;
+      if (before != plan.pieces - 1) {
+        if (before == 0) {
+          this->template add_piece<true>(dv, dv_others);
+          this->template add_piece<true>(dk, dk_others);
+        } else {
+          this->template add_piece<false>(dv, dv_others);
+          this->template add_piece<false>(dk, dk_others);
+        }
+        return this->end_piece();
       }
-      if (hidden(cursor.q_tile))
-        skip(s, true);
-      else
-        step(s, cursor.q_tile, true);
     }
     // Why: rows of V are read by this warpgroup alone, but maybe by another of its warps.
     ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + this->warpgroup);
-    if (params.store_dv) this->store(dv, 1.0f, smem.v, params.dv_map);
+    if (params.store_dv) this->store(dv, dv_others, 1.0f, smem.v, params.dv_map);
     this->wait_for_dq();
-    if (params.store_dk) this->store(dk, params.dqk_scale, smem.k, params.dk_map);
+    if (params.store_dk) this->store(dk, dk_others, params.dqk_scale, smem.k, params.dk_map);
     if (this->lane == 0) ptx::tma_store_wait_read<0>();
   }
 };
@@ -382,14 +494,16 @@ struct ValueWarpgroup : ProductWarpgroup<config> {
   __device__ __forceinline__ void step(Fragment& s, int q_tile, u32 phase, bool last) {
     Weights<false, config.bf16, block_q / 2> weights;
     const int stage = this->position.stage;
-    this->exponentiate(s, smem.start_s[stage], q_tile);
-    weights.set(s);
-    this->wait_dout(this->position);
-    this->hold(dv);
-    this->hold(weights.packed);
-    wgmma::fence();
-    this->issue_sums(dv, weights.packed, smem.dout[stage]);
-    wgmma::commit();
+    this->exponentiate(s, smem.start_s[stage], q_tile, plan.partial(q_tile));
+    if constexpr (config.makes_dkv) {
+      weights.set(s);
+      this->wait_dout(this->position);
+      this->hold(dv);
+      this->hold(weights.packed);
+      wgmma::fence();
+      this->issue_sums(dv, weights.packed, smem.dout[stage]);
+      wgmma::commit();
+    }
     hand_over(s, smem.start_s[stage], phase);
     this->arrive(&smem.q_empty[stage]);
     this->position.advance();
@@ -403,13 +517,15 @@ struct ValueWarpgroup : ProductWarpgroup<config> {
     }
     wgmma::wait<0>();
     wgmma::hold(s);
-    this->hold(dv);
-    this->hold(weights.packed);
+    if constexpr (config.makes_dkv) {
+      this->hold(dv);
+      this->hold(weights.packed);
+    }
     this->arrive(&smem.dout_empty[stage]);
   }
 
   __device__ __forceinline__ void run() {
-    this->clear(dv);
+    if constexpr (config.makes_dkv) this->clear(dv);
     if (plan.steps > 0) {
       Fragment s;
       ptx::mbarrier_wait(&smem.k_full, 0);
@@ -424,7 +540,23 @@ struct ValueWarpgroup : ProductWarpgroup<config> {
       // phase's.
       ptx::mbarrier_wait(&smem.weights_empty, (plan.steps - 1) & 1);
     }
-    if (params.store_dv) this->store(dv, 1.0f, smem.v, params.dv_map);
+    if constexpr (config.makes_dkv) finish();
+  }
+
+  __device__ __forceinline__ void finish() {
+    float* others = nullptr;
+    if (plan.pieces > 1) {
+      const int before = this->await_pieces();
+      others = this->piece_sums();
+      if (before != plan.pieces - 1) {
+        if (before == 0)
+          this->template add_piece<true>(dv, others);
+        else
+          this->template add_piece<false>(dv, others);
+        return this->end_piece();
+      }
+    }
+    if (params.store_dv) this->store(dv, others, 1.0f, smem.v, params.dv_map);
     if (this->lane == 0) ptx::tma_store_wait_read<0>();
   }
 };
@@ -458,11 +590,13 @@ struct KeyWarpgroup : ProductWarpgroup<config> {
     this->store_ds(ds);
     this->wait_q(this->position);
     this->position.advance();
-    this->hold(dk);
-    this->hold(ds);
-    wgmma::fence();
-    this->issue_sums(dk, ds, smem.q[stage]);
-    wgmma::commit();
+    if constexpr (config.makes_dkv) {
+      this->hold(dk);
+      this->hold(ds);
+      wgmma::fence();
+      this->issue_sums(dk, ds, smem.q[stage]);
+      wgmma::commit();
+    }
     this->publish_ds();
     if (!last) {
       this->wait_dout(this->position);
@@ -474,13 +608,15 @@ struct KeyWarpgroup : ProductWarpgroup<config> {
     }
     wgmma::wait<0>();
     wgmma::hold(dp);
-    this->hold(dk);
-    this->hold(ds);
+    if constexpr (config.makes_dkv) {
+      this->hold(dk);
+      this->hold(ds);
+    }
     this->arrive(&smem.q_empty[stage]);
   }
 
   __device__ __forceinline__ void run() {
-    this->clear(dk);
+    if constexpr (config.makes_dkv) this->clear(dk);
     if (plan.steps > 0) {
       Fragment dp;
       ptx::mbarrier_wait(&smem.v_full, 0);
@@ -495,9 +631,25 @@ struct KeyWarpgroup : ProductWarpgroup<config> {
       int i = 0;
       for (; i < plan.steps - 1; ++i) step(dp, i & 1, false);
       step(dp, i & 1, true);
-      this->wait_for_dq();
     }
-    if (params.store_dk) this->store(dk, params.dqk_scale, smem.k, params.dk_map);
+    if constexpr (config.makes_dkv) finish();
+  }
+
+  __device__ __forceinline__ void finish() {
+    float* others = nullptr;
+    if (plan.pieces > 1) {
+      const int before = this->await_pieces();
+      others = this->piece_sums() + 64 * config.head_dim_v;
+      if (before != plan.pieces - 1) {
+        if (before == 0)
+          this->template add_piece<true>(dk, others);
+        else
+          this->template add_piece<false>(dk, others);
+        return this->end_piece();
+      }
+    }
+    if (plan.steps > 0) this->wait_for_dq();
+    if (params.store_dk) this->store(dk, others, params.dqk_scale, smem.k, params.dk_map);
     if (this->lane == 0) ptx::tma_store_wait_read<0>();
   }
 };

@@ -314,17 +314,7 @@ struct QueryWarpgroup {
     return {order.before == 0, order.after == 0};
   }
 
-  // dQ is not wanted.
-  __device__ __forceinline__ void discard() {
-    for (; step < plan.steps; ++step) {
-      const auto position = RingPosition<config.ds_stages>::after(step);
-      ptx::mbarrier_wait(&smem.ds_full[position.stage], position.phase);
-      if (thread % 32 == 0) ptx::mbarrier_arrive(&smem.ds_empty[position.stage]);
-    }
-  }
-
   __device__ __forceinline__ void run() {
-    if (params.dq == nullptr) return discard();
     ptx::wait_for_previous_grid();
     for (; step < plan.steps; ++step, cursor.advance(plan)) {
       const auto position = RingPosition<config.ds_stages>::after(step);

@@ -140,10 +140,13 @@ __device__ __forceinline__ void backward(const GradParams& params) {
   GradSmem<config>& smem = *reinterpret_cast<GradSmem<config>*>(smem_bytes);
   // Why the shuffle: it tells the compiler that the role is the same for the whole warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
-  if (threadIdx.x == 0) {
-    smem.plan = make_backward_plan<grad_block, grad_block>(
+  if (warp == 0) {
+    const BackwardPlan plan = make_backward_plan<grad_block, grad_block>(
         params, blockIdx.x, params.turns != nullptr ? by_keys : freely);
-    init_grad_barriers<config>(smem);
+    if (threadIdx.x == 0) {
+      smem.plan = plan;
+      init_grad_barriers<config>(smem);
+    }
   }
   // Launches overlap: nothing that another kernel may have written, or may still read, is touched
   // above this line.

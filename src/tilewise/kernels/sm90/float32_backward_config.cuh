@@ -52,6 +52,8 @@ struct GradParams {
   int band_end_shift;
   int q_tiles;
   int kv_tiles;
+  int pieces;       // of all KV tiles of one (batch, KV head) pair
+  int piece_steps;  // at most, per piece
   int sections;
   float score_scale;  // of S, or with a softcap the cap
   float softcap_in;

@@ -186,6 +186,13 @@ __device__ __forceinline__ void store_global(void* address, const u32 (&x)[4]) {
                : "memory");
 }
 
+__device__ __forceinline__ void store_global(float* address, float a, float b, float c,
+                                             float d) {  // ISA: st
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c),
+               "f"(d)
+               : "memory");
+}
+
 // Gives what was there before.
 __device__ __forceinline__ int add_relaxed(int* address, int value) {  // ISA: atom
   int before;

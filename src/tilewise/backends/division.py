@@ -1,0 +1,117 @@
+"""How the work of a backward is divided among the multiprocessors: into which pieces, and in which order.
+
+A CTA of a backward owns one tile of keys of one (batch, KV head) pair and goes through the query tiles that see it,
+head by head of its group: its steps. Where such tiles are few, long or unequal they are cut into pieces of at most
+`piece_steps` steps (kernels/common/pieces.cuh), whose dK and dV are added up in float32. Pairs run in `sections`, one
+after another, so that those side by side share the L2 cache.
+
+More pieces fill the GPU better and cost more: each loads its keys, starts its pipeline and hands over its sums. More
+pairs side by side leave shorter ends and share less of the cache. `divide` simulates the grid for a few of both and
+takes the shortest: blocks start in order, each on the multiprocessor that is free first.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+# Pieces per tile that are tried; a tile is not cut into pieces shorter than MIN_PIECE_STEPS.
+_CUTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128)
+MIN_PIECE_STEPS = 4
+# A grid whose longest tile is this small a share of the whole run ends evenly by itself, and is not simulated.
+_EVEN = 1 / 32
+
+
+class Costs(NamedTuple):
+    """What a CTA costs beside its steps, in steps: to start and end, and to add up the gradients of a piece."""
+
+    start: float
+    merge: float
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a grid is divided, and what a simulation says of it."""
+
+    piece_steps: int
+    pieces: int
+    """Of one (batch, KV head) pair."""
+    sections: int
+    cut: bool
+    """Some tile has more than one piece."""
+    grid: int
+    waves: float
+    """CTAs per multiprocessor."""
+    idle: float
+    """Share of the multiprocessors' time in which they wait for the end of the longest."""
+
+    def __str__(self) -> str:
+        cut = f"{self.grid} pieces of up to {self.piece_steps} steps" if self.cut else f"{self.grid} tiles of keys"
+        return f"{cut}, {self.waves:.1f} per multiprocessor, {self.idle:.0%} idle at the end"
+
+
+def tile_steps(problem: Problem, block_q: int, block_kv: int) -> tuple[int, ...]:
+    """Per tile of keys, the query tiles that see it, over all heads of a group; as common/pieces.cuh counts them."""
+    left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
+    first_shift, end_shift = offset - left, offset + right + 1
+    steps = []
+    for first_key in range(0, problem.seq_kv, block_kv):
+        last_key = min(first_key + block_kv, problem.seq_kv) - 1
+        begin, end = max(0, first_key - end_shift + 1), min(problem.seq_q, last_key - first_shift + 1)
+        steps.append((-(-end // block_q) - begin // block_q) * problem.group if begin < end else 0)
+    return tuple(steps)
+
+
+def piece_count(steps: int, limit: int) -> int:
+    return max(1, -(-steps // limit))
+
+
+@functools.lru_cache(maxsize=1024)
+def divide(steps: tuple[int, ...], pairs: int, sms: int, costs: Costs, sections: tuple[int, ...]) -> Division:
+    """The division that ends first: `steps` of each tile in the order of work, and the numbers of sections to try.
+
+    Of divisions that end at the same time, the one with the fewest pieces and then the first number of sections.
+    """
+    longest = max(1, *steps)
+    if longest <= _EVEN * sum(steps) * pairs / sms:
+        return _simulated(steps, pairs, sms, costs, sections[0], longest)[1]
+    limits = {-(-longest // cut) for cut in _CUTS}
+    limits = {limit for limit in limits if limit >= MIN_PIECE_STEPS or limit == longest}
+    choices = [
+        _simulated(steps, pairs, sms, costs, number, limit)
+        for limit in sorted(limits, reverse=True)
+        for number in sections
+    ]
+    return min(choices, key=lambda choice: choice[0])[1]
+
+
+def _simulated(
+    steps: tuple[int, ...], pairs: int, sms: int, costs: Costs, sections: int, limit: int
+) -> tuple[float, Division]:
+    """When the last CTA of a division ends, in steps, and the division."""
+    durations: list[float] = []
+    for count in steps:
+        pieces = piece_count(count, limit)
+        extra = costs.start + (costs.merge if pieces > 1 else 0.0)
+        durations += [count * (i + 1) // pieces - count * i // pieces + extra for i in range(pieces)]
+    busy = sum(durations) * pairs / sms
+    span = _span(durations, pairs, sms, sections) if max(durations) > _EVEN / 4 * busy else busy + max(durations) / 2
+    grid = pairs * len(durations)
+    cut = len(durations) > len(steps)
+    return span, Division(limit, len(durations), sections, cut, grid, grid / sms, 1 - busy / span)
+
+
+def _span(durations: list[float], pairs: int, sms: int, sections: int) -> float:
+    """Blocks start in order, each on the multiprocessor that is free first."""
+    free = [0.0] * sms
+    small, larger = divmod(pairs, sections)
+    for section in range(sections):
+        for duration in durations:
+            for _ in range(small + (section < larger)):
+                heapq.heapreplace(free, free[0] + duration)
+    return max(free)
