@@ -72,19 +72,26 @@ def stride_params(**tensors: Tensor) -> dict[str, int]:
     return {f"{name}_{dim}_stride": tensor.stride(i) for name, tensor in tensors.items() for i, dim in enumerate(dims)}
 
 
-def head_sections(problem: Problem, target: Target, number_bytes: int) -> int:
+# Of a section of causal tiles, per multiprocessor: fewer than MIN_WAVES make it one of WIDE_WAVES. Measured.
+MIN_WAVES, WIDE_WAVES = 2.5, 4
+
+
+def head_sections(problem: Problem, target: Target, number_bytes: int, waves: float = math.inf) -> int:
     """How many groups of (batch, head) pairs are worked on one after the other.
 
     Equal tiles: pairs that share their keys make a section, so that neighbours read the same keys from DRAM once.
     Causal tiles: about as many pairs as the L2 cache holds, since the longest of a section come first and the shortest
-    fill the gaps. Rounded down: long tiles of a small last section would have little beside them.
+    fill the gaps. Rounded down: long tiles of a small last section would have little beside them. For the same reason
+    sections of few of all `waves` are made wider: tiles of a head that start together read the same keys, so that the
+    cache need not hold all of them.
     """
     pairs = problem.batch * problem.heads_q
     if not isinstance(problem.mask, Causal):
         return pairs // problem.group
     kv_bytes = problem.seq_kv * (problem.head_dim + problem.head_dim_v) * number_bytes
     held = max(1, target.l2_bytes // 2 // kv_bytes) * problem.group
-    return max(1, pairs // held)
+    sections = max(1, pairs // held)
+    return sections if waves >= MIN_WAVES * sections else max(1, min(sections, round(waves / WIDE_WAVES)))
 
 
 def kv_head_sections(problem: Problem, target: Target, number_bytes: int, share: float = 2 / 3) -> int:

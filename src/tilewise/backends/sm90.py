@@ -539,6 +539,7 @@ def _work_counter(device: int, stream: int) -> int:
 
 
 def _fixed_params(problem: Problem, config: Config, target: Target, v: Tensor) -> dict[str, Any]:
+    waves = query_tiles(problem, config.block_q) / (target.sms * config.ctas_per_sm)
     return {
         **stride_params(v=v),
         **shape_params(problem),
@@ -546,7 +547,7 @@ def _fixed_params(problem: Problem, config: Config, target: Target, v: Tensor) -
         "heads": problem.heads_q,
         "head_dim_v": problem.head_dim_v,
         "q_tiles": -(-problem.seq_q // config.block_q),
-        "sections": head_sections(problem, target, 2),
+        "sections": head_sections(problem, target, 2, waves),
         "longest_first": int(isinstance(problem.mask, Causal)),
         "splits": _splits(problem, config, target),
     }

@@ -56,7 +56,7 @@ class GradConfig:
         rooms = self.rooms * PARTS * matrix_bytes(BLOCK, BLOCK)
         vectors = 2 * self.stages * BLOCK * 4
         barriers = 8 * (2 + 4 * self.stages + 3 * self.rooms)
-        plan = 14 * 4
+        plan = 16 * 4
         return -(-(PARTS * (1 + self.stages) * both + rooms + vectors + barriers + plan) // 1024) * 1024
 
     @property

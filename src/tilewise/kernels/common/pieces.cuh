@@ -1,9 +1,11 @@
 // How the work of a backward is cut into pieces for the CTAs of a grid.
 //
 // A backward goes through the KV tiles of every (batch, KV head) pair. The steps of a KV tile are the
-// query tiles that see it, head by head of its group. A tile of more than `limit` steps is cut into
-// pieces of nearly equal numbers of steps, which several CTAs work on; they add up dK and dV in
+// query tiles that see it, for every head of its group. A tile of more than `limit` steps is cut
+// into pieces of `limit` steps and a rest, which several CTAs work on; they add up dK and dV in
 // float32. Pairs have the same tiles, so they have the same pieces, numbered tile after tile.
+// Why not into equal parts: pieces of different tiles that begin at the same step stay side by side,
+// read the same queries, and can take turns at the same dQ.
 // The host chooses the limit (backends/division.py) and counts the pieces by the same rule.
 //
 // No PTX, no CUDA types: a host compiler builds this too, and tests/test_device_code.py drives it.
@@ -52,6 +54,10 @@ TILEWISE_INLINE QueryTiles query_tiles(const RowBand& band, int kv_tile, int seq
 // A KV tile that no query sees has one piece of no steps, which writes zeros.
 TILEWISE_INLINE int piece_count(int steps, int limit) {
   return steps <= limit ? 1 : (steps - 1) / limit + 1;
+}
+
+TILEWISE_INLINE TileRange steps_of_piece(int steps, int limit, int index) {
+  return {index * limit, min_int((index + 1) * limit, steps)};
 }
 
 struct Piece {

@@ -27,9 +27,8 @@
 // warpgroup run under the products of the others.
 //
 // Sums of dQ (enum Order). By keys, for the same bits every time: KV tiles take turns from the last to
-// the first, or the other way round (the last section of heads). By claim: they take turns as they
-// come. Freely: nobody waits, and postprocess rounds the sums. But for the first order KV tiles that
-// start together go round the query tiles each from a place of its own.
+// the first, or the other way round. By claim: they take turns as they come. Freely: no tile waits,
+// and postprocess rounds the sums. Which tiles run side by side, and where each begins: enum Walk.
 //
 // Roles. Warpgroup 0: one thread, the producer, issues all loads; a second waits for this tile's turns
 // and a third passes them on, unless they add freely. Warpgroup 1 makes dQ (8).
@@ -106,7 +105,7 @@ __device__ __forceinline__ void backward(const BackwardParams& params) {
   const int warpgroup = warpgroup_index();
   if (threadIdx.x < 32) {
     const BackwardPlan plan =
-        make_backward_plan<config.block_q, config.block_kv()>(params, blockIdx.x, params.order);
+        make_backward_plan<config.block_q, config.block_kv()>(params, blockIdx.x, params.walk);
     if (threadIdx.x == 0) smem.plan = plan;
   }
   if (threadIdx.x == 128) {

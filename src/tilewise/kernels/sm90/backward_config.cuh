@@ -46,6 +46,18 @@ enum Order : int {
   freely,    // onto zeroes, and nobody waits; postprocess makes dQ of the sums
 };
 
+// In which order a grid goes through KV tiles, and a CTA through the steps of its tile.
+enum Walk : int {
+  around,  // KV tiles from the first, head by head, each tile from a query tile of its own and all
+           // round: tiles that start together meet no other at a dQ
+  down,    // KV tiles from the first, query tiles from the last, and for each of them all heads.
+           // Under a causal mask tiles that start together stay together, and read the same queries
+  stairs,  // by keys. KV tiles from the last and query tiles from the first, head by head: under a
+           // causal mask the first rows of a tile have their turn at once, and those that wait meet
+           // rows which the tile before left a step ago. The last of several sections is its mirror
+           // image, so that the long tiles do not come at the very end
+};
+
 struct BackwardParams {
   ptx::TensorMap q_map;     // box block_q rows; all maps are (dim, seq, head, batch)
   ptx::TensorMap k_map;     // box block_kv rows
@@ -81,6 +93,7 @@ struct BackwardParams {
   int piece_steps;  // at most, per piece
   int sections;
   Order order;
+  Walk walk;
   int store_dk;
   int store_dv;
   float scale_log2;
@@ -90,7 +103,7 @@ struct BackwardParams {
 };
 
 // What a CTA does: one KV tile of one KV head, or a piece of it, against query tiles that see it,
-// head by head of the group.
+// for all heads of the group.
 struct BackwardPlan {
   int batch;
   int head_kv;
@@ -100,7 +113,8 @@ struct BackwardPlan {
   TileRange touched;  // query tiles
   TileRange full;     // Invariant: begin <= end
   int first;          // query tile of every head
-  int stride;         // of query tiles: 1, or -1 where turns by keys go from the first KV tile
+  int stride;         // of query tiles, 1 or -1
+  int heads_inside;   // heads that a query tile is taken for before the next one; 0: one at a time
   int begin_tile;     // where this piece begins
   int begin_head;     // of the group
   int steps;
@@ -114,27 +128,24 @@ struct BackwardPlan {
 // Of the parameters of this backward or of the float32 one. All lanes of a warp ask together.
 template <int block_q, int block_kv, typename Params>
 __device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params, int work,
-                                                           Order order) {
-  // By keys, KV tiles start from the last: under a causal mask the first rows of a tile have their
-  // turn at once, and those that wait meet rows which the tile before left a step ago. The last of
-  // several sections is its mirror image, from the first KV tile and the last query tile: so the
-  // long tiles do not come at the very end, and whoever is waited for has begun by then.
-  const int pairs = params.batch * params.heads_kv;
-  const bool mirrored = order == by_keys && params.sections > 1 &&
+                                                           Walk walk) {
+  const int pairs = params.batch * params.heads_kv, group = params.heads_per_kv;
+  const bool mirrored = walk == stairs && params.sections > 1 &&
                         work >= (pairs - pairs / params.sections) * params.pieces;
-  const bool from_last = order == by_keys && !mirrored;
+  const bool from_last = walk == stairs && !mirrored, descends = walk == down || mirrored;
   const Schedule schedule{params.heads_kv, pairs, params.pieces, params.sections, 0};
   const WorkTile at = schedule.tile(work);
   const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
   Piece piece{from_last ? params.kv_tiles - 1 - at.q_tile : at.q_tile, 0, 1};
   if (params.pieces != params.kv_tiles)
     piece = find_piece(at.q_tile, params.kv_tiles, params.piece_steps, from_last, [&](int tile) {
-      return touched_query_tiles(band, tile, params.seq_k, block_q, block_kv).count() *
-             params.heads_per_kv;
+      return touched_query_tiles(band, tile, params.seq_k, block_q, block_kv).count() * group;
     });
   const QueryTiles tiles = query_tiles(band, piece.tile, params.seq_k, block_q, block_kv);
   const int count = tiles.touched.count();
-  const TileRange steps = part_of({0, count * params.heads_per_kv}, piece.index, piece.count);
+  const TileRange steps = piece.count == 1
+                              ? TileRange{0, count * group}
+                              : steps_of_piece(count * group, params.piece_steps, piece.index);
   BackwardPlan plan;
   plan.batch = at.batch;
   plan.head_kv = at.head;
@@ -144,18 +155,20 @@ __device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params,
   plan.touched = tiles.touched;
   plan.full = tiles.full;
   plan.steps = steps.count();
-  plan.stride = mirrored ? -1 : 1;
-  plan.first = mirrored ? plan.touched.end - 1 : plan.touched.begin;
+  plan.stride = descends ? -1 : 1;
+  plan.first = descends ? plan.touched.end - 1 : plan.touched.begin;
+  plan.heads_inside = walk == down ? group : 0;
   plan.begin_tile = plan.begin_head = 0;
   if (plan.steps > 0) {
-    // KV tiles that start together begin at the query tiles beside them, each at its own, and go
-    // round: they meet no other at a dQ.
-    if (order != by_keys) {
-      const int ahead = piece.tile * block_kv / block_q - plan.touched.begin;
+    if (walk == around) {
+      const long long beside = static_cast<long long>(piece.tile) * params.q_tiles / params.kv_tiles;
+      const int ahead = static_cast<int>(beside) - plan.touched.begin;
       plan.first += (ahead % count + count) % count;
     }
-    plan.begin_head = steps.begin / count;
-    int tile = plan.first + plan.stride * (steps.begin - plan.begin_head * count);
+    const int inner = walk == down ? group : count;
+    const int outer_index = steps.begin / inner, inner_index = steps.begin - outer_index * inner;
+    plan.begin_head = walk == down ? inner_index : outer_index;
+    int tile = plan.first + plan.stride * (walk == down ? outer_index : inner_index);
     if (tile >= plan.touched.end) tile -= count;
     if (tile < plan.touched.begin) tile += count;
     plan.begin_tile = tile;
@@ -205,7 +218,8 @@ struct BackwardSmem {
   BackwardPlan plan;
 };
 
-// Counts through the steps of a plan: query tiles of one head, all round, then of the next.
+// Counts through the steps of a plan: query tiles of one head, all round, then of the next; or all
+// heads of one query tile, then of the next.
 struct StepCursor {
   int q_tile;
   int head;  // of the group
@@ -213,6 +227,10 @@ struct StepCursor {
   __device__ __forceinline__ explicit StepCursor(const BackwardPlan& plan)
       : q_tile(plan.begin_tile), head(plan.begin_head) {}
   __device__ __forceinline__ void advance(const BackwardPlan& plan) {
+    if (plan.heads_inside != 0) {
+      if (++head != plan.heads_inside) return;
+      head = 0;
+    }
     q_tile += plan.stride;
     if (q_tile == plan.touched.end)
       q_tile = plan.touched.begin;

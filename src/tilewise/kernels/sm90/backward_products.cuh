@@ -40,7 +40,7 @@ struct ProductWarpgroup {
   const int row = config.by_keys ? warpgroup * 64 : 0;  // of the KV tile, the first of 64
   const int warp = threadIdx.x / 32 % 4;
   // Why asked again in some kernels: the answer would take a register that they do not have.
-  using LaneOf = Lane<config.writes_dq || (config.softcap && config.by_keys && block_q == 64)>;
+  using LaneOf = Lane<config.writes_dq || (config.softcap && config.bf16 && config.by_keys && block_q == 64)>;
   const typename LaneOf::Type lane = LaneOf::ask();
 
   using Position = RingPosition<config.stages>;
@@ -350,14 +350,12 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
     this->arrive(&smem.q_empty[stage]);
   }
 
-  // On return `cursor` and `sight` are those of the next step. Why here: found while products run,
-  // they are not on the way from the scores to the first exponential.
-  __device__ __forceinline__ void step(Fragment& s, StepCursor& cursor, Sight& sight, bool last) {
+  __device__ __forceinline__ void step(Fragment& s, int q_tile, Sight sight, bool last) {
     const int stage = this->position.stage;
     Packed ds;
     {
       Weights<config.keeps_rest(), config.bf16, block_q / 2> weights;
-      this->exponentiate(s, smem.start_s[stage], cursor.q_tile, sight == Sight::partial);
+      this->exponentiate(s, smem.start_s[stage], q_tile, sight == Sight::partial);
       weights.set(s);
       this->wait_dout(this->position);
       const unsigned char* dout = smem.dout[stage];
@@ -398,8 +396,6 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
       wgmma::fence();
       this->template issue_scores<config.head_dim>(s, smem.k, smem.q[this->position.stage]);
       wgmma::commit();
-      cursor.advance(plan);
-      sight = sight_of(cursor.q_tile);
     }
     wgmma::wait<0>();
     wgmma::hold(s);
@@ -410,11 +406,12 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
     this->arrive(&smem.q_empty[stage]);
   }
 
-  __device__ __forceinline__ void take(Fragment& s, StepCursor& cursor, Sight& sight, bool last) {
-    if (sight != Sight::hidden) return step(s, cursor, sight, last);
-    skip(s, last);
-    cursor.advance(plan);
-    sight = sight_of(cursor.q_tile);
+  __device__ __forceinline__ void take(Fragment& s, int q_tile, bool last) {
+    const Sight sight = sight_of(q_tile);
+    if (sight == Sight::hidden)
+      skip(s, last);
+    else
+      step(s, q_tile, sight, last);
   }
 
   __device__ __forceinline__ void run() {
@@ -429,9 +426,8 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
       this->first_scores(s);
       ptx::mbarrier_wait(&smem.v_full, 0);
       StepCursor cursor(plan);
-      Sight sight = sight_of(cursor.q_tile);
-      for (int i = 1; i < plan.steps; ++i) take(s, cursor, sight, false);
-      take(s, cursor, sight, true);
+      for (int i = 1; i < plan.steps; ++i, cursor.advance(plan)) take(s, cursor.q_tile, false);
+      take(s, cursor.q_tile, true);
     }
     if constexpr (config.makes_dkv) finish();
   }

@@ -142,7 +142,7 @@ __device__ __forceinline__ void backward(const GradParams& params) {
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp == 0) {
     const BackwardPlan plan = make_backward_plan<grad_block, grad_block>(
-        params, blockIdx.x, params.turns != nullptr ? by_keys : freely);
+        params, blockIdx.x, params.turns != nullptr ? stairs : around);
     if (threadIdx.x == 0) {
       smem.plan = plan;
       init_grad_barriers<config>(smem);
