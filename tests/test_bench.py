@@ -188,9 +188,9 @@ def test_drawn_says_how_many_rows_are_behind(capsys: pytest.CaptureFixture[str])
     assert set(lines) == {
         f"{what} {how}{kind}" for what in peers for how in ("graph", "eager") for kind in ("", ", window")
     }
-    shares = "of 20 rows 10.0% under 0.97 and 5.0% under 0.85"
+    shares = "2 of 20 under 0.97 (10.0%), 1 of 20 under 0.85 (5.0%)"
     assert lines["backward graph"] == f"geomean 0.984, worst 0.800 ({worst.row.name}), {shares}"
-    assert lines["backward eager"].endswith("of 20 rows 0.0% under 0.97 and 0.0% under 0.85")
+    assert lines["backward eager"].endswith("0 of 20 under 0.97 (0.0%), 0 of 20 under 0.85 (0.0%)")
     assert lines["forward graph"].startswith("geomean 2.000, worst 2.000")
     assert lines["forward eager, window"].startswith("geomean 9.000")
 

@@ -55,8 +55,10 @@ class Score(NamedTuple):
     @property
     def shares(self) -> str:
         """How many rows are behind, in words."""
-        far = f"{self.far_behind:.1%} under {FAR_BEHIND}"
-        return f"of {self.rows} rows {self.behind:.1%} under {BEHIND} and {far}"
+        limits = ((BEHIND, self.behind), (FAR_BEHIND, self.far_behind))
+        return ", ".join(
+            f"{share * self.rows:.0f} of {self.rows} under {limit} ({share:.1%})" for limit, share in limits
+        )
 
 
 def run(rows: list[Row], settings: Settings, pool: Pool) -> list[Comparison]:
@@ -101,16 +103,21 @@ def against_fastest(comparisons: Iterable[Comparison]) -> Score:
     return _score(found)
 
 
-def by_kind(comparisons: Iterable[Comparison]) -> dict[str, list[Comparison]]:
+def by_kind(comparisons: list[Comparison]) -> dict[str, list[Comparison]]:
     """Rows that may be summed up together: one thing is timed, in one way, of one kind of problem."""
-    comparisons = list(comparisons)
-    several_ways = len({c.row.timing for c in comparisons}) > 1
     found: dict[str, list[Comparison]] = {}
-    for c in comparisons:
-        parts = [" + ".join(c.row.timed), *([_METHOD_WORDS.get(c.row.timing, c.row.timing)] if several_ways else [])]
-        kind = " ".join(parts) + (f", {c.row.kind}" if c.row.kind else "")
-        found.setdefault(kind, []).append(c)
+    for comparison in comparisons:
+        kind = f", {comparison.row.kind}" if comparison.row.kind else ""
+        found.setdefault(timed(comparison, comparisons) + kind, []).append(comparison)
     return found
+
+
+def timed(comparison: Comparison, among: list[Comparison]) -> str:
+    """What is timed, in words; and how, where that is not the same for all."""
+    row = comparison.row
+    several_ways = len({other.row.timing for other in among}) > 1
+    how = f" {_METHOD_WORDS.get(row.timing, row.timing)}" if several_ways else ""
+    return " + ".join(row.timed) + how
 
 
 def scores(comparisons: list[Comparison]) -> dict[str, Score]:
