@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import threading
 import types
 from collections import Counter
 from dataclasses import replace
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from support import make_problem
 from tilewise import Problem, masks
 from tilewise.errors import InvalidInput
-from tilewise.lab import bench, candidates, clocks, drawn, rivals, suites, worker
+from tilewise.lab import ahead, bench, candidates, clocks, drawn, rivals, suites, worker
 from tilewise.lab.candidates import Candidate
 from tilewise.lab.cli import app
 from tilewise.lab.compare import TIMES, VERIFIED, Comparison, Outcome, Row, Settings, compare, compare_all
@@ -351,6 +352,53 @@ def test_who_fails_beside_others_is_asked_again_alone() -> None:
     assert not any((who, do) == ("sdpa:cudnn", "time") for who, do, _ in pool.asked)
 
 
+def test_truth_is_computed_while_candidates_get_ready() -> None:
+    """Side by side: no candidate waits for the truth before it is prepared."""
+    started = threading.Barrier(4, timeout=60)
+
+    class Meeting(ScriptedPool):
+        def ask(self, name: str, do: str, limit: float, /, **arguments: Any) -> Any:
+            if do in ("truth", "prepare"):
+                started.wait()
+            return super().ask(name, do, limit, **arguments)
+
+    (done,) = compare_all(drawn_rows()[:1], Meeting(), Settings(rounds=1, together=True))  # type: ignore[arg-type]
+    assert [outcome.verdict for outcome in done.outcomes] == [VERIFIED] * 3
+    assert done.compared == "every element"
+
+
+def test_what_compiles_can_be_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_fa4(monkeypatch)
+    rows = suites.suite("grouped")
+    bunches = ahead.jobs(rows)
+    every = [job for bunch in bunches for job in bunch]
+    assert len(every) == len(set(every))
+    problems = {row.problem for row in rows}
+    assert {(name, problem) for name, _, problem in every} == {
+        (name, problem) for name in ("tilewise", "fa4") for problem in problems
+    }
+    for bunch in bunches:
+        assert len({(name, p.head_dim, type(p.mask), p.needs_grad) for name, _, p in bunch}) == 1
+    asked: list[ScriptedPool] = []
+
+    class Helpers(ScriptedPool):
+        def __enter__(self) -> Helpers:
+            asked.append(self)
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(ahead, "Pool", lambda: Helpers({("ahead 0", "memory", ""): "died: SIGSEGV"}))
+    bench.compile_ahead(rows, Settings())
+    (pool,) = asked
+    assert sum(do == "prepare" for _, do, _ in pool.asked) == len(every)
+    assert sum(do == "memory" for _, do, _ in pool.asked) == len(every)
+    assert all(name.startswith("ahead ") for name, _, _ in pool.asked)
+    assert ahead.jobs(suites.suite("cpu")) == []
+    bench.compile_ahead(suites.suite("cpu"), Settings())
+    assert len(asked) == 1
+
+
 def test_the_seed_reaches_the_rows_and_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[tuple[Settings, list[Row]]] = []
 
@@ -373,8 +421,11 @@ def test_the_seed_reaches_the_rows_and_the_record(monkeypatch: pytest.MonkeyPatc
     assert record["provenance"]["seed"] == record["settings"]["seed"] == 11
     assert all("seed11#" in row["row"] for row in record["rows"])
     assert record["scores"]["backward graph"]["behind"] == 0.0
-    assert CliRunner().invoke(app, [*arguments, "--seconds", "0.02"]).exit_code == 0
+    compiled: list[int] = []
+    monkeypatch.setattr(bench, "compile_ahead", lambda rows, settings: compiled.append(len(rows)))
+    assert CliRunner().invoke(app, [*arguments, "--seconds", "0.02", "--ahead"]).exit_code == 0
     assert seen[-1][0].round_seconds == 0.02
+    assert compiled == [len(rows)]
 
 
 def test_the_cpu_suite_has_a_row_of_each_kind() -> None:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import environment, report
+from . import ahead, environment, report
 from .candidates import DETERMINISTIC, FA3, FA4, OURS, Candidate
 from .clocks import Watch
 from .compare import REFUSED, Comparison, Row, compare_all, geomean, ratio, steps, summary
@@ -72,6 +72,12 @@ def run(rows: list[Row], settings: Settings, pool: Pool) -> list[Comparison]:
             done.append(comparison)
             start = time.monotonic()
     return done
+
+
+def compile_ahead(rows: list[Row], settings: Settings) -> None:
+    """Fill the caches on disk with what the rows need."""
+    with report.Bar(sum(map(len, ahead.jobs(rows)))) as bar:
+        ahead.compile_all(rows, settings, bar.tick)
 
 
 def score(comparisons: Iterable[Comparison]) -> Score:

@@ -139,6 +139,9 @@ def bench(
         ),
     ] = None,
     candidate: ExtraCandidates = None,
+    compile_first: Annotated[
+        bool, typer.Option("--ahead", help="Compile what the rows need first, side by side: for empty caches.")
+    ] = False,
     time_limit: TimeLimit = 60.0,
     seed: Annotated[
         int, typer.Option(help="Seed of inputs, sampling and order, and of the problems of the suite drawn.")
@@ -165,6 +168,9 @@ def bench(
         for device in {row.device for rows in asked.values() for row in rows}:
             Target.of(device)
         done: list[Comparison] = []
+        if compile_first:
+            every = [row for rows in asked.values() for row in rows]
+            benches.compile_ahead(every, Settings(time_limit=time_limit, seed=seed))
         with Pool() as pool:
             for name, rows in asked.items():
                 on_gpu = any(row.device.startswith("cuda") for row in rows)

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from ..problem import Problem
@@ -279,16 +280,14 @@ class _Verifier:
     def __init__(self, rows: list[Row], pool: Pool, settings: Settings, path: Path, tick: Tick) -> None:
         self.rows = rows
         self._pool, self._settings, self._path, self._tick = pool, settings, path, tick
-        self._truth: _Truth | None = None
+        self._told: _Truth | None = None
+        self._telling = Lock()
         self._problem: Problem | None = None  # that the candidates hold
         self._ready: dict[str, Outcome] = {}
 
     def verify(self, comparison: Comparison, running: list[Outcome]) -> None:
         """Every outcome gets its verdict; candidates that were verified for an earlier row keep theirs."""
         row = comparison.row
-        if self._truth is None:
-            self._truth = self._ask_truth(row)
-        comparison.compared, comparison.budgets = self._truth.compared, self._truth.budgets
         if row.problem != self._problem:
             self._problem = row.problem
             self._ready.clear()
@@ -301,6 +300,8 @@ class _Verifier:
                 outcome.verdict, outcome.because, outcome.stderr = known.verdict, list(known.because), known.stderr
                 outcome.errors, outcome.memory = known.errors, known.memory
         self._check_all(fresh, row)
+        truth = self._truth(row)
+        comparison.compared, comparison.budgets = truth.compared, truth.budgets
         self._ready |= {outcome.candidate: replace(outcome, because=list(outcome.because)) for outcome in fresh}
 
     def drop_failed(self, outcomes: list[Outcome]) -> None:
@@ -309,6 +310,13 @@ class _Verifier:
             known = self._ready.get(outcome.candidate)
             if known is not None and known.verdict != outcome.verdict:
                 del self._ready[outcome.candidate]
+
+    def _truth(self, row: Row) -> _Truth:
+        """Asked for once; who comes while it is being computed waits."""
+        with self._telling:
+            if self._told is None:
+                self._told = self._ask_truth(row)
+            return self._told
 
     def _ask_truth(self, row: Row) -> _Truth:
         wanted = row.problem.with_(needs_grad=any(row.problem.needs_grad for row in self.rows))
@@ -325,8 +333,9 @@ class _Verifier:
     def _check_all(self, outcomes: list[Outcome], row: Row) -> None:
         """Side by side, nothing being timed, where that is allowed; who then fails is asked again, alone."""
         if self._settings.together and len(outcomes) > 1:
-            threads = ThreadPoolExecutor(len(outcomes))
+            threads = ThreadPoolExecutor(len(outcomes) + 1)
             try:
+                threads.submit(self._truth, row)
                 list(threads.map(lambda outcome: self._check(outcome, row), outcomes))
             finally:
                 threads.shutdown(
@@ -342,11 +351,10 @@ class _Verifier:
         self._tick(f"{row.name}: verify {outcome.candidate}")
         candidate, limit = outcome.candidate, self._settings.time_limit
         first = first_limit(candidate, self._settings)
-        assert self._truth is not None
         try:
             self._pool.ask(candidate, "prepare", first, candidate=candidate, **self._arguments(row.problem, row))
-            if self._truth.untold:
-                outcome.because = [self._truth.untold]
+            if untold := self._truth(row).untold:
+                outcome.because = [untold]
             else:  # the first backward, which may be compiled too
                 told = self._pool.ask(candidate, "verify", first, path=str(self._path))
                 outcome.errors, outcome.because = told["errors"], told["wrong"]

@@ -183,9 +183,12 @@ def _ratios(pyplot: Any, comparisons: list[Comparison]) -> Any:
 
 
 def _sorted(pyplot: Any, comparisons: list[Comparison]) -> Any:
-    """A curve for each thing that is timed: its ratios in ascending order, over the share of rows below."""
+    """A curve for each thing that is timed: its ratios in ascending order, over the share of rows below.
+
+    Kinds of problems that are scored apart have no curves: they are few.
+    """
     figure, axes = _grid(pyplot, 1, columns=1, size=(9.0, 5.0))
-    axis, kinds = axes[0], bench.by_kind(comparisons)
+    axis, kinds = axes[0], bench.by_kind([c for c in comparisons if not c.row.kind])
     for (kind, alike), style in zip(kinds.items(), itertools.cycle(styles()), strict=False):
         values = [speed for c in alike if not c.outcomes[0].failed and (speed := c.speed(c.outcomes[0])) is not None]
         if values:
