@@ -205,9 +205,11 @@ def show(comparisons: list[Comparison], device: str) -> None:
                 print(f"{comparison.row.name}: {outcome.candidate}: {'; '.join([outcome.verdict, *outcome.because])}")
     if not all(comparison.complete for comparison in comparisons):
         print("interrupted: only what was measured is here")
+    if without := [c for c in comparisons if _ratio(c) is None]:
+        print(f"rows without a ratio, for want of a right answer of PyTorch's or ours: {len(without)}")
     for rival, name in _RIVALS.items():
-        if ahead := against(OURS, rival, comparisons):
-            print(f"ahead of {name} on {sum(value > 1.0 for value in ahead.values())} of {len(ahead)} rows")
+        if ratios := against(OURS, rival, comparisons):
+            print(f"ahead of {name} on {sum(value > 1.0 for value in ratios.values())} of {len(ratios)} rows")
     for kind, found in scores(comparisons).items():
         print(f"{kind}: {found}, {found.shares}")
     print(score(comparisons))

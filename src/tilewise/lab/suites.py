@@ -161,9 +161,10 @@ def _drawn(seed: int) -> tuple[Row, ...]:
 def _drawn_row(one: drawn.Drawn, seed: int, what: str, method: str, word: str) -> Row:
     """A mask that PyTorch knows as a tensor alone is scored apart: the ratio is that of the mask, not of a kernel."""
     problem = one.problem.with_(needs_grad=what == "backward")
-    candidates, kind = (OURS, "sdpa:cudnn", "sdpa:flash"), ""
-    if builds_mask(problem):
-        candidates, kind = (OURS, "sdpa:cudnn", "sdpa:efficient"), str(problem.mask).partition(":")[0]
+    built = builds_mask(problem)
+    # FlashAttention-2 takes neither a mask tensor nor two head dims; the efficient kernel takes both.
+    other = "sdpa:efficient" if built or problem.head_dim != problem.head_dim_v else "sdpa:flash"
+    candidates, kind = (OURS, "sdpa:cudnn", other), str(problem.mask).partition(":")[0] if built else ""
     label = f"{one.size} seed{seed}#{one.number:02} {what} {word}"
     return _row(
         problem, label, candidates=candidates, device="cuda", method=method, flush=False, times=(what,), kind=kind
