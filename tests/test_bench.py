@@ -11,6 +11,7 @@ import threading
 import types
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -397,6 +398,21 @@ def test_what_compiles_can_be_compiled_ahead(monkeypatch: pytest.MonkeyPatch) ->
     assert ahead.jobs(suites.suite("cpu")) == []
     bench.compile_ahead(suites.suite("cpu"), Settings())
     assert len(asked) == 1
+
+
+def test_without_a_truth_beside_others_it_is_asked_for_again_alone() -> None:
+    pool = ScriptedPool({("float64", "truth", ""): "raised OutOfMemoryError"})
+    (done,) = compare_all(drawn_rows()[:1], pool, Settings(rounds=1, together=True))  # type: ignore[arg-type]
+    assert [do for name, do, _ in pool.asked if name == "float64"] == ["truth", "truth"]
+    assert {outcome.verdict for outcome in done.outcomes} == {"not verified"}
+    assert all("OutOfMemoryError" in outcome.because[0] for outcome in done.outcomes)
+
+
+@pytest.mark.parametrize("name", suites.SUITES)
+def test_rows_of_one_problem_stand_together(name: str) -> None:
+    posed = [row.problem.with_(needs_grad=False) for row in suites.SUITES[name]]
+    bunches = 1 + sum(one != other for one, other in pairwise(posed))
+    assert bunches == len(set(posed))
 
 
 def test_the_seed_reaches_the_rows_and_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -333,19 +333,22 @@ class _Verifier:
     def _check_all(self, outcomes: list[Outcome], row: Row) -> None:
         """Side by side, nothing being timed, where that is allowed; who then fails is asked again, alone."""
         if self._settings.together and len(outcomes) > 1:
-            threads = ThreadPoolExecutor(len(outcomes) + 1)
-            try:
-                threads.submit(self._truth, row)
-                list(threads.map(lambda outcome: self._check(outcome, row), outcomes))
-            finally:
-                threads.shutdown(
-                    wait=False, cancel_futures=True
-                )  # after an interrupt, the pool ends what they wait for
-            outcomes = [outcome for outcome in outcomes if outcome.failed and outcome.verdict != WRONG]
+            self._check_together(outcomes, row)
+            untold = bool(self._truth(row).untold) and not row.problem.dropout
+            self._told = None if untold else self._told
+            outcomes = [outcome for outcome in outcomes if untold or (outcome.failed and outcome.verdict != WRONG)]
             for outcome in outcomes:
                 outcome.verdict, outcome.because, outcome.stderr = UNVERIFIED, [], ""
         for outcome in outcomes:
             self._check(outcome, row)
+
+    def _check_together(self, outcomes: list[Outcome], row: Row) -> None:
+        threads = ThreadPoolExecutor(len(outcomes) + 1)
+        try:
+            threads.submit(self._truth, row)
+            list(threads.map(lambda outcome: self._check(outcome, row), outcomes))
+        finally:  # after an interrupt the pool ends what the threads wait for
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _check(self, outcome: Outcome, row: Row) -> None:
         self._tick(f"{row.name}: verify {outcome.candidate}")

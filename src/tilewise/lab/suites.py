@@ -93,6 +93,11 @@ def _table(
     )
 
 
+def _in_turn(*tables: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Tables of the same problems, row by row, so that what poses one problem stands together."""
+    return tuple(one for rows in zip(*tables, strict=True) for one in rows)
+
+
 class Model(NamedTuple):
     """One layer's attention of a model: (batch, query heads, tokens, head_dim) over `heads_kv` heads of keys."""
 
@@ -184,17 +189,16 @@ SUITES: dict[str, tuple[Row, ...]] = {
     ),
     "forward": _table(_LONG, **_CUDA) + _grouped(_SOME_GROUPED, **_CUDA),
     "backward": _table((128, 256, *_LONG), **_CUDA, **_BACKWARD) + _grouped(_SOME_GROUPED, **_CUDA, **_BACKWARD),
-    "training": tuple(
-        one
-        for method, label in (("wall", "step eager"), ("graph", "step graph"))
-        for dims, kinds in (((64, 128, 256), ("causal",)), ((128,), ("full",)))
-        for one in _table((512, 2048, 8192), dims, kinds, method=method, label=label, **_STEP)
-    )
-    + tuple(
-        one
-        for model in _few_grouped("Llama-3-8B", "Qwen2.5-7B", "GPT-OSS-120B")
-        for method, label in (("wall", "step eager"), ("graph", "step graph"))
-        for one in _grouped((model,), method=method, label=label, **_STEP)
+    "training": _in_turn(
+        *(
+            _table((512, 2048, 8192), (64, 128, 256), ("causal",), **way)
+            + _table((512, 2048, 8192), (128,), ("full",), **way)
+            + _grouped(_few_grouped("Llama-3-8B", "Qwen2.5-7B", "GPT-OSS-120B"), **way)
+            for way in (
+                {"method": "wall", "label": "step eager", **_STEP},
+                {"method": "graph", "label": "step graph", **_STEP},
+            )
+        )
     ),
     # Grouped queries, which every current model has: few heads of keys, so few independent pieces for the backward.
     "grouped": tuple(
@@ -211,11 +215,11 @@ SUITES: dict[str, tuple[Row, ...]] = {
     ),
     "float32": tuple(
         row(shape, _F32, mask, **_FLOAT32, **direction)
-        for direction in ({"label": "forward"}, _BACKWARD)
         for shape in ((2, 16, 4096, 64), (2, 16, 4096, 128), (1, 16, 16384, 128), (8, 16, 1024, 64))
         for mask in _FULL_AND_CAUSAL
+        for direction in ({"label": "forward"}, _BACKWARD)
     ),
-    "sm80": _table(_LONG, **_SM80, label="forward") + _table(_LONG, **_SM80, **_BACKWARD),
+    "sm80": _in_turn(_table(_LONG, **_SM80, label="forward"), _table(_LONG, **_SM80, **_BACKWARD)),
     "models": (
         row((1, 32, 8192, 128), _BF16, "causal", heads_kv=8, **_CUDA),
         row((1, 24, 4608, 128), _BF16, **_CUDA),
