@@ -92,7 +92,8 @@ def test_blocks_are_rewritten_and_nothing_else(tmp_path: Path) -> None:
     assert "\nbetween\n" in after
     assert "Not measured yet" in after.partition("bench backward table")[2]
     assert "| forward | forward | 2.00 | 2.00 |" in after
-    assert "| backward | backward | | | not measured | |" in after
+    assert "| backward | backward | | | | not measured | |" in after
+    assert "| grouped | forward + backward + step | | | | not measured | |" in after
     assert after.count("\n| bfloat16 ") == len(suites.SUITES["forward"])
     assert "all rows: geomean 2.000, worst 2.000" in after
     assert "[0.json](benchmarks/results/0.json)" in after
@@ -123,10 +124,63 @@ def test_series_need_lengths() -> None:
     assert plots.panels(records.Record("r", "", made_up("small")).comparisons()) == {}
 
 
+def test_problems_that_are_timed_in_several_ways_have_a_line_each(tmp_path: Path) -> None:
+    names = ("grouped", "drawn")
+    marked = "".join(f"<!-- bench {name} problems gpu=H200 -->\n<!-- /bench -->\n" for name in names)
+    marked += "<!-- bench summary gpu=H200 -->\n<!-- /bench -->\n"
+    empty = checkout(tmp_path / "empty", text=marked)
+    assert docs.pages(empty)[0].after.count("Not measured yet on H200") == 2
+    root = checkout(tmp_path / "full", *(made_up(name) for name in names), text=marked)
+    (page,) = docs.pages(root)
+    grouped, drawn, summary = page.after.split("<!-- /bench -->\n")[:3]
+    assert "| problem | forward | backward | step |" in grouped
+    assert grouped.count("\n| bfloat16 ") == len(suites.SUITES["grouped"]) // 3
+    assert grouped.count(" 2.00x, ") == len(suites.SUITES["grouped"])
+    assert "| bfloat16 1x32x4096x128 kv8 causal Llama-3-8B |" in grouped
+    assert "| problem | forward graph | forward eager | backward graph | backward eager |" in drawn
+    assert drawn.count(" 2.00x, ") == len(suites.SUITES["drawn"])
+    assert len(re.findall(r"seed0#\d\d \|", drawn)) == 64
+    for kind in ("forward graph", "forward eager", "backward graph", "backward eager"):
+        assert re.search(rf"^- {kind}: geomean 2\.000, .*0 of \d+ under 0\.97 \(0\.0%\)", drawn, re.MULTILINE)
+        assert f"| drawn | {kind} | 2.00 | 2.00 | 0% |" in summary
+        assert f"| drawn | {kind}, window | 2.00 | 2.00 | 0% |" in summary
+    for kind in ("forward", "backward", "step"):
+        assert f"| grouped | {kind} | 2.00 | 2.00 | 0% |" in summary
+    assert "engine " in grouped.splitlines()[-1]
+
+
+def test_another_library_that_is_faster_than_pytorch_is_named(tmp_path: Path) -> None:
+    record = made_up("grouped")
+    for row in record["rows"]:
+        fast = json.loads(json.dumps(row["candidates"][1])) | {"candidate": "fa4"}
+        fast |= {what: [[seconds[0][0] / 4]] for what in row["times"] for seconds in [fast[what]]}
+        row["candidates"].append(fast)
+    text = "<!-- bench grouped problems -->\n<!-- /bench -->\n"
+    (page,) = docs.pages(checkout(tmp_path, record, text=text))
+    assert page.after.count("| 2.00x (fa4: 0.50x), ") == len(suites.SUITES["grouped"])
+    assert "- backward, against the fastest of all: geomean 0.500" in page.after
+
+
+def test_many_rows_become_curves(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the pictures are drawn by matplotlib")
+    record = records.Record("0.json", "digest", made_up("drawn"))
+    (path,) = plots.draw(record, tmp_path)
+    assert path.name == "drawn-sorted.svg"
+    assert plots.is_of(path, record)
+    for kind in ("forward graph", "forward eager", "backward graph", "backward eager"):
+        assert f"{kind}: geomean 2.00" in path.read_text()
+    assert "window" not in path.read_text()
+    assert [path.name for path in plots.paths(tmp_path, records.Record("r", "", made_up("grouped")))] == [
+        "grouped-ratio.svg"
+    ]
+
+
 def test_plots_name_their_record_and_stale_ones_are_seen(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the pictures are drawn by matplotlib")
     root = checkout(tmp_path, made_up(), text="<!-- bench forward plot gpu=H200 -->\n<!-- /bench -->\n")
-    assert {path.name for path in docs.stale_plots(root)} == {f"forward-{kind}.svg" for kind in plots.TITLES}
+    assert {path.name for path in docs.stale_plots(root)} == {
+        f"forward-{kind}.svg" for kind in ("speed", "ratio", "scaling")
+    }
     runner = CliRunner()
     assert runner.invoke(app, ["docs", "--check", "--root", str(root)]).exit_code == 1
     assert runner.invoke(app, ["docs", "--root", str(root)]).exit_code == 0

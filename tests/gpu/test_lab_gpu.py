@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,7 @@ import tilewise
 from support import make_problem
 from tilewise.lab import clocks, inspect, kernels, suites
 from tilewise.lab.cli import app
-from tilewise.lab.compare import VERIFIED, Row, Settings, compare
+from tilewise.lab.compare import REFUSED, VERIFIED, Row, Settings, compare, compare_all
 from tilewise.lab.pool import Pool
 from tilewise.lab.worker import Worker
 
@@ -102,12 +103,27 @@ def test_backward_and_step_are_timed_every_way(what: str, method: str, request: 
 def test_a_row_of_every_suite_is_verified_and_timed() -> None:
     """One pool for all of them: its processes start once."""
     with Pool() as pool:
-        for name in ("forward", "backward", "training", "float32", "decode", "models"):
-            row = min(suites.suite(name), key=lambda row: row.flops)
+        for name in ("forward", "backward", "training", "grouped", "drawn", "float32", "decode", "models"):
+            row = min((row for row in suites.suite(name) if not row.kind), key=lambda row: row.flops)
             comparison = compare(row, pool, QUICK)
             ours = comparison.outcomes[0]
             assert ours.verdict == VERIFIED, (row.name, ours.verdict, ours.because, ours.stderr)
             assert comparison.speed(ours) is not None, row.name
+
+
+def test_rows_of_one_problem_are_verified_side_by_side_and_timed_every_way() -> None:
+    smallest = min((row for row in suites.suite("drawn") if not row.kind), key=lambda row: row.flops).problem
+    rows = [row for row in suites.suite("drawn") if row.problem.with_(needs_grad=False) == smallest]
+    with Pool() as pool:
+        done = list(compare_all(rows, pool, replace(QUICK, together=True)))
+    assert [(c.row.timed, c.row.timing) for c in done] == [
+        ((what,), method) for what in ("forward", "backward") for method in ("graph", "wall")
+    ]
+    for comparison in done:
+        for outcome in comparison.outcomes:
+            assert outcome.verdict in (VERIFIED, REFUSED), (comparison.row.name, outcome.candidate, outcome.stderr)
+        assert comparison.outcomes[0].verdict == VERIFIED
+        assert comparison.speed(comparison.outcomes[0]) is not None
 
 
 def test_clocks_are_seen() -> None:

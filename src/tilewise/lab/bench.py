@@ -3,7 +3,10 @@
 The last line of the output sums a suite up for the first candidate of its rows, which is `tilewise` unless the suite is
 about one backend: the geometric mean of its ratios and the worst of them. A ratio is the time of PyTorch's best path
 over ours, for what the row times (forward, backward, or a whole step): above 1 is faster. Rows in which PyTorch has no
-right answer to compare with have no ratio. A record is written once, under a new name; nothing is ever overwritten.
+right answer to compare with have no ratio. A suite that times more than one thing, or in more than one way, has a line
+for each, with the share of its rows that are behind. Where another library was timed too, each of these lines has a
+second one, against the fastest right candidate that is not ours. A record is written once, under a new name; nothing is
+ever overwritten.
 """
 
 from __future__ import annotations
@@ -12,10 +15,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import environment, report
-from .candidates import DETERMINISTIC, FA3, OURS
+from . import ahead, environment, report
+from .candidates import DETERMINISTIC, FA3, FA4, OURS, Candidate
 from .clocks import Watch
-from .compare import REFUSED, Comparison, Row, compare, geomean, ratio, steps, summary
+from .compare import REFUSED, Comparison, Row, compare_all, geomean, ratio, steps, summary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,15 +33,32 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+BEHIND, FAR_BEHIND = 0.97, 0.85  # ratios: what noise may do, and what it may not
+_METHOD_WORDS = {"wall": "eager"}
+_RIVALS = {FA3: "FlashAttention-3", FA4: "FlashAttention-4"}
+FASTEST = "against the fastest of all"
+
+
 class Score(NamedTuple):
     """What rows come to for the candidate they are about. nan and "none" where no row has a ratio."""
 
     geomean: float
     worst: float
     row: str
+    rows: int = 0  # that have a ratio
+    behind: float = 0.0  # share of them under BEHIND
+    far_behind: float = 0.0  # share of them under FAR_BEHIND
 
     def __str__(self) -> str:
         return f"geomean {self.geomean:.3f}, worst {self.worst:.3f} ({self.row})"
+
+    @property
+    def shares(self) -> str:
+        """How many rows are behind, in words."""
+        limits = ((BEHIND, self.behind), (FAR_BEHIND, self.far_behind))
+        return ", ".join(
+            f"{share * self.rows:.0f} of {self.rows} under {limit} ({share:.1%})" for limit, share in limits
+        )
 
 
 def run(rows: list[Row], settings: Settings, pool: Pool) -> list[Comparison]:
@@ -46,17 +66,22 @@ def run(rows: list[Row], settings: Settings, pool: Pool) -> list[Comparison]:
     done: list[Comparison] = []
     on_gpu = any(row.device.startswith("cuda") for row in rows)
     with report.Bar(sum(steps(row, settings) for row in rows)) as bar, Watch(on_gpu) as watch:
-        for row in rows:
-            start = time.monotonic()
-            comparison = compare(row, pool, settings, bar.tick)
+        start = time.monotonic()
+        for comparison in compare_all(rows, pool, settings, bar.tick):
             comparison.clocks, comparison.seconds = watch.since(start), time.monotonic() - start
             done.append(comparison)
-            if not comparison.complete:
-                break
+            start = time.monotonic()
     return done
 
 
+def compile_ahead(rows: list[Row], settings: Settings) -> None:
+    """Fill the caches on disk with what the rows need."""
+    with report.Bar(sum(map(len, ahead.jobs(rows)))) as bar:
+        ahead.compile_all(rows, settings, bar.tick)
+
+
 def score(comparisons: Iterable[Comparison]) -> Score:
+    """Against PyTorch's best path."""
     return _score({c.row.name: value for c in comparisons if (value := _ratio(c)) is not None})
 
 
@@ -64,7 +89,9 @@ def _score(ratios: dict[str, float]) -> Score:
     if not ratios:
         return Score(float("nan"), float("nan"), "none")
     worst = min(ratios, key=ratios.__getitem__)
-    return Score(geomean(list(ratios.values())), ratios[worst], worst)
+    values = list(ratios.values())
+    behind, far_behind = (sum(value < limit for value in values) / len(values) for limit in (BEHIND, FAR_BEHIND))
+    return Score(geomean(values), ratios[worst], worst, len(values), behind, far_behind)
 
 
 def _ratio(comparison: Comparison) -> float | None:
@@ -72,17 +99,54 @@ def _ratio(comparison: Comparison) -> float | None:
     return None if ours.failed else comparison.speed(ours)
 
 
+def against_fastest(comparisons: Iterable[Comparison]) -> Score:
+    """Against the fastest right candidate that is not ours, other libraries' among them."""
+    found: dict[str, float] = {}
+    for comparison in comparisons:
+        ours, rival = comparison.outcomes[0], comparison.best_rival()
+        speed = ratio(ours.costs, rival.costs) if rival and not ours.failed else None
+        found |= {} if speed is None else {comparison.row.name: speed}
+    return _score(found)
+
+
+def by_kind(comparisons: list[Comparison]) -> dict[str, list[Comparison]]:
+    """Rows that may be summed up together: one thing is timed, in one way, of one kind of problem."""
+    found: dict[str, list[Comparison]] = {}
+    for comparison in comparisons:
+        kind = f", {comparison.row.kind}" if comparison.row.kind else ""
+        found.setdefault(timed(comparison, comparisons) + kind, []).append(comparison)
+    return found
+
+
+def timed(comparison: Comparison, among: list[Comparison]) -> str:
+    """What is timed, in words; and how, where that is not the same for all."""
+    row = comparison.row
+    several_ways = len({other.row.timing for other in among}) > 1
+    how = f" {_METHOD_WORDS.get(row.timing, row.timing)}" if several_ways else ""
+    return " + ".join(row.timed) + how
+
+
 def scores(comparisons: list[Comparison]) -> dict[str, Score]:
-    """By what is timed, where a suite times more than one thing; and a candidate against another of ours."""
-    kinds = dict.fromkeys(" + ".join(c.row.timed) for c in comparisons)
-    found = {}
-    if len(kinds) > 1:
-        found = {kind: score(c for c in comparisons if " + ".join(c.row.timed) == kind) for kind in kinds}
+    """By kind where a suite has several; a candidate against another of ours; ours against other libraries."""
+    kinds = by_kind(comparisons)
+    found = {kind: score(rows) for kind, rows in kinds.items()} if len(kinds) > 1 else {}
     if deterministic := against(DETERMINISTIC, OURS, comparisons):
         found["deterministic against default"] = _score(deterministic)
-    if rival := against(OURS, FA3, comparisons):
-        found["against FlashAttention-3"] = _score(rival)
+    for rival, name in _RIVALS.items():
+        if ratios := against(OURS, rival, comparisons):
+            found[f"against {name}"] = _score(ratios)
+    held = {kind: rows for kind, rows in kinds.items() if any(map(_has_rival, rows))}
+    if len(kinds) > 1:
+        found |= {f"{kind}, {FASTEST}": against_fastest(rows) for kind, rows in held.items()}
+    if held:
+        found[FASTEST] = against_fastest(comparisons)
     return found
+
+
+def _has_rival(comparison: Comparison) -> bool:
+    """Another library's attention was timed: the fastest of all may be none of PyTorch's."""
+    others = [o for o in comparison.outcomes if not o.is_peer and not Candidate(o.candidate).is_ours]
+    return any(outcome.costs and not outcome.failed for outcome in others)
 
 
 def against(name: str, other: str, comparisons: list[Comparison]) -> dict[str, float]:
@@ -98,9 +162,9 @@ def against(name: str, other: str, comparisons: list[Comparison]) -> dict[str, f
 
 def record(name: str, comparisons: list[Comparison], settings: Settings, command: list[str]) -> dict[str, Any]:
     """The raw measurements with where they come from. `whole` tells a full suite from a selection of its rows."""
-    from .suites import SUITES  # noqa: PLC0415  (a record of other rows, a test's, needs no suites)
+    from .suites import rows_of  # noqa: PLC0415  (a record of other rows, a test's, needs no suites)
 
-    whole = [comparison.row.name for comparison in comparisons] == [row.name for row in SUITES.get(name, ())]
+    whole = [comparison.row.name for comparison in comparisons] == [row.name for row in rows_of(name, settings.seed)]
     return {
         "kind": "tilewise bench",
         "suite": name,
@@ -141,10 +205,13 @@ def show(comparisons: list[Comparison], device: str) -> None:
                 print(f"{comparison.row.name}: {outcome.candidate}: {'; '.join([outcome.verdict, *outcome.because])}")
     if not all(comparison.complete for comparison in comparisons):
         print("interrupted: only what was measured is here")
-    if ahead := against(OURS, FA3, comparisons):
-        print(f"ahead of FlashAttention-3 on {sum(value > 1.0 for value in ahead.values())} of {len(ahead)} rows")
+    if without := [c for c in comparisons if _ratio(c) is None]:
+        print(f"rows without a ratio, for want of a right answer of PyTorch's or ours: {len(without)}")
+    for rival, name in _RIVALS.items():
+        if ratios := against(OURS, rival, comparisons):
+            print(f"ahead of {name} on {sum(value > 1.0 for value in ratios.values())} of {len(ratios)} rows")
     for kind, found in scores(comparisons).items():
-        print(f"{kind}: {found}")
+        print(f"{kind}: {found}, {found.shares}")
     print(score(comparisons))
 
 

@@ -6,7 +6,7 @@ tiled, torch-flash      any backend of the planner, through tilewise.attention(b
 torch-default           F.scaled_dot_product_attention as it is
 sdpa:flash              F.scaled_dot_product_attention held to one of PyTorch's kernels (efficient, cudnn, math)
 flags:all-off           F.scaled_dot_product_attention with PyTorch's switches set: see `flags`
-flex, flash-attn, fa3, xformers   other libraries' attention: see `rivals`
+flex, flash-attn, fa3, fa4, xformers   other libraries' attention: see `rivals`
 sm90@..., ladder:NAME   a backend with its config spelled out, or a rung of the ladder: see `variants`
 python:MODULE:NAME      a function of yours: NAME(q, k, v, problem, bias) -> out or (out, lse); MODULE: or a file.py
 """
@@ -31,14 +31,14 @@ from ..masks import Causal, Dense, Full
 from ..plan import AUTO, BACKENDS
 from . import flags, variants
 from .inputs import Inputs, make_inputs
-from .rivals import FA3, FLEX, RIVALS, has_fa3
+from .rivals import FA3, FA4, FLEX, RIVALS, installed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ..problem import Problem
 
-__all__ = ["FA3", "Candidate", "Inputs", "has_fa3", "make_inputs"]
+__all__ = ["FA3", "FA4", "Candidate", "Inputs", "installed", "make_inputs"]
 Forward = Callable[[], Any]  # out, or (out, lse) where the problem needs an lse
 
 OURS = "tilewise"
@@ -77,6 +77,12 @@ class Candidate:
         return self._is_sdpa or self.name.startswith("torch-")
 
     @property
+    def is_ours(self) -> bool:
+        """One of this package's: all others are what it can be held against."""
+        own_backend = self.name in (*BACKENDS, *_OPTIONAL) and not self.is_peer
+        return self.name in (OURS, DETERMINISTIC) or own_backend or variants.is_variant(self.name)
+
+    @property
     def _is_sdpa(self) -> bool:
         """F.scaled_dot_product_attention, whatever it is held to."""
         return self.name == TORCH_DEFAULT or self.name in SDPA or self.name in flags.SWITCHES
@@ -84,7 +90,7 @@ class Candidate:
     @property
     def compiles(self) -> bool:
         """The first call may take a minute: the kernel is generated for it."""
-        return self.name in (FLEX, "triton")
+        return self.name in (FLEX, FA4, "triton")
 
     def why_not(self, problem: Problem, device: str = "cuda") -> list[Reason]:
         """Why the candidate cannot even be asked. What a backend of the planner says is the planner's business."""
@@ -147,6 +153,11 @@ def _is_top_left_causal(problem: Problem) -> bool:
     return isinstance(problem.mask, Causal) and (problem.mask.align == "top-left" or problem.seq_q == problem.seq_kv)
 
 
+def builds_mask(problem: Problem) -> bool:
+    """PyTorch's function has no name for the mask: it is given to it as a tensor."""
+    return not isinstance(problem.mask, Full | Dense) and not _is_top_left_causal(problem)
+
+
 def _sdpa_reasons(problem: Problem) -> list[Reason]:
     """What F.scaled_dot_product_attention has no argument for."""
     reasons = []
@@ -154,8 +165,7 @@ def _sdpa_reasons(problem: Problem) -> list[Reason]:
         reasons.append(Reason(f"softcap {problem.softcap:g}: PyTorch's function has no softcap", "drop the softcap"))
     if problem.needs_lse:
         reasons.append(Reason("an lse is asked for, and PyTorch's function returns none", "drop the lse"))
-    built = not isinstance(problem.mask, Full | Dense) and not _is_top_left_causal(problem)
-    if built and problem.seq_q * problem.seq_kv > _LARGEST_MASK_BYTES:
+    if builds_mask(problem) and problem.seq_q * problem.seq_kv > _LARGEST_MASK_BYTES:
         size = f"{problem.seq_q * problem.seq_kv / 2**30:.1f} GiB as a boolean tensor"
         reasons.append(Reason(f"mask {problem.mask}: {size}", f"stay below {_LARGEST_MASK_BYTES / 2**30:.0f} GiB"))
     return reasons

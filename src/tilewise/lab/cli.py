@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -127,13 +128,24 @@ def bench(
         list[str] | None, typer.Option(help=f"Of {', '.join(suites.SUITES)}; may be repeated. cpu by default.")
     ] = None,
     only: Only = None,
-    repeat: Annotated[int | None, typer.Option(help="Rounds; 11 on a CPU, 7 on a GPU by default.", min=1)] = None,
+    repeat: Annotated[
+        int | None, typer.Option("--repeat", "--rounds", help="Rounds; 11 on a CPU, 7 on a GPU by default.", min=1)
+    ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Measured seconds a candidate and round; 0.1 or 0.03 by default.", min=1e-3)
+        float | None,
+        typer.Option(
+            help="Measured seconds per candidate and round; 0.1 on a CPU, 0.03 on a GPU, 0.01 in drawn by default.",
+            min=1e-3,
+        ),
     ] = None,
     candidate: ExtraCandidates = None,
+    compile_first: Annotated[
+        bool, typer.Option("--ahead", help="Compile what the rows need first, side by side: for empty caches.")
+    ] = False,
     time_limit: TimeLimit = 60.0,
-    seed: Seed = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of inputs, sampling and order, and of the problems of the suite drawn.")
+    ] = 0,
     json: Annotated[Path | None, typer.Option(help="Write the record to this file; - for standard output.")] = None,
     save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False,
     results: Annotated[Path, typer.Option(help="The results folder.")] = benches.RESULTS,
@@ -147,7 +159,8 @@ def bench(
             kept = records.read(record)
             _show_bench(kept, kept.comparisons(), plot, page)
             return
-        asked = {name: suites.suite(name, tuple(only or ()), make_candidates(candidate)) for name in suite or ["cpu"]}
+        chosen, more = tuple(only or ()), make_candidates(candidate)
+        asked = {name: suites.suite(name, chosen, more, seed) for name in suite or ["cpu"]}
         if len(asked) > 1 and (json or page or plot):
             raise InvalidInput(
                 "--suite", ", ".join(asked), "one suite with --json, --html or --plot", "ask for one, or use --save"
@@ -155,16 +168,22 @@ def bench(
         for device in {row.device for rows in asked.values() for row in rows}:
             Target.of(device)
         done: list[Comparison] = []
+        if compile_first:
+            every = [row for rows in asked.values() for row in rows]
+            benches.compile_ahead(every, Settings(time_limit=time_limit, seed=seed))
         with Pool() as pool:
             for name, rows in asked.items():
                 on_gpu = any(row.device.startswith("cuda") for row in rows)
-                settings = Settings(
+                usual = Settings(
                     rounds=repeat or (7 if on_gpu else 11),
-                    round_seconds=seconds or (0.03 if on_gpu else 0.1),
+                    round_seconds=0.03 if on_gpu else 0.1,
                     time_limit=time_limit,
                     seed=seed,
                     overhead=True,
+                    together=on_gpu,
                 )
+                settings = replace(usual, **suites.SETTINGS.get(name, {}))
+                settings = replace(settings, round_seconds=seconds or settings.round_seconds)
                 done = benches.run(rows, settings, pool)
                 result = benches.record(name, done, settings, environment.command_line())
                 if json is not None and str(json) != "-":
@@ -223,7 +242,7 @@ def cycles(
     """GPU cycles of a suite's candidates by Nsight Compute: a clock that moves with power does not move these."""
     with exit_codes():
         Target.of("cuda")
-        rows = suites.suite(suite, tuple(only or ()), make_candidates(candidate))
+        rows = suites.suite(suite, tuple(only or ()), make_candidates(candidate), seed)
         found = cyclecount.measure(rows, seed, time_limit)
         result = cyclecount.record(suite, found, seed, environment.command_line())
         if save:

@@ -1,7 +1,8 @@
 """Compare candidates on one problem: verify each against float64, then time the right ones in interleaved rounds.
 
-Only one worker works at a time. Every round times every candidate once, in a fresh random order, so that a clock or a
-temperature that drifts meets all of them alike; ratios are taken round by round. Wrong candidates are not timed.
+While something is timed, only one worker works. Every round times every candidate once, in a fresh random order, so
+that a clock or a temperature that drifts meets all of them alike; ratios are taken round by round. Wrong candidates are
+not timed. Rows that pose one problem, one after the other, share the float64 truth, the inputs and the verification.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import math
 import random
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from ..problem import Problem
@@ -44,13 +48,15 @@ class Settings:
     seed: int = 0
     patience: float = 10.0  # seconds of measured time after which a slow candidate gets no more than a few rounds
     overhead: bool = False
+    together: bool = False  # candidates are verified side by side; they are timed one at a time all the same
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One line of a suite: a problem, who answers it, what of the answer is timed, and how.
 
-    `method` "" is the device's default; `times` () is the forward, and the backward where gradients are wanted.
+    `method` "" is the device's default; `times` () is the forward, and the backward where gradients are wanted. Rows of
+    another `kind` than "" are scored apart from the rest of their suite.
     """
 
     name: str
@@ -61,6 +67,7 @@ class Row:
     flush: bool = False
     times: tuple[str, ...] = ()
     tensors: str = ""  # a file to take q, k and v from
+    kind: str = ""
 
     @property
     def timing(self) -> str:
@@ -159,6 +166,11 @@ class Comparison:
         peers = [outcome for outcome in self.outcomes if outcome.is_peer and outcome.costs and not outcome.failed]
         return min(peers, key=lambda outcome: median(outcome.costs), default=None)
 
+    def best_rival(self) -> Outcome | None:
+        """The fastest of all candidates that are right and not ours: PyTorch's paths, and other libraries' too."""
+        others = [o for o in self.outcomes if not Candidate(o.candidate).is_ours and o.costs and not o.failed]
+        return min(others, key=lambda outcome: median(outcome.costs), default=None)
+
     def speed(self, outcome: Outcome) -> float | None:
         """How many times faster than the best peer; None without a peer or without a time."""
         peer = self.best_peer()
@@ -166,9 +178,10 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         row = self.row
-        peer = self.best_peer()
+        peer, rival = self.best_peer(), self.best_rival()
         return {
             "row": row.name,
+            "kind": row.kind,
             "problem": row.problem.to_dict(),
             "device": row.device,
             "timing": row.timing,
@@ -181,6 +194,7 @@ class Comparison:
             "compared": self.compared,
             "budgets": self.budgets,
             "best_peer": peer.candidate if peer else None,
+            "best_rival": rival.candidate if rival else None,
             "orders": self.orders,
             "candidates": [outcome.to_dict() | {"ratio": self.speed(outcome)} for outcome in self.outcomes],
         }
@@ -196,6 +210,7 @@ def read_comparison(values: dict[str, Any]) -> Comparison:
         values["timing"],
         values["flush"],
         tuple(values.get("times", ())),
+        kind=values.get("kind", ""),
     )
     return Comparison(
         row,
@@ -210,15 +225,40 @@ def read_comparison(values: dict[str, Any]) -> Comparison:
 
 def compare(row: Row, pool: Pool, settings: Settings, tick: Tick = lambda text: None) -> Comparison:
     """Never raises for what a candidate does. An interrupt ends it early, with what was measured left in place."""
+    (comparison,) = compare_all([row], pool, settings, tick)
+    return comparison
+
+
+def compare_all(
+    rows: Sequence[Row], pool: Pool, settings: Settings, tick: Tick = lambda text: None
+) -> Iterator[Comparison]:
+    """Row by row, in their order. The first comparison that is not complete, for an interrupt, is the last."""
+    for _, bunch in groupby(rows, key=_asked):
+        with tempfile.TemporaryDirectory(prefix="tilewise-") as folder:
+            verifier = _Verifier(list(bunch), pool, settings, Path(folder) / "truth.pt", tick)
+            for row in verifier.rows:
+                comparison = _compare(row, verifier, pool, settings, tick)
+                yield comparison
+                if not comparison.complete:
+                    return
+
+
+def _asked(row: Row) -> tuple[Any, ...]:
+    """What rows must have in common to be verified against one truth: that of gradients holds the forward's too."""
+    return row.problem.with_(needs_grad=False), row.device, row.tensors
+
+
+def _compare(row: Row, verifier: _Verifier, pool: Pool, settings: Settings, tick: Tick) -> Comparison:
     comparison = Comparison(row, [Outcome(name) for name in row.candidates])
     rng = random.Random(f"{settings.seed} {row.name}")
     running = [outcome for outcome in comparison.outcomes if not _refuses(outcome, row)]
     try:
         pool.start(_TRUTH, *(outcome.candidate for outcome in running))
-        _verify_all(comparison, running, pool, settings, tick)
+        verifier.verify(comparison, running)
         _time_all(comparison, running, pool, settings, rng, tick)
     except KeyboardInterrupt:
         comparison.complete = False
+    verifier.drop_failed(running)
     return comparison
 
 
@@ -234,48 +274,119 @@ def _refuses(outcome: Outcome, row: Row) -> bool:
     return bool(reasons)
 
 
-def _verify_all(comparison: Comparison, running: list[Outcome], pool: Pool, settings: Settings, tick: Tick) -> None:
-    row = comparison.row
-    what = {"problem": row.problem.to_dict(), "seed": settings.seed, "device": row.device, "tensors": row.tensors}
-    with tempfile.TemporaryDirectory(prefix="tilewise-") as folder:
-        path = Path(folder) / "truth.pt"
-        untold = _truth(comparison, pool, settings, what, path, tick)
+class _Verifier:
+    """What rows of one problem share: its float64 truth, and the candidates that hold its inputs and were verified."""
+
+    def __init__(self, rows: list[Row], pool: Pool, settings: Settings, path: Path, tick: Tick) -> None:
+        self.rows = rows
+        self._pool, self._settings, self._path, self._tick = pool, settings, path, tick
+        self._told: _Truth | None = None
+        self._telling = Lock()
+        self._problem: Problem | None = None  # that the candidates hold
+        self._ready: dict[str, Outcome] = {}
+
+    def verify(self, comparison: Comparison, running: list[Outcome]) -> None:
+        """Every outcome gets its verdict; candidates that were verified for an earlier row keep theirs."""
+        row = comparison.row
+        if row.problem != self._problem:
+            self._problem = row.problem
+            self._ready.clear()
+        fresh = []
         for outcome in running:
-            tick(f"{row.name}: verify {outcome.candidate}")
-            try:
-                limit = first_limit(outcome.candidate, settings)
-                pool.ask(outcome.candidate, "prepare", limit, candidate=outcome.candidate, **what)
-                if untold:
-                    outcome.because = [untold]
-                else:
-                    _verify(outcome, pool, settings, path)
-                outcome.memory = pool.ask(outcome.candidate, "memory", settings.time_limit)
-            except Failure as failure:
-                outcome.fail(failure)
+            known = self._ready.get(outcome.candidate)
+            if known is None:
+                fresh.append(outcome)
+            else:
+                outcome.verdict, outcome.because, outcome.stderr = known.verdict, list(known.because), known.stderr
+                outcome.errors, outcome.memory = known.errors, known.memory
+        self._check_all(fresh, row)
+        truth = self._truth(row)
+        comparison.compared, comparison.budgets = truth.compared, truth.budgets
+        self._ready |= {outcome.candidate: replace(outcome, because=list(outcome.because)) for outcome in fresh}
+
+    def drop_failed(self, outcomes: list[Outcome]) -> None:
+        """A candidate that failed while it was timed starts afresh for the next row."""
+        for outcome in outcomes:
+            known = self._ready.get(outcome.candidate)
+            if known is not None and known.verdict != outcome.verdict:
+                del self._ready[outcome.candidate]
+
+    def _truth(self, row: Row) -> _Truth:
+        """Asked for once; who comes while it is being computed waits."""
+        with self._telling:
+            if self._told is None:
+                self._told = self._ask_truth(row)
+            return self._told
+
+    def _ask_truth(self, row: Row) -> _Truth:
+        wanted = row.problem.with_(needs_grad=any(row.problem.needs_grad for row in self.rows))
+        if wanted.dropout:
+            return _Truth(untold="dropout is random: there is no one right answer to compare with")
+        self._tick(f"{row.name}: float64 truth")
+        limit = 10 * self._settings.time_limit
+        try:
+            told = self._pool.ask(_TRUTH, "truth", limit, path=str(self._path), **self._arguments(wanted, row))
+        except Failure as failure:
+            return _Truth(untold=f"the float64 truth has no answer: {failure.text}")
+        return _Truth(told["compared"], told["budgets"])
+
+    def _check_all(self, outcomes: list[Outcome], row: Row) -> None:
+        """Side by side, nothing being timed, where that is allowed; who then fails is asked again, alone."""
+        if self._settings.together and len(outcomes) > 1:
+            self._check_together(outcomes, row)
+            untold = bool(self._truth(row).untold) and not row.problem.dropout
+            self._told = None if untold else self._told
+            outcomes = [outcome for outcome in outcomes if untold or (outcome.failed and outcome.verdict != WRONG)]
+            for outcome in outcomes:
+                outcome.verdict, outcome.because, outcome.stderr = UNVERIFIED, [], ""
+        for outcome in outcomes:
+            self._check(outcome, row)
+
+    def _check_together(self, outcomes: list[Outcome], row: Row) -> None:
+        threads = ThreadPoolExecutor(len(outcomes) + 1)
+        try:
+            threads.submit(self._truth, row)
+            list(threads.map(lambda outcome: self._check(outcome, row), outcomes))
+        finally:  # after an interrupt the pool ends what the threads wait for
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _check(self, outcome: Outcome, row: Row) -> None:
+        self._tick(f"{row.name}: verify {outcome.candidate}")
+        candidate, limit = outcome.candidate, self._settings.time_limit
+        first = first_limit(candidate, self._settings)
+        try:
+            self._pool.ask(candidate, "prepare", first, candidate=candidate, **self._arguments(row.problem, row))
+            if untold := self._truth(row).untold:
+                outcome.because = [untold]
+            else:  # the first backward, which may be compiled too
+                told = self._pool.ask(candidate, "verify", first, path=str(self._path))
+                outcome.errors, outcome.because = told["errors"], told["wrong"]
+                outcome.verdict = WRONG if told["wrong"] else VERIFIED
+            outcome.memory = self._pool.ask(candidate, "memory", limit)
+        except Failure as failure:
+            outcome.fail(failure)
+
+    def _arguments(self, problem: Problem, row: Row) -> dict[str, Any]:
+        return {
+            "problem": problem.to_dict(),
+            "seed": self._settings.seed,
+            "device": row.device,
+            "tensors": row.tensors,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Truth:
+    """What a reader wants to know of the float64 results in the file, or why there are none."""
+
+    compared: str = ""
+    budgets: Errors = field(default_factory=dict)
+    untold: str = ""
 
 
 def first_limit(candidate: str, settings: Settings) -> float:
     """Seconds that a candidate may take to get ready, its first call included."""
     return settings.time_limit * (_COMPILING if Candidate(candidate).compiles else 1)
-
-
-def _truth(comparison: Comparison, pool: Pool, settings: Settings, what: dict[str, Any], path: Path, tick: Tick) -> str:
-    """Float64 results into a file; returns why there are none, if so."""
-    if comparison.row.problem.dropout:
-        return "dropout is random: there is no one right answer to compare with"
-    tick(f"{comparison.row.name}: float64 truth")
-    try:
-        told = pool.ask(_TRUTH, "truth", 10 * settings.time_limit, path=str(path), **what)
-    except Failure as failure:
-        return f"the float64 truth has no answer: {failure.text}"
-    comparison.compared, comparison.budgets = told["compared"], told["budgets"]
-    return ""
-
-
-def _verify(outcome: Outcome, pool: Pool, settings: Settings, path: Path) -> None:
-    told = pool.ask(outcome.candidate, "verify", settings.time_limit, path=str(path))
-    outcome.errors, outcome.because = told["errors"], told["wrong"]
-    outcome.verdict = WRONG if told["wrong"] else VERIFIED
 
 
 def _time_all(

@@ -3,13 +3,15 @@
     <!-- bench forward table gpu=H200 -->   what follows, up to the end marker, is replaced
     <!-- /bench -->
 
-Views: `table` (every row of a suite), `plot` (its pictures, in docs/plots/), and, with no suite named, `summary` (one
-line a suite). A suite without a record says that it is not measured. Nothing else in the file is touched, and a run
-that changes nothing leaves the file as it is.
+Views: `table` (every row of a suite), `problems` (a line per problem with a column for each thing that is timed),
+`plot` (its pictures, in docs/plots/), and, with no suite named, `summary` (a line per suite and thing that is timed). A
+suite without a record says that it is not measured. Nothing else in the file is touched, and a run that changes nothing
+leaves the file as it is.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import InvalidInput
 from . import bench, plots, records, report
-from .compare import REFUSED, summary
+from .compare import REFUSED, ratio, summary
 from .suites import SUITES
 
 if TYPE_CHECKING:
@@ -27,7 +29,10 @@ if TYPE_CHECKING:
     from .records import Record
 
 _BLOCK = re.compile(r"(?P<begin><!-- bench (?P<asked>[^>]*?) -->\n)(?P<body>.*?)(?P<end><!-- /bench -->)", re.DOTALL)
-_SUMMARY = ("| suite | what is timed | geomean | worst | worst row | record |", "|---|---|---:|---:|---|---|")
+_SUMMARY = (
+    f"| suite | what is timed | geomean | worst | under {bench.BEHIND} | worst row | record |",
+    "|---|---|---:|---:|---:|---|---|",
+)
 
 
 class Asked(NamedTuple):
@@ -142,6 +147,42 @@ def _line(comparison: Comparison) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _problems(record: Record, root: Path, path: Path) -> list[str]:
+    """Rows of one problem side by side, in the order of their first."""
+    comparisons = record.comparisons()
+    kinds = list(dict.fromkeys(bench.timed(comparison, comparisons) for comparison in comparisons))
+    lines = [f"| problem | {' | '.join(kinds)} |", f"|---|{'---:|' * len(kinds)}"]
+    for alike in _by_problem(comparisons):
+        cells = {bench.timed(comparison, comparisons): _cell(comparison) for comparison in alike}
+        lines.append(f"| {_shared_name(alike)} | {' | '.join(cells.get(kind, '') for kind in kinds)} |")
+    return [*lines, "", *_sums(comparisons), "", _source(record, root, path)]
+
+
+def _by_problem(comparisons: list[Comparison]) -> list[list[Comparison]]:
+    found: dict[object, list[Comparison]] = {}
+    for comparison in comparisons:
+        found.setdefault((comparison.row.problem.with_(needs_grad=False), comparison.row.device), []).append(comparison)
+    return list(found.values())
+
+
+def _shared_name(comparisons: list[Comparison]) -> str:
+    """What the names of the rows have in common, in whole words."""
+    columns = zip(*(comparison.row.name.split() for comparison in comparisons), strict=False)
+    return " ".join(words[0] for words in itertools.takewhile(lambda words: len(set(words)) == 1, columns))
+
+
+def _cell(comparison: Comparison) -> str:
+    """The ratio to PyTorch's best, that to the fastest of all where it is another, and the rate."""
+    ours, timed = comparison.outcomes[0], summary(comparison.outcomes[0].samples)
+    if ours.failed or timed is None:
+        return ours.verdict if ours.verdict == REFUSED else f"**{ours.verdict}**"
+    speed = report.times(comparison.speed(ours))
+    peer, rival = comparison.best_peer(), comparison.best_rival()
+    if rival is not None and rival is not peer:
+        speed += f" ({rival.candidate}: {report.times(ratio(ours.costs, rival.costs))})"
+    return f"{speed}, {report.rate(comparison.row.flops, timed)} TFLOP/s"
+
+
 def _time(outcome: Outcome, comparison: Comparison) -> str:
     timed = summary(outcome.samples)
     if timed is None:
@@ -159,8 +200,9 @@ def _error(outcome: Outcome | None) -> str:
 
 
 def _sums(comparisons: list[Comparison]) -> list[str]:
-    lines = [f"- {kind}: {found}" for kind, found in bench.scores(comparisons).items()]
-    return [*lines, f"- all rows: {bench.score(comparisons)}"]
+    lines = [f"- {kind}: {found}, {found.shares}" for kind, found in bench.scores(comparisons).items()]
+    every = bench.score(comparisons)
+    return [*lines, f"- all rows: {every}, {every.shares}"]
 
 
 def _summary(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]:
@@ -170,11 +212,13 @@ def _summary(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]:
         record = records.newest(kept, name, gpu if on_gpu else "")
         timed = " + ".join(dict.fromkeys(what for row in rows for what in row.timed))
         if record is None:
-            lines.append(f"| {name} | {timed} | | | not measured | |")
+            lines.append(f"| {name} | {timed} | | | | not measured | |")
             continue
-        found = bench.score(record.comparisons())
         about = f"[{record.device}, {record.date[:10]}]({_relative(root / bench.RESULTS / record.name, path)})"
-        lines.append(f"| {name} | {timed} | {found.geomean:.2f} | {found.worst:.2f} | {found.row} | {about} |")
+        for kind, comparisons in bench.by_kind(record.comparisons()).items():
+            found = bench.score(comparisons)
+            figures = f"{found.geomean:.2f} | {found.worst:.2f} | {found.behind:.0%} | {found.row}"
+            lines.append(f"| {name} | {kind} | {figures} | {about} |")
     return lines
 
 
@@ -194,6 +238,7 @@ def _relative(file: Path, page: Path) -> str:
 
 _VIEWS: dict[str, Callable[[Record, Path, Path], list[str]]] = {
     "table": _table,
+    "problems": _problems,
     "plot": _plot,
     "summary": lambda record, root, path: [],
 }

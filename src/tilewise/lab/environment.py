@@ -18,7 +18,10 @@ from torch.nn.attention import SDPBackend
 
 from ..jit.validation import source_hash
 
-_PACKAGES = ("triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13", "flash-attn", "numpy")
+_PACKAGES = (
+    "triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13", "flash-attn", "fa3-fwd",
+    "flash-attn-4", "nvidia-cutlass-dsl", "numpy",
+)  # fmt: skip
 _PREFIXES = ("TILEWISE_", "TORCH_CUDNN_SDPA", "TORCH_LOGS", "ONEDNN_", "OMP_", "MKL_", "GOMP_", "CUDA_", "NVIDIA_TF32")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "power.limit", "temperature.gpu")

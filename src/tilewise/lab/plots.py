@@ -6,12 +6,14 @@ Each is an SVG that names the record it was drawn from, so that a stale picture 
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import InvalidInput
 from ..masks import Full
+from . import bench
 from .compare import geomean, summary
 
 if TYPE_CHECKING:
@@ -24,10 +26,12 @@ FOLDER = Path("docs/plots")
 TITLES = {
     "speed": "TFLOP/s against sequence length",
     "ratio": "Speed against PyTorch's best path",
+    "sorted": "Speed against PyTorch's best path, from the slowest problem to the fastest",
     "scaling": "Time and memory against sequence length",
 }
 # Okabe and Ito's colours: told apart by all kinds of colour vision, and in grey by their markers.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MAX_BARS = 120  # rows that have a bar each; more become curves
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
@@ -45,7 +49,9 @@ Series = dict[str, list[Point]]  # candidate -> points, by length
 
 def by_kind(folder: Path, record: Record) -> dict[str, Path]:
     """The files of a record's pictures. Lengths need a table of them: without one there are only the ratios."""
-    kinds = ("speed", "ratio", "scaling") if panels(record.comparisons()) else ("ratio",)
+    comparisons = record.comparisons()
+    ratios = "ratio" if len(comparisons) <= _MAX_BARS else "sorted"
+    kinds = ("speed", ratios, "scaling") if panels(comparisons) else (ratios,)
     return {kind: folder / f"{record.suite}-{kind}.svg" for kind in kinds}
 
 
@@ -66,7 +72,7 @@ def draw(record: Record, folder: Path) -> list[Path]:
     """Write the pictures of a record. InvalidInput, which says what to install, without matplotlib."""
     pyplot = load_pyplot()
     folder.mkdir(parents=True, exist_ok=True)
-    makers = {"speed": _speed, "ratio": _ratios, "scaling": _scaling}
+    makers = {"speed": _speed, "ratio": _ratios, "sorted": _sorted, "scaling": _scaling}
     files = by_kind(folder, record)
     for kind, path in files.items():
         figure = makers[kind](pyplot, record.comparisons())
@@ -173,6 +179,32 @@ def _ratios(pyplot: Any, comparisons: list[Comparison]) -> Any:
     axis.set_xlim(0, 1.15 * max([1.0, *(speed for _, speed in bars)]))
     mean = geomean([speed for _, speed in bars])
     axis.set_xlabel(f"times as fast as the best of PyTorch's paths (geomean {mean:.2f})")
+    return figure
+
+
+def _sorted(pyplot: Any, comparisons: list[Comparison]) -> Any:
+    """A curve for each thing that is timed: its ratios in ascending order, over the share of rows below.
+
+    Kinds of problems that are scored apart have no curves: they are few.
+    """
+    figure, axes = _grid(pyplot, 1, columns=1, size=(9.0, 5.0))
+    axis, kinds = axes[0], bench.by_kind([c for c in comparisons if not c.row.kind])
+    for (kind, alike), style in zip(kinds.items(), itertools.cycle(styles()), strict=False):
+        values = [speed for c in alike if not c.outcomes[0].failed and (speed := c.speed(c.outcomes[0])) is not None]
+        if values:
+            shares = [(place + 0.5) / len(values) for place in range(len(values))]
+            axis.plot(shares, sorted(values), label=f"{kind}: geomean {geomean(values):.2f}", **style)
+    for limit in (1.0, bench.BEHIND, bench.FAR_BEHIND):
+        axis.axhline(limit, color="black", linewidth=0.8 if limit == 1.0 else 0.4, linestyle="-" if limit == 1 else ":")
+    axis.set_yscale("log")
+    ticks = (0.5, 0.7, 0.85, 1, 1.5, 2, 3, 5, 10, 20)
+    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+    axis.set_yticks([], minor=True)
+    axis.set_xlim(0, 1)
+    axis.set_xlabel("share of the problems")
+    axis.set_ylabel("times as fast as the best of PyTorch's paths")
+    axis.grid(alpha=0.3, linewidth=0.5)
+    axis.legend(fontsize=8)
     return figure
 
 

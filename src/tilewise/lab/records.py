@@ -60,7 +60,8 @@ class Record:
         commit = f"commit {source['commit'][:7]}" if source["commit"] else "an installed package"
         changed = " with changes" if source["dirty"] else ""
         cudnn = f", cuDNN {versions['cudnn']}" if versions.get("cudnn") else ""
-        return f"{self.device}, torch {versions['torch']}{cudnn}, {self.date[:10]}, {commit}{changed}"
+        engine = f", engine {source['engine'][:7]}" if source.get("engine") else ""
+        return f"{self.device}, torch {versions['torch']}{cudnn}, {self.date[:10]}, {commit}{changed}{engine}"
 
 
 def read(path: Path) -> Record:

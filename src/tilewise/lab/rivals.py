@@ -1,4 +1,4 @@
-"""Attention from other libraries: FlexAttention, flash-attn, FlashAttention-3 and xFormers, each where it is installed.
+"""Attention from other libraries: FlexAttention, flash-attn, FlashAttention-3 and -4, xFormers, where installed.
 
 Each rival says what it lacks for a problem, all of it, and makes a call without arguments from tensors. They import
 their library only when they are asked to run.
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 Forward = Callable[[], Any]
 FA3 = "fa3"
+FA4 = "fa4"
 FLEX = "flex"
 
 
@@ -36,21 +37,21 @@ class Rival(NamedTuple):
 
     def why_not(self, problem: Problem, device: str) -> list[Reason]:
         missing = (
-            [] if installed(self.module) else [Reason(f"the module {self.module} cannot be imported", self.install)]
+            [] if _importable(self.module) else [Reason(f"the module {self.module} cannot be imported", self.install)]
         )
         return missing + self.lacks(problem, device)
 
 
-def installed(module: str) -> bool:
+def _importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package above it
+    except ImportError:  # not even the package above it, or one that cannot be imported
         return False
 
 
-def has_fa3() -> bool:
-    """The package fa3-fwd can be imported here."""
-    return installed(RIVALS[FA3].module)
+def installed(rival: str) -> bool:
+    """The rival's library can be imported here."""
+    return _importable(RIVALS[rival].module)
 
 
 def _reasons(*checks: tuple[bool, str, str]) -> list[Reason]:
@@ -96,6 +97,59 @@ def _fa3_forward(problem: Problem, inputs: Inputs) -> Forward:
 
     def forward() -> Tensor:
         out = flash(q, k, v, softmax_scale=scale, causal=causal, softcap=softcap)
+        attended: Tensor = out[0] if isinstance(out, tuple) else out
+        return attended.transpose(1, 2)
+
+    return forward
+
+
+# --- FlashAttention-4, which compiles a kernel when a kind of problem first comes
+
+
+def _fa4_lacks(problem: Problem, device: str) -> list[Reason]:
+    dims = (problem.head_dim, problem.head_dim_v)
+    return _reasons(
+        _on_cpu(device),
+        (
+            problem.dtype not in (torch.float16, torch.bfloat16),
+            f"{problem.dtype}: FlashAttention-4 takes float16 and bfloat16",
+            "cast q, k and v",
+        ),
+        (
+            not isinstance(problem.mask, Full | Causal | Window) or not _is_square_or(problem, "bottom-right"),
+            f"mask {problem.mask}: FlashAttention-4 has full, and causal and windows aligned at the bottom right",
+            "use one of these",
+        ),
+        (
+            any(dim > 256 or dim % 8 for dim in dims),
+            f"head_dim {problem.head_dim} (v: {problem.head_dim_v}): it takes multiples of 8 to 256",
+            "pad the head_dim",
+        ),
+        (
+            problem.needs_grad and problem.group > 1 and dims[0] != dims[1],
+            "v has another head_dim than q and k: its backward takes that with as many key/value heads as heads alone",
+            "pad one of them, or drop the gradients",
+        ),
+        (problem.dropout > 0, "FlashAttention-4 has no dropout", "drop the dropout"),
+        (problem.needs_lse, "an lse is asked for: not compared here with FlashAttention-4", "drop the lse"),
+    )
+
+
+def _fa4_forward(problem: Problem, inputs: Inputs) -> Forward:
+    """FlashAttention-4 takes (batch, seq, heads, dim), strided as it may be, and returns (out, lse)."""
+    flash = importlib.import_module("flash_attn.cute").flash_attn_func
+    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
+    mask = problem.mask
+    options = {
+        "softmax_scale": problem.scale,
+        "causal": isinstance(mask, Causal),
+        "window_size": (mask.left, mask.right) if isinstance(mask, Window) else (None, None),
+        "softcap": problem.softcap,
+        "deterministic": problem.deterministic,
+    }
+
+    def forward() -> Tensor:
+        out = flash(q, k, v, **options)
         attended: Tensor = out[0] if isinstance(out, tuple) else out
         return attended.transpose(1, 2)
 
@@ -177,7 +231,7 @@ def _xformers_forward(problem: Problem, inputs: Inputs) -> Forward:
 def _flex_lacks(problem: Problem, device: str) -> list[Reason]:
     on_gpu = device.startswith("cuda")
     return _reasons(
-        (on_gpu and not installed("triton"), "triton, which compiles it, is not installed", "pip install triton"),
+        (on_gpu and not _importable("triton"), "triton, which compiles it, is not installed", "pip install triton"),
         (isinstance(problem.mask, Dense), f"mask {problem.mask}: it wants a rule, not a tensor", "name the rule"),
         (problem.dropout > 0, "FlexAttention has no dropout", "drop the dropout"),
         (problem.needs_lse, "an lse is asked for: not compared here with FlexAttention", "drop the lse"),
@@ -218,7 +272,10 @@ def _position_rule(problem: Problem, device: torch.device) -> Callable[..., Tens
 
 RIVALS: dict[str, Rival] = {
     FLEX: Rival("torch.nn.attention.flex_attention", "upgrade PyTorch", _flex_lacks, _flex_forward),
-    "flash-attn": Rival("flash_attn", "pip install flash-attn", _flash_attn_lacks, _flash_attn_forward),
+    "flash-attn": Rival(
+        "flash_attn.flash_attn_interface", "pip install flash-attn", _flash_attn_lacks, _flash_attn_forward
+    ),
     FA3: Rival("fa3_fwd_interface", "pip install fa3-fwd", _fa3_lacks, _fa3_forward),
+    FA4: Rival("flash_attn.cute", "pip install flash-attn-4", _fa4_lacks, _fa4_forward),
     "xformers": Rival("xformers.ops", "pip install xformers", _xformers_lacks, _xformers_forward),
 }

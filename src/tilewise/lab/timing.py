@@ -52,7 +52,7 @@ def measure(call: Call, method: str, seconds: float, *, flush: bool = False, kep
 
 def _wall(call: Call, seconds: float) -> list[float]:
     synchronize: Call = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
-    estimate = _warm_up(call, synchronize)
+    estimate = _warm_up(call, synchronize, min(_WARM_UP_SECONDS, seconds / 2))
     if estimate >= seconds:  # a call this long needs no warm-up: it is the sample
         return [estimate]
     calls = max(1, math.ceil(_SHORTEST_SAMPLE / estimate))
@@ -161,10 +161,10 @@ def _cuda_estimates(call: Call, kept: Kept) -> tuple[float, float]:
     return kept["estimates"]  # type: ignore[no-any-return]
 
 
-def _warm_up(call: Call, synchronize: Call) -> float:
+def _warm_up(call: Call, synchronize: Call, seconds: float) -> float:
     """Runs for a while, once at least; returns the seconds of the fastest call. Idle threads of others go to sleep."""
     fastest = math.inf
-    stop = time.perf_counter() + _WARM_UP_SECONDS
+    stop = time.perf_counter() + seconds
     while True:
         fastest = min(fastest, _clocked(call, 1, synchronize))
         if time.perf_counter() >= stop:
