@@ -144,7 +144,6 @@ def test_gradients_on_the_model(monkeypatch, seqs, dims, heads, mask, fields):
 )
 def test_sums_of_dq_as_they_come_and_in_turn_on_the_model(monkeypatch, seqs, dims, heads, mask, deterministic):
     monkeypatch.setattr(sm90_backward, "MAX_BY_CLAIM", 0)
-    monkeypatch.setattr(sm90_backward, "MAX_BY_CLAIM_NARROW", 0)
     problem = problem_of(seqs, dims, heads, mask=mask, deterministic=deterministic)
     got, truth = run_on_the_model(monkeypatch, problem)
     assert_accurate(got, truth, problem.dtype)
@@ -184,8 +183,8 @@ def test_whatever_order_the_hardware_works_in(monkeypatch, seed):
 @emulated
 @pytest.mark.parametrize("mask", [Causal(), Window(40, 10)], ids=str)
 def test_the_last_of_several_sections_goes_the_other_way_and_no_order_of_work_shows(monkeypatch, mask):
-    small = dataclasses.replace(H200, l2_bytes=1)
-    problem = problem_of((300, 260), (128, 128), (4, 2), mask=mask, deterministic=True)
+    small = dataclasses.replace(H200, l2_bytes=1, sms=1)
+    problem = problem_of((300, 260), (128, 128), (2, 2), mask=mask, deterministic=True)
     assert sm90_backward.divide(problem, sm90_backward.configs(problem, small)[0], small).sections == 2
     first, truth = run_on_the_model(monkeypatch, problem, target=small)
     assert_accurate(first, truth, problem.dtype)

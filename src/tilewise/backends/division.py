@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from ..problem import Problem
 
-# Pieces per tile that are tried; a tile is not cut into pieces shorter than MIN_PIECE_STEPS.
+# Pieces per tile that are tried.
 _CUTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128)
-MIN_PIECE_STEPS = 4
 # A grid whose longest tile is this small a share of the whole run ends evenly by itself, and is not simulated.
 _EVEN = 1 / 32
 # CTAs per multiprocessor in a section of unequal tiles. Why two: the short tiles of a section fill the gaps that its
@@ -32,10 +31,14 @@ SECTION_WAVES = 2
 
 
 class Costs(NamedTuple):
-    """What a CTA costs beside its steps, in steps: to start and end, and to add up the gradients of a piece."""
+    """What a CTA costs beside its steps, in steps: to start and end, and to add up the gradients of a piece.
+
+    `turn`: what every piece of a tile adds to the end of the last one, where they add up one after another.
+    """
 
     start: float
     merge: float
+    turn: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +88,8 @@ def divide(steps: tuple[int, ...], pairs: int, slots: int, costs: Costs, section
     longest = max(1, *steps)
     if longest <= _EVEN * sum(steps) * pairs / slots:
         return _simulated(steps, pairs, slots, costs, sections, longest)[1]
-    limits = {-(-longest // cut) for cut in _CUTS}
-    limits = {limit for limit in limits if limit >= MIN_PIECE_STEPS or limit == longest}
-    choices = [_simulated(steps, pairs, slots, costs, sections, limit) for limit in sorted(limits, reverse=True)]
+    limits = sorted({-(-longest // cut) for cut in _CUTS}, reverse=True)
+    choices = [_simulated(steps, pairs, slots, costs, sections, limit) for limit in limits]
     return min(choices, key=lambda choice: choice[0])[1]
 
 
@@ -99,12 +101,13 @@ def _simulated(
     for count in steps:
         pieces = piece_count(count, limit)
         extra = costs.start + (costs.merge if pieces > 1 else 0.0)
-        durations += [min(limit, count - i * limit) + extra for i in range(pieces)]
+        durations += [min(limit, count - i * limit) + extra for i in reversed(range(pieces))]
     grid = pairs * len(durations)
     if sections is None:
         sections = min(pairs, max(1, round(grid / (SECTION_WAVES * slots))))
     busy = sum(durations) * pairs / slots
     span = _span(durations, pairs, slots, sections) if max(durations) > _EVEN / 4 * busy else busy + max(durations) / 2
+    span += costs.turn * (piece_count(max(steps), limit) - 1)
     cut = len(durations) > len(steps)
     return span, Division(limit, len(durations), sections, cut, grid, grid / slots, 1 - busy / span)
 

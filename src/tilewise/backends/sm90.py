@@ -163,7 +163,15 @@ def notices(problem: Problem, target: Target) -> list[str]:
     if is_float32(problem):
         return sm90_float32.notices(problem)
     entry = _tuned(problem, target)
-    return [*([] if entry is None else [tuned.cite(entry)]), *rules.zero_filled(problem)]
+    cited = [] if entry is None else [tuned.cite(entry)]
+    return [*cited, *rules.zero_filled(problem), *_backward_notices(problem, target)]
+
+
+def _backward_notices(problem: Problem, target: Target) -> list[str]:
+    if not problem.needs_grad or problem.empty:
+        return []
+    config = sm90_backward.configs(problem, target)[0]
+    return [f"backward: {config}; {sm90_backward.divide(problem, config, target)}"]
 
 
 def configs(problem: Problem, target: Target) -> list[AnyConfig]:
@@ -176,7 +184,8 @@ def shipped(problem: Problem, target: Target) -> list[AnyConfig]:
 
     A row of the table may be for some lengths of keys only (`least_seq_kv`, `most_seq_kv`), or, with smaller tiles than
     usual, only for problems that it spreads over the multiprocessors in one wave (`one_wave`), or, dividing the keys
-    too (`split`), for so few queries that a wave has room for several parts.
+    too (`split`), for so few queries that a wave has room for several parts. Rows with a `speed`, by which tiles of the
+    same size can be compared, are ordered by when their last wave ends where tiles are equal.
     """
     if rules.too_wide(problem):
         return []
@@ -187,18 +196,27 @@ def shipped(problem: Problem, target: Target) -> list[AnyConfig]:
     softcap = problem.softcap > 0
     folded = _folded(problem)
     rows = _table()[classes, MASK_KINDS[kind], softcap]
-    split, small, fitting = [], [], []
+    split: list[AnyConfig] = []
+    small: list[Config] = []
+    fitting: list[tuple[float, Config]] = []
+    equal = isinstance(folded.mask, Full) and target.sms > 0
     for row in rows:
         config = _config(row, classes, problem.dtype is torch.bfloat16, kind, softcap)
+        tiles = query_tiles(folded, config.block_q)
+        ends = 0.0
+        if equal and "speed" in row:
+            ends = -(-tiles // (target.sms * config.ctas_per_sm)) * config.block_q / row["speed"]
         if config.split:
             if _splits(folded, config, target) > 1:
                 split.append(config)
-        elif not row.get("one_wave"):
-            if row.get("least_seq_kv", 0) <= problem.seq_kv <= row.get("most_seq_kv", MOST_ROWS):
-                fitting.append(config)
-        elif query_tiles(folded, config.block_q) <= target.sms:
-            small.append(config)
-    return [*split, *sorted(small, key=lambda config: config.block_q), *fitting]
+        elif row.get("one_wave") and not ends:
+            if tiles <= target.sms:
+                small.append(config)
+        elif row.get("least_seq_kv", 0) <= problem.seq_kv <= row.get("most_seq_kv", MOST_ROWS):
+            fitting.append((ends, config))
+    small.sort(key=lambda config: config.block_q)
+    fitting.sort(key=lambda pair: pair[0])
+    return [*split, *small, *(config for _, config in fitting)]
 
 
 def search_space(problem: Problem, target: Target) -> list[AnyConfig]:

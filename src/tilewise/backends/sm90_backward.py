@@ -104,7 +104,7 @@ class BackwardConfig:
         rings = self.stages * (matrix_bytes(self.block_q, self.head_dim) + matrix_bytes(self.block_q, self.head_dim_v))
         ds = self.ds_stages * matrix_bytes(self.block_kv, self.block_q)
         weights = 16 if self.by_keys else self.block_q * 64 * 4
-        vectors = 2 * self.stages * self.block_q * 4
+        vectors = 2 * self.stages * self.block_q * 4 + self.stages * 2 * 4
         barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TURN_STAGES)
         plan = TURN_STAGES * 8 + 2 * 4 + 16 * 4
         return -(-(kv + rings + ds + weights + vectors + barriers + plan) // 1024) * 1024
@@ -466,14 +466,18 @@ def _every_tile_sees_keys(problem: Problem, block_q: int) -> bool:
 
 # Tiles of keys up to which waiting for the first and the last at a dQ costs less than zeroing and rounding its sums.
 MAX_BY_CLAIM = 16
-MAX_BY_CLAIM_NARROW = 32  # with heads of 64
+# With more queries than keys the first tile of keys is the last at most of them, which it must load again: all others
+# wait for it in the end, unless the L2 cache holds all sums.
+MAX_CLAIMED_BYTES = 40 * 2**20
 
 
 def _order(problem: Problem, config: BackwardConfig) -> Order:
     if problem.deterministic:
         return Order.BY_KEYS
-    most = MAX_BY_CLAIM_NARROW if config.head_dim <= 64 else MAX_BY_CLAIM
-    return Order.BY_CLAIM if problem.seq_kv <= most * config.block_kv else Order.FREELY
+    sums = problem.batch * problem.heads_q * problem.seq_q * config.head_dim * 4
+    if problem.seq_kv > MAX_BY_CLAIM * config.block_kv or (problem.seq_q > problem.seq_kv and sums > MAX_CLAIMED_BYTES):
+        return Order.FREELY
+    return Order.BY_CLAIM
 
 
 def _walk(problem: Problem, config: BackwardConfig, cut: bool) -> Walk:
@@ -497,13 +501,15 @@ def _kv_tiles(problem: Problem, config: BackwardConfig) -> int:
 
 
 # Fitted to measurements of uncut and cut tiles on an NVIDIA H200.
-COSTS = division.Costs(start=3.0, merge=1.0)
+COSTS = division.Costs(start=2.0, merge=0.5)
 
 
 def divide(problem: Problem, config: BackwardConfig, target: Target) -> division.Division:
     """Which pieces the tiles of keys are cut into, and how many runs the (batch, KV head) pairs make."""
     steps = division.tile_steps(problem, config.block_q, config.block_kv)
     costs = COSTS if config.makes_dkv else COSTS._replace(merge=0.0)
+    if problem.deterministic and config.makes_dkv:
+        costs = costs._replace(turn=1.0)
     pairs = problem.batch * problem.heads_kv
     whole = division.divide(steps, pairs, target.sms, costs, _sections(problem, config, target, False))
     if not whole.cut:

@@ -2,7 +2,7 @@
 //
 // A backward goes through the KV tiles of every (batch, KV head) pair. The steps of a KV tile are the
 // query tiles that see it, for every head of its group. A tile of more than `limit` steps is cut
-// into pieces of `limit` steps and a rest, which several CTAs work on; they add up dK and dV in
+// into a rest and pieces of `limit` steps, which several CTAs work on; they add up dK and dV in
 // float32. Pairs have the same tiles, so they have the same pieces, numbered tile after tile.
 // Why not into equal parts: pieces of different tiles that begin at the same step stay side by side,
 // read the same queries, and can take turns at the same dQ.
@@ -56,14 +56,17 @@ TILEWISE_INLINE int piece_count(int steps, int limit) {
   return steps <= limit ? 1 : (steps - 1) / limit + 1;
 }
 
-TILEWISE_INLINE TileRange steps_of_piece(int steps, int limit, int index) {
-  return {index * limit, min_int((index + 1) * limit, steps)};
-}
-
 struct Piece {
   int tile;
   int index;  // of `count`
   int count;
 };
+
+// The rest is the first piece. Why: pieces that add up in their order wait for those before, and the
+// short one, which is done early, would wait for all the others.
+TILEWISE_INLINE TileRange steps_of_piece(int steps, int limit, const Piece& piece) {
+  const int begin = (piece.count - 1 - piece.index) * limit;
+  return {begin, min_int(begin + limit, steps)};
+}
 
 }  // namespace tilewise

@@ -145,7 +145,7 @@ __device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params,
   const int count = tiles.touched.count();
   const TileRange steps = piece.count == 1
                               ? TileRange{0, count * group}
-                              : steps_of_piece(count * group, params.piece_steps, piece.index);
+                              : steps_of_piece(count * group, params.piece_steps, piece);
   BackwardPlan plan;
   plan.batch = at.batch;
   plan.head_kv = at.head;
@@ -161,8 +161,7 @@ __device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params,
   plan.begin_tile = plan.begin_head = 0;
   if (plan.steps > 0) {
     if (walk == around) {
-      const long long beside = static_cast<long long>(piece.tile) * params.q_tiles / params.kv_tiles;
-      const int ahead = static_cast<int>(beside) - plan.touched.begin;
+      const int ahead = piece.tile * block_kv / block_q - plan.touched.begin;
       plan.first += (ahead % count + count) % count;
     }
     const int inner = walk == down ? group : count;
@@ -175,6 +174,19 @@ __device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params,
   }
   return plan;
 }
+
+// A query tile, and what it is to the keys of a product warpgroup, in one register. Hidden: no query
+// sees any of them, as in half of the diagonal tiles of a causal mask, and for keys past the end.
+struct SeenTile {
+  enum Sight { full, partial, hidden };
+  int packed;
+
+  TILEWISE_INLINE SeenTile(int q_tile, Sight sight) : packed(q_tile * 4 + sight) {}
+  TILEWISE_INLINE explicit SeenTile(int packed) : packed(packed) {}
+  TILEWISE_INLINE int q_tile() const { return packed >> 2; }
+  TILEWISE_INLINE bool is_partial() const { return (packed & 3) == partial; }
+  TILEWISE_INLINE bool is_hidden() const { return (packed & 3) == hidden; }
+};
 
 // How many KV tiles add to the dQ of a query tile before this one and after it.
 struct Turn {
@@ -207,6 +219,7 @@ struct BackwardSmem {
   alignas(1024) float weights[config.by_keys ? 4 : config.block_q * 64];
   alignas(16) float start_s[config.stages][config.block_q];
   alignas(16) float start_dp[config.stages][config.block_q];
+  int seen_tile[config.stages][2];  // SeenTile of the Q in a stage, per product warpgroup
   ptx::u64 k_full, v_full;
   ptx::u64 q_full[config.stages], q_empty[config.stages];
   ptx::u64 dout_full[config.stages], dout_empty[config.stages];

@@ -40,7 +40,7 @@ struct ProductWarpgroup {
   const int row = config.by_keys ? warpgroup * 64 : 0;  // of the KV tile, the first of 64
   const int warp = threadIdx.x / 32 % 4;
   // Why asked again in some kernels: the answer would take a register that they do not have.
-  using LaneOf = Lane<config.writes_dq || (config.softcap && config.bf16 && config.by_keys && block_q == 64)>;
+  using LaneOf = Lane<config.writes_dq || (config.by_keys && block_q == 64)>;
   const typename LaneOf::Type lane = LaneOf::ask();
 
   using Position = RingPosition<config.stages>;
@@ -57,6 +57,10 @@ struct ProductWarpgroup {
   }
   __device__ __forceinline__ void wait_dout(const Position& at) {
     ptx::mbarrier_wait(&smem.dout_full[at.stage], at.phase);
+  }
+  // Of the Q at a place in the ring that is full.
+  __device__ __forceinline__ SeenTile seen_tile(const Position& at) {
+    return SeenTile(smem.seen_tile[at.stage][warpgroup]);
   }
   __device__ __forceinline__ int first_key() {
     return plan.kv_tile * block_kv + row + warp * 16 + lane / 4;
@@ -120,8 +124,7 @@ struct ProductWarpgroup {
   }
 
   // S -> P in place.
-  __device__ __forceinline__ void exponentiate(Fragment& s, const float* start, int q_tile,
-                                               bool partial) {
+  __device__ __forceinline__ void exponentiate(Fragment& s, const float* start, SeenTile tile) {
     if constexpr (config.softcap) {
       apply_softcap(s, params.softcap_in);
       const float2* pairs = reinterpret_cast<const float2*>(start) + threadIdx.x % 4;
@@ -132,11 +135,11 @@ struct ProductWarpgroup {
         for (int i = 0; i < 4; ++i)
           s[4 * j + i] = fmaf(s[4 * j + i], params.scale_log2, i % 2 ? pair.y : pair.x);
       }
-      if (partial) hide(s, params, first_key(), q_tile * block_q);
+      if (tile.is_partial()) hide(s, params, first_key(), tile.q_tile() * block_q);
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) s[i] = ptx::ex2(s[i]);
     } else {
-      if (partial) hide(s, params, first_key(), q_tile * block_q);
+      if (tile.is_partial()) hide(s, params, first_key(), tile.q_tile() * block_q);
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) s[i] = ptx::ex2(s[i] * params.scale_log2);
     }
@@ -322,20 +325,9 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
     }
   }
 
-  // What a query tile is to the 64 keys of this warpgroup. Hidden: no query sees any of them, as in
-  // half of the diagonal tiles of a causal mask, and for keys past the end.
-  enum class Sight { full, partial, hidden };
-  __device__ __forceinline__ Sight sight_of(int q_tile) {
-    if (!plan.partial(q_tile)) return Sight::full;
-    const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
-    const int key = plan.kv_tile * config.block_kv() + this->row;
-    const bool hidden = key >= params.seq_k || (q_tile + 1) * block_q <= band.first_row(key) ||
-                        q_tile * block_q >= band.end_row(key + 63);
-    return hidden ? Sight::hidden : Sight::partial;
-  }
-
-  // A step with no weight at all: dS is 0, and only the next scores are computed.
-  __device__ __forceinline__ void skip(Fragment& s, bool last) {
+  // A step with no weight at all: dS is 0, and only the next scores are computed. `tile` becomes
+  // that of the next step.
+  __device__ __forceinline__ void skip(Fragment& s, SeenTile& tile, bool last) {
     const int stage = this->position.stage;
     this->wait_dout(this->position);
     this->arrive(&smem.dout_empty[stage]);
@@ -345,17 +337,18 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
     this->position.advance();
     if (!last) {
       this->wait_q(this->position);
+      tile = this->seen_tile(this->position);
       this->first_scores(s);
     }
     this->arrive(&smem.q_empty[stage]);
   }
 
-  __device__ __forceinline__ void step(Fragment& s, int q_tile, Sight sight, bool last) {
+  __device__ __forceinline__ void step(Fragment& s, SeenTile& tile, bool last) {
     const int stage = this->position.stage;
     Packed ds;
     {
       Weights<config.keeps_rest(), config.bf16, block_q / 2> weights;
-      this->exponentiate(s, smem.start_s[stage], q_tile, sight == Sight::partial);
+      this->exponentiate(s, smem.start_s[stage], tile);
       weights.set(s);
       this->wait_dout(this->position);
       const unsigned char* dout = smem.dout[stage];
@@ -391,6 +384,7 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
     this->publish_ds();
     if (!last) {
       this->wait_q(this->position);
+      tile = this->seen_tile(this->position);
       this->start_scores(s, this->position.stage);
       wgmma::hold(s);
       wgmma::fence();
@@ -406,12 +400,11 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
     this->arrive(&smem.q_empty[stage]);
   }
 
-  __device__ __forceinline__ void take(Fragment& s, int q_tile, bool last) {
-    const Sight sight = sight_of(q_tile);
-    if (sight == Sight::hidden)
-      skip(s, last);
+  __device__ __forceinline__ void take(Fragment& s, SeenTile& tile, bool last) {
+    if (tile.is_hidden())
+      skip(s, tile, last);
     else
-      step(s, q_tile, sight, last);
+      step(s, tile, last);
   }
 
   __device__ __forceinline__ void run() {
@@ -423,11 +416,11 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
       Fragment s;
       ptx::mbarrier_wait(&smem.k_full, 0);
       this->wait_q(this->position);
+      SeenTile tile = this->seen_tile(this->position);
       this->first_scores(s);
       ptx::mbarrier_wait(&smem.v_full, 0);
-      StepCursor cursor(plan);
-      for (int i = 1; i < plan.steps; ++i, cursor.advance(plan)) take(s, cursor.q_tile, false);
-      take(s, cursor.q_tile, true);
+      for (int i = 1; i < plan.steps; ++i) take(s, tile, false);
+      take(s, tile, true);
     }
     if constexpr (config.makes_dkv) finish();
   }
@@ -487,10 +480,10 @@ struct ValueWarpgroup : ProductWarpgroup<config> {
     this->arrive(&smem.weights_full);
   }
 
-  __device__ __forceinline__ void step(Fragment& s, int q_tile, u32 phase, bool last) {
+  __device__ __forceinline__ void step(Fragment& s, SeenTile& tile, u32 phase, bool last) {
     Weights<false, config.bf16, block_q / 2> weights;
     const int stage = this->position.stage;
-    this->exponentiate(s, smem.start_s[stage], q_tile, plan.partial(q_tile));
+    this->exponentiate(s, smem.start_s[stage], tile);
     if constexpr (config.makes_dkv) {
       weights.set(s);
       this->wait_dout(this->position);
@@ -505,6 +498,7 @@ struct ValueWarpgroup : ProductWarpgroup<config> {
     this->position.advance();
     if (!last) {
       this->wait_q(this->position);
+      tile = this->seen_tile(this->position);
       this->start_scores(s, this->position.stage);
       wgmma::hold(s);
       wgmma::fence();
@@ -526,11 +520,11 @@ struct ValueWarpgroup : ProductWarpgroup<config> {
       Fragment s;
       ptx::mbarrier_wait(&smem.k_full, 0);
       this->wait_q(this->position);
+      SeenTile tile = this->seen_tile(this->position);
       this->first_scores(s);
-      StepCursor cursor(plan);
       int i = 0;
-      for (; i < plan.steps - 1; ++i, cursor.advance(plan)) step(s, cursor.q_tile, i & 1, false);
-      step(s, cursor.q_tile, i & 1, true);
+      for (; i < plan.steps - 1; ++i) step(s, tile, i & 1, false);
+      step(s, tile, i & 1, true);
       // The other warpgroup takes the last weights once its last dP is done, and with that has read
       // all of V. Invariant: hand_over waited for all takes but this one, so the parity is no older
       // phase's.

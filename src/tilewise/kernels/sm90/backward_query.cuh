@@ -54,9 +54,24 @@ struct BackwardProducer {
                 plan.kv_tile * block_kv, plan.head_kv, ptx::CachePolicy::evict_first);
   }
 
-  // Q or dO of one step; `full` waits for its row vector too.
+  // What a query tile is to the 64 keys of a product warpgroup.
+  __device__ __forceinline__ SeenTile seen(int q_tile, int warpgroup) {
+    if (!plan.partial(q_tile)) return {q_tile, SeenTile::full};
+    if constexpr (!config.by_keys) return {q_tile, SeenTile::partial};
+    const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
+    const int key = plan.kv_tile * block_kv + warpgroup * 64;
+    const bool hidden = key >= params.seq_k ||
+                        (q_tile + 1) * config.block_q <= band.first_row(key) ||
+                        q_tile * config.block_q >= band.end_row(key + 63);
+    return {q_tile, hidden ? SeenTile::hidden : SeenTile::partial};
+  }
+
+  // Q or dO of one step; `full` waits for its row vector too. Which tile it is, is said here: found
+  // by the product warpgroups it would stand between their scores and the first exponential.
   __device__ __forceinline__ void load_q(int stage, const StepCursor& at) {
     u64* full = &smem.q_full[stage];
+    for (int warpgroup = 0; warpgroup < 2; ++warpgroup)
+      smem.seen_tile[stage][warpgroup] = seen(at.q_tile, warpgroup).packed;
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.q[0]) + sizeof(smem.start_s[0]));
     load_matrix(smem.q[stage], params.q_map, full, config.head_dim, config.block_q,
                 at.q_tile * config.block_q, plan.head_kv * params.heads_per_kv + at.head,
