@@ -51,6 +51,7 @@ _COMBINE_ROWS = 4  # a CTA, a warp each
 _FEWEST_TO_SPLIT, _FEWEST_OF_A_PART = 8, 2
 # What `search_space` tries: widths of a product that kernels/sm90/wgmma.cuh has, and depths of the rings.
 _BLOCKS_KV = (48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
+_SMEM_PER_BLOCK = 227 * 1024
 _STAGES = ((1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 4))
 
 
@@ -210,19 +211,25 @@ def search_space(problem: Problem, target: Target) -> list[AnyConfig]:
         return []
     if is_float32(problem):
         return list(sm90_float32.configs(problem, target))
-    kind, classes = _mask_kind(problem), class_of(problem)
-    smem_per_block = target.smem_per_block or 227 * 1024
-    found: list[AnyConfig] = []
+    facts = (problem.dtype is torch.bfloat16, _mask_kind(problem), problem.softcap > 0)
+    return list(_runnable(class_of(problem), *facts, target.smem_per_block or _SMEM_PER_BLOCK))
+
+
+@functools.lru_cache(maxsize=16)
+def _runnable(
+    classes: tuple[int, int], bf16: bool, kind: int, softcap: bool, smem_per_block: int
+) -> dict[Config, None]:
+    found: dict[Config, None] = {}
     for consumers, block_kv, (k_stages, v_stages) in product((1, 2, 3, 4), _BLOCKS_KV, _STAGES):
         for pingpong, ctas in product((False, True), (1, 2)):
             row = {"consumers": consumers, "block_kv": block_kv, "k_stages": k_stages, "v_stages": v_stages}
             row |= {"pingpong": pingpong, "ctas_per_sm": ctas}
-            config = _config(row, classes, problem.dtype is torch.bfloat16, kind, problem.softcap > 0)
+            config = _config(row, classes, bf16, kind, softcap)
             # 1 KiB of a multiprocessor's shared memory goes to each CTA for the driver's own use.
             fits = config.smem_bytes <= smem_per_block and ctas * (config.smem_bytes + 1024) <= smem_per_block + 1024
             held = 3 * block_kv // 4 + classes[1] // 2
             if fits and held < config.consumer_registers and (consumers > 1 or not pingpong):
-                found.append(config)
+                found[config] = None
     return found
 
 
@@ -234,7 +241,16 @@ def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
     """The entry of the user's own table for this device."""
     if rules.too_wide(problem) or is_float32(problem):
         return None
-    return tuned.find("sm90", target.name, *tuning_key(problem), Config)
+    kind, classes = _mask_kind(problem), class_of(problem)
+    facts = (problem.dtype is torch.bfloat16, kind, problem.softcap > 0)
+
+    def is_legal(config: Config) -> bool:
+        """One that a sweep would try, or any that ships for such heads and masks, whatever lengths it is for."""
+        rows = _table()[classes, MASK_KINDS[kind], problem.softcap > 0]
+        runnable = _runnable(classes, *facts, target.smem_per_block or _SMEM_PER_BLOCK)
+        return config in runnable or any(config == _config(row, classes, *facts) for row in rows)
+
+    return tuned.find("sm90", target.name, *tuning_key(problem), Config, is_legal)
 
 
 def details(problem: Problem, target: Target, config: AnyConfig) -> list[str]:

@@ -10,12 +10,15 @@ that only the shipped tables count. An entry is the winner of one sweep:
     config   the winner's fields
     kernels  digest of the CUDA sources it was measured with: after they change, the entry counts no more
 
-and the rest says where it comes from: device, driver, versions, commit, times, spread, runners-up. A file that cannot
-be read costs one log line, never a call.
+and the rest says where it comes from: device, driver, versions, commit, times, spread, runners-up.
+
+A table is only a file: an entry counts if its config is one that the backend's own rules allow for the problem. One
+that is not, or that does not build here, and a file that cannot be read cost one log line each, never a call.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -31,14 +34,19 @@ from .compile import KERNELS
 from .headers import included_files
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 NONE = "none"
 REACH = 2.0  # an entry serves sizes up to this factor away from its own
 _FORMAT = 1
+_MAX_SIZE = 1 << 62  # of what an entry was measured at
+_FIELD_TYPES = {"int": int, "bool": bool}
 _Config = TypeVar("_Config")
+_Place = tuple["Path | None", int]  # of an entry: its file, and its number there
 
 _log = logging.getLogger("tilewise")
+_refused: set[_Place] = set()  # entries that have had their log line
+_served: dict[Any, _Place] = {}  # configs that calls were given, and the entries they came from
 
 
 def folder() -> Path | None:
@@ -57,24 +65,64 @@ def path_of(backend: str, device: str) -> Path | None:
 
 
 def find(
-    backend: str, device: str, key: Mapping[str, Any], sizes: Mapping[str, int], config: type[Any]
+    backend: str,
+    device: str,
+    key: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    config: type[_Config],
+    is_legal: Callable[[_Config], bool],
 ) -> dict[str, Any] | None:
-    """The entry nearest to `sizes` among those with this key that reach it; None too if its config has other fields."""
-    entries = _entries(path_of(backend, device), device)
+    """The entry nearest to `sizes` among those with this key that reach it and whose config `is_legal` accepts."""
+    path = path_of(backend, device)
     reaching = [
         (distance, -number, entry)
-        for number, entry in enumerate(entries)
+        for number, entry in _entries(path, device)
         if entry["key"] == key
         and (distance := _distance(entry["sizes"], sizes)) is not None
         and entry["kernels"] == kernels_digest(backend)
+        and (path, number) not in _refused
     ]
-    nearest = min(reaching, key=lambda found: found[:2], default=None)
-    return nearest[2] if nearest is not None and set(nearest[2]["config"]) == set(config.__slots__) else None
+    for _, number, entry in sorted(reaching, key=lambda found: found[:2]):
+        place = (path, -number)
+        wrong = _wrong_fields(entry["config"], config)
+        if not wrong:
+            made = config(**entry["config"])
+            if is_legal(made):
+                _served[made] = place
+                return entry
+            wrong = f"{backend} has no config {entry['config']} for this problem"
+        _refuse(place, wrong)
+    return None
 
 
 def first(entry: Mapping[str, Any] | None, config: type[_Config], shipped: list[_Config]) -> list[_Config]:
     """Configs, best first: the entry's, then those that ship."""
     return shipped if entry is None else list(dict.fromkeys([config(**entry["config"]), *shipped]))
+
+
+def does_not_build(config: Any, why: str) -> bool:
+    """Whether `config` came from a table: then its entry, with one log line, counts no more."""
+    place = _served.pop(config, None)
+    if place is None or place in _refused:
+        return False
+    _refuse(place, f"its config does not build here: {why}")
+    return True
+
+
+def _refuse(place: _Place, why: str) -> None:
+    if place not in _refused:
+        _refused.add(place)
+        path, number = place
+        _log.warning("tilewise: entry %d of the tuned table %s is not used: %s", number + 1, path, why)
+
+
+def _wrong_fields(values: Mapping[str, Any], config: type[Any]) -> str:
+    """What makes these values no fields of `config`: True is no number here, and 64.0 no 64; empty if all is well."""
+    types = {field.name: _FIELD_TYPES[str(field.type)] for field in dataclasses.fields(config)}
+    if values.keys() != types.keys():
+        return f"its config has the fields {sorted(values)}, not {sorted(types)}"
+    wrong = [f"{name} = {values[name]!r:.40}" for name, kind in types.items() if type(values[name]) is not kind]
+    return f"its config has {', '.join(wrong)}" if wrong else ""
 
 
 def write(backend: str, device: str, entry: dict[str, Any]) -> Path | None:
@@ -85,7 +133,7 @@ def write(backend: str, device: str, entry: dict[str, Any]) -> Path | None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     same = (entry["key"], entry["sizes"])
     with cache.lock(cache.digest([str(path).encode()])):
-        kept = [old for old in _read(path, device) if (old["key"], old["sizes"]) != same]
+        kept = [old for _, old in _read(path, device) if (old["key"], old["sizes"]) != same]
         table = {"format": _FORMAT, "backend": backend, "device": device, "entries": [*kept, entry]}
         handle, staged = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -106,6 +154,8 @@ def cite(entry: Mapping[str, Any]) -> str:
 def forget() -> None:
     """Read the tables again when they are next asked for."""
     _entries.cache_clear()
+    _refused.clear()
+    _served.clear()
 
 
 @functools.cache
@@ -126,25 +176,52 @@ def _distance(tuned: Mapping[str, int], asked: Mapping[str, int]) -> float | Non
     return sum(steps) if max(steps, default=0.0) <= math.log(REACH) + 1e-9 else None
 
 
-@functools.cache
-def _entries(path: Path | None, device: str) -> list[dict[str, Any]]:
+_Numbered = list[tuple[int, dict[str, Any]]]
+
+
+@functools.lru_cache(maxsize=64)
+def _entries(path: Path | None, device: str) -> _Numbered:
     return [] if path is None else _read(path, device)
 
 
-def _read(path: Path, device: str) -> list[dict[str, Any]]:
-    """The entries of a table; none, and one log line, if it is damaged or about another device."""
+def _read(path: Path, device: str) -> _Numbered:
+    """The entries of a table that are whole, with their numbers; a log line for each that is not.
+
+    None, and one log line, if the table is damaged or about another device.
+    """
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         if table["format"] != _FORMAT or table["device"] != device:
-            raise ValueError(f"it is about {table['device']!r}, format {table['format']}")
-        entries: list[dict[str, Any]] = table["entries"]
-        for entry in entries:
-            missing = {"key", "sizes", "config", "kernels", "device", "date"} - entry.keys()
-            if missing or not all(isinstance(size, int) and size > 0 for size in entry["sizes"].values()):
-                raise ValueError(f"an entry lacks {sorted(missing) or 'sizes above 0'}")
+            raise ValueError(f"it is about {table['device']!r:.80}, format {table['format']!r:.80}")
+        entries = table["entries"]
+        if not isinstance(entries, list):
+            raise TypeError("its entries are no list")
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        _log.warning("tilewise: the tuned table %s is not used: %s", path, error)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        _log.warning("tilewise: the tuned table %s is not used: %s", path, error or type(error).__name__)
         return []
-    return entries
+    whole = []
+    for number, entry in enumerate(entries):
+        if wrong := _wrong_entry(entry):
+            _refuse((path, number), wrong)
+        else:
+            whole.append((number, entry))
+    return whole
+
+
+_KINDS: dict[str, type] = {"key": dict, "sizes": dict, "config": dict, "kernels": str, "device": str, "date": str}
+
+
+def _wrong_entry(entry: Any) -> str:
+    """What an entry lacks that every entry has; empty if nothing. Its config is another matter."""
+    if not isinstance(entry, dict):
+        return "it is no object"
+    if missing := [name for name, kind in _KINDS.items() if not isinstance(entry.get(name), kind)]:
+        return f"it lacks {', '.join(missing)}, or has them of another type"
+    sizes, gain = entry["sizes"], entry.get("gain")
+    if not sizes or not all(type(size) is int and 0 < size <= _MAX_SIZE for size in sizes.values()):
+        return f"its sizes are {sizes!r:.80}"
+    if gain is not None and not (type(gain) in (int, float) and 0 < gain < math.inf):
+        return f"its gain is {gain!r:.40}"
+    return ""
