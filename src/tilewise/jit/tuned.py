@@ -29,7 +29,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import cache
+from . import cache, trust
 from .compile import KERNELS
 from .headers import included_files
 
@@ -50,11 +50,14 @@ _served: dict[Any, _Place] = {}  # configs that calls were given, and the entrie
 
 
 def folder() -> Path | None:
-    """Where the tables are; None where they are switched off or there is no cache folder to trust."""
+    """Where the tables are, or would be; None where they are switched off or there is no place for them.
+
+    Whether the folder can be trusted is asked when a table is read or written: this is on the way of every plan.
+    """
     chosen = os.environ.get("TILEWISE_TABLES")
     if chosen:
-        return None if chosen == NONE else Path(chosen)
-    root = cache.root()
+        return None if chosen == NONE else trust.absolute(chosen)
+    root = cache.location()
     return None if root is None else root / "tables"
 
 
@@ -126,13 +129,28 @@ def _wrong_fields(values: Mapping[str, Any], config: type[Any]) -> str:
 
 
 def write(backend: str, device: str, entry: dict[str, Any]) -> Path | None:
-    """Add an entry, in place of one for the same key and sizes. The file is replaced whole or not at all."""
+    """Add an entry, in place of one for the same key and sizes. The file is replaced whole or not at all.
+
+    None, and one log line, where the table would not be the user's alone or cannot be written.
+    """
     path = path_of(backend, device)
     if path is None:
         return None
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if reason := trust.trusted_folder(path.parent):
+            raise trust.Untrusted(reason)
+        _add(path, backend, device, entry)
+    except OSError as error:
+        _log.warning("tilewise: the tuned table %s is not written: %s", path, error)
+        return None
+    forget()
+    return path
+
+
+def _add(path: Path, backend: str, device: str, entry: dict[str, Any]) -> None:
     same = (entry["key"], entry["sizes"])
-    with cache.lock(cache.digest([str(path).encode()])):
+    with cache.lock(trust.digest([str(path).encode()])):
         kept = [old for _, old in _read(path, device) if (old["key"], old["sizes"]) != same]
         table = {"format": _FORMAT, "backend": backend, "device": device, "entries": [*kept, entry]}
         handle, staged = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
@@ -140,8 +158,6 @@ def write(backend: str, device: str, entry: dict[str, Any]) -> Path | None:
             json.dump(table, file, indent=2)
             file.write("\n")
         Path(staged).replace(path)
-    forget()
-    return path
 
 
 def cite(entry: Mapping[str, Any]) -> str:
@@ -165,7 +181,7 @@ def kernels_digest(backend: str) -> str:
     files = sorted(path for place in folders for path in place.rglob("*.cuh"))
     includes = "".join(f'#include "{path.relative_to(KERNELS).as_posix()}"\n' for path in files)
     reached = included_files(includes, [KERNELS])  # headers of other folders too
-    return cache.digest([part for name, content in reached for part in (name.encode(), content)])[:16]
+    return trust.digest([part for name, content in reached for part in (name.encode(), content)])[:16]
 
 
 def _distance(tuned: Mapping[str, int], asked: Mapping[str, int]) -> float | None:
@@ -190,7 +206,11 @@ def _read(path: Path, device: str) -> _Numbered:
     None, and one log line, if the table is damaged or about another device.
     """
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        if not os.path.lexists(path.parent):
+            return []
+        if reason := trust.trusted_folder(path.parent):
+            raise trust.Untrusted(reason)
+        table = json.loads(trust.read_trusted(path))
         if table["format"] != _FORMAT or table["device"] != device:
             raise ValueError(f"it is about {table['device']!r:.80}, format {table['format']!r:.80}")
         entries = table["entries"]
