@@ -179,7 +179,8 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Opti
     except CompileError as error:
         if tuned.does_not_build(config, str(error).splitlines()[0]):
             replan()
-            return _planned(q, k, v, bias, options, needs_grad)
+            if plan(problem, chosen.target, options.backend).config != config:
+                return _planned(q, k, v, bias, options, needs_grad)
         if options.backend != AUTO:
             raise
         _log.warning("%s is left out from now on, its kernel does not build here: %s", chosen.backend, error)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -284,6 +286,29 @@ def test_a_legal_config_that_does_not_build_here_is_one_line(
     assert len(caplog.records) == 1
     assert "registers spill" in caplog.text
     assert plan(problem, CPU).backend == "tiled"
+
+
+def test_a_config_that_does_not_build_gives_way_in_every_thread(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All have planned with the entry before the first of them finds out."""
+    place("tiled", CPU, entry_for("tiled", SMALL, {"block_q": 32, "block_kv": 32}, CPU))
+    ready = threading.Barrier(4)
+
+    def bind(q: Any, k: Any, v: Any, problem: Problem, config: Any) -> Any:
+        if config == tiled.Config(32, 32):
+            ready.wait(600)
+            raise CompileError("registers spill to local memory")
+        return lambda q, k, v, bias: tiled.forward(q, k, v, problem, config, bias)
+
+    monkeypatch.setattr(tiled, "bind", bind, raising=False)
+    lengths = range(SMALL.seq_q, SMALL.seq_q + 4)
+    inputs = [make_inputs(SMALL.with_(seq_q=length, seq_kv=length)) for length in lengths]
+    with caplog.at_level(logging.WARNING, "tilewise"), ThreadPoolExecutor(4) as pool:
+        outs = list(pool.map(lambda tensors: attention(*tensors, mask="causal", backend="tiled"), inputs))
+    assert len(caplog.records) == 1
+    for out, tensors in zip(outs, inputs, strict=True):
+        assert torch.equal(out, attention(*tensors, mask="causal", backend="tiled"))
 
 
 def test_a_shipped_config_that_does_not_build_is_still_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -520,16 +520,21 @@ class _WorkCounters:
             torch.cuda.synchronize(device)
         self._free = iter(range(_COUNTERS))
         self._of_stream: dict[int, int] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def take(self, stream: int, capturing: bool) -> int:
         """The address of a counter for the next launch on `stream`; 0 when none is left."""
         if capturing:
             return self._fresh()
-        found = self._of_stream.get(stream)
-        if found is None:
-            found = self._of_stream[stream] = self._fresh()
-        return found
+        return self._of_stream.get(stream) or self._for_stream(stream)
+
+    def _for_stream(self, stream: int) -> int:
+        """One for all threads that use the stream."""
+        with self._lock:
+            found = self._of_stream.get(stream) or self._fresh()
+            if found:
+                self._of_stream[stream] = found
+            return found
 
     def _fresh(self) -> int:
         with self._lock:
@@ -538,6 +543,7 @@ class _WorkCounters:
 
 
 _counters: dict[int, _WorkCounters] = {}
+_making_counters = threading.Lock()
 
 
 def _work_counter(device: int, stream: int) -> int:
@@ -550,7 +556,8 @@ def _work_counter(device: int, stream: int) -> int:
     if counters is None:
         if capturing:
             return 0
-        counters = _counters[device] = _WorkCounters(device)
+        with _making_counters:  # one that is not kept would be freed while a kernel counts with it
+            counters = _counters.get(device) or _counters.setdefault(device, _WorkCounters(device))
     return counters.take(stream, capturing)
 
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import trust
+from .memo import is_new
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -348,6 +349,6 @@ def clear() -> int:
 
 
 def say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
+    """However many threads say it."""
+    if is_new(_said, message):
         _log.warning("tilewise: %s", message)

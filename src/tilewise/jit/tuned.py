@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from . import cache, trust
 from .compile import KERNELS
 from .headers import included_files
+from .memo import is_new
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -45,6 +46,7 @@ _Config = TypeVar("_Config")
 _Place = tuple["Path | None", int]  # of an entry: its file, and its number there
 
 _log = logging.getLogger("tilewise")
+_WHOLE = -1  # the number of no entry: all of a table
 _refused: set[_Place] = set()  # entries that have had their log line
 _served: dict[Any, _Place] = {}  # configs that calls were given, and the entries they came from
 
@@ -105,18 +107,18 @@ def first(entry: Mapping[str, Any] | None, config: type[_Config], shipped: list[
 
 def does_not_build(config: Any, why: str) -> bool:
     """Whether `config` came from a table: then its entry, with one log line, counts no more."""
-    place = _served.pop(config, None)
-    if place is None or place in _refused:
-        return False
-    _refuse(place, f"its config does not build here: {why}")
-    return True
+    place = _served.get(config)
+    if place is not None:
+        _refuse(place, f"its config does not build here: {why}")
+    return place is not None
 
 
 def _refuse(place: _Place, why: str) -> None:
-    if place not in _refused:
-        _refused.add(place)
-        path, number = place
-        _log.warning("tilewise: entry %d of the tuned table %s is not used: %s", number + 1, path, why)
+    """One log line, however many threads come upon it."""
+    path, number = place
+    what = "the tuned table" if number == _WHOLE else f"entry {number + 1} of the tuned table"
+    if is_new(_refused, place):
+        _log.warning("tilewise: %s %s is not used: %s", what, path, why)
 
 
 def _wrong_fields(values: Mapping[str, Any], config: type[Any]) -> str:
@@ -219,7 +221,7 @@ def _read(path: Path, device: str) -> _Numbered:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        _log.warning("tilewise: the tuned table %s is not used: %s", path, error or type(error).__name__)
+        _refuse((path, _WHOLE), str(error) or type(error).__name__)
         return []
     whole = []
     for number, entry in enumerate(entries):
