@@ -287,7 +287,7 @@ def test_a_forked_child_finds_no_lock_held() -> None:
         if child == 0:
             thread = threading.Thread(target=lambda: memo.keep({}, 1, 1, 1))
             thread.start()
-            thread.join(60)
+            thread.join(600)
             os._exit(1 if thread.is_alive() else 0)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0

@@ -17,8 +17,8 @@ from typing import Any
 
 from .processes import module_command, variables
 
-START_SECONDS = 120.0
-_EXIT_SECONDS = 10.0
+START_SECONDS = 300.0
+_EXIT_SECONDS = 60.0
 _STDERR_LINES = 40
 
 _HINTS = {
