@@ -16,6 +16,7 @@ from tilewise import Causal
 from tilewise.backends import tiled
 from tilewise.jit import Unit, build, cache, trust, tuned
 from tilewise.jit import compile as compiling
+from tilewise.lab import tune
 from tilewise.plan import replan
 from tilewise.target import Target
 
@@ -426,6 +427,46 @@ def test_no_table_is_written_where_others_could_edit_it(
     assert tuned.write("tiled", CPU.name, entry(tiled.Config(64, 64))) is None
     assert list((tmp_path / "tables").iterdir()) == []
     assert len(warnings_in(caplog)) == 1
+
+
+AT_0 = '{"trial": "a", "round": 0, "turn": 0'
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("{}", "null", "[1]", "x", "[" * 10_000, AT_0 + "}", AT_0 + ', "failed": 3}'),
+        *(f'{AT_0}, "samples": {samples}}}' for samples in ("[]", "[-1.0]", "[NaN]", '"1"', "[null]", "null", "{}")),
+        '{"trial": "a", "round": null, "turn": 0, "samples": [1.0]}',
+    ],
+    ids=lambda line: line[-24:],
+)  # fmt: skip
+def test_a_line_of_a_sweep_that_nobody_measured_is_left_out(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "state.jsonl"
+    path.write_text('{"trial": "a", "round": 1, "turn": 0, "samples": [1.0]}\n' + line)
+    path.chmod(0o600)
+    state = tune.State(path)
+    assert len(state) == 1
+    assert state.find("a", 0, 0) is None
+
+
+@needs_owners
+@pytest.mark.parametrize(
+    "tamper",
+    [lambda path: path.chmod(0o666), give_away, become_a_folder, become_a_fifo, become_a_loop, become_a_device],
+)
+def test_a_sweep_goes_on_from_nobody_elses_state(
+    tamper: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "state.jsonl"
+    tune.State(path).add("a", 0, 0, {"samples": [1.0]})
+    assert len(tune.State(path)) == 1
+    tamper(path)
+    state = tune.State(path)
+    assert len(state) == 0
+    assert len(warnings_in(caplog)) == 1
+    state.add("a", 0, 0, {"samples": [1.0]})
+    assert state.find("a", 0, 0) is not None
 
 
 def test_tables_do_not_need_a_cache_folder_to_be_looked_for(root: Path) -> None:
