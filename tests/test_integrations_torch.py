@@ -208,13 +208,13 @@ def test_the_switch_is_put_back_by_the_last_who_holds_it():
     def other():
         with op._switch.held(strict=True):
             entered.set()
-            its_turn.wait(10)
+            its_turn.wait(600)
             seen.append(switch())
 
     entered, thread = threading.Event(), threading.Thread(target=other)
     with mine:
         thread.start()
-        entered.wait(10)
+        entered.wait(600)
         seen.append(switch())
     its_turn.set()
     thread.join()

@@ -140,7 +140,7 @@ int64 = st.integers(-(2**63) + 1, 2**63 - 1)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[*HealthCheck])
 @given(st.lists(st.tuples(int64, st.integers(0, 2**64 - 1), st.booleans(), finite), min_size=1, max_size=20))
 def test_literal_arrives_bit_for_bit(rows: list[tuple[int, int, bool, float]]) -> None:
     Row = make_dataclass("Row", ["a", "b", "c", "d"], namespace={"cpp_type": "Row"})
@@ -189,7 +189,7 @@ def cpp_struct(fields: dict[str, type[Any]]) -> str:
     return f"{TENSOR_MAP}struct Params {{ {members} }};\n"
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[*HealthCheck])
 @given(st.lists(st.sampled_from(sorted(CPP_NAMES, key=repr)), min_size=1, max_size=12))
 def test_params_are_laid_out_as_cpp_does(kinds: list[type[Any]]) -> None:
     fields = {f"f{i}": kind for i, kind in enumerate(kinds)}
@@ -321,7 +321,7 @@ def test_a_long_build_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     real = compiling._run_nvrtc
 
     def slow(*arguments: Any) -> tuple[bytes, str]:
-        assert spoken.wait(60)
+        assert spoken.wait(600)
         return real(*arguments)
 
     listener = Listener(logging.WARNING)
@@ -569,7 +569,7 @@ def in_child(context: ForkServer, task: Callable[..., Any], *arguments: Any) -> 
     inbox = context.SimpleQueue()
     child = context.Process(target=run_task, args=(inbox, task, *arguments))
     child.start()
-    child.join(120)
+    child.join(600)
     assert child.exitcode == 0
     return inbox.get()
 
@@ -584,7 +584,7 @@ def run_task(outbox: Any, task: Callable[..., Any], *arguments: Any) -> None:
 
 def build_when_all_are_ready(folder: str, unit: Unit, ready: Any, outbox: Any) -> None:
     os.environ["TILEWISE_CACHE_DIR"] = folder
-    ready.wait(120)
+    ready.wait(600)
     kernel = build(unit, announce=False)
     outbox.put((kernel.from_cache, cache.digest([kernel.cubin])))
 
@@ -600,7 +600,7 @@ def test_of_sixteen_processes_one_compiles(cache_dir: Path, processes: ForkServe
         child.start()
     answers = [outbox.get() for _ in children]
     for child in children:
-        child.join(120)
+        child.join(600)
         assert child.exitcode == 0
     assert [from_cache for from_cache, _ in answers].count(False) == 1
     assert len({cubin for _, cubin in answers}) == 1
@@ -619,7 +619,7 @@ def test_a_killed_builder_leaves_no_lock_behind(
 ) -> None:
     child = processes.Process(target=die_with_the_lock, args=(str(cache_dir), build_key(copy_unit())))
     child.start()
-    child.join(120)
+    child.join(600)
     assert child.exitcode == -signal.SIGKILL
     monkeypatch.setattr(cache.time, "sleep", lambda seconds: pytest.fail("waited for a dead process"))
     assert not build(copy_unit()).from_cache

@@ -254,7 +254,7 @@ def test_a_forked_child_is_told_and_its_parent_goes_on() -> None:
     context.set_forkserver_preload(["tilewise.jit", "test_jit_launch"])
     process = context.Process(target=launch_after_fork)
     process.start()
-    process.join(120)
+    process.join(600)
     assert process.exitcode == 0
 
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from support import make_problem
+from support import assert_close, budget, make_problem
 from test_lab import CANDIDATES, FakePool
-from tilewise.lab import accuracy, check
+from tilewise.backends import reference
+from tilewise.lab import accuracy, check, inputs
 from tilewise.lab.accuracy import Sample
 from tilewise.lab.cli import app
 from tilewise.lab.compare import VERIFIED, WRONG, Settings
-from tilewise.lab.pool import Failure
+from tilewise.lab.pool import Failure, Pool
 from tilewise.lab.worker import Worker
 from tilewise.plan import BACKENDS
 
@@ -95,11 +96,18 @@ def test_a_wrong_element_is_found_where_it_is(tmp_path: Path) -> None:
     assert "\x1b" not in text
 
 
-def test_a_candidate_that_hangs_is_a_row(tmp_path: Path) -> None:
+def test_a_candidate_that_hangs_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the one that hangs is given little time: a healthy one may need more on a machine with much else to do."""
     path = tmp_path / "candidates.py"
     path.write_text(CANDIDATES)
     hangs = f"{path}:hangs"
-    result = run("check --shape 1,2,8,8 --dtype float32 --device cpu --time-limit 2 --json --only tiled --only", hangs)
+    ask = Pool.ask
+
+    def impatient(pool: Pool, name: str, do: str, limit: float, /, **arguments: Any) -> Any:
+        return ask(pool, name, do, 2.0 if name.endswith(":hangs") else limit, **arguments)
+
+    monkeypatch.setattr(Pool, "ask", impatient)
+    result = run("check --shape 1,2,8,8 --dtype float32 --device cpu --json --only tiled --only", hangs)
     assert result.exit_code == 1
     rows = {row["candidate"].rpartition(":")[2]: row for row in json.loads(result.stdout)["candidates"]}
     assert rows["hangs"]["verdict"] == "no answer in 2 s"
@@ -116,6 +124,39 @@ def test_tensors_of_a_model(tmp_path: Path) -> None:
     assert told["problem"]["mask"] == "causal"
     assert told["problem"]["needs_grad"]
     assert len(told["pairs"]) == 1
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_mask_and_the_causal_rule_of_a_model_hold_together(additive: bool, tmp_path: Path) -> None:
+    """As PyTorch's function takes them: a pair is visible if both let it be."""
+    q, k, v = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    visible = torch.rand(6, 9) < 0.6
+    visible[:, 0] = True
+    mask = torch.randn(6, 9).masked_fill(~visible, -torch.inf) if additive else visible
+    path = tmp_path / "tensors.pt"
+    torch.save({"q": q, "k": k, "v": v, "attn_mask": mask, "is_causal": True}, path)
+    problem = inputs.problem_of(str(path), needs_grad=False)
+    given = inputs.make_inputs(problem, 0, "cpu", str(path))
+    assert given.bias is not None
+    out, _ = reference.forward(given.q, given.k, given.v, problem, None, given.bias)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+    assert_close(out, wanted, budget(torch.float32, 9))
+    torch.save({"q": q, "k": k, "v": v, "attn_mask": mask, "is_causal": False}, path)
+    assert inputs.make_inputs(problem, 0, "cpu", str(path)).bias.equal(mask)  # type: ignore[union-attr]
+
+
+def test_a_mask_of_many_rows_that_repeat_is_cut_by_the_causal_rule(tmp_path: Path) -> None:
+    """A mask of one row for all, or for each sequence of a batch, stands for as many as there are queries."""
+    q = torch.randn(2, 1, 5, 8)
+    for shape in ((1, 5), (2, 1, 1, 5), (5,)):
+        mask = torch.ones(shape, dtype=torch.bool)
+        path = tmp_path / "tensors.pt"
+        torch.save({"q": q, "k": q, "v": q, "attn_mask": mask, "is_causal": True}, path)
+        problem = inputs.problem_of(str(path), needs_grad=False)
+        given = inputs.make_inputs(problem, 0, "cpu", str(path))
+        out, _ = reference.forward(given.q, given.k, given.v, problem, None, given.bias)
+        wanted = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        assert_close(out, wanted, budget(torch.float32, 5))
 
 
 @pytest.mark.parametrize("arguments", ["", "--shape 1,2,3", "--shape 1,2,8,8 --only nobody", "--tensors missing.pt"])

@@ -4,8 +4,9 @@ out = tilewise.attention(q, k, v, mask="causal")
 print(tilewise.explain(q, k, v, mask="causal"))
 """
 
-from __future__ import annotations
+from . import _path  # noqa: F401  (first of all: not even `__future__` comes from the current directory)
 
+# isort: split
 from typing import TYPE_CHECKING
 
 from .api import attention, explain, scaled_dot_product_attention

@@ -24,7 +24,8 @@ from torch import library as torch_library
 from . import masks
 from .backends import Wants, empty_lse, empty_out, reference
 from .errors import CompileError, UnsupportedProblem
-from .plan import AUTO, BACKENDS, leave_out, plan
+from .jit import tuned
+from .plan import AUTO, BACKENDS, leave_out, plan, replan
 from .problem import check_constant, check_tensors, describe
 from .target import Target
 
@@ -176,6 +177,10 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Opti
         forward = _bound(backend, q, k, v, problem, config)
         return Call(problem, backend, config, options, forward, _bound_gradient(backend, problem))
     except CompileError as error:
+        if tuned.does_not_build(config, str(error).splitlines()[0]):
+            replan()
+            if plan(problem, chosen.target, options.backend).config != config:
+                return _planned(q, k, v, bias, options, needs_grad)
         if options.backend != AUTO:
             raise
         _log.warning("%s is left out from now on, its kernel does not build here: %s", chosen.backend, error)

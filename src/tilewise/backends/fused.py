@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from ..jit import ArgumentsPerThread, Launch, function_for
+from ..jit.memo import keep
 from ..masks import Causal
 from . import empty_out
 
@@ -32,6 +33,7 @@ BoundBackward = Callable[..., "Grads"]
 """Of (dout, dlse, q, k, v, out, lse, wants)."""
 _Made = TypeVar("_Made")
 _MOST_BOUND = 1024
+_MOST_LAUNCHES = 64  # of a backward: strides of dout and out, and what is wanted, may vary
 
 
 def matrix_bytes(rows: int, columns: int) -> int:
@@ -107,11 +109,7 @@ def kv_head_sections(problem: Problem, target: Target, number_bytes: int, share:
 def remembered(known: dict[Any, _Made], key: Hashable, make: Callable[[], _Made]) -> _Made:
     """What `make` gave for this key the first time; now and then all is forgotten, so that `known` stays small."""
     found = known.get(key)
-    if found is None:
-        if len(known) >= _MOST_BOUND:
-            known.clear()
-        found = known[key] = make()
-    return found
+    return keep(known, key, make(), _MOST_BOUND) if found is None else found
 
 
 class Stage:
@@ -201,7 +199,7 @@ def bound_backward(problem: Problem, make: Callable[[Given, Wants], BackwardLaun
             key = (dout.stride(), out.stride(), wants)
             run = launches.get(key)
             if run is None:
-                run = launches[key] = make(Given(dout, q, k, v, out), wants).run
+                run = keep(launches, key, make(Given(dout, q, k, v, out), wants).run, _MOST_LAUNCHES)
         return run(dout, dlse, q, k, v, out, lse)
 
     return bound

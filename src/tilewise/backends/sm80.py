@@ -198,16 +198,21 @@ def search_space(problem: Problem, target: Target) -> list[AnyConfig]:
         return []
     if is_float32(problem):
         return list(sm80_float32.search_space(problem, target))
-    head_dim, head_dim_v = classes = class_of(problem)
-    found: list[AnyConfig] = []
+    return list(_runnable(class_of(problem), problem.dtype is torch.bfloat16, problem.softcap > 0, target))
+
+
+@functools.lru_cache(maxsize=16)
+def _runnable(classes: tuple[int, int], bf16: bool, softcap: bool, target: Target) -> dict[Config, None]:
+    head_dim, head_dim_v = classes
+    found: dict[Config, None] = {}
     for warps, row_tiles, block_kv in product((2, 4, 8), (1, 2), (32, 64, 96, 128)):
         for stages, q_in_registers, ctas in product((1, 2), (False, True), (1, 2, 3, 4)):
             row = {"head_dims": classes, "warps": warps, "row_tiles": row_tiles, "block_kv": block_kv}
             row |= {"stages": stages, "q_in_registers": q_in_registers, "ctas_per_sm": ctas}
-            config = _config(row, problem.dtype is torch.bfloat16, problem.softcap > 0)
+            config = _config(row, bf16, softcap)
             held = row_tiles * (block_kv // 2 + head_dim_v // 2 + q_in_registers * head_dim // 4)
             if config.fits(target) and held + 24 <= config.register_limit and block_kv % (4 * warps) == 0:
-                found.append(config)
+                found[config] = None
     return found
 
 
@@ -219,7 +224,14 @@ def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
     """The entry of the user's own table for this device."""
     if rules.too_wide(problem) or is_float32(problem):
         return None
-    return tuned.find("sm80", target.name, *tuning_key(problem), Config)
+    classes, facts = class_of(problem), (problem.dtype is torch.bfloat16, problem.softcap > 0)
+
+    def is_legal(config: Config) -> bool:
+        """One that a sweep would try, or any that ships for such heads and fits, whatever lengths it is for."""
+        ships = any(config == _config(row, *facts) for row in _table()[classes] if facts[1] in row["softcap"])
+        return config in _runnable(classes, *facts, target) or (ships and config.fits(target))
+
+    return tuned.find("sm80", target.name, *tuning_key(problem), Config, is_legal)
 
 
 def details(problem: Problem, target: Target, config: AnyConfig) -> list[str]:

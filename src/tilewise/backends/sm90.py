@@ -51,6 +51,7 @@ _COMBINE_ROWS = 4  # a CTA, a warp each
 _FEWEST_TO_SPLIT, _FEWEST_OF_A_PART = 8, 2
 # What `search_space` tries: widths of a product that kernels/sm90/wgmma.cuh has, and depths of the rings.
 _BLOCKS_KV = (48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
+_SMEM_PER_BLOCK = 227 * 1024
 _STAGES = ((1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 4))
 
 
@@ -228,19 +229,25 @@ def search_space(problem: Problem, target: Target) -> list[AnyConfig]:
         return []
     if is_float32(problem):
         return list(sm90_float32.configs(problem, target))
-    kind, classes = _mask_kind(problem), class_of(problem)
-    smem_per_block = target.smem_per_block or 227 * 1024
-    found: list[AnyConfig] = []
+    facts = (problem.dtype is torch.bfloat16, _mask_kind(problem), problem.softcap > 0)
+    return list(_runnable(class_of(problem), *facts, target.smem_per_block or _SMEM_PER_BLOCK))
+
+
+@functools.lru_cache(maxsize=16)
+def _runnable(
+    classes: tuple[int, int], bf16: bool, kind: int, softcap: bool, smem_per_block: int
+) -> dict[Config, None]:
+    found: dict[Config, None] = {}
     for consumers, block_kv, (k_stages, v_stages) in product((1, 2, 3, 4), _BLOCKS_KV, _STAGES):
         for pingpong, ctas in product((False, True), (1, 2)):
             row = {"consumers": consumers, "block_kv": block_kv, "k_stages": k_stages, "v_stages": v_stages}
             row |= {"pingpong": pingpong, "ctas_per_sm": ctas}
-            config = _config(row, classes, problem.dtype is torch.bfloat16, kind, problem.softcap > 0)
+            config = _config(row, classes, bf16, kind, softcap)
             # 1 KiB of a multiprocessor's shared memory goes to each CTA for the driver's own use.
             fits = config.smem_bytes <= smem_per_block and ctas * (config.smem_bytes + 1024) <= smem_per_block + 1024
             held = 3 * block_kv // 4 + classes[1] // 2
             if fits and held < config.consumer_registers and (consumers > 1 or not pingpong):
-                found.append(config)
+                found[config] = None
     return found
 
 
@@ -252,7 +259,16 @@ def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
     """The entry of the user's own table for this device."""
     if rules.too_wide(problem) or is_float32(problem):
         return None
-    return tuned.find("sm90", target.name, *tuning_key(problem), Config)
+    kind, classes = _mask_kind(problem), class_of(problem)
+    facts = (problem.dtype is torch.bfloat16, kind, problem.softcap > 0)
+
+    def is_legal(config: Config) -> bool:
+        """One that a sweep would try, or any that ships for such heads and masks, whatever lengths it is for."""
+        rows = _table()[classes, MASK_KINDS[kind], problem.softcap > 0]
+        runnable = _runnable(classes, *facts, target.smem_per_block or _SMEM_PER_BLOCK)
+        return config in runnable or any(config == _config(row, classes, *facts) for row in rows)
+
+    return tuned.find("sm90", target.name, *tuning_key(problem), Config, is_legal)
 
 
 def details(problem: Problem, target: Target, config: AnyConfig) -> list[str]:
@@ -522,16 +538,21 @@ class _WorkCounters:
             torch.cuda.synchronize(device)
         self._free = iter(range(_COUNTERS))
         self._of_stream: dict[int, int] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def take(self, stream: int, capturing: bool) -> int:
         """The address of a counter for the next launch on `stream`; 0 when none is left."""
         if capturing:
             return self._fresh()
-        found = self._of_stream.get(stream)
-        if found is None:
-            found = self._of_stream[stream] = self._fresh()
-        return found
+        return self._of_stream.get(stream) or self._for_stream(stream)
+
+    def _for_stream(self, stream: int) -> int:
+        """One for all threads that use the stream."""
+        with self._lock:
+            found = self._of_stream.get(stream) or self._fresh()
+            if found:
+                self._of_stream[stream] = found
+            return found
 
     def _fresh(self) -> int:
         with self._lock:
@@ -540,6 +561,7 @@ class _WorkCounters:
 
 
 _counters: dict[int, _WorkCounters] = {}
+_making_counters = threading.Lock()
 
 
 def _work_counter(device: int, stream: int) -> int:
@@ -552,7 +574,8 @@ def _work_counter(device: int, stream: int) -> int:
     if counters is None:
         if capturing:
             return 0
-        counters = _counters[device] = _WorkCounters(device)
+        with _making_counters:  # one that is not kept would be freed while a kernel counts with it
+            counters = _counters.get(device) or _counters.setdefault(device, _WorkCounters(device))
     return counters.take(stream, capturing)
 
 

@@ -109,7 +109,11 @@ def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
-    return tuned.find("tiled", target.name, *tuning_key(problem), Config)
+    def is_legal(config: Config) -> bool:
+        """Of other lengths within reach, too: blocks larger than the problem are cut to it."""
+        return (config.block_q in _SIDES and config.block_kv in _SIDES) or config in shipped(problem, target)
+
+    return tuned.find("tiled", target.name, *tuning_key(problem), Config, is_legal)
 
 
 def forward(

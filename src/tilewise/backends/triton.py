@@ -157,6 +157,10 @@ _BACKWARD = {
 # fmt: on
 
 
+_SIDES = ((64, 32), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128), (256, 64))
+_SPACE = [Config(q, kv, warps, stages) for q, kv in _SIDES for warps in (4, 8) for stages in (1, 2, 3, 4)]
+
+
 def configs(problem: Problem, target: Target) -> list[Config]:
     """What `tilewise tune` found on this device, then what ships."""
     return tuned.first(_tuned(problem, target), Config, shipped(problem, target))
@@ -183,9 +187,7 @@ def backward_configs(problem: Problem, target: Target) -> list[BackwardConfig]:
 
 def search_space(problem: Problem, target: Target) -> list[Config]:
     """Tiles, warps and stages in all combinations; what does not fit, its compiler tells."""
-    sides = ((64, 32), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128), (256, 64))
-    space = [Config(q, kv, warps, stages) for q, kv in sides for warps in (4, 8) for stages in (1, 2, 3, 4)]
-    return list(dict.fromkeys([*shipped(problem, target), *space]))
+    return list(dict.fromkeys([*shipped(problem, target), *_SPACE]))
 
 
 def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
@@ -198,7 +200,10 @@ def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
-    return tuned.find("triton", target.name, *tuning_key(problem), Config)
+    def is_legal(config: Config) -> bool:
+        return config in search_space(problem, target)
+
+    return tuned.find("triton", target.name, *tuning_key(problem), Config, is_legal)
 
 
 def _width(problem: Problem) -> int:

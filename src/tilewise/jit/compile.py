@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CompileError
-from . import cache
+from . import cache, trust
 from .headers import cuda_include_dirs, included_files
 from .ptxas import Resources, broken_gates, parse_resources
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 NOTICE_AFTER_SECONDS = 1.0
-_ENTRY_FORMAT = b"1"
+_ENTRY_FORMAT = b"2"
 _SOURCE, _CUBIN, _LOG, _PTX = "kernel.cu", "kernel.cubin", "build.log", "kernel.ptx"
 
 _logger = logging.getLogger("tilewise")
@@ -113,7 +113,7 @@ def build_key(unit: Unit, include_root: Path = KERNELS) -> str:
     parts += [option.encode() for option in _options(unit)]
     for name, content in included_files(unit.source, [include_root, *cuda_include_dirs()]):
         parts += [name.encode(), content]
-    return cache.digest(parts)
+    return trust.digest(parts)
 
 
 def nvrtc_version() -> str:
@@ -155,18 +155,23 @@ def _cached(unit: Unit, key: str, *, report_damage: bool) -> Kernel | None:
     entry = cache.read(unit.label, key, (_SOURCE, _CUBIN, _LOG), report_damage=report_damage)
     if entry is None:
         return None
-    log = entry.files[_LOG].decode()
-    return Kernel(
-        name=unit.name,
-        arch=unit.arch,
-        key=key,
-        cubin=entry.files[_CUBIN],
-        log=log,
-        resources=parse_resources(log, unit.name),
-        source_path=entry.path / _SOURCE,
-        seconds=entry.facts["seconds"],
-        from_cache=True,
-    )
+    try:
+        log = entry.files[_LOG].decode()
+        return Kernel(
+            name=unit.name,
+            arch=unit.arch,
+            key=key,
+            cubin=entry.files[_CUBIN],
+            log=log,
+            resources=parse_resources(log, unit.name),
+            source_path=entry.path / _SOURCE,
+            seconds=float(entry.facts["seconds"]),
+            from_cache=True,
+        )
+    except (ValueError, KeyError, TypeError) as error:  # of an entry without our seal
+        if report_damage:
+            cache.say_damaged(entry.path, str(error))
+        return None
 
 
 def _compile(unit: Unit, key: str, include_root: Path) -> Kernel:

@@ -19,6 +19,7 @@ import torch
 
 from ..errors import DeviceError
 from .compile import build
+from .memo import keep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -111,10 +112,7 @@ class Launch:
 
     def _on(self, stream: int) -> Any:
         """A launch configuration, kept and never changed, so that threads may share it."""
-        if len(self._configs) >= _MOST_STREAMS:
-            self._configs.clear()
-        config = self._configs[stream] = _launch_config(stream, *self._shape)
-        return config
+        return keep(self._configs, stream, _launch_config(stream, *self._shape), _MOST_STREAMS)
 
 
 def launch(

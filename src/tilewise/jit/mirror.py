@@ -14,7 +14,10 @@ import math
 import threading
 from typing import Any
 
+from .memo import keep
+
 TENSOR_MAP_ALIGNMENT = 64
+MOST_THREADS = 256  # for which arguments are kept
 
 
 class TensorMap(ctypes.Structure):
@@ -128,7 +131,10 @@ class Arguments:
 
 
 class ArgumentsPerThread:
-    """`Arguments` with what no call changes filled in, one set a thread: each refills only its own."""
+    """`Arguments` with what no call changes filled in, one set per thread: each refills only its own.
+
+    Those of threads that have ended go when there are many; a thread that is at work holds its own meanwhile.
+    """
 
     __slots__ = ("_fixed", "_of_thread", "_struct")
 
@@ -140,7 +146,7 @@ class ArgumentsPerThread:
         return self._of_thread.get(threading.get_ident()) or self._new()
 
     def _new(self) -> Arguments:
-        arguments = self._of_thread[threading.get_ident()] = Arguments(self._struct)
+        arguments = Arguments(self._struct)
         for name, value in self._fixed.items():
             setattr(arguments.params, name, value)
-        return arguments
+        return keep(self._of_thread, threading.get_ident(), arguments, MOST_THREADS)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError
 from .launch import adopt_context, check, driver
+from .memo import keep
 from .mirror import TENSOR_MAP_ALIGNMENT, TensorMap
 
 if TYPE_CHECKING:
@@ -84,10 +85,7 @@ class TiledMap:
                 f"  Asked for {self.dtype}, dims {self.dims}, strides {self.strides} bytes, box {self.box}, "
                 f"swizzle {self.swizzle}.\n  What to do: call .contiguous() on the input, or choose another backend."
             )
-        if len(self._known) >= _MOST_ADDRESSES:
-            self._known.clear()
-        self._known[address] = encoded
-        return encoded
+        return keep(self._known, address, encoded, _MOST_ADDRESSES)
 
 
 @functools.lru_cache(maxsize=_MOST_SHAPES)

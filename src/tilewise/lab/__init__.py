@@ -12,6 +12,7 @@
 
     compare                  verify, then time, in interleaved rounds: what all of the above share
     pool, worker             the two ends of the pipe to a candidate's process
+    processes                how processes of our own are started
     candidates, flags, rivals, variants, inputs   names -> callables, and the tensors they get
     accuracy                 float64 truth, errors and their budgets
     timing, profile          seconds per call, and the kernels of a call

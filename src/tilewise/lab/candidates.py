@@ -16,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,6 +199,11 @@ def _split_python(name: str) -> tuple[str, str]:
 
 def _load_python(name: str) -> Callable[..., Any]:
     module_name, function = _split_python(name)
+    # Workers have no current directory on their path. Who names a module means it, and what lies beside a file of
+    # theirs; last in the path it stands in for nothing else.
+    place = os.path.dirname(os.path.abspath(module_name)) if module_name.endswith(".py") else os.getcwd()
+    if place not in sys.path:
+        sys.path.append(place)
     if not module_name.endswith(".py"):
         return getattr(importlib.import_module(module_name), function)  # type: ignore[no-any-return]
     spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)

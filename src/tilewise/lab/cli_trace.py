@@ -17,8 +17,8 @@ from ..errors import InvalidInput
 from . import environment, html, report, trace_text
 from .compare import Settings
 from .options import FAILED, Html, Json, Seed, TimeLimit, exit_codes
+from .processes import SOURCE, module_command
 
-_SOURCE = str(Path(__file__).resolve().parents[2])
 _TAKE_A_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
@@ -58,9 +58,9 @@ def run(command: list[str]) -> tuple[int, dict[str, Any]]:
     interpreter, flags, program = split(command)
     with tempfile.TemporaryDirectory(prefix="tilewise-") as folder:
         result = Path(folder) / "trace.json"
-        paths = os.pathsep.join(filter(None, (_SOURCE, os.environ.get("PYTHONPATH"))))
+        paths = os.pathsep.join(filter(None, (SOURCE, os.environ.get("PYTHONPATH"))))
         child = subprocess.Popen(
-            [interpreter, *flags, "-m", "tilewise.lab.traced", str(result), *program],
+            module_command("tilewise.lab.traced", str(result), *program, python=(interpreter, *flags)),
             env=os.environ | {"PYTHONPATH": paths},
         )
         code = _wait(child)

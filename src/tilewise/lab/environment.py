@@ -17,6 +17,8 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from ..jit.validation import source_hash
+from .processes import code_command
+from .processes import variables as process_variables
 
 _PACKAGES = (
     "triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13", "flash-attn", "fa3-fwd",
@@ -24,6 +26,7 @@ _PACKAGES = (
 )  # fmt: skip
 _PREFIXES = ("TILEWISE_", "TORCH_CUDNN_SDPA", "TORCH_LOGS", "ONEDNN_", "OMP_", "MKL_", "GOMP_", "CUDA_", "NVIDIA_TF32")
 _PACKAGE = Path(__file__).resolve().parents[1]
+_PATIENCE_SECONDS = 60.0  # for a tool, on a machine that may have much else to do
 _SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "power.limit", "temperature.gpu")
 
 
@@ -47,7 +50,9 @@ _IMPORT_CLOCK = (
 
 def import_seconds(runs: int = 3) -> dict[str, float]:
     """What `import torch` costs in a fresh process, and what `import tilewise` adds to it: the best of a few runs."""
-    clocked = [run.split() for _ in range(runs) if (run := _output(sys.executable, "-c", _IMPORT_CLOCK))]
+    clocked = [
+        run.split() for _ in range(runs) if (run := _output(*code_command(_IMPORT_CLOCK), env=process_variables()))
+    ]
     names = ("torch", "tilewise") if clocked else ()
     return {name: min(float(run[i]) for run in clocked) for i, name in enumerate(names)}
 
@@ -183,12 +188,12 @@ def _memory() -> str | None:
         return None
 
 
-def _output(*command: str) -> str:
+def _output(*command: str, env: dict[str, str] | None = None) -> str:
     """What a tool prints; empty if it is missing, fails or takes long."""
     if shutil.which(command[0]) is None:
         return ""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

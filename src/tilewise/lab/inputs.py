@@ -67,7 +67,20 @@ def load(path: str) -> dict[str, Any]:
     known = {"q", "k", "v", "attn_mask", "is_causal", "scale"}
     if not isinstance(saved, dict) or not {"q", "k", "v"} <= set(saved) <= known:
         raise InvalidInput("--tensors", f"{Path(path).name} with other contents", expected, "save the tensors again")
-    return saved
+    return _with_one_mask(saved)
+
+
+def _with_one_mask(saved: dict[str, Any]) -> dict[str, Any]:
+    """A mask beside is_causal, cut by the causal rule: PyTorch's function lets a pair be visible if both do."""
+    mask = saved.get("attn_mask")
+    if mask is None or not saved.get("is_causal"):
+        return saved
+    with contextlib.suppress(AttributeError, IndexError, RuntimeError):  # what does not fit is told by describe
+        pairs = saved["q"].shape[-2], saved["k"].shape[-2]
+        causal = torch.ones(pairs, dtype=torch.bool).tril()
+        is_boolean = mask.dtype == torch.bool
+        mask = mask & causal if is_boolean else torch.where(causal, mask, torch.full_like(mask, -torch.inf))
+    return saved | {"attn_mask": mask, "is_causal": False}
 
 
 def problem_of(path: str, *, needs_grad: bool) -> Problem:

@@ -23,6 +23,7 @@ import torch
 from ..errors import DeviceError
 from ..problem import Problem
 from .candidates import Candidate, Forward, Inputs, make_inputs
+from .processes import module_command, variables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,9 +61,11 @@ def run(jobs: list[dict[str, Any]], options: list[str], time_limit: float) -> li
         path = Path(folder) / "jobs.json"
         path.write_text(json.dumps(jobs))
         command = [ncu, "--csv", "--page", "raw", "--clock-control", "none", "--profile-from-start", "off"]
-        command += [*options, sys.executable, "-m", __name__, str(path)]
+        command += [*options, *module_command("tilewise.lab.ncu", str(path))]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=time_limit, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=time_limit, check=False, env=variables()
+            )
         except subprocess.TimeoutExpired:
             raise DeviceError(
                 f"ncu gave no answer in {time_limit:g} s.\n  What to do: ask for fewer rows or candidates, or raise "

@@ -11,16 +11,15 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-START_SECONDS = 120.0
-_EXIT_SECONDS = 10.0
+from .processes import module_command, variables
+
+START_SECONDS = 300.0
+_EXIT_SECONDS = 60.0
 _STDERR_LINES = 40
-_SOURCE = str(Path(__file__).resolve().parents[2])
 
 _HINTS = {
     "SIGILL": "an instruction this CPU or its virtual machine does not run, often AMX: "
@@ -50,11 +49,11 @@ class Process:
     def __init__(self) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "tilewise.lab.worker"],
+            module_command("tilewise.lab.worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (_SOURCE, os.environ.get("PYTHONPATH"))))},
+            env=variables(),
             start_new_session=True,
         )
         self._pending = b""

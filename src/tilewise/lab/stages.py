@@ -18,6 +18,7 @@ from ..problem import Problem
 from ..target import Target
 from . import timing
 from .inputs import make_inputs
+from .processes import module_command, variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +32,13 @@ def measure(problem: Problem, seed: int, seconds: float, time_limit: float) -> d
     job = json.dumps({"problem": problem.to_dict(), "seed": seed, "seconds": seconds})
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__], input=job, capture_output=True, text=True, timeout=time_limit, check=False
+            module_command("tilewise.lab.stages"),
+            input=job,
+            capture_output=True,
+            text=True,
+            timeout=time_limit,
+            check=False,
+            env=variables(),
         )
         return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
     except subprocess.TimeoutExpired:

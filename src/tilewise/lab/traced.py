@@ -1,4 +1,4 @@
-"""The program under `tilewise trace`: python -m tilewise.lab.traced RESULT.json [-m MODULE | -c CODE | FILE.py] ARGS...
+"""The program under `tilewise trace`: tilewise.lab.traced RESULT.json [-m MODULE | -c CODE | FILE.py] ARGS...
 
 It runs as if started by itself, and what was seen is written when it ends, however it ends.
 """
@@ -25,19 +25,24 @@ def main(arguments: list[str]) -> None:
 
 
 def run(program: list[str]) -> None:
-    """What the interpreter does with the same words."""
+    """What the interpreter does with the same words: the path begins with the program's place only from here on."""
     if program[0] == "-m":
         sys.argv = program[1:]
-        sys.path[0] = str(Path.cwd())
+        _begin_path(str(Path.cwd()))
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
     elif program[0] == "-c":
         sys.argv = ["-c", *program[2:]]
-        sys.path[0] = ""
+        _begin_path("")
         exec(compile(program[1], "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = program
-        sys.path[0] = os.path.dirname(os.path.abspath(program[0]))
+        _begin_path(os.path.dirname(os.path.abspath(program[0])))
         runpy.run_path(program[0], run_name="__main__")
+
+
+def _begin_path(place: str) -> None:
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+        sys.path.insert(0, place)
 
 
 if __name__ == "__main__":

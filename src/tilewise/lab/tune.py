@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 import os
 import random
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CompileError, InvalidInput, UnsupportedProblem
-from ..jit import build, cache, tuned
+from ..jit import build, cache, trust, tuned
 from ..op import forget
 from ..plan import plan, replan
 from ..target import Target
@@ -52,6 +53,8 @@ SPILLS = "spills"
 _RUNNERS_UP = 5
 _WORKER_LIFE = 64  # configs a worker measures before a fresh one takes over: loaded kernels are never unloaded
 COLUMNS = ("configuration", ">us", ">p20..p80", ">ratio", ">regs", ">spill", ">smem KiB", ">CTAs", "why")
+
+_log = logging.getLogger("tilewise")
 
 Tick = Callable[[str], None]
 Measure = Callable[[Any, float, bool], list[float]]
@@ -322,20 +325,46 @@ def _take(trial: Trial, number: int, seconds: float, measure: Measure, state: St
     trial.rounds.setdefault(number, []).extend(known["samples"])
 
 
+def _is_measured(entry: dict[str, Any]) -> bool:
+    samples = entry.get("samples")
+    return isinstance(samples, list) and bool(samples) and all(0 < float(sample) < math.inf for sample in samples)
+
+
+def _has_failed(entry: dict[str, Any]) -> bool:
+    return isinstance(entry.get("failed"), str) and isinstance(entry.get("because"), str)
+
+
+def _for_the_user_alone(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 class State:
     """What was measured so far, one JSON object a line, written as it comes. A torn last line counts for nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._known: dict[tuple[str, int, int], dict[str, Any]] = {}
-        if path is not None and path.is_file():
-            text = path.read_text(encoding="utf-8")
+        if path is not None and os.path.lexists(path):
+            self._resume(path)
+
+    def _resume(self, path: Path) -> None:
+        """Read what is there. What is not the user's own, or no file, is told and removed; else there is no state."""
+        try:
+            text = trust.read_trusted(path).decode(errors="replace")
             if not text.endswith("\n"):
                 path.write_text(text + "\n", encoding="utf-8")
-            for line in text.splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    entry = json.loads(line)
-                    self._known[entry["trial"], entry["round"], entry["turn"]] = entry
+        except OSError as error:
+            _log.warning("tilewise: the state of an earlier sweep is not used: %s", error)
+            try:
+                path.unlink()
+            except OSError:
+                self.path = None
+            return
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                entry = json.loads(line)
+                if _is_measured(entry) or _has_failed(entry):
+                    self._known[str(entry["trial"]), int(entry["round"]), int(entry["turn"])] = entry
 
     def __len__(self) -> int:
         return len(self._known)
@@ -348,7 +377,7 @@ class State:
         self._known[label, number, turn] = entry
         if self.path is not None:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
+            with open(self.path, "a", encoding="utf-8", opener=_for_the_user_alone) as file:
                 file.write(json.dumps(entry) + "\n")
 
     def discard(self) -> None:

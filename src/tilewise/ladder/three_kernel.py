@@ -30,6 +30,8 @@ from ..backends import empty_lse, empty_out
 from ..errors import Reason, UnsupportedProblem
 from ..jit import Arguments, TensorMap, Unit, cpp_constant, function_for, layout_asserts, params_struct, rows_map
 from ..jit import launch as driver
+from ..jit.memo import keep
+from ..jit.mirror import MOST_THREADS
 from ..problem import Problem, Strides
 from ..target import Target
 from .bands import HALVES, refusals, shifts_of
@@ -483,8 +485,7 @@ class Pipeline:
         }
         for name, value in fixed.items():
             setattr(arguments.params, name, value)
-        self._of_thread[threading.get_ident()] = arguments
-        return arguments
+        return keep(self._of_thread, threading.get_ident(), arguments, MOST_THREADS)
 
     def launch(self, number: int, arguments: Arguments, slab: Slab, *, really: bool = True) -> None:
         """One kernel for one slab; not `really`: a kernel that does nothing, with the same grid."""

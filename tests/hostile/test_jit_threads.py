@@ -1,0 +1,293 @@
+"""The maps that threads share in jit/ and backends/: right for every thread, and bounded, however they are interleaved.
+
+A switch interval of a microsecond lets the interpreter change threads between almost any two steps. The driver is one
+that only keeps a record.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import random
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from support import make_problem
+from test_jit_launch import BLOCK, GRID, Encoder, Numbers, RecordingDriver, kernel
+from tilewise import Causal
+from tilewise.backends import fused, sm90, tiled
+from tilewise.jit import Unit, load, memo, mirror, params_struct, tensormap, tiled_map, tuned
+from tilewise.jit import launch as launching
+from tilewise.plan import replan
+from tilewise.target import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+THREADS = 8
+ROUNDS = 400
+SHAPE: dict[str, Any] = {"dims": (128, 4096), "strides": (256,), "box": (64, 128), "swizzle": 128}
+
+
+@pytest.fixture(autouse=True)
+def _hasty() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> RecordingDriver:
+    recorded = RecordingDriver(current=100)
+    monkeypatch.setattr(launching, "_driver", recorded)
+    for name in ("_loaded", "_functions", "_unit_locks"):
+        monkeypatch.setattr(launching, name, {})
+    for kind in ("CUtensorMapDataType", "CUtensorMapSwizzle", "CUtensorMapL2promotion"):
+        monkeypatch.setattr(recorded, kind, Numbers(), raising=False)
+    return recorded
+
+
+def together(work: Callable[[random.Random], None]) -> None:
+    """Let all threads begin at once, each with numbers of its own; what any of them raises is raised here."""
+    ready = threading.Barrier(THREADS)
+
+    def one(seed: int) -> None:
+        ready.wait()
+        work(random.Random(seed))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for done in [pool.submit(one, seed) for seed in range(THREADS)]:
+            done.result()
+
+
+class Watched(dict[Any, Any]):
+    """A map that knows how large it has ever been, and gives way to other threads before it writes."""
+
+    largest = 0
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        os.sched_yield()
+        super().__setitem__(key, value)
+        self.largest = max(self.largest, len(self))
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        os.sched_yield()
+        found = super().setdefault(key, default)
+        self.largest = max(self.largest, len(self))
+        return found
+
+
+def test_every_thread_gets_the_map_of_its_own_address(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensormap, "_MOST_ADDRESSES", 4)
+    encode = Encoder()
+    monkeypatch.setattr(tensormap, "_encode_tiled", lambda: encode)
+    tiled_map.cache_clear()
+    shape = tiled_map(torch.bfloat16, **SHAPE)
+    shape._known = known = Watched()
+
+    def work(numbers: random.Random) -> None:
+        for _ in range(ROUNDS):
+            address = 16 * numbers.randrange(1, 12)
+            assert shape.at(address).opaque[0] == address
+
+    together(work)
+    tiled_map.cache_clear()
+    assert 0 < known.largest <= 4
+
+
+def test_every_launch_has_its_own_stream_and_arguments(
+    driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_MOST_STREAMS", 3)
+    monkeypatch.setattr(mirror, "MOST_THREADS", 3)
+    seen: list[tuple[int, int]] = []
+
+    def record(config: Any, function: int, pointer: int, extra: int) -> tuple[Any]:
+        params = ctypes.c_void_p.from_address(pointer).value
+        assert params is not None
+        seen.append((config.hStream, ctypes.c_int.from_address(params).value))
+        return (0,)
+
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", record)
+    repeated = launching.Launch(load(kernel(), 0), GRID, BLOCK, 0)
+    repeated._configs = configs = Watched()
+    arguments = mirror.ArgumentsPerThread(params_struct("Params", value=ctypes.c_int, fixed=ctypes.c_int), {"fixed": 7})
+    arguments._of_thread = of_thread = Watched()
+
+    def work(numbers: random.Random) -> None:
+        for _ in range(ROUNDS):
+            stream = numbers.randrange(1, 10)
+            mine = arguments.mine()
+            mine.params.value = stream
+            os.sched_yield()
+            assert mine.params.fixed == 7
+            repeated(stream, mine)
+
+    together(work)
+    assert len(seen) == THREADS * ROUNDS
+    assert all(stream == value for stream, value in seen)
+    assert 0 < configs.largest <= 3
+    assert 0 < of_thread.largest <= 3
+
+
+def test_arguments_of_threads_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads come and go in a server, each with a number of its own; its arguments must not stay for ever."""
+    arguments = mirror.ArgumentsPerThread(params_struct("Params", value=ctypes.c_int), {})
+    for number in range(10_000):
+        monkeypatch.setattr(threading, "get_ident", lambda number=number: number)
+        assert arguments.mine() is arguments.mine()
+    assert len(arguments._of_thread) <= mirror.MOST_THREADS
+
+
+def test_a_kernel_is_built_and_loaded_once(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+
+    def build(unit: Unit) -> Any:
+        built.append(unit.name)
+        return kernel(unit.name)
+
+    monkeypatch.setattr(launching, "build", build)
+    units = [Unit(f"kernel_{number}", "", "sm_90a") for number in range(20)]
+    handed: dict[str, set[int]] = {unit.name: set() for unit in units}
+
+    def work(numbers: random.Random) -> None:
+        for unit in numbers.sample(units, len(units)) * 5:
+            handed[unit.name].add(id(launching.function_for(unit, 0)))
+
+    together(work)
+    assert sorted(built) == sorted(unit.name for unit in units)
+    assert all(len(functions) == 1 for functions in handed.values())
+
+
+def test_what_is_remembered_is_one_for_all_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_MOST_BOUND", 5)
+    known = Watched()
+
+    def work(numbers: random.Random) -> None:
+        for _ in range(ROUNDS):
+            key = numbers.randrange(12)
+            assert fused.remembered(known, key, lambda key=key: [key]) == [key]
+
+    together(work)
+    assert 0 < known.largest <= 5
+    held: set[int] = set()
+    fresh: dict[Any, Any] = {}
+    kept = [[number] for number in range(THREADS)]
+    together(lambda numbers: held.add(id(fused.remembered(fresh, "key", lambda: kept[numbers.randrange(THREADS)]))))
+    assert len(held) == 1
+
+
+def test_a_backward_keeps_few_launches() -> None:
+    problem = make_problem((1, 1, 8, 8), torch.bfloat16, needs_grad=True)
+    made: list[Any] = []
+
+    def make(given: fused.Given, wants: Any) -> Any:
+        made.append(given.out.stride())
+        return SimpleNamespace(run=lambda *tensors: tensors[5].stride())
+
+    bound = fused.bound_backward(problem, make)
+    q = torch.zeros(1, 1, 8, 8, dtype=torch.bfloat16)
+    lse = torch.zeros(1, 1, 8)
+
+    def work(numbers: random.Random) -> None:
+        for _ in range(100):
+            out = torch.zeros(1, 1, 8, 8 * numbers.randrange(1, 200), dtype=torch.bfloat16)[..., :8]
+            assert bound(q, None, q, q, q, out, lse, (True, True, True)) == out.stride()
+
+    together(work)
+    launches = next(
+        cell.cell_contents
+        for cell in bound.__closure__ or ()
+        if isinstance(cell.cell_contents, dict)  # type: ignore[attr-defined]
+    )
+    assert 0 < len(launches) <= fused._MOST_LAUNCHES
+    assert set(made) >= {key[1] for key in launches}
+
+
+def test_counters_of_a_device_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that lose the race would be freed while a kernel still counts with them."""
+    made: list[int] = []
+
+    class Counters(sm90._WorkCounters):
+        def __init__(self, device: int) -> None:
+            made.append(device)
+            os.sched_yield()
+            self._room = torch.zeros(sm90._COUNTERS, dtype=torch.int32)
+            self._free = iter(range(sm90._COUNTERS))
+            self._of_stream = {}
+            self._lock = threading.RLock()
+
+    monkeypatch.setattr(sm90, "_WorkCounters", Counters)
+    monkeypatch.setattr(sm90, "_counters", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    taken: dict[tuple[int, int], set[int]] = {(device, stream): set() for device in range(4) for stream in range(20)}
+
+    def work(numbers: random.Random) -> None:
+        for _ in range(ROUNDS):
+            place = numbers.randrange(4), numbers.randrange(20)
+            taken[place].add(sm90._work_counter(*place))
+
+    together(work)
+    assert sorted(made) == [0, 1, 2, 3]
+    assert all(len(counters) <= 1 for counters in taken.values()), "a stream has one counter"
+    every = [counter for counters in taken.values() for counter in counters]
+    assert len(every) == len(set(every))
+
+
+def test_streams_beyond_the_counters_are_not_remembered() -> None:
+    counters = object.__new__(sm90._WorkCounters)
+    counters._room, counters._free = torch.zeros(4, dtype=torch.int32), iter(range(4))
+    counters._of_stream, counters._lock = {}, threading.RLock()
+    given = [counters.take(stream, False) for stream in range(1000)]
+    assert given[4:] == [0] * 996
+    assert counters.take(2, False) == given[2] != 0
+    assert len(counters._of_stream) == 4
+
+
+def test_one_line_however_many_threads_meet_a_bad_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("TILEWISE_TABLES", str(tmp_path))
+    tuned.forget()
+    replan()
+    problem, target = make_problem((1, 2, 300, 16), mask=Causal()), Target.of("cpu")
+    key, sizes = tiled.tuning_key(problem)
+    entry = {"key": key, "sizes": sizes, "config": {"block_q": -128, "block_kv": 64},
+             "kernels": tuned.kernels_digest("tiled"), "device": "cpu", "date": "2026-01-02"}  # fmt: skip
+    for table in ({"format": 1, "device": "cpu", "entries": [entry, {}]}, {"format": 9, "device": "cpu"}):
+        (tmp_path / "tiled.cpu.json").write_text(json.dumps(table))
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "tilewise"):
+
+            def work(numbers: random.Random) -> None:
+                for _ in range(20):
+                    assert tiled.configs(problem, target) == tiled.shipped(problem, target)
+
+            together(work)
+        assert len(caplog.records) == len(table.get("entries", [0]))  # type: ignore[arg-type]
+        tuned.forget()
+
+
+def test_a_forked_child_finds_no_lock_held() -> None:
+    """A thread of the parent may be writing to a map at the moment of the fork."""
+    held = memo._writing
+    with held:
+        child = os.fork()
+        if child == 0:
+            thread = threading.Thread(target=lambda: memo.keep({}, 1, 1, 1))
+            thread.start()
+            thread.join(600)
+            os._exit(1 if thread.is_alive() else 0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
