@@ -392,10 +392,16 @@ def _differentiable_grads(
     problem: Problem,
     wants: Wants,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients made of torch operations, through the reference: they can be differentiated again, and batched."""
+    """Gradients made of torch operations, through the reference: they can be differentiated again, and batched.
+
+    Each input is a view of its own: q, k and v may be one tensor, or made of one another, and a gradient with respect
+    to the tensors themselves would then collect what reaches one of them through the others. The gradients of these
+    gradients still flow through the views to where the inputs came from. The bias is a constant (`check_constant`).
+    """
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        out, lse = reference.forward(q, k, v, problem, None, bias)
+        q, k, v = q.view_as(q), k.view_as(k), v.view_as(v)
+        out, lse = reference.forward(q, k, v, problem, None, bias if bias is None else bias.detach())
         pairs = [(output, grad) for output, grad in ((out, dout), (lse, dlse)) if grad is not None]
         inputs = [tensor for tensor, want in zip((q, k, v), wants, strict=True) if want]
         outputs, grads_in = zip(*pairs, strict=True)
