@@ -110,7 +110,7 @@ def scaled_dot_product_attention(
     tensors) is handed to it, and the logger "tilewise" says so.
     """
     query, key, value = autocast_inputs(query, key, value)
-    if type(attn_mask) is Tensor and attn_mask.is_floating_point():
+    if type(attn_mask) is Tensor:
         (attn_mask,) = autocast_inputs(attn_mask)
     why = only_torch_defines(query, key, value, attn_mask, scale, enable_gqa)
     if why:
@@ -223,6 +223,19 @@ def _traced_dropout(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, option
             f"choice of backend, or mask {options.mask!r}.",
             remedy="drop these or the dropout, or call outside torch.compile",
         )
+    if autocast_dtype(q.device) is None:
+        return _torch_dropout(q, k, v, bias, options, dropout)
+    dtype = q.dtype
+    if (
+        not q.is_cuda
+    ):  # dropout is made of single operations here; autocast would cast their derivatives, save float64's
+        q, k, v = q.double(), k.double(), v.double()
+        bias = bias.double() if bias is not None and bias.dtype != torch.bool else bias
+    with torch.autocast(q.device.type, enabled=False):
+        return _torch_dropout(q, k, v, bias, options, dropout).to(dtype)
+
+
+def _torch_dropout(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, dropout: float) -> Tensor:
     return F.scaled_dot_product_attention(
         q, k, v, bias, dropout, options.mask == "causal", scale=options.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -249,12 +262,21 @@ def _outside_op(
     bias = mask if isinstance(mask, Tensor) else None
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    lse: Tensor | None = None
     if dropout:
         candidate = next(c for c in torch_sdpa.CANDIDATES if c.name == chosen.backend)
-        out = candidate.dropout_forward(q, k, v, problem, bias)
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            return candidate.dropout_forward(q, k, v, problem, bias), None
     else:
-        out, lse = BACKENDS[chosen.backend].forward(q, k, v, problem, chosen.config, bias)
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            return BACKENDS[chosen.backend].forward(q, k, v, problem, chosen.config, bias)
+
+    if dropout and chosen.backend != torch_sdpa.MATH.name:  # a kernel, with a derivative of its own
+        with op.without_autocast():
+            out, lse = forward(q, k, v, bias)
+    else:
+        out, lse = op.recorded(forward, q, k, v, bias)
     out = out.transpose(1, 2) if layout == "bshd" else out
     if not return_lse:
         return out
@@ -320,9 +342,24 @@ def only_torch_defines(
 
 
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under torch.autocast F.scaled_dot_product_attention casts its inputs, so its namesake does."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+    """Under torch.autocast F.scaled_dot_product_attention casts its inputs, so its namesake does.
+
+    Each by itself, as PyTorch does: floating tensors other than float64, where autocast is on for their device.
+    """
+    if not torch.compiler.is_compiling() and not op.autocast_is_on():
         return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(tensor.to(dtype) for tensor in tensors)
+    return tuple(_autocast(tensor) for tensor in tensors)
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    dtype = autocast_dtype(tensor.device)
+    if dtype is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast casts to on this device now; None where it is off, or does not exist."""
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)

@@ -22,7 +22,7 @@ import torch
 from torch import library as torch_library
 
 from . import masks
-from .backends import Wants, empty_lse, empty_out, reference
+from .backends import Wants, empty_lse, empty_out, lse_dtype, reference
 from .errors import CompileError, UnsupportedProblem
 from .plan import AUTO, BACKENDS, leave_out, plan
 from .problem import check_constant, check_tensors, describe
@@ -210,11 +210,20 @@ def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options) 
 
 def execute(call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Run a Call on plain tensors of its signature."""
+    if autocast_is_on():
+        with without_autocast():
+            return execute(call, q, k, v, bias)
     if not call.problem.needs_grad:
         return call.forward(q, k, v, bias)
     if call.options.needs_lse:
         return _apply_planned(q, k, v, bias, call)  # type: ignore[no-any-return]
     return _apply_planned(q, k, v, bias, call), None
+
+
+# Attention casts nothing, whichever backend computes it, even one made of operations that autocast casts.
+# Invariant: whatever runs a backend, forward or backward, does it inside `without_autocast`.
+autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
 
 
 def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -318,7 +327,10 @@ class _Planned(torch.autograd.Function):
             return (*_differentiable_grads(dout, dlse, q, k, v, bias, call.problem, wants), None, None)
         dout = torch.zeros_like(out) if dout is None else dout
         if is_plain(dout, q, k) and not torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING):
-            return (*call.backward(dout, dlse, (q, k, v, out, lse), bias, wants), None, None)
+            if not autocast_is_on():
+                return (*call.backward(dout, dlse, (q, k, v, out, lse), bias, wants), None, None)
+            with without_autocast():
+                return (*call.backward(dout, dlse, (q, k, v, out, lse), bias, wants), None, None)
         return (*_backward_op(dout, dlse, *_with_lse(q, out, lse), q, k, v, bias, call.options, wants), None, None)
 
 
@@ -400,13 +412,29 @@ def _differentiable_grads(
     """
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        q, k, v = q.view_as(q), k.view_as(k), v.view_as(v)
-        out, lse = reference.forward(q, k, v, problem, None, bias if bias is None else bias.detach())
+        views = q.view_as(q), k.view_as(k), v.view_as(v)
+        bias = bias if bias is None else bias.detach()
+        out, lse = recorded(lambda q, k, v, bias: reference.forward(q, k, v, problem, None, bias), *views, bias)
         pairs = [(output, grad) for output, grad in ((out, dout), (lse, dlse)) if grad is not None]
-        inputs = [tensor for tensor, want in zip((q, k, v), wants, strict=True) if want]
+        inputs = [tensor for tensor, want in zip(views, wants, strict=True) if want]
         outputs, grads_in = zip(*pairs, strict=True)
         grads = iter(torch.autograd.grad(outputs, inputs, grads_in, create_graph=again, allow_unused=True))
     return tuple(next(grads) if want else None for want in wants)
+
+
+def recorded(
+    forward: Callable[..., tuple[Tensor, Tensor | None]], q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`forward` of (q, k, v, bias), whose single operations autograd or a transform records and derives itself.
+
+    Their derivatives run where we cannot turn autocast off. It leaves float64 alone, so under autocast all is float64.
+    """
+    if not autocast_is_on():
+        return forward(q, k, v, bias)
+    with without_autocast():
+        wide = bias if bias is None or bias.dtype == torch.bool else bias.double()
+        out, lse = forward(q.double(), k.double(), v.double(), wide)
+        return out.to(q.dtype), lse if lse is None else lse.to(lse_dtype(q.dtype))
 
 
 # Invariant: `precision` stands last, after `wants` too, with a default: graphs that were saved without it still load.
@@ -421,13 +449,15 @@ _BACKWARD_SCHEMA = (
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     named = Options(*options)
-    out, lse = prepare(q, k, v, bias, named, False).forward(q, k, v, bias)
+    with without_autocast():
+        out, lse = prepare(q, k, v, bias, named, False).forward(q, k, v, bias)
     return _with_lse(q, out, lse) if named.needs_lse else (out, _no_lse(q))
 
 
 def _attention_with_lse(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     """The forward of a call that will be differentiated."""
-    return _with_lse(q, *prepare(q, k, v, bias, Options(*options), True).forward(q, k, v, bias))
+    with without_autocast():
+        return _with_lse(q, *prepare(q, k, v, bias, Options(*options), True).forward(q, k, v, bias))
 
 
 def _with_lse(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -446,7 +476,8 @@ def _attention_backward(
     """Gradients with the strides of empty_like(input), as the fake kernel promises; empty where not wanted."""
     options, wants = _split_rest(rest)
     call = prepare(q, k, v, bias, options, True)
-    grads = call.backward(dout, dlse, (q, k, v, out, lse), bias, wants)
+    with without_autocast():
+        grads = call.backward(dout, dlse, (q, k, v, out, lse), bias, wants)
     return tuple(_like(grad, tensor) for grad, tensor in zip(grads, (q, k, v), strict=True))  # type: ignore[return-value]
 
 

@@ -76,4 +76,9 @@ def empty_out(q: torch.Tensor, head_dim_v: int, layout: str) -> torch.Tensor:
 
 def empty_lse(q: torch.Tensor) -> torch.Tensor:
     """An uninitialised (batch, heads_q, seq_q) for the log-sum-exp."""
-    return q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the log-sum-exp and of every sum, for inputs of this dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
