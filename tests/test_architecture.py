@@ -67,7 +67,12 @@ def test_backends_do_not_import_one_another():
         "sm90_float32_backward": {"sm90_float32"},
     }
     # These are no backends: what several of ours do alike on the host.
-    modules = {path.stem for path in (PACKAGE / "backends").glob("*.py")} - {"__init__", "fused", "fused_rules"}
+    modules = {path.stem for path in (PACKAGE / "backends").glob("*.py")} - {
+        "__init__",
+        "fused",
+        "fused_rules",
+        "isolation",
+    }
     for path in (PACKAGE / "backends").glob("*.py"):
         used = {name.split(".")[2] for name in imported_modules(path) if name.startswith("tilewise.backends.")}
         assert not (used & modules) - {path.stem} - helpers.get(path.stem, set()), path.name

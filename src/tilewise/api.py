@@ -262,6 +262,7 @@ def _outside_op(
     bias = mask if isinstance(mask, Tensor) else None
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    q, k, v = op.with_memory(q), op.with_memory(k), op.with_memory(v)
     if dropout:
         candidate = next(c for c in torch_sdpa.CANDIDATES if c.name == chosen.backend)
 

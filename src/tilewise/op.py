@@ -24,8 +24,8 @@ from torch import library as torch_library
 from . import masks
 from .backends import Wants, empty_lse, empty_out, lse_dtype, reference
 from .errors import CompileError, UnsupportedProblem
-from .plan import AUTO, BACKENDS, leave_out, plan
-from .problem import check_constant, check_tensors, describe
+from .plan import AUTO, BACKENDS, check_backend, leave_out, plan
+from .problem import check_constant, check_shapes, check_tensors, describe
 from .target import Target
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class Call(NamedTuple):
     options: Options
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
     gradient: Callable[..., Grads] | None  # of (dout, dlse, q, k, v, out, lse, wants), where the backend binds one
+    lacks_memory: bool = False  # q, k or v begins nowhere: empty, or one of PyTorch's zero tensors
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: tuple[Any, ...], bias: Tensor | None, wants: Wants
@@ -136,31 +137,41 @@ _CALLS_KEPT = 4096
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, needs_grad: bool) -> Call:
     """The Call for these tensors in bhsd order, validated and planned on first sight and remembered by signature."""
+    misaligned, lacks_memory = _addresses(q, k, v)
     key = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), _misalignment(q, k, v),
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), misaligned, lacks_memory,
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, needs_grad,
         torch._C._get_deterministic_algorithms(), None if bias is None else (bias.shape, bias.dtype, bias.device),
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:
-        call = _planned(q, k, v, bias, options, needs_grad)
+        call = _planned(q, k, v, bias, options, needs_grad)._replace(lacks_memory=lacks_memory)
         if len(_calls) >= _CALLS_KEPT:
             _calls.clear()
         _calls[key] = call
     return call
 
 
-def _misalignment(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Bits by which one of them misses a multiple of 16 bytes; the offsets where there are no addresses."""
+def _addresses(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, bool]:
+    """Bits by which one of them misses a multiple of 16 bytes, and whether one has no address.
+
+    The offsets stand for the bits where addresses are out of reach.
+    """
     try:
-        return (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
     except RuntimeError:
-        return hash((q.storage_offset(), k.storage_offset(), v.storage_offset()))
+        return hash((q.storage_offset(), k.storage_offset(), v.storage_offset())), False
+    return (at_q | at_k | at_v) & 15, not (at_q and at_k and at_v)
 
 
-def _planned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, needs_grad: bool) -> Call:
+def with_memory(tensor: Tensor) -> Tensor:
+    """PyTorch's zero tensors have none, and a kernel handed one would read whatever it finds."""
+    return tensor.clone() if tensor._is_zerotensor() else tensor
+
+
+def _described(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options) -> Problem:
     mask: Mask | Tensor = masks.parse(options.mask) if bias is None else bias
-    problem = describe(
+    return describe(
         q,
         k,
         v,
@@ -169,7 +180,11 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Opti
         softcap=options.softcap,
         needs_lse=options.needs_lse,
         precision=options.precision,
-    ).with_(layout=options.layout, needs_grad=needs_grad)
+    ).with_(layout=options.layout)
+
+
+def _planned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, needs_grad: bool) -> Call:
+    problem = _described(q, k, v, bias, options).with_(needs_grad=needs_grad)
     chosen = plan(problem, Target.of(q.device), options.backend)
     backend, config = BACKENDS[chosen.backend], chosen.config
     try:
@@ -213,6 +228,10 @@ def execute(call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) ->
     if autocast_is_on():
         with without_autocast():
             return execute(call, q, k, v, bias)
+    if call.lacks_memory:
+        q, k, v = with_memory(q), with_memory(k), with_memory(v)
+    if bias is not None:
+        bias = with_memory(bias)
     if not call.problem.needs_grad:
         return call.forward(q, k, v, bias)
     if call.options.needs_lse:
@@ -276,9 +295,12 @@ _forward_ad = torch.autograd.forward_ad
 
 
 def _signature(q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> tuple[Any, ...]:
+    at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if not (at_q and at_k and at_v):
+        raise RuntimeError("a tensor without memory")
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+        q.device, k.device, v.device, (at_q | at_k | at_v) & 15,
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         torch._C._get_deterministic_algorithms(), arguments,
     )  # fmt: skip
@@ -325,7 +347,7 @@ class _Planned(torch.autograd.Function):
             return None, None, None, None, None
         if _wants_composite():
             return (*_differentiable_grads(dout, dlse, q, k, v, bias, call.problem, wants), None, None)
-        dout = torch.zeros_like(out) if dout is None else dout
+        dout = torch.zeros_like(out) if dout is None else with_memory(dout)
         if is_plain(dout, q, k) and not torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING):
             if not autocast_is_on():
                 return (*call.backward(dout, dlse, (q, k, v, out, lse), bias, wants), None, None)
@@ -494,8 +516,19 @@ def _like(grad: Tensor | None, tensor: Tensor) -> Tensor:
     return grad if grad.stride() == wanted.stride() else wanted.copy_(grad)
 
 
+def _check_fake(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options) -> None:
+    """Raise for whatever could not be planned, as far as a trace knows the sizes; the rest is checked when it runs."""
+    check_backend(options.backend)
+    if all(type(size) is int for tensor in (q, k, v, q if bias is None else bias) for size in tensor.shape):
+        _described(q, k, v, bias, options)
+    else:
+        check_tensors(q, k, v)
+        check_shapes(q, k, v)
+
+
 def _fake_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     named = Options(*options)
+    _check_fake(q, k, v, bias, named)
     out = empty_out(q, v.shape[-1], named.layout)
     return out, empty_lse(q) if named.needs_lse else _no_lse(q)
 
@@ -503,7 +536,9 @@ def _fake_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *optio
 def _fake_attention_with_lse(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    return empty_out(q, v.shape[-1], Options(*options).layout), empty_lse(q)
+    named = Options(*options)
+    _check_fake(q, k, v, bias, named)
+    return empty_out(q, v.shape[-1], named.layout), empty_lse(q)
 
 
 def _fake_backward(

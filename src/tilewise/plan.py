@@ -160,7 +160,13 @@ def _is_narrow(problem: Problem) -> bool:
 
 def plan(problem: Problem, target: Target, backend: str = AUTO) -> Plan:
     """The plan for a problem on a target. Raises UnsupportedProblem, with every reason, if nothing allowed takes it."""
+    check_backend(backend)
     return _explicit(problem, target, backend) if backend != AUTO else _automatic(problem, target)
+
+
+def check_backend(backend: str) -> None:
+    if not isinstance(backend, str) or (backend != AUTO and backend not in BACKENDS):
+        raise InvalidInput("backend", repr(backend), f"'auto' or one of {', '.join(BACKENDS)}", "choose one of these")
 
 
 @lru_cache(maxsize=4096)
@@ -180,8 +186,6 @@ def _automatic(problem: Problem, target: Target) -> Plan:
 
 @lru_cache(maxsize=4096)
 def _explicit(problem: Problem, target: Target, backend: str) -> Plan:
-    if backend not in BACKENDS:
-        raise InvalidInput("backend", repr(backend), f"'auto' or one of {', '.join(BACKENDS)}", "choose one of these")
     verdict = _verdict(backend, problem, target)
     if not verdict.willing:
         raise UnsupportedProblem(

@@ -66,6 +66,13 @@ class Backend(Protocol):
     ) -> Grads: ...
 
 
+def composite_notices(problem: Problem, target: Target) -> list[str]:
+    """What the backends that are made of torch operations say alike."""
+    if problem.dtype is torch.float64 and not target.is_cpu:
+        return ["float64 runs in plain operations: for a fused kernel cast q, k and v to float32"]
+    return []
+
+
 def empty_out(q: torch.Tensor, head_dim_v: int, layout: str) -> torch.Tensor:
     """An uninitialised (batch, heads_q, seq_q, head_dim_v) whose memory order is that of the caller's layout."""
     batch, heads, seq, _ = q.shape
