@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "tilewise"
 
 # Each layer may import those before it and itself; those at the top stand side by side.
-LAYERS = ["errors", "masks", "problem", "target", "partials", "jit", "backends", "plan", "op", "api", "ladder"]
+LAYERS = ["errors", "memo", "masks", "problem", "target", "partials", "jit", "backends", "plan", "op", "api", "ladder"]
 TOP = {"lab", "integrations"}
 ABOVE_ALL = {"__init__", "__main__"}
 

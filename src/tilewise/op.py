@@ -24,6 +24,7 @@ from torch import library as torch_library
 from . import masks
 from .backends import Wants, empty_lse, empty_out, lse_dtype, reference
 from .errors import CompileError, UnsupportedProblem
+from .memo import Memo
 from .plan import AUTO, BACKENDS, check_backend, leave_out, plan
 from .problem import check_constant, check_shapes, check_tensors, describe
 from .target import Target
@@ -131,8 +132,7 @@ def _deterministic_as(problem: Problem, backend: Backend) -> AbstractContextMana
 
 _OBEY_THE_SWITCH = BACKENDS["torch-flash"], BACKENDS["torch-efficient"]
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
-_calls: dict[tuple[Any, ...], Call] = {}
-_CALLS_KEPT = 4096
+_calls: Memo[Call] = Memo()
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, needs_grad: bool) -> Call:
@@ -145,11 +145,15 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Optio
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:
+        generation = _calls.generation
         call = _planned(q, k, v, bias, options, needs_grad)._replace(lacks_memory=lacks_memory)
-        if len(_calls) >= _CALLS_KEPT:
-            _calls.clear()
-        _calls[key] = call
+        _calls.put(key, call, generation, _size(call))
     return call
+
+
+def _size(call: Call) -> int:
+    """Bytes of what has no fixed size: the mask, as its text in the key and the options, and in the problem."""
+    return 2 * len(call.options.mask) + masks.size_in_bytes(call.problem.mask)
 
 
 def _addresses(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, bool]:
@@ -250,7 +254,7 @@ def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 # By everything that decides a call: what `recall` looks up, and nothing else does. Only plain calls are in it.
-_recalled: dict[tuple[Any, ...], Call] = {}
+_recalled: Memo[Call] = Memo()
 
 
 def recall(q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> Call | None:
@@ -269,10 +273,8 @@ def recall(q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> Call | None:
 def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> None:
     """Let `recall` find this Call. Both see the caller's own tensors, before any transpose."""
     if type(q) is type(k) is type(v) is Tensor and not _is_watched():
-        if len(_recalled) >= _CALLS_KEPT:
-            _recalled.clear()
         with suppress(RuntimeError, TypeError):  # as in `recall`
-            _recalled[_signature(q, k, v, arguments)] = call
+            _recalled.put(_signature(q, k, v, arguments), call, _recalled.generation, 2 * _size(call))
 
 
 def forget() -> None:
@@ -282,13 +284,18 @@ def forget() -> None:
 
 
 def _is_watched() -> bool:
-    """PyTorch's state asks for more than running a kernel: a dispatch mode, a functorch transform or forward AD."""
+    """PyTorch's state asks for more than running a kernel: a dispatch mode, a transform, forward AD or a trace."""
     torch_c = torch._C
     return (
         torch_c._len_torch_dispatch_stack() > 0
         or torch_c._are_functorch_transforms_active()
         or _forward_ad._current_level >= 0
+        or is_jit_traced() is not None
     )
+
+
+# The state of torch.jit.trace, which records operators; None = it is not at work.
+is_jit_traced: Callable[[], Any] = torch._C._get_tracing_state
 
 
 _forward_ad = torch.autograd.forward_ad
@@ -310,12 +317,13 @@ _ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 
 
 def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Ordinary tensors with nobody watching: no subclass, fake tensors included, and no dispatch mode."""
+    """Ordinary tensors with nobody watching: no subclass, fake tensors included, no dispatch mode, no trace."""
     return (
         type(q) in _ORDINARY
         and type(k) in _ORDINARY
         and type(v) in _ORDINARY
         and torch._C._len_torch_dispatch_stack() == 0
+        and is_jit_traced() is None
     )
 
 
@@ -327,6 +335,8 @@ class _Planned(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, call: Call
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         out, lse = call.forward(q, k, v, bias)
+        if out._is_view():  # autograd would let nobody change it in place, nor a view of it
+            out = out.new_empty(0).set_(out)  # type: ignore[call-overload]
         ctx.call = call
         if bias is None:
             ctx.save_for_backward(q, k, v, out, lse)

@@ -76,8 +76,9 @@ def composite_notices(problem: Problem, target: Target) -> list[str]:
 def empty_out(q: torch.Tensor, head_dim_v: int, layout: str) -> torch.Tensor:
     """An uninitialised (batch, heads_q, seq_q, head_dim_v) whose memory order is that of the caller's layout."""
     batch, heads, seq, _ = q.shape
-    if layout == "bshd":
-        return q.new_empty(batch, seq, heads, head_dim_v).transpose(1, 2)
+    if layout == "bshd":  # by its strides, and no view: autograd has rules of its own for those
+        strides = (seq * heads * head_dim_v, head_dim_v, heads * head_dim_v, 1)
+        return q.new_empty_strided((batch, heads, seq, head_dim_v), strides)
     return q.new_empty(batch, heads, seq, head_dim_v)
 
 

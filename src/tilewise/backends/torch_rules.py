@@ -632,7 +632,9 @@ def hazardous(name: str, problem: Problem, target: Target) -> str:
 
 def notices(name: str, problem: Problem, target: Target) -> list[str]:
     """What the caller should know if `name` runs: known bugs first, then the memory and copies it costs."""
-    bugs = [bug.text for bug in _HAZARDS if bug.backend == name and bug.applies(problem, target)]
+    parts = _apart(problem) or [problem]
+    known = (bug for bug in _HAZARDS if bug.backend == name)
+    bugs = [bug.text for bug in known if any(bug.applies(part, target) for part in parts)]
     return bugs + [text for cost in _COSTS if (text := cost(name, problem, target))]
 
 
