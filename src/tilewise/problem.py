@@ -84,28 +84,16 @@ class Problem:
                 "dtype", self.dtype, f"one of {', '.join(DTYPES)}", "cast q, k and v to one of these first"
             )
         _check_heads(self.heads_q, self.heads_kv)
-        if self.layout not in ("bhsd", "bshd"):
-            raise InvalidInput(
-                "layout",
-                repr(self.layout),
-                "'bhsd' (batch, heads, seq, dim) or 'bshd' (batch, seq, heads, dim)",
-                "name the order of your tensors' dimensions",
-            )
+        check_layout(self.layout)
         _check_precision(self.precision, self.dtype)
         if self.scale == 0.0:
             object.__setattr__(self, "scale", 1.0 / math.sqrt(self.head_dim))
         wide = self.dtype is torch.float64
-        _check_number(
-            "scale",
-            self.scale,
-            abs(self.scale) <= (_MAX_FLOAT64 if wide else _MAX_FLOAT32),
-            "a finite number other than 0",
-        )
-        largest = _MAX_CAP_FLOAT64 if wide else _MAX_CAP_FLOAT32
-        capped = self.softcap == 0 or (
-            1 / largest <= self.softcap <= largest and abs(self.scale) <= largest * self.softcap
-        )
-        _check_number("softcap", self.softcap, capped, f"a number up to {largest:.2g}, or 0 for none")
+        largest, cap = (_MAX_FLOAT64, _MAX_CAP_FLOAT64) if wide else (_MAX_FLOAT32, _MAX_CAP_FLOAT32)
+        fits = abs(self.scale) <= largest
+        _check_number("scale", self.scale, fits, f"a number other than 0, of at most {largest:.2g}")
+        fits = self.softcap == 0 or (1 / cap <= self.softcap <= cap and abs(self.scale) <= cap * self.softcap)
+        _check_number("softcap", self.softcap, fits, f"a number from {1 / cap:.2g} to {cap:.2g}, or 0 for none")
         _check_number("dropout", self.dropout, 0.0 <= self.dropout < 1.0, "a probability from 0 to below 1")
         self.mask.check(self.seq_q, self.seq_kv)
         if isinstance(self.mask, Dense):
@@ -251,6 +239,16 @@ def _check_heads(heads_q: int, heads_kv: int) -> None:
     )
 
 
+def check_layout(layout: str) -> None:
+    if layout not in ("bhsd", "bshd"):
+        raise InvalidInput(
+            "layout",
+            repr(layout),
+            "'bhsd' (batch, heads, seq, dim) or 'bshd' (batch, seq, heads, dim)",
+            "name the order of your tensors' dimensions",
+        )
+
+
 def _check_precision(precision: str, dtype: torch.dtype) -> None:
     if precision == "exact" or (precision == "tf32" and dtype is torch.float32):
         return
@@ -295,6 +293,8 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 "a strided 4-D tensor",
                 "pack the sequences and pass mask=Documents(cu_seqlens)",
             )
+        if tensor.layout is not torch.strided:
+            raise InvalidInput(name, f"a {tensor.layout} tensor", "a strided 4-D tensor", "call .to_dense() on it")
         if tensor.ndim != 4:
             raise InvalidInput(
                 name, f"shape {tuple(tensor.shape)}", "4 dimensions", "reshape to (batch, heads, seq, head_dim)"
@@ -375,14 +375,25 @@ def _as_mask(mask: Mask | str | torch.Tensor | None, q: torch.Tensor) -> Mask:
         return _describe_dense(mask, q)
     if isinstance(mask, Dense):
         raise InvalidInput("mask", f"{mask}", "the mask tensor itself", "pass the tensor; Dense only describes one")
-    if not isinstance(mask, Mask):
-        raise InvalidInput(
-            "mask",
-            repr(mask),
-            "None, 'causal', a tilewise mask or a tensor",
-            "use tilewise.Causal(), tilewise.Window(left, right), tilewise.Documents(...) or a boolean tensor",
-        )
+    check_mask_type(mask)
     return mask
+
+
+def check_mask_type(mask: object) -> None:
+    if mask is None or isinstance(mask, Mask | str | torch.Tensor):
+        return
+    raise InvalidInput(
+        "mask",
+        shown(mask),
+        "None, 'causal', a tilewise mask or a tensor",
+        "use tilewise.Causal(), tilewise.Window(left, right), tilewise.Documents(...) or a boolean tensor",
+    )
+
+
+def shown(value: object) -> str:
+    """A value of a wrong type, for a message: its type and how it begins, on one line."""
+    text = " ".join(repr(value).split())
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
 
 
 def _describe_dense(mask: torch.Tensor, q: torch.Tensor) -> Dense:

@@ -308,12 +308,19 @@ def _check_slopes(slopes: Tensor, heads: int, sequences: int) -> None:
 def _check_dims(dims: int, **tensors: Tensor) -> None:
     shape = "(batch, seqlen, heads, head_dim)" if dims == 4 else "(total, heads, head_dim)"
     for name, tensor in tensors.items():
+        _check_tensor(name, tensor)
         if tensor.ndim != dims:
             raise InvalidInput(name, f"shape {tuple(tensor.shape)}", f"{dims} dimensions {shape}", "reshape it")
 
 
+def _check_tensor(name: str, given: object) -> None:
+    if not isinstance(given, Tensor):
+        raise InvalidInput(name, type(given).__name__, "a torch.Tensor", "convert it with torch.as_tensor")
+
+
 def _unpack(name: str, packed: Tensor, dims: int, count: int) -> tuple[Tensor, ...]:
     """The `count` tensors that lie side by side in the third dimension from the end."""
+    _check_tensor(name, packed)
     if packed.ndim != dims or packed.shape[-3] != count:
         shape = "(batch, seqlen, " if dims == 5 else "(total, "
         raise InvalidInput(
@@ -323,7 +330,10 @@ def _unpack(name: str, packed: Tensor, dims: int, count: int) -> tuple[Tensor, .
 
 
 def _offsets(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
-    values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    try:
+        values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    except TypeError:
+        values = None
     if not isinstance(values, list) or len(values) < 2:
         raise InvalidInput(
             f"cu_seqlens_{name}",
