@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from support import make_problem
-from tilewise import Causal, Dense, Documents, Target, UnsupportedProblem, Window
+from tilewise import Causal, Dense, Documents, Full, Target, UnsupportedProblem, Window
 from tilewise.plan import BACKENDS, RULES, plan
 from tilewise.problem import Strides
 
@@ -120,6 +120,14 @@ def test_the_planner_steers_around_known_wrong_results():
 def test_plans_are_remembered():
     target = Target.named("h200")
     assert plan(PROBLEMS["train"], target) is plan(PROBLEMS["train"], target)
+
+
+def test_packed_documents_run_apart_on_a_cpu():
+    """PyTorch's kernel takes each under a mask it knows by name; the tiled loop skips what it has no name for."""
+    starts, cpu = tuple(range(0, 513, 64)), Target.named("cpu")
+    for inner, backend in ((Causal(), "torch-flash"), (Full(), "torch-flash"), (Window(8, 0), "tiled")):
+        problem = make_problem((1, 8, 512, 64), FP32, mask=Documents(starts, inner=inner))
+        assert plan(problem, cpu).backend == backend
 
 
 if __name__ == "__main__" and "--update" in sys.argv:

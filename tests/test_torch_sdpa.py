@@ -288,7 +288,8 @@ def test_known_wrong_results_are_hazards_and_notices(
             {"mask": Causal("bottom-right"), "seq_q": 3},
             ("causal:bottom-right", "mask of (seq_q, seq_kv)"),
         ),
-        (FLASH, "cpu", {"mask": Documents((0, 100, 256))}, ("documents", "0.2 MiB mask")),
+        (FLASH, "cpu", {"mask": Documents((0, 100, 256))}, ("runs 2 times",)),
+        (FLASH, "cpu", {"mask": Documents((0, 1, 256), inner=Window(8, 0))}, ("window:8,0", "0.2 MiB mask")),
     ],
 )
 def test_notices_tell_the_cost(name: str, target: str, fields: dict[str, object], words: tuple[str, ...]) -> None:

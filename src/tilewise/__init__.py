@@ -10,14 +10,22 @@ from . import _path  # noqa: F401  (first of all: not even `__future__` comes fr
 from typing import TYPE_CHECKING
 
 from .api import attention, explain, scaled_dot_product_attention
-from .errors import CompileError, DeviceError, InvalidInput, Reason, TilewiseError, UnsupportedProblem
+from .errors import (
+    CompileError,
+    DeviceError,
+    InvalidInput,
+    Reason,
+    TilewiseError,
+    UnknownArgument,
+    UnsupportedProblem,
+)
 from .masks import Causal, Dense, Documents, Full, Mask, Window
 from .plan import Plan, Verdict
 from .problem import Problem
 from .target import Target
 
 if TYPE_CHECKING:
-    from .integrations.sdpa import sdpa
+    from .integrations.sdpa import FallbackWarning, sdpa
     from .lab.trace import no_math_fallback, trace
 
 __version__ = "0.1.0"
@@ -28,6 +36,7 @@ __all__ = [
     "Dense",
     "DeviceError",
     "Documents",
+    "FallbackWarning",
     "Full",
     "InvalidInput",
     "Mask",
@@ -36,6 +45,7 @@ __all__ = [
     "Reason",
     "Target",
     "TilewiseError",
+    "UnknownArgument",
     "UnsupportedProblem",
     "Verdict",
     "Window",
@@ -50,10 +60,10 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """`tilewise.sdpa` and what watches a program are loaded when they are first asked for."""
-    if name == "sdpa":
-        from .integrations.sdpa import sdpa  # noqa: PLC0415
+    if name in ("sdpa", "FallbackWarning"):
+        from .integrations import sdpa as override  # noqa: PLC0415
 
-        return sdpa
+        return getattr(override, name)
     if name in ("trace", "no_math_fallback"):
         from .lab import trace as watching  # noqa: PLC0415
 

@@ -12,13 +12,23 @@ from typing import Any, Literal, overload
 import torch
 import torch.nn.functional as F
 
-from . import op
+from . import masks, op
 from .backends import torch_sdpa
-from .errors import InvalidInput, UnsupportedProblem
+from .errors import InvalidInput, UnknownArgument, UnsupportedProblem
 from .masks import Causal, Documents, Full, Mask, Window
 from .op import Options
-from .plan import AUTO, BACKENDS, Plan, plan
-from .problem import Layout, Precision, Problem, check_constant, check_tensors, describe
+from .plan import AUTO, BACKENDS, Plan, check_backend, plan
+from .problem import (
+    Layout,
+    Precision,
+    Problem,
+    check_constant,
+    check_layout,
+    check_mask_type,
+    check_tensors,
+    describe,
+    shown,
+)
 from .target import Target
 
 Tensor = torch.Tensor
@@ -56,6 +66,7 @@ def attention(
     return_lse: bool = False,
     backend: str = AUTO,
     precision: Precision = "exact",
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention: softmax(mask(softcap(scale * q k^T))) v.
 
@@ -72,9 +83,11 @@ def attention(
              of its products to 11 bits (relative error about 4e-4) where that is faster.
 
     Returns out shaped like q with head_dim_v, in q's dtype and memory order; with return_lse=True also the natural-log
-    sum of exp of each row's scores, (batch, heads_q, seq_q) in float32, differentiable. A row that sees no key gives
-    out = 0 and lse = -inf, and its gradients are 0.
+    sum of exp of each row's scores, (batch, heads_q, seq_q) in float32 (in float64 for float64), differentiable. A row
+    that sees no key gives out = 0 and lse = -inf, and its gradients are 0.
     """
+    if unknown:
+        raise _unknown("attention", next(iter(unknown)))
     if torch.compiler.is_compiling():
         return _traced(q, k, v, mask, scale, softcap, dropout, layout, return_lse, backend, precision)
     arguments = (mask, scale, softcap, dropout, layout, return_lse, backend, precision)
@@ -83,6 +96,8 @@ def attention(
         if layout == "bshd":
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out, lse = op.execute(call, q, k, v, None)
+    elif dropout and op.is_jit_traced() is not None:
+        return _traced(q, k, v, mask, scale, softcap, dropout, layout, return_lse, backend, precision)
     elif dropout or _is_transformed(q, k, v):
         return _outside_op(q, k, v, mask, scale, softcap, dropout, layout, return_lse, backend, precision)
     else:
@@ -109,10 +124,14 @@ def scaled_dot_product_attention(
     What only PyTorch's own function defines (broadcast batches, more than 4 dimensions, masks that require grad, nested
     tensors) is handed to it, and the logger "tilewise" says so.
     """
+    _check_types(query, key, value, attn_mask, is_causal)
+    scale, dropout_p = _number("scale", scale), _number("dropout_p", dropout_p) or 0.0
     query, key, value = autocast_inputs(query, key, value)
-    if type(attn_mask) is Tensor and attn_mask.is_floating_point():
+    if type(attn_mask) is Tensor:
         (attn_mask,) = autocast_inputs(attn_mask)
-    why = only_torch_defines(query, key, value, attn_mask, scale, enable_gqa)
+    why = only_torch_defines(query, key, value, attn_mask, scale, enable_gqa) or (
+        "a dropout of 1" if dropout_p == 1.0 else ""
+    )
     if why:
         _log.info("scaled_dot_product_attention: %s; handed to PyTorch", why)
         return F.scaled_dot_product_attention(
@@ -126,6 +145,31 @@ def scaled_dot_product_attention(
         query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
         return attention(query, key, value, mask=torch_mask(attn_mask, is_causal), scale=scale, dropout=dropout_p)[0]
     return attention(query, key, value, mask=torch_mask(attn_mask, is_causal), scale=scale, dropout=dropout_p)
+
+
+def _check_types(query: object, key: object, value: object, attn_mask: object, is_causal: object) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise InvalidInput(name, type(tensor).__name__, "a torch.Tensor", "convert it with torch.as_tensor")
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
+        raise InvalidInput(
+            "attn_mask",
+            shown(attn_mask),
+            "a torch.Tensor or None",
+            "pass is_causal=True for a causal mask; tilewise.attention takes masks by name",
+        )
+    if not isinstance(is_causal, bool):
+        raise InvalidInput("is_causal", repr(is_causal), "True or False", "pass a mask as attn_mask")
+
+
+def _number(name: str, value: Any) -> float | None:
+    """A number as F.scaled_dot_product_attention takes it: also a tensor with one element, a NumPy scalar or a bool."""
+    if value is None or type(value) is float:
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidInput(name, shown(value), "a number", f"leave {name} out for the default") from None
 
 
 def explain(
@@ -154,6 +198,9 @@ def explain(
     if k is None or v is None:
         raise InvalidInput("explain", "q alone", "a Problem, or q, k and v", "pass all three tensors")
     return_lse = arguments.pop("return_lse", False)
+    for name in arguments:
+        if name not in _ARGUMENTS:
+            raise _unknown("explain", name)
     described = describe(problem, k, v, needs_lse=return_lse, **arguments)
     described = described.with_(transformed=_is_transformed(problem, k, v))
     return plan(described, resolve_target(target, problem.device), backend)
@@ -168,6 +215,25 @@ def resolve_target(target: Target | str | torch.device | None, default: torch.de
     if isinstance(target, torch.device) or target.split(":")[0] == "cuda":
         return Target.of(target)
     return Target.named(target)
+
+
+_ARGUMENTS = ("mask", "scale", "softcap", "dropout", "layout", "precision")  # of `attention` that make a Problem
+
+_INSTEAD = {
+    "is_causal": 'pass mask="causal"',
+    "causal": 'pass mask="causal"',
+    "attn_mask": "pass it as mask",
+    "dropout_p": "pass it as dropout",
+    "enable_gqa": "leave it out: key/value heads may always divide the query heads",
+    "window_size": "pass mask=tilewise.Window(left, right)",
+    "softmax_scale": "pass it as scale",
+    "deterministic": "call torch.use_deterministic_algorithms(True)",
+}
+
+
+def _unknown(function: str, name: str) -> UnknownArgument:
+    known = ", ".join((*_ARGUMENTS, "return_lse", "backend"))
+    return UnknownArgument(name, "an unknown keyword", f"{function}'s: {known}", _INSTEAD.get(name, "leave it out"))
 
 
 # A tensor is told apart by what is in it, so a call with one is planned by its shape and looked up in `op.prepare`.
@@ -191,6 +257,9 @@ def _arguments(
     return_lse: bool, backend: str, precision: Precision,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Options]:  # fmt: skip
     """bhsd views, the mask tensor if there is one, and the options."""
+    check_layout(layout)
+    check_backend(backend)
+    check_mask_type(mask)
     if layout == "bshd":
         check_tensors(q, k, v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -208,23 +277,53 @@ def _traced(
     """Inside torch.compile: the graph gets one op, and planning happens when it runs, so lengths may change freely."""
     q, k, v, bias, options = _arguments(q, k, v, mask, scale, softcap, layout, return_lse, backend, precision)
     if dropout:
-        out = _traced_dropout(q, k, v, bias, options, dropout)
+        out = _traced_dropout(q, k, v, mask, options, dropout)
         return out.transpose(1, 2) if layout == "bshd" else out
     out, lse = torch.ops.tilewise.attention(q, k, v, bias, *options)
     out = out.transpose(1, 2) if layout == "bshd" else out
     return (out, lse) if return_lse else out
 
 
-def _traced_dropout(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, dropout: float) -> Tensor:
+def _traced_dropout(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, options: Options, dropout: float) -> Tensor:
     """Dropout is PyTorch's alone, and a compiled graph freezes PyTorch's own choice of kernel."""
-    if options.mask not in ("", "full", "causal") or options.softcap or options.needs_lse or options.backend != AUTO:
+    if options.softcap or options.needs_lse or options.backend != AUTO:
         raise UnsupportedProblem(
-            "inside torch.compile, dropout goes to F.scaled_dot_product_attention, which has no softcap, lse, "
-            f"choice of backend, or mask {options.mask!r}.",
+            "inside torch.compile, dropout goes to F.scaled_dot_product_attention, which has no softcap, lse "
+            "or choice of backend.",
             remedy="drop these or the dropout, or call outside torch.compile",
         )
+    bias, unseen = mask if isinstance(mask, Tensor) else None, None
+    if options.mask not in ("", "full", "causal"):
+        rule = masks.parse(mask) if isinstance(mask, str) else mask
+        assert isinstance(rule, Mask)
+        bias, unseen = _visible(rule, q.shape[2], k.shape[2], q.device)
+    if autocast_dtype(q.device) is None:
+        out = _torch_dropout(q, k, v, bias, options, dropout)
+    else:
+        dtype = q.dtype
+        if not q.is_cuda:  # dropout is made of single operations, whose derivatives autocast casts, save float64's
+            q, k, v = q.double(), k.double(), v.double()
+            bias = bias.double() if bias is not None and bias.dtype != torch.bool else bias
+        with torch.autocast(q.device.type, enabled=False):
+            out = _torch_dropout(q, k, v, bias, options, dropout).to(dtype)
+    return out if unseen is None else out.masked_fill(unseen, 0.0)
+
+
+def _visible(mask: Mask, seq_q: int, seq_kv: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A structural mask as a tensor (seq_q, seq_kv), True = visible, and the rows that see nothing, (seq_q, 1).
+
+    As `Mask.to_bool`, for lengths that may be symbols of a trace.
+    """
+    mask.check(seq_q, seq_kv)
+    begin, end = mask.spans(torch.arange(seq_q, device=device), seq_q, seq_kv)
+    keys = torch.arange(seq_kv, device=device)
+    return (keys >= begin[:, None]) & (keys < end[:, None]), (begin >= end)[:, None]
+
+
+def _torch_dropout(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, dropout: float) -> Tensor:
+    grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210  (a bool, where the sizes are symbols)
     return F.scaled_dot_product_attention(
-        q, k, v, bias, dropout, options.mask == "causal", scale=options.scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, bias, dropout, options.mask == "causal", scale=options.scale, enable_gqa=grouped
     )
 
 
@@ -249,12 +348,22 @@ def _outside_op(
     bias = mask if isinstance(mask, Tensor) else None
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    lse: Tensor | None = None
+    q, k, v = op.with_memory(q), op.with_memory(k), op.with_memory(v)
     if dropout:
         candidate = next(c for c in torch_sdpa.CANDIDATES if c.name == chosen.backend)
-        out = candidate.dropout_forward(q, k, v, problem, bias)
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            return candidate.dropout_forward(q, k, v, problem, bias), None
     else:
-        out, lse = BACKENDS[chosen.backend].forward(q, k, v, problem, chosen.config, bias)
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            return BACKENDS[chosen.backend].forward(q, k, v, problem, chosen.config, bias)
+
+    if dropout and chosen.backend != torch_sdpa.MATH.name:  # a kernel, with a derivative of its own
+        with op.without_autocast():
+            out, lse = forward(q, k, v, bias)
+    else:
+        out, lse = op.recorded(forward, q, k, v, bias)
     out = out.transpose(1, 2) if layout == "bshd" else out
     if not return_lse:
         return out
@@ -292,14 +401,24 @@ def only_torch_defines(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool
 ) -> str:
     """What of this call belongs to F.scaled_dot_product_attention alone; empty if nothing does."""
+    if op.is_jit_traced() is not None:
+        return "torch.jit.trace, which sees sizes as tensors"
     if query.is_nested or key.is_nested or value.is_nested:
         return "nested tensors"
     if query.ndim not in (3, 4) or not query.ndim == key.ndim == value.ndim:
         return f"inputs of {query.ndim}, {key.ndim} and {value.ndim} dimensions"
     if query.shape[0] != key.shape[0] or query.shape[0] != value.shape[0]:
         return "a batch dimension that broadcasts"
-    if not enable_gqa and query.shape[1] != key.shape[1] and query.ndim == 4 and key.shape[1] == 1:
-        return "a heads dimension that broadcasts"
+    if query.ndim == 4:
+        heads_q, heads_k, heads_v = query.shape[1], key.shape[1], value.shape[1]
+        if not enable_gqa and not heads_q == heads_k == heads_v:
+            most = max(heads_q, heads_k, heads_v)
+            if heads_q in (1, most) and heads_k in (1, most) and heads_v in (1, most):
+                return "a heads dimension that broadcasts"
+        if enable_gqa and heads_k != heads_v:
+            return "different numbers of key and value heads"
+    if 0 in (query.shape[-1], value.shape[-1]):
+        return "a head_dim of 0"
     if attn_mask is not None and _causal_bias_variant(attn_mask) is None:
         if attn_mask.requires_grad and torch.is_grad_enabled():
             return "a mask that requires grad"
@@ -307,8 +426,8 @@ def only_torch_defines(
             return f"a {attn_mask.dtype} mask for {query.dtype} inputs"
         if attn_mask.ndim == 0 or attn_mask.ndim > query.ndim:
             return f"a mask of {attn_mask.ndim} dimensions"
-    if scale == 0.0:
-        return "scale 0"
+    if scale is not None and (scale == 0.0 or not abs(scale) <= torch.finfo(torch.float32).max):
+        return f"scale {scale:g}"
     if not enable_gqa and query.ndim == 4 and not query.shape[1] == key.shape[1] == value.shape[1]:
         raise InvalidInput(
             "enable_gqa",
@@ -320,9 +439,24 @@ def only_torch_defines(
 
 
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under torch.autocast F.scaled_dot_product_attention casts its inputs, so its namesake does."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+    """Under torch.autocast F.scaled_dot_product_attention casts its inputs, so its namesake does.
+
+    Each by itself, as PyTorch does: floating tensors other than float64, where autocast is on for their device.
+    """
+    if not torch.compiler.is_compiling() and not op.autocast_is_on():
         return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(tensor.to(dtype) for tensor in tensors)
+    return tuple(_autocast(tensor) for tensor in tensors)
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    dtype = autocast_dtype(tensor.device)
+    if dtype is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast casts to on this device now; None where it is off, or does not exist."""
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)

@@ -40,6 +40,10 @@ class InvalidInput(TilewiseError, ValueError):
         return type(self), (self.argument, self.got, self.expected, self.remedy)
 
 
+class UnknownArgument(InvalidInput, TypeError):
+    """A keyword that a function does not have, as Python's TypeError is, with what to write instead."""
+
+
 class UnsupportedProblem(TilewiseError, NotImplementedError):
     """The problem is well formed, but no allowed backend takes it. Carries the problem and every verdict."""
 

@@ -22,7 +22,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -185,8 +185,7 @@ class Window(_Banded):
         return Band(left, right, _offset(self.align, seq_q, seq_kv))
 
     def __str__(self) -> str:
-        left, right = ("inf" if size is None else str(size) for size in (self.left, self.right))
-        return f"window:{left},{right}{_align_suffix(self.align)}"
+        return f"window:{_size_text(self.left)},{_size_text(self.right)}{_align_suffix(self.align)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +198,12 @@ class Documents(Mask):
 
     cu_seqlens_q: tuple[int, ...]
     cu_seqlens_kv: tuple[int, ...] = ()
-    inner: Full | Causal | Window = Full()
+    inner: Full | Causal | Window = None  # type: ignore[assignment]  # Full(), which torch.compile cannot take from here
 
     def __post_init__(self) -> None:
+        given: Any = self.inner
+        if given is None:
+            object.__setattr__(self, "inner", Full())
         starts_q = _offsets("Documents.cu_seqlens_q", self.cu_seqlens_q)
         starts_kv = _offsets("Documents.cu_seqlens_kv", self.cu_seqlens_kv) if len(self.cu_seqlens_kv) else starts_q
         if len(starts_q) != len(starts_kv):
@@ -256,8 +258,9 @@ class Documents(Mask):
         starts = ",".join(map(str, self.cu_seqlens_q))
         if self.cu_seqlens_kv != self.cu_seqlens_q:
             starts += "/" + ",".join(map(str, self.cu_seqlens_kv))
-        inner = "" if self.inner == Full() else f":{self.inner}"
-        return f"documents:{starts}{inner}"
+        if isinstance(self.inner, Full):
+            return f"documents:{starts}"
+        return f"documents:{starts}:" + str(self.inner)  # str, which torch.compile traces: it does not trace a format
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +348,19 @@ def _check_align(align: str) -> Align:
         "'top-left' or 'bottom-right'",
         "top-left is PyTorch's is_causal; bottom-right is flash-attn's causal and right for decoding",
     )
+
+
+def _size_text(size: int | None) -> str:
+    """Inside torch.compile a size that varies is a symbol, and a range binds it to its value; it has no text."""
+    return "inf" if size is None else str(len(range(size)))
+
+
+def size_in_bytes(mask: Mask) -> int:
+    """What a mask holds, roughly; 0 for those of a fixed size."""
+    if not isinstance(mask, Documents):
+        return 0
+    offsets = len(mask.cu_seqlens_q) + (len(mask.cu_seqlens_kv) if mask.cu_seqlens_kv is not mask.cu_seqlens_q else 0)
+    return 40 * offsets
 
 
 def _align_suffix(align: Align) -> str:

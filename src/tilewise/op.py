@@ -22,11 +22,12 @@ import torch
 from torch import library as torch_library
 
 from . import masks
-from .backends import Wants, empty_lse, empty_out, reference
+from .backends import Wants, empty_lse, empty_out, lse_dtype, reference
 from .errors import CompileError, UnsupportedProblem
 from .jit import tuned
-from .plan import AUTO, BACKENDS, leave_out, plan, replan
-from .problem import check_constant, check_tensors, describe
+from .memo import Memo
+from .plan import AUTO, BACKENDS, check_backend, leave_out, plan, replan
+from .problem import check_constant, check_shapes, check_tensors, describe
 from .target import Target
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Call(NamedTuple):
     options: Options
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
     gradient: Callable[..., Grads] | None  # of (dout, dlse, q, k, v, out, lse, wants), where the backend binds one
+    lacks_memory: bool = False  # q, k or v begins nowhere: empty, or one of PyTorch's zero tensors
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: tuple[Any, ...], bias: Tensor | None, wants: Wants
@@ -131,37 +133,50 @@ def _deterministic_as(problem: Problem, backend: Backend) -> AbstractContextMana
 
 _OBEY_THE_SWITCH = BACKENDS["torch-flash"], BACKENDS["torch-efficient"]
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
-_calls: dict[tuple[Any, ...], Call] = {}
-_CALLS_KEPT = 4096
+_calls: Memo[Call] = Memo()
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, needs_grad: bool) -> Call:
     """The Call for these tensors in bhsd order, validated and planned on first sight and remembered by signature."""
+    misaligned, lacks_memory = _addresses(q, k, v)
     key = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), _misalignment(q, k, v),
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), misaligned, lacks_memory,
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, needs_grad,
         torch._C._get_deterministic_algorithms(), None if bias is None else (bias.shape, bias.dtype, bias.device),
     )  # fmt: skip
     call = _calls.get(key)
     if call is None:
-        call = _planned(q, k, v, bias, options, needs_grad)
-        if len(_calls) >= _CALLS_KEPT:
-            _calls.clear()
-        _calls[key] = call
+        generation = _calls.generation
+        call = _planned(q, k, v, bias, options, needs_grad)._replace(lacks_memory=lacks_memory)
+        _calls.put(key, call, generation, _size(call))
     return call
 
 
-def _misalignment(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Bits by which one of them misses a multiple of 16 bytes; the offsets where there are no addresses."""
+def _size(call: Call) -> int:
+    """Bytes of what has no fixed size: the mask, as its text in the key and the options, and in the problem."""
+    return 2 * len(call.options.mask) + masks.size_in_bytes(call.problem.mask)
+
+
+def _addresses(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, bool]:
+    """Bits by which one of them misses a multiple of 16 bytes, and whether one has no address.
+
+    The offsets stand for the bits where addresses are out of reach.
+    """
     try:
-        return (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
     except RuntimeError:
-        return hash((q.storage_offset(), k.storage_offset(), v.storage_offset()))
+        return hash((q.storage_offset(), k.storage_offset(), v.storage_offset())), False
+    return (at_q | at_k | at_v) & 15, not (at_q and at_k and at_v)
 
 
-def _planned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, needs_grad: bool) -> Call:
+def with_memory(tensor: Tensor) -> Tensor:
+    """PyTorch's zero tensors have none, and a kernel handed one would read whatever it finds."""
+    return tensor.clone() if tensor._is_zerotensor() else tensor
+
+
+def _described(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options) -> Problem:
     mask: Mask | Tensor = masks.parse(options.mask) if bias is None else bias
-    problem = describe(
+    return describe(
         q,
         k,
         v,
@@ -170,7 +185,11 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Opti
         softcap=options.softcap,
         needs_lse=options.needs_lse,
         precision=options.precision,
-    ).with_(layout=options.layout, needs_grad=needs_grad)
+    ).with_(layout=options.layout)
+
+
+def _planned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, needs_grad: bool) -> Call:
+    problem = _described(q, k, v, bias, options).with_(needs_grad=needs_grad)
     chosen = plan(problem, Target.of(q.device), options.backend)
     backend, config = BACKENDS[chosen.backend], chosen.config
     try:
@@ -215,6 +234,13 @@ def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options) 
 
 def execute(call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Run a Call on plain tensors of its signature."""
+    if autocast_is_on():
+        with without_autocast():
+            return execute(call, q, k, v, bias)
+    if call.lacks_memory:
+        q, k, v = with_memory(q), with_memory(k), with_memory(v)
+    if bias is not None:
+        bias = with_memory(bias)
     if not call.problem.needs_grad:
         return call.forward(q, k, v, bias)
     if call.options.needs_lse:
@@ -222,12 +248,18 @@ def execute(call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) ->
     return _apply_planned(q, k, v, bias, call), None
 
 
+# Attention casts nothing, whichever backend computes it, even one made of operations that autocast casts.
+# Invariant: whatever runs a backend, forward or backward, does it inside `without_autocast`.
+autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
+
+
 def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 # By everything that decides a call: what `recall` looks up, and nothing else does. Only plain calls are in it.
-_recalled: dict[tuple[Any, ...], Call] = {}
+_recalled: Memo[Call] = Memo()
 
 
 def recall(q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> Call | None:
@@ -246,10 +278,8 @@ def recall(q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> Call | None:
 def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> None:
     """Let `recall` find this Call. Both see the caller's own tensors, before any transpose."""
     if type(q) is type(k) is type(v) is Tensor and not _is_watched():
-        if len(_recalled) >= _CALLS_KEPT:
-            _recalled.clear()
         with suppress(RuntimeError, TypeError):  # as in `recall`
-            _recalled[_signature(q, k, v, arguments)] = call
+            _recalled.put(_signature(q, k, v, arguments), call, _recalled.generation, 2 * _size(call))
 
 
 def forget() -> None:
@@ -259,22 +289,30 @@ def forget() -> None:
 
 
 def _is_watched() -> bool:
-    """PyTorch's state asks for more than running a kernel: a dispatch mode, a functorch transform or forward AD."""
+    """PyTorch's state asks for more than running a kernel: a dispatch mode, a transform, forward AD or a trace."""
     torch_c = torch._C
     return (
         torch_c._len_torch_dispatch_stack() > 0
         or torch_c._are_functorch_transforms_active()
         or _forward_ad._current_level >= 0
+        or is_jit_traced() is not None
     )
+
+
+# The state of torch.jit.trace, which records operators; None = it is not at work.
+is_jit_traced: Callable[[], Any] = torch._C._get_tracing_state
 
 
 _forward_ad = torch.autograd.forward_ad
 
 
 def _signature(q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> tuple[Any, ...]:
+    at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if not (at_q and at_k and at_v):
+        raise RuntimeError("a tensor without memory")
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+        q.device, k.device, v.device, (at_q | at_k | at_v) & 15,
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         torch._C._get_deterministic_algorithms(), arguments,
     )  # fmt: skip
@@ -284,12 +322,13 @@ _ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 
 
 def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Ordinary tensors with nobody watching: no subclass, fake tensors included, and no dispatch mode."""
+    """Ordinary tensors with nobody watching: no subclass, fake tensors included, no dispatch mode, no trace."""
     return (
         type(q) in _ORDINARY
         and type(k) in _ORDINARY
         and type(v) in _ORDINARY
         and torch._C._len_torch_dispatch_stack() == 0
+        and is_jit_traced() is None
     )
 
 
@@ -301,6 +340,8 @@ class _Planned(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, call: Call
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         out, lse = call.forward(q, k, v, bias)
+        if out._is_view():  # autograd would let nobody change it in place, nor a view of it
+            out = out.new_empty(0).set_(out)  # type: ignore[call-overload]
         ctx.call = call
         if bias is None:
             ctx.save_for_backward(q, k, v, out, lse)
@@ -321,9 +362,12 @@ class _Planned(torch.autograd.Function):
             return None, None, None, None, None
         if _wants_composite():
             return (*_differentiable_grads(dout, dlse, q, k, v, bias, call.problem, wants), None, None)
-        dout = torch.zeros_like(out) if dout is None else dout
+        dout = torch.zeros_like(out) if dout is None else with_memory(dout)
         if is_plain(dout, q, k) and not torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING):
-            return (*call.backward(dout, dlse, (q, k, v, out, lse), bias, wants), None, None)
+            if not autocast_is_on():
+                return (*call.backward(dout, dlse, (q, k, v, out, lse), bias, wants), None, None)
+            with without_autocast():
+                return (*call.backward(dout, dlse, (q, k, v, out, lse), bias, wants), None, None)
         return (*_backward_op(dout, dlse, *_with_lse(q, out, lse), q, k, v, bias, call.options, wants), None, None)
 
 
@@ -397,15 +441,37 @@ def _differentiable_grads(
     problem: Problem,
     wants: Wants,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients made of torch operations, through the reference: they can be differentiated again, and batched."""
+    """Gradients made of torch operations, through the reference: they can be differentiated again, and batched.
+
+    Each input is a view of its own: q, k and v may be one tensor, or made of one another, and a gradient with respect
+    to the tensors themselves would then collect what reaches one of them through the others. The gradients of these
+    gradients still flow through the views to where the inputs came from. The bias is a constant (`check_constant`).
+    """
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        out, lse = reference.forward(q, k, v, problem, None, bias)
+        views = q.view_as(q), k.view_as(k), v.view_as(v)
+        bias = bias if bias is None else bias.detach()
+        out, lse = recorded(lambda q, k, v, bias: reference.forward(q, k, v, problem, None, bias), *views, bias)
         pairs = [(output, grad) for output, grad in ((out, dout), (lse, dlse)) if grad is not None]
-        inputs = [tensor for tensor, want in zip((q, k, v), wants, strict=True) if want]
+        inputs = [tensor for tensor, want in zip(views, wants, strict=True) if want]
         outputs, grads_in = zip(*pairs, strict=True)
         grads = iter(torch.autograd.grad(outputs, inputs, grads_in, create_graph=again, allow_unused=True))
     return tuple(next(grads) if want else None for want in wants)
+
+
+def recorded(
+    forward: Callable[..., tuple[Tensor, Tensor | None]], q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`forward` of (q, k, v, bias), whose single operations autograd or a transform records and derives itself.
+
+    Their derivatives run where we cannot turn autocast off. It leaves float64 alone, so under autocast all is float64.
+    """
+    if not autocast_is_on():
+        return forward(q, k, v, bias)
+    with without_autocast():
+        wide = bias if bias is None or bias.dtype == torch.bool else bias.double()
+        out, lse = forward(q.double(), k.double(), v.double(), wide)
+        return out.to(q.dtype), lse if lse is None else lse.to(lse_dtype(q.dtype))
 
 
 # Invariant: `precision` stands last, after `wants` too, with a default: graphs that were saved without it still load.
@@ -420,13 +486,15 @@ _BACKWARD_SCHEMA = (
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     named = Options(*options)
-    out, lse = prepare(q, k, v, bias, named, False).forward(q, k, v, bias)
+    with without_autocast():
+        out, lse = prepare(q, k, v, bias, named, False).forward(q, k, v, bias)
     return _with_lse(q, out, lse) if named.needs_lse else (out, _no_lse(q))
 
 
 def _attention_with_lse(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     """The forward of a call that will be differentiated."""
-    return _with_lse(q, *prepare(q, k, v, bias, Options(*options), True).forward(q, k, v, bias))
+    with without_autocast():
+        return _with_lse(q, *prepare(q, k, v, bias, Options(*options), True).forward(q, k, v, bias))
 
 
 def _with_lse(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -445,7 +513,8 @@ def _attention_backward(
     """Gradients with the strides of empty_like(input), as the fake kernel promises; empty where not wanted."""
     options, wants = _split_rest(rest)
     call = prepare(q, k, v, bias, options, True)
-    grads = call.backward(dout, dlse, (q, k, v, out, lse), bias, wants)
+    with without_autocast():
+        grads = call.backward(dout, dlse, (q, k, v, out, lse), bias, wants)
     return tuple(_like(grad, tensor) for grad, tensor in zip(grads, (q, k, v), strict=True))  # type: ignore[return-value]
 
 
@@ -462,8 +531,19 @@ def _like(grad: Tensor | None, tensor: Tensor) -> Tensor:
     return grad if grad.stride() == wanted.stride() else wanted.copy_(grad)
 
 
+def _check_fake(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options) -> None:
+    """Raise for whatever could not be planned, as far as a trace knows the sizes; the rest is checked when it runs."""
+    check_backend(options.backend)
+    if all(type(size) is int for tensor in (q, k, v, q if bias is None else bias) for size in tensor.shape):
+        _described(q, k, v, bias, options)
+    else:
+        check_tensors(q, k, v)
+        check_shapes(q, k, v)
+
+
 def _fake_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     named = Options(*options)
+    _check_fake(q, k, v, bias, named)
     out = empty_out(q, v.shape[-1], named.layout)
     return out, empty_lse(q) if named.needs_lse else _no_lse(q)
 
@@ -471,7 +551,9 @@ def _fake_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *optio
 def _fake_attention_with_lse(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    return empty_out(q, v.shape[-1], Options(*options).layout), empty_lse(q)
+    named = Options(*options)
+    _check_fake(q, k, v, bias, named)
+    return empty_out(q, v.shape[-1], named.layout), empty_lse(q)
 
 
 def _fake_backward(

@@ -7,14 +7,14 @@ condition holds wins. Naming a backend makes it the only row: a refusal then rai
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .backends import reference, sm80, sm90, tiled, torch_sdpa, triton
 from .errors import InvalidInput, Reason, UnsupportedProblem
-from .masks import Causal, Dense, Full, Window
+from .masks import Causal, Dense, Documents, Full, Window, size_in_bytes
+from .memo import Memo
 from .problem import dtype_name
 
 if TYPE_CHECKING:
@@ -144,6 +144,8 @@ def _is_sparse_by_structure(problem: Problem) -> bool:
     """A float32 or float64 problem under a mask that hides much and that PyTorch has no name for."""
     mask, square = problem.mask, problem.seq_q == problem.seq_kv
     named = isinstance(mask, Full | Dense) or (isinstance(mask, Causal) and (square or mask.align == "top-left"))
+    # Documents run apart there, each under its inner mask.
+    named = named or (isinstance(mask, Documents) and isinstance(mask.inner, Full | Causal))
     visible = mask.pairs(problem.seq_q, problem.seq_kv)
     sparse = visible < _WORTH_SKIPPING * problem.seq_q * problem.seq_kv
     return sparse and not named and problem.dtype.itemsize >= 4
@@ -160,10 +162,26 @@ def _is_narrow(problem: Problem) -> bool:
 
 def plan(problem: Problem, target: Target, backend: str = AUTO) -> Plan:
     """The plan for a problem on a target. Raises UnsupportedProblem, with every reason, if nothing allowed takes it."""
-    return _explicit(problem, target, backend) if backend != AUTO else _automatic(problem, target)
+    check_backend(backend)
+    key = problem, target, backend
+    known = _plans.get(key)
+    if known is None:
+        generation = _plans.generation
+        known = _explicit(problem, target, backend) if backend != AUTO else _automatic(problem, target)
+        # Most of what a plan holds of its mask is the text of it in the reasons of those who refuse.
+        size = 2 * size_in_bytes(problem.mask) + sum(len(why.what) for said in known.verdicts for why in said.reasons)
+        _plans.put(key, known, generation, size)
+    return known
 
 
-@lru_cache(maxsize=4096)
+_plans: Memo[Plan] = Memo()
+
+
+def check_backend(backend: str) -> None:
+    if not isinstance(backend, str) or (backend != AUTO and backend not in BACKENDS):
+        raise InvalidInput("backend", repr(backend), f"'auto' or one of {', '.join(BACKENDS)}", "choose one of these")
+
+
 def _automatic(problem: Problem, target: Target) -> Plan:
     verdicts = {name: _verdict(name, problem, target) for name in _order(problem, target)}
     for rule in RULES:
@@ -178,10 +196,7 @@ def _automatic(problem: Problem, target: Target) -> Plan:
     )
 
 
-@lru_cache(maxsize=4096)
 def _explicit(problem: Problem, target: Target, backend: str) -> Plan:
-    if backend not in BACKENDS:
-        raise InvalidInput("backend", repr(backend), f"'auto' or one of {', '.join(BACKENDS)}", "choose one of these")
     verdict = _verdict(backend, problem, target)
     if not verdict.willing:
         raise UnsupportedProblem(
@@ -204,8 +219,7 @@ def leave_out(backend: str, why: str) -> None:
 
 def replan() -> None:
     """Forget every plan made so far: what they rest on has changed."""
-    _automatic.cache_clear()
-    _explicit.cache_clear()
+    _plans.clear()
 
 
 def _plan(problem: Problem, target: Target, backend: str, because: str, verdicts: tuple[Verdict, ...]) -> Plan:

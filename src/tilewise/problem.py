@@ -31,6 +31,11 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "flo
 
 _FULL = Full()
 
+_MAX_FLOAT32, _MAX_FLOAT64 = torch.finfo(torch.float32).max, torch.finfo(torch.float64).max
+# Scores are divided by the cap: with a cap beyond these, or below their inverse, ordinary scores would leave the range
+# of numbers with full precision.
+_MAX_CAP_FLOAT32, _MAX_CAP_FLOAT64 = 2.0**100, 2.0**1000
+
 
 class Strides(Enum):
     """What a kernel can count on when it reads q, k and v; the worst of the three."""
@@ -79,19 +84,16 @@ class Problem:
                 "dtype", self.dtype, f"one of {', '.join(DTYPES)}", "cast q, k and v to one of these first"
             )
         _check_heads(self.heads_q, self.heads_kv)
-        if self.layout not in ("bhsd", "bshd"):
-            raise InvalidInput(
-                "layout",
-                repr(self.layout),
-                "'bhsd' (batch, heads, seq, dim) or 'bshd' (batch, seq, heads, dim)",
-                "name the order of your tensors' dimensions",
-            )
+        check_layout(self.layout)
         _check_precision(self.precision, self.dtype)
         if self.scale == 0.0:
             object.__setattr__(self, "scale", 1.0 / math.sqrt(self.head_dim))
-        _check_number("scale", self.scale, math.isfinite(self.scale), "a finite number other than 0")
-        capped = math.isfinite(self.softcap) and self.softcap >= 0
-        _check_number("softcap", self.softcap, capped, "a finite number above 0, or 0 for none")
+        wide = self.dtype is torch.float64
+        largest, cap = (_MAX_FLOAT64, _MAX_CAP_FLOAT64) if wide else (_MAX_FLOAT32, _MAX_CAP_FLOAT32)
+        fits = abs(self.scale) <= largest
+        _check_number("scale", self.scale, fits, f"a number other than 0, of at most {largest:.2g}")
+        fits = self.softcap == 0 or (1 / cap <= self.softcap <= cap and abs(self.scale) <= cap * self.softcap)
+        _check_number("softcap", self.softcap, fits, f"a number from {1 / cap:.2g} to {cap:.2g}, or 0 for none")
         _check_number("dropout", self.dropout, 0.0 <= self.dropout < 1.0, "a probability from 0 to below 1")
         self.mask.check(self.seq_q, self.seq_kv)
         if isinstance(self.mask, Dense):
@@ -189,22 +191,8 @@ def describe(
 ) -> Problem:
     """The Problem that these tensors pose. Raises InvalidInput for tensors that pose none."""
     check_tensors(q, k, v)
+    check_shapes(q, k, v, layout)
     sequence, heads = (1, 2) if layout == "bshd" else (2, 1)
-    if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
-        raise InvalidInput(
-            "batch", f"q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}", "one batch size", "expand or slice the tensors"
-        )
-    if k.shape[3] != q.shape[3]:
-        raise InvalidInput(
-            "k", f"head_dim {k.shape[3]}", f"{q.shape[3]}, the head_dim of q", f"check the layout, given as {layout!r}"
-        )
-    if v.shape[heads] != k.shape[heads] or v.shape[sequence] != k.shape[sequence]:
-        raise InvalidInput(
-            "v",
-            f"shape {tuple(v.shape)}",
-            f"the heads and sequence of k, {tuple(k.shape)}",
-            "pair every key with a value",
-        )
     return Problem(
         batch=q.shape[0],
         heads_q=q.shape[heads],
@@ -251,6 +239,16 @@ def _check_heads(heads_q: int, heads_kv: int) -> None:
     )
 
 
+def check_layout(layout: str) -> None:
+    if layout not in ("bhsd", "bshd"):
+        raise InvalidInput(
+            "layout",
+            repr(layout),
+            "'bhsd' (batch, heads, seq, dim) or 'bshd' (batch, seq, heads, dim)",
+            "name the order of your tensors' dimensions",
+        )
+
+
 def _check_precision(precision: str, dtype: torch.dtype) -> None:
     if precision == "exact" or (precision == "tf32" and dtype is torch.float32):
         return
@@ -295,6 +293,8 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 "a strided 4-D tensor",
                 "pack the sequences and pass mask=Documents(cu_seqlens)",
             )
+        if tensor.layout is not torch.strided:
+            raise InvalidInput(name, f"a {tensor.layout} tensor", "a strided 4-D tensor", "call .to_dense() on it")
         if tensor.ndim != 4:
             raise InvalidInput(
                 name, f"shape {tuple(tensor.shape)}", "4 dimensions", "reshape to (batch, heads, seq, head_dim)"
@@ -310,6 +310,37 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise InvalidInput(
                 kind, got, f"one {kind} for q, k and v", "move or cast them; tilewise never does it silently"
             )
+
+
+def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout = "bhsd") -> None:
+    """The sizes of 4-D tensors go together, or InvalidInput says which do not. Symbols count as what they may be."""
+    sequence, heads = (1, 2) if layout == "bshd" else (2, 1)
+    if _differ(k.shape[0], q.shape[0]) or _differ(v.shape[0], q.shape[0]):
+        raise InvalidInput(
+            "batch", f"q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}", "one batch size", "expand or slice the tensors"
+        )
+    if _differ(k.shape[3], q.shape[3]):
+        raise InvalidInput(
+            "k", f"head_dim {k.shape[3]}", f"{q.shape[3]}, the head_dim of q", f"check the layout, given as {layout!r}"
+        )
+    if _differ(v.shape[heads], k.shape[heads]) or _differ(v.shape[sequence], k.shape[sequence]):
+        raise InvalidInput(
+            "v",
+            f"shape {tuple(v.shape)}",
+            f"the heads and sequence of k, {tuple(k.shape)}",
+            "pair every key with a value",
+        )
+    if type(q.shape[heads]) is int and type(k.shape[heads]) is int:
+        _check_heads(q.shape[heads], k.shape[heads])
+
+
+def _differ(one: int, other: int) -> bool:
+    """Whether two sizes are known to differ. Asking a symbol must not bind it to what it stands for just now."""
+    if type(one) is int and type(other) is int:
+        return one != other
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # noqa: PLC0415  (slow, only for traces)
+
+    return bool(statically_known_true(one != other))
 
 
 def check_constant(mask: torch.Tensor) -> None:
@@ -344,14 +375,25 @@ def _as_mask(mask: Mask | str | torch.Tensor | None, q: torch.Tensor) -> Mask:
         return _describe_dense(mask, q)
     if isinstance(mask, Dense):
         raise InvalidInput("mask", f"{mask}", "the mask tensor itself", "pass the tensor; Dense only describes one")
-    if not isinstance(mask, Mask):
-        raise InvalidInput(
-            "mask",
-            repr(mask),
-            "None, 'causal', a tilewise mask or a tensor",
-            "use tilewise.Causal(), tilewise.Window(left, right), tilewise.Documents(...) or a boolean tensor",
-        )
+    check_mask_type(mask)
     return mask
+
+
+def check_mask_type(mask: object) -> None:
+    if mask is None or isinstance(mask, Mask | str | torch.Tensor):
+        return
+    raise InvalidInput(
+        "mask",
+        shown(mask),
+        "None, 'causal', a tilewise mask or a tensor",
+        "use tilewise.Causal(), tilewise.Window(left, right), tilewise.Documents(...) or a boolean tensor",
+    )
+
+
+def shown(value: object) -> str:
+    """A value of a wrong type, for a message: its type and how it begins, on one line."""
+    text = " ".join(repr(value).split())
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
 
 
 def _describe_dense(mask: torch.Tensor, q: torch.Tensor) -> Dense:

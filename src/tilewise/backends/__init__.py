@@ -66,14 +66,27 @@ class Backend(Protocol):
     ) -> Grads: ...
 
 
+def composite_notices(problem: Problem, target: Target) -> list[str]:
+    """What the backends that are made of torch operations say alike."""
+    if problem.dtype is torch.float64 and not target.is_cpu:
+        return ["float64 runs in plain operations: for a fused kernel cast q, k and v to float32"]
+    return []
+
+
 def empty_out(q: torch.Tensor, head_dim_v: int, layout: str) -> torch.Tensor:
     """An uninitialised (batch, heads_q, seq_q, head_dim_v) whose memory order is that of the caller's layout."""
     batch, heads, seq, _ = q.shape
-    if layout == "bshd":
-        return q.new_empty(batch, seq, heads, head_dim_v).transpose(1, 2)
+    if layout == "bshd":  # by its strides, and no view: autograd has rules of its own for those
+        strides = (seq * heads * head_dim_v, head_dim_v, heads * head_dim_v, 1)
+        return q.new_empty_strided((batch, heads, seq, head_dim_v), strides)
     return q.new_empty(batch, heads, seq, head_dim_v)
 
 
 def empty_lse(q: torch.Tensor) -> torch.Tensor:
     """An uninitialised (batch, heads_q, seq_q) for the log-sum-exp."""
-    return q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the log-sum-exp and of every sum, for inputs of this dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

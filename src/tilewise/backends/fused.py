@@ -139,13 +139,11 @@ def bound_forward(q: Tensor, problem: Problem, make: Callable[[Tensor], ForwardR
     """
     needs_lse = problem.needs_lse or problem.needs_grad
     like, no_floats = empty_out(q, problem.head_dim_v, problem.layout), q.new_empty(0, dtype=torch.float32)
-    is_bshd = problem.layout == "bshd"
-    in_memory = tuple(like.transpose(1, 2).shape if is_bshd else like.shape)
-    lse_shape = tuple(like.shape[:3])
+    shape, strides, lse_shape = tuple(like.shape), like.stride(), tuple(like.shape[:3])
     run = None if problem.empty else make(like)
 
     def bound(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        out = q.new_empty(*in_memory).transpose(1, 2) if is_bshd else q.new_empty(*in_memory)
+        out = q.new_empty_strided(shape, strides)
         lse = no_floats.new_empty(*lse_shape) if needs_lse else None
         if run is None:
             return out.zero_(), lse if lse is None else lse.fill_(-math.inf)

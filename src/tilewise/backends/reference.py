@@ -25,9 +25,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import Reason
-from ..masks import Dense, Full
+from ..masks import Dense, Documents, Full
+from . import composite_notices
+from .isolation import all_finite, isolated, joined, pieces
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..problem import Problem
     from ..target import Target
     from . import Grads, Wants
@@ -46,10 +50,7 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 
 def notices(problem: Problem, target: Target) -> list[str]:
     scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv * _work_dtype(problem.dtype).itemsize
-    said = [f"holds every score at once: {scores / 2**20:.1f} MiB"]
-    if problem.dtype is torch.float64 and not target.is_cpu:
-        said.append("float64 runs in plain operations: for a fused kernel cast q, k and v to float32")
-    return said
+    return [f"holds every score at once: {scores / 2**20:.1f} MiB", *composite_notices(problem, target)]
 
 
 def configs(problem: Problem, target: Target) -> list[Any]:
@@ -65,6 +66,14 @@ def forward(
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q)."""
+    if isinstance(problem.mask, Documents) and _is_recorded(q, k, v):
+        # What is derived from these operations keeps documents apart only if they are.
+        parts = [
+            (piece, *forward(piece.of_rows(q), piece.of_keys(k), piece.of_keys(v), piece.problem))
+            for piece in pieces(problem)
+        ]
+        out = joined([piece.together(out) for piece, out, _ in parts])
+        return _in_layout(out, problem), joined([piece.together(lse) for piece, _, lse in parts])
     work = _work_dtype(q.dtype)
     scores, hidden, _ = _scores(q.to(work), k.to(work), problem, bias)
     top = scores.amax(-1, keepdim=True).detach() if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
@@ -74,7 +83,9 @@ def forward(
     sees_none = total == 0.0
     safe_total = total.masked_fill(sees_none, 1.0)
     lse = (safe_total.log() + top).masked_fill(sees_none, -torch.inf).squeeze(-1)
-    out = _times_values(weights / safe_total, v.to(work), hidden)
+    shares, v = weights / safe_total, v.to(work)
+    clean = hidden is None or all_finite(v)
+    out = _stack(shares, v) if clean else isolated(_stack, shares, v, hidden.logical_not())  # type: ignore[union-attr]
     return _in_layout(out.to(q.dtype), problem), lse
 
 
@@ -96,7 +107,21 @@ def backward(
     q_work, k_work, v_work, dout_work = (t.to(work) for t in (q, k, v, dout))
     scores, hidden, slope = _scores(q_work, k_work, problem, bias)
     weights = torch.exp(scores - lse.unsqueeze(-1).masked_fill(lse.unsqueeze(-1) == -torch.inf, 0.0))
-    dv = _stack_transposed(weights, dout_work, problem) if wants[2] else None
+    spoiled = hidden is not None and not all_finite(q, k, v, dout)
+    if spoiled:  # the lse of a row may be nan
+        weights = weights.masked_fill(hidden, 0.0)  # type: ignore[arg-type]
+
+    def product(
+        multiply: Callable[..., torch.Tensor], left: torch.Tensor, right: torch.Tensor, signed: bool = True
+    ) -> torch.Tensor:
+        if not spoiled:
+            return multiply(left, right)
+        return isolated(multiply, left, right, hidden.logical_not(), signed=signed)  # type: ignore[union-attr]
+
+    def transposed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return _stack_transposed(left, right, problem)
+
+    dv = product(transposed, weights, dout_work, signed=False) if wants[2] else None
     if not (wants[0] or wants[1]):
         return None, None, _cast(dv, v)
     delta = (dout_work * out.to(work)).sum(-1, keepdim=True)
@@ -108,8 +133,8 @@ def backward(
     if hidden is not None:
         dscores = dscores.masked_fill(hidden, 0.0)
     dscores = dscores * problem.scale
-    dq = _stack(dscores, k_work) if wants[0] else None
-    dk = _stack_transposed(dscores, q_work, problem) if wants[1] else None
+    dq = product(_stack, dscores, k_work) if wants[0] else None
+    dk = product(transposed, dscores, q_work) if wants[1] else None
     return _cast(dq, q), _cast(dk, k), _cast(dv, v)
 
 
@@ -138,7 +163,8 @@ def _hidden(problem: Problem, bias: torch.Tensor | None, device: torch.device) -
     if isinstance(problem.mask, Full):
         return None
     if isinstance(problem.mask, Dense):
-        return bias.logical_not() if bias is not None and bias.dtype == torch.bool else None
+        assert bias is not None, "a Dense mask travels beside the problem"
+        return bias.logical_not() if bias.dtype == torch.bool else bias == -torch.inf
     rows, keys = range(problem.seq_q), range(problem.seq_kv)
     return problem.mask.to_bool(rows, keys, problem.seq_q, problem.seq_kv, device).logical_not()
 
@@ -161,21 +187,11 @@ def _stack_transposed(tall: torch.Tensor, right: torch.Tensor, problem: Problem)
     return stacked.transpose(-1, -2) @ right.reshape(batch, problem.heads_kv, rows, right.shape[-1])
 
 
-def _times_values(weights: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-    """weights @ v in which a key that the mask hides cannot leak, not even as 0 * nan.
-
-    Non-finite values are left out of the product and given back only to the rows that see them. The test for them reads
-    the data, so it is skipped while autograd or a functorch transform records the operations.
-    """
-    recorded = torch._C._are_functorch_transforms_active() or (torch.is_grad_enabled() and v.requires_grad)
-    if hidden is None or recorded or bool(torch.isfinite(v).all()):
-        return _stack(weights, v)
-    out = _stack(weights, torch.where(torch.isfinite(v), v, 0.0))
-    seen = hidden.logical_not().to(v.dtype).expand(weights.shape)
-    for value, bad in ((torch.nan, v.isnan()), (torch.inf, v == torch.inf), (-torch.inf, v == -torch.inf)):
-        reached = _stack(seen, bad.to(v.dtype)) > 0
-        out = out + torch.zeros_like(out).masked_fill(reached, value)
-    return out
+def _is_recorded(*tensors: torch.Tensor) -> bool:
+    """Autograd or a functorch transform records the operations, to derive them itself."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _in_layout(out: torch.Tensor, problem: Problem) -> torch.Tensor:

@@ -34,9 +34,10 @@ import torch
 
 from ..errors import Reason
 from ..jit import tuned
-from ..masks import Tile
+from ..masks import Full, Tile
 from ..problem import dtype_name
-from . import Grads, Wants, empty_lse, empty_out
+from . import Grads, Wants, composite_notices, empty_lse, empty_out
+from .isolation import all_finite, isolated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,7 +82,8 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 
 def notices(problem: Problem, target: Target) -> list[str]:
     entry = _tuned(problem, target)
-    return [] if entry is None else [tuned.cite(entry)]
+    said = [] if entry is None else [tuned.cite(entry)]
+    return [*said, *composite_notices(problem, target)]
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
@@ -127,7 +129,10 @@ def forward(
     """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q)."""
     config = config or Config()
     out, lse = empty_out(q, problem.head_dim_v, problem.layout), empty_lse(q)
+    if problem.empty:
+        return out.zero_(), lse.fill_(-torch.inf)
     work = lse.dtype
+    spoiled = _may_be_spoiled(problem, q, k, v)
     for rows in _blocks(range(problem.seq_q), config.block_q):
         q_tile = _group(q[:, :, rows.start : rows.stop].to(work), problem)
         state = q_tile.shape[:-1]
@@ -136,7 +141,7 @@ def forward(
         acc = q_tile.new_zeros((*state, problem.head_dim_v))
         for keys in _blocks(_key_range(problem, rows), config.block_kv):
             k_tile, v_tile = (t[:, :, keys.start : keys.stop].to(work) for t in (k, v))
-            scores, _ = _tile_scores(q_tile, k_tile, rows, keys, problem, bias)
+            scores, _, hidden = _tile_scores(q_tile, k_tile, rows, keys, problem, bias)
             if scores is None:
                 continue
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
@@ -144,7 +149,7 @@ def forward(
             weights = scores.sub_(finite_top).exp_()
             alpha = torch.exp(top - finite_top)
             total = alpha * total + weights.sum(-1, keepdim=True)
-            acc = alpha * acc + weights @ v_tile
+            acc = alpha * acc + _product(weights, v_tile, hidden if spoiled else None)
             top = new_top
         sees_none = total == 0.0
         safe_total = total.masked_fill(sees_none, 1.0)
@@ -169,7 +174,12 @@ def backward(
 ) -> Grads:
     """Gradients in each input's dtype; sums are kept in float32 (float64 for float64)."""
     config = config or Config()
+    if problem.empty:
+        return tuple(  # type: ignore[return-value]
+            torch.zeros_like(tensor) if want else None for tensor, want in zip((q, k, v), wants, strict=True)
+        )
     work = lse.dtype
+    spoiled = _may_be_spoiled(problem, q, k, v, dout)
     delta = (dout.to(work) * out.to(work)).sum(-1, keepdim=True)
     if dlse is not None:
         delta = delta - dlse.to(work).unsqueeze(-1)
@@ -183,21 +193,26 @@ def backward(
         for keys in _blocks(_key_range(problem, rows), config.block_kv):
             span = slice(keys.start, keys.stop)
             k_tile, v_tile = k[:, :, span].to(work), v[:, :, span].to(work)
-            scores, slope = _tile_scores(q_tile, k_tile, rows, keys, problem, bias)
+            scores, slope, hidden = _tile_scores(q_tile, k_tile, rows, keys, problem, bias)
             if scores is None:
                 continue
+            hidden = hidden if spoiled else None
             weights = scores.sub_(lse_tile).exp_()
+            if hidden is not None:  # the lse of a row may be nan
+                weights = weights.masked_fill(hidden, 0.0)
             if dv is not None:
-                dv[:, :, span] += weights.transpose(-1, -2) @ dout_tile
+                dv[:, :, span] += _product(weights.transpose(-1, -2), dout_tile, _transposed(hidden))
             if dq is None and dk is None:
                 continue
             dscores = weights * (dout_tile @ v_tile.transpose(-1, -2) - delta_tile) * problem.scale
             if slope is not None:
                 dscores = dscores * slope
+            if hidden is not None:
+                dscores = dscores.masked_fill(hidden, 0.0)
             if dq is not None:
-                dq[:, :, pick] += _ungroup(dscores @ k_tile, problem)
+                dq[:, :, pick] += _ungroup(_product(dscores, k_tile, hidden, signed=True), problem)
             if dk is not None:
-                dk[:, :, span] += dscores.transpose(-1, -2) @ q_tile
+                dk[:, :, span] += _product(dscores.transpose(-1, -2), q_tile, _transposed(hidden), signed=True)
     return tuple(  # type: ignore[return-value]
         None if grad is None else grad.to(like.dtype) for grad, like in zip((dq, dk, dv), (q, k, v), strict=True)
     )
@@ -212,25 +227,47 @@ def _key_range(problem: Problem, rows: range) -> range:
     return problem.mask.keys(rows, problem.seq_q, problem.seq_kv)
 
 
+def _may_be_spoiled(problem: Problem, *tensors: torch.Tensor) -> bool:
+    """Whether something that the mask hides may be nan or infinite."""
+    return not isinstance(problem.mask, Full) and not all_finite(*tensors)
+
+
+def _product(
+    left: torch.Tensor, right: torch.Tensor, hidden: torch.Tensor | None, *, signed: bool = False
+) -> torch.Tensor:
+    """left @ right, to which what `hidden` hides in `left` adds nothing, not even as 0 * nan."""
+    if hidden is None:
+        return left @ right
+    return isolated(torch.matmul, left, right, hidden.logical_not(), signed=signed)
+
+
+def _transposed(hidden: torch.Tensor | None) -> torch.Tensor | None:
+    return None if hidden is None else hidden.transpose(-1, -2)
+
+
 def _tile_scores(
     q_tile: torch.Tensor, k_tile: torch.Tensor, rows: range, keys: range, problem: Problem, bias: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Masked scores of one tile and the slope of the softcap; None for a tile the mask leaves empty."""
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Masked scores of one tile, the slope of the softcap, and what is hidden, broadcastable to the scores.
+
+    No scores for a tile that the mask leaves empty, no slope without a softcap, nothing hidden in a full tile.
+    """
     kind = problem.mask.tile(rows, keys, problem.seq_q, problem.seq_kv)
     if kind is Tile.EMPTY:
-        return None, None
+        return None, None, None
     scores = (q_tile @ k_tile.transpose(-1, -2)).mul_(problem.scale)
-    slope = None
+    slope = hidden = None
     if problem.softcap:
         bent = torch.tanh(scores / problem.softcap)
         scores, slope = problem.softcap * bent, 1.0 - bent * bent
     if bias is not None:
         tile = _bias_tile(bias, rows, keys, problem)
-        return (scores.masked_fill_(~tile, -torch.inf) if tile.dtype == torch.bool else scores + tile), slope
-    if kind is Tile.PARTIAL:
+        hidden = ~tile if tile.dtype == torch.bool else tile == -torch.inf
+        scores = scores if tile.dtype == torch.bool else scores + tile
+    elif kind is Tile.PARTIAL:
         visible = problem.mask.to_bool(rows, keys, problem.seq_q, problem.seq_kv, scores.device)
-        scores.view(*scores.shape[:2], -1, len(rows), len(keys)).masked_fill_(~visible, -torch.inf)
-    return scores, slope
+        hidden = (~visible).repeat(problem.group, 1)  # the heads of a group are stacked
+    return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf), slope, hidden
 
 
 def _bias_tile(bias: torch.Tensor, rows: range, keys: range, problem: Problem) -> torch.Tensor:
@@ -242,12 +279,12 @@ def _group(tile: torch.Tensor, problem: Problem) -> torch.Tensor:
     """(batch, heads_q, m, n) -> (batch, heads_kv, group * m, n): heads that share keys become one tall tile."""
     if problem.group == 1:
         return tile
-    batch, _, _, n = tile.shape
-    return tile.reshape(batch, problem.heads_kv, -1, n)
+    batch, _, m, n = tile.shape
+    return tile.reshape(batch, problem.heads_kv, problem.group * m, n)
 
 
 def _ungroup(tile: torch.Tensor, problem: Problem) -> torch.Tensor:
     if problem.group == 1:
         return tile
-    batch, _, _, n = tile.shape
-    return tile.reshape(batch, problem.heads_q, -1, n)
+    batch, _, m, n = tile.shape
+    return tile.reshape(batch, problem.heads_q, m // problem.group, n)

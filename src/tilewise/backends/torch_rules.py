@@ -25,6 +25,7 @@ import torch
 from ..errors import Reason
 from ..masks import Causal, Dense, Documents, Full, Window
 from ..problem import Strides, dtype_name
+from .isolation import distinct_problems, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,6 +94,8 @@ def materialised_bytes(name: str, problem: Problem, target: Target) -> int:
     """Bytes of the (seq_q, seq_kv) tensor built for a structural mask: a boolean one and its additive form."""
     if isinstance(problem.mask, Dense) or not takes_tensor(name, problem, target):
         return 0
+    if isinstance(problem.mask, Documents):  # which run apart
+        return max((materialised_bytes(name, part, target) for part in _apart(problem)), default=0)
     return problem.seq_q * problem.seq_kv * (1 + problem.dtype.itemsize)
 
 
@@ -585,8 +588,13 @@ def limits(name: str, problem: Problem, target: Target) -> list[Reason]:
 
 
 def why_not(name: str, problem: Problem, target: Target) -> list[Reason]:
-    """Gates and limits together, each reason once."""
-    return list(dict.fromkeys(gates(name, problem, target) + limits(name, problem, target)))
+    """Gates and limits together, each reason once. Packed documents run apart, so a kernel has to take every one."""
+    parts = (problem, *_apart(problem))
+    return list(dict.fromkeys(why for part in parts for why in gates(name, part, target) + limits(name, part, target)))
+
+
+def _apart(problem: Problem) -> list[Problem]:
+    return distinct_problems(problem) if isinstance(problem.mask, Documents) else []
 
 
 def priority(target: Target) -> tuple[str, ...]:
@@ -617,13 +625,16 @@ def default_choice(problem: Problem, target: Target) -> str:
 
 def hazardous(name: str, problem: Problem, target: Target) -> str:
     """The known bug that would make `name` return wrong results for this problem; empty if none is known."""
-    found = [bug.text for bug in _HAZARDS if bug.backend == name and bug.wrong and bug.applies(problem, target)]
-    return "; ".join(found)
+    parts = _apart(problem) or [problem]
+    bugs = [bug for bug in _HAZARDS if bug.backend == name and bug.wrong]
+    return "; ".join(bug.text for bug in bugs if any(bug.applies(part, target) for part in parts))
 
 
 def notices(name: str, problem: Problem, target: Target) -> list[str]:
     """What the caller should know if `name` runs: known bugs first, then the memory and copies it costs."""
-    bugs = [bug.text for bug in _HAZARDS if bug.backend == name and bug.applies(problem, target)]
+    parts = _apart(problem) or [problem]
+    known = (bug for bug in _HAZARDS if bug.backend == name)
+    bugs = [bug.text for bug in known if any(bug.applies(part, target) for part in parts)]
     return bugs + [text for cost in _COSTS if (text := cost(name, problem, target))]
 
 
@@ -653,8 +664,17 @@ def _structural_mask(name: str, problem: Problem, target: Target) -> str:
     size = materialised_bytes(name, problem, target)
     if not size:
         return ""
-    kind = "documents" if isinstance(problem.mask, Documents) else str(problem.mask)
-    return f"has no name for {kind}: materialises a {mib(size)} mask of (seq_q, seq_kv), and skips no hidden tile"
+    if isinstance(problem.mask, Documents):
+        kind, lengths = str(problem.mask.inner), "a document's (rows, keys)"
+    else:
+        kind, lengths = str(problem.mask), "(seq_q, seq_kv)"
+    return f"has no name for {kind}: materialises a {mib(size)} mask of {lengths}, and skips no hidden tile"
+
+
+def _runs_apart(name: str, problem: Problem, target: Target) -> str:
+    if not isinstance(problem.mask, Documents):
+        return ""
+    return f"runs {len(pieces(problem))} times: once for each run of documents of the same length"
 
 
 def _mask_copy(name: str, problem: Problem, target: Target) -> str:
@@ -688,6 +708,7 @@ _COSTS: tuple[Callable[[str, Any, Any], str], ...] = (
     _unread_release,
     _score_matrix,
     _structural_mask,
+    _runs_apart,
     _mask_copy,
     _expanded_heads,
     _padded_head_dim,

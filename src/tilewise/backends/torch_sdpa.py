@@ -26,8 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..masks import Causal, Dense, Full, Window
+from ..masks import Causal, Dense, Documents, Full, Window
 from . import torch_rules as rules
+from .isolation import joined, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -81,6 +82,8 @@ class Candidate:
         assert not problem.dropout, "dropout is dropout_forward's"
         if problem.empty:
             return _empty_result(q, problem)
+        if isinstance(problem.mask, Documents):
+            return self._packed_forward(q, k, v, problem)
         kernel = self._kernel(q)
         mask = _mask_tensor(self.name, problem, q, bias)
         out, lse = kernel.forward(q, k, v, problem, mask)
@@ -131,6 +134,8 @@ class Candidate:
         assert dlse is None, "PyTorch's kernels cannot take a gradient through lse"
         if problem.empty:
             return _zero_grads(q, k, v, wants)
+        if isinstance(problem.mask, Documents):
+            return self._packed_backward(dout, q, k, v, out, lse, problem, wants)
         mask = _mask_tensor(self.name, problem, q, bias)
         if self.name != rules.MATH and lse is not None and _may_be_unseen(problem):
             # Such a row has out = 0 whatever its inputs, so its dout must not count. The kernels form
@@ -146,6 +151,16 @@ class Candidate:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Attention with dropout by this kernel, differentiable through PyTorch's own autograd, without lse."""
+        if isinstance(problem.mask, Documents):
+            parts = [
+                piece.together(
+                    self.dropout_forward(piece.of_rows(q), piece.of_keys(k), piece.of_keys(v), piece.problem)
+                )
+                for piece in pieces(problem)
+            ]
+            return _in_layout(joined(parts), problem)
+        if problem.empty:
+            return _empty_result(q, problem)[0]
         kind = rules.mask_kind(problem)
         if self.name == rules.FLASH and kind == "bottom-right" and q.is_cuda:
             # F.scaled_dot_product_attention has no word for it, the operator below does: its causal is bottom-right.
@@ -169,6 +184,43 @@ class Candidate:
                 )
         unseen = _unseen(problem, bias, q.device)
         return _in_layout(out if unseen is None else out.masked_fill(unseen.unsqueeze(-1), 0.0), problem)
+
+    def _packed_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Documents one after the other: no nan leaves its own, and no mask tensor of all of them is made."""
+        outs, lses = [], []
+        for piece in pieces(problem):
+            out, lse = self.forward(piece.of_rows(q), piece.of_keys(k), piece.of_keys(v), piece.problem)
+            outs.append(piece.together(out))
+            if lse is not None:
+                lses.append(piece.together(lse))
+        # Math has no lse, of any piece that it computes.
+        return _in_layout(joined(outs), problem), joined(lses) if len(lses) == len(outs) else None
+
+    def _packed_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        problem: Problem,
+        wants: Wants,
+    ) -> Grads:
+        parts: list[list[torch.Tensor]] = [[], [], []]
+        for piece in pieces(problem):
+            rows, keys = piece.of_rows, piece.of_keys
+            kept = lse if lse is None else rows(lse).contiguous()
+            grads = self.backward(
+                rows(dout), None, rows(q), keys(k), keys(v), rows(out), kept, piece.problem, wants=wants
+            )
+            for grad, part in zip(grads, parts, strict=True):
+                if grad is not None:
+                    part.append(piece.together(grad))
+        dq, dk, dv = (joined(part) if want else None for part, want in zip(parts, wants, strict=True))
+        return dq, dk, dv
 
     def _kernel(self, q: torch.Tensor) -> _Kernel:
         return _KERNELS[self.name if q.is_cuda or self.name == rules.MATH else f"{self.name} on cpu"]
@@ -404,7 +456,8 @@ def _mask_tensor(name: str, problem: Problem, q: torch.Tensor, bias: torch.Tenso
     if mask.dtype != torch.bool:
         return mask
     hidden = _CUDNN_HIDDEN if name == rules.CUDNN else -torch.inf
-    return torch.where(mask, torch.zeros((), dtype=q.dtype), hidden)  # a 0-d CPU tensor goes with any device
+    visible = torch.zeros((), dtype=q.dtype, device=q.device)  # named: the default device may be another
+    return torch.where(mask, visible, hidden)
 
 
 def _aligned_mask(mask: torch.Tensor | None, problem: Problem) -> torch.Tensor | None:

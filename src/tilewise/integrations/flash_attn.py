@@ -216,6 +216,8 @@ def _run(
         )
     dtype = q.dtype
     given: Mask | Tensor = mask
+    if alibi_slopes is not None and isinstance(mask, Documents):
+        return _documents_with_alibi(q, k, v, mask, dropout, scale, softcap, alibi_slopes, with_lse)
     if alibi_slopes is not None:
         # Biases reach far beyond what 16 bits tell apart (bfloat16 has steps of 1/4 at 40), so ALiBi runs in float32.
         q, k, v = (
@@ -249,32 +251,54 @@ def _band(causal: bool, window_size: tuple[int, int], same_lengths: bool) -> Ful
     return Window(left, right, align)
 
 
+def _documents_with_alibi(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Documents,
+    dropout: float,
+    scale: float | None,
+    softcap: float,
+    slopes: Tensor,
+    with_lse: bool,
+) -> Result:
+    """One sequence after the other: a bias of all of them would be a tensor of total_q x total_k, and let nan through.
+
+    Every sequence is a document, and q, k and v have one batch.
+    """
+    mask.check(q.shape[1], k.shape[1])
+    starts_q, starts_k = mask.cu_seqlens_q, mask.cu_seqlens_kv
+    _check_slopes(slopes, q.shape[2], len(starts_q) - 1)
+    outs, lses = [], []
+    for n, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(starts_q), pairwise(starts_k), strict=True)):
+        own = slopes[n] if slopes.ndim == 2 else slopes
+        tensors = (q[:, q0:q1], k[:, k0:k1], v[:, k0:k1])
+        result = _run(*tensors, mask.inner, dropout, scale, softcap, own, False, with_lse)
+        outs.append(result[0] if isinstance(result, tuple) else result)
+        if isinstance(result, tuple):
+            lses.append(result[1])
+    return (torch.cat(outs, 1), torch.cat(lses, 2), None) if with_lse else torch.cat(outs, 1)
+
+
 def _alibi_bias(slopes: Tensor, mask: Mask, q: Tensor, k: Tensor) -> Tensor:
     """-slope * distance where the mask lets a query see a key, -inf elsewhere: (batch or 1, heads, seq_q, seq_k)."""
-    seq_q, seq_k, heads = q.shape[1], k.shape[1], q.shape[2]
-    mask.check(seq_q, seq_k)
-    documents = len(mask.cu_seqlens_q) - 1 if isinstance(mask, Documents) else q.shape[0]
-    if tuple(slopes.shape) not in ((heads,), (documents, heads)):
+    seq_q, seq_k = q.shape[1], k.shape[1]
+    _check_slopes(slopes, q.shape[2], q.shape[0])
+    rows, keys = torch.arange(seq_q, device=q.device), torch.arange(seq_k, device=q.device)
+    position = rows + seq_k - seq_q
+    bias = -slopes.to(q.dtype)[..., None, None] * (position[:, None] - keys).abs()
+    visible = mask.to_bool(range(seq_q), range(seq_k), seq_q, seq_k, q.device)
+    return bias.masked_fill(~visible, -torch.inf)
+
+
+def _check_slopes(slopes: Tensor, heads: int, sequences: int) -> None:
+    if tuple(slopes.shape) not in ((heads,), (sequences, heads)):
         raise InvalidInput(
             "alibi_slopes",
             f"shape {tuple(slopes.shape)}",
-            f"({heads},) or ({documents}, {heads})",
+            f"({heads},) or ({sequences}, {heads})",
             "give one slope for each query head, or for each sequence and head",
         )
-    rows, keys = torch.arange(seq_q, device=q.device), torch.arange(seq_k, device=q.device)
-    slopes = slopes.to(q.dtype)
-    if isinstance(mask, Documents):
-        starts_q, starts_k = (torch.tensor(x, device=q.device) for x in (mask.cu_seqlens_q, mask.cu_seqlens_kv))
-        owner = torch.searchsorted(starts_q, rows, right=True) - 1
-        # A row's position, counted in packed keys: its document's last row stands at its document's last key.
-        position = rows - starts_q[owner + 1] + starts_k[owner + 1]
-        slope = slopes[owner].t()[:, :, None] if slopes.ndim == 2 else slopes[:, None, None]
-    else:
-        position = rows + seq_k - seq_q
-        slope = slopes[..., None, None]
-    bias = -slope * (position[:, None] - keys).abs()
-    visible = mask.to_bool(range(seq_q), range(seq_k), seq_q, seq_k, q.device)
-    return bias.masked_fill(~visible, -torch.inf)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -284,12 +308,19 @@ def _alibi_bias(slopes: Tensor, mask: Mask, q: Tensor, k: Tensor) -> Tensor:
 def _check_dims(dims: int, **tensors: Tensor) -> None:
     shape = "(batch, seqlen, heads, head_dim)" if dims == 4 else "(total, heads, head_dim)"
     for name, tensor in tensors.items():
+        _check_tensor(name, tensor)
         if tensor.ndim != dims:
             raise InvalidInput(name, f"shape {tuple(tensor.shape)}", f"{dims} dimensions {shape}", "reshape it")
 
 
+def _check_tensor(name: str, given: object) -> None:
+    if not isinstance(given, Tensor):
+        raise InvalidInput(name, type(given).__name__, "a torch.Tensor", "convert it with torch.as_tensor")
+
+
 def _unpack(name: str, packed: Tensor, dims: int, count: int) -> tuple[Tensor, ...]:
     """The `count` tensors that lie side by side in the third dimension from the end."""
+    _check_tensor(name, packed)
     if packed.ndim != dims or packed.shape[-3] != count:
         shape = "(batch, seqlen, " if dims == 5 else "(total, "
         raise InvalidInput(
@@ -299,7 +330,10 @@ def _unpack(name: str, packed: Tensor, dims: int, count: int) -> tuple[Tensor, .
 
 
 def _offsets(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
-    values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    try:
+        values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    except TypeError:
+        values = None
     if not isinstance(values, list) or len(values) < 2:
         raise InvalidInput(
             f"cu_seqlens_{name}",
