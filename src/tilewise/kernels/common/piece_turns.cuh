@@ -18,8 +18,8 @@ struct PieceTurns {
 // all. One thread asks; a barrier of all that add must follow.
 //
 // Why this cannot hang: in order, whoever is waited for has a smaller block index, so it runs
-// already, and waits for none but blocks before it. Else it has claimed its turn, and so has nothing
-// left to do but to add.
+// already, and waits for none but blocks before it. Else it has claimed its turn, and so has
+// nothing left to do but to add.
 __device__ __forceinline__ int await_pieces(PieceTurns* turns, int piece, int pieces, bool in_order,
                                             bool last_reads) {
   const int before = in_order ? piece : ptx::add_relaxed(&turns->claimed, 1);

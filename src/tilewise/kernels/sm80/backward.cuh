@@ -324,13 +324,12 @@ struct Backward {
     const long long pair = static_cast<long long>(plan.batch) * params.heads_kv + plan.head_kv;
     return pair * params.kv_tiles + plan.kv_tile;
   }
-  // dK and dV of one piece of several to their sums, or the other way round: true if this is the last
-  // piece, whose accumulators are then the sums of all.
+  // dK and dV of one piece of several to their sums, or the other way round: true if this is the
+  // last piece, whose accumulators are then the sums of all.
   __device__ __forceinline__ bool join_pieces() {
     PieceTurns* turns = params.piece_turns + key_tile_index();
     if (threadIdx.x == 0)
-      smem.pieces_before =
-          await_pieces(turns, plan.piece, plan.pieces, params.in_order != 0, true);
+      smem.pieces_before = await_pieces(turns, plan.piece, plan.pieces, params.in_order != 0, true);
     __syncthreads();
     const int before = smem.pieces_before;
     constexpr int columns = config.head_dim + config.head_dim_v;

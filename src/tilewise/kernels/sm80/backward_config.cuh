@@ -39,8 +39,8 @@ struct BackwardParams {
   const float* row_terms;  // likewise: rowsum(dO * O) - dlse
   float* dq_sums;          // null: dQ is not wanted; zeroed (batch, heads, q_tiles, fragments)
   int* turns;  // null, or zeroed (batch, heads, q_tiles): dQ is summed in the order of the keys
-  // Where KV tiles are cut into pieces: sums of dK and dV, (batch, heads_kv, kv_tiles, fragments), and
-  // the turns of pieces at them, zeroed (batch, heads_kv, kv_tiles).
+  // Where KV tiles are cut into pieces: sums of dK and dV, (batch, heads_kv, kv_tiles, fragments),
+  // and the turns of pieces at them, zeroed (batch, heads_kv, kv_tiles).
   float* dkv_sums;
   PieceTurns* piece_turns;
   int batch;

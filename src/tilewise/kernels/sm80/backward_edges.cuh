@@ -10,12 +10,12 @@ namespace tilewise::sm80 {
 struct PreprocessParams {
   Tensor out;
   Tensor dout;
-  const float* lse;   // (batch, heads, seq_q)
-  const float* dlse;  // null, or likewise
-  float* lse_log2;    // (batch, heads, rows), rows padded to the query tile
-  float* row_terms;   // likewise
-  float* dq_sums;     // null, or row_floats a row, to be zeroed
-  int* turns;         // null, or one a query tile, to be zeroed
+  const float* lse;         // (batch, heads, seq_q)
+  const float* dlse;        // null, or likewise
+  float* lse_log2;          // (batch, heads, rows), rows padded to the query tile
+  float* row_terms;         // likewise
+  float* dq_sums;           // null, or row_floats a row, to be zeroed
+  int* turns;               // null, or one a query tile, to be zeroed
   PieceTurns* piece_turns;  // null, or so many turns of pieces at dK and dV, to be zeroed
   int piece_turn_count;
   int heads;

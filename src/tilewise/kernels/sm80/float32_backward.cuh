@@ -556,12 +556,12 @@ __device__ __forceinline__ void float32_backward(const Float32BackwardParams& pa
 struct Float32PreprocessParams {
   Tensor out;
   Tensor dout;
-  Tensor dq;          // data null, or to be zeroed
-  const float* lse;   // (batch, heads, seq_q)
-  const float* dlse;  // null, or likewise
-  float* padded_lse;  // (batch, heads, rows), rows padded to the query tile
-  float* row_terms;   // likewise
-  int* turns;         // null, or one a query tile, to be zeroed
+  Tensor dq;                // data null, or to be zeroed
+  const float* lse;         // (batch, heads, seq_q)
+  const float* dlse;        // null, or likewise
+  float* padded_lse;        // (batch, heads, rows), rows padded to the query tile
+  float* row_terms;         // likewise
+  int* turns;               // null, or one a query tile, to be zeroed
   PieceTurns* piece_turns;  // null, or so many turns of pieces at dK and dV, to be zeroed
   int piece_turn_count;
   int heads;

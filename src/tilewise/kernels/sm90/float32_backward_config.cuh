@@ -39,7 +39,7 @@ struct GradParams {
   // Null, or where KV tiles are cut into pieces: their turns at dV and at dK, zeroed (batch,
   // heads_kv, kv_tiles, 2).
   PieceTurns* piece_turns;
-  float* dq;   // each null, or where to store; dq zeroed
+  float* dq;  // each null, or where to store; dq zeroed
   long long dq_batch_stride, dq_head_stride, dq_seq_stride;  // in elements
   float* dk;
   long long dk_batch_stride, dk_head_stride, dk_seq_stride;
