@@ -3,23 +3,17 @@ its kernels, real sources and real host code, on a model of the hardware."""
 
 from __future__ import annotations
 
-import ctypes
 import json
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import emulation
-from support import banded_masks, exact, make_inputs, make_problem
+from support import exact, make_inputs, make_problem
 from tilewise import Causal, Full, Target, Window
 from tilewise.backends import sm80, sm80_backward, sm80_shared
-from tilewise.masks import Tile
 from tilewise.target import TARGETS
 
 GPUS = [name for name, target in TARGETS.items() if target.capability >= (8, 0)]
@@ -76,58 +70,9 @@ def test_extra_memory_grows_with_the_sequence_and_not_with_its_square():
 emulated = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")
 
 
-@pytest.fixture(scope="module")
-def query_tiles(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if emulation.COMPILER is None:
-        pytest.skip("needs g++")
-    folder = tmp_path_factory.mktemp("query_tiles")
-    source, library = folder / "query_tiles.cpp", folder / "query_tiles.so"
-    source.write_text("""
-#include "runtime.h"
-#include "sm80/backward_config.cuh"
-extern "C" void query_tiles(int first_shift, int end_shift, int seq_k, int first_key, int end_key, int seq_q,
-                            int block_q, int* result) {
-  tilewise::TileRange touched, full;
-  tilewise::sm80::query_tiles({first_shift, end_shift, seq_k}, first_key, end_key, seq_q, block_q, touched, full);
-  result[0] = touched.begin, result[1] = touched.end, result[2] = full.begin, result[3] = full.end;
-}
-""")
-    headers = emulation._headers(("", ""))
-    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", f"-I{headers}"]
-    subprocess.run([emulation.COMPILER, *options, "-o", str(library), str(source)], check=True)
-    return ctypes.CDLL(str(library)).query_tiles
-
-
-@given(
-    mask=banded_masks,
-    seq_q=st.integers(1, 60),
-    seq_kv=st.integers(1, 60),
-    block_q=st.sampled_from([4, 16]),
-    block_kv=st.sampled_from([4, 16]),
-    data=st.data(),
-)
-def test_query_tiles_are_skipped_and_masked_as_the_mask_says(query_tiles, mask, seq_q, seq_kv, block_q, block_kv, data):
-    first = data.draw(st.integers(0, (seq_kv - 1) // block_kv)) * block_kv
-    keys = range(first, min(first + block_kv, seq_kv))
-    left, right, offset = mask.band(seq_q, seq_kv)
-    result = (ctypes.c_int * 4)()
-    shifts = (offset - left, offset + right + 1)
-    query_tiles(*shifts, seq_kv, keys.start, keys.stop, seq_q, block_q, result)
-    touched, full = range(result[0], result[1]), range(result[2], result[3])
-    assert set(full) <= set(touched)
-    for tile in range(-(-seq_q // block_q)):
-        rows = range(tile * block_q, min((tile + 1) * block_q, seq_q))
-        seen = mask.tile(rows, keys, seq_q, seq_kv)
-        if tile not in touched:
-            assert not mask.to_bool(rows, keys, seq_q, seq_kv).any()
-        elif tile in full:
-            assert seen is Tile.FULL
-        else:
-            assert seen is not Tile.FULL
-
-
-def run_on_the_model(monkeypatch, problem, target=H200, seed=0, wants=(True, True, True), dlse=None):
-    emulation.install(monkeypatch, sm80_backward, seed)
+def run_on_the_model(monkeypatch, problem, target=H200, seed=0, wants=(True, True, True), dlse=None, order=None):
+    """`seed` draws the inputs and, unless `order` does, what the hardware leaves open."""
+    emulation.install(monkeypatch, sm80_backward, seed if order is None else order)
     monkeypatch.setattr(sm80_backward, "Target", SimpleNamespace(of=lambda device: target))
     torch.manual_seed(seed)
     q, k, v = make_inputs(problem)
@@ -169,6 +114,67 @@ def test_gradients_on_the_model(monkeypatch, seqs, dims, heads, mask, name, fiel
     problem = problem_of(seqs, dims, heads, mask=mask, **fields)
     got, truth = run_on_the_model(monkeypatch, problem, Target.named(name))
     assert_accurate(got, truth, problem.dtype)
+
+
+PIECES = [
+    ((200, 140), (64, 64), (3, 1), Full(), "h200", {}),
+    ((260, 130), (128, 128), (3, 1), Causal("bottom-right"), "a100", {}),
+    ((270, 77), (128, 128), (2, 1), Full(), "rtx-4090", {}),
+    ((200, 70), (256, 256), (2, 1), Causal(), "h200", {"dtype": FP16}),
+    ((200, 200), (64, 64), (3, 1), Window(150, 20), "a100", {"softcap": 5.0, "layout": "bshd"}),
+    ((260, 140), (128, 128), (2, 1), Causal(), "h200", {"deterministic": True}),
+    ((200, 130), (192, 128), (2, 1), Full(), "a100", {"deterministic": True}),
+]
+
+
+@emulated
+@pytest.mark.parametrize(("seqs", "dims", "heads", "mask", "name", "fields"), PIECES, ids=str)
+def test_tiles_of_keys_in_pieces_on_the_model(monkeypatch, seqs, dims, heads, mask, name, fields):
+    problem, target = problem_of(seqs, dims, heads, mask=mask, **fields), Target.named(name)
+    divided = sm80_backward.divide(problem, sm80_backward.configs(problem, target)[0], target)
+    assert divided.cut
+    got, truth = run_on_the_model(monkeypatch, problem, target)
+    assert_accurate(got, truth, problem.dtype)
+    if problem.deterministic:
+        again, _ = run_on_the_model(monkeypatch, problem, target, order=3)
+        assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+@emulated
+def test_pieces_without_some_gradients(monkeypatch):
+    problem = problem_of((200, 130), (64, 64), (3, 1), mask=Causal("bottom-right"), deterministic=True)
+    config = sm80_backward.configs(problem, H200)[0]
+    assert sm80_backward.divide(problem, config, H200).cut
+    assert sm80_backward.divide(problem, sm80_backward.dq_only(config), H200).cut
+    everything, _ = run_on_the_model(monkeypatch, problem)
+    for wants in ((True, False, False), (False, True, False), (False, False, True), (False, True, True)):
+        got, _ = run_on_the_model(monkeypatch, problem, wants=wants)
+        for grad, whole, want in zip(got, everything, wants, strict=True):
+            assert torch.equal(grad, whole) if want else grad is None
+
+
+def test_pieces_are_for_every_slot_of_a_multiprocessor():
+    problem = problem_of((2048, 2048), (64, 64), (8, 1))
+    config = sm80_backward.configs(problem, H200)[0]
+    divided = sm80_backward.divide(problem, config, H200)
+    assert config.ctas_per_sm > 1
+    assert divided.cut
+    assert divided.waves == divided.grid / (H200.sms * config.ctas_per_sm)
+
+
+def test_sums_of_pieces_grow_with_the_keys_alone():
+    sizes = []
+    for seq in (512, 1024):
+        problem = problem_of((16 * seq, seq), (128, 128), (8, 1))
+        config = sm80_backward.configs(problem, H200)[0]
+        divided = sm80_backward.divide(problem, config, H200)
+        assert divided.cut
+        plain = sm80_backward.workspace(problem, config, True).floats
+        sizes.append(sm80_backward.workspace(problem, config, True, divided).floats - plain)
+        assert seq * 256 < sizes[-1] <= seq * 256 + 32 * divided.grid
+        unwanted = sm80_backward.workspace(problem, sm80_backward.dq_only(config), True, divided)
+        assert unwanted.floats == plain
+    assert sizes[1] <= 2 * sizes[0]
 
 
 @emulated

@@ -366,6 +366,58 @@ def test_gradients_are_as_accurate_as_float32(gradients_on_the_model, shape, fie
     assert_gradients_as_good_as_float32(got, q, k, v, dout, problem)
 
 
+PIECES = [
+    pytest.param((1, 3, 130, 64), {"heads_kv": 1, "seq_kv": 70}, "h200", id="d64 full"),
+    pytest.param((1, 4, 100, 64), {"heads_kv": 1, "mask": Causal()}, "a100", id="d64 causal"),
+    pytest.param((1, 2, 150, 128), {"heads_kv": 1, "seq_kv": 77, "mask": Window(60, 9)}, "h200", id="d128 window"),
+    pytest.param((1, 2, 100, 36), {"heads_kv": 1, "head_dim_v": 60, "softcap": 5.0}, "rtx-4090", id="d36/60 softcap"),
+]
+
+
+@emulated
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("shape", "fields", "name"), PIECES)
+def test_gradients_of_keys_in_pieces(gradients_on_the_model, shape, fields, name, deterministic):
+    problem = make_problem(shape, needs_grad=True, deterministic=deterministic, **fields)
+    target = Target.named(name)
+    assert sm80_float32_backward.divide(problem, sm80_float32_backward.configs(problem, target)[0], target).cut
+    q, k, v = inputs_of(problem)
+    dout = like_out(problem)
+    got = gradients_on_the_model(q, k, v, dout, problem, target)
+    assert_gradients_as_good_as_float32(got, q, k, v, dout, problem)
+    if deterministic:
+        again = gradients_on_the_model(q, k, v, dout, problem, target, seed=3)
+        assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+@emulated
+@pytest.mark.parametrize("target", ["h200", "a100"])  # sums four at a time, and one
+def test_sums_of_pieces_keep_subnormal_numbers(gradients_on_the_model, target):
+    problem = make_problem((1, 5, 100, 64), heads_kv=1, seq_kv=64, needs_grad=True)
+    where = Target.named(target)
+    assert sm80_float32_backward.divide(problem, sm80_float32_backward.configs(problem, where)[0], where).cut
+    q, k, v = inputs_of(problem)
+    dout = like_out(problem) * 1e-38
+    _, _, dv = gradients_on_the_model(q, k, v, dout, problem, where)
+    truth = exact(q, k, v, problem, None, dout)[4]
+    assert truth.abs().max().item() < 4 * torch.finfo(torch.float32).tiny
+    unit = torch.finfo(torch.float32).tiny * torch.finfo(torch.float32).eps
+    assert (dv.double() - truth).abs().max().item() <= problem.group * problem.seq_q * unit
+
+
+@emulated
+def test_pieces_without_some_gradients(gradients_on_the_model):
+    problem = make_problem((1, 5, 70, 64), heads_kv=1, seq_kv=60, needs_grad=True, deterministic=True)
+    config = sm80_float32_backward.configs(problem, H200)[0]
+    assert sm80_float32_backward.divide(problem, config, H200).cut
+    q, k, v = inputs_of(problem)
+    everything = gradients_on_the_model(q, k, v, like_out(problem), problem)
+    for wants in ((True, False, False), (False, True, False), (False, False, True)):
+        got = gradients_on_the_model(q, k, v, like_out(problem), problem, wants=wants)
+        for grad, whole, want in zip(got, everything, wants, strict=True):
+            assert torch.equal(grad, whole) if want else grad is None
+
+
 @emulated
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_no_order_of_copies_breaks_the_gradients(gradients_on_the_model, seed):

@@ -157,6 +157,50 @@ def test_gradients_are_as_accurate_as_float32(on_the_model, shape, fields):
     check(on_the_model, *inputs_of(problem), like_out(problem), problem, seed=shape[2])
 
 
+PIECES = [
+    pytest.param((1, 4, 120, 64), {"heads_kv": 1, "seq_kv": 77}, id="d64 full"),
+    pytest.param((1, 6, 100, 64), {"heads_kv": 1, "mask": Causal()}, id="d64 causal"),
+    pytest.param((1, 4, 130, 96), {"heads_kv": 1, "mask": Window(90, 9), "softcap": 5.0}, id="d96 window softcap"),
+    pytest.param((1, 4, 130, 128), {"heads_kv": 1, "seq_kv": 64}, id="d128 full"),
+]
+
+
+@emulated
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("shape", "fields"), PIECES)
+def test_gradients_of_keys_in_pieces(on_the_model, shape, fields, deterministic):
+    problem = make_problem(shape, needs_grad=True, deterministic=deterministic, **fields)
+    assert sm90_float32_backward.divide(problem, H200).cut
+    inputs, dout = inputs_of(problem), like_out(problem)
+    check(on_the_model, *inputs, dout, problem)
+    if deterministic:
+        first, again = (on_the_model(*inputs, dout, problem, seed) for seed in (0, 3))
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@emulated
+def test_sums_of_pieces_keep_subnormal_numbers(on_the_model):
+    problem = make_problem((1, 4, 120, 64), heads_kv=1, seq_kv=64, needs_grad=True)
+    assert sm90_float32_backward.divide(problem, H200).cut
+    (q, k, v), dout = inputs_of(problem), like_out(problem) * 1e-38
+    _, _, dv = on_the_model(q, k, v, dout, problem)
+    truth = exact(q, k, v, problem, None, dout)[4]
+    assert truth.abs().max().item() < 4 * torch.finfo(torch.float32).tiny
+    unit = torch.finfo(torch.float32).tiny * torch.finfo(torch.float32).eps
+    assert (dv.double() - truth).abs().max().item() <= problem.group * problem.seq_q * unit
+
+
+@emulated
+@pytest.mark.parametrize("wants", [(True, False, False), (False, True, False), (False, False, True)])
+def test_pieces_without_some_gradients(on_the_model, wants):
+    problem = make_problem((1, 4, 120, 64), heads_kv=1, seq_kv=100, needs_grad=True, deterministic=True)
+    assert sm90_float32_backward.divide(problem, H200).cut
+    inputs, dout = inputs_of(problem), like_out(problem)
+    every, some = (on_the_model(*inputs, dout, problem, wants=each) for each in ((True,) * 3, wants))
+    for grad, whole, want in zip(some, every, wants, strict=True):
+        assert torch.equal(grad, whole) if want else grad is None
+
+
 @emulated
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dim", [64, 128])

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support import make_problem
 from tilewise import Causal, Full, Window
+from tilewise.backends import division
 from tilewise.masks import Mask, Tile
 
 KERNELS = Path(__file__).resolve().parent.parent / "src" / "tilewise" / "kernels"
@@ -23,6 +25,7 @@ SOURCE = """
 #include "common/mask.cuh"
 #include "common/schedule.cuh"
 #include "common/layout.cuh"
+#include "common/pieces.cuh"
 using namespace tilewise;
 extern "C" {
 int first_key(int first, int end, int seq_k, int row) { return Band{first, end, seq_k}.first_key(row); }
@@ -41,6 +44,15 @@ void part(int begin, int end, int part, int parts, int* result) {
   const TileRange range = part_of(TileRange{begin, end}, part, parts);
   result[0] = range.begin, result[1] = range.end;
 }
+void query_tiles_of(int first_shift, int end_shift, int seq_q, int kv_tile, int seq_k, int block_q, int block_kv,
+                    int* result) {
+  const RowBand band{first_shift, end_shift, seq_q};
+  const QueryTiles tiles = query_tiles(band, kv_tile, seq_k, block_q, block_kv);
+  const TileRange touched = touched_query_tiles(band, kv_tile, seq_k, block_q, block_kv);
+  result[0] = tiles.touched.begin, result[1] = tiles.touched.end, result[2] = tiles.full.begin;
+  result[3] = tiles.full.end, result[4] = touched.begin, result[5] = touched.end;
+}
+int pieces_of(int steps, int limit) { return piece_count(steps, limit); }
 int chunk(int row, int index) { return swizzled_chunk(row, index); }
 }
 """
@@ -123,6 +135,53 @@ def test_parts_of_the_keys_are_nearly_equal_and_leave_none_out(
         tiles += range(result[0], result[1])
     assert tiles == list(range(begin, begin + count))
     assert max(sizes) - min(sizes) <= 1
+
+
+@given(
+    mask=banded,
+    seq_q=st.integers(1, 300),
+    seq_kv=st.integers(1, 300),
+    block_q=st.sampled_from([16, 64, 128]),
+    block_kv=st.sampled_from([16, 64, 128]),
+)
+def test_query_tiles_are_skipped_and_masked_as_the_mask_says(
+    device_code: Any, mask: Mask, seq_q: int, seq_kv: int, block_q: int, block_kv: int
+) -> None:
+    problem = make_problem((1, 6, seq_q, 64), heads_kv=2, seq_kv=seq_kv, mask=mask)
+    steps = division.tile_steps(problem, block_q, block_kv)
+    result = (ctypes.c_int * 6)()
+    for kv_tile, expected in enumerate(steps):
+        keys = range(kv_tile * block_kv, min((kv_tile + 1) * block_kv, seq_kv))
+        device_code.query_tiles_of(*shifts(mask, seq_q, seq_kv), seq_q, kv_tile, seq_kv, block_q, block_kv, result)
+        touched, full = range(result[0], result[1]), range(result[2], result[3])
+        assert tuple(result[4:6]) == tuple(result[0:2])
+        assert problem.group * len(touched) == expected
+        assert result[2] <= result[3]
+        assert set(full) <= set(touched)
+        for tile in range(-(-seq_q // block_q)):
+            rows = range(tile * block_q, min((tile + 1) * block_q, seq_q))
+            kind = mask.tile(rows, keys, seq_q, seq_kv)
+            if tile not in touched:
+                assert not mask.to_bool(rows, keys, seq_q, seq_kv).any()
+            elif tile in full:
+                assert kind is Tile.FULL
+                assert len(keys) == block_kv
+            else:
+                assert kind is not Tile.FULL or len(keys) < block_kv
+
+
+@given(steps=st.integers(0, 3000), limit=st.integers(1, 500))
+def test_pieces_have_every_step_once_and_no_more_than_the_limit(device_code: Any, steps: int, limit: int) -> None:
+    count = device_code.pieces_of(steps, limit)
+    assert count == division.piece_count(steps, limit)
+    result = (ctypes.c_int * 2)()
+    covered: list[int] = []
+    for piece in range(count):
+        device_code.part(0, steps, piece, count, result)
+        assert result[1] - result[0] <= limit
+        assert result[1] > result[0] or steps == 0
+        covered += range(result[0], result[1])
+    assert covered == list(range(steps))
 
 
 @given(

@@ -6,6 +6,7 @@ The cases of every backend that has such kernels; `backend` is the module of the
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import os
 import random
@@ -265,6 +266,76 @@ def test_deterministic_gradients_are_the_same_bits_every_time(
     for _ in range(20):
         again = gradients(backend, dout, q * 2, k, v, problem)
         assert all_equal(first, again)
+
+
+# Few or long tiles of keys, which are cut into pieces: one KV head, few keys, few heads, a window.
+CUT = [
+    ((8, 1), (2048, 2048), Full()),
+    ((8, 1), (2048, 2048), Causal()),
+    ((32, 4), (1024, 300), Full()),
+    ((32, 4), (1024, 300), Causal("bottom-right")),
+    ((16, 1), (900, 77), Full()),
+    ((7, 1), (3000, 1500), Causal("bottom-right")),
+    ((8, 1), (3000, 2500), Window(900, 20)),
+]
+
+
+def backward_config(backend: ModuleType, problem: Problem) -> tuple[ModuleType, Any]:
+    """The module of the backend's backward, and the config that it chooses."""
+    module = importlib.import_module(f"{backend.__name__}_backward")
+    return module, module.configs(problem, Target.of("cuda"))[0]
+
+
+def is_cut(backend: ModuleType, problem: Problem) -> bool:
+    module, config = backward_config(backend, problem)
+    return bool(module.divide(problem, config, Target.of("cuda")).cut)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", DIMS[:4], ids=str)
+@pytest.mark.parametrize(("heads", "lengths", "mask"), CUT, ids=str)
+def test_tiles_of_keys_in_pieces(
+    backend: ModuleType,
+    heads: tuple[int, int],
+    lengths: tuple[int, int],
+    mask: Mask,
+    dims: tuple[int, int],
+    deterministic: bool,
+) -> None:
+    problem = problem_of(1, heads, lengths, dims, mask=mask, deterministic=deterministic)
+    assert is_cut(backend, problem)
+    check(backend, like_out(problem), *make_inputs(problem, "cuda"), problem)
+
+
+def test_pieces_with_a_softcap_and_without_some_gradients(backend: ModuleType) -> None:
+    capped = problem_of(1, (8, 1), (1500, 700), (128, 128), mask=Causal("bottom-right"), softcap=20.0)
+    assert is_cut(backend, capped)
+    check(backend, like_out(capped), *make_inputs(capped, "cuda"), capped)
+    problem = problem_of(1, (8, 1), (1500, 700), (128, 128), deterministic=True)
+    q, k, v = make_inputs(problem, "cuda")
+    dout = like_out(problem)
+    everything = gradients(backend, dout, q, k, v, problem)
+    out, lse = backend.forward(q, k, v, problem)
+    assert lse is not None
+    for wants in ((True, False, False), (False, True, True), (False, True, False), (False, False, True)):
+        poison(problem)
+        got = backend.backward(dout, None, q, k, v, out, lse, problem, wants=wants)
+        for grad, whole, want in zip(got, everything, wants, strict=True):
+            assert torch.equal(grad, whole) if want else grad is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(), Window(300, 10)], ids=str)
+@pytest.mark.parametrize("dims", DIMS[:4], ids=str)
+def test_deterministic_pieces_are_the_same_bits_every_time(
+    backend: ModuleType, dims: tuple[int, int], mask: Mask
+) -> None:
+    problem = problem_of(1, (8, 1), (1500, 1111), dims, mask=mask, deterministic=True)
+    assert is_cut(backend, problem)
+    q, k, v = make_inputs(problem, "cuda")
+    dout = like_out(problem)
+    first = gradients(backend, dout, q * 2, k, v, problem)
+    for _ in range(20):
+        assert all_equal(first, gradients(backend, dout, q * 2, k, v, problem))
 
 
 def test_the_switch_of_pytorch_makes_gradients_deterministic(backend: ModuleType) -> None:

@@ -310,6 +310,55 @@ def test_gradients_are_the_same_bits_every_time_if_asked() -> None:
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+# Few or long tiles of keys, which are cut into pieces.
+CUT = [
+    ((8, 1), (1500, 1500), Full()),
+    ((8, 1), (1500, 1500), Causal()),
+    ((32, 4), (1024, 300), Causal("bottom-right")),
+    ((16, 1), (900, 77), Full()),
+    ((8, 1), (2000, 2000), Window(900, 20)),
+]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize(("heads", "seqs", "mask"), CUT, ids=str)
+def test_gradients_of_keys_in_pieces(
+    heads: tuple[int, int], seqs: tuple[int, int], mask: Mask, dim: int, deterministic: bool
+) -> None:
+    problem = make_problem(
+        (1, heads[0], seqs[0], dim),
+        heads_kv=heads[1],
+        seq_kv=seqs[1],
+        mask=mask,
+        needs_grad=True,
+        deterministic=deterministic,
+    )
+    target = Target.of("cuda")
+    assert sm90_float32_backward.divide(problem, target).cut
+    check_grads(*make_inputs(problem, "cuda"), like_out(problem).cuda(), problem)
+    if deterministic:
+        q, k, v = make_inputs(problem, "cuda")
+        dout = like_out(problem).cuda()
+        first = gradients(q, k, v, dout, problem)
+        for _ in range(20):
+            again = gradients(q, k, v, dout, problem)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_sums_of_pieces_keep_subnormal_numbers() -> None:
+    problem = make_problem((1, 8, 600, 64), heads_kv=1, seq_kv=100, needs_grad=True)
+    target = Target.of("cuda")
+    assert sm90_float32_backward.divide(problem, target).cut
+    q, k, v = make_inputs(problem, "cuda")
+    dout = like_out(problem).cuda() * 1e-38
+    _, _, dv = gradients(q, k, v, dout, problem)
+    truth = exact(q, k, v, problem, None, dout)[4]
+    assert truth.abs().max().item() < 16 * torch.finfo(torch.float32).tiny
+    unit = torch.finfo(torch.float32).tiny * torch.finfo(torch.float32).eps
+    assert (dv.double() - truth).abs().max().item() <= problem.group * problem.seq_q * unit
+
+
 def test_gradients_through_autograd() -> None:
     """The call that users make: autograd, a gradient of lse too, strides of (batch, seq, heads, dim)."""
     for mask in ("full", "causal"):

@@ -1,14 +1,15 @@
 """Every NVIDIA GPU from sm_80 on: our own backward, kernels/sm80/backward.cuh. The other half of the backend `sm80`.
 
 Three launches: `preprocess` makes the row terms and zeroes the sums of dQ, the main kernel makes dK and dV and adds up
-dQ in float32, `postprocess` rounds dQ. Extra memory is O(N): the sums of dQ and two floats a query row.
+dQ in float32, `postprocess` rounds dQ. Tiles of keys that are few or long are cut into pieces (division.py), which add
+up dK and dV in float32. Extra memory is O(N): these sums and two floats per query row.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,9 +17,9 @@ import torch
 from ..jit import Unit, cpp_literal, layout_asserts, params_struct
 from ..masks import Causal
 from ..target import Target
+from . import division, sm80_shared
 from . import fused_rules as rules
-from . import sm80_shared
-from .fused import Stage, Workspace, bound_backward, kv_head_sections, matrix_bytes, score_params, shape_params
+from .fused import Stage, Workspace, bound_backward, matrix_bytes, score_params, shape_params
 from .sm80_shared import COMPILED, Strided, is_gated
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class BackwardConfig:
     stages: int
     softcap: bool
     vector_sums: bool
+    makes_dkv: bool
     ctas_per_sm: int
 
     @property
@@ -62,14 +64,14 @@ class BackwardConfig:
         step = matrix_bytes(self.block_q, self.head_dim) + matrix_bytes(self.block_q, self.head_dim_v)
         weights = 2 * matrix_bytes(self.block_q, self.block_kv)
         vectors = 2 * self.stages * self.block_q * 4
-        plan = 7 * 4
+        plan = 13 * 4
         return -(-(kv + self.stages * step + weights + vectors + plan) // 1024) * 1024
 
     @property
     def name(self) -> str:
         kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}"
         grids = f"w{self.warps}_{self.score_rows}{self.key_rows}{self.query_rows}"
-        extras = f"{'_softcap' * self.softcap}{'_v4' * self.vector_sums}"
+        extras = f"{'_softcap' * self.softcap}{'_v4' * self.vector_sums}{'' if self.makes_dkv else '_dq_only'}"
         return (
             f"fa2_backward_{kind}_q{self.block_q}_kv{self.block_kv}_{grids}_s{self.stages}_x{self.ctas_per_sm}{extras}"
         )
@@ -100,6 +102,8 @@ def all_units() -> list[Unit]:
                 fitting = [config for row in rows if (config := _config(row, bf16, softcap, target)).fits(target)]
                 units += [main_unit(config, target.arch) for config in fitting]
                 units += [postprocess_unit(config, target.arch) for config in fitting if not softcap]
+                if bf16 and not softcap:
+                    units += [main_unit(dq_only(config), target.arch) for config in fitting[:1]]
     return list({unit.label: unit for unit in units}.values())
 
 
@@ -150,7 +154,7 @@ extern "C" __global__ void __launch_bounds__({EDGE_THREADS})
 def _plain(config: BackwardConfig) -> BackwardConfig:
     """The config with what postprocess does not depend on made the same."""
     fields = {name: getattr(config, name) for name in config.__slots__}
-    return BackwardConfig(**(fields | {"softcap": False, "ctas_per_sm": 1}))
+    return BackwardConfig(**(fields | {"softcap": False, "makes_dkv": True, "ctas_per_sm": 1}))
 
 
 def bind(problem: Problem, config: BackwardConfig | None = None) -> BoundBackward:
@@ -169,6 +173,8 @@ _MainParams = params_struct(
     row_terms=ctypes.c_void_p,
     dq_sums=ctypes.c_void_p,
     turns=ctypes.c_void_p,
+    dkv_sums=ctypes.c_void_p,
+    piece_turns=ctypes.c_void_p,
     batch=ctypes.c_int,
     heads_kv=ctypes.c_int,
     heads_per_kv=ctypes.c_int,
@@ -180,8 +186,11 @@ _MainParams = params_struct(
     band_end_shift=ctypes.c_int,
     q_tiles=ctypes.c_int,
     kv_tiles=ctypes.c_int,
+    pieces=ctypes.c_int,
+    piece_steps=ctypes.c_int,
     sections=ctypes.c_int,
     rows_descend=ctypes.c_int,
+    in_order=ctypes.c_int,
     scale=ctypes.c_float,
     scale_log2=ctypes.c_float,
     inverse_scale_log2=ctypes.c_float,
@@ -198,6 +207,8 @@ _PreprocessParams = params_struct(
     row_terms=ctypes.c_void_p,
     dq_sums=ctypes.c_void_p,
     turns=ctypes.c_void_p,
+    piece_turns=ctypes.c_void_p,
+    piece_turn_count=ctypes.c_int,
     heads=ctypes.c_int,
     seq_q=ctypes.c_int,
     rows=ctypes.c_int,
@@ -218,10 +229,19 @@ _PostprocessParams = params_struct(
 )
 
 
-def workspace(problem: Problem, config: BackwardConfig, wants_dq: bool) -> Workspace:
+def workspace(
+    problem: Problem, config: BackwardConfig, wants_dq: bool, divided: division.Division | None = None
+) -> Workspace:
     rows = problem.batch * problem.heads_q * _padded_rows(problem, config)
-    turns = rows // config.block_q if wants_dq and problem.deterministic else 0
-    return Workspace.of(rows, turns, config.head_dim if wants_dq else 0)
+    tiles = problem.batch * problem.heads_kv * _kv_tiles(problem, config)
+    cut = divided is not None and divided.cut and config.makes_dkv
+    return Workspace.of(
+        rows,
+        rows // config.block_q if wants_dq and problem.deterministic else 0,
+        config.head_dim if wants_dq else 0,
+        piece_turns=2 * tiles if cut else 0,
+        dkv_sums=tiles * config.block_kv * (config.head_dim + config.head_dim_v) if cut else 0,
+    )
 
 
 class _Launch:
@@ -232,9 +252,13 @@ class _Launch:
         target = Target.of(q.device)
         self._device = q.device.index
         config = config or configs(problem, target)[0]
+        if not (wants[1] or wants[2]):
+            config = dq_only(config)
+        divided = divide(problem, config, target)
         self._wants = wants
-        self._work = workspace(problem, config, wants[0])
+        self._work = workspace(problem, config, wants[0], divided)
         self._in_order = wants[0] and problem.deterministic
+        self._cut = divided.cut and config.makes_dkv
         arch = target.arch
         heads = problem.batch * problem.heads_q
         rows = _padded_rows(problem, config)
@@ -249,8 +273,8 @@ class _Launch:
         self._main = Stage(
             main_unit(config, arch),
             _MainParams,
-            _main_params(problem, config, target) | _strides({"q": q, "k": k, "v": v, "dout": dout, "dk": k, "dv": v}),
-            problem.batch * problem.heads_kv * -(-problem.seq_kv // config.block_kv),
+            _main_params(problem, config, divided) | _strides({"q": q, "k": k, "v": v, "dout": dout, "dk": k, "dv": v}),
+            divided.grid,
             config.threads,
             self._device,
         )
@@ -277,12 +301,14 @@ class _Launch:
         lse_log2, row_terms = base + 4 * work.lse, base + 4 * work.row_terms
         sums = base + 4 * work.dq_sums if wants_dq else None
         turns = base + 4 * work.turns if self._in_order else None
+        piece_turns = base + 4 * work.piece_turns if self._cut else None
 
         arguments = self._pre.arguments()
         params = arguments.params
         params.out.data, params.dout.data, params.lse = out.data_ptr(), dout.data_ptr(), lse.data_ptr()
         params.dlse = None if dlse is None else dlse.data_ptr()
         params.lse_log2, params.row_terms, params.dq_sums, params.turns = lse_log2, row_terms, sums, turns
+        params.piece_turns = piece_turns
         self._pre.launch(stream, arguments)
 
         if sums is not None or dk is not None or dv is not None:
@@ -293,6 +319,8 @@ class _Launch:
             params.dk.data = None if dk is None else dk.data_ptr()
             params.dv.data = None if dv is None else dv.data_ptr()
             params.lse_log2, params.row_terms, params.dq_sums, params.turns = lse_log2, row_terms, sums, turns
+            params.dkv_sums = base + 4 * work.dkv_sums if piece_turns else None
+            params.piece_turns = piece_turns
             self._main.launch(stream, arguments)
 
         if dq is not None:
@@ -311,7 +339,7 @@ def _strides(tensors: dict[str, Tensor]) -> dict[str, Strided]:
     }
 
 
-def _main_params(problem: Problem, config: BackwardConfig, target: Target) -> dict[str, Any]:
+def _main_params(problem: Problem, config: BackwardConfig, divided: division.Division) -> dict[str, Any]:
     score = score_params(problem)
     return {
         **shape_params(problem),
@@ -320,9 +348,12 @@ def _main_params(problem: Problem, config: BackwardConfig, target: Target) -> di
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
         "q_tiles": _padded_rows(problem, config) // config.block_q,
-        "kv_tiles": -(-problem.seq_kv // config.block_kv),
-        "sections": key_sections(problem, target),
+        "kv_tiles": _kv_tiles(problem, config),
+        "pieces": divided.pieces,
+        "piece_steps": divided.piece_steps,
+        "sections": divided.sections,
         "rows_descend": int(problem.deterministic and isinstance(problem.mask, Causal)),
+        "in_order": int(problem.deterministic),
         "scale": problem.scale,
         "inverse_scale_log2": 1.0 / score["scale_log2"],
     }
@@ -336,6 +367,7 @@ def _preprocess_params(problem: Problem, config: BackwardConfig, out: Tensor, do
         "head_dim_v": problem.head_dim_v,
         "row_floats": config.head_dim,
         "block_q": config.block_q,
+        "piece_turn_count": problem.batch * problem.heads_kv * _kv_tiles(problem, config),
     }
 
 
@@ -353,15 +385,33 @@ def _padded_rows(problem: Problem, config: BackwardConfig) -> int:
     return -(-problem.seq_q // config.block_q) * config.block_q
 
 
-def key_sections(problem: Problem, target: Target) -> int:
-    """Into how many runs the KV heads are divided that are worked on one after another.
+def _kv_tiles(problem: Problem, config: BackwardConfig) -> int:
+    return -(-problem.seq_kv // config.block_kv)
 
-    Equal tiles: one head a run, since its tiles read the same queries and add to the same dQ. Causal tiles: as many
-    heads as the L2 cache holds, the longest tiles of all first, so that the short ones fill the gaps.
+
+# Estimates, until somebody measures them. A step is five products of block_q x block_kv; a CTA begins with a load of K
+# and V and ends with a store of dK and dV, and a piece passes on both in float32.
+COSTS = division.Costs(start=1.5, merge=1.5)
+
+
+def divide(problem: Problem, config: BackwardConfig, target: Target) -> division.Division:
+    """Which pieces the tiles of keys are cut into, and how many runs the (batch, KV head) pairs make."""
+    costs = COSTS if config.makes_dkv else COSTS._replace(merge=0.0)
+    steps = division.tile_steps(problem, config.block_q, config.block_kv)
+    slots = target.sms * config.ctas_per_sm
+    return division.divide(steps, problem.batch * problem.heads_kv, slots, costs, key_sections(problem))
+
+
+def key_sections(problem: Problem) -> int | None:
+    """Into how many runs the KV heads are divided that are worked on one after another; None: as division.py says.
+
+    Equal tiles: one head per run, since its tiles read the same queries and add to the same dQ.
     """
-    if not isinstance(problem.mask, Causal):
-        return problem.batch * problem.heads_kv
-    return kv_head_sections(problem, target, problem.dtype.itemsize)
+    return None if isinstance(problem.mask, Causal) else problem.batch * problem.heads_kv
+
+
+def dq_only(config: BackwardConfig) -> BackwardConfig:
+    return replace(config, makes_dkv=False)
 
 
 def _config(row: dict[str, Any], bf16: bool, softcap: bool, target: Target) -> BackwardConfig:
@@ -378,6 +428,7 @@ def _config(row: dict[str, Any], bf16: bool, softcap: bool, target: Target) -> B
         stages=row["stages"],
         softcap=softcap,
         vector_sums=target.capability >= VECTOR_SUMS_FROM,
+        makes_dkv=True,
         ctas_per_sm=row["ctas_per_sm"],
     )
 

@@ -1,7 +1,8 @@
 """The float32 backward of the backend `sm80`: kernels/sm80/float32_backward.cuh.
 
 Two launches: `float32_preprocess` makes the row terms and zeroes dQ, the main kernel makes dK and dV and adds up dQ in
-place. Extra memory is two floats a query row.
+place. Tiles of keys that are few or long are cut into pieces (division.py), which add up dK and dV in place. Extra
+memory is two floats per query row, and the turns of tiles and pieces.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,8 +19,8 @@ import torch
 from ..jit import Unit, cpp_literal, layout_asserts, params_struct
 from ..masks import Causal
 from ..target import Target
+from . import division, sm80_shared
 from . import fused_rules as rules
-from . import sm80_shared
 from .fused import Stage, bound_backward, shape_params
 from .sm80_backward import VECTOR_SUMS_FROM, key_sections, keys_of_row
 from .sm80_float32 import kind_name, products_text
@@ -49,6 +50,7 @@ class BackwardConfig:
     stages: int
     softcap: bool
     vector_sums: bool
+    makes_dkv: bool
     ctas_per_sm: int
 
     @property
@@ -65,14 +67,15 @@ class BackwardConfig:
         dims = self.head_dim + self.head_dim_v
         matrices = self.block_kv * dims + self.stages * self.block_q * dims + self.block_q * self.block_kv
         vectors = 2 * self.stages * self.block_q
-        plan, units = 8, 9
+        plan, units = 14, 9
         return -(-4 * (matrices + vectors + plan + units) // 1024) * 1024
 
     @property
     def name(self) -> str:
         kind = f"{kind_name(self.exact)}_d{self.head_dim}x{self.head_dim_v}"
         shape = f"q{self.block_q}_kv{self.block_kv}_s{self.stages}_x{self.ctas_per_sm}"
-        return f"fa2_backward_{kind}_{shape}{'_softcap' * self.softcap}{'_v4' * self.vector_sums}"
+        extras = f"{'_softcap' * self.softcap}{'_v4' * self.vector_sums}{'' if self.makes_dkv else '_dq_only'}"
+        return f"fa2_backward_{kind}_{shape}{extras}"
 
     def __str__(self) -> str:
         tile = f"tile {self.block_q} x {self.block_kv}, {self.warps} warps"
@@ -98,7 +101,10 @@ def all_units() -> list[Unit]:
         units += [preprocess_unit(lanes, target.arch) for lanes in sorted({*_LANES.values()})]
         for ((_, capped), rows), exact in product(_table().items(), (True, False)):
             found = (_config(row, exact, capped, target) for row in rows)
-            units += [main_unit(config, target.arch) for config in found if config.fits(target)]
+            fitting = [config for config in found if config.fits(target)]
+            units += [main_unit(config, target.arch) for config in fitting]
+            if exact and not capped:
+                units += [main_unit(dq_only(config), target.arch) for config in fitting[:1]]
     return list({unit.label: unit for unit in units}.values())
 
 
@@ -148,6 +154,7 @@ _MainParams = params_struct(
     lse=ctypes.c_void_p,
     row_terms=ctypes.c_void_p,
     turns=ctypes.c_void_p,
+    piece_turns=ctypes.c_void_p,
     batch=ctypes.c_int,
     heads_kv=ctypes.c_int,
     heads_per_kv=ctypes.c_int,
@@ -159,8 +166,11 @@ _MainParams = params_struct(
     band_end_shift=ctypes.c_int,
     q_tiles=ctypes.c_int,
     kv_tiles=ctypes.c_int,
+    pieces=ctypes.c_int,
+    piece_steps=ctypes.c_int,
     sections=ctypes.c_int,
     rows_descend=ctypes.c_int,
+    in_order=ctypes.c_int,
     scale=ctypes.c_float,
     softmax_scale=ctypes.c_float,
     softcap_in=ctypes.c_float,
@@ -176,6 +186,8 @@ _PreprocessParams = params_struct(
     padded_lse=ctypes.c_void_p,
     row_terms=ctypes.c_void_p,
     turns=ctypes.c_void_p,
+    piece_turns=ctypes.c_void_p,
+    piece_turn_count=ctypes.c_int,
     heads=ctypes.c_int,
     seq_q=ctypes.c_int,
     rows=ctypes.c_int,
@@ -193,9 +205,14 @@ class _Launch:
         target = Target.of(q.device)
         self._device = q.device.index
         config = config or configs(problem, target)[0]
+        if not (wants[1] or wants[2]):
+            config = dq_only(config)
+        divided = divide(problem, config, target)
         self._wants = wants
         self._rows = problem.batch * problem.heads_q * _padded_rows(problem, config)
         self._turns = self._rows // config.block_q if wants[0] and problem.deterministic else 0
+        cut = divided.cut and config.makes_dkv
+        self._piece_turns = 2 * problem.batch * problem.heads_kv * _kv_tiles(problem, config) if cut else 0
         lanes = max(_LANES[config.head_dim], _LANES[config.head_dim_v])
         gradients = {name: torch.empty_like(of, device="meta") for name, of in (("dq", q), ("dk", k), ("dv", v))}
         self._pre = Stage(
@@ -209,8 +226,8 @@ class _Launch:
         self._main = Stage(
             main_unit(config, target.arch),
             _MainParams,
-            _main_params(problem, config, target) | _strides({"q": q, "k": k, "v": v, "dout": dout} | gradients),
-            problem.batch * problem.heads_kv * -(-problem.seq_kv // config.block_kv),
+            _main_params(problem, config, divided) | _strides({"q": q, "k": k, "v": v, "dout": dout} | gradients),
+            divided.grid,
             config.threads,
             self._device,
         )
@@ -220,16 +237,19 @@ class _Launch:
     ) -> Grads:
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         dq, dk, dv = (torch.empty_like(of) if want else None for of, want in zip((q, k, v), self._wants, strict=True))
-        scratch = q.new_empty(2 * self._rows + self._turns)
+        scratch = q.new_empty(2 * self._rows + self._piece_turns + self._turns)
         padded_lse = scratch.data_ptr()
         row_terms = padded_lse + 4 * self._rows
-        turns = row_terms + 4 * self._rows if self._turns else None
+        first_turn = row_terms + 4 * self._rows
+        piece_turns = first_turn if self._piece_turns else None
+        turns = first_turn + 4 * self._piece_turns if self._turns else None
 
         arguments = self._pre.arguments()
         params = arguments.params
         params.out.data, params.dout.data, params.dq.data = out.data_ptr(), dout.data_ptr(), _address(dq)
         params.lse, params.dlse = lse.data_ptr(), _address(dlse)
-        params.padded_lse, params.row_terms, params.turns = padded_lse, row_terms, turns
+        params.padded_lse, params.row_terms = padded_lse, row_terms
+        params.turns, params.piece_turns = turns, piece_turns
         self._pre.launch(stream, arguments)
 
         arguments = self._main.arguments()
@@ -237,7 +257,8 @@ class _Launch:
         params.q.data, params.k.data, params.v.data = q.data_ptr(), k.data_ptr(), v.data_ptr()
         params.dout.data, params.dq.data = dout.data_ptr(), _address(dq)
         params.dk.data, params.dv.data = _address(dk), _address(dv)
-        params.lse, params.row_terms, params.turns = padded_lse, row_terms, turns
+        params.lse, params.row_terms = padded_lse, row_terms
+        params.turns, params.piece_turns = turns, piece_turns
         self._main.launch(stream, arguments)
         return dq, dk, dv
 
@@ -250,16 +271,19 @@ def _strides(tensors: dict[str, Tensor]) -> dict[str, Strided]:
     return {name: Strided.of(tensor) for name, tensor in tensors.items()}
 
 
-def _main_params(problem: Problem, config: BackwardConfig, target: Target) -> dict[str, Any]:
+def _main_params(problem: Problem, config: BackwardConfig, divided: division.Division) -> dict[str, Any]:
     return {
         **shape_params(problem),
         "heads_kv": problem.heads_kv,
         "head_dim": 2 * problem.head_dim,
         "head_dim_v": 2 * problem.head_dim_v,
         "q_tiles": _padded_rows(problem, config) // config.block_q,
-        "kv_tiles": -(-problem.seq_kv // config.block_kv),
-        "sections": key_sections(problem, target),
+        "kv_tiles": _kv_tiles(problem, config),
+        "pieces": divided.pieces,
+        "piece_steps": divided.piece_steps,
+        "sections": divided.sections,
         "rows_descend": int(problem.deterministic and isinstance(problem.mask, Causal)),
+        "in_order": int(problem.deterministic),
         "scale": problem.scale,
         "softmax_scale": problem.softcap or problem.scale,
         "softcap_in": problem.scale / problem.softcap if problem.softcap else 0.0,
@@ -274,6 +298,7 @@ def _preprocess_params(problem: Problem, config: BackwardConfig) -> dict[str, An
         "head_dim": 2 * problem.head_dim,
         "head_dim_v": 2 * problem.head_dim_v,
         "block_q": config.block_q,
+        "piece_turn_count": problem.batch * problem.heads_kv * _kv_tiles(problem, config),
     }
 
 
@@ -281,6 +306,26 @@ def _padded_rows(problem: Problem, config: BackwardConfig) -> int:
     """Whole tiles of the main kernel, and whole blocks of the one before it."""
     whole = math.lcm(config.block_q, EDGE_ROWS)
     return -(-problem.seq_q // whole) * whole
+
+
+def _kv_tiles(problem: Problem, config: BackwardConfig) -> int:
+    return -(-problem.seq_kv // config.block_kv)
+
+
+# Estimates, until somebody measures them: steps of float32 are long beside the loads and stores of a CTA.
+COSTS = division.Costs(start=1.0, merge=1.0)
+
+
+def divide(problem: Problem, config: BackwardConfig, target: Target) -> division.Division:
+    """Which pieces the tiles of keys are cut into, and how many runs the (batch, KV head) pairs make."""
+    costs = COSTS if config.makes_dkv else COSTS._replace(merge=0.0)
+    steps = division.tile_steps(problem, config.block_q, config.block_kv)
+    slots = target.sms * config.ctas_per_sm
+    return division.divide(steps, problem.batch * problem.heads_kv, slots, costs, key_sections(problem))
+
+
+def dq_only(config: BackwardConfig) -> BackwardConfig:
+    return replace(config, makes_dkv=False)
 
 
 def _config(row: dict[str, Any], exact: bool, softcap: bool, target: Target) -> BackwardConfig:
@@ -293,6 +338,7 @@ def _config(row: dict[str, Any], exact: bool, softcap: bool, target: Target) -> 
         stages=row["stages"],
         softcap=softcap,
         vector_sums=target.capability >= VECTOR_SUMS_FROM,
+        makes_dkv=True,
         ctas_per_sm=row["ctas_per_sm"],
     )
 

@@ -1,7 +1,8 @@
 """The float32 backward of Hopper: operands in three parts of bf16, kernels/sm90/float32_backward.cuh.
 
 Three launches: a split of q, k, v and dout, a kernel that makes the row terms, and the one that makes dK and dV and
-adds to dQ, which was zeroed before. No range is refused. Part of the backend sm90, which imports this module.
+adds to dQ, which was zeroed before. Tiles of keys that are few or long are cut into pieces (division.py), which add up
+dK and dV in place. No range is refused. Part of the backend sm90, which imports this module.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from ..jit import TensorMap, Unit, cpp_literal, layout_asserts, params_struct, rows_map
 from ..masks import Causal
 from ..target import Target
+from . import division
 from . import fused_rules as rules
 from .fused import Stage, bound_backward, kv_head_sections, matrix_bytes, shape_params, stride_params
 from .sm90_float32 import SPLIT_THREADS, SPLITS_PER_SM, SplitParams, split_unit
@@ -56,7 +58,7 @@ class GradConfig:
         rooms = self.rooms * PARTS * matrix_bytes(BLOCK, BLOCK)
         vectors = 2 * self.stages * BLOCK * 4
         barriers = 8 * (2 + 4 * self.stages + 3 * self.rooms)
-        plan = 16 * 4
+        plan = (15 + 2) * 4
         return -(-(PARTS * (1 + self.stages) * both + rooms + vectors + barriers + plan) // 1024) * 1024
 
     @property
@@ -86,10 +88,10 @@ def _config(classes: tuple[int, int], softcap: bool) -> GradConfig:
 def details(problem: Problem, target: Target) -> list[str]:
     """How the backward fills the GPU, for `explain`."""
     (config,) = configs(problem, target)
-    work = problem.batch * problem.heads_kv * _tiles(problem.seq_kv)
     held = f"{Scratch(problem).total / 2**20:.1f} MiB of scratch"
     return [
-        f"backward: {config}, {work} CTAs of {config.threads} threads; before it two kernels that split and sum, {held}"
+        f"backward: {config}, {config.threads} threads; before it two kernels that split and sum, {held}",
+        f"backward: {divide(problem, target)}",
     ]
 
 
@@ -146,6 +148,8 @@ _RowParams = params_struct(
     row_terms=ctypes.c_void_p,
     term_exponents=ctypes.c_void_p,
     turns=ctypes.c_void_p,
+    piece_turns=ctypes.c_void_p,
+    piece_turn_count=ctypes.c_int,
     heads=ctypes.c_int,
     seq_q=ctypes.c_int,
     q_tiles=ctypes.c_int,
@@ -166,6 +170,7 @@ _MainParams = params_struct(
     lse=ctypes.c_void_p,
     row_terms=ctypes.c_void_p,
     turns=ctypes.c_void_p,
+    piece_turns=ctypes.c_void_p,
     dq=ctypes.c_void_p,
     dq_batch_stride=ctypes.c_longlong,
     dq_head_stride=ctypes.c_longlong,
@@ -192,6 +197,7 @@ _MainParams = params_struct(
     pieces=ctypes.c_int,
     piece_steps=ctypes.c_int,
     sections=ctypes.c_int,
+    in_order=ctypes.c_int,
     score_scale=ctypes.c_float,
     softcap_in=ctypes.c_float,
     scale=ctypes.c_float,
@@ -205,12 +211,13 @@ def bind(problem: Problem, config: GradConfig | None = None) -> BoundBackward:
 class Scratch:
     """Where parts, facts and row terms lie, in bytes from the beginning of one allocation."""
 
-    __slots__ = ("facts", "lse", "parts", "row_terms", "term_exponents", "total", "turns")
+    __slots__ = ("facts", "lse", "parts", "piece_turns", "row_terms", "term_exponents", "total", "turns")
 
     def __init__(self, problem: Problem) -> None:
         self.total = 0
         tiles = problem.batch * problem.heads_q * _tiles(problem.seq_q)
         self.turns = self._room(4 * tiles)
+        self.piece_turns = self._room(16 * problem.batch * problem.heads_kv * _tiles(problem.seq_kv))
         self.term_exponents = self._room(4 * tiles)
         self.lse, self.row_terms = (self._room(4 * BLOCK * tiles) for _ in range(2))
         shapes = operand_shapes(problem)
@@ -235,6 +242,8 @@ class _Launch:
         tiles = [shape[0] * shape[1] * _tiles(shape[2]) for shape in shapes]
         self._device, self._wants, self._in_order = device, wants, problem.deterministic
         self._scratch = Scratch(problem)
+        divided = divide(problem, target, makes_dkv=wants[1] or wants[2])
+        self._cut = divided.cut and (wants[1] or wants[2])
         self._maps = [
             rows_map(torch.empty((PARTS * shape[0], *shape[1:]), dtype=torch.bfloat16, device="meta"), BLOCK)
             for shape in shapes
@@ -261,8 +270,8 @@ class _Launch:
         self._main = Stage(
             main_unit(config),
             _MainParams,
-            _main_params(problem, target, grads),
-            tiles[1],
+            _main_params(problem, divided, grads),
+            divided.grid,
             config.threads,
             device,
             overlap_previous=True,
@@ -312,6 +321,7 @@ class _Launch:
         places = self._scratch
         params.row_terms, params.term_exponents = base + places.row_terms, base + places.term_exponents
         params.turns = turns
+        params.piece_turns = base + places.piece_turns if self._cut else None
 
 
 def operand_shapes(problem: Problem) -> tuple[tuple[int, int, int, int], ...]:
@@ -351,10 +361,11 @@ def _row_params(problem: Problem, out: Tensor, dout: Tensor) -> dict[str, Any]:
         "seq_q": problem.seq_q,
         "q_tiles": _tiles(problem.seq_q),
         "head_dim_v": problem.head_dim_v,
+        "piece_turn_count": 2 * problem.batch * problem.heads_kv * _tiles(problem.seq_kv),
     }
 
 
-def _main_params(problem: Problem, target: Target, grads: dict[str, Tensor]) -> dict[str, Any]:
+def _main_params(problem: Problem, divided: division.Division, grads: dict[str, Tensor]) -> dict[str, Any]:
     capped = problem.softcap > 0
     return {
         **stride_params(**grads),
@@ -364,8 +375,10 @@ def _main_params(problem: Problem, target: Target, grads: dict[str, Tensor]) -> 
         "head_dim_v": problem.head_dim_v,
         "q_tiles": _tiles(problem.seq_q),
         "kv_tiles": _tiles(problem.seq_kv),
-        "pieces": _tiles(problem.seq_kv),
-        "sections": _sections(problem, target),
+        "pieces": divided.pieces,
+        "piece_steps": divided.piece_steps,
+        "sections": divided.sections,
+        "in_order": int(problem.deterministic),
         "score_scale": problem.softcap if capped else problem.scale,
         "softcap_in": problem.scale / problem.softcap if capped else 0.0,
         "scale": problem.scale,
@@ -376,8 +389,22 @@ def _tiles(seq: int) -> int:
     return -(-seq // BLOCK)
 
 
-def _sections(problem: Problem, target: Target) -> int:
-    """Into how many runs the KV heads are divided that are worked on one after another; reasons as in sm90_backward."""
-    if not isinstance(problem.mask, Causal) and not problem.deterministic:
-        return problem.batch * problem.heads_kv
-    return kv_head_sections(problem, target, 2 * PARTS)
+# Estimates, until somebody measures them. A step is 30 products of 64 x 64; a CTA begins with a load of K and V in
+# three parts, and a piece ends with a sum of dK and dV in global memory.
+COSTS = division.Costs(start=1.5, merge=1.0)
+
+
+def divide(problem: Problem, target: Target, *, makes_dkv: bool = True) -> division.Division:
+    """Which pieces the tiles of keys are cut into, and how many runs the (batch, KV head) pairs make."""
+    steps = division.tile_steps(problem, BLOCK, BLOCK)
+    costs = COSTS if makes_dkv else COSTS._replace(merge=0.0)
+    ordered = steps[::-1] if problem.deterministic else steps
+    pairs = problem.batch * problem.heads_kv
+    return division.divide(ordered, pairs, target.sms, costs, _sections(problem, target))
+
+
+def _sections(problem: Problem, target: Target) -> int | None:
+    """Into how many runs the KV heads are divided that are worked on one after another; as in sm90_backward."""
+    if problem.deterministic:
+        return kv_head_sections(problem, target, 2 * PARTS)
+    return None if isinstance(problem.mask, Causal) else problem.batch * problem.heads_kv

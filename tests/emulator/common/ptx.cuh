@@ -145,6 +145,7 @@ inline int load_acquire(const int* place) {
   return *place;
 }
 inline void add_release(int* place, int value) { *place += value; }
+inline int add_relaxed(int* place, int value) { return (*place += value) - value; }
 
 }  // namespace tilewise::ptx
 

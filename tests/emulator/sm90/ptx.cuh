@@ -176,5 +176,4 @@ inline void store_global(void* place, const u32 (&x)[4]) {
 inline void store_global(float* place, float a, float b, float c, float d) {
   place[0] = a, place[1] = b, place[2] = c, place[3] = d;
 }
-inline int add_relaxed(int* place, int value) { return (*place += value) - value; }
 }  // namespace tilewise::ptx

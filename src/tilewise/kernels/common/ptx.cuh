@@ -139,5 +139,14 @@ __device__ __forceinline__ int load_acquire(const int* address) {  // ISA: ld
 __device__ __forceinline__ void add_release(int* address, int value) {  // ISA: red
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
+// Gives what was there before.
+__device__ __forceinline__ int add_relaxed(int* address, int value) {  // ISA: atom
+  int before;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address), "r"(value)
+               : "memory");
+  return before;
+}
 
 }  // namespace tilewise::ptx

@@ -1,5 +1,6 @@
 // clang-format off
-// Gradients of attention for every GPU from sm_80 on: cp.async loads, mma.sync products. One CTA a KV tile.
+// Gradients of attention for every GPU from sm_80 on: cp.async loads, mma.sync products. One CTA per KV tile,
+// or per piece of one.
 //
 // Symbols. Q, dO (seq_q x d, dv) of one (batch, head), K, V (seq_k x d, dv) of its KV head; lse from the
 // forward; D = rowsum(dO * O) - dlse. A CTA owns block_kv keys of one KV head and goes through the
@@ -14,8 +15,15 @@
 //   7. dV += round16(P)^T dO
 //   8. dQ += scale round16(dS) K          summed over KV tiles in global memory, float32
 //   9. dK += scale round16(dS)^T Q
+//  10. dK = scale dK; dK and dV to global memory, rounded
 // preprocess makes the row terms of 4 and 6 and zeroes the sums of dQ; postprocess scales and rounds
-// them (backward_edges.cuh).
+// them (backward_edges.cuh). Where dQ is not wanted step 8 is left out, and where neither dK nor dV is
+// 7, 9 and 10 are.
+//
+// Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), a CTA each. The
+// first piece of a tile that is done stores its dK and dV as float32, those after it add theirs, and the
+// last one adds what is there to its own before step 10. As they come, or, if gradients are to be
+// deterministic, by their numbers (common/piece_turns.cuh).
 //
 // Roles. All warps do the same. Each of the five products is divided over the warps in a grid of its
 // own, as square as it can be: a warp's block of 32 x 32 or 32 x 64 reads the least shared memory a
@@ -75,7 +83,7 @@ struct Backward {
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const bool descend = params.rows_descend != 0;
 
-  StepCursor cursor{plan, descend};
+  StepCursor cursor{plan};
   float dk[key_blocks][dk_columns * 8];
   float dv[key_blocks][dv_columns * 8];
 
@@ -176,7 +184,8 @@ struct Backward {
       for (int i = 0; i < score_columns * 8; ++i)
         s[t][i] = ptx::ex2(fmaf(s[t][i], params.scale_log2, -lse[row_of(i)]));
     }
-    store_scores(s, ptx::smem_address(smem.p), first_row, first_column);
+    if constexpr (config.makes_dkv)
+      store_scores(s, ptx::smem_address(smem.p), first_row, first_column);
     clear(dp);
     multiply<bf16, Stored::by_rows, Stored::by_columns, config.head_dim_v / 16, block_q, block_kv>(
         dp, ptx::smem_address(smem.dout[slot]), block_row, ptx::smem_address(smem.v), block_column);
@@ -220,8 +229,68 @@ struct Backward {
     if (threadIdx.x == 0) ptx::add_release(params.turns + tile_index(cursor), 1);
   }
 
-  // Step 8. Sums lie in fragment order, 128 floats a block of 16 x 8: as a lane holds them where
-  // four are added at a time, else 32 lanes after one another.
+  // Sums in global memory lie in fragment order, 128 floats a block of 16 x 8: as a lane holds them
+  // where four are added at a time, else 32 lanes after one another.
+  __device__ __forceinline__ int lane_place() const {
+    return config.vector_sums ? 4 * lane : static_cast<int>(lane);
+  }
+  template <int rows, int count>
+  __device__ __forceinline__ void add_to_sums(float* sums, const float (&x)[rows][count]) {
+    sums += lane_place();
+#pragma unroll
+    for (int t = 0; t < rows; ++t) {
+#pragma unroll
+      for (int j = 0; j < count; j += 4) {
+        float* place = sums + (t * count + j) * 32;
+        const float* quad = &x[t][j];
+        if constexpr (config.vector_sums) {
+          ptx::add_to_global(place, quad[0], quad[1], quad[2], quad[3]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) ptx::add_to_global(place + i * 32, quad[i]);
+        }
+      }
+    }
+  }
+  template <int rows, int count>
+  __device__ __forceinline__ void store_sums(float* sums, const float (&x)[rows][count]) {
+    sums += lane_place();
+#pragma unroll
+    for (int t = 0; t < rows; ++t) {
+#pragma unroll
+      for (int j = 0; j < count; j += 4) {
+        float* place = sums + (t * count + j) * 32;
+        const float* quad = &x[t][j];
+        if constexpr (config.vector_sums) {
+          *reinterpret_cast<float4*>(place) = float4{quad[0], quad[1], quad[2], quad[3]};
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) place[i * 32] = quad[i];
+        }
+      }
+    }
+  }
+  template <int rows, int count>
+  __device__ __forceinline__ void take_sums(const float* sums, float (&x)[rows][count]) {
+    sums += lane_place();
+#pragma unroll
+    for (int t = 0; t < rows; ++t) {
+#pragma unroll
+      for (int j = 0; j < count; j += 4) {
+        const float* place = sums + (t * count + j) * 32;
+        float* quad = &x[t][j];
+        if constexpr (config.vector_sums) {
+          const float4 others = *reinterpret_cast<const float4*>(place);
+          quad[0] += others.x, quad[1] += others.y, quad[2] += others.z, quad[3] += others.w;
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) quad[i] += place[i * 32];
+        }
+      }
+    }
+  }
+
+  // Step 8.
   __device__ __forceinline__ void add_dq() {
     float dq[query_blocks][dq_columns * 8];
     clear(dq);
@@ -229,22 +298,9 @@ struct Backward {
         dq, ptx::smem_address(smem.ds), warp % config.query_rows * query_blocks,
         ptx::smem_address(smem.k), warp / config.query_rows * dq_columns);
     await_turn();
-    float* sums = params.dq_sums + tile_index(cursor) * (block_q * config.head_dim) +
-                  warp * (query_blocks * dq_columns * 256);
-#pragma unroll
-    for (int t = 0; t < query_blocks; ++t) {
-#pragma unroll
-      for (int j = 0; j < dq_columns * 2; ++j) {
-        float* place = sums + (t * dq_columns * 2 + j) * 128;
-        const float* x = &dq[t][4 * j];
-        if constexpr (config.vector_sums) {
-          ptx::add_to_global(place + lane * 4, x[0], x[1], x[2], x[3]);
-        } else {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) ptx::add_to_global(place + i * 32 + lane, x[i]);
-        }
-      }
-    }
+    add_to_sums(params.dq_sums + tile_index(cursor) * (block_q * config.head_dim) +
+                    warp * (query_blocks * dq_columns * 256),
+                dq);
     pass_turn();
   }
 
@@ -252,13 +308,51 @@ struct Backward {
   __device__ __forceinline__ void add_gradients(int slot) {
     const int key_block = warp % config.key_rows * key_blocks;
     const int column = warp / config.key_rows;
-    multiply<bf16, Stored::by_columns, Stored::by_rows, block_q / 16, block_q, block_q>(
-        dv, ptx::smem_address(smem.p), key_block, ptx::smem_address(smem.dout[slot]),
-        column * dv_columns);
+    if constexpr (config.makes_dkv)
+      multiply<bf16, Stored::by_columns, Stored::by_rows, block_q / 16, block_q, block_q>(
+          dv, ptx::smem_address(smem.p), key_block, ptx::smem_address(smem.dout[slot]),
+          column * dv_columns);
     if (params.dq_sums != nullptr) add_dq();
-    multiply<bf16, Stored::by_columns, Stored::by_rows, block_q / 16, block_q, block_q>(
-        dk, ptx::smem_address(smem.ds), key_block, ptx::smem_address(smem.q[slot]),
-        column * dk_columns);
+    if constexpr (config.makes_dkv)
+      multiply<bf16, Stored::by_columns, Stored::by_rows, block_q / 16, block_q, block_q>(
+          dk, ptx::smem_address(smem.ds), key_block, ptx::smem_address(smem.q[slot]),
+          column * dk_columns);
+  }
+
+  // Index of this CTA's KV tile among those of all heads.
+  __device__ __forceinline__ long long key_tile_index() const {
+    const long long pair = static_cast<long long>(plan.batch) * params.heads_kv + plan.head_kv;
+    return pair * params.kv_tiles + plan.kv_tile;
+  }
+  // dK and dV of one piece of several to their sums, or the other way round: true if this is the
+  // last piece, whose accumulators are then the sums of all.
+  __device__ __forceinline__ bool join_pieces() {
+    PieceTurns* turns = params.piece_turns + key_tile_index();
+    if (threadIdx.x == 0)
+      smem.pieces_before = await_pieces(turns, plan.piece, plan.pieces, params.in_order != 0, true);
+    __syncthreads();
+    const int before = smem.pieces_before;
+    constexpr int columns = config.head_dim + config.head_dim_v;
+    float* dv_sums = params.dkv_sums + key_tile_index() * (block_kv * columns) +
+                     warp * (key_blocks * dv_columns * 256);
+    float* dk_sums = params.dkv_sums + key_tile_index() * (block_kv * columns) +
+                     block_kv * config.head_dim_v + warp * (key_blocks * dk_columns * 256);
+    if (before == plan.pieces - 1) {
+      take_sums(dv_sums, dv);
+      take_sums(dk_sums, dk);
+      return true;
+    }
+    if (before == 0) {
+      store_sums(dv_sums, dv);
+      store_sums(dk_sums, dk);
+    } else {
+      add_to_sums(dv_sums, dv);
+      add_to_sums(dk_sums, dk);
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) ptx::add_release(&turns->added, 1);
+    return false;
   }
 
   // One gradient of this CTA's keys. Invariant: nobody reads matrices in shared memory any more.
@@ -276,7 +370,9 @@ struct Backward {
         plan.kv_tile * block_kv + warp % config.key_rows * rows, params.seq_k, dim - first_column);
   }
 
+  // Step 10.
   __device__ __forceinline__ void finish() {
+    if (plan.pieces > 1 && !join_pieces()) return;
     __syncthreads();
     store_keys<dv_columns>(dv, params.dv, params.head_dim_v);
 #pragma unroll
@@ -289,35 +385,39 @@ struct Backward {
   }
 
   __device__ __forceinline__ void run() {
-    clear(dk);
-    clear(dv);
-    const int steps = plan.touched.count() * params.heads_per_kv;
-    if (steps > 0) {
+    if constexpr (config.makes_dkv) {
+      clear(dk);
+      clear(dv);
+    }
+    const int steps_kept = plan.steps;
+    // As of lanes: where several CTAs share the registers it is read again each time.
+    auto steps = [&] { return config.ctas_per_sm > 1 ? plan.steps : steps_kept; };
+    if (steps() > 0) {
       load_keys();
       load_step(cursor, 0);
     }
     ptx::cp_async_commit();
     int slot = 0;
-    for (int step = 0; step < steps; ++step) {
+    for (int step = 0; step < steps(); ++step) {
       StepCursor next = cursor;
       next.advance(plan, descend);
       ptx::cp_async_wait<0>();
       __syncthreads();
-      if (config.stages == 2 && step + 1 < steps) load_step(next, slot ^ 1);
+      if (config.stages == 2 && step + 1 < steps()) load_step(next, slot ^ 1);
       ptx::cp_async_commit();
       weigh(slot);
       __syncthreads();
       add_gradients(slot);
       if constexpr (config.stages == 1) {
         __syncthreads();
-        if (step + 1 < steps) load_step(next, 0);
+        if (step + 1 < steps()) load_step(next, 0);
         ptx::cp_async_commit();
       } else {
         slot ^= 1;
       }
       cursor = next;
     }
-    finish();
+    if constexpr (config.makes_dkv) finish();
   }
 };
 
@@ -325,7 +425,11 @@ template <BackwardConfig config>
 __device__ __forceinline__ void backward(const BackwardParams& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
-  if (threadIdx.x == 0) smem.plan = make_backward_plan<config>(params, blockIdx.x);
+  if (threadIdx.x < 32) {
+    const BackwardPlan plan =
+        make_backward_plan<config.block_q, config.block_kv>(params, blockIdx.x);
+    if (threadIdx.x == 0) smem.plan = plan;
+  }
   __syncthreads();
   Backward<config>{params, smem}.run();
 }

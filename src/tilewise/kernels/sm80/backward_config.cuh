@@ -1,6 +1,8 @@
 // The compile-time choices of the backward kernel, its parameters, plan and shared memory.
 #pragma once
 
+#include "../common/find_piece.cuh"
+#include "../common/piece_turns.cuh"
 #include "config.cuh"
 
 namespace tilewise::sm80 {
@@ -19,7 +21,8 @@ struct BackwardConfig {
   int query_rows;  // warps along the queries of dQ
   int stages;      // of Q and dO
   bool softcap;
-  bool vector_sums;  // sums of dQ are added four at a time (sm_90 on)
+  bool vector_sums;  // sums in global memory are added four at a time (sm_90 on)
+  bool makes_dkv;    // else neither dK nor dV is
   int ctas_per_sm;
 
   TILEWISE_INLINE int threads() const { return warps * 32; }
@@ -36,6 +39,10 @@ struct BackwardParams {
   const float* row_terms;  // likewise: rowsum(dO * O) - dlse
   float* dq_sums;          // null: dQ is not wanted; zeroed (batch, heads, q_tiles, fragments)
   int* turns;  // null, or zeroed (batch, heads, q_tiles): dQ is summed in the order of the keys
+  // Where KV tiles are cut into pieces: sums of dK and dV, (batch, heads_kv, kv_tiles, fragments),
+  // and the turns of pieces at them, zeroed (batch, heads_kv, kv_tiles).
+  float* dkv_sums;
+  PieceTurns* piece_turns;
   int batch;
   int heads_kv;
   int heads_per_kv;
@@ -47,60 +54,60 @@ struct BackwardParams {
   int band_end_shift;
   int q_tiles;
   int kv_tiles;
+  int pieces;       // of all KV tiles of one (batch, KV head) pair
+  int piece_steps;  // at most, per piece
   int sections;
   int rows_descend;  // 1: from the last query tile to the first
+  int in_order;      // 1: pieces add to dK and dV by their numbers
   float scale;
   float scale_log2;
   float inverse_scale_log2;
   float softcap_in;
 };
 
-// What a CTA does: one KV tile of one KV head, against the query tiles that see it, head by head of
-// the group.
+// What a CTA does: one KV tile of one KV head, or a piece of it, against query tiles that see it,
+// head by head of the group.
 struct BackwardPlan {
   int batch;
   int head_kv;
   int kv_tile;
+  int piece;  // of `pieces` that the KV tile is cut into
+  int pieces;
   TileRange touched;  // query tiles
   TileRange full;     // those of which every row sees every key of the tile
+  int begin_tile;     // where this piece begins
+  int begin_head;     // of the group
+  int steps;
 
   TILEWISE_INLINE bool partial(int q_tile) const {
     return q_tile < full.begin || q_tile >= full.end;
   }
 };
 
-// A key k is seen by the rows k - end_shift < r <= k - first_shift.
-TILEWISE_INLINE int first_row_of(const Band& band, int key) {
-  return max_int(0, key - band.end_shift + 1);
-}
-TILEWISE_INLINE int end_row_of(const Band& band, int key, int seq_q) {
-  return min_int(seq_q, key - band.first_shift + 1);
-}
-
-// The query tiles that touch the keys [first_key, end_key), and those that see them whole. Rows
-// past the end of the queries have weight 0 whatever they see, so they make no tile partial.
-TILEWISE_INLINE void query_tiles(const Band& band, int first_key, int end_key, int seq_q,
-                                 int block_q, TileRange& touched, TileRange& full) {
-  const int begin = first_row_of(band, first_key), end = end_row_of(band, end_key - 1, seq_q);
-  touched = begin < end ? TileRange{begin / block_q, ceil_div(end, block_q)} : TileRange{0, 0};
-  const int full_begin = ceil_div(first_row_of(band, end_key - 1), block_q);
-  const int full_rows = end_row_of(band, first_key, seq_q);
-  const int full_end = full_rows == seq_q ? touched.end : max_int(0, full_rows) / block_q;
-  full.begin = max_int(touched.begin, full_begin);
-  full.end = min_int(touched.end, full_end);
-}
-
-template <BackwardConfig config>
-__device__ __forceinline__ BackwardPlan make_backward_plan(const BackwardParams& params, int work) {
-  const Schedule schedule{params.heads_kv, params.batch * params.heads_kv, params.kv_tiles,
+// Of the parameters of this backward or of the float32 one. All lanes of a warp ask together.
+template <int block_q, int block_kv, typename Params>
+__device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params, int work) {
+  const Schedule schedule{params.heads_kv, params.batch * params.heads_kv, params.pieces,
                           params.sections, 0};
-  const WorkTile tile = schedule.tile(work);
-  const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
-  BackwardPlan plan{tile.batch, tile.head, tile.q_tile, {0, 0}, {0, 0}};
-  const int first_key = plan.kv_tile * config.block_kv, end_key = first_key + config.block_kv;
-  query_tiles(band, first_key, min_int(end_key, params.seq_k), params.seq_q, config.block_q,
-              plan.touched, plan.full);
-  if (end_key > params.seq_k) plan.full = {0, 0};
+  const WorkTile at = schedule.tile(work);
+  const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
+  Piece piece{at.q_tile, 0, 1};
+  if (params.pieces != params.kv_tiles)
+    piece = find_piece(at.q_tile, params.kv_tiles, params.piece_steps, false, [&](int tile) {
+      return touched_query_tiles(band, tile, params.seq_k, block_q, block_kv).count() *
+             params.heads_per_kv;
+    });
+  const QueryTiles tiles = query_tiles(band, piece.tile, params.seq_k, block_q, block_kv);
+  const int count = tiles.touched.count();
+  const TileRange steps = steps_of_piece(count * params.heads_per_kv, params.piece_steps, piece);
+  BackwardPlan plan{at.batch,      at.head,    piece.tile, piece.index, piece.count,
+                    tiles.touched, tiles.full, 0,          0,           steps.count()};
+  if (plan.steps > 0) {
+    plan.begin_head = steps.begin / count;
+    const int ahead = steps.begin - plan.begin_head * count;
+    plan.begin_tile =
+        params.rows_descend ? plan.touched.end - 1 - ahead : plan.touched.begin + ahead;
+  }
   return plan;
 }
 
@@ -116,15 +123,16 @@ struct BackwardSmem {
   alignas(16) float lse_log2[config.stages][config.block_q];
   alignas(16) float row_terms[config.stages][config.block_q];
   BackwardPlan plan;
+  int pieces_before;  // at the sums of dK and dV
 };
 
 // Counts through the steps of a plan: query tiles of one head, then of the next.
 struct StepCursor {
   int q_tile;
-  int head = 0;  // of the group
+  int head;  // of the group
 
-  __device__ __forceinline__ StepCursor(const BackwardPlan& plan, bool descend)
-      : q_tile(descend ? plan.touched.end - 1 : plan.touched.begin) {}
+  __device__ __forceinline__ explicit StepCursor(const BackwardPlan& plan)
+      : q_tile(plan.begin_tile), head(plan.begin_head) {}
   __device__ __forceinline__ void advance(const BackwardPlan& plan, bool descend) {
     const int first = descend ? plan.touched.end - 1 : plan.touched.begin;
     const int last = descend ? plan.touched.begin : plan.touched.end - 1;

@@ -10,12 +10,14 @@ namespace tilewise::sm80 {
 struct PreprocessParams {
   Tensor out;
   Tensor dout;
-  const float* lse;   // (batch, heads, seq_q)
-  const float* dlse;  // null, or likewise
-  float* lse_log2;    // (batch, heads, rows), rows padded to the query tile
-  float* row_terms;   // likewise
-  float* dq_sums;     // null, or row_floats a row, to be zeroed
-  int* turns;         // null, or one a query tile, to be zeroed
+  const float* lse;         // (batch, heads, seq_q)
+  const float* dlse;        // null, or likewise
+  float* lse_log2;          // (batch, heads, rows), rows padded to the query tile
+  float* row_terms;         // likewise
+  float* dq_sums;           // null, or row_floats a row, to be zeroed
+  int* turns;               // null, or one a query tile, to be zeroed
+  PieceTurns* piece_turns;  // null, or so many turns of pieces at dK and dV, to be zeroed
+  int piece_turn_count;
   int heads;
   int seq_q;
   int rows;
@@ -67,6 +69,11 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
   }
   if (params.turns != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
     params.turns[first / params.block_q] = 0;
+  if (params.piece_turns != nullptr) {
+    const int stride = static_cast<int>(gridDim.x) * edge_threads;
+    for (int i = blockIdx.x * edge_threads + threadIdx.x; i < params.piece_turn_count; i += stride)
+      params.piece_turns[i] = PieceTurns{0, 0};
+  }
 #pragma unroll
   for (int i = 0; i < edge_rows; i += rows_at_once) {
     const int in_block = i + threadIdx.x / lanes, row = first_row + in_block;

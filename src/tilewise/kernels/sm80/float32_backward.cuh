@@ -1,6 +1,6 @@
 // clang-format off
 // Gradients of float32 attention for every GPU from sm_80 on: cp.async loads, TF32 products by mma.sync, three to
-// one of float32. One CTA a KV tile.
+// one of float32. One CTA per KV tile, or per piece of one.
 //
 // Symbols. Q, dO (seq_q x d, dv) of one (batch, head), K, V (seq_k x d, dv) of its KV head; lse from the
 // forward; D = rowsum(dO * O) - dlse. A CTA owns block_kv keys of one KV head, a warp 16 of them, and goes
@@ -18,12 +18,17 @@
 //   8. dK += scale dS^T Q                 likewise
 //   9. dQ += scale dS K                   added up over KV tiles in global memory
 // Sums of steps 7 and 8 leave the tensor core after every query tile, 32 columns at a time, and are added
-// outside of it. float32_preprocess makes the row terms of 4 and 6 and zeroes dQ.
+// outside of it. float32_preprocess makes the row terms of 4 and 6 and zeroes dQ. Where dQ is not wanted step 9
+// is left out, and where neither dK nor dV is 7 and 8 are.
+//
+// Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), a CTA each. The first
+// piece of a tile that is done stores its dK and dV, those after it add theirs to them, in their last units: as
+// they come or, if gradients are to be deterministic, by their numbers (common/piece_turns.cuh).
 //
 // Small tiles. The low parts of numbers below 2^-113 have fewer bits than they need. Tiles of Q, K, V and dO
 // that have no number of 2^-95 or more are multiplied by 2^64 as they arrive, in shared memory, each thread
-// what it has copied itself; sums are multiplied back as they leave the tensor core (Float32Units). dQ below
-// 2^-95 is added by compare-and-swap: sums in global memory take subnormal numbers for 0.
+// what it has copied itself; sums are multiplied back as they leave the tensor core (Float32Units). What is below
+// 2^-95 is added to gradients by compare-and-swap: sums in global memory take subnormal numbers for 0.
 //
 // Roles. All warps do the same. Keys are rows of S^T, so that P^T and dS^T are operands of 7 and 8 in the
 // registers they are in; only dQ, whose sum goes over the keys of all warps, needs dS in shared memory. Its
@@ -82,7 +87,7 @@ struct Float32Backward {
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const bool descend = params.rows_descend != 0;
 
-  StepCursor cursor{plan, descend};
+  StepCursor cursor{plan};
   float dk[config.head_dim / 2];
   float dv[config.head_dim_v / 2];
 
@@ -199,13 +204,13 @@ struct Float32Backward {
 
   // Step 3. The thread's queries in the tile are 8j + 2(lane % 4) + {0, 1}.
   __device__ __forceinline__ void hide(Scores& s) {
-    const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+    const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
     const int query = cursor.q_tile * block_q + 2 * (lane % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = plan.kv_tile * block_kv + warp * 16 + lane / 4 + 8 * r;
-      const int first = first_row_of(band, key) - query;
-      const int end = key < params.seq_k ? end_row_of(band, key, params.seq_q) - query : first;
+      const int first = band.first_row(key) - query;
+      const int end = key < params.seq_k ? band.end_row(key) - query : first;
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) {
         if (row_of(i) != r) continue;
@@ -423,8 +428,9 @@ struct Float32Backward {
     pass_turn();
   }
 
-  // One gradient of this warp's keys. A lane has the columns 8 (lane % 4) to + 7 of every panel.
-  template <int columns>
+  // One gradient of this warp's keys, stored or added to what is there. A lane has the columns
+  // 8 (lane % 4) to + 7 of every panel.
+  template <int columns, bool add>
   __device__ __forceinline__ void store_keys(const float (&x)[columns / 2], float factor,
                                              const Tensor& gradient, int dim) {
     if (gradient.data == nullptr) return;
@@ -439,18 +445,64 @@ struct Float32Backward {
         const int column = half / 2 * float_panel + half % 2 * 4;
         if (halves(column + 8 * (lane % 4)) >= dim) continue;
         const float* quad = &x[half / 2 * panel_sums + 2 * r + half % 2];
-        *reinterpret_cast<float4*>(row + column) =
-            float4{quad[0] * factor, quad[4] * factor, quad[8] * factor, quad[12] * factor};
+        const float4 y{quad[0] * factor, quad[4] * factor, quad[8] * factor, quad[12] * factor};
+        if constexpr (add)
+          add_quad(row + column, y);
+        else
+          *reinterpret_cast<float4*>(row + column) = y;
       }
     }
   }
+  static __device__ __forceinline__ void add_quad(float* place, const float4& x) {
+    const u32 bits = (__float_as_uint(x.x) | __float_as_uint(x.y) | __float_as_uint(x.z) |
+                      __float_as_uint(x.w)) &
+                     ~(1u << 31);
+    if (__builtin_expect((bits & large_bits) == 0, 0)) {
+      if (bits == 0) return;
+      ptx::add_subnormal_to_global(place, x.x);
+      ptx::add_subnormal_to_global(place + 1, x.y);
+      ptx::add_subnormal_to_global(place + 2, x.z);
+      ptx::add_subnormal_to_global(place + 3, x.w);
+    } else if constexpr (config.vector_sums) {
+      ptx::add_to_global(place, x.x, x.y, x.z, x.w);
+    } else {
+      ptx::add_to_global(place, x.x);
+      ptx::add_to_global(place + 1, x.y);
+      ptx::add_to_global(place + 2, x.z);
+      ptx::add_to_global(place + 3, x.w);
+    }
+  }
+
+  template <bool add>
+  __device__ __forceinline__ void store_both() {
+    store_keys<config.head_dim_v, add>(dv, 1.0f, params.dv, params.head_dim_v);
+    store_keys<config.head_dim, add>(dk, params.scale, params.dk, params.head_dim);
+  }
+  __device__ __forceinline__ void finish() {
+    if (plan.pieces == 1) return store_both<false>();
+    const long long pair = static_cast<long long>(plan.batch) * params.heads_kv + plan.head_kv;
+    PieceTurns* turns = params.piece_turns + pair * params.kv_tiles + plan.kv_tile;
+    if (threadIdx.x == 0)
+      smem.pieces_before =
+          await_pieces(turns, plan.piece, plan.pieces, params.in_order != 0, false);
+    __syncthreads();
+    if (smem.pieces_before == 0)
+      store_both<false>();
+    else
+      store_both<true>();
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) ptx::add_release(&turns->added, 1);
+  }
 
   __device__ __forceinline__ void run() {
+    if constexpr (config.makes_dkv) {
 #pragma unroll
-    for (int i = 0; i < config.head_dim / 2; ++i) dk[i] = 0.0f;
+      for (int i = 0; i < config.head_dim / 2; ++i) dk[i] = 0.0f;
 #pragma unroll
-    for (int i = 0; i < config.head_dim_v / 2; ++i) dv[i] = 0.0f;
-    const int steps = plan.touched.count() * params.heads_per_kv;
+      for (int i = 0; i < config.head_dim_v / 2; ++i) dv[i] = 0.0f;
+    }
+    const int steps = plan.steps;
     if (steps > 0) {
       load_keys();
       load_step(cursor, 0);
@@ -467,8 +519,10 @@ struct Float32Backward {
       Scores p, ds;
       weigh(slot, p, ds);
       store_ds(ds);
-      add_product<config.head_dim_v>(p, ptx::smem_address(smem.dout[slot]), smem.units.dout, dv);
-      add_product<config.head_dim>(ds, ptx::smem_address(smem.q[slot]), smem.units.dk, dk);
+      if constexpr (config.makes_dkv) {
+        add_product<config.head_dim_v>(p, ptx::smem_address(smem.dout[slot]), smem.units.dout, dv);
+        add_product<config.head_dim>(ds, ptx::smem_address(smem.q[slot]), smem.units.dk, dk);
+      }
       __syncthreads();
       if (config.stages == 1 && step + 1 < steps) load_step(next, 0);
       if constexpr (config.stages == 1) ptx::cp_async_commit();
@@ -476,8 +530,7 @@ struct Float32Backward {
       if constexpr (config.stages == 2) slot ^= 1;
       cursor = next;
     }
-    store_keys<config.head_dim_v>(dv, 1.0f, params.dv, params.head_dim_v);
-    store_keys<config.head_dim>(dk, params.scale, params.dk, params.head_dim);
+    if constexpr (config.makes_dkv) finish();
   }
 };
 
@@ -485,8 +538,12 @@ template <Float32BackwardConfig config>
 __device__ __forceinline__ void float32_backward(const Float32BackwardParams& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Float32BackwardSmem<config>& smem = *reinterpret_cast<Float32BackwardSmem<config>*>(smem_bytes);
+  if (threadIdx.x < 32) {
+    const BackwardPlan plan =
+        make_backward_plan<config.block_q, config.block_kv()>(params, blockIdx.x);
+    if (threadIdx.x == 0) smem.plan = plan;
+  }
   if (threadIdx.x == 0) {
-    smem.plan = make_plan<config>(params, blockIdx.x);
     smem.half = tf32_half;
     smem.units = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
   }
@@ -499,12 +556,14 @@ __device__ __forceinline__ void float32_backward(const Float32BackwardParams& pa
 struct Float32PreprocessParams {
   Tensor out;
   Tensor dout;
-  Tensor dq;          // data null, or to be zeroed
-  const float* lse;   // (batch, heads, seq_q)
-  const float* dlse;  // null, or likewise
-  float* padded_lse;  // (batch, heads, rows), rows padded to the query tile
-  float* row_terms;   // likewise
-  int* turns;         // null, or one a query tile, to be zeroed
+  Tensor dq;                // data null, or to be zeroed
+  const float* lse;         // (batch, heads, seq_q)
+  const float* dlse;        // null, or likewise
+  float* padded_lse;        // (batch, heads, rows), rows padded to the query tile
+  float* row_terms;         // likewise
+  int* turns;               // null, or one a query tile, to be zeroed
+  PieceTurns* piece_turns;  // null, or so many turns of pieces at dK and dV, to be zeroed
+  int piece_turn_count;
   int heads;
   int seq_q;
   int rows;
@@ -528,6 +587,11 @@ __device__ __forceinline__ void float32_preprocess(const Float32PreprocessParams
   if (params.turns != nullptr && threadIdx.x < float32_edge_rows &&
       (first_row + threadIdx.x) % params.block_q == 0)
     params.turns[(first + threadIdx.x) / params.block_q] = 0;
+  if (params.piece_turns != nullptr) {
+    const int stride = static_cast<int>(gridDim.x) * float32_edge_threads;
+    int i = blockIdx.x * float32_edge_threads + threadIdx.x;
+    for (; i < params.piece_turn_count; i += stride) params.piece_turns[i] = PieceTurns{0, 0};
+  }
 #pragma unroll 1
   for (int i = 0; i < float32_edge_rows; i += rows_at_once) {
     const int in_block = i + threadIdx.x / lanes, row = first_row + in_block;

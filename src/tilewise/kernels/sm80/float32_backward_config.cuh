@@ -15,7 +15,8 @@ struct Float32BackwardConfig {
   int warps;       // of 16 keys each
   int stages;      // of Q and dO
   bool softcap;
-  bool vector_sums;  // sums of dQ are added four at a time (sm_90 on)
+  bool vector_sums;  // sums in global memory are added four at a time (sm_90 on)
+  bool makes_dkv;    // else neither dK nor dV is wanted
   int ctas_per_sm;
 
   TILEWISE_INLINE int block_kv() const { return warps * 16; }
@@ -34,6 +35,9 @@ struct Float32BackwardParams {
   const float* lse;        // (batch, heads, rows padded to block_q); +inf where no key is seen
   const float* row_terms;  // likewise: rowsum(dO * O) - dlse
   int* turns;  // null, or zeroed (batch, heads, q_tiles): dQ is summed in the order of the keys
+  // Null, or where KV tiles are cut into pieces: their turns at dK and dV, zeroed (batch, heads_kv,
+  // kv_tiles).
+  PieceTurns* piece_turns;
   int batch;
   int heads_kv;
   int heads_per_kv;
@@ -45,26 +49,15 @@ struct Float32BackwardParams {
   int band_end_shift;
   int q_tiles;
   int kv_tiles;
+  int pieces;       // of all KV tiles of one (batch, KV head) pair
+  int piece_steps;  // at most, per piece
   int sections;
   int rows_descend;     // 1: from the last query tile to the first
+  int in_order;         // 1: pieces add to dK and dV by their numbers
   float scale;          // of scores
   float softmax_scale;  // of what the softmax is of: scale, or with a softcap the cap
   float softcap_in;     // scale / cap
 };
-
-template <Float32BackwardConfig config>
-__device__ __forceinline__ BackwardPlan make_plan(const Float32BackwardParams& params, int work) {
-  const Schedule schedule{params.heads_kv, params.batch * params.heads_kv, params.kv_tiles,
-                          params.sections, 0};
-  const WorkTile tile = schedule.tile(work);
-  const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
-  BackwardPlan plan{tile.batch, tile.head, tile.q_tile, {0, 0}, {0, 0}};
-  const int first_key = plan.kv_tile * config.block_kv(), end_key = first_key + config.block_kv();
-  query_tiles(band, first_key, min_int(end_key, params.seq_k), params.seq_q, config.block_q,
-              plan.touched, plan.full);
-  if (end_key > params.seq_k) plan.full = {0, 0};
-  return plan;
-}
 
 // What numbers are counted in: 1 or, where a tile was small, 2^-64, and the products of such.
 struct Float32Units {
@@ -94,6 +87,7 @@ struct Float32BackwardSmem {
   BackwardPlan plan;
   u32 half;  // tf32_half, as in Float32Smem
   Float32Units units;
+  int pieces_before;  // at dK and dV
   static_assert(config.head_dim % float_panel == 0 && config.head_dim_v % float_panel == 0);
   static_assert(config.block_kv() % float_panel == 0 && config.block_q % 16 == 0);
 };

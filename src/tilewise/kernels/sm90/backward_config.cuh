@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../common/find_piece.cuh"
+#include "../common/piece_turns.cuh"
 #include "config.cuh"
 
 namespace tilewise::sm90 {
@@ -74,7 +75,7 @@ struct BackwardParams {
   // Where KV tiles are cut into pieces: float32 sums of dK and dV, (batch, heads_kv, kv_tiles,
   // fragment order), and the turns of pieces at them, (batch, heads_kv, kv_tiles, 2), zeroed.
   float* dkv_sums;
-  TileTurns* piece_turns;
+  PieceTurns* piece_turns;
   void* dq;          // null: not wanted
   long long dq_batch_stride;  // in elements
   long long dq_head_stride;
@@ -143,9 +144,7 @@ __device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params,
     });
   const QueryTiles tiles = query_tiles(band, piece.tile, params.seq_k, block_q, block_kv);
   const int count = tiles.touched.count();
-  const TileRange steps = piece.count == 1
-                              ? TileRange{0, count * group}
-                              : steps_of_piece(count * group, params.piece_steps, piece);
+  const TileRange steps = steps_of_piece(count * group, params.piece_steps, piece);
   BackwardPlan plan;
   plan.batch = at.batch;
   plan.head_kv = at.head;

@@ -19,8 +19,8 @@ struct PreprocessParams {
   float* start_s;     // (batch, heads, rows), rows padded to the query tile
   float* start_dp;
   float* dq_sums;    // null, or row_floats * rows floats a head, to be zeroed
-  TileTurns* turns;        // null, or one per query tile, to be zeroed
-  TileTurns* piece_turns;  // null, or so many turns of pieces at dK and dV, to be zeroed
+  TileTurns* turns;         // null, or one per query tile, to be zeroed
+  PieceTurns* piece_turns;  // null, or so many turns of pieces at dK and dV, to be zeroed
   int piece_turn_count;
   int heads;
   int seq_q;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
   if (params.piece_turns != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * edge_threads;
     for (int i = block * edge_threads + threadIdx.x; i < params.piece_turn_count; i += stride)
-      params.piece_turns[i] = TileTurns{0, 0};
+      params.piece_turns[i] = PieceTurns{0, 0};
   }
 #pragma unroll
   for (int i = 0; i < edge_rows / rows_at_once; ++i) {

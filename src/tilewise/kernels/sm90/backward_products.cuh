@@ -204,25 +204,17 @@ struct ProductWarpgroup {
     return params.dkv_sums + (pair * params.kv_tiles + plan.kv_tile) * (block_kv * columns) +
            row * columns + threadIdx.x % 128 * 4;
   }
-  __device__ __forceinline__ TileTurns* piece_turns() {
+  __device__ __forceinline__ PieceTurns* piece_turns() {
     const long long pair = static_cast<long long>(plan.batch) * params.heads_kv + plan.head_kv;
     return params.piece_turns + (pair * params.kv_tiles + plan.kv_tile) * 2 + warpgroup;
   }
 
-  // How many pieces of this KV tile have added, or are about to, before this one. By keys pieces
-  // take turns in their order; else the first one waits for no other, the last one for all, and
-  // those between for the first. Why this cannot hang: a piece that is waited for has a smaller
-  // block index, or has claimed its turn and so has nothing left to do but to add.
+  // How many pieces of this KV tile add before this one: common/piece_turns.cuh.
   __device__ __forceinline__ int await_pieces() {
     if (threadIdx.x % 128 == 0) {
       ptx::wait_for_previous_grid();  // which zeroed the turns
-      TileTurns* turns = piece_turns();
-      const bool in_order = params.order == by_keys;
-      const int before = in_order ? plan.piece : ptx::add_relaxed(&turns->claimed, 1);
-      const int awaited = in_order || before == plan.pieces - 1 ? before : min_int(before, 1);
-      while (ptx::load_acquire(&turns->added) < awaited) {
-      }
-      smem.pieces_before[warpgroup] = before;
+      smem.pieces_before[warpgroup] = tilewise::await_pieces(
+          piece_turns(), plan.piece, plan.pieces, params.order == by_keys, true);
     }
     ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + warpgroup);
     return smem.pieces_before[warpgroup];

@@ -2,7 +2,7 @@
 // Gradients of attention in float32 on Hopper's 16-bit tensor cores: operands in three parts of bf16, six products each.
 //
 // Symbols as in backward.cuh: Q, dO (seq_q x d, dv) of one (batch, head), K, V (seq_k x d, dv) of its KV head; D = rowsum(dO * O)
-// - dlse. A CTA owns 64 keys of one KV head and goes through the query tiles of 64 rows that see them, head
+// - dlse. A CTA owns 64 keys of one KV head, or a piece of their work, and goes through the query tiles of 64 rows that see them, head
 // by head of the group. Keys are rows, so that P^T and dS^T are A operands as they come. X_i: part i of X times the power of two
 // of its tile (float32_split.cuh); e_x: those powers. Sums over the six terms (i, j) run from the smallest to (0, 0).
 //
@@ -21,6 +21,10 @@
 // of any size (those of a query add up to 1), and so may dS; parts of fp16 would need a scale for every key and tile, and what
 // they cannot hold would need this kernel behind them. Why fresh accumulators: the tensor core truncates its sums.
 //
+// Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), a CTA each. The first piece of a tile
+// that is done with dV or dK stores it, those after it add theirs: as they come or, if gradients are to be deterministic, by
+// their numbers (common/piece_turns.cuh). Products of gradients that are not wanted (5, 6, 7) are left out.
+//
 // Roles. Warpgroup 0: one thread issues all loads. 1 makes dQ (7). 2 owns dV (1, 2, 5) and hands P over in shared memory; 3 owns
 // dK (3, 4, 6) and hands dS over in the same place. Each waits for its own products; those of the others run meanwhile.
 //
@@ -38,6 +42,7 @@
 //   room_empty[room]      warps of 1, 4               2                 dS is read
 //   named 1               3, 128 threads              itself            P is read before dS replaces it
 //   named 2               1, 128 threads              itself            in turns: its turn has come; its sums are added
+//   named 3, 1            2 and 3, 128 threads        itself            pieces: likewise, at dV and at dK
 //
 // Registers of a thread (512 in four warpgroups): producer 32; dQ 112: d / 2 accumulators; 2 and 3: 184: sums d / 2, parts 48,
 // fresh accumulators 32 (48 for d = 96), or S or dP in their place.
@@ -142,7 +147,7 @@ __device__ __forceinline__ void backward(const GradParams& params) {
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp == 0) {
     const BackwardPlan plan = make_backward_plan<grad_block, grad_block>(
-        params, blockIdx.x, params.turns != nullptr ? stairs : around);
+        params, blockIdx.x, params.in_order ? stairs : around);
     if (threadIdx.x == 0) {
       smem.plan = plan;
       init_grad_barriers<config>(smem);

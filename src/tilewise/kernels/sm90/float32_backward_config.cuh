@@ -2,6 +2,7 @@
 // float32_backward.cuh.
 #pragma once
 
+#include "../common/piece_turns.cuh"
 #include "backward_config.cuh"
 #include "float32_config.cuh"
 
@@ -35,7 +36,10 @@ struct GradParams {
   const float* lse;           // (batch, heads, rows padded to 64)
   const float* row_terms;     // likewise: rowsum(dO * O) - dlse
   int* turns;  // null, or zeroed (batch, heads, q_tiles): KV tiles add to dQ in order
-  float* dq;   // each null, or where to store; dq zeroed
+  // Null, or where KV tiles are cut into pieces: their turns at dV and at dK, zeroed (batch,
+  // heads_kv, kv_tiles, 2).
+  PieceTurns* piece_turns;
+  float* dq;  // each null, or where to store; dq zeroed
   long long dq_batch_stride, dq_head_stride, dq_seq_stride;  // in elements
   float* dk;
   long long dk_batch_stride, dk_head_stride, dk_seq_stride;
@@ -55,6 +59,7 @@ struct GradParams {
   int pieces;       // of all KV tiles of one (batch, KV head) pair
   int piece_steps;  // at most, per piece
   int sections;
+  int in_order;       // 1: gradients are added up in an order that is the same every time
   float score_scale;  // of S, or with a softcap the cap
   float softcap_in;
   float scale;  // of dQ and dK
@@ -84,6 +89,7 @@ struct GradSmem {
   ptx::u64 dout_full[config.stages], dout_empty[config.stages];
   ptx::u64 weights_full[config.rooms], ds_full[config.rooms], room_empty[config.rooms];
   BackwardPlan plan;
+  int pieces_before[2];  // at dV and at dK
 };
 
 // --- before it: row terms ---
@@ -99,6 +105,8 @@ struct RowParams {
   float* row_terms;
   int* term_exponents;
   int* turns;
+  PieceTurns* piece_turns;  // null, or so many, to be zeroed
+  int piece_turn_count;
   int heads;
   int seq_q;
   int q_tiles;

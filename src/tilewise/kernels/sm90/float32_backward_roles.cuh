@@ -12,6 +12,7 @@ namespace tilewise::sm90::float32 {
 struct GradBarrierId {
   static constexpr int key_warpgroup = 1;
   static constexpr int query_warpgroup = 2;
+  static constexpr int value_warpgroup = 3;
 };
 
 using GradFragment = float[grad_block / 2];
@@ -175,6 +176,70 @@ struct GradWarpgroup {
       }
     }
   }
+
+  // Adds x * first * second to the rows `row` and `row` + 8 of a gradient, `place` being row 0.
+  // Neighbouring lanes trade pairs of columns, so that each has four side by side.
+  // `tiny`: parts of it may be subnormal. `look`: it is not known, but seen from the numbers.
+  template <bool look, int count>
+  __device__ __forceinline__ void add_rows(const float (&x)[count], float first, float second,
+                                           float* place, int row, int end_row, long long stride,
+                                           int dim, bool tiny) const {
+    // Why asked again: what is derived from it would be kept in registers over the steps.
+    const int lane = ptx::thread_again() % 32;
+    const bool odd = lane % 2;
+    place += row * stride + (odd ? 8 : 0) + lane % 4 / 2 * 4;
+#pragma unroll
+    for (int j = 0; j < count / 8; ++j) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float mine[4];  // two columns of one block of eight, two of the next
+#pragma unroll
+        for (int i = 0; i < 4; ++i) mine[i] = x[8 * j + i / 2 * 4 + 2 * r + i % 2] * first * second;
+        const float a = __shfl_xor_sync(0xffffffffu, odd ? mine[0] : mine[2], 1);
+        const float b = __shfl_xor_sync(0xffffffffu, odd ? mine[1] : mine[3], 1);
+        if (row + 8 * r >= end_row || 16 * j + (odd ? 8 : 0) >= dim) continue;
+        float* quad = place + 8 * r * stride + 16 * j;
+        const float y[4] = {odd ? a : mine[0], odd ? b : mine[1], odd ? mine[2] : a,
+                            odd ? mine[3] : b};
+        bool by_swap = tiny;
+        if constexpr (look) {
+          constexpr u32 large_bits = 0x70000000;  // not 0 in a number of 2^-95 and up
+          by_swap = ((__float_as_uint(y[0]) | __float_as_uint(y[1]) | __float_as_uint(y[2]) |
+                      __float_as_uint(y[3])) &
+                     large_bits) == 0;
+        }
+        if (__builtin_expect(by_swap, 0)) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            if (y[i] != 0.0f) ptx::add_subnormal_to_global(quad + i, y[i]);
+        } else {
+          ptx::add_to_global(quad, y[0], y[1], y[2], y[3]);
+        }
+      }
+    }
+  }
+
+  // The gradient of this CTA's keys that the warpgroup `which` (0: dV, 1: dK) owns, `place` being
+  // that of key 0 of the head; of a piece, stored or added to what is there.
+  template <int which, int count>
+  __device__ __forceinline__ void finish(const float (&sums)[count], float scale, float* place,
+                                         long long stride, int dim) const {
+    if (plan.pieces == 1) return store(sums, scale, place, stride, dim);
+    constexpr int barrier =
+        which == 0 ? GradBarrierId::value_warpgroup : GradBarrierId::key_warpgroup;
+    PieceTurns* turns = params.piece_turns + 2 * key_tile() + which;
+    if (threadIdx.x % 128 == 0)
+      smem.pieces_before[which] =
+          await_pieces(turns, plan.piece, plan.pieces, params.in_order != 0, false);
+    ptx::barrier_sync<128>(barrier);
+    if (smem.pieces_before[which] == 0)
+      store(sums, scale, place, stride, dim);
+    else
+      add_rows<true>(sums, scale, 1.0f, place, first_key(), params.seq_k, stride, dim, false);
+    __threadfence();
+    ptx::barrier_sync<128>(barrier);
+    if (threadIdx.x % 128 == 0) ptx::add_release(&turns->added, 1);
+  }
 };
 
 // Owns dV, makes the weights and hands them over.
@@ -243,7 +308,8 @@ struct GradValueWarpgroup : GradWarpgroup<config> {
     GradWeights weights;
     split_fragment(s, weights);
     ptx::mbarrier_wait(&smem.dout_full[position.stage], position.phase);
-    add_product<config.head_dim_v>(dv, weights, smem.dout[position.stage], -dout_shift);
+    if (params.dv != nullptr)
+      add_product<config.head_dim_v>(dv, weights, smem.dout[position.stage], -dout_shift);
     this->arrive(&smem.dout_empty[position.stage]);
     position.advance();
     cursor.advance(plan);
@@ -258,7 +324,7 @@ struct GradValueWarpgroup : GradWarpgroup<config> {
       for (int i = 0; i < plan.steps; ++i) step(k_shift);
     }
     if (params.dv != nullptr)
-      this->store(
+      this->template finish<0>(
           dv, 1.0f,
           params.dv + plan.batch * params.dv_batch_stride + plan.head_kv * params.dv_head_stride,
           params.dv_seq_stride, params.head_dim_v);
@@ -338,7 +404,8 @@ struct GradKeyWarpgroup : GradWarpgroup<config> {
     split_fragment(dp, ds);
     store_ds(ds);
     ptx::mbarrier_wait(&smem.q_full[position.stage], position.phase);
-    add_product<config.head_dim>(dk, ds, smem.q[position.stage], -unit - q_shift);
+    if (params.dk != nullptr)
+      add_product<config.head_dim>(dk, ds, smem.q[position.stage], -unit - q_shift);
     this->arrive(&smem.q_empty[position.stage]);
     position.advance();
     cursor.advance(plan);
@@ -353,7 +420,7 @@ struct GradKeyWarpgroup : GradWarpgroup<config> {
       for (int i = 0; i < plan.steps; ++i) step(v_exponent);
     }
     if (params.dk != nullptr)
-      this->store(
+      this->template finish<1>(
           dk, params.scale,
           params.dk + plan.batch * params.dk_batch_stride + plan.head_kv * params.dk_head_stride,
           params.dk_seq_stride, params.head_dim);
@@ -394,37 +461,15 @@ struct GradQueryWarpgroup : GradWarpgroup<config> {
     wgmma::hold(dq);
   }
 
-  // Neighbouring lanes trade pairs of columns, so that each has four side by side.
   // `tiny`: parts of it may be subnormal.
   __device__ __forceinline__ void add(const float (&dq)[columns / 2], int shift, bool tiny) {
     const Factor factor(shift);
-    const float first = factor.first * params.scale;
     const int head = plan.head_kv * params.heads_per_kv + cursor.head;
-    const int row = cursor.q_tile * grad_block + warp * 16 + lane / 4;
-    const bool odd = lane % 2;
-    float* place = params.dq + plan.batch * params.dq_batch_stride + head * params.dq_head_stride +
-                   row * params.dq_seq_stride + (odd ? 8 : 0) + lane % 4 / 2 * 4;
-#pragma unroll
-    for (int j = 0; j < columns / 16; ++j) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float x[4];  // two columns of one block of eight, two of the next
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          x[i] = dq[8 * j + i / 2 * 4 + 2 * r + i % 2] * first * factor.second;
-        const float a = __shfl_xor_sync(0xffffffffu, odd ? x[0] : x[2], 1);
-        const float b = __shfl_xor_sync(0xffffffffu, odd ? x[1] : x[3], 1);
-        if (row + 8 * r >= params.seq_q || 16 * j + (odd ? 8 : 0) >= params.head_dim) continue;
-        float* quad = place + 8 * r * params.dq_seq_stride + 16 * j;
-        const float y[4] = {odd ? a : x[0], odd ? b : x[1], odd ? x[2] : a, odd ? x[3] : b};
-        if (__builtin_expect(tiny, 0)) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) ptx::add_subnormal_to_global(quad + i, y[i]);
-        } else {
-          ptx::add_to_global(quad, y[0], y[1], y[2], y[3]);
-        }
-      }
-    }
+    this->template add_rows<false>(
+        dq, factor.first * params.scale, factor.second,
+        params.dq + plan.batch * params.dq_batch_stride + head * params.dq_head_stride,
+        cursor.q_tile * grad_block + warp * 16 + lane / 4, params.seq_q, params.dq_seq_stride,
+        params.head_dim, tiny);
   }
 
   // Why this cannot hang: whoever is waited for has a smaller block index, so it runs already.

@@ -56,6 +56,11 @@ __device__ __forceinline__ void row_terms(const RowParams& params) {
     params.term_exponents[blockIdx.x] = exponent_of(most);
     if (params.turns != nullptr) params.turns[blockIdx.x] = 0;
   }
+  if (params.piece_turns != nullptr) {
+    const int stride = static_cast<int>(gridDim.x) * row_threads;
+    for (int i = blockIdx.x * row_threads + threadIdx.x; i < params.piece_turn_count; i += stride)
+      params.piece_turns[i] = PieceTurns{0, 0};
+  }
 }
 
 }  // namespace tilewise::sm90::float32

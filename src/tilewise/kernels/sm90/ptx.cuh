@@ -192,14 +192,4 @@ __device__ __forceinline__ void store_global(float* address, float a, float b, f
                "f"(d)
                : "memory");
 }
-
-// Gives what was there before.
-__device__ __forceinline__ int add_relaxed(int* address, int value) {  // ISA: atom
-  int before;
-  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(address), "r"(value)
-               : "memory");
-  return before;
-}
 }  // namespace tilewise::ptx
