@@ -41,24 +41,26 @@ class Detour:
     def __init__(self, path: Path) -> None:
         library = ctypes.PyDLL(str(path))
         pointer, text = ctypes.c_void_p, ctypes.c_char_p
-        self._install = _typed(library, "install", text, ctypes.POINTER(text), ctypes.c_int)
+        self._install = _typed(library, "install", text, ctypes.POINTER(text), ctypes.c_int, ctypes.c_int)
         self.begin = _typed(library, "begin", None, ctypes.py_object, ctypes.py_object, ctypes.py_object)
-        self.remove = _typed(library, "remove", None)
-        self._govern = _typed(library, "govern", None, pointer, ctypes.c_int)
+        self._govern = _typed(library, "govern", None, pointer, ctypes.c_int, ctypes.c_int)
         self._counter = _typed(library, "counter", pointer)
         self._remember = _typed(library, "remember", None, pointer)
         self.admit = _typed(library, "admit", None, pointer)
         self.forget = _typed(library, "forget", None, pointer)
 
-    def install(self, keys: Sequence[str]) -> None:
-        """Put the kernel in front of PyTorch's for these dispatch keys."""
-        error = self._install((ctypes.c_char_p * len(keys))(*(key.encode() for key in keys)), len(keys))
+    def install(self, keys: Sequence[str], *, composite: bool) -> None:
+        """Put the kernel in front of PyTorch's for these dispatch keys, for good.
+
+        `composite`: what it passes calls on to is PyTorch's composite, whatever else is registered for a key by now.
+        """
+        error = self._install((ctypes.c_char_p * len(keys))(*(key.encode() for key in keys)), len(keys), composite)
         if error:
             raise RuntimeError(f"PyTorch's dispatcher refused the compiled detour: {error.decode()}")
 
-    def govern(self, outside: object | None, blocks: bool) -> None:
-        """The rule for whoever is in no block, and whether anybody is in one."""
-        self._govern(None if outside is None else id(outside), blocks)
+    def govern(self, outside: object | None, blocks: bool, all_to_python: bool) -> None:
+        """The rule for whoever is in no block, whether anybody is in one, and whether Python decides every call."""
+        self._govern(None if outside is None else id(outside), blocks, all_to_python)
 
     def counter(self) -> ctypes.c_int64:
         """A number that calls are counted with; it lives as long as the process."""
@@ -78,10 +80,15 @@ def _typed(library: ctypes.PyDLL, name: str, result: type | None, *arguments: ty
 _loaded: Detour | None = None
 
 
+def is_wanted() -> bool:
+    """Whether the user leaves it to us which kernel decides."""
+    return os.environ.get(SETTING) != "python"
+
+
 def loaded() -> Detour | None:
     """The library if it is built; else None, and it is being built for those who ask later."""
     global _loaded
-    if os.environ.get(SETTING) == "python":
+    if not is_wanted():
         return None
     if _loaded is None:
         path = _path()

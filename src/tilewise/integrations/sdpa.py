@@ -9,10 +9,13 @@ for whatever is not taken, so nothing that worked before stops working. Each cal
     fallback   we would have liked to plan it and could not; PyTorch ran it, and `on_fallback` says who hears of it
 
 Who sees a rule: a `with` block governs its own thread (or asyncio task) and the backward passes started there; the
-innermost block wins. `enable()` governs every thread that is in no block. The dispatcher itself is process-wide, so
-while any rule is in force other threads pay the detour too, and get PyTorch's kernel. A dispatch key of our own,
-included per thread, would spare them that; but PyTorch's higher-order operators (flex_attention, cond) refuse to run
-under a key that they do not know.
+innermost block wins. `enable()` governs every thread that is in no block.
+
+The dispatcher is process-wide, and threads read it without a lock. So the first rule puts our kernel there and nothing
+ever takes it out: a kernel that is removed may be one that runs. What comes and goes is whether anybody is governed;
+while nobody is, and in threads that are not, the kernel passes every call on to PyTorch's. A dispatch key of our own,
+included per thread, would spare them even that; but PyTorch's higher-order operators (flex_attention, cond) refuse to
+run under a key that they do not know.
 
 The kernel is there twice. In Python, below, it decides and knows everything. Compiled (detour.py) it stands before that
 one and recognises calls that were left to PyTorch before, which then never see Python.
@@ -24,11 +27,12 @@ which of the two is better, and its key may leave out what a repeated decision w
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 import warnings
 import weakref
-from contextlib import ExitStack
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
@@ -49,7 +53,6 @@ from ..target import Target
 from . import detour
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import TracebackType
 
     from ..problem import Problem
@@ -59,12 +62,15 @@ Outcome = Literal["taken", "left", "fallback"]
 OnFallback = Literal["silent", "warn", "error"]
 
 _OPERATOR = "aten::scaled_dot_product_attention"
-_KEYS = ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA")
+# Autograd's key of a device before the device's own: once a device has a kernel, the dispatcher decomposes no more for
+# its autograd key, and a call that needs gradients, made by another thread in between, would lose them.
+_KEYS = ("AutogradCPU", "CPU", "AutogradCUDA", "CUDA")
 _MEMO_KEPT = 4096
 _RECENT_KEPT = 2  # self- and cross-attention in turn
 _RECORDS_KEPT = 256
 
 _compiler: Any = import_module("torch.compiler.config")
+_log = logging.getLogger("tilewise")
 
 
 class FallbackWarning(UserWarning):
@@ -103,21 +109,25 @@ class _Record:
 
 
 _records: dict[tuple[str, Outcome, str], _Record] = {}
+_records_lock = threading.RLock()  # reentrant, because a finalizer may call the operator in the middle of anything
 
 
 def _record(problem: str, outcome: Outcome, because: str) -> _Record:
     """The line for this case; the oldest line makes room when there are too many."""
     key = (problem, outcome, because)
-    found = _records.get(key)
-    if found is None:
-        found = _records[key] = _Record(*key)
-        while len(_records) > _RECORDS_KEPT:
-            _records.pop(next(iter(_records)), None)
+    with _records_lock:
+        found = _records.get(key)
+        if found is None:
+            found = _records[key] = _Record(*key)
+            while len(_records) > _RECORDS_KEPT:
+                _records.pop(next(iter(_records)), None)
     return found
 
 
 # query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
 _Arguments = tuple[Tensor, Tensor, Tensor, "Tensor | None", float, bool, "float | None", bool]
+# observer(arguments, run): run() calls what would have run without it
+Observer = Callable[[_Arguments, Callable[[], Tensor]], Tensor]
 
 
 # How a call is recognised: a test of its tensors; whether gradients were enabled (None = no matter); dropout_p,
@@ -164,7 +174,7 @@ class Rule:
 
     def __enter__(self) -> Rule:
         _dispatcher.acquire(self)
-        frame = _Frame(self, _top.get(), _add_cache_tag(self.tag))
+        frame = _Frame(self, _top.get())
         _top.set(frame)
         _hand_to_device_threads(frame)
         return self
@@ -182,17 +192,15 @@ class Rule:
             )
         _top.set(frame.outer)
         _hand_to_device_threads(frame.outer)
-        _compiler.cache_key_tag = frame.cache_tag
-        _dispatcher.release()
+        _dispatcher.release(self)
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """A block in force, the one around it, and the compiler's cache tag that it replaced."""
+    """A block in force, and the one around it."""
 
     rule: Rule
     outer: _Frame | None
-    cache_tag: str
 
 
 _top: ContextVar[_Frame | None] = ContextVar("tilewise.sdpa", default=None)
@@ -211,7 +219,6 @@ class Override:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rule: Rule | None = None
-        self._cache_tag = ""
 
     def __call__(
         self,
@@ -240,14 +247,14 @@ class Override:
                     "call tilewise.sdpa.disable() first, or use a `with tilewise.sdpa(...):` block inside",
                 )
             _dispatcher.acquire(rule)
-            self._cache_tag = _add_cache_tag(rule.tag)
             self._rule = rule
             _dispatcher.tell()
 
     def disable(self) -> None:
         """Take back `enable`. Blocks that are open stay in force."""
         with self._lock:
-            if self._rule is None:
+            rule = self._rule
+            if rule is None:
                 raise InvalidInput(
                     "tilewise.sdpa.disable",
                     "a call without enable()",
@@ -255,13 +262,13 @@ class Override:
                     "drop the call; a `with tilewise.sdpa():` block ends by itself",
                 )
             self._rule = None
-            _compiler.cache_key_tag = self._cache_tag
-            _dispatcher.release()
+            _dispatcher.release(rule)
 
     def compile(self) -> None:
         """Build the compiled detour now, if it is not there, rather than in the background (detour.py).
 
-        Rules that come into force from then on use it. Raises CompileError where this machine cannot build it.
+        Rules that come into force from then on use it; in a process that has used the override before and has several
+        threads, only those of the next process. Raises CompileError where this machine cannot build it.
         """
         detour.build()
 
@@ -282,7 +289,8 @@ class Override:
 
 
 def _lines() -> list[_Record]:
-    return list(_records.values())
+    with _records_lock:
+        return list(_records.values())
 
 
 sdpa = Override()
@@ -293,73 +301,150 @@ sdpa = Override()
 
 
 class _Dispatcher:
-    """Our kernel in PyTorch's dispatcher while somebody holds it, and nothing of it otherwise."""
+    """Our kernel in PyTorch's dispatcher: put there by the first who wants it, for good.
+
+    Registering once is safe beside threads that dispatch: what it replaces is an unboxed kernel, whose function ignores
+    its functor, so that a thread that reads the table meanwhile runs the old kernel or the new one. To replace our
+    kernel in Python by the compiled one is not safe, so that is only done while there is no other thread.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.holders = 0
-        self.compiled: detour.Detour | None = None
-        self._installed = ExitStack()
+        self._lock = threading.RLock()
+        self.holders = 0  # blocks that are open, and `enable`
+        self.observers: tuple[Observer, ...] = ()
+        self.compiled: detour.Detour | None = None  # where it is in front of the kernel in Python, and decides
+        self._standing: detour.Detour | None = None  # where it is in front at all
+        self._originals: dict[str, Any] = {}
+        self._all_composite = False
 
-    def acquire(self, rule: Rule | None = None) -> None:
-        """For a rule, or for somebody who only wants it to be there."""
+    def acquire(self, rule: Rule) -> None:
+        """A rule comes into force, for somebody."""
         with self._lock:
-            if self.holders == 0:
-                self._install()
+            self._install()
             self.holders += 1
-            if self.compiled is not None and rule is not None and not rule.admitted:
+            if self.compiled is not None and not rule.admitted:
                 rule.admitted = True
                 self.compiled.admit(id(rule))
                 weakref.finalize(rule, self.compiled.forget, id(rule))
-        self.tell()
+            _add_cache_tag(rule.tag)
+            self.tell()
 
-    def release(self) -> None:
+    def release(self, rule: Rule) -> None:
         with self._lock:
             self.holders -= 1
-            if self.holders == 0:
-                self._installed.close()
-                self.compiled = None
-                _forget_resolved_kernels()
-        self.tell()
+            _drop_cache_tag(rule.tag)
+            self.tell()
+
+    def observe(self, observer: Observer) -> None:
+        """Put an observer in front of every call, of all threads; the newest is asked first."""
+        with self._lock:
+            self._install()
+            self.observers = (*self.observers, observer)
+            self.tell()
+
+    def leave_unobserved(self, observer: Observer) -> None:
+        """Take an observer back. Calls that it is in the middle of come to their end."""
+        with self._lock:
+            self.observers = tuple(one for one in self.observers if one != observer)
+            self.tell()
 
     def tell(self) -> None:
         """Let the compiled detour know who is governed by what."""
-        if self.compiled is not None:
-            rule = sdpa._rule
-            self.compiled.govern(rule, self.holders > (rule is not None))
+        with self._lock:
+            if self._standing is not None:
+                rule = sdpa._rule
+                all_to_python = bool(self.observers) or (self.compiled is None and self.holders > 0)
+                self._standing.govern(rule, self.holders > (rule is not None), all_to_python)
 
     def _install(self) -> None:
-        # All originals first: once a device has a kernel, the dispatcher answers differently for its autograd key.
-        originals = {key: torch_library.get_kernel(_OPERATOR, key) for key in _KEYS}
-        self.compiled = detour.loaded()
-        if self.compiled is None:
-            library = self._installed.enter_context(torch_library._scoped_library("aten", "IMPL"))
-        else:
-            library = self._installed.enter_context(torch_library._scoped_library("tilewise", "FRAGMENT"))
+        if self._standing is None and (not self._originals or self._may_replace()):
+            self._put_in_front(detour.loaded())
+        self.compiled = self._standing if detour.is_wanted() else None
+
+    def _may_replace(self) -> bool:
+        """Whether the compiled kernel may take the place of the one in Python: nobody else can be dispatching."""
+        alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
+        return alone and self._all_composite and detour.is_wanted()
+
+    def _put_in_front(self, compiled: detour.Detour | None) -> None:
+        first = not self._originals
+        if first:
+            self._all_composite = not any(map(_has_kernel, _KEYS))
+            # All of them first: once a device has a kernel, the dispatcher answers differently for its autograd key.
+            self._originals = {key: torch_library.get_kernel(_OPERATOR, key) for key in _KEYS}
+        if compiled is not None and self._begin_compiled(compiled, first):
+            self._standing = compiled
+        elif first:
+            self._register("IMPL", "aten")
+        _forget_resolved_kernels()
+
+    def _begin_compiled(self, compiled: detour.Detour, first: bool) -> bool:
+        """The compiled kernel in front, and behind it, as an operator of its own, the one in Python."""
+        try:
+            self._register("FRAGMENT", "tilewise")
+            compiled.begin(_top, _get_from_tls, _HANDED)
+            compiled.install(_KEYS, composite=not first)
+        except RuntimeError as error:
+            _log.warning("tilewise: %s; the kernel in Python does its work", error)
+            return False
+        return True
+
+    def _register(self, kind: str, namespace: str) -> None:
+        """Register the kernel in Python. torch.library would take it out when the interpreter ends, under threads that
+        still run, so this is one level below, and what keeps it there is never released."""
+        library = torch._C._dispatch_library(kind, namespace, "")
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(library))
+        if kind == "FRAGMENT":
             schema = torch.ops.aten.scaled_dot_product_attention.default._schema
             library.define(str(schema).removeprefix("aten::"))
-        for key, original in originals.items():
-            library.impl(_OPERATOR.removeprefix("aten::"), _kernel(original.call_boxed), key)
-        if self.compiled is not None:
-            self.compiled.begin(_top, _get_from_tls, _HANDED)
-            self.compiled.install(_KEYS)
-            self._installed.callback(self.compiled.remove)
-        _forget_resolved_kernels()
+        for key, original in self._originals.items():
+            library.impl(_OPERATOR.removeprefix("aten::"), key, _kernel(original.call_boxed))
+
+
+def _has_kernel(key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATOR, key)
 
 
 def _forget_resolved_kernels() -> None:
     """Under torch.compile an operator remembers in Python which kernel a key leads to, and a registration by name does
-    not tell it: a graph traced before the override, or under it, would decide for those traced after."""
+    not tell it: a graph traced before the override would decide for those traced after."""
     torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
 
 
 _dispatcher = _Dispatcher()
 
 
+class _Observing(threading.local):
+    """Of this thread: whether it is in a call that is observed, and whether that call was taken."""
+
+    call = False
+    taken = False
+
+
+_observing = _Observing()
+
+
+def _observed(kernel: Callable[..., Tensor], arguments: _Arguments) -> Tensor:
+    """A call with all observers before it. What the operator calls by itself is part of the same call."""
+    observers = _dispatcher.observers
+
+    def run(left: int) -> Tensor:
+        if left == 0:
+            _observing.taken = False
+            return kernel(*arguments)
+        return observers[left - 1](arguments, lambda: run(left - 1))
+
+    _observing.call = True
+    try:
+        return run(len(observers))
+    finally:
+        _observing.call = False
+
+
 def _kernel(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The kernel to register in front of an original. What a call passes that was left before is written for speed."""
     no_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)  # the original decomposes and reads none
-    get_top, grad_enabled = _top.get, torch.is_grad_enabled
+    get_top, grad_enabled, dispatcher = _top.get, torch.is_grad_enabled, _dispatcher
 
     def scaled_dot_product_attention(
         query: Tensor,
@@ -371,6 +456,11 @@ def _kernel(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        if dispatcher.observers and not _observing.call:
+            return _observed(
+                scaled_dot_product_attention,
+                (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+            )
         frame = get_top()
         rule = _outside_blocks() if frame is None else frame.rule
         if rule is not None:
@@ -397,6 +487,8 @@ def _kernel(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
             else:
                 options = _settle(rule, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
             if options is not None:
+                if dispatcher.observers:
+                    _observing.taken = True
                 return _take((query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), options)
         # PyTorch's own kernel; arguments that have their default are cheaper left out.
         if scale is None and not enable_gqa:
@@ -457,14 +549,20 @@ def _hand_to_device_threads(frame: _Frame | None) -> None:
         torch._C._stash_obj_in_tls(_HANDED, handed)
 
 
-def _add_cache_tag(tag: str) -> str:
-    """Mark what torch.compile caches on disk from here on; returns the tag to restore.
+def _add_cache_tag(tag: str) -> None:
+    """Mark what torch.compile caches on disk from here on, for as long as the rule is in force somewhere.
 
     Those caches know a graph by its Python code, in which the override does not appear.
     """
-    before: str = _compiler.cache_key_tag
-    _compiler.cache_key_tag = f"{before} {tag}".strip()
-    return before
+    _compiler.cache_key_tag = f"{_compiler.cache_key_tag} {tag}".strip()
+
+
+def _drop_cache_tag(tag: str) -> None:
+    """Take one such mark back. Blocks of several threads end in any order, and the user's own tag stays."""
+    words = _compiler.cache_key_tag.split(" ")
+    if tag in words:
+        del words[len(words) - 1 - words[::-1].index(tag)]
+        _compiler.cache_key_tag = " ".join(words)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
