@@ -6,9 +6,9 @@
 // nothing else is wanted for calls that look the same; whatever is not understood here goes to
 // Python.
 //
-// All state is guarded by the GIL, but for one flag: while nobody is governed, calls go to PyTorch's
-// kernel without it. It is held while a call is recognised, and while Python calls the functions
-// below; not while PyTorch's kernel runs.
+// All state is guarded by the GIL, but for one flag: while nobody is governed, calls go to
+// PyTorch's kernel without it. It is held while a call is recognised, and while Python calls the
+// functions below; not while PyTorch's kernel runs.
 //
 // Once installed the kernel stays: threads dispatch without a lock, so one that is taken out may be
 // one that runs.
@@ -29,6 +29,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 #include <vector>
 
@@ -92,15 +93,37 @@ struct TensorLook {
   }
 };
 
-// What PyTorch has switched on: gradients, determinism, and each of its kernels.
-using Switches = std::array<bool, 6>;
+// What PyTorch has switched on, gradients, determinism and each of its kernels, and the order in
+// which it considers these.
+struct Switches {
+  std::array<bool, 9> on{};
+  std::array<int, 8> order{};
+  bool operator==(const Switches&) const = default;
+};
 
-Switches switches_now() {
-  const at::Context& context = at::globalContext();
-  return {c10::GradMode::is_enabled(),   context.deterministicAlgorithms(),
-          context.userEnabledFlashSDP(), context.userEnabledMemEfficientSDP(),
-          context.userEnabledCuDNNSDP(), context.userEnabledMathSDP()};
+// Releases differ in what can be switched; a switch that is not there is off.
+template <typename Context>
+Switches switches_of(Context& context) {
+  Switches now{{c10::GradMode::is_enabled(), context.deterministicAlgorithms(),
+                context.userEnabledFlashSDP(), context.userEnabledMemEfficientSDP(),
+                context.userEnabledCuDNNSDP(), context.userEnabledMathSDP()},
+               {}};
+  if constexpr (requires { context.userEnabledOverrideableSDP(); })
+    now.on[6] = context.userEnabledOverrideableSDP();
+  if constexpr (requires { context.userEnabledFA3SDP(); }) now.on[7] = context.userEnabledFA3SDP();
+  if constexpr (requires { context.allowFP16BF16ReductionMathSDP(); })
+    now.on[8] = context.allowFP16BF16ReductionMathSDP();
+  if constexpr (requires { context.sDPPriorityOrder(); }) {
+    const auto order = context.sDPPriorityOrder();
+    static_assert(std::tuple_size_v<decltype(now.order)> >=
+                  std::tuple_size_v<std::decay_t<decltype(order)>>);
+    std::transform(order.begin(), order.end(), now.order.begin(),
+                   [](auto backend) { return static_cast<int>(backend); });
+  }
+  return now;
 }
+
+Switches switches_now() { return switches_of(at::globalContext()); }
 
 // The last arguments of a stack, as the operator's schema has them, and what is switched on.
 struct Arguments {

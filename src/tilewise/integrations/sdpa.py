@@ -20,8 +20,9 @@ run under a key that they do not know.
 The kernel is there twice. In Python, below, it decides and knows everything. Compiled (detour.py) it stands before that
 one and recognises calls that were left to PyTorch before, which then never see Python.
 
-Invariant: both "left" and "taken" are right for *any* call. What a call remembers of an earlier one is therefore only
-which of the two is better, and its key may leave out what a repeated decision would look at again anyway.
+Invariant: both "left" and "taken" compute the right values for *any* call. What a call remembers of an earlier one is
+only which of the two is wanted. Its key holds all of PyTorch's switches, for they are the caller's wishes, and may
+leave out of the tensors what a repeated decision would look at again anyway.
 """
 
 from __future__ import annotations
@@ -130,10 +131,12 @@ _Arguments = tuple[Tensor, Tensor, Tensor, "Tensor | None", float, bool, "float 
 Observer = Callable[[_Arguments, Callable[[], Tensor]], Tensor]
 
 
-# How a call is recognised: a test of its tensors; whether gradients were enabled (None = no matter); dropout_p,
-# is_causal, scale and enable_gqa as they were. Then what becomes of it: the line that counts it, and the options it is
-# taken with. A bare tuple, because that unpacks fastest.
-_Seen = tuple["Callable[..., bool]", "bool | None", float, bool, "float | None", bool, _Record, "Options | None"]
+# How a call is recognised: a test of its tensors; PyTorch's switches; whether gradients were enabled (None = no
+# matter); dropout_p, is_causal, scale and enable_gqa as they were. Then what becomes of it: the line that counts it,
+# and the options it is taken with. A bare tuple, because that unpacks fastest.
+_Seen = tuple[
+    "Callable[..., bool]", "_Switches", "bool | None", float, bool, "float | None", bool, _Record, "Options | None"
+]
 
 
 class _Decision(NamedTuple):
@@ -444,7 +447,7 @@ def _observed(kernel: Callable[..., Tensor], arguments: _Arguments) -> Tensor:
 def _kernel(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The kernel to register in front of an original. What a call passes that was left before is written for speed."""
     no_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)  # the original decomposes and reads none
-    get_top, grad_enabled, dispatcher = _top.get, torch.is_grad_enabled, _dispatcher
+    get_top, grad_enabled, dispatcher, switches_now = _top.get, torch.is_grad_enabled, _dispatcher, _switches
 
     def scaled_dot_product_attention(
         query: Tensor,
@@ -470,17 +473,17 @@ def _kernel(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
             else:
                 tensors = (query, key, value, attn_mask)
                 recent = rule.recent_masked
-            if (rule.exact or attn_mask is not None) and _is_deterministic():
-                recent = ()  # their signature knows of it
-            for same, grad, dropout, causal, factor, gqa, record, options in recent:
+            switches = switches_now() if recent else None
+            for same, then, grad, dropout, causal, factor, gqa, record, options in recent:
                 if (
-                    (grad is None or grad_enabled() is grad)
+                    switches == then
+                    and (grad is None or grad_enabled() is grad)
                     and is_causal is causal
                     and scale == factor
                     and dropout_p == dropout
                     and enable_gqa is gqa
                     and same(*tensors)
-                    and (options is None or not _state_says_no(query, key, value))
+                    and (options is None or not _transform_says_no(query, key, value))
                 ):
                     record.calls += 1
                     break
@@ -574,9 +577,10 @@ def _settle(rule: Rule, arguments: _Arguments) -> Options | None:
 
     Returns what it is taken with, or None for PyTorch's kernel.
     """
-    signature = _signature(rule, arguments)
+    switches = _switches()
+    signature = _signature(rule, arguments, switches)
     decision, quiet, seen = rule.memo.get(signature, (None, False, None))
-    blocked = None if quiet else _state_says_no(*arguments[:3])
+    blocked = None if quiet else _transform_says_no(*arguments[:3]) or _switches_say_no(switches)
     if blocked:
         decision = _Decision(_record(_describe_shapes(arguments), *blocked), memoise=False)
     elif decision is None:
@@ -586,13 +590,13 @@ def _settle(rule: Rule, arguments: _Arguments) -> Options | None:
             _remember(rule, signature, decision, quiet, None)
     compiled = _dispatcher.compiled
     if decision.memoise and signature is not None and (decision.options is not None or (quiet and compiled is None)):
-        latest = _bring_forward(rule, decision, seen, arguments)
+        latest = _bring_forward(rule, decision, seen, arguments, switches)
         if latest is not seen:
             _remember(rule, signature, decision, quiet, latest)
     decision.record.calls += 1
     if decision.record.outcome == "fallback":
         _announce(rule, decision)
-    # What PyTorch's switches decide is not for the memo, whose key leaves them out, but the compiled kernel sees them.
+    # What the switches decide is not worth a place in the memo, but the compiled kernel, which sees them, may keep it.
     lasting = decision.memoise or decision.record.outcome == "left"
     if compiled is not None and signature is not None and lasting and decision.quiet(rule):
         _let_it_pass(compiled, decision.record)
@@ -612,37 +616,39 @@ def _remember(rule: Rule, signature: Any, decision: _Decision, quiet: bool, seen
     rule.memo[signature] = decision, quiet, seen
 
 
-def _signature(rule: Rule, arguments: _Arguments) -> Any:
+def _signature(rule: Rule, arguments: _Arguments, switches: _Switches) -> Any:
     """What a decision is remembered by; None for subclasses, of which there is more to know."""
     query, key, value, attn_mask, *others = arguments
     if not (type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN):
         return None
     grad = torch.is_grad_enabled()
     signature: tuple[Any, ...] = (
-        query.shape, key.shape, value.shape, query.dtype, query.requires_grad and grad, *others
+        query.shape, key.shape, value.shape, query.dtype, query.requires_grad and grad, switches, *others
     )  # fmt: skip
     if not rule.exact and attn_mask is None:
         return signature
     described = None
     if attn_mask is not None:
         described = (attn_mask.shape, attn_mask.dtype, attn_mask.requires_grad and grad, type(attn_mask))
-    signature += (query.get_device(), _is_deterministic(), described)
+    signature += (query.get_device(), described)
     if not rule.exact:
         return signature
     tensors = tuple((t.stride(), t.storage_offset(), t.dtype, t.requires_grad) for t in (query, key, value))
     return (*signature, grad, tensors)
 
 
-def _bring_forward(rule: Rule, decision: _Decision, seen: _Seen | None, arguments: _Arguments) -> _Seen | None:
+def _bring_forward(
+    rule: Rule, decision: _Decision, seen: _Seen | None, arguments: _Arguments, switches: _Switches
+) -> _Seen | None:
     """Let the next call be compared with this one first. Returns `seen`, or what is to be kept in its place."""
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
     if query is key or key is value:  # which a guard takes for a change
         return seen
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     grad = torch.is_grad_enabled() if any(tensor.requires_grad for tensor in tensors) else None
-    if seen is None or (seen[0] is not _never and not (seen[1] is grad and seen[0](*tensors))):
+    if seen is None or (seen[0] is not _never and not (seen[2] is grad and seen[0](*tensors))):
         same = _same_tensors(rule, tensors)
-        seen = (same, grad, dropout_p, is_causal, scale, enable_gqa, decision.record, decision.options)
+        seen = (same, switches, grad, dropout_p, is_causal, scale, enable_gqa, decision.record, decision.options)
     if seen[0] is not _never:
         latest = rule.recent if attn_mask is None else rule.recent_masked
         latest = (seen, *(other for other in latest if other is not seen))[:_RECENT_KEPT]
@@ -657,11 +663,11 @@ def _same_tensors(rule: Rule, tensors: tuple[Any, ...]) -> Callable[..., bool]:
     """A test that calls pass whose tensors have this signature; others may fail it, and are then looked up by theirs.
 
     The guard of compiled graphs compares types, dtypes, devices, shapes, strides and requires_grad in one call into
-    C++; reading these attributes here would take a dozen. What else a signature holds has to be as it nearly always
-    is: aligned memory, and no wish for determinism (at which the kernel looks itself).
+    C++; reading these attributes here would take a dozen. What else a signature holds of the tensors has to be as it
+    nearly always is: aligned memory.
     """
     exact = rule.exact
-    if _TensorGuards is None or ((exact or len(tensors) == 4) and _is_deterministic()) or not _are_plain(*tensors):
+    if _TensorGuards is None or not _are_plain(*tensors):
         return _never
     strides = None if exact else [[None] * tensor.ndim for tensor in tensors]  # None = any
     guard: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=strides).check
@@ -689,32 +695,67 @@ def _tensor_guards() -> Any:
 
 
 _TensorGuards = _tensor_guards()
-_is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 
 
 def _never(*tensors: Tensor) -> bool:
     return False
 
 
-def _state_says_no(query: Tensor, key: Tensor, value: Tensor) -> tuple[Outcome, str] | None:
-    """What of PyTorch's state, none of which a memo key holds, keeps us from taking any call."""
+def _transform_says_no(query: Tensor, key: Tensor, value: Tensor) -> tuple[Outcome, str] | None:
+    """What is at work on these tensors, none of which a memo key holds, that keeps us from taking any call."""
     if torch._C._are_functorch_transforms_active():
         return "fallback", "a functorch transform (vmap, grad, jvp) is at work, and PyTorch has rules for it"
     if op.has_tangent(query, key, value):
         return "fallback", "forward-mode AD is at work, and PyTorch has rules for it"
-    allowed = _allowed_kernels()
-    if len(allowed) == 1:
-        return "left", f"sdpa_kernel allows only {allowed[0]}, which is a choice"
     return None
 
 
-def _allowed_kernels() -> tuple[str, ...]:
-    flags = (
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-    )
+def _switches_say_no(switches: _Switches) -> tuple[Outcome, str] | None:
+    """A choice that the caller made among PyTorch's kernels."""
+    allowed = _allowed_kernels(switches)
+    if len(allowed) == 1:
+        return "left", f"sdpa_kernel allows only {allowed[0]}, which is a choice"
+    if switches[-1] not in _USUAL_ORDERS:
+        return "left", "sdpa_kernel sets an order of PyTorch's kernels, which is a choice"
+    return None
+
+
+_Switches = tuple[Any, ...]
+
+
+def _switch_reader() -> Callable[[], _Switches]:
+    """The function that reads all that decides between PyTorch's kernels beside the tensors: the first four as in
+    _TORCH_KERNELS, the last one their order. A release that lacks a switch has it in the position it always was."""
+
+    def getter(name: str, otherwise: object) -> Callable[[], Any]:
+        return getattr(torch._C, name, lambda: otherwise)
+
+    flash = getter("_get_flash_sdp_enabled", True)
+    efficient = getter("_get_mem_efficient_sdp_enabled", True)
+    cudnn = getter("_get_cudnn_sdp_enabled", True)
+    math = getter("_get_math_sdp_enabled", True)
+    third_party = getter("_get_overrideable_sdp_enabled", True)
+    flash_3 = getter("_get_fa3_sdp_enabled", False)
+    reduced = getter("_get_math_sdp_allow_fp16_bf16_reduction", False)
+    deterministic = getter("_get_deterministic_algorithms", False)
+    order = getter("_get_sdp_priority_order", _USUAL_ORDERS[0])
+
+    def switches() -> _Switches:
+        return (
+            flash(), efficient(), cudnn(), math(), third_party(), flash_3(), reduced(), deterministic(), tuple(order())
+        )  # fmt: skip
+
+    return switches
+
+
+# PyTorch's numbers for math, flash, efficient, cuDNN and third-party kernels: the order as it is, and as PyTorch itself
+# changes it on GPUs where it prefers cuDNN.
+_USUAL_ORDERS = ((1, 2, 0, 3, 4), (3, 1, 2, 0, 4))
+_switches = _switch_reader()
+
+
+def _allowed_kernels(switches: _Switches) -> tuple[str, ...]:
+    flags = switches[: len(_TORCH_KERNELS)]
     return _TORCH_KERNELS if all(flags) else tuple(compress(_TORCH_KERNELS, flags))
 
 
@@ -757,7 +798,7 @@ def _planned(rule: Rule, arguments: _Arguments, options: Options) -> _Decision:
     except UnsupportedProblem as refusal:
         reasons = "; ".join(f"{v.backend}: {reason}" for v in refusal.verdicts for reason in v.reasons)
         return _Decision(_record(str(problem), "fallback", reasons or refusal.summary), problem=problem)
-    if chosen.backend in _TORCH_KERNELS and chosen.backend not in _allowed_kernels():
+    if chosen.backend in _TORCH_KERNELS and chosen.backend not in _allowed_kernels(_switches()):
         because = f"the plan is {chosen.backend}, which is switched off"
         return _Decision(_record(str(problem), "left", because), memoise=False, problem=problem)
     if rule.backend == AUTO and chosen.backend == _torch_would_run(problem, target, arguments[0].ndim):
