@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from support import assert_close, budget
+from tilewise import InvalidInput
 from tilewise.integrations.sdpa import sdpa
 
 MATH, FLASH, EFFICIENT = SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
@@ -137,3 +138,50 @@ def test_each_switch_is_part_of_what_is_remembered():
         finally:
             getattr(torch._C, name)(back)
     assert len(found) == 1 + len(there)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options, and tensors that are not what their memory holds
+
+
+@pytest.mark.parametrize("entry", [sdpa, sdpa.enable], ids=["block", "enable"])
+@pytest.mark.parametrize(
+    ("positional", "named", "told"),
+    [
+        ((), {"foo": 1}, "foo=1"),
+        ((), {"backends": "tiled"}, "write backend="),
+        ((), {"on_falback": "warn"}, "write on_fallback="),
+        ((True,), {}, "True, unnamed"),
+        ((torch.nn.Identity(),), {"when": None}, "Identity"),
+    ],
+)
+def test_an_option_that_does_not_exist_is_answered_with_those_that_do(entry, positional, named, told):
+    with pytest.raises(InvalidInput, match=r"when, on_fallback, backend(.|\n)*What to do") as raised:
+        entry(*positional, **named)
+    assert told in str(raised.value)
+    assert sdpa.rule is None
+
+
+ODD = {
+    "negated": lambda tensor: torch._neg_view(-tensor),
+    "zeros": lambda tensor: torch._efficientzerotensor(tensor.shape),
+}
+
+
+@pytest.mark.parametrize("backend", ["tiled", "auto"])
+@pytest.mark.parametrize("guards", [True, False])
+@pytest.mark.parametrize("how", ODD)
+@pytest.mark.parametrize("place", range(3))
+def test_a_tensor_whose_memory_does_not_hold_its_values(monkeypatch, backend, guards, how, place):
+    """PyTorch negates lazily, and makes zeros without memory. Such calls are its own, also after one that looks so."""
+    if not guards:
+        monkeypatch.setattr("tilewise.integrations.sdpa._TensorGuards", None)
+    plain = [torch.randn(4, 16, 8) for _ in range(3)]
+    odd = [ODD[how](tensor) if i == place else tensor for i, tensor in enumerate(plain)]
+    want = F.scaled_dot_product_attention(*(tensor.clone() for tensor in odd))
+    with sdpa(backend=backend):
+        for _ in range(2):
+            F.scaled_dot_product_attention(*plain)
+        for _ in range(2):
+            assert_close(F.scaled_dot_product_attention(*odd), want, budget(torch.float32, 16))
+    assert outcomes()["fallback"] == 2

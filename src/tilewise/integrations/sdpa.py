@@ -36,6 +36,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -209,6 +210,23 @@ class _Frame:
 _top: ContextVar[_Frame | None] = ContextVar("tilewise.sdpa", default=None)
 
 
+_OPTIONS = ("when", "on_fallback", "backend")
+
+
+def _check_options(function: str, positional: tuple[object, ...], unknown: dict[str, object]) -> None:
+    """Whoever misspells an option, or passes one without its name, gets the names."""
+    if not (positional or unknown):
+        return
+    got = [f"{name}={value!r}" for name, value in unknown.items()] + [f"{value!r}, unnamed" for value in positional]
+    near = [match for name in unknown for match in get_close_matches(name, _OPTIONS, 1)]
+    raise InvalidInput(
+        function,
+        ", ".join(got),
+        f"the options {', '.join(_OPTIONS)}, by name",
+        f"write {near[0]}=..." if near else "drop it, or write one of these",
+    )
+
+
 class Override:
     """F.scaled_dot_product_attention through the planner, for a block (`with tilewise.sdpa():`) or for the process.
 
@@ -225,21 +243,25 @@ class Override:
 
     def __call__(
         self,
-        *,
+        *positional: object,
         when: Callable[[Problem], object] | None = None,
         on_fallback: OnFallback = "silent",
         backend: str = AUTO,
+        **unknown: object,
     ) -> Rule:
+        _check_options("tilewise.sdpa", positional, unknown)
         return Rule(when, on_fallback, backend)
 
     def enable(
         self,
-        *,
+        *positional: object,
         when: Callable[[Problem], object] | None = None,
         on_fallback: OnFallback = "silent",
         backend: str = AUTO,
+        **unknown: object,
     ) -> None:
         """Put a rule in force for every thread that is in no block, until `disable`."""
+        _check_options("tilewise.sdpa.enable", positional, unknown)
         rule = Rule(when, on_fallback, backend)
         with self._lock:
             if self._rule is not None:
@@ -622,14 +644,17 @@ def _signature(rule: Rule, arguments: _Arguments, switches: _Switches) -> Any:
     if not (type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN):
         return None
     grad = torch.is_grad_enabled()
+    lazy = _is_lazy(query) or _is_lazy(key) or _is_lazy(value)
     signature: tuple[Any, ...] = (
-        query.shape, key.shape, value.shape, query.dtype, query.requires_grad and grad, switches, *others
+        query.shape, key.shape, value.shape, query.dtype, query.requires_grad and grad, lazy, switches, *others
     )  # fmt: skip
     if not rule.exact and attn_mask is None:
         return signature
     described = None
     if attn_mask is not None:
-        described = (attn_mask.shape, attn_mask.dtype, attn_mask.requires_grad and grad, type(attn_mask))
+        described = (
+            attn_mask.shape, attn_mask.dtype, attn_mask.requires_grad and grad, type(attn_mask), _is_lazy(attn_mask)
+        )  # fmt: skip
     signature += (query.get_device(), described)
     if not rule.exact:
         return signature
@@ -768,7 +793,8 @@ def _decide(rule: Rule, arguments: _Arguments) -> _Decision:
     if foreign:
         return _fallback(arguments, f"{foreign} defines for itself what attention means")
     try:
-        why = only_torch_defines(query, key, value, attn_mask, scale, enable_gqa)
+        why = _not_as_it_lies(query, key, value, attn_mask)
+        why = why or only_torch_defines(query, key, value, attn_mask, scale, enable_gqa)
         if attn_mask is not None and is_causal:
             why = "a mask together with is_causal=True"
         if why:
@@ -878,6 +904,22 @@ def _foreign_type(*tensors: Tensor | None) -> str:
         if not isinstance(tensor, FakeTensor | FunctionalTensor):
             return f"a {type(tensor).__name__}"
     return ""
+
+
+def _not_as_it_lies(*tensors: Tensor | None) -> str:
+    """Why the memory of a tensor does not hold its values, one by one; empty if it does for all."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.layout is not torch.strided:
+            return f"a {str(tensor.layout).removeprefix('torch.')} tensor"
+        if _is_lazy(tensor):
+            return "a tensor that PyTorch has yet to negate, or zeros that have no memory"
+    return ""
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    return tensor.is_neg() or tensor._is_zerotensor()
 
 
 def _is_symbolic(*tensors: Tensor) -> bool:
