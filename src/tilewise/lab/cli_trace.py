@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,7 @@ from .compare import Settings
 from .options import FAILED, Html, Json, Seed, TimeLimit, exit_codes
 
 _SOURCE = str(Path(__file__).resolve().parents[2])
-_TAKE_A_VALUE = ("W", "X", "--check-hash-based-pycs")
-_PROGRAMS = ("m", "c")
+_TAKE_A_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
 def trace(
@@ -42,11 +42,9 @@ def trace(
             try:
                 trace_text.lose(told, Settings(rounds=3, round_seconds=0.05, time_limit=time_limit, seed=seed))
             except TilewiseError as error:
-                if code == 0:
+                if code == 0:  # else the program's own code counts
                     raise
-                print(
-                    f"tilewise: the sites were not compared: {error}", file=sys.stderr
-                )  # the program's own code counts
+                print(f"tilewise: the sites were not compared: {error}", file=sys.stderr)
         if json:
             report.print_json(told)
         else:
@@ -67,7 +65,7 @@ def run(command: list[str]) -> tuple[int, dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="tilewise-") as folder:
         result = Path(folder) / "trace.json"
         paths = os.pathsep.join(filter(None, (_SOURCE, os.environ.get("PYTHONPATH"))))
-        child = _start(
+        child = subprocess.Popen(
             [interpreter, *flags, "-m", "tilewise.lab.traced", str(result), *program],
             env=os.environ | {"PYTHONPATH": paths},
         )
@@ -81,18 +79,6 @@ def run(command: list[str]) -> tuple[int, dict[str, Any]]:
                 file=sys.stderr,
             )
             raise typer.Exit(code or FAILED) from None
-
-
-def _start(words: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(words, env=env)
-    except OSError as error:
-        raise InvalidInput(
-            "the program",
-            f"{words[0]} ({error.strerror or error})",
-            "an interpreter that can be started",
-            "name another",
-        ) from None
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
@@ -116,15 +102,18 @@ def split(command: list[str]) -> tuple[str, list[str], list[str]]:
     if not Path(interpreter).name.lower().startswith(("python", "pypy")):
         raise InvalidInput("the program", repr(" ".join(command)), expected, "name the interpreter and the script")
     name = sys.executable if interpreter in ("python", "python3") else interpreter
+    if shutil.which(name) is None:
+        got = f"{name}, and there is no such program"
+        raise InvalidInput("the program", got, "an interpreter that can be started", "name another")
     flags: list[str] = []
     while rest and rest[0].startswith("-") and not _is_program(rest[0]):
         word = rest.pop(0)
         flag, letter, attached = _cut(word)
         flags += [flag] if flag != "-" else []
-        if letter in _PROGRAMS:
-            rest = [f"-{letter}", *([attached] if attached else []), *rest]
+        if letter in ("-m", "-c"):
+            rest = [letter, *([attached] if attached else []), *rest]
         elif letter in _TAKE_A_VALUE:
-            flags += [f"-{letter}{attached}"] if attached else [f"-{letter}", *rest[:1]]
+            flags += [letter + attached] if attached else [letter, *rest[:1]]
             rest = rest if attached else rest[1:]
         elif word in _TAKE_A_VALUE:
             flags += rest[:1]
@@ -139,10 +128,10 @@ def _is_program(word: str) -> bool:
 
 
 def _cut(word: str) -> tuple[str, str, str]:
-    """`-umtrain` as the interpreter reads it: options that stand alone, `-u`; a letter that has a value, `m`; and the
-    value where it is attached, `train`. A word of two dashes is whole."""
+    """`-umtrain` as the interpreter reads it: options that stand alone, `-u`; one that has a value, `-m`; and the value
+    where it is attached, `train`. A word of two dashes is whole."""
     if not word.startswith("--"):
         for place, letter in enumerate(word[1:], start=1):
-            if letter in (*_PROGRAMS, *_TAKE_A_VALUE):
-                return word[:place], letter, word[place + 1 :]
+            if f"-{letter}" in ("-m", "-c", *_TAKE_A_VALUE):
+                return word[:place], f"-{letter}", word[place + 1 :]
     return word, "", ""
