@@ -19,6 +19,7 @@ import statistics
 import sys
 import threading
 import time
+import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -181,8 +182,10 @@ def bare() -> Iterator[None]:
     no_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
     originals = {key: torch_library.get_kernel(OPERATOR, key) for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA")}
     with torch_library._scoped_library("aten", "IMPL") as overrides:
-        for key, original in originals.items():
-            overrides.impl("scaled_dot_product_attention", partial(original.call_boxed, no_keys), key)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch remarks on a kernel that replaces another
+            for key, original in originals.items():
+                overrides.impl("scaled_dot_product_attention", partial(original.call_boxed, no_keys), key)
         yield
 
 

@@ -268,6 +268,38 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+LATER = """
+import os, threading, torch, torch.nn.functional as F
+os.environ["TILEWISE_DETOUR"] = "python"
+from tilewise.integrations import sdpa as override
+from tilewise.integrations.sdpa import sdpa
+q = torch.randn(1, 1, 8, 8)
+want = F.scaled_dot_product_attention(q, q, q)
+def enter():
+    with sdpa():
+        assert torch.equal(F.scaled_dot_product_attention(q, q, q), want)
+    return override._dispatcher.compiled is not None
+found = [enter()]
+os.environ["TILEWISE_DETOUR"] = "compiled"
+done = threading.Event()
+beside = threading.Thread(target=done.wait)
+beside.start()
+found.append(enter())
+done.set()
+beside.join()
+found.append(enter())
+print(found)
+"""
+
+
+@pytest.mark.usefixtures("library")
+def test_a_library_that_comes_later_is_used_once_there_is_no_other_thread():
+    """The kernel in Python may be running in another thread, and replacing it is not atomic."""
+    done = run(LATER)
+    assert (done.returncode, done.stdout.strip()) == (0, "[False, False, True]"), done.stderr[-4000:]
+    assert done.stderr == ""
+
+
 def test_compile_builds_a_damaged_library_again_and_it_is_whole(machine, library, tmp_path, monkeypatch):
     good = tmp_path / "good.so"
     good.write_bytes(library)

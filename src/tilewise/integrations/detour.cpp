@@ -21,6 +21,7 @@
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <array>
@@ -328,7 +329,15 @@ class Detour final : public c10::OperatorKernel {
   c10::SafeKernelFunction python;
 };
 
+// PyTorch remarks on a kernel that replaces another. Where that is our own in Python, it is meant.
+class NoRemarks final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning&) override {}
+};
+
 void install(const char* const* keys, int count, bool composite) {
+  NoRemarks none;
+  const c10::WarningUtils::WarningHandlerGuard quiet(&none);
   c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
   const auto op = dispatcher.findSchemaOrThrow(overridden, "");
   const auto python = dispatcher.findSchemaOrThrow(in_python, "");
