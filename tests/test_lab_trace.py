@@ -246,7 +246,60 @@ def test_modules_and_code_are_programs_too(program: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "command", [["torchrun", "train.py"], ["python"], ["python", "-u"], ["python", "-m"], ["python", "-X", "dev"]]
+    ("words", "flags", "program"),
+    [
+        ("-um train", "-u", "-m train"),
+        ("-umtrain --lr 3", "-u", "-m train --lr 3"),
+        ("-mtrain", "", "-m train"),
+        ("-Bum train", "-Bu", "-m train"),
+        ("-m train -u", "", "-m train -u"),
+        ("-uc pass", "-u", "-c pass"),
+        ("-W error train.py", "-W error", "train.py"),
+        ("-Werror train.py", "-Werror", "train.py"),
+        ("-uWerror -X dev -m train", "-u -Werror -X dev", "-m train"),
+        ("-uW error -m train", "-u -W error", "-m train"),
+        ("-Xm train.py", "-Xm", "train.py"),
+        ("--check-hash-based-pycs always train.py", "--check-hash-based-pycs always", "train.py"),
+        ("train.py -um x", "", "train.py -um x"),
+    ],
+)
+def test_options_are_read_as_the_interpreter_reads_them(words: str, flags: str, program: str) -> None:
+    assert cli_trace.split(["python", *words.split()]) == (sys.executable, flags.split(), program.split())
+
+
+def test_a_module_after_grouped_options_is_traced(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(program.parent)
+    result = trace("--no-compare", "--", "python", "-um", "train")
+    assert result.exit_code == 0, result.output
+    assert "train.py:7" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("os.abort()", 134), ("os._exit(0)", 1)]
+)
+def test_a_program_that_leaves_nothing_still_has_its_own_code(ending: str, code: int) -> None:
+    result = trace("--no-compare", "--", "python", "-c", f"import os; {ending}")
+    assert result.exit_code == code
+    assert "left nothing" in result.stderr
+
+
+def test_an_interpreter_that_is_not_there_is_refused() -> None:
+    result = trace("--no-compare", "--", "/no/such/python3", "-c", "pass")
+    assert result.exit_code == 2
+    assert "/no/such/python3" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["torchrun", "train.py"],
+        ["python"],
+        ["python", "-u"],
+        ["python", "-m"],
+        ["python", "-X", "dev"],
+        ["python", "-um"],
+        ["python", "-"],
+    ],
 )
 def test_what_is_no_python_program_is_refused(command: list[str]) -> None:
     with pytest.raises(InvalidInput, match="the program"):

@@ -6,8 +6,12 @@
 // nothing else is wanted for calls that look the same; whatever is not understood here goes to
 // Python.
 //
-// All state is guarded by the GIL. It is held while a call is recognised, and while Python calls
-// the functions below; not while PyTorch's kernel runs.
+// All state is guarded by the GIL, but for one flag: while nobody is governed, calls go to
+// PyTorch's kernel without it. It is held while a call is recognised, and while Python calls the
+// functions below; not while PyTorch's kernel runs.
+//
+// Once installed the kernel stays: threads dispatch without a lock, so one that is taken out may be
+// one that runs.
 
 // clang-format off: before all others, as Python asks
 #include <Python.h>
@@ -17,13 +21,16 @@
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 #include <vector>
 
@@ -31,6 +38,8 @@ namespace {
 
 constexpr const char* overridden = "aten::scaled_dot_product_attention";
 constexpr const char* in_python = "tilewise::scaled_dot_product_attention";
+// Nobody's device: what the dispatcher has for it is PyTorch's composite.
+constexpr const char* nobodys_key = "PrivateUse3";
 constexpr size_t arguments_expected = 8;
 constexpr size_t calls_kept = 32;  // of one rule
 
@@ -85,15 +94,37 @@ struct TensorLook {
   }
 };
 
-// What PyTorch has switched on: gradients, determinism, and each of its kernels.
-using Switches = std::array<bool, 6>;
+// What PyTorch has switched on, gradients, determinism and each of its kernels, and the order in
+// which it considers these.
+struct Switches {
+  std::array<bool, 9> on{};
+  std::array<int, 8> order{};
+  bool operator==(const Switches&) const = default;
+};
 
-Switches switches_now() {
-  const at::Context& context = at::globalContext();
-  return {c10::GradMode::is_enabled(),   context.deterministicAlgorithms(),
-          context.userEnabledFlashSDP(), context.userEnabledMemEfficientSDP(),
-          context.userEnabledCuDNNSDP(), context.userEnabledMathSDP()};
+// Releases differ in what can be switched; a switch that is not there is off.
+template <typename Context>
+Switches switches_of(Context& context) {
+  Switches now{{c10::GradMode::is_enabled(), context.deterministicAlgorithms(),
+                context.userEnabledFlashSDP(), context.userEnabledMemEfficientSDP(),
+                context.userEnabledCuDNNSDP(), context.userEnabledMathSDP()},
+               {}};
+  if constexpr (requires { context.userEnabledOverrideableSDP(); })
+    now.on[6] = context.userEnabledOverrideableSDP();
+  if constexpr (requires { context.userEnabledFA3SDP(); }) now.on[7] = context.userEnabledFA3SDP();
+  if constexpr (requires { context.allowFP16BF16ReductionMathSDP(); })
+    now.on[8] = context.allowFP16BF16ReductionMathSDP();
+  if constexpr (requires { context.sDPPriorityOrder(); }) {
+    const auto order = context.sDPPriorityOrder();
+    static_assert(std::tuple_size_v<decltype(now.order)> >=
+                  std::tuple_size_v<std::decay_t<decltype(order)>>);
+    std::transform(order.begin(), order.end(), now.order.begin(),
+                   [](auto backend) { return static_cast<int>(backend); });
+  }
+  return now;
 }
+
+Switches switches_now() { return switches_of(at::globalContext()); }
 
 // The last arguments of a stack, as the operator's schema has them, and what is switched on.
 struct Arguments {
@@ -186,11 +217,13 @@ struct State {
   PyObject* rule_name = nullptr;  // "rule", the attribute of a block
   PyObject* outside = nullptr;    // the rule for those who are in no block, borrowed; nullptr: none
   bool blocks = false;            // whether anybody is in one
+  bool all_to_python = false;     // whether Python decides every call
+  std::atomic<bool> idle{true};   // nobody is governed: the one thing that is read without the GIL
   PyObject* get_handed = nullptr;  // what autograd's threads are handed, by its name
   PyObject* handed_name = nullptr;
   std::string handed;                             // the same name
   std::unordered_map<PyObject*, LeftCalls> left;  // by rule, borrowed
-  std::vector<c10::RegistrationHandleRAII> registered;
+  std::vector<c10::RegistrationHandleRAII> registered;  // for good
 };
 
 State& state() {
@@ -221,6 +254,7 @@ bool is_handed_something() {
 
 Judged judge(const Arguments& call) {
   State& s = state();
+  if (s.all_to_python) return {Way::python, nullptr};
   PyObject* block = nullptr;
   if (PyContextVar_Get(s.top, Py_None, &block) < 0) {
     PyErr_Clear();
@@ -243,6 +277,15 @@ Judged judge(const Arguments& call) {
   return {Way::torch, rule};
 }
 
+// A thread that asks for the GIL when the interpreter ends never comes back.
+bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
 class Detour final : public c10::OperatorKernel {
  public:
   Detour(c10::SafeKernelFunction original, c10::SafeKernelFunction python)
@@ -250,6 +293,8 @@ class Detour final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) const {
+    if (state().idle.load(std::memory_order_acquire) || is_finalizing())
+      return original.callBoxed(op, keys, stack);
     const Arguments call(*stack);
     Judged judged{Way::python, nullptr};
     std::optional<CallLook> look;
@@ -284,7 +329,15 @@ class Detour final : public c10::OperatorKernel {
   c10::SafeKernelFunction python;
 };
 
-void install(const char* const* keys, int count) {
+// PyTorch remarks on a kernel that replaces another. Where that is our own in Python, it is meant.
+class NoRemarks final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning&) override {}
+};
+
+void install(const char* const* keys, int count, bool composite) {
+  NoRemarks none;
+  const c10::WarningUtils::WarningHandlerGuard quiet(&none);
   c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
   const auto op = dispatcher.findSchemaOrThrow(overridden, "");
   const auto python = dispatcher.findSchemaOrThrow(in_python, "");
@@ -295,7 +348,8 @@ void install(const char* const* keys, int count) {
   std::vector<std::unique_ptr<Detour>> kernels;
   for (int i = 0; i < count; ++i) {
     const c10::DispatchKey key = c10::parseDispatchKey(keys[i]);
-    kernels.push_back(std::make_unique<Detour>(op.getComputedKernelForDispatchKey(key),
+    const c10::DispatchKey below = composite ? c10::parseDispatchKey(nobodys_key) : key;
+    kernels.push_back(std::make_unique<Detour>(op.getComputedKernelForDispatchKey(below),
                                                python.getComputedKernelForDispatchKey(key)));
   }
   for (int i = 0; i < count; ++i)
@@ -324,24 +378,26 @@ void tilewise_detour_begin(PyObject* top, PyObject* get_handed, PyObject* handed
   s.rule_name = PyUnicode_InternFromString("rule");
 }
 
-// Put the kernel in front of the originals. Returns what went wrong, or nullptr.
-const char* tilewise_detour_install(const char* const* keys, int count) {
+// Put the kernel in front of the originals; of PyTorch's composite, where something of ours is
+// registered already. Returns what went wrong, or nullptr.
+const char* tilewise_detour_install(const char* const* keys, int count, int composite) {
   static std::string error;
   try {
-    install(keys, count);
+    install(keys, count, composite != 0);
     return nullptr;
   } catch (const std::exception& problem) {
-    state().registered.clear();
     error = problem.what();
     return error.c_str();
   }
 }
-void tilewise_detour_remove() { state().registered.clear(); }
 
-// Who is governed by what, from now on.
-void tilewise_detour_govern(PyObject* outside, int blocks) {
-  state().outside = outside;
-  state().blocks = blocks != 0;
+// Who is governed by what, from now on, and whether Python decides every call.
+void tilewise_detour_govern(PyObject* outside, int blocks, int all_to_python) {
+  State& s = state();
+  s.outside = outside;
+  s.blocks = blocks != 0;
+  s.all_to_python = all_to_python != 0;
+  s.idle.store(outside == nullptr && !s.blocks && !s.all_to_python, std::memory_order_release);
 }
 
 int64_t* tilewise_detour_counter() { return new int64_t(0); }

@@ -9,28 +9,34 @@ for whatever is not taken, so nothing that worked before stops working. Each cal
     fallback   we would have liked to plan it and could not; PyTorch ran it, and `on_fallback` says who hears of it
 
 Who sees a rule: a `with` block governs its own thread (or asyncio task) and the backward passes started there; the
-innermost block wins. `enable()` governs every thread that is in no block. The dispatcher itself is process-wide, so
-while any rule is in force other threads pay the detour too, and get PyTorch's kernel. A dispatch key of our own,
-included per thread, would spare them that; but PyTorch's higher-order operators (flex_attention, cond) refuse to run
-under a key that they do not know.
+innermost block wins. `enable()` governs every thread that is in no block.
+
+The dispatcher is process-wide, and threads read it without a lock. So the first rule puts our kernel there and nothing
+ever takes it out: a kernel that is removed may be one that runs. What comes and goes is whether anybody is governed;
+while nobody is, and in threads that are not, the kernel passes every call on to PyTorch's. A dispatch key of our own,
+included per thread, would spare them even that; but PyTorch's higher-order operators (flex_attention, cond) refuse to
+run under a key that they do not know.
 
 The kernel is there twice. In Python, below, it decides and knows everything. Compiled (detour.py) it stands before that
 one and recognises calls that were left to PyTorch before, which then never see Python.
 
-Invariant: both "left" and "taken" are right for *any* call. What a call remembers of an earlier one is therefore only
-which of the two is better, and its key may leave out what a repeated decision would look at again anyway.
+Invariant: both "left" and "taken" compute the right values for *any* call. What a call remembers of an earlier one is
+only which of the two is wanted. Its key holds all of PyTorch's switches, for they are the caller's wishes, and may
+leave out of the tensors what a repeated decision would look at again anyway.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 import warnings
 import weakref
-from contextlib import ExitStack
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -49,7 +55,6 @@ from ..target import Target
 from . import detour
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import TracebackType
 
     from ..problem import Problem
@@ -59,12 +64,15 @@ Outcome = Literal["taken", "left", "fallback"]
 OnFallback = Literal["silent", "warn", "error"]
 
 _OPERATOR = "aten::scaled_dot_product_attention"
-_KEYS = ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA")
+# Autograd's key of a device before the device's own: once a device has a kernel, the dispatcher decomposes no more for
+# its autograd key, and a call that needs gradients, made by another thread in between, would lose them.
+_KEYS = ("AutogradCPU", "CPU", "AutogradCUDA", "CUDA")
 _MEMO_KEPT = 4096
 _RECENT_KEPT = 2  # self- and cross-attention in turn
 _RECORDS_KEPT = 256
 
 _compiler: Any = import_module("torch.compiler.config")
+_log = logging.getLogger("tilewise")
 
 
 class FallbackWarning(UserWarning):
@@ -103,27 +111,33 @@ class _Record:
 
 
 _records: dict[tuple[str, Outcome, str], _Record] = {}
+_records_lock = threading.RLock()  # reentrant, because a finalizer may call the operator in the middle of anything
 
 
 def _record(problem: str, outcome: Outcome, because: str) -> _Record:
     """The line for this case; the oldest line makes room when there are too many."""
     key = (problem, outcome, because)
-    found = _records.get(key)
-    if found is None:
-        found = _records[key] = _Record(*key)
-        while len(_records) > _RECORDS_KEPT:
-            _records.pop(next(iter(_records)), None)
+    with _records_lock:
+        found = _records.get(key)
+        if found is None:
+            found = _records[key] = _Record(*key)
+            while len(_records) > _RECORDS_KEPT:
+                _records.pop(next(iter(_records)), None)
     return found
 
 
 # query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
 _Arguments = tuple[Tensor, Tensor, Tensor, "Tensor | None", float, bool, "float | None", bool]
+# observer(arguments, run): run() calls what would have run without it
+Observer = Callable[[_Arguments, Callable[[], Tensor]], Tensor]
 
 
-# How a call is recognised: a test of its tensors; whether gradients were enabled (None = no matter); dropout_p,
-# is_causal, scale and enable_gqa as they were. Then what becomes of it: the line that counts it, and the options it is
-# taken with. A bare tuple, because that unpacks fastest.
-_Seen = tuple["Callable[..., bool]", "bool | None", float, bool, "float | None", bool, _Record, "Options | None"]
+# How a call is recognised: a test of its tensors; PyTorch's switches; whether gradients were enabled (None = no
+# matter); dropout_p, is_causal, scale and enable_gqa as they were. Then what becomes of it: the line that counts it,
+# and the options it is taken with. A bare tuple, because that unpacks fastest.
+_Seen = tuple[
+    "Callable[..., bool]", "_Switches", "bool | None", float, bool, "float | None", bool, _Record, "Options | None"
+]
 
 
 class _Decision(NamedTuple):
@@ -164,7 +178,7 @@ class Rule:
 
     def __enter__(self) -> Rule:
         _dispatcher.acquire(self)
-        frame = _Frame(self, _top.get(), _add_cache_tag(self.tag))
+        frame = _Frame(self, _top.get())
         _top.set(frame)
         _hand_to_device_threads(frame)
         return self
@@ -182,20 +196,35 @@ class Rule:
             )
         _top.set(frame.outer)
         _hand_to_device_threads(frame.outer)
-        _compiler.cache_key_tag = frame.cache_tag
-        _dispatcher.release()
+        _dispatcher.release(self)
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """A block in force, the one around it, and the compiler's cache tag that it replaced."""
+    """A block in force, and the one around it."""
 
     rule: Rule
     outer: _Frame | None
-    cache_tag: str
 
 
 _top: ContextVar[_Frame | None] = ContextVar("tilewise.sdpa", default=None)
+
+
+_OPTIONS = ("when", "on_fallback", "backend")
+
+
+def _check_options(function: str, positional: tuple[object, ...], unknown: dict[str, object]) -> None:
+    """Whoever misspells an option, or passes one without its name, gets the names."""
+    if not (positional or unknown):
+        return
+    got = [f"{name}={value!r}" for name, value in unknown.items()] + [f"{value!r}, unnamed" for value in positional]
+    near = [match for name in unknown for match in get_close_matches(name, _OPTIONS, 1)]
+    raise InvalidInput(
+        function,
+        ", ".join(got),
+        f"the options {', '.join(_OPTIONS)}, by name",
+        f"write {near[0]}=..." if near else "drop it, or write one of these",
+    )
 
 
 class Override:
@@ -211,25 +240,28 @@ class Override:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rule: Rule | None = None
-        self._cache_tag = ""
 
     def __call__(
         self,
-        *,
+        *positional: object,
         when: Callable[[Problem], object] | None = None,
         on_fallback: OnFallback = "silent",
         backend: str = AUTO,
+        **unknown: object,
     ) -> Rule:
+        _check_options("tilewise.sdpa", positional, unknown)
         return Rule(when, on_fallback, backend)
 
     def enable(
         self,
-        *,
+        *positional: object,
         when: Callable[[Problem], object] | None = None,
         on_fallback: OnFallback = "silent",
         backend: str = AUTO,
+        **unknown: object,
     ) -> None:
         """Put a rule in force for every thread that is in no block, until `disable`."""
+        _check_options("tilewise.sdpa.enable", positional, unknown)
         rule = Rule(when, on_fallback, backend)
         with self._lock:
             if self._rule is not None:
@@ -240,14 +272,14 @@ class Override:
                     "call tilewise.sdpa.disable() first, or use a `with tilewise.sdpa(...):` block inside",
                 )
             _dispatcher.acquire(rule)
-            self._cache_tag = _add_cache_tag(rule.tag)
             self._rule = rule
             _dispatcher.tell()
 
     def disable(self) -> None:
         """Take back `enable`. Blocks that are open stay in force."""
         with self._lock:
-            if self._rule is None:
+            rule = self._rule
+            if rule is None:
                 raise InvalidInput(
                     "tilewise.sdpa.disable",
                     "a call without enable()",
@@ -255,13 +287,13 @@ class Override:
                     "drop the call; a `with tilewise.sdpa():` block ends by itself",
                 )
             self._rule = None
-            _compiler.cache_key_tag = self._cache_tag
-            _dispatcher.release()
+            _dispatcher.release(rule)
 
     def compile(self) -> None:
         """Build the compiled detour now, if it is not there, rather than in the background (detour.py).
 
-        Rules that come into force from then on use it. Raises CompileError where this machine cannot build it.
+        Rules that come into force from then on use it; in a process that has used the override before and has several
+        threads, only those of the next process. Raises CompileError where this machine cannot build it.
         """
         detour.build()
 
@@ -282,7 +314,8 @@ class Override:
 
 
 def _lines() -> list[_Record]:
-    return list(_records.values())
+    with _records_lock:
+        return list(_records.values())
 
 
 sdpa = Override()
@@ -293,73 +326,150 @@ sdpa = Override()
 
 
 class _Dispatcher:
-    """Our kernel in PyTorch's dispatcher while somebody holds it, and nothing of it otherwise."""
+    """Our kernel in PyTorch's dispatcher: put there by the first who wants it, for good.
+
+    Registering once is safe beside threads that dispatch: what it replaces is an unboxed kernel, whose function ignores
+    its functor, so that a thread that reads the table meanwhile runs the old kernel or the new one. To replace our
+    kernel in Python by the compiled one is not safe, so that is only done while there is no other thread.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.holders = 0
-        self.compiled: detour.Detour | None = None
-        self._installed = ExitStack()
+        self._lock = threading.RLock()
+        self.holders = 0  # blocks that are open, and `enable`
+        self.observers: tuple[Observer, ...] = ()
+        self.compiled: detour.Detour | None = None  # where it is in front of the kernel in Python, and decides
+        self._standing: detour.Detour | None = None  # where it is in front at all
+        self._originals: dict[str, Any] = {}
+        self._all_composite = False
 
-    def acquire(self, rule: Rule | None = None) -> None:
-        """For a rule, or for somebody who only wants it to be there."""
+    def acquire(self, rule: Rule) -> None:
+        """A rule comes into force, for somebody."""
         with self._lock:
-            if self.holders == 0:
-                self._install()
+            self._install()
             self.holders += 1
-            if self.compiled is not None and rule is not None and not rule.admitted:
+            if self.compiled is not None and not rule.admitted:
                 rule.admitted = True
                 self.compiled.admit(id(rule))
                 weakref.finalize(rule, self.compiled.forget, id(rule))
-        self.tell()
+            _add_cache_tag(rule.tag)
+            self.tell()
 
-    def release(self) -> None:
+    def release(self, rule: Rule) -> None:
         with self._lock:
             self.holders -= 1
-            if self.holders == 0:
-                self._installed.close()
-                self.compiled = None
-                _forget_resolved_kernels()
-        self.tell()
+            _drop_cache_tag(rule.tag)
+            self.tell()
+
+    def observe(self, observer: Observer) -> None:
+        """Put an observer in front of every call, of all threads; the newest is asked first."""
+        with self._lock:
+            self._install()
+            self.observers = (*self.observers, observer)
+            self.tell()
+
+    def leave_unobserved(self, observer: Observer) -> None:
+        """Take an observer back. Calls that it is in the middle of come to their end."""
+        with self._lock:
+            self.observers = tuple(one for one in self.observers if one != observer)
+            self.tell()
 
     def tell(self) -> None:
         """Let the compiled detour know who is governed by what."""
-        if self.compiled is not None:
-            rule = sdpa._rule
-            self.compiled.govern(rule, self.holders > (rule is not None))
+        with self._lock:
+            if self._standing is not None:
+                rule = sdpa._rule
+                all_to_python = bool(self.observers) or (self.compiled is None and self.holders > 0)
+                self._standing.govern(rule, self.holders > (rule is not None), all_to_python)
 
     def _install(self) -> None:
-        # All originals first: once a device has a kernel, the dispatcher answers differently for its autograd key.
-        originals = {key: torch_library.get_kernel(_OPERATOR, key) for key in _KEYS}
-        self.compiled = detour.loaded()
-        if self.compiled is None:
-            library = self._installed.enter_context(torch_library._scoped_library("aten", "IMPL"))
-        else:
-            library = self._installed.enter_context(torch_library._scoped_library("tilewise", "FRAGMENT"))
+        if self._standing is None and (not self._originals or self._may_replace()):
+            self._put_in_front(detour.loaded())
+        self.compiled = self._standing if detour.is_wanted() else None
+
+    def _may_replace(self) -> bool:
+        """Whether the compiled kernel may take the place of the one in Python: nobody else can be dispatching."""
+        alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
+        return alone and self._all_composite and detour.is_wanted()
+
+    def _put_in_front(self, compiled: detour.Detour | None) -> None:
+        first = not self._originals
+        if first:
+            self._all_composite = not any(map(_has_kernel, _KEYS))
+            # All of them first: once a device has a kernel, the dispatcher answers differently for its autograd key.
+            self._originals = {key: torch_library.get_kernel(_OPERATOR, key) for key in _KEYS}
+        if compiled is not None and self._begin_compiled(compiled, first):
+            self._standing = compiled
+        elif first:
+            self._register("IMPL", "aten")
+        _forget_resolved_kernels()
+
+    def _begin_compiled(self, compiled: detour.Detour, first: bool) -> bool:
+        """The compiled kernel in front, and behind it, as an operator of its own, the one in Python."""
+        try:
+            self._register("FRAGMENT", "tilewise")
+            compiled.begin(_top, _get_from_tls, _HANDED)
+            compiled.install(_KEYS, composite=not first)
+        except RuntimeError as error:
+            _log.warning("tilewise: %s; the kernel in Python does its work", error)
+            return False
+        return True
+
+    def _register(self, kind: str, namespace: str) -> None:
+        """Register the kernel in Python. torch.library would take it out when the interpreter ends, under threads that
+        still run, so this is one level below, and what keeps it there is never released."""
+        library = torch._C._dispatch_library(kind, namespace, "")
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(library))
+        if kind == "FRAGMENT":
             schema = torch.ops.aten.scaled_dot_product_attention.default._schema
             library.define(str(schema).removeprefix("aten::"))
-        for key, original in originals.items():
-            library.impl(_OPERATOR.removeprefix("aten::"), _kernel(original.call_boxed), key)
-        if self.compiled is not None:
-            self.compiled.begin(_top, _get_from_tls, _HANDED)
-            self.compiled.install(_KEYS)
-            self._installed.callback(self.compiled.remove)
-        _forget_resolved_kernels()
+        for key, original in self._originals.items():
+            library.impl(_OPERATOR.removeprefix("aten::"), key, _kernel(original.call_boxed))
+
+
+def _has_kernel(key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATOR, key)
 
 
 def _forget_resolved_kernels() -> None:
     """Under torch.compile an operator remembers in Python which kernel a key leads to, and a registration by name does
-    not tell it: a graph traced before the override, or under it, would decide for those traced after."""
+    not tell it: a graph traced before the override would decide for those traced after."""
     torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
 
 
 _dispatcher = _Dispatcher()
 
 
+class _Observing(threading.local):
+    """Of this thread: whether it is in a call that is observed, and whether that call was taken."""
+
+    call = False
+    taken = False
+
+
+_observing = _Observing()
+
+
+def _observed(kernel: Callable[..., Tensor], arguments: _Arguments) -> Tensor:
+    """A call with all observers before it. What the operator calls by itself is part of the same call."""
+    observers = _dispatcher.observers
+
+    def run(left: int) -> Tensor:
+        if left == 0:
+            _observing.taken = False
+            return kernel(*arguments)
+        return observers[left - 1](arguments, lambda: run(left - 1))
+
+    _observing.call = True
+    try:
+        return run(len(observers))
+    finally:
+        _observing.call = False
+
+
 def _kernel(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The kernel to register in front of an original. What a call passes that was left before is written for speed."""
     no_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)  # the original decomposes and reads none
-    get_top, grad_enabled = _top.get, torch.is_grad_enabled
+    get_top, grad_enabled, dispatcher, switches_now = _top.get, torch.is_grad_enabled, _dispatcher, _switches
 
     def scaled_dot_product_attention(
         query: Tensor,
@@ -371,6 +481,11 @@ def _kernel(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        if dispatcher.observers and not _observing.call:
+            return _observed(
+                scaled_dot_product_attention,
+                (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+            )
         frame = get_top()
         rule = _outside_blocks() if frame is None else frame.rule
         if rule is not None:
@@ -380,23 +495,25 @@ def _kernel(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
             else:
                 tensors = (query, key, value, attn_mask)
                 recent = rule.recent_masked
-            if (rule.exact or attn_mask is not None) and _is_deterministic():
-                recent = ()  # their signature knows of it
-            for same, grad, dropout, causal, factor, gqa, record, options in recent:
+            switches = switches_now() if recent else None
+            for same, then, grad, dropout, causal, factor, gqa, record, options in recent:
                 if (
-                    (grad is None or grad_enabled() is grad)
+                    switches == then
+                    and (grad is None or grad_enabled() is grad)
                     and is_causal is causal
                     and scale == factor
                     and dropout_p == dropout
                     and enable_gqa is gqa
                     and same(*tensors)
-                    and (options is None or not _state_says_no(query, key, value))
+                    and (options is None or not _transform_says_no(query, key, value))
                 ):
                     record.calls += 1
                     break
             else:
                 options = _settle(rule, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
             if options is not None:
+                if dispatcher.observers:
+                    _observing.taken = True
                 return _take((query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), options)
         # PyTorch's own kernel; arguments that have their default are cheaper left out.
         if scale is None and not enable_gqa:
@@ -457,14 +574,20 @@ def _hand_to_device_threads(frame: _Frame | None) -> None:
         torch._C._stash_obj_in_tls(_HANDED, handed)
 
 
-def _add_cache_tag(tag: str) -> str:
-    """Mark what torch.compile caches on disk from here on; returns the tag to restore.
+def _add_cache_tag(tag: str) -> None:
+    """Mark what torch.compile caches on disk from here on, for as long as the rule is in force somewhere.
 
     Those caches know a graph by its Python code, in which the override does not appear.
     """
-    before: str = _compiler.cache_key_tag
-    _compiler.cache_key_tag = f"{before} {tag}".strip()
-    return before
+    _compiler.cache_key_tag = f"{_compiler.cache_key_tag} {tag}".strip()
+
+
+def _drop_cache_tag(tag: str) -> None:
+    """Take one such mark back. Blocks of several threads end in any order, and the user's own tag stays."""
+    words = _compiler.cache_key_tag.split(" ")
+    if tag in words:
+        del words[len(words) - 1 - words[::-1].index(tag)]
+        _compiler.cache_key_tag = " ".join(words)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -476,9 +599,10 @@ def _settle(rule: Rule, arguments: _Arguments) -> Options | None:
 
     Returns what it is taken with, or None for PyTorch's kernel.
     """
-    signature = _signature(rule, arguments)
+    switches = _switches()
+    signature = _signature(rule, arguments, switches)
     decision, quiet, seen = rule.memo.get(signature, (None, False, None))
-    blocked = None if quiet else _state_says_no(*arguments[:3])
+    blocked = None if quiet else _transform_says_no(*arguments[:3]) or _switches_say_no(switches)
     if blocked:
         decision = _Decision(_record(_describe_shapes(arguments), *blocked), memoise=False)
     elif decision is None:
@@ -488,13 +612,13 @@ def _settle(rule: Rule, arguments: _Arguments) -> Options | None:
             _remember(rule, signature, decision, quiet, None)
     compiled = _dispatcher.compiled
     if decision.memoise and signature is not None and (decision.options is not None or (quiet and compiled is None)):
-        latest = _bring_forward(rule, decision, seen, arguments)
+        latest = _bring_forward(rule, decision, seen, arguments, switches)
         if latest is not seen:
             _remember(rule, signature, decision, quiet, latest)
     decision.record.calls += 1
     if decision.record.outcome == "fallback":
         _announce(rule, decision)
-    # What PyTorch's switches decide is not for the memo, whose key leaves them out, but the compiled kernel sees them.
+    # What the switches decide is not worth a place in the memo, but the compiled kernel, which sees them, may keep it.
     lasting = decision.memoise or decision.record.outcome == "left"
     if compiled is not None and signature is not None and lasting and decision.quiet(rule):
         _let_it_pass(compiled, decision.record)
@@ -514,37 +638,42 @@ def _remember(rule: Rule, signature: Any, decision: _Decision, quiet: bool, seen
     rule.memo[signature] = decision, quiet, seen
 
 
-def _signature(rule: Rule, arguments: _Arguments) -> Any:
+def _signature(rule: Rule, arguments: _Arguments, switches: _Switches) -> Any:
     """What a decision is remembered by; None for subclasses, of which there is more to know."""
     query, key, value, attn_mask, *others = arguments
     if not (type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN):
         return None
     grad = torch.is_grad_enabled()
+    lazy = _is_lazy(query) or _is_lazy(key) or _is_lazy(value)
     signature: tuple[Any, ...] = (
-        query.shape, key.shape, value.shape, query.dtype, query.requires_grad and grad, *others
+        query.shape, key.shape, value.shape, query.dtype, query.requires_grad and grad, lazy, switches, *others
     )  # fmt: skip
     if not rule.exact and attn_mask is None:
         return signature
     described = None
     if attn_mask is not None:
-        described = (attn_mask.shape, attn_mask.dtype, attn_mask.requires_grad and grad, type(attn_mask))
-    signature += (query.get_device(), _is_deterministic(), described)
+        described = (
+            attn_mask.shape, attn_mask.dtype, attn_mask.requires_grad and grad, type(attn_mask), _is_lazy(attn_mask)
+        )  # fmt: skip
+    signature += (query.get_device(), described)
     if not rule.exact:
         return signature
     tensors = tuple((t.stride(), t.storage_offset(), t.dtype, t.requires_grad) for t in (query, key, value))
     return (*signature, grad, tensors)
 
 
-def _bring_forward(rule: Rule, decision: _Decision, seen: _Seen | None, arguments: _Arguments) -> _Seen | None:
+def _bring_forward(
+    rule: Rule, decision: _Decision, seen: _Seen | None, arguments: _Arguments, switches: _Switches
+) -> _Seen | None:
     """Let the next call be compared with this one first. Returns `seen`, or what is to be kept in its place."""
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
     if query is key or key is value:  # which a guard takes for a change
         return seen
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     grad = torch.is_grad_enabled() if any(tensor.requires_grad for tensor in tensors) else None
-    if seen is None or (seen[0] is not _never and not (seen[1] is grad and seen[0](*tensors))):
+    if seen is None or (seen[0] is not _never and not (seen[2] is grad and seen[0](*tensors))):
         same = _same_tensors(rule, tensors)
-        seen = (same, grad, dropout_p, is_causal, scale, enable_gqa, decision.record, decision.options)
+        seen = (same, switches, grad, dropout_p, is_causal, scale, enable_gqa, decision.record, decision.options)
     if seen[0] is not _never:
         latest = rule.recent if attn_mask is None else rule.recent_masked
         latest = (seen, *(other for other in latest if other is not seen))[:_RECENT_KEPT]
@@ -559,11 +688,11 @@ def _same_tensors(rule: Rule, tensors: tuple[Any, ...]) -> Callable[..., bool]:
     """A test that calls pass whose tensors have this signature; others may fail it, and are then looked up by theirs.
 
     The guard of compiled graphs compares types, dtypes, devices, shapes, strides and requires_grad in one call into
-    C++; reading these attributes here would take a dozen. What else a signature holds has to be as it nearly always
-    is: aligned memory, and no wish for determinism (at which the kernel looks itself).
+    C++; reading these attributes here would take a dozen. What else a signature holds of the tensors has to be as it
+    nearly always is: aligned memory.
     """
     exact = rule.exact
-    if _TensorGuards is None or ((exact or len(tensors) == 4) and _is_deterministic()) or not _are_plain(*tensors):
+    if _TensorGuards is None or not _are_plain(*tensors):
         return _never
     strides = None if exact else [[None] * tensor.ndim for tensor in tensors]  # None = any
     guard: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=strides).check
@@ -591,32 +720,67 @@ def _tensor_guards() -> Any:
 
 
 _TensorGuards = _tensor_guards()
-_is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 
 
 def _never(*tensors: Tensor) -> bool:
     return False
 
 
-def _state_says_no(query: Tensor, key: Tensor, value: Tensor) -> tuple[Outcome, str] | None:
-    """What of PyTorch's state, none of which a memo key holds, keeps us from taking any call."""
+def _transform_says_no(query: Tensor, key: Tensor, value: Tensor) -> tuple[Outcome, str] | None:
+    """What is at work on these tensors, none of which a memo key holds, that keeps us from taking any call."""
     if torch._C._are_functorch_transforms_active():
         return "fallback", "a functorch transform (vmap, grad, jvp) is at work, and PyTorch has rules for it"
     if op.has_tangent(query, key, value):
         return "fallback", "forward-mode AD is at work, and PyTorch has rules for it"
-    allowed = _allowed_kernels()
-    if len(allowed) == 1:
-        return "left", f"sdpa_kernel allows only {allowed[0]}, which is a choice"
     return None
 
 
-def _allowed_kernels() -> tuple[str, ...]:
-    flags = (
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-    )
+def _switches_say_no(switches: _Switches) -> tuple[Outcome, str] | None:
+    """A choice that the caller made among PyTorch's kernels."""
+    allowed = _allowed_kernels(switches)
+    if len(allowed) == 1:
+        return "left", f"sdpa_kernel allows only {allowed[0]}, which is a choice"
+    if switches[-1] not in _USUAL_ORDERS:
+        return "left", "sdpa_kernel sets an order of PyTorch's kernels, which is a choice"
+    return None
+
+
+_Switches = tuple[Any, ...]
+
+
+def _switch_reader() -> Callable[[], _Switches]:
+    """The function that reads all that decides between PyTorch's kernels beside the tensors: the first four as in
+    _TORCH_KERNELS, the last one their order. A release that lacks a switch has it in the position it always was."""
+
+    def getter(name: str, otherwise: object) -> Callable[[], Any]:
+        return getattr(torch._C, name, lambda: otherwise)
+
+    flash = getter("_get_flash_sdp_enabled", True)
+    efficient = getter("_get_mem_efficient_sdp_enabled", True)
+    cudnn = getter("_get_cudnn_sdp_enabled", True)
+    math = getter("_get_math_sdp_enabled", True)
+    third_party = getter("_get_overrideable_sdp_enabled", True)
+    flash_3 = getter("_get_fa3_sdp_enabled", False)
+    reduced = getter("_get_math_sdp_allow_fp16_bf16_reduction", False)
+    deterministic = getter("_get_deterministic_algorithms", False)
+    order = getter("_get_sdp_priority_order", _USUAL_ORDERS[0])
+
+    def switches() -> _Switches:
+        return (
+            flash(), efficient(), cudnn(), math(), third_party(), flash_3(), reduced(), deterministic(), tuple(order())
+        )  # fmt: skip
+
+    return switches
+
+
+# PyTorch's numbers for math, flash, efficient, cuDNN and third-party kernels: the order as it is, and as PyTorch itself
+# changes it on GPUs where it prefers cuDNN.
+_USUAL_ORDERS = ((1, 2, 0, 3, 4), (3, 1, 2, 0, 4))
+_switches = _switch_reader()
+
+
+def _allowed_kernels(switches: _Switches) -> tuple[str, ...]:
+    flags = switches[: len(_TORCH_KERNELS)]
     return _TORCH_KERNELS if all(flags) else tuple(compress(_TORCH_KERNELS, flags))
 
 
@@ -629,7 +793,8 @@ def _decide(rule: Rule, arguments: _Arguments) -> _Decision:
     if foreign:
         return _fallback(arguments, f"{foreign} defines for itself what attention means")
     try:
-        why = only_torch_defines(query, key, value, attn_mask, scale, enable_gqa)
+        why = _not_as_it_lies(query, key, value, attn_mask)
+        why = why or only_torch_defines(query, key, value, attn_mask, scale, enable_gqa)
         if attn_mask is not None and is_causal:
             why = "a mask together with is_causal=True"
         if why:
@@ -659,7 +824,7 @@ def _planned(rule: Rule, arguments: _Arguments, options: Options) -> _Decision:
     except UnsupportedProblem as refusal:
         reasons = "; ".join(f"{v.backend}: {reason}" for v in refusal.verdicts for reason in v.reasons)
         return _Decision(_record(str(problem), "fallback", reasons or refusal.summary), problem=problem)
-    if chosen.backend in _TORCH_KERNELS and chosen.backend not in _allowed_kernels():
+    if chosen.backend in _TORCH_KERNELS and chosen.backend not in _allowed_kernels(_switches()):
         because = f"the plan is {chosen.backend}, which is switched off"
         return _Decision(_record(str(problem), "left", because), memoise=False, problem=problem)
     if rule.backend == AUTO and chosen.backend == _torch_would_run(problem, target, arguments[0].ndim):
@@ -739,6 +904,22 @@ def _foreign_type(*tensors: Tensor | None) -> str:
         if not isinstance(tensor, FakeTensor | FunctionalTensor):
             return f"a {type(tensor).__name__}"
     return ""
+
+
+def _not_as_it_lies(*tensors: Tensor | None) -> str:
+    """Why the memory of a tensor does not hold its values, one by one; empty if it does for all."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.layout is not torch.strided:
+            return f"a {str(tensor.layout).removeprefix('torch.')} tensor"
+        if _is_lazy(tensor):
+            return "a tensor that PyTorch has yet to negate, or zeros that have no memory"
+    return ""
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    return tensor.is_neg() or tensor._is_zerotensor()
 
 
 def _is_symbolic(*tensors: Tensor) -> bool:

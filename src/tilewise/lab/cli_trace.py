@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, TilewiseError
 from . import environment, html, report, trace_text
 from .compare import Settings
 from .options import FAILED, Html, Json, Seed, TimeLimit, exit_codes
@@ -38,7 +39,12 @@ def trace(
         code, told = run(command)
         told |= {"program": " ".join(command), "provenance": environment.provenance(seed, environment.command_line())}
         if compare and told["sites"]:
-            trace_text.lose(told, Settings(rounds=3, round_seconds=0.05, time_limit=time_limit, seed=seed))
+            try:
+                trace_text.lose(told, Settings(rounds=3, round_seconds=0.05, time_limit=time_limit, seed=seed))
+            except TilewiseError as error:
+                if code == 0:  # else the program's own code counts
+                    raise
+                print(f"tilewise: the sites were not compared: {error}", file=sys.stderr)
         if json:
             report.print_json(told)
         else:
@@ -64,14 +70,15 @@ def run(command: list[str]) -> tuple[int, dict[str, Any]]:
             env=os.environ | {"PYTHONPATH": paths},
         )
         code = _wait(child)
-        if not result.is_file():
-            raise InvalidInput(
-                "trace",
-                f"a program that ended with exit code {code} and left nothing",
-                "one that starts, and ends by itself or by Ctrl-C",
-                "look at what it said above",
+        try:
+            return code, jsonlib.loads(result.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # it ended before it could be written, or while it was
+            print(
+                f"tilewise: the program ended with exit code {code} and left nothing to show: it did not start, or was "
+                "ended by a signal or by os._exit; look at what it said above",
+                file=sys.stderr,
             )
-        return code, jsonlib.loads(result.read_text(encoding="utf-8"))
+            raise typer.Exit(code or FAILED) from None
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
@@ -95,11 +102,36 @@ def split(command: list[str]) -> tuple[str, list[str], list[str]]:
     if not Path(interpreter).name.lower().startswith(("python", "pypy")):
         raise InvalidInput("the program", repr(" ".join(command)), expected, "name the interpreter and the script")
     name = sys.executable if interpreter in ("python", "python3") else interpreter
+    if shutil.which(name) is None:
+        got = f"{name}, and there is no such program"
+        raise InvalidInput("the program", got, "an interpreter that can be started", "name another")
     flags: list[str] = []
-    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
-        flags.append(rest.pop(0))
-        if flags[-1] in _TAKE_A_VALUE and rest:
-            flags.append(rest.pop(0))
-    if not rest or (rest[0] in ("-m", "-c") and len(rest) < 2):
+    while rest and rest[0].startswith("-") and not _is_program(rest[0]):
+        word = rest.pop(0)
+        flag, letter, attached = _cut(word)
+        flags += [flag] if flag != "-" else []
+        if letter in ("-m", "-c"):
+            rest = [letter, *([attached] if attached else []), *rest]
+        elif letter in _TAKE_A_VALUE:
+            flags += [letter + attached] if attached else [letter, *rest[:1]]
+            rest = rest if attached else rest[1:]
+        elif word in _TAKE_A_VALUE:
+            flags += rest[:1]
+            rest = rest[1:]
+    if not rest or rest[0] == "-" or (_is_program(rest[0]) and len(rest) < 2):
         raise InvalidInput("the program", repr(" ".join(command)), expected, "name the script")
     return name, flags, rest
+
+
+def _is_program(word: str) -> bool:
+    return word in ("-m", "-c", "-")
+
+
+def _cut(word: str) -> tuple[str, str, str]:
+    """`-umtrain` as the interpreter reads it: options that stand alone, `-u`; one that has a value, `-m`; and the value
+    where it is attached, `train`. A word of two dashes is whole."""
+    if not word.startswith("--"):
+        for place, letter in enumerate(word[1:], start=1):
+            if f"-{letter}" in ("-m", "-c", *_TAKE_A_VALUE):
+                return word[:place], f"-{letter}", word[place + 1 :]
+    return word, "", ""

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 _FRAMES_KEPT = 4
-_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))  # whose frames are nobody's call site
+_LAB = Path(__file__).parent
+# Whose frames are nobody's call site: PyTorch's, ours, and those of the kernel that lets us see a call.
+_HIDDEN = (str(Path(torch.__file__).parent), str(_LAB), str(_LAB.parent / "integrations" / "sdpa.py"))
 TAKEN = "tilewise"
 COMPILED = "traced by torch.compile"
 
@@ -91,10 +93,14 @@ class Trace:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def math_fallbacks(self) -> list[Site]:
-        return [site for site in self.sites if site.is_math_fallback]
+        return [site for site in self._sites() if site.is_math_fallback]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kind": "tilewise trace", "seconds": self.seconds, "sites": [site.to_dict() for site in self.sites]}
+        return {"kind": "tilewise trace", "seconds": self.seconds, "sites": [site.to_dict() for site in self._sites()]}
+
+    def _sites(self) -> list[Site]:
+        with self._lock:
+            return list(self.sites)
 
     def __str__(self) -> str:
         from .trace_text import lines  # noqa: PLC0415  (what measures and draws is loaded when it is wanted)
@@ -103,16 +109,17 @@ class Trace:
 
     def _observe(self, arguments: Arguments, run: Callable[[], Tensor]) -> Tensor:
         site = self._site(arguments)
-        taken = override.taken_calls()
         clock = _Clock(site.device)
         out = run()
         clock.stop()
+        taken = override.was_taken()
         if site.backend != COMPILED:
             self._add(site, "forward", clock)
             self._watch_backward(site, out)
-        if override.taken_calls() > taken:
-            site.backend = TAKEN
-        site.calls += 1
+        with self._lock:
+            if taken:
+                site.backend = TAKEN
+            site.calls += 1
         return out
 
     def _site(self, arguments: Arguments) -> Site:
@@ -159,13 +166,15 @@ class Trace:
                 self._pending.append((site, what, *clock.events))
 
     def _settle(self) -> None:
-        """Read the events of CUDA, all of which have passed."""
-        if self._pending:
+        """Read the events of CUDA, all of which have passed. Calls of other threads may still come to their end."""
+        with self._lock:
+            pending, self._pending = self._pending, []
+        if pending:
             torch.cuda.synchronize()
-        for site, what, start, stop in self._pending:
-            setattr(site, what, getattr(site, what) + start.elapsed_time(stop) * 1e-3)
-        self._pending.clear()
-        self.sites.sort(key=lambda site: -site.seconds)
+        with self._lock:
+            for site, what, start, stop in pending:
+                setattr(site, what, getattr(site, what) + start.elapsed_time(stop) * 1e-3)
+            self.sites.sort(key=lambda site: -site.seconds)
 
 
 class _Clock:
@@ -208,10 +217,9 @@ def no_math_fallback() -> Iterator[None]:
 
     def check(arguments: Arguments, run: Callable[[], Tensor]) -> Tensor:
         if override.is_plain(*arguments[:3]) and not override.only_math_is_allowed():
-            taken = override.taken_calls()
             falls = override.torch_choice(arguments) == MATH
             out = run()
-            if falls and override.taken_calls() == taken:
+            if falls and not override.was_taken():
                 raise _fallback(arguments)
             return out
         return run()
