@@ -53,6 +53,10 @@ void query_tiles_of(int first_shift, int end_shift, int seq_q, int kv_tile, int 
   result[3] = tiles.full.end, result[4] = touched.begin, result[5] = touched.end;
 }
 int pieces_of(int steps, int limit) { return piece_count(steps, limit); }
+void piece(int steps, int limit, int index, int count, int* result) {
+  const TileRange range = steps_of_piece(steps, limit, Piece{0, index, count});
+  result[0] = range.begin, result[1] = range.end;
+}
 int chunk(int row, int index) { return swizzled_chunk(row, index); }
 }
 """
@@ -176,8 +180,8 @@ def test_pieces_have_every_step_once_and_no_more_than_the_limit(device_code: Any
     assert count == division.piece_count(steps, limit)
     result = (ctypes.c_int * 2)()
     covered: list[int] = []
-    for piece in range(count):
-        device_code.part(0, steps, piece, count, result)
+    for piece in reversed(range(count)):
+        device_code.piece(steps, limit, piece, count, result)
         assert result[1] - result[0] <= limit
         assert result[1] > result[0] or steps == 0
         covered += range(result[0], result[1])

@@ -64,7 +64,7 @@ class Call(NamedTuple):
     options: Options
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
     gradient: Callable[..., Grads] | None  # of (dout, dlse, q, k, v, out, lse, wants), where the backend binds one
-    lacks_memory: bool = False  # q, k or v begins nowhere: empty, or one of PyTorch's zero tensors
+    lacks_memory: bool = False  # q, k or v is empty, or one for `with_memory`
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: tuple[Any, ...], bias: Tensor | None, wants: Wants
@@ -158,7 +158,7 @@ def _size(call: Call) -> int:
 
 
 def _addresses(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, bool]:
-    """Bits by which one of them misses a multiple of 16 bytes, and whether one has no address.
+    """Bits by which one of them misses a multiple of 16 bytes, and whether one has no memory that holds its values.
 
     The offsets stand for the bits where addresses are out of reach.
     """
@@ -166,12 +166,16 @@ def _addresses(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, bool]:
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
     except RuntimeError:
         return hash((q.storage_offset(), k.storage_offset(), v.storage_offset())), False
-    return (at_q | at_k | at_v) & 15, not (at_q and at_k and at_v)
+    lacks_memory = not (at_q and at_k and at_v) or q.is_neg() or k.is_neg() or v.is_neg()
+    return (at_q | at_k | at_v) & 15, lacks_memory
 
 
 def with_memory(tensor: Tensor) -> Tensor:
-    """PyTorch's zero tensors have none, and a kernel handed one would read whatever it finds."""
-    return tensor.clone() if tensor._is_zerotensor() else tensor
+    """The tensor in memory that holds its values: a kernel reads memory and nothing else.
+
+    PyTorch's zero tensors have none, and lazily negated ones (`x.conj().imag`) have the opposite there.
+    """
+    return tensor.clone() if tensor._is_zerotensor() or tensor.is_neg() else tensor
 
 
 def _described(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options) -> Problem:

@@ -9,7 +9,7 @@ import torch
 
 import tilewise
 from support import assert_close, budget
-from tilewise import Causal, Documents, InvalidInput, Window
+from tilewise import Causal, Documents, InvalidInput, Window, op
 from tilewise.integrations.flash_attn import flash_attn_varlen_func
 
 OURS = ["tiled", "reference"]
@@ -276,6 +276,31 @@ def test_a_gradient_without_memory_is_zero(backend):
     out = tilewise.attention(*tensors, backend=backend, mask="causal")
     grads = torch.autograd.grad(out, tensors, torch._efficientzerotensor((1, 2, 5, 4)))
     assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads)
+
+
+def negated(tensor):
+    """The tensor as PyTorch negates lazily: its memory holds the opposite."""
+    return torch._neg_view(-tensor)
+
+
+@pytest.mark.parametrize("backend", EVERY)
+def test_tensors_whose_memory_holds_the_opposite(backend, monkeypatch):
+    seen = []
+    real_memory = op.with_memory
+    monkeypatch.setattr(op, "with_memory", lambda tensor: seen.append(tensor.is_neg()) or real_memory(tensor))
+    tensors = leaves(1, 2, 5, 4)
+    want = tilewise.attention(*tensors, backend=backend)
+    for _ in range(2):  # the second call is a remembered one
+        seen.clear()
+        assert_close(tilewise.attention(*map(negated, tensors), backend=backend), want, FLOAT32)
+        assert seen[:3] == [True] * 3
+    assert not any(op.with_memory(negated(tensor)).is_neg() for tensor in tensors)
+    grads = []
+    for dout in (torch.ones(1, 2, 5, 4), negated(torch.ones(1, 2, 5, 4))):
+        inputs = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+        grads.append(torch.autograd.grad(tilewise.attention(*inputs, backend=backend), inputs, dout))
+    for got, expected in zip(grads[1], grads[0], strict=True):
+        assert_close(got, expected, FLOAT32)
 
 
 def test_masks_without_memory_add_nothing():

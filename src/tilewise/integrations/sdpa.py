@@ -793,7 +793,7 @@ def _decide(rule: Rule, arguments: _Arguments) -> _Decision:
     if foreign:
         return _fallback(arguments, f"{foreign} defines for itself what attention means")
     try:
-        why = _not_as_it_lies(query, key, value, attn_mask)
+        why = _not_strided(query, key, value, attn_mask)
         why = why or only_torch_defines(query, key, value, attn_mask, scale, enable_gqa)
         if attn_mask is not None and is_causal:
             why = "a mask together with is_causal=True"
@@ -906,19 +906,16 @@ def _foreign_type(*tensors: Tensor | None) -> str:
     return ""
 
 
-def _not_as_it_lies(*tensors: Tensor | None) -> str:
-    """Why the memory of a tensor does not hold its values, one by one; empty if it does for all."""
+def _not_strided(*tensors: Tensor | None) -> str:
+    """The layout of a tensor that has no strides; empty if all have."""
     for tensor in tensors:
-        if tensor is None:
-            continue
-        if tensor.layout is not torch.strided:
+        if tensor is not None and tensor.layout is not torch.strided:
             return f"a {str(tensor.layout).removeprefix('torch.')} tensor"
-        if _is_lazy(tensor):
-            return "a tensor that PyTorch has yet to negate, or zeros that have no memory"
     return ""
 
 
 def _is_lazy(tensor: Tensor) -> bool:
+    """The operator gives such a tensor memory that holds its values."""
     return tensor.is_neg() or tensor._is_zerotensor()
 
 
