@@ -12,23 +12,41 @@ PYTHON  := $(VENV)/bin/python
 SETUP   := $(STAMP)
 endif
 
-.PHONY: run test check format golden docs gpu-check clean
+# With REPORTS=folder every job leaves a JUnit report there.
+REPORT = $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
+
+.PHONY: run test compile-gates thunder libraries nightly check format golden docs gpu-check environments clean
 
 run: $(SETUP)
 	$(PYTHON) -m tilewise inspect --shape 2,8,512,64 --dtype float32 --html report.html
 
 test: $(SETUP)
-	$(PYTHON) -m pytest tests -m "not gpu" -n 2 --dist loadfile
+	$(PYTHON) -m pytest tests -m "not gpu and not compile_gate" -n 2 --dist loadfile $(REPORT)
+
+compile-gates: $(SETUP)
+	$(PYTHON) -m pytest tests/test_kernels.py -m compile_gate $(REPORT)
+
+# Thunder needs an older torch than ours, and timm a torchvision: each has an environment of its own.
+thunder: .venv-thunder/.installed
+	.venv-thunder/bin/python -m pytest $(REPORT) tests/test_integrations_thunder.py \
+	  "tests/test_integrations_examples.py::test_example[thunder_executor.py]"
+
+libraries: .venv-libraries/.installed
+	.venv-libraries/bin/python -m pytest $(REPORT) tests/test_integrations_libraries.py
+
+# What takes too long for every change. The outcome is kept in tests/hostile/nightly.json.
+nightly: $(SETUP)
+	$(PYTHON) tests/hostile/nightly.py
 
 check: $(SETUP)
-	$(PYTHON) -m ruff check src tests examples
-	$(PYTHON) -m ruff format --check src tests examples
+	$(PYTHON) -m ruff check src tests examples .ci
+	$(PYTHON) -m ruff format --check src tests examples .ci
 	$(PYTHON) -m mypy
 	$(CLANG_FORMAT) --dry-run -Werror $(CPP)
 
 format: $(SETUP)
-	$(PYTHON) -m ruff check --fix src tests examples
-	$(PYTHON) -m ruff format src tests examples
+	$(PYTHON) -m ruff check --fix src tests examples .ci
+	$(PYTHON) -m ruff format src tests examples .ci
 	$(CLANG_FORMAT) -i $(CPP)
 
 golden: $(SETUP)
@@ -46,5 +64,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+.venv-%/.installed: .ci/%.txt
+	test -x .venv-$*/bin/python || python3 -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	touch $@
+
+environments: $(STAMP) .venv-thunder/.installed .venv-libraries/.installed
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-thunder .venv-libraries .pytest_cache .mypy_cache .ruff_cache .hypothesis

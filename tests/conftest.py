@@ -1,4 +1,4 @@
-"""Settings every test shares: no AMX (it dies on some virtual machines), deterministic seeds, a calm Hypothesis."""
+"""Settings every test shares: no AMX (it dies on some virtual machines), one thread, fixed seeds, a calm Hypothesis."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from typing import Any
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# The tensors are small: threads that wait for one another would only take the cores from the tests beside them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TILEWISE_TABLES"] = "none"  # what ships is tested, not what somebody tuned on this machine
 os.environ["TILEWISE_DETOUR"] = "python"  # no test starts a compiler behind its back; those of the compiled one say so
 

@@ -1,5 +1,7 @@
 """Every kernel the package may launch, compiled without a GPU and held to its budgets.
 
+`make compile-gates` builds them all, which takes minutes; `make test` builds one of each kind and architecture.
+
 `PYTHONPATH=src python tests/test_kernels.py` writes the budgets, tests/ratchet.json, as the kernels are now. A budget
 that grows is a decision: it shows in the diff and wants its reason in the commit.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,11 +44,30 @@ def units_of(backend: str) -> list[Unit]:
 
 UNITS = [(backend, unit) for backend in PRESENT for unit in units_of(backend)]
 READ = [pair for pair in UNITS if pair[1].arch in READ_FOR and not any(kind in pair[1].name for kind in LIKE_OTHERS)]
-every_unit = pytest.mark.parametrize(("backend", "unit"), UNITS, ids=[unit.label for _, unit in UNITS])
 
 
-def build_everything() -> dict[Unit, Kernel | CompileError]:
-    return dict(build_all([unit for _, unit in UNITS]))
+def sampled() -> set[Unit]:
+    """One of each kind (the name up to its sizes) and architecture, the first that is listed; of dtypes alike, one."""
+    kinds: dict[tuple[str, str], list[Unit]] = {}
+    for _, unit in UNITS:
+        kind = re.split(r"_d\d|_\d", unit.name)[0]
+        if not any(like in unit.name for like in LIKE_OTHERS):
+            kinds.setdefault((unit.arch, kind), []).append(unit)
+    return {units[0] for units in kinds.values()}
+
+
+SAMPLE = sampled()
+
+
+def parametrized(pairs: list[tuple[str, Unit]]) -> pytest.MarkDecorator:
+    rows = [
+        pytest.param(backend, unit, id=unit.label, marks=[] if unit in SAMPLE else pytest.mark.compile_gate)
+        for backend, unit in pairs
+    ]
+    return pytest.mark.parametrize(("backend", "unit"), rows)
+
+
+every_unit = parametrized(UNITS)
 
 
 def disassemble(kernels: dict[Unit, Kernel | CompileError]) -> dict[Unit, Counter[str]]:
@@ -56,13 +78,15 @@ def disassemble(kernels: dict[Unit, Kernel | CompileError]) -> dict[Unit, Counte
 
 
 @pytest.fixture(scope="module")
-def built() -> dict[Unit, Kernel | CompileError]:
-    return build_everything()
+def built(request: pytest.FixtureRequest) -> dict[Unit, Kernel | CompileError]:
+    """Those that a selected test asks for, side by side."""
+    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    return dict(build_all({row["unit"] for row in parameters if isinstance(row.get("unit"), Unit)}))
 
 
 @pytest.fixture(scope="module")
 def opcodes(built: dict[Unit, Kernel | CompileError]) -> dict[Unit, Counter[str]]:
-    return disassemble({unit: built[unit] for _, unit in READ})
+    return disassemble({unit: built[unit] for _, unit in READ if unit in built})
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +156,7 @@ def test_it_keeps_its_budget(
     assert used["smem_bytes"] <= budget["smem_bytes"]
 
 
-@pytest.mark.parametrize(("backend", "unit"), READ, ids=[unit.label for _, unit in READ])
+@parametrized(READ)
 def test_its_machine_code_multiplies_on_tensor_cores_and_keeps_out_of_local_memory(
     backend: str, unit: Unit, built: dict[Unit, Kernel | CompileError], opcodes: dict[Unit, Counter[str]]
 ) -> None:
@@ -147,7 +171,7 @@ def test_no_budget_is_left_of_a_kernel_that_is_gone(ratchet: dict[str, dict[str,
 
 
 def write_ratchet() -> None:
-    kernels = build_everything()
+    kernels = dict(build_all([unit for _, unit in UNITS]))
     for outcome in kernels.values():
         if isinstance(outcome, CompileError):
             raise outcome

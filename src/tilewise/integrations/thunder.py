@@ -56,7 +56,7 @@ def executor(*, when: Callable[[Problem], object] | None = None, backend: str = 
         *,
         scale: float | None = None,
     ) -> bool:
-        if dropout_p or (attn_mask is not None and (is_causal or attn_mask.requires_grad)):
+        if dropout_p or scale == 0 or (attn_mask is not None and (is_causal or attn_mask.requires_grad)):
             return False
         try:
             problem = _describe(query, key, value, attn_mask, is_causal, scale)
@@ -114,13 +114,14 @@ def _thunder() -> Any:
 # The operators: each as thunder's proxies see it, and as it runs. q, k, v are (batch, heads, seq, head_dim).
 
 
-def _options(mask: object, is_causal: bool, scale: float | None, backend: str) -> Options:
+def _options(mask: object, is_causal: bool, scale: float | None, backend: str) -> dict[str, Any]:
+    """By name, as the operators' schemas have them: `wants` stands between them in the backward."""
     text = "" if mask is not None else "causal" if is_causal else "full"
-    return Options(text, scale, 0.0, "bhsd", backend, False)
+    return Options(mask=text, scale=scale, backend=backend)._asdict()
 
 
 def _infer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: Any, backend: str) -> Tensor:
-    out: Tensor = torch.ops.tilewise.attention(q, k, v, mask, *_options(mask, is_causal, scale, backend))[0]
+    out: Tensor = torch.ops.tilewise.attention(q, k, v, mask, **_options(mask, is_causal, scale, backend))[0]
     return out
 
 
@@ -132,7 +133,7 @@ def _train(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: Any, backend: str
 ) -> tuple[Tensor, Tensor]:
     options = _options(mask, is_causal, scale, backend)
-    out, lse = torch.ops.tilewise.attention_with_lse(q, k, v, mask, *options)
+    out, lse = torch.ops.tilewise.attention_with_lse(q, k, v, mask, **options)
     return out, lse
 
 
@@ -158,7 +159,8 @@ def _backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = _options(mask, is_causal, scale, backend)
-    dq, dk, dv = torch.ops.tilewise.attention_backward(dout, None, q, k, v, mask, out, lse, *options, [True] * 3)
+    wants = [True, True, True]
+    dq, dk, dv = torch.ops.tilewise.attention_backward(dout, None, q, k, v, mask, out, lse, **options, wants=wants)
     return dq, dk, dv
 
 

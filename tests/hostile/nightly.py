@@ -1,0 +1,84 @@
+"""What does not fit into every run of the tests: ten thousand generated problems, and the soak of the override.
+
+    PYTHONPATH=src python tests/hostile/nightly.py             # as `make nightly`; writes tests/hostile/nightly.json
+
+The record says what ran last, on which versions, and what came of it; it is written when something failed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from datetime import datetime, timezone
+from pathlib import Path
+
+import generator
+import torch
+
+import tilewise
+
+HERE = Path(__file__).resolve().parent
+RECORD = HERE / "nightly.json"
+SOAK = HERE / "test_override_threads.py"
+
+
+def soak(seconds: int) -> dict[str, int]:
+    """Threads that enter, leave and call, for so long."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "soak.xml"
+        environment = os.environ | {"TILEWISE_SOAK_SECONDS": str(seconds)}
+        finished = subprocess.run(
+            [sys.executable, "-m", "pytest", str(SOAK), f"--junitxml={report}"], env=environment, check=False
+        )
+        if not report.is_file():
+            return {"seconds": seconds, "tests": 0, "failed": 1}  # it took its process with it
+        suite = ElementTree.parse(report).find("testsuite")
+    assert suite is not None
+    failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+    failed = failed or int(finished.returncode != 0)
+    return {"seconds": seconds, "tests": int(suite.get("tests", 0)), "failed": failed}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32), help="default: drawn anew")
+    parser.add_argument("--problems", type=int, default=10_000)
+    parser.add_argument("--soak-seconds", type=int, default=600)
+    parser.add_argument("--record", type=Path, default=RECORD)
+    options = parser.parse_args(arguments)
+    print(f"seed {options.seed}", flush=True)
+    begun = time.monotonic()
+    outcomes, failures = generator.run_in_processes(options.seed, range(options.problems))
+    print(dict(outcomes), flush=True)
+    generated = {
+        "seed": options.seed,
+        "problems": options.problems,
+        "outcomes": dict(sorted(outcomes.items())),
+        "failed": [failure.index for failure in failures],
+        "seconds": round(time.monotonic() - begun),
+    }
+    soaked = soak(options.soak_seconds)
+    record = {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "versions": {
+            "tilewise": tilewise.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "generated": generated,
+        "soak": soaked,
+    }
+    options.record.write_text(json.dumps(record, indent=2) + "\n")
+    return 1 if failures or soaked["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""The check that no test is skipped by every job of CI, over real reports of small test folders."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = {
+    "test_plain.py": "def test_it(): pass\n",
+    "test_needs.py": "import pytest\npytest.importorskip({library!r})\ndef test_it(): pass\n",
+    "deep/test_partly.py": (
+        "import pytest\ndef test_it(): pass\n"
+        "@pytest.mark.parametrize('x', [1, 2])\ndef test_other(x): pytest.importorskip({library!r})\n"
+    ),
+    "gpu/test_gpu.py": "import pytest\npytest.skip('no GPU', allow_module_level=True)\n",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for directory in ("reports", "tests/deep", "tests/gpu"):
+        (tmp_path / directory).mkdir(parents=True)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    return tmp_path
+
+
+def job(folder: Path, name: str, *, library: str) -> None:
+    """A job in an environment where the tests find `library`, or do not."""
+    for path, source in TESTS.items():
+        (folder / "tests" / path).write_text(source.format(library=library))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml=reports/{name}.xml",
+        "tests",
+    ]
+    finished = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stdout
+
+
+def complaints(folder: Path) -> list[str]:
+    script = runpy.run_path(str(ROOT / ".ci" / "executed.py"))
+    return script["complaints"](folder / "reports", folder / "tests")
+
+
+def test_what_every_job_skips_is_named(folder):
+    job(folder, "one", library="no_such_library")
+    job(folder, "two", library="no_such_library_either")
+    file, test = complaints(folder)
+    assert "test_needs.py: no test of it ran in any job" in file
+    assert "no_such_library" in file
+    assert test.startswith("tests.deep.test_partly.test_other: skipped in every job")
+
+
+def test_what_one_job_runs_is_fine(folder):
+    job(folder, "one", library="no_such_library")
+    job(folder, "two", library="json")
+    assert complaints(folder) == []
+
+
+def test_a_job_that_reports_nothing_is_no_proof(folder):
+    assert complaints(folder) == [f"{folder / 'reports'}: no report of any job"]
+
+
+def test_every_job_of_the_makefile_reports():
+    """`.ci/run` gives each job a folder for its report, and asks about the whole."""
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "executed.py" in script
+    for name in ("check", "test", "compile-gates", "thunder", "libraries"):
+        assert name in script
