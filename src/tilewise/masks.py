@@ -255,9 +255,9 @@ class Documents(Mask):
         return sum(self.inner.pairs(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in lengths)
 
     def __str__(self) -> str:
-        starts = ",".join(map(str, self.cu_seqlens_q))
+        starts = ",".join(map(_size_text, self.cu_seqlens_q))
         if self.cu_seqlens_kv != self.cu_seqlens_q:
-            starts += "/" + ",".join(map(str, self.cu_seqlens_kv))
+            starts += "/" + ",".join(map(_size_text, self.cu_seqlens_kv))
         if isinstance(self.inner, Full):
             return f"documents:{starts}"
         return f"documents:{starts}:" + str(self.inner)  # str, which torch.compile traces: it does not trace a format

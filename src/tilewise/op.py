@@ -66,6 +66,10 @@ class Call(NamedTuple):
     gradient: Callable[..., Grads] | None  # of (dout, dlse, q, k, v, out, lse, wants), where the backend binds one
     lacks_memory: bool = False  # q, k or v is empty, or one for `with_memory`
 
+    @property
+    def backend_name(self) -> str:
+        return next(name for name, backend in BACKENDS.items() if backend is self.backend)
+
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: tuple[Any, ...], bias: Tensor | None, wants: Wants
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -144,7 +148,11 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Optio
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, needs_grad,
         torch._C._get_deterministic_algorithms(), None if bias is None else (bias.shape, bias.dtype, bias.device),
     )  # fmt: skip
-    call = _calls.get(key)
+    try:
+        call = _calls.get(key)
+    except TypeError:  # an option that cannot be hashed is of a wrong type, which this says
+        _described(q, k, v, bias, options)
+        raise
     if call is None:
         generation = _calls.generation
         call = _planned(q, k, v, bias, options, needs_grad)._replace(lacks_memory=lacks_memory)
@@ -312,8 +320,8 @@ _forward_ad = torch.autograd.forward_ad
 
 def _signature(q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> tuple[Any, ...]:
     at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    if not (at_q and at_k and at_v):
-        raise RuntimeError("a tensor without memory")
+    if not (at_q and at_k and at_v) or q.is_neg() or k.is_neg() or v.is_neg():
+        raise RuntimeError("a tensor without memory that holds its values")
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, (at_q | at_k | at_v) & 15,
@@ -347,6 +355,7 @@ class _Planned(torch.autograd.Function):
         if out._is_view():  # autograd would let nobody change it in place, nor a view of it
             out = out.new_empty(0).set_(out)  # type: ignore[call-overload]
         ctx.call = call
+        ctx.strides = None if call.gradient is None else (q.stride(), k.stride(), v.stride())
         if bias is None:
             ctx.save_for_backward(q, k, v, out, lse)
         else:
@@ -367,12 +376,16 @@ class _Planned(torch.autograd.Function):
         if _wants_composite():
             return (*_differentiable_grads(dout, dlse, q, k, v, bias, call.problem, wants), None, None)
         dout = torch.zeros_like(out) if dout is None else with_memory(dout)
+        if ctx.strides is not None and ctx.strides != (q.stride(), k.stride(), v.stride()):
+            # Hooks on saved tensors, as of save_on_cpu, may lay them out anew; a bound gradient is for one layout.
+            call = prepare(q, k, v, bias, call.options._replace(backend=call.backend_name), True)
         if is_plain(dout, q, k) and not torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING):
             if not autocast_is_on():
                 return (*call.backward(dout, dlse, (q, k, v, out, lse), bias, wants), None, None)
             with without_autocast():
                 return (*call.backward(dout, dlse, (q, k, v, out, lse), bias, wants), None, None)
-        return (*_backward_op(dout, dlse, *_with_lse(q, out, lse), q, k, v, bias, call.options, wants), None, None)
+        options = call.options if lse is not None else call.options._replace(backend=call.backend_name)
+        return (*_backward_op(dout, dlse, *_with_lse(q, out, lse), q, k, v, bias, options, wants), None, None)
 
 
 # In force while autograd batches gradients (is_grads_batched=True): its tensors look plain, and have no memory.
@@ -496,9 +509,16 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: A
 
 
 def _attention_with_lse(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
-    """The forward of a call that will be differentiated."""
+    """The forward of a call that will be differentiated.
+
+    Its backward plans anew, from what autograd or the compiler hands back: with other strides "auto" may mean another
+    backend. An out and an lse are all that any of them needs, so "auto" always makes both.
+    """
+    named = Options(*options)
+    if named.backend == AUTO:
+        named = named._replace(needs_lse=True)
     with without_autocast():
-        return _with_lse(q, *prepare(q, k, v, bias, Options(*options), True).forward(q, k, v, bias))
+        return _with_lse(q, *prepare(q, k, v, bias, named, True).forward(q, k, v, bias))
 
 
 def _with_lse(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:

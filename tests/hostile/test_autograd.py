@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 import tilewise
 from support import assert_close, budget
-from tilewise import Causal, Documents, Window
+from tilewise import Causal, Documents, Window, op
+from tilewise.backends import tiled
 
 TOLERANCE = budget(torch.float64, 64) * 64  # of sums of gradients of gradients, all of order 1
 
@@ -236,3 +237,56 @@ def test_checkpointed_and_accumulated():
     for _ in range(2):
         checkpoint(function, x, use_reentrant=False).pow(2).sum().backward(create_graph=False)
     assert_close(x.grad, 2 * want, TOLERANCE, "accumulated gradient")
+
+
+def laid_out_anew() -> torch.autograd.graph.saved_tensors_hooks:
+    """What is saved for the backward comes back contiguous, as from another device."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.contiguous().clone(), lambda saved: saved)
+
+
+@pytest.mark.parametrize("how", ["operator", "attention"])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_saved_tensors_that_come_back_with_other_strides(how, mask):
+    """The backward may then mean another backend by "auto" than the forward did, and has to find all it needs."""
+    q = torch.randn(2, 3, 8, 3, requires_grad=True)
+    k = torch.randn(2, 3, 8, 3)
+    v = torch.randn(2, 3, 8, 6)[..., ::2]
+
+    def attend() -> torch.Tensor:
+        if how == "operator":
+            return torch.ops.tilewise.attention(q, k, v, None, mask, None, 0.0, "bhsd", "auto", False)[0]
+        return tilewise.attention(q, k, v, mask=mask)
+
+    (want,) = torch.autograd.grad(attend().sum(), q)
+    with laid_out_anew():
+        out = attend()
+    (got,) = torch.autograd.grad(out.sum(), q)
+    assert_close(got, want, budget(torch.float32, 8))
+
+
+def test_a_bound_gradient_is_bound_anew_for_tensors_laid_out_anew(monkeypatch):
+    """As our CUDA backends bind one: the strides it was made for are those it is given."""
+    bound = []
+
+    def bind_backward(problem, config=None):
+        def gradient(dout, dlse, q, k, v, out, lse, wants):
+            bound.append(problem.strides)
+            return tiled.backward(dout, dlse, q, k, v, out, lse, problem, config, None, wants)
+
+        return gradient
+
+    monkeypatch.setattr(tiled, "bind_backward", bind_backward, raising=False)
+    op.forget()
+    q, k, v = (torch.randn(2, 8, 3, 8).transpose(1, 2).requires_grad_() for _ in range(3))
+    k, v = (tensor.detach()[..., ::2].requires_grad_() for tensor in (k, v))
+    q = q.detach()[..., ::2].requires_grad_()
+    try:
+        want = torch.autograd.grad(tilewise.attention(q, k, v, backend="tiled").sum(), (q, k, v))
+        with laid_out_anew():
+            out = tilewise.attention(q, k, v, backend="tiled")
+        got = torch.autograd.grad(out.sum(), (q, k, v))
+    finally:
+        op.forget()
+    assert bound[0] != bound[1]
+    for mine, theirs in zip(got, want, strict=True):
+        assert_close(mine, theirs, budget(torch.float32, 8))
