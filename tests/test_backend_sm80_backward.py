@@ -73,7 +73,7 @@ def test_extra_memory_grows_with_the_sequence_and_not_with_its_square():
 
 # --- on a model of the hardware ---
 
-emulated = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")
+emulated = emulation.emulated
 
 
 @pytest.fixture(scope="module")
