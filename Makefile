@@ -15,16 +15,16 @@ endif
 # With REPORTS=folder every job leaves a JUnit report there.
 REPORT = $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 
-.PHONY: run test compile-gates thunder libraries nightly check format golden docs gpu-check environments clean
+.PHONY: run test kernel-gates thunder libraries nightly check format golden docs gpu-check environments clean
 
 run: $(SETUP)
 	$(PYTHON) -m tilewise inspect --shape 2,8,512,64 --dtype float32 --html report.html
 
 test: $(SETUP)
-	$(PYTHON) -m pytest tests -m "not gpu and not compile_gate" -n 2 --dist loadfile $(REPORT)
+	$(PYTHON) -m pytest tests -m "not gpu and not kernel_gate and not nightly" -n 2 --dist loadfile $(REPORT)
 
-compile-gates: $(SETUP)
-	$(PYTHON) -m pytest tests/test_kernels.py -m compile_gate $(REPORT)
+kernel-gates: $(SETUP)
+	$(PYTHON) -m pytest tests -m kernel_gate -n 2 --dist loadfile $(REPORT)
 
 # Thunder needs an older torch than ours, and timm a torchvision: each has an environment of its own.
 thunder: .venv-thunder/.installed

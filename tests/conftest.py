@@ -54,11 +54,18 @@ def override_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     return str(request.param)
 
 
+EMULATED_EVERY = 5  # odd, so that both of a pair of parameters come up
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests are skipped, with the reason, where there is no GPU."""
-    if torch.cuda.is_available():
-        return
+    """GPU tests are skipped, with the reason, where there is no GPU; most tests on the emulator are gates."""
     skip = pytest.mark.skip(reason="needs a CUDA GPU")
+    seen: dict[str, int] = {}
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip)
+        if item.get_closest_marker("emulated"):
+            test = item.nodeid.split("[")[0]
+            seen[test] = seen.get(test, -1) + 1
+            if seen[test] % EMULATED_EVERY:
+                item.add_marker("kernel_gate")

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pytest
 import torch
 
 from tilewise.backends import fused
@@ -25,9 +26,8 @@ from tilewise.jit import TensorMap, tensormap
 from tilewise.jit.compile import KERNELS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
-
-    import pytest
 
     from tilewise.jit import Arguments, Unit
 
@@ -38,6 +38,12 @@ _MODELLED = ("common/ptx.cuh", "sm80/float32_ptx.cuh", "sm80/ptx.cuh", "sm90/ptx
 _KERNEL = re.compile(
     r"\n(?:extern \"C\" __global__ void )?(?P<name>\w+)\(const __grid_constant__ (?P<type>[\w:]+) params\)"
 )
+
+
+def emulated(test: Callable[..., Any]) -> Callable[..., Any]:
+    """A test on the model. Of its parameters `make test` runs one in five, and `make kernel-gates` the others."""
+    marked: Callable[..., Any] = pytest.mark.skipif(COMPILER is None, reason="needs g++")(pytest.mark.emulated(test))
+    return marked
 
 
 class Loaded(NamedTuple):

@@ -130,7 +130,7 @@ def test_details_tell_the_launch():
 
 # --- the kernel itself on a model of the hardware ---
 
-emulated = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")
+emulated = emulation.emulated
 
 
 def run_on_the_model(monkeypatch, problem, tensors, target=A100, seed=0, config=None):

@@ -104,7 +104,7 @@ def assert_accurate(got, truth, dtype):
         assert error < 0.45 * torch.finfo(dtype).eps, f"{name}: {error:.2e}"
 
 
-emulated = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")
+emulated = emulation.emulated
 
 
 @emulated

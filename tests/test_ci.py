@@ -75,5 +75,5 @@ def test_every_job_of_the_makefile_reports():
     """`.ci/run` gives each job a folder for its report, and asks about the whole."""
     script = (ROOT / ".ci" / "run").read_text()
     assert "executed.py" in script
-    for name in ("check", "test", "compile-gates", "thunder", "libraries"):
+    for name in ("check", "test", "kernel-gates", "thunder", "libraries"):
         assert name in script

@@ -279,6 +279,7 @@ def built() -> dict[Any, Any]:
     return dict(build_all([*three_kernel.all_units(), *lecture.all_units()]))
 
 
+@pytest.mark.kernel_gate
 def test_every_kernel_builds_without_spills_or_serialised_products(built: dict[Any, Any]) -> None:
     for unit, kernel in built.items():
         if isinstance(kernel, CompileError):

@@ -1,4 +1,5 @@
-"""What does not fit into every run of the tests: ten thousand generated problems, and the soak of the override.
+"""What does not fit into every run of the tests: ten thousand generated problems, the soak of the override, and kernels
+built for architectures other than the one that `make kernel-gates` builds them for.
 
     PYTHONPATH=src python tests/hostile/nightly.py             # as `make nightly`; writes tests/hostile/nightly.json
 
@@ -26,25 +27,23 @@ import torch
 import tilewise
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
 RECORD = HERE / "nightly.json"
 SOAK = HERE / "test_override_threads.py"
 
 
-def soak(seconds: int) -> dict[str, int]:
-    """Threads that enter, leave and call, for so long."""
+def run_tests(*arguments: str, **variables: str) -> dict[str, int]:
+    """How many tests there were and how many failed; a process that died is a failure."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "soak.xml"
-        environment = os.environ | {"TILEWISE_SOAK_SECONDS": str(seconds)}
-        finished = subprocess.run(
-            [sys.executable, "-m", "pytest", str(SOAK), f"--junitxml={report}"], env=environment, check=False
-        )
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments]
+        finished = subprocess.run(command, cwd=ROOT, env=os.environ | variables, check=False)
         if not report.is_file():
-            return {"seconds": seconds, "tests": 0, "failed": 1}  # it took its process with it
+            return {"tests": 0, "failed": 1}
         suite = ElementTree.parse(report).find("testsuite")
     assert suite is not None
     failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-    failed = failed or int(finished.returncode != 0)
-    return {"seconds": seconds, "tests": int(suite.get("tests", 0)), "failed": failed}
+    return {"tests": int(suite.get("tests", 0)), "failed": failed or int(finished.returncode != 0)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,7 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
         "failed": [failure.index for failure in failures],
         "seconds": round(time.monotonic() - begun),
     }
-    soaked = soak(options.soak_seconds)
+    soak = run_tests(str(SOAK), TILEWISE_SOAK_SECONDS=str(options.soak_seconds))
+    kernels = run_tests("tests/test_kernels.py", "-m", "nightly")
     record = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "versions": {
@@ -74,10 +74,11 @@ def main(arguments: list[str] | None = None) -> int:
             "python": platform.python_version(),
         },
         "generated": generated,
-        "soak": soaked,
+        "soak": {"seconds": options.soak_seconds} | soak,
+        "kernels": kernels,
     }
     options.record.write_text(json.dumps(record, indent=2) + "\n")
-    return 1 if failures or soaked["failed"] else 0
+    return 1 if failures or soak["failed"] or kernels["failed"] else 0
 
 
 if __name__ == "__main__":
