@@ -173,7 +173,7 @@ ODD = {
 @pytest.mark.parametrize("how", ODD)
 @pytest.mark.parametrize("place", range(3))
 def test_a_tensor_whose_memory_does_not_hold_its_values(monkeypatch, backend, guards, how, place):
-    """PyTorch negates lazily, and makes zeros without memory. Such tensors get some, also after a call that looks so."""
+    """PyTorch negates lazily, and makes zeros without memory: such tensors get some, also after a plain call."""
     if not guards:
         monkeypatch.setattr("tilewise.integrations.sdpa._TensorGuards", None)
     plain = [torch.randn(4, 16, 8) for _ in range(3)]

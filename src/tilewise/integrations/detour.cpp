@@ -221,8 +221,8 @@ struct State {
   std::atomic<bool> idle{true};   // nobody is governed: the one thing that is read without the GIL
   PyObject* get_handed = nullptr;  // what autograd's threads are handed, by its name
   PyObject* handed_name = nullptr;
-  std::string handed;                             // the same name
-  std::unordered_map<PyObject*, LeftCalls> left;  // by rule, borrowed
+  std::string handed;                                   // the same name
+  std::unordered_map<PyObject*, LeftCalls> left;        // by rule, borrowed
   std::vector<c10::RegistrationHandleRAII> registered;  // for good
 };
 
