@@ -405,7 +405,7 @@ class _Attention(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = torch.ops.tilewise.attention_with_lse(q, k, v, bias, *options)
         ctx.options = options
-        ctx.save_for_backward(q, k, v, bias, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, bias)  # as _Planned: a checkpoint may recompute one by the other
         if not options.needs_lse:
             ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
@@ -413,7 +413,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, bias = ctx.saved_tensors
         wants: Wants = tuple(ctx.needs_input_grad[:3])
         if dout is None and dlse is None:
             return None, None, None, None, None
