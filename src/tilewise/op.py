@@ -404,6 +404,8 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = torch.ops.tilewise.attention_with_lse(q, k, v, bias, *options)
+            if type(out) is Tensor and out._is_view() and not torch.compiler.is_compiling():
+                out = out.new_empty(0).set_(out)  # type: ignore[call-overload]  # as in _Planned
         ctx.options = options
         ctx.save_for_backward(q, k, v, out, lse, bias)  # as _Planned: a checkpoint may recompute one by the other
         if not options.needs_lse:
