@@ -25,12 +25,9 @@ class Asked:
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    monkeypatch.delenv(detour.SETTING)
-    sdpa.compile()
+def asked(compiled_override):
     sdpa.clear()
-    yield Asked()
-    assert override._dispatcher._standing is not None
+    return Asked()
 
 
 def inputs(*shape: int, dtype=torch.float32):
