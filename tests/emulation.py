@@ -1,6 +1,6 @@
-"""A GPU for tests: kernels of the ladder, their real sources and their real host code, on the model in tests/emulator.
+"""A GPU for tests: kernels, their real sources and their real host code, on the model in tests/emulator.
 
-`install(monkeypatch, module)` puts the model in the place of the three things a rung asks of the driver: a loaded
+`install(monkeypatch)` puts the model in the place of the three things a program asks of the driver: a loaded
 kernel, a tensor map and a launch. What it shows: that indices, tiles, masks, barriers and rings are right, for tensors
 on a CPU. What it cannot: that the instructions do what the model thinks, registers, and time.
 """
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 
-from tilewise.backends import fused
+from tilewise.engine import run
 from tilewise.jit import TensorMap, tensormap
 from tilewise.jit.compile import KERNELS
 
@@ -74,14 +74,15 @@ class Map:
 
 
 def install(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, seed: int = 0, spoil: tuple[str, str] = ("", "")
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType = run, *, seed: int = 0, spoil: tuple[str, str] = ("", "")
 ) -> None:
-    """Let the rung `module` run on CPU tensors; `spoil` replaces a piece of its kernels' source by another."""
+    """Let the engine, or the rung `module`, run on CPU tensors; `spoil` replaces a piece of the kernels by another."""
     driver = _Driver(seed)
-    for asking in (module, fused):
+    for asking in (module, run):
         for name, model in {
             "function_for": lambda unit, device: Loaded(unit, _compiled(unit, spoil)),
             "Launch": functools.partial(_Launch, driver),
+            "DriverLaunch": functools.partial(_Launch, driver),
             "driver": driver,
         }.items():
             if hasattr(asking, name):

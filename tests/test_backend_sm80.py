@@ -7,7 +7,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,8 @@ import torch
 import emulation
 from support import exact, make_inputs, make_problem
 from tilewise import Causal, Dense, Documents, Full, Target, Window
-from tilewise.backends import sm80, sm80_shared
+from tilewise.engine import SM80
+from tilewise.engine.sm80 import shared as sm80_shared
 from tilewise.problem import Strides
 from tilewise.target import TARGETS
 
@@ -48,8 +48,8 @@ def test_every_problem_it_takes_has_a_config_that_fits(name):
             for softcap in (0.0, 30.0):
                 for seq in (1, 300, 4096):
                     problem = problem_of((seq, seq), dims, (8, 2), mask=mask, softcap=softcap)
-                    assert sm80.why_not(problem, target) == []
-                    configs = sm80.configs(problem, target)
+                    assert SM80.why_not(problem, target) == []
+                    configs = SM80.configs(problem, target)
                     assert configs, str(problem)
                     for config in configs:
                         assert fits(config, target), f"{config} on {name}"
@@ -61,10 +61,10 @@ def test_every_problem_it_takes_has_a_config_that_fits(name):
 def test_what_a_search_may_try_fits_too(name):
     target = Target.named(name)
     for dims in DIMS:
-        found = sm80.search_space(problem_of(dims=dims), target)
+        found = SM80.search_space(problem_of(dims=dims), target)
         assert found
         assert all(fits(config, target) for config in found)
-        assert {config.label for config in sm80.shipped(problem_of(dims=dims), target)} <= {c.label for c in found}
+        assert {config.label for config in SM80.shipped(problem_of(dims=dims), target)} <= {c.label for c in found}
 
 
 def test_every_config_of_every_gpu_is_compiled_in_ci_for_one_with_as_much_shared_memory():
@@ -74,17 +74,17 @@ def test_every_config_of_every_gpu_is_compiled_in_ci_for_one_with_as_much_shared
         twin = compiled[target.smem_per_block]
         for dims in DIMS:
             for softcap, dtype in ((0.0, BF16), (30.0, FP16)):
-                for config in sm80.configs(problem_of(dims=dims, softcap=softcap, dtype=dtype), target):
+                for config in SM80.configs(problem_of(dims=dims, softcap=softcap, dtype=dtype), target):
                     budget = BUDGETS[f"{config.name}.{twin.arch}"]
                     assert config.smem_bytes == budget["smem_bytes"]
                     assert budget["registers"] <= config.register_limit
 
 
 def test_kernels_are_built_for_the_gpu_they_run_on():
-    config = sm80.configs(problem_of(), A100)[0]
-    assert [sm80.unit(config, target.arch).arch for target in (A100, ADA, H200)] == ["sm_80", "sm_89", "sm_90"]
-    assert all(sm80.unit(config, target.arch).strict for target in (A100, ADA, H200))
-    assert not sm80.unit(config, "sm_100").strict  # no test has looked: a small spill there is better than a refusal
+    config = SM80.configs(problem_of(), A100)[0]
+    assert [SM80.unit(config, target.arch).arch for target in (A100, ADA, H200)] == ["sm_80", "sm_89", "sm_90"]
+    assert all(SM80.unit(config, target.arch).strict for target in (A100, ADA, H200))
+    assert not SM80.unit(config, "sm_100").strict  # no test has looked: a small spill there is better than a refusal
 
 
 @pytest.mark.parametrize(
@@ -98,33 +98,33 @@ def test_kernels_are_built_for_the_gpu_they_run_on():
         ({"dropout": 0.1}, "dropout 0.1"),
         ({"scale": -1.0}, "negative"),
         ({"strides": Strides.UNALIGNED}, "unaligned"),
-        ({"batch": 1 << 30}, "the most of a grid"),
+        ({"batch": 1 << 30}, "the limit of a grid"),
         ({"transformed": True}, "functorch"),
     ],
 )
 def test_each_refusal_is_named(change, says):
     problem = make_problem((1, 2, 64, 64), **({"dtype": BF16} | change))
-    (reason,) = sm80.why_not(problem, A100)
+    (reason,) = SM80.why_not(problem, A100)
     assert says in reason.what
     assert reason.remedy
 
 
 def test_older_gpus_and_the_cpu_are_refused():
     for name in ("t4", "cpu"):
-        (reason,) = sm80.why_not(problem_of(), Target.named(name))
+        (reason,) = SM80.why_not(problem_of(), Target.named(name))
         assert "sm_80" in reason.what
 
 
 def test_a_gpu_without_room_is_refused_with_its_size():
-    (reason,) = sm80.why_not(problem_of(dims=(256, 256)), replace(ADA, smem_per_block=48 * 1024))
+    (reason,) = SM80.why_not(problem_of(dims=(256, 256)), replace(ADA, smem_per_block=48 * 1024))
     assert "49152 bytes" in reason.what
 
 
 def test_details_tell_the_launch():
     problem = make_problem((4, 16, 4096, 128), BF16, mask=Causal())
-    (line,) = sm80.details(problem, A100, sm80.configs(problem, A100)[0])
+    (line,) = SM80.details(problem, A100, SM80.configs(problem, A100)[0])
     assert line == (
-        "2048 CTAs of 128 threads longest first, at most 255 registers a thread; 2 a multiprocessor, 8 warps; 9.5 waves"
+        "2048 CTAs of 128 threads longest first, at most 255 registers per thread; 2 per multiprocessor, 8 warps; 9.5 waves"
     )
 
 
@@ -134,11 +134,8 @@ emulated = emulation.emulated
 
 
 def run_on_the_model(monkeypatch, problem, tensors, target=A100, seed=0, config=None):
-    emulation.install(monkeypatch, sm80, seed)
-    monkeypatch.setattr(sm80, "Target", SimpleNamespace(of=lambda device: target))
-    monkeypatch.setattr(sm80, "_bound", {})
-    out, lse = sm80.forward(*tensors, problem, config)
-    return out, lse
+    emulation.install(monkeypatch, seed=seed)
+    return SM80.bind(*tensors, problem, config, target)(*tensors, None)
 
 
 def inputs_of(problem, seed=0):
@@ -179,7 +176,7 @@ def assert_right(out, lse, tensors, problem):
 def test_outputs_on_the_model(monkeypatch, seqs, dims, heads, mask, name, fields):
     problem, target = problem_of(seqs, dims, heads, mask=mask, **fields), Target.named(name)
     tensors = inputs_of(problem)
-    for config in sm80.configs(problem, target):
+    for config in SM80.configs(problem, target):
         assert_right(*run_on_the_model(monkeypatch, problem, tensors, target, config=config), tensors, problem)
 
 
@@ -242,9 +239,7 @@ def test_the_model_finds_a_missing_wait(monkeypatch):
     problem = problem_of((64, 200), (64, 64))
     tensors = inputs_of(problem)
     spoil = ("ptx::cp_async_wait<0>();\n      if (config.stages == 2", "if (config.stages == 2")
-    emulation.install(monkeypatch, sm80, 0, spoil)
-    monkeypatch.setattr(sm80, "Target", SimpleNamespace(of=lambda device: A100))
-    monkeypatch.setattr(sm80, "_bound", {})
-    out, _ = sm80.forward(*tensors, problem)
+    emulation.install(monkeypatch, spoil=spoil)
+    out, _ = SM80.bind(*tensors, problem, None, A100)(*tensors, None)
     truth, _ = exact(*tensors, problem)
     assert not (out.double() - truth).norm() / truth.norm() < 0.1

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,9 @@ import torch
 import emulation
 from support import exact, make_inputs, make_problem
 from tilewise import Causal, Full, Target, Window
-from tilewise.backends import sm80, sm80_backward, sm80_shared
+from tilewise.engine import SM80
+from tilewise.engine.sm80 import backward as sm80_backward
+from tilewise.engine.sm80 import shared as sm80_shared
 from tilewise.target import TARGETS
 
 GPUS = [name for name, target in TARGETS.items() if target.capability >= (8, 0)]
@@ -36,7 +37,7 @@ def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci(nam
     for dims in DIMS:
         for softcap in (0.0, 30.0):
             problem = problem_of(dims=dims, softcap=softcap, mask=Causal())
-            assert sm80.why_not(problem, target) == []
+            assert SM80.why_not(problem, target) == []
             configs = sm80_backward.configs(problem, target)
             assert configs, str(problem)
             for config in configs:
@@ -59,9 +60,8 @@ def test_extra_memory_grows_with_the_sequence_and_not_with_its_square():
     for seq in (4096, 8192):
         problem = problem_of((seq, seq), (128, 128))
         config = sm80_backward.configs(problem, H200)[0]
-        sizes.append(sm80_backward.workspace(problem, config, True).floats)
-        assert sizes[-1] == 2 * seq * (128 + 2)
-        assert sm80_backward.workspace(problem, config, False).floats == 2 * seq * 2
+        sizes.append(sm80_backward.program(problem, H200, config, (True, False, False)).scratch.bytes)
+        assert sizes[-1] == 4 * 2 * seq * (128 + 2)
     assert sizes[1] == 2 * sizes[0]
 
 
@@ -72,13 +72,12 @@ emulated = emulation.emulated
 
 def run_on_the_model(monkeypatch, problem, target=H200, seed=0, wants=(True, True, True), dlse=None, order=None):
     """`seed` draws the inputs and, unless `order` does, what the hardware leaves open."""
-    emulation.install(monkeypatch, sm80_backward, seed if order is None else order)
-    monkeypatch.setattr(sm80_backward, "Target", SimpleNamespace(of=lambda device: target))
+    emulation.install(monkeypatch, seed=seed if order is None else order)
     torch.manual_seed(seed)
     q, k, v = make_inputs(problem)
     dout = torch.randn(problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v).to(problem.dtype)
     out, lse, *truth = exact(q, k, v, problem, None, dout)
-    got = sm80_backward.bind(problem)(dout, dlse, q, k, v, out.to(problem.dtype), lse.float(), wants)
+    got = SM80.bind_backward(problem, None, target)(dout, dlse, q, k, v, out.to(problem.dtype), lse.float(), wants)
     return got, truth
 
 
@@ -169,11 +168,9 @@ def test_sums_of_pieces_grow_with_the_keys_alone():
         config = sm80_backward.configs(problem, H200)[0]
         divided = sm80_backward.divide(problem, config, H200)
         assert divided.cut
-        plain = sm80_backward.workspace(problem, config, True).floats
-        sizes.append(sm80_backward.workspace(problem, config, True, divided).floats - plain)
-        assert seq * 256 < sizes[-1] <= seq * 256 + 32 * divided.grid
-        unwanted = sm80_backward.workspace(problem, sm80_backward.dq_only(config), True, divided)
-        assert unwanted.floats == plain
+        plain = sm80_backward.program(problem, H200, config, (True, False, False)).scratch.bytes
+        sizes.append(sm80_backward.program(problem, H200, config).scratch.bytes - plain)
+        assert 4 * seq * 256 < sizes[-1] <= 4 * (seq * 256 + 32 * divided.grid)
     assert sizes[1] <= 2 * sizes[0]
 
 
@@ -199,9 +196,10 @@ def test_a_gradient_of_the_log_sum_exp_counts(monkeypatch):
     lse = scores.logsumexp(-1)
     out = torch.softmax(scores, -1) @ wide[2]
     truth = torch.autograd.grad((out, lse), wide, (dout.double(), dlse.double()))
-    emulation.install(monkeypatch, sm80_backward)
-    monkeypatch.setattr(sm80_backward, "Target", SimpleNamespace(of=lambda device: H200))
-    got = sm80_backward.bind(problem)(dout, dlse, q, k, v, out.detach().to(BF16), lse.detach().float(), (True,) * 3)
+    emulation.install(monkeypatch)
+    got = SM80.bind_backward(problem, None, H200)(
+        dout, dlse, q, k, v, out.detach().to(BF16), lse.detach().float(), (True,) * 3
+    )
     assert_accurate(got, truth, BF16)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +28,9 @@ from test_backend_sm90_float32 import (
 )
 from test_backend_sm90_float32_backward import WIDE, assert_grads_as_good_as, like_out, plain_grads
 from tilewise import Causal, Full, Target, Window
-from tilewise.backends import sm80, sm80_float32, sm80_float32_backward, sm80_shared
+from tilewise.engine import SM80
+from tilewise.engine.sm80 import float32_backward as sm80_float32_backward
+from tilewise.engine.sm80 import shared as sm80_shared
 from tilewise.target import TARGETS
 
 GPUS = [name for name, target in TARGETS.items() if target.capability >= (8, 0)]
@@ -123,11 +124,11 @@ def test_every_problem_it_takes_has_configs_that_fit_and_are_compiled_in_ci(name
     for dims in DIMS:
         fields = {"head_dim_v": dims[1], "heads_kv": 2, "softcap": softcap, "precision": precision}
         problem = make_problem((2, 8, 300, dims[0]), **fields)
-        assert sm80.why_not(problem, target) == []
-        configs = sm80.configs(problem, target)
+        assert SM80.why_not(problem, target) == []
+        configs = SM80.configs(problem, target)
         assert configs
         if max(dims) <= sm80_float32_backward.HEAD_DIM_LIMIT:
-            assert sm80.why_not(problem.with_(needs_grad=True), target) == []
+            assert SM80.why_not(problem.with_(needs_grad=True), target) == []
             gradients = sm80_float32_backward.configs(problem, target)
             assert gradients
             configs = [*configs, *gradients]
@@ -146,9 +147,9 @@ def test_what_a_search_may_try_fits_too(name):
     target = Target.named(name)
     for dims in DIMS:
         problem = make_problem((1, 1, 300, dims[0]), head_dim_v=dims[1])
-        found = sm80.search_space(problem, target)
+        found = SM80.search_space(problem, target)
         assert all(fits(config, target) for config in found)
-        assert {config.label for config in sm80.shipped(problem, target)} & {config.label for config in found}
+        assert {config.label for config in SM80.shipped(problem, target)} & {config.label for config in found}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_what_a_search_may_try_fits_too(name):
     ],
 )
 def test_each_refusal_is_named(change, says):
-    (reason,) = sm80.why_not(make_problem((1, 2, 64, 64), **change), A100)
+    (reason,) = SM80.why_not(make_problem((1, 2, 64, 64), **change), A100)
     assert says in reason.what
     assert reason.remedy
 
@@ -175,9 +176,9 @@ def test_the_planner_goes_elsewhere_for_gradients_of_wide_heads():
 
 def test_notices_tell_the_error_and_the_products():
     problem = make_problem((1, 2, 64, 40))
-    assert "3 products" in sm80.notices(problem, A100)[0]
-    assert "11 bits" in sm80.notices(problem.with_(precision="tf32"), A100)[0]
-    assert "zero-filled" in sm80.notices(problem, A100)[1]
+    assert "3 products" in SM80.notices(problem, A100)[0]
+    assert "11 bits" in SM80.notices(problem.with_(precision="tf32"), A100)[0]
+    assert "zero-filled" in SM80.notices(problem, A100)[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -187,9 +188,8 @@ def test_notices_tell_the_error_and_the_products():
 @pytest.fixture
 def on_the_model(monkeypatch):
     def run(q, k, v, problem, target=H200, seed=0, config=None):
-        emulation.install(monkeypatch, sm80_float32, seed)
-        monkeypatch.setattr(sm80_float32, "Target", SimpleNamespace(of=lambda device: target))
-        return sm80_float32.bind(q, k, v, problem, config)(q, k, v, None)
+        emulation.install(monkeypatch, seed=seed)
+        return SM80.bind(q, k, v, problem, config, target)(q, k, v, None)
 
     return run
 
@@ -305,9 +305,8 @@ def test_the_model_finds_a_missing_wait(monkeypatch):
     problem = make_problem((1, 1, 64, 64), seq_kv=200)
     q, k, v = inputs_of(problem)
     spoil = ("ptx::cp_async_wait<0>();\n      if (n == touched.end - 1)", "if (n == touched.end - 1)")
-    emulation.install(monkeypatch, sm80_float32, 0, spoil)
-    monkeypatch.setattr(sm80_float32, "Target", SimpleNamespace(of=lambda device: H200))
-    out, _ = sm80_float32.bind(q, k, v, problem, None)(q, k, v, None)
+    emulation.install(monkeypatch, spoil=spoil)
+    out, _ = SM80.bind(q, k, v, problem, None, H200)(q, k, v, None)
     truth, _ = exact(q, k, v, problem)
     assert not errors(out, truth)[0] < 0.1
 
@@ -322,9 +321,8 @@ def gradients_on_the_model(on_the_model, monkeypatch):
 
     def run(q, k, v, dout, problem, target=H200, seed=0, wants=(True, True, True), dlse=None):
         out, lse = on_the_model(q, k, v, problem, target, seed)
-        emulation.install(monkeypatch, sm80_float32_backward, seed)
-        monkeypatch.setattr(sm80_float32_backward, "Target", SimpleNamespace(of=lambda device: target))
-        return sm80_float32_backward.bind(problem)(dout, dlse, q, k, v, out, lse, wants)
+        emulation.install(monkeypatch, seed=seed)
+        return SM80.bind_backward(problem, None, target)(dout, dlse, q, k, v, out, lse, wants)
 
     return run
 

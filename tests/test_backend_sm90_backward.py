@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,8 @@ import torch
 import emulation
 from support import exact, make_problem
 from tilewise import Causal, Full, Target, Window
-from tilewise.backends import sm90, sm90_backward
+from tilewise.engine import SM90
+from tilewise.engine.sm90 import backward as sm90_backward
 
 H200 = Target.named("h200")
 BUDGETS = json.loads((Path(__file__).parent / "ratchet.json").read_text())["kernels"]
@@ -29,13 +29,13 @@ def problem_of(seqs=(300, 300), dims=(64, 64), heads=(2, 1), dtype=BF16, **field
 
 
 def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci():
-    names = {unit.name for unit in sm90.all_units()}
+    names = {unit.name for unit in SM90.all_units()}
     for dims in DIMS:
         for mask in MASKS:
             for softcap in (0.0, 30.0):
                 for seqs in ((1, 1), (300, 100), (100, 300), (4096, 4096)):
                     problem = problem_of(seqs, dims, mask=mask, softcap=softcap)
-                    assert sm90.why_not(problem, H200) == []
+                    assert SM90.why_not(problem, H200) == []
                     configs = sm90_backward.configs(problem, H200)
                     assert configs, str(problem)
                     for config in configs:
@@ -72,9 +72,8 @@ def test_extra_memory_grows_with_the_sequence_and_not_with_its_square():
     for seq in (4096, 8192):
         problem = problem_of((seq, seq), (128, 128))
         config = sm90_backward.configs(problem, H200)[0]
-        sizes.append(sm90_backward.workspace(problem, config, True).floats)
-        assert sizes[-1] == 2 * seq * (128 + 2)
-        assert sm90_backward.workspace(problem, config, False).floats == 2 * seq * 2
+        sizes.append(sm90_backward.program(problem, H200, config, (True, False, False)).scratch.bytes)
+        assert sizes[-1] == 4 * 2 * seq * (128 + 2)
     assert sizes[1] == 2 * sizes[0]
 
 
@@ -82,8 +81,7 @@ def test_extra_memory_grows_with_the_sequence_and_not_with_its_square():
 
 
 def run_on_the_model(monkeypatch, problem, seed=0, wants=(True, True, True), target=H200):
-    emulation.install(monkeypatch, sm90_backward, seed)
-    monkeypatch.setattr(sm90_backward, "Target", SimpleNamespace(of=lambda device: target))
+    emulation.install(monkeypatch, seed=seed)
     generator = torch.Generator().manual_seed(0)
     batch, group_heads = problem.batch, (problem.heads_q, problem.heads_kv, problem.heads_kv, problem.heads_q)
     seqs = (problem.seq_q, problem.seq_kv, problem.seq_kv, problem.seq_q)
@@ -93,7 +91,7 @@ def run_on_the_model(monkeypatch, problem, seed=0, wants=(True, True, True), tar
         for heads, seq, dim in zip(group_heads, seqs, dims, strict=True)
     )
     out, lse, *truth = exact(q, k, v, problem, None, dout)
-    got = sm90_backward.bind(problem)(dout, None, q, k, v, out.to(problem.dtype), lse.float(), wants)
+    got = SM90.bind_backward(problem, None, target)(dout, None, q, k, v, out.to(problem.dtype), lse.float(), wants)
     return got, truth
 
 

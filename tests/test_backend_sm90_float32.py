@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ import torch
 import emulation
 from support import exact, make_problem
 from tilewise import Causal, Full, InvalidInput, Target, Window
-from tilewise.backends import sm90, sm90_float32
+from tilewise.engine import SM90
+from tilewise.engine.sm90 import float32_forward as sm90_float32
 from tilewise.problem import Strides
 
 H200 = Target.named("h200")
@@ -34,8 +34,8 @@ emulated = emulation.emulated
 @pytest.mark.parametrize("dims", DIMS)
 def test_every_problem_has_two_kernels_that_fit(dims, precision):
     problem = make_problem((2, 8, 300, dims[0]), head_dim_v=dims[1], heads_kv=2, precision=precision)
-    assert sm90.why_not(problem, H200) == []
-    (config,) = sm90.configs(problem, H200)
+    assert SM90.why_not(problem, H200) == []
+    (config,) = SM90.configs(problem, H200)
     assert config.parts == {"exact": 2, "tf32": 1}[precision]
     for chosen in (config, sm90_float32.wide_range(config)):
         budget = BUDGETS[f"{chosen.name}.{sm90_float32.ARCH}"]
@@ -47,16 +47,16 @@ def test_every_problem_has_two_kernels_that_fit(dims, precision):
 
 def test_rows_need_not_be_aligned_but_contiguous():
     problem = make_problem((1, 2, 64, 64))
-    assert sm90.why_not(problem.with_(strides=Strides.UNALIGNED), H200) == []
-    (reason,) = sm90.why_not(problem.with_(strides=Strides.SCATTERED), H200)
+    assert SM90.why_not(problem.with_(strides=Strides.UNALIGNED), H200) == []
+    (reason,) = SM90.why_not(problem.with_(strides=Strides.SCATTERED), H200)
     assert "scattered" in reason.what
 
 
 def test_the_bound_on_exponents_follows_the_scale():
     problem = make_problem((1, 1, 8, 64))
-    assert sm90_float32.most_exponents(problem) == 18
-    assert sm90_float32.most_exponents(problem.with_(scale=1.0)) == 15
-    assert sm90_float32.most_exponents(problem.with_(scale=2.0**-10)) == 25
+    assert sm90_float32.max_exponents(problem) == 18
+    assert sm90_float32.max_exponents(problem.with_(scale=1.0)) == 15
+    assert sm90_float32.max_exponents(problem.with_(scale=2.0**-10)) == 25
 
 
 def test_precision_is_checked():
@@ -73,9 +73,8 @@ def test_precision_is_checked():
 @pytest.fixture
 def on_the_model(monkeypatch):
     def run(q, k, v, problem, seed=0):
-        emulation.install(monkeypatch, sm90_float32, seed)
-        monkeypatch.setattr(sm90_float32, "Target", SimpleNamespace(of=lambda device: H200))
-        return sm90_float32.bind(q, k, v, problem, None)(q, k, v, None)
+        emulation.install(monkeypatch, seed=seed)
+        return SM90.bind(q, k, v, problem, None, H200)(q, k, v, None)
 
     return run
 

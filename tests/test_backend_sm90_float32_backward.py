@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,8 @@ import emulation
 from support import exact, make_problem
 from test_backend_sm90_float32 import DIM, EVERY, FLOOR, RANGES, SEQ, emulated, inputs_of, spread, with_one
 from tilewise import Causal, Full, Target, Window
-from tilewise.backends import sm90, sm90_float32, sm90_float32_backward
+from tilewise.engine import SM90
+from tilewise.engine.sm90 import float32_backward as sm90_float32_backward
 from tilewise.plan import plan
 from tilewise.problem import Strides
 
@@ -35,7 +35,7 @@ NAMES = ("dq", "dk", "dv")
 @pytest.mark.parametrize("dims", [(8, 8), (64, 64), (72, 40), (96, 96), (40, 128), (128, 128)])
 def test_heads_to_128_have_a_kernel_that_fits(dims, softcap):
     problem = make_problem((2, 8, 300, dims[0]), head_dim_v=dims[1], heads_kv=2, needs_grad=True, softcap=softcap)
-    assert sm90.why_not(problem, H200) == []
+    assert SM90.why_not(problem, H200) == []
     (config,) = sm90_float32_backward.configs(problem, H200)
     budget = BUDGETS[f"{config.name}.{sm90_float32_backward.ARCH}"]
     assert config.smem_bytes == budget["smem_bytes"] <= H200.smem_per_block
@@ -46,9 +46,9 @@ def test_heads_to_128_have_a_kernel_that_fits(dims, softcap):
 
 def test_larger_heads_are_refused_with_gradients_alone():
     problem = make_problem((1, 2, 300, 192))
-    assert sm90.why_not(problem, H200) == []
+    assert SM90.why_not(problem, H200) == []
     training = problem.with_(needs_grad=True)
-    (reason,) = sm90.why_not(training, H200)
+    (reason,) = SM90.why_not(training, H200)
     assert "192" in reason.what
     assert "128" in reason.what
     assert plan(training, H200).backend != "sm90"
@@ -56,7 +56,7 @@ def test_larger_heads_are_refused_with_gradients_alone():
 
 def test_training_runs_the_parts_that_the_backward_has():
     problem = make_problem((1, 2, 300, 64), needs_grad=True)
-    (config,) = sm90.configs(problem, H200)
+    (config,) = SM90.configs(problem, H200)
     assert config.parts == sm90_float32_backward.PARTS
     assert plan(problem, H200).backend == "sm90"
     assert "6 products" in str(plan(problem, H200))
@@ -76,11 +76,9 @@ def on_the_model(monkeypatch):
     """(dq, dk, dv) by our kernels; out and lse come from our forward."""
 
     def run(q, k, v, dout, problem, seed=0, dlse=None, wants=(True, True, True)):
-        for module in (sm90_float32, sm90_float32_backward):
-            emulation.install(monkeypatch, module, seed)
-            monkeypatch.setattr(module, "Target", SimpleNamespace(of=lambda device: H200))
-        out, lse = sm90_float32.bind(q, k, v, problem, None)(q, k, v, None)
-        return sm90_float32_backward.bind(problem)(dout, dlse, q, k, v, out, lse, wants)
+        emulation.install(monkeypatch, seed=seed)
+        out, lse = SM90.bind(q, k, v, problem, None, H200)(q, k, v, None)
+        return SM90.bind_backward(problem, None, H200)(dout, dlse, q, k, v, out, lse, wants)
 
     return run
 

@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 
 from support import banded_masks, make_problem
 from tilewise import Causal, Full, Target, Window
-from tilewise.backends import division, sm80_backward, sm80_float32_backward, sm90_backward, sm90_float32_backward
-from tilewise.backends.division import Costs, Division, divide, piece_count, tile_steps
+from tilewise.engine import division
+from tilewise.engine.division import Costs, Division, divide, piece_count, tile_steps
+from tilewise.engine.sm80 import backward as sm80_backward
+from tilewise.engine.sm80 import float32_backward as sm80_float32_backward
+from tilewise.engine.sm90 import backward as sm90_backward
+from tilewise.engine.sm90 import float32_backward as sm90_float32_backward
 
 COSTS = Costs(start=2.0, merge=1.0)
 SECTIONS = 1
@@ -160,8 +164,9 @@ def test_extra_memory_of_pieces_grows_with_the_sequence_and_not_with_its_square(
                 config = module.configs(narrow, H200)[0]
                 divided = module.divide(narrow, config, H200)
                 assert divided.cut
-                extra[module.__name__, deterministic, seq] = module.workspace(narrow, config, True, divided).floats
-            extra["float32", deterministic, seq] = sm90_float32_backward.Scratch(problem).total
+                extra[module.__name__, deterministic, seq] = module.program(narrow, H200, config).scratch.bytes
+            (config,) = sm90_float32_backward.configs(problem, H200)
+            extra["float32", deterministic, seq] = sm90_float32_backward.program(problem, H200, config).scratch.bytes
     for (name, deterministic, seq), size in extra.items():
         if seq == 8192:
             assert size <= 2.1 * extra[name, deterministic, 4096], name

@@ -209,8 +209,9 @@ def test_static_needs_no_gpu() -> None:
 )
 def test_static_builds_for_the_target_in_both_directions(arguments: str, arch: str) -> None:
     told = json.loads(run(f"inspect --shape 1,8,1024,64 --static --backward --json {arguments}").stdout)
-    assert [built["arch"] for built in told["kernels"]] == [arch, arch]
-    assert "backward" in told["kernels"][1]["kernel"]
+    assert {built["arch"] for built in told["kernels"]} == {arch}
+    assert any("backward" in built["kernel"] for built in told["kernels"])
+    assert any("preprocess" in built["kernel"] for built in told["kernels"]), "a backward is more than its main kernel"
     assert all(built["spill_bytes"] == 0 and built["registers"] > 0 for built in told["kernels"])
 
 

@@ -217,18 +217,16 @@ def test_auto_leaves_out_a_kernel_that_does_not_build(monkeypatch, caplog):
     def bind(*_):
         raise CompileError("ptxas said no\n  and more")
 
-    monkeypatch.setattr(plan, "_left_out", {})
+    monkeypatch.setattr(plan, "_left_out", frozenset())
     monkeypatch.setattr(tilewise.backends.tiled, "bind", bind, raising=False)
     q, k, v = inputs(1, 2, 5, 7, grad=False)
     with pytest.raises(CompileError, match="ptxas said no"):
         tilewise.attention(q, k, v, softcap=3.0, backend="tiled")
     monkeypatch.setattr(plan, "RULES", (plan.Rule("tiled", "first"), *plan.RULES))
-    plan.replan()
     out = tilewise.attention(q, k, v, softcap=3.0)
     assert_close(out, tilewise.attention(q, k, v, softcap=3.0, backend="reference"), 1e-12)
     assert "tiled is left out" in caplog.text
     assert "it failed here: ptxas said no" in str(tilewise.explain(q, k, v, softcap=3.0))
-    plan.replan()
 
 
 def test_activation_checkpointing_recomputes():

@@ -16,14 +16,15 @@ from typer.testing import CliRunner
 
 from support import make_problem
 from tilewise import Causal, Window
-from tilewise.backends import sm90, tiled
+from tilewise.backends import tiled
+from tilewise.engine import SM90
 from tilewise.errors import InvalidInput
 from tilewise.jit import tuned
 from tilewise.lab import tune
 from tilewise.lab.cli import app
 from tilewise.lab.pool import Failure
 from tilewise.lab.variants import is_variant, name_of, resolve
-from tilewise.plan import plan, replan
+from tilewise.plan import plan
 from tilewise.target import Target
 
 if TYPE_CHECKING:
@@ -42,10 +43,8 @@ SMALL = make_problem((1, 2, 2048, 16), mask=Window(16, 0))
 def _tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TILEWISE_TABLES", str(tmp_path / "tables"))
     tuned.forget()
-    replan()
     yield
     tuned.forget()
-    replan()
 
 
 class Clock:
@@ -192,13 +191,13 @@ def test_states_of_different_sweeps_do_not_meet(tmp_path: Path, monkeypatch: pyt
 def test_the_search_space_is_legal_and_holds_what_ships() -> None:
     for dim, mask in ((64, Causal()), (128, Window(512, 0)), (256, Causal())):
         problem = make_problem((2, 8, 4096, dim), torch.float16, mask=mask)
-        space = sm90.search_space(problem, H200)
+        space = SM90.search_space(problem, H200)
         assert len(space) == len(set(space)) == len({tune.label_of(config) for config in space})
-        assert set(sm90.shipped(problem, H200)) <= set(space)
+        assert set(SM90.shipped(problem, H200)) <= set(space)
         assert all(config.smem_bytes <= H200.smem_per_block for config in space)
         assert all(config.ctas_per_sm * (config.smem_bytes + 1024) <= H200.smem_per_sm for config in space)
         assert all((config.head_dim, config.bf16) == (dim, False) for config in space)
-    assert len(sm90.search_space(LONG, H200)) > 100
+    assert len(SM90.search_space(LONG, H200)) > 100
 
 
 def test_a_real_build_of_some_configs_and_the_table_the_planner_reads() -> None:
@@ -229,7 +228,7 @@ def test_a_real_build_of_some_configs_and_the_table_the_planner_reads() -> None:
     chosen = plan(LONG, H200)
     assert (chosen.backend, chosen.config) == ("sm90", winner.config)
     assert "tuned on NVIDIA H200 by tilewise tune" in str(chosen)
-    assert sm90.configs(LONG, H200)[1:] == [c for c in sm90.shipped(LONG, H200) if c != winner.config]
+    assert SM90.configs(LONG, H200)[1:] == [c for c in SM90.shipped(LONG, H200) if c != winner.config]
     entry = json.loads(path.read_text())["entries"][0]
     assert entry["versions"]["torch"] == torch.__version__
     assert entry["gain"] == pytest.approx(found[found.shipped].seconds / winner.seconds)
@@ -240,7 +239,7 @@ def test_a_real_build_of_some_configs_and_the_table_the_planner_reads() -> None:
 
 
 def entry_for(problem: Problem, config: Any, **changes: Any) -> dict[str, Any]:
-    key, sizes = sm90.tuning_key(problem)
+    key, sizes = SM90.tuning_key(problem)
     entry = {
         "key": key,
         "sizes": sizes,
@@ -254,7 +253,7 @@ def entry_for(problem: Problem, config: Any, **changes: Any) -> dict[str, Any]:
 
 
 def other_config(problem: Problem) -> Any:
-    return next(c for c in sm90.search_space(problem, H200) if c not in sm90.shipped(problem, H200))
+    return next(c for c in SM90.search_space(problem, H200) if c not in SM90.shipped(problem, H200))
 
 
 def test_an_entry_serves_its_neighbours_and_nobody_else() -> None:
@@ -263,21 +262,21 @@ def test_an_entry_serves_its_neighbours_and_nobody_else() -> None:
     near = [LONG, LONG.with_(seq_q=4096, seq_kv=4096), LONG.with_(batch=2), LONG.with_(heads_kv=4)]
     far = [LONG.with_(seq_kv=4095), LONG.with_(batch=3), LONG.with_(softcap=2.0), LONG.with_(dtype=torch.float16)]
     far += [LONG.with_(mask=Window(64, 0)), LONG.with_(head_dim=64, head_dim_v=64)]
-    assert all(sm90.configs(problem, H200)[0] == config for problem in near)
-    assert not any(config in sm90.configs(problem, H200) for problem in far)
-    assert config not in sm90.configs(LONG, dataclasses.replace(H200, name="NVIDIA H100"))
-    assert config not in sm90.configs(LONG, Target.named("h200")), "a named target is nobody's machine"
+    assert all(SM90.configs(problem, H200)[0] == config for problem in near)
+    assert not any(config in SM90.configs(problem, H200) for problem in far)
+    assert config not in SM90.configs(LONG, dataclasses.replace(H200, name="NVIDIA H100"))
+    assert config not in SM90.configs(LONG, Target.named("h200")), "a named target is nobody's machine"
 
 
 def test_the_nearest_entry_wins_and_the_same_problem_is_replaced() -> None:
-    first, second, third = [c for c in sm90.search_space(LONG, H200) if c not in sm90.shipped(LONG, H200)][:3]
+    first, second, third = [c for c in SM90.search_space(LONG, H200) if c not in SM90.shipped(LONG, H200)][:3]
     half = LONG.with_(seq_q=4096, seq_kv=4096)
     tuned.write("sm90", H200.name, entry_for(LONG, first))
     tuned.write("sm90", H200.name, entry_for(half, second))
-    assert sm90.configs(LONG, H200)[0] == first
-    assert sm90.configs(LONG.with_(seq_q=5000, seq_kv=5000), H200)[0] == second
+    assert SM90.configs(LONG, H200)[0] == first
+    assert SM90.configs(LONG.with_(seq_q=5000, seq_kv=5000), H200)[0] == second
     path = tuned.write("sm90", H200.name, entry_for(LONG, third))
-    assert sm90.configs(LONG, H200)[0] == third
+    assert SM90.configs(LONG, H200)[0] == third
     assert path is not None
     assert len(json.loads(path.read_text())["entries"]) == 2
 
@@ -285,15 +284,15 @@ def test_the_nearest_entry_wins_and_the_same_problem_is_replaced() -> None:
 def test_what_is_stale_or_switched_off_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     config = other_config(LONG)
     tuned.write("sm90", H200.name, entry_for(LONG, config, kernels="of other sources"))
-    assert config not in sm90.configs(LONG, H200)
+    assert config not in SM90.configs(LONG, H200)
     unknown = entry_for(LONG, config)
     unknown["config"] |= {"flavour": 3}
     tuned.write("sm90", H200.name, unknown)
-    assert config not in sm90.configs(LONG, H200)
+    assert config not in SM90.configs(LONG, H200)
     tuned.write("sm90", H200.name, entry_for(LONG, config))
-    assert sm90.configs(LONG, H200)[0] == config
+    assert SM90.configs(LONG, H200)[0] == config
     monkeypatch.setenv("TILEWISE_TABLES", "none")
-    assert config not in sm90.configs(LONG, H200)
+    assert config not in SM90.configs(LONG, H200)
     assert tuned.write("sm90", H200.name, entry_for(LONG, config)) is None
 
 
@@ -304,8 +303,8 @@ def test_a_damaged_table_costs_one_line(damage: str, caplog: pytest.LogCaptureFi
     path.parent.mkdir(parents=True)
     path.write_text(damage)
     with caplog.at_level(logging.WARNING, "tilewise"):
-        assert sm90.configs(LONG, H200) == sm90.shipped(LONG, H200)
-        assert sm90.configs(LONG, H200) == sm90.shipped(LONG, H200)
+        assert SM90.configs(LONG, H200) == SM90.shipped(LONG, H200)
+        assert SM90.configs(LONG, H200) == SM90.shipped(LONG, H200)
     assert len(caplog.records) == 1
     assert str(path) in caplog.text
 
@@ -324,7 +323,7 @@ def test_a_config_travels_by_name() -> None:
     config = other_config(LONG)
     name = name_of("sm90", config)
     assert is_variant(name)
-    assert resolve(name) == (sm90, config)
+    assert resolve(name) == (SM90, config)
     assert not is_variant("sm90")
     with pytest.raises(InvalidInput, match="name every field once"):
         resolve("tiled@block_q=64")

@@ -23,10 +23,11 @@ from torch import library as torch_library
 
 from . import masks
 from .backends import Wants, empty_lse, empty_out, lse_dtype, reference
+from .engine import run as engine
 from .errors import CompileError, UnsupportedProblem
-from .jit import tuned
+from .jit import build_all, is_loaded, tuned
 from .memo import Memo
-from .plan import AUTO, BACKENDS, check_backend, leave_out, plan, replan
+from .plan import AUTO, BACKENDS, check_backend, leave_out, plan
 from .problem import check_constant, check_shapes, check_tensors, describe
 from .target import Target
 
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from .backends import Backend, Grads
+    from .engine.program import Program
     from .masks import Mask
+    from .plan import Plan
     from .problem import Layout, Precision, Problem
 
 Tensor = torch.Tensor
@@ -201,22 +204,58 @@ def _described(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Op
 
 
 def _planned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, needs_grad: bool) -> Call:
+    """Plan, and build what was planned; what does not build is left out, and planned anew without it."""
     problem = _described(q, k, v, bias, options).with_(needs_grad=needs_grad)
     chosen = plan(problem, Target.of(q.device), options.backend)
-    backend, config = BACKENDS[chosen.backend], chosen.config
-    try:
-        forward = _bound(backend, q, k, v, problem, config)
-        return Call(problem, backend, config, options, forward, _bound_gradient(backend, problem))
-    except CompileError as error:
-        if tuned.does_not_build(config, str(error).splitlines()[0]):
-            replan()
-            if plan(problem, chosen.target, options.backend).config != config:
-                return _planned(q, k, v, bias, options, needs_grad)
-        if options.backend != AUTO:
-            raise
-        _log.warning("%s is left out from now on, its kernel does not build here: %s", chosen.backend, error)
-        leave_out(chosen.backend, str(error).splitlines()[0])
-        return _planned(q, k, v, bias, options, needs_grad)
+    failed: CompileError | None = None
+    while True:
+        try:
+            _build(chosen)
+            return _call(chosen, q, k, v, options)
+        except CompileError as error:
+            failed = error
+            _leave_out(chosen, error, options)
+        try:
+            chosen = plan(problem, chosen.target, options.backend)
+        except UnsupportedProblem:
+            raise failed from None  # a backend that was asked for by name, and has nothing left
+
+
+def _call(chosen: Plan, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Call:
+    problem, backend, config = chosen.problem, BACKENDS[chosen.backend], chosen.config
+    forward, gradient = chosen.forward, chosen.backward
+    if forward is None:
+        bound = _bound(backend, q, k, v, problem, config)
+        return Call(problem, backend, config, options, bound, _bound_gradient(backend, problem))
+    bound = engine.bind_forward(lambda: forward, problem, q, k, v)
+    if gradient is None:
+        return Call(problem, backend, config, options, bound, None)
+
+    def program(device: torch.device, wants: Wants) -> Program:
+        return gradient if all(wants) else chosen.backward_for(wants)
+
+    return Call(problem, backend, config, options, bound, engine.bind_backward(program, problem))
+
+
+def _build(chosen: Plan) -> None:
+    """Every kernel of a plan, both directions side by side, before the first of them is needed."""
+    for unit, built in build_all(unit for unit in chosen.units if not is_loaded(unit)):
+        if isinstance(built, CompileError):
+            built.unit = unit.label
+            raise built
+
+
+def _leave_out(chosen: Plan, error: CompileError, options: Options) -> None:
+    """What failed counts no more: the tuned config it came from, or the kernel, or the backend if it names none."""
+    first_line = str(error).splitlines()[0]
+    was_tuned = tuned.does_not_build(chosen.config, first_line)
+    if was_tuned and plan(chosen.problem, chosen.target, options.backend).config != chosen.config:
+        return
+    what = error.unit or chosen.backend
+    if error.unit == "" and options.backend != AUTO:
+        raise error
+    _log.warning("%s is left out from now on, it does not build here: %s", what, error)
+    leave_out(what, first_line)
 
 
 def _bound(

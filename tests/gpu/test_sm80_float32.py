@@ -27,7 +27,9 @@ from support import exact, make_inputs, make_problem
 from test_backend_sm90_float32 import DIM, FLOOR, RANGES, SEQ, errors
 from test_backend_sm90_float32_backward import WIDE, assert_grads_as_good_as, like_out, plain_grads
 from tilewise import Causal, Full, Problem, Window
-from tilewise.backends import sm80, sm80_float32, sm80_float32_backward
+from tilewise.engine import SM80
+from tilewise.engine.sm80 import float32_backward as sm80_float32_backward
+from tilewise.engine.sm80 import float32_forward as sm80_float32
 from tilewise.jit import build_all
 from tilewise.problem import describe
 from tilewise.target import TARGETS, Target
@@ -53,7 +55,7 @@ def _built() -> None:
     """All kernels, side by side, before the first test needs one."""
     if ampere:
         arch = Target.of("cuda").arch
-        units = [*sm80_float32.all_units(), *sm80_float32_backward.all_units()]
+        units = [*sm80_float32.units(), *sm80_float32_backward.units()]
         for _ in build_all(unit for unit in units if unit.arch == arch):
             pass
 
@@ -62,11 +64,11 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: sm80_float32.Config | None = None
 ) -> tuple[Tensor, Tensor]:
     """One call into memory that was full of NaN before."""
-    assert sm80.why_not(problem, Target.of("cuda")) == []
+    assert SM80.why_not(problem, Target.of("cuda")) == []
     shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v)
     poison = [torch.full(size, math.nan, device="cuda") for size in (shape, shape[:3])]
     del poison
-    out, lse = sm80.forward(q, k, v, problem, config)
+    out, lse = SM80.forward(q, k, v, problem, config)
     assert lse is not None
     return out, lse
 
@@ -118,12 +120,12 @@ def gradients(
     v: Tensor,
     dout: Tensor,
     problem: Problem,
-    config: sm80_float32_backward.BackwardConfig | None = None,
+    config: sm80_float32_backward.Config | None = None,
 ) -> tuple[Tensor, ...]:
     """Of our forward and backward."""
-    out, lse = sm80.forward(q, k, v, problem)
+    out, lse = SM80.forward(q, k, v, problem)
     assert lse is not None
-    found = sm80.backward(dout, None, q, k, v, out, lse, problem, config)
+    found = SM80.backward(dout, None, q, k, v, out, lse, problem, config)
     return tuple(grad for grad in found if grad is not None)
 
 
@@ -141,11 +143,11 @@ def check_gradients(
     k: Tensor,
     v: Tensor,
     problem: Problem,
-    config: sm80_float32_backward.BackwardConfig | None = None,
+    config: sm80_float32_backward.Config | None = None,
     dout: Tensor | None = None,
     what: str = "",
 ) -> None:
-    assert sm80.why_not(problem, Target.of("cuda")) == []
+    assert SM80.why_not(problem, Target.of("cuda")) == []
     dout = like_out(problem).cuda() if dout is None else dout
     got = gradients(q, k, v, dout, problem, config)
     _, _, *truth = exact(q, k, v, problem, None, dout)
@@ -313,7 +315,7 @@ def test_strides() -> None:
         check(*stored, problem)
         check_gradients(*stored, problem.with_(needs_grad=True))
     room = torch.randn(2, 70, 3, 65, device="cuda")[..., 1:].transpose(1, 2)
-    assert sm80.why_not(describe(room, room, room), Target.of("cuda"))
+    assert SM80.why_not(describe(room, room, room), Target.of("cuda"))
 
 
 def test_expanded_keys_and_values() -> None:
@@ -358,9 +360,9 @@ def test_gradients_that_are_not_wanted_are_not_there() -> None:
     q, k, v = make_inputs(problem, "cuda")
     out, lse = exact(q, k, v, problem)
     dout = torch.randn_like(q)
-    whole = sm80.backward(dout, None, q, k, v, out.float(), lse.float(), problem)
+    whole = SM80.backward(dout, None, q, k, v, out.float(), lse.float(), problem)
     for wants in ((True, False, False), (False, True, False), (False, False, True)):
-        got = sm80.backward(dout, None, q, k, v, out.float(), lse.float(), problem, wants=wants)
+        got = SM80.backward(dout, None, q, k, v, out.float(), lse.float(), problem, wants=wants)
         for grad, all_of_it, want in zip(got, whole, wants, strict=True):
             assert (grad is None) if not want else torch.equal(grad, all_of_it)  # type: ignore[arg-type]
 
@@ -401,10 +403,10 @@ def main() -> None:
             fields = {"heads_kv": 1, "mask": Causal(), "needs_grad": grad, "deterministic": deterministic}
             problem = make_problem((1, 2, 200, dims[0]), head_dim_v=dims[1], needs_lse=True, **fields)
             q, k, v = make_inputs(problem, "cuda")
-            out, lse = sm80.forward(q, k, v * factor, problem)
+            out, lse = SM80.forward(q, k, v * factor, problem)
             if grad:
                 assert lse is not None
-                sm80.backward(torch.randn_like(out), None, q, k, v, out, lse, problem)
+                SM80.backward(torch.randn_like(out), None, q, k, v, out, lse, problem)
             torch.cuda.synchronize()
             print(problem, f"v x {factor:g}")
 

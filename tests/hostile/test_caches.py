@@ -17,7 +17,7 @@ from tilewise.memo import Memo
 
 def forget() -> None:
     tilewise.op.forget()
-    tilewise.plan.replan()
+    tilewise.plan._plans.clear()
 
 
 def documents(n: int, count: int = 1000) -> Documents:
@@ -113,7 +113,7 @@ def test_threads_share_what_is_remembered():
         start.wait()
         for _ in range(200):
             tilewise.op.forget()
-            tilewise.plan.replan()
+            tilewise.plan._plans.clear()
 
     interval = sys.getswitchinterval()
     with pytest.MonkeyPatch.context() as patch:

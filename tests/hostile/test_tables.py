@@ -18,10 +18,11 @@ import torch
 
 from support import make_inputs, make_problem
 from tilewise import Causal, Full, Window, attention, op
-from tilewise.backends import sm80, sm90, tiled, triton
+from tilewise.backends import tiled, triton
+from tilewise.engine import SM80, SM90
 from tilewise.errors import CompileError
 from tilewise.jit import tuned
-from tilewise.plan import plan, replan
+from tilewise.plan import plan
 from tilewise.target import Target
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ LONG = make_problem((1, 16, 4096, 128), torch.bfloat16, mask=Causal())
 SMALL = make_problem((1, 2, 300, 16), mask=Causal())
 
 READERS = {
-    "sm90": (sm90, LONG, H200),
-    "sm80": (sm80, LONG, A100),
+    "sm90": (SM90, LONG, H200),
+    "sm80": (SM80, LONG, A100),
     "triton": (triton, LONG, A100),
     "tiled": (tiled, SMALL, CPU),
 }
@@ -59,7 +60,6 @@ def _tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def forget() -> None:
     tuned.forget()
-    replan()
     op.forget()
 
 
@@ -230,12 +230,12 @@ def test_what_a_sweep_may_write_is_legal_wherever_it_serves(backend: str, caplog
 
 def test_the_kernel_for_split_keys_may_be_in_a_table() -> None:
     short = make_problem((1, 8, 1, 128), torch.bfloat16, seq_kv=16384, mask=Full())
-    shipped = sm90.shipped(short, H200)[0]
-    assert isinstance(shipped, sm90.Config)
+    shipped = SM90.shipped(short, H200)[0]
+    assert isinstance(shipped, SM90.Config)
     assert shipped.split
     place("sm90", H200, entry_for("sm90", short, dataclasses.asdict(shipped), H200))
     for problem in (short, short.with_(seq_kv=9000), short.with_(seq_kv=32000)):
-        assert sm90.configs(problem, H200)[0] == shipped
+        assert SM90.configs(problem, H200)[0] == shipped
 
 
 def test_float32_kernels_read_no_table(caplog: pytest.LogCaptureFixture) -> None:
@@ -255,7 +255,7 @@ def test_one_bad_entry_among_many_problems_is_still_one_line(caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, "tilewise"):
         for length in range(2100, 8000, 100):
             problem = LONG.with_(seq_q=length, seq_kv=length)
-            assert plan(problem, H200).config == sm90.shipped(problem, H200)[0]
+            assert plan(problem, H200).config == SM90.shipped(problem, H200)[0]
     assert len(caplog.records) == 1
 
 

@@ -65,6 +65,11 @@ def function_for(unit: Unit, device: int) -> Function:
     return found
 
 
+def is_loaded(unit: Unit) -> bool:
+    """Whether it was built in this process, and loaded on some device."""
+    return any(known == unit for known, _ in list(_functions))
+
+
 def load(kernel: Kernel, device: int) -> Function:
     """Load `kernel` in the primary context of `device` (an index as PyTorch counts them); once per process."""
     found = _loaded.get((kernel, device))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # Everything that decides what a kernel does, or which of them runs.
-_DECISIVE = ("backends", "jit", "kernels", "tables")
+_DECISIVE = ("backends", "engine", "jit", "kernels")
 _LADDER = ("ladder", "kernels/ladder")
 # The files of tests/gpu that vouch for each.
 ENGINE = (

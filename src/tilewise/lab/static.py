@@ -6,21 +6,14 @@ machine code, and the ceilings from the problem and the data sheet.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from dataclasses import dataclass
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ..plan import BACKENDS, plan
+from ..plan import plan
 from . import kernels, report, roofline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ..jit import Unit
+    from ..engine.program import Launch
     from ..plan import Plan
     from ..problem import Problem
     from ..target import Target
@@ -52,39 +45,21 @@ class Static:
 def inspect(problem: Problem, target: Target, backend: str) -> Static:
     """Plan for the target, and build what of ours would run there. Raises what planning raises."""
     chosen = plan(problem, target, backend)
-    return Static(chosen, [_facts(unit, config, target) for unit, config in kernels_of(chosen)])
+    return Static(chosen, [_facts(launch, target) for launch in kernels_of(chosen)])
 
 
-def kernels_of(chosen: Plan) -> list[tuple[Unit, Any]]:
-    """The main kernels of ours that a plan launches, each with its config: none for a backend that has none."""
-    module: Any = BACKENDS[chosen.backend]
-    if not hasattr(module, "unit") or chosen.config is None:
-        return []
-    problem, target = chosen.problem, chosen.target
-    found = [(_call(module.unit, chosen.config, arch=target.arch), chosen.config)]
-    kind = "float32_backward" if problem.dtype is torch.float32 else "backward"
-    name = f"tilewise.backends.{chosen.backend}_{kind}"  # where a backend keeps its backward apart
-    if problem.needs_grad and importlib.util.find_spec(name) is not None:
-        back: Any = importlib.import_module(name)
-        best = back.configs(problem, target)[:1]
-        found += [(_call(back.main_unit, config, arch=target.arch), config) for config in best]
-    return found
+def kernels_of(chosen: Plan) -> list[Launch]:
+    """The kernels of ours that a plan launches, each once: none for a backend that has none."""
+    programs = [program for program in (chosen.forward, chosen.backward) if program is not None]
+    return list({launch.unit: launch for program in programs for launch in program.launches}.values())
 
 
-def _call(function: Callable[..., Any], what: Any, **of_the_target: Any) -> Any:
-    """With what it asks for of the target: a backend for one architecture asks for nothing."""
-    asked = signature(function).parameters
-    return function(what, **{name: value for name, value in of_the_target.items() if name in asked})
-
-
-def _facts(unit: Unit, config: Any, target: Target) -> dict[str, Any]:
-    facts = kernels.build_facts(unit, sass=True)
-    threads = getattr(config, "threads", 0)
-    if "error" in facts or not threads:
+def _facts(launch: Launch, target: Target) -> dict[str, Any]:
+    facts = kernels.build_facts(launch.unit, sass=True)
+    if "error" in facts:
         return facts
-    registers = getattr(config, "launch_registers", facts["registers"])
-    fits = kernels.occupancy((target.sms,), (threads,), registers, facts["smem_bytes"], target)
-    return facts | {"threads": threads, "occupancy": kernels.as_dict(fits)}
+    fits = kernels.occupancy((target.sms,), (launch.threads,), facts["registers"], facts["smem_bytes"], target)
+    return facts | {"threads": launch.threads, "occupancy": kernels.as_dict(fits)}
 
 
 def _directions(problem: Problem) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CompileError, InvalidInput, UnsupportedProblem
 from ..jit import build, cache, trust, tuned
 from ..op import forget
-from ..plan import plan, replan
+from ..plan import plan
 from ..target import Target
 from . import environment, report
 from .compare import WRONG, median, quantile, summary
@@ -485,7 +485,6 @@ def keep(found: Sweep, settings: Settings, command: list[str]) -> Path | None:
     if entry is None:
         return None
     found.written = tuned.write(found.backend, found.target.name, entry)
-    replan()
     forget()
     return found.written
 

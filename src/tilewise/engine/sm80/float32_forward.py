@@ -1,4 +1,4 @@
-"""float32 on every NVIDIA GPU from sm_80 on: kernels/sm80/float32_forward.cuh. Part of the backend `sm80`.
+"""The float32 forward of every NVIDIA GPU from sm_80 on: kernels/sm80/float32_forward.cuh.
 
 Products of TF32 parts on tensor cores: three make one of float32 ("exact"), or one does ("tf32"). Loads, masks and
 schedule are those of the 16-bit kernels.
@@ -6,27 +6,25 @@ schedule are those of the 16-bit kernels.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..jit import Unit, cpp_literal, layout_asserts, params_struct
-from ..masks import Causal
-from ..target import Target
-from . import fused_rules as rules
-from . import sm80_shared
-from .fused import LOG2_E, BoundForward, bound_forward, head_sections, query_tiles, shape_params
-from .fused_rules import class_of
-from .sm80_shared import COMPILED, ForwardLaunch, Strided, is_gated
+from .. import rules
+from ..params import FLOAT, INT, LOG2_E, POINTER, Strided, struct
+from ..program import Launch
+from ..rules import class_of
+from ..source import kernel_unit
+from . import shared
+from .forward import forward_fields, forward_program
 
 if TYPE_CHECKING:
-    from ..problem import Problem
-    from .fused import ForwardRun, Tensor
-
-_PLAN_BYTES = 36  # a warp
-_PRECISIONS = ("exact", "tf32")
+    from ...errors import Reason
+    from ...jit import Unit
+    from ...problem import Problem
+    from ...target import Target
+    from ..program import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +53,13 @@ class Config:
 
     @property
     def register_limit(self) -> int:
-        return sm80_shared.register_limit(self.threads, self.ctas_per_sm)
+        return shared.register_limit(self.threads, self.ctas_per_sm)
 
     @property
     def smem_bytes(self) -> int:
         """`sizeof(Float32Smem<config>)`; the generated source asserts it."""
         tile = 4 * self.block_kv * (self.head_dim + self.head_dim_v)
-        whole = 4 * self.block_q * self.head_dim + self.stages * tile + self.warps * _PLAN_BYTES + 3 * 32 + 20
+        whole = 4 * self.block_q * self.head_dim + self.stages * tile + self.warps * shared.PLAN_BYTES + 3 * 32 + 20
         return -(-whole // 1024) * 1024
 
     @property
@@ -81,7 +79,11 @@ class Config:
         return f"{products_text(self.exact)}, {tile}, {stages}, {self.smem_bytes / 1024:.0f} KiB shared"
 
     def fits(self, target: Target) -> bool:
-        return sm80_shared.fits(self.smem_bytes, self.ctas_per_sm, target)
+        return shared.fits(self.smem_bytes, self.ctas_per_sm, target)
+
+
+def why_not(problem: Problem, target: Target) -> list[Reason]:
+    return []
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
@@ -110,94 +112,66 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
     return found
 
 
-def notices(problem: Problem) -> list[str]:
+def notices(problem: Problem, target: Target) -> list[str]:
     exact = problem.precision == "exact"
     error = "as of plain float32 arithmetic" if exact else "inputs and weights keep 11 bits"
     said = [f"float32 by {products_text(exact)}: relative error about {'6e-7' if exact else '4e-4'}, {error}"]
     return [*said, *rules.zero_filled(problem)]
 
 
-def all_units() -> list[Unit]:
-    """Every kernel this module may launch on the named targets, one GPU of each size of shared memory."""
-    units: dict[str, Unit] = {}
-    for target in COMPILED:
+def units() -> list[Unit]:
+    """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
+    found: dict[str, Unit] = {}
+    for target in shared.COMPILED:
         for row in (row for rows in _table().values() for row in rows):
             for exact, softcap in product((True, False), repeat=2):
                 config = _config(row, exact, softcap)
                 if config.fits(target):
                     kernel = unit(config, target.arch)
-                    units[kernel.label] = kernel
-    return list(units.values())
+                    found[kernel.label] = kernel
+    return list(found.values())
 
 
 @functools.cache
 def unit(config: Config, arch: str) -> Unit:
-    source = f"""#include "sm80/float32_forward.cuh"
-{layout_asserts(_Params, "tilewise::sm80::Float32Params")}
-constexpr tilewise::sm80::Float32Config config = {cpp_literal(config)};
-static_assert(sizeof(tilewise::sm80::Float32Smem<config>) == {config.smem_bytes}, "Config.smem_bytes");
-static_assert(config.threads() == {config.threads} && config.block_q() == {config.block_q});
-extern "C" __global__ void __launch_bounds__(config.threads(), config.ctas_per_sm)
-{config.name}(const __grid_constant__ tilewise::sm80::Float32Params params) {{
-  tilewise::sm80::float32_forward<config>(params);
-}}
-"""
-    return Unit(config.name, source, arch, strict=is_gated(arch), smem_bytes=config.smem_bytes)
+    return kernel_unit(
+        config.name,
+        "sm80/float32_forward.cuh",
+        "float32_forward<config>",
+        _Params,
+        "tilewise::sm80::Float32Params",
+        arch,
+        config=config,
+        smem="Float32Smem<config>",
+        smem_bytes=config.smem_bytes,
+        bounds="config.threads(), config.ctas_per_sm",
+        checks=(f"config.threads() == {config.threads} && config.block_q() == {config.block_q}",),
+        strict=shared.is_gated(arch),
+    )
 
 
-_Params = params_struct(
+_Params = struct(
     "Float32Params",
-    q=Strided,
-    k=Strided,
-    v=Strided,
-    out=Strided,
-    lse=ctypes.c_void_p,
-    batch=ctypes.c_int,
-    heads=ctypes.c_int,
-    heads_per_kv=ctypes.c_int,
-    seq_q=ctypes.c_int,
-    seq_k=ctypes.c_int,
-    head_dim=ctypes.c_int,
-    head_dim_v=ctypes.c_int,
-    band_first_shift=ctypes.c_int,
-    band_end_shift=ctypes.c_int,
-    q_tiles=ctypes.c_int,
-    sections=ctypes.c_int,
-    longest_first=ctypes.c_int,
-    scale=ctypes.c_float,
-    scale_log2=ctypes.c_float,
-    softcap_in=ctypes.c_float,
+    (Strided, "q k v out"),
+    (POINTER, "lse"),
+    (INT, "batch heads heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift"),
+    (INT, "q_tiles sections longest_first"),
+    (FLOAT, "scale scale_log2 softcap_in"),
 )
 
 
-def bind(q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: Config | None) -> BoundForward:
-    """`forward` for tensors with these shapes, strides and device: the kernel is loaded, all but addresses decided."""
-
-    def launch(out: Tensor) -> ForwardRun:
-        target = Target.of(q.device)
-        chosen = config or configs(problem, target)[0]
-        views = {"q": q, "k": k, "v": v, "out": out}
-        fixed = {name: Strided.of(view) for name, view in views.items()} | _fixed_params(problem, chosen, target)
-        grid = query_tiles(problem, chosen.block_q)
-        return ForwardLaunch(unit(chosen, target.arch), _Params, fixed, grid, chosen.threads, q.device.index).run
-
-    return bound_forward(q, problem, launch)
-
-
-def _fixed_params(problem: Problem, config: Config, target: Target) -> dict[str, Any]:
+def program(problem: Problem, target: Target, config: Config) -> Program:
     scale = problem.softcap or problem.scale
-    return {
-        **shape_params(problem),
-        "heads": problem.heads_q,
+    fields = {
+        **forward_fields(problem, target, config.block_q, 4),
+        # Copies count 16-bit numbers: a float32 is two.
         "head_dim": 2 * problem.head_dim,
         "head_dim_v": 2 * problem.head_dim_v,
-        "q_tiles": -(-problem.seq_q // config.block_q),
-        "sections": head_sections(problem, target, 4),
-        "longest_first": int(isinstance(problem.mask, Causal)),
         "scale": scale,
         "scale_log2": scale * LOG2_E,
         "softcap_in": problem.scale / problem.softcap if problem.softcap else 0.0,
     }
+    return forward_program(problem, target, config, Launch(unit(config, target.arch), _Params, fields, 0, 0))
 
 
 def kind_name(exact: bool) -> str:

@@ -1,4 +1,4 @@
-"""What our fused backends decide alike before there is a tensor: what they refuse, what they say, what they look up."""
+"""What the families decide alike: what they refuse, what they say, and how they look up a table that ships."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # (q and k, v and out): a head runs in the first class that holds it, zero-filled by the copies.
 HEAD_DIM_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 HEAD_DIM_LIMIT = 256
-MOST_ROWS = 1 << 28  # of a sequence: row + band limits stay within 32 bits
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_ROWS = 1 << 28  # of a sequence: row + band limits stay within 32 bits
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 Rule = tuple[bool, str, str]
 """(when it is refused, what is wrong, what to do)."""
@@ -55,7 +55,7 @@ def no_jit(target: Target) -> Rule:
 
 def other_dtype(problem: Problem) -> Rule:
     what = f"dtype {dtype_name(problem.dtype)} is none of bfloat16, float16, float32"
-    return problem.dtype not in _DTYPES, what, "cast q, k and v"
+    return problem.dtype not in DTYPES, what, "cast q, k and v"
 
 
 def broken_chunks(problem: Problem, chunk: int) -> Rule:
@@ -93,12 +93,18 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
 
 def long_sequence(problem: Problem) -> Rule:
     longest = max(problem.seq_q, problem.seq_kv)
-    return longest > MOST_ROWS, f"sequence of {longest} is over {MOST_ROWS}", "split the sequence"
+    return longest > MAX_ROWS, f"sequence of {longest} is over {MAX_ROWS}", "split the sequence"
 
 
 def transformed(problem: Problem) -> Rule:
     what = "inside a functorch transform (vmap, jvp): a kernel launch cannot be transformed"
     return problem.transformed, what, "use backend='reference' there"
+
+
+def nothing_fits(problem: Problem, target: Target) -> Reason:
+    dims = f"{problem.head_dim}/{problem.head_dim_v}"
+    room = f"{target.smem_per_block} bytes of shared memory per block on {target.name}"
+    return Reason(f"no tile of heads of {dims} fits the {room}", "use backend='auto'")
 
 
 def zero_filled(problem: Problem) -> list[str]:
@@ -118,8 +124,8 @@ def tuning_key(problem: Problem, **mask: Any) -> tuple[dict[str, Any], dict[str,
 
 
 def rows_by(table: str, section: str, keys: Callable[[Row], Iterable[_Key]]) -> dict[_Key, list[Row]]:
-    """The rows of a section of a table that ships by what they are for (`keys`, maybe several a row), best first."""
-    text = importlib.resources.files("tilewise").joinpath(f"tables/{table}.json").read_text()
+    """The rows of a section of a table that ships by what they are for (`keys`, maybe several per row), best first."""
+    text = importlib.resources.files("tilewise.engine").joinpath(f"tables/{table}.json").read_text()
     found: dict[_Key, list[Row]] = {}
     for row in json.loads(text)[section]:
         for key in keys(row):
