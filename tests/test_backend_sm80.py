@@ -124,7 +124,8 @@ def test_details_tell_the_launch():
     problem = make_problem((4, 16, 4096, 128), BF16, mask=Causal())
     (line,) = SM80.details(problem, A100, SM80.configs(problem, A100)[0])
     assert line == (
-        "2048 CTAs of 128 threads longest first, at most 255 registers per thread; 2 per multiprocessor, 8 warps; 9.5 waves"
+        "2048 CTAs of 128 threads longest first, at most 255 registers per thread; "
+        "2 per multiprocessor, 8 warps; 9.5 waves"
     )
 
 

@@ -5,43 +5,63 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tilewise.jit.validation import ENGINE, LADDER, PACKAGE, decisive_sources, ladder_hash, ladder_sources, source_hash
+from tilewise.engine.validation import PACKAGE, PARTS, decisive_sources, part_hash, part_sources, source_hash
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-RECORD = Path(__file__).resolve().parent.parent / "benchmarks" / "validation.json"
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "benchmarks" / "validation.json"
 
 
-PARTS = [("engine", ENGINE, source_hash), ("ladder", LADDER, ladder_hash)]
-
-
-@pytest.mark.parametrize(("part", "files", "hash_of"), PARTS, ids=["engine", "ladder"])
-def test_the_kernels_at_hand_have_passed_on_a_gpu(
-    part: str, files: tuple[str, ...], hash_of: Callable[[], str]
-) -> None:
+@pytest.mark.parametrize("part", PARTS)
+def test_the_sources_at_hand_have_passed_on_a_gpu(part: str) -> None:
     record = json.loads(RECORD.read_text()).get(part) if RECORD.is_file() else None
-    remedy = "run `make gpu-check` on a machine with a GPU and commit benchmarks/validation.json"
-    assert record, f"no GPU run of the {part} is on record: {remedy}"
-    assert record["source_hash"] == hash_of(), (
-        f"sources of the {part} changed since {record['date']}, when they last passed on a {record['gpu']}: {remedy}"
+    files = PARTS[part].tests
+    remedy = f"run {' '.join(files)} of tests/gpu on a machine with a GPU and commit benchmarks/validation.json"
+    assert record, f"no GPU run of {part} is on record: {remedy}"
+    assert record["source_hash"] == part_hash(part), (
+        f"sources of {part} changed since {record['date']}, when they last passed on a {record['gpu']}: {remedy}"
     )
     missing = [name for name in files if not record["passed_in"].get(name)]
     assert not missing, f"{', '.join(missing)} of tests/gpu did not pass on these sources: {remedy}"
 
 
+def test_every_gpu_test_vouches_for_one_part() -> None:
+    """What measures and what shows is not part of any: the lab can be wrong only about itself."""
+    named = [name for part in PARTS.values() for name in part.tests]
+    there = {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert sorted(named) == sorted(there - {"test_lab_gpu.py"})
+
+
+def test_together_the_parts_cover_every_decisive_source() -> None:
+    covered = {path for name in PARTS for path in part_sources(name)}
+    left_over = {path.relative_to(PACKAGE).as_posix() for path in decisive_sources()} - {
+        path.relative_to(PACKAGE).as_posix() for path in covered
+    }
+    assert left_over <= {"engine/validation.py", "jit/sass.py"}, left_over
+
+
+def test_a_change_asks_for_the_runs_of_what_it_reaches() -> None:
+    def reached(source: str) -> set[str]:
+        return {name for name in PARTS if PACKAGE / source in part_sources(name)}
+
+    families = {name for name in PARTS if name.startswith("sm")}
+    assert reached("kernels/sm90/backward_products.cuh") == {"sm90.backward"}
+    assert reached("kernels/sm80/float32_ptx.cuh") == {"sm80.float32"}
+    assert reached("engine/sm90/float32_backward.py") == {"sm90.float32"}
+    assert reached("engine/tables/sm90.json") == {"sm90.forward"}
+    assert reached("engine/run.py") >= families
+    assert reached("masks.py") == reached("op.py") == {"seam"}
+
+
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A copy of the decisive sources, and something beside them."""
-    for path in (*decisive_sources(), *ladder_sources()):
+    for path in {path for name in PARTS for path in part_sources(name)} | set(decisive_sources()):
         copy = tmp_path / path.relative_to(PACKAGE)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
-    (tmp_path / "api.py").write_text("")
     return tmp_path
 
 
@@ -59,14 +79,15 @@ def test_the_hash_covers_every_kind_of_source(package: Path) -> None:
 
 
 def test_a_lesson_changes_the_hash_of_the_ladder_alone(package: Path) -> None:
-    kinds = {(path.relative_to(package).parts[:2], path.suffix) for path in ladder_sources(package)}
+    lessons = part_sources("ladder", package)
+    kinds = {(path.relative_to(package).parts[:2], path.suffix) for path in lessons}
     assert (("kernels", "ladder"), ".cuh") in kinds
     assert (("ladder", "lecture.py"), ".py") in kinds
     engine = source_hash(package)
-    for path in ladder_sources(package):
-        before = ladder_hash(package)
+    for path in lessons:
+        before = part_hash("ladder", package)
         path.write_bytes(path.read_bytes() + b"\n")
-        assert ladder_hash(package) != before, path
+        assert part_hash("ladder", package) != before, path
         assert source_hash(package) == engine, path
 
 

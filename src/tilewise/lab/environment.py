@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from ..jit.validation import source_hash
+from ..engine.validation import source_hash
 from .processes import code_command
 from .processes import variables as process_variables
 
