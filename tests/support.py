@@ -54,7 +54,9 @@ def make_problem(shape: tuple[int, int, int, int], dtype: torch.dtype = torch.fl
         "head_dim_v": dim,
         "dtype": dtype,
     }
-    return Problem(**(values | fields))  # type: ignore[arg-type]
+    values |= fields
+    sugar = {"softcap": values.pop("softcap")} if "softcap" in values else {}
+    return Problem(**values).with_(**sugar)  # type: ignore[arg-type]
 
 
 def make_inputs(problem: Problem, device: str = "cpu", *, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:

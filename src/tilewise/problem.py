@@ -16,7 +16,9 @@ import torch
 
 from . import masks
 from .errors import InvalidInput
-from .masks import Dense, Full, Mask
+from .masks import Band, Dense, Full, Mask
+from .scores import Softcap, Term, softcapped
+from .scores import parse as parse_term
 
 Layout = Literal["bhsd", "bshd"]
 Precision = Literal["exact", "tf32"]
@@ -32,9 +34,6 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "flo
 _FULL = Full()
 
 _MAX_FLOAT32, _MAX_FLOAT64 = torch.finfo(torch.float32).max, torch.finfo(torch.float64).max
-# Scores are divided by the cap: with a cap beyond these, or below their inverse, ordinary scores would leave the range
-# of numbers with full precision.
-_MAX_CAP_FLOAT32, _MAX_CAP_FLOAT64 = 2.0**100, 2.0**1000
 
 
 class Strides(Enum):
@@ -47,7 +46,7 @@ class Strides(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """out = softmax(mask(softcap(scale * q k^T))) v for q (batch, heads_q, seq_q, head_dim),
+    """out = softmax(mask(scores(scale * q k^T))) v for q (batch, heads_q, seq_q, head_dim),
     k (batch, heads_kv, seq_kv, head_dim), v (batch, heads_kv, seq_kv, head_dim_v)."""
 
     batch: int
@@ -60,7 +59,7 @@ class Problem:
     dtype: torch.dtype
     mask: Mask = _FULL
     scale: float = 0.0  # 0 stands for 1 / sqrt(head_dim), filled in on construction
-    softcap: float = 0.0  # s -> softcap * tanh(s / softcap); 0 = off
+    scores: tuple[Term, ...] = ()  # what is done to the scores before the mask, in this order
     dropout: float = 0.0
     layout: Layout = "bhsd"  # the memory order of the inputs, and so of out
     strides: Strides = Strides.ALIGNED
@@ -89,15 +88,27 @@ class Problem:
         if self.scale == 0.0:
             object.__setattr__(self, "scale", 1.0 / math.sqrt(self.head_dim))
         wide = self.dtype is torch.float64
-        largest, cap = (_MAX_FLOAT64, _MAX_CAP_FLOAT64) if wide else (_MAX_FLOAT32, _MAX_CAP_FLOAT32)
+        largest = _MAX_FLOAT64 if wide else _MAX_FLOAT32
         fits = abs(self.scale) <= largest
         _check_number("scale", self.scale, fits, f"a number other than 0, of at most {largest:.2g}")
-        fits = self.softcap == 0 or (1 / cap <= self.softcap <= cap and abs(self.scale) <= cap * self.softcap)
-        _check_number("softcap", self.softcap, fits, f"a number from {1 / cap:.2g} to {cap:.2g}, or 0 for none")
+        for term in self.scores:
+            term.check(self)
         _check_number("dropout", self.dropout, 0.0 <= self.dropout < 1.0, "a probability from 0 to below 1")
         self.mask.check(self.seq_q, self.seq_kv)
         if isinstance(self.mask, Dense):
             _check_leading(self.mask.shape, self.batch, self.heads_q)
+
+    @property
+    def softcap(self) -> float:
+        """The cap of the scores; 0 where there is none."""
+        return next((term.cap for term in self.scores if isinstance(term, Softcap)), 0.0)
+
+    @property
+    def band(self) -> Band:
+        """The mask as a diagonal band, for those who refuse all others."""
+        band = self.mask.band(self.seq_q, self.seq_kv)
+        assert band is not None, f"mask {self.mask} is not a diagonal band"
+        return band
 
     @property
     def group(self) -> int:
@@ -120,7 +131,7 @@ class Problem:
 
     def min_bytes(self) -> int:
         """Fewest bytes a forward must move: what is visible of the inputs read once, out (and lse) written once."""
-        rows = _rows_that_see(self.mask, self.seq_q, self.seq_kv)
+        rows = self.mask.rows_that_see(self.seq_q, self.seq_kv)
         keys = len(self.mask.keys(range(self.seq_q), self.seq_q, self.seq_kv))
         read = self.batch * (
             self.heads_q * rows * self.head_dim + self.heads_kv * keys * (self.head_dim + self.head_dim_v)
@@ -134,17 +145,25 @@ class Problem:
         return total
 
     def with_(self, **changes: Any) -> Problem:
-        """The same problem with some fields changed."""
+        """The same problem with some fields changed; `softcap` replaces the cap among the scores, or takes it out."""
+        if "softcap" in changes:
+            others = tuple(term for term in self.scores if not isinstance(term, Softcap))
+            changes["scores"] = softcapped(changes.pop("softcap")) + changes.get("scores", others)
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON; `from_dict` reads them back."""
         values = {name: getattr(self, name) for name in self.__slots__}
-        return values | {"dtype": dtype_name(self.dtype), "mask": str(self.mask), "strides": self.strides.value}
+        values |= {"dtype": dtype_name(self.dtype), "mask": str(self.mask), "strides": self.strides.value}
+        return values | {"scores": [str(term) for term in self.scores]}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Problem:
+        """Also of values written when a softcap was the only thing done to scores."""
+        values = dict(values)
+        terms = softcapped(values.pop("softcap", 0.0)) + tuple(map(parse_term, values.get("scores", ())))
         converted = {
+            "scores": terms,
             "dtype": parse_dtype(values["dtype"]),
             "mask": masks.parse(values["mask"]),
             "strides": Strides(values["strides"]),
@@ -161,9 +180,9 @@ class Problem:
         text += f" {self.mask}"
         if not math.isclose(self.scale, 1.0 / math.sqrt(self.head_dim)):
             text += f" scale={self.scale:g}"
-        for name in ("softcap", "dropout"):
-            if getattr(self, name):
-                text += f" {name}={getattr(self, name):g}"
+        text += "".join(f" {_term_text(term)}" for term in self.scores)
+        if self.dropout:
+            text += f" dropout={self.dropout:g}"
         if self.layout != "bhsd":
             text += f" {self.layout}"
         if self.precision != "exact":
@@ -204,7 +223,7 @@ def describe(
         dtype=q.dtype,
         mask=_as_mask(mask, q),
         scale=_given_scale(scale),
-        softcap=_as_float("softcap", softcap),
+        scores=softcapped(_as_float("softcap", softcap)),
         dropout=_as_float("dropout", dropout),
         layout=layout,
         strides=_strides_class(q, k, v),
@@ -213,6 +232,12 @@ def describe(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         precision=precision,
     )
+
+
+def _term_text(term: Term) -> str:
+    """For reading, not to be parsed: `softcap=30`."""
+    kind, _, numbers = str(term).partition(":")
+    return f"{kind}={','.join(f'{float(number):g}' for number in numbers.split(','))}" if numbers else kind
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -427,16 +452,3 @@ def _address(tensor: torch.Tensor) -> int:
         with suppress(RuntimeError):
             return tensor.data_ptr()
     return tensor.storage_offset() * tensor.element_size()  # type: ignore[return-value]
-
-
-def _rows_that_see(mask: Mask, seq_q: int, seq_kv: int) -> int:
-    """Rows with a non-empty span. Only the bands can leave rows without keys at their ends; count those exactly."""
-    if isinstance(mask, masks.Documents):
-        bounds = zip(mask.cu_seqlens_q, mask.cu_seqlens_q[1:], mask.cu_seqlens_kv, mask.cu_seqlens_kv[1:], strict=False)
-        return sum(_rows_that_see(mask.inner, q1 - q0, k1 - k0) for q0, q1, k0, k1 in bounds)
-    if isinstance(mask, Dense):
-        return seq_q if seq_kv else 0
-    left, right, offset = mask.band(seq_q, seq_kv)  # type: ignore[attr-defined]
-    first = max(0, -offset - right)
-    last = min(seq_q - 1, seq_kv - 1 - offset + left)
-    return max(0, last - first + 1) if seq_kv else 0

@@ -1,7 +1,7 @@
 """The specification: attention written out, in float32 (float64 for float64 inputs). It defines what is right.
 
     1. S = scale * Q K^T                      scores, one per (query, key)
-    2. S = softcap * tanh(S / softcap)        if softcap > 0
+    2. S = T_n(...T_1(S))                     the terms of problem.scores, as a softcap
     3. S = S + bias, S = -inf where hidden    the mask
     4. lse = log sum exp S                    -inf for a row that sees no key
     5. P = exp(S - lse)                       0 for hidden keys and for rows that see none
@@ -11,7 +11,7 @@ and backwards, with D = rowsum(dout * out) - dlse:
 
     7. dV = P^T dout
     8. dS = P * (dout V^T - D)
-    9. dS = dS * (1 - tanh^2)                 if softcap > 0
+    9. dS = dS * dT/dS                        the product of their slopes
    10. dQ = scale * dS K,  dK = scale * dS^T Q
 
 Query heads that share a key/value head are stacked into one tall matrix, so K and V are never repeated. `forward` is
@@ -26,6 +26,7 @@ import torch
 
 from ..errors import Reason
 from ..masks import Dense, Documents, Full
+from ..scores import Where, bend_all
 from . import composite_notices
 from .isolation import all_finite, isolated, joined, pieces
 
@@ -145,12 +146,9 @@ def _work_dtype(dtype: torch.dtype) -> torch.dtype:
 def _scores(
     q: torch.Tensor, k: torch.Tensor, problem: Problem, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Masked scores (steps 1 to 3), what is hidden (None = nothing by structure), and the slope of the softcap."""
-    scores = _stack(q, k.transpose(-1, -2)) * problem.scale
-    slope = None
-    if problem.softcap:
-        bent = torch.tanh(scores / problem.softcap)
-        scores, slope = problem.softcap * bent, 1.0 - bent * bent
+    """Masked scores (steps 1 to 3), what is hidden (None = nothing by structure), and the slope of their terms."""
+    where = Where(problem, range(problem.seq_q), range(problem.seq_kv))
+    scores, slope = bend_all(_stack(q, k.transpose(-1, -2)) * problem.scale, where)
     hidden = _hidden(problem, bias, q.device)
     if bias is not None and bias.dtype != torch.bool:
         scores = scores + bias.to(scores.dtype)

@@ -36,6 +36,7 @@ from ..errors import Reason
 from ..jit import tuned
 from ..masks import Full, Tile
 from ..problem import dtype_name
+from ..scores import Where, bend_all
 from . import Grads, Wants, composite_notices, empty_lse, empty_out
 from .isolation import all_finite, isolated
 
@@ -248,18 +249,16 @@ def _transposed(hidden: torch.Tensor | None) -> torch.Tensor | None:
 def _tile_scores(
     q_tile: torch.Tensor, k_tile: torch.Tensor, rows: range, keys: range, problem: Problem, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Masked scores of one tile, the slope of the softcap, and what is hidden, broadcastable to the scores.
+    """Masked scores of one tile, the slope of their terms, and what is hidden, broadcastable to the scores.
 
-    No scores for a tile that the mask leaves empty, no slope without a softcap, nothing hidden in a full tile.
+    No scores for a tile that the mask leaves empty, no slope where no term has one, nothing hidden in a full tile.
     """
     kind = problem.mask.tile(rows, keys, problem.seq_q, problem.seq_kv)
     if kind is Tile.EMPTY:
         return None, None, None
     scores = (q_tile @ k_tile.transpose(-1, -2)).mul_(problem.scale)
-    slope = hidden = None
-    if problem.softcap:
-        bent = torch.tanh(scores / problem.softcap)
-        scores, slope = problem.softcap * bent, 1.0 - bent * bent
+    scores, slope = bend_all(scores, Where(problem, rows, keys, stacked=True))
+    hidden = None
     if bias is not None:
         tile = _bias_tile(bias, rows, keys, problem)
         hidden = ~tile if tile.dtype == torch.bool else tile == -torch.inf

@@ -451,9 +451,9 @@ def _needs_aligned(kernel: str, matters: Callable[[Problem, Target], bool]) -> R
 _NEVER = (99, 0)
 _COMMON = (
     Rule(
-        lambda p, t: p.softcap > 0,
-        lambda p, t: f"softcap {p.softcap:g}; PyTorch's attention has no softcap",
-        "use a tilewise backend (reference, tiled, triton, sm80, sm90), or softcap=0",
+        lambda p, t: bool(p.scores),
+        lambda p, t: f"scores {', '.join(map(str, p.scores))}; PyTorch's attention does nothing to scores",
+        "use a tilewise backend (reference, tiled, triton, sm80, sm90), or leave them as they are",
     ),
     Rule(
         lambda p, t: p.needs_lse and p.needs_grad,

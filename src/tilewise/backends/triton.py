@@ -19,8 +19,8 @@ import torch
 
 from ..errors import CompileError, Reason
 from ..jit import tuned
-from ..masks import Causal, Full, Window
 from ..problem import dtype_name
+from ..scores import Softcap
 from ..target import Target
 from . import Grads, Wants, empty_lse, empty_out
 
@@ -107,9 +107,13 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
         (widest > HEAD_DIM_LIMIT, f"head_dim {widest} is over {HEAD_DIM_LIMIT}", "use backend='auto'"),
         (longest > MOST_ROWS, f"sequence of {longest} is over {MOST_ROWS}", "split the sequence"),
         (
-            not isinstance(problem.mask, Full | Causal | Window),
+            problem.mask.band(problem.seq_q, problem.seq_kv) is None,
             f"mask {problem.mask} is not a diagonal band",
             "use Full, Causal or Window, or backend='auto'",
+        ),
+        *(
+            (not isinstance(term, Softcap), f"scores {term}: the kernels have no such term", "use backend='tiled'")
+            for term in problem.scores
         ),
         (
             problem.dropout > 0,
@@ -379,7 +383,7 @@ def _backward_launches(
 
 def _band(problem: Problem) -> tuple[int, int]:
     """(first, end): row r sees the keys from r + first to r + end - 1, as far as they exist."""
-    left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
+    left, right, offset = problem.band
     return offset - left, offset + right + 1
 
 

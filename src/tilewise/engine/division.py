@@ -64,7 +64,7 @@ class Division:
 
 def tile_steps(problem: Problem, block_q: int, block_kv: int) -> tuple[int, ...]:
     """Per tile of keys, the query tiles that see it, over all heads of a group; as common/pieces.cuh counts them."""
-    left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
+    left, right, offset = problem.band
     first_shift, end_shift = offset - left, offset + right + 1
     steps = []
     for first_key in range(0, problem.seq_kv, block_kv):

@@ -34,7 +34,7 @@ def stride_names(*operands: str) -> str:
 
 def shape_params(problem: Problem) -> dict[str, int]:
     """What every kernel is told of the problem."""
-    left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
+    left, right, offset = problem.band
     return {
         "batch": problem.batch,
         "heads_per_kv": problem.group,

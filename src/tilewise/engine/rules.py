@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..errors import Reason
-from ..masks import Causal, Full, Window
 from ..problem import dtype_name
 
 if TYPE_CHECKING:
@@ -74,9 +73,17 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
     """What the loops over tiles do not do to scores and weights."""
     return (
         (
-            not isinstance(problem.mask, Full | Causal | Window),
+            problem.mask.band(problem.seq_q, problem.seq_kv) is None,
             f"mask {problem.mask} is not a diagonal band",
             "use Full, Causal or Window, or backend='auto'",
+        ),
+        *(
+            (
+                not term.cpp_type(precise=True),
+                f"scores {term}: no kernel has this term",
+                "use backend='tiled' or 'reference'",
+            )
+            for term in problem.scores
         ),
         (
             problem.dropout > 0,

@@ -25,8 +25,8 @@ _SUFFIXES = frozenset({".py", ".cuh", ".cpp", ".json"})
 class Part(NamedTuple):
     """What is vouched for at once, and by which files of tests/gpu.
 
-    `modules`: with what they import of engine/ and jit/, and with run.py; `headers`: with what they include; `files` and
-    `folders`: as they are.
+    `modules`: with what they import of engine/ and jit/, and with run.py; `headers`: with what they include; `files`
+    and `folders`: as they are.
     """
 
     tests: tuple[str, ...]

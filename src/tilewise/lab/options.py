@@ -13,6 +13,7 @@ import typer
 from .. import masks
 from ..errors import InvalidInput, TilewiseError, UnsupportedProblem
 from ..problem import Problem, parse_dtype
+from ..scores import softcapped
 from ..target import Target
 from .candidates import KNOWN, PYTHON, Candidate
 
@@ -91,7 +92,7 @@ def make_problem(
         dtype=parse_dtype(dtype),
         mask=masks.parse(mask),
         scale=0.0 if scale is None else scale,
-        softcap=softcap,
+        scores=softcapped(softcap),
         dropout=dropout,
         layout=layout,  # type: ignore[arg-type]  # Problem checks it
         needs_grad=grad,

@@ -37,7 +37,8 @@ def row(
     """A row for q of `shape` (batch, heads, seq, head_dim); `fields` are those of Problem that differ from it."""
     batch, heads, seq, dim = shape
     values: dict[str, Any] = {"heads_kv": heads, "seq_kv": seq, "head_dim_v": dim, "mask": masks.parse(mask)} | fields
-    problem = Problem(batch=batch, heads_q=heads, seq_q=seq, head_dim=dim, dtype=dtype, **values)
+    cap = values.pop("softcap", 0.0)
+    problem = Problem(batch=batch, heads_q=heads, seq_q=seq, head_dim=dim, dtype=dtype, **values).with_(softcap=cap)
     return _row(
         problem, label, candidates=candidates, device=device, method=method, flush=flush, times=times, kind=kind
     )

@@ -33,6 +33,7 @@ from ..jit import launch as driver
 from ..jit.memo import keep
 from ..jit.mirror import MOST_THREADS
 from ..problem import Problem, Strides
+from ..scores import softcapped
 from ..target import Target
 from .bands import HALVES, refusals, shifts_of
 
@@ -304,7 +305,7 @@ def _default_units(bf16: bool) -> list[Unit]:
     lengths = [*(_CHUNK << power for power in range(6)), (_MOST_CHUNKS + 1) * _CHUNK]
     for dim, heads, seq, softcap in product((64, 128, 192, 256), (1, 256), lengths, (0.0, 1.0)):
         dtype = torch.bfloat16 if bf16 else torch.float16
-        problem = Problem(1, heads, heads, 256, seq, dim, dim, dtype, softcap=softcap)
+        problem = Problem(1, heads, heads, 256, seq, dim, dim, dtype, scores=softcapped(softcap))
         units += map(unit, stages_of(problem, configs(problem, _hopper())[0]))
     return units
 

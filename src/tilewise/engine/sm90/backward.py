@@ -332,7 +332,7 @@ def _has_one_tile(problem: Problem, row: dict[str, Any]) -> bool:
 
 
 def _every_tile_sees_keys(problem: Problem, block_q: int) -> bool:
-    left, right, offset = problem.mask.band(problem.seq_q, problem.seq_kv)  # type: ignore[attr-defined]
+    left, right, offset = problem.band
     first_row, end_row = -(offset + right), problem.seq_kv + left - offset
     last_tile = (problem.seq_q - 1) // block_q * block_q
     return bool(first_row < block_q and end_row > last_tile)
