@@ -34,6 +34,7 @@ from .fused import (
     shape_params,
 )
 from .fused_rules import class_of, is_float32
+from .score_policy import scores_type
 from .sm80_shared import COMPILED, ForwardLaunch, Strided, is_gated
 
 if TYPE_CHECKING:
@@ -271,7 +272,7 @@ static_assert(sizeof(tilewise::sm80::Smem<config>) == {config.smem_bytes}, "Conf
 static_assert(config.threads() == {config.threads} && config.block_q() == {config.block_q});
 extern "C" __global__ void __launch_bounds__(config.threads(), config.ctas_per_sm)
 {config.name}(const __grid_constant__ tilewise::sm80::Params params) {{
-  tilewise::sm80::forward<config>(params);
+  tilewise::sm80::forward<config, {scores_type(softcap=config.softcap)}>(params);
 }}
 """
     return Unit(config.name, source, arch, strict=is_gated(arch), smem_bytes=config.smem_bytes)

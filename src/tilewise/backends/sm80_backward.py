@@ -20,6 +20,7 @@ from ..target import Target
 from . import division, sm80_shared
 from . import fused_rules as rules
 from .fused import Stage, Workspace, bound_backward, matrix_bytes, score_params, shape_params
+from .score_policy import scores_type
 from .sm80_shared import COMPILED, Strided, is_gated
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ static_assert(sizeof(tilewise::sm80::BackwardSmem<config>) == {config.smem_bytes
 static_assert(config.threads() == {config.threads});
 extern "C" __global__ void __launch_bounds__(config.threads(), config.ctas_per_sm)
 {config.name}(const __grid_constant__ tilewise::sm80::BackwardParams params) {{
-  tilewise::sm80::backward<config>(params);
+  tilewise::sm80::backward<config, {scores_type(softcap=config.softcap)}>(params);
 }}
 """
     return Unit(config.name, source, arch, strict=is_gated(arch), smem_bytes=config.smem_bytes)

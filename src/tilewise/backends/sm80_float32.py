@@ -19,6 +19,7 @@ from . import fused_rules as rules
 from . import sm80_shared
 from .fused import LOG2_E, BoundForward, bound_forward, head_sections, query_tiles, shape_params
 from .fused_rules import class_of
+from .score_policy import scores_type
 from .sm80_shared import COMPILED, ForwardLaunch, Strided, is_gated
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ static_assert(sizeof(tilewise::sm80::Float32Smem<config>) == {config.smem_bytes}
 static_assert(config.threads() == {config.threads} && config.block_q() == {config.block_q});
 extern "C" __global__ void __launch_bounds__(config.threads(), config.ctas_per_sm)
 {config.name}(const __grid_constant__ tilewise::sm80::Float32Params params) {{
-  tilewise::sm80::float32_forward<config>(params);
+  tilewise::sm80::float32_forward<config, {scores_type(softcap=config.softcap, precise=True)}>(params);
 }}
 """
     return Unit(config.name, source, arch, strict=is_gated(arch), smem_bytes=config.smem_bytes)

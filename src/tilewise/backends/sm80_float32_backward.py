@@ -22,6 +22,7 @@ from ..target import Target
 from . import division, sm80_shared
 from . import fused_rules as rules
 from .fused import Stage, bound_backward, shape_params
+from .score_policy import scores_type
 from .sm80_backward import VECTOR_SUMS_FROM, key_sections, keys_of_row
 from .sm80_float32 import kind_name, products_text
 from .sm80_shared import COMPILED, Strided, is_gated
@@ -117,7 +118,7 @@ static_assert(sizeof(tilewise::sm80::Float32BackwardSmem<config>) == {config.sme
 static_assert(config.threads() == {config.threads} && config.block_kv() == {config.block_kv});
 extern "C" __global__ void __launch_bounds__(config.threads(), config.ctas_per_sm)
 {config.name}(const __grid_constant__ tilewise::sm80::Float32BackwardParams params) {{
-  tilewise::sm80::float32_backward<config>(params);
+  tilewise::sm80::float32_backward<config, {scores_type(softcap=config.softcap, precise=True)}>(params);
 }}
 """
     return Unit(config.name, source, arch, strict=is_gated(arch), smem_bytes=config.smem_bytes)

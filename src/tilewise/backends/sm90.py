@@ -36,6 +36,7 @@ from .fused import (
     stride_params,
 )
 from .fused_rules import MOST_ROWS, class_of, is_float32
+from .score_policy import Bounds, scores_type
 
 if TYPE_CHECKING:
     from ..errors import Reason
@@ -311,10 +312,14 @@ constexpr tilewise::sm90::Config config = {cpp_literal(config)};
 static_assert(sizeof(tilewise::sm90::Smem<config>) == {config.smem_bytes}, "Config.smem_bytes");
 extern "C" __global__ void __launch_bounds__(config.threads(), config.ctas_per_sm)
 {config.name}(const __grid_constant__ tilewise::sm90::Params params) {{
-  tilewise::sm90::forward<config>(params);
+  tilewise::sm90::forward<config, {_scores_type(config)}>(params);
 }}
 """
     return Unit(config.name, source, ARCH, smem_bytes=config.smem_bytes)
+
+
+def _scores_type(config: Config) -> str:
+    return scores_type(softcap=config.softcap, bounds=tuple(Bounds)[config.mask])
 
 
 @functools.cache

@@ -35,6 +35,7 @@ from .fused import (
     shape_params,
     stride_params,
 )
+from .score_policy import scores_type
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -160,7 +161,7 @@ static_assert(sizeof(tilewise::sm90::BackwardSmem<config>) == {config.smem_bytes
 static_assert(config.block_kv() == {config.block_kv} && config.threads() == {config.threads});
 extern "C" __global__ void __launch_bounds__(config.threads(), 1)
 {config.name}(const __grid_constant__ tilewise::sm90::BackwardParams params) {{
-  tilewise::sm90::backward<config>(params);
+  tilewise::sm90::backward<config, {scores_type(softcap=config.softcap)}>(params);
 }}
 """
     return Unit(config.name, source, ARCH, smem_bytes=config.smem_bytes)

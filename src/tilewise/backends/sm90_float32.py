@@ -30,6 +30,7 @@ from .fused import (
     shape_params,
     stride_params,
 )
+from .score_policy import scores_type
 
 if TYPE_CHECKING:
     from ..jit import TiledMap
@@ -195,7 +196,7 @@ constexpr tilewise::sm90::float32::Config config = {cpp_literal(config)};
 static_assert(sizeof(tilewise::sm90::float32::Smem<config>) == {config.smem_bytes}, "Config.smem_bytes");
 extern "C" __global__ void __launch_bounds__(config.threads(), 1)
 {config.name}(const __grid_constant__ tilewise::sm90::float32::Params params) {{
-  tilewise::sm90::float32::forward<config>(params);
+  tilewise::sm90::float32::forward<config, {scores_type(softcap=config.softcap, precise=True)}>(params);
 }}
 """
     return Unit(config.name, source, ARCH, smem_bytes=config.smem_bytes)

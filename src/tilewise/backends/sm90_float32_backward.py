@@ -21,6 +21,7 @@ from ..target import Target
 from . import division
 from . import fused_rules as rules
 from .fused import Stage, bound_backward, kv_head_sections, matrix_bytes, shape_params, stride_params
+from .score_policy import scores_type
 from .sm90_float32 import SPLIT_THREADS, SPLITS_PER_SM, SplitParams, split_unit
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ static_assert(sizeof(tilewise::sm90::float32::GradSmem<config>) == {config.smem_
 static_assert(tilewise::sm90::float32::grad_block == {BLOCK} && config.threads() == {config.threads});
 extern "C" __global__ void __launch_bounds__(config.threads(), 1)
 {config.name}(const __grid_constant__ tilewise::sm90::float32::GradParams params) {{
-  tilewise::sm90::float32::backward<config>(params);
+  tilewise::sm90::float32::backward<config, {scores_type(softcap=config.softcap, precise=True)}>(params);
 }}
 """
     return Unit(config.name, source, ARCH, smem_bytes=config.smem_bytes)

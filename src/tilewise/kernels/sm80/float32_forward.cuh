@@ -9,8 +9,8 @@
 //
 //   1. S = Q K_n^T                      three products (float32_products.cuh), Q from shared memory; six for
 //                                       large scores that count (float32_precise.cuh), after step 3
-//   2. softcap: S = tanh(S * scale / cap), c = cap * log2(e)
-//   3. partial tiles: S[r, k] = -inf where k is outside [first_key(r), end_key(r))
+//   2. the terms of the policy (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
+//   3. partial tiles: S[r, k] = -inf where a term hides k from r: the band, outside [first_key(r), end_key(r))
 //   4. m' = max(m, rowmax S), alpha = 2^(c (m - m')), m = m'
 //   5. P = 2^(c (S - m))                a maximum is a score and is never multiplied by itself: its product
 //                                       with c would be off by half a unit in the last place, which for
@@ -44,6 +44,7 @@
 // clang-format on
 #pragma once
 
+#include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "float32_config.cuh"
 #include "float32_precise.cuh"
@@ -70,7 +71,7 @@ __device__ __forceinline__ float reciprocal(float x) {
   return fmaf(near, fmaf(-x, near, 1.0f), near);
 }
 
-template <Float32Config config>
+template <Float32Config config, typename Policy>
 struct Float32Forward {
   static constexpr bool exact = config.exact;
   static constexpr int row_tiles = config.row_tiles, block_kv = config.block_kv;
@@ -119,7 +120,7 @@ struct Float32Forward {
   }
 
   // Step 1, and 2.
-  __device__ __forceinline__ void scores(int slot) {
+  __device__ __forceinline__ void scores(int kv_tile, int slot) {
     u32 k_lane = lane_by_columns(ptx::smem_address(smem.k[slot])), rows = q_lane;
     Sums<exact, block_kv / 2> sums[row_tiles];
 #pragma unroll
@@ -154,30 +155,29 @@ struct Float32Forward {
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
 #pragma unroll
-      for (int i = 0; i < block_kv / 2; ++i) {
-        p[t][i] += sums[t].total(i);
-        if constexpr (config.softcap) p[t][i] = tanhf(p[t][i] * params.softcap_in);
-      }
+      for (int i = 0; i < block_kv / 2; ++i) p[t][i] += sums[t].total(i);
+      Policy::apply(p[t], params, Unit{}, Place{*this, t, kv_tile});
     }
   }
 
-  // Step 3. The thread's columns in the tile are 8j + 2(lane % 4) + {0, 1}.
-  __device__ __forceinline__ void hide(int kv_tile) {
-    const int column = kv_tile * block_kv + 2 * (lane % 4);
-#pragma unroll
-    for (int t = 0; t < row_tiles; ++t) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = warp_row() + t * 16 + lane / 4 + 8 * r;
-        const int first = band.first_key(row) - column, end = band.end_key(row) - column;
-#pragma unroll
-        for (int i = 0; i < block_kv / 2; ++i) {
-          if (row_of(i) != r) continue;
-          const int offset = i / 4 * 8 + i % 2;
-          p[t][i] = offset >= first && offset < end ? p[t][i] : -infinity;
-        }
-      }
+  // Where the scores of a block of rows lie.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::queries;
+    const Float32Forward& kernel;
+    const int t, kv_tile;
+
+    __device__ __forceinline__ int row() const {
+      return kernel.warp_row() + t * 16 + kernel.lane / 4;
     }
+    __device__ __forceinline__ int column() const {
+      return kv_tile * block_kv + 2 * (kernel.lane % 4);
+    }
+  };
+
+  // Step 3.
+  __device__ __forceinline__ void hide(int kv_tile) {
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) Policy::hide(p[t], params, Place{*this, t, kv_tile});
   }
 
   // Whether the warp has scores that count and are large.
@@ -219,7 +219,7 @@ struct Float32Forward {
     float tops[row_tiles][2];
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) row_maxima(p[t], tops[t]);
-    if constexpr (exact && !config.softcap) {
+    if constexpr (exact && !Policy::transforms) {
       if (__builtin_expect(has_large_scores(tops), 0)) {
         refine(slot);
 #pragma unroll
@@ -283,7 +283,7 @@ struct Float32Forward {
 
   // Steps 1 to 6.
   __device__ __forceinline__ void weigh_tile(int kv_tile, int slot, bool partial) {
-    scores(slot);
+    scores(kv_tile, slot);
     if (partial) hide(kv_tile);
     weigh(slot);
   }
@@ -500,12 +500,12 @@ struct Float32Forward {
   }
 };
 
-template <Float32Config config>
+template <Float32Config config, typename Policy>
 __device__ __forceinline__ void float32_forward(const Float32Params& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   const Schedule schedule{params.heads, params.batch * params.heads, params.q_tiles,
                           params.sections, params.longest_first};
-  Float32Forward<config>{params, *reinterpret_cast<Float32Smem<config>*>(smem_bytes)}.run(
+  Float32Forward<config, Policy>{params, *reinterpret_cast<Float32Smem<config>*>(smem_bytes)}.run(
       schedule.tile(blockIdx.x));
 }
 

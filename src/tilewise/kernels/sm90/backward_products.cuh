@@ -21,7 +21,7 @@ struct Lane<true> {
 };
 
 // What both divisions of the work have in common.
-template <BackwardConfig config>
+template <BackwardConfig config, typename Policy>
 struct ProductWarpgroup {
   static constexpr int block_q = config.block_q, block_kv = config.block_kv();
   using ScoreProduct = wgmma::Product<block_q, config.bf16>;
@@ -62,7 +62,7 @@ struct ProductWarpgroup {
   __device__ __forceinline__ SeenTile seen_tile(const Position& at) {
     return SeenTile(smem.seen_tile[at.stage][warpgroup]);
   }
-  __device__ __forceinline__ int first_key() {
+  __device__ __forceinline__ int first_key() const {
     return plan.kv_tile * block_kv + row + warp * 16 + lane / 4;
   }
 
@@ -123,10 +123,22 @@ struct ProductWarpgroup {
     for (int step = 0; step < block_q / 16; ++step) wgmma::hold(packed[step]);
   }
 
+  // Where this thread's scores lie.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::keys;
+    const ProductWarpgroup& kernel;
+    const SeenTile tile;
+
+    __device__ __forceinline__ int row() const { return kernel.first_key(); }
+    __device__ __forceinline__ int column() const {
+      return tile.q_tile() * block_q + 2 * (threadIdx.x % 4);
+    }
+  };
+
   // S -> P in place.
   __device__ __forceinline__ void exponentiate(Fragment& s, const float* start, SeenTile tile) {
-    if constexpr (config.softcap) {
-      apply_softcap(s, params.softcap_in);
+    if constexpr (Policy::transforms) {
+      Policy::apply(s, params, Unit{}, Place{*this, tile});
       const float2* pairs = reinterpret_cast<const float2*>(start) + threadIdx.x % 4;
 #pragma unroll
       for (int j = 0; j < block_q / 8; ++j) {
@@ -135,19 +147,19 @@ struct ProductWarpgroup {
         for (int i = 0; i < 4; ++i)
           s[4 * j + i] = fmaf(s[4 * j + i], params.scale_log2, i % 2 ? pair.y : pair.x);
       }
-      if (tile.is_partial()) hide(s, params, first_key(), tile.q_tile() * block_q);
+      if (tile.is_partial()) Policy::hide(s, params, Place{*this, tile});
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) s[i] = ptx::ex2(s[i]);
     } else {
-      if (tile.is_partial()) hide(s, params, first_key(), tile.q_tile() * block_q);
+      if (tile.is_partial()) Policy::hide(s, params, Place{*this, tile});
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) s[i] = ptx::ex2(s[i] * params.scale_log2);
     }
   }
 
-  // What S starts from: with a softcap the row term comes after the tanh.
+  // What S starts from: where a term changes scores, the row term comes after it.
   __device__ __forceinline__ void start_scores(Fragment& s, int stage) {
-    if constexpr (config.softcap) {
+    if constexpr (Policy::transforms) {
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) s[i] = 0.0f;
     } else {
@@ -288,30 +300,31 @@ struct ProductWarpgroup {
 };
 
 // A warpgroup owns dK and dV of 64 keys.
-template <BackwardConfig config>
-struct KeysWarpgroup : ProductWarpgroup<config> {
-  using Base = ProductWarpgroup<config>;
+template <BackwardConfig config, typename Policy>
+struct KeysWarpgroup : ProductWarpgroup<config, Policy> {
+  using Base = ProductWarpgroup<config, Policy>;
   using Base::block_q, Base::smem, Base::params, Base::plan;
   using typename Base::Fragment, typename Base::Packed;
 
   typename Base::KeySums dk;
   typename Base::ValueSums dv;
 
-  // dS of this step from its weights and dP. With a softcap its slope comes in.
+  // dS of this step from its weights and dP.
   __device__ __forceinline__ void form_ds(
       Packed& ds, const Weights<config.keeps_rest(), config.bf16, block_q / 2>& weights,
-      const Fragment& dp) {
+      const Fragment& dp, SeenTile tile) {
     const float* start = smem.start_s[this->position.stage];
+    auto pull_back = Policy::pull_back(params, typename Base::Place{*this, tile});
 #pragma unroll
     for (int i = 0; i < block_q / 2; i += 2) {
       float x[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float p = weights.get(i + h);
-        x[h] = p * dp[i + h];
-        if constexpr (config.softcap)
-          x[h] *=
-              cap_slope(p, start[i / 4 * 8 + 2 * (this->lane % 4) + h], params.inverse_scale_log2);
+        x[h] = pull_back(p * dp[i + h], i + h, [&] {
+          return value_of_weight(p, -start[i / 4 * 8 + 2 * (this->lane % 4) + h],
+                                 params.inverse_scale_log2);
+        });
       }
       ds[i / 8][i / 2 % 4] = ptx::pack<config.bf16>(x[0], x[1]);
     }
@@ -362,7 +375,7 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
         this->hold(weights.packed);
       }
       this->arrive(&smem.dout_empty[stage]);
-      form_ds(ds, weights, dp);
+      form_ds(ds, weights, dp, tile);
     }
     this->store_ds(ds);
     this->position.advance();
@@ -444,30 +457,30 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
 };
 
 // Two warpgroups share 64 keys: this one owns dV, makes the weights and hands them over.
-template <BackwardConfig config>
-struct ValueWarpgroup : ProductWarpgroup<config> {
-  using Base = ProductWarpgroup<config>;
+template <BackwardConfig config, typename Policy>
+struct ValueWarpgroup : ProductWarpgroup<config, Policy> {
+  using Base = ProductWarpgroup<config, Policy>;
   using Base::block_q, Base::smem, Base::params, Base::plan;
   using typename Base::Fragment, typename Base::Packed;
 
   typename Base::ValueSums dv;
 
-  // The dK warpgroup multiplies dP with these: P, times the slope of the softcap.
-  __device__ __forceinline__ void hand_over(const Fragment& p, const float* start, u32 phase) {
+  // The dK warpgroup multiplies dP with these: P, times the slopes of the terms.
+  __device__ __forceinline__ void hand_over(const Fragment& p, const float* start, SeenTile tile,
+                                            u32 phase) {
     ptx::mbarrier_wait(&smem.weights_empty, phase ^ 1);
     float4* room = reinterpret_cast<float4*>(smem.weights) + threadIdx.x % 128;
     const float2* pairs = reinterpret_cast<const float2*>(start) + threadIdx.x % 4;
+    auto pull_back = Policy::pull_back(params, typename Base::Place{*this, tile});
 #pragma unroll
     for (int i = 0; i < block_q / 2; i += 4) {
-      float4 x{p[i], p[i + 1], p[i + 2], p[i + 3]};
-      if constexpr (config.softcap) {
-        const float2 pair = pairs[i];
-        x.x *= cap_slope(x.x, pair.x, params.inverse_scale_log2);
-        x.y *= cap_slope(x.y, pair.y, params.inverse_scale_log2);
-        x.z *= cap_slope(x.z, pair.x, params.inverse_scale_log2);
-        x.w *= cap_slope(x.w, pair.y, params.inverse_scale_log2);
-      }
-      room[i / 4 * 128] = x;
+      const float2 pair = pairs[i];
+      auto sloped = [&](int h) {
+        return pull_back(p[i + h], i + h, [&] {
+          return value_of_weight(p[i + h], h % 2 ? -pair.y : -pair.x, params.inverse_scale_log2);
+        });
+      };
+      room[i / 4 * 128] = float4{sloped(0), sloped(1), sloped(2), sloped(3)};
     }
     this->arrive(&smem.weights_full);
   }
@@ -485,7 +498,7 @@ struct ValueWarpgroup : ProductWarpgroup<config> {
       this->issue_sums(dv, weights.packed, smem.dout[stage]);
       wgmma::commit();
     }
-    hand_over(s, smem.start_s[stage], phase);
+    hand_over(s, smem.start_s[stage], tile, phase);
     this->arrive(&smem.q_empty[stage]);
     this->position.advance();
     if (!last) {
@@ -544,9 +557,9 @@ struct ValueWarpgroup : ProductWarpgroup<config> {
 };
 
 // ... and this one owns dK, and makes dS.
-template <BackwardConfig config>
-struct KeyWarpgroup : ProductWarpgroup<config> {
-  using Base = ProductWarpgroup<config>;
+template <BackwardConfig config, typename Policy>
+struct KeyWarpgroup : ProductWarpgroup<config, Policy> {
+  using Base = ProductWarpgroup<config, Policy>;
   using Base::block_q, Base::smem, Base::params, Base::plan;
   using typename Base::Fragment, typename Base::Packed;
 

@@ -1,6 +1,7 @@
 // The consumer warpgroups of the forward kernel. Steps, roles and barriers: forward.cuh.
 #pragma once
 
+#include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "config.cuh"
 #include "producer.cuh"
@@ -25,7 +26,7 @@ struct Part {
   TileRange own;
 };
 
-template <Config config>
+template <Config config, typename Policy>
 struct Consumer {
   static constexpr int block_kv = config.block_kv;
   static constexpr int panels = panel_count(config.head_dim_v), staged = config.staged_panels();
@@ -114,28 +115,27 @@ struct Consumer {
     v_position.advance();
   }
 
-  __device__ __forceinline__ void cap() {
-    if constexpr (config.softcap) apply_softcap(s, params.softcap_in);
-  }
+  // Where this thread's scores lie.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::queries;
+    const Consumer& kernel;
+    const int row_begin, kv_tile;
 
-  // Step 3. The thread's columns in the tile are 8j + 2(lane % 4) + {0, 1}.
-  __device__ __forceinline__ void hide(int row_begin, int kv_tile) {
-    const Band band = band_of(params);
-    const int column = kv_tile * block_kv + 2 * (lane % 4);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = row_begin + warp * 16 + lane / 4 + 8 * r;
-      const int end = (config.masked() ? band.end_key(row) : params.seq_k) - column;
-      const int first = config.mask == mask_window ? band.first_key(row) - column : 0;
-#pragma unroll
-      for (int i = 0; i < block_kv / 2; ++i) {
-        if (row_of(i) != r) continue;
-        const int offset = i / 4 * 8 + i % 2;
-        bool visible = offset < end;
-        if constexpr (config.mask == mask_window) visible = visible && offset >= first;
-        s[i] = visible ? s[i] : -infinity;
-      }
+    __device__ __forceinline__ int row() const {
+      return row_begin + kernel.warp * 16 + kernel.lane / 4;
     }
+    __device__ __forceinline__ int column() const {
+      return kv_tile * block_kv + 2 * (kernel.lane % 4);
+    }
+  };
+
+  // Step 2.
+  __device__ __forceinline__ void apply_terms(int row_begin, int kv_tile) {
+    Policy::apply(s, params, Unit{}, Place{*this, row_begin, kv_tile});
+  }
+  // Step 3.
+  __device__ __forceinline__ void hide(int row_begin, int kv_tile) {
+    Policy::hide(s, params, Place{*this, row_begin, kv_tile});
   }
 
   __device__ __forceinline__ void rescale(const float (&alpha)[2]) {
@@ -145,7 +145,8 @@ struct Consumer {
 
   // Step 6, for a warp some thread of which has a block that is not good as it is. No product is in
   // flight here.
-  __device__ __forceinline__ void take_maximum_now(float (&block)[2]) {
+  __device__ __forceinline__ void take_maximum_now(const Part& part, int kv_tile,
+                                                   float (&block)[2]) {
     float alpha[2];
     if (__builtin_expect(__any_sync(0xffffffffu, !(block[0] < recoverable_bound &&
                                                    block[1] < recoverable_bound)),
@@ -153,7 +154,7 @@ struct Consumer {
       scores_again<config.bf16, config.head_dim, block_kv>(
           s, ptx::smem_address(smem.q[warpgroup]) + warp * panel_bytes(16),
           ptx::smem_address(smem.k[k_position.stage]));
-      cap();
+      apply_terms(part.row_begin, kv_tile);
       softmax.exact_block(s, params.scale_log2, alpha);
     } else {
       softmax.raise(s, block, alpha);
@@ -175,7 +176,7 @@ struct Consumer {
     wgmma::hold(s);
     release_operands(kv_tile == part.own.begin);
     k_position.advance();
-    cap();
+    apply_terms(part.row_begin, kv_tile);
     if (part.plan->partial(kv_tile)) hide(part.row_begin, kv_tile);
     float alpha[2];
     softmax.reset();
@@ -210,7 +211,7 @@ struct Consumer {
   __device__ __forceinline__ void exact_tile(const Part& part, int kv_tile, bool partial,
                                              bool values_partial) {
     issue_both(values_partial);
-    cap();
+    apply_terms(part.row_begin, kv_tile);
     if (partial) hide(part.row_begin, kv_tile);
     float alpha[2];
     softmax.exact_block(s, params.scale_log2, alpha);
@@ -235,14 +236,14 @@ struct Consumer {
   // The steady loop: tiles n down to `last`, none of them partial; `before` as in attend().
   // Why the slow path stands behind the loop, which it re-enters: the loop's code stays in one
   // piece.
-  __device__ __forceinline__ void lazy_tiles(int& n, int last, bool& before) {
+  __device__ __forceinline__ void lazy_tiles(const Part& part, int& n, int last, bool& before) {
     while (n >= last) {
       float block[2];
       bool good = true;
       for (; n >= last; --n) {
         issue_both(before);
         before = false;
-        cap();
+        apply_terms(part.row_begin, n);
         good = !__any_sync(0xffffffffu, !softmax.lazy_block(s, params.scale_log2, block));
         // Why a wait on either side of this branch: the assembler sinks exponentials below a wait,
         // but the branch needs all of them, so they stay above, under the products in flight. The
@@ -257,7 +258,7 @@ struct Consumer {
       if (good) return;
       wgmma::wait_before_slow_path();
       wgmma::hold(o);
-      take_maximum_now(block);
+      take_maximum_now(part, n, block);
       release_operands(n == last);
       pack_and_release();
       --n;
@@ -305,7 +306,7 @@ struct Consumer {
       exact_tile(part, n--, partial, before);
       before = partial;
     }
-    lazy_tiles(n, max_int(part.own.begin, plan.full.begin), before);
+    lazy_tiles(part, n, max_int(part.own.begin, plan.full.begin), before);
     if constexpr (config.mask == mask_window) {
       for (; n >= part.own.begin; --n, before = true) exact_tile(part, n, true, before);
     }

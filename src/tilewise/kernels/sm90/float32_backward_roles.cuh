@@ -18,13 +18,6 @@ struct GradBarrierId {
 using GradFragment = float[grad_block / 2];
 using GradWeights = u32[grad_parts][grad_block / 16][4];
 
-// Powers of two whose product is 2^shift: one alone could overflow or be denormal.
-struct Factor {
-  float first, second;
-  __device__ __forceinline__ explicit Factor(int shift)
-      : first(power_of_two(shift / 2)), second(power_of_two(shift - shift / 2)) {}
-};
-
 // A bound on the exponents of dP and the row terms, and so on those of dS. 2^9: two values below
 // 2^(e + 1), and the head. Its shift is the power of two in whose units dS is formed: where all is
 // so small that lower parts of dS would be denormal, as large as fits.
@@ -95,7 +88,7 @@ __device__ __forceinline__ void add_product(float (&sums)[dim / 2], GradWeights&
   constexpr int part = sizeof(queries[0]) >> 4;
   static_assert(slices * columns == dim && (slices == 1 || columns % panel_columns == 0));
   u32 low[1] = {wgmma::descriptor_low(ptx::smem_address(queries), panel_bytes(grad_block))};
-  const Factor factor(shift);
+  const PowerOfTwo factor(shift);
 #pragma unroll
   for (int slice = 0; slice < slices; ++slice) {
     float fresh[columns / 2];
@@ -243,7 +236,7 @@ struct GradWarpgroup {
 };
 
 // Owns dV, makes the weights and hands them over.
-template <GradConfig config>
+template <GradConfig config, typename Policy>
 struct GradValueWarpgroup : GradWarpgroup<config> {
   using Base = GradWarpgroup<config>;
   using Base::Base;
@@ -252,23 +245,36 @@ struct GradValueWarpgroup : GradWarpgroup<config> {
   float dv[config.head_dim_v / 2];
   RingPosition<config.rooms> room{1};
 
-  // S^T -> P^T in place; `slope` becomes that of the softcap.
-  __device__ __forceinline__ void exponentiate(GradFragment& s, GradFragment& slope, int shift) {
+  // Where this thread's scores lie.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::keys;
+    const GradValueWarpgroup& kernel;
+
+    __device__ __forceinline__ int row() const { return kernel.first_key(); }
+    __device__ __forceinline__ int column() const {
+      return kernel.cursor.q_tile * grad_block + 2 * (threadIdx.x % 4);
+    }
+  };
+
+  // S after the terms, which their slopes are made of; empty where no term has one.
+  struct Values {
+    float kept[Policy::has_slope ? grad_block / 2 : 1];
+  };
+
+  // S^T -> P^T in place.
+  __device__ __forceinline__ void exponentiate(GradFragment& s, Values& values, int shift) {
     constexpr float log2_e = 1.44269504088896341f;
     const float2* rows = reinterpret_cast<const float2*>(smem.lse[position.stage]) + lane % 4;
-    const Factor factor(-shift);
-    if constexpr (config.softcap) {
-      const float inner = params.softcap_in * factor.first * factor.second;
+    const PowerOfTwo factor(-shift);
+    Policy::apply(s, params, factor, Place{*this});
+    if constexpr (Policy::has_slope) {
 #pragma unroll
-      for (int i = 0; i < grad_block / 2; ++i) {
-        s[i] = tanhf(s[i] * inner);
-        slope[i] = fmaf(-s[i], s[i], 1.0f);
-      }
+      for (int i = 0; i < grad_block / 2; ++i) values.kept[i] = s[i];
     }
     // Invariant: products are rounded as the forward rounded that of the row's largest score. Where
     // one key has nearly all the weight, lse is that product, and the weight exactly 1.
-    const float first = config.softcap ? 1.0f : factor.first;
-    const float scale = params.score_scale * (config.softcap ? 1.0f : factor.second);
+    const float first = Policy::transforms ? 1.0f : factor.first;
+    const float scale = params.score_scale * (Policy::transforms ? 1.0f : factor.second);
 #pragma unroll
     for (int j = 0; j < grad_block / 8; ++j) {
       const float2 lse = rows[4 * j];
@@ -276,21 +282,22 @@ struct GradValueWarpgroup : GradWarpgroup<config> {
       for (int i = 0; i < 4; ++i)
         s[4 * j + i] = __fadd_rn(__fmul_rn(s[4 * j + i] * first, scale), i % 2 ? -lse.y : -lse.x);
     }
-    if (plan.partial(cursor.q_tile)) hide(s, params, this->first_key(), cursor.q_tile * grad_block);
+    if (plan.partial(cursor.q_tile)) Policy::hide(s, params, Place{*this});
 #pragma unroll
     for (int i = 0; i < grad_block / 2; ++i) s[i] = ptx::ex2(s[i] * log2_e);
   }
 
-  // The other warpgroup multiplies dP with these: P, times the slope of the softcap.
-  __device__ __forceinline__ void hand_over(const GradFragment& p, const GradFragment& slope) {
+  // The other warpgroup multiplies dP with these: P, times the slopes of the terms.
+  __device__ __forceinline__ void hand_over(const GradFragment& p, const Values& values) {
     ptx::mbarrier_wait(&smem.room_empty[room.stage], room.phase);
-    float4* place = reinterpret_cast<float4*>(smem.room[room.stage].weights) + threadIdx.x % 128;
+    float4* weights = reinterpret_cast<float4*>(smem.room[room.stage].weights) + threadIdx.x % 128;
+    auto pull_back = Policy::pull_back(params, Place{*this});
 #pragma unroll
     for (int i = 0; i < grad_block / 2; i += 4) {
-      float4 x{p[i], p[i + 1], p[i + 2], p[i + 3]};
-      if constexpr (config.softcap)
-        x.x *= slope[i], x.y *= slope[i + 1], x.z *= slope[i + 2], x.w *= slope[i + 3];
-      place[i / 4 * 128] = x;
+      auto sloped = [&](int h) {
+        return pull_back(p[i + h], i + h, [&] { return values.kept[i + h]; });
+      };
+      weights[i / 4 * 128] = float4{sloped(0), sloped(1), sloped(2), sloped(3)};
     }
     this->arrive(&smem.weights_full[room.stage]);
     room.advance();
@@ -299,12 +306,13 @@ struct GradValueWarpgroup : GradWarpgroup<config> {
   __device__ __forceinline__ void step(int k_shift) {
     const int q_shift = shift_of(params.q_facts[this->query_tile()].exponent, true);
     const int dout_shift = shift_of(params.dout_facts[this->query_tile()].exponent, true);
-    GradFragment s, slope;
+    GradFragment s;
+    Values values;
     ptx::mbarrier_wait(&smem.q_full[position.stage], position.phase);
     multiply_rows<config.head_dim>(s, smem.k, smem.q[position.stage]);
-    exponentiate(s, slope, q_shift + k_shift);
+    exponentiate(s, values, q_shift + k_shift);
     this->arrive(&smem.q_empty[position.stage]);
-    hand_over(s, slope);
+    hand_over(s, values);
     GradWeights weights;
     split_fragment(s, weights);
     ptx::mbarrier_wait(&smem.dout_full[position.stage], position.phase);
@@ -345,7 +353,7 @@ struct GradKeyWarpgroup : GradWarpgroup<config> {
   __device__ __forceinline__ void form_ds(GradFragment& dp, int dp_shift, int unit) {
     const float2* terms =
         reinterpret_cast<const float2*>(smem.row_terms[position.stage]) + lane % 4;
-    const Factor factor(unit - dp_shift);
+    const PowerOfTwo factor(unit - dp_shift);
     const float term_factor = power_of_two(unit);
 #pragma unroll
     for (int j = 0; j < grad_block / 8; ++j) {
@@ -463,7 +471,7 @@ struct GradQueryWarpgroup : GradWarpgroup<config> {
 
   // `tiny`: parts of it may be subnormal.
   __device__ __forceinline__ void add(const float (&dq)[columns / 2], int shift, bool tiny) {
-    const Factor factor(shift);
+    const PowerOfTwo factor(shift);
     const int head = plan.head_kv * params.heads_per_kv + cursor.head;
     this->template add_rows<false>(
         dq, factor.first * params.scale, factor.second,

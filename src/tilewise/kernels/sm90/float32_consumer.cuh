@@ -1,6 +1,7 @@
 // The consumer warpgroups of the float32 forward. Steps, roles and barriers: float32_forward.cuh.
 #pragma once
 
+#include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "float32_config.cuh"
 #include "wgmma.cuh"
@@ -32,7 +33,7 @@ struct BarrierId {
   static constexpr int turn = 1;  // + warpgroup
 };
 
-template <Config config>
+template <Config config, typename Policy>
 struct Consumer {
   static constexpr bool bf16 = config.bf16();
   static constexpr int parts = config.parts, block_kv = config.block_kv;
@@ -141,37 +142,30 @@ struct Consumer {
     }
   }
 
-  // Step 3. The thread's columns in the tile are 8j + 2(lane % 4) + {0, 1}.
-  __device__ __forceinline__ void hide(int kv_tile) {
-    const Band band = band_of(params);
-    const int column = kv_tile * block_kv + 2 * (lane % 4);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int end = band.end_key(row_of_thread(r)) - column;
-      const int first = band.first_key(row_of_thread(r)) - column;
-#pragma unroll
-      for (int i = 0; i < block_kv / 2; ++i) {
-        if (row_of(i) != r) continue;
-        const int offset = i / 4 * 8 + i % 2;
-        s[i] = offset < end && offset >= first ? s[i] : -infinity;
-      }
+  // Where this thread's scores lie.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::queries;
+    const Consumer& kernel;
+    const int kv_tile;
+
+    __device__ __forceinline__ int row() const { return kernel.row_of_thread(0); }
+    __device__ __forceinline__ int column() const {
+      return kv_tile * block_kv + 2 * (kernel.lane % 4);
     }
-  }
+  };
 
   // Steps 2 to 6: s -> p, split.
   __device__ __forceinline__ void weigh(int kv_tile, int k_exponent, int v_exponent) {
     const int score_shift = min_int(q_shift + shift_of(k_exponent, bf16), 240);
     float scale = params.scale_log2, score_unit = 1.0f;
-    if constexpr (config.softcap) {
-      const float inner = scaled(params.softcap_in, -score_shift);
-#pragma unroll
-      for (int i = 0; i < block_kv / 2; ++i) s[i] = tanhf(s[i] * inner);
+    if constexpr (Policy::transforms) {
+      Policy::apply(s, params, PowerOfTwo(-score_shift), Place{*this, kv_tile});
     } else {
       // Why not less than the smallest normal number: 0 * -inf is NaN, and scores that small are 0.
       scale = fmaxf(scaled(scale, -score_shift), 0x1p-126f);
       score_unit = scaled(1.0f, -score_shift);
     }
-    if (plan.partial(kv_tile)) hide(kv_tile);
+    if (plan.partial(kv_tile)) Policy::hide(s, params, Place{*this, kv_tile});
     float top[2], base[2], block[2];
     row_maxima(s, top);
     const float unit =

@@ -7,8 +7,9 @@
 // c = scale * log2(e). Sums over the terms (i, j) run from the smallest to (0, 0): three for two parts, six for three.
 //
 //   1. S = sum of Q_i K_j^T             wgmma, both operands in shared memory, one accumulator
-//   2. softcap: S = tanh(S 2^-(e_q + e_k) scale / cap), c = cap * log2(e); else c' = c 2^-(e_q + e_k)
-//   3. partial tiles: S[r, k] = -inf where k is outside [first_key(r), end_key(r))
+//   2. c' = c 2^-(e_q + e_k), unless a term of the policy (common/scores.cuh) changes scores: then c' = c. Softcap:
+//      S = tanh(S 2^-(e_q + e_k) scale / cap), c = cap * log2(e)
+//   3. partial tiles: S[r, k] = -inf where a term hides k from r: the band, outside [first_key(r), end_key(r))
 //   4. t = rowmax S, of this tile alone; m' = max(m, 2^-(e_q + e_k) t); keep = 2^(c (m - m')), take = 2^(c (t - m')), m = m'
 //   5. P = 2^(c' (S - t)), l = keep l + take rowsum P
 //   6. P_i: parts of P (times 2^14 for fp16), in registers
@@ -195,7 +196,7 @@ __device__ __forceinline__ void init_barriers(Smem<config>& smem) {
   ptx::fence_mbarrier_init();
 }
 
-template <Config config>
+template <Config config, typename Policy>
 __device__ __forceinline__ void forward(const Params& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem<config>& smem = *reinterpret_cast<Smem<config>*>(smem_bytes);
@@ -216,7 +217,7 @@ __device__ __forceinline__ void forward(const Params& params) {
     if (warp == 0 && ptx::elect_one()) Producer<config>{params, smem, smem.plan}.run();
   } else {
     ptx::setmaxnreg_inc<config.consumer_registers()>();
-    Consumer<config>{params, smem, smem.plan, warp / 4 - 1}.run();
+    Consumer<config, Policy>{params, smem, smem.plan, warp / 4 - 1}.run();
   }
 }
 

@@ -7,8 +7,8 @@
 // of the keys come first. c = scale * log2(e).
 //
 //   1. S = Q K_n^T                      wgmma, both operands in shared memory
-//   2. softcap: S = tanh(S * scale / cap), c = cap * log2(e)
-//   3. partial tiles: S[r, k] = -inf where k is outside [first_key(r), end_key(r))
+//   2. the terms of the policy (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
+//   3. partial tiles: S[r, k] = -inf where a term hides k from r: the band, outside [first_key(r), end_key(r))
 //   4. the first tile, the one after a partial first tile, and partial tiles:
 //      m' = max(m, c * rowmax S), alpha = 2^(m - m'), m = m'; other tiles: m stays, alpha = 1
 //   5. P = 2^(c S - m)
@@ -83,7 +83,7 @@ __device__ __forceinline__ void init_barriers(Smem<config>& smem) {
   ptx::fence_mbarrier_init();
 }
 
-template <Config config>
+template <Config config, typename Policy>
 __device__ __forceinline__ void forward(const Params& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem<config>& smem = *reinterpret_cast<Smem<config>*>(smem_bytes);
@@ -114,7 +114,7 @@ __device__ __forceinline__ void forward(const Params& params) {
     }
   } else {
     ptx::setmaxnreg_inc<config.consumer_registers()>();
-    Consumer<config>{params, smem, warp / 4 - 1}.run();
+    Consumer<config, Policy>{params, smem, warp / 4 - 1}.run();
   }
 }
 
