@@ -44,6 +44,7 @@
 // clang-format on
 #pragma once
 
+#include "../common/nonfinite.cuh"
 #include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "float32_config.cuh"
@@ -54,10 +55,6 @@ namespace tilewise::sm80 {
 
 __device__ __forceinline__ bool is_within(const TileRange& range, int tile) {
   return tile >= range.begin && tile < range.end;
-}
-
-__device__ __forceinline__ bool is_nonfinite(u32 bits) {
-  return (bits & 0x7f800000u) == 0x7f800000u;
 }
 
 // Magnitudes of Q that ask for a factor, and of O; and the factors.
@@ -428,11 +425,10 @@ struct Float32Forward {
 #pragma unroll 1
       for (int column = lane; column < params.head_dim_v / 2; column += 32) {
         float total = 0.0f;
-#pragma unroll 1
-        for (int key = band.first_key(row); key < band.end_key(row); ++key) {
+        tilewise::restore_nonfinite(band.first_key(row), band.end_key(row), [&](int key) {
           const float value = reinterpret_cast<const float*>(smem.values.row(0, 0, key))[column];
           if (is_nonfinite(__float_as_uint(value))) total += value;
-        }
+        });
         if (total != 0.0f) out[column] = total;
       }
     }

@@ -313,12 +313,11 @@ struct Forward {
 #pragma unroll 1
       for (int column = lane; column < params.head_dim_v; column += 32) {
         float sum = 0.0f;
-#pragma unroll 1
-        for (int key = band.first_key(row); key < band.end_key(row); ++key) {
+        tilewise::restore_nonfinite(band.first_key(row), band.end_key(row), [&](int key) {
           const u32 value = params.v.row(tile.batch, tile.head / params.heads_per_kv, key)[column];
           if (nonfinite_bits<config.bf16>(value) & 0x8000u)
             sum += ptx::unpack_low<config.bf16>(value);
-        }
+        });
         if (sum != 0.0f)
           out[column] = static_cast<u16>(
               ptx::pack<config.bf16>(sum + ptx::unpack_low<config.bf16>(out[column]), 0.0f));

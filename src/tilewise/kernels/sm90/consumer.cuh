@@ -328,20 +328,18 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = part.row_begin + warp * 16 + lane / 4 + 8 * r;
-      for (int kv_tile = part.own.begin; kv_tile < part.own.end; ++kv_tile) {
-        if (!plan.partial(kv_tile)) continue;
-        const int end = min_int(band.end_key(row), (kv_tile + 1) * block_kv);
-        for (int key = max_int(band.first_key(row), kv_tile * block_kv); key < end; ++key) {
+      tilewise::restore_nonfinite(
+          band, row, part.own, block_kv, [&](int kv_tile) { return plan.partial(kv_tile); },
+          [&](int key) {
 #pragma unroll
-          for (int j = 0; j < config.head_dim_v / 8; ++j) {
-            if (j * 8 >= params.head_dim_v) continue;
-            const u32 pair = v[(head_offset + key * params.v_seq_stride + j * 8) / 2];
-            const u32 bad = nonfinite_bits<config.bf16>(pair);
-            if (bad & 0x8000u) o[4 * j + 2 * r] += ptx::unpack_low<config.bf16>(pair);
-            if (bad & 0x80000000u) o[4 * j + 2 * r + 1] += ptx::unpack_high<config.bf16>(pair);
-          }
-        }
-      }
+            for (int j = 0; j < config.head_dim_v / 8; ++j) {
+              if (j * 8 >= params.head_dim_v) continue;
+              const u32 pair = v[(head_offset + key * params.v_seq_stride + j * 8) / 2];
+              const u32 bad = nonfinite_bits<config.bf16>(pair);
+              if (bad & 0x8000u) o[4 * j + 2 * r] += ptx::unpack_low<config.bf16>(pair);
+              if (bad & 0x80000000u) o[4 * j + 2 * r + 1] += ptx::unpack_high<config.bf16>(pair);
+            }
+          });
     }
   }
 

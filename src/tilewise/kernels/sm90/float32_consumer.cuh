@@ -1,6 +1,7 @@
 // The consumer warpgroups of the float32 forward. Steps, roles and barriers: float32_forward.cuh.
 #pragma once
 
+#include "../common/nonfinite.cuh"
 #include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "float32_config.cuh"
@@ -335,20 +336,17 @@ struct Consumer {
     for (int r = 0; r < 2; ++r) {
       const int row = row_of_thread(r);
       if (row >= params.seq_q) continue;
+      tilewise::restore_nonfinite(
+          band, row, own, block_kv,
+          [&](int kv_tile) { return plan.v_facts[kv_tile].spread == spread_nonfinite; },
+          [&](int key) {
 #pragma unroll 1
-      for (int kv_tile = own.begin; kv_tile < own.end; ++kv_tile) {
-        if (plan.v_facts[kv_tile].spread != spread_nonfinite) continue;
-        const int end = min_int(band.end_key(row), (kv_tile + 1) * block_kv);
-#pragma unroll 1
-        for (int key = max_int(band.first_key(row), kv_tile * block_kv); key < end; ++key) {
-#pragma unroll 1
-          for (int column = 2 * (lane % 4); column < params.head_dim_v;
-               column += column % 2 == 0 ? 1 : 7) {
-            const float x = v[key * params.v_seq_stride + column];
-            if ((__float_as_uint(x) & 0x7f800000u) == 0x7f800000u) out_row(row)[column] += x;
-          }
-        }
-      }
+            for (int column = 2 * (lane % 4); column < params.head_dim_v;
+                 column += column % 2 == 0 ? 1 : 7) {
+              const float x = v[key * params.v_seq_stride + column];
+              if (is_nonfinite(__float_as_uint(x))) out_row(row)[column] += x;
+            }
+          });
     }
   }
 
