@@ -107,8 +107,8 @@ class BackwardConfig:
         weights = 16 if self.by_keys else self.block_q * 64 * 4
         vectors = 2 * self.stages * self.block_q * 4 + self.stages * 2 * 4
         barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TURN_STAGES)
-        plan = TURN_STAGES * 8 + 2 * 4 + 16 * 4
-        return -(-(kv + rings + ds + weights + vectors + barriers + plan) // 1024) * 1024
+        before_turns = -(-(kv + rings + ds + weights + vectors + barriers + 2 * 4) // 16) * 16
+        return -(-(before_turns + TURN_STAGES * 8 + 15 * 4) // 1024) * 1024
 
     @property
     def name(self) -> str:

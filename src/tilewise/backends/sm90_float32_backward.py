@@ -59,8 +59,8 @@ class GradConfig:
         rooms = self.rooms * PARTS * matrix_bytes(BLOCK, BLOCK)
         vectors = 2 * self.stages * BLOCK * 4
         barriers = 8 * (2 + 4 * self.stages + 3 * self.rooms)
-        plan = (15 + 2) * 4
-        return -(-(PARTS * (1 + self.stages) * both + rooms + vectors + barriers + plan) // 1024) * 1024
+        before_plan = -(-(PARTS * (1 + self.stages) * both + rooms + vectors + barriers) // 16) * 16
+        return -(-(before_plan + 16 * 4 + 2 * 4) // 1024) * 1024
 
     @property
     def name(self) -> str:

@@ -225,9 +225,11 @@ struct BackwardSmem {
   ptx::u64 ds_full[config.ds_stages], ds_empty[config.ds_stages];
   ptx::u64 weights_full, weights_empty;
   ptx::u64 turn_come[turn_stages], turn_over[turn_stages];
-  Turn turn[turn_stages];
   int pieces_before[2];  // at the sums of dK and dV, per product warpgroup
-  BackwardPlan plan;
+  alignas(16) Turn turn[turn_stages];
+  // Invariant: 16 bytes that hold a part of it hold nothing that is written while it is read. Why:
+  // it is read in such units, and a race checker reports what shares one.
+  alignas(16) BackwardPlan plan;
 };
 
 // Counts through the steps of a plan: query tiles of one head, all round, then of the next; or all
