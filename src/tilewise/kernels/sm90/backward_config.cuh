@@ -76,7 +76,7 @@ struct BackwardParams {
   // fragment order), and the turns of pieces at them, (batch, heads_kv, kv_tiles, 2), zeroed.
   float* dkv_sums;
   PieceTurns* piece_turns;
-  void* dq;          // null: not wanted
+  void* dq;                   // null: not wanted
   long long dq_batch_stride;  // in elements
   long long dq_head_stride;
   long long dq_seq_stride;
@@ -174,8 +174,9 @@ __device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params,
   return plan;
 }
 
-// A query tile, and what it is to the keys of a product warpgroup, in one register. Hidden: no query
-// sees any of them, as in half of the diagonal tiles of a causal mask, and for keys past the end.
+// A query tile, and what it is to the keys of a product warpgroup, in one register. Hidden: no
+// query sees any of them, as in half of the diagonal tiles of a causal mask, and for keys past the
+// end.
 struct SeenTile {
   enum Sight { full, partial, hidden };
   int packed;

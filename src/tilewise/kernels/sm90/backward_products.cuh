@@ -225,8 +225,8 @@ struct ProductWarpgroup {
   __device__ __forceinline__ int await_pieces() {
     if (threadIdx.x % 128 == 0) {
       ptx::wait_for_previous_grid();  // which zeroed the turns
-      smem.pieces_before[warpgroup] = tilewise::await_pieces(
-          piece_turns(), plan.piece, plan.pieces, params.order == by_keys, true);
+      smem.pieces_before[warpgroup] = tilewise::await_pieces(piece_turns(), plan.piece, plan.pieces,
+                                                             params.order == by_keys, true);
     }
     ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + warpgroup);
     return smem.pieces_before[warpgroup];
@@ -278,13 +278,12 @@ struct ProductWarpgroup {
       for (int pair = begin; pair < begin + at_once; ++pair) {
         const float* x = &sums[pair / (count / 8)][pair % (count / 8) * 8];
         const float4 low = other[2 * (pair - begin)], high = other[2 * (pair - begin) + 1];
-        ptx::stmatrix_x4(
-            address + pair / 4 * panel_bytes(block_kv) +
-                swizzled_chunk(lane % 16, pair % 4 * 2 + lane / 16),
-            ptx::pack<config.bf16>((x[0] + low.x) * scale, (x[1] + low.y) * scale),
-            ptx::pack<config.bf16>((x[2] + low.z) * scale, (x[3] + low.w) * scale),
-            ptx::pack<config.bf16>((x[4] + high.x) * scale, (x[5] + high.y) * scale),
-            ptx::pack<config.bf16>((x[6] + high.z) * scale, (x[7] + high.w) * scale));
+        ptx::stmatrix_x4(address + pair / 4 * panel_bytes(block_kv) +
+                             swizzled_chunk(lane % 16, pair % 4 * 2 + lane / 16),
+                         ptx::pack<config.bf16>((x[0] + low.x) * scale, (x[1] + low.y) * scale),
+                         ptx::pack<config.bf16>((x[2] + low.z) * scale, (x[3] + low.w) * scale),
+                         ptx::pack<config.bf16>((x[4] + high.x) * scale, (x[5] + high.y) * scale),
+                         ptx::pack<config.bf16>((x[6] + high.z) * scale, (x[7] + high.w) * scale));
       }
     }
     ptx::fence_proxy_async();
