@@ -108,7 +108,7 @@ class BackwardConfig:
         vectors = 2 * self.stages * self.block_q * 4 + self.stages * 2 * 4
         barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TURN_STAGES)
         before_turns = -(-(kv + rings + ds + weights + vectors + barriers + 2 * 4) // 16) * 16
-        return -(-(before_turns + TURN_STAGES * 8 + 15 * 4) // 1024) * 1024
+        return -(-(before_turns + TURN_STAGES * 8 + 16 * 4 + self.stages * 4) // 1024) * 1024
 
     @property
     def name(self) -> str:

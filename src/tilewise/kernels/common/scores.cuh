@@ -5,33 +5,61 @@
 // Symbols. x[i, j]: what the product of q_i and k_j left in an accumulator; x times `unit` is q_i . k_j. T_1 ... T_n: the
 // terms of Scores<T_1, ..., T_n>, in the order in which they are applied. v_t: a score after T_t; the score in nats is
 // c v_n, where c is a factor that the kernel gives to the softmax: the scale of the problem, or with a softcap the cap.
-// D[i]: rowsum(dO * O) - dlse.
+// D[i]: rowsum(dO * O) - dlse. w: the product of the terms' kept_weight, 1 without dropout.
 //
 //   Forward, for every fragment of S                                                   hook of a term
 //   1. v_0 = x, v_t = T_t(v_{t-1})                                                     apply
 //   2. tiles that the band cuts: v_n = -inf where a term hides the key from the query  hide
 //   3. P = e^(c v_n - m), added to the row sum l
+//   4. P = 0 where a term does not keep it, after l has taken it                       keeps
+//   Forward, once per row
+//   5. m and l as a term leaves them, O in the units of the new m                      finish_row
+//      out = w O / l, lse = m + ln l
 //   Backward
-//   4. v_n as in 1 and 2, P = e^(c v_n - lse)
-//   5. dS_n = P (dP - D)
-//   6. for t = n ... 1: dS_{t-1} = dS_t T_t'(v_{t-1})                                  slope, before
+//   6. v_n as in 1 and 2, P = e^(c v_n - lse)
+//   7. dV = w (P as in 4)^T dO; dP = w dP where a term keeps P, else 0                 keeps
+//   8. dS_n = P (dP - D)
+//   9. for t = n ... 1: the gradient of T_t's operands from dS_t,                      gradient, end_gradient
+//      dS_{t-1} = dS_t T_t'(v_{t-1})                                                   slope, before
 //      dQ and dK come from dS_0
 //
-// A term is a struct. It has a constructor and those of the hooks that it needs; a kernel has no code for a hook that no
-// term of its policy has, so Scores<> compiles to nothing.
+// A term is a struct. It has a constructor and those of the members below that it needs; a kernel has no code for a hook
+// that no term of its policy has, so Scores<> compiles to nothing.
 //
-//   Term(params, unit, at)          State of one fragment. `params` are the parameters of the kernel, of whatever family: a
-//                                   term reads its operands from them by name. `unit` is 1 for all terms but the first that
-//                                   has `apply`. at() says where the fragment lies (Place); call it only where it is
-//                                   needed, since it may cost registers.
-//   float apply(float v, int i)     v_t of element i from v_{t-1}. Asked once for every i, in ascending order.
-//   float slope(float v, int i)     T_t' of element i from v = v_t: the kernels keep the result of `apply`, or find it again
-//                                   from P, never its argument. Must be finite where P is 0. A term without it has slope 1.
-//   float before(float v, int i)    v_{t-1} from v_t. Needed where a term before it has a slope.
-//   void hide(float (&v)[], place)  -inf for hidden elements. Which tiles are cut is decided by the plan of the kernel.
+//   Term(params, unit, at)             State of one fragment. `params` are the parameters of the kernel, of whatever family,
+//                                      with the term's Operands: a term reads what it needs by name. `unit` is 1 for all
+//                                      terms but the first that has `apply`. `at` says where the fragment lies (NoPlace
+//                                      below lists what it can be asked); ask only what is needed, since it may cost
+//                                      registers, and not for what stands behind a hook that the term does not have.
+//   struct Operands                    What the term needs beside the parameters that all kernels have: pointers, strides,
+//                                      numbers. The kernel's parameters derive from it (ParamsOf).
+//   static bool uses_head = true       Where it asks for the head.
+//   float apply(float v, int i)        v_t of element i from v_{t-1}; -inf hides it. Asked once for every i, in ascending
+//                                      order, so that a term may load or draw numbers for several elements at once.
+//   void hide(float (&v)[], at)        -inf for hidden elements. Which tiles are cut is decided by the plan of the kernel.
+//   bool keeps(int i)                  Whether the weight stays. The same answer for the same query and key in every kernel,
+//   float kept_weight                  whichever of them is the row; asked in ascending order. What kept weights count.
+//   float finish_row(float& m, float& l, float log2_unit, int r)
+//                                      Row r of the fragment: l is the sum of 2^(log2_unit (v_n - m)) over its keys, m = -inf
+//                                      and l = 0 where it sees none. Returns what O is multiplied with where m changes.
+//   float slope(float v, int i)        T_t' of element i from v = v_t: the kernels keep the result of `apply`, or find it again
+//                                      from P, never its argument. Must be finite where P is 0. A term without it has slope 1.
+//   float before(float v, int i)       v_{t-1} from v_t. Needed where a term before it has a slope.
+//   void gradient(float ds, int i)     dS_t of element i, in ascending order: to be stored, or added up in the state.
+//   void end_gradient()                After the last element: to add the state to global memory.
 //
-// How to add a term: a struct here, with its operands among the parameters of the kernels that read them, and its name in
-// backends/score_policy.py, which tells a kernel its policy.
+// What other terms would be:
+//   ALiBi         apply: v + slopes[head] (key - query) / c; before; gradient and end_gradient where slopes are learned
+//   bias          apply: v + bias[batch, head, query, key] / c, two elements per load; before; gradient: a store, or an atomic
+//                 sum where the bias is broadcast
+//   keep mask     apply: v or -inf, from a tensor; `hide` instead, where the plan knows which tiles it cuts
+//   dropout       keeps: a hash of (seed, batch, head, query, key); kept_weight = 1 / (1 - p)
+//   sink          finish_row: l + e^(sink - m), m raised to the sink where that is larger. Its gradient, -sum over rows of
+//                 e^(sink - lse) D, needs lse and D alone, which stand in memory before the backward
+//   a function    apply and slope, from its trace; `slope` in terms of the result. Where it has none such, the kernels would
+//                 have to keep the argument
+//
+// How to add a term: a struct here, and a row in backends/score_policy.py, which tells a kernel its policy.
 // clang-format on
 #pragma once
 
@@ -50,6 +78,24 @@ struct NoPlace {
   static constexpr RowsAre rows_are = RowsAre::queries;
   __device__ int row() const;     // of element 0: a query, or a key where rows are keys
   __device__ int column() const;  // likewise: a key, or a query
+  __device__ int batch() const;
+  __device__ int head() const;  // of the queries
+};
+
+// What a term may keep of it: the query and the key of element i.
+struct Elements {
+  int row, column;
+  RowsAre rows_are;
+
+  template <typename At>
+  __device__ __forceinline__ explicit Elements(const At& at)
+      : row(at.row()), column(at.column()), rows_are(At::rows_are) {}
+  __device__ __forceinline__ int query(int i) const {
+    return rows_are == RowsAre::queries ? row + 8 * row_of(i) : column + column_of(i);
+  }
+  __device__ __forceinline__ int key(int i) const {
+    return rows_are == RowsAre::keys ? row + 8 * row_of(i) : column + column_of(i);
+  }
 };
 
 // --- terms ---
@@ -144,9 +190,23 @@ struct BandMask {
 template <typename Term>
 concept HasApply = requires(Term term) { term.apply(0.0f, 0); };
 template <typename Term>
+concept HasHide = requires(Term term, float (&v)[4]) { term.hide(v, NoPlace{}); };
+template <typename Term>
+concept HasKeeps = requires(Term term) { term.keeps(0); };
+template <typename Term>
+concept HasFinishRow = requires(Term term, float& x) { term.finish_row(x, x, 1.0f, 0); };
+template <typename Term>
 concept HasSlope = requires(Term term) { term.slope(0.0f, 0); };
 template <typename Term>
-concept HasHide = requires(Term term, float (&v)[4]) { term.hide(v, NoPlace{}); };
+concept HasBefore = requires(Term term) { term.before(0.0f, 0); };
+template <typename Term>
+concept HasGradient = requires(Term term) { term.gradient(0.0f, 0); };
+template <typename Term>
+concept HasEndGradient = requires(Term term) { term.end_gradient(); };
+template <typename Term>
+concept HasOperands = requires { typename Term::Operands; };
+template <typename Term>
+concept UsesHead = requires { requires Term::uses_head; };
 
 // v_n of a weight P = 2^(c v_n - lse), c and lse in log2 units.
 __device__ __forceinline__ float value_of_weight(float p, float lse_log2,
@@ -157,17 +217,25 @@ __device__ __forceinline__ float value_of_weight(float p, float lse_log2,
 // The terms of one fragment.
 template <typename... Terms>
 struct TermChain {
+  static constexpr bool has_slope = false;
+
   template <typename Params, typename At>
   __device__ __forceinline__ TermChain(const Params&, const Unit&, const At&) {}
 
   __device__ __forceinline__ float apply(float v, int) { return v; }
-  __device__ __forceinline__ float pull_back(float ds, float&, int) { return ds; }
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&)[count], const At&) {}
+  __device__ __forceinline__ bool keeps(int) { return true; }
+  __device__ __forceinline__ float kept_weight() { return 1.0f; }
+  __device__ __forceinline__ float finish_row(float&, float&, float, int) { return 1.0f; }
+  __device__ __forceinline__ float pull_back(float ds, float&, int) { return ds; }
+  __device__ __forceinline__ void end_gradient() {}
 };
 
 template <typename First, typename... Rest>
 struct TermChain<First, Rest...> {
+  static constexpr bool has_slope = HasSlope<First> || TermChain<Rest...>::has_slope;
+
   First first;
   TermChain<Rest...> rest;
 
@@ -179,25 +247,82 @@ struct TermChain<First, Rest...> {
     if constexpr (HasApply<First>) v = first.apply(v, i);
     return rest.apply(v, i);
   }
-  // Step 6: v becomes the value before the first term.
-  __device__ __forceinline__ float pull_back(float ds, float& v, int i) {
-    ds = rest.pull_back(ds, v, i);
-    if constexpr (HasSlope<First>) ds *= first.slope(v, i);
-    if constexpr (requires { first.before(v, i); }) v = first.before(v, i);
-    return ds;
-  }
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&v)[count], const At& at) {
     if constexpr (HasHide<First>) first.hide(v, at);
     rest.hide(v, at);
   }
+  __device__ __forceinline__ bool keeps(int i) {
+    bool kept = rest.keeps(i);
+    if constexpr (HasKeeps<First>) kept = first.keeps(i) && kept;
+    return kept;
+  }
+  __device__ __forceinline__ float kept_weight() {
+    if constexpr (HasKeeps<First>) return first.kept_weight * rest.kept_weight();
+    return rest.kept_weight();
+  }
+  __device__ __forceinline__ float finish_row(float& m, float& l, float log2_unit, int r) {
+    float factor = 1.0f;
+    if constexpr (HasFinishRow<First>) factor = first.finish_row(m, l, log2_unit, r);
+    return factor * rest.finish_row(m, l, log2_unit, r);
+  }
+  // Step 9: v, the value after the last term, becomes that before the first, if that is known.
+  __device__ __forceinline__ float pull_back(float ds, float& v, int i) {
+    ds = rest.pull_back(ds, v, i);
+    if constexpr (HasGradient<First>) first.gradient(ds, i);
+    if constexpr (HasSlope<First>) ds *= first.slope(v, i);
+    if constexpr (HasBefore<First>) v = first.before(v, i);
+    return ds;
+  }
+  __device__ __forceinline__ void end_gradient() {
+    rest.end_gradient();
+    if constexpr (HasEndGradient<First>) first.end_gradient();
+  }
 };
+
+// Whether a value after the last term leads back to those that slopes are made of.
+template <typename... Terms>
+constexpr bool leads_back = true;
+template <typename First, typename Second, typename... Rest>
+constexpr bool leads_back<First, Second, Rest...> =
+    leads_back<Second, Rest...> &&
+    (!HasSlope<First> ||
+     ((HasBefore<Second> || !HasApply<Second>) && ... && (HasBefore<Rest> || !HasApply<Rest>)));
+
+template <typename Term>
+struct OperandsOf {
+  struct Type {};
+};
+template <HasOperands Term>
+struct OperandsOf<Term> {
+  using Type = typename Term::Operands;
+};
+
+template <typename Params, typename Policy, bool extended = Policy::has_operands>
+struct ExtendedParams {
+  using Type = Params;
+};
+template <typename Params, typename Policy>
+struct ExtendedParams<Params, Policy, true> {
+  struct Type : Params, Policy::Operands {};
+};
+// The parameters of a kernel with a policy: its own, then the operands of the terms.
+template <typename Params, typename Policy>
+using ParamsOf = typename ExtendedParams<Params, Policy>::Type;
 
 template <typename... Terms>
 struct Scores {
   // Whether the values that the softmax gets are others than the products, and so have no unit.
   static constexpr bool transforms = (HasApply<Terms> || ...);
+  static constexpr bool drops = (HasKeeps<Terms> || ...);
+  static constexpr bool finishes_rows = (HasFinishRow<Terms> || ...);
   static constexpr bool has_slope = (HasSlope<Terms> || ...);
+  static constexpr bool has_gradient = (HasGradient<Terms> || ...);
+  static constexpr bool has_operands = (HasOperands<Terms> || ...);
+  static constexpr bool uses_head = (UsesHead<Terms> || ...);
+  static_assert(leads_back<Terms...>, "a term behind one that has a slope needs `before`");
+
+  struct Operands : OperandsOf<Terms>::Type... {};
 
   // Step 1.
   template <int count, typename Params, typename At>
@@ -217,19 +342,65 @@ struct Scores {
     TermChain<Terms...>(params, Unit{}, at).hide(v, at);
   }
 
-  // Step 6 for the elements of one fragment, in ascending order: dS_0 from dS_n; value() gives v_n.
-  struct PullBack {
+  // Step 4.
+  template <int count, typename Params, typename At>
+  static __device__ __forceinline__ void drop(float (&p)[count], const Params& params,
+                                              const At& at) {
+    if constexpr (drops) {
+      TermChain<Terms...> terms(params, Unit{}, at);
+#pragma unroll
+      for (int i = 0; i < count; ++i) p[i] = terms.keeps(i) ? p[i] : 0.0f;
+    }
+  }
+  // The same of weights in 16 bits, two to a word, in the A layout of the next product.
+  template <int blocks, typename Params, typename At>
+  static __device__ __forceinline__ void drop(ptx::u32 (&p)[blocks][4], const Params& params,
+                                              const At& at) {
+    if constexpr (drops) {
+      TermChain<Terms...> terms(params, Unit{}, at);
+#pragma unroll
+      for (int i = 0; i < 8 * blocks; i += 2) {
+        const ptx::u32 low = terms.keeps(i) ? 0xffffu : 0u;
+        const ptx::u32 high = terms.keeps(i + 1) ? 0xffff0000u : 0u;
+        p[i / 8][i / 2 % 4] &= low | high;
+      }
+    }
+  }
+  // w.
+  template <typename Params, typename At>
+  static __device__ __forceinline__ float kept_weight(const Params& params, const At& at) {
+    if constexpr (!drops) return 1.0f;
+    return TermChain<Terms...>(params, Unit{}, at).kept_weight();
+  }
+
+  // Step 5.
+  template <typename Params, typename At>
+  static __device__ __forceinline__ float finish_row(const Params& params, const At& at, int r,
+                                                     float& m, float& l, float log2_unit) {
+    if constexpr (!finishes_rows) return 1.0f;
+    return TermChain<Terms...>(params, Unit{}, at).finish_row(m, l, log2_unit, r);
+  }
+
+  // Steps 7 and 9 for the elements of one fragment, each in ascending order.
+  struct Backward {
     TermChain<Terms...> terms;
 
+    __device__ __forceinline__ float drop(float dp, int i) {
+      if constexpr (!drops) return dp;
+      return terms.keeps(i) ? dp * terms.kept_weight() : 0.0f;
+    }
+    // dS_0 from dS_n; value() gives v_n.
     template <typename Value>
-    __device__ __forceinline__ float operator()(float ds, int i, Value value) {
-      if constexpr (!has_slope) return ds;
-      float v = value();
+    __device__ __forceinline__ float pull_back(float ds, int i, Value value) {
+      if constexpr (!has_slope && !has_gradient) return ds;
+      float v = 0.0f;
+      if constexpr (has_slope) v = value();
       return terms.pull_back(ds, v, i);
     }
+    __device__ __forceinline__ void end() { terms.end_gradient(); }
   };
   template <typename Params, typename At>
-  static __device__ __forceinline__ PullBack pull_back(const Params& params, const At& at) {
+  static __device__ __forceinline__ Backward backward(const Params& params, const At& at) {
     return {TermChain<Terms...>(params, Unit{}, at)};
   }
 };

@@ -12,7 +12,7 @@
 //   4. P = 2^(c S - log2(e) lse)          to shared memory, rounded to 16 bits
 //   5. dP = dO V^T
 //   6. dS = P * (dP - D)                  likewise; times the slopes of the terms. Softcap: 1 - S^2, S found again from P
-//   7. dV += round16(P)^T dO
+//   7. dV += round16(P)^T dO              without the weights that a term drops; dP of step 6 likewise
 //   8. dQ += scale round16(dS) K          summed over KV tiles in global memory, float32
 //   9. dK += scale round16(dS)^T Q
 //  10. dK = scale dK; dK and dV to global memory, rounded
@@ -71,7 +71,7 @@ struct Backward {
   static_assert(query_blocks * dq_columns * config.warps * 256 == block_q * config.head_dim);
   using Scores = float[score_blocks][score_columns * 8];
 
-  const BackwardParams& params;
+  const ParamsOf<BackwardParams, Policy>& params;
   BackwardSmem<config>& smem;
   // Why in shared memory: registers are for what the products need.
   const BackwardPlan& plan = smem.plan;
@@ -139,6 +139,8 @@ struct Backward {
     __device__ __forceinline__ int column() const {
       return kernel.plan.kv_tile * block_kv + first_column + 2 * (kernel.lane % 4);
     }
+    __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
+    __device__ __forceinline__ int head() const { return kernel.head_of(kernel.cursor); }
   };
   // The same with the column found once for all blocks.
   struct PlaceInColumn : Place {
@@ -189,8 +191,18 @@ struct Backward {
       for (int i = 0; i < score_columns * 8; ++i)
         s[t][i] = ptx::ex2(fmaf(s[t][i], params.scale_log2, -lse[row_of(i)]));
     }
-    if constexpr (config.makes_dkv)
+    if constexpr (config.makes_dkv && Policy::drops) {
+      Scores kept;
+#pragma unroll
+      for (int t = 0; t < score_blocks; ++t) {
+#pragma unroll
+        for (int i = 0; i < score_columns * 8; ++i) kept[t][i] = s[t][i];
+        Policy::drop(kept[t], params, Place{*this, t, first_row, first_column});
+      }
+      store_scores(kept, ptx::smem_address(smem.p), first_row, first_column);
+    } else if constexpr (config.makes_dkv) {
       store_scores(s, ptx::smem_address(smem.p), first_row, first_column);
+    }
     clear(dp);
     multiply<bf16, Stored::by_rows, Stored::by_columns, config.head_dim_v / 16, block_q, block_kv>(
         dp, ptx::smem_address(smem.dout[slot]), block_row, ptx::smem_address(smem.v), block_column);
@@ -198,14 +210,15 @@ struct Backward {
     for (int t = 0; t < score_blocks; ++t) {
       const float lse[2] = {row_lse[t * 16], row_lse[t * 16 + 8]};
       const float term[2] = {row_term[t * 16], row_term[t * 16 + 8]};
-      auto pull_back = Policy::pull_back(params, Place{*this, t, first_row, first_column});
+      auto terms = Policy::backward(params, Place{*this, t, first_row, first_column});
 #pragma unroll
       for (int i = 0; i < score_columns * 8; ++i) {
-        const float ds = s[t][i] * (dp[t][i] - term[row_of(i)]);
-        dp[t][i] = pull_back(ds, i, [&] {
+        const float ds = s[t][i] * (terms.drop(dp[t][i], i) - term[row_of(i)]);
+        dp[t][i] = terms.pull_back(ds, i, [&] {
           return value_of_weight(s[t][i], lse[row_of(i)], params.inverse_scale_log2);
         });
       }
+      terms.end();
     }
     store_scores(dp, ptx::smem_address(smem.ds), first_row, first_column);
   }
@@ -375,6 +388,14 @@ struct Backward {
   __device__ __forceinline__ void finish() {
     if (plan.pieces > 1 && !join_pieces()) return;
     __syncthreads();
+    if constexpr (Policy::drops) {
+      const float weight = Policy::kept_weight(params, Place{*this, 0, 0, 0});
+#pragma unroll
+      for (int t = 0; t < key_blocks; ++t) {
+#pragma unroll
+        for (int i = 0; i < dv_columns * 8; ++i) dv[t][i] *= weight;
+      }
+    }
     store_keys<dv_columns>(dv, params.dv, params.head_dim_v);
 #pragma unroll
     for (int t = 0; t < key_blocks; ++t) {
@@ -423,7 +444,7 @@ struct Backward {
 };
 
 template <BackwardConfig config, typename Policy>
-__device__ __forceinline__ void backward(const BackwardParams& params) {
+__device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
   if (threadIdx.x < 32) {

@@ -14,7 +14,8 @@
 //                                         forward: else large scores would be off against lse
 //   5. dP^T = V dO^T
 //   6. dS = P * (dP - D)                  times the slopes of the terms (softcap: 1 - S^2); to shared memory for step 9
-//   7. dV += P^T dO                       P^T as it comes out of the first product
+//   7. dV += P^T dO                       P^T as it comes out of the first product, without the weights that a
+//                                         term drops; dP of step 6 likewise
 //   8. dK += scale dS^T Q                 likewise
 //   9. dQ += scale dS K                   added up over KV tiles in global memory
 // Sums of steps 7 and 8 leave the tensor core after every query tile, 32 columns at a time, and are added
@@ -80,7 +81,7 @@ struct Float32Backward {
   using QCopy = Copy<block_q, config.head_dim>;
   using DoutCopy = Copy<block_q, config.head_dim_v>;
 
-  const Float32BackwardParams& params;
+  const ParamsOf<Float32BackwardParams, Policy>& params;
   Float32BackwardSmem<config>& smem;
   // Why in shared memory: registers are for what the products need.
   const BackwardPlan& plan = smem.plan;
@@ -214,6 +215,8 @@ struct Float32Backward {
     __device__ __forceinline__ int column() const {
       return kernel.cursor.q_tile * block_q + 2 * (kernel.lane % 4);
     }
+    __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
+    __device__ __forceinline__ int head() const { return kernel.head_of(kernel.cursor); }
   };
 
   // Scores as float32_precise.cuh tells. `scale` makes nats of them.
@@ -274,10 +277,13 @@ struct Float32Backward {
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) ds[i] *= again(smem.units.dp);
     }
-    auto pull_back = Policy::pull_back(params, Place{*this});
+    auto terms = Policy::backward(params, Place{*this});
 #pragma unroll
     for (int i = 0; i < block_q / 2; ++i)
-      ds[i] = pull_back(p[i] * (ds[i] - row_term[column_of(i)]), i, [&] { return values[i]; });
+      ds[i] = terms.pull_back(p[i] * (terms.drop(ds[i], i) - row_term[column_of(i)]), i,
+                              [&] { return values[i]; });
+    terms.end();
+    Policy::drop(p, params, Place{*this});
   }
 
   // dS^T of this warp's keys into the queries x keys matrix. Conflict-free: eight keys are two
@@ -468,7 +474,8 @@ struct Float32Backward {
 
   template <bool add>
   __device__ __forceinline__ void store_both() {
-    store_keys<config.head_dim_v, add>(dv, 1.0f, params.dv, params.head_dim_v);
+    store_keys<config.head_dim_v, add>(dv, Policy::kept_weight(params, Place{*this}), params.dv,
+                                       params.head_dim_v);
     store_keys<config.head_dim, add>(dk, params.scale, params.dk, params.head_dim);
   }
   __device__ __forceinline__ void finish() {
@@ -528,7 +535,8 @@ struct Float32Backward {
 };
 
 template <Float32BackwardConfig config, typename Policy>
-__device__ __forceinline__ void float32_backward(const Float32BackwardParams& params) {
+__device__ __forceinline__ void float32_backward(
+    const ParamsOf<Float32BackwardParams, Policy>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Float32BackwardSmem<config>& smem = *reinterpret_cast<Float32BackwardSmem<config>*>(smem_bytes);
   if (threadIdx.x < 32) {

@@ -15,10 +15,10 @@
 //   5. P = 2^(c (S - m))                a maximum is a score and is never multiplied by itself: its product
 //                                       with c would be off by half a unit in the last place, which for
 //                                       large scores is more than a factor
-//   6. l = alpha l + rowsum P
+//   6. l = alpha l + rowsum P; then terms may drop weights
 //   7. F = P V_n                        32 columns at a time, P as it comes out of the first product
 //   8. O = alpha O + F                  outside of the tensor core, which would cut off the sum
-//   9. out = O / l, lse = scale m + ln l, both rounded: where one key has all the weight of a row, lse is its
+//   9. terms may finish m and l; out = O / l, lse = scale m + ln l, both rounded: where one key has all the weight of a row, lse is its
 //      score, and the backward finds a weight of 1; a row without keys gives out = 0, lse = -inf
 //
 // Why the true maximum in every tile, where the 16-bit kernel is lazy: step 8 multiplies by alpha for
@@ -79,7 +79,7 @@ struct Float32Forward {
   using KCopy = TileCopy<block_kv, halves(config.head_dim), threads>;
   using VCopy = TileCopy<block_kv, halves(config.head_dim_v), threads>;
 
-  const Float32Params& params;
+  const ParamsOf<Float32Params, Policy>& params;
   Float32Smem<config>& smem;
   const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
   const int lane = threadIdx.x % 32;
@@ -169,6 +169,8 @@ struct Float32Forward {
     __device__ __forceinline__ int column() const {
       return kv_tile * block_kv + 2 * (kernel.lane % 4);
     }
+    __device__ __forceinline__ int batch() const { return kernel.tile().batch; }
+    __device__ __forceinline__ int head() const { return kernel.tile().head; }
   };
 
   // Step 3.
@@ -283,6 +285,8 @@ struct Float32Forward {
     scores(kv_tile, slot);
     if (partial) hide(kv_tile);
     weigh(slot);
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) Policy::drop(p[t], params, Place{*this, t, kv_tile});
   }
 
   // What the head of this file says of Q. Invariant: this thread's copies of Q have arrived.
@@ -446,8 +450,12 @@ struct Float32Forward {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = warp_row + t * 16 + lane / 4 + 8 * r;
-        const float total = quad_sum(sum[t][r]);
-        const float inverse = total == 0.0f ? 0.0f : reciprocal(total);
+        float total = quad_sum(sum[t][r]);
+        const Place place{*this, t, 0};
+        const float row_factor =
+            Policy::finish_row(params, place, r, most[t][r], total, params.scale_log2) *
+            Policy::kept_weight(params, place);
+        const float inverse = total == 0.0f ? 0.0f : reciprocal(total) * row_factor;
         rows_are_nan[t][r] = total != total;
         const bool exists = row < params.seq_q;
         if (exists && params.lse != nullptr && lane % 4 == 0)
@@ -497,7 +505,7 @@ struct Float32Forward {
 };
 
 template <Float32Config config, typename Policy>
-__device__ __forceinline__ void float32_forward(const Float32Params& params) {
+__device__ __forceinline__ void float32_forward(const ParamsOf<Float32Params, Policy>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   const Schedule schedule{params.heads, params.batch * params.heads, params.q_tiles,
                           params.sections, params.longest_first};

@@ -15,9 +15,9 @@
 //   6. other tiles: where a thread's share of rowsum P exceeds h times its mean over the tiles before
 //      (h = 5 for 64 keys, 5.75 for 32; or 2^15), its warp takes the true maximum now: alpha and m as in 4,
 //      P *= alpha (from step 1 again, computed from the K still there, where P overflowed)
-//   7. l = alpha l + rowsum P
+//   7. l = alpha l + rowsum P; then terms may drop weights
 //   8. O = alpha O + round16(P) V_n     mma.sync, P as it comes out of the first product
-//   9. out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
+//   9. terms may finish m and l; out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
 //
 // Roles. All warps do the same: copy their share of every tile, and attend for their own rows. A warp
 // whose rows see nothing of a tile (the upper half of a diagonal) only copies. Two or more CTAs share
@@ -61,7 +61,7 @@ struct Forward {
   using KCopy = TileCopy<block_kv, config.head_dim, threads>;
   using VCopy = TileCopy<block_kv, config.head_dim_v, threads>;
 
-  const Params& params;
+  const ParamsOf<Params, Policy>& params;
   Smem<config>& smem;
   const WorkTile tile;
   const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
@@ -152,6 +152,8 @@ struct Forward {
     __device__ __forceinline__ int column() const {
       return kv_tile * block_kv + 2 * (kernel.lane % 4);
     }
+    __device__ __forceinline__ int batch() const { return kernel.tile.batch; }
+    __device__ __forceinline__ int head() const { return kernel.tile.head; }
   };
 
   // Step 3.
@@ -219,7 +221,10 @@ struct Forward {
     if (exact) weigh_exactly(kv_tile, partial);
     settled = settled || !partial;
 #pragma unroll
-    for (int t = 0; t < row_tiles; ++t) pack_block<config.bf16>(s[t], p[t]);
+    for (int t = 0; t < row_tiles; ++t) {
+      Policy::drop(s[t], params, Place{*this, t, kv_tile});
+      pack_block<config.bf16>(s[t], p[t]);
+    }
   }
 
   // Step 8.
@@ -337,8 +342,12 @@ struct Forward {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = warp_row + t * 16 + lane / 4 + 8 * r;
-        const float total = quad_sum(softmax[t].sum[r]);
-        inverse[r] = total == 0.0f ? 0.0f : ptx::rcp(total);
+        float total = quad_sum(softmax[t].sum[r]);
+        const Place place{*this, t, 0};
+        const float factor =
+            Policy::finish_row(params, place, r, softmax[t].reference[r], total, 1.0f) *
+            Policy::kept_weight(params, place);
+        inverse[r] = total == 0.0f ? 0.0f : ptx::rcp(total) * factor;
         if (params.lse != nullptr && lane % 4 == 0 && row < params.seq_q)
           lse[row] = total == 0.0f ? -infinity : (softmax[t].reference[r] + ptx::lg2(total)) * ln2;
       }
@@ -364,7 +373,7 @@ struct Forward {
 };
 
 template <Config config, typename Policy>
-__device__ __forceinline__ void forward(const Params& params) {
+__device__ __forceinline__ void forward(const ParamsOf<Params, Policy>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   const Schedule schedule{params.heads, params.batch * params.heads, params.q_tiles,
                           params.sections, params.longest_first};

@@ -22,7 +22,8 @@
 //   9. a KV tile in pieces: dK and dV are summed over them in global memory (float32). The first
 //      stores its sums, those between add theirs, the last adds what it finds and writes
 // Where a term changes scores, S starts from 0, the row term comes after the terms, and dS gets their
-// slopes. Softcap: S = tanh(S * scale / cap), slope 1 - S^2, S found again from P.
+// slopes. Softcap: S = tanh(S * scale / cap), slope 1 - S^2, S found again from P. Where a term drops
+// weights, dP starts from 0 and gets D after it; the P of step 5 has zeros then.
 // preprocess makes both row terms and, where KV tiles add freely, zeroes the sums.
 // Overlap: 7 and 1 of the next step are in flight together, as are 4 and 5; the exponentials of one
 // warpgroup run under the products of the others.
@@ -38,7 +39,8 @@
 // (1-3, 5) and hands P over in shared memory, the other dK (4, 6, 7).
 //
 // Shared memory (struct BackwardSmem): K and V of the CTA, in the end dK and dV on their way out;
-// rings of Q and dO with their row terms; a ring of dS; P on its way; barriers and the plan.
+// rings of Q and dO with their row terms; a ring of dS; P on its way; barriers, the plan, and the head of
+// every stage for terms that ask for it.
 //
 // Barriers
 //   name                  arrives, count              waits             protects
@@ -100,7 +102,7 @@ __device__ __forceinline__ int warpgroup_index() {
 }
 
 template <BackwardConfig config, typename Policy>
-__device__ __forceinline__ void backward(const BackwardParams& params) {
+__device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
   const int warpgroup = warpgroup_index();
@@ -124,7 +126,7 @@ __device__ __forceinline__ void backward(const BackwardParams& params) {
     ptx::setmaxnreg_dec<producer_registers>();
     if (plan.steps > 0 && ptx::elect_one()) {
       const int warp = threadIdx.x / 32;
-      if (warp == 0) BackwardProducer<config>{params, smem, plan}.run();
+      if (warp == 0) BackwardProducer<config, Policy>{params, smem, plan}.run();
       if constexpr (config.makes_dq && !config.writes_dq) {
         if (warp == 1 && params.turns != nullptr) TurnKeeper<config>{params, smem, plan}.await();
         if (warp == 2 && params.turns != nullptr) TurnKeeper<config>{params, smem, plan}.pass();

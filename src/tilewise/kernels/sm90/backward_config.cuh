@@ -231,6 +231,7 @@ struct BackwardSmem {
   // Invariant: 16 bytes that hold a part of it hold nothing that is written while it is read. Why:
   // it is read in such units, and a race checker reports what shares one.
   alignas(16) BackwardPlan plan;
+  alignas(16) int head[config.stages];  // of the Q in a stage, for terms that ask for it
 };
 
 // Counts through the steps of a plan: query tiles of one head, all round, then of the next; or all

@@ -37,7 +37,7 @@ struct Consumer {
   using ScoreProduct = wgmma::Product<block_kv, config.bf16>;
   using ValueProduct = wgmma::Product<config.head_dim_v, config.bf16>;
 
-  const Params& params;
+  const ParamsOf<Params, Policy>& params;
   Smem<config>& smem;
   const int warpgroup;
   const int warp = threadIdx.x / 32 % 4;
@@ -119,23 +119,31 @@ struct Consumer {
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Consumer& kernel;
-    const int row_begin, kv_tile;
+    const Part& part;
+    const int kv_tile;
 
     __device__ __forceinline__ int row() const {
-      return row_begin + kernel.warp * 16 + kernel.lane / 4;
+      return part.row_begin + kernel.warp * 16 + kernel.lane / 4;
     }
     __device__ __forceinline__ int column() const {
       return kv_tile * block_kv + 2 * (kernel.lane % 4);
     }
+    __device__ __forceinline__ int batch() const { return part.plan->tile.batch; }
+    __device__ __forceinline__ int head() const { return part.plan->tile.head; }
   };
 
   // Step 2.
-  __device__ __forceinline__ void apply_terms(int row_begin, int kv_tile) {
-    Policy::apply(s, params, Unit{}, Place{*this, row_begin, kv_tile});
+  __device__ __forceinline__ void apply_terms(const Part& part, int kv_tile) {
+    Policy::apply(s, params, Unit{}, Place{*this, part, kv_tile});
   }
   // Step 3.
-  __device__ __forceinline__ void hide(int row_begin, int kv_tile) {
-    Policy::hide(s, params, Place{*this, row_begin, kv_tile});
+  __device__ __forceinline__ void hide(const Part& part, int kv_tile) {
+    Policy::hide(s, params, Place{*this, part, kv_tile});
+  }
+  // P as step 8 takes it.
+  __device__ __forceinline__ void pack(const Part& part, int kv_tile) {
+    Policy::drop(s, params, Place{*this, part, kv_tile});
+    pack_block<config.bf16>(s, p);
   }
 
   __device__ __forceinline__ void rescale(const float (&alpha)[2]) {
@@ -154,7 +162,7 @@ struct Consumer {
       scores_again<config.bf16, config.head_dim, block_kv>(
           s, ptx::smem_address(smem.q[warpgroup]) + warp * panel_bytes(16),
           ptx::smem_address(smem.k[k_position.stage]));
-      apply_terms(part.row_begin, kv_tile);
+      apply_terms(part, kv_tile);
       softmax.exact_block(s, params.scale_log2, alpha);
     } else {
       softmax.raise(s, block, alpha);
@@ -176,12 +184,12 @@ struct Consumer {
     wgmma::hold(s);
     release_operands(kv_tile == part.own.begin);
     k_position.advance();
-    apply_terms(part.row_begin, kv_tile);
-    if (part.plan->partial(kv_tile)) hide(part.row_begin, kv_tile);
+    apply_terms(part, kv_tile);
+    if (part.plan->partial(kv_tile)) hide(part, kv_tile);
     float alpha[2];
     softmax.reset();
     softmax.exact_block(s, params.scale_log2, alpha);
-    pack_block<config.bf16>(s, p);
+    pack(part, kv_tile);
   }
 
   // Issues the scores of the tile at k_position and the values of the tile before it, together.
@@ -211,8 +219,8 @@ struct Consumer {
   __device__ __forceinline__ void exact_tile(const Part& part, int kv_tile, bool partial,
                                              bool values_partial) {
     issue_both(values_partial);
-    apply_terms(part.row_begin, kv_tile);
-    if (partial) hide(part.row_begin, kv_tile);
+    apply_terms(part, kv_tile);
+    if (partial) hide(part, kv_tile);
     float alpha[2];
     softmax.exact_block(s, params.scale_log2, alpha);
     // Why: the assembler sinks the exponentials below the next wait, but not across a branch. This
@@ -223,14 +231,14 @@ struct Consumer {
     k_position.advance();
     finish_values();
     rescale(alpha);
-    pack_block<config.bf16>(s, p);
+    pack(part, kv_tile);
   }
 
-  __device__ __forceinline__ void pack_and_release() {
+  __device__ __forceinline__ void pack_and_release(const Part& part, int kv_tile) {
     k_position.advance();
     hold_probabilities();
     release_values();
-    pack_block<config.bf16>(s, p);
+    pack(part, kv_tile);
   }
 
   // The steady loop: tiles n down to `last`, none of them partial; `before` as in attend().
@@ -243,7 +251,7 @@ struct Consumer {
       for (; n >= last; --n) {
         issue_both(before);
         before = false;
-        apply_terms(part.row_begin, n);
+        apply_terms(part, n);
         good = !__any_sync(0xffffffffu, !softmax.lazy_block(s, params.scale_log2, block));
         // Why a wait on either side of this branch: the assembler sinks exponentials below a wait,
         // but the branch needs all of them, so they stay above, under the products in flight. The
@@ -253,14 +261,14 @@ struct Consumer {
         release_operands(n == last);
         wgmma::wait<0>();
         wgmma::hold(o);
-        pack_and_release();
+        pack_and_release(part, n);
       }
       if (good) return;
       wgmma::wait_before_slow_path();
       wgmma::hold(o);
       take_maximum_now(part, n, block);
       release_operands(n == last);
-      pack_and_release();
+      pack_and_release(part, n);
       --n;
     }
   }
@@ -361,6 +369,21 @@ struct Consumer {
     }
   }
 
+  // What the terms make of the rows' maxima and sums; O is multiplied with `factor`. Only one part
+  // of the keys counts what is not of a key.
+  __device__ __forceinline__ void finish_rows(const Part& part, Softmax& softmax,
+                                              float (&factor)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      factor[r] = 1.0f;
+      if (config.split && part.plan->split != 0) continue;
+      float total = quad_sum(softmax.sum[r]);
+      factor[r] =
+          Policy::finish_row(params, Place{*this, part, 0}, r, softmax.reference[r], total, 1.0f);
+      softmax.sum[r] = lane % 4 == 0 ? total : 0.0f;
+    }
+  }
+
   __device__ __forceinline__ void normalise() {
     float inverse[2];
 #pragma unroll
@@ -424,6 +447,15 @@ struct Consumer {
 
   // Step 9.
   __device__ __forceinline__ void finish(const Part& part) {
+    if constexpr (Policy::finishes_rows) {
+      float factor[2];
+      finish_rows(part, softmax, factor);
+      rescale(factor);
+    }
+    if constexpr (Policy::drops) {
+      const float weight = Policy::kept_weight(params, Place{*this, part, 0});
+      rescale({weight, weight});
+    }
     if (params.lse != nullptr) store_lse(part, softmax);
     normalise();
     if constexpr (config.masked()) {
@@ -449,6 +481,10 @@ struct Consumer {
     constexpr float nothing[config.head_dim_v / 2] = {};
     Softmax none;
     none.reset();
+    if constexpr (Policy::finishes_rows) {
+      float factor[2];
+      finish_rows(part, none, factor);
+    }
     if (params.lse != nullptr) store_lse(part, none);
     if constexpr (config.split) return;  // a weight of 0: nobody reads the rest
     stage_out<0>(nothing);

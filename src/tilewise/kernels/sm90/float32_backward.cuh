@@ -16,6 +16,7 @@
 //                                               global memory, in any order, or in turns: bit by bit the same every time
 // Where a term of the policy (common/scores.cuh) changes scores, it comes before step 2, whose scale then has no power of
 // two, and the P of step 4 gets the slopes of the terms. Softcap: S = tanh(2^-(e_k + e_q) S scale / cap), scale = cap, 1 - S^2.
+// Where a term drops weights, the P of step 5 has zeros, and so has dP before D is subtracted.
 // S and its rounding are the forward's, bit by bit (it has such parts too, where gradients are wanted): weights add up to 1
 // even where scores are in the thousands, and the last bit of a score is worth more than float32's accuracy.
 // Why three parts of bf16 and not two of fp16, as in the forward: bf16 has the exponents of float32. The weights of a key may be
@@ -141,7 +142,7 @@ __device__ __forceinline__ void init_grad_barriers(GradSmem<config>& smem) {
 }
 
 template <GradConfig config, typename Policy>
-__device__ __forceinline__ void backward(const GradParams& params) {
+__device__ __forceinline__ void backward(const ParamsOf<GradParams, Policy>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   GradSmem<config>& smem = *reinterpret_cast<GradSmem<config>*>(smem_bytes);
   // Why the shuffle: it tells the compiler that the role is the same for the whole warp.
@@ -166,13 +167,13 @@ __device__ __forceinline__ void backward(const GradParams& params) {
       GradProducer<config>{params, smem, plan}.run();
   } else if (warp < 8) {
     ptx::setmaxnreg_dec<GradConfig::query_registers>();
-    GradQueryWarpgroup<config>(params, smem).run();
+    GradQueryWarpgroup<config, Policy>(params, smem).run();
   } else {
     ptx::setmaxnreg_inc<GradConfig::product_registers>();
     if (warp < 12)
       GradValueWarpgroup<config, Policy>(params, smem).run();
     else
-      GradKeyWarpgroup<config>(params, smem).run();
+      GradKeyWarpgroup<config, Policy>(params, smem).run();
   }
 }
 

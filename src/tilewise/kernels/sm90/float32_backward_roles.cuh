@@ -121,9 +121,11 @@ __device__ __forceinline__ void add_product(float (&sums)[dim / 2], GradWeights&
 }
 
 // What all three have in common.
-template <GradConfig config>
+template <GradConfig config, typename Policy>
 struct GradWarpgroup {
-  const GradParams& params;
+  using Params = ParamsOf<GradParams, Policy>;
+
+  const Params& params;
   GradSmem<config>& smem;
   const BackwardPlan& plan;
   const int warp = threadIdx.x / 32 % 4;
@@ -132,7 +134,7 @@ struct GradWarpgroup {
   StepCursor cursor;
   RingPosition<config.stages> position{0};
 
-  __device__ __forceinline__ GradWarpgroup(const GradParams& params, GradSmem<config>& smem)
+  __device__ __forceinline__ GradWarpgroup(const Params& params, GradSmem<config>& smem)
       : params(params), smem(smem), plan(smem.plan), cursor(smem.plan) {}
 
   // After the whole warp has read or written what the barrier protects.
@@ -152,6 +154,21 @@ struct GradWarpgroup {
   __device__ __forceinline__ int k_shift() const {
     return shift_of(params.k_facts[key_tile()].exponent, true);
   }
+
+  // Where this thread's scores lie.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::keys;
+    const GradWarpgroup& kernel;
+
+    __device__ __forceinline__ int row() const { return kernel.first_key(); }
+    __device__ __forceinline__ int column() const {
+      return kernel.cursor.q_tile * grad_block + 2 * (threadIdx.x % 4);
+    }
+    __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
+    __device__ __forceinline__ int head() const {
+      return kernel.plan.head_kv * kernel.params.heads_per_kv + kernel.cursor.head;
+    }
+  };
 
   // Sums of a key's gradient: `place` is that of key 0 of the head.
   template <int count>
@@ -237,24 +254,13 @@ struct GradWarpgroup {
 
 // Owns dV, makes the weights and hands them over.
 template <GradConfig config, typename Policy>
-struct GradValueWarpgroup : GradWarpgroup<config> {
-  using Base = GradWarpgroup<config>;
+struct GradValueWarpgroup : GradWarpgroup<config, Policy> {
+  using Base = GradWarpgroup<config, Policy>;
   using Base::Base;
   using Base::smem, Base::params, Base::plan, Base::cursor, Base::position, Base::lane;
 
   float dv[config.head_dim_v / 2];
   RingPosition<config.rooms> room{1};
-
-  // Where this thread's scores lie.
-  struct Place {
-    static constexpr RowsAre rows_are = RowsAre::keys;
-    const GradValueWarpgroup& kernel;
-
-    __device__ __forceinline__ int row() const { return kernel.first_key(); }
-    __device__ __forceinline__ int column() const {
-      return kernel.cursor.q_tile * grad_block + 2 * (threadIdx.x % 4);
-    }
-  };
 
   // S after the terms, which their slopes are made of; empty where no term has one.
   struct Values {
@@ -266,7 +272,7 @@ struct GradValueWarpgroup : GradWarpgroup<config> {
     constexpr float log2_e = 1.44269504088896341f;
     const float2* rows = reinterpret_cast<const float2*>(smem.lse[position.stage]) + lane % 4;
     const PowerOfTwo factor(-shift);
-    Policy::apply(s, params, factor, Place{*this});
+    Policy::apply(s, params, factor, typename Base::Place{*this});
     if constexpr (Policy::has_slope) {
 #pragma unroll
       for (int i = 0; i < grad_block / 2; ++i) values.kept[i] = s[i];
@@ -282,20 +288,22 @@ struct GradValueWarpgroup : GradWarpgroup<config> {
       for (int i = 0; i < 4; ++i)
         s[4 * j + i] = __fadd_rn(__fmul_rn(s[4 * j + i] * first, scale), i % 2 ? -lse.y : -lse.x);
     }
-    if (plan.partial(cursor.q_tile)) Policy::hide(s, params, Place{*this});
+    if (plan.partial(cursor.q_tile)) Policy::hide(s, params, typename Base::Place{*this});
 #pragma unroll
     for (int i = 0; i < grad_block / 2; ++i) s[i] = ptx::ex2(s[i] * log2_e);
   }
 
-  // The other warpgroup multiplies dP with these: P, times the slopes of the terms.
+  // The other warpgroup multiplies dP with these: P, times the slopes of the terms. Where operands
+  // have gradients it pulls dS back itself, which then is that of the last term.
   __device__ __forceinline__ void hand_over(const GradFragment& p, const Values& values) {
     ptx::mbarrier_wait(&smem.room_empty[room.stage], room.phase);
     float4* weights = reinterpret_cast<float4*>(smem.room[room.stage].weights) + threadIdx.x % 128;
-    auto pull_back = Policy::pull_back(params, Place{*this});
+    auto terms = Policy::backward(params, typename Base::Place{*this});
 #pragma unroll
     for (int i = 0; i < grad_block / 2; i += 4) {
       auto sloped = [&](int h) {
-        return pull_back(p[i + h], i + h, [&] { return values.kept[i + h]; });
+        if constexpr (Policy::has_gradient) return p[i + h];
+        return terms.pull_back(p[i + h], i + h, [&] { return values.kept[i + h]; });
       };
       weights[i / 4 * 128] = float4{sloped(0), sloped(1), sloped(2), sloped(3)};
     }
@@ -314,6 +322,7 @@ struct GradValueWarpgroup : GradWarpgroup<config> {
     this->arrive(&smem.q_empty[position.stage]);
     hand_over(s, values);
     GradWeights weights;
+    Policy::drop(s, params, typename Base::Place{*this});
     split_fragment(s, weights);
     ptx::mbarrier_wait(&smem.dout_full[position.stage], position.phase);
     if (params.dv != nullptr)
@@ -333,16 +342,16 @@ struct GradValueWarpgroup : GradWarpgroup<config> {
     }
     if (params.dv != nullptr)
       this->template finish<0>(
-          dv, 1.0f,
+          dv, Policy::kept_weight(params, typename Base::Place{*this}),
           params.dv + plan.batch * params.dv_batch_stride + plan.head_kv * params.dv_head_stride,
           params.dv_seq_stride, params.head_dim_v);
   }
 };
 
 // Owns dK, and makes dS.
-template <GradConfig config>
-struct GradKeyWarpgroup : GradWarpgroup<config> {
-  using Base = GradWarpgroup<config>;
+template <GradConfig config, typename Policy>
+struct GradKeyWarpgroup : GradWarpgroup<config, Policy> {
+  using Base = GradWarpgroup<config, Policy>;
   using Base::Base;
   using Base::smem, Base::params, Base::plan, Base::cursor, Base::position, Base::lane, Base::warp;
 
@@ -351,17 +360,22 @@ struct GradKeyWarpgroup : GradWarpgroup<config> {
 
   // dP^T -> dS^T in place, in units of 2^-unit; dP has come in units of 2^-dp_shift.
   __device__ __forceinline__ void form_ds(GradFragment& dp, int dp_shift, int unit) {
-    const float2* terms =
+    const float2* row_terms =
         reinterpret_cast<const float2*>(smem.row_terms[position.stage]) + lane % 4;
+    auto terms = Policy::backward(params, typename Base::Place{*this});
     const PowerOfTwo factor(unit - dp_shift);
     const float term_factor = power_of_two(unit);
 #pragma unroll
     for (int j = 0; j < grad_block / 8; ++j) {
-      const float2 term = terms[4 * j];
+      const float2 term = row_terms[4 * j];
       const float x = term.x * term_factor, y = term.y * term_factor;
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        dp[4 * j + i] = fmaf(dp[4 * j + i] * factor.first, factor.second, i % 2 ? -y : -x);
+        if constexpr (Policy::drops)
+          dp[4 * j + i] =
+              terms.drop(dp[4 * j + i] * factor.first * factor.second, 4 * j + i) - (i % 2 ? y : x);
+        else
+          dp[4 * j + i] = fmaf(dp[4 * j + i] * factor.first, factor.second, i % 2 ? -y : -x);
     }
     this->arrive(&smem.dout_empty[position.stage]);
     ptx::mbarrier_wait(&smem.weights_full[room.stage], room.phase);
@@ -375,7 +389,15 @@ struct GradKeyWarpgroup : GradWarpgroup<config> {
       dp[i + 1] = p.y == 0.0f ? 0.0f : p.y * dp[i + 1];
       dp[i + 2] = p.z == 0.0f ? 0.0f : p.z * dp[i + 2];
       dp[i + 3] = p.w == 0.0f ? 0.0f : p.w * dp[i + 3];
+      if constexpr (Policy::has_gradient) {
+        static_assert(!Policy::has_slope, "the values that slopes are made of are not handed over");
+        const float per_unit = power_of_two(-unit);
+#pragma unroll
+        for (int h = 0; h < 4; ++h)
+          terms.pull_back(dp[i + h] * per_unit, i + h, [] { return 0.0f; });
+      }
     }
+    terms.end();
   }
 
   // This warp's 16 key rows of dS^T, in all parts, in the place of the weights.
@@ -436,9 +458,9 @@ struct GradKeyWarpgroup : GradWarpgroup<config> {
 };
 
 // Makes dQ.
-template <GradConfig config>
-struct GradQueryWarpgroup : GradWarpgroup<config> {
-  using Base = GradWarpgroup<config>;
+template <GradConfig config, typename Policy>
+struct GradQueryWarpgroup : GradWarpgroup<config, Policy> {
+  using Base = GradWarpgroup<config, Policy>;
   using Base::Base;
   using Base::smem, Base::params, Base::plan, Base::cursor, Base::lane, Base::warp;
   static constexpr int columns = config.head_dim;

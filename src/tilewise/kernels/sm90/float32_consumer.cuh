@@ -48,7 +48,7 @@ struct Consumer {
   using ScoreProduct = wgmma::Product<block_kv, bf16>;
   using ValueProduct = wgmma::Product<columns, bf16>;
 
-  const Params& params;
+  const ParamsOf<Params, Policy>& params;
   Smem<config>& smem;
   const Plan& plan;
   const int warpgroup;
@@ -153,6 +153,8 @@ struct Consumer {
     __device__ __forceinline__ int column() const {
       return kv_tile * block_kv + 2 * (kernel.lane % 4);
     }
+    __device__ __forceinline__ int batch() const { return kernel.plan.tile.batch; }
+    __device__ __forceinline__ int head() const { return kernel.plan.tile.head; }
   };
 
   // Steps 2 to 6: s -> p, split.
@@ -191,6 +193,7 @@ struct Consumer {
       sum[r] = fmaf(sum[r], keep[r], block[r] * take[r]);
       take[r] *= unit;
     }
+    Policy::drop(s, params, Place{*this, kv_tile});
     split_weights<parts, bf16>(s, p);
   }
 
@@ -309,13 +312,16 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_of_thread(r);
-      const float total = quad_sum(sum[r]);
+      float total = quad_sum(sum[r]);
+      const float factor =
+          Policy::finish_row(params, Place{*this, 0}, r, most[r], total, params.scale_log2) *
+          Policy::kept_weight(params, Place{*this, 0});
       if (row >= params.seq_q) continue;
       if (params.lse != nullptr && lane % 4 == 0)
         params.lse[row_of_heads(row)] =
             total == 0.0f ? -infinity
                           : __fadd_rn(__fmul_rn(most[r], params.lse_scale), log2f(total) * ln2);
-      const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+      const float inverse = total == 0.0f ? 0.0f : 1.0f / total * factor;
       const float unit = scaled(1.0f, plan.out_exponent);
 #pragma unroll
       for (int j = 0; j < config.head_dim_v / 8; ++j) {

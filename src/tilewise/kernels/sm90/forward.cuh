@@ -15,9 +15,9 @@
 //   6. other tiles: where a thread's share of rowsum P exceeds h times its mean over the tiles before
 //      (h = 3.5 for 128 keys, 5 for 64; or 2^15), its warp takes the true maximum now: alpha and m as in
 //      4, P *= alpha (P from S itself, computed again, where it overflowed)
-//   7. l = alpha l + rowsum P
+//   7. l = alpha l + rowsum P; then terms may drop weights
 //   8. O = alpha O + round16(P) V_n     wgmma, P in registers
-//   9. out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
+//   9. terms may finish m and l; out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
 // Few queries with many keys (`split`): a CTA takes a part of the keys, its out and lse are partial,
 // in float32, and combine.cuh makes the whole of them.
 // Overlap: step 1 of the next tile is issued before step 8 of this one, and steps 2-6 run under
@@ -84,7 +84,7 @@ __device__ __forceinline__ void init_barriers(Smem<config>& smem) {
 }
 
 template <Config config, typename Policy>
-__device__ __forceinline__ void forward(const Params& params) {
+__device__ __forceinline__ void forward(const ParamsOf<Params, Policy>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem<config>& smem = *reinterpret_cast<Smem<config>*>(smem_bytes);
   // Why the shuffle: it tells the compiler that the role is the same for the whole warp.
