@@ -6,12 +6,14 @@ The term leans scores towards the recent: s - rate * |row - key|, as ALiBi does 
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+import emulation
 import tilewise
 from support import assert_close, budget, exact, make_inputs, make_problem
 from tilewise import Target, masks, scores
@@ -54,8 +56,41 @@ class Recency(Term):
         distance = (where.row_numbers(scores.device) - where.key_numbers(scores.device)).abs()
         return scores - self.rate * distance, None
 
+    def cpp_type(self, *, precise: bool) -> str:
+        return "tilewise::Recency"
 
-CPU, H200 = Target.named("cpu"), Target.named("h200")
+    @property
+    def cpp_source(self) -> str:
+        return CPP
+
+    @property
+    def operands(self) -> dict[str, type[Any]]:
+        return {"recency_rate": ctypes.c_float}
+
+    def params(self, unit: float, *, precise: bool) -> dict[str, float]:
+        return {"recency_rate": self.rate / unit}
+
+
+CPP = """namespace tilewise {
+struct Recency {
+  struct Operands {
+    float recency_rate;
+  };
+  Elements elements;
+  float rate, factor;
+
+  template <typename Params, typename At>
+  __device__ Recency(const Params& params, const Unit& unit, const At& at)
+      : elements(at), rate(params.recency_rate), factor(unit.first * unit.second) {}
+  __device__ float lag(int i) const { return rate * abs(elements.query(i) - elements.key(i)); }
+  __device__ float apply(float v, int i) const { return v * factor - lag(i); }
+  __device__ float before(float v, int i) const { return v + lag(i); }
+};
+}  // namespace tilewise
+"""
+
+
+CPU, H200, A100 = (Target.named(name) for name in ("cpu", "h200", "a100"))
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (7, 5), (40, 70), (70, 40)], ids=str)
@@ -99,9 +134,10 @@ def test_a_term_has_a_text_and_a_place_among_others():
     assert problem.with_(softcap=0.0).scores == (Recency(0.25),)
 
 
-@pytest.mark.parametrize(
-    "terms", [(Recency(0.1),), (Softcap(2.0), Recency(0.1)), (Recency(0.1), Softcap(2.0))], ids=str
-)
+ORDERS = [(Recency(0.1),), (Softcap(2.0), Recency(0.1)), (Recency(0.1), Softcap(2.0))]
+
+
+@pytest.mark.parametrize("terms", ORDERS, ids=str)
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
 def test_a_term_runs_on_a_cpu(backend, terms):
     """In any order: each is given what the one before it left."""
@@ -126,10 +162,41 @@ def test_a_term_runs_on_a_cpu(backend, terms):
         assert_close(got, want, budget(torch.float64, 60))
 
 
-def test_backends_without_the_term_refuse_it_by_name():
-    problem = make_problem((1, 8, 2048, 64), torch.bfloat16, scores=(Recency(0.1),))
-    chosen = plan(problem, H200)
-    assert chosen.backend in ("tiled", "reference")
+@pytest.mark.parametrize("target", [H200, A100], ids=lambda target: target.name)
+def test_a_term_is_planned_and_explained_and_backends_without_it_refuse_it_by_name(target):
+    problem = make_problem((1, 8, 2048, 64), torch.bfloat16, scores=(Recency(0.1),), needs_grad=True)
+    chosen = plan(problem, target)
+    assert chosen.backend == ("sm90" if target is H200 else "sm80")
+    assert "recency=0.1" in str(chosen)
+    assert chosen.forward.launches[0].unit.name.endswith("_recency")
     for verdict in chosen.verdicts:
-        if not verdict.willing:
+        if not verdict.willing and verdict.backend != "sm90":
             assert any("recency" in why.what for why in verdict.reasons), verdict.backend
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("terms", ORDERS, ids=str)
+@emulation.emulated
+def test_a_term_runs_in_the_kernels_both_ways(monkeypatch, terms, dtype, family):
+    """Their real sources and host code on a model of the hardware, forward and backward."""
+    backend, target = BACKENDS[family], H200 if family == "sm90" else A100
+    problem = make_problem(
+        (1, 2, 70, 64), dtype, heads_kv=1, seq_kv=90, mask=masks.Causal("bottom-right"), scores=terms, needs_grad=True
+    )
+    q, k, v = make_inputs(problem)
+    wide = problem.with_(dtype=torch.float64)
+    exact_out, exact_lse = BACKENDS["reference"].forward(q.double(), k.double(), v.double(), wide)
+    dout = torch.randn_like(exact_out).to(dtype)
+    exact_grads = BACKENDS["reference"].backward(
+        dout.double(), None, q.double(), k.double(), v.double(), exact_out, exact_lse, wide
+    )
+    emulation.install(monkeypatch)
+    out, lse = exact_out.to(dtype), exact_lse.float()
+    if (family, dtype) != ("sm90", torch.bfloat16):
+        out, lse = backend.bind(q, k, v, problem, None, target)(q, k, v, None)
+        assert_close(out, exact_out, budget(dtype, 90))
+        assert_close(lse, exact_lse, budget(torch.float32, 90))
+    grads = backend.bind_backward(problem, None, target)(dout, None, q, k, v, out, lse, (True, True, True))
+    for got, want in zip(grads, exact_grads, strict=True):
+        assert_close(got, want, 2 * budget(dtype, 90))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -64,6 +64,7 @@ class Term:
 
     __slots__ = ()
     kind: ClassVar[str] = ""
+    transforms: ClassVar[bool] = True  # it changes scores; not so a term that drops weights or finishes rows
 
     def __init_subclass__(cls) -> None:
         if cls.kind:
@@ -83,9 +84,23 @@ class Term:
         """
         return ""
 
-    def params(self, problem: Problem, *, precise: bool) -> dict[str, float]:
-        """The fields of a kernel's parameters that the struct reads."""
+    @property
+    def cpp_source(self) -> str:
+        """The struct itself, where it is not in that header."""
+        return ""
+
+    @property
+    def operands(self) -> dict[str, type[Any]]:
+        """The members of its C++ `Operands`, by name, as ctypes; what all kernels have is not among them."""
         return {}
+
+    def params(self, unit: float, *, precise: bool) -> dict[str, float]:
+        """What the struct reads of a kernel's parameters. A score before this term is `unit` times a kernel's value."""
+        return {}
+
+    def unit_after(self, unit: float) -> float:
+        """What a kernel's value is in units of after this term."""
+        return unit
 
     @classmethod
     def from_text(cls, text: str) -> Term:
@@ -118,9 +133,12 @@ class Softcap(Term):
     def cpp_type(self, *, precise: bool) -> str:
         return f"tilewise::Softcap<tilewise::Precision::{'precise' if precise else 'fast'}>"
 
-    def params(self, problem: Problem, *, precise: bool) -> dict[str, float]:
-        """From a product to a part of the cap; for approximate instructions, in units of their exponential."""
-        return {"softcap_in": problem.scale / self.cap * (1.0 if precise else 2 * LOG2_E)}
+    def params(self, unit: float, *, precise: bool) -> dict[str, float]:
+        """From a score to its part of the cap; for approximate instructions, in units of their exponential."""
+        return {"softcap_in": unit / self.cap if precise else 2 * LOG2_E * unit / self.cap}
+
+    def unit_after(self, unit: float) -> float:
+        return self.cap
 
 
 # Scores are divided by the cap: with a cap beyond these, or below their inverse, ordinary scores would leave the range

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,18 @@ def struct(name: str, *members: tuple[type[Any], str]) -> type[ctypes.Structure]
     return params_struct(name, **{member: kind for kind, names in members for member in names.split()})
 
 
+@functools.cache
+def extended(base: type[ctypes.Structure], members: tuple[tuple[str, type[Any]], ...]) -> type[ctypes.Structure]:
+    """A struct with the members of another one before its own."""
+    if not members:
+        return base
+    own = {name: kind for name, kind, *_ in base._fields_ if not name.startswith("_pad")}
+    last = getattr(base, list(own)[-1])
+    if gap := ctypes.sizeof(base) - last.offset - last.size:  # a struct that another one derives from keeps its size
+        own["_pad_end"] = ctypes.c_char * gap
+    return params_struct(base.__name__, **own, **dict(members))
+
+
 def stride_names(*operands: str) -> str:
     return " ".join(f"{operand}_{dim}_stride" for operand in operands for dim in ("batch", "head", "seq"))
 
@@ -42,15 +55,6 @@ def shape_params(problem: Problem) -> dict[str, int]:
         "seq_k": problem.seq_kv,
         "band_first_shift": offset - left,
         "band_end_shift": offset + right + 1,
-    }
-
-
-def score_params(problem: Problem) -> dict[str, float]:
-    """From products to logarithms to the base of 2; a cap is a tanh between the two, made of exponentials."""
-    capped = problem.softcap > 0
-    return {
-        "scale_log2": (problem.softcap if capped else problem.scale) * LOG2_E,
-        "softcap_in": 2 * LOG2_E * problem.scale / problem.softcap if capped else 0.0,
     }
 
 

@@ -15,7 +15,8 @@ import torch
 
 from ...masks import Causal
 from .. import division, rules
-from ..params import FLOAT, INT, POINTER, Strided, matrix_bytes, score_params, shape_params, struct, tiles
+from ..params import FLOAT, INT, LOG2_E, POINTER, Strided, matrix_bytes, shape_params, struct, tiles
+from ..policy import Policy, params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Program, View
 from ..source import kernel_unit
 from . import shared
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
+    from ...scores import Term
     from ...target import Target
 
 EDGE_ROWS, EDGE_THREADS = 32, 256
@@ -90,7 +92,7 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Legal configs that fit the target, best first."""
-    bf16, capped = problem.dtype is torch.bfloat16, problem.softcap > 0
+    bf16, capped = problem.dtype is torch.bfloat16, bool(problem.scores)
     found = (_config(row, bf16, capped, target) for row in _table()[rules.class_of(problem), capped])
     return [config for config in found if config.fits(target)]
 
@@ -111,15 +113,18 @@ def units() -> list[Unit]:
 
 
 @functools.cache
-def unit(config: Config, arch: str) -> Unit:
+def unit(config: Config, arch: str, terms: tuple[Term, ...] | None = None) -> Unit:
+    """The kernel for these terms of the scores, by default those that the config is made for."""
+    policy = Policy.of(terms, config, False)
     return kernel_unit(
-        config.name,
+        config.name + policy.suffix,
         "sm80/backward.cuh",
-        "backward<config>",
+        "backward<config, Policy>",
         _MainParams,
         "tilewise::sm80::BackwardParams",
         arch,
         config=config,
+        policy=policy,
         smem="BackwardSmem<config>",
         smem_bytes=config.smem_bytes,
         bounds="config.threads(), config.ctas_per_sm",
@@ -214,7 +219,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "row_floats": config.head_dim,
         "block_q": config.block_q,
     }
-    score = score_params(problem)
+    scale_log2 = unit_of(problem) * LOG2_E
     main = {
         **{name: View(name) for name in ("q", "k", "v", "dout")},
         "dk": View("dk") if wants_dk else None,
@@ -222,11 +227,12 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         **terms,
         "dkv_sums": scratch.address("dkv_sums"),
         **backward_fields(problem, divided, q_tiles, kv_tiles),
-        **score,
+        **term_params(problem, precise=False),
+        "scale_log2": scale_log2,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
         "scale": problem.scale,
-        "inverse_scale_log2": 1.0 / score["scale_log2"],
+        "inverse_scale_log2": 1.0 / scale_log2,
     }
     postprocess = {
         "dq_sums": scratch.address("dq_sums"),
@@ -241,7 +247,9 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
     pre = preprocess_unit(config.bf16, _LANES[config.head_dim_v], arch)
     launches = [
         Launch(pre, _PreprocessParams, preprocess, pairs * rows // EDGE_ROWS, EDGE_THREADS),
-        Launch(unit(config, arch), _MainParams, main, divided.grid, config.threads),
+        Launch(
+            unit(config, arch, problem.scores), params_for(problem, _MainParams), main, divided.grid, config.threads
+        ),
     ]
     if wants_dq:
         post = postprocess_unit(config, arch)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ...errors import Reason
 from .. import division, rules
 from ..params import FLOAT, INT, POINTER, Strided, struct, tiles
+from ..policy import Policy, params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Program, View
 from ..source import kernel_unit
 from . import shared
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ...backends import Wants
     from ...jit import Unit
     from ...problem import Problem
+    from ...scores import Term
     from ...target import Target
 
 HEAD_DIM_LIMIT = 128  # dK and dV of 16 keys per warp are held in registers
@@ -93,7 +95,7 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Configs of the table that fit the target, best first."""
-    exact, capped = problem.precision == "exact", problem.softcap > 0
+    exact, capped = problem.precision == "exact", bool(problem.scores)
     rows = _table().get((rules.class_of(problem), capped), [])
     found = (_config(row, exact, capped, target) for row in rows)
     return [config for config in found if config.fits(target)]
@@ -113,15 +115,18 @@ def units() -> list[Unit]:
 
 
 @functools.cache
-def unit(config: Config, arch: str) -> Unit:
+def unit(config: Config, arch: str, terms: tuple[Term, ...] | None = None) -> Unit:
+    """The kernel for these terms of the scores, by default those that the config is made for."""
+    policy = Policy.of(terms, config, True)
     return kernel_unit(
-        config.name,
+        config.name + policy.suffix,
         "sm80/float32_backward.cuh",
-        "float32_backward<config>",
+        "float32_backward<config, Policy>",
         _MainParams,
         "tilewise::sm80::Float32BackwardParams",
         arch,
         config=config,
+        policy=policy,
         smem="Float32BackwardSmem<config>",
         smem_bytes=config.smem_bytes,
         bounds="config.threads(), config.ctas_per_sm",
@@ -202,13 +207,14 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         **backward_fields(problem, divided, rows // config.block_q, kv_tiles),
         **dims,
         "scale": problem.scale,
-        "softmax_scale": problem.softcap or problem.scale,
-        "softcap_in": problem.scale / problem.softcap if problem.softcap else 0.0,
+        "softmax_scale": unit_of(problem),
+        **term_params(problem, precise=True),
     }
     pre = preprocess_unit(max(_LANES[config.head_dim], _LANES[config.head_dim_v]), target.arch)
+    kernel = unit(config, target.arch, problem.scores)
     launches = (
         Launch(pre, _PreprocessParams, preprocess, pairs * rows // EDGE_ROWS, EDGE_THREADS),
-        Launch(unit(config, target.arch), _MainParams, main, divided.grid, config.threads),
+        Launch(kernel, params_for(problem, _MainParams), main, divided.grid, config.threads),
     )
     says = f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch"
     return Program(launches, scratch, says=(says,))

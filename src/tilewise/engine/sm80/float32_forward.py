@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .. import rules
 from ..params import FLOAT, INT, LOG2_E, POINTER, Strided, struct
+from ..policy import Policy, params_for, term_params, unit_of
 from ..program import Launch
 from ..rules import class_of
 from ..source import kernel_unit
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
+    from ...scores import Term
     from ...target import Target
     from ..program import Program
 
@@ -88,7 +90,7 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Configs of the table that fit the target, best first."""
-    exact, capped = problem.precision == "exact", problem.softcap > 0
+    exact, capped = problem.precision == "exact", bool(problem.scores)
     found = (_config(row, exact, capped) for row in _table()[class_of(problem)])
     return [config for config in found if config.fits(target)]
 
@@ -99,7 +101,7 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
     The bound on registers is that of the arrays a thread holds; whether the compiler keeps to it, its log tells.
     """
     classes = class_of(problem)
-    exact, capped = problem.precision == "exact", problem.softcap > 0
+    exact, capped = problem.precision == "exact", bool(problem.scores)
     found = []
     for warps, row_tiles, block_kv, stages, ctas in product((4, 8), (1, 2), (16, 32, 48, 64), (1, 2), (1, 2, 3)):
         row = {"head_dims": classes, "warps": warps, "row_tiles": row_tiles, "block_kv": block_kv}
@@ -133,15 +135,18 @@ def units() -> list[Unit]:
 
 
 @functools.cache
-def unit(config: Config, arch: str) -> Unit:
+def unit(config: Config, arch: str, terms: tuple[Term, ...] | None = None) -> Unit:
+    """The kernel for these terms of the scores, by default those that the config is made for."""
+    policy = Policy.of(terms, config, True)
     return kernel_unit(
-        config.name,
+        config.name + policy.suffix,
         "sm80/float32_forward.cuh",
-        "float32_forward<config>",
+        "float32_forward<config, Policy>",
         _Params,
         "tilewise::sm80::Float32Params",
         arch,
         config=config,
+        policy=policy,
         smem="Float32Smem<config>",
         smem_bytes=config.smem_bytes,
         bounds="config.threads(), config.ctas_per_sm",
@@ -161,7 +166,7 @@ _Params = struct(
 
 
 def program(problem: Problem, target: Target, config: Config) -> Program:
-    scale = problem.softcap or problem.scale
+    scale = unit_of(problem)
     fields = {
         **forward_fields(problem, target, config.block_q, 4),
         # Copies count 16-bit numbers: a float32 is two.
@@ -169,9 +174,10 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
         "head_dim_v": 2 * problem.head_dim_v,
         "scale": scale,
         "scale_log2": scale * LOG2_E,
-        "softcap_in": problem.scale / problem.softcap if problem.softcap else 0.0,
+        **term_params(problem, precise=True),
     }
-    return forward_program(problem, target, config, Launch(unit(config, target.arch), _Params, fields, 0, 0))
+    kernel = unit(config, target.arch, problem.scores)
+    return forward_program(problem, target, config, Launch(kernel, params_for(problem, _Params), fields, 0, 0))
 
 
 def kind_name(exact: bool) -> str:

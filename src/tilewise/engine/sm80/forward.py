@@ -19,16 +19,17 @@ from .. import rules
 from ..params import (
     FLOAT,
     INT,
+    LOG2_E,
     POINTER,
     Strided,
     forward_order,
     matrix_bytes,
     query_tiles,
-    score_params,
     shape_params,
     struct,
     tiles,
 )
+from ..policy import Policy, params_for, term_params, unit_of
 from ..program import Address, Launch, Program, View
 from ..rules import class_of
 from ..source import kernel_unit
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
+    from ...scores import Term
     from ...target import Target
 
 
@@ -119,7 +121,7 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     (`one_wave`).
     """
     classes = class_of(problem)
-    capped = problem.softcap > 0
+    capped = bool(problem.scores)
     small, fitting = [], []
     for row in _table()[classes]:
         if capped not in row["softcap"]:
@@ -139,7 +141,7 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
 
     The bound on registers is that of the arrays a thread holds; whether the compiler keeps to it, its log tells.
     """
-    return list(_runnable(class_of(problem), problem.dtype is torch.bfloat16, problem.softcap > 0, target))
+    return list(_runnable(class_of(problem), problem.dtype is torch.bfloat16, bool(problem.scores), target))
 
 
 @functools.lru_cache(maxsize=16)
@@ -163,7 +165,7 @@ def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
 
 def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
     """The entry of the user's own table for this device."""
-    classes, facts = class_of(problem), (problem.dtype is torch.bfloat16, problem.softcap > 0)
+    classes, facts = class_of(problem), (problem.dtype is torch.bfloat16, bool(problem.scores))
 
     def is_legal(config: Config) -> bool:
         """One that a sweep would try, or any that ships for such heads and fits, whatever lengths it is for."""
@@ -187,15 +189,18 @@ def units() -> list[Unit]:
 
 
 @functools.cache
-def unit(config: Config, arch: str) -> Unit:
+def unit(config: Config, arch: str, terms: tuple[Term, ...] | None = None) -> Unit:
+    """The kernel for these terms of the scores, by default those that the config is made for."""
+    policy = Policy.of(terms, config, False)
     return kernel_unit(
-        config.name,
+        config.name + policy.suffix,
         "sm80/forward.cuh",
-        "forward<config>",
+        "forward<config, Policy>",
         _Params,
         "tilewise::sm80::Params",
         arch,
         config=config,
+        policy=policy,
         smem="Smem<config>",
         smem_bytes=config.smem_bytes,
         bounds="config.threads(), config.ctas_per_sm",
@@ -217,11 +222,13 @@ _Params = struct(
 def program(problem: Problem, target: Target, config: Config) -> Program:
     fields = {
         **forward_fields(problem, target, config.block_q, 2),
-        **score_params(problem),
+        **term_params(problem, precise=False),
+        "scale_log2": unit_of(problem) * LOG2_E,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
     }
-    return forward_program(problem, target, config, Launch(unit(config, target.arch), _Params, fields, 0, 0))
+    kernel = unit(config, target.arch, problem.scores)
+    return forward_program(problem, target, config, Launch(kernel, params_for(problem, _Params), fields, 0, 0))
 
 
 def forward_fields(problem: Problem, target: Target, block_q: int, number_bytes: int) -> dict[str, object]:

@@ -29,12 +29,12 @@ from ..params import (
     POINTER,
     kv_head_sections,
     matrix_bytes,
-    score_params,
     shape_params,
     stride_names,
     struct,
     tiles,
 )
+from ..policy import Policy, params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Map, Program, strides
 from ..source import kernel_unit
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
+    from ...scores import Term
     from ...target import Target
 
 ARCH = "sm_90a"
@@ -110,8 +111,8 @@ class Config:
         weights = 16 if self.by_keys else self.block_q * 64 * 4
         vectors = 2 * self.stages * self.block_q * 4 + self.stages * 2 * 4
         barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TURN_STAGES)
-        plan = TURN_STAGES * 8 + 2 * 4 + 16 * 4
-        return -(-(kv + rings + ds + weights + vectors + barriers + plan) // 1024) * 1024
+        before_turns = -(-(kv + rings + ds + weights + vectors + barriers + 2 * 4) // 16) * 16
+        return -(-(before_turns + TURN_STAGES * 8 + 16 * 4 + self.stages * 4) // 1024) * 1024
 
     @property
     def name(self) -> str:
@@ -132,7 +133,7 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Legal configs, best first, from the measured table."""
     return [
-        _config(row, problem.dtype is torch.bfloat16, problem.softcap > 0)
+        _config(row, problem.dtype is torch.bfloat16, bool(problem.scores))
         for row in _table()[rules.class_of(problem)]
         if not row["writes_dq"] or _has_one_tile(problem, row)
     ]
@@ -155,15 +156,18 @@ def units() -> list[Unit]:
 
 
 @functools.cache
-def unit(config: Config, arch: str = ARCH) -> Unit:
+def unit(config: Config, arch: str = ARCH, terms: tuple[Term, ...] | None = None) -> Unit:
+    """The kernel for these terms of the scores, by default those that the config is made for."""
+    policy = Policy.of(terms, config, False)
     return kernel_unit(
-        config.name,
+        config.name + policy.suffix,
         "sm90/backward.cuh",
-        "backward<config>",
+        "backward<config, Policy>",
         _MainParams,
         "tilewise::sm90::BackwardParams",
         arch,
         config=config,
+        policy=policy,
         smem="BackwardSmem<config>",
         smem_bytes=config.smem_bytes,
         bounds="config.threads(), 1",
@@ -245,8 +249,9 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         dq_sums=4 * pairs * rows * config.head_dim if sums_dq else 0,
         dkv_sums=4 * kv_pairs * kv_tiles * config.block_kv * (config.head_dim + config.head_dim_v) if cut else 0,
     )
-    # S starts from -lse in its own units: before the scale, or with a softcap after it.
-    score_unit = 1.0 if problem.softcap > 0 else problem.scale * LOG2_E
+    # S starts from -lse in its own units: before the scale, or where a term transforms it, after all of them.
+    transformed = any(term.transforms for term in problem.scores)
+    score_unit = 1.0 if transformed else problem.scale * LOG2_E
     preprocess = {
         "out": Address("out"),
         "dout": Address("dout"),
@@ -268,7 +273,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "lse_factor": -LOG2_E / score_unit,
         "start_bias": math.log2(config.weight_factor) / score_unit,
     }
-    score = score_params(problem)
+    scale_log2 = unit_of(problem) * LOG2_E
     main = {
         "q_map": Map("q", config.block_q),
         "k_map": Map("k", config.block_kv),
@@ -284,7 +289,8 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "piece_turns": scratch.address("piece_turns"),
         **({"dq": Address("dq"), **strides("dq")} if config.makes_dq else {}),
         **shape_params(problem),
-        **score,
+        **term_params(problem, precise=False),
+        "scale_log2": scale_log2,
         "heads_kv": problem.heads_kv,
         "head_dim": problem.head_dim,
         "q_tiles": q_tiles,
@@ -296,7 +302,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "walk": int(_walk(problem, config, divided.cut)),
         "store_dk": int(wants[1]),
         "store_dv": int(wants[2]),
-        "inverse_scale_log2": 1.0 / score["scale_log2"],
+        "inverse_scale_log2": 1.0 / scale_log2,
         "dqk_scale": problem.scale / config.weight_factor,
     }
     postprocess = {
@@ -314,7 +320,14 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
     lanes = _LANES[config.head_dim_v]
     launches = [
         Launch(preprocess_unit(config.bf16, lanes), _PreprocessParams, preprocess, edges, EDGE_THREADS),
-        Launch(unit(config), _MainParams, main, divided.grid, config.threads, overlap=True),
+        Launch(
+            unit(config, ARCH, problem.scores),
+            params_for(problem, _MainParams),
+            main,
+            divided.grid,
+            config.threads,
+            overlap=True,
+        ),
     ]
     if sums_dq and not in_turns:
         post = postprocess_unit(config.bf16)
@@ -326,7 +339,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
 
 def _has_one_tile(problem: Problem, row: dict[str, Any]) -> bool:
     """One tile holds all keys, and every tile of queries sees some of them."""
-    if problem.softcap or problem.seq_kv > (128 if row["by_keys"] else 64):
+    if problem.scores or problem.seq_kv > (128 if row["by_keys"] else 64):
         return False
     return _every_tile_sees_keys(problem, row["block_q"])
 

@@ -27,6 +27,7 @@ from ..params import (
     struct,
     tiles,
 )
+from ..policy import Policy, params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Program, strides
 from ..source import kernel_unit
 from .float32_forward import FACT_BYTES, operands, split_launch
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from ...backends import Wants
     from ...jit import Unit
     from ...problem import Problem
+    from ...scores import Term
     from ...target import Target
 
 ARCH = "sm_90a"
@@ -66,8 +68,8 @@ class Config:
         rooms = self.rooms * PARTS * matrix_bytes(BLOCK, BLOCK)
         vectors = 2 * self.stages * BLOCK * 4
         barriers = 8 * (2 + 4 * self.stages + 3 * self.rooms)
-        plan = (15 + 3) * 4
-        return -(-(PARTS * (1 + self.stages) * both + rooms + vectors + barriers + plan) // 1024) * 1024
+        before_plan = -(-(PARTS * (1 + self.stages) * both + rooms + vectors + barriers) // 16) * 16
+        return -(-(before_plan + 16 * 4 + 2 * 4) // 1024) * 1024
 
     @property
     def name(self) -> str:
@@ -94,7 +96,7 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Legal configs, best first: each class of head dims has one."""
-    return [_config(rules.class_of(problem), problem.softcap > 0)]
+    return [_config(rules.class_of(problem), bool(problem.scores))]
 
 
 def _config(classes: tuple[int, int], softcap: bool) -> Config:
@@ -108,15 +110,18 @@ def units() -> list[Unit]:
 
 
 @functools.cache
-def unit(config: Config, arch: str = ARCH) -> Unit:
+def unit(config: Config, arch: str = ARCH, terms: tuple[Term, ...] | None = None) -> Unit:
+    """The kernel for these terms of the scores, by default those that the config is made for."""
+    policy = Policy.of(terms, config, True)
     return kernel_unit(
-        config.name,
+        config.name + policy.suffix,
         "sm90/float32_backward.cuh",
-        "backward<config>",
+        "backward<config, Policy>",
         _MainParams,
         "tilewise::sm90::float32::GradParams",
         arch,
         config=config,
+        policy=policy,
         smem="GradSmem<config>",
         smem_bytes=config.smem_bytes,
         bounds="config.threads(), 1",
@@ -195,7 +200,6 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "q_tiles": q_tiles,
         "head_dim_v": problem.head_dim_v,
     }
-    capped = problem.softcap > 0
     wanted = [name for name, want in zip(("dq", "dk", "dv"), wants, strict=True) if want]
     main = {
         **{f"{operand.name}_map": operand.map(PARTS) for operand in split.values()},
@@ -214,14 +218,15 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "piece_steps": divided.piece_steps,
         "sections": divided.sections,
         "in_order": int(problem.deterministic),
-        "score_scale": problem.softcap if capped else problem.scale,
-        "softcap_in": problem.scale / problem.softcap if capped else 0.0,
+        "score_scale": unit_of(problem),
+        **term_params(problem, precise=True),
         "scale": problem.scale,
     }
+    kernel = unit(config, ARCH, problem.scores)
     launches = (
         split_launch(problem, target, list(split.values()), PARTS, "{}_facts"),
         Launch(row_terms_unit(), _RowParams, rows, query_tiles, _ROW_THREADS, overlap=True),
-        Launch(unit(config), _MainParams, main, divided.grid, config.threads, overlap=True),
+        Launch(kernel, params_for(problem, _MainParams), main, divided.grid, config.threads, overlap=True),
     )
     says = f"{config}; {divided}; before it two kernels that split and sum, {scratch.bytes / 2**20:.1f} MiB of scratch"
     return Program(launches, scratch, frozenset({"dq"} if wants[0] else ()), (says,))

@@ -30,6 +30,7 @@ from ..params import (
     struct,
     tiles,
 )
+from ..policy import Policy, params_for, term_params, unit_of
 from ..program import SCRATCH, Address, Launch, Layout, Map, Program, Stride, strides
 from ..source import kernel_unit
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
+    from ...scores import Term
     from ...target import Target
 
 ARCH = "sm_90a"
@@ -147,7 +149,7 @@ def configs(problem: Problem, target: Target) -> list[Config]:
     Where gradients will be wanted there is only the latter, whose scores are those of the backward, bit by bit.
     """
     parts = 3 if problem.needs_grad else 2 if problem.precision == "exact" else 1
-    return [_config(parts, rules.class_of(problem), problem.softcap > 0)]
+    return [_config(parts, rules.class_of(problem), bool(problem.scores))]
 
 
 def wide_range(config: Config) -> Config:
@@ -187,15 +189,18 @@ def units() -> list[Unit]:
 
 
 @functools.cache
-def unit(config: Config, arch: str = ARCH) -> Unit:
+def unit(config: Config, arch: str = ARCH, terms: tuple[Term, ...] | None = None) -> Unit:
+    """The kernel for these terms of the scores, by default those that the config is made for."""
+    policy = Policy.of(terms, config, True)
     return kernel_unit(
-        config.name,
+        config.name + policy.suffix,
         "sm90/float32_forward.cuh",
-        "forward<config>",
+        "forward<config, Policy>",
         _Params,
         "tilewise::sm90::float32::Params",
         arch,
         config=config,
+        policy=policy,
         smem="Smem<config>",
         smem_bytes=config.smem_bytes,
         bounds="config.threads(), 1",
@@ -322,7 +327,8 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
         launches.append(split_launch(problem, target, split[one.parts], one.parts, facts, **gates))
         fields = _fields(problem, target, one, scratch, refusals, split[one.parts])
         grid = query_tiles(problem, one.block_q)
-        launches.append(Launch(unit(one), _Params, fields, grid, one.threads, overlap=True))
+        kernel = unit(one, ARCH, problem.scores)
+        launches.append(Launch(kernel, params_for(problem, _Params), fields, grid, one.threads, overlap=True))
     grid_text = f"{query_tiles(problem, config.block_q)} CTAs of {config.threads} threads"
     held = f"before it a kernel that splits q, k and v, {scratch.bytes / 2**20:.1f} MiB of scratch"
     says = f"{grid_text}, {config.launch_registers} registers per thread; {held}"
@@ -332,7 +338,7 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
 def _fields(
     problem: Problem, target: Target, config: Config, scratch: Layout, refusals: Address | None, split: list[Operand]
 ) -> dict[str, object]:
-    capped = problem.softcap > 0
+    scale = unit_of(problem)
     return {
         **{f"{operand.name}_map": operand.map(config.parts) for operand in split},
         **{f"{operand.name}_facts": scratch.address(f"{operand.name}_facts{config.parts}") for operand in split},
@@ -348,9 +354,9 @@ def _fields(
         "q_tiles": tiles(problem.seq_q, config.block_q),
         **forward_order(problem, target, 2 * config.parts),
         "most_exponents": max_exponents(problem),
-        "scale_log2": (problem.softcap if capped else problem.scale) * LOG2_E,
-        "softcap_in": problem.scale / problem.softcap if capped else 0.0,
-        "lse_scale": problem.softcap if capped else problem.scale,
+        **term_params(problem, precise=True),
+        "scale_log2": scale * LOG2_E,
+        "lse_scale": scale,
     }
 
 

@@ -20,18 +20,19 @@ from .. import rules
 from ..params import (
     FLOAT,
     INT,
+    LOG2_E,
     LONG,
     MAP,
     POINTER,
     forward_order,
     matrix_bytes,
     query_tiles,
-    score_params,
     shape_params,
     stride_names,
     struct,
     tiles,
 )
+from ..policy import Bounds, Policy, params_for, term_params, unit_of
 from ..program import Address, Counter, Launch, Layout, Map, Program, strides
 from ..rules import MAX_ROWS, class_of
 from ..source import kernel_unit
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
+    from ...scores import Term
     from ...target import Target
 
 ARCH = "sm_90a"
@@ -147,7 +149,7 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     """
     kind = _mask_kind(problem)
     classes = class_of(problem)
-    softcap = problem.softcap > 0
+    softcap = bool(problem.scores)
     folded = _folded(problem)
     rows = _table()[classes, MASK_KINDS[kind], softcap]
     split: list[Config] = []
@@ -178,7 +180,7 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
 
     The bound on registers is that of the arrays a consumer holds; whether the compiler keeps to it, its log tells.
     """
-    facts = (problem.dtype is torch.bfloat16, _mask_kind(problem), problem.softcap > 0)
+    facts = (problem.dtype is torch.bfloat16, _mask_kind(problem), bool(problem.scores))
     return list(_runnable(class_of(problem), *facts, target.smem_per_block or _SMEM_PER_BLOCK))
 
 
@@ -207,11 +209,11 @@ def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
 def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
     """The entry of the user's own table for this device."""
     kind, classes = _mask_kind(problem), class_of(problem)
-    facts = (problem.dtype is torch.bfloat16, kind, problem.softcap > 0)
+    facts = (problem.dtype is torch.bfloat16, kind, bool(problem.scores))
 
     def is_legal(config: Config) -> bool:
         """One that a sweep would try, or any that ships for such heads and masks, whatever lengths it is for."""
-        rows = _table()[classes, MASK_KINDS[kind], problem.softcap > 0]
+        rows = _table()[classes, MASK_KINDS[kind], bool(problem.scores)]
         runnable = _runnable(classes, *facts, target.smem_per_block or _SMEM_PER_BLOCK)
         return config in runnable or any(config == _config(row, classes, *facts) for row in rows)
 
@@ -229,15 +231,18 @@ def units() -> list[Unit]:
 
 
 @functools.cache
-def unit(config: Config, arch: str = ARCH) -> Unit:
+def unit(config: Config, arch: str = ARCH, terms: tuple[Term, ...] | None = None) -> Unit:
+    """The kernel for these terms of the scores, by default those that the config is made for."""
+    policy = Policy.of(terms, config, False, tuple(Bounds)[config.mask])
     return kernel_unit(
-        config.name,
+        config.name + policy.suffix,
         "sm90/forward.cuh",
-        "forward<config>",
+        "forward<config, Policy>",
         _Params,
         "tilewise::sm90::Params",
         arch,
         config=config,
+        policy=policy,
         smem="Smem<config>",
         smem_bytes=config.smem_bytes,
         bounds="config.threads(), config.ctas_per_sm",
@@ -314,14 +319,16 @@ def _program(problem: Problem, target: Target, config: Config) -> Program:
         "partial_out": scratch.address("partial_out"),
         "work_counter": Counter() if dynamic and not config.split else None,
         **shape_params(problem),
-        **score_params(problem),
+        **term_params(problem, precise=False),
+        "scale_log2": unit_of(problem) * LOG2_E,
         "heads": problem.heads_q,
         "head_dim_v": problem.head_dim_v,
         "q_tiles": tiles(problem.seq_q, config.block_q),
         **forward_order(problem, target, 2, work / (target.sms * config.ctas_per_sm)),
         "splits": splits,
     }
-    launches = [Launch(unit(config), _Params, fields, ctas, config.threads, overlap=True)]
+    kernel = unit(config, ARCH, problem.scores)
+    launches = [Launch(kernel, params_for(problem, _Params), fields, ctas, config.threads, overlap=True)]
     if config.split:
         combine = {
             "partial_out": scratch.address("partial_out"),

@@ -7,12 +7,12 @@
 // query tiles of block_q rows that see them, head by head of the group. c = scale * log2(e).
 //
 //   1. S = Q K^T                          all products are mma.sync with both operands from shared memory
-//   2. softcap: S = tanh(S * scale / cap), c = cap * log2(e)
-//   3. partial tiles: S[r, k] = -inf where row r does not see key k
+//   2. the terms of the policy (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
+//   3. partial tiles: S[r, k] = -inf where a term hides key k from row r
 //   4. P = 2^(c S - log2(e) lse)          to shared memory, rounded to 16 bits
 //   5. dP = dO V^T
-//   6. dS = P * (dP - D)                  likewise; softcap: times the slope 1 - S^2
-//   7. dV += round16(P)^T dO
+//   6. dS = P * (dP - D)                  likewise; times the slopes of the terms. Softcap: 1 - S^2, S found again from P
+//   7. dV += round16(P)^T dO              without the weights that a term drops; dP of step 6 likewise
 //   8. dQ += scale round16(dS) K          summed over KV tiles in global memory, float32
 //   9. dK += scale round16(dS)^T Q
 //  10. dK = scale dK; dK and dV to global memory, rounded
@@ -45,13 +45,14 @@
 // clang-format on
 #pragma once
 
+#include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "backward_config.cuh"
 #include "products.cuh"
 
 namespace tilewise::sm80 {
 
-template <BackwardConfig config>
+template <BackwardConfig config, typename Policy>
 struct Backward {
   static constexpr int block_q = config.block_q, block_kv = config.block_kv;
   static constexpr int threads = config.threads();
@@ -70,7 +71,7 @@ struct Backward {
   static_assert(query_blocks * dq_columns * config.warps * 256 == block_q * config.head_dim);
   using Scores = float[score_blocks][score_columns * 8];
 
-  const BackwardParams& params;
+  const ParamsOf<BackwardParams, Policy>& params;
   BackwardSmem<config>& smem;
   // Why in shared memory: registers are for what the products need.
   const BackwardPlan& plan = smem.plan;
@@ -125,25 +126,27 @@ struct Backward {
                        16);
   }
 
-  // Step 3. The thread's columns in its block of S are 8j + 2(lane % 4) + {0, 1}.
-  __device__ __forceinline__ void hide(Scores& s, int first_row, int first_column) {
-    const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
-    const int column = plan.kv_tile * block_kv + first_column + 2 * (lane % 4);
-#pragma unroll
-    for (int t = 0; t < score_blocks; ++t) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = cursor.q_tile * block_q + first_row + t * 16 + lane / 4 + 8 * r;
-        const int first = band.first_key(row) - column, end = band.end_key(row) - column;
-#pragma unroll
-        for (int i = 0; i < score_columns * 8; ++i) {
-          if (row_of(i) != r) continue;
-          const int offset = i / 4 * 8 + i % 2;
-          s[t][i] = offset >= first && offset < end ? s[t][i] : -infinity;
-        }
-      }
+  // Where a block of 16 rows of this warp's scores lies; the warp's scores begin at `first_row` and
+  // `first_column` of the tile.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::queries;
+    const Backward& kernel;
+    const int t, first_row, first_column;
+
+    __device__ __forceinline__ int row() const {
+      return kernel.cursor.q_tile * block_q + first_row + t * 16 + kernel.lane / 4;
     }
-  }
+    __device__ __forceinline__ int column() const {
+      return kernel.plan.kv_tile * block_kv + first_column + 2 * (kernel.lane % 4);
+    }
+    __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
+    __device__ __forceinline__ int head() const { return kernel.head_of(kernel.cursor); }
+  };
+  // The same with the column found once for all blocks.
+  struct PlaceInColumn : Place {
+    const int known_column;
+    __device__ __forceinline__ int column() const { return known_column; }
+  };
 
   // A block of S, rounded, into a queries x keys matrix.
   __device__ __forceinline__ void store_scores(const Scores& s, u32 matrix, int first_row,
@@ -172,11 +175,15 @@ struct Backward {
     clear(s);
     multiply<bf16, Stored::by_rows, Stored::by_columns, config.head_dim / 16, block_q, block_kv>(
         s, ptx::smem_address(smem.q[slot]), block_row, ptx::smem_address(smem.k), block_column);
-    if constexpr (config.softcap) {
 #pragma unroll
-      for (int t = 0; t < score_blocks; ++t) apply_softcap(s[t], params.softcap_in);
+    for (int t = 0; t < score_blocks; ++t)
+      Policy::apply(s[t], params, Unit{}, Place{*this, t, first_row, first_column});
+    if (plan.partial(cursor.q_tile)) {
+      const int column = Place{*this, 0, first_row, first_column}.column();
+#pragma unroll
+      for (int t = 0; t < score_blocks; ++t)
+        Policy::hide(s[t], params, PlaceInColumn{{*this, t, first_row, first_column}, column});
     }
-    if (plan.partial(cursor.q_tile)) hide(s, first_row, first_column);
 #pragma unroll
     for (int t = 0; t < score_blocks; ++t) {
       const float lse[2] = {row_lse[t * 16], row_lse[t * 16 + 8]};
@@ -184,8 +191,18 @@ struct Backward {
       for (int i = 0; i < score_columns * 8; ++i)
         s[t][i] = ptx::ex2(fmaf(s[t][i], params.scale_log2, -lse[row_of(i)]));
     }
-    if constexpr (config.makes_dkv)
+    if constexpr (config.makes_dkv && Policy::drops) {
+      Scores kept;
+#pragma unroll
+      for (int t = 0; t < score_blocks; ++t) {
+#pragma unroll
+        for (int i = 0; i < score_columns * 8; ++i) kept[t][i] = s[t][i];
+        Policy::drop(kept[t], params, Place{*this, t, first_row, first_column});
+      }
+      store_scores(kept, ptx::smem_address(smem.p), first_row, first_column);
+    } else if constexpr (config.makes_dkv) {
       store_scores(s, ptx::smem_address(smem.p), first_row, first_column);
+    }
     clear(dp);
     multiply<bf16, Stored::by_rows, Stored::by_columns, config.head_dim_v / 16, block_q, block_kv>(
         dp, ptx::smem_address(smem.dout[slot]), block_row, ptx::smem_address(smem.v), block_column);
@@ -193,18 +210,15 @@ struct Backward {
     for (int t = 0; t < score_blocks; ++t) {
       const float lse[2] = {row_lse[t * 16], row_lse[t * 16 + 8]};
       const float term[2] = {row_term[t * 16], row_term[t * 16 + 8]};
+      auto terms = Policy::backward(params, Place{*this, t, first_row, first_column});
 #pragma unroll
       for (int i = 0; i < score_columns * 8; ++i) {
-        float slope = 1.0f;
-        if constexpr (config.softcap) {
-          // S is found again from P = 2^(c S - lse). Where P is 0 the slope does not matter, but
-          // must be finite.
-          const float capped =
-              fmaxf((ptx::lg2(s[t][i]) + lse[row_of(i)]) * params.inverse_scale_log2, -1.0f);
-          slope = s[t][i] == 0.0f ? 0.0f : fmaf(-capped, capped, 1.0f);
-        }
-        dp[t][i] = s[t][i] * (dp[t][i] - term[row_of(i)]) * slope;
+        const float ds = s[t][i] * (terms.drop(dp[t][i], i) - term[row_of(i)]);
+        dp[t][i] = terms.pull_back(ds, i, [&] {
+          return value_of_weight(s[t][i], lse[row_of(i)], params.inverse_scale_log2);
+        });
       }
+      terms.end();
     }
     store_scores(dp, ptx::smem_address(smem.ds), first_row, first_column);
   }
@@ -374,6 +388,14 @@ struct Backward {
   __device__ __forceinline__ void finish() {
     if (plan.pieces > 1 && !join_pieces()) return;
     __syncthreads();
+    if constexpr (Policy::drops) {
+      const float weight = Policy::kept_weight(params, Place{*this, 0, 0, 0});
+#pragma unroll
+      for (int t = 0; t < key_blocks; ++t) {
+#pragma unroll
+        for (int i = 0; i < dv_columns * 8; ++i) dv[t][i] *= weight;
+      }
+    }
     store_keys<dv_columns>(dv, params.dv, params.head_dim_v);
 #pragma unroll
     for (int t = 0; t < key_blocks; ++t) {
@@ -421,8 +443,8 @@ struct Backward {
   }
 };
 
-template <BackwardConfig config>
-__device__ __forceinline__ void backward(const BackwardParams& params) {
+template <BackwardConfig config, typename Policy>
+__device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
   if (threadIdx.x < 32) {
@@ -431,7 +453,7 @@ __device__ __forceinline__ void backward(const BackwardParams& params) {
     if (threadIdx.x == 0) smem.plan = plan;
   }
   __syncthreads();
-  Backward<config>{params, smem}.run();
+  Backward<config, Policy>{params, smem}.run();
 }
 
 }  // namespace tilewise::sm80

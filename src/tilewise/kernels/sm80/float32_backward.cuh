@@ -8,13 +8,14 @@
 //
 //   1. S^T = K Q^T                        K and Q from shared memory (float32_products.cuh); six products for
 //                                         large scores that count (float32_precise.cuh)
-//   2. softcap: S = tanh(S * scale / cap), scale = cap
-//   3. partial tiles: S[r, k] = -inf where row r does not see key k
+//   2. the terms of the policy (common/scores.cuh). Softcap: S = tanh(S * scale / cap), scale = cap
+//   3. partial tiles: S[r, k] = -inf where a term hides key k from row r
 //   4. P = e^(scale S - lse)              S and its product with the scale have the bits they had in the
 //                                         forward: else large scores would be off against lse
 //   5. dP^T = V dO^T
-//   6. dS = P * (dP - D)                  softcap: times the slope 1 - S^2; to shared memory for step 9
-//   7. dV += P^T dO                       P^T as it comes out of the first product
+//   6. dS = P * (dP - D)                  times the slopes of the terms (softcap: 1 - S^2); to shared memory for step 9
+//   7. dV += P^T dO                       P^T as it comes out of the first product, without the weights that a
+//                                         term drops; dP of step 6 likewise
 //   8. dK += scale dS^T Q                 likewise
 //   9. dQ += scale dS K                   added up over KV tiles in global memory
 // Sums of steps 7 and 8 leave the tensor core after every query tile, 32 columns at a time, and are added
@@ -50,6 +51,7 @@
 // clang-format on
 #pragma once
 
+#include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "float32_backward_config.cuh"
 #include "float32_precise.cuh"
@@ -59,7 +61,7 @@ namespace tilewise::sm80 {
 
 constexpr float small_unit = 0x1p-64f, large_row_term = 0x1p-30f;
 
-template <Float32BackwardConfig config>
+template <Float32BackwardConfig config, typename Policy>
 struct Float32Backward {
   static constexpr bool exact = config.exact;
   static constexpr int block_q = config.block_q, block_kv = config.block_kv();
@@ -79,7 +81,7 @@ struct Float32Backward {
   using QCopy = Copy<block_q, config.head_dim>;
   using DoutCopy = Copy<block_q, config.head_dim_v>;
 
-  const Float32BackwardParams& params;
+  const ParamsOf<Float32BackwardParams, Policy>& params;
   Float32BackwardSmem<config>& smem;
   // Why in shared memory: registers are for what the products need.
   const BackwardPlan& plan = smem.plan;
@@ -202,23 +204,20 @@ struct Float32Backward {
     for (int i = 0; i < block_q / 2; ++i) product[i] += sums.total(i);
   }
 
-  // Step 3. The thread's queries in the tile are 8j + 2(lane % 4) + {0, 1}.
-  __device__ __forceinline__ void hide(Scores& s) {
-    const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
-    const int query = cursor.q_tile * block_q + 2 * (lane % 4);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int key = plan.kv_tile * block_kv + warp * 16 + lane / 4 + 8 * r;
-      const int first = band.first_row(key) - query;
-      const int end = key < params.seq_k ? band.end_row(key) - query : first;
-#pragma unroll
-      for (int i = 0; i < block_q / 2; ++i) {
-        if (row_of(i) != r) continue;
-        const int offset = i / 4 * 8 + i % 2;
-        s[i] = offset >= first && offset < end ? s[i] : -infinity;
-      }
+  // Where this thread's scores lie.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::keys;
+    const Float32Backward& kernel;
+
+    __device__ __forceinline__ int row() const {
+      return kernel.plan.kv_tile * block_kv + kernel.warp * 16 + kernel.lane / 4;
     }
-  }
+    __device__ __forceinline__ int column() const {
+      return kernel.cursor.q_tile * block_q + 2 * (kernel.lane % 4);
+    }
+    __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
+    __device__ __forceinline__ int head() const { return kernel.head_of(kernel.cursor); }
+  };
 
   // Scores as float32_precise.cuh tells. `scale` makes nats of them.
   __device__ __forceinline__ void refine(int slot, float scale, Scores& s) {
@@ -248,25 +247,23 @@ struct Float32Backward {
     }
   }
 
-  // Steps 1 to 6. `slopes` is touched with a softcap only.
+  // Steps 1 to 6.
   __device__ __forceinline__ void weigh(int slot, Scores& p, Scores& ds) {
     constexpr float log2_e = 1.44269504088896341f;
     const float* row_lse = smem.lse[slot] + 2 * (lane % 4);
     const float* row_term = smem.row_terms[slot] + 2 * (lane % 4);
-    float slopes[config.softcap ? block_q / 2 : 1];
+    float values[Policy::has_slope ? block_q / 2 : 1];  // S after step 2, for its slope
     multiply_rows(ptx::smem_address(smem.k), ptx::smem_address(smem.q[slot]), params.head_dim, p);
-    if constexpr (config.softcap) {
-      const float factor = params.softcap_in * again(smem.units.s);
+    if constexpr (Policy::transforms)
+      Policy::apply(p, params, Unit{again(smem.units.s)}, Place{*this});
+    if constexpr (Policy::has_slope) {
 #pragma unroll
-      for (int i = 0; i < block_q / 2; ++i) {
-        p[i] = tanhf(p[i] * factor);
-        slopes[i] = fmaf(-p[i], p[i], 1.0f);
-      }
+      for (int i = 0; i < block_q / 2; ++i) values[i] = p[i];
     }
-    if constexpr (exact && !config.softcap)
+    if constexpr (exact && !Policy::transforms)
       refine(slot, params.softmax_scale * again(smem.units.s), p);
-    if (plan.partial(cursor.q_tile)) hide(p);
-    const float scale = params.softmax_scale * (config.softcap ? 1.0f : again(smem.units.s));
+    if (plan.partial(cursor.q_tile)) Policy::hide(p, params, Place{*this});
+    const float scale = params.softmax_scale * (Policy::transforms ? 1.0f : again(smem.units.s));
 #pragma unroll
     for (int i = 0; i < block_q / 2; ++i) {
       const float lse = row_lse[i / 4 * 8 + i % 2];
@@ -280,11 +277,13 @@ struct Float32Backward {
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) ds[i] *= again(smem.units.dp);
     }
+    auto terms = Policy::backward(params, Place{*this});
 #pragma unroll
-    for (int i = 0; i < block_q / 2; ++i) {
-      ds[i] = p[i] * (ds[i] - row_term[i / 4 * 8 + i % 2]);
-      if constexpr (config.softcap) ds[i] *= slopes[i];
-    }
+    for (int i = 0; i < block_q / 2; ++i)
+      ds[i] = terms.pull_back(p[i] * (terms.drop(ds[i], i) - row_term[column_of(i)]), i,
+                              [&] { return values[i]; });
+    terms.end();
+    Policy::drop(p, params, Place{*this});
   }
 
   // dS^T of this warp's keys into the queries x keys matrix. Conflict-free: eight keys are two
@@ -475,7 +474,8 @@ struct Float32Backward {
 
   template <bool add>
   __device__ __forceinline__ void store_both() {
-    store_keys<config.head_dim_v, add>(dv, 1.0f, params.dv, params.head_dim_v);
+    store_keys<config.head_dim_v, add>(dv, Policy::kept_weight(params, Place{*this}), params.dv,
+                                       params.head_dim_v);
     store_keys<config.head_dim, add>(dk, params.scale, params.dk, params.head_dim);
   }
   __device__ __forceinline__ void finish() {
@@ -534,8 +534,9 @@ struct Float32Backward {
   }
 };
 
-template <Float32BackwardConfig config>
-__device__ __forceinline__ void float32_backward(const Float32BackwardParams& params) {
+template <Float32BackwardConfig config, typename Policy>
+__device__ __forceinline__ void float32_backward(
+    const ParamsOf<Float32BackwardParams, Policy>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Float32BackwardSmem<config>& smem = *reinterpret_cast<Float32BackwardSmem<config>*>(smem_bytes);
   if (threadIdx.x < 32) {
@@ -548,7 +549,7 @@ __device__ __forceinline__ void float32_backward(const Float32BackwardParams& pa
     smem.units = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
   }
   __syncthreads();
-  Float32Backward<config>{params, smem}.run();
+  Float32Backward<config, Policy>{params, smem}.run();
 }
 
 // --- what stands before: row terms and zeroes ---

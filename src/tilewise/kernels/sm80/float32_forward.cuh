@@ -9,16 +9,16 @@
 //
 //   1. S = Q K_n^T                      three products (float32_products.cuh), Q from shared memory; six for
 //                                       large scores that count (float32_precise.cuh), after step 3
-//   2. softcap: S = tanh(S * scale / cap), c = cap * log2(e)
-//   3. partial tiles: S[r, k] = -inf where k is outside [first_key(r), end_key(r))
+//   2. the terms of the policy (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
+//   3. partial tiles: S[r, k] = -inf where a term hides k from r: the band, outside [first_key(r), end_key(r))
 //   4. m' = max(m, rowmax S), alpha = 2^(c (m - m')), m = m'
 //   5. P = 2^(c (S - m))                a maximum is a score and is never multiplied by itself: its product
 //                                       with c would be off by half a unit in the last place, which for
 //                                       large scores is more than a factor
-//   6. l = alpha l + rowsum P
+//   6. l = alpha l + rowsum P; then terms may drop weights
 //   7. F = P V_n                        32 columns at a time, P as it comes out of the first product
 //   8. O = alpha O + F                  outside of the tensor core, which would cut off the sum
-//   9. out = O / l, lse = scale m + ln l, both rounded: where one key has all the weight of a row, lse is its
+//   9. terms may finish m and l; out = O / l, lse = scale m + ln l, both rounded: where one key has all the weight of a row, lse is its
 //      score, and the backward finds a weight of 1; a row without keys gives out = 0, lse = -inf
 //
 // Why the true maximum in every tile, where the 16-bit kernel is lazy: step 8 multiplies by alpha for
@@ -44,6 +44,8 @@
 // clang-format on
 #pragma once
 
+#include "../common/nonfinite.cuh"
+#include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "float32_config.cuh"
 #include "float32_precise.cuh"
@@ -53,10 +55,6 @@ namespace tilewise::sm80 {
 
 __device__ __forceinline__ bool is_within(const TileRange& range, int tile) {
   return tile >= range.begin && tile < range.end;
-}
-
-__device__ __forceinline__ bool is_nonfinite(u32 bits) {
-  return (bits & 0x7f800000u) == 0x7f800000u;
 }
 
 // Magnitudes of Q that ask for a factor, and of O; and the factors.
@@ -70,7 +68,7 @@ __device__ __forceinline__ float reciprocal(float x) {
   return fmaf(near, fmaf(-x, near, 1.0f), near);
 }
 
-template <Float32Config config>
+template <Float32Config config, typename Policy>
 struct Float32Forward {
   static constexpr bool exact = config.exact;
   static constexpr int row_tiles = config.row_tiles, block_kv = config.block_kv;
@@ -81,7 +79,7 @@ struct Float32Forward {
   using KCopy = TileCopy<block_kv, halves(config.head_dim), threads>;
   using VCopy = TileCopy<block_kv, halves(config.head_dim_v), threads>;
 
-  const Float32Params& params;
+  const ParamsOf<Float32Params, Policy>& params;
   Float32Smem<config>& smem;
   const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
   const int lane = threadIdx.x % 32;
@@ -119,7 +117,7 @@ struct Float32Forward {
   }
 
   // Step 1, and 2.
-  __device__ __forceinline__ void scores(int slot) {
+  __device__ __forceinline__ void scores(int kv_tile, int slot) {
     u32 k_lane = lane_by_columns(ptx::smem_address(smem.k[slot])), rows = q_lane;
     Sums<exact, block_kv / 2> sums[row_tiles];
 #pragma unroll
@@ -154,30 +152,31 @@ struct Float32Forward {
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
 #pragma unroll
-      for (int i = 0; i < block_kv / 2; ++i) {
-        p[t][i] += sums[t].total(i);
-        if constexpr (config.softcap) p[t][i] = tanhf(p[t][i] * params.softcap_in);
-      }
+      for (int i = 0; i < block_kv / 2; ++i) p[t][i] += sums[t].total(i);
+      Policy::apply(p[t], params, Unit{}, Place{*this, t, kv_tile});
     }
   }
 
-  // Step 3. The thread's columns in the tile are 8j + 2(lane % 4) + {0, 1}.
-  __device__ __forceinline__ void hide(int kv_tile) {
-    const int column = kv_tile * block_kv + 2 * (lane % 4);
-#pragma unroll
-    for (int t = 0; t < row_tiles; ++t) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = warp_row() + t * 16 + lane / 4 + 8 * r;
-        const int first = band.first_key(row) - column, end = band.end_key(row) - column;
-#pragma unroll
-        for (int i = 0; i < block_kv / 2; ++i) {
-          if (row_of(i) != r) continue;
-          const int offset = i / 4 * 8 + i % 2;
-          p[t][i] = offset >= first && offset < end ? p[t][i] : -infinity;
-        }
-      }
+  // Where the scores of a block of rows lie.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::queries;
+    const Float32Forward& kernel;
+    const int t, kv_tile;
+
+    __device__ __forceinline__ int row() const {
+      return kernel.warp_row() + t * 16 + kernel.lane / 4;
     }
+    __device__ __forceinline__ int column() const {
+      return kv_tile * block_kv + 2 * (kernel.lane % 4);
+    }
+    __device__ __forceinline__ int batch() const { return kernel.tile().batch; }
+    __device__ __forceinline__ int head() const { return kernel.tile().head; }
+  };
+
+  // Step 3.
+  __device__ __forceinline__ void hide(int kv_tile) {
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) Policy::hide(p[t], params, Place{*this, t, kv_tile});
   }
 
   // Whether the warp has scores that count and are large.
@@ -219,7 +218,7 @@ struct Float32Forward {
     float tops[row_tiles][2];
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) row_maxima(p[t], tops[t]);
-    if constexpr (exact && !config.softcap) {
+    if constexpr (exact && !Policy::transforms) {
       if (__builtin_expect(has_large_scores(tops), 0)) {
         refine(slot);
 #pragma unroll
@@ -283,9 +282,11 @@ struct Float32Forward {
 
   // Steps 1 to 6.
   __device__ __forceinline__ void weigh_tile(int kv_tile, int slot, bool partial) {
-    scores(slot);
+    scores(kv_tile, slot);
     if (partial) hide(kv_tile);
     weigh(slot);
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) Policy::drop(p[t], params, Place{*this, t, kv_tile});
   }
 
   // What the head of this file says of Q. Invariant: this thread's copies of Q have arrived.
@@ -428,11 +429,10 @@ struct Float32Forward {
 #pragma unroll 1
       for (int column = lane; column < params.head_dim_v / 2; column += 32) {
         float total = 0.0f;
-#pragma unroll 1
-        for (int key = band.first_key(row); key < band.end_key(row); ++key) {
+        tilewise::restore_nonfinite(band.first_key(row), band.end_key(row), [&](int key) {
           const float value = reinterpret_cast<const float*>(smem.values.row(0, 0, key))[column];
           if (is_nonfinite(__float_as_uint(value))) total += value;
-        }
+        });
         if (total != 0.0f) out[column] = total;
       }
     }
@@ -450,8 +450,12 @@ struct Float32Forward {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = warp_row + t * 16 + lane / 4 + 8 * r;
-        const float total = quad_sum(sum[t][r]);
-        const float inverse = total == 0.0f ? 0.0f : reciprocal(total);
+        float total = quad_sum(sum[t][r]);
+        const Place place{*this, t, 0};
+        const float row_factor =
+            Policy::finish_row(params, place, r, most[t][r], total, params.scale_log2) *
+            Policy::kept_weight(params, place);
+        const float inverse = total == 0.0f ? 0.0f : reciprocal(total) * row_factor;
         rows_are_nan[t][r] = total != total;
         const bool exists = row < params.seq_q;
         if (exists && params.lse != nullptr && lane % 4 == 0)
@@ -500,12 +504,12 @@ struct Float32Forward {
   }
 };
 
-template <Float32Config config>
-__device__ __forceinline__ void float32_forward(const Float32Params& params) {
+template <Float32Config config, typename Policy>
+__device__ __forceinline__ void float32_forward(const ParamsOf<Float32Params, Policy>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   const Schedule schedule{params.heads, params.batch * params.heads, params.q_tiles,
                           params.sections, params.longest_first};
-  Float32Forward<config>{params, *reinterpret_cast<Float32Smem<config>*>(smem_bytes)}.run(
+  Float32Forward<config, Policy>{params, *reinterpret_cast<Float32Smem<config>*>(smem_bytes)}.run(
       schedule.tile(blockIdx.x));
 }
 

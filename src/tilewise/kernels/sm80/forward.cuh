@@ -7,17 +7,17 @@
 // c = scale * log2(e).
 //
 //   1. S = Q K_n^T                      mma.sync, Q from shared memory or from registers
-//   2. softcap: S = tanh(S * scale / cap), c = cap * log2(e)
-//   3. partial tiles: S[r, k] = -inf where k is outside [first_key(r), end_key(r))
+//   2. the terms of the policy (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
+//   3. partial tiles: S[r, k] = -inf where a term hides k from r: the band, outside [first_key(r), end_key(r))
 //   4. partial tiles, and the first that is not: m' = max(m, c * rowmax S), alpha = 2^(m - m'), m = m';
 //      other tiles: m stays, alpha = 1
 //   5. P = 2^(c S - m)
-//   6. other tiles: where a thread's share of rowsum P exceeds 3 times its mean over the tiles before
-//      (or 2^15), its warp takes the true maximum now: alpha and m as in 4, P *= alpha (from step 1
-//      again, computed from the K still there, where P overflowed)
-//   7. l = alpha l + rowsum P
+//   6. other tiles: where a thread's share of rowsum P exceeds h times its mean over the tiles before
+//      (h = 5 for 64 keys, 5.75 for 32; or 2^15), its warp takes the true maximum now: alpha and m as in 4,
+//      P *= alpha (from step 1 again, computed from the K still there, where P overflowed)
+//   7. l = alpha l + rowsum P; then terms may drop weights
 //   8. O = alpha O + round16(P) V_n     mma.sync, P as it comes out of the first product
-//   9. out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
+//   9. terms may finish m and l; out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
 //
 // Roles. All warps do the same: copy their share of every tile, and attend for their own rows. A warp
 // whose rows see nothing of a tile (the upper half of a diagonal) only copies. Two or more CTAs share
@@ -42,6 +42,7 @@
 #pragma once
 
 #include "../common/nonfinite.cuh"
+#include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "config.cuh"
 #include "tiles.cuh"
@@ -52,7 +53,7 @@ __device__ __forceinline__ bool within(const TileRange& range, int tile) {
   return tile >= range.begin && tile < range.end;
 }
 
-template <Config config>
+template <Config config, typename Policy>
 struct Forward {
   static constexpr int row_tiles = config.row_tiles, block_kv = config.block_kv;
   static constexpr int block_q = config.block_q(), threads = config.threads();
@@ -60,7 +61,7 @@ struct Forward {
   using KCopy = TileCopy<block_kv, config.head_dim, threads>;
   using VCopy = TileCopy<block_kv, config.head_dim_v, threads>;
 
-  const Params& params;
+  const ParamsOf<Params, Policy>& params;
   Smem<config>& smem;
   const WorkTile tile;
   const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
@@ -111,7 +112,7 @@ struct Forward {
 
   // Step 1, and 2.
   template <int unrolled, bool q_kept>
-  __device__ __forceinline__ void scores(int slot) {
+  __device__ __forceinline__ void scores(int kv_tile, int slot) {
     const u32 k_lane = lane_by_columns(ptx::smem_address(smem.k[slot]));
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
@@ -134,29 +135,31 @@ struct Forward {
         }
       }
     }
-    if constexpr (config.softcap) {
 #pragma unroll
-      for (int t = 0; t < row_tiles; ++t) apply_softcap(s[t], params.softcap_in);
-    }
+    for (int t = 0; t < row_tiles; ++t)
+      Policy::apply(s[t], params, Unit{}, Place{*this, t, kv_tile});
   }
 
-  // Step 3. The thread's columns in the tile are 8j + 2(lane % 4) + {0, 1}.
-  __device__ __forceinline__ void hide(int kv_tile) {
-    const int column = kv_tile * block_kv + 2 * (lane % 4);
-#pragma unroll
-    for (int t = 0; t < row_tiles; ++t) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = warp_row + t * 16 + lane / 4 + 8 * r;
-        const int first = band.first_key(row) - column, end = band.end_key(row) - column;
-#pragma unroll
-        for (int i = 0; i < block_kv / 2; ++i) {
-          if (row_of(i) != r) continue;
-          const int offset = i / 4 * 8 + i % 2;
-          s[t][i] = offset >= first && offset < end ? s[t][i] : -infinity;
-        }
-      }
+  // Where the scores of a block of rows lie.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::queries;
+    const Forward& kernel;
+    const int t, kv_tile;
+
+    __device__ __forceinline__ int row() const {
+      return kernel.warp_row + t * 16 + kernel.lane / 4;
     }
+    __device__ __forceinline__ int column() const {
+      return kv_tile * block_kv + 2 * (kernel.lane % 4);
+    }
+    __device__ __forceinline__ int batch() const { return kernel.tile.batch; }
+    __device__ __forceinline__ int head() const { return kernel.tile.head; }
+  };
+
+  // Step 3.
+  __device__ __forceinline__ void hide(int kv_tile) {
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) Policy::hide(s[t], params, Place{*this, t, kv_tile});
   }
 
   __device__ __forceinline__ void rescale(int t, const float (&alpha)[2]) {
@@ -209,16 +212,19 @@ struct Forward {
     // All blocks of rows count alike: the compiler is told, and keeps one count.
 #pragma unroll
     for (int t = 1; t < row_tiles; ++t) softmax[t].blocks = softmax[0].blocks;
-    scores<config.head_dim / 16, config.q_in_registers>(slot);
+    scores<config.head_dim / 16, config.q_in_registers>(kv_tile, slot);
     if (!exact && __builtin_expect(!weigh_lazily(), 0)) {
       // Why rolled: a second copy of the products would cost the loop registers.
-      scores<1, false>(slot);
+      scores<1, false>(kv_tile, slot);
       exact = true;
     }
     if (exact) weigh_exactly(kv_tile, partial);
     settled = settled || !partial;
 #pragma unroll
-    for (int t = 0; t < row_tiles; ++t) pack_block<config.bf16>(s[t], p[t]);
+    for (int t = 0; t < row_tiles; ++t) {
+      Policy::drop(s[t], params, Place{*this, t, kv_tile});
+      pack_block<config.bf16>(s[t], p[t]);
+    }
   }
 
   // Step 8.
@@ -312,12 +318,11 @@ struct Forward {
 #pragma unroll 1
       for (int column = lane; column < params.head_dim_v; column += 32) {
         float sum = 0.0f;
-#pragma unroll 1
-        for (int key = band.first_key(row); key < band.end_key(row); ++key) {
+        tilewise::restore_nonfinite(band.first_key(row), band.end_key(row), [&](int key) {
           const u32 value = params.v.row(tile.batch, tile.head / params.heads_per_kv, key)[column];
           if (nonfinite_bits<config.bf16>(value) & 0x8000u)
             sum += ptx::unpack_low<config.bf16>(value);
-        }
+        });
         if (sum != 0.0f)
           out[column] = static_cast<u16>(
               ptx::pack<config.bf16>(sum + ptx::unpack_low<config.bf16>(out[column]), 0.0f));
@@ -337,8 +342,12 @@ struct Forward {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = warp_row + t * 16 + lane / 4 + 8 * r;
-        const float total = quad_sum(softmax[t].sum[r]);
-        inverse[r] = total == 0.0f ? 0.0f : ptx::rcp(total);
+        float total = quad_sum(softmax[t].sum[r]);
+        const Place place{*this, t, 0};
+        const float factor =
+            Policy::finish_row(params, place, r, softmax[t].reference[r], total, 1.0f) *
+            Policy::kept_weight(params, place);
+        inverse[r] = total == 0.0f ? 0.0f : ptx::rcp(total) * factor;
         if (params.lse != nullptr && lane % 4 == 0 && row < params.seq_q)
           lse[row] = total == 0.0f ? -infinity : (softmax[t].reference[r] + ptx::lg2(total)) * ln2;
       }
@@ -363,12 +372,13 @@ struct Forward {
   }
 };
 
-template <Config config>
-__device__ __forceinline__ void forward(const Params& params) {
+template <Config config, typename Policy>
+__device__ __forceinline__ void forward(const ParamsOf<Params, Policy>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   const Schedule schedule{params.heads, params.batch * params.heads, params.q_tiles,
                           params.sections, params.longest_first};
-  Forward<config>{params, *reinterpret_cast<Smem<config>*>(smem_bytes), schedule.tile(blockIdx.x)}
+  Forward<config, Policy>{params, *reinterpret_cast<Smem<config>*>(smem_bytes),
+                          schedule.tile(blockIdx.x)}
       .run();
 }
 

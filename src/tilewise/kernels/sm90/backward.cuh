@@ -10,7 +10,7 @@
 //
 //   1. S^T = K Q^T - lse / scale          wgmma, both in shared memory; the row term is where the
 //                                         accumulator starts from, so that it costs nothing
-//   2. partial tiles: S^T[k, r] = -inf where row r does not see key k
+//   2. partial tiles: S^T[k, r] = -inf where a term of the policy (common/scores.cuh) hides key k from row r
 //   3. P^T = 2^(c S^T)
 //   4. dP^T = V dO^T - D                  wgmma, likewise
 //   5. dV += round16(P^T) dO              wgmma, P in registers
@@ -21,8 +21,10 @@
 //                                         postprocess
 //   9. a KV tile in pieces: dK and dV are summed over them in global memory (float32). The first
 //      stores its sums, those between add theirs, the last adds what it finds and writes
-// Softcap: S starts from 0, S = tanh(S * scale / cap), the row term comes after it, and dS gets its
-// slope 1 - S^2. preprocess makes both row terms and, where KV tiles add freely, zeroes the sums.
+// Where a term changes scores, S starts from 0, the row term comes after the terms, and dS gets their
+// slopes. Softcap: S = tanh(S * scale / cap), slope 1 - S^2, S found again from P. Where a term drops
+// weights, dP starts from 0 and gets D after it; the P of step 5 has zeros then.
+// preprocess makes both row terms and, where KV tiles add freely, zeroes the sums.
 // Overlap: 7 and 1 of the next step are in flight together, as are 4 and 5; the exponentials of one
 // warpgroup run under the products of the others.
 //
@@ -37,7 +39,8 @@
 // (1-3, 5) and hands P over in shared memory, the other dK (4, 6, 7).
 //
 // Shared memory (struct BackwardSmem): K and V of the CTA, in the end dK and dV on their way out;
-// rings of Q and dO with their row terms; a ring of dS; P on its way; barriers and the plan.
+// rings of Q and dO with their row terms; a ring of dS; P on its way; barriers, the plan, and the head of
+// every stage for terms that ask for it.
 //
 // Barriers
 //   name                  arrives, count              waits             protects
@@ -98,8 +101,8 @@ __device__ __forceinline__ int warpgroup_index() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
 }
 
-template <BackwardConfig config>
-__device__ __forceinline__ void backward(const BackwardParams& params) {
+template <BackwardConfig config, typename Policy>
+__device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
   const int warpgroup = warpgroup_index();
@@ -123,7 +126,7 @@ __device__ __forceinline__ void backward(const BackwardParams& params) {
     ptx::setmaxnreg_dec<producer_registers>();
     if (plan.steps > 0 && ptx::elect_one()) {
       const int warp = threadIdx.x / 32;
-      if (warp == 0) BackwardProducer<config>{params, smem, plan}.run();
+      if (warp == 0) BackwardProducer<config, Policy>{params, smem, plan}.run();
       if constexpr (config.makes_dq && !config.writes_dq) {
         if (warp == 1 && params.turns != nullptr) TurnKeeper<config>{params, smem, plan}.await();
         if (warp == 2 && params.turns != nullptr) TurnKeeper<config>{params, smem, plan}.pass();
@@ -138,11 +141,11 @@ __device__ __forceinline__ void backward(const BackwardParams& params) {
     ptx::setmaxnreg_inc<config.product_registers>();
     if constexpr (config.by_keys) {
       // Why asked again: the first answer is kept in a register that is needed elsewhere.
-      KeysWarpgroup<config>{{params, smem, plan, warpgroup_index() - 2}}.run();
+      KeysWarpgroup<config, Policy>{{params, smem, plan, warpgroup_index() - 2}}.run();
     } else if (warpgroup == 2) {
-      ValueWarpgroup<config>{{params, smem, plan, 0}}.run();
+      ValueWarpgroup<config, Policy>{{params, smem, plan, 0}}.run();
     } else {
-      KeyWarpgroup<config>{{params, smem, plan, 1}}.run();
+      KeyWarpgroup<config, Policy>{{params, smem, plan, 1}}.run();
     }
   }
 }

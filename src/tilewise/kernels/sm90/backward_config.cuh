@@ -76,7 +76,7 @@ struct BackwardParams {
   // fragment order), and the turns of pieces at them, (batch, heads_kv, kv_tiles, 2), zeroed.
   float* dkv_sums;
   PieceTurns* piece_turns;
-  void* dq;          // null: not wanted
+  void* dq;                   // null: not wanted
   long long dq_batch_stride;  // in elements
   long long dq_head_stride;
   long long dq_seq_stride;
@@ -174,8 +174,9 @@ __device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params,
   return plan;
 }
 
-// A query tile, and what it is to the keys of a product warpgroup, in one register. Hidden: no query
-// sees any of them, as in half of the diagonal tiles of a causal mask, and for keys past the end.
+// A query tile, and what it is to the keys of a product warpgroup, in one register. Hidden: no
+// query sees any of them, as in half of the diagonal tiles of a causal mask, and for keys past the
+// end.
 struct SeenTile {
   enum Sight { full, partial, hidden };
   int packed;
@@ -225,9 +226,12 @@ struct BackwardSmem {
   ptx::u64 ds_full[config.ds_stages], ds_empty[config.ds_stages];
   ptx::u64 weights_full, weights_empty;
   ptx::u64 turn_come[turn_stages], turn_over[turn_stages];
-  Turn turn[turn_stages];
   int pieces_before[2];  // at the sums of dK and dV, per product warpgroup
-  BackwardPlan plan;
+  alignas(16) Turn turn[turn_stages];
+  // Invariant: 16 bytes that hold a part of it hold nothing that is written while it is read. Why:
+  // it is read in such units, and a race checker reports what shares one.
+  alignas(16) BackwardPlan plan;
+  alignas(16) int head[config.stages];  // of the Q in a stage, for terms that ask for it
 };
 
 // Counts through the steps of a plan: query tiles of one head, all round, then of the next; or all

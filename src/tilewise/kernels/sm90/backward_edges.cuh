@@ -18,7 +18,7 @@ struct PreprocessParams {
   const float* dlse;  // null, or likewise
   float* start_s;     // (batch, heads, rows), rows padded to the query tile
   float* start_dp;
-  float* dq_sums;    // null, or row_floats * rows floats a head, to be zeroed
+  float* dq_sums;           // null, or row_floats * rows floats a head, to be zeroed
   TileTurns* turns;         // null, or one per query tile, to be zeroed
   PieceTurns* piece_turns;  // null, or so many turns of pieces at dK and dV, to be zeroed
   int piece_turn_count;

@@ -25,7 +25,7 @@ __device__ __forceinline__ long long query_tile_index(const Params& params,
 }
 
 // One thread issues all loads.
-template <BackwardConfig config>
+template <BackwardConfig config, typename Policy>
 struct BackwardProducer {
   static constexpr int block_kv = config.block_kv();
 
@@ -72,6 +72,8 @@ struct BackwardProducer {
     u64* full = &smem.q_full[stage];
     for (int warpgroup = 0; warpgroup < 2; ++warpgroup)
       smem.seen_tile[stage][warpgroup] = seen(at.q_tile, warpgroup).packed;
+    if constexpr (Policy::uses_head)
+      smem.head[stage] = plan.head_kv * params.heads_per_kv + at.head;
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.q[0]) + sizeof(smem.start_s[0]));
     load_matrix(smem.q[stage], params.q_map, full, config.head_dim, config.block_q,
                 at.q_tile * config.block_q, plan.head_kv * params.heads_per_kv + at.head,

@@ -1,6 +1,7 @@
 // The consumer warpgroups of the forward kernel. Steps, roles and barriers: forward.cuh.
 #pragma once
 
+#include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "config.cuh"
 #include "producer.cuh"
@@ -25,7 +26,7 @@ struct Part {
   TileRange own;
 };
 
-template <Config config>
+template <Config config, typename Policy>
 struct Consumer {
   static constexpr int block_kv = config.block_kv;
   static constexpr int panels = panel_count(config.head_dim_v), staged = config.staged_panels();
@@ -36,7 +37,7 @@ struct Consumer {
   using ScoreProduct = wgmma::Product<block_kv, config.bf16>;
   using ValueProduct = wgmma::Product<config.head_dim_v, config.bf16>;
 
-  const Params& params;
+  const ParamsOf<Params, Policy>& params;
   Smem<config>& smem;
   const int warpgroup;
   const int warp = threadIdx.x / 32 % 4;
@@ -114,28 +115,35 @@ struct Consumer {
     v_position.advance();
   }
 
-  __device__ __forceinline__ void cap() {
-    if constexpr (config.softcap) apply_softcap(s, params.softcap_in);
-  }
+  // Where this thread's scores lie.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::queries;
+    const Consumer& kernel;
+    const Part& part;
+    const int kv_tile;
 
-  // Step 3. The thread's columns in the tile are 8j + 2(lane % 4) + {0, 1}.
-  __device__ __forceinline__ void hide(int row_begin, int kv_tile) {
-    const Band band = band_of(params);
-    const int column = kv_tile * block_kv + 2 * (lane % 4);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = row_begin + warp * 16 + lane / 4 + 8 * r;
-      const int end = (config.masked() ? band.end_key(row) : params.seq_k) - column;
-      const int first = config.mask == mask_window ? band.first_key(row) - column : 0;
-#pragma unroll
-      for (int i = 0; i < block_kv / 2; ++i) {
-        if (row_of(i) != r) continue;
-        const int offset = i / 4 * 8 + i % 2;
-        bool visible = offset < end;
-        if constexpr (config.mask == mask_window) visible = visible && offset >= first;
-        s[i] = visible ? s[i] : -infinity;
-      }
+    __device__ __forceinline__ int row() const {
+      return part.row_begin + kernel.warp * 16 + kernel.lane / 4;
     }
+    __device__ __forceinline__ int column() const {
+      return kv_tile * block_kv + 2 * (kernel.lane % 4);
+    }
+    __device__ __forceinline__ int batch() const { return part.plan->tile.batch; }
+    __device__ __forceinline__ int head() const { return part.plan->tile.head; }
+  };
+
+  // Step 2.
+  __device__ __forceinline__ void apply_terms(const Part& part, int kv_tile) {
+    Policy::apply(s, params, Unit{}, Place{*this, part, kv_tile});
+  }
+  // Step 3.
+  __device__ __forceinline__ void hide(const Part& part, int kv_tile) {
+    Policy::hide(s, params, Place{*this, part, kv_tile});
+  }
+  // P as step 8 takes it.
+  __device__ __forceinline__ void pack(const Part& part, int kv_tile) {
+    Policy::drop(s, params, Place{*this, part, kv_tile});
+    pack_block<config.bf16>(s, p);
   }
 
   __device__ __forceinline__ void rescale(const float (&alpha)[2]) {
@@ -145,7 +153,8 @@ struct Consumer {
 
   // Step 6, for a warp some thread of which has a block that is not good as it is. No product is in
   // flight here.
-  __device__ __forceinline__ void take_maximum_now(float (&block)[2]) {
+  __device__ __forceinline__ void take_maximum_now(const Part& part, int kv_tile,
+                                                   float (&block)[2]) {
     float alpha[2];
     if (__builtin_expect(__any_sync(0xffffffffu, !(block[0] < recoverable_bound &&
                                                    block[1] < recoverable_bound)),
@@ -153,7 +162,7 @@ struct Consumer {
       scores_again<config.bf16, config.head_dim, block_kv>(
           s, ptx::smem_address(smem.q[warpgroup]) + warp * panel_bytes(16),
           ptx::smem_address(smem.k[k_position.stage]));
-      cap();
+      apply_terms(part, kv_tile);
       softmax.exact_block(s, params.scale_log2, alpha);
     } else {
       softmax.raise(s, block, alpha);
@@ -175,12 +184,12 @@ struct Consumer {
     wgmma::hold(s);
     release_operands(kv_tile == part.own.begin);
     k_position.advance();
-    cap();
-    if (part.plan->partial(kv_tile)) hide(part.row_begin, kv_tile);
+    apply_terms(part, kv_tile);
+    if (part.plan->partial(kv_tile)) hide(part, kv_tile);
     float alpha[2];
     softmax.reset();
     softmax.exact_block(s, params.scale_log2, alpha);
-    pack_block<config.bf16>(s, p);
+    pack(part, kv_tile);
   }
 
   // Issues the scores of the tile at k_position and the values of the tile before it, together.
@@ -210,8 +219,8 @@ struct Consumer {
   __device__ __forceinline__ void exact_tile(const Part& part, int kv_tile, bool partial,
                                              bool values_partial) {
     issue_both(values_partial);
-    cap();
-    if (partial) hide(part.row_begin, kv_tile);
+    apply_terms(part, kv_tile);
+    if (partial) hide(part, kv_tile);
     float alpha[2];
     softmax.exact_block(s, params.scale_log2, alpha);
     // Why: the assembler sinks the exponentials below the next wait, but not across a branch. This
@@ -222,27 +231,27 @@ struct Consumer {
     k_position.advance();
     finish_values();
     rescale(alpha);
-    pack_block<config.bf16>(s, p);
+    pack(part, kv_tile);
   }
 
-  __device__ __forceinline__ void pack_and_release() {
+  __device__ __forceinline__ void pack_and_release(const Part& part, int kv_tile) {
     k_position.advance();
     hold_probabilities();
     release_values();
-    pack_block<config.bf16>(s, p);
+    pack(part, kv_tile);
   }
 
   // The steady loop: tiles n down to `last`, none of them partial; `before` as in attend().
   // Why the slow path stands behind the loop, which it re-enters: the loop's code stays in one
   // piece.
-  __device__ __forceinline__ void lazy_tiles(int& n, int last, bool& before) {
+  __device__ __forceinline__ void lazy_tiles(const Part& part, int& n, int last, bool& before) {
     while (n >= last) {
       float block[2];
       bool good = true;
       for (; n >= last; --n) {
         issue_both(before);
         before = false;
-        cap();
+        apply_terms(part, n);
         good = !__any_sync(0xffffffffu, !softmax.lazy_block(s, params.scale_log2, block));
         // Why a wait on either side of this branch: the assembler sinks exponentials below a wait,
         // but the branch needs all of them, so they stay above, under the products in flight. The
@@ -252,14 +261,14 @@ struct Consumer {
         release_operands(n == last);
         wgmma::wait<0>();
         wgmma::hold(o);
-        pack_and_release();
+        pack_and_release(part, n);
       }
       if (good) return;
       wgmma::wait_before_slow_path();
       wgmma::hold(o);
-      take_maximum_now(block);
+      take_maximum_now(part, n, block);
       release_operands(n == last);
-      pack_and_release();
+      pack_and_release(part, n);
       --n;
     }
   }
@@ -305,7 +314,7 @@ struct Consumer {
       exact_tile(part, n--, partial, before);
       before = partial;
     }
-    lazy_tiles(n, max_int(part.own.begin, plan.full.begin), before);
+    lazy_tiles(part, n, max_int(part.own.begin, plan.full.begin), before);
     if constexpr (config.mask == mask_window) {
       for (; n >= part.own.begin; --n, before = true) exact_tile(part, n, true, before);
     }
@@ -327,20 +336,18 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = part.row_begin + warp * 16 + lane / 4 + 8 * r;
-      for (int kv_tile = part.own.begin; kv_tile < part.own.end; ++kv_tile) {
-        if (!plan.partial(kv_tile)) continue;
-        const int end = min_int(band.end_key(row), (kv_tile + 1) * block_kv);
-        for (int key = max_int(band.first_key(row), kv_tile * block_kv); key < end; ++key) {
+      tilewise::restore_nonfinite(
+          band, row, part.own, block_kv, [&](int kv_tile) { return plan.partial(kv_tile); },
+          [&](int key) {
 #pragma unroll
-          for (int j = 0; j < config.head_dim_v / 8; ++j) {
-            if (j * 8 >= params.head_dim_v) continue;
-            const u32 pair = v[(head_offset + key * params.v_seq_stride + j * 8) / 2];
-            const u32 bad = nonfinite_bits<config.bf16>(pair);
-            if (bad & 0x8000u) o[4 * j + 2 * r] += ptx::unpack_low<config.bf16>(pair);
-            if (bad & 0x80000000u) o[4 * j + 2 * r + 1] += ptx::unpack_high<config.bf16>(pair);
-          }
-        }
-      }
+            for (int j = 0; j < config.head_dim_v / 8; ++j) {
+              if (j * 8 >= params.head_dim_v) continue;
+              const u32 pair = v[(head_offset + key * params.v_seq_stride + j * 8) / 2];
+              const u32 bad = nonfinite_bits<config.bf16>(pair);
+              if (bad & 0x8000u) o[4 * j + 2 * r] += ptx::unpack_low<config.bf16>(pair);
+              if (bad & 0x80000000u) o[4 * j + 2 * r + 1] += ptx::unpack_high<config.bf16>(pair);
+            }
+          });
     }
   }
 
@@ -359,6 +366,21 @@ struct Consumer {
       const float total = quad_sum(softmax.sum[r]);
       if (lane % 4 == 0 && row < params.seq_q)
         lse[row] = total == 0.0f ? -infinity : (softmax.reference[r] + ptx::lg2(total)) * ln2;
+    }
+  }
+
+  // What the terms make of the rows' maxima and sums; O is multiplied with `factor`. Only one part
+  // of the keys counts what is not of a key.
+  __device__ __forceinline__ void finish_rows(const Part& part, Softmax& softmax,
+                                              float (&factor)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      factor[r] = 1.0f;
+      if (config.split && part.plan->split != 0) continue;
+      float total = quad_sum(softmax.sum[r]);
+      factor[r] =
+          Policy::finish_row(params, Place{*this, part, 0}, r, softmax.reference[r], total, 1.0f);
+      softmax.sum[r] = lane % 4 == 0 ? total : 0.0f;
     }
   }
 
@@ -425,6 +447,15 @@ struct Consumer {
 
   // Step 9.
   __device__ __forceinline__ void finish(const Part& part) {
+    if constexpr (Policy::finishes_rows) {
+      float factor[2];
+      finish_rows(part, softmax, factor);
+      rescale(factor);
+    }
+    if constexpr (Policy::drops) {
+      const float weight = Policy::kept_weight(params, Place{*this, part, 0});
+      rescale({weight, weight});
+    }
     if (params.lse != nullptr) store_lse(part, softmax);
     normalise();
     if constexpr (config.masked()) {
@@ -450,6 +481,10 @@ struct Consumer {
     constexpr float nothing[config.head_dim_v / 2] = {};
     Softmax none;
     none.reset();
+    if constexpr (Policy::finishes_rows) {
+      float factor[2];
+      finish_rows(part, none, factor);
+    }
     if (params.lse != nullptr) store_lse(part, none);
     if constexpr (config.split) return;  // a weight of 0: nobody reads the rest
     stage_out<0>(nothing);

@@ -7,14 +7,16 @@
 // of its tile (float32_split.cuh); e_x: those powers. Sums over the six terms (i, j) run from the smallest to (0, 0).
 //
 //   1. S^T = sum of K_i Q_j^T                   wgmma, both in shared memory
-//   2. P^T = exp(round(scale 2^-(e_k + e_q) S^T) - lse)     0 where row r does not see key k
+//   2. P^T = exp(round(scale 2^-(e_k + e_q) S^T) - lse)     0 where a term hides key k from row r
 //   3. dP^T = sum of V_i dO_j^T                 wgmma
 //   4. dS^T = P^T * (2^(u - e_v - e_o) dP^T - 2^u D)     u: 0, unless all of it is very small or large
 //   5. dV += 2^-e_o sum of P_i dO_j             wgmma with P in registers, into fresh accumulators; then float32
 //   6. dK += 2^-(u + e_q) sum of dS_i Q_j       likewise
 //   7. dQ += 2^-(u + e_k) scale sum of dS_i K_j      wgmma, dS from shared memory, into fresh accumulators; then added to dQ in
 //                                               global memory, in any order, or in turns: bit by bit the same every time
-// Softcap: S = tanh(2^-(e_k + e_q) S scale / cap), the scale of step 2 is the cap, and the P of step 4 gets the slope 1 - S^2.
+// Where a term of the policy (common/scores.cuh) changes scores, it comes before step 2, whose scale then has no power of
+// two, and the P of step 4 gets the slopes of the terms. Softcap: S = tanh(2^-(e_k + e_q) S scale / cap), scale = cap, 1 - S^2.
+// Where a term drops weights, the P of step 5 has zeros, and so has dP before D is subtracted.
 // S and its rounding are the forward's, bit by bit (it has such parts too, where gradients are wanted): weights add up to 1
 // even where scores are in the thousands, and the last bit of a score is worth more than float32's accuracy.
 // Why three parts of bf16 and not two of fp16, as in the forward: bf16 has the exponents of float32. The weights of a key may be
@@ -139,8 +141,8 @@ __device__ __forceinline__ void init_grad_barriers(GradSmem<config>& smem) {
   ptx::fence_mbarrier_init();
 }
 
-template <GradConfig config>
-__device__ __forceinline__ void backward(const GradParams& params) {
+template <GradConfig config, typename Policy>
+__device__ __forceinline__ void backward(const ParamsOf<GradParams, Policy>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   GradSmem<config>& smem = *reinterpret_cast<GradSmem<config>*>(smem_bytes);
   // Why the shuffle: it tells the compiler that the role is the same for the whole warp.
@@ -165,13 +167,13 @@ __device__ __forceinline__ void backward(const GradParams& params) {
       GradProducer<config>{params, smem, plan}.run();
   } else if (warp < 8) {
     ptx::setmaxnreg_dec<GradConfig::query_registers>();
-    GradQueryWarpgroup<config>(params, smem).run();
+    GradQueryWarpgroup<config, Policy>(params, smem).run();
   } else {
     ptx::setmaxnreg_inc<GradConfig::product_registers>();
     if (warp < 12)
-      GradValueWarpgroup<config>(params, smem).run();
+      GradValueWarpgroup<config, Policy>(params, smem).run();
     else
-      GradKeyWarpgroup<config>(params, smem).run();
+      GradKeyWarpgroup<config, Policy>(params, smem).run();
   }
 }
 

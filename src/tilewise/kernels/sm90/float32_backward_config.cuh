@@ -88,8 +88,8 @@ struct GradSmem {
   ptx::u64 q_full[config.stages], q_empty[config.stages];
   ptx::u64 dout_full[config.stages], dout_empty[config.stages];
   ptx::u64 weights_full[config.rooms], ds_full[config.rooms], room_empty[config.rooms];
-  BackwardPlan plan;
-  int pieces_before[2];  // at dV and at dK
+  alignas(16) BackwardPlan plan;     // alone in its units of 16 bytes, as in BackwardSmem
+  alignas(16) int pieces_before[2];  // at dV and at dK
 };
 
 // --- before it: row terms ---

@@ -2,6 +2,7 @@
 // and shared memory. How it works: float32_forward.cuh.
 #pragma once
 
+#include "../common/fragment.cuh"
 #include "../common/layout.cuh"
 #include "../common/mask.cuh"
 #include "../common/schedule.cuh"
@@ -86,10 +87,14 @@ TILEWISE_INLINE int shift_of(int exponent, bool bf16) {
 // p is in (0, 1]; times this it uses the range that fp16 has.
 TILEWISE_INLINE int weight_shift(bool bf16) { return bf16 ? 0 : 14; }
 
-// x * 2^shift for |shift| <= 250: one power would overflow or be denormal.
 __device__ __forceinline__ float power_of_two(int exponent) {  // -126 to 127
   return __uint_as_float(static_cast<ptx::u32>(exponent + 127) << 23);
 }
+// 2^shift for |shift| <= 250, in two factors: one power would overflow or be denormal.
+struct PowerOfTwo : Unit {
+  __device__ __forceinline__ explicit PowerOfTwo(int shift)
+      : Unit{power_of_two(shift / 2), power_of_two(shift - shift / 2)} {}
+};
 __device__ __forceinline__ float scaled(float x, int shift) {
   const int half = shift / 2;
   return x * power_of_two(half) * power_of_two(shift - half);

@@ -1,6 +1,8 @@
 // The consumer warpgroups of the float32 forward. Steps, roles and barriers: float32_forward.cuh.
 #pragma once
 
+#include "../common/nonfinite.cuh"
+#include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "float32_config.cuh"
 #include "wgmma.cuh"
@@ -32,7 +34,7 @@ struct BarrierId {
   static constexpr int turn = 1;  // + warpgroup
 };
 
-template <Config config>
+template <Config config, typename Policy>
 struct Consumer {
   static constexpr bool bf16 = config.bf16();
   static constexpr int parts = config.parts, block_kv = config.block_kv;
@@ -46,7 +48,7 @@ struct Consumer {
   using ScoreProduct = wgmma::Product<block_kv, bf16>;
   using ValueProduct = wgmma::Product<columns, bf16>;
 
-  const Params& params;
+  const ParamsOf<Params, Policy>& params;
   Smem<config>& smem;
   const Plan& plan;
   const int warpgroup;
@@ -141,37 +143,32 @@ struct Consumer {
     }
   }
 
-  // Step 3. The thread's columns in the tile are 8j + 2(lane % 4) + {0, 1}.
-  __device__ __forceinline__ void hide(int kv_tile) {
-    const Band band = band_of(params);
-    const int column = kv_tile * block_kv + 2 * (lane % 4);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int end = band.end_key(row_of_thread(r)) - column;
-      const int first = band.first_key(row_of_thread(r)) - column;
-#pragma unroll
-      for (int i = 0; i < block_kv / 2; ++i) {
-        if (row_of(i) != r) continue;
-        const int offset = i / 4 * 8 + i % 2;
-        s[i] = offset < end && offset >= first ? s[i] : -infinity;
-      }
+  // Where this thread's scores lie.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::queries;
+    const Consumer& kernel;
+    const int kv_tile;
+
+    __device__ __forceinline__ int row() const { return kernel.row_of_thread(0); }
+    __device__ __forceinline__ int column() const {
+      return kv_tile * block_kv + 2 * (kernel.lane % 4);
     }
-  }
+    __device__ __forceinline__ int batch() const { return kernel.plan.tile.batch; }
+    __device__ __forceinline__ int head() const { return kernel.plan.tile.head; }
+  };
 
   // Steps 2 to 6: s -> p, split.
   __device__ __forceinline__ void weigh(int kv_tile, int k_exponent, int v_exponent) {
     const int score_shift = min_int(q_shift + shift_of(k_exponent, bf16), 240);
     float scale = params.scale_log2, score_unit = 1.0f;
-    if constexpr (config.softcap) {
-      const float inner = scaled(params.softcap_in, -score_shift);
-#pragma unroll
-      for (int i = 0; i < block_kv / 2; ++i) s[i] = tanhf(s[i] * inner);
+    if constexpr (Policy::transforms) {
+      Policy::apply(s, params, PowerOfTwo(-score_shift), Place{*this, kv_tile});
     } else {
       // Why not less than the smallest normal number: 0 * -inf is NaN, and scores that small are 0.
       scale = fmaxf(scaled(scale, -score_shift), 0x1p-126f);
       score_unit = scaled(1.0f, -score_shift);
     }
-    if (plan.partial(kv_tile)) hide(kv_tile);
+    if (plan.partial(kv_tile)) Policy::hide(s, params, Place{*this, kv_tile});
     float top[2], base[2], block[2];
     row_maxima(s, top);
     const float unit =
@@ -196,6 +193,7 @@ struct Consumer {
       sum[r] = fmaf(sum[r], keep[r], block[r] * take[r]);
       take[r] *= unit;
     }
+    Policy::drop(s, params, Place{*this, kv_tile});
     split_weights<parts, bf16>(s, p);
   }
 
@@ -314,13 +312,16 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_of_thread(r);
-      const float total = quad_sum(sum[r]);
+      float total = quad_sum(sum[r]);
+      const float factor =
+          Policy::finish_row(params, Place{*this, 0}, r, most[r], total, params.scale_log2) *
+          Policy::kept_weight(params, Place{*this, 0});
       if (row >= params.seq_q) continue;
       if (params.lse != nullptr && lane % 4 == 0)
         params.lse[row_of_heads(row)] =
             total == 0.0f ? -infinity
                           : __fadd_rn(__fmul_rn(most[r], params.lse_scale), log2f(total) * ln2);
-      const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+      const float inverse = total == 0.0f ? 0.0f : 1.0f / total * factor;
       const float unit = scaled(1.0f, plan.out_exponent);
 #pragma unroll
       for (int j = 0; j < config.head_dim_v / 8; ++j) {
@@ -341,20 +342,17 @@ struct Consumer {
     for (int r = 0; r < 2; ++r) {
       const int row = row_of_thread(r);
       if (row >= params.seq_q) continue;
+      tilewise::restore_nonfinite(
+          band, row, own, block_kv,
+          [&](int kv_tile) { return plan.v_facts[kv_tile].spread == spread_nonfinite; },
+          [&](int key) {
 #pragma unroll 1
-      for (int kv_tile = own.begin; kv_tile < own.end; ++kv_tile) {
-        if (plan.v_facts[kv_tile].spread != spread_nonfinite) continue;
-        const int end = min_int(band.end_key(row), (kv_tile + 1) * block_kv);
-#pragma unroll 1
-        for (int key = max_int(band.first_key(row), kv_tile * block_kv); key < end; ++key) {
-#pragma unroll 1
-          for (int column = 2 * (lane % 4); column < params.head_dim_v;
-               column += column % 2 == 0 ? 1 : 7) {
-            const float x = v[key * params.v_seq_stride + column];
-            if ((__float_as_uint(x) & 0x7f800000u) == 0x7f800000u) out_row(row)[column] += x;
-          }
-        }
-      }
+            for (int column = 2 * (lane % 4); column < params.head_dim_v;
+                 column += column % 2 == 0 ? 1 : 7) {
+              const float x = v[key * params.v_seq_stride + column];
+              if (is_nonfinite(__float_as_uint(x))) out_row(row)[column] += x;
+            }
+          });
     }
   }
 

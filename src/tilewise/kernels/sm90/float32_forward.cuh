@@ -7,14 +7,15 @@
 // c = scale * log2(e). Sums over the terms (i, j) run from the smallest to (0, 0): three for two parts, six for three.
 //
 //   1. S = sum of Q_i K_j^T             wgmma, both operands in shared memory, one accumulator
-//   2. softcap: S = tanh(S 2^-(e_q + e_k) scale / cap), c = cap * log2(e); else c' = c 2^-(e_q + e_k)
-//   3. partial tiles: S[r, k] = -inf where k is outside [first_key(r), end_key(r))
+//   2. c' = c 2^-(e_q + e_k), unless a term of the policy (common/scores.cuh) changes scores: then c' = c. Softcap:
+//      S = tanh(S 2^-(e_q + e_k) scale / cap), c = cap * log2(e)
+//   3. partial tiles: S[r, k] = -inf where a term hides k from r: the band, outside [first_key(r), end_key(r))
 //   4. t = rowmax S, of this tile alone; m' = max(m, 2^-(e_q + e_k) t); keep = 2^(c (m - m')), take = 2^(c (t - m')), m = m'
-//   5. P = 2^(c' (S - t)), l = keep l + take rowsum P
+//   5. P = 2^(c' (S - t)), l = keep l + take rowsum P; then terms may drop weights
 //   6. P_i: parts of P (times 2^14 for fp16), in registers
 //   7. F = sum of P_i V_j               wgmma, into fresh accumulators
 //   8. O = keep O + take 2^-(e_v + 14) F   float32, in registers
-//   9. out = O / l, lse = round(scale m) + ln l; a row without keys gives out = 0, lse = -inf
+//   9. terms may finish m and l; out = O / l, lse = round(scale m) + ln l; a row without keys gives out = 0, lse = -inf
 // Why the maximum of the tile in P: parts of fp16 are exact relative to the largest weight of the tile, whatever the
 // rows before; step 8 needs a factor for F in any case. Why F is fresh: the tensor core truncates its sums.
 // Overlap: step 1 of the next tile stands behind step 7 in the tensor pipe, step 8 runs under it, steps 2-6 under the
@@ -195,8 +196,8 @@ __device__ __forceinline__ void init_barriers(Smem<config>& smem) {
   ptx::fence_mbarrier_init();
 }
 
-template <Config config>
-__device__ __forceinline__ void forward(const Params& params) {
+template <Config config, typename Policy>
+__device__ __forceinline__ void forward(const ParamsOf<Params, Policy>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem<config>& smem = *reinterpret_cast<Smem<config>*>(smem_bytes);
   // Why the shuffle: it tells the compiler that the role is the same for the whole warp.
@@ -216,7 +217,7 @@ __device__ __forceinline__ void forward(const Params& params) {
     if (warp == 0 && ptx::elect_one()) Producer<config>{params, smem, smem.plan}.run();
   } else {
     ptx::setmaxnreg_inc<config.consumer_registers()>();
-    Consumer<config>{params, smem, smem.plan, warp / 4 - 1}.run();
+    Consumer<config, Policy>{params, smem, smem.plan, warp / 4 - 1}.run();
   }
 }
 

@@ -7,17 +7,17 @@
 // of the keys come first. c = scale * log2(e).
 //
 //   1. S = Q K_n^T                      wgmma, both operands in shared memory
-//   2. softcap: S = tanh(S * scale / cap), c = cap * log2(e)
-//   3. partial tiles: S[r, k] = -inf where k is outside [first_key(r), end_key(r))
+//   2. the terms of the policy (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
+//   3. partial tiles: S[r, k] = -inf where a term hides k from r: the band, outside [first_key(r), end_key(r))
 //   4. the first tile, the one after a partial first tile, and partial tiles:
 //      m' = max(m, c * rowmax S), alpha = 2^(m - m'), m = m'; other tiles: m stays, alpha = 1
 //   5. P = 2^(c S - m)
 //   6. other tiles: where a thread's share of rowsum P exceeds h times its mean over the tiles before
 //      (h = 3.5 for 128 keys, 5 for 64; or 2^15), its warp takes the true maximum now: alpha and m as in
 //      4, P *= alpha (P from S itself, computed again, where it overflowed)
-//   7. l = alpha l + rowsum P
+//   7. l = alpha l + rowsum P; then terms may drop weights
 //   8. O = alpha O + round16(P) V_n     wgmma, P in registers
-//   9. out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
+//   9. terms may finish m and l; out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
 // Few queries with many keys (`split`): a CTA takes a part of the keys, its out and lse are partial,
 // in float32, and combine.cuh makes the whole of them.
 // Overlap: step 1 of the next tile is issued before step 8 of this one, and steps 2-6 run under
@@ -83,8 +83,8 @@ __device__ __forceinline__ void init_barriers(Smem<config>& smem) {
   ptx::fence_mbarrier_init();
 }
 
-template <Config config>
-__device__ __forceinline__ void forward(const Params& params) {
+template <Config config, typename Policy>
+__device__ __forceinline__ void forward(const ParamsOf<Params, Policy>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem<config>& smem = *reinterpret_cast<Smem<config>*>(smem_bytes);
   // Why the shuffle: it tells the compiler that the role is the same for the whole warp.
@@ -114,7 +114,7 @@ __device__ __forceinline__ void forward(const Params& params) {
     }
   } else {
     ptx::setmaxnreg_inc<config.consumer_registers()>();
-    Consumer<config>{params, smem, warp / 4 - 1}.run();
+    Consumer<config, Policy>{params, smem, warp / 4 - 1}.run();
   }
 }
 
