@@ -48,17 +48,16 @@ def compiled_override(monkeypatch: pytest.MonkeyPatch) -> None:
     Users' processes replace the kernel in Python only while they have one thread, because others may be dispatching.
     A thread that an earlier test left behind does not call attention.
     """
-    from tilewise.integrations import detour
-    from tilewise.integrations.sdpa import _dispatcher
+    from tilewise.hook import detour, dispatcher
 
     if reason := detour._why_not():
         pytest.skip(reason)
     monkeypatch.delenv(detour.SETTING, raising=False)
     detour.build()
     with monkeypatch.context() as patch:
-        patch.setattr(_dispatcher, "_may_replace", lambda: _dispatcher._all_composite)
-        _dispatcher._install()
-    assert _dispatcher.compiled is not None, "the compiled kernel could not take the place of the one in Python"
+        patch.setattr(dispatcher, "_may_replace", lambda: dispatcher._all_composite)
+        dispatcher._install()
+    assert dispatcher.compiled is not None, "the compiled kernel could not take the place of the one in Python"
 
 
 @pytest.fixture(params=["python", "compiled"])

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise import CompileError
-from tilewise.integrations import detour
-from tilewise.integrations import sdpa as override
-from tilewise.integrations.sdpa import sdpa
+from tilewise.hook import detour
+from tilewise.integrations.sdpa import FallbackWarning, report, sdpa
 
 needs_compiler = pytest.mark.skipif(detour._why_not() is not None, reason=str(detour._why_not()))
 
@@ -21,7 +20,7 @@ class Asked:
     """How many calls came to the kernel in Python, while the compiled one stands before it: `len(asked)`."""
 
     def __len__(self) -> int:
-        return sum(record.calls for record in override._lines())
+        return sum(record.calls for record in report.lines())
 
 
 @pytest.fixture
@@ -161,7 +160,7 @@ def test_what_is_taken_or_announced_always_comes_to_python(asked):
     assert len(asked) == 3
     with sdpa(on_fallback="warn"):
         for _ in range(3):
-            with pytest.warns(override.FallbackWarning):
+            with pytest.warns(FallbackWarning):
                 F.scaled_dot_product_attention(*(x[None] for x in (q, k, v)))
     assert len(asked) == 6
 

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import tilewise
 from support import assert_close, budget
 from tilewise import InvalidInput, UnsupportedProblem
-from tilewise.integrations.sdpa import FallbackWarning, _dispatcher, sdpa
+from tilewise.hook import dispatcher
+from tilewise.integrations.sdpa import FallbackWarning, sdpa
 
 BUDGET = budget(torch.float32, 64)
 
@@ -34,7 +35,7 @@ def _fresh_report(override_kernel):
 
 
 def is_in_force() -> bool:
-    return _dispatcher.holders > 0
+    return dispatcher.holders > 0
 
 
 def outcomes() -> Counter[str]:
@@ -474,9 +475,9 @@ def test_strides_that_a_named_backend_refuses_after_strides_that_it_takes():
 def _how_calls_are_recognised(request, monkeypatch):
     """By PyTorch's guards, and as on a release that has none."""
     if request.param == "signatures":
-        monkeypatch.setattr("tilewise.integrations.sdpa._TensorGuards", None)
+        monkeypatch.setattr("tilewise.integrations.sdpa.decision._TensorGuards", None)
     else:
-        from tilewise.integrations.sdpa import _TensorGuards
+        from tilewise.integrations.sdpa.decision import _TensorGuards
 
         assert _TensorGuards is not None, "this release has guards, and they are worth a microsecond"
 
@@ -729,7 +730,7 @@ def test_a_checkpoint_recomputes_under_the_rule_of_its_backward():
 
 def test_autograds_device_threads_inherit_the_block_in_which_backward_was_called():
     """PyTorch hands its device threads the caller's state; here a thread is given it in the same way."""
-    from tilewise.integrations.sdpa import _HANDED, _TORCH_HANDS_THE_CONTEXT
+    from tilewise.hook.dispatch import _HANDED, _TORCH_HANDS_THE_CONTEXT
 
     found = []
     erase = getattr(torch._C, "_remove_obj_from_tls", lambda key: torch._C._stash_obj_in_tls(key, None))

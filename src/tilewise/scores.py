@@ -16,18 +16,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
 from .errors import InvalidInput
 
-if TYPE_CHECKING:
-    from .problem import Problem
-
 Tensor = torch.Tensor
 LOG2_E = math.log2(math.e)
 _KINDS: dict[str, type[Term]] = {}
+
+
+class Asked(Protocol):
+    """What terms ask of a Problem, which is made of them."""
+
+    @property
+    def heads_q(self) -> int: ...
+    @property
+    def heads_kv(self) -> int: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def scores(self) -> tuple[Term, ...]: ...
 
 
 class Where(NamedTuple):
@@ -36,7 +50,7 @@ class Where(NamedTuple):
     `stacked`: the query heads of a KV head lie behind one another, (batch, heads_kv, group * rows, keys).
     """
 
-    problem: Problem
+    problem: Asked
     rows: range
     keys: range
     stacked: bool = False
@@ -74,7 +88,7 @@ class Term:
         """The scores after this term, and its derivative with respect to the scores before it (None: 1)."""
         raise NotImplementedError
 
-    def check(self, problem: Problem) -> None:
+    def check(self, problem: Asked) -> None:
         """Raise InvalidInput if the term does not fit the problem."""
 
     def cpp_type(self, *, precise: bool) -> str:
@@ -124,7 +138,7 @@ class Softcap(Term):
         bent = torch.tanh(scores / self.cap)
         return self.cap * bent, 1.0 - bent * bent
 
-    def check(self, problem: Problem) -> None:
+    def check(self, problem: Asked) -> None:
         limit = _MAX_CAP_FLOAT64 if problem.dtype is torch.float64 else _MAX_CAP_FLOAT32
         if not (1 / limit <= self.cap <= limit and abs(problem.scale) <= limit * self.cap):
             expected = f"a number from {1 / limit:.2g} to {limit:.2g}, or 0 for none"

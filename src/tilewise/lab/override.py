@@ -1,53 +1,20 @@
-"""An observer in front of F.scaled_dot_product_attention, in PyTorch's dispatcher, where every path to it comes by.
-
-Names imported early, nn.MultiheadAttention and torch.ops.aten are all seen. What would have run without it, PyTorch's
-own kernel or `tilewise.sdpa`'s choice, is called unchanged. The kernel that lets observers see a call is that of
-`tilewise.sdpa`, in force or not: there is one in the dispatcher, and it stays there.
-"""
+"""What PyTorch does by itself with a call of F.scaled_dot_product_attention."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import threading
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..backends.torch_rules import CUDNN, EFFICIENT, FLASH, MATH
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from ..hook import Arguments
 
 Tensor = torch.Tensor
-# query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-Arguments = tuple[Tensor, Tensor, Tensor, "Tensor | None", float, bool, "float | None", bool]
-Observer = Callable[[Arguments, Callable[[], Tensor]], Tensor]
-
 _CHOICES = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN, 4: "overrideable"}
-
-
-@contextlib.contextmanager
-def observed(observer: Observer) -> Iterator[None]:
-    """`observer(arguments, run)` stands in front of the operator; `run()` calls what would have run without it."""
-    dispatcher = _sdpa()._dispatcher
-    dispatcher.observe(observer)
-    try:
-        yield
-    finally:
-        dispatcher.leave_unobserved(observer)
-
-
-def _sdpa() -> Any:
-    """The module of `tilewise.sdpa`, which stands beside us, not below: it is asked for by name when it is needed."""
-    return importlib.import_module("tilewise.integrations.sdpa")
-
-
-def was_taken() -> bool:
-    """Whether `tilewise.sdpa` took the call that this thread's observer has just run."""
-    return bool(_sdpa()._observing.taken)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

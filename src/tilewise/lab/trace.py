@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import hook
 from ..api import torch_mask
 from ..backends.torch_rules import CUDNN, EFFICIENT, FLASH, MATH
 from ..errors import InvalidInput, TilewiseError, UnsupportedProblem
@@ -36,15 +37,18 @@ from . import override
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from ..hook import Arguments
     from ..plan import Verdict
     from ..problem import Problem
-    from .override import Arguments
 
 Tensor = torch.Tensor
 _FRAMES_KEPT = 4
 _LAB = Path(__file__).parent
 # Whose frames are nobody's call site: PyTorch's, ours, and those of the kernel that lets us see a call.
-_HIDDEN = (str(Path(torch.__file__).parent), str(_LAB), str(_LAB.parent / "integrations" / "sdpa.py"))
+_OURS = _LAB.parent
+_HIDDEN = tuple(
+    str(place) for place in (Path(torch.__file__).parent, _LAB, _OURS / "hook", _OURS / "integrations" / "sdpa")
+)
 TAKEN = "tilewise"
 COMPILED = "traced by torch.compile"
 
@@ -112,7 +116,7 @@ class Trace:
         clock = _Clock(site.device)
         out = run()
         clock.stop()
-        taken = override.was_taken()
+        taken = hook.was_taken()
         if site.backend != COMPILED:
             self._add(site, "forward", clock)
             self._watch_backward(site, out)
@@ -201,7 +205,7 @@ def trace() -> Iterator[Trace]:
     seen = Trace()
     start = time.perf_counter()
     try:
-        with override.observed(seen._observe):
+        with hook.observed(seen._observe):
             yield seen
     finally:
         seen._settle()
@@ -219,12 +223,12 @@ def no_math_fallback() -> Iterator[None]:
         if override.is_plain(*arguments[:3]) and not override.only_math_is_allowed():
             falls = override.torch_choice(arguments) == MATH
             out = run()
-            if falls and not override.was_taken():
+            if falls and not hook.was_taken():
                 raise _fallback(arguments)
             return out
         return run()
 
-    with override.observed(check):
+    with hook.observed(check):
         yield
 
 

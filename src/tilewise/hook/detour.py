@@ -189,7 +189,7 @@ def _key() -> str:
 
 
 def _source() -> Path:
-    return Path(str(importlib.resources.files("tilewise.integrations").joinpath("detour.cpp")))
+    return Path(str(importlib.resources.files("tilewise.hook").joinpath("detour.cpp")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def _child(interpreter: str, lock: int | None) -> list[str]:
     paths = [path for path in sys.path if os.path.isabs(path)]
     source = str(Path(__file__).resolve().parents[2])
     code = (
-        f"import sys; sys.path[:] = {[source, *paths]!r}; from tilewise.integrations import detour; "
+        f"import sys; sys.path[:] = {[source, *paths]!r}; from tilewise.hook import detour; "
         f"raise SystemExit(detour._main({lock}))"
     )
     return [interpreter, "-c", code]
