@@ -190,7 +190,7 @@ def test_clusters_and_overlap_become_launch_attributes(fresh: pytest.MonkeyPatch
 
 def test_streams_are_remembered_up_to_a_bound(fresh: pytest.MonkeyPatch) -> None:
     driver = use(fresh, current=100)
-    fresh.setattr(launching, "_MOST_STREAMS", 4)
+    fresh.setattr(launching, "_MAX_STREAMS", 4)
     repeated = Launch(load(kernel(), 0), GRID, BLOCK, 0)
     for stream in [*range(1, 20), 19]:
         repeated(stream, arguments(1))

@@ -88,7 +88,7 @@ class Watched(dict[Any, Any]):
 
 
 def test_every_thread_gets_the_map_of_its_own_address(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensormap, "_MOST_ADDRESSES", 4)
+    monkeypatch.setattr(tensormap, "_MAX_ADDRESSES", 4)
     encode = Encoder()
     monkeypatch.setattr(tensormap, "_encode_tiled", lambda: encode)
     tiled_map.cache_clear()
@@ -108,8 +108,8 @@ def test_every_thread_gets_the_map_of_its_own_address(driver: RecordingDriver, m
 def test_every_launch_has_its_own_stream_and_arguments(
     driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "_MOST_STREAMS", 3)
-    monkeypatch.setattr(mirror, "MOST_THREADS", 3)
+    monkeypatch.setattr(launching, "_MAX_STREAMS", 3)
+    monkeypatch.setattr(mirror, "MAX_THREADS", 3)
     seen: list[tuple[int, int]] = []
 
     def record(config: Any, function: int, pointer: int, extra: int) -> tuple[Any]:
@@ -146,7 +146,7 @@ def test_arguments_of_threads_that_are_gone_are_forgotten(monkeypatch: pytest.Mo
     for number in range(10_000):
         monkeypatch.setattr(threading, "get_ident", lambda number=number: number)
         assert arguments.mine() is arguments.mine()
-    assert len(arguments._of_thread) <= mirror.MOST_THREADS
+    assert len(arguments._of_thread) <= mirror.MAX_THREADS
 
 
 def test_a_kernel_is_built_and_loaded_once(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> None:

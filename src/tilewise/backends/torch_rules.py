@@ -185,7 +185,7 @@ def _tensor_mask_refused(kernel: str) -> Rule:
 # ---------------------------------------------------------------------------------------------------------------------
 # flash on CUDA (FlashAttention-2)
 
-_SMALL_SMEM = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB of shared memory a block: too little for its backward
+_SMALL_SMEM = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB of shared memory per block: too little for its backward
 
 
 def _flash_training_limit(problem: Problem, target: Target) -> bool:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 INTERPRETER = "TRITON_INTERPRET"
 HEAD_DIM_LIMIT = 256
-MOST_ROWS = 1 << 28  # of a sequence: row + band limits stay within 32 bits
+MAX_ROWS = 1 << 28  # of a sequence: row + band limits stay within 32 bits
 _OLDEST = (8, 0)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LOG2_E = math.log2(math.e)
@@ -105,7 +105,7 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
             "cast q, k and v, or use backend='reference'",
         ),
         (widest > HEAD_DIM_LIMIT, f"head_dim {widest} is over {HEAD_DIM_LIMIT}", "use backend='auto'"),
-        (longest > MOST_ROWS, f"sequence of {longest} is over {MOST_ROWS}", "split the sequence"),
+        (longest > MAX_ROWS, f"sequence of {longest} is over {MAX_ROWS}", "split the sequence"),
         (
             problem.mask.band(problem.seq_q, problem.seq_kv) is None,
             f"mask {problem.mask} is not a diagonal band",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 HEAD_DIM_LIMIT = 256
 BLOCK = 16  # rows and keys of a tile, as in the lecture
 _COLUMNS = 32  # threads that share a row
-_MOST_BLOCKS = 65535  # of a grid's second and third dimension
+_MAX_BLOCKS = 65535  # of a grid's second and third dimension
 _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ARCHS = ("sm_80", "sm_90")  # that CI compiles for
 
@@ -75,8 +75,8 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
         reasons.append(Reason(f"the device, {target.name}, is no GPU from sm_80 on: this is CUDA C++", "run on one"))
     if not target.has_jit:
         reasons.append(Reason("cuda.bindings is not installed", "pip install 'tilewise[cuda]'"))
-    if max(problem.batch, problem.heads_q) > _MOST_BLOCKS:
-        reasons.append(Reason(f"batch or heads over {_MOST_BLOCKS}: more than a grid has", "split the batch"))
+    if max(problem.batch, problem.heads_q) > _MAX_BLOCKS:
+        reasons.append(Reason(f"batch or heads over {_MAX_BLOCKS}: more than a grid has", "split the batch"))
     return reasons
 
 

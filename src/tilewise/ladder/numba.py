@@ -46,7 +46,7 @@ SHARED_LIMIT = 48 * 1024
 SIMULATOR = "NUMBA_ENABLE_CUDASIM"
 _THREADS, _SIMULATED_THREADS = 256, 8
 _SIMULATED_WORK = 1 << 20  # multiply-adds: the simulator takes about a second for so many
-_MOST_BLOCKS = 65535
+_MAX_BLOCKS = 65535
 
 # numba.cuda, once a kernel was asked for. A global, because the simulator replaces it there while a kernel runs.
 cuda: Any = None
@@ -83,8 +83,8 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
     work = problem.flops() // 2
     if target.is_cpu and work > _SIMULATED_WORK:
         reasons.append(Reason(f"{work} multiply-adds: the simulator would take minutes", "try --shape 1,2,48,32"))
-    if max(problem.batch, problem.heads_q) > _MOST_BLOCKS:
-        reasons.append(Reason(f"batch or heads over {_MOST_BLOCKS}: more than a grid has", "split the batch"))
+    if max(problem.batch, problem.heads_q) > _MAX_BLOCKS:
+        reasons.append(Reason(f"batch or heads over {_MAX_BLOCKS}: more than a grid has", "split the batch"))
     if not _fitting(problem):
         reasons.append(Reason(f"no tile of a head of {problem.head_dim} fits 48 KB", "climb to the next rung"))
     return reasons

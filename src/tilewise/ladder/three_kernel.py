@@ -31,7 +31,7 @@ from ..errors import Reason, UnsupportedProblem
 from ..jit import Arguments, TensorMap, Unit, cpp_constant, function_for, layout_asserts, params_struct, rows_map
 from ..jit import launch as driver
 from ..jit.memo import keep
-from ..jit.mirror import MOST_THREADS
+from ..jit.mirror import MAX_THREADS
 from ..problem import Problem, Strides
 from ..scores import softcapped
 from ..target import Target
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 ARCH = "sm_90a"
 HEAD_DIM_LIMIT = 256
 _SMEM_PER_BLOCK = 227 * 1024
-_MOST_PAIRS = 65535  # of a grid's second and third dimension
+_MAX_PAIRS = 65535  # of a grid's second and third dimension
 _SLAB_ROWS = 768  # a multiple of every tile's rows, so that no tile reaches into the next slab
 _CHUNK = 256  # keys that a warp holds in 4 registers a lane
-_MOST_CHUNKS = 32
+_MAX_CHUNKS = 32
 _MULTIPROCESSORS = 132
 _CTAS_WANTED = 8 * _MULTIPROCESSORS  # of the first kernel: a few waves of them
 _LONG_ROW = 2048  # keys
@@ -164,8 +164,8 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
         reasons.append(Reason(f"head_dim {dims[0]}, v {dims[1]}: not multiples of 8", "pad the heads with zeros"))
     if problem.strides is not Strides.ALIGNED:
         reasons.append(Reason(f"strides are {problem.strides.value}: TMA needs 16-byte strides", "call .contiguous()"))
-    if problem.batch * problem.heads_q > _MOST_PAIRS:
-        reasons.append(Reason(f"{problem.batch * problem.heads_q} heads in all, over {_MOST_PAIRS}", "split the batch"))
+    if problem.batch * problem.heads_q > _MAX_PAIRS:
+        reasons.append(Reason(f"{problem.batch * problem.heads_q} heads in all, over {_MAX_PAIRS}", "split the batch"))
     return reasons
 
 
@@ -180,8 +180,8 @@ def notices(problem: Problem, target: Target) -> list[str]:
 def configs(problem: Problem, target: Target) -> list[Config]:
     """A few tiles that fit, the one that should be best first.
 
-    Two CTAs a multiprocessor where they fit, so that one loads while the other stores; over long rows of keys, where a
-    CTA overlaps with itself, more rows instead. Half the rows for P V where there would be too few tiles to go round.
+    Two CTAs per multiprocessor where they fit, so that one loads while the other stores; over long rows of keys, where
+    a CTA overlaps with itself, more rows instead. Half the rows for P V where there would be too few tiles to go round.
     """
     tiles = problem.batch * problem.heads_q * -(-problem.seq_q // 128)
     rows = 128 if tiles >= 2 * _MULTIPROCESSORS else 64
@@ -247,7 +247,7 @@ def stages_of(problem: Problem, config: Config) -> Stages:
     bf16 = problem.dtype is torch.bfloat16
     head_dim, head_dim_v = (_round_up(dim, 64) for dim in (problem.head_dim, problem.head_dim_v))
     chunks = 1 << max(0, -(-problem.seq_kv // _CHUNK) - 1).bit_length()
-    chunks = chunks if chunks <= _MOST_CHUNKS else 0
+    chunks = chunks if chunks <= _MAX_CHUNKS else 0
     return Stages(
         ScoresConfig(
             bf16, head_dim, config.scores_rows // 64, config.scores_keys, config.scores_stages, config.scores_ctas
@@ -302,7 +302,7 @@ def all_units() -> list[Unit]:
 def _default_units(bf16: bool) -> list[Unit]:
     """Over heads, few and many of them, and rows of every length: what `configs` and `stages_of` may choose first."""
     units: list[Unit] = []
-    lengths = [*(_CHUNK << power for power in range(6)), (_MOST_CHUNKS + 1) * _CHUNK]
+    lengths = [*(_CHUNK << power for power in range(6)), (_MAX_CHUNKS + 1) * _CHUNK]
     for dim, heads, seq, softcap in product((64, 128, 192, 256), (1, 256), lengths, (0.0, 1.0)):
         dtype = torch.bfloat16 if bf16 else torch.float16
         problem = Problem(1, heads, heads, 256, seq, dim, dim, dtype, scores=softcapped(softcap))
@@ -486,7 +486,7 @@ class Pipeline:
         }
         for name, value in fixed.items():
             setattr(arguments.params, name, value)
-        return keep(self._of_thread, threading.get_ident(), arguments, MOST_THREADS)
+        return keep(self._of_thread, threading.get_ident(), arguments, MAX_THREADS)
 
     def launch(self, number: int, arguments: Arguments, slab: Slab, *, really: bool = True) -> None:
         """One kernel for one slab; not `really`: a kernel that does nothing, with the same grid."""
