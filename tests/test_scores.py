@@ -102,13 +102,12 @@ def with_terms(source: str, heads: int, gradient: int = 0) -> str:
     return f"{include}\n{facts}{TERMS}\n{rest}"
 
 
-def toy_policy(*, softcap: bool, precise: bool = False, bounds: Any = score_policy.Bounds.BOTH) -> str:
-    plain = score_policy.scores_type(softcap=softcap, precise=precise, bounds=bounds)
-    return plain.replace("tilewise::BandMask", "toy::Lean, toy::Sieve, toy::Sink, tilewise::BandMask")
+def toy_policy(**fields: Any) -> str:
+    return score_policy.scores_type(**fields, terms=["toy::Lean", "toy::Sieve", "toy::Sink"])
 
 
-def plain_policy_without_cap(**_: Any) -> str:
-    return "tilewise::Scores<toy::Sieve, tilewise::BandMask<tilewise::Bounds::both>>"
+def dropping_policy(**fields: Any) -> str:
+    return score_policy.scores_type(**fields, terms=["toy::Sieve"])
 
 
 MODULES = (sm80, sm80_backward, sm80_float32, sm80_float32_backward, sm90_backward, sm90_float32, sm90_float32_backward)
@@ -231,7 +230,7 @@ def test_a_backward_with_terms_of_its_own(toy: Any, module: Any, dtype: Any, dim
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
 def test_dropped_weights_in_the_float32_backward_of_sm90(toy: Any, mask: Any) -> None:
     problem = problem_of(torch.float32, 64, mask, needs_grad=True, softcap=0.0)
-    toy(problem, plain_policy_without_cap)
+    toy(problem, dropping_policy)
     q, k, v, dout = inputs_of(problem)
     out, lse, (dq, dk, dv, _) = truth(q, k, v, problem, dout, every_term=False)
     got = sm90_float32_backward.bind(problem)(dout, None, q, k, v, out.float(), lse.float(), (True, True, True))

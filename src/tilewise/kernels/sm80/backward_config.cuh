@@ -16,11 +16,11 @@ struct BackwardConfig {
   int block_q;     // query rows per step
   int block_kv;    // keys of a CTA
   int warps;
-  int score_rows;  // warps along the queries of S and dP
-  int key_rows;    // warps along the keys of dK and dV
-  int query_rows;  // warps along the queries of dQ
-  int stages;      // of Q and dO
-  bool softcap;
+  int score_rows;    // warps along the queries of S and dP
+  int key_rows;      // warps along the keys of dK and dV
+  int query_rows;    // warps along the queries of dQ
+  int stages;        // of Q and dO
+  bool softcap;      // whether the policy of scores has one; kernels read it there
   bool vector_sums;  // sums in global memory are added four at a time (sm_90 on)
   bool makes_dkv;    // else neither dK nor dV is
   int ctas_per_sm;

@@ -8,13 +8,13 @@ namespace tilewise::sm80 {
 
 // Mirrored field by field by `BackwardConfig` in backends/sm80_float32_backward.py.
 struct Float32BackwardConfig {
-  bool exact;      // three products of TF32 parts, else one
-  int head_dim;    // class of q and k: smaller heads are zero-filled up to it
-  int head_dim_v;  // class of v and dout, likewise
-  int block_q;     // query rows per step
-  int warps;       // of 16 keys each
-  int stages;      // of Q and dO
-  bool softcap;
+  bool exact;        // three products of TF32 parts, else one
+  int head_dim;      // class of q and k: smaller heads are zero-filled up to it
+  int head_dim_v;    // class of v and dout, likewise
+  int block_q;       // query rows per step
+  int warps;         // of 16 keys each
+  int stages;        // of Q and dO
+  bool softcap;      // whether the policy of scores has one; kernels read it there
   bool vector_sums;  // sums in global memory are added four at a time (sm_90 on)
   bool makes_dkv;    // else neither dK nor dV is wanted
   int ctas_per_sm;

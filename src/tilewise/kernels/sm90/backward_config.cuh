@@ -16,7 +16,7 @@ struct BackwardConfig {
   bool by_keys;    // a product warpgroup owns dK and dV of 64 keys; else one owns dV, the other dK
   int stages;      // of the Q and dO rings
   int ds_stages;
-  bool softcap;
+  bool softcap;           // whether the policy of scores has one; kernels read it there
   bool writes_dq;         // one KV tile holds all keys: dQ needs no sums in global memory
   bool makes_dq;          // else dQ is not wanted
   bool makes_dkv;         // else neither dK nor dV is

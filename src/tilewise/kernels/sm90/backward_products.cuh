@@ -241,7 +241,7 @@ struct ProductWarpgroup {
     return params.dkv_sums + (pair * params.kv_tiles + plan.kv_tile) * (block_kv * columns) +
            row * columns + threadIdx.x % 128 * 4;
   }
-  __device__ __forceinline__ PieceTickets* piece_turns() {
+  __device__ __forceinline__ PieceTickets* piece_tickets() {
     const long long pair = static_cast<long long>(plan.batch) * params.heads_kv + plan.head_kv;
     return params.piece_turns + (pair * params.kv_tiles + plan.kv_tile) * 2 + warpgroup;
   }
@@ -250,15 +250,15 @@ struct ProductWarpgroup {
   __device__ __forceinline__ int await_pieces() {
     if (threadIdx.x % 128 == 0) {
       ptx::wait_for_previous_grid();  // which zeroed the tickets
-      smem.pieces_before[warpgroup] = tilewise::await_pieces(piece_turns(), plan.piece, plan.pieces,
-                                                             params.order == key_order, true);
+      smem.pieces_before[warpgroup] = tilewise::await_pieces(
+          piece_tickets(), plan.piece, plan.pieces, params.order == key_order, true);
     }
     ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + warpgroup);
     return smem.pieces_before[warpgroup];
   }
   __device__ __forceinline__ void end_piece() {
     ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + warpgroup);
-    if (threadIdx.x % 128 == 0) ptx::add_release(&piece_turns()->added, 1);
+    if (threadIdx.x % 128 == 0) ptx::add_release(&piece_tickets()->added, 1);
   }
 
   // Step 9 of a piece that is not the last: one gradient to its sums over pieces, at `place`.

@@ -19,8 +19,8 @@ struct Config {
   int block_kv;
   int k_stages;
   int v_stages;
-  int mask;  // MaskKind
-  bool softcap;
+  int mask;         // MaskKind
+  bool softcap;     // whether the policy of scores has one; kernels read it there
   bool pingpong;    // consumer warpgroups take turns to issue their products
   int ctas_per_sm;  // CTAs that share a multiprocessor
   bool split;       // work is a part of the keys of a query tile; combine.cuh puts parts together

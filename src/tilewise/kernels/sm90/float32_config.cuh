@@ -20,8 +20,8 @@ struct Config {
   int k_stages;
   int v_stages;
   int value_columns;  // of out that one product of values makes; divides head_dim_v
-  bool softcap;
-  bool turns;  // two consumer warpgroups take turns to issue their products
+  bool softcap;       // whether the policy of scores has one; kernels read it there
+  bool turns;         // two consumer warpgroups take turns to issue their products
 
   TILEWISE_INLINE bool bf16() const { return parts == 3; }
   // A wide range of exponents needs no admission, and such a kernel runs only what was refused.
