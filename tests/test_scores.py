@@ -7,9 +7,10 @@ sum of every row.
 
 from __future__ import annotations
 
+import ctypes
 import math
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,26 +18,43 @@ import torch
 import emulation
 from support import assert_close, budget, make_problem
 from tilewise import Causal, Full, Target, Window
-from tilewise.backends import (
-    score_policy,
-    sm80,
-    sm80_backward,
-    sm80_float32,
-    sm80_float32_backward,
-    sm90,
-    sm90_backward,
-    sm90_float32,
-    sm90_float32_backward,
-)
-from tilewise.jit import Unit, build
+from tilewise.engine import SM80, SM90
+from tilewise.jit import Unit, build, sass
+from tilewise.plan import plan
+from tilewise.scores import Softcap, Term
 
 emulated = emulation.emulated
 H200 = Target.named("h200")
 LEAN, DROPPED, SINK = 0.004, 5, 0.75  # per key, of the cap; one in so many; nats, per head
 CAP = 8.0
 
-TERMS = """
-namespace toy {
+
+@dataclass(frozen=True, slots=True)
+class Toy(Term):
+    """A term of this file: a struct in the namespace toy."""
+
+    def cpp_type(self, *, precise: bool) -> str:
+        return f"toy::{type(self).__name__}"
+
+    @property
+    def cpp_source(self) -> str:
+        return f"namespace toy {{\n{self.struct}\n}}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lean(Toy):
+    """A linear bias; the gradient of its matrix is written to an address."""
+
+    kind: ClassVar[str] = "lean"
+    heads: int
+    gradient: int
+
+    @property
+    def struct(self) -> str:
+        facts = f"constexpr int HEADS = {self.heads};\nconstexpr float LEAN_F = {LEAN}f;\n"
+        return (
+            f"#define GRADIENT {self.gradient}ULL\n{facts}"
+            + """
 struct Lean {
   static constexpr bool uses_head = true;
   tilewise::Elements elements;
@@ -57,7 +75,22 @@ struct Lean {
   }
 #endif
 };
+"""
+        )
 
+
+@dataclass(frozen=True, slots=True)
+class Sieve(Toy):
+    """Drops one weight in so many."""
+
+    kind: ClassVar[str] = "sieve"
+    transforms: ClassVar[bool] = False
+
+    @property
+    def struct(self) -> str:
+        return (
+            f"constexpr int DROPPED = {DROPPED};"
+            + """
 struct Sieve {
   static constexpr bool uses_head = true;
   tilewise::Elements elements;
@@ -71,7 +104,22 @@ struct Sieve {
     return (7 * elements.query(i) + 3 * elements.key(i) + head) % DROPPED != 0;
   }
 };
+"""
+        )
 
+
+@dataclass(frozen=True, slots=True)
+class Sink(Toy):
+    """Adds to the sum of every row, by its head."""
+
+    kind: ClassVar[str] = "sink"
+    transforms: ClassVar[bool] = False
+
+    @property
+    def struct(self) -> str:
+        return (
+            f"constexpr float SINK_F = {SINK}f;"
+            + """
 struct Sink {
   static constexpr bool uses_head = true;
   float sink;  // log2
@@ -87,64 +135,8 @@ struct Sink {
     return factor;
   }
 };
-}  // namespace toy
 """
-
-
-def with_terms(source: str, heads: int, gradient: int = 0) -> str:
-    """The source of a unit with the terms above after its include."""
-    facts = (
-        f"constexpr int HEADS = {heads}, DROPPED = {DROPPED};\nconstexpr float LEAN_F = {LEAN}f, SINK_F = {SINK}f;\n"
-    )
-    if gradient:
-        facts = f"#define GRADIENT {gradient}ULL\n" + facts
-    include, rest = source.split("\n", 1)
-    return f"{include}\n{facts}{TERMS}\n{rest}"
-
-
-def toy_policy(*, softcap: bool, precise: bool = False, bounds: Any = score_policy.Bounds.BOTH) -> str:
-    plain = score_policy.scores_type(softcap=softcap, precise=precise, bounds=bounds)
-    return plain.replace("tilewise::BandMask", "toy::Lean, toy::Sieve, toy::Sink, tilewise::BandMask")
-
-
-def plain_policy_without_cap(**_: Any) -> str:
-    return "tilewise::Scores<toy::Sieve, tilewise::BandMask<tilewise::Bounds::both>>"
-
-
-MODULES = (sm80, sm80_backward, sm80_float32, sm80_float32_backward, sm90_backward, sm90_float32, sm90_float32_backward)
-
-
-@pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Every kernel is one with the terms above; `toy(problem)` returns what their gradients are written to."""
-
-    def forget() -> None:
-        for module in MODULES:
-            for cached in vars(module).values():
-                if hasattr(cached, "cache_clear"):
-                    cached.cache_clear()
-
-    def install(problem: Any, policy: Any = toy_policy) -> torch.Tensor:
-        gradient = torch.zeros(problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
-        for module in MODULES:
-            forget()
-            emulation.install(monkeypatch, module, 0)
-            monkeypatch.setattr(module, "scores_type", policy)
-            monkeypatch.setattr(module, "Target", SimpleNamespace(of=lambda device: H200))
-            monkeypatch.setattr(
-                module,
-                "Unit",
-                lambda name, source, *rest, **fields: (
-                    Unit(name, with_terms(source, problem.heads_q, gradient.data_ptr()), *rest, **fields)
-                    if "Scores<" in source
-                    else Unit(name, source, *rest, **fields)
-                ),
-            )
-        return gradient
-
-    yield install
-    monkeypatch.undo()
-    forget()
+        )
 
 
 def truth(q: Any, k: Any, v: Any, problem: Any, dout: Any = None, *, every_term: bool = True) -> tuple[Any, ...]:
@@ -183,64 +175,83 @@ def inputs_of(problem: Any) -> list[torch.Tensor]:
 
 
 def problem_of(dtype: torch.dtype, dim: int, mask: Any, **fields: Any) -> Any:
-    wanted = {"heads_kv": 1, "seq_kv": 150, "mask": mask, "softcap": CAP, "needs_lse": True} | fields
+    wanted = {"heads_kv": 1, "seq_kv": 150, "mask": mask, "needs_lse": True} | fields
     return make_problem((1, 2, 100, dim), dtype, **wanted)
 
 
+def every_term(problem: Any) -> tuple[Any, torch.Tensor]:
+    """The problem with all terms, and what the gradient of the bias is written to."""
+    gradient = torch.zeros(problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
+    return problem.with_(scores=(Softcap(CAP), Lean(problem.heads_q, gradient.data_ptr()), Sieve(), Sink())), gradient
+
+
 FORWARDS = [
-    (sm80, torch.bfloat16, 64, Causal()),
-    (sm80, torch.float16, 128, Window(60, 10)),
-    (sm80_float32, torch.float32, 64, Causal("bottom-right")),
-    (sm90_float32, torch.float32, 64, Causal()),
+    (SM80, torch.bfloat16, 64, Causal()),
+    (SM80, torch.float16, 128, Window(60, 10)),
+    (SM80, torch.float32, 64, Causal("bottom-right")),
+    (SM90, torch.float32, 64, Causal()),
 ]
 
 
 @emulated
-@pytest.mark.parametrize(("module", "dtype", "dim", "mask"), FORWARDS, ids=str)
-def test_a_forward_with_terms_of_its_own(toy: Any, module: Any, dtype: Any, dim: int, mask: Any) -> None:
-    problem = problem_of(dtype, dim, mask)
-    toy(problem)
+@pytest.mark.parametrize(("backend", "dtype", "dim", "mask"), FORWARDS, ids=str)
+def test_a_forward_with_terms_of_its_own(monkeypatch: Any, backend: Any, dtype: Any, dim: int, mask: Any) -> None:
+    problem, _gradient = every_term(problem_of(dtype, dim, mask))
+    emulation.install(monkeypatch)
     q, k, v, _ = inputs_of(problem)
-    got_out, got_lse = module.bind(q, k, v, problem, None)(q, k, v, None)
+    got_out, got_lse = backend.bind(q, k, v, problem, None, H200)(q, k, v, None)
     out, lse = truth(q, k, v, problem)
     assert_close(got_out, out, budget(dtype, problem.seq_kv))
     assert_close(got_lse, lse, budget(dtype, problem.seq_kv), "lse")
 
 
 BACKWARDS = [
-    (sm80_backward, torch.bfloat16, 64, Causal()),
-    (sm80_float32_backward, torch.float32, 64, Causal("bottom-right")),
-    (sm90_backward, torch.bfloat16, 64, Causal()),
-    (sm90_backward, torch.float16, 192, Window(60, 10)),
+    (SM80, torch.bfloat16, 64, Causal()),
+    (SM80, torch.float32, 64, Causal("bottom-right")),
+    (SM90, torch.bfloat16, 64, Causal()),
+    (SM90, torch.float16, 192, Window(60, 10)),
 ]
 
 
 @emulated
-@pytest.mark.parametrize(("module", "dtype", "dim", "mask"), BACKWARDS, ids=str)
-def test_a_backward_with_terms_of_its_own(toy: Any, module: Any, dtype: Any, dim: int, mask: Any) -> None:
-    problem = problem_of(dtype, dim, mask, needs_grad=True)
-    gradient = toy(problem)
+@pytest.mark.parametrize(("backend", "dtype", "dim", "mask"), BACKWARDS, ids=str)
+def test_a_backward_with_terms_of_its_own(monkeypatch: Any, backend: Any, dtype: Any, dim: int, mask: Any) -> None:
+    problem, gradient = every_term(problem_of(dtype, dim, mask, needs_grad=True))
+    emulation.install(monkeypatch)
     q, k, v, dout = inputs_of(problem)
     out, lse, wanted = truth(q, k, v, problem, dout)
-    got = module.bind(problem)(dout, None, q, k, v, out.to(dtype), lse.float(), (True, True, True))
+    got = backend.bind_backward(problem, None, H200)(
+        dout, None, q, k, v, out.to(dtype), lse.float(), (True, True, True)
+    )
     for name, grad, want in zip(("dq", "dk", "dv", "scores"), (*got, gradient), wanted, strict=True):
         assert_close(grad, want, budget(dtype, problem.seq_kv), name)
 
 
 @emulated
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
-def test_dropped_weights_in_the_float32_backward_of_sm90(toy: Any, mask: Any) -> None:
-    problem = problem_of(torch.float32, 64, mask, needs_grad=True, softcap=0.0)
-    toy(problem, plain_policy_without_cap)
+def test_dropped_weights_in_the_float32_backward_of_sm90(monkeypatch: Any, mask: Any) -> None:
+    problem = problem_of(torch.float32, 64, mask, needs_grad=True, scores=(Sieve(),))
+    emulation.install(monkeypatch)
     q, k, v, dout = inputs_of(problem)
     out, lse, (dq, dk, dv, _) = truth(q, k, v, problem, dout, every_term=False)
-    got = sm90_float32_backward.bind(problem)(dout, None, q, k, v, out.float(), lse.float(), (True, True, True))
+    got = SM90.bind_backward(problem, None, H200)(dout, None, q, k, v, out.float(), lse.float(), (True, True, True))
     for name, grad, want in zip(("dq", "dk", "dv"), got, (dq, dk, dv), strict=True):
         assert_close(grad, want, budget(torch.float32, problem.seq_kv), name)
 
 
-OPERANDS = """
-namespace toy {
+@dataclass(frozen=True, slots=True)
+class Offset(Toy):
+    """Adds what a tensor has for the head."""
+
+    kind: ClassVar[str] = "offset"
+
+    @property
+    def operands(self) -> dict[str, type[Any]]:
+        return {"offsets": ctypes.c_void_p, "offset_unit": ctypes.c_float}
+
+    @property
+    def struct(self) -> str:
+        return """
 struct Offset {
   struct Operands {
     const float* offsets;
@@ -255,33 +266,14 @@ struct Offset {
   __device__ __forceinline__ float apply(float v, int) { return v + offset; }
   __device__ __forceinline__ float before(float v, int) { return v - offset; }
 };
-}  // namespace toy
 """
 
 
 def units_with_operands() -> list[Unit]:
-    sources = [
-        next(
-            unit
-            for unit in sm90.all_units()
-            if unit.name.startswith("forward_bf16_d64x64_causal") and "cap" in unit.name
-        ),
-        next(unit for unit in sm90.all_units() if unit.name.startswith("backward_bf16_d64x64") and "cap" in unit.name),
-        next(
-            unit for unit in sm80.all_units() if unit.name.startswith("fa2_forward_bf16_d64x64") and "cap" in unit.name
-        ),
-    ]
-    units = []
-    for unit in sources:
-        include, rest = unit.source.split("\n", 1)
-        policy = rest[rest.index("tilewise::Scores<") : rest.index(">(params);")]
-        named = policy.replace("tilewise::BandMask", "toy::Offset, tilewise::BandMask")
-        params = rest[rest.index("__grid_constant__ ") + len("__grid_constant__ ") : rest.index(" params) {")]
-        rest = rest.replace(policy, "Policy").replace(f"__grid_constant__ {params}", "__grid_constant__ KernelParams")
-        head = f"using Policy = {named};\nusing KernelParams = tilewise::ParamsOf<{params}, Policy>;\n"
-        head += f"static_assert(sizeof(KernelParams) >= sizeof({params}) + 16);\n"
-        units.append(Unit(unit.name, f"{include}\n{OPERANDS}{head}{rest}", unit.arch, smem_bytes=unit.smem_bytes))
-    return units
+    problem = make_problem((1, 8, 4096, 64), torch.bfloat16, mask=Causal(), needs_grad=True)
+    problem = problem.with_(scores=(Softcap(CAP), Offset()))
+    chosen = [plan(problem, H200, "sm90"), plan(problem, Target.named("a100"), "sm80")]
+    return [unit for one in chosen for unit in one.units if unit.name.endswith("_offset")]
 
 
 @pytest.mark.parametrize("unit", units_with_operands(), ids=lambda unit: unit.label)
@@ -322,8 +314,6 @@ extern "C" __global__ void nothing(const __grid_constant__ Params params) {{
   for (int i = 0; i < 4; ++i) v[i] = terms.pull_back(terms.drop(v[i], i), i, [] { return 0.0f; }) * factor;
   terms.end();
 """
-    from tilewise.jit import sass
-
     codes = [
         sass.opcodes(sass.disassemble(build(Unit("nothing", source.format(terms=terms, hooks=calls), "sm_90a"))))
         for terms, calls in (("", ""), ("", hooks), ("toy::Nothing", hooks))

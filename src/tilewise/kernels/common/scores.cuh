@@ -46,6 +46,7 @@
 //                                      from P, never its argument. Must be finite where P is 0. A term without it has slope 1.
 //   float before(float v, int i)       v_{t-1} from v_t. Needed where a term before it has a slope.
 //   void gradient(float ds, int i)     dS_t of element i, in ascending order: to be stored, or added up in the state.
+//                                      Tiles that the mask hides are not visited: where it stores, there are zeros before.
 //   void end_gradient()                After the last element: to add the state to global memory.
 //
 // What other terms would be:
@@ -59,7 +60,7 @@
 //   a function    apply and slope, from its trace; `slope` in terms of the result. Where it has none such, the kernels would
 //                 have to keep the argument
 //
-// How to add a term: a struct here, and a row in backends/score_policy.py, which tells a kernel its policy.
+// How to add a term: a struct here, and a class in tilewise/scores.py that names it and fills what it reads.
 // clang-format on
 #pragma once
 
@@ -71,9 +72,10 @@ namespace tilewise {
 
 enum class RowsAre { queries, keys };
 
-// Where a thread's fragment lies. A kernel has a struct of its own with these members, which are
-// functions: a term calls what it needs. Why: what they are computed from is read again each time
-// where registers are few.
+// Where a thread's fragment lies. A kernel has a struct Place of its own with these members, which
+// are functions: a term calls what it needs. Why: what they are computed from is read again each
+// time where registers are few. (This one is for the concepts below, which only ask whether a hook
+// exists.)
 struct NoPlace {
   static constexpr RowsAre rows_are = RowsAre::queries;
   __device__ int row() const;     // of element 0: a query, or a key where rows are keys

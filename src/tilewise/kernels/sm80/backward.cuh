@@ -23,7 +23,7 @@
 // Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), a CTA each. The
 // first piece of a tile that is done stores its dK and dV as float32, those after it add theirs, and the
 // last one adds what is there to its own before step 10. As they come, or, if gradients are to be
-// deterministic, by their numbers (common/piece_turns.cuh).
+// deterministic, by their numbers (common/piece_tickets.cuh).
 //
 // Roles. All warps do the same. Each of the five products is divided over the warps in a grid of its
 // own, as square as it can be: a warp's block of 32 x 32 or 32 x 64 reads the least shared memory a
@@ -32,12 +32,12 @@
 // Shared memory (struct BackwardSmem): K and V of the CTA; `stages` tiles of Q and dO with their row
 // terms; P and dS. In the end all of it is room for dK and dV on their way out.
 //
-// Synchronisation. Three barriers a step, all __syncthreads:
-//   before  everybody's copies of this step have arrived; P and dS of the step before are read, and with
+// Synchronisation. Three barriers per step, all __syncthreads:
+//   before  all threads' copies of this step have arrived; P and dS of the step before are read, and with
 //           two stages so are its Q and dO, which the copies for the next step then overwrite
 //   middle  P and dS are written
 //   after   (one stage) Q and dO are read; the copies for the next step overwrite them
-// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter a query
+// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter per query
 // tile says whose turn it is; a barrier follows the wait for it, and another precedes passing it on.
 //
 // Registers of a thread: S and dP block_q * block_kv / threads each, dK and dV block_kv * (d + dv) /
@@ -224,27 +224,27 @@ struct Backward {
   }
 
   // Waits for the KV tiles before this one to have added to the step's dQ.
-  // Why this cannot hang: whoever is waited for has a smaller block index, so it runs already.
-  __device__ __forceinline__ void await_turn() {
+  // Why this cannot hang: the CTA that is waited for has a smaller block index, so it runs already.
+  __device__ __forceinline__ void await_ticket() {
     if (params.turns == nullptr) return;
     if (threadIdx.x == 0) {
       const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
       const int first_tile = band.first_key(cursor.q_tile * block_q) / block_kv;
-      const int* turn = params.turns + tile_index(cursor);
-      while (ptx::load_acquire(turn) < plan.kv_tile - first_tile) {
+      const int* ticket = params.turns + tile_index(cursor);
+      while (ptx::load_acquire(ticket) < plan.kv_tile - first_tile) {
       }
     }
     __syncthreads();
   }
-  __device__ __forceinline__ void pass_turn() {
+  __device__ __forceinline__ void pass_ticket() {
     if (params.turns == nullptr) return;
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) ptx::add_release(params.turns + tile_index(cursor), 1);
   }
 
-  // Sums in global memory lie in fragment order, 128 floats a block of 16 x 8: as a lane holds them
-  // where four are added at a time, else 32 lanes after one another.
+  // Sums in global memory lie in fragment order, 128 floats per block of 16 x 8: as a lane holds
+  // them where four are added at a time, else 32 lanes after one another.
   __device__ __forceinline__ int lane_place() const {
     return config.vector_sums ? 4 * lane : static_cast<int>(lane);
   }
@@ -311,11 +311,11 @@ struct Backward {
     multiply<bf16, Stored::by_rows, Stored::by_rows, block_kv / 16, block_q, block_kv>(
         dq, ptx::smem_address(smem.ds), warp % config.query_rows * query_blocks,
         ptx::smem_address(smem.k), warp / config.query_rows * dq_columns);
-    await_turn();
+    await_ticket();
     add_to_sums(params.dq_sums + tile_index(cursor) * (block_q * config.head_dim) +
                     warp * (query_blocks * dq_columns * 256),
                 dq);
-    pass_turn();
+    pass_ticket();
   }
 
   // Steps 7 to 9.
@@ -341,9 +341,10 @@ struct Backward {
   // dK and dV of one piece of several to their sums, or the other way round: true if this is the
   // last piece, whose accumulators are then the sums of all.
   __device__ __forceinline__ bool join_pieces() {
-    PieceTurns* turns = params.piece_turns + key_tile_index();
+    PieceTickets* tickets = params.piece_turns + key_tile_index();
     if (threadIdx.x == 0)
-      smem.pieces_before = await_pieces(turns, plan.piece, plan.pieces, params.in_order != 0, true);
+      smem.pieces_before =
+          await_pieces(tickets, plan.piece, plan.pieces, params.in_order != 0, true);
     __syncthreads();
     const int before = smem.pieces_before;
     constexpr int columns = config.head_dim + config.head_dim_v;
@@ -365,11 +366,11 @@ struct Backward {
     }
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) ptx::add_release(&turns->added, 1);
+    if (threadIdx.x == 0) ptx::add_release(&tickets->added, 1);
     return false;
   }
 
-  // One gradient of this CTA's keys. Invariant: nobody reads matrices in shared memory any more.
+  // One gradient of this CTA's keys. Invariant: no warp reads matrices in shared memory any more.
   template <int columns>
   __device__ __forceinline__ void store_keys(const float (&x)[key_blocks][columns * 8],
                                              const Tensor& gradient, int dim) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../common/find_piece.cuh"
-#include "../common/piece_turns.cuh"
+#include "../common/piece_tickets.cuh"
 #include "config.cuh"
 
 namespace tilewise::sm80 {
@@ -13,14 +13,14 @@ struct BackwardConfig {
   bool bf16;       // else fp16
   int head_dim;    // class of q and k: smaller heads are zero-filled up to it
   int head_dim_v;  // class of v and dout, likewise
-  int block_q;     // query rows a step
+  int block_q;     // query rows per step
   int block_kv;    // keys of a CTA
   int warps;
-  int score_rows;  // warps along the queries of S and dP
-  int key_rows;    // warps along the keys of dK and dV
-  int query_rows;  // warps along the queries of dQ
-  int stages;      // of Q and dO
-  bool softcap;
+  int score_rows;    // warps along the queries of S and dP
+  int key_rows;      // warps along the keys of dK and dV
+  int query_rows;    // warps along the queries of dQ
+  int stages;        // of Q and dO
+  bool softcap;      // whether the policy of scores has one; kernels read it there
   bool vector_sums;  // sums in global memory are added four at a time (sm_90 on)
   bool makes_dkv;    // else neither dK nor dV is
   int ctas_per_sm;
@@ -40,9 +40,9 @@ struct BackwardParams {
   float* dq_sums;          // null: dQ is not wanted; zeroed (batch, heads, q_tiles, fragments)
   int* turns;  // null, or zeroed (batch, heads, q_tiles): dQ is summed in the order of the keys
   // Where KV tiles are cut into pieces: sums of dK and dV, (batch, heads_kv, kv_tiles, fragments),
-  // and the turns of pieces at them, zeroed (batch, heads_kv, kv_tiles).
+  // and the tickets of pieces for them, zeroed (batch, heads_kv, kv_tiles).
   float* dkv_sums;
-  PieceTurns* piece_turns;
+  PieceTickets* piece_turns;
   int batch;
   int heads_kv;
   int heads_per_kv;

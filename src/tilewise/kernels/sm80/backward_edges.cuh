@@ -10,13 +10,13 @@ namespace tilewise::sm80 {
 struct PreprocessParams {
   Tensor out;
   Tensor dout;
-  const float* lse;         // (batch, heads, seq_q)
-  const float* dlse;        // null, or likewise
-  float* lse_log2;          // (batch, heads, rows), rows padded to the query tile
-  float* row_terms;         // likewise
-  float* dq_sums;           // null, or row_floats a row, to be zeroed
-  int* turns;               // null, or one a query tile, to be zeroed
-  PieceTurns* piece_turns;  // null, or so many turns of pieces at dK and dV, to be zeroed
+  const float* lse;           // (batch, heads, seq_q)
+  const float* dlse;          // null, or likewise
+  float* lse_log2;            // (batch, heads, rows), rows padded to the query tile
+  float* row_terms;           // likewise
+  float* dq_sums;             // null, or row_floats a row, to be zeroed
+  int* turns;                 // null, or one per query tile, to be zeroed
+  PieceTickets* piece_turns;  // null, or so many tickets of pieces for dK and dV, to be zeroed
   int piece_turn_count;
   int heads;
   int seq_q;
@@ -52,7 +52,7 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
   return sum;
 }
 
-// A block: 32 rows of one head. Eight columns a lane, `lanes` lanes a row.
+// A block: 32 rows of one head. Eight columns per lane, `lanes` lanes per row.
 template <bool bf16, int lanes>
 __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
   constexpr int rows_at_once = edge_threads / lanes;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
   if (params.piece_turns != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * edge_threads;
     for (int i = blockIdx.x * edge_threads + threadIdx.x; i < params.piece_turn_count; i += stride)
-      params.piece_turns[i] = PieceTurns{0, 0};
+      params.piece_turns[i] = PieceTickets{0, 0};
   }
 #pragma unroll
   for (int i = 0; i < edge_rows; i += rows_at_once) {

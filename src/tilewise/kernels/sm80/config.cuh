@@ -17,10 +17,10 @@ struct Config {
   int head_dim;    // class of q and k: a multiple of 16; smaller heads are zero-filled up to it
   int head_dim_v;  // class of v and out, likewise
   int warps;
-  int row_tiles;  // blocks of 16 query rows a warp
+  int row_tiles;  // blocks of 16 query rows per warp
   int block_kv;
-  int stages;  // of K and V: 2 loads a tile ahead, 1 loads each under the other's product
-  bool softcap;
+  int stages;    // of K and V: 2 loads a tile ahead, 1 loads each under the other's product
+  bool softcap;  // whether the policy of scores has one; kernels read it there
   bool q_in_registers;
   int ctas_per_sm;  // CTAs that share a multiprocessor
 

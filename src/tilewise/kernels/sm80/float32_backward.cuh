@@ -24,7 +24,7 @@
 //
 // Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), a CTA each. The first
 // piece of a tile that is done stores its dK and dV, those after it add theirs to them, in their last units: as
-// they come or, if gradients are to be deterministic, by their numbers (common/piece_turns.cuh).
+// they come or, if gradients are to be deterministic, by their numbers (common/piece_tickets.cuh).
 //
 // Small tiles. The low parts of numbers below 2^-113 have fewer bits than they need. Tiles of Q, K, V and dO
 // that have no number of 2^-95 or more are multiplied by 2^64 as they arrive, in shared memory, each thread
@@ -38,13 +38,13 @@
 // Shared memory (struct Float32BackwardSmem): K and V of the CTA; `stages` tiles of Q and dO with their row
 // terms; dS.
 //
-// Synchronisation. Two places a step, all __syncthreads:
-//   before  everybody's copies of this step have arrived; dS of the step before is read. Twice: whether Q
+// Synchronisation. Two places per step, all __syncthreads:
+//   before  all threads' copies of this step have arrived; dS of the step before is read. Twice: whether Q
 //           and dO are small is found on the way. With two stages the copies for the next step then
 //           overwrite the Q and dO of the step before
 //   middle  dS is written; Q and dO are read: with one stage the copies for the next step overwrite them,
 //           under step 9
-// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter a query
+// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter per query
 // tile says whose turn it is; a barrier follows the wait for it, and another precedes passing it on.
 //
 // Registers of a thread: (d + dv) / 2 of dK and dV, block_q / 2 each of P and dS, 32 of fresh sums.
@@ -68,7 +68,8 @@ struct Float32Backward {
   static constexpr int threads = config.threads();
   static constexpr int panels = config.head_dim / float_panel;
   static constexpr int panels_v = config.head_dim_v / float_panel;
-  static constexpr int panel_sums = float_panel / 2;  // numbers a lane has of 16 rows of a panel
+  static constexpr int panel_sums =
+      float_panel / 2;  // numbers that a lane has of 16 rows of a panel
   // Blocks of 16 rows of dQ that a warp takes at once. Two where they go round evenly, and where
   // sums are added four at a time: for single ones there are no registers left.
   static constexpr int dq_tiles =
@@ -128,7 +129,7 @@ struct Float32Backward {
                        16);
   }
 
-  // Multiplies a small tile; true if its unit is another than before. After it everybody's copies
+  // Multiplies a small tile; true if its unit is another than before. After it all threads' copies
   // have arrived. Invariant: this thread's have, before.
   template <typename Copy, int rows>
   static __device__ __forceinline__ bool lift(u32 matrix, float& unit) {
@@ -330,19 +331,19 @@ struct Float32Backward {
   }
 
   // Waits for the KV tiles before this one to have added to the step's dQ.
-  // Why this cannot hang: whoever is waited for has a smaller block index, so it runs already.
-  __device__ __forceinline__ void await_turn() {
+  // Why this cannot hang: the CTA that is waited for has a smaller block index, so it runs already.
+  __device__ __forceinline__ void await_ticket() {
     if (params.turns == nullptr) return;
     if (threadIdx.x == 0) {
       const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
       const int first_tile = band.first_key(cursor.q_tile * block_q) / block_kv;
-      const int* turn = params.turns + tile_index(cursor);
-      while (ptx::load_acquire(turn) < plan.kv_tile - first_tile) {
+      const int* ticket = params.turns + tile_index(cursor);
+      while (ptx::load_acquire(ticket) < plan.kv_tile - first_tile) {
       }
     }
     __syncthreads();
   }
-  __device__ __forceinline__ void pass_turn() {
+  __device__ __forceinline__ void pass_ticket() {
     if (params.turns == nullptr) return;
     __threadfence();
     __syncthreads();
@@ -386,7 +387,7 @@ struct Float32Backward {
     }
   }
 
-  // Step 9. Invariant: all warps come to the wait for their turn, whether or not they have a block.
+  // Step 9. Invariant: all warps come to the wait for the ticket, whether or not they have a block.
   __device__ __forceinline__ void add_dq() {
     constexpr int items = block_q / 16 / dq_tiles * panels;
     const u32 ds_lane = lane_by_rows(ptx::smem_address(smem.ds));
@@ -417,14 +418,14 @@ struct Float32Backward {
           }
         }
       }
-      if (first_item == 0) await_turn();
+      if (first_item == 0) await_ticket();
       if (mine) {
 #pragma unroll
         for (int t = 0; t < dq_tiles; ++t)
           add_to_dq(sums[t], cursor.q_tile * block_q + (block + t) * 16, panel * float_panel);
       }
     }
-    pass_turn();
+    pass_ticket();
   }
 
   // One gradient of this warp's keys, stored or added to what is there. A lane has the columns
@@ -481,10 +482,10 @@ struct Float32Backward {
   __device__ __forceinline__ void finish() {
     if (plan.pieces == 1) return store_both<false>();
     const long long pair = static_cast<long long>(plan.batch) * params.heads_kv + plan.head_kv;
-    PieceTurns* turns = params.piece_turns + pair * params.kv_tiles + plan.kv_tile;
+    PieceTickets* tickets = params.piece_turns + pair * params.kv_tiles + plan.kv_tile;
     if (threadIdx.x == 0)
       smem.pieces_before =
-          await_pieces(turns, plan.piece, plan.pieces, params.in_order != 0, false);
+          await_pieces(tickets, plan.piece, plan.pieces, params.in_order != 0, false);
     __syncthreads();
     if (smem.pieces_before == 0)
       store_both<false>();
@@ -492,7 +493,7 @@ struct Float32Backward {
       store_both<true>();
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) ptx::add_release(&turns->added, 1);
+    if (threadIdx.x == 0) ptx::add_release(&tickets->added, 1);
   }
 
   __device__ __forceinline__ void run() {
@@ -557,13 +558,13 @@ __device__ __forceinline__ void float32_backward(
 struct Float32PreprocessParams {
   Tensor out;
   Tensor dout;
-  Tensor dq;                // data null, or to be zeroed
-  const float* lse;         // (batch, heads, seq_q)
-  const float* dlse;        // null, or likewise
-  float* padded_lse;        // (batch, heads, rows), rows padded to the query tile
-  float* row_terms;         // likewise
-  int* turns;               // null, or one a query tile, to be zeroed
-  PieceTurns* piece_turns;  // null, or so many turns of pieces at dK and dV, to be zeroed
+  Tensor dq;                  // data null, or to be zeroed
+  const float* lse;           // (batch, heads, seq_q)
+  const float* dlse;          // null, or likewise
+  float* padded_lse;          // (batch, heads, rows), rows padded to the query tile
+  float* row_terms;           // likewise
+  int* turns;                 // null, or one per query tile, to be zeroed
+  PieceTickets* piece_turns;  // null, or so many tickets of pieces for dK and dV, to be zeroed
   int piece_turn_count;
   int heads;
   int seq_q;
@@ -576,7 +577,7 @@ struct Float32PreprocessParams {
 constexpr int float32_edge_threads = 256;
 constexpr int float32_edge_rows = 32;
 
-// A block: 32 rows of one head, four columns a lane, `lanes` lanes a row.
+// A block: 32 rows of one head, four columns per lane, `lanes` lanes per row.
 template <int lanes>
 __device__ __forceinline__ void float32_preprocess(const Float32PreprocessParams& params) {
   constexpr int rows_at_once = float32_edge_threads / lanes;
@@ -591,7 +592,7 @@ __device__ __forceinline__ void float32_preprocess(const Float32PreprocessParams
   if (params.piece_turns != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * float32_edge_threads;
     int i = blockIdx.x * float32_edge_threads + threadIdx.x;
-    for (; i < params.piece_turn_count; i += stride) params.piece_turns[i] = PieceTurns{0, 0};
+    for (; i < params.piece_turn_count; i += stride) params.piece_turns[i] = PieceTickets{0, 0};
   }
 #pragma unroll 1
   for (int i = 0; i < float32_edge_rows; i += rows_at_once) {

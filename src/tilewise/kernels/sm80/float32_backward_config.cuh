@@ -8,13 +8,13 @@ namespace tilewise::sm80 {
 
 // Mirrored field by field by `BackwardConfig` in backends/sm80_float32_backward.py.
 struct Float32BackwardConfig {
-  bool exact;      // three products of TF32 parts, else one
-  int head_dim;    // class of q and k: smaller heads are zero-filled up to it
-  int head_dim_v;  // class of v and dout, likewise
-  int block_q;     // query rows a step
-  int warps;       // of 16 keys each
-  int stages;      // of Q and dO
-  bool softcap;
+  bool exact;        // three products of TF32 parts, else one
+  int head_dim;      // class of q and k: smaller heads are zero-filled up to it
+  int head_dim_v;    // class of v and dout, likewise
+  int block_q;       // query rows per step
+  int warps;         // of 16 keys each
+  int stages;        // of Q and dO
+  bool softcap;      // whether the policy of scores has one; kernels read it there
   bool vector_sums;  // sums in global memory are added four at a time (sm_90 on)
   bool makes_dkv;    // else neither dK nor dV is wanted
   int ctas_per_sm;
@@ -35,9 +35,9 @@ struct Float32BackwardParams {
   const float* lse;        // (batch, heads, rows padded to block_q); +inf where no key is seen
   const float* row_terms;  // likewise: rowsum(dO * O) - dlse
   int* turns;  // null, or zeroed (batch, heads, q_tiles): dQ is summed in the order of the keys
-  // Null, or where KV tiles are cut into pieces: their turns at dK and dV, zeroed (batch, heads_kv,
-  // kv_tiles).
-  PieceTurns* piece_turns;
+  // Null, or where KV tiles are cut into pieces: their tickets for dK and dV, zeroed (batch,
+  // heads_kv, kv_tiles).
+  PieceTickets* piece_turns;
   int batch;
   int heads_kv;
   int heads_per_kv;

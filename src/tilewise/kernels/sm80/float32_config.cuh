@@ -11,10 +11,10 @@ struct Float32Config {
   int head_dim;    // class of q and k: smaller heads are zero-filled up to it
   int head_dim_v;  // class of v and out, likewise
   int warps;
-  int row_tiles;  // blocks of 16 query rows a warp
+  int row_tiles;  // blocks of 16 query rows per warp
   int block_kv;
-  int stages;  // of K and V: 2 loads a tile ahead, 1 loads each under the other's product
-  bool softcap;
+  int stages;       // of K and V: 2 loads a tile ahead, 1 loads each under the other's product
+  bool softcap;     // whether the policy of scores has one; kernels read it there
   int ctas_per_sm;  // CTAs that share a multiprocessor
 
   TILEWISE_INLINE int warp_rows() const { return row_tiles * 16; }

@@ -74,7 +74,8 @@ struct Float32Forward {
   static constexpr int row_tiles = config.row_tiles, block_kv = config.block_kv;
   static constexpr int block_q = config.block_q(), threads = config.threads();
   static constexpr int value_panels = config.head_dim_v / float_panel;
-  static constexpr int panel_sums = float_panel / 2;  // numbers a lane has of 16 rows of a panel
+  static constexpr int panel_sums =
+      float_panel / 2;  // numbers that a lane has of 16 rows of a panel
   using QCopy = TileCopy<block_q, halves(config.head_dim), threads>;
   using KCopy = TileCopy<block_kv, halves(config.head_dim), threads>;
   using VCopy = TileCopy<block_kv, halves(config.head_dim_v), threads>;
@@ -89,7 +90,7 @@ struct Float32Forward {
 
   float p[row_tiles][block_kv / 2];  // S, then P
   float o[row_tiles][config.head_dim_v / 2];
-  float most[row_tiles][2], sum[row_tiles][2];  // m; this thread's share of l
+  float row_max[row_tiles][2], sum[row_tiles][2];  // m; this thread's share of l
   float alpha[row_tiles][2];
 
   // Why not members: registers are for what the products need.
@@ -186,7 +187,7 @@ struct Float32Forward {
     for (int t = 0; t < row_tiles; ++t) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float next = fmaxf(most[t][r], top[t][r]) * params.scale;
+        const float next = fmaxf(row_max[t][r], top[t][r]) * params.scale;
         found |=
             fabsf(next) > large_score - far_below && top[t][r] * params.scale > next - far_below;
       }
@@ -230,12 +231,12 @@ struct Float32Forward {
       float (&top)[2] = tops[t], block[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float next = fmaxf(most[t][r], top[r]);
+        const float next = fmaxf(row_max[t][r], top[r]);
         // Why: a row that has seen no key keeps -inf; subtracting 0 instead gives p = 0 rather than
         // NaN.
         top[r] = next == -infinity ? 0.0f : next;
-        alpha[t][r] = ptx::ex2((most[t][r] - top[r]) * params.scale_log2);
-        most[t][r] = next;
+        alpha[t][r] = ptx::ex2((row_max[t][r] - top[r]) * params.scale_log2);
+        row_max[t][r] = next;
       }
 #pragma unroll
       for (int i = 0; i < block_kv / 2; ++i)
@@ -453,14 +454,14 @@ struct Float32Forward {
         float total = quad_sum(sum[t][r]);
         const Place place{*this, t, 0};
         const float row_factor =
-            Policy::finish_row(params, place, r, most[t][r], total, params.scale_log2) *
+            Policy::finish_row(params, place, r, row_max[t][r], total, params.scale_log2) *
             Policy::kept_weight(params, place);
         const float inverse = total == 0.0f ? 0.0f : reciprocal(total) * row_factor;
         rows_are_nan[t][r] = total != total;
         const bool exists = row < params.seq_q;
         if (exists && params.lse != nullptr && lane % 4 == 0)
           lse[row] = total == 0.0f ? -infinity
-                                   : __fadd_rn(__fmul_rn(most[t][r], params.scale), logf(total));
+                                   : __fadd_rn(__fmul_rn(row_max[t][r], params.scale), logf(total));
         float* out = out_row(row) + 8 * (lane % 4);
 #pragma unroll
         for (int half = 0; half < 2 * value_panels; ++half) {
@@ -492,7 +493,7 @@ struct Float32Forward {
       __syncthreads();
 #pragma unroll
       for (int t = 0; t < row_tiles; ++t) {
-        most[t][0] = most[t][1] = -infinity;
+        row_max[t][0] = row_max[t][1] = -infinity;
         sum[t][0] = sum[t][1] = 0.0f;
 #pragma unroll
         for (int i = 0; i < config.head_dim_v / 2; ++i) o[t][i] = 0.0f;

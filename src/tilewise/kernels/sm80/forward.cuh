@@ -22,13 +22,13 @@
 // Roles. All warps do the same: copy their share of every tile, and attend for their own rows. A warp
 // whose rows see nothing of a tile (the upper half of a diagonal) only copies. Two or more CTAs share
 // a multiprocessor where they fit, so that one's exponentials run under another's products.
-// Why 32 rows a warp where registers allow: fragments of K and V are read from shared memory once for
-// both blocks of 16. With one block a product needs 128 bytes a cycle of an A100, all there is.
+// Why 32 rows per warp where registers allow: fragments of K and V are read from shared memory once for
+// both blocks of 16. With one block, products need 128 bytes per cycle of an A100, all there is.
 //
 // Shared memory (struct Smem): Q, in the end out on its way to global memory; K and V, `stages` tiles.
 //
 // Synchronisation. A thread's own copies have arrived after cp_async_wait; __syncthreads then makes
-// everybody's visible, and says that everybody is done with what the next copies overwrite.
+// all threads' copies visible, and says that all are done with what the next copies overwrite.
 //   stages  before                     the wait is for           and the barrier frees
 //   2       step 1 of tile n           K_n, V_n                  the slots of tile n + 1 (for n - 1)
 //   1       step 1 of tile n           K_n                       V (for V_n)

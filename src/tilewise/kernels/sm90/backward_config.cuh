@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../common/find_piece.cuh"
-#include "../common/piece_turns.cuh"
+#include "../common/piece_tickets.cuh"
 #include "config.cuh"
 
 namespace tilewise::sm90 {
@@ -12,11 +12,11 @@ struct BackwardConfig {
   bool bf16;       // else fp16
   int head_dim;    // class of q and k: smaller heads are zero-filled up to it
   int head_dim_v;  // class of v and dout, likewise
-  int block_q;     // 64 or 128 query rows a step
+  int block_q;     // 64 or 128 query rows per step
   bool by_keys;    // a product warpgroup owns dK and dV of 64 keys; else one owns dV, the other dK
   int stages;      // of the Q and dO rings
   int ds_stages;
-  bool softcap;
+  bool softcap;           // whether the policy of scores has one; kernels read it there
   bool writes_dq;         // one KV tile holds all keys: dQ needs no sums in global memory
   bool makes_dq;          // else dQ is not wanted
   bool makes_dkv;         // else neither dK nor dV is
@@ -32,19 +32,20 @@ struct BackwardConfig {
   TILEWISE_INLINE int ds_writers() const { return by_keys ? 8 : 4; }  // warps
 };
 
-// How many KV tiles have claimed a turn at the dQ of a query tile, and how many have had it.
-struct TileTurns {
-  int claimed;  // by_claim
+// How many KV tiles have taken a ticket for the dQ of a query tile, and how many have added to it.
+struct DqTickets {
+  int claimed;  // claim_order
   int added;
 };
 
 // How the KV tiles that see a query tile add up its dQ, in float32 in global memory.
 enum Order : int {
-  by_keys,   // one after another in the order of their keys, so that the bits are the same
-             // every time: the first stores its sums, the others add, the last resumes them and
-             // writes dQ
-  by_claim,  // the same as they come, so that nobody has to wait but for the first and the last
-  freely,    // onto zeroes, and nobody waits; postprocess makes dQ of the sums
+  key_order,    // one after another in the order of their keys, so that the bits are the same
+                // every time: the first stores its sums, the others add, the last resumes them and
+                // writes dQ
+  claim_order,  // the same as they come, so that a tile waits for no more than the first, and the
+                // last for all
+  any_order,    // onto zeroes, and no tile waits; postprocess makes dQ of the sums
 };
 
 // In which order a grid goes through KV tiles, and a CTA through the steps of its tile.
@@ -54,7 +55,7 @@ enum Walk : int {
   down,    // KV tiles from the first, query tiles from the last, and for each of them all heads.
            // Under a causal mask tiles that start together stay together, and read the same queries
   stairs,  // by keys. KV tiles from the last and query tiles from the first, head by head: under a
-           // causal mask the first rows of a tile have their turn at once, and those that wait meet
+           // causal mask the first rows of a tile may be added at once, and those that wait meet
            // rows which the tile before left a step ago. The last of several sections is its mirror
            // image, so that the long tiles do not come at the very end
 };
@@ -71,11 +72,11 @@ struct BackwardParams {
   // Null: dQ is not wanted, or one KV tile holds all keys. Else (batch, heads, q_tiles, fragment
   // order).
   float* dq_sums;
-  TileTurns* turns;  // null, or for KV tiles that take turns (batch, heads, q_tiles), zeroed
+  DqTickets* turns;  // null, or the tickets for dQ, zeroed (batch, heads, q_tiles)
   // Where KV tiles are cut into pieces: float32 sums of dK and dV, (batch, heads_kv, kv_tiles,
-  // fragment order), and the turns of pieces at them, (batch, heads_kv, kv_tiles, 2), zeroed.
+  // fragment order), and the tickets of pieces for them, (batch, heads_kv, kv_tiles, 2), zeroed.
   float* dkv_sums;
-  PieceTurns* piece_turns;
+  PieceTickets* piece_turns;
   void* dq;                   // null: not wanted
   long long dq_batch_stride;  // in elements
   long long dq_head_stride;
@@ -189,14 +190,14 @@ struct SeenTile {
 };
 
 // How many KV tiles add to the dQ of a query tile before this one and after it.
-struct Turn {
+struct DqTicket {
   int before;
   int after;
 };
-constexpr int turn_stages = 4;
-// How many steps ahead a turn is looked for. Why no more: neighbours begin two query tiles apart,
-// and who claims a turn early makes those wait who come before.
-constexpr int turns_ahead = 2;
+constexpr int ticket_stages = 4;
+// How many steps ahead a ticket is looked for. Why no more: neighbours begin two query tiles apart,
+// and a tile that takes a ticket early makes those wait that come before.
+constexpr int tickets_ahead = 2;
 
 // One lane arrives for its warp, after a warp barrier. The machine code needs no instruction for
 // that barrier where the warp is converged anyway, so a race checker does not see it: for that tool
@@ -225,9 +226,9 @@ struct BackwardSmem {
   ptx::u64 dout_full[config.stages], dout_empty[config.stages];
   ptx::u64 ds_full[config.ds_stages], ds_empty[config.ds_stages];
   ptx::u64 weights_full, weights_empty;
-  ptx::u64 turn_come[turn_stages], turn_over[turn_stages];
+  ptx::u64 ticket_come[ticket_stages], ticket_over[ticket_stages];
   int pieces_before[2];  // at the sums of dK and dV, per product warpgroup
-  alignas(16) Turn turn[turn_stages];
+  alignas(16) DqTicket dq_ticket[ticket_stages];
   // Invariant: 16 bytes that hold a part of it hold nothing that is written while it is read. Why:
   // it is read in such units, and a race checker reports what shares one.
   alignas(16) BackwardPlan plan;

@@ -18,9 +18,9 @@ struct PreprocessParams {
   const float* dlse;  // null, or likewise
   float* start_s;     // (batch, heads, rows), rows padded to the query tile
   float* start_dp;
-  float* dq_sums;           // null, or row_floats * rows floats a head, to be zeroed
-  TileTurns* turns;         // null, or one per query tile, to be zeroed
-  PieceTurns* piece_turns;  // null, or so many turns of pieces at dK and dV, to be zeroed
+  float* dq_sums;             // null, or row_floats * rows floats per head, to be zeroed
+  DqTickets* turns;           // null, or one per query tile, to be zeroed
+  PieceTickets* piece_turns;  // null, or so many tickets of pieces for dK and dV, to be zeroed
   int piece_turn_count;
   int heads;
   int seq_q;
@@ -71,7 +71,7 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
   return pair(a.x, b.x, pair(a.y, b.y, pair(a.z, b.z, pair(a.w, b.w, 0.0f))));
 }
 
-// A block: 64 rows of one head. Eight columns a lane, `lanes` lanes a row.
+// A block: 64 rows of one head. Eight columns per lane, `lanes` lanes per row.
 template <bool bf16, int lanes>
 __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
   constexpr int rows_at_once = edge_threads / lanes;
@@ -94,11 +94,11 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
   }
   if (params.turns != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
     params.turns[(static_cast<long long>(batch_head) * params.rows + first_row) / params.block_q] =
-        TileTurns{0, 0};
+        DqTickets{0, 0};
   if (params.piece_turns != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * edge_threads;
     for (int i = block * edge_threads + threadIdx.x; i < params.piece_turn_count; i += stride)
-      params.piece_turns[i] = PieceTurns{0, 0};
+      params.piece_turns[i] = PieceTickets{0, 0};
   }
 #pragma unroll
   for (int i = 0; i < edge_rows / rows_at_once; ++i) {
@@ -126,7 +126,7 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
 }
 
 // A block: 64 rows of one head, whose sums lie in the accumulator layout of the product: see
-// QueryWarpgroup::add. A thread takes eight columns of the rows r and r + 8.
+// DqWarpgroup::add. A thread takes eight columns of the rows r and r + 8.
 template <bool bf16>
 __device__ __forceinline__ void postprocess(const PostprocessParams& params) {
   ptx::wait_for_previous_grid();

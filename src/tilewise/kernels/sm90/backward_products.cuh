@@ -241,24 +241,24 @@ struct ProductWarpgroup {
     return params.dkv_sums + (pair * params.kv_tiles + plan.kv_tile) * (block_kv * columns) +
            row * columns + threadIdx.x % 128 * 4;
   }
-  __device__ __forceinline__ PieceTurns* piece_turns() {
+  __device__ __forceinline__ PieceTickets* piece_tickets() {
     const long long pair = static_cast<long long>(plan.batch) * params.heads_kv + plan.head_kv;
     return params.piece_turns + (pair * params.kv_tiles + plan.kv_tile) * 2 + warpgroup;
   }
 
-  // How many pieces of this KV tile add before this one: common/piece_turns.cuh.
+  // How many pieces of this KV tile add before this one: common/piece_tickets.cuh.
   __device__ __forceinline__ int await_pieces() {
     if (threadIdx.x % 128 == 0) {
-      ptx::wait_for_previous_grid();  // which zeroed the turns
-      smem.pieces_before[warpgroup] = tilewise::await_pieces(piece_turns(), plan.piece, plan.pieces,
-                                                             params.order == by_keys, true);
+      ptx::wait_for_previous_grid();  // which zeroed the tickets
+      smem.pieces_before[warpgroup] = tilewise::await_pieces(
+          piece_tickets(), plan.piece, plan.pieces, params.order == key_order, true);
     }
     ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + warpgroup);
     return smem.pieces_before[warpgroup];
   }
   __device__ __forceinline__ void end_piece() {
     ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + warpgroup);
-    if (threadIdx.x % 128 == 0) ptx::add_release(&piece_turns()->added, 1);
+    if (threadIdx.x % 128 == 0) ptx::add_release(&piece_tickets()->added, 1);
   }
 
   // Step 9 of a piece that is not the last: one gradient to its sums over pieces, at `place`.
@@ -325,7 +325,7 @@ struct ProductWarpgroup {
 
 // A warpgroup owns dK and dV of 64 keys.
 template <BackwardConfig config, typename Policy>
-struct KeysWarpgroup : ProductWarpgroup<config, Policy> {
+struct DkDvWarpgroup : ProductWarpgroup<config, Policy> {
   using Base = ProductWarpgroup<config, Policy>;
   using Base::block_q, Base::smem, Base::params, Base::plan;
   using typename Base::Fragment, typename Base::Packed;
@@ -499,7 +499,7 @@ struct KeysWarpgroup : ProductWarpgroup<config, Policy> {
 
 // Two warpgroups share 64 keys: this one owns dV, makes the weights and hands them over.
 template <BackwardConfig config, typename Policy>
-struct ValueWarpgroup : ProductWarpgroup<config, Policy> {
+struct DvWarpgroup : ProductWarpgroup<config, Policy> {
   using Base = ProductWarpgroup<config, Policy>;
   using Base::block_q, Base::smem, Base::params, Base::plan;
   using typename Base::Fragment, typename Base::Packed;
@@ -602,7 +602,7 @@ struct ValueWarpgroup : ProductWarpgroup<config, Policy> {
 
 // ... and this one owns dK, and makes dS.
 template <BackwardConfig config, typename Policy>
-struct KeyWarpgroup : ProductWarpgroup<config, Policy> {
+struct DkWarpgroup : ProductWarpgroup<config, Policy> {
   using Base = ProductWarpgroup<config, Policy>;
   using Base::block_q, Base::smem, Base::params, Base::plan;
   using typename Base::Fragment, typename Base::Packed;

@@ -128,70 +128,71 @@ __device__ __forceinline__ TileRange adders(const Params& params, int q_tile) {
   return touched_tiles(band, row, min_int(row + block_q, params.seq_q), block_kv);
 }
 template <int block_q, int block_kv, typename Params>
-__device__ __forceinline__ Turn turn_by_keys(const Params& params, const BackwardPlan& plan,
-                                             int q_tile) {
+__device__ __forceinline__ DqTicket ticket_by_keys(const Params& params, const BackwardPlan& plan,
+                                                   int q_tile) {
   const TileRange tiles = adders<block_q, block_kv>(params, q_tile);
   const int later = tiles.end - 1 - plan.kv_tile, earlier = plan.kv_tile - tiles.begin;
-  return plan.stride > 0 ? Turn{later, earlier} : Turn{earlier, later};
+  return plan.stride > 0 ? DqTicket{later, earlier} : DqTicket{earlier, later};
 }
 
-// The turns of the KV tiles at the sums of dQ, kept by two threads of their own.
+// The tickets of the KV tiles for the sums of dQ, kept by two threads of their own.
 // Why: a fence or a look at global memory takes a good part of a step.
 template <BackwardConfig config>
-struct TurnKeeper {
+struct DqTicketKeeper {
   const BackwardParams& params;
   BackwardSmem<config>& smem;
   const BackwardPlan& plan;
 
-  __device__ __forceinline__ TileTurns* turns_at(const StepCursor& at) {
+  __device__ __forceinline__ DqTickets* tickets_at(const StepCursor& at) {
     return params.turns + query_tile_index(params, plan, at);
   }
-  __device__ __forceinline__ Turn numbered(int before, int q_tile) {
+  __device__ __forceinline__ DqTicket numbered(int before, int q_tile) {
     return {before, adders<config.block_q, config.block_kv()>(params, q_tile).count() - 1 - before};
   }
 
-  // Looks ahead for turns that have come. By keys, all before must have added; by claim one, which
-  // is the first, and for the last all. Why this cannot hang: whoever is waited for runs already.
-  // By keys it has a smaller block index. By claim it has claimed its turn; it waits for nothing
-  // but the turn it claimed last, and of those who claimed the same tile the first waits for
-  // nobody, the others for it, the last for them.
+  // Looks ahead for tickets that have come up. In key order, all before must have added; in claim
+  // order one, which is the first, and for the last all. Why this cannot hang: a CTA that is waited
+  // for runs already. In key order it has a smaller block index. In claim order it has taken its
+  // ticket; it waits for nothing but the ticket it took last, and of the CTAs with tickets for the
+  // same tile the first waits for none, the others for it, the last for them.
   __device__ __forceinline__ void await() {
     ptx::wait_for_previous_grid();
     StepCursor cursor(plan);
-    RingPosition<turn_stages> position(0), behind(0);
+    RingPosition<ticket_stages> position(0), behind(0);
     for (int step = 0; step < plan.steps; ++step) {
-      if (step >= turns_ahead) {
-        ptx::mbarrier_wait(&smem.turn_over[behind.stage], behind.phase);
+      if (step >= tickets_ahead) {
+        ptx::mbarrier_wait(&smem.ticket_over[behind.stage], behind.phase);
         behind.advance();
       }
-      TileTurns* turns = turns_at(cursor);
-      const Turn turn =
-          params.order == by_keys
-              ? turn_by_keys<config.block_q, config.block_kv()>(params, plan, cursor.q_tile)
-              : numbered(ptx::add_relaxed(&turns->claimed, 1), cursor.q_tile);
-      const int awaited =
-          params.order == by_keys || turn.after == 0 ? turn.before : min_int(turn.before, 1);
+      DqTickets* tickets = tickets_at(cursor);
+      const DqTicket ticket =
+          params.order == key_order
+              ? ticket_by_keys<config.block_q, config.block_kv()>(params, plan, cursor.q_tile)
+              : numbered(ptx::add_relaxed(&tickets->claimed, 1), cursor.q_tile);
+      const int awaited = params.order == key_order || ticket.after == 0
+                              ? ticket.before
+                              : min_int(ticket.before, 1);
       if (awaited > 0) {
-        while (ptx::load_acquire(&turns->added) < awaited) {
+        while (ptx::load_acquire(&tickets->added) < awaited) {
         }
       }
-      smem.turn[position.stage] = turn;
-      ptx::mbarrier_arrive(&smem.turn_come[position.stage]);
+      smem.dq_ticket[position.stage] = ticket;
+      ptx::mbarrier_arrive(&smem.ticket_come[position.stage]);
       position.advance();
       cursor.advance(plan);
     }
   }
 
-  // Passes turns on. A turn comes only if the one `turn_stages` steps ago is passed: so neither
+  // Passes tickets on. One comes up only if the one `ticket_stages` steps ago is passed: so neither
   // barrier gets ahead of this thread by a whole phase.
   __device__ __forceinline__ void pass() {
-    for (int i = 0; i < turn_stages; ++i) ptx::mbarrier_arrive(&smem.turn_come[i]);
+    for (int i = 0; i < ticket_stages; ++i) ptx::mbarrier_arrive(&smem.ticket_come[i]);
     StepCursor cursor(plan);
-    RingPosition<turn_stages> position(0);
+    RingPosition<ticket_stages> position(0);
     for (int step = 0; step < plan.steps; ++step) {
-      ptx::mbarrier_wait(&smem.turn_over[position.stage], position.phase);
-      ptx::add_release(&turns_at(cursor)->added, 1);
-      ptx::mbarrier_arrive(&smem.turn_come[position.stage]);
+      ptx::mbarrier_wait(&smem.ticket_over[position.stage], position.phase);
+      ptx::add_release(&tickets_at(cursor)->added, 1);
+      ptx::mbarrier_arrive(&smem.ticket_come[position.stage]);
       position.advance();
       cursor.advance(plan);
     }
@@ -213,7 +214,7 @@ __device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
 }
 
 template <BackwardConfig config>
-struct QueryWarpgroup {
+struct DqWarpgroup {
   static constexpr int block_kv = config.block_kv();
   static constexpr int columns = config.dq_columns;
   static constexpr int passes = config.head_dim / columns, parts = passes * config.q_blocks();
@@ -285,13 +286,14 @@ struct QueryWarpgroup {
       ptx::add_to_global(place + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
   }
 
-  __device__ __forceinline__ void await_turn() {
-    const auto turn = RingPosition<turn_stages>::after(step);
-    ptx::mbarrier_wait(&smem.turn_come[turn.stage], turn.phase);
+  __device__ __forceinline__ void await_ticket() {
+    const auto at = RingPosition<ticket_stages>::after(step);
+    ptx::mbarrier_wait(&smem.ticket_come[at.stage], at.phase);
   }
-  __device__ __forceinline__ void end_turn() {
+  __device__ __forceinline__ void end_ticket() {
     __syncwarp();
-    if (thread % 32 < arrivals_of_warp) ptx::mbarrier_arrive(&smem.turn_over[step % turn_stages]);
+    if (thread % 32 < arrivals_of_warp)
+      ptx::mbarrier_arrive(&smem.ticket_over[step % ticket_stages]);
   }
 
   // The only KV tile, or the last to come, writes dQ. The four lanes that share a row trade column
@@ -325,9 +327,9 @@ struct QueryWarpgroup {
   };
   __device__ __forceinline__ Place place() {
     if (config.writes_dq) return {true, true};
-    if (params.order == freely) return {false, false};
-    await_turn();
-    const Turn order = smem.turn[step % turn_stages];
+    if (params.order == any_order) return {false, false};
+    await_ticket();
+    const DqTicket order = smem.dq_ticket[step % ticket_stages];
     return {order.before == 0, order.after == 0};
   }
 
@@ -353,7 +355,7 @@ struct QueryWarpgroup {
         else
           add(dq, block, pass);
       }
-      if (!config.writes_dq && params.order != freely) end_turn();
+      if (!config.writes_dq && params.order != any_order) end_ticket();
     }
   }
 };

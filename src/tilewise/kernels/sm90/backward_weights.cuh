@@ -10,7 +10,7 @@
 
 namespace tilewise::sm90 {
 
-// Column vector `start` (in shared memory, one value a query) into every row of an accumulator.
+// Column vector `start` (in shared memory, one value per query) into every row of an accumulator.
 template <int count>
 __device__ __forceinline__ void start_from(float (&accumulator)[count], const float* start) {
   const float2* pairs = reinterpret_cast<const float2*>(start) + threadIdx.x % 4;

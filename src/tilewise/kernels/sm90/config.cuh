@@ -19,8 +19,8 @@ struct Config {
   int block_kv;
   int k_stages;
   int v_stages;
-  int mask;  // MaskKind
-  bool softcap;
+  int mask;         // MaskKind
+  bool softcap;     // whether the policy of scores has one; kernels read it there
   bool pingpong;    // consumer warpgroups take turns to issue their products
   int ctas_per_sm;  // CTAs that share a multiprocessor
   bool split;       // work is a part of the keys of a query tile; combine.cuh puts parts together
@@ -28,7 +28,7 @@ struct Config {
   TILEWISE_INLINE int block_q() const { return consumers * 64; }
   TILEWISE_INLINE int threads() const { return (consumers + 1) * 128; }
   TILEWISE_INLINE bool masked() const { return mask != mask_full; }
-  TILEWISE_INLINE bool turns() const { return pingpong && consumers > 1; }
+  TILEWISE_INLINE bool pingpongs() const { return pingpong && consumers > 1; }
   // Panels of out for which there is room in shared memory at a time: all, or half of a large head.
   TILEWISE_INLINE int staged_panels() const {
     return head_dim <= 128 ? panel_count(head_dim_v) : (panel_count(head_dim_v) + 1) / 2;

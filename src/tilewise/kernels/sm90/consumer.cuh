@@ -15,7 +15,7 @@ using ptx::u32;
 using ptx::u64;
 
 struct BarrierId {
-  static constexpr int turn = 1;  // + warpgroup
+  static constexpr int pingpong = 1;  // + warpgroup
 };
 
 // What a warpgroup does of a work tile: 64 rows, and the KV tiles that they see.
@@ -63,12 +63,12 @@ struct Consumer {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  __device__ __forceinline__ void take_turn() {
-    if constexpr (config.turns()) ptx::barrier_sync<256>(BarrierId::turn + warpgroup);
+  __device__ __forceinline__ void await_pingpong() {
+    if constexpr (config.pingpongs()) ptx::barrier_sync<256>(BarrierId::pingpong + warpgroup);
   }
-  __device__ __forceinline__ void pass_turn() {
-    if constexpr (config.turns())
-      ptx::barrier_arrive<256>(BarrierId::turn +
+  __device__ __forceinline__ void pass_pingpong() {
+    if constexpr (config.pingpongs())
+      ptx::barrier_arrive<256>(BarrierId::pingpong +
                                (warpgroup + 1 == config.consumers ? 0 : warpgroup + 1));
   }
 
@@ -175,11 +175,11 @@ struct Consumer {
     const int kv_tile = part.own.end - 1;
     ptx::mbarrier_wait(&smem.q_full[warpgroup], q_phase);
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
-    take_turn();
+    await_pingpong();
     wgmma::hold(s);
     wgmma::fence();
     issue_scores();
-    pass_turn();
+    pass_pingpong();
     wgmma::wait<0>();
     wgmma::hold(s);
     release_operands(kv_tile == part.own.begin);
@@ -195,7 +195,7 @@ struct Consumer {
   // Issues the scores of the tile at k_position and the values of the tile before it, together.
   __device__ __forceinline__ void issue_both(bool values_partial) {
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
-    take_turn();
+    await_pingpong();
     wgmma::hold(s);
     wgmma::hold(o);
     hold_probabilities();
@@ -204,7 +204,7 @@ struct Consumer {
     wait_values(values_partial);
     wgmma::fence();
     issue_values();
-    pass_turn();
+    pass_pingpong();
     wgmma::wait<1>();
     wgmma::hold(s);
   }
@@ -284,8 +284,8 @@ struct Consumer {
 
   __device__ __forceinline__ void skip_tiles(int count) {
     for (; count > 0; --count) {
-      take_turn();
-      pass_turn();
+      await_pingpong();
+      pass_pingpong();
       ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
       arrive(&smem.k_empty[k_position.stage]);
       k_position.advance();
@@ -486,7 +486,7 @@ struct Consumer {
       finish_rows(part, none, factor);
     }
     if (params.lse != nullptr) store_lse(part, none);
-    if constexpr (config.split) return;  // a weight of 0: nobody reads the rest
+    if constexpr (config.split) return;  // its weight is 0: combine does not read the rest
     stage_out<0>(nothing);
     if constexpr (in_two_parts) stage_out<staged>(nothing);
   }
@@ -499,8 +499,8 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    if (config.turns() && warpgroup == config.consumers - 1)
-      ptx::barrier_arrive<256>(BarrierId::turn);
+    if (config.pingpongs() && warpgroup == config.consumers - 1)
+      ptx::barrier_arrive<256>(BarrierId::pingpong);
     clear_out();
     for (;; work_position.advance()) {
       const Part part = read_part(work_position);

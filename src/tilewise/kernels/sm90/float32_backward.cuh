@@ -13,7 +13,7 @@
 //   5. dV += 2^-e_o sum of P_i dO_j             wgmma with P in registers, into fresh accumulators; then float32
 //   6. dK += 2^-(u + e_q) sum of dS_i Q_j       likewise
 //   7. dQ += 2^-(u + e_k) scale sum of dS_i K_j      wgmma, dS from shared memory, into fresh accumulators; then added to dQ in
-//                                               global memory, in any order, or in turns: bit by bit the same every time
+//                                               global memory, in any order, or in that of the keys: bit by bit the same every time
 // Where a term of the policy (common/scores.cuh) changes scores, it comes before step 2, whose scale then has no power of
 // two, and the P of step 4 gets the slopes of the terms. Softcap: S = tanh(2^-(e_k + e_q) S scale / cap), scale = cap, 1 - S^2.
 // Where a term drops weights, the P of step 5 has zeros, and so has dP before D is subtracted.
@@ -25,7 +25,7 @@
 //
 // Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), a CTA each. The first piece of a tile
 // that is done with dV or dK stores it, those after it add theirs: as they come or, if gradients are to be deterministic, by
-// their numbers (common/piece_turns.cuh). Products of gradients that are not wanted (5, 6, 7) are left out.
+// their numbers (common/piece_tickets.cuh). Products of gradients that are not wanted (5, 6, 7) are left out.
 //
 // Roles. Warpgroup 0: one thread issues all loads. 1 makes dQ (7). 2 owns dV (1, 2, 5) and hands P over in shared memory; 3 owns
 // dK (3, 4, 6) and hands dS over in the same place. Each waits for its own products; those of the others run meanwhile.
@@ -43,7 +43,7 @@
 //   ds_full[room]         warps of 3, 4               1                 dS is written
 //   room_empty[room]      warps of 1, 4               2                 dS is read
 //   named 1               3, 128 threads              itself            P is read before dS replaces it
-//   named 2               1, 128 threads              itself            in turns: its turn has come; its sums are added
+//   named 2               1, 128 threads              itself            in order: its ticket has come up; its sums are added
 //   named 3, 1            2 and 3, 128 threads        itself            pieces: likewise, at dV and at dK
 //
 // Registers of a thread (512 in four warpgroups): producer 32; dQ 112: d / 2 accumulators; 2 and 3: 184: sums d / 2, parts 48,
@@ -167,13 +167,13 @@ __device__ __forceinline__ void backward(const ParamsOf<GradParams, Policy>& par
       GradProducer<config>{params, smem, plan}.run();
   } else if (warp < 8) {
     ptx::setmaxnreg_dec<GradConfig::query_registers>();
-    GradQueryWarpgroup<config, Policy>(params, smem).run();
+    GradDqWarpgroup<config, Policy>(params, smem).run();
   } else {
     ptx::setmaxnreg_inc<GradConfig::product_registers>();
     if (warp < 12)
-      GradValueWarpgroup<config, Policy>(params, smem).run();
+      GradDvWarpgroup<config, Policy>(params, smem).run();
     else
-      GradKeyWarpgroup<config, Policy>(params, smem).run();
+      GradDkWarpgroup<config, Policy>(params, smem).run();
   }
 }
 

@@ -2,7 +2,7 @@
 // float32_backward.cuh.
 #pragma once
 
-#include "../common/piece_turns.cuh"
+#include "../common/piece_tickets.cuh"
 #include "backward_config.cuh"
 #include "float32_config.cuh"
 
@@ -17,7 +17,7 @@ struct GradConfig {
   int head_dim_v;  // class of v and dout, likewise
   int stages;      // of the Q and dO rings
   int rooms;       // for P and dS on their way between warpgroups
-  bool softcap;
+  bool softcap;    // whether the policy of scores has one; kernels read it there
 
   TILEWISE_INLINE int threads() const { return 512; }
   static constexpr int producer_registers = 32, query_registers = 112, product_registers = 184;
@@ -36,9 +36,9 @@ struct GradParams {
   const float* lse;           // (batch, heads, rows padded to 64)
   const float* row_terms;     // likewise: rowsum(dO * O) - dlse
   int* turns;  // null, or zeroed (batch, heads, q_tiles): KV tiles add to dQ in order
-  // Null, or where KV tiles are cut into pieces: their turns at dV and at dK, zeroed (batch,
+  // Null, or where KV tiles are cut into pieces: their tickets for dV and for dK, zeroed (batch,
   // heads_kv, kv_tiles, 2).
-  PieceTurns* piece_turns;
+  PieceTickets* piece_turns;
   float* dq;  // each null, or where to store; dq zeroed
   long long dq_batch_stride, dq_head_stride, dq_seq_stride;  // in elements
   float* dk;
@@ -105,7 +105,7 @@ struct RowParams {
   float* row_terms;
   int* term_exponents;
   int* turns;
-  PieceTurns* piece_turns;  // null, or so many, to be zeroed
+  PieceTickets* piece_turns;  // null, or so many, to be zeroed
   int piece_turn_count;
   int heads;
   int seq_q;

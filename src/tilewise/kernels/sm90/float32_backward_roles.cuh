@@ -237,10 +237,10 @@ struct GradWarpgroup {
     if (plan.pieces == 1) return store(sums, scale, place, stride, dim);
     constexpr int barrier =
         which == 0 ? GradBarrierId::value_warpgroup : GradBarrierId::key_warpgroup;
-    PieceTurns* turns = params.piece_turns + 2 * key_tile() + which;
+    PieceTickets* tickets = params.piece_turns + 2 * key_tile() + which;
     if (threadIdx.x % 128 == 0)
       smem.pieces_before[which] =
-          await_pieces(turns, plan.piece, plan.pieces, params.in_order != 0, false);
+          await_pieces(tickets, plan.piece, plan.pieces, params.in_order != 0, false);
     ptx::barrier_sync<128>(barrier);
     if (smem.pieces_before[which] == 0)
       store(sums, scale, place, stride, dim);
@@ -248,13 +248,13 @@ struct GradWarpgroup {
       add_rows<true>(sums, scale, 1.0f, place, first_key(), params.seq_k, stride, dim, false);
     __threadfence();
     ptx::barrier_sync<128>(barrier);
-    if (threadIdx.x % 128 == 0) ptx::add_release(&turns->added, 1);
+    if (threadIdx.x % 128 == 0) ptx::add_release(&tickets->added, 1);
   }
 };
 
 // Owns dV, makes the weights and hands them over.
 template <GradConfig config, typename Policy>
-struct GradValueWarpgroup : GradWarpgroup<config, Policy> {
+struct GradDvWarpgroup : GradWarpgroup<config, Policy> {
   using Base = GradWarpgroup<config, Policy>;
   using Base::Base;
   using Base::smem, Base::params, Base::plan, Base::cursor, Base::position, Base::lane;
@@ -350,7 +350,7 @@ struct GradValueWarpgroup : GradWarpgroup<config, Policy> {
 
 // Owns dK, and makes dS.
 template <GradConfig config, typename Policy>
-struct GradKeyWarpgroup : GradWarpgroup<config, Policy> {
+struct GradDkWarpgroup : GradWarpgroup<config, Policy> {
   using Base = GradWarpgroup<config, Policy>;
   using Base::Base;
   using Base::smem, Base::params, Base::plan, Base::cursor, Base::position, Base::lane, Base::warp;
@@ -459,7 +459,7 @@ struct GradKeyWarpgroup : GradWarpgroup<config, Policy> {
 
 // Makes dQ.
 template <GradConfig config, typename Policy>
-struct GradQueryWarpgroup : GradWarpgroup<config, Policy> {
+struct GradDqWarpgroup : GradWarpgroup<config, Policy> {
   using Base = GradWarpgroup<config, Policy>;
   using Base::Base;
   using Base::smem, Base::params, Base::plan, Base::cursor, Base::lane, Base::warp;
@@ -502,16 +502,16 @@ struct GradQueryWarpgroup : GradWarpgroup<config, Policy> {
         params.head_dim, tiny);
   }
 
-  // Why this cannot hang: whoever is waited for has a smaller block index, so it runs already.
-  __device__ __forceinline__ void await_turn() {
-    const int before = turn_by_keys<grad_block, grad_block>(params, plan, cursor.q_tile).before;
+  // Why this cannot hang: the CTA that is waited for has a smaller block index, so it runs already.
+  __device__ __forceinline__ void await_ticket() {
+    const int before = ticket_by_keys<grad_block, grad_block>(params, plan, cursor.q_tile).before;
     if (threadIdx.x % 128 == 0 && before > 0) {
       while (ptx::load_acquire(params.turns + this->query_tile()) < before) {
       }
     }
     ptx::barrier_sync<128>(GradBarrierId::query_warpgroup);
   }
-  __device__ __forceinline__ void pass_turn() {
+  __device__ __forceinline__ void pass_ticket() {
     __threadfence();
     ptx::barrier_sync<128>(GradBarrierId::query_warpgroup);
     if (threadIdx.x % 128 == 0) ptx::add_release(params.turns + this->query_tile(), 1);
@@ -534,9 +534,9 @@ struct GradQueryWarpgroup : GradWarpgroup<config, Policy> {
       if (params.dq != nullptr) multiply(dq);
       this->arrive(&smem.room_empty[room.stage]);
       if (params.dq == nullptr) continue;
-      if (params.turns != nullptr) await_turn();
+      if (params.turns != nullptr) await_ticket();
       add(dq, -shift_of(exponent, true) - k_shift, exponent + k_exponent < tiny_exponent);
-      if (params.turns != nullptr) pass_turn();
+      if (params.turns != nullptr) pass_ticket();
     }
   }
 };

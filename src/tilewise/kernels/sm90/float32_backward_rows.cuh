@@ -1,5 +1,5 @@
 // What stands before the float32 backward beside the split: a term of every query row, and lse for
-// every row of a tile. A block takes a tile of 64 rows, a warp a row at a time.
+// every row of a tile. A block takes a tile of 64 rows, a warp one row at a time.
 #pragma once
 
 #include "../common/softmax.cuh"
@@ -10,15 +10,15 @@ namespace tilewise::sm90::float32 {
 
 constexpr int row_threads = 256;
 
-// Invariant: head_dim_v <= 128, four columns a lane; rows of out and dout begin at multiples of 16
-// bytes.
+// Invariant: head_dim_v <= 128, four columns per lane; rows of out and dout begin at multiples of
+// 16 bytes.
 __device__ __forceinline__ void row_terms(const RowParams& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  u32& most = *reinterpret_cast<u32*>(smem_bytes);
+  u32& max_bits = *reinterpret_cast<u32*>(smem_bytes);
   const int pair = blockIdx.x / params.q_tiles, q_tile = blockIdx.x - pair * params.q_tiles;
   const int batch = pair / params.heads, head = pair - batch * params.heads;
   const int lane = threadIdx.x % 32, column = lane * 4;
-  if (threadIdx.x == 0) most = 0;
+  if (threadIdx.x == 0) max_bits = 0;
   ptx::allow_next_grid();
   ptx::wait_for_previous_grid();
   __syncthreads();
@@ -49,17 +49,17 @@ __device__ __forceinline__ void row_terms(const RowParams& params) {
     const long long at = static_cast<long long>(blockIdx.x) * grad_block + i;
     params.padded_lse[at] = lse;
     params.row_terms[at] = sum;
-    if (magnitude(sum) < infinity_bits) atomicMax(&most, magnitude(sum));
+    if (magnitude(sum) < infinity_bits) atomicMax(&max_bits, magnitude(sum));
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    params.term_exponents[blockIdx.x] = exponent_of(most);
+    params.term_exponents[blockIdx.x] = exponent_of(max_bits);
     if (params.turns != nullptr) params.turns[blockIdx.x] = 0;
   }
   if (params.piece_turns != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * row_threads;
     for (int i = blockIdx.x * row_threads + threadIdx.x; i < params.piece_turn_count; i += stride)
-      params.piece_turns[i] = PieceTurns{0, 0};
+      params.piece_turns[i] = PieceTickets{0, 0};
   }
 }
 

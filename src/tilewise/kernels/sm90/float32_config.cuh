@@ -20,8 +20,8 @@ struct Config {
   int k_stages;
   int v_stages;
   int value_columns;  // of out that one product of values makes; divides head_dim_v
-  bool softcap;
-  bool turns;  // two consumer warpgroups take turns to issue their products
+  bool softcap;       // whether the policy of scores has one; kernels read it there
+  bool turns;         // two consumer warpgroups take turns to issue their products
 
   TILEWISE_INLINE bool bf16() const { return parts == 3; }
   // A wide range of exponents needs no admission, and such a kernel runs only what was refused.
@@ -103,31 +103,31 @@ __device__ __forceinline__ float scaled(float x, int shift) {
 // --- splitting ---
 
 constexpr int split_threads = 256;
-constexpr int most_tile_rows = 128, most_columns = 256;
+constexpr int max_tile_rows = 128, max_columns = 256;
 
 // Of q, k, v and (for a backward) dout, in this order.
-constexpr int most_operands = 4;
+constexpr int max_operands = 4;
 struct SplitParams {
-  const float* x[most_operands];
-  long long batch_stride[most_operands], head_stride[most_operands],
-      seq_stride[most_operands];   // in elements
-  void* parts[most_operands];      // (parts, batch, heads, seq, dim)
-  TileFact* facts[most_operands];  // (batch, heads, tiles)
-  const int* wanted;               // null, or 0: nothing is to be done
-  int* refusals;                   // null, or to be zeroed
-  int heads[most_operands];
-  int seq[most_operands];
-  int dim[most_operands];
-  int rows[most_operands];        // of a tile
-  int first_tile[most_operands];  // counted over all
-  int tiles;                      // in all
+  const float* x[max_operands];
+  long long batch_stride[max_operands], head_stride[max_operands],
+      seq_stride[max_operands];   // in elements
+  void* parts[max_operands];      // (parts, batch, heads, seq, dim)
+  TileFact* facts[max_operands];  // (batch, heads, tiles)
+  const int* wanted;              // null, or 0: nothing is to be done
+  int* refusals;                  // null, or to be zeroed
+  int heads[max_operands];
+  int seq[max_operands];
+  int dim[max_operands];
+  int rows[max_operands];        // of a tile
+  int first_tile[max_operands];  // counted over all
+  int tiles;                     // in all
   int batch;
   int aligned;  // 1: every row of every tensor begins at a multiple of 16 bytes
 };
 
 struct SplitSmem {
-  ptx::u32 most, nonfinite;
-  ptx::u32 rows[most_tile_rows], columns[most_columns];  // largest magnitudes, as bits
+  ptx::u32 max_bits, nonfinite;
+  ptx::u32 rows[max_tile_rows], columns[max_columns];  // largest magnitudes, as bits
 };
 
 // --- attention ---

@@ -31,7 +31,7 @@ __device__ __forceinline__ void split_weights(const float (&x)[count],
 }
 
 struct BarrierId {
-  static constexpr int turn = 1;  // + warpgroup
+  static constexpr int pingpong = 1;  // + warpgroup
 };
 
 template <Config config, typename Policy>
@@ -67,8 +67,8 @@ struct Consumer {
   u32 p[parts][block_kv / 16][4];
   float fresh[columns / 2];        // a piece of P V, of one tile alone
   float o[config.head_dim_v / 2];  // in units of 2^out_exponent
-  float most[2], sum[2];   // largest score so far, unscaled; this thread's share of the sum of p
-  float keep[2], take[2];  // what o and fresh are multiplied with when they are added up
+  float row_max[2], sum[2];  // largest score so far, unscaled; this thread's share of the sum of p
+  float keep[2], take[2];    // what o and fresh are multiplied with when they are added up
   int q_shift;
 
   __device__ __forceinline__ void arrive(u64* barrier) {
@@ -77,12 +77,12 @@ struct Consumer {
 
   // Why turns: warpgroups in step would run their softmax at the same time, with an idle tensor
   // pipe. Invariant: each warpgroup takes one for every tile that the CTA touches.
-  __device__ __forceinline__ void take_turn() {
-    if constexpr (config.turns) ptx::barrier_sync<256>(BarrierId::turn + warpgroup);
+  __device__ __forceinline__ void await_pingpong() {
+    if constexpr (config.turns) ptx::barrier_sync<256>(BarrierId::pingpong + warpgroup);
   }
-  __device__ __forceinline__ void pass_turn() {
+  __device__ __forceinline__ void pass_pingpong() {
     static_assert(!config.turns || config.consumers == 2);
-    if constexpr (config.turns) ptx::barrier_arrive<256>(BarrierId::turn + 1 - warpgroup);
+    if constexpr (config.turns) ptx::barrier_arrive<256>(BarrierId::pingpong + 1 - warpgroup);
   }
 
   __device__ __forceinline__ int row_of_thread(int r) const {
@@ -180,10 +180,10 @@ struct Consumer {
       // scale only as differences. A rounded product would be off by as much as half a unit in its
       // last place, which for scores of 1e10 is a factor of 2^2000.
       const float here = top[r] == -infinity ? -infinity : top[r] * score_unit;
-      const float next = fmaxf(most[r], here);
-      keep[r] = most[r] == -infinity ? 0.0f : ptx::ex2((most[r] - next) * params.scale_log2);
+      const float next = fmaxf(row_max[r], here);
+      keep[r] = row_max[r] == -infinity ? 0.0f : ptx::ex2((row_max[r] - next) * params.scale_log2);
       take[r] = here == -infinity ? 0.0f : ptx::ex2((here - next) * params.scale_log2);
-      most[r] = next;
+      row_max[r] = next;
     }
 #pragma unroll
     for (int i = 0; i < block_kv / 2; ++i) s[i] = ptx::ex2((s[i] - base[row_of(i)]) * scale);
@@ -212,11 +212,11 @@ struct Consumer {
     q_shift = shift_of(plan.q_facts[warpgroup].exponent, bf16);
     ptx::mbarrier_wait(&smem.q_full[warpgroup], 0);
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
-    take_turn();
+    await_pingpong();
     wgmma::hold(s);
     wgmma::fence();
     issue_scores();
-    pass_turn();
+    pass_pingpong();
     wgmma::wait<0>();
     wgmma::hold(s);
     release_keys();
@@ -258,13 +258,13 @@ struct Consumer {
   // while they are added up.
   __device__ __forceinline__ void values_then_scores(int next_tile) {
     all_pieces_but_one();
-    take_turn();
+    await_pingpong();
     begin_piece(pieces - 1);
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
     wgmma::hold(s);
     wgmma::fence();
     issue_scores();
-    pass_turn();
+    pass_pingpong();
     const int k_exponent = plan.k_facts[next_tile].exponent;
     const int v_exponent = plan.v_facts[next_tile].exponent;
     wgmma::wait<1>();
@@ -286,8 +286,8 @@ struct Consumer {
 
   __device__ __forceinline__ void skip_tiles(int count) {
     for (; count > 0; --count) {
-      take_turn();
-      pass_turn();
+      await_pingpong();
+      pass_pingpong();
       ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
       release_keys();
       ptx::mbarrier_wait(&smem.v_full[v_position.stage], v_position.phase);
@@ -314,13 +314,13 @@ struct Consumer {
       const int row = row_of_thread(r);
       float total = quad_sum(sum[r]);
       const float factor =
-          Policy::finish_row(params, Place{*this, 0}, r, most[r], total, params.scale_log2) *
+          Policy::finish_row(params, Place{*this, 0}, r, row_max[r], total, params.scale_log2) *
           Policy::kept_weight(params, Place{*this, 0});
       if (row >= params.seq_q) continue;
       if (params.lse != nullptr && lane % 4 == 0)
         params.lse[row_of_heads(row)] =
             total == 0.0f ? -infinity
-                          : __fadd_rn(__fmul_rn(most[r], params.lse_scale), log2f(total) * ln2);
+                          : __fadd_rn(__fmul_rn(row_max[r], params.lse_scale), log2f(total) * ln2);
       const float inverse = total == 0.0f ? 0.0f : 1.0f / total * factor;
       const float unit = scaled(1.0f, plan.out_exponent);
 #pragma unroll
@@ -357,10 +357,10 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    if (config.turns && warpgroup == 1) ptx::barrier_arrive<256>(BarrierId::turn);
+    if (config.turns && warpgroup == 1) ptx::barrier_arrive<256>(BarrierId::pingpong);
 #pragma unroll
     for (int i = 0; i < config.head_dim_v / 2; ++i) o[i] = 0.0f;
-    most[0] = most[1] = -infinity;
+    row_max[0] = row_max[1] = -infinity;
     sum[0] = sum[1] = 0.0f;
     TileRange own{0, 0};
     if (row_begin < params.seq_q)

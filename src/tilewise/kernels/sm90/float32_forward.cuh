@@ -29,7 +29,7 @@
 // will be wanted it runs alone: the backward has such parts, and so finds the same scores, bit by bit, that lse was made of.
 //
 // Roles. Warpgroup 0: one thread of warp 0 is the producer and issues all loads. Warpgroups 1..consumers: the rest.
-// One CTA a tile of rows, one CTA a multiprocessor. Shared memory (struct Smem): Q, K and V in all their parts, and the
+// One CTA per tile of rows, one CTA per multiprocessor. Shared memory (struct Smem): Q, K and V in all their parts, and the
 // plan, since registers are for what the loop needs.
 //
 // Barriers

@@ -29,7 +29,7 @@
 // by 0 in partial V tiles, since 0 * inf is NaN (rows that do see such a value get it in the
 // epilogue). Warpgroups 1..consumers: everything else.
 //
-// Shared memory (struct Smem): Q, a 64-row slot a warpgroup; K and V, rings of k_stages and v_stages
+// Shared memory (struct Smem): Q, a 64-row slot per warpgroup; K and V, rings of k_stages and v_stages
 // tiles; room for out, all or half of its columns; barriers and plans.
 //
 // Barriers

@@ -123,7 +123,7 @@ struct Producer {
 // --- scheduler ---
 
 // Invariant: gridDim.x <= work_count, so every CTA runs at least one tile and the counter is raised
-// exactly work_count times; whoever raises it last puts it back to zero for the next launch.
+// exactly work_count times; the CTA that raises it last puts it back to zero for the next launch.
 __device__ __forceinline__ int take_work(const Params& params, int work_count) {
   const int taken = atomicAdd(params.work_counter, 1);
   if (taken == work_count - 1) atomicExch(params.work_counter, 0);
@@ -157,7 +157,7 @@ __device__ __forceinline__ void schedule_work(const Params& params, Smem<config>
 // --- storer ---
 
 // Why a thread of its own: the copy engine takes stores in turn with the loads of the next tile,
-// and whoever issues them waits.
+// and the thread that issues them waits.
 template <Config config>
 __device__ __forceinline__ void store_outs(const Params& params, Smem<config>& smem) {
   constexpr int panels = panel_count(config.head_dim_v), staged = config.staged_panels();
