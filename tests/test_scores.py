@@ -186,6 +186,10 @@ def problem_of(dtype: torch.dtype, dim: int, mask: Any, **fields: Any) -> Any:
     return make_problem((1, 2, 100, dim), dtype, **wanted)
 
 
+def name_of(value: Any) -> str:
+    return str(getattr(value, "__name__", value)).rsplit(".", 1)[-1]
+
+
 FORWARDS = [
     (sm80, torch.bfloat16, 64, Causal()),
     (sm80, torch.float16, 128, Window(60, 10)),
@@ -195,7 +199,7 @@ FORWARDS = [
 
 
 @emulated
-@pytest.mark.parametrize(("module", "dtype", "dim", "mask"), FORWARDS, ids=str)
+@pytest.mark.parametrize(("module", "dtype", "dim", "mask"), FORWARDS, ids=name_of)
 def test_a_forward_with_terms_of_its_own(toy: Any, module: Any, dtype: Any, dim: int, mask: Any) -> None:
     problem = problem_of(dtype, dim, mask)
     toy(problem)
@@ -215,7 +219,7 @@ BACKWARDS = [
 
 
 @emulated
-@pytest.mark.parametrize(("module", "dtype", "dim", "mask"), BACKWARDS, ids=str)
+@pytest.mark.parametrize(("module", "dtype", "dim", "mask"), BACKWARDS, ids=name_of)
 def test_a_backward_with_terms_of_its_own(toy: Any, module: Any, dtype: Any, dim: int, mask: Any) -> None:
     problem = problem_of(dtype, dim, mask, needs_grad=True)
     gradient = toy(problem)
