@@ -62,6 +62,7 @@ extern "C" __global__ void __launch_bounds__({threads})
 _A_WORDS = """
   auto pair = [](const u16* x) {{ return static_cast<u32>(x[1]) << 16 | x[0]; }};
   u32 words[4];
+#pragma unroll
   for (int w = 0; w < 4; ++w)
     words[w] = pair(a + (16 * warp + lane / 4 + w % 2 * 8) * depth + w / 2 * 8 + lane % 4 * 2);
 """
@@ -79,6 +80,7 @@ _WGMMA = """
     return (16 * warp + lane / 4 + (i >> 1 & 1) * 8) * columns + i / 4 * 8 + lane % 4 * 2 + i % 2;
   }};
   float sums[columns / 2];
+#pragma unroll
   for (int i = 0; i < columns / 2; ++i) sums[i] = d[place(i)];
   const auto a_operand =
       wgmma::descriptor(wgmma::descriptor_low(ptx::smem_address(smem_bytes), {a_leading}), swizzle_atom_bytes);
@@ -91,15 +93,18 @@ _WGMMA = """
   wgmma::commit();
   wgmma::wait<0>();
   wgmma::hold(sums);
+#pragma unroll
   for (int i = 0; i < columns / 2; ++i) d[place(i)] = sums[i];
 """
 
 _MMA = """
   auto place = [&](int i) {{ return (lane / 4 + i / 2 * 8) * columns + lane % 4 * 2 + i % 2; }};
   float sums[4];
+#pragma unroll
   for (int i = 0; i < 4; ++i) sums[i] = d[place(i)];
   {words}
   {product}
+#pragma unroll
   for (int i = 0; i < 4; ++i) d[place(i)] = sums[i];
 """
 
@@ -110,6 +115,7 @@ _MMA_16 = """
 
 _MMA_TF32 = """
   u32 words[4];
+#pragma unroll
   for (int w = 0; w < 4; ++w)
     words[w] = __float_as_uint(a[(lane / 4 + w % 2 * 8) * depth + lane % 4 + w / 2 * 4]);
   const float* column = b + lane / 4 * depth + lane % 4;
@@ -158,7 +164,7 @@ class Instruction(NamedTuple):
             threads=self.threads,
             name=name,
         )
-        return Unit(name, source, arch, strict=False, smem_bytes=self.smem_bytes)
+        return Unit(name, source, arch, smem_bytes=self.smem_bytes)
 
 
 _ALONG = {"a_place": "along", "a_leading": "16", "words": "", "a_operand": "a_operand"}

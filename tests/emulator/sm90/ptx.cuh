@@ -20,13 +20,16 @@ inline u32 swizzled(u32 address) { return address ^ ((address >> 7 & 7) << 4); }
 inline bool elect_one() { return model::lane() == 0; }
 
 struct NamedBarrier {
-  int arrived = 0;
+  int arrived = 0, expected = 0;
   long generation = 0;
 };
 inline std::map<int, NamedBarrier> named_barriers;
 template <int threads>
 inline void barrier_arrive(int id) {
   NamedBarrier& barrier = named_barriers[id];
+  if (barrier.arrived != 0 && barrier.expected != threads)
+    model::fail("threads disagree on how many meet at a named barrier");
+  barrier.expected = threads;
   if (++barrier.arrived == threads) barrier.arrived = 0, ++barrier.generation;
 }
 template <int threads>
