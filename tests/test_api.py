@@ -21,7 +21,7 @@ def tensors(*shapes, dtype=torch.float32):
 
 def test_attention_defaults_match_pytorch():
     q, k, v = tensors(*[(2, 4, 16, 8)] * 3)
-    assert_close(tilewise.attention(q, k, v), F.scaled_dot_product_attention(q, k, v), 1e-6)
+    assert_close(tilewise.attention(q, k, v), F.scaled_dot_product_attention(q, k, v), budget(torch.float32, 16))
 
 
 def test_layouts_agree_without_copies():
@@ -31,8 +31,8 @@ def test_layouts_agree_without_copies():
     bshd, lse_too = tilewise.attention(*swapped, mask=Causal("bottom-right"), return_lse=True, layout="bshd")
     assert bshd.shape == (2, 9, 6, 4)
     assert bshd.is_contiguous()
-    assert_close(bshd.transpose(1, 2), bhsd, 1e-6)
-    assert_close(lse_too, lse, 1e-6)
+    assert_close(bshd.transpose(1, 2), bhsd, budget(torch.float32, 12))
+    assert_close(lse_too, lse, budget(torch.float32, 12))
 
 
 def test_every_argument_at_once():
@@ -177,7 +177,7 @@ class TestTorchSignature:
     def both(self, *args, **kwargs):
         got = tilewise.scaled_dot_product_attention(*args, **kwargs)
         want = F.scaled_dot_product_attention(*args, **kwargs)
-        assert_close(got, want, 1e-5)
+        assert_close(got, want, budget(torch.float32, args[1].shape[-2]))
         return got
 
     def test_masks(self):
@@ -201,7 +201,7 @@ class TestTorchSignature:
     def test_lower_right_bias(self):
         q, k, v = tensors((2, 4, 9, 8), (2, 4, 12, 8), (2, 4, 12, 8))
         got = tilewise.scaled_dot_product_attention(q, k, v, causal_lower_right(9, 12))
-        assert_close(got, tilewise.attention(q, k, v, mask=Causal("bottom-right")), 1e-6)
+        assert_close(got, tilewise.attention(q, k, v, mask=Causal("bottom-right")), budget(torch.float32, 12))
 
     @pytest.mark.parametrize(
         ("call", "why"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import emulation
-from support import exact, make_inputs, make_problem
+from support import assert_near, make_inputs, make_problem, rounding_budget
 from tilewise import Causal, Dense, Documents, Full, Target, Window
 from tilewise.engine import SM80
 from tilewise.engine.sm80 import shared as sm80_shared
@@ -144,19 +144,6 @@ def inputs_of(problem, seed=0):
     return make_inputs(problem)
 
 
-def assert_right(out, lse, tensors, problem):
-    """Two roundings of 16 bits stand between the inputs and out: those of p and of out itself."""
-    truth, truth_lse = exact(*tensors, problem)
-    error = (out.double() - truth).norm() / truth.norm()
-    assert error < 0.4 * torch.finfo(problem.dtype).eps, f"{problem}: {error:.2e}"
-    seen = truth_lse.isfinite()
-    assert torch.equal(lse.isfinite(), seen)
-    assert (lse[~seen] == -math.inf).all()
-    assert (out[~seen] == 0).all()
-    largest = problem.scale * tensors[0].float().norm(dim=-1).max() * tensors[1].float().norm(dim=-1).max()
-    assert (lse.double()[seen] - truth_lse[seen]).abs().max() < 4e-6 * (1 + largest)
-
-
 @emulated
 @pytest.mark.parametrize(
     ("seqs", "dims", "heads", "mask", "name", "fields"),
@@ -178,7 +165,7 @@ def test_outputs_on_the_model(monkeypatch, seqs, dims, heads, mask, name, fields
     problem, target = problem_of(seqs, dims, heads, mask=mask, **fields), Target.named(name)
     tensors = inputs_of(problem)
     for config in SM80.configs(problem, target):
-        assert_right(*run_on_the_model(monkeypatch, problem, tensors, target, config=config), tensors, problem)
+        assert_near(*run_on_the_model(monkeypatch, problem, tensors, target, config=config), tensors, problem)
 
 
 @emulated
@@ -187,7 +174,7 @@ def test_whatever_order_copies_arrive_in(monkeypatch, seed):
     problem = problem_of((150, 300), (128, 128), mask=Causal("bottom-right"))
     tensors = inputs_of(problem, seed)
     for target in (A100, H200):  # one stage, and two
-        assert_right(*run_on_the_model(monkeypatch, problem, tensors, target, seed), tensors, problem)
+        assert_near(*run_on_the_model(monkeypatch, problem, tensors, target, seed), tensors, problem)
 
 
 @emulated
@@ -199,7 +186,7 @@ def test_peaked_scores_on_the_model(monkeypatch, factor, dtype):
     q, k, v = inputs_of(problem)
     rising = torch.linspace(2, 0, 700)[:, None]  # tiles are visited from the last
     for tensors in ((q * factor, k, v), (q * factor, (k * rising).to(dtype), v)):
-        assert_right(*run_on_the_model(monkeypatch, problem, tensors), tensors, problem)
+        assert_near(*run_on_the_model(monkeypatch, problem, tensors), tensors, problem)
 
 
 @emulated
@@ -218,7 +205,7 @@ def test_hidden_values_never_show_on_the_model(monkeypatch, bad, mask):
             out, lse = run_on_the_model(monkeypatch, problem, (q, keys, values))
             # Not bit for bit: a neighbour row's NaN may send the warp down its careful path.
             error = (out - clean)[:, :, blind].float().norm() / clean[:, :, blind].float().norm()
-            assert error < 4e-3
+            assert error <= rounding_budget(BF16, 2 * 2)  # both were rounded twice
             assert not lse[:, :, blind].isnan().any()
         out, _ = run_on_the_model(monkeypatch, problem, (q, k, spoilt_v))
         assert not out[:, :, ~blind].isfinite().any()
@@ -231,7 +218,7 @@ def test_strided_inputs_on_the_model(monkeypatch):
     q, k, v = (room[:, :seq, :, i, 8:72].transpose(1, 2) for i, seq in enumerate((100, 130, 130)))
     for tensor in (q, k, v):
         tensor.copy_(torch.randn(tensor.shape))
-    assert_right(*run_on_the_model(monkeypatch, problem, (q, k, v)), (q, k, v), problem)
+    assert_near(*run_on_the_model(monkeypatch, problem, (q, k, v)), (q, k, v), problem)
 
 
 @emulated
@@ -241,6 +228,6 @@ def test_the_model_finds_a_missing_wait(monkeypatch):
     tensors = inputs_of(problem)
     spoil = ("ptx::cp_async_wait<0>();\n      if (config.stages == 2", "if (config.stages == 2")
     emulation.install(monkeypatch, spoil=spoil)
-    out, _ = SM80.bind(*tensors, problem, None, A100)(*tensors, None)
-    truth, _ = exact(*tensors, problem)
-    assert not (out.double() - truth).norm() / truth.norm() < 0.1
+    bound = SM80.bind(*tensors, problem, None, A100)
+    with pytest.raises(AssertionError):
+        assert_near(*bound(*tensors, None), tensors, problem)

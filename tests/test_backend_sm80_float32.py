@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import emulation
-from support import exact, make_problem
+from support import budget, exact, make_problem
 from test_backend_sm90_float32 import (
     DIM,
     EVERY,
     FLOOR,
     RANGES,
+    SEQ,
     assert_lse,
     errors,
     inputs_of,
@@ -41,7 +42,7 @@ emulated = emulation.emulated
 
 
 def step_of_tensor_core(c, a, b):
-    """c + a b^T over eight k, rounded as tests/emulator/sm90/wgmma.cuh tells; a, b and c are of TF32 and float32."""
+    """c + a b^T over eight k, rounded as tests/emulator/tensor_core.h tells; a, b and c are of TF32 and float32."""
     products = a.double()[:, None] * b.double()[None]
     exponents = lambda x: torch.where(x == 0, -400, torch.frexp(x)[1] - 1)
     largest = (exponents(a)[:, None] + exponents(b)[None]).amax(-1).maximum(exponents(c)).double()
@@ -252,7 +253,7 @@ def test_each_column_of_v_is_accurate_by_itself(on_the_model):
     q, k, v = inputs_of(problem)
     v = v * spread(-12, 12, 1, 1, 1, DIM)
     out, _ = on_the_model(q, k, v, problem)
-    assert errors(out.mT, exact(q, k, v, problem)[0].mT)[1] < 1e-6
+    assert errors(out.mT, exact(q, k, v, problem)[0].mT)[1] <= budget(torch.float32, SEQ)
 
 
 @emulated
@@ -269,12 +270,12 @@ def test_what_is_not_finite_shows_where_it_is_seen_and_nowhere_else(on_the_model
     column = out[0, 0, seen, 5]
     assert (column.isnan() if math.isnan(bad) else column == bad).all()
     others = torch.arange(64) != 5
-    assert errors(out[..., others], want[..., others])[1] < 2e-6
+    assert errors(out[..., others], want[..., others])[1] <= budget(torch.float32, 100)
     keys = k.clone()
     keys[0, 0, 70] = bad
     out, _ = on_the_model(q, keys, v, problem)
     if not seen.all():
-        assert errors(out[:, :, ~seen], want[:, :, ~seen])[1] < 2e-6
+        assert errors(out[:, :, ~seen], want[:, :, ~seen])[1] <= budget(torch.float32, 100)
     if math.isnan(bad):
         assert out[:, :, seen].isnan().all()
 
@@ -306,9 +307,9 @@ def test_the_model_finds_a_missing_wait(monkeypatch):
     q, k, v = inputs_of(problem)
     spoil = ("ptx::cp_async_wait<0>();\n      if (n == touched.end - 1)", "if (n == touched.end - 1)")
     emulation.install(monkeypatch, spoil=spoil)
-    out, _ = SM80.bind(q, k, v, problem, None, H200)(q, k, v, None)
-    truth, _ = exact(q, k, v, problem)
-    assert not errors(out, truth)[0] < 0.1
+    bound = SM80.bind(q, k, v, problem, None, H200)
+    with pytest.raises(AssertionError):
+        assert_as_good_as_float32(bound(q, k, v, None)[0], exact(q, k, v, problem)[0], q, k, v, problem)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -449,7 +450,7 @@ def test_weights_of_rows_that_one_key_dominates_are_exact(gradients_on_the_model
         noise, v, dout = (torch.randn(1, 1, dim, dim, generator=generator) for _ in range(3))
         q = k = factor * torch.eye(dim) + noise
         _, _, dv = gradients_on_the_model(q, k, v, dout, problem, Target.named(name))
-        assert errors(dv, dout.double())[1] < 3e-7
+        assert errors(dv, dout.double())[1] <= 3 * FLOOR  # two parts hold 22 bits, and their sum is rounded
 
 
 @emulated
@@ -464,7 +465,7 @@ def test_a_gradient_of_the_log_sum_exp_counts(gradients_on_the_model):
     truth = torch.autograd.grad(outputs, wide, (dout.double(), dlse.double()))
     got = gradients_on_the_model(q, k, v, dout, problem, dlse=dlse)
     for grad, want in zip(got, truth, strict=True):
-        assert errors(grad, want)[0] < 1e-6
+        assert errors(grad, want)[0] <= budget(torch.float32, 90)
 
 
 @emulated

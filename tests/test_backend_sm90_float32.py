@@ -1,6 +1,6 @@
 """The float32 forward of Hopper without a GPU: its choices, and its kernels on the model of tests/emulator.
 
-The model rounds as the tensor core does (tests/emulator/sm90/wgmma.cuh), so errors here are those of the algorithm.
+The model rounds as the tensor core does (tests/emulator/tensor_core.h), so errors here are those of the algorithm.
 They are held against attention in plain float32 operations, the way PyTorch's own float32 kernels work.
 """
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import emulation
-from support import exact, make_problem
+from support import budget, exact, make_problem
 from tilewise import Causal, Full, InvalidInput, Target, Window
 from tilewise.engine import SM90
 from tilewise.engine.sm90 import float32_forward as sm90_float32
@@ -120,7 +120,8 @@ def assert_lse(lse, want):
     seen = want.isfinite()
     assert torch.equal(lse.isfinite(), seen)
     assert (lse[~seen] == -math.inf).all()
-    assert ((lse.double() - want).abs()[seen] <= 2e-6 + 5e-7 * want[seen].abs()).all()
+    # A maximum, of the order of lse itself, and the logarithm of a sum relative to it.
+    assert ((lse.double() - want).abs()[seen] <= budget(torch.float32) * (2 + want[seen].abs())).all()
 
 
 SHAPES = [
@@ -234,7 +235,7 @@ def test_each_column_of_v_is_accurate_by_itself(on_the_model):
     v = v * spread(-12, 12, 1, 1, 1, DIM)
     out, _ = on_the_model(q, k, v, problem)
     want, _ = exact(q, k, v, problem)
-    assert errors(out.mT, want.mT)[1] < 1e-6
+    assert errors(out.mT, want.mT)[1] <= budget(torch.float32, SEQ)
 
 
 @emulated
@@ -248,7 +249,7 @@ def test_nan_and_inf_behind_a_mask_do_not_show(on_the_model, mask):
     v[0, 0, 80, 5] = math.inf
     out, _ = on_the_model(q, k, v, problem)
     hidden = slice(0, 70)
-    assert errors(out[:, :, hidden], want[:, :, hidden])[1] < 1e-6
+    assert errors(out[:, :, hidden], want[:, :, hidden])[1] <= budget(torch.float32, 100)
     seen = slice(70, 81)
     assert out[:, :, seen].isnan().all()
 
@@ -262,7 +263,7 @@ def test_inf_in_v_is_given_back_to_the_rows_that_see_it(on_the_model):
     out, _ = on_the_model(q, k, v, problem)
     assert (out[0, 0, 80:, 5] == -math.inf).all()
     others = torch.arange(64) != 5
-    assert errors(out[..., others], want[..., others])[1] < 1e-6
+    assert errors(out[..., others], want[..., others])[1] <= budget(torch.float32, 100)
     assert out[0, 0, :80].isfinite().all()
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import emulation
-from support import exact, make_problem
+from support import budget, exact, make_problem
 from test_backend_sm90_float32 import DIM, EVERY, FLOOR, RANGES, SEQ, emulated, inputs_of, spread, with_one
 from tilewise import Causal, Full, Target, Window
 from tilewise.engine import SM90
@@ -255,7 +255,7 @@ def test_the_gradient_of_lse_comes_in(on_the_model):
     dq, dk, dv = on_the_model(q, k, v, dout, problem, dlse=dlse)
     want = plain_grads(*(t.double() for t in (q, k, v, dout)), problem, dlse.double())
     for got, truth in zip((dq, dk), want, strict=False):
-        assert ((got.double() - truth).norm() / truth.norm()).item() < 1e-6
+        assert ((got.double() - truth).norm() / truth.norm()).item() <= budget(torch.float32, 100)
     assert (dv == 0).all()
 
 
@@ -286,4 +286,6 @@ def test_nan_and_inf_behind_a_mask_do_not_show(on_the_model):
     _, _, want, _, _ = exact(q, k, v, problem, None, dout)
     v[0, 0, 80] = math.nan
     dq, _, _ = on_the_model(q, k, v, dout, problem)
-    assert ((dq[0, 0, :80].double() - want[0, 0, :80]).norm() / want[0, 0, :80].norm()).item() < 1e-6
+    assert ((dq[0, 0, :80].double() - want[0, 0, :80]).norm() / want[0, 0, :80].norm()).item() <= budget(
+        torch.float32, 100
+    )

@@ -57,14 +57,20 @@ def refusal(name: str, shape: str, mask: str):
     return BACKENDS[name].why_not(problem_of(shape, mask, torch.float32), CPU)
 
 
+REFUSED_SHAPES = {  # on a CPU; every mask is taken by whoever takes the shape
+    "torch-flash": {"softcap", "narrow values", "odd sizes"},
+    "torch-math": {"softcap"},
+    "tiled": set(),
+    "reference": set(),
+}
+
+
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_refusal_gives_reasons_and_remedies(name):
-    refusals = [refusal(*row) for row in EVERY if row[0] == name]
-    assert all(reason.what and reason.remedy for reasons in refusals for reason in reasons)
-
-
-def test_some_backend_takes_every_problem():
-    assert {row[1:] for row in EVERY if not refusal(*row)} == set(product(SHAPES, MASKS))
+def test_each_backend_refuses_what_is_stated_and_no_more(name):
+    refused = {(shape, mask): refusal(name, shape, mask) for shape, mask in product(SHAPES, MASKS)}
+    stated = REFUSED_SHAPES.get(name, set(SHAPES))
+    assert {row for row, reasons in refused.items() if reasons} == set(product(stated, MASKS))
+    assert all(reason.what and reason.remedy for reasons in refused.values() for reason in reasons)
 
 
 @pytest.mark.parametrize(("name", "shape", "mask"), [row for row in EVERY if not refusal(*row)])
@@ -123,8 +129,9 @@ def test_any_mask_any_tile(backend, case, block_q, block_kv, seed):
         out, lse = backend.forward(q, k, v, problem, config)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     want_out, want_lse = reference.forward(q, k, v, problem)
-    assert_close(out, want_out, 1e-12)
-    assert_close(lse, want_lse, 1e-12, "lse")
+    tolerance = budget(torch.float64, seq_kv)
+    assert_close(out, want_out, tolerance)
+    assert_close(lse, want_lse, tolerance, "lse")
     seen = torch.where(want_lse.isinf(), 0.0, want_lse)
     loss = (want_out * dout).sum() + (seen * dlse).sum()
     wants = torch.autograd.grad(loss, (q, k, v), allow_unused=True)
@@ -132,7 +139,7 @@ def test_any_mask_any_tile(backend, case, block_q, block_kv, seed):
     with torch.no_grad():
         grads = backend.backward(dout, dlse, q, k, v, out, lse, problem, config)
     for grad, want, what in zip(grads, wants, ("dq", "dk", "dv"), strict=True):
-        assert_close(grad, want, 1e-10, what)
+        assert_close(grad, want, 4 * budget(torch.float64, max(seq_q, seq_kv)), what)
 
 
 @pytest.mark.parametrize("backend", [reference, tiled])
@@ -181,6 +188,6 @@ def test_the_lecture_listing_is_wrong_and_ours_is_right():
     q, k, v = make_inputs(problem)
     want, _ = exact(q, k, v, problem)
     out, _ = tiled.forward(q, k, v, problem, tiled.Config(16, 4))
-    assert_close(out, want, 1e-13)
+    assert_close(out, want, budget(torch.float64, 16))
     listing = lecture_listing(q[0, 0], k[0, 0], v[0, 0], 4)
     assert (listing - want[0, 0]).norm() > 0.5 * want.norm()

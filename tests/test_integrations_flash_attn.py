@@ -226,7 +226,8 @@ def test_dropout_keeps_the_mean_and_drops_the_share(options):
     v = torch.ones(2, 400, 2, 8)
     out = flash_attn_func(q, k, v, dropout_p=0.25, **options)
     assert not torch.allclose(out, torch.ones_like(out))
-    assert abs(out.mean().item() - 1) < 0.02
+    rows = out[..., 0].double()  # a row's columns share its weights
+    assert abs(rows.mean() - 1) <= 5 * rows.std() / rows.numel() ** 0.5  # five standard errors
 
 
 def test_dropout_with_alibi_and_packed_sequences():

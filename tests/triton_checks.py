@@ -153,7 +153,7 @@ def hidden_poison(value: float) -> int:
         out, _ = triton.forward(q, k, spoiled, problem, SMALL)
         same(out[:, :, ~rows], clean[:, :, ~rows])
         assert not out[:, :, rows, 3].isfinite().any()
-        assert_close(out[..., 4:], clean[..., 4:], 1e-6, "the other columns")
+        assert_close(out[..., 4:], clean[..., 4:], budget(torch.float32, length), "the other columns")
 
         spoiled = k.clone()
         spoiled[:, :, bad] = value

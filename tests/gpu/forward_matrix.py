@@ -36,7 +36,7 @@ from matrix import (
 )
 from torch.nn.attention import sdpa_kernel
 
-from support import exact, make_inputs
+from support import exact, make_inputs, rounding_budget
 from tilewise import Causal, Full, Problem, Window
 from tilewise.problem import describe
 from tilewise.target import Target
@@ -225,7 +225,9 @@ def test_hidden_values_never_show(backend: ModuleType, dims: tuple[int, int], ba
             out, lse = run(backend, q, keys, values, problem)
             # Not bit for bit: a neighbour row's NaN may send the warp down its careful path.
             if blind.any():
-                assert relative_error(out[:, :, blind], clean[:, :, blind].double()) < 4e-3, f"key {key}"
+                assert relative_error(out[:, :, blind], clean[:, :, blind].double()) <= rounding_budget(BF16, 2 * 2), (
+                    key
+                )
             assert not lse[:, :, blind].isnan().any()
         out, _ = run(backend, q, k, spoilt_v, problem)
         assert not out[:, :, ~blind].isfinite().any()
@@ -243,7 +245,7 @@ def test_large_outputs(backend: ModuleType) -> None:
     out, _ = backend.forward(q, k, v, problem)
     one = problem.with_(heads_q=1)
     truth, _ = exact(q[:, -1:], k, v, one)
-    assert relative_error(out[:, -1:], truth) < 4e-3
+    assert relative_error(out[:, -1:], truth) <= rounding_budget(BF16, 2)
 
 
 def test_streams_and_graphs(backend: ModuleType) -> None:

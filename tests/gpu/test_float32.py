@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from typing import TYPE_CHECKING
 
 import tilewise
-from support import exact, make_inputs, make_problem
+from support import budget, exact, make_inputs, make_problem
 from test_backend_sm90_float32 import DIM, FLOOR, RANGES, SEQ, errors
 from test_backend_sm90_float32_backward import WIDE, assert_grads_as_good_as, like_out, plain_grads
 from tilewise import Causal, Full, Problem, Window
@@ -162,11 +162,11 @@ def test_nan_and_inf_behind_a_mask_do_not_show() -> None:
     truth, _ = exact(q, k, v, problem)
     k[0, 0, 250], v[0, 0, 250], v[0, 1, 200, 5] = math.nan, math.nan, -math.inf
     out, _ = run(q, k, v, problem)
-    assert errors(out[0, 0, :250], truth[0, 0, :250])[1] < 2e-6
+    assert errors(out[0, 0, :250], truth[0, 0, :250])[1] <= budget(torch.float32, 300)
     assert out[0, 0, 250:].isnan().all()
     assert (out[0, 1, 200:, 5] == -math.inf).all()
     others = torch.arange(64, device="cuda") != 5
-    assert errors(out[0, 1][:, others], truth[0, 1][:, others])[1] < 2e-6
+    assert errors(out[0, 1][:, others], truth[0, 1][:, others])[1] <= budget(torch.float32, 300)
 
 
 def test_any_strides() -> None:
@@ -198,7 +198,7 @@ def test_in_a_graph() -> None:
     assert torch.equal(got, want)
     q[0, 0, 0, 0] = 1e7  # the device decides anew at every replay
     graph.replay()
-    assert errors(got, exact(q, k, v, problem)[0])[0] < 1e-6
+    assert errors(got, exact(q, k, v, problem)[0])[0] <= budget(torch.float32, 512)
 
 
 def test_tf32_is_less_accurate_and_says_so() -> None:
@@ -374,7 +374,7 @@ def test_gradients_through_autograd() -> None:
         want_out, want_lse = tilewise.attention(*wide, mask=mask, return_lse=True, backend="reference")
         want = torch.autograd.grad((want_out, want_lse), (q, k, v), (dout.double(), dlse.double()))
         for grad, truth in zip(got, want, strict=True):
-            assert errors(grad, truth.double())[0] < 1e-6
+            assert errors(grad, truth.double())[0] <= budget(torch.float32, 300)
 
 
 def test_gradients_of_any_strides() -> None:
@@ -393,7 +393,7 @@ def test_larger_heads_train_elsewhere_and_say_why() -> None:
     problem = make_problem((1, 2, 200, 192))
     _, _, *want = exact(q, k, v, problem, None, torch.ones_like(out))
     for grad, truth in zip(grads, want, strict=True):
-        assert errors(grad, truth)[0] < 2e-6
+        assert errors(grad, truth)[0] <= budget(torch.float32, 200)
 
 
 def main() -> None:

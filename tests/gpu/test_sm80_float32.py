@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from typing import TYPE_CHECKING
 
 import tilewise
-from support import exact, make_inputs, make_problem
+from support import budget, exact, make_inputs, make_problem
 from test_backend_sm90_float32 import DIM, FLOOR, RANGES, SEQ, errors
 from test_backend_sm90_float32_backward import WIDE, assert_grads_as_good_as, like_out, plain_grads
 from tilewise import Causal, Full, Problem, Window
@@ -292,7 +292,7 @@ def test_the_backward_has_the_scores_of_the_forward(dim: int, factor: float) -> 
     q = factor * torch.eye(dim, device="cuda") + torch.randn(1, 2, dim, dim, device="cuda")
     v, dout = torch.randn(2, 1, 2, dim, dim, device="cuda")
     _, _, dv = gradients(q, q.clone(), v, dout, problem)
-    assert errors(dv, dout.double())[1] < 3e-7
+    assert errors(dv, dout.double())[1] <= 3 * FLOOR  # two parts hold 22 bits, and their sum is rounded
 
 
 def test_nan_and_inf_behind_a_mask_do_not_show() -> None:
@@ -301,11 +301,11 @@ def test_nan_and_inf_behind_a_mask_do_not_show() -> None:
     truth, _ = exact(q, k, v, problem)
     k[0, 0, 250], v[0, 0, 250], v[0, 1, 200, 5] = math.nan, math.nan, -math.inf
     out, _ = run(q, k, v, problem)
-    assert errors(out[0, 0, :250], truth[0, 0, :250])[1] < 3e-6
+    assert errors(out[0, 0, :250], truth[0, 0, :250])[1] <= budget(torch.float32, 300)
     assert out[0, 0, 250:].isnan().all()
     assert (out[0, 1, 200:, 5] == -math.inf).all()
     others = torch.arange(64, device="cuda") != 5
-    assert errors(out[0, 1][:, others], truth[0, 1][:, others])[1] < 3e-6
+    assert errors(out[0, 1][:, others], truth[0, 1][:, others])[1] <= budget(torch.float32, 300)
 
 
 def test_strides() -> None:
@@ -352,7 +352,7 @@ def test_gradients_through_autograd() -> None:
     scores = (wide[0] @ k.mT * problem.scale).masked_fill(hidden, -math.inf)
     truth = torch.autograd.grad((scores.softmax(-1) @ v, scores.logsumexp(-1)), wide, (dout.double(), dlse.double()))
     for grad, want in zip(got, truth, strict=True):
-        assert errors(grad, want)[0] < 2e-6
+        assert errors(grad, want)[0] <= budget(torch.float32, 500)
 
 
 def test_gradients_that_are_not_wanted_are_not_there() -> None:
@@ -379,7 +379,7 @@ def test_in_a_graph() -> None:
     assert torch.equal(got, want)
     v.mul_(5e37)  # the device decides anew at every replay
     graph.replay()
-    assert errors(got, exact(q, k, v, problem)[0])[0] < 2e-6
+    assert errors(got, exact(q, k, v, problem)[0])[0] <= budget(torch.float32, 512)
 
 
 def test_tf32_is_less_accurate_and_says_so() -> None:

@@ -19,7 +19,7 @@ from forward_matrix import *  # noqa: F403 (every case of the matrix, for this b
 from forward_matrix import check, few_shapes, problem_of, run
 from matrix import BF16, DIMS, FP16, all_equal, relative_error
 
-from support import make_inputs
+from support import make_inputs, rounding_budget
 from tilewise import Causal, Full
 from tilewise.engine import SM90
 from tilewise.jit import build_all
@@ -70,7 +70,7 @@ def test_parts_that_hide_something_bad() -> None:
     out, lse = run(SM90, q, k, spoilt, problem)
     assert torch.isfinite(lse).all()
     assert out[:, :, 50:].isnan().all()
-    assert relative_error(out[:, :, :50], clean[:, :, :50].double()) < 4e-3
+    assert relative_error(out[:, :, :50], clean[:, :, :50].double()) <= rounding_budget(BF16, 2 * 2)
 
 
 def few_of_few_queries() -> None:

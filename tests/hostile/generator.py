@@ -451,7 +451,7 @@ def casts(case: Case) -> bool:
 def expectation(case: Case, inputs: Inputs) -> Expected:
     dtype = torch.bfloat16 if casts(case) else case.torch_dtype
     terms = max(case.seq_kv, case.seq_q * case.group, case.head_dim, case.head_dim_v)
-    tolerance = budget(dtype, terms) * (1.0 if dtype != torch.float64 else 1 + terms**0.5)
+    tolerance = budget(dtype, terms)
     bias = mask_tensor(case) if case.mask == "additive" else None
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     exact = reference.Attention(

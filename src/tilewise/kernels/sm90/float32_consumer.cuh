@@ -367,6 +367,8 @@ struct Consumer {
       own = touched_tiles(band_of(params), row_begin, min_int(row_begin + 64, params.seq_q),
                           block_kv);
     if (own.empty()) {
+      // Why wait for rows that nobody needs: a block must not end while a copy to it is under way.
+      if (!plan.touched.empty()) ptx::mbarrier_wait(&smem.q_full[warpgroup], 0);
       skip_tiles(plan.touched.count());
     } else {
       skip_tiles(plan.touched.end - own.end);
