@@ -222,7 +222,7 @@ _STORED = "      ptx::tma_store_commit();\n      ptx::tma_store_wait_read<0>();\
 _STAGED = "    ptx::fence_proxy_async();\n    __syncwarp();\n    arrive(&smem.out_full[warpgroup]);"
 _VALUES = "swizzle_atom_bytes), 1);\n    wgmma::commit();\n  }\n\n  __device__ __forceinline__ void hold_probabilities"
 _FIRST = (
-    "    wgmma::fence();\n    issue_scores();\n    pass_turn();\n"
+    "    wgmma::fence();\n    issue_scores();\n    pass_pingpong();\n"
     "    wgmma::wait<0>();\n    wgmma::hold(s);\n    release_operands"
 )
 _BARRIERS = "work_empty[i], 1 + storers + consumer_warps + scanners);\n  }\n  ptx::fence_mbarrier_init();"
@@ -240,7 +240,7 @@ SPOILS = {
         "    if (early_release",
     ),
     "a counter that is not put back": ("  if (taken == work_count - 1) atomicExch(params.work_counter, 0);", ""),
-    "a turn that is not passed": ("    issue_values();\n    pass_turn();", "    issue_values();"),
+    "a turn that is not passed": ("    issue_values();\n    pass_pingpong();", "    issue_values();"),
     "barriers that copies cannot see": (_BARRIERS, _BARRIERS.replace("  ptx::fence_mbarrier_init();", "")),
 }
 
