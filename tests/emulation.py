@@ -151,7 +151,7 @@ def _headers(spoil: tuple[str, str]) -> Path:
     if not spoil[0]:  # else a unit or two are compiled, which is not worth it
         subprocess.run([str(COMPILER), *_OPTIONS, "-x", "c++-header", str(folder / "runtime.h")], check=True)
     if spoil[0]:
-        places = [path for name in ("ladder", "sm80", "sm90") for path in (folder / name).glob("*.cuh")]
+        places = [path for name in ("common", "ladder", "sm80", "sm90") for path in (folder / name).glob("*.cuh")]
         sources = {path: path.read_text() for path in places}
         if sum(text.count(spoil[0]) for text in sources.values()) != 1:
             raise ValueError(f"not once in the kernels: {spoil[0]}")  # no AssertionError: tests expect those

@@ -226,7 +226,7 @@ _FIRST = (
     "    wgmma::wait<0>();\n    wgmma::hold(s);\n    release_operands"
 )
 _BARRIERS = "work_empty[i], 1 + storers + consumer_warps + scanners);\n  }\n  ptx::fence_mbarrier_init();"
-_HIDE = "        const int offset = i / 4 * 8 + i % 2;\n        bool visible = offset < end;"
+_HIDE = "      v[i] = column >= first && column < end ? v[i] : -infinity;"
 SPOILS = {
     "values before they are there": ("    ptx::mbarrier_wait(barrier + v_position.stage, v_position.phase);", ""),
     "a mask that is off by one": (_HIDE, _HIDE.replace("< end", "<= end")),
