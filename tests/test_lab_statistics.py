@@ -1,0 +1,179 @@
+"""The statistic of every comparison: simulated experiments whose truth is known, and its parts by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tilewise.lab import statistics
+from tilewise.lab.statistics import FASTER, INDISTINGUISHABLE, SAME, SLOWER, TOO_FEW, Speed, speed
+
+FIRST, MOST = 7, 47  # rounds: before the first look, and at most
+
+
+def autoregressive(experiments: int, rounds: int, correlation: float, generator: torch.Generator) -> torch.Tensor:
+    fresh = torch.randn(experiments, rounds, generator=generator, dtype=torch.float64)
+    for number in range(1, rounds):
+        fresh[:, number] *= math.sqrt(1 - correlation**2)
+        fresh[:, number] += correlation * fresh[:, number - 1]
+    return fresh
+
+
+def simulated(experiments: int, slowdown: float, correlation: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seconds of a candidate and of another that is `slowdown` times as fast, (experiments, rounds) each.
+
+    The machine drifts by a slope and a random walk over the whole experiment. A round times one candidate, then the
+    other, in random order. One in twelve measurements is an outlier, half of the experiments have a burst of them over
+    three rounds, and each candidate's own noise is correlated from round to round.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = experiments, MOST
+
+    def uniform(*size: int) -> torch.Tensor:
+        return torch.rand(*size, generator=generator, dtype=torch.float64)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    times = torch.arange(2 * MOST, dtype=torch.float64) / (2 * MOST)
+    machine = 0.2 * normal(experiments, 1) * times + 0.02 * normal(experiments, 2 * MOST).cumsum(1)
+    first = uniform(*shape) < 0.5
+    begin = (uniform(experiments, 1) * MOST).floor()
+    rounds = torch.arange(MOST, dtype=torch.float64)
+    burst = (uniform(experiments, 1) < 0.5) & (rounds >= begin) & (rounds < begin + 3)
+    found = []
+    for is_first in (first, ~first):
+        spoilt = (uniform(*shape) < 1 / 12) | (burst & (uniform(*shape) < 0.5))
+        noise = 0.03 * autoregressive(*shape, correlation, generator) - 0.5 * spoilt * uniform(*shape).log()
+        found.append(torch.where(is_first, machine[:, 0::2], machine[:, 1::2]) + noise)
+    return (found[0] + math.log(slowdown)).exp(), found[1].exp()
+
+
+def measured(mine: list[float], theirs: list[float]) -> Speed:
+    """As the commands measure: more rounds until it is settled, or there are no more."""
+    for look, rounds in enumerate(statistics.looks(FIRST, MOST), start=1):
+        found = speed(mine[:rounds], theirs[:rounds], looks=look)
+        assert found is not None
+        if found.settled:
+            break
+    return found
+
+
+def claims(experiments: int, slowdown: float, correlation: float, seed: int) -> dict[str, float]:
+    """The share of each verdict."""
+    mine, theirs = simulated(experiments, slowdown, correlation, seed)
+    found = [measured(*pair).verdict for pair in zip(mine.tolist(), theirs.tolist(), strict=True)]
+    return {verdict: found.count(verdict) / experiments for verdict in (FASTER, SLOWER, INDISTINGUISHABLE)}
+
+
+@pytest.mark.parametrize(("correlation", "experiments"), [(0.0, 2000), (0.3, 3000), (0.6, 5000)])
+def test_equals_are_told_apart_in_under_two_percent(correlation: float, experiments: int) -> None:
+    """Ten thousand experiments in all. The worst of the three is held to the limit, not their mean."""
+    found = claims(experiments, 1.0, correlation, seed=1)
+    assert found[FASTER] + found[SLOWER] < 0.02
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.6])
+def test_a_slowdown_of_ten_percent_is_found(correlation: float) -> None:
+    found = claims(1500, 1.1, correlation, seed=2)
+    assert found[SLOWER] >= 0.95
+    assert found[FASTER] == 0
+
+
+def test_looking_once_more_each_round_would_make_false_claims() -> None:
+    """What the correction for repeated looks is there for: the simulation is one in which it matters."""
+    mine, theirs = simulated(1000, 1.0, 0.6, seed=3)
+    wrong = 0
+    for ours, others in zip(mine.tolist(), theirs.tolist(), strict=True):
+        found = (speed(ours[:rounds], others[:rounds]) for rounds in range(FIRST, MOST))
+        wrong += any(one is not None and one.differs for one in found)
+    assert wrong / 1000 > 0.02
+
+
+def test_the_median_of_the_ratios_without_an_interval_claims_noise() -> None:
+    """A rule of thumb, 2% between medians of seven rounds, claims a difference between equals most of the time."""
+    mine, theirs = simulated(1000, 1.0, 0.3, seed=4)
+    ratios = (theirs[:, :FIRST] / mine[:, :FIRST]).median(1).values
+    assert float(((ratios > 1.02) | (ratios < 1 / 1.02)).double().mean()) > 0.3
+
+
+def test_a_drift_that_both_share_cancels() -> None:
+    drift = [math.exp(0.1 * number) for number in range(9)]
+    found = speed([2.0 * value for value in drift], [3.0 * value for value in drift])
+    assert found is not None
+    assert found.ratio == pytest.approx(1.5)
+    assert found.verdict == FASTER
+
+
+def test_one_absurd_round_does_not_move_the_ratio() -> None:
+    mine = [1.0, 1.01, 0.99, 1.0, 222.0, 1.01, 0.99]
+    theirs = [1.2, 1.21, 1.19, 1.2, 1.2, 1.21, 1.19]
+    found = speed(mine, theirs)
+    assert found is not None
+    assert 1.15 < found.ratio < 1.25
+    assert found.verdict == FASTER
+
+
+def test_few_rounds_have_a_ratio_and_no_verdict() -> None:
+    found = speed([1.0] * 4, [2.0] * 4, against="torch-flash")
+    assert found is not None
+    assert (found.ratio, found.low, found.high, found.verdict) == (2.0, None, None, TOO_FEW)
+    assert not found.settled
+    assert found.to_dict()["against"] == "torch-flash"
+    assert speed([], [1.0]) is None
+
+
+def test_the_interval_is_never_narrower_than_what_two_processes_differ_by() -> None:
+    found = speed([1.0] * 20, [1.009] * 20)
+    assert found is not None
+    assert found.verdict == INDISTINGUISHABLE
+    assert found.settled
+
+
+def test_the_same_kernels_are_never_compared() -> None:
+    found = statistics.same([1.0] * 9, [3.0] * 9, "torch-default")
+    assert found is not None
+    assert found.verdict == SAME
+    assert not found.differs
+
+
+def test_more_looks_and_more_candidates_widen_the_interval() -> None:
+    mine, theirs = [1.0, 1.1, 0.9, 1.05, 0.95, 1.0, 1.02], [1.2, 1.1, 1.3, 1.15, 1.25, 1.2, 1.22]
+    widths = []
+    for looks, among in ((1, 1), (2, 1), (3, 1), (3, 8)):
+        found = speed(mine, theirs, looks=looks, among=among)
+        assert found is not None
+        assert found.low is not None
+        assert found.high is not None
+        widths.append(found.high / found.low)
+    assert widths == sorted(set(widths))
+
+
+def test_swapping_the_candidates_inverts_the_ratio() -> None:
+    mine, theirs = [1.0, 1.1, 0.9, 1.05, 0.95], [1.2, 1.1, 1.3, 1.15, 1.25]
+    one, other = speed(mine, theirs), speed(theirs, mine)
+    assert one is not None
+    assert other is not None
+    assert one.ratio * other.ratio == pytest.approx(1.0)
+    assert one.low is not None
+    assert other.high is not None
+    assert one.low * other.high == pytest.approx(1.0)
+
+
+def test_looks_grow_and_end_at_the_most() -> None:
+    assert list(statistics.looks(7, 47)) == [7, 11, 17, 26, 39, 47]
+    assert list(statistics.looks(7, 7)) == [7]
+    assert list(statistics.looks(7, 3)) == [3]
+    assert statistics.looks_until(17, 7) == 3
+    assert statistics.looks_until(7, 7) == 1
+
+
+# Two-sided quantiles of Student's t, from printed tables.
+@pytest.mark.parametrize(
+    ("alpha", "freedom", "value"),
+    [(0.05, 1, 12.706), (0.01, 2, 9.925), (0.001, 3, 12.924), (0.01, 4, 4.604), (0.05, 10, 2.228), (0.01, 30, 2.750)],
+)
+def test_quantiles_of_students_t(alpha: float, freedom: int, value: float) -> None:
+    assert statistics.student(alpha, freedom) == pytest.approx(value, abs=0.001)
