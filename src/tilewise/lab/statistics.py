@@ -24,23 +24,26 @@ of the two times' ratio is one observation, which a clock or a temperature that 
     outliers          a fifth of the observations on each side is cut off: the 20% trimmed mean, with the standard error
                       of the winsorised sample (Tukey and McLaughlin; Yuen) and Student's t
     autocorrelation   n correlated observations are worth n (1 - r) / (1 + r) independent ones. r is the lag-1
-                      autocorrelation, corrected for its bias; a short series cannot show that it has none, so that r is
-                      never taken to be less than MIN_AUTOCORRELATION
-    placement         two processes that run the same kernel differ for as long as they live, by where their memory lies:
-                      the interval is widened by RESOLUTION on both sides
-    repeated looks    who measures on until the interval is narrow looks several times: look k may err with probability
-                      alpha / (k (k + 1)), which adds up to alpha however many there are
-    many candidates   the best of several is a choice made by the same data: alpha is divided by how many there were
+                      autocorrelation, corrected for its bias; a short series cannot show that it has none, so that r
+                      is never taken to be less than MIN_AUTOCORRELATION
+    placement         two processes that run the same kernel differ for as long as they live, by where their memory
+                      lies: the interval is widened by RESOLUTION on both sides
+    repeated looks    measuring on until the interval is narrow means to look several times: look k may err with
+                      probability alpha / (k (k + 1)), which adds up to alpha however many there are
+    many candidates   the best of several is chosen by the same data: alpha is divided by how many there were
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 FASTER = "faster"
 SLOWER = "slower"
@@ -156,7 +159,7 @@ def _location(values: list[float]) -> tuple[float, float, int]:
 
 
 def _autocorrelation(deviations: list[float], squares: float) -> float:
-    products = sum(one * other for one, other in zip(deviations, deviations[1:], strict=False))
+    products = sum(one * other for one, other in pairwise(deviations))
     lag_one = products / squares + 1.0 / len(deviations) if squares > 0 else 0.0
     return min(max(lag_one, MIN_AUTOCORRELATION), _MAX_AUTOCORRELATION)
 
