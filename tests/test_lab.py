@@ -475,6 +475,7 @@ class FakePool:
 
     def __init__(self, seconds: dict[str, float], failing: dict[tuple[str, str], str] | None = None) -> None:
         self.seconds, self.failing = seconds, failing or {}
+        self.runs: dict[str, str] = {}
         self.asked: list[tuple[str, str]] = []
 
     def start(self, *names: str) -> None: ...
@@ -490,6 +491,7 @@ class FakePool:
             "truth": {"compared": "every element", "budgets": {"out": {"norm": 1e-6, "worst_row": 1e-6}}},
             "verify": {"errors": errors, "wrong": ["out is off"] if name == "tiled" else []},
             "memory": 1 << 20,
+            "runs": self.runs.get(name, ""),
             "time": [second, second * 1.1, second * 1.2],
             "overhead": [1e-6],
         }[do]
@@ -550,7 +552,7 @@ def test_what_cannot_be_verified_is_timed_and_said() -> None:
 
 def test_slow_candidates_get_fewer_rounds() -> None:
     comparison = fake_comparison(FakePool({"reference": 100.0}))
-    assert len(comparison["reference"].forward) == 3
+    assert len(comparison["reference"].forward) == 5
     assert len(comparison["tilewise"].forward) == 6
 
 

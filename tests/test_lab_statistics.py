@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+import random
+from typing import Any
 
 import pytest
 import torch
 
-from tilewise.lab import statistics
+from support import make_problem
+from test_lab import FakePool
+from tilewise.lab import noise, statistics
+from tilewise.lab.candidates import Candidate, make_inputs
+from tilewise.lab.compare import Comparison, Row, Settings, compare, read_comparison
 from tilewise.lab.statistics import FASTER, INDISTINGUISHABLE, SAME, SLOWER, TOO_FEW, Speed, speed
+from tilewise.plan import plan
+from tilewise.target import Target
 
 FIRST, MOST = 7, 47  # rounds: before the first look, and at most
 
@@ -177,3 +185,89 @@ def test_looks_grow_and_end_at_the_most() -> None:
 )
 def test_quantiles_of_students_t(alpha: float, freedom: int, value: float) -> None:
     assert statistics.student(alpha, freedom) == pytest.approx(value, abs=0.001)
+
+
+# --- in a comparison -------------------------------------------------------------------------------------------------
+
+
+class Noisy(FakePool):
+    """Times that scatter by a factor, the same for everybody unless told otherwise."""
+
+    def __init__(self, seconds: dict[str, float], scatter: float) -> None:
+        super().__init__(seconds)
+        self._random, self._scatter = random.Random(5), scatter
+
+    def ask(self, name: str, do: str, limit: float, /, **arguments: Any) -> Any:
+        answer = super().ask(name, do, limit, **arguments)
+        factor = math.exp(self._random.gauss(0.0, self._scatter)) if do == "time" else 1.0
+        return [value * factor for value in answer] if do == "time" else answer
+
+
+def comparison_of(pool: FakePool, names: tuple[str, ...], **settings: Any) -> Comparison:
+    return compare(Row("a row", make_problem((1, 2, 8, 8)), names), pool, Settings(**settings))  # type: ignore[arg-type]
+
+
+def test_rounds_go_on_until_the_intervals_are_narrow() -> None:
+    names = ("tilewise", "torch-default", "reference")
+    quiet = comparison_of(Noisy({"reference": 0.1}, 0.001), names, rounds=7, max_rounds=47)
+    assert (len(quiet.orders), quiet.looks) == (7, 1)
+    noisy = comparison_of(Noisy({"reference": 0.1}, 0.08), names, rounds=7, max_rounds=47)
+    assert len(noisy.orders) > 7
+    assert noisy.looks > 1
+    # One that is told apart needs no more rounds; those that are not stay, and their rounds are paired.
+    assert len(noisy["reference"].costs) < len(noisy["tilewise"].costs) == len(noisy["torch-default"].costs)
+    told = noisy.to_dict()
+    assert {row["candidate"]: row["speed"]["verdict"] for row in told["candidates"]}["reference"] == SLOWER
+    assert read_comparison(told).looks == noisy.looks
+
+
+def test_no_more_rounds_when_the_time_is_up() -> None:
+    names = ("tilewise", "torch-default")
+    ended = comparison_of(Noisy({}, 0.1), names, rounds=7, max_rounds=47, more_seconds=0.0)
+    assert len(ended.orders) == 7
+    assert ended.to_dict()["undecided"] is True
+
+
+def test_candidates_of_the_same_kernels_are_one_entry() -> None:
+    pool = Noisy({"torch-default": 0.03, "sdpa:flash": 0.01}, 0.001)  # as far apart as noise ever was
+    pool.runs = {"tilewise": "torch-flash", "torch-default": "torch-flash", "sdpa:flash": "torch-flash"}
+    found = comparison_of(pool, ("reference", "tilewise", "torch-default", "sdpa:flash"), rounds=7)
+    assert [outcome.candidate for outcome in found.entries()] == ["reference", "tilewise"]
+    rows = {row["candidate"]: row for row in found.to_dict()["candidates"]}
+    assert {name: row["same_as"] for name, row in rows.items()} == {
+        "reference": "", "tilewise": "", "torch-default": "tilewise", "sdpa:flash": "tilewise",
+    }  # fmt: skip
+    assert rows["tilewise"]["speed_default"]["verdict"] == SAME
+    assert rows["sdpa:flash"]["speed_default"]["verdict"] == SAME
+    assert rows["reference"]["speed_default"]["verdict"] == FASTER
+
+
+def test_workers_name_the_kernels_they_come_to() -> None:
+    problem = make_problem((1, 2, 16, 8))
+    inputs = make_inputs(problem, 0, "cpu")
+    found = {}
+    for name in ("tilewise", "torch-default", "sdpa:flash", "sdpa:math", "tiled", "flags:math", "flex"):
+        with Candidate(name).context(problem):
+            found[name] = Candidate(name).runs(problem, inputs)
+    assert found["tilewise"] == plan(problem, Target.of("cpu")).backend
+    assert found["torch-default"] == found["sdpa:flash"] == "torch-flash"
+    assert found["sdpa:math"] == found["flags:math"] == "torch-math"
+    assert (found["tiled"], found["flex"]) == ("tiled", "")
+
+
+def test_a_loaded_machine_is_told() -> None:
+    assert noise.busy(1.9, 2) == ""
+    assert "a load of 2.6 on 2 cores" in noise.busy(2.6, 2)
+    assert noise.busy(2.6, 2, ours=3) == "", "our own threads are not others'"
+    assert noise.shared("0") == noise.shared("[N/A]") == noise.shared("") == ""
+    assert "87% busy" in noise.shared("87")
+    assert noise.held_back("0x0000000000000001") == noise.held_back("0x4") == noise.held_back("") == ""
+    assert "heat (hardware)" in noise.held_back("0x0000000000000044")
+
+
+def test_a_comparison_carries_the_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "load", lambda: 9.0)
+    monkeypatch.setattr(noise, "cores", lambda: 2)
+    found = comparison_of(FakePool({}), ("tilewise",), rounds=1)
+    assert found.noise == ["the machine is busy: a load of 9.0 on 2 cores; end what else runs, and measure again"]
+    assert read_comparison(found.to_dict()).noise == found.noise

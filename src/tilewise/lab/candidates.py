@@ -28,10 +28,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..api import attention
-from ..errors import InvalidInput, Reason
+from ..errors import InvalidInput, Reason, TilewiseError
 from ..masks import Causal, Dense, Full
-from ..plan import AUTO, BACKENDS
-from . import flags, variants
+from ..plan import AUTO, BACKENDS, plan
+from ..target import Target
+from . import flags, override, variants
 from .inputs import Inputs, make_inputs
 from .rivals import FA3, FA4, FLEX, RIVALS, installed
 
@@ -52,6 +53,7 @@ SDPA = {
     "sdpa:cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa:math": SDPBackend.MATH,
 }
+_BACKEND_OF_SDPA = {name: name.replace("sdpa:", "torch-") for name in SDPA}
 PYTHON = "python:"
 _OPTIONAL = ("sm80", "triton")  # backends that a suite or a user may name where this build has none
 KNOWN = (OURS, DETERMINISTIC, TORCH_DEFAULT, *SDPA, *flags.SWITCHES, *RIVALS)
@@ -114,6 +116,21 @@ class Candidate:
             function = _load_python(self.name)
             return lambda: function(inputs.q, inputs.k, inputs.v, problem, inputs.bias)
         return _our_forward(problem, inputs, AUTO if self.name in (OURS, DETERMINISTIC) else self.name)
+
+    def runs(self, problem: Problem, inputs: Inputs) -> str:
+        """The kernels that the candidate comes to here, by the name of the backend they are of; "" where that is not
+        known. Two candidates with one name run the same kernels. Must be asked inside `context`."""
+        if self.name in SDPA:
+            return _BACKEND_OF_SDPA[self.name]
+        if self._is_sdpa:
+            arguments, options = sdpa_arguments(problem, inputs)
+            return override.torch_choice((*arguments, options["scale"], options["enable_gqa"]))
+        if self.name == OURS or self.name in BACKENDS:
+            try:
+                return plan(problem, Target.of(inputs.q.device), AUTO if self.name == OURS else self.name).backend
+            except TilewiseError:
+                return ""
+        return ""
 
     @contextlib.contextmanager
     def context(self, problem: Problem) -> Iterator[None]:

@@ -8,6 +8,7 @@
     {"do": "results", "path"}                                    what it computes, at the sample of `truth`, into a file
     {"do": "memory"}                                             bytes a forward, or a step where gradients are wanted,
                                                                  needs beyond its inputs, at the peak
+    {"do": "runs"}                                               the kernels it comes to, by a name; empty if not known
     {"do": "time", "what", "method", "seconds", "flush"}         samples of seconds per "forward", "backward" or "step"
     {"do": "profile", "trace"}                                   the kernels that ran, by torch.profiler
     {"do": "rates"}                                              peaks of this CPU, measured
@@ -116,6 +117,9 @@ class Worker:
     def memory(self) -> int:
         call = self._step() if self._problem.needs_grad else self._forward
         return _peak_extra_bytes(call, self._device)
+
+    def runs(self) -> str:
+        return self._candidate.runs(self._problem, self._inputs)
 
     def time(self, what: str, method: str, seconds: float, flush: bool = False) -> list[float]:
         if what not in self._calls:
