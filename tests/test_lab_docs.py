@@ -120,7 +120,7 @@ def test_series_need_lengths() -> None:
     # 16384 tokens in all: the time of a sequence is that of the row, shared among its sequences
     assert plots.exponent(LENGTHS, [point.seconds for point in points]) == pytest.approx(2.0)
     assert plots.exponent(LENGTHS, [point.mebibytes for point in points]) == pytest.approx(1.0)
-    assert "sdpa:flash" not in found["head_dim 128, full"]
+    assert "torch-flash" not in found["head_dim 128, full"]
     assert plots.panels(records.Record("r", "", made_up("small")).comparisons()) == {}
 
 

@@ -48,7 +48,7 @@ def test_inspect_runs_on_past_the_dead_and_the_wrong(tmp_path: Path) -> None:
     assert result.exit_code == 1, result.output
     told = json.loads(result.stdout)
     rows = {row["candidate"].rpartition(":")[2]: row for row in told["comparison"]["candidates"]}
-    assert {"tilewise", "tiled", "reference", "torch-default", "flash", "math"} <= set(rows)
+    assert {"tilewise", "tiled", "reference", "torch-default", "torch-flash", "torch-math"} <= set(rows)
     assert rows["illegal"]["verdict"] == "died: SIGILL"
     assert "ONEDNN_MAX_CPU_ISA" in rows["illegal"]["because"][0]
     assert rows["wrong"]["verdict"] == WRONG
@@ -59,11 +59,11 @@ def test_inspect_runs_on_past_the_dead_and_the_wrong(tmp_path: Path) -> None:
         assert len(rows[name]["forward"]) == len(rows[name]["backward"]) == 2
         assert rows[name]["ratio"] > 0
         assert rows[name]["memory"] >= 0
-    assert told["comparison"]["best_peer"] in ("torch-default", "sdpa:flash", "sdpa:math")
+    assert told["comparison"]["best_peer"] in ("torch-default", "torch-flash", "torch-math")
     assert told["provenance"]["seed"] == 0
     # every candidate that exists is a row or has reasons
     named = {row["candidate"] for row in told["comparison"]["candidates"]} | set(told["refused"])
-    assert named >= {*rivals.RIVALS, "sdpa:flash", "sdpa:efficient", "sdpa:cudnn", "sdpa:math", "torch-default"}
+    assert named >= {*rivals.RIVALS, "torch-flash", "torch-efficient", "torch-cudnn", "torch-math", "torch-default"}
     assert named >= {name for name in BACKENDS if not name.startswith("torch-")} - {told["plan"]["backend"]}
     assert all(told["refused"].values())
     # what ran
@@ -72,8 +72,8 @@ def test_inspect_runs_on_past_the_dead_and_the_wrong(tmp_path: Path) -> None:
     launches = told["profiles"]["torch-default"]["forward"]["launches"]
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in [launch["name"] for launch in launches]
     assert "for_cpu_backward" in str(told["profiles"]["torch-default"]["backward"]["launches"])
-    assert told["torch"]["says"]["sdpa:flash"] == []
-    assert told["torch"]["says"]["sdpa:cudnn"] != []
+    assert told["torch"]["says"]["torch-flash"] == []
+    assert told["torch"]["says"]["torch-cudnn"] != []
     # how near to the ceilings
     assert told["rates"]["source"].startswith("measured here")
     assert told["shares"]["tilewise"]["backward"]["compute"] > 0
@@ -172,8 +172,8 @@ def test_a_model_that_disagrees_with_pytorch_is_told(capsys: pytest.CaptureFixtu
     problem = make_problem((1, 2, 16, 8))
     chosen = plan(problem, Target.named("cpu"))
     found = inspect.Inspection(chosen, compare(Row("inspect", problem, ("tilewise",)), FakePool({}), Settings()))  # type: ignore[arg-type]
-    found.torch_says = {"sdpa:flash": ["too flat"], "sdpa:math": [], "sdpa:cudnn": []}
-    assert set(found.disagreements()) == {"sdpa:flash", "sdpa:cudnn"}
+    found.torch_says = {"torch-flash": ["too flat"], "torch-math": [], "torch-cudnn": []}
+    assert set(found.disagreements()) == {"torch-flash", "torch-cudnn"}
     assert any("PyTorch says too flat" in line for line in inspect_text.disagreements(found))
 
 
@@ -412,9 +412,9 @@ def test_pytorchs_own_words_are_asked_for(request: pytest.FixtureRequest) -> Non
     request.addfinalizer(mind.forget)
     mind.prepare("torch-default", make_problem((1, 2, 16, 8), dropout=0.5).to_dict(), 0, "cpu")
     said = mind.refusals()
-    assert said["sdpa:math"] == []
-    assert said["sdpa:flash"] == ["Both fused kernels do not support non-zero dropout."]
-    assert said["sdpa:cudnn"] != []
+    assert said["torch-math"] == []
+    assert said["torch-flash"] == ["Both fused kernels do not support non-zero dropout."]
+    assert said["torch-cudnn"] != []
 
 
 # --- other libraries -------------------------------------------------------------------------------------------------

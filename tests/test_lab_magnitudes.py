@@ -30,7 +30,7 @@ def test_errors_in_float32_do_not_depend_on_a_power_of_ten() -> None:
     found = magnitudes.measure(make_problem((1, 1, 64, 16)), "cpu", 0)
     assert list(found) == list(magnitudes.SCALINGS)
     for series in found.values():
-        assert list(series) == ["tilewise", "sdpa:math"]
+        assert list(series) == ["tilewise", "torch-math"]
         for points in series.values():
             assert len(points) == 3
             assert all(0 < point.out < 2e-6 and 0 < point.gradients < 5e-6 for point in points)

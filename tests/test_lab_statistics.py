@@ -229,16 +229,16 @@ def test_no_more_rounds_when_the_time_is_up() -> None:
 
 
 def test_candidates_of_the_same_kernels_are_one_entry() -> None:
-    pool = Noisy({"torch-default": 0.03, "sdpa:flash": 0.01}, 0.001)  # as far apart as noise ever was
-    pool.runs = {"tilewise": "torch-flash", "torch-default": "torch-flash", "sdpa:flash": "torch-flash"}
-    found = comparison_of(pool, ("reference", "tilewise", "torch-default", "sdpa:flash"), rounds=7)
+    pool = Noisy({"torch-default": 0.03, "torch-flash": 0.01}, 0.001)  # as far apart as noise ever was
+    pool.runs = {"tilewise": "torch-flash", "torch-default": "torch-flash", "torch-flash": "torch-flash"}
+    found = comparison_of(pool, ("reference", "tilewise", "torch-default", "torch-flash"), rounds=7)
     assert [outcome.candidate for outcome in found.entries()] == ["reference", "tilewise"]
     rows = {row["candidate"]: row for row in found.to_dict()["candidates"]}
     assert {name: row["same_as"] for name, row in rows.items()} == {
-        "reference": "", "tilewise": "", "torch-default": "tilewise", "sdpa:flash": "tilewise",
+        "reference": "", "tilewise": "", "torch-default": "tilewise", "torch-flash": "tilewise",
     }  # fmt: skip
     assert rows["tilewise"]["speed_default"]["verdict"] == SAME
-    assert rows["sdpa:flash"]["speed_default"]["verdict"] == SAME
+    assert rows["torch-flash"]["speed_default"]["verdict"] == SAME
     assert rows["reference"]["speed_default"]["verdict"] == FASTER
 
 
@@ -246,12 +246,12 @@ def test_workers_name_the_kernels_they_come_to() -> None:
     problem = make_problem((1, 2, 16, 8))
     inputs = make_inputs(problem, 0, "cpu")
     found = {}
-    for name in ("tilewise", "torch-default", "sdpa:flash", "sdpa:math", "tiled", "flags:math", "flex"):
+    for name in ("tilewise", "torch-default", "torch-flash", "torch-math", "tiled", "flags:math", "flex"):
         with Candidate(name).context(problem):
             found[name] = Candidate(name).runs(problem, inputs)
     assert found["tilewise"] == plan(problem, Target.of("cpu")).backend
-    assert found["torch-default"] == found["sdpa:flash"] == "torch-flash"
-    assert found["sdpa:math"] == found["flags:math"] == "torch-math"
+    assert found["torch-default"] == found["torch-flash"] == "torch-flash"
+    assert found["torch-math"] == found["flags:math"] == "torch-math"
     assert (found["tiled"], found["flex"]) == ("tiled", "")
 
 

@@ -216,7 +216,7 @@ def test_a_program_is_traced_from_end_to_end(program: Path, tmp_path: Path, capf
     (site,) = told["sites"]
     assert (site["calls"], site["backend"]) == (3, "torch-flash")
     assert "train.py:7 in <module>" in site["stack"][0]
-    assert site["best"] in ("tilewise", "torch-default", "sdpa:flash", "sdpa:math")
+    assert site["best"] in ("tilewise", "torch-default", "torch-flash", "torch-math")
     assert site["lost"] >= 0
     assert "train.py" in page.read_text()
     assert told["provenance"]["command"]

@@ -2,9 +2,10 @@
 
 tilewise                tilewise.attention, the planner choosing
 tilewise:deterministic  the same under torch.use_deterministic_algorithms(True)
-tiled, torch-flash      any backend of the planner, through tilewise.attention(backend=...)
+tiled, sm90, ...        a backend of the planner, through tilewise.attention(backend=...)
+tilewise:torch-flash    the same of the planner's own route to one of PyTorch's kernels
 torch-default           F.scaled_dot_product_attention as it is
-sdpa:flash              F.scaled_dot_product_attention held to one of PyTorch's kernels (efficient, cudnn, math)
+torch-flash             F.scaled_dot_product_attention held to one of PyTorch's kernels (efficient, cudnn, math)
 flags:all-off           F.scaled_dot_product_attention with PyTorch's switches set: see `flags`
 flex, flash-attn, fa3, fa4, xformers   other libraries' attention: see `rivals`
 sm90@..., ladder:NAME   a backend with its config spelled out, or a rung of the ladder: see `variants`
@@ -48,16 +49,31 @@ OURS = "tilewise"
 DETERMINISTIC = "tilewise:deterministic"
 TORCH_DEFAULT = "torch-default"
 SDPA = {
-    "sdpa:flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa:efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "sdpa:cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa:math": SDPBackend.MATH,
+    "torch-flash": SDPBackend.FLASH_ATTENTION,
+    "torch-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "torch-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "torch-math": SDPBackend.MATH,
 }
-_BACKEND_OF_SDPA = {name: name.replace("sdpa:", "torch-") for name in SDPA}
+ROUTES = tuple(f"{OURS}:{name}" for name in SDPA)  # of the planner, to PyTorch's kernels
+_FORMER_NAMES = {name.replace("torch-", "sdpa:"): name for name in SDPA}  # in records, and in scripts
 PYTHON = "python:"
 _OPTIONAL = ("sm80", "triton")  # backends that a suite or a user may name where this build has none
-KNOWN = (OURS, DETERMINISTIC, TORCH_DEFAULT, *SDPA, *flags.SWITCHES, *RIVALS)
+KNOWN = (OURS, DETERMINISTIC, *ROUTES, TORCH_DEFAULT, *SDPA, *flags.SWITCHES, *RIVALS)
 _LARGEST_MASK_BYTES = 4 * 2**30
+
+
+def current_name(name: str) -> str:
+    """Of a candidate that may go by a former name."""
+    return _FORMER_NAMES.get(name, name)
+
+
+def current_names(values: Any) -> Any:
+    """What a record holds, with candidates by the names they have now."""
+    if isinstance(values, dict):
+        return {current_name(key): current_names(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [current_names(value) for value in values]
+    return current_name(values) if isinstance(values, str) else values
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +83,7 @@ class Candidate:
     name: str
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", current_name(self.name))
         if self.name.startswith(PYTHON):
             _split_python(self.name)
         elif variants.is_variant(self.name):
@@ -78,13 +95,18 @@ class Candidate:
     @property
     def is_peer(self) -> bool:
         """One of PyTorch's own paths: what others are measured against."""
-        return self._is_sdpa or self.name.startswith("torch-")
+        return self._is_sdpa
 
     @property
     def is_ours(self) -> bool:
         """One of this package's: all others are what it can be held against."""
         own_backend = self.name in (*BACKENDS, *_OPTIONAL) and not self.is_peer
-        return self.name in (OURS, DETERMINISTIC) or own_backend or variants.is_variant(self.name)
+        return self.name in (OURS, DETERMINISTIC, *ROUTES) or own_backend or variants.is_variant(self.name)
+
+    @property
+    def _backend(self) -> str:
+        """What the planner is asked for."""
+        return AUTO if self.name in (OURS, DETERMINISTIC) else self.name.removeprefix(f"{OURS}:")
 
     @property
     def _is_sdpa(self) -> bool:
@@ -115,21 +137,19 @@ class Candidate:
         if self.name.startswith(PYTHON):
             function = _load_python(self.name)
             return lambda: function(inputs.q, inputs.k, inputs.v, problem, inputs.bias)
-        return _our_forward(problem, inputs, AUTO if self.name in (OURS, DETERMINISTIC) else self.name)
+        return _our_forward(problem, inputs, self._backend)
 
     def runs(self, problem: Problem, inputs: Inputs) -> str:
         """The kernels that the candidate comes to here, by the name of the backend they are of; "" where that is not
         known. Two candidates with one name run the same kernels. Must be asked inside `context`."""
         if self.name in SDPA:
-            return _BACKEND_OF_SDPA[self.name]
+            return self.name
         if self._is_sdpa:
             arguments, options = sdpa_arguments(problem, inputs)
             return override.torch_choice((*arguments, options["scale"], options["enable_gqa"]))
-        if self.name == OURS or self.name in BACKENDS:
-            try:
-                return plan(problem, Target.of(inputs.q.device), AUTO if self.name == OURS else self.name).backend
-            except TilewiseError:
-                return ""
+        if self.name == OURS or self.name in (*BACKENDS, *ROUTES):
+            with contextlib.suppress(TilewiseError):
+                return plan(problem, Target.of(inputs.q.device), self._backend).backend
         return ""
 
     @contextlib.contextmanager

@@ -54,7 +54,7 @@ class Inspection:
     def disagreements(self) -> dict[str, tuple[list[str], list[str]]]:
         """Where the model of PyTorch's rules and PyTorch itself differ, both in their words: one of them has a bug."""
         modelled = {v.backend: [str(reason) for reason in v.reasons] for v in self.plan.verdicts}
-        pairs = {name: (modelled[name.replace("sdpa:", "torch-")], said) for name, said in self.torch_says.items()}
+        pairs = {name: (modelled[name], said) for name, said in self.torch_says.items()}
         return {name: pair for name, pair in pairs.items() if bool(pair[0]) != bool(pair[1])}
 
     def torch_choice(self) -> str:
@@ -160,12 +160,11 @@ def candidates(chosen: Plan, device: str) -> tuple[tuple[str, ...], dict[str, li
     by the model of their rules.
     """
     verdicts = {verdict.backend: verdict for verdict in chosen.verdicts}
-    named = {"sdpa:" + name.removeprefix("torch-"): name for name in BACKENDS if name.startswith("torch-")}
     asked = [name for name in BACKENDS if not name.startswith("torch-") and name != chosen.backend]
     left_out = {name: [str(r) for r in verdicts[name].reasons] for name in asked if not verdicts[name].willing}
     run = [OURS, *(name for name in asked if verdicts[name].willing), TORCH_DEFAULT]
     for name in SDPA:
-        verdict = verdicts[named[name]]
+        verdict = verdicts[name]
         if verdict.willing:
             run.append(name)
         else:

@@ -20,7 +20,7 @@ from ..ladder import RUNGS, numba, traffic
 from ..plan import BACKENDS
 from ..target import Target
 from . import environment, ncu, report, stages
-from .candidates import Candidate
+from .candidates import Candidate, current_name
 from .compare import REFUSED, UNVERIFIED, Comparison, Outcome, Row, compare, median, ratio, steps, summary
 from .pool import Pool
 from .variants import RUNG, backend_of
@@ -53,8 +53,8 @@ class Climb:
 
     def outcome(self, rung: Rung) -> Outcome:
         if rung.name in self.refused:
-            return Outcome(rung.candidate, REFUSED, self.refused[rung.name])
-        return self.comparison[rung.candidate]
+            return Outcome(current_name(rung.candidate), REFUSED, self.refused[rung.name])
+        return self.comparison[current_name(rung.candidate)]
 
     def speed(self, rung: Rung) -> float | None:
         """How many times faster than the first rung that has a time."""
@@ -104,19 +104,20 @@ def run(
 def _row(problem: Problem, target: Target, device: str, method: str) -> tuple[Row, dict[str, list[str]]]:
     """The rungs that will run, and why the others will not."""
     refused = {rung.name: told for rung in RUNGS if (told := why_not(rung, problem, target))}
-    willing = tuple(rung.candidate for rung in RUNGS if rung.name not in refused)
+    willing = tuple(current_name(rung.candidate) for rung in RUNGS if rung.name not in refused)
     return Row(f"ladder: {problem}", problem, willing, device, method), refused
 
 
 def why_not(rung: Rung, problem: Problem, target: Target) -> list[str]:
     """All reasons for which a rung does not take a problem here; empty = it will be tried."""
-    if rung.candidate.startswith(RUNG):
-        return [str(reason) for reason in backend_of(rung.candidate).why_not(problem, target)]
-    if rung.candidate in BACKENDS:
-        return [str(reason) for reason in BACKENDS[rung.candidate].why_not(problem, target)]
+    name = current_name(rung.candidate)
+    if name.startswith(RUNG):
+        return [str(reason) for reason in backend_of(name).why_not(problem, target)]
+    if name in BACKENDS and not Candidate(name).is_peer:
+        return [str(reason) for reason in BACKENDS[name].why_not(problem, target)]
     if rung.name == "sm80" and importlib.util.find_spec("tilewise.backends.sm80") is None:
         return ["not built: this tilewise has no sm80 backend"]
-    return [str(reason) for reason in Candidate(rung.candidate).why_not(problem)]
+    return [str(reason) for reason in Candidate(name).why_not(problem)]
 
 
 def _take_apart(climbs: list[Climb], settings: Settings) -> None:
@@ -128,7 +129,7 @@ def _take_apart(climbs: list[Climb], settings: Settings) -> None:
 def _count(climbs: list[Climb], settings: Settings) -> None:
     """Bytes through DRAM and L2 of every rung that ran, by Nsight Compute."""
     ran = [(climb, rung) for climb in climbs for rung in RUNGS if climb.outcome(rung).costs]
-    jobs = [ncu.job(rung.candidate, climb.problem, settings.seed, "forward") for climb, rung in ran]
+    jobs = [ncu.job(current_name(rung.candidate), climb.problem, settings.seed, "forward") for climb, rung in ran]
     for (climb, rung), counted in zip(ran, count(jobs, 4 * settings.time_limit), strict=True):
         climb.counted[rung.name] = counted
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .accuracy import Tensors
 
 KIND = "tilewise magnitudes"
-PEER = {"cuda": "sdpa:efficient", "cpu": "sdpa:math"}
+PEER = {"cuda": "torch-efficient", "cpu": "torch-math"}
 WHAT = {"out": ("out",), "gradients": ("dq", "dk", "dv")}
 
 

@@ -14,7 +14,7 @@ from .. import masks
 from ..errors import InvalidInput, TilewiseError, UnsupportedProblem
 from ..problem import Problem, parse_dtype
 from ..target import Target
-from .candidates import KNOWN, PYTHON, Candidate
+from .candidates import KNOWN, OURS, PYTHON, Candidate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,7 +62,7 @@ ExtraCandidates = Annotated[
     list[str] | None,
     typer.Option(
         "--candidate",
-        help="Another candidate (may be repeated): a name such as sdpa:math, or your function as mypkg.mod:fn or "
+        help="Another candidate (may be repeated): a name such as torch-math, or your function as mypkg.mod:fn or "
         "file.py:fn, called as fn(q, k, v, problem, bias).",
     ),
 ]
@@ -155,7 +155,8 @@ def make_candidates(given: list[str] | None) -> tuple[str, ...]:
     """mypkg.mod:fn and file.py:fn are functions of the user's; everything else is a candidate's name."""
     names = []
     for text in given or ():
-        is_function = ":" in text and not text.startswith((PYTHON, "sdpa:", "ladder:")) and text not in KNOWN
+        ours = text.startswith((PYTHON, f"{OURS}:", "sdpa:", "flags:", "ladder:")) or text in KNOWN
+        is_function = ":" in text and not ours
         names.append(Candidate(PYTHON + text if is_function else text).name)
     return tuple(names)
 

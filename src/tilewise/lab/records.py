@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput
+from .candidates import current_names
 from .compare import Comparison, read_comparison
 from .suites import SUITES
 
@@ -74,7 +75,7 @@ def read(path: Path) -> Record:
         raise InvalidInput("record", str(path), f"a file that `tilewise bench` wrote ({error})", "check it") from None
     if kind != KIND:
         raise InvalidInput("record", f"{path} of kind {kind!r}", f"a file of kind {KIND!r}", "name a bench record")
-    return Record(path.name, hashlib.sha256(text).hexdigest()[:16], values)
+    return Record(path.name, hashlib.sha256(text).hexdigest()[:16], current_names(values))
 
 
 def read_all(folder: Path) -> list[Record]:
