@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from support import make_problem
 from tilewise import Problem, masks
 from tilewise.errors import InvalidInput
-from tilewise.lab import ahead, bench, candidates, clocks, drawn, rivals, suites, worker
+from tilewise.lab import ahead, bench, candidates, clocks, drawn, records, rivals, suites, worker
 from tilewise.lab.candidates import Candidate
 from tilewise.lab.cli import app
 from tilewise.lab.compare import TIMES, VERIFIED, Comparison, Outcome, Row, Settings, compare, compare_all
@@ -45,6 +45,10 @@ def comparison(name: str, ours: float, peer: float, verdict: str = VERIFIED) -> 
             Outcome("torch-default", VERIFIED, errors=errors, forward=[[peer]]),
         ],
     )
+
+
+def show(done: list[Comparison]) -> None:
+    bench.show(done, records.Record("this run", "", bench.record("cpu", done, Settings(), ["test"])))
 
 
 @pytest.mark.parametrize("name", suites.SUITES)
@@ -173,7 +177,7 @@ def ratios_of(row: Row, ours: float, peer: float, rival: float = 0.0) -> Compari
     outcomes = [Outcome("tilewise", VERIFIED), Outcome("torch-cudnn", VERIFIED)]
     outcomes += [Outcome("fa4", VERIFIED)] if rival else []
     for outcome, seconds in zip(outcomes, (ours, peer, rival), strict=False):
-        setattr(outcome, row.timed[0], [[seconds]])
+        setattr(outcome, row.timed[0], [[seconds]] * 7)
     return Comparison(replace(row, candidates=tuple(o.candidate for o in outcomes)), outcomes)
 
 
@@ -184,8 +188,8 @@ def test_drawn_says_how_many_rows_are_behind(capsys: pytest.CaptureFixture[str])
     done = [ratios_of(row, 1.0, peers[row.timed[0]]) for row in rows]
     done += [ratios_of(row, 1.0, 9.0) for row in windows]
     worst, slow = [c for c in done if c.row.timed == ("backward",) and c.row.timing == "graph"][:2]
-    worst.outcomes[1].backward, slow.outcomes[1].backward = [[0.8]], [[0.9]]
-    bench.show(done, "a machine")
+    worst.outcomes[1].backward, slow.outcomes[1].backward = [[0.8]] * 7, [[0.9]] * 7
+    show(done)
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines() if ": geomean" in line)
     assert set(lines) == {
         f"{what} {how}{kind}" for what in peers for how in ("graph", "eager") for kind in ("", ", window")
@@ -200,9 +204,9 @@ def test_drawn_says_how_many_rows_are_behind(capsys: pytest.CaptureFixture[str])
 def test_beside_the_score_stands_that_against_the_fastest_of_all(capsys: pytest.CaptureFixture[str]) -> None:
     rows = suites.SUITES["grouped"][:3]
     done = [ratios_of(row, 2.0, 3.0, rival) for row, rival in zip(rows, (1.0, 4.0, 4.0), strict=True)]
-    bench.show(done, "a machine")
+    show(done)
     lines = capsys.readouterr().out.splitlines()
-    assert "ahead of FlashAttention-4 on 2 of 3 rows" in lines
+    assert "2 of 3 rows ahead of, 1 behind, 0 not told apart from FlashAttention-4" in lines
     assert lines[-1].startswith("geomean 1.500, worst 1.500")
     found = bench.scores(done)
     assert [found[kind].worst for kind in ("forward", "backward", "step")] == pytest.approx([1.5, 1.5, 1.5])
@@ -515,7 +519,7 @@ def test_the_deterministic_variant_is_held_to_the_default(capsys: pytest.Capture
     done = Comparison(
         row, [Outcome("tilewise", VERIFIED, step=[[1.0]]), Outcome("tilewise:deterministic", VERIFIED, step=[[1.25]])]
     )
-    bench.show([done], "cpu")
+    show([done])
     assert "deterministic against default: geomean 0.800, worst 0.800 (row)" in capsys.readouterr().out
 
 
@@ -573,7 +577,7 @@ def test_the_score_is_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     dead = comparison("dead", 1.0, 1.0, "died: SIGILL")
     dead.outcomes[0].because = ["try an older instruction set"]
     dead.complete = False
-    bench.show([comparison("row", 1.0, 1.5), dead], "a machine")
+    show([comparison("row", 1.0, 1.5), dead])
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "geomean 1.500, worst 1.500 (row)"
     assert "interrupted: only what was measured is here" in lines
@@ -581,6 +585,7 @@ def test_the_score_is_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-2].endswith(": 1")
     assert "dead: tilewise: died: SIGILL; try an older instruction set" in lines
     assert len([line for line in lines if line.startswith("row ")]) == 3
+    assert sum("1.0e-07 ok" in line for line in lines) == 3, "every error says whether it is in its budget"
 
 
 def test_an_interrupt_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,20 @@ from support import make_problem
 from test_lab import CANDIDATES, FakePool
 from tilewise import masks
 from tilewise.errors import DeviceError, InvalidInput
-from tilewise.lab import cycles, flags, inputs, inspect, inspect_text, kernels, ncu, profile, rivals, roofline, suites
+from tilewise.lab import (
+    cycles,
+    flags,
+    inputs,
+    inspect,
+    inspect_text,
+    kernels,
+    ncu,
+    override,
+    profile,
+    rivals,
+    roofline,
+    suites,
+)
 from tilewise.lab.candidates import Candidate, make_inputs
 from tilewise.lab.cli import app
 from tilewise.lab.compare import VERIFIED, WRONG, Row, Settings, compare
@@ -23,9 +37,7 @@ from tilewise.lab.worker import Worker
 from tilewise.plan import BACKENDS, plan
 from tilewise.target import Target
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+ROOT = Path(__file__).parent.parent
 H200 = Target.named("h200")
 
 
@@ -68,7 +80,10 @@ def test_inspect_runs_on_past_the_dead_and_the_wrong(tmp_path: Path) -> None:
     assert all(told["refused"].values())
     # what ran
     assert told["torch"]["choice"] == "flash"
-    assert told["torch"]["priority"][0] == "flash_attention"
+    assert told["torch"]["priority"] == ["torch-flash", "torch-math"]
+    # what ran the same kernels is one entry
+    assert rows["torch-flash"]["same_as"] == "torch-default" or rows["torch-default"]["same_as"] == "tilewise"
+    assert rows["torch-flash"]["speed_default"]["verdict"] == "same kernels"
     launches = told["profiles"]["torch-default"]["forward"]["launches"]
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in [launch["name"] for launch in launches]
     assert "for_cpu_backward" in str(told["profiles"]["torch-default"]["backward"]["launches"])
@@ -142,16 +157,21 @@ def test_inspect_shows_every_candidate_and_every_refusal(capsys: pytest.CaptureF
     names, left_out = inspect.candidates(chosen, "cpu")
     pool = FakePool({chosen.backend: 0.002}, {("tilewise", "time"): "no answer in 30 s"})
     shown = inspect.Inspection(chosen, compare(Row("inspect", problem, names), pool, Settings()), left_out=left_out)  # type: ignore[arg-type]
-    inspect_text.show(shown)
+    told = shown.to_dict()
+    inspect_text.show(told, verbose=True)
     text = capsys.readouterr().out
     assert shown.failed
-    assert f"tilewise = {chosen.backend}" in text
+    assert f"tilewise={chosen.backend}" in text
     assert "no answer in 30 s: try another" in text
+    on_gpus = set(told["gpu_only"])
+    assert {"sm80", "sm90", "torch-cudnn", "fa3"} <= on_gpus
+    assert f"need a GPU: {', '.join(told['gpu_only'])}" in text
     for verdict in chosen.verdicts:
-        assert verdict.willing or all(str(reason) in text for reason in verdict.reasons)
+        said = verdict.willing or verdict.backend in on_gpus
+        assert said or all(str(reason) in text for reason in verdict.reasons)
     assert "torch-default" in text.partition("refused:")[2]
     assert "\x1b" not in text
-    columns, rows = inspect_text.table(shown)
+    columns, rows = inspect_text.table(told, shown.comparison)
     assert all(len(row) == len(columns) for row in rows)
 
 
@@ -161,11 +181,104 @@ def test_the_sentence_says_what_the_default_loses() -> None:
     row = Row("inspect", problem, ("tilewise", "torch-default"))
     slow = inspect.Inspection(chosen, compare(row, FakePool({"tilewise": 0.01, "torch-default": 0.03}), Settings()))  # type: ignore[arg-type]
     slow.profiles["torch-default"] = {"forward": {"launches": [], "ops": [{"op": "x", "backend": "math"}]}}
-    assert "PyTorch's default choice (math) 33 ms; the default loses 22 ms a call" in slow.sentence()
-    even = inspect.Inspection(chosen, compare(row, FakePool({}), Settings()))  # type: ignore[arg-type]
-    assert "no candidate here is more than 2% faster" in even.sentence()
+    assert "is 3.00x faster than PyTorch's default (torch-math): 11.0 ms against 33.0 ms (2.97x to 3.03x)." in (
+        slow.sentence()
+    )
     shown = slow.to_dict()
     assert shown["sentence"] == slow.sentence()
+
+
+def sentence_of(pool: FakePool, *names: str, rounds: int = 7) -> str:
+    problem = make_problem((1, 2, 16, 8))
+    row = Row("inspect", problem, names)
+    found = compare(row, pool, Settings(rounds=rounds))  # type: ignore[arg-type]
+    return inspect.sentence(found, "tiled", "torch-flash")
+
+
+def test_the_sentence_claims_nothing_that_noise_could_say() -> None:
+    even = sentence_of(FakePool({"tilewise": 0.01004}), "tilewise", "torch-default")
+    assert even.startswith(
+        "tilewise (tiled) is indistinguishable from PyTorch's default (torch-flash): 11.0 ms against"
+    )
+    few = sentence_of(FakePool({"torch-default": 0.05}), "tilewise", "torch-default", rounds=3)
+    assert few.endswith("3 rounds are too few to compare.")
+    same = FakePool({"tilewise": 0.01, "torch-default": 0.33})  # 33 times, and the very same kernel
+    same.runs = {"tilewise": "torch-flash", "torch-default": "torch-flash"}
+    assert sentence_of(same, "tilewise", "torch-default") == ("tilewise runs tiled, as PyTorch's default does: 363 ms.")
+
+
+def test_the_fastest_of_all_is_named_if_it_is_another() -> None:
+    names = ("tilewise", "torch-default", "torch-math", "reference")
+    faster = sentence_of(FakePool({"reference": 0.005}), *names)
+    assert faster.endswith("The fastest is reference, 5.50 ms: 2.00x faster than that (1.98x to 2.02x).")
+    assert "fastest" not in sentence_of(FakePool({"reference": 0.00995}), *names)
+    one = FakePool({"torch-flash": 0.005})
+    one.runs = {"torch-default": "torch-flash", "torch-flash": "torch-flash"}
+    assert "fastest" not in sentence_of(one, "tilewise", "torch-default", "torch-flash"), "the default is that kernel"
+
+
+def test_the_outcome_comes_first_and_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    problem = make_problem((2, 8, 512, 64), torch.bfloat16, needs_grad=True)
+    chosen = plan(problem, Target.named("cpu"))
+    names = ("tilewise", "tiled", "torch-default", "torch-efficient", "python:/a/long/way/to/kernels.py:my_attention")
+    pool = FakePool({"torch-default": 0.0123})
+    found = inspect.Inspection(chosen, compare(Row("inspect", problem, names), pool, Settings()))  # type: ignore[arg-type]
+    found.comparison.noise = ["the machine is busy"]
+    inspect_text.show(found.to_dict())
+    first, second, *rest = capsys.readouterr().out.splitlines()
+    assert first == found.sentence()
+    assert second == "noisy: the machine is busy"
+    head = next(index for index, line in enumerate(rest) if line.startswith("candidate "))
+    table = rest[head : head + 1 + len(names)]
+    assert all(len(line) <= 80 for line in table), table
+    assert any(line.endswith("1.0e-07 ok") for line in table)
+    assert any(line.startswith("tiled ") and line.endswith("over") for line in table), "tiled is wrong in this pool"
+    inspect_text.show(found.to_dict(), quiet=True)
+    assert capsys.readouterr().out.splitlines() == [first, second]
+
+
+def test_a_share_over_the_peak_is_not_shown() -> None:
+    problem = make_problem((1, 2, 16, 8))
+    chosen = plan(problem, Target.named("cpu"))
+    found = inspect.Inspection(chosen, compare(Row("inspect", problem, ("tilewise",)), FakePool({}), Settings()))  # type: ignore[arg-type]
+    found.rates = roofline.Rates(1.0, 1.0, 1.0, "measured here")
+    assert found.passes_a_ceiling()
+    assert found.shares(found.comparison.outcomes[0], "forward") is None
+    found.rates = roofline.Rates(1e12, 1e12, 1e12, "measured here")
+    assert not found.passes_a_ceiling()
+    assert found.shares(found.comparison.outcomes[0], "forward") is not None
+
+
+def test_the_effective_order_is_what_the_dispatcher_does() -> None:
+    q = torch.randn(1, 2, 16, 8)
+    before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
+    assert override.effective_order((q, q, q, None, 0.0, False, None, False)) == ["torch-flash", "torch-math"]
+    assert override.effective_order((q, q, q, None, 0.5, False, None, False)) == ["torch-math"]
+    assert before == (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled())
+    told = {"torch": {"priority": ["torch-cudnn", "torch-flash"], "choice": "cudnn"}, "our_order": ["sm90"]}
+    comparison = compare(Row("inspect", make_problem((1, 2, 16, 8)), ("tilewise",)), FakePool({}), Settings())  # type: ignore[arg-type]
+    assert "PyTorch's order for this problem: torch-cudnn > torch-flash" in inspect_text.choices(told, comparison)
+    told["torch"]["priority"] = ["flash_attention", "cudnn_attention"]  # a record of the settings' order
+    assert inspect_text.choices(told, comparison)[1] == "PyTorch ran torch-cudnn"
+
+
+def test_a_record_is_shown_again(tmp_path: Path) -> None:
+    record, page = tmp_path / "inspect.json", tmp_path / "page.html"
+    quick = "inspect --shape 1,2,16,8 --dtype float32 --device cpu --repeat 5 --only tilewise --only torch-default"
+    first = run(quick, "--json", str(record))
+    assert first.exit_code == 0, first.output
+    again = run("inspect", "--record", str(record), "--html", str(page))
+    assert again.exit_code == 0, again.output
+    assert again.stdout == first.stdout
+    assert "tilewise" in page.read_text()
+    assert run("inspect", "--record", str(record), "--html", "-").stdout == page.read_text()
+    kept = "benchmarks/results/2026-11-15T192700Z-inspect-2x8x512x64.json"
+    old = run(f"inspect -v --record {ROOT / kept}")
+    assert old.exit_code == 0, old.output
+    assert "PyTorch ran torch-cudnn" in old.stdout
+    assert "sdpa:" not in old.stdout
+    wrong = run("inspect", "--record", str(ROOT / "benchmarks/results/2026-11-15T085229Z-cpu.json"))
+    assert wrong.exit_code == 2
 
 
 def test_a_model_that_disagrees_with_pytorch_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +287,8 @@ def test_a_model_that_disagrees_with_pytorch_is_told(capsys: pytest.CaptureFixtu
     found = inspect.Inspection(chosen, compare(Row("inspect", problem, ("tilewise",)), FakePool({}), Settings()))  # type: ignore[arg-type]
     found.torch_says = {"torch-flash": ["too flat"], "torch-math": [], "torch-cudnn": []}
     assert set(found.disagreements()) == {"torch-flash", "torch-cudnn"}
-    assert any("PyTorch says too flat" in line for line in inspect_text.disagreements(found))
+    told = found.to_dict()
+    assert any("PyTorch says too flat" in line for line in inspect_text.disagreements(told, found.comparison))
 
 
 # --- without a GPU ---------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ python:MODULE:NAME      a function of yours: NAME(q, k, v, problem, bias) -> out
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import importlib.util
@@ -232,6 +233,63 @@ def _split_python(name: str) -> tuple[str, str]:
             "candidate", repr(name), "python:MODULE:NAME or python:FILE.py:NAME", "name a module and a function in it"
         )
     return module, function
+
+
+def check_python(name: str) -> None:
+    """InvalidInput unless the module can be found and holds the function, as far as that is known without running it.
+
+    A candidate's code runs in its worker alone, where a crash is a row of the table: here its source is read.
+    """
+    module, function = _split_python(name)
+    expected = "MODULE:FUNCTION or FILE.py:FUNCTION that can be found"
+    path = Path(module) if module.endswith(".py") else _file_of(module)
+    if path is None:
+        raise InvalidInput("--candidate", f"{module}, and there is no such module", expected, "check the name")
+    if path.suffix != ".py":
+        return
+    try:
+        tree = ast.parse(path.read_bytes())
+    except OSError as error:
+        raise InvalidInput("--candidate", f"{path} ({error.strerror})", expected, "check the path") from None
+    except (SyntaxError, ValueError) as error:
+        raise InvalidInput("--candidate", f"{path}, which is no Python: {error}", expected, "mend the file") from None
+    names, open_ended = _defined(tree)
+    if function not in names and not open_ended:
+        there = ", ".join(sorted(names)) or "nothing"
+        raise InvalidInput("--candidate", f"{function}, and {path.name} defines {there}", expected, "name one of these")
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module, on the path or in the current directory. Nothing is imported: not even its packages."""
+    first, *rest = module.split(".")
+    try:
+        found = importlib.util.find_spec(first)
+    except (ImportError, ValueError):
+        found = None
+    if found is not None and not rest:
+        return Path(found.origin or first)
+    folders = [Path(place) for place in (found.submodule_search_locations or ())] if found else []
+    places = [folder.joinpath(*rest) for folder in folders] or [Path(*module.split("."))]
+    for place in places:
+        for path in (place.with_suffix(".py"), place / "__init__.py", *place.parent.glob(f"{place.name}.*.so")):
+            if path.is_file():
+                return path
+    return None
+
+
+def _defined(tree: ast.Module) -> tuple[set[str], bool]:
+    """Names that a module binds at its top level, in branches too; and whether others may come in unseen."""
+    names: set[str] = set()
+    open_ended = False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            open_ended |= any(alias.name == "*" for alias in node.names)
+    return names, open_ended or "__getattr__" in names
 
 
 def _load_python(name: str) -> Callable[..., Any]:

@@ -19,9 +19,9 @@ from ..errors import DeviceError
 from ..ladder import RUNGS, numba, traffic
 from ..plan import BACKENDS
 from ..target import Target
-from . import environment, ncu, report, stages
+from . import environment, ncu, report, stages, words
 from .candidates import Candidate, current_name
-from .compare import REFUSED, UNVERIFIED, Comparison, Outcome, Row, compare, median, ratio, steps, summary
+from .compare import REFUSED, UNVERIFIED, Comparison, Outcome, Row, compare, median, steps, summary
 from .pool import Pool
 from .variants import RUNG, backend_of
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..ladder import Rung
     from ..problem import Problem
     from .compare import Settings
+    from .statistics import Speed
 
 KIND = "tilewise ladder"
 GPU_SHAPES = ("1,16,1024,64", "1,16,8192,128")
@@ -56,10 +57,10 @@ class Climb:
             return Outcome(current_name(rung.candidate), REFUSED, self.refused[rung.name])
         return self.comparison[current_name(rung.candidate)]
 
-    def speed(self, rung: Rung) -> float | None:
+    def speed(self, rung: Rung) -> Speed | None:
         """How many times faster than the first rung that has a time."""
         timed = [one for one in RUNGS if self.outcome(one).costs]
-        return ratio(self.outcome(rung).costs, self.outcome(timed[0]).costs) if timed else None
+        return self.comparison.versus(self.outcome(rung), self.outcome(timed[0])) if timed else None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -168,10 +169,13 @@ def record(climbs: list[Climb], settings: Settings, command: list[str]) -> dict[
 
 
 def show(climb: Climb) -> None:
-    """One line a rung, why some did not run, and the three-kernel rung in its parts."""
+    """One line per rung, why some did not run, and the three-kernel rung in its parts."""
+    for text in climb.comparison.noise:
+        print(f"noisy: {text}")
     print(f"attention: {climb.problem}")
     print(f"device:    {environment.device_line(climb.device)}")
     report.print_table(_COLUMNS, [cells(climb, rung) for rung in RUNGS])
+    print(f"speed: against the first rung that ran; {words.LEGEND}")
     for rung in RUNGS:
         outcome = climb.outcome(rung)
         if outcome.failed or outcome.verdict in (REFUSED, UNVERIFIED):
@@ -189,9 +193,9 @@ def cells(climb: Climb, rung: Rung) -> list[str]:
     timed = summary(outcome.samples)
     return [
         rung.name, outcome.verdict, report.milliseconds(timed), report.spread(timed),
-        report.rate(climb.problem.flops(), timed), report.times(climb.speed(rung)),
+        report.rate(climb.problem.flops(), timed), words.cell(climb.speed(rung)),
         report.significant(moved.dram / 1e6), report.significant(moved.sm / 1e6), report.mebibytes(outcome.memory),
-        report.error(outcome.error("out")), rung.lesson,
+        words.error_cell(outcome, "out"), rung.lesson,
     ]  # fmt: skip
 
 
@@ -211,9 +215,9 @@ def part_lines(climb: Climb) -> list[str]:
         f"with the same grids; the host needs {report.significant(times[stages.HOST])}",
     ]
     rungs = {rung.name: rung for rung in RUNGS}
-    ours, theirs = (climb.outcome(rungs[name]).costs for name in ("three-kernel", "matmul"))
-    if (against := ratio(ours, theirs)) is not None:
-        lines.append(f"three-kernel against cuBLAS (matmul, softmax, matmul): {against:.2f}x")
+    ours, theirs = (climb.outcome(rungs[name]) for name in ("three-kernel", "matmul"))
+    if (against := climb.comparison.versus(ours, theirs)) is not None:
+        lines.append(f"three-kernel against cuBLAS (matmul, softmax, matmul): {words.cell(against)}")
     return lines
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ..problem import Problem
 from . import charts, plots, report
 from .compare import REFUSED, Comparison, Outcome, read_comparison, summary
-from .html import Markup, Section, card, cards, fold, listing, note, page, paragraph, section, table, text
+from .html import Markup, Section, card, cards, fold, listing, note, paragraph, section, table, text
+from .html import page as document
 from .inspect_text import FORMULA, merged
 
 if TYPE_CHECKING:
@@ -20,13 +21,28 @@ _CANDIDATE_COLUMNS = (
 _LONGEST_LANE = 40  # launches drawn in one lane of a timeline
 
 
+def page_of(told: dict[str, Any]) -> str:
+    """A record that has no page of its own: its sentences, and everything it holds."""
+    concluded = [str(part["conclusion"]) for part in told.get("sweeps", []) if "conclusion" in part]
+    sentence = str(told.get("sentence", " ".join(concluded)))
+    everything = fold("Everything", Markup(f"<pre>{text(report.to_json(told))}</pre>"))
+    return document(str(told["kind"]), sentence, [section("Record", everything)], told.get("provenance"))
+
+
+def page(told: dict[str, Any]) -> str:
+    """The HTML page of a record, by its kind."""
+    if told["kind"] == "tilewise inspect":
+        return inspect_page(told)
+    return page_of(told)
+
+
 def inspect_page(told: dict[str, Any]) -> str:
     """The report of `tilewise inspect`, from what `--json` prints."""
     problem = Problem.from_dict(told["plan"]["problem"])
     comparison = read_comparison(told["comparison"])
     parts = [_candidates(told, comparison), *_roofline(told, comparison, problem), _reasons(told, comparison)]
     parts += [*_kernels(told), *_timeline(told), *_counters(told)]
-    return page(f"Attention: {problem}", told["sentence"], parts, told.get("provenance"))
+    return document(f"Attention: {problem}", told["sentence"], parts, told.get("provenance"))
 
 
 def _candidates(told: dict[str, Any], comparison: Comparison) -> Section:
@@ -208,7 +224,7 @@ def bench_page(record: Record) -> str:
         *_scaling(comparisons),
         section("Every measurement", *(_bench_row(comparison) for comparison in comparisons)),
     ]
-    return page(f"Bench: {record.suite}", sentence, parts, record.values["provenance"])
+    return document(f"Bench: {record.suite}", sentence, parts, record.values["provenance"])
 
 
 def _scaling(comparisons: list[Comparison]) -> list[Section]:

@@ -12,6 +12,7 @@
     {"do": "time", "what", "method", "seconds", "flush"}         samples of seconds per "forward", "backward" or "step"
     {"do": "profile", "trace"}                                   the kernels that ran, by torch.profiler
     {"do": "rates"}                                              peaks of this CPU, measured
+    {"do": "order"}                                              PyTorch's kernels that take it, in PyTorch's order
     {"do": "refusals"}                                           PyTorch's own words on each of its kernels
     {"do": "overhead", "seconds"}                                the same of a tiny problem of the same kind: host cost
 
@@ -41,7 +42,7 @@ import torch
 from ..errors import DeviceError, UnsupportedProblem
 from ..masks import Dense, Documents
 from ..problem import Problem
-from . import accuracy, roofline, timing
+from . import accuracy, override, roofline, timing
 from .candidates import SDPA, Candidate, Forward, make_inputs, sdpa_arguments
 
 if TYPE_CHECKING:
@@ -139,6 +140,11 @@ class Worker:
             backward()
             found["backward"] = profile.run(backward, self._device, _beside(trace, "backward"))
         return found
+
+    def order(self) -> list[str]:
+        """No kernel runs."""
+        arguments, options = sdpa_arguments(self._problem, self._inputs)
+        return override.effective_order((*arguments, options["scale"], options["enable_gqa"]))
 
     def refusals(self) -> dict[str, list[str]]:
         """What PyTorch itself says to each of its kernels: nothing where it takes the problem. No kernel runs."""
