@@ -18,7 +18,7 @@ endif
 # With REPORTS=folder every job leaves a JUnit report there.
 REPORT = $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 
-.PHONY: run test kernel-gates thunder libraries nightly check format golden docs gpu-check environments clean
+.PHONY: run test kernel-gates thunder libraries nightly instrument-check check format golden docs gpu-check environments clean
 
 run: $(SETUP)
 	$(PYTHON) -m tilewise inspect --shape 2,8,512,64 --dtype float32 --html report.html
@@ -40,6 +40,10 @@ libraries: .venv-libraries/.installed
 # What takes too long for every change. The outcome is kept in tests/hostile/nightly.json.
 nightly: $(SETUP)
 	$(PYTHON) tests/hostile/nightly.py
+
+# Two identical candidates, 200 times, on a machine that is kept busy: at most 4 may be told apart. Takes some minutes.
+instrument-check: $(SETUP)
+	$(PYTHON) -m tilewise.lab.instrument --save
 
 check: $(SETUP)
 	$(PYTHON) -m ruff check src tests examples .ci

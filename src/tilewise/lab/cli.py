@@ -292,7 +292,9 @@ def cycles(
 
 @app.command("compile", cls=Command)
 def compile_kernels(
-    arch: Annotated[str, typer.Option("--target", help="sm_90a, a GPU by name, or auto: this machine's.")] = "auto",
+    arch: Annotated[
+        str, typer.Option("--target", help="sm_90, a GPU by name, cuda:0, or auto: this machine's.")
+    ] = "auto",
     json: Json = None,
 ) -> None:
     """Build every CUDA kernel for an architecture ahead of its first use. Needs no GPU."""

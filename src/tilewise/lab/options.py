@@ -78,7 +78,10 @@ Only = Annotated[
     list[str] | None,
     typer.Option(help="Only rows with this in their name; may be repeated; A+B: with both A and B in it."),
 ]
-TargetName = Annotated[str, typer.Option(help="A GPU by name (h200, a100, ...), cpu, cuda:0, or auto: this machine.")]
+TargetName = Annotated[
+    str,
+    typer.Option(help="A GPU by name (h200, a100, ...) or architecture (sm_90), cpu, cuda:0, or auto: this machine."),
+]
 TorchVersion = Annotated[str | None, typer.Option("--torch", help="Plan for this PyTorch release, e.g. 2.12.")]
 ExtraCandidates = Annotated[
     list[str] | None,
@@ -188,7 +191,7 @@ def make_target(name: str, torch_version: str | None) -> Target:
 def make_arch(name: str) -> str:
     """An architecture as the compiler spells it (sm_90a), from that, from a GPU's name, or from this machine's GPU."""
     if name.startswith("sm_"):
-        return name
+        return "sm_90a" if name == "sm_90" else name
     target = make_target(name, None)
     if target.is_cpu:
         raise InvalidInput(
