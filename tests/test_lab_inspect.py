@@ -433,6 +433,7 @@ def test_a_trace_of_cuda_tells_kernels_in_order() -> None:
         span("cudaLaunchKernel", "cuda_runtime", 80, 4),
     ]
     told = profile.read(events, on_gpu=True)
+    assert set(told["gaps"]) == {"launches", "busy_us", "idle_us", "host_us"}
     assert [launch["name"] for launch in told["launches"]] == ["Memset (Device)", "cudnn_sdpa_fprop", "combine"]
     kernel = told["launches"][1]
     assert (kernel["start_us"], kernel["us"], kernel["registers"], kernel["smem_bytes"]) == (10, 12, 168, 231_424)
@@ -632,3 +633,44 @@ def test_a_profiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_a_marker_of_bad_options_is_a_message() -> None:
     with pytest.raises(InvalidInput, match="candidate"):
         Candidate("flags:sideways")
+
+
+def test_the_math_path_is_seen_by_step_with_its_gaps(capsys: pytest.CaptureFixture[str]) -> None:
+    def span(cat: str, name: str, at: float, long: float, **told: Any) -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": at, "dur": long, "args": told}
+
+    sizes = {"grid": [8, 1, 1], "block": [128, 1, 1], "registers per thread": 32, "shared memory": 0}
+    events = [
+        span("cpu_op", "aten::bmm", 0.0, 9.0, **{"External id": 1}),
+        span("cpu_op", "aten::_softmax", 10.0, 9.0, **{"External id": 2}),
+        span("cuda_runtime", "cudaLaunchKernel", 2.0, 3.0),
+        span("cuda_runtime", "cudaLaunchKernel", 12.0, 3.0),
+        span("kernel", "gemm", 20.0, 10.0, **sizes, **{"External id": 1}),
+        span("kernel", "softmax_warp", 34.0, 6.0, **sizes, **{"External id": 2}),
+    ]
+    told = profile.read(events, on_gpu=True)
+    assert [launch["step"] for launch in told["launches"]] == ["aten::bmm", "aten::_softmax"]
+    assert told["gaps"] == {"launches": 2, "busy_us": 16.0, "idle_us": 4.0, "host_us": 13.0}
+    comparison = compare(Row("inspect", make_problem((1, 2, 16, 8)), ("torch-math",)), FakePool({}), Settings())  # type: ignore[arg-type]
+    lines = inspect_text.kernel_lines({"profiles": {"torch-math": {"forward": told}}}, comparison)
+    summed = "2 launches: busy 16.0 us, idle between them 4.00 us; the host launched them in 13.0 us"
+    assert lines[1] == f"  torch-math, forward ({summed}):"
+    assert "gemm: 10.0 us (aten::bmm)" in lines[2]
+    assert profile.gaps([]) == {"launches": 0, "busy_us": 0.0, "idle_us": 0.0, "host_us": 0.0}
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window:4,0", "causal:bottom-right", "dense:additive:1x1x24x32"])
+def test_plain_attention_is_what_it_says(mask: str) -> None:
+    problem = make_problem((2, 4, 24, 16), seq_kv=32, heads_kv=2, mask=masks.parse(mask), softcap=3.0)
+    given = make_inputs(problem, 1, "cpu")
+    want = Candidate("tiled").forward(problem, given)()
+    compiled = torch.compile
+    try:
+        torch.compile = lambda function, **_: function  # the arithmetic alone: compiling takes a minute on a CPU
+        got = Candidate("compiled").forward(problem, given)()
+    finally:
+        torch.compile = compiled
+    torch.testing.assert_close(got, want)
+    assert Candidate("compiled").compiles
+    assert not Candidate("compiled").is_peer
+    assert not Candidate("compiled").is_ours

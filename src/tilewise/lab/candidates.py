@@ -7,6 +7,7 @@ tilewise:torch-flash    the same of the planner's own route to one of PyTorch's 
 torch-default           F.scaled_dot_product_attention as it is
 torch-flash             F.scaled_dot_product_attention held to one of PyTorch's kernels (efficient, cudnn, math)
 flags:all-off           F.scaled_dot_product_attention with PyTorch's switches set: see `flags`
+compiled                plain attention, as it is written down, under torch.compile
 flex, flash-attn, fa3, fa4, xformers   other libraries' attention: see `rivals`
 sm90@..., ladder:NAME   a backend with its config spelled out, or a rung of the ladder: see `variants`
 python:MODULE:NAME      a function of yours: NAME(q, k, v, problem, bias) -> out or (out, lse); MODULE: or a file.py
@@ -36,7 +37,7 @@ from ..plan import AUTO, BACKENDS, plan
 from ..target import Target
 from . import flags, override, variants
 from .inputs import Inputs, make_inputs
-from .rivals import FA3, FA4, FLEX, RIVALS, installed
+from .rivals import COMPILE, FA3, FA4, RIVALS, installed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,7 +118,7 @@ class Candidate:
     @property
     def compiles(self) -> bool:
         """The first call may take a minute: the kernel is generated for it."""
-        return self.name in (FLEX, FA4, "triton")
+        return self.name in (*COMPILE, FA4, "triton")
 
     def why_not(self, problem: Problem, device: str = "cuda") -> list[Reason]:
         """Why the candidate cannot even be asked. What a backend of the planner says is the planner's business."""

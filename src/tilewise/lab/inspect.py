@@ -14,7 +14,7 @@ from . import environment, flags, kernels, report, roofline, words
 from .candidates import OURS, SDPA, TORCH_DEFAULT
 from .compare import REFUSED, Comparison, Outcome, Row, compare, fastest, median, steps, summary
 from .pool import Failure, Pool
-from .rivals import FLEX, RIVALS
+from .rivals import COMPILE, RIVALS
 from .statistics import FASTER, TOO_FEW
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 KIND = "tilewise inspect"
 _HOST_SECONDS = 0.05
-_GPU_ONLY = ("sm90", "sm80", "triton", "torch-efficient", "torch-cudnn", *(name for name in RIVALS if name != FLEX))
+_LIBRARIES = tuple(name for name in RIVALS if name not in COMPILE)
+_GPU_ONLY = ("sm90", "sm80", "triton", "torch-efficient", "torch-cudnn", *_LIBRARIES)
 
 
 @dataclass(slots=True)
@@ -222,8 +223,8 @@ def candidates(chosen: Plan, device: str) -> tuple[tuple[str, ...], dict[str, li
             left_out[name] = [str(reason) for reason in verdict.reasons]
     for name, rival in RIVALS.items():
         reasons = [str(reason) for reason in rival.why_not(chosen.problem, device)]
-        if name == FLEX and not device.startswith("cuda"):
-            reasons.append(f"it compiles for a minute on a CPU -> ask for it: --candidate {FLEX}")
+        if name in COMPILE and not device.startswith("cuda"):
+            reasons.append(f"it compiles for a minute on a CPU -> ask for it: --candidate {name}")
         if reasons:
             left_out[name] = reasons
         else:

@@ -214,6 +214,12 @@ def part_lines(climb: Climb) -> list[str]:
         f"launching, us: three kernels that do nothing take {report.significant(times[stages.NOTHING])} on the device "
         f"with the same grids; the host needs {report.significant(times[stages.HOST])}",
     ]
+    if stages.EAGER in times:
+        heads = climb.problem.batch * climb.problem.heads_q
+        lines.append(
+            f"in an eager stream a call takes {report.significant(times[stages.EAGER])} us, as a CUDA graph "
+            f"{report.significant(times[stages.WHOLE])}; that is {times[stages.WHOLE] / heads:.2f} us per head"
+        )
     rungs = {rung.name: rung for rung in RUNGS}
     ours, theirs = (climb.outcome(rungs[name]) for name in ("three-kernel", "matmul"))
     if (against := climb.comparison.versus(ours, theirs)) is not None:
