@@ -190,6 +190,7 @@ def test_env_tells_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> N
     assert told["versions"]["tilewise"] == tilewise.__version__
     assert told["variables"]["TILEWISE_EXAMPLE"] == "yes"
     assert "flash_attention" in told["scaled_dot_product_attention"]["priority"]
+    assert told["scaled_dot_product_attention"]["effective order"][-1] == "torch-math"
     assert len(told["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert set(told["kernel cache"]) >= {"location"}
     text = run("env").stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from support import make_problem
 from test_lab import FakePool
-from tilewise.lab import noise, statistics
+from tilewise.lab import noise, statistics, words
 from tilewise.lab.candidates import Candidate, make_inputs
 from tilewise.lab.compare import Comparison, Row, Settings, compare, read_comparison
 from tilewise.lab.statistics import FASTER, INDISTINGUISHABLE, SAME, SLOWER, TOO_FEW, Speed, speed
@@ -255,6 +256,20 @@ def test_workers_name_the_kernels_they_come_to() -> None:
     assert (found["tiled"], found["flex"]) == ("tiled", "")
 
 
+def test_cells_say_what_may_be_said() -> None:
+    assert words.cell(Speed(1.34, 1.29, 1.4, 9)) == "1.34x [1.29, 1.40]"
+    assert words.cell(Speed(1.01, 0.97, 1.05, 9)) == "~1.01x [0.97, 1.05]"
+    assert words.cell(Speed(0.07, 0.0001, 2333.0, 9)) == "~0.07x [all noise]"
+    assert words.cell(Speed(33.0, 30.0, 36.0, 9, same=True)) == "="
+    assert words.cell(Speed(2.0, None, None, 3)) == "2.00x ?"
+    assert words.cell(None) == "-"
+    slower = Speed(0.5, 0.4, 0.8, 9)
+    assert f"{words.claim(slower)} it{words.interval(slower)}" == "2.00x slower than it (1.25x to 2.50x)"
+    assert [words.duration(seconds) for seconds in (7.14e-6, 0.9999, 0.00099997, 3e-8)] == [
+        "7.14 us", "1.000 s", "1.00 ms", "30.0 ns",
+    ]  # fmt: skip
+
+
 def test_a_loaded_machine_is_told() -> None:
     assert noise.busy(1.9, 2) == ""
     assert "a load of 2.6 on 2 cores" in noise.busy(2.6, 2)
@@ -263,6 +278,23 @@ def test_a_loaded_machine_is_told() -> None:
     assert "87% busy" in noise.shared("87")
     assert noise.held_back("0x0000000000000001") == noise.held_back("0x4") == noise.held_back("") == ""
     assert "heat (hardware)" in noise.held_back("0x0000000000000044")
+
+
+def test_a_loaded_machine_claims_only_what_scheduling_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that share cores get shares that differ for longer than a comparison takes: its rounds do not show it."""
+    assert statistics.resolution_at(0.5) == statistics.resolution_at(1.0) == statistics.RESOLUTION
+    assert statistics.resolution_at(4.0) == pytest.approx(math.log(4.0))
+    monkeypatch.setattr(noise, "load", lambda: 8.0)
+    monkeypatch.setattr(noise, "cores", lambda: 2)
+    pool = FakePool({"torch-default": 0.03, "reference": 0.09})
+    found = comparison_of(pool, ("tilewise", "torch-default", "reference"), rounds=7)
+    verdicts = {row["candidate"]: row["speed"]["verdict"] for row in found.to_dict()["candidates"]}
+    assert verdicts["tilewise"] == INDISTINGUISHABLE, "three times as fast, with four threads for each core"
+    ours, reference = found["tilewise"], found["reference"]
+    assert found.versus(ours, reference).verdict == FASTER  # type: ignore[union-attr]
+    assert read_comparison(found.to_dict()).load == 4.0
+    found.row = replace(found.row, device="cuda", method="events")  # a GPU's own clock does not share cores
+    assert found.versus(ours, found["torch-default"]).verdict == FASTER  # type: ignore[union-attr]
 
 
 def test_a_comparison_carries_the_warnings(monkeypatch: pytest.MonkeyPatch) -> None:

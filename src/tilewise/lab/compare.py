@@ -39,6 +39,7 @@ REFUSED = "refused"
 _TRUTH = "float64"  # the worker that computes it
 _FEWEST_ROUNDS = statistics.MIN_ROUNDS
 _COMPILING = 4  # times the time limit: for the first call of what is compiled then
+_BY_THE_HOST = ("wall", "host")  # timing methods whose times are those of threads that share cores with others
 TIMES = ("forward", "backward", "step")  # what can be timed; a step is both in one call
 
 Tick = Callable[[str], None]
@@ -169,6 +170,7 @@ class Comparison:
     complete: bool = True  # False: interrupted
     looks: int = 1  # how often the times were looked at before the rounds ended
     noise: list[str] = field(default_factory=list)  # what the machine did meanwhile that spoils times
+    load: float = 1.0  # threads per core that wanted to run while the row was measured; 1: no more than there are cores
     clocks: dict[str, dict[str, float]] | None = None  # of the GPU, while the row was measured
     seconds: float = 0.0  # that the row took
 
@@ -213,8 +215,14 @@ class Comparison:
             return None
         if outcome is other or (outcome.runs and outcome.runs == other.runs):
             return statistics.same(outcome.costs, other.costs, other.candidate)
-        options = {"looks": self.looks, "among": among, "against": other.candidate}
-        return statistics.speed(outcome.costs, other.costs, **options)  # type: ignore[arg-type]
+        return statistics.speed(
+            outcome.costs,
+            other.costs,
+            looks=self.looks,
+            among=among,
+            against=other.candidate,
+            resolution=statistics.resolution_at(self.load if self.row.timing in _BY_THE_HOST else 1.0),
+        )
 
     def speed(self, outcome: Outcome) -> float | None:
         """How many times faster than the best peer; None without a peer or without a time."""
@@ -252,6 +260,7 @@ class Comparison:
             "orders": self.orders,
             "looks": self.looks,
             "noise": self.noise,
+            "load": self.load,
             "undecided": bool(self.unsettled()),
             "candidates": [outcome.to_dict() | self._standing(outcome) for outcome in self.outcomes],
         }
@@ -288,6 +297,7 @@ def read_comparison(values: dict[str, Any]) -> Comparison:
         complete=values["complete"],
         looks=values.get("looks", 1),
         noise=values.get("noise", []),
+        load=values.get("load", 1.0),
         clocks=values.get("clocks"),
         seconds=values.get("seconds", 0.0),
     )
@@ -327,9 +337,11 @@ def _compare(row: Row, verifier: _Verifier, pool: Pool, settings: Settings, tick
     try:
         pool.start(_TRUTH, *(outcome.candidate for outcome in running))
         verifier.verify(comparison, running)
+        comparison.load = noise.overload()
         _time_all(comparison, running, pool, settings, rng, tick)
     except KeyboardInterrupt:
         comparison.complete = False
+    comparison.load = max(comparison.load, noise.overload())
     verifier.drop_failed(running)
     return comparison
 

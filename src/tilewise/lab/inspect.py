@@ -157,7 +157,7 @@ def _beside(comparison: Comparison, ours: Outcome, default: Outcome, backend: st
     speed = comparison.versus(ours, default)
     assert speed is not None
     if speed.same:
-        return f"tilewise runs {backend}, as PyTorch's default does: {_time(default)}"
+        return f"tilewise runs {backend}, as PyTorch's default does: {_time(ours)}"
     if speed.verdict == TOO_FEW:
         few = f"{speed.rounds} {'round is' if speed.rounds == 1 else 'rounds are'} too few to compare"
         return f"tilewise ({backend}) takes {_time(ours)}, {name} {_time(default)}; {few}"

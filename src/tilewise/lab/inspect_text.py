@@ -74,12 +74,13 @@ def baseline(comparison: Comparison) -> Outcome | None:
 
 
 def brief_table(told: Told, comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """One line per entry, in 80 columns. Candidates that ran the same kernels are named below."""
+    """One line per entry, in 80 columns. Candidates that ran the same kernels are named below; settings of PyTorch's
+    switches keep their lines, since which of them come to the same is the question."""
     base = baseline(comparison)
     directions = comparison.row.timed
     columns = ["candidate", *(f">{what}" for what in directions), ">speed", ">peak", ">error"]
     shown = [outcome for outcome in comparison.outcomes if outcome.verdict != REFUSED]
-    entries = [outcome for outcome in shown if not comparison.same_as(outcome)]
+    entries = [outcome for outcome in shown if not comparison.same_as(outcome) or outcome.candidate in flags.SWITCHES]
     rows = []
     for outcome in entries:
         times = [_median(getattr(outcome, what)) for what in directions]
@@ -131,7 +132,7 @@ def legend(told: Told, comparison: Comparison) -> list[str]:
 def same_kernels(told: Told, comparison: Comparison) -> list[str]:
     merged_into: dict[str, list[str]] = {}
     for outcome in comparison.outcomes:
-        if leader := comparison.same_as(outcome):
+        if (leader := comparison.same_as(outcome)) and outcome.candidate not in flags.SWITCHES:
             merged_into.setdefault(leader, []).append(outcome.candidate)
     return [f"the same kernels as {leader}: {', '.join(names)}" for leader, names in merged_into.items()]
 

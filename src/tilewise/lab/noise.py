@@ -59,6 +59,11 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def overload() -> float:
+    """Runnable threads per core, 1 where there is a core for each."""
+    return max(1.0, load() / cores())
+
+
 def busy(average: float, count: int, ours: int = 0) -> str:
     """Empty while there is a core for everybody; `ours`: threads that may be our own."""
     if average <= max(count, ours):

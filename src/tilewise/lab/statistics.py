@@ -8,7 +8,8 @@ What a measured comparison looks like, in reports and in records (`Speed.to_dict
       "low": 1.29, "high": 1.40,     the confidence interval of the ratio; null where there are too few rounds
       "verdict": "faster",           "faster", "slower", "indistinguishable", "too few rounds" or "same kernels"
       "rounds": 11,                  rounds that both candidates have
-      "confidence": 0.99
+      "confidence": 0.99,
+      "resolution": 0.01             what the interval was widened by, as a logarithm: more on a loaded machine
     }
 
 Every candidate of a comparison has `speed`, against the fastest of PyTorch's paths (null without one), and
@@ -27,7 +28,9 @@ of the two times' ratio is one observation, which a clock or a temperature that 
                       autocorrelation, corrected for its bias; a short series cannot show that it has none, so that r
                       is never taken to be less than MIN_AUTOCORRELATION
     placement         two processes that run the same kernel differ for as long as they live, by where their memory
-                      lies: the interval is widened by RESOLUTION on both sides
+                      lies: the interval is widened by RESOLUTION on both sides. Where threads share cores, on a loaded
+                      machine, one process may be given less of them than another for longer than a comparison takes,
+                      which its rounds cannot show: there the resolution is the load (`resolution_at`)
     repeated looks    measuring on until the interval is narrow means to look several times: look k may err with
                       probability alpha / (k (k + 1)), which adds up to alpha however many there are
     many candidates   the best of several is chosen by the same data: alpha is divided by how many there were
@@ -70,6 +73,7 @@ class Speed:
     high: float | None
     rounds: int
     against: str = ""
+    resolution: float = RESOLUTION
     same: bool = False  # both ran the same kernels: whatever the ratio is, it is noise
 
     @property
@@ -92,7 +96,7 @@ class Speed:
         """More rounds would not change what a reader learns: a difference is shown, or is at most a small one."""
         if self.low is None or self.high is None:
             return False
-        return self.same or self.differs or math.log(self.high / self.low) <= 2 * (NARROW + RESOLUTION)
+        return self.same or self.differs or math.log(self.high / self.low) <= 2 * (NARROW + self.resolution)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -103,22 +107,34 @@ class Speed:
             "verdict": self.verdict,
             "rounds": self.rounds,
             "confidence": CONFIDENCE,
+            "resolution": self.resolution,
         }
 
 
+def resolution_at(load: float) -> float:
+    """With so many runnable threads per core: two of them may get shares of a core that differ by that factor."""
+    return max(RESOLUTION, math.log(max(1.0, load)))
+
+
 def speed(
-    mine: Sequence[float], theirs: Sequence[float], *, looks: int = 1, among: int = 1, against: str = ""
+    mine: Sequence[float],
+    theirs: Sequence[float],
+    *,
+    looks: int = 1,
+    among: int = 1,
+    against: str = "",
+    resolution: float = RESOLUTION,
 ) -> Speed | None:
     """From seconds per call, round by round; None where no round has both. `looks` counts this one."""
     logs = [math.log(other / own) for own, other in zip(mine, theirs, strict=False)]
     if not logs:
         return None
     if len(logs) < MIN_ROUNDS:
-        return Speed(math.exp(_middle(logs)), None, None, len(logs), against)
+        return Speed(math.exp(_middle(logs)), None, None, len(logs), against, resolution)
     center, error, freedom = _location(logs)
     alpha = (1.0 - CONFIDENCE) / (looks * (looks + 1)) / max(1, among)
-    half = student(alpha, freedom) * error + RESOLUTION
-    return Speed(math.exp(center), math.exp(center - half), math.exp(center + half), len(logs), against)
+    half = student(alpha, freedom) * error + resolution
+    return Speed(math.exp(center), math.exp(center - half), math.exp(center + half), len(logs), against, resolution)
 
 
 def same(mine: Sequence[float], theirs: Sequence[float], against: str) -> Speed | None:

@@ -122,6 +122,7 @@ class Sweep:
     complete: bool = False
     written: Path | None = None
     looks: int = 1  # at the final's times
+    load: float = 1.0  # threads per core that wanted to run meanwhile, where times are those of threads
     noise: list[str] = field(default_factory=list)  # what the machine did meanwhile that spoils times
 
     def __getitem__(self, label: str) -> Trial:
@@ -143,7 +144,14 @@ class Sweep:
         if trial is shipped:
             return statistics.same(trial.turns, trial.turns, shipped.label)
         among = max(1, len(self.finalists()) - 1)
-        return statistics.speed(trial.turns, shipped.turns, looks=self.looks, among=among, against=shipped.label)
+        return statistics.speed(
+            trial.turns,
+            shipped.turns,
+            looks=self.looks,
+            among=among,
+            against=shipped.label,
+            resolution=statistics.resolution_at(self.load),
+        )
 
     def unsettled(self) -> list[Trial]:
         """Finalists that more turns would tell apart from the shipped choice, and that choice."""
@@ -324,6 +332,7 @@ def _halve(found: Sweep, measure: Measure, settings: Settings, tick: Tick, state
     done = 0
     for look, until in enumerate(statistics.looks(settings.final_rounds, settings.max_final_rounds), start=1):
         found.looks = look
+        found.load = max(found.load, noise.overload() if found.target.is_cpu else 1.0)
         for turn in range(done, until):
             for trial in order.sample(racing, len(racing)):
                 if trial.running:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .compare import Outcome
     from .statistics import Speed
 
+_TOO_WIDE = 10.0  # from one end of an interval to the other: its ends say no more than that
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
@@ -33,6 +34,8 @@ def cell(speed: Speed | None) -> str:
     if speed.low is None or speed.high is None:
         return f"{speed.ratio:.2f}x ?"
     mark = "" if speed.differs else "~"
+    if not speed.differs and speed.high > _TOO_WIDE * speed.low:
+        return f"{mark}{speed.ratio:.2f}x [all noise]"
     return f"{mark}{speed.ratio:.2f}x [{speed.low:.2f}, {speed.high:.2f}]"
 
 
