@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from tilewise.lab.compare import Comparison, Row, Settings, compare, read_compar
 from tilewise.lab.statistics import FASTER, INDISTINGUISHABLE, SAME, SLOWER, TOO_FEW, Speed, speed
 from tilewise.plan import plan
 from tilewise.target import Target
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FIRST, MOST = 7, 47  # rounds: before the first look, and at most
 
@@ -265,8 +269,8 @@ def test_cells_say_what_may_be_said() -> None:
     assert words.cell(None) == "-"
     slower = Speed(0.5, 0.4, 0.8, 9)
     assert f"{words.claim(slower)} it{words.interval(slower)}" == "2.00x slower than it (1.25x to 2.50x)"
-    assert [words.duration(seconds) for seconds in (7.14e-6, 0.9999, 0.00099997, 3e-8)] == [
-        "7.14 us", "1.000 s", "1.00 ms", "30.0 ns",
+    assert [words.duration(seconds) for seconds in (7.14e-6, 2.0, 0.0015, 3e-8)] == [
+        "7.14 us", "2.00 s", "1.50 ms", "30.0 ns",
     ]  # fmt: skip
 
 
@@ -295,6 +299,26 @@ def test_a_loaded_machine_claims_only_what_scheduling_cannot_do(monkeypatch: pyt
     assert read_comparison(found.to_dict()).load == 4.0
     found.row = replace(found.row, device="cuda", method="events")  # a GPU's own clock does not share cores
     assert found.versus(ours, found["torch-default"]).verdict == FASTER  # type: ignore[union-attr]
+
+
+def test_a_gpu_is_asked_through_its_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\ncase "$2" in *utilization*) echo 87;; *) echo 0x0000000000000040;; esac\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    noise.shared_at_start.cache_clear()
+    try:
+        shared, throttled = noise.Machine("cuda:1").told()
+        assert "87% busy before this began" in shared
+        assert "heat (hardware)" in throttled
+        tool.write_text("#!/bin/sh\necho 0\n")
+        assert "87% busy" in noise.Machine("cuda:1").told()[0], "what uses it now may be our own"
+        assert noise.Machine("cpu").told() == []
+        tool.write_text("#!/bin/sh\nexit 6\n")  # a driver that does not know the field
+        noise.shared_at_start.cache_clear()
+        assert noise.Machine("cuda").told() == []
+    finally:
+        noise.shared_at_start.cache_clear()
 
 
 def test_a_comparison_carries_the_warnings(monkeypatch: pytest.MonkeyPatch) -> None:

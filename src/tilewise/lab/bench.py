@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import ahead, environment, report, words
+from . import ahead, environment, noise, report, words
 from .candidates import DETERMINISTIC, FA3, FA4, OURS, Candidate
 from .clocks import Watch
 from .compare import REFUSED, Comparison, Row, compare_all, geomean, ratio, steps, summary
@@ -79,6 +79,7 @@ def run(rows: list[Row], settings: Settings, pool: Pool) -> list[Comparison]:
 
 def compile_ahead(rows: list[Row], settings: Settings) -> None:
     """Fill the caches on disk with what the rows need."""
+    noise.Machine(rows[0].device if rows else "cpu")  # whether others use the GPU is asked before we do
     with report.Bar(sum(map(len, ahead.jobs(rows)))) as bar:
         ahead.compile_all(rows, settings, bar.tick)
 

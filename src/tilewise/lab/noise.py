@@ -6,6 +6,7 @@ others, afterwards as many of it are ours as there are cores. A GPU is asked thr
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -24,30 +25,34 @@ class Machine:
 
     def __init__(self, device: str) -> None:
         self._index = (device.partition(":")[2] or "0") if device.startswith("cuda") else ""
-        self._before = [text for text in (busy(load(), cores()), self._shared()) if text]
+        self._before = [text for text in (busy(load(), cores()), shared_at_start(self._index)) if text]
         self._asked = 0.0
         self._throttled = ""
 
     def told(self) -> list[str]:
         now = time.monotonic()
         if self._index and now - self._asked > _EVERY_SECONDS:
-            self._asked, self._throttled = now, held_back(self._smi("clocks_throttle_reasons.active"))
+            self._asked, self._throttled = now, held_back(_smi(self._index, "clocks_throttle_reasons.active"))
         during = busy(load(), cores(), ours=cores() + 1) if not self._before else ""
         return [*self._before, *(text for text in (during, self._throttled) if text)]
 
-    def _shared(self) -> str:
-        return shared(self._smi("utilization.gpu")) if self._index else ""
 
-    def _smi(self, field: str) -> str:
-        """The value of one field; empty where the tool is missing, or does not know it."""
-        command = ["nvidia-smi", f"--id={self._index}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-        if shutil.which(command[0]) is None:
-            return ""
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-        return done.stdout.strip() if done.returncode == 0 else ""
+@functools.cache
+def shared_at_start(index: str) -> str:
+    """Whether the GPU was in use when this process first asked: later the use may be our own."""
+    return shared(_smi(index, "utilization.gpu")) if index else ""
+
+
+def _smi(index: str, field: str) -> str:
+    """The value of one field; empty where the tool is missing, or does not know it."""
+    command = ["nvidia-smi", f"--id={index}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def load() -> float:
