@@ -101,7 +101,8 @@ def record(found: list[Comparison], settings: Settings, problem: Problem, told: 
         "problem": problem.to_dict(),
         "settings": asdict(settings),
         "runs": [
-            (speed.to_dict() if speed else {}) | {"looks": comparison.looks, "noise": comparison.noise}
+            (speed.to_dict() | {"against": "two"} if speed else {})
+            | {"looks": comparison.looks, "load": comparison.load, "noise": comparison.noise}
             for speed, comparison in zip(speeds, found, strict=True)
         ],
     } | told
