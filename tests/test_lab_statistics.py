@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
 import random
@@ -13,7 +15,7 @@ import torch
 
 from support import make_problem
 from test_lab import FakePool
-from tilewise.lab import noise, statistics, words
+from tilewise.lab import instrument, noise, statistics, words
 from tilewise.lab.candidates import Candidate, make_inputs
 from tilewise.lab.compare import Comparison, Row, Settings, compare, read_comparison
 from tilewise.lab.statistics import FASTER, INDISTINGUISHABLE, SAME, SLOWER, TOO_FEW, Speed, speed
@@ -327,3 +329,32 @@ def test_a_comparison_carries_the_warnings(monkeypatch: pytest.MonkeyPatch) -> N
     found = comparison_of(FakePool({}), ("tilewise",), rounds=1)
     assert found.noise == ["the machine is busy: a load of 9.0 on 2 cores; end what else runs, and measure again"]
     assert read_comparison(found.to_dict()).noise == found.noise
+
+
+def test_the_check_of_the_instrument_counts_false_claims(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def runs(claimed: int) -> list[Comparison]:
+        times = [{"torch-default": 0.02}] * claimed + [{}] * (100 - claimed)
+        return [comparison_of(FakePool(seconds), ("tilewise", "torch-default"), rounds=7) for seconds in times]
+
+    monkeypatch.setattr(instrument, "loaded", lambda processes: contextlib.nullcontext())
+    for claimed, code in ((0, 0), (2, 0), (3, 1)):
+        monkeypatch.setattr(instrument, "run", lambda *_, claimed=claimed: iter(runs(claimed)))
+        folder = tmp_path / str(claimed)
+        assert instrument.main(["--runs", "100", "--device", "cpu", "--save", "--results", str(folder)]) == code
+        assert f"{claimed} false claims in 100 runs" in capsys.readouterr().out
+        (path,) = folder.glob("*-instrument.json")
+        told = json.loads(path.read_text())
+        assert (told["claims"], told["allowed"], len(told["runs"])) == (claimed, 2, 100)
+        assert told["provenance"]["source"]["engine"]
+
+
+def test_the_twins_of_the_check_are_two_candidates() -> None:
+    """From end to end, once: two processes, one function, never one entry."""
+    problem = make_problem((1, 1, 16, 8))
+    (found,) = instrument.run(1, "cpu", Settings(rounds=5, round_seconds=0.001, time_limit=60.0), problem)
+    assert [len(outcome.costs) for outcome in found.outcomes] == [5, 5]
+    speed_of_one = found.versus(found.outcomes[0], found.outcomes[1])
+    assert speed_of_one is not None
+    assert not speed_of_one.same
