@@ -91,7 +91,9 @@ def test_inspect_runs_on_past_the_dead_and_the_wrong(tmp_path: Path) -> None:
     assert told["torch"]["says"]["torch-cudnn"] != []
     # how near to the ceilings
     assert told["rates"]["source"].startswith("measured here")
-    assert told["shares"]["tilewise"]["backward"]["compute"] > 0
+    share = told["shares"]["tilewise"]["backward"]  # none where something else ran while the peaks were measured
+    over = any("faster than the peaks measured here" in text for text in told["comparison"]["noise"])
+    assert over if share is None else 0 < share["compute"] <= 1
     assert json.loads(trace.read_text())["traceEvents"]
     assert "host_name" not in json.loads(trace.read_text())
     assert trace.with_suffix(".backward.json").is_file()
