@@ -18,7 +18,7 @@ from browser import Browser, find
 from support import make_problem
 from test_lab_docs import made_up
 from tilewise.errors import InvalidInput
-from tilewise.lab import charts, docs, inspect, kernels, pages, roles, roofline, style, units, views
+from tilewise.lab import charts, docs, inspect, kernels, pages, plots, records, roles, roofline, style, units, views
 from tilewise.lab import html as reports
 from tilewise.lab.compare import VERIFIED, WRONG, Comparison, Outcome, Row
 from tilewise.plan import plan
@@ -502,6 +502,21 @@ def test_names_of_a_roofline_do_not_lie_over_each_other() -> None:
     assert min(b - a for a, b in pairwise(tops)) * charts._PLOT_HEIGHT / 100 >= 14.9
 
 
+# --- plots -----------------------------------------------------------------------------------------------------------
+
+
+def test_plots_are_legible_on_both_grounds_and_ours_has_one_colour() -> None:
+    for colours, ground in ((plots._COLOURS, style.LIGHT["paper"]), (plots._DARK_COLOURS, style.DARK["paper"])):
+        assert len(set(colours)) == len(colours)
+        for colour in colours:
+            assert contrast(colour, ground) >= 3.0, colour
+    assert plots._COLOURS[0] == style.LIGHT["ours"]
+    assert plots._DARK_COLOURS[0] == style.DARK["ours"]
+    looks = plots.style_of(["torch-default", "fa3", "tilewise"])
+    assert looks["tilewise"]["color"] == style.LIGHT["ours"]
+    assert len({look["color"] for look in looks.values()}) == 3
+
+
 # --- pages that stand for a record ------------------------------------------------------------------------------------
 
 
@@ -647,6 +662,23 @@ def test_print_is_on_white_whatever_the_screen_is(browser: Browser, tmp_path: Pa
     assert browser.js("getComputedStyle(document.querySelector('.bar')).printColorAdjust") == "exact"
     browser.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])
     assert browser.js("getComputedStyle(document.documentElement).scrollBehavior") == "auto"
+
+
+@in_a_browser
+@pytest.mark.parametrize(("scheme", "colours"), [("light", style.LIGHT), ("dark", style.DARK)])
+def test_plots_follow_the_scheme(browser: Browser, scheme: str, colours: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    record = made_up("backward")
+    record["rows"][1]["candidates"][0]["backward"] = [[1.0]]  # slower than PyTorch's
+    plots.draw(records.Record("r.json", "", record), tmp_path)
+    browser.media(scheme)
+    browser.load((tmp_path / "backward-ratio.svg").as_uri())
+    fill = "getComputedStyle(document.querySelector('{}')).fill"
+    assert browser.js(fill.format("#patch_1 path")) == rgb(colours["paper"])
+    ink = browser.js(fill.format("text"))
+    assert ink == ("rgb(0, 0, 0)" if scheme == "light" else rgb(colours["ink"]))
+    shown = browser.js("[...document.querySelectorAll('path')].map(path => getComputedStyle(path).fill)")
+    assert {rgb(colours["ours"]), rgb(colours["torch"])} <= set(shown)
 
 
 @in_a_browser
