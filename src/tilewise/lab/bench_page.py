@@ -104,7 +104,7 @@ def _head(told: dict[str, Any], lines: Sequence[Line], rated: Sequence[Line]) ->
         words = f"{mean:.2f}x faster" if mean >= 1 else f"{1 / mean:.2f}x slower"
         claim = Markup(f'<span class="{"ours" if mean >= 1 else "bad"}">{words}</span> than PyTorch\'s best path')
         worst = min(rated, key=lambda line: line.ratio or 0.0)
-        facts = [f"geometric mean of {len(rated)} rows", _tally(rated), f"worst {worst.ratio:.2f}x"]
+        facts = [f"geometric mean of {units.counted(len(rated), 'row')}", _tally(rated), f"worst {worst.ratio:.2f}x"]
     device = device_of(provenance, told["rows"][0]["device"]) if told["rows"] else ""
     wrong = [line for line in lines if line.ours.failed]
     verdict = bad(f"{len(wrong)} not right") if wrong else Markup('<span class="ok">verified</span>')
@@ -155,7 +155,7 @@ def _ratios(rated: Sequence[Line]) -> list[Section]:
     parts: list[object] = []
     for name, lines in groups.items():
         ratios = [line.ratio for line in lines if line.ratio is not None]
-        summed = f"{len(lines)} rows, geomean {geomean(ratios):.2f}x, worst {min(ratios):.2f}x"
+        summed = f"{units.counted(len(lines), 'row')}, geomean {geomean(ratios):.2f}x, worst {min(ratios):.2f}x"
         chart = charts.ratios([_bar(line) for line in lines], ends, name)
         if len(rated) > _MAX_OPEN:
             parts.append(fold(Markup(f"<strong>{name}</strong> · {summed}"), chart, kind="fold box"))

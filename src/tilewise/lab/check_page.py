@@ -146,6 +146,6 @@ def _pairs(told: dict[str, Any]) -> list[Section]:
     return [
         section(
             "Against each other",
-            fold(f"{len(rows)} pairs", compact_table(columns, rows, "Pairs"), is_open=len(rows) < 12),
+            fold(units.counted(len(rows), "pair"), compact_table(columns, rows, "Pairs"), is_open=len(rows) < 12),
         )
     ]

@@ -298,7 +298,7 @@ def _lane(name: str, what: str, part: dict[str, Any], several: bool) -> charts.L
     spans = [charts.Span(launch["name"], launch["start_us"], launch["us"]) for launch in launches]
     count = sum(launch["count"] for launch in launches)
     small = f"{what}, " if several else ""
-    small += f"{count} launch{'' if count == 1 else 'es'}" + (", summed by kernel" if summed else "")
+    small += units.counted(count, "launch", "launches") + (", summed by kernel" if summed else "")
     return charts.Lane(name, views.kind_of(name), spans, _kernel_table(launches), small, summed, is_open=name == OURS)
 
 

@@ -32,7 +32,7 @@ def ladder_page(told: dict[str, Any], source: str = "") -> str:
         times = f"{slow.median / fast.median:.0f}x"
         claim = Markup(f'<span class="ours">{times}</span> from {_name(slow.name)} to {_name(fast.name)}')
     device = told["climbs"][0]["comparison"]["device"] if told["climbs"] else "cpu"
-    facts = [device_of(provenance, device), torch_of(provenance), f"{len(told['climbs'])} problems"]
+    facts = [device_of(provenance, device), torch_of(provenance), units.counted(len(told["climbs"]), "problem")]
     head = Head("tilewise ladder", claim, [fact for fact in facts if fact], warnings=list(dict.fromkeys(warnings)))
     return document(head, sections, provenance, source)
 

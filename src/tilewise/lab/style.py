@@ -82,7 +82,7 @@ align-items:center}
 .bars .name{padding:.3rem 0;overflow-wrap:anywhere;line-height:1.25}
 .bars .name small{display:block;font-family:system-ui,sans-serif;color:var(--quiet);font-size:.85em}
 .bars .value{text-align:right;white-space:nowrap;font-weight:600}
-.bars .aside{color:var(--quiet);font-size:.92em}
+.bars .value .aside{font-weight:400}.bars .aside{color:var(--quiet);font-size:.92em}
 .bars .chosen .name{font-weight:700;color:var(--ours)}
 .bars .wins .aside{color:var(--ink)}
 .track{position:relative;align-self:stretch;min-height:1.7rem;display:block}
@@ -149,8 +149,8 @@ background:color-mix(in srgb,var(--paper) 85%,transparent);transform:translateY(
 .plot .label.left{transform:translate(-100%,-50%)}
 footer{margin-top:3rem;padding-top:.6rem;border-top:1px solid var(--line);color:var(--quiet);font-size:.8rem}
 @media (max-width:46rem){
-.bars>li,.bars.narrow>li{grid-template-columns:1fr auto auto;column-gap:.7rem;padding:.3rem 0}
-.bars .name{grid-column:1;padding:0}.bars .value{grid-column:2}.bars .aside{grid-column:3}
+.bars>li,.bars.narrow>li{grid-template-columns:minmax(9rem,1fr) auto minmax(0,auto);column-gap:.7rem;padding:.3rem 0}
+.bars .name{grid-column:1;padding:0}.bars .value{grid-column:2}.bars .aside{grid-column:3;text-align:right}
 .bars .track{grid-column:1/-1;grid-row:2;min-height:1.3rem}
 .bars.narrow .value{grid-column:2/-1}
 .bars .aside .more{display:none}

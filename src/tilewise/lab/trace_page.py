@@ -51,10 +51,10 @@ def _head(told: dict[str, Any], sites: list[dict[str, Any]]) -> Head:
     device = sites[0]["device"] if sites else "cpu"
     facts = [
         f"{units.duration(spent)} of {units.duration(total)}, {units.percent(spent / total)}" if total else "",
-        f"{sum(site['calls'] for site in sites)} calls at {len(sites)} sites",
+        f"{units.counted(sum(site['calls'] for site in sites), 'call')} at {units.counted(len(sites), 'site')}",
         device_of(provenance, device),
         torch_of(provenance),
-        bad(f"{len(fallen)} silent math fallbacks") if fallen else "no silent math fallback",
+        bad(units.counted(len(fallen), "silent math fallback")) if fallen else "no silent math fallback",
     ]
     complete = told.get("complete", True)
     warnings = [] if complete else ["Interrupted: only what was seen is here."]

@@ -71,6 +71,11 @@ def size(count: float | None) -> str:
     return NOTHING if count is None else _scaled(count, _SIZES, "bytes")
 
 
+def counted(number: int, what: str, plural: str = "") -> str:
+    """`1 launch`, `2 launches`."""
+    return f"{number} {what if number == 1 else plural or what + 's'}"
+
+
 def count(value: float) -> str:
     """Of a power of ten: 100, 1k, 10M."""
     for least, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
