@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,8 @@ import tempfile
 from typing import Any
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+_PATIENCE = 120  # seconds without a word: a browser that hangs
 
 
 def find() -> str | None:
@@ -81,6 +84,8 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._pending:
+            ready, _, _ = select.select([self._in], [], [], _PATIENCE)
+            assert ready, f"the browser said nothing for {_PATIENCE} s"
             data = os.read(self._in.fileno(), 1 << 16)
             assert data, "the browser closed the pipe"
             self._pending += data

@@ -18,7 +18,21 @@ from browser import Browser, find
 from support import make_problem
 from test_lab_docs import made_up
 from tilewise.errors import InvalidInput
-from tilewise.lab import charts, docs, inspect, kernels, pages, plots, records, roles, roofline, style, units, views
+from tilewise.lab import (
+    charts,
+    docs,
+    inspect,
+    inspect_page,
+    kernels,
+    pages,
+    plots,
+    records,
+    roles,
+    roofline,
+    style,
+    units,
+    views,
+)
 from tilewise.lab import html as reports
 from tilewise.lab.compare import VERIFIED, WRONG, Comparison, Outcome, Row
 from tilewise.plan import plan
@@ -313,7 +327,10 @@ def test_the_answer_stands_first() -> None:
     ("told", "said"),
     [
         (speed(0.8, 0.75, 0.9, "slower"), "1.25x slower than PyTorch's default"),
-        (speed(1.04, 0.99, 1.1, "indistinguishable"), "As fast as PyTorch's default, as far as this can tell"),
+        (
+            speed(1.04, 0.99, 1.1, "indistinguishable"),
+            "Indistinguishable from PyTorch's default 400 us against 800 us, a ratio of 0.99 to 1.10",
+        ),
         (speed(1.0, 1.0, 1.0, "same kernels"), "The same kernels as PyTorch's default"),
         (speed(1.3, None, None, "too few rounds"), "Too few rounds to tell"),  # type: ignore[arg-type]
         (None, "400 us per call"),
@@ -331,7 +348,7 @@ def test_an_older_record_claims_no_more_than_its_rounds_show() -> None:
     record = older(inspection())
     assert "2.00x faster than PyTorch's default" in heading(pages.page(record))
     ours = record["comparison"]["candidates"][0]
-    ours["forward"][2] = [1e-2]  # one round in which it lost
+    ours["forward"] = [[1e-4], [9e-4], [1e-4], [9e-4], [2e-4]]  # rounds in which it lost
     told = heading(pages.page(record))
     assert "faster than PyTorch's default" not in told
     ours["forward"], ours["backward"] = ours["forward"][:2], ours["backward"][:2]
@@ -345,6 +362,12 @@ def test_candidates_that_ran_the_same_kernels_are_one_entry() -> None:
         assert "torch-flash" not in names
         assert [other.name for other in seen["torch-default"].also] == ["torch-flash"]  # type: ignore[union-attr]
     assert "also torch-flash" in read(page("older inspect")).text
+    record = inspection()
+    for candidate in record["comparison"]["candidates"]:
+        candidate["same_as"] = "tilewise" if candidate["candidate"].startswith("torch-") else ""
+    seen = views.view(record["comparison"])
+    assert [entry.name for entry in seen.ranked()][:3] == ["tilewise", "sm80", "torch-default"], "each stays its own"
+    assert [other.name for other in seen["torch-default"].also] == ["torch-flash"]  # type: ignore[union-attr]
 
 
 def test_candidates_are_sorted_and_slow_ones_folded() -> None:
@@ -361,6 +384,39 @@ def test_candidates_are_sorted_and_slow_ones_folded() -> None:
     assert "1 more, over 5x slower than the fastest: reference 36.0 ms" in read(page("inspect")).text
 
 
+def test_steps_of_a_call_have_the_gaps_before_them() -> None:
+    launch = {"grid": None, "block": None, "count": 1, "us": 5.0}
+    names = ("copy", "gemm", "gemm", "softmax")
+    launches = [launch | {"name": name, "start_us": 10.0 * number} for number, name in enumerate(names)]
+    steps = inspect_page.in_steps(launches)
+    assert [(step["name"], step["count"], step["us"], step["gap"]) for step in steps] == [
+        ("copy", 1, 5.0, 0.0), ("gemm", 2, 10.0, 10.0), ("softmax", 1, 5.0, 5.0),
+    ]  # fmt: skip
+    assert ">gap before<" in page("inspect")
+    assert "21.0 us</td>" in page("inspect")
+
+
+def test_choices_are_told_as_they_are() -> None:
+    record = inspection()
+    record["torch"] |= {"choice": "torch-cudnn", "priority": ["torch-cudnn", "torch-flash"]}
+    record |= {"our_order": ["sm90", "sm80"], "disagreements": {"torch-flash": [[], ["too tall"]]}}
+    record |= {"gpu_only": ["xformers"]}
+    words = read(pages.page(record)).text
+    for part in ("PyTorch's default ran torch-cudnn.", "torch-cudnn > torch-flash", "sm90 > sm80", "too tall",
+                 "made for GPUs"):  # fmt: skip
+        assert part in words, part
+    record["torch"]["priority"] = ["flash_attention", "cudnn_attention"]  # of the settings: not what was followed
+    assert "torch-flash > torch-cudnn" not in read(pages.page(record)).text
+
+
+def test_a_share_over_the_ceiling_is_explained() -> None:
+    told = "More than 100% says that a peak is known too low"
+    record = inspection()
+    assert told not in read(pages.page(record)).text
+    record["roofline"]["forward"]["seconds"]["compute"] = 1.0
+    assert told in read(pages.page(record)).text
+
+
 def test_errors_over_their_budget_are_marked() -> None:
     text = page("inspect")
     assert '<span class="bad">200%</span>' in text  # dq: 4e-3 of 2e-3
@@ -374,7 +430,7 @@ def test_parts_are_there_only_where_there_is_something_to_show() -> None:
                  "summed by kernel", "99.0 us of 120 us", "Environment", "matrix products 70%"):  # fmt: skip
         assert part in words, part
     record = inspection()
-    record |= {"refused": {}, "counters": {}, "profiles": {}, "rates": None}
+    record |= {"refused": {}, "counters": {}, "profiles": {}, "rates": None, "gpu_only": []}
     words = read(pages.page(record)).text
     for part in ("Refused", "Counters by Nsight", "Kernels", "Roofline"):
         assert part not in words, part
@@ -594,6 +650,11 @@ FIND_TROUBLE = """(() => {
   }
   return found;
 })()"""
+WAIT_UNTIL_SCROLLED = """new Promise(done => {
+  const part = document.activeElement, latest = Date.now() + 20000;
+  const look = () => part.scrollLeft > 0 || Date.now() > latest ? done() : setTimeout(look, 10);
+  look();
+})"""
 UNFOLD = "document.querySelectorAll('details').forEach(part => { part.open = true; })"
 GROUND = "getComputedStyle(document.body).backgroundColor"
 
@@ -716,7 +777,7 @@ def test_the_keyboard_reaches_unfolds_and_scrolls(browser: Browser, tmp_path: Pa
         if tag == "DIV" and seen.count("DIV") == 1:
             browser.js("document.documentElement.style.scrollBehavior = 'auto'")
             browser.press("ArrowRight", 39)
-            browser.js("new Promise(done => setTimeout(done, 300))")
+            browser.js(WAIT_UNTIL_SCROLLED)
             assert browser.js("document.activeElement.scrollLeft") > 0
     visible = browser.js("[...document.querySelectorAll('summary')].filter(e => e.checkVisibility()).length")
     assert seen.count("SUMMARY") >= visible > 3, "a part that can be unfolded is out of the keyboard's reach"

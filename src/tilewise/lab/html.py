@@ -199,16 +199,23 @@ def listing(items: Iterable[object], kind: str = "") -> Markup:
     return Markup(f"<ul{named}>{''.join(f'<li>{text(item)}</li>' for item in items)}</ul>")
 
 
-def refusals(refused: dict[str, Sequence[str]]) -> list[Section]:
-    """Who does not take the problem, with every reason and its remedy; nothing where nobody refused."""
+def refusals(refused: dict[str, Sequence[str]], gpu_only: Sequence[str] = ()) -> list[Section]:
+    """Who does not take the problem, with every reason and its remedy; nothing where nobody refused.
+
+    Those of `gpu_only` share a line: on a CPU they have one reason.
+    """
     if not refused:
         return []
-    rows = []
+    rows: list[list[object]] = []
     for name, reasons in refused.items():
+        if name in gpu_only:
+            continue
         pairs = [reason.partition(" -> ")[::2] for reason in reasons]
         rows.append(
             [code(name), listing((why for why, _ in pairs), "plain"), listing((do for _, do in pairs), "plain")]
         )
+    if gpu_only:
+        rows.append([Markup(", ".join(map(code, gpu_only))), "made for GPUs", "run on a GPU"])
     return [section("Refused", table(("candidate", "why", "what would change that"), rows, "Refused"))]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ..problem import Problem
-from . import charts, units, views
+from . import charts, flags, units, views
+from .compare import read_comparison
 from .html import (
     Head,
     Markup,
@@ -35,6 +37,11 @@ if TYPE_CHECKING:
 
 FORMULA = "TFLOP/s counts visible (query, key) pairs only: 2 * pairs * (head_dim + head_dim_v), backward 2.5 times that"
 _SHORT = {"exponentials": "exp"}
+_ABOUT_GPU = (
+    "The profiler watches one call on an idle device, so a gap is mostly the host's time between two launches, and a "
+    "lane is longer than the call that was timed."
+)
+_MIN_GAP = 0.1  # microseconds: less is the clock's resolution
 _MAX_SPANS = 200  # drawn in one lane
 
 
@@ -47,8 +54,8 @@ def inspect_page(told: dict[str, Any], source: str = "") -> str:
         *_ceilings(told, seen, problem),
         *_kernels(told, seen),
         *_counters(told),
-        *refusals(told["refused"]),
-        *_details(told, seen),
+        *refusals(told["refused"], told.get("gpu_only", ())),
+        *_choices(told, seen),
     ]
     return document(_head(told, seen, problem), sections, provenance, source)
 
@@ -58,7 +65,7 @@ def _head(told: dict[str, Any], seen: View, problem: Problem) -> Head:
     ours, default = seen[OURS], seen[DEFAULT]
     facts = [fact for fact in (_against(ours, default), device_of(provenance, told["comparison"]["device"]),
                                torch_of(provenance), _verified(seen)) if fact]  # fmt: skip
-    choice = told["torch"].get("choice")
+    choice = views.kernel_name(told["torch"].get("choice") or "")
     ran = f" PyTorch's default ran {choice}." if choice else ""
     return Head(
         about=Markup(f"tilewise inspect · {code(problem)}"),
@@ -84,7 +91,7 @@ def claim(ours: Entry | None, default: Entry | None) -> object:
         return "The same kernels as PyTorch's default"
     if speed.verdict == views.TOO_FEW:
         return "Too few rounds to tell it from PyTorch's default"
-    return "As fast as PyTorch's default, as far as this can tell"
+    return "Indistinguishable from PyTorch's default"
 
 
 def _against(ours: Entry | None, default: Entry | None) -> str:
@@ -92,7 +99,10 @@ def _against(ours: Entry | None, default: Entry | None) -> str:
         return ""
     if default is None or not default.seconds:
         return ""
-    return f"{units.duration(ours.median)} against {units.duration(default.median)}"
+    speed = ours.speed_default
+    unclear = speed is not None and speed.verdict == views.SAME_SPEED and speed.interval
+    between = f", a ratio of {speed.interval}" if speed and unclear else ""
+    return f"{units.duration(ours.median)} against {units.duration(default.median)}{between}"
 
 
 def _verified(seen: View) -> object:
@@ -156,7 +166,8 @@ def _bar(entry: Entry, clock: units.Clock) -> charts.Bar:
 def speed_text(speed: views.Speed | None) -> object:
     if speed is None:
         return ""
-    between = f' <span class="more">({speed.interval})</span>' if speed.interval else ""
+    told = speed.interval if speed.verdict != views.SAME_KERNELS else ""
+    between = f' <span class="more">({told})</span>' if told else ""
     words = {views.SAME_SPEED: "no difference seen", views.TOO_FEW: f"{speed.ratio:.2f}x, too few rounds"}
     return Markup(f"{words.get(speed.verdict, speed.claim)}{between}")
 
@@ -221,7 +232,7 @@ def _ceilings(told: dict[str, Any], seen: View, problem: Problem) -> list[Sectio
         ]
     parts: list[object] = []
     shown, folded = seen.unfolded()
-    several = len(told["roofline"]) > 1
+    several, over = len(told["roofline"]) > 1, False
     for what, part in told["roofline"].items():
         bounds = part["seconds"]
         timed = [entry for entry in shown if what in entry.parts]
@@ -229,6 +240,7 @@ def _ceilings(told: dict[str, Any], seen: View, problem: Problem) -> list[Sectio
             continue
         binding = max(bounds, key=bounds.__getitem__)
         items = [_share_bar(entry, bounds, what, binding) for entry in timed]
+        over = over or any(item.value > 1 for item in items)
         lines = ", ".join(f"{name} {units.duration(seconds)}" for name, seconds in bounds.items())
         caption = f"{what}: at least {units.duration(bounds[binding])}, by {binding} ({lines})"
         parts += [subheading(what)] if several else []
@@ -237,6 +249,8 @@ def _ceilings(told: dict[str, Any], seen: View, problem: Problem) -> list[Sectio
     if not parts:
         return []
     why = f"The least work of the problem over the device's peaks ({rates['source']}), as a share of the measured time."
+    if over:
+        why += " More than 100% says that a peak is known too low, not that a kernel passed it."
     return [section(title, *parts, note(why))]
 
 
@@ -255,8 +269,8 @@ def _roofline(part: dict[str, Any], entries: Sequence[Entry], rates: dict[str, A
     work = part["work"]
     intensity = work["flops"] / max(1, work["bytes"])
     dots = [charts.Dot(e.name, intensity, work["flops"] / e.parts[what]["median"], e.kind) for e in entries]
-    flats = [("that the exponentials allow", work["flops"] / part["seconds"]["exponentials"])]
-    flats = flats if part["seconds"].get("exponentials") and work["flops"] else []
+    least = part["seconds"].get("exponentials")
+    flats = [("that the exponentials allow", work["flops"] / least)] if least and work["flops"] else []
     return charts.roofline(dots, rates["flops"], rates["bytes"], f"Roofline of the {what}", flats)
 
 
@@ -267,69 +281,81 @@ def _kernels(told: dict[str, Any], seen: View) -> list[Section]:
         told["profiles"].items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)
     )
     lanes, unseen, full = [], [], dict[str, None]()
+    on_gpu = told["comparison"]["device"].startswith("cuda")
     for name, profiled in profiles:
         if "error" in profiled:
             unseen.append(f"{name} was not seen: {profiled['error']}")
             continue
         for what, part in profiled.items():
-            lanes.append(_lane(name, what, part, len(profiled) > 1))
+            lanes.append(_lane(name, what, part, several=len(profiled) > 1, on_gpu=on_gpu))
             full |= {
                 launch["name"]: None for launch in part["launches"] if short_name(launch["name"]) != launch["name"]
             }
     if not lanes and not unseen:
         return []
     caption = (
-        "One call of each, as the profiler saw it, every lane as wide as its own time. Unfold a lane for its kernels"
+        "One call of each, as the profiler saw it, every lane as wide as its own time. A lane unfolds into its steps"
     )
-    about = (
-        "The profiler watches one call on an idle device, so a gap is mostly the host's time between two launches, and "
-        "a lane is longer than the call that was timed."
-    )
-    names = (
-        [fold(f"Full names of {len(full)} kernels", listing((code(name) for name in full), "plain"))] if full else []
-    )
+    about = _ABOUT_GPU if on_gpu else "Operators by their own time, without that of what they call."
+    names = [fold(f"Full names of {len(full)} kernels", listing(map(code, full), "plain"))] if full else []
     drawn = [charts.lanes(lanes, caption)] if lanes else []
     return [section("Kernels", *drawn, *map(paragraph, unseen), note(about), *names)]
 
 
-def _lane(name: str, what: str, part: dict[str, Any], several: bool) -> charts.Lane:
+def _lane(name: str, what: str, part: dict[str, Any], *, several: bool, on_gpu: bool) -> charts.Lane:
     launches = part["launches"]
     summed = any(launch["count"] > 1 for launch in launches) or len(launches) > _MAX_SPANS
     spans = [charts.Span(launch["name"], launch["start_us"], launch["us"]) for launch in launches]
     count = sum(launch["count"] for launch in launches)
     small = f"{what}, " if several else ""
-    small += units.counted(count, "launch", "launches") + (", summed by kernel" if summed else "")
-    return charts.Lane(name, views.kind_of(name), spans, _kernel_table(launches), small, summed, is_open=name == OURS)
+    small += (units.counted(count, "launch", "launches") if on_gpu else units.counted(count, "operator call")) + (
+        ", summed by kernel" if summed else ""
+    )
+    return charts.Lane(
+        name, views.kind_of(name), spans, _kernel_table(launches, summed), small, summed, is_open=name == OURS
+    )
 
 
-def merged(launches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Launches of one kernel with one shape as one line, with a count and their time together."""
-    found: dict[tuple[object, ...], dict[str, Any]] = {}
-    for launch in launches:
-        key = (launch["name"], str(launch["grid"]), str(launch["block"]))
-        entry = found.setdefault(key, launch | {"us": 0.0, "count": 0})
-        entry["us"] += launch["us"]
-        entry["count"] += launch["count"]
-    return list(found.values())
+def in_steps(launches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Launches of one kernel one after the other as one step, with their count, their time and the gaps before them."""
+    found = []
+    until = 0.0
+    for _, alike in groupby(launches, key=lambda launch: (launch["name"], str(launch["grid"]), str(launch["block"]))):
+        first, *rest = alike
+        step = first | {"us": 0.0, "count": 0, "gap": 0.0}
+        for launch in (first, *rest):
+            step["us"] += launch["us"]
+            step["count"] += launch["count"]
+            step["gap"] += max(0.0, launch["start_us"] - until)
+            until = max(until, launch["start_us"] + launch["us"])
+        found.append(step)
+    return found
 
 
-def _kernel_table(launches: Sequence[dict[str, Any]]) -> Markup:
+def _kernel_table(launches: Sequence[dict[str, Any]], summed: bool) -> Markup:
     if not launches:
         return paragraph("The profiler saw no kernel.")
-    lines = merged(launches)
+    lines = in_steps(launches)
     total = sum(line["us"] for line in lines) or 1.0
     columns = [
-        "kernel", ">launches", ">time", ">share", ">grid", ">block", ">registers", ">shared memory",
+        "kernel", ">launches", ">gap before", ">time", ">share", ">grid", ">block", ">registers", ">shared memory",
         ">spilled", ">occupancy", "limited by", ">waves", "instructions",
     ]  # fmt: skip
-    rows = [_kernel_cells(line, total) for line in lines]
+    rows = [_kernel_cells(line, total, summed) for line in lines]
     return compact_table(columns, rows, "Kernels")
 
 
-def _kernel_cells(line: dict[str, Any], total: float) -> list[object]:
+def _kernel_cells(line: dict[str, Any], total: float, summed: bool) -> list[object]:
     build, fits = line.get("build") or {}, line.get("occupancy")
     name = Markup(f"{swatch(role_of(line['name']))}{code(short_name(line['name']))}")
-    cells: list[object] = [name, line["count"], units.duration(line["us"] * 1e-6), units.percent(line["us"] / total)]
+    gap = "-" if summed or line["gap"] < _MIN_GAP else units.duration(line["gap"] * 1e-6)
+    cells: list[object] = [
+        name,
+        line["count"],
+        gap,
+        units.duration(line["us"] * 1e-6),
+        units.percent(line["us"] / total),
+    ]
     if not line["grid"]:
         return [*cells, *["-"] * 9]
     cells += [" x ".join(map(str, line["grid"])), " x ".join(map(str, line["block"])), line["registers"]]
@@ -366,19 +392,30 @@ def _counters(told: dict[str, Any]) -> list[Section]:
     return [section("Counters by Nsight Compute", *made, *map(paragraph, untold))]
 
 
-def _details(told: dict[str, Any], seen: View) -> list[Section]:
-    """How the planner and PyTorch chose."""
+def _choices(told: dict[str, Any], seen: View) -> list[Section]:
+    """How the planner and PyTorch chose, and where our model of PyTorch's rules is not what PyTorch does."""
     plan, torch = told["plan"], told["torch"]
-    problem = Problem.from_dict(plan["problem"])
-    order = torch.get("order") or torch.get("priority") or []
-    consistent = order and str(order[0]).startswith(torch.get("choice") or "")
+    ran = views.kernel_name(torch.get("choice") or "")
+    order = [views.kernel_name(str(name)) for name in torch.get("priority") or ()]
+    # An order of PyTorch's settings, which older records hold, need not be the one that its dispatcher follows.
+    theirs = " > ".join(order) if order and order[0] == ran else "-"
     pairs: list[tuple[str, object]] = [
-        ("problem", code(problem)),
+        ("problem", code(Problem.from_dict(plan["problem"]))),
         ("backend", plan["backend"]),
         ("configuration", plan.get("config") or "-"),
         ("launch", "; ".join(plan.get("launch") or []) or "-"),
-        ("PyTorch's default ran", torch.get("choice") or "not seen"),
-        ("PyTorch's order", " > ".join(map(str, order)) if consistent else "-"),
+        ("our order", " > ".join(told.get("our_order") or ()) or "-"),
+        ("PyTorch's default ran", ran or "not seen"),
+        ("PyTorch's order", theirs),
         ("fastest of PyTorch's paths", seen.best_peer or "-"),
     ]
-    return [section("Choices", definitions([(name, value) for name, value in pairs if value != "-"]))]
+    parts: list[object] = [definitions([(name, value) for name, value in pairs if value != "-"])]
+    disagreements = told.get("disagreements") or {}
+    if disagreements:
+        rows = [[code(name), *("; ".join(said) or "takes it" for said in pair)] for name, pair in disagreements.items()]
+        columns = ("kernel", "our model of its rules", "PyTorch")
+        parts += [subheading("Our model and PyTorch disagree"), table(columns, rows, "Disagreements")]
+    switches = flags.findings(read_comparison(told["comparison"]), told["profiles"])
+    if switches:
+        parts += [subheading("PyTorch's switches"), listing(switches)]
+    return [section("Choices", *parts)]

@@ -51,6 +51,7 @@ def _head(told: dict[str, Any], sites: list[dict[str, Any]]) -> Head:
     device = sites[0]["device"] if sites else "cpu"
     facts = [
         f"{units.duration(spent)} of {units.duration(total)}, {units.percent(spent / total)}" if total else "",
+        f"{told['ranks']} ranks" if told.get("ranks") else "",
         f"{units.counted(sum(site['calls'] for site in sites), 'call')} at {units.counted(len(sites), 'site')}",
         device_of(provenance, device),
         torch_of(provenance),

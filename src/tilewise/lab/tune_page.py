@@ -20,6 +20,7 @@ from .html import (
     section,
     torch_of,
 )
+from .inspect_page import speed_text
 
 _BARS = 16
 
@@ -72,6 +73,8 @@ class Sweep:
         winner = self.winner
         if winner is None or self.shipped is None or winner is self.shipped or not self.shipped["seconds"]:
             return None
+        if winner.get("speed"):
+            return views.Speed.from_dict(winner["speed"]).ratio
         return float(self.shipped["seconds"]["median"] / winner["seconds"]["median"])
 
     @property
@@ -164,16 +167,11 @@ def _section(found: Sweep) -> Section:
     return section(str(found.problem), *parts, note(f"{rule} {kept}"))
 
 
-def _ratio(trial: dict[str, Any], found: Sweep) -> views.Speed | None:
-    """Against the shipped choice, where the record has the statistic."""
-    return views.Speed.from_dict(trial["speed"]) if trial.get("speed") else None
-
-
 def _bar(trial: dict[str, Any], found: Sweep, winner: dict[str, Any] | None, clock: units.Clock) -> charts.Bar:
     seconds = trial["seconds"]
     marks = [*(["winner"] if trial is winner else []), *(["shipped"] if trial is found.shipped else [])]
-    speed = _ratio(trial, found)
-    aside = speed.claim if speed else ""
+    speed = views.Speed.from_dict(trial["speed"]) if trial.get("speed") else None
+    aside = speed_text(speed) if trial is not found.shipped else ""
     if not aside and found.shipped and found.shipped["seconds"] and trial is not found.shipped:
         aside = f"{found.shipped['seconds']['median'] / seconds['median']:.3f}x the shipped"
     return charts.Bar(

@@ -39,6 +39,12 @@ def kind_of(name: str) -> str:
     return OUR_KIND if name in (*BACKENDS, *_OUR_BACKENDS) else OTHER_KIND
 
 
+def kernel_name(choice: str) -> str:
+    """One of PyTorch's kernels by the name of its candidate: `torch-flash` for flash, and for flash_attention."""
+    bare = choice.removeprefix("torch-").removesuffix("_attention")
+    return f"torch-{bare}" if bare else ""
+
+
 def current(values: Any) -> Any:
     """What a record holds, with PyTorch's kernels by the names they have now: torch-flash, once sdpa:flash."""
     if isinstance(values, dict):
@@ -234,14 +240,18 @@ def _speed(values: dict[str, Any], name: str, mine: list[float], theirs: list[fl
 def _same_as(name: str, values: dict[str, Any], choice: str) -> str:
     if values.get("same_as"):
         return str(values["same_as"])
-    return DEFAULT if choice and name in (f"sdpa:{choice}", f"torch-{choice}") else ""
+    return DEFAULT if choice and name == kernel_name(choice) else ""
 
 
 def _merge(entries: dict[str, Entry], same: dict[str, str]) -> None:
-    """Candidates that ran the same kernels become one entry; ours stays one of its own, and so does the default."""
-    for name, other in same.items():
-        if other not in entries or name not in entries:
-            continue
-        kept, gone = (name, other) if name == DEFAULT and other != OURS else (other, name)
-        if gone not in (OURS, DEFAULT) and kind_of(kept) == kind_of(gone):
-            entries[kept].also.append(entries.pop(gone))
+    """Candidates that ran the same kernels become one entry, PyTorch's and ours apart; ours and the default stay."""
+    groups: dict[str, list[str]] = {}
+    for name in entries:
+        groups.setdefault(same.get(name) or name, []).append(name)
+    for names in groups.values():
+        for kind in KINDS:
+            alike = [name for name in names if kind_of(name) == kind]
+            kept = next((name for name in alike if name in (OURS, DEFAULT)), alike[0] if alike else "")
+            for name in alike:
+                if name not in (kept, OURS, DEFAULT):
+                    entries[kept].also.append(entries.pop(name))
