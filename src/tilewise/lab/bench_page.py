@@ -22,8 +22,8 @@ from .html import (
     paragraph,
     section,
     subheading,
-    swatch,
     table,
+    tagged,
     torch_of,
 )
 from .inspect_page import error_cells
@@ -198,7 +198,7 @@ def _scores(told: dict[str, Any]) -> list[Section]:
 
 def _scaling(comparisons: list[Comparison]) -> list[Section]:
     rows = [
-        [title, Markup(f"{swatch(views.kind_of(name))}{code(name)}"), _at_longest(points), _exponent(points, "seconds"),
+        [title, tagged(views.kind_of(name), name), _at_longest(points), _exponent(points, "seconds"),
          _exponent(points, "mebibytes")]
         for title, series in plots.panels(comparisons).items()
         for name, points in series.items()
@@ -229,7 +229,7 @@ def _row(line: Line) -> Markup:
         verdict = "; ".join([entry.verdict, *entry.because])
         speed = entry.speed
         rows.append([
-            Markup(f"{swatch(entry.kind)}{code(entry.name)}"), bad(verdict) if entry.failed else verdict,
+            tagged(entry.kind, entry.name), bad(verdict) if entry.failed else verdict,
             clock.number(entry.seconds["median"]) if entry.seconds else "-", clock.spread(entry.seconds),
             units.times(speed.ratio) if speed else "1x" if entry.name == line.seen.best_peer else "-",
             f"{speed.low:.2f} to {speed.high:.2f}" if speed and speed.low is not None else "-",

@@ -21,7 +21,7 @@ from .html import (
     refusals,
     section,
     subheading,
-    swatch,
+    tagged,
     torch_of,
 )
 from .views import kind_of
@@ -106,7 +106,7 @@ def _bar(one: dict[str, Any], tensor: str, budget: float) -> charts.Bar:
 def _place_cells(one: dict[str, Any]) -> list[object]:
     changed = one.get("changed")
     twice: object = "-" if changed is None else bad(f"other bits: {', '.join(changed)}") if changed else "same bits"
-    head = [Markup(f"{swatch(kind_of(one['candidate']))}{code(one['candidate'])}")]
+    head = [tagged(kind_of(one["candidate"]), one["candidate"])]
     head.append(bad(one["verdict"]) if _failed(one) else one["verdict"])
     return [*head, twice, *_worst(one["largest_errors"])]
 

@@ -136,9 +136,9 @@ def code(content: object) -> Markup:
     return Markup(f"<code>{text(content)}</code>")
 
 
-def swatch(kind: str) -> Markup:
-    """A square in the colour of a kind of candidate, or of a kernel's role."""
-    return Markup(f'<i class="key {kind}" aria-hidden="true"></i>&nbsp;')
+def tagged(kind: str, name: object) -> Markup:
+    """A name with a square in the colour of a kind of candidate, or of a kernel's role."""
+    return Markup(f'<span class="tag"><i class="key {kind}" aria-hidden="true"></i>{code(name)}</span>')
 
 
 def bad(content: object) -> Markup:

@@ -25,8 +25,8 @@ from .html import (
     refusals,
     section,
     subheading,
-    swatch,
     table,
+    tagged,
     torch_of,
 )
 from .roles import role_of, short_name
@@ -201,7 +201,7 @@ def _table(told: dict[str, Any], seen: View, entries: Sequence[Entry]) -> Markup
 
 
 def _cells(entry: Entry, seen: View, host: dict[str, float] | None, flops: float) -> list[object]:
-    cells: list[object] = [Markup(f"{swatch(entry.kind)}{code(entry.name)}")]
+    cells: list[object] = [tagged(entry.kind, entry.name)]
     cells.append(bad(entry.verdict) if entry.failed else entry.verdict)
     for what in seen.timed:
         part = entry.parts.get(what)
@@ -347,7 +347,7 @@ def _kernel_table(launches: Sequence[dict[str, Any]], summed: bool) -> Markup:
 
 def _kernel_cells(line: dict[str, Any], total: float, summed: bool) -> list[object]:
     build, fits = line.get("build") or {}, line.get("occupancy")
-    name = Markup(f"{swatch(role_of(line['name']))}{code(short_name(line['name']))}")
+    name = tagged(role_of(line["name"]), short_name(line["name"]))
     gap = "-" if summed or line["gap"] < _MIN_GAP else units.duration(line["gap"] * 1e-6)
     cells: list[object] = [
         name,

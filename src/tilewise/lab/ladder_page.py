@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..ladder import RUNGS
 from ..problem import Problem
 from . import charts, units, views
-from .html import Head, Markup, Section, code, compact_table, device_of, document, refusals, section, swatch, torch_of
+from .html import Head, Markup, Section, compact_table, device_of, document, refusals, section, tagged, torch_of
 from .inspect_page import cautions, error_cells, kinds, speed_text
 from .views import Entry, view
 
@@ -69,7 +69,7 @@ def _bar(entry: Entry, clock: units.Clock) -> charts.Bar:
 def _table(climb: dict[str, Any], seen: views.View, entries: Sequence[Entry]) -> Markup:
     lessons = {views.current(rung.candidate): rung.lesson for rung in RUNGS}
     rows = [
-        [Markup(f"{swatch(entry.kind)}{code(_name(entry.name))}"), entry.verdict, units.duration(entry.median)
+        [tagged(entry.kind, _name(entry.name)), entry.verdict, units.duration(entry.median)
          if entry.seconds else "-", units.size(entry.memory), *error_cells(entry, seen, "out"),
          lessons.get(entry.name, "-")]
         for entry in entries

@@ -68,6 +68,7 @@ figure{margin:.6rem 0 1rem}figcaption{margin:0 0 .35rem}
 color:var(--quiet)}
 .legend li{display:flex;align-items:center;gap:.4rem}
 .key{display:inline-block;flex:none;width:.7rem;height:.7rem;border-radius:2px;background:var(--k)}
+.tag{display:inline-flex;gap:.45rem;align-items:baseline}.tag code{min-width:0}
 .key.line{width:0;height:.9rem;border-left:2px dashed var(--ink);background:none;border-radius:0}
 .key.spread{width:1.1rem;height:.6rem;border:solid var(--ink);border-width:0 1px;border-radius:0;
 background:linear-gradient(var(--ink),var(--ink)) center/100% 1px no-repeat}
@@ -168,6 +169,8 @@ _PRINT = """
 body{max-width:none;padding:0;font-size:9.5pt}nav,.skip{display:none}.scroll{overflow:visible;border:0}
 h2,h3,figcaption{break-after:avoid}tr,figure,.bars>li,dl>div{break-inside:avoid}
 th:first-child{position:static}
+table{font-size:7pt}th,td{padding:1.5pt 3pt}th,.number{white-space:normal}
+th:first-child,.lanes th:first-child,.scroll td:not(.number){min-width:0}
 """
 
 STYLE = (
