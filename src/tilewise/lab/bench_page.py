@@ -58,7 +58,7 @@ class Line(NamedTuple):
         return None if self.ours.failed or self.ours.speed is None else self.ours.speed.ratio
 
 
-def bench_page(told: dict[str, Any], source: str = "") -> str:
+def bench_page(told: dict[str, Any]) -> str:
     lines = _lines(told)
     rated = [line for line in lines if line.ratio is not None]
     sections = [
@@ -68,7 +68,7 @@ def bench_page(told: dict[str, Any], source: str = "") -> str:
         *_scaling([read_comparison(row) for row in told["rows"]]),
         section("Every measurement", *(_row(line) for line in lines)),
     ]
-    return document(_head(told, lines, rated), sections, told.get("provenance") or {}, source)
+    return document(_head(told, lines, rated), sections, told)
 
 
 def _lines(told: dict[str, Any]) -> list[Line]:

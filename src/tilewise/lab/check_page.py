@@ -29,13 +29,13 @@ from .views import kind_of
 _TENSORS = ("out", "lse", "dq", "dk", "dv")
 
 
-def check_page(told: dict[str, Any], source: str = "") -> str:
+def check_page(told: dict[str, Any]) -> str:
     asked = [one for one in told["candidates"] if one["verdict"] != REFUSED]
     refused = told["refused"] | {
         one["candidate"]: one["because"] for one in told["candidates"] if one["verdict"] == REFUSED
     }
     sections = [*_errors(told, asked), *_pairs(told), *refusals(refused)]
-    return document(_head(told, asked), sections, told.get("provenance") or {}, source)
+    return document(_head(told, asked), sections, told)
 
 
 def _failed(one: dict[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """The report: one self-contained HTML file. No script, no network; readable on a phone, in print, in the dark.
 
-    document(Head(...), sections, provenance, source) -> str    a whole page
+    document(Head(...), sections, record) -> str                a whole page
     section(title, *parts) -> Section                           a part of it with a heading, listed in the navigation
     table, definitions, fold, paragraph, note, listing, banner  what a section is made of
     write(path, text)
@@ -60,17 +60,15 @@ def plain(value: object) -> str:
     return re.sub(r"<[^>]*>", "", value) if isinstance(value, Markup) else escape(str(value))
 
 
-def document(
-    head: Head, sections: Sequence[Section], provenance: dict[str, Any] | None = None, source: str = ""
-) -> str:
-    """The answer, navigation, the sections, the environment. `source` names the record that the page was made from."""
+def document(head: Head, sections: Sequence[Section], record: dict[str, Any]) -> str:
+    """The answer, navigation, the sections, and the environment of the record that all this was made from."""
+    provenance = record.get("provenance") or {}
     parts = [*sections, *([environment(provenance)] if provenance else [])]
     links = "".join(f'<li><a href="#{part.anchor}">{escape(part.heading)}</a></li>' for part in parts)
     facts = "".join(f"<span>{fact}</span>" for fact in map(text, head.facts))
     lead = f'<p class="lead">{text(head.lead)}</p>\n' if head.lead else ""
     title = escape(head.title) or f"{plain(head.claim)} · {plain(head.about)}"
-    made = f'\n<meta name="tilewise-record" content="{escape(source)}">' if source else ""
-    origin = f" Made from the record <code>{escape(source)}</code>." if source else ""
+    made = f'\n<meta name="tilewise-record" content="{escape(identity(record))}">'
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -92,10 +90,15 @@ def document(
 <main id="main">
 {"".join(parts)}
 </main>
-<footer>Written by tilewise.{origin} This file is complete: it loads nothing.</footer>
+<footer>Written by tilewise. This file is complete: it loads nothing.</footer>
 </body>
 </html>
 """
+
+
+def identity(record: dict[str, Any]) -> str:
+    """What tells a record from all others: its kind and when it was made."""
+    return f"{record.get('kind', '')} {(record.get('provenance') or {}).get('date', '')}"
 
 
 def write(path: Path, page: str) -> None:

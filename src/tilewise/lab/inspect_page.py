@@ -45,10 +45,9 @@ _MIN_GAP = 0.1  # microseconds: less is the clock's resolution
 _MAX_SPANS = 200  # drawn in one lane
 
 
-def inspect_page(told: dict[str, Any], source: str = "") -> str:
+def inspect_page(told: dict[str, Any]) -> str:
     problem = Problem.from_dict(told["plan"]["problem"])
     seen = view(told["comparison"], told["torch"].get("choice", ""))
-    provenance = told.get("provenance") or {}
     sections = [
         *_candidates(told, seen),
         *_ceilings(told, seen, problem),
@@ -57,7 +56,7 @@ def inspect_page(told: dict[str, Any], source: str = "") -> str:
         *refusals(told["refused"], told.get("gpu_only", ())),
         *_choices(told, seen),
     ]
-    return document(_head(told, seen, problem), sections, provenance, source)
+    return document(_head(told, seen, problem), sections, told)
 
 
 def _head(told: dict[str, Any], seen: View, problem: Problem) -> Head:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def ladder_page(told: dict[str, Any], source: str = "") -> str:
+def ladder_page(told: dict[str, Any]) -> str:
     provenance = told.get("provenance") or {}
     sections: list[Section] = []
     warnings: list[str] = []
@@ -34,7 +34,7 @@ def ladder_page(told: dict[str, Any], source: str = "") -> str:
     device = told["climbs"][0]["comparison"]["device"] if told["climbs"] else "cpu"
     facts = [device_of(provenance, device), torch_of(provenance), units.counted(len(told["climbs"]), "problem")]
     head = Head("tilewise ladder", claim, [fact for fact in facts if fact], warnings=list(dict.fromkeys(warnings)))
-    return document(head, sections, provenance, source)
+    return document(head, sections, told)
 
 
 def _name(candidate: str) -> str:

@@ -1,14 +1,15 @@
 """The pages of the commands, each a pure function of the record that the command's JSON holds.
 
-    page(record, source="") -> str          by the record's kind; `source` names the record's file in the page
-    rebuilt(text, results) -> str | None    a page that names its record, made anew from it
+    page(record) -> str                     by the record's kind
+    rebuilt(text, results) -> str | None    a page, made anew from its record
 
-A page that was made from a record says so in its head, which is how `tilewise docs` finds the record that a page under
-docs/ stands for, and whether the page is still what that record looks like.
+A page says in its head which record it was made from, by kind and date: that is how `tilewise docs` finds the record
+that a page under docs/ stands for, and whether the page is still what that record looks like.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from html import unescape
@@ -22,6 +23,7 @@ from . import ladder_page as _ladder
 from . import trace_page as _trace
 from . import tune_page as _tune
 from . import views
+from .html import identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
     from .records import Record
 
-_PAGES: dict[str, Callable[[dict[str, Any], str], str]] = {
+_PAGES: dict[str, Callable[[dict[str, Any]], str]] = {
     "tilewise inspect": _inspect.inspect_page,
     "tilewise bench": _bench.bench_page,
     "tilewise tune": _tune.tune_page,
@@ -37,15 +39,15 @@ _PAGES: dict[str, Callable[[dict[str, Any], str], str]] = {
     "tilewise check": _check.check_page,
     "tilewise ladder": _ladder.ladder_page,
 }
-_SOURCE = re.compile(r'<meta name="tilewise-record" content="([^"]*)">')
+_IDENTITY = re.compile(r'<meta name="tilewise-record" content="([^"]*)">')
 
 
-def page(record: dict[str, Any], source: str = "") -> str:
+def page(record: dict[str, Any]) -> str:
     """The HTML page of a record. InvalidInput for one of a kind that has no page."""
     kind = record.get("kind")
     if kind not in _PAGES:
         raise InvalidInput("record", f"of kind {kind!r}", f"one of {', '.join(_PAGES)}", "name a record of such a kind")
-    return _PAGES[kind](views.current(record), source)
+    return _PAGES[kind](views.current(record))
 
 
 def inspect_page(told: dict[str, Any]) -> str:
@@ -53,16 +55,28 @@ def inspect_page(told: dict[str, Any]) -> str:
 
 
 def bench_page(record: Record) -> str:
-    """Of a record that was read from a file, or of this run, which has none yet and no digest."""
-    return page(record.values, record.name if record.digest else "")
+    return page(record.values)
 
 
 def rebuilt(text: str, results: Path) -> str | None:
-    """The page as its record has it now. None if it names no record, or one that is not in the folder `results`."""
-    match = _SOURCE.search(text)
+    """The page as its record looks now. None for what is no page, and where the folder `results` has no such record."""
+    match = _IDENTITY.search(text)
     if match is None:
         return None
-    path = results / unescape(match[1])
-    if path.parent != results or not path.is_file():
-        return None
-    return page(json.loads(path.read_text(encoding="utf-8")), path.name)
+    wanted = unescape(match[1])
+    date = wanted.rpartition(" ")[2]
+    for path in sorted(results.glob("*.json")):
+        told = path.read_text(encoding="utf-8")
+        record = _read(told) if date in told else {}
+        if record and identity(record) == wanted:
+            return page(record)
+    return None
+
+
+def _read(text: str) -> dict[str, Any]:
+    """Empty for what is no record."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(text)
+        if isinstance(found, dict):
+            return found
+    return {}

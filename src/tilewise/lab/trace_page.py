@@ -23,10 +23,10 @@ from .html import (
 from .views import kind_of
 
 
-def trace_page(told: dict[str, Any], source: str = "") -> str:
+def trace_page(told: dict[str, Any]) -> str:
     sites = sorted(told["sites"], key=lambda site: -_spent(site))
     sections = [*_call_sites(told, sites), *_fallbacks(sites), *_stacks(sites)]
-    return document(_head(told, sites), sections, told.get("provenance") or {}, source)
+    return document(_head(told, sites), sections, told)
 
 
 def _spent(site: dict[str, Any]) -> float:

@@ -25,9 +25,9 @@ from .inspect_page import speed_text
 _BARS = 16
 
 
-def tune_page(told: dict[str, Any], source: str = "") -> str:
+def tune_page(told: dict[str, Any]) -> str:
     sweeps = [Sweep(values, told.get("settings", {})) for values in told["sweeps"]]
-    return document(_head(told, sweeps), [_section(found) for found in sweeps], told.get("provenance") or {}, source)
+    return document(_head(told, sweeps), [_section(found) for found in sweeps], told)
 
 
 class Sweep:
