@@ -451,7 +451,11 @@ def test_a_bench_page_counts_and_marks() -> None:
     one = re.search(r'<i class="one" style="left:(.*?)%">', document)
     assert one is not None
     assert float(slower[1]) + float(slower[2]) == pytest.approx(float(one[1]), abs=0.02), "bars do not end at 1"
-    assert "54 of 54 rows have fewer than 5 rounds" in heading(pages.page(made_up("backward")))
+    few = made_up("backward")
+    for candidate in (candidate for row in few["rows"] for candidate in row["candidates"]):
+        candidate["backward"] = candidate["backward"][:1]
+        candidate.pop("speed", None)
+    assert "54 of 54 rows have fewer than 5 rounds" in heading(pages.page(few))
 
 
 def test_a_check_page_says_who_is_wrong() -> None:
