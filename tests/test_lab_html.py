@@ -486,6 +486,22 @@ def test_a_tune_page_follows_the_record() -> None:
     assert "this one wins." in read(pages.page(record)).text
 
 
+def test_a_ladder_page_claims_speed_only_where_it_was_measured() -> None:
+    record = recorded("2026-11-15T181037Z-ladder.json")
+    assert "369x from numba to sm90" in heading(pages.page(record))
+    for climb in record["climbs"]:
+        climb["comparison"]["device"] = "cpu"
+        climb["refused"] = {"sm90": ["no GPU -> buy one"]}
+    record["climbs"][0]["comparison"]["candidates"][0] |= {"verdict": WRONG, "because": ["too tall"]}
+    words = heading(pages.page(record))
+    assert "17 of 18 rungs verified" in words
+    assert "their times say nothing" in words
+    assert "369x" not in words
+    assert "wrong; too tall" in words
+    ids = [attributes["id"] for _, attributes in read(pages.page(record)).elements if "id" in attributes]
+    assert len(set(ids)) == len(ids)
+
+
 @pytest.mark.parametrize("complete", [True, False])
 @pytest.mark.parametrize("name", ["inspect", "bench", "tune", "check"])
 def test_a_report_says_that_it_was_interrupted(name: str, complete: bool) -> None:

@@ -203,23 +203,22 @@ def listing(items: Iterable[object], kind: str = "") -> Markup:
 
 
 def refusals(refused: dict[str, Sequence[str]], gpu_only: Sequence[str] = ()) -> list[Section]:
-    """Who does not take the problem, with every reason and its remedy; nothing where nobody refused.
+    """Who does not take the problem; nothing where nobody refused."""
+    return [section("Refused", refusal_table(refused, gpu_only))] if refused else []
 
-    Those of `gpu_only` share a line: on a CPU they have one reason.
-    """
-    if not refused:
-        return []
+
+def refusal_table(refused: dict[str, Sequence[str]], gpu_only: Sequence[str] = ()) -> Markup:
+    """Every reason and its remedy. Those of `gpu_only` share a line: on a CPU they have one reason."""
     rows: list[list[object]] = []
     for name, reasons in refused.items():
         if name in gpu_only:
             continue
         pairs = [reason.partition(" -> ")[::2] for reason in reasons]
-        rows.append(
-            [code(name), listing((why for why, _ in pairs), "plain"), listing((do for _, do in pairs), "plain")]
-        )
+        whys, remedies = ([pair[side] for pair in pairs] for side in (0, 1))
+        rows.append([code(name), listing(whys, "plain"), listing(remedies, "plain")])
     if gpu_only:
         rows.append([Markup(", ".join(map(code, gpu_only))), "made for GPUs", "run on a GPU"])
-    return [section("Refused", table(("candidate", "why", "what would change that"), rows, "Refused"))]
+    return table(("candidate", "why", "what would change that"), rows, "Refused")
 
 
 def environment(provenance: dict[str, Any]) -> Section:

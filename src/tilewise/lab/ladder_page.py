@@ -7,7 +7,20 @@ from typing import TYPE_CHECKING, Any
 from ..ladder import RUNGS
 from ..problem import Problem
 from . import charts, units, views
-from .html import Head, Markup, Section, compact_table, device_of, document, refusals, section, tagged, torch_of
+from .compare import VERIFIED
+from .html import (
+    Head,
+    Markup,
+    Section,
+    compact_table,
+    device_of,
+    document,
+    refusal_table,
+    section,
+    subheading,
+    tagged,
+    torch_of,
+)
 from .inspect_page import cautions, error_cells, kinds, speed_text
 from .views import Entry, view
 
@@ -16,25 +29,29 @@ if TYPE_CHECKING:
 
 
 def ladder_page(told: dict[str, Any]) -> str:
+    climbs = [(climb, view(climb["comparison"])) for climb in told["climbs"]]
+    sections = [part for climb, seen in climbs for part in _climb(climb, seen)]
+    return document(_head(told, [seen for _, seen in climbs]), sections, told)
+
+
+def _head(told: dict[str, Any], climbs: Sequence[views.View]) -> Head:
+    """How far the ladder reaches on a GPU. On a CPU rungs run in simulators, whose times say nothing; results do."""
     provenance = told.get("provenance") or {}
-    sections: list[Section] = []
-    warnings: list[str] = []
-    spans = []
-    for climb in told["climbs"]:
-        seen = view(climb["comparison"])
-        warnings += cautions(seen)
-        ranked = seen.ranked()
-        spans += [(ranked[-1], ranked[0])] if len(ranked) > 1 else []
-        sections += _climb(climb, seen)
-    claim: object = "No rung has a time"
-    if spans:
-        slow, fast = max(spans, key=lambda pair: pair[0].median / pair[1].median)
+    device = told["climbs"][0]["comparison"]["device"] if told["climbs"] else "cpu"
+    on_gpu = device.startswith("cuda")
+    asked = [entry for seen in climbs for entry in seen.entries]
+    right = [entry for entry in asked if entry.verdict == VERIFIED]
+    ranked = [seen.ranked() for seen in climbs if len(seen.ranked()) > 1]
+    claim: object = f"{len(right)} of {units.counted(len(asked), 'rung')} verified"
+    if on_gpu and ranked:
+        fast, *_, slow = max(ranked, key=lambda entries: entries[-1].median / entries[0].median)
         times = f"{slow.median / fast.median:.0f}x"
         claim = Markup(f'<span class="ours">{times}</span> from {_name(slow.name)} to {_name(fast.name)}')
-    device = told["climbs"][0]["comparison"]["device"] if told["climbs"] else "cpu"
-    facts = [device_of(provenance, device), torch_of(provenance), units.counted(len(told["climbs"]), "problem")]
-    head = Head("tilewise ladder", claim, [fact for fact in facts if fact], warnings=list(dict.fromkeys(warnings)))
-    return document(head, sections, told)
+    facts = [device_of(provenance, device), torch_of(provenance), units.counted(len(climbs), "problem")]
+    warnings = [] if on_gpu else ["Without a GPU rungs run in simulators: their times say nothing, their results do."]
+    warnings += dict.fromkeys(line for seen in climbs for line in cautions(seen))
+    failures = [f"{_name(e.name)}: {'; '.join([e.verdict, *e.because])}" for e in asked if e.failed]
+    return Head("tilewise ladder", claim, [fact for fact in facts if fact], warnings=warnings, failures=failures)
 
 
 def _name(candidate: str) -> str:
@@ -53,7 +70,7 @@ def _climb(climb: dict[str, Any], seen: views.View) -> list[Section]:
         parts.append(charts.bars(items, "Time of one call, rung by rung", keys=[*kinds(timed), charts.SPREAD]))
     parts.append(_table(climb, seen, entries))
     refused = climb.get("refused") or {}
-    parts += refusals(refused)
+    parts += [subheading("Refused"), refusal_table(refused)] if refused else []
     return [section(str(problem), *parts)]
 
 
