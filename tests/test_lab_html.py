@@ -79,7 +79,9 @@ def inspection() -> dict[str, Any]:
               "block": [384, 1, 1], "registers": 168, "smem_bytes": 200_000}  # fmt: skip
     launch["occupancy"] = kernels.as_dict(kernels.occupancy([132], [384], 168, 200_000, target))
     launch["build"] = {"spill_bytes": 0, "instructions": {"matrix products": 7, "branches": 3}}
-    part = {"launches": [launch, launch | {"name": "combine", "start_us": 111.0, "us": 9.0}], "ops": []}
+    gaps = {"launches": 2, "busy_us": 99.0, "idle_us": 21.0, "host_us": 130.0}
+    part = {"launches": [launch, launch | {"name": "combine", "start_us": 111.0, "us": 9.0, "step": "aten::sum"}],
+            "ops": [], "gaps": gaps}  # fmt: skip
     summed = {"launches": [launch | {"count": 40, "us": 4000.0}, launch | {"name": "softmax_warp"}], "ops": []}
     found.profiles = {
         "reference": {"forward": summed, "backward": {"launches": [], "ops": []}},
@@ -393,6 +395,8 @@ def test_steps_of_a_call_have_the_gaps_before_them() -> None:
         ("copy", 1, 5.0, 0.0), ("gemm", 2, 10.0, 10.0), ("softmax", 1, 5.0, 5.0),
     ]  # fmt: skip
     assert ">gap before<" in page("inspect")
+    assert "<td>sum</td>" in page("inspect")
+    assert "busy for 99.0 us and idle for 21.0 us in between; the host launched for 130 us" in page("inspect")
     assert "21.0 us</td>" in page("inspect")
 
 
@@ -489,6 +493,8 @@ def test_a_tune_page_follows_the_record() -> None:
 def test_a_ladder_page_claims_speed_only_where_it_was_measured() -> None:
     record = recorded("2026-11-15T181037Z-ladder.json")
     assert "369x from numba to sm90" in heading(pages.page(record))
+    assert "The three-kernel rung in its parts" in pages.page(record)
+    assert ">497 MiB</td>" in pages.page(record), "what math moves through DRAM, counted"
     for climb in record["climbs"]:
         climb["comparison"]["device"] = "cpu"
         climb["refused"] = {"sm90": ["no GPU -> buy one"]}

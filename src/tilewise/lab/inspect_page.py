@@ -311,8 +311,23 @@ def _lane(name: str, what: str, part: dict[str, Any], *, several: bool, on_gpu: 
         ", summed by kernel" if summed else ""
     )
     return charts.Lane(
-        name, views.kind_of(name), spans, _kernel_table(launches, summed), small, summed, is_open=name == OURS
+        name,
+        views.kind_of(name),
+        spans,
+        Markup(_gap_note(part) + _kernel_table(launches, summed)),
+        small,
+        summed,
+        is_open=name == OURS,
     )
+
+
+def _gap_note(part: dict[str, Any]) -> Markup:
+    """What the profiler saw of the whole call, where the record says it."""
+    gaps = part.get("gaps")
+    if not gaps or not gaps["launches"]:
+        return Markup("")
+    busy, idle, host = (units.duration(gaps[name] * 1e-6) for name in ("busy_us", "idle_us", "host_us"))
+    return note(f"The device was busy for {busy} and idle for {idle} in between; the host launched for {host}.")
 
 
 def in_steps(launches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -337,8 +352,8 @@ def _kernel_table(launches: Sequence[dict[str, Any]], summed: bool) -> Markup:
     lines = in_steps(launches)
     total = sum(line["us"] for line in lines) or 1.0
     columns = [
-        "kernel", ">launches", ">gap before", ">time", ">share", ">grid", ">block", ">registers", ">shared memory",
-        ">spilled", ">occupancy", "limited by", ">waves", "instructions",
+        "kernel", "operator", ">launches", ">gap before", ">time", ">share", ">grid", ">block", ">registers",
+        ">shared memory", ">spilled", ">occupancy", "limited by", ">waves", "instructions",
     ]  # fmt: skip
     rows = [_kernel_cells(line, total, summed) for line in lines]
     return compact_table(columns, rows, "Kernels")
@@ -348,8 +363,10 @@ def _kernel_cells(line: dict[str, Any], total: float, summed: bool) -> list[obje
     build, fits = line.get("build") or {}, line.get("occupancy")
     name = tagged(role_of(line["name"]), short_name(line["name"]))
     gap = "-" if summed or line["gap"] < _MIN_GAP else units.duration(line["gap"] * 1e-6)
+    step = str(line.get("step") or "").removeprefix("aten::") or "-"
     cells: list[object] = [
         name,
+        step,
         line["count"],
         gap,
         units.duration(line["us"] * 1e-6),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..ladder import RUNGS
 from ..problem import Problem
 from . import charts, units, views
-from .compare import VERIFIED
+from .compare import VERIFIED, median
 from .html import (
     Head,
     Markup,
@@ -15,9 +15,11 @@ from .html import (
     compact_table,
     device_of,
     document,
+    note,
     refusal_table,
     section,
     subheading,
+    table,
     tagged,
     torch_of,
 )
@@ -69,9 +71,36 @@ def _climb(climb: dict[str, Any], seen: views.View) -> list[Section]:
         items = [_bar(entry, clock) for entry in timed]
         parts.append(charts.bars(items, "Time of one call, rung by rung", keys=[*kinds(timed), charts.SPREAD]))
     parts.append(_table(climb, seen, entries))
+    parts += _three_kernel(climb, problem)
     refused = climb.get("refused") or {}
     parts += [subheading("Refused"), refusal_table(refused)] if refused else []
     return [section(str(problem), *parts)]
+
+
+def _three_kernel(climb: dict[str, Any], problem: Problem) -> list[object]:
+    """The rung of three kernels taken apart."""
+    taken = climb.get("parts") or {}
+    if not taken:
+        return []
+    if "error" in taken:
+        return [note(f"The three-kernel rung was not taken apart: {taken['error']}")]
+    heads = problem.batch * problem.heads_q
+    rows = [
+        [name, units.duration(seconds), units.duration(seconds / heads)]
+        for name, seconds in ((name, median(samples)) for name, samples in taken["seconds"].items())
+    ]
+    about = f"Kernels by graph replay, in the configuration {taken['config']}."
+    columns = ("part", ">time", ">per head")
+    return [subheading("The three-kernel rung in its parts"), table(columns, rows, "Three-kernel rung"), note(about)]
+
+
+def _moved(climb: dict[str, Any], name: str, place: str) -> str:
+    """Bytes that a rung moves: counted, or else by its formula."""
+    rung = "math" if name == "torch-math" else _name(name)
+    counted = (climb.get("counted") or {}).get(rung) or {}
+    formula = (climb.get("traffic") or {}).get(rung) or {}
+    size = counted.get(place) if place in counted else formula.get(place)
+    return units.size(size) if size is not None else "-"
 
 
 def _bar(entry: Entry, clock: units.Clock) -> charts.Bar:
@@ -87,9 +116,10 @@ def _table(climb: dict[str, Any], seen: views.View, entries: Sequence[Entry]) ->
     lessons = {views.current(rung.candidate): rung.lesson for rung in RUNGS}
     rows = [
         [tagged(entry.kind, _name(entry.name)), entry.verdict, units.duration(entry.median)
-         if entry.seconds else "-", units.size(entry.memory), *error_cells(entry, seen, "out"),
+         if entry.seconds else "-", _moved(climb, entry.name, "dram"), units.size(entry.memory),
+         *error_cells(entry, seen, "out"),
          lessons.get(entry.name, "-")]
         for entry in entries
     ]  # fmt: skip
-    columns = ["rung", "verdict", ">time", ">extra memory", ">error", ">of budget", "lesson"]
+    columns = ["rung", "verdict", ">time", ">through DRAM", ">extra memory", ">error", ">of budget", "lesson"]
     return compact_table(columns, rows, "Rungs")
