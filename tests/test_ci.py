@@ -77,3 +77,11 @@ def test_every_job_of_the_makefile_reports():
     assert "executed.py" in script
     for name in ("check", "test", "kernel-gates", "thunder", "libraries"):
         assert name in script
+
+
+def test_the_browser_is_installed_before_the_tests():
+    """A page that no browser has opened is not tested: no test of one is excused from running in some job."""
+    script = (ROOT / ".ci" / "run").read_text()
+    assert script.index(".ci/chromium") < script.index("make test")
+    assert "chromium-headless-shell" in (ROOT / ".ci" / "chromium").read_text()
+    assert "EXCUSED" not in runpy.run_path(str(ROOT / ".ci" / "executed.py"))

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import InvalidInput, TilewiseError
-from . import environment, html, report, trace_text
+from . import environment, html, pages, report, trace_text
 from .compare import Settings
 from .options import FAILED, Html, Json, Seed, TimeLimit, exit_codes
 from .processes import SOURCE, module_command
@@ -50,7 +50,7 @@ def trace(
         else:
             print("\n".join(trace_text.lines(told)))
         if page is not None:
-            html.write(page, trace_text.trace_page(told))
+            html.write(page, pages.page(told))
             print(f"wrote {page}", file=sys.stderr)
         if code:
             print(f"tilewise: the program ended with exit code {code}", file=sys.stderr)

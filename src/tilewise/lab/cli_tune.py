@@ -10,7 +10,7 @@ import typer
 
 from ..plan import AUTO
 from . import bench as benches
-from . import environment, report, tune_page
+from . import environment, pages, report
 from . import html as html_parts
 from . import ladder as rungs
 from . import tune as tuning
@@ -86,7 +86,7 @@ def tune(
         if json is not None:
             json.write_text(report.to_json(done) + "\n", encoding="utf-8")
         if html is not None:
-            html_parts.write(html, tune_page.page_of(sweeps, settings, done["provenance"]))
+            html_parts.write(html, pages.page(done))
         if save:
             print(f"saved {benches.save(done, results)}", file=sys.stderr)
         if not all(found.complete for found in sweeps):

@@ -148,7 +148,7 @@ class Sweep:
             "shipped": self.shipped,
             "complete": self.complete,
             "written": str(self.written) if self.written else None,
-            "trials": [_trial_dict(trial) for trial in self.trials],
+            "trials": [_trial_dict(trial) | {"launches": resources(self, trial)} for trial in self.trials],
         }
 
 
@@ -596,6 +596,11 @@ def _trial_dict(trial: Trial) -> dict[str, Any]:
     }
 
 
+def _concluded(found: Sweep, settings: Settings) -> dict[str, Any]:
+    winner = found.winner(settings.gain)
+    return {"winner": winner.label if winner else None, "conclusion": conclusion(found, settings)}
+
+
 def record(sweeps: list[Sweep], settings: Settings, command: list[str]) -> dict[str, Any]:
     """All that was measured, with where it comes from."""
     return {
@@ -604,5 +609,5 @@ def record(sweeps: list[Sweep], settings: Settings, command: list[str]) -> dict[
         "complete": all(found.complete for found in sweeps),
         "provenance": environment.provenance(settings.seed, command),
         "settings": dataclasses.asdict(settings),
-        "sweeps": [found.to_dict() for found in sweeps],
+        "sweeps": [found.to_dict() | _concluded(found, settings) for found in sweeps],
     }
