@@ -18,7 +18,7 @@ endif
 # With REPORTS=folder every job leaves a JUnit report there.
 REPORT = $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 
-.PHONY: run test kernel-gates thunder libraries nightly instrument-check check format golden docs gpu-check environments clean
+.PHONY: run test kernel-gates thunder libraries nightly instrument-check check format golden docs screenshots gpu-check environments clean
 
 run: $(SETUP)
 	$(PYTHON) -m tilewise inspect --shape 2,8,512,64 --dtype float32 --html report.html
@@ -61,6 +61,10 @@ golden: $(SETUP)
 
 docs: $(SETUP)
 	$(PYTHON) -m tilewise docs
+
+# The reports as a browser shows them, for docs/microscope.md. Needs a Chromium (.ci/chromium installs one).
+screenshots: $(SETUP)
+	$(PYTHON) tests/screenshots.py
 
 gpu-check: $(SETUP)
 	$(PYTHON) -m pytest tests/gpu

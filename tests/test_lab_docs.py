@@ -258,7 +258,8 @@ def test_a_record_can_be_shown_again(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "device: NVIDIA H200" in result.stdout
     assert "step" in result.stdout
-    assert "On NVIDIA H200, tilewise is 2.00 times as fast" in page.read_text()
+    assert "2.00x faster</span> than PyTorch's best path" in page.read_text()
+    assert f'content="tilewise bench {made_up()["provenance"]["date"]}"' in page.read_text()
     for bad in ("{", '{"kind": "other"}'):
         path.write_text(bad)
         assert CliRunner().invoke(app, ["bench", "--record", str(path)]).exit_code == 2

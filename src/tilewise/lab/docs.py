@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..errors import InvalidInput
 from . import bench, plots, records, report, statistics, words
 from .compare import REFUSED, summary
+from .pages import rebuilt
 from .suites import SUITES
 
 if TYPE_CHECKING:
@@ -66,6 +67,17 @@ def pages(root: Path) -> list[Page]:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         if _BLOCK.search(text):
             found.append(Page(path, text, rewrite(text, kept, root, path)))
+    return [*found, *reports(root)]
+
+
+def reports(root: Path) -> list[Page]:
+    """The HTML pages of docs/ that name the record they were made from, as that record looks now."""
+    found = []
+    for path in sorted((root / "docs").rglob("*.html")):
+        text = path.read_text(encoding="utf-8")
+        made = rebuilt(text, root / bench.RESULTS)
+        if made is not None:
+            found.append(Page(path, text, made))
     return found
 
 

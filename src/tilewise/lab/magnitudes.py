@@ -166,7 +166,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     axes[0][0].legend(fontsize=8)
     figure.suptitle("Error against float64 by the magnitude of the inputs", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="svg", metadata={"Date": None})
+    plots.save(figure, path)
     pyplot.close(figure)
 
 

@@ -1,4 +1,4 @@
-"""What a trace says, as text and as a page; and the time that its sites lose against the best candidate."""
+"""What a trace says, as text; and the time that its sites lose against the best candidate."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 from ..plan import BACKENDS, plan
 from ..problem import Problem
 from ..target import Target
-from . import charts, report
+from . import report
 from .candidates import OURS, TORCH_DEFAULT
 from .compare import Comparison, Outcome, Row, Settings, compare, median, steps
-from .html import Section, card, cards, listing, page, section, table
 from .inspect import candidates
 from .pool import Pool
 from .rivals import RIVALS
@@ -127,33 +126,3 @@ def cells(site: dict[str, Any], total: float) -> list[str]:
 
 def _place(site: dict[str, Any]) -> str:
     return site["stack"][0] if site["stack"] else "an unknown place"
-
-
-def trace_page(told: dict[str, Any]) -> str:
-    """The report of `tilewise trace`."""
-    sites = told["sites"]
-    items = [_bar(site) for site in sites]
-    rows = [cells(site, told["seconds"]) for site in sites]
-    parts: list[Section] = [
-        section(
-            "Call sites",
-            *([charts.bars(items, "Milliseconds at each site, all calls together")] if items else []),
-            table(COLUMNS, rows, "Call sites", [site["math_fallback"] for site in sites]),
-        ),
-    ]
-    fallen = [site for site in sites if site["math_fallback"]]
-    if fallen:
-        made = (
-            card(site["text"], [("site", listing(site["stack"])), ("why", listing(site["reasons"]))]) for site in fallen
-        )
-        parts.append(section("Silent math fallbacks", cards(made)))
-    stacks = (card(site["text"], [("ran", site["backend"]), ("stack", listing(site["stack"]))]) for site in sites)
-    parts.append(section("Where they are called from", cards(stacks)))
-    title = f"Attention in {told.get('program', 'a program')}"
-    return page(title, sentence(told), parts, told.get("provenance"))
-
-
-def _bar(site: dict[str, Any]) -> charts.Bar:
-    milliseconds = (site["forward"] + site["backward"]) * 1e3
-    text = f"{report.significant(milliseconds)} ms, {site['backend']}"
-    return charts.Bar(_place(site), milliseconds, text, 1 if site["math_fallback"] else 0)
