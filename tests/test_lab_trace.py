@@ -223,6 +223,7 @@ def test_a_program_is_traced_from_end_to_end(program: Path, tmp_path: Path, capf
     assert "train.py:7 in <module>" in site["stack"][0]
     assert site["best"] in ("tilewise", "torch-default", "torch-flash", "torch-math")
     assert site["lost"] >= 0
+    assert told["seconds"] >= site["forward"] + site["backward"] > 0
     assert "train.py" in page.read_text()
     assert told["provenance"]["command"]
 

@@ -6,6 +6,7 @@ of its own for each rank, where torchrun starts several.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -20,12 +21,13 @@ def main(arguments: list[str]) -> None:
     folder, *program = arguments
     rank = int(os.environ.get("RANK", "0"))
     result = Path(folder) / f"trace-{rank:05}.json"
-    with trace() as seen:
+    with contextlib.ExitStack() as watching:
+        seen = watching.enter_context(trace())
         try:
             _take_interrupts()
             run(program)
         finally:
-            seen._settle()
+            watching.close()  # only then the time of the whole is known
             result.write_text(json.dumps(seen.to_dict() | {"rank": rank}), encoding="utf-8")
 
 
