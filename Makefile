@@ -15,7 +15,7 @@ endif
 # With REPORTS=folder every job leaves a JUnit report there.
 REPORT = $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 
-.PHONY: run test kernel-gates thunder libraries nightly check format golden docs gpu-check environments clean
+.PHONY: run test kernel-gates thunder libraries nightly instrument-check check format golden docs screenshots gpu-check environments clean
 
 run: $(SETUP)
 	$(PYTHON) -m tilewise inspect --shape 2,8,512,64 --dtype float32 --html report.html
@@ -38,6 +38,10 @@ libraries: .venv-libraries/.installed
 nightly: $(SETUP)
 	$(PYTHON) tests/hostile/nightly.py
 
+# Two identical candidates, 200 times, on a machine that is kept busy: at most 4 may be told apart. Takes some minutes.
+instrument-check: $(SETUP)
+	$(PYTHON) -m tilewise.lab.instrument --save
+
 check: $(SETUP)
 	$(PYTHON) -m ruff check src tests examples .ci
 	$(PYTHON) -m ruff format --check src tests examples .ci
@@ -54,6 +58,10 @@ golden: $(SETUP)
 
 docs: $(SETUP)
 	$(PYTHON) -m tilewise docs
+
+# The reports as a browser shows them, for docs/microscope.md. Needs a Chromium (.ci/chromium installs one).
+screenshots: $(SETUP)
+	$(PYTHON) tests/screenshots.py
 
 gpu-check: $(SETUP)
 	$(PYTHON) -m pytest tests/gpu

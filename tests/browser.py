@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import tempfile
 from typing import Any
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+_PATIENCE = 120  # seconds without a word: a browser that hangs
 
 
 def find() -> str | None:
@@ -80,6 +84,8 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._pending:
+            ready, _, _ = select.select([self._in], [], [], _PATIENCE)
+            assert ready, f"the browser said nothing for {_PATIENCE} s"
             data = os.read(self._in.fileno(), 1 << 16)
             assert data, "the browser closed the pipe"
             self._pending += data
@@ -100,14 +106,43 @@ class Browser:
         elif event == "Page.loadEventFired":
             self._loaded = True
 
+    def resize(self, width: int, height: int = 900, scale: float = 1.0) -> None:
+        """A window of this size; one as narrow as a phone's is one."""
+        self.ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=width < 500,
+        )
+
+    def media(self, scheme: str = "light", kind: str = "screen") -> None:
+        """Light or dark, screen or print."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.ask("Emulation.setEmulatedMedia", media=kind, features=features)
+
+    def screenshot(self, height: int | None = None) -> bytes:
+        """A PNG of the page from its top, as tall as it is or as `height`."""
+        width = self.js("innerWidth")
+        tall = height or self.js("document.documentElement.scrollHeight")
+        clip = {"x": 0, "y": 0, "width": width, "height": tall, "scale": 1}
+        told = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        return base64.b64decode(told["data"])
+
     def load(self, url: str) -> None:
         self._loaded = False
         self.ask("Page.navigate", url=url)
         while not self._loaded:
             self._next()
 
+    def forget(self) -> None:
+        """Errors and requests from here on."""
+        self.errors.clear()
+        self.requests.clear()
+
     def js(self, expression: str) -> Any:
-        told = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
+        """The value of an expression; of a promise, what it comes to."""
+        told = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in told, told
         return told["result"].get("value")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -83,3 +84,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[test] = seen.get(test, -1) + 1
             if seen[test] % EMULATED_EVERY:
                 item.add_marker("kernel_gate")
+
+
+@pytest.fixture(autouse=True)
+def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the machine does beside the tests decides no test: comparisons are made as if nothing else ran."""
+    if noise := sys.modules.get("tilewise.lab.noise"):
+        monkeypatch.setattr(noise, "load", lambda: 0.0)

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from support import make_problem
 from tilewise import Problem, masks
 from tilewise.errors import InvalidInput
-from tilewise.lab import ahead, bench, candidates, clocks, drawn, rivals, suites, worker
+from tilewise.lab import ahead, bench, candidates, clocks, drawn, records, rivals, suites, worker
 from tilewise.lab.candidates import Candidate
 from tilewise.lab.cli import app
 from tilewise.lab.compare import TIMES, VERIFIED, Comparison, Outcome, Row, Settings, compare, compare_all
@@ -45,6 +45,10 @@ def comparison(name: str, ours: float, peer: float, verdict: str = VERIFIED) -> 
             Outcome("torch-default", VERIFIED, errors=errors, forward=[[peer]]),
         ],
     )
+
+
+def show(done: list[Comparison]) -> None:
+    bench.show(done, records.Record("this run", "", bench.record("cpu", done, Settings(), ["test"])))
 
 
 @pytest.mark.parametrize("name", suites.SUITES)
@@ -90,7 +94,7 @@ def test_the_grouped_suite_times_every_direction_of_what_models_have() -> None:
     for row in rows:
         assert row.problem.dtype == torch.bfloat16
         assert row.problem.needs_grad == (row.timed != ("forward",))
-        assert {"sdpa:cudnn", "sdpa:flash"} < set(row.candidates)
+        assert {"torch-cudnn", "torch-flash"} < set(row.candidates)
         by_problem.setdefault(row.problem.with_(needs_grad=False), []).extend(row.timed)
     assert all(timed == ["forward", "backward", "step"] for timed in by_problem.values())
     shapes = {
@@ -170,10 +174,10 @@ def test_drawn_rows_time_both_directions_in_both_ways() -> None:
 
 def ratios_of(row: Row, ours: float, peer: float, rival: float = 0.0) -> Comparison:
     """A comparison as if the row had been measured."""
-    outcomes = [Outcome("tilewise", VERIFIED), Outcome("sdpa:cudnn", VERIFIED)]
+    outcomes = [Outcome("tilewise", VERIFIED), Outcome("torch-cudnn", VERIFIED)]
     outcomes += [Outcome("fa4", VERIFIED)] if rival else []
     for outcome, seconds in zip(outcomes, (ours, peer, rival), strict=False):
-        setattr(outcome, row.timed[0], [[seconds]])
+        setattr(outcome, row.timed[0], [[seconds]] * 7)
     return Comparison(replace(row, candidates=tuple(o.candidate for o in outcomes)), outcomes)
 
 
@@ -184,8 +188,8 @@ def test_drawn_says_how_many_rows_are_behind(capsys: pytest.CaptureFixture[str])
     done = [ratios_of(row, 1.0, peers[row.timed[0]]) for row in rows]
     done += [ratios_of(row, 1.0, 9.0) for row in windows]
     worst, slow = [c for c in done if c.row.timed == ("backward",) and c.row.timing == "graph"][:2]
-    worst.outcomes[1].backward, slow.outcomes[1].backward = [[0.8]], [[0.9]]
-    bench.show(done, "a machine")
+    worst.outcomes[1].backward, slow.outcomes[1].backward = [[0.8]] * 7, [[0.9]] * 7
+    show(done)
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines() if ": geomean" in line)
     assert set(lines) == {
         f"{what} {how}{kind}" for what in peers for how in ("graph", "eager") for kind in ("", ", window")
@@ -200,9 +204,9 @@ def test_drawn_says_how_many_rows_are_behind(capsys: pytest.CaptureFixture[str])
 def test_beside_the_score_stands_that_against_the_fastest_of_all(capsys: pytest.CaptureFixture[str]) -> None:
     rows = suites.SUITES["grouped"][:3]
     done = [ratios_of(row, 2.0, 3.0, rival) for row, rival in zip(rows, (1.0, 4.0, 4.0), strict=True)]
-    bench.show(done, "a machine")
+    show(done)
     lines = capsys.readouterr().out.splitlines()
-    assert "ahead of FlashAttention-4 on 2 of 3 rows" in lines
+    assert "2 of 3 rows ahead of, 1 behind, 0 not told apart from FlashAttention-4" in lines
     assert lines[-1].startswith("geomean 1.500, worst 1.500")
     found = bench.scores(done)
     assert [found[kind].worst for kind in ("forward", "backward", "step")] == pytest.approx([1.5, 1.5, 1.5])
@@ -211,7 +215,7 @@ def test_beside_the_score_stands_that_against_the_fastest_of_all(capsys: pytest.
     assert found["against the fastest of all"].row == rows[0].name
     assert found["against FlashAttention-4"].worst == pytest.approx(0.5)
     told = done[0].to_dict()
-    assert (told["best_peer"], told["best_rival"]) == ("sdpa:cudnn", "fa4")
+    assert (told["best_peer"], told["best_rival"]) == ("torch-cudnn", "fa4")
     assert not any("fastest" in kind for kind in bench.scores([ratios_of(row, 2.0, 3.0) for row in rows]))
 
 
@@ -335,22 +339,22 @@ def test_other_problems_are_not_verified_together() -> None:
 
 @pytest.mark.parametrize("together", [False, True])
 def test_who_fails_in_one_row_starts_afresh_for_the_next(together: bool) -> None:
-    pool, rows = ScriptedPool({("sdpa:flash", "time", "graph"): "raised RuntimeError"}), drawn_rows()
+    pool, rows = ScriptedPool({("torch-flash", "time", "graph"): "raised RuntimeError"}), drawn_rows()
     done = list(compare_all(rows, pool, Settings(rounds=2, together=together)))  # type: ignore[arg-type]
-    assert [c["sdpa:flash"].verdict for c in done] == ["raised RuntimeError", VERIFIED] * 2
-    assert [c["sdpa:cudnn"].verdict for c in done] == [VERIFIED] * 4
-    prepared = [extra for who, do, extra in pool.asked if (who, do) == ("sdpa:flash", "prepare")]
+    assert [c["torch-flash"].verdict for c in done] == ["raised RuntimeError", VERIFIED] * 2
+    assert [c["torch-cudnn"].verdict for c in done] == [VERIFIED] * 4
+    prepared = [extra for who, do, extra in pool.asked if (who, do) == ("torch-flash", "prepare")]
     assert prepared == [False, False, True, True]
-    assert [len(c["sdpa:flash"].costs) for c in done] == [0, 2, 0, 2]
+    assert [len(c["torch-flash"].costs) for c in done] == [0, 2, 0, 2]
 
 
 def test_who_fails_beside_others_is_asked_again_alone() -> None:
-    pool, rows = ScriptedPool({("sdpa:cudnn", "memory", ""): "died: SIGKILL"}), drawn_rows()[:1]
+    pool, rows = ScriptedPool({("torch-cudnn", "memory", ""): "died: SIGKILL"}), drawn_rows()[:1]
     (done,) = compare_all(rows, pool, Settings(rounds=1, together=True))  # type: ignore[arg-type]
-    assert done["sdpa:cudnn"].verdict == "died: SIGKILL"
-    assert sum((who, do) == ("sdpa:cudnn", "prepare") for who, do, _ in pool.asked) == 2
-    assert sum((who, do) == ("sdpa:flash", "prepare") for who, do, _ in pool.asked) == 1
-    assert not any((who, do) == ("sdpa:cudnn", "time") for who, do, _ in pool.asked)
+    assert done["torch-cudnn"].verdict == "died: SIGKILL"
+    assert sum((who, do) == ("torch-cudnn", "prepare") for who, do, _ in pool.asked) == 2
+    assert sum((who, do) == ("torch-flash", "prepare") for who, do, _ in pool.asked) == 1
+    assert not any((who, do) == ("torch-cudnn", "time") for who, do, _ in pool.asked)
 
 
 def test_truth_is_computed_while_candidates_get_ready() -> None:
@@ -456,9 +460,9 @@ def test_the_cpu_suite_has_a_row_of_each_kind() -> None:
 
 
 def test_rows_are_chosen_by_a_part_of_their_name() -> None:
-    rows = suites.suite("cpu", ("causal",), ("sdpa:flash",))
+    rows = suites.suite("cpu", ("causal",), ("torch-flash",))
     assert 0 < len(rows) < len(suites.SUITES["cpu"])
-    assert all("causal" in row.name and row.candidates[-1] == "sdpa:flash" for row in rows)
+    assert all("causal" in row.name and row.candidates[-1] == "torch-flash" for row in rows)
     both = suites.suite("cpu", ("1024+causal", "window"))
     assert [row.name for row in both] == [
         row.name
@@ -515,7 +519,7 @@ def test_the_deterministic_variant_is_held_to_the_default(capsys: pytest.Capture
     done = Comparison(
         row, [Outcome("tilewise", VERIFIED, step=[[1.0]]), Outcome("tilewise:deterministic", VERIFIED, step=[[1.25]])]
     )
-    bench.show([done], "cpu")
+    show([done])
     assert "deterministic against default: geomean 0.800, worst 0.800 (row)" in capsys.readouterr().out
 
 
@@ -573,7 +577,7 @@ def test_the_score_is_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     dead = comparison("dead", 1.0, 1.0, "died: SIGILL")
     dead.outcomes[0].because = ["try an older instruction set"]
     dead.complete = False
-    bench.show([comparison("row", 1.0, 1.5), dead], "a machine")
+    show([comparison("row", 1.0, 1.5), dead])
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "geomean 1.500, worst 1.500 (row)"
     assert "interrupted: only what was measured is here" in lines
@@ -581,6 +585,7 @@ def test_the_score_is_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-2].endswith(": 1")
     assert "dead: tilewise: died: SIGILL; try an older instruction set" in lines
     assert len([line for line in lines if line.startswith("row ")]) == 3
+    assert sum("1.0e-07 ok" in line for line in lines) == 3, "every error says whether it is in its budget"
 
 
 def test_an_interrupt_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -625,7 +630,7 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     (row,) = record["rows"]
     assert Problem.from_dict(row["problem"]) == suites.SUITES["cpu"][0].problem
     assert row["compared"] == "every element"
-    assert row["best_peer"] in ("torch-default", "sdpa:math")
+    assert row["best_peer"] in ("torch-default", "torch-math")
     assert [len(order) for order in row["orders"]] == [3, 3]
     for candidate in row["candidates"]:
         assert candidate["verdict"] == VERIFIED

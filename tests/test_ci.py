@@ -77,3 +77,16 @@ def test_every_job_of_the_makefile_reports():
     assert "executed.py" in script
     for name in ("check", "test", "kernel-gates", "thunder", "libraries"):
         assert name in script
+
+
+def test_the_browser_is_installed_before_the_tests():
+    """A page that no browser has opened is not tested: none is excused but where no browser could be installed."""
+    script = (ROOT / ".ci" / "run").read_text()
+    assert script.index(".ci/chromium") < script.index("make test")
+    assert "chromium-headless-shell" in (ROOT / ".ci" / "chromium").read_text()
+    counted = runpy.run_path(str(ROOT / ".ci" / "executed.py"))["counted"]
+    found = ["tests.test_lab_html.test_a_page: skipped in every job that has it: no Chromium here", "another"]
+    assert counted(found, "") == found
+    assert counted(found, "no Chromium here") == ["another"]
+    assert 'CI_LACKS="no Chromium here"' in script
+    assert "no Chromium here" in (ROOT / "tests" / "test_lab_html.py").read_text()

@@ -21,7 +21,7 @@ from tilewise import masks
 from tilewise.backends import reference
 from tilewise.errors import InvalidInput
 from tilewise.jit import Unit
-from tilewise.lab import accuracy, builds, cli, environment, report, timing, worker
+from tilewise.lab import accuracy, builds, candidates, cli, environment, report, timing, worker
 from tilewise.lab.candidates import Candidate, make_inputs
 from tilewise.lab.cli import app
 from tilewise.lab.compare import (
@@ -190,6 +190,7 @@ def test_env_tells_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> N
     assert told["versions"]["tilewise"] == tilewise.__version__
     assert told["variables"]["TILEWISE_EXAMPLE"] == "yes"
     assert "flash_attention" in told["scaled_dot_product_attention"]["priority"]
+    assert told["scaled_dot_product_attention"]["effective order"][-1] == "torch-math"
     assert len(told["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert set(told["kernel cache"]) >= {"location"}
     text = run("env").stdout
@@ -255,7 +256,7 @@ def test_a_worker_measures_on_a_gpu(method: str, tmp_path: Path, request: pytest
     mind = worker.Worker()
     request.addfinalizer(mind.forget)
     mind.truth(**what, path=str(tmp_path / "truth.pt"))
-    for name in ("tilewise", "torch-default", "sdpa:flash", "tiled"):
+    for name in ("tilewise", "torch-default", "torch-flash", "tiled"):
         mind.prepare(name, **what)
         assert mind.verify(str(tmp_path / "truth.pt"))["wrong"] == []
         assert mind.memory() >= problem.seq_q * problem.heads_q * problem.head_dim_v * 2
@@ -269,14 +270,14 @@ def test_pytorchs_refusal_is_a_refusal(request: pytest.FixtureRequest) -> None:
     mind = worker.Worker()
     request.addfinalizer(mind.forget)
     problem = make_problem((1, 2, 16, 8), dropout=0.5)  # PyTorch's flash has no dropout on a CPU
-    asked = {"do": "prepare", "candidate": "sdpa:flash", "problem": problem.to_dict(), "seed": 0, "device": "cpu"}
+    asked = {"do": "prepare", "candidate": "torch-flash", "problem": problem.to_dict(), "seed": 0, "device": "cpu"}
     assert worker._reply(mind, dict(asked))["error"] == {
         "type": "UnsupportedProblem",
         "text": "Both fused kernels do not support non-zero dropout.",
         "fatal": False,
     }
-    assert worker._reply(mind, asked | {"candidate": "sdpa:cudnn"})["error"]["type"] == "UnsupportedProblem"
-    outcome = Outcome("sdpa:flash")
+    assert worker._reply(mind, asked | {"candidate": "torch-cudnn"})["error"]["type"] == "UnsupportedProblem"
+    outcome = Outcome("torch-flash")
     outcome.fail(Failure("raised UnsupportedProblem", hint="dropout", refused=True))
     assert (outcome.verdict, outcome.because, outcome.failed) == (REFUSED, ["dropout"], False)
 
@@ -327,8 +328,29 @@ def test_a_candidate_that_means_nothing_is_refused(name: str) -> None:
 
 
 def test_peers_are_pytorchs_own_paths() -> None:
-    names = ("tilewise", "torch-default", "sdpa:math", "tiled", "reference", "torch-flash", "python:m:f")
-    assert [name for name in names if Candidate(name).is_peer] == ["torch-default", "sdpa:math", "torch-flash"]
+    names = ("tilewise", "torch-default", "torch-math", "tiled", "reference", "tilewise:torch-flash", "python:m:f")
+    assert [name for name in names if Candidate(name).is_peer] == ["torch-default", "torch-math"]
+    assert [name for name in names if Candidate(name).is_ours] == [
+        "tilewise", "tiled", "reference", "tilewise:torch-flash",
+    ]  # fmt: skip
+
+
+def test_one_name_means_one_thing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch-flash is PyTorch's function held to flash; the planner's route to it has our name in front."""
+    problem = make_problem((1, 2, 16, 8))
+    inputs = make_inputs(problem, 0, "cpu")
+    asked: list[str] = []
+    monkeypatch.setattr(candidates, "attention", lambda *_, backend, **__: asked.append(backend))
+    monkeypatch.setattr(
+        candidates.F, "scaled_dot_product_attention", lambda *_, **__: asked.append("F.scaled_dot_product_attention")
+    )
+    for name in ("torch-flash", "tilewise:torch-flash", "tilewise", "sdpa:flash"):
+        Candidate(name).forward(problem, inputs)()
+    function = "F.scaled_dot_product_attention"
+    assert asked == [function, "torch-flash", "auto", function]
+    assert Candidate("sdpa:flash").name == "torch-flash", "as records and scripts of earlier releases call it"
+    told = {"candidate": "sdpa:flash", "says": {"sdpa:math": ["sdpa:flash beside"]}}
+    assert candidates.current_names(told) == {"candidate": "torch-flash", "says": {"torch-math": ["sdpa:flash beside"]}}
 
 
 def test_pytorchs_function_refuses_what_it_cannot_say() -> None:
@@ -337,7 +359,7 @@ def test_pytorchs_function_refuses_what_it_cannot_say() -> None:
     assert [reason.what.split()[0] for reason in reasons] == ["softcap", "an"]
     assert Candidate("tilewise").why_not(problem) == []
     long = make_problem((1, 1, 2**18, 8), mask=tilewise.Window(5, 0))
-    assert "64.0 GiB" in Candidate("sdpa:flash").why_not(long)[0].what
+    assert "64.0 GiB" in Candidate("torch-flash").why_not(long)[0].what
 
 
 @pytest.mark.parametrize(
@@ -475,6 +497,7 @@ class FakePool:
 
     def __init__(self, seconds: dict[str, float], failing: dict[tuple[str, str], str] | None = None) -> None:
         self.seconds, self.failing = seconds, failing or {}
+        self.runs: dict[str, str] = {}
         self.asked: list[tuple[str, str]] = []
 
     def start(self, *names: str) -> None: ...
@@ -490,12 +513,13 @@ class FakePool:
             "truth": {"compared": "every element", "budgets": {"out": {"norm": 1e-6, "worst_row": 1e-6}}},
             "verify": {"errors": errors, "wrong": ["out is off"] if name == "tiled" else []},
             "memory": 1 << 20,
+            "runs": self.runs.get(name, ""),
             "time": [second, second * 1.1, second * 1.2],
             "overhead": [1e-6],
         }[do]
 
 
-NAMES = ("tilewise", "torch-default", "sdpa:math", "sdpa:flash", "reference")
+NAMES = ("tilewise", "torch-default", "torch-math", "torch-flash", "reference")
 
 
 def fake_comparison(pool: FakePool, names: tuple[str, ...] = NAMES, rounds: int = 6, **fields: Any) -> Any:
@@ -517,13 +541,13 @@ def test_rounds_are_interleaved_in_random_order() -> None:
 
 
 def test_the_best_peer_is_the_fastest_right_path_of_pytorch() -> None:
-    pool = FakePool({"tilewise": 1.0, "torch-default": 3.0, "sdpa:math": 2.0, "sdpa:flash": 0.5, "reference": 0.1})
-    pool.failing = {("sdpa:flash", "verify"): "died: SIGILL"}
+    pool = FakePool({"tilewise": 1.0, "torch-default": 3.0, "torch-math": 2.0, "torch-flash": 0.5, "reference": 0.1})
+    pool.failing = {("torch-flash", "verify"): "died: SIGILL"}
     comparison = fake_comparison(pool)
-    assert comparison.best_peer().candidate == "sdpa:math"
+    assert comparison.best_peer().candidate == "torch-math"
     assert comparison.speed(comparison["tilewise"]) == pytest.approx(2.0)
-    assert comparison["sdpa:flash"].failed
-    assert comparison["sdpa:flash"].forward == []
+    assert comparison["torch-flash"].failed
+    assert comparison["torch-flash"].forward == []
 
 
 def test_wrong_refused_and_dying_candidates_do_not_stop_the_rest() -> None:
@@ -550,7 +574,7 @@ def test_what_cannot_be_verified_is_timed_and_said() -> None:
 
 def test_slow_candidates_get_fewer_rounds() -> None:
     comparison = fake_comparison(FakePool({"reference": 100.0}))
-    assert len(comparison["reference"].forward) == 3
+    assert len(comparison["reference"].forward) == 5
     assert len(comparison["tilewise"].forward) == 6
 
 

@@ -20,7 +20,9 @@ ROOT = Path(__file__).parent.parent
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
-def made_up(name: str = "forward", date: str = "2026-01-02T03:04:05+00:00", gpu: str = "NVIDIA H200") -> dict[str, Any]:
+def made_up(
+    name: str = "forward", date: str = "2026-01-02T03:04:05+00:00", gpu: str = "NVIDIA H200", rounds: int = 7
+) -> dict[str, Any]:
     """A record of a suite as if it had run: ours twice as fast as PyTorch's, flash refusing, quadratic in length."""
     errors = {"out": {"norm": 2e-3, "worst_row": 3e-3}}
     done = []
@@ -29,7 +31,7 @@ def made_up(name: str = "forward", date: str = "2026-01-02T03:04:05+00:00", gpu:
         outcomes = [Outcome(candidate, VERIFIED, errors=errors) for candidate in row.candidates]
         outcomes[0].memory = 1 << 20
         for outcome in outcomes:
-            setattr(outcome, row.timed[0], [[seconds if outcome is outcomes[0] else 2 * seconds]])
+            setattr(outcome, row.timed[0], [[seconds if outcome is outcomes[0] else 2 * seconds]] * rounds)
         outcomes[-1] = Outcome(row.candidates[-1], "refused", ["too tall"])
         done.append(Comparison(row, outcomes))
     record = bench.record(name, done, Settings(), ["tilewise", "bench"])
@@ -120,7 +122,7 @@ def test_series_need_lengths() -> None:
     # 16384 tokens in all: the time of a sequence is that of the row, shared among its sequences
     assert plots.exponent(LENGTHS, [point.seconds for point in points]) == pytest.approx(2.0)
     assert plots.exponent(LENGTHS, [point.mebibytes for point in points]) == pytest.approx(1.0)
-    assert "sdpa:flash" not in found["head_dim 128, full"]
+    assert "torch-flash" not in found["head_dim 128, full"]
     assert plots.panels(records.Record("r", "", made_up("small")).comparisons()) == {}
 
 
@@ -153,12 +155,54 @@ def test_another_library_that_is_faster_than_pytorch_is_named(tmp_path: Path) ->
     record = made_up("grouped")
     for row in record["rows"]:
         fast = json.loads(json.dumps(row["candidates"][1])) | {"candidate": "fa4"}
-        fast |= {what: [[seconds[0][0] / 4]] for what in row["times"] for seconds in [fast[what]]}
+        fast |= {what: [[seconds[0][0] / 4]] * 7 for what in row["times"] for seconds in [fast[what]]}
         row["candidates"].append(fast)
     text = "<!-- bench grouped problems -->\n<!-- /bench -->\n"
     (page,) = docs.pages(checkout(tmp_path, record, text=text))
     assert page.after.count("| 2.00x (fa4: 0.50x), ") == len(suites.SUITES["grouped"])
     assert "- backward, against the fastest of all: geomean 0.500" in page.after
+
+
+def test_another_library_in_a_record_has_a_column(tmp_path: Path) -> None:
+    record = made_up("forward")
+    for row in record["rows"][:5]:
+        fast = json.loads(json.dumps(row["candidates"][1])) | {"candidate": "fa3"}
+        row["candidates"].append(fast)
+    text = "<!-- bench forward table -->\n<!-- /bench -->\n"
+    (page,) = docs.pages(checkout(tmp_path / "with", record, text=text))
+    head, _, *lines = page.after.splitlines()[1:]
+    assert "| against FlashAttention-3 |" in head
+    cells = [line.count("2.00x [1.98, 2.02]") for line in lines if line.startswith("| bfloat16")]
+    assert cells == [2] * 5 + [1] * (len(record["rows"]) - 5)
+    (page,) = docs.pages(checkout(tmp_path / "without", made_up("forward"), text=text))
+    assert "FlashAttention" not in page.after
+
+
+def test_few_rounds_and_an_older_engine_are_marked_wherever_a_record_is_shown(tmp_path: Path) -> None:
+    few, old = made_up("forward", rounds=3), made_up("backward")
+    old["provenance"]["source"]["engine"] = "0123456789abcdef"
+    text = "<!-- bench summary gpu=H200 -->\n<!-- /bench -->\n<!-- bench forward table -->\n<!-- /bench -->\n"
+    text += "<!-- bench backward plot -->\n<!-- /bench -->\n"
+    (page,) = docs.pages(checkout(tmp_path, few, old, made_up("small"), text=text))
+    summary, table, plot, _ = page.after.split("<!-- /bench -->\n")
+    by_suite = {line.split(" | ")[0].strip("| "): line for line in summary.splitlines()}
+    assert "2026-01-02](benchmarks/results/0.json); 3 rounds, too few to judge a difference |" in by_suite["forward"]
+    assert "1.json); of an older engine, 0123456 |" in by_suite["backward"]
+    assert by_suite["small"].endswith("2.json) |")
+    assert "2.00x ?" in table
+    assert "(**3 rounds, too few to judge a difference**)" in table
+    assert "(**of an older engine, 0123456**)" in plot
+    shown = CliRunner().invoke(app, ["bench", "--record", str(tmp_path / bench.RESULTS / "0.json")])
+    assert shown.stdout.startswith("note: 3 rounds, too few to judge a difference\n")
+    shown = CliRunner().invoke(app, ["bench", "-q", "--record", str(tmp_path / bench.RESULTS / "1.json")])
+    assert shown.stdout.splitlines()[0] == "note: of an older engine, 0123456"
+
+
+def test_a_folder_with_nothing_to_check_is_not_well(tmp_path: Path) -> None:
+    for arguments in (["--check"], []):
+        result = CliRunner().invoke(app, ["docs", *arguments, "--root", str(tmp_path / "nothing")])
+        assert result.exit_code == 2
+        assert "--root" in result.stderr
 
 
 def test_many_rows_become_curves(tmp_path: Path) -> None:
@@ -214,7 +258,8 @@ def test_a_record_can_be_shown_again(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "device: NVIDIA H200" in result.stdout
     assert "step" in result.stdout
-    assert "On NVIDIA H200, tilewise is 2.00 times as fast" in page.read_text()
+    assert "2.00x faster</span> than PyTorch's best path" in page.read_text()
+    assert f'content="tilewise bench {made_up()["provenance"]["date"]}"' in page.read_text()
     for bad in ("{", '{"kind": "other"}'):
         path.write_text(bad)
         assert CliRunner().invoke(app, ["bench", "--record", str(path)]).exit_code == 2

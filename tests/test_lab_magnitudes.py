@@ -30,10 +30,10 @@ def test_errors_in_float32_do_not_depend_on_a_power_of_ten() -> None:
     found = magnitudes.measure(make_problem((1, 1, 64, 16)), "cpu", 0)
     assert list(found) == list(magnitudes.SCALINGS)
     for series in found.values():
-        assert list(series) == ["tilewise", "sdpa:math"]
+        assert list(series) == ["tilewise", "torch-math"]
         for points in series.values():
             assert len(points) == 3
-            assert all(0 < point.out < 2e-6 and 0 < point.gradients < 5e-6 for point in points)
+            assert all(0 < point.out_share <= 1 and 0 < point.gradients_share <= 1 for point in points)
 
 
 def test_scalings_change_what_they_say() -> None:
@@ -52,9 +52,24 @@ def test_what_overflows_has_no_error() -> None:
     inputs = magnitudes.SCALINGS["gradients"][1](make_inputs(problem, 0, "cpu"), 1e38)
     sample = magnitudes.accuracy.choose(problem, 0, "cpu")
     truth = magnitudes.accuracy.truth(inputs, problem, sample)
-    point = magnitudes._point("tilewise", problem, inputs, sample, truth, 1e38)
-    assert point.out < 1e-6
+    plain = magnitudes.accuracy.errors(magnitudes.accuracy.plain(inputs, problem, sample), truth)
+    allowed = magnitudes.accuracy.budgets(plain, problem)
+    point = magnitudes._point("tilewise", problem, inputs, sample, truth, allowed, 1e38)
+    assert 0 < point.out_share < 1
     assert math.isnan(point.gradients)
+    assert math.isnan(point.gradients_share)
+
+
+def test_an_error_over_its_budget_is_said() -> None:
+    good, bad = magnitudes.Point(1.0, 1e-7, 2e-7, "", 0.3, 0.4), magnitudes.Point(1e3, 1e-7, 0.49, "", 0.3, 41.0)
+    found = {"scores": {"tilewise": [good], "torch-math": [good, bad]}}
+    ours, theirs = magnitudes.lines(found)
+    assert (ours[4], ours[7]) == ("yes", "yes")
+    assert (theirs[4], theirs[7]) == ("yes", "NO, 1 of 2 over")
+    assert magnitudes.over_budget(found) == [
+        "torch-math: gradients of scores 1e3: error 4.9e-01, 41.0 times its budget"
+    ]
+    assert len(ours) == len(magnitudes.COLUMNS)
 
 
 @pytest.mark.usefixtures("few")
@@ -65,6 +80,7 @@ def test_the_command_saves_a_record_and_draws_it(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["magnitudes", *options])
     assert result.exit_code == 0, result.output
     assert "3 of 3" in result.output
+    assert "every error is within its budget" in result.output
     (path,) = tmp_path.glob("*.json")
     record = json.loads(path.read_text())
     assert record["kind"] == magnitudes.KIND

@@ -7,6 +7,9 @@ print(tilewise.explain(q, k, v, mask="causal"))
 from . import _path  # noqa: F401  (first of all: not even `__future__` comes from the current directory)
 
 # isort: split
+from . import _interrupt  # noqa: F401  (before anything that takes long to import)
+
+# isort: split
 from typing import TYPE_CHECKING
 
 from .api import attention, explain, scaled_dot_product_attention

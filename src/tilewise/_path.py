@@ -9,10 +9,10 @@ Invariant: imported first of all, this imports nothing but `sys`, which is built
 import sys
 
 # `-m tilewise`, `-um tilewise` or `-mtilewise`.
-_STARTS_US = any(
+STARTS_US = any(
     word[:1] == "-" and "m" in word and (word.partition("m")[2] or after).partition(".")[0] == __package__
     for word, after in zip(sys.orig_argv, [*sys.orig_argv[1:], ""], strict=True)
 )
 # While Python looks for the module to run, the program is named "-m".
-if _STARTS_US and sys.argv[:1] == ["-m"] and not getattr(sys.flags, "safe_path", False):
+if STARTS_US and sys.argv[:1] == ["-m"] and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]

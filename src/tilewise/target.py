@@ -67,11 +67,12 @@ class Target:
     @classmethod
     def named(cls, name: str, *, torch_version: str | None = None, cudnn: int | None = None) -> Target:
         """A target of the table, by default with the PyTorch that is installed here."""
-        key = name.strip().lower()
+        key = _BY_ARCH.get(name.strip().lower(), name.strip().lower())
         if key not in TARGETS:
-            raise InvalidInput(
-                "target", repr(name), f"one of {', '.join(TARGETS)}, or a device such as 'cuda:0'", "choose one"
+            known = (
+                f"one of {', '.join(TARGETS)}, an architecture ({', '.join(_BY_ARCH)}), or a device such as 'cuda:0'"
             )
+            raise InvalidInput("target", repr(name), known, "choose one")
         version = _release(torch_version or torch.__version__)
         bundled = 0 if key == "cpu" else _BUNDLED_CUDNN.get(version, max(_BUNDLED_CUDNN.values()))
         return replace(TARGETS[key], torch=version, cudnn=bundled if cudnn is None else cudnn)
@@ -156,16 +157,32 @@ def _row(name: str, capability: tuple[int, int], sms: int, smem_kb: tuple[int, i
     )
 
 
+# Sources, all NVIDIA's: the data sheets of each product (dense rates, with float32 accumulation), the architecture
+# white papers (Ampere GA102, Ada, Hopper, RTX Blackwell) for multiprocessors, clocks and L2, and the CUDA C++
+# Programming Guide's table of compute capabilities for shared memory. h20, whose data sheet is not public: as its
+# vendors print it. b200 and gb200: the HGX B200 and GB200 NVL72 tables, per GPU; L2 as the driver reports it.
 # fmt: off
 #                        name         cc       SMs  smem SM, block  L2 MB  GB   TB/s   GHz    16-bit, tf32, fp32 TFLOP/s
 TARGETS: dict[str, Target] = {row.name: row for row in (
     _row("h200",      (9, 0), 132, (228, 227), 60.0, 141, 4.800, 1.980, (989.5, 494.7, 66.9)),
+    _row("b200",     (10, 0), 148, (228, 227), 126.0, 180, 7.700, 1.965, (2250.0, 1125.0, 75.0)),
+    _row("gb200",    (10, 0), 152, (228, 227), 126.0, 186, 8.000, 2.062, (2500.0, 1250.0, 80.0)),
+    _row("rtx-5090", (12, 0), 170, (100,  99), 96.0,  32, 1.792, 2.407, (209.5, 104.8, 104.8)),
+    _row("h20",       (9, 0),  78, (228, 227), 60.0,  96, 4.000, 1.980, (148.0,  74.0, 44.0)),
     _row("h100",      (9, 0), 132, (228, 227), 50.0,  80, 3.350, 1.980, (989.5, 494.7, 66.9)),
     _row("a100",      (8, 0), 108, (164, 163), 40.0,  80, 2.039, 1.410, (312.0, 156.0, 19.5)),
     _row("rtx-a6000", (8, 6),  84, (100,  99),  6.0,  48, 0.768, 1.800, (154.8,  77.4, 38.7)),
     _row("rtx-4090",  (8, 9), 128, (100,  99), 72.0,  24, 1.008, 2.520, (165.2,  82.6, 82.6)),
     _row("l40s",      (8, 9), 142, (100,  99), 96.0,  48, 0.864, 2.520, (362.1, 183.0, 91.6)),
+    _row("a10",       (8, 6),  72, (100,  99),  6.0,  24, 0.600, 1.695, (125.0,  62.5, 31.2)),
+    _row("l4",        (8, 9),  58, (100,  99), 48.0,  24, 0.300, 2.040, (121.0,  60.5, 30.3)),
     _row("t4",        (7, 5),  40, ( 64,  64),  4.0,  16, 0.320, 1.590, ( 65.1,   0.0,  8.1)),
     Target("cpu", (0, 0)),
 )}
 # fmt: on
+
+# An architecture stands for the GPU of it that is most in use.
+_BY_ARCH = {
+    "sm_75": "t4", "sm_80": "a100", "sm_86": "rtx-a6000", "sm_89": "l40s", "sm_90": "h200", "sm_90a": "h200",
+    "sm_100": "b200", "sm_120": "rtx-5090",
+}  # fmt: skip

@@ -36,7 +36,7 @@ def run(command: str, *more: str) -> Any:
 def test_inspect_names_the_kernels_and_their_sizes(tmp_path: Path) -> None:
     result = run(
         "inspect --shape 2,8,512,64 --dtype fp16 --backward --repeat 2 --json --time-limit 60 "
-        "--only tilewise --only torch-default --only sdpa:flash --only sdpa:math",
+        "--only tilewise --only torch-default --only torch-flash --only torch-math",
         "--trace", str(tmp_path / "trace.json"), "--html", str(tmp_path / "report.html"),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -53,9 +53,9 @@ def test_inspect_names_the_kernels_and_their_sizes(tmp_path: Path) -> None:
         assert told["host_seconds"][row["candidate"]]["median"] > 0
         assert 0 < told["shares"][row["candidate"]]["forward"]["compute"] < 1.05
     assert told["torch"]["choice"] in ("flash", "cudnn", "efficient", "math")
-    assert told["profiles"]["sdpa:flash"]["forward"]["ops"][0]["backend"] == "flash"
-    assert any("flash" in launch["name"] for launch in told["profiles"]["sdpa:flash"]["forward"]["launches"])
-    assert len(told["profiles"]["sdpa:math"]["forward"]["launches"]) > 2
+    assert told["profiles"]["torch-flash"]["forward"]["ops"][0]["backend"] == "flash"
+    assert any("flash" in launch["name"] for launch in told["profiles"]["torch-flash"]["forward"]["launches"])
+    assert len(told["profiles"]["torch-math"]["forward"]["launches"]) > 2
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
@@ -75,7 +75,7 @@ def test_our_kernels_bring_their_build_log() -> None:
 def test_the_model_and_pytorch_agree_about_the_articles_problem() -> None:
     problem = make_problem((2, 8, 512, 64), torch.float16)
     found = inspect.inspect(problem, "cuda", QUICK, only=("tilewise", "torch-default"))
-    assert set(found.torch_says) == {"sdpa:flash", "sdpa:efficient", "sdpa:cudnn", "sdpa:math"}
+    assert set(found.torch_says) == {"torch-flash", "torch-efficient", "torch-cudnn", "torch-math"}
     assert found.disagreements() == {}
 
 
@@ -94,7 +94,7 @@ def test_backward_and_step_are_timed_every_way(what: str, method: str, request: 
     mind = Worker()
     request.addfinalizer(mind.forget)
     problem = make_problem((1, 4, 256, 64), torch.bfloat16, needs_grad=True)
-    for name in ("tilewise", "tilewise:deterministic", "sdpa:flash"):
+    for name in ("tilewise", "tilewise:deterministic", "torch-flash"):
         mind.prepare(name, problem.to_dict(), 0, "cuda")
         for _ in range(2):
             assert min(mind.time(what, method, 0.01)) > 0

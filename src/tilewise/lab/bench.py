@@ -15,16 +15,19 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import ahead, environment, report
+from . import ahead, environment, noise, report, words
 from .candidates import DETERMINISTIC, FA3, FA4, OURS, Candidate
 from .clocks import Watch
 from .compare import REFUSED, Comparison, Row, compare_all, geomean, ratio, steps, summary
+from .statistics import FASTER, SLOWER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from .compare import Outcome, Settings
     from .pool import Pool
+    from .records import Record
+    from .statistics import Speed
 
 RESULTS = Path("benchmarks/results")
 _COLUMNS = (
@@ -35,7 +38,7 @@ _COLUMNS = (
 
 BEHIND, FAR_BEHIND = 0.97, 0.85  # ratios: what noise may do, and what it may not
 _METHOD_WORDS = {"wall": "eager"}
-_RIVALS = {FA3: "FlashAttention-3", FA4: "FlashAttention-4"}
+RIVALS = {FA3: "FlashAttention-3", FA4: "FlashAttention-4"}
 FASTEST = "against the fastest of all"
 
 
@@ -76,6 +79,7 @@ def run(rows: list[Row], settings: Settings, pool: Pool) -> list[Comparison]:
 
 def compile_ahead(rows: list[Row], settings: Settings) -> None:
     """Fill the caches on disk with what the rows need."""
+    noise.Machine(rows[0].device if rows else "cpu")  # whether others use the GPU is asked before we do
     with report.Bar(sum(map(len, ahead.jobs(rows)))) as bar:
         ahead.compile_all(rows, settings, bar.tick)
 
@@ -132,7 +136,7 @@ def scores(comparisons: list[Comparison]) -> dict[str, Score]:
     found = {kind: score(rows) for kind, rows in kinds.items()} if len(kinds) > 1 else {}
     if deterministic := against(DETERMINISTIC, OURS, comparisons):
         found["deterministic against default"] = _score(deterministic)
-    for rival, name in _RIVALS.items():
+    for rival, name in RIVALS.items():
         if ratios := against(OURS, rival, comparisons):
             found[f"against {name}"] = _score(ratios)
     held = {kind: rows for kind, rows in kinds.items() if any(map(_has_rival, rows))}
@@ -149,14 +153,26 @@ def _has_rival(comparison: Comparison) -> bool:
     return any(outcome.costs and not outcome.failed for outcome in others)
 
 
+def standings(name: str, other: str, comparisons: list[Comparison]) -> str:
+    """On how many rows one is ahead of, behind, or not told apart from the other, to be followed by its name."""
+    found = [speed for comparison in comparisons if (speed := _versus(name, other, comparison)) is not None]
+    if not found:
+        return ""
+    ahead, behind = (sum(speed.verdict == verdict for speed in found) for verdict in (FASTER, SLOWER))
+    return f"{ahead} of {len(found)} rows ahead of, {behind} behind, {len(found) - ahead - behind} not told apart from"
+
+
+def _versus(name: str, other: str, comparison: Comparison) -> Speed | None:
+    outcomes = {outcome.candidate: outcome for outcome in comparison.timed()}
+    return comparison.versus(outcomes[name], outcomes[other]) if name in outcomes and other in outcomes else None
+
+
 def against(name: str, other: str, comparisons: list[Comparison]) -> dict[str, float]:
     """How many times as fast `name` is as `other`, row by row, where both have a time."""
     found: dict[str, float] = {}
     for comparison in comparisons:
-        outcomes = {outcome.candidate: outcome for outcome in comparison.outcomes if not outcome.failed}
-        if name in outcomes and other in outcomes:
-            speed = ratio(outcomes[name].costs, outcomes[other].costs)
-            found |= {} if speed is None else {comparison.row.name: speed}
+        speed = _versus(name, other, comparison)
+        found |= {} if speed is None else {comparison.row.name: speed.ratio}
     return found
 
 
@@ -195,21 +211,29 @@ def save(result: dict[str, Any], folder: Path) -> Path:
     raise AssertionError("a thousand results in one second")
 
 
-def show(comparisons: list[Comparison], device: str) -> None:
-    """One line per row and candidate; what went wrong; last the score."""
-    print(f"device: {device}")
+def show(comparisons: list[Comparison], record: Record, *, verbose: bool = False, quiet: bool = False) -> None:
+    """One line per row and candidate; what went wrong, with -v who refused; last the score."""
+    for mark in record.marks():
+        print(f"note: {mark}")
+    for text in dict.fromkeys(text for comparison in comparisons for text in comparison.noise):
+        print(f"noisy: {text}")
+    if quiet:
+        print(score(comparisons))
+        return
+    print(f"device: {record.device}")
     report.print_table(_COLUMNS, [cells for comparison in comparisons for cells in _lines(comparison)])
+    print(f"speed: against PyTorch's best path; {words.LEGEND}")
     for comparison in comparisons:
         for outcome in comparison.outcomes:
-            if outcome.failed or outcome.verdict == REFUSED:
+            if outcome.failed or (verbose and outcome.verdict == REFUSED):
                 print(f"{comparison.row.name}: {outcome.candidate}: {'; '.join([outcome.verdict, *outcome.because])}")
     if not all(comparison.complete for comparison in comparisons):
         print("interrupted: only what was measured is here")
     if without := [c for c in comparisons if _ratio(c) is None]:
         print(f"rows without a ratio, for want of a right answer of PyTorch's or ours: {len(without)}")
-    for rival, name in _RIVALS.items():
-        if ratios := against(OURS, rival, comparisons):
-            print(f"ahead of {name} on {sum(value > 1.0 for value in ratios.values())} of {len(ratios)} rows")
+    for rival, name in RIVALS.items():
+        if told := standings(OURS, rival, comparisons):
+            print(f"{told} {name}")
     for kind, found in scores(comparisons).items():
         print(f"{kind}: {found}, {found.shares}")
     print(score(comparisons))
@@ -227,10 +251,10 @@ def _figures(comparison: Comparison, outcome: Outcome) -> list[str]:
     return [
         report.milliseconds(timed),
         report.spread(timed),
-        report.times(comparison.speed(outcome)),
+        words.cell(comparison.versus(outcome, comparison.best_peer())),
         report.rate(comparison.row.flops, timed),
         report.microseconds(summary(outcome.overhead)),
         report.mebibytes(outcome.memory),
-        report.error(outcome.error("out")),
-        report.error(outcome.error("dq", "dk", "dv")),
+        words.error_cell(outcome, "out"),
+        words.error_cell(outcome, "dq", "dk", "dv"),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CompileError, InvalidInput
@@ -13,6 +13,8 @@ from . import report
 if TYPE_CHECKING:
     from ..jit import Kernel, Unit
 
+# Architectures without kernels of their own, and whose they run, built for themselves: with as much shared memory.
+_RELATIVES = {"sm_86": "sm_89", "sm_100": "sm_80", "sm_103": "sm_80", "sm_120": "sm_89", "sm_121": "sm_89"}
 _COLUMNS = ("kernel", "arch", ">registers", ">smem KiB", ">seconds", "from")
 
 
@@ -36,6 +38,8 @@ def units_for(arch: str) -> list[Unit]:
     """The kernels of all backends for one architecture; InvalidInput if there are none."""
     listed = [unit for backend in BACKENDS.values() if hasattr(backend, "all_units") for unit in backend.all_units()]
     units = [unit for unit in listed if unit.arch == arch]
+    if not units and arch in _RELATIVES:
+        units = [replace(unit, arch=arch) for unit in listed if unit.arch == _RELATIVES[arch]]
     if not units:
         archs = ", ".join(sorted({unit.arch for unit in listed})) or "none"
         raise InvalidInput("--target", repr(arch), f"an architecture that has kernels: {archs}", "choose one of these")
@@ -56,13 +60,24 @@ def build_kernels(arch: str) -> list[Build]:
 
 
 def show(built: list[Build]) -> None:
-    """One line a kernel, then the errors in full."""
-    report.print_table(_COLUMNS, [_cells(result) for result in built])
+    """One line per kernel, then the errors in full: the same error once, however many kernels met it."""
+    by_error: dict[str, list[str]] = {}
     for result in built:
         if result.error:
-            print(f"{result.unit.name}: {result.error}")
+            by_error.setdefault(_without_name(result), []).append(result.unit.name)
+    if len(by_error) == 1 and len(next(iter(by_error.values()))) == len(built) > 1:
+        print(f"none of {len(built)} kernels was built: {next(iter(by_error))}")
+        return
+    report.print_table(_COLUMNS, [_cells(result) for result in built])
+    for error, names in by_error.items():
+        print(f"{names[0] if len(names) == 1 else f'{len(names)} kernels, {names[0]} among them'}: {error}")
     fresh = [result.kernel for result in built if result.kernel is not None and not result.kernel.from_cache]
     print(f"{len(built)} kernels: {len(fresh)} built, {sum(bool(result.error) for result in built)} failed")
+
+
+def _without_name(result: Build) -> str:
+    """The error as all kernels that met it have it: less what is the kernel's own."""
+    return result.error.replace(f"{result.unit.name} for {result.unit.arch} ", "it ")
 
 
 def _cells(result: Build) -> list[str]:

@@ -2,10 +2,12 @@
 
 tilewise                tilewise.attention, the planner choosing
 tilewise:deterministic  the same under torch.use_deterministic_algorithms(True)
-tiled, torch-flash      any backend of the planner, through tilewise.attention(backend=...)
+tiled, sm90, ...        a backend of the planner, through tilewise.attention(backend=...)
+tilewise:torch-flash    the same of the planner's own route to one of PyTorch's kernels
 torch-default           F.scaled_dot_product_attention as it is
-sdpa:flash              F.scaled_dot_product_attention held to one of PyTorch's kernels (efficient, cudnn, math)
+torch-flash             F.scaled_dot_product_attention held to one of PyTorch's kernels (efficient, cudnn, math)
 flags:all-off           F.scaled_dot_product_attention with PyTorch's switches set: see `flags`
+compiled                plain attention, as it is written down, under torch.compile
 flex, flash-attn, fa3, fa4, xformers   other libraries' attention: see `rivals`
 sm90@..., ladder:NAME   a backend with its config spelled out, or a rung of the ladder: see `variants`
 python:MODULE:NAME      a function of yours: NAME(q, k, v, problem, bias) -> out or (out, lse); MODULE: or a file.py
@@ -13,6 +15,7 @@ python:MODULE:NAME      a function of yours: NAME(q, k, v, problem, bias) -> out
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import importlib.util
@@ -28,12 +31,13 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..api import attention
-from ..errors import InvalidInput, Reason
+from ..errors import InvalidInput, Reason, TilewiseError
 from ..masks import Causal, Dense, Full
-from ..plan import AUTO, BACKENDS
-from . import flags, variants
+from ..plan import AUTO, BACKENDS, plan
+from ..target import Target
+from . import flags, override, variants
 from .inputs import Inputs, make_inputs
-from .rivals import FA3, FA4, FLEX, RIVALS, installed
+from .rivals import COMPILE, FA3, FA4, RIVALS, installed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,15 +51,31 @@ OURS = "tilewise"
 DETERMINISTIC = "tilewise:deterministic"
 TORCH_DEFAULT = "torch-default"
 SDPA = {
-    "sdpa:flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa:efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "sdpa:cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa:math": SDPBackend.MATH,
+    "torch-flash": SDPBackend.FLASH_ATTENTION,
+    "torch-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "torch-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "torch-math": SDPBackend.MATH,
 }
+ROUTES = tuple(f"{OURS}:{name}" for name in SDPA)  # of the planner, to PyTorch's kernels
+_FORMER_NAMES = {name.replace("torch-", "sdpa:"): name for name in SDPA}  # in records, and in scripts
 PYTHON = "python:"
 _OPTIONAL = ("sm80", "triton")  # backends that a suite or a user may name where this build has none
-KNOWN = (OURS, DETERMINISTIC, TORCH_DEFAULT, *SDPA, *flags.SWITCHES, *RIVALS)
+KNOWN = (OURS, DETERMINISTIC, *ROUTES, TORCH_DEFAULT, *SDPA, *flags.SWITCHES, *RIVALS)
 _LARGEST_MASK_BYTES = 4 * 2**30
+
+
+def current_name(name: str) -> str:
+    """Of a candidate that may go by a former name."""
+    return _FORMER_NAMES.get(name, name)
+
+
+def current_names(values: Any) -> Any:
+    """What a record holds, with candidates by the names they have now."""
+    if isinstance(values, dict):
+        return {current_name(key): current_names(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [current_names(value) for value in values]
+    return current_name(values) if isinstance(values, str) else values
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +85,7 @@ class Candidate:
     name: str
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", current_name(self.name))
         if self.name.startswith(PYTHON):
             _split_python(self.name)
         elif variants.is_variant(self.name):
@@ -76,13 +97,18 @@ class Candidate:
     @property
     def is_peer(self) -> bool:
         """One of PyTorch's own paths: what others are measured against."""
-        return self._is_sdpa or self.name.startswith("torch-")
+        return self._is_sdpa
 
     @property
     def is_ours(self) -> bool:
         """One of this package's: all others are what it can be held against."""
         own_backend = self.name in (*BACKENDS, *_OPTIONAL) and not self.is_peer
-        return self.name in (OURS, DETERMINISTIC) or own_backend or variants.is_variant(self.name)
+        return self.name in (OURS, DETERMINISTIC, *ROUTES) or own_backend or variants.is_variant(self.name)
+
+    @property
+    def _backend(self) -> str:
+        """What the planner is asked for."""
+        return AUTO if self.name in (OURS, DETERMINISTIC) else self.name.removeprefix(f"{OURS}:")
 
     @property
     def _is_sdpa(self) -> bool:
@@ -92,7 +118,7 @@ class Candidate:
     @property
     def compiles(self) -> bool:
         """The first call may take a minute: the kernel is generated for it."""
-        return self.name in (FLEX, FA4, "triton")
+        return self.name in (*COMPILE, FA4, "triton")
 
     def why_not(self, problem: Problem, device: str = "cuda") -> list[Reason]:
         """Why the candidate cannot even be asked. What a backend of the planner says is the planner's business."""
@@ -113,7 +139,20 @@ class Candidate:
         if self.name.startswith(PYTHON):
             function = _load_python(self.name)
             return lambda: function(inputs.q, inputs.k, inputs.v, problem, inputs.bias)
-        return _our_forward(problem, inputs, AUTO if self.name in (OURS, DETERMINISTIC) else self.name)
+        return _our_forward(problem, inputs, self._backend)
+
+    def runs(self, problem: Problem, inputs: Inputs) -> str:
+        """The kernels that the candidate comes to here, by the name of the backend they are of; "" where that is not
+        known. Two candidates with one name run the same kernels. Must be asked inside `context`."""
+        if self.name in SDPA:
+            return self.name
+        if self._is_sdpa:
+            arguments, options = sdpa_arguments(problem, inputs)
+            return override.torch_choice((*arguments, options["scale"], options["enable_gqa"]))
+        if self.name == OURS or self.name in (*BACKENDS, *ROUTES):
+            with contextlib.suppress(TilewiseError):
+                return plan(problem, Target.of(inputs.q.device), self._backend).backend
+        return ""
 
     @contextlib.contextmanager
     def context(self, problem: Problem) -> Iterator[None]:
@@ -195,6 +234,63 @@ def _split_python(name: str) -> tuple[str, str]:
             "candidate", repr(name), "python:MODULE:NAME or python:FILE.py:NAME", "name a module and a function in it"
         )
     return module, function
+
+
+def check_python(name: str) -> None:
+    """InvalidInput unless the module can be found and holds the function, as far as that is known without running it.
+
+    A candidate's code runs in its worker alone, where a crash is a row of the table: here its source is read.
+    """
+    module, function = _split_python(name)
+    expected = "MODULE:FUNCTION or FILE.py:FUNCTION that can be found"
+    path = Path(module) if module.endswith(".py") else _file_of(module)
+    if path is None:
+        raise InvalidInput("--candidate", f"{module}, and there is no such module", expected, "check the name")
+    if path.suffix != ".py":
+        return
+    try:
+        tree = ast.parse(path.read_bytes())
+    except OSError as error:
+        raise InvalidInput("--candidate", f"{path} ({error.strerror})", expected, "check the path") from None
+    except (SyntaxError, ValueError) as error:
+        raise InvalidInput("--candidate", f"{path}, which is no Python: {error}", expected, "mend the file") from None
+    names, open_ended = _defined(tree)
+    if function not in names and not open_ended:
+        there = ", ".join(sorted(names)) or "nothing"
+        raise InvalidInput("--candidate", f"{function}, and {path.name} defines {there}", expected, "name one of these")
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module, on the path or in the current directory. Nothing is imported: not even its packages."""
+    first, *rest = module.split(".")
+    try:
+        found = importlib.util.find_spec(first)
+    except (ImportError, ValueError):
+        found = None
+    if found is not None and not rest:
+        return Path(found.origin or first)
+    folders = [Path(place) for place in (found.submodule_search_locations or ())] if found else []
+    places = [folder.joinpath(*rest) for folder in folders] or [Path(*module.split("."))]
+    for place in places:
+        for path in (place.with_suffix(".py"), place / "__init__.py", *place.parent.glob(f"{place.name}.*.so")):
+            if path.is_file():
+                return path
+    return None
+
+
+def _defined(tree: ast.Module) -> tuple[set[str], bool]:
+    """Names that a module binds at its top level, in branches too; and whether others may come in unseen."""
+    names: set[str] = set()
+    open_ended = False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            open_ended |= any(alias.name == "*" for alias in node.names)
+    return names, open_ended or "__getattr__" in names
 
 
 def _load_python(name: str) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ import torch
 from ..plan import BACKENDS, plan
 from ..target import Target
 from . import accuracy, environment, report
+from .candidates import OURS, SDPA
 from .compare import REFUSED, VERIFIED, WRONG, Outcome, first_limit
 from .pool import Failure, Pool
 
@@ -142,7 +143,7 @@ def run(
     """Check every willing backend, or `only` these, and `extra` candidates. An interrupt leaves what was found."""
     verdicts = {verdict.backend: verdict for verdict in plan(problem, Target.of(device)).verdicts}
     left_out = {name: [str(reason) for reason in v.reasons] for name, v in verdicts.items() if not v.willing}
-    names = only or tuple(name for name in BACKENDS if name not in left_out)
+    names = only or tuple(_route(name) for name in BACKENDS if name not in left_out)
     outcomes = [Outcome(name) for name in dict.fromkeys((*names, *extra))]
     found = Check(problem, device, outcomes, {} if only else left_out)
     what = {"problem": problem.to_dict(), "seed": settings.seed, "device": device, "tensors": tensors}
@@ -156,6 +157,11 @@ def run(
         except KeyboardInterrupt:
             found.complete = False
     return found
+
+
+def _route(backend: str) -> str:
+    """The candidate that runs a backend of the planner: its own route to PyTorch's kernels, which gives an lse too."""
+    return f"{OURS}:{backend}" if backend in SDPA else backend
 
 
 def _fill(found: Check, pool: Pool, settings: Settings, what: dict[str, Any], folder: Path, tick: Tick) -> None:
@@ -238,13 +244,16 @@ def _position(name: str, index: int, shape: tuple[int, ...], problem: Problem, s
     return where if name == "lse" else (*where, column)
 
 
-def show(found: Check) -> None:
-    """Refusals first, then the tables; the verdict last."""
+def show(found: Check, *, verbose: bool = False, quiet: bool = False) -> None:
+    """The verdict, the tables, and with -v why the others did not take the problem."""
+    print(found.sentence())
+    if not found.complete:
+        print("interrupted: only what was found until then is here")
+    if quiet:
+        return
     print(f"attention: {found.problem}")
     print(f"device:    {environment.device_line(found.device)}, torch {environment.versions()['torch']}")
     print(f"compared:  {found.compared}; errors as shares, norm-wise")
-    for name, reasons in found.left_out.items():
-        print(f"{name} refuses: {'; '.join(reasons)}")
     for outcome in found.outcomes:
         for line in outcome.because:
             print(f"{outcome.candidate} {outcome.verdict}: {line}")
@@ -252,9 +261,10 @@ def show(found: Check) -> None:
     if found.pairs:
         print("against each other:")
         report.print_table(*pair_table(found))
-    if not found.complete:
-        print("interrupted: only what was found until then is here")
-    print(found.sentence())
+    if found.left_out and not verbose:
+        print(f"did not take it, for reasons that -v tells: {', '.join(found.left_out)}")
+    for name, reasons in found.left_out.items() if verbose else ():
+        print(f"{name} refuses: {'; '.join(reasons)}")
 
 
 def table(found: Check) -> tuple[list[str], list[list[str]]]:

@@ -7,7 +7,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from ..errors import InvalidInput
 from ..plan import AUTO, plan
@@ -21,10 +21,11 @@ try:
     import typer
 
     from . import bench as benches
-    from . import builds, environment, html, ladder_docs, pages, plots, records, report, suites
+    from . import builds, environment, ladder_docs, pages, plots, records, report, suites
     from . import cycles as cyclecount
     from . import docs as documents
     from .cli_check import check
+    from .cli_diff import diff
     from .cli_inspect import inspect
     from .cli_magnitudes import magnitudes
     from .cli_trace import trace
@@ -34,6 +35,7 @@ try:
         DEVICE,
         EXIT_CODES,
         FAILED,
+        Command,
         Deterministic,
         Dropout,
         Dtype,
@@ -46,6 +48,9 @@ try:
         Lse,
         MaskText,
         Only,
+        Quiet,
+        Record,
+        Repeat,
         Scale,
         Seed,
         SeqKv,
@@ -54,13 +59,17 @@ try:
         TargetName,
         TimeLimit,
         TorchVersion,
+        Verbose,
         exit_codes,
         leave,
         make_arch,
         make_candidates,
         make_problem,
         make_target,
+        measuring,
+        refuse_ignored,
     )
+    from .output import Outputs, check_folder
     from .pool import Pool
 except ModuleNotFoundError as missing:
     if missing.name not in ("typer", "rich"):
@@ -75,21 +84,30 @@ except ModuleNotFoundError as missing:
 app = typer.Typer(
     name="tilewise",
     help=f"Which attention kernel runs, why, and how fast.\n\n{EXIT_CODES}",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-app.command()(inspect)
-app.command()(check)
-app.command()(magnitudes)
-app.command()(trace)
-app.command()(tune)
-app.command()(ladder)
+for _command in (inspect, check, magnitudes, trace, tune, ladder, diff):
+    app.command(cls=Command)(_command)
 
 
-@app.command()
+@app.callback(invoke_without_command=True)
+def tilewise(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the versions of tilewise and PyTorch.")] = False,
+) -> None:
+    if version:
+        found = environment.versions()
+        print(f"tilewise {found['tilewise']}, torch {found['torch']}, Python {found['python']}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit
+
+
+@app.command(cls=Command)
 def explain(
     shape: Shape,
     kv_heads: KvHeads = None,
@@ -108,29 +126,27 @@ def explain(
     target: TargetName = "auto",
     torch_version: TorchVersion = None,
     backend: Annotated[str, typer.Option(help="Only this backend, or auto.")] = AUTO,
-    json: Json = False,
+    json: Json = None,
 ) -> None:
     """Which backend would run, why, and why not the others. Runs nothing and needs no GPU."""
     with exit_codes():
+        outputs = Outputs(json)
         problem = make_problem(
             shape, kv_heads, seq_kv, head_dim_v, dtype, mask, scale, softcap, dropout, layout, grad, lse, deterministic
         ).with_(precision=precision)
         chosen = plan(problem, make_target(target, torch_version), backend)
-        if json:
-            report.print_json(chosen.to_dict())
-        else:
+        outputs.write(chosen.to_dict())
+        if outputs.text:
             print(chosen)
 
 
-@app.command()
+@app.command(cls=Command)
 def bench(
     suite: Annotated[
         list[str] | None, typer.Option(help=f"Of {', '.join(suites.SUITES)}; may be repeated. cpu by default.")
     ] = None,
     only: Only = None,
-    repeat: Annotated[
-        int | None, typer.Option("--repeat", "--rounds", help="Rounds; 11 on a CPU, 7 on a GPU by default.", min=1)
-    ] = None,
+    repeat: Repeat = None,
     seconds: Annotated[
         float | None,
         typer.Option(
@@ -146,19 +162,29 @@ def bench(
     seed: Annotated[
         int, typer.Option(help="Seed of inputs, sampling and order, and of the problems of the suite drawn.")
     ] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write the record to this file; - for standard output.")] = None,
     save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False,
     results: Annotated[Path, typer.Option(help="The results folder.")] = benches.RESULTS,
     plot: Annotated[Path | None, typer.Option(help="Draw the record into this folder, as SVG.")] = None,
-    record: Annotated[Path | None, typer.Option(help="Show and draw this record instead of measuring.")] = None,
+    record: Record = None,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    json: Json = None,
     page: Html = None,
 ) -> None:
     """Verify, then time a suite of problems against PyTorch's best path. Last line: geomean G, worst W (row)."""
     with exit_codes():
+        outputs = Outputs(json, page)
+        check_folder("--plot", plot)
         if record is not None:
+            refuse_ignored(
+                "with --record", "suite", "only", "repeat", "seconds", "candidate", "compile_first", "time_limit",
+                "seed", "save", "results",
+            )  # fmt: skip
             kept = records.read(record)
-            _show_bench(kept, kept.comparisons(), plot, page)
+            _show_bench(kept, kept.comparisons(), plot, outputs, Looks(verbose, quiet))
             return
+        if save:
+            check_folder("--results", results)
         chosen, more = tuple(only or ()), make_candidates(candidate)
         asked = {name: suites.suite(name, chosen, more, seed) for name in suite or ["cpu"]}
         if len(asked) > 1 and (json or page or plot):
@@ -174,8 +200,12 @@ def bench(
         with Pool() as pool:
             for name, rows in asked.items():
                 on_gpu = any(row.device.startswith("cuda") for row in rows)
-                usual = Settings(
-                    rounds=repeat or (7 if on_gpu else 11),
+                first = 7 if on_gpu else 11
+                usual = measuring(
+                    repeat,
+                    first,
+                    3 * first,
+                    more_seconds=2.0 if on_gpu else 10.0,
                     round_seconds=0.03 if on_gpu else 0.1,
                     time_limit=time_limit,
                     seed=seed,
@@ -186,35 +216,40 @@ def bench(
                 settings = replace(settings, round_seconds=seconds or settings.round_seconds)
                 done = benches.run(rows, settings, pool)
                 result = benches.record(name, done, settings, environment.command_line())
-                if json is not None and str(json) != "-":
-                    json.write_text(report.to_json(result) + "\n", encoding="utf-8")
                 if save:
-                    print(f"saved {benches.save(result, results)}", file=sys.stderr)
-                if str(json) == "-":
-                    report.print_json(result)
-                else:
-                    _show_bench(records.Record("this run", "", result), done, plot, page)
+                    kept_at = benches.save(result, results)
+                    print(f"saved {kept_at}", file=sys.stderr)
+                _show_bench(records.Record("this run", "", result), done, plot, outputs, Looks(verbose, quiet))
                 if not all(comparison.complete for comparison in done):
                     break
         leave(done)
 
 
-def _show_bench(record: records.Record, comparisons: list[Comparison], plot: Path | None, page: Path | None) -> None:
-    benches.show(comparisons, record.device)
-    if page is not None:
-        html.write(page, pages.bench_page(record))
-        print(f"wrote {page}", file=sys.stderr)
+class Looks(NamedTuple):
+    """How much is printed."""
+
+    verbose: bool = False
+    quiet: bool = False
+
+
+def _show_bench(
+    record: records.Record, comparisons: list[Comparison], plot: Path | None, outputs: Outputs, looks: Looks
+) -> None:
+    if outputs.text:
+        benches.show(comparisons, record, **looks._asdict())
+    outputs.write(record.values, lambda: pages.bench_page(record))
     for path in plots.draw(record, plot) if plot else ():
         print(f"drew {path}", file=sys.stderr)
 
 
-@app.command()
+@app.command(cls=Command)
 def docs(
     check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if something is stale.")] = False,
     root: Annotated[Path, typer.Option(help="The folder of the checkout.")] = Path(),
 ) -> None:
     """Write the tables and plots of README.md and docs/ from the newest records, between their markers."""
     with exit_codes():
+        documents.check_root(root)
         if check:
             stale = [str(page.path) for page in documents.pages(root) if page.stale]
             stale += map(str, [*documents.stale_plots(root), *ladder_docs.stale(root)])
@@ -228,61 +263,66 @@ def docs(
             print(f"drew {path}")
 
 
-@app.command()
+@app.command(cls=Command)
 def cycles(
     suite: Annotated[str, typer.Option(help="A suite of bench whose rows run on a GPU.")] = "forward",
     only: Only = None,
     candidate: ExtraCandidates = None,
     time_limit: TimeLimit = 300.0,
     seed: Seed = 0,
-    json: Json = False,
     save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False,
     results: Annotated[Path, typer.Option(help="The results folder.")] = benches.RESULTS,
+    json: Json = None,
 ) -> None:
     """GPU cycles of a suite's candidates by Nsight Compute: a clock that moves with power does not move these."""
     with exit_codes():
+        outputs = Outputs(json)
+        if save:
+            check_folder("--results", results)
         Target.of("cuda")
         rows = suites.suite(suite, tuple(only or ()), make_candidates(candidate), seed)
         found = cyclecount.measure(rows, seed, time_limit)
         result = cyclecount.record(suite, found, seed, environment.command_line())
         if save:
             print(f"saved {benches.save(result, results)}", file=sys.stderr)
-        if json:
-            report.print_json(result)
-        else:
+        outputs.write(result)
+        if outputs.text:
             cyclecount.show(found)
 
 
-@app.command("compile")
+@app.command("compile", cls=Command)
 def compile_kernels(
-    arch: Annotated[str, typer.Option("--target", help="sm_90a, a GPU by name, or auto: this machine's.")] = "auto",
-    json: Json = False,
+    arch: Annotated[
+        str, typer.Option("--target", help="sm_90, a GPU by name, cuda:0, or auto: this machine's.")
+    ] = "auto",
+    json: Json = None,
 ) -> None:
     """Build every CUDA kernel for an architecture ahead of its first use. Needs no GPU."""
     with exit_codes():
+        outputs = Outputs(json)
         built = builds.build_kernels(make_arch(arch))
-        if json:
-            report.print_json([result.to_dict() for result in built])
-        else:
+        outputs.write([result.to_dict() for result in built])
+        if outputs.text:
             builds.show(built)
         if any(result.error for result in built):
             raise typer.Exit(DEVICE)
 
 
-@app.command()
+@app.command(cls=Command)
 def env(
     imports: Annotated[bool, typer.Option("--imports", help="Measure how long importing takes, too.")] = False,
-    json: Json = False,
+    json: Json = None,
 ) -> None:
     """Versions, devices, caches, variables and PyTorch's attention settings: what a bug report needs."""
     with exit_codes():
+        outputs = Outputs(json)
         found = environment.facts()
         if imports:
             with report.Bar(1) as bar:
                 bar.tick("importing torch and tilewise in fresh processes")
                 found["import seconds"] = environment.import_seconds()
-        if json:
-            report.print_json(found)
+        outputs.write(found)
+        if not outputs.text:
             return
         for topic, values in found.items():
             print(f"{topic}:")

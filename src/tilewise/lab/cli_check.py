@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from . import check as checking
-from . import environment, inputs, report
+from . import environment, inputs, pages
 from .compare import Settings
 from .options import (
     FAILED,
@@ -17,22 +17,33 @@ from .options import (
     Device,
     Dtype,
     ExtraCandidates,
+    FormerGrad,
+    Grad,
     HeadDimV,
+    Html,
     Json,
     KvHeads,
     LayoutText,
     Lse,
     MaskText,
+    Quiet,
     Scale,
     Seed,
     SeqKv,
     Softcap,
     TimeLimit,
+    Verbose,
     exit_codes,
     make_candidates,
     make_device,
     make_problem,
+    refuse_ignored,
 )
+from .output import Outputs
+
+_OF_SHAPES = (
+    "shape", "kv_heads", "seq_kv", "head_dim_v", "dtype", "mask", "scale", "softcap", "layout", "lse", "deterministic",
+)  # fmt: skip
 
 
 def check(
@@ -50,23 +61,29 @@ def check(
     tensors: Annotated[
         Path | None, typer.Option(help="Instead of --shape: a file of torch.save((q, k, v)), as a model had them.")
     ] = None,
-    backward: Annotated[bool, typer.Option("--backward", help="Check the gradients too.")] = False,
+    grad: Grad = False,
+    former_grad: FormerGrad = False,
     device: Device = "auto",
     candidate: ExtraCandidates = None,
     only: Annotated[list[str] | None, typer.Option(help="Only this candidate (may be repeated).")] = None,
     time_limit: TimeLimit = 60.0,
     seed: Seed = 0,
-    json: Json = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    json: Json = None,
+    page: Html = None,
 ) -> None:
     """Is a kernel right here? Every backend that takes the problem against float64 and against the others, with the
     place of the largest error. Leaves with 1 if one is outside its budget."""
     with exit_codes():
+        outputs = Outputs(json, page)
         if tensors is not None:
-            problem = inputs.problem_of(str(tensors), needs_grad=backward)
+            refuse_ignored("with --tensors, which say it themselves", *_OF_SHAPES)
+            problem = inputs.problem_of(str(tensors), needs_grad=grad or former_grad)
         else:
             problem = make_problem(
                 shape, kv_heads, seq_kv, head_dim_v, dtype, mask, scale, softcap, 0.0, layout,
-                backward, lse, deterministic,
+                grad or former_grad, lse, deterministic,
             )  # fmt: skip
         found = checking.run(
             problem,
@@ -76,11 +93,10 @@ def check(
             only=make_candidates(only),
             tensors=str(tensors) if tensors else "",
         )
-        if json:
-            provenance = environment.provenance(seed, environment.command_line())
-            report.print_json(found.to_dict() | {"provenance": provenance})
-        else:
-            checking.show(found)
+        told = found.to_dict() | {"provenance": environment.provenance(seed, environment.command_line())}
+        if outputs.text:
+            checking.show(found, verbose=verbose, quiet=quiet)
+        outputs.write(told, lambda: pages.page(told))
         if not found.complete:
             raise typer.Exit(INTERRUPTED)
         if found.failed:

@@ -10,10 +10,21 @@ import typer
 from ..target import Target
 from . import bench, environment, report
 from . import magnitudes as measuring
-from .options import Device, Dtype, ExtraCandidates, Json, MaskText, Seed, exit_codes, make_candidates, make_device
+from .candidates import OURS
+from .options import (
+    FAILED,
+    Device,
+    Dtype,
+    ExtraCandidates,
+    Json,
+    MaskText,
+    Seed,
+    exit_codes,
+    make_candidates,
+    make_device,
+)
 from .options import make_problem as parse_problem
-
-_COLUMNS = ("scaling", "candidate", ">points of out", ">largest error", ">points of gradients", ">largest error")
+from .output import Outputs, check_file, check_folder
 
 
 def magnitudes(
@@ -26,10 +37,17 @@ def magnitudes(
     plot: Annotated[Path | None, typer.Option(help="Draw the errors into this SVG file.")] = None,
     save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False,
     results: Annotated[Path, typer.Option(help="The results folder.")] = bench.RESULTS,
-    json: Json = False,
+    json: Json = None,
 ) -> None:
-    """Errors against float64 as values, scores and gradients grow or shrink: ours and PyTorch's."""
+    """Errors against float64 as values, scores and gradients grow or shrink: ours and PyTorch's. Leaves with 1 if ours
+    are over their budget."""
     with exit_codes():
+        outputs = Outputs(json)
+        if plot is not None:
+            check_folder("--plot", plot.parent)
+            check_file("--plot", plot)
+        if save:
+            check_folder("--results", results)
         problem = parse_problem(
             shape, None, None, None, dtype, mask, None, 0.0, 0.0, "bhsd", True, False, False
         )  # fmt: skip
@@ -38,13 +56,16 @@ def magnitudes(
             found = measuring.measure(problem, where, seed, make_candidates(candidate), bar.tick)
         provenance = environment.provenance(seed, environment.command_line())
         record = measuring.to_dict(problem, Target.of(where).name, found, provenance)
-        if json:
-            report.print_json(record)
-        else:
+        over = measuring.over_budget(found)
+        outputs.write(record)
+        if outputs.text:
             print(f"{problem} on {Target.of(where).name}")
-            report.print_table(_COLUMNS, measuring.lines(found))
+            report.print_table(measuring.COLUMNS, measuring.lines(found))
+            print("\n".join(f"OVER BUDGET: {text}" for text in over) or "every error is within its budget")
         if save:
             typer.echo(f"saved {bench.save(record, results)}", err=True)
         if plot is not None:
             measuring.draw(record, plot)
             typer.echo(f"drew {plot}", err=True)
+        if any(text.startswith(f"{OURS}:") for text in over):
+            raise typer.Exit(FAILED)

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import InvalidInput, TilewiseError
-from . import environment, html, report, trace_text
-from .compare import Settings
-from .options import FAILED, Html, Json, Seed, TimeLimit, exit_codes
+from . import environment, pages, torchrun, trace_text
+from .options import FAILED, INTERRUPTED, Html, Json, Quiet, Seed, TimeLimit, exit_codes, measuring, refuse_ignored
+from .output import Outputs
 from .processes import SOURCE, module_command
 
 _TAKE_A_VALUE = ("-W", "-X", "--check-hash-based-pycs")
@@ -31,27 +31,30 @@ def trace(
     strict: Annotated[bool, typer.Option("--strict", help="Fail if a site silently falls back to math.")] = False,
     time_limit: TimeLimit = 30.0,
     seed: Seed = 0,
-    json: Json = False,
+    quiet: Quiet = False,
+    json: Json = None,
     page: Html = None,
 ) -> None:
     """Every call site of scaled_dot_product_attention in a Python program: shapes, backend, time, what is lost."""
     with exit_codes():
+        outputs = Outputs(json, page)
+        if not compare:
+            refuse_ignored("with --no-compare", "time_limit", "seed")
         code, told = run(command)
         told |= {"program": " ".join(command), "provenance": environment.provenance(seed, environment.command_line())}
         if compare and told["sites"]:
             try:
-                trace_text.lose(told, Settings(rounds=3, round_seconds=0.05, time_limit=time_limit, seed=seed))
+                settings = measuring(
+                    None, 7, 21, more_seconds=5.0, round_seconds=0.02, time_limit=time_limit, seed=seed
+                )
+                trace_text.lose(told, settings)
             except TilewiseError as error:
                 if code == 0:  # else the program's own code counts
                     raise
                 print(f"tilewise: the sites were not compared: {error}", file=sys.stderr)
-        if json:
-            report.print_json(told)
-        else:
-            print("\n".join(trace_text.lines(told)))
-        if page is not None:
-            html.write(page, trace_text.trace_page(told))
-            print(f"wrote {page}", file=sys.stderr)
+        if outputs.text:
+            print("\n".join(trace_text.lines(told, quiet=quiet)))
+        outputs.write(told, lambda: pages.page(told))
         if code:
             print(f"tilewise: the program ended with exit code {code}", file=sys.stderr)
             raise typer.Exit(code)
@@ -60,25 +63,43 @@ def trace(
 
 
 def run(command: list[str]) -> tuple[int, dict[str, Any]]:
-    """The program's exit code, and what was seen of it."""
-    interpreter, flags, program = split(command)
+    """The program's exit code, and what was seen of it; of all its ranks, where torchrun starts it."""
     with tempfile.TemporaryDirectory(prefix="tilewise-") as folder:
-        result = Path(folder) / "trace.json"
+        if launch := torchrun.read(command):
+            words = torchrun.command(launch, folder)
+        else:
+            interpreter, flags, program = split(command)
+            python = (interpreter, *flags)
+            words = module_command("tilewise.lab.traced", folder, *program, python=python, quiet_interrupt=True)
         paths = os.pathsep.join(filter(None, (SOURCE, os.environ.get("PYTHONPATH"))))
-        child = subprocess.Popen(
-            module_command("tilewise.lab.traced", str(result), *program, python=(interpreter, *flags)),
-            env=os.environ | {"PYTHONPATH": paths},
+        code = _run(words, os.environ | {"PYTHONPATH": paths})
+        told = [found for path in sorted(Path(folder).glob("*.json")) if (found := _read(path)) is not None]
+    if not told:
+        if code == INTERRUPTED:
+            print("tilewise: interrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED)
+        print(
+            f"tilewise: the program ended with exit code {code} and left nothing to show: it did not start, or was "
+            "ended by a signal or by os._exit; look at what it said above",
+            file=sys.stderr,
         )
-        code = _wait(child)
-        try:
-            return code, jsonlib.loads(result.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # it ended before it could be written, or while it was
-            print(
-                f"tilewise: the program ended with exit code {code} and left nothing to show: it did not start, or was "
-                "ended by a signal or by os._exit; look at what it said above",
-                file=sys.stderr,
-            )
-            raise typer.Exit(code or FAILED) from None
+        raise typer.Exit(code or FAILED)
+    return code, torchrun.merged(told) if launch else told[0]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """None for a file that was not written to its end."""
+    try:
+        found: dict[str, Any] = jsonlib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def _run(words: list[str], env: dict[str, str]) -> int:
+    """An interrupt while the program is being started counts as one of the program."""
+    child = subprocess.Popen(words, env=env)
+    return _wait(child)
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:

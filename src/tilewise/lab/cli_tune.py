@@ -10,20 +10,21 @@ import typer
 
 from ..plan import AUTO
 from . import bench as benches
-from . import environment, report, tune_page
-from . import html as html_parts
+from . import environment, pages
 from . import ladder as rungs
 from . import tune as tuning
-from .compare import Settings
 from .options import (
     FAILED,
     INTERRUPTED,
     Device,
     Dtype,
     HeadDimV,
+    Html,
+    Json,
     KvHeads,
     LayoutText,
     Lse,
+    Quiet,
     Repeat,
     Seed,
     SeqKv,
@@ -35,7 +36,9 @@ from .options import (
     make_device,
     make_method,
     make_problem,
+    measuring,
 )
+from .output import Outputs, check_folder
 
 Shapes = Annotated[list[str], typer.Option("--shape", help="batch,heads,seq,head_dim of q; may be repeated.")]
 Masks = Annotated[
@@ -63,13 +66,15 @@ def tune(
     lines: Annotated[int, typer.Option(help="Lines of each table on the screen; 0: all.", min=0)] = 40,
     time_limit: TimeLimit = 30.0,
     seed: Seed = 0,
-    json: Annotated[Path | None, typer.Option(help="Write all that was measured to this file.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a report, one self-contained page, to this file.")] = None,
     save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False,
     results: Annotated[Path, typer.Option(help="The results folder.")] = benches.RESULTS,
+    quiet: Quiet = False,
+    json: Json = None,
+    page: Html = None,
 ) -> None:
     """Measure every legal config of a kernel and keep the fastest in your own table, which the planner then uses."""
     with exit_codes():
+        outputs = _outputs(json, page, save, results)
         where = make_device(device)
         problems = [
             make_problem(
@@ -80,19 +85,22 @@ def tune(
         ]
         settings = tuning.Settings(time_limit=time_limit, most=most, seed=seed)
         sweeps = tuning.run(problems, backend, where, settings, make_method(timing, where), fresh, write=not dry_run)
-        for found in sweeps:
-            tuning.show(found, settings, lines)
+        for found in sweeps if outputs.text else ():
+            tuning.show(found, settings, lines, quiet=quiet)
         done = tuning.record(sweeps, settings, environment.command_line())
-        if json is not None:
-            json.write_text(report.to_json(done) + "\n", encoding="utf-8")
-        if html is not None:
-            html_parts.write(html, tune_page.page_of(sweeps, settings, done["provenance"]))
+        outputs.write(done, lambda: pages.page(done))
         if save:
             print(f"saved {benches.save(done, results)}", file=sys.stderr)
         if not all(found.complete for found in sweeps):
             raise typer.Exit(INTERRUPTED)
         if not all(found.ranked() for found in sweeps):
             raise typer.Exit(FAILED)
+
+
+def _outputs(json: Path | None, page: Path | None, save: bool, results: Path) -> Outputs:
+    if save:
+        check_folder("--results", results)
+    return Outputs(json, page)
 
 
 def ladder(
@@ -105,17 +113,19 @@ def ladder(
     layout: LayoutText = "bhsd",
     device: Device = "auto",
     timing: Timing = "auto",
-    repeat: Repeat = 5,
-    seconds: Annotated[float, typer.Option(help="Measured seconds a rung and round.", min=1e-3)] = 0.05,
+    repeat: Repeat = None,
+    seconds: Annotated[float, typer.Option(help="Measured seconds per rung and round.", min=1e-3)] = 0.05,
     count: Annotated[bool, typer.Option("--bytes", help="Count bytes with Nsight Compute, too (minutes).")] = False,
     time_limit: TimeLimit = 60.0,
     seed: Seed = 0,
-    json: Annotated[Path | None, typer.Option(help="Write all that was measured to this file.")] = None,
     save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False,
     results: Annotated[Path, typer.Option(help="The results folder.")] = benches.RESULTS,
+    json: Json = None,
+    page: Html = None,
 ) -> None:
     """Attention nine ways, from PyTorch's math to our fused kernels: verified, timed, each with its lesson."""
     with exit_codes():
+        outputs = _outputs(json, page, save, results)
         where = make_device(device)
         on_gpu = where.startswith("cuda")
         dtype = dtype if dtype != AUTO else "bf16" if on_gpu else "float32"
@@ -124,13 +134,12 @@ def ladder(
             for shape in shapes or (rungs.GPU_SHAPES if on_gpu else rungs.CPU_SHAPES)
             for mask in masks or ["full"]
         ]
-        settings = Settings(rounds=repeat, round_seconds=seconds, time_limit=time_limit, seed=seed)
+        settings = measuring(repeat, 7, 21, round_seconds=seconds, time_limit=time_limit, seed=seed)
         climbs = rungs.run(problems, where, settings, make_method(timing, where), count_bytes=count)
-        for climb in climbs:
+        for climb in climbs if outputs.text else ():
             rungs.show(climb)
         done = rungs.record(climbs, settings, environment.command_line())
-        if json is not None:
-            json.write_text(report.to_json(done) + "\n", encoding="utf-8")
+        outputs.write(done, lambda: pages.page(done))
         if save:
             print(f"saved {benches.save(done, results)}", file=sys.stderr)
         leave([climb.comparison for climb in climbs])

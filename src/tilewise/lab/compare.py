@@ -1,8 +1,11 @@
 """Compare candidates on one problem: verify each against float64, then time the right ones in interleaved rounds.
 
 While something is timed, only one worker works. Every round times every candidate once, in a fresh random order, so
-that a clock or a temperature that drifts meets all of them alike; ratios are taken round by round. Wrong candidates are
-not timed. Rows that pose one problem, one after the other, share the float64 truth, the inputs and the verification.
+that a clock or a temperature that drifts meets all of them alike; ratios are taken round by round, with an interval
+(see `statistics`). Where more rounds than a few are allowed, they are added until the intervals are narrow or the time
+is up, for the candidates that are not told apart yet. Candidates that come to the same kernels are one entry: the
+difference of their times is noise, and nothing is said of it. Wrong candidates are not timed. Rows that pose one
+problem, one after the other, share the float64 truth, the inputs and the verification.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import math
 import random
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -19,20 +23,23 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from ..problem import Problem
-from .candidates import Candidate
+from . import noise, statistics
+from .candidates import TORCH_DEFAULT, Candidate
 from .pool import Failure
 
 if TYPE_CHECKING:
     from .accuracy import Errors
     from .pool import Pool
+    from .statistics import Speed
 
 VERIFIED = "verified"
 UNVERIFIED = "not verified"
 WRONG = "wrong"
 REFUSED = "refused"
 _TRUTH = "float64"  # the worker that computes it
-_FEWEST_ROUNDS = 3
+_FEWEST_ROUNDS = statistics.MIN_ROUNDS
 _COMPILING = 4  # times the time limit: for the first call of what is compiled then
+_BY_THE_HOST = ("wall", "host")  # timing methods whose times are those of threads that share cores with others
 TIMES = ("forward", "backward", "step")  # what can be timed; a step is both in one call
 
 Tick = Callable[[str], None]
@@ -40,9 +47,14 @@ Tick = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to measure. `time_limit` bounds one command to a worker, in seconds."""
+    """How to measure. `time_limit` bounds one command to a worker, in seconds.
+
+    After `rounds` come more, up to `max_rounds`, while something is not told apart and `more_seconds` are not over.
+    """
 
     rounds: int = 7
+    max_rounds: int = 0  # no more than `rounds`, if that is more
+    more_seconds: float = 20.0
     round_seconds: float = 0.1
     time_limit: float = 30.0
     seed: int = 0
@@ -99,6 +111,7 @@ class Outcome:
     backward: list[list[float]] = field(default_factory=list)
     step: list[list[float]] = field(default_factory=list)
     stderr: str = ""
+    runs: str = ""  # the kernels it comes to, by a name that all candidates with these kernels have; "": not known
 
     @property
     def failed(self) -> bool:
@@ -155,26 +168,75 @@ class Comparison:
     budgets: Errors = field(default_factory=dict)
     orders: list[list[str]] = field(default_factory=list)
     complete: bool = True  # False: interrupted
+    looks: int = 1  # how often the times were looked at before the rounds ended
+    noise: list[str] = field(default_factory=list)  # what the machine did meanwhile that spoils times
+    load: float = 1.0  # threads per core that wanted to run while the row was measured; 1: no more than there are cores
     clocks: dict[str, dict[str, float]] | None = None  # of the GPU, while the row was measured
     seconds: float = 0.0  # that the row took
 
     def __getitem__(self, candidate: str) -> Outcome:
         return next(outcome for outcome in self.outcomes if outcome.candidate == candidate)
 
+    def timed(self) -> list[Outcome]:
+        """Those that are right, as far as is known, and have a time."""
+        return [outcome for outcome in self.outcomes if outcome.costs and not outcome.failed]
+
+    def same_as(self, outcome: Outcome) -> str:
+        """The first candidate that came to the same kernels; empty if that is this one, or none is known to."""
+        first = next((one for one in self.timed() if one.runs and one.runs == outcome.runs), outcome)
+        return "" if first is outcome or outcome not in self.timed() else first.candidate
+
+    def entries(self) -> list[Outcome]:
+        """The first of each group of candidates that came to the same kernels, in the row's order."""
+        return [outcome for outcome in self.timed() if not self.same_as(outcome)]
+
     def best_peer(self) -> Outcome | None:
         """The fastest of PyTorch's own paths among those that are right."""
-        peers = [outcome for outcome in self.outcomes if outcome.is_peer and outcome.costs and not outcome.failed]
-        return min(peers, key=lambda outcome: median(outcome.costs), default=None)
+        return fastest([outcome for outcome in self.timed() if outcome.is_peer])
 
     def best_rival(self) -> Outcome | None:
         """The fastest of all candidates that are right and not ours: PyTorch's paths, and other libraries' too."""
-        others = [o for o in self.outcomes if not Candidate(o.candidate).is_ours and o.costs and not o.failed]
-        return min(others, key=lambda outcome: median(outcome.costs), default=None)
+        return fastest([outcome for outcome in self.timed() if not Candidate(outcome.candidate).is_ours])
+
+    def best(self) -> Outcome | None:
+        """The fastest of all entries."""
+        return fastest(self.entries())
+
+    def default(self) -> Outcome | None:
+        """PyTorch's default choice, where it has a time."""
+        return next((outcome for outcome in self.timed() if outcome.candidate == TORCH_DEFAULT), None)
+
+    def versus(self, outcome: Outcome, other: Outcome | None, among: int = 1) -> Speed | None:
+        """How many times as fast as the other, with its interval; None where no round has both.
+
+        `among`: how many there were to choose from, where the times chose one of the two.
+        """
+        if other is None:
+            return None
+        if outcome is other or (outcome.runs and outcome.runs == other.runs):
+            return statistics.same(outcome.costs, other.costs, other.candidate)
+        return statistics.speed(
+            outcome.costs,
+            other.costs,
+            looks=self.looks,
+            among=among,
+            against=other.candidate,
+            resolution=statistics.resolution_at(self.load if self.row.timing in _BY_THE_HOST else 1.0),
+        )
 
     def speed(self, outcome: Outcome) -> float | None:
         """How many times faster than the best peer; None without a peer or without a time."""
-        peer = self.best_peer()
-        return ratio(outcome.costs, peer.costs) if peer else None
+        found = self.versus(outcome, self.best_peer())
+        return found.ratio if found else None
+
+    def unsettled(self) -> list[Outcome]:
+        """Candidates that more rounds would tell apart: from PyTorch's best path, and the default from the fastest."""
+        best, default = self.best(), self.default()
+        base = self.best_peer() or best
+        pairs = [(outcome, base) for outcome in self.entries()]
+        pairs += [(default, best)] if default is not None else []
+        found = [pair for pair in pairs if not (speed := self.versus(*pair)) or not (speed.same or speed.settled)]
+        return [outcome for outcome in self.outcomes if any(outcome is one for pair in found for one in pair)]
 
     def to_dict(self) -> dict[str, Any]:
         row = self.row
@@ -196,7 +258,22 @@ class Comparison:
             "best_peer": peer.candidate if peer else None,
             "best_rival": rival.candidate if rival else None,
             "orders": self.orders,
-            "candidates": [outcome.to_dict() | {"ratio": self.speed(outcome)} for outcome in self.outcomes],
+            "looks": self.looks,
+            "noise": self.noise,
+            "load": self.load,
+            "undecided": bool(self.unsettled()),
+            "candidates": [outcome.to_dict() | self._standing(outcome) for outcome in self.outcomes],
+        }
+
+    def _standing(self, outcome: Outcome) -> dict[str, Any]:
+        """Where a candidate stands among the others, as `statistics` says."""
+        speed, against_default = (self.versus(outcome, other) for other in (self.best_peer(), self.default()))
+        return {
+            "ratio": speed.ratio if speed else None,
+            "speed": speed.to_dict() if speed else None,
+            "speed_default": against_default.to_dict() if against_default else None,
+            "same_as": self.same_as(outcome),
+            "cost_seconds": summary(outcome.samples),
         }
 
 
@@ -218,6 +295,9 @@ def read_comparison(values: dict[str, Any]) -> Comparison:
         compared=values["compared"],
         orders=values["orders"],
         complete=values["complete"],
+        looks=values.get("looks", 1),
+        noise=values.get("noise", []),
+        load=values.get("load", 1.0),
         clocks=values.get("clocks"),
         seconds=values.get("seconds", 0.0),
     )
@@ -233,11 +313,13 @@ def compare_all(
     rows: Sequence[Row], pool: Pool, settings: Settings, tick: Tick = lambda text: None
 ) -> Iterator[Comparison]:
     """Row by row, in their order. The first comparison that is not complete, for an interrupt, is the last."""
+    machine = noise.Machine(rows[0].device if rows else "cpu")
     for _, bunch in groupby(rows, key=_asked):
         with tempfile.TemporaryDirectory(prefix="tilewise-") as folder:
             verifier = _Verifier(list(bunch), pool, settings, Path(folder) / "truth.pt", tick)
             for row in verifier.rows:
                 comparison = _compare(row, verifier, pool, settings, tick)
+                comparison.noise = machine.told()
                 yield comparison
                 if not comparison.complete:
                     return
@@ -255,16 +337,18 @@ def _compare(row: Row, verifier: _Verifier, pool: Pool, settings: Settings, tick
     try:
         pool.start(_TRUTH, *(outcome.candidate for outcome in running))
         verifier.verify(comparison, running)
+        comparison.load = noise.overload()
         _time_all(comparison, running, pool, settings, rng, tick)
     except KeyboardInterrupt:
         comparison.complete = False
+    comparison.load = max(comparison.load, noise.overload())
     verifier.drop_failed(running)
     return comparison
 
 
 def steps(row: Row, settings: Settings) -> int:
     """How often `compare` calls tick for a row, at most."""
-    return 1 + len(row.candidates) * (1 + settings.rounds)
+    return 1 + len(row.candidates) * (1 + max(settings.rounds, settings.max_rounds))
 
 
 def _refuses(outcome: Outcome, row: Row) -> bool:
@@ -298,7 +382,7 @@ class _Verifier:
                 fresh.append(outcome)
             else:
                 outcome.verdict, outcome.because, outcome.stderr = known.verdict, list(known.because), known.stderr
-                outcome.errors, outcome.memory = known.errors, known.memory
+                outcome.errors, outcome.memory, outcome.runs = known.errors, known.memory, known.runs
         self._check_all(fresh, row)
         truth = self._truth(row)
         comparison.compared, comparison.budgets = truth.compared, truth.budgets
@@ -363,6 +447,7 @@ class _Verifier:
                 outcome.errors, outcome.because = told["errors"], told["wrong"]
                 outcome.verdict = WRONG if told["wrong"] else VERIFIED
             outcome.memory = self._pool.ask(candidate, "memory", limit)
+            outcome.runs = self._pool.ask(candidate, "runs", limit)
         except Failure as failure:
             outcome.fail(failure)
 
@@ -392,18 +477,43 @@ def first_limit(candidate: str, settings: Settings) -> float:
 def _time_all(
     comparison: Comparison, running: list[Outcome], pool: Pool, settings: Settings, rng: random.Random, tick: Tick
 ) -> None:
-    row = comparison.row
     running = [outcome for outcome in running if outcome.verdict in (VERIFIED, UNVERIFIED)]
-    for number in range(settings.rounds):
-        order = rng.sample(running, len(running))
-        order = [outcome for outcome in order if not outcome.failed and not _tired(outcome, number, settings)]
-        comparison.orders.append([outcome.candidate for outcome in order])
-        for outcome in order:
-            tick(f"{row.name}: round {number + 1} of {settings.rounds}, {outcome.candidate}")
-            try:
-                _time_round(outcome, row, pool, settings, first=number == 0)
-            except Failure as failure:
-                outcome.fail(failure)
+    most = max(settings.rounds, settings.max_rounds)
+    stop = math.inf
+    for look, until in enumerate(statistics.looks(settings.rounds, most), start=1):
+        comparison.looks = look
+        for number in range(len(comparison.orders), until):
+            if time.monotonic() > stop:
+                return
+            _time_once(comparison, running, number, pool, settings, rng, tick)
+        stop = min(stop, time.monotonic() + settings.more_seconds)
+        # Invariant: the rounds of a candidate are the first of all rounds: one that is left out does not come back.
+        unsettled = [outcome for outcome in comparison.unsettled() if len(outcome.costs) == until]
+        running = [outcome for outcome in running if any(outcome is one for one in unsettled)]
+        if len(running) < 2:
+            return
+
+
+def _time_once(
+    comparison: Comparison,
+    running: list[Outcome],
+    number: int,
+    pool: Pool,
+    settings: Settings,
+    rng: random.Random,
+    tick: Tick,
+) -> None:
+    """One round."""
+    row = comparison.row
+    order = rng.sample(running, len(running))
+    order = [outcome for outcome in order if not outcome.failed and not _tired(outcome, number, settings)]
+    comparison.orders.append([outcome.candidate for outcome in order])
+    for outcome in order:
+        tick(f"{row.name}: round {number + 1}, {outcome.candidate}")
+        try:
+            _time_round(outcome, row, pool, settings, first=number == 0)
+        except Failure as failure:
+            outcome.fail(failure)
 
 
 def _time_round(outcome: Outcome, row: Row, pool: Pool, settings: Settings, first: bool) -> None:
@@ -450,9 +560,22 @@ def summary(samples: Sequence[Any]) -> dict[str, float] | None:
 
 
 def ratio(ours: Sequence[float], peer: Sequence[float]) -> float | None:
-    """How many times faster than the peer: the median of the ratios of the rounds that both have."""
-    ratios = [theirs / mine for mine, theirs in zip(ours, peer, strict=False)]
-    return median(ratios) if ratios else None
+    """How many times faster than the peer, from the rounds that both have."""
+    found = statistics.speed(ours, peer)
+    return found.ratio if found else None
+
+
+def fastest(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """By rounds that all of them share, as far as they go: a time of one minute is not held against another's.
+
+    Of candidates that came to the same kernels the first: noise does not choose among them.
+    """
+    first = {outcome.runs or outcome.candidate: outcome for outcome in reversed(outcomes)}
+    distinct = [outcome for outcome in outcomes if first[outcome.runs or outcome.candidate] is outcome]
+    reference = max(distinct, key=lambda outcome: len(outcome.costs), default=None)
+    if reference is None:
+        return None
+    return max(distinct, key=lambda outcome: ratio(outcome.costs, reference.costs) or 0.0)
 
 
 def geomean(values: Sequence[float]) -> float:

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import InvalidInput
-from . import bench, plots, records, report
-from .compare import REFUSED, ratio, summary
+from . import bench, plots, records, report, statistics, words
+from .compare import REFUSED, summary
+from .pages import rebuilt
 from .suites import SUITES
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ _SUMMARY = (
     f"| suite | what is timed | geomean | worst | under {bench.BEHIND} | worst row | record |",
     "|---|---|---:|---:|---:|---|---|",
 )
+
+
+_LEGEND = f"Speed with its 99% interval; {words.LEGEND}. Errors are norm-wise, `ok` within the budget of float64."
 
 
 class Asked(NamedTuple):
@@ -63,7 +67,27 @@ def pages(root: Path) -> list[Page]:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         if _BLOCK.search(text):
             found.append(Page(path, text, rewrite(text, kept, root, path)))
+    return [*found, *reports(root)]
+
+
+def reports(root: Path) -> list[Page]:
+    """The HTML pages of docs/ that name the record they were made from, as that record looks now."""
+    found = []
+    for path in sorted((root / "docs").rglob("*.html")):
+        text = path.read_text(encoding="utf-8")
+        made = rebuilt(text, root / bench.RESULTS)
+        if made is not None:
+            found.append(Page(path, text, made))
     return found
+
+
+def check_root(root: Path) -> None:
+    """InvalidInput for a folder that has nothing to keep up to date: nothing in it is not the same as all is well."""
+    if pages(root) or (root / "docs" / "ladder.md").is_file():
+        return
+    raise InvalidInput(
+        "--root", str(root), "a checkout: README.md or docs/*.md with markers", "name the folder of the checkout"
+    )
 
 
 def rewrite(text: str, kept: list[Record], root: Path, path: Path) -> str:
@@ -128,23 +152,28 @@ def _body(asked: Asked, kept: list[Record], root: Path, path: Path) -> list[str]
 
 
 def _table(record: Record, root: Path, path: Path) -> list[str]:
-    lines = [
-        "| problem | tilewise | spread | best of PyTorch | spread | speed | error, tilewise | error, PyTorch |",
-        "|---|---:|---:|---|---:|---:|---:|---:|",
-    ]
     comparisons = record.comparisons()
-    if comparisons[0].outcomes[0].candidate != "tilewise":
-        lines[0] = lines[0].replace("tilewise", comparisons[0].outcomes[0].candidate)
-    lines += [_line(comparison) for comparison in comparisons]
-    return [*lines, "", *_sums(comparisons), "", _source(record, root, path)]
+    ours = comparisons[0].outcomes[0].candidate
+    rivals = [name for name in bench.RIVALS if any(_rival(comparison, name) for comparison in comparisons)]
+    head = ["problem", ours, "spread", "best of PyTorch", "spread", "speed"]
+    head += [f"against {bench.RIVALS[name]}" for name in rivals]
+    head += [f"error, {ours}", "error, PyTorch"]
+    lines = [f"| {' | '.join(head)} |", f"|---|---:|---:|---|---:|---:|{'---:|' * len(rivals)}---:|---:|"]
+    lines += [_line(comparison, rivals) for comparison in comparisons]
+    return [*lines, "", _LEGEND, "", *_sums(comparisons), "", _source(record, root, path)]
 
 
-def _line(comparison: Comparison) -> str:
+def _rival(comparison: Comparison, name: str) -> Outcome | None:
+    return next((outcome for outcome in comparison.timed() if outcome.candidate == name), None)
+
+
+def _line(comparison: Comparison, rivals: list[str]) -> str:
     ours, peer = comparison.outcomes[0], comparison.best_peer()
+    others = [peer, *(_rival(comparison, name) for name in rivals)]
     cells = [comparison.row.name, _time(ours, comparison), report.spread(summary(ours.samples))]
     cells += [f"{peer.candidate} {_time(peer, comparison)}" if peer else "none is right", _spread(peer)]
-    cells += [report.times(None if ours.failed else comparison.speed(ours)), _error(ours), _error(peer)]
-    return f"| {' | '.join(cells)} |"
+    cells += ["-" if ours.failed else words.cell(comparison.versus(ours, other)) for other in others]
+    return f"| {' | '.join([*cells, _error(ours), _error(peer)])} |"
 
 
 def _problems(record: Record, root: Path, path: Path) -> list[str]:
@@ -155,7 +184,7 @@ def _problems(record: Record, root: Path, path: Path) -> list[str]:
     for alike in _by_problem(comparisons):
         cells = {bench.timed(comparison, comparisons): _cell(comparison) for comparison in alike}
         lines.append(f"| {_shared_name(alike)} | {' | '.join(cells.get(kind, '') for kind in kinds)} |")
-    return [*lines, "", *_sums(comparisons), "", _source(record, root, path)]
+    return [*lines, "", f"{words.LEGEND}.", "", *_sums(comparisons), "", _source(record, root, path)]
 
 
 def _by_problem(comparisons: list[Comparison]) -> list[list[Comparison]]:
@@ -176,11 +205,20 @@ def _cell(comparison: Comparison) -> str:
     ours, timed = comparison.outcomes[0], summary(comparison.outcomes[0].samples)
     if ours.failed or timed is None:
         return ours.verdict if ours.verdict == REFUSED else f"**{ours.verdict}**"
-    speed = report.times(comparison.speed(ours))
+    speed = _speed(comparison, ours, comparison.best_peer())
     peer, rival = comparison.best_peer(), comparison.best_rival()
     if rival is not None and rival is not peer:
-        speed += f" ({rival.candidate}: {report.times(ratio(ours.costs, rival.costs))})"
+        speed += f" ({rival.candidate}: {_speed(comparison, ours, rival)})"
     return f"{speed}, {report.rate(comparison.row.flops, timed)} TFLOP/s"
+
+
+def _speed(comparison: Comparison, ours: Outcome, other: Outcome | None) -> str:
+    """The ratio, marked as in the tables; the interval is left to them."""
+    found = comparison.versus(ours, other)
+    if found is None:
+        return "-"
+    mark = "~" if found.verdict == statistics.INDISTINGUISHABLE else ""
+    return f"{mark}{found.ratio:.2f}x{' ?' if found.verdict == statistics.TOO_FEW else ''}"
 
 
 def _time(outcome: Outcome, comparison: Comparison) -> str:
@@ -196,7 +234,7 @@ def _spread(outcome: Outcome | None) -> str:
 
 
 def _error(outcome: Outcome | None) -> str:
-    return report.error(outcome.error("out", "dq", "dk", "dv")) if outcome else "-"
+    return words.error_cell(outcome, "out", "dq", "dk", "dv") if outcome else "-"
 
 
 def _sums(comparisons: list[Comparison]) -> list[str]:
@@ -215,6 +253,7 @@ def _summary(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]:
             lines.append(f"| {name} | {timed} | | | | not measured | |")
             continue
         about = f"[{record.device}, {record.date[:10]}]({_relative(root / bench.RESULTS / record.name, path)})"
+        about += "".join(f"; {mark}" for mark in record.marks())
         for kind, comparisons in bench.by_kind(record.comparisons()).items():
             found = bench.score(comparisons)
             figures = f"{found.geomean:.2f} | {found.worst:.2f} | {found.behind:.0%} | {found.row}"

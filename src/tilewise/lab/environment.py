@@ -17,6 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from ..engine.validation import source_hash
+from . import override
 from .processes import code_command
 from .processes import variables as process_variables
 
@@ -38,7 +39,7 @@ def facts() -> dict[str, Any]:
         "gpus": gpus(),
         "kernel cache": kernel_cache(),
         "variables": variables(),
-        "scaled_dot_product_attention": sdpa_state(),
+        "scaled_dot_product_attention": sdpa_state() | {"effective order": effective_order()},
     }
 
 
@@ -153,6 +154,13 @@ def sdpa_state() -> dict[str, Any]:
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
+
+
+def effective_order() -> list[str]:
+    """PyTorch's kernels in the order it prefers them here, for a small problem that all of them take."""
+    device, dtype = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    q = torch.zeros(1, 1, 64, 64, device=device, dtype=dtype)
+    return override.effective_order((q, q, q, None, 0.0, False, None, False))
 
 
 def source() -> dict[str, Any]:

@@ -8,20 +8,24 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..plan import BACKENDS, plan
+from ..plan import BACKENDS, RULES, plan
 from ..target import Target
-from . import environment, flags, kernels, report, roofline
+from . import environment, flags, kernels, report, roofline, words
 from .candidates import OURS, SDPA, TORCH_DEFAULT
-from .compare import REFUSED, Comparison, Outcome, Row, compare, median, steps, summary
+from .compare import REFUSED, Comparison, Outcome, Row, compare, fastest, median, steps, summary
 from .pool import Failure, Pool
-from .rivals import FLEX, RIVALS
+from .rivals import COMPILE, RIVALS
+from .statistics import FASTER, TOO_FEW
 
 if TYPE_CHECKING:
     from ..plan import Plan
     from ..problem import Problem
     from .compare import Settings, Tick
 
+KIND = "tilewise inspect"
 _HOST_SECONDS = 0.05
+_LIBRARIES = tuple(name for name in RIVALS if name not in COMPILE)
+_GPU_ONLY = ("sm90", "sm80", "triton", "torch-efficient", "torch-cudnn", *_LIBRARIES)
 
 
 @dataclass(slots=True)
@@ -33,7 +37,7 @@ class Inspection:
     profiles: dict[str, Any] = field(default_factory=dict)  # candidate -> what it launched, or {"error": why not}
     host: dict[str, list[float]] = field(default_factory=dict)  # candidate -> seconds that a forward takes the host
     torch_says: dict[str, list[str]] = field(default_factory=dict)  # kernel -> its refusal in PyTorch's words
-    priority: list[str] = field(default_factory=list)  # PyTorch's order
+    priority: list[str] = field(default_factory=list)  # PyTorch's kernels that take it, in the order it prefers them
     counters: dict[str, Any] = field(default_factory=dict)  # candidate -> what Nsight Compute counted
     left_out: dict[str, list[str]] = field(default_factory=dict)  # candidates that were not even started, and why
     rates: roofline.Rates | None = None  # what the device can do at most
@@ -51,53 +55,63 @@ class Inspection:
         ran = {outcome.candidate: outcome.because for outcome in self.comparison.outcomes if outcome.verdict == REFUSED}
         return self.left_out | ran
 
+    def gpu_only(self) -> list[str]:
+        """Of those that do not take the problem, the ones that no problem on this device could change."""
+        if not self.target.is_cpu:
+            return []
+        return [name for name in self.refusals() if name in _GPU_ONLY]
+
     def disagreements(self) -> dict[str, tuple[list[str], list[str]]]:
         """Where the model of PyTorch's rules and PyTorch itself differ, both in their words: one of them has a bug."""
         modelled = {v.backend: [str(reason) for reason in v.reasons] for v in self.plan.verdicts}
-        pairs = {name: (modelled[name.replace("sdpa:", "torch-")], said) for name, said in self.torch_says.items()}
+        pairs = {name: (modelled[name], said) for name, said in self.torch_says.items()}
         return {name: pair for name, pair in pairs.items() if bool(pair[0]) != bool(pair[1])}
 
     def torch_choice(self) -> str:
-        """The one of PyTorch's kernels that its default choice ran; empty where that was not seen."""
-        return flags.ran_backend(self.profiles.get(TORCH_DEFAULT))
-
-    def best(self) -> Outcome | None:
-        """The fastest right candidate."""
-        timed = [outcome for outcome in self.comparison.outcomes if outcome.costs and not outcome.failed]
-        return min(timed, key=lambda outcome: median(outcome.samples), default=None)
+        """The one of PyTorch's kernels that its default choice ran, `torch-flash`; empty where that was not seen."""
+        seen = flags.ran_backend(self.profiles.get(TORCH_DEFAULT))
+        if seen:
+            return f"torch-{seen}"
+        default = self.comparison.default()
+        return default.runs if default is not None else ""
 
     def shares(self, outcome: Outcome, what: str) -> dict[str, float] | None:
-        """How near a candidate's forward or backward comes to each ceiling of the GPU."""
+        """How near a candidate's forward or backward comes to each ceiling of the device.
+
+        None where a ceiling is passed: that is no share but a peak that is not one, measured while the machine had
+        other work.
+        """
         timed = summary(getattr(outcome, what))
-        return roofline.shares(self.plan.problem, self.rates, what, timed["median"]) if timed else None
+        found = roofline.shares(self.plan.problem, self.rates, what, timed["median"]) if timed else None
+        return found if found is None or max(found.values()) <= 1.0 else None
+
+    def passes_a_ceiling(self) -> bool:
+        return self.rates is not None and any(
+            getattr(outcome, what) and self.shares(outcome, what) is None
+            for outcome in self.comparison.timed()
+            for what in self.directions
+        )
 
     def bounds(self, what: str) -> roofline.Bounds | None:
         return roofline.bounds(self.plan.problem, self.rates, what)
 
     def sentence(self) -> str:
-        """The choice, and what PyTorch's own costs, in the figures of the table."""
-        comparison, best = self.comparison, self.best()
-        text = f"tilewise runs {self.plan.backend}: {self.plan.because}."
-        default = next((o for o in comparison.outcomes if o.candidate == TORCH_DEFAULT), None)
-        if default is None or not default.costs or best is None:
-            return text
-        chosen = self.torch_choice()
-        name = f"PyTorch's default choice ({chosen})" if chosen else "PyTorch's default choice"
-        theirs, fastest = median(default.samples), median(best.samples)
-        ours = next((o for o in comparison.outcomes if o.candidate == OURS and o.costs), None)
-        if ours is not None:
-            text += f" It takes {median(ours.samples) * 1e3:.3g} ms, {name} {theirs * 1e3:.3g} ms"
-        if best is default or theirs <= 1.02 * fastest:
-            return f"{text}; no candidate here is more than 2% faster than that default."
-        lost = (theirs - fastest) * 1e3
-        return f"{text}; the default loses {lost:.3g} ms a call against the fastest here, {best.candidate}."
+        """What runs, and how it stands beside PyTorch's own choice and the fastest: nothing that noise could say."""
+        return sentence(self.comparison, self.plan.backend, self.torch_choice())
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "kind": "tilewise inspect",
+            "kind": KIND,
             "sentence": self.sentence(),
             "plan": self.plan.to_dict(),
-            "torch": {"priority": self.priority, "choice": self.torch_choice(), "says": self.torch_says},
+            "torch": {
+                "priority": self.priority,
+                "settings": environment.sdpa_state()["priority"],
+                "choice": self.torch_choice().removeprefix("torch-"),
+                "says": self.torch_says,
+            },
+            "our_order": list(dict.fromkeys(r.prefer for r in RULES if r.when(self.plan.problem, self.target))),
+            "disagreements": {name: list(pair) for name, pair in self.disagreements().items()},
             "comparison": self.comparison.to_dict(),
             "profiles": self.profiles,
             "host_seconds": {name: summary(samples) for name, samples in self.host.items()},
@@ -109,11 +123,50 @@ class Inspection:
             },
             "counters": self.counters,
             "refused": self.refusals(),
+            "gpu_only": self.gpu_only(),
         }
 
     @property
     def directions(self) -> tuple[str, ...]:
         return ("forward", "backward") if self.plan.problem.needs_grad else ("forward",)
+
+
+def sentence(comparison: Comparison, backend: str, torch_choice: str) -> str:
+    """The outcome of a comparison: every claim in it is one of the statistic's."""
+    ours = next((outcome for outcome in comparison.timed() if outcome.candidate == OURS), None)
+    default, best = comparison.default(), comparison.best()
+    name = f"PyTorch's default ({torch_choice})" if torch_choice else "PyTorch's default"
+    if ours is None and default is None:
+        return f"tilewise runs {backend}." if best is None else f"The fastest here is {best.candidate}."
+    if ours is None or default is None:
+        one, who = (ours, f"tilewise ({backend})") if ours is not None else (default, name)
+        assert one is not None
+        text = f"{who} takes {_time(one)}"
+    else:
+        text = _beside(comparison, ours, default, backend, name)
+    named = [outcome for outcome in (ours, default) if outcome is not None]
+    if best is None or any(best is one or (best.runs and best.runs == one.runs) for one in named):
+        return f"{text}."
+    speed = comparison.versus(best, fastest(named), among=len(comparison.entries()))
+    if speed is None or speed.verdict != FASTER:
+        return f"{text}."
+    return f"{text}. The fastest is {best.candidate}, {_time(best)}: {words.claim(speed)} that{words.interval(speed)}."
+
+
+def _beside(comparison: Comparison, ours: Outcome, default: Outcome, backend: str, name: str) -> str:
+    speed = comparison.versus(ours, default)
+    assert speed is not None
+    if speed.same:
+        return f"tilewise runs {backend}, as PyTorch's default does: {_time(ours)}"
+    if speed.verdict == TOO_FEW:
+        few = f"{speed.rounds} {'round is' if speed.rounds == 1 else 'rounds are'} too few to compare"
+        return f"tilewise ({backend}) takes {_time(ours)}, {name} {_time(default)}; {few}"
+    told = f"{words.claim(speed)} {name}: {_time(ours)} against {_time(default)}"
+    return f"tilewise ({backend}) is {told}{words.interval(speed)}"
+
+
+def _time(outcome: Outcome) -> str:
+    return words.duration(median(outcome.samples))
 
 
 def _ceilings(found: Inspection, what: str) -> dict[str, Any]:
@@ -143,7 +196,6 @@ def inspect(
     row = Row("inspect", problem, tuple(dict.fromkeys((*names, *extra))), device, method, flush, (), tensors)
     with report.Bar(steps(row, settings) + len(row.candidates)) as bar, Pool() as pool:
         found = Inspection(chosen, compare(row, pool, settings, bar.tick), left_out=left_out)
-        found.priority = environment.sdpa_state()["priority"]
         found.rates = roofline.rates_of(chosen.target, problem.dtype)
         if found.comparison.complete:
             try:
@@ -160,20 +212,19 @@ def candidates(chosen: Plan, device: str) -> tuple[tuple[str, ...], dict[str, li
     by the model of their rules.
     """
     verdicts = {verdict.backend: verdict for verdict in chosen.verdicts}
-    named = {"sdpa:" + name.removeprefix("torch-"): name for name in BACKENDS if name.startswith("torch-")}
     asked = [name for name in BACKENDS if not name.startswith("torch-") and name != chosen.backend]
     left_out = {name: [str(r) for r in verdicts[name].reasons] for name in asked if not verdicts[name].willing}
     run = [OURS, *(name for name in asked if verdicts[name].willing), TORCH_DEFAULT]
     for name in SDPA:
-        verdict = verdicts[named[name]]
+        verdict = verdicts[name]
         if verdict.willing:
             run.append(name)
         else:
             left_out[name] = [str(reason) for reason in verdict.reasons]
     for name, rival in RIVALS.items():
         reasons = [str(reason) for reason in rival.why_not(chosen.problem, device)]
-        if name == FLEX and not device.startswith("cuda"):
-            reasons.append(f"it compiles for a minute on a CPU -> ask for it: --candidate {FLEX}")
+        if name in COMPILE and not device.startswith("cuda"):
+            reasons.append(f"it compiles for a minute on a CPU -> ask for it: --candidate {name}")
         if reasons:
             left_out[name] = reasons
         else:
@@ -185,6 +236,10 @@ def _look_closer(found: Inspection, pool: Pool, settings: Settings, trace: str, 
     """Kernels, host time and PyTorch's own words, from the processes that still hold the problem."""
     if found.target.is_cpu:
         found.rates = _measured_rates(pool, settings)
+        if found.passes_a_ceiling():
+            found.comparison.noise.append(
+                "a candidate was faster than the peaks measured here: something else ran meanwhile; measure again"
+            )
     units = kernels.our_units(arch=found.target.arch)
     on_gpu = found.comparison.row.device.startswith("cuda")
     for outcome in found.comparison.outcomes:
@@ -200,6 +255,7 @@ def _look_closer(found: Inspection, pool: Pool, settings: Settings, trace: str, 
                 asked = {"what": "forward", "method": "host", "seconds": _HOST_SECONDS}
                 found.host[name] = pool.ask(name, "time", settings.time_limit, **asked)
             if name == TORCH_DEFAULT:
+                found.priority = pool.ask(name, "order", settings.time_limit)
                 found.torch_says = pool.ask(name, "refusals", settings.time_limit)
         except Failure as failure:
             found.profiles[name] = {"error": f"{failure.text}: {failure.hint}".rstrip(": ")}

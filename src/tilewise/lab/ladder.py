@@ -8,7 +8,6 @@ do. With `--bytes` Nsight Compute counts what really went through DRAM and L2.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import os
 from dataclasses import dataclass, field
@@ -19,9 +18,9 @@ from ..errors import DeviceError
 from ..ladder import RUNGS, numba, traffic
 from ..plan import BACKENDS
 from ..target import Target
-from . import environment, ncu, report, stages
-from .candidates import Candidate
-from .compare import REFUSED, UNVERIFIED, Comparison, Outcome, Row, compare, median, ratio, steps, summary
+from . import environment, ncu, report, stages, words
+from .candidates import Candidate, current_name
+from .compare import REFUSED, UNVERIFIED, Comparison, Outcome, Row, compare, median, steps, summary
 from .pool import Pool
 from .variants import RUNG, backend_of
 
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from ..ladder import Rung
     from ..problem import Problem
     from .compare import Settings
+    from .statistics import Speed
 
 KIND = "tilewise ladder"
 GPU_SHAPES = ("1,16,1024,64", "1,16,8192,128")
@@ -53,13 +53,13 @@ class Climb:
 
     def outcome(self, rung: Rung) -> Outcome:
         if rung.name in self.refused:
-            return Outcome(rung.candidate, REFUSED, self.refused[rung.name])
-        return self.comparison[rung.candidate]
+            return Outcome(current_name(rung.candidate), REFUSED, self.refused[rung.name])
+        return self.comparison[current_name(rung.candidate)]
 
-    def speed(self, rung: Rung) -> float | None:
+    def speed(self, rung: Rung) -> Speed | None:
         """How many times faster than the first rung that has a time."""
         timed = [one for one in RUNGS if self.outcome(one).costs]
-        return ratio(self.outcome(rung).costs, self.outcome(timed[0]).costs) if timed else None
+        return self.comparison.versus(self.outcome(rung), self.outcome(timed[0])) if timed else None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -104,19 +104,18 @@ def run(
 def _row(problem: Problem, target: Target, device: str, method: str) -> tuple[Row, dict[str, list[str]]]:
     """The rungs that will run, and why the others will not."""
     refused = {rung.name: told for rung in RUNGS if (told := why_not(rung, problem, target))}
-    willing = tuple(rung.candidate for rung in RUNGS if rung.name not in refused)
+    willing = tuple(current_name(rung.candidate) for rung in RUNGS if rung.name not in refused)
     return Row(f"ladder: {problem}", problem, willing, device, method), refused
 
 
 def why_not(rung: Rung, problem: Problem, target: Target) -> list[str]:
     """All reasons for which a rung does not take a problem here; empty = it will be tried."""
-    if rung.candidate.startswith(RUNG):
-        return [str(reason) for reason in backend_of(rung.candidate).why_not(problem, target)]
-    if rung.candidate in BACKENDS:
-        return [str(reason) for reason in BACKENDS[rung.candidate].why_not(problem, target)]
-    if rung.name == "sm80" and importlib.util.find_spec("tilewise.backends.sm80") is None:
-        return ["not built: this tilewise has no sm80 backend"]
-    return [str(reason) for reason in Candidate(rung.candidate).why_not(problem)]
+    name = current_name(rung.candidate)
+    if name.startswith(RUNG):
+        return [str(reason) for reason in backend_of(name).why_not(problem, target)]
+    if name in BACKENDS and not Candidate(name).is_peer:
+        return [str(reason) for reason in BACKENDS[name].why_not(problem, target)]
+    return [str(reason) for reason in Candidate(name).why_not(problem)]
 
 
 def _take_apart(climbs: list[Climb], settings: Settings) -> None:
@@ -128,7 +127,7 @@ def _take_apart(climbs: list[Climb], settings: Settings) -> None:
 def _count(climbs: list[Climb], settings: Settings) -> None:
     """Bytes through DRAM and L2 of every rung that ran, by Nsight Compute."""
     ran = [(climb, rung) for climb in climbs for rung in RUNGS if climb.outcome(rung).costs]
-    jobs = [ncu.job(rung.candidate, climb.problem, settings.seed, "forward") for climb, rung in ran]
+    jobs = [ncu.job(current_name(rung.candidate), climb.problem, settings.seed, "forward") for climb, rung in ran]
     for (climb, rung), counted in zip(ran, count(jobs, 4 * settings.time_limit), strict=True):
         climb.counted[rung.name] = counted
 
@@ -167,10 +166,13 @@ def record(climbs: list[Climb], settings: Settings, command: list[str]) -> dict[
 
 
 def show(climb: Climb) -> None:
-    """One line a rung, why some did not run, and the three-kernel rung in its parts."""
+    """One line per rung, why some did not run, and the three-kernel rung in its parts."""
+    for text in climb.comparison.noise:
+        print(f"noisy: {text}")
     print(f"attention: {climb.problem}")
     print(f"device:    {environment.device_line(climb.device)}")
     report.print_table(_COLUMNS, [cells(climb, rung) for rung in RUNGS])
+    print(f"speed: against the first rung that ran; {words.LEGEND}")
     for rung in RUNGS:
         outcome = climb.outcome(rung)
         if outcome.failed or outcome.verdict in (REFUSED, UNVERIFIED):
@@ -188,9 +190,9 @@ def cells(climb: Climb, rung: Rung) -> list[str]:
     timed = summary(outcome.samples)
     return [
         rung.name, outcome.verdict, report.milliseconds(timed), report.spread(timed),
-        report.rate(climb.problem.flops(), timed), report.times(climb.speed(rung)),
+        report.rate(climb.problem.flops(), timed), words.cell(climb.speed(rung)),
         report.significant(moved.dram / 1e6), report.significant(moved.sm / 1e6), report.mebibytes(outcome.memory),
-        report.error(outcome.error("out")), rung.lesson,
+        words.error_cell(outcome, "out"), rung.lesson,
     ]  # fmt: skip
 
 
@@ -209,10 +211,16 @@ def part_lines(climb: Climb) -> list[str]:
         f"launching, us: three kernels that do nothing take {report.significant(times[stages.NOTHING])} on the device "
         f"with the same grids; the host needs {report.significant(times[stages.HOST])}",
     ]
+    if stages.EAGER in times:
+        heads = climb.problem.batch * climb.problem.heads_q
+        lines.append(
+            f"in an eager stream a call takes {report.significant(times[stages.EAGER])} us, as a CUDA graph "
+            f"{report.significant(times[stages.WHOLE])}; that is {times[stages.WHOLE] / heads:.2f} us per head"
+        )
     rungs = {rung.name: rung for rung in RUNGS}
-    ours, theirs = (climb.outcome(rungs[name]).costs for name in ("three-kernel", "matmul"))
-    if (against := ratio(ours, theirs)) is not None:
-        lines.append(f"three-kernel against cuBLAS (matmul, softmax, matmul): {against:.2f}x")
+    ours, theirs = (climb.outcome(rungs[name]) for name in ("three-kernel", "matmul"))
+    if (against := climb.comparison.versus(ours, theirs)) is not None:
+        lines.append(f"three-kernel against cuBLAS (matmul, softmax, matmul): {words.cell(against)}")
     return lines
 
 

@@ -22,6 +22,7 @@ from ..problem import Problem, parse_dtype
 from ..target import Target
 from . import bench, report, stages
 from . import ladder as command
+from .candidates import current_name, current_names
 from .compare import median
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _newest(root: Path, fits: Callable[[dict[str, Any]], bool]) -> tuple[str, di
     """Name and contents of the newest complete record that fits, by date."""
     found = []
     for path in sorted((root / bench.RESULTS).glob("*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = current_names(json.loads(path.read_text(encoding="utf-8")))
         if isinstance(record, dict) and record.get("complete") and fits(record):
             found.append((record["provenance"]["date"], path.name, record))
     return max(found, key=lambda one: one[:2])[1:] if found else None
@@ -146,7 +147,9 @@ def _figures(root: Path) -> list[str]:
         lines.append("|---|---:|---:|---:|---:|---:|")
         outcomes = {one["candidate"]: one for one in climb["comparison"]["candidates"]}
         for rung in RUNGS:
-            lines.append(_figure(rung.name, problem, outcomes.get(rung.candidate), climb["refused"].get(rung.name)))
+            lines.append(
+                _figure(rung.name, problem, outcomes.get(current_name(rung.candidate)), climb["refused"].get(rung.name))
+            )
         lines.append("")
     return lines[:-1] + _source(*found)
 
@@ -264,7 +267,7 @@ def speeds(record: dict[str, Any]) -> str:
     for problem, climb in zip(asked, climbs, strict=True):
         timed = {one["candidate"]: one["forward_seconds"] for one in climb["comparison"]["candidates"]}
         for rung in RUNGS:
-            seconds = timed.get(rung.candidate)
+            seconds = timed.get(current_name(rung.candidate))
             rates[rung.name].append(problem.flops() / seconds["median"] / 1e12 if seconds else 0.0)
     told = record["provenance"]["gpus"]
     title = f"Speed of one forward, measured, TFLOP/s: {told[0]['name'] if told else 'no GPU'}"

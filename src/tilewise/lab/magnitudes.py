@@ -7,9 +7,10 @@ Four ways to scale inputs that are standard normal at 1, each by powers of ten:
     scores     q and k times the root of m
     gradients  dout times m
 
-A point is the norm-wise error of out, and the largest of those of dq, dk and dv. A point without a number is one where
-the truth itself does not fit the dtype, or the candidate gave no finite answer, or none at all. All run in this
-process, one after the other.
+A point is the norm-wise error of out, and the largest of those of dq, dk and dv, each with the share of its budget that
+it takes up: the budget of `accuracy`, derived from a plain computation on the same inputs. A point without a number is
+one where the truth itself does not fit the dtype, or the candidate gave no finite answer, or none at all. All run in
+this process, one after the other.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from .accuracy import Tensors
 
 KIND = "tilewise magnitudes"
-PEER = {"cuda": "sdpa:efficient", "cpu": "sdpa:math"}
+PEER = {"cuda": "torch-efficient", "cpu": "torch-math"}
 WHAT = {"out": ("out",), "gradients": ("dq", "dk", "dv")}
 
 
@@ -57,6 +58,8 @@ class Point(NamedTuple):
     out: float
     gradients: float
     because: str = ""  # why there is none
+    out_share: float = math.nan  # of its budget: over 1 is wrong; nan where there is no budget, or no error
+    gradients_share: float = math.nan
 
 
 Series = dict[str, list[Point]]  # by candidate
@@ -81,8 +84,10 @@ def measure(
             magnitude = 10.0**exponent
             inputs = scale(plain, magnitude)
             truth = accuracy.truth(inputs, problem, sample)
+            simple = accuracy.errors(accuracy.plain(inputs, problem, sample), truth)
+            allowed = accuracy.budgets(simple, problem)
             for name in names:
-                series[name].append(_point(name, problem, inputs, sample, truth, magnitude))
+                series[name].append(_point(name, problem, inputs, sample, truth, allowed, magnitude))
             tick(f"{scaling} 1e{exponent}")
         found[scaling] = series
     return found
@@ -93,7 +98,13 @@ def steps() -> int:
 
 
 def _point(
-    name: str, problem: Problem, inputs: Inputs, sample: accuracy.Sample, truth: Tensors, magnitude: float
+    name: str,
+    problem: Problem,
+    inputs: Inputs,
+    sample: accuracy.Sample,
+    truth: Tensors,
+    allowed: accuracy.Errors,
+    magnitude: float,
 ) -> Point:
     try:
         results = _results(Candidate(name), problem, inputs)
@@ -108,7 +119,13 @@ def _point(
         )
         for what, tensors in WHAT.items()
     }
-    return Point(magnitude, told["out"], told["gradients"])
+    shares = {
+        what: max((errors[tensor]["norm"] / allowed[tensor]["norm"] for tensor in tensors), default=math.nan)
+        if math.isfinite(told[what])
+        else math.nan
+        for what, tensors in WHAT.items()
+    }
+    return Point(magnitude, told["out"], told["gradients"], "", shares["out"], shares["gradients"])
 
 
 def _results(candidate: Candidate, problem: Problem, inputs: Inputs) -> Tensors:
@@ -149,7 +166,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     axes[0][0].legend(fontsize=8)
     figure.suptitle("Error against float64 by the magnitude of the inputs", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="svg", metadata={"Date": None})
+    plots.save(figure, path)
     pyplot.close(figure)
 
 
@@ -157,14 +174,46 @@ def _is_number(value: float | None) -> bool:
     return value is not None and math.isfinite(value) and value > 0
 
 
+COLUMNS = (
+    "scaling", "candidate", ">points of out", ">largest error", "in budget", ">points of gradients", ">largest error",
+    "in budget",
+)  # fmt: skip
+
+
+def over_budget(found: dict[str, Series]) -> list[str]:
+    """Every candidate with a point over its budget, and where that is worst, in words."""
+    said = []
+    for scaling, by_name in found.items():
+        for name, points in by_name.items():
+            for what in WHAT:
+                worst = max(points, key=lambda point: _share(point, what))
+                if _share(worst, what) > 1.0:
+                    size = f"{getattr(worst, what):.1e}, {_share(worst, what):.1f} times its budget"
+                    said.append(f"{name}: {what} of {scaling} 1e{round(math.log10(worst.magnitude))}: error {size}")
+    return said
+
+
+def _share(point: Point, what: str) -> float:
+    """0 where there is none to judge."""
+    share = float(getattr(point, f"{what}_share"))
+    return share if not math.isnan(share) else 0.0
+
+
+def _in_budget(points: list[Point], what: str) -> str:
+    judged = [_share(point, what) for point in points if not math.isnan(getattr(point, f"{what}_share"))]
+    over = sum(share > 1.0 for share in judged)
+    return "-" if not judged else "yes" if not over else f"NO, {over} of {len(judged)} over"
+
+
 def lines(found: dict[str, Series]) -> list[list[str]]:
-    """One a scaling and candidate: how many points have an error, and the largest."""
+    """One per scaling and candidate: how many points have an error, the largest, and whether all are in budget."""
     table = []
     for scaling, by_name in found.items():
         for name, points in by_name.items():
             cells = [scaling, name]
             for what in WHAT:
                 values = [value for point in points if _is_number(value := getattr(point, what))]
-                cells += [f"{len(values)} of {len(points)}", f"{max(values):.1e}" if values else "-"]
+                largest = f"{max(values):.1e}" if values else "-"
+                cells += [f"{len(values)} of {len(points)}", largest, _in_budget(points, what)]
             table.append(cells)
     return table

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
+from typer.core import TyperCommand
 
 from .. import masks
 from ..errors import InvalidInput, TilewiseError, UnsupportedProblem
 from ..problem import Problem, parse_dtype
 from ..scores import softcapped
 from ..target import Target
-from .candidates import KNOWN, PYTHON, Candidate
+from .candidates import KNOWN, OURS, PYTHON, Candidate, check_python
+from .compare import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,28 +47,97 @@ Dropout = Annotated[float, typer.Option(help="Dropout probability.")]
 LayoutText = Annotated[str, typer.Option(help="Memory order of the tensors: bhsd or bshd.")]
 Lse = Annotated[bool, typer.Option("--lse", help="The log-sum-exp is wanted too.")]
 Deterministic = Annotated[bool, typer.Option("--deterministic", help="Deterministic algorithms are asked for.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
-Html = Annotated[Path | None, typer.Option("--html", help="Write a report to this file: one page, no network.")]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write JSON to this file; - or nothing: to standard output, instead of text."),
+]
+Html = Annotated[
+    Path | None,
+    typer.Option("--html", help="Write a report to this file, one page that loads nothing; -: to standard output."),
+]
+Record = Annotated[Path | None, typer.Option("--record", help="Show this record again instead of measuring.")]
+Grad = Annotated[bool, typer.Option("--grad", help="Gradients are wanted: the backward is looked at too.")]
+FormerGrad = Annotated[bool, typer.Option("--backward", hidden=True)]  # what --grad was called
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="All there is to tell, not only the outcome.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the sentence that sums it up.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0, or auto: a GPU if there is one.")]
 Seed = Annotated[int, typer.Option(help="Seed of inputs, sampling and order.")]
 TimeLimit = Annotated[float, typer.Option(help="Seconds a candidate may take for one step.", min=0.1)]
-Repeat = Annotated[int, typer.Option(help="Rounds in which every candidate is timed once.", min=1)]
+Repeat = Annotated[
+    int | None,
+    typer.Option(
+        "--repeat",
+        "--rounds",
+        help="Exactly so many rounds, each of which times every candidate once. Without it a few, and more until the "
+        "differences are clear or the time is up.",
+        min=1,
+    ),
+]
 Timing = Annotated[str, typer.Option(help="wall, events, graph or host; auto: wall on a CPU, events on a GPU.")]
 Flush = Annotated[bool, typer.Option("--flush", help="Overwrite the GPU's L2 cache before each call (events only).")]
 Only = Annotated[
     list[str] | None,
     typer.Option(help="Only rows with this in their name; may be repeated; A+B: with both A and B in it."),
 ]
-TargetName = Annotated[str, typer.Option(help="A GPU by name (h200, a100, ...), cpu, cuda:0, or auto: this machine.")]
+TargetName = Annotated[
+    str,
+    typer.Option(help="A GPU by name (h200, a100, ...) or architecture (sm_90), cpu, cuda:0, or auto: this machine."),
+]
 TorchVersion = Annotated[str | None, typer.Option("--torch", help="Plan for this PyTorch release, e.g. 2.12.")]
 ExtraCandidates = Annotated[
     list[str] | None,
     typer.Option(
         "--candidate",
-        help="Another candidate (may be repeated): a name such as sdpa:math, or your function as mypkg.mod:fn or "
+        help="Another candidate (may be repeated): a name such as torch-math, or your function as mypkg.mod:fn or "
         "file.py:fn, called as fn(q, k, v, problem, bias).",
     ),
 ]
+
+
+class Command(TyperCommand):
+    """A command that knows which options it was given, and takes `--json` without a value for standard output."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _with_json_values(args))
+
+    def invoke(self, ctx: Any) -> Any:
+        _given.clear()
+        for param in self.params:
+            source = ctx.get_parameter_source(param.name)
+            if source is not None and source.name == "COMMANDLINE":
+                _given[str(param.name)] = max(param.opts, key=len)
+        with exit_codes():
+            return super().invoke(ctx)
+
+
+_given: dict[str, str] = {}  # parameter -> option, of the command that runs
+
+
+def _with_json_values(args: list[str]) -> list[str]:
+    """Bare `--json` becomes `--json -`. What follows `--` is another program's."""
+    found: list[str] = []
+    for place, word in enumerate(args):
+        if word == "--":
+            return found + args[place:]
+        found.append(word)
+        following = args[place + 1] if place + 1 < len(args) else "--"
+        if word == "--json" and following.startswith("-") and following != "-":
+            found.append("-")
+    return found
+
+
+def refuse_ignored(why: str, *names: str) -> None:
+    """InvalidInput if one of these parameters was given, since it would have no effect, for the reason `why`."""
+    for name in names:
+        if name in _given:
+            raise InvalidInput(_given[name], "it", f"nothing, since it has no effect {why}", "leave it out")
+
+
+def measuring(repeat: int | None, rounds: int, most: int, **settings: Any) -> Settings:
+    """As many rounds as were asked for; else `rounds`, and up to `most` while the differences are not clear."""
+    if repeat is not None:
+        return Settings(rounds=repeat, **settings)
+    return Settings(rounds=rounds, max_rounds=most, **settings)
 
 
 def make_problem(
@@ -121,7 +192,7 @@ def make_target(name: str, torch_version: str | None) -> Target:
 def make_arch(name: str) -> str:
     """An architecture as the compiler spells it (sm_90a), from that, from a GPU's name, or from this machine's GPU."""
     if name.startswith("sm_"):
-        return name
+        return "sm_90a" if name == "sm_90" else name
     target = make_target(name, None)
     if target.is_cpu:
         raise InvalidInput(
@@ -156,8 +227,12 @@ def make_candidates(given: list[str] | None) -> tuple[str, ...]:
     """mypkg.mod:fn and file.py:fn are functions of the user's; everything else is a candidate's name."""
     names = []
     for text in given or ():
-        is_function = ":" in text and not text.startswith((PYTHON, "sdpa:", "ladder:")) and text not in KNOWN
-        names.append(Candidate(PYTHON + text if is_function else text).name)
+        ours = text.startswith((PYTHON, f"{OURS}:", "sdpa:", "flags:", "ladder:")) or text in KNOWN
+        is_function = ":" in text and not ours
+        name = Candidate(PYTHON + text if is_function else text).name
+        if name.startswith(PYTHON):
+            check_python(name)
+        names.append(name)
     return tuple(names)
 
 

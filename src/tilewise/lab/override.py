@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,31 @@ def torch_choice(arguments: Arguments) -> str:
         except RuntimeError:  # no kernel at all: the call itself will say so
             return ""
     return _CHOICES.get(chosen, "")
+
+
+def effective_order(arguments: Arguments) -> list[str]:
+    """The kernels that take this call, in the order in which PyTorch prefers them here.
+
+    By its own dispatcher: what it chooses is switched off, until it chooses nothing. The order that PyTorch's settings
+    name is another on some GPUs, where the dispatcher puts cuDNN in front of it.
+    """
+    switchboard = torch.backends.cuda
+    switches: dict[str, tuple[Any, Any]] = {
+        FLASH: (switchboard.flash_sdp_enabled, switchboard.enable_flash_sdp),
+        EFFICIENT: (switchboard.mem_efficient_sdp_enabled, switchboard.enable_mem_efficient_sdp),
+        CUDNN: (switchboard.cudnn_sdp_enabled, switchboard.enable_cudnn_sdp),
+        MATH: (switchboard.math_sdp_enabled, switchboard.enable_math_sdp),
+    }
+    before = {name: is_on() for name, (is_on, _) in switches.items()}
+    found: list[str] = []
+    try:
+        while (chosen := torch_choice(arguments)) in switches and chosen not in found:
+            found.append(chosen)
+            switches[chosen][1](False)
+    finally:
+        for name, (_, turn) in switches.items():
+            turn(before[name])
+    return found
 
 
 def only_math_is_allowed() -> bool:

@@ -1,11 +1,13 @@
 """Pictures of a bench record: TFLOP/s against length, ratios against the best peer, scaling of time and memory.
 
-Each is an SVG that names the record it was drawn from, so that a stale picture can be told without drawing it again.
+Each is an SVG that names the record it was drawn from and the way of drawing, so that a stale picture can be told
+without drawing it again. It has a ground of its own, light or dark as the reader's screen is.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import itertools
 import math
 from pathlib import Path
@@ -15,6 +17,8 @@ from ..errors import InvalidInput
 from ..masks import Full
 from . import bench
 from .compare import geomean, summary
+from .style import DARK, LIGHT
+from .views import OURS, current
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,8 +33,17 @@ TITLES = {
     "sorted": "Speed against PyTorch's best path, from the slowest problem to the fastest",
     "scaling": "Time and memory against sequence length",
 }
-# Okabe and Ito's colours: told apart by all kinds of colour vision, and in grey by their markers.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_DRAWING = 2  # changes with the way of drawing: pictures of another are drawn again
+# Ours as on the pages; then, after Okabe and Ito, what all kinds of colour vision tell apart, and grey by its marker.
+_COLOURS = (LIGHT["ours"], LIGHT["torch"], "#00805d", "#b0578a", "#9a7400", "#2f8fbf", "#555e69")
+_DARK_COLOURS = (DARK["ours"], DARK["torch"], "#3cc79c", "#e39ac3", "#dcb84a", "#7cc8ef", "#a9b2bd")
+_GROUNDS = {  # as matplotlib writes them, and in the dark: ground, ink, grid, frame
+    "#ffffff": DARK["paper"],
+    "#000000": DARK["ink"],
+    "#b0b0b0": "#7d8894",
+    "#cccccc": DARK["line"],
+}
+_TICKS = (0.5, 0.7, 0.85, 1, 1.2, 1.5, 2, 3, 5, 10, 20)
 _MAX_BARS = 120  # rows that have a bar each; more become curves
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
@@ -65,7 +78,7 @@ def is_of(path: Path, record: Record) -> bool:
 
 
 def _mark(record: Record) -> str:
-    return f"{record.name} sha256:{record.digest}"
+    return f"{record.name} sha256:{record.digest} drawing {_DRAWING}"
 
 
 def draw(record: Record, folder: Path) -> list[Path]:
@@ -77,9 +90,30 @@ def draw(record: Record, folder: Path) -> list[Path]:
     for kind, path in files.items():
         figure = makers[kind](pyplot, record.comparisons())
         figure.suptitle(f"{TITLES[kind]}: {record.suite}, {record.device}", fontsize=11)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Description": _mark(record)})
+        save(figure, path, _mark(record))
         pyplot.close(figure)
     return list(files.values())
+
+
+def save(figure: Any, path: Path, description: str = "") -> None:
+    """Write a figure as an SVG that follows the reader's light or dark scheme. Colours other than ours stay."""
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None, "Description": description or None})
+    path.write_text(themed(drawn.getvalue()), encoding="utf-8")
+
+
+def themed(svg: str) -> str:
+    """An SVG of matplotlib's with its colours in the dark beside those in the light."""
+    pairs = _GROUNDS | dict(zip(_COLOURS, _DARK_COLOURS, strict=True))
+    rules = [
+        f'[style*="{part}: {light}"]{{{part}:{dark}!important}}'
+        for light, dark in pairs.items()
+        for part in ("fill", "stroke")
+        if f"{part}: {light}" in svg
+    ]
+    rules.append(f"text{{fill:{DARK['ink']}}}")
+    sheet = f'<style type="text/css">@media (prefers-color-scheme:dark){{{"".join(rules)}}}</style>'
+    return svg.replace("<defs>", f"<defs>\n  {sheet}", 1)
 
 
 def panels(comparisons: Iterable[Comparison]) -> dict[str, Series]:
@@ -94,7 +128,7 @@ def panels(comparisons: Iterable[Comparison]) -> dict[str, Series]:
         for outcome in comparison.outcomes:
             point = _point(comparison, outcome)
             if point is not None:
-                found.setdefault(key, {}).setdefault(outcome.candidate, []).append(point)
+                found.setdefault(key, {}).setdefault(current(outcome.candidate), []).append(point)
     kept = {}
     for key, series in found.items():
         long = {name: sorted(points) for name, points in series.items() if len(points) >= 3}
@@ -135,8 +169,9 @@ def _speed(pyplot: Any, comparisons: list[Comparison]) -> Any:
     found = panels(comparisons)
     figure, axes = _grid(pyplot, len(found))
     for axis, (title, series) in zip(axes, found.items(), strict=False):
-        for (name, points), style in zip(series.items(), styles(), strict=False):
-            axis.plot([p.length for p in points], [p.tflops for p in points], label=name, **style)
+        looks = style_of(series)
+        for name, points in series.items():
+            axis.plot([p.length for p in points], [p.tflops for p in points], label=name, **looks[name])
         _length_axis(axis, title, series)
         axis.set_ylim(bottom=0)
         axis.set_ylabel("TFLOP/s")
@@ -150,12 +185,13 @@ def _scaling(pyplot: Any, comparisons: list[Comparison]) -> Any:
     title, series = max(found.items(), key=lambda item: max(map(len, item[1].values())))
     figure, axes = _grid(pyplot, 2, columns=2)
     for axis, field, unit in ((axes[0], "seconds", "seconds a sequence"), (axes[1], "mebibytes", "MiB a sequence")):
-        for (name, points), style in zip(series.items(), styles(), strict=False):
+        looks = style_of(series)
+        for name, points in series.items():
             drawn = [(p.length, getattr(p, field)) for p in points if getattr(p, field) > 0]
             if drawn:
                 lengths, values = zip(*drawn, strict=True)
                 grows = exponent(lengths, values)
-                axis.plot(lengths, values, label=f"{name}: length^{grows:.2f}", **style)
+                axis.plot(lengths, values, label=f"{name}: length^{grows:.2f}", **looks[name])
         _length_axis(axis, title, series)
         axis.set_yscale("log")
         axis.set_ylabel(unit)
@@ -164,20 +200,26 @@ def _scaling(pyplot: Any, comparisons: list[Comparison]) -> Any:
 
 
 def _ratios(pyplot: Any, comparisons: list[Comparison]) -> Any:
-    """A bar a row; what is above 1 is faster than PyTorch's best."""
+    """A bar per row that starts at 1: to the right what is faster than PyTorch's best, to the left what is slower."""
     bars = [(c.row.name, speed) for c in comparisons if not c.outcomes[0].failed
             and (speed := c.speed(c.outcomes[0])) is not None]  # fmt: skip
     figure, axes = _grid(pyplot, 1, columns=1, size=(9.0, 1.2 + 0.19 * max(1, len(bars))))
-    axis, places = axes[0], range(len(bars))
-    colours = [_COLOURS[0] if speed >= 1 else _COLOURS[1] for _, speed in bars]
-    axis.barh(places, [speed for _, speed in bars], color=colours, height=0.75)
+    axis, places, speeds = axes[0], range(len(bars)), [speed for _, speed in bars]
+    colours = [_COLOURS[0] if speed >= 1 else _COLOURS[1] for speed in speeds]
+    axis.set_xscale("log")
+    axis.barh(places, [speed - 1.0 for speed in speeds], left=1.0, color=colours, height=0.75)
     axis.axvline(1.0, color="black", linewidth=0.8)
-    for place, (_, speed) in zip(places, bars, strict=True):
-        axis.text(speed, place, f" {speed:.2f}", va="center", fontsize=7)
+    for place, speed in zip(places, speeds, strict=True):
+        side = {"ha": "left"} if speed >= 1 else {"ha": "right"}
+        axis.text(speed, place, f" {speed:.2f} ", va="center", fontsize=7, **side)
     axis.set_yticks(places, [name for name, _ in bars], fontsize=7)
     axis.set_ylim(len(bars) - 0.4, -0.6)
-    axis.set_xlim(0, 1.15 * max([1.0, *(speed for _, speed in bars)]))
-    mean = geomean([speed for _, speed in bars])
+    low, high = min([1.0, *speeds]) / 1.12, max([1.0, *speeds]) * 1.12
+    axis.set_xlim(low, high)
+    ticks = [tick for tick in _TICKS if low <= tick <= high]
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_xticks([], minor=True)
+    mean = geomean(speeds)
     axis.set_xlabel(f"times as fast as the best of PyTorch's paths (geomean {mean:.2f})")
     return figure
 
@@ -197,8 +239,7 @@ def _sorted(pyplot: Any, comparisons: list[Comparison]) -> Any:
     for limit in (1.0, bench.BEHIND, bench.FAR_BEHIND):
         axis.axhline(limit, color="black", linewidth=0.8 if limit == 1.0 else 0.4, linestyle="-" if limit == 1 else ":")
     axis.set_yscale("log")
-    ticks = (0.5, 0.7, 0.85, 1, 1.5, 2, 3, 5, 10, 20)
-    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+    axis.set_yticks(_TICKS, [f"{tick:g}" for tick in _TICKS], minor=False)
     axis.set_yticks([], minor=True)
     axis.set_xlim(0, 1)
     axis.set_xlabel("share of the problems")
@@ -230,6 +271,13 @@ def _length_axis(axis: Any, title: str, series: Series) -> None:
 
 def _short(length: int) -> str:
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+def style_of(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Colour and marker of each candidate: ours is always the first, whatever the order."""
+    first, *rest = styles()
+    others = itertools.cycle(rest)
+    return {name: first if name == OURS else next(others) for name in names}
 
 
 def styles() -> list[dict[str, Any]]:

@@ -19,9 +19,18 @@ _PATH_FIRST = "import sys\nif sys.path[:1] == ['']: del sys.path[0]\n"
 _RUN_MODULE = f"{_PATH_FIRST}import runpy\nrunpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)\n"
 
 
-def module_command(module: str, *arguments: str, python: tuple[str, ...] = (sys.executable,)) -> list[str]:
+# Until the module itself takes charge of interrupts: one that comes while it imports ends it without a traceback.
+_QUIET = """import signal, os
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler: signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+"""
+
+
+def module_command(
+    module: str, *arguments: str, python: tuple[str, ...] = (sys.executable,), quiet_interrupt: bool = False
+) -> list[str]:
     """`python -m module arguments`, for an interpreter with its options, without the current directory on its path."""
-    return [*python, "-c", _RUN_MODULE, module, *arguments]
+    start = _RUN_MODULE.replace(_PATH_FIRST, _PATH_FIRST + _QUIET) if quiet_interrupt else _RUN_MODULE
+    return [*python, "-c", start, module, *arguments]
 
 
 def code_command(code: str) -> list[str]:

@@ -29,6 +29,7 @@ _OPERATORS = {
     "_cudnn_attention_forward": "cudnn",
 }
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_RUNTIME = ("cuda_runtime", "cuda_driver")
 _MOST_LAUNCHES = 100  # told one by one
 _WORTH_NAMING = 0.005  # of the time of a call: operators below it are summed up
 
@@ -60,14 +61,36 @@ def read(events: list[Event], on_gpu: bool) -> dict[str, Any]:
     """What a trace says of one call."""
     spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
     launches = device_launches(spans) if on_gpu else cpu_operators(spans)
-    return {"launches": launches, "ops": attention_ops(spans)}
+    found = {"launches": launches, "ops": attention_ops(spans)}
+    return found | {"gaps": gaps(spans)} if on_gpu else found
 
 
 def device_launches(spans: list[Event]) -> list[Event]:
-    """Kernels and copies in the order they began."""
+    """Kernels and copies in the order they began, each with the operator that asked for it."""
     found = sorted((span for span in spans if span.get("cat") in _ON_DEVICE), key=lambda span: span["ts"])
-    launches = [_launch(span, found[0]["ts"]) for span in found]
+    operators = {_external_id(span): span["name"] for span in spans if span.get("cat") == "cpu_op"}
+    operators.pop(None, None)
+    launches = [_launch(span, found[0]["ts"]) | {"step": operators.get(_external_id(span), "")} for span in found]
     return launches if len(launches) <= _MOST_LAUNCHES else _counted(launches)
+
+
+def _external_id(span: Event) -> Any:
+    """By which the profiler ties what ran on the device to the operator that launched it; None if it does not say."""
+    return span.get("args", {}).get("External id")
+
+
+def gaps(spans: list[Event]) -> dict[str, float]:
+    """How long the device was busy and idle between the first kernel and the last, and how long the host launched."""
+    found = sorted((span for span in spans if span.get("cat") in _ON_DEVICE), key=lambda span: span["ts"])
+    busy, end = 0.0, found[0]["ts"] if found else 0.0
+    for span in found:
+        stop = span["ts"] + span["dur"]
+        busy += max(0.0, stop - max(end, span["ts"]))
+        end = max(end, stop)
+    calls = [span for span in spans if span.get("cat") in _RUNTIME and "Launch" in span["name"]]
+    first, last = (min(s["ts"] for s in calls), max(s["ts"] + s["dur"] for s in calls)) if calls else (0.0, 0.0)
+    whole = end - found[0]["ts"] if found else 0.0
+    return {"launches": len(found), "busy_us": busy, "idle_us": whole - busy, "host_us": last - first}
 
 
 def _counted(launches: list[Event]) -> list[Event]:

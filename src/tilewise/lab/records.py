@@ -11,8 +11,11 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..engine.validation import source_hash
 from ..errors import InvalidInput
+from .candidates import current_names
 from .compare import Comparison, read_comparison
+from .statistics import MIN_ROUNDS
 from .suites import SUITES
 
 if TYPE_CHECKING:
@@ -41,8 +44,8 @@ class Record:
     def device(self) -> str:
         """The GPU's name, or the processor's for a suite of the CPU."""
         provenance = self.values["provenance"]
-        on_gpu = any(row["device"].startswith("cuda") for row in self.values["rows"])
-        return str(provenance["gpus"][0]["name"] if on_gpu and provenance["gpus"] else provenance["machine"]["cpu"])
+        gpus = provenance["gpus"]
+        return str(gpus[0]["name"] if self.on_gpu and gpus else provenance["machine"]["cpu"])
 
     @property
     def whole(self) -> bool:
@@ -53,6 +56,25 @@ class Record:
     def comparisons(self) -> list[Comparison]:
         return [read_comparison(row) for row in self.values["rows"]]
 
+    @property
+    def rounds(self) -> int:
+        """Of the candidate that each row is about, where it has the fewest."""
+        return min((len(c.outcomes[0].costs) for c in self.comparisons() if c.outcomes[0].costs), default=0)
+
+    def marks(self) -> list[str]:
+        """What a reader must know before believing the figures; empty for a record that stands as it is."""
+        found = []
+        if 0 < self.rounds < MIN_ROUNDS:
+            found.append(f"{self.rounds} {'round' if self.rounds == 1 else 'rounds'}, too few to judge a difference")
+        engine = self.values["provenance"]["source"].get("engine")
+        if self.on_gpu and engine != source_hash():
+            found.append(f"of an older engine, {engine[:7] if engine else 'before they were numbered'}")
+        return found
+
+    @property
+    def on_gpu(self) -> bool:
+        return any(row["device"].startswith("cuda") for row in self.values["rows"])
+
     def about(self) -> str:
         """Where the figures come from, in a line."""
         provenance = self.values["provenance"]
@@ -61,7 +83,8 @@ class Record:
         changed = " with changes" if source["dirty"] else ""
         cudnn = f", cuDNN {versions['cudnn']}" if versions.get("cudnn") else ""
         engine = f", engine {source['engine'][:7]}" if source.get("engine") else ""
-        return f"{self.device}, torch {versions['torch']}{cudnn}, {self.date[:10]}, {commit}{changed}{engine}"
+        known = f"{self.device}, torch {versions['torch']}{cudnn}, {self.date[:10]}, {commit}{changed}{engine}"
+        return known + "".join(f" (**{mark}**)" for mark in self.marks())
 
 
 def read(path: Path) -> Record:
@@ -74,7 +97,7 @@ def read(path: Path) -> Record:
         raise InvalidInput("record", str(path), f"a file that `tilewise bench` wrote ({error})", "check it") from None
     if kind != KIND:
         raise InvalidInput("record", f"{path} of kind {kind!r}", f"a file of kind {KIND!r}", "name a bench record")
-    return Record(path.name, hashlib.sha256(text).hexdigest()[:16], values)
+    return Record(path.name, hashlib.sha256(text).hexdigest()[:16], current_names(values))
 
 
 def read_all(folder: Path) -> list[Record]:

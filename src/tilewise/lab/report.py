@@ -10,11 +10,14 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
+from . import units
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.table import Table
 
+significant = units.significant
 _BAD = ("wrong", "died", "no answer", "raised")
 
 
@@ -134,11 +137,3 @@ def mebibytes(size: int | None) -> str:
 
 def error(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
-
-
-def significant(value: float) -> str:
-    """Three significant digits without an exponent where that is readable."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:.{digits}f}" if digits <= 6 else f"{value:.1e}"

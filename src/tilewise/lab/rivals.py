@@ -1,4 +1,5 @@
-"""Attention from other libraries: FlexAttention, flash-attn, FlashAttention-3 and -4, xFormers, where installed.
+"""Attention that is neither ours nor PyTorch's function: plain attention under torch.compile, FlexAttention, and, where
+installed, flash-attn, FlashAttention-3 and -4 and xFormers.
 
 Each rival says what it lacks for a problem, all of it, and makes a call without arguments from tensors. They import
 their library only when they are asked to run.
@@ -25,6 +26,7 @@ Forward = Callable[[], Any]
 FA3 = "fa3"
 FA4 = "fa4"
 FLEX = "flex"
+COMPILED = "compiled"  # plain attention under torch.compile
 
 
 class Rival(NamedTuple):
@@ -225,6 +227,50 @@ def _xformers_forward(problem: Problem, inputs: Inputs) -> Forward:
     return lambda: ops.memory_efficient_attention(q, k, v, bias, dropout, scale).transpose(1, 2)
 
 
+# --- plain attention, as it is written down, under torch.compile
+
+
+def _compiled_lacks(problem: Problem, device: str) -> list[Reason]:
+    on_gpu = device.startswith("cuda")
+    return _reasons(
+        (on_gpu and not _importable("triton"), "triton, which compiles it, is not installed", "pip install triton"),
+        (problem.dtype == torch.float64, "its scores are float32: not compared here in float64", "use float32"),
+        (problem.dropout > 0, "not compared here with dropout", "drop the dropout"),
+        (problem.needs_lse, "not compared here with an lse", "drop the lse"),
+    )
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, hidden: Tensor | None) -> Tensor:
+    """softmax(q k^T scale) v, with float32 scores. A row that sees no key is 0. `hidden` is added to the scores."""
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if hidden is not None:
+        scores = scores + hidden
+    weights = torch.softmax(scores, -1)
+    if hidden is not None:
+        weights = weights.nan_to_num(0.0)
+    return weights.to(v.dtype) @ v
+
+
+def _compiled_forward(problem: Problem, inputs: Inputs) -> Forward:
+    # A backward is timed again and again on one graph, which has to keep its buffers.
+    compiler: Any = importlib.import_module("torch._functorch.config")
+    compiler.donated_buffer = False
+    compiled = torch.compile(plain_attention, dynamic=False)
+    hidden = inputs.bias
+    if hidden is None and not isinstance(problem.mask, Full):
+        rows, keys = range(problem.seq_q), range(problem.seq_kv)
+        hidden = problem.mask.to_bool(rows, keys, problem.seq_q, problem.seq_kv, inputs.q.device)
+    if hidden is not None and hidden.dtype == torch.bool:
+        hidden = torch.zeros(hidden.shape, device=hidden.device).masked_fill(~hidden, -torch.inf)
+    q, k, v, scale, softcap = inputs.q, inputs.k, inputs.v, problem.scale, problem.softcap
+    return lambda: compiled(q, k, v, scale, softcap, hidden)
+
+
 # --- FlexAttention
 
 
@@ -270,7 +316,9 @@ def _position_rule(problem: Problem, device: torch.device) -> Callable[..., Tens
     return lambda b, h, q, k: (k >= begin[q]) & (k < end[q])
 
 
+COMPILE = (COMPILED, FLEX)  # take a minute on a CPU: run there only where they are asked for
 RIVALS: dict[str, Rival] = {
+    COMPILED: Rival("torch", "upgrade PyTorch", _compiled_lacks, _compiled_forward),
     FLEX: Rival("torch.nn.attention.flex_attention", "upgrade PyTorch", _flex_lacks, _flex_forward),
     "flash-attn": Rival(
         "flash_attn.flash_attn_interface", "pip install flash-attn", _flash_attn_lacks, _flash_attn_forward

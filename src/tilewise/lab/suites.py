@@ -60,18 +60,18 @@ def _problem_name(problem: Problem) -> str:
     return name + (f" softcap {problem.softcap:g}" if problem.softcap else "")
 
 
-_CPU: dict[str, Any] = {"device": "cpu", "candidates": (OURS, TORCH_DEFAULT, "sdpa:math")}
-_CUDA: dict[str, Any] = {"device": "cuda", "candidates": (OURS, TORCH_DEFAULT, "sdpa:cudnn", "sdpa:flash")}
+_CPU: dict[str, Any] = {"device": "cpu", "candidates": (OURS, TORCH_DEFAULT, "torch-math")}
+_CUDA: dict[str, Any] = {"device": "cuda", "candidates": (OURS, TORCH_DEFAULT, "torch-cudnn", "torch-flash")}
 _STEP: dict[str, Any] = {
     "device": "cuda",
-    "candidates": (OURS, DETERMINISTIC, TORCH_DEFAULT, "sdpa:cudnn", "sdpa:flash"),
+    "candidates": (OURS, DETERMINISTIC, TORCH_DEFAULT, "torch-cudnn", "torch-flash"),
     "needs_grad": True,
     "times": ("step",),
 }
-_FLOAT32: dict[str, Any] = {"device": "cuda", "candidates": (OURS, TORCH_DEFAULT, "sdpa:efficient")}
-_SM80: dict[str, Any] = {"device": "cuda", "candidates": ("sm80", "sdpa:flash")}
+_FLOAT32: dict[str, Any] = {"device": "cuda", "candidates": (OURS, TORCH_DEFAULT, "torch-efficient")}
+_SM80: dict[str, Any] = {"device": "cuda", "candidates": ("sm80", "torch-flash")}
 # PyTorch's own choice is left out where it can only be one of these two, so that every direction fits into the time.
-_FEW: dict[str, Any] = {"device": "cuda", "candidates": (OURS, "sdpa:cudnn", "sdpa:flash")}
+_FEW: dict[str, Any] = {"device": "cuda", "candidates": (OURS, "torch-cudnn", "torch-flash")}
 _BACKWARD: dict[str, Any] = {"needs_grad": True, "times": ("backward",), "label": "backward"}
 _F32, _BF16, _F16 = torch.float32, torch.bfloat16, torch.float16
 _TOKENS, _HIDDEN = 16384, 2048
@@ -169,8 +169,8 @@ def _drawn_row(one: drawn.Drawn, seed: int, what: str, method: str, word: str) -
     problem = one.problem.with_(needs_grad=what == "backward")
     built = builds_mask(problem)
     # FlashAttention-2 takes neither a mask tensor nor two head dims; the efficient kernel takes both.
-    other = "sdpa:efficient" if built or problem.head_dim != problem.head_dim_v else "sdpa:flash"
-    candidates, kind = (OURS, "sdpa:cudnn", other), str(problem.mask).partition(":")[0] if built else ""
+    other = "torch-efficient" if built or problem.head_dim != problem.head_dim_v else "torch-flash"
+    candidates, kind = (OURS, "torch-cudnn", other), str(problem.mask).partition(":")[0] if built else ""
     label = f"{one.size} seed{seed}#{one.number:02} {what} {word}"
     return _row(
         problem, label, candidates=candidates, device="cuda", method=method, flush=False, times=(what,), kind=kind
@@ -254,8 +254,8 @@ SUITES: dict[str, tuple[Row, ...]] = {
 # How a suite is measured where that is not how all are; what the command line asks for comes first. Four rows for each
 # of many problems get shorter rounds, and the host's cost of each kind of problem is left to the suite `host`.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "grouped": {"overhead": False},
-    "drawn": {"round_seconds": 0.01, "overhead": False},
+    "grouped": {"overhead": False, "more_seconds": 1.0},
+    "drawn": {"round_seconds": 0.01, "overhead": False, "more_seconds": 0.5},
 }
 _COMPILED_PER_PROBLEM = {"drawn": (FA4,)}  # rivals that would compile for minutes: only where they are asked for
 

@@ -1,4 +1,4 @@
-"""What a trace says, as text and as a page; and the time that its sites lose against the best candidate."""
+"""What a trace says, as text; and the time that its sites lose against the best candidate."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 from ..plan import BACKENDS, plan
 from ..problem import Problem
 from ..target import Target
-from . import charts, report
+from . import report
 from .candidates import OURS, TORCH_DEFAULT
-from .compare import Row, Settings, compare, median, steps
-from .html import Section, card, cards, listing, page, section, table
+from .compare import Comparison, Outcome, Row, Settings, compare, median, steps
 from .inspect import candidates
 from .pool import Pool
 from .rivals import RIVALS
+from .statistics import SLOWER
 
 COLUMNS = ("site", "problem", "ran", ">calls", ">forward ms", ">backward ms", ">share", ">lost ms", "best")
 _MOST_COMPARED = 8
@@ -27,13 +27,14 @@ def lose(told: dict[str, Any], settings: Settings, most: int = _MOST_COMPARED) -
     sites = [site for site in told["sites"] if site["problem"] and site["calls"]][:most]
     problems = {report.to_json(site["problem"]): site for site in sites}
     rows = [_row(site) for site in problems.values()]
+    told["noise"] = []
     with report.Bar(sum(steps(row, settings) for row in rows)) as bar, Pool() as pool:
         for text, row in zip(problems, rows, strict=True):
             comparison = compare(row, pool, settings, bar.tick)
-            costs = {o.candidate: median(o.costs) for o in comparison.outcomes if o.costs and not o.failed}
+            told["noise"] = list(dict.fromkeys([*told["noise"], *comparison.noise]))
             for site in sites:
-                if costs and report.to_json(site["problem"]) == text:
-                    _fill(site, costs)
+                if report.to_json(site["problem"]) == text:
+                    _fill(site, comparison)
             if not comparison.complete:
                 break
 
@@ -45,22 +46,45 @@ def _row(site: dict[str, Any]) -> Row:
     return Row(site["text"], problem, tuple(name for name in names if name not in slow), device)
 
 
-def _fill(site: dict[str, Any], costs: dict[str, float]) -> None:
-    """The share of its time that the site would save. Differences below 2% are noise, not a loss."""
-    best, name = min(costs, key=costs.__getitem__), OURS if site["backend"] == OURS else TORCH_DEFAULT
-    used = costs.get(name, costs[best])
-    worth_it = used > 1.02 * costs[best]
-    site["best"] = best if worth_it else name
-    spent = site["forward"] + site["backward"]
-    site["lost"] = spent * (1.0 - costs[best] / used) if worth_it else 0.0
+def _fill(site: dict[str, Any], comparison: Comparison) -> None:
+    """What the site would save with the fastest candidate: nothing, unless that is another kernel, and faster beyond
+    the noise.
+
+    Charged is what a warm call of the kernel that ran takes longer, by the comparison, for each of the site's calls;
+    never more than that share of the time that was seen, since the first call of a program takes longer than the rest.
+    """
+    used, best = _used(site, comparison), comparison.best()
+    if used is None or best is None:
+        return
+    speed = comparison.versus(used, best, among=len(comparison.entries()))
+    site["best"], site["lost"] = used.candidate, 0.0
+    if speed is None or speed.verdict != SLOWER:
+        return
+    share = 1.0 - speed.ratio
+    seen = site["forward"] + site["backward"]
+    site["best"], site["speed"] = best.candidate, speed.to_dict()
+    site["lost"] = share * min(seen, site["calls"] * median(used.costs))
 
 
-def lines(told: dict[str, Any]) -> list[str]:
-    """The table, then every math fallback with its reasons, then the sum."""
+def _used(site: dict[str, Any], comparison: Comparison) -> Outcome | None:
+    """The candidate that stands for what ran at the site: the kernel itself where it was timed, else the way to it."""
+    name = site["backend"]
+    timed = comparison.timed()
+    way = OURS if name == OURS else TORCH_DEFAULT
+    ranked = [outcome for outcome in timed if outcome.candidate == name]
+    ranked += [outcome for outcome in timed if outcome.runs == name]
+    return next(iter(ranked), None) or next((outcome for outcome in timed if outcome.candidate == way), None)
+
+
+def lines(told: dict[str, Any], *, quiet: bool = False) -> list[str]:
+    """The sum, the table, then every math fallback with its reasons."""
     sites = told["sites"]
     if not sites:
         return ["no call of scaled_dot_product_attention was seen"]
-    found = report.plain_table(COLUMNS, [cells(site, told["seconds"]) for site in sites])
+    found = [sentence(told), *(f"noisy: {text}" for text in told.get("noise", ()))]
+    if quiet:
+        return found
+    found += report.plain_table(COLUMNS, [cells(site, told["seconds"]) for site in sites])
     for site in sites:
         if site["math_fallback"]:
             found.append(
@@ -69,7 +93,7 @@ def lines(told: dict[str, Any]) -> list[str]:
             found += [f"  {reason}" for reason in site["reasons"]] or [
                 "  no fused kernel took it, and no rule says why"
             ]
-    return [*found, sentence(told)]
+    return found
 
 
 def sentence(told: dict[str, Any]) -> str:
@@ -78,6 +102,7 @@ def sentence(told: dict[str, Any]) -> str:
     calls, spent = sum(s["calls"] for s in sites), sum(s["forward"] + s["backward"] for s in sites)
     math = sum(site["math_fallback"] for site in sites)
     text = f"{calls} calls at {len(sites)} sites, {report.significant(spent * 1e3)} ms, {spent / total:.0%} of the time"
+    text += f" of {told['ranks']} ranks" if told.get("ranks") else ""
     text += f"; silent fallbacks to math: {math} of the sites" if math else "; none falls back to math"
     lost = sum(site["lost"] for site in sites)
     return text + (f"; {report.significant(lost * 1e3)} ms lost against the best candidates." if lost else ".")
@@ -101,33 +126,3 @@ def cells(site: dict[str, Any], total: float) -> list[str]:
 
 def _place(site: dict[str, Any]) -> str:
     return site["stack"][0] if site["stack"] else "an unknown place"
-
-
-def trace_page(told: dict[str, Any]) -> str:
-    """The report of `tilewise trace`."""
-    sites = told["sites"]
-    items = [_bar(site) for site in sites]
-    rows = [cells(site, told["seconds"]) for site in sites]
-    parts: list[Section] = [
-        section(
-            "Call sites",
-            *([charts.bars(items, "Milliseconds at each site, all calls together")] if items else []),
-            table(COLUMNS, rows, "Call sites", [site["math_fallback"] for site in sites]),
-        ),
-    ]
-    fallen = [site for site in sites if site["math_fallback"]]
-    if fallen:
-        made = (
-            card(site["text"], [("site", listing(site["stack"])), ("why", listing(site["reasons"]))]) for site in fallen
-        )
-        parts.append(section("Silent math fallbacks", cards(made)))
-    stacks = (card(site["text"], [("ran", site["backend"]), ("stack", listing(site["stack"]))]) for site in sites)
-    parts.append(section("Where they are called from", cards(stacks)))
-    title = f"Attention in {told.get('program', 'a program')}"
-    return page(title, sentence(told), parts, told.get("provenance"))
-
-
-def _bar(site: dict[str, Any]) -> charts.Bar:
-    milliseconds = (site["forward"] + site["backward"]) * 1e3
-    text = f"{report.significant(milliseconds)} ms, {site['backend']}"
-    return charts.Bar(_place(site), milliseconds, text, 1 if site["math_fallback"] else 0)

@@ -1,13 +1,16 @@
-"""The program under `tilewise trace`: tilewise.lab.traced RESULT.json [-m MODULE | -c CODE | FILE.py] ARGS...
+"""The program under `tilewise trace`: tilewise.lab.traced FOLDER [-m MODULE | -c CODE | FILE.py] ARGS...
 
-It runs as if started by itself, and what was seen is written when it ends, however it ends.
+It runs as if started by itself, and what was seen is written into the folder when it ends, however it ends: into a file
+of its own for each rank, where torchrun starts several.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 
@@ -15,13 +18,23 @@ from .trace import trace
 
 
 def main(arguments: list[str]) -> None:
-    result, *program = arguments
-    with trace() as seen:
+    folder, *program = arguments
+    rank = int(os.environ.get("RANK", "0"))
+    result = Path(folder) / f"trace-{rank:05}.json"
+    with contextlib.ExitStack() as watching:
+        seen = watching.enter_context(trace())
         try:
+            _take_interrupts()
             run(program)
         finally:
-            seen._settle()
-            Path(result).write_text(json.dumps(seen.to_dict()), encoding="utf-8")
+            watching.close()  # only then the time of the whole is known
+            result.write_text(json.dumps(seen.to_dict() | {"rank": rank}), encoding="utf-8")
+
+
+def _take_interrupts() -> None:
+    """From here on an interrupt is the program's. One that the parent ignores stays ignored."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run(program: list[str]) -> None:

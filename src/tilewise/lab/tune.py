@@ -3,8 +3,10 @@
     1. build every config of the backend's search space; one that spills or does not compile is a row, not measured
     2. round 0: verify each against float64, then time it briefly; one that is wrong, dies or hangs is a row
     3. keep the fastest third and time those three times as long, until a handful is left (successive halving)
-    4. the finalists, the shipped choice among them, in interleaved rounds: median and spread
-    5. write the winner, with where it comes from and who came next, into the user's table (jit/tuned.py)
+    4. the finalists, the shipped choice among them, in interleaved rounds, more of them until one is told apart from
+       the shipped choice or all are known to be no faster: ratios round by round, with an interval (see `statistics`)
+    5. write the winner, with where it comes from and who came next, into the user's table (jit/tuned.py). Where the
+       shipped choice stays, nothing is written, unless an earlier entry of the table has to go
 
 Hundreds of configs cost minutes: most get one short measurement. What is measured is kept in a file as it comes, line
 by line, so that an interrupted sweep goes on where it stopped. Time is taken by one function, a parameter: everything
@@ -34,8 +36,8 @@ from ..jit import build, cache, trust, tuned
 from ..op import forget
 from ..plan import plan
 from ..target import Target
-from . import environment, report
-from .compare import WRONG, median, quantile, summary
+from . import environment, noise, report, statistics, words
+from .compare import WRONG, median, summary
 from .kernels import occupancy
 from .pool import Failure, Process
 from .variants import backend_of, is_variant, name_of
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
     from ..jit import Kernel, Unit
     from ..problem import Problem
+    from .statistics import Speed
 
 BUILT = "built"
 MEASURED = "measured"
@@ -52,7 +55,7 @@ UNFIT = "does not build"
 SPILLS = "spills"
 _RUNNERS_UP = 5
 _WORKER_LIFE = 64  # configs a worker measures before a fresh one takes over: loaded kernels are never unloaded
-COLUMNS = ("configuration", ">us", ">p20..p80", ">ratio", ">regs", ">spill", ">smem KiB", ">CTAs", "why")
+COLUMNS = ("configuration", ">us", ">p20..p80", ">speed", ">regs", ">spill", ">smem KiB", ">CTAs", "why")
 
 _log = logging.getLogger("tilewise")
 
@@ -68,9 +71,10 @@ class Settings:
     first_seconds: float = 0.02
     keep: int = 3  # one in so many goes on to the next round
     finalists: int = 8
-    final_rounds: int = 5
-    final_seconds: float = 0.1
-    gain: float = 1.01  # a winner must be so many times faster than the shipped choice, beyond the spread
+    final_rounds: int = 9
+    max_final_rounds: int = 27
+    final_seconds: float = 0.05
+    gain: float = 1.01  # a winner must be so many times faster than the shipped choice, and that beyond the noise
     time_limit: float = 30.0
     most: int = 0
     seed: int = 0
@@ -86,6 +90,7 @@ class Trial:
     because: str = ""
     kernels: list[Kernel] = field(default_factory=list)
     rounds: dict[int, list[float]] = field(default_factory=dict)
+    turns: list[float] = field(default_factory=list)  # seconds of each turn of the final
 
     @property
     def running(self) -> bool:
@@ -116,6 +121,9 @@ class Sweep:
     shipped: str  # label of the choice without tuning
     complete: bool = False
     written: Path | None = None
+    looks: int = 1  # at the final's times
+    load: float = 1.0  # threads per core that wanted to run meanwhile, where times are those of threads
+    noise: list[str] = field(default_factory=list)  # what the machine did meanwhile that spoils times
 
     def __getitem__(self, label: str) -> Trial:
         return next(trial for trial in self.trials if trial.label == label)
@@ -125,20 +133,44 @@ class Sweep:
         done = [trial for trial in self.trials if trial.verdict == MEASURED]
         return sorted(done, key=lambda trial: (-trial.last_round, trial.seconds))
 
-    def winner(self, gain: float) -> Trial | None:
-        """The fastest finalist; the shipped choice unless it is beaten by the factor `gain`, and beyond the spread.
+    def finalists(self) -> list[Trial]:
+        return [trial for trial in self.ranked() if trial.turns]
 
-        Beyond the spread: four in five calls of the winner are faster than the shipped choice's median.
-        """
+    def speed(self, trial: Trial) -> Speed | None:
+        """Against the shipped choice, turn by turn of the final; None for what was not in it."""
+        shipped = next((one for one in self.finalists() if one.label == self.shipped), None)
+        if shipped is None:
+            return None
+        if trial is shipped:
+            return statistics.same(trial.turns, trial.turns, shipped.label)
+        among = max(1, len(self.finalists()) - 1)
+        return statistics.speed(
+            trial.turns,
+            shipped.turns,
+            looks=self.looks,
+            among=among,
+            against=shipped.label,
+            resolution=statistics.resolution_at(self.load),
+        )
+
+    def unsettled(self) -> list[Trial]:
+        """Finalists that more turns would tell apart from the shipped choice, and that choice."""
+        found = [trial for trial in self.finalists() if (speed := self.speed(trial)) and not speed.settled]
+        found = [trial for trial in found if trial.label != self.shipped]
+        return [*found, *(trial for trial in self.finalists() if found and trial.label == self.shipped)]
+
+    def winner(self, gain: float) -> Trial | None:
+        """The finalist that is fastest of those that beat the shipped choice: by `gain`, and beyond the noise. The
+        shipped choice, if none does; without a time of it, the one that came furthest and is fastest."""
         ranked = self.ranked()
         if not ranked:
             return None
         shipped = next((trial for trial in ranked if trial.label == self.shipped), None)
         if shipped is None:
             return ranked[0]
-        best = ranked[0]
-        beaten = shipped.seconds >= gain * best.seconds and quantile(best.samples, 0.8) < shipped.seconds
-        return best if beaten else shipped
+        speeds = [(speed.ratio, trial) for trial in self.finalists() if (speed := self.speed(trial)) and _beats(speed)]
+        ratio, best = max(speeds, key=lambda pair: pair[0], default=(1.0, shipped))
+        return best if ratio >= gain else shipped
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -147,9 +179,18 @@ class Sweep:
             "device": self.target.name,
             "shipped": self.shipped,
             "complete": self.complete,
+            "noise": self.noise,
             "written": str(self.written) if self.written else None,
-            "trials": [_trial_dict(trial) for trial in self.trials],
+            "trials": [_trial_dict(trial) | self._standing(trial) for trial in self.trials],
         }
+
+    def _standing(self, trial: Trial) -> dict[str, Any]:
+        speed = self.speed(trial)
+        return {"launches": resources(self, trial), "speed": speed.to_dict() if speed else None}
+
+
+def _beats(speed: Speed) -> bool:
+    return speed.verdict == statistics.FASTER
 
 
 def run(
@@ -172,8 +213,10 @@ def run(
             state = State(state_path(name, problem, target, settings))
             if fresh:
                 state.discard()
+            machine = noise.Machine(device)
             with Stopwatch(name, problem, device, settings, method) as stopwatch:
                 found = sweep(name, problem, target, stopwatch, settings, bar.tick, state)
+            found.noise = machine.told()
             done.append(found)
             if not found.complete:
                 break
@@ -286,11 +329,20 @@ def _halve(found: Sweep, measure: Measure, settings: Settings, tick: Tick, state
         racing = _fastest([trial for trial in racing if trial.running], found.shipped, number, settings)
     final = number + 1 if racing and racing[0].rounds else 0
     order = random.Random(settings.seed)
-    for turn in range(settings.final_rounds):
-        for trial in order.sample(racing, len(racing)):
-            if trial.running:
-                tick(f"final {turn + 1} of {settings.final_rounds}: {trial.label}")
-                _take(trial, final, settings.final_seconds, measure, state, turn)
+    done = 0
+    for look, until in enumerate(statistics.looks(settings.final_rounds, settings.max_final_rounds), start=1):
+        found.looks = look
+        found.load = max(found.load, noise.overload() if found.target.is_cpu else 1.0)
+        for turn in range(done, until):
+            for trial in order.sample(racing, len(racing)):
+                if trial.running:
+                    tick(f"final {turn + 1}: {trial.label}")
+                    _take(trial, final, settings.final_seconds, measure, state, turn, is_final=True)
+        done = until
+        # Invariant: the turns of a finalist are the first of all: one that is left out does not come back.
+        racing = [trial for trial in found.unsettled() if len(trial.turns) == until]
+        if len(racing) < 2:
+            return
 
 
 def _rounds(count: int, settings: Settings) -> Iterator[tuple[int, float]]:
@@ -309,7 +361,9 @@ def _fastest(racing: list[Trial], shipped: str, number: int, settings: Settings)
     return kept + [trial for trial in ranked[wanted:] if trial.label == shipped]
 
 
-def _take(trial: Trial, number: int, seconds: float, measure: Measure, state: State, turn: int = 0) -> None:
+def _take(
+    trial: Trial, number: int, seconds: float, measure: Measure, state: State, turn: int = 0, *, is_final: bool = False
+) -> None:
     """One measurement, from the state file if it is there already; a failure becomes the trial's verdict."""
     known = state.find(trial.label, number, turn)
     if known is None:
@@ -323,6 +377,8 @@ def _take(trial: Trial, number: int, seconds: float, measure: Measure, state: St
         return
     trial.verdict = MEASURED
     trial.rounds.setdefault(number, []).extend(known["samples"])
+    if is_final:
+        trial.turns.append(median(known["samples"]))
 
 
 def _is_measured(entry: dict[str, Any]) -> bool:
@@ -447,6 +503,7 @@ def entry_of(found: Sweep, settings: Settings, command: list[str]) -> dict[str, 
     winner = found.winner(settings.gain)
     if winner is None:
         return None
+    speed = found.speed(winner)
     key, sizes = backend_of(found.backend).tuning_key(found.problem)
     provenance = environment.provenance(settings.seed, command)
     shipped = found[found.shipped]
@@ -460,7 +517,8 @@ def entry_of(found: Sweep, settings: Settings, command: list[str]) -> dict[str, 
         "date": provenance["date"],
         "problem": str(found.problem),
         "seconds": summary(winner.samples),
-        "gain": shipped.seconds / winner.seconds if shipped.verdict == MEASURED else None,
+        "gain": None if speed is None else speed.ratio,
+        "speed": None if speed is None else speed.to_dict(),
         "shipped": {"config": dataclasses.asdict(shipped.config), "seconds": summary(shipped.samples)},
         "runners_up": [
             {
@@ -482,11 +540,20 @@ def entry_of(found: Sweep, settings: Settings, command: list[str]) -> dict[str, 
 def keep(found: Sweep, settings: Settings, command: list[str]) -> Path | None:
     """Write the winner of a complete sweep into the user's table; the planner uses it from then on."""
     entry = entry_of(found, settings, command) if found.complete else None
-    if entry is None:
+    if entry is None or _is_chosen_already(found, settings):
         return None
     found.written = tuned.write(found.backend, found.target.name, entry)
     forget()
     return found.written
+
+
+def _is_chosen_already(found: Sweep, settings: Settings) -> bool:
+    """The shipped choice stays, and no entry of the table says otherwise: there is nothing to write."""
+    winner = found.winner(settings.gain)
+    if winner is None or winner.label != found.shipped:
+        return False
+    now = backend_of(found.backend).configs(found.problem, found.target)
+    return bool(now) and label_of(now[0]) == found.shipped
 
 
 def steps(backend: str, problem: Problem, target: Target, settings: Settings) -> int:
@@ -497,18 +564,23 @@ def steps(backend: str, problem: Problem, target: Target, settings: Settings) ->
     for _ in _rounds(count, settings):
         total += count
         count = max(settings.finalists, math.ceil(count / settings.keep)) + 1
-    return total + count * settings.final_rounds
+    return total + count * settings.max_final_rounds
 
 
-def show(found: Sweep, settings: Settings, most: int = 0) -> None:
-    """The sweep as a table: configuration, time, ratio to the winner, and why. Then who won, and where it is kept."""
+def show(found: Sweep, settings: Settings, most: int = 0, *, quiet: bool = False) -> None:
+    """Who won and where it is kept; then the sweep as a table: configuration, time, speed, and why."""
+    print(conclusion(found, settings))
+    for text in found.noise:
+        print(f"noisy: {text}")
+    if quiet:
+        return
     print(f"attention: {found.problem}")
     print(f"device:    {found.target.name}, backend {found.backend}")
     lines = rows(found, settings)
     report.print_table(COLUMNS, lines[:most] if most else lines)
     if most and len(lines) > most:
         print(f"... and {len(lines) - most} more, in the JSON")
-    print(conclusion(found, settings))
+    print(f"speed: against the shipped choice, of the finalists; {words.LEGEND}")
 
 
 def conclusion(found: Sweep, settings: Settings) -> str:
@@ -519,26 +591,44 @@ def conclusion(found: Sweep, settings: Settings) -> str:
         return f"{counts}; interrupted: run the same command again to go on from here"
     if winner is None:
         return f"{counts}; none could be measured"
+    kept = f"; written to {found.written}: the planner uses it from now on" if found.written else "; nothing is written"
     shipped = found[found.shipped]
     if winner is shipped:
-        margin = f"over {100 * (settings.gain - 1):.0f}% faster, and beyond the spread"
-        return f"{counts}; the shipped choice stays: none is {margin}"
-    if shipped.verdict != MEASURED:
-        return f"{counts}; {winner.label} wins; the shipped choice: {shipped.verdict}"
-    return f"{counts}; {winner.label} wins, {shipped.seconds / winner.seconds:.3f}x the shipped choice {shipped.label}"
+        margin = f"more than {100 * (settings.gain - 1):.0f}% faster beyond the noise"
+        return f"{counts}; the shipped choice stays: none is {margin}{kept}"
+    speed = found.speed(winner)
+    if speed is None:
+        return f"{counts}; {winner.label} wins; the shipped choice: {shipped.verdict}{kept}"
+    margin = f"{words.claim(speed)} the shipped choice {shipped.label}{words.interval(speed)}"
+    return f"{counts}; {winner.label} wins, {margin}{kept}"
 
 
 def rows(found: Sweep, settings: Settings) -> list[list[str]]:
     """What was measured, the furthest and fastest first; then what was not."""
-    ranked = found.ranked()
     winner = found.winner(settings.gain)
-    failed = sorted((t for t in found.trials if t.verdict != MEASURED), key=lambda trial: (trial.verdict, trial.label))
-    return [_cells(trial, winner, found) for trial in [*ranked, *failed]]
+    return [*(_cells(trial, winner, found) for trial in found.ranked()), *_failures(found)]
+
+
+def _failures(found: Sweep) -> list[list[str]]:
+    """What was not measured, and why: the same reason once, however many configs it is that of."""
+    by_reason: dict[tuple[str, str], list[Trial]] = {}
+    for trial in sorted((t for t in found.trials if t.verdict != MEASURED), key=lambda t: (t.verdict, t.label)):
+        by_reason.setdefault((trial.verdict, trial.because), []).append(trial)
+    cells = []
+    for (verdict, because), alike in by_reason.items():
+        if verdict == BUILT and not found.complete:
+            continue  # an interrupt came first: the count above says how many
+        label = alike[0].label if len(alike) == 1 else f"{len(alike)} configs"
+        shipped = ["the shipped one"] if any(trial.label == found.shipped for trial in alike) else []
+        told = "not measured" if verdict == BUILT else verdict
+        why = f"{told}{f': {because}' if because else ''}"
+        cells.append([label, *["-"] * (len(COLUMNS) - 2), "; ".join([*shipped, why])])
+    return cells
 
 
 def _cells(trial: Trial, winner: Trial | None, found: Sweep) -> list[str]:
     times = summary(trial.samples)
-    ratio = f"{trial.seconds / winner.seconds:.3f}" if winner is not None and times else "-"
+    ratio = "shipped" if trial.label == found.shipped else words.cell(found.speed(trial))
     spread = f"{times['p20'] * 1e6:.1f}..{times['p80'] * 1e6:.1f}" if times else "-"
     cells = [trial.label, f"{times['median'] * 1e6:.1f}" if times else "-", spread, ratio]
     facts = resources(found, trial)
@@ -550,9 +640,6 @@ def _cells(trial: Trial, winner: Trial | None, found: Sweep) -> list[str]:
 def _why(trial: Trial, winner: Trial | None, found: Sweep) -> str:
     marks = ["winner" if found.complete else "ahead so far"] if trial is winner else []
     marks += ["shipped"] if trial.label == found.shipped else []
-    if trial.verdict != MEASURED:
-        told = trial.verdict if trial.verdict != BUILT else "not measured"
-        return "; ".join([*marks, f"{told}{f': {trial.because}' if trial.because else ''}"])
     module = backend_of(found.backend)
     limiters = dict.fromkeys(kernel["limiter"] for kernel in resources(found, trial) if kernel["limiter"])
     marks += [f"CTAs held by {', '.join(limiters)}"] if limiters else []
@@ -595,6 +682,11 @@ def _trial_dict(trial: Trial) -> dict[str, Any]:
     }
 
 
+def _concluded(found: Sweep, settings: Settings) -> dict[str, Any]:
+    winner = found.winner(settings.gain)
+    return {"winner": winner.label if winner else None, "conclusion": conclusion(found, settings)}
+
+
 def record(sweeps: list[Sweep], settings: Settings, command: list[str]) -> dict[str, Any]:
     """All that was measured, with where it comes from."""
     return {
@@ -603,5 +695,5 @@ def record(sweeps: list[Sweep], settings: Settings, command: list[str]) -> dict[
         "complete": all(found.complete for found in sweeps),
         "provenance": environment.provenance(settings.seed, command),
         "settings": dataclasses.asdict(settings),
-        "sweeps": [found.to_dict() for found in sweeps],
+        "sweeps": [found.to_dict() | _concluded(found, settings) for found in sweeps],
     }

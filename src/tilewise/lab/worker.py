@@ -8,9 +8,11 @@
     {"do": "results", "path"}                                    what it computes, at the sample of `truth`, into a file
     {"do": "memory"}                                             bytes a forward, or a step where gradients are wanted,
                                                                  needs beyond its inputs, at the peak
+    {"do": "runs"}                                               the kernels it comes to, by a name; empty if not known
     {"do": "time", "what", "method", "seconds", "flush"}         samples of seconds per "forward", "backward" or "step"
     {"do": "profile", "trace"}                                   the kernels that ran, by torch.profiler
     {"do": "rates"}                                              peaks of this CPU, measured
+    {"do": "order"}                                              PyTorch's kernels that take it, in PyTorch's order
     {"do": "refusals"}                                           PyTorch's own words on each of its kernels
     {"do": "overhead", "seconds"}                                the same of a tiny problem of the same kind: host cost
 
@@ -40,7 +42,7 @@ import torch
 from ..errors import DeviceError, UnsupportedProblem
 from ..masks import Dense, Documents
 from ..problem import Problem
-from . import accuracy, roofline, timing
+from . import accuracy, override, roofline, timing
 from .candidates import SDPA, Candidate, Forward, make_inputs, sdpa_arguments
 
 if TYPE_CHECKING:
@@ -117,6 +119,9 @@ class Worker:
         call = self._step() if self._problem.needs_grad else self._forward
         return _peak_extra_bytes(call, self._device)
 
+    def runs(self) -> str:
+        return self._candidate.runs(self._problem, self._inputs)
+
     def time(self, what: str, method: str, seconds: float, flush: bool = False) -> list[float]:
         if what not in self._calls:
             makers = {"forward": lambda: self._forward, "backward": self._backward, "step": self._step}
@@ -135,6 +140,11 @@ class Worker:
             backward()
             found["backward"] = profile.run(backward, self._device, _beside(trace, "backward"))
         return found
+
+    def order(self) -> list[str]:
+        """No kernel runs."""
+        arguments, options = sdpa_arguments(self._problem, self._inputs)
+        return override.effective_order((*arguments, options["scale"], options["enable_gqa"]))
 
     def refusals(self) -> dict[str, list[str]]:
         """What PyTorch itself says to each of its kernels: nothing where it takes the problem. No kernel runs."""
