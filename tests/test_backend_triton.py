@@ -48,6 +48,7 @@ def run(script: str, *arguments: str, **variables: str) -> subprocess.CompletedP
 
 @needs_triton
 @pytest.mark.slow
+@pytest.mark.kernel_gate
 def test_interpreted_it_matches_float64() -> None:
     done = run("triton_checks.py", TRITON_INTERPRET="1")
     if "only 0-dimensional arrays can be converted" in done.stderr:

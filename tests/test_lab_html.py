@@ -34,6 +34,7 @@ from tilewise.lab import (
     views,
 )
 from tilewise.lab import html as reports
+from tilewise.lab.candidates import current_names
 from tilewise.lab.compare import VERIFIED, WRONG, Comparison, Outcome, Row
 from tilewise.plan import plan
 from tilewise.target import Target
@@ -358,7 +359,7 @@ def test_an_older_record_claims_no_more_than_its_rounds_show() -> None:
 
 
 def test_candidates_that_ran_the_same_kernels_are_one_entry() -> None:
-    for record in (inspection(), views.current(older(inspection()))):
+    for record in (inspection(), current_names(older(inspection()))):
         seen = views.view(record["comparison"], record["torch"].get("choice", ""))
         names = [entry.name for entry in seen.ranked()]
         assert "torch-flash" not in names

@@ -505,6 +505,7 @@ def test_switches_are_set_and_put_back(name: str) -> None:
     assert state() == before
 
 
+@pytest.mark.kernel_gate
 def test_the_experiment_tells_where_today_differs() -> None:
     result = run("inspect --shape 1,2,32,16 --dtype float32 --device cpu --repeat 1 --experiment flags")
     assert result.exit_code == 0, result.output

@@ -15,7 +15,7 @@ import torch
 
 from support import make_problem
 from test_lab import FakePool
-from tilewise.lab import instrument, noise, statistics, words
+from tilewise.lab import instrument, noise, statistics, units, words
 from tilewise.lab.candidates import Candidate, make_inputs
 from tilewise.lab.compare import Comparison, Row, Settings, compare, read_comparison
 from tilewise.lab.statistics import FASTER, INDISTINGUISHABLE, SAME, SLOWER, TOO_FEW, Speed, speed
@@ -271,7 +271,7 @@ def test_cells_say_what_may_be_said() -> None:
     assert words.cell(None) == "-"
     slower = Speed(0.5, 0.4, 0.8, 9)
     assert f"{words.claim(slower)} it{words.interval(slower)}" == "2.00x slower than it (1.25x to 2.50x)"
-    assert [words.duration(seconds) for seconds in (7.14e-6, 2.0, 0.0015, 3e-8)] == [
+    assert [units.duration(seconds) for seconds in (7.14e-6, 2.0, 0.0015, 3e-8)] == [
         "7.14 us", "2.00 s", "1.50 ms", "30.0 ns",
     ]  # fmt: skip
 

@@ -110,6 +110,7 @@ def test_matmul_matches_float64(shape: str, mask: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.kernel_gate
 def test_in_its_simulator_numba_matches_float64() -> None:
     if ladder.missing("numba"):
         pytest.skip("numba is not installed")

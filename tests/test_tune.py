@@ -345,6 +345,7 @@ def test_a_config_travels_by_name() -> None:
         resolve("tiled@block_q=64")
 
 
+@pytest.mark.kernel_gate
 def test_the_command_ends_with_a_table_that_explain_cites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything real, on a CPU: workers, verification, clock, state, table, planner."""
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "cache"))

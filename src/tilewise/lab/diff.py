@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInput
-from . import report, words
+from . import report, units, words
 from .candidates import current_names
 from .compare import Comparison, median, read_comparison
 
@@ -128,7 +128,7 @@ def lines(found: list[Change], *, verbose: bool = False) -> list[list[str]]:
             words.cell(change.before),
             words.cell(change.after),
             change.verdict,
-            *(words.duration(seconds) for seconds in change.seconds),
+            *(units.duration(seconds) for seconds in change.seconds),
         ]
         for change in found
         if verbose or change.verdict in (HIGHER, LOWER)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..plan import BACKENDS, RULES, plan
 from ..target import Target
-from . import environment, flags, kernels, report, roofline, words
+from . import environment, flags, kernels, report, roofline, units, words
 from .candidates import OURS, SDPA, TORCH_DEFAULT
 from .compare import REFUSED, Comparison, Outcome, Row, compare, fastest, median, steps, summary
 from .pool import Failure, Pool
@@ -166,7 +166,7 @@ def _beside(comparison: Comparison, ours: Outcome, default: Outcome, backend: st
 
 
 def _time(outcome: Outcome) -> str:
-    return words.duration(median(outcome.samples))
+    return units.duration(median(outcome.samples))
 
 
 def _ceilings(found: Inspection, what: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ..problem import Problem
-from . import flags, report, roofline, words
+from . import flags, report, roofline, units, words
 from .candidates import OURS, PYTHON, TORCH_DEFAULT
 from .compare import REFUSED, UNVERIFIED, Comparison, Outcome, read_comparison, summary
 from .inspect import sentence
@@ -92,7 +92,7 @@ def brief_table(told: Told, comparison: Comparison) -> tuple[list[str], list[lis
 
 def _median(samples: list[list[float]]) -> str:
     timed = summary(samples)
-    return "-" if timed is None else words.duration(timed["median"])
+    return "-" if timed is None else units.duration(timed["median"])
 
 
 def _of_peak(told: Told, outcome: Outcome) -> str:
@@ -189,7 +189,7 @@ def ceilings(told: Told, comparison: Comparison) -> list[str]:
     for what, part in told["roofline"].items():
         seconds, work = part["seconds"], part["work"]
         if seconds is not None and told["rates"] is not None:
-            each = ", ".join(f"{name} {words.duration(seconds[name])}" for name in roofline.Bounds._fields)
+            each = ", ".join(f"{name} {units.duration(seconds[name])}" for name in roofline.Bounds._fields)
             by = roofline.Bounds(*(seconds[name] for name in roofline.Bounds._fields)).by
             known = f"{work['flops'] / max(1, work['bytes']):.0f} FLOP per byte, bound by {by}"
             found.append(f"{what} takes at least: {each}; {known}; peaks: {told['rates']['source']}")
@@ -217,8 +217,8 @@ def _gaps(part: dict[str, Any]) -> str:
     gaps = part.get("gaps")
     if not gaps or gaps["launches"] < 2:
         return ""
-    busy, idle = words.duration(gaps["busy_us"] * 1e-6), words.duration(gaps["idle_us"] * 1e-6)
-    launching = f"; the host launched them in {words.duration(gaps['host_us'] * 1e-6)}" if gaps.get("host_us") else ""
+    busy, idle = units.duration(gaps["busy_us"] * 1e-6), units.duration(gaps["idle_us"] * 1e-6)
+    launching = f"; the host launched them in {units.duration(gaps['host_us'] * 1e-6)}" if gaps.get("host_us") else ""
     return f" ({gaps['launches']} launches: busy {busy}, idle between them {idle}{launching})"
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..problem import Problem
-from . import bench, environment, noise, words
+from . import bench, environment, noise, units
 from .compare import Row, Settings, compare
 from .options import FAILED, INTERRUPTED, make_device
 from .pool import Pool
@@ -136,7 +136,7 @@ def main(arguments: list[str]) -> int:
         "seconds": seconds,
     }
     result = record(found, settings, problem, told)
-    print(f"{result['sentence']}; {words.duration(seconds)}, load {during[0]:.1f} to {during[1]:.1f}")
+    print(f"{result['sentence']}; {units.duration(seconds)}, load {during[0]:.1f} to {during[1]:.1f}")
     if asked.save and result["complete"]:
         print(f"saved {bench.save(result, asked.results)}", file=sys.stderr)
     if not result["complete"]:

@@ -22,7 +22,7 @@ from . import inspect_page as _inspect
 from . import ladder_page as _ladder
 from . import trace_page as _trace
 from . import tune_page as _tune
-from . import views
+from .candidates import current_names
 from .html import identity
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def page(record: dict[str, Any]) -> str:
     kind = record.get("kind")
     if kind not in _PAGES:
         raise InvalidInput("record", f"of kind {kind!r}", f"one of {', '.join(_PAGES)}", "name a record of such a kind")
-    return _PAGES[kind](views.current(record))
+    return _PAGES[kind](current_names(record))
 
 
 def inspect_page(told: dict[str, Any]) -> str:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import InvalidInput
 from ..masks import Full
 from . import bench
+from .candidates import current_name
 from .compare import geomean, summary
 from .style import DARK, LIGHT
-from .views import OURS, current
+from .views import OURS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -128,7 +129,7 @@ def panels(comparisons: Iterable[Comparison]) -> dict[str, Series]:
         for outcome in comparison.outcomes:
             point = _point(comparison, outcome)
             if point is not None:
-                found.setdefault(key, {}).setdefault(current(outcome.candidate), []).append(point)
+                found.setdefault(key, {}).setdefault(current_name(outcome.candidate), []).append(point)
     kept = {}
     for key, series in found.items():
         long = {name: sorted(points) for name, points in series.items() if len(points) >= 3}

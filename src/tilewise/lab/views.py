@@ -26,7 +26,6 @@ FASTER, SLOWER, SAME_SPEED, TOO_FEW, SAME_KERNELS = (
 )  # fmt: skip
 FOLD_OVER = 5.0  # times the fastest: what is slower is folded away
 _MIN_ROUNDS = 5
-_FORMER_NAMES = ("sdpa:flash", "sdpa:efficient", "sdpa:cudnn", "sdpa:math")
 _OUR_BACKENDS = ("sm80", "sm90", "triton", "tiled", "reference")
 
 
@@ -43,15 +42,6 @@ def kernel_name(choice: str) -> str:
     """One of PyTorch's kernels by the name of its candidate: `torch-flash` for flash, and for flash_attention."""
     bare = choice.removeprefix("torch-").removesuffix("_attention")
     return f"torch-{bare}" if bare else ""
-
-
-def current(values: Any) -> Any:
-    """What a record holds, with PyTorch's kernels by the names they have now: torch-flash, once sdpa:flash."""
-    if isinstance(values, dict):
-        return {current(key): current(value) for key, value in values.items()}
-    if isinstance(values, list):
-        return [current(value) for value in values]
-    return f"torch-{values[5:]}" if isinstance(values, str) and values in _FORMER_NAMES else values
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
-"""Comparisons in words: what may be said of a measured ratio, and times with a unit that fits."""
+"""Comparisons in words: what may be said of a measured ratio."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from . import statistics
-from .report import error, significant
+from .report import error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -14,15 +14,6 @@ if TYPE_CHECKING:
     from .statistics import Speed
 
 _TOO_WIDE = 10.0  # from one end of an interval to the other: its ends say no more than that
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
-
-
-def duration(seconds: float | None) -> str:
-    """`7.14 us`, three digits."""
-    if seconds is None:
-        return "-"
-    size, unit = next((entry for entry in _UNITS if seconds >= 0.9995 * entry[0]), _UNITS[-1])
-    return f"{significant(seconds / size)} {unit}"
 
 
 def cell(speed: Speed | None) -> str:
