@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import library as torch_library
 
 from tilewise import CompileError
-from tilewise.integrations import detour
+from tilewise.hook import detour
 from tilewise.integrations.sdpa import sdpa
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from tilewise.engine.validation import PARTS, part_hash
 from tilewise.jit import nvrtc_version
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    from tilewise.engine.backend import Fused
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE.parent.parent / "benchmarks" / "validation.json"
@@ -33,7 +33,7 @@ _hash_at_start = {name: part_hash(name) for name in PARTS}
 
 
 @pytest.fixture
-def backend(request: pytest.FixtureRequest) -> ModuleType:
+def backend(request: pytest.FixtureRequest) -> Fused:
     """Whose kernels the cases of a matrix are about: what the file that takes them calls BACKEND."""
     return request.module.BACKEND  # type: ignore[no-any-return]
 

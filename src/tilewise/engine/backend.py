@@ -51,6 +51,9 @@ class Fused:
         self._narrow: tuple[Any, Any] = (forward, backward)
         self._wide: tuple[Any, Any] = (float32_forward, float32_backward)
 
+    def __repr__(self) -> str:
+        return self.name
+
     def families(self, problem: Problem) -> tuple[Any, Any]:
         """The forward and the backward of a problem."""
         return self._wide if rules.is_float32(problem) else self._narrow
