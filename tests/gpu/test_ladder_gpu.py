@@ -90,9 +90,16 @@ def willing(name: str, problem: Problem) -> Any:
     return rung
 
 
+def takes(name: str, dtype: torch.dtype) -> bool:
+    problem = problem_of((4, 2), (300, 411), (64, 64), dtype=dtype)
+    return not ladder.module(name).why_not(problem, Target.named("h200"))
+
+
+TAKEN = [(name, dtype) for name in OURS for dtype in (BF16, FP16, FP32) if takes(name, dtype)]
+
+
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize(("name", "dtype"), TAKEN, ids=str)
 def test_every_rung_and_mask(name: str, dtype: torch.dtype, mask: Any) -> None:
     problem = problem_of((4, 2), (300, 411), (64, 64), mask=mask, dtype=dtype)
     check(willing(name, problem), problem)

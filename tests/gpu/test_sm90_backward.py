@@ -52,7 +52,7 @@ def test_every_order_of_adding_up_dq(
     dims: tuple[int, int], order: sm90_backward.Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With more tiles than multiprocessors, so that some wait for others, and rows that no tile sees."""
-    monkeypatch.setattr(sm90_backward, "_order", lambda problem, config: order)
+    monkeypatch.setattr(sm90_backward, "_order", lambda problem, config, divided: order)
     monkeypatch.setattr(run, "_bound", {})
     for lengths, mask in (((1500, 1500), Full()), ((1500, 1500), Causal()), ((900, 600), Causal("bottom-right"))):
         problem = problem_of(2, (16, 8), lengths, dims, mask=mask)

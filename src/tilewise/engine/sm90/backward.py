@@ -236,7 +236,8 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
     config = _only(config, wants)
     divided = divide(problem, config, target)
     sums_dq = config.makes_dq and not config.writes_dq
-    in_turns = sums_dq and _takes_turns(problem, config)
+    order = _order(problem, config, divided)
+    in_turns = sums_dq and order is not Order.FREELY
     cut = divided.cut and config.makes_dkv
     pairs, kv_pairs = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
     q_tiles, kv_tiles = tiles(problem.seq_q, config.block_q), tiles(problem.seq_kv, config.block_kv)
@@ -298,8 +299,8 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "pieces": divided.pieces,
         "piece_steps": divided.piece_steps,
         "sections": divided.sections,
-        "order": int(_order(problem, config)),
-        "walk": int(_walk(problem, config, divided.cut)),
+        "order": int(order),
+        "walk": int(_walk(problem, divided.cut)),
         "store_dk": int(wants[1]),
         "store_dv": int(wants[2]),
         "inverse_scale_log2": 1.0 / scale_log2,
@@ -356,27 +357,34 @@ MAX_BY_CLAIM = 16
 # With more queries than keys the first tile of keys is the last at most of them, which it must load again: all others
 # wait for it in the end, unless the L2 cache holds all sums.
 MAX_CLAIMED_BYTES = 40 * 2**20
+# CTAs per multiprocessor from which tiles that stay together still get out of each other's way. In a grid of one or two
+# waves those of a pair are side by side from beginning to end, and take turns at every dQ: 2 x 71/1 heads, 2048 tokens,
+# head_dim 64, 1.0 waves: 653 us, freely 466; 4 x 28/4, d128, 1.9 waves: 792, 689; 4 x 32/8, d128, 3.9 waves: 716, 746.
+MIN_WAVES_BY_CLAIM = 2.25
+# Steps of a CTA from which that costs more than zeroing and rounding the sums.
+MIN_STEPS_FREELY = 32
 
 
-def _order(problem: Problem, config: Config) -> Order:
+def _order(problem: Problem, config: Config, divided: division.Division) -> Order:
     if problem.deterministic:
         return Order.BY_KEYS
     sums = problem.batch * problem.heads_q * problem.seq_q * config.head_dim * 4
-    if problem.seq_kv > MAX_BY_CLAIM * config.block_kv or (problem.seq_q > problem.seq_kv and sums > MAX_CLAIMED_BYTES):
+    stay_together = _walk(problem, divided.cut) is Walk.DOWN and divided.waves < MIN_WAVES_BY_CLAIM
+    if (
+        (stay_together and divided.piece_steps >= MIN_STEPS_FREELY)
+        or problem.seq_kv > MAX_BY_CLAIM * config.block_kv
+        or (problem.seq_q > problem.seq_kv and sums > MAX_CLAIMED_BYTES)
+    ):
         return Order.FREELY
     return Order.BY_CLAIM
 
 
-def _walk(problem: Problem, config: Config, cut: bool) -> Walk:
+def _walk(problem: Problem, cut: bool) -> Walk:
     """Down where tiles stay together that way, and pieces of them can take turns: kernels/sm90/backward_config.cuh."""
-    by_keys = _order(problem, config) is Order.BY_KEYS
+    by_keys = problem.deterministic
     if isinstance(problem.mask, Causal) and (problem.group > 1 or (by_keys and cut)):
         return Walk.DOWN
     return Walk.STAIRS if by_keys else Walk.AROUND
-
-
-def _takes_turns(problem: Problem, config: Config) -> bool:
-    return _order(problem, config) is not Order.FREELY
 
 
 # Fitted to measurements of uncut and cut tiles on an NVIDIA H200.
@@ -402,7 +410,7 @@ def _sections(problem: Problem, config: Config, target: Target, cut: bool) -> in
     Equal tiles: one head per run, since its tiles read the same queries and add to the same dQ. On stairs: several
     heads, since tiles of one head that start together wait for one another; the more tiles, the more heads.
     """
-    walk = _walk(problem, config, cut)
+    walk = _walk(problem, cut)
     if walk is Walk.STAIRS:
         kv_tiles = tiles(problem.seq_kv, config.block_kv)
         share = 1 / 6 if kv_tiles < 8 else 1 / 3 if kv_tiles < 16 else 2 / 3  # of the L2 cache; measured
