@@ -239,6 +239,22 @@ def test_the_three_kernels_match_float64_on_the_model(on_the_model: pytest.Monke
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.parametrize(("threads", "warps"), [(16, 4), (256, 8)])
+def test_rows_of_half_a_warp_and_of_a_cta_on_the_model(
+    on_the_model: pytest.MonkeyPatch, threads: int, warps: int
+) -> None:
+    emulation.install(on_the_model, three_kernel)
+    assert (threads, warps) in three_kernel.ROW_THREADS
+    config = replace(SMALL, row_threads=threads, softmax_warps=warps)
+    problem = make_problem((1, 1, 75, 64), torch.bfloat16, seq_kv=300, mask=Causal(), needs_lse=True)
+    three_kernel_error(problem, config)
+    too_long_to_hold = 8 * threads * (three_kernel._MAX_CHUNKS + 1)
+    if too_long_to_hold < 10000:
+        three_kernel_error(problem.with_(seq_q=3, seq_kv=too_long_to_hold, mask=Full(), softcap=3.0), config)
+
+
+@needs_compiler
+@pytest.mark.slow
 def test_slabs_and_deep_rings_on_the_model(on_the_model: pytest.MonkeyPatch) -> None:
     emulation.install(on_the_model, three_kernel, seed=1)
     problem = make_problem((2, 2, 800, 64), torch.float16, seq_kv=520, mask=Causal("bottom-right"), needs_lse=True)

@@ -150,7 +150,9 @@ def test_the_tiles_of_the_sweep_are_right(dim: int) -> None:
     space = three_kernel.search_space(problem, Target.of("cuda"))
     launched = [config for config in space if config.overlap and config.slab_mib]
     shallow = [config for config in space if 1 in (config.scores_stages, config.values_stages)]
-    some = dict.fromkeys([*launched, *shallow[::6], *space[::6]])
+    by_row = [config for config in space if config.row_threads != 32]
+    assert by_row
+    some = dict.fromkeys([*launched, *shallow[::6], *space[::6], *by_row])
     build({three_kernel.unit(stage) for config in some for stage in three_kernel.stages_of(problem, config)})
     for config in some:
         check(three_kernel, problem, config, inputs)
