@@ -16,6 +16,7 @@ from tilewise.backends import torch_rules as rules
 from tilewise.backends import torch_sdpa
 from tilewise.backends.torch_rules import CUDNN, EFFICIENT, FLASH, MATH
 from tilewise.problem import Strides, describe
+from tilewise.scores import softcapped
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CPU = Target.of("cpu")
@@ -58,7 +59,7 @@ REFUSALS = [
     (FLASH, "h200", "2.13", {"batch": 0}, ("batch 0", "at least 1"), "torch-math"),
     (FLASH, "h200", "2.13", {"batch": 70000}, ("batch 70000", "65535"), "split"),
     (FLASH, "h200", "2.15", {"batch": 70000}, ("batch 70000", "65535"), "split"),
-    (FLASH, "h200", "2.13", {"softcap": 30.0}, ("softcap 30", "no softcap"), "tilewise backend"),
+    (FLASH, "h200", "2.13", {"softcap": 30.0}, ("softcap:30", "nothing to scores"), "tilewise backend"),
     (FLASH, "h200", "2.13", {"scale": -0.5}, ("scale -0.5", "above 0"), "negate q"),
     (FLASH, "cpu", "2.13", {"scale": -0.5}, ("scale -0.5", "above 0"), "negate q"),
     (FLASH, "h200", "2.13", {"transformed": True}, ("transform",), "torch-math"),
@@ -86,7 +87,7 @@ REFUSALS = [
     (CUDNN, "t4", "2.13", {"dtype": FP16}, ("sm_75", "sm_80 to sm_121"), "torch-efficient"),
     (CUDNN, "cpu", "2.13", {}, ("no CUDA device",), "torch-flash"),
     (MATH, "h200", "2.13", {"needs_lse": True}, ("lse",), "reference"),
-    (MATH, "cpu", "2.13", {"softcap": 30.0}, ("softcap 30",), "tilewise backend"),
+    (MATH, "cpu", "2.13", {"softcap": 30.0}, ("softcap:30",), "tilewise backend"),
 ]
 
 
@@ -330,7 +331,7 @@ def problems(draw: st.DrawFn) -> Problem:
         head_dim_v=draw(st.sampled_from([dim, 128])),
         dtype=draw(st.sampled_from([BF16, FP16, FP32, FP64])),
         mask=mask,
-        softcap=draw(st.sampled_from([0.0, 3.0])),
+        scores=softcapped(draw(st.sampled_from([0.0, 3.0]))),
         dropout=draw(st.sampled_from([0.0, 0.1, 0.5])),
         layout=draw(st.sampled_from(["bhsd", "bshd"])),
         strides=draw(st.sampled_from(list(Strides))),
