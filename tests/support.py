@@ -8,8 +8,8 @@ import torch
 from hypothesis import strategies as st
 
 from tilewise import Causal, Documents, Full, Problem, Window
-from tilewise.backends import reference
 from tilewise.masks import Dense, Mask
+from tilewise.plain import reference
 
 Tensor = torch.Tensor
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from support import assert_close, budget, exact, make_bias, make_inputs, make_problem, masks_with_lengths
 from tilewise import Causal, Dense, Documents, Full, Target, Window
-from tilewise.backends import reference, tiled
+from tilewise.plain import reference, tiled
 from tilewise.plan import BACKENDS
 
 CPU = Target.of("cpu")
@@ -169,7 +169,7 @@ def test_reference_keeps_hidden_poison_out(mask, value):
 
 
 def lecture_listing(q, k, v, block):
-    """The update rules as the lecture prints them, for one head; see the docstring of tilewise.backends.tiled."""
+    """The update rules as the lecture prints them, for one head; see the docstring of tilewise.plain.tiled."""
     total = torch.zeros(len(q), 1, dtype=q.dtype)
     top = torch.full((len(q), 1), -math.inf, dtype=q.dtype)
     last_top, acc = top, torch.zeros(len(q), v.shape[1], dtype=q.dtype)

@@ -14,8 +14,8 @@ import tilewise
 import torch_suite as suite
 from support import assert_close, budget
 from tilewise import Causal, Problem, Window, op
-from tilewise.backends import torch_sdpa
 from tilewise.integrations.sdpa import sdpa
+from tilewise.torch_kernels import candidates
 
 ways = pytest.mark.parametrize("way", suite.WAYS.values(), ids=list(suite.WAYS))
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
@@ -180,13 +180,13 @@ def test_what_was_planned_deterministic_stays_so_in_the_backward(monkeypatch, wa
     """PyTorch's fused kernels are deterministic under the strict switch alone: with warn_only they only say so."""
     q, k, v = tensors(grad=True)
     seen = []
-    backward = torch_sdpa.Candidate.backward
+    backward = candidates.Candidate.backward
 
     def watched(*arguments):
         seen.append(switch())
         return backward(*arguments)
 
-    monkeypatch.setattr(torch_sdpa.Candidate, "backward", watched)
+    monkeypatch.setattr(candidates.Candidate, "backward", watched)
     torch.use_deterministic_algorithms(warn_only_by_the_user, warn_only=warn_only_by_the_user)
     try:
         with op.deterministic_algorithms():

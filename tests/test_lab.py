@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 import tilewise
 from support import make_problem
 from tilewise import masks
-from tilewise.backends import reference
 from tilewise.errors import InvalidInput
 from tilewise.jit import Unit
 from tilewise.lab import accuracy, builds, candidates, cli, environment, report, timing, worker
@@ -41,6 +40,7 @@ from tilewise.lab.compare import (
     summary,
 )
 from tilewise.lab.pool import Failure, Pool
+from tilewise.plain import reference
 from tilewise.plan import BACKENDS, plan
 from tilewise.target import Target
 

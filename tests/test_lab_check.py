@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from support import assert_close, budget, make_problem
 from test_lab import CANDIDATES, FakePool
-from tilewise.backends import reference
 from tilewise.lab import accuracy, check, inputs
 from tilewise.lab.accuracy import Sample
 from tilewise.lab.cli import app
 from tilewise.lab.compare import VERIFIED, WRONG, Settings
 from tilewise.lab.pool import Failure, Pool
 from tilewise.lab.worker import Worker
+from tilewise.plain import reference
 from tilewise.plan import BACKENDS
 
 if TYPE_CHECKING:

@@ -219,7 +219,7 @@ def test_auto_leaves_out_a_kernel_that_does_not_build(monkeypatch, caplog):
         raise CompileError("ptxas said no\n  and more")
 
     monkeypatch.setattr(plan, "_left_out", frozenset())
-    monkeypatch.setattr(tilewise.backends.tiled, "bind", bind, raising=False)
+    monkeypatch.setattr(tilewise.plain.tiled, "bind", bind, raising=False)
     q, k, v = inputs(1, 2, 5, 7, grad=False)
     with pytest.raises(CompileError, match="ptxas said no"):
         tilewise.attention(q, k, v, softcap=3.0, backend="tiled")

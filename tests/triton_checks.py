@@ -16,8 +16,9 @@ import torch
 import tilewise
 from support import assert_close, budget, exact, make_inputs, make_problem
 from tilewise import Causal, Full, Problem, Window
-from tilewise.backends import reference, triton
+from tilewise.plain import reference
 from tilewise.target import Target
+from tilewise.triton import backend as triton
 
 Tensor = torch.Tensor
 SMALL, SMALL_BACKWARD = triton.Config(16, 16, 4, 1), triton.BackwardConfig(16, 16, 4, 1)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from . import masks, op
-from .backends import torch_sdpa
 from .errors import InvalidInput, UnknownArgument, UnsupportedProblem
 from .masks import Causal, Documents, Full, Mask, Window
 from .op import Options
@@ -30,6 +29,7 @@ from .problem import (
     shown,
 )
 from .target import Target
+from .torch_kernels import candidates
 
 Tensor = torch.Tensor
 MaskLike = Mask | str | Tensor | None
@@ -350,7 +350,7 @@ def _outside_op(
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     q, k, v = op.with_memory(q), op.with_memory(k), op.with_memory(v)
     if dropout:
-        candidate = next(c for c in torch_sdpa.CANDIDATES if c.name == chosen.backend)
+        candidate = next(c for c in candidates.CANDIDATES if c.name == chosen.backend)
 
         def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
             return candidate.dropout_forward(q, k, v, problem, bias), None
@@ -359,7 +359,7 @@ def _outside_op(
         def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
             return BACKENDS[chosen.backend].forward(q, k, v, problem, chosen.config, bias)
 
-    if dropout and chosen.backend != torch_sdpa.MATH.name:  # a kernel, with a derivative of its own
+    if dropout and chosen.backend != candidates.MATH.name:  # a kernel, with a derivative of its own
         with op.without_autocast():
             out, lse = forward(q, k, v, bias)
     else:

@@ -22,11 +22,12 @@ import torch
 from torch import library as torch_library
 
 from . import masks
-from .backends import Wants, empty_lse, empty_out, lse_dtype, reference
+from .backend import Wants, empty_lse, empty_out, lse_dtype
 from .engine import run as engine
 from .errors import CompileError, UnsupportedProblem
 from .jit import build_all, is_loaded, tuned
 from .memo import Memo
+from .plain import reference
 from .plan import AUTO, BACKENDS, check_backend, leave_out, plan
 from .problem import check_constant, check_shapes, check_tensors, describe
 from .target import Target
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from .backends import Backend, Grads
+    from .backend import Backend, Grads
     from .engine.program import Program
     from .masks import Mask
     from .plan import Plan

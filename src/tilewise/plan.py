@@ -16,19 +16,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .backends import reference, tiled, torch_sdpa, triton
 from .engine import SM80, SM90
 from .engine.backend import Fused
 from .errors import InvalidInput, Reason, UnsupportedProblem
 from .jit import tuned
 from .masks import Causal, Dense, Documents, Full, Window, size_in_bytes
 from .memo import Memo
+from .plain import reference, tiled
 from .problem import dtype_name
+from .torch_kernels import candidates
+from .triton import backend as triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .backends import Backend, Wants
+    from .backend import Backend, Wants
     from .engine.program import Program
     from .jit import Unit
     from .problem import Problem
@@ -39,7 +41,7 @@ AUTO = "auto"
 BACKENDS: dict[str, Backend] = {
     "sm90": SM90,
     "sm80": SM80,
-    **{candidate.name: candidate for candidate in torch_sdpa.CANDIDATES},
+    **{candidate.name: candidate for candidate in candidates.CANDIDATES},
     "triton": triton,
     "tiled": tiled,
     "reference": reference,

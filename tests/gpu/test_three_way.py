@@ -25,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tilewise
 from support import assert_close, budget, exact, make_inputs, make_problem
 from tilewise import Causal, Full, Problem, Window
-from tilewise.backends import reference, triton
 from tilewise.lab.cli import app
+from tilewise.plain import reference
 from tilewise.plan import BACKENDS
 from tilewise.target import Target
+from tilewise.triton import backend as triton
 
 Tensor = torch.Tensor
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

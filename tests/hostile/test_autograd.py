@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import tilewise
 from support import assert_close, budget
 from tilewise import Causal, Documents, Window, op
-from tilewise.backends import tiled
+from tilewise.plain import tiled
 
 TOLERANCE = budget(torch.float64, 64) * 8  # of sums of gradients of gradients, all of order 1
 

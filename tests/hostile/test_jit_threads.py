@@ -1,4 +1,4 @@
-"""The maps that threads share in jit/ and backends/: right for every thread, and bounded, however they are interleaved.
+"""The maps that threads share in jit/ and backends: right for every thread, and bounded, however they are interleaved.
 
 A switch interval of a microsecond lets the interpreter change threads between almost any two steps. The driver is one
 that only keeps a record.
@@ -22,11 +22,11 @@ import torch
 from support import make_problem
 from test_jit_launch import BLOCK, GRID, Encoder, Numbers, RecordingDriver, kernel
 from tilewise import Causal
-from tilewise.backends import tiled
 from tilewise.engine import run
 from tilewise.engine.program import Program
 from tilewise.jit import Unit, load, memo, mirror, params_struct, tensormap, tiled_map, tuned
 from tilewise.jit import launch as launching
+from tilewise.plain import tiled
 from tilewise.target import Target
 
 if TYPE_CHECKING:

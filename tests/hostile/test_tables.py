@@ -18,12 +18,13 @@ import torch
 
 from support import make_inputs, make_problem
 from tilewise import Causal, Full, Window, attention, op
-from tilewise.backends import tiled, triton
 from tilewise.engine import SM80, SM90
 from tilewise.errors import CompileError
 from tilewise.jit import tuned
+from tilewise.plain import tiled
 from tilewise.plan import plan
 from tilewise.target import Target
+from tilewise.triton import backend as triton
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ from . import rules, run
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..backends import Grads, Wants
+    from ..backend import Grads, Wants
     from ..errors import Reason
     from ..jit import Unit
     from ..problem import Problem
@@ -36,7 +36,7 @@ class Family(Protocol):
 
 
 class Fused:
-    """The functions of a backend (see `tilewise.backends`), and the programs that the planner puts into a Plan."""
+    """The functions of a backend (see `tilewise.backend`), and the programs that the planner puts into a Plan."""
 
     def __init__(
         self,

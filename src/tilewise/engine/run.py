@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends import empty_out
+from ..backend import empty_out
 from ..errors import CompileError
 from ..jit import ArgumentsPerThread, function_for, rows_map
 from ..jit import Launch as DriverLaunch
@@ -26,7 +26,7 @@ from .program import SCRATCH, Address, Counter, Map, Stride, View, slots_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..backends import Grads, Wants
+    from ..backend import Grads, Wants
     from ..problem import Problem
     from .program import Launch, Program
 

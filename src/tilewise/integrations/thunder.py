@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends import torch_rules
 from ..errors import InvalidInput, UnsupportedProblem
 from ..masks import Causal, Dense, Full
 from ..op import Options
 from ..plan import AUTO, BACKENDS, plan
 from ..problem import Problem
 from ..target import Target
+from ..torch_kernels import gates
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -212,4 +212,4 @@ def _is_ours(problem: Problem, device: torch.device, backend: str) -> bool:
     """A named backend takes all it can; "auto" takes what PyTorch would run differently."""
     target = Target.of(device)
     chosen = plan(problem, target, backend).backend
-    return backend != AUTO or chosen != torch_rules.default_choice(problem, target)
+    return backend != AUTO or chosen != gates.default_choice(problem, target)

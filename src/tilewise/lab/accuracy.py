@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends import reference
 from ..masks import Dense, Full
+from ..plain import reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

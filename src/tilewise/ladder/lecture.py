@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..backends import empty_lse, empty_out
+from ..backend import empty_lse, empty_out
 from ..errors import Reason, UnsupportedProblem
 from ..jit import Arguments, Unit, cpp_constant, function_for, layout_asserts, params_struct
 from ..jit import launch as driver
@@ -25,7 +25,7 @@ from ..target import Target
 from .bands import FLOATS, refusals, shifts_of
 
 if TYPE_CHECKING:
-    from ..backends import Grads, Wants
+    from ..backend import Grads, Wants
     from ..problem import Problem
 
 HEAD_DIM_LIMIT = 256

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends import empty_lse, empty_out
+from ..backend import empty_lse, empty_out
 from ..errors import UnsupportedProblem
 from ..masks import Full
 from .bands import FLOATS, refusals
 
 if TYPE_CHECKING:
-    from ..backends import Grads, Wants
+    from ..backend import Grads, Wants
     from ..errors import Reason
     from ..problem import Problem
     from ..target import Target

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends import empty_lse, empty_out
+from ..backend import empty_lse, empty_out
 from ..errors import Reason, UnsupportedProblem
 from ..target import Target
 from . import missing
@@ -38,7 +38,7 @@ from .bands import FLOATS, refusals, shifts_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ..backends import Grads, Wants
+    from ..backend import Grads, Wants
     from ..problem import Problem
 
 HEAD_DIM_LIMIT = 512

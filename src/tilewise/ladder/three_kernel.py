@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from ..backends import empty_lse, empty_out
+from ..backend import empty_lse, empty_out
 from ..errors import Reason, UnsupportedProblem
 from ..jit import Arguments, TensorMap, Unit, cpp_constant, function_for, layout_asserts, params_struct, rows_map
 from ..jit import launch as driver
@@ -38,7 +38,7 @@ from ..target import Target
 from .bands import HALVES, refusals, shifts_of
 
 if TYPE_CHECKING:
-    from ..backends import Grads, Wants
+    from ..backend import Grads, Wants
 
 ARCH = "sm_90a"
 HEAD_DIM_LIMIT = 256

@@ -22,7 +22,7 @@ from ..source import kernel_unit
 from . import shared
 
 if TYPE_CHECKING:
-    from ...backends import Wants
+    from ...backend import Wants
     from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem

@@ -24,7 +24,7 @@ from .backward import backward_fields, key_sections, keys_of_row
 from .float32_forward import kind_name, products_text
 
 if TYPE_CHECKING:
-    from ...backends import Wants
+    from ...backend import Wants
     from ...jit import Unit
     from ...problem import Problem
     from ...scores import Term

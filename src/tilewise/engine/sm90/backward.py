@@ -39,7 +39,7 @@ from ..program import Address, Launch, Layout, Map, Program, strides
 from ..source import kernel_unit
 
 if TYPE_CHECKING:
-    from ...backends import Wants
+    from ...backend import Wants
     from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem

@@ -33,7 +33,7 @@ from ..source import kernel_unit
 from .float32_forward import FACT_BYTES, operands, split_launch
 
 if TYPE_CHECKING:
-    from ...backends import Wants
+    from ...backend import Wants
     from ...jit import Unit
     from ...problem import Problem
     from ...scores import Term

@@ -16,13 +16,13 @@ import torch
 
 from ... import op
 from ...api import attention, only_torch_defines, torch_mask
-from ...backends import torch_rules
 from ...errors import InvalidInput, UnsupportedProblem
 from ...hook import dispatcher
 from ...op import Options
 from ...plan import AUTO, plan
 from ...problem import describe
 from ...target import Target
+from ...torch_kernels import gates
 from .report import record
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ def _allowed_kernels(switches: _Switches) -> tuple[str, ...]:
     return _TORCH_KERNELS if all(flags) else tuple(compress(_TORCH_KERNELS, flags))
 
 
-_TORCH_KERNELS = (torch_rules.FLASH, torch_rules.EFFICIENT, torch_rules.CUDNN, torch_rules.MATH)
+_TORCH_KERNELS = (gates.FLASH, gates.EFFICIENT, gates.CUDNN, gates.MATH)
 
 
 def _decide(rule: Decider, arguments: Arguments) -> _Decision:
@@ -357,8 +357,8 @@ def _planned(rule: Decider, arguments: Arguments, options: Options) -> _Decision
 def _torch_would_run(problem: Problem, target: Target, ndim: int) -> str:
     """PyTorch's choice; before 2.14 its fused kernels took 4 dimensions only."""
     if ndim == 3 and target.torch < (2, 14):
-        return torch_rules.MATH
-    return torch_rules.default_choice(problem, target)
+        return gates.MATH
+    return gates.default_choice(problem, target)
 
 
 def _take(arguments: Arguments, options: Options) -> Tensor:

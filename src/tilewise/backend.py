@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from ..errors import Reason
-    from ..problem import Problem
-    from ..target import Target
+    from .errors import Reason
+    from .problem import Problem
+    from .target import Target
 
 Wants = tuple[bool, bool, bool]
 Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]

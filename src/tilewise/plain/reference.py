@@ -24,18 +24,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..backend import composite_notices
 from ..errors import Reason
+from ..isolation import all_finite, isolated, joined, pieces
 from ..masks import Dense, Documents, Full
 from ..scores import Where, bend_all
-from . import composite_notices
-from .isolation import all_finite, isolated, joined, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ..backend import Grads, Wants
     from ..problem import Problem
     from ..target import Target
-    from . import Grads, Wants
 
 
 def why_not(problem: Problem, target: Target) -> list[Reason]:

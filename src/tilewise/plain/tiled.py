@@ -32,13 +32,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..backend import Grads, Wants, composite_notices, empty_lse, empty_out
 from ..errors import Reason
+from ..isolation import all_finite, isolated
 from ..jit import tuned
 from ..masks import Full, Tile
 from ..problem import dtype_name
 from ..scores import Where, bend_all
-from . import Grads, Wants, composite_notices, empty_lse, empty_out
-from .isolation import all_finite, isolated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

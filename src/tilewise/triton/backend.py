@@ -1,6 +1,6 @@
 """Attention in Triton, forward and backward: the portable backend, and a second opinion on our CUDA kernels.
 
-Written from the maths alone (see `triton_kernels` and docs/kernels/triton.md), so that a mistake in a CUDA kernel is
+Written from the maths alone (see `kernels` and docs/kernels/triton.md), so that a mistake in a CUDA kernel is
 not repeated here. Triton is imported when a kernel first runs. With TRITON_INTERPRET=1 in the environment by then its
 interpreter runs the kernels on CPU tensors, slowly: tests do so where there is no GPU.
 """
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..backend import Grads, Wants, empty_lse, empty_out
 from ..errors import CompileError, Reason
 from ..jit import tuned
 from ..problem import dtype_name
 from ..scores import Softcap
 from ..target import Target
-from . import Grads, Wants, empty_lse, empty_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -280,7 +280,7 @@ def bind(
 
 
 class _Launch(NamedTuple):
-    """A kernel of `triton_kernels` by name, how many programs it takes, and what they are given."""
+    """A kernel of `kernels` by name, how many programs it takes, and what they are given."""
 
     kernel: str
     programs: int
@@ -428,5 +428,5 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 @functools.cache
 def _kernel(name: str) -> Any:
-    kernels = importlib.import_module(f"{__package__}.triton_kernels")
+    kernels = importlib.import_module(f"{__package__}.kernels")
     return getattr(kernels, name)

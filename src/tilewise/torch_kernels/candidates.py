@@ -3,7 +3,7 @@
 `F.scaled_dot_product_attention` chooses among them, says little about why, and hands out no lse. Here each is called
 by its aten operator, so that exactly that kernel runs, forward and backward, with the preparation PyTorch's wrapper
 would have made: boolean masks become additive, head_dim is padded for flash, mask rows are aligned for efficient.
-Which problems each takes is the business of `torch_rules`.
+Which problems each takes is the business of `gates`, and what is known against running one of `bugs`.
 
 What is mended on the way: a row that sees no key gives out 0, lse -inf and finite gradients, whatever the kernel does
 with it; lse is (batch, heads_q, seq_q) for all; out lies in the memory order of `problem.layout`.
@@ -26,17 +26,17 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..isolation import joined, pieces
 from ..masks import Causal, Dense, Documents, Full, Window
-from . import torch_rules as rules
-from .isolation import joined, pieces
+from . import bugs, gates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from ..backend import Grads, Wants
     from ..errors import Reason
     from ..problem import Problem
     from ..target import Target
-    from . import Grads, Wants
 
 _aten = torch.ops.aten  # for the backward operators; torch itself binds the forward ones, at less cost a call
 _LSE_BLOCK = 32  # efficient keeps its lse in rows of a multiple of this, +inf beyond seq_q
@@ -53,14 +53,14 @@ class Candidate:
     sdp_backend: str  # its name in torch.nn.attention.SDPBackend
 
     def why_not(self, problem: Problem, target: Target) -> list[Reason]:
-        return rules.why_not(self.name, problem, target)
+        return gates.why_not(self.name, problem, target)
 
     def notices(self, problem: Problem, target: Target) -> list[str]:
-        return rules.notices(self.name, problem, target)
+        return bugs.notices(self.name, problem, target)
 
     def hazardous(self, problem: Problem, target: Target) -> str:
         """The known wrong-result bug this problem would meet, or an empty string."""
-        return rules.hazardous(self.name, problem, target)
+        return bugs.hazardous(self.name, problem, target)
 
     def configs(self, problem: Problem, target: Target) -> list[Any]:
         """PyTorch leaves nothing to choose."""
@@ -99,8 +99,8 @@ class Candidate:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Any = None
     ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
         """`forward` of (q, k, v, bias) for one problem: whether there is anything to mend is asked here, once."""
-        kind = rules.mask_kind(problem)
-        named = kind in ("none", "causal") or (kind == "bottom-right" and self.name == rules.FLASH and q.is_cuda)
+        kind = gates.mask_kind(problem)
+        named = kind in ("none", "causal") or (kind == "bottom-right" and self.name == gates.FLASH and q.is_cuda)
         if problem.empty or not named or _may_be_unseen(problem):
             return lambda q, k, v, bias: self.forward(q, k, v, problem, config, bias)
         kernel, keeps_lse = self._kernel(q).forward, problem.needs_lse or problem.needs_grad
@@ -137,7 +137,7 @@ class Candidate:
         if isinstance(problem.mask, Documents):
             return self._packed_backward(dout, q, k, v, out, lse, problem, wants)
         mask = _mask_tensor(self.name, problem, q, bias)
-        if self.name != rules.MATH and lse is not None and _may_be_unseen(problem):
+        if self.name != gates.MATH and lse is not None and _may_be_unseen(problem):
             # Such a row has out = 0 whatever its inputs, so its dout must not count. The kernels form
             # exp(score - lse) with score = -inf there: any finite lse makes that 0, -inf would make it nan.
             unseen = lse == -torch.inf
@@ -161,8 +161,8 @@ class Candidate:
             return _in_layout(joined(parts), problem)
         if problem.empty:
             return _empty_result(q, problem)[0]
-        kind = rules.mask_kind(problem)
-        if self.name == rules.FLASH and kind == "bottom-right" and q.is_cuda:
+        kind = gates.mask_kind(problem)
+        if self.name == gates.FLASH and kind == "bottom-right" and q.is_cuda:
             # F.scaled_dot_product_attention has no word for it, the operator below does: its causal is bottom-right.
             q, k, v = (_pad_head_dim(tensor) for tensor in (q, k, v))
             out = torch._scaled_dot_product_flash_attention(q, k, v, problem.dropout, True, scale=problem.scale)[0]
@@ -223,16 +223,16 @@ class Candidate:
         return dq, dk, dv
 
     def _kernel(self, q: torch.Tensor) -> _Kernel:
-        return _KERNELS[self.name if q.is_cuda or self.name == rules.MATH else f"{self.name} on cpu"]
+        return _KERNELS[self.name if q.is_cuda or self.name == gates.MATH else f"{self.name} on cpu"]
 
 
-FLASH = Candidate(rules.FLASH, "FLASH_ATTENTION")
-EFFICIENT = Candidate(rules.EFFICIENT, "EFFICIENT_ATTENTION")
-CUDNN = Candidate(rules.CUDNN, "CUDNN_ATTENTION")
-MATH = Candidate(rules.MATH, "MATH")
+FLASH = Candidate(gates.FLASH, "FLASH_ATTENTION")
+EFFICIENT = Candidate(gates.EFFICIENT, "EFFICIENT_ATTENTION")
+CUDNN = Candidate(gates.CUDNN, "CUDNN_ATTENTION")
+MATH = Candidate(gates.MATH, "MATH")
 CANDIDATES = (FLASH, EFFICIENT, CUDNN, MATH)
 
-hazard = rules.hazardous
+hazard = bugs.hazardous
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class _Kernel(NamedTuple):
 
 
 def _is_causal(problem: Problem) -> bool:
-    return rules.mask_kind(problem) == "causal"
+    return gates.mask_kind(problem) == "causal"
 
 
 def _flash_cpu_forward(
@@ -279,7 +279,7 @@ def _flash_cpu_backward(
 def _flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    causal = rules.mask_kind(problem) != "none"  # top-left over equal lengths, or bottom-right: the same to this kernel
+    causal = gates.mask_kind(problem) != "none"  # top-left over equal lengths, or bottom-right: the same to this kernel
     q, k, v = (_pad_head_dim(tensor) for tensor in (q, k, v))
     out, lse = torch._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=problem.scale)[:2]
     return out[..., : problem.head_dim_v], lse
@@ -296,7 +296,7 @@ def _flash_backward(
     mask: torch.Tensor | None,
     wants: Wants,
 ) -> tuple[torch.Tensor | None, ...]:
-    causal = rules.mask_kind(problem) != "none"
+    causal = gates.mask_kind(problem) != "none"
     dout, q, k, v, out = (_pad_head_dim(tensor) for tensor in (dout, q, k, v, out))
     unread = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a generator that no dropout asks for
     lengths = (problem.seq_q, problem.seq_kv)
@@ -445,8 +445,8 @@ def _four_dims(mask: torch.Tensor) -> torch.Tensor:
 
 def _mask_tensor(name: str, problem: Problem, q: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
     """The additive mask that kernel `name` is given: 4-D, broadcastable to the scores, in q's dtype; None for none."""
-    kind = rules.mask_kind(problem)
-    if kind in ("none", "causal") or (kind == "bottom-right" and name == rules.FLASH and q.is_cuda):
+    kind = gates.mask_kind(problem)
+    if kind in ("none", "causal") or (kind == "bottom-right" and name == gates.FLASH and q.is_cuda):
         return None
     if isinstance(problem.mask, Dense):
         assert bias is not None, "a Dense mask travels beside the problem"
@@ -455,7 +455,7 @@ def _mask_tensor(name: str, problem: Problem, q: torch.Tensor, bias: torch.Tenso
         mask = _four_dims(_boolean_mask(problem, q.device))
     if mask.dtype != torch.bool:
         return mask
-    hidden = _CUDNN_HIDDEN if name == rules.CUDNN else -torch.inf
+    hidden = _CUDNN_HIDDEN if name == gates.CUDNN else -torch.inf
     visible = torch.zeros((), dtype=q.dtype, device=q.device)  # named: the default device may be another
     return torch.where(mask, visible, hidden)
 
@@ -550,7 +550,7 @@ def torch_choice(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, bias: torch.Tensor | None = None
 ) -> str:
     """The kernel that F.scaled_dot_product_attention would run, by PyTorch's own answer."""
-    kind = rules.mask_kind(problem)
+    kind = gates.mask_kind(problem)
     mask = bias if kind in ("none", "causal") or bias is not None else _boolean_mask(problem, q.device)
     chosen = SDPBackend(_choice(q, k, v, problem, mask)).name
     return next((candidate.name for candidate in CANDIDATES if candidate.sdp_backend == chosen), chosen)
@@ -567,12 +567,12 @@ def disagreements(
     """Where the rule model and PyTorch differ for these tensors, one sentence each. Empty: they agree."""
     found = []
     for name, answer in ask_torch(q, k, v, problem, bias).items():
-        refusals = rules.gates(name, problem, target)
+        refusals = gates.gates(name, problem, target)
         if answer.usable and refusals:
             found.append(f"{problem}: PyTorch takes {name}, the rules refuse: {'; '.join(map(str, refusals))}")
         if not answer.usable and not refusals:
             found.append(f"{problem}: PyTorch refuses {name} ({'; '.join(answer.warnings)}), the rules take it")
-    expected, chosen = rules.default_choice(problem, target), torch_choice(q, k, v, problem, bias)
+    expected, chosen = gates.default_choice(problem, target), torch_choice(q, k, v, problem, bias)
     if expected != chosen:
         found.append(f"{problem}: PyTorch would run {chosen}, the rules say {expected}")
     return found
