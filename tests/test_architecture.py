@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "tilewise"
 
 # Each layer may import those before it and itself; those at the top stand side by side.
 LAYERS = [
-    "_path", "_interrupt", "errors", "memo", "masks", "scores", "problem", "target", "partials",
+    "_path", "_interrupt", "errors", "memo", "operands", "masks", "scores", "problem", "target", "partials",
     "jit", "hook", "isolation", "backend", "plain", "triton", "torch_kernels", "engine", "plan", "op", "api", "ladder",
 ]  # fmt: skip
 TOP = {"lab", "integrations"}

@@ -15,6 +15,7 @@ import torch_suite as suite
 from support import assert_close, budget
 from tilewise import Causal, Problem, Window, op
 from tilewise.integrations.sdpa import sdpa
+from tilewise.memo import invalidate
 from tilewise.torch_kernels import candidates
 
 ways = pytest.mark.parametrize("way", suite.WAYS.values(), ids=list(suite.WAYS))
@@ -117,8 +118,8 @@ def test_a_recalled_call_gives_what_the_first_gave(layout, return_lse, grad):
 def test_recall_tells_calls_apart():
     """After a call is remembered, each of these is another one."""
     q, k, v = tensors()
-    op.forget()
-    arguments = (None, None, 0.0, 0.0, "bhsd", False, "auto", "exact")
+    invalidate()
+    arguments = (None, None, 0.0, (), 0.0, "bhsd", False, "auto", "exact")
     tilewise.attention(q, k, v)
     assert op.recall(q, k, v, arguments) is not None
     storage = torch.randn(1 * 2 * 8 * 16 + 1)
@@ -154,7 +155,7 @@ def test_memory_of_others_may_begin_anywhere():
         assert tensor.storage_offset() == 0
         strides = tilewise.explain(tensor, tensor, tensor).problem.strides.value
         assert strides == ("unaligned" if tensor.data_ptr() % 16 else "aligned")
-        assert op.prepare(tensor, tensor, tensor, None, op.Options(), False).problem.strides.value == strides
+        assert op.prepare(tensor, tensor, tensor, {}, op.Options(), None).problem.strides.value == strides
         found.add(strides)
     assert found == {"aligned", "unaligned"}
 

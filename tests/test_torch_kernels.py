@@ -10,9 +10,20 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support import assert_close, budget, exact, make_bias, make_inputs, make_problem, masks_with_lengths
+from support import (
+    assert_close,
+    budget,
+    exact,
+    in_order,
+    make_bias,
+    make_inputs,
+    make_problem,
+    masks_with_lengths,
+    wanted,
+)
 from tilewise import Causal, Dense, Documents, Full, Problem, Target, Window
-from tilewise.problem import Strides, describe
+from tilewise.operands import ALL
+from tilewise.problem import Strides, describe, mask_operands
 from tilewise.scores import softcapped
 from tilewise.torch_kernels import bugs, candidates, gates
 from tilewise.torch_kernels.gates import CUDNN, EFFICIENT, FLASH, MATH
@@ -469,8 +480,8 @@ def test_forward_and_backward_match_float64(case: str, mask: str, dtype: torch.d
     willing = [candidate for candidate in ON_CPU if not candidate.why_not(problem, CPU)]
     assert candidates.MATH in willing
     for candidate in willing:
-        out, lse = candidate.forward(q, k, v, problem, None, bias)
-        grads = candidate.backward(dout, None, q, k, v, out, lse, problem, None, bias)
+        out, lse = candidate.forward(q, k, v, problem, None, mask_operands(bias))
+        grads = in_order(candidate.backward(dout, None, q, k, v, out, lse, problem, None, mask_operands(bias)))
         found = {"out": out, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
         if candidate is candidates.FLASH:
             assert lse is not None
@@ -506,7 +517,7 @@ def test_only_wanted_gradients_come_back(candidate: candidates.Candidate, wants:
     q, k, v = make_inputs(problem)
     dout = torch.randn_like(q)
     out, lse = candidate.forward(q, k, v, problem)
-    grads = candidate.backward(dout, None, q, k, v, out, lse, problem, wants=wants)
+    grads = in_order(candidate.backward(dout, None, q, k, v, out, lse, problem, wants=wanted(*wants)))
     for grad, want, true in zip(grads, wants, exact(q, k, v, problem, None, dout)[2:], strict=True):
         assert (grad is not None) == want
         if grad is not None:
@@ -520,8 +531,8 @@ def test_inputs_are_left_as_they_were() -> None:
     assert bias is not None
     before = [tensor.clone() for tensor in (q, k, v, bias)]
     for candidate in ON_CPU:
-        out, lse = candidate.forward(q, k, v, problem, None, bias)
-        candidate.backward(torch.ones_like(out), None, q, k, v, out, lse, problem, None, bias)
+        out, lse = candidate.forward(q, k, v, problem, None, mask_operands(bias))
+        candidate.backward(torch.ones_like(out), None, q, k, v, out, lse, problem, None, mask_operands(bias))
     assert all(torch.equal(a, b) for a, b in zip(before, (q, k, v, bias), strict=True))
 
 
@@ -531,7 +542,7 @@ def test_math_can_be_transformed() -> None:
     bias = torch.rand(3, 5, 6) > 0.3
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return candidates.MATH.forward(q, k, v, problem, None, bias)[0]
+        return candidates.MATH.forward(q, k, v, problem, None, mask_operands(bias))[0]
 
     together = torch.vmap(run)(q, k, v, bias)
     for n in range(3):
@@ -551,7 +562,7 @@ def test_empty_problems(fields: dict[str, int]) -> None:
     assert not out.any()
     assert lse is not None
     assert (lse == -math.inf).all()
-    grads = candidates.MATH.backward(torch.ones_like(out), None, q, k, v, out, lse, problem)
+    grads = in_order(candidates.MATH.backward(torch.ones_like(out), None, q, k, v, out, lse, problem))
     assert [None if grad is None else grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
     assert not any(grad is None or grad.any() for grad in grads)
 
@@ -565,7 +576,7 @@ def test_dropout_is_pytorchs_own(mask: str) -> None:
     rows, keys = range(problem.seq_q), range(problem.seq_kv)
     given = problem.mask.to_bool(rows, keys, problem.seq_q, problem.seq_kv) if bias is None else bias
     torch.manual_seed(7)
-    out = candidates.MATH.dropout_forward(q, k, v, problem, bias)
+    out = candidates.MATH.dropout_forward(q, k, v, problem, mask_operands(bias))
     torch.manual_seed(7)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         want = F.scaled_dot_product_attention(q, k, v, given, 0.5, enable_gqa=True, scale=problem.scale)
@@ -620,5 +631,5 @@ def test_cuda_operators_are_called_by_their_schemas(name: str, head_dim: int) ->
     out, lse = kernel.forward(q, k, v, problem, bias)
     assert lse is not None
     assert (out.shape, lse.shape) == (q.shape, (2, 8, 50))
-    grads = kernel.backward(out, q, k, v, out, lse, problem, bias, (True, True, True))
+    grads = kernel.backward(out, q, k, v, out, lse, problem, bias, ALL)
     assert [grad.shape for grad in grads if grad is not None] == [q.shape, k.shape, v.shape]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from support import assert_close, budget, exact, make_bias, make_inputs, make_problem
+from support import assert_close, budget, exact, in_order, make_bias, make_inputs, make_problem
 from tilewise import Causal, Dense, Documents, Full, Problem, Target, Window
-from tilewise.problem import describe
+from tilewise.problem import describe, mask_operands
 from tilewise.torch_kernels import bugs, candidates, gates
 
 if TYPE_CHECKING:
@@ -177,8 +177,8 @@ def check(candidate: candidates.Candidate, problem: Problem, what: str) -> None:
     dout = torch.randn(2, problem.heads_q, problem.seq_q, problem.head_dim_v, device="cuda").to(problem.dtype)
     truth = dict(zip(("out", "lse", "dq", "dk", "dv"), exact(q, k, v, problem, bias, dout), strict=True))
     unseen = truth["lse"] == -math.inf
-    out, lse = candidate.forward(q, k, v, problem, None, bias)
-    grads = candidate.backward(dout, None, q, k, v, out, lse, problem, None, bias)
+    out, lse = candidate.forward(q, k, v, problem, None, mask_operands(bias))
+    grads = in_order(candidate.backward(dout, None, q, k, v, out, lse, problem, None, mask_operands(bias)))
     found = {"out": out, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
     if candidate is not candidates.MATH:
         assert lse is not None
@@ -218,7 +218,7 @@ def test_gradients_that_arrive_expanded_or_sliced(candidate: candidates.Candidat
     out, lse = candidate.forward(q, k, v, problem)
     for dout in (torch.ones(1, 1, 1, 1, device="cuda", dtype=BF16), torch.randn(2, 4, 96, 72, device="cuda").to(BF16)):
         shaped = dout.expand(out.shape) if dout.numel() == 1 else dout[..., 4:68]
-        grads = candidate.backward(shaped, None, q, k, v, out, lse, problem)
+        grads = in_order(candidate.backward(shaped, None, q, k, v, out, lse, problem))
         for grad, true in zip(grads, exact(q, k, v, problem, None, shaped)[2:], strict=True):
             assert grad is not None
             assert_close(grad, true, budget(BF16, 96), candidate.name)
@@ -262,8 +262,10 @@ def test_nan_gradients_of_cudnn_are_known_hazards(mask: str, seq: int, target: T
     for candidate in (candidates.CUDNN, candidates.EFFICIENT):
         if candidate.why_not(problem, target):
             continue
-        out, lse = candidate.forward(q, k, v, problem, None, bias)
-        grads = candidate.backward(torch.randn_like(out), None, q, k, v, out, lse, problem, None, bias)
+        out, lse = candidate.forward(q, k, v, problem, None, mask_operands(bias))
+        grads = in_order(
+            candidate.backward(torch.randn_like(out), None, q, k, v, out, lse, problem, None, mask_operands(bias))
+        )
         finite[candidate.name] = all(grad is not None and bool(grad.isfinite().all()) for grad in grads)
     assert finite[gates.EFFICIENT]
     hazard = bugs.hazardous(gates.CUDNN, problem, target)

@@ -26,14 +26,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants
 from ..isolation import joined, pieces
 from ..masks import Causal, Dense, Documents, Full, Window
+from ..operands import INPUTS, recording, zero_grads
 from . import bugs, gates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ..backend import Grads, Wants
     from ..errors import Reason
     from ..problem import Problem
     from ..target import Target
@@ -73,7 +74,7 @@ class Candidate:
         v: torch.Tensor,
         problem: Problem,
         config: Any = None,
-        bias: torch.Tensor | None = None,
+        operands: Operands = NO_OPERANDS,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out (batch, heads_q, seq_q, head_dim_v), and lse (batch, heads_q, seq_q) if needed and the kernel has one.
 
@@ -84,7 +85,7 @@ class Candidate:
             return _empty_result(q, problem)
         if isinstance(problem.mask, Documents):
             return self._packed_forward(q, k, v, problem)
-        kernel = self._kernel(q)
+        kernel, bias = self._kernel(q), _dense(operands)
         mask = _mask_tensor(self.name, problem, q, bias)
         out, lse = kernel.forward(q, k, v, problem, mask)
         lse = lse.contiguous() if lse is not None and (problem.needs_lse or problem.needs_grad) else None
@@ -96,17 +97,23 @@ class Candidate:
         return _in_layout(out, problem), lse
 
     def bind(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Any = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        problem: Problem,
+        config: Any = None,
+        operands: Operands = NO_OPERANDS,
     ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-        """`forward` of (q, k, v, bias) for one problem: whether there is anything to mend is asked here, once."""
+        """`forward` of (q, k, v, operands) for one problem: whether there is anything to mend is asked here, once."""
         kind = gates.mask_kind(problem)
         named = kind in ("none", "causal") or (kind == "bottom-right" and self.name == gates.FLASH and q.is_cuda)
         if problem.empty or not named or _may_be_unseen(problem):
-            return lambda q, k, v, bias: self.forward(q, k, v, problem, config, bias)
+            return lambda q, k, v, operands: self.forward(q, k, v, problem, config, operands)
         kernel, keeps_lse = self._kernel(q).forward, problem.needs_lse or problem.needs_grad
 
         def bound(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             out, lse = kernel(q, k, v, problem, None)
             return _in_layout(out, problem), lse.contiguous() if lse is not None and keeps_lse else None
@@ -124,18 +131,19 @@ class Candidate:
         lse: torch.Tensor | None,
         problem: Problem,
         config: Any = None,
-        bias: torch.Tensor | None = None,
-        wants: Wants = (True, True, True),
+        operands: Operands = NO_OPERANDS,
+        wants: Wants = ALL,
     ) -> Grads:
-        """Gradients of q, k and v in their shapes, as the kernel laid them out; None where not wanted.
+        """Gradients of q, k and v in their shapes, as the kernel laid them out.
 
         `dlse` has to be None, see `why_not`. Math, which has no lse, reads neither it nor `out`.
         """
         assert dlse is None, "PyTorch's kernels cannot take a gradient through lse"
         if problem.empty:
-            return _zero_grads(q, k, v, wants)
+            return zero_grads(wants, q, k, v, operands)
         if isinstance(problem.mask, Documents):
             return self._packed_backward(dout, q, k, v, out, lse, problem, wants)
+        bias = _dense(operands)
         mask = _mask_tensor(self.name, problem, q, bias)
         if self.name != gates.MATH and lse is not None and _may_be_unseen(problem):
             # Such a row has out = 0 whatever its inputs, so its dout must not count. The kernels form
@@ -144,13 +152,16 @@ class Candidate:
             dout = dout.masked_fill(unseen.unsqueeze(-1), 0.0)
             lse = lse.masked_fill(unseen, 0.0)
         grads = self._kernel(q).backward(_in_layout(dout, problem), q, k, v, out, lse, problem, mask, wants)
-        dq, dk, dv = (grad if want else None for want, grad in zip(wants, grads, strict=True))
-        return dq, dk, dv
+        found = dict(zip((*INPUTS, "bias"), grads, strict=False))
+        if "bias" in wants and bias is not None:  # of the kernel's mask, which has four dimensions
+            found["bias"] = found["bias"].reshape(bias.shape)  # type: ignore[union-attr]
+        return {name: grad for name, grad in found.items() if name in wants and grad is not None}
 
     def dropout_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, bias: torch.Tensor | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, operands: Operands = NO_OPERANDS
     ) -> torch.Tensor:
         """Attention with dropout by this kernel, differentiable through PyTorch's own autograd, without lse."""
+        bias = _dense(operands)
         if isinstance(problem.mask, Documents):
             parts = [
                 piece.together(
@@ -209,18 +220,16 @@ class Candidate:
         problem: Problem,
         wants: Wants,
     ) -> Grads:
-        parts: list[list[torch.Tensor]] = [[], [], []]
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in INPUTS if name in wants}
         for piece in pieces(problem):
             rows, keys = piece.of_rows, piece.of_keys
             kept = lse if lse is None else rows(lse).contiguous()
             grads = self.backward(
                 rows(dout), None, rows(q), keys(k), keys(v), rows(out), kept, piece.problem, wants=wants
             )
-            for grad, part in zip(grads, parts, strict=True):
-                if grad is not None:
-                    part.append(piece.together(grad))
-        dq, dk, dv = (joined(part) if want else None for part, want in zip(parts, wants, strict=True))
-        return dq, dk, dv
+            for name, part in parts.items():
+                part.append(piece.together(grads[name]))
+        return {name: joined(part) for name, part in parts.items()}
 
     def _kernel(self, q: torch.Tensor) -> _Kernel:
         return _KERNELS[self.name if q.is_cuda or self.name == gates.MATH else f"{self.name} on cpu"]
@@ -340,7 +349,7 @@ def _efficient_backward(
         unread,
         unread,
         0.0,
-        [*wants, False],
+        [*(name in wants for name in INPUTS), False],
         _is_causal(problem),
         scale=problem.scale,
     )[:3]
@@ -411,12 +420,13 @@ def _math_backward(
     wants: Wants,
 ) -> tuple[torch.Tensor | None, ...]:
     """Runs the forward again under autograd: nothing of it was kept."""
-    with torch.enable_grad():
-        leaves = [tensor.detach().requires_grad_(want) for tensor, want in zip((q, k, v), wants, strict=True)]
-        again, _ = _math_forward(leaves[0], leaves[1], leaves[2], problem, mask)
-        wanted = [leaf for leaf, want in zip(leaves, wants, strict=True) if want]
+    with recording():
+        given = {"q": q, "k": k, "v": v} | ({} if mask is None else {"bias": mask})
+        leaves = [tensor.detach().requires_grad_(name in wants) for name, tensor in given.items()]
+        again, _ = _math_forward(leaves[0], leaves[1], leaves[2], problem, leaves[3] if mask is not None else None)
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
         found = iter(torch.autograd.grad(again, wanted, dout) if wanted else ())
-    return tuple(next(found) if want else None for want in wants)
+    return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
 
 
 _KERNELS = {
@@ -441,6 +451,11 @@ def _boolean_mask(problem: Problem, device: torch.device) -> torch.Tensor:
 def _four_dims(mask: torch.Tensor) -> torch.Tensor:
     """(..., seq_q, seq_kv) -> 4-D with sizes of 1 in front."""
     return mask[(None,) * (4 - mask.ndim)]
+
+
+def _dense(operands: Operands) -> torch.Tensor | None:
+    """The tensor of a Dense mask, additive or boolean: no other operand comes here."""
+    return next(iter(operands.values()), None)
 
 
 def _mask_tensor(name: str, problem: Problem, q: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
@@ -520,11 +535,6 @@ def _empty_result(q: torch.Tensor, problem: Problem) -> tuple[torch.Tensor, torc
         return out, None
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return out, q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-
-
-def _zero_grads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wants: Wants) -> Grads:
-    dq, dk, dv = (torch.zeros_like(tensor) if want else None for tensor, want in zip((q, k, v), wants, strict=True))
-    return dq, dk, dv
 
 
 # ---------------------------------------------------------------------------------------------------------------------

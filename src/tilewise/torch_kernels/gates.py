@@ -450,6 +450,11 @@ _COMMON = (
 )
 _FUSED = (
     Rule(
+        lambda p, t: bool(p.operand_grads),
+        lambda p, t: f"{', '.join(p.operand_grads)} requires grad; this kernel makes the gradients of q, k and v alone",
+        "detach it, or use backend='torch-math', 'tiled' or 'reference'",
+    ),
+    Rule(
         # They hide a key with -inf and scale afterwards: -inf times a negative scale is +inf, and the row is nan.
         lambda p, t: p.scale < 0,
         lambda p, t: f"scale {p.scale:g}; PyTorch's fused kernels are right only for a scale above 0",
