@@ -121,7 +121,7 @@ def test_recall_tells_calls_apart():
     invalidate()
     arguments = (None, None, 0.0, (), 0.0, "bhsd", False, "auto", "exact")
     tilewise.attention(q, k, v)
-    assert op.recall(q, k, v, arguments) is not None
+    assert op.recall(q, k, v, {}, arguments) is not None
     storage = torch.randn(1 * 2 * 8 * 16 + 1)
     others = [
         (q.double(), k, v),
@@ -132,17 +132,17 @@ def test_recall_tells_calls_apart():
         (q.to("meta"), k, v),
         (torch.nn.Parameter(q), k, v),
     ]
-    assert all(op.recall(*tensors, arguments) is None for tensors in others)
-    assert op.recall(q, k, v, ("causal", *arguments[1:])) is None
-    assert op.recall(q, k, v, (*arguments[:-1], "tf32")) is None
-    assert op.recall(q, k, v, ([], *arguments[1:])) is None
-    assert op.recall(None, k, v, arguments) is None
+    assert all(op.recall(*tensors, {}, arguments) is None for tensors in others)
+    assert op.recall(q, k, v, {}, ("causal", *arguments[1:])) is None
+    assert op.recall(q, k, v, {}, (*arguments[:-1], "tf32")) is None
+    assert op.recall(q, k, v, {}, ([], *arguments[1:])) is None
+    assert op.recall(None, k, v, {}, arguments) is None
     with torch.utils.flop_counter.FlopCounterMode(display=False):
-        assert op.recall(q, k, v, arguments) is None
+        assert op.recall(q, k, v, {}, arguments) is None
     with torch.autograd.forward_ad.dual_level():
-        assert op.recall(q, k, v, arguments) is None
+        assert op.recall(q, k, v, {}, arguments) is None
     seen = []
-    torch.func.vmap(lambda x: (seen.append(op.recall(q, k, v, arguments)), x)[1])(torch.zeros(2))
+    torch.func.vmap(lambda x: (seen.append(op.recall(q, k, v, {}, arguments)), x)[1])(torch.zeros(2))
     assert seen == [None]
 
 

@@ -153,6 +153,19 @@ def test_compiled_in_one_graph(backend):
         assert_close(got, true, 4 * budget(torch.float32, 24), "gradient")
 
 
+@pytest.mark.parametrize("backend", OURS)
+def test_numbers_of_terms_that_vary_are_compiled_too(backend):
+    torch._dynamo.reset()
+    given = tensors(grad=False)
+
+    def attend(cap, factor):
+        return call(*given, softcap=cap, scores=(Lean(factor),), backend=backend)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    for cap, factor in ((3.0, 0.5), (4.0, 0.25), (5.5, 1.0 / 3.0), (6, 2)):
+        assert torch.equal(compiled(cap, factor), attend(cap, factor))
+
+
 def test_a_learned_mask_compiled_in_one_graph():
     torch._dynamo.reset()
     q, k, v = (torch.randn(1, 2, 6, 4, requires_grad=True) for _ in range(3))
@@ -242,6 +255,21 @@ def test_a_term_travels_as_its_text_and_a_problem_lists_the_operands_in_order():
             problem.with_(operand_grads=wrong)
     with pytest.raises(InvalidInput, match="names that differ"):
         problem.with_(scores=(Lean(1.0), Lean(2.0)))
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_the_order_in_which_operands_are_given_does_not_matter(watched):
+    given = tensors()
+    slopes, shift = given[3:]
+    want = torch.autograd.grad(call(*given).sum(), given)
+    turned = {"shift": shift, "slopes": slopes}
+    with FlopCounterMode(display=False) if watched else torch.enable_grad():  # which the operators run under
+        out = call(*given, operands=turned)
+        got = torch.autograd.grad(out.sum(), given)
+    for one, other in zip(got, want, strict=True):
+        assert_close(one, other, 4 * budget(torch.float64, 24), "gradient")
+    compiled = torch.compile(lambda: call(*given, operands=turned), fullgraph=True, backend="aot_eager")
+    assert_close(compiled(), out.detach(), budget(torch.float64, 6))
 
 
 def test_a_mask_tensor_and_terms_share_a_call():

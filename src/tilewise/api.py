@@ -126,24 +126,42 @@ def _attend(
     if torch.compiler.is_compiling():
         return _traced(q, k, v, operands, arguments)
     mask, dropout = arguments[0], arguments[4]
-    if operands is None and type(mask) in _HASHABLE_MASKS:
-        call = op.recall(q, k, v, arguments)
+    given: Operands = NO_OPERANDS
+    key: _Arguments | None = arguments  # what a call like this one is remembered by; None = not at all
+    if type(mask) not in _HASHABLE_MASKS:
+        check_mask_type(mask)
+        given = mask_operands(mask)
+        key = (_TENSOR, *arguments[1:]) if given else None
+    if operands is not None:
+        given = {**given, **_in_order(operands, arguments[3])}
+    if key is not None:
+        call = op.recall(q, k, v, given, key)
         if call is not None:
-            return op.execute(call, q, k, v, NO_OPERANDS)
+            return op.execute(call, q, k, v, given)
     if dropout and op.is_jit_traced() is not None:
         return _traced(q, k, v, operands, arguments)
-    check_mask_type(mask)
-    given = {**mask_operands(mask), **_checked_mapping(operands)}
     if dropout or _is_transformed(q, k, v, *given.values()):
         return _outside_op(q, k, v, given, arguments)
-    return _first_time(q, k, v, given, arguments)
+    options = _options(arguments)
+    if not op.is_plain(q, k, v):
+        return op.run(q, k, v, given, options)
+    call = op.prepare(q, k, v, given, options, op.needed_grads(q, k, v, given))
+    if key is not None:
+        op.remember(call, q, k, v, given, key)
+    return op.execute(call, q, k, v, given)
 
 
-def _checked_mapping(operands: object) -> Operands:
-    if operands is None:
-        return NO_OPERANDS
+# Masks that are values. In the place of a tensor, which is an operand, a key has _TENSOR.
+_HASHABLE_MASKS = frozenset((type(None), str, Full, Causal, Window, Documents))
+_TENSOR = object()
+
+
+def _in_order(operands: object, scores: tuple[Term, ...]) -> Operands:
+    """The operands in the order of the terms that read them, which is that of `Problem.operands`."""
     if isinstance(operands, dict) and all(isinstance(tensor, Tensor) for tensor in operands.values()):
-        return operands
+        names = [operand.name for term in check_terms(scores) for operand in term.tensors]
+        known = {name: operands[name] for name in names if name in operands}
+        return known if len(known) == len(operands) else operands  # `describe` says what is wrong
     raise InvalidInput(
         "operands", shown(operands), "a dictionary of tensors by name", "write operands={'name': tensor}"
     )
@@ -284,23 +302,6 @@ _INSTEAD = {
 def _unknown(function: str, name: str) -> UnknownArgument:
     known = ", ".join((*_ARGUMENTS, "return_lse", "backend"))
     return UnknownArgument(name, "an unknown keyword", f"{function}'s: {known}", _INSTEAD.get(name, "leave it out"))
-
-
-# A tensor is told apart by what is in it, so a call with one is planned by its shape and looked up in `op.prepare`.
-_HASHABLE_MASKS = frozenset((type(None), str, Full, Causal, Window, Documents))
-
-
-def _first_time(
-    q: Tensor, k: Tensor, v: Tensor, operands: Operands, arguments: _Arguments
-) -> tuple[Tensor, Tensor | None]:
-    """A call that no earlier one resembles: check, plan, run and remember it."""
-    options = _options(arguments)
-    if not op.is_plain(q, k, v):
-        return op.run(q, k, v, operands, options)
-    call = op.prepare(q, k, v, operands, options, op.needed_grads(q, k, v, operands))
-    if not operands and type(arguments[0]) in _HASHABLE_MASKS:
-        op.remember(call, q, k, v, arguments)
-    return op.execute(call, q, k, v, operands)
 
 
 def _options(arguments: _Arguments) -> Options:

@@ -155,25 +155,35 @@ _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 _calls: Memo[Call] = Memo()
 
 
-def recall(q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> Call | None:
+def recall(q: Tensor, k: Tensor, v: Tensor, operands: Operands, arguments: Any) -> Call | None:
     """The Call that was remembered for tensors and arguments like these; None = take the long way.
 
     A repeated call costs one look-up here, and its checks and plan are those of the first.
     """
     if not (type(q) is type(k) is type(v) is Tensor) or _is_watched():
         return None
+    grads: tuple[str, ...] | None
     try:
-        grads = () if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) else None
-        return _calls.get(_signature(q, k, v, NO_OPERANDS, arguments, grads))
+        if not operands:  # the common case, without another call
+            grads = () if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) else None
+        elif _are_ordinary(operands):
+            grads = needed_grads(q, k, v, operands)
+        else:
+            return None
+        return _calls.get(_signature(q, k, v, operands, arguments, grads))
     except (RuntimeError, TypeError):  # a wrong type among the arguments: the long way says it
         return None
 
 
-def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> None:
+def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, operands: Operands, arguments: Any) -> None:
     """Let `recall` find this Call, which was prepared from the same tensors."""
-    if type(q) is type(k) is type(v) is Tensor and not _is_watched():
-        grads = call.problem.operand_grads if call.problem.needs_grad else None
-        _calls.put(_signature(q, k, v, NO_OPERANDS, arguments, grads), call, _calls.generation, _size(call))
+    if type(q) is type(k) is type(v) is Tensor and not _is_watched() and _are_ordinary(operands):
+        key = _signature(q, k, v, operands, arguments, needed_grads(q, k, v, operands))
+        _calls.put(key, call, _calls.generation, _size(call))
+
+
+def _are_ordinary(operands: Operands) -> bool:
+    return all(type(tensor) in _ORDINARY for tensor in operands.values())
 
 
 def prepare(
@@ -355,7 +365,7 @@ def _bound_gradient(backend: Backend, problem: Problem) -> Callable[..., Grads] 
 
 def run(q: Tensor, k: Tensor, v: Tensor, operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
     """Attention of bhsd views through the shortest path that PyTorch's state allows."""
-    if not is_plain(q, k, v) or not all(type(tensor) in _ORDINARY for tensor in operands.values()):
+    if not is_plain(q, k, v) or not _are_ordinary(operands):
         check_tensors(q, k, v)
         _tell_flop_counters()
         return torch.ops.tilewise.attention(q, k, v, list(operands.values()), *options)  # type: ignore[no-any-return]
@@ -374,10 +384,9 @@ def execute(call: Call, q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> 
             return call.forward(q, k, v, operands)
         result = _apply_planned(q, k, v, call)
     else:
-        tensors = [with_memory(operands[name]) for name in call.names]
         if not call.problem.needs_grad:
-            return call.forward(q, k, v, dict(zip(call.names, tensors, strict=True)))
-        result = _apply_planned(q, k, v, call, *tensors)
+            return call.forward(q, k, v, {name: with_memory(tensor) for name, tensor in operands.items()})
+        result = _apply_planned(q, k, v, call, *[with_memory(operands[name]) for name in call.names])
     return result if call.options.needs_lse else (result, None)
 
 
@@ -389,10 +398,9 @@ without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._Disable
 
 def needed_grads(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[str, ...] | None:
     """As `prepare` takes it: what autograd will ask of a call with these tensors."""
-    names = operands_with_grad(operands) if operands else ()
-    if names or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+    if operands and (names := operands_with_grad(operands)):
         return tuple(names)
-    return None
+    return () if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) else None
 
 
 def _is_watched() -> bool:
@@ -454,7 +462,7 @@ class _Planned(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * len(flags)
         operands: Operands = dict(zip(call.names, tensors, strict=True)) if tensors else NO_OPERANDS
-        wants = chosen((*INPUTS, *call.names), (*flags[:3], *flags[4:]))
+        wants = chosen((*INPUTS, *call.names), (*flags[:3], *flags[4:])) if tensors else chosen(INPUTS, flags[:3])
         batching = torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING)
         if batching or _wants_composite():
             return _in_slots(_differentiable_grads(dout, dlse, q, k, v, operands, call.problem, wants), call.names)

@@ -336,11 +336,11 @@ def heads_first(q: Any, k: Any, v: Any, layout: str) -> tuple[torch.Tensor, torc
     """(batch, heads, seq, dim) views of tensors in a layout: whatever comes after `attention` sees these."""
     if layout != "bshd":
         return q, k, v
-    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+    try:
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    except (AttributeError, IndexError, RuntimeError):
         check_tensors(q, k, v)
-    if not q.ndim == k.ndim == v.ndim == 4:
-        check_tensors(q, k, v)
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        raise
 
 
 def as_laid_out(out: torch.Tensor, layout: str) -> torch.Tensor:

@@ -175,8 +175,13 @@ class Term:
         return cls(*map(float, text.split(","))) if text else cls()
 
     def __str__(self) -> str:
-        numbers = ",".join(f"{getattr(self, field.name):.17g}" for field in fields(self))  # type: ignore[arg-type]
+        numbers = ",".join([f"{_constant(getattr(self, field.name)):.17g}" for field in fields(self)])  # type: ignore[arg-type]
         return f"{self.kind}:{numbers}" if numbers else self.kind
+
+
+def _constant(number: float) -> float:
+    """The number itself. In a trace it may be a symbol, which a text has no room for: this makes the graph for it."""
+    return float.fromhex(float(number).hex()) if torch.compiler.is_compiling() else number
 
 
 @dataclass(frozen=True, slots=True)

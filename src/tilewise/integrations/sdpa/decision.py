@@ -384,11 +384,11 @@ def _take(arguments: Arguments, options: Options) -> Tensor:
 
 
 def _run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options) -> Tensor:
-    if mask is None and op.is_plain(query, key, value):
-        call = op.recall(query, key, value, options)
-        if call is not None:
-            return op.execute(call, query, key, value, NO_OPERANDS)[0]
-    return op.run(query, key, value, mask_operands(mask), options)[0]
+    operands = mask_operands(mask) if mask is not None else NO_OPERANDS
+    call = op.recall(query, key, value, operands, options)
+    if call is not None:
+        return op.execute(call, query, key, value, operands)[0]
+    return op.run(query, key, value, operands, options)[0]
 
 
 def _fallback(arguments: Arguments, because: str, *, memoise: bool = True) -> _Decision:
