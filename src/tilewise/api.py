@@ -179,8 +179,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention: its signature and semantics, through the planner.
 
-    What only PyTorch's own function defines (broadcast batches, more than 4 dimensions, masks that require grad, nested
-    tensors) is handed to it, and the logger "tilewise" says so.
+    What only PyTorch's own function defines (broadcast batches, more than 4 dimensions, nested tensors), and masks that
+    require grad, which its fused kernels differentiate, are handed to it, and the logger "tilewise" says so.
     """
     _check_types(query, key, value, attn_mask, is_causal)
     scale, dropout_p = _number("scale", scale), _number("dropout_p", dropout_p) or 0.0

@@ -17,7 +17,17 @@ from ..jit.headers import included_paths
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # Everything that decides what a kernel does, or which of them runs: what records of measurements name.
-_DECISIVE = ("backend.py", "isolation.py", "engine", "jit", "kernels", "plain", "torch_kernels", "triton")
+_DECISIVE = (
+    "backend.py",
+    "isolation.py",
+    "operands.py",
+    "engine",
+    "jit",
+    "kernels",
+    "plain",
+    "torch_kernels",
+    "triton",
+)
 _LADDER = ("ladder", "kernels/ladder")
 _SUFFIXES = frozenset({".py", ".cuh", ".cpp", ".json"})
 
@@ -81,13 +91,12 @@ PARTS = {
     "seam": Part(
         ("test_seam.py", "test_launch.py", "test_torch_rules.py", "test_three_way.py", "test_integrations_gpu.py"),
         files=(
-            *(f"{name}.py" for name in ("api", "masks", "memo", "op", "partials", "plan", "problem", "target")),
-            "backend.py",
-            "isolation.py",
+            *(f"{name}.py" for name in ("api", "backend", "isolation", "masks", "memo", "op", "operands", "partials")),
+            *(f"{name}.py" for name in ("plan", "problem", "scores", "target")),
             "engine/__init__.py",
             "engine/backend.py",
         ),
-        folders=("plain", "triton", "torch_kernels", "integrations"),
+        folders=("plain", "triton", "torch_kernels", "hook", "integrations"),
     ),
     "ladder": Part(("test_ladder_gpu.py",), folders=_LADDER),
 }
