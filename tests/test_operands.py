@@ -6,6 +6,7 @@ autograd and one by a formula of its own. `Fixed` reads a tensor that must not r
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,10 +15,14 @@ import torch
 from torch import library as torch_library
 from torch.utils.flop_counter import FlopCounterMode
 
+import emulation
 import tilewise
 from support import assert_close, budget
-from tilewise import Causal, InvalidInput, Problem, UnsupportedProblem, Window, memo, op, scores
+from tilewise import Causal, InvalidInput, Problem, Target, UnsupportedProblem, Window, memo, op, scores
+from tilewise.engine import run
+from tilewise.engine.program import Address
 from tilewise.operands import Grads, Operand, Wants
+from tilewise.plan import BACKENDS
 from tilewise.scores import Softcap, Term, Where
 
 Tensor = torch.Tensor
@@ -66,6 +71,67 @@ class Fixed(Term):
     def bend(self, given: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         return given + where.part(where.operands["table"]), None
 
+
+@dataclass(frozen=True, slots=True)
+class Slant(Term):
+    """s -> s + slants[head] * (key - row), in a kernel too: the tensor and its gradient are slots of their names."""
+
+    kind: ClassVar[str] = "slant"
+
+    @property
+    def tensors(self) -> tuple[Operand, ...]:
+        return (Operand("slants", differentiable=True),)
+
+    @property
+    def cpp_gradients(self) -> Wants:
+        return frozenset({"slants"})
+
+    def bend(self, given: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+        distance = where.key_numbers(given.device) - where.row_numbers(given.device)
+        return given + where.operands["slants"].to(given.dtype)[where.head_numbers(given.device)] * distance, None
+
+    def cpp_type(self, *, precise: bool) -> str:
+        return "tilewise::Slant"
+
+    @property
+    def cpp_source(self) -> str:
+        return CPP
+
+    @property
+    def operands(self) -> dict[str, type]:
+        return {"slants": ctypes.c_void_p, "dslants": ctypes.c_void_p, "per_unit": ctypes.c_float}
+
+    def params(self, unit: float, *, precise: bool) -> dict[str, object]:
+        return {"slants": Address("slants"), "dslants": Address("dslants", optional=True), "per_unit": 1 / unit}
+
+
+CPP = """namespace tilewise {
+struct Slant {
+  struct Operands {
+    const float* slants;
+    float* dslants;
+    float per_unit;
+  };
+  static constexpr bool uses_head = true;
+  Elements elements;
+  float slant, factor;
+  float* sum;
+  int seq_q, seq_k;
+
+  template <typename Params, typename At>
+  __device__ Slant(const Params& params, const Unit& unit, const At& at)
+      : elements(at), slant(params.slants[at.head()] * params.per_unit), factor(unit.first * unit.second),
+        sum(params.dslants ? params.dslants + at.head() : nullptr), seq_q(params.seq_q), seq_k(params.seq_k) {}
+  __device__ float added(int i) const { return slant * (elements.key(i) - elements.query(i)); }
+  __device__ float apply(float v, int i) const { return v * factor + added(i); }
+  __device__ float before(float v, int i) const { return v - added(i); }
+  __device__ void gradient(float ds, int i) const {
+    const int query = elements.query(i), key = elements.key(i);
+    if (sum && query < seq_q && key < seq_k) *sum += ds * (key - query);  // the model runs one thread at a time
+  }
+};
+}  // namespace tilewise
+"""
 
 TERMS = (Lean(0.5),)
 OURS = ["reference", "tiled"]
@@ -336,6 +402,33 @@ def test_backends_without_a_gradient_say_so():
     for verdict in chosen.verdicts:
         if not verdict.willing and not verdict.backend.startswith("torch"):
             assert any("slopes requires grad" in reason.what for reason in verdict.reasons), verdict.backend
+
+
+@emulation.emulated
+def test_a_kernel_takes_an_operand_and_makes_its_gradient_by_name(monkeypatch):
+    """On a model of the hardware: planned, bound and called as on a GPU."""
+    target = Target.named("a100")
+    q, k, v, dout = (torch.randn(1, 2, 70, 64).bfloat16() for _ in range(4))
+    slants = torch.randn(2) / 16
+    problem = Problem(
+        1, 2, 2, 70, 70, 64, 64, torch.bfloat16, mask=Causal(), scores=(Slant(),), needs_grad=True,
+        operand_grads=("slants",),
+    )  # fmt: skip
+    chosen = tilewise.explain(problem, target=target)
+    assert chosen.backend == "sm80"
+    operands, wants = {"slants": slants}, frozenset({"q", "slants"})
+    reference = BACKENDS["reference"]
+    wide = [tensor.double() for tensor in (q, k, v)], problem.with_(dtype=torch.float64), {"slants": slants.double()}
+    want_out, want_lse = reference.forward(*wide[0], wide[1], None, wide[2])
+    want = reference.backward(dout.double(), None, *wide[0], want_out, want_lse, wide[1], None, wide[2], wants)
+    emulation.install(monkeypatch)
+    out, lse = run.bind_forward(lambda: chosen.forward, problem, q, k, v, operands)(q, k, v, operands)
+    assert_close(out, want_out, budget(torch.bfloat16, 70))
+    bound = run.bind_backward(lambda device, wants: chosen.backward_for(wants), problem)
+    got = bound(dout, None, q, k, v, out, lse, operands, wants)
+    assert set(got) == wants
+    for name, grad in got.items():
+        assert_close(grad, want[name], 2 * budget(torch.bfloat16, 70), name)
 
 
 def test_one_invalidate_empties_everything_and_changes_of_state_call_it():

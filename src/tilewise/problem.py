@@ -338,7 +338,7 @@ def heads_first(q: Any, k: Any, v: Any, layout: str) -> tuple[torch.Tensor, torc
         return q, k, v
     try:
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    except (AttributeError, IndexError, RuntimeError):
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # no tensors, or of too few dimensions
         check_tensors(q, k, v)
         raise
 

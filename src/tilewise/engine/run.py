@@ -61,7 +61,7 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
     lines = [f"stream = stream_of({device})"]
     if program.scratch.bytes:
         lines += [f"scratch = q.new_empty({program.scratch.bytes}, dtype=bytes)", "base = scratch.data_ptr()"]
-    lines += [f"at_{name} = {text}" for name, text in _addresses(program)]
+    lines += [f"at_{name} = {text}" for name, text in _addresses(program, operands)]
     for number, launch in enumerate(program.launches):
         shape = ((launch.grid, 1, 1), (launch.threads, 1, 1), launch.unit.smem_bytes)
         function = function_for(launch.unit, device)
@@ -99,15 +99,19 @@ def _viewed(program: Program, operands: Mapping[str, Tensor | None]) -> dict[str
     return seen
 
 
-def _addresses(program: Program) -> list[tuple[str, str]]:
-    """The operands whose addresses the launches ask for, and the text that gives each."""
+def _addresses(program: Program, operands: Mapping[str, Tensor | None]) -> list[tuple[str, str]]:
+    """The operands whose addresses the launches ask for, and the text that gives each; null for one that a call may
+    lack and this one has no name for, as the gradient of an operand in a forward."""
     found: dict[str, str] = {}
     for launch in program.launches:
         for _, _, slot in slots_of(launch.fields):
             if isinstance(slot, Address | View | Map) and not slot.operand.startswith(SCRATCH):
                 name = slot.operand
                 may_lack = isinstance(slot, Address) and slot.optional
-                found[name] = f"None if {name} is None else {name}.data_ptr()" if may_lack else f"{name}.data_ptr()"
+                if may_lack and name not in operands:
+                    found[name] = "None"
+                else:
+                    found[name] = f"None if {name} is None else {name}.data_ptr()" if may_lack else f"{name}.data_ptr()"
     return list(found.items())
 
 
@@ -247,7 +251,8 @@ def _loaded_backward(
 
 
 def _backward(program: Program, wants: Wants, given: Operands, names: tuple[str, ...]) -> BoundBackward:
-    """The gradient of an operand `x` is the slot `dx` of the program."""
+    """The gradient of an operand `x` is the slot `dx` of the program. It is zero before: kernels add to it, or store
+    what they visit."""
     wanted = [name for name in (*INPUTS, *names) if name in wants]
     grads = {
         f"d{name}": torch.empty_like(given[name], device="meta") if name in wants else None
@@ -257,7 +262,8 @@ def _backward(program: Program, wants: Wants, given: Operands, names: tuple[str,
     order = ("dout", "dlse", *INPUTS, "out", "lse", *names)
     operands = {name: {"dlse": None, "lse": lse}[name] if name in ("dlse", "lse") else given[name] for name in order}
     run = load(program, {**operands, **grads}, _index(given["q"].device))
-    new = {name: torch.zeros_like if f"d{name}" in program.zeroed else torch.empty_like for name in wanted}
+    zeroed = {*program.zeroed, *(f"d{name}" for name in names)}
+    new = {name: torch.zeros_like if f"d{name}" in zeroed else torch.empty_like for name in wanted}
     if wants == ALL and not names:
         new_dq, new_dk, new_dv = new.values()
 
