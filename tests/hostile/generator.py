@@ -832,9 +832,7 @@ MISUSES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[tuple[Any, ...], dic
     "keys without values": lambda q, k, v: ((q, torch.cat((k, k.new_zeros(*k.shape[:2], 1, k.shape[3])), 2), v), {}),
     "mask of a wrong shape": lambda q, k, v: ((q, k, v), {"mask": torch.ones(211, 223, dtype=torch.bool)}),
     "mask of integers": lambda q, k, v: ((q, k, v), {"mask": torch.ones(1, 1, dtype=torch.int32)}),
-    "mask that requires grad": lambda q, k, v: (
-        (q, k, v), {"mask": torch.zeros(1, 1, dtype=q.dtype, requires_grad=True)}
-    ),
+    "operand that no term reads": lambda q, k, v: ((q, k, v), {"operands": {"slopes": q}}),
     "mask is a number": lambda q, k, v: ((q, k, v), {"mask": 3}),
     "mask is an unknown text": lambda q, k, v: ((q, k, v), {"mask": "diagonal"}),
     "scale is nan": lambda q, k, v: ((q, k, v), {"scale": float("nan")}),
