@@ -8,8 +8,10 @@ import torch
 from hypothesis import strategies as st
 
 from tilewise import Causal, Documents, Full, Problem, Window
-from tilewise.backends import reference
 from tilewise.masks import Dense, Mask
+from tilewise.operands import Grads, Wants, chosen
+from tilewise.plain import reference
+from tilewise.problem import mask_operands
 
 Tensor = torch.Tensor
 
@@ -95,11 +97,20 @@ def exact(
     wide = problem.with_(dtype=torch.float64, precision="exact")
     inputs = [t.detach().double().requires_grad_(dout is not None) for t in (q, k, v)]
     bias = bias.double() if bias is not None and bias.is_floating_point() else bias
-    out, lse = reference.forward(*inputs, wide, None, bias)
+    out, lse = reference.forward(*inputs, wide, None, mask_operands(bias))
     if dout is None:
         return out, lse
     grads = torch.autograd.grad(out, inputs, dout.double())
     return (out.detach(), lse.detach(), *grads)
+
+
+def in_order(grads: Grads) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dq, dk and dv, as backends return them by name; None where there is none."""
+    return grads.get("q"), grads.get("k"), grads.get("v")
+
+
+def wanted(dq: bool, dk: bool, dv: bool) -> Wants:
+    return chosen(("q", "k", "v"), (dq, dk, dv))
 
 
 def budget(dtype: torch.dtype, terms: int = 1) -> float:

@@ -17,8 +17,8 @@ PACKAGE = ROOT / "src" / "tilewise"
 
 # Each layer may import those before it and itself; those at the top stand side by side.
 LAYERS = [
-    "_path", "_interrupt", "errors", "memo", "masks", "scores", "problem", "target", "partials",
-    "jit", "hook", "backends", "engine", "plan", "op", "api", "ladder",
+    "_path", "_interrupt", "errors", "memo", "operands", "masks", "scores", "problem", "target", "partials",
+    "jit", "hook", "isolation", "backend", "plain", "triton", "torch_kernels", "engine", "plan", "op", "api", "ladder",
 ]  # fmt: skip
 TOP = {"lab", "integrations"}
 ABOVE_ALL = {"__init__", "__main__"}
@@ -64,11 +64,17 @@ def siblings(path: Path, folder: str) -> set[str]:
     return {name.removeprefix(prefix).split(".")[0] for name in imported_modules(path) if name.startswith(prefix)}
 
 
+BACKENDS = {"plain", "triton", "torch_kernels", "engine"}
+
+
 def test_backends_do_not_import_one_another():
-    below = {"isolation", "torch_rules"}  # no backends: what some of them rest on
-    modules = {path.stem for path in (PACKAGE / "backends").glob("*.py")} - {"__init__", *below}
-    for path in (PACKAGE / "backends").glob("*.py"):
-        assert not siblings(path, "backends") & modules - {path.stem}, path.name
+    for path in FILES:
+        own = layer_of(path)
+        if own in BACKENDS:
+            layers = {name.split(".")[1] for name in imported_modules(path)}
+            assert not layers & BACKENDS - {own}, path
+    for path in (PACKAGE / "plain").glob("*.py"):
+        assert not siblings(path, "plain"), path
 
 
 PURE = {"division", "params", "policy", "program", "rules", "source"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import emulation
-from support import exact, make_inputs, make_problem, rounding_budget
+from support import exact, in_order, make_inputs, make_problem, rounding_budget, wanted
 from tilewise import Causal, Full, Target, Window
 from tilewise.engine import SM80
 from tilewise.engine.sm80 import backward as sm80_backward
@@ -63,7 +63,7 @@ def test_extra_memory_grows_with_the_sequence_and_not_with_its_square():
     for seq in (4096, 8192):
         problem = problem_of((seq, seq), (128, 128))
         config = sm80_backward.configs(problem, H200)[0]
-        sizes.append(sm80_backward.program(problem, H200, config, (True, False, False)).scratch.bytes)
+        sizes.append(sm80_backward.program(problem, H200, config, frozenset("q")).scratch.bytes)
         assert sizes[-1] == 4 * 2 * seq * (128 + 2)
     assert sizes[1] == 2 * sizes[0]
 
@@ -80,7 +80,11 @@ def run_on_the_model(monkeypatch, problem, target=H200, seed=0, wants=(True, Tru
     q, k, v = make_inputs(problem)
     dout = torch.randn(problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v).to(problem.dtype)
     out, lse, *truth = exact(q, k, v, problem, None, dout)
-    got = SM80.bind_backward(problem, None, target)(dout, dlse, q, k, v, out.to(problem.dtype), lse.float(), wants)
+    got = in_order(
+        SM80.bind_backward(problem, None, target)(
+            dout, dlse, q, k, v, out.to(problem.dtype), lse.float(), wants=wanted(*wants)
+        )
+    )
     return got, truth
 
 
@@ -171,7 +175,7 @@ def test_sums_of_pieces_grow_with_the_keys_alone():
         config = sm80_backward.configs(problem, H200)[0]
         divided = sm80_backward.divide(problem, config, H200)
         assert divided.cut
-        plain = sm80_backward.program(problem, H200, config, (True, False, False)).scratch.bytes
+        plain = sm80_backward.program(problem, H200, config, frozenset("q")).scratch.bytes
         sizes.append(sm80_backward.program(problem, H200, config).scratch.bytes - plain)
         assert 4 * seq * 256 < sizes[-1] <= 4 * (seq * 256 + 32 * divided.grid)
     assert sizes[1] <= 2 * sizes[0]
@@ -200,8 +204,10 @@ def test_a_gradient_of_the_log_sum_exp_counts(monkeypatch):
     out = torch.softmax(scores, -1) @ wide[2]
     truth = torch.autograd.grad((out, lse), wide, (dout.double(), dlse.double()))
     emulation.install(monkeypatch)
-    got = SM80.bind_backward(problem, None, H200)(
-        dout, dlse, q, k, v, out.detach().to(BF16), lse.detach().float(), (True,) * 3
+    got = in_order(
+        SM80.bind_backward(problem, None, H200)(
+            dout, dlse, q, k, v, out.detach().to(BF16), lse.detach().float(), (True,) * 3
+        )
     )
     assert_accurate(got, truth, BF16)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import emulation
-from support import budget, exact, make_problem
+from support import budget, exact, in_order, make_problem, wanted
 from test_backend_sm90_float32 import (
     DIM,
     EVERY,
@@ -331,7 +331,7 @@ def gradients_on_the_model(on_the_model, monkeypatch):
     def run(q, k, v, dout, problem, target=H200, seed=0, wants=(True, True, True), dlse=None):
         out, lse = on_the_model(q, k, v, problem, target, seed)
         emulation.install(monkeypatch, seed=seed)
-        return SM80.bind_backward(problem, None, target)(dout, dlse, q, k, v, out, lse, wants)
+        return in_order(SM80.bind_backward(problem, None, target)(dout, dlse, q, k, v, out, lse, wants=wanted(*wants)))
 
     return run
 

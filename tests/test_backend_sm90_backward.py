@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import emulation
-from support import exact, make_problem, rounding_budget
+from support import exact, in_order, make_problem, rounding_budget, wanted
 from tilewise import Causal, Full, Target, Window
 from tilewise.engine import SM90
 from tilewise.engine.sm90 import backward as sm90_backward
@@ -72,7 +72,7 @@ def test_extra_memory_grows_with_the_sequence_and_not_with_its_square():
     for seq in (4096, 8192):
         problem = problem_of((seq, seq), (128, 128))
         config = sm90_backward.configs(problem, H200)[0]
-        sizes.append(sm90_backward.program(problem, H200, config, (True, False, False)).scratch.bytes)
+        sizes.append(sm90_backward.program(problem, H200, config, frozenset("q")).scratch.bytes)
         assert sizes[-1] == 4 * 2 * seq * (128 + 2)
     assert sizes[1] == 2 * sizes[0]
 
@@ -91,7 +91,11 @@ def run_on_the_model(monkeypatch, problem, seed=0, wants=(True, True, True), tar
         for heads, seq, dim in zip(group_heads, seqs, dims, strict=True)
     )
     out, lse, *truth = exact(q, k, v, problem, None, dout)
-    got = SM90.bind_backward(problem, None, target)(dout, None, q, k, v, out.to(problem.dtype), lse.float(), wants)
+    got = in_order(
+        SM90.bind_backward(problem, None, target)(
+            dout, None, q, k, v, out.to(problem.dtype), lse.float(), wants=wanted(*wants)
+        )
+    )
     return got, truth
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import emulation
-from support import budget, exact, make_problem
+from support import budget, exact, in_order, make_problem, wanted
 from test_backend_sm90_float32 import DIM, EVERY, FLOOR, RANGES, SEQ, emulated, inputs_of, spread, with_one
 from tilewise import Causal, Full, Target, Window
 from tilewise.engine import SM90
@@ -78,7 +78,7 @@ def on_the_model(monkeypatch):
     def run(q, k, v, dout, problem, seed=0, dlse=None, wants=(True, True, True)):
         emulation.install(monkeypatch, seed=seed)
         out, lse = SM90.bind(q, k, v, problem, None, H200)(q, k, v, None)
-        return SM90.bind_backward(problem, None, H200)(dout, dlse, q, k, v, out, lse, wants)
+        return in_order(SM90.bind_backward(problem, None, H200)(dout, dlse, q, k, v, out, lse, wants=wanted(*wants)))
 
     return run
 

@@ -18,9 +18,9 @@ import torch
 
 from support import make_inputs, make_problem
 from tilewise import Causal, Dense, Documents, Full, Target, Window, plan
-from tilewise.backends import triton
 from tilewise.errors import CompileError
 from tilewise.problem import Strides
+from tilewise.triton import backend as triton
 
 if TYPE_CHECKING:
     from tilewise import Problem

@@ -14,8 +14,9 @@ import tilewise
 import torch_suite as suite
 from support import assert_close, budget
 from tilewise import Causal, Problem, Window, op
-from tilewise.backends import torch_sdpa
 from tilewise.integrations.sdpa import sdpa
+from tilewise.memo import invalidate
+from tilewise.torch_kernels import candidates
 
 ways = pytest.mark.parametrize("way", suite.WAYS.values(), ids=list(suite.WAYS))
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
@@ -117,10 +118,10 @@ def test_a_recalled_call_gives_what_the_first_gave(layout, return_lse, grad):
 def test_recall_tells_calls_apart():
     """After a call is remembered, each of these is another one."""
     q, k, v = tensors()
-    op.forget()
-    arguments = (None, None, 0.0, 0.0, "bhsd", False, "auto", "exact")
+    invalidate()
+    arguments = (None, None, 0.0, (), 0.0, "bhsd", False, "auto", "exact")
     tilewise.attention(q, k, v)
-    assert op.recall(q, k, v, arguments) is not None
+    assert op.recall(q, k, v, {}, arguments) is not None
     storage = torch.randn(1 * 2 * 8 * 16 + 1)
     others = [
         (q.double(), k, v),
@@ -131,17 +132,17 @@ def test_recall_tells_calls_apart():
         (q.to("meta"), k, v),
         (torch.nn.Parameter(q), k, v),
     ]
-    assert all(op.recall(*tensors, arguments) is None for tensors in others)
-    assert op.recall(q, k, v, ("causal", *arguments[1:])) is None
-    assert op.recall(q, k, v, (*arguments[:-1], "tf32")) is None
-    assert op.recall(q, k, v, ([], *arguments[1:])) is None
-    assert op.recall(None, k, v, arguments) is None
+    assert all(op.recall(*tensors, {}, arguments) is None for tensors in others)
+    assert op.recall(q, k, v, {}, ("causal", *arguments[1:])) is None
+    assert op.recall(q, k, v, {}, (*arguments[:-1], "tf32")) is None
+    assert op.recall(q, k, v, {}, ([], *arguments[1:])) is None
+    assert op.recall(None, k, v, {}, arguments) is None
     with torch.utils.flop_counter.FlopCounterMode(display=False):
-        assert op.recall(q, k, v, arguments) is None
+        assert op.recall(q, k, v, {}, arguments) is None
     with torch.autograd.forward_ad.dual_level():
-        assert op.recall(q, k, v, arguments) is None
+        assert op.recall(q, k, v, {}, arguments) is None
     seen = []
-    torch.func.vmap(lambda x: (seen.append(op.recall(q, k, v, arguments)), x)[1])(torch.zeros(2))
+    torch.func.vmap(lambda x: (seen.append(op.recall(q, k, v, {}, arguments)), x)[1])(torch.zeros(2))
     assert seen == [None]
 
 
@@ -154,7 +155,7 @@ def test_memory_of_others_may_begin_anywhere():
         assert tensor.storage_offset() == 0
         strides = tilewise.explain(tensor, tensor, tensor).problem.strides.value
         assert strides == ("unaligned" if tensor.data_ptr() % 16 else "aligned")
-        assert op.prepare(tensor, tensor, tensor, None, op.Options(), False).problem.strides.value == strides
+        assert op.prepare(tensor, tensor, tensor, {}, op.Options(), None).problem.strides.value == strides
         found.add(strides)
     assert found == {"aligned", "unaligned"}
 
@@ -180,13 +181,13 @@ def test_what_was_planned_deterministic_stays_so_in_the_backward(monkeypatch, wa
     """PyTorch's fused kernels are deterministic under the strict switch alone: with warn_only they only say so."""
     q, k, v = tensors(grad=True)
     seen = []
-    backward = torch_sdpa.Candidate.backward
+    backward = candidates.Candidate.backward
 
     def watched(*arguments):
         seen.append(switch())
         return backward(*arguments)
 
-    monkeypatch.setattr(torch_sdpa.Candidate, "backward", watched)
+    monkeypatch.setattr(candidates.Candidate, "backward", watched)
     torch.use_deterministic_algorithms(warn_only_by_the_user, warn_only=warn_only_by_the_user)
     try:
         with op.deterministic_algorithms():

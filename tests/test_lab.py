@@ -16,9 +16,8 @@ import torch
 from typer.testing import CliRunner
 
 import tilewise
-from support import make_problem
+from support import in_order, make_problem
 from tilewise import masks
-from tilewise.backends import reference
 from tilewise.errors import InvalidInput
 from tilewise.jit import Unit
 from tilewise.lab import accuracy, builds, candidates, cli, environment, report, timing, worker
@@ -41,7 +40,9 @@ from tilewise.lab.compare import (
     summary,
 )
 from tilewise.lab.pool import Failure, Pool
+from tilewise.plain import reference
 from tilewise.plan import BACKENDS, plan
+from tilewise.problem import mask_operands
 from tilewise.target import Target
 
 if TYPE_CHECKING:
@@ -370,7 +371,7 @@ def test_candidates_of_every_mask_agree_with_the_reference(mask: str) -> None:
         mask += "/0,12,32"
     problem = make_problem((2, 4, 24, 16), seq_kv=32, heads_kv=2, mask=masks.parse(mask), layout="bshd")
     inputs = make_inputs(problem, 1, "cpu")
-    want, _ = reference.forward(inputs.q, inputs.k, inputs.v, problem, None, inputs.bias)
+    want, _ = reference.forward(inputs.q, inputs.k, inputs.v, problem, None, mask_operands(inputs.bias))
     for name in ("tilewise", "torch-default", "tiled"):
         got = Candidate(name).forward(problem, inputs)()
         assert got.shape == want.shape
@@ -473,8 +474,10 @@ def test_a_sample_is_a_part_of_the_whole(mask: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(accuracy._SCORES_AT_ONCE, "cpu", 7 * 2 * 48)
     wide = [tensor.detach().double() for tensor in inputs[:3]]
     whole = problem.with_(dtype=torch.float64)
-    out, lse = reference.forward(*wide, whole, None, inputs.bias)  # type: ignore[arg-type]
-    grads = reference.backward(inputs.dout.double(), None, *wide, out, lse, whole, None, inputs.bias)  # type: ignore[arg-type]
+    out, lse = reference.forward(*wide, whole, None, mask_operands(inputs.bias))  # type: ignore[arg-type]
+    grads = in_order(
+        reference.backward(inputs.dout.double(), None, *wide, out, lse, whole, None, mask_operands(inputs.bias))
+    )  # type: ignore[arg-type]
     results = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
     sample = accuracy.Sample(((1, 0), (0, 1)), tuple(range(48)), "")
     want = accuracy.select(results, problem, sample)

@@ -12,14 +12,15 @@ from typer.testing import CliRunner
 
 from support import assert_close, budget, make_problem
 from test_lab import CANDIDATES, FakePool
-from tilewise.backends import reference
 from tilewise.lab import accuracy, check, inputs
 from tilewise.lab.accuracy import Sample
 from tilewise.lab.cli import app
 from tilewise.lab.compare import VERIFIED, WRONG, Settings
 from tilewise.lab.pool import Failure, Pool
 from tilewise.lab.worker import Worker
+from tilewise.plain import reference
 from tilewise.plan import BACKENDS
+from tilewise.problem import mask_operands
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -138,7 +139,7 @@ def test_a_mask_and_the_causal_rule_of_a_model_hold_together(additive: bool, tmp
     problem = inputs.problem_of(str(path), needs_grad=False)
     given = inputs.make_inputs(problem, 0, "cpu", str(path))
     assert given.bias is not None
-    out, _ = reference.forward(given.q, given.k, given.v, problem, None, given.bias)
+    out, _ = reference.forward(given.q, given.k, given.v, problem, None, mask_operands(given.bias))
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
     assert_close(out, wanted, budget(torch.float32, 9))
     torch.save({"q": q, "k": k, "v": v, "attn_mask": mask, "is_causal": False}, path)
@@ -154,7 +155,7 @@ def test_a_mask_of_many_rows_that_repeat_is_cut_by_the_causal_rule(tmp_path: Pat
         torch.save({"q": q, "k": q, "v": q, "attn_mask": mask, "is_causal": True}, path)
         problem = inputs.problem_of(str(path), needs_grad=False)
         given = inputs.make_inputs(problem, 0, "cpu", str(path))
-        out, _ = reference.forward(given.q, given.k, given.v, problem, None, given.bias)
+        out, _ = reference.forward(given.q, given.k, given.v, problem, None, mask_operands(given.bias))
         wanted = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
         assert_close(out, wanted, budget(torch.float32, 5))
 

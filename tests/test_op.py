@@ -11,7 +11,7 @@ from torch import library as torch_library
 
 import tilewise
 from support import assert_close, budget, exact, make_inputs, make_problem
-from tilewise import Causal, Documents, UnsupportedProblem, Window
+from tilewise import Causal, Documents, UnsupportedProblem, Window, memo
 
 OURS = ["tiled", "reference"]
 EVERY = [*OURS, "torch-flash", "torch-math", "auto"]
@@ -27,7 +27,7 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = True):
 def test_opcheck(backend, grad, layout):
     q, k, v = inputs(2, 4, 9, 8, dtype=torch.float32, grad=grad)
     needs_lse = backend in OURS
-    arguments = (q, k, v, None, "causal", None, 0.0, layout, backend, needs_lse)
+    arguments = (q, k, v, [], "causal", None, "", layout, backend, needs_lse)
     results = torch_library.opcheck(torch.ops.tilewise.attention.default, arguments)
     assert set(results.values()) == {"SUCCESS"}
 
@@ -35,7 +35,7 @@ def test_opcheck(backend, grad, layout):
 def test_opcheck_of_the_backward():
     q, k, v = inputs(1, 2, 5, 4, grad=False)
     out, lse = tilewise.attention(q, k, v, return_lse=True, backend="tiled")
-    arguments = (out, None, q, k, v, None, out, lse, "full", None, 0.0, "bhsd", "tiled", False, [True, False, True])
+    arguments = (out, None, q, k, v, [], out, lse, [True, False, True], "full", None, "", "bhsd", "tiled", False)
     results = torch_library.opcheck(torch.ops.tilewise.attention_backward.default, arguments)
     assert set(results.values()) == {"SUCCESS"}
 
@@ -49,27 +49,27 @@ def test_precision_reaches_the_plan_by_every_way():
         seen.append(problem.precision)
         return planned(problem, target, backend)
 
-    tilewise.op.forget()
+    memo.invalidate()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tilewise.op, "plan", spy)
         tilewise.attention(q, k, v, precision="tf32")
-        options = ("full", None, 0.0, "bhsd", "tiled", True)
-        out, lse = torch.ops.tilewise.attention(q, k, v, None, *options, "tf32")
+        options = ("full", None, "", "bhsd", "tiled", True)
+        out, lse = torch.ops.tilewise.attention(q, k, v, [], *options, "tf32")
         out.sum().backward()
-        grads = torch.ops.tilewise.attention_backward(out, None, q, k, v, None, out, lse, *options, [True] * 3, "tf32")
-    tilewise.op.forget()
+        grads = torch.ops.tilewise.attention_backward(out, None, q, k, v, [], out, lse, [True] * 3, *options, "tf32")
+    memo.invalidate()
     assert set(seen) == {"tf32"}
     assert [grad.shape for grad in grads] == [q.shape] * 3
 
 
 def test_operators_that_do_not_name_a_precision_mean_exact():
     q, k, v = inputs(1, 2, 5, 4, dtype=torch.float32, grad=False)
-    options = ("causal", None, 0.0, "bhsd", "tiled", True)
-    out, lse = torch.ops.tilewise.attention(q, k, v, None, *options)
-    named, _ = torch.ops.tilewise.attention(q, k, v, None, *options, "exact")
+    options = ("causal", None, "", "bhsd", "tiled", True)
+    out, lse = torch.ops.tilewise.attention(q, k, v, [], *options)
+    named, _ = torch.ops.tilewise.attention(q, k, v, [], *options, "exact")
     assert torch.equal(out, named)
-    old = torch.ops.tilewise.attention_backward(out, None, q, k, v, None, out, lse, *options, [True] * 3)
-    new = torch.ops.tilewise.attention_backward(out, None, q, k, v, None, out, lse, *options, [True] * 3, "exact")
+    old = torch.ops.tilewise.attention_backward(out, None, q, k, v, [], out, lse, [True] * 3, *options)
+    new = torch.ops.tilewise.attention_backward(out, None, q, k, v, [], out, lse, [True] * 3, *options, "exact")
     assert all(torch.equal(one, other) for one, other in zip(old, new, strict=True))
 
 
@@ -179,7 +179,7 @@ def test_jvp_is_right_or_refused(mask):
         with pytest.raises(UnsupportedProblem, match="in place"):
             tilewise.attention(dual, k, v, backend="tiled")
         with pytest.raises(UnsupportedProblem, match="tangents"):
-            torch.ops.tilewise.attention(dual, k, v, None, "full", None, 0.0, "bhsd", "tiled", False)
+            torch.ops.tilewise.attention(dual, k, v, [], "full", None, "", "bhsd", "tiled", False)
 
 
 def test_vmap_and_functional_grad():
@@ -215,11 +215,11 @@ def test_auto_leaves_out_a_kernel_that_does_not_build(monkeypatch, caplog):
     """Aloud: a warning, and a verdict with the reason from then on. By name the error comes through."""
     from tilewise import CompileError, plan
 
-    def bind(*_):
+    def bind(*_, **__):
         raise CompileError("ptxas said no\n  and more")
 
     monkeypatch.setattr(plan, "_left_out", frozenset())
-    monkeypatch.setattr(tilewise.backends.tiled, "bind", bind, raising=False)
+    monkeypatch.setattr(tilewise.plain.tiled, "bind", bind, raising=False)
     q, k, v = inputs(1, 2, 5, 7, grad=False)
     with pytest.raises(CompileError, match="ptxas said no"):
         tilewise.attention(q, k, v, softcap=3.0, backend="tiled")

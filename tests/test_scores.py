@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import emulation
-from support import assert_close, budget, make_problem
+from support import assert_close, budget, in_order, make_problem
 from tilewise import Causal, Full, Target, Window
 from tilewise.engine import SM80, SM90
 from tilewise.jit import Unit, build, sass
@@ -220,9 +220,7 @@ def test_a_backward_with_terms_of_its_own(monkeypatch: Any, backend: Any, dtype:
     emulation.install(monkeypatch)
     q, k, v, dout = inputs_of(problem)
     out, lse, wanted = truth(q, k, v, problem, dout)
-    got = backend.bind_backward(problem, None, H200)(
-        dout, None, q, k, v, out.to(dtype), lse.float(), (True, True, True)
-    )
+    got = in_order(backend.bind_backward(problem, None, H200)(dout, None, q, k, v, out.to(dtype), lse.float()))
     for name, grad, want in zip(("dq", "dk", "dv", "scores"), (*got, gradient), wanted, strict=True):
         assert_close(grad, want, budget(dtype, problem.seq_kv), name)
 
@@ -234,7 +232,7 @@ def test_dropped_weights_in_the_float32_backward_of_sm90(monkeypatch: Any, mask:
     emulation.install(monkeypatch)
     q, k, v, dout = inputs_of(problem)
     out, lse, (dq, dk, dv, _) = truth(q, k, v, problem, dout, every_term=False)
-    got = SM90.bind_backward(problem, None, H200)(dout, None, q, k, v, out.float(), lse.float(), (True, True, True))
+    got = in_order(SM90.bind_backward(problem, None, H200)(dout, None, q, k, v, out.float(), lse.float()))
     for name, grad, want in zip(("dq", "dk", "dv"), got, (dq, dk, dv), strict=True):
         assert_close(grad, want, budget(torch.float32, problem.seq_kv), name)
 

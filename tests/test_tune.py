@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from support import make_problem
 from tilewise import Causal, Window
-from tilewise.backends import tiled
 from tilewise.engine import SM90
 from tilewise.errors import InvalidInput
 from tilewise.jit import tuned
@@ -26,6 +25,7 @@ from tilewise.lab import tune
 from tilewise.lab.cli import app
 from tilewise.lab.pool import Failure
 from tilewise.lab.variants import is_variant, name_of, resolve
+from tilewise.plain import tiled
 from tilewise.plan import plan
 from tilewise.target import Target
 

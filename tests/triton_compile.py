@@ -22,7 +22,7 @@ from triton.runtime import driver
 
 from support import make_inputs, make_problem
 from tilewise import Problem, Target
-from tilewise.backends import triton as backend
+from tilewise.triton import backend
 
 MAX_STACK = 64  # bytes of a thread: a few values spilled outside of the loops do not show
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

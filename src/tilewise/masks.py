@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import torch
 
 from .errors import InvalidInput
+from .operands import Operand
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -73,6 +74,11 @@ class Mask:
     def from_text(cls, text: str) -> Mask:
         """From what stands behind `kind:` in the text form."""
         raise NotImplementedError
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The tensors that it is made of; none for a mask that is a rule."""
+        return ()
 
     def band(self, seq_q: int, seq_kv: int) -> Band | None:
         """The mask as a diagonal band, the form that CUDA kernels take; None where it is none."""
@@ -347,6 +353,11 @@ class Dense(Mask):
     def from_text(cls, text: str) -> Dense:
         values, _, shape = text.partition(":")
         return cls(tuple(int(size) for size in shape.split("x")), {"bool": False, "additive": True}[values])
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """`bias`, which is added and has a gradient, or `keep`, which is True where a key is visible."""
+        return (Operand("bias", differentiable=True) if self.additive else Operand("keep"),)
 
     def span(self, row: int, seq_q: int, seq_kv: int) -> tuple[int, int]:
         return 0, seq_kv

@@ -1,7 +1,8 @@
 """plan(problem, target) -> Plan: which backend runs, why it, and why not the others. Pure and memoised.
 
-What may change while a process runs (kernels that turned out not to build, the user's tuned tables) is a `State`, which
-a plan is made for like for a target: nothing made for another state is ever forgotten or found by mistake.
+What may change while a process runs (kernels that turned out not to build, the user's tuned tables, the environment) is
+a `State`, which a plan is made for like for a target: none made for another state is ever found by mistake. Whoever
+changes it calls `memo.invalidate`, for the sake of what was made of plans.
 
 Rules are rows, not code paths: "prefer X, when ..., because ...". The first row whose backend is willing and whose
 condition holds wins. Naming a backend makes it the only row: a refusal then raises instead of falling back.
@@ -16,21 +17,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .backends import reference, tiled, torch_sdpa, triton
 from .engine import SM80, SM90
 from .engine.backend import Fused
 from .errors import InvalidInput, Reason, UnsupportedProblem
 from .jit import tuned
 from .masks import Causal, Dense, Documents, Full, Window, size_in_bytes
-from .memo import Memo
+from .memo import Memo, invalidate
+from .plain import reference, tiled
 from .problem import dtype_name
+from .torch_kernels import candidates
+from .triton import backend as triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .backends import Backend, Wants
+    from .backend import Backend
     from .engine.program import Program
     from .jit import Unit
+    from .operands import Wants
     from .problem import Problem
     from .target import Target
 
@@ -39,7 +43,7 @@ AUTO = "auto"
 BACKENDS: dict[str, Backend] = {
     "sm90": SM90,
     "sm80": SM80,
-    **{candidate.name: candidate for candidate in torch_sdpa.CANDIDATES},
+    **{candidate.name: candidate for candidate in candidates.CANDIDATES},
     "triton": triton,
     "tiled": tiled,
     "reference": reference,
@@ -264,6 +268,7 @@ def leave_out(label: str, why: str) -> None:
     global _left_out
     with _leaving_out:
         _left_out |= {(label, why)}
+    invalidate()
 
 
 def _plan(

@@ -8,19 +8,27 @@ A term is a class here, with what it means (`bend`, in torch operations: the spe
 kernels/common/scores.cuh, which the kernels compose at compile time; `cpp_type` names it and `params` fills what it
 reads. A term without a struct runs in the backends that are made of torch operations, and all others refuse it by name.
 
-Terms have a text form, used by operator arguments and in results: `parse(str(term)) == term`. A class is found by its
-`kind` as soon as it is defined.
+Terms have a text form, used by operator arguments and in results: `parse(str(term)) == term`, and `;` between several
+(`parse_all`, `text_of`). A class is found by its `kind` as soon as it is defined.
+
+A term that reads tensors names them (`tensors`): the operands of a call, which `bend` finds in `where.operands`. Those
+that are differentiable have gradients without further code in the backends made of torch operations.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Protocol
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
 from .errors import InvalidInput
+from .operands import NO_OPERANDS, Grads, Operand, Operands, Wants, recording
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Tensor = torch.Tensor
 LOG2_E = math.log2(math.e)
@@ -54,6 +62,20 @@ class Where(NamedTuple):
     rows: range
     keys: range
     stacked: bool = False
+    operands: Operands = NO_OPERANDS
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """What belongs to these scores of a tensor that broadcasts to (batch, heads_q, seq_q, seq_kv)."""
+        tensor = tensor[(None,) * (4 - tensor.ndim)]
+        if tensor.shape[2] > 1:
+            tensor = tensor[:, :, self.rows.start : self.rows.stop]
+        if tensor.shape[3] > 1:
+            tensor = tensor[..., self.keys.start : self.keys.stop]
+        heads, heads_kv = tensor.shape[1], self.problem.heads_kv
+        if not self.stacked or self.problem.group == 1 or (heads == 1 and tensor.shape[2] == 1):
+            return tensor
+        spread = tensor.expand(-1, self.problem.heads_q, len(self.rows), -1)
+        return spread.reshape(tensor.shape[0], heads_kv, -1, tensor.shape[3])
 
     def row_numbers(self, device: torch.device) -> Tensor:
         """The row of every score, as a column that broadcasts to them."""
@@ -79,6 +101,7 @@ class Term:
     __slots__ = ()
     kind: ClassVar[str] = ""
     transforms: ClassVar[bool] = True  # it changes scores; not so a term that drops weights or finishes rows
+    elementwise: ClassVar[bool] = False  # it looks at the score alone, and not at where it stands
 
     def __init_subclass__(cls) -> None:
         if cls.kind:
@@ -88,8 +111,38 @@ class Term:
         """The scores after this term, and its derivative with respect to the scores before it (None: 1)."""
         raise NotImplementedError
 
+    def gradients(self, dscores: Tensor, scores: Tensor, where: Where, wants: Wants) -> Grads:
+        """Of its operands among `wants`, in their shapes, from the gradient of what `bend` made of these scores.
+
+        By autograd. A term that can say it at less cost may.
+        """
+        leaves = {
+            operand.name: where.operands[operand.name].detach().requires_grad_()
+            for operand in self.tensors
+            if operand.name in wants
+        }
+        if not leaves:
+            return {}
+        with recording():
+            bent, _ = self.bend(scores.detach(), where._replace(operands={**where.operands, **leaves}))
+            found = torch.autograd.grad(bent, list(leaves.values()), dscores.expand(bent.shape).to(bent.dtype))
+        return dict(zip(leaves, found, strict=True))
+
     def check(self, problem: Asked) -> None:
         """Raise InvalidInput if the term does not fit the problem."""
+
+    def check_tensor(self, name: str, tensor: Tensor, problem: Asked) -> None:
+        """Raise InvalidInput if a tensor cannot be its operand of this name. Its device is that of q."""
+
+    @property
+    def tensors(self) -> tuple[Operand, ...]:
+        """The operands of a call that it reads, in the order of the operators' `operands`."""
+        return ()
+
+    @property
+    def cpp_gradients(self) -> Wants:
+        """The names of the operands whose gradients its C++ struct makes."""
+        return frozenset()
 
     def cpp_type(self, *, precise: bool) -> str:
         """Its struct in kernels/common/scores.cuh, by its full name; empty where there is none.
@@ -122,8 +175,13 @@ class Term:
         return cls(*map(float, text.split(","))) if text else cls()
 
     def __str__(self) -> str:
-        numbers = ",".join(f"{getattr(self, field.name):.17g}" for field in fields(self))  # type: ignore[arg-type]
+        numbers = ",".join([f"{_constant(getattr(self, field.name)):.17g}" for field in fields(self)])  # type: ignore[arg-type]
         return f"{self.kind}:{numbers}" if numbers else self.kind
+
+
+def _constant(number: float) -> float:
+    """The number itself. In a trace it may be a symbol, which a text has no room for: this makes the graph for it."""
+    return float.fromhex(float(number).hex()) if torch.compiler.is_compiling() else number
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +189,7 @@ class Softcap(Term):
     """s -> cap * tanh(s / cap): no score beyond the cap."""
 
     kind: ClassVar[str] = "softcap"
+    elementwise: ClassVar[bool] = True
 
     cap: float
 
@@ -169,6 +228,19 @@ def parse(text: str) -> Term:
         raise InvalidInput("scores", repr(text), f"one of {', '.join(_KINDS)}", "write e.g. softcap:30") from None
 
 
+@lru_cache(maxsize=256)
+def parse_all(text: str) -> tuple[Term, ...]:
+    """The terms that `text_of` gives this text for."""
+    return tuple(parse(part) for part in text.split(_BETWEEN) if part)
+
+
+def text_of(terms: Iterable[Term]) -> str:
+    return _BETWEEN.join([str(term) for term in terms])
+
+
+_BETWEEN = ";"
+
+
 def bend_all(scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
     """The scores after all terms of the problem, and the product of their slopes."""
     slope: Tensor | None = None
@@ -177,6 +249,20 @@ def bend_all(scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         if own is not None:
             slope = own if slope is None else slope * own
     return scores, slope
+
+
+def unbend_all(dscores: Tensor, scores: Tensor, where: Where, wants: Wants) -> Grads:
+    """The gradients of the terms' operands, from that of the scores after all terms; `scores` are those before them."""
+    steps: list[tuple[Term, Tensor, Tensor | None]] = []
+    for term in where.problem.scores:
+        bent, slope = term.bend(scores, where)
+        steps.append((term, scores, slope))
+        scores = bent
+    grads: Grads = {}
+    for term, before, slope in reversed(steps):
+        grads |= term.gradients(dscores, before, where, wants)
+        dscores = dscores if slope is None else dscores * slope
+    return grads
 
 
 def softcapped(cap: float) -> tuple[Term, ...]:

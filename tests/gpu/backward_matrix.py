@@ -38,7 +38,7 @@ from matrix import (
 from torch.nn.attention import sdpa_kernel
 
 import tilewise
-from support import exact, make_inputs, rounding_budget
+from support import exact, in_order, make_inputs, rounding_budget, wanted
 from tilewise import Causal, Full, Problem, Window
 from tilewise.target import Target
 
@@ -76,7 +76,7 @@ def gradients(
     out, lse = backend.forward(q, k, v, problem)
     assert lse is not None
     poison(problem)
-    return backend.backward(dout, None, q, k, v, out, lse, problem, config)  # type: ignore[return-value]
+    return in_order(backend.backward(dout, None, q, k, v, out, lse, problem, config))  # type: ignore[return-value]
 
 
 def rounded_like_torch(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, ...]:
@@ -312,7 +312,7 @@ def test_pieces_with_a_softcap_and_without_some_gradients(backend: Fused) -> Non
     assert lse is not None
     for wants in ((True, False, False), (False, True, True), (False, True, False), (False, False, True)):
         poison(problem)
-        got = backend.backward(dout, None, q, k, v, out, lse, problem, wants=wants)
+        got = in_order(backend.backward(dout, None, q, k, v, out, lse, problem, wants=wanted(*wants)))
         for grad, whole, want in zip(got, everything, wants, strict=True):
             assert torch.equal(grad, whole) if want else grad is None  # type: ignore[arg-type]
 
@@ -351,7 +351,7 @@ def test_only_what_is_wanted(backend: Fused, seq_kv: int) -> None:
     assert lse is not None
     for bits in range(8):
         wants = (bool(bits & 1), bool(bits & 2), bool(bits & 4))
-        got = backend.backward(dout, None, q, k, v, out, lse, problem, wants=wants)
+        got = in_order(backend.backward(dout, None, q, k, v, out, lse, problem, wants=wanted(*wants)))
         for grad, whole, want in zip(got, everything, wants, strict=True):
             assert torch.equal(grad, whole) if want else grad is None  # type: ignore[arg-type]
 
@@ -367,7 +367,7 @@ def test_memory_stays_linear(backend: Fused) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        grads = backend.backward(dout, None, q, k, v, out, lse, problem)
+        grads = in_order(backend.backward(dout, None, q, k, v, out, lse, problem))
         held = sum(g.numel() * g.element_size() for g in grads if g is not None)
         return torch.cuda.max_memory_allocated() - before - held
 
@@ -385,7 +385,7 @@ def test_streams_and_graphs(backend: Fused) -> None:
         dout, q, k, v = inputs[index]
         out, lse = forwards[index]
         assert lse is not None
-        return list(backend.backward(dout, None, q, k, v, out, lse, problem))  # type: ignore[arg-type]
+        return list(in_order(backend.backward(dout, None, q, k, v, out, lse, problem)))  # type: ignore[arg-type]
 
     streams = [torch.cuda.Stream() for _ in inputs]
     torch.cuda.synchronize()
@@ -455,7 +455,7 @@ def test_an_empty_problem(backend: Fused) -> None:
     q, k, v = make_inputs(problem, "cuda")
     out, lse = backend.forward(q, k, v, problem)
     assert lse is not None
-    dq, dk, dv = backend.backward(like_out(problem), None, q, k, v, out, lse, problem)
+    dq, dk, dv = in_order(backend.backward(like_out(problem), None, q, k, v, out, lse, problem))
     assert dq is not None
     assert (dq == 0).all()
     assert dk is not None

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from typing import TYPE_CHECKING
 
 import tilewise
-from support import budget, exact, make_inputs, make_problem
+from support import budget, exact, in_order, make_inputs, make_problem
 from test_backend_sm90_float32 import DIM, FLOOR, RANGES, SEQ, errors
 from test_backend_sm90_float32_backward import WIDE, assert_grads_as_good_as, like_out, plain_grads
 from tilewise import Causal, Full, Problem, Window
@@ -228,7 +228,7 @@ def gradients(
     out, lse = SM90.forward(q, k, v, problem)
     assert lse is not None
     poison(q.numel(), k.numel(), v.numel(), plan(problem, Target.of("cuda"), "sm90").backward.scratch.bytes // 4)
-    return SM90.backward(dout, dlse, q, k, v, out, lse, problem)  # type: ignore[return-value]
+    return in_order(SM90.backward(dout, dlse, q, k, v, out, lse, problem))  # type: ignore[return-value]
 
 
 def grads_of_torch(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, problem: Problem) -> tuple[Tensor, ...]:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from typing import TYPE_CHECKING
 
 import tilewise
-from support import budget, exact, make_inputs, make_problem
+from support import budget, exact, in_order, make_inputs, make_problem, wanted
 from test_backend_sm90_float32 import DIM, FLOOR, RANGES, SEQ, errors
 from test_backend_sm90_float32_backward import WIDE, assert_grads_as_good_as, like_out, plain_grads
 from tilewise import Causal, Full, Problem, Window
@@ -125,7 +125,7 @@ def gradients(
     """Of our forward and backward."""
     out, lse = SM80.forward(q, k, v, problem)
     assert lse is not None
-    found = SM80.backward(dout, None, q, k, v, out, lse, problem, config)
+    found = in_order(SM80.backward(dout, None, q, k, v, out, lse, problem, config))
     return tuple(grad for grad in found if grad is not None)
 
 
@@ -360,9 +360,9 @@ def test_gradients_that_are_not_wanted_are_not_there() -> None:
     q, k, v = make_inputs(problem, "cuda")
     out, lse = exact(q, k, v, problem)
     dout = torch.randn_like(q)
-    whole = SM80.backward(dout, None, q, k, v, out.float(), lse.float(), problem)
+    whole = in_order(SM80.backward(dout, None, q, k, v, out.float(), lse.float(), problem))
     for wants in ((True, False, False), (False, True, False), (False, False, True)):
-        got = SM80.backward(dout, None, q, k, v, out.float(), lse.float(), problem, wants=wants)
+        got = in_order(SM80.backward(dout, None, q, k, v, out.float(), lse.float(), problem, wants=wanted(*wants)))
         for grad, all_of_it, want in zip(got, whole, wants, strict=True):
             assert (grad is None) if not want else torch.equal(grad, all_of_it)  # type: ignore[arg-type]
 

@@ -22,6 +22,7 @@ from tilewise import Causal, Full
 from tilewise.engine import SM90, run
 from tilewise.engine.sm90 import backward as sm90_backward
 from tilewise.jit import build_all
+from tilewise.memo import Memo
 
 if TYPE_CHECKING:
     from tilewise.masks import Mask
@@ -53,7 +54,7 @@ def test_every_order_of_adding_up_dq(
 ) -> None:
     """With more tiles than multiprocessors, so that some wait for others, and rows that no tile sees."""
     monkeypatch.setattr(sm90_backward, "_order", lambda problem, config, divided: order)
-    monkeypatch.setattr(run, "_bound", {})
+    monkeypatch.setattr(run, "_bound", Memo())
     for lengths, mask in (((1500, 1500), Full()), ((1500, 1500), Causal()), ((900, 600), Causal("bottom-right"))):
         problem = problem_of(2, (16, 8), lengths, dims, mask=mask)
         inputs = (like_out(problem), *make_inputs(problem, "cuda"))

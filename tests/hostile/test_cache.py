@@ -13,10 +13,10 @@ import pytest
 
 from support import make_problem
 from tilewise import Causal
-from tilewise.backends import tiled
 from tilewise.jit import Unit, build, cache, trust, tuned
 from tilewise.jit import compile as compiling
 from tilewise.lab import tune
+from tilewise.plain import tiled
 from tilewise.target import Target
 
 if TYPE_CHECKING:

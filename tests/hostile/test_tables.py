@@ -17,13 +17,15 @@ import pytest
 import torch
 
 from support import make_inputs, make_problem
-from tilewise import Causal, Full, Window, attention, op
-from tilewise.backends import tiled, triton
+from tilewise import Causal, Full, Window, attention
 from tilewise.engine import SM80, SM90
 from tilewise.errors import CompileError
 from tilewise.jit import tuned
+from tilewise.memo import invalidate
+from tilewise.plain import tiled
 from tilewise.plan import plan
 from tilewise.target import Target
+from tilewise.triton import backend as triton
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +62,7 @@ def _tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def forget() -> None:
     tuned.forget()
-    op.forget()
+    invalidate()
 
 
 def entry_for(backend: str, problem: Problem, config: dict[str, Any], target: Target) -> dict[str, Any]:
@@ -271,17 +273,17 @@ def test_a_legal_config_that_does_not_build_here_is_one_line(
     place("tiled", CPU, entry_for("tiled", problem, {"block_q": 32, "block_kv": 32}, CPU))
     tried = []
 
-    def bind(q: Any, k: Any, v: Any, problem: Problem, config: Any) -> Any:
+    def bind(q: Any, k: Any, v: Any, problem: Problem, config: Any, operands: Any) -> Any:
         tried.append(config)
         if config == tiled.Config(32, 32):
             raise CompileError("registers spill to local memory")
-        return lambda q, k, v, bias: tiled.forward(q, k, v, problem, config, bias)
+        return lambda q, k, v, operands: tiled.forward(q, k, v, problem, config, operands)
 
     monkeypatch.setattr(tiled, "bind", bind, raising=False)
     with caplog.at_level(logging.WARNING, "tilewise"):
         for _ in range(2):
             assert torch.equal(attention(q, k, v, mask=Window(20, 0), backend=backend), wanted)
-            op.forget()
+            invalidate()
     assert tried == [tiled.Config(32, 32), tiled.shipped(problem, CPU)[0], tiled.shipped(problem, CPU)[0]]
     assert len(caplog.records) == 1
     assert "registers spill" in caplog.text
@@ -295,11 +297,11 @@ def test_a_config_that_does_not_build_gives_way_in_every_thread(
     place("tiled", CPU, entry_for("tiled", SMALL, {"block_q": 32, "block_kv": 32}, CPU))
     ready = threading.Barrier(4)
 
-    def bind(q: Any, k: Any, v: Any, problem: Problem, config: Any) -> Any:
+    def bind(q: Any, k: Any, v: Any, problem: Problem, config: Any, operands: Any) -> Any:
         if config == tiled.Config(32, 32):
             ready.wait(600)
             raise CompileError("registers spill to local memory")
-        return lambda q, k, v, bias: tiled.forward(q, k, v, problem, config, bias)
+        return lambda q, k, v, operands: tiled.forward(q, k, v, problem, config, operands)
 
     monkeypatch.setattr(tiled, "bind", bind, raising=False)
     lengths = range(SMALL.seq_q, SMALL.seq_q + 4)
@@ -317,7 +319,7 @@ def test_a_shipped_config_that_does_not_build_is_still_an_error(monkeypatch: pyt
     shipped = tiled.shipped(SMALL, CPU)[0]
     place("tiled", CPU, entry_for("tiled", SMALL, dataclasses.asdict(shipped), CPU))
 
-    def bind(*_: Any) -> Any:
+    def bind(*_: Any, **__: Any) -> Any:
         raise CompileError("no compiler")
 
     monkeypatch.setattr(tiled, "bind", bind, raising=False)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..operands import ALL, NO_OPERANDS
 from ..target import Target
 from . import rules, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..backends import Grads, Wants
     from ..errors import Reason
     from ..jit import Unit
+    from ..operands import Grads, Operands, Wants
     from ..problem import Problem
     from .program import Program
     from .run import BoundBackward, BoundForward, Tensor
@@ -36,7 +37,7 @@ class Family(Protocol):
 
 
 class Fused:
-    """The functions of a backend (see `tilewise.backends`), and the programs that the planner puts into a Plan."""
+    """The functions of a backend (see `tilewise.backend`), and the programs that the planner puts into a Plan."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Fused:
         """What a forward launches."""
         return self.families(problem)[0].program(problem, target, config)  # type: ignore[no-any-return]
 
-    def backward_program(self, problem: Problem, target: Target, config: Any, wants: Wants = run.ALL) -> Program:
+    def backward_program(self, problem: Problem, target: Target, config: Any, wants: Wants = ALL) -> Program:
         """What a backward launches."""
         return self.families(problem)[1].program(problem, target, config, wants)  # type: ignore[no-any-return]
 
@@ -126,12 +127,24 @@ class Fused:
     # Calls
 
     def bind(
-        self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: Any = None, target: Target | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        problem: Problem,
+        config: Any = None,
+        target: Target | None = None,
+        operands: Operands = NO_OPERANDS,
     ) -> BoundForward:
         """`forward` for tensors with these shapes, strides and device: kernels are loaded, addresses are open."""
         target = target or Target.of(q.device)
         return run.bind_forward(
-            lambda: self.program(problem, target, config or self.configs(problem, target)[0]), problem, q, k, v
+            lambda: self.program(problem, target, config or self.configs(problem, target)[0]),
+            problem,
+            q,
+            k,
+            v,
+            operands,
         )
 
     def bind_backward(self, problem: Problem, config: Any = None, target: Target | None = None) -> BoundBackward:
@@ -144,10 +157,18 @@ class Fused:
         return run.bind_backward(program, problem)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: Any = None, bias: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        problem: Problem,
+        config: Any = None,
+        operands: Operands = NO_OPERANDS,
     ) -> tuple[Tensor, Tensor | None]:
-        key = (self.name, problem, config, q.stride(), k.stride(), v.stride(), q.device)
-        return run.remembered(key, lambda: self.bind(q, k, v, problem, config))(q, k, v, bias)  # type: ignore[no-any-return]
+        strides = tuple(tensor.stride() for tensor in operands.values())
+        key = (self.name, problem, config, q.stride(), k.stride(), v.stride(), q.device, strides)
+        bound = run.remembered(key, lambda: self.bind(q, k, v, problem, config, None, operands))
+        return bound(q, k, v, operands)  # type: ignore[no-any-return]
 
     def backward(
         self,
@@ -160,14 +181,14 @@ class Fused:
         lse: Tensor,
         problem: Problem,
         config: Any = None,
-        bias: Tensor | None = None,
-        wants: Wants = run.ALL,
+        operands: Operands = NO_OPERANDS,
+        wants: Wants = ALL,
     ) -> Grads:
-        """dq, dk and dv of bhsd views, with the strides of `empty_like` of their inputs; None where not wanted.
+        """The wanted gradients of bhsd views and operands, with the strides of `empty_like` of each.
 
         A config that is the forward's leaves the choice to the backward.
         """
         own = config if isinstance(config, self.families(problem)[1].Config) else None
         key = (self.name, "backward", problem, own, q.device, q.stride(), k.stride(), v.stride())
         bound = run.remembered(key, lambda: self.bind_backward(problem, own))
-        return bound(dout, dlse, q, k, v, out, lse, wants)  # type: ignore[no-any-return]
+        return bound(dout, dlse, q, k, v, out, lse, operands, wants)  # type: ignore[no-any-return]

@@ -85,6 +85,14 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
             )
             for term in problem.scores
         ),
+        *(
+            (
+                name not in _kernel_gradients(problem),
+                f"{name} requires grad, and no kernel makes its gradient",
+                "detach it, or use backend='tiled' or 'reference'",
+            )
+            for name in problem.operand_grads
+        ),
         (
             problem.dropout > 0,
             f"dropout {problem.dropout:g} is not 0, and the kernel draws no random numbers",
@@ -96,6 +104,11 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
             "negate q and the scale",
         ),
     )
+
+
+def _kernel_gradients(problem: Problem) -> frozenset[str]:
+    """The operands whose gradients the terms' structs make."""
+    return frozenset(name for term in problem.scores for name in term.cpp_gradients)
 
 
 def long_sequence(problem: Problem) -> Rule:

@@ -15,30 +15,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends import empty_out
+from ..backend import empty_out
 from ..errors import CompileError
 from ..jit import ArgumentsPerThread, function_for, rows_map
 from ..jit import Launch as DriverLaunch
 from ..jit import launch as driver
 from ..jit.memo import keep
+from ..memo import Memo
+from ..operands import ALL, INPUTS, NO_OPERANDS, zero_grads
 from .program import SCRATCH, Address, Counter, Map, Stride, View, slots_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..backends import Grads, Wants
+    from ..operands import Grads, Operands, Wants
     from ..problem import Problem
     from .program import Launch, Program
 
 Tensor = torch.Tensor
 Run = Callable[..., None]
 """Of the operands that `load` was given, in that order."""
-BoundForward = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-"""Of (q, k, v, bias)."""
+BoundForward = Callable[..., tuple[Tensor, Tensor | None]]
+"""Of (q, k, v, operands)."""
 BoundBackward = Callable[..., "Grads"]
-"""Of (dout, dlse, q, k, v, out, lse, wants)."""
+"""Of (dout, dlse, q, k, v, out, lse, operands, wants)."""
 MAX_LAUNCHES = 64  # of a backward: strides of dout and out, and what is wanted, may vary
-ALL: Wants = (True, True, True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,7 +61,7 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
     lines = [f"stream = stream_of({device})"]
     if program.scratch.bytes:
         lines += [f"scratch = q.new_empty({program.scratch.bytes}, dtype=bytes)", "base = scratch.data_ptr()"]
-    lines += [f"at_{name} = {text}" for name, text in _addresses(program)]
+    lines += [f"at_{name} = {text}" for name, text in _addresses(program, operands)]
     for number, launch in enumerate(program.launches):
         shape = ((launch.grid, 1, 1), (launch.threads, 1, 1), launch.unit.smem_bytes)
         function = function_for(launch.unit, device)
@@ -98,15 +99,19 @@ def _viewed(program: Program, operands: Mapping[str, Tensor | None]) -> dict[str
     return seen
 
 
-def _addresses(program: Program) -> list[tuple[str, str]]:
-    """The operands whose addresses the launches ask for, and the text that gives each."""
+def _addresses(program: Program, operands: Mapping[str, Tensor | None]) -> list[tuple[str, str]]:
+    """The operands whose addresses the launches ask for, and the text that gives each; null for one that a call may
+    lack and this one has no name for, as the gradient of an operand in a forward."""
     found: dict[str, str] = {}
     for launch in program.launches:
         for _, _, slot in slots_of(launch.fields):
             if isinstance(slot, Address | View | Map) and not slot.operand.startswith(SCRATCH):
                 name = slot.operand
                 may_lack = isinstance(slot, Address) and slot.optional
-                found[name] = f"None if {name} is None else {name}.data_ptr()" if may_lack else f"{name}.data_ptr()"
+                if may_lack and name not in operands:
+                    found[name] = "None"
+                else:
+                    found[name] = f"None if {name} is None else {name}.data_ptr()" if may_lack else f"{name}.data_ptr()"
     return list(found.items())
 
 
@@ -147,25 +152,38 @@ def _tensor_map(slot: Map, operands: Mapping[str, Tensor | None]) -> Any:
 # Calls
 
 
-def bind_forward(program: Callable[[], Program], problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> BoundForward:
+def bind_forward(
+    program: Callable[[], Program],
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    operands: Operands = NO_OPERANDS,
+) -> BoundForward:
     """A forward for tensors of these shapes, strides and device, which allocates out and lse.
+
+    `operands` are slots of the program under their names, like q, k and v.
 
     Where there are no keys there is no program.
     """
     needs_lse = problem.needs_lse or problem.needs_grad
+    names = [operand.name for operand in problem.operands]
     like, no_floats = empty_out(q, problem.head_dim_v, problem.layout), q.new_empty(0, dtype=torch.float32)
     shape, strides, lse_shape = tuple(like.shape), like.stride(), tuple(like.shape[:3])
     run = None
     if not problem.empty:
-        operands = {"q": q, "k": k, "v": v, "out": like, "lse": no_floats if needs_lse else None}
-        run = load(program(), operands, _index(q.device))
+        given = {"q": q, "k": k, "v": v, "out": like, "lse": no_floats if needs_lse else None}
+        run = load(program(), {**given, **{name: operands[name] for name in names}}, _index(q.device))
 
-    def bound(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def bound(q: Tensor, k: Tensor, v: Tensor, operands: Operands | None = None) -> tuple[Tensor, Tensor | None]:
         out = q.new_empty_strided(shape, strides)
         lse = no_floats.new_empty(*lse_shape) if needs_lse else None
         if run is None:
             return out.zero_(), lse if lse is None else lse.fill_(-math.inf)
-        run(q, k, v, out, lse)
+        if operands:
+            run(q, k, v, out, lse, *[operands[name] for name in names])
+        else:
+            run(q, k, v, out, lse)
         return out, lse
 
     return bound
@@ -178,81 +196,108 @@ def bind_backward(programs: Callable[[torch.device, Wants], Program], problem: P
     alone does not build, all are made.
     """
     known: dict[tuple[Any, ...], BoundBackward] = {}
-    empty = problem.empty
+    empty, names = problem.empty, tuple(operand.name for operand in problem.operands)
 
     def bound(
-        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, wants: Wants
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        operands: Operands = NO_OPERANDS,
+        wants: Wants = ALL,
     ) -> Grads:
         if dlse is not None:
             dlse = dlse.float().contiguous()
         if not lse.is_contiguous():
             lse = lse.contiguous()
-        key = (dout.stride(), out.stride(), wants)
+        given = [operands[name] for name in names] if names else ()
+        strides = tuple([tensor.stride() for tensor in given]) if names else ()
+        key = (dout.stride(), out.stride(), wants, strides)
         run = known.get(key)
         if run is None or (dout.data_ptr() | out.data_ptr()) & 15:
-            if empty or not any(wants):
-                return tuple(  # type: ignore[return-value]
-                    torch.zeros_like(tensor) if want else None for tensor, want in zip((q, k, v), wants, strict=True)
-                )
+            if empty or not wants:
+                return zero_grads(wants, q, k, v, operands)
             dout, out = _readable(dout), _readable(out)
-            key = (dout.stride(), out.stride(), wants)
+            key = (dout.stride(), out.stride(), wants, strides)
             run = known.get(key)
             if run is None:
-                run = keep(known, key, _loaded_backward(programs, wants, (dout, q, k, v, out)), MAX_LAUNCHES)
-        return run(dout, dlse, q, k, v, out, lse)
+                tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, **dict(zip(names, given, strict=True))}
+                run = keep(known, key, _loaded_backward(programs, wants, tensors, names), MAX_LAUNCHES)
+        return run(dout, dlse, q, k, v, out, lse, *given)
 
     return bound
 
 
 def _loaded_backward(
-    programs: Callable[[torch.device, Wants], Program],
-    wants: Wants,
-    given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    programs: Callable[[torch.device, Wants], Program], wants: Wants, given: Operands, names: tuple[str, ...]
 ) -> BoundBackward:
-    """Of (dout, dlse, q, k, v, out, lse): allocates the gradients, and makes them."""
+    """Of (dout, dlse, q, k, v, out, lse, *operands): allocates the gradients, and makes them."""
+    device = given["q"].device
     try:
-        return _backward(programs(given[1].device, wants), wants, given)
+        return _backward(programs(device, wants), wants, given, names)
     except CompileError:
-        if wants == ALL:
+        more = wants | ALL
+        if wants == more:
             raise
-        make_all = _backward(programs(given[1].device, ALL), ALL, given)
+        make_all = _backward(programs(device, more), more, given, names)
 
-    def selected(*operands: Tensor) -> Grads:
-        return tuple(grad if want else None for grad, want in zip(make_all(*operands), wants, strict=True))  # type: ignore[return-value]
+    def selected(*tensors: Tensor) -> Grads:
+        return {name: grad for name, grad in make_all(*tensors).items() if name in wants}
 
     return selected
 
 
-def _backward(program: Program, wants: Wants, given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> BoundBackward:
-    dout, q, k, v, out = given
+def _backward(program: Program, wants: Wants, given: Operands, names: tuple[str, ...]) -> BoundBackward:
+    """The gradient of an operand `x` is the slot `dx` of the program. It is zero before: kernels add to it, or store
+    what they visit."""
+    wanted = [name for name in (*INPUTS, *names) if name in wants]
     grads = {
-        name: torch.empty_like(of, device="meta") if want else None
-        for name, of, want in zip(("dq", "dk", "dv"), (q, k, v), wants, strict=True)
+        f"d{name}": torch.empty_like(given[name], device="meta") if name in wants else None
+        for name in (*INPUTS, *names)
     }
     lse = torch.empty(0, device="meta")
-    operands = {"dout": dout, "dlse": None, "q": q, "k": k, "v": v, "out": out, "lse": lse, **grads}
-    run = load(program, operands, _index(q.device))
-    wants_dq, wants_dk, wants_dv = wants
-    new_dq, new_dk, new_dv = (torch.zeros_like if name in program.zeroed else torch.empty_like for name in grads)
+    order = ("dout", "dlse", *INPUTS, "out", "lse", *names)
+    operands = {name: {"dlse": None, "lse": lse}[name] if name in ("dlse", "lse") else given[name] for name in order}
+    run = load(program, {**operands, **grads}, _index(given["q"].device))
+    zeroed = {*program.zeroed, *(f"d{name}" for name in names)}
+    new = {name: torch.zeros_like if f"d{name}" in zeroed else torch.empty_like for name in wanted}
+    if wants == ALL and not names:
+        new_dq, new_dk, new_dv = new.values()
 
-    def bound(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Grads:
-        dq = new_dq(q) if wants_dq else None
-        dk = new_dk(k) if wants_dk else None
-        dv = new_dv(v) if wants_dv else None
-        run(dout, dlse, q, k, v, out, lse, dq, dk, dv)
-        return dq, dk, dv
+        def of_inputs(
+            dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        ) -> Grads:
+            dq, dk, dv = new_dq(q), new_dk(k), new_dv(v)
+            run(dout, dlse, q, k, v, out, lse, dq, dk, dv)
+            return {"q": dq, "k": dk, "v": dv}
+
+        return of_inputs
+
+    def bound(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Tensor
+    ) -> Grads:
+        of = dict(zip((*INPUTS, *names), (q, k, v, *others), strict=True))
+        made = {name: new[name](of[name]) for name in wanted}
+        run(dout, dlse, q, k, v, out, lse, *others, *[made.get(name) for name in of])
+        return made
 
     return bound
 
 
 def remembered(key: Hashable, make: Callable[[], Any]) -> Any:
-    """What `make` gave for this key the first time; now and then all is forgotten, so that not too much is kept."""
+    """What `make` gave for this key before, as long as it is kept."""
     found = _bound.get(key)
-    return keep(_bound, key, make(), _MAX_BOUND) if found is None else found
+    if found is None:
+        generation = _bound.generation
+        found = make()
+        _bound.put(key, found, generation)
+    return found
 
 
-_bound: dict[Hashable, Any] = {}
-_MAX_BOUND = 1024
+_bound: Memo[Any] = Memo(max_entries=1024)
 
 
 def _index(device: torch.device) -> int:

@@ -17,7 +17,17 @@ from ..jit.headers import included_paths
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # Everything that decides what a kernel does, or which of them runs: what records of measurements name.
-_DECISIVE = ("backends", "engine", "jit", "kernels")
+_DECISIVE = (
+    "backend.py",
+    "isolation.py",
+    "operands.py",
+    "engine",
+    "jit",
+    "kernels",
+    "plain",
+    "torch_kernels",
+    "triton",
+)
 _LADDER = ("ladder", "kernels/ladder")
 _SUFFIXES = frozenset({".py", ".cuh", ".cpp", ".json"})
 
@@ -81,11 +91,12 @@ PARTS = {
     "seam": Part(
         ("test_seam.py", "test_launch.py", "test_torch_rules.py", "test_three_way.py", "test_integrations_gpu.py"),
         files=(
-            *(f"{name}.py" for name in ("api", "masks", "memo", "op", "partials", "plan", "problem", "target")),
+            *(f"{name}.py" for name in ("api", "backend", "isolation", "masks", "memo", "op", "operands", "partials")),
+            *(f"{name}.py" for name in ("plan", "problem", "scores", "target")),
             "engine/__init__.py",
             "engine/backend.py",
         ),
-        folders=("backends", "integrations"),
+        folders=("plain", "triton", "torch_kernels", "hook", "integrations"),
     ),
     "ladder": Part(("test_ladder_gpu.py",), folders=_LADDER),
 }
@@ -128,8 +139,10 @@ def _hash(files: list[Path], package: Path) -> str:
     return sha.hexdigest()
 
 
-def _sources(folders: tuple[str, ...], package: Path) -> list[Path]:
-    files = {path for folder in folders for path in (package / folder).rglob("*") if path.suffix in _SUFFIXES}
+def _sources(places: tuple[str, ...], package: Path) -> list[Path]:
+    """The files among these, and all sources of the folders among them."""
+    found = (path for place in places for path in (package / place, *(package / place).rglob("*")))
+    files = {path for path in found if path.suffix in _SUFFIXES}
     return sorted(files, key=lambda path: path.relative_to(package).as_posix())
 
 

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import library as torch_library
 
+from ..memo import on_invalidate
 from . import detour
 
 if TYPE_CHECKING:
@@ -134,6 +135,8 @@ class Dispatcher:
         self._standing: detour.Detour | None = None  # where it is in front at all
         self._originals: dict[str, Any] = {}
         self._all_composite = False
+        self._admitted: weakref.WeakSet[Rule] = weakref.WeakSet()  # by the compiled detour
+        on_invalidate(self.forget_decisions)
 
     def acquire(self, rule: Rule) -> None:
         """A rule comes into force, for somebody."""
@@ -143,9 +146,18 @@ class Dispatcher:
             if self.compiled is not None and not rule.admitted:
                 rule.admitted = True
                 self.compiled.admit(id(rule))
+                self._admitted.add(rule)
                 weakref.finalize(rule, self.compiled.forget, id(rule))
             _add_cache_tag(rule.tag)
             self.tell()
+
+    def forget_decisions(self) -> None:
+        """Let every call be decided in Python again, once."""
+        with self._lock:
+            if self._standing is not None:
+                for rule in self._admitted:
+                    self._standing.forget(id(rule))
+                    self._standing.admit(id(rule))
 
     def govern_outside(self, rule: Rule | None) -> None:
         """Who governs the threads that are in no block, from now on."""

@@ -29,6 +29,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..memo import invalidate
 from . import cache, trust
 from .compile import KERNELS
 from .headers import included_files
@@ -187,6 +188,7 @@ def changes() -> int:
 def _count_change() -> None:
     global _changes
     _changes += 1
+    invalidate()
 
 
 @functools.cache

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends import reference
 from ..masks import Dense, Full
+from ..plain import reference
+from ..problem import mask_operands
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -213,11 +214,12 @@ def _bias(inputs: Inputs, problem: Problem, batches: Tensor, queries: Tensor, ro
 def _exact_part(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, small: Problem, bias: Tensor | None, problem: Problem
 ) -> Tensors:
-    out, lse = reference.forward(q, k, v, small, None, bias)
+    out, lse = reference.forward(q, k, v, small, None, mask_operands(bias))
     results = {"out": out, "lse": lse}
     if problem.needs_grad:
-        dq, dk, dv = reference.backward(dout, None, q, k, v, out, lse, small, None, bias)
-        results |= {"dq": dq, "dk": dk, "dv": dv}  # type: ignore[dict-item]  # all three were wanted
+        grads = reference.backward(dout, None, q, k, v, out, lse, small, None, mask_operands(bias))
+        dq, dk, dv = grads["q"], grads["k"], grads["v"]
+        results |= {"dq": dq, "dk": dk, "dv": dv}
     return results
 
 

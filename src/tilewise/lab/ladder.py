@@ -13,11 +13,11 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..backends import triton
 from ..errors import DeviceError
 from ..ladder import RUNGS, numba, traffic
 from ..plan import BACKENDS
 from ..target import Target
+from ..triton import backend as triton
 from . import environment, ncu, report, stages, words
 from .candidates import Candidate, current_name
 from .compare import REFUSED, UNVERIFIED, Comparison, Outcome, Row, compare, median, steps, summary

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends.torch_rules import CUDNN, EFFICIENT, FLASH, MATH
+from ..torch_kernels.gates import CUDNN, EFFICIENT, FLASH, MATH
 
 if TYPE_CHECKING:
     from ..hook import Arguments

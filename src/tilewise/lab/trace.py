@@ -27,11 +27,11 @@ import torch
 
 from .. import hook
 from ..api import torch_mask
-from ..backends.torch_rules import CUDNN, EFFICIENT, FLASH, MATH
 from ..errors import InvalidInput, TilewiseError, UnsupportedProblem
 from ..plan import plan
 from ..problem import describe
 from ..target import Target
+from ..torch_kernels.gates import CUDNN, EFFICIENT, FLASH, MATH
 from . import override
 
 if TYPE_CHECKING:

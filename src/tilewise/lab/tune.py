@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CompileError, InvalidInput, UnsupportedProblem
 from ..jit import build, cache, trust, tuned
-from ..op import forget
 from ..plan import plan
 from ..target import Target
 from . import environment, noise, report, statistics, words
@@ -543,7 +542,6 @@ def keep(found: Sweep, settings: Settings, command: list[str]) -> Path | None:
     if entry is None or _is_chosen_already(found, settings):
         return None
     found.written = tuned.write(found.backend, found.target.name, entry)
-    forget()
     return found.written
 
 

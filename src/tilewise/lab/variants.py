@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .. import ladder
 from ..errors import InvalidInput, UnsupportedProblem
 from ..plan import BACKENDS
+from ..problem import mask_operands
 from ..target import Target
 
 if TYPE_CHECKING:
@@ -52,13 +53,13 @@ def resolve(name: str) -> tuple[Any, Any]:
 def forward(name: str, problem: Problem, inputs: Inputs) -> Callable[[], Any]:
     """A call without arguments; UnsupportedProblem, with every reason, if the backend refuses the problem."""
     backend, config = resolve(name)
-    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
+    q, k, v, operands = inputs.q, inputs.k, inputs.v, mask_operands(inputs.bias)
     reasons = backend.why_not(problem, Target.of(q.device))
     if reasons:
         raise UnsupportedProblem("; ".join(map(str, reasons)), problem)
     if problem.needs_lse:
-        return lambda: backend.forward(q, k, v, problem, config, bias)
-    return lambda: backend.forward(q, k, v, problem, config, bias)[0]
+        return lambda: backend.forward(q, k, v, problem, config, operands)
+    return lambda: backend.forward(q, k, v, problem, config, operands)[0]
 
 
 def _config(backend: Any, head: str, text: str) -> Any:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..backends import empty_lse, empty_out
+from ..backend import ALL, NO_OPERANDS, empty_lse, empty_out
 from ..errors import Reason, UnsupportedProblem
 from ..jit import Arguments, Unit, cpp_constant, function_for, layout_asserts, params_struct
 from ..jit import launch as driver
@@ -25,7 +25,7 @@ from ..target import Target
 from .bands import FLOATS, refusals, shifts_of
 
 if TYPE_CHECKING:
-    from ..backends import Grads, Wants
+    from ..backend import Grads, Operands, Wants
     from ..problem import Problem
 
 HEAD_DIM_LIMIT = 256
@@ -123,7 +123,7 @@ def forward(
     v: torch.Tensor,
     problem: Problem,
     config: Config | None = None,
-    bias: torch.Tensor | None = None,
+    operands: Operands = NO_OPERANDS,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     target = Target.of(q.device)
     config = config or configs(problem, target)[0]
@@ -150,8 +150,8 @@ def backward(
     lse: torch.Tensor,
     problem: Problem,
     config: Any = None,
-    bias: torch.Tensor | None = None,
-    wants: Wants = (True, True, True),
+    operands: Operands = NO_OPERANDS,
+    wants: Wants = ALL,
 ) -> Grads:
     raise UnsupportedProblem("the lecture's rung is forward only", problem, remedy="use backend='auto'")
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends import empty_lse, empty_out
+from ..backend import ALL, NO_OPERANDS, empty_lse, empty_out
 from ..errors import Reason, UnsupportedProblem
 from ..target import Target
 from . import missing
@@ -38,7 +38,7 @@ from .bands import FLOATS, refusals, shifts_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ..backends import Grads, Wants
+    from ..backend import Grads, Operands, Wants
     from ..problem import Problem
 
 HEAD_DIM_LIMIT = 512
@@ -120,7 +120,7 @@ def forward(
     v: torch.Tensor,
     problem: Problem,
     config: Config | None = None,
-    bias: torch.Tensor | None = None,
+    operands: Operands = NO_OPERANDS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     config = config or configs(problem, Target.of(q.device))[0]
     out, lse = empty_out(q, problem.head_dim_v, problem.layout), empty_lse(q)
@@ -283,7 +283,7 @@ def backward(
     lse: torch.Tensor,
     problem: Problem,
     config: Any = None,
-    bias: torch.Tensor | None = None,
-    wants: Wants = (True, True, True),
+    operands: Operands = NO_OPERANDS,
+    wants: Wants = ALL,
 ) -> Grads:
     raise UnsupportedProblem("the Numba rung is forward only", problem, remedy="use backend='auto'")

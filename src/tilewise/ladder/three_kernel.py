@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from ..backends import empty_lse, empty_out
+from ..backend import ALL, NO_OPERANDS, empty_lse, empty_out
 from ..errors import Reason, UnsupportedProblem
 from ..jit import Arguments, TensorMap, Unit, cpp_constant, function_for, layout_asserts, params_struct, rows_map
 from ..jit import launch as driver
@@ -38,7 +38,7 @@ from ..target import Target
 from .bands import HALVES, refusals, shifts_of
 
 if TYPE_CHECKING:
-    from ..backends import Grads, Wants
+    from ..backend import Grads, Operands, Wants
 
 ARCH = "sm_90a"
 HEAD_DIM_LIMIT = 256
@@ -364,7 +364,7 @@ def forward(
     v: torch.Tensor,
     problem: Problem,
     config: Config | None = None,
-    bias: torch.Tensor | None = None,
+    operands: Operands = NO_OPERANDS,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     out = empty_out(q, problem.head_dim_v, problem.layout)
     lse = empty_lse(q) if problem.needs_lse else None
@@ -384,8 +384,8 @@ def backward(
     lse: torch.Tensor,
     problem: Problem,
     config: Any = None,
-    bias: torch.Tensor | None = None,
-    wants: Wants = (True, True, True),
+    operands: Operands = NO_OPERANDS,
+    wants: Wants = ALL,
 ) -> Grads:
     raise UnsupportedProblem("the three-kernel rung is forward only", problem, remedy="use backend='auto'")
 

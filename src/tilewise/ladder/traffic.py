@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..backends import tiled, triton
 from ..engine import SM90
+from ..plain import tiled
+from ..triton import backend as triton
 from . import RUNGS, lecture, numba, three_kernel
 from .bands import HALVES
 

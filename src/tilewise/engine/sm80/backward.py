@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ...masks import Causal
+from ...operands import ALL, INPUTS
 from .. import division, rules
 from ..params import FLOAT, INT, LOG2_E, POINTER, Strided, matrix_bytes, shape_params, struct, tiles
 from ..policy import Policy, params_for, term_params, unit_of
@@ -22,9 +23,9 @@ from ..source import kernel_unit
 from . import shared
 
 if TYPE_CHECKING:
-    from ...backends import Wants
     from ...errors import Reason
     from ...jit import Unit
+    from ...operands import Wants
     from ...problem import Problem
     from ...scores import Term
     from ...target import Target
@@ -187,8 +188,8 @@ _PostprocessParams = struct(
 )
 
 
-def program(problem: Problem, target: Target, config: Config, wants: Wants = (True, True, True)) -> Program:
-    wants_dq, wants_dk, wants_dv = wants
+def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL) -> Program:
+    wants_dq, wants_dk, wants_dv = (name in wants for name in INPUTS)
     config = config if wants_dk or wants_dv else dq_only(config)
     divided = divide(problem, config, target)
     cut = divided.cut and config.makes_dkv

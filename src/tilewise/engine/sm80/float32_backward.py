@@ -14,6 +14,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...errors import Reason
+from ...operands import ALL, INPUTS
 from .. import division, rules
 from ..params import FLOAT, INT, POINTER, Strided, struct, tiles
 from ..policy import Policy, params_for, term_params, unit_of
@@ -24,8 +25,8 @@ from .backward import backward_fields, key_sections, keys_of_row
 from .float32_forward import kind_name, products_text
 
 if TYPE_CHECKING:
-    from ...backends import Wants
     from ...jit import Unit
+    from ...operands import Wants
     from ...problem import Problem
     from ...scores import Term
     from ...target import Target
@@ -166,8 +167,8 @@ _PreprocessParams = struct(
 )
 
 
-def program(problem: Problem, target: Target, config: Config, wants: Wants = (True, True, True)) -> Program:
-    config = config if wants[1] or wants[2] else dq_only(config)
+def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL) -> Program:
+    config = config if wants & {"k", "v"} else dq_only(config)
     divided = divide(problem, config, target)
     pairs, kv_pairs = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
     # Whole tiles of the main kernel, and whole blocks of the one before it.
@@ -178,10 +179,10 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         lse=4 * pairs * rows,
         row_terms=4 * pairs * rows,
         piece_turns=8 * kv_pairs * kv_tiles if divided.cut and config.makes_dkv else 0,
-        turns=4 * pairs * rows // config.block_q if wants[0] and problem.deterministic else 0,
+        turns=4 * pairs * rows // config.block_q if "q" in wants and problem.deterministic else 0,
     )
     terms = {name: scratch.address(name) for name in ("row_terms", "turns", "piece_turns")}
-    grads = {name: View(name) for name, want in zip(("dq", "dk", "dv"), wants, strict=True) if want}
+    grads = {f"d{name}": View(f"d{name}") for name in INPUTS if name in wants}
     # Copies count 16-bit numbers: a float32 is two.
     dims = {"head_dim": 2 * problem.head_dim, "head_dim_v": 2 * problem.head_dim_v}
     preprocess = {

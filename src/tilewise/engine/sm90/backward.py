@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ...masks import Causal
+from ...operands import ALL
 from .. import division, rules
 from ..params import (
     FLOAT,
@@ -39,9 +40,9 @@ from ..program import Address, Launch, Layout, Map, Program, strides
 from ..source import kernel_unit
 
 if TYPE_CHECKING:
-    from ...backends import Wants
     from ...errors import Reason
     from ...jit import Unit
+    from ...operands import Wants
     from ...problem import Problem
     from ...scores import Term
     from ...target import Target
@@ -151,7 +152,7 @@ def units() -> list[Unit]:
                 if not (softcap and row["writes_dq"]):
                     found.append(unit(config))
                 if bf16 and not softcap:
-                    found += [unit(_only(config, wants)) for wants in ((True, False, False), (False, True, True))]
+                    found += [unit(_only(config, wants)) for wants in (frozenset("q"), frozenset("kv"))]
     return list({one.name: one for one in found}.values())
 
 
@@ -232,7 +233,7 @@ _PostprocessParams = struct(
 )
 
 
-def program(problem: Problem, target: Target, config: Config, wants: Wants = (True, True, True)) -> Program:
+def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL) -> Program:
     config = _only(config, wants)
     divided = divide(problem, config, target)
     sums_dq = config.makes_dq and not config.writes_dq
@@ -280,8 +281,8 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "k_map": Map("k", config.block_kv),
         "v_map": Map("v", config.block_kv),
         "dout_map": Map("dout", config.block_q),
-        "dk_map": Map("dk", 16) if wants[1] else None,
-        "dv_map": Map("dv", 16) if wants[2] else None,
+        "dk_map": Map("dk", 16) if "k" in wants else None,
+        "dv_map": Map("dv", 16) if "v" in wants else None,
         "start_s": scratch.address("start_s"),
         "start_dp": scratch.address("start_dp"),
         "dq_sums": scratch.address("dq_sums"),
@@ -301,8 +302,8 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "sections": divided.sections,
         "order": int(order),
         "walk": int(_walk(problem, divided.cut)),
-        "store_dk": int(wants[1]),
-        "store_dv": int(wants[2]),
+        "store_dk": int("k" in wants),
+        "store_dv": int("v" in wants),
         "inverse_scale_log2": 1.0 / scale_log2,
         "dqk_scale": problem.scale / config.weight_factor,
     }
@@ -420,7 +421,7 @@ def _sections(problem: Problem, config: Config, target: Target, cut: bool) -> in
 
 def _only(config: Config, wants: Wants) -> Config:
     """The config of a kernel that makes no gradient but these; dK and dV share their products."""
-    wants_dq, wants_dkv = wants[0], wants[1] or wants[2]
+    wants_dq, wants_dkv = "q" in wants, bool(wants & {"k", "v"})
     return replace(config, writes_dq=config.writes_dq and wants_dq, makes_dq=wants_dq, makes_dkv=wants_dkv)
 
 

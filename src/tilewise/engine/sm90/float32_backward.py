@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ...errors import Reason
 from ...masks import Causal
+from ...operands import ALL, INPUTS
 from .. import division, rules
 from ..params import (
     FLOAT,
@@ -33,8 +34,8 @@ from ..source import kernel_unit
 from .float32_forward import FACT_BYTES, operands, split_launch
 
 if TYPE_CHECKING:
-    from ...backends import Wants
     from ...jit import Unit
+    from ...operands import Wants
     from ...problem import Problem
     from ...scores import Term
     from ...target import Target
@@ -170,14 +171,14 @@ _MainParams = struct(
 )
 
 
-def program(problem: Problem, target: Target, config: Config, wants: Wants = (True, True, True)) -> Program:
-    makes_dkv = wants[1] or wants[2]
+def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL) -> Program:
+    makes_dkv = bool(wants & {"k", "v"})
     divided = divide(problem, target, makes_dkv=makes_dkv)
     split = operands(problem, BLOCK, BLOCK)
     q_tiles, kv_tiles = tiles(problem.seq_q, BLOCK), tiles(problem.seq_kv, BLOCK)
     query_tiles, key_tiles = split["q"].tiles, split["k"].tiles
     scratch = Layout.of(
-        turns=4 * query_tiles if problem.deterministic and wants[0] else 0,
+        turns=4 * query_tiles if problem.deterministic and "q" in wants else 0,
         piece_turns=16 * key_tiles if divided.cut and makes_dkv else 0,
         term_exponents=4 * query_tiles,
         lse=4 * BLOCK * query_tiles,
@@ -200,7 +201,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "q_tiles": q_tiles,
         "head_dim_v": problem.head_dim_v,
     }
-    wanted = [name for name, want in zip(("dq", "dk", "dv"), wants, strict=True) if want]
+    wanted = [f"d{name}" for name in INPUTS if name in wants]
     main = {
         **{f"{operand.name}_map": operand.map(PARTS) for operand in split.values()},
         **{f"{operand.name}_facts": scratch.address(f"{operand.name}_facts") for operand in split.values()},
@@ -229,7 +230,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         Launch(kernel, params_for(problem, _MainParams), main, divided.grid, config.threads, overlap=True),
     )
     says = f"{config}; {divided}; before it two kernels that split and sum, {scratch.bytes / 2**20:.1f} MiB of scratch"
-    return Program(launches, scratch, frozenset({"dq"} if wants[0] else ()), (says,))
+    return Program(launches, scratch, frozenset({"dq"} if "q" in wants else ()), (says,))
 
 
 # Estimates, until somebody measures them. A step is 30 products of 64 x 64; a CTA begins with a load of K and V in

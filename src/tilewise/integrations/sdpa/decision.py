@@ -8,6 +8,7 @@ leave out of the tensors what a repeated decision would look at again anyway.
 from __future__ import annotations
 
 import warnings
+import weakref
 from importlib import import_module
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -16,13 +17,15 @@ import torch
 
 from ... import op
 from ...api import attention, only_torch_defines, torch_mask
-from ...backends import torch_rules
 from ...errors import InvalidInput, UnsupportedProblem
 from ...hook import dispatcher
+from ...memo import Memo, on_invalidate
 from ...op import Options
+from ...operands import NO_OPERANDS
 from ...plan import AUTO, plan
-from ...problem import describe
+from ...problem import describe, mask_operands
 from ...target import Target
+from ...torch_kernels import gates
 from .report import record
 
 if TYPE_CHECKING:
@@ -71,9 +74,11 @@ class Decider:
         self.when, self.on_fallback, self.backend = when, on_fallback, backend
         # A condition, or a backend that may refuse, looks at the whole Problem: what is remembered must hold it all.
         self.exact = when is not None or backend != AUTO
-        self.memo: dict[Any, tuple[_Decision, bool, _Seen | None]] = {}  # by signature; the flag is its `quiet`
+        # By signature; the flag is the decision's `quiet`.
+        self.memo: Memo[tuple[_Decision, bool, _Seen | None]] = Memo(_MEMO_KEPT)
         self.recent: tuple[_Seen, ...] = ()  # the latest of these without a mask, and with one
         self.recent_masked: tuple[_Seen, ...] = ()
+        _deciders.add(self)
 
     def call(
         self,
@@ -122,7 +127,9 @@ def _settle(rule: Decider, arguments: Arguments) -> Options | None:
     """
     switches = _switches()
     signature = _signature(rule, arguments, switches)
-    decision, quiet, seen = rule.memo.get(signature, (None, False, None))
+    generation = rule.memo.generation
+    known: tuple[_Decision | None, bool, _Seen | None] = rule.memo.get(signature) or (None, False, None)
+    decision, quiet, seen = known
     blocked = None if quiet else _transform_says_no(*arguments[:3]) or _switches_say_no(switches)
     if blocked:
         decision = _Decision(record(_describe_shapes(arguments), *blocked), memoise=False)
@@ -130,12 +137,12 @@ def _settle(rule: Decider, arguments: Arguments) -> Options | None:
         decision = _decide(rule, arguments)
         quiet = decision.quiet(rule)
         if decision.memoise and signature is not None:
-            _remember(rule, signature, decision, quiet, None)
+            rule.memo.put(signature, (decision, quiet, None), generation)
     compiled = dispatcher.compiled
     if decision.memoise and signature is not None and (decision.options is not None or (quiet and compiled is None)):
         latest = _bring_forward(rule, decision, seen, arguments, switches)
         if latest is not seen:
-            _remember(rule, signature, decision, quiet, latest)
+            rule.memo.put(signature, (decision, quiet, latest), generation)
     decision.record.calls += 1
     if decision.record.outcome == "fallback":
         _announce(rule, decision)
@@ -153,10 +160,13 @@ def _let_it_pass(compiled: Detour, counted: Record) -> None:
     compiled.remember(counted.compiled)
 
 
-def _remember(rule: Decider, signature: Any, decision: _Decision, quiet: bool, seen: _Seen | None) -> None:
-    if len(rule.memo) >= _MEMO_KEPT:
-        rule.memo.clear()
-    rule.memo[signature] = decision, quiet, seen
+_deciders: weakref.WeakSet[Decider] = weakref.WeakSet()
+
+
+@on_invalidate
+def _forget_recent() -> None:
+    for rule in list(_deciders):
+        rule.recent = rule.recent_masked = ()
 
 
 def _signature(rule: Decider, arguments: Arguments, switches: _Switches) -> Any:
@@ -305,7 +315,7 @@ def _allowed_kernels(switches: _Switches) -> tuple[str, ...]:
     return _TORCH_KERNELS if all(flags) else tuple(compress(_TORCH_KERNELS, flags))
 
 
-_TORCH_KERNELS = (torch_rules.FLASH, torch_rules.EFFICIENT, torch_rules.CUDNN, torch_rules.MATH)
+_TORCH_KERNELS = (gates.FLASH, gates.EFFICIENT, gates.CUDNN, gates.MATH)
 
 
 def _decide(rule: Decider, arguments: Arguments) -> _Decision:
@@ -357,8 +367,8 @@ def _planned(rule: Decider, arguments: Arguments, options: Options) -> _Decision
 def _torch_would_run(problem: Problem, target: Target, ndim: int) -> str:
     """PyTorch's choice; before 2.14 its fused kernels took 4 dimensions only."""
     if ndim == 3 and target.torch < (2, 14):
-        return torch_rules.MATH
-    return torch_rules.default_choice(problem, target)
+        return gates.MATH
+    return gates.default_choice(problem, target)
 
 
 def _take(arguments: Arguments, options: Options) -> Tensor:
@@ -373,14 +383,12 @@ def _take(arguments: Arguments, options: Options) -> Tensor:
     return out[0] if arguments[0].ndim == 3 else out
 
 
-def _run(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-    if bias is not None or not op.is_plain(query, key, value):
-        return op.run(query, key, value, bias, options)[0]
-    call = op.recall(query, key, value, options)
-    if call is None:
-        call = op.prepare(query, key, value, None, options, op.needs_grad(query, key, value))
-        op.remember(call, query, key, value, options)
-    return op.execute(call, query, key, value, None)[0]
+def _run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options) -> Tensor:
+    operands = mask_operands(mask) if mask is not None else NO_OPERANDS
+    call = op.recall(query, key, value, operands, options)
+    if call is not None:
+        return op.execute(call, query, key, value, operands)[0]
+    return op.run(query, key, value, operands, options)[0]
 
 
 def _fallback(arguments: Arguments, because: str, *, memoise: bool = True) -> _Decision:

@@ -17,6 +17,7 @@ Backward, over the same tiles, with D = rowsum(dout * out) - dlse:
     9. P = exp(S - lse);  dV_j += P^T dO_i
    10. dS = P * (dO_i V_j^T - D_i)      (times 1 - tanh^2 under a softcap)
    11. dQ_i += scale * dS K_j;  dK_j += scale * dS^T Q_i
+       dbias_ij += dS, before the slope; of other operands, what their terms make of dS
 
 A widely read lecture listing of this loop (GPU MODE, lecture 12) goes wrong at three of these steps: it assigns
 `last_m_i = m_i` after the loop over key blocks instead of inside it (step 7), so alpha is exp(-inf - m) = 0 and every
@@ -32,13 +33,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants, composite_notices, empty_lse, empty_out
 from ..errors import Reason
+from ..isolation import all_finite, isolated
 from ..jit import tuned
-from ..masks import Full, Tile
+from ..masks import Dense, Full, Tile
+from ..operands import zero_grads
 from ..problem import dtype_name
-from ..scores import Where, bend_all
-from . import Grads, Wants, composite_notices, empty_lse, empty_out
-from .isolation import all_finite, isolated
+from ..scores import Where, bend_all, unbend_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -125,7 +127,7 @@ def forward(
     v: torch.Tensor,
     problem: Problem,
     config: Config | None = None,
-    bias: torch.Tensor | None = None,
+    operands: Operands = NO_OPERANDS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q)."""
     config = config or Config()
@@ -142,9 +144,11 @@ def forward(
         acc = q_tile.new_zeros((*state, problem.head_dim_v))
         for keys in _blocks(_key_range(problem, rows), config.block_kv):
             k_tile, v_tile = (t[:, :, keys.start : keys.stop].to(work) for t in (k, v))
-            scores, _, hidden = _tile_scores(q_tile, k_tile, rows, keys, problem, bias)
-            if scores is None:
+            kind = problem.mask.tile(rows, keys, problem.seq_q, problem.seq_kv)
+            if kind is Tile.EMPTY:
                 continue
+            where = Where(problem, rows, keys, stacked=True, operands=operands)
+            scores, _, hidden = _tile_scores(_products(q_tile, k_tile, problem), where, kind, problem)
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
             finite_top = new_top.masked_fill(new_top == -torch.inf, 0.0)
             weights = scores.sub_(finite_top).exp_()
@@ -170,22 +174,23 @@ def backward(
     lse: torch.Tensor,
     problem: Problem,
     config: Config | None = None,
-    bias: torch.Tensor | None = None,
-    wants: Wants = (True, True, True),
+    operands: Operands = NO_OPERANDS,
+    wants: Wants = ALL,
 ) -> Grads:
     """Gradients in each input's dtype; sums are kept in float32 (float64 for float64)."""
     config = config or Config()
     if problem.empty:
-        return tuple(  # type: ignore[return-value]
-            torch.zeros_like(tensor) if want else None for tensor, want in zip((q, k, v), wants, strict=True)
-        )
+        return zero_grads(wants, q, k, v, operands)
     work = lse.dtype
     spoiled = _may_be_spoiled(problem, q, k, v, dout)
     delta = (dout.to(work) * out.to(work)).sum(-1, keepdim=True)
     if dlse is not None:
         delta = delta - dlse.to(work).unsqueeze(-1)
     finite_lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
-    dq, dk, dv = (torch.zeros_like(t, dtype=work) if want else None for t, want in zip((q, k, v), wants, strict=True))
+    given = {"q": q, "k": k, "v": v, **operands}
+    sums = {name: torch.zeros_like(tensor, dtype=work) for name, tensor in given.items() if name in wants}
+    dq, dk, dv = (sums.get(name) for name in ("q", "k", "v"))
+    of_operands = wants - ALL
     for rows in _blocks(range(problem.seq_q), config.block_q):
         pick = slice(rows.start, rows.stop)
         q_tile, dout_tile, delta_tile, lse_tile = (
@@ -194,18 +199,29 @@ def backward(
         for keys in _blocks(_key_range(problem, rows), config.block_kv):
             span = slice(keys.start, keys.stop)
             k_tile, v_tile = k[:, :, span].to(work), v[:, :, span].to(work)
-            scores, slope, hidden = _tile_scores(q_tile, k_tile, rows, keys, problem, bias)
-            if scores is None:
+            kind = problem.mask.tile(rows, keys, problem.seq_q, problem.seq_kv)
+            if kind is Tile.EMPTY:
                 continue
-            hidden = hidden if spoiled else None
+            where = Where(problem, rows, keys, stacked=True, operands=operands)
+            products = _products(q_tile, k_tile, problem)
+            before = products.clone() if of_operands else products  # terms may work in place
+            scores, slope, cut = _tile_scores(products, where, kind, problem)
+            hidden = cut if spoiled else None
             weights = scores.sub_(lse_tile).exp_()
             if hidden is not None:  # the lse of a row may be nan
                 weights = weights.masked_fill(hidden, 0.0)
             if dv is not None:
                 dv[:, :, span] += _product(weights.transpose(-1, -2), dout_tile, _transposed(hidden))
-            if dq is None and dk is None:
+            if dq is None and dk is None and not of_operands:
                 continue
-            dscores = weights * (dout_tile @ v_tile.transpose(-1, -2) - delta_tile) * problem.scale
+            dscores = weights * (dout_tile @ v_tile.transpose(-1, -2) - delta_tile)
+            if of_operands:
+                visible = dscores if cut is None else dscores.masked_fill(cut, 0.0)
+                if "bias" in of_operands and isinstance(problem.mask, Dense):
+                    _add_to(sums["bias"], _ungroup(visible, problem), where)
+                for name, grad in unbend_all(visible, before, where, of_operands).items():
+                    sums[name] += grad
+            dscores = dscores * problem.scale
             if slope is not None:
                 dscores = dscores * slope
             if hidden is not None:
@@ -214,9 +230,17 @@ def backward(
                 dq[:, :, pick] += _ungroup(_product(dscores, k_tile, hidden, signed=True), problem)
             if dk is not None:
                 dk[:, :, span] += _product(dscores.transpose(-1, -2), q_tile, _transposed(hidden), signed=True)
-    return tuple(  # type: ignore[return-value]
-        None if grad is None else grad.to(like.dtype) for grad, like in zip((dq, dk, dv), (q, k, v), strict=True)
-    )
+    return {name: total.to(given[name].dtype) for name, total in sums.items()}
+
+
+def _add_to(total: torch.Tensor, part: torch.Tensor, where: Where) -> None:
+    """Add the gradient of a tile's scores (batch, heads, rows, keys) to that of a tensor that was broadcast to them."""
+    total = total[(None,) * (4 - total.ndim)]
+    if total.shape[2] > 1:
+        total = total[:, :, where.rows.start : where.rows.stop]
+    if total.shape[3] > 1:
+        total = total[..., where.keys.start : where.keys.stop]
+    total += part.sum_to_size(total.shape)
 
 
 def _blocks(whole: range, size: int) -> Iterator[range]:
@@ -246,32 +270,27 @@ def _transposed(hidden: torch.Tensor | None) -> torch.Tensor | None:
     return None if hidden is None else hidden.transpose(-1, -2)
 
 
+def _products(q_tile: torch.Tensor, k_tile: torch.Tensor, problem: Problem) -> torch.Tensor:
+    return (q_tile @ k_tile.transpose(-1, -2)).mul_(problem.scale)
+
+
 def _tile_scores(
-    q_tile: torch.Tensor, k_tile: torch.Tensor, rows: range, keys: range, problem: Problem, bias: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    products: torch.Tensor, where: Where, kind: Tile, problem: Problem
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Masked scores of one tile, the slope of their terms, and what is hidden, broadcastable to the scores.
 
-    No scores for a tile that the mask leaves empty, no slope where no term has one, nothing hidden in a full tile.
+    No slope where no term has one, nothing hidden in a full tile.
     """
-    kind = problem.mask.tile(rows, keys, problem.seq_q, problem.seq_kv)
-    if kind is Tile.EMPTY:
-        return None, None, None
-    scores = (q_tile @ k_tile.transpose(-1, -2)).mul_(problem.scale)
-    scores, slope = bend_all(scores, Where(problem, rows, keys, stacked=True))
+    scores, slope = bend_all(products, where)
     hidden = None
-    if bias is not None:
-        tile = _bias_tile(bias, rows, keys, problem)
-        hidden = ~tile if tile.dtype == torch.bool else tile == -torch.inf
-        scores = scores if tile.dtype == torch.bool else scores + tile
+    if isinstance(problem.mask, Dense):
+        tile = where.part(where.operands["bias" if problem.mask.additive else "keep"])
+        hidden = tile == -torch.inf if problem.mask.additive else ~tile
+        scores = scores + tile if problem.mask.additive else scores
     elif kind is Tile.PARTIAL:
-        visible = problem.mask.to_bool(rows, keys, problem.seq_q, problem.seq_kv, scores.device)
+        visible = problem.mask.to_bool(where.rows, where.keys, problem.seq_q, problem.seq_kv, scores.device)
         hidden = (~visible).repeat(problem.group, 1)  # the heads of a group are stacked
     return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf), slope, hidden
-
-
-def _bias_tile(bias: torch.Tensor, rows: range, keys: range, problem: Problem) -> torch.Tensor:
-    whole = bias.expand(problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
-    return _group(whole[:, :, rows.start : rows.stop, keys.start : keys.stop], problem)
 
 
 def _group(tile: torch.Tensor, problem: Problem) -> torch.Tensor:

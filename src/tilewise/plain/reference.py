@@ -14,6 +14,8 @@ and backwards, with D = rowsum(dout * out) - dlse:
     9. dS = dS * dT/dS                        the product of their slopes
    10. dQ = scale * dS K,  dK = scale * dS^T Q
 
+The gradient of an operand (a bias) is what autograd makes of the forward.
+
 Query heads that share a key/value head are stacked into one tall matrix, so K and V are never repeated. `forward` is
 made of differentiable torch operations only: vmap, jvp and double backward all work through it.
 """
@@ -24,18 +26,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants, composite_notices
 from ..errors import Reason
+from ..isolation import all_finite, isolated, joined, pieces
 from ..masks import Dense, Documents, Full
+from ..operands import recording
 from ..scores import Where, bend_all
-from . import composite_notices
-from .isolation import all_finite, isolated, joined, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..problem import Problem
     from ..target import Target
-    from . import Grads, Wants
 
 
 def why_not(problem: Problem, target: Target) -> list[Reason]:
@@ -64,10 +66,11 @@ def forward(
     v: torch.Tensor,
     problem: Problem,
     config: Any = None,
-    bias: torch.Tensor | None = None,
+    operands: Operands = NO_OPERANDS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q)."""
-    if isinstance(problem.mask, Documents) and _is_recorded(q, k, v):
+    apart = isinstance(problem.mask, Documents) and all(term.elementwise for term in problem.scores)
+    if apart and _is_recorded(q, k, v):
         # What is derived from these operations keeps documents apart only if they are.
         parts = [
             (piece, *forward(piece.of_rows(q), piece.of_keys(k), piece.of_keys(v), piece.problem))
@@ -76,7 +79,7 @@ def forward(
         out = joined([piece.together(out) for piece, out, _ in parts])
         return _in_layout(out, problem), joined([piece.together(lse) for piece, _, lse in parts])
     work = _work_dtype(q.dtype)
-    scores, hidden, _ = _scores(q.to(work), k.to(work), problem, bias)
+    scores, hidden, _ = _scores(q.to(work), k.to(work), problem, operands)
     top = scores.amax(-1, keepdim=True).detach() if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
     top = top.masked_fill(top == -torch.inf, 0.0)
     weights = torch.exp(scores - top)
@@ -100,13 +103,14 @@ def backward(
     lse: torch.Tensor,
     problem: Problem,
     config: Any = None,
-    bias: torch.Tensor | None = None,
-    wants: Wants = (True, True, True),
+    operands: Operands = NO_OPERANDS,
+    wants: Wants = ALL,
 ) -> Grads:
     """Gradients by the formulas above, each in its input's dtype."""
+    grads = _operand_gradients(dout, dlse, q, k, v, problem, operands, wants - ALL) if wants - ALL else {}
     work = _work_dtype(q.dtype)
     q_work, k_work, v_work, dout_work = (t.to(work) for t in (q, k, v, dout))
-    scores, hidden, slope = _scores(q_work, k_work, problem, bias)
+    scores, hidden, slope = _scores(q_work, k_work, problem, operands)
     weights = torch.exp(scores - lse.unsqueeze(-1).masked_fill(lse.unsqueeze(-1) == -torch.inf, 0.0))
     spoiled = hidden is not None and not all_finite(q, k, v, dout)
     if spoiled:  # the lse of a row may be nan
@@ -122,9 +126,10 @@ def backward(
     def transposed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return _stack_transposed(left, right, problem)
 
-    dv = product(transposed, weights, dout_work, signed=False) if wants[2] else None
-    if not (wants[0] or wants[1]):
-        return None, None, _cast(dv, v)
+    if "v" in wants:
+        grads["v"] = product(transposed, weights, dout_work, signed=False).to(v.dtype)
+    if not wants & {"q", "k"}:
+        return grads
     delta = (dout_work * out.to(work)).sum(-1, keepdim=True)
     if dlse is not None:
         delta = delta - dlse.to(work).unsqueeze(-1)
@@ -134,9 +139,31 @@ def backward(
     if hidden is not None:
         dscores = dscores.masked_fill(hidden, 0.0)
     dscores = dscores * problem.scale
-    dq = product(_stack, dscores, k_work) if wants[0] else None
-    dk = product(transposed, dscores, q_work) if wants[1] else None
-    return _cast(dq, q), _cast(dk, k), _cast(dv, v)
+    if "q" in wants:
+        grads["q"] = product(_stack, dscores, k_work).to(q.dtype)
+    if "k" in wants:
+        grads["k"] = product(transposed, dscores, q_work).to(k.dtype)
+    return {name: grads[name] for name in ("q", "k", "v", *operands) if name in wants}
+
+
+def _operand_gradients(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    operands: Operands,
+    wants: Wants,
+) -> Grads:
+    """Whatever an operand does to the result, autograd derives it from the operations of the forward."""
+    leaves = {name: operands[name].detach().requires_grad_() for name in wants}
+    with recording():
+        out, lse = forward(q.detach(), k.detach(), v.detach(), problem, None, {**operands, **leaves})
+        pairs = [(made, grad) for made, grad in ((out, dout), (lse, dlse)) if grad is not None]
+        made, given = zip(*pairs, strict=True)
+        found = torch.autograd.grad(made, list(leaves.values()), given, materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
 
 
 def _work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -144,25 +171,24 @@ def _work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, problem: Problem, bias: torch.Tensor | None
+    q: torch.Tensor, k: torch.Tensor, problem: Problem, operands: Operands
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Masked scores (steps 1 to 3), what is hidden (None = nothing by structure), and the slope of their terms."""
-    where = Where(problem, range(problem.seq_q), range(problem.seq_kv))
+    where = Where(problem, range(problem.seq_q), range(problem.seq_kv), operands=operands)
     scores, slope = bend_all(_stack(q, k.transpose(-1, -2)) * problem.scale, where)
-    hidden = _hidden(problem, bias, q.device)
-    if bias is not None and bias.dtype != torch.bool:
-        scores = scores + bias.to(scores.dtype)
+    hidden = _hidden(problem, operands, q.device)
+    if isinstance(problem.mask, Dense) and problem.mask.additive:
+        scores = scores + operands["bias"].to(scores.dtype)
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
     return scores, hidden, slope
 
 
-def _hidden(problem: Problem, bias: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+def _hidden(problem: Problem, operands: Operands, device: torch.device) -> torch.Tensor | None:
     if isinstance(problem.mask, Full):
         return None
     if isinstance(problem.mask, Dense):
-        assert bias is not None, "a Dense mask travels beside the problem"
-        return bias.logical_not() if bias.dtype == torch.bool else bias == -torch.inf
+        return operands["bias"].detach() == -torch.inf if problem.mask.additive else operands["keep"].logical_not()
     rows, keys = range(problem.seq_q), range(problem.seq_kv)
     return problem.mask.to_bool(rows, keys, problem.seq_q, problem.seq_kv, device).logical_not()
 
@@ -197,7 +223,3 @@ def _in_layout(out: torch.Tensor, problem: Problem) -> torch.Tensor:
     if problem.layout == "bshd":
         return out.transpose(1, 2).contiguous().transpose(1, 2)
     return out.contiguous()
-
-
-def _cast(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
-    return None if grad is None else grad.to(like.dtype)

@@ -3,7 +3,7 @@
 `F.scaled_dot_product_attention` chooses among them, says little about why, and hands out no lse. Here each is called
 by its aten operator, so that exactly that kernel runs, forward and backward, with the preparation PyTorch's wrapper
 would have made: boolean masks become additive, head_dim is padded for flash, mask rows are aligned for efficient.
-Which problems each takes is the business of `torch_rules`.
+Which problems each takes is the business of `gates`, and what is known against running one of `bugs`.
 
 What is mended on the way: a row that sees no key gives out 0, lse -inf and finite gradients, whatever the kernel does
 with it; lse is (batch, heads_q, seq_q) for all; out lies in the memory order of `problem.layout`.
@@ -26,9 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants
+from ..isolation import joined, pieces
 from ..masks import Causal, Dense, Documents, Full, Window
-from . import torch_rules as rules
-from .isolation import joined, pieces
+from ..operands import INPUTS, recording, zero_grads
+from . import bugs, gates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from ..errors import Reason
     from ..problem import Problem
     from ..target import Target
-    from . import Grads, Wants
 
 _aten = torch.ops.aten  # for the backward operators; torch itself binds the forward ones, at less cost a call
 _LSE_BLOCK = 32  # efficient keeps its lse in rows of a multiple of this, +inf beyond seq_q
@@ -53,14 +54,14 @@ class Candidate:
     sdp_backend: str  # its name in torch.nn.attention.SDPBackend
 
     def why_not(self, problem: Problem, target: Target) -> list[Reason]:
-        return rules.why_not(self.name, problem, target)
+        return gates.why_not(self.name, problem, target)
 
     def notices(self, problem: Problem, target: Target) -> list[str]:
-        return rules.notices(self.name, problem, target)
+        return bugs.notices(self.name, problem, target)
 
     def hazardous(self, problem: Problem, target: Target) -> str:
         """The known wrong-result bug this problem would meet, or an empty string."""
-        return rules.hazardous(self.name, problem, target)
+        return bugs.hazardous(self.name, problem, target)
 
     def configs(self, problem: Problem, target: Target) -> list[Any]:
         """PyTorch leaves nothing to choose."""
@@ -73,7 +74,7 @@ class Candidate:
         v: torch.Tensor,
         problem: Problem,
         config: Any = None,
-        bias: torch.Tensor | None = None,
+        operands: Operands = NO_OPERANDS,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """out (batch, heads_q, seq_q, head_dim_v), and lse (batch, heads_q, seq_q) if needed and the kernel has one.
 
@@ -84,7 +85,7 @@ class Candidate:
             return _empty_result(q, problem)
         if isinstance(problem.mask, Documents):
             return self._packed_forward(q, k, v, problem)
-        kernel = self._kernel(q)
+        kernel, bias = self._kernel(q), _dense(operands)
         mask = _mask_tensor(self.name, problem, q, bias)
         out, lse = kernel.forward(q, k, v, problem, mask)
         lse = lse.contiguous() if lse is not None and (problem.needs_lse or problem.needs_grad) else None
@@ -96,17 +97,23 @@ class Candidate:
         return _in_layout(out, problem), lse
 
     def bind(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Any = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        problem: Problem,
+        config: Any = None,
+        operands: Operands = NO_OPERANDS,
     ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-        """`forward` of (q, k, v, bias) for one problem: whether there is anything to mend is asked here, once."""
-        kind = rules.mask_kind(problem)
-        named = kind in ("none", "causal") or (kind == "bottom-right" and self.name == rules.FLASH and q.is_cuda)
+        """`forward` of (q, k, v, operands) for one problem: whether there is anything to mend is asked here, once."""
+        kind = gates.mask_kind(problem)
+        named = kind in ("none", "causal") or (kind == "bottom-right" and self.name == gates.FLASH and q.is_cuda)
         if problem.empty or not named or _may_be_unseen(problem):
-            return lambda q, k, v, bias: self.forward(q, k, v, problem, config, bias)
+            return lambda q, k, v, operands: self.forward(q, k, v, problem, config, operands)
         kernel, keeps_lse = self._kernel(q).forward, problem.needs_lse or problem.needs_grad
 
         def bound(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             out, lse = kernel(q, k, v, problem, None)
             return _in_layout(out, problem), lse.contiguous() if lse is not None and keeps_lse else None
@@ -124,33 +131,39 @@ class Candidate:
         lse: torch.Tensor | None,
         problem: Problem,
         config: Any = None,
-        bias: torch.Tensor | None = None,
-        wants: Wants = (True, True, True),
+        operands: Operands = NO_OPERANDS,
+        wants: Wants = ALL,
     ) -> Grads:
-        """Gradients of q, k and v in their shapes, as the kernel laid them out; None where not wanted.
+        """Gradients of q, k and v in their shapes, as the kernel laid them out.
 
         `dlse` has to be None, see `why_not`. Math, which has no lse, reads neither it nor `out`.
         """
         assert dlse is None, "PyTorch's kernels cannot take a gradient through lse"
         if problem.empty:
-            return _zero_grads(q, k, v, wants)
+            return zero_grads(wants, q, k, v, operands)
         if isinstance(problem.mask, Documents):
             return self._packed_backward(dout, q, k, v, out, lse, problem, wants)
+        bias = _dense(operands)
         mask = _mask_tensor(self.name, problem, q, bias)
-        if self.name != rules.MATH and lse is not None and _may_be_unseen(problem):
+        if self.name != gates.MATH and lse is not None and _may_be_unseen(problem):
             # Such a row has out = 0 whatever its inputs, so its dout must not count. The kernels form
             # exp(score - lse) with score = -inf there: any finite lse makes that 0, -inf would make it nan.
             unseen = lse == -torch.inf
             dout = dout.masked_fill(unseen.unsqueeze(-1), 0.0)
             lse = lse.masked_fill(unseen, 0.0)
         grads = self._kernel(q).backward(_in_layout(dout, problem), q, k, v, out, lse, problem, mask, wants)
-        dq, dk, dv = (grad if want else None for want, grad in zip(wants, grads, strict=True))
-        return dq, dk, dv
+        if wants == ALL:
+            return dict(zip(INPUTS, grads, strict=False))  # type: ignore[arg-type]
+        found = dict(zip((*INPUTS, "bias"), grads, strict=False))
+        if "bias" in wants and bias is not None:  # of the kernel's mask, which has four dimensions
+            found["bias"] = found["bias"].reshape(bias.shape)  # type: ignore[union-attr]
+        return {name: grad for name, grad in found.items() if name in wants and grad is not None}
 
     def dropout_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, bias: torch.Tensor | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, operands: Operands = NO_OPERANDS
     ) -> torch.Tensor:
         """Attention with dropout by this kernel, differentiable through PyTorch's own autograd, without lse."""
+        bias = _dense(operands)
         if isinstance(problem.mask, Documents):
             parts = [
                 piece.together(
@@ -161,8 +174,8 @@ class Candidate:
             return _in_layout(joined(parts), problem)
         if problem.empty:
             return _empty_result(q, problem)[0]
-        kind = rules.mask_kind(problem)
-        if self.name == rules.FLASH and kind == "bottom-right" and q.is_cuda:
+        kind = gates.mask_kind(problem)
+        if self.name == gates.FLASH and kind == "bottom-right" and q.is_cuda:
             # F.scaled_dot_product_attention has no word for it, the operator below does: its causal is bottom-right.
             q, k, v = (_pad_head_dim(tensor) for tensor in (q, k, v))
             out = torch._scaled_dot_product_flash_attention(q, k, v, problem.dropout, True, scale=problem.scale)[0]
@@ -209,30 +222,28 @@ class Candidate:
         problem: Problem,
         wants: Wants,
     ) -> Grads:
-        parts: list[list[torch.Tensor]] = [[], [], []]
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in INPUTS if name in wants}
         for piece in pieces(problem):
             rows, keys = piece.of_rows, piece.of_keys
             kept = lse if lse is None else rows(lse).contiguous()
             grads = self.backward(
                 rows(dout), None, rows(q), keys(k), keys(v), rows(out), kept, piece.problem, wants=wants
             )
-            for grad, part in zip(grads, parts, strict=True):
-                if grad is not None:
-                    part.append(piece.together(grad))
-        dq, dk, dv = (joined(part) if want else None for part, want in zip(parts, wants, strict=True))
-        return dq, dk, dv
+            for name, part in parts.items():
+                part.append(piece.together(grads[name]))
+        return {name: joined(part) for name, part in parts.items()}
 
     def _kernel(self, q: torch.Tensor) -> _Kernel:
-        return _KERNELS[self.name if q.is_cuda or self.name == rules.MATH else f"{self.name} on cpu"]
+        return _KERNELS[self.name if q.is_cuda or self.name == gates.MATH else f"{self.name} on cpu"]
 
 
-FLASH = Candidate(rules.FLASH, "FLASH_ATTENTION")
-EFFICIENT = Candidate(rules.EFFICIENT, "EFFICIENT_ATTENTION")
-CUDNN = Candidate(rules.CUDNN, "CUDNN_ATTENTION")
-MATH = Candidate(rules.MATH, "MATH")
+FLASH = Candidate(gates.FLASH, "FLASH_ATTENTION")
+EFFICIENT = Candidate(gates.EFFICIENT, "EFFICIENT_ATTENTION")
+CUDNN = Candidate(gates.CUDNN, "CUDNN_ATTENTION")
+MATH = Candidate(gates.MATH, "MATH")
 CANDIDATES = (FLASH, EFFICIENT, CUDNN, MATH)
 
-hazard = rules.hazardous
+hazard = bugs.hazardous
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,7 +258,7 @@ class _Kernel(NamedTuple):
 
 
 def _is_causal(problem: Problem) -> bool:
-    return rules.mask_kind(problem) == "causal"
+    return gates.mask_kind(problem) == "causal"
 
 
 def _flash_cpu_forward(
@@ -279,7 +290,7 @@ def _flash_cpu_backward(
 def _flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    causal = rules.mask_kind(problem) != "none"  # top-left over equal lengths, or bottom-right: the same to this kernel
+    causal = gates.mask_kind(problem) != "none"  # top-left over equal lengths, or bottom-right: the same to this kernel
     q, k, v = (_pad_head_dim(tensor) for tensor in (q, k, v))
     out, lse = torch._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=problem.scale)[:2]
     return out[..., : problem.head_dim_v], lse
@@ -296,7 +307,7 @@ def _flash_backward(
     mask: torch.Tensor | None,
     wants: Wants,
 ) -> tuple[torch.Tensor | None, ...]:
-    causal = rules.mask_kind(problem) != "none"
+    causal = gates.mask_kind(problem) != "none"
     dout, q, k, v, out = (_pad_head_dim(tensor) for tensor in (dout, q, k, v, out))
     unread = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a generator that no dropout asks for
     lengths = (problem.seq_q, problem.seq_kv)
@@ -340,7 +351,7 @@ def _efficient_backward(
         unread,
         unread,
         0.0,
-        [*wants, False],
+        [*(name in wants for name in INPUTS), False],
         _is_causal(problem),
         scale=problem.scale,
     )[:3]
@@ -411,12 +422,13 @@ def _math_backward(
     wants: Wants,
 ) -> tuple[torch.Tensor | None, ...]:
     """Runs the forward again under autograd: nothing of it was kept."""
-    with torch.enable_grad():
-        leaves = [tensor.detach().requires_grad_(want) for tensor, want in zip((q, k, v), wants, strict=True)]
-        again, _ = _math_forward(leaves[0], leaves[1], leaves[2], problem, mask)
-        wanted = [leaf for leaf, want in zip(leaves, wants, strict=True) if want]
+    with recording():
+        given = {"q": q, "k": k, "v": v} | ({} if mask is None else {"bias": mask})
+        leaves = [tensor.detach().requires_grad_(name in wants) for name, tensor in given.items()]
+        again, _ = _math_forward(leaves[0], leaves[1], leaves[2], problem, leaves[3] if mask is not None else None)
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
         found = iter(torch.autograd.grad(again, wanted, dout) if wanted else ())
-    return tuple(next(found) if want else None for want in wants)
+    return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
 
 
 _KERNELS = {
@@ -443,10 +455,15 @@ def _four_dims(mask: torch.Tensor) -> torch.Tensor:
     return mask[(None,) * (4 - mask.ndim)]
 
 
+def _dense(operands: Operands) -> torch.Tensor | None:
+    """The tensor of a Dense mask, additive or boolean: no other operand comes here."""
+    return next(iter(operands.values()), None)
+
+
 def _mask_tensor(name: str, problem: Problem, q: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
     """The additive mask that kernel `name` is given: 4-D, broadcastable to the scores, in q's dtype; None for none."""
-    kind = rules.mask_kind(problem)
-    if kind in ("none", "causal") or (kind == "bottom-right" and name == rules.FLASH and q.is_cuda):
+    kind = gates.mask_kind(problem)
+    if kind in ("none", "causal") or (kind == "bottom-right" and name == gates.FLASH and q.is_cuda):
         return None
     if isinstance(problem.mask, Dense):
         assert bias is not None, "a Dense mask travels beside the problem"
@@ -455,7 +472,7 @@ def _mask_tensor(name: str, problem: Problem, q: torch.Tensor, bias: torch.Tenso
         mask = _four_dims(_boolean_mask(problem, q.device))
     if mask.dtype != torch.bool:
         return mask
-    hidden = _CUDNN_HIDDEN if name == rules.CUDNN else -torch.inf
+    hidden = _CUDNN_HIDDEN if name == gates.CUDNN else -torch.inf
     visible = torch.zeros((), dtype=q.dtype, device=q.device)  # named: the default device may be another
     return torch.where(mask, visible, hidden)
 
@@ -522,11 +539,6 @@ def _empty_result(q: torch.Tensor, problem: Problem) -> tuple[torch.Tensor, torc
     return out, q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
 
 
-def _zero_grads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, wants: Wants) -> Grads:
-    dq, dk, dv = (torch.zeros_like(tensor) if want else None for tensor, want in zip((q, k, v), wants, strict=True))
-    return dq, dk, dv
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Asking PyTorch itself
 
@@ -550,7 +562,7 @@ def torch_choice(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, bias: torch.Tensor | None = None
 ) -> str:
     """The kernel that F.scaled_dot_product_attention would run, by PyTorch's own answer."""
-    kind = rules.mask_kind(problem)
+    kind = gates.mask_kind(problem)
     mask = bias if kind in ("none", "causal") or bias is not None else _boolean_mask(problem, q.device)
     chosen = SDPBackend(_choice(q, k, v, problem, mask)).name
     return next((candidate.name for candidate in CANDIDATES if candidate.sdp_backend == chosen), chosen)
@@ -567,12 +579,12 @@ def disagreements(
     """Where the rule model and PyTorch differ for these tensors, one sentence each. Empty: they agree."""
     found = []
     for name, answer in ask_torch(q, k, v, problem, bias).items():
-        refusals = rules.gates(name, problem, target)
+        refusals = gates.gates(name, problem, target)
         if answer.usable and refusals:
             found.append(f"{problem}: PyTorch takes {name}, the rules refuse: {'; '.join(map(str, refusals))}")
         if not answer.usable and not refusals:
             found.append(f"{problem}: PyTorch refuses {name} ({'; '.join(answer.warnings)}), the rules take it")
-    expected, chosen = rules.default_choice(problem, target), torch_choice(q, k, v, problem, bias)
+    expected, chosen = gates.default_choice(problem, target), torch_choice(q, k, v, problem, bias)
     if expected != chosen:
         found.append(f"{problem}: PyTorch would run {chosen}, the rules say {expected}")
     return found

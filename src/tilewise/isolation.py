@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..masks import Documents
+from .masks import Documents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ..problem import Problem
+    from .problem import Problem
 
 Tensor = torch.Tensor
 _MAX_BATCH = 65535  # the largest y and z of a CUDA grid, which kernels spend on batches

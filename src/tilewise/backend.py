@@ -3,17 +3,18 @@
     why_not(problem, target) -> list[Reason]      every reason to refuse; empty = willing
     notices(problem, target) -> list[str]         what the caller should know if it runs
     configs(problem, target) -> list[Config]      legal compile-time choices, best first; empty = nothing to choose
-    forward(q, k, v, problem, config=None, bias=None) -> (out, lse)
-    backward(dout, dlse, q, k, v, out, lse, problem, config=None, bias=None, wants=...) -> (dq, dk, dv)
+    forward(q, k, v, problem, config=None, operands={}) -> (out, lse)
+    backward(dout, dlse, q, k, v, out, lse, problem, config=None, operands={}, wants=ALL) -> {name: gradient}
 
-A backend may also have `bind(q, k, v, problem, config)`, which returns forward as a function of (q, k, v, bias) for
-tensors of exactly these shapes and strides: what a call need not decide again is decided there. So may its backward:
-`bind_backward(problem)` returns a function of (dout, dlse, q, k, v, out, lse, wants).
+A backend may also have `bind(q, k, v, problem, config, operands)`, which returns forward as a function of
+(q, k, v, operands) for tensors of exactly these shapes and strides: what a call need not decide again is decided there.
+So may its backward: `bind_backward(problem)` returns a function of (dout, dlse, q, k, v, out, lse, operands, wants).
 
 Tensors arrive as (batch, heads, seq, head_dim) views whatever the caller's layout; `out` is allocated in the memory
-order of `problem.layout` (see `empty_out`). `bias` is the mask tensor when `problem.mask` is Dense. `lse` is
-(batch, heads_q, seq_q), natural log, float32 (float64 for float64 inputs), -inf for a row that sees no key. A gradient
-that `wants` does not ask for is returned as None.
+order of `problem.layout` (see `empty_out`). `operands` are the tensors that `problem.operands` names. `lse` is
+(batch, heads_q, seq_q), natural log, float32 (float64 for float64 inputs), -inf for a row that sees no key. `wants`
+names the inputs and operands whose gradients are returned, and no others are; of the operands, only those that
+`problem.operand_grads` names, which a backend that cannot make them refuses.
 """
 
 from __future__ import annotations
@@ -22,13 +23,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from ..errors import Reason
-    from ..problem import Problem
-    from ..target import Target
+from .errors import Reason
+from .operands import ALL, NO_OPERANDS, Grads, Operands, Wants
 
-Wants = tuple[bool, bool, bool]
-Grads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+if TYPE_CHECKING:
+    from .problem import Problem
+    from .target import Target
+
+__all__ = [
+    "ALL",
+    "NO_OPERANDS",
+    "Backend",
+    "Grads",
+    "Operands",
+    "Wants",
+    "composite_notices",
+    "empty_lse",
+    "empty_out",
+    "lse_dtype",
+    "no_operand_gradients",
+]
 
 
 class Backend(Protocol):
@@ -47,7 +61,7 @@ class Backend(Protocol):
         v: torch.Tensor,
         problem: Problem,
         config: Any = None,
-        bias: torch.Tensor | None = None,
+        operands: Operands = NO_OPERANDS,
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
     def backward(
@@ -61,8 +75,8 @@ class Backend(Protocol):
         lse: torch.Tensor,
         problem: Problem,
         config: Any = None,
-        bias: torch.Tensor | None = None,
-        wants: Wants = (True, True, True),
+        operands: Operands = NO_OPERANDS,
+        wants: Wants = ALL,
     ) -> Grads: ...
 
 
@@ -71,6 +85,15 @@ def composite_notices(problem: Problem, target: Target) -> list[str]:
     if problem.dtype is torch.float64 and not target.is_cpu:
         return ["float64 runs in plain operations: for a fused kernel cast q, k and v to float32"]
     return []
+
+
+def no_operand_gradients(problem: Problem) -> list[Reason]:
+    """Why a backend whose gradients are those of q, k and v alone refuses."""
+    names = ", ".join(problem.operand_grads)
+    remedy = f"detach it, or use backend='tiled' or 'reference', which make the gradient of {names}"
+    return [Reason(f"{names} requires grad, and this backend makes the gradients of q, k and v alone", remedy)] * bool(
+        names
+    )
 
 
 def empty_out(q: torch.Tensor, head_dim_v: int, layout: str) -> torch.Tensor:

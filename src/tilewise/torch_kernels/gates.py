@@ -3,29 +3,26 @@
 PyTorch tries its kernels in an order of its own and takes the first whose gates all pass; when none passes it says
 little, and it stops at the first gate that fails. Here every gate is a row, so that all reasons can be given at once,
 without a GPU, for any of the releases 2.11 to 2.15. The rows follow sdp_utils.cpp and sdp_utils_cpp.cpp of those
-releases, and are compared with what PyTorch itself answers wherever it runs (`torch_sdpa.disagreements`).
+releases, and are compared with what PyTorch itself answers wherever it runs (`candidates.disagreements`).
 
     gates(name, problem, target)       why PyTorch would refuse (the rule model)
     limits(name, problem, target)      why we do: PyTorch would accept, then crash, or cannot say what is asked
     priority(target)                   the order in which PyTorch tries its kernels
     default_choice(problem, target)    the one F.scaled_dot_product_attention would run
-    notices(name, problem, target)     costs and known bugs of running it
-    hazardous(name, problem, target)   the known wrong-result bug that this problem would meet, or ""
 
 Everything here is a pure function of values: no tensor, no device, no call into torch.
 """
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
 from ..errors import Reason
+from ..isolation import distinct_problems
 from ..masks import Causal, Dense, Documents, Full, Window
 from ..problem import Strides, dtype_name
-from .isolation import distinct_problems, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +36,6 @@ OLDEST, NEWEST = (2, 11), (2, 15)  # the releases these rules were read from
 
 GRID_LIMIT = 65535  # largest y and z of a CUDA grid, which these kernels spend on batch and heads
 _HALF = (torch.bfloat16, torch.float16)
-_MIB = 1024 * 1024
 
 MaskKind = Literal["none", "causal", "bottom-right", "tensor"]
 
@@ -54,15 +50,6 @@ class Rule(NamedTuple):
     def reason(self, problem: Problem, target: Target) -> Reason:
         remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(problem, target)
         return Reason(self.what(problem, target), remedy)
-
-
-class Hazard(NamedTuple):
-    """A known bug: when it applies, whether results are wrong (else only slower or less accurate), and the text."""
-
-    backend: str
-    applies: Callable[[Problem, Target], bool]
-    wrong: bool
-    text: str
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -95,7 +82,7 @@ def materialised_bytes(name: str, problem: Problem, target: Target) -> int:
     if isinstance(problem.mask, Dense) or not takes_tensor(name, problem, target):
         return 0
     if isinstance(problem.mask, Documents):  # which run apart
-        return max((materialised_bytes(name, part, target) for part in _apart(problem)), default=0)
+        return max((materialised_bytes(name, part, target) for part in pieces_apart(problem)), default=0)
     return problem.seq_q * problem.seq_kv * (1 + problem.dtype.itemsize)
 
 
@@ -103,7 +90,7 @@ def materialised_bytes(name: str, problem: Problem, target: Target) -> int:
 # Rows shared by several kernels
 
 
-def _version(target: Target) -> str:
+def torch_version(target: Target) -> str:
     return f"torch {target.torch[0]}.{target.torch[1]}"
 
 
@@ -256,7 +243,7 @@ _EFFICIENT_CUDA = (
     Rule(
         lambda p, t: p.group > 1 and not _since((2, 14), t),
         lambda p, t: (
-            f"{p.heads_q} query heads over {p.heads_kv} key/value heads in {_version(t)}; "
+            f"{p.heads_q} query heads over {p.heads_kv} key/value heads in {torch_version(t)}; "
             "efficient takes grouped queries from torch 2.14 on"
         ),
         "upgrade to torch 2.14, or repeat K and V with repeat_interleave(group, dim=1)",
@@ -301,13 +288,13 @@ def _cudnn_backward_dims(problem: Problem, target: Target) -> bool:
     return max(dims) > 128 and dims not in ((192, 128), (256, 256))
 
 
-def _cudnn_decode(problem: Problem, target: Target) -> bool:
+def cudnn_decode(problem: Problem, target: Target) -> bool:
     """A single query on the GPUs and cuDNN releases that get it wrong."""
     broken = 91900 <= target.cudnn <= 92500 and target.cudnn != 92401
     return problem.seq_q == 1 and target.capability[0] in (10, 11) and broken
 
 
-def _cudnn_key_tail(problem: Problem, target: Target) -> bool:
+def cudnn_key_tail(problem: Problem, target: Target) -> bool:
     """Half a key tile at the end, which cuDNN's sm_90 backward forgot to mask before 9.26."""
     tail = problem.seq_kv % 128 == 64 and mask_kind(problem) != "causal"
     return tail and problem.needs_grad and target.capability == (9, 0) and target.cudnn < 92600
@@ -330,7 +317,7 @@ _CUDNN_CUDA = (
         lambda p, t: max(p.head_dim, p.head_dim_v) > cudnn_head_dim_limit(p, t),
         lambda p, t: (
             f"head_dim {p.head_dim} (v: {p.head_dim_v}) is over {cudnn_head_dim_limit(p, t)}, the most cudnn takes on "
-            f"{t.arch} with cuDNN {_cudnn_version(t)} in {_version(t)}"
+            f"{t.arch} with cuDNN {_cudnn_version(t)} in {torch_version(t)}"
         ),
         lambda p, t: "use torch-flash, which takes 256" if p.head_dim <= 256 else "use torch-efficient",
     ),
@@ -368,12 +355,12 @@ _CUDNN_CUDA = (
         "use a multiple of 0.0625, or torch-flash",
     ),
     Rule(
-        lambda p, t: _since((2, 14), t) and _cudnn_decode(p, t),
+        lambda p, t: _since((2, 14), t) and cudnn_decode(p, t),
         lambda p, t: f"seq_q 1 on {t.arch} with cuDNN {_cudnn_version(t)}; PyTorch refuses it from 9.19 to 9.25.0",
         "upgrade cuDNN to 9.26, or use torch-flash",
     ),
     Rule(
-        lambda p, t: _since((2, 15), t) and _cudnn_key_tail(p, t),
+        lambda p, t: _since((2, 15), t) and cudnn_key_tail(p, t),
         lambda p, t: (
             f"gradients for seq_kv {p.seq_kv} without is_causal and cuDNN {_cudnn_version(t)} on {t.arch}; "
             "PyTorch refuses seq_kv % 128 == 64 there before 9.26"
@@ -433,7 +420,7 @@ def _over_grid(kernel: str, size: Callable[[Problem], int], before: tuple[int, i
     return Rule(
         lambda p, t: not _since(before, t) and size(p) > GRID_LIMIT,
         lambda p, t: (
-            f"batch {p.batch} and heads {p.heads_q}: over {GRID_LIMIT}, {kernel} in {_version(t)} fails to launch "
+            f"batch {p.batch} and heads {p.heads_q}: over {GRID_LIMIT}, {kernel} in {torch_version(t)} fails to launch "
             "although PyTorch's gates let it through"
         ),
         instead,
@@ -462,6 +449,11 @@ _COMMON = (
     ),
 )
 _FUSED = (
+    Rule(
+        lambda p, t: bool(p.operand_grads),
+        lambda p, t: f"{', '.join(p.operand_grads)} requires grad; this kernel makes the gradients of q, k and v alone",
+        "detach it, or use backend='torch-math', 'tiled' or 'reference'",
+    ),
     Rule(
         # They hide a key with -inf and scale afterwards: -inf times a negative scale is +inf, and the row is nan.
         lambda p, t: p.scale < 0,
@@ -533,46 +525,6 @@ _MASK_DIMENSIONS = Rule(
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Known bugs
-
-_HAZARDS = (
-    Hazard(
-        CUDNN,
-        _cudnn_key_tail,
-        True,
-        "cuDNN before 9.26 returns NaN in dq on sm_90 without is_causal when seq_kv % 128 == 64 and a row's lse is "
-        "below -88.7 (pytorch#196678)",
-    ),
-    Hazard(
-        CUDNN,
-        _cudnn_decode,
-        True,
-        "cuDNN 9.19 to 9.25.0 silently returns wrong values for seq_q 1 on sm_10x and sm_11x, seen with fewer than 8 "
-        "key/value heads (pytorch#193893)",
-    ),
-    Hazard(
-        CUDNN,
-        lambda p, t: t.capability == (9, 0) and t.cudnn >= 92501 and p.needs_grad and p.seq_q == 1,
-        True,
-        "cuDNN from 9.25.1 on returns NaN in dk and dv for seq_q 1 when the lse is strongly negative "
-        "(cudnn-frontend#1072)",
-    ),
-    Hazard(
-        CUDNN,
-        lambda p, t: t.capability[0] == 10 and p.needs_grad,
-        False,
-        "cuDNN's backward on sm_10x loses several percent of dq and dk on rows with scores far below 0 "
-        "(cudnn-frontend#744)",
-    ),
-    Hazard(
-        EFFICIENT,
-        lambda p, t: p.seq_q * p.seq_kv > 2**32 and takes_tensor(EFFICIENT, p, t),
-        True,
-        "efficient reads the wrong mask rows once seq_q * seq_kv is over 2**32 (pytorch#187227, pytorch#162588)",
-    ),
-)
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Answers
 
 
@@ -589,11 +541,11 @@ def limits(name: str, problem: Problem, target: Target) -> list[Reason]:
 
 def why_not(name: str, problem: Problem, target: Target) -> list[Reason]:
     """Gates and limits together, each reason once. Packed documents run apart, so a kernel has to take every one."""
-    parts = (problem, *_apart(problem))
+    parts = (problem, *pieces_apart(problem))
     return list(dict.fromkeys(why for part in parts for why in gates(name, part, target) + limits(name, part, target)))
 
 
-def _apart(problem: Problem) -> list[Problem]:
+def pieces_apart(problem: Problem) -> list[Problem]:
     return distinct_problems(problem) if isinstance(problem.mask, Documents) else []
 
 
@@ -623,94 +575,5 @@ def default_choice(problem: Problem, target: Target) -> str:
     return MATH
 
 
-def hazardous(name: str, problem: Problem, target: Target) -> str:
-    """The known bug that would make `name` return wrong results for this problem; empty if none is known."""
-    parts = _apart(problem) or [problem]
-    bugs = [bug for bug in _HAZARDS if bug.backend == name and bug.wrong]
-    return "; ".join(bug.text for bug in bugs if any(bug.applies(part, target) for part in parts))
-
-
-def notices(name: str, problem: Problem, target: Target) -> list[str]:
-    """What the caller should know if `name` runs: known bugs first, then the memory and copies it costs."""
-    parts = _apart(problem) or [problem]
-    known = (bug for bug in _HAZARDS if bug.backend == name)
-    bugs = [bug.text for bug in known if any(bug.applies(part, target) for part in parts)]
-    return bugs + [text for cost in _COSTS if (text := cost(name, problem, target))]
-
-
 def _reasons(rules: tuple[Rule, ...], problem: Problem, target: Target) -> list[Reason]:
     return [rule.reason(problem, target) for rule in rules if rule.refuses(problem, target)]
-
-
-def mib(size: float) -> str:
-    return f"{size / _MIB:.1f} MiB"
-
-
-def _unread_release(name: str, problem: Problem, target: Target) -> str:
-    if OLDEST <= target.torch <= NEWEST:
-        return ""
-    read = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-    return f"the rules for PyTorch's kernels were read from torch {read}; {_version(target)} may differ"
-
-
-def _score_matrix(name: str, problem: Problem, target: Target) -> str:
-    if name != MATH:
-        return ""
-    scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
-    return f"materialises the score matrix: {mib(scores * max(4, problem.dtype.itemsize))}, more than once"
-
-
-def _structural_mask(name: str, problem: Problem, target: Target) -> str:
-    size = materialised_bytes(name, problem, target)
-    if not size:
-        return ""
-    if isinstance(problem.mask, Documents):
-        kind, lengths = str(problem.mask.inner), "a document's (rows, keys)"
-    else:
-        kind, lengths = str(problem.mask), "(seq_q, seq_kv)"
-    return f"has no name for {kind}: materialises a {mib(size)} mask of {lengths}, and skips no hidden tile"
-
-
-def _runs_apart(name: str, problem: Problem, target: Target) -> str:
-    if not isinstance(problem.mask, Documents):
-        return ""
-    return f"runs {len(pieces(problem))} times: once for each run of documents of the same length"
-
-
-def _mask_copy(name: str, problem: Problem, target: Target) -> str:
-    mask = problem.mask
-    if not isinstance(mask, Dense) or mask.additive:
-        return ""
-    return f"turns the boolean mask into an additive one: {mib(math.prod(mask.shape) * problem.dtype.itemsize)}"
-
-
-def _expanded_heads(name: str, problem: Problem, target: Target) -> str:
-    if name != MATH or problem.group == 1:
-        return ""
-    per_head = problem.batch * problem.seq_kv * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    return f"expands K and V from {problem.heads_kv} to {problem.heads_q} heads: {mib(per_head * problem.heads_q)}"
-
-
-def _padded_head_dim(name: str, problem: Problem, target: Target) -> str:
-    if name != FLASH or target.is_cpu or problem.head_dim % 8 == 0:
-        return ""
-    return f"copies q, k and v to pad head_dim {problem.head_dim} to {-(-problem.head_dim // 8) * 8}"
-
-
-def _reordered_out(name: str, problem: Problem, target: Target) -> str:
-    if name != EFFICIENT or problem.layout != "bhsd":
-        return ""
-    size = problem.batch * problem.heads_q * problem.seq_q * problem.head_dim_v * problem.dtype.itemsize
-    return f"copies out ({mib(size)}) into bhsd order: efficient writes bshd"
-
-
-_COSTS: tuple[Callable[[str, Any, Any], str], ...] = (
-    _unread_release,
-    _score_matrix,
-    _structural_mask,
-    _runs_apart,
-    _mask_copy,
-    _expanded_heads,
-    _padded_head_dim,
-    _reordered_out,
-)

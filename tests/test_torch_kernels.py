@@ -10,17 +10,27 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support import assert_close, budget, exact, make_bias, make_inputs, make_problem, masks_with_lengths
+from support import (
+    assert_close,
+    budget,
+    exact,
+    in_order,
+    make_bias,
+    make_inputs,
+    make_problem,
+    masks_with_lengths,
+    wanted,
+)
 from tilewise import Causal, Dense, Documents, Full, Problem, Target, Window
-from tilewise.backends import torch_rules as rules
-from tilewise.backends import torch_sdpa
-from tilewise.backends.torch_rules import CUDNN, EFFICIENT, FLASH, MATH
-from tilewise.problem import Strides, describe
+from tilewise.operands import ALL
+from tilewise.problem import Strides, describe, mask_operands
 from tilewise.scores import softcapped
+from tilewise.torch_kernels import bugs, candidates, gates
+from tilewise.torch_kernels.gates import CUDNN, EFFICIENT, FLASH, MATH
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CPU = Target.of("cpu")
-ON_CPU = (torch_sdpa.FLASH, torch_sdpa.MATH)
+ON_CPU = (candidates.FLASH, candidates.MATH)
 RELEASES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
@@ -59,7 +69,7 @@ REFUSALS = [
     (FLASH, "h200", "2.13", {"batch": 0}, ("batch 0", "at least 1"), "torch-math"),
     (FLASH, "h200", "2.13", {"batch": 70000}, ("batch 70000", "65535"), "split"),
     (FLASH, "h200", "2.15", {"batch": 70000}, ("batch 70000", "65535"), "split"),
-    (FLASH, "h200", "2.13", {"softcap": 30.0}, ("softcap:30", "nothing to scores"), "tilewise backend"),
+    (FLASH, "h200", "2.13", {"softcap": 30.0}, ("softcap:30", "does nothing to scores"), "tilewise backend"),
     (FLASH, "h200", "2.13", {"scale": -0.5}, ("scale -0.5", "above 0"), "negate q"),
     (FLASH, "cpu", "2.13", {"scale": -0.5}, ("scale -0.5", "above 0"), "negate q"),
     (FLASH, "h200", "2.13", {"transformed": True}, ("transform",), "torch-math"),
@@ -95,7 +105,7 @@ REFUSALS = [
 def test_a_refusal_names_value_limit_and_remedy(
     name: str, target: str, release: str, fields: dict[str, object], words: tuple[str, ...], remedy: str
 ) -> None:
-    reasons = rules.why_not(name, asked(**fields), on(target, release))
+    reasons = gates.why_not(name, asked(**fields), on(target, release))
     matching = [reason for reason in reasons if all(word in reason.what for word in words)]
     assert len(matching) == 1, f"{words} in {reasons}"
     assert remedy in matching[0].remedy
@@ -121,34 +131,34 @@ def test_a_refusal_names_value_limit_and_remedy(
     ],
 )
 def test_accepted_in_every_release(name: str, target: str, fields: dict[str, object], release: str) -> None:
-    assert rules.why_not(name, asked(**fields), on(target, release)) == []
+    assert gates.why_not(name, asked(**fields), on(target, release)) == []
 
 
 def test_every_reason_is_given_not_only_the_first() -> None:
     problem = asked(dtype=FP32, head_dim=320, head_dim_v=64, mask=DENSE, softcap=5.0, strides=Strides.SCATTERED)
-    reasons = [reason.what for reason in rules.why_not(FLASH, problem, on("h200"))]
+    reasons = [reason.what for reason in gates.why_not(FLASH, problem, on("h200"))]
     assert len(reasons) == 6
     for word in ("float32", "mask tensor", "head_dim_v 64", "over 256", "last dimension", "softcap"):
         assert sum(word in reason for reason in reasons) >= 1, word
 
 
 def test_grouped_queries_reach_efficient_with_2_14() -> None:
-    refused = [release for release in RELEASES if rules.gates(EFFICIENT, asked(heads_kv=2), on("h200", release))]
+    refused = [release for release in RELEASES if gates.gates(EFFICIENT, asked(heads_kv=2), on("h200", release))]
     assert refused == ["2.11", "2.12", "2.13"]
 
 
 def test_cudnn_dropout_has_steps_of_a_sixteenth_since_2_12() -> None:
-    refused = [release for release in RELEASES if rules.gates(CUDNN, asked(dropout=0.1), on("h200", release))]
+    refused = [release for release in RELEASES if gates.gates(CUDNN, asked(dropout=0.1), on("h200", release))]
     assert refused == ["2.12", "2.13", "2.14", "2.15"]
 
 
 def test_batches_over_the_grid_limit_become_gates_late_and_are_always_refused() -> None:
     huge = asked(batch=70000)
     gated = {
-        name: [r for r in RELEASES if rules.gates(name, huge, on("h200", r))] for name in (FLASH, EFFICIENT, CUDNN)
+        name: [r for r in RELEASES if gates.gates(name, huge, on("h200", r))] for name in (FLASH, EFFICIENT, CUDNN)
     }
     assert gated == {FLASH: ["2.15"], EFFICIENT: [], CUDNN: ["2.13", "2.14", "2.15"]}
-    assert all(rules.why_not(name, huge, on("h200", r)) for name in (FLASH, CUDNN) for r in RELEASES)
+    assert all(gates.why_not(name, huge, on("h200", r)) for name in (FLASH, CUDNN) for r in RELEASES)
 
 
 @pytest.mark.parametrize(
@@ -171,38 +181,38 @@ def test_batches_over_the_grid_limit_become_gates_late_and_are_always_refused() 
 )
 def test_cudnn_head_dim_limit(target: Target, dims: tuple[int, int], limit: int) -> None:
     problem = asked(head_dim=dims[0], head_dim_v=dims[1])
-    assert rules.cudnn_head_dim_limit(problem, target) == limit
-    assert bool(rules.gates(CUDNN, problem, target)) == (max(dims) > limit)
+    assert gates.cudnn_head_dim_limit(problem, target) == limit
+    assert bool(gates.gates(CUDNN, problem, target)) == (max(dims) > limit)
 
 
 def test_cudnn_trains_fewer_head_dims_than_it_infers_since_2_14() -> None:
     target = on("h200", "2.14", 92400)
     verdicts = {
-        dims: bool(rules.gates(CUDNN, asked(head_dim=dims[0], head_dim_v=dims[1], needs_grad=True), target))
+        dims: bool(gates.gates(CUDNN, asked(head_dim=dims[0], head_dim_v=dims[1], needs_grad=True), target))
         for dims in ((128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
     }
     assert verdicts == {(128, 128): False, (160, 160): True, (192, 128): False, (192, 192): True, (256, 256): False}
-    assert not rules.gates(CUDNN, asked(head_dim=160, head_dim_v=160), target)
+    assert not gates.gates(CUDNN, asked(head_dim=160, head_dim_v=160), target)
 
 
 def test_pytorch_gates_the_cudnn_bugs_late() -> None:
     decode, tail = asked(seq_q=1), asked(**TAIL)
-    assert [r for r in RELEASES if rules.gates(CUDNN, decode, blackwell(r, 92000))] == ["2.14", "2.15"]
-    assert [r for r in RELEASES if rules.gates(CUDNN, tail, on("h200", r, 92000))] == ["2.15"]
-    assert not rules.gates(CUDNN, tail, on("h200", "2.15", 92600))
+    assert [r for r in RELEASES if gates.gates(CUDNN, decode, blackwell(r, 92000))] == ["2.14", "2.15"]
+    assert [r for r in RELEASES if gates.gates(CUDNN, tail, on("h200", r, 92000))] == ["2.15"]
+    assert not gates.gates(CUDNN, tail, on("h200", "2.15", 92600))
 
 
 def test_cudnn_is_kept_from_the_shape_that_crashes_the_process() -> None:
     single = make_problem((1, 1, 1, 64), BF16, seq_kv=128, needs_grad=True)
-    (reason,) = rules.why_not(CUDNN, single, on("h200", "2.15", 92600))
+    (reason,) = gates.why_not(CUDNN, single, on("h200", "2.15", 92600))
     assert "cudnn-frontend#1071" in reason.what
-    assert not rules.why_not(CUDNN, single, on("h200", "2.11", 91900))
+    assert not gates.why_not(CUDNN, single, on("h200", "2.11", 91900))
 
 
 def test_no_cudnn_is_a_reason() -> None:
-    (reason,) = rules.gates(CUDNN, asked(), on("h200", cudnn=0))
+    (reason,) = gates.gates(CUDNN, asked(), on("h200", cudnn=0))
     assert "no cuDNN" in reason.what
-    (reason,) = rules.gates(CUDNN, asked(), on("h200", cudnn=8907))
+    (reason,) = gates.gates(CUDNN, asked(), on("h200", cudnn=8907))
     assert "needs 9.0" in reason.what
 
 
@@ -217,7 +227,7 @@ def test_no_cudnn_is_a_reason() -> None:
     ],
 )
 def test_priority(target: Target, order: tuple[str, ...]) -> None:
-    assert rules.priority(target) == order
+    assert gates.priority(target) == order
 
 
 @pytest.mark.parametrize(
@@ -240,7 +250,7 @@ def test_priority(target: Target, order: tuple[str, ...]) -> None:
     ],
 )
 def test_default_choice(target: Target, fields: dict[str, object], choice: str) -> None:
-    assert rules.default_choice(asked(**fields), target) == choice
+    assert gates.default_choice(asked(**fields), target) == choice
 
 
 HAZARDS = [
@@ -268,10 +278,10 @@ def test_known_wrong_results_are_hazards_and_notices(
     name: str, target: Target, fields: dict[str, object], issue: str
 ) -> None:
     problem = asked(**fields)
-    found = rules.hazardous(name, problem, target)
-    assert found == torch_sdpa.hazard(name, problem, target)
+    found = bugs.hazardous(name, problem, target)
+    assert found == candidates.hazard(name, problem, target)
     assert issue in found if issue else not found
-    assert (found in rules.notices(name, problem, target)) == bool(issue)
+    assert (found in bugs.notices(name, problem, target)) == bool(issue)
 
 
 @pytest.mark.parametrize(
@@ -294,18 +304,18 @@ def test_known_wrong_results_are_hazards_and_notices(
     ],
 )
 def test_notices_tell_the_cost(name: str, target: str, fields: dict[str, object], words: tuple[str, ...]) -> None:
-    texts = rules.notices(name, asked(**fields), on(target))
+    texts = bugs.notices(name, asked(**fields), on(target))
     assert any(all(word in text for word in words) for text in texts), texts
 
 
 @pytest.mark.parametrize("name", [FLASH, CUDNN])
 def test_a_plain_call_of_a_fused_kernel_has_nothing_to_note(name: str) -> None:
-    assert rules.notices(name, asked(), on("h200")) == []
+    assert bugs.notices(name, asked(), on("h200")) == []
 
 
 def test_a_release_that_was_not_read_is_noted() -> None:
-    assert rules.notices(FLASH, asked(), on("h200", "2.15")) == []
-    (text,) = rules.notices(FLASH, asked(), on("h200", "2.16"))
+    assert bugs.notices(FLASH, asked(), on("h200", "2.15")) == []
+    (text,) = bugs.notices(FLASH, asked(), on("h200", "2.16"))
     assert "2.11 to 2.15" in text
     assert "torch 2.16" in text
 
@@ -351,12 +361,12 @@ targets = st.builds(
 
 @given(problem=problems(), target=targets)
 def test_the_rules_answer_for_every_problem(problem: Problem, target: Target) -> None:
-    assert rules.default_choice(problem, target) in rules.priority(target)
-    for candidate in torch_sdpa.CANDIDATES:
+    assert gates.default_choice(problem, target) in gates.priority(target)
+    for candidate in candidates.CANDIDATES:
         reasons = candidate.why_not(problem, target)
         assert len(set(reasons)) == len(reasons)
         assert all(reason.what and reason.remedy for reason in reasons)
-        assert set(rules.gates(candidate.name, problem, target)) <= set(reasons)
+        assert set(gates.gates(candidate.name, problem, target)) <= set(reasons)
         assert all(candidate.notices(problem, target))
         assert candidate.configs(problem, target) == []
 
@@ -398,12 +408,12 @@ def test_the_rules_agree_with_pytorch_on_cpu(
     call: tuple[Problem, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
 ) -> None:
     problem, q, k, v, bias = call
-    assert torch_sdpa.disagreements(q, k, v, problem, CPU, bias) == []
+    assert candidates.disagreements(q, k, v, problem, CPU, bias) == []
 
 
 def test_ask_torch_gives_its_reasons_and_leaves_no_trace() -> None:
     q, k, v = make_inputs(make_problem((1, 2, 4, 8)))
-    answers = torch_sdpa.ask_torch(q, k, v, make_problem((1, 2, 4, 8), dropout=0.5))
+    answers = candidates.ask_torch(q, k, v, make_problem((1, 2, 4, 8), dropout=0.5))
     assert not answers[FLASH].usable
     assert any("dropout" in warning for warning in answers[FLASH].warnings)
     assert answers[MATH] == (True, [])
@@ -415,7 +425,7 @@ def test_a_disagreement_is_told() -> None:
     problem = make_problem((1, 2, 4, 8))
     q, k, v = make_inputs(problem)
     wrong = problem.with_(head_dim_v=4)  # rules hear of a smaller v than PyTorch sees
-    told = torch_sdpa.disagreements(q, k, v, wrong, CPU)
+    told = candidates.disagreements(q, k, v, wrong, CPU)
     assert any("PyTorch takes torch-flash, the rules refuse" in text for text in told)
     assert any("PyTorch would run torch-flash, the rules say torch-math" in text for text in told)
 
@@ -468,12 +478,12 @@ def test_forward_and_backward_match_float64(case: str, mask: str, dtype: torch.d
     unseen = truth["lse"] == -math.inf
     tolerance = budget(dtype, problem.seq_kv)
     willing = [candidate for candidate in ON_CPU if not candidate.why_not(problem, CPU)]
-    assert torch_sdpa.MATH in willing
+    assert candidates.MATH in willing
     for candidate in willing:
-        out, lse = candidate.forward(q, k, v, problem, None, bias)
-        grads = candidate.backward(dout, None, q, k, v, out, lse, problem, None, bias)
+        out, lse = candidate.forward(q, k, v, problem, None, mask_operands(bias))
+        grads = in_order(candidate.backward(dout, None, q, k, v, out, lse, problem, None, mask_operands(bias)))
         found = {"out": out, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
-        if candidate is torch_sdpa.FLASH:
+        if candidate is candidates.FLASH:
             assert lse is not None
             assert lse.is_contiguous()
             found["lse"] = lse
@@ -490,24 +500,24 @@ def test_lse_is_returned_exactly_when_needed() -> None:
     problem = make_problem((1, 2, 8, 8))
     q, k, v = make_inputs(problem)
     for needs in ({"needs_lse": True}, {"needs_grad": True}):
-        lse = torch_sdpa.FLASH.forward(q, k, v, problem.with_(**needs))[1]
+        lse = candidates.FLASH.forward(q, k, v, problem.with_(**needs))[1]
         assert lse is not None
         assert_close(lse, exact(q, k, v, problem)[1], budget(FP32, 8), "lse")
         assert lse.dtype == FP32
-    assert torch_sdpa.FLASH.forward(q, k, v, problem)[1] is None
-    assert torch_sdpa.MATH.forward(q, k, v, problem.with_(needs_grad=True))[1] is None
+    assert candidates.FLASH.forward(q, k, v, problem)[1] is None
+    assert candidates.MATH.forward(q, k, v, problem.with_(needs_grad=True))[1] is None
 
 
 @pytest.mark.parametrize("candidate", ON_CPU, ids=lambda candidate: candidate.name)
 @pytest.mark.parametrize(
     "wants", [(True, False, False), (False, True, False), (False, False, True), (False, False, False)]
 )
-def test_only_wanted_gradients_come_back(candidate: torch_sdpa.Candidate, wants: tuple[bool, bool, bool]) -> None:
+def test_only_wanted_gradients_come_back(candidate: candidates.Candidate, wants: tuple[bool, bool, bool]) -> None:
     problem = make_problem((1, 4, 8, 8), FP64, heads_kv=2, needs_grad=True, mask=Causal())
     q, k, v = make_inputs(problem)
     dout = torch.randn_like(q)
     out, lse = candidate.forward(q, k, v, problem)
-    grads = candidate.backward(dout, None, q, k, v, out, lse, problem, wants=wants)
+    grads = in_order(candidate.backward(dout, None, q, k, v, out, lse, problem, wants=wanted(*wants)))
     for grad, want, true in zip(grads, wants, exact(q, k, v, problem, None, dout)[2:], strict=True):
         assert (grad is not None) == want
         if grad is not None:
@@ -521,8 +531,8 @@ def test_inputs_are_left_as_they_were() -> None:
     assert bias is not None
     before = [tensor.clone() for tensor in (q, k, v, bias)]
     for candidate in ON_CPU:
-        out, lse = candidate.forward(q, k, v, problem, None, bias)
-        candidate.backward(torch.ones_like(out), None, q, k, v, out, lse, problem, None, bias)
+        out, lse = candidate.forward(q, k, v, problem, None, mask_operands(bias))
+        candidate.backward(torch.ones_like(out), None, q, k, v, out, lse, problem, None, mask_operands(bias))
     assert all(torch.equal(a, b) for a, b in zip(before, (q, k, v, bias), strict=True))
 
 
@@ -532,7 +542,7 @@ def test_math_can_be_transformed() -> None:
     bias = torch.rand(3, 5, 6) > 0.3
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return torch_sdpa.MATH.forward(q, k, v, problem, None, bias)[0]
+        return candidates.MATH.forward(q, k, v, problem, None, mask_operands(bias))[0]
 
     together = torch.vmap(run)(q, k, v, bias)
     for n in range(3):
@@ -545,14 +555,14 @@ def test_math_can_be_transformed() -> None:
 def test_empty_problems(fields: dict[str, int]) -> None:
     problem = make_problem((2, 3, 4, 8), needs_grad=True, **fields)
     q, k, v = make_inputs(problem)
-    assert not torch_sdpa.MATH.why_not(problem, CPU)
-    assert torch_sdpa.FLASH.why_not(problem, CPU)
-    out, lse = torch_sdpa.MATH.forward(q, k, v, problem)
+    assert not candidates.MATH.why_not(problem, CPU)
+    assert candidates.FLASH.why_not(problem, CPU)
+    out, lse = candidates.MATH.forward(q, k, v, problem)
     assert out.shape == q.shape
     assert not out.any()
     assert lse is not None
     assert (lse == -math.inf).all()
-    grads = torch_sdpa.MATH.backward(torch.ones_like(out), None, q, k, v, out, lse, problem)
+    grads = in_order(candidates.MATH.backward(torch.ones_like(out), None, q, k, v, out, lse, problem))
     assert [None if grad is None else grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
     assert not any(grad is None or grad.any() for grad in grads)
 
@@ -566,7 +576,7 @@ def test_dropout_is_pytorchs_own(mask: str) -> None:
     rows, keys = range(problem.seq_q), range(problem.seq_kv)
     given = problem.mask.to_bool(rows, keys, problem.seq_q, problem.seq_kv) if bias is None else bias
     torch.manual_seed(7)
-    out = torch_sdpa.MATH.dropout_forward(q, k, v, problem, bias)
+    out = candidates.MATH.dropout_forward(q, k, v, problem, mask_operands(bias))
     torch.manual_seed(7)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         want = F.scaled_dot_product_attention(q, k, v, given, 0.5, enable_gqa=True, scale=problem.scale)
@@ -585,7 +595,7 @@ def test_the_mask_for_efficient_is_aligned_and_unchanged(shape: tuple[int, ...])
     seq_kv = max(shape[-1], 37)
     problem = make_problem((3, 4, 20, 8), seq_kv=seq_kv, mask=Dense(shape, True))
     given = torch.randn(shape)
-    mask = torch_sdpa._aligned_mask(torch_sdpa._four_dims(given), problem)
+    mask = candidates._aligned_mask(candidates._four_dims(given), problem)
     assert mask is not None
     assert torch.equal(mask, given.expand(3, 4, 20, seq_kv))
     assert mask.stride(-1) == 1
@@ -600,14 +610,14 @@ def test_cudnn_hides_keys_with_the_lowest_half() -> None:
     q = torch.zeros(1, 1, 2, 8, dtype=FP16)
     mask = torch.tensor([[True, False], [True, True]])
     for name, hidden in ((CUDNN, -65504.0), (EFFICIENT, -math.inf)):
-        additive = torch_sdpa._mask_tensor(name, problem, q, mask)
+        additive = candidates._mask_tensor(name, problem, q, mask)
         assert additive is not None
         assert additive.tolist() == [[[[0.0, hidden], [0.0, 0.0]]]]
 
 
 @pytest.mark.parametrize("name", [EFFICIENT, CUDNN])
 def test_heads_that_are_no_multiple_of_eight_are_refused(name: str) -> None:
-    assert rules.why_not(name, make_problem((2, 8, 50, 60), BF16), on("h200"))
+    assert gates.why_not(name, make_problem((2, 8, 50, 60), BF16), on("h200"))
 
 
 @pytest.mark.parametrize(("name", "head_dim"), [(FLASH, 64), (FLASH, 60), (EFFICIENT, 64), (CUDNN, 64)])
@@ -617,9 +627,9 @@ def test_cuda_operators_are_called_by_their_schemas(name: str, head_dim: int) ->
     problem = make_problem((2, 8, 50, head_dim), BF16, seq_kv=70, mask=mask, needs_grad=True)
     q, k, v = make_inputs(problem, "meta")
     bias = torch.empty(1, 1, 50, 70, dtype=BF16, device="meta") if name != FLASH else None
-    kernel = torch_sdpa._KERNELS[name]
+    kernel = candidates._KERNELS[name]
     out, lse = kernel.forward(q, k, v, problem, bias)
     assert lse is not None
     assert (out.shape, lse.shape) == (q.shape, (2, 8, 50))
-    grads = kernel.backward(out, q, k, v, out, lse, problem, bias, (True, True, True))
+    grads = kernel.backward(out, q, k, v, out, lse, problem, bias, ALL)
     assert [grad.shape for grad in grads if grad is not None] == [q.shape, k.shape, v.shape]

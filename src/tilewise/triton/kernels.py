@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Attention in Triton's tile language: the kernels of `tilewise.backends.triton`, which imports them on first use.
+"""Attention in Triton's tile language: the kernels of `tilewise.triton.backend`, which imports them on first use.
 
 Every kernel has the same shape. A program *owns* a tile of one axis (queries or keys) of one head and *walks* over the
 tiles of the other axis that it has to do with, in two loops: over the tiles that a bound cuts (the mask's edges, the

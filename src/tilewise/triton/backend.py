@@ -1,6 +1,6 @@
 """Attention in Triton, forward and backward: the portable backend, and a second opinion on our CUDA kernels.
 
-Written from the maths alone (see `triton_kernels` and docs/kernels/triton.md), so that a mistake in a CUDA kernel is
+Written from the maths alone (see `kernels` and docs/kernels/triton.md), so that a mistake in a CUDA kernel is
 not repeated here. Triton is imported when a kernel first runs. With TRITON_INTERPRET=1 in the environment by then its
 interpreter runs the kernels on CPU tensors, slowly: tests do so where there is no GPU.
 """
@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants, empty_lse, empty_out, no_operand_gradients
 from ..errors import CompileError, Reason
 from ..jit import tuned
+from ..operands import zero_grads
 from ..problem import dtype_name
 from ..scores import Softcap
 from ..target import Target
-from . import Grads, Wants, empty_lse, empty_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,7 +127,7 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
             "use backend='reference' there",
         ),
     ]
-    return [Reason(what, remedy) for refused, what, remedy in rules if refused]
+    return [*(Reason(what, remedy) for refused, what, remedy in rules if refused), *no_operand_gradients(problem)]
 
 
 def notices(problem: Problem, target: Target) -> list[str]:
@@ -231,7 +232,7 @@ def forward(
     v: torch.Tensor,
     problem: Problem,
     config: Config | None = None,
-    bias: torch.Tensor | None = None,
+    operands: Operands = NO_OPERANDS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q) in float32."""
     config = config or configs(problem, Target.of(q.device))[0]
@@ -253,13 +254,13 @@ def backward(
     lse: torch.Tensor,
     problem: Problem,
     config: Any = None,
-    bias: torch.Tensor | None = None,
-    wants: Wants = (True, True, True),
+    operands: Operands = NO_OPERANDS,
+    wants: Wants = ALL,
 ) -> Grads:
     """Gradients in each input's dtype; those of the keys and of the queries by kernels of their own."""
-    grads: Grads = tuple(torch.empty_like(t) if want else None for t, want in zip((q, k, v), wants, strict=True))  # type: ignore[assignment]
     if problem.empty:
-        return tuple(None if grad is None else grad.zero_() for grad in grads)  # type: ignore[return-value]
+        return zero_grads(wants, q, k, v, NO_OPERANDS)
+    grads = {name: torch.empty_like(of) for name, of in (("q", q), ("k", k), ("v", v)) if name in wants}
     chosen = config if isinstance(config, BackwardConfig) else backward_configs(problem, Target.of(q.device))[0]
     with _on(q.device):
         for launch in _backward_launches(dout, dlse, q, k, v, out, lse, grads, problem, chosen):
@@ -268,7 +269,12 @@ def backward(
 
 
 def bind(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Config | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    config: Config | None,
+    operands: Operands = NO_OPERANDS,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """`forward` for tensors like these, its kernels built: what does not build here is found out before it runs."""
     config = config or configs(problem, Target.of(q.device))[0]
@@ -276,11 +282,11 @@ def bind(
         with _on(q.device):
             for launch in _launches(q, k, v, problem, config):
                 launch.build()
-    return lambda q, k, v, bias: forward(q, k, v, problem, config)
+    return lambda q, k, v, operands: forward(q, k, v, problem, config)
 
 
 class _Launch(NamedTuple):
-    """A kernel of `triton_kernels` by name, how many programs it takes, and what they are given."""
+    """A kernel of `kernels` by name, how many programs it takes, and what they are given."""
 
     kernel: str
     programs: int
@@ -311,7 +317,7 @@ def _launches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Proble
     found = [_forward_launch(q, k, v, out, lse, problem, config)]
     if problem.needs_grad:
         chosen = backward_configs(problem, Target.of(q.device))[0]
-        found += _backward_launches(out, None, q, k, v, out, lse, (q, k, v), problem, chosen)
+        found += _backward_launches(out, None, q, k, v, out, lse, {"q": q, "k": k, "v": v}, problem, chosen)
     return found
 
 
@@ -346,7 +352,7 @@ def _backward_launches(
     config: BackwardConfig,
 ) -> list[_Launch]:
     """The row terms, then whichever of the two kernels somebody wants the result of."""
-    dq, dk, dv = grads
+    dq, dk, dv = (grads.get(name) for name in ("q", "k", "v"))
     rows, lse = problem.batch * problem.heads_q, lse.contiguous()
     terms = torch.empty_like(lse), torch.empty_like(lse)
     sizes = (problem.group, problem.seq_q, problem.seq_kv)
@@ -428,5 +434,5 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 @functools.cache
 def _kernel(name: str) -> Any:
-    kernels = importlib.import_module(f"{__package__}.triton_kernels")
+    kernels = importlib.import_module(f"{__package__}.kernels")
     return getattr(kernels, name)
