@@ -141,7 +141,7 @@ def test_gradients_on_the_model(monkeypatch, seqs, dims, heads, mask, fields):
     ids=str,
 )
 def test_sums_of_dq_as_they_come_and_in_turn_on_the_model(monkeypatch, seqs, dims, heads, mask, deterministic):
-    monkeypatch.setattr(sm90_backward, "MAX_BY_CLAIM", 0)
+    monkeypatch.setattr(sm90_backward, "MAX_CLAIMANTS", 0)
     problem = problem_of(seqs, dims, heads, mask=mask, deterministic=deterministic)
     got, truth = run_on_the_model(monkeypatch, problem)
     assert_accurate(got, truth, problem.dtype)

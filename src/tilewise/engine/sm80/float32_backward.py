@@ -2,7 +2,7 @@
 
 Two launches: `float32_preprocess` makes the row terms and zeroes dQ, the main kernel makes dK and dV and adds up dQ in
 place. Tiles of keys that are few or long are cut into pieces (division.py), which add up dK and dV in place. Extra
-memory is two floats per query row, and the turns of tiles and pieces.
+memory is two floats per query row, and the tickets of tiles and pieces.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def preprocess_unit(lanes: int, arch: str) -> Unit:
 _MainParams = struct(
     "Float32BackwardParams",
     (Strided, "q k v dout dq dk dv"),
-    (POINTER, "lse row_terms turns piece_turns"),
+    (POINTER, "lse row_terms dq_tickets piece_tickets"),
     (INT, "batch heads_kv heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift"),
     (INT, "q_tiles kv_tiles pieces piece_steps sections rows_descend in_order"),
     (FLOAT, "scale softmax_scale softcap_in"),
@@ -161,8 +161,8 @@ _MainParams = struct(
 _PreprocessParams = struct(
     "Float32PreprocessParams",
     (Strided, "out dout dq"),
-    (POINTER, "lse dlse padded_lse row_terms turns piece_turns"),
-    (INT, "piece_turn_count heads seq_q rows head_dim head_dim_v block_q"),
+    (POINTER, "lse dlse padded_lse row_terms dq_tickets piece_tickets"),
+    (INT, "piece_ticket_count heads seq_q rows head_dim head_dim_v block_q"),
 )
 
 
@@ -177,10 +177,10 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
     scratch = Layout.of(
         lse=4 * pairs * rows,
         row_terms=4 * pairs * rows,
-        piece_turns=8 * kv_pairs * kv_tiles if divided.cut and config.makes_dkv else 0,
-        turns=4 * pairs * rows // config.block_q if wants[0] and problem.deterministic else 0,
+        piece_tickets=8 * kv_pairs * kv_tiles if divided.cut and config.makes_dkv else 0,
+        dq_tickets=4 * pairs * rows // config.block_q if wants[0] and problem.deterministic else 0,
     )
-    terms = {name: scratch.address(name) for name in ("row_terms", "turns", "piece_turns")}
+    terms = {name: scratch.address(name) for name in ("row_terms", "dq_tickets", "piece_tickets")}
     grads = {name: View(name) for name, want in zip(("dq", "dk", "dv"), wants, strict=True) if want}
     # Copies count 16-bit numbers: a float32 is two.
     dims = {"head_dim": 2 * problem.head_dim, "head_dim_v": 2 * problem.head_dim_v}
@@ -192,7 +192,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "dlse": Address("dlse", optional=True),
         "padded_lse": scratch.address("lse"),
         **terms,
-        "piece_turn_count": kv_pairs * kv_tiles,
+        "piece_ticket_count": kv_pairs * kv_tiles,
         "heads": problem.heads_q,
         "seq_q": problem.seq_q,
         "rows": rows,

@@ -50,16 +50,16 @@ ARCH = "sm_90a"
 # Mean of 2^-8 / m over mantissas m, as weights are spread in the logarithm: half a unit in the last place of bf16.
 TRUNCATION_BIAS = 2.0**-8 / (2 * math.log(2))
 EDGE_ROWS, EDGE_THREADS = 64, 256
-TURN_STAGES = 4
+TICKET_STAGES = 4
 _LANES = {64: 8, 96: 16, 128: 16, 192: 32, 256: 32}  # of preprocess, 8 columns each
 
 
 class Order(IntEnum):
     """How the tiles of keys add up dQ: kernels/sm90/backward_config.cuh."""
 
-    BY_KEYS = 0
-    BY_CLAIM = 1
-    FREELY = 2
+    KEY_ORDER = 0
+    CLAIM_ORDER = 1
+    ANY_ORDER = 2
 
 
 class Walk(IntEnum):
@@ -82,7 +82,7 @@ class Config:
     head_dim: int
     head_dim_v: int
     block_q: int
-    by_keys: bool
+    warpgroups_own_keys: bool
     stages: int
     ds_stages: int
     softcap: bool
@@ -95,12 +95,12 @@ class Config:
 
     @property
     def block_kv(self) -> int:
-        return 128 if self.by_keys else 64
+        return 128 if self.warpgroups_own_keys else 64
 
     @property
     def weight_factor(self) -> float:
         """What all weights are raised by, so that truncating them to bf16 is right on average."""
-        return 1.0 + TRUNCATION_BIAS if self.bf16 and self.by_keys else 1.0
+        return 1.0 + TRUNCATION_BIAS if self.bf16 and self.warpgroups_own_keys else 1.0
 
     @property
     def smem_bytes(self) -> int:
@@ -108,11 +108,11 @@ class Config:
         kv = matrix_bytes(self.block_kv, self.head_dim) + matrix_bytes(self.block_kv, self.head_dim_v)
         rings = self.stages * (matrix_bytes(self.block_q, self.head_dim) + matrix_bytes(self.block_q, self.head_dim_v))
         ds = self.ds_stages * matrix_bytes(self.block_kv, self.block_q)
-        weights = 16 if self.by_keys else self.block_q * 64 * 4
+        weights = 16 if self.warpgroups_own_keys else self.block_q * 64 * 4
         vectors = 2 * self.stages * self.block_q * 4 + self.stages * 2 * 4
-        barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TURN_STAGES)
-        before_turns = -(-(kv + rings + ds + weights + vectors + barriers + 2 * 4) // 16) * 16
-        return -(-(before_turns + TURN_STAGES * 8 + 16 * 4 + self.stages * 4) // 1024) * 1024
+        barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TICKET_STAGES)
+        before_tickets = -(-(kv + rings + ds + weights + vectors + barriers + 2 * 4) // 16) * 16
+        return -(-(before_tickets + TICKET_STAGES * 8 + 16 * 4 + self.stages * 4) // 1024) * 1024
 
     @property
     def name(self) -> str:
@@ -205,7 +205,7 @@ def postprocess_unit(bf16: bool) -> Unit:
 _MainParams = struct(
     "BackwardParams",
     (MAP, "q_map k_map v_map dout_map dk_map dv_map"),
-    (POINTER, "start_s start_dp dq_sums turns dkv_sums piece_turns dq"),
+    (POINTER, "start_s start_dp dq_sums dq_tickets dkv_sums piece_tickets dq"),
     (LONG, stride_names("dq")),
     (INT, "batch heads_kv heads_per_kv seq_q seq_k head_dim band_first_shift band_end_shift"),
     (INT, "q_tiles kv_tiles pieces piece_steps sections order walk store_dk store_dv"),
@@ -218,8 +218,8 @@ _PreprocessParams = struct(
     (LONG, stride_names("out")),
     (POINTER, "dout"),
     (LONG, stride_names("dout")),
-    (POINTER, "lse dlse start_s start_dp dq_sums turns piece_turns"),
-    (INT, "piece_turn_count heads seq_q rows head_dim_v row_floats block_q"),
+    (POINTER, "lse dlse start_s start_dp dq_sums dq_tickets piece_tickets"),
+    (INT, "piece_ticket_count heads seq_q rows head_dim_v row_floats block_q"),
     (FLOAT, "lse_factor start_bias"),
 )
 
@@ -236,7 +236,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
     config = _only(config, wants)
     divided = divide(problem, config, target)
     sums_dq = config.makes_dq and not config.writes_dq
-    in_turns = sums_dq and _takes_turns(problem, config)
+    takes_tickets = sums_dq and _has_tickets(problem, config)
     cut = divided.cut and config.makes_dkv
     pairs, kv_pairs = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
     q_tiles, kv_tiles = tiles(problem.seq_q, config.block_q), tiles(problem.seq_kv, config.block_kv)
@@ -244,8 +244,8 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
     scratch = Layout.of(
         start_s=4 * pairs * rows,
         start_dp=4 * pairs * rows,
-        turns=8 * pairs * q_tiles if in_turns else 0,
-        piece_turns=16 * kv_pairs * kv_tiles if cut else 0,
+        dq_tickets=8 * pairs * q_tiles if takes_tickets else 0,
+        piece_tickets=16 * kv_pairs * kv_tiles if cut else 0,
         dq_sums=4 * pairs * rows * config.head_dim if sums_dq else 0,
         dkv_sums=4 * kv_pairs * kv_tiles * config.block_kv * (config.head_dim + config.head_dim_v) if cut else 0,
     )
@@ -260,10 +260,10 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "dlse": Address("dlse", optional=True),
         "start_s": scratch.address("start_s"),
         "start_dp": scratch.address("start_dp"),
-        "dq_sums": None if in_turns else scratch.address("dq_sums"),
-        "turns": scratch.address("turns"),
-        "piece_turns": scratch.address("piece_turns"),
-        "piece_turn_count": 2 * kv_pairs * kv_tiles,
+        "dq_sums": None if takes_tickets else scratch.address("dq_sums"),
+        "dq_tickets": scratch.address("dq_tickets"),
+        "piece_tickets": scratch.address("piece_tickets"),
+        "piece_ticket_count": 2 * kv_pairs * kv_tiles,
         "heads": problem.heads_q,
         "seq_q": problem.seq_q,
         "rows": rows,
@@ -284,9 +284,9 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "start_s": scratch.address("start_s"),
         "start_dp": scratch.address("start_dp"),
         "dq_sums": scratch.address("dq_sums"),
-        "turns": scratch.address("turns"),
+        "dq_tickets": scratch.address("dq_tickets"),
         "dkv_sums": scratch.address("dkv_sums"),
-        "piece_turns": scratch.address("piece_turns"),
+        "piece_tickets": scratch.address("piece_tickets"),
         **({"dq": Address("dq"), **strides("dq")} if config.makes_dq else {}),
         **shape_params(problem),
         **term_params(problem, precise=False),
@@ -329,17 +329,17 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
             overlap=True,
         ),
     ]
-    if sums_dq and not in_turns:
+    if sums_dq and not takes_tickets:
         post = postprocess_unit(config.bf16)
         launches.append(Launch(post, _PostprocessParams, postprocess, edges, EDGE_THREADS, overlap=True))
-    blind = in_turns and not _every_tile_sees_keys(problem, config.block_q)
+    blind = takes_tickets and not _every_tile_sees_keys(problem, config.block_q)
     says = (f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch",)
     return Program(tuple(launches), scratch, frozenset({"dq"} if blind else ()), says)
 
 
 def _has_one_tile(problem: Problem, row: dict[str, Any]) -> bool:
     """One tile holds all keys, and every tile of queries sees some of them."""
-    if problem.scores or problem.seq_kv > (128 if row["by_keys"] else 64):
+    if problem.scores or problem.seq_kv > (128 if row["warpgroups_own_keys"] else 64):
         return False
     return _every_tile_sees_keys(problem, row["block_q"])
 
@@ -352,7 +352,7 @@ def _every_tile_sees_keys(problem: Problem, block_q: int) -> bool:
 
 
 # Tiles of keys up to which waiting for the first and the last at a dQ costs less than zeroing and rounding its sums.
-MAX_BY_CLAIM = 16
+MAX_CLAIMANTS = 16
 # With more queries than keys the first tile of keys is the last at most of them, which it must load again: all others
 # wait for it in the end, unless the L2 cache holds all sums.
 MAX_CLAIMED_BYTES = 40 * 2**20
@@ -360,23 +360,23 @@ MAX_CLAIMED_BYTES = 40 * 2**20
 
 def _order(problem: Problem, config: Config) -> Order:
     if problem.deterministic:
-        return Order.BY_KEYS
+        return Order.KEY_ORDER
     sums = problem.batch * problem.heads_q * problem.seq_q * config.head_dim * 4
-    if problem.seq_kv > MAX_BY_CLAIM * config.block_kv or (problem.seq_q > problem.seq_kv and sums > MAX_CLAIMED_BYTES):
-        return Order.FREELY
-    return Order.BY_CLAIM
+    if problem.seq_kv > MAX_CLAIMANTS * config.block_kv or (problem.seq_q > problem.seq_kv and sums > MAX_CLAIMED_BYTES):
+        return Order.ANY_ORDER
+    return Order.CLAIM_ORDER
 
 
 def _walk(problem: Problem, config: Config, cut: bool) -> Walk:
     """Down where tiles stay together that way, and pieces of them can take turns: kernels/sm90/backward_config.cuh."""
-    by_keys = _order(problem, config) is Order.BY_KEYS
-    if isinstance(problem.mask, Causal) and (problem.group > 1 or (by_keys and cut)):
+    in_key_order = _order(problem, config) is Order.KEY_ORDER
+    if isinstance(problem.mask, Causal) and (problem.group > 1 or (in_key_order and cut)):
         return Walk.DOWN
-    return Walk.STAIRS if by_keys else Walk.AROUND
+    return Walk.STAIRS if in_key_order else Walk.AROUND
 
 
-def _takes_turns(problem: Problem, config: Config) -> bool:
-    return _order(problem, config) is not Order.FREELY
+def _has_tickets(problem: Problem, config: Config) -> bool:
+    return _order(problem, config) is not Order.ANY_ORDER
 
 
 # Fitted to measurements of uncut and cut tiles on an NVIDIA H200.
@@ -422,7 +422,7 @@ def _config(row: dict[str, Any], bf16: bool, softcap: bool) -> Config:
         head_dim=row["head_dims"][0],
         head_dim_v=row["head_dims"][1],
         block_q=row["block_q"],
-        by_keys=row["by_keys"],
+        warpgroups_own_keys=row["warpgroups_own_keys"],
         stages=row["stages"],
         ds_stages=row["ds_stages"],
         softcap=softcap,

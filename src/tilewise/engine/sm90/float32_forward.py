@@ -68,7 +68,7 @@ class Config:
     v_stages: int
     value_columns: int
     softcap: bool
-    turns: bool
+    pingpong: bool
 
     @property
     def block_q(self) -> int:
@@ -243,7 +243,7 @@ _Params = struct(
     (LONG, stride_names("out")),
     (POINTER, "lse"),
     (INT, "batch heads heads_per_kv seq_q seq_k head_dim_v band_first_shift band_end_shift"),
-    (INT, "q_tiles sections longest_first most_exponents"),
+    (INT, "q_tiles sections longest_first max_exponents"),
     (FLOAT, "scale_log2 softcap_in lse_scale"),
 )
 
@@ -353,7 +353,7 @@ def _fields(
         "head_dim_v": problem.head_dim_v,
         "q_tiles": tiles(problem.seq_q, config.block_q),
         **forward_order(problem, target, 2 * config.parts),
-        "most_exponents": max_exponents(problem),
+        "max_exponents": max_exponents(problem),
         **term_params(problem, precise=True),
         "scale_log2": scale * LOG2_E,
         "lse_scale": scale,
@@ -368,4 +368,4 @@ def max_exponents(problem: Problem) -> int:
 
 def _config(parts: int, classes: tuple[int, int], softcap: bool) -> Config:
     consumers, block_kv, k_stages, v_stages, columns = _SHAPES[parts][classes]
-    return Config(parts, *classes, consumers, block_kv, k_stages, v_stages, columns, softcap, turns=consumers == 2)
+    return Config(parts, *classes, consumers, block_kv, k_stages, v_stages, columns, softcap, pingpong=consumers == 2)

@@ -110,15 +110,15 @@ class Config:
     def name(self) -> str:
         kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}_{MASK_KINDS[self.mask]}"
         shape = f"q{self.block_q}_kv{self.block_kv}_k{self.k_stages}v{self.v_stages}"
-        extras = f"{'_softcap' if self.softcap else ''}{'_turns' if self.pingpong else ''}"
+        extras = f"{'_softcap' if self.softcap else ''}{'_pingpong' if self.pingpong else ''}"
         extras += "_split" if self.split else ""
         return f"forward_{kind}_{shape}{extras}{f'_x{self.ctas_per_sm}' if self.ctas_per_sm > 1 else ''}"
 
     @property
     def label(self) -> str:
         """What a search varies, in a few words."""
-        turns = " turns" if self.pingpong else ""
-        return f"{self.block_q}x{self.block_kv} K{self.k_stages}V{self.v_stages} x{self.ctas_per_sm}{turns}"
+        pingpong = " ping-pong" if self.pingpong else ""
+        return f"{self.block_q}x{self.block_kv} K{self.k_stages}V{self.v_stages} x{self.ctas_per_sm}{pingpong}"
 
     def __str__(self) -> str:
         tile = f"tile {self.block_q} x {self.block_kv}, {self.consumers} + 1 warpgroups"

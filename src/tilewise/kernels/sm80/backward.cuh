@@ -38,7 +38,7 @@
 //   middle  P and dS are written
 //   after   (one stage) Q and dO are read; the copies for the next step overwrite them
 // Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter per query
-// tile says whose turn it is; a barrier follows the wait for it, and another precedes passing it on.
+// tile counts the tickets that were served; a barrier follows the wait for it, and another precedes passing it on.
 //
 // Registers of a thread: S and dP block_q * block_kv / threads each, dK and dV block_kv * (d + dv) /
 // threads, dQ block_q * d / threads when S and dP are gone.
@@ -226,21 +226,21 @@ struct Backward {
   // Waits for the KV tiles before this one to have added to the step's dQ.
   // Why this cannot hang: the CTA that is waited for has a smaller block index, so it runs already.
   __device__ __forceinline__ void await_ticket() {
-    if (params.turns == nullptr) return;
+    if (params.dq_tickets == nullptr) return;
     if (threadIdx.x == 0) {
       const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
       const int first_tile = band.first_key(cursor.q_tile * block_q) / block_kv;
-      const int* ticket = params.turns + tile_index(cursor);
+      const int* ticket = params.dq_tickets + tile_index(cursor);
       while (ptx::load_acquire(ticket) < plan.kv_tile - first_tile) {
       }
     }
     __syncthreads();
   }
   __device__ __forceinline__ void pass_ticket() {
-    if (params.turns == nullptr) return;
+    if (params.dq_tickets == nullptr) return;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) ptx::add_release(params.turns + tile_index(cursor), 1);
+    if (threadIdx.x == 0) ptx::add_release(params.dq_tickets + tile_index(cursor), 1);
   }
 
   // Sums in global memory lie in fragment order, 128 floats per block of 16 x 8: as a lane holds
@@ -341,7 +341,7 @@ struct Backward {
   // dK and dV of one piece of several to their sums, or the other way round: true if this is the
   // last piece, whose accumulators are then the sums of all.
   __device__ __forceinline__ bool join_pieces() {
-    PieceTickets* tickets = params.piece_turns + key_tile_index();
+    PieceTickets* tickets = params.piece_tickets + key_tile_index();
     if (threadIdx.x == 0)
       smem.pieces_before =
           await_pieces(tickets, plan.piece, plan.pieces, params.in_order != 0, true);

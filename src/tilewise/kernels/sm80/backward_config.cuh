@@ -38,11 +38,12 @@ struct BackwardParams {
   const float* lse_log2;   // (batch, heads, rows padded to block_q); +inf where no key is seen
   const float* row_terms;  // likewise: rowsum(dO * O) - dlse
   float* dq_sums;          // null: dQ is not wanted; zeroed (batch, heads, q_tiles, fragments)
-  int* turns;  // null, or zeroed (batch, heads, q_tiles): dQ is summed in the order of the keys
+  int*
+      dq_tickets;  // null, or zeroed (batch, heads, q_tiles): dQ is summed in the order of the keys
   // Where KV tiles are cut into pieces: sums of dK and dV, (batch, heads_kv, kv_tiles, fragments),
   // and the tickets of pieces for them, zeroed (batch, heads_kv, kv_tiles).
   float* dkv_sums;
-  PieceTickets* piece_turns;
+  PieceTickets* piece_tickets;
   int batch;
   int heads_kv;
   int heads_per_kv;

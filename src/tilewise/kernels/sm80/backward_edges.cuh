@@ -10,14 +10,14 @@ namespace tilewise::sm80 {
 struct PreprocessParams {
   Tensor out;
   Tensor dout;
-  const float* lse;           // (batch, heads, seq_q)
-  const float* dlse;          // null, or likewise
-  float* lse_log2;            // (batch, heads, rows), rows padded to the query tile
-  float* row_terms;           // likewise
-  float* dq_sums;             // null, or row_floats a row, to be zeroed
-  int* turns;                 // null, or one per query tile, to be zeroed
-  PieceTickets* piece_turns;  // null, or so many tickets of pieces for dK and dV, to be zeroed
-  int piece_turn_count;
+  const float* lse;             // (batch, heads, seq_q)
+  const float* dlse;            // null, or likewise
+  float* lse_log2;              // (batch, heads, rows), rows padded to the query tile
+  float* row_terms;             // likewise
+  float* dq_sums;               // null, or row_floats a row, to be zeroed
+  int* dq_tickets;              // null, or one per query tile, to be zeroed
+  PieceTickets* piece_tickets;  // null, or so many tickets of pieces for dK and dV, to be zeroed
+  int piece_ticket_count;
   int heads;
   int seq_q;
   int rows;
@@ -67,12 +67,13 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     for (int i = threadIdx.x; i < edge_rows / 4 * params.row_floats; i += edge_threads)
       sums[i] = float4{};
   }
-  if (params.turns != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
-    params.turns[first / params.block_q] = 0;
-  if (params.piece_turns != nullptr) {
+  if (params.dq_tickets != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
+    params.dq_tickets[first / params.block_q] = 0;
+  if (params.piece_tickets != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * edge_threads;
-    for (int i = blockIdx.x * edge_threads + threadIdx.x; i < params.piece_turn_count; i += stride)
-      params.piece_turns[i] = PieceTickets{0, 0};
+    for (int i = blockIdx.x * edge_threads + threadIdx.x; i < params.piece_ticket_count;
+         i += stride)
+      params.piece_tickets[i] = PieceTickets{0, 0};
   }
 #pragma unroll
   for (int i = 0; i < edge_rows; i += rows_at_once) {

@@ -45,7 +45,7 @@
 //   middle  dS is written; Q and dO are read: with one stage the copies for the next step overwrite them,
 //           under step 9
 // Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter per query
-// tile says whose turn it is; a barrier follows the wait for it, and another precedes passing it on.
+// tile counts the tickets that were served; a barrier follows the wait for it, and another precedes passing it on.
 //
 // Registers of a thread: (d + dv) / 2 of dK and dV, block_q / 2 each of P and dS, 32 of fresh sums.
 // clang-format on
@@ -333,21 +333,21 @@ struct Float32Backward {
   // Waits for the KV tiles before this one to have added to the step's dQ.
   // Why this cannot hang: the CTA that is waited for has a smaller block index, so it runs already.
   __device__ __forceinline__ void await_ticket() {
-    if (params.turns == nullptr) return;
+    if (params.dq_tickets == nullptr) return;
     if (threadIdx.x == 0) {
       const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
       const int first_tile = band.first_key(cursor.q_tile * block_q) / block_kv;
-      const int* ticket = params.turns + tile_index(cursor);
+      const int* ticket = params.dq_tickets + tile_index(cursor);
       while (ptx::load_acquire(ticket) < plan.kv_tile - first_tile) {
       }
     }
     __syncthreads();
   }
   __device__ __forceinline__ void pass_ticket() {
-    if (params.turns == nullptr) return;
+    if (params.dq_tickets == nullptr) return;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) ptx::add_release(params.turns + tile_index(cursor), 1);
+    if (threadIdx.x == 0) ptx::add_release(params.dq_tickets + tile_index(cursor), 1);
   }
 
   // Adds 16 x 32 numbers to dQ, rows from `first_row` of the sequence and columns from
@@ -482,7 +482,7 @@ struct Float32Backward {
   __device__ __forceinline__ void finish() {
     if (plan.pieces == 1) return store_both<false>();
     const long long pair = static_cast<long long>(plan.batch) * params.heads_kv + plan.head_kv;
-    PieceTickets* tickets = params.piece_turns + pair * params.kv_tiles + plan.kv_tile;
+    PieceTickets* tickets = params.piece_tickets + pair * params.kv_tiles + plan.kv_tile;
     if (threadIdx.x == 0)
       smem.pieces_before =
           await_pieces(tickets, plan.piece, plan.pieces, params.in_order != 0, false);
@@ -558,14 +558,14 @@ __device__ __forceinline__ void float32_backward(
 struct Float32PreprocessParams {
   Tensor out;
   Tensor dout;
-  Tensor dq;                  // data null, or to be zeroed
-  const float* lse;           // (batch, heads, seq_q)
-  const float* dlse;          // null, or likewise
-  float* padded_lse;          // (batch, heads, rows), rows padded to the query tile
-  float* row_terms;           // likewise
-  int* turns;                 // null, or one per query tile, to be zeroed
-  PieceTickets* piece_turns;  // null, or so many tickets of pieces for dK and dV, to be zeroed
-  int piece_turn_count;
+  Tensor dq;                    // data null, or to be zeroed
+  const float* lse;             // (batch, heads, seq_q)
+  const float* dlse;            // null, or likewise
+  float* padded_lse;            // (batch, heads, rows), rows padded to the query tile
+  float* row_terms;             // likewise
+  int* dq_tickets;              // null, or one per query tile, to be zeroed
+  PieceTickets* piece_tickets;  // null, or so many tickets of pieces for dK and dV, to be zeroed
+  int piece_ticket_count;
   int heads;
   int seq_q;
   int rows;
@@ -586,13 +586,13 @@ __device__ __forceinline__ void float32_preprocess(const Float32PreprocessParams
   const int lane = threadIdx.x % lanes, column = lane * 4;
   const int first_row = blockIdx.x % blocks * float32_edge_rows;
   const long long first = static_cast<long long>(batch_head) * params.rows + first_row;
-  if (params.turns != nullptr && threadIdx.x < float32_edge_rows &&
+  if (params.dq_tickets != nullptr && threadIdx.x < float32_edge_rows &&
       (first_row + threadIdx.x) % params.block_q == 0)
-    params.turns[(first + threadIdx.x) / params.block_q] = 0;
-  if (params.piece_turns != nullptr) {
+    params.dq_tickets[(first + threadIdx.x) / params.block_q] = 0;
+  if (params.piece_tickets != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * float32_edge_threads;
     int i = blockIdx.x * float32_edge_threads + threadIdx.x;
-    for (; i < params.piece_turn_count; i += stride) params.piece_turns[i] = PieceTickets{0, 0};
+    for (; i < params.piece_ticket_count; i += stride) params.piece_tickets[i] = PieceTickets{0, 0};
   }
 #pragma unroll 1
   for (int i = 0; i < float32_edge_rows; i += rows_at_once) {

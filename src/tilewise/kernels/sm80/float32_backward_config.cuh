@@ -34,10 +34,11 @@ struct Float32BackwardParams {
   Tensor dv;               // likewise
   const float* lse;        // (batch, heads, rows padded to block_q); +inf where no key is seen
   const float* row_terms;  // likewise: rowsum(dO * O) - dlse
-  int* turns;  // null, or zeroed (batch, heads, q_tiles): dQ is summed in the order of the keys
+  int*
+      dq_tickets;  // null, or zeroed (batch, heads, q_tiles): dQ is summed in the order of the keys
   // Null, or where KV tiles are cut into pieces: their tickets for dK and dV, zeroed (batch,
   // heads_kv, kv_tiles).
-  PieceTickets* piece_turns;
+  PieceTickets* piece_tickets;
   int batch;
   int heads_kv;
   int heads_per_kv;

@@ -128,9 +128,10 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy>&
       const int warp = threadIdx.x / 32;
       if (warp == 0) BackwardProducer<config, Policy>{params, smem, plan}.run();
       if constexpr (config.makes_dq && !config.writes_dq) {
-        if (warp == 1 && params.turns != nullptr)
+        if (warp == 1 && params.dq_tickets != nullptr)
           DqTicketKeeper<config>{params, smem, plan}.await();
-        if (warp == 2 && params.turns != nullptr) DqTicketKeeper<config>{params, smem, plan}.pass();
+        if (warp == 2 && params.dq_tickets != nullptr)
+          DqTicketKeeper<config>{params, smem, plan}.pass();
       }
     }
   } else if (warpgroup == 1) {
@@ -140,7 +141,7 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy>&
     }
   } else {
     ptx::setmaxnreg_inc<config.product_registers>();
-    if constexpr (config.by_keys) {
+    if constexpr (config.warpgroups_own_keys) {
       // Why asked again: the first answer is kept in a register that is needed elsewhere.
       DkDvWarpgroup<config, Policy>{{params, smem, plan, warpgroup_index() - 2}}.run();
     } else if (warpgroup == 2) {

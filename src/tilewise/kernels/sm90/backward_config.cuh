@@ -9,12 +9,13 @@ namespace tilewise::sm90 {
 
 // Mirrored field by field by `BackwardConfig` in backends/sm90_backward.py.
 struct BackwardConfig {
-  bool bf16;       // else fp16
-  int head_dim;    // class of q and k: smaller heads are zero-filled up to it
-  int head_dim_v;  // class of v and dout, likewise
-  int block_q;     // 64 or 128 query rows per step
-  bool by_keys;    // a product warpgroup owns dK and dV of 64 keys; else one owns dV, the other dK
-  int stages;      // of the Q and dO rings
+  bool bf16;                 // else fp16
+  int head_dim;              // class of q and k: smaller heads are zero-filled up to it
+  int head_dim_v;            // class of v and dout, likewise
+  int block_q;               // 64 or 128 query rows per step
+  bool warpgroups_own_keys;  // a product warpgroup owns dK and dV of 64 keys; else one owns dV, the
+                             // other dK
+  int stages;                // of the Q and dO rings
   int ds_stages;
   bool softcap;           // whether the policy of scores has one; kernels read it there
   bool writes_dq;         // one KV tile holds all keys: dQ needs no sums in global memory
@@ -24,12 +25,12 @@ struct BackwardConfig {
   int query_registers;    // of the warpgroup that makes dQ
   int product_registers;  // of the two that make the rest
 
-  TILEWISE_INLINE int block_kv() const { return by_keys ? 128 : 64; }
+  TILEWISE_INLINE int block_kv() const { return warpgroups_own_keys ? 128 : 64; }
   TILEWISE_INLINE int q_blocks() const { return block_q / 64; }
   TILEWISE_INLINE int threads() const { return 512; }
   // Weights in 16 bits keep their next 8 beside them, so that dS does not feel their rounding.
-  TILEWISE_INLINE bool keeps_rest() const { return by_keys; }
-  TILEWISE_INLINE int ds_writers() const { return by_keys ? 8 : 4; }  // warps
+  TILEWISE_INLINE bool keeps_rest() const { return warpgroups_own_keys; }
+  TILEWISE_INLINE int ds_writers() const { return warpgroups_own_keys ? 8 : 4; }  // warps
 };
 
 // How many KV tiles have taken a ticket for the dQ of a query tile, and how many have added to it.
@@ -72,11 +73,11 @@ struct BackwardParams {
   // Null: dQ is not wanted, or one KV tile holds all keys. Else (batch, heads, q_tiles, fragment
   // order).
   float* dq_sums;
-  DqTickets* turns;  // null, or the tickets for dQ, zeroed (batch, heads, q_tiles)
+  DqTickets* dq_tickets;  // null, or the tickets for dQ, zeroed (batch, heads, q_tiles)
   // Where KV tiles are cut into pieces: float32 sums of dK and dV, (batch, heads_kv, kv_tiles,
   // fragment order), and the tickets of pieces for them, (batch, heads_kv, kv_tiles, 2), zeroed.
   float* dkv_sums;
-  PieceTickets* piece_turns;
+  PieceTickets* piece_tickets;
   void* dq;                   // null: not wanted
   long long dq_batch_stride;  // in elements
   long long dq_head_stride;
@@ -217,7 +218,7 @@ struct BackwardSmem {
   // Stored as keys x queries, 64 queries a panel.
   alignas(1024) unsigned char ds[config.ds_stages][matrix_bytes(config.block_kv(), config.block_q)];
   // Weights on their way from the dV warpgroup to the dK warpgroup, in fragment order.
-  alignas(1024) float weights[config.by_keys ? 4 : config.block_q * 64];
+  alignas(1024) float weights[config.warpgroups_own_keys ? 4 : config.block_q * 64];
   alignas(16) float start_s[config.stages][config.block_q];
   alignas(16) float start_dp[config.stages][config.block_q];
   int seen_tile[config.stages][2];  // SeenTile of the Q in a stage, per product warpgroup

@@ -18,10 +18,10 @@ struct PreprocessParams {
   const float* dlse;  // null, or likewise
   float* start_s;     // (batch, heads, rows), rows padded to the query tile
   float* start_dp;
-  float* dq_sums;             // null, or row_floats * rows floats per head, to be zeroed
-  DqTickets* turns;           // null, or one per query tile, to be zeroed
-  PieceTickets* piece_turns;  // null, or so many tickets of pieces for dK and dV, to be zeroed
-  int piece_turn_count;
+  float* dq_sums;               // null, or row_floats * rows floats per head, to be zeroed
+  DqTickets* dq_tickets;        // null, or one per query tile, to be zeroed
+  PieceTickets* piece_tickets;  // null, or so many tickets of pieces for dK and dV, to be zeroed
+  int piece_ticket_count;
   int heads;
   int seq_q;
   int rows;
@@ -92,13 +92,13 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     for (int i = threadIdx.x; i < edge_rows / 4 * params.row_floats; i += edge_threads)
       sums[i] = float4{};
   }
-  if (params.turns != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
-    params.turns[(static_cast<long long>(batch_head) * params.rows + first_row) / params.block_q] =
-        DqTickets{0, 0};
-  if (params.piece_turns != nullptr) {
+  if (params.dq_tickets != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
+    params.dq_tickets[(static_cast<long long>(batch_head) * params.rows + first_row) /
+                      params.block_q] = DqTickets{0, 0};
+  if (params.piece_tickets != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * edge_threads;
-    for (int i = block * edge_threads + threadIdx.x; i < params.piece_turn_count; i += stride)
-      params.piece_turns[i] = PieceTickets{0, 0};
+    for (int i = block * edge_threads + threadIdx.x; i < params.piece_ticket_count; i += stride)
+      params.piece_tickets[i] = PieceTickets{0, 0};
   }
 #pragma unroll
   for (int i = 0; i < edge_rows / rows_at_once; ++i) {

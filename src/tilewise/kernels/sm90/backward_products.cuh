@@ -36,11 +36,12 @@ struct ProductWarpgroup {
   const ParamsOf<BackwardParams, Policy>& params;
   BackwardSmem<config>& smem;
   const BackwardPlan& plan;
-  const int warpgroup;                                  // 0 or 1
-  const int row = config.by_keys ? warpgroup * 64 : 0;  // of the KV tile, the first of 64
+  const int warpgroup;  // 0 or 1
+  const int row =
+      config.warpgroups_own_keys ? warpgroup * 64 : 0;  // of the KV tile, the first of 64
   const int warp = threadIdx.x / 32 % 4;
   // Why asked again in some kernels: the answer would take a register that they do not have.
-  using LaneOf = Lane<config.writes_dq || (config.by_keys && block_q == 64)>;
+  using LaneOf = Lane<config.writes_dq || (config.warpgroups_own_keys && block_q == 64)>;
   const typename LaneOf::Type lane = LaneOf::ask();
 
   using Position = RingPosition<config.stages>;
@@ -73,7 +74,7 @@ struct ProductWarpgroup {
     constexpr int key_panel = panel_bytes(block_kv) >> 4, query_panel = panel_bytes(block_q) >> 4;
     u32 key_low = wgmma::descriptor_low(ptx::smem_address(keys) + panel_bytes(row), 16);
     // Why: the compiler would keep all these descriptors over the loop, and spill.
-    if constexpr (!config.by_keys) asm volatile("" : "+r"(key_low));
+    if constexpr (!config.warpgroups_own_keys) asm volatile("" : "+r"(key_low));
     const u32 query_low = wgmma::descriptor_low(ptx::smem_address(queries), 16);
 #pragma unroll
     for (int step = 0; step < dim / 16; ++step)
@@ -243,7 +244,7 @@ struct ProductWarpgroup {
   }
   __device__ __forceinline__ PieceTickets* piece_tickets() {
     const long long pair = static_cast<long long>(plan.batch) * params.heads_kv + plan.head_kv;
-    return params.piece_turns + (pair * params.kv_tiles + plan.kv_tile) * 2 + warpgroup;
+    return params.piece_tickets + (pair * params.kv_tiles + plan.kv_tile) * 2 + warpgroup;
   }
 
   // How many pieces of this KV tile add before this one: common/piece_tickets.cuh.

@@ -57,7 +57,7 @@ struct BackwardProducer {
   // What a query tile is to the 64 keys of a product warpgroup.
   __device__ __forceinline__ SeenTile seen(int q_tile, int warpgroup) {
     if (!plan.partial(q_tile)) return {q_tile, SeenTile::full};
-    if constexpr (!config.by_keys) return {q_tile, SeenTile::partial};
+    if constexpr (!config.warpgroups_own_keys) return {q_tile, SeenTile::partial};
     const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
     const int key = plan.kv_tile * block_kv + warpgroup * 64;
     const bool hidden = key >= params.seq_k ||
@@ -144,7 +144,7 @@ struct DqTicketKeeper {
   const BackwardPlan& plan;
 
   __device__ __forceinline__ DqTickets* tickets_at(const StepCursor& at) {
-    return params.turns + query_tile_index(params, plan, at);
+    return params.dq_tickets + query_tile_index(params, plan, at);
   }
   __device__ __forceinline__ DqTicket numbered(int before, int q_tile) {
     return {before, adders<config.block_q, config.block_kv()>(params, q_tile).count() - 1 - before};

@@ -35,10 +35,10 @@ struct GradParams {
   const int* term_exponents;  // (batch, heads, q_tiles): of the largest |row term|
   const float* lse;           // (batch, heads, rows padded to 64)
   const float* row_terms;     // likewise: rowsum(dO * O) - dlse
-  int* turns;  // null, or zeroed (batch, heads, q_tiles): KV tiles add to dQ in order
+  int* dq_tickets;  // null, or zeroed (batch, heads, q_tiles): KV tiles add to dQ in order
   // Null, or where KV tiles are cut into pieces: their tickets for dV and for dK, zeroed (batch,
   // heads_kv, kv_tiles, 2).
-  PieceTickets* piece_turns;
+  PieceTickets* piece_tickets;
   float* dq;  // each null, or where to store; dq zeroed
   long long dq_batch_stride, dq_head_stride, dq_seq_stride;  // in elements
   float* dk;
@@ -104,9 +104,9 @@ struct RowParams {
   float* padded_lse;  // the rest as in GradParams
   float* row_terms;
   int* term_exponents;
-  int* turns;
-  PieceTickets* piece_turns;  // null, or so many, to be zeroed
-  int piece_turn_count;
+  int* dq_tickets;
+  PieceTickets* piece_tickets;  // null, or so many, to be zeroed
+  int piece_ticket_count;
   int heads;
   int seq_q;
   int q_tiles;

@@ -237,7 +237,7 @@ struct GradWarpgroup {
     if (plan.pieces == 1) return store(sums, scale, place, stride, dim);
     constexpr int barrier =
         which == 0 ? GradBarrierId::value_warpgroup : GradBarrierId::key_warpgroup;
-    PieceTickets* tickets = params.piece_turns + 2 * key_tile() + which;
+    PieceTickets* tickets = params.piece_tickets + 2 * key_tile() + which;
     if (threadIdx.x % 128 == 0)
       smem.pieces_before[which] =
           await_pieces(tickets, plan.piece, plan.pieces, params.in_order != 0, false);
@@ -506,7 +506,7 @@ struct GradDqWarpgroup : GradWarpgroup<config, Policy> {
   __device__ __forceinline__ void await_ticket() {
     const int before = ticket_by_keys<grad_block, grad_block>(params, plan, cursor.q_tile).before;
     if (threadIdx.x % 128 == 0 && before > 0) {
-      while (ptx::load_acquire(params.turns + this->query_tile()) < before) {
+      while (ptx::load_acquire(params.dq_tickets + this->query_tile()) < before) {
       }
     }
     ptx::barrier_sync<128>(GradBarrierId::query_warpgroup);
@@ -514,7 +514,7 @@ struct GradDqWarpgroup : GradWarpgroup<config, Policy> {
   __device__ __forceinline__ void pass_ticket() {
     __threadfence();
     ptx::barrier_sync<128>(GradBarrierId::query_warpgroup);
-    if (threadIdx.x % 128 == 0) ptx::add_release(params.turns + this->query_tile(), 1);
+    if (threadIdx.x % 128 == 0) ptx::add_release(params.dq_tickets + this->query_tile(), 1);
   }
 
   __device__ __forceinline__ void run() {
@@ -534,9 +534,9 @@ struct GradDqWarpgroup : GradWarpgroup<config, Policy> {
       if (params.dq != nullptr) multiply(dq);
       this->arrive(&smem.room_empty[room.stage]);
       if (params.dq == nullptr) continue;
-      if (params.turns != nullptr) await_ticket();
+      if (params.dq_tickets != nullptr) await_ticket();
       add(dq, -shift_of(exponent, true) - k_shift, exponent + k_exponent < tiny_exponent);
-      if (params.turns != nullptr) pass_ticket();
+      if (params.dq_tickets != nullptr) pass_ticket();
     }
   }
 };

@@ -54,12 +54,12 @@ __device__ __forceinline__ void row_terms(const RowParams& params) {
   __syncthreads();
   if (threadIdx.x == 0) {
     params.term_exponents[blockIdx.x] = exponent_of(max_bits);
-    if (params.turns != nullptr) params.turns[blockIdx.x] = 0;
+    if (params.dq_tickets != nullptr) params.dq_tickets[blockIdx.x] = 0;
   }
-  if (params.piece_turns != nullptr) {
+  if (params.piece_tickets != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * row_threads;
-    for (int i = blockIdx.x * row_threads + threadIdx.x; i < params.piece_turn_count; i += stride)
-      params.piece_turns[i] = PieceTickets{0, 0};
+    for (int i = blockIdx.x * row_threads + threadIdx.x; i < params.piece_ticket_count; i += stride)
+      params.piece_tickets[i] = PieceTickets{0, 0};
   }
 }
 

@@ -21,7 +21,7 @@ struct Config {
   int v_stages;
   int value_columns;  // of out that one product of values makes; divides head_dim_v
   bool softcap;       // whether the policy of scores has one; kernels read it there
-  bool turns;         // two consumer warpgroups take turns to issue their products
+  bool pingpong;      // two consumer warpgroups take turns to issue their products
 
   TILEWISE_INLINE bool bf16() const { return parts == 3; }
   // A wide range of exponents needs no admission, and such a kernel runs only what was refused.
@@ -158,7 +158,7 @@ struct Params {
   int q_tiles;
   int sections;
   int longest_first;
-  int most_exponents;  // of q's largest and k's largest, added, that two parts of fp16 can serve
+  int max_exponents;  // of q's largest and k's largest, added, that two parts of fp16 can serve
   float scale_log2;
   float softcap_in;
   float lse_scale;  // scale_log2 / log2(e)

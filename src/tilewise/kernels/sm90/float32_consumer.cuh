@@ -75,14 +75,14 @@ struct Consumer {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  // Why turns: warpgroups in step would run their softmax at the same time, with an idle tensor
-  // pipe. Invariant: each warpgroup takes one for every tile that the CTA touches.
+  // Why they take turns: warpgroups in step would run their softmax at the same time, with an idle
+  // tensor pipe. Invariant: each warpgroup takes one for every tile that the CTA touches.
   __device__ __forceinline__ void await_pingpong() {
-    if constexpr (config.turns) ptx::barrier_sync<256>(BarrierId::pingpong + warpgroup);
+    if constexpr (config.pingpong) ptx::barrier_sync<256>(BarrierId::pingpong + warpgroup);
   }
   __device__ __forceinline__ void pass_pingpong() {
-    static_assert(!config.turns || config.consumers == 2);
-    if constexpr (config.turns) ptx::barrier_arrive<256>(BarrierId::pingpong + 1 - warpgroup);
+    static_assert(!config.pingpong || config.consumers == 2);
+    if constexpr (config.pingpong) ptx::barrier_arrive<256>(BarrierId::pingpong + 1 - warpgroup);
   }
 
   __device__ __forceinline__ int row_of_thread(int r) const {
@@ -357,7 +357,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    if (config.turns && warpgroup == 1) ptx::barrier_arrive<256>(BarrierId::pingpong);
+    if (config.pingpong && warpgroup == 1) ptx::barrier_arrive<256>(BarrierId::pingpong);
 #pragma unroll
     for (int i = 0; i < config.head_dim_v / 2; ++i) o[i] = 0.0f;
     row_max[0] = row_max[1] = -infinity;

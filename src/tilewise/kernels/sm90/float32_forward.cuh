@@ -22,7 +22,7 @@
 // other warpgroup's products.
 //
 // Admission. Two parts of fp16 serve a CTA if for every tile that it touches
-//   - q, k and v are finite, and the exponents of the largest q and k add up to at most `most_exponents`;
+//   - q, k and v are finite, and the exponents of the largest q and k add up to at most `max_exponents`;
 //   - rows of V are within 2^14 of one another, columns within 2^12 (float32_split.cuh).
 // A CTA that is refused says so and ends; the kernel with three parts of bf16, launched behind it, does those rows, and
 // its other CTAs end at once. So does the split for it. Every choice is made here, from the data; no host waits. Where gradients
@@ -86,7 +86,7 @@ __device__ __forceinline__ bool is_admitted(const Params& params, const Plan& pl
   for (int n = plan.touched.begin + threadIdx.x; n < plan.touched.end; n += config.threads()) {
     const TileFact k = plan.k_facts[n];
     refused = refused || k.spread != spread_tame || plan.v_facts[n].spread != spread_tame ||
-              q_exponent + k.exponent > params.most_exponents;
+              q_exponent + k.exponent > params.max_exponents;
   }
   return !__syncthreads_or(refused);
 }
