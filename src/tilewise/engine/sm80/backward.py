@@ -165,7 +165,7 @@ def postprocess_unit(config: Config, arch: str) -> Unit:
 _MainParams = struct(
     "BackwardParams",
     (Strided, "q k v dout dk dv"),
-    (POINTER, "lse_log2 row_terms dq_sums dq_tickets dkv_sums piece_tickets"),
+    (POINTER, "lse_log2 row_terms dq_sums dq_tickets dkv_sums piece_tickets work_tickets"),
     (INT, "batch heads_kv heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift"),
     (INT, "q_tiles kv_tiles pieces piece_steps sections rows_descend in_order"),
     (FLOAT, "scale scale_log2 inverse_scale_log2 softcap_in"),
@@ -174,7 +174,7 @@ _MainParams = struct(
 _PreprocessParams = struct(
     "PreprocessParams",
     (Strided, "out dout"),
-    (POINTER, "lse dlse lse_log2 row_terms dq_sums dq_tickets piece_tickets"),
+    (POINTER, "lse dlse lse_log2 row_terms dq_sums dq_tickets piece_tickets work_tickets"),
     (INT, "piece_ticket_count heads seq_q rows head_dim_v row_floats block_q"),
 )
 
@@ -200,10 +200,11 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         row_terms=4 * pairs * rows,
         dq_tickets=4 * pairs * q_tiles if wants_dq and problem.deterministic else 0,
         piece_tickets=8 * kv_pairs * kv_tiles if cut else 0,
+        work_tickets=4 if problem.deterministic else 0,
         dq_sums=4 * pairs * rows * config.head_dim if wants_dq else 0,
         dkv_sums=4 * kv_pairs * kv_tiles * config.block_kv * (config.head_dim + config.head_dim_v) if cut else 0,
     )
-    shared_terms = ("lse_log2", "row_terms", "dq_sums", "dq_tickets", "piece_tickets")
+    shared_terms = ("lse_log2", "row_terms", "dq_sums", "dq_tickets", "piece_tickets", "work_tickets")
     terms = {name: scratch.address(name) for name in shared_terms}
     preprocess = {
         "out": View("out"),

@@ -152,7 +152,7 @@ def preprocess_unit(lanes: int, arch: str) -> Unit:
 _MainParams = struct(
     "Float32BackwardParams",
     (Strided, "q k v dout dq dk dv"),
-    (POINTER, "lse row_terms dq_tickets piece_tickets"),
+    (POINTER, "lse row_terms dq_tickets piece_tickets work_tickets"),
     (INT, "batch heads_kv heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift"),
     (INT, "q_tiles kv_tiles pieces piece_steps sections rows_descend in_order"),
     (FLOAT, "scale softmax_scale softcap_in"),
@@ -161,7 +161,7 @@ _MainParams = struct(
 _PreprocessParams = struct(
     "Float32PreprocessParams",
     (Strided, "out dout dq"),
-    (POINTER, "lse dlse padded_lse row_terms dq_tickets piece_tickets"),
+    (POINTER, "lse dlse padded_lse row_terms dq_tickets piece_tickets work_tickets"),
     (INT, "piece_ticket_count heads seq_q rows head_dim head_dim_v block_q"),
 )
 
@@ -178,9 +178,10 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         lse=4 * pairs * rows,
         row_terms=4 * pairs * rows,
         piece_tickets=8 * kv_pairs * kv_tiles if divided.cut and config.makes_dkv else 0,
+        work_tickets=4 if problem.deterministic else 0,
         dq_tickets=4 * pairs * rows // config.block_q if wants[0] and problem.deterministic else 0,
     )
-    terms = {name: scratch.address(name) for name in ("row_terms", "dq_tickets", "piece_tickets")}
+    terms = {name: scratch.address(name) for name in ("row_terms", "dq_tickets", "piece_tickets", "work_tickets")}
     grads = {name: View(name) for name, want in zip(("dq", "dk", "dv"), wants, strict=True) if want}
     # Copies count 16-bit numbers: a float32 is two.
     dims = {"head_dim": 2 * problem.head_dim, "head_dim_v": 2 * problem.head_dim_v}

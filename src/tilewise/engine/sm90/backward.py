@@ -205,7 +205,7 @@ def postprocess_unit(bf16: bool) -> Unit:
 _MainParams = struct(
     "BackwardParams",
     (MAP, "q_map k_map v_map dout_map dk_map dv_map"),
-    (POINTER, "start_s start_dp dq_sums dq_tickets dkv_sums piece_tickets dq"),
+    (POINTER, "start_s start_dp dq_sums dq_tickets dkv_sums piece_tickets work_tickets dq"),
     (LONG, stride_names("dq")),
     (INT, "batch heads_kv heads_per_kv seq_q seq_k head_dim band_first_shift band_end_shift"),
     (INT, "q_tiles kv_tiles pieces piece_steps sections order walk store_dk store_dv"),
@@ -218,7 +218,7 @@ _PreprocessParams = struct(
     (LONG, stride_names("out")),
     (POINTER, "dout"),
     (LONG, stride_names("dout")),
-    (POINTER, "lse dlse start_s start_dp dq_sums dq_tickets piece_tickets"),
+    (POINTER, "lse dlse start_s start_dp dq_sums dq_tickets piece_tickets work_tickets"),
     (INT, "piece_ticket_count heads seq_q rows head_dim_v row_floats block_q"),
     (FLOAT, "lse_factor start_bias"),
 )
@@ -246,6 +246,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         start_dp=4 * pairs * rows,
         dq_tickets=8 * pairs * q_tiles if takes_tickets else 0,
         piece_tickets=16 * kv_pairs * kv_tiles if cut else 0,
+        work_tickets=4 if problem.deterministic else 0,
         dq_sums=4 * pairs * rows * config.head_dim if sums_dq else 0,
         dkv_sums=4 * kv_pairs * kv_tiles * config.block_kv * (config.head_dim + config.head_dim_v) if cut else 0,
     )
@@ -263,6 +264,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "dq_sums": None if takes_tickets else scratch.address("dq_sums"),
         "dq_tickets": scratch.address("dq_tickets"),
         "piece_tickets": scratch.address("piece_tickets"),
+        "work_tickets": scratch.address("work_tickets"),
         "piece_ticket_count": 2 * kv_pairs * kv_tiles,
         "heads": problem.heads_q,
         "seq_q": problem.seq_q,
@@ -287,6 +289,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "dq_tickets": scratch.address("dq_tickets"),
         "dkv_sums": scratch.address("dkv_sums"),
         "piece_tickets": scratch.address("piece_tickets"),
+        "work_tickets": scratch.address("work_tickets"),
         **({"dq": Address("dq"), **strides("dq")} if config.makes_dq else {}),
         **shape_params(problem),
         **term_params(problem, precise=False),
@@ -362,7 +365,9 @@ def _order(problem: Problem, config: Config) -> Order:
     if problem.deterministic:
         return Order.KEY_ORDER
     sums = problem.batch * problem.heads_q * problem.seq_q * config.head_dim * 4
-    if problem.seq_kv > MAX_CLAIMANTS * config.block_kv or (problem.seq_q > problem.seq_kv and sums > MAX_CLAIMED_BYTES):
+    if problem.seq_kv > MAX_CLAIMANTS * config.block_kv or (
+        problem.seq_q > problem.seq_kv and sums > MAX_CLAIMED_BYTES
+    ):
         return Order.ANY_ORDER
     return Order.CLAIM_ORDER
 

@@ -150,14 +150,14 @@ _RowParams = struct(
     (LONG, stride_names("out")),
     (POINTER, "dout"),
     (LONG, stride_names("dout")),
-    (POINTER, "lse dlse padded_lse row_terms term_exponents dq_tickets piece_tickets"),
+    (POINTER, "lse dlse padded_lse row_terms term_exponents dq_tickets piece_tickets work_tickets"),
     (INT, "piece_ticket_count heads seq_q q_tiles head_dim_v"),
 )
 
 _MainParams = struct(
     "GradParams",
     (MAP, "q_map k_map v_map dout_map"),
-    (POINTER, "q_facts k_facts v_facts dout_facts term_exponents lse row_terms dq_tickets piece_tickets"),
+    (POINTER, "q_facts k_facts v_facts dout_facts term_exponents lse row_terms dq_tickets piece_tickets work_tickets"),
     (POINTER, "dq"),
     (LONG, stride_names("dq")),
     (POINTER, "dk"),
@@ -179,13 +179,17 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
     scratch = Layout.of(
         dq_tickets=4 * query_tiles if problem.deterministic and wants[0] else 0,
         piece_tickets=16 * key_tiles if divided.cut and makes_dkv else 0,
+        work_tickets=4 if problem.deterministic else 0,
         term_exponents=4 * query_tiles,
         lse=4 * BLOCK * query_tiles,
         row_terms=4 * BLOCK * query_tiles,
         **{f"{operand.name}_facts": FACT_BYTES * operand.tiles for operand in split.values()},
         **{f"{operand.name}_parts": operand.parts_bytes(PARTS) for operand in split.values()},
     )
-    shared = {name: scratch.address(name) for name in ("row_terms", "term_exponents", "dq_tickets", "piece_tickets")}
+    shared = {
+        name: scratch.address(name)
+        for name in ("row_terms", "term_exponents", "dq_tickets", "piece_tickets", "work_tickets")
+    }
     rows = {
         "out": Address("out"),
         "dout": Address("dout"),

@@ -224,7 +224,8 @@ struct Backward {
   }
 
   // Waits for the KV tiles before this one to have added to the step's dQ.
-  // Why this cannot hang: the CTA that is waited for has a smaller block index, so it runs already.
+  // Why this cannot hang: what is waited for is work with a smaller number, which runs already
+  // (common/work_tickets.cuh).
   __device__ __forceinline__ void await_ticket() {
     if (params.dq_tickets == nullptr) return;
     if (threadIdx.x == 0) {
@@ -450,7 +451,7 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy>&
   BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
   if (threadIdx.x < 32) {
     const BackwardPlan plan =
-        make_backward_plan<config.block_q, config.block_kv>(params, blockIdx.x);
+        make_backward_plan<config.block_q, config.block_kv>(params, take_work(params.work_tickets));
     if (threadIdx.x == 0) smem.plan = plan;
   }
   __syncthreads();

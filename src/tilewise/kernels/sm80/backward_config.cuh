@@ -3,6 +3,7 @@
 
 #include "../common/find_piece.cuh"
 #include "../common/piece_tickets.cuh"
+#include "../common/work_tickets.cuh"
 #include "config.cuh"
 
 namespace tilewise::sm80 {
@@ -44,6 +45,7 @@ struct BackwardParams {
   // and the tickets of pieces for them, zeroed (batch, heads_kv, kv_tiles).
   float* dkv_sums;
   PieceTickets* piece_tickets;
+  int* work_tickets;  // null, or zeroed: CTAs take their work in the order in which they start
   int batch;
   int heads_kv;
   int heads_per_kv;

@@ -17,6 +17,7 @@ struct PreprocessParams {
   float* dq_sums;               // null, or row_floats a row, to be zeroed
   int* dq_tickets;              // null, or one per query tile, to be zeroed
   PieceTickets* piece_tickets;  // null, or so many tickets of pieces for dK and dV, to be zeroed
+  int* work_tickets;            // null, or to be zeroed
   int piece_ticket_count;
   int heads;
   int seq_q;
@@ -69,6 +70,8 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
   }
   if (params.dq_tickets != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
     params.dq_tickets[first / params.block_q] = 0;
+  if (params.work_tickets != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
+    *params.work_tickets = 0;
   if (params.piece_tickets != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * edge_threads;
     for (int i = blockIdx.x * edge_threads + threadIdx.x; i < params.piece_ticket_count;

@@ -331,7 +331,8 @@ struct Float32Backward {
   }
 
   // Waits for the KV tiles before this one to have added to the step's dQ.
-  // Why this cannot hang: the CTA that is waited for has a smaller block index, so it runs already.
+  // Why this cannot hang: what is waited for is work with a smaller number, which runs already
+  // (common/work_tickets.cuh).
   __device__ __forceinline__ void await_ticket() {
     if (params.dq_tickets == nullptr) return;
     if (threadIdx.x == 0) {
@@ -541,8 +542,8 @@ __device__ __forceinline__ void float32_backward(
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Float32BackwardSmem<config>& smem = *reinterpret_cast<Float32BackwardSmem<config>*>(smem_bytes);
   if (threadIdx.x < 32) {
-    const BackwardPlan plan =
-        make_backward_plan<config.block_q, config.block_kv()>(params, blockIdx.x);
+    const BackwardPlan plan = make_backward_plan<config.block_q, config.block_kv()>(
+        params, take_work(params.work_tickets));
     if (threadIdx.x == 0) smem.plan = plan;
   }
   if (threadIdx.x == 0) {
@@ -565,6 +566,7 @@ struct Float32PreprocessParams {
   float* row_terms;             // likewise
   int* dq_tickets;              // null, or one per query tile, to be zeroed
   PieceTickets* piece_tickets;  // null, or so many tickets of pieces for dK and dV, to be zeroed
+  int* work_tickets;            // null, or to be zeroed
   int piece_ticket_count;
   int heads;
   int seq_q;
@@ -589,6 +591,8 @@ __device__ __forceinline__ void float32_preprocess(const Float32PreprocessParams
   if (params.dq_tickets != nullptr && threadIdx.x < float32_edge_rows &&
       (first_row + threadIdx.x) % params.block_q == 0)
     params.dq_tickets[(first + threadIdx.x) / params.block_q] = 0;
+  if (params.work_tickets != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
+    *params.work_tickets = 0;
   if (params.piece_tickets != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * float32_edge_threads;
     int i = blockIdx.x * float32_edge_threads + threadIdx.x;

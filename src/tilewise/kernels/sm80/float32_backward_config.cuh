@@ -39,6 +39,7 @@ struct Float32BackwardParams {
   // Null, or where KV tiles are cut into pieces: their tickets for dK and dV, zeroed (batch,
   // heads_kv, kv_tiles).
   PieceTickets* piece_tickets;
+  int* work_tickets;  // null, or zeroed: CTAs take their work in the order in which they start
   int batch;
   int heads_kv;
   int heads_per_kv;

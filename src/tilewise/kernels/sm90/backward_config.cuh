@@ -3,6 +3,7 @@
 
 #include "../common/find_piece.cuh"
 #include "../common/piece_tickets.cuh"
+#include "../common/work_tickets.cuh"
 #include "config.cuh"
 
 namespace tilewise::sm90 {
@@ -78,7 +79,8 @@ struct BackwardParams {
   // fragment order), and the tickets of pieces for them, (batch, heads_kv, kv_tiles, 2), zeroed.
   float* dkv_sums;
   PieceTickets* piece_tickets;
-  void* dq;                   // null: not wanted
+  int* work_tickets;  // null, or zeroed: CTAs take their work in the order in which they start
+  void* dq;           // null: not wanted
   long long dq_batch_stride;  // in elements
   long long dq_head_stride;
   long long dq_seq_stride;

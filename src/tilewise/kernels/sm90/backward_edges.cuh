@@ -21,6 +21,7 @@ struct PreprocessParams {
   float* dq_sums;               // null, or row_floats * rows floats per head, to be zeroed
   DqTickets* dq_tickets;        // null, or one per query tile, to be zeroed
   PieceTickets* piece_tickets;  // null, or so many tickets of pieces for dK and dV, to be zeroed
+  int* work_tickets;            // null, or to be zeroed
   int piece_ticket_count;
   int heads;
   int seq_q;
@@ -95,6 +96,7 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
   if (params.dq_tickets != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
     params.dq_tickets[(static_cast<long long>(batch_head) * params.rows + first_row) /
                       params.block_q] = DqTickets{0, 0};
+  if (params.work_tickets != nullptr && block == 0 && threadIdx.x == 0) *params.work_tickets = 0;
   if (params.piece_tickets != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * edge_threads;
     for (int i = block * edge_threads + threadIdx.x; i < params.piece_ticket_count; i += stride)

@@ -152,9 +152,9 @@ struct DqTicketKeeper {
 
   // Looks ahead for tickets that have come up. In key order, all before must have added; in claim
   // order one, which is the first, and for the last all. Why this cannot hang: a CTA that is waited
-  // for runs already. In key order it has a smaller block index. In claim order it has taken its
-  // ticket; it waits for nothing but the ticket it took last, and of the CTAs with tickets for the
-  // same tile the first waits for none, the others for it, the last for them.
+  // for runs already. In key order it has work with a smaller number. In claim order it has taken
+  // its ticket; it waits for nothing but the ticket it took last, and of the CTAs with tickets for
+  // the same tile the first waits for none, the others for it, the last for them.
   __device__ __forceinline__ void await() {
     ptx::wait_for_previous_grid();
     StepCursor cursor(plan);

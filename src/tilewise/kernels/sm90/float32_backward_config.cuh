@@ -39,7 +39,8 @@ struct GradParams {
   // Null, or where KV tiles are cut into pieces: their tickets for dV and for dK, zeroed (batch,
   // heads_kv, kv_tiles, 2).
   PieceTickets* piece_tickets;
-  float* dq;  // each null, or where to store; dq zeroed
+  int* work_tickets;  // null, or zeroed: CTAs take their work in the order in which they start
+  float* dq;          // each null, or where to store; dq zeroed
   long long dq_batch_stride, dq_head_stride, dq_seq_stride;  // in elements
   float* dk;
   long long dk_batch_stride, dk_head_stride, dk_seq_stride;
@@ -106,6 +107,7 @@ struct RowParams {
   int* term_exponents;
   int* dq_tickets;
   PieceTickets* piece_tickets;  // null, or so many, to be zeroed
+  int* work_tickets;            // null, or to be zeroed
   int piece_ticket_count;
   int heads;
   int seq_q;

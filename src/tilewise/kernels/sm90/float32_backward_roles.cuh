@@ -502,7 +502,8 @@ struct GradDqWarpgroup : GradWarpgroup<config, Policy> {
         params.head_dim, tiny);
   }
 
-  // Why this cannot hang: the CTA that is waited for has a smaller block index, so it runs already.
+  // Why this cannot hang: what is waited for is work with a smaller number, which runs already
+  // (common/work_tickets.cuh).
   __device__ __forceinline__ void await_ticket() {
     const int before = ticket_by_keys<grad_block, grad_block>(params, plan, cursor.q_tile).before;
     if (threadIdx.x % 128 == 0 && before > 0) {

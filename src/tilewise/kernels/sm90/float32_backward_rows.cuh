@@ -56,6 +56,8 @@ __device__ __forceinline__ void row_terms(const RowParams& params) {
     params.term_exponents[blockIdx.x] = exponent_of(max_bits);
     if (params.dq_tickets != nullptr) params.dq_tickets[blockIdx.x] = 0;
   }
+  if (params.work_tickets != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
+    *params.work_tickets = 0;
   if (params.piece_tickets != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * row_threads;
     for (int i = blockIdx.x * row_threads + threadIdx.x; i < params.piece_ticket_count; i += stride)
