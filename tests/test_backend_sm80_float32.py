@@ -33,6 +33,7 @@ from tilewise import Causal, Full, Target, Window
 from tilewise.engine import SM80
 from tilewise.engine.sm80 import float32_backward as sm80_float32_backward
 from tilewise.engine.sm80 import shared as sm80_shared
+from tilewise.engine.source import COMPILED
 from tilewise.target import TARGETS
 
 GPUS = [name for name, target in TARGETS.items() if target.capability >= (8, 0)]
@@ -109,7 +110,7 @@ def assert_as_good_as_float32(got, want, q, k, v, problem):
 
 def twin_of(target):
     """The target with as much shared memory whose kernels tests compile."""
-    return next(twin for twin in sm80_shared.COMPILED if twin.smem_per_block == target.smem_per_block)
+    return next(twin for twin in COMPILED if twin.smem_per_block == target.smem_per_block)
 
 
 def built_for(twin, config):

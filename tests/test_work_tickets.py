@@ -1,4 +1,4 @@
-"""Blocks start in any order: where CTAs wait for one another, work is numbered by tickets that they take as they start."""
+"""Blocks start in any order: where CTAs wait for one another, they number their work by tickets as they start."""
 
 from __future__ import annotations
 
@@ -49,5 +49,4 @@ def test_gradients_have_the_same_bits_whatever_order_blocks_start_in(monkeypatch
 def test_the_model_finds_work_that_is_numbered_by_block_index(monkeypatch):
     spoil = ("if (tickets != nullptr) {", "if (false) {")
     with pytest.raises(AssertionError, match="waits for one that comes after it"):
-        for seed in range(8):
-            gradients(monkeypatch, *CASES[0].values, seed, spoil)
+        [gradients(monkeypatch, *CASES[0].values, seed, spoil) for seed in range(8)]

@@ -1,6 +1,7 @@
 """The engine: our own CUDA kernels, from a problem to launches.
 
     rules.py      what is refused before there is a config     division.py   how a backward fills the GPU
+    policy.py     what is done to scores                        extents.py    where sequences lie
     params.py     what kernels are told                         source.py     a kernel's translation unit
     program.py    Program: the launches of a call, as a value   run.py        the only reader with tensors and streams
     backend.py    four families as one backend of the planner

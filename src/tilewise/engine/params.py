@@ -15,18 +15,38 @@ if TYPE_CHECKING:
     from ..target import Target
 
 LOG2_E = math.log2(math.e)
-MAP, POINTER, INT, LONG, FLOAT = TensorMap, ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
+_STRIDES = ("batch_stride", "head_stride", "seq_stride")
 
 
 class Strided(ctypes.Structure):
     """A tensor as kernels/sm80 sees it: `tilewise::sm80::Tensor`, strides in 16-bit numbers. A `View` fills it."""
 
-    _fields_ = [("data", POINTER), ("batch_stride", LONG), ("head_stride", LONG), ("seq_stride", LONG)]
+    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_longlong) for name in _STRIDES)]
 
 
-def struct(name: str, *members: tuple[type[Any], str]) -> type[ctypes.Structure]:
-    """The mirror of a C++ struct: (type, names of the members of that type, one after another), in its order."""
-    return params_struct(name, **{member: kind for kind, names in members for member in names.split()})
+_KINDS: dict[str, type[Any]] = {
+    "map": TensorMap,
+    "tensor": Strided,
+    "pointer": ctypes.c_void_p,
+    "int": ctypes.c_int,
+    "long": ctypes.c_longlong,
+    "float": ctypes.c_float,
+}
+
+
+def struct(name: str, *members: str) -> type[ctypes.Structure]:
+    """The mirror of a C++ struct, in its order: "int batch heads", "pointer[4] x".
+
+    "strides v" are v_batch_stride, v_head_stride and v_seq_stride.
+    """
+    fields: dict[str, type[Any]] = {}
+    for line in members:
+        kind, *names = line.split()
+        kind, _, count = kind.rstrip("]").partition("[")
+        if kind == "strides":
+            kind, names = "long", [f"{name}_{stride}" for name in names for stride in _STRIDES]
+        fields |= dict.fromkeys(names, _KINDS[kind] * int(count) if count else _KINDS[kind])
+    return params_struct(name, **fields)
 
 
 @functools.cache
@@ -39,23 +59,6 @@ def extended(base: type[ctypes.Structure], members: tuple[tuple[str, type[Any]],
     if gap := ctypes.sizeof(base) - last.offset - last.size:  # a struct that another one derives from keeps its size
         own["_pad_end"] = ctypes.c_char * gap
     return params_struct(base.__name__, **own, **dict(members))
-
-
-def stride_names(*operands: str) -> str:
-    return " ".join(f"{operand}_{dim}_stride" for operand in operands for dim in ("batch", "head", "seq"))
-
-
-def shape_params(problem: Problem) -> dict[str, int]:
-    """What every kernel is told of the problem."""
-    left, right, offset = problem.band
-    return {
-        "batch": problem.batch,
-        "heads_per_kv": problem.group,
-        "seq_q": problem.seq_q,
-        "seq_k": problem.seq_kv,
-        "band_first_shift": offset - left,
-        "band_end_shift": offset + right + 1,
-    }
 
 
 def matrix_bytes(rows: int, columns: int) -> int:

@@ -15,10 +15,11 @@ import torch
 
 from ...masks import Causal
 from .. import division, rules
-from ..params import FLOAT, INT, LOG2_E, POINTER, Strided, matrix_bytes, shape_params, struct, tiles
-from ..policy import Policy, params_for, term_params, unit_of
+from ..extents import BATCHED, Extents, shape_params
+from ..params import LOG2_E, matrix_bytes, struct, tiles
+from ..policy import params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Program, View
-from ..source import kernel_unit
+from ..source import COMPILED, Kernel, kernel_unit
 from . import shared
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
-    from ...scores import Term
     from ...target import Target
 
 EDGE_ROWS, EDGE_THREADS = 32, 256
@@ -100,7 +100,7 @@ def configs(problem: Problem, target: Target) -> list[Config]:
 def units() -> list[Unit]:
     """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
     found: list[Unit] = []
-    for target in shared.COMPILED:
+    for target in COMPILED:
         for bf16 in (True, False):
             found += [preprocess_unit(bf16, lanes, target.arch) for lanes in sorted({*_LANES.values()})]
             for (_, softcap), rows in _table().items():
@@ -113,77 +113,59 @@ def units() -> list[Unit]:
 
 
 @functools.cache
-def unit(config: Config, arch: str, terms: tuple[Term, ...] | None = None) -> Unit:
-    """The kernel for these terms of the scores, by default those that the config is made for."""
-    policy = Policy.of(terms, config, False)
+def preprocess_unit(bf16: bool, lanes: int, arch: str, extents: Extents = BATCHED) -> Unit:
     return kernel_unit(
-        config.name + policy.suffix,
-        "sm80/backward.cuh",
-        "backward<config, Policy>",
-        _MainParams,
-        "tilewise::sm80::BackwardParams",
-        arch,
-        config=config,
-        policy=policy,
-        smem="BackwardSmem<config>",
-        smem_bytes=config.smem_bytes,
-        bounds="config.threads(), config.ctas_per_sm",
-        checks=(f"config.threads() == {config.threads}",),
-        strict=shared.is_gated(arch),
-    )
-
-
-@functools.cache
-def preprocess_unit(bf16: bool, lanes: int, arch: str) -> Unit:
-    return kernel_unit(
-        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}_of_32",
+        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}_of_32{extents.suffix}",
         "sm80/backward_edges.cuh",
-        f"preprocess<{str(bf16).lower()}, {lanes}>",
+        f"preprocess<{str(bf16).lower()}, {lanes}, Extents>",
         _PreprocessParams,
-        "tilewise::sm80::PreprocessParams",
         arch,
-        bounds=str(EDGE_THREADS),
+        extents=extents,
+        threads=EDGE_THREADS,
         checks=(f"edge_threads == {EDGE_THREADS} && edge_rows == {EDGE_ROWS}",),
     )
 
 
-def postprocess_unit(config: Config, arch: str) -> Unit:
+@functools.cache
+def postprocess_unit(config: Config, arch: str, extents: Extents = BATCHED) -> Unit:
     """Depends on how dQ is divided over the warps, and on nothing else of the config."""
     plain = replace(config, softcap=False, makes_dkv=True, ctas_per_sm=1)
     return kernel_unit(
-        plain.name.replace("fa2_backward", "postprocess"),
+        plain.name.replace("fa2_backward", "postprocess") + extents.suffix,
         "sm80/backward_edges.cuh",
-        "postprocess<config>",
+        "postprocess<config, Extents>",
         _PostprocessParams,
-        "tilewise::sm80::PostprocessParams",
         arch,
         config=plain,
-        bounds=str(EDGE_THREADS),
+        extents=extents,
+        threads=EDGE_THREADS,
     )
 
 
 _MainParams = struct(
     "BackwardParams",
-    (Strided, "q k v dout dk dv"),
-    (POINTER, "lse_log2 row_terms dq_sums dq_tickets dkv_sums piece_tickets work_tickets"),
-    (INT, "batch heads_kv heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift"),
-    (INT, "q_tiles kv_tiles pieces piece_steps sections rows_descend in_order"),
-    (FLOAT, "scale scale_log2 inverse_scale_log2 softcap_in"),
+    "tensor q k v dout dk dv",
+    "pointer lse_log2 row_terms dq_sums dq_tickets dkv_sums piece_tickets work_tickets",
+    "int batch heads_kv heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift",
+    "int q_tiles kv_tiles pieces piece_steps sections rows_descend in_order",
+    "float scale scale_log2 inverse_scale_log2 softcap_in",
 )
+
+unit = Kernel("sm80/backward.cuh", "backward", _MainParams, "BackwardSmem").unit
 
 _PreprocessParams = struct(
     "PreprocessParams",
-    (Strided, "out dout"),
-    (POINTER, "lse dlse lse_log2 row_terms dq_sums dq_tickets piece_tickets work_tickets"),
-    (INT, "piece_ticket_count heads seq_q rows head_dim_v row_floats block_q"),
+    "tensor out dout",
+    "pointer lse dlse lse_log2 row_terms dq_sums dq_tickets piece_tickets work_tickets",
+    "int piece_ticket_count heads seq_q rows head_dim_v row_floats block_q",
 )
 
 _PostprocessParams = struct(
     "PostprocessParams",
-    (POINTER, "dq_sums"),
-    (Strided, "dq"),
-    (INT, "heads seq_q q_tiles head_dim"),
-    (FLOAT, "scale"),
+    "pointer dq_sums",
+    "tensor dq",
+    "int heads seq_q q_tiles head_dim",
+    "float scale",
 )
 
 

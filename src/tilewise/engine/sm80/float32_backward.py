@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...errors import Reason
 from .. import division, rules
-from ..params import FLOAT, INT, POINTER, Strided, struct, tiles
-from ..policy import Policy, params_for, term_params, unit_of
+from ..extents import BATCHED
+from ..params import struct, tiles
+from ..policy import params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Program, View
-from ..source import kernel_unit
+from ..source import COMPILED, Kernel, kernel_unit
 from . import shared
 from .backward import backward_fields, key_sections, keys_of_row
 from .float32_forward import kind_name, products_text
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from ...backends import Wants
     from ...jit import Unit
     from ...problem import Problem
-    from ...scores import Term
     from ...target import Target
 
 HEAD_DIM_LIMIT = 128  # dK and dV of 16 keys per warp are held in registers
@@ -104,7 +104,7 @@ def configs(problem: Problem, target: Target) -> list[Config]:
 def units() -> list[Unit]:
     """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
     found: list[Unit] = []
-    for target in shared.COMPILED:
+    for target in COMPILED:
         found += [preprocess_unit(lanes, target.arch) for lanes in sorted({*_LANES.values()})]
         for ((_, capped), rows), exact in product(_table().items(), (True, False)):
             fitting = [config for row in rows if (config := _config(row, exact, capped, target)).fits(target)]
@@ -115,54 +115,42 @@ def units() -> list[Unit]:
 
 
 @functools.cache
-def unit(config: Config, arch: str, terms: tuple[Term, ...] | None = None) -> Unit:
-    """The kernel for these terms of the scores, by default those that the config is made for."""
-    policy = Policy.of(terms, config, True)
-    return kernel_unit(
-        config.name + policy.suffix,
-        "sm80/float32_backward.cuh",
-        "float32_backward<config, Policy>",
-        _MainParams,
-        "tilewise::sm80::Float32BackwardParams",
-        arch,
-        config=config,
-        policy=policy,
-        smem="Float32BackwardSmem<config>",
-        smem_bytes=config.smem_bytes,
-        bounds="config.threads(), config.ctas_per_sm",
-        checks=(f"config.threads() == {config.threads} && config.block_kv() == {config.block_kv}",),
-        strict=shared.is_gated(arch),
-    )
-
-
-@functools.cache
 def preprocess_unit(lanes: int, arch: str) -> Unit:
     return kernel_unit(
         f"preprocess_float32_{lanes}_of_32",
         "sm80/float32_backward.cuh",
-        f"float32_preprocess<{lanes}>",
+        f"float32_preprocess<{lanes}, Extents>",
         _PreprocessParams,
-        "tilewise::sm80::Float32PreprocessParams",
         arch,
-        bounds=str(EDGE_THREADS),
+        extents=BATCHED,
+        threads=EDGE_THREADS,
         checks=(f"float32_edge_threads == {EDGE_THREADS} && float32_edge_rows == {EDGE_ROWS}",),
     )
 
 
 _MainParams = struct(
     "Float32BackwardParams",
-    (Strided, "q k v dout dq dk dv"),
-    (POINTER, "lse row_terms dq_tickets piece_tickets work_tickets"),
-    (INT, "batch heads_kv heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift"),
-    (INT, "q_tiles kv_tiles pieces piece_steps sections rows_descend in_order"),
-    (FLOAT, "scale softmax_scale softcap_in"),
+    "tensor q k v dout dq dk dv",
+    "pointer lse row_terms dq_tickets piece_tickets work_tickets",
+    "int batch heads_kv heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift",
+    "int q_tiles kv_tiles pieces piece_steps sections rows_descend in_order",
+    "float scale softmax_scale softcap_in",
 )
+
+unit = Kernel(
+    "sm80/float32_backward.cuh",
+    "float32_backward",
+    _MainParams,
+    "Float32BackwardSmem",
+    ("threads", "block_kv"),
+    precise=True,
+).unit
 
 _PreprocessParams = struct(
     "Float32PreprocessParams",
-    (Strided, "out dout dq"),
-    (POINTER, "lse dlse padded_lse row_terms dq_tickets piece_tickets work_tickets"),
-    (INT, "piece_ticket_count heads seq_q rows head_dim head_dim_v block_q"),
+    "tensor out dout dq",
+    "pointer lse dlse padded_lse row_terms dq_tickets piece_tickets work_tickets",
+    "int piece_ticket_count heads seq_q rows head_dim head_dim_v block_q",
 )
 
 

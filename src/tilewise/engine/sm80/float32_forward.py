@@ -12,11 +12,11 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .. import rules
-from ..params import FLOAT, INT, LOG2_E, POINTER, Strided, struct
-from ..policy import Policy, params_for, term_params, unit_of
+from ..params import LOG2_E, struct
+from ..policy import params_for, term_params, unit_of
 from ..program import Launch
 from ..rules import class_of
-from ..source import kernel_unit
+from ..source import COMPILED, Kernel
 from . import shared
 from .forward import forward_fields, forward_program
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
-    from ...scores import Term
     from ...target import Target
     from ..program import Program
 
@@ -124,7 +123,7 @@ def notices(problem: Problem, target: Target) -> list[str]:
 def units() -> list[Unit]:
     """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
     found: dict[str, Unit] = {}
-    for target in shared.COMPILED:
+    for target in COMPILED:
         for row in (row for rows in _table().values() for row in rows):
             for exact, softcap in product((True, False), repeat=2):
                 config = _config(row, exact, softcap)
@@ -134,35 +133,18 @@ def units() -> list[Unit]:
     return list(found.values())
 
 
-@functools.cache
-def unit(config: Config, arch: str, terms: tuple[Term, ...] | None = None) -> Unit:
-    """The kernel for these terms of the scores, by default those that the config is made for."""
-    policy = Policy.of(terms, config, True)
-    return kernel_unit(
-        config.name + policy.suffix,
-        "sm80/float32_forward.cuh",
-        "float32_forward<config, Policy>",
-        _Params,
-        "tilewise::sm80::Float32Params",
-        arch,
-        config=config,
-        policy=policy,
-        smem="Float32Smem<config>",
-        smem_bytes=config.smem_bytes,
-        bounds="config.threads(), config.ctas_per_sm",
-        checks=(f"config.threads() == {config.threads} && config.block_q() == {config.block_q}",),
-        strict=shared.is_gated(arch),
-    )
-
-
 _Params = struct(
     "Float32Params",
-    (Strided, "q k v out"),
-    (POINTER, "lse"),
-    (INT, "batch heads heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift"),
-    (INT, "q_tiles sections longest_first"),
-    (FLOAT, "scale scale_log2 softcap_in"),
+    "tensor q k v out",
+    "pointer lse",
+    "int batch heads heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift",
+    "int q_tiles sections longest_first",
+    "float scale scale_log2 softcap_in",
 )
+
+unit = Kernel(
+    "sm80/float32_forward.cuh", "float32_forward", _Params, "Float32Smem", ("threads", "block_q"), precise=True
+).unit
 
 
 def program(problem: Problem, target: Target, config: Config) -> Program:

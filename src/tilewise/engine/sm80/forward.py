@@ -16,30 +16,18 @@ import torch
 from ...jit import tuned
 from ...masks import Causal, Full
 from .. import rules
-from ..params import (
-    FLOAT,
-    INT,
-    LOG2_E,
-    POINTER,
-    Strided,
-    forward_order,
-    matrix_bytes,
-    query_tiles,
-    shape_params,
-    struct,
-    tiles,
-)
-from ..policy import Policy, params_for, term_params, unit_of
+from ..extents import shape_params
+from ..params import LOG2_E, forward_order, matrix_bytes, query_tiles, struct, tiles
+from ..policy import params_for, term_params, unit_of
 from ..program import Address, Launch, Program, View
 from ..rules import class_of
-from ..source import kernel_unit
+from ..source import COMPILED, Kernel
 from . import shared
 
 if TYPE_CHECKING:
     from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
-    from ...scores import Term
     from ...target import Target
 
 
@@ -178,7 +166,7 @@ def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
 def units() -> list[Unit]:
     """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
     found: dict[str, Unit] = {}
-    for target in shared.COMPILED:
+    for target in COMPILED:
         for row in (row for rows in _table().values() for row in rows):
             for bf16, softcap in product((True, False), row["softcap"]):
                 config = _config(row, bf16, softcap)
@@ -188,35 +176,16 @@ def units() -> list[Unit]:
     return list(found.values())
 
 
-@functools.cache
-def unit(config: Config, arch: str, terms: tuple[Term, ...] | None = None) -> Unit:
-    """The kernel for these terms of the scores, by default those that the config is made for."""
-    policy = Policy.of(terms, config, False)
-    return kernel_unit(
-        config.name + policy.suffix,
-        "sm80/forward.cuh",
-        "forward<config, Policy>",
-        _Params,
-        "tilewise::sm80::Params",
-        arch,
-        config=config,
-        policy=policy,
-        smem="Smem<config>",
-        smem_bytes=config.smem_bytes,
-        bounds="config.threads(), config.ctas_per_sm",
-        checks=(f"config.threads() == {config.threads} && config.block_q() == {config.block_q}",),
-        strict=shared.is_gated(arch),
-    )
-
-
 _Params = struct(
     "Params",
-    (Strided, "q k v out"),
-    (POINTER, "lse"),
-    (INT, "batch heads heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift"),
-    (INT, "q_tiles sections longest_first"),
-    (FLOAT, "scale_log2 softcap_in"),
+    "tensor q k v out",
+    "pointer lse",
+    "int batch heads heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift",
+    "int q_tiles sections longest_first",
+    "float scale_log2 softcap_in",
 )
+
+unit = Kernel("sm80/forward.cuh", "forward", _Params, "Smem", ("threads", "block_q")).unit
 
 
 def program(problem: Problem, target: Target, config: Config) -> Program:

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...target import TARGETS
-
 if TYPE_CHECKING:
     from ...target import Target
 
-# Named targets that stand for all others, one of each size of shared memory: tests compile every kernel for them. On
-# another architecture the assembler may spill a register or two, and that is better than a refusal.
-COMPILED = tuple(TARGETS[name] for name in ("a100", "rtx-4090", "h200"))
-_GATED = frozenset(target.arch for target in COMPILED)
 _RESERVED_SMEM = 1024  # of a multiprocessor's shared memory, for each CTA on it
 _REGISTERS = 65536
 VECTOR_SUMS_FROM = (9, 0)  # red.global.add.v4.f32
 PLAN_BYTES = 36  # per warp
-
-
-def is_gated(arch: str) -> bool:
-    """Whether tests hold the kernels to no spills on this architecture."""
-    return arch in _GATED
 
 
 def fits(smem_bytes: int, ctas_per_sm: int, target: Target) -> bool:

@@ -20,30 +20,17 @@ import torch
 
 from ...masks import Causal
 from .. import division, rules
-from ..params import (
-    FLOAT,
-    INT,
-    LOG2_E,
-    LONG,
-    MAP,
-    POINTER,
-    kv_head_sections,
-    matrix_bytes,
-    shape_params,
-    stride_names,
-    struct,
-    tiles,
-)
-from ..policy import Policy, params_for, term_params, unit_of
+from ..extents import BATCHED, shape_params
+from ..params import LOG2_E, kv_head_sections, matrix_bytes, struct, tiles
+from ..policy import params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Map, Program, strides
-from ..source import kernel_unit
+from ..source import Kernel, kernel_unit
 
 if TYPE_CHECKING:
     from ...backends import Wants
     from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
-    from ...scores import Term
     from ...target import Target
 
 ARCH = "sm_90a"
@@ -156,35 +143,15 @@ def units() -> list[Unit]:
 
 
 @functools.cache
-def unit(config: Config, arch: str = ARCH, terms: tuple[Term, ...] | None = None) -> Unit:
-    """The kernel for these terms of the scores, by default those that the config is made for."""
-    policy = Policy.of(terms, config, False)
-    return kernel_unit(
-        config.name + policy.suffix,
-        "sm90/backward.cuh",
-        "backward<config, Policy>",
-        _MainParams,
-        "tilewise::sm90::BackwardParams",
-        arch,
-        config=config,
-        policy=policy,
-        smem="BackwardSmem<config>",
-        smem_bytes=config.smem_bytes,
-        bounds="config.threads(), 1",
-        checks=(f"config.block_kv() == {config.block_kv} && config.threads() == {config.threads}",),
-    )
-
-
-@functools.cache
 def preprocess_unit(bf16: bool, lanes: int) -> Unit:
     return kernel_unit(
         f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}",
         "sm90/backward_edges.cuh",
-        f"preprocess<{str(bf16).lower()}, {lanes}>",
+        f"preprocess<{str(bf16).lower()}, {lanes}, Extents>",
         _PreprocessParams,
-        "tilewise::sm90::PreprocessParams",
         ARCH,
-        bounds=str(EDGE_THREADS),
+        extents=BATCHED,
+        threads=EDGE_THREADS,
         checks=(f"edge_threads == {EDGE_THREADS} && edge_rows == {EDGE_ROWS}",),
     )
 
@@ -194,41 +161,43 @@ def postprocess_unit(bf16: bool) -> Unit:
     return kernel_unit(
         f"postprocess_{'bf16' if bf16 else 'fp16'}",
         "sm90/backward_edges.cuh",
-        f"postprocess<{str(bf16).lower()}>",
+        f"postprocess<{str(bf16).lower()}, Extents>",
         _PostprocessParams,
-        "tilewise::sm90::PostprocessParams",
         ARCH,
-        bounds=str(EDGE_THREADS),
+        extents=BATCHED,
+        threads=EDGE_THREADS,
     )
 
 
 _MainParams = struct(
     "BackwardParams",
-    (MAP, "q_map k_map v_map dout_map dk_map dv_map"),
-    (POINTER, "start_s start_dp dq_sums dq_tickets dkv_sums piece_tickets work_tickets dq"),
-    (LONG, stride_names("dq")),
-    (INT, "batch heads_kv heads_per_kv seq_q seq_k head_dim band_first_shift band_end_shift"),
-    (INT, "q_tiles kv_tiles pieces piece_steps sections order walk store_dk store_dv"),
-    (FLOAT, "scale_log2 inverse_scale_log2 softcap_in dqk_scale"),
+    "map q_map k_map v_map dout_map dk_map dv_map",
+    "pointer start_s start_dp dq_sums dq_tickets dkv_sums piece_tickets work_tickets dq",
+    "strides dq",
+    "int batch heads_kv heads_per_kv seq_q seq_k head_dim band_first_shift band_end_shift",
+    "int q_tiles kv_tiles pieces piece_steps sections order walk store_dk store_dv",
+    "float scale_log2 inverse_scale_log2 softcap_in dqk_scale",
 )
+
+unit = Kernel("sm90/backward.cuh", "backward", _MainParams, "BackwardSmem", ("threads", "block_kv")).unit
 
 _PreprocessParams = struct(
     "PreprocessParams",
-    (POINTER, "out"),
-    (LONG, stride_names("out")),
-    (POINTER, "dout"),
-    (LONG, stride_names("dout")),
-    (POINTER, "lse dlse start_s start_dp dq_sums dq_tickets piece_tickets work_tickets"),
-    (INT, "piece_ticket_count heads seq_q rows head_dim_v row_floats block_q"),
-    (FLOAT, "lse_factor start_bias"),
+    "pointer out",
+    "strides out",
+    "pointer dout",
+    "strides dout",
+    "pointer lse dlse start_s start_dp dq_sums dq_tickets piece_tickets work_tickets",
+    "int piece_ticket_count heads seq_q rows head_dim_v row_floats block_q",
+    "float lse_factor start_bias",
 )
 
 _PostprocessParams = struct(
     "PostprocessParams",
-    (POINTER, "dq_sums dq"),
-    (LONG, "batch_stride head_stride seq_stride"),
-    (INT, "heads seq_q rows head_dim row_floats"),
-    (FLOAT, "scale"),
+    "pointer dq_sums dq",
+    "long batch_stride head_stride seq_stride",
+    "int heads seq_q rows head_dim row_floats",
+    "float scale",
 )
 
 

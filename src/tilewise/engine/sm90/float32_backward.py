@@ -14,29 +14,17 @@ from typing import TYPE_CHECKING, ClassVar
 from ...errors import Reason
 from ...masks import Causal
 from .. import division, rules
-from ..params import (
-    FLOAT,
-    INT,
-    LONG,
-    MAP,
-    POINTER,
-    kv_head_sections,
-    matrix_bytes,
-    shape_params,
-    stride_names,
-    struct,
-    tiles,
-)
-from ..policy import Policy, params_for, term_params, unit_of
+from ..extents import BATCHED, shape_params
+from ..params import kv_head_sections, matrix_bytes, struct, tiles
+from ..policy import params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Program, strides
-from ..source import kernel_unit
+from ..source import Kernel, kernel_unit
 from .float32_forward import FACT_BYTES, operands, split_launch
 
 if TYPE_CHECKING:
     from ...backends import Wants
     from ...jit import Unit
     from ...problem import Problem
-    from ...scores import Term
     from ...target import Target
 
 ARCH = "sm_90a"
@@ -110,64 +98,49 @@ def units() -> list[Unit]:
 
 
 @functools.cache
-def unit(config: Config, arch: str = ARCH, terms: tuple[Term, ...] | None = None) -> Unit:
-    """The kernel for these terms of the scores, by default those that the config is made for."""
-    policy = Policy.of(terms, config, True)
-    return kernel_unit(
-        config.name + policy.suffix,
-        "sm90/float32_backward.cuh",
-        "backward<config, Policy>",
-        _MainParams,
-        "tilewise::sm90::float32::GradParams",
-        arch,
-        config=config,
-        policy=policy,
-        smem="GradSmem<config>",
-        smem_bytes=config.smem_bytes,
-        bounds="config.threads(), 1",
-        checks=(f"grad_block == {BLOCK} && config.threads() == {config.threads}",),
-    )
-
-
-@functools.cache
 def row_terms_unit() -> Unit:
     return kernel_unit(
         "preprocess_float32",
         "sm90/float32_backward_rows.cuh",
-        "row_terms",
+        "row_terms<Extents>",
         _RowParams,
-        "tilewise::sm90::float32::RowParams",
         ARCH,
+        namespace="sm90::float32",
+        extents=BATCHED,
         smem_bytes=_ROW_SMEM,
-        bounds=str(_ROW_THREADS),
+        threads=_ROW_THREADS,
         checks=(f"row_threads == {_ROW_THREADS}",),
     )
 
 
 _RowParams = struct(
     "RowParams",
-    (POINTER, "out"),
-    (LONG, stride_names("out")),
-    (POINTER, "dout"),
-    (LONG, stride_names("dout")),
-    (POINTER, "lse dlse padded_lse row_terms term_exponents dq_tickets piece_tickets work_tickets"),
-    (INT, "piece_ticket_count heads seq_q q_tiles head_dim_v"),
+    "pointer out",
+    "strides out",
+    "pointer dout",
+    "strides dout",
+    "pointer lse dlse padded_lse row_terms term_exponents dq_tickets piece_tickets work_tickets",
+    "int piece_ticket_count heads seq_q q_tiles head_dim_v",
 )
 
 _MainParams = struct(
     "GradParams",
-    (MAP, "q_map k_map v_map dout_map"),
-    (POINTER, "q_facts k_facts v_facts dout_facts term_exponents lse row_terms dq_tickets piece_tickets work_tickets"),
-    (POINTER, "dq"),
-    (LONG, stride_names("dq")),
-    (POINTER, "dk"),
-    (LONG, stride_names("dk")),
-    (POINTER, "dv"),
-    (LONG, stride_names("dv")),
-    (INT, "batch heads_kv heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift"),
-    (INT, "q_tiles kv_tiles pieces piece_steps sections in_order"),
-    (FLOAT, "score_scale softcap_in scale"),
+    "map q_map k_map v_map dout_map",
+    "pointer q_facts k_facts v_facts dout_facts term_exponents lse row_terms dq_tickets piece_tickets work_tickets",
+    "pointer dq",
+    "strides dq",
+    "pointer dk",
+    "strides dk",
+    "pointer dv",
+    "strides dv",
+    "int batch heads_kv heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift",
+    "int q_tiles kv_tiles pieces piece_steps sections in_order",
+    "float score_scale softcap_in scale",
 )
+
+unit = Kernel(
+    "sm90/float32_backward.cuh", "backward", _MainParams, "GradSmem", precise=True, namespace="sm90::float32"
+).unit
 
 
 def program(problem: Problem, target: Target, config: Config, wants: Wants = (True, True, True)) -> Program:

@@ -15,30 +15,16 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from .. import rules
-from ..params import (
-    FLOAT,
-    INT,
-    LOG2_E,
-    LONG,
-    MAP,
-    POINTER,
-    forward_order,
-    matrix_bytes,
-    query_tiles,
-    shape_params,
-    stride_names,
-    struct,
-    tiles,
-)
-from ..policy import Policy, params_for, term_params, unit_of
+from ..extents import shape_params
+from ..params import LOG2_E, forward_order, matrix_bytes, query_tiles, struct, tiles
+from ..policy import params_for, term_params, unit_of
 from ..program import SCRATCH, Address, Launch, Layout, Map, Program, Stride, strides
-from ..source import kernel_unit
+from ..source import Kernel, kernel_unit
 
 if TYPE_CHECKING:
     from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
-    from ...scores import Term
     from ...target import Target
 
 ARCH = "sm_90a"
@@ -189,25 +175,6 @@ def units() -> list[Unit]:
 
 
 @functools.cache
-def unit(config: Config, arch: str = ARCH, terms: tuple[Term, ...] | None = None) -> Unit:
-    """The kernel for these terms of the scores, by default those that the config is made for."""
-    policy = Policy.of(terms, config, True)
-    return kernel_unit(
-        config.name + policy.suffix,
-        "sm90/float32_forward.cuh",
-        "forward<config, Policy>",
-        _Params,
-        "tilewise::sm90::float32::Params",
-        arch,
-        config=config,
-        policy=policy,
-        smem="Smem<config>",
-        smem_bytes=config.smem_bytes,
-        bounds="config.threads(), 1",
-    )
-
-
-@functools.cache
 def split_unit(parts: int) -> Unit:
     """The kernel that splits operands."""
     return kernel_unit(
@@ -215,37 +182,39 @@ def split_unit(parts: int) -> Unit:
         "sm90/float32_split.cuh",
         f"split<{parts}>",
         _SplitParams,
-        "tilewise::sm90::float32::SplitParams",
         ARCH,
+        namespace="sm90::float32",
         smem="SplitSmem",
         smem_bytes=SPLIT_SMEM,
-        bounds=str(SPLIT_THREADS),
+        threads=SPLIT_THREADS,
         checks=(f"split_threads == {SPLIT_THREADS}", f"sizeof(TileFact) == {FACT_BYTES}"),
     )
 
 
 _SplitParams = struct(
     "SplitParams",
-    (POINTER * MAX_OPERANDS, "x"),
-    (LONG * MAX_OPERANDS, "batch_stride head_stride seq_stride"),
-    (POINTER * MAX_OPERANDS, "parts facts"),
-    (POINTER, "wanted refusals"),
-    (INT * MAX_OPERANDS, "heads seq dim rows first_tile"),
-    (INT, "tiles batch aligned"),
+    f"pointer[{MAX_OPERANDS}] x",
+    f"long[{MAX_OPERANDS}] batch_stride head_stride seq_stride",
+    f"pointer[{MAX_OPERANDS}] parts facts",
+    "pointer wanted refusals",
+    f"int[{MAX_OPERANDS}] heads seq dim rows first_tile",
+    "int tiles batch aligned",
 )
 
 _Params = struct(
     "Params",
-    (MAP, "q_map k_map v_map"),
-    (POINTER, "q_facts k_facts v_facts any_refused refused v"),
-    (LONG, stride_names("v")),
-    (POINTER, "out"),
-    (LONG, stride_names("out")),
-    (POINTER, "lse"),
-    (INT, "batch heads heads_per_kv seq_q seq_k head_dim_v band_first_shift band_end_shift"),
-    (INT, "q_tiles sections longest_first max_exponents"),
-    (FLOAT, "scale_log2 softcap_in lse_scale"),
+    "map q_map k_map v_map",
+    "pointer q_facts k_facts v_facts any_refused refused v",
+    "strides v",
+    "pointer out",
+    "strides out",
+    "pointer lse",
+    "int batch heads heads_per_kv seq_q seq_k head_dim_v band_first_shift band_end_shift",
+    "int q_tiles sections longest_first max_exponents",
+    "float scale_log2 softcap_in lse_scale",
 )
+
+unit = Kernel("sm90/float32_forward.cuh", "forward", _Params, "Smem", precise=True, namespace="sm90::float32").unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,31 +17,17 @@ import torch
 from ...jit import tuned
 from ...masks import Causal, Full, Window
 from .. import rules
-from ..params import (
-    FLOAT,
-    INT,
-    LOG2_E,
-    LONG,
-    MAP,
-    POINTER,
-    forward_order,
-    matrix_bytes,
-    query_tiles,
-    shape_params,
-    stride_names,
-    struct,
-    tiles,
-)
-from ..policy import Bounds, Policy, params_for, term_params, unit_of
+from ..extents import shape_params
+from ..params import LOG2_E, forward_order, matrix_bytes, query_tiles, struct, tiles
+from ..policy import Bounds, params_for, term_params, unit_of
 from ..program import Address, Counter, Launch, Layout, Map, Program, strides
 from ..rules import MAX_ROWS, class_of
-from ..source import kernel_unit
+from ..source import Kernel, kernel_unit
 
 if TYPE_CHECKING:
     from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
-    from ...scores import Term
     from ...target import Target
 
 ARCH = "sm_90a"
@@ -73,6 +59,11 @@ class Config:
     pingpong: bool
     ctas_per_sm: int
     split: bool
+
+    @property
+    def bounds(self) -> Bounds:
+        """What its masks look at."""
+        return tuple(Bounds)[self.mask]
 
     @property
     def block_q(self) -> int:
@@ -231,25 +222,6 @@ def units() -> list[Unit]:
 
 
 @functools.cache
-def unit(config: Config, arch: str = ARCH, terms: tuple[Term, ...] | None = None) -> Unit:
-    """The kernel for these terms of the scores, by default those that the config is made for."""
-    policy = Policy.of(terms, config, False, tuple(Bounds)[config.mask])
-    return kernel_unit(
-        config.name + policy.suffix,
-        "sm90/forward.cuh",
-        "forward<config, Policy>",
-        _Params,
-        "tilewise::sm90::Params",
-        arch,
-        config=config,
-        policy=policy,
-        smem="Smem<config>",
-        smem_bytes=config.smem_bytes,
-        bounds="config.threads(), config.ctas_per_sm",
-    )
-
-
-@functools.cache
 def combine_unit(bf16: bool) -> Unit:
     """The kernel that puts the parts of a split forward together."""
     return kernel_unit(
@@ -257,30 +229,31 @@ def combine_unit(bf16: bool) -> Unit:
         "sm90/combine.cuh",
         f"combine<{str(bf16).lower()}>",
         _CombineParams,
-        "tilewise::sm90::CombineParams",
         ARCH,
-        bounds=str(32 * _COMBINE_ROWS),
+        threads=32 * _COMBINE_ROWS,
         checks=(f"combine_rows == {_COMBINE_ROWS}",),
     )
 
 
 _Params = struct(
     "Params",
-    (MAP, "q_map k_map v_map out_map"),
-    (POINTER, "v"),
-    (LONG, stride_names("v")),
-    (POINTER, "lse partial_out work_counter"),
-    (INT, "batch heads heads_per_kv seq_q seq_k head_dim_v band_first_shift band_end_shift"),
-    (INT, "q_tiles sections longest_first splits"),
-    (FLOAT, "scale_log2 softcap_in"),
+    "map q_map k_map v_map out_map",
+    "pointer v",
+    "strides v",
+    "pointer lse partial_out work_counter",
+    "int batch heads heads_per_kv seq_q seq_k head_dim_v band_first_shift band_end_shift",
+    "int q_tiles sections longest_first splits",
+    "float scale_log2 softcap_in",
 )
+
+unit = Kernel("sm90/forward.cuh", "forward", _Params, "Smem").unit
 
 _CombineParams = struct(
     "CombineParams",
-    (POINTER, "partial_out partial_lse out"),
-    (LONG, "batch_stride head_stride seq_stride"),
-    (POINTER, "lse"),
-    (INT, "rows heads seq_q head_dim_v splits"),
+    "pointer partial_out partial_lse out",
+    "long batch_stride head_stride seq_stride",
+    "pointer lse",
+    "int rows heads seq_q head_dim_v splits",
 )
 
 

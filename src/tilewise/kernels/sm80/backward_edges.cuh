@@ -54,12 +54,16 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
 }
 
 // A block: 32 rows of one head. Eight columns per lane, `lanes` lanes per row.
-template <bool bf16, int lanes>
-__device__ __forceinline__ void preprocess(const PreprocessParams& params) {
+template <bool bf16, int lanes, typename Extents>
+__device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Extents>& params) {
   constexpr int rows_at_once = edge_threads / lanes;
   constexpr float log2_e = 1.44269504088896341f;
   const int blocks = params.rows / edge_rows, batch_head = blockIdx.x / blocks;
-  const int batch = batch_head / params.heads, head = batch_head % params.heads;
+  const int of_batch = batch_head / params.heads, head = batch_head % params.heads;
+  const auto record = Extents::find_queries(params, of_batch);
+  const auto sequence = sequence_of<Extents>(params, record);
+  const int batch = sequence.batch(of_batch), start = sequence.q_start();
+  const long long first_of_lse = first_row_of_head(params, sequence, batch, params.heads, head);
   const int lane = threadIdx.x % lanes, column = lane * 8;
   const int first_row = blockIdx.x % blocks * edge_rows;
   const long long first = static_cast<long long>(batch_head) * params.rows + first_row;
@@ -82,17 +86,18 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
   for (int i = 0; i < edge_rows; i += rows_at_once) {
     const int in_block = i + threadIdx.x / lanes, row = first_row + in_block;
     float sum = 0.0f;
-    if (row < params.seq_q && column < params.head_dim_v)
-      sum = dot<bf16>(*reinterpret_cast<const uint4*>(params.out.row(batch, head, row) + column),
-                      *reinterpret_cast<const uint4*>(params.dout.row(batch, head, row) + column));
+    if (row < sequence.seq_q() && column < params.head_dim_v)
+      sum = dot<bf16>(
+          *reinterpret_cast<const uint4*>(params.out.row(batch, head, start + row) + column),
+          *reinterpret_cast<const uint4*>(params.dout.row(batch, head, start + row) + column));
 #pragma unroll
     for (int distance = lanes / 2; distance > 0; distance /= 2)
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (lane != 0) continue;
     // Rows that do not exist or see no key: +inf makes every weight 0.
     float lse_log2 = infinity;
-    if (row < params.seq_q) {
-      const long long at = static_cast<long long>(batch_head) * params.seq_q + row;
+    if (row < sequence.seq_q()) {
+      const long long at = first_of_lse + row;
       const float lse = params.lse[at];
       if (lse != -infinity) lse_log2 = lse * log2_e;
       if (params.dlse != nullptr) sum -= params.dlse[at];
@@ -105,13 +110,16 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
 // A block: one query tile of one head, whose sums lie as Backward::add_dq leaves them. A thread
 // takes eight columns of the rows r and r + 8 of a block of 16 x 8; neighbours take neighbouring
 // columns.
-template <BackwardConfig config>
-__device__ __forceinline__ void postprocess(const PostprocessParams& params) {
+template <BackwardConfig config, typename Extents>
+__device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Extents>& params) {
   constexpr int columns = config.head_dim / (config.warps / config.query_rows) / 8;  // of a warp
   constexpr int query_blocks = config.block_q / config.query_rows / 16;
   constexpr int all_columns = config.head_dim / 8, all_blocks = config.block_q / 16;
   const int batch_head = blockIdx.x / params.q_tiles, q_tile = blockIdx.x % params.q_tiles;
-  const int batch = batch_head / params.heads, head = batch_head % params.heads;
+  const int of_batch = batch_head / params.heads, head = batch_head % params.heads;
+  const auto record = Extents::find_queries(params, of_batch);
+  const auto sequence = sequence_of<Extents>(params, record);
+  const int batch = sequence.batch(of_batch), start = sequence.q_start();
   const float4* sums = reinterpret_cast<const float4*>(
       params.dq_sums + static_cast<long long>(blockIdx.x) * (config.block_q * config.head_dim));
   for (int i = threadIdx.x; i < all_blocks * 8 * all_columns; i += edge_threads) {
@@ -140,8 +148,8 @@ __device__ __forceinline__ void postprocess(const PostprocessParams& params) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int q_row = q_tile * config.block_q + block * 16 + r + 8 * h;
-      if (q_row >= params.seq_q) continue;
-      *reinterpret_cast<uint4*>(params.dq.row(batch, head, q_row) + column * 8) =
+      if (q_row >= sequence.seq_q()) continue;
+      *reinterpret_cast<uint4*>(params.dq.row(batch, head, start + q_row) + column * 8) =
           uint4{ptx::pack<config.bf16>(row[h][0], row[h][1]),
                 ptx::pack<config.bf16>(row[h][2], row[h][3]),
                 ptx::pack<config.bf16>(row[h][4], row[h][5]),

@@ -6,7 +6,7 @@
 
 namespace tilewise::sm80 {
 
-// Mirrored field by field by `BackwardConfig` in backends/sm80_float32_backward.py.
+// Mirrored field by field by `Config` in engine/sm80/float32_backward.py.
 struct Float32BackwardConfig {
   bool exact;        // three products of TF32 parts, else one
   int head_dim;      // class of q and k: smaller heads are zero-filled up to it
@@ -74,7 +74,7 @@ struct Float32Units {
   float dq;
 };
 
-template <Float32BackwardConfig config>
+template <Float32BackwardConfig config, typename Extents>
 struct Float32BackwardSmem {
   alignas(1024) unsigned char k[matrix_bytes(config.block_kv(), halves(config.head_dim))];
   alignas(1024) unsigned char v[matrix_bytes(config.block_kv(), halves(config.head_dim_v))];
@@ -86,7 +86,7 @@ struct Float32BackwardSmem {
   alignas(1024) unsigned char ds[matrix_bytes(config.block_q, halves(config.block_kv()))];
   alignas(16) float lse[config.stages][config.block_q];
   alignas(16) float row_terms[config.stages][config.block_q];
-  BackwardPlan plan;
+  BackwardPlan<Extents> plan;
   u32 half;  // tf32_half, as in Float32Smem
   Float32Units units;
   int pieces_before;  // at dK and dV

@@ -21,7 +21,7 @@ struct Lane<true> {
 };
 
 // What both divisions of the work have in common.
-template <BackwardConfig config, typename Policy>
+template <BackwardConfig config, typename Policy, typename Extents>
 struct ProductWarpgroup {
   static constexpr int block_q = config.block_q, block_kv = config.block_kv();
   using ScoreProduct = wgmma::Product<block_q, config.bf16>;
@@ -33,9 +33,9 @@ struct ProductWarpgroup {
   using Fragment = float[block_q / 2];
   using Packed = u32[block_q / 16][4];
 
-  const ParamsOf<BackwardParams, Policy>& params;
-  BackwardSmem<config>& smem;
-  const BackwardPlan& plan;
+  const ParamsOf<BackwardParams, Policy, Extents>& params;
+  BackwardSmem<config, Extents>& smem;
+  const BackwardPlan<Extents>& plan;
   const int warpgroup;  // 0 or 1
   const int row =
       config.warpgroups_own_keys ? warpgroup * 64 : 0;  // of the KV tile, the first of 64
@@ -47,6 +47,8 @@ struct ProductWarpgroup {
   using Position = RingPosition<config.stages>;
   Position position{0};  // of this step in the Q and dO rings
   RingPosition<config.ds_stages> ds_position{1};
+
+  __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
   // After the whole warp has read or written what the barrier protects.
   __device__ __forceinline__ void arrive(u64* barrier) {
@@ -140,6 +142,8 @@ struct ProductWarpgroup {
       static_assert(Policy::uses_head, "a term that asks for the head says so");
       return kernel.smem.head[stage];
     }
+    __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
+    __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
   };
 
   // S -> P in place.
@@ -318,16 +322,17 @@ struct ProductWarpgroup {
 #pragma unroll
       for (int panel = 0; panel < panel_count(columns); ++panel)
         ptx::tma_store_4d(&map, staging + panel * panel_bytes(block_kv), panel * panel_columns,
-                          plan.kv_tile * block_kv + row + warp * 16, plan.head_kv, plan.batch);
+                          sequence().k_start() + plan.kv_tile * block_kv + row + warp * 16,
+                          plan.head_kv, sequence().batch(plan.batch));
       ptx::tma_store_commit();
     }
   }
 };
 
 // A warpgroup owns dK and dV of 64 keys.
-template <BackwardConfig config, typename Policy>
-struct DkDvWarpgroup : ProductWarpgroup<config, Policy> {
-  using Base = ProductWarpgroup<config, Policy>;
+template <BackwardConfig config, typename Policy, typename Extents>
+struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
+  using Base = ProductWarpgroup<config, Policy, Extents>;
   using Base::block_q, Base::smem, Base::params, Base::plan;
   using typename Base::Fragment, typename Base::Packed;
 
@@ -499,9 +504,9 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy> {
 };
 
 // Two warpgroups share 64 keys: this one owns dV, makes the weights and hands them over.
-template <BackwardConfig config, typename Policy>
-struct DvWarpgroup : ProductWarpgroup<config, Policy> {
-  using Base = ProductWarpgroup<config, Policy>;
+template <BackwardConfig config, typename Policy, typename Extents>
+struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
+  using Base = ProductWarpgroup<config, Policy, Extents>;
   using Base::block_q, Base::smem, Base::params, Base::plan;
   using typename Base::Fragment, typename Base::Packed;
 
@@ -602,9 +607,9 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy> {
 };
 
 // ... and this one owns dK, and makes dS.
-template <BackwardConfig config, typename Policy>
-struct DkWarpgroup : ProductWarpgroup<config, Policy> {
-  using Base = ProductWarpgroup<config, Policy>;
+template <BackwardConfig config, typename Policy, typename Extents>
+struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
+  using Base = ProductWarpgroup<config, Policy, Extents>;
   using Base::block_q, Base::smem, Base::params, Base::plan;
   using typename Base::Fragment, typename Base::Packed;
 

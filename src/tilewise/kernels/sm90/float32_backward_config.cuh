@@ -11,7 +11,7 @@ namespace tilewise::sm90::float32 {
 // Rows of a query tile and of a KV tile, and parts of every operand, all of bf16.
 constexpr int grad_block = 64, grad_parts = 3, grad_terms = term_count(grad_parts);
 
-// Mirrored field by field by `GradConfig` in backends/sm90_float32_backward.py.
+// Mirrored field by field by `Config` in engine/sm90/float32_backward.py.
 struct GradConfig {
   int head_dim;    // class of q and k: smaller heads are zero-filled up to it
   int head_dim_v;  // class of v and dout, likewise
@@ -76,7 +76,7 @@ union Room {
   Parts<grad_block> ds;
 };
 
-template <GradConfig config>
+template <GradConfig config, typename Extents>
 struct GradSmem {
   alignas(1024) Parts<config.head_dim> k;
   alignas(1024) Parts<config.head_dim_v> v;
@@ -89,8 +89,8 @@ struct GradSmem {
   ptx::u64 q_full[config.stages], q_empty[config.stages];
   ptx::u64 dout_full[config.stages], dout_empty[config.stages];
   ptx::u64 weights_full[config.rooms], ds_full[config.rooms], room_empty[config.rooms];
-  alignas(16) BackwardPlan plan;     // alone in its units of 16 bytes, as in BackwardSmem
-  alignas(16) int pieces_before[2];  // at dV and at dK
+  alignas(16) BackwardPlan<Extents> plan;  // alone in its units of 16 bytes, as in BackwardSmem
+  alignas(16) int pieces_before[2];        // at dV and at dK
 };
 
 // --- before it: row terms ---
