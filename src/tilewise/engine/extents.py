@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .params import extended
+from .params import extended, tiles
+from .program import Address
 
 if TYPE_CHECKING:
     import ctypes
 
     from ..problem import Problem
+    from .division import Division
 
 
 class Extents(NamedTuple):
@@ -35,6 +37,42 @@ class Extents(NamedTuple):
 
 BATCHED = Extents("tilewise::Batched")
 SMEM_UNIT = 1024  # what the shared memory of a kernel is a multiple of
+
+
+def division_fields(problem: Problem, divided: Division, q_tiles: int, kv_tiles: int) -> dict[str, int]:
+    """What every backward is told of its sequences, and of how the work on them is divided."""
+    return {
+        **shape_params(problem),
+        "heads_kv": problem.heads_kv,
+        "q_tiles": q_tiles,
+        "kv_tiles": kv_tiles,
+        "pieces": divided.pieces,
+        "piece_steps": divided.piece_steps,
+        "sections": divided.sections,
+    }
+
+
+def row_fields(problem: Problem) -> dict[str, object]:
+    """What the kernel before a backward is told of the rows of out and dout."""
+    return {
+        "lse": Address("lse"),
+        "dlse": Address("dlse", optional=True),
+        "heads": problem.heads_q,
+        "seq_q": problem.seq_q,
+        "head_dim_v": problem.head_dim_v,
+    }
+
+
+def forward_fields(problem: Problem, block_q: int, order: dict[str, int]) -> dict[str, object]:
+    """What every forward is told, with the order of its tiles."""
+    return {
+        **shape_params(problem),
+        "lse": Address("lse") if problem.needs_lse or problem.needs_grad else None,
+        "heads": problem.heads_q,
+        "head_dim_v": problem.head_dim_v,
+        "q_tiles": tiles(problem.seq_q, block_q),
+        **order,
+    }
 
 
 def shape_params(problem: Problem) -> dict[str, int]:

@@ -15,16 +15,17 @@ import torch
 
 from ...masks import Causal
 from .. import division, rules
-from ..extents import BATCHED, Extents, shape_params
+from ..extents import BATCHED, Extents, division_fields, row_fields
 from ..params import LOG2_E, matrix_bytes, struct, tiles
 from ..policy import params_for, term_params, unit_of
-from ..program import Address, Launch, Layout, Program, View
-from ..source import COMPILED, Kernel, kernel_unit
+from ..program import Launch, Layout, Program, View
+from ..source import Kernel, kernel_unit
 from . import shared
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ...backends import Wants
-    from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
     from ...target import Target
@@ -34,7 +35,7 @@ _LANES = {64: 8, 96: 16, 128: 16, 192: 32, 256: 32}  # of preprocess, 8 columns 
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(shared.TileConfig):
     """Compile-time choices; field for field the C++ aggregate of kernels/sm80/backward_config.cuh."""
 
     cpp_type: ClassVar[str] = "tilewise::sm80::BackwardConfig"
@@ -55,10 +56,6 @@ class Config:
     ctas_per_sm: int
 
     @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
     def smem_bytes(self) -> int:
         """`sizeof(BackwardSmem<config>)`; the generated source asserts it."""
         kv = matrix_bytes(self.block_kv, self.head_dim) + matrix_bytes(self.block_kv, self.head_dim_v)
@@ -77,18 +74,6 @@ class Config:
             f"fa2_backward_{kind}_q{self.block_q}_kv{self.block_kv}_{grids}_s{self.stages}_x{self.ctas_per_sm}{extras}"
         )
 
-    def __str__(self) -> str:
-        tile = f"tile {self.block_q} x {self.block_kv}, {self.warps} warps"
-        stages = f"{self.stages} stage{'s' * (self.stages > 1)}"
-        return f"{tile}, {stages}, {self.smem_bytes / 1024:.0f} KiB shared"
-
-    def fits(self, target: Target) -> bool:
-        return shared.fits(self.smem_bytes, self.ctas_per_sm, target)
-
-
-def why_not(problem: Problem, target: Target) -> list[Reason]:
-    return []
-
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Legal configs that fit the target, best first."""
@@ -99,17 +84,19 @@ def configs(problem: Problem, target: Target) -> list[Config]:
 
 def units() -> list[Unit]:
     """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
-    found: list[Unit] = []
-    for target in COMPILED:
-        for bf16 in (True, False):
-            found += [preprocess_unit(bf16, lanes, target.arch) for lanes in sorted({*_LANES.values()})]
-            for (_, softcap), rows in _table().items():
-                fitting = [config for row in rows if (config := _config(row, bf16, softcap, target)).fits(target)]
-                found += [unit(config, target.arch) for config in fitting]
-                found += [postprocess_unit(config, target.arch) for config in fitting if not softcap]
-                if bf16 and not softcap:
-                    found += [unit(dq_only(config), target.arch) for config in fitting[:1]]
-    return list({one.label: one for one in found}.values())
+    return shared.units(_units_for)
+
+
+def _units_for(target: Target) -> Iterator[Unit]:
+    for bf16 in (True, False):
+        yield from (preprocess_unit(bf16, lanes, target.arch) for lanes in sorted({*_LANES.values()}))
+        for (_, softcap), rows in _table().items():
+            fitting = [config for row in rows if (config := _config(row, bf16, softcap, target)).fits(target)]
+            yield from (unit(config, target.arch) for config in fitting)
+            if not softcap:
+                yield from (postprocess_unit(config, target.arch) for config in fitting)
+            if bf16 and not softcap:
+                yield from (unit(dq_only(config), target.arch) for config in fitting[:1])
 
 
 @functools.cache
@@ -191,14 +178,10 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
     preprocess = {
         "out": View("out"),
         "dout": View("dout"),
-        "lse": Address("lse"),
-        "dlse": Address("dlse", optional=True),
+        **row_fields(problem),
         **terms,
         "piece_ticket_count": kv_pairs * kv_tiles,
-        "heads": problem.heads_q,
-        "seq_q": problem.seq_q,
         "rows": rows,
-        "head_dim_v": problem.head_dim_v,
         "row_floats": config.head_dim,
         "block_q": config.block_q,
     }
@@ -244,13 +227,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
 def backward_fields(problem: Problem, divided: division.Division, q_tiles: int, kv_tiles: int) -> dict[str, object]:
     """What both backwards of this folder are told alike."""
     return {
-        **shape_params(problem),
-        "heads_kv": problem.heads_kv,
-        "q_tiles": q_tiles,
-        "kv_tiles": kv_tiles,
-        "pieces": divided.pieces,
-        "piece_steps": divided.piece_steps,
-        "sections": divided.sections,
+        **division_fields(problem, divided, q_tiles, kv_tiles),
         "rows_descend": int(problem.deterministic and isinstance(problem.mask, Causal)),
         "in_order": int(problem.deterministic),
     }
@@ -263,7 +240,12 @@ COSTS = division.Costs(start=1.5, merge=1.5)
 
 def divide(problem: Problem, config: Config, target: Target) -> division.Division:
     """Which pieces the tiles of keys are cut into, and how many runs the (batch, KV head) pairs make."""
-    costs = COSTS if config.makes_dkv else COSTS._replace(merge=0.0)
+    return divided_by(problem, config, target, COSTS)
+
+
+def divided_by(problem: Problem, config: Any, target: Target, costs: division.Costs) -> division.Division:
+    """The same for any backward of this folder, by its costs."""
+    costs = costs if config.makes_dkv else costs._replace(merge=0.0)
     steps = division.tile_steps(problem, config.block_q, config.block_kv)
     slots = target.sms * config.ctas_per_sm
     return division.divide(steps, problem.batch * problem.heads_kv, slots, costs, key_sections(problem))
@@ -277,27 +259,14 @@ def key_sections(problem: Problem) -> int | None:
     return None if isinstance(problem.mask, Causal) else problem.batch * problem.heads_kv
 
 
-def dq_only(config: Config) -> Config:
+def dq_only(config: Any) -> Any:
     return replace(config, makes_dkv=False)
 
 
-def _config(row: dict[str, Any], bf16: bool, softcap: bool, target: Target) -> Config:
-    return Config(
-        bf16=bf16,
-        head_dim=row["head_dims"][0],
-        head_dim_v=row["head_dims"][1],
-        block_q=row["block_q"],
-        block_kv=row["block_kv"],
-        warps=row["warps"],
-        score_rows=row["score_rows"],
-        key_rows=row["key_rows"],
-        query_rows=row["query_rows"],
-        stages=row["stages"],
-        softcap=softcap,
-        vector_sums=target.capability >= shared.VECTOR_SUMS_FROM,
-        makes_dkv=True,
-        ctas_per_sm=row["ctas_per_sm"],
-    )
+def _config(row: rules.Row, bf16: bool, softcap: bool, target: Target) -> Config:
+    vector_sums = target.capability >= shared.VECTOR_SUMS_FROM
+    row = {**row, "softcap": softcap}
+    return rules.from_row(Config, row, bf16=bf16, vector_sums=vector_sums, makes_dkv=True)
 
 
 def keys_of_row(row: rules.Row) -> list[tuple[tuple[int, int], bool]]:

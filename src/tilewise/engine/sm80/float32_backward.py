@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ...errors import Reason
 from .. import division, rules
-from ..extents import BATCHED
+from ..extents import BATCHED, row_fields
 from ..params import struct, tiles
 from ..policy import params_for, term_params, unit_of
-from ..program import Address, Launch, Layout, Program, View
-from ..source import COMPILED, Kernel, kernel_unit
+from ..program import Launch, Layout, Program, View
+from ..source import Kernel, kernel_unit
 from . import shared
-from .backward import backward_fields, key_sections, keys_of_row
+from .backward import backward_fields, divided_by, dq_only, keys_of_row
 from .float32_forward import kind_name, products_text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ...backends import Wants
     from ...jit import Unit
     from ...problem import Problem
@@ -36,7 +38,7 @@ _LANES = {64: 16, 96: 32, 128: 32}  # of float32_preprocess, 4 columns each
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(shared.TileConfig):
     """Compile-time choices; field for field the C++ aggregate of kernels/sm80/float32_backward_config.cuh."""
 
     cpp_type: ClassVar[str] = "tilewise::sm80::Float32BackwardConfig"
@@ -57,10 +59,6 @@ class Config:
         return 16 * self.warps
 
     @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
     def smem_bytes(self) -> int:
         """`sizeof(Float32BackwardSmem<config>)`; the generated source asserts it."""
         dims = self.head_dim + self.head_dim_v
@@ -77,12 +75,7 @@ class Config:
         return f"fa2_backward_{kind}_{shape}{extras}"
 
     def __str__(self) -> str:
-        tile = f"tile {self.block_q} x {self.block_kv}, {self.warps} warps"
-        stages = f"{self.stages} stage{'s' * (self.stages > 1)}"
-        return f"{products_text(self.exact)}, {tile}, {stages}, {self.smem_bytes / 1024:.0f} KiB shared"
-
-    def fits(self, target: Target) -> bool:
-        return shared.fits(self.smem_bytes, self.ctas_per_sm, target)
+        return f"{products_text(self.exact)}, {shared.TileConfig.__str__(self)}"
 
 
 def why_not(problem: Problem, target: Target) -> list[Reason]:
@@ -103,15 +96,16 @@ def configs(problem: Problem, target: Target) -> list[Config]:
 
 def units() -> list[Unit]:
     """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
-    found: list[Unit] = []
-    for target in COMPILED:
-        found += [preprocess_unit(lanes, target.arch) for lanes in sorted({*_LANES.values()})]
-        for ((_, capped), rows), exact in product(_table().items(), (True, False)):
-            fitting = [config for row in rows if (config := _config(row, exact, capped, target)).fits(target)]
-            found += [unit(config, target.arch) for config in fitting]
-            if exact and not capped:
-                found += [unit(dq_only(config), target.arch) for config in fitting[:1]]
-    return list({one.label: one for one in found}.values())
+    return shared.units(_units_for)
+
+
+def _units_for(target: Target) -> Iterator[Unit]:
+    yield from (preprocess_unit(lanes, target.arch) for lanes in sorted({*_LANES.values()}))
+    for ((_, capped), rows), exact in product(_table().items(), (True, False)):
+        fitting = [config for row in rows if (config := _config(row, exact, capped, target)).fits(target)]
+        yield from (unit(config, target.arch) for config in fitting)
+        if exact and not capped:
+            yield from (unit(dq_only(config), target.arch) for config in fitting[:1])
 
 
 @functools.cache
@@ -177,13 +171,10 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "out": View("out"),
         "dout": View("dout"),
         "dq": grads.get("dq"),
-        "lse": Address("lse"),
-        "dlse": Address("dlse", optional=True),
+        **row_fields(problem),
         "padded_lse": scratch.address("lse"),
         **terms,
         "piece_ticket_count": kv_pairs * kv_tiles,
-        "heads": problem.heads_q,
-        "seq_q": problem.seq_q,
         "rows": rows,
         **dims,
         "block_q": config.block_q,
@@ -215,29 +206,13 @@ COSTS = division.Costs(start=1.0, merge=1.0)
 
 def divide(problem: Problem, config: Config, target: Target) -> division.Division:
     """Which pieces the tiles of keys are cut into, and how many runs the (batch, KV head) pairs make."""
-    costs = COSTS if config.makes_dkv else COSTS._replace(merge=0.0)
-    steps = division.tile_steps(problem, config.block_q, config.block_kv)
-    slots = target.sms * config.ctas_per_sm
-    return division.divide(steps, problem.batch * problem.heads_kv, slots, costs, key_sections(problem))
+    return divided_by(problem, config, target, COSTS)
 
 
-def dq_only(config: Config) -> Config:
-    return replace(config, makes_dkv=False)
-
-
-def _config(row: dict[str, Any], exact: bool, softcap: bool, target: Target) -> Config:
-    return Config(
-        exact=exact,
-        head_dim=row["head_dims"][0],
-        head_dim_v=row["head_dims"][1],
-        block_q=row["block_q"],
-        warps=row["warps"],
-        stages=row["stages"],
-        softcap=softcap,
-        vector_sums=target.capability >= shared.VECTOR_SUMS_FROM,
-        makes_dkv=True,
-        ctas_per_sm=row["ctas_per_sm"],
-    )
+def _config(row: rules.Row, exact: bool, softcap: bool, target: Target) -> Config:
+    vector_sums = target.capability >= shared.VECTOR_SUMS_FROM
+    row = {**row, "softcap": softcap}
+    return rules.from_row(Config, row, exact=exact, vector_sums=vector_sums, makes_dkv=True)
 
 
 @functools.cache

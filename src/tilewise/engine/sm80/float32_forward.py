@@ -9,19 +9,18 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from .. import rules
 from ..params import LOG2_E, struct
 from ..policy import params_for, term_params, unit_of
 from ..program import Launch
 from ..rules import class_of
-from ..source import COMPILED, Kernel
+from ..source import Kernel
 from . import shared
-from .forward import forward_fields, forward_program
+from .forward import forward_program, tensor_fields
 
 if TYPE_CHECKING:
-    from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
     from ...target import Target
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(shared.TileConfig):
     """Compile-time choices; field for field the C++ aggregate of kernels/sm80/float32_config.cuh."""
 
     cpp_type: ClassVar[str] = "tilewise::sm80::Float32Config"
@@ -47,14 +46,6 @@ class Config:
     @property
     def block_q(self) -> int:
         return 16 * self.row_tiles * self.warps
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def register_limit(self) -> int:
-        return shared.register_limit(self.threads, self.ctas_per_sm)
 
     @property
     def smem_bytes(self) -> int:
@@ -75,16 +66,7 @@ class Config:
         return f"{self.block_q}x{self.block_kv} {self.warps} warps S{self.stages} x{self.ctas_per_sm}"
 
     def __str__(self) -> str:
-        tile = f"tile {self.block_q} x {self.block_kv}, {self.warps} warps"
-        stages = f"{self.stages} stage{'s' * (self.stages > 1)}"
-        return f"{products_text(self.exact)}, {tile}, {stages}, {self.smem_bytes / 1024:.0f} KiB shared"
-
-    def fits(self, target: Target) -> bool:
-        return shared.fits(self.smem_bytes, self.ctas_per_sm, target)
-
-
-def why_not(problem: Problem, target: Target) -> list[Reason]:
-    return []
+        return f"{products_text(self.exact)}, {shared.TileConfig.__str__(self)}"
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
@@ -122,15 +104,9 @@ def notices(problem: Problem, target: Target) -> list[str]:
 
 def units() -> list[Unit]:
     """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
-    found: dict[str, Unit] = {}
-    for target in COMPILED:
-        for row in (row for rows in _table().values() for row in rows):
-            for exact, softcap in product((True, False), repeat=2):
-                config = _config(row, exact, softcap)
-                if config.fits(target):
-                    kernel = unit(config, target.arch)
-                    found[kernel.label] = kernel
-    return list(found.values())
+    rows = [row for rows in _table().values() for row in rows]
+    made = [_config(row, exact, softcap) for row in rows for exact, softcap in product((True, False), repeat=2)]
+    return shared.units(lambda target: [unit(config, target.arch) for config in made if config.fits(target)])
 
 
 _Params = struct(
@@ -150,7 +126,7 @@ unit = Kernel(
 def program(problem: Problem, target: Target, config: Config) -> Program:
     scale = unit_of(problem)
     fields = {
-        **forward_fields(problem, target, config.block_q, 4),
+        **tensor_fields(problem, target, config.block_q, 4),
         # Copies count 16-bit numbers: a float32 is two.
         "head_dim": 2 * problem.head_dim,
         "head_dim_v": 2 * problem.head_dim_v,
@@ -170,18 +146,8 @@ def products_text(exact: bool) -> str:
     return "3 products of TF32 parts" if exact else "1 product of TF32 parts"
 
 
-def _config(row: dict[str, Any], exact: bool, softcap: bool) -> Config:
-    return Config(
-        exact=exact,
-        head_dim=row["head_dims"][0],
-        head_dim_v=row["head_dims"][1],
-        warps=row["warps"],
-        row_tiles=row["row_tiles"],
-        block_kv=row["block_kv"],
-        stages=row["stages"],
-        softcap=softcap,
-        ctas_per_sm=row["ctas_per_sm"],
-    )
+def _config(row: rules.Row, exact: bool, softcap: bool) -> Config:
+    return rules.from_row(Config, {**row, "softcap": softcap}, exact=exact)
 
 
 @functools.cache

@@ -16,23 +16,22 @@ import torch
 from ...jit import tuned
 from ...masks import Causal, Full
 from .. import rules
-from ..extents import shape_params
-from ..params import LOG2_E, forward_order, matrix_bytes, query_tiles, struct, tiles
+from ..extents import forward_fields
+from ..params import LOG2_E, forward_order, matrix_bytes, query_tiles, struct
 from ..policy import params_for, term_params, unit_of
-from ..program import Address, Launch, Program, View
+from ..program import Launch, Program, View
 from ..rules import class_of
-from ..source import COMPILED, Kernel
+from ..source import Kernel
 from . import shared
 
 if TYPE_CHECKING:
-    from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
     from ...target import Target
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(shared.TileConfig):
     """Compile-time choices; field for field the C++ aggregate of kernels/sm80/config.cuh."""
 
     cpp_type: ClassVar[str] = "tilewise::sm80::Config"
@@ -53,14 +52,6 @@ class Config:
         return 16 * self.row_tiles * self.warps
 
     @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def register_limit(self) -> int:
-        return shared.register_limit(self.threads, self.ctas_per_sm)
-
-    @property
     def smem_bytes(self) -> int:
         """`sizeof(Smem<config>)`; the generated source asserts it."""
         tile = matrix_bytes(self.block_kv, self.head_dim) + matrix_bytes(self.block_kv, self.head_dim_v)
@@ -78,18 +69,6 @@ class Config:
         """What a search varies, in a few words."""
         kept = " Q kept" if self.q_in_registers else ""
         return f"{self.block_q}x{self.block_kv} {self.warps} warps S{self.stages} x{self.ctas_per_sm}{kept}"
-
-    def __str__(self) -> str:
-        tile = f"tile {self.block_q} x {self.block_kv}, {self.warps} warps"
-        stages = f"{self.stages} stage{'s' * (self.stages > 1)}"
-        return f"{tile}, {stages}, {self.smem_bytes / 1024:.0f} KiB shared"
-
-    def fits(self, target: Target) -> bool:
-        return shared.fits(self.smem_bytes, self.ctas_per_sm, target)
-
-
-def why_not(problem: Problem, target: Target) -> list[Reason]:
-    return []
 
 
 def notices(problem: Problem, target: Target) -> list[str]:
@@ -165,15 +144,9 @@ def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
 
 def units() -> list[Unit]:
     """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
-    found: dict[str, Unit] = {}
-    for target in COMPILED:
-        for row in (row for rows in _table().values() for row in rows):
-            for bf16, softcap in product((True, False), row["softcap"]):
-                config = _config(row, bf16, softcap)
-                if config.fits(target):
-                    kernel = unit(config, target.arch)
-                    found[kernel.label] = kernel
-    return list(found.values())
+    rows = [row for rows in _table().values() for row in rows]
+    made = [_config(row, bf16, softcap) for row in rows for bf16, softcap in product((True, False), row["softcap"])]
+    return shared.units(lambda target: [unit(config, target.arch) for config in made if config.fits(target)])
 
 
 _Params = struct(
@@ -190,26 +163,19 @@ unit = Kernel("sm80/forward.cuh", "forward", _Params, "Smem", ("threads", "block
 
 def program(problem: Problem, target: Target, config: Config) -> Program:
     fields = {
-        **forward_fields(problem, target, config.block_q, 2),
+        **tensor_fields(problem, target, config.block_q, 2),
         **term_params(problem, precise=False),
         "scale_log2": unit_of(problem) * LOG2_E,
         "head_dim": problem.head_dim,
-        "head_dim_v": problem.head_dim_v,
     }
     kernel = unit(config, target.arch, problem.scores)
     return forward_program(problem, target, config, Launch(kernel, params_for(problem, _Params), fields, 0, 0))
 
 
-def forward_fields(problem: Problem, target: Target, block_q: int, number_bytes: int) -> dict[str, object]:
+def tensor_fields(problem: Problem, target: Target, block_q: int, number_bytes: int) -> dict[str, object]:
     """What both forwards of this folder are told alike."""
-    return {
-        **{name: View(name) for name in ("q", "k", "v", "out")},
-        "lse": Address("lse") if problem.needs_lse or problem.needs_grad else None,
-        **shape_params(problem),
-        "heads": problem.heads_q,
-        "q_tiles": tiles(problem.seq_q, block_q),
-        **forward_order(problem, target, number_bytes),
-    }
+    tensors = {name: View(name) for name in ("q", "k", "v", "out")}
+    return {**tensors, **forward_fields(problem, block_q, forward_order(problem, target, number_bytes))}
 
 
 def forward_program(problem: Problem, target: Target, config: Any, launch: Launch) -> Program:
@@ -224,19 +190,8 @@ def forward_program(problem: Problem, target: Target, config: Any, launch: Launc
     return Program((launch._replace(grid=work, threads=config.threads),), says=(says,))
 
 
-def _config(row: dict[str, Any], bf16: bool, softcap: bool) -> Config:
-    return Config(
-        bf16=bf16,
-        head_dim=row["head_dims"][0],
-        head_dim_v=row["head_dims"][1],
-        warps=row["warps"],
-        row_tiles=row["row_tiles"],
-        block_kv=row["block_kv"],
-        stages=row["stages"],
-        softcap=softcap,
-        q_in_registers=row["q_in_registers"],
-        ctas_per_sm=row["ctas_per_sm"],
-    )
+def _config(row: rules.Row, bf16: bool, softcap: bool) -> Config:
+    return rules.from_row(Config, {**row, "softcap": softcap}, bf16=bf16)
 
 
 @functools.cache

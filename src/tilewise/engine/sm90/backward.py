@@ -20,7 +20,7 @@ import torch
 
 from ...masks import Causal
 from .. import division, rules
-from ..extents import BATCHED, shape_params
+from ..extents import BATCHED, division_fields, row_fields
 from ..params import LOG2_E, kv_head_sections, matrix_bytes, struct, tiles
 from ..policy import params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Map, Program, strides
@@ -28,7 +28,6 @@ from ..source import Kernel, kernel_unit
 
 if TYPE_CHECKING:
     from ...backends import Wants
-    from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
     from ...target import Target
@@ -111,10 +110,6 @@ class Config:
     def __str__(self) -> str:
         tile = f"tile {self.block_q} x {self.block_kv}, 4 warpgroups"
         return f"{tile}, {self.stages} stages, {self.smem_bytes / 1024:.0f} KiB shared"
-
-
-def why_not(problem: Problem, target: Target) -> list[Reason]:
-    return []
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
@@ -226,8 +221,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "out": Address("out"),
         "dout": Address("dout"),
         **strides("out", "dout"),
-        "lse": Address("lse"),
-        "dlse": Address("dlse", optional=True),
+        **row_fields(problem),
         "start_s": scratch.address("start_s"),
         "start_dp": scratch.address("start_dp"),
         "dq_sums": None if takes_tickets else scratch.address("dq_sums"),
@@ -235,10 +229,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "piece_tickets": scratch.address("piece_tickets"),
         "work_tickets": scratch.address("work_tickets"),
         "piece_ticket_count": 2 * kv_pairs * kv_tiles,
-        "heads": problem.heads_q,
-        "seq_q": problem.seq_q,
         "rows": rows,
-        "head_dim_v": problem.head_dim_v,
         "row_floats": config.head_dim,
         "block_q": config.block_q,
         "lse_factor": -LOG2_E / score_unit,
@@ -260,16 +251,10 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "piece_tickets": scratch.address("piece_tickets"),
         "work_tickets": scratch.address("work_tickets"),
         **({"dq": Address("dq"), **strides("dq")} if config.makes_dq else {}),
-        **shape_params(problem),
+        **division_fields(problem, divided, q_tiles, kv_tiles),
         **term_params(problem, precise=False),
         "scale_log2": scale_log2,
-        "heads_kv": problem.heads_kv,
         "head_dim": problem.head_dim,
-        "q_tiles": q_tiles,
-        "kv_tiles": kv_tiles,
-        "pieces": divided.pieces,
-        "piece_steps": divided.piece_steps,
-        "sections": divided.sections,
         "order": int(_order(problem, config)),
         "walk": int(_walk(problem, config, divided.cut)),
         "store_dk": int(wants[1]),
@@ -390,23 +375,8 @@ def _only(config: Config, wants: Wants) -> Config:
     return replace(config, writes_dq=config.writes_dq and wants_dq, makes_dq=wants_dq, makes_dkv=wants_dkv)
 
 
-def _config(row: dict[str, Any], bf16: bool, softcap: bool) -> Config:
-    return Config(
-        bf16=bf16,
-        head_dim=row["head_dims"][0],
-        head_dim_v=row["head_dims"][1],
-        block_q=row["block_q"],
-        warpgroups_own_keys=row["warpgroups_own_keys"],
-        stages=row["stages"],
-        ds_stages=row["ds_stages"],
-        softcap=softcap,
-        writes_dq=row["writes_dq"],
-        makes_dq=True,
-        makes_dkv=True,
-        dq_columns=row["dq_columns"],
-        query_registers=row["query_registers"],
-        product_registers=row["product_registers"],
-    )
+def _config(row: rules.Row, bf16: bool, softcap: bool) -> Config:
+    return rules.from_row(Config, row, bf16=bf16, softcap=softcap, makes_dq=True, makes_dkv=True)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ...errors import Reason
 from ...masks import Causal
 from .. import division, rules
-from ..extents import BATCHED, shape_params
+from ..extents import BATCHED, division_fields, row_fields
 from ..params import kv_head_sections, matrix_bytes, struct, tiles
 from ..policy import params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Program, strides
@@ -167,15 +167,11 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "out": Address("out"),
         "dout": Address("dout"),
         **strides("out", "dout"),
-        "lse": Address("lse"),
-        "dlse": Address("dlse", optional=True),
+        **row_fields(problem),
         "padded_lse": scratch.address("lse"),
         **shared,
         "piece_ticket_count": 2 * key_tiles,
-        "heads": problem.heads_q,
-        "seq_q": problem.seq_q,
         "q_tiles": q_tiles,
-        "head_dim_v": problem.head_dim_v,
     }
     wanted = [name for name, want in zip(("dq", "dk", "dv"), wants, strict=True) if want]
     main = {
@@ -185,15 +181,9 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         **shared,
         **{name: Address(name) for name in wanted},
         **strides(*wanted),
-        **shape_params(problem),
-        "heads_kv": problem.heads_kv,
+        **division_fields(problem, divided, q_tiles, kv_tiles),
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
-        "q_tiles": q_tiles,
-        "kv_tiles": kv_tiles,
-        "pieces": divided.pieces,
-        "piece_steps": divided.piece_steps,
-        "sections": divided.sections,
         "in_order": int(problem.deterministic),
         "score_scale": unit_of(problem),
         **term_params(problem, precise=True),

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from .. import rules
-from ..extents import shape_params
+from ..extents import forward_fields
 from ..params import LOG2_E, forward_order, matrix_bytes, query_tiles, struct, tiles
 from ..policy import params_for, term_params, unit_of
 from ..program import SCRATCH, Address, Launch, Layout, Map, Program, Stride, strides
 from ..source import Kernel, kernel_unit
 
 if TYPE_CHECKING:
-    from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
     from ...target import Target
@@ -146,10 +145,6 @@ def wide_range(config: Config) -> Config:
 def _chain(config: Config) -> tuple[Config, ...]:
     """The kernels of a call, one after another."""
     return (config,) if config.parts == 3 else (config, wide_range(config))
-
-
-def why_not(problem: Problem, target: Target) -> list[Reason]:
-    return []
 
 
 def notices(problem: Problem, target: Target) -> list[str]:
@@ -316,12 +311,7 @@ def _fields(
         "v": Address("v"),
         "out": Address("out"),
         **strides("v", "out"),
-        "lse": Address("lse") if problem.needs_lse or problem.needs_grad else None,
-        **shape_params(problem),
-        "heads": problem.heads_q,
-        "head_dim_v": problem.head_dim_v,
-        "q_tiles": tiles(problem.seq_q, config.block_q),
-        **forward_order(problem, target, 2 * config.parts),
+        **forward_fields(problem, config.block_q, forward_order(problem, target, 2 * config.parts)),
         "max_exponents": max_exponents(problem),
         **term_params(problem, precise=True),
         "scale_log2": scale * LOG2_E,

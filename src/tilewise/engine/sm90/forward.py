@@ -17,7 +17,7 @@ import torch
 from ...jit import tuned
 from ...masks import Causal, Full, Window
 from .. import rules
-from ..extents import shape_params
+from ..extents import forward_fields
 from ..params import LOG2_E, forward_order, matrix_bytes, query_tiles, struct, tiles
 from ..policy import Bounds, params_for, term_params, unit_of
 from ..program import Address, Counter, Launch, Layout, Map, Program, strides
@@ -25,7 +25,6 @@ from ..rules import MAX_ROWS, class_of
 from ..source import Kernel, kernel_unit
 
 if TYPE_CHECKING:
-    from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
     from ...target import Target
@@ -114,10 +113,6 @@ class Config:
     def __str__(self) -> str:
         tile = f"tile {self.block_q} x {self.block_kv}, {self.consumers} + 1 warpgroups"
         return f"{tile}, stages K {self.k_stages} V {self.v_stages}, {self.smem_bytes / 1024:.0f} KiB shared"
-
-
-def why_not(problem: Problem, target: Target) -> list[Reason]:
-    return []
 
 
 def notices(problem: Problem, target: Target) -> list[str]:
@@ -280,26 +275,24 @@ def _program(problem: Problem, target: Target, config: Config) -> Program:
     scratch = Layout()
     if config.split:
         scratch = Layout.of(partial_out=4 * splits * rows * problem.head_dim_v, partial_lse=4 * splits * rows)
-    lse = Address("lse") if problem.needs_lse or problem.needs_grad else None
-    fields = {
+    waves = work / (target.sms * config.ctas_per_sm)
+    fields: dict[str, object] = {
         "q_map": Map("q", 64),
         "k_map": Map("k", config.block_kv),
         "v_map": Map("v", config.block_kv),
         "out_map": None if config.split else Map("out", 64),
         "v": Address("v"),
         **strides("v"),
-        "lse": scratch.address("partial_lse") if config.split else lse,
         "partial_out": scratch.address("partial_out"),
         "work_counter": Counter() if dynamic and not config.split else None,
-        **shape_params(problem),
+        **forward_fields(problem, config.block_q, forward_order(problem, target, 2, waves)),
         **term_params(problem, precise=False),
         "scale_log2": unit_of(problem) * LOG2_E,
-        "heads": problem.heads_q,
-        "head_dim_v": problem.head_dim_v,
-        "q_tiles": tiles(problem.seq_q, config.block_q),
-        **forward_order(problem, target, 2, work / (target.sms * config.ctas_per_sm)),
         "splits": splits,
     }
+    lse = fields["lse"]
+    if config.split:
+        fields["lse"] = scratch.address("partial_lse")
     kernel = unit(config, ARCH, problem.scores)
     launches = [Launch(kernel, params_for(problem, _Params), fields, ctas, config.threads, overlap=True)]
     if config.split:
@@ -354,22 +347,11 @@ def _mask_kind(problem: Problem) -> int:
     return 1 if isinstance(problem.mask, Causal) else 2
 
 
-def _config(row: dict[str, Any], classes: tuple[int, int], bf16: bool, kind: int, softcap: bool) -> Config:
+def _config(row: rules.Row, classes: tuple[int, int], bf16: bool, kind: int, softcap: bool) -> Config:
     split = row.get("split", False)
-    return Config(
-        bf16=bf16,
-        head_dim=classes[0],
-        head_dim_v=classes[1],
-        consumers=row["consumers"],
-        block_kv=row["block_kv"],
-        k_stages=row["k_stages"],
-        v_stages=row["v_stages"],
-        mask=1 if split else kind,  # a causal band may as well hide nothing: one kernel for both
-        softcap=softcap,
-        pingpong=row["pingpong"],
-        ctas_per_sm=row["ctas_per_sm"],
-        split=split,
-    )
+    mask = 1 if split else kind  # a causal band may as well hide nothing: one kernel for both
+    row = {**row, "head_dims": classes, "softcap": softcap, "split": split}
+    return rules.from_row(Config, row, bf16=bf16, mask=mask)
 
 
 _Key = tuple[tuple[int, int], str, bool]
