@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 from ..jit import TensorMap, params_struct
+from ..jit.compile import KERNELS
 from ..masks import Causal
 
 if TYPE_CHECKING:
@@ -25,27 +27,29 @@ class Strided(ctypes.Structure):
 
 
 _KINDS: dict[str, type[Any]] = {
-    "map": TensorMap,
-    "tensor": Strided,
-    "pointer": ctypes.c_void_p,
-    "int": ctypes.c_int,
-    "long": ctypes.c_longlong,
+    "ptx::TensorMap": TensorMap,
+    "Tensor": Strided,
+    "long long": ctypes.c_longlong,
     "float": ctypes.c_float,
+    **dict.fromkeys(("int", "Order", "Walk"), ctypes.c_int),
 }
 
 
-def struct(name: str, *members: str) -> type[ctypes.Structure]:
-    """The mirror of a C++ struct, in its order: "int batch heads", "pointer[4] x".
+def mirror(header: str, name: str) -> type[ctypes.Structure]:
+    """A struct of numbers, pointers and tensors, as a header of kernels/ declares it.
 
-    "strides v" are v_batch_stride, v_head_stride and v_seq_stride.
+    Why from its text: its members are listed once. Every translation unit asserts their offsets and sizes, so what is
+    read wrongly here does not compile there.
     """
+    text = re.sub(r"//[^\n]*", "", (KERNELS / header).read_text())
+    body = re.search(rf"\bstruct {name} {{(.*?)}};", text, re.DOTALL)
+    assert body is not None, (header, name)
+    constants = dict(re.findall(r"constexpr int (\w+) = (\d+);", text))
     fields: dict[str, type[Any]] = {}
-    for line in members:
-        kind, *names = line.split()
-        kind, _, count = kind.rstrip("]").partition("[")
-        if kind == "strides":
-            kind, names = "long", [f"{name}_{stride}" for name in names for stride in _STRIDES]
-        fields |= dict.fromkeys(names, _KINDS[kind] * int(count) if count else _KINDS[kind])
+    for kind, members in re.findall(r"\s*(?:const )?([\w:]+(?: long)?\**)\s+([^;]+);", body[1]):
+        base = ctypes.c_void_p if kind.endswith("*") else _KINDS[kind]
+        for member, count in re.findall(r"(\w+)(?:\[(\w+)\])?", members):
+            fields[member] = base * int(constants[count]) if count else base
     return params_struct(name, **fields)
 
 

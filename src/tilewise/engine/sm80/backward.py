@@ -16,7 +16,7 @@ import torch
 from ...masks import Causal
 from .. import division, rules
 from ..extents import BATCHED, Extents, division_fields, row_fields
-from ..params import LOG2_E, matrix_bytes, struct, tiles
+from ..params import LOG2_E, matrix_bytes, mirror, tiles
 from ..policy import params_for, term_params, unit_of
 from ..program import Launch, Layout, Program, View
 from ..source import Kernel, kernel_unit
@@ -129,31 +129,10 @@ def postprocess_unit(config: Config, arch: str, extents: Extents = BATCHED) -> U
     )
 
 
-_MainParams = struct(
-    "BackwardParams",
-    "tensor q k v dout dk dv",
-    "pointer lse_log2 row_terms dq_sums dq_tickets dkv_sums piece_tickets work_tickets",
-    "int batch heads_kv heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift",
-    "int q_tiles kv_tiles pieces piece_steps sections rows_descend in_order",
-    "float scale scale_log2 inverse_scale_log2 softcap_in",
-)
-
+_MainParams = mirror("sm80/backward_config.cuh", "BackwardParams")
+_PreprocessParams = mirror("sm80/backward_edges.cuh", "PreprocessParams")
+_PostprocessParams = mirror("sm80/backward_edges.cuh", "PostprocessParams")
 unit = Kernel("sm80/backward.cuh", "backward", _MainParams, "BackwardSmem").unit
-
-_PreprocessParams = struct(
-    "PreprocessParams",
-    "tensor out dout",
-    "pointer lse dlse lse_log2 row_terms dq_sums dq_tickets piece_tickets work_tickets",
-    "int piece_ticket_count heads seq_q rows head_dim_v row_floats block_q",
-)
-
-_PostprocessParams = struct(
-    "PostprocessParams",
-    "pointer dq_sums",
-    "tensor dq",
-    "int heads seq_q q_tiles head_dim",
-    "float scale",
-)
 
 
 def program(problem: Problem, target: Target, config: Config, wants: Wants = (True, True, True)) -> Program:
@@ -173,8 +152,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         dq_sums=4 * pairs * rows * config.head_dim if wants_dq else 0,
         dkv_sums=4 * kv_pairs * kv_tiles * config.block_kv * (config.head_dim + config.head_dim_v) if cut else 0,
     )
-    shared_terms = ("lse_log2", "row_terms", "dq_sums", "dq_tickets", "piece_tickets", "work_tickets")
-    terms = {name: scratch.address(name) for name in shared_terms}
+    terms = scratch.addresses("lse_log2", "row_terms", "dq_sums", "dq_tickets", "piece_tickets", "work_tickets")
     preprocess = {
         "out": View("out"),
         "dout": View("dout"),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ...errors import Reason
 from .. import division, rules
 from ..extents import BATCHED, row_fields
-from ..params import struct, tiles
+from ..params import mirror, tiles
 from ..policy import params_for, term_params, unit_of
 from ..program import Launch, Layout, Program, View
 from ..source import Kernel, kernel_unit
@@ -122,14 +122,7 @@ def preprocess_unit(lanes: int, arch: str) -> Unit:
     )
 
 
-_MainParams = struct(
-    "Float32BackwardParams",
-    "tensor q k v dout dq dk dv",
-    "pointer lse row_terms dq_tickets piece_tickets work_tickets",
-    "int batch heads_kv heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift",
-    "int q_tiles kv_tiles pieces piece_steps sections rows_descend in_order",
-    "float scale softmax_scale softcap_in",
-)
+_MainParams = mirror("sm80/float32_backward_config.cuh", "Float32BackwardParams")
 
 unit = Kernel(
     "sm80/float32_backward.cuh",
@@ -140,12 +133,7 @@ unit = Kernel(
     precise=True,
 ).unit
 
-_PreprocessParams = struct(
-    "Float32PreprocessParams",
-    "tensor out dout dq",
-    "pointer lse dlse padded_lse row_terms dq_tickets piece_tickets work_tickets",
-    "int piece_ticket_count heads seq_q rows head_dim head_dim_v block_q",
-)
+_PreprocessParams = mirror("sm80/float32_backward.cuh", "Float32PreprocessParams")
 
 
 def program(problem: Problem, target: Target, config: Config, wants: Wants = (True, True, True)) -> Program:
@@ -163,7 +151,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         work_tickets=4 if problem.deterministic else 0,
         dq_tickets=4 * pairs * rows // config.block_q if wants[0] and problem.deterministic else 0,
     )
-    terms = {name: scratch.address(name) for name in ("row_terms", "dq_tickets", "piece_tickets", "work_tickets")}
+    terms = scratch.addresses("row_terms", "dq_tickets", "piece_tickets", "work_tickets")
     grads = {name: View(name) for name, want in zip(("dq", "dk", "dv"), wants, strict=True) if want}
     # Copies count 16-bit numbers: a float32 is two.
     dims = {"head_dim": 2 * problem.head_dim, "head_dim_v": 2 * problem.head_dim_v}

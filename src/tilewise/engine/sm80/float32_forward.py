@@ -12,7 +12,7 @@ from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
 from .. import rules
-from ..params import LOG2_E, struct
+from ..params import LOG2_E, mirror
 from ..policy import params_for, term_params, unit_of
 from ..program import Launch
 from ..rules import class_of
@@ -109,14 +109,7 @@ def units() -> list[Unit]:
     return shared.units(lambda target: [unit(config, target.arch) for config in made if config.fits(target)])
 
 
-_Params = struct(
-    "Float32Params",
-    "tensor q k v out",
-    "pointer lse",
-    "int batch heads heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift",
-    "int q_tiles sections longest_first",
-    "float scale scale_log2 softcap_in",
-)
+_Params = mirror("sm80/float32_config.cuh", "Float32Params")
 
 unit = Kernel(
     "sm80/float32_forward.cuh", "float32_forward", _Params, "Float32Smem", ("threads", "block_q"), precise=True

@@ -17,7 +17,7 @@ from ...jit import tuned
 from ...masks import Causal, Full
 from .. import rules
 from ..extents import forward_fields
-from ..params import LOG2_E, forward_order, matrix_bytes, query_tiles, struct
+from ..params import LOG2_E, forward_order, matrix_bytes, mirror, query_tiles
 from ..policy import params_for, term_params, unit_of
 from ..program import Launch, Program, View
 from ..rules import class_of
@@ -149,14 +149,7 @@ def units() -> list[Unit]:
     return shared.units(lambda target: [unit(config, target.arch) for config in made if config.fits(target)])
 
 
-_Params = struct(
-    "Params",
-    "tensor q k v out",
-    "pointer lse",
-    "int batch heads heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift",
-    "int q_tiles sections longest_first",
-    "float scale_log2 softcap_in",
-)
+_Params = mirror("sm80/config.cuh", "Params")
 
 unit = Kernel("sm80/forward.cuh", "forward", _Params, "Smem", ("threads", "block_q")).unit
 

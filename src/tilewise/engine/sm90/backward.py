@@ -21,7 +21,7 @@ import torch
 from ...masks import Causal
 from .. import division, rules
 from ..extents import BATCHED, division_fields, row_fields
-from ..params import LOG2_E, kv_head_sections, matrix_bytes, struct, tiles
+from ..params import LOG2_E, kv_head_sections, matrix_bytes, mirror, tiles
 from ..policy import params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Map, Program, strides
 from ..source import Kernel, kernel_unit
@@ -164,36 +164,10 @@ def postprocess_unit(bf16: bool) -> Unit:
     )
 
 
-_MainParams = struct(
-    "BackwardParams",
-    "map q_map k_map v_map dout_map dk_map dv_map",
-    "pointer start_s start_dp dq_sums dq_tickets dkv_sums piece_tickets work_tickets dq",
-    "strides dq",
-    "int batch heads_kv heads_per_kv seq_q seq_k head_dim band_first_shift band_end_shift",
-    "int q_tiles kv_tiles pieces piece_steps sections order walk store_dk store_dv",
-    "float scale_log2 inverse_scale_log2 softcap_in dqk_scale",
-)
-
+_MainParams = mirror("sm90/backward_config.cuh", "BackwardParams")
+_PreprocessParams = mirror("sm90/backward_edges.cuh", "PreprocessParams")
+_PostprocessParams = mirror("sm90/backward_edges.cuh", "PostprocessParams")
 unit = Kernel("sm90/backward.cuh", "backward", _MainParams, "BackwardSmem", ("threads", "block_kv")).unit
-
-_PreprocessParams = struct(
-    "PreprocessParams",
-    "pointer out",
-    "strides out",
-    "pointer dout",
-    "strides dout",
-    "pointer lse dlse start_s start_dp dq_sums dq_tickets piece_tickets work_tickets",
-    "int piece_ticket_count heads seq_q rows head_dim_v row_floats block_q",
-    "float lse_factor start_bias",
-)
-
-_PostprocessParams = struct(
-    "PostprocessParams",
-    "pointer dq_sums dq",
-    "long batch_stride head_stride seq_stride",
-    "int heads seq_q rows head_dim row_floats",
-    "float scale",
-)
 
 
 def program(problem: Problem, target: Target, config: Config, wants: Wants = (True, True, True)) -> Program:
@@ -214,6 +188,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         dq_sums=4 * pairs * rows * config.head_dim if sums_dq else 0,
         dkv_sums=4 * kv_pairs * kv_tiles * config.block_kv * (config.head_dim + config.head_dim_v) if cut else 0,
     )
+    terms = scratch.addresses("start_s", "start_dp", "dq_tickets", "piece_tickets", "work_tickets")
     # S starts from -lse in its own units: before the scale, or where a term transforms it, after all of them.
     transformed = any(term.transforms for term in problem.scores)
     score_unit = 1.0 if transformed else problem.scale * LOG2_E
@@ -222,12 +197,8 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "dout": Address("dout"),
         **strides("out", "dout"),
         **row_fields(problem),
-        "start_s": scratch.address("start_s"),
-        "start_dp": scratch.address("start_dp"),
+        **terms,
         "dq_sums": None if takes_tickets else scratch.address("dq_sums"),
-        "dq_tickets": scratch.address("dq_tickets"),
-        "piece_tickets": scratch.address("piece_tickets"),
-        "work_tickets": scratch.address("work_tickets"),
         "piece_ticket_count": 2 * kv_pairs * kv_tiles,
         "rows": rows,
         "row_floats": config.head_dim,
@@ -243,13 +214,8 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "dout_map": Map("dout", config.block_q),
         "dk_map": Map("dk", 16) if wants[1] else None,
         "dv_map": Map("dv", 16) if wants[2] else None,
-        "start_s": scratch.address("start_s"),
-        "start_dp": scratch.address("start_dp"),
-        "dq_sums": scratch.address("dq_sums"),
-        "dq_tickets": scratch.address("dq_tickets"),
-        "dkv_sums": scratch.address("dkv_sums"),
-        "piece_tickets": scratch.address("piece_tickets"),
-        "work_tickets": scratch.address("work_tickets"),
+        **terms,
+        **scratch.addresses("dq_sums", "dkv_sums"),
         **({"dq": Address("dq"), **strides("dq")} if config.makes_dq else {}),
         **division_fields(problem, divided, q_tiles, kv_tiles),
         **term_params(problem, precise=False),

@@ -15,7 +15,7 @@ from ...errors import Reason
 from ...masks import Causal
 from .. import division, rules
 from ..extents import BATCHED, division_fields, row_fields
-from ..params import kv_head_sections, matrix_bytes, struct, tiles
+from ..params import kv_head_sections, matrix_bytes, mirror, tiles
 from ..policy import params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Program, strides
 from ..source import Kernel, kernel_unit
@@ -113,30 +113,8 @@ def row_terms_unit() -> Unit:
     )
 
 
-_RowParams = struct(
-    "RowParams",
-    "pointer out",
-    "strides out",
-    "pointer dout",
-    "strides dout",
-    "pointer lse dlse padded_lse row_terms term_exponents dq_tickets piece_tickets work_tickets",
-    "int piece_ticket_count heads seq_q q_tiles head_dim_v",
-)
-
-_MainParams = struct(
-    "GradParams",
-    "map q_map k_map v_map dout_map",
-    "pointer q_facts k_facts v_facts dout_facts term_exponents lse row_terms dq_tickets piece_tickets work_tickets",
-    "pointer dq",
-    "strides dq",
-    "pointer dk",
-    "strides dk",
-    "pointer dv",
-    "strides dv",
-    "int batch heads_kv heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift",
-    "int q_tiles kv_tiles pieces piece_steps sections in_order",
-    "float score_scale softcap_in scale",
-)
+_RowParams = mirror("sm90/float32_backward_config.cuh", "RowParams")
+_MainParams = mirror("sm90/float32_backward_config.cuh", "GradParams")
 
 unit = Kernel(
     "sm90/float32_backward.cuh", "backward", _MainParams, "GradSmem", precise=True, namespace="sm90::float32"
@@ -159,10 +137,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         **{f"{operand.name}_facts": FACT_BYTES * operand.tiles for operand in split.values()},
         **{f"{operand.name}_parts": operand.parts_bytes(PARTS) for operand in split.values()},
     )
-    shared = {
-        name: scratch.address(name)
-        for name in ("row_terms", "term_exponents", "dq_tickets", "piece_tickets", "work_tickets")
-    }
+    shared = scratch.addresses("row_terms", "term_exponents", "dq_tickets", "piece_tickets", "work_tickets")
     rows = {
         "out": Address("out"),
         "dout": Address("dout"),

@@ -16,7 +16,7 @@ import torch
 
 from .. import rules
 from ..extents import forward_fields
-from ..params import LOG2_E, forward_order, matrix_bytes, query_tiles, struct, tiles
+from ..params import LOG2_E, forward_order, matrix_bytes, mirror, query_tiles, tiles
 from ..policy import params_for, term_params, unit_of
 from ..program import SCRATCH, Address, Launch, Layout, Map, Program, Stride, strides
 from ..source import Kernel, kernel_unit
@@ -186,28 +186,8 @@ def split_unit(parts: int) -> Unit:
     )
 
 
-_SplitParams = struct(
-    "SplitParams",
-    f"pointer[{MAX_OPERANDS}] x",
-    f"long[{MAX_OPERANDS}] batch_stride head_stride seq_stride",
-    f"pointer[{MAX_OPERANDS}] parts facts",
-    "pointer wanted refusals",
-    f"int[{MAX_OPERANDS}] heads seq dim rows first_tile",
-    "int tiles batch aligned",
-)
-
-_Params = struct(
-    "Params",
-    "map q_map k_map v_map",
-    "pointer q_facts k_facts v_facts any_refused refused v",
-    "strides v",
-    "pointer out",
-    "strides out",
-    "pointer lse",
-    "int batch heads heads_per_kv seq_q seq_k head_dim_v band_first_shift band_end_shift",
-    "int q_tiles sections longest_first max_exponents",
-    "float scale_log2 softcap_in lse_scale",
-)
+_SplitParams = mirror("sm90/float32_config.cuh", "SplitParams")
+_Params = mirror("sm90/float32_config.cuh", "Params")
 
 unit = Kernel("sm90/float32_forward.cuh", "forward", _Params, "Smem", precise=True, namespace="sm90::float32").unit
 

@@ -18,7 +18,7 @@ from ...jit import tuned
 from ...masks import Causal, Full, Window
 from .. import rules
 from ..extents import forward_fields
-from ..params import LOG2_E, forward_order, matrix_bytes, query_tiles, struct, tiles
+from ..params import LOG2_E, forward_order, matrix_bytes, mirror, query_tiles, tiles
 from ..policy import Bounds, params_for, term_params, unit_of
 from ..program import Address, Counter, Launch, Layout, Map, Program, strides
 from ..rules import MAX_ROWS, class_of
@@ -230,26 +230,9 @@ def combine_unit(bf16: bool) -> Unit:
     )
 
 
-_Params = struct(
-    "Params",
-    "map q_map k_map v_map out_map",
-    "pointer v",
-    "strides v",
-    "pointer lse partial_out work_counter",
-    "int batch heads heads_per_kv seq_q seq_k head_dim_v band_first_shift band_end_shift",
-    "int q_tiles sections longest_first splits",
-    "float scale_log2 softcap_in",
-)
-
+_Params = mirror("sm90/config.cuh", "Params")
+_CombineParams = mirror("sm90/combine.cuh", "CombineParams")
 unit = Kernel("sm90/forward.cuh", "forward", _Params, "Smem").unit
-
-_CombineParams = struct(
-    "CombineParams",
-    "pointer partial_out partial_lse out",
-    "long batch_stride head_stride seq_stride",
-    "pointer lse",
-    "int rows heads seq_q head_dim_v splits",
-)
 
 
 def program(problem: Problem, target: Target, config: Config) -> Program:
