@@ -75,7 +75,7 @@ def test_every_config_of_every_gpu_is_compiled_in_ci_for_one_with_as_much_shared
         for dims in DIMS:
             for softcap, dtype in ((0.0, BF16), (30.0, FP16)):
                 for config in SM80.configs(problem_of(dims=dims, softcap=softcap, dtype=dtype), target):
-                    budget = BUDGETS[f"{config.name}.{twin.arch}"]
+                    budget = BUDGETS[SM80.unit(config, twin.arch).label]
                     assert config.smem_bytes == budget["smem_bytes"]
                     assert budget["registers"] <= config.register_limit
 

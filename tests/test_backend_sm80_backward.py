@@ -48,7 +48,7 @@ def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci(nam
                 assert together <= target.smem_per_sm
                 # Compiled is what adds up as the twin can, which changes nothing else.
                 built = replace(config, vector_sums=twin.capability >= sm80_shared.VECTOR_SUMS_FROM)
-                assert config.smem_bytes == BUDGETS[f"{built.name}.{twin.arch}"]["smem_bytes"]
+                assert config.smem_bytes == BUDGETS[sm80_backward.unit(built, twin.arch).label]["smem_bytes"]
                 assert sm80_backward.postprocess_unit(built, twin.arch).label in BUDGETS
                 assert config.head_dim >= dims[0]
                 assert config.head_dim_v >= dims[1]

@@ -147,7 +147,7 @@ def test_every_problem_it_takes_has_configs_that_fit_and_are_compiled_in_ci(name
             assert config.exact == (precision == "exact")
             assert config.head_dim >= dims[0]
             assert config.head_dim_v >= dims[1]
-            budget = BUDGETS[f"{built_for(twin_of(target), config).name}.{twin_of(target).arch}"]
+            budget = BUDGETS[SM80.unit(built_for(twin_of(target), config), twin_of(target).arch).label]
             assert config.smem_bytes == budget["smem_bytes"]
             assert budget["registers"] * config.threads * config.ctas_per_sm <= 65536
 

@@ -39,8 +39,8 @@ def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci():
                     configs = sm90_backward.configs(problem, H200)
                     assert configs, str(problem)
                     for config in configs:
-                        assert config.name in names
-                        budget = BUDGETS[f"{config.name}.{sm90_backward.ARCH}"]
+                        assert sm90_backward.unit(config).name in names
+                        budget = BUDGETS[sm90_backward.unit(config).label]
                         assert config.smem_bytes == budget["smem_bytes"] <= H200.smem_per_block
                         assert config.launch_registers == budget["registers"]
                         assert config.head_dim >= problem.head_dim

@@ -126,7 +126,7 @@ def zero_filled(problem: Problem) -> list[str]:
 
 def tuning_key(problem: Problem, **mask: Any) -> tuple[dict[str, Any], dict[str, int]]:
     """What a measured config depends on: the kind of kernel, and the sizes that decide how it fills the GPU."""
-    kind = {"head_dims": list(class_of(problem)), **mask, "softcap": problem.softcap > 0}
+    kind = {"head_dims": list(class_of(problem)), **mask, "has_terms": bool(problem.scores)}
     pairs = problem.batch * problem.heads_q
     sizes = {"seq_q": problem.seq_q, "seq_kv": problem.seq_kv, "batch x heads": pairs}
     return kind | {"dtype": dtype_name(problem.dtype)}, sizes

@@ -50,7 +50,7 @@ class Config(shared.TileConfig):
     key_rows: int
     query_rows: int
     stages: int
-    softcap: bool
+    has_terms: bool
     vector_sums: bool
     makes_dkv: bool
     ctas_per_sm: int
@@ -69,7 +69,7 @@ class Config(shared.TileConfig):
     def name(self) -> str:
         kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}"
         grids = f"w{self.warps}_{self.score_rows}{self.key_rows}{self.query_rows}"
-        extras = f"{'_softcap' * self.softcap}{'_v4' * self.vector_sums}{'' if self.makes_dkv else '_dq_only'}"
+        extras = f"{'_v4' * self.vector_sums}{'' if self.makes_dkv else '_dq_only'}"
         return (
             f"fa2_backward_{kind}_q{self.block_q}_kv{self.block_kv}_{grids}_s{self.stages}_x{self.ctas_per_sm}{extras}"
         )
@@ -77,8 +77,8 @@ class Config(shared.TileConfig):
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Legal configs that fit the target, best first."""
-    bf16, capped = problem.dtype is torch.bfloat16, bool(problem.scores)
-    found = (_config(row, bf16, capped, target) for row in _table()[rules.class_of(problem), capped])
+    bf16, has_terms = problem.dtype is torch.bfloat16, bool(problem.scores)
+    found = (_config(row, bf16, has_terms, target) for row in _table()[rules.class_of(problem), has_terms])
     return [config for config in found if config.fits(target)]
 
 
@@ -90,12 +90,12 @@ def units() -> list[Unit]:
 def _units_for(target: Target) -> Iterator[Unit]:
     for bf16 in (True, False):
         yield from (preprocess_unit(bf16, lanes, target.arch) for lanes in sorted({*_LANES.values()}))
-        for (_, softcap), rows in _table().items():
-            fitting = [config for row in rows if (config := _config(row, bf16, softcap, target)).fits(target)]
+        for (_, has_terms), rows in _table().items():
+            fitting = [config for row in rows if (config := _config(row, bf16, has_terms, target)).fits(target)]
             yield from (unit(config, target.arch) for config in fitting)
-            if not softcap:
+            if not has_terms:
                 yield from (postprocess_unit(config, target.arch) for config in fitting)
-            if bf16 and not softcap:
+            if bf16 and not has_terms:
                 yield from (unit(dq_only(config), target.arch) for config in fitting[:1])
 
 
@@ -116,7 +116,7 @@ def preprocess_unit(bf16: bool, lanes: int, arch: str, extents: Extents = BATCHE
 @functools.cache
 def postprocess_unit(config: Config, arch: str, extents: Extents = BATCHED) -> Unit:
     """Depends on how dQ is divided over the warps, and on nothing else of the config."""
-    plain = replace(config, softcap=False, makes_dkv=True, ctas_per_sm=1)
+    plain = replace(config, has_terms=False, makes_dkv=True, ctas_per_sm=1)
     return kernel_unit(
         plain.name.replace("fa2_backward", "postprocess") + extents.suffix,
         "sm80/backward_edges.cuh",
@@ -187,13 +187,11 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "head_dim": problem.head_dim,
         "scale": problem.scale,
     }
-    arch = target.arch
+    arch, kernel = target.arch, unit(config, target.arch, problem.scores)
     pre = preprocess_unit(config.bf16, _LANES[config.head_dim_v], arch)
     launches = [
         Launch(pre, _PreprocessParams, preprocess, pairs * rows // EDGE_ROWS, EDGE_THREADS),
-        Launch(
-            unit(config, arch, problem.scores), params_for(problem, _MainParams), main, divided.grid, config.threads
-        ),
+        Launch(kernel, params_for(problem, _MainParams), main, divided.grid, config.threads),
     ]
     if wants_dq:
         post = postprocess_unit(config, arch)
@@ -241,17 +239,17 @@ def dq_only(config: Any) -> Any:
     return replace(config, makes_dkv=False)
 
 
-def _config(row: rules.Row, bf16: bool, softcap: bool, target: Target) -> Config:
+def _config(row: rules.Row, bf16: bool, has_terms: bool, target: Target) -> Config:
     vector_sums = target.capability >= shared.VECTOR_SUMS_FROM
-    row = {**row, "softcap": softcap}
+    row = {**row, "has_terms": has_terms}
     return rules.from_row(Config, row, bf16=bf16, vector_sums=vector_sums, makes_dkv=True)
 
 
 def keys_of_row(row: rules.Row) -> list[tuple[tuple[int, int], bool]]:
-    return [(tuple(row["head_dims"]), softcap) for softcap in row.get("softcap", (False, True))]
+    return [(tuple(row["head_dims"]), has_terms) for has_terms in row.get("has_terms", (False, True))]
 
 
 @functools.cache
 def _table() -> dict[tuple[tuple[int, int], bool], list[rules.Row]]:
-    """(head-dim class, softcap) -> rows, best first; a row is for both unless it says for which."""
+    """(head-dim class, has_terms) -> rows, best first; a row is for both unless it says for which."""
     return rules.rows_by("sm80", "backward", keys_of_row)

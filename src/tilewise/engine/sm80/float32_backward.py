@@ -49,7 +49,7 @@ class Config(shared.TileConfig):
     block_q: int
     warps: int
     stages: int
-    softcap: bool
+    has_terms: bool
     vector_sums: bool
     makes_dkv: bool
     ctas_per_sm: int
@@ -71,7 +71,7 @@ class Config(shared.TileConfig):
     def name(self) -> str:
         kind = f"{kind_name(self.exact)}_d{self.head_dim}x{self.head_dim_v}"
         shape = f"q{self.block_q}_kv{self.block_kv}_s{self.stages}_x{self.ctas_per_sm}"
-        extras = f"{'_softcap' * self.softcap}{'_v4' * self.vector_sums}{'' if self.makes_dkv else '_dq_only'}"
+        extras = f"{'_v4' * self.vector_sums}{'' if self.makes_dkv else '_dq_only'}"
         return f"fa2_backward_{kind}_{shape}{extras}"
 
     def __str__(self) -> str:
@@ -88,9 +88,9 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Configs of the table that fit the target, best first."""
-    exact, capped = problem.precision == "exact", bool(problem.scores)
-    rows = _table().get((rules.class_of(problem), capped), [])
-    found = (_config(row, exact, capped, target) for row in rows)
+    exact, has_terms = problem.precision == "exact", bool(problem.scores)
+    rows = _table().get((rules.class_of(problem), has_terms), [])
+    found = (_config(row, exact, has_terms, target) for row in rows)
     return [config for config in found if config.fits(target)]
 
 
@@ -101,10 +101,10 @@ def units() -> list[Unit]:
 
 def _units_for(target: Target) -> Iterator[Unit]:
     yield from (preprocess_unit(lanes, target.arch) for lanes in sorted({*_LANES.values()}))
-    for ((_, capped), rows), exact in product(_table().items(), (True, False)):
-        fitting = [config for row in rows if (config := _config(row, exact, capped, target)).fits(target)]
+    for ((_, has_terms), rows), exact in product(_table().items(), (True, False)):
+        fitting = [config for row in rows if (config := _config(row, exact, has_terms, target)).fits(target)]
         yield from (unit(config, target.arch) for config in fitting)
-        if exact and not capped:
+        if exact and not has_terms:
             yield from (unit(dq_only(config), target.arch) for config in fitting[:1])
 
 
@@ -197,13 +197,13 @@ def divide(problem: Problem, config: Config, target: Target) -> division.Divisio
     return divided_by(problem, config, target, COSTS)
 
 
-def _config(row: rules.Row, exact: bool, softcap: bool, target: Target) -> Config:
+def _config(row: rules.Row, exact: bool, has_terms: bool, target: Target) -> Config:
     vector_sums = target.capability >= shared.VECTOR_SUMS_FROM
-    row = {**row, "softcap": softcap}
+    row = {**row, "has_terms": has_terms}
     return rules.from_row(Config, row, exact=exact, vector_sums=vector_sums, makes_dkv=True)
 
 
 @functools.cache
 def _table() -> dict[tuple[tuple[int, int], bool], list[rules.Row]]:
-    """(head-dim class, softcap) -> rows, best first; a row is for both unless it says for which."""
+    """(head-dim class, has_terms) -> rows, best first; a row is for both unless it says for which."""
     return rules.rows_by("sm80", "float32_backward", keys_of_row)

@@ -40,7 +40,7 @@ class Config(shared.TileConfig):
     row_tiles: int
     block_kv: int
     stages: int
-    softcap: bool
+    has_terms: bool
     ctas_per_sm: int
 
     @property
@@ -58,7 +58,7 @@ class Config(shared.TileConfig):
     def name(self) -> str:
         kind = f"{kind_name(self.exact)}_d{self.head_dim}x{self.head_dim_v}"
         shape = f"q{self.block_q}_kv{self.block_kv}_w{self.warps}_s{self.stages}_x{self.ctas_per_sm}"
-        return f"fa2_forward_{kind}_{shape}{'_softcap' * self.softcap}"
+        return f"fa2_forward_{kind}_{shape}"
 
     @property
     def label(self) -> str:
@@ -71,8 +71,8 @@ class Config(shared.TileConfig):
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Configs of the table that fit the target, best first."""
-    exact, capped = problem.precision == "exact", bool(problem.scores)
-    found = (_config(row, exact, capped) for row in _table()[class_of(problem)])
+    exact, has_terms = problem.precision == "exact", bool(problem.scores)
+    found = (_config(row, exact, has_terms) for row in _table()[class_of(problem)])
     return [config for config in found if config.fits(target)]
 
 
@@ -82,11 +82,11 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
     The bound on registers is that of the arrays a thread holds; whether the compiler keeps to it, its log tells.
     """
     classes = class_of(problem)
-    exact, capped = problem.precision == "exact", bool(problem.scores)
+    exact, has_terms = problem.precision == "exact", bool(problem.scores)
     found = []
     for warps, row_tiles, block_kv, stages, ctas in product((4, 8), (1, 2), (16, 32, 48, 64), (1, 2), (1, 2, 3)):
         row = {"head_dims": classes, "warps": warps, "row_tiles": row_tiles, "block_kv": block_kv}
-        config = _config(row | {"stages": stages, "ctas_per_sm": ctas}, exact, capped)
+        config = _config(row | {"stages": stages, "ctas_per_sm": ctas}, exact, has_terms)
         scores = block_kv * (1 + exact) // 2
         held = row_tiles * (max(scores, block_kv // 2 + 16 * (1 + exact)) + classes[1] // 2)
         whole = block_kv % (4 * warps) == 0
@@ -105,7 +105,7 @@ def notices(problem: Problem, target: Target) -> list[str]:
 def units() -> list[Unit]:
     """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
     rows = [row for rows in _table().values() for row in rows]
-    made = [_config(row, exact, softcap) for row in rows for exact, softcap in product((True, False), repeat=2)]
+    made = [_config(row, *facts) for row in rows for facts in product((True, False), repeat=2)]
     return shared.units(lambda target: [unit(config, target.arch) for config in made if config.fits(target)])
 
 
@@ -139,8 +139,8 @@ def products_text(exact: bool) -> str:
     return "3 products of TF32 parts" if exact else "1 product of TF32 parts"
 
 
-def _config(row: rules.Row, exact: bool, softcap: bool) -> Config:
-    return rules.from_row(Config, {**row, "softcap": softcap}, exact=exact)
+def _config(row: rules.Row, exact: bool, has_terms: bool) -> Config:
+    return rules.from_row(Config, {**row, "has_terms": has_terms}, exact=exact)
 
 
 @functools.cache

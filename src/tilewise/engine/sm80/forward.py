@@ -43,7 +43,7 @@ class Config(shared.TileConfig):
     row_tiles: int
     block_kv: int
     stages: int
-    softcap: bool
+    has_terms: bool
     q_in_registers: bool
     ctas_per_sm: int
 
@@ -62,7 +62,7 @@ class Config(shared.TileConfig):
     def name(self) -> str:
         kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}"
         shape = f"q{self.block_q}_kv{self.block_kv}_w{self.warps}_s{self.stages}_x{self.ctas_per_sm}"
-        return f"fa2_forward_{kind}_{shape}{'_qr' * self.q_in_registers}{'_softcap' * self.softcap}"
+        return f"fa2_forward_{kind}_{shape}{'_qr' * self.q_in_registers}"
 
     @property
     def label(self) -> str:
@@ -88,12 +88,12 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     (`one_wave`).
     """
     classes = class_of(problem)
-    capped = bool(problem.scores)
+    has_terms = bool(problem.scores)
     small, fitting = [], []
     for row in _table()[classes]:
-        if capped not in row["softcap"]:
+        if has_terms not in row["has_terms"]:
             continue
-        config = _config(row, problem.dtype is torch.bfloat16, capped)
+        config = _config(row, problem.dtype is torch.bfloat16, has_terms)
         if not config.fits(target):
             continue
         if not row.get("one_wave"):
@@ -112,14 +112,14 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
 
 
 @functools.lru_cache(maxsize=16)
-def _runnable(classes: tuple[int, int], bf16: bool, softcap: bool, target: Target) -> dict[Config, None]:
+def _runnable(classes: tuple[int, int], bf16: bool, has_terms: bool, target: Target) -> dict[Config, None]:
     head_dim, head_dim_v = classes
     found: dict[Config, None] = {}
     for warps, row_tiles, block_kv in product((2, 4, 8), (1, 2), (32, 64, 96, 128)):
         for stages, q_in_registers, ctas in product((1, 2), (False, True), (1, 2, 3, 4)):
             row = {"head_dims": classes, "warps": warps, "row_tiles": row_tiles, "block_kv": block_kv}
             row |= {"stages": stages, "q_in_registers": q_in_registers, "ctas_per_sm": ctas}
-            config = _config(row, bf16, softcap)
+            config = _config(row, bf16, has_terms)
             held = row_tiles * (block_kv // 2 + head_dim_v // 2 + q_in_registers * head_dim // 4)
             if config.fits(target) and held + 24 <= config.register_limit and block_kv % (4 * warps) == 0:
                 found[config] = None
@@ -136,7 +136,7 @@ def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
 
     def is_legal(config: Config) -> bool:
         """One that a sweep would try, or any that ships for such heads and fits, whatever lengths it is for."""
-        ships = any(config == _config(row, *facts) for row in _table()[classes] if facts[1] in row["softcap"])
+        ships = any(config == _config(row, *facts) for row in _table()[classes] if facts[1] in row["has_terms"])
         return config in _runnable(classes, *facts, target) or (ships and config.fits(target))
 
     return tuned.find("sm80", target.name, *tuning_key(problem), Config, is_legal)
@@ -145,7 +145,9 @@ def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
 def units() -> list[Unit]:
     """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
     rows = [row for rows in _table().values() for row in rows]
-    made = [_config(row, bf16, softcap) for row in rows for bf16, softcap in product((True, False), row["softcap"])]
+    made = [
+        _config(row, bf16, has_terms) for row in rows for bf16, has_terms in product((True, False), row["has_terms"])
+    ]
     return shared.units(lambda target: [unit(config, target.arch) for config in made if config.fits(target)])
 
 
@@ -183,8 +185,8 @@ def forward_program(problem: Problem, target: Target, config: Any, launch: Launc
     return Program((launch._replace(grid=work, threads=config.threads),), says=(says,))
 
 
-def _config(row: rules.Row, bf16: bool, softcap: bool) -> Config:
-    return rules.from_row(Config, {**row, "softcap": softcap}, bf16=bf16)
+def _config(row: rules.Row, bf16: bool, has_terms: bool) -> Config:
+    return rules.from_row(Config, {**row, "has_terms": has_terms}, bf16=bf16)
 
 
 @functools.cache

@@ -71,7 +71,7 @@ class Config:
     warpgroups_own_keys: bool
     stages: int
     ds_stages: int
-    softcap: bool
+    has_terms: bool
     writes_dq: bool
     makes_dq: bool
     makes_dkv: bool
@@ -103,7 +103,7 @@ class Config:
     @property
     def name(self) -> str:
         kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}"
-        extras = f"{'_softcap' if self.softcap else ''}{'_one_tile' if self.writes_dq else ''}"
+        extras = f"{'_one_tile' if self.writes_dq else ''}"
         extras += "" if self.makes_dq and self.makes_dkv else "_dq_only" if self.makes_dq else "_dkv_only"
         return f"backward_{kind}_q{self.block_q}_kv{self.block_kv}{extras}"
 
@@ -127,12 +127,12 @@ def units() -> list[Unit]:
     for bf16 in (True, False):
         found.append(postprocess_unit(bf16))
         found += [preprocess_unit(bf16, lanes) for lanes in sorted({*_LANES.values()})]
-        for rows, softcap in product(_table().values(), (False, True)):
+        for rows, has_terms in product(_table().values(), (False, True)):
             for row in rows:
-                config = _config(row, bf16, softcap)
-                if not (softcap and row["writes_dq"]):
+                config = _config(row, bf16, has_terms)
+                if not (has_terms and row["writes_dq"]):
                     found.append(unit(config))
-                if bf16 and not softcap:
+                if bf16 and not has_terms:
                     found += [unit(_only(config, wants)) for wants in ((True, False, False), (False, True, True))]
     return list({one.name: one for one in found}.values())
 
@@ -240,17 +240,10 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "scale": problem.scale / config.weight_factor,
     }
     edges = pairs * rows // EDGE_ROWS
-    lanes = _LANES[config.head_dim_v]
+    lanes, kernel = _LANES[config.head_dim_v], unit(config, ARCH, problem.scores)
     launches = [
         Launch(preprocess_unit(config.bf16, lanes), _PreprocessParams, preprocess, edges, EDGE_THREADS),
-        Launch(
-            unit(config, ARCH, problem.scores),
-            params_for(problem, _MainParams),
-            main,
-            divided.grid,
-            config.threads,
-            overlap=True,
-        ),
+        Launch(kernel, params_for(problem, _MainParams), main, divided.grid, config.threads, overlap=True),
     ]
     if sums_dq and not takes_tickets:
         post = postprocess_unit(config.bf16)
@@ -341,8 +334,8 @@ def _only(config: Config, wants: Wants) -> Config:
     return replace(config, writes_dq=config.writes_dq and wants_dq, makes_dq=wants_dq, makes_dkv=wants_dkv)
 
 
-def _config(row: rules.Row, bf16: bool, softcap: bool) -> Config:
-    return rules.from_row(Config, row, bf16=bf16, softcap=softcap, makes_dq=True, makes_dkv=True)
+def _config(row: rules.Row, bf16: bool, has_terms: bool) -> Config:
+    return rules.from_row(Config, row, bf16=bf16, has_terms=has_terms, makes_dq=True, makes_dkv=True)
 
 
 @functools.cache

@@ -47,7 +47,7 @@ class Config:
     head_dim_v: int
     stages: int
     rooms: int
-    softcap: bool
+    has_terms: bool
 
     @property
     def smem_bytes(self) -> int:
@@ -62,7 +62,7 @@ class Config:
     @property
     def name(self) -> str:
         shape = f"d{self.head_dim}x{self.head_dim_v}_q{BLOCK}_kv{BLOCK}_s{self.stages}r{self.rooms}"
-        return f"backward_float32_bf16x6_{shape}{'_softcap' if self.softcap else ''}"
+        return f"backward_float32_bf16x6_{shape}"
 
     def __str__(self) -> str:
         stages = f"{self.stages} stage{'s' * (self.stages > 1)}"
@@ -87,13 +87,13 @@ def configs(problem: Problem, target: Target) -> list[Config]:
     return [_config(rules.class_of(problem), bool(problem.scores))]
 
 
-def _config(classes: tuple[int, int], softcap: bool) -> Config:
-    return Config(*classes, *_SHAPES[classes], softcap)
+def _config(classes: tuple[int, int], has_terms: bool) -> Config:
+    return Config(*classes, *_SHAPES[classes], has_terms)
 
 
 def units() -> list[Unit]:
     """Every kernel of this family but the split, which the forward has too."""
-    classes = [(pair, softcap) for pair in _SHAPES for softcap in (False, True)]
+    classes = [(pair, has_terms) for pair in _SHAPES for has_terms in (False, True)]
     return [row_terms_unit(), *(unit(_config(*chosen)) for chosen in classes)]
 
 

@@ -52,7 +52,7 @@ class Config:
     k_stages: int
     v_stages: int
     value_columns: int
-    softcap: bool
+    has_terms: bool
     pingpong: bool
 
     @property
@@ -80,7 +80,7 @@ class Config:
     @property
     def name(self) -> str:
         shape = f"d{self.head_dim}x{self.head_dim_v}_q{self.block_q}_kv{self.block_kv}_k{self.k_stages}v{self.v_stages}"
-        return f"float32_{_PART_NAMES[self.parts]}_{shape}{'_softcap' if self.softcap else ''}"
+        return f"float32_{_PART_NAMES[self.parts]}_{shape}"
 
     @property
     def label(self) -> str:
@@ -98,35 +98,6 @@ class Config:
 
 _PART_NAMES = {1: "fp16x1", 2: "fp16x3", 3: "bf16x6"}
 
-# (q and k, v and out) -> consumers, block_kv, k_stages, v_stages, value_columns; by parts. docs/kernels/float32.md has
-# the registers and the shared memory that this leads to.
-_Shape = tuple[int, int, int, int, int]
-_TWO_PARTS: dict[tuple[int, int], _Shape] = {
-    (64, 64): (2, 128, 2, 2, 64),
-    (96, 96): (2, 64, 2, 2, 96),
-    (128, 128): (2, 64, 2, 2, 128),
-    (192, 128): (2, 64, 1, 1, 128),
-    (192, 192): (2, 64, 1, 1, 64),
-    (256, 256): (2, 32, 1, 1, 64),
-}
-_SHAPES: dict[int, dict[tuple[int, int], _Shape]] = {
-    1: {
-        **_TWO_PARTS,
-        (192, 128): (2, 64, 2, 2, 128),
-        (192, 192): (2, 64, 2, 2, 64),
-        (256, 256): (2, 32, 2, 2, 64),
-    },
-    2: _TWO_PARTS,
-    3: {
-        (64, 64): (2, 64, 2, 2, 64),
-        (96, 96): (2, 32, 2, 2, 96),
-        (128, 128): (2, 32, 2, 2, 128),
-        (192, 128): (2, 32, 1, 1, 128),
-        (192, 192): (2, 32, 1, 1, 64),
-        (256, 256): (1, 32, 1, 1, 64),
-    },
-}
-
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """The config of the kernel for ordinary ranges; `wide_range` is the one behind it.
@@ -139,7 +110,7 @@ def configs(problem: Problem, target: Target) -> list[Config]:
 
 def wide_range(config: Config) -> Config:
     """The config of the kernel for the rows that `config`'s kernel refuses."""
-    return _config(3, (config.head_dim, config.head_dim_v), config.softcap)
+    return _config(3, (config.head_dim, config.head_dim_v), config.has_terms)
 
 
 def _chain(config: Config) -> tuple[Config, ...]:
@@ -163,9 +134,8 @@ def notices(problem: Problem, target: Target) -> list[str]:
 
 def units() -> list[Unit]:
     """Every kernel of this family, and the split that the backward has too."""
-    found = [split_unit(parts) for parts in _SHAPES]
-    for parts, shapes in _SHAPES.items():
-        found += [unit(_config(parts, classes, softcap)) for classes in shapes for softcap in (False, True)]
+    found = [split_unit(parts) for parts in _PART_NAMES]
+    found += [unit(_config(*key, has_terms)) for key in _table() for has_terms in (False, True)]
     return found
 
 
@@ -305,6 +275,12 @@ def max_exponents(problem: Problem) -> int:
     return _MAX_LOGIT_BOUND - 2 - math.ceil(spread - 1e-9)
 
 
-def _config(parts: int, classes: tuple[int, int], softcap: bool) -> Config:
-    consumers, block_kv, k_stages, v_stages, columns = _SHAPES[parts][classes]
-    return Config(parts, *classes, consumers, block_kv, k_stages, v_stages, columns, softcap, pingpong=consumers == 2)
+def _config(parts: int, classes: tuple[int, int], has_terms: bool) -> Config:
+    (row,) = _table()[parts, classes]
+    return rules.from_row(Config, row, has_terms=has_terms, pingpong=row["consumers"] == 2)
+
+
+@functools.cache
+def _table() -> dict[tuple[int, tuple[int, int]], list[rules.Row]]:
+    """(parts, head-dim class) -> its row. docs/kernels/float32.md has the registers and the shared memory of each."""
+    return rules.rows_by("sm90_float32", "forward", lambda row: [(row["parts"], tuple(row["head_dims"]))])

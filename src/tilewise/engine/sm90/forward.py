@@ -54,7 +54,7 @@ class Config:
     k_stages: int
     v_stages: int
     mask: int
-    softcap: bool
+    has_terms: bool
     pingpong: bool
     ctas_per_sm: int
     split: bool
@@ -100,7 +100,7 @@ class Config:
     def name(self) -> str:
         kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}_{MASK_KINDS[self.mask]}"
         shape = f"q{self.block_q}_kv{self.block_kv}_k{self.k_stages}v{self.v_stages}"
-        extras = f"{'_softcap' if self.softcap else ''}{'_pingpong' if self.pingpong else ''}"
+        extras = f"{'_pingpong' if self.pingpong else ''}"
         extras += "_split" if self.split else ""
         return f"forward_{kind}_{shape}{extras}{f'_x{self.ctas_per_sm}' if self.ctas_per_sm > 1 else ''}"
 
@@ -135,15 +135,15 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     """
     kind = _mask_kind(problem)
     classes = class_of(problem)
-    softcap = bool(problem.scores)
+    has_terms = bool(problem.scores)
     folded = _folded(problem)
-    rows = _table()[classes, MASK_KINDS[kind], softcap]
+    rows = _table()[classes, MASK_KINDS[kind], has_terms]
     split: list[Config] = []
     small: list[Config] = []
     fitting: list[tuple[float, Config]] = []
     equal = isinstance(folded.mask, Full) and target.sms > 0
     for row in rows:
-        config = _config(row, classes, problem.dtype is torch.bfloat16, kind, softcap)
+        config = _config(row, classes, problem.dtype is torch.bfloat16, kind, has_terms)
         work = query_tiles(folded, config.block_q)
         ends = 0.0
         if equal and "speed" in row:
@@ -172,14 +172,14 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
 
 @functools.lru_cache(maxsize=16)
 def _runnable(
-    classes: tuple[int, int], bf16: bool, kind: int, softcap: bool, smem_per_block: int
+    classes: tuple[int, int], bf16: bool, kind: int, has_terms: bool, smem_per_block: int
 ) -> dict[Config, None]:
     found: dict[Config, None] = {}
     for consumers, block_kv, (k_stages, v_stages) in product((1, 2, 3, 4), _BLOCKS_KV, _STAGES):
         for pingpong, ctas in product((False, True), (1, 2)):
             row = {"consumers": consumers, "block_kv": block_kv, "k_stages": k_stages, "v_stages": v_stages}
             row |= {"pingpong": pingpong, "ctas_per_sm": ctas}
-            config = _config(row, classes, bf16, kind, softcap)
+            config = _config(row, classes, bf16, kind, has_terms)
             # 1 KiB of a multiprocessor's shared memory goes to each CTA for the driver's own use.
             fits = config.smem_bytes <= smem_per_block and ctas * (config.smem_bytes + 1024) <= smem_per_block + 1024
             held = 3 * block_kv // 4 + classes[1] // 2
@@ -209,10 +209,11 @@ def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
 def units() -> list[Unit]:
     """Every kernel of this family."""
     found = {}
-    for (classes, kind, softcap), rows in _table().items():
+    for (classes, kind, has_terms), rows in _table().items():
         for row, bf16 in product(rows, (True, False)):
-            config = _config(row, classes, bf16, MASK_KINDS.index(kind), softcap)
-            found[config.name] = unit(config)
+            config = _config(row, classes, bf16, MASK_KINDS.index(kind), has_terms)
+            kernel = unit(config)
+            found[kernel.name] = kernel
     return [*found.values(), combine_unit(True), combine_unit(False)]
 
 
@@ -330,10 +331,10 @@ def _mask_kind(problem: Problem) -> int:
     return 1 if isinstance(problem.mask, Causal) else 2
 
 
-def _config(row: rules.Row, classes: tuple[int, int], bf16: bool, kind: int, softcap: bool) -> Config:
+def _config(row: rules.Row, classes: tuple[int, int], bf16: bool, kind: int, has_terms: bool) -> Config:
     split = row.get("split", False)
     mask = 1 if split else kind  # a causal band may as well hide nothing: one kernel for both
-    row = {**row, "head_dims": classes, "softcap": softcap, "split": split}
+    row = {**row, "head_dims": classes, "has_terms": has_terms, "split": split}
     return rules.from_row(Config, row, bf16=bf16, mask=mask)
 
 
@@ -342,7 +343,7 @@ _Key = tuple[tuple[int, int], str, bool]
 
 @functools.cache
 def _table() -> dict[_Key, list[rules.Row]]:
-    """(head-dim class, kind of mask, softcap) -> rows, best first."""
+    """(head-dim class, kind of mask, has_terms) -> rows, best first."""
     return rules.rows_by(
-        "sm90", "forward", lambda row: product([tuple(row["head_dims"])], row["masks"], row["softcap"])
+        "sm90", "forward", lambda row: product([tuple(row["head_dims"])], row["masks"], row["has_terms"])
     )

@@ -21,7 +21,7 @@ struct BackwardConfig {
   int key_rows;      // warps along the keys of dK and dV
   int query_rows;    // warps along the queries of dQ
   int stages;        // of Q and dO
-  bool softcap;      // whether the policy of scores has one; kernels read it there
+  bool has_terms;    // whether the policy of scores has any; kernels read them there
   bool vector_sums;  // sums in global memory are added four at a time (sm_90 on)
   bool makes_dkv;    // else neither dK nor dV is
   int ctas_per_sm;

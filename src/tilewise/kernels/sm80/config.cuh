@@ -20,8 +20,8 @@ struct Config {
   int warps;
   int row_tiles;  // blocks of 16 query rows per warp
   int block_kv;
-  int stages;    // of K and V: 2 loads a tile ahead, 1 loads each under the other's product
-  bool softcap;  // whether the policy of scores has one; kernels read it there
+  int stages;      // of K and V: 2 loads a tile ahead, 1 loads each under the other's product
+  bool has_terms;  // whether the policy of scores has any; kernels read them there
   bool q_in_registers;
   int ctas_per_sm;  // CTAs that share a multiprocessor
 

@@ -14,7 +14,7 @@ struct Float32BackwardConfig {
   int block_q;       // query rows per step
   int warps;         // of 16 keys each
   int stages;        // of Q and dO
-  bool softcap;      // whether the policy of scores has one; kernels read it there
+  bool has_terms;    // whether the policy of scores has any; kernels read them there
   bool vector_sums;  // sums in global memory are added four at a time (sm_90 on)
   bool makes_dkv;    // else neither dK nor dV is wanted
   int ctas_per_sm;

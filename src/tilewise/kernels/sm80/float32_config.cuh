@@ -14,7 +14,7 @@ struct Float32Config {
   int row_tiles;  // blocks of 16 query rows per warp
   int block_kv;
   int stages;       // of K and V: 2 loads a tile ahead, 1 loads each under the other's product
-  bool softcap;     // whether the policy of scores has one; kernels read it there
+  bool has_terms;   // whether the policy of scores has any; kernels read them there
   int ctas_per_sm;  // CTAs that share a multiprocessor
 
   TILEWISE_INLINE int warp_rows() const { return row_tiles * 16; }

@@ -18,7 +18,7 @@ struct BackwardConfig {
                              // other dK
   int stages;                // of the Q and dO rings
   int ds_stages;
-  bool softcap;           // whether the policy of scores has one; kernels read it there
+  bool has_terms;         // whether the policy of scores has any; kernels read them there
   bool writes_dq;         // one KV tile holds all keys: dQ needs no sums in global memory
   bool makes_dq;          // else dQ is not wanted
   bool makes_dkv;         // else neither dK nor dV is

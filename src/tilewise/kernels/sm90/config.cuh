@@ -21,7 +21,7 @@ struct Config {
   int k_stages;
   int v_stages;
   int mask;         // MaskKind
-  bool softcap;     // whether the policy of scores has one; kernels read it there
+  bool has_terms;   // whether the policy of scores has any; kernels read them there
   bool pingpong;    // consumer warpgroups take turns to issue their products
   int ctas_per_sm;  // CTAs that share a multiprocessor
   bool split;       // work is a part of the keys of a query tile; combine.cuh puts parts together

@@ -17,7 +17,7 @@ struct GradConfig {
   int head_dim_v;  // class of v and dout, likewise
   int stages;      // of the Q and dO rings
   int rooms;       // for P and dS on their way between warpgroups
-  bool softcap;    // whether the policy of scores has one; kernels read it there
+  bool has_terms;  // whether the policy of scores has any; kernels read them there
 
   TILEWISE_INLINE int threads() const { return 512; }
   static constexpr int producer_registers = 32, query_registers = 112, product_registers = 184;

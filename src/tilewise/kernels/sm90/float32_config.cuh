@@ -21,7 +21,7 @@ struct Config {
   int k_stages;
   int v_stages;
   int value_columns;  // of out that one product of values makes; divides head_dim_v
-  bool softcap;       // whether the policy of scores has one; kernels read it there
+  bool has_terms;     // whether the policy of scores has any; kernels read them there
   bool pingpong;      // two consumer warpgroups take turns to issue their products
 
   TILEWISE_INLINE bool bf16() const { return parts == 3; }
