@@ -6,7 +6,7 @@
     program.py    Program: the launches of a call, as a value   run.py        the only reader with tensors and streams
     backend.py    four families as one backend of the planner
 
-A family is a module of sm80/ or sm90/: `why_not`, `configs`, `program` and `units` (`backend.Family`). It is pure: it
+A family is a module of sm80/ or sm90/: `configs`, `program` and `units` (`backend.Family`). It is pure: it
 knows neither tensors nor the driver, so that everything up to a launch can be seen and tested without a GPU.
 """
 
