@@ -15,7 +15,7 @@ import emulation
 from support import assert_near, make_inputs, make_problem, rounding_budget
 from tilewise import Causal, Dense, Documents, Full, Target, Window
 from tilewise.engine import SM80
-from tilewise.engine.sm80 import shared as sm80_shared
+from tilewise.engine.source import COMPILED
 from tilewise.problem import Strides
 from tilewise.target import TARGETS
 
@@ -68,14 +68,14 @@ def test_what_a_search_may_try_fits_too(name):
 
 
 def test_every_config_of_every_gpu_is_compiled_in_ci_for_one_with_as_much_shared_memory():
-    compiled = {target.smem_per_block: target for target in sm80_shared.COMPILED}
+    compiled = {target.smem_per_block: target for target in COMPILED}
     for name in GPUS:
         target = Target.named(name)
         twin = compiled[target.smem_per_block]
         for dims in DIMS:
             for softcap, dtype in ((0.0, BF16), (30.0, FP16)):
                 for config in SM80.configs(problem_of(dims=dims, softcap=softcap, dtype=dtype), target):
-                    budget = BUDGETS[f"{config.name}.{twin.arch}"]
+                    budget = BUDGETS[SM80.unit(config, twin.arch).label]
                     assert config.smem_bytes == budget["smem_bytes"]
                     assert budget["registers"] <= config.register_limit
 

@@ -16,6 +16,7 @@ from tilewise import Causal, Full, Target, Window
 from tilewise.engine import SM80
 from tilewise.engine.sm80 import backward as sm80_backward
 from tilewise.engine.sm80 import shared as sm80_shared
+from tilewise.engine.source import COMPILED
 from tilewise.target import TARGETS
 
 GPUS = [name for name, target in TARGETS.items() if target.capability >= (8, 0)]
@@ -34,7 +35,7 @@ def problem_of(seqs=(300, 300), dims=(64, 64), heads=(2, 1), dtype=BF16, **field
 @pytest.mark.parametrize("name", GPUS)
 def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci(name):
     target = Target.named(name)
-    twin = next(t for t in sm80_shared.COMPILED if t.smem_per_block == target.smem_per_block)
+    twin = next(t for t in COMPILED if t.smem_per_block == target.smem_per_block)
     for dims in DIMS:
         for softcap in (0.0, 30.0):
             problem = problem_of(dims=dims, softcap=softcap, mask=Causal())
@@ -47,7 +48,7 @@ def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci(nam
                 assert together <= target.smem_per_sm
                 # Compiled is what adds up as the twin can, which changes nothing else.
                 built = replace(config, vector_sums=twin.capability >= sm80_shared.VECTOR_SUMS_FROM)
-                assert config.smem_bytes == BUDGETS[f"{built.name}.{twin.arch}"]["smem_bytes"]
+                assert config.smem_bytes == BUDGETS[sm80_backward.unit(built, twin.arch).label]["smem_bytes"]
                 assert sm80_backward.postprocess_unit(built, twin.arch).label in BUDGETS
                 assert config.head_dim >= dims[0]
                 assert config.head_dim_v >= dims[1]

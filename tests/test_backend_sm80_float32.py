@@ -33,6 +33,7 @@ from tilewise import Causal, Full, Target, Window
 from tilewise.engine import SM80
 from tilewise.engine.sm80 import float32_backward as sm80_float32_backward
 from tilewise.engine.sm80 import shared as sm80_shared
+from tilewise.engine.source import COMPILED
 from tilewise.target import TARGETS
 
 GPUS = [name for name, target in TARGETS.items() if target.capability >= (8, 0)]
@@ -109,7 +110,7 @@ def assert_as_good_as_float32(got, want, q, k, v, problem):
 
 def twin_of(target):
     """The target with as much shared memory whose kernels tests compile."""
-    return next(twin for twin in sm80_shared.COMPILED if twin.smem_per_block == target.smem_per_block)
+    return next(twin for twin in COMPILED if twin.smem_per_block == target.smem_per_block)
 
 
 def built_for(twin, config):
@@ -146,7 +147,7 @@ def test_every_problem_it_takes_has_configs_that_fit_and_are_compiled_in_ci(name
             assert config.exact == (precision == "exact")
             assert config.head_dim >= dims[0]
             assert config.head_dim_v >= dims[1]
-            budget = BUDGETS[f"{built_for(twin_of(target), config).name}.{twin_of(target).arch}"]
+            budget = BUDGETS[SM80.unit(built_for(twin_of(target), config), twin_of(target).arch).label]
             assert config.smem_bytes == budget["smem_bytes"]
             assert budget["registers"] * config.threads * config.ctas_per_sm <= 65536
 

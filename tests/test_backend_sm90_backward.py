@@ -39,8 +39,8 @@ def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci():
                     configs = sm90_backward.configs(problem, H200)
                     assert configs, str(problem)
                     for config in configs:
-                        assert config.name in names
-                        budget = BUDGETS[f"{config.name}.{sm90_backward.ARCH}"]
+                        assert sm90_backward.unit(config).name in names
+                        budget = BUDGETS[sm90_backward.unit(config).label]
                         assert config.smem_bytes == budget["smem_bytes"] <= H200.smem_per_block
                         assert config.launch_registers == budget["registers"]
                         assert config.head_dim >= problem.head_dim
@@ -145,7 +145,7 @@ def test_gradients_on_the_model(monkeypatch, seqs, dims, heads, mask, fields):
     ids=str,
 )
 def test_sums_of_dq_as_they_come_and_in_turn_on_the_model(monkeypatch, seqs, dims, heads, mask, deterministic):
-    monkeypatch.setattr(sm90_backward, "MAX_BY_CLAIM", 0)
+    monkeypatch.setattr(sm90_backward, "MAX_CLAIMANTS", 0)
     problem = problem_of(seqs, dims, heads, mask=mask, deterministic=deterministic)
     got, truth = run_on_the_model(monkeypatch, problem)
     assert_accurate(got, truth, problem.dtype)

@@ -38,7 +38,7 @@ def test_every_problem_has_two_kernels_that_fit(dims, precision):
     (config,) = SM90.configs(problem, H200)
     assert config.parts == {"exact": 2, "tf32": 1}[precision]
     for chosen in (config, sm90_float32.wide_range(config)):
-        budget = BUDGETS[f"{chosen.name}.{sm90_float32.ARCH}"]
+        budget = BUDGETS[sm90_float32.unit(chosen).label]
         assert chosen.smem_bytes == budget["smem_bytes"] <= H200.smem_per_block
         assert chosen.launch_registers == budget["registers"]
         assert chosen.head_dim >= dims[0]

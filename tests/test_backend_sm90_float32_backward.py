@@ -37,7 +37,7 @@ def test_heads_to_128_have_a_kernel_that_fits(dims, softcap):
     problem = make_problem((2, 8, 300, dims[0]), head_dim_v=dims[1], heads_kv=2, needs_grad=True, softcap=softcap)
     assert SM90.why_not(problem, H200) == []
     (config,) = sm90_float32_backward.configs(problem, H200)
-    budget = BUDGETS[f"{config.name}.{sm90_float32_backward.ARCH}"]
+    budget = BUDGETS[sm90_float32_backward.unit(config).label]
     assert config.smem_bytes == budget["smem_bytes"] <= H200.smem_per_block
     assert config.launch_registers == budget["registers"]
     assert config.head_dim >= dims[0]

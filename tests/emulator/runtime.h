@@ -245,14 +245,20 @@ inline void run_block(const Launch& launch, dim3 at, unsigned seed) {
   if (!here.error.empty()) fail(here.error);
 }
 
+// Blocks run one after another, in an order that the seed draws: hardware promises none.
 inline void run_grid(const Launch& launch, unsigned seed) {
   waited_for_previous_grid = false;
+  std::vector<dim3> blocks;
   for (int z = 0; z < launch.grid.z; ++z)
     for (int y = 0; y < launch.grid.y; ++y)
-      for (int x = 0; x < launch.grid.x; ++x) {
-        forget();
-        run_block(launch, {x, y, z}, seed++);
-      }
+      for (int x = 0; x < launch.grid.x; ++x) blocks.push_back({x, y, z});
+  std::mt19937 random(seed);
+  for (size_t left = blocks.size(); left > 1; --left)
+    std::swap(blocks[left - 1], blocks[random() % left]);
+  for (const dim3& at : blocks) {
+    forget();
+    run_block(launch, at, seed++);
+  }
   if (launch.overlaps && !waited_for_previous_grid)
     fail("the grid overlaps the one before it, and never waits for that one's results");
 }

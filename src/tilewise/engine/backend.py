@@ -23,13 +23,11 @@ class Family(Protocol):
     """One direction and one width of numbers of an architecture: a module of engine/sm80 or engine/sm90.
 
     A forward's `program` takes (problem, target, config), a backward's also which gradients are wanted. A forward has
-    `notices`, what a user should know of it.
+    `notices`, what a user should know of it. One that refuses more than its backend has `why_not(problem, target)`.
     """
 
     Config: Any
     program: Callable[..., Program]
-
-    def why_not(self, problem: Problem, target: Target, /) -> list[Reason]: ...
 
     def configs(self, problem: Problem, target: Target, /) -> list[Any]: ...
 
@@ -65,9 +63,9 @@ class Fused:
         if rules.too_wide(problem) or problem.dtype not in rules.DTYPES:
             return reasons
         forward, backward = self.families(problem)
-        reasons += forward.why_not(problem, target)
-        if problem.needs_grad:
-            reasons += backward.why_not(problem, target)
+        for family in (forward, backward) if problem.needs_grad else (forward,):
+            if hasattr(family, "why_not"):
+                reasons += family.why_not(problem, target)
         if not reasons and not forward.configs(problem, target):
             reasons.append(rules.nothing_fits(problem, target))
         return reasons

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 from ..jit import TensorMap, params_struct
+from ..jit.compile import KERNELS
 from ..masks import Causal
 
 if TYPE_CHECKING:
@@ -15,18 +17,40 @@ if TYPE_CHECKING:
     from ..target import Target
 
 LOG2_E = math.log2(math.e)
-MAP, POINTER, INT, LONG, FLOAT = TensorMap, ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
+_STRIDES = ("batch_stride", "head_stride", "seq_stride")
 
 
 class Strided(ctypes.Structure):
     """A tensor as kernels/sm80 sees it: `tilewise::sm80::Tensor`, strides in 16-bit numbers. A `View` fills it."""
 
-    _fields_ = [("data", POINTER), ("batch_stride", LONG), ("head_stride", LONG), ("seq_stride", LONG)]
+    _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_longlong) for name in _STRIDES)]
 
 
-def struct(name: str, *members: tuple[type[Any], str]) -> type[ctypes.Structure]:
-    """The mirror of a C++ struct: (type, names of the members of that type, one after another), in its order."""
-    return params_struct(name, **{member: kind for kind, names in members for member in names.split()})
+_KINDS: dict[str, type[Any]] = {
+    "ptx::TensorMap": TensorMap,
+    "Tensor": Strided,
+    "long long": ctypes.c_longlong,
+    "float": ctypes.c_float,
+    **dict.fromkeys(("int", "Order", "Walk"), ctypes.c_int),
+}
+
+
+def mirror(header: str, name: str) -> type[ctypes.Structure]:
+    """A struct of numbers, pointers and tensors, as a header of kernels/ declares it.
+
+    Why from its text: its members are listed once. Every translation unit asserts their offsets and sizes, so what is
+    read wrongly here does not compile there.
+    """
+    text = re.sub(r"//[^\n]*", "", (KERNELS / header).read_text())
+    body = re.search(rf"\bstruct {name} {{(.*?)}};", text, re.DOTALL)
+    assert body is not None, (header, name)
+    constants = dict(re.findall(r"constexpr int (\w+) = (\d+);", text))
+    fields: dict[str, type[Any]] = {}
+    for kind, members in re.findall(r"\s*(?:const )?([\w:]+(?: long)?\**)\s+([^;]+);", body[1]):
+        base = ctypes.c_void_p if kind.endswith("*") else _KINDS[kind]
+        for member, count in re.findall(r"(\w+)(?:\[(\w+)\])?", members):
+            fields[member] = base * int(constants[count]) if count else base
+    return params_struct(name, **fields)
 
 
 @functools.cache
@@ -39,23 +63,6 @@ def extended(base: type[ctypes.Structure], members: tuple[tuple[str, type[Any]],
     if gap := ctypes.sizeof(base) - last.offset - last.size:  # a struct that another one derives from keeps its size
         own["_pad_end"] = ctypes.c_char * gap
     return params_struct(base.__name__, **own, **dict(members))
-
-
-def stride_names(*operands: str) -> str:
-    return " ".join(f"{operand}_{dim}_stride" for operand in operands for dim in ("batch", "head", "seq"))
-
-
-def shape_params(problem: Problem) -> dict[str, int]:
-    """What every kernel is told of the problem."""
-    left, right, offset = problem.band
-    return {
-        "batch": problem.batch,
-        "heads_per_kv": problem.group,
-        "seq_q": problem.seq_q,
-        "seq_k": problem.seq_kv,
-        "band_first_shift": offset - left,
-        "band_end_shift": offset + right + 1,
-    }
 
 
 def matrix_bytes(rows: int, columns: int) -> int:

@@ -37,7 +37,7 @@ class Policy(NamedTuple):
     @classmethod
     def of(cls, terms: tuple[Term, ...] | None, config: Any, precise: bool, bounds: Bounds = Bounds.BOTH) -> Policy:
         """Of these terms; without any, of those that a config of the shipped tables is made for."""
-        shipped = (Softcap(1.0),) if config.softcap else ()
+        shipped = (Softcap(1.0),) if config.has_terms else ()
         return cls(shipped if terms is None else terms, precise, bounds)
 
     @property
@@ -52,8 +52,8 @@ class Policy(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """Of a kernel's name; a softcap stands in that of its config."""
-        return "".join(f"_{term.kind}" for term in self.terms if not isinstance(term, Softcap))
+        """Of a kernel's name."""
+        return "".join(f"_{term.kind}" for term in self.terms)
 
     def params(self, base: type[ctypes.Structure]) -> type[ctypes.Structure]:
         """The parameters of such a kernel: its own, then the operands of the terms."""

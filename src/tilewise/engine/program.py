@@ -94,6 +94,10 @@ class Layout(NamedTuple):
     def offset(self, name: str) -> int:
         return next(region.offset for region in self.regions if region.name == name)
 
+    def addresses(self, *names: str) -> dict[str, Address | None]:
+        """The slots of regions, as fields of their names."""
+        return {name: self.address(name) for name in names}
+
     def address(self, name: str) -> Address | None:
         """The slot of a region; null where there is none of that name."""
         return Address(SCRATCH + name) if any(region.name == name for region in self.regions) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.resources
 import json
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,6 +29,7 @@ Rule = tuple[bool, str, str]
 Row = dict[str, Any]
 """Of a table that ships."""
 _Key = TypeVar("_Key")
+_Config = TypeVar("_Config")
 
 
 def class_of(problem: Problem) -> tuple[int, int]:
@@ -137,10 +139,16 @@ def zero_filled(problem: Problem) -> list[str]:
 
 def tuning_key(problem: Problem, **mask: Any) -> tuple[dict[str, Any], dict[str, int]]:
     """What a measured config depends on: the kind of kernel, and the sizes that decide how it fills the GPU."""
-    kind = {"head_dims": list(class_of(problem)), **mask, "softcap": problem.softcap > 0}
+    kind = {"head_dims": list(class_of(problem)), **mask, "has_terms": bool(problem.scores)}
     pairs = problem.batch * problem.heads_q
     sizes = {"seq_q": problem.seq_q, "seq_kv": problem.seq_kv, "batch x heads": pairs}
     return kind | {"dtype": dtype_name(problem.dtype)}, sizes
+
+
+def from_row(config: type[_Config], row: Row, **facts: Any) -> _Config:
+    """The Config of a row of a table and of what the problem and the target decide; the row wins where it says it."""
+    known = {"head_dim": row["head_dims"][0], "head_dim_v": row["head_dims"][1]} | facts | row
+    return config(**{field.name: known[field.name] for field in dataclasses.fields(config)})  # type: ignore[arg-type]
 
 
 def rows_by(table: str, section: str, keys: Callable[[Row], Iterable[_Key]]) -> dict[_Key, list[Row]]:

@@ -68,7 +68,7 @@ PARTS = {
             "sm90/float32_backward.cuh",
             "sm90/float32_backward_rows.cuh",
         ),
-        ("engine/sm90/__init__.py",),
+        ("engine/sm90/__init__.py", "engine/tables/sm90_float32.json"),
     ),
     "sm80.forward": Part(
         ("test_sm80.py",),

@@ -16,18 +16,19 @@ import torch
 from ...masks import Causal
 from ...operands import ALL, INPUTS
 from .. import division, rules
-from ..params import FLOAT, INT, LOG2_E, POINTER, Strided, matrix_bytes, shape_params, struct, tiles
-from ..policy import Policy, params_for, term_params, unit_of
-from ..program import Address, Launch, Layout, Program, View
-from ..source import kernel_unit
+from ..extents import BATCHED, Extents, division_fields, row_fields
+from ..params import LOG2_E, matrix_bytes, mirror, tiles
+from ..policy import params_for, term_params, unit_of
+from ..program import Launch, Layout, Program, View
+from ..source import Kernel, kernel_unit
 from . import shared
 
 if TYPE_CHECKING:
-    from ...errors import Reason
+    from collections.abc import Iterator
+
     from ...jit import Unit
     from ...operands import Wants
     from ...problem import Problem
-    from ...scores import Term
     from ...target import Target
 
 EDGE_ROWS, EDGE_THREADS = 32, 256
@@ -35,7 +36,7 @@ _LANES = {64: 8, 96: 16, 128: 16, 192: 32, 256: 32}  # of preprocess, 8 columns 
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(shared.TileConfig):
     """Compile-time choices; field for field the C++ aggregate of kernels/sm80/backward_config.cuh."""
 
     cpp_type: ClassVar[str] = "tilewise::sm80::BackwardConfig"
@@ -50,14 +51,10 @@ class Config:
     key_rows: int
     query_rows: int
     stages: int
-    softcap: bool
+    has_terms: bool
     vector_sums: bool
     makes_dkv: bool
     ctas_per_sm: int
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
 
     @property
     def smem_bytes(self) -> int:
@@ -73,119 +70,70 @@ class Config:
     def name(self) -> str:
         kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}"
         grids = f"w{self.warps}_{self.score_rows}{self.key_rows}{self.query_rows}"
-        extras = f"{'_softcap' * self.softcap}{'_v4' * self.vector_sums}{'' if self.makes_dkv else '_dq_only'}"
+        extras = f"{'_v4' * self.vector_sums}{'' if self.makes_dkv else '_dq_only'}"
         return (
             f"fa2_backward_{kind}_q{self.block_q}_kv{self.block_kv}_{grids}_s{self.stages}_x{self.ctas_per_sm}{extras}"
         )
 
-    def __str__(self) -> str:
-        tile = f"tile {self.block_q} x {self.block_kv}, {self.warps} warps"
-        stages = f"{self.stages} stage{'s' * (self.stages > 1)}"
-        return f"{tile}, {stages}, {self.smem_bytes / 1024:.0f} KiB shared"
-
-    def fits(self, target: Target) -> bool:
-        return shared.fits(self.smem_bytes, self.ctas_per_sm, target)
-
-
-def why_not(problem: Problem, target: Target) -> list[Reason]:
-    return []
-
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Legal configs that fit the target, best first."""
-    bf16, capped = problem.dtype is torch.bfloat16, bool(problem.scores)
-    found = (_config(row, bf16, capped, target) for row in _table()[rules.class_of(problem), capped])
+    bf16, has_terms = problem.dtype is torch.bfloat16, bool(problem.scores)
+    found = (_config(row, bf16, has_terms, target) for row in _table()[rules.class_of(problem), has_terms])
     return [config for config in found if config.fits(target)]
 
 
 def units() -> list[Unit]:
     """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
-    found: list[Unit] = []
-    for target in shared.COMPILED:
-        for bf16 in (True, False):
-            found += [preprocess_unit(bf16, lanes, target.arch) for lanes in sorted({*_LANES.values()})]
-            for (_, softcap), rows in _table().items():
-                fitting = [config for row in rows if (config := _config(row, bf16, softcap, target)).fits(target)]
-                found += [unit(config, target.arch) for config in fitting]
-                found += [postprocess_unit(config, target.arch) for config in fitting if not softcap]
-                if bf16 and not softcap:
-                    found += [unit(dq_only(config), target.arch) for config in fitting[:1]]
-    return list({one.label: one for one in found}.values())
+    return shared.units(_units_for)
+
+
+def _units_for(target: Target) -> Iterator[Unit]:
+    for bf16 in (True, False):
+        yield from (preprocess_unit(bf16, lanes, target.arch) for lanes in sorted({*_LANES.values()}))
+        for (_, has_terms), rows in _table().items():
+            fitting = [config for row in rows if (config := _config(row, bf16, has_terms, target)).fits(target)]
+            yield from (unit(config, target.arch) for config in fitting)
+            if not has_terms:
+                yield from (postprocess_unit(config, target.arch) for config in fitting)
+            if bf16 and not has_terms:
+                yield from (unit(dq_only(config), target.arch) for config in fitting[:1])
 
 
 @functools.cache
-def unit(config: Config, arch: str, terms: tuple[Term, ...] | None = None) -> Unit:
-    """The kernel for these terms of the scores, by default those that the config is made for."""
-    policy = Policy.of(terms, config, False)
+def preprocess_unit(bf16: bool, lanes: int, arch: str, extents: Extents = BATCHED) -> Unit:
     return kernel_unit(
-        config.name + policy.suffix,
-        "sm80/backward.cuh",
-        "backward<config, Policy>",
-        _MainParams,
-        "tilewise::sm80::BackwardParams",
-        arch,
-        config=config,
-        policy=policy,
-        smem="BackwardSmem<config>",
-        smem_bytes=config.smem_bytes,
-        bounds="config.threads(), config.ctas_per_sm",
-        checks=(f"config.threads() == {config.threads}",),
-        strict=shared.is_gated(arch),
-    )
-
-
-@functools.cache
-def preprocess_unit(bf16: bool, lanes: int, arch: str) -> Unit:
-    return kernel_unit(
-        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}_of_32",
+        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}_of_32{extents.suffix}",
         "sm80/backward_edges.cuh",
-        f"preprocess<{str(bf16).lower()}, {lanes}>",
+        f"preprocess<{str(bf16).lower()}, {lanes}, Extents>",
         _PreprocessParams,
-        "tilewise::sm80::PreprocessParams",
         arch,
-        bounds=str(EDGE_THREADS),
+        extents=extents,
+        threads=EDGE_THREADS,
         checks=(f"edge_threads == {EDGE_THREADS} && edge_rows == {EDGE_ROWS}",),
     )
 
 
-def postprocess_unit(config: Config, arch: str) -> Unit:
+@functools.cache
+def postprocess_unit(config: Config, arch: str, extents: Extents = BATCHED) -> Unit:
     """Depends on how dQ is divided over the warps, and on nothing else of the config."""
-    plain = replace(config, softcap=False, makes_dkv=True, ctas_per_sm=1)
+    plain = replace(config, has_terms=False, makes_dkv=True, ctas_per_sm=1)
     return kernel_unit(
-        plain.name.replace("fa2_backward", "postprocess"),
+        plain.name.replace("fa2_backward", "postprocess") + extents.suffix,
         "sm80/backward_edges.cuh",
-        "postprocess<config>",
+        "postprocess<config, Extents>",
         _PostprocessParams,
-        "tilewise::sm80::PostprocessParams",
         arch,
         config=plain,
-        bounds=str(EDGE_THREADS),
+        extents=extents,
+        threads=EDGE_THREADS,
     )
 
 
-_MainParams = struct(
-    "BackwardParams",
-    (Strided, "q k v dout dk dv"),
-    (POINTER, "lse_log2 row_terms dq_sums turns dkv_sums piece_turns"),
-    (INT, "batch heads_kv heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift"),
-    (INT, "q_tiles kv_tiles pieces piece_steps sections rows_descend in_order"),
-    (FLOAT, "scale scale_log2 inverse_scale_log2 softcap_in"),
-)
-
-_PreprocessParams = struct(
-    "PreprocessParams",
-    (Strided, "out dout"),
-    (POINTER, "lse dlse lse_log2 row_terms dq_sums turns piece_turns"),
-    (INT, "piece_turn_count heads seq_q rows head_dim_v row_floats block_q"),
-)
-
-_PostprocessParams = struct(
-    "PostprocessParams",
-    (POINTER, "dq_sums"),
-    (Strided, "dq"),
-    (INT, "heads seq_q q_tiles head_dim"),
-    (FLOAT, "scale"),
-)
+_MainParams = mirror("sm80/backward_config.cuh", "BackwardParams")
+_PreprocessParams = mirror("sm80/backward_edges.cuh", "PreprocessParams")
+_PostprocessParams = mirror("sm80/backward_edges.cuh", "PostprocessParams")
+unit = Kernel("sm80/backward.cuh", "backward", _MainParams, "BackwardSmem").unit
 
 
 def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL) -> Program:
@@ -199,24 +147,20 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     scratch = Layout.of(
         lse_log2=4 * pairs * rows,
         row_terms=4 * pairs * rows,
-        turns=4 * pairs * q_tiles if wants_dq and problem.deterministic else 0,
-        piece_turns=8 * kv_pairs * kv_tiles if cut else 0,
+        dq_tickets=4 * pairs * q_tiles if wants_dq and problem.deterministic else 0,
+        piece_tickets=8 * kv_pairs * kv_tiles if cut else 0,
+        work_tickets=4 if problem.deterministic else 0,
         dq_sums=4 * pairs * rows * config.head_dim if wants_dq else 0,
         dkv_sums=4 * kv_pairs * kv_tiles * config.block_kv * (config.head_dim + config.head_dim_v) if cut else 0,
     )
-    shared_terms = ("lse_log2", "row_terms", "dq_sums", "turns", "piece_turns")
-    terms = {name: scratch.address(name) for name in shared_terms}
+    terms = scratch.addresses("lse_log2", "row_terms", "dq_sums", "dq_tickets", "piece_tickets", "work_tickets")
     preprocess = {
         "out": View("out"),
         "dout": View("dout"),
-        "lse": Address("lse"),
-        "dlse": Address("dlse", optional=True),
+        **row_fields(problem),
         **terms,
-        "piece_turn_count": kv_pairs * kv_tiles,
-        "heads": problem.heads_q,
-        "seq_q": problem.seq_q,
+        "piece_ticket_count": kv_pairs * kv_tiles,
         "rows": rows,
-        "head_dim_v": problem.head_dim_v,
         "row_floats": config.head_dim,
         "block_q": config.block_q,
     }
@@ -244,13 +188,11 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         "head_dim": problem.head_dim,
         "scale": problem.scale,
     }
-    arch = target.arch
+    arch, kernel = target.arch, unit(config, target.arch, problem.scores)
     pre = preprocess_unit(config.bf16, _LANES[config.head_dim_v], arch)
     launches = [
         Launch(pre, _PreprocessParams, preprocess, pairs * rows // EDGE_ROWS, EDGE_THREADS),
-        Launch(
-            unit(config, arch, problem.scores), params_for(problem, _MainParams), main, divided.grid, config.threads
-        ),
+        Launch(kernel, params_for(problem, _MainParams), main, divided.grid, config.threads),
     ]
     if wants_dq:
         post = postprocess_unit(config, arch)
@@ -262,13 +204,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
 def backward_fields(problem: Problem, divided: division.Division, q_tiles: int, kv_tiles: int) -> dict[str, object]:
     """What both backwards of this folder are told alike."""
     return {
-        **shape_params(problem),
-        "heads_kv": problem.heads_kv,
-        "q_tiles": q_tiles,
-        "kv_tiles": kv_tiles,
-        "pieces": divided.pieces,
-        "piece_steps": divided.piece_steps,
-        "sections": divided.sections,
+        **division_fields(problem, divided, q_tiles, kv_tiles),
         "rows_descend": int(problem.deterministic and isinstance(problem.mask, Causal)),
         "in_order": int(problem.deterministic),
     }
@@ -281,7 +217,12 @@ COSTS = division.Costs(start=1.5, merge=1.5)
 
 def divide(problem: Problem, config: Config, target: Target) -> division.Division:
     """Which pieces the tiles of keys are cut into, and how many runs the (batch, KV head) pairs make."""
-    costs = COSTS if config.makes_dkv else COSTS._replace(merge=0.0)
+    return divided_by(problem, config, target, COSTS)
+
+
+def divided_by(problem: Problem, config: Any, target: Target, costs: division.Costs) -> division.Division:
+    """The same for any backward of this folder, by its costs."""
+    costs = costs if config.makes_dkv else costs._replace(merge=0.0)
     steps = division.tile_steps(problem, config.block_q, config.block_kv)
     slots = target.sms * config.ctas_per_sm
     return division.divide(steps, problem.batch * problem.heads_kv, slots, costs, key_sections(problem))
@@ -295,34 +236,21 @@ def key_sections(problem: Problem) -> int | None:
     return None if isinstance(problem.mask, Causal) else problem.batch * problem.heads_kv
 
 
-def dq_only(config: Config) -> Config:
+def dq_only(config: Any) -> Any:
     return replace(config, makes_dkv=False)
 
 
-def _config(row: dict[str, Any], bf16: bool, softcap: bool, target: Target) -> Config:
-    return Config(
-        bf16=bf16,
-        head_dim=row["head_dims"][0],
-        head_dim_v=row["head_dims"][1],
-        block_q=row["block_q"],
-        block_kv=row["block_kv"],
-        warps=row["warps"],
-        score_rows=row["score_rows"],
-        key_rows=row["key_rows"],
-        query_rows=row["query_rows"],
-        stages=row["stages"],
-        softcap=softcap,
-        vector_sums=target.capability >= shared.VECTOR_SUMS_FROM,
-        makes_dkv=True,
-        ctas_per_sm=row["ctas_per_sm"],
-    )
+def _config(row: rules.Row, bf16: bool, has_terms: bool, target: Target) -> Config:
+    vector_sums = target.capability >= shared.VECTOR_SUMS_FROM
+    row = {**row, "has_terms": has_terms}
+    return rules.from_row(Config, row, bf16=bf16, vector_sums=vector_sums, makes_dkv=True)
 
 
 def keys_of_row(row: rules.Row) -> list[tuple[tuple[int, int], bool]]:
-    return [(tuple(row["head_dims"]), softcap) for softcap in row.get("softcap", (False, True))]
+    return [(tuple(row["head_dims"]), has_terms) for has_terms in row.get("has_terms", (False, True))]
 
 
 @functools.cache
 def _table() -> dict[tuple[tuple[int, int], bool], list[rules.Row]]:
-    """(head-dim class, softcap) -> rows, best first; a row is for both unless it says for which."""
+    """(head-dim class, has_terms) -> rows, best first; a row is for both unless it says for which."""
     return rules.rows_by("sm80", "backward", keys_of_row)

@@ -9,28 +9,26 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from .. import rules
-from ..params import FLOAT, INT, LOG2_E, POINTER, Strided, struct
-from ..policy import Policy, params_for, term_params, unit_of
+from ..params import LOG2_E, mirror
+from ..policy import params_for, term_params, unit_of
 from ..program import Launch
 from ..rules import class_of
-from ..source import kernel_unit
+from ..source import Kernel
 from . import shared
-from .forward import forward_fields, forward_program
+from .forward import forward_program, tensor_fields
 
 if TYPE_CHECKING:
-    from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
-    from ...scores import Term
     from ...target import Target
     from ..program import Program
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(shared.TileConfig):
     """Compile-time choices; field for field the C++ aggregate of kernels/sm80/float32_config.cuh."""
 
     cpp_type: ClassVar[str] = "tilewise::sm80::Float32Config"
@@ -42,20 +40,12 @@ class Config:
     row_tiles: int
     block_kv: int
     stages: int
-    softcap: bool
+    has_terms: bool
     ctas_per_sm: int
 
     @property
     def block_q(self) -> int:
         return 16 * self.row_tiles * self.warps
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def register_limit(self) -> int:
-        return shared.register_limit(self.threads, self.ctas_per_sm)
 
     @property
     def smem_bytes(self) -> int:
@@ -68,7 +58,7 @@ class Config:
     def name(self) -> str:
         kind = f"{kind_name(self.exact)}_d{self.head_dim}x{self.head_dim_v}"
         shape = f"q{self.block_q}_kv{self.block_kv}_w{self.warps}_s{self.stages}_x{self.ctas_per_sm}"
-        return f"fa2_forward_{kind}_{shape}{'_softcap' * self.softcap}"
+        return f"fa2_forward_{kind}_{shape}"
 
     @property
     def label(self) -> str:
@@ -76,22 +66,13 @@ class Config:
         return f"{self.block_q}x{self.block_kv} {self.warps} warps S{self.stages} x{self.ctas_per_sm}"
 
     def __str__(self) -> str:
-        tile = f"tile {self.block_q} x {self.block_kv}, {self.warps} warps"
-        stages = f"{self.stages} stage{'s' * (self.stages > 1)}"
-        return f"{products_text(self.exact)}, {tile}, {stages}, {self.smem_bytes / 1024:.0f} KiB shared"
-
-    def fits(self, target: Target) -> bool:
-        return shared.fits(self.smem_bytes, self.ctas_per_sm, target)
-
-
-def why_not(problem: Problem, target: Target) -> list[Reason]:
-    return []
+        return f"{products_text(self.exact)}, {shared.TileConfig.__str__(self)}"
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Configs of the table that fit the target, best first."""
-    exact, capped = problem.precision == "exact", bool(problem.scores)
-    found = (_config(row, exact, capped) for row in _table()[class_of(problem)])
+    exact, has_terms = problem.precision == "exact", bool(problem.scores)
+    found = (_config(row, exact, has_terms) for row in _table()[class_of(problem)])
     return [config for config in found if config.fits(target)]
 
 
@@ -101,11 +82,11 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
     The bound on registers is that of the arrays a thread holds; whether the compiler keeps to it, its log tells.
     """
     classes = class_of(problem)
-    exact, capped = problem.precision == "exact", bool(problem.scores)
+    exact, has_terms = problem.precision == "exact", bool(problem.scores)
     found = []
     for warps, row_tiles, block_kv, stages, ctas in product((4, 8), (1, 2), (16, 32, 48, 64), (1, 2), (1, 2, 3)):
         row = {"head_dims": classes, "warps": warps, "row_tiles": row_tiles, "block_kv": block_kv}
-        config = _config(row | {"stages": stages, "ctas_per_sm": ctas}, exact, capped)
+        config = _config(row | {"stages": stages, "ctas_per_sm": ctas}, exact, has_terms)
         scores = block_kv * (1 + exact) // 2
         held = row_tiles * (max(scores, block_kv // 2 + 16 * (1 + exact)) + classes[1] // 2)
         whole = block_kv % (4 * warps) == 0
@@ -123,52 +104,22 @@ def notices(problem: Problem, target: Target) -> list[str]:
 
 def units() -> list[Unit]:
     """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
-    found: dict[str, Unit] = {}
-    for target in shared.COMPILED:
-        for row in (row for rows in _table().values() for row in rows):
-            for exact, softcap in product((True, False), repeat=2):
-                config = _config(row, exact, softcap)
-                if config.fits(target):
-                    kernel = unit(config, target.arch)
-                    found[kernel.label] = kernel
-    return list(found.values())
+    rows = [row for rows in _table().values() for row in rows]
+    made = [_config(row, *facts) for row in rows for facts in product((True, False), repeat=2)]
+    return shared.units(lambda target: [unit(config, target.arch) for config in made if config.fits(target)])
 
 
-@functools.cache
-def unit(config: Config, arch: str, terms: tuple[Term, ...] | None = None) -> Unit:
-    """The kernel for these terms of the scores, by default those that the config is made for."""
-    policy = Policy.of(terms, config, True)
-    return kernel_unit(
-        config.name + policy.suffix,
-        "sm80/float32_forward.cuh",
-        "float32_forward<config, Policy>",
-        _Params,
-        "tilewise::sm80::Float32Params",
-        arch,
-        config=config,
-        policy=policy,
-        smem="Float32Smem<config>",
-        smem_bytes=config.smem_bytes,
-        bounds="config.threads(), config.ctas_per_sm",
-        checks=(f"config.threads() == {config.threads} && config.block_q() == {config.block_q}",),
-        strict=shared.is_gated(arch),
-    )
+_Params = mirror("sm80/float32_config.cuh", "Float32Params")
 
-
-_Params = struct(
-    "Float32Params",
-    (Strided, "q k v out"),
-    (POINTER, "lse"),
-    (INT, "batch heads heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift"),
-    (INT, "q_tiles sections longest_first"),
-    (FLOAT, "scale scale_log2 softcap_in"),
-)
+unit = Kernel(
+    "sm80/float32_forward.cuh", "float32_forward", _Params, "Float32Smem", ("threads", "block_q"), precise=True
+).unit
 
 
 def program(problem: Problem, target: Target, config: Config) -> Program:
     scale = unit_of(problem)
     fields = {
-        **forward_fields(problem, target, config.block_q, 4),
+        **tensor_fields(problem, target, config.block_q, 4),
         # Copies count 16-bit numbers: a float32 is two.
         "head_dim": 2 * problem.head_dim,
         "head_dim_v": 2 * problem.head_dim_v,
@@ -188,18 +139,8 @@ def products_text(exact: bool) -> str:
     return "3 products of TF32 parts" if exact else "1 product of TF32 parts"
 
 
-def _config(row: dict[str, Any], exact: bool, softcap: bool) -> Config:
-    return Config(
-        exact=exact,
-        head_dim=row["head_dims"][0],
-        head_dim_v=row["head_dims"][1],
-        warps=row["warps"],
-        row_tiles=row["row_tiles"],
-        block_kv=row["block_kv"],
-        stages=row["stages"],
-        softcap=softcap,
-        ctas_per_sm=row["ctas_per_sm"],
-    )
+def _config(row: rules.Row, exact: bool, has_terms: bool) -> Config:
+    return rules.from_row(Config, {**row, "has_terms": has_terms}, exact=exact)
 
 
 @functools.cache

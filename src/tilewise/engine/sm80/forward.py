@@ -16,35 +16,22 @@ import torch
 from ...jit import tuned
 from ...masks import Causal, Full
 from .. import rules
-from ..params import (
-    FLOAT,
-    INT,
-    LOG2_E,
-    POINTER,
-    Strided,
-    forward_order,
-    matrix_bytes,
-    query_tiles,
-    shape_params,
-    struct,
-    tiles,
-)
-from ..policy import Policy, params_for, term_params, unit_of
-from ..program import Address, Launch, Program, View
+from ..extents import forward_fields
+from ..params import LOG2_E, forward_order, matrix_bytes, mirror, query_tiles
+from ..policy import params_for, term_params, unit_of
+from ..program import Launch, Program, View
 from ..rules import class_of
-from ..source import kernel_unit
+from ..source import Kernel
 from . import shared
 
 if TYPE_CHECKING:
-    from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
-    from ...scores import Term
     from ...target import Target
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(shared.TileConfig):
     """Compile-time choices; field for field the C++ aggregate of kernels/sm80/config.cuh."""
 
     cpp_type: ClassVar[str] = "tilewise::sm80::Config"
@@ -56,21 +43,13 @@ class Config:
     row_tiles: int
     block_kv: int
     stages: int
-    softcap: bool
+    has_terms: bool
     q_in_registers: bool
     ctas_per_sm: int
 
     @property
     def block_q(self) -> int:
         return 16 * self.row_tiles * self.warps
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def register_limit(self) -> int:
-        return shared.register_limit(self.threads, self.ctas_per_sm)
 
     @property
     def smem_bytes(self) -> int:
@@ -83,25 +62,13 @@ class Config:
     def name(self) -> str:
         kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}"
         shape = f"q{self.block_q}_kv{self.block_kv}_w{self.warps}_s{self.stages}_x{self.ctas_per_sm}"
-        return f"fa2_forward_{kind}_{shape}{'_qr' * self.q_in_registers}{'_softcap' * self.softcap}"
+        return f"fa2_forward_{kind}_{shape}{'_qr' * self.q_in_registers}"
 
     @property
     def label(self) -> str:
         """What a search varies, in a few words."""
         kept = " Q kept" if self.q_in_registers else ""
         return f"{self.block_q}x{self.block_kv} {self.warps} warps S{self.stages} x{self.ctas_per_sm}{kept}"
-
-    def __str__(self) -> str:
-        tile = f"tile {self.block_q} x {self.block_kv}, {self.warps} warps"
-        stages = f"{self.stages} stage{'s' * (self.stages > 1)}"
-        return f"{tile}, {stages}, {self.smem_bytes / 1024:.0f} KiB shared"
-
-    def fits(self, target: Target) -> bool:
-        return shared.fits(self.smem_bytes, self.ctas_per_sm, target)
-
-
-def why_not(problem: Problem, target: Target) -> list[Reason]:
-    return []
 
 
 def notices(problem: Problem, target: Target) -> list[str]:
@@ -121,12 +88,12 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     (`one_wave`).
     """
     classes = class_of(problem)
-    capped = bool(problem.scores)
+    has_terms = bool(problem.scores)
     small, fitting = [], []
     for row in _table()[classes]:
-        if capped not in row["softcap"]:
+        if has_terms not in row["has_terms"]:
             continue
-        config = _config(row, problem.dtype is torch.bfloat16, capped)
+        config = _config(row, problem.dtype is torch.bfloat16, has_terms)
         if not config.fits(target):
             continue
         if not row.get("one_wave"):
@@ -145,14 +112,14 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
 
 
 @functools.lru_cache(maxsize=16)
-def _runnable(classes: tuple[int, int], bf16: bool, softcap: bool, target: Target) -> dict[Config, None]:
+def _runnable(classes: tuple[int, int], bf16: bool, has_terms: bool, target: Target) -> dict[Config, None]:
     head_dim, head_dim_v = classes
     found: dict[Config, None] = {}
     for warps, row_tiles, block_kv in product((2, 4, 8), (1, 2), (32, 64, 96, 128)):
         for stages, q_in_registers, ctas in product((1, 2), (False, True), (1, 2, 3, 4)):
             row = {"head_dims": classes, "warps": warps, "row_tiles": row_tiles, "block_kv": block_kv}
             row |= {"stages": stages, "q_in_registers": q_in_registers, "ctas_per_sm": ctas}
-            config = _config(row, bf16, softcap)
+            config = _config(row, bf16, has_terms)
             held = row_tiles * (block_kv // 2 + head_dim_v // 2 + q_in_registers * head_dim // 4)
             if config.fits(target) and held + 24 <= config.register_limit and block_kv % (4 * warps) == 0:
                 found[config] = None
@@ -169,7 +136,7 @@ def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
 
     def is_legal(config: Config) -> bool:
         """One that a sweep would try, or any that ships for such heads and fits, whatever lengths it is for."""
-        ships = any(config == _config(row, *facts) for row in _table()[classes] if facts[1] in row["softcap"])
+        ships = any(config == _config(row, *facts) for row in _table()[classes] if facts[1] in row["has_terms"])
         return config in _runnable(classes, *facts, target) or (ships and config.fits(target))
 
     return tuned.find("sm80", target.name, *tuning_key(problem), Config, is_legal)
@@ -177,70 +144,33 @@ def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
 
 def units() -> list[Unit]:
     """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
-    found: dict[str, Unit] = {}
-    for target in shared.COMPILED:
-        for row in (row for rows in _table().values() for row in rows):
-            for bf16, softcap in product((True, False), row["softcap"]):
-                config = _config(row, bf16, softcap)
-                if config.fits(target):
-                    kernel = unit(config, target.arch)
-                    found[kernel.label] = kernel
-    return list(found.values())
+    rows = [row for rows in _table().values() for row in rows]
+    made = [
+        _config(row, bf16, has_terms) for row in rows for bf16, has_terms in product((True, False), row["has_terms"])
+    ]
+    return shared.units(lambda target: [unit(config, target.arch) for config in made if config.fits(target)])
 
 
-@functools.cache
-def unit(config: Config, arch: str, terms: tuple[Term, ...] | None = None) -> Unit:
-    """The kernel for these terms of the scores, by default those that the config is made for."""
-    policy = Policy.of(terms, config, False)
-    return kernel_unit(
-        config.name + policy.suffix,
-        "sm80/forward.cuh",
-        "forward<config, Policy>",
-        _Params,
-        "tilewise::sm80::Params",
-        arch,
-        config=config,
-        policy=policy,
-        smem="Smem<config>",
-        smem_bytes=config.smem_bytes,
-        bounds="config.threads(), config.ctas_per_sm",
-        checks=(f"config.threads() == {config.threads} && config.block_q() == {config.block_q}",),
-        strict=shared.is_gated(arch),
-    )
+_Params = mirror("sm80/config.cuh", "Params")
 
-
-_Params = struct(
-    "Params",
-    (Strided, "q k v out"),
-    (POINTER, "lse"),
-    (INT, "batch heads heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift"),
-    (INT, "q_tiles sections longest_first"),
-    (FLOAT, "scale_log2 softcap_in"),
-)
+unit = Kernel("sm80/forward.cuh", "forward", _Params, "Smem", ("threads", "block_q")).unit
 
 
 def program(problem: Problem, target: Target, config: Config) -> Program:
     fields = {
-        **forward_fields(problem, target, config.block_q, 2),
+        **tensor_fields(problem, target, config.block_q, 2),
         **term_params(problem, precise=False),
         "scale_log2": unit_of(problem) * LOG2_E,
         "head_dim": problem.head_dim,
-        "head_dim_v": problem.head_dim_v,
     }
     kernel = unit(config, target.arch, problem.scores)
     return forward_program(problem, target, config, Launch(kernel, params_for(problem, _Params), fields, 0, 0))
 
 
-def forward_fields(problem: Problem, target: Target, block_q: int, number_bytes: int) -> dict[str, object]:
+def tensor_fields(problem: Problem, target: Target, block_q: int, number_bytes: int) -> dict[str, object]:
     """What both forwards of this folder are told alike."""
-    return {
-        **{name: View(name) for name in ("q", "k", "v", "out")},
-        "lse": Address("lse") if problem.needs_lse or problem.needs_grad else None,
-        **shape_params(problem),
-        "heads": problem.heads_q,
-        "q_tiles": tiles(problem.seq_q, block_q),
-        **forward_order(problem, target, number_bytes),
-    }
+    tensors = {name: View(name) for name in ("q", "k", "v", "out")}
+    return {**tensors, **forward_fields(problem, block_q, forward_order(problem, target, number_bytes))}
 
 
 def forward_program(problem: Problem, target: Target, config: Any, launch: Launch) -> Program:
@@ -255,19 +185,8 @@ def forward_program(problem: Problem, target: Target, config: Any, launch: Launc
     return Program((launch._replace(grid=work, threads=config.threads),), says=(says,))
 
 
-def _config(row: dict[str, Any], bf16: bool, softcap: bool) -> Config:
-    return Config(
-        bf16=bf16,
-        head_dim=row["head_dims"][0],
-        head_dim_v=row["head_dims"][1],
-        warps=row["warps"],
-        row_tiles=row["row_tiles"],
-        block_kv=row["block_kv"],
-        stages=row["stages"],
-        softcap=softcap,
-        q_in_registers=row["q_in_registers"],
-        ctas_per_sm=row["ctas_per_sm"],
-    )
+def _config(row: rules.Row, bf16: bool, has_terms: bool) -> Config:
+    return rules.from_row(Config, {**row, "has_terms": has_terms}, bf16=bf16)
 
 
 @functools.cache

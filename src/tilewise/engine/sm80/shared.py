@@ -1,34 +1,54 @@
-"""What the families of kernels/sm80 share: which GPUs stand for all others, and what fits a GPU."""
+"""What the families of kernels/sm80 share: what a Config is, what fits a GPU, and which kernels are compiled in CI."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ...target import TARGETS
+from ..source import COMPILED
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ...jit import Unit
     from ...target import Target
 
-# Named targets that stand for all others, one of each size of shared memory: tests compile every kernel for them. On
-# another architecture the assembler may spill a register or two, and that is better than a refusal.
-COMPILED = tuple(TARGETS[name] for name in ("a100", "rtx-4090", "h200"))
-_GATED = frozenset(target.arch for target in COMPILED)
 _RESERVED_SMEM = 1024  # of a multiprocessor's shared memory, for each CTA on it
 _REGISTERS = 65536
 VECTOR_SUMS_FROM = (9, 0)  # red.global.add.v4.f32
 PLAN_BYTES = 36  # per warp
 
 
-def is_gated(arch: str) -> bool:
-    """Whether tests hold the kernels to no spills on this architecture."""
-    return arch in _GATED
+class TileConfig:
+    """What the Configs of this folder have in common; all warps do the same."""
+
+    __slots__ = ()
+    warps: int
+    stages: int
+    ctas_per_sm: int
+    block_q: Any
+    block_kv: Any
+    smem_bytes: Any
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def register_limit(self) -> int:
+        """What a thread may have if so many CTAs are to share a multiprocessor."""
+        return min(_REGISTERS // (self.threads * self.ctas_per_sm) // 8 * 8, 255)
+
+    def fits(self, target: Target) -> bool:
+        """Whether so many CTAs find their shared memory on one multiprocessor of the target."""
+        whole = self.ctas_per_sm * (self.smem_bytes + _RESERVED_SMEM)
+        return bool(self.smem_bytes <= target.smem_per_block and whole <= target.smem_per_sm)
+
+    def __str__(self) -> str:
+        tile = f"tile {self.block_q} x {self.block_kv}, {self.warps} warps"
+        stages = f"{self.stages} stage{'s' * (self.stages > 1)}"
+        return f"{tile}, {stages}, {self.smem_bytes / 1024:.0f} KiB shared"
 
 
-def fits(smem_bytes: int, ctas_per_sm: int, target: Target) -> bool:
-    """Whether so many CTAs find their shared memory on one multiprocessor of the target."""
-    return smem_bytes <= target.smem_per_block and ctas_per_sm * (smem_bytes + _RESERVED_SMEM) <= target.smem_per_sm
-
-
-def register_limit(threads: int, ctas_per_sm: int) -> int:
-    """What a thread may have if so many CTAs are to share a multiprocessor."""
-    return min(_REGISTERS // (threads * ctas_per_sm) // 8 * 8, 255)
+def units(made_for: Callable[[Target], Iterable[Unit]]) -> list[Unit]:
+    """Every kernel of a family for the named targets, one GPU of each size of shared memory."""
+    return list({unit.label: unit for target in COMPILED for unit in made_for(target)}.values())

@@ -21,46 +21,32 @@ import torch
 from ...masks import Causal
 from ...operands import ALL
 from .. import division, rules
-from ..params import (
-    FLOAT,
-    INT,
-    LOG2_E,
-    LONG,
-    MAP,
-    POINTER,
-    kv_head_sections,
-    matrix_bytes,
-    shape_params,
-    stride_names,
-    struct,
-    tiles,
-)
-from ..policy import Policy, params_for, term_params, unit_of
+from ..extents import BATCHED, division_fields, row_fields
+from ..params import LOG2_E, kv_head_sections, matrix_bytes, mirror, tiles
+from ..policy import params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Map, Program, strides
-from ..source import kernel_unit
+from ..source import Kernel, kernel_unit
 
 if TYPE_CHECKING:
-    from ...errors import Reason
     from ...jit import Unit
     from ...operands import Wants
     from ...problem import Problem
-    from ...scores import Term
     from ...target import Target
 
 ARCH = "sm_90a"
 # Mean of 2^-8 / m over mantissas m, as weights are spread in the logarithm: half a unit in the last place of bf16.
 TRUNCATION_BIAS = 2.0**-8 / (2 * math.log(2))
 EDGE_ROWS, EDGE_THREADS = 64, 256
-TURN_STAGES = 4
+TICKET_STAGES = 4
 _LANES = {64: 8, 96: 16, 128: 16, 192: 32, 256: 32}  # of preprocess, 8 columns each
 
 
 class Order(IntEnum):
     """How the tiles of keys add up dQ: kernels/sm90/backward_config.cuh."""
 
-    BY_KEYS = 0
-    BY_CLAIM = 1
-    FREELY = 2
+    KEY_ORDER = 0
+    CLAIM_ORDER = 1
+    ANY_ORDER = 2
 
 
 class Walk(IntEnum):
@@ -83,10 +69,10 @@ class Config:
     head_dim: int
     head_dim_v: int
     block_q: int
-    by_keys: bool
+    warpgroups_own_keys: bool
     stages: int
     ds_stages: int
-    softcap: bool
+    has_terms: bool
     writes_dq: bool
     makes_dq: bool
     makes_dkv: bool
@@ -96,12 +82,12 @@ class Config:
 
     @property
     def block_kv(self) -> int:
-        return 128 if self.by_keys else 64
+        return 128 if self.warpgroups_own_keys else 64
 
     @property
     def weight_factor(self) -> float:
         """What all weights are raised by, so that truncating them to bf16 is right on average."""
-        return 1.0 + TRUNCATION_BIAS if self.bf16 and self.by_keys else 1.0
+        return 1.0 + TRUNCATION_BIAS if self.bf16 and self.warpgroups_own_keys else 1.0
 
     @property
     def smem_bytes(self) -> int:
@@ -109,26 +95,22 @@ class Config:
         kv = matrix_bytes(self.block_kv, self.head_dim) + matrix_bytes(self.block_kv, self.head_dim_v)
         rings = self.stages * (matrix_bytes(self.block_q, self.head_dim) + matrix_bytes(self.block_q, self.head_dim_v))
         ds = self.ds_stages * matrix_bytes(self.block_kv, self.block_q)
-        weights = 16 if self.by_keys else self.block_q * 64 * 4
+        weights = 16 if self.warpgroups_own_keys else self.block_q * 64 * 4
         vectors = 2 * self.stages * self.block_q * 4 + self.stages * 2 * 4
-        barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TURN_STAGES)
-        before_turns = -(-(kv + rings + ds + weights + vectors + barriers + 2 * 4) // 16) * 16
-        return -(-(before_turns + TURN_STAGES * 8 + 16 * 4 + self.stages * 4) // 1024) * 1024
+        barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TICKET_STAGES)
+        before_tickets = -(-(kv + rings + ds + weights + vectors + barriers + 2 * 4) // 16) * 16
+        return -(-(before_tickets + TICKET_STAGES * 8 + 16 * 4 + self.stages * 4) // 1024) * 1024
 
     @property
     def name(self) -> str:
         kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}"
-        extras = f"{'_softcap' if self.softcap else ''}{'_one_tile' if self.writes_dq else ''}"
+        extras = f"{'_one_tile' if self.writes_dq else ''}"
         extras += "" if self.makes_dq and self.makes_dkv else "_dq_only" if self.makes_dq else "_dkv_only"
         return f"backward_{kind}_q{self.block_q}_kv{self.block_kv}{extras}"
 
     def __str__(self) -> str:
         tile = f"tile {self.block_q} x {self.block_kv}, 4 warpgroups"
         return f"{tile}, {self.stages} stages, {self.smem_bytes / 1024:.0f} KiB shared"
-
-
-def why_not(problem: Problem, target: Target) -> list[Reason]:
-    return []
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
@@ -146,34 +128,14 @@ def units() -> list[Unit]:
     for bf16 in (True, False):
         found.append(postprocess_unit(bf16))
         found += [preprocess_unit(bf16, lanes) for lanes in sorted({*_LANES.values()})]
-        for rows, softcap in product(_table().values(), (False, True)):
+        for rows, has_terms in product(_table().values(), (False, True)):
             for row in rows:
-                config = _config(row, bf16, softcap)
-                if not (softcap and row["writes_dq"]):
+                config = _config(row, bf16, has_terms)
+                if not (has_terms and row["writes_dq"]):
                     found.append(unit(config))
-                if bf16 and not softcap:
+                if bf16 and not has_terms:
                     found += [unit(_only(config, wants)) for wants in (frozenset("q"), frozenset("kv"))]
     return list({one.name: one for one in found}.values())
-
-
-@functools.cache
-def unit(config: Config, arch: str = ARCH, terms: tuple[Term, ...] | None = None) -> Unit:
-    """The kernel for these terms of the scores, by default those that the config is made for."""
-    policy = Policy.of(terms, config, False)
-    return kernel_unit(
-        config.name + policy.suffix,
-        "sm90/backward.cuh",
-        "backward<config, Policy>",
-        _MainParams,
-        "tilewise::sm90::BackwardParams",
-        arch,
-        config=config,
-        policy=policy,
-        smem="BackwardSmem<config>",
-        smem_bytes=config.smem_bytes,
-        bounds="config.threads(), 1",
-        checks=(f"config.block_kv() == {config.block_kv} && config.threads() == {config.threads}",),
-    )
 
 
 @functools.cache
@@ -181,11 +143,11 @@ def preprocess_unit(bf16: bool, lanes: int) -> Unit:
     return kernel_unit(
         f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}",
         "sm90/backward_edges.cuh",
-        f"preprocess<{str(bf16).lower()}, {lanes}>",
+        f"preprocess<{str(bf16).lower()}, {lanes}, Extents>",
         _PreprocessParams,
-        "tilewise::sm90::PreprocessParams",
         ARCH,
-        bounds=str(EDGE_THREADS),
+        extents=BATCHED,
+        threads=EDGE_THREADS,
         checks=(f"edge_threads == {EDGE_THREADS} && edge_rows == {EDGE_ROWS}",),
     )
 
@@ -195,42 +157,18 @@ def postprocess_unit(bf16: bool) -> Unit:
     return kernel_unit(
         f"postprocess_{'bf16' if bf16 else 'fp16'}",
         "sm90/backward_edges.cuh",
-        f"postprocess<{str(bf16).lower()}>",
+        f"postprocess<{str(bf16).lower()}, Extents>",
         _PostprocessParams,
-        "tilewise::sm90::PostprocessParams",
         ARCH,
-        bounds=str(EDGE_THREADS),
+        extents=BATCHED,
+        threads=EDGE_THREADS,
     )
 
 
-_MainParams = struct(
-    "BackwardParams",
-    (MAP, "q_map k_map v_map dout_map dk_map dv_map"),
-    (POINTER, "start_s start_dp dq_sums turns dkv_sums piece_turns dq"),
-    (LONG, stride_names("dq")),
-    (INT, "batch heads_kv heads_per_kv seq_q seq_k head_dim band_first_shift band_end_shift"),
-    (INT, "q_tiles kv_tiles pieces piece_steps sections order walk store_dk store_dv"),
-    (FLOAT, "scale_log2 inverse_scale_log2 softcap_in dqk_scale"),
-)
-
-_PreprocessParams = struct(
-    "PreprocessParams",
-    (POINTER, "out"),
-    (LONG, stride_names("out")),
-    (POINTER, "dout"),
-    (LONG, stride_names("dout")),
-    (POINTER, "lse dlse start_s start_dp dq_sums turns piece_turns"),
-    (INT, "piece_turn_count heads seq_q rows head_dim_v row_floats block_q"),
-    (FLOAT, "lse_factor start_bias"),
-)
-
-_PostprocessParams = struct(
-    "PostprocessParams",
-    (POINTER, "dq_sums dq"),
-    (LONG, "batch_stride head_stride seq_stride"),
-    (INT, "heads seq_q rows head_dim row_floats"),
-    (FLOAT, "scale"),
-)
+_MainParams = mirror("sm90/backward_config.cuh", "BackwardParams")
+_PreprocessParams = mirror("sm90/backward_edges.cuh", "PreprocessParams")
+_PostprocessParams = mirror("sm90/backward_edges.cuh", "PostprocessParams")
+unit = Kernel("sm90/backward.cuh", "backward", _MainParams, "BackwardSmem", ("threads", "block_kv")).unit
 
 
 def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL) -> Program:
@@ -238,7 +176,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     divided = divide(problem, config, target)
     sums_dq = config.makes_dq and not config.writes_dq
     order = _order(problem, config, divided)
-    in_turns = sums_dq and order is not Order.FREELY
+    takes_tickets = sums_dq and order is not Order.ANY_ORDER
     cut = divided.cut and config.makes_dkv
     pairs, kv_pairs = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
     q_tiles, kv_tiles = tiles(problem.seq_q, config.block_q), tiles(problem.seq_kv, config.block_kv)
@@ -246,11 +184,13 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     scratch = Layout.of(
         start_s=4 * pairs * rows,
         start_dp=4 * pairs * rows,
-        turns=8 * pairs * q_tiles if in_turns else 0,
-        piece_turns=16 * kv_pairs * kv_tiles if cut else 0,
+        dq_tickets=8 * pairs * q_tiles if takes_tickets else 0,
+        piece_tickets=16 * kv_pairs * kv_tiles if cut else 0,
+        work_tickets=4 if problem.deterministic else 0,
         dq_sums=4 * pairs * rows * config.head_dim if sums_dq else 0,
         dkv_sums=4 * kv_pairs * kv_tiles * config.block_kv * (config.head_dim + config.head_dim_v) if cut else 0,
     )
+    terms = scratch.addresses("start_s", "start_dp", "dq_tickets", "piece_tickets", "work_tickets")
     # S starts from -lse in its own units: before the scale, or where a term transforms it, after all of them.
     transformed = any(term.transforms for term in problem.scores)
     score_unit = 1.0 if transformed else problem.scale * LOG2_E
@@ -258,18 +198,11 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         "out": Address("out"),
         "dout": Address("dout"),
         **strides("out", "dout"),
-        "lse": Address("lse"),
-        "dlse": Address("dlse", optional=True),
-        "start_s": scratch.address("start_s"),
-        "start_dp": scratch.address("start_dp"),
-        "dq_sums": None if in_turns else scratch.address("dq_sums"),
-        "turns": scratch.address("turns"),
-        "piece_turns": scratch.address("piece_turns"),
-        "piece_turn_count": 2 * kv_pairs * kv_tiles,
-        "heads": problem.heads_q,
-        "seq_q": problem.seq_q,
+        **row_fields(problem),
+        **terms,
+        "dq_sums": None if takes_tickets else scratch.address("dq_sums"),
+        "piece_ticket_count": 2 * kv_pairs * kv_tiles,
         "rows": rows,
-        "head_dim_v": problem.head_dim_v,
         "row_floats": config.head_dim,
         "block_q": config.block_q,
         "lse_factor": -LOG2_E / score_unit,
@@ -283,23 +216,13 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         "dout_map": Map("dout", config.block_q),
         "dk_map": Map("dk", 16) if "k" in wants else None,
         "dv_map": Map("dv", 16) if "v" in wants else None,
-        "start_s": scratch.address("start_s"),
-        "start_dp": scratch.address("start_dp"),
-        "dq_sums": scratch.address("dq_sums"),
-        "turns": scratch.address("turns"),
-        "dkv_sums": scratch.address("dkv_sums"),
-        "piece_turns": scratch.address("piece_turns"),
+        **terms,
+        **scratch.addresses("dq_sums", "dkv_sums"),
         **({"dq": Address("dq"), **strides("dq")} if config.makes_dq else {}),
-        **shape_params(problem),
+        **division_fields(problem, divided, q_tiles, kv_tiles),
         **term_params(problem, precise=False),
         "scale_log2": scale_log2,
-        "heads_kv": problem.heads_kv,
         "head_dim": problem.head_dim,
-        "q_tiles": q_tiles,
-        "kv_tiles": kv_tiles,
-        "pieces": divided.pieces,
-        "piece_steps": divided.piece_steps,
-        "sections": divided.sections,
         "order": int(order),
         "walk": int(_walk(problem, divided.cut)),
         "store_dk": int("k" in wants),
@@ -319,29 +242,22 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         "scale": problem.scale / config.weight_factor,
     }
     edges = pairs * rows // EDGE_ROWS
-    lanes = _LANES[config.head_dim_v]
+    lanes, kernel = _LANES[config.head_dim_v], unit(config, ARCH, problem.scores)
     launches = [
         Launch(preprocess_unit(config.bf16, lanes), _PreprocessParams, preprocess, edges, EDGE_THREADS),
-        Launch(
-            unit(config, ARCH, problem.scores),
-            params_for(problem, _MainParams),
-            main,
-            divided.grid,
-            config.threads,
-            overlap=True,
-        ),
+        Launch(kernel, params_for(problem, _MainParams), main, divided.grid, config.threads, overlap=True),
     ]
-    if sums_dq and not in_turns:
+    if sums_dq and not takes_tickets:
         post = postprocess_unit(config.bf16)
         launches.append(Launch(post, _PostprocessParams, postprocess, edges, EDGE_THREADS, overlap=True))
-    blind = in_turns and not _every_tile_sees_keys(problem, config.block_q)
+    blind = takes_tickets and not _every_tile_sees_keys(problem, config.block_q)
     says = (f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch",)
     return Program(tuple(launches), scratch, frozenset({"dq"} if blind else ()), says)
 
 
 def _has_one_tile(problem: Problem, row: dict[str, Any]) -> bool:
     """One tile holds all keys, and every tile of queries sees some of them."""
-    if problem.scores or problem.seq_kv > (128 if row["by_keys"] else 64):
+    if problem.scores or problem.seq_kv > (128 if row["warpgroups_own_keys"] else 64):
         return False
     return _every_tile_sees_keys(problem, row["block_q"])
 
@@ -354,38 +270,38 @@ def _every_tile_sees_keys(problem: Problem, block_q: int) -> bool:
 
 
 # Tiles of keys up to which waiting for the first and the last at a dQ costs less than zeroing and rounding its sums.
-MAX_BY_CLAIM = 16
+MAX_CLAIMANTS = 16
 # With more queries than keys the first tile of keys is the last at most of them, which it must load again: all others
 # wait for it in the end, unless the L2 cache holds all sums.
 MAX_CLAIMED_BYTES = 40 * 2**20
 # CTAs per multiprocessor from which tiles that stay together still get out of each other's way. In a grid of one or two
 # waves those of a pair are side by side from beginning to end, and take turns at every dQ: 2 x 71/1 heads, 2048 tokens,
 # head_dim 64, 1.0 waves: 653 us, freely 466; 4 x 28/4, d128, 1.9 waves: 792, 689; 4 x 32/8, d128, 3.9 waves: 716, 746.
-MIN_WAVES_BY_CLAIM = 2.25
+MIN_WAVES_TO_CLAIM = 2.25
 # Steps of a CTA from which that costs more than zeroing and rounding the sums.
-MIN_STEPS_FREELY = 32
+MIN_STEPS_IN_ANY_ORDER = 32
 
 
 def _order(problem: Problem, config: Config, divided: division.Division) -> Order:
     if problem.deterministic:
-        return Order.BY_KEYS
+        return Order.KEY_ORDER
     sums = problem.batch * problem.heads_q * problem.seq_q * config.head_dim * 4
-    stay_together = _walk(problem, divided.cut) is Walk.DOWN and divided.waves < MIN_WAVES_BY_CLAIM
+    stay_together = _walk(problem, divided.cut) is Walk.DOWN and divided.waves < MIN_WAVES_TO_CLAIM
     if (
-        (stay_together and divided.piece_steps >= MIN_STEPS_FREELY)
-        or problem.seq_kv > MAX_BY_CLAIM * config.block_kv
+        (stay_together and divided.piece_steps >= MIN_STEPS_IN_ANY_ORDER)
+        or problem.seq_kv > MAX_CLAIMANTS * config.block_kv
         or (problem.seq_q > problem.seq_kv and sums > MAX_CLAIMED_BYTES)
     ):
-        return Order.FREELY
-    return Order.BY_CLAIM
+        return Order.ANY_ORDER
+    return Order.CLAIM_ORDER
 
 
 def _walk(problem: Problem, cut: bool) -> Walk:
     """Down where tiles stay together that way, and pieces of them can take turns: kernels/sm90/backward_config.cuh."""
-    by_keys = problem.deterministic
-    if isinstance(problem.mask, Causal) and (problem.group > 1 or (by_keys and cut)):
+    in_key_order = problem.deterministic
+    if isinstance(problem.mask, Causal) and (problem.group > 1 or (in_key_order and cut)):
         return Walk.DOWN
-    return Walk.STAIRS if by_keys else Walk.AROUND
+    return Walk.STAIRS if in_key_order else Walk.AROUND
 
 
 # Fitted to measurements of uncut and cut tiles on an NVIDIA H200.
@@ -425,23 +341,8 @@ def _only(config: Config, wants: Wants) -> Config:
     return replace(config, writes_dq=config.writes_dq and wants_dq, makes_dq=wants_dq, makes_dkv=wants_dkv)
 
 
-def _config(row: dict[str, Any], bf16: bool, softcap: bool) -> Config:
-    return Config(
-        bf16=bf16,
-        head_dim=row["head_dims"][0],
-        head_dim_v=row["head_dims"][1],
-        block_q=row["block_q"],
-        by_keys=row["by_keys"],
-        stages=row["stages"],
-        ds_stages=row["ds_stages"],
-        softcap=softcap,
-        writes_dq=row["writes_dq"],
-        makes_dq=True,
-        makes_dkv=True,
-        dq_columns=row["dq_columns"],
-        query_registers=row["query_registers"],
-        product_registers=row["product_registers"],
-    )
+def _config(row: rules.Row, bf16: bool, has_terms: bool) -> Config:
+    return rules.from_row(Config, row, bf16=bf16, has_terms=has_terms, makes_dq=True, makes_dkv=True)
 
 
 @functools.cache

@@ -15,29 +15,17 @@ from ...errors import Reason
 from ...masks import Causal
 from ...operands import ALL, INPUTS
 from .. import division, rules
-from ..params import (
-    FLOAT,
-    INT,
-    LONG,
-    MAP,
-    POINTER,
-    kv_head_sections,
-    matrix_bytes,
-    shape_params,
-    stride_names,
-    struct,
-    tiles,
-)
-from ..policy import Policy, params_for, term_params, unit_of
+from ..extents import BATCHED, division_fields, row_fields
+from ..params import kv_head_sections, matrix_bytes, mirror, tiles
+from ..policy import params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Program, strides
-from ..source import kernel_unit
+from ..source import Kernel, kernel_unit
 from .float32_forward import FACT_BYTES, operands, split_launch
 
 if TYPE_CHECKING:
     from ...jit import Unit
     from ...operands import Wants
     from ...problem import Problem
-    from ...scores import Term
     from ...target import Target
 
 ARCH = "sm_90a"
@@ -60,7 +48,7 @@ class Config:
     head_dim_v: int
     stages: int
     rooms: int
-    softcap: bool
+    has_terms: bool
 
     @property
     def smem_bytes(self) -> int:
@@ -75,7 +63,7 @@ class Config:
     @property
     def name(self) -> str:
         shape = f"d{self.head_dim}x{self.head_dim_v}_q{BLOCK}_kv{BLOCK}_s{self.stages}r{self.rooms}"
-        return f"backward_float32_bf16x6_{shape}{'_softcap' if self.softcap else ''}"
+        return f"backward_float32_bf16x6_{shape}"
 
     def __str__(self) -> str:
         stages = f"{self.stages} stage{'s' * (self.stages > 1)}"
@@ -100,34 +88,14 @@ def configs(problem: Problem, target: Target) -> list[Config]:
     return [_config(rules.class_of(problem), bool(problem.scores))]
 
 
-def _config(classes: tuple[int, int], softcap: bool) -> Config:
-    return Config(*classes, *_SHAPES[classes], softcap)
+def _config(classes: tuple[int, int], has_terms: bool) -> Config:
+    return Config(*classes, *_SHAPES[classes], has_terms)
 
 
 def units() -> list[Unit]:
     """Every kernel of this family but the split, which the forward has too."""
-    classes = [(pair, softcap) for pair in _SHAPES for softcap in (False, True)]
+    classes = [(pair, has_terms) for pair in _SHAPES for has_terms in (False, True)]
     return [row_terms_unit(), *(unit(_config(*chosen)) for chosen in classes)]
-
-
-@functools.cache
-def unit(config: Config, arch: str = ARCH, terms: tuple[Term, ...] | None = None) -> Unit:
-    """The kernel for these terms of the scores, by default those that the config is made for."""
-    policy = Policy.of(terms, config, True)
-    return kernel_unit(
-        config.name + policy.suffix,
-        "sm90/float32_backward.cuh",
-        "backward<config, Policy>",
-        _MainParams,
-        "tilewise::sm90::float32::GradParams",
-        arch,
-        config=config,
-        policy=policy,
-        smem="GradSmem<config>",
-        smem_bytes=config.smem_bytes,
-        bounds="config.threads(), 1",
-        checks=(f"grad_block == {BLOCK} && config.threads() == {config.threads}",),
-    )
 
 
 @functools.cache
@@ -135,40 +103,23 @@ def row_terms_unit() -> Unit:
     return kernel_unit(
         "preprocess_float32",
         "sm90/float32_backward_rows.cuh",
-        "row_terms",
+        "row_terms<Extents>",
         _RowParams,
-        "tilewise::sm90::float32::RowParams",
         ARCH,
+        namespace="sm90::float32",
+        extents=BATCHED,
         smem_bytes=_ROW_SMEM,
-        bounds=str(_ROW_THREADS),
+        threads=_ROW_THREADS,
         checks=(f"row_threads == {_ROW_THREADS}",),
     )
 
 
-_RowParams = struct(
-    "RowParams",
-    (POINTER, "out"),
-    (LONG, stride_names("out")),
-    (POINTER, "dout"),
-    (LONG, stride_names("dout")),
-    (POINTER, "lse dlse padded_lse row_terms term_exponents turns piece_turns"),
-    (INT, "piece_turn_count heads seq_q q_tiles head_dim_v"),
-)
+_RowParams = mirror("sm90/float32_backward_config.cuh", "RowParams")
+_MainParams = mirror("sm90/float32_backward_config.cuh", "GradParams")
 
-_MainParams = struct(
-    "GradParams",
-    (MAP, "q_map k_map v_map dout_map"),
-    (POINTER, "q_facts k_facts v_facts dout_facts term_exponents lse row_terms turns piece_turns"),
-    (POINTER, "dq"),
-    (LONG, stride_names("dq")),
-    (POINTER, "dk"),
-    (LONG, stride_names("dk")),
-    (POINTER, "dv"),
-    (LONG, stride_names("dv")),
-    (INT, "batch heads_kv heads_per_kv seq_q seq_k head_dim head_dim_v band_first_shift band_end_shift"),
-    (INT, "q_tiles kv_tiles pieces piece_steps sections in_order"),
-    (FLOAT, "score_scale softcap_in scale"),
-)
+unit = Kernel(
+    "sm90/float32_backward.cuh", "backward", _MainParams, "GradSmem", precise=True, namespace="sm90::float32"
+).unit
 
 
 def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL) -> Program:
@@ -178,28 +129,25 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     q_tiles, kv_tiles = tiles(problem.seq_q, BLOCK), tiles(problem.seq_kv, BLOCK)
     query_tiles, key_tiles = split["q"].tiles, split["k"].tiles
     scratch = Layout.of(
-        turns=4 * query_tiles if problem.deterministic and "q" in wants else 0,
-        piece_turns=16 * key_tiles if divided.cut and makes_dkv else 0,
+        dq_tickets=4 * query_tiles if problem.deterministic and "q" in wants else 0,
+        piece_tickets=16 * key_tiles if divided.cut and makes_dkv else 0,
+        work_tickets=4 if problem.deterministic else 0,
         term_exponents=4 * query_tiles,
         lse=4 * BLOCK * query_tiles,
         row_terms=4 * BLOCK * query_tiles,
         **{f"{operand.name}_facts": FACT_BYTES * operand.tiles for operand in split.values()},
         **{f"{operand.name}_parts": operand.parts_bytes(PARTS) for operand in split.values()},
     )
-    shared = {name: scratch.address(name) for name in ("row_terms", "term_exponents", "turns", "piece_turns")}
+    shared = scratch.addresses("row_terms", "term_exponents", "dq_tickets", "piece_tickets", "work_tickets")
     rows = {
         "out": Address("out"),
         "dout": Address("dout"),
         **strides("out", "dout"),
-        "lse": Address("lse"),
-        "dlse": Address("dlse", optional=True),
+        **row_fields(problem),
         "padded_lse": scratch.address("lse"),
         **shared,
-        "piece_turn_count": 2 * key_tiles,
-        "heads": problem.heads_q,
-        "seq_q": problem.seq_q,
+        "piece_ticket_count": 2 * key_tiles,
         "q_tiles": q_tiles,
-        "head_dim_v": problem.head_dim_v,
     }
     wanted = [f"d{name}" for name in INPUTS if name in wants]
     main = {
@@ -209,15 +157,9 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         **shared,
         **{name: Address(name) for name in wanted},
         **strides(*wanted),
-        **shape_params(problem),
-        "heads_kv": problem.heads_kv,
+        **division_fields(problem, divided, q_tiles, kv_tiles),
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
-        "q_tiles": q_tiles,
-        "kv_tiles": kv_tiles,
-        "pieces": divided.pieces,
-        "piece_steps": divided.piece_steps,
-        "sections": divided.sections,
         "in_order": int(problem.deterministic),
         "score_scale": unit_of(problem),
         **term_params(problem, precise=True),

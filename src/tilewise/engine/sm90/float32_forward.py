@@ -15,30 +15,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from .. import rules
-from ..params import (
-    FLOAT,
-    INT,
-    LOG2_E,
-    LONG,
-    MAP,
-    POINTER,
-    forward_order,
-    matrix_bytes,
-    query_tiles,
-    shape_params,
-    stride_names,
-    struct,
-    tiles,
-)
-from ..policy import Policy, params_for, term_params, unit_of
+from ..extents import forward_fields
+from ..params import LOG2_E, forward_order, matrix_bytes, mirror, query_tiles, tiles
+from ..policy import params_for, term_params, unit_of
 from ..program import SCRATCH, Address, Launch, Layout, Map, Program, Stride, strides
-from ..source import kernel_unit
+from ..source import Kernel, kernel_unit
 
 if TYPE_CHECKING:
-    from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
-    from ...scores import Term
     from ...target import Target
 
 ARCH = "sm_90a"
@@ -67,8 +52,8 @@ class Config:
     k_stages: int
     v_stages: int
     value_columns: int
-    softcap: bool
-    turns: bool
+    has_terms: bool
+    pingpong: bool
 
     @property
     def block_q(self) -> int:
@@ -95,7 +80,7 @@ class Config:
     @property
     def name(self) -> str:
         shape = f"d{self.head_dim}x{self.head_dim_v}_q{self.block_q}_kv{self.block_kv}_k{self.k_stages}v{self.v_stages}"
-        return f"float32_{_PART_NAMES[self.parts]}_{shape}{'_softcap' if self.softcap else ''}"
+        return f"float32_{_PART_NAMES[self.parts]}_{shape}"
 
     @property
     def label(self) -> str:
@@ -113,35 +98,6 @@ class Config:
 
 _PART_NAMES = {1: "fp16x1", 2: "fp16x3", 3: "bf16x6"}
 
-# (q and k, v and out) -> consumers, block_kv, k_stages, v_stages, value_columns; by parts. docs/kernels/float32.md has
-# the registers and the shared memory that this leads to.
-_Shape = tuple[int, int, int, int, int]
-_TWO_PARTS: dict[tuple[int, int], _Shape] = {
-    (64, 64): (2, 128, 2, 2, 64),
-    (96, 96): (2, 64, 2, 2, 96),
-    (128, 128): (2, 64, 2, 2, 128),
-    (192, 128): (2, 64, 1, 1, 128),
-    (192, 192): (2, 64, 1, 1, 64),
-    (256, 256): (2, 32, 1, 1, 64),
-}
-_SHAPES: dict[int, dict[tuple[int, int], _Shape]] = {
-    1: {
-        **_TWO_PARTS,
-        (192, 128): (2, 64, 2, 2, 128),
-        (192, 192): (2, 64, 2, 2, 64),
-        (256, 256): (2, 32, 2, 2, 64),
-    },
-    2: _TWO_PARTS,
-    3: {
-        (64, 64): (2, 64, 2, 2, 64),
-        (96, 96): (2, 32, 2, 2, 96),
-        (128, 128): (2, 32, 2, 2, 128),
-        (192, 128): (2, 32, 1, 1, 128),
-        (192, 192): (2, 32, 1, 1, 64),
-        (256, 256): (1, 32, 1, 1, 64),
-    },
-}
-
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """The config of the kernel for ordinary ranges; `wide_range` is the one behind it.
@@ -154,16 +110,12 @@ def configs(problem: Problem, target: Target) -> list[Config]:
 
 def wide_range(config: Config) -> Config:
     """The config of the kernel for the rows that `config`'s kernel refuses."""
-    return _config(3, (config.head_dim, config.head_dim_v), config.softcap)
+    return _config(3, (config.head_dim, config.head_dim_v), config.has_terms)
 
 
 def _chain(config: Config) -> tuple[Config, ...]:
     """The kernels of a call, one after another."""
     return (config,) if config.parts == 3 else (config, wide_range(config))
-
-
-def why_not(problem: Problem, target: Target) -> list[Reason]:
-    return []
 
 
 def notices(problem: Problem, target: Target) -> list[str]:
@@ -182,29 +134,9 @@ def notices(problem: Problem, target: Target) -> list[str]:
 
 def units() -> list[Unit]:
     """Every kernel of this family, and the split that the backward has too."""
-    found = [split_unit(parts) for parts in _SHAPES]
-    for parts, shapes in _SHAPES.items():
-        found += [unit(_config(parts, classes, softcap)) for classes in shapes for softcap in (False, True)]
+    found = [split_unit(parts) for parts in _PART_NAMES]
+    found += [unit(_config(*key, has_terms)) for key in _table() for has_terms in (False, True)]
     return found
-
-
-@functools.cache
-def unit(config: Config, arch: str = ARCH, terms: tuple[Term, ...] | None = None) -> Unit:
-    """The kernel for these terms of the scores, by default those that the config is made for."""
-    policy = Policy.of(terms, config, True)
-    return kernel_unit(
-        config.name + policy.suffix,
-        "sm90/float32_forward.cuh",
-        "forward<config, Policy>",
-        _Params,
-        "tilewise::sm90::float32::Params",
-        arch,
-        config=config,
-        policy=policy,
-        smem="Smem<config>",
-        smem_bytes=config.smem_bytes,
-        bounds="config.threads(), 1",
-    )
 
 
 @functools.cache
@@ -215,37 +147,19 @@ def split_unit(parts: int) -> Unit:
         "sm90/float32_split.cuh",
         f"split<{parts}>",
         _SplitParams,
-        "tilewise::sm90::float32::SplitParams",
         ARCH,
+        namespace="sm90::float32",
         smem="SplitSmem",
         smem_bytes=SPLIT_SMEM,
-        bounds=str(SPLIT_THREADS),
+        threads=SPLIT_THREADS,
         checks=(f"split_threads == {SPLIT_THREADS}", f"sizeof(TileFact) == {FACT_BYTES}"),
     )
 
 
-_SplitParams = struct(
-    "SplitParams",
-    (POINTER * MAX_OPERANDS, "x"),
-    (LONG * MAX_OPERANDS, "batch_stride head_stride seq_stride"),
-    (POINTER * MAX_OPERANDS, "parts facts"),
-    (POINTER, "wanted refusals"),
-    (INT * MAX_OPERANDS, "heads seq dim rows first_tile"),
-    (INT, "tiles batch aligned"),
-)
+_SplitParams = mirror("sm90/float32_config.cuh", "SplitParams")
+_Params = mirror("sm90/float32_config.cuh", "Params")
 
-_Params = struct(
-    "Params",
-    (MAP, "q_map k_map v_map"),
-    (POINTER, "q_facts k_facts v_facts any_refused refused v"),
-    (LONG, stride_names("v")),
-    (POINTER, "out"),
-    (LONG, stride_names("out")),
-    (POINTER, "lse"),
-    (INT, "batch heads heads_per_kv seq_q seq_k head_dim_v band_first_shift band_end_shift"),
-    (INT, "q_tiles sections longest_first most_exponents"),
-    (FLOAT, "scale_log2 softcap_in lse_scale"),
-)
+unit = Kernel("sm90/float32_forward.cuh", "forward", _Params, "Smem", precise=True, namespace="sm90::float32").unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,13 +261,8 @@ def _fields(
         "v": Address("v"),
         "out": Address("out"),
         **strides("v", "out"),
-        "lse": Address("lse") if problem.needs_lse or problem.needs_grad else None,
-        **shape_params(problem),
-        "heads": problem.heads_q,
-        "head_dim_v": problem.head_dim_v,
-        "q_tiles": tiles(problem.seq_q, config.block_q),
-        **forward_order(problem, target, 2 * config.parts),
-        "most_exponents": max_exponents(problem),
+        **forward_fields(problem, config.block_q, forward_order(problem, target, 2 * config.parts)),
+        "max_exponents": max_exponents(problem),
         **term_params(problem, precise=True),
         "scale_log2": scale * LOG2_E,
         "lse_scale": scale,
@@ -366,6 +275,12 @@ def max_exponents(problem: Problem) -> int:
     return _MAX_LOGIT_BOUND - 2 - math.ceil(spread - 1e-9)
 
 
-def _config(parts: int, classes: tuple[int, int], softcap: bool) -> Config:
-    consumers, block_kv, k_stages, v_stages, columns = _SHAPES[parts][classes]
-    return Config(parts, *classes, consumers, block_kv, k_stages, v_stages, columns, softcap, turns=consumers == 2)
+def _config(parts: int, classes: tuple[int, int], has_terms: bool) -> Config:
+    (row,) = _table()[parts, classes]
+    return rules.from_row(Config, row, has_terms=has_terms, pingpong=row["consumers"] == 2)
+
+
+@functools.cache
+def _table() -> dict[tuple[int, tuple[int, int]], list[rules.Row]]:
+    """(parts, head-dim class) -> its row. docs/kernels/float32.md has the registers and the shared memory of each."""
+    return rules.rows_by("sm90_float32", "forward", lambda row: [(row["parts"], tuple(row["head_dims"]))])

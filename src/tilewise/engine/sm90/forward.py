@@ -17,31 +17,16 @@ import torch
 from ...jit import tuned
 from ...masks import Causal, Full, Window
 from .. import rules
-from ..params import (
-    FLOAT,
-    INT,
-    LOG2_E,
-    LONG,
-    MAP,
-    POINTER,
-    forward_order,
-    matrix_bytes,
-    query_tiles,
-    shape_params,
-    stride_names,
-    struct,
-    tiles,
-)
-from ..policy import Bounds, Policy, params_for, term_params, unit_of
+from ..extents import forward_fields
+from ..params import LOG2_E, forward_order, matrix_bytes, mirror, query_tiles, tiles
+from ..policy import Bounds, params_for, term_params, unit_of
 from ..program import Address, Counter, Launch, Layout, Map, Program, strides
 from ..rules import MAX_ROWS, class_of
-from ..source import kernel_unit
+from ..source import Kernel, kernel_unit
 
 if TYPE_CHECKING:
-    from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
-    from ...scores import Term
     from ...target import Target
 
 ARCH = "sm_90a"
@@ -69,10 +54,15 @@ class Config:
     k_stages: int
     v_stages: int
     mask: int
-    softcap: bool
+    has_terms: bool
     pingpong: bool
     ctas_per_sm: int
     split: bool
+
+    @property
+    def bounds(self) -> Bounds:
+        """What its masks look at."""
+        return tuple(Bounds)[self.mask]
 
     @property
     def block_q(self) -> int:
@@ -110,23 +100,19 @@ class Config:
     def name(self) -> str:
         kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}_{MASK_KINDS[self.mask]}"
         shape = f"q{self.block_q}_kv{self.block_kv}_k{self.k_stages}v{self.v_stages}"
-        extras = f"{'_softcap' if self.softcap else ''}{'_turns' if self.pingpong else ''}"
+        extras = f"{'_pingpong' if self.pingpong else ''}"
         extras += "_split" if self.split else ""
         return f"forward_{kind}_{shape}{extras}{f'_x{self.ctas_per_sm}' if self.ctas_per_sm > 1 else ''}"
 
     @property
     def label(self) -> str:
         """What a search varies, in a few words."""
-        turns = " turns" if self.pingpong else ""
-        return f"{self.block_q}x{self.block_kv} K{self.k_stages}V{self.v_stages} x{self.ctas_per_sm}{turns}"
+        pingpong = " ping-pong" if self.pingpong else ""
+        return f"{self.block_q}x{self.block_kv} K{self.k_stages}V{self.v_stages} x{self.ctas_per_sm}{pingpong}"
 
     def __str__(self) -> str:
         tile = f"tile {self.block_q} x {self.block_kv}, {self.consumers} + 1 warpgroups"
         return f"{tile}, stages K {self.k_stages} V {self.v_stages}, {self.smem_bytes / 1024:.0f} KiB shared"
-
-
-def why_not(problem: Problem, target: Target) -> list[Reason]:
-    return []
 
 
 def notices(problem: Problem, target: Target) -> list[str]:
@@ -149,15 +135,15 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     """
     kind = _mask_kind(problem)
     classes = class_of(problem)
-    softcap = bool(problem.scores)
+    has_terms = bool(problem.scores)
     folded = _folded(problem)
-    rows = _table()[classes, MASK_KINDS[kind], softcap]
+    rows = _table()[classes, MASK_KINDS[kind], has_terms]
     split: list[Config] = []
     small: list[Config] = []
     fitting: list[tuple[float, Config]] = []
     equal = isinstance(folded.mask, Full) and target.sms > 0
     for row in rows:
-        config = _config(row, classes, problem.dtype is torch.bfloat16, kind, softcap)
+        config = _config(row, classes, problem.dtype is torch.bfloat16, kind, has_terms)
         work = query_tiles(folded, config.block_q)
         ends = 0.0
         if equal and "speed" in row:
@@ -186,14 +172,14 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
 
 @functools.lru_cache(maxsize=16)
 def _runnable(
-    classes: tuple[int, int], bf16: bool, kind: int, softcap: bool, smem_per_block: int
+    classes: tuple[int, int], bf16: bool, kind: int, has_terms: bool, smem_per_block: int
 ) -> dict[Config, None]:
     found: dict[Config, None] = {}
     for consumers, block_kv, (k_stages, v_stages) in product((1, 2, 3, 4), _BLOCKS_KV, _STAGES):
         for pingpong, ctas in product((False, True), (1, 2)):
             row = {"consumers": consumers, "block_kv": block_kv, "k_stages": k_stages, "v_stages": v_stages}
             row |= {"pingpong": pingpong, "ctas_per_sm": ctas}
-            config = _config(row, classes, bf16, kind, softcap)
+            config = _config(row, classes, bf16, kind, has_terms)
             # 1 KiB of a multiprocessor's shared memory goes to each CTA for the driver's own use.
             fits = config.smem_bytes <= smem_per_block and ctas * (config.smem_bytes + 1024) <= smem_per_block + 1024
             held = 3 * block_kv // 4 + classes[1] // 2
@@ -223,30 +209,12 @@ def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
 def units() -> list[Unit]:
     """Every kernel of this family."""
     found = {}
-    for (classes, kind, softcap), rows in _table().items():
+    for (classes, kind, has_terms), rows in _table().items():
         for row, bf16 in product(rows, (True, False)):
-            config = _config(row, classes, bf16, MASK_KINDS.index(kind), softcap)
-            found[config.name] = unit(config)
+            config = _config(row, classes, bf16, MASK_KINDS.index(kind), has_terms)
+            kernel = unit(config)
+            found[kernel.name] = kernel
     return [*found.values(), combine_unit(True), combine_unit(False)]
-
-
-@functools.cache
-def unit(config: Config, arch: str = ARCH, terms: tuple[Term, ...] | None = None) -> Unit:
-    """The kernel for these terms of the scores, by default those that the config is made for."""
-    policy = Policy.of(terms, config, False, tuple(Bounds)[config.mask])
-    return kernel_unit(
-        config.name + policy.suffix,
-        "sm90/forward.cuh",
-        "forward<config, Policy>",
-        _Params,
-        "tilewise::sm90::Params",
-        arch,
-        config=config,
-        policy=policy,
-        smem="Smem<config>",
-        smem_bytes=config.smem_bytes,
-        bounds="config.threads(), config.ctas_per_sm",
-    )
 
 
 @functools.cache
@@ -257,31 +225,15 @@ def combine_unit(bf16: bool) -> Unit:
         "sm90/combine.cuh",
         f"combine<{str(bf16).lower()}>",
         _CombineParams,
-        "tilewise::sm90::CombineParams",
         ARCH,
-        bounds=str(32 * _COMBINE_ROWS),
+        threads=32 * _COMBINE_ROWS,
         checks=(f"combine_rows == {_COMBINE_ROWS}",),
     )
 
 
-_Params = struct(
-    "Params",
-    (MAP, "q_map k_map v_map out_map"),
-    (POINTER, "v"),
-    (LONG, stride_names("v")),
-    (POINTER, "lse partial_out work_counter"),
-    (INT, "batch heads heads_per_kv seq_q seq_k head_dim_v band_first_shift band_end_shift"),
-    (INT, "q_tiles sections longest_first splits"),
-    (FLOAT, "scale_log2 softcap_in"),
-)
-
-_CombineParams = struct(
-    "CombineParams",
-    (POINTER, "partial_out partial_lse out"),
-    (LONG, "batch_stride head_stride seq_stride"),
-    (POINTER, "lse"),
-    (INT, "rows heads seq_q head_dim_v splits"),
-)
+_Params = mirror("sm90/config.cuh", "Params")
+_CombineParams = mirror("sm90/combine.cuh", "CombineParams")
+unit = Kernel("sm90/forward.cuh", "forward", _Params, "Smem").unit
 
 
 def program(problem: Problem, target: Target, config: Config) -> Program:
@@ -307,26 +259,24 @@ def _program(problem: Problem, target: Target, config: Config) -> Program:
     scratch = Layout()
     if config.split:
         scratch = Layout.of(partial_out=4 * splits * rows * problem.head_dim_v, partial_lse=4 * splits * rows)
-    lse = Address("lse") if problem.needs_lse or problem.needs_grad else None
-    fields = {
+    waves = work / (target.sms * config.ctas_per_sm)
+    fields: dict[str, object] = {
         "q_map": Map("q", 64),
         "k_map": Map("k", config.block_kv),
         "v_map": Map("v", config.block_kv),
         "out_map": None if config.split else Map("out", 64),
         "v": Address("v"),
         **strides("v"),
-        "lse": scratch.address("partial_lse") if config.split else lse,
         "partial_out": scratch.address("partial_out"),
         "work_counter": Counter() if dynamic and not config.split else None,
-        **shape_params(problem),
+        **forward_fields(problem, config.block_q, forward_order(problem, target, 2, waves)),
         **term_params(problem, precise=False),
         "scale_log2": unit_of(problem) * LOG2_E,
-        "heads": problem.heads_q,
-        "head_dim_v": problem.head_dim_v,
-        "q_tiles": tiles(problem.seq_q, config.block_q),
-        **forward_order(problem, target, 2, work / (target.sms * config.ctas_per_sm)),
         "splits": splits,
     }
+    lse = fields["lse"]
+    if config.split:
+        fields["lse"] = scratch.address("partial_lse")
     kernel = unit(config, ARCH, problem.scores)
     launches = [Launch(kernel, params_for(problem, _Params), fields, ctas, config.threads, overlap=True)]
     if config.split:
@@ -381,22 +331,11 @@ def _mask_kind(problem: Problem) -> int:
     return 1 if isinstance(problem.mask, Causal) else 2
 
 
-def _config(row: dict[str, Any], classes: tuple[int, int], bf16: bool, kind: int, softcap: bool) -> Config:
+def _config(row: rules.Row, classes: tuple[int, int], bf16: bool, kind: int, has_terms: bool) -> Config:
     split = row.get("split", False)
-    return Config(
-        bf16=bf16,
-        head_dim=classes[0],
-        head_dim_v=classes[1],
-        consumers=row["consumers"],
-        block_kv=row["block_kv"],
-        k_stages=row["k_stages"],
-        v_stages=row["v_stages"],
-        mask=1 if split else kind,  # a causal band may as well hide nothing: one kernel for both
-        softcap=softcap,
-        pingpong=row["pingpong"],
-        ctas_per_sm=row["ctas_per_sm"],
-        split=split,
-    )
+    mask = 1 if split else kind  # a causal band may as well hide nothing: one kernel for both
+    row = {**row, "head_dims": classes, "has_terms": has_terms, "split": split}
+    return rules.from_row(Config, row, bf16=bf16, mask=mask)
 
 
 _Key = tuple[tuple[int, int], str, bool]
@@ -404,7 +343,7 @@ _Key = tuple[tuple[int, int], str, bool]
 
 @functools.cache
 def _table() -> dict[_Key, list[rules.Row]]:
-    """(head-dim class, kind of mask, softcap) -> rows, best first."""
+    """(head-dim class, kind of mask, has_terms) -> rows, best first."""
     return rules.rows_by(
-        "sm90", "forward", lambda row: product([tuple(row["head_dims"])], row["masks"], row["softcap"])
+        "sm90", "forward", lambda row: product([tuple(row["head_dims"])], row["masks"], row["has_terms"])
     )

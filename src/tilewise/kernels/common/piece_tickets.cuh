@@ -17,9 +17,9 @@ struct PieceTickets {
 // other and stores its sums, those after it add to them, and where `last_reads` the last waits for
 // all. One thread asks; a barrier of all that add must follow.
 //
-// Why this cannot hang: in order, a CTA that is waited for has a smaller block index, so it runs
-// already, and waits for none but blocks before it. Else it has taken its ticket, and so has
-// nothing left to do but to add.
+// Why this cannot hang: in order, a piece that is waited for is work with a smaller number, which
+// runs already (work_tickets.cuh). Else it has taken its ticket, and so has nothing left to do but
+// to add.
 __device__ __forceinline__ int await_pieces(PieceTickets* tickets, int piece, int pieces,
                                             bool in_order, bool last_reads) {
   const int before = in_order ? piece : ptx::add_relaxed(&tickets->claimed, 1);

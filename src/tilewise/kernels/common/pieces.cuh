@@ -6,7 +6,7 @@
 // float32. Pairs have the same tiles, so they have the same pieces, numbered tile after tile.
 // Why not into equal parts: pieces of different tiles that begin at the same step stay side by
 // side, read the same queries, and can take turns at the same dQ. The host chooses the limit
-// (backends/division.py) and counts the pieces by the same rule.
+// (engine/division.py) and counts the pieces by the same rule.
 //
 // No PTX, no CUDA types: a host compiler builds this too, and tests/test_device_code.py drives it.
 #pragma once

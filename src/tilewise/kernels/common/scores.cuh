@@ -65,6 +65,7 @@
 #pragma once
 
 #include "fragment.cuh"
+#include "operands.cuh"
 #include "pieces.cuh"
 #include "ptx.cuh"
 
@@ -81,7 +82,9 @@ struct NoPlace {
   __device__ int row() const;     // of element 0: a query, or a key where rows are keys
   __device__ int column() const;  // likewise: a key, or a query
   __device__ int batch() const;
-  __device__ int head() const;  // of the queries
+  __device__ int head() const;   // of the queries
+  __device__ Band band() const;  // of the sequence: rows and columns count from its starts
+  __device__ RowBand row_band() const;
 };
 
 // What a term may keep of it: the query and the key of element i.
@@ -133,14 +136,8 @@ enum class Bounds { end_of_keys, end, both };
 
 template <Bounds bounds>
 struct BandMask {
-  const int &first_shift, &end_shift, &seq_q, &seq_k;
-
   template <typename Params, typename At>
-  __device__ __forceinline__ BandMask(const Params& params, const Unit&, const At&)
-      : first_shift(params.band_first_shift),
-        end_shift(params.band_end_shift),
-        seq_q(params.seq_q),
-        seq_k(params.seq_k) {}
+  __device__ __forceinline__ BandMask(const Params&, const Unit&, const At&) {}
 
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&v)[count], const At& at) const {
@@ -151,13 +148,13 @@ struct BandMask {
   }
   template <int count, typename At>
   __device__ __forceinline__ void hide_keys(float (&v)[count], const At& at) const {
-    const Band band{first_shift, end_shift, seq_k};
+    const Band band = at.band();
     const int column = at.column();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = at.row() + 8 * r;
       const int first = bounds == Bounds::both ? band.first_key(row) - column : 0;
-      const int end = (bounds == Bounds::end_of_keys ? seq_k : band.end_key(row)) - column;
+      const int end = (bounds == Bounds::end_of_keys ? band.seq_k : band.end_key(row)) - column;
       hide_outside(v, r, first, end);
     }
   }
@@ -165,7 +162,8 @@ struct BandMask {
   __device__ __forceinline__ void hide_queries(float (&v)[count], const At& at) const {
     static_assert(bounds == Bounds::both);
     const int first_key = at.row();
-    const RowBand band{first_shift, end_shift, seq_q};
+    const RowBand band = at.row_band();
+    const int seq_k = at.band().seq_k;
     const int column = at.column();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -299,18 +297,6 @@ template <HasOperands Term>
 struct OperandsOf<Term> {
   using Type = typename Term::Operands;
 };
-
-template <typename Params, typename Policy, bool extended = Policy::has_operands>
-struct ExtendedParams {
-  using Type = Params;
-};
-template <typename Params, typename Policy>
-struct ExtendedParams<Params, Policy, true> {
-  struct Type : Params, Policy::Operands {};
-};
-// The parameters of a kernel with a policy: its own, then the operands of the terms.
-template <typename Params, typename Policy>
-using ParamsOf = typename ExtendedParams<Params, Policy>::Type;
 
 template <typename... Terms>
 struct Scores {

@@ -38,7 +38,7 @@
 //   middle  P and dS are written
 //   after   (one stage) Q and dO are read; the copies for the next step overwrite them
 // Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter per query
-// tile says whose turn it is; a barrier follows the wait for it, and another precedes passing it on.
+// tile counts the tickets that were served; a barrier follows the wait for it, and another precedes passing it on.
 //
 // Registers of a thread: S and dP block_q * block_kv / threads each, dK and dV block_kv * (d + dv) /
 // threads, dQ block_q * d / threads when S and dP are gone.
@@ -52,7 +52,7 @@
 
 namespace tilewise::sm80 {
 
-template <BackwardConfig config, typename Policy>
+template <BackwardConfig config, typename Policy, typename Extents>
 struct Backward {
   static constexpr int block_q = config.block_q, block_kv = config.block_kv;
   static constexpr int threads = config.threads();
@@ -71,10 +71,10 @@ struct Backward {
   static_assert(query_blocks * dq_columns * config.warps * 256 == block_q * config.head_dim);
   using Scores = float[score_blocks][score_columns * 8];
 
-  const ParamsOf<BackwardParams, Policy>& params;
-  BackwardSmem<config>& smem;
+  const ParamsOf<BackwardParams, Policy, Extents>& params;
+  BackwardSmem<config, Extents>& smem;
   // Why in shared memory: registers are for what the products need.
-  const BackwardPlan& plan = smem.plan;
+  const BackwardPlan<Extents>& plan = smem.plan;
   // Where several CTAs share the registers, asked again each time: the answer would be kept in one.
   struct Lane {
     __device__ __forceinline__ operator int() const {
@@ -88,6 +88,7 @@ struct Backward {
   float dk[key_blocks][dk_columns * 8];
   float dv[key_blocks][dv_columns * 8];
 
+  __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
   __device__ __forceinline__ int head_of(const StepCursor& step) const {
     return plan.head_kv * params.heads_per_kv + step.head;
   }
@@ -99,21 +100,22 @@ struct Backward {
   }
 
   __device__ __forceinline__ void load_keys() {
-    const int first = plan.kv_tile * block_kv;
-    TileCopy<block_kv, config.head_dim, threads>{params.k, plan.batch, plan.head_kv,
-                                                 params.head_dim}
-        .load(ptx::smem_address(smem.k), first, params.seq_k);
-    TileCopy<block_kv, config.head_dim_v, threads>{params.v, plan.batch, plan.head_kv,
-                                                   params.head_dim_v}
-        .load(ptx::smem_address(smem.v), first, params.seq_k);
+    const int start = sequence().k_start(), batch = sequence().batch(plan.batch);
+    const int first = start + plan.kv_tile * block_kv, end = start + sequence().seq_k();
+    TileCopy<block_kv, config.head_dim, threads>{params.k, batch, plan.head_kv, params.head_dim}
+        .load(ptx::smem_address(smem.k), first, end);
+    TileCopy<block_kv, config.head_dim_v, threads>{params.v, batch, plan.head_kv, params.head_dim_v}
+        .load(ptx::smem_address(smem.v), first, end);
   }
 
   __device__ __forceinline__ void load_step(const StepCursor& step, int slot) {
-    const int first = step.q_tile * block_q, head = head_of(step);
-    TileCopy<block_q, config.head_dim, threads>{params.q, plan.batch, head, params.head_dim}.load(
-        ptx::smem_address(smem.q[slot]), first, params.seq_q);
-    TileCopy<block_q, config.head_dim_v, threads>{params.dout, plan.batch, head, params.head_dim_v}
-        .load(ptx::smem_address(smem.dout[slot]), first, params.seq_q);
+    const int start = sequence().q_start(), batch = sequence().batch(plan.batch);
+    const int first = start + step.q_tile * block_q, end = start + sequence().seq_q();
+    const int head = head_of(step);
+    TileCopy<block_q, config.head_dim, threads>{params.q, batch, head, params.head_dim}.load(
+        ptx::smem_address(smem.q[slot]), first, end);
+    TileCopy<block_q, config.head_dim_v, threads>{params.dout, batch, head, params.head_dim_v}.load(
+        ptx::smem_address(smem.dout[slot]), first, end);
     constexpr int chunks = block_q / 4;
     static_assert(2 * chunks <= threads);
     const int chunk = ptx::thread_again() % chunks, which = ptx::thread_again() / chunks;
@@ -141,6 +143,8 @@ struct Backward {
     }
     __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
     __device__ __forceinline__ int head() const { return kernel.head_of(kernel.cursor); }
+    __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
+    __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
   };
   // The same with the column found once for all blocks.
   struct PlaceInColumn : Place {
@@ -224,23 +228,24 @@ struct Backward {
   }
 
   // Waits for the KV tiles before this one to have added to the step's dQ.
-  // Why this cannot hang: the CTA that is waited for has a smaller block index, so it runs already.
+  // Why this cannot hang: what is waited for is work with a smaller number, which runs already
+  // (common/work_tickets.cuh).
   __device__ __forceinline__ void await_ticket() {
-    if (params.turns == nullptr) return;
+    if (params.dq_tickets == nullptr) return;
     if (threadIdx.x == 0) {
-      const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+      const Band band = sequence().band();
       const int first_tile = band.first_key(cursor.q_tile * block_q) / block_kv;
-      const int* ticket = params.turns + tile_index(cursor);
+      const int* ticket = params.dq_tickets + tile_index(cursor);
       while (ptx::load_acquire(ticket) < plan.kv_tile - first_tile) {
       }
     }
     __syncthreads();
   }
   __device__ __forceinline__ void pass_ticket() {
-    if (params.turns == nullptr) return;
+    if (params.dq_tickets == nullptr) return;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) ptx::add_release(params.turns + tile_index(cursor), 1);
+    if (threadIdx.x == 0) ptx::add_release(params.dq_tickets + tile_index(cursor), 1);
   }
 
   // Sums in global memory lie in fragment order, 128 floats per block of 16 x 8: as a lane holds
@@ -341,7 +346,7 @@ struct Backward {
   // dK and dV of one piece of several to their sums, or the other way round: true if this is the
   // last piece, whose accumulators are then the sums of all.
   __device__ __forceinline__ bool join_pieces() {
-    PieceTickets* tickets = params.piece_turns + key_tile_index();
+    PieceTickets* tickets = params.piece_tickets + key_tile_index();
     if (threadIdx.x == 0)
       smem.pieces_before =
           await_pieces(tickets, plan.piece, plan.pieces, params.in_order != 0, true);
@@ -381,8 +386,10 @@ struct Backward {
     const int first_column = warp / config.key_rows * columns * 16;
     store_rows<bf16, key_blocks, columns * 16, rows>(
         ptx::smem_address(&smem) + warp * matrix_bytes(rows, columns * 16), x,
-        gradient.row(plan.batch, plan.head_kv, 0) + first_column, gradient.seq_stride,
-        plan.kv_tile * block_kv + warp % config.key_rows * rows, params.seq_k, dim - first_column);
+        gradient.row(sequence().batch(plan.batch), plan.head_kv, sequence().k_start()) +
+            first_column,
+        gradient.seq_stride, plan.kv_tile * block_kv + warp % config.key_rows * rows,
+        sequence().seq_k(), dim - first_column);
   }
 
   // Step 10.
@@ -444,17 +451,18 @@ struct Backward {
   }
 };
 
-template <BackwardConfig config, typename Policy>
-__device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy>& params) {
+template <BackwardConfig config, typename Policy, typename Extents>
+__device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, Extents>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
+  BackwardSmem<config, Extents>& smem =
+      *reinterpret_cast<BackwardSmem<config, Extents>*>(smem_bytes);
   if (threadIdx.x < 32) {
-    const BackwardPlan plan =
-        make_backward_plan<config.block_q, config.block_kv>(params, blockIdx.x);
+    const BackwardPlan<Extents> plan = make_backward_plan<Extents, config.block_q, config.block_kv>(
+        params, take_work(params.work_tickets));
     if (threadIdx.x == 0) smem.plan = plan;
   }
   __syncthreads();
-  Backward<config, Policy>{params, smem}.run();
+  Backward<config, Policy, Extents>{params, smem}.run();
 }
 
 }  // namespace tilewise::sm80

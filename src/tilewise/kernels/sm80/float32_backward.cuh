@@ -45,7 +45,7 @@
 //   middle  dS is written; Q and dO are read: with one stage the copies for the next step overwrite them,
 //           under step 9
 // Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter per query
-// tile says whose turn it is; a barrier follows the wait for it, and another precedes passing it on.
+// tile counts the tickets that were served; a barrier follows the wait for it, and another precedes passing it on.
 //
 // Registers of a thread: (d + dv) / 2 of dK and dV, block_q / 2 each of P and dS, 32 of fresh sums.
 // clang-format on
@@ -61,7 +61,7 @@ namespace tilewise::sm80 {
 
 constexpr float small_unit = 0x1p-64f, large_row_term = 0x1p-30f;
 
-template <Float32BackwardConfig config, typename Policy>
+template <Float32BackwardConfig config, typename Policy, typename Extents>
 struct Float32Backward {
   static constexpr bool exact = config.exact;
   static constexpr int block_q = config.block_q, block_kv = config.block_kv();
@@ -82,10 +82,10 @@ struct Float32Backward {
   using QCopy = Copy<block_q, config.head_dim>;
   using DoutCopy = Copy<block_q, config.head_dim_v>;
 
-  const ParamsOf<Float32BackwardParams, Policy>& params;
-  Float32BackwardSmem<config>& smem;
+  const ParamsOf<Float32BackwardParams, Policy, Extents>& params;
+  Float32BackwardSmem<config, Extents>& smem;
   // Why in shared memory: registers are for what the products need.
-  const BackwardPlan& plan = smem.plan;
+  const BackwardPlan<Extents>& plan = smem.plan;
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const bool descend = params.rows_descend != 0;
@@ -94,6 +94,7 @@ struct Float32Backward {
   float dk[config.head_dim / 2];
   float dv[config.head_dim_v / 2];
 
+  __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
   __device__ __forceinline__ int head_of(const StepCursor& step) const {
     return plan.head_kv * params.heads_per_kv + step.head;
   }
@@ -105,19 +106,21 @@ struct Float32Backward {
   }
 
   __device__ __forceinline__ void load_keys() {
-    const int first = plan.kv_tile * block_kv;
-    KCopy{params.k, plan.batch, plan.head_kv, params.head_dim}.load(ptx::smem_address(smem.k),
-                                                                    first, params.seq_k);
-    VCopy{params.v, plan.batch, plan.head_kv, params.head_dim_v}.load(ptx::smem_address(smem.v),
-                                                                      first, params.seq_k);
+    const int start = sequence().k_start(), batch = sequence().batch(plan.batch);
+    const int first = start + plan.kv_tile * block_kv, end = start + sequence().seq_k();
+    KCopy{params.k, batch, plan.head_kv, params.head_dim}.load(ptx::smem_address(smem.k), first,
+                                                               end);
+    VCopy{params.v, batch, plan.head_kv, params.head_dim_v}.load(ptx::smem_address(smem.v), first,
+                                                                 end);
   }
 
   __device__ __forceinline__ void load_step(const StepCursor& step, int slot) {
-    const int first = step.q_tile * block_q, head = head_of(step);
-    QCopy{params.q, plan.batch, head, params.head_dim}.load(ptx::smem_address(smem.q[slot]), first,
-                                                            params.seq_q);
-    DoutCopy{params.dout, plan.batch, head, params.head_dim_v}.load(
-        ptx::smem_address(smem.dout[slot]), first, params.seq_q);
+    const int start = sequence().q_start(), batch = sequence().batch(plan.batch);
+    const int first = start + step.q_tile * block_q, end = start + sequence().seq_q();
+    const int head = head_of(step);
+    QCopy{params.q, batch, head, params.head_dim}.load(ptx::smem_address(smem.q[slot]), first, end);
+    DoutCopy{params.dout, batch, head, params.head_dim_v}.load(ptx::smem_address(smem.dout[slot]),
+                                                               first, end);
     constexpr int chunks = block_q / 4;
     static_assert(2 * chunks <= threads);
     const int chunk = ptx::thread_again() % chunks, which = ptx::thread_again() / chunks;
@@ -218,6 +221,8 @@ struct Float32Backward {
     }
     __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
     __device__ __forceinline__ int head() const { return kernel.head_of(kernel.cursor); }
+    __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
+    __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
   };
 
   // Scores as float32_precise.cuh tells. `scale` makes nats of them.
@@ -331,23 +336,24 @@ struct Float32Backward {
   }
 
   // Waits for the KV tiles before this one to have added to the step's dQ.
-  // Why this cannot hang: the CTA that is waited for has a smaller block index, so it runs already.
+  // Why this cannot hang: what is waited for is work with a smaller number, which runs already
+  // (common/work_tickets.cuh).
   __device__ __forceinline__ void await_ticket() {
-    if (params.turns == nullptr) return;
+    if (params.dq_tickets == nullptr) return;
     if (threadIdx.x == 0) {
-      const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+      const Band band = sequence().band();
       const int first_tile = band.first_key(cursor.q_tile * block_q) / block_kv;
-      const int* ticket = params.turns + tile_index(cursor);
+      const int* ticket = params.dq_tickets + tile_index(cursor);
       while (ptx::load_acquire(ticket) < plan.kv_tile - first_tile) {
       }
     }
     __syncthreads();
   }
   __device__ __forceinline__ void pass_ticket() {
-    if (params.turns == nullptr) return;
+    if (params.dq_tickets == nullptr) return;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) ptx::add_release(params.turns + tile_index(cursor), 1);
+    if (threadIdx.x == 0) ptx::add_release(params.dq_tickets + tile_index(cursor), 1);
   }
 
   // Adds 16 x 32 numbers to dQ, rows from `first_row` of the sequence and columns from
@@ -358,9 +364,11 @@ struct Float32Backward {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + lane / 4 + 8 * r;
-      if (row >= params.seq_q) continue;
+      if (row >= sequence().seq_q()) continue;
       float* place =
-          reinterpret_cast<float*>(params.dq.row(plan.batch, head_of(cursor), row)) + first_column;
+          reinterpret_cast<float*>(params.dq.row(sequence().batch(plan.batch), head_of(cursor),
+                                                 sequence().q_start() + row)) +
+          first_column;
       // Number i of product j.
       auto term = [&](int j, int i) { return sums.total(4 * j + 2 * r + i) * factor; };
       u32 bits = 0;
@@ -437,9 +445,10 @@ struct Float32Backward {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = plan.kv_tile * block_kv + warp * 16 + lane / 4 + 8 * r;
-      if (key >= params.seq_k) continue;
-      float* row =
-          reinterpret_cast<float*>(gradient.row(plan.batch, plan.head_kv, key)) + 8 * (lane % 4);
+      if (key >= sequence().seq_k()) continue;
+      float* row = reinterpret_cast<float*>(gradient.row(sequence().batch(plan.batch), plan.head_kv,
+                                                         sequence().k_start() + key)) +
+                   8 * (lane % 4);
 #pragma unroll
       for (int half = 0; half < 2 * columns / float_panel; ++half) {
         const int column = half / 2 * float_panel + half % 2 * 4;
@@ -482,7 +491,7 @@ struct Float32Backward {
   __device__ __forceinline__ void finish() {
     if (plan.pieces == 1) return store_both<false>();
     const long long pair = static_cast<long long>(plan.batch) * params.heads_kv + plan.head_kv;
-    PieceTickets* tickets = params.piece_turns + pair * params.kv_tiles + plan.kv_tile;
+    PieceTickets* tickets = params.piece_tickets + pair * params.kv_tiles + plan.kv_tile;
     if (threadIdx.x == 0)
       smem.pieces_before =
           await_pieces(tickets, plan.piece, plan.pieces, params.in_order != 0, false);
@@ -535,14 +544,16 @@ struct Float32Backward {
   }
 };
 
-template <Float32BackwardConfig config, typename Policy>
+template <Float32BackwardConfig config, typename Policy, typename Extents>
 __device__ __forceinline__ void float32_backward(
-    const ParamsOf<Float32BackwardParams, Policy>& params) {
+    const ParamsOf<Float32BackwardParams, Policy, Extents>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  Float32BackwardSmem<config>& smem = *reinterpret_cast<Float32BackwardSmem<config>*>(smem_bytes);
+  Float32BackwardSmem<config, Extents>& smem =
+      *reinterpret_cast<Float32BackwardSmem<config, Extents>*>(smem_bytes);
   if (threadIdx.x < 32) {
-    const BackwardPlan plan =
-        make_backward_plan<config.block_q, config.block_kv()>(params, blockIdx.x);
+    const BackwardPlan<Extents> plan =
+        make_backward_plan<Extents, config.block_q, config.block_kv()>(
+            params, take_work(params.work_tickets));
     if (threadIdx.x == 0) smem.plan = plan;
   }
   if (threadIdx.x == 0) {
@@ -550,7 +561,7 @@ __device__ __forceinline__ void float32_backward(
     smem.units = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
   }
   __syncthreads();
-  Float32Backward<config, Policy>{params, smem}.run();
+  Float32Backward<config, Policy, Extents>{params, smem}.run();
 }
 
 // --- what stands before: row terms and zeroes ---
@@ -558,14 +569,15 @@ __device__ __forceinline__ void float32_backward(
 struct Float32PreprocessParams {
   Tensor out;
   Tensor dout;
-  Tensor dq;                  // data null, or to be zeroed
-  const float* lse;           // (batch, heads, seq_q)
-  const float* dlse;          // null, or likewise
-  float* padded_lse;          // (batch, heads, rows), rows padded to the query tile
-  float* row_terms;           // likewise
-  int* turns;                 // null, or one per query tile, to be zeroed
-  PieceTickets* piece_turns;  // null, or so many tickets of pieces for dK and dV, to be zeroed
-  int piece_turn_count;
+  Tensor dq;                    // data null, or to be zeroed
+  const float* lse;             // (batch, heads, seq_q)
+  const float* dlse;            // null, or likewise
+  float* padded_lse;            // (batch, heads, rows), rows padded to the query tile
+  float* row_terms;             // likewise
+  int* dq_tickets;              // null, or one per query tile, to be zeroed
+  PieceTickets* piece_tickets;  // null, or so many tickets of pieces for dK and dV, to be zeroed
+  int* work_tickets;            // null, or to be zeroed
+  int piece_ticket_count;
   int heads;
   int seq_q;
   int rows;
@@ -578,36 +590,43 @@ constexpr int float32_edge_threads = 256;
 constexpr int float32_edge_rows = 32;
 
 // A block: 32 rows of one head, four columns per lane, `lanes` lanes per row.
-template <int lanes>
-__device__ __forceinline__ void float32_preprocess(const Float32PreprocessParams& params) {
+template <int lanes, typename Extents>
+__device__ __forceinline__ void float32_preprocess(
+    const ParamsOf<Float32PreprocessParams, Extents>& params) {
   constexpr int rows_at_once = float32_edge_threads / lanes;
   const int blocks = params.rows / float32_edge_rows, batch_head = blockIdx.x / blocks;
-  const int batch = batch_head / params.heads, head = batch_head % params.heads;
+  const int of_batch = batch_head / params.heads, head = batch_head % params.heads;
+  const auto record = Extents::find_queries(params, of_batch);
+  const auto sequence = sequence_of<Extents>(params, record);
+  const int batch = sequence.batch(of_batch), start = sequence.q_start();
+  const long long first_of_lse = first_row_of_head(params, sequence, batch, params.heads, head);
   const int lane = threadIdx.x % lanes, column = lane * 4;
   const int first_row = blockIdx.x % blocks * float32_edge_rows;
   const long long first = static_cast<long long>(batch_head) * params.rows + first_row;
-  if (params.turns != nullptr && threadIdx.x < float32_edge_rows &&
+  if (params.dq_tickets != nullptr && threadIdx.x < float32_edge_rows &&
       (first_row + threadIdx.x) % params.block_q == 0)
-    params.turns[(first + threadIdx.x) / params.block_q] = 0;
-  if (params.piece_turns != nullptr) {
+    params.dq_tickets[(first + threadIdx.x) / params.block_q] = 0;
+  if (params.work_tickets != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
+    *params.work_tickets = 0;
+  if (params.piece_tickets != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * float32_edge_threads;
     int i = blockIdx.x * float32_edge_threads + threadIdx.x;
-    for (; i < params.piece_turn_count; i += stride) params.piece_turns[i] = PieceTickets{0, 0};
+    for (; i < params.piece_ticket_count; i += stride) params.piece_tickets[i] = PieceTickets{0, 0};
   }
 #pragma unroll 1
   for (int i = 0; i < float32_edge_rows; i += rows_at_once) {
     const int in_block = i + threadIdx.x / lanes, row = first_row + in_block;
-    const bool exists = row < params.seq_q;
+    const bool exists = row < sequence.seq_q();
     float sum = 0.0f;
     if (exists && halves(column) < params.head_dim_v) {
       const float4 a = *reinterpret_cast<const float4*>(
-          reinterpret_cast<const float*>(params.out.row(batch, head, row)) + column);
+          reinterpret_cast<const float*>(params.out.row(batch, head, start + row)) + column);
       const float4 b = *reinterpret_cast<const float4*>(
-          reinterpret_cast<const float*>(params.dout.row(batch, head, row)) + column);
+          reinterpret_cast<const float*>(params.dout.row(batch, head, start + row)) + column);
       sum = fmaf(a.x, b.x, a.y * b.y) + fmaf(a.z, b.z, a.w * b.w);
     }
     if (exists && params.dq.data != nullptr && halves(column) < params.head_dim)
-      *reinterpret_cast<float4*>(reinterpret_cast<float*>(params.dq.row(batch, head, row)) +
+      *reinterpret_cast<float4*>(reinterpret_cast<float*>(params.dq.row(batch, head, start + row)) +
                                  column) = float4{};
 #pragma unroll
     for (int distance = lanes / 2; distance > 0; distance /= 2)
@@ -616,7 +635,7 @@ __device__ __forceinline__ void float32_preprocess(const Float32PreprocessParams
     // Rows that do not exist or see no key: +inf makes every weight 0.
     float lse = infinity;
     if (exists) {
-      const long long at = static_cast<long long>(batch_head) * params.seq_q + row;
+      const long long at = first_of_lse + row;
       if (params.lse[at] != -infinity) lse = params.lse[at];
       if (params.dlse != nullptr) sum -= params.dlse[at];
     }

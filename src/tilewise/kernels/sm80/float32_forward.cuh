@@ -68,7 +68,7 @@ __device__ __forceinline__ float reciprocal(float x) {
   return fmaf(near, fmaf(-x, near, 1.0f), near);
 }
 
-template <Float32Config config, typename Policy>
+template <Float32Config config, typename Policy, typename Extents>
 struct Float32Forward {
   static constexpr bool exact = config.exact;
   static constexpr int row_tiles = config.row_tiles, block_kv = config.block_kv;
@@ -80,9 +80,8 @@ struct Float32Forward {
   using KCopy = TileCopy<block_kv, halves(config.head_dim), threads>;
   using VCopy = TileCopy<block_kv, halves(config.head_dim_v), threads>;
 
-  const ParamsOf<Float32Params, Policy>& params;
-  Float32Smem<config>& smem;
-  const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+  const ParamsOf<Float32Params, Policy, Extents>& params;
+  Float32Smem<config, Extents>& smem;
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const u32 q_lane =
@@ -100,21 +99,26 @@ struct Float32Forward {
     return row_begin() + warp * config.warp_rows();
   }
 
-  // The rows of one head.
-  static __device__ __forceinline__ Tensor head_of(const Tensor& tensor, int batch, int head) {
-    return {tensor.row(batch, head, 0), 0, 0, tensor.seq_stride};
+  __device__ __forceinline__ auto sequence() const {
+    return sequence_of<Extents>(params, smem.plan[warp]);
+  }
+
+  // The rows of one head, from `start` on.
+  static __device__ __forceinline__ Tensor head_of(const Tensor& tensor, int batch, int head,
+                                                   int start) {
+    return {tensor.row(batch, head, start), 0, 0, tensor.seq_stride};
   }
   __device__ __forceinline__ void load_k(int kv_tile, int slot) {
     KCopy{smem.keys, 0, 0, params.head_dim}.load(ptx::smem_address(smem.k[slot]),
-                                                 kv_tile * block_kv, params.seq_k);
+                                                 kv_tile * block_kv, sequence().seq_k());
   }
   __device__ __forceinline__ void load_v(int kv_tile, int slot) {
     VCopy{smem.values, 0, 0, params.head_dim_v}.load(ptx::smem_address(smem.v[slot]),
-                                                     kv_tile * block_kv, params.seq_k);
+                                                     kv_tile * block_kv, sequence().seq_k());
   }
   __device__ __forceinline__ void load_q() {
     QCopy{smem.queries, 0, 0, params.head_dim}.load(ptx::smem_address(smem.q), row_begin(),
-                                                    params.seq_q);
+                                                    sequence().seq_q());
   }
 
   // Step 1, and 2.
@@ -172,6 +176,8 @@ struct Float32Forward {
     }
     __device__ __forceinline__ int batch() const { return kernel.tile().batch; }
     __device__ __forceinline__ int head() const { return kernel.tile().head; }
+    __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
+    __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
   };
 
   // Step 3.
@@ -343,11 +349,17 @@ struct Float32Forward {
   __device__ __forceinline__ void make_plan(const WorkTile& tile) {
     const int row_begin = tile.q_tile * block_q;
     const int warp_row = row_begin + warp * config.warp_rows();
-    const int row_end = min_int(row_begin + block_q, params.seq_q);
-    const int warp_end = min_int(warp_row + config.warp_rows(), params.seq_q);
-    const TileRange touched = touched_tiles(band, row_begin, row_end, block_kv);
+    const auto record = Extents::find(params, tile.batch);
+    const auto sequence = sequence_of<Extents>(params, record);
+    const Band band = sequence.band();
+    const int row_end = min_int(row_begin + block_q, sequence.seq_q());
+    const int warp_end = min_int(warp_row + config.warp_rows(), sequence.seq_q());
+    TileRange touched{0, 0};
+    if (has_rows<Extents>(row_begin, sequence.seq_q()))
+      touched = touched_tiles(band, row_begin, row_end, block_kv);
     if (lane == 0) {
-      WarpPlan plan{tile, {0, 0}, {0, 0}, full_tiles(band, row_begin, row_end, block_kv, touched)};
+      WarpPlan<Extents> plan{
+          record, tile, {0, 0}, {0, 0}, full_tiles(band, row_begin, row_end, block_kv, touched)};
       if (warp_row < warp_end) {
         plan.own = touched_tiles(band, warp_row, warp_end, block_kv);
         plan.own_full = full_tiles(band, warp_row, warp_end, block_kv, plan.own);
@@ -356,15 +368,16 @@ struct Float32Forward {
     }
     if (threadIdx.x == 0) {
       smem.touched = touched;
-      smem.queries = head_of(params.q, tile.batch, tile.head);
-      smem.keys = head_of(params.k, tile.batch, tile.head / params.heads_per_kv);
-      smem.values = head_of(params.v, tile.batch, tile.head / params.heads_per_kv);
+      const int batch = sequence.batch(tile.batch), head_kv = tile.head / params.heads_per_kv;
+      smem.queries = head_of(params.q, batch, tile.head, sequence.q_start());
+      smem.keys = head_of(params.k, batch, head_kv, sequence.k_start());
+      smem.values = head_of(params.v, batch, head_kv, sequence.k_start());
       smem.half = tf32_half;
     }
   }
 
   __device__ __forceinline__ void attend() {
-    const WarpPlan& plan = smem.plan[warp];
+    const WarpPlan<Extents>& plan = smem.plan[warp];
     const TileRange touched = smem.touched;
     if (touched.empty()) return;
     load_q();
@@ -403,7 +416,8 @@ struct Float32Forward {
   }
 
   __device__ __forceinline__ float* out_row(int row) const {
-    return reinterpret_cast<float*>(params.out.row(tile().batch, tile().head, row));
+    const int batch = sequence().batch(tile().batch);
+    return reinterpret_cast<float*>(params.out.row(batch, tile().head, sequence().q_start() + row));
   }
 
   // Gives the rows of out that see inf or NaN in V those values.
@@ -412,7 +426,8 @@ struct Float32Forward {
   __device__ __forceinline__ void restore_nonfinite(const bool (&rows_are_nan)[row_tiles][2]) {
     __syncwarp();
     const int warp_row = this->warp_row();
-    const int end_row = min_int(warp_row + config.warp_rows(), params.seq_q);
+    const Band band = sequence().band();
+    const int end_row = min_int(warp_row + config.warp_rows(), sequence().seq_q());
     u32 bad_rows = 0;  // of the warp
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
@@ -442,8 +457,9 @@ struct Float32Forward {
   // Step 9. A lane has the columns 8 (lane % 4) to + 7 of every panel.
   __device__ __forceinline__ void finish() {
     const int warp_row = this->warp_row();
-    float* lse = params.lse +
-                 (static_cast<long long>(tile().batch) * params.heads + tile().head) * params.seq_q;
+    const int batch = sequence().batch(tile().batch);
+    float* lse =
+        params.lse + first_row_of_head(params, sequence(), batch, params.heads, tile().head);
     const float factor = smem.value_factor;
     bool rows_are_nan[row_tiles][2];
 #pragma unroll
@@ -458,7 +474,7 @@ struct Float32Forward {
             Policy::kept_weight(params, place);
         const float inverse = total == 0.0f ? 0.0f : reciprocal(total) * row_factor;
         rows_are_nan[t][r] = total != total;
-        const bool exists = row < params.seq_q;
+        const bool exists = row < sequence().seq_q();
         if (exists && params.lse != nullptr && lane % 4 == 0)
           lse[row] = total == 0.0f ? -infinity
                                    : __fadd_rn(__fmul_rn(row_max[t][r], params.scale), logf(total));
@@ -505,13 +521,15 @@ struct Float32Forward {
   }
 };
 
-template <Float32Config config, typename Policy>
-__device__ __forceinline__ void float32_forward(const ParamsOf<Float32Params, Policy>& params) {
+template <Float32Config config, typename Policy, typename Extents>
+__device__ __forceinline__ void float32_forward(
+    const ParamsOf<Float32Params, Policy, Extents>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   const Schedule schedule{params.heads, params.batch * params.heads, params.q_tiles,
                           params.sections, params.longest_first};
-  Float32Forward<config, Policy>{params, *reinterpret_cast<Float32Smem<config>*>(smem_bytes)}.run(
-      schedule.tile(blockIdx.x));
+  Float32Forward<config, Policy, Extents>{
+      params, *reinterpret_cast<Float32Smem<config, Extents>*>(smem_bytes)}
+      .run(schedule.tile(blockIdx.x));
 }
 
 }  // namespace tilewise::sm80

@@ -53,7 +53,7 @@ __device__ __forceinline__ bool within(const TileRange& range, int tile) {
   return tile >= range.begin && tile < range.end;
 }
 
-template <Config config, typename Policy>
+template <Config config, typename Policy, typename Extents>
 struct Forward {
   static constexpr int row_tiles = config.row_tiles, block_kv = config.block_kv;
   static constexpr int block_q = config.block_q(), threads = config.threads();
@@ -61,17 +61,20 @@ struct Forward {
   using KCopy = TileCopy<block_kv, config.head_dim, threads>;
   using VCopy = TileCopy<block_kv, config.head_dim_v, threads>;
 
-  const ParamsOf<Params, Policy>& params;
-  Smem<config>& smem;
+  using KernelParams = ParamsOf<Params, Policy, Extents>;
+
+  const KernelParams& params;
+  Smem<config, Extents>& smem;
   const WorkTile tile;
-  const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const int row_begin = tile.q_tile * block_q;                 // of the CTA
   const int warp_row = row_begin + warp * config.warp_rows();  // of the warp
 
-  const KCopy k_copy{params.k, tile.batch, tile.head / params.heads_per_kv, params.head_dim};
-  const VCopy v_copy{params.v, tile.batch, tile.head / params.heads_per_kv, params.head_dim_v};
+  const KCopy k_copy{params.k, sequence().batch(tile.batch), tile.head / params.heads_per_kv,
+                     params.head_dim};
+  const VCopy v_copy{params.v, sequence().batch(tile.batch), tile.head / params.heads_per_kv,
+                     params.head_dim_v};
   const u32 q_lane =
       lane_by_rows(ptx::smem_address(smem.q)) + warp * panel_bytes(config.warp_rows());
 
@@ -83,15 +86,25 @@ struct Forward {
   bool settled = false;        // a full tile has given every row its maximum
   bool met_nonfinite = false;  // among what this thread has copied
 
+  // Of the plan, once that is made.
+  __device__ __forceinline__ auto sequence() const {
+    return sequence_of<Extents>(params, smem.plan[warp]);
+  }
+
   __device__ __forceinline__ void load_k(int kv_tile, int slot) {
-    k_copy.load(ptx::smem_address(smem.k[slot]), kv_tile * block_kv, params.seq_k);
+    const int start = sequence().k_start();
+    k_copy.load(ptx::smem_address(smem.k[slot]), start + kv_tile * block_kv,
+                start + sequence().seq_k());
   }
   __device__ __forceinline__ void load_v(int kv_tile, int slot) {
-    v_copy.load(ptx::smem_address(smem.v[slot]), kv_tile * block_kv, params.seq_k);
+    const int start = sequence().k_start();
+    v_copy.load(ptx::smem_address(smem.v[slot]), start + kv_tile * block_kv,
+                start + sequence().seq_k());
   }
   __device__ __forceinline__ void load_q() {
-    TileCopy<block_q, config.head_dim, threads>{params.q, tile.batch, tile.head, params.head_dim}
-        .load(ptx::smem_address(smem.q), row_begin, params.seq_q);
+    const int start = sequence().q_start(), batch = sequence().batch(tile.batch);
+    TileCopy<block_q, config.head_dim, threads>{params.q, batch, tile.head, params.head_dim}.load(
+        ptx::smem_address(smem.q), start + row_begin, start + sequence().seq_q());
   }
 
   __device__ __forceinline__ void read_q(int step, u32 (&fragment)[row_tiles][4]) {
@@ -154,6 +167,8 @@ struct Forward {
     }
     __device__ __forceinline__ int batch() const { return kernel.tile.batch; }
     __device__ __forceinline__ int head() const { return kernel.tile.head; }
+    __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
+    __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
   };
 
   // Step 3.
@@ -253,11 +268,17 @@ struct Forward {
   // Returns the tiles that the CTA touches.
   // Why the rest goes to shared memory: registers are for what the products need.
   __device__ __forceinline__ TileRange make_plan() {
-    const int row_end = min_int(row_begin + block_q, params.seq_q);
-    const int warp_end = min_int(warp_row + config.warp_rows(), params.seq_q);
-    const TileRange touched = touched_tiles(band, row_begin, row_end, block_kv);
+    const auto record = Extents::find(params, tile.batch);
+    const auto sequence = sequence_of<Extents>(params, record);
+    const Band band = sequence.band();
+    const int row_end = min_int(row_begin + block_q, sequence.seq_q());
+    const int warp_end = min_int(warp_row + config.warp_rows(), sequence.seq_q());
+    TileRange touched{0, 0};
+    if (has_rows<Extents>(row_begin, sequence.seq_q()))
+      touched = touched_tiles(band, row_begin, row_end, block_kv);
     if (lane == 0) {
-      WarpPlan plan{tile, {0, 0}, {0, 0}, full_tiles(band, row_begin, row_end, block_kv, touched)};
+      WarpPlan<Extents> plan{
+          record, tile, {0, 0}, {0, 0}, full_tiles(band, row_begin, row_end, block_kv, touched)};
       if (warp_row < warp_end) {
         plan.own = touched_tiles(band, warp_row, warp_end, block_kv);
         plan.own_full = full_tiles(band, warp_row, warp_end, block_kv, plan.own);
@@ -269,7 +290,7 @@ struct Forward {
   }
 
   __device__ __forceinline__ void attend() {
-    const WarpPlan& plan = smem.plan[warp];
+    const WarpPlan<Extents>& plan = smem.plan[warp];
     const TileRange touched = make_plan();
     if (touched.empty()) return;
     load_q();
@@ -311,15 +332,18 @@ struct Forward {
   // use.
   __device__ __forceinline__ void restore_nonfinite(const WorkTile& tile) {
     __syncwarp();
-    const int end_row = min_int(warp_row + config.warp_rows(), params.seq_q);
+    const Band band = sequence().band();
+    const int batch = sequence().batch(tile.batch), k_start = sequence().k_start();
+    const int end_row = min_int(warp_row + config.warp_rows(), sequence().seq_q());
 #pragma unroll 1
     for (int row = warp_row; row < end_row; ++row) {
-      u16* out = params.out.row(tile.batch, tile.head, row);
+      u16* out = params.out.row(batch, tile.head, sequence().q_start() + row);
 #pragma unroll 1
       for (int column = lane; column < params.head_dim_v; column += 32) {
         float sum = 0.0f;
         tilewise::restore_nonfinite(band.first_key(row), band.end_key(row), [&](int key) {
-          const u32 value = params.v.row(tile.batch, tile.head / params.heads_per_kv, key)[column];
+          const u32 value =
+              params.v.row(batch, tile.head / params.heads_per_kv, k_start + key)[column];
           if (nonfinite_bits<config.bf16>(value) & 0x8000u)
             sum += ptx::unpack_low<config.bf16>(value);
         });
@@ -334,8 +358,8 @@ struct Forward {
   __device__ __forceinline__ void finish() {
     const WorkTile tile = smem.plan[warp].tile;
     constexpr float ln2 = 0.693147180559945309f;
-    float* lse =
-        params.lse + (static_cast<long long>(tile.batch) * params.heads + tile.head) * params.seq_q;
+    const int batch = sequence().batch(tile.batch);
+    float* lse = params.lse + first_row_of_head(params, sequence(), batch, params.heads, tile.head);
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
       float inverse[2];
@@ -348,15 +372,15 @@ struct Forward {
             Policy::finish_row(params, place, r, softmax[t].reference[r], total, 1.0f) *
             Policy::kept_weight(params, place);
         inverse[r] = total == 0.0f ? 0.0f : ptx::rcp(total) * factor;
-        if (params.lse != nullptr && lane % 4 == 0 && row < params.seq_q)
+        if (params.lse != nullptr && lane % 4 == 0 && row < sequence().seq_q())
           lse[row] = total == 0.0f ? -infinity : (softmax[t].reference[r] + ptx::lg2(total)) * ln2;
       }
       rescale(t, inverse);
     }
     store_rows<config.bf16, row_tiles, config.head_dim_v, block_q>(
         ptx::smem_address(smem.q) + warp * panel_bytes(config.warp_rows()), o,
-        params.out.row(tile.batch, tile.head, 0), params.out.seq_stride, warp_row, params.seq_q,
-        params.head_dim_v);
+        params.out.row(batch, tile.head, sequence().q_start()), params.out.seq_stride, warp_row,
+        sequence().seq_q(), params.head_dim_v);
     if (__builtin_expect(__syncthreads_or(met_nonfinite), 0)) restore_nonfinite(tile);
   }
 
@@ -372,13 +396,13 @@ struct Forward {
   }
 };
 
-template <Config config, typename Policy>
-__device__ __forceinline__ void forward(const ParamsOf<Params, Policy>& params) {
+template <Config config, typename Policy, typename Extents>
+__device__ __forceinline__ void forward(const ParamsOf<Params, Policy, Extents>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   const Schedule schedule{params.heads, params.batch * params.heads, params.q_tiles,
                           params.sections, params.longest_first};
-  Forward<config, Policy>{params, *reinterpret_cast<Smem<config>*>(smem_bytes),
-                          schedule.tile(blockIdx.x)}
+  Forward<config, Policy, Extents>{params, *reinterpret_cast<Smem<config, Extents>*>(smem_bytes),
+                                   schedule.tile(blockIdx.x)}
       .run();
 }
 

@@ -71,8 +71,8 @@
 
 namespace tilewise::sm90 {
 
-template <BackwardConfig config>
-__device__ __forceinline__ void init_backward_barriers(BackwardSmem<config>& smem) {
+template <BackwardConfig config, typename Extents>
+__device__ __forceinline__ void init_backward_barriers(BackwardSmem<config, Extents>& smem) {
   ptx::mbarrier_init(&smem.k_full, 1);
   ptx::mbarrier_init(&smem.v_full, 1);
   for (int i = 0; i < config.stages; ++i) {
@@ -101,14 +101,20 @@ __device__ __forceinline__ int warpgroup_index() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
 }
 
-template <BackwardConfig config, typename Policy>
-__device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy>& params) {
+template <BackwardConfig config, typename Policy, typename Extents>
+__device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, Extents>& params) {
+  static_assert(!Extents::ragged,
+                "dK and dV are stored, and Q and dO loaded, in boxes that may reach into the next "
+                "sequence");
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
+  BackwardSmem<config, Extents>& smem =
+      *reinterpret_cast<BackwardSmem<config, Extents>*>(smem_bytes);
   const int warpgroup = warpgroup_index();
   if (threadIdx.x < 32) {
-    const BackwardPlan plan =
-        make_backward_plan<config.block_q, config.block_kv()>(params, blockIdx.x, params.walk);
+    if (params.work_tickets != nullptr) ptx::wait_for_previous_grid();  // which zeroed them
+    const BackwardPlan<Extents> plan =
+        make_backward_plan<Extents, config.block_q, config.block_kv()>(
+            params, take_work(params.work_tickets), params.walk);
     if (threadIdx.x == 0) smem.plan = plan;
   }
   if (threadIdx.x == 128) {
@@ -116,37 +122,38 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy>&
     ptx::prefetch_tensormap(&params.q_map);
     ptx::prefetch_tensormap(&params.v_map);
     ptx::prefetch_tensormap(&params.dout_map);
-    init_backward_barriers<config>(smem);
+    init_backward_barriers<config, Extents>(smem);
   }
   ptx::allow_next_grid();
   __syncthreads();
   // Why in shared memory: a role reads what it needs when it needs it, and keeps its registers.
-  const BackwardPlan& plan = smem.plan;
+  const BackwardPlan<Extents>& plan = smem.plan;
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<producer_registers>();
     if (plan.steps > 0 && ptx::elect_one()) {
       const int warp = threadIdx.x / 32;
-      if (warp == 0) BackwardProducer<config, Policy>{params, smem, plan}.run();
+      if (warp == 0) BackwardProducer<config, Policy, Extents>{params, smem, plan}.run();
       if constexpr (config.makes_dq && !config.writes_dq) {
-        if (warp == 1 && params.turns != nullptr)
-          DqTicketKeeper<config>{params, smem, plan}.await();
-        if (warp == 2 && params.turns != nullptr) DqTicketKeeper<config>{params, smem, plan}.pass();
+        if (warp == 1 && params.dq_tickets != nullptr)
+          DqTicketKeeper<config, Extents>{params, smem, plan}.await();
+        if (warp == 2 && params.dq_tickets != nullptr)
+          DqTicketKeeper<config, Extents>{params, smem, plan}.pass();
       }
     }
   } else if (warpgroup == 1) {
     ptx::setmaxnreg_dec<config.query_registers>();
     if constexpr (config.makes_dq) {
-      if (plan.steps > 0) DqWarpgroup<config>{params, smem, plan}.run();
+      if (plan.steps > 0) DqWarpgroup<config, Extents>{params, smem, plan}.run();
     }
   } else {
     ptx::setmaxnreg_inc<config.product_registers>();
-    if constexpr (config.by_keys) {
+    if constexpr (config.warpgroups_own_keys) {
       // Why asked again: the first answer is kept in a register that is needed elsewhere.
-      DkDvWarpgroup<config, Policy>{{params, smem, plan, warpgroup_index() - 2}}.run();
+      DkDvWarpgroup<config, Policy, Extents>{{params, smem, plan, warpgroup_index() - 2}}.run();
     } else if (warpgroup == 2) {
-      DvWarpgroup<config, Policy>{{params, smem, plan, 0}}.run();
+      DvWarpgroup<config, Policy, Extents>{{params, smem, plan, 0}}.run();
     } else {
-      DkWarpgroup<config, Policy>{{params, smem, plan, 1}}.run();
+      DkWarpgroup<config, Policy, Extents>{{params, smem, plan, 1}}.run();
     }
   }
 }

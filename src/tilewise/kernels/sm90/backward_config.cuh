@@ -3,20 +3,22 @@
 
 #include "../common/find_piece.cuh"
 #include "../common/piece_tickets.cuh"
+#include "../common/work_tickets.cuh"
 #include "config.cuh"
 
 namespace tilewise::sm90 {
 
-// Mirrored field by field by `BackwardConfig` in backends/sm90_backward.py.
+// Mirrored field by field by `Config` in engine/sm90/backward.py.
 struct BackwardConfig {
-  bool bf16;       // else fp16
-  int head_dim;    // class of q and k: smaller heads are zero-filled up to it
-  int head_dim_v;  // class of v and dout, likewise
-  int block_q;     // 64 or 128 query rows per step
-  bool by_keys;    // a product warpgroup owns dK and dV of 64 keys; else one owns dV, the other dK
-  int stages;      // of the Q and dO rings
+  bool bf16;                 // else fp16
+  int head_dim;              // class of q and k: smaller heads are zero-filled up to it
+  int head_dim_v;            // class of v and dout, likewise
+  int block_q;               // 64 or 128 query rows per step
+  bool warpgroups_own_keys;  // a product warpgroup owns dK and dV of 64 keys; else one owns dV, the
+                             // other dK
+  int stages;                // of the Q and dO rings
   int ds_stages;
-  bool softcap;           // whether the policy of scores has one; kernels read it there
+  bool has_terms;         // whether the policy of scores has any; kernels read them there
   bool writes_dq;         // one KV tile holds all keys: dQ needs no sums in global memory
   bool makes_dq;          // else dQ is not wanted
   bool makes_dkv;         // else neither dK nor dV is
@@ -24,12 +26,12 @@ struct BackwardConfig {
   int query_registers;    // of the warpgroup that makes dQ
   int product_registers;  // of the two that make the rest
 
-  TILEWISE_INLINE int block_kv() const { return by_keys ? 128 : 64; }
+  TILEWISE_INLINE int block_kv() const { return warpgroups_own_keys ? 128 : 64; }
   TILEWISE_INLINE int q_blocks() const { return block_q / 64; }
   TILEWISE_INLINE int threads() const { return 512; }
   // Weights in 16 bits keep their next 8 beside them, so that dS does not feel their rounding.
-  TILEWISE_INLINE bool keeps_rest() const { return by_keys; }
-  TILEWISE_INLINE int ds_writers() const { return by_keys ? 8 : 4; }  // warps
+  TILEWISE_INLINE bool keeps_rest() const { return warpgroups_own_keys; }
+  TILEWISE_INLINE int ds_writers() const { return warpgroups_own_keys ? 8 : 4; }  // warps
 };
 
 // How many KV tiles have taken a ticket for the dQ of a query tile, and how many have added to it.
@@ -72,12 +74,13 @@ struct BackwardParams {
   // Null: dQ is not wanted, or one KV tile holds all keys. Else (batch, heads, q_tiles, fragment
   // order).
   float* dq_sums;
-  DqTickets* turns;  // null, or the tickets for dQ, zeroed (batch, heads, q_tiles)
+  DqTickets* dq_tickets;  // null, or the tickets for dQ, zeroed (batch, heads, q_tiles)
   // Where KV tiles are cut into pieces: float32 sums of dK and dV, (batch, heads_kv, kv_tiles,
   // fragment order), and the tickets of pieces for them, (batch, heads_kv, kv_tiles, 2), zeroed.
   float* dkv_sums;
-  PieceTickets* piece_turns;
-  void* dq;                   // null: not wanted
+  PieceTickets* piece_tickets;
+  int* work_tickets;  // null, or zeroed: CTAs take their work in the order in which they start
+  void* dq;           // null: not wanted
   long long dq_batch_stride;  // in elements
   long long dq_head_stride;
   long long dq_seq_stride;
@@ -106,7 +109,8 @@ struct BackwardParams {
 
 // What a CTA does: one KV tile of one KV head, or a piece of it, against query tiles that see it,
 // for all heads of the group.
-struct BackwardPlan {
+template <typename Extents>
+struct BackwardPlan : Extents::Record {
   int batch;
   int head_kv;
   int kv_tile;
@@ -128,25 +132,30 @@ struct BackwardPlan {
 };
 
 // Of the parameters of this backward or of the float32 one. All lanes of a warp ask together.
-template <int block_q, int block_kv, typename Params>
-__device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params, int work,
-                                                           Walk walk) {
+template <typename Extents, int block_q, int block_kv, typename Params>
+__device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params& params, int work,
+                                                                    Walk walk) {
   const int pairs = params.batch * params.heads_kv, group = params.heads_per_kv;
   const bool mirrored = walk == stairs && params.sections > 1 &&
                         work >= (pairs - pairs / params.sections) * params.pieces;
   const bool from_last = walk == stairs && !mirrored, descends = walk == down || mirrored;
   const Schedule schedule{params.heads_kv, pairs, params.pieces, params.sections, 0};
   const WorkTile at = schedule.tile(work);
-  const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
+  const auto record = Extents::find(params, at.batch);
+  const auto sequence = sequence_of<Extents>(params, record);
+  const RowBand band = sequence.row_band();
   Piece piece{from_last ? params.kv_tiles - 1 - at.q_tile : at.q_tile, 0, 1};
   if (params.pieces != params.kv_tiles)
     piece = find_piece(at.q_tile, params.kv_tiles, params.piece_steps, from_last, [&](int tile) {
-      return touched_query_tiles(band, tile, params.seq_k, block_q, block_kv).count() * group;
+      return touched_query_tiles(band, tile, sequence.seq_k(), block_q, block_kv).count() * group;
     });
-  const QueryTiles tiles = query_tiles(band, piece.tile, params.seq_k, block_q, block_kv);
+  QueryTiles tiles{{0, 0}, {0, 0}};
+  if (has_rows<Extents>(piece.tile * block_kv, sequence.seq_k()))
+    tiles = query_tiles(band, piece.tile, sequence.seq_k(), block_q, block_kv);
   const int count = tiles.touched.count();
   const TileRange steps = steps_of_piece(count * group, params.piece_steps, piece);
-  BackwardPlan plan;
+  BackwardPlan<Extents> plan;
+  static_cast<typename Extents::Record&>(plan) = record;
   plan.batch = at.batch;
   plan.head_kv = at.head;
   plan.kv_tile = piece.tile;
@@ -208,7 +217,7 @@ constexpr int arrivals_of_warp = 32;
 constexpr int arrivals_of_warp = 1;
 #endif
 
-template <BackwardConfig config>
+template <BackwardConfig config, typename Extents>
 struct BackwardSmem {
   alignas(1024) unsigned char k[matrix_bytes(config.block_kv(), config.head_dim)];
   alignas(1024) unsigned char v[matrix_bytes(config.block_kv(), config.head_dim_v)];
@@ -217,7 +226,7 @@ struct BackwardSmem {
   // Stored as keys x queries, 64 queries a panel.
   alignas(1024) unsigned char ds[config.ds_stages][matrix_bytes(config.block_kv(), config.block_q)];
   // Weights on their way from the dV warpgroup to the dK warpgroup, in fragment order.
-  alignas(1024) float weights[config.by_keys ? 4 : config.block_q * 64];
+  alignas(1024) float weights[config.warpgroups_own_keys ? 4 : config.block_q * 64];
   alignas(16) float start_s[config.stages][config.block_q];
   alignas(16) float start_dp[config.stages][config.block_q];
   int seen_tile[config.stages][2];  // SeenTile of the Q in a stage, per product warpgroup
@@ -231,7 +240,7 @@ struct BackwardSmem {
   alignas(16) DqTicket dq_ticket[ticket_stages];
   // Invariant: 16 bytes that hold a part of it hold nothing that is written while it is read. Why:
   // it is read in such units, and a race checker reports what shares one.
-  alignas(16) BackwardPlan plan;
+  alignas(16) BackwardPlan<Extents> plan;
   alignas(16) int head[config.stages];  // of the Q in a stage, for terms that ask for it
 };
 
@@ -241,9 +250,11 @@ struct StepCursor {
   int q_tile;
   int head;  // of the group
 
-  __device__ __forceinline__ explicit StepCursor(const BackwardPlan& plan)
+  template <typename Extents>
+  __device__ __forceinline__ explicit StepCursor(const BackwardPlan<Extents>& plan)
       : q_tile(plan.begin_tile), head(plan.begin_head) {}
-  __device__ __forceinline__ void advance(const BackwardPlan& plan) {
+  template <typename Extents>
+  __device__ __forceinline__ void advance(const BackwardPlan<Extents>& plan) {
     if (plan.heads_inside != 0) {
       if (++head != plan.heads_inside) return;
       head = 0;

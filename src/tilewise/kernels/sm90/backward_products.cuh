@@ -21,7 +21,7 @@ struct Lane<true> {
 };
 
 // What both divisions of the work have in common.
-template <BackwardConfig config, typename Policy>
+template <BackwardConfig config, typename Policy, typename Extents>
 struct ProductWarpgroup {
   static constexpr int block_q = config.block_q, block_kv = config.block_kv();
   using ScoreProduct = wgmma::Product<block_q, config.bf16>;
@@ -33,19 +33,22 @@ struct ProductWarpgroup {
   using Fragment = float[block_q / 2];
   using Packed = u32[block_q / 16][4];
 
-  const ParamsOf<BackwardParams, Policy>& params;
-  BackwardSmem<config>& smem;
-  const BackwardPlan& plan;
-  const int warpgroup;                                  // 0 or 1
-  const int row = config.by_keys ? warpgroup * 64 : 0;  // of the KV tile, the first of 64
+  const ParamsOf<BackwardParams, Policy, Extents>& params;
+  BackwardSmem<config, Extents>& smem;
+  const BackwardPlan<Extents>& plan;
+  const int warpgroup;  // 0 or 1
+  const int row =
+      config.warpgroups_own_keys ? warpgroup * 64 : 0;  // of the KV tile, the first of 64
   const int warp = threadIdx.x / 32 % 4;
   // Why asked again in some kernels: the answer would take a register that they do not have.
-  using LaneOf = Lane<config.writes_dq || (config.by_keys && block_q == 64)>;
+  using LaneOf = Lane<config.writes_dq || (config.warpgroups_own_keys && block_q == 64)>;
   const typename LaneOf::Type lane = LaneOf::ask();
 
   using Position = RingPosition<config.stages>;
   Position position{0};  // of this step in the Q and dO rings
   RingPosition<config.ds_stages> ds_position{1};
+
+  __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
   // After the whole warp has read or written what the barrier protects.
   __device__ __forceinline__ void arrive(u64* barrier) {
@@ -73,7 +76,7 @@ struct ProductWarpgroup {
     constexpr int key_panel = panel_bytes(block_kv) >> 4, query_panel = panel_bytes(block_q) >> 4;
     u32 key_low = wgmma::descriptor_low(ptx::smem_address(keys) + panel_bytes(row), 16);
     // Why: the compiler would keep all these descriptors over the loop, and spill.
-    if constexpr (!config.by_keys) asm volatile("" : "+r"(key_low));
+    if constexpr (!config.warpgroups_own_keys) asm volatile("" : "+r"(key_low));
     const u32 query_low = wgmma::descriptor_low(ptx::smem_address(queries), 16);
 #pragma unroll
     for (int step = 0; step < dim / 16; ++step)
@@ -139,6 +142,8 @@ struct ProductWarpgroup {
       static_assert(Policy::uses_head, "a term that asks for the head says so");
       return kernel.smem.head[stage];
     }
+    __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
+    __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
   };
 
   // S -> P in place.
@@ -243,7 +248,7 @@ struct ProductWarpgroup {
   }
   __device__ __forceinline__ PieceTickets* piece_tickets() {
     const long long pair = static_cast<long long>(plan.batch) * params.heads_kv + plan.head_kv;
-    return params.piece_turns + (pair * params.kv_tiles + plan.kv_tile) * 2 + warpgroup;
+    return params.piece_tickets + (pair * params.kv_tiles + plan.kv_tile) * 2 + warpgroup;
   }
 
   // How many pieces of this KV tile add before this one: common/piece_tickets.cuh.
@@ -317,16 +322,17 @@ struct ProductWarpgroup {
 #pragma unroll
       for (int panel = 0; panel < panel_count(columns); ++panel)
         ptx::tma_store_4d(&map, staging + panel * panel_bytes(block_kv), panel * panel_columns,
-                          plan.kv_tile * block_kv + row + warp * 16, plan.head_kv, plan.batch);
+                          sequence().k_start() + plan.kv_tile * block_kv + row + warp * 16,
+                          plan.head_kv, sequence().batch(plan.batch));
       ptx::tma_store_commit();
     }
   }
 };
 
 // A warpgroup owns dK and dV of 64 keys.
-template <BackwardConfig config, typename Policy>
-struct DkDvWarpgroup : ProductWarpgroup<config, Policy> {
-  using Base = ProductWarpgroup<config, Policy>;
+template <BackwardConfig config, typename Policy, typename Extents>
+struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
+  using Base = ProductWarpgroup<config, Policy, Extents>;
   using Base::block_q, Base::smem, Base::params, Base::plan;
   using typename Base::Fragment, typename Base::Packed;
 
@@ -498,9 +504,9 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy> {
 };
 
 // Two warpgroups share 64 keys: this one owns dV, makes the weights and hands them over.
-template <BackwardConfig config, typename Policy>
-struct DvWarpgroup : ProductWarpgroup<config, Policy> {
-  using Base = ProductWarpgroup<config, Policy>;
+template <BackwardConfig config, typename Policy, typename Extents>
+struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
+  using Base = ProductWarpgroup<config, Policy, Extents>;
   using Base::block_q, Base::smem, Base::params, Base::plan;
   using typename Base::Fragment, typename Base::Packed;
 
@@ -601,9 +607,9 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy> {
 };
 
 // ... and this one owns dK, and makes dS.
-template <BackwardConfig config, typename Policy>
-struct DkWarpgroup : ProductWarpgroup<config, Policy> {
-  using Base = ProductWarpgroup<config, Policy>;
+template <BackwardConfig config, typename Policy, typename Extents>
+struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
+  using Base = ProductWarpgroup<config, Policy, Extents>;
   using Base::block_q, Base::smem, Base::params, Base::plan;
   using typename Base::Fragment, typename Base::Packed;
 

@@ -15,9 +15,9 @@ struct BackwardBarrierId {
 };
 
 // Where the query tile of a step lies among all (batch, head, query tile).
-template <typename Params>
+template <typename Params, typename Extents>
 __device__ __forceinline__ long long query_tile_index(const Params& params,
-                                                      const BackwardPlan& plan,
+                                                      const BackwardPlan<Extents>& plan,
                                                       const StepCursor& at) {
   const int head = plan.head_kv * params.heads_per_kv + at.head;
   const int heads = params.heads_kv * params.heads_per_kv;
@@ -25,13 +25,15 @@ __device__ __forceinline__ long long query_tile_index(const Params& params,
 }
 
 // One thread issues all loads.
-template <BackwardConfig config, typename Policy>
+template <BackwardConfig config, typename Policy, typename Extents>
 struct BackwardProducer {
   static constexpr int block_kv = config.block_kv();
 
   const BackwardParams& params;
-  BackwardSmem<config>& smem;
-  const BackwardPlan& plan;
+  BackwardSmem<config, Extents>& smem;
+  const BackwardPlan<Extents>& plan;
+
+  __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
   __device__ __forceinline__ void load_matrix(unsigned char* destination, const ptx::TensorMap& map,
                                               u64* barrier, int columns, int rows, int row,
@@ -39,28 +41,30 @@ struct BackwardProducer {
 #pragma unroll
     for (int panel = 0; panel < panel_count(columns); ++panel)
       ptx::tma_load_4d(destination + panel * panel_bytes(rows), &map, barrier,
-                       panel * panel_columns, row, head, plan.batch, policy);
+                       panel * panel_columns, row, head, sequence().batch(plan.batch), policy);
   }
 
   // Rows and columns beyond the tensors arrive as zeros.
   __device__ __forceinline__ void load_k() {
     ptx::mbarrier_arrive_expect_tx(&smem.k_full, sizeof(smem.k));
     load_matrix(smem.k, params.k_map, &smem.k_full, config.head_dim, block_kv,
-                plan.kv_tile * block_kv, plan.head_kv, ptx::CachePolicy::evict_first);
+                sequence().k_start() + plan.kv_tile * block_kv, plan.head_kv,
+                ptx::CachePolicy::evict_first);
   }
   __device__ __forceinline__ void load_v() {
     ptx::mbarrier_arrive_expect_tx(&smem.v_full, sizeof(smem.v));
     load_matrix(smem.v, params.v_map, &smem.v_full, config.head_dim_v, block_kv,
-                plan.kv_tile * block_kv, plan.head_kv, ptx::CachePolicy::evict_first);
+                sequence().k_start() + plan.kv_tile * block_kv, plan.head_kv,
+                ptx::CachePolicy::evict_first);
   }
 
   // What a query tile is to the 64 keys of a product warpgroup.
   __device__ __forceinline__ SeenTile seen(int q_tile, int warpgroup) {
     if (!plan.partial(q_tile)) return {q_tile, SeenTile::full};
-    if constexpr (!config.by_keys) return {q_tile, SeenTile::partial};
-    const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
+    if constexpr (!config.warpgroups_own_keys) return {q_tile, SeenTile::partial};
+    const RowBand band = sequence().row_band();
     const int key = plan.kv_tile * block_kv + warpgroup * 64;
-    const bool hidden = key >= params.seq_k ||
+    const bool hidden = key >= sequence().seq_k() ||
                         (q_tile + 1) * config.block_q <= band.first_row(key) ||
                         q_tile * config.block_q >= band.end_row(key + 63);
     return {q_tile, hidden ? SeenTile::hidden : SeenTile::partial};
@@ -76,15 +80,15 @@ struct BackwardProducer {
       smem.head[stage] = plan.head_kv * params.heads_per_kv + at.head;
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.q[0]) + sizeof(smem.start_s[0]));
     load_matrix(smem.q[stage], params.q_map, full, config.head_dim, config.block_q,
-                at.q_tile * config.block_q, plan.head_kv * params.heads_per_kv + at.head,
-                ptx::CachePolicy::evict_last);
+                sequence().q_start() + at.q_tile * config.block_q,
+                plan.head_kv * params.heads_per_kv + at.head, ptx::CachePolicy::evict_last);
   }
   __device__ __forceinline__ void load_dout(int stage, const StepCursor& at) {
     u64* full = &smem.dout_full[stage];
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.dout[0]) + sizeof(smem.start_dp[0]));
     load_matrix(smem.dout[stage], params.dout_map, full, config.head_dim_v, config.block_q,
-                at.q_tile * config.block_q, plan.head_kv * params.heads_per_kv + at.head,
-                ptx::CachePolicy::evict_last);
+                sequence().q_start() + at.q_tile * config.block_q,
+                plan.head_kv * params.heads_per_kv + at.head, ptx::CachePolicy::evict_last);
   }
   __device__ __forceinline__ void load_start(float* destination, const float* source, u64* full,
                                              const StepCursor& at) {
@@ -121,40 +125,42 @@ struct BackwardProducer {
 };
 
 // The KV tiles that add to the dQ of a query tile.
-template <int block_q, int block_kv, typename Params>
-__device__ __forceinline__ TileRange adders(const Params& params, int q_tile) {
-  const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+template <int block_q, int block_kv, typename Params, typename Extents>
+__device__ __forceinline__ TileRange adders(const Params& params, const BackwardPlan<Extents>& plan,
+                                            int q_tile) {
+  const auto sequence = sequence_of<Extents>(params, plan);
   const int row = q_tile * block_q;
-  return touched_tiles(band, row, min_int(row + block_q, params.seq_q), block_kv);
+  return touched_tiles(sequence.band(), row, min_int(row + block_q, sequence.seq_q()), block_kv);
 }
-template <int block_q, int block_kv, typename Params>
-__device__ __forceinline__ DqTicket ticket_by_keys(const Params& params, const BackwardPlan& plan,
-                                                   int q_tile) {
-  const TileRange tiles = adders<block_q, block_kv>(params, q_tile);
+template <int block_q, int block_kv, typename Params, typename Extents>
+__device__ __forceinline__ DqTicket ticket_by_keys(const Params& params,
+                                                   const BackwardPlan<Extents>& plan, int q_tile) {
+  const TileRange tiles = adders<block_q, block_kv>(params, plan, q_tile);
   const int later = tiles.end - 1 - plan.kv_tile, earlier = plan.kv_tile - tiles.begin;
   return plan.stride > 0 ? DqTicket{later, earlier} : DqTicket{earlier, later};
 }
 
 // The tickets of the KV tiles for the sums of dQ, kept by two threads of their own.
 // Why: a fence or a look at global memory takes a good part of a step.
-template <BackwardConfig config>
+template <BackwardConfig config, typename Extents>
 struct DqTicketKeeper {
   const BackwardParams& params;
-  BackwardSmem<config>& smem;
-  const BackwardPlan& plan;
+  BackwardSmem<config, Extents>& smem;
+  const BackwardPlan<Extents>& plan;
 
   __device__ __forceinline__ DqTickets* tickets_at(const StepCursor& at) {
-    return params.turns + query_tile_index(params, plan, at);
+    return params.dq_tickets + query_tile_index(params, plan, at);
   }
   __device__ __forceinline__ DqTicket numbered(int before, int q_tile) {
-    return {before, adders<config.block_q, config.block_kv()>(params, q_tile).count() - 1 - before};
+    return {before,
+            adders<config.block_q, config.block_kv()>(params, plan, q_tile).count() - 1 - before};
   }
 
   // Looks ahead for tickets that have come up. In key order, all before must have added; in claim
   // order one, which is the first, and for the last all. Why this cannot hang: a CTA that is waited
-  // for runs already. In key order it has a smaller block index. In claim order it has taken its
-  // ticket; it waits for nothing but the ticket it took last, and of the CTAs with tickets for the
-  // same tile the first waits for none, the others for it, the last for them.
+  // for runs already. In key order it has work with a smaller number. In claim order it has taken
+  // its ticket; it waits for nothing but the ticket it took last, and of the CTAs with tickets for
+  // the same tile the first waits for none, the others for it, the last for them.
   __device__ __forceinline__ void await() {
     ptx::wait_for_previous_grid();
     StepCursor cursor(plan);
@@ -213,7 +219,7 @@ __device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
   x[3] = odd ? y[3] : d;
 }
 
-template <BackwardConfig config>
+template <BackwardConfig config, typename Extents>
 struct DqWarpgroup {
   static constexpr int block_kv = config.block_kv();
   static constexpr int columns = config.dq_columns;
@@ -223,8 +229,8 @@ struct DqWarpgroup {
                 (columns % 64 == 0 || columns == config.head_dim));
 
   const BackwardParams& params;
-  BackwardSmem<config>& smem;
-  const BackwardPlan& plan;
+  BackwardSmem<config, Extents>& smem;
+  const BackwardPlan<Extents>& plan;
   // Why asked again each time: the answer would be kept in a register that is needed elsewhere.
   struct Thread {
     __device__ __forceinline__ operator int() const { return ptx::thread_again() % 128; }
@@ -302,8 +308,10 @@ struct DqWarpgroup {
     const int row =
         cursor.q_tile * config.block_q + block * 64 + thread / 32 * 16 + thread % 32 / 4;
     const int head = plan.head_kv * params.heads_per_kv + cursor.head;
-    ptx::u16* place = static_cast<ptx::u16*>(params.dq) + plan.batch * params.dq_batch_stride +
-                      head * params.dq_head_stride;
+    const auto sequence = sequence_of<Extents>(params, plan);
+    ptx::u16* place = static_cast<ptx::u16*>(params.dq) +
+                      sequence.batch(plan.batch) * params.dq_batch_stride +
+                      head * params.dq_head_stride + sequence.q_start() * params.dq_seq_stride;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -315,7 +323,7 @@ struct DqWarpgroup {
                                             dq[4 * (i + c) + 2 * r + 1] * params.dqk_scale);
         transpose_quad(pairs);
         const int column = pass * columns + (i + thread % 4) * 8;
-        if (row + 8 * r < params.seq_q && column < params.head_dim)
+        if (row + 8 * r < sequence.seq_q() && column < params.head_dim)
           ptx::store_global(place + (row + 8 * r) * params.dq_seq_stride + column, pairs);
       }
     }

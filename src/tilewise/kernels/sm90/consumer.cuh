@@ -20,14 +20,17 @@ struct BarrierId {
 
 // What a warpgroup does of a work tile: 64 rows, and the KV tiles that they see.
 // Why a pointer: the plan stays in shared memory, registers are for what the loop needs.
-struct Part {
-  const TilePlan* plan;
+template <typename Extents>
+struct PartOf {
+  const TilePlan<Extents>* plan;
   int row_begin;
   TileRange own;
 };
 
-template <Config config, typename Policy>
+template <Config config, typename Policy, typename Extents>
 struct Consumer {
+  using Plan = TilePlan<Extents>;
+  using Part = PartOf<Extents>;
   static constexpr int block_kv = config.block_kv;
   static constexpr int panels = panel_count(config.head_dim_v), staged = config.staged_panels();
   static constexpr bool in_two_parts = staged < panels && !config.split;
@@ -37,8 +40,8 @@ struct Consumer {
   using ScoreProduct = wgmma::Product<block_kv, config.bf16>;
   using ValueProduct = wgmma::Product<config.head_dim_v, config.bf16>;
 
-  const ParamsOf<Params, Policy>& params;
-  Smem<config>& smem;
+  const ParamsOf<Params, Policy, Extents>& params;
+  Smem<config, Extents>& smem;
   const int warpgroup;
   const int warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32;
@@ -58,6 +61,10 @@ struct Consumer {
   u32 p[block_kv / 16][4];
   float o[config.head_dim_v / 2];
   Softmax softmax;
+
+  __device__ __forceinline__ auto sequence(const Part& part) const {
+    return sequence_of<Extents>(params, *part.plan);
+  }
 
   __device__ __forceinline__ void arrive(u64* barrier) {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
@@ -130,6 +137,8 @@ struct Consumer {
     }
     __device__ __forceinline__ int batch() const { return part.plan->tile.batch; }
     __device__ __forceinline__ int head() const { return part.plan->tile.head; }
+    __device__ __forceinline__ Band band() const { return kernel.sequence(part).band(); }
+    __device__ __forceinline__ RowBand row_band() const { return kernel.sequence(part).row_band(); }
   };
 
   // Step 2.
@@ -302,7 +311,7 @@ struct Consumer {
 
   // Steps 1-8 for the other KV tiles.
   __device__ __forceinline__ void attend(const Part& part) {
-    const TilePlan& plan = *part.plan;
+    const Plan& plan = *part.plan;
     int n = part.own.end - 1;
     bool before = plan.partial(n--);  // whether the V tile still to be multiplied is partial
     // Why one more after a partial first tile: some row saw few keys there, so this one outweighs
@@ -327,12 +336,12 @@ struct Consumer {
   // Gives the rows that see inf or NaN in a partial V tile those values back: the scanner had
   // zeroed them.
   __device__ __forceinline__ void restore_nonfinite(const Part& part) {
-    const TilePlan& plan = *part.plan;
-    const Band band = band_of(params);
+    const Plan& plan = *part.plan;
+    const Band band = sequence(part).band();
     const u32* v = reinterpret_cast<const u32*>(params.v);
-    const long long head_offset = plan.tile.batch * params.v_batch_stride +
+    const long long head_offset = sequence(part).batch(plan.tile.batch) * params.v_batch_stride +
                                   plan.tile.head / params.heads_per_kv * params.v_head_stride +
-                                  2 * (lane % 4);
+                                  sequence(part).k_start() * params.v_seq_stride + 2 * (lane % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = part.row_begin + warp * 16 + lane / 4 + 8 * r;
@@ -352,19 +361,22 @@ struct Consumer {
   }
 
   // Among the rows of all heads, batches and splits.
-  __device__ __forceinline__ long long first_row_of_head(const TilePlan& plan) {
-    const long long batch = plan.tile.batch + (config.split ? plan.split * params.batch : 0);
-    return (batch * params.heads + plan.tile.head) * params.seq_q;
+  __device__ __forceinline__ long long first_row(const Part& part) {
+    const Plan& plan = *part.plan;
+    const int batches = Extents::ragged ? 1 : params.batch;  // of the tensors
+    const long long batch =
+        sequence(part).batch(plan.tile.batch) + (config.split ? plan.split * batches : 0);
+    return first_row_of_head(params, sequence(part), batch, params.heads, plan.tile.head);
   }
 
   __device__ __forceinline__ void store_lse(const Part& part, const Softmax& softmax) {
     constexpr float ln2 = 0.693147180559945309f;
-    float* lse = params.lse + first_row_of_head(*part.plan);
+    float* lse = params.lse + first_row(part);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = part.row_begin + warp * 16 + lane / 4 + 8 * r;
       const float total = quad_sum(softmax.sum[r]);
-      if (lane % 4 == 0 && row < params.seq_q)
+      if (lane % 4 == 0 && row < sequence(part).seq_q())
         lse[row] = total == 0.0f ? -infinity : (softmax.reference[r] + ptx::lg2(total)) * ln2;
     }
   }
@@ -414,12 +426,33 @@ struct Consumer {
     arrive(&smem.out_full[warpgroup]);
   }
 
+  // Whether some of this warpgroup's 64 rows are not in the sequence, but maybe in the next one.
+  __device__ __forceinline__ bool crosses_end(const Part& part) {
+    return Extents::ragged && part.row_begin + 64 > sequence(part).seq_q();
+  }
+  // Those that are, past the storer.
+  __device__ __forceinline__ void store_rows(const Part& part,
+                                             const float (&rows)[config.head_dim_v / 2]) {
+    if constexpr (Extents::ragged) {
+      u16* out = static_cast<u16*>(params.out_rows) +
+                 part.plan->tile.head * params.out_rows_head_stride +
+                 sequence(part).q_start() * params.out_rows_seq_stride + 2 * (lane % 4);
+#pragma unroll
+      for (int i = 0; i < config.head_dim_v / 2; i += 2) {
+        const int row = part.row_begin + warp * 16 + lane / 4 + 8 * row_of(i);
+        if (row < sequence(part).seq_q() && column_of(i) < params.head_dim_v)
+          *reinterpret_cast<u32*>(out + row * params.out_rows_seq_stride + column_of(i)) =
+              ptx::pack<config.bf16>(rows[i], rows[i + 1]);
+      }
+    }
+  }
+
   __device__ __forceinline__ void store_partial(const Part& part) {
-    float* out = params.partial_out + first_row_of_head(*part.plan) * params.head_dim_v;
+    float* out = params.partial_out + first_row(part) * params.head_dim_v;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = part.row_begin + warp * 16 + lane / 4 + 8 * r;
-      if (row >= params.seq_q) continue;
+      if (row >= sequence(part).seq_q()) continue;
 #pragma unroll
       for (int j = 0; j < config.head_dim_v / 8; ++j) {
         const int column = 8 * j + 2 * (lane % 4);
@@ -462,11 +495,14 @@ struct Consumer {
       if (__builtin_expect(smem.met_nonfinite[work_position.stage] != 0, 0))
         restore_nonfinite(part);
     }
+    const bool stages_out = !config.split && !crosses_end(part);
     if constexpr (config.split)
       store_partial(part);
-    else
+    else if (stages_out)
       stage_out<0>(o);
-    out_rest = in_two_parts;
+    else
+      store_rows(part, o);
+    out_rest = in_two_parts && stages_out;
     if constexpr (!in_two_parts) clear_out();
   }
 
@@ -477,7 +513,7 @@ struct Consumer {
     skip_tiles(part.plan->touched.count());
     arrive(&smem.q_empty[warpgroup]);
     q_phase ^= 1;
-    if (part.row_begin >= params.seq_q) return;
+    if (part.row_begin >= sequence(part).seq_q()) return;
     constexpr float nothing[config.head_dim_v / 2] = {};
     Softmax none;
     none.reset();
@@ -487,6 +523,7 @@ struct Consumer {
     }
     if (params.lse != nullptr) store_lse(part, none);
     if constexpr (config.split) return;  // its weight is 0: combine does not read the rest
+    if (crosses_end(part)) return store_rows(part, nothing);
     stage_out<0>(nothing);
     if constexpr (in_two_parts) stage_out<staged>(nothing);
   }
@@ -494,7 +531,7 @@ struct Consumer {
   // What this warpgroup does of the work at `position`.
   __device__ __forceinline__ Part read_part(const RingPosition<work_slots>& position) {
     ptx::mbarrier_wait(&smem.work_full[position.stage], position.phase);
-    const TilePlan* plan = &smem.plan[position.stage];
+    const Plan* plan = &smem.plan[position.stage];
     return {plan, plan->row_begin + warpgroup * 64, smem.own[position.stage][warpgroup]};
   }
 
@@ -504,7 +541,7 @@ struct Consumer {
     clear_out();
     for (;; work_position.advance()) {
       const Part part = read_part(work_position);
-      if (part.plan->row_begin == TilePlan::no_more_work) break;
+      if (part.plan->row_begin == Plan::no_more_work) break;
       if (part.own.empty()) {
         stage_rest();
         sit_out(part);

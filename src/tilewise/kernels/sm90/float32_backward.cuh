@@ -55,11 +55,13 @@
 
 namespace tilewise::sm90::float32 {
 
-template <GradConfig config>
+template <GradConfig config, typename Extents>
 struct GradProducer {
   const GradParams& params;
-  GradSmem<config>& smem;
-  const BackwardPlan& plan;
+  GradSmem<config, Extents>& smem;
+  const BackwardPlan<Extents>& plan;
+
+  __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
   // Rows and columns beyond the tensor arrive as zeros.
   template <int bytes>
@@ -72,8 +74,8 @@ struct GradProducer {
 #pragma unroll 1
       for (int panel = 0; panel < bytes / panel_bytes(grad_block); ++panel)
         ptx::tma_load_4d(parts[part] + panel * panel_bytes(grad_block), &map, barrier,
-                         panel * panel_columns, row, head, part * params.batch + plan.batch,
-                         policy);
+                         panel * panel_columns, row, head,
+                         part * params.batch + sequence().batch(plan.batch), policy);
   }
 
   __device__ __forceinline__ void load_rows(float* destination, const float* source, u64* barrier,
@@ -84,25 +86,25 @@ struct GradProducer {
 
   __device__ __forceinline__ void load_keys() {
     ptx::mbarrier_arrive_expect_tx(&smem.k_full, sizeof(smem.k));
-    load(smem.k, params.k_map, &smem.k_full, plan.kv_tile * grad_block, plan.head_kv,
-         ptx::CachePolicy::evict_first);
+    load(smem.k, params.k_map, &smem.k_full, sequence().k_start() + plan.kv_tile * grad_block,
+         plan.head_kv, ptx::CachePolicy::evict_first);
   }
   __device__ __forceinline__ void load_values() {
     ptx::mbarrier_arrive_expect_tx(&smem.v_full, sizeof(smem.v));
-    load(smem.v, params.v_map, &smem.v_full, plan.kv_tile * grad_block, plan.head_kv,
-         ptx::CachePolicy::evict_first);
+    load(smem.v, params.v_map, &smem.v_full, sequence().k_start() + plan.kv_tile * grad_block,
+         plan.head_kv, ptx::CachePolicy::evict_first);
   }
   __device__ __forceinline__ void load_q(int stage, const StepCursor& at) {
     u64* full = &smem.q_full[stage];
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.q[0]) + sizeof(smem.lse[0]));
-    load(smem.q[stage], params.q_map, full, at.q_tile * grad_block,
+    load(smem.q[stage], params.q_map, full, sequence().q_start() + at.q_tile * grad_block,
          plan.head_kv * params.heads_per_kv + at.head, ptx::CachePolicy::evict_last);
     load_rows(smem.lse[stage], params.lse, full, at);
   }
   __device__ __forceinline__ void load_dout(int stage, const StepCursor& at) {
     u64* full = &smem.dout_full[stage];
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.dout[0]) + sizeof(smem.row_terms[0]));
-    load(smem.dout[stage], params.dout_map, full, at.q_tile * grad_block,
+    load(smem.dout[stage], params.dout_map, full, sequence().q_start() + at.q_tile * grad_block,
          plan.head_kv * params.heads_per_kv + at.head, ptx::CachePolicy::evict_last);
     load_rows(smem.row_terms[stage], params.row_terms, full, at);
   }
@@ -123,8 +125,8 @@ struct GradProducer {
   }
 };
 
-template <GradConfig config>
-__device__ __forceinline__ void init_grad_barriers(GradSmem<config>& smem) {
+template <GradConfig config, typename Extents>
+__device__ __forceinline__ void init_grad_barriers(GradSmem<config, Extents>& smem) {
   ptx::mbarrier_init(&smem.k_full, 1);
   ptx::mbarrier_init(&smem.v_full, 1);
   for (int i = 0; i < config.stages; ++i) {
@@ -141,18 +143,20 @@ __device__ __forceinline__ void init_grad_barriers(GradSmem<config>& smem) {
   ptx::fence_mbarrier_init();
 }
 
-template <GradConfig config, typename Policy>
-__device__ __forceinline__ void backward(const ParamsOf<GradParams, Policy>& params) {
+template <GradConfig config, typename Policy, typename Extents>
+__device__ __forceinline__ void backward(const ParamsOf<GradParams, Policy, Extents>& params) {
+  static_assert(!Extents::ragged, "the split makes parts of whole tensors");
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  GradSmem<config>& smem = *reinterpret_cast<GradSmem<config>*>(smem_bytes);
+  GradSmem<config, Extents>& smem = *reinterpret_cast<GradSmem<config, Extents>*>(smem_bytes);
   // Why the shuffle: it tells the compiler that the role is the same for the whole warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp == 0) {
-    const BackwardPlan plan = make_backward_plan<grad_block, grad_block>(
-        params, blockIdx.x, params.in_order ? stairs : around);
+    if (params.work_tickets != nullptr) ptx::wait_for_previous_grid();  // which zeroed them
+    const BackwardPlan<Extents> plan = make_backward_plan<Extents, grad_block, grad_block>(
+        params, take_work(params.work_tickets), params.in_order ? stairs : around);
     if (threadIdx.x == 0) {
       smem.plan = plan;
-      init_grad_barriers<config>(smem);
+      init_grad_barriers<config, Extents>(smem);
     }
   }
   // Launches overlap: nothing that another kernel may have written, or may still read, is touched
@@ -160,20 +164,20 @@ __device__ __forceinline__ void backward(const ParamsOf<GradParams, Policy>& par
   ptx::allow_next_grid();
   ptx::wait_for_previous_grid();
   __syncthreads();
-  const BackwardPlan& plan = smem.plan;
+  const BackwardPlan<Extents>& plan = smem.plan;
   if (warp < 4) {
     ptx::setmaxnreg_dec<GradConfig::producer_registers>();
     if (warp == 0 && plan.steps > 0 && ptx::elect_one())
-      GradProducer<config>{params, smem, plan}.run();
+      GradProducer<config, Extents>{params, smem, plan}.run();
   } else if (warp < 8) {
     ptx::setmaxnreg_dec<GradConfig::query_registers>();
-    GradDqWarpgroup<config, Policy>(params, smem).run();
+    GradDqWarpgroup<config, Policy, Extents>(params, smem).run();
   } else {
     ptx::setmaxnreg_inc<GradConfig::product_registers>();
     if (warp < 12)
-      GradDvWarpgroup<config, Policy>(params, smem).run();
+      GradDvWarpgroup<config, Policy, Extents>(params, smem).run();
     else
-      GradDkWarpgroup<config, Policy>(params, smem).run();
+      GradDkWarpgroup<config, Policy, Extents>(params, smem).run();
   }
 }
 

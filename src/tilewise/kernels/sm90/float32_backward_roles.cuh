@@ -121,21 +121,23 @@ __device__ __forceinline__ void add_product(float (&sums)[dim / 2], GradWeights&
 }
 
 // What all three have in common.
-template <GradConfig config, typename Policy>
+template <GradConfig config, typename Policy, typename Extents>
 struct GradWarpgroup {
-  using Params = ParamsOf<GradParams, Policy>;
+  using Params = ParamsOf<GradParams, Policy, Extents>;
 
   const Params& params;
-  GradSmem<config>& smem;
-  const BackwardPlan& plan;
+  GradSmem<config, Extents>& smem;
+  const BackwardPlan<Extents>& plan;
   const int warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32;
 
   StepCursor cursor;
   RingPosition<config.stages> position{0};
 
-  __device__ __forceinline__ GradWarpgroup(const Params& params, GradSmem<config>& smem)
+  __device__ __forceinline__ GradWarpgroup(const Params& params, GradSmem<config, Extents>& smem)
       : params(params), smem(smem), plan(smem.plan), cursor(smem.plan) {}
+
+  __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
   // After the whole warp has read or written what the barrier protects.
   __device__ __forceinline__ void arrive(u64* barrier) {
@@ -168,7 +170,17 @@ struct GradWarpgroup {
     __device__ __forceinline__ int head() const {
       return kernel.plan.head_kv * kernel.params.heads_per_kv + kernel.cursor.head;
     }
+    __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
+    __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
   };
+
+  // The place of the sequence's key 0 in a gradient of this CTA's head.
+  __device__ __forceinline__ float* first_key_of(float* gradient, long long batch_stride,
+                                                 long long head_stride,
+                                                 long long seq_stride) const {
+    return gradient + sequence().batch(plan.batch) * batch_stride + plan.head_kv * head_stride +
+           sequence().k_start() * seq_stride;
+  }
 
   // Sums of a key's gradient: `place` is that of key 0 of the head.
   template <int count>
@@ -177,7 +189,7 @@ struct GradWarpgroup {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = first_key() + 8 * r;
-      if (key >= params.seq_k) continue;
+      if (key >= sequence().seq_k()) continue;
 #pragma unroll
       for (int j = 0; j < count / 4; ++j) {
         if (8 * j < dim)
@@ -237,7 +249,7 @@ struct GradWarpgroup {
     if (plan.pieces == 1) return store(sums, scale, place, stride, dim);
     constexpr int barrier =
         which == 0 ? GradBarrierId::value_warpgroup : GradBarrierId::key_warpgroup;
-    PieceTickets* tickets = params.piece_turns + 2 * key_tile() + which;
+    PieceTickets* tickets = params.piece_tickets + 2 * key_tile() + which;
     if (threadIdx.x % 128 == 0)
       smem.pieces_before[which] =
           await_pieces(tickets, plan.piece, plan.pieces, params.in_order != 0, false);
@@ -245,7 +257,7 @@ struct GradWarpgroup {
     if (smem.pieces_before[which] == 0)
       store(sums, scale, place, stride, dim);
     else
-      add_rows<true>(sums, scale, 1.0f, place, first_key(), params.seq_k, stride, dim, false);
+      add_rows<true>(sums, scale, 1.0f, place, first_key(), sequence().seq_k(), stride, dim, false);
     __threadfence();
     ptx::barrier_sync<128>(barrier);
     if (threadIdx.x % 128 == 0) ptx::add_release(&tickets->added, 1);
@@ -253,9 +265,9 @@ struct GradWarpgroup {
 };
 
 // Owns dV, makes the weights and hands them over.
-template <GradConfig config, typename Policy>
-struct GradDvWarpgroup : GradWarpgroup<config, Policy> {
-  using Base = GradWarpgroup<config, Policy>;
+template <GradConfig config, typename Policy, typename Extents>
+struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
+  using Base = GradWarpgroup<config, Policy, Extents>;
   using Base::Base;
   using Base::smem, Base::params, Base::plan, Base::cursor, Base::position, Base::lane;
 
@@ -341,17 +353,17 @@ struct GradDvWarpgroup : GradWarpgroup<config, Policy> {
       for (int i = 0; i < plan.steps; ++i) step(k_shift);
     }
     if (params.dv != nullptr)
-      this->template finish<0>(
-          dv, Policy::kept_weight(params, typename Base::Place{*this}),
-          params.dv + plan.batch * params.dv_batch_stride + plan.head_kv * params.dv_head_stride,
-          params.dv_seq_stride, params.head_dim_v);
+      this->template finish<0>(dv, Policy::kept_weight(params, typename Base::Place{*this}),
+                               this->first_key_of(params.dv, params.dv_batch_stride,
+                                                  params.dv_head_stride, params.dv_seq_stride),
+                               params.dv_seq_stride, params.head_dim_v);
   }
 };
 
 // Owns dK, and makes dS.
-template <GradConfig config, typename Policy>
-struct GradDkWarpgroup : GradWarpgroup<config, Policy> {
-  using Base = GradWarpgroup<config, Policy>;
+template <GradConfig config, typename Policy, typename Extents>
+struct GradDkWarpgroup : GradWarpgroup<config, Policy, Extents> {
+  using Base = GradWarpgroup<config, Policy, Extents>;
   using Base::Base;
   using Base::smem, Base::params, Base::plan, Base::cursor, Base::position, Base::lane, Base::warp;
 
@@ -450,17 +462,17 @@ struct GradDkWarpgroup : GradWarpgroup<config, Policy> {
       for (int i = 0; i < plan.steps; ++i) step(v_exponent);
     }
     if (params.dk != nullptr)
-      this->template finish<1>(
-          dk, params.scale,
-          params.dk + plan.batch * params.dk_batch_stride + plan.head_kv * params.dk_head_stride,
-          params.dk_seq_stride, params.head_dim);
+      this->template finish<1>(dk, params.scale,
+                               this->first_key_of(params.dk, params.dk_batch_stride,
+                                                  params.dk_head_stride, params.dk_seq_stride),
+                               params.dk_seq_stride, params.head_dim);
   }
 };
 
 // Makes dQ.
-template <GradConfig config, typename Policy>
-struct GradDqWarpgroup : GradWarpgroup<config, Policy> {
-  using Base = GradWarpgroup<config, Policy>;
+template <GradConfig config, typename Policy, typename Extents>
+struct GradDqWarpgroup : GradWarpgroup<config, Policy, Extents> {
+  using Base = GradWarpgroup<config, Policy, Extents>;
   using Base::Base;
   using Base::smem, Base::params, Base::plan, Base::cursor, Base::lane, Base::warp;
   static constexpr int columns = config.head_dim;
@@ -497,16 +509,18 @@ struct GradDqWarpgroup : GradWarpgroup<config, Policy> {
     const int head = plan.head_kv * params.heads_per_kv + cursor.head;
     this->template add_rows<false>(
         dq, factor.first * params.scale, factor.second,
-        params.dq + plan.batch * params.dq_batch_stride + head * params.dq_head_stride,
-        cursor.q_tile * grad_block + warp * 16 + lane / 4, params.seq_q, params.dq_seq_stride,
-        params.head_dim, tiny);
+        params.dq + this->sequence().batch(plan.batch) * params.dq_batch_stride +
+            head * params.dq_head_stride + this->sequence().q_start() * params.dq_seq_stride,
+        cursor.q_tile * grad_block + warp * 16 + lane / 4, this->sequence().seq_q(),
+        params.dq_seq_stride, params.head_dim, tiny);
   }
 
-  // Why this cannot hang: the CTA that is waited for has a smaller block index, so it runs already.
+  // Why this cannot hang: what is waited for is work with a smaller number, which runs already
+  // (common/work_tickets.cuh).
   __device__ __forceinline__ void await_ticket() {
     const int before = ticket_by_keys<grad_block, grad_block>(params, plan, cursor.q_tile).before;
     if (threadIdx.x % 128 == 0 && before > 0) {
-      while (ptx::load_acquire(params.turns + this->query_tile()) < before) {
+      while (ptx::load_acquire(params.dq_tickets + this->query_tile()) < before) {
       }
     }
     ptx::barrier_sync<128>(GradBarrierId::query_warpgroup);
@@ -514,7 +528,7 @@ struct GradDqWarpgroup : GradWarpgroup<config, Policy> {
   __device__ __forceinline__ void pass_ticket() {
     __threadfence();
     ptx::barrier_sync<128>(GradBarrierId::query_warpgroup);
-    if (threadIdx.x % 128 == 0) ptx::add_release(params.turns + this->query_tile(), 1);
+    if (threadIdx.x % 128 == 0) ptx::add_release(params.dq_tickets + this->query_tile(), 1);
   }
 
   __device__ __forceinline__ void run() {
@@ -534,9 +548,9 @@ struct GradDqWarpgroup : GradWarpgroup<config, Policy> {
       if (params.dq != nullptr) multiply(dq);
       this->arrive(&smem.room_empty[room.stage]);
       if (params.dq == nullptr) continue;
-      if (params.turns != nullptr) await_ticket();
+      if (params.dq_tickets != nullptr) await_ticket();
       add(dq, -shift_of(exponent, true) - k_shift, exponent + k_exponent < tiny_exponent);
-      if (params.turns != nullptr) pass_ticket();
+      if (params.dq_tickets != nullptr) pass_ticket();
     }
   }
 };

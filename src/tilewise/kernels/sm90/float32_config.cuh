@@ -2,6 +2,7 @@
 // and shared memory. How it works: float32_forward.cuh.
 #pragma once
 
+#include "../common/extents.cuh"
 #include "../common/fragment.cuh"
 #include "../common/layout.cuh"
 #include "../common/mask.cuh"
@@ -10,7 +11,7 @@
 
 namespace tilewise::sm90::float32 {
 
-// Mirrored field by field by `Config` in backends/sm90_float32.py.
+// Mirrored field by field by `Config` in engine/sm90/float32_forward.py.
 struct Config {
   int parts;       // of an operand: 1 or 2 of fp16, or 3 of bf16
   int head_dim;    // class of q and k: a multiple of 16; smaller heads are zero-filled up to it
@@ -20,8 +21,8 @@ struct Config {
   int k_stages;
   int v_stages;
   int value_columns;  // of out that one product of values makes; divides head_dim_v
-  bool softcap;       // whether the policy of scores has one; kernels read it there
-  bool turns;         // two consumer warpgroups take turns to issue their products
+  bool has_terms;     // whether the policy of scores has any; kernels read them there
+  bool pingpong;      // two consumer warpgroups take turns to issue their products
 
   TILEWISE_INLINE bool bf16() const { return parts == 3; }
   // A wide range of exponents needs no admission, and such a kernel runs only what was refused.
@@ -158,14 +159,15 @@ struct Params {
   int q_tiles;
   int sections;
   int longest_first;
-  int most_exponents;  // of q's largest and k's largest, added, that two parts of fp16 can serve
+  int max_exponents;  // of q's largest and k's largest, added, that two parts of fp16 can serve
   float scale_log2;
   float softcap_in;
   float lse_scale;  // scale_log2 / log2(e)
 };
 
 // A CTA's rows, the KV tiles that they touch, and where their facts stand.
-struct Plan {
+template <typename Extents>
+struct Plan : Extents::Record {
   WorkTile tile;
   int row_begin;
   int parts_of_rows;  // of 64
@@ -182,9 +184,9 @@ struct Plan {
     return kv_tile < full.begin || kv_tile >= full.end;
   }
 };
-static_assert(sizeof(Plan) == 80);
+static_assert(sizeof(Plan<Batched>) == 80);
 
-template <Config config>
+template <Config config, typename Extents>
 struct Smem {
   alignas(1024) unsigned char q[config.consumers][config.parts][matrix_bytes(64, config.head_dim)];
   alignas(1024) unsigned char k[config.k_stages][config.parts]
@@ -194,7 +196,7 @@ struct Smem {
   ptx::u64 q_full[config.consumers];
   ptx::u64 k_full[config.k_stages], k_empty[config.k_stages];
   ptx::u64 v_full[config.v_stages], v_empty[config.v_stages];
-  Plan plan;
+  Plan<Extents> plan;
 };
 
 // A position in a ring of `stages`: the producer starts with phase 1 (slots are free), consumers
@@ -209,9 +211,5 @@ struct RingPosition {
     if (++stage == stages) stage = 0, phase ^= 1;
   }
 };
-
-__device__ __forceinline__ Band band_of(const Params& params) {
-  return {params.band_first_shift, params.band_end_shift, params.seq_k};
-}
 
 }  // namespace tilewise::sm90::float32

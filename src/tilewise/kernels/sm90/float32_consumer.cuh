@@ -34,7 +34,7 @@ struct BarrierId {
   static constexpr int pingpong = 1;  // + warpgroup
 };
 
-template <Config config, typename Policy>
+template <Config config, typename Policy, typename Extents>
 struct Consumer {
   static constexpr bool bf16 = config.bf16();
   static constexpr int parts = config.parts, block_kv = config.block_kv;
@@ -48,9 +48,9 @@ struct Consumer {
   using ScoreProduct = wgmma::Product<block_kv, bf16>;
   using ValueProduct = wgmma::Product<columns, bf16>;
 
-  const ParamsOf<Params, Policy>& params;
-  Smem<config>& smem;
-  const Plan& plan;
+  const ParamsOf<Params, Policy, Extents>& params;
+  Smem<config, Extents>& smem;
+  const Plan<Extents>& plan;
   const int warpgroup;
   const int warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32;
@@ -75,14 +75,14 @@ struct Consumer {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  // Why turns: warpgroups in step would run their softmax at the same time, with an idle tensor
-  // pipe. Invariant: each warpgroup takes one for every tile that the CTA touches.
+  // Why they take turns: warpgroups in step would run their softmax at the same time, with an idle
+  // tensor pipe. Invariant: each warpgroup takes one for every tile that the CTA touches.
   __device__ __forceinline__ void await_pingpong() {
-    if constexpr (config.turns) ptx::barrier_sync<256>(BarrierId::pingpong + warpgroup);
+    if constexpr (config.pingpong) ptx::barrier_sync<256>(BarrierId::pingpong + warpgroup);
   }
   __device__ __forceinline__ void pass_pingpong() {
-    static_assert(!config.turns || config.consumers == 2);
-    if constexpr (config.turns) ptx::barrier_arrive<256>(BarrierId::pingpong + 1 - warpgroup);
+    static_assert(!config.pingpong || config.consumers == 2);
+    if constexpr (config.pingpong) ptx::barrier_arrive<256>(BarrierId::pingpong + 1 - warpgroup);
   }
 
   __device__ __forceinline__ int row_of_thread(int r) const {
@@ -143,6 +143,8 @@ struct Consumer {
     }
   }
 
+  __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
+
   // Where this thread's scores lie.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
@@ -155,6 +157,8 @@ struct Consumer {
     }
     __device__ __forceinline__ int batch() const { return kernel.plan.tile.batch; }
     __device__ __forceinline__ int head() const { return kernel.plan.tile.head; }
+    __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
+    __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
   };
 
   // Steps 2 to 6: s -> p, split.
@@ -296,14 +300,14 @@ struct Consumer {
   }
 
   __device__ __forceinline__ long long row_of_heads(int row) const {
-    return (static_cast<long long>(plan.tile.batch) * params.heads + plan.tile.head) *
-               params.seq_q +
-           row;
+    const int batch = sequence().batch(plan.tile.batch);
+    return first_row_of_head(params, sequence(), batch, params.heads, plan.tile.head) + row;
   }
 
   __device__ __forceinline__ float* out_row(int row) const {
-    return params.out + plan.tile.batch * params.out_batch_stride +
-           plan.tile.head * params.out_head_stride + row * params.out_seq_stride;
+    return params.out + sequence().batch(plan.tile.batch) * params.out_batch_stride +
+           plan.tile.head * params.out_head_stride +
+           (sequence().q_start() + row) * params.out_seq_stride;
   }
 
   // Step 9.
@@ -316,7 +320,7 @@ struct Consumer {
       const float factor =
           Policy::finish_row(params, Place{*this, 0}, r, row_max[r], total, params.scale_log2) *
           Policy::kept_weight(params, Place{*this, 0});
-      if (row >= params.seq_q) continue;
+      if (row >= sequence().seq_q()) continue;
       if (params.lse != nullptr && lane % 4 == 0)
         params.lse[row_of_heads(row)] =
             total == 0.0f ? -infinity
@@ -335,13 +339,14 @@ struct Consumer {
   // Gives the rows that see inf or NaN in V those values back: the split had zeroed them. A thread
   // adds to what it has stored itself, so that the loop above needs no registers for this.
   __device__ __forceinline__ void restore_nonfinite(const TileRange& own) {
-    const Band band = band_of(params);
-    const float* v = params.v + plan.tile.batch * params.v_batch_stride +
-                     plan.tile.head / params.heads_per_kv * params.v_head_stride;
+    const Band band = sequence().band();
+    const float* v = params.v + sequence().batch(plan.tile.batch) * params.v_batch_stride +
+                     plan.tile.head / params.heads_per_kv * params.v_head_stride +
+                     sequence().k_start() * params.v_seq_stride;
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {
       const int row = row_of_thread(r);
-      if (row >= params.seq_q) continue;
+      if (row >= sequence().seq_q()) continue;
       tilewise::restore_nonfinite(
           band, row, own, block_kv,
           [&](int kv_tile) { return plan.v_facts[kv_tile].spread == spread_nonfinite; },
@@ -357,15 +362,15 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    if (config.turns && warpgroup == 1) ptx::barrier_arrive<256>(BarrierId::pingpong);
+    if (config.pingpong && warpgroup == 1) ptx::barrier_arrive<256>(BarrierId::pingpong);
 #pragma unroll
     for (int i = 0; i < config.head_dim_v / 2; ++i) o[i] = 0.0f;
     row_max[0] = row_max[1] = -infinity;
     sum[0] = sum[1] = 0.0f;
     TileRange own{0, 0};
-    if (row_begin < params.seq_q)
-      own = touched_tiles(band_of(params), row_begin, min_int(row_begin + 64, params.seq_q),
-                          block_kv);
+    const int seq_q = sequence().seq_q();
+    if (row_begin < seq_q)
+      own = touched_tiles(sequence().band(), row_begin, min_int(row_begin + 64, seq_q), block_kv);
     if (own.empty()) {
       // Why wait for rows that nobody needs: a block must not end while a copy to it is under way.
       if (!plan.touched.empty()) ptx::mbarrier_wait(&smem.q_full[warpgroup], 0);

@@ -57,8 +57,8 @@
 
 namespace tilewise::sm90 {
 
-template <Config config>
-__device__ __forceinline__ void init_barriers(Smem<config>& smem) {
+template <Config config, typename Extents>
+__device__ __forceinline__ void init_barriers(Smem<config, Extents>& smem) {
   constexpr u32 consumer_warps = config.consumers * 4;
   constexpr u32 scanners = config.masked() ? 1 : 0, storers = config.split ? 0 : 1;
   for (int i = 0; i < config.consumers; ++i) {
@@ -83,10 +83,10 @@ __device__ __forceinline__ void init_barriers(Smem<config>& smem) {
   ptx::fence_mbarrier_init();
 }
 
-template <Config config, typename Policy>
-__device__ __forceinline__ void forward(const ParamsOf<Params, Policy>& params) {
+template <Config config, typename Policy, typename Extents>
+__device__ __forceinline__ void forward(const ParamsOf<Params, Policy, Extents>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  Smem<config>& smem = *reinterpret_cast<Smem<config>*>(smem_bytes);
+  Smem<config, Extents>& smem = *reinterpret_cast<Smem<config, Extents>*>(smem_bytes);
   // Why the shuffle: it tells the compiler that the role is the same for the whole warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void forward(const ParamsOf<Params, Policy>& params) 
     ptx::prefetch_tensormap(&params.k_map);
     ptx::prefetch_tensormap(&params.v_map);
     ptx::prefetch_tensormap(&params.out_map);
-    init_barriers<config>(smem);
+    init_barriers<config, Extents>(smem);
   }
   // Launches overlap: this grid may start while the one before it ends, so nothing that another
   // kernel may have written, or may still read, is touched above this line.
@@ -104,17 +104,17 @@ __device__ __forceinline__ void forward(const ParamsOf<Params, Policy>& params) 
   if (warp < 4) {
     ptx::setmaxnreg_dec<config.producer_registers()>();
     if (warp == 0) {
-      if (ptx::elect_one()) Producer<config>{params, smem}.run();
+      if (ptx::elect_one()) Producer<config, Extents>{params, smem}.run();
     } else if (warp == 1) {
-      if (ptx::elect_one()) schedule_work<config>(params, smem);
+      if (ptx::elect_one()) schedule_work<config, Extents>(params, smem);
     } else if (warp == 2 && !config.split) {
-      if (ptx::elect_one()) store_outs<config>(params, smem);
+      if (ptx::elect_one()) store_outs<config, Extents>(params, smem);
     } else if (warp == 3 && config.masked()) {
-      scan_values<config>(params, smem);
+      scan_values<config, Extents>(params, smem);
     }
   } else {
     ptx::setmaxnreg_inc<config.consumer_registers()>();
-    Consumer<config, Policy>{params, smem, warp / 4 - 1}.run();
+    Consumer<config, Policy, Extents>{params, smem, warp / 4 - 1}.run();
   }
 }
 
