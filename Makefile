@@ -40,7 +40,7 @@ nightly: $(SETUP)
 
 # Two identical candidates, 200 times, on a machine that is kept busy: at most 4 may be told apart. Takes some minutes.
 instrument-check: $(SETUP)
-	$(PYTHON) -m tilewise.lab.instrument --save
+	$(PYTHON) -m tilewise.lab.commands.instrument --save
 
 check: $(SETUP)
 	$(PYTHON) -m ruff check src tests examples .ci
@@ -61,7 +61,7 @@ docs: $(SETUP)
 
 # The reports as a browser shows them, for docs/microscope.md. Needs a Chromium (.ci/chromium installs one).
 screenshots: $(SETUP)
-	$(PYTHON) tests/screenshots.py
+	$(PYTHON) tests/lab/screenshots.py
 
 gpu-check: $(SETUP)
 	$(PYTHON) -m pytest tests/gpu

@@ -25,12 +25,14 @@ from support import assert_close, budget, exact, make_inputs, make_problem
 from tilewise import Causal, Dense, Documents, Full, Window, ladder
 from tilewise.errors import CompileError, DeviceError, InvalidInput, UnsupportedProblem
 from tilewise.jit import build_all, sass
-from tilewise.lab import bench, ladder_docs, stages, tune
-from tilewise.lab import ladder as command
-from tilewise.lab.candidates import Candidate, current_name
-from tilewise.lab.cli import app
-from tilewise.lab.compare import Outcome, Settings
-from tilewise.lab.variants import name_of, resolve
+from tilewise.lab.candidates.names import Candidate, current_name
+from tilewise.lab.candidates.variants import name_of, resolve
+from tilewise.lab.commands.app import app
+from tilewise.lab.measure import stages
+from tilewise.lab.measure.compare import Outcome, Settings
+from tilewise.lab.render import ladder_docs
+from tilewise.lab.studies import bench, tune
+from tilewise.lab.studies import ladder as command
 from tilewise.ladder import lecture, matmul, numba, three_kernel, traffic
 from tilewise.plan import BACKENDS
 from tilewise.target import Target

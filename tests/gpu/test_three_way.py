@@ -26,7 +26,7 @@ import tilewise
 from support import assert_close, budget, exact, make_inputs, make_problem
 from tilewise import Causal, Full, Problem, Window
 from tilewise.backends import reference, triton
-from tilewise.lab.cli import app
+from tilewise.lab.commands.app import app
 from tilewise.plan import BACKENDS
 from tilewise.target import Target
 

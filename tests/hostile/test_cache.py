@@ -16,7 +16,7 @@ from tilewise import Causal
 from tilewise.backends import tiled
 from tilewise.jit import Unit, build, cache, trust, tuned
 from tilewise.jit import compile as compiling
-from tilewise.lab import tune
+from tilewise.lab.studies import tune
 from tilewise.target import Target
 
 if TYPE_CHECKING:
