@@ -12,7 +12,6 @@ import torch
 from test_lab import CANDIDATES, FakePool
 from typer.testing import CliRunner
 
-import tilewise
 from support import make_problem
 from tilewise import masks
 from tilewise.errors import DeviceError, InvalidInput
@@ -542,23 +541,6 @@ def test_rivals_say_all_that_they_lack(name: str) -> None:
     assert set(here) <= set(lacking) | set(here)
     if rivals.RIVALS[name].module.split(".")[0] != "torch":
         assert any("CUDA kernels alone" in reason.what for reason in lacking)
-
-
-@pytest.mark.parametrize(
-    "mask", ["full", "causal", "causal:bottom-right", "window:3,1", "documents:0,10,24/0,12,32:causal"]
-)
-def test_flex_attention_gets_the_same_mask(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uncompiled: the rule for positions is what is tested."""
-    problem = make_problem((2, 4, 24, 16), seq_kv=32, heads_kv=2, mask=masks.parse(mask), softcap=3.0)
-    given = make_inputs(problem, 1, "cpu")
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    rule = rivals._position_rule(problem, torch.device("cpu")) if mask != "full" else None
-    if rule is not None:
-        rows, keys = torch.arange(24)[:, None], torch.arange(32)[None, :]
-        want = problem.mask.to_bool(range(24), range(32), 24, 32)
-        assert torch.equal(rule(0, 0, rows, keys), want)
-    assert Candidate("flex").compiles
-    assert callable(Candidate("flex").forward(problem.with_(mask=tilewise.Full()), given))
 
 
 # --- Nsight Compute --------------------------------------------------------------------------------------------------

@@ -53,6 +53,16 @@ def make_inputs(problem: Problem, seed: int, device: str, tensors: str = "") -> 
     return Inputs(q, k, v, dout, bias)
 
 
+def end_to_end(inputs: Inputs) -> Inputs:
+    """The same values, stored (batch, seq, heads, head_dim): sequences, and the tokens of each, follow one another."""
+
+    def stored(tensor: Tensor) -> Tensor:
+        copy = tensor.detach().transpose(1, 2).contiguous().transpose(1, 2)
+        return copy.requires_grad_(tensor.requires_grad)
+
+    return inputs._replace(**{name: stored(getattr(inputs, name)) for name in ("q", "k", "v", "dout")})
+
+
 def load(path: str) -> dict[str, Any]:
     """What `torch.save` wrote: (q, k, v), or a dictionary of these and perhaps attn_mask, is_causal and scale."""
     expected = "a file of torch.save((q, k, v)) or of a dictionary with q, k, v [, attn_mask, is_causal, scale]"

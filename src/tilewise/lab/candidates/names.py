@@ -8,7 +8,8 @@ torch-default           F.scaled_dot_product_attention as it is
 torch-flash             F.scaled_dot_product_attention held to one of PyTorch's kernels (efficient, cudnn, math)
 flags:all-off           F.scaled_dot_product_attention with PyTorch's switches set: see `flags`
 compiled                plain attention, as it is written down, under torch.compile
-flex, flash-attn, fa3, fa4, xformers   other libraries' attention: see `rivals`
+torch-varlen            torch.nn.attention.varlen.varlen_attn, which takes packed sequences
+flex, flash-attn, fa3, fa4, flashinfer, xformers   other libraries' attention: see `rivals`
 sm90@..., ladder:NAME   a backend with its config spelled out, or a rung of the ladder: see `variants`
 python:MODULE:NAME      a function of yours: NAME(q, k, v, problem, bias) -> out or (out, lse); MODULE: or a file.py
 """
@@ -36,15 +37,16 @@ from ...masks import Causal, Dense, Full
 from ...plan import AUTO, BACKENDS, plan
 from ...target import Target
 from . import flags, override, variants
-from .inputs import Inputs, make_inputs
-from .rivals import COMPILE, FA3, FA4, RIVALS, installed
+from .inputs import Inputs, end_to_end, make_inputs
+from .lacking import unknown_terms
+from .rivals import COMPILE, FA3, FA4, FLASHINFER, RIVALS, VARLEN, installed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ...problem import Problem
 
-__all__ = ["FA3", "FA4", "Candidate", "Inputs", "installed", "make_inputs"]
+__all__ = ["FA3", "FA4", "FLASHINFER", "VARLEN", "Candidate", "Inputs", "installed", "make_inputs"]
 Forward = Callable[[], Any]  # out, or (out, lse) where the problem needs an lse
 
 OURS = "tilewise"
@@ -118,7 +120,7 @@ class Candidate:
     @property
     def compiles(self) -> bool:
         """The first call may take a minute: the kernel is generated for it."""
-        return self.name in (*COMPILE, FA4, "triton")
+        return self.name in (*COMPILE, FA4, FLASHINFER, "triton")
 
     def why_not(self, problem: Problem, device: str = "cuda") -> list[Reason]:
         """Why the candidate cannot even be asked. What a backend of the planner says is the planner's business."""
@@ -127,6 +129,12 @@ class Candidate:
         if self.name in _OPTIONAL and self.name not in BACKENDS:
             return [Reason(f"this tilewise has no backend {self.name}", f"choose one of {', '.join(BACKENDS)}")]
         return _sdpa_reasons(problem) if self._is_sdpa else []
+
+    def inputs(self, problem: Problem, seed: int, device: str, tensors: str = "") -> Inputs:
+        """The tensors of the problem, stored as the candidate takes them."""
+        made = make_inputs(problem, seed, device, tensors)
+        packs = RIVALS[self.name].packs if self.name in RIVALS else ()
+        return end_to_end(made) if isinstance(problem.mask, packs) else made
 
     def forward(self, problem: Problem, inputs: Inputs) -> Forward:
         """A call without arguments that computes the problem's forward. Masks are built here, once."""
@@ -201,7 +209,7 @@ def builds_mask(problem: Problem) -> bool:
 
 def _sdpa_reasons(problem: Problem) -> list[Reason]:
     """What F.scaled_dot_product_attention has no argument for."""
-    reasons = []
+    reasons = unknown_terms(problem)
     if problem.softcap:
         reasons.append(Reason(f"softcap {problem.softcap:g}: PyTorch's function has no softcap", "drop the softcap"))
     if problem.needs_lse:

@@ -22,7 +22,7 @@ import torch
 
 from ...errors import DeviceError
 from ...problem import Problem
-from ..candidates.names import Candidate, Forward, Inputs, make_inputs
+from ..candidates.names import Candidate, Forward, Inputs
 from ..processes import module_command, variables
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def main(path: str) -> None:
         for asked in json.loads(Path(path).read_text()):
             problem, candidate = Problem.from_dict(asked["problem"]), Candidate(asked["candidate"])
             with torch.set_grad_enabled(problem.needs_grad), candidate.context(problem):
-                inputs = make_inputs(problem, asked["seed"], "cuda", asked["tensors"])
+                inputs = candidate.inputs(problem, asked["seed"], "cuda", asked["tensors"])
                 call = _call(asked["what"], candidate.forward(problem, inputs), inputs)
                 for _ in range(2):
                     call()

@@ -72,7 +72,7 @@ class Worker:
         self._scope.enter_context(_own_stream(device))
         self._scope.enter_context(self._candidate.context(self._problem))
         self._scope.enter_context(torch.set_grad_enabled(self._problem.needs_grad))
-        self._inputs = make_inputs(self._problem, seed, device, tensors)
+        self._inputs = self._candidate.inputs(self._problem, seed, device, tensors)
         self._forward = self._candidate.forward(self._problem, self._inputs)
         _first_call(self._forward)
         _synchronize(device)
@@ -166,7 +166,7 @@ class Worker:
         problem = tiny(self._problem)
         key = (self._candidate.name, problem)
         if key not in self._overheads:
-            forward = self._candidate.forward(problem, make_inputs(problem, self._seed, self._device))
+            forward = self._candidate.forward(problem, self._candidate.inputs(problem, self._seed, self._device))
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
             try:

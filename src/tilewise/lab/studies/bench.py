@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import report
-from ..candidates.names import DETERMINISTIC, FA3, FA4, OURS, Candidate
+from ..candidates.names import DETERMINISTIC, FA3, FA4, FLASHINFER, OURS, VARLEN, Candidate
 from ..measure import ahead, environment, noise, words
 from ..measure.clocks import Watch
 from ..measure.compare import REFUSED, Comparison, Row, compare_all, geomean, ratio, steps, summary
@@ -39,7 +39,12 @@ _COLUMNS = (
 
 BEHIND, FAR_BEHIND = 0.97, 0.85  # ratios: what noise may do, and what it may not
 _METHOD_WORDS = {"wall": "eager"}
-RIVALS = {FA3: "FlashAttention-3", FA4: "FlashAttention-4"}
+RIVALS = {
+    FA3: "FlashAttention-3",
+    FA4: "FlashAttention-4",
+    FLASHINFER: "FlashInfer",
+    VARLEN: "PyTorch's varlen_attn",
+}
 FASTEST = "against the fastest of all"
 
 

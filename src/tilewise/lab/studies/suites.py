@@ -15,7 +15,18 @@ import torch
 from ... import masks
 from ...errors import InvalidInput
 from ...problem import Problem, dtype_name
-from ..candidates.names import DETERMINISTIC, FA3, FA4, OURS, TORCH_DEFAULT, Candidate, builds_mask, installed
+from ..candidates.names import (
+    DETERMINISTIC,
+    FA3,
+    FA4,
+    FLASHINFER,
+    OURS,
+    TORCH_DEFAULT,
+    VARLEN,
+    Candidate,
+    builds_mask,
+    installed,
+)
 from ..measure.compare import Row
 from . import drawn
 
@@ -257,7 +268,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "grouped": {"overhead": False, "more_seconds": 1.0},
     "drawn": {"round_seconds": 0.01, "overhead": False, "more_seconds": 0.5},
 }
-_COMPILED_PER_PROBLEM = {"drawn": (FA4,)}  # rivals that would compile for minutes: only where they are asked for
+_RIVALS = (FA3, FA4, FLASHINFER, VARLEN)
+# Rivals that would compile for minutes: only where they are asked for.
+_COMPILED_PER_PROBLEM = {"drawn": (FA4, FLASHINFER)}
 
 
 def rows_of(name: str, seed: int = 0) -> tuple[Row, ...]:
@@ -266,7 +279,7 @@ def rows_of(name: str, seed: int = 0) -> tuple[Row, ...]:
 
 
 def suite(name: str, only: tuple[str, ...] = (), extra: tuple[str, ...] = (), seed: int = 0) -> list[Row]:
-    """The rows of a suite that `only` selects, with the extra candidates, and FlashAttention-3 and -4 where they are.
+    """The rows of a suite that `only` selects, with the extra candidates, and other libraries' that can be imported.
 
     A row is selected if its name contains one of `only`; joined by a plus, `16384x128+causal`, all parts must be there.
     """
@@ -286,9 +299,9 @@ def _with_candidates(row: Row, more: tuple[str, ...]) -> Row:
 
 
 def _rivals(name: str, row: Row) -> tuple[str, ...]:
-    """FlashAttention-3 and -4 where they are installed and take the row."""
+    """FlashAttention-3 and -4, FlashInfer and PyTorch's varlen_attn, where they can be imported and take the row."""
     left_out = _COMPILED_PER_PROBLEM.get(name, ())
-    asked = [rival for rival in (FA3, FA4) if rival not in left_out and installed(rival)]
+    asked = [rival for rival in _RIVALS if rival not in left_out and installed(rival)]
     on_gpu = row.device.startswith("cuda")
     return tuple(rival for rival in asked if on_gpu and not Candidate(rival).why_not(row.problem))
 
