@@ -204,22 +204,41 @@ def test_drawn_says_how_many_rows_are_behind(capsys: pytest.CaptureFixture[str])
     assert lines["forward eager, window"].startswith("geomean 9.000")
 
 
-def test_beside_the_score_stands_that_against_the_fastest_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_score_is_against_the_fastest_that_is_not_ours_and_pytorchs_stands_beside_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     rows = suites.SUITES["grouped"][:3]
     done = [ratios_of(row, 2.0, 3.0, rival) for row, rival in zip(rows, (1.0, 4.0, 4.0), strict=True)]
+    done[2].outcomes[2].verdict = "wrong"  # however fast it is, it is no measure
+    done[2].outcomes[2].step = [[0.1]] * 7
     show(done)
     lines = capsys.readouterr().out.splitlines()
-    assert "2 of 3 rows ahead of, 1 behind, 0 not told apart from FlashAttention-4" in lines
-    assert lines[-1].startswith("geomean 1.500, worst 1.500")
+    assert "1 of 2 rows ahead of, 1 behind, 0 not told apart from FlashAttention-4" in lines
+    score = bench.score(done)
+    assert (score.worst, score.row, score.rows) == (pytest.approx(0.5), rows[0].name, 3)
+    assert score.geomean == pytest.approx((0.5 * 1.5 * 1.5) ** (1 / 3))
+    assert lines[-1] == str(score)
     found = bench.scores(done)
-    assert [found[kind].worst for kind in ("forward", "backward", "step")] == pytest.approx([1.5, 1.5, 1.5])
-    assert found["forward, against the fastest of all"].worst == pytest.approx(0.5)
-    assert found["backward, against the fastest of all"].worst == pytest.approx(1.5)
-    assert found["against the fastest of all"].row == rows[0].name
+    assert [found[kind].worst for kind in ("forward", "backward", "step")] == pytest.approx([0.5, 1.5, 1.5])
+    assert found["forward, against PyTorch's own paths"].worst == pytest.approx(1.5)
+    assert found["against PyTorch's own paths"].geomean == pytest.approx(1.5)
     assert found["against FlashAttention-4"].worst == pytest.approx(0.5)
     told = done[0].to_dict()
     assert (told["best_peer"], told["best_rival"]) == ("torch-cudnn", "fa4")
-    assert not any("fastest" in kind for kind in bench.scores([ratios_of(row, 2.0, 3.0) for row in rows]))
+    assert told["candidates"][0]["speed_rival"]["ratio"] == pytest.approx(0.5)
+    record = bench.record("grouped", done, Settings(), [])
+    assert (record["score"]["worst"], record["score_torch"]["worst"]) == pytest.approx((0.5, 1.5))
+    alone = [ratios_of(row, 2.0, 3.0) for row in rows]
+    assert not any("own paths" in kind for kind in bench.scores(alone)), "PyTorch's best path is the fastest then"
+    assert bench.score(alone) == bench.score_of_torch(alone)
+
+
+def test_rounds_go_on_until_the_score_is_settled() -> None:
+    """The row's subject is told apart from the fastest that is not ours, not from PyTorch's best path alone."""
+    done = ratios_of(suites.SUITES["grouped"][0], 2.0, 30.0, 2.0)
+    ours, _, rival = done.outcomes
+    ours.forward, rival.forward = [[2.0], [2.2], [1.8]] * 3, [[2.2], [1.8], [2.1]] * 3
+    assert {outcome.candidate for outcome in done.unsettled()} == {"tilewise", "fa4"}
 
 
 def fake_fa4(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:

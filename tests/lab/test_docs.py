@@ -98,7 +98,7 @@ def test_blocks_are_rewritten_and_nothing_else(tmp_path: Path) -> None:
     assert "| backward | backward | | | | not measured | |" in after
     assert "| grouped | forward + backward + step | | | | not measured | |" in after
     assert after.count("\n| bfloat16 ") == len(suites.SUITES["forward"])
-    assert "all rows: geomean 2.000, worst 2.000" in after
+    assert "all rows, against the fastest that is not ours: geomean 2.000, worst 2.000" in after
     assert "[0.json](benchmarks/results/0.json)" in after
     page.path.write_text(after)
     (settled,) = docs.pages(root)
@@ -160,8 +160,14 @@ def test_another_library_that_is_faster_than_pytorch_is_named(tmp_path: Path) ->
         row["candidates"].append(fast)
     text = "<!-- bench grouped problems -->\n<!-- /bench -->\n"
     (page,) = docs.pages(checkout(tmp_path, record, text=text))
-    assert page.after.count("| 2.00x (fa4: 0.50x), ") == len(suites.SUITES["grouped"])
-    assert "- backward, against the fastest of all: geomean 0.500" in page.after
+    assert page.after.count("| 0.50x fa4 (PyTorch: 2.00x), ") == len(suites.SUITES["grouped"])
+    assert "- backward: geomean 0.500" in page.after
+    assert "- backward, against PyTorch's own paths: geomean 2.000" in page.after
+    text = "<!-- bench summary -->\n<!-- /bench -->\n"
+    (page,) = docs.pages(checkout(tmp_path / "summary", record, text=text))
+    assert re.search(
+        r"^\| grouped \| backward \| 0\.50 \| 0\.50 \| 100% \| [^|]* \| 2\.00 \|", page.after, re.MULTILINE
+    )
 
 
 def test_another_library_in_a_record_has_a_column(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from support import make_problem
 from tilewise.errors import InvalidInput
 from tilewise.lab import units
 from tilewise.lab.candidates.names import current_names
-from tilewise.lab.measure.compare import VERIFIED, WRONG, Comparison, Outcome, Row
+from tilewise.lab.measure.compare import VERIFIED, WRONG, Comparison, Outcome, Row, read_comparison
 from tilewise.lab.model import kernels, roofline
 from tilewise.lab.render import charts, docs, inspect_page, pages, plots, roles, style, views
 from tilewise.lab.render import html as reports
@@ -148,8 +148,8 @@ def with_losses() -> dict[str, Any]:
     for number, row in enumerate(record["rows"]):
         ratio, low, high, verdict = [(2.0, 1.9, 2.1, "faster"), (0.6, 0.55, 0.7, "slower"),
                                      (1.02, 0.96, 1.07, "indistinguishable")][number % 3]  # fmt: skip
-        row["candidates"][0]["speed"] = speed(ratio, low, high, verdict)
-    record["rows"][0]["candidates"][0] |= {"verdict": "wrong", "because": [EVIL], "speed": None}
+        row["candidates"][0] |= dict.fromkeys(("speed", "speed_rival"), speed(ratio, low, high, verdict))
+    record["rows"][0]["candidates"][0] |= {"verdict": "wrong", "because": [EVIL], "speed": None, "speed_rival": None}
     record["rows"][1]["noise"] = ["load 3.1 on 2 cores"]
     return record
 
@@ -431,6 +431,24 @@ def test_parts_are_there_only_where_there_is_something_to_show() -> None:
     assert "The peaks of this device are not known" in words
 
 
+def test_a_bench_page_is_about_the_fastest_that_is_not_ours() -> None:
+    """In a record that says so, and in an older one that has to be compared anew."""
+    record = made_up("forward")
+    for row in record["rows"]:
+        rival = json.loads(json.dumps(row["candidates"][1])) | {"candidate": "fa4"}
+        rival |= {"forward": [[seconds / 4 for seconds in one] for one in rival["forward"]]}
+        row["candidates"].append(rival)
+        row.update(read_comparison(row).to_dict())
+    older = json.loads(json.dumps(record))
+    for row in older["rows"]:
+        del row["best_rival"], row["candidates"][0]["speed_rival"]
+    for told in (record, older):
+        words = heading(pages.page(told))
+        assert "2.00x slower than the fastest other attention" in words
+        assert "against PyTorch's own paths 2.00x" in words
+    assert "2.00x faster than PyTorch's best path" in heading(pages.page(made_up("forward")))
+
+
 def test_a_bench_page_counts_and_marks() -> None:
     words = heading(page("bench"))
     assert "1 not right" in words
@@ -449,6 +467,7 @@ def test_a_bench_page_counts_and_marks() -> None:
     for candidate in (candidate for row in few["rows"] for candidate in row["candidates"]):
         candidate["backward"] = candidate["backward"][:1]
         candidate.pop("speed", None)
+        candidate.pop("speed_rival", None)
     assert "54 of 54 rows have fewer than 5 rounds" in heading(pages.page(few))
 
 

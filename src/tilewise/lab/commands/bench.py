@@ -69,7 +69,7 @@ def bench(
     json: Json = None,
     page: Html = None,
 ) -> None:
-    """Verify, then time a suite of problems against PyTorch's best path. Last line: geomean G, worst W (row)."""
+    """Verify, then time a suite of problems against all that is not ours. Last line: geomean G, worst W (row)."""
     with exit_codes():
         outputs = Outputs(json, page)
         check_folder("--plot", plot)

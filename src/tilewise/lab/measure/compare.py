@@ -230,11 +230,14 @@ class Comparison:
         return found.ratio if found else None
 
     def unsettled(self) -> list[Outcome]:
-        """Candidates that more rounds would tell apart: from PyTorch's best path, and the default from the fastest."""
+        """Candidates that more rounds would tell apart: from PyTorch's best path, the default from the fastest, and the
+        one that the row is about from the fastest that is not ours."""
         best, default = self.best(), self.default()
         base = self.best_peer() or best
         pairs = [(outcome, base) for outcome in self.entries()]
         pairs += [(default, best)] if default is not None else []
+        subject, rival = self.outcomes[0], self.best_rival()
+        pairs += [(subject, rival)] if rival is not None and subject in self.entries() else []
         found = [pair for pair in pairs if not (speed := self.versus(*pair)) or not (speed.same or speed.settled)]
         return [outcome for outcome in self.outcomes if any(outcome is one for pair in found for one in pair)]
 
@@ -267,11 +270,13 @@ class Comparison:
 
     def _standing(self, outcome: Outcome) -> dict[str, Any]:
         """Where a candidate stands among the others, as `statistics` says."""
-        speed, against_default = (self.versus(outcome, other) for other in (self.best_peer(), self.default()))
+        others = (self.best_peer(), self.default(), self.best_rival())
+        speed, against_default, against_rival = (self.versus(outcome, other) for other in others)
         return {
             "ratio": speed.ratio if speed else None,
             "speed": speed.to_dict() if speed else None,
             "speed_default": against_default.to_dict() if against_default else None,
+            "speed_rival": against_rival.to_dict() if against_rival else None,
             "same_as": self.same_as(outcome),
             "cost_seconds": summary(outcome.samples),
         }

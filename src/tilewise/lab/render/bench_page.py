@@ -1,4 +1,8 @@
-"""The page of `tilewise bench`, from a record: every row's ratio about 1, by what is timed, head dimension and mask."""
+"""The page of `tilewise bench`, from a record: every row's ratio about 1, by what is timed, head dimension and mask.
+
+Ratios are those to the fastest right candidate that is not ours; where other libraries were timed, those to PyTorch's
+own paths stand beside them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...problem import Problem
 from .. import units
 from ..measure.compare import REFUSED, geomean, read_comparison
+from ..studies import bench
 from . import charts, plots, views
 from .html import (
     Head,
@@ -39,7 +44,7 @@ _MAX_OPEN = 80  # rows: with more, groups are folded
 _MIN_ROUNDS = 5
 _AHEAD = {  # the colour of who is ahead
     views.FASTER: ("ours", "ours is faster"),
-    views.SLOWER: ("torch", "PyTorch is faster"),
+    views.SLOWER: ("torch", "another is faster"),
     views.SAME_SPEED: ("other", "no difference beyond the noise"),
 }
 
@@ -52,11 +57,12 @@ class Line(NamedTuple):
     seen: View
     ours: Entry
     flops: float
+    speed: views.Speed | None  # against the fastest that is not ours; None where one of them has no right answer
+    torch: views.Speed | None  # against PyTorch's best path
 
     @property
     def ratio(self) -> float | None:
-        """How many times as fast as PyTorch's best path; None where one of them has no right answer."""
-        return None if self.ours.failed or self.ours.speed is None else self.ours.speed.ratio
+        return None if self.speed is None else self.speed.ratio
 
 
 def bench_page(told: dict[str, Any]) -> str:
@@ -79,8 +85,25 @@ def _lines(told: dict[str, Any]) -> list[Line]:
         seen = view(row)
         name = row["candidates"][0]["candidate"]
         ours = seen[name] or Entry(name, REFUSED, list(row["candidates"][0]["because"]), None, {})
-        found.append(Line(row["row"], _group(row, several), seen, ours, float(row["flops"].get("timed", 0.0))))
+        flops = float(row["flops"].get("timed", 0.0))
+        torch = None if ours.failed else ours.speed
+        found.append(Line(row["row"], _group(row, several), seen, ours, flops, _against_fastest(row, ours), torch))
     return found
+
+
+def _against_fastest(row: dict[str, Any], ours: Entry) -> views.Speed | None:
+    """As the record has it; a record that does not say is compared anew."""
+    if ours.failed:
+        return None
+    stored = row["candidates"][0]
+    if "speed_rival" in stored:
+        return views.Speed.from_dict(stored["speed_rival"]) if stored["speed_rival"] else None
+    done = read_comparison(row)
+    rival, peer = done.best_rival(), done.best_peer()
+    if rival is peer:
+        return ours.speed
+    found = bench.against_fastest(done)
+    return views.Speed.from_dict(found.to_dict()) if found else None
 
 
 def _group(row: dict[str, Any], several: bool) -> str:
@@ -103,9 +126,13 @@ def _head(told: dict[str, Any], lines: Sequence[Line], rated: Sequence[Line]) ->
         ratios = [line.ratio for line in rated if line.ratio is not None]
         mean = geomean(ratios)
         words = f"{mean:.2f}x faster" if mean >= 1 else f"{1 / mean:.2f}x slower"
-        claim = Markup(f'<span class="{"ours" if mean >= 1 else "bad"}">{words}</span> than PyTorch\'s best path')
+        held = bench.has_rival(read_comparison(row) for row in told["rows"])
+        other = "the fastest other attention" if held else "PyTorch's best path"
+        claim = Markup(f'<span class="{"ours" if mean >= 1 else "bad"}">{words}</span> than {other}')
         worst = min(rated, key=lambda line: line.ratio or 0.0)
         facts = [f"geometric mean of {units.counted(len(rated), 'row')}", _tally(rated), f"worst {worst.ratio:.2f}x"]
+        if held and (against := [line.torch.ratio for line in lines if line.torch]):
+            facts.append(f"against PyTorch's own paths {geomean(against):.2f}x")
     device = device_of(provenance, told["rows"][0]["device"]) if told["rows"] else ""
     wrong = [line for line in lines if line.ours.failed]
     verdict = bad(f"{len(wrong)} not right") if wrong else Markup('<span class="ok">verified</span>')
@@ -124,7 +151,7 @@ def _head(told: dict[str, Any], lines: Sequence[Line], rated: Sequence[Line]) ->
 
 def _tally(rated: Sequence[Line]) -> str:
     """How many rows are faster and slower, beyond the noise."""
-    counts = Counter(line.ours.speed.verdict for line in rated if line.ours.speed)
+    counts = Counter(line.speed.verdict for line in rated if line.speed)
     told = [f"{name} on {counts[name]}" for name in (views.FASTER, views.SLOWER) if counts[name]]
     return ", ".join(told) or f"no difference seen on {counts[views.SAME_SPEED]}" if len(counts) else ""
 
@@ -135,7 +162,7 @@ def _warnings(told: dict[str, Any], lines: Sequence[Line]) -> list[str]:
         found.append("Interrupted: only what was measured is here.")
     elif told.get("whole") is False:
         found.append("A selection of the suite's rows: its mean is not the suite's.")
-    few = [line.ours.speed.rounds for line in lines if line.ours.speed and line.ours.speed.rounds < _MIN_ROUNDS]
+    few = [line.speed.rounds for line in lines if line.speed and line.speed.rounds < _MIN_ROUNDS]
     if few:
         found.append(f"{len(few)} of {len(lines)} rows have fewer than {_MIN_ROUNDS} rounds, too few for an interval.")
     noisy = Counter(words for line in lines for words in line.seen.noise)
@@ -148,7 +175,7 @@ def _warnings(told: dict[str, Any], lines: Sequence[Line]) -> list[str]:
 
 def _ratios(rated: Sequence[Line]) -> list[Section]:
     if not rated:
-        return [section("Ratios", paragraph("No row has a right answer of both, PyTorch's and ours."))]
+        return [section("Ratios", paragraph("No row has a right answer of ours and of another."))]
     groups: dict[str, list[Line]] = {}
     for line in rated:
         groups.setdefault(line.group, []).append(line)
@@ -162,15 +189,18 @@ def _ratios(rated: Sequence[Line]) -> list[Section]:
             parts.append(fold(Markup(f"<strong>{name}</strong> · {summed}"), chart, kind="fold box"))
         else:
             parts += [subheading(Markup(f'{name} <small class="note">{summed}</small>')), chart]
-    speeds = [line.ours.speed for line in rated if line.ours.speed]
+    speeds = [line.speed for line in rated if line.speed]
     basis = next((speed.basis for speed in speeds if speed.low is not None), "")
     whisker = f" Whiskers and brackets: {basis}." if basis else ""
-    about = f"PyTorch's best time over ours, on a logarithmic scale: right of 1 is faster, left of it slower.{whisker}"
+    about = (
+        "The best time of all that is not ours over ours, on a logarithmic scale: right of 1 is faster, left of it "
+        f"slower.{whisker}"
+    )
     return [section("Ratios", note(about), charts.legend(_AHEAD.values()), *parts)]
 
 
 def _bar(line: Line) -> charts.Bar:
-    speed = line.ours.speed
+    speed = line.speed
     assert speed is not None
     between = f' <span class="aside">({speed.low:.2f} to {speed.high:.2f})</span>' if speed.low is not None else ""
     shown = Markup(f"{speed.ratio:.2f}x{between}")
@@ -222,7 +252,7 @@ def _row(line: Line) -> Markup:
     entries = [*ranked, *(entry for entry in line.seen.entries if entry not in ranked)]
     clock = units.Clock.of(entry.median for entry in entries)
     columns = (
-        "candidate", "verdict", f">time, {clock.unit}", ">p20 to p80", ">speed", ">interval", ">TFLOP/s",
+        "candidate", "verdict", f">time, {clock.unit}", ">p20 to p80", ">against PyTorch", ">interval", ">TFLOP/s",
         ">extra memory", ">error", ">of budget", ">grad error", ">of budget",
     )  # fmt: skip
     rows = []

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _BLOCK = re.compile(r"(?P<begin><!-- bench (?P<asked>[^>]*?) -->\n)(?P<body>.*?)(?P<end><!-- /bench -->)", re.DOTALL)
 _SUMMARY = (
-    f"| suite | what is timed | geomean | worst | under {bench.BEHIND} | worst row | record |",
-    "|---|---|---:|---:|---:|---|---|",
+    f"| suite | what is timed | geomean | worst | under {bench.BEHIND} | worst row | geomean, PyTorch alone | record |",
+    "|---|---|---:|---:|---:|---|---:|---|",
 )
 
 
@@ -204,14 +204,14 @@ def _shared_name(comparisons: list[Comparison]) -> str:
 
 
 def _cell(comparison: Comparison) -> str:
-    """The ratio to PyTorch's best, that to the fastest of all where it is another, and the rate."""
+    """The ratio to the fastest that is not ours, that to PyTorch's best where it is another, and the rate."""
     ours, timed = comparison.outcomes[0], summary(comparison.outcomes[0].samples)
     if ours.failed or timed is None:
         return ours.verdict if ours.verdict == REFUSED else f"**{ours.verdict}**"
-    speed = _speed(comparison, ours, comparison.best_peer())
     peer, rival = comparison.best_peer(), comparison.best_rival()
+    speed = _speed(comparison, ours, rival)
     if rival is not None and rival is not peer:
-        speed += f" ({rival.candidate}: {_speed(comparison, ours, rival)})"
+        speed += f" {rival.candidate} (PyTorch: {_speed(comparison, ours, peer)})"
     return f"{speed}, {report.rate(comparison.row.flops, timed)} TFLOP/s"
 
 
@@ -243,7 +243,7 @@ def _error(outcome: Outcome | None) -> str:
 def _sums(comparisons: list[Comparison]) -> list[str]:
     lines = [f"- {kind}: {found}, {found.shares}" for kind, found in bench.scores(comparisons).items()]
     every = bench.score(comparisons)
-    return [*lines, f"- all rows: {every}, {every.shares}"]
+    return [*lines, f"- all rows, against the fastest that is not ours: {every}, {every.shares}"]
 
 
 def _summary(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]:
@@ -253,13 +253,14 @@ def _summary(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]:
         record = records.newest(kept, name, gpu if on_gpu else "")
         timed = " + ".join(dict.fromkeys(what for row in rows for what in row.timed))
         if record is None:
-            lines.append(f"| {name} | {timed} | | | | not measured | |")
+            lines.append(f"| {name} | {timed} | | | | not measured | | |")
             continue
         about = f"[{record.device}, {record.date[:10]}]({_relative(root / bench.RESULTS / record.name, path)})"
         about += "".join(f"; {mark}" for mark in record.marks())
         for kind, comparisons in bench.by_kind(record.comparisons()).items():
             found = bench.score(comparisons)
             figures = f"{found.geomean:.2f} | {found.worst:.2f} | {found.behind:.0%} | {found.row}"
+            figures += f" | {bench.score_of_torch(comparisons).geomean:.2f}"
             lines.append(f"| {name} | {kind} | {figures} | {about} |")
     return lines
 

@@ -1,12 +1,12 @@
-"""bench: run a suite, sum it up as ratios against PyTorch's best path, and make a record that can be kept.
+"""bench: run a suite, sum it up as ratios against the fastest that is not ours, and make a record that can be kept.
 
 The last line of the output sums a suite up for the first candidate of its rows, which is `tilewise` unless the suite is
-about one backend: the geometric mean of its ratios and the worst of them. A ratio is the time of PyTorch's best path
-over ours, for what the row times (forward, backward, or a whole step): above 1 is faster. Rows in which PyTorch has no
-right answer to compare with have no ratio. A suite that times more than one thing, or in more than one way, has a line
-for each, with the share of its rows that are behind. Where another library was timed too, each of these lines has a
-second one, against the fastest right candidate that is not ours. A record is written once, under a new name; nothing is
-ever overwritten.
+about one backend: the geometric mean of its ratios and the worst of them. A ratio is the time of the fastest right
+candidate that is not ours over ours, for what the row times (forward, backward, or a whole step): above 1 is faster.
+Rows in which nobody else has a right answer have no ratio. A suite that times more than one thing, or in more than one
+way, has a line for each, with the share of its rows that are behind. Where another library was timed too, each of these
+lines has a second one, against PyTorch's own paths. A record is written once, under a new name; nothing is ever
+overwritten.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .. import report
 from ..candidates.names import DETERMINISTIC, FA3, FA4, FLASHINFER, OURS, VARLEN, Candidate
 from ..measure import ahead, environment, noise, words
 from ..measure.clocks import Watch
-from ..measure.compare import REFUSED, Comparison, Row, compare_all, geomean, ratio, steps, summary
+from ..measure.compare import REFUSED, Comparison, Row, compare_all, geomean, steps, summary
 from ..measure.statistics import FASTER, SLOWER
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ RIVALS = {
     FLASHINFER: "FlashInfer",
     VARLEN: "PyTorch's varlen_attn",
 }
-FASTEST = "against the fastest of all"
+TORCH = "against PyTorch's own paths"
 
 
 class Score(NamedTuple):
@@ -91,8 +91,13 @@ def compile_ahead(rows: list[Row], settings: Settings) -> None:
 
 
 def score(comparisons: Iterable[Comparison]) -> Score:
-    """Against PyTorch's best path."""
-    return _score({c.row.name: value for c in comparisons if (value := _ratio(c)) is not None})
+    """Against the fastest right candidate that is not ours, row by row."""
+    return _score({c.row.name: found.ratio for c in comparisons if (found := against_fastest(c)) is not None})
+
+
+def score_of_torch(comparisons: Iterable[Comparison]) -> Score:
+    """Against PyTorch's best path, row by row."""
+    return _score({c.row.name: found.ratio for c in comparisons if (found := against_torch(c)) is not None})
 
 
 def _score(ratios: dict[str, float]) -> Score:
@@ -104,19 +109,16 @@ def _score(ratios: dict[str, float]) -> Score:
     return Score(geomean(values), ratios[worst], worst, len(values), behind, far_behind)
 
 
-def _ratio(comparison: Comparison) -> float | None:
+def against_fastest(comparison: Comparison) -> Speed | None:
+    """How the candidate that a row is about stands against the fastest right one that is not ours."""
     ours = comparison.outcomes[0]
-    return None if ours.failed else comparison.speed(ours)
+    return None if ours.failed else comparison.versus(ours, comparison.best_rival())
 
 
-def against_fastest(comparisons: Iterable[Comparison]) -> Score:
-    """Against the fastest right candidate that is not ours, other libraries' among them."""
-    found: dict[str, float] = {}
-    for comparison in comparisons:
-        ours, rival = comparison.outcomes[0], comparison.best_rival()
-        speed = ratio(ours.costs, rival.costs) if rival and not ours.failed else None
-        found |= {} if speed is None else {comparison.row.name: speed}
-    return _score(found)
+def against_torch(comparison: Comparison) -> Speed | None:
+    """The same against PyTorch's best path."""
+    ours = comparison.outcomes[0]
+    return None if ours.failed else comparison.versus(ours, comparison.best_peer())
 
 
 def by_kind(comparisons: list[Comparison]) -> dict[str, list[Comparison]]:
@@ -137,7 +139,8 @@ def timed(comparison: Comparison, among: list[Comparison]) -> str:
 
 
 def scores(comparisons: list[Comparison]) -> dict[str, Score]:
-    """By kind where a suite has several; a candidate against another of ours; ours against other libraries."""
+    """By kind where a suite has several; a candidate against another of ours; ours against each other library; and,
+    where one of these was timed, against PyTorch's own paths alone."""
     kinds = by_kind(comparisons)
     found = {kind: score(rows) for kind, rows in kinds.items()} if len(kinds) > 1 else {}
     if deterministic := against(DETERMINISTIC, OURS, comparisons):
@@ -145,18 +148,18 @@ def scores(comparisons: list[Comparison]) -> dict[str, Score]:
     for rival, name in RIVALS.items():
         if ratios := against(OURS, rival, comparisons):
             found[f"against {name}"] = _score(ratios)
-    held = {kind: rows for kind, rows in kinds.items() if any(map(_has_rival, rows))}
+    held = {kind: rows for kind, rows in kinds.items() if has_rival(rows)}
     if len(kinds) > 1:
-        found |= {f"{kind}, {FASTEST}": against_fastest(rows) for kind, rows in held.items()}
+        found |= {f"{kind}, {TORCH}": score_of_torch(rows) for kind, rows in held.items()}
     if held:
-        found[FASTEST] = against_fastest(comparisons)
+        found[TORCH] = score_of_torch(comparisons)
     return found
 
 
-def _has_rival(comparison: Comparison) -> bool:
-    """Another library's attention was timed: the fastest of all may be none of PyTorch's."""
-    others = [o for o in comparison.outcomes if not o.is_peer and not Candidate(o.candidate).is_ours]
-    return any(outcome.costs and not outcome.failed for outcome in others)
+def has_rival(comparisons: Iterable[Comparison]) -> bool:
+    """Another library's attention was timed: the fastest may be none of PyTorch's paths."""
+    timed = [outcome for comparison in comparisons for outcome in comparison.timed()]
+    return any(not outcome.is_peer and not Candidate(outcome.candidate).is_ours for outcome in timed)
 
 
 def standings(name: str, other: str, comparisons: list[Comparison]) -> str:
@@ -195,6 +198,7 @@ def record(name: str, comparisons: list[Comparison], settings: Settings, command
         "provenance": environment.provenance(settings.seed, command),
         "settings": {field: getattr(settings, field) for field in settings.__slots__},
         "score": score(comparisons)._asdict(),
+        "score_torch": score_of_torch(comparisons)._asdict(),
         "scores": {kind: found._asdict() for kind, found in scores(comparisons).items()},
         "rows": [comparison.to_dict() for comparison in comparisons],
     }
@@ -218,7 +222,7 @@ def save(result: dict[str, Any], folder: Path) -> Path:
 
 
 def show(comparisons: list[Comparison], record: Record, *, verbose: bool = False, quiet: bool = False) -> None:
-    """One line per row and candidate; what went wrong, with -v who refused; last the score."""
+    """One line per row and candidate; what went wrong, with -v who refused; last the score against the fastest."""
     for mark in record.marks():
         print(f"note: {mark}")
     for text in dict.fromkeys(text for comparison in comparisons for text in comparison.noise):
@@ -235,8 +239,8 @@ def show(comparisons: list[Comparison], record: Record, *, verbose: bool = False
                 print(f"{comparison.row.name}: {outcome.candidate}: {'; '.join([outcome.verdict, *outcome.because])}")
     if not all(comparison.complete for comparison in comparisons):
         print("interrupted: only what was measured is here")
-    if without := [c for c in comparisons if _ratio(c) is None]:
-        print(f"rows without a ratio, for want of a right answer of PyTorch's or ours: {len(without)}")
+    if without := [c for c in comparisons if against_fastest(c) is None]:
+        print(f"rows without a ratio, for want of a right answer of ours or of another's: {len(without)}")
     for rival, name in RIVALS.items():
         if told := standings(OURS, rival, comparisons):
             print(f"{told} {name}")
