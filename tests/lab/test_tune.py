@@ -10,21 +10,24 @@ import json
 import logging
 import math
 import random
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from support import make_problem
-from tilewise import Causal, Window
+from support import assert_close, budget, exact, make_problem
+from tilewise import Causal, Full, Window, op
 from tilewise.backends import tiled
 from tilewise.engine import SM90
-from tilewise.errors import InvalidInput
+from tilewise.errors import CompileError, InvalidInput
 from tilewise.jit import tuned
-from tilewise.lab.candidates.variants import is_variant, name_of, resolve
+from tilewise.lab.candidates.names import Candidate
+from tilewise.lab.candidates.variants import backend_of, is_variant, name_of, resolve
 from tilewise.lab.commands.app import app
 from tilewise.lab.measure.pool import Failure
+from tilewise.lab.render import pages
 from tilewise.lab.studies import tune
 from tilewise.plan import plan
 from tilewise.target import Target
@@ -388,3 +391,182 @@ def test_nothing_is_written_where_the_shipped_choice_stays_unless_an_entry_has_t
 def test_a_backend_without_configs_is_refused() -> None:
     done = CliRunner().invoke(app, ["tune", "--shape", "1,1,64,8", "--backend", "torch-math", "--device", "cpu"])
     assert done.exit_code == 2
+
+
+# --- backwards, and float32 ------------------------------------------------------------------------------------------
+
+TRAIN = LONG.with_(needs_grad=True)
+A100 = dataclasses.replace(Target.named("a100"), name="NVIDIA A100")
+FLOAT32 = make_problem((1, 16, 4096, 64), torch.float32, mask=Causal())
+SWEEPS = [
+    ("sm90:backward", TRAIN, H200),
+    ("sm90", FLOAT32, H200),
+    ("sm90", FLOAT32.with_(needs_grad=True), H200),
+    ("sm90:backward", FLOAT32.with_(needs_grad=True), H200),
+    ("sm80:backward", TRAIN, A100),
+    ("sm80", FLOAT32, A100),
+    ("sm80", FLOAT32.with_(precision="tf32"), A100),
+    ("sm80:backward", FLOAT32.with_(needs_grad=True), A100),
+]
+SWEEP_IDS = [f"{backend} {problem.dtype} {problem.precision} {problem.needs_grad}" for backend, problem, _ in SWEEPS]
+
+
+def chosen_config(backend: str, problem: Problem, target: Target) -> Any:
+    found = plan(problem, target, backend.partition(":")[0])
+    return found.backward_config if backend.endswith(":backward") else found.config
+
+
+@pytest.mark.parametrize(("backend", "problem", "target"), SWEEPS, ids=SWEEP_IDS)
+def test_every_family_is_tuned_into_the_plan(
+    backend: str, problem: Problem, target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Times are made up, and kernels are not built: the search, the table and the planner are the real ones."""
+    monkeypatch.setattr(tune, "_build", lambda units: ([], tune.BUILT, ""))
+    before = plan(problem, target, backend.partition(":")[0])
+    space = backend_of(backend).search_space(problem, target)
+    shipped = chosen_config(backend, problem, target)
+    assert shipped in space
+    assert len({tune.label_of(config) for config in space}) == len(space) > 1
+    wanted = next(config for config in reversed(space) if config not in backend_of(backend).shipped(problem, target))
+    settings = tune.Settings()
+    found = tune.sweep(backend, problem, target, lambda config, *_: [1.0 if config == wanted else 2.0], settings)
+    assert tune.conclusion(found, settings).count("2.00x faster than the shipped choice") == 1
+    path = tune.keep(found, settings, ["test"])
+    assert path is not None
+    assert path.name.startswith(f"{backend.partition(':')[0]}.nvidia"), "one table for both directions"
+    tune.show(found, settings)
+    assert f"backend {backend}" in capsys.readouterr().out
+
+    after = plan(problem, target, backend.partition(":")[0])
+    assert chosen_config(backend, problem, target) == wanted
+    of_backward = backend.endswith(":backward")
+    assert (after.config if of_backward else after.backward_config) == (
+        before.config if of_backward else before.backward_config
+    )
+    program = after.backward if of_backward else after.forward
+    assert program is not None
+    assert program != (before.backward if of_backward else before.forward)
+    cited = [line for line in str(after).splitlines() if "tuned on" in line]
+    assert len(cited) == 1
+    assert ("backward: config tuned" in cited[0]) == of_backward
+    for other in (problem.with_(seq_q=problem.seq_q // 4), problem.with_(mask=Full()), problem.with_(softcap=2.0)):
+        assert wanted not in backend_of(backend).configs(other, target)
+    if of_backward:
+        for change in ({"deterministic": True}, {"heads_kv": 4}):
+            assert wanted not in backend_of(backend).configs(problem.with_(**change), target)
+    record = tune.record([found], settings, ["test"])
+    assert record["sweeps"][0]["backend"] == backend
+    assert "tilewise tune" in pages.page(record)
+
+
+@pytest.mark.parametrize(("backend", "problem", "target"), SWEEPS, ids=SWEEP_IDS)
+def test_every_config_travels_by_name(backend: str, problem: Problem, target: Target) -> None:
+    for config in backend_of(backend).search_space(problem, target):
+        name = name_of(backend, config)
+        assert is_variant(name)
+        assert Candidate(name).is_ours
+        assert resolve(name) == (backend_of(backend), config)
+
+
+def test_kernels_of_a_backward_are_built_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Compiled for sm_80 here, with a made-up clock."""
+    problem, settings = FLOAT32.with_(needs_grad=True), tune.Settings(most=3)
+    found = tune.sweep("sm80:backward", problem, A100, lambda config, *_: [1e-3 * config.block_q], settings)
+    assert found.complete
+    assert len(found.trials) == 3
+    shipped = found[found.shipped]
+    (facts,) = tune.resources(found, shipped)
+    assert (facts["spilt"], shipped.verdict) == (0, tune.MEASURED)
+    tune.show(found, settings)
+    assert shipped.label in capsys.readouterr().out
+
+
+def test_the_command_tunes_the_backward_with_grad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the options to what explain says; the device and the clock are made up, and kernels are not built."""
+    asked: list[tuple[str, Problem]] = []
+
+    class Watch:
+        def __init__(self, backend: str, problem: Problem, *_: object) -> None:
+            asked.append((backend, problem))
+
+        def __enter__(self) -> Callable[..., list[float]]:
+            return lambda config, *_: [1.0 / (config.block_q + config.stages)]
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tune, "_build", lambda units: ([], tune.BUILT, ""))
+    monkeypatch.setattr(tune, "Stopwatch", Watch)
+    monkeypatch.setattr(tune, "Target", types.SimpleNamespace(of=lambda device: H200))
+    monkeypatch.setattr("tilewise.lab.commands.tune.make_device", lambda text: "cuda")
+    where = ["--shape", "1,16,8192,128", "--mask", "causal", "--grad", "--deterministic"]
+    done = CliRunner().invoke(app, ["tune", *where])
+    assert done.exit_code == 0, done.output
+    ((backend, problem),) = asked
+    assert (backend, problem.needs_grad, problem.deterministic) == ("sm90:backward", True, True)
+    assert "the planner uses it from now on" in done.output
+    assert "backend sm90:backward" in done.output
+    assert "backward: config tuned on NVIDIA H200" in str(plan(problem, H200))
+    done = CliRunner().invoke(app, ["tune", *where[:-1], "--backend", "torch-cudnn"])
+    assert done.exit_code == 2
+    assert "configs of its own: sm80, sm90" in done.output
+
+
+def test_the_stopwatch_times_a_backward_and_verifies_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, dict[str, Any]]] = []
+
+    class Worker:
+        alive = True
+
+        def ask(self, do: str, limit: float, **arguments: Any) -> Any:
+            done.append((do, arguments))
+            held = next((told["candidate"] for what, told in reversed(done) if what == "prepare"), "")
+            wrong = ["dk is off"] if "block_q=128" in held else []
+            return {"wrong": wrong} if do == "verify" else [1.0]
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(tune, "Process", Worker)
+    some, other = (dataclasses.replace(chosen_config(*SWEEPS[0]), block_q=block_q) for block_q in (64, 128))
+    with tune.Stopwatch("sm90:backward", TRAIN, "cuda", tune.Settings()) as stopwatch:
+        assert stopwatch(some, 0.1, True) == [1.0]
+        with pytest.raises(Failure) as failure:
+            stopwatch(other, 0.1, True)
+    assert failure.value.hint == "dk is off"
+    prepared = next(arguments for do, arguments in done if do == "prepare")
+    assert prepared["candidate"] == name_of("sm90:backward", some)
+    assert prepared["problem"]["needs_grad"]
+    assert [arguments["what"] for do, arguments in done if do == "time"] == ["backward"]
+
+
+def test_a_config_spelled_out_has_gradients() -> None:
+    problem = make_problem((1, 4, 40, 16), heads_kv=2, mask=Causal(), needs_grad=True)
+    candidate = Candidate("tiled@block_q=16,block_kv=32")
+    inputs = candidate.inputs(problem, 0, "cpu")
+    out = candidate.forward(problem, inputs)()
+    want = exact(*inputs[:3], problem, None, inputs.dout)
+    grads = torch.autograd.grad(out, inputs[:3], inputs.dout)
+    for what, got, true in zip(("out", "dq", "dk", "dv"), (out, *grads), (want[0], *want[2:]), strict=True):
+        assert_close(got, true, budget(problem.dtype, problem.seq_kv), what)
+
+
+def test_a_tuned_backward_that_does_not_build_gives_way_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Its entry counts no more; the forward's entry, and the kernel that ships, stay."""
+    direction = SM90.backward_direction
+    shipped = plan(TRAIN, H200)
+    forward = other_config(TRAIN)
+    backward = next(c for c in direction.search_space(TRAIN, H200) if c not in direction.shipped(TRAIN, H200))
+    key, sizes = direction.tuning_key(TRAIN)
+    tuned.write("sm90", H200.name, entry_for(TRAIN, forward))
+    tuned.write("sm90", H200.name, entry_for(TRAIN, backward, key=key, sizes=sizes))
+    chosen = plan(TRAIN, H200)
+    assert (chosen.config, chosen.backward_config) == (forward, backward)
+    assert chosen.backward is not None
+    error = CompileError("it spills")
+    error.unit = next(unit.label for unit in chosen.backward.units if "backward" in unit.label)
+    with caplog.at_level(logging.WARNING, "tilewise"):
+        op._leave_out(chosen, error, types.SimpleNamespace(backend="auto"))  # type: ignore[arg-type]
+    again = plan(TRAIN, H200)
+    assert (again.config, again.backward_config) == (forward, shipped.backward_config)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "does not build here" in caplog.text

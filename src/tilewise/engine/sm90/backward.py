@@ -121,6 +121,11 @@ class Config:
         extras += "" if self.makes_dq and self.makes_dkv else "_dq_only" if self.makes_dq else "_dkv_only"
         return f"backward_{kind}_q{self.block_q}_kv{self.block_kv}{extras}"
 
+    @property
+    def label(self) -> str:
+        """What a search varies, in a few words."""
+        return f"{self.block_q}x{self.block_kv} s{self.stages} ds{self.ds_stages}{' one tile' * self.writes_dq}"
+
     def __str__(self) -> str:
         tile = f"tile {self.block_q} x {self.block_kv}, 4 warpgroups"
         return f"{tile}, {self.stages} stages, {self.smem_bytes / 1024:.0f} KiB shared"
@@ -439,3 +444,14 @@ def _config(row: dict[str, Any], bf16: bool, softcap: bool) -> Config:
 def _table() -> dict[tuple[int, int], list[rules.Row]]:
     """Head-dim class -> rows, best first."""
     return rules.rows_by("sm90_backward", "backward", lambda row: [tuple(row["head_dims"])])
+
+
+def search_space(problem: Problem, target: Target) -> list[Config]:
+    """What ships for these heads, with every height of the query tile and every depth of the rings that fits."""
+    found = dict.fromkeys(configs(problem, target))
+    for config in list(found):
+        for block_q, stages, ds_stages in product((64, 128), (1, 2, 3, 4), (1, 2)):
+            other = replace(config, block_q=block_q, stages=stages, ds_stages=ds_stages)
+            if other.smem_bytes <= target.smem_per_block:
+                found[other] = None
+    return list(found)

@@ -8,7 +8,8 @@ dK and dV in place. No range is refused.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
 from ...errors import Reason
@@ -75,6 +76,11 @@ class Config:
     def name(self) -> str:
         shape = f"d{self.head_dim}x{self.head_dim_v}_q{BLOCK}_kv{BLOCK}_s{self.stages}r{self.rooms}"
         return f"backward_float32_bf16x6_{shape}{'_softcap' if self.softcap else ''}"
+
+    @property
+    def label(self) -> str:
+        """What a search varies, in a few words."""
+        return f"s{self.stages} r{self.rooms}"
 
     def __str__(self) -> str:
         stages = f"{self.stages} stage{'s' * (self.stages > 1)}"
@@ -251,3 +257,14 @@ def _sections(problem: Problem, target: Target) -> int | None:
     if problem.deterministic:
         return kv_head_sections(problem, target, 2 * PARTS)
     return None if isinstance(problem.mask, Causal) else problem.batch * problem.heads_kv
+
+
+def search_space(problem: Problem, target: Target) -> list[Config]:
+    """What ships for these heads, with every depth of the rings and every number of rooms that fits."""
+    found = dict.fromkeys(configs(problem, target))
+    for config in list(found):
+        for stages, rooms in product((1, 2, 3), (1, 2)):
+            other = replace(config, stages=stages, rooms=rooms)
+            if other.smem_bytes <= target.smem_per_block:
+                found[other] = None
+    return list(found)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -369,3 +370,14 @@ def max_exponents(problem: Problem) -> int:
 def _config(parts: int, classes: tuple[int, int], softcap: bool) -> Config:
     consumers, block_kv, k_stages, v_stages, columns = _SHAPES[parts][classes]
     return Config(parts, *classes, consumers, block_kv, k_stages, v_stages, columns, softcap, turns=consumers == 2)
+
+
+def search_space(problem: Problem, target: Target) -> list[Config]:
+    """What ships for these heads, with every width of the KV tile and every depth of the rings that fits."""
+    found = dict.fromkeys(configs(problem, target))
+    for config in list(found):
+        for block_kv, k_stages, v_stages in product((32, 64, 128), (1, 2, 3, 4), (1, 2, 3, 4)):
+            other = replace(config, block_kv=block_kv, k_stages=k_stages, v_stages=v_stages)
+            if other.smem_bytes <= target.smem_per_block:
+                found[other] = None
+    return list(found)

@@ -16,6 +16,7 @@ from ..studies import tune as tuning
 from .options import (
     FAILED,
     INTERRUPTED,
+    Deterministic,
     Device,
     Dtype,
     HeadDimV,
@@ -50,7 +51,10 @@ def tune(
     dtype: Dtype = "bf16",
     softcap: Softcap = 0.0,
     layout: LayoutText = "bhsd",
+    grad: Annotated[bool, typer.Option("--grad", help="Tune the backward, instead of the forward.")] = False,
     lse: Lse = False,
+    deterministic: Deterministic = False,
+    precision: Annotated[str, typer.Option(help="exact, or for float32 also tf32.")] = "exact",
     backend: Annotated[str, typer.Option(help="The backend to tune; auto: the one the planner chooses.")] = AUTO,
     device: Device = "auto",
     timing: Timing = "auto",
@@ -66,14 +70,16 @@ def tune(
     json: Json = None,
     page: Html = None,
 ) -> None:
-    """Measure every legal config of a kernel and keep the fastest in your own table, which the planner then uses."""
+    """Measure every legal config of a kernel and keep the fastest in your own table, which the planner then uses.
+
+    A forward by default, with --grad a backward; in 16 bits or in float32."""
     with exit_codes():
         outputs = open_outputs(json, page, save, results)
         where = make_device(device)
         problems = [
             make_problem(
-                shape, kv_heads, seq_kv, head_dim_v, dtype, mask, None, softcap, 0.0, layout, False, lse, False
-            )
+                shape, kv_heads, seq_kv, head_dim_v, dtype, mask, None, softcap, 0.0, layout, grad, lse, deterministic
+            ).with_(precision=precision)
             for shape in shapes
             for mask in masks or ["full"]
         ]

@@ -8,6 +8,9 @@
     5. write the winner, with where it comes from and who came next, into the user's table (jit/tuned.py). Where the
        shipped choice stays, nothing is written, unless an earlier entry of the table has to go
 
+A forward and a backward are tuned apart: `sm90` and `sm90:backward` are two sweeps. What is timed of a backward is the
+backward alone, over one recorded forward, and its gradients are verified before; the table is the same.
+
 Hundreds of configs cost minutes: most get one short measurement. What is measured is kept in a file as it comes, line
 by line, so that an interrupted sweep goes on where it stopped. Time is taken by one function, a parameter: everything
 else runs the same without a GPU.
@@ -31,13 +34,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...engine.backend import Direction, Fused
 from ...errors import CompileError, InvalidInput, UnsupportedProblem
 from ...jit import build, cache, trust, tuned
 from ...op import forget
 from ...plan import plan
 from ...target import Target
 from .. import report
-from ..candidates.variants import backend_of, is_variant, name_of
+from ..candidates.variants import BACKWARD, backend_of, has_backward, is_variant, name_of
 from ..measure import environment, noise, statistics, words
 from ..measure.compare import WRONG, median, summary
 from ..measure.pool import Failure, Process
@@ -228,13 +232,26 @@ def run(
 
 
 def _planned(problem: Problem, target: Target, backend: str) -> str:
-    """The backend to tune; UnsupportedProblem if it does not take the problem. A rung is nobody's choice but yours."""
-    if not is_variant(backend):
-        return plan(problem, target, backend).backend
-    reasons = backend_of(backend).why_not(problem, target)
-    if reasons:
-        raise UnsupportedProblem(f"{backend} does not take {problem}: {'; '.join(map(str, reasons))}", problem)
-    return backend
+    """The backend to tune, or its backward where gradients are wanted; UnsupportedProblem if it does not take the
+    problem. A rung is nobody's choice but yours."""
+    if is_variant(backend):
+        reasons = backend_of(backend).why_not(problem, target)
+        if reasons:
+            raise UnsupportedProblem(f"{backend} does not take {problem}: {'; '.join(map(str, reasons))}", problem)
+        return backend
+    chosen = plan(problem, target, backend).backend
+    if not problem.needs_grad:
+        return chosen
+    if not has_backward(chosen):
+        raise InvalidInput(
+            "--grad", f"the backend {chosen}", "one whose backward has configs of its own: sm80, sm90", "leave it out"
+        )
+    return chosen + BACKWARD
+
+
+def _table_of(backend: str) -> str:
+    """Whose table an entry goes into: both directions share one."""
+    return backend.removesuffix(BACKWARD)
 
 
 def sweep(
@@ -287,7 +304,7 @@ def _build_all(found: Sweep, tick: Tick) -> None:
     if not hasattr(module, "unit"):
         return
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = {pool.submit(_build, [module.unit(s) for s in _stages(found, trial)]): trial for trial in found.trials}
+        jobs = {pool.submit(_build, _units(found, trial)): trial for trial in found.trials}
         try:
             for number, job in enumerate(concurrent.futures.as_completed(jobs)):
                 trial = jobs[job]
@@ -302,6 +319,12 @@ def _stages(found: Sweep, trial: Trial) -> tuple[Any, ...]:
     """What is compiled for a config: itself, or what a backend of several kernels makes of it."""
     stages_of = getattr(backend_of(found.backend), "stages_of", None)
     return tuple(stages_of(found.problem, trial.config)) if stages_of else (trial.config,)
+
+
+def _units(found: Sweep, trial: Trial) -> list[Unit]:
+    module = backend_of(found.backend)
+    arch = [found.target.arch] if isinstance(module, Fused | Direction) else []
+    return [module.unit(stage, *arch) for stage in _stages(found, trial)]
 
 
 def _build(units: list[Unit]) -> tuple[list[Kernel], str, str]:
@@ -462,6 +485,7 @@ class Stopwatch:
     def __init__(self, backend: str, problem: Problem, device: str, settings: Settings, method: str = "") -> None:
         self._backend, self._settings = backend, settings
         self._method = method or ("events" if device.startswith("cuda") else "wall")
+        self._timed = "backward" if backend.endswith(BACKWARD) else "forward"
         self._what = {"problem": problem.to_dict(), "seed": settings.seed, "device": device}
         self._folder = tempfile.TemporaryDirectory(prefix="tilewise-")
         self._truth = Path(self._folder.name) / "truth.pt"
@@ -486,7 +510,7 @@ class Stopwatch:
             if told["wrong"]:
                 raise Failure(WRONG, hint="; ".join(told["wrong"]))
         limit = self._settings.time_limit + 10 * seconds
-        samples: list[float] = self._ask("time", limit, what="forward", method=self._method, seconds=seconds)
+        samples: list[float] = self._ask("time", limit, what=self._timed, method=self._method, seconds=seconds)
         self._served += 1
         return samples
 
@@ -513,7 +537,7 @@ def entry_of(found: Sweep, settings: Settings, command: list[str]) -> dict[str, 
         "key": key,
         "sizes": sizes,
         "config": dataclasses.asdict(winner.config),
-        "kernels": tuned.kernels_digest(found.backend),
+        "kernels": tuned.kernels_digest(_table_of(found.backend)),
         "device": found.target.name,
         "date": provenance["date"],
         "problem": str(found.problem),
@@ -543,7 +567,7 @@ def keep(found: Sweep, settings: Settings, command: list[str]) -> Path | None:
     entry = entry_of(found, settings, command) if found.complete else None
     if entry is None or _is_chosen_already(found, settings):
         return None
-    found.written = tuned.write(found.backend, found.target.name, entry)
+    found.written = tuned.write(_table_of(found.backend), found.target.name, entry)
     forget()
     return found.written
 
