@@ -28,11 +28,11 @@ kernel-gates: $(SETUP)
 
 # Thunder needs an older torch than ours, and timm a torchvision: each has an environment of its own.
 thunder: .venv-thunder/.installed
-	.venv-thunder/bin/python -m pytest $(REPORT) tests/test_integrations_thunder.py \
-	  "tests/test_integrations_examples.py::test_example[thunder_executor.py]"
+	.venv-thunder/bin/python -m pytest $(REPORT) tests/integrations/test_integrations_thunder.py \
+	  "tests/integrations/test_integrations_examples.py::test_example[thunder_executor.py]"
 
 libraries: .venv-libraries/.installed
-	.venv-libraries/bin/python -m pytest $(REPORT) tests/test_integrations_libraries.py
+	.venv-libraries/bin/python -m pytest $(REPORT) tests/integrations/test_integrations_libraries.py
 
 # What takes too long for every change. The outcome is kept in tests/hostile/nightly.json.
 nightly: $(SETUP)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 # name: (arguments that make it short, one of what it must say)
 EXAMPLE = {
     "sdpa_override.py": (None, ["tiled: asked for by name"]),

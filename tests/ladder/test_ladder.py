@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from tilewise import Problem
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CPU, H200 = Target.of("cpu"), Target.named("h200")
 OURS = [rung.name for rung in ladder.RUNGS if rung.module]
 needs_compiler = pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++")

@@ -20,7 +20,7 @@ from tilewise.target import TARGETS
 
 GPUS = [name for name, target in TARGETS.items() if target.capability >= (8, 0)]
 H200 = Target.named("h200")
-BUDGETS = json.loads((Path(__file__).parent / "ratchet.json").read_text())["kernels"]
+BUDGETS = json.loads((Path(__file__).parents[1] / "ratchet.json").read_text())["kernels"]
 BF16, FP16 = torch.bfloat16, torch.float16
 
 DIMS = [(8, 8), (64, 64), (72, 40), (96, 96), (128, 128), (40, 128), (192, 128), (192, 192), (200, 256), (256, 256)]

@@ -21,7 +21,7 @@ from tilewise.engine.sm90 import float32_forward as sm90_float32
 from tilewise.problem import Strides
 
 H200 = Target.named("h200")
-BUDGETS = json.loads((Path(__file__).parent / "ratchet.json").read_text())["kernels"]
+BUDGETS = json.loads((Path(__file__).parents[1] / "ratchet.json").read_text())["kernels"]
 DIMS = [(8, 8), (64, 64), (72, 40), (96, 96), (128, 128), (40, 128), (192, 128), (192, 192), (200, 256), (256, 256)]
 emulated = emulation.emulated
 

@@ -10,7 +10,7 @@ import pytest
 
 from tilewise.engine.validation import PACKAGE, PARTS, decisive_sources, part_hash, part_sources, source_hash
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "benchmarks" / "validation.json"
 
 

@@ -13,9 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-import emulation
-from support import budget, exact, make_problem
 from test_backend_sm90_float32 import (
     DIM,
     EVERY,
@@ -29,6 +26,9 @@ from test_backend_sm90_float32 import (
     spread,
 )
 from test_backend_sm90_float32_backward import WIDE, assert_grads_as_good_as, like_out, plain_grads
+
+import emulation
+from support import budget, exact, make_problem
 from tilewise import Causal, Full, Target, Window
 from tilewise.engine import SM80
 from tilewise.engine.sm80 import float32_backward as sm80_float32_backward
@@ -37,7 +37,7 @@ from tilewise.target import TARGETS
 
 GPUS = [name for name, target in TARGETS.items() if target.capability >= (8, 0)]
 A100, ADA, H200 = Target.named("a100"), Target.named("rtx-4090"), Target.named("h200")
-BUDGETS = json.loads((Path(__file__).parent / "ratchet.json").read_text())["kernels"]
+BUDGETS = json.loads((Path(__file__).parents[1] / "ratchet.json").read_text())["kernels"]
 DIMS = [(8, 8), (64, 64), (60, 44), (96, 96), (128, 128), (40, 128), (192, 128), (192, 192), (200, 256), (256, 256)]
 emulated = emulation.emulated
 

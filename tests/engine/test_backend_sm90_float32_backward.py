@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_backend_sm90_float32 import DIM, EVERY, FLOOR, RANGES, SEQ, emulated, inputs_of, spread, with_one
 
 import emulation
 from support import budget, exact, make_problem
-from test_backend_sm90_float32 import DIM, EVERY, FLOOR, RANGES, SEQ, emulated, inputs_of, spread, with_one
 from tilewise import Causal, Full, Target, Window
 from tilewise.engine import SM90
 from tilewise.engine.sm90 import float32_backward as sm90_float32_backward
@@ -23,7 +23,7 @@ from tilewise.plan import plan
 from tilewise.problem import Strides
 
 H200 = Target.named("h200")
-BUDGETS = json.loads((Path(__file__).parent / "ratchet.json").read_text())["kernels"]
+BUDGETS = json.loads((Path(__file__).parents[1] / "ratchet.json").read_text())["kernels"]
 NAMES = ("dq", "dk", "dv")
 
 
