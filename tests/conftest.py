@@ -32,7 +32,7 @@ _MEANT_SECONDS = 5.0  # a test that lets a worker hang waits for it no longer th
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with much else to do is slow, not broken: workers may take minutes where users give them seconds."""
-    from tilewise.lab.pool import Process
+    from tilewise.lab.measure.pool import Process
 
     receive = Process._receive
 
@@ -89,5 +89,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the machine does beside the tests decides no test: comparisons are made as if nothing else ran."""
-    if noise := sys.modules.get("tilewise.lab.noise"):
+    if noise := sys.modules.get("tilewise.lab.measure.noise"):
         monkeypatch.setattr(noise, "load", lambda: 0.0)

@@ -21,6 +21,10 @@ LAYERS = [
     "jit", "hook", "isolation", "backend", "plain", "triton", "torch_kernels", "engine", "plan", "op", "api", "ladder",
 ]  # fmt: skip
 TOP = {"lab", "integrations"}
+# The same inside the lab: modules, then folders.
+LAB = [
+    "units", "processes", "report", "candidates", "model", "measure", "studies", "watch", "render", "commands",
+]  # fmt: skip
 ABOVE_ALL = {"__init__", "__main__"}
 
 
@@ -56,6 +60,19 @@ def test_imports_go_one_way(path):
         if parts[1:2] in ([], ["__version__"]):
             continue
         assert parts[1] in {*below, own}, f"{path.name} imports {name}, which is not below it"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if layer_of(path) == "lab"], ids=lambda path: str(path.relative_to(PACKAGE / "lab"))
+)
+def test_imports_inside_the_lab_go_one_way(path):
+    own = path.relative_to(PACKAGE / "lab").parts[0].removesuffix(".py")
+    if own == "__init__":
+        assert not siblings(path, "lab"), "importing one module of the lab imports no other"
+        return
+    assert own in LAB, f"{own} is in no layer of the lab"
+    for name in siblings(path, "lab"):
+        assert name in LAB[: LAB.index(own) + 1], f"{path.name} imports lab.{name}, which is not below it"
 
 
 def siblings(path: Path, folder: str) -> set[str]:

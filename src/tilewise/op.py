@@ -337,9 +337,11 @@ def _build(chosen: Plan) -> None:
 def _leave_out(chosen: Plan, error: CompileError, options: Options) -> None:
     """What failed counts no more: the tuned config it came from, or the kernel, or the backend if it names none."""
     first_line = str(error).splitlines()[0]
-    was_tuned = tuned.does_not_build(chosen.config, first_line)
-    if was_tuned and plan(chosen.problem, chosen.target, options.backend).config != chosen.config:
-        return
+    in_backward = chosen.backward is not None and error.unit in {unit.label for unit in chosen.backward.units}
+    if tuned.does_not_build(chosen.backward_config if in_backward else chosen.config, first_line):
+        again = plan(chosen.problem, chosen.target, options.backend)
+        if (again.config, again.backward_config) != (chosen.config, chosen.backward_config):
+            return
     what = error.unit or chosen.backend
     if error.unit == "" and options.backend != AUTO:
         raise error

@@ -24,8 +24,8 @@ from support import assert_close, budget, exact, make_inputs, make_problem
 from tilewise import Causal, Full, Problem, Window, ladder
 from tilewise.errors import CompileError
 from tilewise.jit import build_all
-from tilewise.lab import stages
-from tilewise.lab.cli import app
+from tilewise.lab.commands.app import app
+from tilewise.lab.measure import stages
 from tilewise.ladder import lecture, three_kernel
 from tilewise.target import Target
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tilewise
 from support import assert_close, budget, exact, in_order, make_inputs, make_problem
 from tilewise import Causal, Full, Problem, Window
-from tilewise.lab.cli import app
+from tilewise.lab.commands.app import app
 from tilewise.plain import reference
 from tilewise.plan import BACKENDS
 from tilewise.target import Target

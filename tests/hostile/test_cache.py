@@ -15,7 +15,7 @@ from support import make_problem
 from tilewise import Causal
 from tilewise.jit import Unit, build, cache, trust, tuned
 from tilewise.jit import compile as compiling
-from tilewise.lab import tune
+from tilewise.lab.studies import tune
 from tilewise.plain import tiled
 from tilewise.target import Target
 

@@ -240,15 +240,28 @@ def test_the_kernel_for_split_keys_may_be_in_a_table() -> None:
         assert SM90.configs(problem, H200)[0] == shipped
 
 
-def test_float32_kernels_read_no_table(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever a table claims for float32, the shipped config runs."""
-    problem = LONG.with_(dtype=torch.float32)
-    for backend in ("sm90", "sm80"):
-        module, _, target = READERS[backend]
-        for fields in (other_config(backend), {"block_q": -1}):
-            place(backend, target, entry_for(backend, problem, fields, target))
-            assert module.configs(problem, target) == module.shipped(problem, target)
-    assert not caplog.records
+@pytest.mark.parametrize("direction", ["forward_direction", "backward_direction"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backend", ["sm90", "sm80"])
+def test_what_a_table_claims_of_any_kernel_is_held_to_its_rules(
+    backend: str, dtype: torch.dtype, direction: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A config of another family, a tile that there is not, a field of another type: one line each, and what ships."""
+    module, _, target = READERS[backend]
+    problem = LONG.with_(dtype=dtype, needs_grad=True)
+    side = getattr(module, direction)
+    shipped = side.shipped(problem, target)
+    fields = dataclasses.asdict(shipped[0])
+    tile = "block_q" if "block_q" in fields else "block_kv" if "block_kv" in fields else "stages"
+    stranger = module.backward_direction if direction == "forward_direction" else module.forward_direction
+    key, sizes = side.tuning_key(problem)
+    for wrong in (dataclasses.asdict(stranger.shipped(problem, target)[0]), fields | {tile: -1}, fields | {tile: "64"}):
+        caplog.clear()
+        place(backend, target, entry_for(backend, problem, wrong, target) | {"key": key, "sizes": sizes})
+        forget()
+        with caplog.at_level(logging.WARNING, "tilewise"):
+            assert side.configs(problem, target) == side.configs(problem, target) == shipped
+        assert len(caplog.records) == 1
 
 
 def test_one_bad_entry_among_many_problems_is_still_one_line(caplog: pytest.LogCaptureFixture) -> None:

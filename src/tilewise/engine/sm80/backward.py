@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -73,6 +74,14 @@ class Config(shared.TileConfig):
         extras = f"{'_v4' * self.vector_sums}{'' if self.makes_dkv else '_dq_only'}"
         return (
             f"fa2_backward_{kind}_q{self.block_q}_kv{self.block_kv}_{grids}_s{self.stages}_x{self.ctas_per_sm}{extras}"
+        )
+
+    @property
+    def label(self) -> str:
+        """What a search varies, in a few words."""
+        return (
+            f"{self.block_q}x{self.block_kv} w{self.warps} {self.score_rows}{self.key_rows}{self.query_rows} "
+            f"s{self.stages} x{self.ctas_per_sm}"
         )
 
 
@@ -254,3 +263,35 @@ def keys_of_row(row: rules.Row) -> list[tuple[tuple[int, int], bool]]:
 def _table() -> dict[tuple[tuple[int, int], bool], list[rules.Row]]:
     """(head-dim class, has_terms) -> rows, best first; a row is for both unless it says for which."""
     return rules.rows_by("sm80", "backward", keys_of_row)
+
+
+def search_space(problem: Problem, target: Target) -> list[Config]:
+    """Every config that may run: tiles that the warps divide evenly, that fit shared memory, and whose sums fit the
+    registers; whether the compiler keeps to that, its log tells."""
+    dims = rules.class_of(problem)
+    bf16, has_terms = problem.dtype is torch.bfloat16, bool(problem.scores)
+    found = dict.fromkeys(configs(problem, target))
+    for warps, block_q, block_kv, stages, ctas in product((4, 8), (32, 64, 128), (64, 128), (1, 2), (1, 2, 3)):
+        for rows in product((1, 2, 4, 8), repeat=3):
+            row = {"head_dims": dims, "block_q": block_q, "block_kv": block_kv, "warps": warps, "stages": stages}
+            row |= dict(zip(("score_rows", "key_rows", "query_rows"), rows, strict=True)) | {"ctas_per_sm": ctas}
+            config = _config(row, bf16, has_terms, target)
+            held = (block_q * block_kv * 2 + block_kv * sum(dims)) // (32 * warps)
+            if _divides_evenly(config) and held + 32 <= config.register_limit and config.fits(target):
+                found[config] = None
+    return list(found)
+
+
+def _divides_evenly(config: Config) -> bool:
+    """Every warp has the same share of each product, in blocks of 16: what kernels/sm80/backward.cuh asserts."""
+    shares = (
+        (config.score_rows, config.block_q, (config.block_kv,)),
+        (config.key_rows, config.block_kv, (config.head_dim, config.head_dim_v)),
+        (config.query_rows, config.block_q, (config.head_dim,)),
+    )
+    return config.block_q <= 2 * config.threads and all(
+        config.warps % rows == 0
+        and height % (16 * rows) == 0
+        and all(width % (16 * (config.warps // rows)) == 0 for width in widths)
+        for rows, height, widths in shares
+    )

@@ -75,6 +75,11 @@ class Config(shared.TileConfig):
         extras = f"{'_v4' * self.vector_sums}{'' if self.makes_dkv else '_dq_only'}"
         return f"fa2_backward_{kind}_{shape}{extras}"
 
+    @property
+    def label(self) -> str:
+        """What a search varies, in a few words."""
+        return f"{self.block_q}x{self.block_kv} s{self.stages} x{self.ctas_per_sm}"
+
     def __str__(self) -> str:
         return f"{products_text(self.exact)}, {shared.TileConfig.__str__(self)}"
 
@@ -208,3 +213,18 @@ def _config(row: rules.Row, exact: bool, has_terms: bool, target: Target) -> Con
 def _table() -> dict[tuple[tuple[int, int], bool], list[rules.Row]]:
     """(head-dim class, has_terms) -> rows, best first; a row is for both unless it says for which."""
     return rules.rows_by("sm80", "float32_backward", keys_of_row)
+
+
+def search_space(problem: Problem, target: Target) -> list[Config]:
+    """Every config that may run: tiles that fit shared memory, sums of dK and dV that fit the registers; whether the
+    compiler keeps to that, its log tells."""
+    dims = rules.class_of(problem)
+    exact, has_terms = problem.precision == "exact", bool(problem.scores)
+    found = dict.fromkeys(configs(problem, target))
+    for warps, block_q, stages, ctas in product((4, 8), (16, 32, 48, 64), (1, 2), (1, 2, 3)):
+        row = {"head_dims": dims, "block_q": block_q, "warps": warps, "stages": stages, "ctas_per_sm": ctas}
+        config = _config(row, exact, has_terms, target)
+        held = (2 * block_q * config.block_kv + config.block_kv * sum(dims)) // config.threads
+        if held + 32 <= config.register_limit and config.fits(target):
+            found[config] = None
+    return list(found)

@@ -108,6 +108,11 @@ class Config:
         extras += "" if self.makes_dq and self.makes_dkv else "_dq_only" if self.makes_dq else "_dkv_only"
         return f"backward_{kind}_q{self.block_q}_kv{self.block_kv}{extras}"
 
+    @property
+    def label(self) -> str:
+        """What a search varies, in a few words."""
+        return f"{self.block_q}x{self.block_kv} s{self.stages} ds{self.ds_stages}{' one tile' * self.writes_dq}"
+
     def __str__(self) -> str:
         tile = f"tile {self.block_q} x {self.block_kv}, 4 warpgroups"
         return f"{tile}, {self.stages} stages, {self.smem_bytes / 1024:.0f} KiB shared"
@@ -349,3 +354,7 @@ def _config(row: rules.Row, bf16: bool, has_terms: bool) -> Config:
 def _table() -> dict[tuple[int, int], list[rules.Row]]:
     """Head-dim class -> rows, best first."""
     return rules.rows_by("sm90_backward", "backward", lambda row: [tuple(row["head_dims"])])
+
+
+# What a search varies of the configs that ship.
+SEARCHED = {"block_q": (64, 128), "stages": (1, 2, 3, 4), "ds_stages": (1, 2)}

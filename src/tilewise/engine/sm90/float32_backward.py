@@ -65,6 +65,11 @@ class Config:
         shape = f"d{self.head_dim}x{self.head_dim_v}_q{BLOCK}_kv{BLOCK}_s{self.stages}r{self.rooms}"
         return f"backward_float32_bf16x6_{shape}"
 
+    @property
+    def label(self) -> str:
+        """What a search varies, in a few words."""
+        return f"s{self.stages} r{self.rooms}"
+
     def __str__(self) -> str:
         stages = f"{self.stages} stage{'s' * (self.stages > 1)}"
         tile = f"tile {BLOCK} x {BLOCK}, 4 warpgroups, {stages}"
@@ -194,3 +199,7 @@ def _sections(problem: Problem, target: Target) -> int | None:
     if problem.deterministic:
         return kv_head_sections(problem, target, 2 * PARTS)
     return None if isinstance(problem.mask, Causal) else problem.batch * problem.heads_kv
+
+
+# What a search varies of the configs that ship.
+SEARCHED = {"stages": (1, 2, 3), "rooms": (1, 2)}

@@ -284,3 +284,7 @@ def _config(parts: int, classes: tuple[int, int], has_terms: bool) -> Config:
 def _table() -> dict[tuple[int, tuple[int, int]], list[rules.Row]]:
     """(parts, head-dim class) -> its row. docs/kernels/float32.md has the registers and the shared memory of each."""
     return rules.rows_by("sm90_float32", "forward", lambda row: [(row["parts"], tuple(row["head_dims"]))])
+
+
+# What a search varies of the config that ships.
+SEARCHED = {"block_kv": (32, 64, 128), "k_stages": (1, 2, 3, 4), "v_stages": (1, 2, 3, 4)}
