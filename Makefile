@@ -43,14 +43,14 @@ instrument-check: $(SETUP)
 	$(PYTHON) -m tilewise.lab.commands.instrument --save
 
 check: $(SETUP)
-	$(PYTHON) -m ruff check src tests examples .ci
-	$(PYTHON) -m ruff format --check src tests examples .ci
+	$(PYTHON) -m ruff check src tests examples benchmarks .ci
+	$(PYTHON) -m ruff format --check src tests examples benchmarks .ci
 	$(PYTHON) -m mypy
 	$(CLANG_FORMAT) --dry-run -Werror $(CPP)
 
 format: $(SETUP)
-	$(PYTHON) -m ruff check --fix src tests examples .ci
-	$(PYTHON) -m ruff format src tests examples .ci
+	$(PYTHON) -m ruff check --fix src tests examples benchmarks .ci
+	$(PYTHON) -m ruff format src tests examples benchmarks .ci
 	$(CLANG_FORMAT) -i $(CPP)
 
 golden: $(SETUP)

@@ -137,7 +137,11 @@ def plain(problem: Any) -> dict[str, Any]:
 
 def difference(first: list[list[float]], second: list[list[float]]) -> float:
     """The largest difference of a projection, in units of the norm: what random rounding leaves is far below 1."""
-    pairs = [(a, b, max(one[-1], 1e-30)) for one, two in zip(first, second, strict=True) for a, b in zip(one, two)]
+    pairs = [
+        (a, b, max(one[-1], 1e-30))
+        for one, two in zip(first, second, strict=True)
+        for a, b in zip(one, two, strict=True)
+    ]
     return max(abs(a - b) / norm for a, b, norm in pairs)
 
 
@@ -188,7 +192,8 @@ def main() -> None:
                     note = f"  results differ by {found['difference']:.1e}" if found["difference"] > 0.02 else ""
                     print(f"{suite:9} {row.name} {what}: {speed.ratio:.3f} ({speed.low:.3f}..{speed.high:.3f}){note}")
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
-            print(f"{suite}: geomean {mean:.4f} of {len(ratios)} rows, worst {min(ratios, default=math.nan):.3f}", flush=True)
+            worst = min(ratios, default=math.nan)
+            print(f"{suite}: geomean {mean:.4f} of {len(ratios)} rows, worst {worst:.3f}", flush=True)
     finally:
         for version in versions.values():
             version.close()

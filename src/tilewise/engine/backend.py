@@ -42,7 +42,7 @@ class Direction:
     """The forward or the backward of a backend, of both widths of numbers: its configs, and what was measured of them.
 
     A family may have its own `shipped` and `tuning_key`, and then reads the user's table itself; for all others that is
-    done here. What `tilewise tune` measures is its `search_space`, or what ships with other values for the fields in its
+    done here. What `tilewise tune` measures is its `search_space`, or what ships with other values for the fields of
     SEARCHED, or what ships.
     """
 
