@@ -266,9 +266,13 @@ def test_opcheck(backend, grad):
     assert [grad.shape for grad in grads] == [shape if w else (0,) for shape, w in zip(shapes, wants, strict=True)]
 
 
-def test_transforms_and_batched_gradients():
+@pytest.mark.parametrize("by_operator", [False, True])
+def test_transforms_and_batched_gradients(by_operator):
     given = tensors()
     out = call(*given)
+    if by_operator:
+        text = scores.text_of((Softcap(3.0), *TERMS))
+        out, _ = torch.ops.tilewise.attention(*given[:3], given[3:], "causal", None, text, "bhsd", "tiled", False)
     douts = torch.randn(3, *out.shape, dtype=torch.float64)
     batched = torch.autograd.grad(out, given, douts, is_grads_batched=True, retain_graph=True)
     for number, dout in enumerate(douts):

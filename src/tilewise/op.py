@@ -465,8 +465,7 @@ class _Planned(torch.autograd.Function):
             return (None,) * len(flags)
         operands: Operands = dict(zip(call.names, tensors, strict=True)) if tensors else NO_OPERANDS
         wants = chosen((*INPUTS, *call.names), (*flags[:3], *flags[4:])) if tensors else chosen(INPUTS, flags[:3])
-        batching = torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING)
-        if batching or _wants_composite():
+        if _wants_composite():
             return _in_slots(_differentiable_grads(dout, dlse, q, k, v, operands, call.problem, wants), call.names)
         dout = torch.zeros_like(out) if dout is None else with_memory(dout)
         if ctx.strides is not None and ctx.strides != (q.stride(), k.stride(), v.stride()):
@@ -536,10 +535,15 @@ class _Attention(torch.autograd.Function):
 
 
 def _wants_composite() -> bool:
-    """A gradient that is itself differentiated (create_graph=True), or taken inside a functorch transform."""
+    """A gradient that is itself differentiated (create_graph=True), taken inside a functorch transform, or batched.
+
+    PyTorch batches no operator that takes a list of tensors.
+    """
     if torch.compiler.is_compiling():
         return False
-    return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return True
+    return torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING)
 
 
 def _backward_op(
