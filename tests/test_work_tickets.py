@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import emulation
-from support import exact, make_inputs, make_problem
+from support import exact, in_order, make_inputs, make_problem
 from tilewise import Causal, Full, Target
 from tilewise.engine import SM80, SM90
 
@@ -33,7 +33,8 @@ def gradients(monkeypatch, backend, dtype, shape, seq_kv, mask, seed, spoil=("",
     dout = torch.randn(*shape[:3], shape[3]).to(dtype)
     out, lse, *_ = exact(q, k, v, problem, None, dout)
     emulation.install(monkeypatch, seed=seed, spoil=spoil)
-    return backend.bind_backward(problem, config, H200)(dout, None, q, k, v, out.to(dtype), lse.float(), (True,) * 3)
+    bound = backend.bind_backward(problem, config, H200)
+    return in_order(bound(dout, None, q, k, v, out.to(dtype), lse.float()))
 
 
 @emulation.emulated

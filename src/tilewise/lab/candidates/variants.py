@@ -18,12 +18,15 @@ import torch
 from ... import ladder
 from ...engine.backend import Direction, Fused
 from ...errors import InvalidInput, UnsupportedProblem
+from ...operands import INPUTS
 from ...plan import BACKENDS
+from ...problem import mask_operands
 from ...target import Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ...operands import Operands
     from ...problem import Problem
     from .inputs import Inputs
 
@@ -67,13 +70,13 @@ def resolve(name: str) -> tuple[Any, Any]:
 def forward(name: str, problem: Problem, inputs: Inputs) -> Callable[[], Any]:
     """A call without arguments; UnsupportedProblem, with every reason, if the backend refuses the problem."""
     backend, config = resolve(name)
-    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.bias
+    q, k, v, operands = inputs.q, inputs.k, inputs.v, mask_operands(inputs.bias)
     reasons = backend.why_not(problem, Target.of(q.device))
     if reasons:
         raise UnsupportedProblem("; ".join(map(str, reasons)), problem)
     of_backward = isinstance(backend, Direction)
     whole = backend_of(name.partition(_AT)[0].removesuffix(BACKWARD)) if of_backward else backend
-    call = _Call(whole, problem, None if of_backward else config, config, bias)
+    call = _Call(whole, problem, None if of_backward else config, config, operands)
     if problem.needs_grad:
         return lambda: _Differentiable.apply(q, k, v, call)  # type: ignore[no-untyped-call]
     if problem.needs_lse:
@@ -88,16 +91,16 @@ class _Call(NamedTuple):
     problem: Problem
     config: Any
     backward_config: Any
-    bias: Tensor | None
+    operands: Operands
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        found: tuple[Tensor, Tensor | None] = self.backend.forward(q, k, v, self.problem, self.config, self.bias)
+        found: tuple[Tensor, Tensor | None] = self.backend.forward(q, k, v, self.problem, self.config, self.operands)
         return found
 
     def backward(self, dout: Tensor, *saved: Tensor) -> tuple[Tensor | None, ...]:
         """`saved` are q, k, v, out and lse."""
-        grads = self.backend.backward(dout, None, *saved, self.problem, self.backward_config, self.bias)
-        return tuple(grads)
+        grads = self.backend.backward(dout, None, *saved, self.problem, self.backward_config, self.operands)
+        return tuple(grads.get(name) for name in INPUTS)
 
 
 class _Differentiable(torch.autograd.Function):
