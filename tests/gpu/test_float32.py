@@ -400,8 +400,8 @@ def main() -> None:
     """Every kernel once, small: for compute-sanitizer. `arrivals_of_warp` says why every lane may have to arrive."""
     if "--lanes" in sys.argv:
         plain_unit = sm90_float32_backward.unit
-        sm90_float32_backward.unit = lambda config: dataclasses.replace(  # type: ignore[assignment]
-            plain_unit(config), options=("-DTILEWISE_EVERY_LANE_ARRIVES",), strict=False
+        sm90_float32_backward.unit = lambda *arguments: dataclasses.replace(  # type: ignore[assignment]
+            plain_unit(*arguments), options=("-DTILEWISE_EVERY_LANE_ARRIVES",), strict=False
         )
     for dims in DIMS:
         for outlier in (False, True):

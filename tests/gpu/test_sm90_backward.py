@@ -65,8 +65,8 @@ def test_every_order_of_adding_up_dq(
 def let_every_lane_arrive() -> None:
     """At barriers: `arrivals_of_warp` says why."""
     plain = sm90_backward.unit
-    sm90_backward.unit = lambda config: dataclasses.replace(  # type: ignore[assignment]
-        plain(config), options=("-DTILEWISE_EVERY_LANE_ARRIVES",), strict=False
+    sm90_backward.unit = lambda *arguments: dataclasses.replace(  # type: ignore[assignment]
+        plain(*arguments), options=("-DTILEWISE_EVERY_LANE_ARRIVES",), strict=False
     )
 
 
