@@ -298,6 +298,14 @@ template <typename T>
 inline T __shfl_xor_sync(unsigned, T value, int mask) {
   return shuffle(value, model::lane() ^ mask);
 }
+inline unsigned __ballot_sync(unsigned, bool mine) {
+  unsigned votes = 0;
+  for (const auto& [thread, values] :
+       model::meet(model::warps + model::warp(), 32, {static_cast<uint64_t>(mine)}))
+    votes |= static_cast<unsigned>(values[0]) << (thread % 32);
+  return votes;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline float __fmul_rn(float x, float y) { return x * y; }
