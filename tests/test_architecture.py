@@ -17,8 +17,8 @@ PACKAGE = ROOT / "src" / "tilewise"
 
 # Each layer may import those before it and itself; those at the top stand side by side.
 LAYERS = [
-    "_path", "_interrupt", "errors", "memo", "masks", "scores", "problem", "target", "partials",
-    "jit", "hook", "backends", "engine", "plan", "op", "api", "ladder",
+    "_path", "_interrupt", "errors", "memo", "masks", "term_operands", "scores", "terms", "problem", "target",
+    "partials", "jit", "hook", "backends", "engine", "plan", "op", "api", "ladder",
 ]  # fmt: skip
 TOP = {"lab", "integrations"}
 ABOVE_ALL = {"__init__", "__main__"}

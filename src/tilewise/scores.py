@@ -4,9 +4,13 @@ A problem has a tuple of terms. They are applied in order to s = scale * q k^T, 
 
     Softcap(cap)    s -> cap * tanh(s / cap)
 
-A term is a class here, with what it means (`bend`, in torch operations: the specification), and a struct in
-kernels/common/scores.cuh, which the kernels compose at compile time; `cpp_type` names it and `params` fills what it
-reads. A term without a struct runs in the backends that are made of torch operations, and all others refuse it by name.
+A term is a class, here or in terms/, with what it means in torch operations (the specification), and a struct in
+kernels/common/, which the kernels compose at compile time; `cpp_type` names it and `params` fills what it reads. A term
+without a struct runs in the backends that are made of torch operations, and all others refuse it by name.
+
+A term has one meaning of four: it changes scores (`bend`), hides keys (`visible`), drops weights (`kept`) or joins the
+sum of a row (`joins`). The tensors that it reads are its `tensors`: names, dimensions and dtypes; a call gives the
+tensors themselves beside the problem, by those names.
 
 Terms have a text form, used by operator arguments and in results: `parse(str(term)) == term`. A class is found by its
 `kind` as soon as it is defined.
@@ -16,11 +20,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
 from .errors import InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .term_operands import Operand, Sums
 
 Tensor = torch.Tensor
 LOG2_E = math.log2(math.e)
@@ -31,9 +41,15 @@ class Asked(Protocol):
     """What terms ask of a Problem, which is made of them."""
 
     @property
+    def batch(self) -> int: ...
+    @property
     def heads_q(self) -> int: ...
     @property
     def heads_kv(self) -> int: ...
+    @property
+    def seq_q(self) -> int: ...
+    @property
+    def seq_kv(self) -> int: ...
     @property
     def group(self) -> int: ...
     @property
@@ -42,6 +58,8 @@ class Asked(Protocol):
     def scale(self) -> float: ...
     @property
     def scores(self) -> tuple[Term, ...]: ...
+    @property
+    def deterministic(self) -> bool: ...
 
 
 class Where(NamedTuple):
@@ -54,6 +72,7 @@ class Where(NamedTuple):
     rows: range
     keys: range
     stacked: bool = False
+    operands: Mapping[str, Tensor] = MappingProxyType({})
 
     def row_numbers(self, device: torch.device) -> Tensor:
         """The row of every score, as a column that broadcasts to them."""
@@ -73,12 +92,21 @@ class Where(NamedTuple):
         return grouped.expand(-1, -1, len(self.rows)).reshape(self.problem.heads_kv, -1, 1)
 
 
+class Registers(NamedTuple):
+    """About how many of a thread, in a forward and in a backward."""
+
+    forward: int
+    backward: int
+
+
 class Term:
-    """What all terms share. A subclass is a frozen dataclass of numbers with a `kind`, and defines `bend`."""
+    """What all terms share. A subclass is a frozen dataclass of numbers with a `kind`, and defines what it means."""
 
     __slots__ = ()
     kind: ClassVar[str] = ""
-    transforms: ClassVar[bool] = True  # it changes scores; not so a term that drops weights or finishes rows
+    transforms: ClassVar[bool] = True  # it changes scores; not so a term that hides, drops weights or finishes rows
+    hides: ClassVar[bool] = False  # keys from queries, by what a tensor says
+    elementwise: ClassVar[bool] = False  # it looks at the score alone, and not at where it stands
 
     def __init_subclass__(cls) -> None:
         if cls.kind:
@@ -86,13 +114,48 @@ class Term:
 
     def bend(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         """The scores after this term, and its derivative with respect to the scores before it (None: 1)."""
+        return scores, None
+
+    @property
+    def hides_first_keys(self) -> bool:
+        """It hides the first keys from queries that see all of some later tile."""
+        return False
+
+    def visible(self, where: Where) -> Tensor | None:
+        """Which keys the term leaves to which queries, broadcastable to the scores; None: all."""
+        return None
+
+    def kept(self, where: Where) -> tuple[Tensor, float] | None:
+        """Which weights stay, and what these are multiplied with; None: all, by 1."""
+        return None
+
+    def joins(self, where: Where) -> Tensor | None:
+        """Logits that join the sum of their rows beside the keys, broadcastable to (batch, heads, rows, 1)."""
+        return None
+
+    @property
+    def tensors(self) -> tuple[Operand, ...]:
+        """What it reads of a call."""
+        return ()
+
+    @property
+    def outputs(self) -> tuple[Operand, ...]:
+        """What a forward writes for it beside out and lse, zeroed before."""
+        return ()
+
+    def sums(self, operand: Operand, problem: Asked) -> Sums:
+        """What the backward makes the gradient of a learned operand of."""
         raise NotImplementedError
 
     def check(self, problem: Asked) -> None:
         """Raise InvalidInput if the term does not fit the problem."""
 
+    def why_not(self, problem: Asked) -> str:
+        """Why its struct does not serve the problem; empty where it does."""
+        return ""
+
     def cpp_type(self, *, precise: bool) -> str:
-        """Its struct in kernels/common/scores.cuh, by its full name; empty where there is none.
+        """Its struct in kernels/common/, by its full name; empty where there is none.
 
         `precise`: in float32 arithmetic, where kernels of 16-bit numbers may use approximate instructions.
         """
@@ -100,8 +163,18 @@ class Term:
 
     @property
     def cpp_source(self) -> str:
-        """The struct itself, where it is not in that header."""
+        """The struct itself, or its header, where it is not in common/scores.cuh."""
         return ""
+
+    @property
+    def suffix(self) -> str:
+        """Of the name of a kernel with this term: different for different structs."""
+        return self.kind
+
+    @property
+    def registers(self) -> Registers:
+        """What its kernels need beside what a softcap takes: families choose smaller tiles."""
+        return Registers(0, 0)
 
     @property
     def operands(self) -> dict[str, type[Any]]:
@@ -110,6 +183,10 @@ class Term:
 
     def params(self, unit: float, *, precise: bool) -> dict[str, float]:
         """What the struct reads of a kernel's parameters. A score before this term is `unit` times a kernel's value."""
+        return {}
+
+    def problem_params(self, problem: Asked) -> dict[str, float]:
+        """The same of what depends on the problem."""
         return {}
 
     def unit_after(self, unit: float) -> float:
@@ -122,7 +199,8 @@ class Term:
         return cls(*map(float, text.split(","))) if text else cls()
 
     def __str__(self) -> str:
-        numbers = ",".join(f"{getattr(self, field.name):.17g}" for field in fields(self))  # type: ignore[arg-type]
+        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        numbers = ",".join(map(_text_of, values))
         return f"{self.kind}:{numbers}" if numbers else self.kind
 
 
@@ -131,6 +209,7 @@ class Softcap(Term):
     """s -> cap * tanh(s / cap): no score beyond the cap."""
 
     kind: ClassVar[str] = "softcap"
+    elementwise: ClassVar[bool] = True
 
     cap: float
 
@@ -151,6 +230,10 @@ class Softcap(Term):
         """From a score to its part of the cap; for approximate instructions, in units of their exponential."""
         return {"softcap_in": unit / self.cap if precise else 2 * LOG2_E * unit / self.cap}
 
+    def problem_params(self, problem: Asked) -> dict[str, float]:
+        """The same of what depends on the problem."""
+        return {}
+
     def unit_after(self, unit: float) -> float:
         return self.cap
 
@@ -158,6 +241,13 @@ class Softcap(Term):
 # Scores are divided by the cap: with a cap beyond these, or below their inverse, ordinary scores would leave the range
 # of numbers with full precision.
 _MAX_CAP_FLOAT32, _MAX_CAP_FLOAT64 = 2.0**100, 2.0**1000
+
+
+def _text_of(value: Any) -> str:
+    """Of a field: a number, a word, or words."""
+    if isinstance(value, tuple | str):
+        return value if isinstance(value, str) else "+".join(value)
+    return f"{value:.17g}"
 
 
 def parse(text: str) -> Term:
@@ -177,6 +267,16 @@ def bend_all(scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         if own is not None:
             slope = own if slope is None else slope * own
     return scores, slope
+
+
+def visible_all(where: Where) -> Tensor | None:
+    """What all terms of the problem leave visible; None: everything."""
+    seen: Tensor | None = None
+    for term in where.problem.scores:
+        own = term.visible(where)
+        if own is not None:
+            seen = own if seen is None else seen & own
+    return seen
 
 
 def softcapped(cap: float) -> tuple[Term, ...]:

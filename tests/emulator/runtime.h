@@ -292,6 +292,10 @@ template <typename T>
 inline T __shfl_xor_sync(unsigned, T value, int mask) {
   return shuffle(value, model::lane() ^ mask);
 }
+template <typename T>
+inline T __ldg(const T* place) {
+  return *place;
+}
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline float __fmul_rn(float x, float y) { return x * y; }

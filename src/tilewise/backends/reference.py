@@ -2,9 +2,9 @@
 
     1. S = scale * Q K^T                      scores, one per (query, key)
     2. S = T_n(...T_1(S))                     the terms of problem.scores, as a softcap
-    3. S = S + bias, S = -inf where hidden    the mask
-    4. lse = log sum exp S                    -inf for a row that sees no key
-    5. P = exp(S - lse)                       0 for hidden keys and for rows that see none
+    3. S = S + bias, S = -inf where hidden    the mask, and the terms that hide
+    4. lse = log sum exp S                    -inf for a row that sees no key; what joins a row is in its sum
+    5. P = exp(S - lse)                       0 for hidden keys and for rows that see none, and where a term drops it
     6. out = P V
 
 and backwards, with D = rowsum(dout * out) - dlse:
@@ -14,28 +14,33 @@ and backwards, with D = rowsum(dout * out) - dlse:
     9. dS = dS * dT/dS                        the product of their slopes
    10. dQ = scale * dS K,  dK = scale * dS^T Q
 
+`backward` is for terms that read no tensors; with those, gradients come from autograd through `forward`.
+
 Query heads that share a key/value head are stacked into one tall matrix, so K and V are never repeated. `forward` is
 made of differentiable torch operations only: vmap, jvp and double backward all work through it.
 """
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import Reason
 from ..masks import Dense, Documents, Full
-from ..scores import Where, bend_all
+from ..scores import Where, bend_all, visible_all
 from . import composite_notices
 from .isolation import all_finite, isolated, joined, pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from ..problem import Problem
     from ..target import Target
     from . import Grads, Wants
+
+_NO_OPERANDS: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 def why_not(problem: Problem, target: Target) -> list[Reason]:
@@ -65,8 +70,12 @@ def forward(
     problem: Problem,
     config: Any = None,
     bias: torch.Tensor | None = None,
+    operands: Mapping[str, torch.Tensor] = _NO_OPERANDS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q)."""
+    """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q).
+
+    `operands`: the tensors of the problem's terms, by name.
+    """
     if isinstance(problem.mask, Documents) and _is_recorded(q, k, v):
         # What is derived from these operations keeps documents apart only if they are.
         parts = [
@@ -76,11 +85,20 @@ def forward(
         out = joined([piece.together(out) for piece, out, _ in parts])
         return _in_layout(out, problem), joined([piece.together(lse) for piece, _, lse in parts])
     work = _work_dtype(q.dtype)
-    scores, hidden, _ = _scores(q.to(work), k.to(work), problem, bias)
+    where = Where(problem, range(problem.seq_q), range(problem.seq_kv), operands=operands)
+    scores, hidden, _ = _scores(q.to(work), k.to(work), problem, where, bias)
     top = scores.amax(-1, keepdim=True).detach() if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
+    joined_logits = [logit.to(work) for term in problem.scores if (logit := term.joins(where)) is not None]
+    for logit in joined_logits:
+        top = torch.maximum(top, logit.detach())
     top = top.masked_fill(top == -torch.inf, 0.0)
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
+    for logit in joined_logits:
+        total = total + torch.exp(logit - top)
+    for term in problem.scores:
+        if (kept := term.kept(where)) is not None:
+            weights = weights * kept[0] * kept[1]
     sees_none = total == 0.0
     safe_total = total.masked_fill(sees_none, 1.0)
     lse = (safe_total.log() + top).masked_fill(sees_none, -torch.inf).squeeze(-1)
@@ -106,7 +124,8 @@ def backward(
     """Gradients by the formulas above, each in its input's dtype."""
     work = _work_dtype(q.dtype)
     q_work, k_work, v_work, dout_work = (t.to(work) for t in (q, k, v, dout))
-    scores, hidden, slope = _scores(q_work, k_work, problem, bias)
+    where = Where(problem, range(problem.seq_q), range(problem.seq_kv))
+    scores, hidden, slope = _scores(q_work, k_work, problem, where, bias)
     weights = torch.exp(scores - lse.unsqueeze(-1).masked_fill(lse.unsqueeze(-1) == -torch.inf, 0.0))
     spoiled = hidden is not None and not all_finite(q, k, v, dout)
     if spoiled:  # the lse of a row may be nan
@@ -144,12 +163,13 @@ def _work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, problem: Problem, bias: torch.Tensor | None
+    q: torch.Tensor, k: torch.Tensor, problem: Problem, where: Where, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Masked scores (steps 1 to 3), what is hidden (None = nothing by structure), and the slope of their terms."""
-    where = Where(problem, range(problem.seq_q), range(problem.seq_kv))
     scores, slope = bend_all(_stack(q, k.transpose(-1, -2)) * problem.scale, where)
     hidden = _hidden(problem, bias, q.device)
+    if (seen := visible_all(where)) is not None:
+        hidden = seen.logical_not() if hidden is None else hidden | seen.logical_not()
     if bias is not None and bias.dtype != torch.bool:
         scores = scores + bias.to(scores.dtype)
     if hidden is not None:

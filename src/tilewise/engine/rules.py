@@ -85,6 +85,11 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
             )
             for term in problem.scores
         ),
+        *(
+            (bool(why), f"scores {term}: {why}", "use backend='tiled' or 'reference'")
+            for term in problem.scores
+            if (why := term.why_not(problem))
+        ),
         (
             problem.dropout > 0,
             f"dropout {problem.dropout:g} is not 0, and the kernel draws no random numbers",
@@ -96,6 +101,16 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
             "negate q and the scale",
         ),
     )
+
+
+def forward_registers(problem: Problem) -> int:
+    """About how many registers the terms of a forward need beside those of a softcap."""
+    return sum(term.registers.forward for term in problem.scores)
+
+
+def backward_registers(problem: Problem) -> int:
+    """Likewise of a backward."""
+    return sum(term.registers.backward for term in problem.scores)
 
 
 def long_sequence(problem: Problem) -> Rule:

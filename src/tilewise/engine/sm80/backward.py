@@ -227,7 +227,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         **terms,
         "dkv_sums": scratch.address("dkv_sums"),
         **backward_fields(problem, divided, q_tiles, kv_tiles),
-        **term_params(problem, precise=False),
+        **term_params(problem, precise=False, backward=True),
         "scale_log2": scale_log2,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,

@@ -208,7 +208,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         **dims,
         "scale": problem.scale,
         "softmax_scale": unit_of(problem),
-        **term_params(problem, precise=True),
+        **term_params(problem, precise=True, backward=True),
     }
     pre = preprocess_unit(max(_LANES[config.head_dim], _LANES[config.head_dim_v]), target.arch)
     kernel = unit(config, target.arch, problem.scores)

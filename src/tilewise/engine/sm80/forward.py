@@ -7,7 +7,7 @@ tables/sm80.json: of the rows for a head-dim class, those whose shared memory fi
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from ...target import Target
 
 
+_OTHER_REGISTERS = 56  # of a thread beside its arrays, measured on kernels with a softcap
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """Compile-time choices; field for field the C++ aggregate of kernels/sm80/config.cuh."""
@@ -71,6 +74,12 @@ class Config:
     @property
     def register_limit(self) -> int:
         return shared.register_limit(self.threads, self.ctas_per_sm)
+
+    @property
+    def held_registers(self) -> int:
+        """Of the arrays that a thread holds: S, O, and Q where it is kept."""
+        kept = self.q_in_registers * self.head_dim // 4
+        return self.row_tiles * (self.block_kv // 2 + self.head_dim_v // 2 + kept)
 
     @property
     def smem_bytes(self) -> int:
@@ -129,6 +138,9 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
         config = _config(row, problem.dtype is torch.bfloat16, capped)
         if not config.fits(target):
             continue
+        needed = config.held_registers + _OTHER_REGISTERS + rules.forward_registers(problem)
+        if rules.forward_registers(problem) and needed > config.register_limit:
+            config = replace(config, block_kv=min(config.block_kv, 32))
         if not row.get("one_wave"):
             fitting.append(config)
         elif query_tiles(problem, config.block_q) <= target.sms * config.ctas_per_sm:
@@ -146,15 +158,14 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
 
 @functools.lru_cache(maxsize=16)
 def _runnable(classes: tuple[int, int], bf16: bool, softcap: bool, target: Target) -> dict[Config, None]:
-    head_dim, head_dim_v = classes
     found: dict[Config, None] = {}
     for warps, row_tiles, block_kv in product((2, 4, 8), (1, 2), (32, 64, 96, 128)):
         for stages, q_in_registers, ctas in product((1, 2), (False, True), (1, 2, 3, 4)):
             row = {"head_dims": classes, "warps": warps, "row_tiles": row_tiles, "block_kv": block_kv}
             row |= {"stages": stages, "q_in_registers": q_in_registers, "ctas_per_sm": ctas}
             config = _config(row, bf16, softcap)
-            held = row_tiles * (block_kv // 2 + head_dim_v // 2 + q_in_registers * head_dim // 4)
-            if config.fits(target) and held + 24 <= config.register_limit and block_kv % (4 * warps) == 0:
+            room = config.register_limit - config.held_registers
+            if config.fits(target) and room >= 24 and block_kv % (4 * warps) == 0:
                 found[config] = None
     return found
 

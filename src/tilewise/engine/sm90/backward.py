@@ -51,6 +51,7 @@ ARCH = "sm_90a"
 TRUNCATION_BIAS = 2.0**-8 / (2 * math.log(2))
 EDGE_ROWS, EDGE_THREADS = 64, 256
 TURN_STAGES = 4
+_MANY_REGISTERS = 32  # of terms: more than the usual tiles leave
 _LANES = {64: 8, 96: 16, 128: 16, 192: 32, 256: 32}  # of preprocess, 8 columns each
 
 
@@ -131,11 +132,16 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
-    """Legal configs, best first, from the measured table."""
+    """Legal configs, best first, from the measured table.
+
+    Rows that are for `terms` leave these more registers; where there are none, others do already.
+    """
+    rows = _table()[rules.class_of(problem)]
+    wanted = rules.backward_registers(problem) >= _MANY_REGISTERS and any(row.get("terms") for row in rows)
     return [
         _config(row, problem.dtype is torch.bfloat16, bool(problem.scores))
-        for row in _table()[rules.class_of(problem)]
-        if not row["writes_dq"] or _has_one_tile(problem, row)
+        for row in rows
+        if row.get("terms", False) == wanted and (not row["writes_dq"] or _has_one_tile(problem, row))
     ]
 
 
@@ -146,7 +152,7 @@ def units() -> list[Unit]:
         found.append(postprocess_unit(bf16))
         found += [preprocess_unit(bf16, lanes) for lanes in sorted({*_LANES.values()})]
         for rows, softcap in product(_table().values(), (False, True)):
-            for row in rows:
+            for row in (row for row in rows if not row.get("terms")):
                 config = _config(row, bf16, softcap)
                 if not (softcap and row["writes_dq"]):
                     found.append(unit(config))
@@ -171,7 +177,10 @@ def unit(config: Config, arch: str = ARCH, terms: tuple[Term, ...] | None = None
         smem="BackwardSmem<config>",
         smem_bytes=config.smem_bytes,
         bounds="config.threads(), 1",
-        checks=(f"config.block_kv() == {config.block_kv} && config.threads() == {config.threads}",),
+        checks=(
+            f"config.block_kv() == {config.block_kv} && config.threads() == {config.threads}",
+            f"config.weight_factor() == {config.weight_factor.hex()}f",
+        ),
     )
 
 
@@ -289,7 +298,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "piece_turns": scratch.address("piece_turns"),
         **({"dq": Address("dq"), **strides("dq")} if config.makes_dq else {}),
         **shape_params(problem),
-        **term_params(problem, precise=False),
+        **term_params(problem, precise=False, backward=True),
         "scale_log2": scale_log2,
         "heads_kv": problem.heads_kv,
         "head_dim": problem.head_dim,

@@ -11,7 +11,6 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ...errors import Reason
 from ...masks import Causal
 from .. import division, rules
 from ..params import (
@@ -34,6 +33,7 @@ from .float32_forward import FACT_BYTES, operands, split_launch
 
 if TYPE_CHECKING:
     from ...backends import Wants
+    from ...errors import Reason
     from ...jit import Unit
     from ...problem import Problem
     from ...scores import Term
@@ -88,10 +88,19 @@ _SHAPES = {(64, 64): (2, 2), (96, 96): (1, 1), (128, 128): (1, 1)}
 
 def why_not(problem: Problem, target: Target) -> list[Reason]:
     widest = max(problem.head_dim, problem.head_dim_v)
-    if widest <= HEAD_DIM_LIMIT:
-        return []
-    what = f"head_dim {widest}: the float32 backward, whose tiles have three parts, takes heads to {HEAD_DIM_LIMIT}"
-    return [Reason(what, "call it under torch.no_grad(), or use backend='auto'")]
+    learned = [one.name for term in problem.scores for one in term.tensors if one.learned and term.transforms]
+    return rules.reasons(
+        (
+            widest > HEAD_DIM_LIMIT,
+            f"head_dim {widest}: the float32 backward, whose tiles have three parts, takes heads to {HEAD_DIM_LIMIT}",
+            "call it under torch.no_grad(), or use backend='auto'",
+        ),
+        (
+            bool(learned) and problem.softcap > 0,
+            f"{', '.join(learned)} and a softcap: the warpgroup that makes gradients of operands has no slopes",
+            "use backend='sm80', or detach the operand",
+        ),
+    )
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
@@ -219,7 +228,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         "sections": divided.sections,
         "in_order": int(problem.deterministic),
         "score_scale": unit_of(problem),
-        **term_params(problem, precise=True),
+        **term_params(problem, precise=True, backward=True),
         "scale": problem.scale,
     }
     kernel = unit(config, ARCH, problem.scores)

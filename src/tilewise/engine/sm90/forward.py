@@ -157,7 +157,7 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     fitting: list[tuple[float, Config]] = []
     equal = isinstance(folded.mask, Full) and target.sms > 0
     for row in rows:
-        config = _config(row, classes, problem.dtype is torch.bfloat16, kind, softcap)
+        config = _config(_narrower(row, problem), classes, problem.dtype is torch.bfloat16, kind, softcap)
         work = query_tiles(folded, config.block_q)
         ends = 0.0
         if equal and "speed" in row:
@@ -173,6 +173,12 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     small.sort(key=lambda config: config.block_q)
     fitting.sort(key=lambda pair: pair[0])
     return [*split, *small, *(config for _, config in fitting)]
+
+
+def _narrower(row: dict[str, Any], problem: Problem) -> dict[str, Any]:
+    """A row of the table with fewer keys per tile, where terms need registers: 16 keys take 12."""
+    fewer = 16 * (rules.forward_registers(problem) // 16)
+    return row | {"block_kv": max(row["block_kv"] - fewer, min(row["block_kv"], _BLOCKS_KV[0]))} if fewer else row
 
 
 def search_space(problem: Problem, target: Target) -> list[Config]:
@@ -363,9 +369,12 @@ def _splits(problem: Problem, config: Config, target: Target) -> int:
 def _folded(problem: Problem) -> Problem:
     """The problem with the query heads of a KV head as more rows of one head, where that makes fewer tiles of 64 rows.
 
-    It takes a mask that hides nothing, and heads that lie behind one another in memory.
+    It takes a mask that hides nothing, terms that do not ask where a score stands, and heads that lie behind one
+    another in memory.
     """
     rows = problem.group * problem.seq_q
+    if not all(term.elementwise for term in problem.scores):
+        return problem
     if problem.group == 1 or problem.group * -(-problem.seq_q // 64) <= -(-rows // 64):
         return problem
     if rows > MAX_ROWS or not isinstance(problem.mask, Full | Causal | Window):
@@ -376,8 +385,14 @@ def _folded(problem: Problem) -> Problem:
 
 
 def _mask_kind(problem: Problem) -> int:
+    """Which tiles a kernel may hide keys in: in the last one, in some at the end, or also at the start.
+
+    What terms hide counts as what a mask does.
+    """
+    if any(term.hides_first_keys for term in problem.scores):
+        return 2
     if isinstance(problem.mask, Full):
-        return 0
+        return int(any(term.hides for term in problem.scores))
     return 1 if isinstance(problem.mask, Causal) else 2
 
 

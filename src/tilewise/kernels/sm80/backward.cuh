@@ -449,8 +449,8 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy>&
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
   if (threadIdx.x < 32) {
-    const BackwardPlan plan =
-        make_backward_plan<config.block_q, config.block_kv>(params, blockIdx.x);
+    BackwardPlan plan = make_backward_plan<config.block_q, config.block_kv>(params, blockIdx.x);
+    narrow_query_tiles<Policy>(params, plan.batch, plan.kv_tile, config.block_kv, plan.full);
     if (threadIdx.x == 0) smem.plan = plan;
   }
   __syncthreads();

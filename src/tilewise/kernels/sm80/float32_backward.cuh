@@ -282,7 +282,8 @@ struct Float32Backward {
 #pragma unroll
     for (int i = 0; i < block_q / 2; ++i)
       ds[i] = terms.pull_back(p[i] * (terms.drop(ds[i], i) - row_term[column_of(i)]), i,
-                              [&] { return values[i]; });
+                              [&] { return values[i]; },
+                              Policy::has_gradient ? again(smem.units.ds) : 1.0f);
     terms.end();
     Policy::drop(p, params, Place{*this});
   }
@@ -541,8 +542,8 @@ __device__ __forceinline__ void float32_backward(
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Float32BackwardSmem<config>& smem = *reinterpret_cast<Float32BackwardSmem<config>*>(smem_bytes);
   if (threadIdx.x < 32) {
-    const BackwardPlan plan =
-        make_backward_plan<config.block_q, config.block_kv()>(params, blockIdx.x);
+    BackwardPlan plan = make_backward_plan<config.block_q, config.block_kv()>(params, blockIdx.x);
+    narrow_query_tiles<Policy>(params, plan.batch, plan.kv_tile, config.block_kv(), plan.full);
     if (threadIdx.x == 0) smem.plan = plan;
   }
   if (threadIdx.x == 0) {

@@ -285,6 +285,8 @@ struct Float32Forward {
   __device__ __forceinline__ void weigh_tile(int kv_tile, int slot, bool partial) {
     scores(kv_tile, slot);
     if (partial) hide(kv_tile);
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) Policy::observe(p[t], params, Place{*this, t, kv_tile});
     weigh(slot);
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) Policy::drop(p[t], params, Place{*this, t, kv_tile});
@@ -345,12 +347,15 @@ struct Float32Forward {
     const int warp_row = row_begin + warp * config.warp_rows();
     const int row_end = min_int(row_begin + block_q, params.seq_q);
     const int warp_end = min_int(warp_row + config.warp_rows(), params.seq_q);
-    const TileRange touched = touched_tiles(band, row_begin, row_end, block_kv);
+    TileRange touched = touched_tiles(band, row_begin, row_end, block_kv);
+    TileRange full = full_tiles(band, row_begin, row_end, block_kv, touched);
+    narrow_tiles<Policy>(params, tile.batch, block_kv, touched, full);
     if (lane == 0) {
-      WarpPlan plan{tile, {0, 0}, {0, 0}, full_tiles(band, row_begin, row_end, block_kv, touched)};
+      WarpPlan plan{tile, {0, 0}, {0, 0}, full};
       if (warp_row < warp_end) {
         plan.own = touched_tiles(band, warp_row, warp_end, block_kv);
         plan.own_full = full_tiles(band, warp_row, warp_end, block_kv, plan.own);
+        narrow_tiles<Policy>(params, tile.batch, block_kv, plan.own, plan.own_full);
       }
       smem.plan[warp] = plan;
     }
@@ -431,6 +436,7 @@ struct Float32Forward {
       for (int column = lane; column < params.head_dim_v / 2; column += 32) {
         float total = 0.0f;
         tilewise::restore_nonfinite(band.first_key(row), band.end_key(row), [&](int key) {
+          if (!Policy::sees(params, tile().batch, tile().head, row, key)) return;
           const float value = reinterpret_cast<const float*>(smem.values.row(0, 0, key))[column];
           if (is_nonfinite(__float_as_uint(value))) total += value;
         });

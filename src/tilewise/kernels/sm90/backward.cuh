@@ -107,8 +107,9 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy>&
   BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
   const int warpgroup = warpgroup_index();
   if (threadIdx.x < 32) {
-    const BackwardPlan plan =
+    BackwardPlan plan =
         make_backward_plan<config.block_q, config.block_kv()>(params, blockIdx.x, params.walk);
+    narrow_query_tiles<Policy>(params, plan.batch, plan.kv_tile, config.block_kv(), plan.full);
     if (threadIdx.x == 0) smem.plan = plan;
   }
   if (threadIdx.x == 128) {

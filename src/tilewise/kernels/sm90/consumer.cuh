@@ -140,6 +140,9 @@ struct Consumer {
   __device__ __forceinline__ void hide(const Part& part, int kv_tile) {
     Policy::hide(s, params, Place{*this, part, kv_tile});
   }
+  __device__ __forceinline__ void observe(const Part& part, int kv_tile) {
+    Policy::observe(s, params, Place{*this, part, kv_tile});
+  }
   // P as step 8 takes it.
   __device__ __forceinline__ void pack(const Part& part, int kv_tile) {
     Policy::drop(s, params, Place{*this, part, kv_tile});
@@ -186,6 +189,7 @@ struct Consumer {
     k_position.advance();
     apply_terms(part, kv_tile);
     if (part.plan->partial(kv_tile)) hide(part, kv_tile);
+    observe(part, kv_tile);
     float alpha[2];
     softmax.reset();
     softmax.exact_block(s, params.scale_log2, alpha);
@@ -221,6 +225,7 @@ struct Consumer {
     issue_both(values_partial);
     apply_terms(part, kv_tile);
     if (partial) hide(part, kv_tile);
+    observe(part, kv_tile);
     float alpha[2];
     softmax.exact_block(s, params.scale_log2, alpha);
     // Why: the assembler sinks the exponentials below the next wait, but not across a branch. This
@@ -252,6 +257,7 @@ struct Consumer {
         issue_both(before);
         before = false;
         apply_terms(part, n);
+        observe(part, n);
         good = !__any_sync(0xffffffffu, !softmax.lazy_block(s, params.scale_log2, block));
         // Why a wait on either side of this branch: the assembler sinks exponentials below a wait,
         // but the branch needs all of them, so they stay above, under the products in flight. The
@@ -339,6 +345,7 @@ struct Consumer {
       tilewise::restore_nonfinite(
           band, row, part.own, block_kv, [&](int kv_tile) { return plan.partial(kv_tile); },
           [&](int key) {
+            if (!Policy::sees(params, plan.tile.batch, plan.tile.head, row, key)) return;
 #pragma unroll
             for (int j = 0; j < config.head_dim_v / 8; ++j) {
               if (j * 8 >= params.head_dim_v) continue;

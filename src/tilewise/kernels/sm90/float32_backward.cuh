@@ -148,8 +148,9 @@ __device__ __forceinline__ void backward(const ParamsOf<GradParams, Policy>& par
   // Why the shuffle: it tells the compiler that the role is the same for the whole warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp == 0) {
-    const BackwardPlan plan = make_backward_plan<grad_block, grad_block>(
+    BackwardPlan plan = make_backward_plan<grad_block, grad_block>(
         params, blockIdx.x, params.in_order ? stairs : around);
+    narrow_query_tiles<Policy>(params, plan.batch, plan.kv_tile, grad_block, plan.full);
     if (threadIdx.x == 0) {
       smem.plan = plan;
       init_grad_barriers<config>(smem);

@@ -50,8 +50,8 @@
 
 namespace tilewise::sm90::float32 {
 
-template <Config config>
-__device__ __forceinline__ Plan make_plan(const Params& params) {
+template <Config config, typename Policy>
+__device__ __forceinline__ Plan make_plan(const ParamsOf<Params, Policy>& params) {
   const Schedule schedule{params.heads, params.batch * params.heads, params.q_tiles,
                           params.sections, params.longest_first};
   const Band band = band_of(params);
@@ -62,6 +62,7 @@ __device__ __forceinline__ Plan make_plan(const Params& params) {
   plan.parts_of_rows = ceil_div(row_end - plan.row_begin, 64);
   plan.touched = touched_tiles(band, plan.row_begin, row_end, config.block_kv);
   plan.full = full_tiles(band, plan.row_begin, row_end, config.block_kv, plan.touched);
+  narrow_tiles<Policy>(params, plan.tile.batch, config.block_kv, plan.touched, plan.full);
   const int pair = plan.tile.batch * params.heads + plan.tile.head;
   const int row_parts = pair * ceil_div(params.seq_q, 64) + plan.row_begin / 64;
   const int kv_tiles = (plan.tile.batch * (params.heads / params.heads_per_kv) +
@@ -207,7 +208,7 @@ __device__ __forceinline__ void forward(const ParamsOf<Params, Policy>& params) 
   // above this line.
   ptx::allow_next_grid();
   ptx::wait_for_previous_grid();
-  Plan plan = make_plan<config>(params);
+  Plan plan = make_plan<config, Policy>(params);
   if (!is_mine<config>(params, plan)) return;
   look_at_values<config>(plan);
   if (threadIdx.x == 0) smem.plan = plan;

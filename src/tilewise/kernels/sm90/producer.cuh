@@ -2,6 +2,7 @@
 // forward.cuh.
 #pragma once
 
+#include "../common/scores.cuh"
 #include "config.cuh"
 #include "rescue.cuh"
 
@@ -20,8 +21,8 @@ __device__ __forceinline__ Schedule schedule_of(const Params& params) {
 }
 
 // Fills in what a CTA does for work index `work`.
-template <Config config>
-__device__ __forceinline__ TilePlan make_plan(const Params& params, int work) {
+template <Config config, typename Policy>
+__device__ __forceinline__ TilePlan make_plan(const ParamsOf<Params, Policy>& params, int work) {
   TilePlan plan;
   const Band band = band_of(params);
   plan.split = config.split ? work % params.splits : 0;
@@ -30,19 +31,20 @@ __device__ __forceinline__ TilePlan make_plan(const Params& params, int work) {
   const int row_end = min_int(plan.row_begin + config.block_q(), params.seq_q);
   plan.touched = touched_tiles(band, plan.row_begin, row_end, config.block_kv);
   plan.full = full_tiles(band, plan.row_begin, row_end, config.block_kv, plan.touched);
+  narrow_tiles<Policy>(params, plan.tile.batch, config.block_kv, plan.touched, plan.full);
   if constexpr (config.split) plan.touched = part_of(plan.touched, plan.split, params.splits);
   return plan;
 }
 
 // The KV tiles that the rows of a warpgroup see; none when it has no rows.
-template <Config config>
+template <Config config, typename Policy>
 __device__ __forceinline__ TileRange own_tiles(const Params& params, const TilePlan& plan,
                                                int warpgroup) {
   const int row = plan.row_begin + warpgroup * 64;
   if (plan.row_begin == TilePlan::no_more_work || row >= params.seq_q) return {0, 0};
   const TileRange seen =
       touched_tiles(band_of(params), row, min_int(row + 64, params.seq_q), config.block_kv);
-  if constexpr (!config.split) return seen;
+  if constexpr (!config.split && !Policy::hides_by_span) return seen;
   return {max_int(seen.begin, plan.touched.begin), min_int(seen.end, plan.touched.end)};
 }
 
@@ -132,8 +134,9 @@ __device__ __forceinline__ int take_work(const Params& params, int work_count) {
 
 // Why work is taken only when a slot is free: a CTA that hoards work it cannot start yet leaves
 // others idle at the end.
-template <Config config>
-__device__ __forceinline__ void schedule_work(const Params& params, Smem<config>& smem) {
+template <Config config, typename Policy>
+__device__ __forceinline__ void schedule_work(const ParamsOf<Params, Policy>& params,
+                                              Smem<config>& smem) {
   const int work_count = schedule_of(params).work_count() * (config.split ? params.splits : 1);
   RingPosition<work_slots> slot(1);
   for (int work = blockIdx.x, previous = -1;; slot.advance()) {
@@ -143,11 +146,11 @@ __device__ __forceinline__ void schedule_work(const Params& params, Smem<config>
     previous = work;
     TilePlan plan;
     plan.row_begin = TilePlan::no_more_work;
-    if (work < work_count) plan = make_plan<config>(params, work);
+    if (work < work_count) plan = make_plan<config, Policy>(params, work);
     smem.plan[slot.stage] = plan;
 #pragma unroll 1
     for (int warpgroup = 0; warpgroup < config.consumers; ++warpgroup)
-      smem.own[slot.stage][warpgroup] = own_tiles<config>(params, plan, warpgroup);
+      smem.own[slot.stage][warpgroup] = own_tiles<config, Policy>(params, plan, warpgroup);
     smem.met_nonfinite[slot.stage] = 0;
     ptx::mbarrier_arrive(&smem.work_full[slot.stage]);
     if (work >= work_count) return;

@@ -1,0 +1,1 @@
+"""The terms of scores that read tensors, each with a struct of the same name in kernels/common/terms."""
