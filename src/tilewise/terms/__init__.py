@@ -1,1 +1,5 @@
 """The terms of scores that read tensors, each with a struct of the same name in kernels/common/terms."""
+
+from .alibi import Alibi
+
+__all__ = ["Alibi"]
