@@ -1,5 +1,6 @@
 """The terms of scores that read tensors, each with a struct of the same name in kernels/common/terms."""
 
 from .alibi import Alibi
+from .keep import Keep, KeyLengths
 
-__all__ = ["Alibi"]
+__all__ = ["Alibi", "Keep", "KeyLengths"]
