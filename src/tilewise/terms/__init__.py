@@ -1,6 +1,7 @@
 """The terms of scores that read tensors, each with a struct of the same name in kernels/common/terms."""
 
 from .alibi import Alibi
+from .bias import Bias
 from .keep import Keep, KeyLengths
 
-__all__ = ["Alibi", "Keep", "KeyLengths"]
+__all__ = ["Alibi", "Bias", "Keep", "KeyLengths"]
