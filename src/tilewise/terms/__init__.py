@@ -3,5 +3,6 @@
 from .alibi import Alibi
 from .bias import Bias
 from .keep import Keep, KeyLengths
+from .sink import Sink
 
-__all__ = ["Alibi", "Bias", "Keep", "KeyLengths"]
+__all__ = ["Alibi", "Bias", "Keep", "KeyLengths", "Sink"]

@@ -15,6 +15,7 @@ import torch
 
 from ...masks import Causal
 from .. import division, rules
+from ..edges import edge_launches
 from ..params import FLOAT, INT, LOG2_E, POINTER, Strided, matrix_bytes, shape_params, struct, tiles
 from ..policy import Policy, params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Program, View
@@ -254,6 +255,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
     if wants_dq:
         post = postprocess_unit(config, arch)
         launches.append(Launch(post, _PostprocessParams, postprocess, pairs * q_tiles, EDGE_THREADS))
+    launches += edge_launches(problem, arch, scratch.address("row_terms"), rows, -1.0)
     says = f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch"
     return Program(tuple(launches), scratch, says=(says,))
 

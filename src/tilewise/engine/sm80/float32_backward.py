@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...errors import Reason
 from .. import division, rules
+from ..edges import edge_launches
 from ..params import FLOAT, INT, POINTER, Strided, struct, tiles
 from ..policy import Policy, params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Program, View
@@ -215,6 +216,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
     launches = (
         Launch(pre, _PreprocessParams, preprocess, pairs * rows // EDGE_ROWS, EDGE_THREADS),
         Launch(kernel, params_for(problem, _MainParams), main, divided.grid, config.threads),
+        *edge_launches(problem, target.arch, scratch.address("row_terms"), rows, -1.0),
     )
     says = f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch"
     return Program(launches, scratch, says=(says,))

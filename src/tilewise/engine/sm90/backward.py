@@ -20,6 +20,7 @@ import torch
 
 from ...masks import Causal
 from .. import division, rules
+from ..edges import edge_launches
 from ..params import (
     FLOAT,
     INT,
@@ -341,6 +342,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
     if sums_dq and not in_turns:
         post = postprocess_unit(config.bf16)
         launches.append(Launch(post, _PostprocessParams, postprocess, edges, EDGE_THREADS, overlap=True))
+    launches += edge_launches(problem, ARCH, scratch.address("start_dp"), rows, 1.0)
     blind = in_turns and not _every_tile_sees_keys(problem, config.block_q)
     says = (f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch",)
     return Program(tuple(launches), scratch, frozenset({"dq"} if blind else ()), says)

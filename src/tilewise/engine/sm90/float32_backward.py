@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ...masks import Causal
 from .. import division, rules
+from ..edges import edge_launches
 from ..params import (
     FLOAT,
     INT,
@@ -236,6 +237,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = (Tr
         split_launch(problem, target, list(split.values()), PARTS, "{}_facts"),
         Launch(row_terms_unit(), _RowParams, rows, query_tiles, _ROW_THREADS, overlap=True),
         Launch(kernel, params_for(problem, _MainParams), main, divided.grid, config.threads, overlap=True),
+        *edge_launches(problem, ARCH, scratch.address("row_terms"), q_tiles * BLOCK, -1.0),
     )
     says = f"{config}; {divided}; before it two kernels that split and sum, {scratch.bytes / 2**20:.1f} MiB of scratch"
     return Program(launches, scratch, frozenset({"dq"} if wants[0] else ()), (says,))
