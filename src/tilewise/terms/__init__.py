@@ -2,7 +2,8 @@
 
 from .alibi import Alibi
 from .bias import Bias
+from .dropout import Dropout
 from .keep import Keep, KeyLengths
 from .sink import Sink
 
-__all__ = ["Alibi", "Bias", "Keep", "KeyLengths", "Sink"]
+__all__ = ["Alibi", "Bias", "Dropout", "Keep", "KeyLengths", "Sink"]
