@@ -4,6 +4,7 @@ from .alibi import Alibi
 from .bias import Bias
 from .dropout import Dropout
 from .keep import Keep, KeyLengths
+from .relative_bias import RelativeBias
 from .sink import Sink
 
-__all__ = ["Alibi", "Bias", "Dropout", "Keep", "KeyLengths", "Sink"]
+__all__ = ["Alibi", "Bias", "Dropout", "Keep", "KeyLengths", "RelativeBias", "Sink"]
