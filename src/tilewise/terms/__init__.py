@@ -4,7 +4,8 @@ from .alibi import Alibi
 from .bias import Bias
 from .dropout import Dropout
 from .keep import Keep, KeyLengths
+from .max_logit import MaxLogit
 from .relative_bias import RelativeBias
 from .sink import Sink
 
-__all__ = ["Alibi", "Bias", "Dropout", "Keep", "KeyLengths", "RelativeBias", "Sink"]
+__all__ = ["Alibi", "Bias", "Dropout", "Keep", "KeyLengths", "MaxLogit", "RelativeBias", "Sink"]
