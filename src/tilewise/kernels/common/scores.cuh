@@ -516,15 +516,17 @@ __device__ __forceinline__ void narrow_tiles(const Params& params, int batch, in
   if constexpr (Policy::hides_by_data) full = {touched.begin, touched.begin};
 }
 
-// Of the query tiles that a KV tile is touched by, those that need no hiding.
-template <typename Policy, typename Params>
-__device__ __forceinline__ void narrow_query_tiles(const Params& params, int batch, int kv_tile,
-                                                   int block_kv, TileRange& full) {
+// Of the query tiles that a KV tile is touched by, those that need no hiding; and no step at all for a
+// KV tile of which no key is left. Why only where dQ is added up in any order: others count on it.
+template <typename Policy, typename Params, typename Plan>
+__device__ __forceinline__ void narrow_query_tiles(const Params& params, int block_kv, Plan& plan) {
   if constexpr (Policy::hides_by_span) {
-    const KeySpan span = Policy::key_span(params, batch);
-    if (kv_tile * block_kv < span.begin || (kv_tile + 1) * block_kv > span.end) full = {0, 0};
+    const KeySpan span = Policy::key_span(params, plan.batch);
+    const int begin = plan.kv_tile * block_kv, end = begin + block_kv;
+    if (begin < span.begin || end > span.end) plan.full = {0, 0};
+    if ((end <= span.begin || begin >= span.end) && params.turns == nullptr) plan.steps = 0;
   }
-  if constexpr (Policy::hides_by_data) full = {0, 0};
+  if constexpr (Policy::hides_by_data) plan.full = {0, 0};
 }
 
 }  // namespace tilewise

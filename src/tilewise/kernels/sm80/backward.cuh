@@ -450,7 +450,7 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy>&
   BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
   if (threadIdx.x < 32) {
     BackwardPlan plan = make_backward_plan<config.block_q, config.block_kv>(params, blockIdx.x);
-    narrow_query_tiles<Policy>(params, plan.batch, plan.kv_tile, config.block_kv, plan.full);
+    narrow_query_tiles<Policy>(params, config.block_kv, plan);
     if (threadIdx.x == 0) smem.plan = plan;
   }
   __syncthreads();

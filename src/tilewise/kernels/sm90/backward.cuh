@@ -109,7 +109,7 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy>&
   if (threadIdx.x < 32) {
     BackwardPlan plan =
         make_backward_plan<config.block_q, config.block_kv()>(params, blockIdx.x, params.walk);
-    narrow_query_tiles<Policy>(params, plan.batch, plan.kv_tile, config.block_kv(), plan.full);
+    narrow_query_tiles<Policy>(params, config.block_kv(), plan);
     if (threadIdx.x == 0) smem.plan = plan;
   }
   if (threadIdx.x == 128) {

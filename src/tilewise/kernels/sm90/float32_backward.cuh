@@ -150,7 +150,7 @@ __device__ __forceinline__ void backward(const ParamsOf<GradParams, Policy>& par
   if (warp == 0) {
     BackwardPlan plan = make_backward_plan<grad_block, grad_block>(
         params, blockIdx.x, params.in_order ? stairs : around);
-    narrow_query_tiles<Policy>(params, plan.batch, plan.kv_tile, grad_block, plan.full);
+    narrow_query_tiles<Policy>(params, grad_block, plan);
     if (threadIdx.x == 0) {
       smem.plan = plan;
       init_grad_barriers<config>(smem);
