@@ -14,7 +14,7 @@ from tilewise.engine import SM90
 from tilewise.jit import Unit, build
 from tilewise.plan import plan
 from tilewise.scores import Softcap
-from tilewise.terms import Alibi, Bias, Dropout, Keep, KeyLengths, RelativeBias, Sink
+from tilewise.terms import Alibi, Bias, Dropout, Keep, KeyLengths, MaxLogit, RelativeBias, Sink
 
 if TYPE_CHECKING:
     from tilewise.scores import Term
@@ -43,6 +43,9 @@ TERMS: list[tuple[Term, ...]] = [
     (Dropout(0.1),),
     (RelativeBias(8191, 4095),),
     (RelativeBias(8191, 4095, "bfloat16", True),),
+    (MaxLogit(),),
+    (Alibi(), KeyLengths(), Sink()),
+    (Bias(paired=True), Dropout(0.1)),
 ]
 UNITS = {unit.label: unit for terms in TERMS for dim in (64, 128) for unit in built_units(terms, dim)}
 

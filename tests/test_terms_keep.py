@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import emulation
-from term_cases import BF16, F32, KERNELS, Case, Tensor, both_ways, case_of, check, emulated, everywhere, forward
+from term_cases import BF16, F32, H200, KERNELS, Case, Tensor, both_ways, case_of, check, emulated, everywhere, forward
 from tilewise import Full
 from tilewise.engine import SM80, SM90
-from tilewise.terms import Keep, KeyLengths
+from tilewise.terms import Alibi, Keep, KeyLengths, Sink
 
 
 def keeping(kind: str, problem: Any) -> Tensor:
@@ -81,3 +81,19 @@ def test_key_lengths(
     terms = (KeyLengths(padded_left),)
     case = case_of(dtype, dim, mask, terms, lambda _: {"key_lengths": lengths}, needs_grad=back, batch=3)
     check(monkeypatch, backend, case, back=back)
+
+
+@emulated
+@pytest.mark.parametrize("kind", ["padding", "lengths"])
+def test_keys_in_parts(monkeypatch: Any, kind: str) -> None:
+    """Few queries of many keys: their keys are divided, and some parts see none; a sink joins one part alone."""
+    shape = {"batch": 2, "heads_q": 2, "heads_kv": 2, "seq_q": 20, "seq_kv": 1100}
+    keep = torch.arange(1100) % 7 != 0
+    given = {"keep": keep.expand(2, 1, 1, 1100), "key_lengths": torch.tensor([1100, 200], dtype=torch.int32)}
+    first: Any = KeyLengths() if kind == "lengths" else Keep(("batch", "head", "row"), paired=True)
+    terms = (Alibi(), first, Sink())
+    given |= {"slopes": torch.tensor([0.01, 0.2]), "sink": torch.tensor([0.5, -1.0])}
+    given.pop("keep" if kind == "lengths" else "key_lengths")
+    case = case_of(BF16, 64, Full(), terms, lambda _: given, **shape)
+    assert SM90.configs(case.problem, H200)[0].split
+    check(monkeypatch, SM90, case, back=False)

@@ -177,6 +177,11 @@ class Term:
         return Registers(0, 0)
 
     @property
+    def fits_plain_tiles(self) -> frozenset[str]:
+        """The architectures whose 16-bit kernels have registers for it in the tiles of those without terms."""
+        return frozenset()
+
+    @property
     def operands(self) -> dict[str, type[Any]]:
         """The members of its C++ `Operands`, by name, as ctypes; what all kernels have is not among them."""
         return {}

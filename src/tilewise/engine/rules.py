@@ -103,6 +103,11 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
     )
 
 
+def fits_plain_tiles(problem: Problem, arch: str) -> bool:
+    """Whether the terms of a problem leave the tiles of kernels without terms as they are."""
+    return all(arch in term.fits_plain_tiles for term in problem.scores)
+
+
 def forward_registers(problem: Problem) -> int:
     """About how many registers the terms of a forward need beside those of a softcap."""
     return sum(term.registers.forward for term in problem.scores)

@@ -63,6 +63,10 @@ class Alibi(Term):
         return Registers(8, 0)
 
     @property
+    def fits_plain_tiles(self) -> frozenset[str]:
+        return frozenset({"sm90"})
+
+    @property
     def operands(self) -> dict[str, type[Any]]:
         tensors = members("slopes", ("batch", "head")) | members("dslopes", SCORE_DIMS)
         return tensors | {"alibi_unit": ctypes.c_float}

@@ -58,7 +58,13 @@ class Keep(Term):
 
     @property
     def registers(self) -> Registers:
-        return Registers(0 if self._rows_alike else 24 if self.paired else 40, 0)
+        if self._rows_alike:
+            return Registers(0, 0)
+        return Registers(24, 0) if self.paired else Registers(40, 32)
+
+    @property
+    def fits_plain_tiles(self) -> frozenset[str]:
+        return frozenset({"sm80", "sm90"} if self._rows_alike else ())
 
     @property
     def operands(self) -> dict[str, type[Any]]:
@@ -98,6 +104,10 @@ class KeyLengths(Term):
     @property
     def suffix(self) -> str:
         return "key_lengths_left" if self.padded_left else "key_lengths"
+
+    @property
+    def fits_plain_tiles(self) -> frozenset[str]:
+        return frozenset({"sm80", "sm90"})
 
     @property
     def operands(self) -> dict[str, type[Any]]:

@@ -46,5 +46,9 @@ class Sink(Term):
         return '#include "common/terms/sink.cuh"'
 
     @property
+    def fits_plain_tiles(self) -> frozenset[str]:
+        return frozenset({"sm80", "sm90"})
+
+    @property
     def operands(self) -> dict[str, type[Any]]:
         return members("sink", ("head",))

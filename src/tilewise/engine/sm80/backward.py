@@ -93,7 +93,7 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Legal configs that fit the target, best first."""
-    bf16, capped = problem.dtype is torch.bfloat16, bool(problem.scores)
+    bf16, capped = problem.dtype is torch.bfloat16, not rules.fits_plain_tiles(problem, "sm80")
     found = (_config(row, bf16, capped, target) for row in _table()[rules.class_of(problem), capped])
     return [config for config in found if config.fits(target)]
 

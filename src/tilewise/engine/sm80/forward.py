@@ -130,7 +130,7 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     (`one_wave`).
     """
     classes = class_of(problem)
-    capped = bool(problem.scores)
+    capped = _roomy(problem)
     small, fitting = [], []
     for row in _table()[classes]:
         if capped not in row["softcap"]:
@@ -145,7 +145,14 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
             fitting.append(config)
         elif query_tiles(problem, config.block_q) <= target.sms * config.ctas_per_sm:
             small.append(config)
+    if fitting and not all(term.elementwise for term in problem.scores):  # for terms whose kernels spill after all
+        fitting += [replace(config, block_kv=32) for config in fitting if config.block_kv > 32]
     return [*small, *fitting]
+
+
+def _roomy(problem: Problem) -> bool:
+    """The tiles of kernels with a softcap, which leave registers."""
+    return not rules.fits_plain_tiles(problem, "sm80")
 
 
 def search_space(problem: Problem, target: Target) -> list[Config]:
@@ -153,7 +160,7 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
 
     The bound on registers is that of the arrays a thread holds; whether the compiler keeps to it, its log tells.
     """
-    return list(_runnable(class_of(problem), problem.dtype is torch.bfloat16, bool(problem.scores), target))
+    return list(_runnable(class_of(problem), problem.dtype is torch.bfloat16, _roomy(problem), target))
 
 
 @functools.lru_cache(maxsize=16)
@@ -176,7 +183,7 @@ def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
 
 def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
     """The entry of the user's own table for this device."""
-    classes, facts = class_of(problem), (problem.dtype is torch.bfloat16, bool(problem.scores))
+    classes, facts = class_of(problem), (problem.dtype is torch.bfloat16, _roomy(problem))
 
     def is_legal(config: Config) -> bool:
         """One that a sweep would try, or any that ships for such heads and fits, whatever lengths it is for."""

@@ -135,14 +135,18 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Legal configs, best first, from the measured table.
 
-    Rows that are for `terms` leave these more registers; where there are none, others do already.
+    Rows that are for `terms` leave these more registers: they come first where many are needed, and else stand behind
+    the others, for kernels that spill after all.
     """
     rows = _table()[rules.class_of(problem)]
-    wanted = rules.backward_registers(problem) >= _MANY_REGISTERS and any(row.get("terms") for row in rows)
+    if all(term.elementwise for term in problem.scores):
+        rows = [row for row in rows if not row.get("terms")]
+    elif rules.backward_registers(problem) >= _MANY_REGISTERS:
+        rows = sorted(rows, key=lambda row: not row.get("terms"))
     return [
         _config(row, problem.dtype is torch.bfloat16, bool(problem.scores))
         for row in rows
-        if row.get("terms", False) == wanted and (not row["writes_dq"] or _has_one_tile(problem, row))
+        if not row["writes_dq"] or _has_one_tile(problem, row)
     ]
 
 

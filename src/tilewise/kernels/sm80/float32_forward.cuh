@@ -348,9 +348,9 @@ struct Float32Forward {
     const int row_end = min_int(row_begin + block_q, params.seq_q);
     const int warp_end = min_int(warp_row + config.warp_rows(), params.seq_q);
     TileRange touched = touched_tiles(band, row_begin, row_end, block_kv);
-    TileRange full = full_tiles(band, row_begin, row_end, block_kv, touched);
-    narrow_tiles<Policy>(params, tile.batch, block_kv, touched, full);
     if (lane == 0) {
+      TileRange all = touched, full = full_tiles(band, row_begin, row_end, block_kv, touched);
+      narrow_tiles<Policy>(params, tile.batch, block_kv, all, full);
       WarpPlan plan{tile, {0, 0}, {0, 0}, full};
       if (warp_row < warp_end) {
         plan.own = touched_tiles(band, warp_row, warp_end, block_kv);
@@ -360,6 +360,8 @@ struct Float32Forward {
       smem.plan[warp] = plan;
     }
     if (threadIdx.x == 0) {
+      TileRange none{0, 0};
+      narrow_tiles<Policy>(params, tile.batch, block_kv, touched, none);
       smem.touched = touched;
       smem.queries = head_of(params.q, tile.batch, tile.head);
       smem.keys = head_of(params.k, tile.batch, tile.head / params.heads_per_kv);

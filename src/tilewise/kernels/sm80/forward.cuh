@@ -263,9 +263,9 @@ struct Forward {
     const int row_end = min_int(row_begin + block_q, params.seq_q);
     const int warp_end = min_int(warp_row + config.warp_rows(), params.seq_q);
     TileRange touched = touched_tiles(band, row_begin, row_end, block_kv);
-    TileRange full = full_tiles(band, row_begin, row_end, block_kv, touched);
-    narrow_tiles<Policy>(params, tile.batch, block_kv, touched, full);
     if (lane == 0) {
+      TileRange all = touched, full = full_tiles(band, row_begin, row_end, block_kv, touched);
+      narrow_tiles<Policy>(params, tile.batch, block_kv, all, full);
       WarpPlan plan{tile, {0, 0}, {0, 0}, full};
       if (warp_row < warp_end) {
         plan.own = touched_tiles(band, warp_row, warp_end, block_kv);
@@ -274,6 +274,8 @@ struct Forward {
       }
       smem.plan[warp] = plan;
     }
+    TileRange none{0, 0};
+    narrow_tiles<Policy>(params, tile.batch, block_kv, touched, none);
     __syncwarp();
     return touched;
   }

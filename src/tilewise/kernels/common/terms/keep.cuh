@@ -42,7 +42,8 @@ struct Keep {
   // Queries and keys past the end are not read: they count as hidden, and have no weight anyway.
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&v)[count], const At& at) const {
-    constexpr int chunk = loaded_at_once<At, count>;
+    // Why few where keys are not side by side: each has an address of its own.
+    constexpr int chunk = paired ? loaded_at_once<At, count> : 8;
 #pragma unroll
     for (int first = 0; first < count; first += chunk) {
       if (place.holds(first + chunk))
