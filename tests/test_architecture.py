@@ -71,7 +71,7 @@ def test_backends_do_not_import_one_another():
         assert not siblings(path, "backends") & modules - {path.stem}, path.name
 
 
-PURE = {"division", "params", "policy", "program", "rules", "source"}
+PURE = {"division", "edges", "params", "policy", "program", "rules", "source"}
 
 
 def test_families_know_neither_tensors_nor_the_driver_nor_other_architectures():
