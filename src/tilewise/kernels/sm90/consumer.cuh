@@ -421,7 +421,8 @@ struct Consumer {
     arrive(&smem.out_full[warpgroup]);
   }
 
-  __device__ __forceinline__ void store_partial(const Part& part) {
+  __device__ __forceinline__ void store_partial(const Part& part,
+                                                const float (&rows)[config.head_dim_v / 2]) {
     float* out = params.partial_out + first_row_of_head(*part.plan) * params.head_dim_v;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -432,7 +433,7 @@ struct Consumer {
         const int column = 8 * j + 2 * (lane % 4);
         if (column < params.head_dim_v)
           *reinterpret_cast<float2*>(out + row * params.head_dim_v + column) =
-              float2{o[4 * j + 2 * r], o[4 * j + 2 * r + 1]};
+              float2{rows[4 * j + 2 * r], rows[4 * j + 2 * r + 1]};
       }
     }
   }
@@ -470,7 +471,7 @@ struct Consumer {
         restore_nonfinite(part);
     }
     if constexpr (config.split)
-      store_partial(part);
+      store_partial(part, o);
     else
       stage_out<0>(o);
     out_rest = in_two_parts;
@@ -493,7 +494,11 @@ struct Consumer {
       finish_rows(part, none, factor);
     }
     if (params.lse != nullptr) store_lse(part, none);
-    if constexpr (config.split) return;  // its weight is 0: combine does not read the rest
+    if constexpr (config.split) {
+      // Without a term that finishes rows its weight is 0, and combine does not read the rest.
+      if (Policy::finishes_rows && part.plan->split == 0) store_partial(part, nothing);
+      return;
+    }
     stage_out<0>(nothing);
     if constexpr (in_two_parts) stage_out<staged>(nothing);
   }
