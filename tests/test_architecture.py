@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "tilewise"
 
 # Each layer may import those before it and itself; those at the top stand side by side.
 LAYERS = [
-    "_path", "_interrupt", "errors", "memo", "operands", "masks", "scores", "problem", "target", "partials",
+    "_path", "_interrupt", "errors", "memo", "operands", "masks", "scores", "terms", "problem", "target", "partials",
     "jit", "hook", "isolation", "backend", "plain", "triton", "torch_kernels", "engine", "plan", "op", "api", "ladder",
 ]  # fmt: skip
 TOP = {"lab", "integrations"}
@@ -94,7 +94,7 @@ def test_backends_do_not_import_one_another():
         assert not siblings(path, "plain"), path
 
 
-PURE = {"division", "extents", "params", "policy", "program", "rules", "source"}
+PURE = {"division", "edges", "extents", "params", "policy", "program", "rules", "source"}
 
 
 def test_families_know_neither_tensors_nor_the_driver_nor_other_architectures():

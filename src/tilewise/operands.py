@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+
+from .errors import InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,15 +27,91 @@ Grads = dict[str, torch.Tensor]
 """Those gradients, and no others."""
 
 INPUTS = ("q", "k", "v")
+SCORE_DIMS = ("batch", "head", "row", "key")
 ALL: Wants = frozenset(INPUTS)
 NO_OPERANDS: Operands = MappingProxyType({})
 
 
+class Sizes(Protocol):
+    """What operands ask of a Problem."""
+
+    @property
+    def batch(self) -> int: ...
+    @property
+    def heads_q(self) -> int: ...
+    @property
+    def seq_q(self) -> int: ...
+    @property
+    def seq_kv(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
 class Operand(NamedTuple):
-    """A tensor that a mask or a term reads. One that is not differentiable must not require grad."""
+    """A tensor that a mask or a term reads. One that is not differentiable must not require grad.
+
+    One that kernels read has `dims`: a call gives it with the shape `shape(problem)`, or any that broadcasts to
+    `full_shape(problem)`. Kernels read its address and one stride per dimension, 0 along those that it is broadcast
+    `over`. The backward makes its gradient under the name `d` + name.
+    """
 
     name: str
     differentiable: bool = False
+    dims: tuple[str, ...] = ()  # some of SCORE_DIMS, or "span", whose size is `span`
+    over: tuple[str, ...] = ()  # the dimensions that it is broadcast over: of size 1
+    dtype: torch.dtype | None = None  # None: that of q
+    span: int = 0
+
+    def full_shape(self, problem: Sizes) -> tuple[int, ...]:
+        sizes = {
+            "batch": problem.batch,
+            "head": problem.heads_q,
+            "row": problem.seq_q,
+            "key": problem.seq_kv,
+            "span": self.span,
+        }
+        return tuple(sizes[dim] for dim in self.dims)
+
+    def shape(self, problem: Sizes) -> tuple[int, ...]:
+        full = self.full_shape(problem)
+        return tuple(1 if dim in self.over else size for dim, size in zip(self.dims, full, strict=True))
+
+    def check(self, tensor: torch.Tensor, problem: Sizes) -> None:
+        """Raise InvalidInput for a tensor of another shape or dtype."""
+        self.expanded(tensor, problem)
+        dtype = self.dtype or problem.dtype
+        if tensor.dtype != dtype:
+            raise InvalidInput(f"{self.name}.dtype", tensor.dtype, f"{dtype}", "cast it")
+
+    def expanded(self, tensor: torch.Tensor, problem: Sizes) -> torch.Tensor:
+        """The tensor as kernels read it. Raises InvalidInput for one of another shape."""
+        full = self.full_shape(problem)
+        sizes = (1,) * (len(full) - tensor.ndim) + tuple(tensor.shape)
+        fits = len(sizes) == len(full) and all(n in (1, m) for n, m in zip(sizes, full, strict=True))
+        if not fits:
+            expected = f"{self.shape(problem)}, the sizes of {self.dims}"
+            raise InvalidInput(self.name, f"shape {tuple(tensor.shape)}", expected, "reshape or expand it")
+        return tensor.expand(full)
+
+
+class Sums(NamedTuple):
+    """What a backward kernel leaves of an operand's gradient: a tensor of this shape and dtype, zeroed before.
+
+    Kernels see it as expanded to `full` (dimensions `dims`). Its sum over the dimensions that the operand does not
+    have, or is broadcast over, is the gradient: `gradient`.
+    """
+
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    full: tuple[int, ...]
+    dtype: torch.dtype
+
+    def gradient(self, sums: torch.Tensor, operand: Operand, tensor: torch.Tensor) -> torch.Tensor:
+        """Of the operand as this tensor gave it."""
+        extra = tuple(i for i, dim in enumerate(self.dims) if dim not in operand.dims)
+        own = sums.sum(extra) if extra else sums
+        own = own.sum_to_size((1,) * (own.ndim - tensor.ndim) + tuple(tensor.shape))
+        return own.reshape(tensor.shape).to(tensor.dtype)
 
 
 @lru_cache(maxsize=256)

@@ -351,7 +351,14 @@ def as_laid_out(out: torch.Tensor, layout: str) -> torch.Tensor:
 def _term_text(term: Term) -> str:
     """For reading, not to be parsed: `softcap=30`."""
     kind, _, numbers = str(term).partition(":")
-    return f"{kind}={','.join(f'{float(number):g}' for number in numbers.split(','))}" if numbers else kind
+    return f"{kind}={','.join(map(_short_number, numbers.split(',')))}" if numbers else kind
+
+
+def _short_number(text: str) -> str:
+    try:
+        return f"{float(text):g}"
+    except ValueError:
+        return text
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -4,9 +4,13 @@ A problem has a tuple of terms. They are applied in order to s = scale * q k^T, 
 
     Softcap(cap)    s -> cap * tanh(s / cap)
 
-A term is a class here, with what it means (`bend`, in torch operations: the specification), and a struct in
-kernels/common/scores.cuh, which the kernels compose at compile time; `cpp_type` names it and `params` fills what it
-reads. A term without a struct runs in the backends that are made of torch operations, and all others refuse it by name.
+A term is a class, here or in terms/, with what it means in torch operations (the specification), and a struct in
+kernels/common/, which the kernels compose at compile time; `cpp_type` names it and `params` fills what it reads. A term
+without a struct runs in the backends that are made of torch operations, and all others refuse it by name.
+
+A term has one meaning of four: it changes scores (`bend`), hides keys (`visible`), drops weights (`kept`) or joins the
+sum of a row (`joins`). The tensors that it reads are its `tensors`: names, dimensions and dtypes; a call gives the
+tensors themselves beside the problem, by those names.
 
 Terms have a text form, used by operator arguments and in results: `parse(str(term)) == term`, and `;` between several
 (`parse_all`, `text_of`). A class is found by its `kind` as soon as it is defined.
@@ -25,10 +29,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from .errors import InvalidInput
-from .operands import NO_OPERANDS, Grads, Operand, Operands, Wants, recording
+from .operands import NO_OPERANDS, Grads, Operand, Operands, Sums, Wants, recording
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 Tensor = torch.Tensor
 LOG2_E = math.log2(math.e)
@@ -39,9 +43,15 @@ class Asked(Protocol):
     """What terms ask of a Problem, which is made of them."""
 
     @property
+    def batch(self) -> int: ...
+    @property
     def heads_q(self) -> int: ...
     @property
     def heads_kv(self) -> int: ...
+    @property
+    def seq_q(self) -> int: ...
+    @property
+    def seq_kv(self) -> int: ...
     @property
     def group(self) -> int: ...
     @property
@@ -50,6 +60,8 @@ class Asked(Protocol):
     def scale(self) -> float: ...
     @property
     def scores(self) -> tuple[Term, ...]: ...
+    @property
+    def deterministic(self) -> bool: ...
 
 
 class Where(NamedTuple):
@@ -95,12 +107,20 @@ class Where(NamedTuple):
         return grouped.expand(-1, -1, len(self.rows)).reshape(self.problem.heads_kv, -1, 1)
 
 
+class Registers(NamedTuple):
+    """About how many of a thread, in a forward and in a backward."""
+
+    forward: int
+    backward: int
+
+
 class Term:
-    """What all terms share. A subclass is a frozen dataclass of numbers with a `kind`, and defines `bend`."""
+    """What all terms share. A subclass is a frozen dataclass of numbers with a `kind`, and defines what it means."""
 
     __slots__ = ()
     kind: ClassVar[str] = ""
-    transforms: ClassVar[bool] = True  # it changes scores; not so a term that drops weights or finishes rows
+    transforms: ClassVar[bool] = True  # it changes scores; not so a term that hides, drops weights or finishes rows
+    hides: ClassVar[bool] = False  # keys from queries, by what a tensor says
     elementwise: ClassVar[bool] = False  # it looks at the score alone, and not at where it stands
 
     def __init_subclass__(cls) -> None:
@@ -109,6 +129,37 @@ class Term:
 
     def bend(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         """The scores after this term, and its derivative with respect to the scores before it (None: 1)."""
+        return scores, None
+
+    @property
+    def hides_first_keys(self) -> bool:
+        """It hides the first keys from queries that see all of some later tile."""
+        return False
+
+    def visible(self, where: Where) -> Tensor | None:
+        """Which keys the term leaves to which queries, broadcastable to the scores; None: all."""
+        return None
+
+    def kept(self, where: Where) -> tuple[Tensor, float] | None:
+        """Which weights stay, and what these are multiplied with; None: all, by 1."""
+        return None
+
+    def joins(self, where: Where) -> Tensor | None:
+        """Logits that join the sum of their rows beside the keys, broadcastable to (batch, heads, rows, 1)."""
+        return None
+
+    @property
+    def tensors(self) -> tuple[Operand, ...]:
+        """What it reads of a call."""
+        return ()
+
+    @property
+    def outputs(self) -> tuple[Operand, ...]:
+        """What a forward writes for it beside out and lse, zeroed before."""
+        return ()
+
+    def sums(self, operand: Operand, problem: Asked) -> Sums:
+        """What the backward makes the gradient of a learned operand of."""
         raise NotImplementedError
 
     def gradients(self, dscores: Tensor, scores: Tensor, where: Where, wants: Wants) -> Grads:
@@ -116,36 +167,50 @@ class Term:
 
         By autograd. A term that can say it at less cost may.
         """
-        leaves = {
-            operand.name: where.operands[operand.name].detach().requires_grad_()
-            for operand in self.tensors
-            if operand.name in wants
-        }
+        leaves = self._leaves(where, wants, scores.dtype)
         if not leaves:
             return {}
         with recording():
             bent, _ = self.bend(scores.detach(), where._replace(operands={**where.operands, **leaves}))
+            if not bent.requires_grad:  # they do something else than to change scores
+                return {}
             found = torch.autograd.grad(bent, list(leaves.values()), dscores.expand(bent.shape).to(bent.dtype))
         return dict(zip(leaves, found, strict=True))
+
+    def _leaves(self, where: Where, wants: Wants, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Those of its operands that are wanted, for autograd to derive by; in this dtype, so that sums are in it."""
+        names = [operand.name for operand in self.tensors if operand.name in wants]
+        return {name: where.operands[name].detach().to(dtype).requires_grad_() for name in names}
 
     def check(self, problem: Asked) -> None:
         """Raise InvalidInput if the term does not fit the problem."""
 
     def check_tensor(self, name: str, tensor: Tensor, problem: Asked) -> None:
         """Raise InvalidInput if a tensor cannot be its operand of this name. Its device is that of q."""
-
-    @property
-    def tensors(self) -> tuple[Operand, ...]:
-        """The operands of a call that it reads, in the order of the operators' `operands`."""
-        return ()
+        for operand in self.tensors:
+            if operand.name == name and operand.dims:
+                operand.check(tensor, problem)
 
     @property
     def cpp_gradients(self) -> Wants:
         """The names of the operands whose gradients its C++ struct makes."""
         return frozenset()
 
+    @property
+    def learned_tensors(self) -> tuple[Operand, ...]:
+        """The operands whose gradients its C++ struct is to make."""
+        return ()
+
+    def learning(self, wants: Wants) -> Term:
+        """The term whose struct makes the gradients of these of its operands, and no others."""
+        return self
+
+    def why_not(self, problem: Asked) -> str:
+        """Why its struct does not serve the problem; empty where it does."""
+        return ""
+
     def cpp_type(self, *, precise: bool) -> str:
-        """Its struct in kernels/common/scores.cuh, by its full name; empty where there is none.
+        """Its struct in kernels/common/, by its full name; empty where there is none.
 
         `precise`: in float32 arithmetic, where kernels of 16-bit numbers may use approximate instructions.
         """
@@ -153,8 +218,23 @@ class Term:
 
     @property
     def cpp_source(self) -> str:
-        """The struct itself, where it is not in that header."""
+        """The struct itself, or its header, where it is not in common/scores.cuh."""
         return ""
+
+    @property
+    def suffix(self) -> str:
+        """Of the name of a kernel with this term: different for different structs."""
+        return self.kind
+
+    @property
+    def registers(self) -> Registers:
+        """What its kernels need beside what a softcap takes: families choose smaller tiles."""
+        return Registers(0, 0)
+
+    @property
+    def fits_plain_tiles(self) -> frozenset[str]:
+        """The architectures whose 16-bit kernels have registers for it in the tiles of those without terms."""
+        return frozenset()
 
     @property
     def operands(self) -> dict[str, type[Any]]:
@@ -165,6 +245,10 @@ class Term:
         """What the struct reads of a kernel's parameters. A score before this term is `unit` times a kernel's value."""
         return {}
 
+    def problem_params(self, problem: Asked) -> dict[str, float]:
+        """The same of what depends on the problem."""
+        return {}
+
     def unit_after(self, unit: float) -> float:
         """What a kernel's value is in units of after this term."""
         return unit
@@ -172,10 +256,15 @@ class Term:
     @classmethod
     def from_text(cls, text: str) -> Term:
         """From what stands behind `kind:` in the text form."""
-        return cls(*map(float, text.split(","))) if text else cls()
+        if not text:
+            return cls()
+        values = text.split(",")
+        kinds = [str(getattr(field.type, "__name__", field.type)) for field in fields(cls)]  # type: ignore[arg-type]
+        return cls(*[_READERS.get(kind, float)(value) for kind, value in zip(kinds, values, strict=True)])
 
     def __str__(self) -> str:
-        numbers = ",".join([f"{_constant(getattr(self, field.name)):.17g}" for field in fields(self)])  # type: ignore[arg-type]
+        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        numbers = ",".join([_text_of(value) for value in values])
         return f"{self.kind}:{numbers}" if numbers else self.kind
 
 
@@ -217,6 +306,22 @@ class Softcap(Term):
 # Scores are divided by the cap: with a cap beyond these, or below their inverse, ordinary scores would leave the range
 # of numbers with full precision.
 _MAX_CAP_FLOAT32, _MAX_CAP_FLOAT64 = 2.0**100, 2.0**1000
+
+
+def _text_of(value: Any) -> str:
+    """Of a field: a number, a word, or words."""
+    if isinstance(value, str):
+        return value
+    return "+".join(value) if isinstance(value, tuple) else f"{_constant(value):.17g}"
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "bool": lambda text: bool(int(text)),
+    "str": str,
+    "tuple[str, ...]": lambda text: tuple(text.split("+")) if text else (),
+}
+"""Of the fields of a term by their kind, beside floats."""
 
 
 def parse(text: str) -> Term:
@@ -262,6 +367,49 @@ def unbend_all(dscores: Tensor, scores: Tensor, where: Where, wants: Wants) -> G
     for term, before, slope in reversed(steps):
         grads |= term.gradients(dscores, before, where, wants)
         dscores = dscores if slope is None else dscores * slope
+    return grads
+
+
+def visible_all(where: Where) -> Tensor | None:
+    """What all terms of the problem leave visible; None: everything."""
+    seen: Tensor | None = None
+    for term in where.problem.scores:
+        own = term.visible(where)
+        if own is not None:
+            seen = own if seen is None else seen & own
+    return seen
+
+
+def keep_all(where: Where, dtype: torch.dtype) -> Tensor | None:
+    """What every weight is multiplied with after its row's sum has taken it; None: 1."""
+    factor: Tensor | None = None
+    for term in where.problem.scores:
+        found = term.kept(where)
+        if found is not None:
+            own = found[0].to(dtype) * found[1]
+            factor = own if factor is None else factor * own
+    return factor
+
+
+def join_all(where: Where, dtype: torch.dtype) -> list[Tensor]:
+    """The logits that join the sums of the rows, each broadcastable to (batch, heads, rows, 1)."""
+    found = [term.joins(where) for term in where.problem.scores]
+    return [logit.to(dtype) for logit in found if logit is not None]
+
+
+def unjoin_all(lse: Tensor, delta: Tensor, where: Where, wants: Wants) -> Grads:
+    """The gradients of the operands that join rows: these have a weight of e^(logit - lse), and no value."""
+    grads: Grads = {}
+    for term in where.problem.scores:
+        leaves = term._leaves(where, wants, lse.dtype)
+        if not leaves:
+            continue
+        with recording():
+            logits = term.joins(where._replace(operands={**where.operands, **leaves}))
+            if logits is not None:
+                drows = -torch.exp(logits.detach() - lse) * delta
+                found = torch.autograd.grad(logits.expand(drows.shape), list(leaves.values()), drows)
+                grads |= dict(zip(leaves, found, strict=True))
     return grads
 
 

@@ -306,6 +306,10 @@ inline unsigned __ballot_sync(unsigned, bool mine) {
   return votes;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+template <typename T>
+inline T __ldg(const T* place) {
+  return *place;
+}
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline float __fmul_rn(float x, float y) { return x * y; }

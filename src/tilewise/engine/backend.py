@@ -111,7 +111,10 @@ class Direction:
 
     def details(self, problem: Problem, target: Target, config: Any) -> list[str]:
         """How the launch fills the GPU."""
-        return [] if problem.empty else list(self._family(problem).program(problem, target, config).says)
+        if problem.empty:
+            return []
+        make = self._backend.backward_program if self._number else self._backend.program
+        return list(make(problem, target, config).says)
 
 
 class Fused:
@@ -144,6 +147,7 @@ class Fused:
 
     def why_not(self, problem: Problem, target: Target) -> list[Reason]:
         """Reasons of the backend as a whole, then of the families; of those only what no other reason covers."""
+        problem = rules.learning(problem, problem.operand_grads)
         reasons = self._refuse(problem, target)
         if rules.too_wide(problem) or problem.dtype not in rules.DTYPES:
             return reasons
@@ -165,18 +169,23 @@ class Fused:
 
     def configs(self, problem: Problem, target: Target) -> list[Any]:
         """Of the forward, best first."""
+        problem = rules.learning(problem, ())
         return [] if rules.too_wide(problem) else self.forward_direction.configs(problem, target)
 
     def backward_configs(self, problem: Problem, target: Target) -> list[Any]:
         """Of the backward, best first."""
+        problem = rules.learning(problem, problem.operand_grads)
         return self.backward_direction.configs(problem, target)
 
     def program(self, problem: Problem, target: Target, config: Any) -> Program:
         """What a forward launches."""
+        problem = rules.learning(problem, ())
         return self.families(problem)[0].program(problem, target, config)  # type: ignore[no-any-return]
 
-    def backward_program(self, problem: Problem, target: Target, config: Any, wants: Wants = ALL) -> Program:
-        """What a backward launches."""
+    def backward_program(self, problem: Problem, target: Target, config: Any, wants: Wants | None = None) -> Program:
+        """What a backward launches; without `wants`, one of all gradients that the problem needs."""
+        wants = ALL.union(problem.operand_grads) if wants is None else wants
+        problem = rules.learning(problem, wants)
         return self.families(problem)[1].program(problem, target, config, wants)  # type: ignore[no-any-return]
 
     # -----------------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def mirror(header: str, name: str) -> type[ctypes.Structure]:
     assert body is not None, (header, name)
     constants = dict(re.findall(r"constexpr int (\w+) = (\d+);", text))
     fields: dict[str, type[Any]] = {}
-    for kind, members in re.findall(r"\s*(?:const )?([\w:]+(?: long)?\**)\s+([^;]+);", body[1]):
+    for kind, members in re.findall(r"\s*(?:const )?((?:unsigned )?[\w:]+(?: long)?\**)\s+([^;]+);", body[1]):
         base = ctypes.c_void_p if kind.endswith("*") else _KINDS[kind]
         for member, count in re.findall(r"(\w+)(?:\[(\w+)\])?", members):
             fields[member] = base * int(constants[count]) if count else base

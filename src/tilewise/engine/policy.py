@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..scores import Softcap
 from .params import extended
+from .program import Address, Stride
 
 if TYPE_CHECKING:
     import ctypes
@@ -48,12 +49,12 @@ class Policy(NamedTuple):
     @property
     def cpp_source(self) -> str:
         """Structs that are not in the header."""
-        return "\n".join(term.cpp_source for term in self.terms if term.cpp_source)
+        return "\n".join(dict.fromkeys(term.cpp_source for term in self.terms if term.cpp_source))
 
     @property
     def suffix(self) -> str:
         """Of a kernel's name."""
-        return "".join(f"_{term.kind}" for term in self.terms)
+        return "".join(f"_{term.suffix}" for term in self.terms)
 
     def params(self, base: type[ctypes.Structure]) -> type[ctypes.Structure]:
         """The parameters of such a kernel: its own, then the operands of the terms."""
@@ -73,11 +74,22 @@ def unit_of(problem: Problem) -> float:
     return unit
 
 
-def term_params(problem: Problem, *, precise: bool) -> dict[str, float]:
-    """The fields that the terms of a problem read."""
-    fields: dict[str, float] = {"softcap_in": 0.0}
+def term_params(problem: Problem, *, precise: bool, backward: bool = False) -> dict[str, Any]:
+    """The fields that the terms of a problem read: numbers, and slots of tensors; in a backward also of gradients."""
+    fields: dict[str, Any] = {"softcap_in": 0.0}
     unit = problem.scale
     for term in problem.scores:
-        fields |= term.params(unit, precise=precise)
+        fields |= term.params(unit, precise=precise) | term.problem_params(problem)
+        for operand in () if backward else term.outputs:
+            fields |= _slots(operand.name, operand.dims)
+        for operand in term.tensors:
+            fields |= _slots(operand.name, operand.dims)
+            if backward and operand in term.learned_tensors and f"d{operand.name}" in term.operands:
+                fields |= _slots("d" + operand.name, term.sums(operand, problem).dims)
         unit = term.unit_after(unit)
     return fields
+
+
+def _slots(name: str, dims: tuple[str, ...]) -> dict[str, Address | Stride]:
+    strides = {f"{name}_{dim}_stride": Stride(name, i) for i, dim in enumerate(dims)}
+    return {name: Address(name), **strides}

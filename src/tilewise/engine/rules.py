@@ -95,6 +95,11 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
             )
             for name in problem.operand_grads
         ),
+        *(
+            (bool(why), f"scores {term}: {why}", "use backend='tiled' or 'reference'")
+            for term in problem.scores
+            if (why := term.why_not(problem))
+        ),
         (
             problem.dropout > 0,
             f"dropout {problem.dropout:g} is not 0, and the kernel draws no random numbers",
@@ -111,6 +116,30 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
 def _kernel_gradients(problem: Problem) -> frozenset[str]:
     """The operands whose gradients the terms' structs make."""
     return frozenset(name for term in problem.scores for name in term.cpp_gradients)
+
+
+def learning(problem: Problem, wants: Iterable[str]) -> Problem:
+    """The problem whose terms learn these of their operands, and no others."""
+    if not problem.scores:
+        return problem
+    wanted = frozenset(wants)
+    terms = tuple(term.learning(wanted) for term in problem.scores)
+    return problem if terms == problem.scores else problem.with_(scores=terms)
+
+
+def fits_plain_tiles(problem: Problem, arch: str) -> bool:
+    """Whether the terms of a problem leave the tiles of kernels without terms as they are."""
+    return all(arch in term.fits_plain_tiles for term in problem.scores)
+
+
+def forward_registers(problem: Problem) -> int:
+    """About how many registers the terms of a forward need beside those of a softcap."""
+    return sum(term.registers.forward for term in problem.scores)
+
+
+def backward_registers(problem: Problem) -> int:
+    """Likewise of a backward."""
+    return sum(term.registers.backward for term in problem.scores)
 
 
 def long_sequence(problem: Problem) -> Rule:

@@ -46,7 +46,7 @@ class Kernel(NamedTuple):
     ) -> Unit:
         """The kernel for these terms of the scores, by default those that the config is made for."""
         policy = Policy.of(terms, config, self.precise, getattr(config, "bounds", Bounds.BOTH))
-        agreed = [f"config.{name}() == {getattr(config, name)}" for name in self.derived]
+        agreed = [f"config.{name}() == {_literal(getattr(config, name))}" for name in self.derived]
         return kernel_unit(
             config.name + policy.suffix + extents.suffix,
             self.header,
@@ -63,6 +63,10 @@ class Kernel(NamedTuple):
             ctas_per_sm=getattr(config, "ctas_per_sm", 1),
             checks=tuple(agreed),
         )
+
+
+def _literal(number: int | float) -> str:
+    return f"{number.hex()}f" if isinstance(number, float) else str(number)
 
 
 def kernel_unit(
@@ -87,9 +91,10 @@ def kernel_unit(
     With a `policy` or `extents`, the call takes them as `Policy` and `Extents`, and the parameters have what they read
     behind their own. `smem` is the C++ type of its shared memory, whose size must be `smem_bytes`; `checks` are further
     conditions that must hold at compile time. `call`, `smem` and `checks` are C++ in the namespace, by default that of
-    the header's folder.
+    the header's folder; what is common to all is in none.
     """
-    namespace = f"tilewise::{namespace or header.partition('/')[0]}"
+    folder = header.partition("/")[0]
+    namespace = "tilewise" if folder == "common" else f"tilewise::{namespace or folder}"
     lines = [f'#include "{header}"']
     parts = [f"{namespace}::{params.__name__}"]
     for part, known_as in ((policy, "Policy"), (extents, "Extents")):

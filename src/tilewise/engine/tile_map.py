@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
-from .params import INT, LONG, POINTER, struct, tiles
+from .params import mirror, tiles
 from .program import Address, Launch, Program, Stride
 from .source import kernel_unit
 
 if TYPE_CHECKING:
+    import ctypes
+
     from ..jit import Unit
     from ..problem import Problem
 
@@ -53,45 +55,33 @@ def cells_shape(planes: Planes, problem: Problem) -> tuple[int, int, int]:
     return planes.total, tiles(problem.seq_q, CELL_ROWS), tiles(problem.seq_kv, CELL_KEYS)
 
 
-_MarkParams = struct(
-    "MarkParams",
-    (POINTER, "keep"),
-    (LONG, "batch_stride head_stride row_stride key_stride"),
-    (POINTER, "cells"),
-    (INT, "heads planes seq_q seq_k row_blocks row_cells"),
-)
-
-_ListParams = struct(
-    "ListParams",
-    (POINTER, "cells counts tiles"),
-    (INT, "lists planes_per_list seq_q seq_k band_first_shift band_end_shift row_blocks row_cells"),
-    (INT, "block_q block_kv outer_tiles inner_tiles"),
-)
+_HEADER = "common/tile_map.cuh"
+_MarkParams = mirror(_HEADER, "MarkParams")
+_ListParams = mirror(_HEADER, "ListParams")
 
 
 @functools.cache
 def mark_unit(arch: str, vectors: bool) -> Unit:
     return _unit(
-        f"mark_cells_{'of_16' if vectors else 'one_by_one'}", f"mark_cells<{str(vectors).lower()}>", "Mark", arch
+        f"mark_cells_{'of_16' if vectors else 'one_by_one'}", f"mark_cells<{str(vectors).lower()}>", _MarkParams, arch
     )
 
 
 @functools.cache
 def list_unit(arch: str, by_keys: bool) -> Unit:
     return _unit(
-        f"list_tiles_of_{'keys' if by_keys else 'queries'}", f"list_tiles<{str(by_keys).lower()}>", "List", arch
+        f"list_tiles_of_{'keys' if by_keys else 'queries'}", f"list_tiles<{str(by_keys).lower()}>", _ListParams, arch
     )
 
 
-def _unit(name: str, call: str, kind: str, arch: str) -> Unit:
+def _unit(name: str, call: str, params: type[ctypes.Structure], arch: str) -> Unit:
     return kernel_unit(
         name,
-        "common/tile_map.cuh",
+        _HEADER,
         call,
-        {"Mark": _MarkParams, "List": _ListParams}[kind],
-        f"tilewise::{kind}Params",
+        params,
         arch,
-        bounds=str(32 * _WARPS),
+        threads=32 * _WARPS,
         checks=(f"cell_rows == {CELL_ROWS} && cell_keys == {CELL_KEYS} && map_warps == {_WARPS}",),
     )
 

@@ -2,9 +2,9 @@
 
     1. S = scale * Q K^T                      scores, one per (query, key)
     2. S = T_n(...T_1(S))                     the terms of problem.scores, as a softcap
-    3. S = S + bias, S = -inf where hidden    the mask
-    4. lse = log sum exp S                    -inf for a row that sees no key
-    5. P = exp(S - lse)                       0 for hidden keys and for rows that see none
+    3. S = S + bias, S = -inf where hidden    the mask, and the terms that hide
+    4. lse = log sum exp S                    -inf for a row that sees no key; what joins a row is in its sum
+    5. P = exp(S - lse)                       0 for hidden keys and for rows that see none, and where a term drops it
     6. out = P V
 
 and backwards, with D = rowsum(dout * out) - dlse:
@@ -31,7 +31,7 @@ from ..errors import Reason
 from ..isolation import all_finite, isolated, joined, pieces
 from ..masks import Dense, Documents, Full
 from ..operands import recording
-from ..scores import Where, bend_all
+from ..scores import Where, bend_all, join_all, keep_all, visible_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,11 +79,20 @@ def forward(
         out = joined([piece.together(out) for piece, out, _ in parts])
         return _in_layout(out, problem), joined([piece.together(lse) for piece, _, lse in parts])
     work = _work_dtype(q.dtype)
-    scores, hidden, _ = _scores(q.to(work), k.to(work), problem, operands)
+    where = Where(problem, range(problem.seq_q), range(problem.seq_kv), operands=operands)
+    scores, hidden, _ = _scores(q.to(work), k.to(work), problem, where)
     top = scores.amax(-1, keepdim=True).detach() if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
+    logits = join_all(where, work)
+    for logit in logits:
+        top = torch.maximum(top, logit.detach())
     top = top.masked_fill(top == -torch.inf, 0.0)
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
+    for logit in logits:
+        total = total + torch.exp(logit - top)
+    kept = keep_all(where, work)
+    if kept is not None:
+        weights = weights * kept
     sees_none = total == 0.0
     safe_total = total.masked_fill(sees_none, 1.0)
     lse = (safe_total.log() + top).masked_fill(sees_none, -torch.inf).squeeze(-1)
@@ -110,7 +119,8 @@ def backward(
     grads = _operand_gradients(dout, dlse, q, k, v, problem, operands, wants - ALL) if wants - ALL else {}
     work = _work_dtype(q.dtype)
     q_work, k_work, v_work, dout_work = (t.to(work) for t in (q, k, v, dout))
-    scores, hidden, slope = _scores(q_work, k_work, problem, operands)
+    where = Where(problem, range(problem.seq_q), range(problem.seq_kv), operands=operands)
+    scores, hidden, slope = _scores(q_work, k_work, problem, where)
     weights = torch.exp(scores - lse.unsqueeze(-1).masked_fill(lse.unsqueeze(-1) == -torch.inf, 0.0))
     spoiled = hidden is not None and not all_finite(q, k, v, dout)
     if spoiled:  # the lse of a row may be nan
@@ -126,14 +136,17 @@ def backward(
     def transposed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return _stack_transposed(left, right, problem)
 
+    kept = keep_all(where, work)
     if "v" in wants:
-        grads["v"] = product(transposed, weights, dout_work, signed=False).to(v.dtype)
+        dropped = weights if kept is None else weights * kept
+        grads["v"] = product(transposed, dropped, dout_work, signed=False).to(v.dtype)
     if not wants & {"q", "k"}:
         return grads
     delta = (dout_work * out.to(work)).sum(-1, keepdim=True)
     if dlse is not None:
         delta = delta - dlse.to(work).unsqueeze(-1)
-    dscores = weights * (_stack(dout_work, v_work.transpose(-1, -2)) - delta)
+    dweights = _stack(dout_work, v_work.transpose(-1, -2))
+    dscores = weights * ((dweights if kept is None else dweights * kept) - delta)
     if slope is not None:
         dscores = dscores * slope
     if hidden is not None:
@@ -171,12 +184,14 @@ def _work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, problem: Problem, operands: Operands
+    q: torch.Tensor, k: torch.Tensor, problem: Problem, where: Where
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Masked scores (steps 1 to 3), what is hidden (None = nothing by structure), and the slope of their terms."""
-    where = Where(problem, range(problem.seq_q), range(problem.seq_kv), operands=operands)
+    operands = where.operands
     scores, slope = bend_all(_stack(q, k.transpose(-1, -2)) * problem.scale, where)
     hidden = _hidden(problem, operands, q.device)
+    if (seen := visible_all(where)) is not None:
+        hidden = seen.logical_not() if hidden is None else hidden | seen.logical_not()
     if isinstance(problem.mask, Dense) and problem.mask.additive:
         scores = scores + operands["bias"].to(scores.dtype)
     if hidden is not None:

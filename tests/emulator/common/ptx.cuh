@@ -139,6 +139,7 @@ inline void add_to_global(float* place, float a, float b, float c, float d) {
   const float x[4] = {a, b, c, d};
   for (int i = 0; i < 4; ++i) place[i] = flushed(flushed(place[i]) + flushed(x[i]));
 }
+inline void add_to_global(float* place, float a) { *place = flushed(flushed(*place) + flushed(a)); }
 inline void add_subnormal_to_global(float* place, float a) { *place += a; }
 // Blocks run one after another here, so what a block waits for has happened or never will.
 inline int load_acquire(const int* place) {

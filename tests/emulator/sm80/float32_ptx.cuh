@@ -29,9 +29,3 @@ inline u32 load_shared_word(u32 address) {
 inline u32 load_shared_again(u32 address) { return load_shared_word(address); }
 
 }  // namespace tilewise::ptx
-
-inline unsigned __ballot_sync(unsigned, bool given) {
-  unsigned votes = 0, lane = 0;
-  for (const auto& values : tilewise::ptx::all_lanes({given})) votes |= values[0] << lane++;
-  return votes;
-}

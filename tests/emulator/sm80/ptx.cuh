@@ -66,7 +66,6 @@ inline void store_shared(u32 address, uint4 x) {
   if (address % 16 || address + 16 > model::shared_bytes) model::fail("a store to no such address");
   std::memcpy(model::shared + address, &x, 16);
 }
-inline void add_to_global(float* place, float a) { *place = flushed(flushed(*place) + flushed(a)); }
 
 }  // namespace tilewise::ptx
 

@@ -17,6 +17,7 @@ import torch
 from ...masks import Causal
 from ...operands import ALL, INPUTS
 from .. import division, rules
+from ..edges import edge_launches
 from ..extents import BATCHED, Extents, division_fields, row_fields
 from ..params import LOG2_E, matrix_bytes, mirror, tiles
 from ..policy import params_for, term_params, unit_of
@@ -87,7 +88,7 @@ class Config(shared.TileConfig):
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Legal configs that fit the target, best first."""
-    bf16, has_terms = problem.dtype is torch.bfloat16, bool(problem.scores)
+    bf16, has_terms = problem.dtype is torch.bfloat16, not rules.fits_plain_tiles(problem, "sm80")
     found = (_config(row, bf16, has_terms, target) for row in _table()[rules.class_of(problem), has_terms])
     return [config for config in found if config.fits(target)]
 
@@ -181,7 +182,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         **terms,
         "dkv_sums": scratch.address("dkv_sums"),
         **backward_fields(problem, divided, q_tiles, kv_tiles),
-        **term_params(problem, precise=False),
+        **term_params(problem, precise=False, backward=True),
         "scale_log2": scale_log2,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
@@ -206,6 +207,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     if wants_dq:
         post = postprocess_unit(config, arch)
         launches.append(Launch(post, _PostprocessParams, postprocess, pairs * q_tiles, EDGE_THREADS))
+    launches += edge_launches(problem, arch, scratch.address("row_terms"), rows, -1.0)
     says = f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch"
     return Program(tuple(launches), scratch, says=(says,))
 

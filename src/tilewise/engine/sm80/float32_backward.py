@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ...errors import Reason
 from ...operands import ALL, INPUTS
 from .. import division, rules
+from ..edges import edge_launches
 from ..extents import BATCHED, row_fields
 from ..params import mirror, tiles
 from ..policy import params_for, term_params, unit_of
@@ -182,13 +183,14 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         **dims,
         "scale": problem.scale,
         "softmax_scale": unit_of(problem),
-        **term_params(problem, precise=True),
+        **term_params(problem, precise=True, backward=True),
     }
     pre = preprocess_unit(max(_LANES[config.head_dim], _LANES[config.head_dim_v]), target.arch)
     kernel = unit(config, target.arch, problem.scores)
     launches = (
         Launch(pre, _PreprocessParams, preprocess, pairs * rows // EDGE_ROWS, EDGE_THREADS),
         Launch(kernel, params_for(problem, _MainParams), main, divided.grid, config.threads),
+        *edge_launches(problem, target.arch, scratch.address("row_terms"), rows, -1.0),
     )
     says = f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch"
     return Program(launches, scratch, says=(says,))

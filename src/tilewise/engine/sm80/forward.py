@@ -7,7 +7,7 @@ tables/sm80.json: of the rows for a head-dim class, those whose shared memory fi
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from ...target import Target
 
 
+_OTHER_REGISTERS = 56  # of a thread beside its arrays, measured on kernels with a softcap
+
+
 @dataclass(frozen=True, slots=True)
 class Config(shared.TileConfig):
     """Compile-time choices; field for field the C++ aggregate of kernels/sm80/config.cuh."""
@@ -50,6 +53,12 @@ class Config(shared.TileConfig):
     @property
     def block_q(self) -> int:
         return 16 * self.row_tiles * self.warps
+
+    @property
+    def held_registers(self) -> int:
+        """Of the arrays that a thread holds: S, O, and Q where it is kept."""
+        kept = self.q_in_registers * self.head_dim // 4
+        return self.row_tiles * (self.block_kv // 2 + self.head_dim_v // 2 + kept)
 
     @property
     def smem_bytes(self) -> int:
@@ -88,7 +97,7 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     (`one_wave`).
     """
     classes = class_of(problem)
-    has_terms = bool(problem.scores)
+    has_terms = _roomy(problem)
     small, fitting = [], []
     for row in _table()[classes]:
         if has_terms not in row["has_terms"]:
@@ -96,11 +105,21 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
         config = _config(row, problem.dtype is torch.bfloat16, has_terms)
         if not config.fits(target):
             continue
+        needed = config.held_registers + _OTHER_REGISTERS + rules.forward_registers(problem)
+        if rules.forward_registers(problem) and needed > config.register_limit:
+            config = replace(config, block_kv=min(config.block_kv, 32))
         if not row.get("one_wave"):
             fitting.append(config)
         elif query_tiles(problem, config.block_q) <= target.sms * config.ctas_per_sm:
             small.append(config)
+    if fitting and not all(term.elementwise for term in problem.scores):  # for terms whose kernels spill after all
+        fitting += [replace(config, block_kv=32) for config in fitting if config.block_kv > 32]
     return [*small, *fitting]
+
+
+def _roomy(problem: Problem) -> bool:
+    """The tiles of kernels with a softcap, which leave registers."""
+    return not rules.fits_plain_tiles(problem, "sm80")
 
 
 def search_space(problem: Problem, target: Target) -> list[Config]:
@@ -108,20 +127,19 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
 
     The bound on registers is that of the arrays a thread holds; whether the compiler keeps to it, its log tells.
     """
-    return list(_runnable(class_of(problem), problem.dtype is torch.bfloat16, bool(problem.scores), target))
+    return list(_runnable(class_of(problem), problem.dtype is torch.bfloat16, _roomy(problem), target))
 
 
 @functools.lru_cache(maxsize=16)
 def _runnable(classes: tuple[int, int], bf16: bool, has_terms: bool, target: Target) -> dict[Config, None]:
-    head_dim, head_dim_v = classes
     found: dict[Config, None] = {}
     for warps, row_tiles, block_kv in product((2, 4, 8), (1, 2), (32, 64, 96, 128)):
         for stages, q_in_registers, ctas in product((1, 2), (False, True), (1, 2, 3, 4)):
             row = {"head_dims": classes, "warps": warps, "row_tiles": row_tiles, "block_kv": block_kv}
             row |= {"stages": stages, "q_in_registers": q_in_registers, "ctas_per_sm": ctas}
             config = _config(row, bf16, has_terms)
-            held = row_tiles * (block_kv // 2 + head_dim_v // 2 + q_in_registers * head_dim // 4)
-            if config.fits(target) and held + 24 <= config.register_limit and block_kv % (4 * warps) == 0:
+            room = config.register_limit - config.held_registers
+            if config.fits(target) and room >= 24 and block_kv % (4 * warps) == 0:
                 found[config] = None
     return found
 
@@ -132,7 +150,7 @@ def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
 
 def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
     """The entry of the user's own table for this device."""
-    classes, facts = class_of(problem), (problem.dtype is torch.bfloat16, bool(problem.scores))
+    classes, facts = class_of(problem), (problem.dtype is torch.bfloat16, _roomy(problem))
 
     def is_legal(config: Config) -> bool:
         """One that a sweep would try, or any that ships for such heads and fits, whatever lengths it is for."""

@@ -21,6 +21,7 @@ import torch
 from ...masks import Causal
 from ...operands import ALL
 from .. import division, rules
+from ..edges import edge_launches
 from ..extents import BATCHED, division_fields, row_fields
 from ..params import LOG2_E, kv_head_sections, matrix_bytes, mirror, tiles
 from ..policy import params_for, term_params, unit_of
@@ -38,6 +39,7 @@ ARCH = "sm_90a"
 TRUNCATION_BIAS = 2.0**-8 / (2 * math.log(2))
 EDGE_ROWS, EDGE_THREADS = 64, 256
 TICKET_STAGES = 4
+_MANY_REGISTERS = 32  # of terms: more than the usual tiles leave
 _LANES = {64: 8, 96: 16, 128: 16, 192: 32, 256: 32}  # of preprocess, 8 columns each
 
 
@@ -119,10 +121,19 @@ class Config:
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
-    """Legal configs, best first, from the measured table."""
+    """Legal configs, best first, from the measured table.
+
+    Rows that are for `terms` leave these more registers: they come first where many are needed, and else stand behind
+    the others, for kernels that spill after all.
+    """
+    rows = _table()[rules.class_of(problem)]
+    if all(term.elementwise for term in problem.scores):
+        rows = [row for row in rows if not row.get("terms")]
+    elif rules.backward_registers(problem) >= _MANY_REGISTERS:
+        rows = sorted(rows, key=lambda row: not row.get("terms"))
     return [
         _config(row, problem.dtype is torch.bfloat16, bool(problem.scores))
-        for row in _table()[rules.class_of(problem)]
+        for row in rows
         if not row["writes_dq"] or _has_one_tile(problem, row)
     ]
 
@@ -134,7 +145,7 @@ def units() -> list[Unit]:
         found.append(postprocess_unit(bf16))
         found += [preprocess_unit(bf16, lanes) for lanes in sorted({*_LANES.values()})]
         for rows, has_terms in product(_table().values(), (False, True)):
-            for row in rows:
+            for row in (row for row in rows if not row.get("terms")):
                 config = _config(row, bf16, has_terms)
                 if not (has_terms and row["writes_dq"]):
                     found.append(unit(config))
@@ -173,7 +184,8 @@ def postprocess_unit(bf16: bool) -> Unit:
 _MainParams = mirror("sm90/backward_config.cuh", "BackwardParams")
 _PreprocessParams = mirror("sm90/backward_edges.cuh", "PreprocessParams")
 _PostprocessParams = mirror("sm90/backward_edges.cuh", "PostprocessParams")
-unit = Kernel("sm90/backward.cuh", "backward", _MainParams, "BackwardSmem", ("threads", "block_kv")).unit
+_DERIVED = ("threads", "block_kv", "weight_factor")
+unit = Kernel("sm90/backward.cuh", "backward", _MainParams, "BackwardSmem", _DERIVED).unit
 
 
 def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL) -> Program:
@@ -225,7 +237,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         **scratch.addresses("dq_sums", "dkv_sums"),
         **({"dq": Address("dq"), **strides("dq")} if config.makes_dq else {}),
         **division_fields(problem, divided, q_tiles, kv_tiles),
-        **term_params(problem, precise=False),
+        **term_params(problem, precise=False, backward=True),
         "scale_log2": scale_log2,
         "head_dim": problem.head_dim,
         "order": int(order),
@@ -255,6 +267,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     if sums_dq and not takes_tickets:
         post = postprocess_unit(config.bf16)
         launches.append(Launch(post, _PostprocessParams, postprocess, edges, EDGE_THREADS, overlap=True))
+    launches += edge_launches(problem, ARCH, scratch.address("start_dp"), rows, 1.0)
     blind = takes_tickets and not _every_tile_sees_keys(problem, config.block_q)
     says = (f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch",)
     return Program(tuple(launches), scratch, frozenset({"dq"} if blind else ()), says)

@@ -11,10 +11,10 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ...errors import Reason
 from ...masks import Causal
 from ...operands import ALL, INPUTS
 from .. import division, rules
+from ..edges import edge_launches
 from ..extents import BATCHED, division_fields, row_fields
 from ..params import kv_head_sections, matrix_bytes, mirror, tiles
 from ..policy import params_for, term_params, unit_of
@@ -23,6 +23,7 @@ from ..source import Kernel, kernel_unit
 from .float32_forward import FACT_BYTES, operands, split_launch
 
 if TYPE_CHECKING:
+    from ...errors import Reason
     from ...jit import Unit
     from ...operands import Wants
     from ...problem import Problem
@@ -82,10 +83,19 @@ _SHAPES = {(64, 64): (2, 2), (96, 96): (1, 1), (128, 128): (1, 1)}
 
 def why_not(problem: Problem, target: Target) -> list[Reason]:
     widest = max(problem.head_dim, problem.head_dim_v)
-    if widest <= HEAD_DIM_LIMIT:
-        return []
-    what = f"head_dim {widest}: the float32 backward, whose tiles have three parts, takes heads to {HEAD_DIM_LIMIT}"
-    return [Reason(what, "call it under torch.no_grad(), or use backend='auto'")]
+    learned = [one.name for term in problem.scores for one in term.learned_tensors if term.transforms]
+    return rules.reasons(
+        (
+            widest > HEAD_DIM_LIMIT,
+            f"head_dim {widest}: the float32 backward, whose tiles have three parts, takes heads to {HEAD_DIM_LIMIT}",
+            "call it under torch.no_grad(), or use backend='auto'",
+        ),
+        (
+            bool(learned) and problem.softcap > 0,
+            f"{', '.join(learned)} and a softcap: the warpgroup that makes gradients of operands has no slopes",
+            "use backend='sm80', or detach the operand",
+        ),
+    )
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
@@ -167,7 +177,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         "head_dim_v": problem.head_dim_v,
         "in_order": int(problem.deterministic),
         "score_scale": unit_of(problem),
-        **term_params(problem, precise=True),
+        **term_params(problem, precise=True, backward=True),
         "scale": problem.scale,
     }
     kernel = unit(config, ARCH, problem.scores)
@@ -175,6 +185,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         split_launch(problem, target, list(split.values()), PARTS, "{}_facts"),
         Launch(row_terms_unit(), _RowParams, rows, query_tiles, _ROW_THREADS, overlap=True),
         Launch(kernel, params_for(problem, _MainParams), main, divided.grid, config.threads, overlap=True),
+        *edge_launches(problem, ARCH, scratch.address("row_terms"), q_tiles * BLOCK, -1.0),
     )
     says = f"{config}; {divided}; before it two kernels that split and sum, {scratch.bytes / 2**20:.1f} MiB of scratch"
     return Program(launches, scratch, frozenset({"dq"} if "q" in wants else ()), (says,))

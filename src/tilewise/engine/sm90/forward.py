@@ -8,7 +8,7 @@ together.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -135,7 +135,7 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     """
     kind = _mask_kind(problem)
     classes = class_of(problem)
-    has_terms = bool(problem.scores)
+    has_terms = _roomy(problem)
     folded = _folded(problem)
     rows = _table()[classes, MASK_KINDS[kind], has_terms]
     split: list[Config] = []
@@ -143,7 +143,7 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     fitting: list[tuple[float, Config]] = []
     equal = isinstance(folded.mask, Full) and target.sms > 0
     for row in rows:
-        config = _config(row, classes, problem.dtype is torch.bfloat16, kind, has_terms)
+        config = _config(_narrower(row, problem), classes, problem.dtype is torch.bfloat16, kind, has_terms)
         work = query_tiles(folded, config.block_q)
         ends = 0.0
         if equal and "speed" in row:
@@ -158,7 +158,22 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
             fitting.append((ends, config))
     small.sort(key=lambda config: config.block_q)
     fitting.sort(key=lambda pair: pair[0])
-    return [*split, *small, *(config for _, config in fitting)]
+    usual = [config for _, config in fitting]
+    if not all(term.elementwise for term in problem.scores):  # for terms whose kernels spill after all
+        usual += [replace(usual[-1], block_kv=keys) for keys in _BLOCKS_KV[::-1] if keys < usual[-1].block_kv]
+    return [*split, *small, *usual]
+
+
+def _narrower(row: dict[str, Any], problem: Problem) -> dict[str, Any]:
+    """A row of the table with fewer keys per tile, where terms need registers: 16 keys take 12.
+
+    The loops of a window leave fewer of them.
+    """
+    needed = rules.forward_registers(problem)
+    if _mask_kind(problem) == 2 and not all(term.elementwise for term in problem.scores):
+        needed += 16
+    fewest = min(row["block_kv"], _BLOCKS_KV[0])
+    return row | {"block_kv": max(row["block_kv"] - needed // 16 * 16, fewest)} if needed >= 16 else row
 
 
 def search_space(problem: Problem, target: Target) -> list[Config]:
@@ -166,7 +181,7 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
 
     The bound on registers is that of the arrays a consumer holds; whether the compiler keeps to it, its log tells.
     """
-    facts = (problem.dtype is torch.bfloat16, _mask_kind(problem), bool(problem.scores))
+    facts = (problem.dtype is torch.bfloat16, _mask_kind(problem), _roomy(problem))
     return list(_runnable(class_of(problem), *facts, target.smem_per_block or _SMEM_PER_BLOCK))
 
 
@@ -195,11 +210,11 @@ def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
 def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
     """The entry of the user's own table for this device."""
     kind, classes = _mask_kind(problem), class_of(problem)
-    facts = (problem.dtype is torch.bfloat16, kind, bool(problem.scores))
+    facts = (problem.dtype is torch.bfloat16, kind, _roomy(problem))
 
     def is_legal(config: Config) -> bool:
         """One that a sweep would try, or any that ships for such heads and masks, whatever lengths it is for."""
-        rows = _table()[classes, MASK_KINDS[kind], bool(problem.scores)]
+        rows = _table()[classes, MASK_KINDS[kind], _roomy(problem)]
         runnable = _runnable(classes, *facts, target.smem_per_block or _SMEM_PER_BLOCK)
         return config in runnable or any(config == _config(row, classes, *facts) for row in rows)
 
@@ -313,9 +328,12 @@ def _splits(problem: Problem, config: Config, target: Target) -> int:
 def _folded(problem: Problem) -> Problem:
     """The problem with the query heads of a KV head as more rows of one head, where that makes fewer tiles of 64 rows.
 
-    It takes a mask that hides nothing, and heads that lie behind one another in memory.
+    It takes a mask that hides nothing, terms that do not ask where a score stands, and heads that lie behind one
+    another in memory.
     """
     rows = problem.group * problem.seq_q
+    if not all(term.elementwise for term in problem.scores):
+        return problem
     if problem.group == 1 or problem.group * -(-problem.seq_q // 64) <= -(-rows // 64):
         return problem
     if rows > MAX_ROWS or not isinstance(problem.mask, Full | Causal | Window):
@@ -325,9 +343,20 @@ def _folded(problem: Problem) -> Problem:
     return problem.with_(heads_q=problem.heads_kv, seq_q=rows, mask=Full())
 
 
+def _roomy(problem: Problem) -> bool:
+    """The tiles of kernels with a softcap, which leave registers; for a window all terms take these."""
+    return not rules.fits_plain_tiles(problem, "sm90") or (bool(problem.scores) and _mask_kind(problem) == 2)
+
+
 def _mask_kind(problem: Problem) -> int:
+    """Which tiles a kernel may hide keys in: in the last one, in some at the end, or also at the start.
+
+    What terms hide counts as what a mask does.
+    """
+    if any(term.hides_first_keys for term in problem.scores):
+        return 2
     if isinstance(problem.mask, Full):
-        return 0
+        return int(any(term.hides for term in problem.scores))
     return 1 if isinstance(problem.mask, Causal) else 2
 
 

@@ -122,6 +122,11 @@ __device__ __forceinline__ void add_to_global(float* address, float a, float b, 
                : "memory");
 }
 
+// One sum in global memory.
+__device__ __forceinline__ void add_to_global(float* address, float a) {  // ISA: red
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(a) : "memory");
+}
+
 // One sum in global memory, atomic, with subnormal numbers: red takes those for 0.
 __device__ __forceinline__ void add_subnormal_to_global(float* address, float a) {
   u32* place = reinterpret_cast<u32*>(address);

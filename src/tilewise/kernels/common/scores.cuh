@@ -10,6 +10,7 @@
 //   Forward, for every fragment of S                                                   hook of a term
 //   1. v_0 = x, v_t = T_t(v_{t-1})                                                     apply
 //   2. tiles that the band cuts: v_n = -inf where a term hides the key from the query  hide
+//      what a term reports of v_n                                                      observe
 //   3. P = e^(c v_n - m), added to the row sum l
 //   4. P = 0 where a term does not keep it, after l has taken it                       keeps
 //   Forward, once per row
@@ -36,7 +37,19 @@
 //   static bool uses_head = true       Where it asks for the head.
 //   float apply(float v, int i)        v_t of element i from v_{t-1}; -inf hides it. Asked once for every i, in ascending
 //                                      order, so that a term may load or draw numbers for several elements at once.
+//   bool holds(int count)              Of a term that reads a number per element, whether the first `count` exist, with a
+//   bool checks                        member that says whether `apply` must ask: so it need not where they do.
 //   void hide(float (&v)[], at)        -inf for hidden elements. Which tiles are cut is decided by the plan of the kernel.
+//   static KeySpan key_span(params, batch)
+//                                      Of a term that hides, where it does so by a span of keys per batch: all others are
+//                                      hidden from all queries. The plan leaves out tiles without any, and takes those
+//                                      inside it for full.
+//   static bool sees(params, batch, head, query, key)
+//                                      Of a term that hides, one pair. Without `key_span` the plan knows nothing of the
+//                                      tiles that it cuts, and takes all for cut (`narrow_tiles`: the place to know more).
+//   void observe(const float (&v)[], float unit)
+//                                      In a forward, v_n of all elements, hidden or not; a score is v_n times `unit` and what
+//                                      the host knows. Elements of rows past the end are among them.
 //   bool keeps(int i)                  Whether the weight stays. The same answer for the same query and key in every kernel,
 //   float kept_weight                  whichever of them is the row; asked in ascending order. What kept weights count.
 //   float finish_row(float& m, float& l, float log2_unit, int r)
@@ -49,18 +62,11 @@
 //                                      Tiles that the mask hides are not visited: where it stores, there are zeros before.
 //   void end_gradient()                After the last element: to add the state to global memory.
 //
-// What other terms would be:
-//   ALiBi         apply: v + slopes[head] (key - query) / c; before; gradient and end_gradient where slopes are learned
-//   bias          apply: v + bias[batch, head, query, key] / c, two elements per load; before; gradient: a store, or an atomic
-//                 sum where the bias is broadcast
-//   keep mask     apply: v or -inf, from a tensor; `hide` instead, where the plan knows which tiles it cuts
-//   dropout       keeps: a hash of (seed, batch, head, query, key); kept_weight = 1 / (1 - p)
-//   sink          finish_row: l + e^(sink - m), m raised to the sink where that is larger. Its gradient, -sum over rows of
-//                 e^(sink - lse) D, needs lse and D alone, which stand in memory before the backward
+// The terms that read tensors are in terms/. What another would be:
 //   a function    apply and slope, from its trace; `slope` in terms of the result. Where it has none such, the kernels would
 //                 have to keep the argument
 //
-// How to add a term: a struct here, and a class in tilewise/scores.py that names it and fills what it reads.
+// How to add a term: a struct in terms/, and a class in tilewise/terms that names it and fills what it reads.
 // clang-format on
 #pragma once
 
@@ -101,6 +107,11 @@ struct Elements {
   __device__ __forceinline__ int key(int i) const {
     return rows_are == RowsAre::keys ? row + 8 * row_of(i) : column + column_of(i);
   }
+};
+
+// Keys [begin, end) that any query of a batch may see.
+struct KeySpan {
+  int begin, end;
 };
 
 // --- terms ---
@@ -190,9 +201,17 @@ struct BandMask {
 template <typename Term>
 concept HasApply = requires(Term term) { term.apply(0.0f, 0); };
 template <typename Term>
+concept HasHolds = requires(Term term) { term.checks = term.holds(4); };
+template <typename Term>
 concept HasHide = requires(Term term, float (&v)[4]) { term.hide(v, NoPlace{}); };
 template <typename Term>
+concept HidesByData = requires { requires Term::hides_by_data; };
+template <typename Term>
+concept HidesBySpan = requires { requires Term::hides_by_span; };
+template <typename Term>
 concept HasKeeps = requires(Term term) { term.keeps(0); };
+template <typename Term>
+concept HasObserve = requires(Term term, const float (&v)[4]) { term.observe(v, 1.0f); };
 template <typename Term>
 concept HasFinishRow = requires(Term term, float& x) { term.finish_row(x, x, 1.0f, 0); };
 template <typename Term>
@@ -214,27 +233,38 @@ __device__ __forceinline__ float value_of_weight(float p, float lse_log2,
   return (ptx::lg2(p) + lse_log2) * inverse_scale_log2;
 }
 
+// For how many elements a term that reads a number per element loads them before it uses them: all,
+// or where rows are keys, and each has an address of its own, as many as registers are left for.
+template <typename At, int count>
+constexpr int loaded_at_once = At::rows_are == RowsAre::queries || count < 16 ? count : 16;
+
 // The terms of one fragment.
 template <typename... Terms>
 struct TermChain {
   static constexpr bool has_slope = false;
+  static constexpr bool has_holds = false;
 
   template <typename Params, typename At>
   __device__ __forceinline__ TermChain(const Params&, const Unit&, const At&) {}
 
   __device__ __forceinline__ float apply(float v, int) { return v; }
+  __device__ __forceinline__ bool holds(int) { return true; }
+  __device__ __forceinline__ void set_checks(bool) {}
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&)[count], const At&) {}
+  template <int count>
+  __device__ __forceinline__ void observe(const float (&)[count], float) {}
   __device__ __forceinline__ bool keeps(int) { return true; }
   __device__ __forceinline__ float kept_weight() { return 1.0f; }
   __device__ __forceinline__ float finish_row(float&, float&, float, int) { return 1.0f; }
-  __device__ __forceinline__ float pull_back(float ds, float&, int) { return ds; }
+  __device__ __forceinline__ float pull_back(float ds, float&, int, float) { return ds; }
   __device__ __forceinline__ void end_gradient() {}
 };
 
 template <typename First, typename... Rest>
 struct TermChain<First, Rest...> {
   static constexpr bool has_slope = HasSlope<First> || TermChain<Rest...>::has_slope;
+  static constexpr bool has_holds = HasHolds<First> || TermChain<Rest...>::has_holds;
 
   First first;
   TermChain<Rest...> rest;
@@ -247,10 +277,23 @@ struct TermChain<First, Rest...> {
     if constexpr (HasApply<First>) v = first.apply(v, i);
     return rest.apply(v, i);
   }
+  __device__ __forceinline__ bool holds(int count) {
+    if constexpr (HasHolds<First>) return first.holds(count) && rest.holds(count);
+    return rest.holds(count);
+  }
+  __device__ __forceinline__ void set_checks(bool checks) {
+    if constexpr (HasHolds<First>) first.checks = checks;
+    rest.set_checks(checks);
+  }
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&v)[count], const At& at) {
     if constexpr (HasHide<First>) first.hide(v, at);
     rest.hide(v, at);
+  }
+  template <int count>
+  __device__ __forceinline__ void observe(const float (&v)[count], float unit) {
+    if constexpr (HasObserve<First>) first.observe(v, unit);
+    rest.observe(v, unit);
   }
   __device__ __forceinline__ bool keeps(int i) {
     bool kept = rest.keeps(i);
@@ -267,9 +310,9 @@ struct TermChain<First, Rest...> {
     return factor * rest.finish_row(m, l, log2_unit, r);
   }
   // Step 9: v, the value after the last term, becomes that before the first, if that is known.
-  __device__ __forceinline__ float pull_back(float ds, float& v, int i) {
-    ds = rest.pull_back(ds, v, i);
-    if constexpr (HasGradient<First>) first.gradient(ds, i);
+  __device__ __forceinline__ float pull_back(float ds, float& v, int i, float unit) {
+    ds = rest.pull_back(ds, v, i, unit);
+    if constexpr (HasGradient<First>) first.gradient(ds * unit, i);
     if constexpr (HasSlope<First>) ds *= first.slope(v, i);
     if constexpr (HasBefore<First>) v = first.before(v, i);
     return ds;
@@ -302,7 +345,10 @@ template <typename... Terms>
 struct Scores {
   // Whether the values that the softmax gets are others than the products, and so have no unit.
   static constexpr bool transforms = (HasApply<Terms> || ...);
+  static constexpr bool hides_by_data = (HidesByData<Terms> || ...);
+  static constexpr bool hides_by_span = (HidesBySpan<Terms> || ...);
   static constexpr bool drops = (HasKeeps<Terms> || ...);
+  static constexpr bool observes = (HasObserve<Terms> || ...);
   static constexpr bool finishes_rows = (HasFinishRow<Terms> || ...);
   static constexpr bool has_slope = (HasSlope<Terms> || ...);
   static constexpr bool has_gradient = (HasGradient<Terms> || ...);
@@ -318,8 +364,19 @@ struct Scores {
                                                const Unit& unit, const At& at) {
     if constexpr (transforms) {
       TermChain<Terms...> terms(params, unit, at);
+      constexpr int chunk = TermChain<Terms...>::has_holds ? loaded_at_once<At, count> : count;
 #pragma unroll
-      for (int i = 0; i < count; ++i) v[i] = terms.apply(v[i], i);
+      for (int first = 0; first < count; first += chunk) {
+        if (TermChain<Terms...>::has_holds && terms.holds(first + chunk)) {
+          terms.set_checks(false);
+#pragma unroll
+          for (int i = first; i < first + chunk; ++i) v[i] = terms.apply(v[i], i);
+        } else {
+          terms.set_checks(true);
+#pragma unroll
+          for (int i = first; i < first + chunk; ++i) v[i] = terms.apply(v[i], i);
+        }
+      }
     }
   }
 
@@ -328,6 +385,39 @@ struct Scores {
   static __device__ __forceinline__ void hide(float (&v)[count], const Params& params,
                                               const At& at) {
     TermChain<Terms...>(params, Unit{}, at).hide(v, at);
+  }
+
+  // Step 2, after it.
+  template <int count, typename Params, typename At>
+  static __device__ __forceinline__ void observe(const float (&v)[count], const Params& params,
+                                                 const At& at, float unit = 1.0f) {
+    if constexpr (observes) TermChain<Terms...>(params, Unit{}, at).observe(v, unit);
+  }
+
+  // Whether the terms that read tensors leave a key to a query.
+  template <typename Params>
+  static __device__ __forceinline__ bool sees(const Params& params, int batch, int head, int query,
+                                              int key) {
+    bool seen = true;
+    auto ask = [&]<typename Term>() {
+      if constexpr (HidesByData<Term> || HidesBySpan<Term>)
+        seen = seen && Term::sees(params, batch, head, query, key);
+    };
+    (ask.template operator()<Terms>(), ...);
+    return seen;
+  }
+  // The keys that they leave to some query of a batch.
+  template <typename Params>
+  static __device__ __forceinline__ KeySpan key_span(const Params& params, int batch) {
+    KeySpan span{0, params.seq_k};
+    auto cut = [&]<typename Term>() {
+      if constexpr (HidesBySpan<Term>) {
+        const KeySpan own = Term::key_span(params, batch);
+        span = {max_int(span.begin, own.begin), min_int(span.end, own.end)};
+      }
+    };
+    (cut.template operator()<Terms>(), ...);
+    return span;
   }
 
   // Step 4.
@@ -377,13 +467,13 @@ struct Scores {
       if constexpr (!drops) return dp;
       return terms.keeps(i) ? dp * terms.kept_weight() : 0.0f;
     }
-    // dS_0 from dS_n; value() gives v_n.
+    // dS_0 from dS_n, both in `unit`; value() gives v_n.
     template <typename Value>
-    __device__ __forceinline__ float pull_back(float ds, int i, Value value) {
+    __device__ __forceinline__ float pull_back(float ds, int i, Value value, float unit = 1.0f) {
       if constexpr (!has_slope && !has_gradient) return ds;
       float v = 0.0f;
       if constexpr (has_slope) v = value();
-      return terms.pull_back(ds, v, i);
+      return terms.pull_back(ds, v, i, unit);
     }
     __device__ __forceinline__ void end() { terms.end_gradient(); }
   };
@@ -392,5 +482,37 @@ struct Scores {
     return {TermChain<Terms...>(params, Unit{}, at)};
   }
 };
+
+// --- what terms that hide make of the tiles of a plan ---
+
+// Of the KV tiles that some queries of a batch touch, those in which some key is left, and those
+// that need no hiding.
+template <typename Policy, typename Params>
+__device__ __forceinline__ void narrow_tiles(const Params& params, int batch, int block_kv,
+                                             TileRange& touched, TileRange& full) {
+  if constexpr (Policy::hides_by_span) {
+    const KeySpan span = Policy::key_span(params, batch);
+    touched = {max_int(touched.begin, span.begin / block_kv),
+               min_int(touched.end, ceil_div(span.end, block_kv))};
+    if (touched.empty() || span.begin >= span.end) touched = {0, 0};
+    full = {max_int(full.begin, ceil_div(span.begin, block_kv)),
+            min_int(full.end, span.end / block_kv)};
+    if (full.empty()) full = {touched.begin, touched.begin};
+  }
+  if constexpr (Policy::hides_by_data) full = {touched.begin, touched.begin};
+}
+
+// Of the query tiles that a KV tile is touched by, those that need no hiding; and no step at all for a
+// KV tile of which no key is left. Why only where dQ is added up in any order: others count on it.
+template <typename Policy, typename Params, typename Plan>
+__device__ __forceinline__ void narrow_query_tiles(const Params& params, int block_kv, Plan& plan) {
+  if constexpr (Policy::hides_by_span) {
+    const KeySpan span = Policy::key_span(params, plan.batch);
+    const int begin = plan.kv_tile * block_kv, end = begin + block_kv;
+    if (begin < span.begin || end > span.end) plan.full = {0, 0};
+    if ((end <= span.begin || begin >= span.end) && params.dq_tickets == nullptr) plan.steps = 0;
+  }
+  if constexpr (Policy::hides_by_data) plan.full = {0, 0};
+}
 
 }  // namespace tilewise

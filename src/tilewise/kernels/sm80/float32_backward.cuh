@@ -287,7 +287,8 @@ struct Float32Backward {
 #pragma unroll
     for (int i = 0; i < block_q / 2; ++i)
       ds[i] = terms.pull_back(p[i] * (terms.drop(ds[i], i) - row_term[column_of(i)]), i,
-                              [&] { return values[i]; });
+                              [&] { return values[i]; },
+                              Policy::has_gradient ? again(smem.units.ds) : 1.0f);
     terms.end();
     Policy::drop(p, params, Place{*this});
   }
@@ -551,9 +552,9 @@ __device__ __forceinline__ void float32_backward(
   Float32BackwardSmem<config, Extents>& smem =
       *reinterpret_cast<Float32BackwardSmem<config, Extents>*>(smem_bytes);
   if (threadIdx.x < 32) {
-    const BackwardPlan<Extents> plan =
-        make_backward_plan<Extents, config.block_q, config.block_kv()>(
-            params, take_work(params.work_tickets));
+    BackwardPlan<Extents> plan = make_backward_plan<Extents, config.block_q, config.block_kv()>(
+        params, take_work(params.work_tickets));
+    narrow_query_tiles<Policy>(params, config.block_kv(), plan);
     if (threadIdx.x == 0) smem.plan = plan;
   }
   if (threadIdx.x == 0) {

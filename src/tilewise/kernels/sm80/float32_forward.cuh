@@ -291,6 +291,8 @@ struct Float32Forward {
   __device__ __forceinline__ void weigh_tile(int kv_tile, int slot, bool partial) {
     scores(kv_tile, slot);
     if (partial) hide(kv_tile);
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) Policy::observe(p[t], params, Place{*this, t, kv_tile});
     weigh(slot);
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) Policy::drop(p[t], params, Place{*this, t, kv_tile});
@@ -358,15 +360,19 @@ struct Float32Forward {
     if (has_rows<Extents>(row_begin, sequence.seq_q()))
       touched = touched_tiles(band, row_begin, row_end, block_kv);
     if (lane == 0) {
-      WarpPlan<Extents> plan{
-          record, tile, {0, 0}, {0, 0}, full_tiles(band, row_begin, row_end, block_kv, touched)};
+      TileRange all = touched, full = full_tiles(band, row_begin, row_end, block_kv, touched);
+      narrow_tiles<Policy>(params, tile.batch, block_kv, all, full);
+      WarpPlan<Extents> plan{record, tile, {0, 0}, {0, 0}, full};
       if (warp_row < warp_end) {
         plan.own = touched_tiles(band, warp_row, warp_end, block_kv);
         plan.own_full = full_tiles(band, warp_row, warp_end, block_kv, plan.own);
+        narrow_tiles<Policy>(params, tile.batch, block_kv, plan.own, plan.own_full);
       }
       smem.plan[warp] = plan;
     }
     if (threadIdx.x == 0) {
+      TileRange none{0, 0};
+      narrow_tiles<Policy>(params, tile.batch, block_kv, touched, none);
       smem.touched = touched;
       const int batch = sequence.batch(tile.batch), head_kv = tile.head / params.heads_per_kv;
       smem.queries = head_of(params.q, batch, tile.head, sequence.q_start());
@@ -446,6 +452,7 @@ struct Float32Forward {
       for (int column = lane; column < params.head_dim_v / 2; column += 32) {
         float total = 0.0f;
         tilewise::restore_nonfinite(band.first_key(row), band.end_key(row), [&](int key) {
+          if (!Policy::sees(params, tile().batch, tile().head, row, key)) return;
           const float value = reinterpret_cast<const float*>(smem.values.row(0, 0, key))[column];
           if (is_nonfinite(__float_as_uint(value))) total += value;
         });

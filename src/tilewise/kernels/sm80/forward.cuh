@@ -177,6 +177,11 @@ struct Forward {
     for (int t = 0; t < row_tiles; ++t) Policy::hide(s[t], params, Place{*this, t, kv_tile});
   }
 
+  __device__ __forceinline__ void observe(int kv_tile) {
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) Policy::observe(s[t], params, Place{*this, t, kv_tile});
+  }
+
   __device__ __forceinline__ void rescale(int t, const float (&alpha)[2]) {
 #pragma unroll
     for (int i = 0; i < config.head_dim_v / 2; ++i) o[t][i] *= alpha[row_of(i)];
@@ -212,6 +217,7 @@ struct Forward {
   // Steps 3 to 7 with the true maximum.
   __device__ __forceinline__ void weigh_exactly(int kv_tile, bool partial) {
     if (partial) hide(kv_tile);
+    observe(kv_tile);
     const bool first = softmax[0].blocks == 0.0f;  // there is no O to rescale yet
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
@@ -228,6 +234,7 @@ struct Forward {
 #pragma unroll
     for (int t = 1; t < row_tiles; ++t) softmax[t].blocks = softmax[0].blocks;
     scores<config.head_dim / 16, config.q_in_registers>(kv_tile, slot);
+    if (!exact) observe(kv_tile);
     if (!exact && __builtin_expect(!weigh_lazily(), 0)) {
       // Why rolled: a second copy of the products would cost the loop registers.
       scores<1, false>(kv_tile, slot);
@@ -277,14 +284,18 @@ struct Forward {
     if (has_rows<Extents>(row_begin, sequence.seq_q()))
       touched = touched_tiles(band, row_begin, row_end, block_kv);
     if (lane == 0) {
-      WarpPlan<Extents> plan{
-          record, tile, {0, 0}, {0, 0}, full_tiles(band, row_begin, row_end, block_kv, touched)};
+      TileRange all = touched, full = full_tiles(band, row_begin, row_end, block_kv, touched);
+      narrow_tiles<Policy>(params, tile.batch, block_kv, all, full);
+      WarpPlan<Extents> plan{record, tile, {0, 0}, {0, 0}, full};
       if (warp_row < warp_end) {
         plan.own = touched_tiles(band, warp_row, warp_end, block_kv);
         plan.own_full = full_tiles(band, warp_row, warp_end, block_kv, plan.own);
+        narrow_tiles<Policy>(params, tile.batch, block_kv, plan.own, plan.own_full);
       }
       smem.plan[warp] = plan;
     }
+    TileRange none{0, 0};
+    narrow_tiles<Policy>(params, tile.batch, block_kv, touched, none);
     __syncwarp();
     return touched;
   }
@@ -342,6 +353,7 @@ struct Forward {
       for (int column = lane; column < params.head_dim_v; column += 32) {
         float sum = 0.0f;
         tilewise::restore_nonfinite(band.first_key(row), band.end_key(row), [&](int key) {
+          if (!Policy::sees(params, tile.batch, tile.head, row, key)) return;
           const u32 value =
               params.v.row(batch, tile.head / params.heads_per_kv, k_start + key)[column];
           if (nonfinite_bits<config.bf16>(value) & 0x8000u)

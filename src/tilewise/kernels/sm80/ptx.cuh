@@ -1,6 +1,5 @@
 // The instructions of the FlashAttention-2 kernels that the Hopper ones do without: asynchronous
-// copies by threads, transposing loads of matrices, and sums in global memory one float at a time.
-// Conventions as in common/ptx.cuh.
+// copies by threads, and transposing loads of matrices. Conventions as in common/ptx.cuh.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -49,11 +48,6 @@ __device__ __forceinline__ void store_shared(u32 address, uint4 x) {  // ISA: st
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y),
                "r"(x.z), "r"(x.w)
                : "memory");
-}
-
-// One sum in global memory.
-__device__ __forceinline__ void add_to_global(float* address, float a) {  // ISA: red
-  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(a) : "memory");
 }
 
 }  // namespace tilewise::ptx

@@ -31,6 +31,10 @@ struct BackwardConfig {
   TILEWISE_INLINE int threads() const { return 512; }
   // Weights in 16 bits keep their next 8 beside them, so that dS does not feel their rounding.
   TILEWISE_INLINE bool keeps_rest() const { return warpgroups_own_keys; }
+  // What the host raises all weights by (Weights in backward_weights.cuh).
+  TILEWISE_INLINE float weight_factor() const {
+    return bf16 && warpgroups_own_keys ? 0x1.00b8aa3b295c1p+0f : 1.0f;
+  }
   TILEWISE_INLINE int ds_writers() const { return warpgroups_own_keys ? 8 : 4; }  // warps
 };
 

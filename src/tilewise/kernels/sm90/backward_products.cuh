@@ -356,7 +356,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
         x[h] = terms.pull_back(ds, i + h, [&] {
           return value_of_weight(p, -start[i / 4 * 8 + 2 * (this->lane % 4) + h],
                                  params.inverse_scale_log2);
-        });
+        }, 1.0f / config.weight_factor());
       }
       ds[i / 8][i / 2 % 4] = ptx::pack<config.bf16>(x[0], x[1]);
     }

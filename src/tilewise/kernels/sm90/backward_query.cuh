@@ -2,6 +2,7 @@
 // barriers: backward.cuh.
 #pragma once
 
+#include "../common/scores.cuh"
 #include "backward_config.cuh"
 #include "wgmma.cuh"
 
@@ -29,7 +30,7 @@ template <BackwardConfig config, typename Policy, typename Extents>
 struct BackwardProducer {
   static constexpr int block_kv = config.block_kv();
 
-  const BackwardParams& params;
+  const ParamsOf<BackwardParams, Policy, Extents>& params;
   BackwardSmem<config, Extents>& smem;
   const BackwardPlan<Extents>& plan;
 
@@ -64,9 +65,13 @@ struct BackwardProducer {
     if constexpr (!config.warpgroups_own_keys) return {q_tile, SeenTile::partial};
     const RowBand band = sequence().row_band();
     const int key = plan.kv_tile * block_kv + warpgroup * 64;
-    const bool hidden = key >= sequence().seq_k() ||
-                        (q_tile + 1) * config.block_q <= band.first_row(key) ||
-                        q_tile * config.block_q >= band.end_row(key + 63);
+    bool hidden = key >= sequence().seq_k() ||
+                  (q_tile + 1) * config.block_q <= band.first_row(key) ||
+                  q_tile * config.block_q >= band.end_row(key + 63);
+    if constexpr (Policy::hides_by_span) {
+      const KeySpan span = Policy::key_span(params, plan.batch);
+      hidden = hidden || key >= span.end || key + 64 <= span.begin;
+    }
     return {q_tile, hidden ? SeenTile::hidden : SeenTile::partial};
   }
 

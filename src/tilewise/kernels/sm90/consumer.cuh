@@ -149,6 +149,9 @@ struct Consumer {
   __device__ __forceinline__ void hide(const Part& part, int kv_tile) {
     Policy::hide(s, params, Place{*this, part, kv_tile});
   }
+  __device__ __forceinline__ void observe(const Part& part, int kv_tile) {
+    Policy::observe(s, params, Place{*this, part, kv_tile});
+  }
   // P as step 8 takes it.
   __device__ __forceinline__ void pack(const Part& part, int kv_tile) {
     Policy::drop(s, params, Place{*this, part, kv_tile});
@@ -195,6 +198,7 @@ struct Consumer {
     k_position.advance();
     apply_terms(part, kv_tile);
     if (part.plan->partial(kv_tile)) hide(part, kv_tile);
+    observe(part, kv_tile);
     float alpha[2];
     softmax.reset();
     softmax.exact_block(s, params.scale_log2, alpha);
@@ -230,6 +234,7 @@ struct Consumer {
     issue_both(values_partial);
     apply_terms(part, kv_tile);
     if (partial) hide(part, kv_tile);
+    observe(part, kv_tile);
     float alpha[2];
     softmax.exact_block(s, params.scale_log2, alpha);
     // Why: the assembler sinks the exponentials below the next wait, but not across a branch. This
@@ -261,6 +266,7 @@ struct Consumer {
         issue_both(before);
         before = false;
         apply_terms(part, n);
+        observe(part, n);
         good = !__any_sync(0xffffffffu, !softmax.lazy_block(s, params.scale_log2, block));
         // Why a wait on either side of this branch: the assembler sinks exponentials below a wait,
         // but the branch needs all of them, so they stay above, under the products in flight. The
@@ -348,6 +354,7 @@ struct Consumer {
       tilewise::restore_nonfinite(
           band, row, part.own, block_kv, [&](int kv_tile) { return plan.partial(kv_tile); },
           [&](int key) {
+            if (!Policy::sees(params, plan.tile.batch, plan.tile.head, row, key)) return;
 #pragma unroll
             for (int j = 0; j < config.head_dim_v / 8; ++j) {
               if (j * 8 >= params.head_dim_v) continue;
@@ -447,7 +454,8 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void store_partial(const Part& part) {
+  __device__ __forceinline__ void store_partial(const Part& part,
+                                                const float (&rows)[config.head_dim_v / 2]) {
     float* out = params.partial_out + first_row(part) * params.head_dim_v;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -458,7 +466,7 @@ struct Consumer {
         const int column = 8 * j + 2 * (lane % 4);
         if (column < params.head_dim_v)
           *reinterpret_cast<float2*>(out + row * params.head_dim_v + column) =
-              float2{o[4 * j + 2 * r], o[4 * j + 2 * r + 1]};
+              float2{rows[4 * j + 2 * r], rows[4 * j + 2 * r + 1]};
       }
     }
   }
@@ -497,7 +505,7 @@ struct Consumer {
     }
     const bool stages_out = !config.split && !crosses_end(part);
     if constexpr (config.split)
-      store_partial(part);
+      store_partial(part, o);
     else if (stages_out)
       stage_out<0>(o);
     else
@@ -522,7 +530,11 @@ struct Consumer {
       finish_rows(part, none, factor);
     }
     if (params.lse != nullptr) store_lse(part, none);
-    if constexpr (config.split) return;  // its weight is 0: combine does not read the rest
+    if constexpr (config.split) {
+      // Without a term that finishes rows its weight is 0, and combine does not read the rest.
+      if (Policy::finishes_rows && part.plan->split == 0) store_partial(part, nothing);
+      return;
+    }
     if (crosses_end(part)) return store_rows(part, nothing);
     stage_out<0>(nothing);
     if constexpr (in_two_parts) stage_out<staged>(nothing);

@@ -173,6 +173,7 @@ struct Consumer {
       score_unit = scaled(1.0f, -score_shift);
     }
     if (plan.partial(kv_tile)) Policy::hide(s, params, Place{*this, kv_tile});
+    Policy::observe(s, params, Place{*this, kv_tile}, score_unit);
     float top[2], base[2], block[2];
     row_maxima(s, top);
     const float unit =
@@ -351,6 +352,7 @@ struct Consumer {
           band, row, own, block_kv,
           [&](int kv_tile) { return plan.v_facts[kv_tile].spread == spread_nonfinite; },
           [&](int key) {
+            if (!Policy::sees(params, plan.tile.batch, plan.tile.head, row, key)) return;
 #pragma unroll 1
             for (int column = 2 * (lane % 4); column < params.head_dim_v;
                  column += column % 2 == 0 ? 1 : 7) {
@@ -371,6 +373,8 @@ struct Consumer {
     const int seq_q = sequence().seq_q();
     if (row_begin < seq_q)
       own = touched_tiles(sequence().band(), row_begin, min_int(row_begin + 64, seq_q), block_kv);
+    if constexpr (Policy::hides_by_span)
+      own = {max_int(own.begin, plan.touched.begin), min_int(own.end, plan.touched.end)};
     if (own.empty()) {
       // Why wait for rows that nobody needs: a block must not end while a copy to it is under way.
       if (!plan.touched.empty()) ptx::mbarrier_wait(&smem.q_full[warpgroup], 0);

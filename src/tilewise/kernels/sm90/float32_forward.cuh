@@ -50,8 +50,9 @@
 
 namespace tilewise::sm90::float32 {
 
-template <Config config, typename Extents, typename KernelParams>
-__device__ __forceinline__ Plan<Extents> make_plan(const KernelParams& params) {
+template <Config config, typename Policy, typename Extents>
+__device__ __forceinline__ Plan<Extents> make_plan(
+    const ParamsOf<Params, Policy, Extents>& params) {
   const Schedule schedule{params.heads, params.batch * params.heads, params.q_tiles,
                           params.sections, params.longest_first};
   Plan<Extents> plan;
@@ -64,6 +65,7 @@ __device__ __forceinline__ Plan<Extents> make_plan(const KernelParams& params) {
   plan.parts_of_rows = ceil_div(row_end - plan.row_begin, 64);
   plan.touched = touched_tiles(band, plan.row_begin, row_end, config.block_kv);
   plan.full = full_tiles(band, plan.row_begin, row_end, config.block_kv, plan.touched);
+  narrow_tiles<Policy>(params, plan.tile.batch, config.block_kv, plan.touched, plan.full);
   const int pair = plan.tile.batch * params.heads + plan.tile.head;
   // Facts are of the parts of the tensors, which a sequence of several must begin.
   static_assert(!Extents::ragged, "the split makes parts of whole tensors");
@@ -214,7 +216,7 @@ __device__ __forceinline__ void forward(const ParamsOf<Params, Policy, Extents>&
   // above this line.
   ptx::allow_next_grid();
   ptx::wait_for_previous_grid();
-  Plan<Extents> plan = make_plan<config, Extents>(params);
+  Plan<Extents> plan = make_plan<config, Policy, Extents>(params);
   if (!is_mine<config, Extents>(params, plan)) return;
   look_at_values<config, Extents>(plan);
   if (threadIdx.x == 0) smem.plan = plan;

@@ -106,7 +106,7 @@ __device__ __forceinline__ void forward(const ParamsOf<Params, Policy, Extents>&
     if (warp == 0) {
       if (ptx::elect_one()) Producer<config, Extents>{params, smem}.run();
     } else if (warp == 1) {
-      if (ptx::elect_one()) schedule_work<config, Extents>(params, smem);
+      if (ptx::elect_one()) schedule_work<config, Policy, Extents>(params, smem);
     } else if (warp == 2 && !config.split) {
       if (ptx::elect_one()) store_outs<config, Extents>(params, smem);
     } else if (warp == 3 && config.masked()) {

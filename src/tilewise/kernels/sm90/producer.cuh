@@ -2,6 +2,7 @@
 // forward.cuh.
 #pragma once
 
+#include "../common/scores.cuh"
 #include "config.cuh"
 #include "rescue.cuh"
 
@@ -16,8 +17,9 @@ __device__ __forceinline__ Schedule schedule_of(const Params& params) {
 }
 
 // Fills in what a CTA does for work index `work`.
-template <Config config, typename Extents, typename KernelParams>
-__device__ __forceinline__ TilePlan<Extents> make_plan(const KernelParams& params, int work) {
+template <Config config, typename Policy, typename Extents>
+__device__ __forceinline__ TilePlan<Extents> make_plan(
+    const ParamsOf<Params, Policy, Extents>& params, int work) {
   TilePlan<Extents> plan;
   plan.split = config.split ? work % params.splits : 0;
   plan.tile = schedule_of(params).tile(config.split ? work / params.splits : work);
@@ -30,20 +32,22 @@ __device__ __forceinline__ TilePlan<Extents> make_plan(const KernelParams& param
   if (has_rows<Extents>(plan.row_begin, sequence.seq_q()))
     plan.touched = touched_tiles(band, plan.row_begin, row_end, config.block_kv);
   plan.full = full_tiles(band, plan.row_begin, row_end, config.block_kv, plan.touched);
+  narrow_tiles<Policy>(params, plan.tile.batch, config.block_kv, plan.touched, plan.full);
   if constexpr (config.split) plan.touched = part_of(plan.touched, plan.split, params.splits);
   return plan;
 }
 
 // The KV tiles that the rows of a warpgroup see; none when it has no rows.
-template <Config config, typename Extents>
-__device__ __forceinline__ TileRange own_tiles(const Params& params, const TilePlan<Extents>& plan,
+template <Config config, typename Policy, typename Extents, typename KernelParams>
+__device__ __forceinline__ TileRange own_tiles(const KernelParams& params,
+                                               const TilePlan<Extents>& plan,
                                                int warpgroup) {
   const auto sequence = sequence_of<Extents>(params, plan);
   const int row = plan.row_begin + warpgroup * 64, seq_q = sequence.seq_q();
   if (plan.row_begin == TilePlan<Extents>::no_more_work || row >= seq_q) return {0, 0};
   const TileRange seen =
       touched_tiles(sequence.band(), row, min_int(row + 64, seq_q), config.block_kv);
-  if constexpr (!config.split) return seen;
+  if constexpr (!config.split && !Policy::hides_by_span) return seen;
   return {max_int(seen.begin, plan.touched.begin), min_int(seen.end, plan.touched.end)};
 }
 
@@ -141,8 +145,8 @@ __device__ __forceinline__ int take_work(const Params& params, int work_count) {
 
 // Why work is taken only when a slot is free: a CTA that hoards work it cannot start yet leaves
 // others idle at the end.
-template <Config config, typename Extents, typename KernelParams>
-__device__ __forceinline__ void schedule_work(const KernelParams& params,
+template <Config config, typename Policy, typename Extents>
+__device__ __forceinline__ void schedule_work(const ParamsOf<Params, Policy, Extents>& params,
                                               Smem<config, Extents>& smem) {
   const int work_count = schedule_of(params).work_count() * (config.split ? params.splits : 1);
   RingPosition<work_slots> slot(1);
@@ -153,11 +157,11 @@ __device__ __forceinline__ void schedule_work(const KernelParams& params,
     previous = work;
     TilePlan<Extents> plan;
     plan.row_begin = TilePlan<Extents>::no_more_work;
-    if (work < work_count) plan = make_plan<config, Extents>(params, work);
+    if (work < work_count) plan = make_plan<config, Policy, Extents>(params, work);
     smem.plan[slot.stage] = plan;
 #pragma unroll 1
     for (int warpgroup = 0; warpgroup < config.consumers; ++warpgroup)
-      smem.own[slot.stage][warpgroup] = own_tiles<config, Extents>(params, plan, warpgroup);
+      smem.own[slot.stage][warpgroup] = own_tiles<config, Policy, Extents>(params, plan, warpgroup);
     smem.met_nonfinite[slot.stage] = 0;
     ptx::mbarrier_arrive(&smem.work_full[slot.stage]);
     if (work >= work_count) return;

@@ -1,0 +1,118 @@
+// A tensor that is added to the scores, broadcast in any way, and its gradient.
+//
+//   v unit + bias     and from there on v is in nats: a bias as large as a float loses no bit
+//
+// `number`: what it is made of. `paired`: keys lie side by side, two of them aligned as one number,
+// and their number is even.
+// The gradient is dS. Where every score has its own bias it is stored, in the bias's own numbers;
+// else added up in float32. Where that must not depend on the order of the warps, the host gives
+// every score a place of its own, and adds up later.
+#pragma once
+
+#include "placement.cuh"
+
+namespace tilewise {
+
+enum class Number { bf16, fp16, float32 };
+enum class Learned { no, stored, added };
+
+template <Number number>
+struct BitsOf {
+  using Type = ptx::u16;
+};
+template <>
+struct BitsOf<Number::float32> {
+  using Type = float;
+};
+
+template <Number number, bool paired, Learned learned>
+struct Bias {
+  struct Operands {
+    const void* bias;
+    long long bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride;
+    void* dbias;
+    long long dbias_batch_stride, dbias_head_stride, dbias_row_stride, dbias_key_stride;
+    float bias_in, bias_out;  // nats per v before it, and the inverse
+  };
+  static constexpr bool uses_head = true;
+  using Bits = typename BitsOf<number>::Type;
+
+  const Bits* bias;
+  Bits* dbias;
+  float in;
+  const float& out;
+  Placement place, dplace;
+  bool checks = true;  // whether an element exists
+  float second, first_ds;  // of a pair: the number that came with the one before, and its gradient
+
+  template <typename Params, typename At>
+  __device__ __forceinline__ Bias(const Params& params, const Unit& unit, const At& at)
+      : bias(static_cast<const Bits*>(params.bias)),
+        dbias(static_cast<Bits*>(params.dbias)),
+        in(params.bias_in * unit.first * unit.second),
+        out(params.bias_out),
+        place(at, params.bias_batch_stride, params.bias_head_stride, params.bias_row_stride,
+              params.bias_key_stride, params.seq_q, params.seq_k),
+        dplace(at, params.dbias_batch_stride, params.dbias_head_stride, params.dbias_row_stride,
+               params.dbias_key_stride, params.seq_q, params.seq_k) {}
+
+  // The bias of element i; asked in ascending order.
+  __device__ __forceinline__ float at(int i) {
+    const bool by_pairs = paired && place.rows_are == RowsAre::queries;
+    if (by_pairs && i % 2 == 1) return second;
+    second = 0.0f;
+    if (checks && !place.exists(i)) return 0.0f;
+    const Bits* from = bias + place.offset<paired>(i);
+    if constexpr (number == Number::float32) {
+      if (!by_pairs) return __ldg(from);
+      const float2 both = __ldg(reinterpret_cast<const float2*>(from));
+      second = both.y;
+      return both.x;
+    } else {
+      constexpr bool bf16 = number == Number::bf16;
+      if (!by_pairs) return ptx::unpack_low<bf16>(__ldg(from));
+      const ptx::u32 both = __ldg(reinterpret_cast<const ptx::u32*>(from));
+      second = ptx::unpack_high<bf16>(both);
+      return ptx::unpack_low<bf16>(both);
+    }
+  }
+  __device__ __forceinline__ bool holds(int count) const { return place.holds(count); }
+  __device__ __forceinline__ float apply(float v, int i) { return fmaf(v, in, at(i)); }
+  // Any number where the bias hides: a weight of 0 asks for one that is finite.
+  __device__ __forceinline__ float before(float v, int i) {
+    const float added = at(i);
+    return added == -infinity ? 0.0f : (v - added) * out;
+  }
+
+  __device__ __forceinline__ void gradient(float ds, int i)
+    requires(learned != Learned::no)
+  {
+    if constexpr (learned == Learned::added) {
+      if (dplace.exists(i))
+        ptx::add_to_global(static_cast<float*>(static_cast<void*>(dbias)) + dplace.offset<false>(i),
+                           ds);
+      return;
+    }
+    const bool by_pairs = paired && place.rows_are == RowsAre::queries;
+    if (by_pairs && i % 2 == 0) {
+      first_ds = ds;
+      return;
+    }
+    if (!dplace.exists(i)) return;
+    if (by_pairs) {
+      Bits* to = dbias + dplace.offset<true>(i - 1);
+      if constexpr (number == Number::float32)
+        *reinterpret_cast<float2*>(to) = float2{first_ds, ds};
+      else
+        *reinterpret_cast<ptx::u32*>(to) = ptx::pack<number == Number::bf16>(first_ds, ds);
+    } else {
+      Bits* to = dbias + dplace.offset<paired>(i);
+      if constexpr (number == Number::float32)
+        *to = ds;
+      else
+        *to = static_cast<Bits>(ptx::pack<number == Number::bf16>(ds, 0.0f));
+    }
+  }
+};
+
+}  // namespace tilewise

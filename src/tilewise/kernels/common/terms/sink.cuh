@@ -1,0 +1,40 @@
+// A logit per head that joins the sum of every row, as one more key without a value.
+//
+//   l + e^(sink - m), in the units of the larger of m and the sink
+//
+// Its gradient is -sum over rows of e^(sink - lse) D, and needs lse and D alone: a kernel of its own
+// behind the backward (sink_gradient.cuh).
+#pragma once
+
+#include "../scores.cuh"
+
+namespace tilewise {
+
+struct Sink {
+  struct Operands {
+    const float* sink;
+    long long sink_head_stride;
+  };
+  static constexpr bool uses_head = true;
+
+  float sink;  // log2
+
+  template <typename Params, typename At>
+  __device__ __forceinline__ Sink(const Params& params, const Unit&, const At& at)
+      : sink(__ldg(params.sink + at.head() * params.sink_head_stride) * 1.44269504088896341f) {}
+
+  __device__ __forceinline__ float finish_row(float& m, float& l, float log2_unit, int) const {
+    const float before = m * log2_unit;
+    if (!(sink > before)) {
+      // Why not where both are -inf: their difference is NaN.
+      if (sink > -infinity) l += ptx::ex2(sink - before);
+      return 1.0f;
+    }
+    const float factor = ptx::ex2(before - sink);
+    l = fmaf(l, factor, 1.0f);
+    m = sink / log2_unit;
+    return factor;
+  }
+};
+
+}  // namespace tilewise

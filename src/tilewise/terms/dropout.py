@@ -1,0 +1,116 @@
+"""Dropout with counter-based random bits: the same for a seed whatever computes them, and never stored."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ..errors import InvalidInput
+from ..operands import Operand
+from ..scores import Registers, Term
+from .shared import members
+
+if TYPE_CHECKING:
+    from ..scores import Asked, Tensor, Where
+
+CHANCES = 1 << 16
+_MASK = 0xFFFFFFFF
+_ROUNDS, _FACTORS, _STEPS = 7, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout(Term):
+    """A weight stays with a chance of 1 - probability, rounded to a multiple of 2^-16, and is divided by that.
+
+    Reads `seed`: two int64 on the device, a seed and an offset. kernels/common/terms/dropout.cuh says which bits of
+    Philox belong to which score.
+    """
+
+    kind: ClassVar[str] = "dropout"
+    transforms: ClassVar[bool] = False
+
+    probability: float
+
+    @property
+    def tensors(self) -> tuple[Operand, ...]:
+        return (Operand("seed", False, ("span",), (), torch.int64, 2),)
+
+    @property
+    def threshold(self) -> int:
+        """The weights that stay, of 65536."""
+        return max(1, round(CHANCES * (1.0 - self.probability)))
+
+    def check(self, problem: Asked) -> None:
+        if not 0.0 <= self.probability < 1.0:
+            raise InvalidInput("dropout", self.probability, "a probability from 0 to below 1", "leave it out for none")
+
+    def kept(self, where: Where) -> tuple[Tensor, float] | None:
+        seed, offset = where.operands["seed"].unbind()
+        bits = random_bits(seed, offset, where)
+        return bits < self.threshold, CHANCES / self.threshold
+
+    def cpp_type(self, *, precise: bool) -> str:
+        return "tilewise::Dropout"
+
+    @property
+    def cpp_source(self) -> str:
+        return '#include "common/terms/dropout.cuh"'
+
+    @property
+    def registers(self) -> Registers:
+        return Registers(24, 32)
+
+    @property
+    def operands(self) -> dict[str, type[Any]]:
+        numbers = {"dropout_weight": ctypes.c_float, "dropout_threshold": ctypes.c_uint, "dropout_heads": ctypes.c_int}
+        return members("seed", ("span",)) | numbers
+
+    def problem_params(self, problem: Asked) -> dict[str, float]:
+        return {
+            "dropout_weight": CHANCES / self.threshold,
+            "dropout_threshold": self.threshold,
+            "dropout_heads": problem.heads_q,
+        }
+
+
+def random_bits(seed: Tensor, offset: Tensor, where: Where) -> Tensor:
+    """The 16 bits of every score of a rectangle, (batch, heads, rows, keys) in int64."""
+    problem, device = where.problem, seed.device
+    rows = torch.arange(where.rows.start, where.rows.stop, device=device)[:, None]
+    keys = torch.arange(where.keys.start, where.keys.stop, device=device)
+    pairs = torch.arange(problem.batch * problem.heads_q, device=device).view(problem.batch, problem.heads_q, 1, 1)
+    counter = [
+        keys // 16 * 4 + keys % 8 // 2,
+        rows // 16 * 8 + rows % 8,
+        pairs,
+        offset & _MASK,
+    ]
+    key = [seed & _MASK, (seed >> 32 ^ offset >> 32) & _MASK]
+    words = _philox(torch.broadcast_tensors(*counter), key)
+    which = 2 * (keys % 2) + keys % 16 // 8
+    word = torch.stack(words, -1).gather(-1, which.expand(words[0].shape)[..., None])[..., 0]
+    bits = torch.where(rows % 16 < 8, word, word >> 16) & 0xFFFF
+    if not where.stacked:
+        return bits
+    return bits.reshape(problem.batch, problem.heads_kv, problem.group * len(where.rows), len(where.keys))
+
+
+def _philox(counter: Any, key: list[Tensor]) -> list[Tensor]:
+    """Four words of 32 bits in int64, from four of a counter and two of a key."""
+    c, k = list(counter), list(key)
+    for _ in range(_ROUNDS):
+        high0, low0 = _product(_FACTORS[0], c[0])
+        high1, low1 = _product(_FACTORS[1], c[2])
+        c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]
+        k = [(word + step) & _MASK for word, step in zip(k, _STEPS, strict=True)]
+    return c
+
+
+def _product(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
+    """The high and the low 32 bits of a product of 32-bit numbers, in signed 64 bits."""
+    low = factor * (word & 0xFFFF)
+    high = factor * (word >> 16) + (low >> 16)
+    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF

@@ -1,0 +1,114 @@
+"""Masks that are data: a boolean tensor, or the lengths of padded keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ..operands import SCORE_DIMS, Operand
+from ..scores import Registers, Term
+from .shared import broadcast_dims, is_paired, members, operand_of
+
+if TYPE_CHECKING:
+    from ..scores import Asked, Tensor, Where
+
+
+@dataclass(frozen=True, slots=True)
+class Keep(Term):
+    """Hides the keys where `keep`, a boolean tensor (batch, heads, rows, keys), is false.
+
+    It is broadcast `over` some of these dimensions. `paired`: as `is_paired` says.
+    """
+
+    kind: ClassVar[str] = "keep"
+    transforms: ClassVar[bool] = False
+    hides: ClassVar[bool] = True
+
+    over: tuple[str, ...] = ()
+    paired: bool = False
+
+    @classmethod
+    def of(cls, keep: Tensor, problem: Asked) -> Keep:
+        """The term that reads this tensor."""
+        return cls(broadcast_dims(keep, problem), is_paired(keep, problem))
+
+    @property
+    def tensors(self) -> tuple[Operand, ...]:
+        return (Operand("keep", False, SCORE_DIMS, self.over, torch.bool),)
+
+    def visible(self, where: Where) -> Tensor | None:
+        return operand_of(where, self.tensors[0])
+
+    @property
+    def _rows_alike(self) -> bool:
+        return "row" in self.over
+
+    def cpp_type(self, *, precise: bool) -> str:
+        return f"tilewise::Keep<{str(self.paired).lower()}, {str(self._rows_alike).lower()}>"
+
+    @property
+    def cpp_source(self) -> str:
+        return '#include "common/terms/keep.cuh"'
+
+    @property
+    def suffix(self) -> str:
+        return f"keep{'_keys' * self._rows_alike}{'_paired' * self.paired}"
+
+    @property
+    def registers(self) -> Registers:
+        if self._rows_alike:
+            return Registers(0, 0)
+        return Registers(24, 0) if self.paired else Registers(40, 32)
+
+    @property
+    def fits_plain_tiles(self) -> frozenset[str]:
+        return frozenset({"sm80", "sm90"} if self._rows_alike else ())
+
+    @property
+    def operands(self) -> dict[str, type[Any]]:
+        return members("keep", SCORE_DIMS)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLengths(Term):
+    """Of each batch only `key_lengths` (batch,) keys are there, in int32; the others, behind or before, are padding."""
+
+    kind: ClassVar[str] = "key_lengths"
+    transforms: ClassVar[bool] = False
+    hides: ClassVar[bool] = True
+
+    padded_left: bool = False
+
+    @property
+    def hides_first_keys(self) -> bool:
+        return self.padded_left
+
+    @property
+    def tensors(self) -> tuple[Operand, ...]:
+        return (Operand("key_lengths", False, ("batch",), (), torch.int32),)
+
+    def visible(self, where: Where) -> Tensor | None:
+        lengths = operand_of(where, self.tensors[0]).clamp(0, where.problem.seq_kv)
+        keys = where.key_numbers(lengths.device)
+        return keys >= where.problem.seq_kv - lengths if self.padded_left else keys < lengths
+
+    def cpp_type(self, *, precise: bool) -> str:
+        return f"tilewise::KeyLengths<{str(self.padded_left).lower()}>"
+
+    @property
+    def cpp_source(self) -> str:
+        return '#include "common/terms/key_lengths.cuh"'
+
+    @property
+    def suffix(self) -> str:
+        return "key_lengths_left" if self.padded_left else "key_lengths"
+
+    @property
+    def fits_plain_tiles(self) -> frozenset[str]:
+        return frozenset({"sm80", "sm90"})
+
+    @property
+    def operands(self) -> dict[str, type[Any]]:
+        return members("key_lengths", ("batch",))

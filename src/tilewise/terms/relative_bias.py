@@ -1,0 +1,86 @@
+"""A bias by distance, from a table of every head."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ..errors import InvalidInput
+from ..operands import Operand, Sums
+from ..scores import Registers
+from .bias import CPP_NUMBERS, NUMBERS
+from .shared import Learner, members
+
+if TYPE_CHECKING:
+    from ..scores import Asked, Tensor, Where
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeBias(Learner):
+    """s -> s + table[head, key - row + zero], from a tensor (heads, span); beyond its ends the table goes on as there.
+
+    Its numbers are those of q or float32.
+    """
+
+    kind: ClassVar[str] = "relative_bias"
+
+    span: int
+    zero: int
+    number: str = "float32"
+    learned: bool = False
+
+    @property
+    def tensors(self) -> tuple[Operand, ...]:
+        dtype = NUMBERS[self.number]
+        return (Operand("table", True, ("head", "span"), (), dtype, self.span),)
+
+    def check(self, problem: Asked) -> None:
+        if self.span < 1 or not -(1 << 29) < self.zero < 1 << 29:
+            raise InvalidInput("relative_bias", f"span {self.span}, zero {self.zero}", "a table", "check its shape")
+
+    def why_not(self, problem: Asked) -> str:
+        if not (self.learned and problem.deterministic):
+            return ""
+        return "the gradient of a table of distances is added up in the order in which warps come"
+
+    def bend(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+        device = scores.device
+        index = where.key_numbers(device) - where.row_numbers(device) + self.zero
+        table = where.operands["table"].to(scores.dtype)
+        return scores + table[where.head_numbers(device), index.clamp(0, self.span - 1)], None
+
+    def sums(self, operand: Operand, problem: Asked) -> Sums:
+        full = operand.full_shape(problem)
+        return Sums(operand.dims, full, full, torch.float32)
+
+    def cpp_type(self, *, precise: bool) -> str:
+        if self.number not in CPP_NUMBERS:
+            return ""
+        return f"tilewise::RelativeBias<tilewise::Number::{CPP_NUMBERS[self.number]}, {str(self.learned).lower()}>"
+
+    @property
+    def cpp_source(self) -> str:
+        return '#include "common/terms/relative_bias.cuh"'
+
+    @property
+    def suffix(self) -> str:
+        return f"relative_{CPP_NUMBERS.get(self.number, self.number)}{'_grad' * self.learned}"
+
+    @property
+    def registers(self) -> Registers:
+        return Registers(24, 32 if self.learned else 0)
+
+    @property
+    def operands(self) -> dict[str, type[Any]]:
+        tensors = members("table", ("head", "span")) | members("dtable", ("head", "span"))
+        numbers = {"table_in": ctypes.c_float, "table_out": ctypes.c_float}
+        return tensors | numbers | {"table_zero": ctypes.c_int, "table_span": ctypes.c_int}
+
+    def params(self, unit: float, *, precise: bool) -> dict[str, float]:
+        return {"table_in": unit, "table_out": 1.0 / unit, "table_zero": self.zero, "table_span": self.span}
+
+    def unit_after(self, unit: float) -> float:
+        return 1.0

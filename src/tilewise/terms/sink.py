@@ -1,0 +1,53 @@
+"""A sink: a logit per head that joins the sum of every row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ..operands import Operand, Sums
+from .shared import Learner, members, operand_of
+
+if TYPE_CHECKING:
+    from ..scores import Asked, Tensor, Where
+
+ROWS = 1024  # whose sum a warp makes
+
+
+@dataclass(frozen=True, slots=True)
+class Sink(Learner):
+    """e^sink is added to the sum of every row: one more key, without a value. Reads `sink` (heads,) in float32."""
+
+    kind: ClassVar[str] = "sink"
+    transforms: ClassVar[bool] = False
+
+    learned: bool = False
+
+    @property
+    def tensors(self) -> tuple[Operand, ...]:
+        return (Operand("sink", True, ("head",), (), torch.float32),)
+
+    def joins(self, where: Where) -> Tensor | None:
+        return operand_of(where, self.tensors[0])
+
+    def sums(self, operand: Operand, problem: Asked) -> Sums:
+        """Of 1024 rows each, by a kernel of their own, always in the same order."""
+        full = (problem.batch, problem.heads_q, -(-problem.seq_q // ROWS))
+        return Sums(("batch", "head", "row"), full, full, torch.float32)
+
+    def cpp_type(self, *, precise: bool) -> str:
+        return "tilewise::Sink"
+
+    @property
+    def cpp_source(self) -> str:
+        return '#include "common/terms/sink.cuh"'
+
+    @property
+    def fits_plain_tiles(self) -> frozenset[str]:
+        return frozenset({"sm80", "sm90"})
+
+    @property
+    def operands(self) -> dict[str, type[Any]]:
+        return members("sink", ("head",))

@@ -1,0 +1,86 @@
+"""Biases in the kernels, with their gradients (terms/bias.py, kernels/common/terms/bias.cuh)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import emulation
+from support import assert_close, budget
+from term_cases import BF16, F32, KERNELS, Case, Tensor, both_ways, case_of, check, emulated, forward, truth
+from tilewise import Causal, Full
+from tilewise.engine import SM80, SM90
+from tilewise.scores import Softcap, Term
+from tilewise.terms import Bias
+
+BIASES = ["dense", "strided", "heads", "keys", "float32", "dense", "batch"]
+
+
+def bias_of(kind: str, problem: Any) -> Tensor:
+    """As a kernel may find it in memory, with some -inf."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {
+        "dense": (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv),
+        "strided": (problem.batch, problem.heads_q, problem.seq_kv, problem.seq_q),
+        "heads": (1, problem.heads_q, problem.seq_q, problem.seq_kv),
+        "keys": (problem.batch, 1, 1, problem.seq_kv),
+        "float32": (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv),
+        "batch": (problem.batch, 1, problem.seq_q, problem.seq_kv),
+    }
+    bias = torch.randn(shapes[kind], generator=generator)
+    bias[torch.rand(shapes[kind], generator=generator) < 0.1] = -torch.inf
+    bias = bias.to(F32 if kind == "float32" else problem.dtype)
+    return bias.transpose(-1, -2) if kind == "strided" else bias
+
+
+def bias_case(kind: str, dtype: Any, dim: int, mask: Any, before: tuple[Term, ...] = (), **fields: Any) -> Case:
+    """Learned where gradients are needed; `heads` has an odd number of keys, so that two of them are no pair."""
+    sizes = fields | ({"seq_kv": 149} if kind == "heads" else {})
+    plain = case_of(dtype, dim, mask, (), lambda _: {}, **sizes).problem
+    bias = bias_of(kind, plain)
+    term = Bias.of(bias.detach().requires_grad_(plain.needs_grad), plain)
+    return case_of(dtype, dim, mask, (*before, term), lambda _: {"bias": bias}, **sizes)
+
+
+@emulated
+@both_ways
+@pytest.mark.parametrize(
+    ("kind", "backend", "dtype", "dim", "mask"), [(k, *row) for k, row in zip(BIASES, KERNELS, strict=True)], ids=str
+)
+def test_bias(monkeypatch: Any, kind: str, backend: Any, dtype: Any, dim: int, mask: Any, back: bool) -> None:
+    check(monkeypatch, backend, bias_case(kind, dtype, dim, mask, needs_grad=back), back=back)
+
+
+@emulated
+@pytest.mark.parametrize(("backend", "dtype"), [(SM90, BF16), (SM80, F32), (SM80, BF16)], ids=str)
+def test_a_bias_behind_a_softcap(monkeypatch: Any, backend: Any, dtype: Any) -> None:
+    case = bias_case("batch", dtype, 64, Causal(), (Softcap(3.0),), needs_grad=True)
+    check(monkeypatch, backend, case, back=True)
+
+
+@emulated
+@pytest.mark.parametrize(("backend", "dtype"), [(SM90, BF16), (SM80, F32)], ids=str)
+def test_a_shared_bias_in_a_fixed_order(monkeypatch: Any, backend: Any, dtype: Any) -> None:
+    """Every score has a place of its own, and the sums are PyTorch's."""
+    case = bias_case("heads", dtype, 64, Causal(), needs_grad=True, deterministic=True)
+    check(monkeypatch, backend, case, back=True)
+    term = case.problem.scores[-1]
+    room = term.sums(term.tensors[0], case.problem)
+    assert room.shape == room.full
+
+
+@emulated
+@pytest.mark.parametrize("backend", [SM90, SM80], ids=str)
+def test_a_bias_of_the_least_number_hides(monkeypatch: Any, backend: Any) -> None:
+    """As masks made of finfo.min mean it: rows that see nothing are zeros."""
+    case = bias_case("dense", BF16, 64, Full())
+    case.operands["bias"][:, :, 7] = torch.finfo(BF16).min
+    emulation.install(monkeypatch)
+    out, lse = forward(backend, case)
+    want_out, want_lse, _, _ = truth(case)
+    assert (out[:, :, 7] == 0).all()
+    assert (lse[:, :, 7] == -torch.inf).all()
+    assert_close(out, want_out, budget(BF16, 150))
+    assert_close(lse, want_lse, budget(BF16, 150), "lse")
