@@ -78,7 +78,18 @@ class Operand(NamedTuple):
 
     def check(self, tensor: torch.Tensor, problem: Sizes) -> None:
         """Raise InvalidInput for a tensor of another shape or dtype."""
-        self.expanded(tensor, problem)
+        full, missing = self.expanded(tensor, problem).shape, len(self.dims) - tensor.ndim
+        for i, dim in enumerate(self.dims):
+            # The gradient of one that is broadcast by its strides has all of its size.
+            alike = i < missing or tensor.shape[i - missing] == 1
+            alike = alike or (tensor.stride(i - missing) == 0 and not self.differentiable)
+            if dim in self.over and full[i] > 1 and not alike:
+                raise InvalidInput(
+                    self.name,
+                    f"shape {tuple(tensor.shape)}",
+                    f"{self.shape(problem)}: its term says that it is the same for every {dim}",
+                    "give that dimension a size of 1, or take it out of the term's `over`",
+                )
         dtype = self.dtype or problem.dtype
         if tensor.dtype != dtype:
             raise InvalidInput(f"{self.name}.dtype", tensor.dtype, f"{dtype}", "cast it")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from . import masks
+from . import masks, terms  # noqa: F401  (terms are found by their kinds once they are defined)
 from .errors import InvalidInput
 from .masks import Band, Dense, Full, Mask
 from .operands import INPUTS, Operand, Operands
@@ -252,6 +252,7 @@ def describe(
     check_tensors(q, k, v)
     check_layout(layout)
     q, k, v = heads_first(q, k, v, layout)
+    _check_returned(scores)
     check_shapes(q, k, v, layout)
     problem = Problem(
         batch=q.shape[0],
@@ -291,6 +292,15 @@ def check_terms(scores: object) -> tuple[Term, ...]:
     raise InvalidInput(
         "scores", shown(scores), "a tuple of score terms", "write scores=(tilewise.scores.Softcap(30.0),)"
     )
+
+
+def _check_returned(scores: tuple[Term, ...]) -> None:
+    """A call returns out and lse, and nothing that a term writes beside them."""
+    for term in scores:
+        if isinstance(term, Term) and term.outputs:
+            names = ", ".join(operand.name for operand in term.outputs)
+            remedy = "bind the forward with tilewise.engine.run.bind_forward, which gives its `results`"
+            raise InvalidInput("scores", f"{term}, which writes {names}", "terms that write no results", remedy)
 
 
 def _checked_operands(problem: Problem, given: Operands, q: torch.Tensor) -> tuple[str, ...]:

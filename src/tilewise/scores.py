@@ -121,6 +121,7 @@ class Term:
     kind: ClassVar[str] = ""
     transforms: ClassVar[bool] = True  # it changes scores; not so a term that hides, drops weights or finishes rows
     hides: ClassVar[bool] = False  # keys from queries, by what a tensor says
+    joins_rows: ClassVar[bool] = False  # a logit joins their sums
     elementwise: ClassVar[bool] = False  # it looks at the score alone, and not at where it stands
 
     def __init_subclass__(cls) -> None:
@@ -157,6 +158,10 @@ class Term:
     def outputs(self) -> tuple[Operand, ...]:
         """What a forward writes for it beside out and lse, zeroed before."""
         return ()
+
+    def decoded(self, written: Tensor) -> Tensor:
+        """What a kernel wrote as one of its outputs, as a caller wants it."""
+        return written
 
     def sums(self, operand: Operand, problem: Asked) -> Sums:
         """What the backward makes the gradient of a learned operand of."""

@@ -263,7 +263,7 @@ class Fused:
         config: Any = None,
         operands: Operands = NO_OPERANDS,
     ) -> tuple[Tensor, Tensor | None]:
-        strides = tuple(tensor.stride() for tensor in operands.values())
+        strides = tuple((tensor.shape, tensor.stride()) for tensor in operands.values())
         key = (self.name, problem, config, q.stride(), k.stride(), v.stride(), q.device, strides)
         bound = run.remembered(key, lambda: self.bind(q, k, v, problem, config, None, operands))
         return bound(q, k, v, operands)  # type: ignore[no-any-return]

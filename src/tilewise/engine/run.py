@@ -162,7 +162,8 @@ def bind_forward(
 ) -> BoundForward:
     """A forward for tensors of these shapes, strides and device, which allocates out and lse.
 
-    `operands` are slots of the program under their names, like q, k and v.
+    `operands` are slots of the program under their names, like q, k and v; so are the outputs of terms, which a call
+    puts into `results` by their names, where it is given.
 
     Where there are no keys there is no program.
     """
@@ -170,23 +171,47 @@ def bind_forward(
     names = [operand.name for operand in problem.operands]
     like, no_floats = empty_out(q, problem.head_dim_v, problem.layout), q.new_empty(0, dtype=torch.float32)
     shape, strides, lse_shape = tuple(like.shape), like.stride(), tuple(like.shape[:3])
+    outputs = [(operand, term) for term in problem.scores for operand in term.outputs]
     run = None
     if not problem.empty:
         given = {"q": q, "k": k, "v": v, "out": like, "lse": no_floats if needs_lse else None}
-        run = load(program(), {**given, **{name: operands[name] for name in names}}, _index(q.device))
+        written = {operand.name: _room(q, operand.shape(problem), operand.dtype) for operand, _ in outputs}
+        run = load(program(), {**given, **_as_read(problem, operands), **written}, _index(q.device))
 
-    def bound(q: Tensor, k: Tensor, v: Tensor, operands: Operands | None = None) -> tuple[Tensor, Tensor | None]:
+    def bound(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        operands: Operands | None = None,
+        results: dict[str, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         out = q.new_empty_strided(shape, strides)
         lse = no_floats.new_empty(*lse_shape) if needs_lse else None
         if run is None:
             return out.zero_(), lse if lse is None else lse.fill_(-math.inf)
-        if operands:
+        if outputs:
+            room = [_room(q, operand.shape(problem), operand.dtype) for operand, _ in outputs]
+            run(q, k, v, out, lse, *[(operands or NO_OPERANDS)[name] for name in names], *room)
+            if results is not None:
+                made = zip(outputs, room, strict=True)
+                results |= {operand.name: term.decoded(written) for (operand, term), written in made}
+        elif operands:
             run(q, k, v, out, lse, *[operands[name] for name in names])
         else:
             run(q, k, v, out, lse)
         return out, lse
 
     return bound
+
+
+def _as_read(problem: Problem, tensors: Operands) -> dict[str, Tensor]:
+    """The operands with the strides that kernels read of them, in the order of the problem's."""
+    found = problem.operands
+    return {one.name: one.expanded(tensors[one.name], problem) if one.dims else tensors[one.name] for one in found}
+
+
+def _room(q: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+    return q.new_zeros(shape, dtype=dtype)
 
 
 def bind_backward(programs: Callable[[torch.device, Wants], Program], problem: Problem) -> BoundBackward:
@@ -214,7 +239,7 @@ def bind_backward(programs: Callable[[torch.device, Wants], Program], problem: P
         if not lse.is_contiguous():
             lse = lse.contiguous()
         given = [operands[name] for name in names] if names else ()
-        strides = tuple([tensor.stride() for tensor in given]) if names else ()
+        strides = tuple([(tensor.shape, tensor.stride()) for tensor in given]) if names else ()
         key = (dout.stride(), out.stride(), wants, strides)
         run = known.get(key)
         if run is None or (dout.data_ptr() | out.data_ptr()) & 15:
@@ -225,24 +250,30 @@ def bind_backward(programs: Callable[[torch.device, Wants], Program], problem: P
             run = known.get(key)
             if run is None:
                 tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, **dict(zip(names, given, strict=True))}
-                run = keep(known, key, _loaded_backward(programs, wants, tensors, names), MAX_LAUNCHES)
+                run = keep(known, key, _loaded_backward(programs, problem, wants, tensors), MAX_LAUNCHES)
         return run(dout, dlse, q, k, v, out, lse, *given)
 
     return bound
 
 
 def _loaded_backward(
-    programs: Callable[[torch.device, Wants], Program], wants: Wants, given: Operands, names: tuple[str, ...]
+    programs: Callable[[torch.device, Wants], Program], problem: Problem, wants: Wants, given: Operands
 ) -> BoundBackward:
-    """Of (dout, dlse, q, k, v, out, lse, *operands): allocates the gradients, and makes them."""
+    """Of (dout, dlse, q, k, v, out, lse, *operands): allocates the gradients, and makes them.
+
+    A kernel that makes gradients of operands makes one of q, k and v at least.
+    """
     device = given["q"].device
+    more = wants if wants & ALL else wants | {"q"}
     try:
-        return _backward(programs(device, wants), wants, given, names)
+        make_all = _backward(programs(device, more), problem, more, given)
     except CompileError:
-        more = wants | ALL
-        if wants == more:
+        if wants | ALL == more:
             raise
-        make_all = _backward(programs(device, more), more, given, names)
+        more = wants | ALL
+        make_all = _backward(programs(device, more), problem, more, given)
+    if more == wants:
+        return make_all
 
     def selected(*tensors: Tensor) -> Grads:
         return {name: grad for name, grad in make_all(*tensors).items() if name in wants}
@@ -250,14 +281,23 @@ def _loaded_backward(
     return selected
 
 
-def _backward(program: Program, wants: Wants, given: Operands, names: tuple[str, ...]) -> BoundBackward:
+def _backward(program: Program, problem: Problem, wants: Wants, given: Operands) -> BoundBackward:
     """The gradient of an operand `x` is the slot `dx` of the program. It is zero before: kernels add to it, or store
-    what they visit."""
+    what they visit. Where its term says so, they leave sums there that the gradient is made of."""
+    names = tuple(operand.name for operand in problem.operands)
     wanted = [name for name in (*INPUTS, *names) if name in wants]
+    sums = {
+        operand.name: (term.sums(operand, problem), operand)
+        for term in problem.scores
+        for operand in term.learning(wants).learned_tensors
+    }
     grads = {
         f"d{name}": torch.empty_like(given[name], device="meta") if name in wants else None
         for name in (*INPUTS, *names)
     }
+    for name, (room, _) in sums.items():
+        grads[f"d{name}"] = torch.empty(room.shape, dtype=room.dtype, device="meta").expand(room.full)
+    given = {**given, **_as_read(problem, given)}
     lse = torch.empty(0, device="meta")
     order = ("dout", "dlse", *INPUTS, "out", "lse", *names)
     operands = {name: {"dlse": None, "lse": lse}[name] if name in ("dlse", "lse") else given[name] for name in order}
@@ -280,9 +320,12 @@ def _backward(program: Program, wants: Wants, given: Operands, names: tuple[str,
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Tensor
     ) -> Grads:
         of = dict(zip((*INPUTS, *names), (q, k, v, *others), strict=True))
-        made = {name: new[name](of[name]) for name in wanted}
+        made = {
+            name: _room(q, sums[name][0].shape, sums[name][0].dtype) if name in sums else new[name](of[name])
+            for name in wanted
+        }
         run(dout, dlse, q, k, v, out, lse, *others, *[made.get(name) for name in of])
-        return made
+        return made | {name: room.gradient(made[name], one, of[name]) for name, (room, one) in sums.items()}
 
     return bound
 

@@ -40,7 +40,7 @@ from ..jit import tuned
 from ..masks import Dense, Full, Tile
 from ..operands import zero_grads
 from ..problem import dtype_name
-from ..scores import Where, bend_all, unbend_all
+from ..scores import Where, bend_all, join_all, keep_all, unbend_all, unjoin_all, visible_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,7 +132,7 @@ def forward(
     """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q)."""
     config = config or Config()
     out, lse = empty_out(q, problem.head_dim_v, problem.layout), empty_lse(q)
-    if problem.empty:
+    if problem.empty and not (out.numel() and any(term.joins_rows for term in problem.scores)):
         return out.zero_(), lse.fill_(-torch.inf)
     work = lse.dtype
     spoiled = _may_be_spoiled(problem, q, k, v)
@@ -154,8 +154,15 @@ def forward(
             weights = scores.sub_(finite_top).exp_()
             alpha = torch.exp(top - finite_top)
             total = alpha * total + weights.sum(-1, keepdim=True)
+            kept = keep_all(where, work)
+            weights = weights if kept is None else weights * kept
             acc = alpha * acc + _product(weights, v_tile, hidden if spoiled else None)
             top = new_top
+        for logit in join_all(Where(problem, rows, range(0), stacked=True, operands=operands), work):
+            new_top = torch.maximum(top, logit)
+            finite_top = new_top.masked_fill(new_top == -torch.inf, 0.0)
+            alpha = torch.exp(top - finite_top)
+            total, acc, top = alpha * total + torch.exp(logit - finite_top), alpha * acc, new_top
         sees_none = total == 0.0
         safe_total = total.masked_fill(sees_none, 1.0)
         out[:, :, rows.start : rows.stop] = _ungroup(acc / safe_total, problem).to(out.dtype)
@@ -196,6 +203,10 @@ def backward(
         q_tile, dout_tile, delta_tile, lse_tile = (
             _group(t[:, :, pick].to(work), problem) for t in (q, dout, delta, finite_lse)
         )
+        if of_operands:
+            of_rows = Where(problem, rows, range(0), stacked=True, operands=operands)
+            for name, grad in unjoin_all(lse_tile, delta_tile, of_rows, of_operands).items():
+                sums[name] += grad
         for keys in _blocks(_key_range(problem, rows), config.block_kv):
             span = slice(keys.start, keys.stop)
             k_tile, v_tile = k[:, :, span].to(work), v[:, :, span].to(work)
@@ -210,11 +221,14 @@ def backward(
             weights = scores.sub_(lse_tile).exp_()
             if hidden is not None:  # the lse of a row may be nan
                 weights = weights.masked_fill(hidden, 0.0)
+            kept = keep_all(where, work)
             if dv is not None:
-                dv[:, :, span] += _product(weights.transpose(-1, -2), dout_tile, _transposed(hidden))
+                dropped = weights if kept is None else weights * kept
+                dv[:, :, span] += _product(dropped.transpose(-1, -2), dout_tile, _transposed(hidden))
             if dq is None and dk is None and not of_operands:
                 continue
-            dscores = weights * (dout_tile @ v_tile.transpose(-1, -2) - delta_tile)
+            dweights = dout_tile @ v_tile.transpose(-1, -2)
+            dscores = weights * ((dweights if kept is None else dweights * kept) - delta_tile)
             if of_operands:
                 visible = dscores if cut is None else dscores.masked_fill(cut, 0.0)
                 if "bias" in of_operands and isinstance(problem.mask, Dense):
@@ -254,7 +268,8 @@ def _key_range(problem: Problem, rows: range) -> range:
 
 def _may_be_spoiled(problem: Problem, *tensors: torch.Tensor) -> bool:
     """Whether something that the mask hides may be nan or infinite."""
-    return not isinstance(problem.mask, Full) and not all_finite(*tensors)
+    hides = not isinstance(problem.mask, Full) or any(term.hides for term in problem.scores)
+    return hides and not all_finite(*tensors)
 
 
 def _product(
@@ -290,6 +305,9 @@ def _tile_scores(
     elif kind is Tile.PARTIAL:
         visible = problem.mask.to_bool(where.rows, where.keys, problem.seq_q, problem.seq_kv, scores.device)
         hidden = (~visible).repeat(problem.group, 1)  # the heads of a group are stacked
+    seen = visible_all(where)
+    if seen is not None:
+        hidden = ~seen if hidden is None else hidden | ~seen
     return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf), slope, hidden
 
 

@@ -11,7 +11,7 @@ import torch
 from ..errors import InvalidInput
 from ..operands import SCORE_DIMS, Operand, Sums
 from ..scores import Registers
-from .shared import Learner, broadcast_dims, is_paired, members, operand_of
+from .shared import Learner, broadcast_dims, check_paired, is_paired, members, operand_of
 
 if TYPE_CHECKING:
     from ..scores import Asked, Tensor, Where
@@ -40,7 +40,7 @@ class Bias(Learner):
     def of(cls, bias: Tensor, problem: Asked) -> Bias:
         """The term that reads this tensor; `learned` where it requires grad."""
         number = str(bias.dtype).removeprefix("torch.")
-        return cls(number, broadcast_dims(bias, problem), is_paired(bias, problem), bias.requires_grad)
+        return cls(number, broadcast_dims(bias, problem, by_stride=False), is_paired(bias, problem), bias.requires_grad)
 
     @property
     def tensors(self) -> tuple[Operand, ...]:
@@ -51,6 +51,11 @@ class Bias(Learner):
         own = str(problem.dtype).removeprefix("torch.")
         if self.number not in (own, "float32") and problem.dtype is not torch.float64:
             raise InvalidInput("bias.dtype", self.number, f"{own}, the dtype of q, or float32", "cast the bias")
+
+    def check_tensor(self, name: str, tensor: Tensor, problem: Asked) -> None:
+        self.tensors[0].check(tensor, problem)
+        if self.paired:
+            check_paired(name, tensor, problem)
 
     def bend(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         bias = operand_of(where, self.tensors[0], scores.dtype)

@@ -9,7 +9,7 @@ import torch
 
 from ..operands import SCORE_DIMS, Operand
 from ..scores import Registers, Term
-from .shared import broadcast_dims, is_paired, members, operand_of
+from .shared import broadcast_dims, check_paired, is_paired, members, operand_of
 
 if TYPE_CHECKING:
     from ..scores import Asked, Tensor, Where
@@ -32,11 +32,16 @@ class Keep(Term):
     @classmethod
     def of(cls, keep: Tensor, problem: Asked) -> Keep:
         """The term that reads this tensor."""
-        return cls(broadcast_dims(keep, problem), is_paired(keep, problem))
+        return cls(broadcast_dims(keep, problem, by_stride=True), is_paired(keep, problem))
 
     @property
     def tensors(self) -> tuple[Operand, ...]:
         return (Operand("keep", False, SCORE_DIMS, self.over, torch.bool),)
+
+    def check_tensor(self, name: str, tensor: Tensor, problem: Asked) -> None:
+        self.tensors[0].check(tensor, problem)
+        if self.paired:
+            check_paired(name, tensor, problem)
 
     def visible(self, where: Where) -> Tensor | None:
         return operand_of(where, self.tensors[0])

@@ -46,8 +46,7 @@ class MaxLogit(Term):
     def params(self, unit: float, *, precise: bool) -> dict[str, float]:
         return {"max_logit_unit": unit}
 
-    @staticmethod
-    def decoded(written: Tensor) -> Tensor:
+    def decoded(self, written: Tensor) -> Tensor:
         """In float32; -inf for a head of which no query sees any key."""
         bits = torch.where(written < 0, written ^ -(1 << 31), ~written)  # the sign bit is set for numbers from 0 up
         return bits.view(torch.float32).masked_fill(written == 0, -torch.inf)

@@ -41,8 +41,11 @@ class Learner(Term):
         return self if learned == self.learned else replace(self, learned=learned)  # type: ignore[type-var]
 
 
-def broadcast_dims(tensor: Tensor, problem: Asked) -> tuple[str, ...]:
-    """The dimensions of the scores that a tensor, given with up to four, is broadcast over: by size, or by stride."""
+def broadcast_dims(tensor: Tensor, problem: Asked, *, by_stride: bool) -> tuple[str, ...]:
+    """The dimensions of the scores that a tensor, given with up to four, is broadcast over.
+
+    By size, or `by_stride`, which must not be where its gradient is made: that has all of its size.
+    """
     full = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
     if tensor.ndim > 4:
         raise InvalidInput("scores", f"a tensor of {tensor.ndim} dimensions", "at most 4", "reshape it")
@@ -50,7 +53,8 @@ def broadcast_dims(tensor: Tensor, problem: Asked) -> tuple[str, ...]:
     return tuple(
         dim
         for i, dim in enumerate(SCORE_DIMS)
-        if full[i] > 1 and (i < missing or tensor.shape[i - missing] == 1 or tensor.stride(i - missing) == 0)
+        if full[i] > 1
+        and (i < missing or tensor.shape[i - missing] == 1 or (by_stride and tensor.stride(i - missing) == 0))
     )
 
 
@@ -59,8 +63,26 @@ def is_paired(tensor: Tensor, problem: Asked) -> bool:
     width = tensor.element_size()
     steps = [step for size, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
     contiguous = tensor.shape[-1] == problem.seq_kv and tensor.stride(-1) == 1
-    aligned = tensor.data_ptr() % (2 * width) == 0 and all(step % 2 == 0 for step in steps)
-    return contiguous and aligned and problem.seq_kv % 2 == 0
+    aligned = _address(tensor) % (2 * width) == 0 and all(step % 2 == 0 for step in steps)
+    return bool(contiguous and aligned and problem.seq_kv % 2 == 0)
+
+
+def check_paired(name: str, tensor: Tensor, problem: Asked) -> None:
+    """Raise InvalidInput unless two keys may be read as one number."""
+    if not is_paired(tensor, problem):
+        raise InvalidInput(
+            name,
+            f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+            "keys side by side, and all addresses of rows multiples of two numbers, as its term says (`paired`)",
+            "make the term without `paired`, or the tensor contiguous",
+        )
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # it is traced: the call that runs says it again
+        return 0
 
 
 def operand_of(where: Where, operand: Operand, dtype: torch.dtype | None = None) -> Tensor:

@@ -22,6 +22,7 @@ class Sink(Learner):
 
     kind: ClassVar[str] = "sink"
     transforms: ClassVar[bool] = False
+    joins_rows: ClassVar[bool] = True
 
     learned: bool = False
 
@@ -31,6 +32,9 @@ class Sink(Learner):
 
     def joins(self, where: Where) -> Tensor | None:
         return operand_of(where, self.tensors[0])
+
+    def why_not(self, problem: Asked) -> str:
+        return "" if problem.seq_kv else "there are no keys, and no kernel runs"
 
     def sums(self, operand: Operand, problem: Asked) -> Sums:
         """Of 1024 rows each, by a kernel of their own, always in the same order."""

@@ -1,0 +1,140 @@
+"""Terms that read tensors through `tilewise.attention`: planned, bound and called, with the gradients of autograd."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import emulation
+import tilewise
+from support import assert_close, budget, make_problem
+from tilewise import Causal, Full, InvalidInput, Target, memo, op
+from tilewise.scores import Softcap, Term, parse_all, text_of
+from tilewise.terms import Alibi, Bias, Dropout, Keep, KeyLengths, MaxLogit, RelativeBias, Sink
+
+Tensor = torch.Tensor
+BATCH, HEADS, HEADS_KV, ROWS, KEYS, DIM = 2, 4, 2, 70, 90, 64
+
+
+class Asked(NamedTuple):
+    terms: tuple[Term, ...]
+    operands: dict[str, Tensor]
+    learned: tuple[str, ...] = ()
+
+
+def asked(name: str) -> Asked:
+    """Terms and their tensors, of problems with these sizes."""
+    generator = torch.Generator().manual_seed(3)
+    problem = make_problem((BATCH, HEADS, ROWS, DIM), torch.bfloat16, heads_kv=HEADS_KV, seq_kv=KEYS)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    keep = drawn(BATCH, 1, ROWS, KEYS) > -0.5
+    keep[0, 0, 5] = False
+    padding = (torch.arange(KEYS) < torch.tensor([[KEYS], [40]]))[:, None, None]
+    bias, seed = drawn(1, HEADS, ROWS, KEYS), torch.tensor([1234, 1 << 33])
+    lengths = torch.tensor([KEYS, 40], dtype=torch.int32)
+    return {
+        "alibi": Asked((Alibi(),), {"slopes": drawn(HEADS).abs() / 8}, ("slopes",)),
+        "alibi per batch": Asked((Softcap(5.0), Alibi(True)), {"slopes": drawn(BATCH, HEADS) / 8}, ("slopes",)),
+        "keep": Asked((Keep.of(keep, problem),), {"keep": keep}),
+        "keep keys": Asked((Keep.of(padding, problem),), {"keep": padding}),
+        "lengths": Asked((KeyLengths(True),), {"key_lengths": lengths}),
+        "bias": Asked((Bias.of(bias, problem),), {"bias": bias}, ("bias",)),
+        "bias alone": Asked((Bias("float32"),), {"bias": bias}),
+        "sink": Asked((Sink(),), {"sink": drawn(HEADS)}, ("sink",)),
+        "lengths and sink": Asked((KeyLengths(), Sink()), {"key_lengths": lengths, "sink": drawn(HEADS)}, ("sink",)),
+        "dropout": Asked((Dropout(0.25),), {"seed": seed}),
+        "table": Asked((RelativeBias(41, 20),), {"table": drawn(HEADS, 41)}, ("table",)),
+    }[name]
+
+
+NAMES = [
+    "alibi", "alibi per batch", "keep", "keep keys", "lengths", "bias", "bias alone", "sink", "lengths and sink",
+    "dropout", "table",
+]  # fmt: skip
+
+
+def results(case: Asked, mask: Any, dtype: torch.dtype, backend: str) -> dict[str, Tensor]:
+    """out, lse and all gradients of a call."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(HEADS, ROWS), (HEADS_KV, KEYS), (HEADS_KV, KEYS), (HEADS, ROWS)]
+    drawn = [torch.randn(BATCH, *shape, DIM, generator=generator).bfloat16() for shape in shapes]
+    q, k, v = (tensor.to(dtype).requires_grad_() for tensor in drawn[:3])
+    operands = {
+        name: tensor.clone().requires_grad_() if name in case.learned else tensor
+        for name, tensor in case.operands.items()
+    }
+    call = {"scores": case.terms, "operands": operands, "return_lse": True, "backend": backend}
+    out, lse = tilewise.attention(q, k, v, mask=mask, **call)
+    (out * drawn[3].to(dtype)).sum().backward()
+    learned = {name: operands[name].grad for name in case.learned}
+    return {"out": out.detach(), "lse": lse.detach(), "q": q.grad, "k": k.grad, "v": v.grad, **learned}
+
+
+def check(case: Asked, mask: Any, dtype: torch.dtype, backend: str) -> None:
+    want = results(case, mask, torch.float64, "reference")
+    got = results(case, mask, dtype, backend)
+    assert set(got) == set(want)
+    for name, tensor in got.items():
+        assert tensor.shape == want[name].shape, name
+        assert_close(tensor, want[name], (1 if name in ("out", "lse") else 4) * budget(dtype, KEYS), name)
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal("bottom-right")], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reference_and_the_tiles_agree(name: str, mask: Any) -> None:
+    for backend in ("reference", "tiled"):
+        check(asked(name), mask, torch.float32, backend)
+
+
+@emulation.emulated
+@pytest.mark.parametrize("backend", ["sm80", "sm90"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_runs_the_kernels_of_the_plan(monkeypatch: Any, name: str, backend: str) -> None:
+    """On a model of the hardware, by the way of every call: only what a GPU is, and what it builds, is told to it."""
+    case = asked(name)
+    want = results(case, Causal(), torch.float64, "reference")
+    emulation.install(monkeypatch)
+    target = Target.named({"sm80": "a100", "sm90": "h200"}[backend])
+    monkeypatch.setattr(Target, "of", classmethod(lambda cls, device: target))
+    monkeypatch.setattr(op, "_build", lambda plan: None)
+    memo.invalidate()
+    try:
+        got = results(case, Causal(), torch.bfloat16, "auto")
+        chosen = {call.backend.name for call in op._calls._known.values() if hasattr(call.backend, "name")}
+    finally:
+        memo.invalidate()
+    assert chosen == {backend}
+    for key, tensor in got.items():
+        assert tensor.shape == want[key].shape, key
+        assert_close(tensor, want[key], (1 if key in ("out", "lse") else 4) * budget(torch.bfloat16, KEYS), key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_terms_travel_as_text(name: str) -> None:
+    terms = asked(name).terms
+    assert parse_all(text_of(terms)) == terms
+
+
+@pytest.mark.parametrize(
+    ("terms", "operands", "said"),
+    [
+        ((Alibi(),), {"slopes": torch.zeros(3)}, "slopes"),
+        ((Alibi(),), {"slopes": torch.zeros(HEADS, dtype=torch.float64)}, "dtype"),
+        ((Alibi(),), {"slopes": torch.zeros(BATCH, HEADS)}, "over"),
+        ((Keep(("row",)),), {"keep": torch.ones(ROWS, KEYS, dtype=torch.bool)}, "over"),
+        ((Keep((), True),), {"keep": torch.ones(1, 1, ROWS, 2 * KEYS, dtype=torch.bool)[..., ::2]}, "paired"),
+        ((KeyLengths(),), {"key_lengths": torch.ones(BATCH, dtype=torch.int64)}, "dtype"),
+        ((MaxLogit(),), {}, "max_logit"),
+    ],
+    ids=str,
+)
+def test_tensors_that_a_term_cannot_read_are_refused(terms: Any, operands: Any, said: str) -> None:
+    q = torch.zeros(BATCH, HEADS, ROWS, DIM)
+    k = torch.zeros(BATCH, HEADS, KEYS, DIM)
+    with pytest.raises(InvalidInput, match=said):
+        tilewise.attention(q, k, k, scores=terms, operands=operands)
