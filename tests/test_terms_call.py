@@ -138,3 +138,49 @@ def test_tensors_that_a_term_cannot_read_are_refused(terms: Any, operands: Any, 
     k = torch.zeros(BATCH, HEADS, KEYS, DIM)
     with pytest.raises(InvalidInput, match=said):
         tilewise.attention(q, k, k, scores=terms, operands=operands)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_alibi_keep_and_sink_have_names(layout: str) -> None:
+    """Beside a mask, and beside terms and operands: the same as these terms."""
+    torch.manual_seed(0)
+    q, k = torch.randn(BATCH, HEADS, ROWS, DIM), torch.randn(BATCH, HEADS_KV, KEYS, DIM)
+    padding = (torch.arange(KEYS) < torch.tensor([[KEYS], [40]]))[:, None, None]
+    slopes, sink = torch.rand(HEADS).requires_grad_(), torch.randn(HEADS).bfloat16().requires_grad_()
+    table = torch.randn(HEADS, 9)
+    named = {"scores": (RelativeBias(9, 4),), "operands": {"table": table}, "mask": "causal"}
+    terms = (RelativeBias(9, 4), Alibi(), Keep(("head", "row")), Sink())
+    operands = {"table": table, "slopes": slopes, "keep": padding, "sink": sink.float()}
+    want = tilewise.attention(q, k, k, mask="causal", scores=terms, operands=operands)
+    views = (q, k, k) if layout == "bhsd" else (q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2))
+    got = tilewise.attention(*views, alibi=slopes, keep=padding, sink=sink, layout=layout, **named)
+    assert torch.equal(got if layout == "bhsd" else got.transpose(1, 2), want)
+    wanted = torch.autograd.grad(want.sum(), (slopes, sink))
+    for found, expected in zip(torch.autograd.grad(got.sum(), (slopes, sink)), wanted, strict=True):
+        assert torch.equal(found, expected)
+    plan = tilewise.explain(*views, alibi=slopes, keep=padding, sink=sink, layout=layout, **named)
+    assert [term.kind for term in plan.problem.scores] == ["relative_bias", "alibi", "keep", "sink"]
+    assert plan.problem.operand_grads == ("slopes", "sink")
+
+
+def test_names_of_terms_say_what_they_take() -> None:
+    q = torch.zeros(BATCH, HEADS, ROWS, DIM)
+    with pytest.raises(InvalidInput, match="boolean"):
+        tilewise.attention(q, q, q, keep=torch.zeros(ROWS))
+    with pytest.raises(InvalidInput, match="alibi"):
+        tilewise.attention(q, q, q, alibi=[0.5] * HEADS)
+    with pytest.raises(InvalidInput, match="sink"):
+        tilewise.attention(q, q, q, sink=torch.zeros(HEADS + 1))
+    with pytest.raises(InvalidInput, match="names that differ"):
+        tilewise.attention(q, q, q, mask=torch.ones(ROWS, ROWS).bool(), keep=torch.ones(ROWS, ROWS).bool())
+
+
+def test_named_terms_compile() -> None:
+    q = torch.randn(BATCH, HEADS, ROWS, DIM)
+    keep, slopes = torch.rand(BATCH, 1, 1, ROWS) > 0.3, torch.rand(HEADS)
+
+    def call(q: Tensor, keep: Tensor, slopes: Tensor) -> Tensor:
+        return tilewise.attention(q, q, q, mask="causal", keep=keep, alibi=slopes)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, keep, slopes), call(q, keep, slopes))

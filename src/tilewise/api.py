@@ -26,11 +26,13 @@ from .problem import (
     as_number,
     check_layout,
     check_mask_type,
+    check_tensors,
     check_terms,
     describe,
     heads_first,
     mask_operands,
     shown,
+    with_named_terms,
 )
 from .scores import Term, softcapped, text_of
 from .target import Target
@@ -48,6 +50,7 @@ _log = logging.getLogger("tilewise")
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike = None, scale: float | None = None, softcap: float = 0.0,
+    alibi: Tensor | None = None, keep: Tensor | None = None, sink: Tensor | None = None,
     scores: tuple[Term, ...] = (), operands: Mapping[str, Tensor] | None = None, dropout: float = 0.0,
     layout: Layout = "bhsd", return_lse: Literal[False] = False, backend: str = AUTO, precision: Precision = "exact",
 ) -> Tensor: ...  # fmt: skip
@@ -56,6 +59,7 @@ def attention(
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike = None, scale: float | None = None, softcap: float = 0.0,
+    alibi: Tensor | None = None, keep: Tensor | None = None, sink: Tensor | None = None,
     scores: tuple[Term, ...] = (), operands: Mapping[str, Tensor] | None = None, dropout: float = 0.0,
     layout: Layout = "bhsd", return_lse: Literal[True], backend: str = AUTO, precision: Precision = "exact",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -69,6 +73,9 @@ def attention(
     mask: MaskLike = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    alibi: Tensor | None = None,
+    keep: Tensor | None = None,
+    sink: Tensor | None = None,
     scores: tuple[Term, ...] = (),
     operands: Mapping[str, Tensor] | None = None,
     dropout: float = 0.0,
@@ -88,7 +95,13 @@ def attention(
              that requires grad is differentiated.
     scale    1 / sqrt(head_dim) if None.
     softcap  scores become softcap * tanh(score / softcap) before the mask; 0 = off.
-    scores   what else is done to scores before the mask: terms of tilewise.scores, in this order, after the softcap.
+    alibi    slopes (heads_q) or (batch, heads_q): slope * |row + seq_kv - seq_q - key| is taken from every score.
+    keep     a boolean tensor that broadcasts to (batch, heads_q, seq_q, seq_kv), as padding does from (batch, 1, 1,
+             seq_kv): False hides, beside what the mask hides.
+    sink     logits (heads_q) that join the sum of every row of their head, as one more key without a value.
+             Slopes and sinks that require grad are differentiated.
+    scores   what else is done to scores before the mask: terms of tilewise.scores and tilewise.terms, in this order,
+             after the softcap and before those above.
     operands the tensors that these terms read, by the names they give them; differentiated where a term allows it.
     dropout  probability, by PyTorch's backends only; applied whenever it is not 0, like F.scaled_dot_product_attention.
     backend  "auto", or a name from `tilewise.explain`; a named backend runs or raises, it never falls back.
@@ -103,6 +116,8 @@ def attention(
         raise _unknown("attention", next(iter(unknown)))
     if layout == "bshd":  # all that follows sees (batch, heads, seq, head_dim) views
         q, k, v = heads_first(q, k, v, layout)
+    if alibi is not None or keep is not None or sink is not None:
+        scores, operands = with_named_terms(q, k, scores, operands, alibi=alibi, keep=keep, sink=sink)
     out, lse = _attend(
         q, k, v, operands, (mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision)
     )
@@ -259,6 +274,14 @@ def explain(
     for name in arguments:
         if name not in _ARGUMENTS:
             raise _unknown("explain", name)
+    layout = arguments.get("layout", "bhsd")
+    named = {name: tensor for name in ("alibi", "keep", "sink") if (tensor := arguments.pop(name, None)) is not None}
+    if named:
+        check_layout(layout)
+        check_tensors(problem, k, v)
+        seen_q, seen_k, _ = heads_first(problem, k, v, layout)
+        given = arguments.get("scores", ()), arguments.get("operands")
+        arguments["scores"], arguments["operands"] = with_named_terms(seen_q, seen_k, *given, **named)
     described = describe(problem, k, v, needs_lse=return_lse, **arguments)
     tensors = {**mask_operands(arguments.get("mask")), **(arguments.get("operands") or {})}
     described = described.with_(transformed=_is_transformed(problem, k, v, *tensors.values()))
@@ -280,6 +303,9 @@ _ARGUMENTS = (
     "mask",
     "scale",
     "softcap",
+    "alibi",
+    "keep",
+    "sink",
     "scores",
     "operands",
     "dropout",
@@ -295,6 +321,8 @@ _INSTEAD = {
     "enable_gqa": "leave it out: key/value heads may always divide the query heads",
     "window_size": "pass mask=tilewise.Window(left, right)",
     "softmax_scale": "pass it as scale",
+    "alibi_slopes": "pass it as alibi",
+    "s_aux": "pass it as sink",
     "deterministic": "call torch.use_deterministic_algorithms(True)",
 }
 

@@ -10,16 +10,17 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from . import masks, terms  # noqa: F401  (terms are found by their kinds once they are defined)
+from . import masks
 from .errors import InvalidInput
 from .masks import Band, Dense, Full, Mask
 from .operands import INPUTS, Operand, Operands
 from .scores import Softcap, Term, softcapped
 from .scores import parse as parse_term
+from .terms import Alibi, Keep, Sink
 
 Layout = Literal["bhsd", "bshd"]
 Precision = Literal["exact", "tf32"]
@@ -279,6 +280,47 @@ def describe(
         return problem
     wanted = _checked_operands(problem, given, q)
     return problem.with_(operand_grads=wanted, needs_grad=True) if wanted else problem
+
+
+class _Sizes(NamedTuple):
+    """What terms ask before there is a Problem."""
+
+    batch: int
+    heads_q: int
+    seq_q: int
+    seq_kv: int
+    dtype: torch.dtype
+
+
+def with_named_terms(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scores: tuple[Term, ...],
+    operands: Operands | None,
+    *,
+    alibi: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+) -> tuple[tuple[Term, ...], Operands]:
+    """The terms and operands of a call that has names for some of them; q and k with their heads first."""
+    for name, tensor in (("alibi", alibi), ("keep", keep), ("sink", sink)):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise InvalidInput(name, shown(tensor), "a torch.Tensor", "convert it with torch.as_tensor")
+    check_tensors(q, k, k)
+    terms, named = list(check_terms(scores)), dict(operands or {})
+    if alibi is not None:
+        terms.append(Alibi(batched=alibi.ndim == 2 and alibi.shape[0] > 1))
+        named["slopes"] = alibi.float()
+    if keep is not None:
+        if keep.dtype != torch.bool:
+            remedy = "compare it first, as in keep=padding != 0; a tensor that is added to scores is a mask="
+            raise InvalidInput("keep", f"a tensor of {keep.dtype}", "a boolean tensor, True = visible", remedy)
+        terms.append(Keep.of(keep, _Sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.dtype)))
+        named["keep"] = keep
+    if sink is not None:
+        terms.append(Sink())
+        named["sink"] = sink.float()
+    return tuple(terms), named
 
 
 def mask_operands(mask: Mask | str | torch.Tensor | None) -> dict[str, torch.Tensor]:

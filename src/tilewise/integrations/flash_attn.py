@@ -218,6 +218,12 @@ def _run(
     given: Mask | Tensor = mask
     if alibi_slopes is not None and isinstance(mask, Documents):
         return _documents_with_alibi(q, k, v, mask, dropout, scale, softcap, alibi_slopes, with_lse)
+    if alibi_slopes is not None and not dropout:
+        _check_slopes(alibi_slopes, q.shape[2], q.shape[0])
+        out, lse = attention(
+            q, k, v, mask=mask, scale=scale, softcap=softcap, alibi=alibi_slopes, layout="bshd", return_lse=True
+        )
+        return (out, lse, None) if with_lse else out
     if alibi_slopes is not None:
         # Biases reach far beyond what 16 bits tell apart (bfloat16 has steps of 1/4 at 40), so ALiBi runs in float32.
         q, k, v = (

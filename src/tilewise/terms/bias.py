@@ -14,6 +14,7 @@ from ..scores import Registers
 from .shared import Learner, broadcast_dims, check_paired, is_paired, members, operand_of
 
 if TYPE_CHECKING:
+    from ..operands import Sizes
     from ..scores import Asked, Tensor, Where
 
 NUMBERS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -37,7 +38,7 @@ class Bias(Learner):
     learned: bool = False
 
     @classmethod
-    def of(cls, bias: Tensor, problem: Asked) -> Bias:
+    def of(cls, bias: Tensor, problem: Sizes) -> Bias:
         """The term that reads this tensor; `learned` where it requires grad."""
         number = str(bias.dtype).removeprefix("torch.")
         return cls(number, broadcast_dims(bias, problem, by_stride=False), is_paired(bias, problem), bias.requires_grad)

@@ -12,6 +12,7 @@ from ..scores import Registers, Term
 from .shared import broadcast_dims, check_paired, is_paired, members, operand_of
 
 if TYPE_CHECKING:
+    from ..operands import Sizes
     from ..scores import Asked, Tensor, Where
 
 
@@ -30,7 +31,7 @@ class Keep(Term):
     paired: bool = False
 
     @classmethod
-    def of(cls, keep: Tensor, problem: Asked) -> Keep:
+    def of(cls, keep: Tensor, problem: Sizes) -> Keep:
         """The term that reads this tensor."""
         return cls(broadcast_dims(keep, problem, by_stride=True), is_paired(keep, problem))
 

@@ -13,8 +13,8 @@ from ..operands import SCORE_DIMS
 from ..scores import Term
 
 if TYPE_CHECKING:
-    from ..operands import Operand, Wants
-    from ..scores import Asked, Where
+    from ..operands import Operand, Sizes, Wants
+    from ..scores import Where
 
 Tensor = torch.Tensor
 
@@ -41,7 +41,7 @@ class Learner(Term):
         return self if learned == self.learned else replace(self, learned=learned)  # type: ignore[type-var]
 
 
-def broadcast_dims(tensor: Tensor, problem: Asked, *, by_stride: bool) -> tuple[str, ...]:
+def broadcast_dims(tensor: Tensor, problem: Sizes, *, by_stride: bool) -> tuple[str, ...]:
     """The dimensions of the scores that a tensor, given with up to four, is broadcast over.
 
     By size, or `by_stride`, which must not be where its gradient is made: that has all of its size.
@@ -58,8 +58,10 @@ def broadcast_dims(tensor: Tensor, problem: Asked, *, by_stride: bool) -> tuple[
     )
 
 
-def is_paired(tensor: Tensor, problem: Asked) -> bool:
-    """Two keys of a row may be read as one number, whatever the row."""
+def is_paired(tensor: Tensor, problem: Sizes) -> bool:
+    """Two keys of a row may be read as one number, whatever the row. Of a trace, which has no addresses, none may."""
+    if torch.compiler.is_compiling():
+        return False
     width = tensor.element_size()
     steps = [step for size, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
     contiguous = tensor.shape[-1] == problem.seq_kv and tensor.stride(-1) == 1
@@ -67,9 +69,9 @@ def is_paired(tensor: Tensor, problem: Asked) -> bool:
     return bool(contiguous and aligned and problem.seq_kv % 2 == 0)
 
 
-def check_paired(name: str, tensor: Tensor, problem: Asked) -> None:
+def check_paired(name: str, tensor: Tensor, problem: Sizes) -> None:
     """Raise InvalidInput unless two keys may be read as one number."""
-    if not is_paired(tensor, problem):
+    if not torch.compiler.is_compiling() and not is_paired(tensor, problem):
         raise InvalidInput(
             name,
             f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
