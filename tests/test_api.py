@@ -186,7 +186,8 @@ def test_a_backend_that_has_no_gradient_for_a_mask_refuses_it_by_name():
     for target, ours in (("h200", "sm90"), ("a100", "sm80")):
         verdicts = tilewise.explain(told.problem, target=target).verdicts
         refusing = {v.backend for v in verdicts if any("bias requires grad" in why.what for why in v.reasons)}
-        assert {ours, "triton", "torch-flash", "torch-efficient", "torch-cudnn"} <= refusing
+        assert {"triton", "torch-flash", "torch-efficient", "torch-cudnn"} <= refusing
+        assert ours not in refusing
 
 
 def test_a_named_backend_never_falls_back():

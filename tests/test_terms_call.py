@@ -91,6 +91,15 @@ def test_the_reference_and_the_tiles_agree(name: str, mask: Any) -> None:
         check(asked(name), mask, torch.float32, backend)
 
 
+def install(monkeypatch: Any, backend: str) -> None:
+    """A model of a GPU that has these kernels in the place of the CPU. Whoever ends forgets what was planned for it."""
+    emulation.install(monkeypatch)
+    target = Target.named({"sm80": "a100", "sm90": "h200"}[backend])
+    monkeypatch.setattr(Target, "of", classmethod(lambda cls, device: target))
+    monkeypatch.setattr(op, "_build", lambda plan: None)
+    memo.invalidate()
+
+
 @emulation.emulated
 @pytest.mark.parametrize("backend", ["sm80", "sm90"])
 @pytest.mark.parametrize("name", NAMES)
@@ -98,11 +107,7 @@ def test_a_call_runs_the_kernels_of_the_plan(monkeypatch: Any, name: str, backen
     """On a model of the hardware, by the way of every call: only what a GPU is, and what it builds, is told to it."""
     case = asked(name)
     want = results(case, Causal(), torch.float64, "reference")
-    emulation.install(monkeypatch)
-    target = Target.named({"sm80": "a100", "sm90": "h200"}[backend])
-    monkeypatch.setattr(Target, "of", classmethod(lambda cls, device: target))
-    monkeypatch.setattr(op, "_build", lambda plan: None)
-    memo.invalidate()
+    install(monkeypatch, backend)
     try:
         got = results(case, Causal(), torch.bfloat16, "auto")
         chosen = {call.backend.name for call in op._calls._known.values() if hasattr(call.backend, "name")}
@@ -184,3 +189,43 @@ def test_named_terms_compile() -> None:
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, keep, slopes), call(q, keep, slopes))
+
+
+def masked(mask: Tensor, dtype: torch.dtype, backend: str, softcap: float) -> dict[str, Tensor]:
+    """out and all gradients of a call with a mask that is a tensor, that of an additive one among them."""
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(BATCH, HEADS, ROWS, DIM, generator=generator).bfloat16().to(dtype).requires_grad_()
+    k = torch.randn(BATCH, HEADS_KV, KEYS, DIM, generator=generator).bfloat16().to(dtype).requires_grad_()
+    mask = mask if mask.dtype == torch.bool else mask.to(dtype).requires_grad_()
+    out = tilewise.attention(q, k, k, mask=mask, softcap=softcap, backend=backend)
+    out.square().sum().backward()
+    grads = {"q": q.grad, "k": k.grad}
+    return {"out": out.detach(), **grads, **({} if mask.grad is None else {"mask": mask.grad})}
+
+
+MASKS = {
+    "padding": lambda: (torch.arange(KEYS) < torch.tensor([[KEYS], [40]]))[:, None, None],
+    "boolean": lambda: torch.rand(HEADS, ROWS, KEYS) > 0.4,
+    "strided": lambda: (torch.rand(KEYS, ROWS) > 0.4).T,
+    "added": lambda: torch.randn(ROWS, KEYS).bfloat16().masked_fill(torch.rand(ROWS, KEYS) > 0.8, -torch.inf),
+    "added to all": lambda: torch.randn(BATCH, HEADS, ROWS, KEYS).bfloat16(),
+}
+
+
+@emulation.emulated
+@pytest.mark.parametrize("backend", ["sm80", "sm90"])
+@pytest.mark.parametrize("kind", MASKS)
+def test_kernels_read_masks_that_are_tensors(monkeypatch: Any, kind: str, backend: str) -> None:
+    torch.manual_seed(5)
+    mask = MASKS[kind]()
+    softcap = 0.0 if kind == "padding" else 8.0
+    want = masked(mask, torch.float64, "reference", softcap)
+    install(monkeypatch, backend)
+    try:
+        got = masked(mask, torch.bfloat16, backend, softcap)
+    finally:
+        memo.invalidate()
+    assert set(got) == set(want)
+    for name, tensor in got.items():
+        assert tensor.shape == want[name].shape, name
+        assert_close(tensor, want[name], (1 if name == "out" else 4) * budget(torch.bfloat16, KEYS), name)

@@ -348,11 +348,14 @@ class Dense(Mask):
 
     shape: tuple[int, ...]
     additive: bool = False
+    paired: bool = False  # kernels may read two keys of a row at once: they are neighbours, and rows begin at even ones
 
     @classmethod
     def from_text(cls, text: str) -> Dense:
-        values, _, shape = text.partition(":")
-        return cls(tuple(int(size) for size in shape.split("x")), {"bool": False, "additive": True}[values])
+        values, _, rest = text.partition(":")
+        shape, _, paired = rest.partition(":")
+        sizes = tuple(int(size) for size in shape.split("x"))
+        return cls(sizes, {"bool": False, "additive": True}[values], {"": False, "paired": True}[paired])
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -383,7 +386,8 @@ class Dense(Mask):
             )
 
     def __str__(self) -> str:
-        return f"dense:{'additive' if self.additive else 'bool'}:{'x'.join(map(str, self.shape))}"
+        kind = "additive" if self.additive else "bool"
+        return f"dense:{kind}:{'x'.join(map(str, self.shape))}{':paired' * self.paired}"
 
 
 def parse(text: str) -> Mask:

@@ -21,6 +21,7 @@ from .operands import INPUTS, Operand, Operands
 from .scores import Softcap, Term, softcapped
 from .scores import parse as parse_term
 from .terms import Alibi, Keep, Sink
+from .terms.shared import is_paired
 
 Layout = Literal["bhsd", "bshd"]
 Precision = Literal["exact", "tf32"]
@@ -264,7 +265,7 @@ def describe(
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
         dtype=q.dtype,
-        mask=_as_mask(mask, q),
+        mask=_as_mask(mask, q, k.shape[2]),
         scale=_given_scale(scale),
         scores=(*softcapped(as_number("softcap", softcap)), *check_terms(scores)),
         dropout=as_number("dropout", dropout),
@@ -554,13 +555,13 @@ def _check_leading(shape: tuple[int, ...], batch: int, heads_q: int) -> None:
             )
 
 
-def _as_mask(mask: Mask | str | torch.Tensor | None, q: torch.Tensor) -> Mask:
+def _as_mask(mask: Mask | str | torch.Tensor | None, q: torch.Tensor, seq_kv: int) -> Mask:
     if mask is None:
         return Full()
     if isinstance(mask, str):
         mask = masks.parse(mask)
     if isinstance(mask, torch.Tensor):
-        return _describe_dense(mask, q)
+        return _describe_dense(mask, q, seq_kv)
     if isinstance(mask, Dense):
         raise InvalidInput("mask", f"{mask}", "the mask tensor itself", "pass the tensor; Dense only describes one")
     check_mask_type(mask)
@@ -584,7 +585,7 @@ def shown(value: object) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
 
 
-def _describe_dense(mask: torch.Tensor, q: torch.Tensor) -> Dense:
+def _describe_dense(mask: torch.Tensor, q: torch.Tensor, seq_kv: int) -> Dense:
     additive = mask.dtype != torch.bool
     if additive and mask.dtype != q.dtype:
         raise InvalidInput(
@@ -592,7 +593,8 @@ def _describe_dense(mask: torch.Tensor, q: torch.Tensor) -> Dense:
         )
     if mask.device != q.device:
         raise InvalidInput("mask.device", mask.device, f"{q.device}, the device of q", "move the mask")
-    return Dense(tuple(mask.shape), additive)
+    sizes = _Sizes(q.shape[0], q.shape[1], q.shape[2], seq_kv, q.dtype)
+    return Dense(tuple(mask.shape), additive, mask.ndim > 0 and is_paired(mask, sizes))
 
 
 def _strides_class(*tensors: torch.Tensor) -> Strides:

@@ -52,6 +52,9 @@ class Direction:
     def _family(self, problem: Problem) -> Any:
         return self._backend.families(problem)[self._number]
 
+    def _posed(self, problem: Problem) -> Problem:
+        return rules.posed(problem, problem.operand_grads if self._number else ())
+
     @property
     def config_types(self) -> tuple[Any, ...]:
         return tuple(family.Config for family in self._backend.every_family()[self._number :: 2])
@@ -61,17 +64,20 @@ class Direction:
 
     def configs(self, problem: Problem, target: Target) -> list[Any]:
         """Legal configs, best first: what `tilewise tune` found on this device, then those that ship."""
+        problem = self._posed(problem)
         family = self._family(problem)
         ships = list(family.configs(problem, target))
         return tuned.first(self.entry(problem, target), family.Config, ships)
 
     def shipped(self, problem: Problem, target: Target) -> list[Any]:
         """The configs that nothing measured on this machine has changed, best first."""
+        problem = self._posed(problem)
         family = self._family(problem)
         return list(getattr(family, "shipped", family.configs)(problem, target))
 
     def search_space(self, problem: Problem, target: Target) -> list[Any]:
         """Every config that may run."""
+        problem = self._posed(problem)
         family = self._family(problem)
         if not hasattr(family, "SEARCHED"):
             return list(getattr(family, "search_space", family.configs)(problem, target))
@@ -84,6 +90,7 @@ class Direction:
 
     def tuning_key(self, problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
         """What an entry of the user's table must agree with, and the sizes it was measured at."""
+        problem = self._posed(problem)
         family = self._family(problem)
         if hasattr(family, "tuning_key"):
             return family.tuning_key(problem)  # type: ignore[no-any-return]
@@ -147,7 +154,7 @@ class Fused:
 
     def why_not(self, problem: Problem, target: Target) -> list[Reason]:
         """Reasons of the backend as a whole, then of the families; of those only what no other reason covers."""
-        problem = rules.learning(problem, problem.operand_grads)
+        problem = rules.posed(problem, problem.operand_grads)
         reasons = self._refuse(problem, target)
         if rules.too_wide(problem) or problem.dtype not in rules.DTYPES:
             return reasons
@@ -162,6 +169,7 @@ class Fused:
     def notices(self, problem: Problem, target: Target) -> list[str]:
         if rules.too_wide(problem):
             return []
+        problem = rules.in_terms(problem)
         entry = self.forward_direction.entry(problem, target)
         said = [*([] if entry is None else [tuned.cite(entry)]), *self.families(problem)[0].notices(problem, target)]
         entry = self.backward_direction.entry(problem, target) if problem.needs_grad else None
@@ -169,23 +177,21 @@ class Fused:
 
     def configs(self, problem: Problem, target: Target) -> list[Any]:
         """Of the forward, best first."""
-        problem = rules.learning(problem, ())
         return [] if rules.too_wide(problem) else self.forward_direction.configs(problem, target)
 
     def backward_configs(self, problem: Problem, target: Target) -> list[Any]:
         """Of the backward, best first."""
-        problem = rules.learning(problem, problem.operand_grads)
         return self.backward_direction.configs(problem, target)
 
     def program(self, problem: Problem, target: Target, config: Any) -> Program:
         """What a forward launches."""
-        problem = rules.learning(problem, ())
+        problem = rules.posed(problem, ())
         return self.families(problem)[0].program(problem, target, config)  # type: ignore[no-any-return]
 
     def backward_program(self, problem: Problem, target: Target, config: Any, wants: Wants | None = None) -> Program:
         """What a backward launches; without `wants`, one of all gradients that the problem needs."""
         wants = ALL.union(problem.operand_grads) if wants is None else wants
-        problem = rules.learning(problem, wants)
+        problem = rules.posed(problem, wants)
         return self.families(problem)[1].program(problem, target, config, wants)  # type: ignore[no-any-return]
 
     # -----------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..errors import Reason
+from ..masks import Dense, Full
+from ..operands import SCORE_DIMS
 from ..problem import dtype_name
+from ..terms import Bias, Keep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -116,6 +119,24 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
 def _kernel_gradients(problem: Problem) -> frozenset[str]:
     """The operands whose gradients the terms' structs make."""
     return frozenset(name for term in problem.scores for name in term.cpp_gradients)
+
+
+def in_terms(problem: Problem) -> Problem:
+    """The problem with a mask that is a tensor as the last of its terms: the loops over tiles know bands alone."""
+    mask = problem.mask
+    if not isinstance(mask, Dense):
+        return problem
+    sizes = (1,) * (4 - len(mask.shape)) + mask.shape
+    full = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
+    over = tuple(dim for dim, size, most in zip(SCORE_DIMS, sizes, full, strict=True) if size < most)
+    term = Bias(dtype_name(problem.dtype), over, mask.paired) if mask.additive else Keep(over, mask.paired)
+    before = tuple(one for one in problem.scores if not one.outputs)
+    return problem.with_(mask=Full(), scores=(*before, term, *problem.scores[len(before) :]))
+
+
+def posed(problem: Problem, wants: Iterable[str]) -> Problem:
+    """The problem as kernels are made for it, which learn these of its operands."""
+    return learning(in_terms(problem), wants)
 
 
 def learning(problem: Problem, wants: Iterable[str]) -> Problem:

@@ -24,6 +24,7 @@ from ..jit.memo import keep
 from ..memo import Memo
 from ..operands import ALL, INPUTS, NO_OPERANDS, zero_grads
 from .program import SCRATCH, Address, Counter, Map, Stride, View, slots_of
+from .rules import in_terms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -167,6 +168,7 @@ def bind_forward(
 
     Where there are no keys there is no program.
     """
+    problem = in_terms(problem)
     needs_lse = problem.needs_lse or problem.needs_grad
     names = [operand.name for operand in problem.operands]
     like, no_floats = empty_out(q, problem.head_dim_v, problem.layout), q.new_empty(0, dtype=torch.float32)
@@ -220,6 +222,7 @@ def bind_backward(programs: Callable[[torch.device, Wants], Program], problem: P
     `programs` gives the program that makes the wanted gradients on a device. Where the kernel that makes some
     alone does not build, all are made.
     """
+    problem = in_terms(problem)
     known: dict[tuple[Any, ...], BoundBackward] = {}
     empty, names = problem.empty, tuple(operand.name for operand in problem.operands)
 
