@@ -8,7 +8,9 @@ import torch
 
 import emulation
 from support import assert_close, budget
-from term_cases import F32, case_of, emulated, everywhere, forward
+from term_cases import F32, H200, Tensor, case_of, emulated, everywhere, forward
+from tilewise import Causal
+from tilewise.engine import SM80, run
 from tilewise.scores import Where
 from tilewise.terms import Alibi, Keep, MaxLogit
 
@@ -31,4 +33,20 @@ def test_max_logit(monkeypatch: Any, backend: Any, dtype: Any, dim: int, mask: A
     scores = Alibi().bend(products, where)[0].masked_fill(~keep, -torch.inf)
     seen = wide.mask.to_bool(range(wide.seq_q), range(wide.seq_kv), wide.seq_q, wide.seq_kv)
     want = scores.masked_fill(~seen, -torch.inf).amax((0, 2, 3))
-    assert_close(MaxLogit.decoded(case.operands["max_logit"]), want, budget(F32, dim))
+    assert_close(MaxLogit().decoded(case.operands["max_logit"]), want, budget(F32, dim))
+
+
+@emulated
+def test_a_bound_forward_gives_what_a_term_writes(monkeypatch: Any) -> None:
+    """In floats, under the name of the output, and zeroed before every call."""
+    case = case_of(F32, 64, Causal(), (MaxLogit(),), lambda _: {})
+    emulation.install(monkeypatch)
+    program = SM80.program(case.problem, H200, SM80.configs(case.problem, H200)[0])
+    bound = run.bind_forward(lambda: program, case.problem, case.q, case.k, case.v)
+    scores = case.q.double() @ case.k.double().repeat_interleave(2, 1).mT * case.problem.scale
+    seen = Causal().to_bool(range(100), range(150), 100, 150)
+    for factor in (1.0, 0.5):
+        results: dict[str, Tensor] = {}
+        bound(factor * case.q, case.k, case.v, None, results)
+        want = (factor * scores).masked_fill(~seen, -torch.inf).amax((0, 2, 3))
+        assert_close(results["max_logit"], want, budget(F32, 64))
