@@ -3,10 +3,7 @@
 
 VENV    := .venv
 STAMP   := $(VENV)/.installed
-CPP := $(wildcard src/tilewise/kernels/*/*.cuh) src/tilewise/integrations/detour.cpp
-# Not formatted as they passed on a GPU, and formatting them would void that record: to be emptied with the next GPU run.
-UNFORMATTED := $(addprefix src/tilewise/kernels/,common/pieces.cuh sm90/backward_config.cuh sm90/backward_edges.cuh \
-  sm90/backward_products.cuh)
+CPP := $(wildcard src/tilewise/kernels/*/*.cuh) src/tilewise/hook/detour.cpp
 CLANG_FORMAT = $(PYTHON) -c "from clang_format import clang_format; clang_format()"
 export PYTHONPATH := src
 
@@ -31,11 +28,11 @@ kernel-gates: $(SETUP)
 
 # Thunder needs an older torch than ours, and timm a torchvision: each has an environment of its own.
 thunder: .venv-thunder/.installed
-	.venv-thunder/bin/python -m pytest $(REPORT) tests/test_integrations_thunder.py \
-	  "tests/test_integrations_examples.py::test_example[thunder_executor.py]"
+	.venv-thunder/bin/python -m pytest $(REPORT) tests/integrations/test_integrations_thunder.py \
+	  "tests/integrations/test_integrations_examples.py::test_example[thunder_executor.py]"
 
 libraries: .venv-libraries/.installed
-	.venv-libraries/bin/python -m pytest $(REPORT) tests/test_integrations_libraries.py
+	.venv-libraries/bin/python -m pytest $(REPORT) tests/integrations/test_integrations_libraries.py
 
 # What takes too long for every change. The outcome is kept in tests/hostile/nightly.json.
 nightly: $(SETUP)
@@ -43,17 +40,17 @@ nightly: $(SETUP)
 
 # Two identical candidates, 200 times, on a machine that is kept busy: at most 4 may be told apart. Takes some minutes.
 instrument-check: $(SETUP)
-	$(PYTHON) -m tilewise.lab.instrument --save
+	$(PYTHON) -m tilewise.lab.commands.instrument --save
 
 check: $(SETUP)
-	$(PYTHON) -m ruff check src tests examples .ci
-	$(PYTHON) -m ruff format --check src tests examples .ci
+	$(PYTHON) -m ruff check src tests examples benchmarks .ci
+	$(PYTHON) -m ruff format --check src tests examples benchmarks .ci
 	$(PYTHON) -m mypy
-	$(CLANG_FORMAT) --dry-run -Werror $(filter-out $(UNFORMATTED),$(CPP))
+	$(CLANG_FORMAT) --dry-run -Werror $(CPP)
 
 format: $(SETUP)
-	$(PYTHON) -m ruff check --fix src tests examples .ci
-	$(PYTHON) -m ruff format src tests examples .ci
+	$(PYTHON) -m ruff check --fix src tests examples benchmarks .ci
+	$(PYTHON) -m ruff format src tests examples benchmarks .ci
 	$(CLANG_FORMAT) -i $(CPP)
 
 golden: $(SETUP)
@@ -64,7 +61,7 @@ docs: $(SETUP)
 
 # The reports as a browser shows them, for docs/microscope.md. Needs a Chromium (.ci/chromium installs one).
 screenshots: $(SETUP)
-	$(PYTHON) tests/screenshots.py
+	$(PYTHON) tests/lab/screenshots.py
 
 gpu-check: $(SETUP)
 	$(PYTHON) -m pytest tests/gpu

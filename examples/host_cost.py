@@ -68,7 +68,8 @@ def measure(device: str, shape: list[int], dtype: torch.dtype, rounds: int) -> d
 
 
 def save(samples: dict[str, list[float]], shape: list[int], options: argparse.Namespace) -> Path:
-    from tilewise.lab import bench, environment  # noqa: PLC0415  (needs tilewise[lab], which the figures do not)
+    from tilewise.lab.measure import environment  # noqa: PLC0415  (needs tilewise[lab], which the figures do not)
+    from tilewise.lab.studies import bench  # noqa: PLC0415  (needs tilewise[lab], which the figures do not)
 
     record: dict[str, Any] = {
         "kind": "host cost",

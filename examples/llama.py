@@ -377,7 +377,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def save(rows: list[dict[str, Any]], agreement: dict[str, float], size: Size, options: argparse.Namespace) -> Path:
-    from tilewise.lab import bench, environment  # noqa: PLC0415  (needs tilewise[lab], which the model does not)
+    from tilewise.lab.measure import environment  # noqa: PLC0415  (needs tilewise[lab], which the model does not)
+    from tilewise.lab.studies import bench  # noqa: PLC0415  (needs tilewise[lab], which the model does not)
 
     record: dict[str, Any] = {
         "kind": "model",

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import library as torch_library
 
 from tilewise import CompileError
-from tilewise.integrations import detour
+from tilewise.hook import detour
 from tilewise.integrations.sdpa import sdpa
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ def show(samples: dict[str, dict[str, list[float]]]) -> None:
 
 
 def save(samples: dict[str, dict[str, list[float]]], options: argparse.Namespace) -> Path:
-    from tilewise.lab import bench, environment  # noqa: PLC0415  (needs tilewise[lab], which the table does not)
+    from tilewise.lab.measure import environment  # noqa: PLC0415  (needs tilewise[lab], which the table does not)
+    from tilewise.lab.studies import bench  # noqa: PLC0415  (needs tilewise[lab], which the table does not)
 
     command = ["python", "examples/sdpa_overhead.py", *sys.argv[1:]]
     record: dict[str, Any] = {

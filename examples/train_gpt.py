@@ -141,7 +141,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def save(curves: dict[str, list[float]], apart: dict[str, float], settings: dict[str, Any], folder: Path) -> Path:
-    from tilewise.lab import bench, environment  # noqa: PLC0415  (needs tilewise[lab], which the model does not)
+    from tilewise.lab.measure import environment  # noqa: PLC0415  (needs tilewise[lab], which the model does not)
+    from tilewise.lab.studies import bench  # noqa: PLC0415  (needs tilewise[lab], which the model does not)
 
     record: dict[str, Any] = {
         "kind": "model",

@@ -32,7 +32,7 @@ _MEANT_SECONDS = 5.0  # a test that lets a worker hang waits for it no longer th
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with much else to do is slow, not broken: workers may take minutes where users give them seconds."""
-    from tilewise.lab.pool import Process
+    from tilewise.lab.measure.pool import Process
 
     receive = Process._receive
 
@@ -49,17 +49,16 @@ def compiled_override(monkeypatch: pytest.MonkeyPatch) -> None:
     Users' processes replace the kernel in Python only while they have one thread, because others may be dispatching.
     A thread that an earlier test left behind does not call attention.
     """
-    from tilewise.integrations import detour
-    from tilewise.integrations.sdpa import _dispatcher
+    from tilewise.hook import detour, dispatcher
 
     if reason := detour._why_not():
         pytest.skip(reason)
     monkeypatch.delenv(detour.SETTING, raising=False)
     detour.build()
     with monkeypatch.context() as patch:
-        patch.setattr(_dispatcher, "_may_replace", lambda: _dispatcher._all_composite)
-        _dispatcher._install()
-    assert _dispatcher.compiled is not None, "the compiled kernel could not take the place of the one in Python"
+        patch.setattr(dispatcher, "_may_replace", lambda: dispatcher._all_composite)
+        dispatcher._install()
+    assert dispatcher.compiled is not None, "the compiled kernel could not take the place of the one in Python"
 
 
 @pytest.fixture(params=["python", "compiled"])
@@ -90,5 +89,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the machine does beside the tests decides no test: comparisons are made as if nothing else ran."""
-    if noise := sys.modules.get("tilewise.lab.noise"):
+    if noise := sys.modules.get("tilewise.lab.measure.noise"):
         monkeypatch.setattr(noise, "load", lambda: 0.0)

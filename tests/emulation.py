@@ -1,6 +1,6 @@
-"""A GPU for tests: kernels of the ladder, their real sources and their real host code, on the model in tests/emulator.
+"""A GPU for tests: kernels, their real sources and their real host code, on the model in tests/emulator.
 
-`install(monkeypatch, module)` puts the model in the place of the three things a rung asks of the driver: a loaded
+`install(monkeypatch)` puts the model in the place of the three things a program asks of the driver: a loaded
 kernel, a tensor map and a launch. What it shows: that indices, tiles, masks, barriers and rings are right, for tensors
 on a CPU. What it cannot: that the instructions do what the model thinks, registers, and time.
 """
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 
-from tilewise.backends import fused
+from tilewise.engine import run
 from tilewise.jit import TensorMap, tensormap
 from tilewise.jit.compile import KERNELS
 
@@ -74,15 +74,17 @@ class Map:
 
 
 def install(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, seed: int = 0, spoil: tuple[str, str] = ("", "")
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType = run, *, seed: int = 0, spoil: tuple[str, str] = ("", "")
 ) -> None:
-    """Let the rung `module` run on CPU tensors; `spoil` replaces a piece of its kernels' source by another."""
+    """Let the engine, or the rung `module`, run on CPU tensors; `spoil` replaces a piece of the kernels by another."""
     driver = _Driver(seed)
-    for asking in (module, fused):
+    for asking in (module, run):
         for name, model in {
             "function_for": lambda unit, device: Loaded(unit, _compiled(unit, spoil)),
             "Launch": functools.partial(_Launch, driver),
+            "DriverLaunch": functools.partial(_Launch, driver),
             "driver": driver,
+            "work_counter": driver.work_counter,
         }.items():
             if hasattr(asking, name):
                 monkeypatch.setattr(asking, name, model)
@@ -90,26 +92,50 @@ def install(
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 
 
+def launch(unit: Unit, blocks: int, threads: int, arguments: Arguments, *, seed: int = 0) -> None:
+    """One kernel by itself."""
+    function = Loaded(unit, _compiled(unit, ("", "")))
+    _Driver(seed).launch(function, (blocks, 1, 1), (threads, 1, 1), unit.smem_bytes, 0, arguments)
+
+
 class _Driver:
     def __init__(self, seed: int) -> None:
         self._seed = seed
+        self._counters: list[ctypes.c_int] = []
 
     def launch(
-        self, function: Loaded, grid: Any, block: Any, smem: int, stream: int, arguments: Arguments, **_: Any
+        self,
+        function: Loaded,
+        grid: Any,
+        block: Any,
+        smem: int,
+        stream: int,
+        arguments: Arguments,
+        overlap_previous: bool = False,
     ) -> None:
         assert smem == function.unit.smem_bytes
         message = ctypes.create_string_buffer(256)
         params = ctypes.addressof(arguments.params)
-        failed = function.run(params, (ctypes.c_int * 6)(*grid, *block), self._seed, message)
+        shape = (ctypes.c_int * 8)(*grid, *block, smem, overlap_previous)
+        failed = function.run(params, shape, self._seed, message)
         assert not failed, f"{function.unit.name}: {message.value.decode()}"
+        left = [counter.value for counter in self._counters if counter.value]
+        assert not left, f"{function.unit.name} leaves its counter of work at {left}, and the next launch needs 0"
+
+    def work_counter(self, device: int, stream: int) -> int:
+        """Blocks run one after another here, so the first takes all the work there is to take."""
+        self._counters.append(ctypes.c_int(0))
+        return ctypes.addressof(self._counters[-1])
 
 
 class _Launch:
-    def __init__(self, driver: _Driver, function: Loaded, grid: Any, block: Any, smem: int, **_: Any) -> None:
-        self._driver, self._shape = driver, (function, grid, block, smem)
+    def __init__(
+        self, driver: _Driver, function: Loaded, grid: Any, block: Any, smem: int, overlap_previous: bool = False
+    ) -> None:
+        self._driver, self._shape, self._overlap = driver, (function, grid, block, smem), overlap_previous
 
     def __call__(self, stream: int, arguments: Arguments) -> None:
-        self._driver.launch(*self._shape, stream, arguments)
+        self._driver.launch(*self._shape, stream, arguments, self._overlap)
 
 
 @functools.cache
@@ -120,13 +146,15 @@ def _headers(spoil: tuple[str, str]) -> Path:
     shutil.copytree(KERNELS, folder, dirs_exist_ok=True)
     for name in _MODELLED:
         shutil.copyfile(HERE / name, folder / name)
-    shutil.copyfile(HERE / "runtime.h", folder / "runtime.h")
+    for name in ("runtime.h", "tensor_core.h"):
+        shutil.copyfile(HERE / name, folder / name)
     if not spoil[0]:  # else a unit or two are compiled, which is not worth it
         subprocess.run([str(COMPILER), *_OPTIONS, "-x", "c++-header", str(folder / "runtime.h")], check=True)
     if spoil[0]:
-        places = [path for name in ("ladder", "sm80") for path in (folder / name).glob("*.cuh")]
+        places = [path for name in ("common", "ladder", "sm80", "sm90") for path in (folder / name).glob("*.cuh")]
         sources = {path: path.read_text() for path in places}
-        assert sum(text.count(spoil[0]) for text in sources.values()) == 1, f"not once in the kernels: {spoil[0]}"
+        if sum(text.count(spoil[0]) for text in sources.values()) != 1:
+            raise ValueError(f"not once in the kernels: {spoil[0]}")  # no AssertionError: tests expect those
         for path, text in sources.items():
             path.write_text(text.replace(*spoil))
     return folder
@@ -134,7 +162,7 @@ def _headers(spoil: tuple[str, str]) -> Path:
 
 @functools.cache
 def _compiled(unit: Unit, spoil: tuple[str, str]) -> Any:
-    """The unit as a function of the host: (params, grid and block, seed, message) -> failed."""
+    """The unit as a function of the host: (params, grid, block, shared bytes, overlap; seed, message) -> failed."""
     match = _KERNEL.search(unit.source)
     assert match is not None, unit.source
     # Offsets are asserted with a builtin of NVIDIA's compiler; here they are what ctypes and this compiler agree on.
@@ -144,14 +172,11 @@ def _compiled(unit: Unit, spoil: tuple[str, str]) -> Any:
 extern "C" int run(const void* params, const int* shape, unsigned seed, char* message) try {{
   {match["type"]} given;
   std::memcpy(&given, params, sizeof(given));
-  const dim3 grid{{shape[0], shape[1], shape[2]}}, block{{shape[3], shape[4], shape[5]}};
+  const model::Launch launch{{
+      {{shape[0], shape[1], shape[2]}}, {{shape[3], shape[4], shape[5]}}, shape[6], shape[7] != 0}};
   model::body = [&] {{ {match["name"]}(given); }};
-  for (int z = 0; z < grid.z; ++z)
-    for (int y = 0; y < grid.y; ++y)
-      for (int x = 0; x < grid.x; ++x) {{
-        model::forget();
-        model::run_block(grid, block, {{x, y, z}}, seed++);
-      }}
+  model::products_of = tensor_core::generation({int(re.sub("[^0-9]", "", unit.arch))});
+  model::run_grid(launch, seed);
   return 0;
 }} catch (const std::exception& error) {{
   std::snprintf(message, 256, "%s", error.what());

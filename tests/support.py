@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from hypothesis import strategies as st
 
 from tilewise import Causal, Documents, Full, Problem, Window
-from tilewise.backends import reference
 from tilewise.masks import Dense, Mask
+from tilewise.operands import Grads, Wants, chosen
+from tilewise.plain import reference
+from tilewise.problem import mask_operands
 
 Tensor = torch.Tensor
 
@@ -54,7 +58,9 @@ def make_problem(shape: tuple[int, int, int, int], dtype: torch.dtype = torch.fl
         "head_dim_v": dim,
         "dtype": dtype,
     }
-    return Problem(**(values | fields))  # type: ignore[arg-type]
+    values |= fields
+    sugar = {"softcap": values.pop("softcap")} if "softcap" in values else {}
+    return Problem(**values).with_(**sugar)  # type: ignore[arg-type]
 
 
 def make_inputs(problem: Problem, device: str = "cpu", *, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,21 +97,72 @@ def exact(
     wide = problem.with_(dtype=torch.float64, precision="exact")
     inputs = [t.detach().double().requires_grad_(dout is not None) for t in (q, k, v)]
     bias = bias.double() if bias is not None and bias.is_floating_point() else bias
-    out, lse = reference.forward(*inputs, wide, None, bias)
+    out, lse = reference.forward(*inputs, wide, None, mask_operands(bias))
     if dout is None:
         return out, lse
     grads = torch.autograd.grad(out, inputs, dout.double())
     return (out.detach(), lse.detach(), *grads)
 
 
+def in_order(grads: Grads) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dq, dk and dv, as backends return them by name; None where there is none."""
+    return grads.get("q"), grads.get("k"), grads.get("v")
+
+
+def wanted(dq: bool, dk: bool, dv: bool) -> Wants:
+    return chosen(("q", "k", "v"), (dq, dk, dv))
+
+
 def budget(dtype: torch.dtype, terms: int = 1) -> float:
-    """Relative error, norm-wise, that honest arithmetic in `dtype` with float32 sums may show.
+    """Relative error, norm-wise, that honest arithmetic in `dtype` may show.
 
     Rounding the operands of one product costs about eps / sqrt(12) each, and attention rounds q, k, v, p, out and the
-    gradients once; float32 sums of `terms` addends add eps_32 * sqrt(terms). A factor 4 covers unlucky draws.
+    gradients once; sums of `terms` addends, in float32 or float64, add eps * sqrt(terms) of theirs. A factor 4 covers
+    unlucky draws.
     """
-    rounding = 4 * torch.finfo(dtype).eps
-    return rounding + 4 * torch.finfo(torch.float32).eps * max(terms, 1) ** 0.5 * (dtype != torch.float64)
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    return 4 * (torch.finfo(dtype).eps + torch.finfo(sums).eps * max(terms, 1) ** 0.5)
+
+
+def rounding_budget(dtype: torch.dtype, roundings: int) -> float:
+    """Relative error, norm-wise, that so many roundings to `dtype` on the way to a result may show.
+
+    A rounding is off by eps / sqrt(12) of its number's power of two, and significands, spread evenly on a logarithmic
+    scale, have a mean square of 3 / (2 ln 2): 0.196 eps of the norm. Roundings add up as independent errors do. A
+    factor 1.4 covers unlucky draws.
+    """
+    one = (2 * math.log(2) / 36) ** 0.5 * torch.finfo(dtype).eps
+    return 1.4 * roundings**0.5 * one
+
+
+def lse_budget(q: Tensor, k: Tensor, problem: Problem) -> float:
+    """Error of any lse of `problem` that float32 sums may show.
+
+    A score is a sum that a tensor core cuts off to float32 once per 8 products, or 16; none of its partial sums
+    exceeds |q| |k|. The softcap, the exponentials, their sum and its logarithm add a few units in the last place of
+    what they are about: the softcap, 1, and lse itself.
+    """
+    largest = problem.scale * q.double().norm(dim=-1).max().item() * k.double().norm(dim=-1).max().item()
+    size = 1 + largest + problem.softcap + math.log(problem.seq_kv)
+    return torch.finfo(torch.float32).eps * (problem.head_dim / 8 + 4) * size
+
+
+def assert_near(out: Tensor, lse: Tensor, inputs: tuple[Tensor, Tensor, Tensor], problem: Problem) -> None:
+    """out and lse are what a fused kernel with 16-bit operands may make of `inputs`.
+
+    Two roundings of 16 bits stand between the inputs and out: those of p and of out itself.
+    """
+    truth, truth_lse = exact(*inputs, problem)
+    seen = truth_lse.isfinite()
+    assert torch.equal(lse.isfinite(), seen)
+    assert (lse[~seen] == -math.inf).all()
+    assert (out[~seen] == 0).all()
+    error = ((out.double() - truth).norm() / truth.norm()).item()
+    allowed = rounding_budget(problem.dtype, 2)
+    assert error <= allowed, f"{problem}: out is off by {error:.2e}, allowed {allowed:.2e}"
+    error = (lse.double() - truth_lse)[seen].abs().max().item()
+    allowed = lse_budget(*inputs[:2], problem)
+    assert error <= allowed, f"{problem}: lse is off by {error:.2e}, allowed {allowed:.2e}"
 
 
 def assert_close(got: Tensor, want: Tensor, tolerance: float, what: str = "out") -> None:

@@ -17,10 +17,14 @@ PACKAGE = ROOT / "src" / "tilewise"
 
 # Each layer may import those before it and itself; those at the top stand side by side.
 LAYERS = [
-    "_path", "_interrupt", "errors", "memo", "masks", "problem", "target", "partials",
-    "jit", "backends", "plan", "op", "api", "ladder",
+    "_path", "_interrupt", "errors", "memo", "operands", "masks", "scores", "problem", "target", "partials",
+    "jit", "hook", "isolation", "backend", "plain", "triton", "torch_kernels", "engine", "plan", "op", "api", "ladder",
 ]  # fmt: skip
 TOP = {"lab", "integrations"}
+# The same inside the lab: modules, then folders.
+LAB = [
+    "units", "processes", "report", "candidates", "model", "measure", "studies", "watch", "render", "commands",
+]  # fmt: skip
 ABOVE_ALL = {"__init__", "__main__"}
 
 
@@ -58,28 +62,49 @@ def test_imports_go_one_way(path):
         assert parts[1] in {*below, own}, f"{path.name} imports {name}, which is not below it"
 
 
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if layer_of(path) == "lab"], ids=lambda path: str(path.relative_to(PACKAGE / "lab"))
+)
+def test_imports_inside_the_lab_go_one_way(path):
+    own = path.relative_to(PACKAGE / "lab").parts[0].removesuffix(".py")
+    if own == "__init__":
+        assert not siblings(path, "lab"), "importing one module of the lab imports no other"
+        return
+    assert own in LAB, f"{own} is in no layer of the lab"
+    for name in siblings(path, "lab"):
+        assert name in LAB[: LAB.index(own) + 1], f"{path.name} imports lab.{name}, which is not below it"
+
+
+def siblings(path: Path, folder: str) -> set[str]:
+    """The modules of a folder of the package that a file there imports."""
+    prefix = f"tilewise.{folder.replace('/', '.')}."
+    return {name.removeprefix(prefix).split(".")[0] for name in imported_modules(path) if name.startswith(prefix)}
+
+
+BACKENDS = {"plain", "triton", "torch_kernels", "engine"}
+
+
 def test_backends_do_not_import_one_another():
-    # One backend in several files.
-    helpers = {
-        "torch_sdpa": {"torch_rules"},
-        "sm80": {"sm80_backward", "sm80_float32", "sm80_float32_backward", "sm80_shared"},
-        "sm80_backward": {"sm80_shared"},
-        "sm80_float32": {"sm80_shared"},
-        "sm80_float32_backward": {"sm80_backward", "sm80_float32", "sm80_shared"},
-        "sm90": {"sm90_backward", "sm90_float32", "sm90_float32_backward"},
-        "sm90_float32_backward": {"sm90_float32"},
-    }
-    # These are no backends: what several of ours do alike on the host.
-    modules = {path.stem for path in (PACKAGE / "backends").glob("*.py")} - {
-        "__init__",
-        "fused",
-        "division",
-        "fused_rules",
-        "isolation",
-    }
-    for path in (PACKAGE / "backends").glob("*.py"):
-        used = {name.split(".")[2] for name in imported_modules(path) if name.startswith("tilewise.backends.")}
-        assert not (used & modules) - {path.stem} - helpers.get(path.stem, set()), path.name
+    for path in FILES:
+        own = layer_of(path)
+        if own in BACKENDS:
+            layers = {name.split(".")[1] for name in imported_modules(path)}
+            assert not layers & BACKENDS - {own}, path
+    for path in (PACKAGE / "plain").glob("*.py"):
+        assert not siblings(path, "plain"), path
+
+
+PURE = {"division", "extents", "params", "policy", "program", "rules", "source"}
+
+
+def test_families_know_neither_tensors_nor_the_driver_nor_other_architectures():
+    for path in (PACKAGE / "engine").glob("sm*/*.py"):
+        used = siblings(path, "engine") - {path.parent.name}
+        assert used <= {*PURE, "backend"} if path.stem == "__init__" else used <= PURE, path
+    for name in PURE:
+        path = PACKAGE / "engine" / f"{name}.py"
+        assert siblings(path, "engine") <= PURE, name
+        assert not any(imported.startswith("tilewise.jit.launch") for imported in imported_modules(path)), name
 
 
 def test_public_names():

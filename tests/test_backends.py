@@ -10,10 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support import assert_close, budget, exact, make_bias, make_inputs, make_problem, masks_with_lengths
+from support import (
+    assert_close,
+    budget,
+    exact,
+    in_order,
+    make_bias,
+    make_inputs,
+    make_problem,
+    masks_with_lengths,
+    wanted,
+)
 from tilewise import Causal, Dense, Documents, Full, Target, Window
-from tilewise.backends import reference, tiled
+from tilewise.plain import reference, tiled
 from tilewise.plan import BACKENDS
+from tilewise.problem import mask_operands
 
 CPU = Target.of("cpu")
 
@@ -57,14 +68,20 @@ def refusal(name: str, shape: str, mask: str):
     return BACKENDS[name].why_not(problem_of(shape, mask, torch.float32), CPU)
 
 
+REFUSED_SHAPES = {  # on a CPU; every mask is taken by whoever takes the shape
+    "torch-flash": {"softcap", "narrow values", "odd sizes"},
+    "torch-math": {"softcap"},
+    "tiled": set(),
+    "reference": set(),
+}
+
+
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_refusal_gives_reasons_and_remedies(name):
-    refusals = [refusal(*row) for row in EVERY if row[0] == name]
-    assert all(reason.what and reason.remedy for reasons in refusals for reason in reasons)
-
-
-def test_some_backend_takes_every_problem():
-    assert {row[1:] for row in EVERY if not refusal(*row)} == set(product(SHAPES, MASKS))
+def test_each_backend_refuses_what_is_stated_and_no_more(name):
+    refused = {(shape, mask): refusal(name, shape, mask) for shape, mask in product(SHAPES, MASKS)}
+    stated = REFUSED_SHAPES.get(name, set(SHAPES))
+    assert {row for row, reasons in refused.items() if reasons} == set(product(stated, MASKS))
+    assert all(reason.what and reason.remedy for reasons in refused.values() for reason in reasons)
 
 
 @pytest.mark.parametrize(("name", "shape", "mask"), [row for row in EVERY if not refusal(*row)])
@@ -73,14 +90,14 @@ def test_forward_and_backward_match_float64(name, shape, mask):
     problem = problem_of(shape, mask, torch.float32)
     q, k, v = make_inputs(problem)
     bias = make_bias(problem)
-    out, lse = backend.forward(q, k, v, problem, None, bias)
+    out, lse = backend.forward(q, k, v, problem, None, mask_operands(bias))
     dout = torch.randn_like(out)
     want_out, want_lse, *want_grads = exact(q, k, v, problem, bias, dout)
     tolerance = budget(torch.float32, problem.seq_kv)
     assert_close(out, want_out, tolerance)
     if lse is not None:
         assert_close(lse, want_lse, tolerance, "lse")
-    grads = backend.backward(dout, None, q, k, v, out, lse, problem, None, bias)
+    grads = in_order(backend.backward(dout, None, q, k, v, out, lse, problem, None, mask_operands(bias)))
     for grad, want, what in zip(grads, want_grads, ("dq", "dk", "dv"), strict=True):
         assert_close(grad, want, 4 * tolerance, what)
 
@@ -95,7 +112,9 @@ def test_low_precision_within_its_rounding(name, dtype):
     want_out, _, *want_grads = exact(q, k, v, problem, None, dout)
     assert out.dtype == dtype
     assert_close(out, want_out, budget(dtype))
-    for grad, want in zip(BACKENDS[name].backward(dout, None, q, k, v, out, lse, problem), want_grads, strict=True):
+    for grad, want in zip(
+        in_order(BACKENDS[name].backward(dout, None, q, k, v, out, lse, problem)), want_grads, strict=True
+    ):
         assert grad.dtype == dtype
         assert_close(grad, want, 2 * budget(dtype), "gradient")
 
@@ -123,16 +142,17 @@ def test_any_mask_any_tile(backend, case, block_q, block_kv, seed):
         out, lse = backend.forward(q, k, v, problem, config)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     want_out, want_lse = reference.forward(q, k, v, problem)
-    assert_close(out, want_out, 1e-12)
-    assert_close(lse, want_lse, 1e-12, "lse")
+    tolerance = budget(torch.float64, seq_kv)
+    assert_close(out, want_out, tolerance)
+    assert_close(lse, want_lse, tolerance, "lse")
     seen = torch.where(want_lse.isinf(), 0.0, want_lse)
     loss = (want_out * dout).sum() + (seen * dlse).sum()
     wants = torch.autograd.grad(loss, (q, k, v), allow_unused=True)
     dlse = dlse.masked_fill(want_lse.isinf(), 0.0)
     with torch.no_grad():
-        grads = backend.backward(dout, dlse, q, k, v, out, lse, problem, config)
+        grads = in_order(backend.backward(dout, dlse, q, k, v, out, lse, problem, config))
     for grad, want, what in zip(grads, wants, ("dq", "dk", "dv"), strict=True):
-        assert_close(grad, want, 1e-10, what)
+        assert_close(grad, want, 4 * budget(torch.float64, max(seq_q, seq_kv)), what)
 
 
 @pytest.mark.parametrize("backend", [reference, tiled])
@@ -140,10 +160,10 @@ def test_unwanted_gradients_are_not_computed(backend):
     problem = make_problem((1, 2, 8, 4), torch.float64)
     q, k, v = make_inputs(problem)
     out, lse = backend.forward(q, k, v, problem)
-    everything = backend.backward(out, None, q, k, v, out, lse, problem)
+    everything = in_order(backend.backward(out, None, q, k, v, out, lse, problem))
     for index in range(3):
         wants = tuple(i == index for i in range(3))
-        grads = backend.backward(out, None, q, k, v, out, lse, problem, wants=wants)
+        grads = in_order(backend.backward(out, None, q, k, v, out, lse, problem, wants=wanted(*wants)))
         assert [grad is not None for grad in grads] == list(wants)
         assert torch.equal(grads[index], everything[index])
 
@@ -162,7 +182,7 @@ def test_reference_keeps_hidden_poison_out(mask, value):
 
 
 def lecture_listing(q, k, v, block):
-    """The update rules as the lecture prints them, for one head; see the docstring of tilewise.backends.tiled."""
+    """The update rules as the lecture prints them, for one head; see the docstring of tilewise.plain.tiled."""
     total = torch.zeros(len(q), 1, dtype=q.dtype)
     top = torch.full((len(q), 1), -math.inf, dtype=q.dtype)
     last_top, acc = top, torch.zeros(len(q), v.shape[1], dtype=q.dtype)
@@ -181,6 +201,6 @@ def test_the_lecture_listing_is_wrong_and_ours_is_right():
     q, k, v = make_inputs(problem)
     want, _ = exact(q, k, v, problem)
     out, _ = tiled.forward(q, k, v, problem, tiled.Config(16, 4))
-    assert_close(out, want, 1e-13)
+    assert_close(out, want, budget(torch.float64, 16))
     listing = lecture_listing(q[0, 0], k[0, 0], v[0, 0], 4)
     assert (listing - want[0, 0]).norm() > 0.5 * want.norm()

@@ -85,8 +85,8 @@ def test_the_browser_is_installed_before_the_tests():
     assert script.index(".ci/chromium") < script.index("make test")
     assert "chromium-headless-shell" in (ROOT / ".ci" / "chromium").read_text()
     counted = runpy.run_path(str(ROOT / ".ci" / "executed.py"))["counted"]
-    found = ["tests.test_lab_html.test_a_page: skipped in every job that has it: no Chromium here", "another"]
+    found = ["tests.lab.test_html.test_a_page: skipped in every job that has it: no Chromium here", "another"]
     assert counted(found, "") == found
     assert counted(found, "no Chromium here") == ["another"]
     assert 'CI_LACKS="no Chromium here"' in script
-    assert "no Chromium here" in (ROOT / "tests" / "test_lab_html.py").read_text()
+    assert "no Chromium here" in (ROOT / "tests" / "lab" / "test_html.py").read_text()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from support import make_problem
 from tilewise import Causal, Full, Window
-from tilewise.backends import division
+from tilewise.engine import division
 from tilewise.masks import Mask, Tile
 
 KERNELS = Path(__file__).resolve().parent.parent / "src" / "tilewise" / "kernels"

@@ -10,8 +10,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch import library as torch_library
 
 import tilewise
-from support import assert_close, exact, make_inputs, make_problem
-from tilewise import Causal, Documents, UnsupportedProblem, Window
+from support import assert_close, budget, exact, make_inputs, make_problem
+from tilewise import Causal, Documents, UnsupportedProblem, Window, memo
 
 OURS = ["tiled", "reference"]
 EVERY = [*OURS, "torch-flash", "torch-math", "auto"]
@@ -27,7 +27,7 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = True):
 def test_opcheck(backend, grad, layout):
     q, k, v = inputs(2, 4, 9, 8, dtype=torch.float32, grad=grad)
     needs_lse = backend in OURS
-    arguments = (q, k, v, None, "causal", None, 0.0, layout, backend, needs_lse)
+    arguments = (q, k, v, [], "causal", None, "", layout, backend, needs_lse)
     results = torch_library.opcheck(torch.ops.tilewise.attention.default, arguments)
     assert set(results.values()) == {"SUCCESS"}
 
@@ -35,7 +35,7 @@ def test_opcheck(backend, grad, layout):
 def test_opcheck_of_the_backward():
     q, k, v = inputs(1, 2, 5, 4, grad=False)
     out, lse = tilewise.attention(q, k, v, return_lse=True, backend="tiled")
-    arguments = (out, None, q, k, v, None, out, lse, "full", None, 0.0, "bhsd", "tiled", False, [True, False, True])
+    arguments = (out, None, q, k, v, [], out, lse, [True, False, True], "full", None, "", "bhsd", "tiled", False)
     results = torch_library.opcheck(torch.ops.tilewise.attention_backward.default, arguments)
     assert set(results.values()) == {"SUCCESS"}
 
@@ -49,27 +49,27 @@ def test_precision_reaches_the_plan_by_every_way():
         seen.append(problem.precision)
         return planned(problem, target, backend)
 
-    tilewise.op.forget()
+    memo.invalidate()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tilewise.op, "plan", spy)
         tilewise.attention(q, k, v, precision="tf32")
-        options = ("full", None, 0.0, "bhsd", "tiled", True)
-        out, lse = torch.ops.tilewise.attention(q, k, v, None, *options, "tf32")
+        options = ("full", None, "", "bhsd", "tiled", True)
+        out, lse = torch.ops.tilewise.attention(q, k, v, [], *options, "tf32")
         out.sum().backward()
-        grads = torch.ops.tilewise.attention_backward(out, None, q, k, v, None, out, lse, *options, [True] * 3, "tf32")
-    tilewise.op.forget()
+        grads = torch.ops.tilewise.attention_backward(out, None, q, k, v, [], out, lse, [True] * 3, *options, "tf32")
+    memo.invalidate()
     assert set(seen) == {"tf32"}
     assert [grad.shape for grad in grads] == [q.shape] * 3
 
 
 def test_operators_that_do_not_name_a_precision_mean_exact():
     q, k, v = inputs(1, 2, 5, 4, dtype=torch.float32, grad=False)
-    options = ("causal", None, 0.0, "bhsd", "tiled", True)
-    out, lse = torch.ops.tilewise.attention(q, k, v, None, *options)
-    named, _ = torch.ops.tilewise.attention(q, k, v, None, *options, "exact")
+    options = ("causal", None, "", "bhsd", "tiled", True)
+    out, lse = torch.ops.tilewise.attention(q, k, v, [], *options)
+    named, _ = torch.ops.tilewise.attention(q, k, v, [], *options, "exact")
     assert torch.equal(out, named)
-    old = torch.ops.tilewise.attention_backward(out, None, q, k, v, None, out, lse, *options, [True] * 3)
-    new = torch.ops.tilewise.attention_backward(out, None, q, k, v, None, out, lse, *options, [True] * 3, "exact")
+    old = torch.ops.tilewise.attention_backward(out, None, q, k, v, [], out, lse, [True] * 3, *options)
+    new = torch.ops.tilewise.attention_backward(out, None, q, k, v, [], out, lse, [True] * 3, *options, "exact")
     assert all(torch.equal(one, other) for one, other in zip(old, new, strict=True))
 
 
@@ -123,7 +123,7 @@ def test_compile_fullgraph_forward_and_backward(backend, layout):
     want = torch.autograd.grad(step(q, k, v), (q, k, v))
     got = torch.autograd.grad(compiled(q, k, v), (q, k, v))
     for a, b in zip(got, want, strict=True):
-        assert_close(a, b, 1e-6, "gradient")
+        assert_close(a, b, 4 * budget(torch.float32, 6), "gradient")
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_compile_through_inductor():
     for a, b in zip(
         torch.autograd.grad(compiled(q, k, v), (q, k, v)), torch.autograd.grad(block(q, k, v), (q, k, v)), strict=True
     ):
-        assert_close(a, b, 1e-5, "gradient")
+        assert_close(a, b, 4 * budget(torch.float32, 16), "gradient")
 
 
 def test_compile_keeps_one_graph_for_all_lengths():
@@ -170,26 +170,27 @@ def test_jvp_is_right_or_refused(mask):
         return tilewise.attention(q, k, v, mask=mask)
 
     _, got = torch.func.jvp(call, (q,), (tangent,))
-    step = 1e-6
-    assert_close(got, (call(q + step * tangent) - call(q - step * tangent)) / (2 * step), 1e-7, "tangent")
+    exactness = budget(torch.float64, 5)
+    step = exactness ** (1 / 3)  # where what is left out, step^2, is as much as rounding adds, exactness / step
+    assert_close(got, (call(q + step * tangent) - call(q - step * tangent)) / (2 * step), 4 * step**2, "tangent")
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(q, tangent)
-        assert_close(forward_ad.unpack_dual(call(dual)).tangent, got, 1e-12, "tangent")
+        assert_close(forward_ad.unpack_dual(call(dual)).tangent, got, exactness, "tangent")
         with pytest.raises(UnsupportedProblem, match="in place"):
             tilewise.attention(dual, k, v, backend="tiled")
         with pytest.raises(UnsupportedProblem, match="tangents"):
-            torch.ops.tilewise.attention(dual, k, v, None, "full", None, 0.0, "bhsd", "tiled", False)
+            torch.ops.tilewise.attention(dual, k, v, [], "full", None, "", "bhsd", "tiled", False)
 
 
 def test_vmap_and_functional_grad():
     q, k, v = (torch.randn(3, 1, 2, 5, 4, dtype=torch.float64) for _ in range(3))
     want = torch.stack([tilewise.attention(*parts, mask="causal") for parts in zip(q, k, v, strict=True)])
     got = torch.vmap(lambda q, k, v: tilewise.attention(q, k, v, mask="causal"))(q, k, v)
-    assert_close(got, want, 1e-12)
+    assert_close(got, want, budget(torch.float64, 5))
     leaf = q[0].clone().requires_grad_()
     (reverse,) = torch.autograd.grad(tilewise.attention(leaf, k[0], v[0]).sum(), leaf)
     functional = torch.func.grad(lambda q: tilewise.attention(q, k[0], v[0]).sum())(q[0])
-    assert_close(functional, reverse, 1e-12)
+    assert_close(functional, reverse, 4 * budget(torch.float64, 5))
 
 
 def test_only_wanted_gradients_flow():
@@ -214,21 +215,19 @@ def test_auto_leaves_out_a_kernel_that_does_not_build(monkeypatch, caplog):
     """Aloud: a warning, and a verdict with the reason from then on. By name the error comes through."""
     from tilewise import CompileError, plan
 
-    def bind(*_):
+    def bind(*_, **__):
         raise CompileError("ptxas said no\n  and more")
 
-    monkeypatch.setattr(plan, "_left_out", {})
-    monkeypatch.setattr(tilewise.backends.tiled, "bind", bind, raising=False)
+    monkeypatch.setattr(plan, "_left_out", frozenset())
+    monkeypatch.setattr(tilewise.plain.tiled, "bind", bind, raising=False)
     q, k, v = inputs(1, 2, 5, 7, grad=False)
     with pytest.raises(CompileError, match="ptxas said no"):
         tilewise.attention(q, k, v, softcap=3.0, backend="tiled")
     monkeypatch.setattr(plan, "RULES", (plan.Rule("tiled", "first"), *plan.RULES))
-    plan.replan()
     out = tilewise.attention(q, k, v, softcap=3.0)
-    assert_close(out, tilewise.attention(q, k, v, softcap=3.0, backend="reference"), 1e-12)
+    assert_close(out, tilewise.attention(q, k, v, softcap=3.0, backend="reference"), budget(torch.float64, 5))
     assert "tiled is left out" in caplog.text
     assert "it failed here: ptxas said no" in str(tilewise.explain(q, k, v, softcap=3.0))
-    plan.replan()
 
 
 def test_activation_checkpointing_recomputes():
@@ -252,4 +251,4 @@ def test_inference_mode_and_no_grad():
         with context():
             out = tilewise.attention(q, k, v)
         assert not out.requires_grad
-        assert_close(out, want, 1e-12)
+        assert_close(out, want, budget(torch.float64, 5))

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 import tilewise
-from support import assert_close, budget, exact, make_inputs, make_problem
+from support import assert_close, budget, exact, in_order, make_inputs, make_problem, wanted
 from tilewise import Causal, Full, Problem, Window
-from tilewise.backends import reference, triton
+from tilewise.plain import reference
 from tilewise.target import Target
+from tilewise.triton import backend as triton
 
 Tensor = torch.Tensor
 SMALL, SMALL_BACKWARD = triton.Config(16, 16, 4, 1), triton.BackwardConfig(16, 16, 4, 1)
@@ -52,7 +53,7 @@ def check(problem: Problem, inputs: tuple[Tensor, ...] = (), dlse: bool = False,
     stored = out.transpose(1, 2) if problem.layout == "bshd" else out
     assert stored.is_contiguous()
     assert out.dtype == problem.dtype
-    grads = triton.backward(dout, given, q, k, v, out, lse, problem, backward_config)
+    grads = in_order(triton.backward(dout, given, q, k, v, out, lse, problem, backward_config))
     for grad, want, name in zip(grads, want_grads, ("dq", "dk", "dv"), strict=True):
         assert_close(grad, want, 4 * tolerance, f"{problem}: {name}")
 
@@ -108,8 +109,8 @@ def strides() -> int:
     out, lse = triton.forward(q, k, v, problem, SMALL)
     one = torch.ones(()).expand_as(out)
     for got, want in zip(
-        triton.backward(one, None, q, k, v, out, lse, problem, SMALL_BACKWARD),
-        triton.backward(one.contiguous(), None, q, k, v, out, lse, problem, SMALL_BACKWARD),
+        in_order(triton.backward(one, None, q, k, v, out, lse, problem, SMALL_BACKWARD)),
+        in_order(triton.backward(one.contiguous(), None, q, k, v, out, lse, problem, SMALL_BACKWARD)),
         strict=True,
     ):
         assert torch.equal(got, want)
@@ -121,10 +122,10 @@ def only_what_is_wanted() -> int:
     q, k, v = make_inputs(problem)
     out, lse = triton.forward(q, k, v, problem, SMALL)
     kept = [t.clone() for t in (q, k, v)]
-    everything = triton.backward(out, None, q, k, v, out, lse, problem, SMALL_BACKWARD)
+    everything = in_order(triton.backward(out, None, q, k, v, out, lse, problem, SMALL_BACKWARD))
     for index in range(3):
         wants = tuple(i == index for i in range(3))
-        grads = triton.backward(out, None, q, k, v, out, lse, problem, SMALL_BACKWARD, wants=wants)  # type: ignore[arg-type]
+        grads = in_order(triton.backward(out, None, q, k, v, out, lse, problem, SMALL_BACKWARD, wants=wanted(*wants)))  # type: ignore[arg-type]
         assert [grad is not None for grad in grads] == list(wants)
         assert torch.equal(grads[index], everything[index])  # type: ignore[arg-type]  # and the same bits again
     assert all(torch.equal(a, b) for a, b in zip(kept, (q, k, v), strict=True))
@@ -146,28 +147,28 @@ def hidden_poison(value: float) -> int:
         visible = mask.to_bool(range(length), range(length), length, length)
         rows, keys = visible[:, bad], visible[bad]
         clean, clean_lse = triton.forward(q, k, v, problem, SMALL)
-        clean_grads = triton.backward(dout, None, q, k, v, clean, clean_lse, problem, SMALL_BACKWARD)
+        clean_grads = in_order(triton.backward(dout, None, q, k, v, clean, clean_lse, problem, SMALL_BACKWARD))
 
         spoiled = v.clone()
         spoiled[:, :, bad, 3] = value
         out, _ = triton.forward(q, k, spoiled, problem, SMALL)
         same(out[:, :, ~rows], clean[:, :, ~rows])
         assert not out[:, :, rows, 3].isfinite().any()
-        assert_close(out[..., 4:], clean[..., 4:], 1e-6, "the other columns")
+        assert_close(out[..., 4:], clean[..., 4:], budget(torch.float32, length), "the other columns")
 
         spoiled = k.clone()
         spoiled[:, :, bad] = value
         out, lse = triton.forward(q, spoiled, v, problem, SMALL)
         same(out[:, :, ~rows], clean[:, :, ~rows])
         same(lse[:, :, ~rows], clean_lse[:, :, ~rows])
-        dq, _, _ = triton.backward(dout, None, q, spoiled, v, clean, clean_lse, problem, SMALL_BACKWARD)
+        dq, _, _ = in_order(triton.backward(dout, None, q, spoiled, v, clean, clean_lse, problem, SMALL_BACKWARD))
         same(dq[:, :, ~rows], clean_grads[0][:, :, ~rows])  # type: ignore[index]
         assert not dq[:, :, rows].isfinite().all()  # type: ignore[index]
 
         for index, spoil in enumerate(("q", "dout")):
             given = [q.clone(), dout.clone()]
             given[index][:, :, bad] = value
-            grads = triton.backward(given[1], None, given[0], k, v, clean, clean_lse, problem, SMALL_BACKWARD)
+            grads = in_order(triton.backward(given[1], None, given[0], k, v, clean, clean_lse, problem, SMALL_BACKWARD))
             for grad, want in zip(grads[1:], clean_grads[1:], strict=True):
                 same(grad[:, :, ~keys], want[:, :, ~keys], spoil)  # type: ignore[index]
             assert not grads[1][:, :, keys].isfinite().all(), spoil  # type: ignore[index]

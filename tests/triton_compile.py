@@ -22,9 +22,9 @@ from triton.runtime import driver
 
 from support import make_inputs, make_problem
 from tilewise import Problem, Target
-from tilewise.backends import triton as backend
+from tilewise.triton import backend
 
-MOST_STACK = 64  # bytes of a thread: a few values spilled outside of the loops do not show
+MAX_STACK = 64  # bytes of a thread: a few values spilled outside of the loops do not show
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -67,7 +67,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 def check(launch: Any, problem: Problem, target: Target) -> bool:
     built = launch.compile()
     registers, stack = resources(built.asm["cubin"])
-    fine = stack <= MOST_STACK and built.metadata.shared <= target.smem_per_block
+    fine = stack <= MAX_STACK and built.metadata.shared <= target.smem_per_block
     sizes = f"{registers} registers, {stack} bytes of stack, {built.metadata.shared} bytes shared"
     print(f"{'right' if fine else 'WRONG'}: {target.name} {problem}: {launch.kernel}: {sizes}", flush=True)
     products = "mma" in built.asm["ptx"]

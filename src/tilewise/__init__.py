@@ -29,7 +29,7 @@ from .target import Target
 
 if TYPE_CHECKING:
     from .integrations.sdpa import FallbackWarning, sdpa
-    from .lab.trace import no_math_fallback, trace
+    from .lab.watch.trace import no_math_fallback, trace
 
 __version__ = "0.1.0"
 
@@ -68,7 +68,7 @@ def __getattr__(name: str) -> object:
 
         return getattr(override, name)
     if name in ("trace", "no_math_fallback"):
-        from .lab import trace as watching  # noqa: PLC0415
+        from .lab.watch import trace as watching  # noqa: PLC0415
 
         return getattr(watching, name)
     raise AttributeError(f"module 'tilewise' has no attribute {name!r}")

@@ -7,29 +7,37 @@ the seam to autograd and torch.compile in op.
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 
 from . import masks, op
-from .backends import torch_sdpa
 from .errors import InvalidInput, UnknownArgument, UnsupportedProblem
 from .masks import Causal, Documents, Full, Mask, Window
 from .op import Options
+from .operands import NO_OPERANDS, Operands
 from .plan import AUTO, BACKENDS, Plan, check_backend, plan
 from .problem import (
     Layout,
     Precision,
     Problem,
-    check_constant,
+    as_laid_out,
+    as_number,
     check_layout,
     check_mask_type,
-    check_tensors,
+    check_terms,
     describe,
+    heads_first,
+    mask_operands,
     shown,
 )
+from .scores import Term, softcapped, text_of
 from .target import Target
+from .torch_kernels import candidates
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Tensor = torch.Tensor
 MaskLike = Mask | str | Tensor | None
@@ -40,16 +48,16 @@ _log = logging.getLogger("tilewise")
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike = None, scale: float | None = None, softcap: float = 0.0,
-    dropout: float = 0.0, layout: Layout = "bhsd", return_lse: Literal[False] = False, backend: str = AUTO,
-    precision: Precision = "exact",
+    scores: tuple[Term, ...] = (), operands: Mapping[str, Tensor] | None = None, dropout: float = 0.0,
+    layout: Layout = "bhsd", return_lse: Literal[False] = False, backend: str = AUTO, precision: Precision = "exact",
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike = None, scale: float | None = None, softcap: float = 0.0,
-    dropout: float = 0.0, layout: Layout = "bhsd", return_lse: Literal[True], backend: str = AUTO,
-    precision: Precision = "exact",
+    scores: tuple[Term, ...] = (), operands: Mapping[str, Tensor] | None = None, dropout: float = 0.0,
+    layout: Layout = "bhsd", return_lse: Literal[True], backend: str = AUTO, precision: Precision = "exact",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -61,6 +69,8 @@ def attention(
     mask: MaskLike = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    scores: tuple[Term, ...] = (),
+    operands: Mapping[str, Tensor] | None = None,
     dropout: float = 0.0,
     layout: Layout = "bhsd",
     return_lse: bool = False,
@@ -68,15 +78,18 @@ def attention(
     precision: Precision = "exact",
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention: softmax(mask(softcap(scale * q k^T))) v.
+    """Exact attention: softmax(mask(scores(softcap(scale * q k^T)))) v.
 
     q (batch, heads_q, seq_q, head_dim), k (batch, heads_kv, seq_kv, head_dim), v (batch, heads_kv, seq_kv, head_dim_v);
     with layout="bshd" the heads and seq dimensions are exchanged. heads_kv may divide heads_q (grouped queries).
 
     mask     None, "causal", a tilewise mask (Causal, Window, Documents) or its text form, or a tensor that broadcasts
-             to (batch, heads_q, seq_q, seq_kv): boolean (True = visible) or additive in q's dtype.
+             to (batch, heads_q, seq_q, seq_kv): boolean (True = visible) or additive in q's dtype. An additive one
+             that requires grad is differentiated.
     scale    1 / sqrt(head_dim) if None.
     softcap  scores become softcap * tanh(score / softcap) before the mask; 0 = off.
+    scores   what else is done to scores before the mask: terms of tilewise.scores, in this order, after the softcap.
+    operands the tensors that these terms read, by the names they give them; differentiated where a term allows it.
     dropout  probability, by PyTorch's backends only; applied whenever it is not 0, like F.scaled_dot_product_attention.
     backend  "auto", or a name from `tilewise.explain`; a named backend runs or raises, it never falls back.
     precision  for float32: "exact", the error of float32 arithmetic; or "tf32", which lets a kernel round the operands
@@ -88,25 +101,70 @@ def attention(
     """
     if unknown:
         raise _unknown("attention", next(iter(unknown)))
-    if torch.compiler.is_compiling():
-        return _traced(q, k, v, mask, scale, softcap, dropout, layout, return_lse, backend, precision)
-    arguments = (mask, scale, softcap, dropout, layout, return_lse, backend, precision)
-    call = op.recall(q, k, v, arguments) if type(mask) in _HASHABLE_MASKS else None
-    if call is not None:
-        if layout == "bshd":
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out, lse = op.execute(call, q, k, v, None)
-    elif dropout and op.is_jit_traced() is not None:
-        return _traced(q, k, v, mask, scale, softcap, dropout, layout, return_lse, backend, precision)
-    elif dropout or _is_transformed(q, k, v):
-        return _outside_op(q, k, v, mask, scale, softcap, dropout, layout, return_lse, backend, precision)
-    else:
-        out, lse = _first_time(q, k, v, arguments)
-    out = out.transpose(1, 2) if layout == "bshd" else out
+    if layout == "bshd":  # all that follows sees (batch, heads, seq, head_dim) views
+        q, k, v = heads_first(q, k, v, layout)
+    out, lse = _attend(
+        q, k, v, operands, (mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision)
+    )
+    if layout == "bshd":
+        out = as_laid_out(out, layout)
     if not return_lse:
         return out
     assert lse is not None, "a backend without lse took a problem that needs one"
     return out, lse
+
+
+# What `attention` was given beside tensors: mask, scale, softcap, scores, dropout, layout, return_lse, backend and
+# precision. A bare tuple: it is part of the key of every call.
+_Arguments = tuple[Any, ...]
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, operands: Operands | None, arguments: _Arguments
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of bhsd views, by whichever way PyTorch's state asks for."""
+    if torch.compiler.is_compiling():
+        return _traced(q, k, v, operands, arguments)
+    mask, dropout = arguments[0], arguments[4]
+    given: Operands = NO_OPERANDS
+    key: _Arguments | None = arguments  # what a call like this one is remembered by; None = not at all
+    if type(mask) not in _HASHABLE_MASKS:
+        check_mask_type(mask)
+        given = mask_operands(mask)
+        key = (_TENSOR, *arguments[1:]) if given else None
+    if operands is not None:
+        given = {**given, **_in_order(operands, arguments[3])}
+    if key is not None:
+        call = op.recall(q, k, v, given, key)
+        if call is not None:
+            return op.execute(call, q, k, v, given)
+    if dropout and op.is_jit_traced() is not None:
+        return _traced(q, k, v, operands, arguments)
+    if dropout or _is_transformed(q, k, v, *given.values()):
+        return _outside_op(q, k, v, given, arguments)
+    options = _options(arguments)
+    if not op.is_plain(q, k, v):
+        return op.run(q, k, v, given, options)
+    call = op.prepare(q, k, v, given, options, op.needed_grads(q, k, v, given))
+    if key is not None:
+        op.remember(call, q, k, v, given, key)
+    return op.execute(call, q, k, v, given)
+
+
+# Masks that are values. In the place of a tensor, which is an operand, a key has _TENSOR.
+_HASHABLE_MASKS = frozenset((type(None), str, Full, Causal, Window, Documents))
+_TENSOR = object()
+
+
+def _in_order(operands: object, scores: tuple[Term, ...]) -> Operands:
+    """The operands in the order of the terms that read them, which is that of `Problem.operands`."""
+    if isinstance(operands, dict) and all(isinstance(tensor, Tensor) for tensor in operands.values()):
+        names = [operand.name for term in check_terms(scores) for operand in term.tensors]
+        known = {name: operands[name] for name in names if name in operands}
+        return known if len(known) == len(operands) else operands  # `describe` says what is wrong
+    raise InvalidInput(
+        "operands", shown(operands), "a dictionary of tensors by name", "write operands={'name': tensor}"
+    )
 
 
 def scaled_dot_product_attention(
@@ -121,8 +179,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention: its signature and semantics, through the planner.
 
-    What only PyTorch's own function defines (broadcast batches, more than 4 dimensions, masks that require grad, nested
-    tensors) is handed to it, and the logger "tilewise" says so.
+    What only PyTorch's own function defines (broadcast batches, more than 4 dimensions, nested tensors), and masks that
+    require grad, which its fused kernels differentiate, are handed to it, and the logger "tilewise" says so.
     """
     _check_types(query, key, value, attn_mask, is_causal)
     scale, dropout_p = _number("scale", scale), _number("dropout_p", dropout_p) or 0.0
@@ -202,7 +260,8 @@ def explain(
         if name not in _ARGUMENTS:
             raise _unknown("explain", name)
     described = describe(problem, k, v, needs_lse=return_lse, **arguments)
-    described = described.with_(transformed=_is_transformed(problem, k, v))
+    tensors = {**mask_operands(arguments.get("mask")), **(arguments.get("operands") or {})}
+    described = described.with_(transformed=_is_transformed(problem, k, v, *tensors.values()))
     return plan(described, resolve_target(target, problem.device), backend)
 
 
@@ -217,7 +276,16 @@ def resolve_target(target: Target | str | torch.device | None, default: torch.de
     return Target.named(target)
 
 
-_ARGUMENTS = ("mask", "scale", "softcap", "dropout", "layout", "precision")  # of `attention` that make a Problem
+_ARGUMENTS = (
+    "mask",
+    "scale",
+    "softcap",
+    "scores",
+    "operands",
+    "dropout",
+    "layout",
+    "precision",
+)  # of `attention` that make a Problem
 
 _INSTEAD = {
     "is_causal": 'pass mask="causal"',
@@ -236,60 +304,42 @@ def _unknown(function: str, name: str) -> UnknownArgument:
     return UnknownArgument(name, "an unknown keyword", f"{function}'s: {known}", _INSTEAD.get(name, "leave it out"))
 
 
-# A tensor is told apart by what is in it, so a call with one is planned by its shape and looked up in `op.prepare`.
-_HASHABLE_MASKS = frozenset((type(None), str, Full, Causal, Window, Documents))
-
-
-def _first_time(q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
-    """A call that no earlier one resembles: check, plan, run and remember it."""
-    mask, scale, softcap, _, layout, return_lse, backend, precision = arguments
-    views = _arguments(q, k, v, mask, scale, softcap, layout, return_lse, backend, precision)
-    if not op.is_plain(*views[:3]):
-        return op.run(*views)
-    call = op.prepare(*views, op.needs_grad(*views[:3]))
-    if type(mask) in _HASHABLE_MASKS:
-        op.remember(call, q, k, v, arguments)
-    return op.execute(call, *views[:4])
-
-
-def _arguments(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, scale: float | None, softcap: float, layout: Layout,
-    return_lse: bool, backend: str, precision: Precision,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Options]:  # fmt: skip
-    """bhsd views, the mask tensor if there is one, and the options."""
+def _options(arguments: _Arguments) -> Options:
+    """What the operators are told."""
+    mask, scale, softcap, scores, _, layout, return_lse, backend, precision = arguments
     check_layout(layout)
     check_backend(backend)
     check_mask_type(mask)
-    if layout == "bshd":
-        check_tensors(q, k, v)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    bias = mask if isinstance(mask, Tensor) else None
-    if bias is not None:  # here, and not only where the call is planned: a remembered plan has not seen this tensor
-        check_constant(bias)
-    text = "full" if mask is None else "" if bias is not None else str(mask)
-    return q, k, v, bias, Options(text, scale, softcap, layout, backend, return_lse, precision)
+    text = "full" if mask is None else "" if isinstance(mask, Tensor) else str(mask)
+    terms = _scores_text(softcap, scores) if softcap != 0 or scores else ""
+    return Options(text, scale, terms, layout, backend, return_lse, precision)
+
+
+def _scores_text(softcap: float, scores: tuple[Term, ...]) -> str:
+    return text_of((*softcapped(as_number("softcap", softcap)), *check_terms(scores)))
 
 
 def _traced(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, scale: float | None, softcap: float, dropout: float,
-    layout: Layout, return_lse: bool, backend: str, precision: Precision,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, operands: Operands | None, arguments: _Arguments
+) -> tuple[Tensor, Tensor | None]:
     """Inside torch.compile: the graph gets one op, and planning happens when it runs, so lengths may change freely."""
-    q, k, v, bias, options = _arguments(q, k, v, mask, scale, softcap, layout, return_lse, backend, precision)
+    mask, dropout = arguments[0], arguments[4]
+    options = _options(arguments)
     if dropout:
-        out = _traced_dropout(q, k, v, mask, options, dropout)
-        return out.transpose(1, 2) if layout == "bshd" else out
-    out, lse = torch.ops.tilewise.attention(q, k, v, bias, *options)
-    out = out.transpose(1, 2) if layout == "bshd" else out
-    return (out, lse) if return_lse else out
+        return _traced_dropout(q, k, v, mask, options, dropout), None
+    tensors = [mask] if isinstance(mask, Tensor) else []
+    if operands is not None:
+        tensors += [operands[operand.name] for term in arguments[3] for operand in term.tensors]
+    out, lse = torch.ops.tilewise.attention(q, k, v, tensors, *options)
+    return out, lse
 
 
 def _traced_dropout(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, options: Options, dropout: float) -> Tensor:
     """Dropout is PyTorch's alone, and a compiled graph freezes PyTorch's own choice of kernel."""
-    if options.softcap or options.needs_lse or options.backend != AUTO:
+    if options.scores or options.needs_lse or options.backend != AUTO:
         raise UnsupportedProblem(
-            "inside torch.compile, dropout goes to F.scaled_dot_product_attention, which has no softcap, lse "
-            "or choice of backend.",
+            "inside torch.compile, dropout goes to F.scaled_dot_product_attention, which has no softcap, other terms, "
+            "lse or choice of backend.",
             remedy="drop these or the dropout, or call outside torch.compile",
         )
     bias, unseen = mask if isinstance(mask, Tensor) else None, None
@@ -328,10 +378,12 @@ def _torch_dropout(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options
 
 
 def _outside_op(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, scale: float | None, softcap: float, dropout: float,
-    layout: Layout, return_lse: bool, backend: str, precision: Precision,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, operands: Operands, arguments: _Arguments
+) -> tuple[Tensor, Tensor | None]:
     """Calls our op must not see: transforms and forward AD need composite code, dropout PyTorch's own autograd."""
+    mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision = arguments
+    check_layout(layout)
+    others = {name: tensor for name, tensor in operands.items() if tensor is not mask}
     problem = describe(
         q,
         k,
@@ -339,36 +391,29 @@ def _outside_op(
         mask=mask,
         scale=scale,
         softcap=softcap,
+        scores=scores,
+        operands=others,
         dropout=dropout,
-        layout=layout,
         needs_lse=return_lse,
         precision=precision,
-    ).with_(transformed=_is_transformed(q, k, v))
+    ).with_(layout=layout, transformed=_is_transformed(q, k, v, *operands.values()))
     chosen = plan(problem, Target.of(q.device), backend)
-    bias = mask if isinstance(mask, Tensor) else None
-    if layout == "bshd":
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     q, k, v = op.with_memory(q), op.with_memory(k), op.with_memory(v)
-    if dropout:
-        candidate = next(c for c in torch_sdpa.CANDIDATES if c.name == chosen.backend)
+    if not dropout:
 
-        def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            return candidate.dropout_forward(q, k, v, problem, bias), None
-    else:
+        def forward(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
+            return BACKENDS[chosen.backend].forward(q, k, v, problem, chosen.config, operands)
 
-        def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            return BACKENDS[chosen.backend].forward(q, k, v, problem, chosen.config, bias)
+        return op.recorded(forward, q, k, v, operands)
+    candidate = next(c for c in candidates.CANDIDATES if c.name == chosen.backend)
 
-    if dropout and chosen.backend != torch_sdpa.MATH.name:  # a kernel, with a derivative of its own
-        with op.without_autocast():
-            out, lse = forward(q, k, v, bias)
-    else:
-        out, lse = op.recorded(forward, q, k, v, bias)
-    out = out.transpose(1, 2) if layout == "bshd" else out
-    if not return_lse:
-        return out
-    assert lse is not None, "a backend without lse took a problem that needs one"
-    return out, lse
+    def dropped(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
+        return candidate.dropout_forward(q, k, v, problem, operands), None
+
+    if candidate is candidates.MATH:
+        return op.recorded(dropped, q, k, v, operands)
+    with op.without_autocast():  # a kernel, with a derivative of its own
+        return dropped(q, k, v, operands)
 
 
 def _is_transformed(*tensors: Tensor) -> bool:

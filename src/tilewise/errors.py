@@ -66,6 +66,8 @@ class UnsupportedProblem(TilewiseError, NotImplementedError):
 class CompileError(TilewiseError, RuntimeError):
     """A kernel did not build, or its build log breaks a gate (spills, serialised wgmma). Names the kept source."""
 
+    unit: str = ""  # the label of the kernel, where it is one of the engine's
+
 
 class DeviceError(TilewiseError, RuntimeError):
     """The driver or the device refused: no GPU, a CUDA error, or a context lost across fork."""

@@ -22,11 +22,12 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 
 from .errors import InvalidInput
+from .operands import Operand
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,10 +54,35 @@ class Band(NamedTuple):
     offset: int
 
 
+_KINDS: dict[str, type[Mask]] = {}
+
+
 class Mask:
-    """What all masks share. Subclasses define `span`, `spans` and `pairs`; spans must be monotone in the row."""
+    """What all masks share. Subclasses define `span`, `spans` and a text form; spans must be monotone in the row.
+
+    The text form is `kind`, or `kind:...`, which `from_text` reads; `parse` finds a class as soon as it is defined.
+    """
 
     __slots__ = ()
+    kind: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        if cls.kind:
+            _KINDS[cls.kind] = cls
+
+    @classmethod
+    def from_text(cls, text: str) -> Mask:
+        """From what stands behind `kind:` in the text form."""
+        raise NotImplementedError
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The tensors that it is made of; none for a mask that is a rule."""
+        return ()
+
+    def band(self, seq_q: int, seq_kv: int) -> Band | None:
+        """The mask as a diagonal band, the form that CUDA kernels take; None where it is none."""
+        return None
 
     def span(self, row: int, seq_q: int, seq_kv: int) -> tuple[int, int]:
         """Keys [begin, end) that `row` sees."""
@@ -68,7 +94,13 @@ class Mask:
 
     def pairs(self, seq_q: int, seq_kv: int) -> int:
         """Number of visible (row, key) pairs."""
-        raise NotImplementedError
+        begin, end = self.spans(torch.arange(seq_q), seq_q, seq_kv)
+        return int((end - begin).clamp(min=0).sum())
+
+    def rows_that_see(self, seq_q: int, seq_kv: int) -> int:
+        """Number of rows that see a key at all."""
+        begin, end = self.spans(torch.arange(seq_q), seq_q, seq_kv)
+        return int((end > begin).sum())
 
     def check(self, seq_q: int, seq_kv: int) -> None:
         """Raise InvalidInput if the mask does not fit these lengths."""
@@ -116,6 +148,12 @@ class _Banded(Mask):
     def band(self, seq_q: int, seq_kv: int) -> Band:
         raise NotImplementedError
 
+    def rows_that_see(self, seq_q: int, seq_kv: int) -> int:
+        left, right, offset = self.band(seq_q, seq_kv)
+        first = max(0, -offset - right)
+        last = min(seq_q - 1, seq_kv - 1 - offset + left)
+        return max(0, last - first + 1) if seq_kv else 0
+
     def span(self, row: int, seq_q: int, seq_kv: int) -> tuple[int, int]:
         left, right, offset = self.band(seq_q, seq_kv)
         position = row + offset
@@ -135,6 +173,14 @@ class _Banded(Mask):
 class Full(_Banded):
     """Every query sees every key."""
 
+    kind: ClassVar[str] = "full"
+
+    @classmethod
+    def from_text(cls, text: str) -> Full:
+        if text:
+            raise ValueError(text)
+        return cls()
+
     def band(self, seq_q: int, seq_kv: int) -> Band:
         return Band(UNLIMITED, UNLIMITED, 0)
 
@@ -146,10 +192,16 @@ class Full(_Banded):
 class Causal(_Banded):
     """A query sees its own position and everything before it."""
 
+    kind: ClassVar[str] = "causal"
+
     align: Align = "top-left"
 
     def __post_init__(self) -> None:
         _check_align(self.align)
+
+    @classmethod
+    def from_text(cls, text: str) -> Causal:
+        return cls(_parse_align(text))
 
     def band(self, seq_q: int, seq_kv: int) -> Band:
         return Band(UNLIMITED, 0, _offset(self.align, seq_q, seq_kv))
@@ -161,6 +213,8 @@ class Causal(_Banded):
 @dataclass(frozen=True, slots=True)
 class Window(_Banded):
     """A query sees `left` keys before its position, its own, and `right` keys after it. None = unlimited."""
+
+    kind: ClassVar[str] = "window"
 
     left: int | None
     right: int | None = 0
@@ -179,6 +233,12 @@ class Window(_Banded):
                     "pass the number of keys on that side; None (not -1) means no limit",
                 )
 
+    @classmethod
+    def from_text(cls, text: str) -> Window:
+        sizes, _, align = text.partition(":")
+        left, right = (None if size == "inf" else int(size) for size in sizes.split(","))
+        return cls(left, right, _parse_align(align))
+
     def band(self, seq_q: int, seq_kv: int) -> Band:
         left = UNLIMITED if self.left is None else self.left
         right = UNLIMITED if self.right is None else self.right
@@ -195,6 +255,8 @@ class Documents(Mask):
     `inner` applies inside each document, aligned to that document's own lengths. The offsets may be given as any
     sequence of integers or a tensor (a CUDA tensor is copied to the host, which waits for the GPU: do it once).
     """
+
+    kind: ClassVar[str] = "documents"
 
     cu_seqlens_q: tuple[int, ...]
     cu_seqlens_kv: tuple[int, ...] = ()
@@ -219,6 +281,13 @@ class Documents(Mask):
             )
         object.__setattr__(self, "cu_seqlens_q", starts_q)
         object.__setattr__(self, "cu_seqlens_kv", starts_kv)
+
+    @classmethod
+    def from_text(cls, text: str) -> Documents:
+        starts, _, inner_text = text.partition(":")
+        starts_q, _, starts_kv = starts.partition("/")
+        inner = parse(inner_text) if inner_text else Full()
+        return cls(_ints(starts_q), _ints(starts_kv) if starts_kv else (), inner)  # type: ignore[arg-type]
 
     def check(self, seq_q: int, seq_kv: int) -> None:
         for name, starts, length in (("q", self.cu_seqlens_q, seq_q), ("kv", self.cu_seqlens_kv, seq_kv)):
@@ -254,6 +323,10 @@ class Documents(Mask):
         lengths = zip(pairwise(self.cu_seqlens_q), pairwise(self.cu_seqlens_kv), strict=True)
         return sum(self.inner.pairs(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in lengths)
 
+    def rows_that_see(self, seq_q: int, seq_kv: int) -> int:
+        lengths = zip(pairwise(self.cu_seqlens_q), pairwise(self.cu_seqlens_kv), strict=True)
+        return sum(self.inner.rows_that_see(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in lengths)
+
     def __str__(self) -> str:
         starts = ",".join(map(_size_text, self.cu_seqlens_q))
         if self.cu_seqlens_kv != self.cu_seqlens_q:
@@ -271,8 +344,20 @@ class Dense(Mask):
     tile counts as partial and every pair as visible.
     """
 
+    kind: ClassVar[str] = "dense"
+
     shape: tuple[int, ...]
     additive: bool = False
+
+    @classmethod
+    def from_text(cls, text: str) -> Dense:
+        values, _, shape = text.partition(":")
+        return cls(tuple(int(size) for size in shape.split("x")), {"bool": False, "additive": True}[values])
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """`bias`, which is added and has a gradient, or `keep`, which is True where a key is visible."""
+        return (Operand("bias", differentiable=True) if self.additive else Operand("keep"),)
 
     def span(self, row: int, seq_q: int, seq_kv: int) -> tuple[int, int]:
         return 0, seq_kv
@@ -306,29 +391,16 @@ def parse(text: str) -> Mask:
     documents:0,a,b[/0,c,d][:INNER], dense:bool|additive:AxBxCxD."""
     kind, _, rest = text.strip().lower().partition(":")
     try:
-        if kind == "full" and not rest:
-            return Full()
-        if kind == "causal":
-            return Causal(_parse_align(rest))
-        if kind == "window":
-            sizes, _, align = rest.partition(":")
-            left, right = (None if size == "inf" else int(size) for size in sizes.split(","))
-            return Window(left, right, _parse_align(align))
-        if kind == "documents":
-            starts, _, inner_text = rest.partition(":")
-            starts_q, _, starts_kv = starts.partition("/")
-            inner = parse(inner_text) if inner_text else Full()
-            return Documents(_ints(starts_q), _ints(starts_kv) if starts_kv else (), inner)  # type: ignore[arg-type]
-        if kind == "dense":
-            values, _, shape = rest.partition(":")
-            return Dense(tuple(int(size) for size in shape.split("x")), {"bool": False, "additive": True}[values])
+        return _KINDS[kind].from_text(rest)
     except (ValueError, KeyError) as error:
         if isinstance(error, InvalidInput):
             raise
+    others = sorted(_KINDS.keys() - {"full", "causal", "window", "documents", "dense"})
+    known = "full, causal, causal:bottom-right, window:LEFT,RIGHT, documents:0,a,b or dense:bool:SHAPE"
     raise InvalidInput(
         "mask",
         repr(text),
-        "full, causal, causal:bottom-right, window:LEFT,RIGHT, documents:0,a,b or dense:bool:SHAPE",
+        ", ".join([*others, known]),
         "write e.g. window:1024,0 or window:inf,0:bottom-right",
     )
 

@@ -1,14 +1,23 @@
-"""Memo: what was worked out before, kept within a number of entries and of bytes, and shared by all threads."""
+"""Memo: what was worked out before, kept within a number of entries and of bytes, and shared by all threads.
+
+Everything of this process that depends on more than its key (which kernels build here, the user's tuned tables, the
+environment) is kept in Memos, or has a function among `on_invalidate`. What changes one of these calls `invalidate`,
+and then all of it is worked out anew.
+"""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Generic, TypeVar
+import weakref
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
 _Made = TypeVar("_Made")
+_registering = threading.RLock()  # reentrant: a Memo may be made, or collected, while another is registered
+_memos: weakref.WeakSet[Memo[Any]] = weakref.WeakSet()
+_functions: list[Callable[[], None]] = []
 
 
 class Memo(Generic[_Made]):
@@ -24,6 +33,8 @@ class Memo(Generic[_Made]):
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._lock = threading.Lock()
         self.clear()
+        with _registering:
+            _memos.add(self)
 
     def put(self, key: Hashable, value: _Made, generation: int, size: int = 0) -> None:
         """Keep a value of about `size` bytes beyond what every entry has; nothing if it is out of date or too large."""
@@ -51,6 +62,23 @@ class Memo(Generic[_Made]):
         self._known: dict[Hashable, _Made] = {}
         self.get: Callable[[Hashable], _Made | None] = self._known.get
         self._held = 0
+
+
+def invalidate() -> None:
+    """Forget everything: calls, plans, decisions. What is being worked out from the old state is not kept either."""
+    with _registering:
+        memos, functions = list(_memos), list(_functions)
+    for memo in memos:
+        memo.clear()
+    for forget in functions:
+        forget()
+
+
+def on_invalidate(forget: Callable[[], None]) -> Callable[[], None]:
+    """Have a function called by `invalidate`, for what is kept elsewhere than in a Memo."""
+    with _registering:
+        _functions.append(forget)
+    return forget
 
 
 _ENTRY_BYTES = 2048  # of a key, a problem and a plan without a mask of any length

@@ -8,6 +8,9 @@ Autograd is a `torch.autograd.Function` for either: `_Planned` runs a Call, `_At
 too, so that a compiled backward sees it. Asked to be differentiable themselves (create_graph=True) both recompute
 through the reference, which is made of torch operations. Forward-mode AD would lose its tangents here without a word,
 so the ops refuse it; the api routes such calls elsewhere.
+
+What a call reads beside q, k and v are its operands: a mapping by name in here, and for the ops and for autograd the
+list of these tensors in the order that the mask and the score terms define (`Problem.operands`).
 """
 
 from __future__ import annotations
@@ -15,27 +18,34 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import library as torch_library
 
 from . import masks
-from .backends import Wants, empty_lse, empty_out, lse_dtype, reference
-from .errors import CompileError, UnsupportedProblem
-from .jit import tuned
+from .backend import empty_lse, empty_out, lse_dtype
+from .engine import run as engine
+from .errors import CompileError, InvalidInput, UnsupportedProblem
+from .jit import build_all, is_loaded, tuned
 from .memo import Memo
-from .plan import AUTO, BACKENDS, check_backend, leave_out, plan, replan
-from .problem import check_constant, check_shapes, check_tensors, describe
+from .operands import INPUTS, NO_OPERANDS, chosen
+from .plain import reference
+from .plan import AUTO, BACKENDS, check_backend, leave_out, plan
+from .problem import check_shapes, check_tensors, describe, operands_with_grad
+from .scores import parse_all
 from .target import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from .backends import Backend, Grads
+    from .backend import Backend
+    from .engine.program import Program
     from .masks import Mask
+    from .operands import Grads, Operands, Wants
+    from .plan import Plan
     from .problem import Layout, Precision, Problem
 
 Tensor = torch.Tensor
@@ -44,11 +54,11 @@ _log = logging.getLogger("tilewise")
 
 
 class Options(NamedTuple):
-    """The non-tensor arguments, in the order of the operators' schemas. Masks travel as their text form."""
+    """The non-tensor arguments, in the order of the operators' schemas. Masks and terms travel as their text forms."""
 
-    mask: str = "full"  # "" = the bias tensor is the mask
+    mask: str = "full"  # "" = the first operand is the mask
     scale: float | None = None
-    softcap: float = 0.0
+    scores: str = ""
     layout: Layout = "bhsd"
     backend: str = AUTO
     needs_lse: bool = False
@@ -62,8 +72,9 @@ class Call(NamedTuple):
     backend: Backend
     config: Any
     options: Options
-    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-    gradient: Callable[..., Grads] | None  # of (dout, dlse, q, k, v, out, lse, wants), where the backend binds one
+    names: tuple[str, ...]  # of its operands
+    forward: Callable[[Tensor, Tensor, Tensor, Operands], tuple[Tensor, Tensor | None]]
+    gradient: Callable[..., Grads] | None  # of (dout, dlse, q, k, v, out, lse, operands, wants), where it is bound
     lacks_memory: bool = False  # q, k or v is empty, or one for `with_memory`
 
     @property
@@ -71,13 +82,13 @@ class Call(NamedTuple):
         return next(name for name, backend in BACKENDS.items() if backend is self.backend)
 
     def backward(
-        self, dout: Tensor, dlse: Tensor | None, saved: tuple[Any, ...], bias: Tensor | None, wants: Wants
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        self, dout: Tensor, dlse: Tensor | None, saved: tuple[Any, ...], operands: Operands, wants: Wants
+    ) -> Grads:
         if self.gradient is not None:
-            return self.gradient(dout, dlse, *saved, wants)
+            return self.gradient(dout, dlse, *saved, operands, wants)
         q, k, v, out, lse = saved
         with _deterministic_as(self.problem, self.backend):
-            return self.backend.backward(dout, dlse, q, k, v, out, lse, self.problem, self.config, bias, wants)
+            return self.backend.backward(dout, dlse, q, k, v, out, lse, self.problem, self.config, operands, wants)
 
 
 class _Switch:
@@ -137,25 +148,60 @@ def _deterministic_as(problem: Problem, backend: Backend) -> AbstractContextMana
 
 _OBEY_THE_SWITCH = BACKENDS["torch-flash"], BACKENDS["torch-efficient"]
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
+
+
+# Calls by everything that decides one (`_signature`): the tensors as bhsd views, and the arguments, either as a caller
+# of `attention` gave them or as Options.
 _calls: Memo[Call] = Memo()
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, needs_grad: bool) -> Call:
-    """The Call for these tensors in bhsd order, validated and planned on first sight and remembered by signature."""
-    misaligned, lacks_memory = _addresses(q, k, v)
-    key = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), misaligned, lacks_memory,
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, needs_grad,
-        torch._C._get_deterministic_algorithms(), None if bias is None else (bias.shape, bias.dtype, bias.device),
-    )  # fmt: skip
+def recall(q: Tensor, k: Tensor, v: Tensor, operands: Operands, arguments: Any) -> Call | None:
+    """The Call that was remembered for tensors and arguments like these; None = take the long way.
+
+    A repeated call costs one look-up here, and its checks and plan are those of the first.
+    """
+    if not (type(q) is type(k) is type(v) is Tensor) or _is_watched():
+        return None
+    grads: tuple[str, ...] | None
+    try:
+        if not operands:  # the common case, without another call
+            grads = () if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) else None
+        elif _are_ordinary(operands):
+            grads = needed_grads(q, k, v, operands)
+        else:
+            return None
+        return _calls.get(_signature(q, k, v, operands, arguments, grads))
+    except (RuntimeError, TypeError):  # a wrong type among the arguments: the long way says it
+        return None
+
+
+def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, operands: Operands, arguments: Any) -> None:
+    """Let `recall` find this Call, which was prepared from the same tensors."""
+    if type(q) is type(k) is type(v) is Tensor and not _is_watched() and _are_ordinary(operands):
+        key = _signature(q, k, v, operands, arguments, needed_grads(q, k, v, operands))
+        _calls.put(key, call, _calls.generation, _size(call))
+
+
+def _are_ordinary(operands: Operands) -> bool:
+    return all(type(tensor) in _ORDINARY for tensor in operands.values())
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, operands: Operands, options: Options, grads: tuple[str, ...] | None
+) -> Call:
+    """The Call for these tensors in bhsd order, validated and planned on first sight and remembered by signature.
+
+    `grads`: the operands whose gradients are needed beside those of q, k and v; None = there will be no backward.
+    """
+    key = _signature(q, k, v, operands, options, grads)
     try:
         call = _calls.get(key)
     except TypeError:  # an option that cannot be hashed is of a wrong type, which this says
-        _described(q, k, v, bias, options)
+        _described(q, k, v, operands, options)
         raise
     if call is None:
-        generation = _calls.generation
-        call = _planned(q, k, v, bias, options, needs_grad)._replace(lacks_memory=lacks_memory)
+        call, generation = _planned(q, k, v, operands, options, grads)
+        call = call._replace(lacks_memory=key[_LACKS_MEMORY])
         _calls.put(key, call, generation, _size(call))
     return call
 
@@ -165,17 +211,35 @@ def _size(call: Call) -> int:
     return 2 * len(call.options.mask) + masks.size_in_bytes(call.problem.mask)
 
 
-def _addresses(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, bool]:
-    """Bits by which one of them misses a multiple of 16 bytes, and whether one has no memory that holds its values.
+_LACKS_MEMORY = 1
 
-    The offsets stand for the bits where addresses are out of reach.
-    """
+
+def _signature(
+    q: Tensor, k: Tensor, v: Tensor, operands: Operands, arguments: Any, grads: tuple[str, ...] | None
+) -> tuple[Any, ...]:
+    """The key of a call. First: by which bits an address misses a multiple of 16 bytes, and whether one of q, k and v
+    has no memory that holds its values. The offsets stand for the bits where addresses are out of reach."""
+    addresses: Any
     try:
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        addresses = (at_q | at_k | at_v) & 15
+        lacks_memory = not (at_q and at_k and at_v) or q.is_neg() or k.is_neg() or v.is_neg()
     except RuntimeError:
-        return hash((q.storage_offset(), k.storage_offset(), v.storage_offset())), False
-    lacks_memory = not (at_q and at_k and at_v) or q.is_neg() or k.is_neg() or v.is_neg()
-    return (at_q | at_k | at_v) & 15, lacks_memory
+        addresses, lacks_memory = (q.storage_offset(), k.storage_offset(), v.storage_offset()), False
+    return (
+        addresses, lacks_memory, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype,
+        v.dtype, q.device, k.device, v.device, grads, torch._C._get_deterministic_algorithms(), arguments,
+        tuple(map(_facts, operands.items())) if operands else None,
+    )  # fmt: skip
+
+
+def _facts(operand: tuple[str, Tensor]) -> tuple[Any, ...]:
+    name, tensor = operand
+    try:
+        address = tensor.data_ptr() & 15
+    except RuntimeError:
+        address = -1 - int(tensor.storage_offset())
+    return name, address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def with_memory(tensor: Tensor) -> Tensor:
@@ -186,48 +250,114 @@ def with_memory(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor._is_zerotensor() or tensor.is_neg() else tensor
 
 
-def _described(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options) -> Problem:
-    mask: Mask | Tensor = masks.parse(options.mask) if bias is None else bias
+def _described(q: Tensor, k: Tensor, v: Tensor, operands: Operands, options: Options) -> Problem:
+    others = dict(operands)
+    is_tensor = options.mask == "" and bool(others)
+    mask: Mask | Tensor = others.pop(next(iter(others))) if is_tensor else masks.parse(options.mask)
     return describe(
         q,
         k,
         v,
         mask=mask,
         scale=options.scale,
-        softcap=options.softcap,
+        scores=parse_all(options.scores),
+        operands=others,
         needs_lse=options.needs_lse,
         precision=options.precision,
     ).with_(layout=options.layout)
 
 
-def _planned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, needs_grad: bool) -> Call:
-    problem = _described(q, k, v, bias, options).with_(needs_grad=needs_grad)
-    chosen = plan(problem, Target.of(q.device), options.backend)
-    backend, config = BACKENDS[chosen.backend], chosen.config
-    try:
-        forward = _bound(backend, q, k, v, problem, config)
-        return Call(problem, backend, config, options, forward, _bound_gradient(backend, problem))
-    except CompileError as error:
-        if tuned.does_not_build(config, str(error).splitlines()[0]):
-            replan()
-            if plan(problem, chosen.target, options.backend).config != config:
-                return _planned(q, k, v, bias, options, needs_grad)
-        if options.backend != AUTO:
-            raise
-        _log.warning("%s is left out from now on, its kernel does not build here: %s", chosen.backend, error)
-        leave_out(chosen.backend, str(error).splitlines()[0])
-        return _planned(q, k, v, bias, options, needs_grad)
+def named_operands(options: Options, tensors: Sequence[Tensor] | None) -> Operands:
+    """The operators' list of operands by name: that of the mask, if it is a tensor, then those of the terms.
+
+    AOTInductor hands over None for an empty list.
+    """
+    tensors = tensors or ()
+    names = [operand.name for term in parse_all(options.scores) for operand in term.tensors]
+    if options.mask == "" and tensors:
+        names.insert(0, "keep" if tensors[0].dtype == torch.bool else "bias")
+    if len(names) != len(tensors):
+        raise InvalidInput(
+            "operands", f"{len(tensors)} tensors", ", ".join(names) or "none", "pass those that mask and scores name"
+        )
+    return dict(zip(names, tensors, strict=True)) if names else NO_OPERANDS
+
+
+def _planned(
+    q: Tensor, k: Tensor, v: Tensor, operands: Operands, options: Options, grads: tuple[str, ...] | None
+) -> tuple[Call, int]:
+    """Plan, and build what was planned; what does not build is left out, and planned anew without it.
+
+    With the generation of what is remembered as it was before the plan was made.
+    """
+    problem = _described(q, k, v, operands, options).with_(needs_grad=grads is not None, operand_grads=grads or ())
+    generation = _calls.generation
+    planned = plan(problem, Target.of(q.device), options.backend)
+    failed: CompileError | None = None
+    while True:
+        try:
+            _build(planned)
+            return _call(planned, q, k, v, operands, options), generation
+        except CompileError as error:
+            failed = error
+            _leave_out(planned, error, options)
+        generation = _calls.generation
+        try:
+            planned = plan(problem, planned.target, options.backend)
+        except UnsupportedProblem:
+            raise failed from None  # a backend that was asked for by name, and has nothing left
+
+
+def _call(planned: Plan, q: Tensor, k: Tensor, v: Tensor, operands: Operands, options: Options) -> Call:
+    problem, backend, config = planned.problem, BACKENDS[planned.backend], planned.config
+    names = tuple(operand.name for operand in problem.operands)
+    forward, gradient = planned.forward, planned.backward
+    if forward is None:
+        bound = _bound(backend, q, k, v, problem, config, operands)
+        return Call(problem, backend, config, options, names, bound, _bound_gradient(backend, problem))
+    bound = engine.bind_forward(lambda: forward, problem, q, k, v, operands)
+    if gradient is None:
+        return Call(problem, backend, config, options, names, bound, None)
+    everything = frozenset((*INPUTS, *problem.operand_grads))
+
+    def program(device: torch.device, wants: Wants) -> Program:
+        return gradient if wants == everything else planned.backward_for(wants)
+
+    return Call(problem, backend, config, options, names, bound, engine.bind_backward(program, problem))
+
+
+def _build(chosen: Plan) -> None:
+    """Every kernel of a plan, both directions side by side, before the first of them is needed."""
+    for unit, built in build_all(unit for unit in chosen.units if not is_loaded(unit)):
+        if isinstance(built, CompileError):
+            built.unit = unit.label
+            raise built
+
+
+def _leave_out(chosen: Plan, error: CompileError, options: Options) -> None:
+    """What failed counts no more: the tuned config it came from, or the kernel, or the backend if it names none."""
+    first_line = str(error).splitlines()[0]
+    in_backward = chosen.backward is not None and error.unit in {unit.label for unit in chosen.backward.units}
+    if tuned.does_not_build(chosen.backward_config if in_backward else chosen.config, first_line):
+        again = plan(chosen.problem, chosen.target, options.backend)
+        if (again.config, again.backward_config) != (chosen.config, chosen.backward_config):
+            return
+    what = error.unit or chosen.backend
+    if error.unit == "" and options.backend != AUTO:
+        raise error
+    _log.warning("%s is left out from now on, it does not build here: %s", what, error)
+    leave_out(what, first_line)
 
 
 def _bound(
-    backend: Backend, q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: Any
-) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: Any, operands: Operands
+) -> Callable[[Tensor, Tensor, Tensor, Operands], tuple[Tensor, Tensor | None]]:
     """The backend's forward for tensors of one signature. Those with a `bind` settle there what no call need repeat."""
     bind = getattr(backend, "bind", None)
     if bind is not None:
-        return bind(q, k, v, problem, config)  # type: ignore[no-any-return]
+        return bind(q, k, v, problem, config, operands=operands)  # type: ignore[no-any-return]
     forward = backend.forward
-    return lambda q, k, v, bias: forward(q, k, v, problem, config, bias)
+    return lambda q, k, v, operands: forward(q, k, v, problem, config, operands)
 
 
 def _bound_gradient(backend: Backend, problem: Problem) -> Callable[..., Grads] | None:
@@ -235,29 +365,31 @@ def _bound_gradient(backend: Backend, problem: Problem) -> Callable[..., Grads] 
     return bind(problem) if bind is not None and problem.needs_grad else None
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options) -> tuple[Tensor, Tensor | None]:
+def run(q: Tensor, k: Tensor, v: Tensor, operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
     """Attention of bhsd views through the shortest path that PyTorch's state allows."""
-    if not is_plain(q, k, v):
+    if not is_plain(q, k, v) or not _are_ordinary(operands):
         check_tensors(q, k, v)
         _tell_flop_counters()
-        return torch.ops.tilewise.attention(q, k, v, bias, *options)  # type: ignore[no-any-return]
-    return execute(prepare(q, k, v, bias, options, needs_grad(q, k, v)), q, k, v, bias)
+        return torch.ops.tilewise.attention(q, k, v, list(operands.values()), *options)  # type: ignore[no-any-return]
+    return execute(prepare(q, k, v, operands, options, needed_grads(q, k, v, operands)), q, k, v, operands)
 
 
-def execute(call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def execute(call: Call, q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
     """Run a Call on plain tensors of its signature."""
     if autocast_is_on():
         with without_autocast():
-            return execute(call, q, k, v, bias)
+            return execute(call, q, k, v, operands)
     if call.lacks_memory:
         q, k, v = with_memory(q), with_memory(k), with_memory(v)
-    if bias is not None:
-        bias = with_memory(bias)
-    if not call.problem.needs_grad:
-        return call.forward(q, k, v, bias)
-    if call.options.needs_lse:
-        return _apply_planned(q, k, v, bias, call)  # type: ignore[no-any-return]
-    return _apply_planned(q, k, v, bias, call), None
+    if not operands:
+        if not call.problem.needs_grad:
+            return call.forward(q, k, v, operands)
+        result = _apply_planned(q, k, v, call)
+    else:
+        if not call.problem.needs_grad:
+            return call.forward(q, k, v, {name: with_memory(tensor) for name, tensor in operands.items()})
+        result = _apply_planned(q, k, v, call, *[with_memory(operands[name]) for name in call.names])
+    return result if call.options.needs_lse else (result, None)
 
 
 # Attention casts nothing, whichever backend computes it, even one made of operations that autocast casts.
@@ -266,38 +398,11 @@ autocast_is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
 
 
-def needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-
-
-# By everything that decides a call: what `recall` looks up, and nothing else does. Only plain calls are in it.
-_recalled: Memo[Call] = Memo()
-
-
-def recall(q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> Call | None:
-    """The Call that was remembered for tensors and arguments like these; None = take the long way.
-
-    A repeated call costs one look-up here, and its checks and plan are those of the first.
-    """
-    if not (type(q) is type(k) is type(v) is Tensor) or _is_watched():
-        return None
-    try:
-        return _recalled.get(_signature(q, k, v, arguments))
-    except (RuntimeError, TypeError):  # no memory of their own, or arguments of a wrong type: the long way says it
-        return None
-
-
-def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> None:
-    """Let `recall` find this Call. Both see the caller's own tensors, before any transpose."""
-    if type(q) is type(k) is type(v) is Tensor and not _is_watched():
-        with suppress(RuntimeError, TypeError):  # as in `recall`
-            _recalled.put(_signature(q, k, v, arguments), call, _recalled.generation, 2 * _size(call))
-
-
-def forget() -> None:
-    """Plan every call anew."""
-    _calls.clear()
-    _recalled.clear()
+def needed_grads(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[str, ...] | None:
+    """As `prepare` takes it: what autograd will ask of a call with these tensors."""
+    if operands and (names := operands_with_grad(operands)):
+        return tuple(names)
+    return () if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) else None
 
 
 def _is_watched() -> bool:
@@ -318,18 +423,6 @@ is_jit_traced: Callable[[], Any] = torch._C._get_tracing_state
 _forward_ad = torch.autograd.forward_ad
 
 
-def _signature(q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> tuple[Any, ...]:
-    at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    if not (at_q and at_k and at_v) or q.is_neg() or k.is_neg() or v.is_neg():
-        raise RuntimeError("a tensor without memory that holds its values")
-    return (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, (at_q | at_k | at_v) & 15,
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-        torch._C._get_deterministic_algorithms(), arguments,
-    )  # fmt: skip
-
-
 _ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 
 
@@ -345,21 +438,19 @@ def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 class _Planned(torch.autograd.Function):
-    """A Call and its backward. What is not returned (lse, mostly) is only saved."""
+    """A Call and its backward, of q, k, v, the call and its operands. What is not returned (lse, mostly) is saved."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, call: Call
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, *tensors: Tensor
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        out, lse = call.forward(q, k, v, bias)
+        operands = dict(zip(call.names, tensors, strict=True)) if tensors else NO_OPERANDS
+        out, lse = call.forward(q, k, v, operands)
         if out._is_view():  # autograd would let nobody change it in place, nor a view of it
             out = out.new_empty(0).set_(out)  # type: ignore[call-overload]
         ctx.call = call
         ctx.strides = None if call.gradient is None else (q.stride(), k.stride(), v.stride())
-        if bias is None:
-            ctx.save_for_backward(q, k, v, out, lse)
-        else:
-            ctx.save_for_backward(q, k, v, out, lse, bias)
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)
         if not call.options.needs_lse:
             return out
         ctx.set_materialize_grads(False)
@@ -367,25 +458,36 @@ class _Planned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *rest = ctx.saved_tensors
-        bias: Tensor | None = rest[0] if rest else None
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
         call: Call = ctx.call
-        wants: Wants = ctx.needs_input_grad[:3]
+        flags = ctx.needs_input_grad
         if dout is None and dlse is None:
-            return None, None, None, None, None
+            return (None,) * len(flags)
+        operands: Operands = dict(zip(call.names, tensors, strict=True)) if tensors else NO_OPERANDS
+        wants = chosen((*INPUTS, *call.names), (*flags[:3], *flags[4:])) if tensors else chosen(INPUTS, flags[:3])
         if _wants_composite():
-            return (*_differentiable_grads(dout, dlse, q, k, v, bias, call.problem, wants), None, None)
+            return _in_slots(_differentiable_grads(dout, dlse, q, k, v, operands, call.problem, wants), call.names)
         dout = torch.zeros_like(out) if dout is None else with_memory(dout)
         if ctx.strides is not None and ctx.strides != (q.stride(), k.stride(), v.stride()):
             # Hooks on saved tensors, as of save_on_cpu, may lay them out anew; a bound gradient is for one layout.
-            call = prepare(q, k, v, bias, call.options._replace(backend=call.backend_name), True)
-        if is_plain(dout, q, k) and not torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING):
+            options = call.options._replace(backend=call.backend_name)
+            call = prepare(q, k, v, operands, options, call.problem.operand_grads)
+        if is_plain(dout, q, k):
             if not autocast_is_on():
-                return (*call.backward(dout, dlse, (q, k, v, out, lse), bias, wants), None, None)
+                return _in_slots(call.backward(dout, dlse, (q, k, v, out, lse), operands, wants), call.names)
             with without_autocast():
-                return (*call.backward(dout, dlse, (q, k, v, out, lse), bias, wants), None, None)
+                return _in_slots(call.backward(dout, dlse, (q, k, v, out, lse), operands, wants), call.names)
         options = call.options if lse is not None else call.options._replace(backend=call.backend_name)
-        return (*_backward_op(dout, dlse, *_with_lse(q, out, lse), q, k, v, bias, options, wants), None, None)
+        out, lse = _with_lse(q, out, lse)
+        dq, dk, dv, *others = _backward_op(dout, dlse, out, lse, q, k, v, tensors, options, (*flags[:3], *flags[4:]))
+        return dq, dk, dv, None, *others
+
+
+def _in_slots(grads: Grads, names: tuple[str, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients in the places of `_Planned`'s inputs."""
+    if not names:
+        return grads.get("q"), grads.get("k"), grads.get("v"), None
+    return grads.get("q"), grads.get("k"), grads.get("v"), None, *(grads.get(name) for name in names)
 
 
 # In force while autograd batches gradients (is_grads_batched=True): its tensors look plain, and have no memory.
@@ -400,14 +502,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, wants: list[bool], *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = torch.ops.tilewise.attention_with_lse(q, k, v, bias, *options)
+            out, lse = torch.ops.tilewise.attention_with_lse(q, k, v, list(tensors), wants, *options)
             if type(out) is Tensor and out._is_view() and not torch.compiler.is_compiling():
                 out = out.new_empty(0).set_(out)  # type: ignore[call-overload]  # as in _Planned
         ctx.options = options
-        ctx.save_for_backward(q, k, v, out, lse, bias)  # as _Planned: a checkpoint may recompute one by the other
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)  # as _Planned: a checkpoint may recompute one by the other
         if not options.needs_lse:
             ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
@@ -415,22 +517,33 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, bias = ctx.saved_tensors
-        wants: Wants = tuple(ctx.needs_input_grad[:3])
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        flags = ctx.needs_input_grad
         if dout is None and dlse is None:
-            return None, None, None, None, None
+            return (None,) * len(flags)
+        flags = (*flags[:3], *flags[5:])
         if _wants_composite():
-            problem = prepare(q, k, v, bias, ctx.options._replace(backend="reference"), True).problem
-            return (*_differentiable_grads(dout, dlse, q, k, v, bias, problem, wants), None, None)
+            operands = named_operands(ctx.options, tensors)
+            wants = chosen((*INPUTS, *operands), flags)
+            grads = tuple(name for name in operands if name in wants)
+            problem = prepare(q, k, v, operands, ctx.options._replace(backend="reference"), grads).problem
+            found = _differentiable_grads(dout, dlse, q, k, v, operands, problem, wants)
+            return *(found.get(name) for name in INPUTS), None, None, *(found.get(name) for name in operands)
         dout = torch.zeros_like(out) if dout is None else dout
-        return (*_backward_op(dout, dlse, out, lse, q, k, v, bias, ctx.options, wants), None, None)
+        dq, dk, dv, *others = _backward_op(dout, dlse, out, lse, q, k, v, tensors, ctx.options, flags)
+        return dq, dk, dv, None, None, *others
 
 
 def _wants_composite() -> bool:
-    """A gradient that is itself differentiated (create_graph=True), or taken inside a functorch transform."""
+    """A gradient that is itself differentiated (create_graph=True), taken inside a functorch transform, or batched.
+
+    PyTorch batches no operator that takes a list of tensors.
+    """
     if torch.compiler.is_compiling():
         return False
-    return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return True
+    return torch._C._dispatch_tls_is_dispatch_key_included(_BATCHING)
 
 
 def _backward_op(
@@ -441,12 +554,12 @@ def _backward_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
+    tensors: Sequence[Tensor],
     options: Options,
-    wants: Wants,
+    wants: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    *others, precision = options
-    grads = torch.ops.tilewise.attention_backward(dout, dlse, q, k, v, bias, out, lse, *others, list(wants), precision)
+    """The gradients of q, k, v and the operands, in this order; None where not wanted."""
+    grads = torch.ops.tilewise.attention_backward(dout, dlse, q, k, v, list(tensors), out, lse, list(wants), *options)
     return tuple(grad if want else None for grad, want in zip(grads, wants, strict=True))
 
 
@@ -456,61 +569,70 @@ def _differentiable_grads(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bias: Tensor | None,
+    operands: Operands,
     problem: Problem,
     wants: Wants,
-) -> tuple[Tensor | None, ...]:
+) -> Grads:
     """Gradients made of torch operations, through the reference: they can be differentiated again, and batched.
 
     Each input is a view of its own: q, k and v may be one tensor, or made of one another, and a gradient with respect
     to the tensors themselves would then collect what reaches one of them through the others. The gradients of these
-    gradients still flow through the views to where the inputs came from. The bias is a constant (`check_constant`).
+    gradients still flow through the views to where the inputs came from. Operands that have no gradient are constants.
     """
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        views = q.view_as(q), k.view_as(k), v.view_as(v)
-        bias = bias if bias is None else bias.detach()
-        out, lse = recorded(lambda q, k, v, bias: reference.forward(q, k, v, problem, None, bias), *views, bias)
+        views = {"q": q.view_as(q), "k": k.view_as(k), "v": v.view_as(v)}
+        views |= {name: x.view_as(x) if name in wants else x.detach() for name, x in operands.items()}
+        others = {name: views[name] for name in operands}
+        out, lse = recorded(
+            lambda q, k, v, operands: reference.forward(q, k, v, problem, None, operands),
+            views["q"], views["k"], views["v"], others,
+        )  # fmt: skip
         pairs = [(output, grad) for output, grad in ((out, dout), (lse, dlse)) if grad is not None]
-        inputs = [tensor for tensor, want in zip(views, wants, strict=True) if want]
+        inputs = {name: view for name, view in views.items() if name in wants}
         outputs, grads_in = zip(*pairs, strict=True)
-        grads = iter(torch.autograd.grad(outputs, inputs, grads_in, create_graph=again, allow_unused=True))
-    return tuple(next(grads) if want else None for want in wants)
+        found = torch.autograd.grad(outputs, list(inputs.values()), grads_in, create_graph=again, allow_unused=True)
+    return {name: grad for name, grad in zip(inputs, found, strict=True) if grad is not None}
 
 
 def recorded(
-    forward: Callable[..., tuple[Tensor, Tensor | None]], q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+    forward: Callable[..., tuple[Tensor, Tensor | None]], q: Tensor, k: Tensor, v: Tensor, operands: Operands
 ) -> tuple[Tensor, Tensor | None]:
-    """`forward` of (q, k, v, bias), whose single operations autograd or a transform records and derives itself.
+    """`forward` of (q, k, v, operands), whose single operations autograd or a transform records and derives itself.
 
     Their derivatives run where we cannot turn autocast off. It leaves float64 alone, so under autocast all is float64.
     """
     if not autocast_is_on():
-        return forward(q, k, v, bias)
+        return forward(q, k, v, operands)
     with without_autocast():
-        wide = bias if bias is None or bias.dtype == torch.bool else bias.double()
+        wide = {name: x.double() if x.is_floating_point() else x for name, x in operands.items()}
         out, lse = forward(q.double(), k.double(), v.double(), wide)
         return out.to(q.dtype), lse if lse is None else lse.to(lse_dtype(q.dtype))
 
 
-# Invariant: `precision` stands last, after `wants` too, with a default: graphs that were saved without it still load.
-_OPTIONS = "str mask, float? scale, float softcap, str layout, str backend, bool needs_lse"
-_PRECISION = "str precision='exact'"
-_FORWARD_SCHEMA = f"(Tensor q, Tensor k, Tensor v, Tensor? bias, {_OPTIONS}, {_PRECISION}) -> (Tensor, Tensor)"
-_BACKWARD_SCHEMA = (
-    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor out, Tensor lse, "
-    f"{_OPTIONS}, bool[] wants, {_PRECISION}) -> (Tensor, Tensor, Tensor)"
-)
+_OPTIONS = "str mask, float? scale, str scores, str layout, str backend, bool needs_lse, str precision='exact'"
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor[] operands"
+# `wants`: which gradients will be, or are, asked for: of q, k and v, then of the operands.
+_SCHEMAS = {
+    "attention": f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
+    "attention_with_lse": f"({_TENSORS}, bool[] wants, {_OPTIONS}) -> (Tensor, Tensor)",
+    "attention_backward": (
+        f"(Tensor dout, Tensor? dlse, {_TENSORS}, Tensor out, Tensor lse, bool[] wants, {_OPTIONS}) -> Tensor[]"
+    ),
+}
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], *options: Any) -> tuple[Tensor, Tensor]:
     named = Options(*options)
+    operands = named_operands(named, tensors)
     with without_autocast():
-        out, lse = prepare(q, k, v, bias, named, False).forward(q, k, v, bias)
+        out, lse = prepare(q, k, v, operands, named, None).forward(q, k, v, operands)
     return _with_lse(q, out, lse) if named.needs_lse else (out, _no_lse(q))
 
 
-def _attention_with_lse(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+def _attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], wants: list[bool], *options: Any
+) -> tuple[Tensor, Tensor]:
     """The forward of a call that will be differentiated.
 
     Its backward plans anew, from what autograd or the compiler hands back: with other strides "auto" may mean another
@@ -519,8 +641,10 @@ def _attention_with_lse(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *o
     named = Options(*options)
     if named.backend == AUTO:
         named = named._replace(needs_lse=True)
+    operands = named_operands(named, tensors)
+    grads = tuple(name for name, want in zip(operands, wants[3:], strict=True) if want)
     with without_autocast():
-        return _with_lse(q, *prepare(q, k, v, bias, named, True).forward(q, k, v, bias))
+        return _with_lse(q, *prepare(q, k, v, operands, named, grads).forward(q, k, v, operands))
 
 
 def _with_lse(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -533,21 +657,18 @@ def _no_lse(q: Tensor) -> Tensor:
 
 
 def _attention_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], out: Tensor, lse: Tensor,
+    wants: list[bool], *options: Any,
+) -> list[Tensor]:  # fmt: skip
     """Gradients with the strides of empty_like(input), as the fake kernel promises; empty where not wanted."""
-    options, wants = _split_rest(rest)
-    call = prepare(q, k, v, bias, options, True)
+    named = Options(*options)
+    operands = named_operands(named, tensors)
+    wanted = chosen((*INPUTS, *operands), tuple(wants))
+    call = prepare(q, k, v, operands, named, tuple(name for name in operands if name in wanted))
     with without_autocast():
-        grads = call.backward(dout, dlse, (q, k, v, out, lse), bias, wants)
-    return tuple(_like(grad, tensor) for grad, tensor in zip(grads, (q, k, v), strict=True))  # type: ignore[return-value]
-
-
-def _split_rest(rest: tuple[Any, ...]) -> tuple[Options, Wants]:
-    """The options and `wants` among a backward's last arguments. PyTorch leaves out a precision that is the default."""
-    before = len(Options._fields) - 1
-    return Options(*rest[:before], *rest[before + 1 :]), tuple(rest[before])
+        grads = call.backward(dout, dlse, (q, k, v, out, lse), operands, wanted)
+    given = {"q": q, "k": k, "v": v, **operands}
+    return [_like(grads.get(name), tensor) for name, tensor in given.items()]
 
 
 def _like(grad: Tensor | None, tensor: Tensor) -> Tensor:
@@ -557,39 +678,38 @@ def _like(grad: Tensor | None, tensor: Tensor) -> Tensor:
     return grad if grad.stride() == wanted.stride() else wanted.copy_(grad)
 
 
-def _check_fake(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options) -> None:
+def _check_fake(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], options: Options) -> None:
     """Raise for whatever could not be planned, as far as a trace knows the sizes; the rest is checked when it runs."""
     check_backend(options.backend)
-    if all(type(size) is int for tensor in (q, k, v, q if bias is None else bias) for size in tensor.shape):
-        _described(q, k, v, bias, options)
+    operands = named_operands(options, tensors)
+    if all(type(size) is int for tensor in (q, k, v, *tensors) for size in tensor.shape):
+        _described(q, k, v, operands, options)
     else:
         check_tensors(q, k, v)
-        check_shapes(q, k, v)
+        check_shapes(q, k, v, options.layout)
 
 
-def _fake_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+def _fake_attention(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], *options: Any) -> tuple[Tensor, Tensor]:
     named = Options(*options)
-    _check_fake(q, k, v, bias, named)
+    _check_fake(q, k, v, tensors, named)
     out = empty_out(q, v.shape[-1], named.layout)
     return out, empty_lse(q) if named.needs_lse else _no_lse(q)
 
 
 def _fake_attention_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], wants: list[bool], *options: Any
 ) -> tuple[Tensor, Tensor]:
     named = Options(*options)
-    _check_fake(q, k, v, bias, named)
+    _check_fake(q, k, v, tensors, named)
     return empty_out(q, v.shape[-1], named.layout), empty_lse(q)
 
 
 def _fake_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    _, wants = _split_rest(rest)
-    return tuple(  # type: ignore[return-value]
-        torch.empty_like(tensor) if want else tensor.new_empty(0) for tensor, want in zip((q, k, v), wants, strict=True)
-    )
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], out: Tensor, lse: Tensor,
+    wants: list[bool], *options: Any,
+) -> list[Tensor]:  # fmt: skip
+    given = zip((q, k, v, *tensors), wants, strict=True)
+    return [torch.empty_like(tensor) if want else tensor.new_empty(0) for tensor, want in given]
 
 
 def has_tangent(*tensors: Tensor) -> bool:
@@ -597,28 +717,30 @@ def has_tangent(*tensors: Tensor) -> bool:
     return _forward_ad._current_level >= 0 and any(_forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
-def _autograd_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
-    if has_tangent(q, k, v):
+def _autograd_attention(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], *options: Any) -> tuple[Tensor, Tensor]:
+    tensors = tensors or []  # see named_operands
+    if has_tangent(q, k, v, *tensors):
         raise UnsupportedProblem(
             "tilewise::attention has no forward-mode derivative, and would drop the tangents of its inputs.",
             remedy="call tilewise.attention, which routes forward-mode AD to a composite backend",
         )
-    if bias is not None:
-        check_constant(bias)
     _tell_flop_counters()
-    if needs_grad(q, k, v):
-        out, lse = _Attention.apply(q, k, v, bias, Options(*options))  # type: ignore[no-untyped-call]
-        return out, lse if Options(*options).needs_lse else _no_lse(q)
+    given = (q, k, v, *tensors)
+    wants = [tensor.requires_grad for tensor in given]
+    if torch.is_grad_enabled() and True in wants:
+        named = Options(*options)
+        out, lse = _Attention.apply(q, k, v, named, wants, *tensors)  # type: ignore[no-untyped-call]
+        return out, lse if named.needs_lse else _no_lse(q)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.tilewise.attention(q, k, v, bias, *options)  # type: ignore[no-any-return]
+        return torch.ops.tilewise.attention(q, k, v, tensors, *options)  # type: ignore[no-any-return]
 
 
-for _name, _schema, _kernel, _fake in (
-    ("attention", _FORWARD_SCHEMA, _attention, _fake_attention),
-    ("attention_with_lse", _FORWARD_SCHEMA, _attention_with_lse, _fake_attention_with_lse),
-    ("attention_backward", _BACKWARD_SCHEMA, _attention_backward, _fake_backward),
+for _name, _kernel, _fake in (
+    ("attention", _attention, _fake_attention),
+    ("attention_with_lse", _attention_with_lse, _fake_attention_with_lse),
+    ("attention_backward", _attention_backward, _fake_backward),
 ):
-    torch_library.define(f"tilewise::{_name}", _schema)
+    torch_library.define(f"tilewise::{_name}", _SCHEMAS[_name])
     torch_library.impl(f"tilewise::{_name}", "CompositeExplicitAutograd", _kernel)
     torch_library.register_fake(f"tilewise::{_name}", _fake)
 torch_library.impl("tilewise::attention", "Autograd", _autograd_attention)
@@ -642,7 +764,7 @@ def _tell_flop_counters() -> None:
 
     ours = {
         torch.ops.tilewise.attention: _forward_flops,
-        torch.ops.tilewise.attention_with_lse: _forward_flops,
+        torch.ops.tilewise.attention_with_lse: _training_flops,
         torch.ops.tilewise.attention_backward: _backward_flops,
     }
     module.flop_registry |= ours
@@ -652,21 +774,27 @@ def _tell_flop_counters() -> None:
 
 
 def _forward_flops(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: str, *options: Any, out_val: Any = None
+    q: Tensor, k: Tensor, v: Tensor, operands: list[Tensor], mask: str, *options: Any, out_val: Any = None
 ) -> int:
     """Of the pairs that the mask shows; all of them where it is a tensor, whose content nobody reads for this."""
-    return 2 * _visible_pairs(q, k, bias, mask) * (q.shape[-1] + v.shape[-1])
+    return 2 * _visible_pairs(q, k, mask) * (q.shape[-1] + v.shape[-1])
+
+
+def _training_flops(
+    q: Tensor, k: Tensor, v: Tensor, operands: list[Tensor], wants: list[bool], *options: Any, out_val: Any = None
+) -> int:
+    return _forward_flops(q, k, v, operands, *options)
 
 
 def _backward_flops(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
-    mask: str, *options: Any, out_val: Any = None,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, operands: list[Tensor], out: Tensor,
+    lse: Tensor, wants: list[bool], mask: str, *options: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
     """S, dQ and dK over head_dim, dP and dV over head_dim_v."""
-    return 2 * _visible_pairs(q, k, bias, mask) * (3 * q.shape[-1] + 2 * v.shape[-1])
+    return 2 * _visible_pairs(q, k, mask) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-def _visible_pairs(q: Tensor, k: Tensor, bias: Tensor | None, mask: str) -> int:
+def _visible_pairs(q: Tensor, k: Tensor, mask: str) -> int:
     batch, heads, seq_q, _ = q.shape
     seq_kv = k.shape[2]
-    return batch * heads * (seq_q * seq_kv if bias is not None else masks.parse(mask).pairs(seq_q, seq_kv))
+    return batch * heads * (seq_q * seq_kv if mask == "" else masks.parse(mask).pairs(seq_q, seq_kv))

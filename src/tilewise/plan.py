@@ -1,35 +1,49 @@
 """plan(problem, target) -> Plan: which backend runs, why it, and why not the others. Pure and memoised.
 
+What may change while a process runs (kernels that turned out not to build, the user's tuned tables, the environment) is
+a `State`, which a plan is made for like for a target: none made for another state is ever found by mistake. Whoever
+changes it calls `memo.invalidate`, for the sake of what was made of plans.
+
 Rules are rows, not code paths: "prefer X, when ..., because ...". The first row whose backend is willing and whose
 condition holds wins. Naming a backend makes it the only row: a refusal then raises instead of falling back.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .backends import reference, sm80, sm90, tiled, torch_sdpa, triton
+from .engine import SM80, SM90
+from .engine.backend import Fused
 from .errors import InvalidInput, Reason, UnsupportedProblem
+from .jit import tuned
 from .masks import Causal, Dense, Documents, Full, Window, size_in_bytes
-from .memo import Memo
+from .memo import Memo, invalidate
+from .plain import reference, tiled
 from .problem import dtype_name
+from .torch_kernels import candidates
+from .triton import backend as triton
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .backends import Backend
+    from .backend import Backend
+    from .engine.program import Program
+    from .jit import Unit
+    from .operands import Wants
     from .problem import Problem
     from .target import Target
 
 AUTO = "auto"
 
 BACKENDS: dict[str, Backend] = {
-    "sm90": sm90,
-    "sm80": sm80,
-    **{candidate.name: candidate for candidate in torch_sdpa.CANDIDATES},
+    "sm90": SM90,
+    "sm80": SM80,
+    **{candidate.name: candidate for candidate in candidates.CANDIDATES},
     "triton": triton,
     "tiled": tiled,
     "reference": reference,
@@ -50,9 +64,20 @@ class Verdict:
         return not self.reasons
 
 
+class State(NamedTuple):
+    """What a plan depends on beside the problem and the target."""
+
+    left_out: frozenset[tuple[str, str]] = frozenset()  # kernels that do not work here: (label of the unit, why)
+    tables: int = 0  # counts the changes of the user's tuned tables
+    environment: tuple[str | None, ...] = ()  # the variables that backends ask for
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The choice, its reason, and a verdict for every backend, in the order they were considered."""
+    """The choice, its reason, and a verdict for every backend, in the order they were considered.
+
+    `forward` and `backward` are what our own backends launch; None where PyTorch or Triton do that themselves.
+    """
 
     problem: Problem
     target: Target
@@ -60,10 +85,25 @@ class Plan:
     config: Any
     because: str
     verdicts: tuple[Verdict, ...]
+    forward: Program | None = None
+    backward: Program | None = None
+    backward_config: Any = None
 
     @property
     def chosen(self) -> Verdict:
         return next(verdict for verdict in self.verdicts if verdict.backend == self.backend)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The kernels of ours that its calls launch."""
+        programs = [program for program in (self.forward, self.backward) if program is not None]
+        return tuple(dict.fromkeys(unit for program in programs for unit in program.units))
+
+    def backward_for(self, wants: Wants) -> Program:
+        """What makes these gradients alone; of plans with a `backward`."""
+        fused = BACKENDS[self.backend]
+        assert isinstance(fused, Fused)
+        return fused.backward_program(self.problem, self.target, self.backward_config, wants)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
@@ -74,6 +114,7 @@ class Plan:
             "config": str(self.config) if self.config is not None else None,
             "because": self.because,
             "launch": _details(self),
+            "backward": list(self.backward.says) if self.backward is not None else [],
             "bound": _bound(self.problem, self.target),
             "verdicts": [
                 {
@@ -160,14 +201,18 @@ def _is_narrow(problem: Problem) -> bool:
     return problem.dtype.itemsize == 2
 
 
-def plan(problem: Problem, target: Target, backend: str = AUTO) -> Plan:
-    """The plan for a problem on a target. Raises UnsupportedProblem, with every reason, if nothing allowed takes it."""
+def plan(problem: Problem, target: Target, backend: str = AUTO, state: State | None = None) -> Plan:
+    """The plan for a problem on a target. Raises UnsupportedProblem, with every reason, if nothing allowed takes it.
+
+    Without a state: as things stand in this process.
+    """
     check_backend(backend)
-    key = problem, target, backend
+    state = current_state() if state is None else state
+    key = problem, target, backend, state
     known = _plans.get(key)
     if known is None:
         generation = _plans.generation
-        known = _explicit(problem, target, backend) if backend != AUTO else _automatic(problem, target)
+        known = (_automatic if backend == AUTO else _explicit)(problem, target, backend, state)
         # Most of what a plan holds of its mask is the text of it in the reasons of those who refuse.
         size = 2 * size_in_bytes(problem.mask) + sum(len(why.what) for said in known.verdicts for why in said.reasons)
         _plans.put(key, known, generation, size)
@@ -182,12 +227,12 @@ def check_backend(backend: str) -> None:
         raise InvalidInput("backend", repr(backend), f"'auto' or one of {', '.join(BACKENDS)}", "choose one of these")
 
 
-def _automatic(problem: Problem, target: Target) -> Plan:
-    verdicts = {name: _verdict(name, problem, target) for name in _order(problem, target)}
+def _automatic(problem: Problem, target: Target, backend: str, state: State) -> Plan:
+    verdicts = {name: _verdict(name, problem, target, state) for name in _order(problem, target)}
     for rule in RULES:
         verdict = verdicts[rule.prefer]
         if verdict.willing and not verdict.hazard and rule.when(problem, target):
-            return _plan(problem, target, rule.prefer, rule.because, tuple(verdicts.values()))
+            return _plan(problem, target, rule.prefer, rule.because, tuple(verdicts.values()), state)
     raise UnsupportedProblem(
         f"no backend takes {problem} on {target.name}.",
         problem,
@@ -196,8 +241,8 @@ def _automatic(problem: Problem, target: Target) -> Plan:
     )
 
 
-def _explicit(problem: Problem, target: Target, backend: str) -> Plan:
-    verdict = _verdict(backend, problem, target)
+def _explicit(problem: Problem, target: Target, backend: str, state: State) -> Plan:
+    verdict = _verdict(backend, problem, target, state)
     if not verdict.willing:
         raise UnsupportedProblem(
             f"backend {backend!r} does not take {problem} on {target.name}.",
@@ -205,26 +250,79 @@ def _explicit(problem: Problem, target: Target, backend: str) -> Plan:
             (verdict,),
             "change what the reasons name, or pass backend='auto'",
         )
-    return _plan(problem, target, backend, "asked for by name", (verdict,))
+    return _plan(problem, target, backend, "asked for by name", (verdict,), state)
 
 
-_left_out: dict[str, Reason] = {}
+_left_out: frozenset[tuple[str, str]] = frozenset()
+_leaving_out = threading.Lock()
+_VARIABLES = (triton.INTERPRETER, "TILEWISE_TABLES")
 
 
-def leave_out(backend: str, why: str) -> None:
-    """Take a backend that does not work on this machine out of every further choice, with the reason on show."""
-    _left_out[backend] = Reason(f"it failed here: {why}", "mend what the message names, and restart")
-    replan()
+def current_state() -> State:
+    """As things stand in this process."""
+    return State(_left_out, tuned.changes(), tuple(map(os.environ.get, _VARIABLES)))
 
 
-def replan() -> None:
-    """Forget every plan made so far: what they rest on has changed."""
-    _plans.clear()
+def leave_out(label: str, why: str) -> None:
+    """Take a kernel (the label of its unit), or a backend as a whole, out of every further choice, for this reason."""
+    global _left_out
+    with _leaving_out:
+        _left_out |= {(label, why)}
+    invalidate()
 
 
-def _plan(problem: Problem, target: Target, backend: str, because: str, verdicts: tuple[Verdict, ...]) -> Plan:
-    configs = BACKENDS[backend].configs(problem, target)
-    return Plan(problem, target, backend, configs[0] if configs else None, because, verdicts)
+def _plan(
+    problem: Problem, target: Target, backend: str, because: str, verdicts: tuple[Verdict, ...], state: State
+) -> Plan:
+    module = BACKENDS[backend]
+    if not isinstance(module, Fused):
+        configs = module.configs(problem, target)
+        return Plan(problem, target, backend, configs[0] if configs else None, because, verdicts)
+    if problem.empty:
+        return Plan(problem, target, backend, module.configs(problem, target)[0], because, verdicts)
+    config, forward = _first_that_works(module.configs, module.program, problem, target, state)
+    backward_config, backward = None, None
+    if problem.needs_grad:
+        backward_config, backward = _first_that_works(
+            module.backward_configs, module.backward_program, problem, target, state
+        )
+    return Plan(problem, target, backend, config, because, verdicts, forward, backward, backward_config)
+
+
+def _first_that_works(
+    configs: Callable[[Problem, Target], list[Any]],
+    program: Callable[[Problem, Target, Any], Program],
+    problem: Problem,
+    target: Target,
+    state: State,
+) -> tuple[Any, Program]:
+    """The best config none of whose kernels is left out, and its program; the best of all if there is none."""
+    left_out = {label for label, _ in state.left_out}
+    made = ((config, program(problem, target, config)) for config in configs(problem, target))
+    best: tuple[Any, Program] | None = None
+    for choice in made:
+        best = best or choice
+        if not any(unit.label in left_out for unit in choice[1].units):
+            return choice
+    assert best is not None, "a backend that is willing has a config"
+    return best
+
+
+def _left_out_reasons(name: str, problem: Problem, target: Target, state: State) -> list[Reason]:
+    """Why a backend that would take a problem cannot: each direction's kernels that are left out, if all are."""
+    left_out = dict(state.left_out)
+    remedy = "mend what the message names, and restart"
+    if name in left_out:
+        return [Reason(f"it failed here: {left_out[name]}", remedy)]
+    module = BACKENDS[name]
+    if not left_out or problem.empty or not isinstance(module, Fused):
+        return []
+    directions = [_first_that_works(module.configs, module.program, problem, target, state)]
+    if problem.needs_grad:
+        found = _first_that_works(module.backward_configs, module.backward_program, problem, target, state)
+        directions.append(found)
+    broken = [unit.label for _, program in directions for unit in program.units if unit.label in left_out]
+    return [Reason(f"its kernel {label} failed here: {left_out[label]}", remedy) for label in dict.fromkeys(broken)]
 
 
 def _order(problem: Problem, target: Target) -> dict[str, None]:
@@ -233,11 +331,9 @@ def _order(problem: Problem, target: Target) -> dict[str, None]:
     return dict.fromkeys([*applying, *BACKENDS])
 
 
-def _verdict(name: str, problem: Problem, target: Target) -> Verdict:
+def _verdict(name: str, problem: Problem, target: Target, state: State) -> Verdict:
     backend = BACKENDS[name]
-    reasons = tuple(backend.why_not(problem, target))
-    if name in _left_out:
-        reasons = (_left_out[name], *reasons)
+    reasons = tuple(backend.why_not(problem, target)) or tuple(_left_out_reasons(name, problem, target, state))
     if reasons:
         return Verdict(name, reasons)
     hazardous = getattr(backend, "hazardous", None)
@@ -271,6 +367,7 @@ def _lines(plan: Plan) -> list[str]:
         f"target:    {_target_text(target)}",
         f"runs:      {plan.backend}{_config_text(plan)}",
         *(f"launch:    {detail}" for detail in _details(plan)),
+        *(f"backward:  {said}" for said in (plan.backward.says if plan.backward is not None else ())),
         f"because:   {plan.because}",
         f"work:      {_work_text(problem, target)}",
         *(f"note:      {notice}" for notice in plan.chosen.notices),
@@ -310,6 +407,8 @@ def _config_text(plan: Plan) -> str:
 
 def _details(plan: Plan) -> list[str]:
     """What the backend can tell of the launch itself: grid, waves, registers."""
+    if plan.forward is not None:
+        return list(plan.forward.says)
     details = getattr(BACKENDS[plan.backend], "details", None)
     return details(plan.problem, plan.target, plan.config) if details else []
 

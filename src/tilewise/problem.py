@@ -16,7 +16,10 @@ import torch
 
 from . import masks
 from .errors import InvalidInput
-from .masks import Dense, Full, Mask
+from .masks import Band, Dense, Full, Mask
+from .operands import INPUTS, Operand, Operands
+from .scores import Softcap, Term, softcapped
+from .scores import parse as parse_term
 
 Layout = Literal["bhsd", "bshd"]
 Precision = Literal["exact", "tf32"]
@@ -32,9 +35,6 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "flo
 _FULL = Full()
 
 _MAX_FLOAT32, _MAX_FLOAT64 = torch.finfo(torch.float32).max, torch.finfo(torch.float64).max
-# Scores are divided by the cap: with a cap beyond these, or below their inverse, ordinary scores would leave the range
-# of numbers with full precision.
-_MAX_CAP_FLOAT32, _MAX_CAP_FLOAT64 = 2.0**100, 2.0**1000
 
 
 class Strides(Enum):
@@ -47,7 +47,7 @@ class Strides(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """out = softmax(mask(softcap(scale * q k^T))) v for q (batch, heads_q, seq_q, head_dim),
+    """out = softmax(mask(scores(scale * q k^T))) v for q (batch, heads_q, seq_q, head_dim),
     k (batch, heads_kv, seq_kv, head_dim), v (batch, heads_kv, seq_kv, head_dim_v)."""
 
     batch: int
@@ -60,11 +60,12 @@ class Problem:
     dtype: torch.dtype
     mask: Mask = _FULL
     scale: float = 0.0  # 0 stands for 1 / sqrt(head_dim), filled in on construction
-    softcap: float = 0.0  # s -> softcap * tanh(s / softcap); 0 = off
+    scores: tuple[Term, ...] = ()  # what is done to the scores before the mask, in this order
     dropout: float = 0.0
     layout: Layout = "bhsd"  # the memory order of the inputs, and so of out
     strides: Strides = Strides.ALIGNED
     needs_grad: bool = False
+    operand_grads: tuple[str, ...] = ()  # the operands whose gradients are needed too, in the order of `operands`
     needs_lse: bool = False
     deterministic: bool = False
     precision: Precision = "exact"  # "tf32": float32 products may round their operands to 11 bits
@@ -89,15 +90,53 @@ class Problem:
         if self.scale == 0.0:
             object.__setattr__(self, "scale", 1.0 / math.sqrt(self.head_dim))
         wide = self.dtype is torch.float64
-        largest, cap = (_MAX_FLOAT64, _MAX_CAP_FLOAT64) if wide else (_MAX_FLOAT32, _MAX_CAP_FLOAT32)
+        largest = _MAX_FLOAT64 if wide else _MAX_FLOAT32
         fits = abs(self.scale) <= largest
         _check_number("scale", self.scale, fits, f"a number other than 0, of at most {largest:.2g}")
-        fits = self.softcap == 0 or (1 / cap <= self.softcap <= cap and abs(self.scale) <= cap * self.softcap)
-        _check_number("softcap", self.softcap, fits, f"a number from {1 / cap:.2g} to {cap:.2g}, or 0 for none")
+        for term in self.scores:
+            term.check(self)
         _check_number("dropout", self.dropout, 0.0 <= self.dropout < 1.0, "a probability from 0 to below 1")
         self.mask.check(self.seq_q, self.seq_kv)
         if isinstance(self.mask, Dense):
             _check_leading(self.mask.shape, self.batch, self.heads_q)
+        if self.scores or self.operand_grads:
+            self._check_operands()
+
+    def _check_operands(self) -> None:
+        names = [operand.name for operand in self.operands]
+        if len(set(names)) < len(names) or set(names) & set(INPUTS):
+            raise InvalidInput(
+                "operands",
+                ", ".join(names),
+                "names that differ, none of them q, k or v",
+                "use one mask or term of each",
+            )
+        possible = tuple(operand.name for operand in self.operands if operand.differentiable)
+        wanted = tuple(name for name in possible if name in self.operand_grads)
+        if wanted != self.operand_grads:
+            raise InvalidInput(
+                "operand_grads",
+                ", ".join(self.operand_grads),
+                f"{', '.join(possible) or 'none'}, in this order: any other is a constant, it has no gradient",
+                "detach it",
+            )
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The tensors of a call beside q, k and v, in the order of the operators' `operands`."""
+        return (*self.mask.operands, *(operand for term in self.scores for operand in term.tensors))
+
+    @property
+    def softcap(self) -> float:
+        """The cap of the scores; 0 where there is none."""
+        return next((term.cap for term in self.scores if isinstance(term, Softcap)), 0.0)
+
+    @property
+    def band(self) -> Band:
+        """The mask as a diagonal band, for those who refuse all others."""
+        band = self.mask.band(self.seq_q, self.seq_kv)
+        assert band is not None, f"mask {self.mask} is not a diagonal band"
+        return band
 
     @property
     def group(self) -> int:
@@ -120,7 +159,7 @@ class Problem:
 
     def min_bytes(self) -> int:
         """Fewest bytes a forward must move: what is visible of the inputs read once, out (and lse) written once."""
-        rows = _rows_that_see(self.mask, self.seq_q, self.seq_kv)
+        rows = self.mask.rows_that_see(self.seq_q, self.seq_kv)
         keys = len(self.mask.keys(range(self.seq_q), self.seq_q, self.seq_kv))
         read = self.batch * (
             self.heads_q * rows * self.head_dim + self.heads_kv * keys * (self.head_dim + self.head_dim_v)
@@ -134,17 +173,30 @@ class Problem:
         return total
 
     def with_(self, **changes: Any) -> Problem:
-        """The same problem with some fields changed."""
+        """The same problem with some fields changed; `softcap` replaces the cap among the scores, or takes it out."""
+        if "softcap" in changes:
+            others = tuple(term for term in self.scores if not isinstance(term, Softcap))
+            changes["scores"] = softcapped(changes.pop("softcap")) + changes.get("scores", others)
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON; `from_dict` reads them back."""
         values = {name: getattr(self, name) for name in self.__slots__}
-        return values | {"dtype": dtype_name(self.dtype), "mask": str(self.mask), "strides": self.strides.value}
+        values |= {"dtype": dtype_name(self.dtype), "mask": str(self.mask), "strides": self.strides.value}
+        if self.operand_grads:
+            values["operand_grads"] = list(self.operand_grads)
+        else:
+            del values["operand_grads"]
+        return values | {"scores": [str(term) for term in self.scores]}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Problem:
+        """Also of values written when a softcap was the only thing done to scores."""
+        values = dict(values)
+        terms = softcapped(values.pop("softcap", 0.0)) + tuple(map(parse_term, values.get("scores", ())))
         converted = {
+            "scores": terms,
+            "operand_grads": tuple(values.get("operand_grads", ())),
             "dtype": parse_dtype(values["dtype"]),
             "mask": masks.parse(values["mask"]),
             "strides": Strides(values["strides"]),
@@ -161,9 +213,9 @@ class Problem:
         text += f" {self.mask}"
         if not math.isclose(self.scale, 1.0 / math.sqrt(self.head_dim)):
             text += f" scale={self.scale:g}"
-        for name in ("softcap", "dropout"):
-            if getattr(self, name):
-                text += f" {name}={getattr(self, name):g}"
+        text += "".join(f" {_term_text(term)}" for term in self.scores)
+        if self.dropout:
+            text += f" dropout={self.dropout:g}"
         if self.layout != "bhsd":
             text += f" {self.layout}"
         if self.precision != "exact":
@@ -173,6 +225,8 @@ class Problem:
         for name, label in (("needs_grad", "grad"), ("needs_lse", "lse"), ("deterministic",) * 2, ("transformed",) * 2):
             if getattr(self, name):
                 text += f" +{label}"
+                if name == "needs_grad" and self.operand_grads:
+                    text += f"({','.join(self.operand_grads)})"
         return text
 
 
@@ -184,28 +238,34 @@ def describe(
     mask: Mask | str | torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    scores: tuple[Term, ...] = (),
+    operands: Operands | None = None,
     dropout: float = 0.0,
     layout: Layout = "bhsd",
     needs_lse: bool = False,
     precision: Precision = "exact",
 ) -> Problem:
-    """The Problem that these tensors pose. Raises InvalidInput for tensors that pose none."""
+    """The Problem that these tensors pose. Raises InvalidInput for tensors that pose none.
+
+    `operands` are the tensors that `scores` read; that of a mask is the mask.
+    """
     check_tensors(q, k, v)
+    check_layout(layout)
+    q, k, v = heads_first(q, k, v, layout)
     check_shapes(q, k, v, layout)
-    sequence, heads = (1, 2) if layout == "bshd" else (2, 1)
-    return Problem(
+    problem = Problem(
         batch=q.shape[0],
-        heads_q=q.shape[heads],
-        heads_kv=k.shape[heads],
-        seq_q=q.shape[sequence],
-        seq_kv=k.shape[sequence],
+        heads_q=q.shape[1],
+        heads_kv=k.shape[1],
+        seq_q=q.shape[2],
+        seq_kv=k.shape[2],
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
         dtype=q.dtype,
         mask=_as_mask(mask, q),
         scale=_given_scale(scale),
-        softcap=_as_float("softcap", softcap),
-        dropout=_as_float("dropout", dropout),
+        scores=(*softcapped(as_number("softcap", softcap)), *check_terms(scores)),
+        dropout=as_number("dropout", dropout),
         layout=layout,
         strides=_strides_class(q, k, v),
         needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
@@ -213,6 +273,85 @@ def describe(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         precision=precision,
     )
+    given = {**mask_operands(mask), **(operands or {})}
+    if not given and not problem.operands:
+        return problem
+    wanted = _checked_operands(problem, given, q)
+    return problem.with_(operand_grads=wanted, needs_grad=True) if wanted else problem
+
+
+def mask_operands(mask: Mask | str | torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """The operand that a mask is, where it is a tensor."""
+    return {"keep" if mask.dtype == torch.bool else "bias": mask} if isinstance(mask, torch.Tensor) else {}
+
+
+def check_terms(scores: object) -> tuple[Term, ...]:
+    if isinstance(scores, tuple) and all(isinstance(term, Term) for term in scores):
+        return scores
+    raise InvalidInput(
+        "scores", shown(scores), "a tuple of score terms", "write scores=(tilewise.scores.Softcap(30.0),)"
+    )
+
+
+def _checked_operands(problem: Problem, given: Operands, q: torch.Tensor) -> tuple[str, ...]:
+    """The operands whose gradients are needed; raises InvalidInput if they are not those that the problem has."""
+    expected = [operand.name for operand in problem.operands]
+    if set(given) != set(expected):
+        raise InvalidInput(
+            "operands",
+            ", ".join(given) or "none",
+            ", ".join(expected) or "none: neither the mask nor a term reads any",
+            "pass a tensor for every operand of the terms, by its name, and no other",
+        )
+    for name, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidInput(
+                f"operands[{name!r}]", shown(tensor), "a torch.Tensor", "convert it with torch.as_tensor"
+            )
+        if tensor.device != q.device:
+            raise InvalidInput(f"operands[{name!r}]", f"on {tensor.device}", f"{q.device}, the device of q", "move it")
+    for term in problem.scores:
+        for operand in term.tensors:
+            term.check_tensor(operand.name, given[operand.name], problem)
+    wanted = operands_with_grad(given)
+    for operand in problem.operands:
+        if operand.name in wanted and not operand.differentiable:
+            raise InvalidInput(
+                f"operands[{operand.name!r}]",
+                "a tensor that requires grad",
+                "a constant: it has no gradient",
+                "detach it",
+            )
+    return tuple(name for name in expected if name in wanted)
+
+
+def operands_with_grad(operands: Operands) -> list[str]:
+    """Those that autograd asks a gradient of."""
+    if not torch.is_grad_enabled():
+        return []
+    return [name for name, tensor in operands.items() if tensor.requires_grad]
+
+
+def heads_first(q: Any, k: Any, v: Any, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(batch, heads, seq, dim) views of tensors in a layout: whatever comes after `attention` sees these."""
+    if layout != "bshd":
+        return q, k, v
+    try:
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # no tensors, or of too few dimensions
+        check_tensors(q, k, v)
+        raise
+
+
+def as_laid_out(out: torch.Tensor, layout: str) -> torch.Tensor:
+    """The inverse of `heads_first`, for the output."""
+    return out.transpose(1, 2) if layout == "bshd" else out
+
+
+def _term_text(term: Term) -> str:
+    """For reading, not to be parsed: `softcap=30`."""
+    kind, _, numbers = str(term).partition(":")
+    return f"{kind}={','.join(f'{float(number):g}' for number in numbers.split(','))}" if numbers else kind
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -265,7 +404,7 @@ def _check_number(name: str, value: float, fine: bool, expected: str) -> None:
         raise InvalidInput(name, value, expected, f"leave {name} out for the default")
 
 
-def _as_float(name: str, value: object) -> float:
+def as_number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidInput(name, repr(value), "a Python number", f"pass a float, or leave {name} out for the default")
     return float(value)
@@ -275,7 +414,7 @@ def _given_scale(scale: float | None) -> float:
     """Problem reads scale 0 as "the default", so an explicit 0 must be refused here."""
     if scale is None:
         return 0.0
-    given = _as_float("scale", scale)
+    given = as_number("scale", scale)
     _check_number("scale", given, given != 0.0, "a finite number other than 0")
     return given
 
@@ -313,8 +452,10 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout = "bhsd") -> None:
-    """The sizes of 4-D tensors go together, or InvalidInput says which do not. Symbols count as what they may be."""
-    sequence, heads = (1, 2) if layout == "bshd" else (2, 1)
+    """The sizes of bhsd views go together, or InvalidInput says which do not. Symbols count as what they may be.
+
+    `layout` is what the caller said of the tensors.
+    """
     if _differ(k.shape[0], q.shape[0]) or _differ(v.shape[0], q.shape[0]):
         raise InvalidInput(
             "batch", f"q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}", "one batch size", "expand or slice the tensors"
@@ -323,15 +464,15 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layo
         raise InvalidInput(
             "k", f"head_dim {k.shape[3]}", f"{q.shape[3]}, the head_dim of q", f"check the layout, given as {layout!r}"
         )
-    if _differ(v.shape[heads], k.shape[heads]) or _differ(v.shape[sequence], k.shape[sequence]):
+    if _differ(v.shape[1], k.shape[1]) or _differ(v.shape[2], k.shape[2]):
         raise InvalidInput(
             "v",
             f"shape {tuple(v.shape)}",
             f"the heads and sequence of k, {tuple(k.shape)}",
             "pair every key with a value",
         )
-    if type(q.shape[heads]) is int and type(k.shape[heads]) is int:
-        _check_heads(q.shape[heads], k.shape[heads])
+    if type(q.shape[1]) is int and type(k.shape[1]) is int:
+        _check_heads(q.shape[1], k.shape[1])
 
 
 def _differ(one: int, other: int) -> bool:
@@ -341,18 +482,6 @@ def _differ(one: int, other: int) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # noqa: PLC0415  (slow, only for traces)
 
     return bool(statically_known_true(one != other))
-
-
-def check_constant(mask: torch.Tensor) -> None:
-    """No backend returns a gradient for the mask, so one that is asked for must not be dropped without a word."""
-    if mask.requires_grad and torch.is_grad_enabled():
-        raise InvalidInput(
-            "mask",
-            "a tensor that requires grad",
-            "a constant mask",
-            "detach it; for a learned bias call torch.nn.functional.scaled_dot_product_attention, whose math "
-            "backend differentiates it",
-        )
 
 
 def _check_leading(shape: tuple[int, ...], batch: int, heads_q: int) -> None:
@@ -404,7 +533,6 @@ def _describe_dense(mask: torch.Tensor, q: torch.Tensor) -> Dense:
         )
     if mask.device != q.device:
         raise InvalidInput("mask.device", mask.device, f"{q.device}, the device of q", "move the mask")
-    check_constant(mask)
     return Dense(tuple(mask.shape), additive)
 
 
@@ -427,16 +555,3 @@ def _address(tensor: torch.Tensor) -> int:
         with suppress(RuntimeError):
             return tensor.data_ptr()
     return tensor.storage_offset() * tensor.element_size()  # type: ignore[return-value]
-
-
-def _rows_that_see(mask: Mask, seq_q: int, seq_kv: int) -> int:
-    """Rows with a non-empty span. Only the bands can leave rows without keys at their ends; count those exactly."""
-    if isinstance(mask, masks.Documents):
-        bounds = zip(mask.cu_seqlens_q, mask.cu_seqlens_q[1:], mask.cu_seqlens_kv, mask.cu_seqlens_kv[1:], strict=False)
-        return sum(_rows_that_see(mask.inner, q1 - q0, k1 - k0) for q0, q1, k0, k1 in bounds)
-    if isinstance(mask, Dense):
-        return seq_q if seq_kv else 0
-    left, right, offset = mask.band(seq_q, seq_kv)  # type: ignore[attr-defined]
-    first = max(0, -offset - right)
-    last = min(seq_q - 1, seq_kv - 1 - offset + left)
-    return max(0, last - first + 1) if seq_kv else 0

@@ -20,6 +20,8 @@
 #include <utility>
 #include <vector>
 
+#include "tensor_core.h"
+
 #define __CUDA_HOST_MODEL__ 1
 #define __device__
 #define __host__
@@ -60,8 +62,15 @@ extern unsigned char smem_bytes[] asm("model_shared_memory");
 
 namespace model {
 
+inline tensor_core::Generation products_of;  // the GPU that the kernel is built for
+
 constexpr size_t shared_bytes = sizeof(tilewise::ladder::smem_bytes);
 inline unsigned char* const shared = tilewise::ladder::smem_bytes;
+// Shared memory as bulk copies and wgmma see it: what threads store is there once a thread has
+// fenced. Ref: PTX ISA, "Proxies".
+alignas(1024) inline unsigned char async_shared[shared_bytes];
+inline size_t used_bytes = shared_bytes;  // of shared memory, by this launch
+inline void publish() { std::memcpy(async_shared, shared, used_bytes); }
 
 // What the parts of the model forget between blocks.
 inline std::vector<std::function<void()>> forgetters;
@@ -183,11 +192,22 @@ inline void enter() {
   swapcontext(&self().context, &block->scheduler);
 }
 
-inline void run_block(dim3 grid, dim3 size, dim3 at, unsigned seed) {
+inline bool waited_for_previous_grid;  // some block of this grid has
+
+struct Launch {
+  dim3 grid, block;
+  int shared_bytes;
+  bool overlaps;  // may begin before the grid ahead of it has ended
+};
+
+inline void run_block(const Launch& launch, dim3 at, unsigned seed) {
+  const dim3 grid = launch.grid, size = launch.block;
   Block here;
   here.grid = grid, here.block = size, here.at = at, here.random.seed(seed), here.mood = seed % 4;
   block = &here;
-  for (size_t i = 0; i < shared_bytes; ++i) shared[i] = 0xff;  // NaN wherever nobody wrote
+  used_bytes = launch.shared_bytes;
+  std::memset(shared, 0xff, shared_bytes);  // NaN wherever nobody wrote
+  std::memset(async_shared, 0xff, shared_bytes);
   const int count = size.x * size.y * size.z;
   for (int i = 0; i < count; ++i) {
     auto fiber = std::make_unique<Fiber>();
@@ -218,12 +238,29 @@ inline void run_block(dim3 grid, dim3 size, dim3 at, unsigned seed) {
     if (!progress && !perform_one(true))
       here.error = "deadlock: every thread waits, and nothing is under way";
   }
-  while (here.error.empty() && perform_one(true)) {
-  }
+  // Its shared memory is somebody else's now.
   for (auto& [name, queue] : here.queues)
     if (!queue.empty() && here.error.empty()) here.error = "the block ended with work under way";
   block = nullptr;
   if (!here.error.empty()) fail(here.error);
+}
+
+// Blocks run one after another, in an order that the seed draws: hardware promises none.
+inline void run_grid(const Launch& launch, unsigned seed) {
+  waited_for_previous_grid = false;
+  std::vector<dim3> blocks;
+  for (int z = 0; z < launch.grid.z; ++z)
+    for (int y = 0; y < launch.grid.y; ++y)
+      for (int x = 0; x < launch.grid.x; ++x) blocks.push_back({x, y, z});
+  std::mt19937 random(seed);
+  for (size_t left = blocks.size(); left > 1; --left)
+    std::swap(blocks[left - 1], blocks[random() % left]);
+  for (const dim3& at : blocks) {
+    forget();
+    run_block(launch, at, seed++);
+  }
+  if (launch.overlaps && !waited_for_previous_grid)
+    fail("the grid overlaps the one before it, and never waits for that one's results");
 }
 
 }  // namespace model
@@ -272,6 +309,8 @@ inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline unsigned atomicMax(unsigned* place, unsigned x) {
   return std::exchange(*place, *place > x ? *place : x);
 }
+inline int atomicAdd(int* place, int x) { return std::exchange(*place, *place + x); }
+inline int atomicExch(int* place, int x) { return std::exchange(*place, x); }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
   unsigned chosen = 0;

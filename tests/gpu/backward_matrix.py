@@ -6,7 +6,6 @@ The cases of every backend that has such kernels; `backend` is the module of the
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 import os
 import random
@@ -28,7 +27,6 @@ from matrix import (
     all_equal,
     constant_rows,
     far_apart,
-    name_of,
     one_outlier,
     random_problem,
     relative_error,
@@ -40,14 +38,14 @@ from matrix import (
 from torch.nn.attention import sdpa_kernel
 
 import tilewise
-from support import exact, make_inputs
+from support import exact, in_order, make_inputs, rounding_budget, wanted
 from tilewise import Causal, Full, Problem, Window
 from tilewise.target import Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
+    from tilewise.engine.backend import Fused
     from tilewise.masks import Mask
 
 problem_of = functools.partial(matrix.problem_of, needs_grad=True)
@@ -71,14 +69,14 @@ def poison(problem: Problem) -> None:
 
 
 def gradients(
-    backend: ModuleType, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: Any = None
+    backend: Fused, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: Any = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Forward and backward of our kernels, into memory that was full of NaN before."""
     assert backend.why_not(problem, Target.of("cuda")) == []
     out, lse = backend.forward(q, k, v, problem)
     assert lse is not None
     poison(problem)
-    return backend.backward(dout, None, q, k, v, out, lse, problem, config)  # type: ignore[return-value]
+    return in_order(backend.backward(dout, None, q, k, v, out, lse, problem, config))  # type: ignore[return-value]
 
 
 def rounded_like_torch(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, ...]:
@@ -121,7 +119,7 @@ def best_of_torch(
 
 
 def check(
-    backend: ModuleType,
+    backend: Fused,
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -158,7 +156,7 @@ def check(
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_every_head_dim_and_mask(backend: ModuleType, dims: tuple[int, int], mask: Mask, dtype: torch.dtype) -> None:
+def test_every_head_dim_and_mask(backend: Fused, dims: tuple[int, int], mask: Mask, dtype: torch.dtype) -> None:
     problem = problem_of(2, (4, 2), (300, 411), dims, mask=mask, dtype=dtype)
     check(backend, like_out(problem), *make_inputs(problem, "cuda"), problem)
 
@@ -166,14 +164,14 @@ def test_every_head_dim_and_mask(backend: ModuleType, dims: tuple[int, int], mas
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("mask", MASKS[:4], ids=str)
 @pytest.mark.parametrize("dims", DIMS[:3], ids=str)
-def test_every_length(backend: ModuleType, dims: tuple[int, int], mask: Mask, lengths: tuple[int, int]) -> None:
+def test_every_length(backend: Fused, dims: tuple[int, int], mask: Mask, lengths: tuple[int, int]) -> None:
     problem = problem_of(2, (2, 2), lengths, dims, mask=mask)
     check(backend, like_out(problem), *make_inputs(problem, "cuda"), problem)
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (5, 5)], ids=str)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_groups_and_layouts(backend: ModuleType, heads: tuple[int, int], layout: str) -> None:
+def test_groups_and_layouts(backend: Fused, heads: tuple[int, int], layout: str) -> None:
     for mask in (Full(), Causal(), Window(200, 0)):
         problem = problem_of(4, heads, (1000, 1000), (64, 64), mask=mask, layout=layout)
         check(backend, like_out(problem), *make_inputs(problem, "cuda"), problem)
@@ -182,7 +180,7 @@ def test_groups_and_layouts(backend: ModuleType, heads: tuple[int, int], layout:
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("softcap", [5.0, 50.0])
-def test_softcap(backend: ModuleType, dims: tuple[int, int], softcap: float, dtype: torch.dtype) -> None:
+def test_softcap(backend: Fused, dims: tuple[int, int], softcap: float, dtype: torch.dtype) -> None:
     for mask in (Full(), Causal(), Window(128, 0)):
         problem = problem_of(1, (4, 2), (600, 600), dims, mask=mask, softcap=softcap, dtype=dtype)
         q, k, v = make_inputs(problem, "cuda")
@@ -203,7 +201,7 @@ KINDS = [*map(scaled, (0.01, 2, 6, 20)), constant_rows, one_outlier, large_gradi
 @pytest.mark.parametrize("change", KINDS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
-def test_hard_inputs(backend: ModuleType, dims: tuple[int, int], dtype: torch.dtype, change) -> None:  # type: ignore[no-untyped-def]
+def test_hard_inputs(backend: Fused, dims: tuple[int, int], dtype: torch.dtype, change) -> None:  # type: ignore[no-untyped-def]
     for mask in (Full(), Causal()):
         problem = problem_of(1, (2, 2), (512, 2048), dims, mask=mask, dtype=dtype)
         q, k, v = make_inputs(problem, "cuda")
@@ -213,7 +211,7 @@ def test_hard_inputs(backend: ModuleType, dims: tuple[int, int], dtype: torch.dt
 
 
 @pytest.mark.parametrize("draw", range(40))
-def test_random_shapes_and_strides(backend: ModuleType, draw: int) -> None:
+def test_random_shapes_and_strides(backend: Fused, draw: int) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -227,37 +225,37 @@ def test_random_shapes_and_strides(backend: ModuleType, draw: int) -> None:
     [lambda t: t.expand(t.shape).transpose(2, 3).contiguous().transpose(2, 3), lambda t: t[..., :1].expand(t.shape)],
     ids=["transposed", "expanded"],
 )
-def test_any_strides_of_the_incoming_gradient(backend: ModuleType, change) -> None:  # type: ignore[no-untyped-def]
+def test_any_strides_of_the_incoming_gradient(backend: Fused, change) -> None:  # type: ignore[no-untyped-def]
     problem = problem_of(2, (4, 2), (200, 300), (64, 64), mask=Causal())
     check(backend, change(like_out(problem)), *make_inputs(problem, "cuda"), problem)
 
 
-def test_expanded_keys_and_values(backend: ModuleType) -> None:
+def test_expanded_keys_and_values(backend: Fused) -> None:
     problem = problem_of(3, (4, 4), (200, 300), (64, 64))
     q, k, v = make_inputs(problem, "cuda")
     k, v = (t[:1, :1].expand(t.shape) for t in (k, v))
     check(backend, like_out(problem), q, k, v, problem)
 
 
-def test_the_gradient_of_the_log_sum_exp(backend: ModuleType) -> None:
+def test_the_gradient_of_the_log_sum_exp(backend: Fused) -> None:
     for softcap in (0.0, 5.0):
         problem = problem_of(2, (4, 2), (300, 411), (64, 64), mask=Causal(), softcap=softcap, needs_lse=True)
         q, k, v = make_inputs(problem, "cuda", grad=True)
         dout, dlse = like_out(problem), torch.randn(2, 4, 300, device="cuda")
         asked = {"mask": "causal", "softcap": softcap, "return_lse": True}
-        out, lse = tilewise.attention(q, k, v, **asked, backend=name_of(backend))
+        out, lse = tilewise.attention(q, k, v, **asked, backend=backend.name)
         got = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
         wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
         want = torch.autograd.grad(
             tilewise.attention(*wide, **asked, backend="reference"), wide, (dout.double(), dlse.double())
         )
-        assert all(relative_error(g, w) < 5e-3 for g, w in zip(got, want, strict=True))
+        assert all(relative_error(g, w) <= rounding_budget(problem.dtype, 4) for g, w in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal(), Causal("bottom-right"), Window(200, 10)], ids=str)
 @pytest.mark.parametrize("dims", DIMS[:4], ids=str)
 def test_deterministic_gradients_are_the_same_bits_every_time(
-    backend: ModuleType, dims: tuple[int, int], mask: Mask
+    backend: Fused, dims: tuple[int, int], mask: Mask
 ) -> None:
     problem = problem_of(4, (8, 4), (1111, 1200), dims, mask=mask, deterministic=True)
     q, k, v = make_inputs(problem, "cuda")
@@ -280,22 +278,17 @@ CUT = [
 ]
 
 
-def backward_config(backend: ModuleType, problem: Problem) -> tuple[ModuleType, Any]:
-    """The module of the backend's backward, and the config that it chooses."""
-    module = importlib.import_module(f"{backend.__name__}_backward")
-    return module, module.configs(problem, Target.of("cuda"))[0]
-
-
-def is_cut(backend: ModuleType, problem: Problem) -> bool:
-    module, config = backward_config(backend, problem)
-    return bool(module.divide(problem, config, Target.of("cuda")).cut)
+def is_cut(backend: Fused, problem: Problem) -> bool:
+    _, family = backend.families(problem)
+    target = Target.of("cuda")
+    return bool(family.divide(problem, family.configs(problem, target)[0], target).cut)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dims", DIMS[:4], ids=str)
 @pytest.mark.parametrize(("heads", "lengths", "mask"), CUT, ids=str)
 def test_tiles_of_keys_in_pieces(
-    backend: ModuleType,
+    backend: Fused,
     heads: tuple[int, int],
     lengths: tuple[int, int],
     mask: Mask,
@@ -307,7 +300,7 @@ def test_tiles_of_keys_in_pieces(
     check(backend, like_out(problem), *make_inputs(problem, "cuda"), problem)
 
 
-def test_pieces_with_a_softcap_and_without_some_gradients(backend: ModuleType) -> None:
+def test_pieces_with_a_softcap_and_without_some_gradients(backend: Fused) -> None:
     capped = problem_of(1, (8, 1), (1500, 700), (128, 128), mask=Causal("bottom-right"), softcap=20.0)
     assert is_cut(backend, capped)
     check(backend, like_out(capped), *make_inputs(capped, "cuda"), capped)
@@ -319,16 +312,14 @@ def test_pieces_with_a_softcap_and_without_some_gradients(backend: ModuleType) -
     assert lse is not None
     for wants in ((True, False, False), (False, True, True), (False, True, False), (False, False, True)):
         poison(problem)
-        got = backend.backward(dout, None, q, k, v, out, lse, problem, wants=wants)
+        got = in_order(backend.backward(dout, None, q, k, v, out, lse, problem, wants=wanted(*wants)))
         for grad, whole, want in zip(got, everything, wants, strict=True):
             assert torch.equal(grad, whole) if want else grad is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal(), Window(300, 10)], ids=str)
 @pytest.mark.parametrize("dims", DIMS[:4], ids=str)
-def test_deterministic_pieces_are_the_same_bits_every_time(
-    backend: ModuleType, dims: tuple[int, int], mask: Mask
-) -> None:
+def test_deterministic_pieces_are_the_same_bits_every_time(backend: Fused, dims: tuple[int, int], mask: Mask) -> None:
     problem = problem_of(1, (8, 1), (1500, 1111), dims, mask=mask, deterministic=True)
     assert is_cut(backend, problem)
     q, k, v = make_inputs(problem, "cuda")
@@ -338,12 +329,12 @@ def test_deterministic_pieces_are_the_same_bits_every_time(
         assert all_equal(first, gradients(backend, dout, q * 2, k, v, problem))
 
 
-def test_the_switch_of_pytorch_makes_gradients_deterministic(backend: ModuleType) -> None:
+def test_the_switch_of_pytorch_makes_gradients_deterministic(backend: Fused) -> None:
     q, k, v = (torch.randn(2, 4, 2000, 64, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3))
     dout = torch.randn_like(q)
     torch.use_deterministic_algorithms(True)
     try:
-        outs = [tilewise.attention(q, k, v, backend=name_of(backend)) for _ in range(5)]
+        outs = [tilewise.attention(q, k, v, backend=backend.name) for _ in range(5)]
         runs = [torch.autograd.grad(out, (q, k, v), dout) for out in outs]
     finally:
         torch.use_deterministic_algorithms(False)
@@ -351,7 +342,7 @@ def test_the_switch_of_pytorch_makes_gradients_deterministic(backend: ModuleType
 
 
 @pytest.mark.parametrize("seq_kv", [100, 700])
-def test_only_what_is_wanted(backend: ModuleType, seq_kv: int) -> None:
+def test_only_what_is_wanted(backend: Fused, seq_kv: int) -> None:
     problem = problem_of(2, (4, 2), (300, seq_kv), (64, 64), deterministic=True)
     q, k, v = make_inputs(problem, "cuda")
     dout = like_out(problem)
@@ -360,12 +351,12 @@ def test_only_what_is_wanted(backend: ModuleType, seq_kv: int) -> None:
     assert lse is not None
     for bits in range(8):
         wants = (bool(bits & 1), bool(bits & 2), bool(bits & 4))
-        got = backend.backward(dout, None, q, k, v, out, lse, problem, wants=wants)
+        got = in_order(backend.backward(dout, None, q, k, v, out, lse, problem, wants=wanted(*wants)))
         for grad, whole, want in zip(got, everything, wants, strict=True):
             assert torch.equal(grad, whole) if want else grad is None  # type: ignore[arg-type]
 
 
-def test_memory_stays_linear(backend: ModuleType) -> None:
+def test_memory_stays_linear(backend: Fused) -> None:
     def extra(seq: int) -> int:
         problem = problem_of(1, (4, 4), (seq, seq), (128, 128), mask=Causal())
         q, k, v = make_inputs(problem, "cuda")
@@ -376,7 +367,7 @@ def test_memory_stays_linear(backend: ModuleType) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        grads = backend.backward(dout, None, q, k, v, out, lse, problem)
+        grads = in_order(backend.backward(dout, None, q, k, v, out, lse, problem))
         held = sum(g.numel() * g.element_size() for g in grads if g is not None)
         return torch.cuda.max_memory_allocated() - before - held
 
@@ -384,7 +375,7 @@ def test_memory_stays_linear(backend: ModuleType) -> None:
     assert long <= 4.1 * short
 
 
-def test_streams_and_graphs(backend: ModuleType) -> None:
+def test_streams_and_graphs(backend: Fused) -> None:
     problem = problem_of(4, (8, 8), (700, 700), (64, 64), mask=Causal(), deterministic=True)
     inputs = [(like_out(problem), *make_inputs(problem, "cuda")) for _ in range(4)]
     wanted = [[g.clone() for g in gradients(backend, *tensors, problem)] for tensors in inputs]
@@ -394,7 +385,7 @@ def test_streams_and_graphs(backend: ModuleType) -> None:
         dout, q, k, v = inputs[index]
         out, lse = forwards[index]
         assert lse is not None
-        return list(backend.backward(dout, None, q, k, v, out, lse, problem))  # type: ignore[arg-type]
+        return list(in_order(backend.backward(dout, None, q, k, v, out, lse, problem)))  # type: ignore[arg-type]
 
     streams = [torch.cuda.Stream() for _ in inputs]
     torch.cuda.synchronize()
@@ -417,8 +408,8 @@ def test_streams_and_graphs(backend: ModuleType) -> None:
         assert all(map(all_equal, captured, wanted))
 
 
-def causal_attention(backend: ModuleType) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    name = name_of(backend)
+def causal_attention(backend: Fused) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    name = backend.name
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return tilewise.attention(q, k, v, mask="causal", backend=name)
@@ -426,7 +417,7 @@ def causal_attention(backend: ModuleType) -> Callable[[Tensor, Tensor, Tensor], 
     return attend
 
 
-def test_checkpointing_compile_and_autocast(backend: ModuleType) -> None:
+def test_checkpointing_compile_and_autocast(backend: Fused) -> None:
     q, k, v = (torch.randn(2, 4, 500, 64, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3))
     dout = torch.randn_like(q)
     attend = causal_attention(backend)
@@ -435,15 +426,15 @@ def test_checkpointing_compile_and_autocast(backend: ModuleType) -> None:
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
     for out in (saved, compiled):
         for a, b in zip(torch.autograd.grad(out, (q, k, v), dout), plain, strict=True):
-            assert relative_error(a, b.double()) < 1e-3
+            assert relative_error(a, b.double()) <= rounding_budget(BF16, 1)
     wide = [t.detach().float().requires_grad_() for t in (q, k, v)]
     with torch.autocast("cuda", dtype=BF16):
         out = tilewise.scaled_dot_product_attention(*wide, is_causal=True)
     for a, b in zip(torch.autograd.grad(out, wide, dout), plain, strict=True):
-        assert relative_error(a, b.double()) < 1e-2
+        assert relative_error(a, b.double()) <= rounding_budget(BF16, 2 * 4)
 
 
-def test_gradients_accumulate(backend: ModuleType) -> None:
+def test_gradients_accumulate(backend: Fused) -> None:
     q, k, v = (torch.randn(2, 4, 300, 64, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3))
     attend = causal_attention(backend)
     for _ in range(3):
@@ -451,20 +442,20 @@ def test_gradients_accumulate(backend: ModuleType) -> None:
     once = torch.autograd.grad(attend(q, k, v).float().square().sum(), (q, k, v))
     for tensor, grad in zip((q, k, v), once, strict=True):
         assert tensor.grad is not None
-        assert relative_error(tensor.grad, 3 * grad.double()) < 1e-2
+        assert relative_error(tensor.grad, 3 * grad.double()) <= rounding_budget(BF16, 4)
 
 
-def test_offsets_beyond_two_to_the_31(backend: ModuleType) -> None:
+def test_offsets_beyond_two_to_the_31(backend: Fused) -> None:
     problem = problem_of(2, (2, 2), (300, 300), (64, 64), mask=Causal())
     check(backend, *(far_apart(2, 300, 64) for _ in range(4)), problem)
 
 
-def test_an_empty_problem(backend: ModuleType) -> None:
+def test_an_empty_problem(backend: Fused) -> None:
     problem = problem_of(2, (2, 2), (5, 0), (64, 64))
     q, k, v = make_inputs(problem, "cuda")
     out, lse = backend.forward(q, k, v, problem)
     assert lse is not None
-    dq, dk, dv = backend.backward(like_out(problem), None, q, k, v, out, lse, problem)
+    dq, dk, dv = in_order(backend.backward(like_out(problem), None, q, k, v, out, lse, problem))
     assert dq is not None
     assert (dq == 0).all()
     assert dk is not None
@@ -472,7 +463,7 @@ def test_an_empty_problem(backend: ModuleType) -> None:
     assert dv is not None
 
 
-def few_shapes(backend: ModuleType, lengths: list[tuple[int, int]]) -> None:
+def few_shapes(backend: Fused, lengths: list[tuple[int, int]]) -> None:
     for number, (dims, mask, softcap) in enumerate(FEW_SHAPES):
         for seqs in lengths:
             problem = problem_of(2, (4, 2), seqs, dims, mask=mask, softcap=softcap, deterministic=number == 1)

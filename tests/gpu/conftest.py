@@ -1,8 +1,8 @@
 """A green run on a GPU is recorded in benchmarks/validation.json, file by file, with the hash of the sources it ran on.
 
-Two parts are vouched for apart: the engine, by the files of ENGINE, and the ladder, by those of LADDER. A file is
-recorded when it ran whole and green; files that ran on the same sources stand beside each other, so the folder may be
-run in one go or file by file, also at the same time.
+Parts are vouched for apart (tilewise/engine/validation.py says by which files). A file is recorded when it ran whole,
+green and without a skip; files that ran on the same sources stand beside each other, so the folder may be run in one go
+or file by file, also at the same time.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tilewise.engine.validation import PARTS, part_hash
 from tilewise.jit import nvrtc_version
-from tilewise.jit.validation import ENGINE, LADDER, ladder_hash, source_hash
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    from tilewise.engine.backend import Fused
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE.parent.parent / "benchmarks" / "validation.json"
-PARTS = {"engine": (ENGINE, source_hash), "ladder": (LADDER, ladder_hash)}
 pytest.register_assert_rewrite("forward_matrix", "backward_matrix")
 _outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-_hash_at_start = {part: hash_of() for part, (_, hash_of) in PARTS.items()}
+_hash_at_start = {name: part_hash(name) for name in PARTS}
 
 
 @pytest.fixture
-def backend(request: pytest.FixtureRequest) -> ModuleType:
+def backend(request: pytest.FixtureRequest) -> Fused:
     """Whose kernels the cases of a matrix are about: what the file that takes them calls BACKEND."""
     return request.module.BACKEND  # type: ignore[no-any-return]
 
@@ -54,7 +53,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     reasons = {
-        name: _why_not_recorded(name, part, session, exitstatus) for part, (files, _) in PARTS.items() for name in files
+        name: _why_not_recorded(name, part, session, exitstatus)
+        for part, (files, *_) in PARTS.items()
+        for name in files
     }
     green = {name: _outcomes[name]["passed"] for name, reason in reasons.items() if not reason}
     if green:
@@ -76,7 +77,9 @@ def _why_not_recorded(name: str, part: str, session: pytest.Session, exitstatus:
         return "it was not run whole"
     if outcomes["failed"] or not outcomes["passed"]:
         return "it is not green"
-    if PARTS[part][1]() != _hash_at_start[part]:
+    if outcomes["skipped"]:
+        return f"{outcomes['skipped']} of its tests were skipped"
+    if part_hash(part) != _hash_at_start[part]:
         return "the sources changed during the run"
     return ""
 
@@ -87,7 +90,7 @@ def _add_to_record(green: dict[str, int]) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         record = json.loads(file.read() or "{}")
-        for part, (files, _) in PARTS.items():
+        for part, (files, *_) in PARTS.items():
             passed = {name: count for name, count in green.items() if name in files}
             before = record.get(part, {})
             if passed:

@@ -36,22 +36,19 @@ from matrix import (
 )
 from torch.nn.attention import sdpa_kernel
 
-from support import exact, make_inputs
+from support import exact, make_inputs, rounding_budget
 from tilewise import Causal, Full, Problem, Window
 from tilewise.problem import describe
 from tilewise.target import Target
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
+    from tilewise.engine.backend import Fused
     from tilewise.masks import Mask
 
 problem_of = functools.partial(matrix.problem_of, needs_lse=True)
 
 
-def run(
-    backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: Any = None
-) -> tuple[Tensor, Tensor]:
+def run(backend: Fused, q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: Any = None) -> tuple[Tensor, Tensor]:
     """One call into memory that was full of NaN before."""
     assert backend.why_not(problem, Target.of("cuda")) == []
     shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v)
@@ -96,7 +93,7 @@ def best_of_torch(q: Tensor, k: Tensor, v: Tensor, problem: Problem, truth: Tens
 
 
 def check(
-    backend: ModuleType, q: Tensor, k: Tensor, v: Tensor, problem: Problem, note: str = "", config: Any = None
+    backend: Fused, q: Tensor, k: Tensor, v: Tensor, problem: Problem, note: str = "", config: Any = None
 ) -> None:
     out, lse = run(backend, q, k, v, problem, config)
     truth, truth_lse = exact(q, k, v, problem)
@@ -123,7 +120,7 @@ def check(
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_every_head_dim_and_mask(backend: ModuleType, dims: tuple[int, int], mask: Mask, dtype: torch.dtype) -> None:
+def test_every_head_dim_and_mask(backend: Fused, dims: tuple[int, int], mask: Mask, dtype: torch.dtype) -> None:
     problem = problem_of(2, (4, 2), (300, 411), dims, mask=mask, dtype=dtype)
     check(backend, *make_inputs(problem, "cuda"), problem)
 
@@ -131,14 +128,14 @@ def test_every_head_dim_and_mask(backend: ModuleType, dims: tuple[int, int], mas
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("mask", MASKS[:4], ids=str)
 @pytest.mark.parametrize("dims", DIMS[:3], ids=str)
-def test_every_length(backend: ModuleType, dims: tuple[int, int], mask: Mask, lengths: tuple[int, int]) -> None:
+def test_every_length(backend: Fused, dims: tuple[int, int], mask: Mask, lengths: tuple[int, int]) -> None:
     problem = problem_of(2, (2, 2), lengths, dims, mask=mask)
     check(backend, *make_inputs(problem, "cuda"), problem)
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (5, 5)], ids=str)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_many_tiles_a_cta_in_every_layout(backend: ModuleType, heads: tuple[int, int], layout: str) -> None:
+def test_many_tiles_a_cta_in_every_layout(backend: Fused, heads: tuple[int, int], layout: str) -> None:
     for mask in (Full(), Causal(), Window(200, 0)):
         problem = problem_of(4, heads, (1000, 1000), (64, 64), mask=mask, layout=layout)
         check(backend, *make_inputs(problem, "cuda"), problem)
@@ -146,7 +143,7 @@ def test_many_tiles_a_cta_in_every_layout(backend: ModuleType, heads: tuple[int,
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("softcap", [5.0, 50.0])
-def test_softcap(backend: ModuleType, dims: tuple[int, int], softcap: float) -> None:
+def test_softcap(backend: Fused, dims: tuple[int, int], softcap: float) -> None:
     for mask in (Full(), Causal(), Window(128, 0)):
         problem = problem_of(1, (4, 2), (600, 600), dims, mask=mask, softcap=softcap)
         q, k, v = make_inputs(problem, "cuda")
@@ -174,7 +171,7 @@ KINDS = [*map(scaled, (0.01, 1.5, 2, 3, 6, 20, 200)), constant_rows, one_outlier
 @pytest.mark.parametrize("change", KINDS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
-def test_hard_inputs(backend: ModuleType, dims: tuple[int, int], dtype: torch.dtype, change) -> None:  # type: ignore[no-untyped-def]
+def test_hard_inputs(backend: Fused, dims: tuple[int, int], dtype: torch.dtype, change) -> None:  # type: ignore[no-untyped-def]
     for mask in (Full(), Causal()):
         problem = problem_of(1, (2, 2), (512, 2048), dims, mask=mask, dtype=dtype)
         q, k, v = make_inputs(problem, "cuda")
@@ -183,7 +180,7 @@ def test_hard_inputs(backend: ModuleType, dims: tuple[int, int], dtype: torch.dt
 
 
 @pytest.mark.parametrize("draw", range(40))
-def test_random_shapes_and_strides(backend: ModuleType, draw: int) -> None:
+def test_random_shapes_and_strides(backend: Fused, draw: int) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -191,7 +188,7 @@ def test_random_shapes_and_strides(backend: ModuleType, draw: int) -> None:
     check(backend, *strided_inputs(problem, rng), problem, f"seed {seed}")
 
 
-def test_expanded_keys_and_values(backend: ModuleType) -> None:
+def test_expanded_keys_and_values(backend: Fused) -> None:
     problem = problem_of(3, (4, 4), (200, 300), (64, 64))
     q, k, v = make_inputs(problem, "cuda")
     k, v = (t[:1, :1].expand(t.shape) for t in (k, v))
@@ -200,7 +197,7 @@ def test_expanded_keys_and_values(backend: ModuleType) -> None:
 
 @pytest.mark.parametrize("mask", [Full(), Causal(), Window(200, 10)], ids=str)
 @pytest.mark.parametrize("dims", DIMS[:3], ids=str)
-def test_the_same_bits_every_time(backend: ModuleType, dims: tuple[int, int], mask: Mask) -> None:
+def test_the_same_bits_every_time(backend: Fused, dims: tuple[int, int], mask: Mask) -> None:
     problem = problem_of(4, (8, 4), (1111, 1111), dims, mask=mask)
     q, k, v = make_inputs(problem, "cuda")
     first = run(backend, q * 2, k, v, problem)
@@ -212,7 +209,7 @@ def test_the_same_bits_every_time(backend: ModuleType, dims: tuple[int, int], ma
 @pytest.mark.parametrize("mask", [Causal(), Causal("bottom-right"), Window(100, 30), Window(None, 0)], ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
-def test_hidden_values_never_show(backend: ModuleType, dims: tuple[int, int], bad: float, mask: Mask) -> None:
+def test_hidden_values_never_show(backend: Fused, dims: tuple[int, int], bad: float, mask: Mask) -> None:
     problem = problem_of(1, (4, 4), (500, 640), dims, mask=mask)
     q, k, v = make_inputs(problem, "cuda")
     visible = visible_pairs(problem)
@@ -225,28 +222,30 @@ def test_hidden_values_never_show(backend: ModuleType, dims: tuple[int, int], ba
             out, lse = run(backend, q, keys, values, problem)
             # Not bit for bit: a neighbour row's NaN may send the warp down its careful path.
             if blind.any():
-                assert relative_error(out[:, :, blind], clean[:, :, blind].double()) < 4e-3, f"key {key}"
+                assert relative_error(out[:, :, blind], clean[:, :, blind].double()) <= rounding_budget(BF16, 2 * 2), (
+                    key
+                )
             assert not lse[:, :, blind].isnan().any()
         out, _ = run(backend, q, k, spoilt_v, problem)
         assert not out[:, :, ~blind].isfinite().any()
 
 
-def test_offsets_beyond_two_to_the_31(backend: ModuleType) -> None:
+def test_offsets_beyond_two_to_the_31(backend: Fused) -> None:
     problem = problem_of(2, (2, 2), (300, 300), (64, 64), mask=Causal())
     check(backend, *(far_apart(2, 300, 64) for _ in range(3)), problem)
 
 
-def test_large_outputs(backend: ModuleType) -> None:
+def test_large_outputs(backend: Fused) -> None:
     """An output of more than 2^31 elements, spot-checked on its last head."""
     problem = problem_of(1, (1100, 1), (16384, 64), (128, 128), needs_lse=False)
     q, k, v = make_inputs(problem, "cuda")
     out, _ = backend.forward(q, k, v, problem)
     one = problem.with_(heads_q=1)
     truth, _ = exact(q[:, -1:], k, v, one)
-    assert relative_error(out[:, -1:], truth) < 4e-3
+    assert relative_error(out[:, -1:], truth) <= rounding_budget(BF16, 2)
 
 
-def test_streams_and_graphs(backend: ModuleType) -> None:
+def test_streams_and_graphs(backend: Fused) -> None:
     problem = problem_of(8, (8, 8), (700, 700), (64, 64), mask=Causal())
     inputs = [make_inputs(problem, "cuda") for _ in range(4)]
     wanted = [run(backend, *tensors, problem)[0].clone() for tensors in inputs]
@@ -270,7 +269,7 @@ def test_streams_and_graphs(backend: ModuleType) -> None:
         assert all_equal(captured, wanted)
 
 
-def test_an_empty_problem(backend: ModuleType) -> None:
+def test_an_empty_problem(backend: Fused) -> None:
     problem = problem_of(2, (2, 2), (5, 0), (64, 64))
     out, lse = backend.forward(*make_inputs(problem, "cuda"), problem)
     assert (out == 0).all()
@@ -278,13 +277,13 @@ def test_an_empty_problem(backend: ModuleType) -> None:
     assert (lse == -math.inf).all()
 
 
-def test_describe_and_refusals_agree(backend: ModuleType) -> None:
+def test_describe_and_refusals_agree(backend: Fused) -> None:
     q = torch.randn(1, 2, 64, 72, device="cuda", dtype=BF16)
     assert backend.why_not(describe(q, q, q), Target.of("cuda")) == []
     assert backend.why_not(describe(q[..., 4:68], q[..., 4:68], q[..., 4:68]), Target.of("cuda"))
 
 
-def few_shapes(backend: ModuleType) -> None:
+def few_shapes(backend: Fused) -> None:
     for dims, mask, softcap in FEW_SHAPES:
         problem = problem_of(2, (4, 2), (333, 444), dims, mask=mask, softcap=softcap)
         q, k, v = make_inputs(problem, "cuda")

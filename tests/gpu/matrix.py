@@ -17,7 +17,6 @@ from tilewise import Causal, Full, Problem, Window
 
 if TYPE_CHECKING:
     import random
-    from types import ModuleType
 
     from tilewise.masks import Mask
 
@@ -56,10 +55,6 @@ FEW_SHAPES: list[tuple[tuple[int, int], Mask, float]] = [
     ((192, 128), Full(), 0.0),
     ((72, 40), Causal(), 0.0),
 ]
-
-
-def name_of(backend: ModuleType) -> str:
-    return backend.__name__.rpartition(".")[2]
 
 
 def problem_of(

@@ -15,11 +15,13 @@ from typer.testing import CliRunner
 
 import tilewise
 from support import make_problem
-from tilewise.lab import clocks, inspect, kernels, suites
-from tilewise.lab.cli import app
-from tilewise.lab.compare import REFUSED, VERIFIED, Row, Settings, compare, compare_all
-from tilewise.lab.pool import Pool
-from tilewise.lab.worker import Worker
+from tilewise.lab.commands.app import app
+from tilewise.lab.measure import clocks
+from tilewise.lab.measure.compare import REFUSED, VERIFIED, Row, Settings, compare, compare_all
+from tilewise.lab.measure.pool import Pool
+from tilewise.lab.measure.worker import Worker
+from tilewise.lab.model import kernels
+from tilewise.lab.studies import inspect, suites
 
 if TYPE_CHECKING:
     from pathlib import Path

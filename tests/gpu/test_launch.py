@@ -233,17 +233,6 @@ def fork_and_launch() -> None:
     sys.exit(os.waitstatus_to_exitcode(status) if computed else 4)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_each_device_gets_its_own_launches() -> None:
-    for device in (1, 0, 1):
-        source = torch.randn(COUNT, device=f"cuda:{device}")
-        out = torch.zeros_like(source)
-        with torch.cuda.device(1 - device):
-            launch(scale_function(device), GRID, BLOCK, 0, current_stream(device), packed(out, source, 2.0))
-            assert torch.cuda.current_device() == 1 - device
-        assert torch.equal(out, 2.0 * source)
-
-
 @needs_hopper
 def test_a_cluster_is_as_large_as_asked() -> None:
     body = """

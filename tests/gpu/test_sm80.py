@@ -18,12 +18,13 @@ from matrix import DIMS
 
 from support import make_inputs
 from tilewise import Causal
-from tilewise.backends import sm80
+from tilewise.engine import SM80
+from tilewise.engine.sm80 import MIN_CAPABILITY
 from tilewise.jit import build_all
 from tilewise.target import TARGETS, Target
 
-BACKEND = sm80
-able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= sm80.LEAST_CAPABILITY
+BACKEND = SM80
+able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= MIN_CAPABILITY
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not able, reason="needs a GPU from sm_80 on")]
 
 
@@ -32,7 +33,7 @@ def _built() -> None:
     """All kernels of this GPU, side by side, before the first test needs one."""
     if able:
         arch = Target.of("cuda").arch
-        for _ in build_all(unit for unit in sm80.all_units() if unit.arch == arch):
+        for _ in build_all(unit for unit in SM80.all_units() if unit.arch == arch):
             pass
 
 
@@ -44,10 +45,10 @@ def test_the_tiles_of_every_gpu(dims: tuple[int, int], name: str) -> None:
     for softcap in (0.0, 20.0):
         problem = problem_of(2, (4, 2), (300, 411), dims, mask=Causal("bottom-right"), softcap=softcap)
         tensors = make_inputs(problem, "cuda")
-        for config in sm80.configs(problem, Target.named(name)):
+        for config in SM80.configs(problem, Target.named(name)):
             if config.fits(here):
-                check(sm80, *tensors, problem, str(config), config)
+                check(SM80, *tensors, problem, str(config), config)
 
 
 if __name__ == "__main__":
-    few_shapes(sm80)
+    few_shapes(SM80)

@@ -15,12 +15,15 @@ from matrix import DIMS
 
 from support import make_inputs
 from tilewise import Causal
-from tilewise.backends import sm80, sm80_backward
+from tilewise.engine import SM80
+from tilewise.engine.sm80 import MIN_CAPABILITY
+from tilewise.engine.sm80 import backward as sm80_backward
+from tilewise.engine.sm80.shared import VECTOR_SUMS_FROM
 from tilewise.jit import build_all
 from tilewise.target import TARGETS, Target
 
-BACKEND = sm80
-able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= sm80.LEAST_CAPABILITY
+BACKEND = SM80
+able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= MIN_CAPABILITY
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not able, reason="needs a GPU from sm_80 on")]
 
 
@@ -29,7 +32,7 @@ def _built() -> None:
     """All kernels of this GPU, side by side, before the first test needs one."""
     if able:
         arch = Target.of("cuda").arch
-        for _ in build_all(unit for unit in sm80.all_units() if unit.arch == arch):
+        for _ in build_all(unit for unit in SM80.all_units() if unit.arch == arch):
             pass
 
 
@@ -42,9 +45,9 @@ def test_the_tiles_of_every_gpu(dims: tuple[int, int], name: str) -> None:
         problem = problem_of(2, (4, 2), (300, 411), dims, mask=Causal("bottom-right"), softcap=softcap)
         tensors = (like_out(problem), *make_inputs(problem, "cuda"))
         for config in sm80_backward.configs(problem, Target.named(name)):
-            if config.fits(here) and (not config.vector_sums or here.capability >= sm80_backward.VECTOR_SUMS_FROM):
-                check(sm80, *tensors, problem, str(config), config)
+            if config.fits(here) and (not config.vector_sums or here.capability >= VECTOR_SUMS_FROM):
+                check(SM80, *tensors, problem, str(config), config)
 
 
 if __name__ == "__main__":
-    few_shapes(sm80, [(333, 444), (200, 100)])
+    few_shapes(SM80, [(333, 444), (200, 100)])

@@ -23,11 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from typing import TYPE_CHECKING
 
 import tilewise
-from support import exact, make_inputs, make_problem
+from support import budget, exact, in_order, make_inputs, make_problem, wanted
 from test_backend_sm90_float32 import DIM, FLOOR, RANGES, SEQ, errors
 from test_backend_sm90_float32_backward import WIDE, assert_grads_as_good_as, like_out, plain_grads
 from tilewise import Causal, Full, Problem, Window
-from tilewise.backends import sm80, sm80_float32, sm80_float32_backward
+from tilewise.engine import SM80
+from tilewise.engine.sm80 import float32_backward as sm80_float32_backward
+from tilewise.engine.sm80 import float32_forward as sm80_float32
 from tilewise.jit import build_all
 from tilewise.problem import describe
 from tilewise.target import TARGETS, Target
@@ -53,7 +55,7 @@ def _built() -> None:
     """All kernels, side by side, before the first test needs one."""
     if ampere:
         arch = Target.of("cuda").arch
-        units = [*sm80_float32.all_units(), *sm80_float32_backward.all_units()]
+        units = [*sm80_float32.units(), *sm80_float32_backward.units()]
         for _ in build_all(unit for unit in units if unit.arch == arch):
             pass
 
@@ -62,11 +64,11 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, config: sm80_float32.Config | None = None
 ) -> tuple[Tensor, Tensor]:
     """One call into memory that was full of NaN before."""
-    assert sm80.why_not(problem, Target.of("cuda")) == []
+    assert SM80.why_not(problem, Target.of("cuda")) == []
     shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v)
     poison = [torch.full(size, math.nan, device="cuda") for size in (shape, shape[:3])]
     del poison
-    out, lse = sm80.forward(q, k, v, problem, config)
+    out, lse = SM80.forward(q, k, v, problem, config)
     assert lse is not None
     return out, lse
 
@@ -118,12 +120,12 @@ def gradients(
     v: Tensor,
     dout: Tensor,
     problem: Problem,
-    config: sm80_float32_backward.BackwardConfig | None = None,
+    config: sm80_float32_backward.Config | None = None,
 ) -> tuple[Tensor, ...]:
     """Of our forward and backward."""
-    out, lse = sm80.forward(q, k, v, problem)
+    out, lse = SM80.forward(q, k, v, problem)
     assert lse is not None
-    found = sm80.backward(dout, None, q, k, v, out, lse, problem, config)
+    found = in_order(SM80.backward(dout, None, q, k, v, out, lse, problem, config))
     return tuple(grad for grad in found if grad is not None)
 
 
@@ -141,11 +143,11 @@ def check_gradients(
     k: Tensor,
     v: Tensor,
     problem: Problem,
-    config: sm80_float32_backward.BackwardConfig | None = None,
+    config: sm80_float32_backward.Config | None = None,
     dout: Tensor | None = None,
     what: str = "",
 ) -> None:
-    assert sm80.why_not(problem, Target.of("cuda")) == []
+    assert SM80.why_not(problem, Target.of("cuda")) == []
     dout = like_out(problem).cuda() if dout is None else dout
     got = gradients(q, k, v, dout, problem, config)
     _, _, *truth = exact(q, k, v, problem, None, dout)
@@ -290,7 +292,7 @@ def test_the_backward_has_the_scores_of_the_forward(dim: int, factor: float) -> 
     q = factor * torch.eye(dim, device="cuda") + torch.randn(1, 2, dim, dim, device="cuda")
     v, dout = torch.randn(2, 1, 2, dim, dim, device="cuda")
     _, _, dv = gradients(q, q.clone(), v, dout, problem)
-    assert errors(dv, dout.double())[1] < 3e-7
+    assert errors(dv, dout.double())[1] <= 3 * FLOOR  # two parts hold 22 bits, and their sum is rounded
 
 
 def test_nan_and_inf_behind_a_mask_do_not_show() -> None:
@@ -299,11 +301,11 @@ def test_nan_and_inf_behind_a_mask_do_not_show() -> None:
     truth, _ = exact(q, k, v, problem)
     k[0, 0, 250], v[0, 0, 250], v[0, 1, 200, 5] = math.nan, math.nan, -math.inf
     out, _ = run(q, k, v, problem)
-    assert errors(out[0, 0, :250], truth[0, 0, :250])[1] < 3e-6
+    assert errors(out[0, 0, :250], truth[0, 0, :250])[1] <= budget(torch.float32, 300)
     assert out[0, 0, 250:].isnan().all()
     assert (out[0, 1, 200:, 5] == -math.inf).all()
     others = torch.arange(64, device="cuda") != 5
-    assert errors(out[0, 1][:, others], truth[0, 1][:, others])[1] < 3e-6
+    assert errors(out[0, 1][:, others], truth[0, 1][:, others])[1] <= budget(torch.float32, 300)
 
 
 def test_strides() -> None:
@@ -313,7 +315,7 @@ def test_strides() -> None:
         check(*stored, problem)
         check_gradients(*stored, problem.with_(needs_grad=True))
     room = torch.randn(2, 70, 3, 65, device="cuda")[..., 1:].transpose(1, 2)
-    assert sm80.why_not(describe(room, room, room), Target.of("cuda"))
+    assert SM80.why_not(describe(room, room, room), Target.of("cuda"))
 
 
 def test_expanded_keys_and_values() -> None:
@@ -350,7 +352,7 @@ def test_gradients_through_autograd() -> None:
     scores = (wide[0] @ k.mT * problem.scale).masked_fill(hidden, -math.inf)
     truth = torch.autograd.grad((scores.softmax(-1) @ v, scores.logsumexp(-1)), wide, (dout.double(), dlse.double()))
     for grad, want in zip(got, truth, strict=True):
-        assert errors(grad, want)[0] < 2e-6
+        assert errors(grad, want)[0] <= budget(torch.float32, 500)
 
 
 def test_gradients_that_are_not_wanted_are_not_there() -> None:
@@ -358,9 +360,9 @@ def test_gradients_that_are_not_wanted_are_not_there() -> None:
     q, k, v = make_inputs(problem, "cuda")
     out, lse = exact(q, k, v, problem)
     dout = torch.randn_like(q)
-    whole = sm80.backward(dout, None, q, k, v, out.float(), lse.float(), problem)
+    whole = in_order(SM80.backward(dout, None, q, k, v, out.float(), lse.float(), problem))
     for wants in ((True, False, False), (False, True, False), (False, False, True)):
-        got = sm80.backward(dout, None, q, k, v, out.float(), lse.float(), problem, wants=wants)
+        got = in_order(SM80.backward(dout, None, q, k, v, out.float(), lse.float(), problem, wants=wanted(*wants)))
         for grad, all_of_it, want in zip(got, whole, wants, strict=True):
             assert (grad is None) if not want else torch.equal(grad, all_of_it)  # type: ignore[arg-type]
 
@@ -377,7 +379,7 @@ def test_in_a_graph() -> None:
     assert torch.equal(got, want)
     v.mul_(5e37)  # the device decides anew at every replay
     graph.replay()
-    assert errors(got, exact(q, k, v, problem)[0])[0] < 2e-6
+    assert errors(got, exact(q, k, v, problem)[0])[0] <= budget(torch.float32, 512)
 
 
 def test_tf32_is_less_accurate_and_says_so() -> None:
@@ -401,10 +403,10 @@ def main() -> None:
             fields = {"heads_kv": 1, "mask": Causal(), "needs_grad": grad, "deterministic": deterministic}
             problem = make_problem((1, 2, 200, dims[0]), head_dim_v=dims[1], needs_lse=True, **fields)
             q, k, v = make_inputs(problem, "cuda")
-            out, lse = sm80.forward(q, k, v * factor, problem)
+            out, lse = SM80.forward(q, k, v * factor, problem)
             if grad:
                 assert lse is not None
-                sm80.backward(torch.randn_like(out), None, q, k, v, out, lse, problem)
+                SM80.backward(torch.randn_like(out), None, q, k, v, out, lse, problem)
             torch.cuda.synchronize()
             print(problem, f"v x {factor:g}")
 

@@ -19,16 +19,16 @@ from forward_matrix import *  # noqa: F403 (every case of the matrix, for this b
 from forward_matrix import check, few_shapes, problem_of, run
 from matrix import BF16, DIMS, FP16, all_equal, relative_error
 
-from support import make_inputs
+from support import make_inputs, rounding_budget
 from tilewise import Causal, Full
-from tilewise.backends import sm90
+from tilewise.engine import SM90
 from tilewise.jit import build_all
 from tilewise.target import Target
 
 if TYPE_CHECKING:
     from tilewise.masks import Mask
 
-BACKEND = sm90
+BACKEND = SM90
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")]
 
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Ho
 def _built() -> None:
     """All kernels, side by side, before the first test needs one."""
     if hopper:
-        for _ in build_all(sm90.all_units()):
+        for _ in build_all(SM90.all_units()):
             pass
 
 
@@ -53,10 +53,10 @@ def test_few_queries_and_many_keys(
 ) -> None:
     for layout, dtype in (("bhsd", BF16), ("bshd", FP16)):
         problem = problem_of(2, heads, lengths, dims, mask=mask, layout=layout, dtype=dtype)
-        assert sm90.configs(problem, Target.of("cuda"))[0].split
+        assert SM90.configs(problem, Target.of("cuda"))[0].split
         q, k, v = make_inputs(problem, "cuda")
-        check(sm90, q, k, v, problem)
-        first, again = (run(sm90, q * 3, k, v, problem) for _ in range(2))
+        check(SM90, q, k, v, problem)
+        first, again = (run(SM90, q * 3, k, v, problem) for _ in range(2))
         assert all_equal(first, again)
 
 
@@ -64,23 +64,23 @@ def test_parts_that_hide_something_bad() -> None:
     """A row gets what it sees, of whichever part of the keys, and nothing else."""
     problem = problem_of(1, (4, 4), (100, 3000), (128, 128), mask=Causal("bottom-right"))
     q, k, v = make_inputs(problem, "cuda")
-    clean, _ = run(sm90, q, k, v, problem)
+    clean, _ = run(SM90, q, k, v, problem)
     spoilt = v.clone()
     spoilt[:, :, 2950] = math.nan
-    out, lse = run(sm90, q, k, spoilt, problem)
+    out, lse = run(SM90, q, k, spoilt, problem)
     assert torch.isfinite(lse).all()
     assert out[:, :, 50:].isnan().all()
-    assert relative_error(out[:, :, :50], clean[:, :, :50].double()) < 4e-3
+    assert relative_error(out[:, :, :50], clean[:, :, :50].double()) <= rounding_budget(BF16, 2 * 2)
 
 
 def few_of_few_queries() -> None:
     for dims, lengths in (((128, 128), (16, 2000)), ((64, 64), (1, 1500)), ((256, 256), (90, 1024))):
         problem = problem_of(1, (4, 2), lengths, dims, mask=Causal("bottom-right"))
-        sm90.forward(*make_inputs(problem, "cuda"), problem)
+        SM90.forward(*make_inputs(problem, "cuda"), problem)
         torch.cuda.synchronize()
         print("ran", problem)
 
 
 if __name__ == "__main__":
     few_of_few_queries()
-    few_shapes(sm90)
+    few_shapes(SM90)

@@ -19,13 +19,15 @@ from matrix import DIMS, MASKS
 
 from support import make_inputs
 from tilewise import Causal, Full
-from tilewise.backends import sm90, sm90_backward
+from tilewise.engine import SM90, run
+from tilewise.engine.sm90 import backward as sm90_backward
 from tilewise.jit import build_all
+from tilewise.memo import Memo
 
 if TYPE_CHECKING:
     from tilewise.masks import Mask
 
-BACKEND = sm90
+BACKEND = SM90
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")]
 
@@ -34,7 +36,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Ho
 def _built() -> None:
     """All kernels, side by side, before the first test needs one."""
     if hopper:
-        for _ in build_all(sm90.all_units()):
+        for _ in build_all(SM90.all_units()):
             pass
 
 
@@ -42,7 +44,7 @@ def _built() -> None:
 @pytest.mark.parametrize("dims", DIMS[:5], ids=str)
 def test_more_tiles_of_keys_than_take_turns(dims: tuple[int, int], mask: Mask) -> None:
     problem = problem_of(1, (4, 2), (300, 2100), dims, mask=mask)
-    check(sm90, like_out(problem), *make_inputs(problem, "cuda"), problem)
+    check(SM90, like_out(problem), *make_inputs(problem, "cuda"), problem)
 
 
 @pytest.mark.parametrize("order", list(sm90_backward.Order), ids=lambda order: order.name)
@@ -51,23 +53,23 @@ def test_every_order_of_adding_up_dq(
     dims: tuple[int, int], order: sm90_backward.Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With more tiles than multiprocessors, so that some wait for others, and rows that no tile sees."""
-    monkeypatch.setattr(sm90_backward, "_order", lambda problem, config: order)
-    monkeypatch.setattr(sm90, "_bound_backward", {})
+    monkeypatch.setattr(sm90_backward, "_order", lambda problem, config, divided: order)
+    monkeypatch.setattr(run, "_bound", Memo())
     for lengths, mask in (((1500, 1500), Full()), ((1500, 1500), Causal()), ((900, 600), Causal("bottom-right"))):
         problem = problem_of(2, (16, 8), lengths, dims, mask=mask)
         inputs = (like_out(problem), *make_inputs(problem, "cuda"))
         for _ in range(3):
-            check(sm90, *inputs, problem)
+            check(SM90, *inputs, problem)
 
 
 def let_every_lane_arrive() -> None:
     """At barriers: `arrivals_of_warp` says why."""
-    plain = sm90_backward.main_unit
-    sm90_backward.main_unit = lambda config: dataclasses.replace(  # type: ignore[assignment]
-        plain(config), options=("-DTILEWISE_EVERY_LANE_ARRIVES",), strict=False
+    plain = sm90_backward.unit
+    sm90_backward.unit = lambda *arguments: dataclasses.replace(  # type: ignore[assignment]
+        plain(*arguments), options=("-DTILEWISE_EVERY_LANE_ARRIVES",), strict=False
     )
 
 
 if __name__ == "__main__":
     let_every_lane_arrive()
-    few_shapes(sm90, [(333, 444), (200, 100), (200, 1200)])
+    few_shapes(SM90, [(333, 444), (200, 100), (200, 1200)])

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from support import assert_close, budget, exact, make_bias, make_inputs, make_problem
+from support import assert_close, budget, exact, in_order, make_bias, make_inputs, make_problem
 from tilewise import Causal, Dense, Documents, Full, Problem, Target, Window
-from tilewise.backends import torch_rules as rules
-from tilewise.backends import torch_sdpa
-from tilewise.problem import describe
+from tilewise.problem import describe, mask_operands
+from tilewise.torch_kernels import bugs, candidates, gates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,7 +74,7 @@ def specials() -> Iterator[Problem]:
 
 def told(problem: Problem, target: Target) -> list[str]:
     q, k, v = make_inputs(problem, "cuda", grad=problem.needs_grad)
-    return torch_sdpa.disagreements(q, k, v, problem, target, make_bias(problem, "cuda"))
+    return candidates.disagreements(q, k, v, problem, target, make_bias(problem, "cuda"))
 
 
 def report(found: list[str], asked: int) -> str:
@@ -102,19 +101,19 @@ def test_the_rules_agree_with_pytorch_on_strides(target: Target) -> None:
     packed = torch.randn(2, 64, 3, 4, 64, device="cuda", dtype=BF16).permute(2, 0, 3, 1, 4)
     found = []
     for q, k, v in ((across,) * 3, (wide[..., :64],) * 3, (wide[..., :64], across, wide[..., 16:]), tuple(packed)):
-        found += torch_sdpa.disagreements(q, k, v, describe(q, k, v), target)
+        found += candidates.disagreements(q, k, v, describe(q, k, v), target)
     assert not found, report(found, 4)
 
 
 def test_pytorchs_reasons_are_captured(target: Target) -> None:
     problem = make_problem((1, 2, 64, 64), FP32, mask=Dense((64, 64)))
     q, k, v = make_inputs(problem, "cuda")
-    answers = torch_sdpa.ask_torch(q, k, v, problem, make_bias(problem, "cuda"))
-    assert set(answers) == set(rules.NAMES)
-    assert answers[rules.EFFICIENT].usable
-    assert answers[rules.MATH].usable
-    assert any("attn_mask" in warning for warning in answers[rules.FLASH].warnings), answers[rules.FLASH]
-    assert any("dtype" in warning for warning in answers[rules.CUDNN].warnings), answers[rules.CUDNN]
+    answers = candidates.ask_torch(q, k, v, problem, make_bias(problem, "cuda"))
+    assert set(answers) == set(gates.NAMES)
+    assert answers[gates.EFFICIENT].usable
+    assert answers[gates.MATH].usable
+    assert any("attn_mask" in warning for warning in answers[gates.FLASH].warnings), answers[gates.FLASH]
+    assert any("dtype" in warning for warning in answers[gates.CUDNN].warnings), answers[gates.CUDNN]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -152,11 +151,11 @@ def pose(shape: str, mask: str, dtype: torch.dtype, layout: str) -> Problem:
     return plain.with_(mask=RUN_MASKS[mask](plain))
 
 
-@pytest.mark.parametrize("candidate", torch_sdpa.CANDIDATES, ids=lambda candidate: candidate.name)
+@pytest.mark.parametrize("candidate", candidates.CANDIDATES, ids=lambda candidate: candidate.name)
 @pytest.mark.parametrize(("dtype", "layout"), [(BF16, "bhsd"), (BF16, "bshd"), (FP16, "bshd"), (FP32, "bhsd")])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernels_match_float64(
-    candidate: torch_sdpa.Candidate, shape: str, dtype: torch.dtype, layout: str, target: Target
+    candidate: candidates.Candidate, shape: str, dtype: torch.dtype, layout: str, target: Target
 ) -> None:
     """out, lse and all gradients, under every mask the kernel takes; one row at least sees no key in most of them."""
     willing = 0
@@ -170,7 +169,7 @@ def test_kernels_match_float64(
     assert willing or refused
 
 
-def check(candidate: torch_sdpa.Candidate, problem: Problem, what: str) -> None:
+def check(candidate: candidates.Candidate, problem: Problem, what: str) -> None:
     q, k, v = make_inputs(problem, "cuda")
     bias = make_bias(problem, "cuda")
     if bias is not None:
@@ -178,10 +177,10 @@ def check(candidate: torch_sdpa.Candidate, problem: Problem, what: str) -> None:
     dout = torch.randn(2, problem.heads_q, problem.seq_q, problem.head_dim_v, device="cuda").to(problem.dtype)
     truth = dict(zip(("out", "lse", "dq", "dk", "dv"), exact(q, k, v, problem, bias, dout), strict=True))
     unseen = truth["lse"] == -math.inf
-    out, lse = candidate.forward(q, k, v, problem, None, bias)
-    grads = candidate.backward(dout, None, q, k, v, out, lse, problem, None, bias)
+    out, lse = candidate.forward(q, k, v, problem, None, mask_operands(bias))
+    grads = in_order(candidate.backward(dout, None, q, k, v, out, lse, problem, None, mask_operands(bias)))
     found = {"out": out, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
-    if candidate is not torch_sdpa.MATH:
+    if candidate is not candidates.MATH:
         assert lse is not None
         assert lse.is_contiguous()
         assert lse.dtype == FP32
@@ -195,15 +194,15 @@ def check(candidate: torch_sdpa.Candidate, problem: Problem, what: str) -> None:
     assert stored.is_contiguous(), f"{what}: strides {out.stride()}"
 
 
-@pytest.mark.parametrize("candidate", torch_sdpa.CANDIDATES, ids=lambda candidate: candidate.name)
-def test_inference_gives_the_same_out_and_an_lse_on_request(candidate: torch_sdpa.Candidate, target: Target) -> None:
+@pytest.mark.parametrize("candidate", candidates.CANDIDATES, ids=lambda candidate: candidate.name)
+def test_inference_gives_the_same_out_and_an_lse_on_request(candidate: candidates.Candidate, target: Target) -> None:
     problem = make_problem((2, 4, 150, 64), BF16, mask=Causal())
     q, k, v = make_inputs(problem, "cuda")
     true_out, true_lse = exact(q, k, v, problem)
     out, lse = candidate.forward(q, k, v, problem)
     assert lse is None
     assert_close(out, true_out, budget(BF16, 150))
-    if candidate is torch_sdpa.MATH:
+    if candidate is candidates.MATH:
         assert candidate.why_not(problem.with_(needs_lse=True), target)
         return
     lse = candidate.forward(q, k, v, problem.with_(needs_lse=True))[1]
@@ -211,32 +210,32 @@ def test_inference_gives_the_same_out_and_an_lse_on_request(candidate: torch_sdp
     assert_close(lse, true_lse, budget(BF16, 150), "lse")
 
 
-@pytest.mark.parametrize("candidate", torch_sdpa.CANDIDATES, ids=lambda candidate: candidate.name)
-def test_gradients_that_arrive_expanded_or_sliced(candidate: torch_sdpa.Candidate) -> None:
+@pytest.mark.parametrize("candidate", candidates.CANDIDATES, ids=lambda candidate: candidate.name)
+def test_gradients_that_arrive_expanded_or_sliced(candidate: candidates.Candidate) -> None:
     """out.sum() sends back a tensor of strides 0; a slice of a wider result sends rows apart."""
     problem = make_problem((2, 4, 96, 64), BF16, needs_grad=True)
     q, k, v = make_inputs(problem, "cuda")
     out, lse = candidate.forward(q, k, v, problem)
     for dout in (torch.ones(1, 1, 1, 1, device="cuda", dtype=BF16), torch.randn(2, 4, 96, 72, device="cuda").to(BF16)):
         shaped = dout.expand(out.shape) if dout.numel() == 1 else dout[..., 4:68]
-        grads = candidate.backward(shaped, None, q, k, v, out, lse, problem)
+        grads = in_order(candidate.backward(shaped, None, q, k, v, out, lse, problem))
         for grad, true in zip(grads, exact(q, k, v, problem, None, shaped)[2:], strict=True):
             assert grad is not None
             assert_close(grad, true, budget(BF16, 96), candidate.name)
 
 
-@pytest.mark.parametrize("candidate", torch_sdpa.CANDIDATES, ids=lambda candidate: candidate.name)
+@pytest.mark.parametrize("candidate", candidates.CANDIDATES, ids=lambda candidate: candidate.name)
 @pytest.mark.parametrize("mask", ["full", "causal", "causal bottom-right", "boolean"])
-def test_dropout_keeps_the_mean_and_has_gradients(candidate: torch_sdpa.Candidate, mask: str, target: Target) -> None:
+def test_dropout_keeps_the_mean_and_has_gradients(candidate: candidates.Candidate, mask: str, target: Target) -> None:
     plain = make_problem((2, 4, 256, 64), BF16, seq_q=200, dropout=0.5, needs_grad=True)
     problem = plain.with_(mask=RUN_MASKS[mask](plain))
     if candidate.why_not(problem, target):
-        assert candidate is not torch_sdpa.MATH
+        assert candidate is not candidates.MATH
         return
     q, k, v = make_inputs(problem, "cuda", grad=True)
     ones = torch.ones_like(v).requires_grad_()
     bias = make_bias(problem, "cuda")
-    out = candidate.dropout_forward(q, k, ones, problem, bias)
+    out = candidate.dropout_forward(q, k, ones, problem, mask_operands(bias))
     unseen = exact(q, k, v, problem, bias)[1] == -math.inf
     assert not out[unseen].any()
     # Each row is a mean of many keys kept with probability 1/2 and doubled; over all rows little noise is left.
@@ -260,14 +259,16 @@ def test_nan_gradients_of_cudnn_are_known_hazards(mask: str, seq: int, target: T
     q[..., 0], k[..., 0] = 1.0, -120 * math.sqrt(64)
     bias = torch.ones(seq, seq, dtype=torch.bool, device="cuda").tril() if mask == "boolean" else None
     finite = {}
-    for candidate in (torch_sdpa.CUDNN, torch_sdpa.EFFICIENT):
+    for candidate in (candidates.CUDNN, candidates.EFFICIENT):
         if candidate.why_not(problem, target):
             continue
-        out, lse = candidate.forward(q, k, v, problem, None, bias)
-        grads = candidate.backward(torch.randn_like(out), None, q, k, v, out, lse, problem, None, bias)
+        out, lse = candidate.forward(q, k, v, problem, None, mask_operands(bias))
+        grads = in_order(
+            candidate.backward(torch.randn_like(out), None, q, k, v, out, lse, problem, None, mask_operands(bias))
+        )
         finite[candidate.name] = all(grad is not None and bool(grad.isfinite().all()) for grad in grads)
-    assert finite[rules.EFFICIENT]
-    hazard = rules.hazardous(rules.CUDNN, problem, target)
-    assert finite.get(rules.CUDNN, True) or hazard, "cuDNN returned NaN that no row of the rules foresees"
+    assert finite[gates.EFFICIENT]
+    hazard = bugs.hazardous(gates.CUDNN, problem, target)
+    assert finite.get(gates.CUDNN, True) or hazard, "cuDNN returned NaN that no row of the rules foresees"
     if mask == "boolean" and hazard:
-        assert not finite[rules.CUDNN], "the bug is gone from this cuDNN"
+        assert not finite[gates.CUDNN], "the bug is gone from this cuDNN"

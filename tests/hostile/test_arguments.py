@@ -119,7 +119,7 @@ def test_the_dtype_of_lse(backend, dtype):
     given = [tensor.to(dtype) for tensor in tensors()]
     lse = tilewise.attention(*given, return_lse=True, backend=backend)[1]
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    (operator,) = torch.ops.tilewise.attention(*given, None, "full", None, 0.0, "bhsd", backend, True)[1:]
+    (operator,) = torch.ops.tilewise.attention(*given, [], "full", None, "", "bhsd", backend, True)[1:]
     assert operator.dtype == lse.dtype
 
 

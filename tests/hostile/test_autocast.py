@@ -153,10 +153,10 @@ def test_dropout_is_not_cast(compiled):
 @pytest.mark.parametrize("backend", ["tiled", "reference", "torch-math"])
 def test_the_bare_operators_cast_nothing(backend):
     q, k, v = inputs(1, 2, 64, 32)
-    options = ("causal", None, 0.0, "bhsd", backend, False)
+    options = ("causal", None, "", "bhsd", backend, False)
 
     def call(q, k, v):
-        return torch.ops.tilewise.attention(q, k, v, None, *options)[0]
+        return torch.ops.tilewise.attention(q, k, v, [], *options)[0]
 
     check(under_autocast(call, [q, k, v], torch.bfloat16), truth(call, [q, k, v]))
 

@@ -13,11 +13,10 @@ import pytest
 
 from support import make_problem
 from tilewise import Causal
-from tilewise.backends import tiled
 from tilewise.jit import Unit, build, cache, trust, tuned
 from tilewise.jit import compile as compiling
-from tilewise.lab import tune
-from tilewise.plan import replan
+from tilewise.lab.studies import tune
+from tilewise.plain import tiled
 from tilewise.target import Target
 
 if TYPE_CHECKING:
@@ -47,10 +46,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(compiling, "nvrtc_version", lambda: "13.0")
     monkeypatch.setattr(compiling, "_run_nvrtc", compiled)
     tuned.forget()
-    replan()
     yield tmp_path / "cache"
     tuned.forget()
-    replan()
 
 
 def compiled(source: str, options: list[str], include_root: Path, product: str) -> tuple[bytes, str]:

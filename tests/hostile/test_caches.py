@@ -12,12 +12,7 @@ import torch
 import tilewise
 from support import assert_close, budget
 from tilewise import Causal, Documents, Target
-from tilewise.memo import Memo
-
-
-def forget() -> None:
-    tilewise.op.forget()
-    tilewise.plan.replan()
+from tilewise.memo import Memo, invalidate
 
 
 def documents(n: int, count: int = 1000) -> Documents:
@@ -26,7 +21,7 @@ def documents(n: int, count: int = 1000) -> Documents:
 
 
 def test_masks_of_many_documents_do_not_fill_the_memory():
-    forget()
+    invalidate()
     problem = tilewise.Problem(1, 1, 1, 1010, 1010, 4, 4, torch.float32)
     target = Target.named("cpu")
     tracemalloc.start()
@@ -41,14 +36,14 @@ def test_masks_of_many_documents_do_not_fill_the_memory():
         tracemalloc.stop()
     assert planned < 32 * 2**20, f"{planned / 2**20:.0f} MiB"
     assert len(tilewise.plan._plans) > 0
-    forget()
+    invalidate()
 
 
 def test_calls_under_masks_of_many_documents_do_not_fill_the_memory(monkeypatch):
     """The call itself is not of interest, so nothing computes."""
-    forget()
+    invalidate()
     out = torch.zeros(1)
-    monkeypatch.setattr(tilewise.op, "execute", lambda call, q, k, v, bias: (out, None))
+    monkeypatch.setattr(tilewise.op, "execute", lambda call, q, k, v, operands: (out, None))
     base = torch.randn(1, 1, 1500, 2)
     tracemalloc.start()
     try:
@@ -60,7 +55,7 @@ def test_calls_under_masks_of_many_documents_do_not_fill_the_memory(monkeypatch)
     finally:
         tracemalloc.stop()
     assert held < 64 * 2**20, f"{held / 2**20:.0f} MiB"
-    forget()
+    invalidate()
 
 
 def test_a_memo_keeps_within_its_bounds():
@@ -89,9 +84,8 @@ def test_what_was_worked_out_before_a_change_is_not_kept_after_it():
 @pytest.mark.slow
 def test_threads_share_what_is_remembered():
     """Many problems, caches that overflow, and threads that forget everything, at the shortest switch interval."""
-    forget()
+    invalidate()
     small: Memo[tilewise.op.Call] = Memo(max_entries=8)
-    smaller: Memo[tilewise.op.Call] = Memo(max_entries=5)
     plans: Memo[tilewise.Plan] = Memo(max_entries=6)
     inputs = {n: torch.randn(1, 2, n, 4) for n in range(2, 26)}
     truth = {n: tilewise.attention(x, x, x, mask="causal", backend="reference") for n, x in inputs.items()}
@@ -112,13 +106,11 @@ def test_threads_share_what_is_remembered():
     def disturb() -> None:
         start.wait()
         for _ in range(200):
-            tilewise.op.forget()
-            tilewise.plan.replan()
+            invalidate()
 
     interval = sys.getswitchinterval()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tilewise.op, "_calls", small)
-        patch.setattr(tilewise.op, "_recalled", smaller)
         patch.setattr(tilewise.plan, "_plans", plans)
         sys.setswitchinterval(1e-6)
         try:

@@ -1,4 +1,4 @@
-"""The maps that threads share in jit/ and backends/: right for every thread, and bounded, however they are interleaved.
+"""The maps that threads share in jit/ and backends: right for every thread, and bounded, however they are interleaved.
 
 A switch interval of a microsecond lets the interpreter change threads between almost any two steps. The driver is one
 that only keeps a record.
@@ -14,7 +14,6 @@ import random
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,10 +22,12 @@ import torch
 from support import make_problem
 from test_jit_launch import BLOCK, GRID, Encoder, Numbers, RecordingDriver, kernel
 from tilewise import Causal
-from tilewise.backends import fused, sm90, tiled
+from tilewise.engine import run
+from tilewise.engine.program import Program
 from tilewise.jit import Unit, load, memo, mirror, params_struct, tensormap, tiled_map, tuned
 from tilewise.jit import launch as launching
-from tilewise.plan import replan
+from tilewise.memo import Memo
+from tilewise.plain import tiled
 from tilewise.target import Target
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Watched(dict[Any, Any]):
 
 
 def test_every_thread_gets_the_map_of_its_own_address(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensormap, "_MOST_ADDRESSES", 4)
+    monkeypatch.setattr(tensormap, "_MAX_ADDRESSES", 4)
     encode = Encoder()
     monkeypatch.setattr(tensormap, "_encode_tiled", lambda: encode)
     tiled_map.cache_clear()
@@ -108,8 +109,8 @@ def test_every_thread_gets_the_map_of_its_own_address(driver: RecordingDriver, m
 def test_every_launch_has_its_own_stream_and_arguments(
     driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "_MOST_STREAMS", 3)
-    monkeypatch.setattr(mirror, "MOST_THREADS", 3)
+    monkeypatch.setattr(launching, "_MAX_STREAMS", 3)
+    monkeypatch.setattr(mirror, "MAX_THREADS", 3)
     seen: list[tuple[int, int]] = []
 
     def record(config: Any, function: int, pointer: int, extra: int) -> tuple[Any]:
@@ -146,7 +147,7 @@ def test_arguments_of_threads_that_are_gone_are_forgotten(monkeypatch: pytest.Mo
     for number in range(10_000):
         monkeypatch.setattr(threading, "get_ident", lambda number=number: number)
         assert arguments.mine() is arguments.mine()
-    assert len(arguments._of_thread) <= mirror.MOST_THREADS
+    assert len(arguments._of_thread) <= mirror.MAX_THREADS
 
 
 def test_a_kernel_is_built_and_loaded_once(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,40 +170,38 @@ def test_a_kernel_is_built_and_loaded_once(driver: RecordingDriver, monkeypatch:
     assert all(len(functions) == 1 for functions in handed.values())
 
 
-def test_what_is_remembered_is_one_for_all_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_MOST_BOUND", 5)
-    known = Watched()
+def test_what_is_remembered_is_right_for_all_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: Memo[Any] = Memo(max_entries=5)
+    monkeypatch.setattr(run, "_bound", known)
+    sizes: list[int] = []
 
     def work(numbers: random.Random) -> None:
         for _ in range(ROUNDS):
             key = numbers.randrange(12)
-            assert fused.remembered(known, key, lambda key=key: [key]) == [key]
+            assert run.remembered(key, lambda key=key: [key]) == [key]
+            sizes.append(len(known))
 
     together(work)
-    assert 0 < known.largest <= 5
-    held: set[int] = set()
-    fresh: dict[Any, Any] = {}
-    kept = [[number] for number in range(THREADS)]
-    together(lambda numbers: held.add(id(fused.remembered(fresh, "key", lambda: kept[numbers.randrange(THREADS)]))))
-    assert len(held) == 1
+    assert 0 < max(sizes) <= 5
 
 
-def test_a_backward_keeps_few_launches() -> None:
+def test_a_backward_keeps_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem((1, 1, 8, 8), torch.bfloat16, needs_grad=True)
     made: list[Any] = []
 
-    def make(given: fused.Given, wants: Any) -> Any:
-        made.append(given.out.stride())
-        return SimpleNamespace(run=lambda *tensors: tensors[5].stride())
+    def loaded(programs: Any, wants: Any, given: Any, names: Any) -> Any:
+        made.append(given["out"].stride())
+        return lambda *tensors: tensors[5].stride()
 
-    bound = fused.bound_backward(problem, make)
+    monkeypatch.setattr(run, "_loaded_backward", loaded)
+    bound = run.bind_backward(lambda device, wants: Program(()), problem)
     q = torch.zeros(1, 1, 8, 8, dtype=torch.bfloat16)
     lse = torch.zeros(1, 1, 8)
 
     def work(numbers: random.Random) -> None:
         for _ in range(100):
             out = torch.zeros(1, 1, 8, 8 * numbers.randrange(1, 200), dtype=torch.bfloat16)[..., :8]
-            assert bound(q, None, q, q, q, out, lse, (True, True, True)) == out.stride()
+            assert bound(q, None, q, q, q, out, lse) == out.stride()
 
     together(work)
     launches = next(
@@ -210,7 +209,7 @@ def test_a_backward_keeps_few_launches() -> None:
         for cell in bound.__closure__ or ()
         if isinstance(cell.cell_contents, dict)  # type: ignore[attr-defined]
     )
-    assert 0 < len(launches) <= fused._MOST_LAUNCHES
+    assert 0 < len(launches) <= run.MAX_LAUNCHES
     assert set(made) >= {key[1] for key in launches}
 
 
@@ -218,40 +217,35 @@ def test_counters_of_a_device_are_made_once(monkeypatch: pytest.MonkeyPatch) -> 
     """Those that lose the race would be freed while a kernel still counts with them."""
     made: list[int] = []
 
-    class Counters(sm90._WorkCounters):
+    class Counters(run._WorkCounters):
         def __init__(self, device: int) -> None:
             made.append(device)
             os.sched_yield()
-            self._room = torch.zeros(sm90._COUNTERS, dtype=torch.int32)
-            self._free = iter(range(sm90._COUNTERS))
-            self._of_stream = {}
-            self._lock = threading.RLock()
+            self._base, self._turn, self._lock = 10**9 * (device + 1), 0, threading.Lock()
 
-    monkeypatch.setattr(sm90, "_WorkCounters", Counters)
-    monkeypatch.setattr(sm90, "_counters", {})
+    monkeypatch.setattr(run, "_WorkCounters", Counters)
+    monkeypatch.setattr(run, "_counters", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    taken: dict[tuple[int, int], set[int]] = {(device, stream): set() for device in range(4) for stream in range(20)}
+    taken: list[int] = []
 
     def work(numbers: random.Random) -> None:
-        for _ in range(ROUNDS):
-            place = numbers.randrange(4), numbers.randrange(20)
-            taken[place].add(sm90._work_counter(*place))
+        taken.extend([run.work_counter(numbers.randrange(4), numbers.randrange(20)) for _ in range(ROUNDS)])
 
     together(work)
     assert sorted(made) == [0, 1, 2, 3]
-    assert all(len(counters) <= 1 for counters in taken.values()), "a stream has one counter"
-    every = [counter for counters in taken.values() for counter in counters]
-    assert len(every) == len(set(every))
+    assert len(taken) == len(set(taken)), "two launches that may run at the same time share a counter"
 
 
-def test_streams_beyond_the_counters_are_not_remembered() -> None:
-    counters = object.__new__(sm90._WorkCounters)
-    counters._room, counters._free = torch.zeros(4, dtype=torch.int32), iter(range(4))
-    counters._of_stream, counters._lock = {}, threading.RLock()
-    given = [counters.take(stream, False) for stream in range(1000)]
-    assert given[4:] == [0] * 996
-    assert counters.take(2, False) == given[2] != 0
-    assert len(counters._of_stream) == 4
+def test_a_captured_launch_keeps_its_counter_and_there_is_an_end_of_them() -> None:
+    counters = object.__new__(run._WorkCounters)
+    counters._base, counters._turn, counters._lock = 4096, 0, threading.Lock()
+    counters._free = iter(range(run._TURNS, run._TURNS + 4))
+    captured = [counters.take(True) for _ in range(6)]
+    assert len(set(captured[:4])) == 4
+    assert captured[4:] == [0, 0], "without a counter a kernel takes its tiles in a fixed order"
+    others = {counters.take(False) for _ in range(1000)}
+    assert len(others) == 1000
+    assert not others & set(captured)
 
 
 def test_one_line_however_many_threads_meet_a_bad_table(
@@ -260,7 +254,6 @@ def test_one_line_however_many_threads_meet_a_bad_table(
     tmp_path.chmod(0o700)
     monkeypatch.setenv("TILEWISE_TABLES", str(tmp_path))
     tuned.forget()
-    replan()
     problem, target = make_problem((1, 2, 300, 16), mask=Causal()), Target.of("cpu")
     key, sizes = tiled.tuning_key(problem)
     entry = {"key": key, "sizes": sizes, "config": {"block_q": -128, "block_kv": 64},

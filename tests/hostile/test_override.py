@@ -51,7 +51,7 @@ SWITCHED = {
 @pytest.mark.parametrize("guards", [True, False])
 def test_a_kept_rule_obeys_switches_thrown_later_and_forgets_them_afterwards(monkeypatch, how, masked, guards):
     if not guards:
-        monkeypatch.setattr("tilewise.integrations.sdpa._TensorGuards", None)
+        monkeypatch.setattr("tilewise.integrations.sdpa.decision._TensorGuards", None)
     q, k, v = (torch.randn(2, 4, 16, 8, requires_grad=True) for _ in range(3))
     mask = torch.zeros(16, 16) if masked else None
     ask = lambda: F.scaled_dot_product_attention(q, k, v, mask)
@@ -118,7 +118,7 @@ def test_the_wish_for_determinism_is_asked_about_anew():
 
 def test_each_switch_is_part_of_what_is_remembered():
     """Whatever PyTorch lets a program throw, a condition that was asked before is asked again under it."""
-    from tilewise.integrations.sdpa import _switches
+    from tilewise.integrations.sdpa.decision import _switches
 
     setters = {
         "_set_sdp_use_flash": (False, True),
@@ -175,7 +175,7 @@ ODD = {
 def test_a_tensor_whose_memory_does_not_hold_its_values(monkeypatch, backend, guards, how, place):
     """PyTorch negates lazily, and makes zeros without memory: such tensors get some, also after a plain call."""
     if not guards:
-        monkeypatch.setattr("tilewise.integrations.sdpa._TensorGuards", None)
+        monkeypatch.setattr("tilewise.integrations.sdpa.decision._TensorGuards", None)
     plain = [torch.randn(4, 16, 8) for _ in range(3)]
     odd = [ODD[how](tensor) if i == place else tensor for i, tensor in enumerate(plain)]
     want = F.scaled_dot_product_attention(*(tensor.clone() for tensor in odd))

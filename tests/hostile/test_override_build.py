@@ -20,9 +20,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tilewise
 from tilewise import CompileError
-from tilewise.integrations import detour
-from tilewise.integrations import sdpa as override
+from tilewise.hook import detour, dispatcher
 from tilewise.integrations.sdpa import sdpa
 from tilewise.jit import cache
 
@@ -239,14 +239,15 @@ def test_what_happens_to_the_file_after_it_was_loaded_hurts_nobody(library, tmp_
     """A library that is mapped from a file dies with it; ours is not."""
     code = f"""
 import os, torch, torch.nn.functional as F
-from tilewise.integrations import detour, sdpa as override
+from tilewise.hook import detour, dispatcher
+from tilewise.integrations import sdpa as override
 from tilewise.jit import cache
 content = open({str(tmp_path / "library")!r}, "rb").read()
 place = cache.write(detour._LABEL, detour._key(), {{detour._LIBRARY: content}}, {{}})
 q = torch.randn(1, 1, 8, 8)
 with override.sdpa():
     F.scaled_dot_product_attention(q, q, q)
-    assert override._dispatcher.compiled is not None
+    assert dispatcher.compiled is not None
     os.truncate(place / detour._LIBRARY, 0)
     for _ in range(10):
         F.scaled_dot_product_attention(q, q, q)
@@ -259,7 +260,7 @@ print(override.sdpa.report()[0].calls)
 
 
 def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    sources = str(Path(override.__file__).parents[2])
+    sources = str(Path(tilewise.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": sources, **variables}
     environment.pop(detour.SETTING, None)
     return subprocess.run(
@@ -271,14 +272,14 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 LATER = """
 import os, threading, torch, torch.nn.functional as F
 os.environ["TILEWISE_DETOUR"] = "python"
-from tilewise.integrations import sdpa as override
+from tilewise.hook import dispatcher
 from tilewise.integrations.sdpa import sdpa
 q = torch.randn(1, 1, 8, 8)
 want = F.scaled_dot_product_attention(q, q, q)
 def enter():
     with sdpa():
         assert torch.equal(F.scaled_dot_product_attention(q, q, q), want)
-    return override._dispatcher.compiled is not None
+    return dispatcher.compiled is not None
 found = [enter()]
 os.environ["TILEWISE_DETOUR"] = "compiled"
 done = threading.Event()
@@ -370,8 +371,8 @@ def test_neither_does_a_full_disk_raise(machine, monkeypatch, caplog):
 
 def test_a_block_works_whatever_is_wrong(machine, monkeypatch):
     """The same through the front door: what a block asks of the detour never reaches the user."""
-    monkeypatch.setattr(override._dispatcher, "_standing", None)
-    monkeypatch.setattr(override._dispatcher, "_may_replace", lambda: True)
+    monkeypatch.setattr(dispatcher, "_standing", None)
+    monkeypatch.setattr(dispatcher, "_may_replace", lambda: True)
     looked = []
     real = detour._find
     monkeypatch.setattr(detour, "_find", lambda: looked.append(1) or real())
@@ -468,7 +469,7 @@ def is_gone(pid: int) -> bool:
 
 COLD_PROCESSES = """
 import os, time
-from tilewise.integrations import detour
+from tilewise.hook import detour
 
 def cold():
     assert detour.loaded() is None, "nothing is built yet"

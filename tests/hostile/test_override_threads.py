@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import tilewise
-from tilewise.integrations import sdpa as override
-from tilewise.integrations.sdpa import sdpa
+from tilewise.integrations.sdpa import report, sdpa
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,12 +88,12 @@ def test_the_report_is_kept_and_read_by_many_threads_over_many_problems():
 
     def decide(number: int) -> None:
         for turn in range(4000):
-            override._record(f"problem {turn % 400} of {number}", "left", "of no importance")
+            report.record(f"problem {turn % 400} of {number}", "left", "of no importance")
             if turn % 100 == 0:
-                assert len(sdpa.report()) <= override._RECORDS_KEPT
+                assert len(sdpa.report()) <= report._RECORDS_KEPT
 
     in_threads(6, decide)
-    assert len(override._lines()) == override._RECORDS_KEPT
+    assert len(report.lines()) == report._RECORDS_KEPT
     q = torch.randn(1, 1, 300, 8)
     rule = sdpa()
 

@@ -17,12 +17,15 @@ import pytest
 import torch
 
 from support import make_inputs, make_problem
-from tilewise import Causal, Full, Window, attention, op
-from tilewise.backends import sm80, sm90, tiled, triton
+from tilewise import Causal, Full, Window, attention
+from tilewise.engine import SM80, SM90
 from tilewise.errors import CompileError
 from tilewise.jit import tuned
-from tilewise.plan import plan, replan
+from tilewise.memo import invalidate
+from tilewise.plain import tiled
+from tilewise.plan import plan
 from tilewise.target import Target
+from tilewise.triton import backend as triton
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,8 +40,8 @@ LONG = make_problem((1, 16, 4096, 128), torch.bfloat16, mask=Causal())
 SMALL = make_problem((1, 2, 300, 16), mask=Causal())
 
 READERS = {
-    "sm90": (sm90, LONG, H200),
-    "sm80": (sm80, LONG, A100),
+    "sm90": (SM90, LONG, H200),
+    "sm80": (SM80, LONG, A100),
     "triton": (triton, LONG, A100),
     "tiled": (tiled, SMALL, CPU),
 }
@@ -59,8 +62,7 @@ def _tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def forget() -> None:
     tuned.forget()
-    replan()
-    op.forget()
+    invalidate()
 
 
 def entry_for(backend: str, problem: Problem, config: dict[str, Any], target: Target) -> dict[str, Any]:
@@ -230,23 +232,36 @@ def test_what_a_sweep_may_write_is_legal_wherever_it_serves(backend: str, caplog
 
 def test_the_kernel_for_split_keys_may_be_in_a_table() -> None:
     short = make_problem((1, 8, 1, 128), torch.bfloat16, seq_kv=16384, mask=Full())
-    shipped = sm90.shipped(short, H200)[0]
-    assert isinstance(shipped, sm90.Config)
+    shipped = SM90.shipped(short, H200)[0]
+    assert isinstance(shipped, SM90.Config)
     assert shipped.split
     place("sm90", H200, entry_for("sm90", short, dataclasses.asdict(shipped), H200))
     for problem in (short, short.with_(seq_kv=9000), short.with_(seq_kv=32000)):
-        assert sm90.configs(problem, H200)[0] == shipped
+        assert SM90.configs(problem, H200)[0] == shipped
 
 
-def test_float32_kernels_read_no_table(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever a table claims for float32, the shipped config runs."""
-    problem = LONG.with_(dtype=torch.float32)
-    for backend in ("sm90", "sm80"):
-        module, _, target = READERS[backend]
-        for fields in (other_config(backend), {"block_q": -1}):
-            place(backend, target, entry_for(backend, problem, fields, target))
-            assert module.configs(problem, target) == module.shipped(problem, target)
-    assert not caplog.records
+@pytest.mark.parametrize("direction", ["forward_direction", "backward_direction"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backend", ["sm90", "sm80"])
+def test_what_a_table_claims_of_any_kernel_is_held_to_its_rules(
+    backend: str, dtype: torch.dtype, direction: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A config of another family, a tile that there is not, a field of another type: one line each, and what ships."""
+    module, _, target = READERS[backend]
+    problem = LONG.with_(dtype=dtype, needs_grad=True)
+    side = getattr(module, direction)
+    shipped = side.shipped(problem, target)
+    fields = dataclasses.asdict(shipped[0])
+    tile = "block_q" if "block_q" in fields else "block_kv" if "block_kv" in fields else "stages"
+    stranger = module.backward_direction if direction == "forward_direction" else module.forward_direction
+    key, sizes = side.tuning_key(problem)
+    for wrong in (dataclasses.asdict(stranger.shipped(problem, target)[0]), fields | {tile: -1}, fields | {tile: "64"}):
+        caplog.clear()
+        place(backend, target, entry_for(backend, problem, wrong, target) | {"key": key, "sizes": sizes})
+        forget()
+        with caplog.at_level(logging.WARNING, "tilewise"):
+            assert side.configs(problem, target) == side.configs(problem, target) == shipped
+        assert len(caplog.records) == 1
 
 
 def test_one_bad_entry_among_many_problems_is_still_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -255,7 +270,7 @@ def test_one_bad_entry_among_many_problems_is_still_one_line(caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, "tilewise"):
         for length in range(2100, 8000, 100):
             problem = LONG.with_(seq_q=length, seq_kv=length)
-            assert plan(problem, H200).config == sm90.shipped(problem, H200)[0]
+            assert plan(problem, H200).config == SM90.shipped(problem, H200)[0]
     assert len(caplog.records) == 1
 
 
@@ -271,17 +286,17 @@ def test_a_legal_config_that_does_not_build_here_is_one_line(
     place("tiled", CPU, entry_for("tiled", problem, {"block_q": 32, "block_kv": 32}, CPU))
     tried = []
 
-    def bind(q: Any, k: Any, v: Any, problem: Problem, config: Any) -> Any:
+    def bind(q: Any, k: Any, v: Any, problem: Problem, config: Any, operands: Any) -> Any:
         tried.append(config)
         if config == tiled.Config(32, 32):
             raise CompileError("registers spill to local memory")
-        return lambda q, k, v, bias: tiled.forward(q, k, v, problem, config, bias)
+        return lambda q, k, v, operands: tiled.forward(q, k, v, problem, config, operands)
 
     monkeypatch.setattr(tiled, "bind", bind, raising=False)
     with caplog.at_level(logging.WARNING, "tilewise"):
         for _ in range(2):
             assert torch.equal(attention(q, k, v, mask=Window(20, 0), backend=backend), wanted)
-            op.forget()
+            invalidate()
     assert tried == [tiled.Config(32, 32), tiled.shipped(problem, CPU)[0], tiled.shipped(problem, CPU)[0]]
     assert len(caplog.records) == 1
     assert "registers spill" in caplog.text
@@ -295,11 +310,11 @@ def test_a_config_that_does_not_build_gives_way_in_every_thread(
     place("tiled", CPU, entry_for("tiled", SMALL, {"block_q": 32, "block_kv": 32}, CPU))
     ready = threading.Barrier(4)
 
-    def bind(q: Any, k: Any, v: Any, problem: Problem, config: Any) -> Any:
+    def bind(q: Any, k: Any, v: Any, problem: Problem, config: Any, operands: Any) -> Any:
         if config == tiled.Config(32, 32):
             ready.wait(600)
             raise CompileError("registers spill to local memory")
-        return lambda q, k, v, bias: tiled.forward(q, k, v, problem, config, bias)
+        return lambda q, k, v, operands: tiled.forward(q, k, v, problem, config, operands)
 
     monkeypatch.setattr(tiled, "bind", bind, raising=False)
     lengths = range(SMALL.seq_q, SMALL.seq_q + 4)
@@ -317,7 +332,7 @@ def test_a_shipped_config_that_does_not_build_is_still_an_error(monkeypatch: pyt
     shipped = tiled.shipped(SMALL, CPU)[0]
     place("tiled", CPU, entry_for("tiled", SMALL, dataclasses.asdict(shipped), CPU))
 
-    def bind(*_: Any) -> Any:
+    def bind(*_: Any, **__: Any) -> Any:
         raise CompileError("no compiler")
 
     monkeypatch.setattr(tiled, "bind", bind, raising=False)

@@ -16,9 +16,9 @@ import pytest
 
 from support import make_problem
 from tilewise.errors import DeviceError
-from tilewise.lab import environment, ncu, stages
-from tilewise.lab.cli_trace import run as run_traced
-from tilewise.lab.pool import Failure, Process
+from tilewise.lab.commands.trace import run as run_traced
+from tilewise.lab.measure import environment, ncu, stages
+from tilewise.lab.measure.pool import Failure, Process
 
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 WATCHDOG = 600  # seconds: a machine may be slow

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends import torch_rules
 from ..errors import InvalidInput, UnsupportedProblem
 from ..masks import Causal, Dense, Full
 from ..op import Options
 from ..plan import AUTO, BACKENDS, plan
 from ..problem import Problem
 from ..target import Target
+from ..torch_kernels import gates
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,13 +115,18 @@ def _thunder() -> Any:
 
 
 def _options(mask: object, is_causal: bool, scale: float | None, backend: str) -> dict[str, Any]:
-    """By name, as the operators' schemas have them: `wants` stands between them in the backward."""
+    """By name, as the operators' schemas have them."""
     text = "" if mask is not None else "causal" if is_causal else "full"
     return Options(mask=text, scale=scale, backend=backend)._asdict()
 
 
+def _listed(mask: Tensor | None) -> list[Tensor]:
+    """As the operators take operands."""
+    return [] if mask is None else [mask]
+
+
 def _infer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: Any, backend: str) -> Tensor:
-    out: Tensor = torch.ops.tilewise.attention(q, k, v, mask, **_options(mask, is_causal, scale, backend))[0]
+    out: Tensor = torch.ops.tilewise.attention(q, k, v, _listed(mask), **_options(mask, is_causal, scale, backend))[0]
     return out
 
 
@@ -133,7 +138,9 @@ def _train(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: Any, backend: str
 ) -> tuple[Tensor, Tensor]:
     options = _options(mask, is_causal, scale, backend)
-    out, lse = torch.ops.tilewise.attention_with_lse(q, k, v, mask, **options)
+    operands = _listed(mask)
+    wants = [True] * 3 + [False] * len(operands)
+    out, lse = torch.ops.tilewise.attention_with_lse(q, k, v, operands, wants=wants, **options)
     return out, lse
 
 
@@ -159,8 +166,10 @@ def _backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = _options(mask, is_causal, scale, backend)
-    wants = [True, True, True]
-    dq, dk, dv = torch.ops.tilewise.attention_backward(dout, None, q, k, v, mask, out, lse, **options, wants=wants)
+    operands = _listed(mask)
+    wants = [True] * 3 + [False] * len(operands)
+    grads = torch.ops.tilewise.attention_backward(dout, None, q, k, v, operands, out, lse, wants=wants, **options)
+    dq, dk, dv = grads[:3]
     return dq, dk, dv
 
 
@@ -212,4 +221,4 @@ def _is_ours(problem: Problem, device: torch.device, backend: str) -> bool:
     """A named backend takes all it can; "auto" takes what PyTorch would run differently."""
     target = Target.of(device)
     chosen = plan(problem, target, backend).backend
-    return backend != AUTO or chosen != torch_rules.default_choice(problem, target)
+    return backend != AUTO or chosen != gates.default_choice(problem, target)

@@ -110,7 +110,7 @@ def _with_position_bias(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """A learned bias on the scores. Only PyTorch's own function differentiates one, and our namesake hands it over."""
+    """A learned bias on the scores. PyTorch has fused kernels that differentiate one: our namesake hands it over."""
     if softcap or s_aux is not None:
         raise UnsupportedProblem(
             "transformers: position_bias together with softcap or sinks.", remedy="use attn_implementation='eager'"

@@ -5,7 +5,7 @@ from `function_for(unit, device)`, keeps its `Arguments` (`ArgumentsPerThread`),
 """
 
 from .compile import Kernel, Unit, build, build_all, build_key, nvrtc_version
-from .launch import Function, Launch, function_for, load
+from .launch import Function, Launch, function_for, is_loaded, load
 from .mirror import Arguments, ArgumentsPerThread, TensorMap, cpp_constant, cpp_literal, layout_asserts, params_struct
 from .ptxas import Resources
 from .tensormap import TiledMap, rows_map, tiled_map
@@ -26,6 +26,7 @@ __all__ = [
     "cpp_constant",
     "cpp_literal",
     "function_for",
+    "is_loaded",
     "layout_asserts",
     "load",
     "nvrtc_version",

@@ -21,17 +21,22 @@ def included_files(source: str, roots: Sequence[Path]) -> Iterator[tuple[str, by
     Includes under a false `#if` are counted too: a key that covers too much only costs a rebuild. Names found in no
     root (the compiler's own headers) are left out; the compiler's version stands for them.
     """
+    for name, path in included_paths(source, roots):
+        yield name, path.read_bytes()
+
+
+def included_paths(source: str, roots: Sequence[Path]) -> Iterator[tuple[str, Path]]:
+    """The same with the place of each file."""
     seen: set[Path] = set()
 
-    def visit(content: bytes, local: list[Path]) -> Iterator[tuple[str, bytes]]:
+    def visit(content: bytes, local: list[Path]) -> Iterator[tuple[str, Path]]:
         for quoted, angled in _INCLUDE.findall(content):
             name = (quoted or angled).decode()
             path = _find(name, [*(local if quoted else []), *roots])
             if path is not None and path not in seen:
                 seen.add(path)
-                header = path.read_bytes()
-                yield name, header
-                yield from visit(header, [path.parent])
+                yield name, path
+                yield from visit(path.read_bytes(), [path.parent])
 
     yield from visit(source.encode(), [])
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 Dim3 = tuple[int, int, int]
 
-_MOST_STREAMS = 64  # for which a launch keeps its configuration
-_MOST_SHAPES = 1024
+_MAX_STREAMS = 64  # for which a launch keeps its configuration
+_MAX_SHAPES = 1024
 _FORKED = (
     "this process was forked from one that had used CUDA, and a CUDA context does not survive a fork.\n"
     "  What to do: start workers with the 'spawn' method (multiprocessing.set_start_method('spawn'), or "
@@ -63,6 +63,11 @@ def function_for(unit: Unit, device: int) -> Function:
             found = _functions.get((unit, device)) or load(build(unit), device)
             _functions[unit, device] = found
     return found
+
+
+def is_loaded(unit: Unit) -> bool:
+    """Whether it was built in this process, and loaded on some device."""
+    return any(known == unit for known, _ in list(_functions))
 
 
 def load(kernel: Kernel, device: int) -> Function:
@@ -112,7 +117,7 @@ class Launch:
 
     def _on(self, stream: int) -> Any:
         """A launch configuration, kept and never changed, so that threads may share it."""
-        return keep(self._configs, stream, _launch_config(stream, *self._shape), _MOST_STREAMS)
+        return keep(self._configs, stream, _launch_config(stream, *self._shape), _MAX_STREAMS)
 
 
 def launch(
@@ -130,7 +135,7 @@ def launch(
     _launch_of(function, grid, block, smem_bytes, cluster, overlap_previous)(stream, arguments)
 
 
-@functools.lru_cache(maxsize=_MOST_SHAPES)
+@functools.lru_cache(maxsize=_MAX_SHAPES)
 def _launch_of(
     function: Function, grid: Dim3, block: Dim3, smem_bytes: int, cluster: Dim3 | None, overlap_previous: bool
 ) -> Launch:

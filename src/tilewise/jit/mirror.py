@@ -17,7 +17,7 @@ from typing import Any
 from .memo import keep
 
 TENSOR_MAP_ALIGNMENT = 64
-MOST_THREADS = 256  # for which arguments are kept
+MAX_THREADS = 256  # for which arguments are kept
 
 
 class TensorMap(ctypes.Structure):
@@ -149,4 +149,4 @@ class ArgumentsPerThread:
         arguments = Arguments(self._struct)
         for name, value in self._fixed.items():
             setattr(arguments.params, name, value)
-        return keep(self._of_thread, threading.get_ident(), arguments, MOST_THREADS)
+        return keep(self._of_thread, threading.get_ident(), arguments, MAX_THREADS)

@@ -18,8 +18,8 @@ from .mirror import TENSOR_MAP_ALIGNMENT, TensorMap
 if TYPE_CHECKING:
     import torch
 
-_MOST_ADDRESSES = 256
-_MOST_SHAPES = 1024
+_MAX_ADDRESSES = 256
+_MAX_SHAPES = 1024
 _ELEMENT = {
     "bfloat16": ("BFLOAT16", 2),
     "float16": ("FLOAT16", 2),
@@ -85,10 +85,10 @@ class TiledMap:
                 f"  Asked for {self.dtype}, dims {self.dims}, strides {self.strides} bytes, box {self.box}, "
                 f"swizzle {self.swizzle}.\n  What to do: call .contiguous() on the input, or choose another backend."
             )
-        return keep(self._known, address, encoded, _MOST_ADDRESSES)
+        return keep(self._known, address, encoded, _MAX_ADDRESSES)
 
 
-@functools.lru_cache(maxsize=_MOST_SHAPES)
+@functools.lru_cache(maxsize=_MAX_SHAPES)
 def tiled_map(
     dtype: torch.dtype,
     dims: tuple[int, ...],

@@ -29,6 +29,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..memo import invalidate
 from . import cache, trust
 from .compile import KERNELS
 from .headers import included_files
@@ -48,6 +49,7 @@ _Place = tuple["Path | None", int]  # of an entry: its file, and its number ther
 _log = logging.getLogger("tilewise")
 _WHOLE = -1  # the number of no entry: all of a table
 _refused: set[_Place] = set()  # entries that have had their log line
+_changes = 0  # how often the answer to `find` may have become another one
 _served: dict[Any, _Place] = {}  # configs that calls were given, and the entries they came from
 
 
@@ -118,6 +120,7 @@ def _refuse(place: _Place, why: str) -> None:
     path, number = place
     what = "the tuned table" if number == _WHOLE else f"entry {number + 1} of the tuned table"
     if is_new(_refused, place):
+        _count_change()
         _log.warning("tilewise: %s %s is not used: %s", what, path, why)
 
 
@@ -174,6 +177,18 @@ def forget() -> None:
     _entries.cache_clear()
     _refused.clear()
     _served.clear()
+    _count_change()
+
+
+def changes() -> int:
+    """A number that is another one after every change of what `find` may answer; what was made of it is out of date."""
+    return _changes
+
+
+def _count_change() -> None:
+    global _changes
+    _changes += 1
+    invalidate()
 
 
 @functools.cache

@@ -1,24 +1,25 @@
 """The microscope: run every way to compute an attention problem, each in its own process, and look at it closely.
 
-    cli, cli_*, options      the `tilewise` command: one module for the large subcommands, options shared by all
-    inspect, inspect_text    one problem, every candidate: kernels, times, ceilings, reasons
-    static                   the same without a GPU, as far as that goes
-    bench, suites, clocks    suites of problems, ratios against PyTorch's best path, the GPU's clocks meanwhile
-    records, docs, plots     what bench has written, read back: tables and pictures of the documents
-    cycles, ncu              Nsight Compute: cycles of a suite, counters of a problem
-    trace, override, traced, trace_text   every attention call of a program
-    tune                     the search for the best tiles
-    html, charts, pages      the report
+    units, processes, report   figures with units; how processes of our own start; tables and progress as text
+    candidates/    names -> callables, and the tensors they get
+        names, inputs        every candidate by name; its tensors, from a seed or a file
+        rivals, flags        other packages' attention; PyTorch's switches
+        variants, override   a backend with its config spelled out; what PyTorch does by itself
+    model/         what needs no run: roofline, kernels (occupancy, build facts, instruction mix), static
+    measure/       instruments
+        compare              verify, then time, in interleaved rounds: what all studies share
+        pool, worker         the two ends of the pipe to a candidate's process
+        accuracy, timing     float64 truth, errors and their budgets; seconds per call
+        profile, ncu, stages the kernels of a call; Nsight Compute's counters; one rung taken apart
+        statistics, words    the statistic of every comparison, and what may be said of it
+        noise, clocks, environment, ahead   what else the machine did; its clocks; its facts; compiling before
+    studies/       what a command finds out: inspect, switches, bench (suites, drawn, records), check, magnitudes, tune,
+                   ladder, cycles, diff, builds
+    watch/         every attention call of a program: trace, traced, torchrun, trace_text
+    render/        records as HTML pages, pictures, long texts, and tables of the documents
+    commands/      the `tilewise` command: one file per subcommand; app, options and output
 
-    compare                  verify, then time, in interleaved rounds: what all of the above share
-    pool, worker             the two ends of the pipe to a candidate's process
-    processes                how processes of our own are started
-    candidates, flags, rivals, variants, inputs   names -> callables, and the tensors they get
-    accuracy                 float64 truth, errors and their budgets
-    timing, profile          seconds per call, and the kernels of a call
-    kernels, roofline        occupancy, build facts, instruction mix; what the hardware allows
-    environment              what a bug report or a result file must say about the machine
-    report                   tables and progress: rich on a terminal, plain text in a pipe
-
-Only the commands need the packages of the `lab` extra: `tilewise.trace()` and a worker import nothing beyond torch.
+Imports go one way, down this list: a module may import those of its own folder and of what stands above it
+(tests/test_architecture.py). Only commands need the packages of the `lab` extra: `tilewise.trace()` and a worker import
+nothing beyond torch.
 """

@@ -1,6 +1,6 @@
 """The ladder: attention written eight ways, each a lesson over the one before. For learning and measuring only.
 
-Every rung has the functions of a backend (see `tilewise.backends`) and is tested like one, but the planner never
+Every rung has the functions of a backend (see `tilewise.backend`) and is tested like one, but the planner never
 chooses it: `tilewise ladder` runs them all side by side. Rungs that are backends already (tiled, triton, sm80, sm90)
 are only named here. What a rung moves, in theory, is in `traffic`.
 

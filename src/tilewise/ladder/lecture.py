@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..backends import empty_lse, empty_out
+from ..backend import ALL, NO_OPERANDS, empty_lse, empty_out
 from ..errors import Reason, UnsupportedProblem
 from ..jit import Arguments, Unit, cpp_constant, function_for, layout_asserts, params_struct
 from ..jit import launch as driver
@@ -25,13 +25,13 @@ from ..target import Target
 from .bands import FLOATS, refusals, shifts_of
 
 if TYPE_CHECKING:
-    from ..backends import Grads, Wants
+    from ..backend import Grads, Operands, Wants
     from ..problem import Problem
 
 HEAD_DIM_LIMIT = 256
 BLOCK = 16  # rows and keys of a tile, as in the lecture
 _COLUMNS = 32  # threads that share a row
-_MOST_BLOCKS = 65535  # of a grid's second and third dimension
+_MAX_BLOCKS = 65535  # of a grid's second and third dimension
 _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ARCHS = ("sm_80", "sm_90")  # that CI compiles for
 
@@ -75,8 +75,8 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
         reasons.append(Reason(f"the device, {target.name}, is no GPU from sm_80 on: this is CUDA C++", "run on one"))
     if not target.has_jit:
         reasons.append(Reason("cuda.bindings is not installed", "pip install 'tilewise[cuda]'"))
-    if max(problem.batch, problem.heads_q) > _MOST_BLOCKS:
-        reasons.append(Reason(f"batch or heads over {_MOST_BLOCKS}: more than a grid has", "split the batch"))
+    if max(problem.batch, problem.heads_q) > _MAX_BLOCKS:
+        reasons.append(Reason(f"batch or heads over {_MAX_BLOCKS}: more than a grid has", "split the batch"))
     return reasons
 
 
@@ -123,7 +123,7 @@ def forward(
     v: torch.Tensor,
     problem: Problem,
     config: Config | None = None,
-    bias: torch.Tensor | None = None,
+    operands: Operands = NO_OPERANDS,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     target = Target.of(q.device)
     config = config or configs(problem, target)[0]
@@ -150,8 +150,8 @@ def backward(
     lse: torch.Tensor,
     problem: Problem,
     config: Any = None,
-    bias: torch.Tensor | None = None,
-    wants: Wants = (True, True, True),
+    operands: Operands = NO_OPERANDS,
+    wants: Wants = ALL,
 ) -> Grads:
     raise UnsupportedProblem("the lecture's rung is forward only", problem, remedy="use backend='auto'")
 

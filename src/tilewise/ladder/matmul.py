@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends import empty_lse, empty_out
+from ..backend import ALL, NO_OPERANDS, empty_lse, empty_out
 from ..errors import UnsupportedProblem
 from ..masks import Full
 from .bands import FLOATS, refusals
 
 if TYPE_CHECKING:
-    from ..backends import Grads, Wants
+    from ..backend import Grads, Operands, Wants
     from ..errors import Reason
     from ..problem import Problem
     from ..target import Target
@@ -42,7 +42,7 @@ def forward(
     v: torch.Tensor,
     problem: Problem,
     config: Any = None,
-    bias: torch.Tensor | None = None,
+    operands: Operands = NO_OPERANDS,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Heads that share keys are stacked into one tall product, so that K and V are never repeated."""
     if problem.empty:
@@ -86,7 +86,7 @@ def backward(
     lse: torch.Tensor,
     problem: Problem,
     config: Any = None,
-    bias: torch.Tensor | None = None,
-    wants: Wants = (True, True, True),
+    operands: Operands = NO_OPERANDS,
+    wants: Wants = ALL,
 ) -> Grads:
     raise UnsupportedProblem("the matmul rung is forward only", problem, remedy="use backend='auto'")

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends import empty_lse, empty_out
+from ..backend import ALL, NO_OPERANDS, empty_lse, empty_out
 from ..errors import Reason, UnsupportedProblem
 from ..target import Target
 from . import missing
@@ -38,7 +38,7 @@ from .bands import FLOATS, refusals, shifts_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ..backends import Grads, Wants
+    from ..backend import Grads, Operands, Wants
     from ..problem import Problem
 
 HEAD_DIM_LIMIT = 512
@@ -46,7 +46,7 @@ SHARED_LIMIT = 48 * 1024
 SIMULATOR = "NUMBA_ENABLE_CUDASIM"
 _THREADS, _SIMULATED_THREADS = 256, 8
 _SIMULATED_WORK = 1 << 20  # multiply-adds: the simulator takes about a second for so many
-_MOST_BLOCKS = 65535
+_MAX_BLOCKS = 65535
 
 # numba.cuda, once a kernel was asked for. A global, because the simulator replaces it there while a kernel runs.
 cuda: Any = None
@@ -83,8 +83,8 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
     work = problem.flops() // 2
     if target.is_cpu and work > _SIMULATED_WORK:
         reasons.append(Reason(f"{work} multiply-adds: the simulator would take minutes", "try --shape 1,2,48,32"))
-    if max(problem.batch, problem.heads_q) > _MOST_BLOCKS:
-        reasons.append(Reason(f"batch or heads over {_MOST_BLOCKS}: more than a grid has", "split the batch"))
+    if max(problem.batch, problem.heads_q) > _MAX_BLOCKS:
+        reasons.append(Reason(f"batch or heads over {_MAX_BLOCKS}: more than a grid has", "split the batch"))
     if not _fitting(problem):
         reasons.append(Reason(f"no tile of a head of {problem.head_dim} fits 48 KB", "climb to the next rung"))
     return reasons
@@ -120,7 +120,7 @@ def forward(
     v: torch.Tensor,
     problem: Problem,
     config: Config | None = None,
-    bias: torch.Tensor | None = None,
+    operands: Operands = NO_OPERANDS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     config = config or configs(problem, Target.of(q.device))[0]
     out, lse = empty_out(q, problem.head_dim_v, problem.layout), empty_lse(q)
@@ -283,7 +283,7 @@ def backward(
     lse: torch.Tensor,
     problem: Problem,
     config: Any = None,
-    bias: torch.Tensor | None = None,
-    wants: Wants = (True, True, True),
+    operands: Operands = NO_OPERANDS,
+    wants: Wants = ALL,
 ) -> Grads:
     raise UnsupportedProblem("the Numba rung is forward only", problem, remedy="use backend='auto'")

@@ -1,4 +1,4 @@
-"""Three kernels: Q K^T on tensor cores, a softmax with a warp a row, P V on tensor cores (kernels/ladder/).
+"""Three kernels: Q K^T on tensor cores, a softmax with a warp per row, P V on tensor cores (kernels/ladder/).
 
     1. scores   S = scale Q K^T        wgmma, TMA in and out          writes the scores, 2 bytes each
     2. softmax  P = softmax(mask(S))   in place, a row in registers   reads and writes them
@@ -26,26 +26,28 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from ..backends import empty_lse, empty_out
+from ..backend import ALL, NO_OPERANDS, empty_lse, empty_out
 from ..errors import Reason, UnsupportedProblem
 from ..jit import Arguments, TensorMap, Unit, cpp_constant, function_for, layout_asserts, params_struct, rows_map
 from ..jit import launch as driver
 from ..jit.memo import keep
-from ..jit.mirror import MOST_THREADS
+from ..jit.mirror import MAX_THREADS
 from ..problem import Problem, Strides
+from ..scores import softcapped
 from ..target import Target
 from .bands import HALVES, refusals, shifts_of
 
 if TYPE_CHECKING:
-    from ..backends import Grads, Wants
+    from ..backend import Grads, Operands, Wants
 
 ARCH = "sm_90a"
 HEAD_DIM_LIMIT = 256
 _SMEM_PER_BLOCK = 227 * 1024
-_MOST_PAIRS = 65535  # of a grid's second and third dimension
+_MAX_PAIRS = 65535  # of a grid's second and third dimension
 _SLAB_ROWS = 768  # a multiple of every tile's rows, so that no tile reaches into the next slab
-_CHUNK = 256  # keys that a warp holds in 4 registers a lane
-_MOST_CHUNKS = 32
+_CHUNK = 256  # keys that a warp holds in 4 registers per lane
+_MAX_CHUNKS = 32
+ROW_THREADS = ((16, 4), (32, 4), (256, 8))  # per row of the softmax, and warps per CTA: what a search tries
 _MULTIPROCESSORS = 132
 _CTAS_WANTED = 8 * _MULTIPROCESSORS  # of the first kernel: a few waves of them
 _LONG_ROW = 2048  # keys
@@ -65,6 +67,7 @@ class Config:
     values_stages: int = 3
     values_ctas: int = 2
     softmax_warps: int = 4
+    row_threads: int = 32  # of the softmax, per row
     slab_mib: int = 0  # of scores at once; 0: all of them
     overlap: bool = False
 
@@ -73,7 +76,7 @@ class Config:
         scores = f"QK {self.scores_rows}x{self.scores_keys} s{self.scores_stages} x{self.scores_ctas}"
         values = f"PV {self.values_rows}x{self.values_keys} s{self.values_stages} x{self.values_ctas}"
         extras = f"{f' slab {self.slab_mib} MiB' if self.slab_mib else ''}{' overlap' if self.overlap else ''}"
-        return f"{scores}, {values}, {32 * self.softmax_warps} threads{extras}"
+        return f"{scores}, {values}, {self.row_threads} of {32 * self.softmax_warps} threads per row{extras}"
 
     def __str__(self) -> str:
         return self.label
@@ -131,17 +134,26 @@ class SoftmaxConfig:
 
     bf16: bool
     chunks: int
+    row_threads: int
     warps: int
     softcap: bool
     values_rows: int
     values_keys: int
 
-    smem_bytes: ClassVar[int] = 0
     ctas_per_sm: ClassVar[int] = 1
 
     @property
     def threads(self) -> int:
         return 32 * self.warps
+
+    @property
+    def rows(self) -> int:
+        return self.threads // self.row_threads
+
+    @property
+    def smem_bytes(self) -> int:
+        """A number per warp, where the warps of a row meet."""
+        return 4 * self.warps if self.row_threads > 32 else 0
 
 
 class Stages(NamedTuple):
@@ -163,8 +175,8 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
         reasons.append(Reason(f"head_dim {dims[0]}, v {dims[1]}: not multiples of 8", "pad the heads with zeros"))
     if problem.strides is not Strides.ALIGNED:
         reasons.append(Reason(f"strides are {problem.strides.value}: TMA needs 16-byte strides", "call .contiguous()"))
-    if problem.batch * problem.heads_q > _MOST_PAIRS:
-        reasons.append(Reason(f"{problem.batch * problem.heads_q} heads in all, over {_MOST_PAIRS}", "split the batch"))
+    if problem.batch * problem.heads_q > _MAX_PAIRS:
+        reasons.append(Reason(f"{problem.batch * problem.heads_q} heads in all, over {_MAX_PAIRS}", "split the batch"))
     return reasons
 
 
@@ -179,8 +191,8 @@ def notices(problem: Problem, target: Target) -> list[str]:
 def configs(problem: Problem, target: Target) -> list[Config]:
     """A few tiles that fit, the one that should be best first.
 
-    Two CTAs a multiprocessor where they fit, so that one loads while the other stores; over long rows of keys, where a
-    CTA overlaps with itself, more rows instead. Half the rows for P V where there would be too few tiles to go round.
+    Two CTAs per multiprocessor where they fit, so that one loads while the other stores; over long rows of keys, where
+    a CTA overlaps with itself, more rows instead. Half the rows for P V where there would be too few tiles to go round.
     """
     tiles = problem.batch * problem.heads_q * -(-problem.seq_q // 128)
     rows = 128 if tiles >= 2 * _MULTIPROCESSORS else 64
@@ -216,7 +228,8 @@ def search_space(problem: Problem, target: Target) -> list[Config]:
         replace(base, softmax_warps=warps, slab_mib=slab, overlap=overlap)
         for warps, slab, overlap in product((1, 2, 4, 8), (0, 16, 32), (False, True))
     ]
-    found = dict.fromkeys([base, *scores, *values, *launches])
+    rows = [replace(base, row_threads=threads, softmax_warps=warps) for threads, warps in ROW_THREADS]
+    found = dict.fromkeys([base, *scores, *values, *launches, *rows])
     return [config for config in found if fits(problem, config)]
 
 
@@ -245,13 +258,21 @@ def _registers(kernel: ScoresConfig | ValuesConfig) -> int:
 def stages_of(problem: Problem, config: Config) -> Stages:
     bf16 = problem.dtype is torch.bfloat16
     head_dim, head_dim_v = (_round_up(dim, 64) for dim in (problem.head_dim, problem.head_dim_v))
-    chunks = 1 << max(0, -(-problem.seq_kv // _CHUNK) - 1).bit_length()
-    chunks = chunks if chunks <= _MOST_CHUNKS else 0
+    chunks = 1 << max(0, -(-problem.seq_kv // (8 * config.row_threads)) - 1).bit_length()
+    chunks = chunks if chunks <= _MAX_CHUNKS else 0
     return Stages(
         ScoresConfig(
             bf16, head_dim, config.scores_rows // 64, config.scores_keys, config.scores_stages, config.scores_ctas
         ),
-        SoftmaxConfig(bf16, chunks, config.softmax_warps, problem.softcap > 0, config.values_rows, config.values_keys),
+        SoftmaxConfig(
+            bf16,
+            chunks,
+            config.row_threads,
+            config.softmax_warps,
+            problem.softcap > 0,
+            config.values_rows,
+            config.values_keys,
+        ),
         ValuesConfig(
             bf16, head_dim_v, config.values_rows // 64, config.values_keys, config.values_stages, config.values_ctas
         ),
@@ -301,10 +322,10 @@ def all_units() -> list[Unit]:
 def _default_units(bf16: bool) -> list[Unit]:
     """Over heads, few and many of them, and rows of every length: what `configs` and `stages_of` may choose first."""
     units: list[Unit] = []
-    lengths = [*(_CHUNK << power for power in range(6)), (_MOST_CHUNKS + 1) * _CHUNK]
+    lengths = [*(_CHUNK << power for power in range(6)), (_MAX_CHUNKS + 1) * _CHUNK]
     for dim, heads, seq, softcap in product((64, 128, 192, 256), (1, 256), lengths, (0.0, 1.0)):
         dtype = torch.bfloat16 if bf16 else torch.float16
-        problem = Problem(1, heads, heads, 256, seq, dim, dim, dtype, softcap=softcap)
+        problem = Problem(1, heads, heads, 256, seq, dim, dim, dtype, scores=softcapped(softcap))
         units += map(unit, stages_of(problem, configs(problem, _hopper())[0]))
     return units
 
@@ -343,7 +364,7 @@ def forward(
     v: torch.Tensor,
     problem: Problem,
     config: Config | None = None,
-    bias: torch.Tensor | None = None,
+    operands: Operands = NO_OPERANDS,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     out = empty_out(q, problem.head_dim_v, problem.layout)
     lse = empty_lse(q) if problem.needs_lse else None
@@ -363,8 +384,8 @@ def backward(
     lse: torch.Tensor,
     problem: Problem,
     config: Any = None,
-    bias: torch.Tensor | None = None,
-    wants: Wants = (True, True, True),
+    operands: Operands = NO_OPERANDS,
+    wants: Wants = ALL,
 ) -> Grads:
     raise UnsupportedProblem("the three-kernel rung is forward only", problem, remedy="use backend='auto'")
 
@@ -485,7 +506,7 @@ class Pipeline:
         }
         for name, value in fixed.items():
             setattr(arguments.params, name, value)
-        return keep(self._of_thread, threading.get_ident(), arguments, MOST_THREADS)
+        return keep(self._of_thread, threading.get_ident(), arguments, MAX_THREADS)
 
     def launch(self, number: int, arguments: Arguments, slab: Slab, *, really: bool = True) -> None:
         """One kernel for one slab; not `really`: a kernel that does nothing, with the same grid."""
@@ -502,7 +523,7 @@ class Pipeline:
         if number == 0:
             tiles = -(-self.problem.seq_kv // self.config.scores_keys)
             return -(-tiles // self._span()), -(-slab.rows // self.config.scores_rows), slab.pairs
-        rows = self.config.softmax_warps if number == 1 else self.config.values_rows
+        rows = self.stages.softmax.rows if number == 1 else self.config.values_rows
         return -(-slab.rows // rows), slab.pairs, 1
 
     def _span(self) -> int:

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..backends import sm90, tiled, triton
+from ..engine import SM90
+from ..plain import tiled
+from ..triton import backend as triton
 from . import RUNGS, lecture, numba, three_kernel
 from .bands import HALVES
 
@@ -130,7 +132,7 @@ def _triton(problem: Problem, target: Target) -> Traffic:
 
 
 def _sm90(problem: Problem, target: Target) -> Traffic:
-    found = sm90.shipped(problem, target) if problem.dtype in HALVES else []
+    found = SM90.shipped(problem, target) if problem.dtype in HALVES else []
     return _fused(problem, found[0].block_q if found else _FUSED_ROWS)
 
 

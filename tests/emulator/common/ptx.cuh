@@ -39,6 +39,9 @@ inline float widened(u16 x, bool bf16) {
   return bf16 ? __builtin_bit_cast(float, static_cast<u32>(x) << 16)
               : static_cast<float>(__builtin_bit_cast(_Float16, x));
 }
+constexpr int min_exponent(bool bf16) {
+  return bf16 ? tensor_core::float_min_exponent : tensor_core::half_min_exponent;
+}
 template <bool bf16>
 inline u32 pack(float low, float high) {
   return static_cast<u32>(rounded(high, bf16)) << 16 | rounded(low, bf16);
@@ -115,17 +118,16 @@ template <bool bf16>
 inline void mma_m16n8k16(float* c, const u32 (&a)[4], u32 b0, u32 b1) {
   const Lanes& lanes = all_lanes({a[0], a[1], a[2], a[3], b0, b1});
   auto half = [](u32 word, int h) { return widened(static_cast<u16>(word >> 16 * h), bf16); };
-  for (int i = 0; i < 4; ++i) {
-    const int row = model::lane() / 4 + i / 2 * 8, column = model::lane() % 4 * 2 + i % 2;
-    double sum = c[i];
+  tensor_core::Factors rows[2], columns[2];
+  for (int i = 0; i < 2; ++i)
     for (int k = 0; k < 16; ++k) {
-      const auto& from_a = lanes[row % 8 * 4 + k % 8 / 2];
-      const auto& from_b = lanes[column * 4 + k % 8 / 2];
-      sum += static_cast<double>(half(from_a[row / 8 + k / 8 * 2], k % 2)) *
-             half(from_b[4 + k / 8], k % 2);
+      const auto& from_a = lanes[model::lane() / 4 * 4 + k % 8 / 2];
+      const auto& from_b = lanes[(model::lane() % 4 * 2 + i) * 4 + k % 8 / 2];
+      rows[i].set(k, half(from_a[i + k / 8 * 2], k % 2), min_exponent(bf16));
+      columns[i].set(k, half(from_b[4 + k / 8], k % 2), min_exponent(bf16));
     }
-    c[i] = static_cast<float>(sum);
-  }
+  for (int i = 0; i < 4; ++i)
+    c[i] = tensor_core::mma(c[i], rows[i / 2], columns[i % 2], model::products_of, 16);
 }
 
 // --- global memory ---

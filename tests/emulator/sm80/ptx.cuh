@@ -9,7 +9,13 @@ namespace tilewise::ptx {
 
 struct Copies {
   std::vector<std::function<void()>> open;  // not committed yet
-  long committed = 0, done = 0;
+  std::vector<bool> is_empty;               // of each committed group
+  long done = 0;                            // so many groups, from the first
+
+  long committed() const { return static_cast<long>(is_empty.size()); }
+  void pass_empty_groups() {
+    while (done < committed() && is_empty[done]) ++done;
+  }
 };
 inline std::map<int, Copies> copies;  // by thread
 inline const bool copies_forget = (model::forgetters.push_back([] { copies.clear(); }), true);
@@ -26,17 +32,20 @@ inline void cp_async_16(u32 destination, const void* source, u32 bytes) {
 inline void cp_async_commit() {
   const int thread = model::self().index;
   Copies& mine = copies[thread];
-  ++mine.committed;
+  mine.is_empty.push_back(mine.open.empty());
+  mine.pass_empty_groups();
+  if (mine.open.empty()) return;
   model::enqueue(model::loads + thread, [&mine, group = std::move(mine.open)] {
     for (auto& copy : group) copy();
     ++mine.done;
+    mine.pass_empty_groups();
   });
   mine.open.clear();
 }
 template <int pending>
 inline void cp_async_wait() {
   Copies& mine = copies[model::self().index];
-  model::wait_until([&mine] { return mine.done >= mine.committed - pending; });
+  model::wait_until([&mine] { return mine.done >= mine.committed() - pending; });
 }
 
 // --- the rest ---

@@ -20,13 +20,16 @@ inline u32 swizzled(u32 address) { return address ^ ((address >> 7 & 7) << 4); }
 inline bool elect_one() { return model::lane() == 0; }
 
 struct NamedBarrier {
-  int arrived = 0;
+  int arrived = 0, expected = 0;
   long generation = 0;
 };
 inline std::map<int, NamedBarrier> named_barriers;
 template <int threads>
 inline void barrier_arrive(int id) {
   NamedBarrier& barrier = named_barriers[id];
+  if (barrier.arrived != 0 && barrier.expected != threads)
+    model::fail("threads disagree on how many meet at a named barrier");
+  barrier.expected = threads;
   if (++barrier.arrived == threads) barrier.arrived = 0, ++barrier.generation;
 }
 template <int threads>
@@ -42,6 +45,7 @@ struct Barrier {
   u32 count, pending;
   long long bytes = 0;
   u32 phase = 0;
+  bool fenced = false;  // bulk copies may complete on it
 };
 inline std::map<const u64*, Barrier> barriers;
 
@@ -55,7 +59,9 @@ inline void settle(Barrier& barrier) {
     barrier.phase ^= 1, barrier.pending = barrier.count;
 }
 inline void mbarrier_init(u64* place, u32 count) { barriers[place] = {count, count}; }
-inline void fence_mbarrier_init() {}
+inline void fence_mbarrier_init() {
+  for (auto& [place, barrier] : barriers) barrier.fenced = true;
+}
 inline void mbarrier_arrive_expect_tx(u64* place, u32 bytes) {
   Barrier& barrier = barrier_at(place);
   if (barrier.pending == 0) model::fail("more arrivals at an mbarrier than its count");
@@ -66,6 +72,12 @@ inline void mbarrier_arrive_expect_tx(u64* place, u32 bytes) {
 inline void mbarrier_arrive(u64* place) { mbarrier_arrive_expect_tx(place, 0); }
 inline void mbarrier_wait(u64* place, u32 parity) {
   model::wait_until([place, parity] { return barrier_at(place).phase != parity; });
+}
+inline void complete_bytes(const u64* place, u32 bytes) {
+  Barrier& barrier = barrier_at(place);
+  if (!barrier.fenced) model::fail("a bulk copy to an mbarrier without fence.mbarrier_init");
+  barrier.bytes -= bytes;
+  settle(barrier);
 }
 
 // --- bulk copies ---
@@ -81,16 +93,19 @@ inline u16* element(const TensorMap& map, long long c0, long long c1, long long 
   return map.base + c0 + (c1 * map.strides[0] + c2 * map.strides[1] + c3 * map.strides[2]) / 2;
 }
 
+inline void copy_in(u32 address, const void* source, u32 bytes) {
+  std::memcpy(model::shared + address, source, bytes);
+  std::memcpy(model::async_shared + address, source, bytes);
+}
+
 template <typename Visit>
 inline void over_box(const TensorMap& map, u32 address, int c0, int c1, int c2, int c3,
                      Visit visit) {
   if (address % 1024) model::fail("a swizzled box at an address that is no multiple of 1024");
   for (int row = 0; row < map.box[1]; ++row)
-    for (int column = 0; column < map.box[0]; ++column) {
-      auto* inside =
-          reinterpret_cast<u16*>(model::shared + swizzled(address + row * 128 + column * 2));
-      visit(*inside, element(map, c0 + column, c1 + row, c2, c3));
-    }
+    for (int column = 0; column < map.box[0]; ++column)
+      visit(swizzled(address + row * 128 + column * 2),
+            element(map, c0 + column, c1 + row, c2, c3));
 }
 
 inline void tma_load_4d(void* destination, const TensorMap* map, u64* barrier, int c0, int c1,
@@ -99,35 +114,43 @@ inline void tma_load_4d(void* destination, const TensorMap* map, u64* barrier, i
   // Why a queue for each load: copies end in any order.
   static long number = 0;
   model::enqueue(model::loads + ++number, [=, map = *map] {
-    over_box(map, address, c0, c1, c2, c3,
-             [](u16& inside, const u16* outside) { inside = outside ? *outside : 0; });
-    Barrier& here = barrier_at(barrier);
-    here.bytes -= map.box[0] * map.box[1] * 2;
-    settle(here);
+    over_box(map, address, c0, c1, c2, c3, [](u32 inside, const u16* outside) {
+      constexpr u16 zero = 0;
+      copy_in(inside, outside ? outside : &zero, 2);
+    });
+    complete_bytes(barrier, map.box[0] * map.box[1] * 2);
   });
 }
 
-inline std::map<int, int> stores_under_way;  // by thread
+// A thread's stores happen in order. It waits for those that it has committed.
+struct Stores {
+  long issued = 0, committed = 0, done = 0;
+};
+inline std::map<int, Stores> stores;  // by thread
 
 inline void tma_store_4d(const TensorMap* map, const void* source, int c0, int c1, int c2, int c3) {
   const u32 address = smem_address(source);
   const int thread = model::self().index;
-  ++stores_under_way[thread];
-  model::enqueue(thread, [=, map = *map] {  // a thread's stores happen in order
-    over_box(map, address, c0, c1, c2, c3, [](const u16& inside, u16* outside) {
-      if (outside) *outside = inside;
+  Stores& mine = stores[thread];
+  ++mine.issued;
+  model::enqueue(thread, [=, &mine, map = *map] {
+    over_box(map, address, c0, c1, c2, c3, [](u32 inside, u16* outside) {
+      if (outside) std::memcpy(outside, model::async_shared + inside, 2);
     });
-    --stores_under_way[thread];
+    ++mine.done;
   });
 }
-inline void tma_store_commit() {}
+inline void tma_store_commit() {
+  Stores& mine = stores[model::self().index];
+  mine.committed = mine.issued;
+}
 template <int pending>
 inline void tma_store_wait_read() {
   static_assert(pending == 0);
-  const int thread = model::self().index;
-  model::wait_until([thread] { return stores_under_way[thread] == 0; });
+  Stores& mine = stores[model::self().index];
+  model::wait_until([&mine, end = mine.committed] { return mine.done >= end; });
 }
-inline void fence_proxy_async() {}
+inline void fence_proxy_async() { model::publish(); }
 
 inline void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
   const u32 mine[4] = {a, b, c, d};
@@ -140,12 +163,11 @@ inline void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
   }
 }
 
-inline const bool ptx_forgets = (model::forgetters.push_back([] {
-  barriers.clear(), named_barriers.clear(), stores_under_way.clear();
-}),
-                                 true);
+inline const bool ptx_forgets =
+    (model::forgetters.push_back([] { barriers.clear(), named_barriers.clear(), stores.clear(); }),
+     true);
 
-inline void wait_for_previous_grid() {}
+inline void wait_for_previous_grid() { model::waited_for_previous_grid = true; }
 inline void allow_next_grid() {}
 
 template <int registers>
@@ -159,10 +181,8 @@ inline void bulk_load(void* destination, const void* source, u32 bytes, u64* bar
   if (address % 16 || bytes % 16) model::fail("a bulk copy that is no multiple of 16 bytes");
   static long number = 0;
   model::enqueue(2 * model::loads + ++number, [=] {
-    std::memcpy(model::shared + address, source, bytes);
-    Barrier& here = barrier_at(barrier);
-    here.bytes -= bytes;
-    settle(here);
+    copy_in(address, source, bytes);
+    complete_bytes(barrier, bytes);
   });
 }
 inline float4 load_global(const float* place) {

@@ -4,8 +4,6 @@
 // 128-byte swizzle.
 #pragma once
 
-#include <climits>
-
 #include "ptx.cuh"
 
 namespace tilewise::wgmma {
@@ -24,13 +22,15 @@ struct Warpgroup {
   std::map<int, std::deque<Issued>> issued;  // by thread
   std::map<int, long> batches, products;     // committed batches; products issued, by thread
   std::map<int, std::deque<long>> ends;      // how many products each batch of a thread ends with
+  std::map<int, bool> fenced;                // by thread: since it last waited
   long done = 0;
 };
 inline std::map<int, Warpgroup> warpgroups;
 inline const bool wgmma_forgets = (model::forgetters.push_back([] { warpgroups.clear(); }), true);
 inline Warpgroup& mine() { return warpgroups[model::self().index / 128]; }
 
-inline void fence() {}
+// Between a wait and the next product threads read and write the registers of both.
+inline void fence() { mine().fenced[model::self().index] = true; }
 inline void commit() {
   Warpgroup& here = mine();
   const int thread = model::self().index;
@@ -46,7 +46,9 @@ inline void wait() {
     model::wait_until([&here, end] { return here.done >= end; });
     ends.pop_front();
   }
+  here.fenced[thread] = false;
 }
+inline void wait_before_slow_path() { wait<0>(); }
 template <typename T, int count>
 inline void hold(T (&)[count]) {}
 
@@ -69,7 +71,7 @@ struct Operand {
     if (address >= model::shared_bytes)
       model::fail("a product reads past the end of shared memory");
     u16 x;
-    std::memcpy(&x, model::shared + ptx::swizzled(address), 2);
+    std::memcpy(&x, model::async_shared + ptx::swizzled(address), 2);
     return ptx::widened(x, bf16);
   }
   float k_major(int row, int k, bool bf16) const {
@@ -87,33 +89,6 @@ inline float from_registers(const std::vector<Issued>& issued, int row, int k, b
   return ptx::widened(static_cast<u16>(k % 2 ? word >> 16 : word), bf16);
 }
 
-// What the tensor core makes of c + sum a b over sixteen k: products are exact, all addends are cut
-// off 25 binary places below the exponent of the largest, their sum is exact, and is cut off to
-// float32. Ref: MMA-Sim, which reports this to be bit for bit what sm_90a does.
-inline float step_of_tensor_core(float c, const float* a, const float* b, int b_stride) {
-  double addends[17] = {c};
-  int exponent = c == 0.0f ? INT_MIN : std::ilogb(c);
-  bool finite = std::isfinite(c);
-  for (int k = 0; k < 16; ++k) {
-    const float x = a[k], y = b[k * b_stride];
-    addends[k + 1] = static_cast<double>(x) * y;
-    finite = finite && std::isfinite(x) && std::isfinite(y);
-    if (addends[k + 1] != 0.0) exponent = std::max(exponent, std::ilogb(x) + std::ilogb(y));
-  }
-  if (!finite) {
-    double sum = 0;
-    for (double addend : addends) sum += addend;
-    return static_cast<float>(sum);
-  }
-  if (exponent == INT_MIN) return 0.0f;
-  const double unit = std::ldexp(1.0, exponent - 25);
-  long long sum = 0;
-  for (double addend : addends) sum += static_cast<long long>(addend / unit);
-  const double exact = static_cast<double>(sum) * unit;
-  const float rounded = static_cast<float>(exact);
-  return std::abs(rounded) > std::abs(exact) ? std::nextafterf(rounded, 0.0f) : rounded;
-}
-
 inline void multiply_now(const std::vector<Issued>& issued, int n, bool bf16, bool transposed,
                          bool a_transposed) {
   const bool in_registers = issued[0].registers != nullptr;
@@ -121,24 +96,26 @@ inline void multiply_now(const std::vector<Issued>& issued, int n, bool bf16, bo
   for (const Issued& one : issued)
     if (one.a != issued[0].a || one.b != issued[0].b)
       model::fail("threads of a warpgroup disagree on a product");
-  std::vector<float> a_values(64 * 16), b_values(16 * n);
-  for (int row = 0; row < 64; ++row)
-    for (int k = 0; k < 16; ++k)
-      a_values[row * 16 + k] = in_registers   ? from_registers(issued, row, k, bf16)
-                               : a_transposed ? a.mn_major(k, row, bf16)
-                                              : a.k_major(row, k, bf16);
-  for (int k = 0; k < 16; ++k)
+  std::vector<tensor_core::Factors> rows(64), columns(n);
+  for (int k = 0; k < 16; ++k) {
+    for (int row = 0; row < 64; ++row)
+      rows[row].set(k,
+                    in_registers   ? from_registers(issued, row, k, bf16)
+                    : a_transposed ? a.mn_major(k, row, bf16)
+                                   : a.k_major(row, k, bf16),
+                    ptx::min_exponent(bf16));
     for (int column = 0; column < n; ++column)
-      b_values[k * n + column] =
-          transposed ? b.mn_major(k, column, bf16) : b.k_major(column, k, bf16);
+      columns[column].set(k, transposed ? b.mn_major(k, column, bf16) : b.k_major(column, k, bf16),
+                          ptx::min_exponent(bf16));
+  }
   for (int thread = 0; thread < 128; ++thread) {
     const int warp = thread / 32, lane = thread % 32;
     for (int i = 0; i < n / 2; ++i) {
       const int row = 16 * warp + lane / 4 + (i >> 1 & 1) * 8,
                 column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      issued[thread].d[i] =
-          step_of_tensor_core(issued[thread].accumulate ? issued[thread].d[i] : 0.0f,
-                              &a_values[row * 16], &b_values[column], n);
+      float& d = issued[thread].d[i];
+      d = tensor_core::add_products(issued[thread].accumulate ? d : 0.0f, rows[row],
+                                    columns[column], model::products_of.fraction_bits);
     }
   }
 }
@@ -147,6 +124,7 @@ inline void issue(float* d, u64 a, u64 b, bool accumulate, int n, bool bf16, boo
                   bool a_transposed = false, const u32* registers = nullptr) {
   const int group = model::self().index / 128, thread = model::self().index;
   Warpgroup& here = mine();
+  if (!here.fenced[thread]) model::fail("a product without wgmma.fence before it");
   here.issued[thread].push_back({d, a, b, accumulate, registers});
   const long number = here.products[thread]++;
   if (thread % 128) return;  // the first thread of the warpgroup enqueues for all

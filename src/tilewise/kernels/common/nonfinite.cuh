@@ -1,6 +1,8 @@
-// inf and NaN among packed 16-bit values: a mask may hide them, and 0 * inf is NaN.
+// inf and NaN among values: a mask may hide them, and 0 * inf is NaN. So kernels replace them by 0
+// in the tiles that a mask cuts, and give them back to the rows that do see them.
 #pragma once
 
+#include "mask.cuh"
 #include "ptx.cuh"
 
 namespace tilewise {
@@ -11,6 +13,30 @@ __device__ __forceinline__ ptx::u32 nonfinite_bits(ptx::u32 packed) {
   constexpr ptx::u32 exponent = bf16 ? 0x7f807f80u : 0x7c007c00u;
   constexpr ptx::u32 last_bit = bf16 ? 0x00800080u : 0x04000400u;
   return ((packed & exponent) + last_bit) & 0x80008000u;
+}
+
+// Of the bits of a float.
+__device__ __forceinline__ bool is_nonfinite(ptx::u32 bits) {
+  return (bits & 0x7f800000u) == 0x7f800000u;
+}
+
+// Gives a row the inf and NaN among the values of the keys [begin, end): add(key) adds those of
+// one. Why rolled: it is rare, and the loops of a kernel need the registers.
+template <typename Add>
+__device__ __forceinline__ void restore_nonfinite(int begin, int end, Add add) {
+#pragma unroll 1
+  for (int key = begin; key < end; ++key) add(key);
+}
+// Likewise of the keys that `row` sees in the tiles for which scrubbed(kv_tile).
+template <typename Scrubbed, typename Add>
+__device__ __forceinline__ void restore_nonfinite(const Band& band, int row, const TileRange& tiles,
+                                                  int block_kv, Scrubbed scrubbed, Add add) {
+#pragma unroll 1
+  for (int kv_tile = tiles.begin; kv_tile < tiles.end; ++kv_tile) {
+    if (!scrubbed(kv_tile)) continue;
+    const int end = min_int(band.end_key(row), (kv_tile + 1) * block_kv);
+    restore_nonfinite(max_int(band.first_key(row), kv_tile * block_kv), end, add);
+  }
 }
 
 }  // namespace tilewise

@@ -1,12 +1,12 @@
 // How the work of a backward is cut into pieces for the CTAs of a grid.
 //
-// A backward goes through the KV tiles of every (batch, KV head) pair. The steps of a KV tile are the
-// query tiles that see it, for every head of its group. A tile of more than `limit` steps is cut
-// into a rest and pieces of `limit` steps, which several CTAs work on; they add up dK and dV in
+// A backward goes through the KV tiles of every (batch, KV head) pair. The steps of a KV tile are
+// the query tiles that see it, for every head of its group. A tile of more than `limit` steps is
+// cut into a rest and pieces of `limit` steps, which several CTAs work on; they add up dK and dV in
 // float32. Pairs have the same tiles, so they have the same pieces, numbered tile after tile.
-// Why not into equal parts: pieces of different tiles that begin at the same step stay side by side,
-// read the same queries, and can take turns at the same dQ.
-// The host chooses the limit (backends/division.py) and counts the pieces by the same rule.
+// Why not into equal parts: pieces of different tiles that begin at the same step stay side by
+// side, read the same queries, and can take turns at the same dQ. The host chooses the limit
+// (engine/division.py) and counts the pieces by the same rule.
 //
 // No PTX, no CUDA types: a host compiler builds this too, and tests/test_device_code.py drives it.
 #pragma once
@@ -62,8 +62,8 @@ struct Piece {
   int count;
 };
 
-// The rest is the first piece. Why: pieces that add up in their order wait for those before, and the
-// short one, which is done early, would wait for all the others.
+// The rest is the first piece. Why: pieces that add up in their order wait for those before, and
+// the short one, which is done early, would wait for all the others.
 TILEWISE_INLINE TileRange steps_of_piece(int steps, int limit, const Piece& piece) {
   const int begin = (piece.count - 1 - piece.index) * limit;
   return {begin, min_int(begin + limit, steps)};

@@ -1,15 +1,14 @@
 // clang-format off
 // The online softmax of one thread: two rows (r and r + 8 of its warp's sixteen), a fragment of `count` scores.
 //
-// State of a row:  reference  what p is relative to, in log2 units: p = 2^(scale_log2 * s - reference)
+// State per row:   reference  what p is relative to, in log2 units: p = 2^(scale_log2 * s - reference)
 //                  sum        this thread's share of the sum of p so far
-//
-//                  blocks     how many were added up so far
+// and per thread:  blocks     how many were added up so far
 //
 // exact_block() is the classical step: the reference becomes the true maximum. lazy_block() keeps the
-// reference and only adds up. A lazy block is good while no thread's sum of it exceeds three times the
-// mean of the thread's sums of the blocks before it (and p cannot overflow 16 bits); otherwise raise()
-// makes up for the maximum.
+// reference and only adds up. A lazy block is good while no thread's sum of it exceeds heavy_block(keys)
+// times the mean of the thread's sums of the blocks before it (and p cannot overflow 16 bits); otherwise
+// raise() makes up for the maximum.
 // Why that rule: against a reference that is not the maximum, the largest p is not exactly 1, so its
 // rounding to 16 bits shows when it dominates its row. A key that dominates a row makes its block heavier
 // than others. With a running maximum every key that was the largest so far is exact, so a row's few
@@ -19,11 +18,11 @@
 // clang-format on
 #pragma once
 
+#include "fragment.cuh"
 #include "ptx.cuh"
 
 namespace tilewise {
 
-constexpr float infinity = __builtin_bit_cast(float, 0x7f800000u);
 // A thread's block sum of p must stay below this, so that p fits fp16.
 constexpr float lazy_bound = 32768.0f;
 // Above this a score cannot be told from its p any more.
@@ -37,17 +36,6 @@ __device__ __forceinline__ float quad_max(float x) {
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
-// Row (0 or 1) of accumulator element i.
-__device__ __forceinline__ constexpr int row_of(int i) { return (i >> 1) & 1; }
-
-template <int count>
-__device__ __forceinline__ void apply_softcap(float (&s)[count], float softcap_in) {
-  // tanh(x) = 1 - 2 / (1 + 2^(2 x log2 e)); the caller's scale_log2 then carries the cap.
-#pragma unroll
-  for (int i = 0; i < count; ++i)
-    s[i] = fmaf(-2.0f, ptx::rcp(1.0f + ptx::ex2(s[i] * softcap_in)), 1.0f);
 }
 
 template <int count>
@@ -84,8 +72,9 @@ __device__ __forceinline__ void pack_block(const float (&p)[count],
   for (int i = 0; i < count; i += 2) packed[i / 8][i / 2 % 4] = ptx::pack<bf16>(p[i], p[i + 1]);
 }
 
-// How many times as heavy as the mean of those before a block of so many keys may be. Fewer keys
-// vary more; docs/kernels/sm90.md has the errors and the share of slow paths that this leads to.
+// How many times as heavy as the mean of the blocks before it a block of so many keys may be. Sums
+// over fewer keys vary more; docs/kernels/sm90.md has the errors and the share of slow paths that
+// this leads to.
 __device__ __forceinline__ constexpr float heavy_block(int keys) { return 6.5f - 1.5f * keys / 64; }
 
 struct Softmax {
@@ -148,10 +137,10 @@ struct Softmax {
     row_sums(s, block);
     // Invariant: false for NaN, so that overflow and rows without a reference are never taken for
     // good.
-    const float most = heavy_block(2 * count) * ptx::rcp(blocks);
+    const float max_share = heavy_block(2 * count) * ptx::rcp(blocks);
     blocks += 1.0f;
-    return block[0] <= fminf(most * sum[0], lazy_bound) &&
-           block[1] <= fminf(most * sum[1], lazy_bound);
+    return block[0] <= fminf(max_share * sum[0], lazy_bound) &&
+           block[1] <= fminf(max_share * sum[1], lazy_bound);
   }
 
   // p (finite) -> p against its own row maximum where that exceeds the reference.

@@ -7,7 +7,7 @@
 //
 //   scores   a CTA owns 64 * consumers rows and walks over `span` tiles of keys: Q stays, K tiles come
 //            through a ring, each tile of S leaves by TMA while the next one is multiplied
-//   softmax  a warp owns a row: read once, held in registers, written once; it alone knows the mask
+//   softmax  a half-warp, a warp or a CTA owns a row: read once, held in registers, written once; it alone knows the mask
 //   values   a CTA owns 64 * consumers rows and the whole head: tiles of P and V come through a ring
 //
 // Masks. scores skips tiles that no row of its tile sees; values walks over the keys that its rows
@@ -392,11 +392,16 @@ __device__ __forceinline__ void values(const ThreeKernelParams& params) {
 // Mirrored by `SoftmaxConfig` in ladder/three_kernel.py.
 struct SoftmaxConfig {
   bool bf16;
-  int chunks;  // of 256 keys that a warp holds in registers; 0: rows of any length, read twice
-  int warps;   // rows of a block
+  int chunks;  // of eight keys per thread that are held in registers; 0: rows of any length, read
+               // twice
+  int row_threads;  // half a warp, a warp, or all threads of a CTA
+  int warps;
   bool softcap;
   int values_rows;  // rows and keys of the tiles in which `values` reads P
   int values_keys;
+
+  TILEWISE_INLINE int rows() const { return warps * 32 / row_threads; }
+  TILEWISE_INLINE int chunk_keys() const { return row_threads * 8; }
 };
 
 struct RowSpan {
@@ -469,23 +474,39 @@ __device__ __forceinline__ uint4 pack_weights(const float (&s)[8], float base) {
           ptx::pack<bf16>(p[6], p[7])};
 }
 
-__device__ __forceinline__ float warp_max(float x) {
+// Over the threads of a row. A row of several warps meets in shared memory, where each leaves what
+// it has.
+template <SoftmaxConfig config, typename Combine>
+__device__ __forceinline__ float over_row(float x, Combine combine) {
+  constexpr int lanes = min_int(config.row_threads, 32), warps = config.row_threads / lanes;
 #pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+  for (int distance = lanes / 2; distance > 0; distance /= 2)
+    x = combine(x, __shfl_xor_sync(0xffffffffu, x, distance));
+  if constexpr (warps > 1) {
+    extern __shared__ __align__(1024) unsigned char smem_bytes[];
+    float* of_warp = reinterpret_cast<float*>(smem_bytes);
+    __syncthreads();  // what was left there before is read
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = of_warp[0];
+#pragma unroll
+    for (int warp = 1; warp < warps; ++warp) x = combine(x, of_warp[warp]);
+  }
   return x;
 }
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
-  return x;
+template <SoftmaxConfig config>
+__device__ __forceinline__ float row_max(float x) {
+  return over_row<config>(x, [](float a, float b) { return fmaxf(a, b); });
 }
 
-// log2 of the sum of 2^s over the warp, for lanes that hold their maximum and their sum against it;
-// -inf for a row that sees no key.
+// log2 of the sum of 2^s over the row, for threads that hold their maximum and their sum against
+// it; -inf for a row that sees no key.
+template <SoftmaxConfig config>
 __device__ __forceinline__ float row_total(float top, float sum) {
-  const float best = warp_max(top);
-  if (best == minus_infinity) return best;
-  return best + __log2f(warp_sum(sum * ptx::ex2(top - best)));
+  const float best = row_max<config>(top);
+  const float base = best == minus_infinity ? 0.0f : best;
+  sum = over_row<config>(sum * ptx::ex2(top - base), [](float a, float b) { return a + b; });
+  return best == minus_infinity ? best : best + __log2f(sum);
 }
 
 // The same cell, which nobody can know before `after` is there. `zero` is 0.
@@ -494,21 +515,22 @@ __device__ __forceinline__ void refresh(uint4& cell, float after, u32 zero) {
   cell = {cell.x ^ nothing, cell.y ^ nothing, cell.z ^ nothing, cell.w ^ nothing};
 }
 
-// A row that a warp can hold: read once, written once. `zero` is 0, which the compiler cannot know.
+// A row that its threads can hold: read once, written once. `zero` is 0, which the compiler cannot
+// know.
 template <SoftmaxConfig config>
 __device__ __forceinline__ float held_row(const Cells<config>& cells, float softcap, u32 zero) {
-  const int first = cells.span.from + threadIdx.x % 32 * 8;
+  const int first = cells.span.from + threadIdx.x % config.row_threads * 8;
   uint4 held[config.chunks];
   float s[8], top = minus_infinity, sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < config.chunks; ++i) held[i] = cells.load(first + i * 256);
+  for (int i = 0; i < config.chunks; ++i) held[i] = cells.load(first + i * config.chunk_keys());
 #pragma unroll
   for (int i = 0; i < config.chunks; ++i) {
     unpack_scores<config>(held[i], softcap, s);
 #pragma unroll
     for (int j = 0; j < 8; ++j) top = fmaxf(top, s[j]);
   }
-  top = warp_max(top);
+  top = row_max<config>(top);
   const float base = top == minus_infinity ? 0.0f : top;
   // Why `refresh`: unpacking again is cheap, but the compiler would rather do it early and keep the
   // result, in three times the registers; so each pass is made to depend on the one before it.
@@ -519,10 +541,10 @@ __device__ __forceinline__ float held_row(const Cells<config>& cells, float soft
 #pragma unroll
     for (int j = 0; j < 8; ++j) sum += ptx::ex2(s[j] - base);
   }
-  const float total = row_total(top, sum);
+  const float total = row_total<config>(top, sum);
 #pragma unroll
   for (int i = 0; i < config.chunks; ++i) {
-    const int key = first + i * 256;
+    const int key = first + i * config.chunk_keys();
     refresh(held[i], total, zero);
     unpack_scores<config>(held[i], softcap, s);
     if (key < cells.span.to)
@@ -534,9 +556,9 @@ __device__ __forceinline__ float held_row(const Cells<config>& cells, float soft
 // A longer one: read twice, with a running maximum.
 template <SoftmaxConfig config>
 __device__ __forceinline__ float streamed_row(const Cells<config>& cells, float softcap) {
-  const int first = cells.span.from + threadIdx.x % 32 * 8;
+  const int first = cells.span.from + threadIdx.x % config.row_threads * 8;
   float s[8], top = minus_infinity, sum = 0.0f;
-  for (int key = first; key < cells.span.to; key += 256) {
+  for (int key = first; key < cells.span.to; key += config.chunk_keys()) {
     unpack_scores<config>(cells.load(key), softcap, s);
     float best = top;
 #pragma unroll
@@ -547,31 +569,33 @@ __device__ __forceinline__ float streamed_row(const Cells<config>& cells, float 
     for (int j = 0; j < 8; ++j) sum += ptx::ex2(s[j] - best);
     top = best;
   }
-  const float total = row_total(top, sum);
-  for (int key = first; key < cells.span.to; key += 256) {
+  const float total = row_total<config>(top, sum);
+  for (int key = first; key < cells.span.to; key += config.chunk_keys()) {
     unpack_scores<config>(cells.load(key), softcap, s);
     cells.row[key / 8] = pack_weights<config.bf16>(s, total == minus_infinity ? 0.0f : total);
   }
   return total;
 }
 
-// Grid: (rows of the slab / warps, pairs of the slab); a warp a row.
+// Grid: (rows of the slab / rows of a CTA, pairs of the slab).
 template <SoftmaxConfig config>
 __device__ __forceinline__ void softmax(const ThreeKernelParams& params) {
-  const int slab_row = blockIdx.x * config.warps + threadIdx.x / 32;
+  const int slab_row = blockIdx.x * config.rows() + threadIdx.x / config.row_threads;
   const int row = params.first_row + slab_row;
   ptx::allow_next_grid();
   ptx::wait_for_previous_grid();
-  if (slab_row >= params.slab_rows || row >= params.seq_q) return;
+  // Threads without a row stay: half a warp shuffles with the other half. They read and write
+  // nothing.
+  const bool exists = slab_row < params.slab_rows && row < params.seq_q;
   const long long place = static_cast<long long>(blockIdx.y) * params.slab_rows + slab_row;
   const Cells<config> cells{reinterpret_cast<uint4*>(params.scores) + place * (params.pitch / 8),
-                            span_of<config>(params, row)};
+                            exists ? span_of<config>(params, row) : RowSpan{}};
   float total;
   if constexpr (config.chunks > 0)
     total = held_row(cells, params.softcap, params.zero);
   else
     total = streamed_row(cells, params.softcap);
-  if (params.lse != nullptr && threadIdx.x % 32 == 0)
+  if (exists && params.lse != nullptr && threadIdx.x % config.row_threads == 0)
     params.lse[(static_cast<long long>(params.first_pair) + blockIdx.y) * params.seq_q + row] =
         total * ln_2;
 }

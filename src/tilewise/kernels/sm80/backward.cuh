@@ -7,12 +7,12 @@
 // query tiles of block_q rows that see them, head by head of the group. c = scale * log2(e).
 //
 //   1. S = Q K^T                          all products are mma.sync with both operands from shared memory
-//   2. softcap: S = tanh(S * scale / cap), c = cap * log2(e)
-//   3. partial tiles: S[r, k] = -inf where row r does not see key k
+//   2. the terms of the policy (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
+//   3. partial tiles: S[r, k] = -inf where a term hides key k from row r
 //   4. P = 2^(c S - log2(e) lse)          to shared memory, rounded to 16 bits
 //   5. dP = dO V^T
-//   6. dS = P * (dP - D)                  likewise; softcap: times the slope 1 - S^2
-//   7. dV += round16(P)^T dO
+//   6. dS = P * (dP - D)                  likewise; times the slopes of the terms. Softcap: 1 - S^2, S found again from P
+//   7. dV += round16(P)^T dO              without the weights that a term drops; dP of step 6 likewise
 //   8. dQ += scale round16(dS) K          summed over KV tiles in global memory, float32
 //   9. dK += scale round16(dS)^T Q
 //  10. dK = scale dK; dK and dV to global memory, rounded
@@ -23,7 +23,7 @@
 // Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), a CTA each. The
 // first piece of a tile that is done stores its dK and dV as float32, those after it add theirs, and the
 // last one adds what is there to its own before step 10. As they come, or, if gradients are to be
-// deterministic, by their numbers (common/piece_turns.cuh).
+// deterministic, by their numbers (common/piece_tickets.cuh).
 //
 // Roles. All warps do the same. Each of the five products is divided over the warps in a grid of its
 // own, as square as it can be: a warp's block of 32 x 32 or 32 x 64 reads the least shared memory a
@@ -32,26 +32,27 @@
 // Shared memory (struct BackwardSmem): K and V of the CTA; `stages` tiles of Q and dO with their row
 // terms; P and dS. In the end all of it is room for dK and dV on their way out.
 //
-// Synchronisation. Three barriers a step, all __syncthreads:
-//   before  everybody's copies of this step have arrived; P and dS of the step before are read, and with
+// Synchronisation. Three barriers per step, all __syncthreads:
+//   before  all threads' copies of this step have arrived; P and dS of the step before are read, and with
 //           two stages so are its Q and dO, which the copies for the next step then overwrite
 //   middle  P and dS are written
 //   after   (one stage) Q and dO are read; the copies for the next step overwrite them
-// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter a query
-// tile says whose turn it is; a barrier follows the wait for it, and another precedes passing it on.
+// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter per query
+// tile counts the tickets that were served; a barrier follows the wait for it, and another precedes passing it on.
 //
 // Registers of a thread: S and dP block_q * block_kv / threads each, dK and dV block_kv * (d + dv) /
 // threads, dQ block_q * d / threads when S and dP are gone.
 // clang-format on
 #pragma once
 
+#include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "backward_config.cuh"
 #include "products.cuh"
 
 namespace tilewise::sm80 {
 
-template <BackwardConfig config>
+template <BackwardConfig config, typename Policy, typename Extents>
 struct Backward {
   static constexpr int block_q = config.block_q, block_kv = config.block_kv;
   static constexpr int threads = config.threads();
@@ -70,10 +71,10 @@ struct Backward {
   static_assert(query_blocks * dq_columns * config.warps * 256 == block_q * config.head_dim);
   using Scores = float[score_blocks][score_columns * 8];
 
-  const BackwardParams& params;
-  BackwardSmem<config>& smem;
+  const ParamsOf<BackwardParams, Policy, Extents>& params;
+  BackwardSmem<config, Extents>& smem;
   // Why in shared memory: registers are for what the products need.
-  const BackwardPlan& plan = smem.plan;
+  const BackwardPlan<Extents>& plan = smem.plan;
   // Where several CTAs share the registers, asked again each time: the answer would be kept in one.
   struct Lane {
     __device__ __forceinline__ operator int() const {
@@ -87,6 +88,7 @@ struct Backward {
   float dk[key_blocks][dk_columns * 8];
   float dv[key_blocks][dv_columns * 8];
 
+  __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
   __device__ __forceinline__ int head_of(const StepCursor& step) const {
     return plan.head_kv * params.heads_per_kv + step.head;
   }
@@ -98,21 +100,22 @@ struct Backward {
   }
 
   __device__ __forceinline__ void load_keys() {
-    const int first = plan.kv_tile * block_kv;
-    TileCopy<block_kv, config.head_dim, threads>{params.k, plan.batch, plan.head_kv,
-                                                 params.head_dim}
-        .load(ptx::smem_address(smem.k), first, params.seq_k);
-    TileCopy<block_kv, config.head_dim_v, threads>{params.v, plan.batch, plan.head_kv,
-                                                   params.head_dim_v}
-        .load(ptx::smem_address(smem.v), first, params.seq_k);
+    const int start = sequence().k_start(), batch = sequence().batch(plan.batch);
+    const int first = start + plan.kv_tile * block_kv, end = start + sequence().seq_k();
+    TileCopy<block_kv, config.head_dim, threads>{params.k, batch, plan.head_kv, params.head_dim}
+        .load(ptx::smem_address(smem.k), first, end);
+    TileCopy<block_kv, config.head_dim_v, threads>{params.v, batch, plan.head_kv, params.head_dim_v}
+        .load(ptx::smem_address(smem.v), first, end);
   }
 
   __device__ __forceinline__ void load_step(const StepCursor& step, int slot) {
-    const int first = step.q_tile * block_q, head = head_of(step);
-    TileCopy<block_q, config.head_dim, threads>{params.q, plan.batch, head, params.head_dim}.load(
-        ptx::smem_address(smem.q[slot]), first, params.seq_q);
-    TileCopy<block_q, config.head_dim_v, threads>{params.dout, plan.batch, head, params.head_dim_v}
-        .load(ptx::smem_address(smem.dout[slot]), first, params.seq_q);
+    const int start = sequence().q_start(), batch = sequence().batch(plan.batch);
+    const int first = start + step.q_tile * block_q, end = start + sequence().seq_q();
+    const int head = head_of(step);
+    TileCopy<block_q, config.head_dim, threads>{params.q, batch, head, params.head_dim}.load(
+        ptx::smem_address(smem.q[slot]), first, end);
+    TileCopy<block_q, config.head_dim_v, threads>{params.dout, batch, head, params.head_dim_v}.load(
+        ptx::smem_address(smem.dout[slot]), first, end);
     constexpr int chunks = block_q / 4;
     static_assert(2 * chunks <= threads);
     const int chunk = ptx::thread_again() % chunks, which = ptx::thread_again() / chunks;
@@ -125,25 +128,29 @@ struct Backward {
                        16);
   }
 
-  // Step 3. The thread's columns in its block of S are 8j + 2(lane % 4) + {0, 1}.
-  __device__ __forceinline__ void hide(Scores& s, int first_row, int first_column) {
-    const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
-    const int column = plan.kv_tile * block_kv + first_column + 2 * (lane % 4);
-#pragma unroll
-    for (int t = 0; t < score_blocks; ++t) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = cursor.q_tile * block_q + first_row + t * 16 + lane / 4 + 8 * r;
-        const int first = band.first_key(row) - column, end = band.end_key(row) - column;
-#pragma unroll
-        for (int i = 0; i < score_columns * 8; ++i) {
-          if (row_of(i) != r) continue;
-          const int offset = i / 4 * 8 + i % 2;
-          s[t][i] = offset >= first && offset < end ? s[t][i] : -infinity;
-        }
-      }
+  // Where a block of 16 rows of this warp's scores lies; the warp's scores begin at `first_row` and
+  // `first_column` of the tile.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::queries;
+    const Backward& kernel;
+    const int t, first_row, first_column;
+
+    __device__ __forceinline__ int row() const {
+      return kernel.cursor.q_tile * block_q + first_row + t * 16 + kernel.lane / 4;
     }
-  }
+    __device__ __forceinline__ int column() const {
+      return kernel.plan.kv_tile * block_kv + first_column + 2 * (kernel.lane % 4);
+    }
+    __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
+    __device__ __forceinline__ int head() const { return kernel.head_of(kernel.cursor); }
+    __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
+    __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
+  };
+  // The same with the column found once for all blocks.
+  struct PlaceInColumn : Place {
+    const int known_column;
+    __device__ __forceinline__ int column() const { return known_column; }
+  };
 
   // A block of S, rounded, into a queries x keys matrix.
   __device__ __forceinline__ void store_scores(const Scores& s, u32 matrix, int first_row,
@@ -172,11 +179,15 @@ struct Backward {
     clear(s);
     multiply<bf16, Stored::by_rows, Stored::by_columns, config.head_dim / 16, block_q, block_kv>(
         s, ptx::smem_address(smem.q[slot]), block_row, ptx::smem_address(smem.k), block_column);
-    if constexpr (config.softcap) {
 #pragma unroll
-      for (int t = 0; t < score_blocks; ++t) apply_softcap(s[t], params.softcap_in);
+    for (int t = 0; t < score_blocks; ++t)
+      Policy::apply(s[t], params, Unit{}, Place{*this, t, first_row, first_column});
+    if (plan.partial(cursor.q_tile)) {
+      const int column = Place{*this, 0, first_row, first_column}.column();
+#pragma unroll
+      for (int t = 0; t < score_blocks; ++t)
+        Policy::hide(s[t], params, PlaceInColumn{{*this, t, first_row, first_column}, column});
     }
-    if (plan.partial(cursor.q_tile)) hide(s, first_row, first_column);
 #pragma unroll
     for (int t = 0; t < score_blocks; ++t) {
       const float lse[2] = {row_lse[t * 16], row_lse[t * 16 + 8]};
@@ -184,8 +195,18 @@ struct Backward {
       for (int i = 0; i < score_columns * 8; ++i)
         s[t][i] = ptx::ex2(fmaf(s[t][i], params.scale_log2, -lse[row_of(i)]));
     }
-    if constexpr (config.makes_dkv)
+    if constexpr (config.makes_dkv && Policy::drops) {
+      Scores kept;
+#pragma unroll
+      for (int t = 0; t < score_blocks; ++t) {
+#pragma unroll
+        for (int i = 0; i < score_columns * 8; ++i) kept[t][i] = s[t][i];
+        Policy::drop(kept[t], params, Place{*this, t, first_row, first_column});
+      }
+      store_scores(kept, ptx::smem_address(smem.p), first_row, first_column);
+    } else if constexpr (config.makes_dkv) {
       store_scores(s, ptx::smem_address(smem.p), first_row, first_column);
+    }
     clear(dp);
     multiply<bf16, Stored::by_rows, Stored::by_columns, config.head_dim_v / 16, block_q, block_kv>(
         dp, ptx::smem_address(smem.dout[slot]), block_row, ptx::smem_address(smem.v), block_column);
@@ -193,44 +214,42 @@ struct Backward {
     for (int t = 0; t < score_blocks; ++t) {
       const float lse[2] = {row_lse[t * 16], row_lse[t * 16 + 8]};
       const float term[2] = {row_term[t * 16], row_term[t * 16 + 8]};
+      auto terms = Policy::backward(params, Place{*this, t, first_row, first_column});
 #pragma unroll
       for (int i = 0; i < score_columns * 8; ++i) {
-        float slope = 1.0f;
-        if constexpr (config.softcap) {
-          // S is found again from P = 2^(c S - lse). Where P is 0 the slope does not matter, but
-          // must be finite.
-          const float capped =
-              fmaxf((ptx::lg2(s[t][i]) + lse[row_of(i)]) * params.inverse_scale_log2, -1.0f);
-          slope = s[t][i] == 0.0f ? 0.0f : fmaf(-capped, capped, 1.0f);
-        }
-        dp[t][i] = s[t][i] * (dp[t][i] - term[row_of(i)]) * slope;
+        const float ds = s[t][i] * (terms.drop(dp[t][i], i) - term[row_of(i)]);
+        dp[t][i] = terms.pull_back(ds, i, [&] {
+          return value_of_weight(s[t][i], lse[row_of(i)], params.inverse_scale_log2);
+        });
       }
+      terms.end();
     }
     store_scores(dp, ptx::smem_address(smem.ds), first_row, first_column);
   }
 
   // Waits for the KV tiles before this one to have added to the step's dQ.
-  // Why this cannot hang: whoever is waited for has a smaller block index, so it runs already.
-  __device__ __forceinline__ void await_turn() {
-    if (params.turns == nullptr) return;
+  // Why this cannot hang: what is waited for is work with a smaller number, which runs already
+  // (common/work_tickets.cuh).
+  __device__ __forceinline__ void await_ticket() {
+    if (params.dq_tickets == nullptr) return;
     if (threadIdx.x == 0) {
-      const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+      const Band band = sequence().band();
       const int first_tile = band.first_key(cursor.q_tile * block_q) / block_kv;
-      const int* turn = params.turns + tile_index(cursor);
-      while (ptx::load_acquire(turn) < plan.kv_tile - first_tile) {
+      const int* ticket = params.dq_tickets + tile_index(cursor);
+      while (ptx::load_acquire(ticket) < plan.kv_tile - first_tile) {
       }
     }
     __syncthreads();
   }
-  __device__ __forceinline__ void pass_turn() {
-    if (params.turns == nullptr) return;
+  __device__ __forceinline__ void pass_ticket() {
+    if (params.dq_tickets == nullptr) return;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) ptx::add_release(params.turns + tile_index(cursor), 1);
+    if (threadIdx.x == 0) ptx::add_release(params.dq_tickets + tile_index(cursor), 1);
   }
 
-  // Sums in global memory lie in fragment order, 128 floats a block of 16 x 8: as a lane holds them
-  // where four are added at a time, else 32 lanes after one another.
+  // Sums in global memory lie in fragment order, 128 floats per block of 16 x 8: as a lane holds
+  // them where four are added at a time, else 32 lanes after one another.
   __device__ __forceinline__ int lane_place() const {
     return config.vector_sums ? 4 * lane : static_cast<int>(lane);
   }
@@ -297,11 +316,11 @@ struct Backward {
     multiply<bf16, Stored::by_rows, Stored::by_rows, block_kv / 16, block_q, block_kv>(
         dq, ptx::smem_address(smem.ds), warp % config.query_rows * query_blocks,
         ptx::smem_address(smem.k), warp / config.query_rows * dq_columns);
-    await_turn();
+    await_ticket();
     add_to_sums(params.dq_sums + tile_index(cursor) * (block_q * config.head_dim) +
                     warp * (query_blocks * dq_columns * 256),
                 dq);
-    pass_turn();
+    pass_ticket();
   }
 
   // Steps 7 to 9.
@@ -327,9 +346,10 @@ struct Backward {
   // dK and dV of one piece of several to their sums, or the other way round: true if this is the
   // last piece, whose accumulators are then the sums of all.
   __device__ __forceinline__ bool join_pieces() {
-    PieceTurns* turns = params.piece_turns + key_tile_index();
+    PieceTickets* tickets = params.piece_tickets + key_tile_index();
     if (threadIdx.x == 0)
-      smem.pieces_before = await_pieces(turns, plan.piece, plan.pieces, params.in_order != 0, true);
+      smem.pieces_before =
+          await_pieces(tickets, plan.piece, plan.pieces, params.in_order != 0, true);
     __syncthreads();
     const int before = smem.pieces_before;
     constexpr int columns = config.head_dim + config.head_dim_v;
@@ -351,11 +371,11 @@ struct Backward {
     }
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) ptx::add_release(&turns->added, 1);
+    if (threadIdx.x == 0) ptx::add_release(&tickets->added, 1);
     return false;
   }
 
-  // One gradient of this CTA's keys. Invariant: nobody reads matrices in shared memory any more.
+  // One gradient of this CTA's keys. Invariant: no warp reads matrices in shared memory any more.
   template <int columns>
   __device__ __forceinline__ void store_keys(const float (&x)[key_blocks][columns * 8],
                                              const Tensor& gradient, int dim) {
@@ -366,14 +386,24 @@ struct Backward {
     const int first_column = warp / config.key_rows * columns * 16;
     store_rows<bf16, key_blocks, columns * 16, rows>(
         ptx::smem_address(&smem) + warp * matrix_bytes(rows, columns * 16), x,
-        gradient.row(plan.batch, plan.head_kv, 0) + first_column, gradient.seq_stride,
-        plan.kv_tile * block_kv + warp % config.key_rows * rows, params.seq_k, dim - first_column);
+        gradient.row(sequence().batch(plan.batch), plan.head_kv, sequence().k_start()) +
+            first_column,
+        gradient.seq_stride, plan.kv_tile * block_kv + warp % config.key_rows * rows,
+        sequence().seq_k(), dim - first_column);
   }
 
   // Step 10.
   __device__ __forceinline__ void finish() {
     if (plan.pieces > 1 && !join_pieces()) return;
     __syncthreads();
+    if constexpr (Policy::drops) {
+      const float weight = Policy::kept_weight(params, Place{*this, 0, 0, 0});
+#pragma unroll
+      for (int t = 0; t < key_blocks; ++t) {
+#pragma unroll
+        for (int i = 0; i < dv_columns * 8; ++i) dv[t][i] *= weight;
+      }
+    }
     store_keys<dv_columns>(dv, params.dv, params.head_dim_v);
 #pragma unroll
     for (int t = 0; t < key_blocks; ++t) {
@@ -421,17 +451,18 @@ struct Backward {
   }
 };
 
-template <BackwardConfig config>
-__device__ __forceinline__ void backward(const BackwardParams& params) {
+template <BackwardConfig config, typename Policy, typename Extents>
+__device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, Extents>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
+  BackwardSmem<config, Extents>& smem =
+      *reinterpret_cast<BackwardSmem<config, Extents>*>(smem_bytes);
   if (threadIdx.x < 32) {
-    const BackwardPlan plan =
-        make_backward_plan<config.block_q, config.block_kv>(params, blockIdx.x);
+    const BackwardPlan<Extents> plan = make_backward_plan<Extents, config.block_q, config.block_kv>(
+        params, take_work(params.work_tickets));
     if (threadIdx.x == 0) smem.plan = plan;
   }
   __syncthreads();
-  Backward<config>{params, smem}.run();
+  Backward<config, Policy, Extents>{params, smem}.run();
 }
 
 }  // namespace tilewise::sm80

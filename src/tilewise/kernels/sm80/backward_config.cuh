@@ -2,25 +2,26 @@
 #pragma once
 
 #include "../common/find_piece.cuh"
-#include "../common/piece_turns.cuh"
+#include "../common/piece_tickets.cuh"
+#include "../common/work_tickets.cuh"
 #include "config.cuh"
 
 namespace tilewise::sm80 {
 
 // A product of block x block is divided over the warps as `rows` x warps / rows of them.
-// Mirrored field by field by `BackwardConfig` in backends/sm80_backward.py.
+// Mirrored field by field by `Config` in engine/sm80/backward.py.
 struct BackwardConfig {
   bool bf16;       // else fp16
   int head_dim;    // class of q and k: smaller heads are zero-filled up to it
   int head_dim_v;  // class of v and dout, likewise
-  int block_q;     // query rows a step
+  int block_q;     // query rows per step
   int block_kv;    // keys of a CTA
   int warps;
-  int score_rows;  // warps along the queries of S and dP
-  int key_rows;    // warps along the keys of dK and dV
-  int query_rows;  // warps along the queries of dQ
-  int stages;      // of Q and dO
-  bool softcap;
+  int score_rows;    // warps along the queries of S and dP
+  int key_rows;      // warps along the keys of dK and dV
+  int query_rows;    // warps along the queries of dQ
+  int stages;        // of Q and dO
+  bool has_terms;    // whether the policy of scores has any; kernels read them there
   bool vector_sums;  // sums in global memory are added four at a time (sm_90 on)
   bool makes_dkv;    // else neither dK nor dV is
   int ctas_per_sm;
@@ -38,11 +39,13 @@ struct BackwardParams {
   const float* lse_log2;   // (batch, heads, rows padded to block_q); +inf where no key is seen
   const float* row_terms;  // likewise: rowsum(dO * O) - dlse
   float* dq_sums;          // null: dQ is not wanted; zeroed (batch, heads, q_tiles, fragments)
-  int* turns;  // null, or zeroed (batch, heads, q_tiles): dQ is summed in the order of the keys
+  int*
+      dq_tickets;  // null, or zeroed (batch, heads, q_tiles): dQ is summed in the order of the keys
   // Where KV tiles are cut into pieces: sums of dK and dV, (batch, heads_kv, kv_tiles, fragments),
-  // and the turns of pieces at them, zeroed (batch, heads_kv, kv_tiles).
+  // and the tickets of pieces for them, zeroed (batch, heads_kv, kv_tiles).
   float* dkv_sums;
-  PieceTurns* piece_turns;
+  PieceTickets* piece_tickets;
+  int* work_tickets;  // null, or zeroed: CTAs take their work in the order in which they start
   int batch;
   int heads_kv;
   int heads_per_kv;
@@ -67,7 +70,8 @@ struct BackwardParams {
 
 // What a CTA does: one KV tile of one KV head, or a piece of it, against query tiles that see it,
 // head by head of the group.
-struct BackwardPlan {
+template <typename Extents>
+struct BackwardPlan : Extents::Record {
   int batch;
   int head_kv;
   int kv_tile;
@@ -85,23 +89,29 @@ struct BackwardPlan {
 };
 
 // Of the parameters of this backward or of the float32 one. All lanes of a warp ask together.
-template <int block_q, int block_kv, typename Params>
-__device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params, int work) {
+template <typename Extents, int block_q, int block_kv, typename Params>
+__device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params& params,
+                                                                    int work) {
   const Schedule schedule{params.heads_kv, params.batch * params.heads_kv, params.pieces,
                           params.sections, 0};
   const WorkTile at = schedule.tile(work);
-  const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
+  const auto record = Extents::find(params, at.batch);
+  const auto sequence = sequence_of<Extents>(params, record);
+  const RowBand band = sequence.row_band();
   Piece piece{at.q_tile, 0, 1};
   if (params.pieces != params.kv_tiles)
     piece = find_piece(at.q_tile, params.kv_tiles, params.piece_steps, false, [&](int tile) {
-      return touched_query_tiles(band, tile, params.seq_k, block_q, block_kv).count() *
+      return touched_query_tiles(band, tile, sequence.seq_k(), block_q, block_kv).count() *
              params.heads_per_kv;
     });
-  const QueryTiles tiles = query_tiles(band, piece.tile, params.seq_k, block_q, block_kv);
+  QueryTiles tiles{{0, 0}, {0, 0}};
+  if (has_rows<Extents>(piece.tile * block_kv, sequence.seq_k()))
+    tiles = query_tiles(band, piece.tile, sequence.seq_k(), block_q, block_kv);
   const int count = tiles.touched.count();
   const TileRange steps = steps_of_piece(count * params.heads_per_kv, params.piece_steps, piece);
-  BackwardPlan plan{at.batch,      at.head,    piece.tile, piece.index, piece.count,
-                    tiles.touched, tiles.full, 0,          0,           steps.count()};
+  BackwardPlan<Extents> plan{record,      at.batch,    at.head,       piece.tile,
+                             piece.index, piece.count, tiles.touched, tiles.full,
+                             0,           0,           steps.count()};
   if (plan.steps > 0) {
     plan.begin_head = steps.begin / count;
     const int ahead = steps.begin - plan.begin_head * count;
@@ -111,7 +121,7 @@ __device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params,
   return plan;
 }
 
-template <BackwardConfig config>
+template <BackwardConfig config, typename Extents>
 struct BackwardSmem {
   alignas(1024) unsigned char k[matrix_bytes(config.block_kv, config.head_dim)];
   alignas(1024) unsigned char v[matrix_bytes(config.block_kv, config.head_dim_v)];
@@ -122,7 +132,7 @@ struct BackwardSmem {
   alignas(1024) unsigned char ds[matrix_bytes(config.block_q, config.block_kv)];
   alignas(16) float lse_log2[config.stages][config.block_q];
   alignas(16) float row_terms[config.stages][config.block_q];
-  BackwardPlan plan;
+  BackwardPlan<Extents> plan;
   int pieces_before;  // at the sums of dK and dV
 };
 
@@ -131,9 +141,11 @@ struct StepCursor {
   int q_tile;
   int head;  // of the group
 
-  __device__ __forceinline__ explicit StepCursor(const BackwardPlan& plan)
+  template <typename Extents>
+  __device__ __forceinline__ explicit StepCursor(const BackwardPlan<Extents>& plan)
       : q_tile(plan.begin_tile), head(plan.begin_head) {}
-  __device__ __forceinline__ void advance(const BackwardPlan& plan, bool descend) {
+  template <typename Extents>
+  __device__ __forceinline__ void advance(const BackwardPlan<Extents>& plan, bool descend) {
     const int first = descend ? plan.touched.end - 1 : plan.touched.begin;
     const int last = descend ? plan.touched.begin : plan.touched.end - 1;
     if (q_tile == last)

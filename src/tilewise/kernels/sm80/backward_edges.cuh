@@ -10,14 +10,15 @@ namespace tilewise::sm80 {
 struct PreprocessParams {
   Tensor out;
   Tensor dout;
-  const float* lse;         // (batch, heads, seq_q)
-  const float* dlse;        // null, or likewise
-  float* lse_log2;          // (batch, heads, rows), rows padded to the query tile
-  float* row_terms;         // likewise
-  float* dq_sums;           // null, or row_floats a row, to be zeroed
-  int* turns;               // null, or one a query tile, to be zeroed
-  PieceTurns* piece_turns;  // null, or so many turns of pieces at dK and dV, to be zeroed
-  int piece_turn_count;
+  const float* lse;             // (batch, heads, seq_q)
+  const float* dlse;            // null, or likewise
+  float* lse_log2;              // (batch, heads, rows), rows padded to the query tile
+  float* row_terms;             // likewise
+  float* dq_sums;               // null, or row_floats a row, to be zeroed
+  int* dq_tickets;              // null, or one per query tile, to be zeroed
+  PieceTickets* piece_tickets;  // null, or so many tickets of pieces for dK and dV, to be zeroed
+  int* work_tickets;            // null, or to be zeroed
+  int piece_ticket_count;
   int heads;
   int seq_q;
   int rows;
@@ -52,13 +53,17 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
   return sum;
 }
 
-// A block: 32 rows of one head. Eight columns a lane, `lanes` lanes a row.
-template <bool bf16, int lanes>
-__device__ __forceinline__ void preprocess(const PreprocessParams& params) {
+// A block: 32 rows of one head. Eight columns per lane, `lanes` lanes per row.
+template <bool bf16, int lanes, typename Extents>
+__device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Extents>& params) {
   constexpr int rows_at_once = edge_threads / lanes;
   constexpr float log2_e = 1.44269504088896341f;
   const int blocks = params.rows / edge_rows, batch_head = blockIdx.x / blocks;
-  const int batch = batch_head / params.heads, head = batch_head % params.heads;
+  const int of_batch = batch_head / params.heads, head = batch_head % params.heads;
+  const auto record = Extents::find_queries(params, of_batch);
+  const auto sequence = sequence_of<Extents>(params, record);
+  const int batch = sequence.batch(of_batch), start = sequence.q_start();
+  const long long first_of_lse = first_row_of_head(params, sequence, batch, params.heads, head);
   const int lane = threadIdx.x % lanes, column = lane * 8;
   const int first_row = blockIdx.x % blocks * edge_rows;
   const long long first = static_cast<long long>(batch_head) * params.rows + first_row;
@@ -67,28 +72,32 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     for (int i = threadIdx.x; i < edge_rows / 4 * params.row_floats; i += edge_threads)
       sums[i] = float4{};
   }
-  if (params.turns != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
-    params.turns[first / params.block_q] = 0;
-  if (params.piece_turns != nullptr) {
+  if (params.dq_tickets != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
+    params.dq_tickets[first / params.block_q] = 0;
+  if (params.work_tickets != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
+    *params.work_tickets = 0;
+  if (params.piece_tickets != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * edge_threads;
-    for (int i = blockIdx.x * edge_threads + threadIdx.x; i < params.piece_turn_count; i += stride)
-      params.piece_turns[i] = PieceTurns{0, 0};
+    for (int i = blockIdx.x * edge_threads + threadIdx.x; i < params.piece_ticket_count;
+         i += stride)
+      params.piece_tickets[i] = PieceTickets{0, 0};
   }
 #pragma unroll
   for (int i = 0; i < edge_rows; i += rows_at_once) {
     const int in_block = i + threadIdx.x / lanes, row = first_row + in_block;
     float sum = 0.0f;
-    if (row < params.seq_q && column < params.head_dim_v)
-      sum = dot<bf16>(*reinterpret_cast<const uint4*>(params.out.row(batch, head, row) + column),
-                      *reinterpret_cast<const uint4*>(params.dout.row(batch, head, row) + column));
+    if (row < sequence.seq_q() && column < params.head_dim_v)
+      sum = dot<bf16>(
+          *reinterpret_cast<const uint4*>(params.out.row(batch, head, start + row) + column),
+          *reinterpret_cast<const uint4*>(params.dout.row(batch, head, start + row) + column));
 #pragma unroll
     for (int distance = lanes / 2; distance > 0; distance /= 2)
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (lane != 0) continue;
     // Rows that do not exist or see no key: +inf makes every weight 0.
     float lse_log2 = infinity;
-    if (row < params.seq_q) {
-      const long long at = static_cast<long long>(batch_head) * params.seq_q + row;
+    if (row < sequence.seq_q()) {
+      const long long at = first_of_lse + row;
       const float lse = params.lse[at];
       if (lse != -infinity) lse_log2 = lse * log2_e;
       if (params.dlse != nullptr) sum -= params.dlse[at];
@@ -101,13 +110,16 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
 // A block: one query tile of one head, whose sums lie as Backward::add_dq leaves them. A thread
 // takes eight columns of the rows r and r + 8 of a block of 16 x 8; neighbours take neighbouring
 // columns.
-template <BackwardConfig config>
-__device__ __forceinline__ void postprocess(const PostprocessParams& params) {
+template <BackwardConfig config, typename Extents>
+__device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Extents>& params) {
   constexpr int columns = config.head_dim / (config.warps / config.query_rows) / 8;  // of a warp
   constexpr int query_blocks = config.block_q / config.query_rows / 16;
   constexpr int all_columns = config.head_dim / 8, all_blocks = config.block_q / 16;
   const int batch_head = blockIdx.x / params.q_tiles, q_tile = blockIdx.x % params.q_tiles;
-  const int batch = batch_head / params.heads, head = batch_head % params.heads;
+  const int of_batch = batch_head / params.heads, head = batch_head % params.heads;
+  const auto record = Extents::find_queries(params, of_batch);
+  const auto sequence = sequence_of<Extents>(params, record);
+  const int batch = sequence.batch(of_batch), start = sequence.q_start();
   const float4* sums = reinterpret_cast<const float4*>(
       params.dq_sums + static_cast<long long>(blockIdx.x) * (config.block_q * config.head_dim));
   for (int i = threadIdx.x; i < all_blocks * 8 * all_columns; i += edge_threads) {
@@ -136,8 +148,8 @@ __device__ __forceinline__ void postprocess(const PostprocessParams& params) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int q_row = q_tile * config.block_q + block * 16 + r + 8 * h;
-      if (q_row >= params.seq_q) continue;
-      *reinterpret_cast<uint4*>(params.dq.row(batch, head, q_row) + column * 8) =
+      if (q_row >= sequence.seq_q()) continue;
+      *reinterpret_cast<uint4*>(params.dq.row(batch, head, start + q_row) + column * 8) =
           uint4{ptx::pack<config.bf16>(row[h][0], row[h][1]),
                 ptx::pack<config.bf16>(row[h][2], row[h][3]),
                 ptx::pack<config.bf16>(row[h][4], row[h][5]),

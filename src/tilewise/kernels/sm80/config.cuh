@@ -1,6 +1,7 @@
 // The compile-time choices of the forward kernel, its parameters and its shared memory.
 #pragma once
 
+#include "../common/extents.cuh"
 #include "../common/layout.cuh"
 #include "../common/mask.cuh"
 #include "../common/schedule.cuh"
@@ -11,16 +12,16 @@ namespace tilewise::sm80 {
 using ptx::u16;
 using ptx::u32;
 
-// Mirrored field by field by `Config` in backends/sm80.py.
+// Mirrored field by field by `Config` in engine/sm80/forward.py.
 struct Config {
   bool bf16;       // else fp16
   int head_dim;    // class of q and k: a multiple of 16; smaller heads are zero-filled up to it
   int head_dim_v;  // class of v and out, likewise
   int warps;
-  int row_tiles;  // blocks of 16 query rows a warp
+  int row_tiles;  // blocks of 16 query rows per warp
   int block_kv;
-  int stages;  // of K and V: 2 loads a tile ahead, 1 loads each under the other's product
-  bool softcap;
+  int stages;      // of K and V: 2 loads a tile ahead, 1 loads each under the other's product
+  bool has_terms;  // whether the policy of scores has any; kernels read them there
   bool q_in_registers;
   int ctas_per_sm;  // CTAs that share a multiprocessor
 
@@ -64,20 +65,21 @@ struct Params {
 };
 
 // What a CTA does, as one of its warps sees it.
-struct WarpPlan {
+template <typename Extents>
+struct WarpPlan : Extents::Record {
   WorkTile tile;
   TileRange own;       // some row of the warp sees some key
   TileRange own_full;  // every row of the warp sees every key
   TileRange full;      // every row of the CTA does
 };
 
-template <Config config>
+template <Config config, typename Extents>
 struct Smem {
   // Each warp reads its own rows of Q only, and stages its rows of out in their place.
   alignas(1024) unsigned char q[matrix_bytes(config.block_q(), config.head_dim)];
   alignas(1024) unsigned char k[config.stages][matrix_bytes(config.block_kv, config.head_dim)];
   alignas(1024) unsigned char v[config.stages][matrix_bytes(config.block_kv, config.head_dim_v)];
-  WarpPlan plan[config.warps];
+  WarpPlan<Extents> plan[config.warps];
   static_assert(panel_count(config.head_dim_v) <= panel_count(config.head_dim));
 };
 

@@ -8,13 +8,14 @@
 //
 //   1. S^T = K Q^T                        K and Q from shared memory (float32_products.cuh); six products for
 //                                         large scores that count (float32_precise.cuh)
-//   2. softcap: S = tanh(S * scale / cap), scale = cap
-//   3. partial tiles: S[r, k] = -inf where row r does not see key k
+//   2. the terms of the policy (common/scores.cuh). Softcap: S = tanh(S * scale / cap), scale = cap
+//   3. partial tiles: S[r, k] = -inf where a term hides key k from row r
 //   4. P = e^(scale S - lse)              S and its product with the scale have the bits they had in the
 //                                         forward: else large scores would be off against lse
 //   5. dP^T = V dO^T
-//   6. dS = P * (dP - D)                  softcap: times the slope 1 - S^2; to shared memory for step 9
-//   7. dV += P^T dO                       P^T as it comes out of the first product
+//   6. dS = P * (dP - D)                  times the slopes of the terms (softcap: 1 - S^2); to shared memory for step 9
+//   7. dV += P^T dO                       P^T as it comes out of the first product, without the weights that a
+//                                         term drops; dP of step 6 likewise
 //   8. dK += scale dS^T Q                 likewise
 //   9. dQ += scale dS K                   added up over KV tiles in global memory
 // Sums of steps 7 and 8 leave the tensor core after every query tile, 32 columns at a time, and are added
@@ -23,7 +24,7 @@
 //
 // Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), a CTA each. The first
 // piece of a tile that is done stores its dK and dV, those after it add theirs to them, in their last units: as
-// they come or, if gradients are to be deterministic, by their numbers (common/piece_turns.cuh).
+// they come or, if gradients are to be deterministic, by their numbers (common/piece_tickets.cuh).
 //
 // Small tiles. The low parts of numbers below 2^-113 have fewer bits than they need. Tiles of Q, K, V and dO
 // that have no number of 2^-95 or more are multiplied by 2^64 as they arrive, in shared memory, each thread
@@ -37,19 +38,20 @@
 // Shared memory (struct Float32BackwardSmem): K and V of the CTA; `stages` tiles of Q and dO with their row
 // terms; dS.
 //
-// Synchronisation. Two places a step, all __syncthreads:
-//   before  everybody's copies of this step have arrived; dS of the step before is read. Twice: whether Q
+// Synchronisation. Two places per step, all __syncthreads:
+//   before  all threads' copies of this step have arrived; dS of the step before is read. Twice: whether Q
 //           and dO are small is found on the way. With two stages the copies for the next step then
 //           overwrite the Q and dO of the step before
 //   middle  dS is written; Q and dO are read: with one stage the copies for the next step overwrite them,
 //           under step 9
-// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter a query
-// tile says whose turn it is; a barrier follows the wait for it, and another precedes passing it on.
+// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter per query
+// tile counts the tickets that were served; a barrier follows the wait for it, and another precedes passing it on.
 //
 // Registers of a thread: (d + dv) / 2 of dK and dV, block_q / 2 each of P and dS, 32 of fresh sums.
 // clang-format on
 #pragma once
 
+#include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "float32_backward_config.cuh"
 #include "float32_precise.cuh"
@@ -59,14 +61,15 @@ namespace tilewise::sm80 {
 
 constexpr float small_unit = 0x1p-64f, large_row_term = 0x1p-30f;
 
-template <Float32BackwardConfig config>
+template <Float32BackwardConfig config, typename Policy, typename Extents>
 struct Float32Backward {
   static constexpr bool exact = config.exact;
   static constexpr int block_q = config.block_q, block_kv = config.block_kv();
   static constexpr int threads = config.threads();
   static constexpr int panels = config.head_dim / float_panel;
   static constexpr int panels_v = config.head_dim_v / float_panel;
-  static constexpr int panel_sums = float_panel / 2;  // numbers a lane has of 16 rows of a panel
+  static constexpr int panel_sums =
+      float_panel / 2;  // numbers that a lane has of 16 rows of a panel
   // Blocks of 16 rows of dQ that a warp takes at once. Two where they go round evenly, and where
   // sums are added four at a time: for single ones there are no registers left.
   static constexpr int dq_tiles =
@@ -79,10 +82,10 @@ struct Float32Backward {
   using QCopy = Copy<block_q, config.head_dim>;
   using DoutCopy = Copy<block_q, config.head_dim_v>;
 
-  const Float32BackwardParams& params;
-  Float32BackwardSmem<config>& smem;
+  const ParamsOf<Float32BackwardParams, Policy, Extents>& params;
+  Float32BackwardSmem<config, Extents>& smem;
   // Why in shared memory: registers are for what the products need.
-  const BackwardPlan& plan = smem.plan;
+  const BackwardPlan<Extents>& plan = smem.plan;
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const bool descend = params.rows_descend != 0;
@@ -91,6 +94,7 @@ struct Float32Backward {
   float dk[config.head_dim / 2];
   float dv[config.head_dim_v / 2];
 
+  __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
   __device__ __forceinline__ int head_of(const StepCursor& step) const {
     return plan.head_kv * params.heads_per_kv + step.head;
   }
@@ -102,19 +106,21 @@ struct Float32Backward {
   }
 
   __device__ __forceinline__ void load_keys() {
-    const int first = plan.kv_tile * block_kv;
-    KCopy{params.k, plan.batch, plan.head_kv, params.head_dim}.load(ptx::smem_address(smem.k),
-                                                                    first, params.seq_k);
-    VCopy{params.v, plan.batch, plan.head_kv, params.head_dim_v}.load(ptx::smem_address(smem.v),
-                                                                      first, params.seq_k);
+    const int start = sequence().k_start(), batch = sequence().batch(plan.batch);
+    const int first = start + plan.kv_tile * block_kv, end = start + sequence().seq_k();
+    KCopy{params.k, batch, plan.head_kv, params.head_dim}.load(ptx::smem_address(smem.k), first,
+                                                               end);
+    VCopy{params.v, batch, plan.head_kv, params.head_dim_v}.load(ptx::smem_address(smem.v), first,
+                                                                 end);
   }
 
   __device__ __forceinline__ void load_step(const StepCursor& step, int slot) {
-    const int first = step.q_tile * block_q, head = head_of(step);
-    QCopy{params.q, plan.batch, head, params.head_dim}.load(ptx::smem_address(smem.q[slot]), first,
-                                                            params.seq_q);
-    DoutCopy{params.dout, plan.batch, head, params.head_dim_v}.load(
-        ptx::smem_address(smem.dout[slot]), first, params.seq_q);
+    const int start = sequence().q_start(), batch = sequence().batch(plan.batch);
+    const int first = start + step.q_tile * block_q, end = start + sequence().seq_q();
+    const int head = head_of(step);
+    QCopy{params.q, batch, head, params.head_dim}.load(ptx::smem_address(smem.q[slot]), first, end);
+    DoutCopy{params.dout, batch, head, params.head_dim_v}.load(ptx::smem_address(smem.dout[slot]),
+                                                               first, end);
     constexpr int chunks = block_q / 4;
     static_assert(2 * chunks <= threads);
     const int chunk = ptx::thread_again() % chunks, which = ptx::thread_again() / chunks;
@@ -126,7 +132,7 @@ struct Float32Backward {
                        16);
   }
 
-  // Multiplies a small tile; true if its unit is another than before. After it everybody's copies
+  // Multiplies a small tile; true if its unit is another than before. After it all threads' copies
   // have arrived. Invariant: this thread's have, before.
   template <typename Copy, int rows>
   static __device__ __forceinline__ bool lift(u32 matrix, float& unit) {
@@ -202,23 +208,22 @@ struct Float32Backward {
     for (int i = 0; i < block_q / 2; ++i) product[i] += sums.total(i);
   }
 
-  // Step 3. The thread's queries in the tile are 8j + 2(lane % 4) + {0, 1}.
-  __device__ __forceinline__ void hide(Scores& s) {
-    const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
-    const int query = cursor.q_tile * block_q + 2 * (lane % 4);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int key = plan.kv_tile * block_kv + warp * 16 + lane / 4 + 8 * r;
-      const int first = band.first_row(key) - query;
-      const int end = key < params.seq_k ? band.end_row(key) - query : first;
-#pragma unroll
-      for (int i = 0; i < block_q / 2; ++i) {
-        if (row_of(i) != r) continue;
-        const int offset = i / 4 * 8 + i % 2;
-        s[i] = offset >= first && offset < end ? s[i] : -infinity;
-      }
+  // Where this thread's scores lie.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::keys;
+    const Float32Backward& kernel;
+
+    __device__ __forceinline__ int row() const {
+      return kernel.plan.kv_tile * block_kv + kernel.warp * 16 + kernel.lane / 4;
     }
-  }
+    __device__ __forceinline__ int column() const {
+      return kernel.cursor.q_tile * block_q + 2 * (kernel.lane % 4);
+    }
+    __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
+    __device__ __forceinline__ int head() const { return kernel.head_of(kernel.cursor); }
+    __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
+    __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
+  };
 
   // Scores as float32_precise.cuh tells. `scale` makes nats of them.
   __device__ __forceinline__ void refine(int slot, float scale, Scores& s) {
@@ -248,25 +253,23 @@ struct Float32Backward {
     }
   }
 
-  // Steps 1 to 6. `slopes` is touched with a softcap only.
+  // Steps 1 to 6.
   __device__ __forceinline__ void weigh(int slot, Scores& p, Scores& ds) {
     constexpr float log2_e = 1.44269504088896341f;
     const float* row_lse = smem.lse[slot] + 2 * (lane % 4);
     const float* row_term = smem.row_terms[slot] + 2 * (lane % 4);
-    float slopes[config.softcap ? block_q / 2 : 1];
+    float values[Policy::has_slope ? block_q / 2 : 1];  // S after step 2, for its slope
     multiply_rows(ptx::smem_address(smem.k), ptx::smem_address(smem.q[slot]), params.head_dim, p);
-    if constexpr (config.softcap) {
-      const float factor = params.softcap_in * again(smem.units.s);
+    if constexpr (Policy::transforms)
+      Policy::apply(p, params, Unit{again(smem.units.s)}, Place{*this});
+    if constexpr (Policy::has_slope) {
 #pragma unroll
-      for (int i = 0; i < block_q / 2; ++i) {
-        p[i] = tanhf(p[i] * factor);
-        slopes[i] = fmaf(-p[i], p[i], 1.0f);
-      }
+      for (int i = 0; i < block_q / 2; ++i) values[i] = p[i];
     }
-    if constexpr (exact && !config.softcap)
+    if constexpr (exact && !Policy::transforms)
       refine(slot, params.softmax_scale * again(smem.units.s), p);
-    if (plan.partial(cursor.q_tile)) hide(p);
-    const float scale = params.softmax_scale * (config.softcap ? 1.0f : again(smem.units.s));
+    if (plan.partial(cursor.q_tile)) Policy::hide(p, params, Place{*this});
+    const float scale = params.softmax_scale * (Policy::transforms ? 1.0f : again(smem.units.s));
 #pragma unroll
     for (int i = 0; i < block_q / 2; ++i) {
       const float lse = row_lse[i / 4 * 8 + i % 2];
@@ -280,11 +283,13 @@ struct Float32Backward {
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) ds[i] *= again(smem.units.dp);
     }
+    auto terms = Policy::backward(params, Place{*this});
 #pragma unroll
-    for (int i = 0; i < block_q / 2; ++i) {
-      ds[i] = p[i] * (ds[i] - row_term[i / 4 * 8 + i % 2]);
-      if constexpr (config.softcap) ds[i] *= slopes[i];
-    }
+    for (int i = 0; i < block_q / 2; ++i)
+      ds[i] = terms.pull_back(p[i] * (terms.drop(ds[i], i) - row_term[column_of(i)]), i,
+                              [&] { return values[i]; });
+    terms.end();
+    Policy::drop(p, params, Place{*this});
   }
 
   // dS^T of this warp's keys into the queries x keys matrix. Conflict-free: eight keys are two
@@ -331,23 +336,24 @@ struct Float32Backward {
   }
 
   // Waits for the KV tiles before this one to have added to the step's dQ.
-  // Why this cannot hang: whoever is waited for has a smaller block index, so it runs already.
-  __device__ __forceinline__ void await_turn() {
-    if (params.turns == nullptr) return;
+  // Why this cannot hang: what is waited for is work with a smaller number, which runs already
+  // (common/work_tickets.cuh).
+  __device__ __forceinline__ void await_ticket() {
+    if (params.dq_tickets == nullptr) return;
     if (threadIdx.x == 0) {
-      const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+      const Band band = sequence().band();
       const int first_tile = band.first_key(cursor.q_tile * block_q) / block_kv;
-      const int* turn = params.turns + tile_index(cursor);
-      while (ptx::load_acquire(turn) < plan.kv_tile - first_tile) {
+      const int* ticket = params.dq_tickets + tile_index(cursor);
+      while (ptx::load_acquire(ticket) < plan.kv_tile - first_tile) {
       }
     }
     __syncthreads();
   }
-  __device__ __forceinline__ void pass_turn() {
-    if (params.turns == nullptr) return;
+  __device__ __forceinline__ void pass_ticket() {
+    if (params.dq_tickets == nullptr) return;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) ptx::add_release(params.turns + tile_index(cursor), 1);
+    if (threadIdx.x == 0) ptx::add_release(params.dq_tickets + tile_index(cursor), 1);
   }
 
   // Adds 16 x 32 numbers to dQ, rows from `first_row` of the sequence and columns from
@@ -358,9 +364,11 @@ struct Float32Backward {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + lane / 4 + 8 * r;
-      if (row >= params.seq_q) continue;
+      if (row >= sequence().seq_q()) continue;
       float* place =
-          reinterpret_cast<float*>(params.dq.row(plan.batch, head_of(cursor), row)) + first_column;
+          reinterpret_cast<float*>(params.dq.row(sequence().batch(plan.batch), head_of(cursor),
+                                                 sequence().q_start() + row)) +
+          first_column;
       // Number i of product j.
       auto term = [&](int j, int i) { return sums.total(4 * j + 2 * r + i) * factor; };
       u32 bits = 0;
@@ -387,7 +395,7 @@ struct Float32Backward {
     }
   }
 
-  // Step 9. Invariant: all warps come to the wait for their turn, whether or not they have a block.
+  // Step 9. Invariant: all warps come to the wait for the ticket, whether or not they have a block.
   __device__ __forceinline__ void add_dq() {
     constexpr int items = block_q / 16 / dq_tiles * panels;
     const u32 ds_lane = lane_by_rows(ptx::smem_address(smem.ds));
@@ -418,14 +426,14 @@ struct Float32Backward {
           }
         }
       }
-      if (first_item == 0) await_turn();
+      if (first_item == 0) await_ticket();
       if (mine) {
 #pragma unroll
         for (int t = 0; t < dq_tiles; ++t)
           add_to_dq(sums[t], cursor.q_tile * block_q + (block + t) * 16, panel * float_panel);
       }
     }
-    pass_turn();
+    pass_ticket();
   }
 
   // One gradient of this warp's keys, stored or added to what is there. A lane has the columns
@@ -437,9 +445,10 @@ struct Float32Backward {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = plan.kv_tile * block_kv + warp * 16 + lane / 4 + 8 * r;
-      if (key >= params.seq_k) continue;
-      float* row =
-          reinterpret_cast<float*>(gradient.row(plan.batch, plan.head_kv, key)) + 8 * (lane % 4);
+      if (key >= sequence().seq_k()) continue;
+      float* row = reinterpret_cast<float*>(gradient.row(sequence().batch(plan.batch), plan.head_kv,
+                                                         sequence().k_start() + key)) +
+                   8 * (lane % 4);
 #pragma unroll
       for (int half = 0; half < 2 * columns / float_panel; ++half) {
         const int column = half / 2 * float_panel + half % 2 * 4;
@@ -475,16 +484,17 @@ struct Float32Backward {
 
   template <bool add>
   __device__ __forceinline__ void store_both() {
-    store_keys<config.head_dim_v, add>(dv, 1.0f, params.dv, params.head_dim_v);
+    store_keys<config.head_dim_v, add>(dv, Policy::kept_weight(params, Place{*this}), params.dv,
+                                       params.head_dim_v);
     store_keys<config.head_dim, add>(dk, params.scale, params.dk, params.head_dim);
   }
   __device__ __forceinline__ void finish() {
     if (plan.pieces == 1) return store_both<false>();
     const long long pair = static_cast<long long>(plan.batch) * params.heads_kv + plan.head_kv;
-    PieceTurns* turns = params.piece_turns + pair * params.kv_tiles + plan.kv_tile;
+    PieceTickets* tickets = params.piece_tickets + pair * params.kv_tiles + plan.kv_tile;
     if (threadIdx.x == 0)
       smem.pieces_before =
-          await_pieces(turns, plan.piece, plan.pieces, params.in_order != 0, false);
+          await_pieces(tickets, plan.piece, plan.pieces, params.in_order != 0, false);
     __syncthreads();
     if (smem.pieces_before == 0)
       store_both<false>();
@@ -492,7 +502,7 @@ struct Float32Backward {
       store_both<true>();
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) ptx::add_release(&turns->added, 1);
+    if (threadIdx.x == 0) ptx::add_release(&tickets->added, 1);
   }
 
   __device__ __forceinline__ void run() {
@@ -534,13 +544,16 @@ struct Float32Backward {
   }
 };
 
-template <Float32BackwardConfig config>
-__device__ __forceinline__ void float32_backward(const Float32BackwardParams& params) {
+template <Float32BackwardConfig config, typename Policy, typename Extents>
+__device__ __forceinline__ void float32_backward(
+    const ParamsOf<Float32BackwardParams, Policy, Extents>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  Float32BackwardSmem<config>& smem = *reinterpret_cast<Float32BackwardSmem<config>*>(smem_bytes);
+  Float32BackwardSmem<config, Extents>& smem =
+      *reinterpret_cast<Float32BackwardSmem<config, Extents>*>(smem_bytes);
   if (threadIdx.x < 32) {
-    const BackwardPlan plan =
-        make_backward_plan<config.block_q, config.block_kv()>(params, blockIdx.x);
+    const BackwardPlan<Extents> plan =
+        make_backward_plan<Extents, config.block_q, config.block_kv()>(
+            params, take_work(params.work_tickets));
     if (threadIdx.x == 0) smem.plan = plan;
   }
   if (threadIdx.x == 0) {
@@ -548,7 +561,7 @@ __device__ __forceinline__ void float32_backward(const Float32BackwardParams& pa
     smem.units = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
   }
   __syncthreads();
-  Float32Backward<config>{params, smem}.run();
+  Float32Backward<config, Policy, Extents>{params, smem}.run();
 }
 
 // --- what stands before: row terms and zeroes ---
@@ -556,14 +569,15 @@ __device__ __forceinline__ void float32_backward(const Float32BackwardParams& pa
 struct Float32PreprocessParams {
   Tensor out;
   Tensor dout;
-  Tensor dq;                // data null, or to be zeroed
-  const float* lse;         // (batch, heads, seq_q)
-  const float* dlse;        // null, or likewise
-  float* padded_lse;        // (batch, heads, rows), rows padded to the query tile
-  float* row_terms;         // likewise
-  int* turns;               // null, or one a query tile, to be zeroed
-  PieceTurns* piece_turns;  // null, or so many turns of pieces at dK and dV, to be zeroed
-  int piece_turn_count;
+  Tensor dq;                    // data null, or to be zeroed
+  const float* lse;             // (batch, heads, seq_q)
+  const float* dlse;            // null, or likewise
+  float* padded_lse;            // (batch, heads, rows), rows padded to the query tile
+  float* row_terms;             // likewise
+  int* dq_tickets;              // null, or one per query tile, to be zeroed
+  PieceTickets* piece_tickets;  // null, or so many tickets of pieces for dK and dV, to be zeroed
+  int* work_tickets;            // null, or to be zeroed
+  int piece_ticket_count;
   int heads;
   int seq_q;
   int rows;
@@ -575,37 +589,44 @@ struct Float32PreprocessParams {
 constexpr int float32_edge_threads = 256;
 constexpr int float32_edge_rows = 32;
 
-// A block: 32 rows of one head, four columns a lane, `lanes` lanes a row.
-template <int lanes>
-__device__ __forceinline__ void float32_preprocess(const Float32PreprocessParams& params) {
+// A block: 32 rows of one head, four columns per lane, `lanes` lanes per row.
+template <int lanes, typename Extents>
+__device__ __forceinline__ void float32_preprocess(
+    const ParamsOf<Float32PreprocessParams, Extents>& params) {
   constexpr int rows_at_once = float32_edge_threads / lanes;
   const int blocks = params.rows / float32_edge_rows, batch_head = blockIdx.x / blocks;
-  const int batch = batch_head / params.heads, head = batch_head % params.heads;
+  const int of_batch = batch_head / params.heads, head = batch_head % params.heads;
+  const auto record = Extents::find_queries(params, of_batch);
+  const auto sequence = sequence_of<Extents>(params, record);
+  const int batch = sequence.batch(of_batch), start = sequence.q_start();
+  const long long first_of_lse = first_row_of_head(params, sequence, batch, params.heads, head);
   const int lane = threadIdx.x % lanes, column = lane * 4;
   const int first_row = blockIdx.x % blocks * float32_edge_rows;
   const long long first = static_cast<long long>(batch_head) * params.rows + first_row;
-  if (params.turns != nullptr && threadIdx.x < float32_edge_rows &&
+  if (params.dq_tickets != nullptr && threadIdx.x < float32_edge_rows &&
       (first_row + threadIdx.x) % params.block_q == 0)
-    params.turns[(first + threadIdx.x) / params.block_q] = 0;
-  if (params.piece_turns != nullptr) {
+    params.dq_tickets[(first + threadIdx.x) / params.block_q] = 0;
+  if (params.work_tickets != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
+    *params.work_tickets = 0;
+  if (params.piece_tickets != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * float32_edge_threads;
     int i = blockIdx.x * float32_edge_threads + threadIdx.x;
-    for (; i < params.piece_turn_count; i += stride) params.piece_turns[i] = PieceTurns{0, 0};
+    for (; i < params.piece_ticket_count; i += stride) params.piece_tickets[i] = PieceTickets{0, 0};
   }
 #pragma unroll 1
   for (int i = 0; i < float32_edge_rows; i += rows_at_once) {
     const int in_block = i + threadIdx.x / lanes, row = first_row + in_block;
-    const bool exists = row < params.seq_q;
+    const bool exists = row < sequence.seq_q();
     float sum = 0.0f;
     if (exists && halves(column) < params.head_dim_v) {
       const float4 a = *reinterpret_cast<const float4*>(
-          reinterpret_cast<const float*>(params.out.row(batch, head, row)) + column);
+          reinterpret_cast<const float*>(params.out.row(batch, head, start + row)) + column);
       const float4 b = *reinterpret_cast<const float4*>(
-          reinterpret_cast<const float*>(params.dout.row(batch, head, row)) + column);
+          reinterpret_cast<const float*>(params.dout.row(batch, head, start + row)) + column);
       sum = fmaf(a.x, b.x, a.y * b.y) + fmaf(a.z, b.z, a.w * b.w);
     }
     if (exists && params.dq.data != nullptr && halves(column) < params.head_dim)
-      *reinterpret_cast<float4*>(reinterpret_cast<float*>(params.dq.row(batch, head, row)) +
+      *reinterpret_cast<float4*>(reinterpret_cast<float*>(params.dq.row(batch, head, start + row)) +
                                  column) = float4{};
 #pragma unroll
     for (int distance = lanes / 2; distance > 0; distance /= 2)
@@ -614,7 +635,7 @@ __device__ __forceinline__ void float32_preprocess(const Float32PreprocessParams
     // Rows that do not exist or see no key: +inf makes every weight 0.
     float lse = infinity;
     if (exists) {
-      const long long at = static_cast<long long>(batch_head) * params.seq_q + row;
+      const long long at = first_of_lse + row;
       if (params.lse[at] != -infinity) lse = params.lse[at];
       if (params.dlse != nullptr) sum -= params.dlse[at];
     }

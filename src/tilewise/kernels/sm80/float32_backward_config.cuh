@@ -6,15 +6,15 @@
 
 namespace tilewise::sm80 {
 
-// Mirrored field by field by `BackwardConfig` in backends/sm80_float32_backward.py.
+// Mirrored field by field by `Config` in engine/sm80/float32_backward.py.
 struct Float32BackwardConfig {
-  bool exact;      // three products of TF32 parts, else one
-  int head_dim;    // class of q and k: smaller heads are zero-filled up to it
-  int head_dim_v;  // class of v and dout, likewise
-  int block_q;     // query rows a step
-  int warps;       // of 16 keys each
-  int stages;      // of Q and dO
-  bool softcap;
+  bool exact;        // three products of TF32 parts, else one
+  int head_dim;      // class of q and k: smaller heads are zero-filled up to it
+  int head_dim_v;    // class of v and dout, likewise
+  int block_q;       // query rows per step
+  int warps;         // of 16 keys each
+  int stages;        // of Q and dO
+  bool has_terms;    // whether the policy of scores has any; kernels read them there
   bool vector_sums;  // sums in global memory are added four at a time (sm_90 on)
   bool makes_dkv;    // else neither dK nor dV is wanted
   int ctas_per_sm;
@@ -34,10 +34,12 @@ struct Float32BackwardParams {
   Tensor dv;               // likewise
   const float* lse;        // (batch, heads, rows padded to block_q); +inf where no key is seen
   const float* row_terms;  // likewise: rowsum(dO * O) - dlse
-  int* turns;  // null, or zeroed (batch, heads, q_tiles): dQ is summed in the order of the keys
-  // Null, or where KV tiles are cut into pieces: their turns at dK and dV, zeroed (batch, heads_kv,
-  // kv_tiles).
-  PieceTurns* piece_turns;
+  int*
+      dq_tickets;  // null, or zeroed (batch, heads, q_tiles): dQ is summed in the order of the keys
+  // Null, or where KV tiles are cut into pieces: their tickets for dK and dV, zeroed (batch,
+  // heads_kv, kv_tiles).
+  PieceTickets* piece_tickets;
+  int* work_tickets;  // null, or zeroed: CTAs take their work in the order in which they start
   int batch;
   int heads_kv;
   int heads_per_kv;
@@ -72,7 +74,7 @@ struct Float32Units {
   float dq;
 };
 
-template <Float32BackwardConfig config>
+template <Float32BackwardConfig config, typename Extents>
 struct Float32BackwardSmem {
   alignas(1024) unsigned char k[matrix_bytes(config.block_kv(), halves(config.head_dim))];
   alignas(1024) unsigned char v[matrix_bytes(config.block_kv(), halves(config.head_dim_v))];
@@ -84,7 +86,7 @@ struct Float32BackwardSmem {
   alignas(1024) unsigned char ds[matrix_bytes(config.block_q, halves(config.block_kv()))];
   alignas(16) float lse[config.stages][config.block_q];
   alignas(16) float row_terms[config.stages][config.block_q];
-  BackwardPlan plan;
+  BackwardPlan<Extents> plan;
   u32 half;  // tf32_half, as in Float32Smem
   Float32Units units;
   int pieces_before;  // at dK and dV

@@ -5,16 +5,16 @@
 
 namespace tilewise::sm80 {
 
-// Mirrored field by field by `Config` in backends/sm80_float32.py.
+// Mirrored field by field by `Config` in engine/sm80/float32_forward.py.
 struct Float32Config {
   bool exact;      // three products of TF32 parts, else one
   int head_dim;    // class of q and k: smaller heads are zero-filled up to it
   int head_dim_v;  // class of v and out, likewise
   int warps;
-  int row_tiles;  // blocks of 16 query rows a warp
+  int row_tiles;  // blocks of 16 query rows per warp
   int block_kv;
-  int stages;  // of K and V: 2 loads a tile ahead, 1 loads each under the other's product
-  bool softcap;
+  int stages;       // of K and V: 2 loads a tile ahead, 1 loads each under the other's product
+  bool has_terms;   // whether the policy of scores has any; kernels read them there
   int ctas_per_sm;  // CTAs that share a multiprocessor
 
   TILEWISE_INLINE int warp_rows() const { return row_tiles * 16; }
@@ -51,18 +51,18 @@ struct Float32Params {
   float softcap_in;  // scale / cap
 };
 
-template <Float32Config config>
+template <Float32Config config, typename Extents>
 struct Float32Smem {
   alignas(1024) unsigned char q[matrix_bytes(config.block_q(), halves(config.head_dim))];
   alignas(
       1024) unsigned char k[config.stages][matrix_bytes(config.block_kv, halves(config.head_dim))];
   alignas(1024) unsigned char v[config.stages]
                                [matrix_bytes(config.block_kv, halves(config.head_dim_v))];
-  // Of this CTA's head.
+  // Of this CTA's head and sequence.
   Tensor queries;
   Tensor keys;
   Tensor values;
-  WarpPlan plan[config.warps];
+  WarpPlan<Extents> plan[config.warps];
   TileRange touched;  // by the CTA
   // tf32_half. Why in memory: the compiler does not know it there. It ends a panel of V before it
   // begins the next, and splits P for each where its parts have no room.

@@ -9,16 +9,16 @@
 //
 //   1. S = Q K_n^T                      three products (float32_products.cuh), Q from shared memory; six for
 //                                       large scores that count (float32_precise.cuh), after step 3
-//   2. softcap: S = tanh(S * scale / cap), c = cap * log2(e)
-//   3. partial tiles: S[r, k] = -inf where k is outside [first_key(r), end_key(r))
+//   2. the terms of the policy (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
+//   3. partial tiles: S[r, k] = -inf where a term hides k from r: the band, outside [first_key(r), end_key(r))
 //   4. m' = max(m, rowmax S), alpha = 2^(c (m - m')), m = m'
 //   5. P = 2^(c (S - m))                a maximum is a score and is never multiplied by itself: its product
 //                                       with c would be off by half a unit in the last place, which for
 //                                       large scores is more than a factor
-//   6. l = alpha l + rowsum P
+//   6. l = alpha l + rowsum P; then terms may drop weights
 //   7. F = P V_n                        32 columns at a time, P as it comes out of the first product
 //   8. O = alpha O + F                  outside of the tensor core, which would cut off the sum
-//   9. out = O / l, lse = scale m + ln l, both rounded: where one key has all the weight of a row, lse is its
+//   9. terms may finish m and l; out = O / l, lse = scale m + ln l, both rounded: where one key has all the weight of a row, lse is its
 //      score, and the backward finds a weight of 1; a row without keys gives out = 0, lse = -inf
 //
 // Why the true maximum in every tile, where the 16-bit kernel is lazy: step 8 multiplies by alpha for
@@ -44,6 +44,8 @@
 // clang-format on
 #pragma once
 
+#include "../common/nonfinite.cuh"
+#include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "float32_config.cuh"
 #include "float32_precise.cuh"
@@ -53,10 +55,6 @@ namespace tilewise::sm80 {
 
 __device__ __forceinline__ bool is_within(const TileRange& range, int tile) {
   return tile >= range.begin && tile < range.end;
-}
-
-__device__ __forceinline__ bool is_nonfinite(u32 bits) {
-  return (bits & 0x7f800000u) == 0x7f800000u;
 }
 
 // Magnitudes of Q that ask for a factor, and of O; and the factors.
@@ -70,20 +68,20 @@ __device__ __forceinline__ float reciprocal(float x) {
   return fmaf(near, fmaf(-x, near, 1.0f), near);
 }
 
-template <Float32Config config>
+template <Float32Config config, typename Policy, typename Extents>
 struct Float32Forward {
   static constexpr bool exact = config.exact;
   static constexpr int row_tiles = config.row_tiles, block_kv = config.block_kv;
   static constexpr int block_q = config.block_q(), threads = config.threads();
   static constexpr int value_panels = config.head_dim_v / float_panel;
-  static constexpr int panel_sums = float_panel / 2;  // numbers a lane has of 16 rows of a panel
+  static constexpr int panel_sums =
+      float_panel / 2;  // numbers that a lane has of 16 rows of a panel
   using QCopy = TileCopy<block_q, halves(config.head_dim), threads>;
   using KCopy = TileCopy<block_kv, halves(config.head_dim), threads>;
   using VCopy = TileCopy<block_kv, halves(config.head_dim_v), threads>;
 
-  const Float32Params& params;
-  Float32Smem<config>& smem;
-  const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+  const ParamsOf<Float32Params, Policy, Extents>& params;
+  Float32Smem<config, Extents>& smem;
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const u32 q_lane =
@@ -91,7 +89,7 @@ struct Float32Forward {
 
   float p[row_tiles][block_kv / 2];  // S, then P
   float o[row_tiles][config.head_dim_v / 2];
-  float most[row_tiles][2], sum[row_tiles][2];  // m; this thread's share of l
+  float row_max[row_tiles][2], sum[row_tiles][2];  // m; this thread's share of l
   float alpha[row_tiles][2];
 
   // Why not members: registers are for what the products need.
@@ -101,25 +99,30 @@ struct Float32Forward {
     return row_begin() + warp * config.warp_rows();
   }
 
-  // The rows of one head.
-  static __device__ __forceinline__ Tensor head_of(const Tensor& tensor, int batch, int head) {
-    return {tensor.row(batch, head, 0), 0, 0, tensor.seq_stride};
+  __device__ __forceinline__ auto sequence() const {
+    return sequence_of<Extents>(params, smem.plan[warp]);
+  }
+
+  // The rows of one head, from `start` on.
+  static __device__ __forceinline__ Tensor head_of(const Tensor& tensor, int batch, int head,
+                                                   int start) {
+    return {tensor.row(batch, head, start), 0, 0, tensor.seq_stride};
   }
   __device__ __forceinline__ void load_k(int kv_tile, int slot) {
     KCopy{smem.keys, 0, 0, params.head_dim}.load(ptx::smem_address(smem.k[slot]),
-                                                 kv_tile * block_kv, params.seq_k);
+                                                 kv_tile * block_kv, sequence().seq_k());
   }
   __device__ __forceinline__ void load_v(int kv_tile, int slot) {
     VCopy{smem.values, 0, 0, params.head_dim_v}.load(ptx::smem_address(smem.v[slot]),
-                                                     kv_tile * block_kv, params.seq_k);
+                                                     kv_tile * block_kv, sequence().seq_k());
   }
   __device__ __forceinline__ void load_q() {
     QCopy{smem.queries, 0, 0, params.head_dim}.load(ptx::smem_address(smem.q), row_begin(),
-                                                    params.seq_q);
+                                                    sequence().seq_q());
   }
 
   // Step 1, and 2.
-  __device__ __forceinline__ void scores(int slot) {
+  __device__ __forceinline__ void scores(int kv_tile, int slot) {
     u32 k_lane = lane_by_columns(ptx::smem_address(smem.k[slot])), rows = q_lane;
     Sums<exact, block_kv / 2> sums[row_tiles];
 #pragma unroll
@@ -154,30 +157,33 @@ struct Float32Forward {
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
 #pragma unroll
-      for (int i = 0; i < block_kv / 2; ++i) {
-        p[t][i] += sums[t].total(i);
-        if constexpr (config.softcap) p[t][i] = tanhf(p[t][i] * params.softcap_in);
-      }
+      for (int i = 0; i < block_kv / 2; ++i) p[t][i] += sums[t].total(i);
+      Policy::apply(p[t], params, Unit{}, Place{*this, t, kv_tile});
     }
   }
 
-  // Step 3. The thread's columns in the tile are 8j + 2(lane % 4) + {0, 1}.
-  __device__ __forceinline__ void hide(int kv_tile) {
-    const int column = kv_tile * block_kv + 2 * (lane % 4);
-#pragma unroll
-    for (int t = 0; t < row_tiles; ++t) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = warp_row() + t * 16 + lane / 4 + 8 * r;
-        const int first = band.first_key(row) - column, end = band.end_key(row) - column;
-#pragma unroll
-        for (int i = 0; i < block_kv / 2; ++i) {
-          if (row_of(i) != r) continue;
-          const int offset = i / 4 * 8 + i % 2;
-          p[t][i] = offset >= first && offset < end ? p[t][i] : -infinity;
-        }
-      }
+  // Where the scores of a block of rows lie.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::queries;
+    const Float32Forward& kernel;
+    const int t, kv_tile;
+
+    __device__ __forceinline__ int row() const {
+      return kernel.warp_row() + t * 16 + kernel.lane / 4;
     }
+    __device__ __forceinline__ int column() const {
+      return kv_tile * block_kv + 2 * (kernel.lane % 4);
+    }
+    __device__ __forceinline__ int batch() const { return kernel.tile().batch; }
+    __device__ __forceinline__ int head() const { return kernel.tile().head; }
+    __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
+    __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
+  };
+
+  // Step 3.
+  __device__ __forceinline__ void hide(int kv_tile) {
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) Policy::hide(p[t], params, Place{*this, t, kv_tile});
   }
 
   // Whether the warp has scores that count and are large.
@@ -187,7 +193,7 @@ struct Float32Forward {
     for (int t = 0; t < row_tiles; ++t) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float next = fmaxf(most[t][r], top[t][r]) * params.scale;
+        const float next = fmaxf(row_max[t][r], top[t][r]) * params.scale;
         found |=
             fabsf(next) > large_score - far_below && top[t][r] * params.scale > next - far_below;
       }
@@ -219,7 +225,7 @@ struct Float32Forward {
     float tops[row_tiles][2];
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) row_maxima(p[t], tops[t]);
-    if constexpr (exact && !config.softcap) {
+    if constexpr (exact && !Policy::transforms) {
       if (__builtin_expect(has_large_scores(tops), 0)) {
         refine(slot);
 #pragma unroll
@@ -231,12 +237,12 @@ struct Float32Forward {
       float (&top)[2] = tops[t], block[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float next = fmaxf(most[t][r], top[r]);
+        const float next = fmaxf(row_max[t][r], top[r]);
         // Why: a row that has seen no key keeps -inf; subtracting 0 instead gives p = 0 rather than
         // NaN.
         top[r] = next == -infinity ? 0.0f : next;
-        alpha[t][r] = ptx::ex2((most[t][r] - top[r]) * params.scale_log2);
-        most[t][r] = next;
+        alpha[t][r] = ptx::ex2((row_max[t][r] - top[r]) * params.scale_log2);
+        row_max[t][r] = next;
       }
 #pragma unroll
       for (int i = 0; i < block_kv / 2; ++i)
@@ -283,9 +289,11 @@ struct Float32Forward {
 
   // Steps 1 to 6.
   __device__ __forceinline__ void weigh_tile(int kv_tile, int slot, bool partial) {
-    scores(slot);
+    scores(kv_tile, slot);
     if (partial) hide(kv_tile);
     weigh(slot);
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) Policy::drop(p[t], params, Place{*this, t, kv_tile});
   }
 
   // What the head of this file says of Q. Invariant: this thread's copies of Q have arrived.
@@ -341,11 +349,17 @@ struct Float32Forward {
   __device__ __forceinline__ void make_plan(const WorkTile& tile) {
     const int row_begin = tile.q_tile * block_q;
     const int warp_row = row_begin + warp * config.warp_rows();
-    const int row_end = min_int(row_begin + block_q, params.seq_q);
-    const int warp_end = min_int(warp_row + config.warp_rows(), params.seq_q);
-    const TileRange touched = touched_tiles(band, row_begin, row_end, block_kv);
+    const auto record = Extents::find(params, tile.batch);
+    const auto sequence = sequence_of<Extents>(params, record);
+    const Band band = sequence.band();
+    const int row_end = min_int(row_begin + block_q, sequence.seq_q());
+    const int warp_end = min_int(warp_row + config.warp_rows(), sequence.seq_q());
+    TileRange touched{0, 0};
+    if (has_rows<Extents>(row_begin, sequence.seq_q()))
+      touched = touched_tiles(band, row_begin, row_end, block_kv);
     if (lane == 0) {
-      WarpPlan plan{tile, {0, 0}, {0, 0}, full_tiles(band, row_begin, row_end, block_kv, touched)};
+      WarpPlan<Extents> plan{
+          record, tile, {0, 0}, {0, 0}, full_tiles(band, row_begin, row_end, block_kv, touched)};
       if (warp_row < warp_end) {
         plan.own = touched_tiles(band, warp_row, warp_end, block_kv);
         plan.own_full = full_tiles(band, warp_row, warp_end, block_kv, plan.own);
@@ -354,15 +368,16 @@ struct Float32Forward {
     }
     if (threadIdx.x == 0) {
       smem.touched = touched;
-      smem.queries = head_of(params.q, tile.batch, tile.head);
-      smem.keys = head_of(params.k, tile.batch, tile.head / params.heads_per_kv);
-      smem.values = head_of(params.v, tile.batch, tile.head / params.heads_per_kv);
+      const int batch = sequence.batch(tile.batch), head_kv = tile.head / params.heads_per_kv;
+      smem.queries = head_of(params.q, batch, tile.head, sequence.q_start());
+      smem.keys = head_of(params.k, batch, head_kv, sequence.k_start());
+      smem.values = head_of(params.v, batch, head_kv, sequence.k_start());
       smem.half = tf32_half;
     }
   }
 
   __device__ __forceinline__ void attend() {
-    const WarpPlan& plan = smem.plan[warp];
+    const WarpPlan<Extents>& plan = smem.plan[warp];
     const TileRange touched = smem.touched;
     if (touched.empty()) return;
     load_q();
@@ -401,7 +416,8 @@ struct Float32Forward {
   }
 
   __device__ __forceinline__ float* out_row(int row) const {
-    return reinterpret_cast<float*>(params.out.row(tile().batch, tile().head, row));
+    const int batch = sequence().batch(tile().batch);
+    return reinterpret_cast<float*>(params.out.row(batch, tile().head, sequence().q_start() + row));
   }
 
   // Gives the rows of out that see inf or NaN in V those values.
@@ -410,7 +426,8 @@ struct Float32Forward {
   __device__ __forceinline__ void restore_nonfinite(const bool (&rows_are_nan)[row_tiles][2]) {
     __syncwarp();
     const int warp_row = this->warp_row();
-    const int end_row = min_int(warp_row + config.warp_rows(), params.seq_q);
+    const Band band = sequence().band();
+    const int end_row = min_int(warp_row + config.warp_rows(), sequence().seq_q());
     u32 bad_rows = 0;  // of the warp
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
@@ -428,11 +445,10 @@ struct Float32Forward {
 #pragma unroll 1
       for (int column = lane; column < params.head_dim_v / 2; column += 32) {
         float total = 0.0f;
-#pragma unroll 1
-        for (int key = band.first_key(row); key < band.end_key(row); ++key) {
+        tilewise::restore_nonfinite(band.first_key(row), band.end_key(row), [&](int key) {
           const float value = reinterpret_cast<const float*>(smem.values.row(0, 0, key))[column];
           if (is_nonfinite(__float_as_uint(value))) total += value;
-        }
+        });
         if (total != 0.0f) out[column] = total;
       }
     }
@@ -441,8 +457,9 @@ struct Float32Forward {
   // Step 9. A lane has the columns 8 (lane % 4) to + 7 of every panel.
   __device__ __forceinline__ void finish() {
     const int warp_row = this->warp_row();
-    float* lse = params.lse +
-                 (static_cast<long long>(tile().batch) * params.heads + tile().head) * params.seq_q;
+    const int batch = sequence().batch(tile().batch);
+    float* lse =
+        params.lse + first_row_of_head(params, sequence(), batch, params.heads, tile().head);
     const float factor = smem.value_factor;
     bool rows_are_nan[row_tiles][2];
 #pragma unroll
@@ -450,13 +467,17 @@ struct Float32Forward {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = warp_row + t * 16 + lane / 4 + 8 * r;
-        const float total = quad_sum(sum[t][r]);
-        const float inverse = total == 0.0f ? 0.0f : reciprocal(total);
+        float total = quad_sum(sum[t][r]);
+        const Place place{*this, t, 0};
+        const float row_factor =
+            Policy::finish_row(params, place, r, row_max[t][r], total, params.scale_log2) *
+            Policy::kept_weight(params, place);
+        const float inverse = total == 0.0f ? 0.0f : reciprocal(total) * row_factor;
         rows_are_nan[t][r] = total != total;
-        const bool exists = row < params.seq_q;
+        const bool exists = row < sequence().seq_q();
         if (exists && params.lse != nullptr && lane % 4 == 0)
           lse[row] = total == 0.0f ? -infinity
-                                   : __fadd_rn(__fmul_rn(most[t][r], params.scale), logf(total));
+                                   : __fadd_rn(__fmul_rn(row_max[t][r], params.scale), logf(total));
         float* out = out_row(row) + 8 * (lane % 4);
 #pragma unroll
         for (int half = 0; half < 2 * value_panels; ++half) {
@@ -488,7 +509,7 @@ struct Float32Forward {
       __syncthreads();
 #pragma unroll
       for (int t = 0; t < row_tiles; ++t) {
-        most[t][0] = most[t][1] = -infinity;
+        row_max[t][0] = row_max[t][1] = -infinity;
         sum[t][0] = sum[t][1] = 0.0f;
 #pragma unroll
         for (int i = 0; i < config.head_dim_v / 2; ++i) o[t][i] = 0.0f;
@@ -500,13 +521,15 @@ struct Float32Forward {
   }
 };
 
-template <Float32Config config>
-__device__ __forceinline__ void float32_forward(const Float32Params& params) {
+template <Float32Config config, typename Policy, typename Extents>
+__device__ __forceinline__ void float32_forward(
+    const ParamsOf<Float32Params, Policy, Extents>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   const Schedule schedule{params.heads, params.batch * params.heads, params.q_tiles,
                           params.sections, params.longest_first};
-  Float32Forward<config>{params, *reinterpret_cast<Float32Smem<config>*>(smem_bytes)}.run(
-      schedule.tile(blockIdx.x));
+  Float32Forward<config, Policy, Extents>{
+      params, *reinterpret_cast<Float32Smem<config, Extents>*>(smem_bytes)}
+      .run(schedule.tile(blockIdx.x));
 }
 
 }  // namespace tilewise::sm80

@@ -25,7 +25,7 @@
 //
 // Operands, by the index that is summed over:
 //   along the rows in memory (Q, K in S = Q K^T)    ldmatrix, in the order of the hardware
-//   across the rows in memory (V in P V)            two 16-byte loads a lane: rows 2t and 2t + 1 of
+//   across the rows in memory (V in P V)            two 16-byte loads per lane: rows 2t and 2t + 1 of
 //                                                   eight, columns 4g to 4g + 3 of a panel (g = lane / 4,
 //                                                   t = lane % 4)
 // The latter make four products of eight columns each, product i of the columns 4g + i; and their sum
@@ -56,7 +56,7 @@ __device__ __forceinline__ u32 near_tf32(u32 bits) {
 
 constexpr u32 tf32_bits = ~(2 * tf32_half - 1);
 
-// A 16 x 8 operand A, four numbers a lane.
+// A 16 x 8 operand A, four numbers per lane.
 template <bool exact>
 struct PartsA {
   u32 hi[4];
@@ -75,7 +75,7 @@ struct PartsA {
   }
 };
 
-// An 8 x 8 operand B, two numbers a lane.
+// An 8 x 8 operand B, two numbers per lane.
 template <bool exact>
 struct PartsB {
   u32 hi[2];
@@ -105,7 +105,7 @@ struct PartsB {
 // Whose low parts a small term is made of.
 enum class Low { of_a, of_b };
 
-// Accumulators of products of 16 x 8, four numbers a lane each.
+// Accumulators of products of 16 x 8, four numbers per lane each.
 template <bool exact, int count>
 struct Sums {
   float large[count];

@@ -7,28 +7,28 @@
 // c = scale * log2(e).
 //
 //   1. S = Q K_n^T                      mma.sync, Q from shared memory or from registers
-//   2. softcap: S = tanh(S * scale / cap), c = cap * log2(e)
-//   3. partial tiles: S[r, k] = -inf where k is outside [first_key(r), end_key(r))
+//   2. the terms of the policy (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
+//   3. partial tiles: S[r, k] = -inf where a term hides k from r: the band, outside [first_key(r), end_key(r))
 //   4. partial tiles, and the first that is not: m' = max(m, c * rowmax S), alpha = 2^(m - m'), m = m';
 //      other tiles: m stays, alpha = 1
 //   5. P = 2^(c S - m)
-//   6. other tiles: where a thread's share of rowsum P exceeds 3 times its mean over the tiles before
-//      (or 2^15), its warp takes the true maximum now: alpha and m as in 4, P *= alpha (from step 1
-//      again, computed from the K still there, where P overflowed)
-//   7. l = alpha l + rowsum P
+//   6. other tiles: where a thread's share of rowsum P exceeds h times its mean over the tiles before
+//      (h = 5 for 64 keys, 5.75 for 32; or 2^15), its warp takes the true maximum now: alpha and m as in 4,
+//      P *= alpha (from step 1 again, computed from the K still there, where P overflowed)
+//   7. l = alpha l + rowsum P; then terms may drop weights
 //   8. O = alpha O + round16(P) V_n     mma.sync, P as it comes out of the first product
-//   9. out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
+//   9. terms may finish m and l; out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
 //
 // Roles. All warps do the same: copy their share of every tile, and attend for their own rows. A warp
 // whose rows see nothing of a tile (the upper half of a diagonal) only copies. Two or more CTAs share
 // a multiprocessor where they fit, so that one's exponentials run under another's products.
-// Why 32 rows a warp where registers allow: fragments of K and V are read from shared memory once for
-// both blocks of 16. With one block a product needs 128 bytes a cycle of an A100, all there is.
+// Why 32 rows per warp where registers allow: fragments of K and V are read from shared memory once for
+// both blocks of 16. With one block, products need 128 bytes per cycle of an A100, all there is.
 //
 // Shared memory (struct Smem): Q, in the end out on its way to global memory; K and V, `stages` tiles.
 //
 // Synchronisation. A thread's own copies have arrived after cp_async_wait; __syncthreads then makes
-// everybody's visible, and says that everybody is done with what the next copies overwrite.
+// all threads' copies visible, and says that all are done with what the next copies overwrite.
 //   stages  before                     the wait is for           and the barrier frees
 //   2       step 1 of tile n           K_n, V_n                  the slots of tile n + 1 (for n - 1)
 //   1       step 1 of tile n           K_n                       V (for V_n)
@@ -42,6 +42,7 @@
 #pragma once
 
 #include "../common/nonfinite.cuh"
+#include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "config.cuh"
 #include "tiles.cuh"
@@ -52,7 +53,7 @@ __device__ __forceinline__ bool within(const TileRange& range, int tile) {
   return tile >= range.begin && tile < range.end;
 }
 
-template <Config config>
+template <Config config, typename Policy, typename Extents>
 struct Forward {
   static constexpr int row_tiles = config.row_tiles, block_kv = config.block_kv;
   static constexpr int block_q = config.block_q(), threads = config.threads();
@@ -60,17 +61,20 @@ struct Forward {
   using KCopy = TileCopy<block_kv, config.head_dim, threads>;
   using VCopy = TileCopy<block_kv, config.head_dim_v, threads>;
 
-  const Params& params;
-  Smem<config>& smem;
+  using KernelParams = ParamsOf<Params, Policy, Extents>;
+
+  const KernelParams& params;
+  Smem<config, Extents>& smem;
   const WorkTile tile;
-  const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const int row_begin = tile.q_tile * block_q;                 // of the CTA
   const int warp_row = row_begin + warp * config.warp_rows();  // of the warp
 
-  const KCopy k_copy{params.k, tile.batch, tile.head / params.heads_per_kv, params.head_dim};
-  const VCopy v_copy{params.v, tile.batch, tile.head / params.heads_per_kv, params.head_dim_v};
+  const KCopy k_copy{params.k, sequence().batch(tile.batch), tile.head / params.heads_per_kv,
+                     params.head_dim};
+  const VCopy v_copy{params.v, sequence().batch(tile.batch), tile.head / params.heads_per_kv,
+                     params.head_dim_v};
   const u32 q_lane =
       lane_by_rows(ptx::smem_address(smem.q)) + warp * panel_bytes(config.warp_rows());
 
@@ -82,15 +86,25 @@ struct Forward {
   bool settled = false;        // a full tile has given every row its maximum
   bool met_nonfinite = false;  // among what this thread has copied
 
+  // Of the plan, once that is made.
+  __device__ __forceinline__ auto sequence() const {
+    return sequence_of<Extents>(params, smem.plan[warp]);
+  }
+
   __device__ __forceinline__ void load_k(int kv_tile, int slot) {
-    k_copy.load(ptx::smem_address(smem.k[slot]), kv_tile * block_kv, params.seq_k);
+    const int start = sequence().k_start();
+    k_copy.load(ptx::smem_address(smem.k[slot]), start + kv_tile * block_kv,
+                start + sequence().seq_k());
   }
   __device__ __forceinline__ void load_v(int kv_tile, int slot) {
-    v_copy.load(ptx::smem_address(smem.v[slot]), kv_tile * block_kv, params.seq_k);
+    const int start = sequence().k_start();
+    v_copy.load(ptx::smem_address(smem.v[slot]), start + kv_tile * block_kv,
+                start + sequence().seq_k());
   }
   __device__ __forceinline__ void load_q() {
-    TileCopy<block_q, config.head_dim, threads>{params.q, tile.batch, tile.head, params.head_dim}
-        .load(ptx::smem_address(smem.q), row_begin, params.seq_q);
+    const int start = sequence().q_start(), batch = sequence().batch(tile.batch);
+    TileCopy<block_q, config.head_dim, threads>{params.q, batch, tile.head, params.head_dim}.load(
+        ptx::smem_address(smem.q), start + row_begin, start + sequence().seq_q());
   }
 
   __device__ __forceinline__ void read_q(int step, u32 (&fragment)[row_tiles][4]) {
@@ -111,7 +125,7 @@ struct Forward {
 
   // Step 1, and 2.
   template <int unrolled, bool q_kept>
-  __device__ __forceinline__ void scores(int slot) {
+  __device__ __forceinline__ void scores(int kv_tile, int slot) {
     const u32 k_lane = lane_by_columns(ptx::smem_address(smem.k[slot]));
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
@@ -134,29 +148,33 @@ struct Forward {
         }
       }
     }
-    if constexpr (config.softcap) {
 #pragma unroll
-      for (int t = 0; t < row_tiles; ++t) apply_softcap(s[t], params.softcap_in);
-    }
+    for (int t = 0; t < row_tiles; ++t)
+      Policy::apply(s[t], params, Unit{}, Place{*this, t, kv_tile});
   }
 
-  // Step 3. The thread's columns in the tile are 8j + 2(lane % 4) + {0, 1}.
-  __device__ __forceinline__ void hide(int kv_tile) {
-    const int column = kv_tile * block_kv + 2 * (lane % 4);
-#pragma unroll
-    for (int t = 0; t < row_tiles; ++t) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = warp_row + t * 16 + lane / 4 + 8 * r;
-        const int first = band.first_key(row) - column, end = band.end_key(row) - column;
-#pragma unroll
-        for (int i = 0; i < block_kv / 2; ++i) {
-          if (row_of(i) != r) continue;
-          const int offset = i / 4 * 8 + i % 2;
-          s[t][i] = offset >= first && offset < end ? s[t][i] : -infinity;
-        }
-      }
+  // Where the scores of a block of rows lie.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::queries;
+    const Forward& kernel;
+    const int t, kv_tile;
+
+    __device__ __forceinline__ int row() const {
+      return kernel.warp_row + t * 16 + kernel.lane / 4;
     }
+    __device__ __forceinline__ int column() const {
+      return kv_tile * block_kv + 2 * (kernel.lane % 4);
+    }
+    __device__ __forceinline__ int batch() const { return kernel.tile.batch; }
+    __device__ __forceinline__ int head() const { return kernel.tile.head; }
+    __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
+    __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
+  };
+
+  // Step 3.
+  __device__ __forceinline__ void hide(int kv_tile) {
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) Policy::hide(s[t], params, Place{*this, t, kv_tile});
   }
 
   __device__ __forceinline__ void rescale(int t, const float (&alpha)[2]) {
@@ -209,16 +227,19 @@ struct Forward {
     // All blocks of rows count alike: the compiler is told, and keeps one count.
 #pragma unroll
     for (int t = 1; t < row_tiles; ++t) softmax[t].blocks = softmax[0].blocks;
-    scores<config.head_dim / 16, config.q_in_registers>(slot);
+    scores<config.head_dim / 16, config.q_in_registers>(kv_tile, slot);
     if (!exact && __builtin_expect(!weigh_lazily(), 0)) {
       // Why rolled: a second copy of the products would cost the loop registers.
-      scores<1, false>(slot);
+      scores<1, false>(kv_tile, slot);
       exact = true;
     }
     if (exact) weigh_exactly(kv_tile, partial);
     settled = settled || !partial;
 #pragma unroll
-    for (int t = 0; t < row_tiles; ++t) pack_block<config.bf16>(s[t], p[t]);
+    for (int t = 0; t < row_tiles; ++t) {
+      Policy::drop(s[t], params, Place{*this, t, kv_tile});
+      pack_block<config.bf16>(s[t], p[t]);
+    }
   }
 
   // Step 8.
@@ -247,11 +268,17 @@ struct Forward {
   // Returns the tiles that the CTA touches.
   // Why the rest goes to shared memory: registers are for what the products need.
   __device__ __forceinline__ TileRange make_plan() {
-    const int row_end = min_int(row_begin + block_q, params.seq_q);
-    const int warp_end = min_int(warp_row + config.warp_rows(), params.seq_q);
-    const TileRange touched = touched_tiles(band, row_begin, row_end, block_kv);
+    const auto record = Extents::find(params, tile.batch);
+    const auto sequence = sequence_of<Extents>(params, record);
+    const Band band = sequence.band();
+    const int row_end = min_int(row_begin + block_q, sequence.seq_q());
+    const int warp_end = min_int(warp_row + config.warp_rows(), sequence.seq_q());
+    TileRange touched{0, 0};
+    if (has_rows<Extents>(row_begin, sequence.seq_q()))
+      touched = touched_tiles(band, row_begin, row_end, block_kv);
     if (lane == 0) {
-      WarpPlan plan{tile, {0, 0}, {0, 0}, full_tiles(band, row_begin, row_end, block_kv, touched)};
+      WarpPlan<Extents> plan{
+          record, tile, {0, 0}, {0, 0}, full_tiles(band, row_begin, row_end, block_kv, touched)};
       if (warp_row < warp_end) {
         plan.own = touched_tiles(band, warp_row, warp_end, block_kv);
         plan.own_full = full_tiles(band, warp_row, warp_end, block_kv, plan.own);
@@ -263,7 +290,7 @@ struct Forward {
   }
 
   __device__ __forceinline__ void attend() {
-    const WarpPlan& plan = smem.plan[warp];
+    const WarpPlan<Extents>& plan = smem.plan[warp];
     const TileRange touched = make_plan();
     if (touched.empty()) return;
     load_q();
@@ -305,19 +332,21 @@ struct Forward {
   // use.
   __device__ __forceinline__ void restore_nonfinite(const WorkTile& tile) {
     __syncwarp();
-    const int end_row = min_int(warp_row + config.warp_rows(), params.seq_q);
+    const Band band = sequence().band();
+    const int batch = sequence().batch(tile.batch), k_start = sequence().k_start();
+    const int end_row = min_int(warp_row + config.warp_rows(), sequence().seq_q());
 #pragma unroll 1
     for (int row = warp_row; row < end_row; ++row) {
-      u16* out = params.out.row(tile.batch, tile.head, row);
+      u16* out = params.out.row(batch, tile.head, sequence().q_start() + row);
 #pragma unroll 1
       for (int column = lane; column < params.head_dim_v; column += 32) {
         float sum = 0.0f;
-#pragma unroll 1
-        for (int key = band.first_key(row); key < band.end_key(row); ++key) {
-          const u32 value = params.v.row(tile.batch, tile.head / params.heads_per_kv, key)[column];
+        tilewise::restore_nonfinite(band.first_key(row), band.end_key(row), [&](int key) {
+          const u32 value =
+              params.v.row(batch, tile.head / params.heads_per_kv, k_start + key)[column];
           if (nonfinite_bits<config.bf16>(value) & 0x8000u)
             sum += ptx::unpack_low<config.bf16>(value);
-        }
+        });
         if (sum != 0.0f)
           out[column] = static_cast<u16>(
               ptx::pack<config.bf16>(sum + ptx::unpack_low<config.bf16>(out[column]), 0.0f));
@@ -329,25 +358,29 @@ struct Forward {
   __device__ __forceinline__ void finish() {
     const WorkTile tile = smem.plan[warp].tile;
     constexpr float ln2 = 0.693147180559945309f;
-    float* lse =
-        params.lse + (static_cast<long long>(tile.batch) * params.heads + tile.head) * params.seq_q;
+    const int batch = sequence().batch(tile.batch);
+    float* lse = params.lse + first_row_of_head(params, sequence(), batch, params.heads, tile.head);
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
       float inverse[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = warp_row + t * 16 + lane / 4 + 8 * r;
-        const float total = quad_sum(softmax[t].sum[r]);
-        inverse[r] = total == 0.0f ? 0.0f : ptx::rcp(total);
-        if (params.lse != nullptr && lane % 4 == 0 && row < params.seq_q)
+        float total = quad_sum(softmax[t].sum[r]);
+        const Place place{*this, t, 0};
+        const float factor =
+            Policy::finish_row(params, place, r, softmax[t].reference[r], total, 1.0f) *
+            Policy::kept_weight(params, place);
+        inverse[r] = total == 0.0f ? 0.0f : ptx::rcp(total) * factor;
+        if (params.lse != nullptr && lane % 4 == 0 && row < sequence().seq_q())
           lse[row] = total == 0.0f ? -infinity : (softmax[t].reference[r] + ptx::lg2(total)) * ln2;
       }
       rescale(t, inverse);
     }
     store_rows<config.bf16, row_tiles, config.head_dim_v, block_q>(
         ptx::smem_address(smem.q) + warp * panel_bytes(config.warp_rows()), o,
-        params.out.row(tile.batch, tile.head, 0), params.out.seq_stride, warp_row, params.seq_q,
-        params.head_dim_v);
+        params.out.row(batch, tile.head, sequence().q_start()), params.out.seq_stride, warp_row,
+        sequence().seq_q(), params.head_dim_v);
     if (__builtin_expect(__syncthreads_or(met_nonfinite), 0)) restore_nonfinite(tile);
   }
 
@@ -363,12 +396,13 @@ struct Forward {
   }
 };
 
-template <Config config>
-__device__ __forceinline__ void forward(const Params& params) {
+template <Config config, typename Policy, typename Extents>
+__device__ __forceinline__ void forward(const ParamsOf<Params, Policy, Extents>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   const Schedule schedule{params.heads, params.batch * params.heads, params.q_tiles,
                           params.sections, params.longest_first};
-  Forward<config>{params, *reinterpret_cast<Smem<config>*>(smem_bytes), schedule.tile(blockIdx.x)}
+  Forward<config, Policy, Extents>{params, *reinterpret_cast<Smem<config, Extents>*>(smem_bytes),
+                                   schedule.tile(blockIdx.x)}
       .run();
 }
 

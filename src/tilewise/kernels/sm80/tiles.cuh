@@ -104,7 +104,7 @@ struct TileCopy {
   }
 };
 
-// A warp's fragments (16 * row_tiles rows, 8 columns a block) to global memory, by way of
+// A warp's fragments (16 * row_tiles rows, 8 columns per block) to global memory, by way of
 // `staging`, panels of `panel_rows` whose rows from `lane_row` on are this warp's own. Rows at or
 // past `end_row`, and chunks past the real columns, are left out.
 template <bool bf16, int row_tiles, int columns, int panel_rows>

@@ -10,7 +10,7 @@
 //
 //   1. S^T = K Q^T - lse / scale          wgmma, both in shared memory; the row term is where the
 //                                         accumulator starts from, so that it costs nothing
-//   2. partial tiles: S^T[k, r] = -inf where row r does not see key k
+//   2. partial tiles: S^T[k, r] = -inf where a term of the policy (common/scores.cuh) hides key k from row r
 //   3. P^T = 2^(c S^T)
 //   4. dP^T = V dO^T - D                  wgmma, likewise
 //   5. dV += round16(P^T) dO              wgmma, P in registers
@@ -21,23 +21,26 @@
 //                                         postprocess
 //   9. a KV tile in pieces: dK and dV are summed over them in global memory (float32). The first
 //      stores its sums, those between add theirs, the last adds what it finds and writes
-// Softcap: S starts from 0, S = tanh(S * scale / cap), the row term comes after it, and dS gets its
-// slope 1 - S^2. preprocess makes both row terms and, where KV tiles add freely, zeroes the sums.
+// Where a term changes scores, S starts from 0, the row term comes after the terms, and dS gets their
+// slopes. Softcap: S = tanh(S * scale / cap), slope 1 - S^2, S found again from P. Where a term drops
+// weights, dP starts from 0 and gets D after it; the P of step 5 has zeros then.
+// preprocess makes both row terms and, where KV tiles add in any order, zeroes the sums.
 // Overlap: 7 and 1 of the next step are in flight together, as are 4 and 5; the exponentials of one
 // warpgroup run under the products of the others.
 //
-// Sums of dQ (enum Order). By keys, for the same bits every time: KV tiles take turns from the last to
-// the first, or the other way round. By claim: they take turns as they come. Freely: no tile waits,
+// Sums of dQ (enum Order). In key order, for the same bits every time: KV tiles add one after another from
+// the last to the first, or the other way round. In claim order: as they come. In any order: no tile waits,
 // and postprocess rounds the sums. Which tiles run side by side, and where each begins: enum Walk.
 //
-// Roles. Warpgroup 0: one thread, the producer, issues all loads; a second waits for this tile's turns
-// and a third passes them on, unless they add freely. Warpgroup 1 makes dQ (8).
+// Roles. Warpgroup 0: one thread, the producer, issues all loads; a second waits for this tile's tickets
+// and a third passes them on, unless tiles add in any order. Warpgroup 1 makes dQ (8).
 // Warpgroups 2 and 3 make the rest, divided by keys (each owns dK and dV of 64 of 128 keys) or, where
 // those would not fit the registers (d > 128), by product: both have the same 64 keys, one owns dV
 // (1-3, 5) and hands P over in shared memory, the other dK (4, 6, 7).
 //
 // Shared memory (struct BackwardSmem): K and V of the CTA, in the end dK and dV on their way out;
-// rings of Q and dO with their row terms; a ring of dS; P on its way; barriers and the plan.
+// rings of Q and dO with their row terms; a ring of dS; P on its way; barriers, the plan, and the head of
+// every stage for terms that ask for it.
 //
 // Barriers
 //   name                  arrives, count              waits             protects
@@ -49,10 +52,10 @@
 //   ds_full[stage]        warps that make dS, 8 or 4  1                 dS is written
 //   ds_empty[stage]       warps of 1, 4               2 and 3           dS is read; in the end K and V too
 //   weights_full, _empty  warps of 2, of 3, 4 each    3, 2              P is handed over; in the end V is read
-//   turn_come[stage]      keepers of turns, 2         1                 this tile's turn has come
-//   turn_over[stage]      warps of 1, 4               keepers of turns  the sums of this step are added
+//   ticket_come[stage]    ticket keepers, 2           1                 this tile's ticket has come up
+//   ticket_over[stage]    warps of 1, 4               ticket keepers    the sums of this step are added
 //   named 1 + wg          2 or 3, 128 threads         itself            V is read before dV replaces it;
-//                                                                       the turn of a piece
+//                                                                       the ticket of a piece
 //
 // Gradients that are not wanted are left out of the kernel: without dQ step 8 and dS in shared memory,
 // without dK and dV steps 5, 7 and 9.
@@ -68,8 +71,8 @@
 
 namespace tilewise::sm90 {
 
-template <BackwardConfig config>
-__device__ __forceinline__ void init_backward_barriers(BackwardSmem<config>& smem) {
+template <BackwardConfig config, typename Extents>
+__device__ __forceinline__ void init_backward_barriers(BackwardSmem<config, Extents>& smem) {
   ptx::mbarrier_init(&smem.k_full, 1);
   ptx::mbarrier_init(&smem.v_full, 1);
   for (int i = 0; i < config.stages; ++i) {
@@ -82,9 +85,9 @@ __device__ __forceinline__ void init_backward_barriers(BackwardSmem<config>& sme
     ptx::mbarrier_init(&smem.ds_full[i], config.ds_writers() * arrivals_of_warp);
     ptx::mbarrier_init(&smem.ds_empty[i], 4);
   }
-  for (int i = 0; i < turn_stages; ++i) {
-    ptx::mbarrier_init(&smem.turn_come[i], 2);
-    ptx::mbarrier_init(&smem.turn_over[i], 4 * arrivals_of_warp);
+  for (int i = 0; i < ticket_stages; ++i) {
+    ptx::mbarrier_init(&smem.ticket_come[i], 2);
+    ptx::mbarrier_init(&smem.ticket_over[i], 4 * arrivals_of_warp);
   }
   ptx::mbarrier_init(&smem.weights_full, 4 * arrivals_of_warp);
   ptx::mbarrier_init(&smem.weights_empty, 4 * arrivals_of_warp);
@@ -98,14 +101,20 @@ __device__ __forceinline__ int warpgroup_index() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
 }
 
-template <BackwardConfig config>
-__device__ __forceinline__ void backward(const BackwardParams& params) {
+template <BackwardConfig config, typename Policy, typename Extents>
+__device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, Extents>& params) {
+  static_assert(!Extents::ragged,
+                "dK and dV are stored, and Q and dO loaded, in boxes that may reach into the next "
+                "sequence");
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  BackwardSmem<config>& smem = *reinterpret_cast<BackwardSmem<config>*>(smem_bytes);
+  BackwardSmem<config, Extents>& smem =
+      *reinterpret_cast<BackwardSmem<config, Extents>*>(smem_bytes);
   const int warpgroup = warpgroup_index();
   if (threadIdx.x < 32) {
-    const BackwardPlan plan =
-        make_backward_plan<config.block_q, config.block_kv()>(params, blockIdx.x, params.walk);
+    if (params.work_tickets != nullptr) ptx::wait_for_previous_grid();  // which zeroed them
+    const BackwardPlan<Extents> plan =
+        make_backward_plan<Extents, config.block_q, config.block_kv()>(
+            params, take_work(params.work_tickets), params.walk);
     if (threadIdx.x == 0) smem.plan = plan;
   }
   if (threadIdx.x == 128) {
@@ -113,36 +122,38 @@ __device__ __forceinline__ void backward(const BackwardParams& params) {
     ptx::prefetch_tensormap(&params.q_map);
     ptx::prefetch_tensormap(&params.v_map);
     ptx::prefetch_tensormap(&params.dout_map);
-    init_backward_barriers<config>(smem);
+    init_backward_barriers<config, Extents>(smem);
   }
   ptx::allow_next_grid();
   __syncthreads();
   // Why in shared memory: a role reads what it needs when it needs it, and keeps its registers.
-  const BackwardPlan& plan = smem.plan;
+  const BackwardPlan<Extents>& plan = smem.plan;
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<producer_registers>();
     if (plan.steps > 0 && ptx::elect_one()) {
       const int warp = threadIdx.x / 32;
-      if (warp == 0) BackwardProducer<config>{params, smem, plan}.run();
+      if (warp == 0) BackwardProducer<config, Policy, Extents>{params, smem, plan}.run();
       if constexpr (config.makes_dq && !config.writes_dq) {
-        if (warp == 1 && params.turns != nullptr) TurnKeeper<config>{params, smem, plan}.await();
-        if (warp == 2 && params.turns != nullptr) TurnKeeper<config>{params, smem, plan}.pass();
+        if (warp == 1 && params.dq_tickets != nullptr)
+          DqTicketKeeper<config, Extents>{params, smem, plan}.await();
+        if (warp == 2 && params.dq_tickets != nullptr)
+          DqTicketKeeper<config, Extents>{params, smem, plan}.pass();
       }
     }
   } else if (warpgroup == 1) {
     ptx::setmaxnreg_dec<config.query_registers>();
     if constexpr (config.makes_dq) {
-      if (plan.steps > 0) QueryWarpgroup<config>{params, smem, plan}.run();
+      if (plan.steps > 0) DqWarpgroup<config, Extents>{params, smem, plan}.run();
     }
   } else {
     ptx::setmaxnreg_inc<config.product_registers>();
-    if constexpr (config.by_keys) {
+    if constexpr (config.warpgroups_own_keys) {
       // Why asked again: the first answer is kept in a register that is needed elsewhere.
-      KeysWarpgroup<config>{{params, smem, plan, warpgroup_index() - 2}}.run();
+      DkDvWarpgroup<config, Policy, Extents>{{params, smem, plan, warpgroup_index() - 2}}.run();
     } else if (warpgroup == 2) {
-      ValueWarpgroup<config>{{params, smem, plan, 0}}.run();
+      DvWarpgroup<config, Policy, Extents>{{params, smem, plan, 0}}.run();
     } else {
-      KeyWarpgroup<config>{{params, smem, plan, 1}}.run();
+      DkWarpgroup<config, Policy, Extents>{{params, smem, plan, 1}}.run();
     }
   }
 }

@@ -2,21 +2,23 @@
 #pragma once
 
 #include "../common/find_piece.cuh"
-#include "../common/piece_turns.cuh"
+#include "../common/piece_tickets.cuh"
+#include "../common/work_tickets.cuh"
 #include "config.cuh"
 
 namespace tilewise::sm90 {
 
-// Mirrored field by field by `BackwardConfig` in backends/sm90_backward.py.
+// Mirrored field by field by `Config` in engine/sm90/backward.py.
 struct BackwardConfig {
-  bool bf16;       // else fp16
-  int head_dim;    // class of q and k: smaller heads are zero-filled up to it
-  int head_dim_v;  // class of v and dout, likewise
-  int block_q;     // 64 or 128 query rows a step
-  bool by_keys;    // a product warpgroup owns dK and dV of 64 keys; else one owns dV, the other dK
-  int stages;      // of the Q and dO rings
+  bool bf16;                 // else fp16
+  int head_dim;              // class of q and k: smaller heads are zero-filled up to it
+  int head_dim_v;            // class of v and dout, likewise
+  int block_q;               // 64 or 128 query rows per step
+  bool warpgroups_own_keys;  // a product warpgroup owns dK and dV of 64 keys; else one owns dV, the
+                             // other dK
+  int stages;                // of the Q and dO rings
   int ds_stages;
-  bool softcap;
+  bool has_terms;         // whether the policy of scores has any; kernels read them there
   bool writes_dq;         // one KV tile holds all keys: dQ needs no sums in global memory
   bool makes_dq;          // else dQ is not wanted
   bool makes_dkv;         // else neither dK nor dV is
@@ -24,27 +26,28 @@ struct BackwardConfig {
   int query_registers;    // of the warpgroup that makes dQ
   int product_registers;  // of the two that make the rest
 
-  TILEWISE_INLINE int block_kv() const { return by_keys ? 128 : 64; }
+  TILEWISE_INLINE int block_kv() const { return warpgroups_own_keys ? 128 : 64; }
   TILEWISE_INLINE int q_blocks() const { return block_q / 64; }
   TILEWISE_INLINE int threads() const { return 512; }
   // Weights in 16 bits keep their next 8 beside them, so that dS does not feel their rounding.
-  TILEWISE_INLINE bool keeps_rest() const { return by_keys; }
-  TILEWISE_INLINE int ds_writers() const { return by_keys ? 8 : 4; }  // warps
+  TILEWISE_INLINE bool keeps_rest() const { return warpgroups_own_keys; }
+  TILEWISE_INLINE int ds_writers() const { return warpgroups_own_keys ? 8 : 4; }  // warps
 };
 
-// How many KV tiles have claimed a turn at the dQ of a query tile, and how many have had it.
-struct TileTurns {
-  int claimed;  // by_claim
+// How many KV tiles have taken a ticket for the dQ of a query tile, and how many have added to it.
+struct DqTickets {
+  int claimed;  // claim_order
   int added;
 };
 
 // How the KV tiles that see a query tile add up its dQ, in float32 in global memory.
 enum Order : int {
-  by_keys,   // one after another in the order of their keys, so that the bits are the same
-             // every time: the first stores its sums, the others add, the last resumes them and
-             // writes dQ
-  by_claim,  // the same as they come, so that nobody has to wait but for the first and the last
-  freely,    // onto zeroes, and nobody waits; postprocess makes dQ of the sums
+  key_order,    // one after another in the order of their keys, so that the bits are the same
+                // every time: the first stores its sums, the others add, the last resumes them and
+                // writes dQ
+  claim_order,  // the same as they come, so that a tile waits for no more than the first, and the
+                // last for all
+  any_order,    // onto zeroes, and no tile waits; postprocess makes dQ of the sums
 };
 
 // In which order a grid goes through KV tiles, and a CTA through the steps of its tile.
@@ -54,7 +57,7 @@ enum Walk : int {
   down,    // KV tiles from the first, query tiles from the last, and for each of them all heads.
            // Under a causal mask tiles that start together stay together, and read the same queries
   stairs,  // by keys. KV tiles from the last and query tiles from the first, head by head: under a
-           // causal mask the first rows of a tile have their turn at once, and those that wait meet
+           // causal mask the first rows of a tile may be added at once, and those that wait meet
            // rows which the tile before left a step ago. The last of several sections is its mirror
            // image, so that the long tiles do not come at the very end
 };
@@ -71,12 +74,13 @@ struct BackwardParams {
   // Null: dQ is not wanted, or one KV tile holds all keys. Else (batch, heads, q_tiles, fragment
   // order).
   float* dq_sums;
-  TileTurns* turns;  // null, or for KV tiles that take turns (batch, heads, q_tiles), zeroed
+  DqTickets* dq_tickets;  // null, or the tickets for dQ, zeroed (batch, heads, q_tiles)
   // Where KV tiles are cut into pieces: float32 sums of dK and dV, (batch, heads_kv, kv_tiles,
-  // fragment order), and the turns of pieces at them, (batch, heads_kv, kv_tiles, 2), zeroed.
+  // fragment order), and the tickets of pieces for them, (batch, heads_kv, kv_tiles, 2), zeroed.
   float* dkv_sums;
-  PieceTurns* piece_turns;
-  void* dq;          // null: not wanted
+  PieceTickets* piece_tickets;
+  int* work_tickets;  // null, or zeroed: CTAs take their work in the order in which they start
+  void* dq;           // null: not wanted
   long long dq_batch_stride;  // in elements
   long long dq_head_stride;
   long long dq_seq_stride;
@@ -105,7 +109,8 @@ struct BackwardParams {
 
 // What a CTA does: one KV tile of one KV head, or a piece of it, against query tiles that see it,
 // for all heads of the group.
-struct BackwardPlan {
+template <typename Extents>
+struct BackwardPlan : Extents::Record {
   int batch;
   int head_kv;
   int kv_tile;
@@ -127,25 +132,30 @@ struct BackwardPlan {
 };
 
 // Of the parameters of this backward or of the float32 one. All lanes of a warp ask together.
-template <int block_q, int block_kv, typename Params>
-__device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params, int work,
-                                                           Walk walk) {
+template <typename Extents, int block_q, int block_kv, typename Params>
+__device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params& params, int work,
+                                                                    Walk walk) {
   const int pairs = params.batch * params.heads_kv, group = params.heads_per_kv;
   const bool mirrored = walk == stairs && params.sections > 1 &&
                         work >= (pairs - pairs / params.sections) * params.pieces;
   const bool from_last = walk == stairs && !mirrored, descends = walk == down || mirrored;
   const Schedule schedule{params.heads_kv, pairs, params.pieces, params.sections, 0};
   const WorkTile at = schedule.tile(work);
-  const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
+  const auto record = Extents::find(params, at.batch);
+  const auto sequence = sequence_of<Extents>(params, record);
+  const RowBand band = sequence.row_band();
   Piece piece{from_last ? params.kv_tiles - 1 - at.q_tile : at.q_tile, 0, 1};
   if (params.pieces != params.kv_tiles)
     piece = find_piece(at.q_tile, params.kv_tiles, params.piece_steps, from_last, [&](int tile) {
-      return touched_query_tiles(band, tile, params.seq_k, block_q, block_kv).count() * group;
+      return touched_query_tiles(band, tile, sequence.seq_k(), block_q, block_kv).count() * group;
     });
-  const QueryTiles tiles = query_tiles(band, piece.tile, params.seq_k, block_q, block_kv);
+  QueryTiles tiles{{0, 0}, {0, 0}};
+  if (has_rows<Extents>(piece.tile * block_kv, sequence.seq_k()))
+    tiles = query_tiles(band, piece.tile, sequence.seq_k(), block_q, block_kv);
   const int count = tiles.touched.count();
   const TileRange steps = steps_of_piece(count * group, params.piece_steps, piece);
-  BackwardPlan plan;
+  BackwardPlan<Extents> plan;
+  static_cast<typename Extents::Record&>(plan) = record;
   plan.batch = at.batch;
   plan.head_kv = at.head;
   plan.kv_tile = piece.tile;
@@ -174,8 +184,9 @@ __device__ __forceinline__ BackwardPlan make_backward_plan(const Params& params,
   return plan;
 }
 
-// A query tile, and what it is to the keys of a product warpgroup, in one register. Hidden: no query
-// sees any of them, as in half of the diagonal tiles of a causal mask, and for keys past the end.
+// A query tile, and what it is to the keys of a product warpgroup, in one register. Hidden: no
+// query sees any of them, as in half of the diagonal tiles of a causal mask, and for keys past the
+// end.
 struct SeenTile {
   enum Sight { full, partial, hidden };
   int packed;
@@ -188,14 +199,14 @@ struct SeenTile {
 };
 
 // How many KV tiles add to the dQ of a query tile before this one and after it.
-struct Turn {
+struct DqTicket {
   int before;
   int after;
 };
-constexpr int turn_stages = 4;
-// How many steps ahead a turn is looked for. Why no more: neighbours begin two query tiles apart,
-// and who claims a turn early makes those wait who come before.
-constexpr int turns_ahead = 2;
+constexpr int ticket_stages = 4;
+// How many steps ahead a ticket is looked for. Why no more: neighbours begin two query tiles apart,
+// and a tile that takes a ticket early makes those wait that come before.
+constexpr int tickets_ahead = 2;
 
 // One lane arrives for its warp, after a warp barrier. The machine code needs no instruction for
 // that barrier where the warp is converged anyway, so a race checker does not see it: for that tool
@@ -206,7 +217,7 @@ constexpr int arrivals_of_warp = 32;
 constexpr int arrivals_of_warp = 1;
 #endif
 
-template <BackwardConfig config>
+template <BackwardConfig config, typename Extents>
 struct BackwardSmem {
   alignas(1024) unsigned char k[matrix_bytes(config.block_kv(), config.head_dim)];
   alignas(1024) unsigned char v[matrix_bytes(config.block_kv(), config.head_dim_v)];
@@ -215,7 +226,7 @@ struct BackwardSmem {
   // Stored as keys x queries, 64 queries a panel.
   alignas(1024) unsigned char ds[config.ds_stages][matrix_bytes(config.block_kv(), config.block_q)];
   // Weights on their way from the dV warpgroup to the dK warpgroup, in fragment order.
-  alignas(1024) float weights[config.by_keys ? 4 : config.block_q * 64];
+  alignas(1024) float weights[config.warpgroups_own_keys ? 4 : config.block_q * 64];
   alignas(16) float start_s[config.stages][config.block_q];
   alignas(16) float start_dp[config.stages][config.block_q];
   int seen_tile[config.stages][2];  // SeenTile of the Q in a stage, per product warpgroup
@@ -224,10 +235,13 @@ struct BackwardSmem {
   ptx::u64 dout_full[config.stages], dout_empty[config.stages];
   ptx::u64 ds_full[config.ds_stages], ds_empty[config.ds_stages];
   ptx::u64 weights_full, weights_empty;
-  ptx::u64 turn_come[turn_stages], turn_over[turn_stages];
-  Turn turn[turn_stages];
+  ptx::u64 ticket_come[ticket_stages], ticket_over[ticket_stages];
   int pieces_before[2];  // at the sums of dK and dV, per product warpgroup
-  BackwardPlan plan;
+  alignas(16) DqTicket dq_ticket[ticket_stages];
+  // Invariant: 16 bytes that hold a part of it hold nothing that is written while it is read. Why:
+  // it is read in such units, and a race checker reports what shares one.
+  alignas(16) BackwardPlan<Extents> plan;
+  alignas(16) int head[config.stages];  // of the Q in a stage, for terms that ask for it
 };
 
 // Counts through the steps of a plan: query tiles of one head, all round, then of the next; or all
@@ -236,9 +250,11 @@ struct StepCursor {
   int q_tile;
   int head;  // of the group
 
-  __device__ __forceinline__ explicit StepCursor(const BackwardPlan& plan)
+  template <typename Extents>
+  __device__ __forceinline__ explicit StepCursor(const BackwardPlan<Extents>& plan)
       : q_tile(plan.begin_tile), head(plan.begin_head) {}
-  __device__ __forceinline__ void advance(const BackwardPlan& plan) {
+  template <typename Extents>
+  __device__ __forceinline__ void advance(const BackwardPlan<Extents>& plan) {
     if (plan.heads_inside != 0) {
       if (++head != plan.heads_inside) return;
       head = 0;

@@ -18,10 +18,11 @@ struct PreprocessParams {
   const float* dlse;  // null, or likewise
   float* start_s;     // (batch, heads, rows), rows padded to the query tile
   float* start_dp;
-  float* dq_sums;    // null, or row_floats * rows floats a head, to be zeroed
-  TileTurns* turns;         // null, or one per query tile, to be zeroed
-  PieceTurns* piece_turns;  // null, or so many turns of pieces at dK and dV, to be zeroed
-  int piece_turn_count;
+  float* dq_sums;               // null, or row_floats * rows floats per head, to be zeroed
+  DqTickets* dq_tickets;        // null, or one per query tile, to be zeroed
+  PieceTickets* piece_tickets;  // null, or so many tickets of pieces for dK and dV, to be zeroed
+  int* work_tickets;            // null, or to be zeroed
+  int piece_ticket_count;
   int heads;
   int seq_q;
   int rows;
@@ -71,19 +72,24 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
   return pair(a.x, b.x, pair(a.y, b.y, pair(a.z, b.z, pair(a.w, b.w, 0.0f))));
 }
 
-// A block: 64 rows of one head. Eight columns a lane, `lanes` lanes a row.
-template <bool bf16, int lanes>
-__device__ __forceinline__ void preprocess(const PreprocessParams& params) {
+// A block: 64 rows of one head. Eight columns per lane, `lanes` lanes per row.
+template <bool bf16, int lanes, typename Extents>
+__device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Extents>& params) {
   constexpr int rows_at_once = edge_threads / lanes;
   const int block = edge_block();
   const int blocks = params.rows / edge_rows, batch_head = block / blocks;
-  const int batch = batch_head / params.heads, head = batch_head % params.heads;
+  const int of_batch = batch_head / params.heads, head = batch_head % params.heads;
+  const auto record = Extents::find_queries(params, of_batch);
+  const auto sequence = sequence_of<Extents>(params, record);
+  const int batch = sequence.batch(of_batch), start = sequence.q_start();
+  const long long first_of_lse = first_row_of_head(params, sequence, batch, params.heads, head);
   const int lane = threadIdx.x % lanes, first_row = block % blocks * edge_rows;
   const int column = lane * 8;
   const ptx::u16* out = static_cast<const ptx::u16*>(params.out) + batch * params.out_batch_stride +
-                        head * params.out_head_stride + column;
+                        head * params.out_head_stride + start * params.out_seq_stride + column;
   const ptx::u16* dout = static_cast<const ptx::u16*>(params.dout) +
-                         batch * params.dout_batch_stride + head * params.dout_head_stride + column;
+                         batch * params.dout_batch_stride + head * params.dout_head_stride +
+                         start * params.dout_seq_stride + column;
   ptx::allow_next_grid();
   if (params.dq_sums != nullptr) {
     float4* sums = reinterpret_cast<float4*>(
@@ -92,19 +98,20 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     for (int i = threadIdx.x; i < edge_rows / 4 * params.row_floats; i += edge_threads)
       sums[i] = float4{};
   }
-  if (params.turns != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
-    params.turns[(static_cast<long long>(batch_head) * params.rows + first_row) / params.block_q] =
-        TileTurns{0, 0};
-  if (params.piece_turns != nullptr) {
+  if (params.dq_tickets != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
+    params.dq_tickets[(static_cast<long long>(batch_head) * params.rows + first_row) /
+                      params.block_q] = DqTickets{0, 0};
+  if (params.work_tickets != nullptr && block == 0 && threadIdx.x == 0) *params.work_tickets = 0;
+  if (params.piece_tickets != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * edge_threads;
-    for (int i = block * edge_threads + threadIdx.x; i < params.piece_turn_count; i += stride)
-      params.piece_turns[i] = PieceTurns{0, 0};
+    for (int i = block * edge_threads + threadIdx.x; i < params.piece_ticket_count; i += stride)
+      params.piece_tickets[i] = PieceTickets{0, 0};
   }
 #pragma unroll
   for (int i = 0; i < edge_rows / rows_at_once; ++i) {
     const int row = first_row + i * rows_at_once + threadIdx.x / lanes;
     float sum = 0.0f;
-    if (row < params.seq_q && column < params.head_dim_v)
+    if (row < sequence.seq_q() && column < params.head_dim_v)
       sum = dot<bf16>(*reinterpret_cast<const uint4*>(out + row * params.out_seq_stride),
                       *reinterpret_cast<const uint4*>(dout + row * params.dout_seq_stride));
 #pragma unroll
@@ -113,8 +120,8 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     if (lane != 0) continue;
     // Rows that do not exist or see no key start from S = -inf, which makes every weight 0.
     float start = -infinity;
-    if (row < params.seq_q) {
-      const long long at = static_cast<long long>(batch_head) * params.seq_q + row;
+    if (row < sequence.seq_q()) {
+      const long long at = first_of_lse + row;
       const float lse = params.lse[at];
       if (lse != -infinity) start = fmaf(lse, params.lse_factor, params.start_bias);
       if (params.dlse != nullptr) sum -= params.dlse[at];
@@ -126,19 +133,22 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
 }
 
 // A block: 64 rows of one head, whose sums lie in the accumulator layout of the product: see
-// QueryWarpgroup::add. A thread takes eight columns of the rows r and r + 8.
-template <bool bf16>
-__device__ __forceinline__ void postprocess(const PostprocessParams& params) {
+// DqWarpgroup::add. A thread takes eight columns of the rows r and r + 8.
+template <bool bf16, typename Extents>
+__device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Extents>& params) {
   ptx::wait_for_previous_grid();
   const int block = edge_block();
   const int blocks = params.rows / edge_rows, batch_head = block / blocks;
-  const int batch = batch_head / params.heads, head = batch_head % params.heads;
+  const int of_batch = batch_head / params.heads, head = batch_head % params.heads;
+  const auto record = Extents::find_queries(params, of_batch);
+  const auto sequence = sequence_of<Extents>(params, record);
+  const int batch = sequence.batch(of_batch), start = sequence.q_start();
   const int first_row = block % blocks * edge_rows;
   const float4* sums = reinterpret_cast<const float4*>(
       params.dq_sums +
       (static_cast<long long>(batch_head) * params.rows + first_row) * params.row_floats);
-  ptx::u16* dq =
-      static_cast<ptx::u16*>(params.dq) + batch * params.batch_stride + head * params.head_stride;
+  ptx::u16* dq = static_cast<ptx::u16*>(params.dq) + batch * params.batch_stride +
+                 head * params.head_stride + start * params.seq_stride;
   const int chunks = params.head_dim / 8;
   // Four neighbouring threads write four neighbouring chunks.
   for (int i = threadIdx.x; i < ceil_div(chunks, 4) * 128; i += edge_threads) {
@@ -154,10 +164,10 @@ __device__ __forceinline__ void postprocess(const PostprocessParams& params) {
       low[c] = ptx::pack<bf16>(quad[c].x * params.scale, quad[c].y * params.scale);
       high[c] = ptx::pack<bf16>(quad[c].z * params.scale, quad[c].w * params.scale);
     }
-    if (row < params.seq_q)
+    if (row < sequence.seq_q())
       *reinterpret_cast<uint4*>(dq + row * params.seq_stride + chunk * 8) =
           uint4{low[0], low[1], low[2], low[3]};
-    if (row + 8 < params.seq_q)
+    if (row + 8 < sequence.seq_q())
       *reinterpret_cast<uint4*>(dq + (row + 8) * params.seq_stride + chunk * 8) =
           uint4{high[0], high[1], high[2], high[3]};
   }

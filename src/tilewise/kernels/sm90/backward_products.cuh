@@ -21,7 +21,7 @@ struct Lane<true> {
 };
 
 // What both divisions of the work have in common.
-template <BackwardConfig config>
+template <BackwardConfig config, typename Policy, typename Extents>
 struct ProductWarpgroup {
   static constexpr int block_q = config.block_q, block_kv = config.block_kv();
   using ScoreProduct = wgmma::Product<block_q, config.bf16>;
@@ -33,19 +33,22 @@ struct ProductWarpgroup {
   using Fragment = float[block_q / 2];
   using Packed = u32[block_q / 16][4];
 
-  const BackwardParams& params;
-  BackwardSmem<config>& smem;
-  const BackwardPlan& plan;
-  const int warpgroup;                                  // 0 or 1
-  const int row = config.by_keys ? warpgroup * 64 : 0;  // of the KV tile, the first of 64
+  const ParamsOf<BackwardParams, Policy, Extents>& params;
+  BackwardSmem<config, Extents>& smem;
+  const BackwardPlan<Extents>& plan;
+  const int warpgroup;  // 0 or 1
+  const int row =
+      config.warpgroups_own_keys ? warpgroup * 64 : 0;  // of the KV tile, the first of 64
   const int warp = threadIdx.x / 32 % 4;
   // Why asked again in some kernels: the answer would take a register that they do not have.
-  using LaneOf = Lane<config.writes_dq || (config.by_keys && block_q == 64)>;
+  using LaneOf = Lane<config.writes_dq || (config.warpgroups_own_keys && block_q == 64)>;
   const typename LaneOf::Type lane = LaneOf::ask();
 
   using Position = RingPosition<config.stages>;
   Position position{0};  // of this step in the Q and dO rings
   RingPosition<config.ds_stages> ds_position{1};
+
+  __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
   // After the whole warp has read or written what the barrier protects.
   __device__ __forceinline__ void arrive(u64* barrier) {
@@ -62,7 +65,7 @@ struct ProductWarpgroup {
   __device__ __forceinline__ SeenTile seen_tile(const Position& at) {
     return SeenTile(smem.seen_tile[at.stage][warpgroup]);
   }
-  __device__ __forceinline__ int first_key() {
+  __device__ __forceinline__ int first_key() const {
     return plan.kv_tile * block_kv + row + warp * 16 + lane / 4;
   }
 
@@ -73,7 +76,7 @@ struct ProductWarpgroup {
     constexpr int key_panel = panel_bytes(block_kv) >> 4, query_panel = panel_bytes(block_q) >> 4;
     u32 key_low = wgmma::descriptor_low(ptx::smem_address(keys) + panel_bytes(row), 16);
     // Why: the compiler would keep all these descriptors over the loop, and spill.
-    if constexpr (!config.by_keys) asm volatile("" : "+r"(key_low));
+    if constexpr (!config.warpgroups_own_keys) asm volatile("" : "+r"(key_low));
     const u32 query_low = wgmma::descriptor_low(ptx::smem_address(queries), 16);
 #pragma unroll
     for (int step = 0; step < dim / 16; ++step)
@@ -123,11 +126,31 @@ struct ProductWarpgroup {
     for (int step = 0; step < block_q / 16; ++step) wgmma::hold(packed[step]);
   }
 
+  // Where this thread's scores lie; `stage` is that of Q, still held.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::keys;
+    const ProductWarpgroup& kernel;
+    const SeenTile tile;
+    const int stage;
+
+    __device__ __forceinline__ int row() const { return kernel.first_key(); }
+    __device__ __forceinline__ int column() const {
+      return tile.q_tile() * block_q + 2 * (threadIdx.x % 4);
+    }
+    __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
+    __device__ __forceinline__ int head() const {
+      static_assert(Policy::uses_head, "a term that asks for the head says so");
+      return kernel.smem.head[stage];
+    }
+    __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
+    __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
+  };
+
   // S -> P in place.
-  __device__ __forceinline__ void exponentiate(Fragment& s, const float* start, SeenTile tile) {
-    if constexpr (config.softcap) {
-      apply_softcap(s, params.softcap_in);
-      const float2* pairs = reinterpret_cast<const float2*>(start) + threadIdx.x % 4;
+  __device__ __forceinline__ void exponentiate(Fragment& s, int stage, SeenTile tile) {
+    if constexpr (Policy::transforms) {
+      Policy::apply(s, params, Unit{}, Place{*this, tile, stage});
+      const float2* pairs = reinterpret_cast<const float2*>(smem.start_s[stage]) + threadIdx.x % 4;
 #pragma unroll
       for (int j = 0; j < block_q / 8; ++j) {
         const float2 pair = pairs[4 * j];
@@ -135,24 +158,43 @@ struct ProductWarpgroup {
         for (int i = 0; i < 4; ++i)
           s[4 * j + i] = fmaf(s[4 * j + i], params.scale_log2, i % 2 ? pair.y : pair.x);
       }
-      if (tile.is_partial()) hide(s, params, first_key(), tile.q_tile() * block_q);
+      if (tile.is_partial()) Policy::hide(s, params, Place{*this, tile, stage});
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) s[i] = ptx::ex2(s[i]);
     } else {
-      if (tile.is_partial()) hide(s, params, first_key(), tile.q_tile() * block_q);
+      if (tile.is_partial()) Policy::hide(s, params, Place{*this, tile, stage});
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) s[i] = ptx::ex2(s[i] * params.scale_log2);
     }
   }
 
-  // What S starts from: with a softcap the row term comes after the tanh.
+  // What S starts from: where a term changes scores, the row term comes after it.
   __device__ __forceinline__ void start_scores(Fragment& s, int stage) {
-    if constexpr (config.softcap) {
+    if constexpr (Policy::transforms) {
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) s[i] = 0.0f;
     } else {
       start_from(s, smem.start_s[stage]);
     }
+  }
+
+  // What dP starts from: where weights are dropped, the row term comes after dP is.
+  __device__ __forceinline__ void start_dp(Fragment& dp, int stage) {
+    if constexpr (Policy::drops) {
+#pragma unroll
+      for (int i = 0; i < block_q / 2; ++i) dp[i] = 0.0f;
+    } else {
+      start_from(dp, smem.start_dp[stage]);
+    }
+  }
+  __device__ __forceinline__ float kept_weight() {
+    return Policy::kept_weight(params, Place{*this, SeenTile(0), 0});
+  }
+  // dP - D of element i, from a product that began so.
+  __device__ __forceinline__ float finished_dp(float dp, int i, typename Policy::Backward& terms,
+                                               int stage) {
+    if constexpr (!Policy::drops) return dp;
+    return terms.drop(dp, i) + smem.start_dp[stage][column_of(i) + 2 * (threadIdx.x % 4)];
   }
 
   // The scores at `position`, with nothing beside them.
@@ -204,24 +246,24 @@ struct ProductWarpgroup {
     return params.dkv_sums + (pair * params.kv_tiles + plan.kv_tile) * (block_kv * columns) +
            row * columns + threadIdx.x % 128 * 4;
   }
-  __device__ __forceinline__ PieceTurns* piece_turns() {
+  __device__ __forceinline__ PieceTickets* piece_tickets() {
     const long long pair = static_cast<long long>(plan.batch) * params.heads_kv + plan.head_kv;
-    return params.piece_turns + (pair * params.kv_tiles + plan.kv_tile) * 2 + warpgroup;
+    return params.piece_tickets + (pair * params.kv_tiles + plan.kv_tile) * 2 + warpgroup;
   }
 
-  // How many pieces of this KV tile add before this one: common/piece_turns.cuh.
+  // How many pieces of this KV tile add before this one: common/piece_tickets.cuh.
   __device__ __forceinline__ int await_pieces() {
     if (threadIdx.x % 128 == 0) {
-      ptx::wait_for_previous_grid();  // which zeroed the turns
+      ptx::wait_for_previous_grid();  // which zeroed the tickets
       smem.pieces_before[warpgroup] = tilewise::await_pieces(
-          piece_turns(), plan.piece, plan.pieces, params.order == by_keys, true);
+          piece_tickets(), plan.piece, plan.pieces, params.order == key_order, true);
     }
     ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + warpgroup);
     return smem.pieces_before[warpgroup];
   }
   __device__ __forceinline__ void end_piece() {
     ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + warpgroup);
-    if (threadIdx.x % 128 == 0) ptx::add_release(&piece_turns()->added, 1);
+    if (threadIdx.x % 128 == 0) ptx::add_release(&piece_tickets()->added, 1);
   }
 
   // Step 9 of a piece that is not the last: one gradient to its sums over pieces, at `place`.
@@ -266,13 +308,12 @@ struct ProductWarpgroup {
       for (int pair = begin; pair < begin + at_once; ++pair) {
         const float* x = &sums[pair / (count / 8)][pair % (count / 8) * 8];
         const float4 low = other[2 * (pair - begin)], high = other[2 * (pair - begin) + 1];
-        ptx::stmatrix_x4(
-            address + pair / 4 * panel_bytes(block_kv) +
-                swizzled_chunk(lane % 16, pair % 4 * 2 + lane / 16),
-            ptx::pack<config.bf16>((x[0] + low.x) * scale, (x[1] + low.y) * scale),
-            ptx::pack<config.bf16>((x[2] + low.z) * scale, (x[3] + low.w) * scale),
-            ptx::pack<config.bf16>((x[4] + high.x) * scale, (x[5] + high.y) * scale),
-            ptx::pack<config.bf16>((x[6] + high.z) * scale, (x[7] + high.w) * scale));
+        ptx::stmatrix_x4(address + pair / 4 * panel_bytes(block_kv) +
+                             swizzled_chunk(lane % 16, pair % 4 * 2 + lane / 16),
+                         ptx::pack<config.bf16>((x[0] + low.x) * scale, (x[1] + low.y) * scale),
+                         ptx::pack<config.bf16>((x[2] + low.z) * scale, (x[3] + low.w) * scale),
+                         ptx::pack<config.bf16>((x[4] + high.x) * scale, (x[5] + high.y) * scale),
+                         ptx::pack<config.bf16>((x[6] + high.z) * scale, (x[7] + high.w) * scale));
       }
     }
     ptx::fence_proxy_async();
@@ -281,40 +322,45 @@ struct ProductWarpgroup {
 #pragma unroll
       for (int panel = 0; panel < panel_count(columns); ++panel)
         ptx::tma_store_4d(&map, staging + panel * panel_bytes(block_kv), panel * panel_columns,
-                          plan.kv_tile * block_kv + row + warp * 16, plan.head_kv, plan.batch);
+                          sequence().k_start() + plan.kv_tile * block_kv + row + warp * 16,
+                          plan.head_kv, sequence().batch(plan.batch));
       ptx::tma_store_commit();
     }
   }
 };
 
 // A warpgroup owns dK and dV of 64 keys.
-template <BackwardConfig config>
-struct KeysWarpgroup : ProductWarpgroup<config> {
-  using Base = ProductWarpgroup<config>;
+template <BackwardConfig config, typename Policy, typename Extents>
+struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
+  using Base = ProductWarpgroup<config, Policy, Extents>;
   using Base::block_q, Base::smem, Base::params, Base::plan;
   using typename Base::Fragment, typename Base::Packed;
 
   typename Base::KeySums dk;
   typename Base::ValueSums dv;
 
-  // dS of this step from its weights and dP. With a softcap its slope comes in.
+  // dS of this step from its weights and dP.
   __device__ __forceinline__ void form_ds(
       Packed& ds, const Weights<config.keeps_rest(), config.bf16, block_q / 2>& weights,
-      const Fragment& dp) {
-    const float* start = smem.start_s[this->position.stage];
+      const Fragment& dp, SeenTile tile) {
+    const int stage = this->position.stage;
+    const float* start = smem.start_s[stage];
+    auto terms = Policy::backward(params, typename Base::Place{*this, tile, stage});
 #pragma unroll
     for (int i = 0; i < block_q / 2; i += 2) {
       float x[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float p = weights.get(i + h);
-        x[h] = p * dp[i + h];
-        if constexpr (config.softcap)
-          x[h] *=
-              cap_slope(p, start[i / 4 * 8 + 2 * (this->lane % 4) + h], params.inverse_scale_log2);
+        const float ds = p * this->finished_dp(dp[i + h], i + h, terms, stage);
+        x[h] = terms.pull_back(ds, i + h, [&] {
+          return value_of_weight(p, -start[i / 4 * 8 + 2 * (this->lane % 4) + h],
+                                 params.inverse_scale_log2);
+        });
       }
       ds[i / 8][i / 2 % 4] = ptx::pack<config.bf16>(x[0], x[1]);
     }
+    terms.end();
   }
 
   // A step with no weight at all: dS is 0, and only the next scores are computed. `tile` becomes
@@ -335,34 +381,48 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
     this->arrive(&smem.q_empty[stage]);
   }
 
+  // Steps 4 and 5, with the weights that are kept.
+  __device__ __forceinline__ void multiply_dout(Fragment& dp, Packed& kept, int stage) {
+    const unsigned char* dout = smem.dout[stage];
+    this->start_dp(dp, stage);
+    wgmma::hold(dp);
+    if constexpr (config.makes_dkv) {
+      this->hold(dv);
+      this->hold(kept);
+    }
+    wgmma::fence();
+    this->template issue_scores<config.head_dim_v>(dp, smem.v, dout);
+    if constexpr (config.makes_dkv) this->issue_sums(dv, kept, dout);
+    wgmma::commit();
+    wgmma::wait<0>();
+    wgmma::hold(dp);
+    if constexpr (config.makes_dkv) {
+      this->hold(dv);
+      this->hold(kept);
+    }
+  }
+
   __device__ __forceinline__ void step(Fragment& s, SeenTile& tile, bool last) {
     const int stage = this->position.stage;
     Packed ds;
     {
       Weights<config.keeps_rest(), config.bf16, block_q / 2> weights;
-      this->exponentiate(s, smem.start_s[stage], tile);
+      this->exponentiate(s, stage, tile);
       weights.set(s);
       this->wait_dout(this->position);
-      const unsigned char* dout = smem.dout[stage];
       Fragment dp;
-      start_from(dp, smem.start_dp[stage]);
-      wgmma::hold(dp);
-      if constexpr (config.makes_dkv) {
-        this->hold(dv);
-        this->hold(weights.packed);
+      if constexpr (Policy::drops) {
+        Packed kept;
+#pragma unroll
+        for (int i = 0; i < block_q / 4; ++i) kept[i / 4][i % 4] = weights.packed[i / 4][i % 4];
+        Policy::drop(kept, params, typename Base::Place{*this, tile, stage});
+        multiply_dout(dp, kept, stage);
+      } else {
+        multiply_dout(dp, weights.packed, stage);
       }
-      wgmma::fence();
-      this->template issue_scores<config.head_dim_v>(dp, smem.v, dout);
-      if constexpr (config.makes_dkv) this->issue_sums(dv, weights.packed, dout);
-      wgmma::commit();
-      wgmma::wait<0>();
-      wgmma::hold(dp);
-      if constexpr (config.makes_dkv) {
-        this->hold(dv);
-        this->hold(weights.packed);
-      }
-      this->arrive(&smem.dout_empty[stage]);
-      form_ds(ds, weights, dp);
+      if constexpr (!Policy::drops) this->arrive(&smem.dout_empty[stage]);
+      form_ds(ds, weights, dp, tile);
+      if constexpr (Policy::drops) this->arrive(&smem.dout_empty[stage]);
     }
     this->store_ds(ds);
     this->position.advance();
@@ -436,7 +496,7 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
     }
     // Why: rows of V are read by this warpgroup alone, but maybe by another of its warps.
     ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + this->warpgroup);
-    if (params.store_dv) this->store(dv, dv_others, 1.0f, smem.v, params.dv_map);
+    if (params.store_dv) this->store(dv, dv_others, this->kept_weight(), smem.v, params.dv_map);
     this->wait_for_dq();
     if (params.store_dk) this->store(dk, dk_others, params.dqk_scale, smem.k, params.dk_map);
     if (this->lane == 0) ptx::tma_store_wait_read<0>();
@@ -444,30 +504,32 @@ struct KeysWarpgroup : ProductWarpgroup<config> {
 };
 
 // Two warpgroups share 64 keys: this one owns dV, makes the weights and hands them over.
-template <BackwardConfig config>
-struct ValueWarpgroup : ProductWarpgroup<config> {
-  using Base = ProductWarpgroup<config>;
+template <BackwardConfig config, typename Policy, typename Extents>
+struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
+  using Base = ProductWarpgroup<config, Policy, Extents>;
   using Base::block_q, Base::smem, Base::params, Base::plan;
   using typename Base::Fragment, typename Base::Packed;
 
   typename Base::ValueSums dv;
 
-  // The dK warpgroup multiplies dP with these: P, times the slope of the softcap.
-  __device__ __forceinline__ void hand_over(const Fragment& p, const float* start, u32 phase) {
+  // The dK warpgroup multiplies dP with these: P, times the slopes of the terms. Where operands
+  // have gradients it pulls dS back itself, which then is that of the last term.
+  __device__ __forceinline__ void hand_over(const Fragment& p, int stage, SeenTile tile,
+                                            u32 phase) {
     ptx::mbarrier_wait(&smem.weights_empty, phase ^ 1);
     float4* room = reinterpret_cast<float4*>(smem.weights) + threadIdx.x % 128;
-    const float2* pairs = reinterpret_cast<const float2*>(start) + threadIdx.x % 4;
+    const float2* pairs = reinterpret_cast<const float2*>(smem.start_s[stage]) + threadIdx.x % 4;
+    auto terms = Policy::backward(params, typename Base::Place{*this, tile, stage});
 #pragma unroll
     for (int i = 0; i < block_q / 2; i += 4) {
-      float4 x{p[i], p[i + 1], p[i + 2], p[i + 3]};
-      if constexpr (config.softcap) {
-        const float2 pair = pairs[i];
-        x.x *= cap_slope(x.x, pair.x, params.inverse_scale_log2);
-        x.y *= cap_slope(x.y, pair.y, params.inverse_scale_log2);
-        x.z *= cap_slope(x.z, pair.x, params.inverse_scale_log2);
-        x.w *= cap_slope(x.w, pair.y, params.inverse_scale_log2);
-      }
-      room[i / 4 * 128] = x;
+      const float2 pair = pairs[i];
+      auto sloped = [&](int h) {
+        if constexpr (Policy::has_gradient) return p[i + h];
+        return terms.pull_back(p[i + h], i + h, [&] {
+          return value_of_weight(p[i + h], h % 2 ? -pair.y : -pair.x, params.inverse_scale_log2);
+        });
+      };
+      room[i / 4 * 128] = float4{sloped(0), sloped(1), sloped(2), sloped(3)};
     }
     this->arrive(&smem.weights_full);
   }
@@ -475,9 +537,10 @@ struct ValueWarpgroup : ProductWarpgroup<config> {
   __device__ __forceinline__ void step(Fragment& s, SeenTile& tile, u32 phase, bool last) {
     Weights<false, config.bf16, block_q / 2> weights;
     const int stage = this->position.stage;
-    this->exponentiate(s, smem.start_s[stage], tile);
+    this->exponentiate(s, stage, tile);
     if constexpr (config.makes_dkv) {
       weights.set(s);
+      Policy::drop(weights.packed, params, typename Base::Place{*this, tile, stage});
       this->wait_dout(this->position);
       this->hold(dv);
       this->hold(weights.packed);
@@ -485,7 +548,7 @@ struct ValueWarpgroup : ProductWarpgroup<config> {
       this->issue_sums(dv, weights.packed, smem.dout[stage]);
       wgmma::commit();
     }
-    hand_over(s, smem.start_s[stage], phase);
+    hand_over(s, stage, tile, phase);
     this->arrive(&smem.q_empty[stage]);
     this->position.advance();
     if (!last) {
@@ -538,37 +601,61 @@ struct ValueWarpgroup : ProductWarpgroup<config> {
         return this->end_piece();
       }
     }
-    if (params.store_dv) this->store(dv, others, 1.0f, smem.v, params.dv_map);
+    if (params.store_dv) this->store(dv, others, this->kept_weight(), smem.v, params.dv_map);
     if (this->lane == 0) ptx::tma_store_wait_read<0>();
   }
 };
 
 // ... and this one owns dK, and makes dS.
-template <BackwardConfig config>
-struct KeyWarpgroup : ProductWarpgroup<config> {
-  using Base = ProductWarpgroup<config>;
+template <BackwardConfig config, typename Policy, typename Extents>
+struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
+  using Base = ProductWarpgroup<config, Policy, Extents>;
   using Base::block_q, Base::smem, Base::params, Base::plan;
   using typename Base::Fragment, typename Base::Packed;
 
   typename Base::KeySums dk;
 
+  // Where terms have a say in dS, their place must be known, which comes with Q.
+  static constexpr bool needs_place = Policy::drops || Policy::has_gradient;
+
   __device__ __forceinline__ void form_ds(Packed& ds, const Fragment& dp, u32 phase) {
+    const int stage = this->position.stage;
+    SeenTile tile(0);
+    if constexpr (needs_place) {
+      this->wait_q(this->position);
+      tile = this->seen_tile(this->position);
+    }
+    auto terms = Policy::backward(params, typename Base::Place{*this, tile, stage});
     ptx::mbarrier_wait(&smem.weights_full, phase);
     const float4* room = reinterpret_cast<const float4*>(smem.weights) + threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < block_q / 2; i += 4) {
-      const float4 p = room[i / 4 * 128];
-      ds[i / 8][i / 2 % 4] = ptx::pack<config.bf16>(p.x * dp[i], p.y * dp[i + 1]);
-      ds[i / 8][i / 2 % 4 + 1] = ptx::pack<config.bf16>(p.z * dp[i + 2], p.w * dp[i + 3]);
+      const float4 quad = room[i / 4 * 128];
+      const float p[4] = {quad.x, quad.y, quad.z, quad.w};
+      float x[4];
+#pragma unroll
+      for (int h = 0; h < 4; ++h) {
+        x[h] = p[h] * this->finished_dp(dp[i + h], i + h, terms, stage);
+        if constexpr (Policy::has_gradient)
+          x[h] = terms.pull_back(x[h], i + h, [&] {
+            return value_of_weight(p[h],
+                                   -smem.start_s[stage][column_of(i + h) + 2 * (threadIdx.x % 4)],
+                                   params.inverse_scale_log2);
+          });
+      }
+      ds[i / 8][i / 2 % 4] = ptx::pack<config.bf16>(x[0], x[1]);
+      ds[i / 8][i / 2 % 4 + 1] = ptx::pack<config.bf16>(x[2], x[3]);
     }
+    terms.end();
     this->arrive(&smem.weights_empty);
   }
 
   __device__ __forceinline__ void step(Fragment& dp, u32 phase, bool last) {
     Packed ds;
     const int stage = this->position.stage;
-    this->arrive(&smem.dout_empty[stage]);
+    if constexpr (!Policy::drops) this->arrive(&smem.dout_empty[stage]);
     form_ds(ds, dp, phase);
+    if constexpr (Policy::drops) this->arrive(&smem.dout_empty[stage]);
     this->store_ds(ds);
     this->wait_q(this->position);
     this->position.advance();
@@ -582,7 +669,7 @@ struct KeyWarpgroup : ProductWarpgroup<config> {
     this->publish_ds();
     if (!last) {
       this->wait_dout(this->position);
-      start_from(dp, smem.start_dp[this->position.stage]);
+      this->start_dp(dp, this->position.stage);
       wgmma::hold(dp);
       wgmma::fence();
       this->template issue_scores<config.head_dim_v>(dp, smem.v, smem.dout[this->position.stage]);
@@ -603,7 +690,7 @@ struct KeyWarpgroup : ProductWarpgroup<config> {
       Fragment dp;
       ptx::mbarrier_wait(&smem.v_full, 0);
       this->wait_dout(this->position);
-      start_from(dp, smem.start_dp[0]);
+      this->start_dp(dp, 0);
       wgmma::hold(dp);
       wgmma::fence();
       this->template issue_scores<config.head_dim_v>(dp, smem.v, smem.dout[0]);

@@ -15,9 +15,9 @@ struct BackwardBarrierId {
 };
 
 // Where the query tile of a step lies among all (batch, head, query tile).
-template <typename Params>
+template <typename Params, typename Extents>
 __device__ __forceinline__ long long query_tile_index(const Params& params,
-                                                      const BackwardPlan& plan,
+                                                      const BackwardPlan<Extents>& plan,
                                                       const StepCursor& at) {
   const int head = plan.head_kv * params.heads_per_kv + at.head;
   const int heads = params.heads_kv * params.heads_per_kv;
@@ -25,13 +25,15 @@ __device__ __forceinline__ long long query_tile_index(const Params& params,
 }
 
 // One thread issues all loads.
-template <BackwardConfig config>
+template <BackwardConfig config, typename Policy, typename Extents>
 struct BackwardProducer {
   static constexpr int block_kv = config.block_kv();
 
   const BackwardParams& params;
-  BackwardSmem<config>& smem;
-  const BackwardPlan& plan;
+  BackwardSmem<config, Extents>& smem;
+  const BackwardPlan<Extents>& plan;
+
+  __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
   __device__ __forceinline__ void load_matrix(unsigned char* destination, const ptx::TensorMap& map,
                                               u64* barrier, int columns, int rows, int row,
@@ -39,28 +41,30 @@ struct BackwardProducer {
 #pragma unroll
     for (int panel = 0; panel < panel_count(columns); ++panel)
       ptx::tma_load_4d(destination + panel * panel_bytes(rows), &map, barrier,
-                       panel * panel_columns, row, head, plan.batch, policy);
+                       panel * panel_columns, row, head, sequence().batch(plan.batch), policy);
   }
 
   // Rows and columns beyond the tensors arrive as zeros.
   __device__ __forceinline__ void load_k() {
     ptx::mbarrier_arrive_expect_tx(&smem.k_full, sizeof(smem.k));
     load_matrix(smem.k, params.k_map, &smem.k_full, config.head_dim, block_kv,
-                plan.kv_tile * block_kv, plan.head_kv, ptx::CachePolicy::evict_first);
+                sequence().k_start() + plan.kv_tile * block_kv, plan.head_kv,
+                ptx::CachePolicy::evict_first);
   }
   __device__ __forceinline__ void load_v() {
     ptx::mbarrier_arrive_expect_tx(&smem.v_full, sizeof(smem.v));
     load_matrix(smem.v, params.v_map, &smem.v_full, config.head_dim_v, block_kv,
-                plan.kv_tile * block_kv, plan.head_kv, ptx::CachePolicy::evict_first);
+                sequence().k_start() + plan.kv_tile * block_kv, plan.head_kv,
+                ptx::CachePolicy::evict_first);
   }
 
   // What a query tile is to the 64 keys of a product warpgroup.
   __device__ __forceinline__ SeenTile seen(int q_tile, int warpgroup) {
     if (!plan.partial(q_tile)) return {q_tile, SeenTile::full};
-    if constexpr (!config.by_keys) return {q_tile, SeenTile::partial};
-    const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
+    if constexpr (!config.warpgroups_own_keys) return {q_tile, SeenTile::partial};
+    const RowBand band = sequence().row_band();
     const int key = plan.kv_tile * block_kv + warpgroup * 64;
-    const bool hidden = key >= params.seq_k ||
+    const bool hidden = key >= sequence().seq_k() ||
                         (q_tile + 1) * config.block_q <= band.first_row(key) ||
                         q_tile * config.block_q >= band.end_row(key + 63);
     return {q_tile, hidden ? SeenTile::hidden : SeenTile::partial};
@@ -72,17 +76,19 @@ struct BackwardProducer {
     u64* full = &smem.q_full[stage];
     for (int warpgroup = 0; warpgroup < 2; ++warpgroup)
       smem.seen_tile[stage][warpgroup] = seen(at.q_tile, warpgroup).packed;
+    if constexpr (Policy::uses_head)
+      smem.head[stage] = plan.head_kv * params.heads_per_kv + at.head;
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.q[0]) + sizeof(smem.start_s[0]));
     load_matrix(smem.q[stage], params.q_map, full, config.head_dim, config.block_q,
-                at.q_tile * config.block_q, plan.head_kv * params.heads_per_kv + at.head,
-                ptx::CachePolicy::evict_last);
+                sequence().q_start() + at.q_tile * config.block_q,
+                plan.head_kv * params.heads_per_kv + at.head, ptx::CachePolicy::evict_last);
   }
   __device__ __forceinline__ void load_dout(int stage, const StepCursor& at) {
     u64* full = &smem.dout_full[stage];
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.dout[0]) + sizeof(smem.start_dp[0]));
     load_matrix(smem.dout[stage], params.dout_map, full, config.head_dim_v, config.block_q,
-                at.q_tile * config.block_q, plan.head_kv * params.heads_per_kv + at.head,
-                ptx::CachePolicy::evict_last);
+                sequence().q_start() + at.q_tile * config.block_q,
+                plan.head_kv * params.heads_per_kv + at.head, ptx::CachePolicy::evict_last);
   }
   __device__ __forceinline__ void load_start(float* destination, const float* source, u64* full,
                                              const StepCursor& at) {
@@ -119,77 +125,80 @@ struct BackwardProducer {
 };
 
 // The KV tiles that add to the dQ of a query tile.
-template <int block_q, int block_kv, typename Params>
-__device__ __forceinline__ TileRange adders(const Params& params, int q_tile) {
-  const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+template <int block_q, int block_kv, typename Params, typename Extents>
+__device__ __forceinline__ TileRange adders(const Params& params, const BackwardPlan<Extents>& plan,
+                                            int q_tile) {
+  const auto sequence = sequence_of<Extents>(params, plan);
   const int row = q_tile * block_q;
-  return touched_tiles(band, row, min_int(row + block_q, params.seq_q), block_kv);
+  return touched_tiles(sequence.band(), row, min_int(row + block_q, sequence.seq_q()), block_kv);
 }
-template <int block_q, int block_kv, typename Params>
-__device__ __forceinline__ Turn turn_by_keys(const Params& params, const BackwardPlan& plan,
-                                             int q_tile) {
-  const TileRange tiles = adders<block_q, block_kv>(params, q_tile);
+template <int block_q, int block_kv, typename Params, typename Extents>
+__device__ __forceinline__ DqTicket ticket_by_keys(const Params& params,
+                                                   const BackwardPlan<Extents>& plan, int q_tile) {
+  const TileRange tiles = adders<block_q, block_kv>(params, plan, q_tile);
   const int later = tiles.end - 1 - plan.kv_tile, earlier = plan.kv_tile - tiles.begin;
-  return plan.stride > 0 ? Turn{later, earlier} : Turn{earlier, later};
+  return plan.stride > 0 ? DqTicket{later, earlier} : DqTicket{earlier, later};
 }
 
-// The turns of the KV tiles at the sums of dQ, kept by two threads of their own.
+// The tickets of the KV tiles for the sums of dQ, kept by two threads of their own.
 // Why: a fence or a look at global memory takes a good part of a step.
-template <BackwardConfig config>
-struct TurnKeeper {
+template <BackwardConfig config, typename Extents>
+struct DqTicketKeeper {
   const BackwardParams& params;
-  BackwardSmem<config>& smem;
-  const BackwardPlan& plan;
+  BackwardSmem<config, Extents>& smem;
+  const BackwardPlan<Extents>& plan;
 
-  __device__ __forceinline__ TileTurns* turns_at(const StepCursor& at) {
-    return params.turns + query_tile_index(params, plan, at);
+  __device__ __forceinline__ DqTickets* tickets_at(const StepCursor& at) {
+    return params.dq_tickets + query_tile_index(params, plan, at);
   }
-  __device__ __forceinline__ Turn numbered(int before, int q_tile) {
-    return {before, adders<config.block_q, config.block_kv()>(params, q_tile).count() - 1 - before};
+  __device__ __forceinline__ DqTicket numbered(int before, int q_tile) {
+    return {before,
+            adders<config.block_q, config.block_kv()>(params, plan, q_tile).count() - 1 - before};
   }
 
-  // Looks ahead for turns that have come. By keys, all before must have added; by claim one, which
-  // is the first, and for the last all. Why this cannot hang: whoever is waited for runs already.
-  // By keys it has a smaller block index. By claim it has claimed its turn; it waits for nothing
-  // but the turn it claimed last, and of those who claimed the same tile the first waits for
-  // nobody, the others for it, the last for them.
+  // Looks ahead for tickets that have come up. In key order, all before must have added; in claim
+  // order one, which is the first, and for the last all. Why this cannot hang: a CTA that is waited
+  // for runs already. In key order it has work with a smaller number. In claim order it has taken
+  // its ticket; it waits for nothing but the ticket it took last, and of the CTAs with tickets for
+  // the same tile the first waits for none, the others for it, the last for them.
   __device__ __forceinline__ void await() {
     ptx::wait_for_previous_grid();
     StepCursor cursor(plan);
-    RingPosition<turn_stages> position(0), behind(0);
+    RingPosition<ticket_stages> position(0), behind(0);
     for (int step = 0; step < plan.steps; ++step) {
-      if (step >= turns_ahead) {
-        ptx::mbarrier_wait(&smem.turn_over[behind.stage], behind.phase);
+      if (step >= tickets_ahead) {
+        ptx::mbarrier_wait(&smem.ticket_over[behind.stage], behind.phase);
         behind.advance();
       }
-      TileTurns* turns = turns_at(cursor);
-      const Turn turn =
-          params.order == by_keys
-              ? turn_by_keys<config.block_q, config.block_kv()>(params, plan, cursor.q_tile)
-              : numbered(ptx::add_relaxed(&turns->claimed, 1), cursor.q_tile);
-      const int awaited =
-          params.order == by_keys || turn.after == 0 ? turn.before : min_int(turn.before, 1);
+      DqTickets* tickets = tickets_at(cursor);
+      const DqTicket ticket =
+          params.order == key_order
+              ? ticket_by_keys<config.block_q, config.block_kv()>(params, plan, cursor.q_tile)
+              : numbered(ptx::add_relaxed(&tickets->claimed, 1), cursor.q_tile);
+      const int awaited = params.order == key_order || ticket.after == 0
+                              ? ticket.before
+                              : min_int(ticket.before, 1);
       if (awaited > 0) {
-        while (ptx::load_acquire(&turns->added) < awaited) {
+        while (ptx::load_acquire(&tickets->added) < awaited) {
         }
       }
-      smem.turn[position.stage] = turn;
-      ptx::mbarrier_arrive(&smem.turn_come[position.stage]);
+      smem.dq_ticket[position.stage] = ticket;
+      ptx::mbarrier_arrive(&smem.ticket_come[position.stage]);
       position.advance();
       cursor.advance(plan);
     }
   }
 
-  // Passes turns on. A turn comes only if the one `turn_stages` steps ago is passed: so neither
+  // Passes tickets on. One comes up only if the one `ticket_stages` steps ago is passed: so neither
   // barrier gets ahead of this thread by a whole phase.
   __device__ __forceinline__ void pass() {
-    for (int i = 0; i < turn_stages; ++i) ptx::mbarrier_arrive(&smem.turn_come[i]);
+    for (int i = 0; i < ticket_stages; ++i) ptx::mbarrier_arrive(&smem.ticket_come[i]);
     StepCursor cursor(plan);
-    RingPosition<turn_stages> position(0);
+    RingPosition<ticket_stages> position(0);
     for (int step = 0; step < plan.steps; ++step) {
-      ptx::mbarrier_wait(&smem.turn_over[position.stage], position.phase);
-      ptx::add_release(&turns_at(cursor)->added, 1);
-      ptx::mbarrier_arrive(&smem.turn_come[position.stage]);
+      ptx::mbarrier_wait(&smem.ticket_over[position.stage], position.phase);
+      ptx::add_release(&tickets_at(cursor)->added, 1);
+      ptx::mbarrier_arrive(&smem.ticket_come[position.stage]);
       position.advance();
       cursor.advance(plan);
     }
@@ -210,8 +219,8 @@ __device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
   x[3] = odd ? y[3] : d;
 }
 
-template <BackwardConfig config>
-struct QueryWarpgroup {
+template <BackwardConfig config, typename Extents>
+struct DqWarpgroup {
   static constexpr int block_kv = config.block_kv();
   static constexpr int columns = config.dq_columns;
   static constexpr int passes = config.head_dim / columns, parts = passes * config.q_blocks();
@@ -220,8 +229,8 @@ struct QueryWarpgroup {
                 (columns % 64 == 0 || columns == config.head_dim));
 
   const BackwardParams& params;
-  BackwardSmem<config>& smem;
-  const BackwardPlan& plan;
+  BackwardSmem<config, Extents>& smem;
+  const BackwardPlan<Extents>& plan;
   // Why asked again each time: the answer would be kept in a register that is needed elsewhere.
   struct Thread {
     __device__ __forceinline__ operator int() const { return ptx::thread_again() % 128; }
@@ -283,13 +292,14 @@ struct QueryWarpgroup {
       ptx::add_to_global(place + i * 512, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
   }
 
-  __device__ __forceinline__ void await_turn() {
-    const auto turn = RingPosition<turn_stages>::after(step);
-    ptx::mbarrier_wait(&smem.turn_come[turn.stage], turn.phase);
+  __device__ __forceinline__ void await_ticket() {
+    const auto at = RingPosition<ticket_stages>::after(step);
+    ptx::mbarrier_wait(&smem.ticket_come[at.stage], at.phase);
   }
-  __device__ __forceinline__ void end_turn() {
+  __device__ __forceinline__ void end_ticket() {
     __syncwarp();
-    if (thread % 32 < arrivals_of_warp) ptx::mbarrier_arrive(&smem.turn_over[step % turn_stages]);
+    if (thread % 32 < arrivals_of_warp)
+      ptx::mbarrier_arrive(&smem.ticket_over[step % ticket_stages]);
   }
 
   // The only KV tile, or the last to come, writes dQ. The four lanes that share a row trade column
@@ -298,8 +308,10 @@ struct QueryWarpgroup {
     const int row =
         cursor.q_tile * config.block_q + block * 64 + thread / 32 * 16 + thread % 32 / 4;
     const int head = plan.head_kv * params.heads_per_kv + cursor.head;
-    ptx::u16* place = static_cast<ptx::u16*>(params.dq) + plan.batch * params.dq_batch_stride +
-                      head * params.dq_head_stride;
+    const auto sequence = sequence_of<Extents>(params, plan);
+    ptx::u16* place = static_cast<ptx::u16*>(params.dq) +
+                      sequence.batch(plan.batch) * params.dq_batch_stride +
+                      head * params.dq_head_stride + sequence.q_start() * params.dq_seq_stride;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -311,7 +323,7 @@ struct QueryWarpgroup {
                                             dq[4 * (i + c) + 2 * r + 1] * params.dqk_scale);
         transpose_quad(pairs);
         const int column = pass * columns + (i + thread % 4) * 8;
-        if (row + 8 * r < params.seq_q && column < params.head_dim)
+        if (row + 8 * r < sequence.seq_q() && column < params.head_dim)
           ptx::store_global(place + (row + 8 * r) * params.dq_seq_stride + column, pairs);
       }
     }
@@ -323,9 +335,9 @@ struct QueryWarpgroup {
   };
   __device__ __forceinline__ Place place() {
     if (config.writes_dq) return {true, true};
-    if (params.order == freely) return {false, false};
-    await_turn();
-    const Turn order = smem.turn[step % turn_stages];
+    if (params.order == any_order) return {false, false};
+    await_ticket();
+    const DqTicket order = smem.dq_ticket[step % ticket_stages];
     return {order.before == 0, order.after == 0};
   }
 
@@ -351,7 +363,7 @@ struct QueryWarpgroup {
         else
           add(dq, block, pass);
       }
-      if (!config.writes_dq && params.order != freely) end_turn();
+      if (!config.writes_dq && params.order != any_order) end_ticket();
     }
   }
 };

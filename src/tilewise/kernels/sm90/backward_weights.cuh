@@ -1,16 +1,16 @@
 // The elementwise part of a backward step: weights from scores, and what a thread keeps of them.
 //
 // A thread's fragment of S^T, P^T, dP^T or dS^T: element i belongs to key row 16 warp + lane / 4 +
-// 8
-// * row_of(i) and query column 8 (i / 4) + 2 (lane % 4) + i % 2.
+// 8 row_of(i) and query column 2 (lane % 4) + column_of(i).
 #pragma once
 
+#include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "backward_config.cuh"
 
 namespace tilewise::sm90 {
 
-// Column vector `start` (in shared memory, one value a query) into every row of an accumulator.
+// Column vector `start` (in shared memory, one value per query) into every row of an accumulator.
 template <int count>
 __device__ __forceinline__ void start_from(float (&accumulator)[count], const float* start) {
   const float2* pairs = reinterpret_cast<const float2*>(start) + threadIdx.x % 4;
@@ -19,26 +19,6 @@ __device__ __forceinline__ void start_from(float (&accumulator)[count], const fl
     const float2 pair = pairs[4 * j];
     accumulator[4 * j] = accumulator[4 * j + 2] = pair.x;
     accumulator[4 * j + 1] = accumulator[4 * j + 3] = pair.y;
-  }
-}
-
-// S -> -inf where the band hides the query from the key, or the key does not exist.
-template <int count, typename Params>
-__device__ __forceinline__ void hide(float (&s)[count], const Params& params, int key,
-                                     int first_query) {
-  const RowBand band{params.band_first_shift, params.band_end_shift, params.seq_q};
-  first_query += 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row_key = key + 8 * r;
-    const int first = band.first_row(row_key) - first_query;
-    const int end = row_key < params.seq_k ? band.end_row(row_key) - first_query : -1;
-#pragma unroll
-    for (int i = 0; i < count; ++i) {
-      if (row_of(i) != r) continue;
-      const int offset = i / 4 * 8 + i % 2;
-      s[i] = offset >= first && offset < end ? s[i] : -infinity;
-    }
   }
 }
 
@@ -91,12 +71,5 @@ struct Weights {
     return __uint_as_float(bits == 0 ? 0 : (bits | byte) - half_unit);
   }
 };
-
-// The slope 1 - t^2 of the softcap at the score whose weight is p: t is found again from p, since
-// p = 2^(scale_log2 t + start). Where p is 0 the slope does not matter, but must be finite.
-__device__ __forceinline__ float cap_slope(float p, float start, float inverse_scale_log2) {
-  const float t = fmaxf((ptx::lg2(p) - start) * inverse_scale_log2, -1.0f);
-  return fmaf(-t, t, 1.0f);
-}
 
 }  // namespace tilewise::sm90

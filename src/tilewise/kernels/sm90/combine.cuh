@@ -1,7 +1,8 @@
 // What stands after a split forward kernel: the whole of its parts.
 //
 //   w_i = exp(lse_i - m), m = max lse_i;  out = sum w_i out_i / sum w_i;  lse = m + ln(sum w_i)
-// A warp a row, eight columns a lane. Parts are added in their order: the same bits every time.
+// One warp per row, eight columns per lane. Parts are added in their order: the same bits every
+// time.
 #pragma once
 
 #include "../common/softmax.cuh"
@@ -31,13 +32,13 @@ __device__ __forceinline__ void combine(const CombineParams& params) {
   ptx::allow_next_grid();
   ptx::wait_for_previous_grid();
   if (row >= params.rows) return;
-  float most = -infinity;
+  float max_lse = -infinity;
   for (int i = lane; i < params.splits; i += 32)
-    most = fmaxf(most, params.partial_lse[static_cast<long long>(i) * params.rows + row]);
+    max_lse = fmaxf(max_lse, params.partial_lse[static_cast<long long>(i) * params.rows + row]);
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2)
-    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, distance));
-  const float shift = most == -infinity ? 0.0f : most;  // -inf - -inf would be NaN
+    max_lse = fmaxf(max_lse, __shfl_xor_sync(0xffffffffu, max_lse, distance));
+  const float shift = max_lse == -infinity ? 0.0f : max_lse;  // -inf - -inf would be NaN
   const int column = lane * 8;
   float total = 0.0f, sums[8] = {};
 #pragma unroll 4

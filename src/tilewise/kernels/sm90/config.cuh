@@ -1,6 +1,7 @@
 // The compile-time choices of the forward kernel, its parameters and its shared memory.
 #pragma once
 
+#include "../common/extents.cuh"
 #include "../common/layout.cuh"
 #include "../common/mask.cuh"
 #include "../common/schedule.cuh"
@@ -10,7 +11,7 @@ namespace tilewise::sm90 {
 
 enum MaskKind : int { mask_full = 0, mask_causal = 1, mask_window = 2 };
 
-// Mirrored field by field by `Config` in backends/sm90.py.
+// Mirrored field by field by `Config` in engine/sm90/forward.py.
 struct Config {
   bool bf16;       // else fp16
   int head_dim;    // class of q and k: a multiple of 16; smaller heads are zero-filled up to it
@@ -19,8 +20,8 @@ struct Config {
   int block_kv;
   int k_stages;
   int v_stages;
-  int mask;  // MaskKind
-  bool softcap;
+  int mask;         // MaskKind
+  bool has_terms;   // whether the policy of scores has any; kernels read them there
   bool pingpong;    // consumer warpgroups take turns to issue their products
   int ctas_per_sm;  // CTAs that share a multiprocessor
   bool split;       // work is a part of the keys of a query tile; combine.cuh puts parts together
@@ -28,7 +29,7 @@ struct Config {
   TILEWISE_INLINE int block_q() const { return consumers * 64; }
   TILEWISE_INLINE int threads() const { return (consumers + 1) * 128; }
   TILEWISE_INLINE bool masked() const { return mask != mask_full; }
-  TILEWISE_INLINE bool turns() const { return pingpong && consumers > 1; }
+  TILEWISE_INLINE bool pingpongs() const { return pingpong && consumers > 1; }
   // Panels of out for which there is room in shared memory at a time: all, or half of a large head.
   TILEWISE_INLINE int staged_panels() const {
     return head_dim <= 128 ? panel_count(head_dim_v) : (panel_count(head_dim_v) + 1) / 2;
@@ -76,7 +77,8 @@ struct Params {
 
 // What a CTA does for one work tile: its rows, and the KV tiles that they touch, in part or in
 // full.
-struct TilePlan {
+template <typename Extents>
+struct TilePlan : Extents::Record {
   static constexpr int no_more_work = -1;  // in row_begin
 
   WorkTile tile;
@@ -92,7 +94,7 @@ struct TilePlan {
 
 constexpr int work_slots = 2;
 
-template <Config config>
+template <Config config, typename Extents>
 struct Smem {
   alignas(1024) unsigned char q[config.consumers][matrix_bytes(64, config.head_dim)];
   alignas(1024) unsigned char k[config.k_stages][matrix_bytes(config.block_kv, config.head_dim)];
@@ -103,7 +105,7 @@ struct Smem {
   ptx::u64 v_full[config.v_stages], v_empty[config.v_stages], v_scanned[config.v_stages];
   ptx::u64 out_full[config.consumers], out_empty[config.consumers];
   ptx::u64 work_full[work_slots], work_empty[work_slots];
-  TilePlan plan[work_slots];
+  TilePlan<Extents> plan[work_slots];
   TileRange own[work_slots][config.consumers];  // the part of plan.touched that a warpgroup sees
   int met_nonfinite[work_slots];
 };

@@ -1,6 +1,7 @@
 // The consumer warpgroups of the forward kernel. Steps, roles and barriers: forward.cuh.
 #pragma once
 
+#include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "config.cuh"
 #include "producer.cuh"
@@ -14,19 +15,22 @@ using ptx::u32;
 using ptx::u64;
 
 struct BarrierId {
-  static constexpr int turn = 1;  // + warpgroup
+  static constexpr int pingpong = 1;  // + warpgroup
 };
 
 // What a warpgroup does of a work tile: 64 rows, and the KV tiles that they see.
 // Why a pointer: the plan stays in shared memory, registers are for what the loop needs.
-struct Part {
-  const TilePlan* plan;
+template <typename Extents>
+struct PartOf {
+  const TilePlan<Extents>* plan;
   int row_begin;
   TileRange own;
 };
 
-template <Config config>
+template <Config config, typename Policy, typename Extents>
 struct Consumer {
+  using Plan = TilePlan<Extents>;
+  using Part = PartOf<Extents>;
   static constexpr int block_kv = config.block_kv;
   static constexpr int panels = panel_count(config.head_dim_v), staged = config.staged_panels();
   static constexpr bool in_two_parts = staged < panels && !config.split;
@@ -36,8 +40,8 @@ struct Consumer {
   using ScoreProduct = wgmma::Product<block_kv, config.bf16>;
   using ValueProduct = wgmma::Product<config.head_dim_v, config.bf16>;
 
-  const Params& params;
-  Smem<config>& smem;
+  const ParamsOf<Params, Policy, Extents>& params;
+  Smem<config, Extents>& smem;
   const int warpgroup;
   const int warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32;
@@ -58,16 +62,20 @@ struct Consumer {
   float o[config.head_dim_v / 2];
   Softmax softmax;
 
+  __device__ __forceinline__ auto sequence(const Part& part) const {
+    return sequence_of<Extents>(params, *part.plan);
+  }
+
   __device__ __forceinline__ void arrive(u64* barrier) {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  __device__ __forceinline__ void take_turn() {
-    if constexpr (config.turns()) ptx::barrier_sync<256>(BarrierId::turn + warpgroup);
+  __device__ __forceinline__ void await_pingpong() {
+    if constexpr (config.pingpongs()) ptx::barrier_sync<256>(BarrierId::pingpong + warpgroup);
   }
-  __device__ __forceinline__ void pass_turn() {
-    if constexpr (config.turns())
-      ptx::barrier_arrive<256>(BarrierId::turn +
+  __device__ __forceinline__ void pass_pingpong() {
+    if constexpr (config.pingpongs())
+      ptx::barrier_arrive<256>(BarrierId::pingpong +
                                (warpgroup + 1 == config.consumers ? 0 : warpgroup + 1));
   }
 
@@ -114,28 +122,37 @@ struct Consumer {
     v_position.advance();
   }
 
-  __device__ __forceinline__ void cap() {
-    if constexpr (config.softcap) apply_softcap(s, params.softcap_in);
-  }
+  // Where this thread's scores lie.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::queries;
+    const Consumer& kernel;
+    const Part& part;
+    const int kv_tile;
 
-  // Step 3. The thread's columns in the tile are 8j + 2(lane % 4) + {0, 1}.
-  __device__ __forceinline__ void hide(int row_begin, int kv_tile) {
-    const Band band = band_of(params);
-    const int column = kv_tile * block_kv + 2 * (lane % 4);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = row_begin + warp * 16 + lane / 4 + 8 * r;
-      const int end = (config.masked() ? band.end_key(row) : params.seq_k) - column;
-      const int first = config.mask == mask_window ? band.first_key(row) - column : 0;
-#pragma unroll
-      for (int i = 0; i < block_kv / 2; ++i) {
-        if (row_of(i) != r) continue;
-        const int offset = i / 4 * 8 + i % 2;
-        bool visible = offset < end;
-        if constexpr (config.mask == mask_window) visible = visible && offset >= first;
-        s[i] = visible ? s[i] : -infinity;
-      }
+    __device__ __forceinline__ int row() const {
+      return part.row_begin + kernel.warp * 16 + kernel.lane / 4;
     }
+    __device__ __forceinline__ int column() const {
+      return kv_tile * block_kv + 2 * (kernel.lane % 4);
+    }
+    __device__ __forceinline__ int batch() const { return part.plan->tile.batch; }
+    __device__ __forceinline__ int head() const { return part.plan->tile.head; }
+    __device__ __forceinline__ Band band() const { return kernel.sequence(part).band(); }
+    __device__ __forceinline__ RowBand row_band() const { return kernel.sequence(part).row_band(); }
+  };
+
+  // Step 2.
+  __device__ __forceinline__ void apply_terms(const Part& part, int kv_tile) {
+    Policy::apply(s, params, Unit{}, Place{*this, part, kv_tile});
+  }
+  // Step 3.
+  __device__ __forceinline__ void hide(const Part& part, int kv_tile) {
+    Policy::hide(s, params, Place{*this, part, kv_tile});
+  }
+  // P as step 8 takes it.
+  __device__ __forceinline__ void pack(const Part& part, int kv_tile) {
+    Policy::drop(s, params, Place{*this, part, kv_tile});
+    pack_block<config.bf16>(s, p);
   }
 
   __device__ __forceinline__ void rescale(const float (&alpha)[2]) {
@@ -145,7 +162,8 @@ struct Consumer {
 
   // Step 6, for a warp some thread of which has a block that is not good as it is. No product is in
   // flight here.
-  __device__ __forceinline__ void take_maximum_now(float (&block)[2]) {
+  __device__ __forceinline__ void take_maximum_now(const Part& part, int kv_tile,
+                                                   float (&block)[2]) {
     float alpha[2];
     if (__builtin_expect(__any_sync(0xffffffffu, !(block[0] < recoverable_bound &&
                                                    block[1] < recoverable_bound)),
@@ -153,7 +171,7 @@ struct Consumer {
       scores_again<config.bf16, config.head_dim, block_kv>(
           s, ptx::smem_address(smem.q[warpgroup]) + warp * panel_bytes(16),
           ptx::smem_address(smem.k[k_position.stage]));
-      cap();
+      apply_terms(part, kv_tile);
       softmax.exact_block(s, params.scale_log2, alpha);
     } else {
       softmax.raise(s, block, alpha);
@@ -166,27 +184,27 @@ struct Consumer {
     const int kv_tile = part.own.end - 1;
     ptx::mbarrier_wait(&smem.q_full[warpgroup], q_phase);
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
-    take_turn();
+    await_pingpong();
     wgmma::hold(s);
     wgmma::fence();
     issue_scores();
-    pass_turn();
+    pass_pingpong();
     wgmma::wait<0>();
     wgmma::hold(s);
     release_operands(kv_tile == part.own.begin);
     k_position.advance();
-    cap();
-    if (part.plan->partial(kv_tile)) hide(part.row_begin, kv_tile);
+    apply_terms(part, kv_tile);
+    if (part.plan->partial(kv_tile)) hide(part, kv_tile);
     float alpha[2];
     softmax.reset();
     softmax.exact_block(s, params.scale_log2, alpha);
-    pack_block<config.bf16>(s, p);
+    pack(part, kv_tile);
   }
 
   // Issues the scores of the tile at k_position and the values of the tile before it, together.
   __device__ __forceinline__ void issue_both(bool values_partial) {
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
-    take_turn();
+    await_pingpong();
     wgmma::hold(s);
     wgmma::hold(o);
     hold_probabilities();
@@ -195,7 +213,7 @@ struct Consumer {
     wait_values(values_partial);
     wgmma::fence();
     issue_values();
-    pass_turn();
+    pass_pingpong();
     wgmma::wait<1>();
     wgmma::hold(s);
   }
@@ -210,8 +228,8 @@ struct Consumer {
   __device__ __forceinline__ void exact_tile(const Part& part, int kv_tile, bool partial,
                                              bool values_partial) {
     issue_both(values_partial);
-    cap();
-    if (partial) hide(part.row_begin, kv_tile);
+    apply_terms(part, kv_tile);
+    if (partial) hide(part, kv_tile);
     float alpha[2];
     softmax.exact_block(s, params.scale_log2, alpha);
     // Why: the assembler sinks the exponentials below the next wait, but not across a branch. This
@@ -222,27 +240,27 @@ struct Consumer {
     k_position.advance();
     finish_values();
     rescale(alpha);
-    pack_block<config.bf16>(s, p);
+    pack(part, kv_tile);
   }
 
-  __device__ __forceinline__ void pack_and_release() {
+  __device__ __forceinline__ void pack_and_release(const Part& part, int kv_tile) {
     k_position.advance();
     hold_probabilities();
     release_values();
-    pack_block<config.bf16>(s, p);
+    pack(part, kv_tile);
   }
 
   // The steady loop: tiles n down to `last`, none of them partial; `before` as in attend().
   // Why the slow path stands behind the loop, which it re-enters: the loop's code stays in one
   // piece.
-  __device__ __forceinline__ void lazy_tiles(int& n, int last, bool& before) {
+  __device__ __forceinline__ void lazy_tiles(const Part& part, int& n, int last, bool& before) {
     while (n >= last) {
       float block[2];
       bool good = true;
       for (; n >= last; --n) {
         issue_both(before);
         before = false;
-        cap();
+        apply_terms(part, n);
         good = !__any_sync(0xffffffffu, !softmax.lazy_block(s, params.scale_log2, block));
         // Why a wait on either side of this branch: the assembler sinks exponentials below a wait,
         // but the branch needs all of them, so they stay above, under the products in flight. The
@@ -252,14 +270,14 @@ struct Consumer {
         release_operands(n == last);
         wgmma::wait<0>();
         wgmma::hold(o);
-        pack_and_release();
+        pack_and_release(part, n);
       }
       if (good) return;
       wgmma::wait_before_slow_path();
       wgmma::hold(o);
-      take_maximum_now(block);
+      take_maximum_now(part, n, block);
       release_operands(n == last);
-      pack_and_release();
+      pack_and_release(part, n);
       --n;
     }
   }
@@ -275,8 +293,8 @@ struct Consumer {
 
   __device__ __forceinline__ void skip_tiles(int count) {
     for (; count > 0; --count) {
-      take_turn();
-      pass_turn();
+      await_pingpong();
+      pass_pingpong();
       ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
       arrive(&smem.k_empty[k_position.stage]);
       k_position.advance();
@@ -293,7 +311,7 @@ struct Consumer {
 
   // Steps 1-8 for the other KV tiles.
   __device__ __forceinline__ void attend(const Part& part) {
-    const TilePlan& plan = *part.plan;
+    const Plan& plan = *part.plan;
     int n = part.own.end - 1;
     bool before = plan.partial(n--);  // whether the V tile still to be multiplied is partial
     // Why one more after a partial first tile: some row saw few keys there, so this one outweighs
@@ -305,7 +323,7 @@ struct Consumer {
       exact_tile(part, n--, partial, before);
       before = partial;
     }
-    lazy_tiles(n, max_int(part.own.begin, plan.full.begin), before);
+    lazy_tiles(part, n, max_int(part.own.begin, plan.full.begin), before);
     if constexpr (config.mask == mask_window) {
       for (; n >= part.own.begin; --n, before = true) exact_tile(part, n, true, before);
     }
@@ -318,47 +336,63 @@ struct Consumer {
   // Gives the rows that see inf or NaN in a partial V tile those values back: the scanner had
   // zeroed them.
   __device__ __forceinline__ void restore_nonfinite(const Part& part) {
-    const TilePlan& plan = *part.plan;
-    const Band band = band_of(params);
+    const Plan& plan = *part.plan;
+    const Band band = sequence(part).band();
     const u32* v = reinterpret_cast<const u32*>(params.v);
-    const long long head_offset = plan.tile.batch * params.v_batch_stride +
+    const long long head_offset = sequence(part).batch(plan.tile.batch) * params.v_batch_stride +
                                   plan.tile.head / params.heads_per_kv * params.v_head_stride +
-                                  2 * (lane % 4);
+                                  sequence(part).k_start() * params.v_seq_stride + 2 * (lane % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = part.row_begin + warp * 16 + lane / 4 + 8 * r;
-      for (int kv_tile = part.own.begin; kv_tile < part.own.end; ++kv_tile) {
-        if (!plan.partial(kv_tile)) continue;
-        const int end = min_int(band.end_key(row), (kv_tile + 1) * block_kv);
-        for (int key = max_int(band.first_key(row), kv_tile * block_kv); key < end; ++key) {
+      tilewise::restore_nonfinite(
+          band, row, part.own, block_kv, [&](int kv_tile) { return plan.partial(kv_tile); },
+          [&](int key) {
 #pragma unroll
-          for (int j = 0; j < config.head_dim_v / 8; ++j) {
-            if (j * 8 >= params.head_dim_v) continue;
-            const u32 pair = v[(head_offset + key * params.v_seq_stride + j * 8) / 2];
-            const u32 bad = nonfinite_bits<config.bf16>(pair);
-            if (bad & 0x8000u) o[4 * j + 2 * r] += ptx::unpack_low<config.bf16>(pair);
-            if (bad & 0x80000000u) o[4 * j + 2 * r + 1] += ptx::unpack_high<config.bf16>(pair);
-          }
-        }
-      }
+            for (int j = 0; j < config.head_dim_v / 8; ++j) {
+              if (j * 8 >= params.head_dim_v) continue;
+              const u32 pair = v[(head_offset + key * params.v_seq_stride + j * 8) / 2];
+              const u32 bad = nonfinite_bits<config.bf16>(pair);
+              if (bad & 0x8000u) o[4 * j + 2 * r] += ptx::unpack_low<config.bf16>(pair);
+              if (bad & 0x80000000u) o[4 * j + 2 * r + 1] += ptx::unpack_high<config.bf16>(pair);
+            }
+          });
     }
   }
 
   // Among the rows of all heads, batches and splits.
-  __device__ __forceinline__ long long first_row_of_head(const TilePlan& plan) {
-    const long long batch = plan.tile.batch + (config.split ? plan.split * params.batch : 0);
-    return (batch * params.heads + plan.tile.head) * params.seq_q;
+  __device__ __forceinline__ long long first_row(const Part& part) {
+    const Plan& plan = *part.plan;
+    const int batches = Extents::ragged ? 1 : params.batch;  // of the tensors
+    const long long batch =
+        sequence(part).batch(plan.tile.batch) + (config.split ? plan.split * batches : 0);
+    return first_row_of_head(params, sequence(part), batch, params.heads, plan.tile.head);
   }
 
   __device__ __forceinline__ void store_lse(const Part& part, const Softmax& softmax) {
     constexpr float ln2 = 0.693147180559945309f;
-    float* lse = params.lse + first_row_of_head(*part.plan);
+    float* lse = params.lse + first_row(part);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = part.row_begin + warp * 16 + lane / 4 + 8 * r;
       const float total = quad_sum(softmax.sum[r]);
-      if (lane % 4 == 0 && row < params.seq_q)
+      if (lane % 4 == 0 && row < sequence(part).seq_q())
         lse[row] = total == 0.0f ? -infinity : (softmax.reference[r] + ptx::lg2(total)) * ln2;
+    }
+  }
+
+  // What the terms make of the rows' maxima and sums; O is multiplied with `factor`. Only one part
+  // of the keys counts what is not of a key.
+  __device__ __forceinline__ void finish_rows(const Part& part, Softmax& softmax,
+                                              float (&factor)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      factor[r] = 1.0f;
+      if (config.split && part.plan->split != 0) continue;
+      float total = quad_sum(softmax.sum[r]);
+      factor[r] =
+          Policy::finish_row(params, Place{*this, part, 0}, r, softmax.reference[r], total, 1.0f);
+      softmax.sum[r] = lane % 4 == 0 ? total : 0.0f;
     }
   }
 
@@ -392,12 +426,33 @@ struct Consumer {
     arrive(&smem.out_full[warpgroup]);
   }
 
+  // Whether some of this warpgroup's 64 rows are not in the sequence, but maybe in the next one.
+  __device__ __forceinline__ bool crosses_end(const Part& part) {
+    return Extents::ragged && part.row_begin + 64 > sequence(part).seq_q();
+  }
+  // Those that are, past the storer.
+  __device__ __forceinline__ void store_rows(const Part& part,
+                                             const float (&rows)[config.head_dim_v / 2]) {
+    if constexpr (Extents::ragged) {
+      u16* out = static_cast<u16*>(params.out_rows) +
+                 part.plan->tile.head * params.out_rows_head_stride +
+                 sequence(part).q_start() * params.out_rows_seq_stride + 2 * (lane % 4);
+#pragma unroll
+      for (int i = 0; i < config.head_dim_v / 2; i += 2) {
+        const int row = part.row_begin + warp * 16 + lane / 4 + 8 * row_of(i);
+        if (row < sequence(part).seq_q() && column_of(i) < params.head_dim_v)
+          *reinterpret_cast<u32*>(out + row * params.out_rows_seq_stride + column_of(i)) =
+              ptx::pack<config.bf16>(rows[i], rows[i + 1]);
+      }
+    }
+  }
+
   __device__ __forceinline__ void store_partial(const Part& part) {
-    float* out = params.partial_out + first_row_of_head(*part.plan) * params.head_dim_v;
+    float* out = params.partial_out + first_row(part) * params.head_dim_v;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = part.row_begin + warp * 16 + lane / 4 + 8 * r;
-      if (row >= params.seq_q) continue;
+      if (row >= sequence(part).seq_q()) continue;
 #pragma unroll
       for (int j = 0; j < config.head_dim_v / 8; ++j) {
         const int column = 8 * j + 2 * (lane % 4);
@@ -425,17 +480,29 @@ struct Consumer {
 
   // Step 9.
   __device__ __forceinline__ void finish(const Part& part) {
+    if constexpr (Policy::finishes_rows) {
+      float factor[2];
+      finish_rows(part, softmax, factor);
+      rescale(factor);
+    }
+    if constexpr (Policy::drops) {
+      const float weight = Policy::kept_weight(params, Place{*this, part, 0});
+      rescale({weight, weight});
+    }
     if (params.lse != nullptr) store_lse(part, softmax);
     normalise();
     if constexpr (config.masked()) {
       if (__builtin_expect(smem.met_nonfinite[work_position.stage] != 0, 0))
         restore_nonfinite(part);
     }
+    const bool stages_out = !config.split && !crosses_end(part);
     if constexpr (config.split)
       store_partial(part);
-    else
+    else if (stages_out)
       stage_out<0>(o);
-    out_rest = in_two_parts;
+    else
+      store_rows(part, o);
+    out_rest = in_two_parts && stages_out;
     if constexpr (!in_two_parts) clear_out();
   }
 
@@ -446,12 +513,17 @@ struct Consumer {
     skip_tiles(part.plan->touched.count());
     arrive(&smem.q_empty[warpgroup]);
     q_phase ^= 1;
-    if (part.row_begin >= params.seq_q) return;
+    if (part.row_begin >= sequence(part).seq_q()) return;
     constexpr float nothing[config.head_dim_v / 2] = {};
     Softmax none;
     none.reset();
+    if constexpr (Policy::finishes_rows) {
+      float factor[2];
+      finish_rows(part, none, factor);
+    }
     if (params.lse != nullptr) store_lse(part, none);
-    if constexpr (config.split) return;  // a weight of 0: nobody reads the rest
+    if constexpr (config.split) return;  // its weight is 0: combine does not read the rest
+    if (crosses_end(part)) return store_rows(part, nothing);
     stage_out<0>(nothing);
     if constexpr (in_two_parts) stage_out<staged>(nothing);
   }
@@ -459,17 +531,17 @@ struct Consumer {
   // What this warpgroup does of the work at `position`.
   __device__ __forceinline__ Part read_part(const RingPosition<work_slots>& position) {
     ptx::mbarrier_wait(&smem.work_full[position.stage], position.phase);
-    const TilePlan* plan = &smem.plan[position.stage];
+    const Plan* plan = &smem.plan[position.stage];
     return {plan, plan->row_begin + warpgroup * 64, smem.own[position.stage][warpgroup]};
   }
 
   __device__ __forceinline__ void run() {
-    if (config.turns() && warpgroup == config.consumers - 1)
-      ptx::barrier_arrive<256>(BarrierId::turn);
+    if (config.pingpongs() && warpgroup == config.consumers - 1)
+      ptx::barrier_arrive<256>(BarrierId::pingpong);
     clear_out();
     for (;; work_position.advance()) {
       const Part part = read_part(work_position);
-      if (part.plan->row_begin == TilePlan::no_more_work) break;
+      if (part.plan->row_begin == Plan::no_more_work) break;
       if (part.own.empty()) {
         stage_rest();
         sit_out(part);

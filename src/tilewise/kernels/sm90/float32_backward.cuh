@@ -7,14 +7,16 @@
 // of its tile (float32_split.cuh); e_x: those powers. Sums over the six terms (i, j) run from the smallest to (0, 0).
 //
 //   1. S^T = sum of K_i Q_j^T                   wgmma, both in shared memory
-//   2. P^T = exp(round(scale 2^-(e_k + e_q) S^T) - lse)     0 where row r does not see key k
+//   2. P^T = exp(round(scale 2^-(e_k + e_q) S^T) - lse)     0 where a term hides key k from row r
 //   3. dP^T = sum of V_i dO_j^T                 wgmma
 //   4. dS^T = P^T * (2^(u - e_v - e_o) dP^T - 2^u D)     u: 0, unless all of it is very small or large
 //   5. dV += 2^-e_o sum of P_i dO_j             wgmma with P in registers, into fresh accumulators; then float32
 //   6. dK += 2^-(u + e_q) sum of dS_i Q_j       likewise
 //   7. dQ += 2^-(u + e_k) scale sum of dS_i K_j      wgmma, dS from shared memory, into fresh accumulators; then added to dQ in
-//                                               global memory, in any order, or in turns: bit by bit the same every time
-// Softcap: S = tanh(2^-(e_k + e_q) S scale / cap), the scale of step 2 is the cap, and the P of step 4 gets the slope 1 - S^2.
+//                                               global memory, in any order, or in that of the keys: bit by bit the same every time
+// Where a term of the policy (common/scores.cuh) changes scores, it comes before step 2, whose scale then has no power of
+// two, and the P of step 4 gets the slopes of the terms. Softcap: S = tanh(2^-(e_k + e_q) S scale / cap), scale = cap, 1 - S^2.
+// Where a term drops weights, the P of step 5 has zeros, and so has dP before D is subtracted.
 // S and its rounding are the forward's, bit by bit (it has such parts too, where gradients are wanted): weights add up to 1
 // even where scores are in the thousands, and the last bit of a score is worth more than float32's accuracy.
 // Why three parts of bf16 and not two of fp16, as in the forward: bf16 has the exponents of float32. The weights of a key may be
@@ -23,7 +25,7 @@
 //
 // Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), a CTA each. The first piece of a tile
 // that is done with dV or dK stores it, those after it add theirs: as they come or, if gradients are to be deterministic, by
-// their numbers (common/piece_turns.cuh). Products of gradients that are not wanted (5, 6, 7) are left out.
+// their numbers (common/piece_tickets.cuh). Products of gradients that are not wanted (5, 6, 7) are left out.
 //
 // Roles. Warpgroup 0: one thread issues all loads. 1 makes dQ (7). 2 owns dV (1, 2, 5) and hands P over in shared memory; 3 owns
 // dK (3, 4, 6) and hands dS over in the same place. Each waits for its own products; those of the others run meanwhile.
@@ -41,7 +43,7 @@
 //   ds_full[room]         warps of 3, 4               1                 dS is written
 //   room_empty[room]      warps of 1, 4               2                 dS is read
 //   named 1               3, 128 threads              itself            P is read before dS replaces it
-//   named 2               1, 128 threads              itself            in turns: its turn has come; its sums are added
+//   named 2               1, 128 threads              itself            in order: its ticket has come up; its sums are added
 //   named 3, 1            2 and 3, 128 threads        itself            pieces: likewise, at dV and at dK
 //
 // Registers of a thread (512 in four warpgroups): producer 32; dQ 112: d / 2 accumulators; 2 and 3: 184: sums d / 2, parts 48,
@@ -53,11 +55,13 @@
 
 namespace tilewise::sm90::float32 {
 
-template <GradConfig config>
+template <GradConfig config, typename Extents>
 struct GradProducer {
   const GradParams& params;
-  GradSmem<config>& smem;
-  const BackwardPlan& plan;
+  GradSmem<config, Extents>& smem;
+  const BackwardPlan<Extents>& plan;
+
+  __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
   // Rows and columns beyond the tensor arrive as zeros.
   template <int bytes>
@@ -70,8 +74,8 @@ struct GradProducer {
 #pragma unroll 1
       for (int panel = 0; panel < bytes / panel_bytes(grad_block); ++panel)
         ptx::tma_load_4d(parts[part] + panel * panel_bytes(grad_block), &map, barrier,
-                         panel * panel_columns, row, head, part * params.batch + plan.batch,
-                         policy);
+                         panel * panel_columns, row, head,
+                         part * params.batch + sequence().batch(plan.batch), policy);
   }
 
   __device__ __forceinline__ void load_rows(float* destination, const float* source, u64* barrier,
@@ -82,25 +86,25 @@ struct GradProducer {
 
   __device__ __forceinline__ void load_keys() {
     ptx::mbarrier_arrive_expect_tx(&smem.k_full, sizeof(smem.k));
-    load(smem.k, params.k_map, &smem.k_full, plan.kv_tile * grad_block, plan.head_kv,
-         ptx::CachePolicy::evict_first);
+    load(smem.k, params.k_map, &smem.k_full, sequence().k_start() + plan.kv_tile * grad_block,
+         plan.head_kv, ptx::CachePolicy::evict_first);
   }
   __device__ __forceinline__ void load_values() {
     ptx::mbarrier_arrive_expect_tx(&smem.v_full, sizeof(smem.v));
-    load(smem.v, params.v_map, &smem.v_full, plan.kv_tile * grad_block, plan.head_kv,
-         ptx::CachePolicy::evict_first);
+    load(smem.v, params.v_map, &smem.v_full, sequence().k_start() + plan.kv_tile * grad_block,
+         plan.head_kv, ptx::CachePolicy::evict_first);
   }
   __device__ __forceinline__ void load_q(int stage, const StepCursor& at) {
     u64* full = &smem.q_full[stage];
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.q[0]) + sizeof(smem.lse[0]));
-    load(smem.q[stage], params.q_map, full, at.q_tile * grad_block,
+    load(smem.q[stage], params.q_map, full, sequence().q_start() + at.q_tile * grad_block,
          plan.head_kv * params.heads_per_kv + at.head, ptx::CachePolicy::evict_last);
     load_rows(smem.lse[stage], params.lse, full, at);
   }
   __device__ __forceinline__ void load_dout(int stage, const StepCursor& at) {
     u64* full = &smem.dout_full[stage];
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.dout[0]) + sizeof(smem.row_terms[0]));
-    load(smem.dout[stage], params.dout_map, full, at.q_tile * grad_block,
+    load(smem.dout[stage], params.dout_map, full, sequence().q_start() + at.q_tile * grad_block,
          plan.head_kv * params.heads_per_kv + at.head, ptx::CachePolicy::evict_last);
     load_rows(smem.row_terms[stage], params.row_terms, full, at);
   }
@@ -121,8 +125,8 @@ struct GradProducer {
   }
 };
 
-template <GradConfig config>
-__device__ __forceinline__ void init_grad_barriers(GradSmem<config>& smem) {
+template <GradConfig config, typename Extents>
+__device__ __forceinline__ void init_grad_barriers(GradSmem<config, Extents>& smem) {
   ptx::mbarrier_init(&smem.k_full, 1);
   ptx::mbarrier_init(&smem.v_full, 1);
   for (int i = 0; i < config.stages; ++i) {
@@ -139,18 +143,20 @@ __device__ __forceinline__ void init_grad_barriers(GradSmem<config>& smem) {
   ptx::fence_mbarrier_init();
 }
 
-template <GradConfig config>
-__device__ __forceinline__ void backward(const GradParams& params) {
+template <GradConfig config, typename Policy, typename Extents>
+__device__ __forceinline__ void backward(const ParamsOf<GradParams, Policy, Extents>& params) {
+  static_assert(!Extents::ragged, "the split makes parts of whole tensors");
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  GradSmem<config>& smem = *reinterpret_cast<GradSmem<config>*>(smem_bytes);
+  GradSmem<config, Extents>& smem = *reinterpret_cast<GradSmem<config, Extents>*>(smem_bytes);
   // Why the shuffle: it tells the compiler that the role is the same for the whole warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp == 0) {
-    const BackwardPlan plan = make_backward_plan<grad_block, grad_block>(
-        params, blockIdx.x, params.in_order ? stairs : around);
+    if (params.work_tickets != nullptr) ptx::wait_for_previous_grid();  // which zeroed them
+    const BackwardPlan<Extents> plan = make_backward_plan<Extents, grad_block, grad_block>(
+        params, take_work(params.work_tickets), params.in_order ? stairs : around);
     if (threadIdx.x == 0) {
       smem.plan = plan;
-      init_grad_barriers<config>(smem);
+      init_grad_barriers<config, Extents>(smem);
     }
   }
   // Launches overlap: nothing that another kernel may have written, or may still read, is touched
@@ -158,20 +164,20 @@ __device__ __forceinline__ void backward(const GradParams& params) {
   ptx::allow_next_grid();
   ptx::wait_for_previous_grid();
   __syncthreads();
-  const BackwardPlan& plan = smem.plan;
+  const BackwardPlan<Extents>& plan = smem.plan;
   if (warp < 4) {
     ptx::setmaxnreg_dec<GradConfig::producer_registers>();
     if (warp == 0 && plan.steps > 0 && ptx::elect_one())
-      GradProducer<config>{params, smem, plan}.run();
+      GradProducer<config, Extents>{params, smem, plan}.run();
   } else if (warp < 8) {
     ptx::setmaxnreg_dec<GradConfig::query_registers>();
-    GradQueryWarpgroup<config>(params, smem).run();
+    GradDqWarpgroup<config, Policy, Extents>(params, smem).run();
   } else {
     ptx::setmaxnreg_inc<GradConfig::product_registers>();
     if (warp < 12)
-      GradValueWarpgroup<config>(params, smem).run();
+      GradDvWarpgroup<config, Policy, Extents>(params, smem).run();
     else
-      GradKeyWarpgroup<config>(params, smem).run();
+      GradDkWarpgroup<config, Policy, Extents>(params, smem).run();
   }
 }
 

@@ -2,7 +2,7 @@
 // float32_backward.cuh.
 #pragma once
 
-#include "../common/piece_turns.cuh"
+#include "../common/piece_tickets.cuh"
 #include "backward_config.cuh"
 #include "float32_config.cuh"
 
@@ -11,13 +11,13 @@ namespace tilewise::sm90::float32 {
 // Rows of a query tile and of a KV tile, and parts of every operand, all of bf16.
 constexpr int grad_block = 64, grad_parts = 3, grad_terms = term_count(grad_parts);
 
-// Mirrored field by field by `GradConfig` in backends/sm90_float32_backward.py.
+// Mirrored field by field by `Config` in engine/sm90/float32_backward.py.
 struct GradConfig {
   int head_dim;    // class of q and k: smaller heads are zero-filled up to it
   int head_dim_v;  // class of v and dout, likewise
   int stages;      // of the Q and dO rings
   int rooms;       // for P and dS on their way between warpgroups
-  bool softcap;
+  bool has_terms;  // whether the policy of scores has any; kernels read them there
 
   TILEWISE_INLINE int threads() const { return 512; }
   static constexpr int producer_registers = 32, query_registers = 112, product_registers = 184;
@@ -35,11 +35,12 @@ struct GradParams {
   const int* term_exponents;  // (batch, heads, q_tiles): of the largest |row term|
   const float* lse;           // (batch, heads, rows padded to 64)
   const float* row_terms;     // likewise: rowsum(dO * O) - dlse
-  int* turns;  // null, or zeroed (batch, heads, q_tiles): KV tiles add to dQ in order
-  // Null, or where KV tiles are cut into pieces: their turns at dV and at dK, zeroed (batch,
+  int* dq_tickets;  // null, or zeroed (batch, heads, q_tiles): KV tiles add to dQ in order
+  // Null, or where KV tiles are cut into pieces: their tickets for dV and for dK, zeroed (batch,
   // heads_kv, kv_tiles, 2).
-  PieceTurns* piece_turns;
-  float* dq;  // each null, or where to store; dq zeroed
+  PieceTickets* piece_tickets;
+  int* work_tickets;  // null, or zeroed: CTAs take their work in the order in which they start
+  float* dq;          // each null, or where to store; dq zeroed
   long long dq_batch_stride, dq_head_stride, dq_seq_stride;  // in elements
   float* dk;
   long long dk_batch_stride, dk_head_stride, dk_seq_stride;
@@ -75,7 +76,7 @@ union Room {
   Parts<grad_block> ds;
 };
 
-template <GradConfig config>
+template <GradConfig config, typename Extents>
 struct GradSmem {
   alignas(1024) Parts<config.head_dim> k;
   alignas(1024) Parts<config.head_dim_v> v;
@@ -88,8 +89,8 @@ struct GradSmem {
   ptx::u64 q_full[config.stages], q_empty[config.stages];
   ptx::u64 dout_full[config.stages], dout_empty[config.stages];
   ptx::u64 weights_full[config.rooms], ds_full[config.rooms], room_empty[config.rooms];
-  BackwardPlan plan;
-  int pieces_before[2];  // at dV and at dK
+  alignas(16) BackwardPlan<Extents> plan;  // alone in its units of 16 bytes, as in BackwardSmem
+  alignas(16) int pieces_before[2];        // at dV and at dK
 };
 
 // --- before it: row terms ---
@@ -104,9 +105,10 @@ struct RowParams {
   float* padded_lse;  // the rest as in GradParams
   float* row_terms;
   int* term_exponents;
-  int* turns;
-  PieceTurns* piece_turns;  // null, or so many, to be zeroed
-  int piece_turn_count;
+  int* dq_tickets;
+  PieceTickets* piece_tickets;  // null, or so many, to be zeroed
+  int* work_tickets;            // null, or to be zeroed
+  int piece_ticket_count;
   int heads;
   int seq_q;
   int q_tiles;

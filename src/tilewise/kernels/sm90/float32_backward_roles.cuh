@@ -18,13 +18,6 @@ struct GradBarrierId {
 using GradFragment = float[grad_block / 2];
 using GradWeights = u32[grad_parts][grad_block / 16][4];
 
-// Powers of two whose product is 2^shift: one alone could overflow or be denormal.
-struct Factor {
-  float first, second;
-  __device__ __forceinline__ explicit Factor(int shift)
-      : first(power_of_two(shift / 2)), second(power_of_two(shift - shift / 2)) {}
-};
-
 // A bound on the exponents of dP and the row terms, and so on those of dS. 2^9: two values below
 // 2^(e + 1), and the head. Its shift is the power of two in whose units dS is formed: where all is
 // so small that lower parts of dS would be denormal, as large as fits.
@@ -95,7 +88,7 @@ __device__ __forceinline__ void add_product(float (&sums)[dim / 2], GradWeights&
   constexpr int part = sizeof(queries[0]) >> 4;
   static_assert(slices * columns == dim && (slices == 1 || columns % panel_columns == 0));
   u32 low[1] = {wgmma::descriptor_low(ptx::smem_address(queries), panel_bytes(grad_block))};
-  const Factor factor(shift);
+  const PowerOfTwo factor(shift);
 #pragma unroll
   for (int slice = 0; slice < slices; ++slice) {
     float fresh[columns / 2];
@@ -128,19 +121,23 @@ __device__ __forceinline__ void add_product(float (&sums)[dim / 2], GradWeights&
 }
 
 // What all three have in common.
-template <GradConfig config>
+template <GradConfig config, typename Policy, typename Extents>
 struct GradWarpgroup {
-  const GradParams& params;
-  GradSmem<config>& smem;
-  const BackwardPlan& plan;
+  using Params = ParamsOf<GradParams, Policy, Extents>;
+
+  const Params& params;
+  GradSmem<config, Extents>& smem;
+  const BackwardPlan<Extents>& plan;
   const int warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32;
 
   StepCursor cursor;
   RingPosition<config.stages> position{0};
 
-  __device__ __forceinline__ GradWarpgroup(const GradParams& params, GradSmem<config>& smem)
+  __device__ __forceinline__ GradWarpgroup(const Params& params, GradSmem<config, Extents>& smem)
       : params(params), smem(smem), plan(smem.plan), cursor(smem.plan) {}
+
+  __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
   // After the whole warp has read or written what the barrier protects.
   __device__ __forceinline__ void arrive(u64* barrier) {
@@ -160,6 +157,31 @@ struct GradWarpgroup {
     return shift_of(params.k_facts[key_tile()].exponent, true);
   }
 
+  // Where this thread's scores lie.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::keys;
+    const GradWarpgroup& kernel;
+
+    __device__ __forceinline__ int row() const { return kernel.first_key(); }
+    __device__ __forceinline__ int column() const {
+      return kernel.cursor.q_tile * grad_block + 2 * (threadIdx.x % 4);
+    }
+    __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
+    __device__ __forceinline__ int head() const {
+      return kernel.plan.head_kv * kernel.params.heads_per_kv + kernel.cursor.head;
+    }
+    __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
+    __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
+  };
+
+  // The place of the sequence's key 0 in a gradient of this CTA's head.
+  __device__ __forceinline__ float* first_key_of(float* gradient, long long batch_stride,
+                                                 long long head_stride,
+                                                 long long seq_stride) const {
+    return gradient + sequence().batch(plan.batch) * batch_stride + plan.head_kv * head_stride +
+           sequence().k_start() * seq_stride;
+  }
+
   // Sums of a key's gradient: `place` is that of key 0 of the head.
   template <int count>
   __device__ __forceinline__ void store(const float (&sums)[count], float scale, float* place,
@@ -167,7 +189,7 @@ struct GradWarpgroup {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = first_key() + 8 * r;
-      if (key >= params.seq_k) continue;
+      if (key >= sequence().seq_k()) continue;
 #pragma unroll
       for (int j = 0; j < count / 4; ++j) {
         if (8 * j < dim)
@@ -227,48 +249,50 @@ struct GradWarpgroup {
     if (plan.pieces == 1) return store(sums, scale, place, stride, dim);
     constexpr int barrier =
         which == 0 ? GradBarrierId::value_warpgroup : GradBarrierId::key_warpgroup;
-    PieceTurns* turns = params.piece_turns + 2 * key_tile() + which;
+    PieceTickets* tickets = params.piece_tickets + 2 * key_tile() + which;
     if (threadIdx.x % 128 == 0)
       smem.pieces_before[which] =
-          await_pieces(turns, plan.piece, plan.pieces, params.in_order != 0, false);
+          await_pieces(tickets, plan.piece, plan.pieces, params.in_order != 0, false);
     ptx::barrier_sync<128>(barrier);
     if (smem.pieces_before[which] == 0)
       store(sums, scale, place, stride, dim);
     else
-      add_rows<true>(sums, scale, 1.0f, place, first_key(), params.seq_k, stride, dim, false);
+      add_rows<true>(sums, scale, 1.0f, place, first_key(), sequence().seq_k(), stride, dim, false);
     __threadfence();
     ptx::barrier_sync<128>(barrier);
-    if (threadIdx.x % 128 == 0) ptx::add_release(&turns->added, 1);
+    if (threadIdx.x % 128 == 0) ptx::add_release(&tickets->added, 1);
   }
 };
 
 // Owns dV, makes the weights and hands them over.
-template <GradConfig config>
-struct GradValueWarpgroup : GradWarpgroup<config> {
-  using Base = GradWarpgroup<config>;
+template <GradConfig config, typename Policy, typename Extents>
+struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
+  using Base = GradWarpgroup<config, Policy, Extents>;
   using Base::Base;
   using Base::smem, Base::params, Base::plan, Base::cursor, Base::position, Base::lane;
 
   float dv[config.head_dim_v / 2];
   RingPosition<config.rooms> room{1};
 
-  // S^T -> P^T in place; `slope` becomes that of the softcap.
-  __device__ __forceinline__ void exponentiate(GradFragment& s, GradFragment& slope, int shift) {
+  // S after the terms, which their slopes are made of; empty where no term has one.
+  struct Values {
+    float kept[Policy::has_slope ? grad_block / 2 : 1];
+  };
+
+  // S^T -> P^T in place.
+  __device__ __forceinline__ void exponentiate(GradFragment& s, Values& values, int shift) {
     constexpr float log2_e = 1.44269504088896341f;
     const float2* rows = reinterpret_cast<const float2*>(smem.lse[position.stage]) + lane % 4;
-    const Factor factor(-shift);
-    if constexpr (config.softcap) {
-      const float inner = params.softcap_in * factor.first * factor.second;
+    const PowerOfTwo factor(-shift);
+    Policy::apply(s, params, factor, typename Base::Place{*this});
+    if constexpr (Policy::has_slope) {
 #pragma unroll
-      for (int i = 0; i < grad_block / 2; ++i) {
-        s[i] = tanhf(s[i] * inner);
-        slope[i] = fmaf(-s[i], s[i], 1.0f);
-      }
+      for (int i = 0; i < grad_block / 2; ++i) values.kept[i] = s[i];
     }
     // Invariant: products are rounded as the forward rounded that of the row's largest score. Where
     // one key has nearly all the weight, lse is that product, and the weight exactly 1.
-    const float first = config.softcap ? 1.0f : factor.first;
-    const float scale = params.score_scale * (config.softcap ? 1.0f : factor.second);
+    const float first = Policy::transforms ? 1.0f : factor.first;
+    const float scale = params.score_scale * (Policy::transforms ? 1.0f : factor.second);
 #pragma unroll
     for (int j = 0; j < grad_block / 8; ++j) {
       const float2 lse = rows[4 * j];
@@ -276,21 +300,24 @@ struct GradValueWarpgroup : GradWarpgroup<config> {
       for (int i = 0; i < 4; ++i)
         s[4 * j + i] = __fadd_rn(__fmul_rn(s[4 * j + i] * first, scale), i % 2 ? -lse.y : -lse.x);
     }
-    if (plan.partial(cursor.q_tile)) hide(s, params, this->first_key(), cursor.q_tile * grad_block);
+    if (plan.partial(cursor.q_tile)) Policy::hide(s, params, typename Base::Place{*this});
 #pragma unroll
     for (int i = 0; i < grad_block / 2; ++i) s[i] = ptx::ex2(s[i] * log2_e);
   }
 
-  // The other warpgroup multiplies dP with these: P, times the slope of the softcap.
-  __device__ __forceinline__ void hand_over(const GradFragment& p, const GradFragment& slope) {
+  // The other warpgroup multiplies dP with these: P, times the slopes of the terms. Where operands
+  // have gradients it pulls dS back itself, which then is that of the last term.
+  __device__ __forceinline__ void hand_over(const GradFragment& p, const Values& values) {
     ptx::mbarrier_wait(&smem.room_empty[room.stage], room.phase);
-    float4* place = reinterpret_cast<float4*>(smem.room[room.stage].weights) + threadIdx.x % 128;
+    float4* weights = reinterpret_cast<float4*>(smem.room[room.stage].weights) + threadIdx.x % 128;
+    auto terms = Policy::backward(params, typename Base::Place{*this});
 #pragma unroll
     for (int i = 0; i < grad_block / 2; i += 4) {
-      float4 x{p[i], p[i + 1], p[i + 2], p[i + 3]};
-      if constexpr (config.softcap)
-        x.x *= slope[i], x.y *= slope[i + 1], x.z *= slope[i + 2], x.w *= slope[i + 3];
-      place[i / 4 * 128] = x;
+      auto sloped = [&](int h) {
+        if constexpr (Policy::has_gradient) return p[i + h];
+        return terms.pull_back(p[i + h], i + h, [&] { return values.kept[i + h]; });
+      };
+      weights[i / 4 * 128] = float4{sloped(0), sloped(1), sloped(2), sloped(3)};
     }
     this->arrive(&smem.weights_full[room.stage]);
     room.advance();
@@ -299,13 +326,15 @@ struct GradValueWarpgroup : GradWarpgroup<config> {
   __device__ __forceinline__ void step(int k_shift) {
     const int q_shift = shift_of(params.q_facts[this->query_tile()].exponent, true);
     const int dout_shift = shift_of(params.dout_facts[this->query_tile()].exponent, true);
-    GradFragment s, slope;
+    GradFragment s;
+    Values values;
     ptx::mbarrier_wait(&smem.q_full[position.stage], position.phase);
     multiply_rows<config.head_dim>(s, smem.k, smem.q[position.stage]);
-    exponentiate(s, slope, q_shift + k_shift);
+    exponentiate(s, values, q_shift + k_shift);
     this->arrive(&smem.q_empty[position.stage]);
-    hand_over(s, slope);
+    hand_over(s, values);
     GradWeights weights;
+    Policy::drop(s, params, typename Base::Place{*this});
     split_fragment(s, weights);
     ptx::mbarrier_wait(&smem.dout_full[position.stage], position.phase);
     if (params.dv != nullptr)
@@ -324,17 +353,17 @@ struct GradValueWarpgroup : GradWarpgroup<config> {
       for (int i = 0; i < plan.steps; ++i) step(k_shift);
     }
     if (params.dv != nullptr)
-      this->template finish<0>(
-          dv, 1.0f,
-          params.dv + plan.batch * params.dv_batch_stride + plan.head_kv * params.dv_head_stride,
-          params.dv_seq_stride, params.head_dim_v);
+      this->template finish<0>(dv, Policy::kept_weight(params, typename Base::Place{*this}),
+                               this->first_key_of(params.dv, params.dv_batch_stride,
+                                                  params.dv_head_stride, params.dv_seq_stride),
+                               params.dv_seq_stride, params.head_dim_v);
   }
 };
 
 // Owns dK, and makes dS.
-template <GradConfig config>
-struct GradKeyWarpgroup : GradWarpgroup<config> {
-  using Base = GradWarpgroup<config>;
+template <GradConfig config, typename Policy, typename Extents>
+struct GradDkWarpgroup : GradWarpgroup<config, Policy, Extents> {
+  using Base = GradWarpgroup<config, Policy, Extents>;
   using Base::Base;
   using Base::smem, Base::params, Base::plan, Base::cursor, Base::position, Base::lane, Base::warp;
 
@@ -343,17 +372,22 @@ struct GradKeyWarpgroup : GradWarpgroup<config> {
 
   // dP^T -> dS^T in place, in units of 2^-unit; dP has come in units of 2^-dp_shift.
   __device__ __forceinline__ void form_ds(GradFragment& dp, int dp_shift, int unit) {
-    const float2* terms =
+    const float2* row_terms =
         reinterpret_cast<const float2*>(smem.row_terms[position.stage]) + lane % 4;
-    const Factor factor(unit - dp_shift);
+    auto terms = Policy::backward(params, typename Base::Place{*this});
+    const PowerOfTwo factor(unit - dp_shift);
     const float term_factor = power_of_two(unit);
 #pragma unroll
     for (int j = 0; j < grad_block / 8; ++j) {
-      const float2 term = terms[4 * j];
+      const float2 term = row_terms[4 * j];
       const float x = term.x * term_factor, y = term.y * term_factor;
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        dp[4 * j + i] = fmaf(dp[4 * j + i] * factor.first, factor.second, i % 2 ? -y : -x);
+        if constexpr (Policy::drops)
+          dp[4 * j + i] =
+              terms.drop(dp[4 * j + i] * factor.first * factor.second, 4 * j + i) - (i % 2 ? y : x);
+        else
+          dp[4 * j + i] = fmaf(dp[4 * j + i] * factor.first, factor.second, i % 2 ? -y : -x);
     }
     this->arrive(&smem.dout_empty[position.stage]);
     ptx::mbarrier_wait(&smem.weights_full[room.stage], room.phase);
@@ -367,7 +401,15 @@ struct GradKeyWarpgroup : GradWarpgroup<config> {
       dp[i + 1] = p.y == 0.0f ? 0.0f : p.y * dp[i + 1];
       dp[i + 2] = p.z == 0.0f ? 0.0f : p.z * dp[i + 2];
       dp[i + 3] = p.w == 0.0f ? 0.0f : p.w * dp[i + 3];
+      if constexpr (Policy::has_gradient) {
+        static_assert(!Policy::has_slope, "the values that slopes are made of are not handed over");
+        const float per_unit = power_of_two(-unit);
+#pragma unroll
+        for (int h = 0; h < 4; ++h)
+          terms.pull_back(dp[i + h] * per_unit, i + h, [] { return 0.0f; });
+      }
     }
+    terms.end();
   }
 
   // This warp's 16 key rows of dS^T, in all parts, in the place of the weights.
@@ -420,17 +462,17 @@ struct GradKeyWarpgroup : GradWarpgroup<config> {
       for (int i = 0; i < plan.steps; ++i) step(v_exponent);
     }
     if (params.dk != nullptr)
-      this->template finish<1>(
-          dk, params.scale,
-          params.dk + plan.batch * params.dk_batch_stride + plan.head_kv * params.dk_head_stride,
-          params.dk_seq_stride, params.head_dim);
+      this->template finish<1>(dk, params.scale,
+                               this->first_key_of(params.dk, params.dk_batch_stride,
+                                                  params.dk_head_stride, params.dk_seq_stride),
+                               params.dk_seq_stride, params.head_dim);
   }
 };
 
 // Makes dQ.
-template <GradConfig config>
-struct GradQueryWarpgroup : GradWarpgroup<config> {
-  using Base = GradWarpgroup<config>;
+template <GradConfig config, typename Policy, typename Extents>
+struct GradDqWarpgroup : GradWarpgroup<config, Policy, Extents> {
+  using Base = GradWarpgroup<config, Policy, Extents>;
   using Base::Base;
   using Base::smem, Base::params, Base::plan, Base::cursor, Base::lane, Base::warp;
   static constexpr int columns = config.head_dim;
@@ -463,28 +505,30 @@ struct GradQueryWarpgroup : GradWarpgroup<config> {
 
   // `tiny`: parts of it may be subnormal.
   __device__ __forceinline__ void add(const float (&dq)[columns / 2], int shift, bool tiny) {
-    const Factor factor(shift);
+    const PowerOfTwo factor(shift);
     const int head = plan.head_kv * params.heads_per_kv + cursor.head;
     this->template add_rows<false>(
         dq, factor.first * params.scale, factor.second,
-        params.dq + plan.batch * params.dq_batch_stride + head * params.dq_head_stride,
-        cursor.q_tile * grad_block + warp * 16 + lane / 4, params.seq_q, params.dq_seq_stride,
-        params.head_dim, tiny);
+        params.dq + this->sequence().batch(plan.batch) * params.dq_batch_stride +
+            head * params.dq_head_stride + this->sequence().q_start() * params.dq_seq_stride,
+        cursor.q_tile * grad_block + warp * 16 + lane / 4, this->sequence().seq_q(),
+        params.dq_seq_stride, params.head_dim, tiny);
   }
 
-  // Why this cannot hang: whoever is waited for has a smaller block index, so it runs already.
-  __device__ __forceinline__ void await_turn() {
-    const int before = turn_by_keys<grad_block, grad_block>(params, plan, cursor.q_tile).before;
+  // Why this cannot hang: what is waited for is work with a smaller number, which runs already
+  // (common/work_tickets.cuh).
+  __device__ __forceinline__ void await_ticket() {
+    const int before = ticket_by_keys<grad_block, grad_block>(params, plan, cursor.q_tile).before;
     if (threadIdx.x % 128 == 0 && before > 0) {
-      while (ptx::load_acquire(params.turns + this->query_tile()) < before) {
+      while (ptx::load_acquire(params.dq_tickets + this->query_tile()) < before) {
       }
     }
     ptx::barrier_sync<128>(GradBarrierId::query_warpgroup);
   }
-  __device__ __forceinline__ void pass_turn() {
+  __device__ __forceinline__ void pass_ticket() {
     __threadfence();
     ptx::barrier_sync<128>(GradBarrierId::query_warpgroup);
-    if (threadIdx.x % 128 == 0) ptx::add_release(params.turns + this->query_tile(), 1);
+    if (threadIdx.x % 128 == 0) ptx::add_release(params.dq_tickets + this->query_tile(), 1);
   }
 
   __device__ __forceinline__ void run() {
@@ -504,9 +548,9 @@ struct GradQueryWarpgroup : GradWarpgroup<config> {
       if (params.dq != nullptr) multiply(dq);
       this->arrive(&smem.room_empty[room.stage]);
       if (params.dq == nullptr) continue;
-      if (params.turns != nullptr) await_turn();
+      if (params.dq_tickets != nullptr) await_ticket();
       add(dq, -shift_of(exponent, true) - k_shift, exponent + k_exponent < tiny_exponent);
-      if (params.turns != nullptr) pass_turn();
+      if (params.dq_tickets != nullptr) pass_ticket();
     }
   }
 };

@@ -2,6 +2,8 @@
 // and shared memory. How it works: float32_forward.cuh.
 #pragma once
 
+#include "../common/extents.cuh"
+#include "../common/fragment.cuh"
 #include "../common/layout.cuh"
 #include "../common/mask.cuh"
 #include "../common/schedule.cuh"
@@ -9,7 +11,7 @@
 
 namespace tilewise::sm90::float32 {
 
-// Mirrored field by field by `Config` in backends/sm90_float32.py.
+// Mirrored field by field by `Config` in engine/sm90/float32_forward.py.
 struct Config {
   int parts;       // of an operand: 1 or 2 of fp16, or 3 of bf16
   int head_dim;    // class of q and k: a multiple of 16; smaller heads are zero-filled up to it
@@ -19,8 +21,8 @@ struct Config {
   int k_stages;
   int v_stages;
   int value_columns;  // of out that one product of values makes; divides head_dim_v
-  bool softcap;
-  bool turns;  // two consumer warpgroups take turns to issue their products
+  bool has_terms;     // whether the policy of scores has any; kernels read them there
+  bool pingpong;      // two consumer warpgroups take turns to issue their products
 
   TILEWISE_INLINE bool bf16() const { return parts == 3; }
   // A wide range of exponents needs no admission, and such a kernel runs only what was refused.
@@ -86,10 +88,14 @@ TILEWISE_INLINE int shift_of(int exponent, bool bf16) {
 // p is in (0, 1]; times this it uses the range that fp16 has.
 TILEWISE_INLINE int weight_shift(bool bf16) { return bf16 ? 0 : 14; }
 
-// x * 2^shift for |shift| <= 250: one power would overflow or be denormal.
 __device__ __forceinline__ float power_of_two(int exponent) {  // -126 to 127
   return __uint_as_float(static_cast<ptx::u32>(exponent + 127) << 23);
 }
+// 2^shift for |shift| <= 250, in two factors: one power would overflow or be denormal.
+struct PowerOfTwo : Unit {
+  __device__ __forceinline__ explicit PowerOfTwo(int shift)
+      : Unit{power_of_two(shift / 2), power_of_two(shift - shift / 2)} {}
+};
 __device__ __forceinline__ float scaled(float x, int shift) {
   const int half = shift / 2;
   return x * power_of_two(half) * power_of_two(shift - half);
@@ -98,31 +104,31 @@ __device__ __forceinline__ float scaled(float x, int shift) {
 // --- splitting ---
 
 constexpr int split_threads = 256;
-constexpr int most_tile_rows = 128, most_columns = 256;
+constexpr int max_tile_rows = 128, max_columns = 256;
 
 // Of q, k, v and (for a backward) dout, in this order.
-constexpr int most_operands = 4;
+constexpr int max_operands = 4;
 struct SplitParams {
-  const float* x[most_operands];
-  long long batch_stride[most_operands], head_stride[most_operands],
-      seq_stride[most_operands];   // in elements
-  void* parts[most_operands];      // (parts, batch, heads, seq, dim)
-  TileFact* facts[most_operands];  // (batch, heads, tiles)
-  const int* wanted;               // null, or 0: nothing is to be done
-  int* refusals;                   // null, or to be zeroed
-  int heads[most_operands];
-  int seq[most_operands];
-  int dim[most_operands];
-  int rows[most_operands];        // of a tile
-  int first_tile[most_operands];  // counted over all
-  int tiles;                      // in all
+  const float* x[max_operands];
+  long long batch_stride[max_operands], head_stride[max_operands],
+      seq_stride[max_operands];   // in elements
+  void* parts[max_operands];      // (parts, batch, heads, seq, dim)
+  TileFact* facts[max_operands];  // (batch, heads, tiles)
+  const int* wanted;              // null, or 0: nothing is to be done
+  int* refusals;                  // null, or to be zeroed
+  int heads[max_operands];
+  int seq[max_operands];
+  int dim[max_operands];
+  int rows[max_operands];        // of a tile
+  int first_tile[max_operands];  // counted over all
+  int tiles;                     // in all
   int batch;
   int aligned;  // 1: every row of every tensor begins at a multiple of 16 bytes
 };
 
 struct SplitSmem {
-  ptx::u32 most, nonfinite;
-  ptx::u32 rows[most_tile_rows], columns[most_columns];  // largest magnitudes, as bits
+  ptx::u32 max_bits, nonfinite;
+  ptx::u32 rows[max_tile_rows], columns[max_columns];  // largest magnitudes, as bits
 };
 
 // --- attention ---
@@ -153,14 +159,15 @@ struct Params {
   int q_tiles;
   int sections;
   int longest_first;
-  int most_exponents;  // of q's largest and k's largest, added, that two parts of fp16 can serve
+  int max_exponents;  // of q's largest and k's largest, added, that two parts of fp16 can serve
   float scale_log2;
   float softcap_in;
   float lse_scale;  // scale_log2 / log2(e)
 };
 
 // A CTA's rows, the KV tiles that they touch, and where their facts stand.
-struct Plan {
+template <typename Extents>
+struct Plan : Extents::Record {
   WorkTile tile;
   int row_begin;
   int parts_of_rows;  // of 64
@@ -177,9 +184,9 @@ struct Plan {
     return kv_tile < full.begin || kv_tile >= full.end;
   }
 };
-static_assert(sizeof(Plan) == 80);
+static_assert(sizeof(Plan<Batched>) == 80);
 
-template <Config config>
+template <Config config, typename Extents>
 struct Smem {
   alignas(1024) unsigned char q[config.consumers][config.parts][matrix_bytes(64, config.head_dim)];
   alignas(1024) unsigned char k[config.k_stages][config.parts]
@@ -189,7 +196,7 @@ struct Smem {
   ptx::u64 q_full[config.consumers];
   ptx::u64 k_full[config.k_stages], k_empty[config.k_stages];
   ptx::u64 v_full[config.v_stages], v_empty[config.v_stages];
-  Plan plan;
+  Plan<Extents> plan;
 };
 
 // A position in a ring of `stages`: the producer starts with phase 1 (slots are free), consumers
@@ -204,9 +211,5 @@ struct RingPosition {
     if (++stage == stages) stage = 0, phase ^= 1;
   }
 };
-
-__device__ __forceinline__ Band band_of(const Params& params) {
-  return {params.band_first_shift, params.band_end_shift, params.seq_k};
-}
 
 }  // namespace tilewise::sm90::float32

@@ -1,6 +1,8 @@
 // The consumer warpgroups of the float32 forward. Steps, roles and barriers: float32_forward.cuh.
 #pragma once
 
+#include "../common/nonfinite.cuh"
+#include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "float32_config.cuh"
 #include "wgmma.cuh"
@@ -29,10 +31,10 @@ __device__ __forceinline__ void split_weights(const float (&x)[count],
 }
 
 struct BarrierId {
-  static constexpr int turn = 1;  // + warpgroup
+  static constexpr int pingpong = 1;  // + warpgroup
 };
 
-template <Config config>
+template <Config config, typename Policy, typename Extents>
 struct Consumer {
   static constexpr bool bf16 = config.bf16();
   static constexpr int parts = config.parts, block_kv = config.block_kv;
@@ -46,9 +48,9 @@ struct Consumer {
   using ScoreProduct = wgmma::Product<block_kv, bf16>;
   using ValueProduct = wgmma::Product<columns, bf16>;
 
-  const Params& params;
-  Smem<config>& smem;
-  const Plan& plan;
+  const ParamsOf<Params, Policy, Extents>& params;
+  Smem<config, Extents>& smem;
+  const Plan<Extents>& plan;
   const int warpgroup;
   const int warp = threadIdx.x / 32 % 4;
   const int lane = threadIdx.x % 32;
@@ -65,22 +67,22 @@ struct Consumer {
   u32 p[parts][block_kv / 16][4];
   float fresh[columns / 2];        // a piece of P V, of one tile alone
   float o[config.head_dim_v / 2];  // in units of 2^out_exponent
-  float most[2], sum[2];   // largest score so far, unscaled; this thread's share of the sum of p
-  float keep[2], take[2];  // what o and fresh are multiplied with when they are added up
+  float row_max[2], sum[2];  // largest score so far, unscaled; this thread's share of the sum of p
+  float keep[2], take[2];    // what o and fresh are multiplied with when they are added up
   int q_shift;
 
   __device__ __forceinline__ void arrive(u64* barrier) {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  // Why turns: warpgroups in step would run their softmax at the same time, with an idle tensor
-  // pipe. Invariant: each warpgroup takes one for every tile that the CTA touches.
-  __device__ __forceinline__ void take_turn() {
-    if constexpr (config.turns) ptx::barrier_sync<256>(BarrierId::turn + warpgroup);
+  // Why they take turns: warpgroups in step would run their softmax at the same time, with an idle
+  // tensor pipe. Invariant: each warpgroup takes one for every tile that the CTA touches.
+  __device__ __forceinline__ void await_pingpong() {
+    if constexpr (config.pingpong) ptx::barrier_sync<256>(BarrierId::pingpong + warpgroup);
   }
-  __device__ __forceinline__ void pass_turn() {
-    static_assert(!config.turns || config.consumers == 2);
-    if constexpr (config.turns) ptx::barrier_arrive<256>(BarrierId::turn + 1 - warpgroup);
+  __device__ __forceinline__ void pass_pingpong() {
+    static_assert(!config.pingpong || config.consumers == 2);
+    if constexpr (config.pingpong) ptx::barrier_arrive<256>(BarrierId::pingpong + 1 - warpgroup);
   }
 
   __device__ __forceinline__ int row_of_thread(int r) const {
@@ -141,37 +143,36 @@ struct Consumer {
     }
   }
 
-  // Step 3. The thread's columns in the tile are 8j + 2(lane % 4) + {0, 1}.
-  __device__ __forceinline__ void hide(int kv_tile) {
-    const Band band = band_of(params);
-    const int column = kv_tile * block_kv + 2 * (lane % 4);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int end = band.end_key(row_of_thread(r)) - column;
-      const int first = band.first_key(row_of_thread(r)) - column;
-#pragma unroll
-      for (int i = 0; i < block_kv / 2; ++i) {
-        if (row_of(i) != r) continue;
-        const int offset = i / 4 * 8 + i % 2;
-        s[i] = offset < end && offset >= first ? s[i] : -infinity;
-      }
+  __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
+
+  // Where this thread's scores lie.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::queries;
+    const Consumer& kernel;
+    const int kv_tile;
+
+    __device__ __forceinline__ int row() const { return kernel.row_of_thread(0); }
+    __device__ __forceinline__ int column() const {
+      return kv_tile * block_kv + 2 * (kernel.lane % 4);
     }
-  }
+    __device__ __forceinline__ int batch() const { return kernel.plan.tile.batch; }
+    __device__ __forceinline__ int head() const { return kernel.plan.tile.head; }
+    __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
+    __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
+  };
 
   // Steps 2 to 6: s -> p, split.
   __device__ __forceinline__ void weigh(int kv_tile, int k_exponent, int v_exponent) {
     const int score_shift = min_int(q_shift + shift_of(k_exponent, bf16), 240);
     float scale = params.scale_log2, score_unit = 1.0f;
-    if constexpr (config.softcap) {
-      const float inner = scaled(params.softcap_in, -score_shift);
-#pragma unroll
-      for (int i = 0; i < block_kv / 2; ++i) s[i] = tanhf(s[i] * inner);
+    if constexpr (Policy::transforms) {
+      Policy::apply(s, params, PowerOfTwo(-score_shift), Place{*this, kv_tile});
     } else {
       // Why not less than the smallest normal number: 0 * -inf is NaN, and scores that small are 0.
       scale = fmaxf(scaled(scale, -score_shift), 0x1p-126f);
       score_unit = scaled(1.0f, -score_shift);
     }
-    if (plan.partial(kv_tile)) hide(kv_tile);
+    if (plan.partial(kv_tile)) Policy::hide(s, params, Place{*this, kv_tile});
     float top[2], base[2], block[2];
     row_maxima(s, top);
     const float unit =
@@ -183,10 +184,10 @@ struct Consumer {
       // scale only as differences. A rounded product would be off by as much as half a unit in its
       // last place, which for scores of 1e10 is a factor of 2^2000.
       const float here = top[r] == -infinity ? -infinity : top[r] * score_unit;
-      const float next = fmaxf(most[r], here);
-      keep[r] = most[r] == -infinity ? 0.0f : ptx::ex2((most[r] - next) * params.scale_log2);
+      const float next = fmaxf(row_max[r], here);
+      keep[r] = row_max[r] == -infinity ? 0.0f : ptx::ex2((row_max[r] - next) * params.scale_log2);
       take[r] = here == -infinity ? 0.0f : ptx::ex2((here - next) * params.scale_log2);
-      most[r] = next;
+      row_max[r] = next;
     }
 #pragma unroll
     for (int i = 0; i < block_kv / 2; ++i) s[i] = ptx::ex2((s[i] - base[row_of(i)]) * scale);
@@ -196,6 +197,7 @@ struct Consumer {
       sum[r] = fmaf(sum[r], keep[r], block[r] * take[r]);
       take[r] *= unit;
     }
+    Policy::drop(s, params, Place{*this, kv_tile});
     split_weights<parts, bf16>(s, p);
   }
 
@@ -214,11 +216,11 @@ struct Consumer {
     q_shift = shift_of(plan.q_facts[warpgroup].exponent, bf16);
     ptx::mbarrier_wait(&smem.q_full[warpgroup], 0);
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
-    take_turn();
+    await_pingpong();
     wgmma::hold(s);
     wgmma::fence();
     issue_scores();
-    pass_turn();
+    pass_pingpong();
     wgmma::wait<0>();
     wgmma::hold(s);
     release_keys();
@@ -260,13 +262,13 @@ struct Consumer {
   // while they are added up.
   __device__ __forceinline__ void values_then_scores(int next_tile) {
     all_pieces_but_one();
-    take_turn();
+    await_pingpong();
     begin_piece(pieces - 1);
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
     wgmma::hold(s);
     wgmma::fence();
     issue_scores();
-    pass_turn();
+    pass_pingpong();
     const int k_exponent = plan.k_facts[next_tile].exponent;
     const int v_exponent = plan.v_facts[next_tile].exponent;
     wgmma::wait<1>();
@@ -288,8 +290,8 @@ struct Consumer {
 
   __device__ __forceinline__ void skip_tiles(int count) {
     for (; count > 0; --count) {
-      take_turn();
-      pass_turn();
+      await_pingpong();
+      pass_pingpong();
       ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
       release_keys();
       ptx::mbarrier_wait(&smem.v_full[v_position.stage], v_position.phase);
@@ -298,14 +300,14 @@ struct Consumer {
   }
 
   __device__ __forceinline__ long long row_of_heads(int row) const {
-    return (static_cast<long long>(plan.tile.batch) * params.heads + plan.tile.head) *
-               params.seq_q +
-           row;
+    const int batch = sequence().batch(plan.tile.batch);
+    return first_row_of_head(params, sequence(), batch, params.heads, plan.tile.head) + row;
   }
 
   __device__ __forceinline__ float* out_row(int row) const {
-    return params.out + plan.tile.batch * params.out_batch_stride +
-           plan.tile.head * params.out_head_stride + row * params.out_seq_stride;
+    return params.out + sequence().batch(plan.tile.batch) * params.out_batch_stride +
+           plan.tile.head * params.out_head_stride +
+           (sequence().q_start() + row) * params.out_seq_stride;
   }
 
   // Step 9.
@@ -314,13 +316,16 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = row_of_thread(r);
-      const float total = quad_sum(sum[r]);
-      if (row >= params.seq_q) continue;
+      float total = quad_sum(sum[r]);
+      const float factor =
+          Policy::finish_row(params, Place{*this, 0}, r, row_max[r], total, params.scale_log2) *
+          Policy::kept_weight(params, Place{*this, 0});
+      if (row >= sequence().seq_q()) continue;
       if (params.lse != nullptr && lane % 4 == 0)
         params.lse[row_of_heads(row)] =
             total == 0.0f ? -infinity
-                          : __fadd_rn(__fmul_rn(most[r], params.lse_scale), log2f(total) * ln2);
-      const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+                          : __fadd_rn(__fmul_rn(row_max[r], params.lse_scale), log2f(total) * ln2);
+      const float inverse = total == 0.0f ? 0.0f : 1.0f / total * factor;
       const float unit = scaled(1.0f, plan.out_exponent);
 #pragma unroll
       for (int j = 0; j < config.head_dim_v / 8; ++j) {
@@ -334,41 +339,41 @@ struct Consumer {
   // Gives the rows that see inf or NaN in V those values back: the split had zeroed them. A thread
   // adds to what it has stored itself, so that the loop above needs no registers for this.
   __device__ __forceinline__ void restore_nonfinite(const TileRange& own) {
-    const Band band = band_of(params);
-    const float* v = params.v + plan.tile.batch * params.v_batch_stride +
-                     plan.tile.head / params.heads_per_kv * params.v_head_stride;
+    const Band band = sequence().band();
+    const float* v = params.v + sequence().batch(plan.tile.batch) * params.v_batch_stride +
+                     plan.tile.head / params.heads_per_kv * params.v_head_stride +
+                     sequence().k_start() * params.v_seq_stride;
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {
       const int row = row_of_thread(r);
-      if (row >= params.seq_q) continue;
+      if (row >= sequence().seq_q()) continue;
+      tilewise::restore_nonfinite(
+          band, row, own, block_kv,
+          [&](int kv_tile) { return plan.v_facts[kv_tile].spread == spread_nonfinite; },
+          [&](int key) {
 #pragma unroll 1
-      for (int kv_tile = own.begin; kv_tile < own.end; ++kv_tile) {
-        if (plan.v_facts[kv_tile].spread != spread_nonfinite) continue;
-        const int end = min_int(band.end_key(row), (kv_tile + 1) * block_kv);
-#pragma unroll 1
-        for (int key = max_int(band.first_key(row), kv_tile * block_kv); key < end; ++key) {
-#pragma unroll 1
-          for (int column = 2 * (lane % 4); column < params.head_dim_v;
-               column += column % 2 == 0 ? 1 : 7) {
-            const float x = v[key * params.v_seq_stride + column];
-            if ((__float_as_uint(x) & 0x7f800000u) == 0x7f800000u) out_row(row)[column] += x;
-          }
-        }
-      }
+            for (int column = 2 * (lane % 4); column < params.head_dim_v;
+                 column += column % 2 == 0 ? 1 : 7) {
+              const float x = v[key * params.v_seq_stride + column];
+              if (is_nonfinite(__float_as_uint(x))) out_row(row)[column] += x;
+            }
+          });
     }
   }
 
   __device__ __forceinline__ void run() {
-    if (config.turns && warpgroup == 1) ptx::barrier_arrive<256>(BarrierId::turn);
+    if (config.pingpong && warpgroup == 1) ptx::barrier_arrive<256>(BarrierId::pingpong);
 #pragma unroll
     for (int i = 0; i < config.head_dim_v / 2; ++i) o[i] = 0.0f;
-    most[0] = most[1] = -infinity;
+    row_max[0] = row_max[1] = -infinity;
     sum[0] = sum[1] = 0.0f;
     TileRange own{0, 0};
-    if (row_begin < params.seq_q)
-      own = touched_tiles(band_of(params), row_begin, min_int(row_begin + 64, params.seq_q),
-                          block_kv);
+    const int seq_q = sequence().seq_q();
+    if (row_begin < seq_q)
+      own = touched_tiles(sequence().band(), row_begin, min_int(row_begin + 64, seq_q), block_kv);
     if (own.empty()) {
+      // Why wait for rows that nobody needs: a block must not end while a copy to it is under way.
+      if (!plan.touched.empty()) ptx::mbarrier_wait(&smem.q_full[warpgroup], 0);
       skip_tiles(plan.touched.count());
     } else {
       skip_tiles(plan.touched.end - own.end);

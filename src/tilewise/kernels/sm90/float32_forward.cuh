@@ -7,28 +7,29 @@
 // c = scale * log2(e). Sums over the terms (i, j) run from the smallest to (0, 0): three for two parts, six for three.
 //
 //   1. S = sum of Q_i K_j^T             wgmma, both operands in shared memory, one accumulator
-//   2. softcap: S = tanh(S 2^-(e_q + e_k) scale / cap), c = cap * log2(e); else c' = c 2^-(e_q + e_k)
-//   3. partial tiles: S[r, k] = -inf where k is outside [first_key(r), end_key(r))
+//   2. c' = c 2^-(e_q + e_k), unless a term of the policy (common/scores.cuh) changes scores: then c' = c. Softcap:
+//      S = tanh(S 2^-(e_q + e_k) scale / cap), c = cap * log2(e)
+//   3. partial tiles: S[r, k] = -inf where a term hides k from r: the band, outside [first_key(r), end_key(r))
 //   4. t = rowmax S, of this tile alone; m' = max(m, 2^-(e_q + e_k) t); keep = 2^(c (m - m')), take = 2^(c (t - m')), m = m'
-//   5. P = 2^(c' (S - t)), l = keep l + take rowsum P
+//   5. P = 2^(c' (S - t)), l = keep l + take rowsum P; then terms may drop weights
 //   6. P_i: parts of P (times 2^14 for fp16), in registers
 //   7. F = sum of P_i V_j               wgmma, into fresh accumulators
 //   8. O = keep O + take 2^-(e_v + 14) F   float32, in registers
-//   9. out = O / l, lse = round(scale m) + ln l; a row without keys gives out = 0, lse = -inf
+//   9. terms may finish m and l; out = O / l, lse = round(scale m) + ln l; a row without keys gives out = 0, lse = -inf
 // Why the maximum of the tile in P: parts of fp16 are exact relative to the largest weight of the tile, whatever the
 // rows before; step 8 needs a factor for F in any case. Why F is fresh: the tensor core truncates its sums.
 // Overlap: step 1 of the next tile stands behind step 7 in the tensor pipe, step 8 runs under it, steps 2-6 under the
 // other warpgroup's products.
 //
 // Admission. Two parts of fp16 serve a CTA if for every tile that it touches
-//   - q, k and v are finite, and the exponents of the largest q and k add up to at most `most_exponents`;
+//   - q, k and v are finite, and the exponents of the largest q and k add up to at most `max_exponents`;
 //   - rows of V are within 2^14 of one another, columns within 2^12 (float32_split.cuh).
 // A CTA that is refused says so and ends; the kernel with three parts of bf16, launched behind it, does those rows, and
 // its other CTAs end at once. So does the split for it. Every choice is made here, from the data; no host waits. Where gradients
 // will be wanted it runs alone: the backward has such parts, and so finds the same scores, bit by bit, that lse was made of.
 //
 // Roles. Warpgroup 0: one thread of warp 0 is the producer and issues all loads. Warpgroups 1..consumers: the rest.
-// One CTA a tile of rows, one CTA a multiprocessor. Shared memory (struct Smem): Q, K and V in all their parts, and the
+// One CTA per tile of rows, one CTA per multiprocessor. Shared memory (struct Smem): Q, K and V in all their parts, and the
 // plan, since registers are for what the loop needs.
 //
 // Barriers
@@ -49,19 +50,23 @@
 
 namespace tilewise::sm90::float32 {
 
-template <Config config>
-__device__ __forceinline__ Plan make_plan(const Params& params) {
+template <Config config, typename Extents, typename KernelParams>
+__device__ __forceinline__ Plan<Extents> make_plan(const KernelParams& params) {
   const Schedule schedule{params.heads, params.batch * params.heads, params.q_tiles,
                           params.sections, params.longest_first};
-  const Band band = band_of(params);
-  Plan plan;
+  Plan<Extents> plan;
   plan.tile = schedule.tile(blockIdx.x);
+  static_cast<typename Extents::Record&>(plan) = Extents::find(params, plan.tile.batch);
+  const auto sequence = sequence_of<Extents>(params, plan);
+  const Band band = sequence.band();
   plan.row_begin = plan.tile.q_tile * config.block_q();
-  const int row_end = min_int(plan.row_begin + config.block_q(), params.seq_q);
+  const int row_end = min_int(plan.row_begin + config.block_q(), sequence.seq_q());
   plan.parts_of_rows = ceil_div(row_end - plan.row_begin, 64);
   plan.touched = touched_tiles(band, plan.row_begin, row_end, config.block_kv);
   plan.full = full_tiles(band, plan.row_begin, row_end, config.block_kv, plan.touched);
   const int pair = plan.tile.batch * params.heads + plan.tile.head;
+  // Facts are of the parts of the tensors, which a sequence of several must begin.
+  static_assert(!Extents::ragged, "the split makes parts of whole tensors");
   const int row_parts = pair * ceil_div(params.seq_q, 64) + plan.row_begin / 64;
   const int kv_tiles = (plan.tile.batch * (params.heads / params.heads_per_kv) +
                         plan.tile.head / params.heads_per_kv) *
@@ -74,8 +79,8 @@ __device__ __forceinline__ Plan make_plan(const Params& params) {
 }
 
 // Whether two parts serve this CTA's rows and keys. All threads call it and get the same answer.
-template <Config config>
-__device__ __forceinline__ bool is_admitted(const Params& params, const Plan& plan) {
+template <Config config, typename Extents>
+__device__ __forceinline__ bool is_admitted(const Params& params, const Plan<Extents>& plan) {
   int q_exponent = no_exponent;
   bool refused = false;
   for (int i = 0; i < plan.parts_of_rows; ++i) {
@@ -85,14 +90,14 @@ __device__ __forceinline__ bool is_admitted(const Params& params, const Plan& pl
   for (int n = plan.touched.begin + threadIdx.x; n < plan.touched.end; n += config.threads()) {
     const TileFact k = plan.k_facts[n];
     refused = refused || k.spread != spread_tame || plan.v_facts[n].spread != spread_tame ||
-              q_exponent + k.exponent > params.most_exponents;
+              q_exponent + k.exponent > params.max_exponents;
   }
   return !__syncthreads_or(refused);
 }
 
 // Whether this CTA's rows are this kernel's.
-template <Config config>
-__device__ __forceinline__ bool is_mine(const Params& params, const Plan& plan) {
+template <Config config, typename Extents>
+__device__ __forceinline__ bool is_mine(const Params& params, const Plan<Extents>& plan) {
   if constexpr (config.takes_refused()) {
     if (params.any_refused == nullptr) return true;
     if (*params.any_refused == 0) return false;
@@ -100,7 +105,7 @@ __device__ __forceinline__ bool is_mine(const Params& params, const Plan& plan) 
     for (int i = 0; i < plan.parts_of_rows; ++i) refused |= plan.refused[i];
     return refused != 0;
   } else {
-    const bool admitted = is_admitted<config>(params, plan);
+    const bool admitted = is_admitted<config, Extents>(params, plan);
     if (threadIdx.x < plan.parts_of_rows) plan.refused[threadIdx.x] = !admitted;
     if (threadIdx.x == 0 && !admitted) *params.any_refused = 1;
     return admitted;
@@ -109,8 +114,8 @@ __device__ __forceinline__ bool is_mine(const Params& params, const Plan& plan) 
 
 // Values near either end of float32's range are added up in other units, so that sums neither
 // overflow nor lose bits.
-template <Config config>
-__device__ __forceinline__ void look_at_values(Plan& plan) {
+template <Config config, typename Extents>
+__device__ __forceinline__ void look_at_values(Plan<Extents>& plan) {
   bool large = false, ordinary = false, nonfinite = false;
   for (int n = plan.touched.begin + threadIdx.x; n < plan.touched.end; n += config.threads()) {
     const TileFact fact = plan.v_facts[n];
@@ -123,13 +128,15 @@ __device__ __forceinline__ void look_at_values(Plan& plan) {
   plan.met_nonfinite = config.takes_refused() && __syncthreads_or(nonfinite);
 }
 
-template <Config config>
+template <Config config, typename Extents>
 struct Producer {
   const Params& params;
-  Smem<config>& smem;
-  const Plan& plan;
+  Smem<config, Extents>& smem;
+  const Plan<Extents>& plan;
   RingPosition<config.k_stages> k_position{1};
   RingPosition<config.v_stages> v_position{1};
+
+  __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
   // Rows and columns beyond the tensor arrive as zeros.
   template <int bytes>
@@ -143,20 +150,21 @@ struct Producer {
 #pragma unroll 1
       for (int panel = 0; panel < bytes / panel_bytes(rows); ++panel)
         ptx::tma_load_4d(parts[part] + panel * panel_bytes(rows), &map, barrier,
-                         panel * panel_columns, row, head, part * params.batch + plan.tile.batch,
-                         policy);
+                         panel * panel_columns, row, head,
+                         part * params.batch + sequence().batch(plan.tile.batch), policy);
   }
 
   __device__ __forceinline__ void load_q() {
     for (int i = 0; i < config.consumers; ++i)
-      load(smem.q[i], params.q_map, &smem.q_full[i], 64, plan.row_begin + i * 64, plan.tile.head,
+      load(smem.q[i], params.q_map, &smem.q_full[i], 64,
+           sequence().q_start() + plan.row_begin + i * 64, plan.tile.head,
            ptx::CachePolicy::evict_first);
   }
 
   __device__ __forceinline__ void load_k(int kv_tile) {
     ptx::mbarrier_wait(&smem.k_empty[k_position.stage], k_position.phase);
     load(smem.k[k_position.stage], params.k_map, &smem.k_full[k_position.stage], config.block_kv,
-         kv_tile * config.block_kv, plan.tile.head / params.heads_per_kv,
+         sequence().k_start() + kv_tile * config.block_kv, plan.tile.head / params.heads_per_kv,
          ptx::CachePolicy::evict_last);
     k_position.advance();
   }
@@ -164,7 +172,7 @@ struct Producer {
   __device__ __forceinline__ void load_v(int kv_tile) {
     ptx::mbarrier_wait(&smem.v_empty[v_position.stage], v_position.phase);
     load(smem.v[v_position.stage], params.v_map, &smem.v_full[v_position.stage], config.block_kv,
-         kv_tile * config.block_kv, plan.tile.head / params.heads_per_kv,
+         sequence().k_start() + kv_tile * config.block_kv, plan.tile.head / params.heads_per_kv,
          ptx::CachePolicy::evict_last);
     v_position.advance();
   }
@@ -180,8 +188,8 @@ struct Producer {
   }
 };
 
-template <Config config>
-__device__ __forceinline__ void init_barriers(Smem<config>& smem) {
+template <Config config, typename Extents>
+__device__ __forceinline__ void init_barriers(Smem<config, Extents>& smem) {
   constexpr u32 consumer_warps = config.consumers * 4;
   for (int i = 0; i < config.consumers; ++i) ptx::mbarrier_init(&smem.q_full[i], 1);
   for (int i = 0; i < config.k_stages; ++i) {
@@ -195,28 +203,28 @@ __device__ __forceinline__ void init_barriers(Smem<config>& smem) {
   ptx::fence_mbarrier_init();
 }
 
-template <Config config>
-__device__ __forceinline__ void forward(const Params& params) {
+template <Config config, typename Policy, typename Extents>
+__device__ __forceinline__ void forward(const ParamsOf<Params, Policy, Extents>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  Smem<config>& smem = *reinterpret_cast<Smem<config>*>(smem_bytes);
+  Smem<config, Extents>& smem = *reinterpret_cast<Smem<config, Extents>*>(smem_bytes);
   // Why the shuffle: it tells the compiler that the role is the same for the whole warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
-  if (threadIdx.x == 0) init_barriers<config>(smem);
+  if (threadIdx.x == 0) init_barriers<config, Extents>(smem);
   // Launches overlap: nothing that another kernel may have written, or may still read, is touched
   // above this line.
   ptx::allow_next_grid();
   ptx::wait_for_previous_grid();
-  Plan plan = make_plan<config>(params);
-  if (!is_mine<config>(params, plan)) return;
-  look_at_values<config>(plan);
+  Plan<Extents> plan = make_plan<config, Extents>(params);
+  if (!is_mine<config, Extents>(params, plan)) return;
+  look_at_values<config, Extents>(plan);
   if (threadIdx.x == 0) smem.plan = plan;
   __syncthreads();
   if (warp < 4) {
     ptx::setmaxnreg_dec<Config::producer_registers>();
-    if (warp == 0 && ptx::elect_one()) Producer<config>{params, smem, smem.plan}.run();
+    if (warp == 0 && ptx::elect_one()) Producer<config, Extents>{params, smem, smem.plan}.run();
   } else {
     ptx::setmaxnreg_inc<config.consumer_registers()>();
-    Consumer<config>{params, smem, smem.plan, warp / 4 - 1}.run();
+    Consumer<config, Policy, Extents>{params, smem, smem.plan, warp / 4 - 1}.run();
   }
 }
 

@@ -59,13 +59,14 @@ __device__ __forceinline__ u32 warp_max(u32 x) {
 // is not: where it takes nearly all of a softmax's weight, what is left of the others must still be
 // exact. A column of zeros is.
 __device__ __forceinline__ bool is_tame(const SplitSmem& smem, int rows, int columns) {
-  const int most = exponent_of(smem.most);
-  if (most == no_exponent) return true;
+  const int max_exponent = exponent_of(smem.max_bits);
+  if (max_exponent == no_exponent) return true;
   bool tame = true;
   for (int i = threadIdx.x; i < rows; i += split_threads)
-    tame = tame && most - exponent_of(smem.rows[i]) <= widest_rows;
+    tame = tame && max_exponent - exponent_of(smem.rows[i]) <= widest_rows;
   for (int i = threadIdx.x; i < columns; i += split_threads)
-    tame = tame && (smem.columns[i] == 0 || most - exponent_of(smem.columns[i]) <= widest_columns);
+    tame = tame &&
+           (smem.columns[i] == 0 || max_exponent - exponent_of(smem.columns[i]) <= widest_columns);
   return tame;
 }
 
@@ -73,7 +74,7 @@ template <int parts>
 __device__ __forceinline__ void split_tile(const SplitParams& params, SplitSmem& smem, int index) {
   constexpr bool bf16 = parts == 3;
   int which = 0;
-  for (int i = 1; i < most_operands; ++i) which += index >= params.first_tile[i];
+  for (int i = 1; i < max_operands; ++i) which += index >= params.first_tile[i];
   const int seq = params.seq[which], dim = params.dim[which], rows = params.rows[which];
   const int tiles = ceil_div(seq, rows), tile = index - params.first_tile[which];
   const int pair = tile / tiles, row_begin = (tile - pair * tiles) * rows;
@@ -87,29 +88,29 @@ __device__ __forceinline__ void split_tile(const SplitParams& params, SplitSmem&
   for (int i = threadIdx.x; i < sizeof(SplitSmem) / 4; i += split_threads)
     reinterpret_cast<u32*>(&smem)[i] = 0;
   __syncthreads();
-  u32 most = 0, nonfinite = 0;
+  u32 max_bits = 0, nonfinite = 0;
   for (int i = threadIdx.x; i < count * chunks; i += split_threads) {
     const int row = i / chunks, column = (i - row * chunks) * 8;
     const Eight eight = load_eight(x + row * params.seq_stride[which] + column, params.aligned);
-    u32 most_of_row = 0;
+    u32 row_max = 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       u32 bits = magnitude(eight.x[j]);
       if (bits >= infinity_bits) nonfinite = 1, bits = 0;
-      most_of_row = most_of_row > bits ? most_of_row : bits;
+      row_max = row_max > bits ? row_max : bits;
       if (values && !bf16) atomicMax(&smem.columns[column + j], bits);
     }
-    if (values && !bf16) atomicMax(&smem.rows[row], most_of_row);
-    most = most > most_of_row ? most : most_of_row;
+    if (values && !bf16) atomicMax(&smem.rows[row], row_max);
+    max_bits = max_bits > row_max ? max_bits : row_max;
   }
-  most = warp_max(most);
+  max_bits = warp_max(max_bits);
   nonfinite = warp_max(nonfinite);
   if (threadIdx.x % 32 == 0) {
-    atomicMax(&smem.most, most);
+    atomicMax(&smem.max_bits, max_bits);
     atomicMax(&smem.nonfinite, nonfinite);
   }
   __syncthreads();
-  const int exponent = exponent_of(smem.most), shift = shift_of(exponent, bf16);
+  const int exponent = exponent_of(smem.max_bits), shift = shift_of(exponent, bf16);
   const bool wide = __syncthreads_or(values && !bf16 && !is_tame(smem, count, dim));
   if (threadIdx.x == 0)
     params.facts[which][tile] = {exponent, smem.nonfinite ? spread_nonfinite

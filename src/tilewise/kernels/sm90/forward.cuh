@@ -7,17 +7,17 @@
 // of the keys come first. c = scale * log2(e).
 //
 //   1. S = Q K_n^T                      wgmma, both operands in shared memory
-//   2. softcap: S = tanh(S * scale / cap), c = cap * log2(e)
-//   3. partial tiles: S[r, k] = -inf where k is outside [first_key(r), end_key(r))
+//   2. the terms of the policy (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
+//   3. partial tiles: S[r, k] = -inf where a term hides k from r: the band, outside [first_key(r), end_key(r))
 //   4. the first tile, the one after a partial first tile, and partial tiles:
 //      m' = max(m, c * rowmax S), alpha = 2^(m - m'), m = m'; other tiles: m stays, alpha = 1
 //   5. P = 2^(c S - m)
 //   6. other tiles: where a thread's share of rowsum P exceeds h times its mean over the tiles before
 //      (h = 3.5 for 128 keys, 5 for 64; or 2^15), its warp takes the true maximum now: alpha and m as in
 //      4, P *= alpha (P from S itself, computed again, where it overflowed)
-//   7. l = alpha l + rowsum P
+//   7. l = alpha l + rowsum P; then terms may drop weights
 //   8. O = alpha O + round16(P) V_n     wgmma, P in registers
-//   9. out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
+//   9. terms may finish m and l; out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
 // Few queries with many keys (`split`): a CTA takes a part of the keys, its out and lse are partial,
 // in float32, and combine.cuh makes the whole of them.
 // Overlap: step 1 of the next tile is issued before step 8 of this one, and steps 2-6 run under
@@ -29,7 +29,7 @@
 // by 0 in partial V tiles, since 0 * inf is NaN (rows that do see such a value get it in the
 // epilogue). Warpgroups 1..consumers: everything else.
 //
-// Shared memory (struct Smem): Q, a 64-row slot a warpgroup; K and V, rings of k_stages and v_stages
+// Shared memory (struct Smem): Q, a 64-row slot per warpgroup; K and V, rings of k_stages and v_stages
 // tiles; room for out, all or half of its columns; barriers and plans.
 //
 // Barriers
@@ -57,8 +57,8 @@
 
 namespace tilewise::sm90 {
 
-template <Config config>
-__device__ __forceinline__ void init_barriers(Smem<config>& smem) {
+template <Config config, typename Extents>
+__device__ __forceinline__ void init_barriers(Smem<config, Extents>& smem) {
   constexpr u32 consumer_warps = config.consumers * 4;
   constexpr u32 scanners = config.masked() ? 1 : 0, storers = config.split ? 0 : 1;
   for (int i = 0; i < config.consumers; ++i) {
@@ -83,10 +83,10 @@ __device__ __forceinline__ void init_barriers(Smem<config>& smem) {
   ptx::fence_mbarrier_init();
 }
 
-template <Config config>
-__device__ __forceinline__ void forward(const Params& params) {
+template <Config config, typename Policy, typename Extents>
+__device__ __forceinline__ void forward(const ParamsOf<Params, Policy, Extents>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  Smem<config>& smem = *reinterpret_cast<Smem<config>*>(smem_bytes);
+  Smem<config, Extents>& smem = *reinterpret_cast<Smem<config, Extents>*>(smem_bytes);
   // Why the shuffle: it tells the compiler that the role is the same for the whole warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void forward(const Params& params) {
     ptx::prefetch_tensormap(&params.k_map);
     ptx::prefetch_tensormap(&params.v_map);
     ptx::prefetch_tensormap(&params.out_map);
-    init_barriers<config>(smem);
+    init_barriers<config, Extents>(smem);
   }
   // Launches overlap: this grid may start while the one before it ends, so nothing that another
   // kernel may have written, or may still read, is touched above this line.
@@ -104,17 +104,17 @@ __device__ __forceinline__ void forward(const Params& params) {
   if (warp < 4) {
     ptx::setmaxnreg_dec<config.producer_registers()>();
     if (warp == 0) {
-      if (ptx::elect_one()) Producer<config>{params, smem}.run();
+      if (ptx::elect_one()) Producer<config, Extents>{params, smem}.run();
     } else if (warp == 1) {
-      if (ptx::elect_one()) schedule_work<config>(params, smem);
+      if (ptx::elect_one()) schedule_work<config, Extents>(params, smem);
     } else if (warp == 2 && !config.split) {
-      if (ptx::elect_one()) store_outs<config>(params, smem);
+      if (ptx::elect_one()) store_outs<config, Extents>(params, smem);
     } else if (warp == 3 && config.masked()) {
-      scan_values<config>(params, smem);
+      scan_values<config, Extents>(params, smem);
     }
   } else {
     ptx::setmaxnreg_inc<config.consumer_registers()>();
-    Consumer<config>{params, smem, warp / 4 - 1}.run();
+    Consumer<config, Policy, Extents>{params, smem, warp / 4 - 1}.run();
   }
 }
 

@@ -10,48 +10,51 @@ namespace tilewise::sm90 {
 using ptx::u32;
 using ptx::u64;
 
-__device__ __forceinline__ Band band_of(const Params& params) {
-  return {params.band_first_shift, params.band_end_shift, params.seq_k};
-}
-
 __device__ __forceinline__ Schedule schedule_of(const Params& params) {
   return {params.heads, params.batch * params.heads, params.q_tiles, params.sections,
           params.longest_first};
 }
 
 // Fills in what a CTA does for work index `work`.
-template <Config config>
-__device__ __forceinline__ TilePlan make_plan(const Params& params, int work) {
-  TilePlan plan;
-  const Band band = band_of(params);
+template <Config config, typename Extents, typename KernelParams>
+__device__ __forceinline__ TilePlan<Extents> make_plan(const KernelParams& params, int work) {
+  TilePlan<Extents> plan;
   plan.split = config.split ? work % params.splits : 0;
   plan.tile = schedule_of(params).tile(config.split ? work / params.splits : work);
+  static_cast<typename Extents::Record&>(plan) = Extents::find(params, plan.tile.batch);
+  const auto sequence = sequence_of<Extents>(params, plan);
+  const Band band = sequence.band();
   plan.row_begin = plan.tile.q_tile * config.block_q();
-  const int row_end = min_int(plan.row_begin + config.block_q(), params.seq_q);
-  plan.touched = touched_tiles(band, plan.row_begin, row_end, config.block_kv);
+  const int row_end = min_int(plan.row_begin + config.block_q(), sequence.seq_q());
+  plan.touched = {0, 0};
+  if (has_rows<Extents>(plan.row_begin, sequence.seq_q()))
+    plan.touched = touched_tiles(band, plan.row_begin, row_end, config.block_kv);
   plan.full = full_tiles(band, plan.row_begin, row_end, config.block_kv, plan.touched);
   if constexpr (config.split) plan.touched = part_of(plan.touched, plan.split, params.splits);
   return plan;
 }
 
 // The KV tiles that the rows of a warpgroup see; none when it has no rows.
-template <Config config>
-__device__ __forceinline__ TileRange own_tiles(const Params& params, const TilePlan& plan,
+template <Config config, typename Extents>
+__device__ __forceinline__ TileRange own_tiles(const Params& params, const TilePlan<Extents>& plan,
                                                int warpgroup) {
-  const int row = plan.row_begin + warpgroup * 64;
-  if (plan.row_begin == TilePlan::no_more_work || row >= params.seq_q) return {0, 0};
+  const auto sequence = sequence_of<Extents>(params, plan);
+  const int row = plan.row_begin + warpgroup * 64, seq_q = sequence.seq_q();
+  if (plan.row_begin == TilePlan<Extents>::no_more_work || row >= seq_q) return {0, 0};
   const TileRange seen =
-      touched_tiles(band_of(params), row, min_int(row + 64, params.seq_q), config.block_kv);
+      touched_tiles(sequence.band(), row, min_int(row + 64, seq_q), config.block_kv);
   if constexpr (!config.split) return seen;
   return {max_int(seen.begin, plan.touched.begin), min_int(seen.end, plan.touched.end)};
 }
 
 // --- producer ---
 
-template <Config config>
+template <Config config, typename Extents>
 struct Producer {
+  using Plan = TilePlan<Extents>;
+
   const Params& params;
-  Smem<config>& smem;
+  Smem<config, Extents>& smem;
   RingPosition<config.k_stages> k_position{1};
   RingPosition<config.v_stages> v_position{1};
   u32 q_phase = 1;
@@ -64,38 +67,44 @@ struct Producer {
                        panel * panel_columns, row, head, batch, policy);
   }
 
-  // Rows beyond the sequence arrive as zeros.
-  __device__ __forceinline__ void load_q(const TilePlan& plan, int warpgroup) {
+  // Rows beyond the tensor arrive as zeros; those beyond the sequence may be another's, and no
+  // consumer stores them.
+  __device__ __forceinline__ void load_q(const Plan& plan, int warpgroup) {
+    const auto sequence = sequence_of<Extents>(params, plan);
     u64* full = &smem.q_full[warpgroup];
     ptx::mbarrier_wait(&smem.q_empty[warpgroup], q_phase);
     ptx::mbarrier_arrive_expect_tx(full, matrix_bytes(64, config.head_dim));
     load_matrix(smem.q[warpgroup], params.q_map, full, config.head_dim, 64,
-                plan.row_begin + warpgroup * 64, plan.tile.head, plan.tile.batch,
-                ptx::CachePolicy::evict_first);
+                sequence.q_start() + plan.row_begin + warpgroup * 64, plan.tile.head,
+                sequence.batch(plan.tile.batch), ptx::CachePolicy::evict_first);
   }
 
-  __device__ __forceinline__ void load_k(const TilePlan& plan, int kv_tile) {
+  __device__ __forceinline__ void load_k(const Plan& plan, int kv_tile) {
+    const auto sequence = sequence_of<Extents>(params, plan);
     const int stage = k_position.stage;
     ptx::mbarrier_wait(&smem.k_empty[stage], k_position.phase);
     ptx::mbarrier_arrive_expect_tx(&smem.k_full[stage], sizeof(smem.k[0]));
     load_matrix(smem.k[stage], params.k_map, &smem.k_full[stage], config.head_dim, config.block_kv,
-                kv_tile * config.block_kv, plan.tile.head / params.heads_per_kv, plan.tile.batch,
+                sequence.k_start() + kv_tile * config.block_kv,
+                plan.tile.head / params.heads_per_kv, sequence.batch(plan.tile.batch),
                 ptx::CachePolicy::evict_last);
     k_position.advance();
   }
 
-  __device__ __forceinline__ void load_v(const TilePlan& plan, int kv_tile) {
+  __device__ __forceinline__ void load_v(const Plan& plan, int kv_tile) {
+    const auto sequence = sequence_of<Extents>(params, plan);
     const int stage = v_position.stage;
     ptx::mbarrier_wait(&smem.v_empty[stage], v_position.phase);
     ptx::mbarrier_arrive_expect_tx(&smem.v_full[stage], sizeof(smem.v[0]));
     load_matrix(smem.v[stage], params.v_map, &smem.v_full[stage], config.head_dim_v,
-                config.block_kv, kv_tile * config.block_kv, plan.tile.head / params.heads_per_kv,
-                plan.tile.batch, ptx::CachePolicy::evict_last);
+                config.block_kv, sequence.k_start() + kv_tile * config.block_kv,
+                plan.tile.head / params.heads_per_kv, sequence.batch(plan.tile.batch),
+                ptx::CachePolicy::evict_last);
     v_position.advance();
   }
 
   // Invariant: consumers wait for Q, K and V in exactly this order.
-  __device__ __forceinline__ void load_tile(const TilePlan& plan) {
+  __device__ __forceinline__ void load_tile(const Plan& plan) {
     int kv_tile = plan.touched.end - 1;
     if (!plan.touched.empty()) load_k(plan, kv_tile);
     for (int warpgroup = 0; warpgroup < config.consumers; ++warpgroup) load_q(plan, warpgroup);
@@ -112,9 +121,9 @@ struct Producer {
     RingPosition<work_slots> slot(0);
     for (;; slot.advance()) {
       ptx::mbarrier_wait(&smem.work_full[slot.stage], slot.phase);
-      const TilePlan plan = smem.plan[slot.stage];
+      const Plan plan = smem.plan[slot.stage];
       ptx::mbarrier_arrive(&smem.work_empty[slot.stage]);
-      if (plan.row_begin == TilePlan::no_more_work) return;
+      if (plan.row_begin == Plan::no_more_work) return;
       load_tile(plan);
     }
   }
@@ -123,7 +132,7 @@ struct Producer {
 // --- scheduler ---
 
 // Invariant: gridDim.x <= work_count, so every CTA runs at least one tile and the counter is raised
-// exactly work_count times; whoever raises it last puts it back to zero for the next launch.
+// exactly work_count times; the CTA that raises it last puts it back to zero for the next launch.
 __device__ __forceinline__ int take_work(const Params& params, int work_count) {
   const int taken = atomicAdd(params.work_counter, 1);
   if (taken == work_count - 1) atomicExch(params.work_counter, 0);
@@ -132,8 +141,9 @@ __device__ __forceinline__ int take_work(const Params& params, int work_count) {
 
 // Why work is taken only when a slot is free: a CTA that hoards work it cannot start yet leaves
 // others idle at the end.
-template <Config config>
-__device__ __forceinline__ void schedule_work(const Params& params, Smem<config>& smem) {
+template <Config config, typename Extents, typename KernelParams>
+__device__ __forceinline__ void schedule_work(const KernelParams& params,
+                                              Smem<config, Extents>& smem) {
   const int work_count = schedule_of(params).work_count() * (config.split ? params.splits : 1);
   RingPosition<work_slots> slot(1);
   for (int work = blockIdx.x, previous = -1;; slot.advance()) {
@@ -141,13 +151,13 @@ __device__ __forceinline__ void schedule_work(const Params& params, Smem<config>
     if (previous >= 0)
       work = params.work_counter == nullptr ? previous + gridDim.x : take_work(params, work_count);
     previous = work;
-    TilePlan plan;
-    plan.row_begin = TilePlan::no_more_work;
-    if (work < work_count) plan = make_plan<config>(params, work);
+    TilePlan<Extents> plan;
+    plan.row_begin = TilePlan<Extents>::no_more_work;
+    if (work < work_count) plan = make_plan<config, Extents>(params, work);
     smem.plan[slot.stage] = plan;
 #pragma unroll 1
     for (int warpgroup = 0; warpgroup < config.consumers; ++warpgroup)
-      smem.own[slot.stage][warpgroup] = own_tiles<config>(params, plan, warpgroup);
+      smem.own[slot.stage][warpgroup] = own_tiles<config, Extents>(params, plan, warpgroup);
     smem.met_nonfinite[slot.stage] = 0;
     ptx::mbarrier_arrive(&smem.work_full[slot.stage]);
     if (work >= work_count) return;
@@ -157,17 +167,20 @@ __device__ __forceinline__ void schedule_work(const Params& params, Smem<config>
 // --- storer ---
 
 // Why a thread of its own: the copy engine takes stores in turn with the loads of the next tile,
-// and whoever issues them waits.
-template <Config config>
-__device__ __forceinline__ void store_outs(const Params& params, Smem<config>& smem) {
+// and the thread that issues them waits.
+template <Config config, typename Extents>
+__device__ __forceinline__ void store_outs(const Params& params, Smem<config, Extents>& smem) {
   constexpr int panels = panel_count(config.head_dim_v), staged = config.staged_panels();
   u32 phases = 0;  // bit w: the phase of out_full[w]
   for (RingPosition<work_slots> slot(0);; slot.advance()) {
     ptx::mbarrier_wait(&smem.work_full[slot.stage], slot.phase);
     const int row_begin = smem.plan[slot.stage].row_begin;
-    if (row_begin == TilePlan::no_more_work) return;
+    if (row_begin == TilePlan<Extents>::no_more_work) return;
     const WorkTile tile = smem.plan[slot.stage].tile;
-    const int parts = min_int(config.consumers, ceil_div(params.seq_q - row_begin, 64));
+    const auto sequence = sequence_of<Extents>(params, smem.plan[slot.stage]);
+    // Of 64 rows. Where sequences are ragged, whole ones: the consumer stores the others itself.
+    const int rows = sequence.seq_q() - row_begin;
+    const int parts = min_int(config.consumers, Extents::ragged ? rows / 64 : ceil_div(rows, 64));
 #pragma unroll 1
     for (int first = 0; first < panels; first += staged) {
 #pragma unroll 1
@@ -176,8 +189,9 @@ __device__ __forceinline__ void store_outs(const Params& params, Smem<config>& s
         phases ^= 1u << warpgroup;
         for (int panel = 0; panel < min_int(staged, panels - first); ++panel)
           ptx::tma_store_4d(&params.out_map, smem.out[warpgroup][panel],
-                            (first + panel) * panel_columns, row_begin + warpgroup * 64, tile.head,
-                            tile.batch);
+                            (first + panel) * panel_columns,
+                            sequence.q_start() + row_begin + warpgroup * 64, tile.head,
+                            sequence.batch(tile.batch));
       }
       ptx::tma_store_commit();
       ptx::tma_store_wait_read<0>();
@@ -190,15 +204,15 @@ __device__ __forceinline__ void store_outs(const Params& params, Smem<config>& s
 
 // --- scanner ---
 
-template <Config config>
-__device__ __forceinline__ void scan_values(const Params& params, Smem<config>& smem) {
+template <Config config, typename Extents>
+__device__ __forceinline__ void scan_values(const Params& params, Smem<config, Extents>& smem) {
   const int lane = threadIdx.x % 32;
   RingPosition<work_slots> slot(0);
   RingPosition<config.v_stages> position(0);
   for (;; slot.advance()) {
     ptx::mbarrier_wait(&smem.work_full[slot.stage], slot.phase);
-    const TilePlan plan = smem.plan[slot.stage];
-    if (plan.row_begin == TilePlan::no_more_work) return;
+    const TilePlan<Extents> plan = smem.plan[slot.stage];
+    if (plan.row_begin == TilePlan<Extents>::no_more_work) return;
     for (int kv_tile = plan.touched.end - 1; kv_tile >= plan.touched.begin;
          --kv_tile, position.advance()) {
       ptx::mbarrier_wait(&smem.v_full[position.stage], position.phase);

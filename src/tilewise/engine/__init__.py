@@ -1,0 +1,16 @@
+"""The engine: our own CUDA kernels, from a problem to launches.
+
+    rules.py      what is refused before there is a config     division.py   how a backward fills the GPU
+    policy.py     what is done to scores                        extents.py    where sequences lie
+    params.py     what kernels are told                         source.py     a kernel's translation unit
+    program.py    Program: the launches of a call, as a value   run.py        the only reader with tensors and streams
+    backend.py    four families as one backend of the planner
+
+A family is a module of sm80/ or sm90/: `configs`, `program` and `units` (`backend.Family`). It is pure: it
+knows neither tensors nor the driver, so that everything up to a launch can be seen and tested without a GPU.
+"""
+
+from .sm80 import SM80
+from .sm90 import SM90
+
+__all__ = ["SM80", "SM90"]

@@ -1,0 +1,161 @@
+"""What the families decide alike: what they refuse, what they say, and how they look up a table that ships."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from ..errors import Reason
+from ..problem import dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ..problem import Problem
+    from ..target import Target
+
+# (q and k, v and out): a head runs in the first class that holds it, zero-filled by the copies.
+HEAD_DIM_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+HEAD_DIM_LIMIT = 256
+MAX_ROWS = 1 << 28  # of a sequence: row + band limits stay within 32 bits
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+Rule = tuple[bool, str, str]
+"""(when it is refused, what is wrong, what to do)."""
+Row = dict[str, Any]
+"""Of a table that ships."""
+_Key = TypeVar("_Key")
+_Config = TypeVar("_Config")
+
+
+def class_of(problem: Problem) -> tuple[int, int]:
+    dims = (problem.head_dim, problem.head_dim_v)
+    return next(pair for pair in HEAD_DIM_CLASSES if dims[0] <= pair[0] and dims[1] <= pair[1])
+
+
+def too_wide(problem: Problem) -> bool:
+    return max(problem.head_dim, problem.head_dim_v) > HEAD_DIM_LIMIT
+
+
+def is_float32(problem: Problem) -> bool:
+    return problem.dtype is torch.float32
+
+
+def reasons(*rules: Rule) -> list[Reason]:
+    return [Reason(what, remedy) for refused, what, remedy in rules if refused]
+
+
+def no_jit(target: Target) -> Rule:
+    what = "cuda.bindings, which builds and launches our kernels, is not installed"
+    return not target.has_jit, what, "pip install 'tilewise[cuda]'"
+
+
+def other_dtype(problem: Problem) -> Rule:
+    what = f"dtype {dtype_name(problem.dtype)} is none of bfloat16, float16, float32"
+    return problem.dtype not in DTYPES, what, "cast q, k and v"
+
+
+def broken_chunks(problem: Problem, chunk: int) -> Rule:
+    """Copies are of 16 bytes: `chunk` numbers."""
+    dims = (problem.head_dim, problem.head_dim_v)
+    what = f"head_dim {dims[0]}, v {dims[1]}: not multiples of {chunk} (16 bytes)"
+    return any(dim % chunk for dim in dims), what, f"pad the heads with zeros to a multiple of {chunk}"
+
+
+def wide_heads(problem: Problem) -> Rule:
+    what = f"head_dim {max(problem.head_dim, problem.head_dim_v)} is over {HEAD_DIM_LIMIT}"
+    return too_wide(problem), what, "use backend='auto'"
+
+
+def other_scores(problem: Problem) -> tuple[Rule, ...]:
+    """What the loops over tiles do not do to scores and weights."""
+    return (
+        (
+            problem.mask.band(problem.seq_q, problem.seq_kv) is None,
+            f"mask {problem.mask} is not a diagonal band",
+            "use Full, Causal or Window, or backend='auto'",
+        ),
+        *(
+            (
+                not term.cpp_type(precise=True),
+                f"scores {term}: no kernel has this term",
+                "use backend='tiled' or 'reference'",
+            )
+            for term in problem.scores
+        ),
+        *(
+            (
+                name not in _kernel_gradients(problem),
+                f"{name} requires grad, and no kernel makes its gradient",
+                "detach it, or use backend='tiled' or 'reference'",
+            )
+            for name in problem.operand_grads
+        ),
+        (
+            problem.dropout > 0,
+            f"dropout {problem.dropout:g} is not 0, and the kernel draws no random numbers",
+            "use one of PyTorch's backends, or drop the dropout",
+        ),
+        (
+            problem.scale < 0 and not problem.softcap,
+            f"scale {problem.scale:g} is negative: the running maximum needs it positive",
+            "negate q and the scale",
+        ),
+    )
+
+
+def _kernel_gradients(problem: Problem) -> frozenset[str]:
+    """The operands whose gradients the terms' structs make."""
+    return frozenset(name for term in problem.scores for name in term.cpp_gradients)
+
+
+def long_sequence(problem: Problem) -> Rule:
+    longest = max(problem.seq_q, problem.seq_kv)
+    return longest > MAX_ROWS, f"sequence of {longest} is over {MAX_ROWS}", "split the sequence"
+
+
+def transformed(problem: Problem) -> Rule:
+    what = "inside a functorch transform (vmap, jvp): a kernel launch cannot be transformed"
+    return problem.transformed, what, "use backend='reference' there"
+
+
+def nothing_fits(problem: Problem, target: Target) -> Reason:
+    dims = f"{problem.head_dim}/{problem.head_dim_v}"
+    room = f"{target.smem_per_block} bytes of shared memory per block on {target.name}"
+    return Reason(f"no tile of heads of {dims} fits the {room}", "use backend='auto'")
+
+
+def zero_filled(problem: Problem) -> list[str]:
+    """The notice of heads that no class is made for."""
+    dims, classes = (problem.head_dim, problem.head_dim_v), class_of(problem)
+    if classes == dims:
+        return []
+    return [f"heads of {dims[0]}/{dims[1]} run in the {classes[0]}/{classes[1]} kernel, zero-filled"]
+
+
+def tuning_key(problem: Problem, **mask: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    """What a measured config depends on: the kind of kernel, and the sizes that decide how it fills the GPU."""
+    kind = {"head_dims": list(class_of(problem)), **mask, "has_terms": bool(problem.scores)}
+    pairs = problem.batch * problem.heads_q
+    sizes = {"seq_q": problem.seq_q, "seq_kv": problem.seq_kv, "batch x heads": pairs}
+    return kind | {"dtype": dtype_name(problem.dtype)}, sizes
+
+
+def from_row(config: type[_Config], row: Row, **facts: Any) -> _Config:
+    """The Config of a row of a table and of what the problem and the target decide; the row wins where it says it."""
+    known = {"head_dim": row["head_dims"][0], "head_dim_v": row["head_dims"][1]} | facts | row
+    return config(**{field.name: known[field.name] for field in dataclasses.fields(config)})  # type: ignore[arg-type]
+
+
+def rows_by(table: str, section: str, keys: Callable[[Row], Iterable[_Key]]) -> dict[_Key, list[Row]]:
+    """The rows of a section of a table that ships by what they are for (`keys`, maybe several per row), best first."""
+    text = importlib.resources.files("tilewise.engine").joinpath(f"tables/{table}.json").read_text()
+    found: dict[_Key, list[Row]] = {}
+    for row in json.loads(text)[section]:
+        for key in keys(row):
+            found.setdefault(key, []).append(row)
+    return found

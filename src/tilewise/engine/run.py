@@ -1,0 +1,361 @@
+"""run: the only code of the engine that touches addresses, streams and the driver.
+
+`load` turns a Program into a function of tensors: kernels are built and loaded, strides and shapes decided, and what
+is left for a call (addresses, the stream) is written down as straight-line Python, once per program, because a call
+takes 20 us in all and a loop over slots would be a good part of that. `bind_forward` and `bind_backward` put the
+allocation of results around it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..backend import empty_out
+from ..errors import CompileError
+from ..jit import ArgumentsPerThread, function_for, rows_map
+from ..jit import Launch as DriverLaunch
+from ..jit import launch as driver
+from ..jit.memo import keep
+from ..memo import Memo
+from ..operands import ALL, INPUTS, NO_OPERANDS, zero_grads
+from .program import SCRATCH, Address, Counter, Map, Stride, View, slots_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..operands import Grads, Operands, Wants
+    from ..problem import Problem
+    from .program import Launch, Program
+
+Tensor = torch.Tensor
+Run = Callable[..., None]
+"""Of the operands that `load` was given, in that order."""
+BoundForward = Callable[..., tuple[Tensor, Tensor | None]]
+"""Of (q, k, v, operands)."""
+BoundBackward = Callable[..., "Grads"]
+"""Of (dout, dlse, q, k, v, out, lse, operands, wants)."""
+MAX_LAUNCHES = 64  # of a backward: strides of dout and out, and what is wanted, may vary
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Programs
+
+
+def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -> Run:
+    """`program` for operands of these shapes and strides on a device: a function of them that enqueues its launches.
+
+    Operands that are None here are None in every call, or they are of slots that say they may be. Tensors may be
+    without memory. Raises CompileError for a kernel that does not build.
+    """
+    if program.unless_viewed is not None:
+        viewed = _viewed(program, operands)
+        if viewed is None:
+            return load(program.unless_viewed, operands, device)
+        operands = viewed
+    names: dict[str, Any] = {"stream_of": torch._C._cuda_getCurrentRawStream, "bytes": torch.uint8}
+    lines = [f"stream = stream_of({device})"]
+    if program.scratch.bytes:
+        lines += [f"scratch = q.new_empty({program.scratch.bytes}, dtype=bytes)", "base = scratch.data_ptr()"]
+    lines += [f"at_{name} = {text}" for name, text in _addresses(program, operands)]
+    for number, launch in enumerate(program.launches):
+        shape = ((launch.grid, 1, 1), (launch.threads, 1, 1), launch.unit.smem_bytes)
+        function = function_for(launch.unit, device)
+        names[f"launch{number}"] = DriverLaunch(function, *shape, overlap_previous=launch.overlap)
+        names[f"arguments{number}"] = ArgumentsPerThread(launch.params, _fixed(launch, operands)).mine
+        lines += [f"arguments = arguments{number}()", "params = arguments.params"]
+        for index, (field, place, slot) in enumerate(slots_of(launch.fields)):
+            goal = f"params.{field}" if place is None else f"params.{field}[{place}]"
+            if isinstance(slot, Address):
+                lines.append(f"{goal} = {_address(slot.operand, program)}")
+            elif isinstance(slot, View):
+                lines.append(f"{goal}.data = {_address(slot.operand, program)}")
+            elif isinstance(slot, Map):
+                names[f"map{number}_{index}"] = _tensor_map(slot, operands).at
+                lines.append(f"{goal} = map{number}_{index}({_address(slot.operand, program)})")
+            elif isinstance(slot, Counter):
+                names["counter"] = work_counter
+                lines.append(f"{goal} = counter({device}, stream)")
+        lines.append(f"launch{number}(stream, arguments)")
+    body = "\n".join(f"    {line}" for line in lines)
+    exec(f"def run({', '.join(operands)}):\n{body}\n", names)
+    return names["run"]  # type: ignore[no-any-return]
+
+
+def _viewed(program: Program, operands: Mapping[str, Tensor | None]) -> dict[str, Tensor | None] | None:
+    """The operands as the launches see them, or None where their strides do not allow it."""
+    seen = dict(operands)
+    for name, shape in program.views:
+        tensor = operands[name]
+        assert tensor is not None
+        try:
+            seen[name] = tensor.view(shape)
+        except RuntimeError:
+            return None
+    return seen
+
+
+def _addresses(program: Program, operands: Mapping[str, Tensor | None]) -> list[tuple[str, str]]:
+    """The operands whose addresses the launches ask for, and the text that gives each; null for one that a call may
+    lack and this one has no name for, as the gradient of an operand in a forward."""
+    found: dict[str, str] = {}
+    for launch in program.launches:
+        for _, _, slot in slots_of(launch.fields):
+            if isinstance(slot, Address | View | Map) and not slot.operand.startswith(SCRATCH):
+                name = slot.operand
+                may_lack = isinstance(slot, Address) and slot.optional
+                if may_lack and name not in operands:
+                    found[name] = "None"
+                else:
+                    found[name] = f"None if {name} is None else {name}.data_ptr()" if may_lack else f"{name}.data_ptr()"
+    return list(found.items())
+
+
+def _address(operand: str, program: Program) -> str:
+    if operand.startswith(SCRATCH):
+        return f"base + {program.scratch.offset(operand.removeprefix(SCRATCH))}"
+    return f"at_{operand}"
+
+
+def _fixed(launch: Launch, operands: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    """What no call changes: constants, and the strides of operands."""
+
+    def settled(value: Any) -> Any:
+        if isinstance(value, Stride | View):
+            tensor = operands[value.operand]
+            assert tensor is not None
+            if isinstance(value, Stride):
+                return tensor.stride(value.dim)
+            halves = tensor.element_size() // 2
+            return (None, *(halves * stride for stride in tensor.stride()[:3]))
+        if isinstance(value, Address | Map | Counter):
+            return None
+        return tuple(map(settled, value)) if type(value) is tuple else value
+
+    found = {name: settled(value) for name, value in launch.fields.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _tensor_map(slot: Map, operands: Mapping[str, Tensor | None]) -> Any:
+    if slot.shape is not None:
+        return rows_map(torch.empty(slot.shape, dtype=slot.dtype, device="meta"), slot.rows)
+    tensor = operands[slot.operand]
+    assert tensor is not None
+    return rows_map(tensor, slot.rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Calls
+
+
+def bind_forward(
+    program: Callable[[], Program],
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    operands: Operands = NO_OPERANDS,
+) -> BoundForward:
+    """A forward for tensors of these shapes, strides and device, which allocates out and lse.
+
+    `operands` are slots of the program under their names, like q, k and v.
+
+    Where there are no keys there is no program.
+    """
+    needs_lse = problem.needs_lse or problem.needs_grad
+    names = [operand.name for operand in problem.operands]
+    like, no_floats = empty_out(q, problem.head_dim_v, problem.layout), q.new_empty(0, dtype=torch.float32)
+    shape, strides, lse_shape = tuple(like.shape), like.stride(), tuple(like.shape[:3])
+    run = None
+    if not problem.empty:
+        given = {"q": q, "k": k, "v": v, "out": like, "lse": no_floats if needs_lse else None}
+        run = load(program(), {**given, **{name: operands[name] for name in names}}, _index(q.device))
+
+    def bound(q: Tensor, k: Tensor, v: Tensor, operands: Operands | None = None) -> tuple[Tensor, Tensor | None]:
+        out = q.new_empty_strided(shape, strides)
+        lse = no_floats.new_empty(*lse_shape) if needs_lse else None
+        if run is None:
+            return out.zero_(), lse if lse is None else lse.fill_(-math.inf)
+        if operands:
+            run(q, k, v, out, lse, *[operands[name] for name in names])
+        else:
+            run(q, k, v, out, lse)
+        return out, lse
+
+    return bound
+
+
+def bind_backward(programs: Callable[[torch.device, Wants], Program], problem: Problem) -> BoundBackward:
+    """A backward for q, k and v of one shape, strides and device. What else varies decides between a few launches.
+
+    `programs` gives the program that makes the wanted gradients on a device. Where the kernel that makes some
+    alone does not build, all are made.
+    """
+    known: dict[tuple[Any, ...], BoundBackward] = {}
+    empty, names = problem.empty, tuple(operand.name for operand in problem.operands)
+
+    def bound(
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        operands: Operands = NO_OPERANDS,
+        wants: Wants = ALL,
+    ) -> Grads:
+        if dlse is not None:
+            dlse = dlse.float().contiguous()
+        if not lse.is_contiguous():
+            lse = lse.contiguous()
+        given = [operands[name] for name in names] if names else ()
+        strides = tuple([tensor.stride() for tensor in given]) if names else ()
+        key = (dout.stride(), out.stride(), wants, strides)
+        run = known.get(key)
+        if run is None or (dout.data_ptr() | out.data_ptr()) & 15:
+            if empty or not wants:
+                return zero_grads(wants, q, k, v, operands)
+            dout, out = _readable(dout), _readable(out)
+            key = (dout.stride(), out.stride(), wants, strides)
+            run = known.get(key)
+            if run is None:
+                tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, **dict(zip(names, given, strict=True))}
+                run = keep(known, key, _loaded_backward(programs, wants, tensors, names), MAX_LAUNCHES)
+        return run(dout, dlse, q, k, v, out, lse, *given)
+
+    return bound
+
+
+def _loaded_backward(
+    programs: Callable[[torch.device, Wants], Program], wants: Wants, given: Operands, names: tuple[str, ...]
+) -> BoundBackward:
+    """Of (dout, dlse, q, k, v, out, lse, *operands): allocates the gradients, and makes them."""
+    device = given["q"].device
+    try:
+        return _backward(programs(device, wants), wants, given, names)
+    except CompileError:
+        more = wants | ALL
+        if wants == more:
+            raise
+        make_all = _backward(programs(device, more), more, given, names)
+
+    def selected(*tensors: Tensor) -> Grads:
+        return {name: grad for name, grad in make_all(*tensors).items() if name in wants}
+
+    return selected
+
+
+def _backward(program: Program, wants: Wants, given: Operands, names: tuple[str, ...]) -> BoundBackward:
+    """The gradient of an operand `x` is the slot `dx` of the program. It is zero before: kernels add to it, or store
+    what they visit."""
+    wanted = [name for name in (*INPUTS, *names) if name in wants]
+    grads = {
+        f"d{name}": torch.empty_like(given[name], device="meta") if name in wants else None
+        for name in (*INPUTS, *names)
+    }
+    lse = torch.empty(0, device="meta")
+    order = ("dout", "dlse", *INPUTS, "out", "lse", *names)
+    operands = {name: {"dlse": None, "lse": lse}[name] if name in ("dlse", "lse") else given[name] for name in order}
+    run = load(program, {**operands, **grads}, _index(given["q"].device))
+    zeroed = {*program.zeroed, *(f"d{name}" for name in names)}
+    new = {name: torch.zeros_like if f"d{name}" in zeroed else torch.empty_like for name in wanted}
+    if wants == ALL and not names:
+        new_dq, new_dk, new_dv = new.values()
+
+        def of_inputs(
+            dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        ) -> Grads:
+            dq, dk, dv = new_dq(q), new_dk(k), new_dv(v)
+            run(dout, dlse, q, k, v, out, lse, dq, dk, dv)
+            return {"q": dq, "k": dk, "v": dv}
+
+        return of_inputs
+
+    def bound(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Tensor
+    ) -> Grads:
+        of = dict(zip((*INPUTS, *names), (q, k, v, *others), strict=True))
+        made = {name: new[name](of[name]) for name in wanted}
+        run(dout, dlse, q, k, v, out, lse, *others, *[made.get(name) for name in of])
+        return made
+
+    return bound
+
+
+def remembered(key: Hashable, make: Callable[[], Any]) -> Any:
+    """What `make` gave for this key before, as long as it is kept."""
+    found = _bound.get(key)
+    if found is None:
+        generation = _bound.generation
+        found = make()
+        _bound.put(key, found, generation)
+    return found
+
+
+_bound: Memo[Any] = Memo(max_entries=1024)
+
+
+def _index(device: torch.device) -> int:
+    return device.index if device.index is not None else 0
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """The tensor itself if copies of 16 bytes can read it, else a copy."""
+    aligned = tensor.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in tensor.stride()[:3])
+    return tensor if aligned and tensor.stride(3) == 1 else tensor.contiguous()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Counters
+
+
+class _WorkCounters:
+    """Zeroed integers on a device that hand out work; a kernel leaves its own at zero again.
+
+    Launches take them in turn, whatever their stream, so that two launches that run at the same time never share one:
+    handles of streams that are gone come back, and say nothing. A launch that is captured into a graph has its own for
+    good, because the graph may run beside anything.
+    """
+
+    def __init__(self, device: int) -> None:
+        with driver.capture_relaxed(driver.driver()):
+            self._room = torch.zeros(_TURNS + _CAPTURED, dtype=torch.int32, device=f"cuda:{device}")
+            torch.cuda.synchronize(device)
+        self._base = self._room.data_ptr()
+        self._turn = 0
+        self._free = iter(range(_TURNS, _TURNS + _CAPTURED))
+        self._lock = threading.Lock()
+
+    def take(self, capturing: bool) -> int:
+        """The address of a counter for one launch; 0 when none is left."""
+        with self._lock:
+            if not capturing:
+                self._turn = index = (self._turn + 1) % _TURNS
+                return self._base + 4 * index
+            found = next(self._free, None)
+        return 0 if found is None else self._base + 4 * found
+
+
+_TURNS, _CAPTURED = 1 << 20, 1 << 14  # a launch would have to outlast a million others
+_counters: dict[int, _WorkCounters] = {}
+_making_counters = threading.Lock()
+
+
+def work_counter(device: int, stream: int) -> int:
+    """A counter for one launch, or 0: the kernel then takes its tiles in a fixed order.
+
+    Why 0 for a first launch under capture: the room would be allocated in the graph's own pool, and die with it.
+    """
+    capturing = torch.cuda.is_current_stream_capturing()
+    counters = _counters.get(device)
+    if counters is None:
+        if capturing:
+            return 0
+        with _making_counters:  # one that is not kept would be freed while a kernel counts with it
+            counters = _counters.get(device) or _counters.setdefault(device, _WorkCounters(device))
+    return counters.take(capturing)

@@ -1,0 +1,297 @@
+"""The 16-bit backward of every NVIDIA GPU from sm_80 on: kernels/sm80/backward.cuh.
+
+Three launches: `preprocess` makes the row terms and zeroes the sums of dQ, the main kernel makes dK and dV and adds up
+dQ in float32, `postprocess` rounds dQ. Tiles of keys that are few or long are cut into pieces (division.py), which add
+up dK and dV in float32. Extra memory is O(N): these sums and two floats per query row.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ...masks import Causal
+from ...operands import ALL, INPUTS
+from .. import division, rules
+from ..extents import BATCHED, Extents, division_fields, row_fields
+from ..params import LOG2_E, matrix_bytes, mirror, tiles
+from ..policy import params_for, term_params, unit_of
+from ..program import Launch, Layout, Program, View
+from ..source import Kernel, kernel_unit
+from . import shared
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ...jit import Unit
+    from ...operands import Wants
+    from ...problem import Problem
+    from ...target import Target
+
+EDGE_ROWS, EDGE_THREADS = 32, 256
+_LANES = {64: 8, 96: 16, 128: 16, 192: 32, 256: 32}  # of preprocess, 8 columns each
+
+
+@dataclass(frozen=True, slots=True)
+class Config(shared.TileConfig):
+    """Compile-time choices; field for field the C++ aggregate of kernels/sm80/backward_config.cuh."""
+
+    cpp_type: ClassVar[str] = "tilewise::sm80::BackwardConfig"
+
+    bf16: bool
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_kv: int
+    warps: int
+    score_rows: int
+    key_rows: int
+    query_rows: int
+    stages: int
+    has_terms: bool
+    vector_sums: bool
+    makes_dkv: bool
+    ctas_per_sm: int
+
+    @property
+    def smem_bytes(self) -> int:
+        """`sizeof(BackwardSmem<config>)`; the generated source asserts it."""
+        kv = matrix_bytes(self.block_kv, self.head_dim) + matrix_bytes(self.block_kv, self.head_dim_v)
+        step = matrix_bytes(self.block_q, self.head_dim) + matrix_bytes(self.block_q, self.head_dim_v)
+        weights = 2 * matrix_bytes(self.block_q, self.block_kv)
+        vectors = 2 * self.stages * self.block_q * 4
+        plan = 13 * 4
+        return -(-(kv + self.stages * step + weights + vectors + plan) // 1024) * 1024
+
+    @property
+    def name(self) -> str:
+        kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}"
+        grids = f"w{self.warps}_{self.score_rows}{self.key_rows}{self.query_rows}"
+        extras = f"{'_v4' * self.vector_sums}{'' if self.makes_dkv else '_dq_only'}"
+        return (
+            f"fa2_backward_{kind}_q{self.block_q}_kv{self.block_kv}_{grids}_s{self.stages}_x{self.ctas_per_sm}{extras}"
+        )
+
+    @property
+    def label(self) -> str:
+        """What a search varies, in a few words."""
+        return (
+            f"{self.block_q}x{self.block_kv} w{self.warps} {self.score_rows}{self.key_rows}{self.query_rows} "
+            f"s{self.stages} x{self.ctas_per_sm}"
+        )
+
+
+def configs(problem: Problem, target: Target) -> list[Config]:
+    """Legal configs that fit the target, best first."""
+    bf16, has_terms = problem.dtype is torch.bfloat16, bool(problem.scores)
+    found = (_config(row, bf16, has_terms, target) for row in _table()[rules.class_of(problem), has_terms])
+    return [config for config in found if config.fits(target)]
+
+
+def units() -> list[Unit]:
+    """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
+    return shared.units(_units_for)
+
+
+def _units_for(target: Target) -> Iterator[Unit]:
+    for bf16 in (True, False):
+        yield from (preprocess_unit(bf16, lanes, target.arch) for lanes in sorted({*_LANES.values()}))
+        for (_, has_terms), rows in _table().items():
+            fitting = [config for row in rows if (config := _config(row, bf16, has_terms, target)).fits(target)]
+            yield from (unit(config, target.arch) for config in fitting)
+            if not has_terms:
+                yield from (postprocess_unit(config, target.arch) for config in fitting)
+            if bf16 and not has_terms:
+                yield from (unit(dq_only(config), target.arch) for config in fitting[:1])
+
+
+@functools.cache
+def preprocess_unit(bf16: bool, lanes: int, arch: str, extents: Extents = BATCHED) -> Unit:
+    return kernel_unit(
+        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}_of_32{extents.suffix}",
+        "sm80/backward_edges.cuh",
+        f"preprocess<{str(bf16).lower()}, {lanes}, Extents>",
+        _PreprocessParams,
+        arch,
+        extents=extents,
+        threads=EDGE_THREADS,
+        checks=(f"edge_threads == {EDGE_THREADS} && edge_rows == {EDGE_ROWS}",),
+    )
+
+
+@functools.cache
+def postprocess_unit(config: Config, arch: str, extents: Extents = BATCHED) -> Unit:
+    """Depends on how dQ is divided over the warps, and on nothing else of the config."""
+    plain = replace(config, has_terms=False, makes_dkv=True, ctas_per_sm=1)
+    return kernel_unit(
+        plain.name.replace("fa2_backward", "postprocess") + extents.suffix,
+        "sm80/backward_edges.cuh",
+        "postprocess<config, Extents>",
+        _PostprocessParams,
+        arch,
+        config=plain,
+        extents=extents,
+        threads=EDGE_THREADS,
+    )
+
+
+_MainParams = mirror("sm80/backward_config.cuh", "BackwardParams")
+_PreprocessParams = mirror("sm80/backward_edges.cuh", "PreprocessParams")
+_PostprocessParams = mirror("sm80/backward_edges.cuh", "PostprocessParams")
+unit = Kernel("sm80/backward.cuh", "backward", _MainParams, "BackwardSmem").unit
+
+
+def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL) -> Program:
+    wants_dq, wants_dk, wants_dv = (name in wants for name in INPUTS)
+    config = config if wants_dk or wants_dv else dq_only(config)
+    divided = divide(problem, config, target)
+    cut = divided.cut and config.makes_dkv
+    pairs, kv_pairs = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
+    q_tiles, kv_tiles = tiles(problem.seq_q, config.block_q), tiles(problem.seq_kv, config.block_kv)
+    rows = q_tiles * config.block_q
+    scratch = Layout.of(
+        lse_log2=4 * pairs * rows,
+        row_terms=4 * pairs * rows,
+        dq_tickets=4 * pairs * q_tiles if wants_dq and problem.deterministic else 0,
+        piece_tickets=8 * kv_pairs * kv_tiles if cut else 0,
+        work_tickets=4 if problem.deterministic else 0,
+        dq_sums=4 * pairs * rows * config.head_dim if wants_dq else 0,
+        dkv_sums=4 * kv_pairs * kv_tiles * config.block_kv * (config.head_dim + config.head_dim_v) if cut else 0,
+    )
+    terms = scratch.addresses("lse_log2", "row_terms", "dq_sums", "dq_tickets", "piece_tickets", "work_tickets")
+    preprocess = {
+        "out": View("out"),
+        "dout": View("dout"),
+        **row_fields(problem),
+        **terms,
+        "piece_ticket_count": kv_pairs * kv_tiles,
+        "rows": rows,
+        "row_floats": config.head_dim,
+        "block_q": config.block_q,
+    }
+    scale_log2 = unit_of(problem) * LOG2_E
+    main = {
+        **{name: View(name) for name in ("q", "k", "v", "dout")},
+        "dk": View("dk") if wants_dk else None,
+        "dv": View("dv") if wants_dv else None,
+        **terms,
+        "dkv_sums": scratch.address("dkv_sums"),
+        **backward_fields(problem, divided, q_tiles, kv_tiles),
+        **term_params(problem, precise=False),
+        "scale_log2": scale_log2,
+        "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim_v,
+        "scale": problem.scale,
+        "inverse_scale_log2": 1.0 / scale_log2,
+    }
+    postprocess = {
+        "dq_sums": scratch.address("dq_sums"),
+        "dq": View("dq"),
+        "heads": problem.heads_q,
+        "seq_q": problem.seq_q,
+        "q_tiles": q_tiles,
+        "head_dim": problem.head_dim,
+        "scale": problem.scale,
+    }
+    arch, kernel = target.arch, unit(config, target.arch, problem.scores)
+    pre = preprocess_unit(config.bf16, _LANES[config.head_dim_v], arch)
+    launches = [
+        Launch(pre, _PreprocessParams, preprocess, pairs * rows // EDGE_ROWS, EDGE_THREADS),
+        Launch(kernel, params_for(problem, _MainParams), main, divided.grid, config.threads),
+    ]
+    if wants_dq:
+        post = postprocess_unit(config, arch)
+        launches.append(Launch(post, _PostprocessParams, postprocess, pairs * q_tiles, EDGE_THREADS))
+    says = f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch"
+    return Program(tuple(launches), scratch, says=(says,))
+
+
+def backward_fields(problem: Problem, divided: division.Division, q_tiles: int, kv_tiles: int) -> dict[str, object]:
+    """What both backwards of this folder are told alike."""
+    return {
+        **division_fields(problem, divided, q_tiles, kv_tiles),
+        "rows_descend": int(problem.deterministic and isinstance(problem.mask, Causal)),
+        "in_order": int(problem.deterministic),
+    }
+
+
+# Estimates, until somebody measures them. A step is five products of block_q x block_kv; a CTA begins with a load of K
+# and V and ends with a store of dK and dV, and a piece passes on both in float32.
+COSTS = division.Costs(start=1.5, merge=1.5)
+
+
+def divide(problem: Problem, config: Config, target: Target) -> division.Division:
+    """Which pieces the tiles of keys are cut into, and how many runs the (batch, KV head) pairs make."""
+    return divided_by(problem, config, target, COSTS)
+
+
+def divided_by(problem: Problem, config: Any, target: Target, costs: division.Costs) -> division.Division:
+    """The same for any backward of this folder, by its costs."""
+    costs = costs if config.makes_dkv else costs._replace(merge=0.0)
+    steps = division.tile_steps(problem, config.block_q, config.block_kv)
+    slots = target.sms * config.ctas_per_sm
+    return division.divide(steps, problem.batch * problem.heads_kv, slots, costs, key_sections(problem))
+
+
+def key_sections(problem: Problem) -> int | None:
+    """Into how many runs the KV heads are divided that are worked on one after another; None: as division.py says.
+
+    Equal tiles: one head per run, since its tiles read the same queries and add to the same dQ.
+    """
+    return None if isinstance(problem.mask, Causal) else problem.batch * problem.heads_kv
+
+
+def dq_only(config: Any) -> Any:
+    return replace(config, makes_dkv=False)
+
+
+def _config(row: rules.Row, bf16: bool, has_terms: bool, target: Target) -> Config:
+    vector_sums = target.capability >= shared.VECTOR_SUMS_FROM
+    row = {**row, "has_terms": has_terms}
+    return rules.from_row(Config, row, bf16=bf16, vector_sums=vector_sums, makes_dkv=True)
+
+
+def keys_of_row(row: rules.Row) -> list[tuple[tuple[int, int], bool]]:
+    return [(tuple(row["head_dims"]), has_terms) for has_terms in row.get("has_terms", (False, True))]
+
+
+@functools.cache
+def _table() -> dict[tuple[tuple[int, int], bool], list[rules.Row]]:
+    """(head-dim class, has_terms) -> rows, best first; a row is for both unless it says for which."""
+    return rules.rows_by("sm80", "backward", keys_of_row)
+
+
+def search_space(problem: Problem, target: Target) -> list[Config]:
+    """Every config that may run: tiles that the warps divide evenly, that fit shared memory, and whose sums fit the
+    registers; whether the compiler keeps to that, its log tells."""
+    dims = rules.class_of(problem)
+    bf16, has_terms = problem.dtype is torch.bfloat16, bool(problem.scores)
+    found = dict.fromkeys(configs(problem, target))
+    for warps, block_q, block_kv, stages, ctas in product((4, 8), (32, 64, 128), (64, 128), (1, 2), (1, 2, 3)):
+        for rows in product((1, 2, 4, 8), repeat=3):
+            row = {"head_dims": dims, "block_q": block_q, "block_kv": block_kv, "warps": warps, "stages": stages}
+            row |= dict(zip(("score_rows", "key_rows", "query_rows"), rows, strict=True)) | {"ctas_per_sm": ctas}
+            config = _config(row, bf16, has_terms, target)
+            held = (block_q * block_kv * 2 + block_kv * sum(dims)) // (32 * warps)
+            if _divides_evenly(config) and held + 32 <= config.register_limit and config.fits(target):
+                found[config] = None
+    return list(found)
+
+
+def _divides_evenly(config: Config) -> bool:
+    """Every warp has the same share of each product, in blocks of 16: what kernels/sm80/backward.cuh asserts."""
+    shares = (
+        (config.score_rows, config.block_q, (config.block_kv,)),
+        (config.key_rows, config.block_kv, (config.head_dim, config.head_dim_v)),
+        (config.query_rows, config.block_q, (config.head_dim,)),
+    )
+    return config.block_q <= 2 * config.threads and all(
+        config.warps % rows == 0
+        and height % (16 * rows) == 0
+        and all(width % (16 * (config.warps // rows)) == 0 for width in widths)
+        for rows, height, widths in shares
+    )

@@ -1,0 +1,360 @@
+"""The 16-bit backward of Hopper (sm_90a): kernels/sm90/backward.cuh.
+
+`preprocess` makes the row terms of the main kernel, which makes dK and dV and adds up dQ in float32 over the tiles of
+keys: `Order` says how. Few of them, and those whose gradients shall be deterministic, take turns, and the last one
+writes dQ; else its sums are zeroed before, and `postprocess` rounds them. Tiles of keys that are few or long are cut
+into pieces (division.py), which add up dK and dV in float32. Extra memory is O(N): these sums and two floats per query
+row.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ...masks import Causal
+from ...operands import ALL
+from .. import division, rules
+from ..extents import BATCHED, division_fields, row_fields
+from ..params import LOG2_E, kv_head_sections, matrix_bytes, mirror, tiles
+from ..policy import params_for, term_params, unit_of
+from ..program import Address, Launch, Layout, Map, Program, strides
+from ..source import Kernel, kernel_unit
+
+if TYPE_CHECKING:
+    from ...jit import Unit
+    from ...operands import Wants
+    from ...problem import Problem
+    from ...target import Target
+
+ARCH = "sm_90a"
+# Mean of 2^-8 / m over mantissas m, as weights are spread in the logarithm: half a unit in the last place of bf16.
+TRUNCATION_BIAS = 2.0**-8 / (2 * math.log(2))
+EDGE_ROWS, EDGE_THREADS = 64, 256
+TICKET_STAGES = 4
+_LANES = {64: 8, 96: 16, 128: 16, 192: 32, 256: 32}  # of preprocess, 8 columns each
+
+
+class Order(IntEnum):
+    """How the tiles of keys add up dQ: kernels/sm90/backward_config.cuh."""
+
+    KEY_ORDER = 0
+    CLAIM_ORDER = 1
+    ANY_ORDER = 2
+
+
+class Walk(IntEnum):
+    """In which order a grid goes through tiles of keys, and a CTA through its steps: likewise."""
+
+    AROUND = 0
+    DOWN = 1
+    STAIRS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Compile-time choices; field for field the C++ aggregate of kernels/sm90/backward_config.cuh."""
+
+    cpp_type: ClassVar[str] = "tilewise::sm90::BackwardConfig"
+    threads: ClassVar[int] = 512
+    launch_registers: ClassVar[int] = 128
+
+    bf16: bool
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    warpgroups_own_keys: bool
+    stages: int
+    ds_stages: int
+    has_terms: bool
+    writes_dq: bool
+    makes_dq: bool
+    makes_dkv: bool
+    dq_columns: int
+    query_registers: int
+    product_registers: int
+
+    @property
+    def block_kv(self) -> int:
+        return 128 if self.warpgroups_own_keys else 64
+
+    @property
+    def weight_factor(self) -> float:
+        """What all weights are raised by, so that truncating them to bf16 is right on average."""
+        return 1.0 + TRUNCATION_BIAS if self.bf16 and self.warpgroups_own_keys else 1.0
+
+    @property
+    def smem_bytes(self) -> int:
+        """`sizeof(BackwardSmem<config>)`; the generated source asserts it."""
+        kv = matrix_bytes(self.block_kv, self.head_dim) + matrix_bytes(self.block_kv, self.head_dim_v)
+        rings = self.stages * (matrix_bytes(self.block_q, self.head_dim) + matrix_bytes(self.block_q, self.head_dim_v))
+        ds = self.ds_stages * matrix_bytes(self.block_kv, self.block_q)
+        weights = 16 if self.warpgroups_own_keys else self.block_q * 64 * 4
+        vectors = 2 * self.stages * self.block_q * 4 + self.stages * 2 * 4
+        barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TICKET_STAGES)
+        before_tickets = -(-(kv + rings + ds + weights + vectors + barriers + 2 * 4) // 16) * 16
+        return -(-(before_tickets + TICKET_STAGES * 8 + 16 * 4 + self.stages * 4) // 1024) * 1024
+
+    @property
+    def name(self) -> str:
+        kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}"
+        extras = f"{'_one_tile' if self.writes_dq else ''}"
+        extras += "" if self.makes_dq and self.makes_dkv else "_dq_only" if self.makes_dq else "_dkv_only"
+        return f"backward_{kind}_q{self.block_q}_kv{self.block_kv}{extras}"
+
+    @property
+    def label(self) -> str:
+        """What a search varies, in a few words."""
+        return f"{self.block_q}x{self.block_kv} s{self.stages} ds{self.ds_stages}{' one tile' * self.writes_dq}"
+
+    def __str__(self) -> str:
+        tile = f"tile {self.block_q} x {self.block_kv}, 4 warpgroups"
+        return f"{tile}, {self.stages} stages, {self.smem_bytes / 1024:.0f} KiB shared"
+
+
+def configs(problem: Problem, target: Target) -> list[Config]:
+    """Legal configs, best first, from the measured table."""
+    return [
+        _config(row, problem.dtype is torch.bfloat16, bool(problem.scores))
+        for row in _table()[rules.class_of(problem)]
+        if not row["writes_dq"] or _has_one_tile(problem, row)
+    ]
+
+
+def units() -> list[Unit]:
+    """Every kernel of this family."""
+    found: list[Unit] = []
+    for bf16 in (True, False):
+        found.append(postprocess_unit(bf16))
+        found += [preprocess_unit(bf16, lanes) for lanes in sorted({*_LANES.values()})]
+        for rows, has_terms in product(_table().values(), (False, True)):
+            for row in rows:
+                config = _config(row, bf16, has_terms)
+                if not (has_terms and row["writes_dq"]):
+                    found.append(unit(config))
+                if bf16 and not has_terms:
+                    found += [unit(_only(config, wants)) for wants in (frozenset("q"), frozenset("kv"))]
+    return list({one.name: one for one in found}.values())
+
+
+@functools.cache
+def preprocess_unit(bf16: bool, lanes: int) -> Unit:
+    return kernel_unit(
+        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}",
+        "sm90/backward_edges.cuh",
+        f"preprocess<{str(bf16).lower()}, {lanes}, Extents>",
+        _PreprocessParams,
+        ARCH,
+        extents=BATCHED,
+        threads=EDGE_THREADS,
+        checks=(f"edge_threads == {EDGE_THREADS} && edge_rows == {EDGE_ROWS}",),
+    )
+
+
+@functools.cache
+def postprocess_unit(bf16: bool) -> Unit:
+    return kernel_unit(
+        f"postprocess_{'bf16' if bf16 else 'fp16'}",
+        "sm90/backward_edges.cuh",
+        f"postprocess<{str(bf16).lower()}, Extents>",
+        _PostprocessParams,
+        ARCH,
+        extents=BATCHED,
+        threads=EDGE_THREADS,
+    )
+
+
+_MainParams = mirror("sm90/backward_config.cuh", "BackwardParams")
+_PreprocessParams = mirror("sm90/backward_edges.cuh", "PreprocessParams")
+_PostprocessParams = mirror("sm90/backward_edges.cuh", "PostprocessParams")
+unit = Kernel("sm90/backward.cuh", "backward", _MainParams, "BackwardSmem", ("threads", "block_kv")).unit
+
+
+def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL) -> Program:
+    config = _only(config, wants)
+    divided = divide(problem, config, target)
+    sums_dq = config.makes_dq and not config.writes_dq
+    order = _order(problem, config, divided)
+    takes_tickets = sums_dq and order is not Order.ANY_ORDER
+    cut = divided.cut and config.makes_dkv
+    pairs, kv_pairs = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
+    q_tiles, kv_tiles = tiles(problem.seq_q, config.block_q), tiles(problem.seq_kv, config.block_kv)
+    rows = q_tiles * config.block_q
+    scratch = Layout.of(
+        start_s=4 * pairs * rows,
+        start_dp=4 * pairs * rows,
+        dq_tickets=8 * pairs * q_tiles if takes_tickets else 0,
+        piece_tickets=16 * kv_pairs * kv_tiles if cut else 0,
+        work_tickets=4 if problem.deterministic else 0,
+        dq_sums=4 * pairs * rows * config.head_dim if sums_dq else 0,
+        dkv_sums=4 * kv_pairs * kv_tiles * config.block_kv * (config.head_dim + config.head_dim_v) if cut else 0,
+    )
+    terms = scratch.addresses("start_s", "start_dp", "dq_tickets", "piece_tickets", "work_tickets")
+    # S starts from -lse in its own units: before the scale, or where a term transforms it, after all of them.
+    transformed = any(term.transforms for term in problem.scores)
+    score_unit = 1.0 if transformed else problem.scale * LOG2_E
+    preprocess = {
+        "out": Address("out"),
+        "dout": Address("dout"),
+        **strides("out", "dout"),
+        **row_fields(problem),
+        **terms,
+        "dq_sums": None if takes_tickets else scratch.address("dq_sums"),
+        "piece_ticket_count": 2 * kv_pairs * kv_tiles,
+        "rows": rows,
+        "row_floats": config.head_dim,
+        "block_q": config.block_q,
+        "lse_factor": -LOG2_E / score_unit,
+        "start_bias": math.log2(config.weight_factor) / score_unit,
+    }
+    scale_log2 = unit_of(problem) * LOG2_E
+    main = {
+        "q_map": Map("q", config.block_q),
+        "k_map": Map("k", config.block_kv),
+        "v_map": Map("v", config.block_kv),
+        "dout_map": Map("dout", config.block_q),
+        "dk_map": Map("dk", 16) if "k" in wants else None,
+        "dv_map": Map("dv", 16) if "v" in wants else None,
+        **terms,
+        **scratch.addresses("dq_sums", "dkv_sums"),
+        **({"dq": Address("dq"), **strides("dq")} if config.makes_dq else {}),
+        **division_fields(problem, divided, q_tiles, kv_tiles),
+        **term_params(problem, precise=False),
+        "scale_log2": scale_log2,
+        "head_dim": problem.head_dim,
+        "order": int(order),
+        "walk": int(_walk(problem, divided.cut)),
+        "store_dk": int("k" in wants),
+        "store_dv": int("v" in wants),
+        "inverse_scale_log2": 1.0 / scale_log2,
+        "dqk_scale": problem.scale / config.weight_factor,
+    }
+    postprocess = {
+        "dq_sums": scratch.address("dq_sums"),
+        "dq": Address("dq"),
+        **strides("dq", name="{1}_stride"),
+        "heads": problem.heads_q,
+        "seq_q": problem.seq_q,
+        "rows": rows,
+        "head_dim": problem.head_dim,
+        "row_floats": config.head_dim,
+        "scale": problem.scale / config.weight_factor,
+    }
+    edges = pairs * rows // EDGE_ROWS
+    lanes, kernel = _LANES[config.head_dim_v], unit(config, ARCH, problem.scores)
+    launches = [
+        Launch(preprocess_unit(config.bf16, lanes), _PreprocessParams, preprocess, edges, EDGE_THREADS),
+        Launch(kernel, params_for(problem, _MainParams), main, divided.grid, config.threads, overlap=True),
+    ]
+    if sums_dq and not takes_tickets:
+        post = postprocess_unit(config.bf16)
+        launches.append(Launch(post, _PostprocessParams, postprocess, edges, EDGE_THREADS, overlap=True))
+    blind = takes_tickets and not _every_tile_sees_keys(problem, config.block_q)
+    says = (f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch",)
+    return Program(tuple(launches), scratch, frozenset({"dq"} if blind else ()), says)
+
+
+def _has_one_tile(problem: Problem, row: dict[str, Any]) -> bool:
+    """One tile holds all keys, and every tile of queries sees some of them."""
+    if problem.scores or problem.seq_kv > (128 if row["warpgroups_own_keys"] else 64):
+        return False
+    return _every_tile_sees_keys(problem, row["block_q"])
+
+
+def _every_tile_sees_keys(problem: Problem, block_q: int) -> bool:
+    left, right, offset = problem.band
+    first_row, end_row = -(offset + right), problem.seq_kv + left - offset
+    last_tile = (problem.seq_q - 1) // block_q * block_q
+    return bool(first_row < block_q and end_row > last_tile)
+
+
+# Tiles of keys up to which waiting for the first and the last at a dQ costs less than zeroing and rounding its sums.
+MAX_CLAIMANTS = 16
+# With more queries than keys the first tile of keys is the last at most of them, which it must load again: all others
+# wait for it in the end, unless the L2 cache holds all sums.
+MAX_CLAIMED_BYTES = 40 * 2**20
+# CTAs per multiprocessor from which tiles that stay together still get out of each other's way. In a grid of one or two
+# waves those of a pair are side by side from beginning to end, and take turns at every dQ: 2 x 71/1 heads, 2048 tokens,
+# head_dim 64, 1.0 waves: 653 us, freely 466; 4 x 28/4, d128, 1.9 waves: 792, 689; 4 x 32/8, d128, 3.9 waves: 716, 746.
+MIN_WAVES_TO_CLAIM = 2.25
+# Steps of a CTA from which that costs more than zeroing and rounding the sums.
+MIN_STEPS_IN_ANY_ORDER = 32
+
+
+def _order(problem: Problem, config: Config, divided: division.Division) -> Order:
+    if problem.deterministic:
+        return Order.KEY_ORDER
+    sums = problem.batch * problem.heads_q * problem.seq_q * config.head_dim * 4
+    stay_together = _walk(problem, divided.cut) is Walk.DOWN and divided.waves < MIN_WAVES_TO_CLAIM
+    if (
+        (stay_together and divided.piece_steps >= MIN_STEPS_IN_ANY_ORDER)
+        or problem.seq_kv > MAX_CLAIMANTS * config.block_kv
+        or (problem.seq_q > problem.seq_kv and sums > MAX_CLAIMED_BYTES)
+    ):
+        return Order.ANY_ORDER
+    return Order.CLAIM_ORDER
+
+
+def _walk(problem: Problem, cut: bool) -> Walk:
+    """Down where tiles stay together that way, and pieces of them can take turns: kernels/sm90/backward_config.cuh."""
+    in_key_order = problem.deterministic
+    if isinstance(problem.mask, Causal) and (problem.group > 1 or (in_key_order and cut)):
+        return Walk.DOWN
+    return Walk.STAIRS if in_key_order else Walk.AROUND
+
+
+# Fitted to measurements of uncut and cut tiles on an NVIDIA H200.
+COSTS = division.Costs(start=2.0, merge=0.5)
+
+
+def divide(problem: Problem, config: Config, target: Target) -> division.Division:
+    """Which pieces the tiles of keys are cut into, and how many runs the (batch, KV head) pairs make."""
+    steps = division.tile_steps(problem, config.block_q, config.block_kv)
+    costs = COSTS if config.makes_dkv else COSTS._replace(merge=0.0)
+    if problem.deterministic and config.makes_dkv:
+        costs = costs._replace(turn=1.0)
+    pairs = problem.batch * problem.heads_kv
+    whole = division.divide(steps, pairs, target.sms, costs, _sections(problem, config, target, False))
+    if not whole.cut:
+        return whole
+    return division.divide(steps, pairs, target.sms, costs, _sections(problem, config, target, True))
+
+
+def _sections(problem: Problem, config: Config, target: Target, cut: bool) -> int | None:
+    """Into how many runs the KV heads are divided that are worked on one after another; None: as division.py says.
+
+    Equal tiles: one head per run, since its tiles read the same queries and add to the same dQ. On stairs: several
+    heads, since tiles of one head that start together wait for one another; the more tiles, the more heads.
+    """
+    walk = _walk(problem, cut)
+    if walk is Walk.STAIRS:
+        kv_tiles = tiles(problem.seq_kv, config.block_kv)
+        share = 1 / 6 if kv_tiles < 8 else 1 / 3 if kv_tiles < 16 else 2 / 3  # of the L2 cache; measured
+        return kv_head_sections(problem, target, 2, share)
+    return None if isinstance(problem.mask, Causal) else problem.batch * problem.heads_kv
+
+
+def _only(config: Config, wants: Wants) -> Config:
+    """The config of a kernel that makes no gradient but these; dK and dV share their products."""
+    wants_dq, wants_dkv = "q" in wants, bool(wants & {"k", "v"})
+    return replace(config, writes_dq=config.writes_dq and wants_dq, makes_dq=wants_dq, makes_dkv=wants_dkv)
+
+
+def _config(row: rules.Row, bf16: bool, has_terms: bool) -> Config:
+    return rules.from_row(Config, row, bf16=bf16, has_terms=has_terms, makes_dq=True, makes_dkv=True)
+
+
+@functools.cache
+def _table() -> dict[tuple[int, int], list[rules.Row]]:
+    """Head-dim class -> rows, best first."""
+    return rules.rows_by("sm90_backward", "backward", lambda row: [tuple(row["head_dims"])])
+
+
+# What a search varies of the configs that ship.
+SEARCHED = {"block_q": (64, 128), "stages": (1, 2, 3, 4), "ds_stages": (1, 2)}

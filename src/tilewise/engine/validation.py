@@ -1,0 +1,183 @@
+"""Which sources a GPU run has vouched for, part by part: hashes of everything that decides what a part does.
+
+`make gpu-check` runs the tests that need a GPU and records these hashes beside their outcome; a test that needs none
+fails when the record of a part is not about the sources at hand. A part is a family of kernels with the Python that
+launches it, or what lies between PyTorch and all of them (`seam`), or the ladder: a change to one asks for a GPU run of
+that one.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+from ..jit.headers import included_paths
+
+PACKAGE = Path(__file__).resolve().parent.parent
+# Everything that decides what a kernel does, or which of them runs: what records of measurements name.
+_DECISIVE = (
+    "backend.py",
+    "isolation.py",
+    "operands.py",
+    "engine",
+    "jit",
+    "kernels",
+    "plain",
+    "torch_kernels",
+    "triton",
+)
+_LADDER = ("ladder", "kernels/ladder")
+_SUFFIXES = frozenset({".py", ".cuh", ".cpp", ".json"})
+
+
+class Part(NamedTuple):
+    """What is vouched for at once, and by which files of tests/gpu.
+
+    `modules`: with what they import of engine/ and jit/, and with run.py; `headers`: with what they include; `files`
+    and `folders`: as they are.
+    """
+
+    tests: tuple[str, ...]
+    modules: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+
+
+PARTS = {
+    "sm90.forward": Part(
+        ("test_sm90.py",),
+        ("engine/sm90/forward.py",),
+        ("sm90/forward.cuh", "sm90/combine.cuh"),
+        ("engine/sm90/__init__.py", "engine/tables/sm90.json"),
+    ),
+    "sm90.backward": Part(
+        ("test_sm90_backward.py",),
+        ("engine/sm90/backward.py",),
+        ("sm90/backward.cuh", "sm90/backward_edges.cuh"),
+        ("engine/sm90/__init__.py", "engine/tables/sm90_backward.json"),
+    ),
+    "sm90.float32": Part(
+        ("test_float32.py",),
+        ("engine/sm90/float32_forward.py", "engine/sm90/float32_backward.py"),
+        (
+            "sm90/float32_split.cuh",
+            "sm90/float32_forward.cuh",
+            "sm90/float32_backward.cuh",
+            "sm90/float32_backward_rows.cuh",
+        ),
+        ("engine/sm90/__init__.py", "engine/tables/sm90_float32.json"),
+    ),
+    "sm80.forward": Part(
+        ("test_sm80.py",),
+        ("engine/sm80/forward.py",),
+        ("sm80/forward.cuh",),
+        ("engine/sm80/__init__.py", "engine/tables/sm80.json"),
+    ),
+    "sm80.backward": Part(
+        ("test_sm80_backward.py",),
+        ("engine/sm80/backward.py",),
+        ("sm80/backward.cuh", "sm80/backward_edges.cuh"),
+        ("engine/sm80/__init__.py", "engine/tables/sm80.json"),
+    ),
+    "sm80.float32": Part(
+        ("test_sm80_float32.py",),
+        ("engine/sm80/float32_forward.py", "engine/sm80/float32_backward.py"),
+        ("sm80/float32_forward.cuh", "sm80/float32_backward.cuh"),
+        ("engine/sm80/__init__.py", "engine/tables/sm80.json"),
+    ),
+    "seam": Part(
+        ("test_seam.py", "test_launch.py", "test_torch_rules.py", "test_three_way.py", "test_integrations_gpu.py"),
+        files=(
+            *(f"{name}.py" for name in ("api", "backend", "isolation", "masks", "memo", "op", "operands", "partials")),
+            *(f"{name}.py" for name in ("plan", "problem", "scores", "target")),
+            "engine/__init__.py",
+            "engine/backend.py",
+        ),
+        folders=("plain", "triton", "torch_kernels", "hook", "integrations"),
+    ),
+    "ladder": Part(("test_ladder_gpu.py",), folders=_LADDER),
+}
+
+
+def part_hash(name: str, package: Path = PACKAGE) -> str:
+    """sha256 over the paths and contents of all sources of a part, in a fixed order."""
+    return _hash(part_sources(name, package), package)
+
+
+def part_sources(name: str, package: Path = PACKAGE) -> list[Path]:
+    """The files that a part's hash covers, sorted by their path inside the package."""
+    part = PARTS[name]
+    modules = (*part.modules, "engine/run.py") if part.headers else part.modules
+    files = _imported([package / module for module in modules], package)
+    includes = "".join(f'#include "{header}"\n' for header in part.headers)
+    files |= {path for _, path in included_paths(includes, [package / "kernels"])}
+    files |= {package / file for file in part.files}
+    files |= set(_sources(part.folders, package))
+    return sorted(files, key=lambda path: path.relative_to(package).as_posix())
+
+
+def source_hash(package: Path = PACKAGE) -> str:
+    """The same over all sources that decide what the engine does: what records of measurements name."""
+    return _hash(decisive_sources(package), package)
+
+
+def decisive_sources(package: Path = PACKAGE) -> list[Path]:
+    """The files that `source_hash` covers. The ladder's are not among them: its kernels run only for who asks."""
+    lessons = set(_sources(_LADDER, package))
+    return [path for path in _sources(_DECISIVE, package) if path not in lessons]
+
+
+def _hash(files: list[Path], package: Path) -> str:
+    sha = hashlib.sha256()
+    for path in files:
+        content = path.read_bytes()
+        sha.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode())
+        sha.update(content)
+    return sha.hexdigest()
+
+
+def _sources(places: tuple[str, ...], package: Path) -> list[Path]:
+    """The files among these, and all sources of the folders among them."""
+    found = (path for place in places for path in (package / place, *(package / place).rglob("*")))
+    files = {path for path in found if path.suffix in _SUFFIXES}
+    return sorted(files, key=lambda path: path.relative_to(package).as_posix())
+
+
+def _imported(modules: list[Path], package: Path) -> set[Path]:
+    """The modules, and what they import of engine/ and jit/, directly or not."""
+    found: set[Path] = set()
+    waiting = list(modules)
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += [
+                other
+                for other in _imports(path, package)
+                if other.relative_to(package).parts[0] in ("engine", "jit") and other.name != "validation.py"
+            ]
+    return found
+
+
+def _imports(path: Path, package: Path) -> list[Path]:
+    """The files of the package that a module imports when it runs."""
+    found = []
+    for node in _run_nodes(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = path.parents[node.level - 1] / (node.module or "").replace(".", "/")
+            names = [base, *(base / alias.name for alias in node.names)]
+            found += [place for name in names for place in (name.with_suffix(".py"), name / "__init__.py")]
+    # A package that the module is in itself says nothing of what it needs.
+    return [
+        place
+        for place in found
+        if place.is_file() and (place.name != "__init__.py" or place.parent not in path.parents)
+    ]
+
+
+def _run_nodes(tree: ast.Module) -> list[ast.stmt]:
+    """Statements at the top of a module, without what is only for type checkers."""
+    return [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))]

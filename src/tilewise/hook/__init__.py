@@ -1,0 +1,15 @@
+"""What stands in PyTorch's dispatcher before scaled_dot_product_attention; below all who use it (dispatch.py)."""
+
+from .dispatch import Arguments, Observer, Rule, current_rule, dispatcher, enter, leave, observed, was_taken
+
+__all__ = [
+    "Arguments",
+    "Observer",
+    "Rule",
+    "current_rule",
+    "dispatcher",
+    "enter",
+    "leave",
+    "observed",
+    "was_taken",
+]

@@ -1,0 +1,484 @@
+"""What becomes of a call under a rule of `tilewise.sdpa`: decided once per signature, and remembered.
+
+Invariant: both "left" and "taken" compute the right values for *any* call. What a call remembers of an earlier one is
+only which of the two is wanted. Its key holds all of PyTorch's switches, for they are the caller's wishes, and may
+leave out of the tensors what a repeated decision would look at again anyway.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from importlib import import_module
+from itertools import compress
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from ... import op
+from ...api import attention, only_torch_defines, torch_mask
+from ...errors import InvalidInput, UnsupportedProblem
+from ...hook import dispatcher
+from ...memo import Memo, on_invalidate
+from ...op import Options
+from ...operands import NO_OPERANDS
+from ...plan import AUTO, plan
+from ...problem import describe, mask_operands
+from ...target import Target
+from ...torch_kernels import gates
+from .report import record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ...hook import Arguments
+    from ...hook.detour import Detour
+    from ...problem import Problem
+    from .report import Outcome, Record
+
+Tensor = torch.Tensor
+OnFallback = Literal["silent", "warn", "error"]
+_MEMO_KEPT = 4096
+_RECENT_KEPT = 2  # self- and cross-attention in turn
+
+
+class FallbackWarning(UserWarning):
+    """A call went to PyTorch because tilewise could not plan it."""
+
+
+# How a call is recognised: a test of its tensors; PyTorch's switches; whether gradients were enabled (None = no
+# matter); dropout_p, is_causal, scale and enable_gqa as they were. Then what becomes of it: the line that counts it,
+# and the options it is taken with. A bare tuple, because that unpacks fastest.
+_Seen = tuple[
+    "Callable[..., bool]", "_Switches", "bool | None", float, bool, "float | None", bool, "Record", "Options | None"
+]
+
+
+class _Decision(NamedTuple):
+    """What becomes of calls of one signature. `options` are set for those that are taken."""
+
+    record: Record
+    options: Options | None = None
+    problem: Problem | None = None
+    memoise: bool = True
+
+    def quiet(self, rule: Decider) -> bool:
+        """PyTorch's kernel is called and nobody needs to hear of it."""
+        return self.options is None and (self.record.outcome == "left" or rule.on_fallback == "silent")
+
+
+class Decider:
+    """What a rule wants, and what it remembers of the calls it has decided on."""
+
+    def __init__(self, when: Callable[[Problem], object] | None, on_fallback: OnFallback, backend: str) -> None:
+        self.when, self.on_fallback, self.backend = when, on_fallback, backend
+        # A condition, or a backend that may refuse, looks at the whole Problem: what is remembered must hold it all.
+        self.exact = when is not None or backend != AUTO
+        # By signature; the flag is the decision's `quiet`.
+        self.memo: Memo[tuple[_Decision, bool, _Seen | None]] = Memo(_MEMO_KEPT)
+        self.recent: tuple[_Seen, ...] = ()  # the latest of these without a mask, and with one
+        self.recent_masked: tuple[_Seen, ...] = ()
+        _deciders.add(self)
+
+    def call(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+        /,
+    ) -> Tensor | None:
+        """The result of a call that is taken, or None for PyTorch's kernel."""
+        if attn_mask is None:
+            tensors: tuple[Tensor, ...] = (query, key, value)
+            recent = self.recent
+        else:
+            tensors = (query, key, value, attn_mask)
+            recent = self.recent_masked
+        switches = _switches() if recent else None
+        for same, then, grad, dropout, causal, factor, gqa, counted, options in recent:
+            if (
+                switches == then
+                and (grad is None or torch.is_grad_enabled() is grad)
+                and is_causal is causal
+                and scale == factor
+                and dropout_p == dropout
+                and enable_gqa is gqa
+                and same(*tensors)
+                and (options is None or not _transform_says_no(query, key, value))
+            ):
+                counted.calls += 1
+                break
+        else:
+            options = _settle(self, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+        if options is None:
+            return None
+        return _take((query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), options)
+
+
+def _settle(rule: Decider, arguments: Arguments) -> Options | None:
+    """The decision for a call, counted, announced where asked for, and remembered where it may be.
+
+    Returns what it is taken with, or None for PyTorch's kernel.
+    """
+    switches = _switches()
+    signature = _signature(rule, arguments, switches)
+    generation = rule.memo.generation
+    known: tuple[_Decision | None, bool, _Seen | None] = rule.memo.get(signature) or (None, False, None)
+    decision, quiet, seen = known
+    blocked = None if quiet else _transform_says_no(*arguments[:3]) or _switches_say_no(switches)
+    if blocked:
+        decision = _Decision(record(_describe_shapes(arguments), *blocked), memoise=False)
+    elif decision is None:
+        decision = _decide(rule, arguments)
+        quiet = decision.quiet(rule)
+        if decision.memoise and signature is not None:
+            rule.memo.put(signature, (decision, quiet, None), generation)
+    compiled = dispatcher.compiled
+    if decision.memoise and signature is not None and (decision.options is not None or (quiet and compiled is None)):
+        latest = _bring_forward(rule, decision, seen, arguments, switches)
+        if latest is not seen:
+            rule.memo.put(signature, (decision, quiet, latest), generation)
+    decision.record.calls += 1
+    if decision.record.outcome == "fallback":
+        _announce(rule, decision)
+    # What the switches decide is not worth a place in the memo, but the compiled kernel, which sees them, may keep it.
+    lasting = decision.memoise or decision.record.outcome == "left"
+    if compiled is not None and signature is not None and lasting and decision.quiet(rule):
+        _let_it_pass(compiled, decision.record)
+    return decision.options
+
+
+def _let_it_pass(compiled: Detour, counted: Record) -> None:
+    """Calls that look like the present one need not come here again."""
+    if counted.compiled is None:
+        counted.compiled = compiled.counter()
+    compiled.remember(counted.compiled)
+
+
+_deciders: weakref.WeakSet[Decider] = weakref.WeakSet()
+
+
+@on_invalidate
+def _forget_recent() -> None:
+    for rule in list(_deciders):
+        rule.recent = rule.recent_masked = ()
+
+
+def _signature(rule: Decider, arguments: Arguments, switches: _Switches) -> Any:
+    """What a decision is remembered by; None for subclasses, of which there is more to know."""
+    query, key, value, attn_mask, *others = arguments
+    if not (type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN):
+        return None
+    grad = torch.is_grad_enabled()
+    lazy = _is_lazy(query) or _is_lazy(key) or _is_lazy(value)
+    signature: tuple[Any, ...] = (
+        query.shape, key.shape, value.shape, query.dtype, query.requires_grad and grad, lazy, switches, *others
+    )  # fmt: skip
+    if not rule.exact and attn_mask is None:
+        return signature
+    described = None
+    if attn_mask is not None:
+        described = (
+            attn_mask.shape, attn_mask.dtype, attn_mask.requires_grad and grad, type(attn_mask), _is_lazy(attn_mask)
+        )  # fmt: skip
+    signature += (query.get_device(), described)
+    if not rule.exact:
+        return signature
+    tensors = tuple((t.stride(), t.storage_offset(), t.dtype, t.requires_grad) for t in (query, key, value))
+    return (*signature, grad, tensors)
+
+
+def _bring_forward(
+    rule: Decider, decision: _Decision, seen: _Seen | None, arguments: Arguments, switches: _Switches
+) -> _Seen | None:
+    """Let the next call be compared with this one first. Returns `seen`, or what is to be kept in its place."""
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
+    if query is key or key is value:  # which a guard takes for a change
+        return seen
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    grad = torch.is_grad_enabled() if any(tensor.requires_grad for tensor in tensors) else None
+    if seen is None or (seen[0] is not _never and not (seen[2] is grad and seen[0](*tensors))):
+        same = _same_tensors(rule, tensors)
+        seen = (same, switches, grad, dropout_p, is_causal, scale, enable_gqa, decision.record, decision.options)
+    if seen[0] is not _never:
+        latest = rule.recent if attn_mask is None else rule.recent_masked
+        latest = (seen, *(other for other in latest if other is not seen))[:_RECENT_KEPT]
+        if attn_mask is None:
+            rule.recent = latest
+        else:
+            rule.recent_masked = latest
+    return seen
+
+
+def _same_tensors(rule: Decider, tensors: tuple[Any, ...]) -> Callable[..., bool]:
+    """A test that calls pass whose tensors have this signature; others may fail it, and are then looked up by theirs.
+
+    The guard of compiled graphs compares types, dtypes, devices, shapes, strides and requires_grad in one call into
+    C++; reading these attributes here would take a dozen. What else a signature holds of the tensors has to be as it
+    nearly always is: aligned memory.
+    """
+    exact = rule.exact
+    if _TensorGuards is None or not _are_plain(*tensors):
+        return _never
+    strides = None if exact else [[None] * tensor.ndim for tensor in tensors]  # None = any
+    guard: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=strides).check
+
+    def guard_and_alignment(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> bool:
+        try:
+            aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15 == 0
+        except RuntimeError:  # there is no memory behind one of them
+            return False
+        return aligned and guard(query, key, value, *mask)
+
+    same = guard_and_alignment if exact else guard
+    return same if same(*tensors) else _never
+
+
+def _tensor_guards() -> Any:
+    """The guards' class, which is private to PyTorch; None where it is not, or is not as known here."""
+    try:
+        guards = import_module("torch._C._dynamo.guards").TensorGuards
+        one, two = torch.empty(1), torch.empty(2)
+        same = guards(one, dynamic_dims_sizes=None, dynamic_dims_strides=[[None]]).check
+        return guards if same(one) and not same(two) else None
+    except Exception:
+        return None
+
+
+_TensorGuards = _tensor_guards()
+
+
+def _never(*tensors: Tensor) -> bool:
+    return False
+
+
+def _transform_says_no(query: Tensor, key: Tensor, value: Tensor) -> tuple[Outcome, str] | None:
+    """What is at work on these tensors, none of which a memo key holds, that keeps us from taking any call."""
+    if torch._C._are_functorch_transforms_active():
+        return "fallback", "a functorch transform (vmap, grad, jvp) is at work, and PyTorch has rules for it"
+    if op.has_tangent(query, key, value):
+        return "fallback", "forward-mode AD is at work, and PyTorch has rules for it"
+    return None
+
+
+def _switches_say_no(switches: _Switches) -> tuple[Outcome, str] | None:
+    """A choice that the caller made among PyTorch's kernels."""
+    allowed = _allowed_kernels(switches)
+    if len(allowed) == 1:
+        return "left", f"sdpa_kernel allows only {allowed[0]}, which is a choice"
+    if switches[-1] not in _USUAL_ORDERS:
+        return "left", "sdpa_kernel sets an order of PyTorch's kernels, which is a choice"
+    return None
+
+
+_Switches = tuple[Any, ...]
+
+
+def _switch_reader() -> Callable[[], _Switches]:
+    """The function that reads all that decides between PyTorch's kernels beside the tensors: the first four as in
+    _TORCH_KERNELS, the last one their order. A release that lacks a switch has it in the position it always was."""
+
+    def getter(name: str, otherwise: object) -> Callable[[], Any]:
+        return getattr(torch._C, name, lambda: otherwise)
+
+    flash = getter("_get_flash_sdp_enabled", True)
+    efficient = getter("_get_mem_efficient_sdp_enabled", True)
+    cudnn = getter("_get_cudnn_sdp_enabled", True)
+    math = getter("_get_math_sdp_enabled", True)
+    third_party = getter("_get_overrideable_sdp_enabled", True)
+    flash_3 = getter("_get_fa3_sdp_enabled", False)
+    reduced = getter("_get_math_sdp_allow_fp16_bf16_reduction", False)
+    deterministic = getter("_get_deterministic_algorithms", False)
+    order = getter("_get_sdp_priority_order", _USUAL_ORDERS[0])
+
+    def switches() -> _Switches:
+        return (
+            flash(), efficient(), cudnn(), math(), third_party(), flash_3(), reduced(), deterministic(), tuple(order())
+        )  # fmt: skip
+
+    return switches
+
+
+# PyTorch's numbers for math, flash, efficient, cuDNN and third-party kernels: the order as it is, and as PyTorch itself
+# changes it on GPUs where it prefers cuDNN.
+_USUAL_ORDERS = ((1, 2, 0, 3, 4), (3, 1, 2, 0, 4))
+_switches = _switch_reader()
+
+
+def _allowed_kernels(switches: _Switches) -> tuple[str, ...]:
+    flags = switches[: len(_TORCH_KERNELS)]
+    return _TORCH_KERNELS if all(flags) else tuple(compress(_TORCH_KERNELS, flags))
+
+
+_TORCH_KERNELS = (gates.FLASH, gates.EFFICIENT, gates.CUDNN, gates.MATH)
+
+
+def _decide(rule: Decider, arguments: Arguments) -> _Decision:
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
+    foreign = _foreign_type(query, key, value, attn_mask)
+    if foreign:
+        return _fallback(arguments, f"{foreign} defines for itself what attention means")
+    try:
+        why = _not_strided(query, key, value, attn_mask)
+        why = why or only_torch_defines(query, key, value, attn_mask, scale, enable_gqa)
+        if attn_mask is not None and is_causal:
+            why = "a mask together with is_causal=True"
+        if why:
+            return _fallback(arguments, why)
+        traced = not _are_plain(query)
+        if traced and dropout_p:
+            return _leave(arguments, "in a compiled graph dropout is PyTorch's alone")
+        options = Options(_mask_text(attn_mask, is_causal), scale, backend=rule.backend)
+        if traced and _is_symbolic(query, key, value) and not rule.exact:
+            because = "lengths are symbolic here, so the graph plans when it runs"
+            return _Decision(record(_describe_shapes(arguments), "taken", because), options)
+        return _planned(rule, arguments, options)
+    except InvalidInput as error:  # PyTorch words it in its own way, and a later call may differ where no key looks
+        return _fallback(arguments, f"{error.argument}: {error.got}, expected {error.expected}", memoise=False)
+
+
+def _planned(rule: Decider, arguments: Arguments, options: Options) -> _Decision:
+    """Ask the rule's condition, then the planner, and compare with what PyTorch would do by itself."""
+    query, key, value = _concrete(_four_dims(*arguments[:3]))
+    _, _, _, attn_mask, dropout_p, is_causal, scale, _ = arguments
+    problem = describe(query, key, value, mask=torch_mask(attn_mask, is_causal), scale=scale, dropout=dropout_p)
+    target = Target.of(query.device)
+    if rule.when is not None and not rule.when(problem):
+        return _Decision(record(str(problem), "left", "the rule's `when` is false for it"), problem=problem)
+    try:
+        chosen = plan(problem, target, rule.backend)
+    except UnsupportedProblem as refusal:
+        reasons = "; ".join(f"{v.backend}: {reason}" for v in refusal.verdicts for reason in v.reasons)
+        return _Decision(record(str(problem), "fallback", reasons or refusal.summary), problem=problem)
+    if chosen.backend in _TORCH_KERNELS and chosen.backend not in _allowed_kernels(_switches()):
+        because = f"the plan is {chosen.backend}, which is switched off"
+        return _Decision(record(str(problem), "left", because), memoise=False, problem=problem)
+    if rule.backend == AUTO and chosen.backend == _torch_would_run(problem, target, arguments[0].ndim):
+        because = f"the plan is {chosen.backend}, PyTorch's own choice"
+        return _Decision(record(str(problem), "left", because), problem=problem)
+    return _Decision(record(str(problem), "taken", f"{chosen.backend}: {chosen.because}"), options, problem=problem)
+
+
+def _torch_would_run(problem: Problem, target: Target, ndim: int) -> str:
+    """PyTorch's choice; before 2.14 its fused kernels took 4 dimensions only."""
+    if ndim == 3 and target.torch < (2, 14):
+        return gates.MATH
+    return gates.default_choice(problem, target)
+
+
+def _take(arguments: Arguments, options: Options) -> Tensor:
+    _, _, _, attn_mask, dropout_p, is_causal, scale, _ = arguments
+    query, key, value = _four_dims(*arguments[:3])
+    if dropout_p:
+        mask = torch_mask(attn_mask, is_causal)
+        out = attention(query, key, value, mask=mask, scale=scale, dropout=dropout_p, backend=options.backend)
+    else:
+        options = options._replace(layout=_layout(arguments[0]))
+        out = _run(query, key, value, None if options.mask else attn_mask, options)
+    return out[0] if arguments[0].ndim == 3 else out
+
+
+def _run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options) -> Tensor:
+    operands = mask_operands(mask) if mask is not None else NO_OPERANDS
+    call = op.recall(query, key, value, operands, options)
+    if call is not None:
+        return op.execute(call, query, key, value, operands)[0]
+    return op.run(query, key, value, operands, options)[0]
+
+
+def _fallback(arguments: Arguments, because: str, *, memoise: bool = True) -> _Decision:
+    return _Decision(record(_describe_shapes(arguments), "fallback", because), memoise=memoise)
+
+
+def _leave(arguments: Arguments, because: str) -> _Decision:
+    return _Decision(record(_describe_shapes(arguments), "left", because))
+
+
+def _announce(rule: Decider, decision: _Decision) -> None:
+    if rule.on_fallback == "silent":
+        return
+    problem, because = decision.record.problem, decision.record.because
+    message = f"scaled_dot_product_attention of {problem} goes to PyTorch: {because}"
+    if rule.on_fallback == "error":
+        raise UnsupportedProblem(
+            f"{message}.", decision.problem, remedy="mend what the reason names, or pass on_fallback='warn' or 'silent'"
+        )
+    warnings.warn(message, FallbackWarning, stacklevel=5)
+
+
+def _are_plain(*tensors: Tensor) -> bool:
+    return all(type(tensor) in _PLAIN for tensor in tensors)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _foreign_type(*tensors: Tensor | None) -> str:
+    """The name of a tensor subclass that is neither ordinary nor the compiler's; empty if there is none."""
+    for tensor in tensors:
+        if tensor is None or type(tensor) in _PLAIN:
+            continue
+        from torch._subclasses import FakeTensor  # noqa: PLC0415  (loaded already wherever such a tensor exists)
+        from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: PLC0415
+
+        if not isinstance(tensor, FakeTensor | FunctionalTensor):
+            return f"a {type(tensor).__name__}"
+    return ""
+
+
+def _not_strided(*tensors: Tensor | None) -> str:
+    """The layout of a tensor that has no strides; empty if all have."""
+    for tensor in tensors:
+        if tensor is not None and tensor.layout is not torch.strided:
+            return f"a {str(tensor.layout).removeprefix('torch.')} tensor"
+    return ""
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    """The operator gives such a tensor memory that holds its values."""
+    return tensor.is_neg() or tensor._is_zerotensor()
+
+
+def _is_symbolic(*tensors: Tensor) -> bool:
+    return any(not isinstance(size, int) for tensor in tensors for size in tensor.shape)
+
+
+def _concrete(tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The same tensors with plain integers for sizes: a condition may look at them, so the graph is made for these."""
+    if not _is_symbolic(*tensors):
+        return tensors
+    query, key, value = (tensor.reshape([int(size) for size in tensor.shape]) for tensor in tensors)
+    return query, key, value
+
+
+def _four_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(batch, seq, dim) becomes (1, batch, seq, dim): the batch takes the place of the heads, which masks fit."""
+    if query.ndim == 3:
+        return query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+    return query, key, value
+
+
+def _layout(query: Tensor) -> Literal["bhsd", "bshd"]:
+    """The memory order of out, which follows query's as it does in PyTorch's kernels."""
+    return "bshd" if query.ndim == 4 and query.stride(1) < query.stride(2) else "bhsd"
+
+
+def _mask_text(attn_mask: Tensor | None, is_causal: bool) -> str:
+    mask = torch_mask(attn_mask, is_causal)
+    return "" if isinstance(mask, Tensor) else str(mask)
+
+
+def _describe_shapes(arguments: Arguments) -> str:
+    """A line for what may not be a Problem."""
+    query, key, value, mask, dropout_p, is_causal, _, _ = arguments
+    named = {"q": query, "k": key, "v": value} | ({} if mask is None else {"mask": mask})
+    words = [str(query.dtype).removeprefix("torch.")]
+    words += [f"{name}({','.join(map(str, tensor.shape))})" for name, tensor in named.items()]
+    words += ["causal"] if is_causal else []
+    words += [f"dropout={dropout_p:g}"] if dropout_p else []
+    return " ".join(words)

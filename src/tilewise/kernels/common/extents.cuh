@@ -1,0 +1,120 @@
+// clang-format off
+// Where the sequences of a problem lie: one description, which every kernel is compiled with as it is with its score policy.
+//
+// A problem has `params.batch` sequences of queries and keys. The plan of a tile says which of them it is of, and keeps what
+// `Extents` found out about it. All roles ask the plan, by way of Extents::Sequence:
+//
+//   batch(b)               which batch of the tensors sequence b is in
+//   q_start(), k_start()   where its rows begin in the tensors: row r of the sequence is row q_start() + r of that batch
+//   seq_q(), seq_k()       how many it has
+//   band(), row_band()     which keys its rows see (mask.cuh, pieces.cuh), counted from the starts
+//
+// An Extents is a struct with
+//   has_operands, Operands   what `find` reads beside the parameters that all kernels have (ParamsOf, as for terms of scores); ragged
+//                            ones of sm90/forward.cuh have `out_rows` with its strides too: out, where rows are stored one by one
+//   ragged                   sequences differ: tiles may lie behind the end of one, and rows behind its end are those of another
+//   Record                   what a plan keeps; empty where the parameters of the kernel say all
+//   find(params, b)          the Record of sequence b
+//   find_queries(params, b)  the same for kernels that look at queries alone, and know neither keys nor band
+//   Sequence(params, record) the answers above
+//
+// Batched: (batch, heads, seq, dim) tensors, all sequences alike. The parameters say all: no plan grows, no answer is computed.
+// Those with a KeptSequence (packed rows with their starts in memory, caches with their lengths) have a `find` of their own and
+// Record = SequenceRecord.
+//
+// Parameters beside these: `q_tiles` and `kv_tiles` are those of the longest sequence, `seq_q` the rows of a batch of the
+// tensors, by which lse is laid out. Where Extents are ragged:
+//   - a tile that begins behind the end of its sequence touches nothing (`has_rows`);
+//   - loads of whole tiles may bring rows of the next sequence. The band hides their keys, and their values are in partial
+//     tiles, which are scrubbed of inf and NaN;
+//   - stores go through whole-tile copies only where all of the tile's rows are in the sequence, else row by row.
+// clang-format on
+#pragma once
+
+#include "mask.cuh"
+#include "operands.cuh"
+#include "pieces.cuh"
+
+namespace tilewise {
+
+struct Batched {
+  static constexpr bool has_operands = false;
+  static constexpr bool ragged = false;
+  struct Record {};
+
+  template <typename Params>
+  static __device__ __forceinline__ Record find(const Params&, int) {
+    return {};
+  }
+  template <typename Params>
+  static __device__ __forceinline__ Record find_queries(const Params&, int) {
+    return {};
+  }
+
+  template <typename Params>
+  struct Sequence {
+    const Params& params;
+
+    __device__ __forceinline__ Sequence(const Params& params, const Record&) : params(params) {}
+    __device__ __forceinline__ int batch(int b) const { return b; }
+    __device__ __forceinline__ int q_start() const { return 0; }
+    __device__ __forceinline__ int k_start() const { return 0; }
+    __device__ __forceinline__ int seq_q() const { return params.seq_q; }
+    __device__ __forceinline__ int seq_k() const { return params.seq_k; }
+    __device__ __forceinline__ Band band() const {
+      return {params.band_first_shift, params.band_end_shift, params.seq_k};
+    }
+    __device__ __forceinline__ RowBand row_band() const {
+      return {params.band_first_shift, params.band_end_shift, params.seq_q};
+    }
+  };
+};
+
+// What a plan keeps of a sequence that is like no other. Shifts of the band count from the starts.
+struct SequenceRecord {
+  int q_start, k_start;
+  int seq_q, seq_k;
+  int first_shift, end_shift;
+};
+
+// The answers from it: all sequences are in the one batch of their tensors.
+template <typename Params>
+struct KeptSequence {
+  const SequenceRecord& record;
+
+  __device__ __forceinline__ KeptSequence(const Params&, const SequenceRecord& record)
+      : record(record) {}
+  __device__ __forceinline__ int batch(int) const { return 0; }
+  __device__ __forceinline__ int q_start() const { return record.q_start; }
+  __device__ __forceinline__ int k_start() const { return record.k_start; }
+  __device__ __forceinline__ int seq_q() const { return record.seq_q; }
+  __device__ __forceinline__ int seq_k() const { return record.seq_k; }
+  __device__ __forceinline__ Band band() const {
+    return {record.first_shift, record.end_shift, record.seq_k};
+  }
+  __device__ __forceinline__ RowBand row_band() const {
+    return {record.first_shift, record.end_shift, record.seq_q};
+  }
+};
+
+template <typename Extents, typename Params>
+__device__ __forceinline__ typename Extents::template Sequence<Params> sequence_of(
+    const Params& params, const typename Extents::Record& record) {
+  return {params, record};
+}
+
+// Whether a tile that begins at row `begin` has any of the sequence's `rows`.
+template <typename Extents>
+__device__ __forceinline__ bool has_rows(int begin, int rows) {
+  return !Extents::ragged || begin < rows;
+}
+
+// The first of a sequence's query rows among the rows of all heads of its tensors, as lse counts.
+template <typename Params, typename Sequence>
+__device__ __forceinline__ long long first_row_of_head(const Params& params,
+                                                       const Sequence& sequence, long long batch,
+                                                       int heads, int head) {
+  return (batch * heads + head) * params.seq_q + sequence.q_start();
+}
+
+}  // namespace tilewise

@@ -1,0 +1,396 @@
+// clang-format off
+// What is done to the scores between the two products: one policy, composed at compile time, for every kernel of
+// the engine: both generations, both directions, 16-bit and float32.
+//
+// Symbols. x[i, j]: what the product of q_i and k_j left in an accumulator; x times `unit` is q_i . k_j. T_1 ... T_n: the
+// terms of Scores<T_1, ..., T_n>, in the order in which they are applied. v_t: a score after T_t; the score in nats is
+// c v_n, where c is a factor that the kernel gives to the softmax: the scale of the problem, or with a softcap the cap.
+// D[i]: rowsum(dO * O) - dlse. w: the product of the terms' kept_weight, 1 without dropout.
+//
+//   Forward, for every fragment of S                                                   hook of a term
+//   1. v_0 = x, v_t = T_t(v_{t-1})                                                     apply
+//   2. tiles that the band cuts: v_n = -inf where a term hides the key from the query  hide
+//   3. P = e^(c v_n - m), added to the row sum l
+//   4. P = 0 where a term does not keep it, after l has taken it                       keeps
+//   Forward, once per row
+//   5. m and l as a term leaves them, O in the units of the new m                      finish_row
+//      out = w O / l, lse = m + ln l
+//   Backward
+//   6. v_n as in 1 and 2, P = e^(c v_n - lse)
+//   7. dV = w (P as in 4)^T dO; dP = w dP where a term keeps P, else 0                 keeps
+//   8. dS_n = P (dP - D)
+//   9. for t = n ... 1: the gradient of T_t's operands from dS_t,                      gradient, end_gradient
+//      dS_{t-1} = dS_t T_t'(v_{t-1})                                                   slope, before
+//      dQ and dK come from dS_0
+//
+// A term is a struct. It has a constructor and those of the members below that it needs; a kernel has no code for a hook
+// that no term of its policy has, so Scores<> compiles to nothing.
+//
+//   Term(params, unit, at)             State of one fragment. `params` are the parameters of the kernel, of whatever family,
+//                                      with the term's Operands: a term reads what it needs by name. `unit` is 1 for all
+//                                      terms but the first that has `apply`. `at` says where the fragment lies (NoPlace
+//                                      below lists what it can be asked); ask only what is needed, since it may cost
+//                                      registers, and not for what stands behind a hook that the term does not have.
+//   struct Operands                    What the term needs beside the parameters that all kernels have: pointers, strides,
+//                                      numbers. The kernel's parameters derive from it (ParamsOf).
+//   static bool uses_head = true       Where it asks for the head.
+//   float apply(float v, int i)        v_t of element i from v_{t-1}; -inf hides it. Asked once for every i, in ascending
+//                                      order, so that a term may load or draw numbers for several elements at once.
+//   void hide(float (&v)[], at)        -inf for hidden elements. Which tiles are cut is decided by the plan of the kernel.
+//   bool keeps(int i)                  Whether the weight stays. The same answer for the same query and key in every kernel,
+//   float kept_weight                  whichever of them is the row; asked in ascending order. What kept weights count.
+//   float finish_row(float& m, float& l, float log2_unit, int r)
+//                                      Row r of the fragment: l is the sum of 2^(log2_unit (v_n - m)) over its keys, m = -inf
+//                                      and l = 0 where it sees none. Returns what O is multiplied with where m changes.
+//   float slope(float v, int i)        T_t' of element i from v = v_t: the kernels keep the result of `apply`, or find it again
+//                                      from P, never its argument. Must be finite where P is 0. A term without it has slope 1.
+//   float before(float v, int i)       v_{t-1} from v_t. Needed where a term before it has a slope.
+//   void gradient(float ds, int i)     dS_t of element i, in ascending order: to be stored, or added up in the state.
+//                                      Tiles that the mask hides are not visited: where it stores, there are zeros before.
+//   void end_gradient()                After the last element: to add the state to global memory.
+//
+// What other terms would be:
+//   ALiBi         apply: v + slopes[head] (key - query) / c; before; gradient and end_gradient where slopes are learned
+//   bias          apply: v + bias[batch, head, query, key] / c, two elements per load; before; gradient: a store, or an atomic
+//                 sum where the bias is broadcast
+//   keep mask     apply: v or -inf, from a tensor; `hide` instead, where the plan knows which tiles it cuts
+//   dropout       keeps: a hash of (seed, batch, head, query, key); kept_weight = 1 / (1 - p)
+//   sink          finish_row: l + e^(sink - m), m raised to the sink where that is larger. Its gradient, -sum over rows of
+//                 e^(sink - lse) D, needs lse and D alone, which stand in memory before the backward
+//   a function    apply and slope, from its trace; `slope` in terms of the result. Where it has none such, the kernels would
+//                 have to keep the argument
+//
+// How to add a term: a struct here, and a class in tilewise/scores.py that names it and fills what it reads.
+// clang-format on
+#pragma once
+
+#include "fragment.cuh"
+#include "operands.cuh"
+#include "pieces.cuh"
+#include "ptx.cuh"
+
+namespace tilewise {
+
+enum class RowsAre { queries, keys };
+
+// Where a thread's fragment lies. A kernel has a struct Place of its own with these members, which
+// are functions: a term calls what it needs. Why: what they are computed from is read again each
+// time where registers are few. (This one is for the concepts below, which only ask whether a hook
+// exists.)
+struct NoPlace {
+  static constexpr RowsAre rows_are = RowsAre::queries;
+  __device__ int row() const;     // of element 0: a query, or a key where rows are keys
+  __device__ int column() const;  // likewise: a key, or a query
+  __device__ int batch() const;
+  __device__ int head() const;   // of the queries
+  __device__ Band band() const;  // of the sequence: rows and columns count from its starts
+  __device__ RowBand row_band() const;
+};
+
+// What a term may keep of it: the query and the key of element i.
+struct Elements {
+  int row, column;
+  RowsAre rows_are;
+
+  template <typename At>
+  __device__ __forceinline__ explicit Elements(const At& at)
+      : row(at.row()), column(at.column()), rows_are(At::rows_are) {}
+  __device__ __forceinline__ int query(int i) const {
+    return rows_are == RowsAre::queries ? row + 8 * row_of(i) : column + column_of(i);
+  }
+  __device__ __forceinline__ int key(int i) const {
+    return rows_are == RowsAre::keys ? row + 8 * row_of(i) : column + column_of(i);
+  }
+};
+
+// --- terms ---
+
+// tanh(x in), where `in` is scale / cap: the score in units of the cap.
+//   fast     `in` is 2 log2(e) scale / cap, and tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x)): two
+//            approximate instructions, for kernels whose weights are rounded to 16 bits
+//   precise  right to a unit in the last place
+enum class Precision { fast, precise };
+
+template <Precision precision>
+struct Softcap {
+  float in;
+
+  template <typename Params, typename At>
+  __device__ __forceinline__ Softcap(const Params& params, const Unit& unit, const At&)
+      : in(params.softcap_in * unit.first * unit.second) {}
+
+  __device__ __forceinline__ float apply(float x, int) const {
+    if constexpr (precision == Precision::precise) return tanhf(x * in);
+    return fmaf(-2.0f, ptx::rcp(1.0f + ptx::ex2(x * in)), 1.0f);
+  }
+  // 1 - tanh^2. A value that was found again from a weight may be -inf, where the weight is 0.
+  __device__ __forceinline__ float slope(float v, int) const {
+    if constexpr (precision == Precision::fast) v = fmaxf(v, -1.0f);
+    return fmaf(-v, v, 1.0f);
+  }
+};
+
+// Keys outside the band of a query, and keys that do not exist (mask.cuh). Kernels for some masks
+// need not look at all bounds.
+enum class Bounds { end_of_keys, end, both };
+
+template <Bounds bounds>
+struct BandMask {
+  template <typename Params, typename At>
+  __device__ __forceinline__ BandMask(const Params&, const Unit&, const At&) {}
+
+  template <int count, typename At>
+  __device__ __forceinline__ void hide(float (&v)[count], const At& at) const {
+    if constexpr (At::rows_are == RowsAre::queries)
+      hide_keys(v, at);
+    else
+      hide_queries(v, at);
+  }
+  template <int count, typename At>
+  __device__ __forceinline__ void hide_keys(float (&v)[count], const At& at) const {
+    const Band band = at.band();
+    const int column = at.column();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = at.row() + 8 * r;
+      const int first = bounds == Bounds::both ? band.first_key(row) - column : 0;
+      const int end = (bounds == Bounds::end_of_keys ? band.seq_k : band.end_key(row)) - column;
+      hide_outside(v, r, first, end);
+    }
+  }
+  template <int count, typename At>
+  __device__ __forceinline__ void hide_queries(float (&v)[count], const At& at) const {
+    static_assert(bounds == Bounds::both);
+    const int first_key = at.row();
+    const RowBand band = at.row_band();
+    const int seq_k = at.band().seq_k;
+    const int column = at.column();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int key = first_key + 8 * r;
+      const int first = band.first_row(key) - column;
+      hide_outside(v, r, first, key < seq_k ? band.end_row(key) - column : -1);
+    }
+  }
+  // Columns of row r outside [first, end), counted from the fragment's.
+  template <int count>
+  static __device__ __forceinline__ void hide_outside(float (&v)[count], int r, int first,
+                                                      int end) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      if (row_of(i) != r) continue;
+      const int column = column_of(i);
+      v[i] = column >= first && column < end ? v[i] : -infinity;
+    }
+  }
+};
+
+// --- the policy ---
+
+template <typename Term>
+concept HasApply = requires(Term term) { term.apply(0.0f, 0); };
+template <typename Term>
+concept HasHide = requires(Term term, float (&v)[4]) { term.hide(v, NoPlace{}); };
+template <typename Term>
+concept HasKeeps = requires(Term term) { term.keeps(0); };
+template <typename Term>
+concept HasFinishRow = requires(Term term, float& x) { term.finish_row(x, x, 1.0f, 0); };
+template <typename Term>
+concept HasSlope = requires(Term term) { term.slope(0.0f, 0); };
+template <typename Term>
+concept HasBefore = requires(Term term) { term.before(0.0f, 0); };
+template <typename Term>
+concept HasGradient = requires(Term term) { term.gradient(0.0f, 0); };
+template <typename Term>
+concept HasEndGradient = requires(Term term) { term.end_gradient(); };
+template <typename Term>
+concept HasOperands = requires { typename Term::Operands; };
+template <typename Term>
+concept UsesHead = requires { requires Term::uses_head; };
+
+// v_n of a weight P = 2^(c v_n - lse), c and lse in log2 units.
+__device__ __forceinline__ float value_of_weight(float p, float lse_log2,
+                                                 float inverse_scale_log2) {
+  return (ptx::lg2(p) + lse_log2) * inverse_scale_log2;
+}
+
+// The terms of one fragment.
+template <typename... Terms>
+struct TermChain {
+  static constexpr bool has_slope = false;
+
+  template <typename Params, typename At>
+  __device__ __forceinline__ TermChain(const Params&, const Unit&, const At&) {}
+
+  __device__ __forceinline__ float apply(float v, int) { return v; }
+  template <int count, typename At>
+  __device__ __forceinline__ void hide(float (&)[count], const At&) {}
+  __device__ __forceinline__ bool keeps(int) { return true; }
+  __device__ __forceinline__ float kept_weight() { return 1.0f; }
+  __device__ __forceinline__ float finish_row(float&, float&, float, int) { return 1.0f; }
+  __device__ __forceinline__ float pull_back(float ds, float&, int) { return ds; }
+  __device__ __forceinline__ void end_gradient() {}
+};
+
+template <typename First, typename... Rest>
+struct TermChain<First, Rest...> {
+  static constexpr bool has_slope = HasSlope<First> || TermChain<Rest...>::has_slope;
+
+  First first;
+  TermChain<Rest...> rest;
+
+  template <typename Params, typename At>
+  __device__ __forceinline__ TermChain(const Params& params, const Unit& unit, const At& at)
+      : first(params, unit, at), rest(params, HasApply<First> ? Unit{} : unit, at) {}
+
+  __device__ __forceinline__ float apply(float v, int i) {
+    if constexpr (HasApply<First>) v = first.apply(v, i);
+    return rest.apply(v, i);
+  }
+  template <int count, typename At>
+  __device__ __forceinline__ void hide(float (&v)[count], const At& at) {
+    if constexpr (HasHide<First>) first.hide(v, at);
+    rest.hide(v, at);
+  }
+  __device__ __forceinline__ bool keeps(int i) {
+    bool kept = rest.keeps(i);
+    if constexpr (HasKeeps<First>) kept = first.keeps(i) && kept;
+    return kept;
+  }
+  __device__ __forceinline__ float kept_weight() {
+    if constexpr (HasKeeps<First>) return first.kept_weight * rest.kept_weight();
+    return rest.kept_weight();
+  }
+  __device__ __forceinline__ float finish_row(float& m, float& l, float log2_unit, int r) {
+    float factor = 1.0f;
+    if constexpr (HasFinishRow<First>) factor = first.finish_row(m, l, log2_unit, r);
+    return factor * rest.finish_row(m, l, log2_unit, r);
+  }
+  // Step 9: v, the value after the last term, becomes that before the first, if that is known.
+  __device__ __forceinline__ float pull_back(float ds, float& v, int i) {
+    ds = rest.pull_back(ds, v, i);
+    if constexpr (HasGradient<First>) first.gradient(ds, i);
+    if constexpr (HasSlope<First>) ds *= first.slope(v, i);
+    if constexpr (HasBefore<First>) v = first.before(v, i);
+    return ds;
+  }
+  __device__ __forceinline__ void end_gradient() {
+    rest.end_gradient();
+    if constexpr (HasEndGradient<First>) first.end_gradient();
+  }
+};
+
+// Whether a value after the last term leads back to those that slopes are made of.
+template <typename... Terms>
+constexpr bool leads_back = true;
+template <typename First, typename Second, typename... Rest>
+constexpr bool leads_back<First, Second, Rest...> =
+    leads_back<Second, Rest...> &&
+    (!HasSlope<First> ||
+     ((HasBefore<Second> || !HasApply<Second>) && ... && (HasBefore<Rest> || !HasApply<Rest>)));
+
+template <typename Term>
+struct OperandsOf {
+  struct Type {};
+};
+template <HasOperands Term>
+struct OperandsOf<Term> {
+  using Type = typename Term::Operands;
+};
+
+template <typename... Terms>
+struct Scores {
+  // Whether the values that the softmax gets are others than the products, and so have no unit.
+  static constexpr bool transforms = (HasApply<Terms> || ...);
+  static constexpr bool drops = (HasKeeps<Terms> || ...);
+  static constexpr bool finishes_rows = (HasFinishRow<Terms> || ...);
+  static constexpr bool has_slope = (HasSlope<Terms> || ...);
+  static constexpr bool has_gradient = (HasGradient<Terms> || ...);
+  static constexpr bool has_operands = (HasOperands<Terms> || ...);
+  static constexpr bool uses_head = (UsesHead<Terms> || ...);
+  static_assert(leads_back<Terms...>, "a term behind one that has a slope needs `before`");
+
+  struct Operands : OperandsOf<Terms>::Type... {};
+
+  // Step 1.
+  template <int count, typename Params, typename At>
+  static __device__ __forceinline__ void apply(float (&v)[count], const Params& params,
+                                               const Unit& unit, const At& at) {
+    if constexpr (transforms) {
+      TermChain<Terms...> terms(params, unit, at);
+#pragma unroll
+      for (int i = 0; i < count; ++i) v[i] = terms.apply(v[i], i);
+    }
+  }
+
+  // Step 2.
+  template <int count, typename Params, typename At>
+  static __device__ __forceinline__ void hide(float (&v)[count], const Params& params,
+                                              const At& at) {
+    TermChain<Terms...>(params, Unit{}, at).hide(v, at);
+  }
+
+  // Step 4.
+  template <int count, typename Params, typename At>
+  static __device__ __forceinline__ void drop(float (&p)[count], const Params& params,
+                                              const At& at) {
+    if constexpr (drops) {
+      TermChain<Terms...> terms(params, Unit{}, at);
+#pragma unroll
+      for (int i = 0; i < count; ++i) p[i] = terms.keeps(i) ? p[i] : 0.0f;
+    }
+  }
+  // The same of weights in 16 bits, two to a word, in the A layout of the next product.
+  template <int blocks, typename Params, typename At>
+  static __device__ __forceinline__ void drop(ptx::u32 (&p)[blocks][4], const Params& params,
+                                              const At& at) {
+    if constexpr (drops) {
+      TermChain<Terms...> terms(params, Unit{}, at);
+#pragma unroll
+      for (int i = 0; i < 8 * blocks; i += 2) {
+        const ptx::u32 low = terms.keeps(i) ? 0xffffu : 0u;
+        const ptx::u32 high = terms.keeps(i + 1) ? 0xffff0000u : 0u;
+        p[i / 8][i / 2 % 4] &= low | high;
+      }
+    }
+  }
+  // w.
+  template <typename Params, typename At>
+  static __device__ __forceinline__ float kept_weight(const Params& params, const At& at) {
+    if constexpr (!drops) return 1.0f;
+    return TermChain<Terms...>(params, Unit{}, at).kept_weight();
+  }
+
+  // Step 5.
+  template <typename Params, typename At>
+  static __device__ __forceinline__ float finish_row(const Params& params, const At& at, int r,
+                                                     float& m, float& l, float log2_unit) {
+    if constexpr (!finishes_rows) return 1.0f;
+    return TermChain<Terms...>(params, Unit{}, at).finish_row(m, l, log2_unit, r);
+  }
+
+  // Steps 7 and 9 for the elements of one fragment, each in ascending order.
+  struct Backward {
+    TermChain<Terms...> terms;
+
+    __device__ __forceinline__ float drop(float dp, int i) {
+      if constexpr (!drops) return dp;
+      return terms.keeps(i) ? dp * terms.kept_weight() : 0.0f;
+    }
+    // dS_0 from dS_n; value() gives v_n.
+    template <typename Value>
+    __device__ __forceinline__ float pull_back(float ds, int i, Value value) {
+      if constexpr (!has_slope && !has_gradient) return ds;
+      float v = 0.0f;
+      if constexpr (has_slope) v = value();
+      return terms.pull_back(ds, v, i);
+    }
+    __device__ __forceinline__ void end() { terms.end_gradient(); }
+  };
+  template <typename Params, typename At>
+  static __device__ __forceinline__ Backward backward(const Params& params, const At& at) {
+    return {TermChain<Terms...>(params, Unit{}, at)};
+  }
+};
+
+}  // namespace tilewise

@@ -1,0 +1,189 @@
+"""FlashAttention-2 (flash-attn), -3 (the forward-only build on PyPI) and -4 (flash_attn.cute), and xFormers."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...masks import Causal, Documents, Full, Window
+from .lacking import (
+    Rival,
+    inner_mask,
+    is_aligned,
+    is_banded,
+    not_16_bits,
+    on_cpu,
+    packed,
+    reasons,
+    sequences,
+    unpacked,
+    window_sizes,
+)
+
+if TYPE_CHECKING:
+    from ...errors import Reason
+    from ...problem import Problem
+    from .inputs import Inputs
+    from .lacking import Forward
+
+Tensor = torch.Tensor
+
+# --- flash-attn
+
+
+def _flash_attn_lacks(problem: Problem, device: str) -> list[Reason]:
+    return reasons(
+        on_cpu(device),
+        not_16_bits(problem, "flash-attn"),
+        (
+            not is_banded(problem),
+            f"mask {problem.mask}: flash-attn has full, and causal and windows aligned at the bottom right",
+            "use one of these",
+        ),
+        (max(problem.head_dim, problem.head_dim_v) > 256, f"head_dim {problem.head_dim} is over 256", "use another"),
+        (problem.head_dim != problem.head_dim_v, "v has another head_dim than q and k", "pad one of them"),
+        (problem.needs_lse, "an lse is asked for, and flash_attn_func returns none by itself", "drop the lse"),
+    )
+
+
+def _flash_attn_forward(problem: Problem, inputs: Inputs) -> Forward:
+    library = importlib.import_module("flash_attn")
+    q, k, v = inputs[:3]
+    mask = inner_mask(problem.mask)
+    options = {
+        "dropout_p": problem.dropout,
+        "softmax_scale": problem.scale,
+        "causal": isinstance(mask, Causal),
+        "window_size": window_sizes(mask, -1) if isinstance(mask, Window) else (-1, -1),
+        "softcap": problem.softcap,
+        "deterministic": problem.deterministic,
+    }
+    if not isinstance(problem.mask, Documents):
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return lambda: library.flash_attn_func(q, k, v, **options).transpose(1, 2)
+    q, k, v = map(packed, (q, k, v))
+    lengths = sequences(problem, q.device)
+    return lambda: unpacked(library.flash_attn_varlen_func(q, k, v, *lengths, **options), problem)
+
+
+FLASH_ATTENTION_2 = Rival(
+    "flash_attn.flash_attn_interface", "pip install flash-attn", _flash_attn_lacks, _flash_attn_forward, (Documents,)
+)
+
+# --- FlashAttention-3, the forward-only build on PyPI
+
+
+def _fa3_lacks(problem: Problem, device: str) -> list[Reason]:
+    same_length = problem.seq_q == problem.seq_kv
+    fitting = isinstance(problem.mask, Full) or (isinstance(problem.mask, Causal) and same_length)
+    return reasons(
+        on_cpu(device),
+        (
+            problem.dtype != torch.bfloat16,
+            f"{problem.dtype}: this build of FlashAttention-3 takes bfloat16 alone",
+            "use bfloat16",
+        ),
+        (not fitting, f"mask {problem.mask}: this build takes full and causal alone", "use one of these"),
+        (
+            problem.needs_grad or problem.dropout > 0 or problem.needs_lse,
+            "gradients, dropout or lse: this build is a bare forward",
+            "drop them",
+        ),
+    )
+
+
+def _fa3_forward(problem: Problem, inputs: Inputs) -> Forward:
+    """FlashAttention-3 takes (batch, seq, heads, dim), strided as it may be."""
+    flash = importlib.import_module("fa3_fwd_interface").flash_attn_func
+    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
+    scale, softcap, causal = problem.scale, problem.softcap, isinstance(problem.mask, Causal)
+
+    return lambda: _first(flash(q, k, v, softmax_scale=scale, causal=causal, softcap=softcap)).transpose(1, 2)
+
+
+FLASH_ATTENTION_3 = Rival("fa3_fwd_interface", "pip install fa3-fwd", _fa3_lacks, _fa3_forward)
+
+# --- FlashAttention-4, which compiles a kernel when a kind of problem first comes
+
+
+def _fa4_lacks(problem: Problem, device: str) -> list[Reason]:
+    dims = (problem.head_dim, problem.head_dim_v)
+    return reasons(
+        on_cpu(device),
+        not_16_bits(problem, "FlashAttention-4"),
+        (
+            not is_banded(problem),
+            f"mask {problem.mask}: FlashAttention-4 has full, and causal and windows aligned at the bottom right",
+            "use one of these",
+        ),
+        (
+            any(dim > 256 or dim % 8 for dim in dims),
+            f"head_dim {problem.head_dim} (v: {problem.head_dim_v}): it takes multiples of 8 to 256",
+            "pad the head_dim",
+        ),
+        (
+            problem.needs_grad and problem.group > 1 and dims[0] != dims[1],
+            "v has another head_dim than q and k: its backward takes that with as many key/value heads as heads alone",
+            "pad one of them, or drop the gradients",
+        ),
+        (problem.dropout > 0, "FlashAttention-4 has no dropout", "drop the dropout"),
+        (problem.needs_lse, "an lse is asked for: not compared here with FlashAttention-4", "drop the lse"),
+    )
+
+
+def _fa4_forward(problem: Problem, inputs: Inputs) -> Forward:
+    """It takes (batch, seq, heads, dim), strided as it may be, or packed documents, and returns (out, lse)."""
+    library = importlib.import_module("flash_attn.cute")
+    q, k, v = inputs[:3]
+    mask = inner_mask(problem.mask)
+    options = {
+        "softmax_scale": problem.scale,
+        "causal": isinstance(mask, Causal),
+        "window_size": window_sizes(mask, None) if isinstance(mask, Window) else (None, None),
+        "softcap": problem.softcap,
+        "deterministic": problem.deterministic,
+    }
+    if not isinstance(problem.mask, Documents):
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return lambda: _first(library.flash_attn_func(q, k, v, **options)).transpose(1, 2)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    options |= dict(zip(names, sequences(problem, q.device), strict=True))
+    q, k, v = map(packed, (q, k, v))
+    return lambda: unpacked(_first(library.flash_attn_varlen_func(q, k, v, **options)), problem)
+
+
+def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+FLASH_ATTENTION_4 = Rival("flash_attn.cute", "pip install flash-attn-4", _fa4_lacks, _fa4_forward, (Documents,))
+
+# --- xFormers
+
+
+def _xformers_lacks(problem: Problem, device: str) -> list[Reason]:
+    causal = isinstance(problem.mask, Causal) and is_aligned(problem, "top-left")
+    return reasons(
+        on_cpu(device),
+        (
+            not isinstance(problem.mask, Full) and not causal,
+            f"mask {problem.mask}: compared here with full and causal from the top left alone",
+            "use one of these",
+        ),
+        (problem.group > 1, f"{problem.heads_kv} key/value heads: not compared here with grouped heads", "repeat them"),
+        (problem.softcap > 0, "xFormers has no softcap", "drop the softcap"),
+        (problem.needs_lse, "an lse is asked for, and memory_efficient_attention returns none", "drop the lse"),
+    )  # fmt: skip
+
+
+def _xformers_forward(problem: Problem, inputs: Inputs) -> Forward:
+    ops = importlib.import_module("xformers.ops")
+    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
+    bias = ops.LowerTriangularMask() if isinstance(problem.mask, Causal) else None
+    dropout, scale = problem.dropout, problem.scale
+    return lambda: ops.memory_efficient_attention(q, k, v, bias, dropout, scale).transpose(1, 2)
+
+
+XFORMERS = Rival("xformers.ops", "pip install xformers", _xformers_lacks, _xformers_forward)

@@ -1,0 +1,1 @@
+"""The `tilewise` command: one file per subcommand, `app` that joins them, `options` and `output` that they share."""

@@ -1,0 +1,51 @@
+"""`tilewise cycles`: its options."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path  # noqa: TC003  (typer reads the annotations)
+from typing import Annotated
+
+import typer
+
+from ...target import Target
+from ..measure import environment
+from ..studies import bench as benches
+from ..studies import cycles as cyclecount
+from ..studies import suites
+from .options import (
+    ExtraCandidates,
+    Json,
+    Only,
+    Seed,
+    TimeLimit,
+    exit_codes,
+    make_candidates,
+)
+from .output import Outputs, check_folder
+
+
+def cycles(
+    suite: Annotated[str, typer.Option(help="A suite of bench whose rows run on a GPU.")] = "forward",
+    only: Only = None,
+    candidate: ExtraCandidates = None,
+    time_limit: TimeLimit = 300.0,
+    seed: Seed = 0,
+    save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False,
+    results: Annotated[Path, typer.Option(help="The results folder.")] = benches.RESULTS,
+    json: Json = None,
+) -> None:
+    """GPU cycles of a suite's candidates by Nsight Compute: a clock that moves with power does not move these."""
+    with exit_codes():
+        outputs = Outputs(json)
+        if save:
+            check_folder("--results", results)
+        Target.of("cuda")
+        rows = suites.suite(suite, tuple(only or ()), make_candidates(candidate), seed)
+        found = cyclecount.measure(rows, seed, time_limit)
+        result = cyclecount.record(suite, found, seed, environment.command_line())
+        if save:
+            print(f"saved {benches.save(result, results)}", file=sys.stderr)
+        outputs.write(result)
+        if outputs.text:
+            cyclecount.show(found)

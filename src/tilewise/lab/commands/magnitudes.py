@@ -1,0 +1,74 @@
+"""`tilewise magnitudes`: its options."""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003  (typer reads the annotations)
+from typing import Annotated
+
+import typer
+
+from ...target import Target
+from .. import report
+from ..candidates.names import OURS
+from ..measure import environment
+from ..render import magnitudes_plot
+from ..studies import bench
+from ..studies import magnitudes as measuring
+from .options import (
+    FAILED,
+    Device,
+    Dtype,
+    ExtraCandidates,
+    Json,
+    MaskText,
+    Seed,
+    exit_codes,
+    make_candidates,
+    make_device,
+)
+from .options import make_problem as parse_problem
+from .output import Outputs, check_file, check_folder
+
+
+def magnitudes(
+    shape: Annotated[str, typer.Option(help="batch,heads,seq,head_dim of q.")] = "1,4,1024,64",
+    dtype: Dtype = "float32",
+    mask: MaskText = "full",
+    device: Device = "auto",
+    candidate: ExtraCandidates = None,
+    seed: Seed = 0,
+    plot: Annotated[Path | None, typer.Option(help="Draw the errors into this SVG file.")] = None,
+    save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False,
+    results: Annotated[Path, typer.Option(help="The results folder.")] = bench.RESULTS,
+    json: Json = None,
+) -> None:
+    """Errors against float64 as values, scores and gradients grow or shrink: ours and PyTorch's. Leaves with 1 if ours
+    are over their budget."""
+    with exit_codes():
+        outputs = Outputs(json)
+        if plot is not None:
+            check_folder("--plot", plot.parent)
+            check_file("--plot", plot)
+        if save:
+            check_folder("--results", results)
+        problem = parse_problem(
+            shape, None, None, None, dtype, mask, None, 0.0, 0.0, "bhsd", True, False, False
+        )  # fmt: skip
+        where = make_device(device)
+        with report.Bar(measuring.steps()) as bar:
+            found = measuring.measure(problem, where, seed, make_candidates(candidate), bar.tick)
+        provenance = environment.provenance(seed, environment.command_line())
+        record = measuring.to_dict(problem, Target.of(where).name, found, provenance)
+        over = measuring.over_budget(found)
+        outputs.write(record)
+        if outputs.text:
+            print(f"{problem} on {Target.of(where).name}")
+            report.print_table(measuring.COLUMNS, measuring.lines(found))
+            print("\n".join(f"OVER BUDGET: {text}" for text in over) or "every error is within its budget")
+        if save:
+            typer.echo(f"saved {bench.save(record, results)}", err=True)
+        if plot is not None:
+            magnitudes_plot.draw(record, plot)
+            typer.echo(f"drew {plot}", err=True)
+        if any(text.startswith(f"{OURS}:") for text in over):
+            raise typer.Exit(FAILED)

@@ -1,0 +1,68 @@
+"""Comparisons in words: what may be said of a measured ratio."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..report import error
+from . import statistics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .compare import Outcome
+    from .statistics import Speed
+
+_TOO_WIDE = 10.0  # from one end of an interval to the other: its ends say no more than that
+
+
+def cell(speed: Speed | None) -> str:
+    """For a column: the ratio with its interval; `~` where the interval holds 1; `=` for the same kernels."""
+    if speed is None:
+        return "-"
+    if speed.same:
+        return "="
+    if speed.low is None or speed.high is None:
+        return f"{speed.ratio:.2f}x ?"
+    mark = "" if speed.differs else "~"
+    if not speed.differs and speed.high > _TOO_WIDE * speed.low:
+        return f"{mark}{speed.ratio:.2f}x [all noise]"
+    return f"{mark}{speed.ratio:.2f}x [{speed.low:.2f}, {speed.high:.2f}]"
+
+
+LEGEND = "~: no difference beyond the noise; =: the same kernels; ?: too few rounds to tell"
+
+
+def claim(speed: Speed) -> str:
+    """`1.34x faster than` and its like, to be followed by the other's name."""
+    if speed.verdict == statistics.FASTER:
+        return f"{speed.ratio:.2f}x faster than"
+    if speed.verdict == statistics.SLOWER:
+        return f"{1 / speed.ratio:.2f}x slower than"
+    if speed.verdict == statistics.SAME:
+        return "the same kernels as"
+    if speed.verdict == statistics.TOO_FEW:
+        return f"{speed.ratio:.2f}x, in too few rounds to tell, as fast as"
+    return "indistinguishable from"
+
+
+def interval(speed: Speed) -> str:
+    """` (1.29 to 1.40)`, in the direction of the claim; empty where there is none."""
+    if speed.low is None or speed.high is None or speed.same:
+        return ""
+    low, high = (speed.low, speed.high) if speed.verdict != statistics.SLOWER else (1 / speed.high, 1 / speed.low)
+    return f" ({low:.2f}x to {high:.2f}x)"
+
+
+def error_cell(outcome: Outcome, *names: str) -> str:
+    """The largest error of these tensors and whether the candidate is within its budgets; its failure without one."""
+    worst = outcome.error(*(names or outcome.errors))
+    if worst is None:
+        return "-"
+    return f"{error(worst)} {'over' if outcome.failed else 'ok'}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """`a, b and c`."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last

@@ -1,0 +1,1 @@
+"""What can be said of a kernel without running it: the hardware's ceilings, occupancy, its build."""

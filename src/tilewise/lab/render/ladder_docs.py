@@ -1,0 +1,324 @@
+"""The tables and the pictures of docs/ladder.md: theory from the formulas, figures from the newest records.
+
+    <!-- ladder VIEW -->   what follows, up to the end marker, is replaced
+    <!-- /ladder -->
+
+Views: `rungs` (what each is and teaches), `bytes` and `picture` (what each moves, in theory), `speeds`, `figures`,
+`parts` and `counted` (the newest record of `tilewise ladder` on a GPU), `sweep` (the newest record of `tilewise tune`
+for the three-kernel rung). A view without a record says that it is not measured yet.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...ladder import RUNGS, traffic
+from ...problem import Problem, parse_dtype
+from ...target import Target
+from .. import report
+from ..candidates.names import current_name, current_names
+from ..measure import stages
+from ..measure.compare import median
+from ..studies import bench
+from ..studies import ladder as command
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+PAGE = Path("docs/ladder.md")
+PICTURE = Path("docs/plots/ladder-bytes.svg")
+SPEEDS = Path("docs/plots/ladder-speeds.svg")
+TARGET = "h200"
+_RUNG = "ladder:three-kernel"
+_BLOCK = re.compile(r"(?P<begin><!-- ladder (?P<view>[\w-]+) -->\n)(?P<body>.*?)(?P<end><!-- /ladder -->)", re.DOTALL)
+_NOT_YET = "*Not measured yet: `{}` on a GPU fills this in.*"
+_SWEEP_LINES = 12
+
+
+def stale(root: Path) -> list[Path]:
+    """Of the page and its pictures, those that are not as they should be."""
+    return [path for path, wanted in _wanted(root).items() if _read(path) != wanted]
+
+
+def write(root: Path) -> list[Path]:
+    """Write what is stale; returns what was written."""
+    wanted = _wanted(root)
+    changed = stale(root)
+    for path in changed:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(wanted[path], encoding="utf-8")
+    return changed
+
+
+def _wanted(root: Path) -> dict[Path, str]:
+    """What the files should hold; none where there is no such page."""
+    page = root / PAGE
+    if not page.is_file():
+        return {}
+    found = _climbs(root)
+    files = {page: rewrite(_read(page), root), root / PICTURE: picture()}
+    return files if found is None else files | {root / SPEEDS: speeds(found[1])}
+
+
+def rewrite(text: str, root: Path) -> str:
+    """The text with every block between markers written anew."""
+
+    def block(match: re.Match[str]) -> str:
+        return match["begin"] + "\n".join(_VIEWS[match["view"]](root)) + "\n" + match["end"]
+
+    return _BLOCK.sub(block, text)
+
+
+def problems() -> list[Problem]:
+    """Those that `tilewise ladder` climbs by default on a GPU."""
+    found = []
+    for shape in command.GPU_SHAPES:
+        batch, heads, seq, dim = map(int, shape.split(","))
+        found.append(Problem(batch, heads, heads, seq, seq, dim, dim, parse_dtype("bf16")))
+    return found
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _newest(root: Path, fits: Callable[[dict[str, Any]], bool]) -> tuple[str, dict[str, Any]] | None:
+    """Name and contents of the newest complete record that fits, by date."""
+    found = []
+    for path in sorted((root / bench.RESULTS).glob("*.json")):
+        record = current_names(json.loads(path.read_text(encoding="utf-8")))
+        if isinstance(record, dict) and record.get("complete") and fits(record):
+            found.append((record["provenance"]["date"], path.name, record))
+    return max(found, key=lambda one: one[:2])[1:] if found else None
+
+
+def _climbs(root: Path) -> tuple[str, dict[str, Any]] | None:
+    def fits(record: dict[str, Any]) -> bool:
+        return record.get("kind") == command.KIND and record["climbs"][0]["device"].startswith("cuda")
+
+    return _newest(root, fits)
+
+
+def _source(name: str, record: dict[str, Any]) -> list[str]:
+    told = record["provenance"]
+    gpu = told["gpus"][0]["name"] if told["gpus"] else told["machine"]["cpu"]
+    commit = f", commit {told['source']['commit'][:7]}" if told["source"]["commit"] else ""
+    link = f"[{name}](../{bench.RESULTS.as_posix()}/{name})"
+    return ["", f"From {link}: {gpu}, torch {told['versions']['torch']}, {told['date'][:10]}{commit}."]
+
+
+def _rungs(root: Path) -> list[str]:
+    lines = ["| rung | what it is | what it teaches |", "|---|---|---|"]
+    return lines + [f"| `{rung.name}` | {rung.title} | {rung.lesson} |" for rung in RUNGS]
+
+
+def _bytes(root: Path) -> list[str]:
+    target = Target.named(TARGET)
+    columns = [traffic.every(problem, target) for problem in problems()]
+    shapes = "".join(f" {_shape(problem)}: DRAM MB | SM MB |" for problem in problems())
+    lines = [f"| rung |{shapes} formula |", f"|---|{'---:|---:|' * len(columns)}---|"]
+    for rung in RUNGS:
+        cells = [f"{value / 1e6:,.0f}" for column in columns for value in column[rung.name][:2]]
+        lines.append(f"| `{rung.name}` | {' | '.join(cells)} | {columns[-1][rung.name].formula} |")
+    return lines
+
+
+def _picture(root: Path) -> list[str]:
+    return [f"![Bytes that each rung moves, by formula](plots/{PICTURE.name})"]
+
+
+def _speeds(root: Path) -> list[str]:
+    if _climbs(root) is None:
+        return [_NOT_YET.format("tilewise ladder --bytes --save")]
+    return [f"![Speed of each rung, measured](plots/{SPEEDS.name})"]
+
+
+def _figures(root: Path) -> list[str]:
+    found = _climbs(root)
+    if found is None:
+        return [_NOT_YET.format("tilewise ladder --bytes --save")]
+    lines = []
+    for climb in found[1]["climbs"]:
+        problem = Problem.from_dict(climb["problem"])
+        lines += [f"**{problem}**", "", "| rung | ms | p20..p80 | TFLOP/s | extra MiB | error |"]
+        lines.append("|---|---:|---:|---:|---:|---:|")
+        outcomes = {one["candidate"]: one for one in climb["comparison"]["candidates"]}
+        for rung in RUNGS:
+            lines.append(
+                _figure(rung.name, problem, outcomes.get(current_name(rung.candidate)), climb["refused"].get(rung.name))
+            )
+        lines.append("")
+    return lines[:-1] + _source(*found)
+
+
+def _figure(name: str, problem: Problem, outcome: dict[str, Any] | None, refused: list[str] | None) -> str:
+    if outcome is None:
+        return f"| `{name}` | {escape((refused or ['not run'])[0])} | | | | |"
+    timed = outcome["forward_seconds"]
+    if timed is None:
+        return f"| `{name}` | **{escape(outcome['verdict'])}** | | | | |"
+    error = outcome["errors"]["out"]["norm"] if "out" in outcome["errors"] else None
+    cells = [report.milliseconds(timed), report.spread(timed), report.rate(problem.flops(), timed)]
+    return f"| `{name}` | {' | '.join([*cells, report.mebibytes(outcome['memory']), report.error(error)])} |"
+
+
+def _parts(root: Path) -> list[str]:
+    found = _climbs(root)
+    climbs = [climb for climb in found[1]["climbs"] if climb["parts"].get("seconds")] if found else []
+    if found is None or not climbs:
+        return [_NOT_YET.format("tilewise ladder --save")]
+    names = (*stages.NAMES, stages.WHOLE, stages.NOTHING, stages.HOST)
+    lines = [f"| problem | {' | '.join(f'{name}, us' for name in names)} | cuBLAS / three-kernel |"]
+    lines.append(f"|---|{'---:|' * (len(names) + 1)}")
+    for climb in climbs:
+        times = [f"{median(climb['parts']['seconds'][name]) * 1e6:.1f}" for name in names]
+        lines.append(f"| {Problem.from_dict(climb['problem'])} | {' | '.join(times)} | {_against_cublas(climb)} |")
+    return lines + _source(*found)
+
+
+def _against_cublas(climb: dict[str, Any]) -> str:
+    timed = {one["candidate"]: one["forward_seconds"] for one in climb["comparison"]["candidates"]}
+    ours, theirs = timed.get(_RUNG), timed.get("ladder:matmul")
+    return f"{theirs['median'] / ours['median']:.2f}x" if ours and theirs else "-"
+
+
+def _counted(root: Path) -> list[str]:
+    found = _climbs(root)
+    climbs = [climb for climb in found[1]["climbs"] if climb["counted"]] if found else []
+    if found is None or not climbs:
+        return [_NOT_YET.format("tilewise ladder --bytes --save")]
+    lines = ["| problem | rung | DRAM MB counted | by formula | L2 MB counted | SM MB by formula |"]
+    lines.append("|---|---|---:|---:|---:|---:|")
+    for climb in climbs:
+        for name, counted in climb["counted"].items():
+            moved = climb["traffic"][name]
+            values = [counted.get("dram"), moved["dram"], counted.get("l2"), moved["sm"]]
+            cells = ["-" if value is None else f"{value / 1e6:,.0f}" for value in values]
+            lines.append(f"| {_shape(Problem.from_dict(climb['problem']))} | `{name}` | {' | '.join(cells)} |")
+    return lines + _source(*found)
+
+
+def _sweep(root: Path) -> list[str]:
+    def fits(record: dict[str, Any]) -> bool:
+        return record.get("kind") == "tilewise tune" and any(one["backend"] == _RUNG for one in record["sweeps"])
+
+    found = _newest(root, fits)
+    if found is None:
+        return [_NOT_YET.format(f"tilewise tune --backend {_RUNG} --shape 1,16,1024,64 --save")]
+    lines = []
+    for sweep in found[1]["sweeps"]:
+        measured = sorted((t for t in sweep["trials"] if t["seconds"]), key=lambda trial: trial["seconds"]["median"])
+        failed = len(sweep["trials"]) - len(measured)
+        best = measured[0]["seconds"]["median"]
+        lines += [f"**{Problem.from_dict(sweep['problem'])}**: {len(measured)} tiles measured, {failed} not.", ""]
+        lines += ["| configuration | us | ratio | registers |", "|---|---:|---:|---:|"]
+        shown = measured if len(measured) <= 2 * _SWEEP_LINES else [*measured[:_SWEEP_LINES], *measured[-4:]]
+        for trial in shown:
+            seconds = trial["seconds"]["median"]
+            registers = "/".join(str(kernel["registers"]) for kernel in trial["resources"])
+            lines.append(f"| {trial['label']} | {seconds * 1e6:.1f} | {seconds / best:.2f} | {registers} |")
+        lines.append("")
+    return lines[:-1] + _source(*found)
+
+
+def _shape(problem: Problem) -> str:
+    return f"{problem.batch} x {problem.heads_q} x {problem.seq_q} x {problem.head_dim}"
+
+
+_VIEWS: dict[str, Callable[[Path], list[str]]] = {
+    "rungs": _rungs,
+    "bytes": _bytes,
+    "picture": _picture,
+    "speeds": _speeds,
+    "figures": _figures,
+    "parts": _parts,
+    "counted": _counted,
+    "sweep": _sweep,
+}
+
+_WIDTH, _LEFT, _LINE, _TOP = 760, 110, 36, 74
+_KINDS = ("dram", "sm")  # the two colours
+_STYLE = """
+  text { font: 13px system-ui, sans-serif; fill: #1f2328 }
+  .quiet { fill: #59636e } .grid { stroke: #d1d9e0 } .dram { fill: #0969da } .sm { fill: #bf8700 }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #f0f6fc } .quiet { fill: #9198a1 } .grid { stroke: #3d444d }
+    .dram { fill: #4493f8 } .sm { fill: #d29922 }
+  }"""
+
+
+def picture() -> str:
+    """What each rung moves for the longer of the two problems: a bar to DRAM, a bar through the SMs."""
+    problem = problems()[-1]
+    moved = traffic.every(problem, Target.named(TARGET))
+    title = f"Bytes of one forward, by formula: bf16, {_shape(problem)}"
+    legend = ("to and from DRAM, at least", "in and out of the SMs")
+    return _bars(title, legend, {name: one[:2] for name, one in moved.items()}, _size)
+
+
+def speeds(record: dict[str, Any]) -> str:
+    """How fast each rung was, a bar for each of the first two problems of a record; none where a rung has no time."""
+    climbs = record["climbs"][:2]
+    asked = [Problem.from_dict(climb["problem"]) for climb in climbs]
+    rates: dict[str, list[float]] = {rung.name: [] for rung in RUNGS}
+    for problem, climb in zip(asked, climbs, strict=True):
+        timed = {one["candidate"]: one["forward_seconds"] for one in climb["comparison"]["candidates"]}
+        for rung in RUNGS:
+            seconds = timed.get(current_name(rung.candidate))
+            rates[rung.name].append(problem.flops() / seconds["median"] / 1e12 if seconds else 0.0)
+    told = record["provenance"]["gpus"]
+    title = f"Speed of one forward, measured, TFLOP/s: {told[0]['name'] if told else 'no GPU'}"
+    return _bars(title, [f"{problem}" for problem in asked], rates, _rate)
+
+
+def _bars(title: str, legend: Sequence[str], rows: Mapping[str, Sequence[float]], words: Callable[[float], str]) -> str:
+    """A line a rung, with a bar for each of its values, on a log scale; a value of 0 has no bar."""
+    values = [value for row in rows.values() for value in row if value > 0] or [1.0]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    high = max(high, low + 1)
+
+    def x(value: float) -> float:
+        return _LEFT + (math.log10(value) - low) / (high - low) * (_WIDTH - _LEFT - 80)
+
+    height = _TOP + _LINE * len(rows) + 24
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{title}">',
+        f"<title>{title}</title><style>{_STYLE}</style>",
+        f'<text x="0" y="18" font-weight="600">{title}</text>',
+    ]
+    apart = 240 if max(map(len, legend)) < 30 else 390
+    for number, (kind, text) in enumerate(zip(_KINDS, legend, strict=False)):
+        left = number * apart
+        parts.append(
+            f'<rect class="{kind}" x="{left}" y="32" width="12" height="12"/><text x="{left + 18}" y="43">{text}</text>'
+        )
+    for power in range(low, high + 1):
+        at = x(10.0**power)
+        parts.append(f'<line class="grid" x1="{at:.0f}" y1="{_TOP - 12}" x2="{at:.0f}" y2="{height - 20}"/>')
+        place = f'x="{at:.0f}" y="{height - 4}" text-anchor="middle"'
+        parts.append(f'<text class="quiet" {place}>{words(10.0**power)}</text>')
+    for number, (name, row) in enumerate(rows.items()):
+        y = _TOP + _LINE * number
+        parts.append(f'<text x="{_LEFT - 10}" y="{y + 14}" text-anchor="end">{name}</text>')
+        for kind, value, top in zip(_KINDS, row, (y, y + 12), strict=False):
+            if value > 0:
+                width = x(value) - _LEFT
+                parts.append(f'<rect class="{kind}" x="{_LEFT}" y="{top}" width="{width:.0f}" height="10"/>')
+                parts.append(f'<text class="quiet" x="{_LEFT + width + 6:.0f}" y="{top + 10}">{words(value)}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _rate(value: float) -> str:
+    return report.significant(value) if value < 100 else f"{value:.0f}"
+
+
+def _size(value: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if value >= size:
+            return f"{report.significant(value / size)} {unit}" if value / size < 100 else f"{value / size:.0f} {unit}"
+    return f"{value / 1e3:.0f} kB"

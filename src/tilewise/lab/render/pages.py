@@ -1,0 +1,82 @@
+"""The pages of the commands, each a pure function of the record that the command's JSON holds.
+
+    page(record) -> str                     by the record's kind
+    rebuilt(text, results) -> str | None    a page, made anew from its record
+
+A page says in its head which record it was made from, by kind and date: that is how `tilewise docs` finds the record
+that a page under docs/ stands for, and whether the page is still what that record looks like.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from html import unescape
+from typing import TYPE_CHECKING, Any
+
+from ...errors import InvalidInput
+from ..candidates.names import current_names
+from . import bench_page as _bench
+from . import check_page as _check
+from . import inspect_page as _inspect
+from . import ladder_page as _ladder
+from . import trace_page as _trace
+from . import tune_page as _tune
+from .html import identity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ..studies.records import Record
+
+_PAGES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "tilewise inspect": _inspect.inspect_page,
+    "tilewise bench": _bench.bench_page,
+    "tilewise tune": _tune.tune_page,
+    "tilewise trace": _trace.trace_page,
+    "tilewise check": _check.check_page,
+    "tilewise ladder": _ladder.ladder_page,
+}
+_IDENTITY = re.compile(r'<meta name="tilewise-record" content="([^"]*)">')
+
+
+def page(record: dict[str, Any]) -> str:
+    """The HTML page of a record. InvalidInput for one of a kind that has no page."""
+    kind = record.get("kind")
+    if kind not in _PAGES:
+        raise InvalidInput("record", f"of kind {kind!r}", f"one of {', '.join(_PAGES)}", "name a record of such a kind")
+    return _PAGES[kind](current_names(record))
+
+
+def inspect_page(told: dict[str, Any]) -> str:
+    return page(told)
+
+
+def bench_page(record: Record) -> str:
+    return page(record.values)
+
+
+def rebuilt(text: str, results: Path) -> str | None:
+    """The page as its record looks now. None for what is no page, and where the folder `results` has no such record."""
+    match = _IDENTITY.search(text)
+    if match is None:
+        return None
+    wanted = unescape(match[1])
+    date = wanted.rpartition(" ")[2]
+    for path in sorted(results.glob("*.json")):
+        told = path.read_text(encoding="utf-8")
+        record = _read(told) if date in told else {}
+        if record and identity(record) == wanted:
+            return page(record)
+    return None
+
+
+def _read(text: str) -> dict[str, Any]:
+    """Empty for what is no record."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(text)
+        if isinstance(found, dict):
+            return found
+    return {}

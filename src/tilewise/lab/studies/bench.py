@@ -1,0 +1,270 @@
+"""bench: run a suite, sum it up as ratios against the fastest that is not ours, and make a record that can be kept.
+
+The last line of the output sums a suite up for the first candidate of its rows, which is `tilewise` unless the suite is
+about one backend: the geometric mean of its ratios and the worst of them. A ratio is the time of the fastest right
+candidate that is not ours over ours, for what the row times (forward, backward, or a whole step): above 1 is faster.
+Rows in which nobody else has a right answer have no ratio. A suite that times more than one thing, or in more than one
+way, has a line for each, with the share of its rows that are behind. Where another library was timed too, each of these
+lines has a second one, against PyTorch's own paths. A record is written once, under a new name; nothing is ever
+overwritten.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import report
+from ..candidates.names import DETERMINISTIC, FA3, FA4, FLASHINFER, OURS, VARLEN, Candidate
+from ..measure import ahead, environment, noise, words
+from ..measure.clocks import Watch
+from ..measure.compare import REFUSED, Comparison, Row, compare_all, geomean, steps, summary
+from ..measure.statistics import FASTER, SLOWER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ..measure.compare import Outcome, Settings
+    from ..measure.pool import Pool
+    from ..measure.statistics import Speed
+    from .records import Record
+
+RESULTS = Path("benchmarks/results")
+_COLUMNS = (
+    "row", "candidate", "verdict", ">ms", ">p20..p80", ">speed", ">TFLOP/s", ">host us", ">MiB", ">error",
+    ">grad error",
+)  # fmt: skip
+
+
+BEHIND, FAR_BEHIND = 0.97, 0.85  # ratios: what noise may do, and what it may not
+_METHOD_WORDS = {"wall": "eager"}
+RIVALS = {
+    FA3: "FlashAttention-3",
+    FA4: "FlashAttention-4",
+    FLASHINFER: "FlashInfer",
+    VARLEN: "PyTorch's varlen_attn",
+}
+TORCH = "against PyTorch's own paths"
+
+
+class Score(NamedTuple):
+    """What rows come to for the candidate they are about. nan and "none" where no row has a ratio."""
+
+    geomean: float
+    worst: float
+    row: str
+    rows: int = 0  # that have a ratio
+    behind: float = 0.0  # share of them under BEHIND
+    far_behind: float = 0.0  # share of them under FAR_BEHIND
+
+    def __str__(self) -> str:
+        return f"geomean {self.geomean:.3f}, worst {self.worst:.3f} ({self.row})"
+
+    @property
+    def shares(self) -> str:
+        """How many rows are behind, in words."""
+        limits = ((BEHIND, self.behind), (FAR_BEHIND, self.far_behind))
+        return ", ".join(
+            f"{share * self.rows:.0f} of {self.rows} under {limit} ({share:.1%})" for limit, share in limits
+        )
+
+
+def run(rows: list[Row], settings: Settings, pool: Pool) -> list[Comparison]:
+    """Compare row by row. An interrupt ends the run early: the last comparison is then not complete."""
+    done: list[Comparison] = []
+    on_gpu = any(row.device.startswith("cuda") for row in rows)
+    with report.Bar(sum(steps(row, settings) for row in rows)) as bar, Watch(on_gpu) as watch:
+        start = time.monotonic()
+        for comparison in compare_all(rows, pool, settings, bar.tick):
+            comparison.clocks, comparison.seconds = watch.since(start), time.monotonic() - start
+            done.append(comparison)
+            start = time.monotonic()
+    return done
+
+
+def compile_ahead(rows: list[Row], settings: Settings) -> None:
+    """Fill the caches on disk with what the rows need."""
+    noise.Machine(rows[0].device if rows else "cpu")  # whether others use the GPU is asked before we do
+    with report.Bar(sum(map(len, ahead.jobs(rows)))) as bar:
+        ahead.compile_all(rows, settings, bar.tick)
+
+
+def score(comparisons: Iterable[Comparison]) -> Score:
+    """Against the fastest right candidate that is not ours, row by row."""
+    return _score({c.row.name: found.ratio for c in comparisons if (found := against_fastest(c)) is not None})
+
+
+def score_of_torch(comparisons: Iterable[Comparison]) -> Score:
+    """Against PyTorch's best path, row by row."""
+    return _score({c.row.name: found.ratio for c in comparisons if (found := against_torch(c)) is not None})
+
+
+def _score(ratios: dict[str, float]) -> Score:
+    if not ratios:
+        return Score(float("nan"), float("nan"), "none")
+    worst = min(ratios, key=ratios.__getitem__)
+    values = list(ratios.values())
+    behind, far_behind = (sum(value < limit for value in values) / len(values) for limit in (BEHIND, FAR_BEHIND))
+    return Score(geomean(values), ratios[worst], worst, len(values), behind, far_behind)
+
+
+def against_fastest(comparison: Comparison) -> Speed | None:
+    """How the candidate that a row is about stands against the fastest right one that is not ours."""
+    ours = comparison.outcomes[0]
+    return None if ours.failed else comparison.versus(ours, comparison.best_rival())
+
+
+def against_torch(comparison: Comparison) -> Speed | None:
+    """The same against PyTorch's best path."""
+    ours = comparison.outcomes[0]
+    return None if ours.failed else comparison.versus(ours, comparison.best_peer())
+
+
+def by_kind(comparisons: list[Comparison]) -> dict[str, list[Comparison]]:
+    """Rows that may be summed up together: one thing is timed, in one way, of one kind of problem."""
+    found: dict[str, list[Comparison]] = {}
+    for comparison in comparisons:
+        kind = f", {comparison.row.kind}" if comparison.row.kind else ""
+        found.setdefault(timed(comparison, comparisons) + kind, []).append(comparison)
+    return found
+
+
+def timed(comparison: Comparison, among: list[Comparison]) -> str:
+    """What is timed, in words; and how, where that is not the same for all."""
+    row = comparison.row
+    several_ways = len({other.row.timing for other in among}) > 1
+    how = f" {_METHOD_WORDS.get(row.timing, row.timing)}" if several_ways else ""
+    return " + ".join(row.timed) + how
+
+
+def scores(comparisons: list[Comparison]) -> dict[str, Score]:
+    """By kind where a suite has several; a candidate against another of ours; ours against each other library; and,
+    where one of these was timed, against PyTorch's own paths alone."""
+    kinds = by_kind(comparisons)
+    found = {kind: score(rows) for kind, rows in kinds.items()} if len(kinds) > 1 else {}
+    if deterministic := against(DETERMINISTIC, OURS, comparisons):
+        found["deterministic against default"] = _score(deterministic)
+    for rival, name in RIVALS.items():
+        if ratios := against(OURS, rival, comparisons):
+            found[f"against {name}"] = _score(ratios)
+    held = {kind: rows for kind, rows in kinds.items() if has_rival(rows)}
+    if len(kinds) > 1:
+        found |= {f"{kind}, {TORCH}": score_of_torch(rows) for kind, rows in held.items()}
+    if held:
+        found[TORCH] = score_of_torch(comparisons)
+    return found
+
+
+def has_rival(comparisons: Iterable[Comparison]) -> bool:
+    """Another library's attention was timed: the fastest may be none of PyTorch's paths."""
+    timed = [outcome for comparison in comparisons for outcome in comparison.timed()]
+    return any(not outcome.is_peer and not Candidate(outcome.candidate).is_ours for outcome in timed)
+
+
+def standings(name: str, other: str, comparisons: list[Comparison]) -> str:
+    """On how many rows one is ahead of, behind, or not told apart from the other, to be followed by its name."""
+    found = [speed for comparison in comparisons if (speed := _versus(name, other, comparison)) is not None]
+    if not found:
+        return ""
+    ahead, behind = (sum(speed.verdict == verdict for speed in found) for verdict in (FASTER, SLOWER))
+    return f"{ahead} of {len(found)} rows ahead of, {behind} behind, {len(found) - ahead - behind} not told apart from"
+
+
+def _versus(name: str, other: str, comparison: Comparison) -> Speed | None:
+    outcomes = {outcome.candidate: outcome for outcome in comparison.timed()}
+    return comparison.versus(outcomes[name], outcomes[other]) if name in outcomes and other in outcomes else None
+
+
+def against(name: str, other: str, comparisons: list[Comparison]) -> dict[str, float]:
+    """How many times as fast `name` is as `other`, row by row, where both have a time."""
+    found: dict[str, float] = {}
+    for comparison in comparisons:
+        speed = _versus(name, other, comparison)
+        found |= {} if speed is None else {comparison.row.name: speed.ratio}
+    return found
+
+
+def record(name: str, comparisons: list[Comparison], settings: Settings, command: list[str]) -> dict[str, Any]:
+    """The raw measurements with where they come from. `whole` tells a full suite from a selection of its rows."""
+    from .suites import rows_of  # noqa: PLC0415  (a record of other rows, a test's, needs no suites)
+
+    whole = [comparison.row.name for comparison in comparisons] == [row.name for row in rows_of(name, settings.seed)]
+    return {
+        "kind": "tilewise bench",
+        "suite": name,
+        "complete": all(comparison.complete for comparison in comparisons),
+        "whole": whole,
+        "provenance": environment.provenance(settings.seed, command),
+        "settings": {field: getattr(settings, field) for field in settings.__slots__},
+        "score": score(comparisons)._asdict(),
+        "score_torch": score_of_torch(comparisons)._asdict(),
+        "scores": {kind: found._asdict() for kind, found in scores(comparisons).items()},
+        "rows": [comparison.to_dict() for comparison in comparisons],
+    }
+
+
+def save(result: dict[str, Any], folder: Path) -> Path:
+    """Write the record under a name that no file has yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    provenance = result["provenance"]
+    stamp = provenance["date"].replace(":", "").replace("+0000", "Z")
+    stem = f"{stamp}-{result['suite']}"
+    for number in range(1000):
+        path = folder / (f"{stem}.json" if number == 0 else f"{stem}-{number}.json")
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(report.to_json(result) + "\n")
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("a thousand results in one second")
+
+
+def show(comparisons: list[Comparison], record: Record, *, verbose: bool = False, quiet: bool = False) -> None:
+    """One line per row and candidate; what went wrong, with -v who refused; last the score against the fastest."""
+    for mark in record.marks():
+        print(f"note: {mark}")
+    for text in dict.fromkeys(text for comparison in comparisons for text in comparison.noise):
+        print(f"noisy: {text}")
+    if quiet:
+        print(score(comparisons))
+        return
+    print(f"device: {record.device}")
+    report.print_table(_COLUMNS, [cells for comparison in comparisons for cells in _lines(comparison)])
+    print(f"speed: against PyTorch's best path; {words.LEGEND}")
+    for comparison in comparisons:
+        for outcome in comparison.outcomes:
+            if outcome.failed or (verbose and outcome.verdict == REFUSED):
+                print(f"{comparison.row.name}: {outcome.candidate}: {'; '.join([outcome.verdict, *outcome.because])}")
+    if not all(comparison.complete for comparison in comparisons):
+        print("interrupted: only what was measured is here")
+    if without := [c for c in comparisons if against_fastest(c) is None]:
+        print(f"rows without a ratio, for want of a right answer of ours or of another's: {len(without)}")
+    for rival, name in RIVALS.items():
+        if told := standings(OURS, rival, comparisons):
+            print(f"{told} {name}")
+    for kind, found in scores(comparisons).items():
+        print(f"{kind}: {found}, {found.shares}")
+    print(score(comparisons))
+
+
+def _lines(comparison: Comparison) -> list[list[str]]:
+    return [
+        [comparison.row.name, outcome.candidate, outcome.verdict, *_figures(comparison, outcome)]
+        for outcome in comparison.outcomes
+    ]
+
+
+def _figures(comparison: Comparison, outcome: Outcome) -> list[str]:
+    timed = summary(outcome.samples)
+    return [
+        report.milliseconds(timed),
+        report.spread(timed),
+        words.cell(comparison.versus(outcome, comparison.best_peer())),
+        report.rate(comparison.row.flops, timed),
+        report.microseconds(summary(outcome.overhead)),
+        report.mebibytes(outcome.memory),
+        words.error_cell(outcome, "out"),
+        words.error_cell(outcome, "dq", "dk", "dv"),
+    ]

@@ -1,0 +1,192 @@
+"""magnitudes: errors against float64 as the inputs grow or shrink, for us and for PyTorch.
+
+Four ways to scale inputs that are standard normal at 1, each by powers of ten:
+
+    values     v times m
+    balance    q times m, k divided by m: the scores stay as they are
+    scores     q and k times the root of m
+    gradients  dout times m
+
+A point is the norm-wise error of out, and the largest of those of dq, dk and dv, each with the share of its budget that
+it takes up: the budget of `accuracy`, derived from a plain computation on the same inputs. A point without a number is
+one where the truth itself does not fit the dtype, or the candidate gave no finite answer, or none at all. All run in
+this process, one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ...errors import TilewiseError
+from ..candidates.names import OURS, Candidate, Inputs, make_inputs
+from ..measure import accuracy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ...problem import Problem
+    from ..measure.accuracy import Tensors
+
+KIND = "tilewise magnitudes"
+PEER = {"cuda": "torch-efficient", "cpu": "torch-math"}
+WHAT = {"out": ("out",), "gradients": ("dq", "dk", "dv")}
+
+
+def _scaled(inputs: Inputs, **factors: float) -> Inputs:
+    changed = {name: getattr(inputs, name).detach() * factor for name, factor in factors.items()}
+    for name in ("q", "k", "v"):
+        changed[name] = changed.get(name, getattr(inputs, name).detach()).requires_grad_()
+    return inputs._replace(**changed)
+
+
+SCALINGS: dict[str, tuple[range, Callable[[Inputs, float], Inputs]]] = {
+    "values": (range(-36, 37, 4), lambda inputs, m: _scaled(inputs, v=m)),
+    "balance": (range(-36, 37, 4), lambda inputs, m: _scaled(inputs, q=m, k=1 / m)),
+    "scores": (range(-2, 4), lambda inputs, m: _scaled(inputs, q=math.sqrt(m), k=math.sqrt(m))),
+    "gradients": (range(-36, 37, 4), lambda inputs, m: _scaled(inputs, dout=m)),
+}
+
+
+class Point(NamedTuple):
+    """Errors of one candidate at one magnitude; nan where there is none to tell."""
+
+    magnitude: float
+    out: float
+    gradients: float
+    because: str = ""  # why there is none
+    out_share: float = math.nan  # of its budget: over 1 is wrong; nan where there is no budget, or no error
+    gradients_share: float = math.nan
+
+
+Series = dict[str, list[Point]]  # by candidate
+
+
+def measure(
+    problem: Problem,
+    device: str,
+    seed: int,
+    candidates: Iterable[str] = (),
+    tick: Callable[[str], None] = lambda text: None,
+) -> dict[str, Series]:
+    """By scaling; ours first, then PyTorch's kernel, then others."""
+    problem = problem.with_(needs_grad=True)
+    names = tuple(dict.fromkeys((OURS, PEER["cuda" if device.startswith("cuda") else "cpu"], *candidates)))
+    sample = accuracy.choose(problem, seed, device)
+    plain = make_inputs(problem, seed, device)
+    found: dict[str, Series] = {}
+    for scaling, (exponents, scale) in SCALINGS.items():
+        series: Series = {name: [] for name in names}
+        for exponent in exponents:
+            magnitude = 10.0**exponent
+            inputs = scale(plain, magnitude)
+            truth = accuracy.truth(inputs, problem, sample)
+            simple = accuracy.errors(accuracy.plain(inputs, problem, sample), truth)
+            allowed = accuracy.budgets(simple, problem)
+            for name in names:
+                series[name].append(_point(name, problem, inputs, sample, truth, allowed, magnitude))
+            tick(f"{scaling} 1e{exponent}")
+        found[scaling] = series
+    return found
+
+
+def steps() -> int:
+    return sum(len(exponents) for exponents, _ in SCALINGS.values())
+
+
+def _point(
+    name: str,
+    problem: Problem,
+    inputs: Inputs,
+    sample: accuracy.Sample,
+    truth: Tensors,
+    allowed: accuracy.Errors,
+    magnitude: float,
+) -> Point:
+    try:
+        results = _results(Candidate(name), problem, inputs)
+    except (RuntimeError, TilewiseError) as error:  # a kernel that refuses or fails is a point without a number
+        return Point(magnitude, math.nan, math.nan, str(error).partition("\n")[0])
+    largest = torch.finfo(problem.dtype).max
+    picked = accuracy.select(results, problem, sample)
+    errors = accuracy.errors(picked, {tensor: truth[tensor] for tensor in picked})
+    told = {
+        what: max(
+            errors[tensor]["norm"] if truth[tensor].abs().max().item() < largest else math.nan for tensor in tensors
+        )
+        for what, tensors in WHAT.items()
+    }
+    shares = {
+        what: max((errors[tensor]["norm"] / allowed[tensor]["norm"] for tensor in tensors), default=math.nan)
+        if math.isfinite(told[what])
+        else math.nan
+        for what, tensors in WHAT.items()
+    }
+    return Point(magnitude, told["out"], told["gradients"], "", shares["out"], shares["gradients"])
+
+
+def _results(candidate: Candidate, problem: Problem, inputs: Inputs) -> Tensors:
+    with candidate.context(problem):
+        out = candidate.forward(problem, inputs)()
+        grads = torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.dout)
+    return {"out": out, "dq": grads[0], "dk": grads[1], "dv": grads[2]}
+
+
+def to_dict(problem: Problem, device: str, found: dict[str, Series], provenance: dict[str, Any]) -> dict[str, Any]:
+    series = {
+        scaling: {name: [point._asdict() for point in points] for name, points in by_name.items()}
+        for scaling, by_name in found.items()
+    }
+    about = {"kind": KIND, "suite": "magnitudes", "problem": problem.to_dict(), "device": device}
+    return about | {"provenance": provenance, "series": series}
+
+
+def is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value) and value > 0
+
+
+COLUMNS = (
+    "scaling", "candidate", ">points of out", ">largest error", "in budget", ">points of gradients", ">largest error",
+    "in budget",
+)  # fmt: skip
+
+
+def over_budget(found: dict[str, Series]) -> list[str]:
+    """Every candidate with a point over its budget, and where that is worst, in words."""
+    said = []
+    for scaling, by_name in found.items():
+        for name, points in by_name.items():
+            for what in WHAT:
+                worst = max(points, key=lambda point: _share(point, what))
+                if _share(worst, what) > 1.0:
+                    size = f"{getattr(worst, what):.1e}, {_share(worst, what):.1f} times its budget"
+                    said.append(f"{name}: {what} of {scaling} 1e{round(math.log10(worst.magnitude))}: error {size}")
+    return said
+
+
+def _share(point: Point, what: str) -> float:
+    """0 where there is none to judge."""
+    share = float(getattr(point, f"{what}_share"))
+    return share if not math.isnan(share) else 0.0
+
+
+def _in_budget(points: list[Point], what: str) -> str:
+    judged = [_share(point, what) for point in points if not math.isnan(getattr(point, f"{what}_share"))]
+    over = sum(share > 1.0 for share in judged)
+    return "-" if not judged else "yes" if not over else f"NO, {over} of {len(judged)} over"
+
+
+def lines(found: dict[str, Series]) -> list[list[str]]:
+    """One per scaling and candidate: how many points have an error, the largest, and whether all are in budget."""
+    table = []
+    for scaling, by_name in found.items():
+        for name, points in by_name.items():
+            cells = [scaling, name]
+            for what in WHAT:
+                values = [value for point in points if is_number(value := getattr(point, what))]
+                largest = f"{max(values):.1e}" if values else "-"
+                cells += [f"{len(values)} of {len(points)}", largest, _in_budget(points, what)]
+            table.append(cells)
+    return table

@@ -1,0 +1,310 @@
+"""The suites of `tilewise bench`, as data: which problems, which candidates, what is timed, and how.
+
+The first candidate of a row is the one that the score is about. Rows of one table keep the work constant: 16384 tokens
+of a model 2048 wide, cut into ever longer sequences. Rows that pose one problem stand next to each other: they are
+verified together. The suite `drawn` depends on a seed: see `lab.drawn`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ... import masks
+from ...errors import InvalidInput
+from ...problem import Problem, dtype_name
+from ..candidates.names import (
+    DETERMINISTIC,
+    FA3,
+    FA4,
+    FLASHINFER,
+    OURS,
+    TORCH_DEFAULT,
+    VARLEN,
+    Candidate,
+    builds_mask,
+    installed,
+)
+from ..measure.compare import Row
+from . import drawn
+
+
+def row(
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    mask: str = "full",
+    *,
+    candidates: tuple[str, ...],
+    device: str,
+    method: str = "",
+    flush: bool = False,
+    times: tuple[str, ...] = (),
+    label: str = "",
+    kind: str = "",
+    **fields: Any,
+) -> Row:
+    """A row for q of `shape` (batch, heads, seq, head_dim); `fields` are those of Problem that differ from it."""
+    batch, heads, seq, dim = shape
+    values: dict[str, Any] = {"heads_kv": heads, "seq_kv": seq, "head_dim_v": dim, "mask": masks.parse(mask)} | fields
+    cap = values.pop("softcap", 0.0)
+    problem = Problem(batch=batch, heads_q=heads, seq_q=seq, head_dim=dim, dtype=dtype, **values).with_(softcap=cap)
+    return _row(
+        problem, label, candidates=candidates, device=device, method=method, flush=flush, times=times, kind=kind
+    )
+
+
+def _row(problem: Problem, label: str, **options: Any) -> Row:
+    return Row(f"{_problem_name(problem)} {label}".rstrip(), problem, **options)
+
+
+def _problem_name(problem: Problem) -> str:
+    name = f"{dtype_name(problem.dtype)} {problem.batch}x{problem.heads_q}x{problem.seq_q}x{problem.head_dim}"
+    if problem.heads_kv != problem.heads_q:
+        name += f" kv{problem.heads_kv}"
+    if problem.seq_kv != problem.seq_q:
+        name += f" sk{problem.seq_kv}"
+    if problem.head_dim_v != problem.head_dim:
+        name += f" dv{problem.head_dim_v}"
+    name += f" {problem.mask}"
+    return name + (f" softcap {problem.softcap:g}" if problem.softcap else "")
+
+
+_CPU: dict[str, Any] = {"device": "cpu", "candidates": (OURS, TORCH_DEFAULT, "torch-math")}
+_CUDA: dict[str, Any] = {"device": "cuda", "candidates": (OURS, TORCH_DEFAULT, "torch-cudnn", "torch-flash")}
+_STEP: dict[str, Any] = {
+    "device": "cuda",
+    "candidates": (OURS, DETERMINISTIC, TORCH_DEFAULT, "torch-cudnn", "torch-flash"),
+    "needs_grad": True,
+    "times": ("step",),
+}
+_FLOAT32: dict[str, Any] = {"device": "cuda", "candidates": (OURS, TORCH_DEFAULT, "torch-efficient")}
+_SM80: dict[str, Any] = {"device": "cuda", "candidates": ("sm80", "torch-flash")}
+# PyTorch's own choice is left out where it can only be one of these two, so that every direction fits into the time.
+_FEW: dict[str, Any] = {"device": "cuda", "candidates": (OURS, "torch-cudnn", "torch-flash")}
+_BACKWARD: dict[str, Any] = {"needs_grad": True, "times": ("backward",), "label": "backward"}
+_F32, _BF16, _F16 = torch.float32, torch.bfloat16, torch.float16
+_TOKENS, _HIDDEN = 16384, 2048
+_FULL_AND_CAUSAL = ("full", "causal")
+_LONG = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+def _table(
+    lengths: tuple[int, ...],
+    dims: tuple[int, ...] = (64, 128, 256),
+    kinds: tuple[str, ...] = _FULL_AND_CAUSAL,
+    **options: Any,
+) -> tuple[Row, ...]:
+    """Rows of constant work, by head_dim, mask and length."""
+    return tuple(
+        row((_TOKENS // seq, _HIDDEN // dim, seq, dim), _BF16, mask, **options)
+        for dim in dims
+        for mask in kinds
+        for seq in lengths
+    )
+
+
+def _in_turn(*tables: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Tables of the same problems, row by row, so that what poses one problem stands together."""
+    return tuple(one for rows in zip(*tables, strict=True) for one in rows)
+
+
+class Model(NamedTuple):
+    """One layer's attention of a model: (batch, query heads, tokens, head_dim) over `heads_kv` heads of keys."""
+
+    name: str
+    shape: tuple[int, int, int, int]
+    heads_kv: int
+    mask: str = "causal"
+
+
+# Models whose query heads share heads of keys. TP-n: what one of n GPUs holds under tensor parallelism.
+_GROUPED_MODELS = (
+    Model("Llama-3-8B", (1, 32, 4096, 128), 8),
+    Model("Llama-3-8B", (1, 32, 8192, 128), 8),
+    Model("Llama-3-8B", (4, 32, 2048, 128), 8),
+    Model("Llama-3-8B", (8, 32, 2048, 128), 8),
+    Model("Llama-3-8B", (1, 32, 4096, 128), 8, "full"),
+    Model("Llama-3-70B", (1, 64, 4096, 128), 8),
+    Model("Llama-3-70B", (1, 64, 8192, 128), 8),
+    Model("Llama-3-70B TP-4", (1, 16, 8192, 128), 2),
+    Model("Llama-3-70B TP-4", (1, 16, 32768, 128), 2),
+    Model("Llama-3-70B TP-8", (1, 8, 8192, 128), 1),
+    Model("Llama-3-70B TP-8", (4, 8, 2048, 128), 1),
+    Model("Llama-3-70B TP-8", (2, 8, 4096, 128), 1, "full"),
+    Model("Llama-3.2-1B", (2, 32, 4096, 64), 8),
+    Model("Qwen2.5-7B", (1, 28, 4096, 128), 4),
+    Model("Qwen2.5-7B", (4, 28, 2048, 128), 4),
+    Model("Qwen2.5-0.5B", (4, 14, 4096, 64), 2),
+    Model("Qwen3-30B", (1, 32, 8192, 128), 4),
+    Model("Qwen3-30B", (1, 32, 16384, 128), 4),
+    Model("GPT-OSS-120B", (1, 64, 4096, 64), 8),
+    Model("GPT-OSS-120B", (2, 64, 4096, 64), 8, "full"),
+    Model("Gemma-2-2B", (1, 8, 8192, 256), 4),
+    Model("StarCoder", (1, 48, 8192, 128), 1),
+    Model("Falcon-7B", (2, 71, 2048, 64), 1),
+)
+_DIRECTIONS: tuple[dict[str, Any], ...] = (
+    {"times": ("forward",)},
+    {"times": ("backward",), "needs_grad": True},
+    {"times": ("step",), "needs_grad": True},
+)
+
+
+def _grouped(models: tuple[Model, ...], **options: Any) -> tuple[Row, ...]:
+    """A row for each model's layer, as it is timed by `options`."""
+    return tuple(row(m.shape, _BF16, m.mask, heads_kv=m.heads_kv, **options) for m in models)
+
+
+def _few_grouped(*names: str) -> tuple[Model, ...]:
+    """The first causal layer of each of these models."""
+    return tuple(next(m for m in _GROUPED_MODELS if m.name == name and m.mask == "causal") for name in names)
+
+
+_SOME_GROUPED = _few_grouped("Llama-3-8B", "Llama-3-70B", "Llama-3.2-1B", "Qwen2.5-7B", "GPT-OSS-120B", "Gemma-2-2B")
+
+
+def _drawn(seed: int) -> tuple[Row, ...]:
+    """Forward and backward of every problem, each by graph replay and eagerly."""
+    return tuple(
+        _drawn_row(one, seed, what, method, word)
+        for one in drawn.problems(seed)
+        for what in ("forward", "backward")
+        for method, word in (("graph", "graph"), ("wall", "eager"))
+    )
+
+
+def _drawn_row(one: drawn.Drawn, seed: int, what: str, method: str, word: str) -> Row:
+    """A mask that PyTorch knows as a tensor alone is scored apart: the ratio is that of the mask, not of a kernel."""
+    problem = one.problem.with_(needs_grad=what == "backward")
+    built = builds_mask(problem)
+    # FlashAttention-2 takes neither a mask tensor nor two head dims; the efficient kernel takes both.
+    other = "torch-efficient" if built or problem.head_dim != problem.head_dim_v else "torch-flash"
+    candidates, kind = (OURS, "torch-cudnn", other), str(problem.mask).partition(":")[0] if built else ""
+    label = f"{one.size} seed{seed}#{one.number:02} {what} {word}"
+    return _row(
+        problem, label, candidates=candidates, device="cuda", method=method, flush=False, times=(what,), kind=kind
+    )
+
+
+SUITES: dict[str, tuple[Row, ...]] = {
+    "cpu": (
+        row((2, 8, 512, 64), _F32, **_CPU),
+        row((1, 8, 2048, 64), _F32, **_CPU),
+        row((1, 8, 2048, 64), _F32, "causal", **_CPU),
+        row((1, 8, 2048, 64), _F32, "window:256,0", **_CPU),
+        row((1, 8, 1024, 64), _F32, "causal", heads_kv=2, **_CPU),
+        row((1, 8, 1024, 64), _F32, softcap=30.0, **_CPU),
+        row((1, 8, 1024, 64), _F32, "causal", needs_grad=True, label="grad", **_CPU),
+        row((2, 8, 512, 64), _BF16, **_CPU),
+    ),
+    "forward": _table(_LONG, **_CUDA) + _grouped(_SOME_GROUPED, **_CUDA),
+    "backward": _table((128, 256, *_LONG), **_CUDA, **_BACKWARD) + _grouped(_SOME_GROUPED, **_CUDA, **_BACKWARD),
+    "training": _in_turn(
+        *(
+            _table((512, 2048, 8192), (64, 128, 256), ("causal",), **way)
+            + _table((512, 2048, 8192), (128,), ("full",), **way)
+            + _grouped(_few_grouped("Llama-3-8B", "Qwen2.5-7B", "GPT-OSS-120B"), **way)
+            for way in (
+                {"method": "wall", "label": "step eager", **_STEP},
+                {"method": "graph", "label": "step graph", **_STEP},
+            )
+        )
+    ),
+    # Grouped queries, which every current model has: few heads of keys, so few independent pieces for the backward.
+    "grouped": tuple(
+        one
+        for model in _GROUPED_MODELS
+        for direction in _DIRECTIONS
+        for one in _grouped((model,), label=f"{model.name} {direction['times'][0]}", **_FEW, **direction)
+    ),
+    "drawn": _drawn(0),
+    "small": tuple(
+        row(shape, _F16, mask, method="graph", **_CUDA)
+        for shape in ((2, 8, 512, 64), (1, 16, 1024, 64), (1, 32, 512, 128), (1, 8, 256, 64))
+        for mask in _FULL_AND_CAUSAL
+    ),
+    "float32": tuple(
+        row(shape, _F32, mask, **_FLOAT32, **direction)
+        for shape in ((2, 16, 4096, 64), (2, 16, 4096, 128), (1, 16, 16384, 128), (8, 16, 1024, 64))
+        for mask in _FULL_AND_CAUSAL
+        for direction in ({"label": "forward"}, _BACKWARD)
+    ),
+    "sm80": _in_turn(_table(_LONG, **_SM80, label="forward"), _table(_LONG, **_SM80, **_BACKWARD)),
+    "models": (
+        row((1, 32, 8192, 128), _BF16, "causal", heads_kv=8, **_CUDA),
+        row((1, 24, 4608, 128), _BF16, **_CUDA),
+        row((64, 12, 197, 64), _BF16, **_CUDA),
+        row((1, 16, 8192, 256), _BF16, "window:1024,0", heads_kv=8, softcap=50.0, **_CUDA),
+        row((1, 128, 4096, 192), _BF16, "causal", head_dim_v=128, **_CUDA),
+        row((1, 32, 16, 128), _BF16, heads_kv=8, seq_kv=8192, **_CUDA),
+    ),
+    # One new token a sequence against what was said before. The cache of keys comes from memory, as between layers.
+    "decode": tuple(
+        row((batch, 32, 1, 128), _BF16, heads_kv=8, seq_kv=seq_kv, flush=True, **_CUDA)
+        for batch, seq_kv in (
+            (1, 1024),
+            (1, 8192),
+            (1, 32768),
+            (1, 131072),
+            (8, 1024),
+            (8, 8192),
+            (8, 32768),
+            (64, 4096),
+        )
+    ),
+    # What the host needs to enqueue a call, a call that autograd records, and a call with its backward.
+    "host": tuple(
+        row((1, 8, 128, 64), _BF16, method="host", label=label, needs_grad=bool(label), times=(timed,), **_CUDA)
+        for label, timed in (("", "forward"), ("grad", "forward"), ("grad step", "step"))
+    ),
+}
+
+
+# How a suite is measured where that is not how all are; what the command line asks for comes first. Four rows for each
+# of many problems get shorter rounds, and the host's cost of each kind of problem is left to the suite `host`.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "grouped": {"overhead": False, "more_seconds": 1.0},
+    "drawn": {"round_seconds": 0.01, "overhead": False, "more_seconds": 0.5},
+}
+_RIVALS = (FA3, FA4, FLASHINFER, VARLEN)
+# Rivals that would compile for minutes: only where they are asked for.
+_COMPILED_PER_PROBLEM = {"drawn": (FA4, FLASHINFER)}
+
+
+def rows_of(name: str, seed: int = 0) -> tuple[Row, ...]:
+    """All rows of a suite. The seed matters to `drawn` alone; an unknown suite has no rows."""
+    return _drawn(seed) if name == "drawn" else SUITES.get(name, ())
+
+
+def suite(name: str, only: tuple[str, ...] = (), extra: tuple[str, ...] = (), seed: int = 0) -> list[Row]:
+    """The rows of a suite that `only` selects, with the extra candidates, and other libraries' that can be imported.
+
+    A row is selected if its name contains one of `only`; joined by a plus, `16384x128+causal`, all parts must be there.
+    """
+    if name not in SUITES:
+        raise InvalidInput("--suite", repr(name), f"one of {', '.join(SUITES)}", "choose one of these")
+    every = rows_of(name, seed)
+    rows = [_with_candidates(row, _rivals(name, row) + extra) for row in every if _selected(row.name, only)]
+    if not rows:
+        names = ", ".join(row.name for row in every)
+        wanted = ", ".join(map(repr, only))
+        raise InvalidInput("--only", wanted, f"parts of the name of a row: {names}", "choose a part of one of these")
+    return rows
+
+
+def _with_candidates(row: Row, more: tuple[str, ...]) -> Row:
+    return replace(row, candidates=tuple(dict.fromkeys((*row.candidates, *more))))
+
+
+def _rivals(name: str, row: Row) -> tuple[str, ...]:
+    """FlashAttention-3 and -4, FlashInfer and PyTorch's varlen_attn, where they can be imported and take the row."""
+    left_out = _COMPILED_PER_PROBLEM.get(name, ())
+    asked = [rival for rival in _RIVALS if rival not in left_out and installed(rival)]
+    on_gpu = row.device.startswith("cuda")
+    return tuple(rival for rival in asked if on_gpu and not Candidate(rival).why_not(row.problem))
+
+
+def _selected(name: str, only: tuple[str, ...]) -> bool:
+    return not only or any(all(part in name for part in wanted.split("+")) for wanted in only)

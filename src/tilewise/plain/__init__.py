@@ -1,0 +1,1 @@
+"""Attention in torch operations, on any device: `reference` is the specification, `tiled` the loop of our kernels."""

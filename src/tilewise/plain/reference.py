@@ -1,0 +1,225 @@
+"""The specification: attention written out, in float32 (float64 for float64 inputs). It defines what is right.
+
+    1. S = scale * Q K^T                      scores, one per (query, key)
+    2. S = T_n(...T_1(S))                     the terms of problem.scores, as a softcap
+    3. S = S + bias, S = -inf where hidden    the mask
+    4. lse = log sum exp S                    -inf for a row that sees no key
+    5. P = exp(S - lse)                       0 for hidden keys and for rows that see none
+    6. out = P V
+
+and backwards, with D = rowsum(dout * out) - dlse:
+
+    7. dV = P^T dout
+    8. dS = P * (dout V^T - D)
+    9. dS = dS * dT/dS                        the product of their slopes
+   10. dQ = scale * dS K,  dK = scale * dS^T Q
+
+The gradient of an operand (a bias) is what autograd makes of the forward.
+
+Query heads that share a key/value head are stacked into one tall matrix, so K and V are never repeated. `forward` is
+made of differentiable torch operations only: vmap, jvp and double backward all work through it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants, composite_notices
+from ..errors import Reason
+from ..isolation import all_finite, isolated, joined, pieces
+from ..masks import Dense, Documents, Full
+from ..operands import recording
+from ..scores import Where, bend_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..problem import Problem
+    from ..target import Target
+
+
+def why_not(problem: Problem, target: Target) -> list[Reason]:
+    if problem.dropout:
+        return [
+            Reason(
+                f"dropout {problem.dropout:g} is not 0, and the reference draws no random numbers",
+                "use one of PyTorch's backends, or drop the dropout",
+            )
+        ]
+    return []
+
+
+def notices(problem: Problem, target: Target) -> list[str]:
+    scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv * _work_dtype(problem.dtype).itemsize
+    return [f"holds every score at once: {scores / 2**20:.1f} MiB", *composite_notices(problem, target)]
+
+
+def configs(problem: Problem, target: Target) -> list[Any]:
+    return []
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    config: Any = None,
+    operands: Operands = NO_OPERANDS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q)."""
+    apart = isinstance(problem.mask, Documents) and all(term.elementwise for term in problem.scores)
+    if apart and _is_recorded(q, k, v):
+        # What is derived from these operations keeps documents apart only if they are.
+        parts = [
+            (piece, *forward(piece.of_rows(q), piece.of_keys(k), piece.of_keys(v), piece.problem))
+            for piece in pieces(problem)
+        ]
+        out = joined([piece.together(out) for piece, out, _ in parts])
+        return _in_layout(out, problem), joined([piece.together(lse) for piece, _, lse in parts])
+    work = _work_dtype(q.dtype)
+    scores, hidden, _ = _scores(q.to(work), k.to(work), problem, operands)
+    top = scores.amax(-1, keepdim=True).detach() if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    sees_none = total == 0.0
+    safe_total = total.masked_fill(sees_none, 1.0)
+    lse = (safe_total.log() + top).masked_fill(sees_none, -torch.inf).squeeze(-1)
+    shares, v = weights / safe_total, v.to(work)
+    clean = hidden is None or all_finite(v)
+    out = _stack(shares, v) if clean else isolated(_stack, shares, v, hidden.logical_not())  # type: ignore[union-attr]
+    return _in_layout(out.to(q.dtype), problem), lse
+
+
+def backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    problem: Problem,
+    config: Any = None,
+    operands: Operands = NO_OPERANDS,
+    wants: Wants = ALL,
+) -> Grads:
+    """Gradients by the formulas above, each in its input's dtype."""
+    grads = _operand_gradients(dout, dlse, q, k, v, problem, operands, wants - ALL) if wants - ALL else {}
+    work = _work_dtype(q.dtype)
+    q_work, k_work, v_work, dout_work = (t.to(work) for t in (q, k, v, dout))
+    scores, hidden, slope = _scores(q_work, k_work, problem, operands)
+    weights = torch.exp(scores - lse.unsqueeze(-1).masked_fill(lse.unsqueeze(-1) == -torch.inf, 0.0))
+    spoiled = hidden is not None and not all_finite(q, k, v, dout)
+    if spoiled:  # the lse of a row may be nan
+        weights = weights.masked_fill(hidden, 0.0)  # type: ignore[arg-type]
+
+    def product(
+        multiply: Callable[..., torch.Tensor], left: torch.Tensor, right: torch.Tensor, signed: bool = True
+    ) -> torch.Tensor:
+        if not spoiled:
+            return multiply(left, right)
+        return isolated(multiply, left, right, hidden.logical_not(), signed=signed)  # type: ignore[union-attr]
+
+    def transposed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return _stack_transposed(left, right, problem)
+
+    if "v" in wants:
+        grads["v"] = product(transposed, weights, dout_work, signed=False).to(v.dtype)
+    if not wants & {"q", "k"}:
+        return grads
+    delta = (dout_work * out.to(work)).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - dlse.to(work).unsqueeze(-1)
+    dscores = weights * (_stack(dout_work, v_work.transpose(-1, -2)) - delta)
+    if slope is not None:
+        dscores = dscores * slope
+    if hidden is not None:
+        dscores = dscores.masked_fill(hidden, 0.0)
+    dscores = dscores * problem.scale
+    if "q" in wants:
+        grads["q"] = product(_stack, dscores, k_work).to(q.dtype)
+    if "k" in wants:
+        grads["k"] = product(transposed, dscores, q_work).to(k.dtype)
+    return {name: grads[name] for name in ("q", "k", "v", *operands) if name in wants}
+
+
+def _operand_gradients(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    operands: Operands,
+    wants: Wants,
+) -> Grads:
+    """Whatever an operand does to the result, autograd derives it from the operations of the forward."""
+    leaves = {name: operands[name].detach().requires_grad_() for name in wants}
+    with recording():
+        out, lse = forward(q.detach(), k.detach(), v.detach(), problem, None, {**operands, **leaves})
+        pairs = [(made, grad) for made, grad in ((out, dout), (lse, dlse)) if grad is not None]
+        made, given = zip(*pairs, strict=True)
+        found = torch.autograd.grad(made, list(leaves.values()), given, materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
+
+
+def _work_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, problem: Problem, operands: Operands
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Masked scores (steps 1 to 3), what is hidden (None = nothing by structure), and the slope of their terms."""
+    where = Where(problem, range(problem.seq_q), range(problem.seq_kv), operands=operands)
+    scores, slope = bend_all(_stack(q, k.transpose(-1, -2)) * problem.scale, where)
+    hidden = _hidden(problem, operands, q.device)
+    if isinstance(problem.mask, Dense) and problem.mask.additive:
+        scores = scores + operands["bias"].to(scores.dtype)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores, hidden, slope
+
+
+def _hidden(problem: Problem, operands: Operands, device: torch.device) -> torch.Tensor | None:
+    if isinstance(problem.mask, Full):
+        return None
+    if isinstance(problem.mask, Dense):
+        return operands["bias"].detach() == -torch.inf if problem.mask.additive else operands["keep"].logical_not()
+    rows, keys = range(problem.seq_q), range(problem.seq_kv)
+    return problem.mask.to_bool(rows, keys, problem.seq_q, problem.seq_kv, device).logical_not()
+
+
+def _stack(tall: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """tall (batch, heads_q, m, n) @ right (batch, heads_kv, n, p), the heads of a group stacked along m."""
+    batch, heads_q, m, n = tall.shape
+    heads_kv = right.shape[1]
+    if heads_q == heads_kv:
+        return tall @ right
+    stacked = tall.reshape(batch, heads_kv, heads_q // heads_kv * m, n)
+    return (stacked @ right).reshape(batch, heads_q, m, right.shape[-1])
+
+
+def _stack_transposed(tall: torch.Tensor, right: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """tall^T @ right summed over each group: (b, heads_q, m, n), (b, heads_q, m, p) -> (b, heads_kv, n, p)."""
+    batch, _, m, n = tall.shape
+    rows = problem.group * m
+    stacked = tall.reshape(batch, problem.heads_kv, rows, n)
+    return stacked.transpose(-1, -2) @ right.reshape(batch, problem.heads_kv, rows, right.shape[-1])
+
+
+def _is_recorded(*tensors: torch.Tensor) -> bool:
+    """Autograd or a functorch transform records the operations, to derive them itself."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _in_layout(out: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """`out` in the memory order the caller was promised; differentiable, and free when it is already there."""
+    if problem.layout == "bshd":
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
+    return out.contiguous()

@@ -1,0 +1,270 @@
+"""Scores: what is done to a score between the two products. A term is a value: frozen, hashable, without tensors.
+
+A problem has a tuple of terms. They are applied in order to s = scale * q k^T, before the mask hides:
+
+    Softcap(cap)    s -> cap * tanh(s / cap)
+
+A term is a class here, with what it means (`bend`, in torch operations: the specification), and a struct in
+kernels/common/scores.cuh, which the kernels compose at compile time; `cpp_type` names it and `params` fills what it
+reads. A term without a struct runs in the backends that are made of torch operations, and all others refuse it by name.
+
+Terms have a text form, used by operator arguments and in results: `parse(str(term)) == term`, and `;` between several
+(`parse_all`, `text_of`). A class is found by its `kind` as soon as it is defined.
+
+A term that reads tensors names them (`tensors`): the operands of a call, which `bend` finds in `where.operands`. Those
+that are differentiable have gradients without further code in the backends made of torch operations.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+import torch
+
+from .errors import InvalidInput
+from .operands import NO_OPERANDS, Grads, Operand, Operands, Wants, recording
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Tensor = torch.Tensor
+LOG2_E = math.log2(math.e)
+_KINDS: dict[str, type[Term]] = {}
+
+
+class Asked(Protocol):
+    """What terms ask of a Problem, which is made of them."""
+
+    @property
+    def heads_q(self) -> int: ...
+    @property
+    def heads_kv(self) -> int: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def scores(self) -> tuple[Term, ...]: ...
+
+
+class Where(NamedTuple):
+    """Which scores a term is given: a rectangle of rows and keys of all heads, as (batch, heads, rows, keys).
+
+    `stacked`: the query heads of a KV head lie behind one another, (batch, heads_kv, group * rows, keys).
+    """
+
+    problem: Asked
+    rows: range
+    keys: range
+    stacked: bool = False
+    operands: Operands = NO_OPERANDS
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """What belongs to these scores of a tensor that broadcasts to (batch, heads_q, seq_q, seq_kv)."""
+        tensor = tensor[(None,) * (4 - tensor.ndim)]
+        if tensor.shape[2] > 1:
+            tensor = tensor[:, :, self.rows.start : self.rows.stop]
+        if tensor.shape[3] > 1:
+            tensor = tensor[..., self.keys.start : self.keys.stop]
+        heads, heads_kv = tensor.shape[1], self.problem.heads_kv
+        if not self.stacked or self.problem.group == 1 or (heads == 1 and tensor.shape[2] == 1):
+            return tensor
+        spread = tensor.expand(-1, self.problem.heads_q, len(self.rows), -1)
+        return spread.reshape(tensor.shape[0], heads_kv, -1, tensor.shape[3])
+
+    def row_numbers(self, device: torch.device) -> Tensor:
+        """The row of every score, as a column that broadcasts to them."""
+        numbers = torch.arange(self.rows.start, self.rows.stop, device=device)
+        return (numbers.repeat(self.problem.group) if self.stacked else numbers)[:, None]
+
+    def key_numbers(self, device: torch.device) -> Tensor:
+        """The key of every score, as a row that broadcasts to them."""
+        return torch.arange(self.keys.start, self.keys.stop, device=device)
+
+    def head_numbers(self, device: torch.device) -> Tensor:
+        """The query head of every score."""
+        heads = torch.arange(self.problem.heads_q, device=device)
+        if not self.stacked:
+            return heads[:, None, None]
+        grouped = heads.view(self.problem.heads_kv, self.problem.group, 1)
+        return grouped.expand(-1, -1, len(self.rows)).reshape(self.problem.heads_kv, -1, 1)
+
+
+class Term:
+    """What all terms share. A subclass is a frozen dataclass of numbers with a `kind`, and defines `bend`."""
+
+    __slots__ = ()
+    kind: ClassVar[str] = ""
+    transforms: ClassVar[bool] = True  # it changes scores; not so a term that drops weights or finishes rows
+    elementwise: ClassVar[bool] = False  # it looks at the score alone, and not at where it stands
+
+    def __init_subclass__(cls) -> None:
+        if cls.kind:
+            _KINDS[cls.kind] = cls
+
+    def bend(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+        """The scores after this term, and its derivative with respect to the scores before it (None: 1)."""
+        raise NotImplementedError
+
+    def gradients(self, dscores: Tensor, scores: Tensor, where: Where, wants: Wants) -> Grads:
+        """Of its operands among `wants`, in their shapes, from the gradient of what `bend` made of these scores.
+
+        By autograd. A term that can say it at less cost may.
+        """
+        leaves = {
+            operand.name: where.operands[operand.name].detach().requires_grad_()
+            for operand in self.tensors
+            if operand.name in wants
+        }
+        if not leaves:
+            return {}
+        with recording():
+            bent, _ = self.bend(scores.detach(), where._replace(operands={**where.operands, **leaves}))
+            found = torch.autograd.grad(bent, list(leaves.values()), dscores.expand(bent.shape).to(bent.dtype))
+        return dict(zip(leaves, found, strict=True))
+
+    def check(self, problem: Asked) -> None:
+        """Raise InvalidInput if the term does not fit the problem."""
+
+    def check_tensor(self, name: str, tensor: Tensor, problem: Asked) -> None:
+        """Raise InvalidInput if a tensor cannot be its operand of this name. Its device is that of q."""
+
+    @property
+    def tensors(self) -> tuple[Operand, ...]:
+        """The operands of a call that it reads, in the order of the operators' `operands`."""
+        return ()
+
+    @property
+    def cpp_gradients(self) -> Wants:
+        """The names of the operands whose gradients its C++ struct makes."""
+        return frozenset()
+
+    def cpp_type(self, *, precise: bool) -> str:
+        """Its struct in kernels/common/scores.cuh, by its full name; empty where there is none.
+
+        `precise`: in float32 arithmetic, where kernels of 16-bit numbers may use approximate instructions.
+        """
+        return ""
+
+    @property
+    def cpp_source(self) -> str:
+        """The struct itself, where it is not in that header."""
+        return ""
+
+    @property
+    def operands(self) -> dict[str, type[Any]]:
+        """The members of its C++ `Operands`, by name, as ctypes; what all kernels have is not among them."""
+        return {}
+
+    def params(self, unit: float, *, precise: bool) -> dict[str, float]:
+        """What the struct reads of a kernel's parameters. A score before this term is `unit` times a kernel's value."""
+        return {}
+
+    def unit_after(self, unit: float) -> float:
+        """What a kernel's value is in units of after this term."""
+        return unit
+
+    @classmethod
+    def from_text(cls, text: str) -> Term:
+        """From what stands behind `kind:` in the text form."""
+        return cls(*map(float, text.split(","))) if text else cls()
+
+    def __str__(self) -> str:
+        numbers = ",".join([f"{_constant(getattr(self, field.name)):.17g}" for field in fields(self)])  # type: ignore[arg-type]
+        return f"{self.kind}:{numbers}" if numbers else self.kind
+
+
+def _constant(number: float) -> float:
+    """The number itself. In a trace it may be a symbol, which a text has no room for: this makes the graph for it."""
+    return float.fromhex(float(number).hex()) if torch.compiler.is_compiling() else number
+
+
+@dataclass(frozen=True, slots=True)
+class Softcap(Term):
+    """s -> cap * tanh(s / cap): no score beyond the cap."""
+
+    kind: ClassVar[str] = "softcap"
+    elementwise: ClassVar[bool] = True
+
+    cap: float
+
+    def bend(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+        bent = torch.tanh(scores / self.cap)
+        return self.cap * bent, 1.0 - bent * bent
+
+    def check(self, problem: Asked) -> None:
+        limit = _MAX_CAP_FLOAT64 if problem.dtype is torch.float64 else _MAX_CAP_FLOAT32
+        if not (1 / limit <= self.cap <= limit and abs(problem.scale) <= limit * self.cap):
+            expected = f"a number from {1 / limit:.2g} to {limit:.2g}, or 0 for none"
+            raise InvalidInput("softcap", self.cap, expected, "leave softcap out for the default")
+
+    def cpp_type(self, *, precise: bool) -> str:
+        return f"tilewise::Softcap<tilewise::Precision::{'precise' if precise else 'fast'}>"
+
+    def params(self, unit: float, *, precise: bool) -> dict[str, float]:
+        """From a score to its part of the cap; for approximate instructions, in units of their exponential."""
+        return {"softcap_in": unit / self.cap if precise else 2 * LOG2_E * unit / self.cap}
+
+    def unit_after(self, unit: float) -> float:
+        return self.cap
+
+
+# Scores are divided by the cap: with a cap beyond these, or below their inverse, ordinary scores would leave the range
+# of numbers with full precision.
+_MAX_CAP_FLOAT32, _MAX_CAP_FLOAT64 = 2.0**100, 2.0**1000
+
+
+def parse(text: str) -> Term:
+    """The term that a text stands for: softcap:30."""
+    kind, _, rest = text.strip().lower().partition(":")
+    try:
+        return _KINDS[kind].from_text(rest)
+    except (KeyError, ValueError, TypeError):
+        raise InvalidInput("scores", repr(text), f"one of {', '.join(_KINDS)}", "write e.g. softcap:30") from None
+
+
+@lru_cache(maxsize=256)
+def parse_all(text: str) -> tuple[Term, ...]:
+    """The terms that `text_of` gives this text for."""
+    return tuple(parse(part) for part in text.split(_BETWEEN) if part)
+
+
+def text_of(terms: Iterable[Term]) -> str:
+    return _BETWEEN.join([str(term) for term in terms])
+
+
+_BETWEEN = ";"
+
+
+def bend_all(scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+    """The scores after all terms of the problem, and the product of their slopes."""
+    slope: Tensor | None = None
+    for term in where.problem.scores:
+        scores, own = term.bend(scores, where)
+        if own is not None:
+            slope = own if slope is None else slope * own
+    return scores, slope
+
+
+def unbend_all(dscores: Tensor, scores: Tensor, where: Where, wants: Wants) -> Grads:
+    """The gradients of the terms' operands, from that of the scores after all terms; `scores` are those before them."""
+    steps: list[tuple[Term, Tensor, Tensor | None]] = []
+    for term in where.problem.scores:
+        bent, slope = term.bend(scores, where)
+        steps.append((term, scores, slope))
+        scores = bent
+    grads: Grads = {}
+    for term, before, slope in reversed(steps):
+        grads |= term.gradients(dscores, before, where, wants)
+        dscores = dscores if slope is None else dscores * slope
+    return grads
+
+
+def softcapped(cap: float) -> tuple[Term, ...]:
+    """The terms of a softcap given as a number, where 0 stands for none."""
+    return (Softcap(cap),) if cap != 0 else ()

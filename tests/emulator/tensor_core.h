@@ -1,0 +1,88 @@
+// What a tensor core makes of c + sum a b: products are exact, all addends are cut off so many
+// binary places below the exponent of the largest, their sum is exact, and is cut off to float32.
+// The exponent of a product is the sum of its factors', so its significand is below 4. Numbers that
+// are subnormal in their own type have the exponent of its smallest normal one, and a sum is never
+// finer than float32's: exponents end at -126. Ref: "MMA-Sim: Bit-Accurate Reference Model of
+// Tensor Cores and Matrix Cores". tests/gpu/test_emulator_products.py holds this to the hardware.
+//
+// No part of the model of runtime.h: it can be compiled alone.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+namespace tensor_core {
+
+struct Generation {
+  int fraction_bits;  // binary places that survive below the exponent of the largest addend
+  int steps;  // into how many sums, one after another, an instruction of mma.sync is divided
+};
+constexpr Generation generation(int arch) {
+  return arch < 90 ? Generation{24, 2} : Generation{25, 1};
+}
+
+constexpr int float_min_exponent = -126, half_min_exponent = -14;
+constexpr int of_zero = -100'000;  // an exponent that is never the largest
+
+inline int exponent_of(float x, int min_exponent) {
+  const int biased = __builtin_bit_cast(uint32_t, x) >> 23 & 0xff;
+  return x == 0.0f ? of_zero : std::max(biased - 127, min_exponent);
+}
+// `exponent` within that of a double's normal numbers.
+inline double power_of_two(int exponent) {
+  return __builtin_bit_cast(double, static_cast<uint64_t>(exponent + 1023) << 52);
+}
+
+// Up to sixteen factors, the row of A or the column of B that an instruction multiplies.
+struct Factors {
+  double value[16] = {};
+  int exponent[16];
+  bool finite = true;
+
+  Factors() { std::fill(exponent, exponent + 16, of_zero); }
+  void set(int k, float x, int min_exponent = float_min_exponent) {
+    value[k] = x;
+    exponent[k] = exponent_of(x, min_exponent);
+    finite = finite && std::isfinite(x);
+  }
+};
+
+// Towards zero, to float32.
+inline float cut_off(double exact) {
+  constexpr double overflow = 0x1p128, smallest_normal = 0x1p-126, smallest = 0x1p-149;
+  const double size = std::abs(exact);
+  if (size >= overflow) return std::copysign(std::numeric_limits<float>::infinity(), exact);
+  if (size < smallest_normal) return static_cast<float>(std::trunc(exact / smallest) * smallest);
+  constexpr uint64_t lost = (1ull << 29) - 1;
+  return static_cast<float>(
+      __builtin_bit_cast(double, __builtin_bit_cast(uint64_t, exact) & ~lost));
+}
+
+// The sum over k in [begin, end).
+__attribute__((optimize("O3"))) inline float add_products(float c, const Factors& a,
+                                                          const Factors& b, int fraction_bits,
+                                                          int begin = 0, int end = 16) {
+  if (!(a.finite && b.finite && std::isfinite(c))) {
+    double sum = c;
+    for (int k = begin; k < end; ++k) sum += a.value[k] * b.value[k];
+    return static_cast<float>(sum);
+  }
+  int exponent = std::max(exponent_of(c, float_min_exponent), float_min_exponent);
+  for (int k = begin; k < end; ++k) exponent = std::max(exponent, a.exponent[k] + b.exponent[k]);
+  const double places = power_of_two(fraction_bits - exponent);
+  int64_t sum = static_cast<int>(c * places);
+  for (int k = begin; k < end; ++k) sum += static_cast<int>(a.value[k] * b.value[k] * places);
+  return cut_off(static_cast<double>(sum) * power_of_two(exponent - fraction_bits));
+}
+
+// An instruction of mma.sync over the first `count` k.
+inline float mma(float c, const Factors& a, const Factors& b, Generation generation, int count) {
+  const int step = count / generation.steps;
+  for (int begin = 0; begin < count; begin += step)
+    c = add_products(c, a, b, generation.fraction_bits, begin, begin + step);
+  return c;
+}
+
+}  // namespace tensor_core

@@ -1,0 +1,125 @@
+"""The Hopper backend as far as it goes without a GPU: what it refuses, what it chooses, and that choices fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from support import make_problem
+from tilewise import Causal, Dense, Documents, Full, Target, Window
+from tilewise.engine import SM90, run
+from tilewise.engine.sm90 import forward
+from tilewise.problem import Strides
+
+H200 = Target.named("h200")
+BUDGETS = json.loads((Path(__file__).parents[1] / "ratchet.json").read_text())["kernels"]
+
+DIMS = [(8, 8), (64, 64), (72, 40), (96, 96), (128, 128), (40, 128), (192, 128), (192, 192), (200, 256), (256, 256)]
+MASKS = [Full(), Causal(), Causal("bottom-right"), Window(100, 3), Window(None, 2, "bottom-right")]
+
+
+def problems():
+    for (dim, dim_v), mask, softcap, seq in (
+        (d, m, c, s) for d in DIMS for m in MASKS for c in (0.0, 30.0) for s in (1, 300, 4096)
+    ):
+        yield make_problem((2, 8, seq, dim), torch.bfloat16, head_dim_v=dim_v, heads_kv=2, mask=mask, softcap=softcap)
+
+
+def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci():
+    for problem in problems():
+        assert SM90.why_not(problem, H200) == []
+        configs = SM90.configs(problem, H200)
+        assert configs, str(problem)
+        for config in configs:
+            budget = BUDGETS[forward.unit(config).label]
+            assert config.smem_bytes == budget["smem_bytes"] <= H200.smem_per_block
+            assert config.launch_registers == budget["registers"]
+            assert config.head_dim >= problem.head_dim
+            assert config.head_dim_v >= problem.head_dim_v
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dtype": torch.float64}, "float64"),
+        ({"dtype": torch.float32, "needs_grad": True, "head_dim": 192, "head_dim_v": 192}, "takes heads to 128"),
+        ({"head_dim": 60, "head_dim_v": 60}, "multiples of 8"),
+        ({"head_dim": 264}, "264 is over 256"),
+        ({"mask": Dense((64, 64))}, "not a diagonal band"),
+        ({"mask": Documents((0, 64))}, "not a diagonal band"),
+        ({"dropout": 0.1}, "dropout 0.1"),
+        ({"scale": -1.0}, "negative"),
+        ({"strides": Strides.UNALIGNED}, "unaligned"),
+        ({"transformed": True}, "functorch"),
+    ],
+)
+def test_each_refusal_is_named(change, says):
+    problem = make_problem((1, 2, 64, 64), **({"dtype": torch.bfloat16} | change))
+    (reason,) = SM90.why_not(problem, H200)
+    assert says in reason.what
+    assert reason.remedy
+
+
+def test_refusals_add_up():
+    problem = make_problem((1, 2, 64, 60), torch.float64, needs_grad=True)
+    reasons = SM90.why_not(problem, replace(Target.named("a100"), has_jit=False))
+    assert len(reasons) == 4
+    assert any("tilewise[cuda]" in reason.remedy for reason in reasons)
+
+
+def test_small_problems_are_spread_over_the_chip():
+    small = SM90.configs(make_problem((1, 8, 256, 64), torch.float16), H200)[0]
+    large = SM90.configs(make_problem((4, 32, 4096, 64), torch.float16), H200)[0]
+    assert small.block_q < large.block_q
+
+
+def test_details_tell_the_launch():
+    problem = make_problem((4, 16, 4096, 128), torch.bfloat16, mask=Causal())
+    (line,) = SM90.details(problem, H200, SM90.configs(problem, H200)[0])
+    assert line == "132 CTAs of 384 threads, 168 registers per thread; 2048 query tiles longest first, 15.5 waves"
+
+
+def test_many_keys_are_divided_where_there_are_few_queries():
+    few = make_problem((1, 32, 16, 128), torch.bfloat16, heads_kv=8, seq_kv=8192)
+    config = SM90.configs(few, H200)[0]
+    assert config.split
+    parts, share = SM90.details(few, H200, config)
+    assert "8 query tiles times 16 parts of their keys" in parts
+    assert "128 CTAs" in parts
+    assert "the 4 query heads of a KV head share tiles" in share
+    short = few.with_(seq_kv=512)
+    many = few.with_(seq_q=2048)
+    assert not any(config.split for problem in (short, many) for config in SM90.configs(problem, H200))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [
+        ({}, 64),
+        ({"seq_q": 1, "mask": Causal("bottom-right")}, 4),
+        ({"mask": Causal("bottom-right")}, 16),  # rows of different heads would see different keys
+        ({"heads_kv": 32}, 16),
+        ({"seq_q": 128}, 128),  # whole tiles already
+    ],
+)
+def test_heads_share_tiles_where_that_spares_some(changes, rows):
+    problem = make_problem((1, 32, 16, 128), torch.bfloat16, heads_kv=8, seq_kv=8192).with_(**changes)
+    program = SM90.program(problem, H200, SM90.configs(problem, H200)[0])
+    fields = program.launches[0].fields
+    assert fields["seq_q"] == rows
+    assert fields["heads"] * fields["seq_q"] == problem.heads_q * problem.seq_q
+    assert dict(program.views) == ({} if rows == problem.seq_q else dict.fromkeys(("q", "out"), (1, 8, rows, 128)))
+
+
+def test_heads_that_lie_apart_are_not_folded():
+    problem = make_problem((1, 32, 16, 128), torch.bfloat16, heads_kv=8, seq_kv=8192)
+    program = SM90.program(problem, H200, SM90.configs(problem, H200)[0])
+    assert program.unless_viewed.launches[0].fields["seq_q"] == 16
+    behind = torch.empty(1, 32, 16, 128)
+    apart = torch.empty(1, 16, 32, 128).transpose(1, 2)
+    assert run._viewed(program, {"q": behind, "out": behind})["q"].shape == (1, 8, 64, 128)
+    assert run._viewed(program, {"q": behind, "out": apart}) is None

@@ -1,0 +1,295 @@
+"""flash-attn's functions against a float64 reference written from its documentation, one score at a time.
+
+The reference shares nothing with the package: no mask, no bias and no softmax of ours.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from support import assert_close, budget
+from tilewise import InvalidInput, UnsupportedProblem
+from tilewise.integrations import flash_attn
+from tilewise.integrations.flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+
+
+def reference(q, k, v, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None):
+    """(out, lse) of q (seq_q, heads, dim) and k, v (seq_k, heads_k, dim): one sequence, in float64.
+
+    "If seqlen_q != seqlen_k, the causal mask is aligned to the bottom right corner"; "query at position i will only
+    attend to keys between [i + seqlen_k - seqlen_q - left, i + seqlen_k - seqlen_q + right] inclusive"; "a bias of
+    (-alibi_slope * |i + seqlen_k - seqlen_q - j|) is added"; "if the row of the mask is all zero, the output is zero".
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    seq_q, heads, dim = q.shape
+    seq_k, heads_k = k.shape[:2]
+    k, v = (x.repeat_interleave(heads // heads_k, dim=1) for x in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) * (scale or 1 / math.sqrt(dim))
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    left, right = window[0], 0 if causal else window[1]
+    i = torch.arange(seq_q)[:, None] + seq_k - seq_q
+    j = torch.arange(seq_k)[None, :]
+    if slopes is not None:
+        scores = scores - slopes.double()[:, None, None] * (i - j).abs()
+    hidden = torch.zeros(seq_q, seq_k, dtype=torch.bool)
+    if left >= 0:
+        hidden |= j < i - left
+    if right >= 0:
+        hidden |= j > i + right
+    scores = scores.masked_fill(hidden, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.where(hidden.all(-1, keepdim=True), 0.0, torch.softmax(scores, -1))
+    return torch.einsum("hij,jhd->ihd", weights, v), lse
+
+
+def batched_reference(q, k, v, slopes=None, **options):
+    per_batch = [None] * len(q) if slopes is None else slopes.expand(len(q), -1)
+    results = [reference(*parts, slopes=one, **options) for *parts, one in zip(q, k, v, per_batch, strict=True)]
+    return tuple(torch.stack(x) for x in zip(*results, strict=True))
+
+
+def packed_reference(q, k, v, cu_q, cu_k, slopes=None, **options):
+    per_batch = [None] * (len(cu_q) - 1) if slopes is None else slopes.expand(len(cu_q) - 1, -1)
+    results = [
+        reference(q[q0:q1], k[k0:k1], v[k0:k1], slopes=one, **options)
+        for (q0, q1), (k0, k1), one in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), per_batch, strict=True)
+    ]
+    outs, lses = zip(*results, strict=True)
+    return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def tensors(seq_q=13, seq_k=13, heads=4, heads_k=2, dim=16, dtype=torch.float32, batch=2, grad=False):
+    shapes = ((batch, seq_q, heads, dim), (batch, seq_k, heads_k, dim), (batch, seq_k, heads_k, dim))
+    return [torch.randn(shape, dtype=dtype).requires_grad_(grad) for shape in shapes]
+
+
+def alibi(heads, batch=0):
+    slopes = torch.tensor([2.0 ** (-1 - head) for head in range(heads)])
+    return slopes if not batch else slopes * torch.linspace(0.5, 2.0, batch)[:, None]
+
+
+LENGTHS = [(13, 13), (5, 13), (13, 5), (1, 9)]
+OPTIONS = [
+    {},
+    {"causal": True},
+    {"window_size": (3, 2)},
+    {"window_size": (3, -1)},
+    {"window_size": (-1, 2)},
+    {"window_size": (-1, 0)},
+    {"window_size": (3, 2), "causal": True},
+    {"softcap": 5.0, "causal": True},
+    {"softmax_scale": 0.3},
+]
+
+
+def for_reference(options):
+    renamed = {"window_size": "window", "softmax_scale": "scale"}
+    return {renamed.get(name, name): value for name, value in options.items()}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_flash_attn_func(lengths, options):
+    q, k, v = tensors(*lengths)
+    want, want_lse = batched_reference(q, k, v, **for_reference(options))
+    out, lse, dmask = flash_attn_func(q, k, v, **options, return_attn_probs=True)
+    assert dmask is None
+    assert_close(out, want, budget(q.dtype, 16))
+    assert_close(lse, want_lse, budget(q.dtype, 16), "lse")
+    assert_close(flash_attn_func(q, k, v, **options), want, budget(q.dtype, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (4, 0)}], ids=str)
+def test_dtypes(dtype, options):
+    q, k, v = tensors(dtype=dtype)
+    out = flash_attn_func(q, k, v, **options)
+    assert out.dtype == dtype
+    assert_close(out, batched_reference(q, k, v, **for_reference(options))[0], budget(dtype, 16))
+
+
+@pytest.mark.parametrize("batch", [0, 2], ids=["per head", "per batch and head"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (5, 1)}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_alibi(lengths, options, batch):
+    q, k, v = tensors(*lengths)
+    slopes = alibi(4, batch)
+    want, want_lse = batched_reference(q, k, v, slopes, **for_reference(options))
+    out, lse, _ = flash_attn_func(q, k, v, **options, alibi_slopes=slopes, return_attn_probs=True)
+    assert_close(out, want, budget(q.dtype, 16))
+    assert_close(lse, want_lse, budget(q.dtype, 16), "lse")
+
+
+def test_alibi_in_16_bits_keeps_biases_that_16_bits_could_not_hold():
+    """The first rows stand 200 keys before the first key. In bfloat16 such biases would be wrong by up to 1/2."""
+    q, k, v = tensors(300, 100, dtype=torch.bfloat16)
+    slopes = torch.full((4,), 0.7)
+    out = flash_attn_func(q, k, v, alibi_slopes=slopes)
+    assert out.dtype == torch.bfloat16
+    assert_close(out, batched_reference(q, k, v, slopes)[0], budget(torch.bfloat16, 100))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, {"window_size": (3, 2)}, {"softcap": 5.0}, {"alibi_slopes": alibi(4)}],
+    ids=["causal", "window", "softcap", "alibi"],
+)
+def test_gradients(options):
+    q, k, v = tensors(7, 13, grad=True)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    named = for_reference(options)
+    want, want_lse = batched_reference(*wide, named.pop("alibi_slopes", None), **named)
+    dout, dlse = torch.randn(want.shape), torch.randn(want_lse.shape)
+    wanted = torch.autograd.grad((want, want_lse), wide, (dout.double(), dlse.double()))
+    out, lse, _ = flash_attn_func(q, k, v, **options, return_attn_probs=True)
+    for name, got, other in zip("qkv", torch.autograd.grad((out, lse), (q, k, v), (dout, dlse)), wanted, strict=True):
+        assert_close(got, other, budget(torch.float32, 64), f"d{name}")
+
+
+def test_deterministic_is_no_obstacle_where_everything_is():
+    q, k, v = tensors(grad=True)
+    assert torch.equal(flash_attn_func(q, k, v, deterministic=True), flash_attn_func(q, k, v))
+
+
+def test_packed_forms_are_views_of_the_same_call():
+    q, k, v = tensors(heads_k=4)
+    want = flash_attn_func(q, k, v, causal=True)
+    packed = torch.stack((q, k, v), dim=2).requires_grad_()
+    assert torch.equal(flash_attn_qkvpacked_func(packed, causal=True), want)
+    assert torch.equal(flash_attn_kvpacked_func(q, torch.stack((k, v), dim=2), causal=True), want)
+    flash_attn_qkvpacked_func(packed, causal=True).sum().backward()
+    assert packed.grad is not None
+    assert packed.grad[:, :, 2].any()
+
+
+CU = torch.tensor([0, 5, 5, 12, 20], dtype=torch.int32)
+CU_LONGER = torch.tensor([0, 7, 9, 21, 24], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("cu_k", [CU, CU_LONGER], ids=["same lengths", "other lengths"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_varlen(options, cu_k):
+    q = torch.randn(20, 4, 16)
+    k, v = torch.randn(int(cu_k[-1]), 2, 16), torch.randn(int(cu_k[-1]), 2, 16)
+    want, want_lse = packed_reference(q, k, v, CU, cu_k, **for_reference(options))
+    out, lse, dmask = flash_attn_varlen_func(q, k, v, CU, cu_k, 8, 12, **options, return_attn_probs=True)
+    assert dmask is None
+    assert lse.shape == (4, 20)
+    assert_close(out, want, budget(q.dtype, 16))
+    assert_close(lse, want_lse, budget(q.dtype, 16), "lse")
+
+
+@pytest.mark.parametrize("batch", [0, 4], ids=["per head", "per sequence and head"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, 1)}], ids=str)
+def test_varlen_alibi(options, batch):
+    q, k, v = torch.randn(20, 4, 16), torch.randn(24, 2, 16), torch.randn(24, 2, 16)
+    slopes = alibi(4, batch)
+    want, want_lse = packed_reference(q, k, v, CU, CU_LONGER, slopes, **for_reference(options))
+    out, lse, _ = flash_attn_varlen_func(
+        q, k, v, CU, CU_LONGER, 8, 12, **options, alibi_slopes=slopes, return_attn_probs=True
+    )
+    assert_close(out, want, budget(q.dtype, 16))
+    assert_close(lse, want_lse, budget(q.dtype, 16), "lse")
+
+
+def test_varlen_packed_forms_and_gradients():
+    q, k, v = (torch.randn(20, 4, 16, requires_grad=True) for _ in range(3))
+    out = flash_attn_varlen_func(q, k, v, CU, CU, 8, 8, causal=True)
+    qkv, kv = torch.stack((q, k, v), dim=1), torch.stack((k, v), dim=1)
+    assert torch.equal(flash_attn_varlen_qkvpacked_func(qkv, CU, 8, causal=True), out)
+    assert torch.equal(flash_attn_varlen_kvpacked_func(q, kv, CU, CU, 8, 8, causal=True), out)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    want, _ = packed_reference(*wide, CU, CU, causal=True)
+    dout = torch.randn(out.shape)
+    wanted = torch.autograd.grad(want, wide, dout.double())
+    for name, got, other in zip("qkv", torch.autograd.grad(out, (q, k, v), dout), wanted, strict=True):
+        assert_close(got, other, budget(torch.float32, 64), f"d{name}")
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (200, 200)}], ids=str)
+def test_dropout_keeps_the_mean_and_drops_the_share(options):
+    """With v = 1 an output is the sum of the weights kept, each scaled up: its mean is 1."""
+    q, k, _ = tensors(400, 400, dim=8)
+    v = torch.ones(2, 400, 2, 8)
+    out = flash_attn_func(q, k, v, dropout_p=0.25, **options)
+    assert not torch.allclose(out, torch.ones_like(out))
+    rows = out[..., 0].double()  # a row's columns share its weights
+    assert abs(rows.mean() - 1) <= 5 * rows.std() / rows.numel() ** 0.5  # five standard errors
+
+
+def test_dropout_with_alibi_and_packed_sequences():
+    q, k, v = torch.randn(20, 4, 16), torch.randn(20, 2, 16), torch.ones(20, 2, 16)
+    out = flash_attn_varlen_func(q, k, v, CU, CU, 8, 8, dropout_p=0.5, alibi_slopes=alibi(4), causal=True)
+    first_rows = out[CU[:-1].unique().long()]  # a sequence's first query sees one key: kept and doubled, or dropped
+    assert set(first_rows.unique().tolist()) <= {0.0, 2.0}
+
+
+SIGNATURES = {
+    "flash_attn_func": "q k v",
+    "flash_attn_kvpacked_func": "q kv",
+    "flash_attn_qkvpacked_func": "qkv",
+    "flash_attn_varlen_func": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
+    "flash_attn_varlen_kvpacked_func": "q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
+    "flash_attn_varlen_qkvpacked_func": "qkv cu_seqlens max_seqlen",
+}
+DEFAULTS = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "deterministic": False,
+    "return_attn_probs": False,
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_the_signatures_of_flash_attn_2_8(name):
+    parameters = inspect.signature(getattr(flash_attn, name)).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty]
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    assert required == SIGNATURES[name].split()
+    assert list(defaults.items())[:8] == list(DEFAULTS.items())
+    assert list(defaults)[8:] == (["block_table"] if name == "flash_attn_varlen_func" else [])
+
+
+def refused():
+    q, k, v = tensors()
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    cu = torch.tensor([0, 13, 26])
+    return {
+        "paged": (lambda: flash_attn_varlen_func(*flat, cu, cu, 13, 13, block_table=cu), UnsupportedProblem),
+        "softcap with dropout": (lambda: flash_attn_func(q, k, v, 0.1, softcap=5.0), UnsupportedProblem),
+        "probs with dropout": (lambda: flash_attn_func(q, k, v, 0.1, return_attn_probs=True), UnsupportedProblem),
+        "three dimensions": (lambda: flash_attn_func(*flat), InvalidInput),
+        "four dimensions": (lambda: flash_attn_varlen_func(q, k, v, cu, cu, 13, 13), InvalidInput),
+        "heads": (lambda: flash_attn_func(q[:, :, :3], k, v), InvalidInput),
+        "window": (lambda: flash_attn_func(q, k, v, window_size=4), InvalidInput),
+        "slopes": (lambda: flash_attn_func(q, k, v, alibi_slopes=alibi(3)), InvalidInput),
+        "kv": (lambda: flash_attn_kvpacked_func(q, q), InvalidInput),
+        "qkv": (lambda: flash_attn_qkvpacked_func(torch.stack((q, q), 2)), InvalidInput),
+        "offsets": (lambda: flash_attn_varlen_func(*flat, cu[:1], cu, 13, 13), InvalidInput),
+        "offsets that end early": (lambda: flash_attn_varlen_func(*flat, cu - 1, cu, 13, 13), InvalidInput),
+        "longest": (lambda: flash_attn_varlen_func(*flat, cu, cu, 12, 13), InvalidInput),
+    }
+
+
+@pytest.mark.parametrize("case", refused())
+def test_what_is_refused_says_what_to_do(case):
+    call, error = refused()[case]
+    with pytest.raises(error, match="What to do"):
+        call()

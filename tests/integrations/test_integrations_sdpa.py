@@ -1,0 +1,795 @@
+"""The SDPA override: everything reaches it, what it does not take is PyTorch's own result, and it leaves no trace."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import warnings
+from collections import Counter
+from contextlib import nullcontext
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as imported_early
+from torch.utils.checkpoint import checkpoint
+
+import tilewise
+from support import assert_close, budget
+from tilewise import InvalidInput, UnsupportedProblem
+from tilewise.hook import dispatcher
+from tilewise.integrations.sdpa import FallbackWarning, sdpa
+
+BUDGET = budget(torch.float32, 64)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_report(override_kernel):
+    sdpa.clear()
+    yield
+    assert not is_in_force(), "a test left the override in force"
+
+
+def is_in_force() -> bool:
+    return dispatcher.holders > 0
+
+
+def outcomes() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for entry in sdpa.report():
+        found[entry.outcome] += entry.calls
+    sdpa.clear()
+    return found
+
+
+def inputs(*shape: int, grad: bool = False) -> list[torch.Tensor]:
+    return [torch.randn(*(shape or (2, 4, 16, 8))).requires_grad_(grad) for _ in range(3)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What reaches it
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        F.scaled_dot_product_attention,
+        imported_early,
+        torch.ops.aten.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention.default,
+        torch._C._nn.scaled_dot_product_attention,
+    ],
+)
+def test_every_name_of_the_operator_is_caught(call):
+    q, k, v = inputs()
+    want = call(q, k, v, None, 0.0, True)
+    with sdpa(backend="tiled"):
+        got = call(q, k, v, None, 0.0, True)
+    assert outcomes() == {"taken": 1}
+    assert_close(got, want, BUDGET)
+
+
+def test_multihead_attention_and_the_transformer_encoder():
+    x = torch.randn(2, 10, 32)
+    attention = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2)
+    want = attention(x, x, x, need_weights=False)[0], encoder(x)
+    with sdpa(backend="tiled"):
+        got = attention(x, x, x, need_weights=False)[0], encoder(x)
+    assert outcomes() == {"taken": 3}
+    assert_close(got[0], want[0], BUDGET)
+    assert_close(got[1], want[1], BUDGET)
+
+
+def test_the_encoders_inference_fast_path_is_not_an_sdpa_call_until_it_is_switched_off():
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(2, 10, 32)
+    with torch.no_grad(), sdpa(backend="tiled"):
+        want = encoder(x)
+        assert not outcomes()
+        before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            got = encoder(x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
+    assert outcomes() == {"taken": 2}
+    assert_close(got, want, BUDGET)
+
+
+def test_gradients_of_a_taken_call():
+    q, k, v = inputs(grad=True)
+    mask = torch.rand(16, 16) < 0.7
+    dout = torch.randn(2, 4, 16, 8)
+    want = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, mask), (q, k, v), dout)
+    with sdpa(backend="tiled"):
+        got = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, mask), (q, k, v), dout)
+    assert outcomes() == {"taken": 1}
+    for one, other in zip(got, want, strict=True):
+        assert_close(one, other, BUDGET)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_compiled_graph_holds_our_operator(grad):
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True) * 2
+
+    q, k, v = inputs(grad=grad)
+    want = attend(q, k, v)
+    torch.compiler.reset()
+    with sdpa(backend="tiled"):
+        got = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert set(outcomes()) == {"taken"}
+    assert_close(got, want, BUDGET)
+    if grad:
+        dout = torch.randn_like(want)
+        wanted = torch.autograd.grad(want, (q, k, v), dout)
+        for one, other in zip(torch.autograd.grad(got, (q, k, v), dout), wanted, strict=True):
+            assert_close(one, other, BUDGET)
+
+
+def test_compiling_outside_a_block_and_inside_one_do_not_decide_for_each_other():
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def traced(context) -> str:
+        graphs = []
+        torch.compiler.reset()
+        with context:
+            torch.compile(attend, fullgraph=True, backend=aot_autograd(fw_compiler=lambda g, _: graphs.append(g) or g))(
+                *inputs()
+            )
+        return graphs[0].code
+
+    for _ in range(2):
+        assert "tilewise" not in traced(nullcontext())
+        assert "tilewise.attention" in traced(sdpa(backend="tiled"))
+
+
+def test_compiled_with_dynamic_lengths_one_graph_plans_at_run_time():
+    graphs = 0
+
+    def count(graph, example_inputs):
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    attend = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), dynamic=True, backend=count)
+    torch.compiler.reset()
+    with sdpa():
+        for length in (5, 9, 14):
+            q = torch.randn(1, 2, length, 8)
+            assert_close(attend(q), tilewise.attention(q, q, q), BUDGET)
+    assert graphs == 1
+    assert outcomes()["taken"]
+
+
+def test_a_condition_on_lengths_specialises_a_dynamic_graph():
+    attend = torch.compile(
+        lambda q: F.scaled_dot_product_attention(q, q, q), dynamic=True, fullgraph=True, backend="aot_eager"
+    )
+    torch.compiler.reset()
+    short, long = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 50, 8)
+    with sdpa(when=lambda problem: problem.seq_q > 10, backend="tiled"):
+        assert_close(attend(short), tilewise.attention(short, short, short), BUDGET)
+        assert set(outcomes()) == {"left"}
+        assert_close(attend(long), tilewise.attention(long, long, long), BUDGET)
+        assert set(outcomes()) == {"taken"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What goes to PyTorch
+
+
+def test_where_pytorchs_choice_is_the_plan_its_kernel_runs_untouched():
+    q, k, v = inputs(grad=True)
+    with sdpa():
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+        again = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+    assert "FlashAttentionForCpu" in type(out.grad_fn).__name__
+    assert torch.equal(out, again)
+    (entry,) = sdpa.report()
+    assert (entry.outcome, entry.calls) == ("left", 2)
+    assert "torch-flash" in entry.because
+    assert "2x left" in str(entry)
+
+
+def test_what_pytorch_serves_badly_is_taken():
+    """Three dimensions go to PyTorch's math before 2.14, a fused kernel takes them here."""
+    if tilewise.Target.of("cpu").torch >= (2, 14):
+        pytest.skip("this PyTorch has a fused kernel for 3-D inputs")
+    q, k, v = inputs(4, 16, 8)
+    want = F.scaled_dot_product_attention(q, k, v)
+    with sdpa():
+        got = F.scaled_dot_product_attention(q, k, v)
+    (entry,) = sdpa.report()
+    assert (entry.outcome, entry.because.split(":")[0]) == ("taken", "torch-flash")
+    assert got.shape == want.shape
+    assert_close(got, want, BUDGET)
+
+
+def broadcast_heads():
+    q, k, v = inputs()
+    return (q, k[:, :1], v[:, :1]), {}
+
+
+def mask_that_requires_grad():
+    return inputs(), {"attn_mask": torch.zeros(16, 16, requires_grad=True)}
+
+
+def five_dims():
+    return inputs(2, 2, 4, 16, 8), {}
+
+
+def mask_of_another_dtype():
+    return inputs(), {"attn_mask": torch.zeros(16, 16, dtype=torch.float64)}
+
+
+def integer_inputs():
+    return [torch.ones(1, 1, 4, 8, dtype=torch.int32)] * 3, {}
+
+
+def mismatched_heads():
+    q, k, v = inputs()
+    return (q, k[:, :3], v[:, :3]), {}
+
+
+FALLBACKS = [broadcast_heads, mask_that_requires_grad, five_dims, mask_of_another_dtype, integer_inputs]
+
+
+@pytest.mark.parametrize("make", [*FALLBACKS, mismatched_heads])
+def test_a_fallback_is_pytorchs_own_answer_with_the_reason_on_record(make):
+    arguments, options = make()
+
+    def ask():
+        try:
+            return F.scaled_dot_product_attention(*arguments, **options)
+        except (RuntimeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    want = ask()
+    with sdpa():
+        got = ask()
+    assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
+    (entry,) = sdpa.report()
+    assert entry.outcome == "fallback"
+    assert entry.because
+
+
+def test_on_fallback_warns_at_the_callers_line_or_raises():
+    q, k, v = inputs(2, 2, 4, 16, 8)
+    with sdpa(on_fallback="warn"), pytest.warns(FallbackWarning, match="5 dimensions") as caught:
+        F.scaled_dot_product_attention(q, k, v)
+    assert caught[0].filename == __file__
+    with sdpa(on_fallback="error"), pytest.raises(UnsupportedProblem, match=r"5 dimensions.*\n.*What to do"):
+        F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("on_fallback", ["warn", "error"])
+def test_what_is_left_by_plan_or_by_wish_is_no_fallback(on_fallback):
+    q, k, v = inputs()
+    with sdpa(on_fallback=on_fallback):
+        F.scaled_dot_product_attention(q, k, v)
+    with sdpa(on_fallback=on_fallback, when=lambda problem: False):
+        F.scaled_dot_product_attention(q, k, v)
+    with sdpa(on_fallback=on_fallback, backend="tiled"), sdpa_kernel(SDPBackend.MATH):
+        F.scaled_dot_product_attention(q, k, v)
+    assert outcomes() == {"left": 3}
+
+
+def test_a_named_backend_that_refuses_is_a_fallback_with_its_reasons():
+    q, k, v = inputs()
+    with sdpa(backend="tiled", on_fallback="error"), pytest.raises(UnsupportedProblem, match="dropout") as raised:
+        F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    assert raised.value.problem.dropout == 0.5
+
+
+def test_when_limits_it_and_sees_the_whole_problem():
+    seen = []
+
+    def condition(problem):
+        seen.append(problem)
+        return problem.needs_grad
+
+    q, k, v = inputs()
+    with sdpa(when=condition, backend="tiled"):
+        F.scaled_dot_product_attention(q, k, v)
+        F.scaled_dot_product_attention(q, k, v)
+        assert outcomes() == {"left": 2}
+        F.scaled_dot_product_attention(q, k.requires_grad_(), v)
+        assert outcomes() == {"taken": 1}
+        with torch.no_grad():
+            F.scaled_dot_product_attention(q, k, v)
+        assert outcomes() == {"left": 1}
+    assert len(seen) == 3, "equal Problems are asked about once"
+
+
+def test_sdpa_kernel_is_respected_also_when_one_kernel_is_merely_switched_off():
+    q, k, v = inputs(4, 16, 8)
+    with sdpa(), sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION]):
+        F.scaled_dot_product_attention(q, k, v)
+        assert set(outcomes()) == {"left"}
+    with sdpa(backend="tiled"), sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION]):
+        F.scaled_dot_product_attention(q, k, v)
+        assert outcomes() == {"taken": 1}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# PyTorch's machinery around it
+
+
+def test_dropout_does_not_recurse_and_draws_as_pytorch_does():
+    q, k, v = inputs()
+    torch.manual_seed(3)
+    want = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+    for rule in (sdpa(), sdpa(backend="torch-math")):
+        torch.manual_seed(3)
+        with rule:
+            assert_close(F.scaled_dot_product_attention(q, k, v, dropout_p=0.3), want, BUDGET)
+        torch.manual_seed(3)
+        with rule:
+            assert_close(tilewise.attention(q, k, v, dropout=0.3), want, BUDGET)
+
+
+def test_our_own_namesake_inside_a_block():
+    q, k, v = inputs(2, 2, 4, 16, 8)
+    want = F.scaled_dot_product_attention(q, k, v)
+    with sdpa():
+        assert torch.equal(tilewise.scaled_dot_product_attention(q, k, v), want)
+
+
+def test_autocast_casts_before_we_see_it():
+    q, k, v = inputs()
+    with torch.autocast("cpu", torch.bfloat16), sdpa(backend="tiled"):
+        out = F.scaled_dot_product_attention(q, k, v)
+    (entry,) = sdpa.report()
+    assert out.dtype == torch.bfloat16
+    assert entry.problem.startswith("bfloat16")
+
+
+def test_inference_mode():
+    q, k, v = inputs()
+    with torch.inference_mode(), sdpa(backend="tiled"):
+        out = F.scaled_dot_product_attention(q, k, v)
+    assert outcomes() == {"taken": 1}
+    assert_close(out, F.scaled_dot_product_attention(q, k, v), BUDGET)
+
+
+def test_functorch_transforms_stay_right():
+    q, k, v = inputs(3, 2, 16, 8)
+    loss = lambda q: F.scaled_dot_product_attention(q, k, v).square().sum()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")  # PyTorch has no batching rule on a CPU
+        batched = lambda: torch.func.vmap(F.scaled_dot_product_attention)(q, k, v)
+        want = torch.func.grad(loss)(q), batched()
+        with sdpa(backend="tiled"):
+            F.scaled_dot_product_attention(q, k, v)  # "taken", and remembered as such
+            got = torch.func.grad(loss)(q), batched()
+    for one, other in zip(got, want, strict=True):
+        assert_close(one, other, BUDGET)
+
+
+def test_forward_mode_ad_is_what_it_is_without_us():
+    q, k, v = inputs()
+    with sdpa(backend="tiled"), sdpa_kernel(SDPBackend.MATH), torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        tangent = torch.autograd.forward_ad.unpack_dual(F.scaled_dot_product_attention(dual, k, v)).tangent
+    _, want = torch.func.jvp(lambda q: tilewise.attention(q, k, v), (q,), (torch.ones_like(q),))
+    assert_close(tangent, want, BUDGET)
+    with sdpa(backend="tiled"), torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="forward AD"):  # PyTorch's own refusal, and no lost tangent
+            F.scaled_dot_product_attention(dual, k, v)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_pytorchs():
+    parts = [torch.randn(3, 2, 8), torch.randn(5, 2, 8)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    want = F.scaled_dot_product_attention(nested, nested, nested)
+    with sdpa(backend="tiled"):
+        got = F.scaled_dot_product_attention(nested, nested, nested)
+    assert torch.equal(got.values(), want.values())
+
+
+class Labelled(torch.Tensor):
+    """A subclass that watches operators at the dispatcher, as DTensor does."""
+
+    seen: ClassVar[list[str]] = []
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func.name())
+        unwrap = lambda x: x.inner if isinstance(x, cls) else x
+        return func(*map(unwrap, args), **(kwargs or {}))
+
+
+def test_a_tensor_subclass_keeps_its_own_idea_of_attention():
+    q, k, v = inputs()
+    with sdpa(backend="tiled"):
+        F.scaled_dot_product_attention(Labelled(q), Labelled(k), Labelled(v))
+    fallbacks = [entry for entry in sdpa.report() if entry.outcome == "fallback"]
+    assert "Labelled" in fallbacks[0].because
+    assert any("scaled_dot_product" in name for name in Labelled.seen)
+
+
+def test_out_lies_in_memory_as_pytorchs_does():
+    contiguous = inputs(2, 4, 16, 8)
+    transposed = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in contiguous]
+    rule = sdpa(backend="tiled")
+    for tensors in (contiguous, transposed):
+        want = F.scaled_dot_product_attention(*tensors)
+        with rule:
+            assert F.scaled_dot_product_attention(*tensors).stride() == want.stride()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is remembered of one call must be right for the next
+
+
+def test_a_mask_that_starts_to_need_a_gradient_gets_it():
+    q, k, v = inputs(4, 16, 8)
+    mask = torch.zeros(16, 16, requires_grad=True)
+    for rule in (sdpa(), sdpa(backend="tiled")):
+        with rule:
+            with torch.no_grad():
+                F.scaled_dot_product_attention(q, k, v, mask)
+                assert outcomes()
+            (grad,) = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, mask).square().sum(), mask)
+        assert grad.any()
+
+
+def test_a_key_that_starts_to_need_a_gradient_gets_it():
+    q, k, v = inputs(4, 16, 8)
+    with sdpa():
+        F.scaled_dot_product_attention(q, k, v)
+        (grad,) = torch.autograd.grad(F.scaled_dot_product_attention(q, k.requires_grad_(), v).square().sum(), k)
+    assert grad.any()
+
+
+def test_strides_that_a_named_backend_refuses_after_strides_that_it_takes():
+    q, k, v = inputs()
+    with sdpa(backend="torch-flash"):
+        want = F.scaled_dot_product_attention(q, k, v)
+        got = F.scaled_dot_product_attention(q, scattered(k), v)
+    assert outcomes() == {"taken": 1, "fallback": 1}
+    assert_close(got, want, BUDGET)
+
+
+@pytest.fixture(params=["guards", "signatures"])
+def _how_calls_are_recognised(request, monkeypatch):
+    """By PyTorch's guards, and as on a release that has none."""
+    if request.param == "signatures":
+        monkeypatch.setattr("tilewise.integrations.sdpa.decision._TensorGuards", None)
+    else:
+        from tilewise.integrations.sdpa.decision import _TensorGuards
+
+        assert _TensorGuards is not None, "this release has guards, and they are worth a microsecond"
+
+
+def moved_by_one_element(tensor):
+    """The same values and strides, 4 bytes off a multiple of 16."""
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+def scattered(tensor):
+    return tensor.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+CHANGES = {
+    "query's shape": lambda q, k, v: ((q[:, :, :8], k, v), {}),
+    "key's length": lambda q, k, v: ((q, k[:, :, :8], v[:, :, :8]), {}),
+    "value's width": lambda q, k, v: ((q, k, v[..., :4]), {}),
+    "dtype": lambda q, k, v: ((q.double(), k.double(), v.double()), {}),
+    "strides": lambda q, k, v: ((q, scattered(k), v), {}),
+    "alignment": lambda q, k, v: ((q, moved_by_one_element(k), v), {}),
+    "gradient": lambda q, k, v: ((q, k, v.clone().requires_grad_()), {}),
+    "causal": lambda q, k, v: ((q, k, v), {"is_causal": True}),
+    "scale": lambda q, k, v: ((q, k, v), {"scale": 0.3}),
+    "dropout": lambda q, k, v: ((q, k, v), {"dropout_p": 0.1}),
+    "mask": lambda q, k, v: ((q, k, v), {"attn_mask": torch.ones(16, 16, dtype=torch.bool)}),
+    "another mask": lambda q, k, v: ((q, k, v), {"attn_mask": torch.zeros(16, 16)}),
+    "a mask for all rows": lambda q, k, v: ((q, k, v), {"attn_mask": torch.ones(1, 16, dtype=torch.bool)}),
+}
+
+
+@pytest.mark.usefixtures("_how_calls_are_recognised")
+def test_a_condition_is_asked_about_every_change_and_never_twice():
+    seen = []
+    q, k, v = inputs()
+    changed = [change(q, k, v) for change in CHANGES.values()]
+    with sdpa(when=seen.append):
+        for arguments, options in changed * 2:
+            F.scaled_dot_product_attention(q, k, v)
+            F.scaled_dot_product_attention(*arguments, **options)
+            F.scaled_dot_product_attention(*arguments, **options)
+    assert len(seen) == len(set(seen)) == 1 + len(changed)
+    assert outcomes() == {"left": 6 * len(changed)}
+
+
+@pytest.mark.usefixtures("_how_calls_are_recognised")
+@pytest.mark.parametrize("mask", [None, torch.ones(16, 16, dtype=torch.bool)], ids=["plain", "masked"])
+def test_a_condition_is_asked_anew_under_deterministic_algorithms(mask):
+    seen = []
+    q, k, v = inputs()
+    with sdpa(when=lambda problem: seen.append(problem.deterministic)):
+        for deterministic in (False, True, False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            try:
+                F.scaled_dot_product_attention(q, k, v, mask)
+            finally:
+                torch.use_deterministic_algorithms(False)
+    assert seen == [False, True]
+
+
+@pytest.mark.usefixtures("_how_calls_are_recognised")
+def test_calls_that_take_turns_are_each_counted_on_their_own_line():
+    q, k, v = inputs()
+    short, mask = k[:, :, :5], torch.ones(16, 16, dtype=torch.bool)
+    with sdpa():
+        for _ in range(3):
+            F.scaled_dot_product_attention(q, k, v)
+            F.scaled_dot_product_attention(q, short, short)
+            F.scaled_dot_product_attention(q, k, v, mask)
+            F.scaled_dot_product_attention(q, k, v[..., :4])
+    assert [(entry.outcome, entry.calls) for entry in sdpa.report()] == [("left", 3)] * 4
+
+
+@pytest.mark.usefixtures("_how_calls_are_recognised")
+def test_one_tensor_in_several_roles_is_a_call_like_others():
+    q, k, v = inputs()
+    with sdpa(when=lambda problem: False):
+        for arguments in ((q, q, q), (q, k, v), (q, k, k), (q, q, q)):
+            want = torch._C._nn.scaled_dot_product_attention(*arguments)
+            assert torch.equal(F.scaled_dot_product_attention(*arguments), want)
+    assert [(entry.outcome, entry.calls) for entry in sdpa.report()] == [("left", 8)]
+
+
+@pytest.mark.usefixtures("_how_calls_are_recognised")
+def test_what_is_taken_again_and_again_still_heeds_pytorchs_state():
+    q, k, v = inputs()
+    with sdpa(backend="tiled"):
+        for context in (nullcontext(), nullcontext(), sdpa_kernel(SDPBackend.MATH), nullcontext()):
+            with context:
+                F.scaled_dot_product_attention(q, k, v)
+        with torch.inference_mode():
+            F.scaled_dot_product_attention(q, k, v)
+            F.scaled_dot_product_attention(q, k, v)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+            with pytest.raises(NotImplementedError, match="forward AD"):
+                F.scaled_dot_product_attention(dual, k, v)
+    assert outcomes() == {"taken": 5, "left": 1, "fallback": 1}
+
+
+@pytest.mark.usefixtures("_how_calls_are_recognised")
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_subclass_is_not_mistaken_for_the_tensor_seen_before(masked):
+    q, k, v = inputs()
+    mask = torch.zeros(16, 16) if masked else None
+    Labelled.seen.clear()
+    for rule in (sdpa(), sdpa(when=lambda problem: False)):
+        with rule:
+            for key in (k, Labelled(k), k, Labelled(k)):
+                F.scaled_dot_product_attention(q, key, v, mask)
+        assert outcomes()["fallback"] == 2
+    assert Labelled.seen
+
+
+def test_parameters_are_remembered_like_other_tensors():
+    seen = []
+    q, k, v = map(torch.nn.Parameter, inputs())
+    with sdpa(when=seen.append):
+        for _ in range(3):
+            F.scaled_dot_product_attention(q, k, v)
+    assert len(seen) == 1
+    assert outcomes() == {"left": 3}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scope
+
+
+def test_it_is_gone_afterwards_also_after_an_error():
+    q, k, v = inputs()
+    tag = torch.compiler.config.cache_key_tag
+    with sdpa():
+        assert is_in_force()
+        assert torch.compiler.config.cache_key_tag != tag, "compiled graphs must not be cached under the same name"
+    with pytest.raises(ZeroDivisionError), sdpa():
+        raise ZeroDivisionError
+    assert not is_in_force()
+    assert torch.compiler.config.cache_key_tag == tag
+    F.scaled_dot_product_attention(q, k, v)
+    assert not outcomes()
+
+
+def test_the_innermost_block_wins_and_the_outer_one_returns():
+    q, k, v = inputs()
+    outer, inner = sdpa(backend="tiled"), sdpa(when=lambda problem: False)
+    with outer:
+        with inner:
+            assert sdpa.rule is inner
+            F.scaled_dot_product_attention(q, k, v)
+            with outer:
+                F.scaled_dot_product_attention(q, k, v)
+            F.scaled_dot_product_attention(q, k, v)
+        assert sdpa.rule is outer
+        F.scaled_dot_product_attention(q, k, v)
+    assert sdpa.rule is None
+    assert outcomes() == {"taken": 2, "left": 2}
+
+
+def test_enable_is_for_the_process_and_a_block_is_an_exception_to_it():
+    q, k, v = inputs()
+    sdpa.enable(backend="tiled")
+    try:
+        in_thread(lambda: F.scaled_dot_product_attention(q, k, v))
+        assert outcomes() == {"taken": 1}
+        with sdpa(when=lambda problem: False):
+            F.scaled_dot_product_attention(q, k, v)
+            assert outcomes() == {"left": 1}
+    finally:
+        sdpa.disable()
+    F.scaled_dot_product_attention(q, k, v)
+    assert not outcomes()
+
+
+def in_thread(work):
+    """Run work in another thread, and raise here what it raised there."""
+    caught = []
+
+    def run():
+        try:
+            work()
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if caught:
+        raise caught[0]
+
+
+def test_another_thread_does_not_see_a_block():
+    q, k, v = inputs()
+    with sdpa(backend="tiled"):
+        in_thread(lambda: F.scaled_dot_product_attention(q, k, v))
+        assert not outcomes()
+        F.scaled_dot_product_attention(q, k, v)
+        assert outcomes() == {"taken": 1}
+
+
+def test_threads_come_and_go_independently():
+    """The dispatcher is shared: the last block to end puts the override out of force, and none before."""
+    q, k, v = inputs()
+    start = threading.Barrier(8)
+    wrong = []
+
+    def work(backend):
+        start.wait()
+        for _ in range(20):
+            with sdpa(backend=backend) as rule:
+                if sdpa.rule is not rule or not is_in_force():
+                    wrong.append(backend)
+                F.scaled_dot_product_attention(q, k, v)
+
+    threads = [threading.Thread(target=work, args=(backend,)) for backend in ("tiled", "reference") * 4]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert set(outcomes()) == {"taken"}
+
+
+def test_asyncio_tasks_do_not_see_each_others_blocks():
+    async def with_block(entered, checked):
+        with sdpa(backend="tiled"):
+            entered.set()
+            await checked.wait()
+            return sdpa.rule is not None
+
+    async def without(entered, checked):
+        await entered.wait()
+        try:
+            return sdpa.rule is None
+        finally:
+            checked.set()
+
+    async def both():
+        entered, checked = asyncio.Event(), asyncio.Event()
+        return await asyncio.gather(with_block(entered, checked), without(entered, checked))
+
+    assert asyncio.run(both()) == [True, True]
+
+
+def test_a_checkpoint_recomputes_under_the_rule_of_its_backward():
+    q, k, v = inputs(grad=True)
+    with sdpa(backend="tiled"):
+        checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=False).sum().backward()
+    assert outcomes() == {"taken": 2}
+    assert q.grad is not None
+
+
+def test_autograds_device_threads_inherit_the_block_in_which_backward_was_called():
+    """PyTorch hands its device threads the caller's state; here a thread is given it in the same way."""
+    from tilewise.hook.dispatch import _HANDED, _TORCH_HANDS_THE_CONTEXT
+
+    found = []
+    erase = getattr(torch._C, "_remove_obj_from_tls", lambda key: torch._C._stash_obj_in_tls(key, None))
+
+    def device_thread(handed):
+        torch._C._stash_obj_in_tls(_HANDED, handed)
+        found.append(sdpa.rule)
+        erase(_HANDED)
+
+    def state():
+        return contextvars.copy_context() if _TORCH_HANDS_THE_CONTEXT else torch._C._get_obj_in_tls(_HANDED)
+
+    with sdpa() as rule:
+        with sdpa(backend="tiled") as inner:
+            handed = [state()]
+        handed.append(state())
+    for one in handed:
+        in_thread(lambda one=one: device_thread(one))
+    assert found == [inner, rule]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad use, and the record
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"when": True}, {"on_fallback": "shout"}, {"on_fallback": None}, {"backend": "fastest"}]
+)
+@pytest.mark.parametrize("entry", [sdpa, sdpa.enable], ids=["block", "enable"])
+def test_wrong_arguments(entry, arguments):
+    with pytest.raises(InvalidInput, match="What to do"):
+        entry(**arguments)
+
+
+def test_enable_twice_and_disable_without_enable():
+    with pytest.raises(InvalidInput, match="without enable"):
+        sdpa.disable()
+    sdpa.enable()
+    try:
+        with pytest.raises(InvalidInput, match="second call"):
+            sdpa.enable()
+    finally:
+        sdpa.disable()
+    with pytest.raises(InvalidInput, match="without enable"):
+        sdpa.disable()
+
+
+def test_a_block_must_end_where_it_began():
+    outer, inner = sdpa(), sdpa()
+    with outer, inner:
+        with pytest.raises(InvalidInput, match="reverse order"):
+            outer.__exit__(None, None, None)
+        with pytest.raises(InvalidInput, match="reverse order"):
+            in_thread(lambda: inner.__exit__(None, None, None))
+
+
+def test_the_record_is_bounded():
+    q = torch.randn(1, 1, 300, 8)
+    with sdpa():
+        for length in range(1, 300):
+            F.scaled_dot_product_attention(q[:, :, :length], q, q)
+    assert 200 < len(sdpa.report()) <= 256

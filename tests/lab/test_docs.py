@@ -1,0 +1,272 @@
+"""The documents' tables and plots come from records, and these documents' tables and plots from these records."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tilewise.errors import InvalidInput
+from tilewise.lab.commands.app import app
+from tilewise.lab.measure.compare import VERIFIED, Comparison, Outcome, Settings
+from tilewise.lab.render import docs, plots
+from tilewise.lab.studies import bench, records, suites
+
+ROOT = Path(__file__).parents[2]
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+def made_up(
+    name: str = "forward", date: str = "2026-01-02T03:04:05+00:00", gpu: str = "NVIDIA H200", rounds: int = 7
+) -> dict[str, Any]:
+    """A record of a suite as if it had run: ours twice as fast as PyTorch's, flash refusing, quadratic in length."""
+    errors = {"out": {"norm": 2e-3, "worst_row": 3e-3}}
+    done = []
+    for row in suites.SUITES[name]:
+        seconds = 1e-9 * row.problem.seq_q
+        outcomes = [Outcome(candidate, VERIFIED, errors=errors) for candidate in row.candidates]
+        outcomes[0].memory = 1 << 20
+        for outcome in outcomes:
+            setattr(outcome, row.timed[0], [[seconds if outcome is outcomes[0] else 2 * seconds]] * rounds)
+        outcomes[-1] = Outcome(row.candidates[-1], "refused", ["too tall"])
+        done.append(Comparison(row, outcomes))
+    record = bench.record(name, done, Settings(), ["tilewise", "bench"])
+    record["provenance"] |= {"date": date, "gpus": [{"name": gpu}]}
+    return json.loads(json.dumps(record))  # type: ignore[no-any-return]
+
+
+def checkout(folder: Path, *found: dict[str, Any], text: str = "") -> Path:
+    (folder / bench.RESULTS).mkdir(parents=True)
+    (folder / "docs").mkdir()
+    for number, record in enumerate(found):
+        (folder / bench.RESULTS / f"{number}.json").write_text(json.dumps(record))
+    (folder / bench.RESULTS / "other.json").write_text('{"kind": "something else"}')
+    (folder / bench.RESULTS / "broken.json").write_text("{")
+    (folder / "README.md").write_text(text)
+    return folder
+
+
+def test_our_tables_and_plots_are_those_of_the_records() -> None:
+    """Run `make docs` if this fails."""
+    assert docs.pages(ROOT)
+    assert [page.path.name for page in docs.pages(ROOT) if page.stale] == []
+    assert docs.stale_plots(ROOT) == []
+
+
+def test_the_newest_whole_record_of_the_suite_and_gpu_is_cited(tmp_path: Path) -> None:
+    part = made_up(date="2026-09-09T00:00:00+00:00")
+    part["rows"], part["whole"] = part["rows"][:3], False
+    stopped = made_up(date="2026-08-08T00:00:00+00:00") | {"complete": False}
+    other = made_up(date="2026-07-07T00:00:00+00:00", gpu="NVIDIA A100")
+    new, old = made_up(date="2026-02-02T00:00:00+00:00"), made_up()
+    kept = records.read_all(checkout(tmp_path, part, stopped, other, new, old) / bench.RESULTS)
+    assert len(kept) == 5
+    assert records.newest(kept, "forward", "h200").date == new["provenance"]["date"]  # type: ignore[union-attr]
+    assert records.newest(kept, "forward").device == "NVIDIA A100"  # type: ignore[union-attr]
+    assert records.newest(kept, "backward") is None
+    assert records.newest(kept, "forward", "T4") is None
+
+
+def test_what_a_record_says_survives_being_read_back() -> None:
+    record = made_up()
+    (again, *_) = records.Record("r", "", record).comparisons()
+    told = again.to_dict()
+    assert {key: told[key] for key in ("row", "problem", "times", "best_peer", "compared")} == {
+        key: record["rows"][0][key] for key in ("row", "problem", "times", "best_peer", "compared")
+    }
+    assert told["candidates"][0]["ratio"] == pytest.approx(2.0)
+
+
+def test_blocks_are_rewritten_and_nothing_else(tmp_path: Path) -> None:
+    marked = "# head\n<!-- bench forward table gpu=H200 -->\nold\n<!-- /bench -->\nbetween\n"
+    marked += "<!-- bench backward table -->\n<!-- /bench -->\n<!-- bench summary gpu=H200 -->\n<!-- /bench -->\ntail\n"
+    root = checkout(tmp_path, made_up(), text=marked)
+    (page,) = docs.pages(root)
+    assert page.stale
+    after = page.after
+    assert after.startswith("# head\n<!-- bench forward table gpu=H200 -->\n| problem |")
+    assert after.endswith("<!-- /bench -->\ntail\n")
+    assert "old" not in after
+    assert "\nbetween\n" in after
+    assert "Not measured yet" in after.partition("bench backward table")[2]
+    assert "| forward | forward | 2.00 | 2.00 |" in after
+    assert "| backward | backward | | | | not measured | |" in after
+    assert "| grouped | forward + backward + step | | | | not measured | |" in after
+    assert after.count("\n| bfloat16 ") == len(suites.SUITES["forward"])
+    assert "all rows, against the fastest that is not ours: geomean 2.000, worst 2.000" in after
+    assert "[0.json](benchmarks/results/0.json)" in after
+    page.path.write_text(after)
+    (settled,) = docs.pages(root)
+    assert not settled.stale
+
+
+@pytest.mark.parametrize("marker", ["nope table", "forward", "forward table plot", "forward sideways", "table"])
+def test_a_marker_that_means_nothing_is_an_error(marker: str, tmp_path: Path) -> None:
+    root = checkout(tmp_path, text=f"<!-- bench {marker} -->\n<!-- /bench -->\n")
+    with pytest.raises(InvalidInput, match=r"README\.md"):
+        docs.pages(root)
+    result = CliRunner().invoke(app, ["docs", "--root", str(root)])
+    assert result.exit_code == 2
+    assert "mend the marker" in result.stderr
+
+
+def test_series_need_lengths() -> None:
+    found = plots.panels(records.Record("r", "", made_up()).comparisons())
+    assert set(found) == {f"head_dim {d}, {m}" for d in (64, 128, 256) for m in ("full", "causal")}
+    points = found["head_dim 128, full"]["tilewise"]
+    assert tuple(point.length for point in points) == LENGTHS
+    # 16384 tokens in all: the time of a sequence is that of the row, shared among its sequences
+    assert plots.exponent(LENGTHS, [point.seconds for point in points]) == pytest.approx(2.0)
+    assert plots.exponent(LENGTHS, [point.mebibytes for point in points]) == pytest.approx(1.0)
+    assert "torch-flash" not in found["head_dim 128, full"]
+    assert plots.panels(records.Record("r", "", made_up("small")).comparisons()) == {}
+
+
+def test_problems_that_are_timed_in_several_ways_have_a_line_each(tmp_path: Path) -> None:
+    names = ("grouped", "drawn")
+    marked = "".join(f"<!-- bench {name} problems gpu=H200 -->\n<!-- /bench -->\n" for name in names)
+    marked += "<!-- bench summary gpu=H200 -->\n<!-- /bench -->\n"
+    empty = checkout(tmp_path / "empty", text=marked)
+    assert docs.pages(empty)[0].after.count("Not measured yet on H200") == 2
+    root = checkout(tmp_path / "full", *(made_up(name) for name in names), text=marked)
+    (page,) = docs.pages(root)
+    grouped, drawn, summary = page.after.split("<!-- /bench -->\n")[:3]
+    assert "| problem | forward | backward | step |" in grouped
+    assert grouped.count("\n| bfloat16 ") == len(suites.SUITES["grouped"]) // 3
+    assert grouped.count(" 2.00x, ") == len(suites.SUITES["grouped"])
+    assert "| bfloat16 1x32x4096x128 kv8 causal Llama-3-8B |" in grouped
+    assert "| problem | forward graph | forward eager | backward graph | backward eager |" in drawn
+    assert drawn.count(" 2.00x, ") == len(suites.SUITES["drawn"])
+    assert len(re.findall(r"seed0#\d\d \|", drawn)) == 64
+    for kind in ("forward graph", "forward eager", "backward graph", "backward eager"):
+        assert re.search(rf"^- {kind}: geomean 2\.000, .*0 of \d+ under 0\.97 \(0\.0%\)", drawn, re.MULTILINE)
+        assert f"| drawn | {kind} | 2.00 | 2.00 | 0% |" in summary
+        assert f"| drawn | {kind}, window | 2.00 | 2.00 | 0% |" in summary
+    for kind in ("forward", "backward", "step"):
+        assert f"| grouped | {kind} | 2.00 | 2.00 | 0% |" in summary
+    assert "engine " in grouped.splitlines()[-1]
+
+
+def test_another_library_that_is_faster_than_pytorch_is_named(tmp_path: Path) -> None:
+    record = made_up("grouped")
+    for row in record["rows"]:
+        fast = json.loads(json.dumps(row["candidates"][1])) | {"candidate": "fa4"}
+        fast |= {what: [[seconds[0][0] / 4]] * 7 for what in row["times"] for seconds in [fast[what]]}
+        row["candidates"].append(fast)
+    text = "<!-- bench grouped problems -->\n<!-- /bench -->\n"
+    (page,) = docs.pages(checkout(tmp_path, record, text=text))
+    assert page.after.count("| 0.50x fa4 (PyTorch: 2.00x), ") == len(suites.SUITES["grouped"])
+    assert "- backward: geomean 0.500" in page.after
+    assert "- backward, against PyTorch's own paths: geomean 2.000" in page.after
+    text = "<!-- bench summary -->\n<!-- /bench -->\n"
+    (page,) = docs.pages(checkout(tmp_path / "summary", record, text=text))
+    assert re.search(
+        r"^\| grouped \| backward \| 0\.50 \| 0\.50 \| 100% \| [^|]* \| 2\.00 \|", page.after, re.MULTILINE
+    )
+
+
+def test_another_library_in_a_record_has_a_column(tmp_path: Path) -> None:
+    record = made_up("forward")
+    for row in record["rows"][:5]:
+        fast = json.loads(json.dumps(row["candidates"][1])) | {"candidate": "fa3"}
+        row["candidates"].append(fast)
+    text = "<!-- bench forward table -->\n<!-- /bench -->\n"
+    (page,) = docs.pages(checkout(tmp_path / "with", record, text=text))
+    head, _, *lines = page.after.splitlines()[1:]
+    assert "| against FlashAttention-3 |" in head
+    cells = [line.count("2.00x [1.98, 2.02]") for line in lines if line.startswith("| bfloat16")]
+    assert cells == [2] * 5 + [1] * (len(record["rows"]) - 5)
+    (page,) = docs.pages(checkout(tmp_path / "without", made_up("forward"), text=text))
+    assert "FlashAttention" not in page.after
+
+
+def test_few_rounds_and_an_older_engine_are_marked_wherever_a_record_is_shown(tmp_path: Path) -> None:
+    few, old = made_up("forward", rounds=3), made_up("backward")
+    old["provenance"]["source"]["engine"] = "0123456789abcdef"
+    text = "<!-- bench summary gpu=H200 -->\n<!-- /bench -->\n<!-- bench forward table -->\n<!-- /bench -->\n"
+    text += "<!-- bench backward plot -->\n<!-- /bench -->\n"
+    (page,) = docs.pages(checkout(tmp_path, few, old, made_up("small"), text=text))
+    summary, table, plot, _ = page.after.split("<!-- /bench -->\n")
+    by_suite = {line.split(" | ")[0].strip("| "): line for line in summary.splitlines()}
+    assert "2026-01-02](benchmarks/results/0.json); 3 rounds, too few to judge a difference |" in by_suite["forward"]
+    assert "1.json); of an older engine, 0123456 |" in by_suite["backward"]
+    assert by_suite["small"].endswith("2.json) |")
+    assert "2.00x ?" in table
+    assert "(**3 rounds, too few to judge a difference**)" in table
+    assert "(**of an older engine, 0123456**)" in plot
+    shown = CliRunner().invoke(app, ["bench", "--record", str(tmp_path / bench.RESULTS / "0.json")])
+    assert shown.stdout.startswith("note: 3 rounds, too few to judge a difference\n")
+    shown = CliRunner().invoke(app, ["bench", "-q", "--record", str(tmp_path / bench.RESULTS / "1.json")])
+    assert shown.stdout.splitlines()[0] == "note: of an older engine, 0123456"
+
+
+def test_a_folder_with_nothing_to_check_is_not_well(tmp_path: Path) -> None:
+    for arguments in (["--check"], []):
+        result = CliRunner().invoke(app, ["docs", *arguments, "--root", str(tmp_path / "nothing")])
+        assert result.exit_code == 2
+        assert "--root" in result.stderr
+
+
+def test_many_rows_become_curves(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the pictures are drawn by matplotlib")
+    record = records.Record("0.json", "digest", made_up("drawn"))
+    (path,) = plots.draw(record, tmp_path)
+    assert path.name == "drawn-sorted.svg"
+    assert plots.is_of(path, record)
+    for kind in ("forward graph", "forward eager", "backward graph", "backward eager"):
+        assert f"{kind}: geomean 2.00" in path.read_text()
+    assert "window" not in path.read_text()
+    assert [path.name for path in plots.paths(tmp_path, records.Record("r", "", made_up("grouped")))] == [
+        "grouped-ratio.svg"
+    ]
+
+
+def test_plots_name_their_record_and_stale_ones_are_seen(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the pictures are drawn by matplotlib")
+    root = checkout(tmp_path, made_up(), text="<!-- bench forward plot gpu=H200 -->\n<!-- /bench -->\n")
+    assert {path.name for path in docs.stale_plots(root)} == {
+        f"forward-{kind}.svg" for kind in ("speed", "ratio", "scaling")
+    }
+    runner = CliRunner()
+    assert runner.invoke(app, ["docs", "--check", "--root", str(root)]).exit_code == 1
+    assert runner.invoke(app, ["docs", "--root", str(root)]).exit_code == 0
+    assert docs.stale_plots(root) == []
+    told = runner.invoke(app, ["docs", "--check", "--root", str(root)])
+    assert (told.exit_code, told.stdout.startswith("all tables")) == (0, True)
+    for path in (root / "docs" / "plots").iterdir():
+        assert f"(docs/plots/{path.name})" in (root / "README.md").read_text()
+        assert "H200" in path.read_text()
+    scaling = (root / "docs/plots/forward-scaling.svg").read_text()
+    assert "length^2.00" in scaling
+    (root / bench.RESULTS / "1.json").write_text(json.dumps(made_up(date="2026-05-05T00:00:00+00:00")))
+    assert len(docs.stale_plots(root)) == 3
+
+
+def test_without_matplotlib_plots_say_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(made_up()))
+    result = CliRunner().invoke(app, ["bench", "--record", str(path), "--plot", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "pip install 'tilewise[plots]'" in result.stderr
+    assert re.search(r"^geomean 2\.000, worst 2\.000 \(.*\)$", result.stdout, re.MULTILINE)
+
+
+def test_a_record_can_be_shown_again(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(made_up("training")))
+    page = tmp_path / "report.html"
+    result = CliRunner().invoke(app, ["bench", "--record", str(path), "--html", str(page)])
+    assert result.exit_code == 0
+    assert "device: NVIDIA H200" in result.stdout
+    assert "step" in result.stdout
+    assert "2.00x faster</span> than PyTorch's best path" in page.read_text()
+    assert f'content="tilewise bench {made_up()["provenance"]["date"]}"' in page.read_text()
+    for bad in ("{", '{"kind": "other"}'):
+        path.write_text(bad)
+        assert CliRunner().invoke(app, ["bench", "--record", str(path)]).exit_code == 2

@@ -1,0 +1,89 @@
+"""`tilewise magnitudes`: errors by the size of the inputs, kept as a record and drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from support import make_problem
+from tilewise.lab.candidates.names import make_inputs
+from tilewise.lab.commands import app as cli
+from tilewise.lab.studies import magnitudes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = {name: (range(-4, 5, 4), scale) for name, (_, scale) in magnitudes.SCALINGS.items()}
+    short["scores"] = (range(-1, 2), magnitudes.SCALINGS["scores"][1])
+    monkeypatch.setattr(magnitudes, "SCALINGS", short)
+
+
+@pytest.mark.usefixtures("few")
+def test_errors_in_float32_do_not_depend_on_a_power_of_ten() -> None:
+    found = magnitudes.measure(make_problem((1, 1, 64, 16)), "cpu", 0)
+    assert list(found) == list(magnitudes.SCALINGS)
+    for series in found.values():
+        assert list(series) == ["tilewise", "torch-math"]
+        for points in series.values():
+            assert len(points) == 3
+            assert all(0 < point.out_share <= 1 and 0 < point.gradients_share <= 1 for point in points)
+
+
+def test_scalings_change_what_they_say() -> None:
+    inputs = make_inputs(make_problem((1, 1, 8, 8), needs_grad=True), 0, "cpu")
+    for name, (_, scale) in magnitudes.SCALINGS.items():
+        scaled = scale(inputs, 100.0)
+        scores = (scaled.q @ scaled.k.mT) / (inputs.q @ inputs.k.mT)
+        assert torch.allclose(scores, torch.full_like(scores, 100.0 if name == "scores" else 1.0), rtol=1e-3)
+        assert torch.equal(scaled.v, inputs.v * 100.0) == (name == "values")
+        assert torch.equal(scaled.dout, inputs.dout * 100.0) == (name == "gradients")
+        assert all(tensor.requires_grad and tensor.is_leaf for tensor in (scaled.q, scaled.k, scaled.v))
+
+
+def test_what_overflows_has_no_error() -> None:
+    problem = make_problem((1, 1, 8, 8), needs_grad=True)
+    inputs = magnitudes.SCALINGS["gradients"][1](make_inputs(problem, 0, "cpu"), 1e38)
+    sample = magnitudes.accuracy.choose(problem, 0, "cpu")
+    truth = magnitudes.accuracy.truth(inputs, problem, sample)
+    plain = magnitudes.accuracy.errors(magnitudes.accuracy.plain(inputs, problem, sample), truth)
+    allowed = magnitudes.accuracy.budgets(plain, problem)
+    point = magnitudes._point("tilewise", problem, inputs, sample, truth, allowed, 1e38)
+    assert 0 < point.out_share < 1
+    assert math.isnan(point.gradients)
+    assert math.isnan(point.gradients_share)
+
+
+def test_an_error_over_its_budget_is_said() -> None:
+    good, bad = magnitudes.Point(1.0, 1e-7, 2e-7, "", 0.3, 0.4), magnitudes.Point(1e3, 1e-7, 0.49, "", 0.3, 41.0)
+    found = {"scores": {"tilewise": [good], "torch-math": [good, bad]}}
+    ours, theirs = magnitudes.lines(found)
+    assert (ours[4], ours[7]) == ("yes", "yes")
+    assert (theirs[4], theirs[7]) == ("yes", "NO, 1 of 2 over")
+    assert magnitudes.over_budget(found) == [
+        "torch-math: gradients of scores 1e3: error 4.9e-01, 41.0 times its budget"
+    ]
+    assert len(ours) == len(magnitudes.COLUMNS)
+
+
+@pytest.mark.usefixtures("few")
+def test_the_command_saves_a_record_and_draws_it(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plots" / "errors.svg"
+    options = ["--shape", "1,1,32,16", "--device", "cpu", "--save", "--results", str(tmp_path), "--plot", str(picture)]
+    result = CliRunner().invoke(cli.app, ["magnitudes", *options])
+    assert result.exit_code == 0, result.output
+    assert "3 of 3" in result.output
+    assert "every error is within its budget" in result.output
+    (path,) = tmp_path.glob("*.json")
+    record = json.loads(path.read_text())
+    assert record["kind"] == magnitudes.KIND
+    assert [point["magnitude"] for point in record["series"]["scores"]["tilewise"]] == [0.1, 1.0, 10.0]
+    assert "gradients: balance" in picture.read_text()

@@ -1,0 +1,333 @@
+"""What the commands share: options without effect are refused, outputs are checked first, one name for one thing."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import tilewise
+from support import make_problem
+from tilewise.errors import InvalidInput
+from tilewise.lab.candidates import names as candidates
+from tilewise.lab.candidates.names import Candidate
+from tilewise.lab.commands import diff as cli_diff
+from tilewise.lab.commands import inspect as cli_inspect
+from tilewise.lab.commands import ladder as cli_ladder
+from tilewise.lab.commands import options, output
+from tilewise.lab.commands import tune as cli_tune
+from tilewise.lab.commands.app import app
+from tilewise.lab.measure import compare
+from tilewise.lab.measure.compare import VERIFIED, Comparison, Outcome, Row
+from tilewise.lab.studies import builds, diff, inspect
+from tilewise.plan import plan
+from tilewise.target import TARGETS, Target
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def run(command: str, *more: str) -> Any:
+    return CliRunner().invoke(app, [*command.split(), *more])
+
+
+@pytest.fixture
+def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes as far as measuring has come too far."""
+
+    def measure(*_: object, **__: object) -> None:
+        raise AssertionError("it was measured")
+
+    monkeypatch.setattr(inspect, "inspect", measure)
+    monkeypatch.setattr(compare, "compare_all", measure)
+    monkeypatch.setattr(cli_tune.tuning, "run", measure)
+    monkeypatch.setattr(cli_ladder.rungs, "run", measure)
+
+
+# --- options that would have no effect -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("inspect --shape 1,1,8,8 --device cpu --backend tiled", "--backend"),
+        ("inspect --shape 1,1,8,8 --device cpu --target h200", "--target"),
+        ("inspect --shape 1,1,8,8 --tensors saved.pt", "--shape"),
+        ("inspect --dtype fp16 --tensors saved.pt", "--dtype"),
+        ("inspect --mask causal --tensors saved.pt", "--mask"),
+        ("check --shape 1,1,8,8 --tensors saved.pt", "--shape"),
+        ("check --lse --tensors saved.pt", "--lse"),
+        ("inspect --shape 1,1,8,8 --static --target h200 --only tiled", "--only"),
+        ("inspect --shape 1,1,8,8 --static --target h200 --html page.html", "--html"),
+        ("inspect --shape 1,1,8,8 --static --target h200 --repeat 3", "--repeat"),
+        ("inspect --shape 1,1,8,8 --experiment flags --only tiled", "--only"),
+        ("inspect --record some.json --shape 1,1,8,8", "--shape"),
+        ("inspect --record some.json --ncu", "--ncu"),
+        ("bench --record some.json --suite cpu", "--suite"),
+        ("bench --record some.json --save", "--save"),
+        ("trace --no-compare --seed 3 -- python -c pass", "--seed"),
+    ],
+)
+@pytest.mark.usefixtures("_unmeasured")
+def test_an_option_without_effect_is_refused_with_the_reason(command: str, option: str) -> None:
+    result = run(command)
+    assert result.exit_code == 2, result.output
+    assert f"tilewise: {option}: got it, expected nothing, since it has no effect w" in result.stderr
+
+
+def test_defaults_are_not_taken_for_options_that_were_given() -> None:
+    result = run("inspect --shape 1,8,512,64 --static --target sm_90 --json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["plan"]["target"]["name"] == "h200"
+
+
+# --- outputs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+@pytest.mark.parametrize("command", ["inspect --shape 1,1,8,8", "tune --shape 1,1,8,8", "ladder", "bench", "trace"])
+@pytest.mark.usefixtures("_unmeasured")
+def test_a_path_that_cannot_be_written_is_told_before_anything_is_measured(
+    command: str, option: str, tmp_path: Path
+) -> None:
+    program = ["--", "python", "-c", "raise SystemExit(9)"] if command == "trace" else []
+    for path in (tmp_path / "no" / "such" / "folder", tmp_path):
+        result = run(command, option, str(path), *program)
+        assert result.exit_code == 2, result.output
+        assert f"tilewise: {option}: got {path}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["bench --save", "tune --shape 1,1,8,8 --save", "ladder --save", "magnitudes --save", "bench --plot x"]
+)
+@pytest.mark.usefixtures("_unmeasured")
+def test_so_is_a_folder(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x").write_text("a file, not a folder")
+    result = run(command, *(["--results", "x"] if "--save" in command else []))
+    assert result.exit_code == 2, result.output
+    assert "a folder that can be written" in result.stderr
+
+
+def test_a_file_that_is_there_is_kept_until_there_is_something_to_write(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("before")
+    outputs = output.Outputs(path)
+    assert path.read_text() == "before"
+    outputs.write({"kind": "tilewise test"})
+    assert json.loads(path.read_text()) == {"kind": "tilewise test"}
+
+
+def test_what_was_measured_is_not_lost_to_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    outputs = output.Outputs(tmp_path / "out.json")
+    monkeypatch.setattr(output, "_replace", full)
+    with pytest.raises(InvalidInput, match="No space left on device") as raised:
+        outputs.write({"kind": "tilewise test", "figure": 3})
+    rescued = Path(raised.value.remedy.rpartition(" ")[2])
+    assert json.loads(rescued.read_text())["figure"] == 3
+    rescued.unlink()
+
+
+def test_json_goes_to_standard_output_or_to_a_file(tmp_path: Path) -> None:
+    explain = "explain --shape 1,8,64,64 --target h200"
+    told = json.loads(run(f"{explain} --json").stdout)
+    assert json.loads(run(f"{explain} --json -").stdout) == told
+    assert json.loads(run("explain --json --shape 1,8,64,64 --target h200").stdout) == told
+    path = tmp_path / "plan.json"
+    text = run(explain, "--json", str(path))
+    assert text.stdout == run(explain).stdout
+    assert json.loads(path.read_text()) == told
+    both = run("inspect --shape 1,1,8,8 --json - --html -")
+    assert both.exit_code == 2
+
+
+def test_a_traced_programs_own_json_option_is_its_own() -> None:
+    assert options._with_json_values(["--json", "--", "python", "x.py", "--json"]) == [
+        "--json", "-", "--", "python", "x.py", "--json",
+    ]  # fmt: skip
+    assert options._with_json_values(["--json", "a.json", "--json"]) == ["--json", "a.json", "--json", "-"]
+
+
+# --- one name for one thing ------------------------------------------------------------------------------------------
+
+
+def test_the_version_is_printed() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert (
+        result.stdout
+        == f"tilewise {tilewise.__version__}, torch {torch.__version__}, Python " + (result.stdout.rpartition(" ")[2])
+    )
+    assert "Exit codes: 0" in run("").stdout
+
+
+def test_gradients_have_one_name_and_the_former_one_still_works() -> None:
+    for command in ("inspect", "check", "explain"):
+        shown = run(f"{command} --help").stdout
+        assert "--grad" in shown
+        assert "--backward" not in shown
+    static = "inspect --shape 1,8,512,64 --static --target h200 --json"
+    for option in ("--grad", "--backward"):
+        assert json.loads(run(f"{static} {option}").stdout)["plan"]["problem"]["needs_grad"] is True
+
+
+@pytest.mark.parametrize(
+    ("name", "target"), [("sm_90", "h200"), ("SM_80", "a100"), ("sm_120", "rtx-5090"), ("l4", "l4")]
+)
+def test_architectures_are_targets(name: str, target: str) -> None:
+    assert Target.named(name).name == target
+    told = json.loads(run(f"explain --shape 1,8,64,64 --target {name} --json").stdout)
+    assert told["target"]["name"] == target
+    assert options.make_arch(name).removesuffix("a") == Target.named(name).arch
+
+
+@pytest.mark.parametrize("name", ["b200", "gb200", "rtx-5090", "h20", "a10", "l4"])
+def test_new_targets_have_a_plan_and_sound_facts(name: str) -> None:
+    target = Target.named(name)
+    assert target.smem_per_block < target.smem_per_sm
+    assert target.flops_16bit > target.flops_tf32 >= target.flops_fp32 / 2 > 0
+    # What the units of every multiprocessor can do in a cycle is a whole number of products, by the clock or one near.
+    per_cycle = target.flops_fp32 / target.sms / target.clock_hz
+    assert 240 < per_cycle < 300, "128 float32 units a multiprocessor, two operations each"
+    chosen = plan(make_problem((1, 32, 4096, 128), torch.bfloat16, mask=tilewise.Causal()), target)
+    assert all(verdict.willing or verdict.reasons for verdict in chosen.verdicts)
+    asked = plan(chosen.problem, target, "sm80")
+    assert asked.config.smem_bytes <= target.smem_per_block
+
+
+def test_every_target_has_its_rates() -> None:
+    for target in TARGETS.values():
+        assert target.is_cpu or min(target.sms, target.l2_bytes, target.dram_bytes_per_s, target.flops_16bit) > 0
+
+
+def test_relatives_build_the_kernels_that_fit_them() -> None:
+    for arch, target in (("sm_86", "a10"), ("sm_100", "b200"), ("sm_120", "rtx-5090")):
+        units = builds.units_for(arch)
+        assert {unit.arch for unit in units} == {arch}
+        assert max(unit.smem_bytes for unit in units) <= Target.named(target).smem_per_block
+
+
+@pytest.mark.kernel_gate
+@pytest.mark.parametrize("arch", ["sm_100", "sm_120"])
+def test_the_sm80_family_compiles_for_blackwell(arch: str) -> None:
+    """Every seventh kernel: no error, and no spills, which the build's own gates refuse."""
+    units = builds.units_for(arch)[::7]
+    for unit, kernel in builds.build_all(units):
+        assert not isinstance(kernel, Exception), f"{unit.name}: {kernel}"
+
+
+def test_a_compiler_that_fails_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    units = builds.units_for("sm_80")[:202]
+    missing = "NVRTC, the compiler of CUDA kernels, cannot be loaded: no such library."
+    builds.show([builds.Build(unit, None, missing) for unit in units])
+    assert capsys.readouterr().out == f"none of {len(units)} kernels was built: {missing}\n"
+    one = f"{units[0].name} for sm_80 does not compile"
+    builds.show([builds.Build(units[0], None, one), *(builds.Build(unit, None, missing) for unit in units[1:])])
+    shown = capsys.readouterr().out
+    assert shown.count(missing) == 1
+    assert f"{len(units) - 1} kernels, {units[1].name} among them: {missing}" in shown
+    assert f"{units[0].name}: it does not compile" in shown
+
+
+# --- functions of the user's -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("missing.py:fn", "No such file"),
+        ("broken.py:fn", "which is no Python"),
+        ("there.py:other", "there.py defines made, mine, torch"),
+        ("no_such_package.module:fn", "there is no such module"),
+        ("package.missing:fn", "there is no such module"),
+    ],
+)
+@pytest.mark.usefixtures("_unmeasured")
+def test_a_function_that_is_not_there_is_told_before_anything_is_measured(
+    text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text("def fn(:\n")
+    Path("there.py").write_text("import torch\ndef mine(q, k, v, problem, bias): ...\nmade = mine\n")
+    Path("package").mkdir()
+    Path("package/__init__.py").write_text("raise SystemExit('imported')\n")
+    for command in ("inspect --shape 1,1,8,8 --device cpu", "check --shape 1,1,8,8", "bench"):
+        result = run(command, "--candidate", text)
+        assert result.exit_code == 2, result.output
+        assert says in result.stderr
+
+
+def test_functions_that_are_there_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there.py").write_text("if True:\n    def mine(q, k, v, problem, bias): ...\nmade = None\n")
+    Path("open.py").write_text("from there import *\n")
+    for text in ("there.py:mine", "there.py:made", "there:mine", "open.py:whatever", "torch.nn.functional:softmax"):
+        assert options.make_candidates([text]) == (f"python:{text}",)
+    with pytest.raises(InvalidInput, match="one of"):
+        options.make_candidates(["tilewise:nothing"])
+    assert options.make_candidates(["sdpa:flash"]) == ("torch-flash",)
+    assert Candidate("tilewise:torch-math").is_ours
+    assert candidates.ROUTES[0] == "tilewise:torch-flash"
+
+
+# --- diff ------------------------------------------------------------------------------------------------------------
+
+
+def compared(ours: float, peer: float, rounds: int = 9) -> Comparison:
+    row = Row("a row", make_problem((1, 2, 8, 8)), ("tilewise", "torch-default"))
+    wave = [1.0 + 0.002 * (number % 3) for number in range(rounds)]
+    outcomes = [
+        Outcome(name, VERIFIED, forward=[[seconds * factor] for factor in wave])
+        for name, seconds in (("tilewise", ours), ("torch-default", peer))
+    ]
+    return Comparison(row, outcomes)
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict"),
+    [((1.0, 2.0), "no change"), ((0.5, 2.0), "higher"), ((1.0, 1.5), "lower"), ((7.0, 14.0), "no change")],
+)
+def test_ratios_are_compared_and_not_times(after: tuple[float, float], verdict: str) -> None:
+    found = diff.changes({"a row": compared(1.0, 2.0)}, {"a row": compared(*after)})
+    change = next(one for one in found if one.candidate == "tilewise")
+    assert change.verdict == verdict
+    assert change.against == "torch-default"
+
+
+def test_few_rounds_change_nothing() -> None:
+    found = diff.changes({"a row": compared(1.0, 2.0, rounds=3)}, {"a row": compared(1.0, 9.0, rounds=3)})
+    assert {change.verdict for change in found} == {"too few rounds"}
+    assert diff.sentence(found, 2, 0).endswith("2 of too few rounds to tell; 2 rows only in the first.")
+
+
+def test_two_records_side_by_side() -> None:
+    old, new = RESULTS / "2026-11-15T194139Z-backward.json", RESULTS / "2026-11-16T020557Z-backward.json"
+    result = run("diff", str(old), str(new), "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["kind"] == cli_diff.differences.KIND
+    assert {change["candidate"] for change in told["changes"]} >= {"tilewise", "torch-cudnn"}
+    shown = run("diff", str(old), str(new)).stdout.splitlines()
+    assert shown[0].startswith(f"{old.name}: NVIDIA H200")
+    assert shown[2] == told["sentence"]
+    same = json.loads(run("diff", str(new), str(new), "--json").stdout)
+    assert not {change["verdict"] for change in same["changes"]} & {"higher", "lower"}
+    for wrong in (RESULTS / "2026-11-15T164527Z-magnitudes.json", RESULTS / "missing.json", new.parent.parent):
+        assert run("diff", str(new), str(wrong)).exit_code == 2
+
+
+def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_inspect, "make_problem", stopped)
+    result = run("inspect --shape 1,1,8,8")
+    assert result.exit_code == 130
+    assert result.stderr == "tilewise: interrupted\n"
