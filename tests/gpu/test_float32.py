@@ -23,10 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from typing import TYPE_CHECKING
 
-import tilewise
-from support import budget, exact, in_order, make_inputs, make_problem
 from test_backend_sm90_float32 import DIM, FLOOR, RANGES, SEQ, errors
 from test_backend_sm90_float32_backward import WIDE, assert_grads_as_good_as, like_out, plain_grads
+
+import tilewise
+from support import budget, exact, in_order, make_inputs, make_problem
 from tilewise import Causal, Full, Problem, Window
 from tilewise.engine import SM90
 from tilewise.engine.sm90 import float32_backward as sm90_float32_backward

@@ -22,10 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from typing import TYPE_CHECKING
 
-import tilewise
-from support import budget, exact, in_order, make_inputs, make_problem, wanted
 from test_backend_sm90_float32 import DIM, FLOOR, RANGES, SEQ, errors
 from test_backend_sm90_float32_backward import WIDE, assert_grads_as_good_as, like_out, plain_grads
+
+import tilewise
+from support import budget, exact, in_order, make_inputs, make_problem, wanted
 from tilewise import Causal, Full, Problem, Window
 from tilewise.engine import SM80
 from tilewise.engine.sm80 import float32_backward as sm80_float32_backward

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from test_jit_launch import BLOCK, GRID, Encoder, Numbers, RecordingDriver, kernel
 
 from support import make_problem
-from test_jit_launch import BLOCK, GRID, Encoder, Numbers, RecordingDriver, kernel
 from tilewise import Causal
 from tilewise.engine import run
 from tilewise.engine.program import Program
