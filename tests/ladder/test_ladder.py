@@ -309,6 +309,7 @@ def test_every_kernel_builds_without_spills_or_serialised_products(built: dict[A
     assert {unit.arch for unit in built} == {"sm_80", "sm_90", "sm_90a"}
 
 
+@pytest.mark.kernel_gate
 def test_the_products_run_on_tensor_cores_and_nothing_in_local_memory(built: dict[Any, Any]) -> None:
     for unit, kernel in built.items():
         kinds = ("scores_1_128", "values_1_128", "softmax_1_4")

@@ -17,8 +17,8 @@
     {"do": "overhead", "seconds"}                                the same of a tiny problem of the same kind: host cost
 
 An answer is {"answer": ...} or {"error": {"type", "text", "fatal"}}; after a fatal one (a CUDA error) the process is of
-no more use. Standard output belongs to this protocol alone: whatever else is printed goes to standard error. Death
-needs no words: the other end sees the pipe close and reads the signal from the exit status.
+no more use. Standard output belongs to this protocol alone: whatever else is printed goes to standard error. A
+process that dies says nothing: the other end sees the pipe close and reads the signal from the exit status.
 """
 
 from __future__ import annotations
