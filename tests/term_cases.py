@@ -119,7 +119,8 @@ def truth(case: Case) -> Truth:
     own = {one.name for one in specs if one.dtype is None}
     given = {"q": case.q.double(), "k": case.k.double(), "v": case.v.double()}
     given |= {name: tensor.double() if name in own else tensor for name, tensor in case.operands.items()}
-    given["tap"] = torch.zeros(wide.batch, wide.heads_q, wide.seq_q, wide.seq_kv, dtype=torch.float64)
+    sizes = (wide.batch, wide.heads_q, wide.seq_q, wide.seq_kv)
+    given["tap"] = torch.zeros(sizes, dtype=torch.float64, device=case.q.device)
     learned = wide.operand_grads
     wanted = {name: given[name].clone().requires_grad_() for name in ("q", "k", "v", "tap", *learned)}
     given |= wanted

@@ -1,0 +1,249 @@
+"""Terms of the scores on a GPU: every one in the kernels of both generations, forward and backward, against float64.
+
+Results are held to 1.1 x, gradients to 1.25 x, the error of a model of PyTorch's kernels: weights and their gradients
+rounded to 16 bits before the products, everything else in float32. Gradients of what terms learn, which are sums that
+cancel, are held to what their addends allow.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import matrix
+import pytest
+import torch
+from matrix import BF16, relative_error
+
+import tilewise
+from support import budget, make_problem
+from term_cases import Case, Truth, truth
+from tilewise import Causal, Full, Target, Window
+from tilewise.engine import SM80, SM90
+from tilewise.jit import build_all
+from tilewise.operands import ALL
+from tilewise.scores import Softcap, Term, Where, bend_all, join_all, keep_all, visible_all
+from tilewise.terms import Alibi, Bias, Dropout, Keep, KeyLengths, RelativeBias, Sink
+
+Tensor = torch.Tensor
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")]
+BACKENDS = {"sm90": SM90, "sm80": SM80}
+BATCH, HEADS = 2, (4, 2)
+F32 = torch.float32
+
+
+class Made(NamedTuple):
+    """Terms, and the tensors that they read."""
+
+    terms: tuple[Term, ...]
+    operands: dict[str, Tensor]
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda")
+
+
+def kept(problem: Any, *shape: int) -> Tensor:
+    """Half of the pairs; one query in eight sees nothing."""
+    keep = torch.rand(shape, device="cuda") < 0.5
+    return keep & (torch.rand(*shape[:-1], 1, device="cuda") > 0.125)
+
+
+def padded(problem: Any, *, left: bool = False) -> Tensor:
+    lengths = torch.tensor([problem.seq_kv * 5 // 8, problem.seq_kv], device="cuda")[:, None]
+    keys = torch.arange(problem.seq_kv, device="cuda")
+    return (keys >= problem.seq_kv - lengths if left else keys < lengths)[:, None, None]
+
+
+def blocks(problem: Any) -> Tensor:
+    """Whole tiles that are full, empty and cut, whatever the tile."""
+    rows, keys = torch.arange(problem.seq_q, device="cuda")[:, None], torch.arange(problem.seq_kv, device="cuda")
+    return ((rows // 150 + keys // 210) % 3 == 0) | (keys < 37)
+
+
+def made(name: str, problem: Any) -> Made:
+    b, h, rows, keys = problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv
+    grad = problem.needs_grad
+
+    def keep(tensor: Tensor) -> Made:
+        return Made((Keep.of(tensor, problem),), {"keep": tensor})
+
+    def bias(tensor: Tensor, *before: Term) -> Made:
+        term = Bias.of(tensor.detach().requires_grad_(grad), problem)
+        return Made((*before, term), {"bias": tensor})
+
+    lengths = torch.tensor([keys * 5 // 8, keys], dtype=torch.int32, device="cuda")
+    seed = torch.tensor([1234, (7 << 32) + 12], device="cuda")
+    hidden = drawn(b, h, rows, keys).to(problem.dtype)
+    hidden[torch.rand(hidden.shape, device="cuda") < 0.1] = -math.inf
+    makers = {
+        "alibi": lambda: Made((Alibi(learned=grad),), {"slopes": drawn(h).abs() / 8}),
+        "alibi per batch": lambda: Made((Softcap(9.0), Alibi(True, grad)), {"slopes": drawn(b, h) / 8}),
+        "keep": lambda: keep(kept(problem, b, h, rows, keys)),
+        "keep shared": lambda: keep(kept(problem, rows, keys)),
+        "keep strided": lambda: keep(kept(problem, b, 1, keys, rows).transpose(-1, -2)),
+        "keep blocks": lambda: keep(blocks(problem)),
+        "keep padding": lambda: keep(padded(problem)),
+        "keep left padding": lambda: keep(padded(problem, left=True)),
+        "lengths": lambda: Made((KeyLengths(),), {"key_lengths": lengths}),
+        "lengths left": lambda: Made((KeyLengths(True),), {"key_lengths": lengths}),
+        "bias": lambda: bias(hidden),
+        "bias of heads": lambda: bias(drawn(1, h, rows, keys).to(problem.dtype)),
+        "bias in float32": lambda: bias(drawn(b, 1, rows, keys)),
+        "bias of keys": lambda: bias(drawn(b, 1, 1, keys).to(problem.dtype)),
+        "bias behind a softcap": lambda: bias(drawn(h, rows, keys).to(problem.dtype), Softcap(9.0)),
+        "table": lambda: Made((RelativeBias(601, 300, "float32", grad),), {"table": drawn(h, 601)}),
+        "sink": lambda: Made((Sink(grad),), {"sink": 3 * drawn(h)}),
+        "lengths and sink": lambda: Made((KeyLengths(), Sink(grad)), {"key_lengths": lengths, "sink": drawn(h)}),
+        "dropout": lambda: Made((Dropout(0.2),), {"seed": seed}),
+    }
+    return makers[name]()
+
+
+NAMES = [
+    "alibi", "alibi per batch", "keep", "keep shared", "keep strided", "keep blocks", "keep padding",
+    "keep left padding", "lengths", "lengths left", "bias", "bias of heads", "bias in float32", "bias of keys",
+    "bias behind a softcap", "table", "sink", "lengths and sink", "dropout",
+]  # fmt: skip
+MASKS = [Full(), Causal(), Window(100, 30)]
+
+
+def case_of(
+    name: str, dtype: torch.dtype, dim: int, mask: Any, lengths: tuple[int, int], seed: int = 0, **fields: Any
+) -> Case:
+    torch.manual_seed(seed)
+    sizes = {"heads_kv": HEADS[1], "seq_kv": lengths[1], "mask": mask, "needs_lse": True, "needs_grad": True}
+    shape = (BATCH, HEADS[0], lengths[0], dim)
+    plain = make_problem(shape, dtype, **(sizes | fields))
+    terms, operands = made(name, plain)
+    learned = tuple(operand.name for term in terms for operand in term.learned_tensors)
+    problem = plain.with_(scores=terms, operand_grads=learned)
+    q, dout = (drawn(*shape).to(dtype) for _ in range(2))
+    k, v = (drawn(BATCH, HEADS[1], lengths[1], dim).to(dtype) for _ in range(2))
+    return Case(problem, operands, q, k, v, dout)
+
+
+def called(case: Case, backend: str) -> dict[str, Tensor]:
+    """out, lse and all gradients, into memory that was full of NaN before."""
+    problem = case.problem
+    inputs = {name: getattr(case, name).detach().clone().requires_grad_() for name in "qkv"}
+    operands = {
+        name: tensor.detach().clone().requires_grad_() if name in problem.operand_grads else tensor
+        for name, tensor in case.operands.items()
+    }
+    poison = [torch.full_like(case.q, math.nan) for _ in range(6)]
+    del poison
+    torch.use_deterministic_algorithms(problem.deterministic)
+    out, lse = tilewise.attention(
+        *inputs.values(),
+        mask=problem.mask,
+        scores=problem.scores,
+        operands=operands,
+        return_lse=True,
+        backend=backend,
+    )
+    leaves = inputs | {name: operands[name] for name in problem.operand_grads}
+    grads = torch.autograd.grad(out, list(leaves.values()), case.dout)
+    torch.use_deterministic_algorithms(False)
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def model(case: Case) -> dict[str, Tensor]:
+    """Attention as a fused kernel of 16-bit numbers does it."""
+    problem, dtype = case.problem, case.problem.dtype
+    where = Where(problem, range(problem.seq_q), range(problem.seq_kv), operands=case.operands)
+    k, v = (t.float().repeat_interleave(problem.group, 1) for t in (case.k, case.v))
+    q, dout = case.q.float(), case.dout.float()
+    scores, slope = bend_all(q @ k.mT * problem.scale, where)
+    seen = matrix.visible_pairs(problem)
+    if (left := visible_all(where)) is not None:
+        seen = seen & left
+    scores = scores.masked_fill(~seen, -math.inf)
+    logits = join_all(where, F32)
+    top = torch.stack([scores.amax(-1, keepdim=True), *[x.expand(*scores.shape[:-1], 1) for x in logits]]).amax(0)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True) + sum(torch.exp(logit - top) for logit in logits)
+    total = torch.where(total == 0, 1.0, total)
+    factor = keep_all(where, F32)
+    factor = torch.ones((), device="cuda") if factor is None else factor
+    out = (((weights * factor).to(dtype).float() @ v) / total).to(dtype)
+    shares = weights / total
+    dshares = dout @ v.mT * factor
+    dscores = shares * (dshares - (dout * out.float()).sum(-1, keepdim=True))
+    dscores = (dscores if slope is None else dscores * slope).masked_fill(~seen, 0.0).to(dtype).float()
+    grouped = (problem.batch, problem.heads_kv, problem.group, problem.seq_kv, problem.head_dim)
+    return {
+        "out": out,
+        "q": (dscores @ k * problem.scale).to(dtype),
+        "k": (dscores.mT @ q * problem.scale).view(grouped).sum(2).to(dtype),
+        "v": ((shares * factor).to(dtype).float().mT @ dout).view(grouped).sum(2).to(dtype),
+    }
+
+
+def check(case: Case, backend: str, note: str = "") -> None:
+    problem = case.problem
+    what = f"{problem} {note}"
+    got, want, modelled = called(case, backend), truth(case), model(case)
+    exact = {"out": want.out, **want.grads}
+    for name, tensor in modelled.items():
+        limit = (1.1 if name == "out" else 1.25) * relative_error(tensor, exact[name])
+        # Rounding noise of a small tensor: the norm of n errors is known to about 1 / sqrt(2 n).
+        limit += torch.finfo(problem.dtype).eps * 2 / math.sqrt(tensor.numel())
+        assert not got[name].isnan().any(), f"{what}: {name} has NaN"
+        wrong = relative_error(got[name], exact[name])
+        assert wrong <= limit, f"{what}: {name} is off by {wrong:.3e}, allowed {limit:.3e}"
+    check_rows(got, want, what)
+    for name, size in want.magnitudes.items():
+        wrong = ((got[name].double() - exact[name]).norm() / size.norm()).item()
+        allowed = budget(problem.dtype, problem.seq_kv)
+        assert wrong <= allowed, f"{what}: d{name} is off by {wrong:.2e} of its addends, allowed {allowed:.2e}"
+
+
+def check_rows(got: dict[str, Tensor], want: Truth, what: str) -> None:
+    seen = want.lse.isfinite()
+    assert torch.equal(got["lse"].isfinite(), seen), what
+    assert (got["out"][~seen] == 0).all(), what
+    assert (got["q"][~seen] == 0).all(), what
+    assert ((got["lse"].double() - want.lse)[seen].abs() <= 2e-4 + 4e-6 * want.lse[seen].abs()).all(), what
+
+
+def units_of(case: Case) -> list[Any]:
+    """The kernels of a case, of both generations."""
+    found, target = [], Target.of("cuda")
+    problem = case.problem
+    for backend in BACKENDS.values():
+        if backend.why_not(problem, target):
+            continue
+        made = [backend.program(problem, target, backend.configs(problem, target)[0])]
+        wants = ALL | frozenset(problem.operand_grads)
+        made.append(backend.backward_program(problem, target, backend.backward_configs(problem, target)[0], wants))
+        found += [launch.unit for program in made for launch in program.launches]
+    return found
+
+
+SMALL = [(dim, mask, (300, 412)) for dim in (64, 128) for mask in MASKS]
+OTHERS = [(128, Causal(), (1100, 1100)), (64, Full(), (130, 701)), (96, Causal("bottom-right"), (257, 511))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    """All kernels, side by side, before the first test needs one."""
+    if not hopper:
+        return
+    units = {
+        unit.label: unit
+        for name in NAMES
+        for dim, mask, lengths in [*SMALL, *OTHERS]
+        for unit in units_of(case_of(name, BF16, dim, mask, lengths))
+    }
+    for _ in build_all(list(units.values())):
+        pass
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.parametrize(("dim", "mask", "lengths"), [*SMALL, *OTHERS], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_term(name: str, dim: int, mask: Any, lengths: tuple[int, int], backend: str) -> None:
+    check(case_of(name, BF16, dim, mask, lengths), backend)
