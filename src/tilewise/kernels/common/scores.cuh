@@ -394,29 +394,34 @@ struct Scores {
     if constexpr (observes) TermChain<Terms...>(params, Unit{}, at).observe(v, unit);
   }
 
+  template <typename Term, typename Params>
+  static __device__ __forceinline__ bool sees_by(const Params& params, int batch, int head,
+                                                 int query, int key) {
+    if constexpr (HidesByData<Term> || HidesBySpan<Term>)
+      return Term::sees(params, batch, head, query, key);
+    return true;
+  }
+  template <typename Term, typename Params>
+  static __device__ __forceinline__ void narrow_span(const Params& params, int batch,
+                                                     KeySpan& span) {
+    if constexpr (HidesBySpan<Term>) {
+      const KeySpan own = Term::key_span(params, batch);
+      span = {max_int(span.begin, own.begin), min_int(span.end, own.end)};
+    }
+  }
   // Whether the terms that read tensors leave a key to a query.
   template <typename Params>
   static __device__ __forceinline__ bool sees(const Params& params, int batch, int head, int query,
                                               int key) {
     bool seen = true;
-    auto ask = [&]<typename Term>() {
-      if constexpr (HidesByData<Term> || HidesBySpan<Term>)
-        seen = seen && Term::sees(params, batch, head, query, key);
-    };
-    (ask.template operator()<Terms>(), ...);
+    ((seen = seen && sees_by<Terms>(params, batch, head, query, key)), ...);
     return seen;
   }
   // The keys that they leave to some query of a batch.
   template <typename Params>
   static __device__ __forceinline__ KeySpan key_span(const Params& params, int batch) {
     KeySpan span{0, params.seq_k};
-    auto cut = [&]<typename Term>() {
-      if constexpr (HidesBySpan<Term>) {
-        const KeySpan own = Term::key_span(params, batch);
-        span = {max_int(span.begin, own.begin), min_int(span.end, own.end)};
-      }
-    };
-    (cut.template operator()<Terms>(), ...);
+    (narrow_span<Terms>(params, batch, span), ...);
     return span;
   }
 
