@@ -90,6 +90,7 @@ def install(
                 monkeypatch.setattr(asking, name, model)
     monkeypatch.setattr(tensormap, "tiled_map", Map)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def launch(unit: Unit, blocks: int, threads: int, arguments: Arguments, *, seed: int = 0) -> None:

@@ -46,8 +46,9 @@ def learned_by(terms: tuple[Term, ...]) -> tuple[str, ...]:
 
 def case_of(dtype: torch.dtype, dim: int, mask: Any, terms: tuple[Term, ...], make: Any, **fields: Any) -> Case:
     """`make(problem)` gives the operands. Heads in groups, lengths that no tile divides."""
+    rows = fields.pop("seq_q", 100)
     wanted = {"heads_kv": 2, "seq_kv": 150, "mask": mask, "needs_lse": True, "scores": terms} | fields
-    problem = make_problem((2, 4, 100, dim), dtype, operand_grads=learned_by(terms), **wanted)
+    problem = make_problem((2, 4, rows, dim), dtype, operand_grads=learned_by(terms), **wanted)
     generator = torch.Generator().manual_seed(1)
     shapes = [
         (problem.heads_q, problem.seq_q, problem.head_dim),

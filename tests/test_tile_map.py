@@ -8,11 +8,15 @@ import pytest
 import torch
 
 import emulation
+import term_cases
 from emulation import emulated
 from support import make_problem
+from term_cases import H200
 from tilewise import Causal, Full, Window
-from tilewise.engine import run, tile_map
+from tilewise.engine import SM80, SM90, run, tile_map
+from tilewise.engine.program import Prepared
 from tilewise.engine.tile_map import Planes
+from tilewise.terms import Keep
 
 SHAPES = [(2, 4, 300, 700), (2, 1, 1, 700), (1, 4, 300, 1), (1, 1, 300, 700)]  # of a mask, by what it broadcasts
 
@@ -36,15 +40,12 @@ def listed(keep: torch.Tensor, problem: Any, block_q: int, block_kv: int, by_key
     """(full tiles, other tiles) of every list, by the kernels."""
     planes = Planes(keep.shape[0], keep.shape[1])
     seen = keep.expand(planes.batch, planes.heads, problem.seq_q, problem.seq_kv)
-    aligned = keep.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in seen.stride()[:3])
-    cells = torch.full(tile_map.cells_shape(planes, problem), 0xFF, dtype=torch.uint8)
-    program = tile_map.marks(problem, planes, "sm_90a", vectors=aligned and seen.stride(3) == 1)
-    run.load(program, {"keep": seen, "cells": cells}, 0)(seen, cells)
     shape = tile_map.lists_of(problem, planes, block_q, block_kv, by_keys=by_keys)
     counts = torch.full(shape.counts_shape, -1, dtype=torch.int32)
     tiles = torch.full(shape.tiles_shape, -1, dtype=torch.int32)
-    program = tile_map.lists(problem, planes, block_q, block_kv, "sm_90a", by_keys=by_keys)
-    run.load(program, {"cells": cells, "counts": counts, "tiles": tiles}, 0)(cells, counts, tiles)
+    program = tile_map.map_program(problem, planes, block_q, block_kv, "sm_90a", by_keys=by_keys)
+    given = {"keep": seen, "tile_counts": counts, "tile_lists": tiles}
+    run.load(program, given, 0)(*given.values())
     return [
         (row[:full].tolist(), row[full:count].tolist())
         for row, (full, count) in zip(tiles.flatten(0, 1), counts.flatten(0, 1).tolist(), strict=True)
@@ -98,3 +99,53 @@ def test_lists_of_tiles(
         assert set(other) <= set(got_other)
         assert not set(got_other) & set(full)
         assert got_other == sorted(set(got_other))
+
+
+MAPS = [
+    ((2, 4, 300, 700), Full()),
+    ((2, 1, 1, 700), Causal("bottom-right")),
+    ((1, 1, 300, 700), Window(200, 40)),
+    ((1, 4, 300, 700), Causal()),
+]
+
+
+@emulated
+@term_cases.both_ways
+@pytest.mark.parametrize(("shape", "mask"), MAPS, ids=str)
+@pytest.mark.parametrize(("backend", "dim"), [(SM90, 64), (SM90, 128), (SM80, 64)], ids=str)
+def test_kernels_go_through_their_lists(
+    monkeypatch: Any, backend: Any, dim: int, shape: tuple[int, ...], mask: Any, back: bool
+) -> None:
+    """Lists in any order of planes and heads, some of them empty, and pieces of tiles without a step."""
+    keep = mask_of(shape, "plain")
+    keep[0, 0, :, :400] = True
+    keep[-1, -1, : 130 if shape[2] > 1 else 1, 200:] = False
+    monkeypatch.setattr(tile_map, "MIN_SCORES", 0)
+    sizes = {"seq_kv": 700, "needs_grad": back}
+    plain = term_cases.case_of(torch.bfloat16, dim, mask, (), lambda _: {}, seq_q=300, **sizes).problem
+    terms = (Keep.of(keep, plain),)
+    case = term_cases.case_of(torch.bfloat16, dim, mask, terms, lambda _: {"keep": keep}, seq_q=300, **sizes)
+    assert backend.program(case.problem, H200, backend.configs(case.problem, H200)[0]).prepared
+    term_cases.check(monkeypatch, backend, case, back=back)
+
+
+@emulated
+def test_a_map_serves_until_its_mask_changes(monkeypatch: Any) -> None:
+    emulation.install(monkeypatch)
+    problem = make_problem((2, 4, 300, 64), torch.bfloat16, heads_kv=2, seq_kv=700)
+    keep = mask_of((2, 1, 300, 700), "plain").expand(2, 4, 300, 700)
+    planes = Planes(2, 1)
+    made = tile_map.map_program(problem, planes, 128, 128, "sm_90a", by_keys=False)
+    shape = tile_map.lists_of(problem, planes, 128, 128, by_keys=False)
+    results = (("tile_counts", shape.counts_shape), ("tile_lists", shape.tiles_shape))
+    prepare = run._Preparation(Prepared("keep", made, results), keep, 0)
+    first = prepare(keep, 0)
+    assert prepare(keep.expand(2, 4, 300, 700), 0)[0] is first[0]
+    assert prepare(keep, 1)[0] is not first[0]
+    keep[:, 0, :128] = False
+    counts, _ = prepare(keep, 0)
+    assert counts[:, 0].tolist() == [[0, 0], [0, 0]]
+    assert first[0][:, 0].tolist() != [[0, 0], [0, 0]]
+    with torch.inference_mode():
+        unseen = keep.clone()
+        assert prepare(unseen, 0)[0] is not prepare(unseen, 0)[0]

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import matrix
 import pytest
 import torch
-from matrix import BF16, relative_error
+from matrix import BF16, FP16, relative_error
 
 import tilewise
 from support import budget, make_problem
 from term_cases import Case, Truth, truth
 from tilewise import Causal, Full, Target, Window
-from tilewise.engine import SM80, SM90
+from tilewise.engine import SM80, SM90, tile_map
 from tilewise.jit import build_all
 from tilewise.operands import ALL
 from tilewise.scores import Softcap, Term, Where, bend_all, join_all, keep_all, visible_all
@@ -232,14 +232,19 @@ def _built() -> None:
     """All kernels, side by side, before the first test needs one."""
     if not hopper:
         return
-    units = {
-        unit.label: unit
-        for name in NAMES
-        for dim, mask, lengths in [*SMALL, *OTHERS]
-        for unit in units_of(case_of(name, BF16, dim, mask, lengths))
-    }
+    small = [(name, *shape) for name in NAMES for shape in [*SMALL, *OTHERS]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tile_map, "MIN_SCORES", 0)
+        cases = [case_of(name, BF16, dim, mask, lengths) for name, dim, mask, lengths in small]
+        units = {unit.label: unit for case in cases for unit in units_of(case)}
     for _ in build_all(list(units.values())):
         pass
+
+
+@pytest.fixture(autouse=True)
+def _mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks have tile maps, however small the problem."""
+    monkeypatch.setattr(tile_map, "MIN_SCORES", 0)
 
 
 @pytest.mark.parametrize("backend", list(BACKENDS))
@@ -247,3 +252,49 @@ def _built() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_term(name: str, dim: int, mask: Any, lengths: tuple[int, int], backend: str) -> None:
     check(case_of(name, BF16, dim, mask, lengths), backend)
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("keep")])
+def test_masks_without_a_map(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    check(case_of(name, BF16, 64, Causal(), (300, 412)), backend)
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.parametrize("name", NAMES)
+def test_float16(name: str, backend: str) -> None:
+    check(case_of(name, FP16, 64, Causal("bottom-right"), (300, 412)), backend)
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "table"])
+def test_deterministic_gradients_are_the_same_bits_every_time(name: str, backend: str) -> None:
+    case = case_of(name, BF16, 64, Causal(), (500, 612), deterministic=True)
+    first = called(case, backend)
+    for _ in range(20):
+        again = called(case, backend)
+        assert all(torch.equal(again[key], first[key]) for key in first)
+    check(case, backend)
+
+
+def test_a_changed_mask_changes_the_result() -> None:
+    """A map that was made for a mask does not outlive what it says; nor does one inside a graph."""
+    case = case_of("keep blocks", BF16, 64, Full(), (700, 900))
+    keep = case.operands["keep"]
+    check(case, "sm90")
+    keep[:, 100:400] = False
+    check(case, "sm90")
+
+    def attend() -> Tensor:
+        call = {"scores": case.problem.scores, "operands": {"keep": keep}, "backend": "sm90"}
+        return tilewise.attention(case.q, case.k, case.v, **call)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    keep.copy_(~keep)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert relative_error(out, truth(case).out) <= budget(BF16, 900)

@@ -53,15 +53,19 @@ def mirror(header: str, name: str) -> type[ctypes.Structure]:
     return params_struct(name, **fields)
 
 
+_END = "_pad_end"  # marks where a struct that others derive from ends
+
+
 @functools.cache
 def extended(base: type[ctypes.Structure], members: tuple[tuple[str, type[Any]], ...]) -> type[ctypes.Structure]:
     """A struct with the members of another one before its own."""
     if not members:
         return base
-    own = {name: kind for name, kind, *_ in base._fields_ if not name.startswith("_pad")}
+    own = {name: kind for name, kind, *_ in base._fields_ if name == _END or not name.startswith("_pad")}
     last = getattr(base, list(own)[-1])
-    if gap := ctypes.sizeof(base) - last.offset - last.size:  # a struct that another one derives from keeps its size
-        own["_pad_end"] = ctypes.c_char * gap
+    # A struct that another one derives from keeps its size; one that derives itself lends what is left of it.
+    if _END not in own:
+        own[_END] = ctypes.c_char * (ctypes.sizeof(base) - last.offset - last.size)
     return params_struct(base.__name__, **own, **dict(members))
 
 

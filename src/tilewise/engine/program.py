@@ -114,6 +114,17 @@ class Launch(NamedTuple):
     overlap: bool = False  # may begin before the launch ahead of it has ended; the kernel itself waits for its results
 
 
+class Prepared(NamedTuple):
+    """What a program makes of an operand, in int32, before its own launches: slots of its fields, by name and shape.
+
+    It depends on the operand alone, so it is made once and kept until the tensor changes.
+    """
+
+    operand: str
+    program: Program
+    results: tuple[tuple[str, Shape], ...]
+
+
 class Program(NamedTuple):
     """Launches in the order of a stream, and what they share.
 
@@ -127,12 +138,14 @@ class Program(NamedTuple):
     says: tuple[str, ...] = ()  # for `explain`
     views: tuple[tuple[str, Shape], ...] = ()
     unless_viewed: Program | None = None
+    prepared: tuple[Prepared, ...] = ()
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """Every kernel that a call may launch."""
         others = () if self.unless_viewed is None else self.unless_viewed.units
-        return tuple(dict.fromkeys([*(launch.unit for launch in self.launches), *others]))
+        before = [unit for one in self.prepared for unit in one.program.units]
+        return tuple(dict.fromkeys([*(launch.unit for launch in self.launches), *before, *others]))
 
 
 def slots_of(fields: Mapping[str, Any]) -> Iterator[tuple[str, int | None, Any]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backend import empty_out
 from ..errors import CompileError
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from ..operands import Grads, Operands, Wants
     from ..problem import Problem
-    from .program import Launch, Program
+    from .program import Launch, Prepared, Program
 
 Tensor = torch.Tensor
 Run = Callable[..., None]
@@ -40,6 +41,7 @@ BoundForward = Callable[..., tuple[Tensor, Tensor | None]]
 """Of (q, k, v, operands)."""
 BoundBackward = Callable[..., "Grads"]
 """Of (dout, dlse, q, k, v, out, lse, operands, wants)."""
+MAX_PREPARED = 8  # masks that a model goes through by turns
 MAX_LAUNCHES = 64  # of a backward: strides of dout and out, and what is wanted, may vary
 
 
@@ -60,8 +62,12 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
         operands = viewed
     names: dict[str, Any] = {"stream_of": torch._C._cuda_getCurrentRawStream, "bytes": torch.uint8}
     lines = [f"stream = stream_of({device})"]
+    for number, one in enumerate(program.prepared):
+        names[f"prepared{number}"] = _Preparation(one, operands[one.operand], device)
+        lines.append(f"{', '.join(name for name, _ in one.results)} = prepared{number}({one.operand}, stream)")
     if program.scratch.bytes:
-        lines += [f"scratch = q.new_empty({program.scratch.bytes}, dtype=bytes)", "base = scratch.data_ptr()"]
+        first = next(iter(operands))
+        lines += [f"scratch = {first}.new_empty({program.scratch.bytes}, dtype=bytes)", "base = scratch.data_ptr()"]
     lines += [f"at_{name} = {text}" for name, text in _addresses(program, operands)]
     for number, launch in enumerate(program.launches):
         shape = ((launch.grid, 1, 1), (launch.threads, 1, 1), launch.unit.smem_bytes)
@@ -85,6 +91,38 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
     body = "\n".join(f"    {line}" for line in lines)
     exec(f"def run({', '.join(operands)}):\n{body}\n", names)
     return names["run"]  # type: ignore[no-any-return]
+
+
+class _Preparation:
+    """Makes the results of a Prepared, or gives those that it made before of the same memory in the same state.
+
+    Why not while a graph is captured: the graph runs again with whatever the memory holds then. Why per stream: on
+    another one nothing says that they are finished.
+    """
+
+    def __init__(self, prepared: Prepared, operand: Tensor | None, device: int) -> None:
+        self._shapes = [shape for _, shape in prepared.results]
+        unmade = {name: torch.empty(shape, dtype=torch.int32, device="meta") for name, shape in prepared.results}
+        self._run = load(prepared.program, {prepared.operand: operand, **unmade}, device)
+        self._known: dict[tuple[int, ...], tuple[StorageWeakRef, list[Tensor]]] = {}
+
+    def __call__(self, operand: Tensor, stream: int) -> list[Tensor]:
+        if operand.is_inference() or torch.cuda.is_current_stream_capturing():
+            return self._make(operand)
+        storage = operand.untyped_storage()
+        # A storage has no other's number while a weak reference to it is kept.
+        key = (storage._cdata, operand.data_ptr(), operand._version, stream)
+        found = self._known.get(key)
+        if found is None:
+            for gone in [one for one, (kept, _) in list(self._known.items()) if kept.expired()]:
+                self._known.pop(gone, None)
+            found = keep(self._known, key, (StorageWeakRef(storage), self._make(operand)), MAX_PREPARED)
+        return found[1]
+
+    def _make(self, operand: Tensor) -> list[Tensor]:
+        results = [operand.new_empty(shape, dtype=torch.int32) for shape in self._shapes]
+        self._run(operand, *results)
+        return results
 
 
 def _viewed(program: Program, operands: Mapping[str, Tensor | None]) -> dict[str, Tensor | None] | None:

@@ -1,27 +1,45 @@
 """The tile map of a boolean mask: kernels/common/tile_map.cuh.
 
-A mask that is data has no rule that says which tiles it empties. `marks` reads it once and writes two bits per cell of
-64 queries by 16 keys; `lists` makes of them, for the tile shape of one kernel, a list of the tiles that it visits per
-tile of queries (or of keys, for a backward): first those that nothing hides, then those that the kernel masks.
+A mask that is data has no rule that says which tiles it empties. One kernel reads it once and writes two bits per cell
+of 64 queries by 16 keys; another makes of them, for the tile shape of one kernel, a list of the tiles that it visits,
+per tile of queries (or of keys, for a backward): first those that nothing hides, then those that the kernel masks.
+Kernels with MAPPED extents go through these lists. What was made for a mask serves every call until its tensor changes
+(`program.Prepared`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..terms import Keep
+from .extents import BATCHED, Extents
 from .params import mirror, tiles
-from .program import Address, Launch, Program, Stride
+from .program import SCRATCH, Address, Launch, Layout, Prepared, Program, Stride
 from .source import kernel_unit
 
 if TYPE_CHECKING:
-    import ctypes
-
     from ..jit import Unit
     from ..problem import Problem
 
 CELL_ROWS, CELL_KEYS, _WARPS = 64, 16, 8
 _KEYS_PER_WARP = 32 * CELL_KEYS
+# Scores from which leaving out tiles pays for finding them, where that is not remembered: about ten microseconds.
+MIN_SCORES = 1 << 24
+
+MAPPED = Extents(
+    "tilewise::Mapped",
+    suffix="_mapped",
+    operands=(
+        ("tile_counts", ctypes.c_void_p),
+        ("tile_lists", ctypes.c_void_p),
+        ("list_batch_stride", ctypes.c_int),
+        ("list_head_stride", ctypes.c_int),
+        ("list_outer_tiles", ctypes.c_int),
+        ("list_room", ctypes.c_int),
+    ),
+)
 
 
 class Planes(NamedTuple):
@@ -51,6 +69,57 @@ class Lists(NamedTuple):
         return self.planes.total, self.outer_tiles, self.inner_tiles
 
 
+class TileMap(NamedTuple):
+    """What a kernel of one tile shape is compiled with and told of a map; of MAPPED extents, or without a map."""
+
+    extents: Extents = BATCHED
+    fields: dict[str, object] = {}  # noqa: RUF012  (nobody changes it)
+    prepared: tuple[Prepared, ...] = ()
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.prepared)
+
+    @property
+    def says(self) -> tuple[str, ...]:
+        return ("a tile map of `keep` says which tiles are visited, and which are masked",) if self.is_used else ()
+
+
+def map_for(problem: Problem, block_q: int, block_kv: int, arch: str, *, by_keys: bool) -> TileMap:
+    """The map of a problem's boolean tensor for a kernel of these tiles, where it has one and it pays.
+
+    One that goes by keys adds up dQ in no order, so where there must be one it visits all tiles.
+    """
+    planes = mapped_planes(problem)
+    if planes is None or (by_keys and problem.deterministic) or problem.seq_kv <= block_kv:
+        return TileMap()
+    shape = lists_of(problem, planes, block_q, block_kv, by_keys=by_keys)
+    fields = {
+        "tile_counts": Address("tile_counts"),
+        "tile_lists": Address("tile_lists"),
+        "list_batch_stride": shape.planes.heads if shape.planes.batch > 1 else 0,
+        "list_head_stride": int(shape.planes.heads > 1),
+        "list_outer_tiles": shape.outer_tiles,
+        "list_room": shape.inner_tiles,
+    }
+    results = (("tile_counts", shape.counts_shape), ("tile_lists", shape.tiles_shape))
+    made = map_program(problem, planes, block_q, block_kv, arch, by_keys=by_keys)
+    return TileMap(MAPPED, fields, (Prepared("keep", made, results),))
+
+
+def mapped_planes(problem: Problem) -> Planes | None:
+    """Of the one term that hides by a boolean tensor, if the problem is large enough for a map.
+
+    A map knows of no other terms that hide.
+    """
+    hiding = [term for term in problem.scores if term.hides]
+    scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
+    if len(hiding) != 1 or not isinstance(hiding[0], Keep) or scores < MIN_SCORES:
+        return None
+    over = hiding[0].over
+    return Planes(1 if "batch" in over else problem.batch, 1 if "head" in over else problem.heads_q)
+
+
 def cells_shape(planes: Planes, problem: Problem) -> tuple[int, int, int]:
     return planes.total, tiles(problem.seq_q, CELL_ROWS), tiles(problem.seq_kv, CELL_KEYS)
 
@@ -61,10 +130,8 @@ _ListParams = mirror(_HEADER, "ListParams")
 
 
 @functools.cache
-def mark_unit(arch: str, vectors: bool) -> Unit:
-    return _unit(
-        f"mark_cells_{'of_16' if vectors else 'one_by_one'}", f"mark_cells<{str(vectors).lower()}>", _MarkParams, arch
-    )
+def mark_unit(arch: str) -> Unit:
+    return _unit("mark_mask_cells", "mark_cells", _MarkParams, arch)
 
 
 @functools.cache
@@ -86,27 +153,6 @@ def _unit(name: str, call: str, params: type[ctypes.Structure], arch: str) -> Un
     )
 
 
-def marks(problem: Problem, planes: Planes, arch: str, *, vectors: bool) -> Program:
-    """Of the operands `keep`, as (batch, heads, seq_q, seq_kv) with strides of 0 where it is broadcast, and `cells`.
-
-    `vectors`: its keys are neighbours, and its address and other strides are multiples of 16.
-    """
-    _, row_blocks, row_cells = cells_shape(planes, problem)
-    fields = {
-        "keep": Address("keep"),
-        **{f"{name}_stride": Stride("keep", dim) for dim, name in enumerate(("batch", "head", "row", "key"))},
-        "cells": Address("cells"),
-        "heads": planes.heads,
-        "planes": planes.total,
-        "seq_q": problem.seq_q,
-        "seq_k": problem.seq_kv,
-        "row_blocks": row_blocks,
-        "row_cells": row_cells,
-    }
-    warps = planes.total * row_blocks * tiles(problem.seq_kv, _KEYS_PER_WARP)
-    return Program((Launch(mark_unit(arch, vectors), _MarkParams, fields, tiles(warps, _WARPS), 32 * _WARPS),))
-
-
 def lists_of(problem: Problem, planes: Planes, block_q: int, block_kv: int, *, by_keys: bool) -> Lists:
     """The lists of a kernel of these tiles. One by keys works on all query heads of a KV head, which share a list."""
     q_tiles, kv_tiles = tiles(problem.seq_q, block_q), tiles(problem.seq_kv, block_kv)
@@ -116,27 +162,41 @@ def lists_of(problem: Problem, planes: Planes, block_q: int, block_kv: int, *, b
     return Lists(Planes(planes.batch, heads), kv_tiles, q_tiles)
 
 
-def lists(problem: Problem, planes: Planes, block_q: int, block_kv: int, arch: str, *, by_keys: bool) -> Program:
-    """Of the operands `cells`, `counts` and `tiles`."""
+def map_program(problem: Problem, planes: Planes, block_q: int, block_kv: int, arch: str, *, by_keys: bool) -> Program:
+    """Makes `tile_counts` and `tile_lists` of `keep`, as (batch, heads, seq_q, seq_kv) with strides of 0 where it is
+    broadcast."""
     left, right, offset = problem.band
     made = lists_of(problem, planes, block_q, block_kv, by_keys=by_keys)
-    _, row_blocks, row_cells = cells_shape(planes, problem)
-    fields = {
-        "cells": Address("cells"),
-        "counts": Address("counts"),
-        "tiles": Address("tiles"),
+    cells, row_blocks, row_cells = cells_shape(planes, problem)
+    scratch = Layout.of(cells=cells * row_blocks * row_cells)
+    sizes = {"seq_q": problem.seq_q, "seq_k": problem.seq_kv, "row_blocks": row_blocks, "row_cells": row_cells}
+    marks = {
+        "keep": Address("keep"),
+        **{f"{name}_stride": Stride("keep", dim) for dim, name in enumerate(("batch", "head", "row", "key"))},
+        "cells": Address(f"{SCRATCH}cells"),
+        "heads": planes.heads,
+        "planes": planes.total,
+        **sizes,
+    }
+    lists = {
+        "cells": Address(f"{SCRATCH}cells"),
+        "counts": Address("tile_counts"),
+        "tiles": Address("tile_lists"),
         "lists": made.planes.total,
         "planes_per_list": planes.total // made.planes.total,
-        "seq_q": problem.seq_q,
-        "seq_k": problem.seq_kv,
+        **sizes,
         "band_first_shift": offset - left,
         "band_end_shift": offset + right + 1,
-        "row_blocks": row_blocks,
-        "row_cells": row_cells,
         "block_q": block_q,
         "block_kv": block_kv,
         "outer_tiles": made.outer_tiles,
         "inner_tiles": made.inner_tiles,
     }
-    warps = made.planes.total * made.outer_tiles
-    return Program((Launch(list_unit(arch, by_keys), _ListParams, fields, tiles(warps, _WARPS), 32 * _WARPS),))
+    marking = planes.total * row_blocks * tiles(problem.seq_kv, _KEYS_PER_WARP)
+    listing = made.planes.total * made.outer_tiles
+    threads = 32 * _WARPS
+    launches = (
+        Launch(mark_unit(arch), _MarkParams, marks, tiles(marking, _WARPS), threads),
+        Launch(list_unit(arch, by_keys), _ListParams, lists, tiles(listing, _WARPS), threads),
+    )
+    return Program(launches, scratch)

@@ -23,6 +23,7 @@ from ..params import LOG2_E, matrix_bytes, mirror, tiles
 from ..policy import params_for, term_params, unit_of
 from ..program import Launch, Layout, Program, View
 from ..source import Kernel, kernel_unit
+from ..tile_map import map_for
 from . import shared
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     wants_dq, wants_dk, wants_dv = (name in wants for name in INPUTS)
     config = config if wants_dk or wants_dv else dq_only(config)
     divided = divide(problem, config, target)
+    tile_map = map_for(problem, config.block_q, config.block_kv, target.arch, by_keys=True)
     cut = divided.cut and config.makes_dkv
     pairs, kv_pairs = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
     q_tiles, kv_tiles = tiles(problem.seq_q, config.block_q), tiles(problem.seq_kv, config.block_kv)
@@ -183,6 +185,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         "dkv_sums": scratch.address("dkv_sums"),
         **backward_fields(problem, divided, q_tiles, kv_tiles),
         **term_params(problem, precise=False, backward=True),
+        **tile_map.fields,
         "scale_log2": scale_log2,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
@@ -198,18 +201,19 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         "head_dim": problem.head_dim,
         "scale": problem.scale,
     }
-    arch, kernel = target.arch, unit(config, target.arch, problem.scores)
+    arch, kernel = target.arch, unit(config, target.arch, problem.scores, tile_map.extents)
+    params = tile_map.extents.params(params_for(problem, _MainParams))
     pre = preprocess_unit(config.bf16, _LANES[config.head_dim_v], arch)
     launches = [
         Launch(pre, _PreprocessParams, preprocess, pairs * rows // EDGE_ROWS, EDGE_THREADS),
-        Launch(kernel, params_for(problem, _MainParams), main, divided.grid, config.threads),
+        Launch(kernel, params, main, divided.grid, config.threads),
     ]
     if wants_dq:
         post = postprocess_unit(config, arch)
         launches.append(Launch(post, _PostprocessParams, postprocess, pairs * q_tiles, EDGE_THREADS))
     launches += edge_launches(problem, arch, scratch.address("row_terms"), rows, -1.0)
     says = f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch"
-    return Program(tuple(launches), scratch, says=(says,))
+    return Program(tuple(launches), scratch, says=(says, *tile_map.says), prepared=tile_map.prepared)
 
 
 def backward_fields(problem: Problem, divided: division.Division, q_tiles: int, kv_tiles: int) -> dict[str, object]:

@@ -22,6 +22,7 @@ from ..policy import params_for, term_params, unit_of
 from ..program import Launch, Program, View
 from ..rules import class_of
 from ..source import Kernel
+from ..tile_map import map_for
 from . import shared
 
 if TYPE_CHECKING:
@@ -175,14 +176,18 @@ unit = Kernel("sm80/forward.cuh", "forward", _Params, "Smem", ("threads", "block
 
 
 def program(problem: Problem, target: Target, config: Config) -> Program:
+    tile_map = map_for(problem, config.block_q, config.block_kv, target.arch, by_keys=False)
     fields = {
         **tensor_fields(problem, target, config.block_q, 2),
         **term_params(problem, precise=False),
+        **tile_map.fields,
         "scale_log2": unit_of(problem) * LOG2_E,
         "head_dim": problem.head_dim,
     }
-    kernel = unit(config, target.arch, problem.scores)
-    return forward_program(problem, target, config, Launch(kernel, params_for(problem, _Params), fields, 0, 0))
+    kernel = unit(config, target.arch, problem.scores, tile_map.extents)
+    params = tile_map.extents.params(params_for(problem, _Params))
+    made = forward_program(problem, target, config, Launch(kernel, params, fields, 0, 0))
+    return made._replace(says=(*made.says, *tile_map.says), prepared=tile_map.prepared)
 
 
 def tensor_fields(problem: Problem, target: Target, block_q: int, number_bytes: int) -> dict[str, object]:

@@ -27,6 +27,7 @@ from ..params import LOG2_E, kv_head_sections, matrix_bytes, mirror, tiles
 from ..policy import params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Map, Program, strides
 from ..source import Kernel, kernel_unit
+from ..tile_map import map_for
 
 if TYPE_CHECKING:
     from ...jit import Unit
@@ -192,7 +193,8 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     config = _only(config, wants)
     divided = divide(problem, config, target)
     sums_dq = config.makes_dq and not config.writes_dq
-    order = _order(problem, config, divided)
+    tile_map = map_for(problem, config.block_q, config.block_kv, ARCH, by_keys=True)
+    order = Order.ANY_ORDER if tile_map.is_used else _order(problem, config, divided)
     takes_tickets = sums_dq and order is not Order.ANY_ORDER
     cut = divided.cut and config.makes_dkv
     pairs, kv_pairs = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
@@ -238,6 +240,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         **({"dq": Address("dq"), **strides("dq")} if config.makes_dq else {}),
         **division_fields(problem, divided, q_tiles, kv_tiles),
         **term_params(problem, precise=False, backward=True),
+        **tile_map.fields,
         "scale_log2": scale_log2,
         "head_dim": problem.head_dim,
         "order": int(order),
@@ -259,18 +262,20 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         "scale": problem.scale / config.weight_factor,
     }
     edges = pairs * rows // EDGE_ROWS
-    lanes, kernel = _LANES[config.head_dim_v], unit(config, ARCH, problem.scores)
+    lanes, kernel = _LANES[config.head_dim_v], unit(config, ARCH, problem.scores, tile_map.extents)
+    params = tile_map.extents.params(params_for(problem, _MainParams))
     launches = [
         Launch(preprocess_unit(config.bf16, lanes), _PreprocessParams, preprocess, edges, EDGE_THREADS),
-        Launch(kernel, params_for(problem, _MainParams), main, divided.grid, config.threads, overlap=True),
+        Launch(kernel, params, main, divided.grid, config.threads, overlap=True),
     ]
     if sums_dq and not takes_tickets:
         post = postprocess_unit(config.bf16)
         launches.append(Launch(post, _PostprocessParams, postprocess, edges, EDGE_THREADS, overlap=True))
     launches += edge_launches(problem, ARCH, scratch.address("start_dp"), rows, 1.0)
     blind = takes_tickets and not _every_tile_sees_keys(problem, config.block_q)
-    says = (f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch",)
-    return Program(tuple(launches), scratch, frozenset({"dq"} if blind else ()), says)
+    says = (f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch", *tile_map.says)
+    zeroed = frozenset({"dq"} if blind else ())
+    return Program(tuple(launches), scratch, zeroed, says, prepared=tile_map.prepared)
 
 
 def _has_one_tile(problem: Problem, row: dict[str, Any]) -> bool:

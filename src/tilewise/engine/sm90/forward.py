@@ -23,6 +23,7 @@ from ..policy import Bounds, params_for, term_params, unit_of
 from ..program import Address, Counter, Launch, Layout, Map, Program, strides
 from ..rules import MAX_ROWS, class_of
 from ..source import Kernel, kernel_unit
+from ..tile_map import map_for
 
 if TYPE_CHECKING:
     from ...jit import Unit
@@ -269,7 +270,9 @@ def _program(problem: Problem, target: Target, config: Config) -> Program:
     work, splits = query_tiles(problem, config.block_q), _splits(problem, config, target)
     ctas = min(work * splits, target.sms * config.ctas_per_sm)
     # Equal tiles need no dynamic order, and with one tile per CTA there is nothing to hand out.
-    dynamic = problem.mask != Full() and work * splits > ctas
+    unequal = problem.mask != Full() or any(term.hides for term in problem.scores)
+    dynamic = unequal and work * splits > ctas
+    tile_map = map_for(problem, config.block_q, config.block_kv, ARCH, by_keys=False)
     rows = problem.batch * problem.heads_q * problem.seq_q
     scratch = Layout()
     if config.split:
@@ -286,14 +289,16 @@ def _program(problem: Problem, target: Target, config: Config) -> Program:
         "work_counter": Counter() if dynamic and not config.split else None,
         **forward_fields(problem, config.block_q, forward_order(problem, target, 2, waves)),
         **term_params(problem, precise=False),
+        **tile_map.fields,
         "scale_log2": unit_of(problem) * LOG2_E,
         "splits": splits,
     }
     lse = fields["lse"]
     if config.split:
         fields["lse"] = scratch.address("partial_lse")
-    kernel = unit(config, ARCH, problem.scores)
-    launches = [Launch(kernel, params_for(problem, _Params), fields, ctas, config.threads, overlap=True)]
+    kernel = unit(config, ARCH, problem.scores, tile_map.extents)
+    params = tile_map.extents.params(params_for(problem, _Params))
+    launches = [Launch(kernel, params, fields, ctas, config.threads, overlap=True)]
     if config.split:
         combine = {
             "partial_out": scratch.address("partial_out"),
@@ -313,7 +318,7 @@ def _program(problem: Problem, target: Target, config: Config) -> Program:
     grid_text = f"{ctas} CTAs of {config.threads} threads, {config.launch_registers} registers per thread"
     parts = f" times {splits} parts of their keys, put together by a second kernel" if config.split else ""
     says = f"{grid_text}; {work} query tiles{parts} {order}, {work * splits / ctas:.1f} waves"
-    return Program(tuple(launches), scratch, says=(says,))
+    return Program(tuple(launches), scratch, says=(says, *tile_map.says), prepared=tile_map.prepared)
 
 
 def _splits(problem: Problem, config: Config, target: Target) -> int:

@@ -19,6 +19,8 @@
 //   Sequence(params, record) the answers above
 //
 // Batched: (batch, heads, seq, dim) tensors, all sequences alike. The parameters say all: no plan grows, no answer is computed.
+// Mapped: the same, and a list says which tiles a tile visits (tile_map.cuh): plans count positions in it, and `tile_at` says
+// which tile that is.
 // Those with a KeptSequence (packed rows with their starts in memory, caches with their lengths) have a `find` of their own and
 // Record = SequenceRecord.
 //
@@ -69,6 +71,47 @@ struct Batched {
     }
   };
 };
+
+struct Mapped : Batched {
+  static constexpr bool has_operands = true;
+  static constexpr bool mapped = true;
+  struct Operands {
+    const int* tile_counts;  // (lists, outer tiles, 2): how many tiles are full, and how many there are
+    const int* tile_lists;   // (lists, outer tiles, list_room): the full ones first
+    int list_batch_stride;   // in lists; 0 where all batches or heads share them
+    int list_head_stride;
+    int list_outer_tiles;
+    int list_room;
+  };
+  template <typename Params>
+  static __device__ __forceinline__ long long list(const Params& params, int batch, int head,
+                                                   int outer) {
+    const int list = batch * params.list_batch_stride + head * params.list_head_stride;
+    return static_cast<long long>(list) * params.list_outer_tiles + outer;
+  }
+};
+
+template <typename Extents>
+concept HasTileMap = requires { requires Extents::mapped; };
+
+// Of the tiles that an outer tile visits, all and the full ones, as positions in its list.
+template <HasTileMap Extents, typename Params>
+__device__ __forceinline__ QueryTiles listed_tiles(const Params& params, int batch, int head,
+                                                   int outer) {
+  const int* counts = params.tile_counts + 2 * Extents::list(params, batch, head, outer);
+  return {{0, counts[1]}, {0, counts[0]}};
+}
+
+// The tile at a position of a plan. Without a map positions are tiles.
+template <typename Extents, typename Params>
+__device__ __forceinline__ int tile_at(const Params& params, int batch, int head, int outer,
+                                       int position) {
+  if constexpr (HasTileMap<Extents>)
+    return params.tile_lists[Extents::list(params, batch, head, outer) * params.list_room +
+                             position];
+  else
+    return position;
+}
 
 // What a plan keeps of a sequence that is like no other. Shifts of the band count from the starts.
 struct SequenceRecord {

@@ -27,13 +27,15 @@ __device__ __forceinline__ void restore_nonfinite(int begin, int end, Add add) {
 #pragma unroll 1
   for (int key = begin; key < end; ++key) add(key);
 }
-// Likewise of the keys that `row` sees in the tiles for which scrubbed(kv_tile).
-template <typename Scrubbed, typename Add>
-__device__ __forceinline__ void restore_nonfinite(const Band& band, int row, const TileRange& tiles,
-                                                  int block_kv, Scrubbed scrubbed, Add add) {
+// Likewise of the keys that `row` sees in the tiles tile_at(position) for which scrubbed(position).
+template <typename Scrubbed, typename TileAt, typename Add>
+__device__ __forceinline__ void restore_nonfinite(const Band& band, int row,
+                                                  const TileRange& positions, int block_kv,
+                                                  Scrubbed scrubbed, TileAt tile_at, Add add) {
 #pragma unroll 1
-  for (int kv_tile = tiles.begin; kv_tile < tiles.end; ++kv_tile) {
-    if (!scrubbed(kv_tile)) continue;
+  for (int position = positions.begin; position < positions.end; ++position) {
+    if (!scrubbed(position)) continue;
+    const int kv_tile = tile_at(position);
     const int end = min_int(band.end_key(row), (kv_tile + 1) * block_kv);
     restore_nonfinite(max_int(band.first_key(row), kv_tile * block_kv), end, add);
   }

@@ -58,9 +58,6 @@ __device__ __forceinline__ unsigned truths(unsigned word) {
   return ((word & 0x7f7f7f7fu) + 0x7f7f7f7fu | word) & 0x80808080u;
 }
 
-// Whether 16 keys are read as one vector is the same for all of a mask, so the branch costs
-// nothing.
-template <bool vectors>
 __device__ __forceinline__ void mark_cells(const MarkParams& params) {
   const int chunks = ceil_div(params.row_cells, 32);
   const int lane = threadIdx.x % 32;
@@ -78,7 +75,11 @@ __device__ __forceinline__ void mark_cells(const MarkParams& params) {
                             plane % params.heads * params.head_stride +
                             first_row * params.row_stride + first_key * params.key_stride;
   unsigned any = 0, all = 0x80808080u;
-  if (vectors && keys == cell_keys) {
+  // Whether 16 keys can be read as one vector is the same for all of a mask, so the branch costs
+  // nothing.
+  const long long steps = params.batch_stride | params.head_stride | params.row_stride |
+                          reinterpret_cast<long long>(params.keep);
+  if (params.key_stride == 1 && steps % 16 == 0 && keys == cell_keys) {
 #pragma unroll 8
     for (int row = 0; row < rows; ++row, at += params.row_stride) {
       const uint4 word = *reinterpret_cast<const uint4*>(at);

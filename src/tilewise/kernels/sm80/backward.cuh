@@ -92,11 +92,15 @@ struct Backward {
   __device__ __forceinline__ int head_of(const StepCursor& step) const {
     return plan.head_kv * params.heads_per_kv + step.head;
   }
+  // Steps count positions of the plan.
+  __device__ __forceinline__ int query_tile_of(const StepCursor& step) const {
+    return tile_at<Extents>(params, plan.batch, plan.head_kv, plan.kv_tile, step.q_tile);
+  }
   // Index of a step's query tile among those of all heads.
   __device__ __forceinline__ long long tile_index(const StepCursor& step) const {
     const long long batch = plan.batch;
     return (batch * params.heads_kv * params.heads_per_kv + head_of(step)) * params.q_tiles +
-           step.q_tile;
+           query_tile_of(step);
   }
 
   __device__ __forceinline__ void load_keys() {
@@ -110,7 +114,7 @@ struct Backward {
 
   __device__ __forceinline__ void load_step(const StepCursor& step, int slot) {
     const int start = sequence().q_start(), batch = sequence().batch(plan.batch);
-    const int first = start + step.q_tile * block_q, end = start + sequence().seq_q();
+    const int first = start + query_tile_of(step) * block_q, end = start + sequence().seq_q();
     const int head = head_of(step);
     TileCopy<block_q, config.head_dim, threads>{params.q, batch, head, params.head_dim}.load(
         ptx::smem_address(smem.q[slot]), first, end);
@@ -136,7 +140,7 @@ struct Backward {
     const int t, first_row, first_column;
 
     __device__ __forceinline__ int row() const {
-      return kernel.cursor.q_tile * block_q + first_row + t * 16 + kernel.lane / 4;
+      return kernel.query_tile_of(kernel.cursor) * block_q + first_row + t * 16 + kernel.lane / 4;
     }
     __device__ __forceinline__ int column() const {
       return kernel.plan.kv_tile * block_kv + first_column + 2 * (kernel.lane % 4);
@@ -231,7 +235,7 @@ struct Backward {
   // Why this cannot hang: what is waited for is work with a smaller number, which runs already
   // (common/work_tickets.cuh).
   __device__ __forceinline__ void await_ticket() {
-    if (params.dq_tickets == nullptr) return;
+    if (HasTileMap<Extents> || params.dq_tickets == nullptr) return;
     if (threadIdx.x == 0) {
       const Band band = sequence().band();
       const int first_tile = band.first_key(cursor.q_tile * block_q) / block_kv;
@@ -459,7 +463,8 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
   if (threadIdx.x < 32) {
     BackwardPlan<Extents> plan = make_backward_plan<Extents, config.block_q, config.block_kv>(
         params, take_work(params.work_tickets));
-    narrow_query_tiles<Policy>(params, config.block_kv, plan);
+    if constexpr (!HasTileMap<Extents>)
+      narrow_query_tiles<Policy>(params, config.block_kv, plan);
     if (threadIdx.x == 0) smem.plan = plan;
   }
   __syncthreads();

@@ -105,7 +105,9 @@ __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params
              params.heads_per_kv;
     });
   QueryTiles tiles{{0, 0}, {0, 0}};
-  if (has_rows<Extents>(piece.tile * block_kv, sequence.seq_k()))
+  if constexpr (HasTileMap<Extents>)
+    tiles = listed_tiles<Extents>(params, at.batch, at.head, piece.tile);
+  else if (has_rows<Extents>(piece.tile * block_kv, sequence.seq_k()))
     tiles = query_tiles(band, piece.tile, sequence.seq_k(), block_q, block_kv);
   const int count = tiles.touched.count();
   const TileRange steps = steps_of_piece(count * params.heads_per_kv, params.piece_steps, piece);

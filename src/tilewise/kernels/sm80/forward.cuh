@@ -91,14 +91,20 @@ struct Forward {
     return sequence_of<Extents>(params, smem.plan[warp]);
   }
 
-  __device__ __forceinline__ void load_k(int kv_tile, int slot) {
+  // The first key of the KV tile at a position of the plan; all others here count positions.
+  __device__ __forceinline__ int first_key(int position) const {
+    const WorkTile& tile = smem.plan[warp].tile;
+    return tile_at<Extents>(params, tile.batch, tile.head, tile.q_tile, position) * block_kv;
+  }
+
+  __device__ __forceinline__ void load_k(int position, int slot) {
     const int start = sequence().k_start();
-    k_copy.load(ptx::smem_address(smem.k[slot]), start + kv_tile * block_kv,
+    k_copy.load(ptx::smem_address(smem.k[slot]), start + first_key(position),
                 start + sequence().seq_k());
   }
-  __device__ __forceinline__ void load_v(int kv_tile, int slot) {
+  __device__ __forceinline__ void load_v(int position, int slot) {
     const int start = sequence().k_start();
-    v_copy.load(ptx::smem_address(smem.v[slot]), start + kv_tile * block_kv,
+    v_copy.load(ptx::smem_address(smem.v[slot]), start + first_key(position),
                 start + sequence().seq_k());
   }
   __device__ __forceinline__ void load_q() {
@@ -157,13 +163,13 @@ struct Forward {
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Forward& kernel;
-    const int t, kv_tile;
+    const int t, position;
 
     __device__ __forceinline__ int row() const {
       return kernel.warp_row + t * 16 + kernel.lane / 4;
     }
     __device__ __forceinline__ int column() const {
-      return kv_tile * block_kv + 2 * (kernel.lane % 4);
+      return kernel.first_key(position) + 2 * (kernel.lane % 4);
     }
     __device__ __forceinline__ int batch() const { return kernel.tile.batch; }
     __device__ __forceinline__ int head() const { return kernel.tile.head; }
@@ -275,6 +281,15 @@ struct Forward {
   // Returns the tiles that the CTA touches.
   // Why the rest goes to shared memory: registers are for what the products need.
   __device__ __forceinline__ TileRange make_plan() {
+    if constexpr (HasTileMap<Extents>) {
+      const QueryTiles listed = listed_tiles<Extents>(params, tile.batch, tile.head, tile.q_tile);
+      if (lane == 0) {
+        const TileRange own = warp_row < params.seq_q ? listed.touched : TileRange{0, 0};
+        smem.plan[warp] = {{}, tile, own, listed.full, listed.full};
+      }
+      __syncwarp();
+      return listed.touched;
+    }
     const auto record = Extents::find(params, tile.batch);
     const auto sequence = sequence_of<Extents>(params, record);
     const Band band = sequence.band();

@@ -114,7 +114,8 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
     if (params.work_tickets != nullptr) ptx::wait_for_previous_grid();  // which zeroed them
     BackwardPlan<Extents> plan = make_backward_plan<Extents, config.block_q, config.block_kv()>(
         params, take_work(params.work_tickets), params.walk);
-    narrow_query_tiles<Policy>(params, config.block_kv(), plan);
+    if constexpr (!HasTileMap<Extents>)
+      narrow_query_tiles<Policy>(params, config.block_kv(), plan);
     if (threadIdx.x == 0) smem.plan = plan;
   }
   if (threadIdx.x == 128) {
@@ -133,7 +134,7 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
     if (plan.steps > 0 && ptx::elect_one()) {
       const int warp = threadIdx.x / 32;
       if (warp == 0) BackwardProducer<config, Policy, Extents>{params, smem, plan}.run();
-      if constexpr (config.makes_dq && !config.writes_dq) {
+      if constexpr (config.makes_dq && !config.writes_dq && !HasTileMap<Extents>) {
         if (warp == 1 && params.dq_tickets != nullptr)
           DqTicketKeeper<config, Extents>{params, smem, plan}.await();
         if (warp == 2 && params.dq_tickets != nullptr)
@@ -143,7 +144,7 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
   } else if (warpgroup == 1) {
     ptx::setmaxnreg_dec<config.query_registers>();
     if constexpr (config.makes_dq) {
-      if (plan.steps > 0) DqWarpgroup<config, Extents>{params, smem, plan}.run();
+      if (plan.steps > 0) DqWarpgroup<config, Policy, Extents>{params, smem, plan}.run();
     }
   } else {
     ptx::setmaxnreg_inc<config.product_registers>();

@@ -154,7 +154,9 @@ __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params
       return touched_query_tiles(band, tile, sequence.seq_k(), block_q, block_kv).count() * group;
     });
   QueryTiles tiles{{0, 0}, {0, 0}};
-  if (has_rows<Extents>(piece.tile * block_kv, sequence.seq_k()))
+  if constexpr (HasTileMap<Extents>)
+    tiles = listed_tiles<Extents>(params, at.batch, at.head, piece.tile);
+  else if (has_rows<Extents>(piece.tile * block_kv, sequence.seq_k()))
     tiles = query_tiles(band, piece.tile, sequence.seq_k(), block_q, block_kv);
   const int count = tiles.touched.count();
   const TileRange steps = steps_of_piece(count * group, params.piece_steps, piece);
@@ -247,6 +249,13 @@ struct BackwardSmem {
   alignas(16) BackwardPlan<Extents> plan;
   alignas(16) int head[config.stages];  // of the Q in a stage, for terms that ask for it
 };
+
+// The query tile at a position of a plan. Steps count positions.
+template <typename Extents, typename Params>
+__device__ __forceinline__ int query_tile_at(const Params& params,
+                                             const BackwardPlan<Extents>& plan, int position) {
+  return tile_at<Extents>(params, plan.batch, plan.head_kv, plan.kv_tile, position);
+}
 
 // Counts through the steps of a plan: query tiles of one head, all round, then of the next; or all
 // heads of one query tile, then of the next.

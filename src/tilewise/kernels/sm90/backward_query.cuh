@@ -22,7 +22,8 @@ __device__ __forceinline__ long long query_tile_index(const Params& params,
                                                       const StepCursor& at) {
   const int head = plan.head_kv * params.heads_per_kv + at.head;
   const int heads = params.heads_kv * params.heads_per_kv;
-  return (static_cast<long long>(plan.batch) * heads + head) * params.q_tiles + at.q_tile;
+  return (static_cast<long long>(plan.batch) * heads + head) * params.q_tiles +
+         query_tile_at(params, plan, at.q_tile);
 }
 
 // One thread issues all loads.
@@ -59,9 +60,10 @@ struct BackwardProducer {
                 ptx::CachePolicy::evict_first);
   }
 
-  // What a query tile is to the 64 keys of a product warpgroup.
-  __device__ __forceinline__ SeenTile seen(int q_tile, int warpgroup) {
-    if (!plan.partial(q_tile)) return {q_tile, SeenTile::full};
+  // What the query tile at a position is to the 64 keys of a product warpgroup.
+  __device__ __forceinline__ SeenTile seen(int position, int warpgroup) {
+    const int q_tile = query_tile_at(params, plan, position);
+    if (!plan.partial(position)) return {q_tile, SeenTile::full};
     if constexpr (!config.warpgroups_own_keys) return {q_tile, SeenTile::partial};
     const RowBand band = sequence().row_band();
     const int key = plan.kv_tile * block_kv + warpgroup * 64;
@@ -85,14 +87,14 @@ struct BackwardProducer {
       smem.head[stage] = plan.head_kv * params.heads_per_kv + at.head;
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.q[0]) + sizeof(smem.start_s[0]));
     load_matrix(smem.q[stage], params.q_map, full, config.head_dim, config.block_q,
-                sequence().q_start() + at.q_tile * config.block_q,
+                sequence().q_start() + query_tile_at(params, plan, at.q_tile) * config.block_q,
                 plan.head_kv * params.heads_per_kv + at.head, ptx::CachePolicy::evict_last);
   }
   __device__ __forceinline__ void load_dout(int stage, const StepCursor& at) {
     u64* full = &smem.dout_full[stage];
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.dout[0]) + sizeof(smem.start_dp[0]));
     load_matrix(smem.dout[stage], params.dout_map, full, config.head_dim_v, config.block_q,
-                sequence().q_start() + at.q_tile * config.block_q,
+                sequence().q_start() + query_tile_at(params, plan, at.q_tile) * config.block_q,
                 plan.head_kv * params.heads_per_kv + at.head, ptx::CachePolicy::evict_last);
   }
   __device__ __forceinline__ void load_start(float* destination, const float* source, u64* full,
@@ -224,7 +226,7 @@ __device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
   x[3] = odd ? y[3] : d;
 }
 
-template <BackwardConfig config, typename Extents>
+template <BackwardConfig config, typename Policy, typename Extents>
 struct DqWarpgroup {
   static constexpr int block_kv = config.block_kv();
   static constexpr int columns = config.dq_columns;
@@ -233,7 +235,7 @@ struct DqWarpgroup {
   static_assert(config.head_dim % columns == 0 &&
                 (columns % 64 == 0 || columns == config.head_dim));
 
-  const BackwardParams& params;
+  const ParamsOf<BackwardParams, Policy, Extents>& params;
   BackwardSmem<config, Extents>& smem;
   const BackwardPlan<Extents>& plan;
   // Why asked again each time: the answer would be kept in a register that is needed elsewhere.
@@ -311,7 +313,7 @@ struct DqWarpgroup {
   // pairs for whole chunks of eight columns.
   __device__ __forceinline__ void write(const float (&dq)[columns / 2], int block, int pass) {
     const int row =
-        cursor.q_tile * config.block_q + block * 64 + thread / 32 * 16 + thread % 32 / 4;
+        query_tile_at(params, plan, cursor.q_tile) * config.block_q + block * 64 + thread / 32 * 16 + thread % 32 / 4;
     const int head = plan.head_kv * params.heads_per_kv + cursor.head;
     const auto sequence = sequence_of<Extents>(params, plan);
     ptx::u16* place = static_cast<ptx::u16*>(params.dq) +

@@ -122,18 +122,24 @@ struct Consumer {
     v_position.advance();
   }
 
+  // The KV tile at a position of the plan; all others here count positions.
+  __device__ __forceinline__ int kv_tile_at(const Part& part, int position) const {
+    const WorkTile& tile = part.plan->tile;
+    return tile_at<Extents>(params, tile.batch, tile.head, tile.q_tile, position);
+  }
+
   // Where this thread's scores lie.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Consumer& kernel;
     const Part& part;
-    const int kv_tile;
+    const int position;
 
     __device__ __forceinline__ int row() const {
       return part.row_begin + kernel.warp * 16 + kernel.lane / 4;
     }
     __device__ __forceinline__ int column() const {
-      return kv_tile * block_kv + 2 * (kernel.lane % 4);
+      return kernel.kv_tile_at(part, position) * block_kv + 2 * (kernel.lane % 4);
     }
     __device__ __forceinline__ int batch() const { return part.plan->tile.batch; }
     __device__ __forceinline__ int head() const { return part.plan->tile.head; }
@@ -352,7 +358,8 @@ struct Consumer {
     for (int r = 0; r < 2; ++r) {
       const int row = part.row_begin + warp * 16 + lane / 4 + 8 * r;
       tilewise::restore_nonfinite(
-          band, row, part.own, block_kv, [&](int kv_tile) { return plan.partial(kv_tile); },
+          band, row, part.own, block_kv, [&](int position) { return plan.partial(position); },
+          [&](int position) { return kv_tile_at(part, position); },
           [&](int key) {
             if (!Policy::sees(params, plan.tile.batch, plan.tile.head, row, key)) return;
 #pragma unroll

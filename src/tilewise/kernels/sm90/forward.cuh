@@ -104,7 +104,7 @@ __device__ __forceinline__ void forward(const ParamsOf<Params, Policy, Extents>&
   if (warp < 4) {
     ptx::setmaxnreg_dec<config.producer_registers()>();
     if (warp == 0) {
-      if (ptx::elect_one()) Producer<config, Extents>{params, smem}.run();
+      if (ptx::elect_one()) Producer<config, Policy, Extents>{params, smem}.run();
     } else if (warp == 1) {
       if (ptx::elect_one()) schedule_work<config, Policy, Extents>(params, smem);
     } else if (warp == 2 && !config.split) {

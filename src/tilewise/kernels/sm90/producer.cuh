@@ -29,10 +29,17 @@ __device__ __forceinline__ TilePlan<Extents> make_plan(
   plan.row_begin = plan.tile.q_tile * config.block_q();
   const int row_end = min_int(plan.row_begin + config.block_q(), sequence.seq_q());
   plan.touched = {0, 0};
-  if (has_rows<Extents>(plan.row_begin, sequence.seq_q()))
-    plan.touched = touched_tiles(band, plan.row_begin, row_end, config.block_kv);
-  plan.full = full_tiles(band, plan.row_begin, row_end, config.block_kv, plan.touched);
-  narrow_tiles<Policy>(params, plan.tile.batch, config.block_kv, plan.touched, plan.full);
+  if constexpr (HasTileMap<Extents>) {
+    const QueryTiles listed =
+        listed_tiles<Extents>(params, plan.tile.batch, plan.tile.head, plan.tile.q_tile);
+    plan.touched = listed.touched;
+    plan.full = listed.full;
+  } else {
+    if (has_rows<Extents>(plan.row_begin, sequence.seq_q()))
+      plan.touched = touched_tiles(band, plan.row_begin, row_end, config.block_kv);
+    plan.full = full_tiles(band, plan.row_begin, row_end, config.block_kv, plan.touched);
+    narrow_tiles<Policy>(params, plan.tile.batch, config.block_kv, plan.touched, plan.full);
+  }
   if constexpr (config.split) plan.touched = part_of(plan.touched, plan.split, params.splits);
   return plan;
 }
@@ -45,6 +52,7 @@ __device__ __forceinline__ TileRange own_tiles(const KernelParams& params,
   const auto sequence = sequence_of<Extents>(params, plan);
   const int row = plan.row_begin + warpgroup * 64, seq_q = sequence.seq_q();
   if (plan.row_begin == TilePlan<Extents>::no_more_work || row >= seq_q) return {0, 0};
+  if constexpr (HasTileMap<Extents>) return plan.touched;
   const TileRange seen =
       touched_tiles(sequence.band(), row, min_int(row + 64, seq_q), config.block_kv);
   if constexpr (!config.split && !Policy::hides_by_span) return seen;
@@ -53,11 +61,11 @@ __device__ __forceinline__ TileRange own_tiles(const KernelParams& params,
 
 // --- producer ---
 
-template <Config config, typename Extents>
+template <Config config, typename Policy, typename Extents>
 struct Producer {
   using Plan = TilePlan<Extents>;
 
-  const Params& params;
+  const ParamsOf<Params, Policy, Extents>& params;
   Smem<config, Extents>& smem;
   RingPosition<config.k_stages> k_position{1};
   RingPosition<config.v_stages> v_position{1};
@@ -83,25 +91,31 @@ struct Producer {
                 sequence.batch(plan.tile.batch), ptx::CachePolicy::evict_first);
   }
 
-  __device__ __forceinline__ void load_k(const Plan& plan, int kv_tile) {
+  // Of the KV tile at a position of the plan.
+  __device__ __forceinline__ int first_key(const Plan& plan, int position) {
+    const WorkTile& tile = plan.tile;
+    return tile_at<Extents>(params, tile.batch, tile.head, tile.q_tile, position) * config.block_kv;
+  }
+
+  __device__ __forceinline__ void load_k(const Plan& plan, int position) {
     const auto sequence = sequence_of<Extents>(params, plan);
     const int stage = k_position.stage;
     ptx::mbarrier_wait(&smem.k_empty[stage], k_position.phase);
     ptx::mbarrier_arrive_expect_tx(&smem.k_full[stage], sizeof(smem.k[0]));
     load_matrix(smem.k[stage], params.k_map, &smem.k_full[stage], config.head_dim, config.block_kv,
-                sequence.k_start() + kv_tile * config.block_kv,
+                sequence.k_start() + first_key(plan, position),
                 plan.tile.head / params.heads_per_kv, sequence.batch(plan.tile.batch),
                 ptx::CachePolicy::evict_last);
     k_position.advance();
   }
 
-  __device__ __forceinline__ void load_v(const Plan& plan, int kv_tile) {
+  __device__ __forceinline__ void load_v(const Plan& plan, int position) {
     const auto sequence = sequence_of<Extents>(params, plan);
     const int stage = v_position.stage;
     ptx::mbarrier_wait(&smem.v_empty[stage], v_position.phase);
     ptx::mbarrier_arrive_expect_tx(&smem.v_full[stage], sizeof(smem.v[0]));
     load_matrix(smem.v[stage], params.v_map, &smem.v_full[stage], config.head_dim_v,
-                config.block_kv, sequence.k_start() + kv_tile * config.block_kv,
+                config.block_kv, sequence.k_start() + first_key(plan, position),
                 plan.tile.head / params.heads_per_kv, sequence.batch(plan.tile.batch),
                 ptx::CachePolicy::evict_last);
     v_position.advance();
