@@ -21,6 +21,7 @@ from tilewise.engine import SM80, SM90
 from tilewise.errors import CompileError
 from tilewise.jit import Kernel, Unit, build_all, nvrtc_version, sass
 from tilewise.jit.ptxas import broken_gates
+from tilewise.lab.model.covering import units_of
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -36,7 +37,7 @@ ELEMENTWISE = ("combine", "preprocess", "postprocess", "split")
 # Kernels whose machine code is read: of two that differ in a dtype, in the number of products or in the generation that
 # the same source is built for, one.
 READ_FOR, LIKE_OTHERS = ("sm_80", "sm_90a"), ("fp16", "tf32x1")
-UNITS = [(backend, unit) for backend in BACKENDS for unit in backend.all_units()]
+UNITS = [(backend, unit) for backend in BACKENDS for unit in units_of(backend)]
 READ = [pair for pair in UNITS if pair[1].arch in READ_FOR and not any(kind in pair[1].name for kind in LIKE_OTHERS)]
 
 
@@ -121,7 +122,7 @@ def facts(unit: Unit, kernel: Kernel, codes: Counter[str]) -> dict[str, int]:
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_a_backend_lists_its_kernels_once_each(backend: Fused) -> None:
-    labels = [unit.label for unit in backend.all_units()]
+    labels = [unit.label for unit in units_of(backend)]
     assert labels
     assert len(labels) == len(set(labels))
 

@@ -37,7 +37,7 @@ def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci():
         for config in configs:
             budget = BUDGETS[forward.unit(config).label]
             assert config.smem_bytes == budget["smem_bytes"] <= H200.smem_per_block
-            assert config.launch_registers == budget["registers"]
+            assert config.register_limit == budget["registers"]
             assert config.head_dim >= problem.head_dim
             assert config.head_dim_v >= problem.head_dim_v
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 import emulation
 from support import exact, in_order, make_problem, rounding_budget, wanted
 from tilewise import Causal, Full, Target, Window
-from tilewise.engine import SM90
+from tilewise.engine import SM90, rules
 from tilewise.engine.sm90 import backward as sm90_backward
+from tilewise.lab.model.covering import units_of
 
 H200 = Target.named("h200")
 BUDGETS = json.loads((Path(__file__).parents[1] / "ratchet.json").read_text())["kernels"]
@@ -29,7 +31,7 @@ def problem_of(seqs=(300, 300), dims=(64, 64), heads=(2, 1), dtype=BF16, **field
 
 
 def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci():
-    names = {unit.name for unit in SM90.all_units()}
+    names = {unit.name for unit in units_of(SM90)}
     for dims in DIMS:
         for mask in MASKS:
             for softcap in (0.0, 30.0):
@@ -42,13 +44,15 @@ def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci():
                         assert sm90_backward.unit(config).name in names
                         budget = BUDGETS[sm90_backward.unit(config).label]
                         assert config.smem_bytes == budget["smem_bytes"] <= H200.smem_per_block
-                        assert config.launch_registers == budget["registers"]
+                        assert config.register_limit == budget["registers"]
                         assert config.head_dim >= problem.head_dim
                         assert config.head_dim_v >= problem.head_dim_v
 
 
 def test_registers_add_up_to_what_a_multiprocessor_has():
-    for rows in sm90_backward._table().values():
+    for classes, has_terms in product(rules.HEAD_DIM_CLASSES, (False, True)):
+        rows = rules.rows("sm90_backward", "backward", classes, has_terms)
+        assert rows
         for row in rows:
             shared_out = 24 + row["query_registers"] + 2 * row["product_registers"]
             assert shared_out <= 512

@@ -40,7 +40,7 @@ def test_every_problem_has_two_kernels_that_fit(dims, precision):
     for chosen in (config, sm90_float32.wide_range(config)):
         budget = BUDGETS[sm90_float32.unit(chosen).label]
         assert chosen.smem_bytes == budget["smem_bytes"] <= H200.smem_per_block
-        assert chosen.launch_registers == budget["registers"]
+        assert chosen.register_limit == budget["registers"]
         assert chosen.head_dim >= dims[0]
         assert chosen.head_dim_v >= dims[1]
 

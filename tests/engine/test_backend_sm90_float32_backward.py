@@ -39,7 +39,7 @@ def test_heads_to_128_have_a_kernel_that_fits(dims, softcap):
     (config,) = sm90_float32_backward.configs(problem, H200)
     budget = BUDGETS[sm90_float32_backward.unit(config).label]
     assert config.smem_bytes == budget["smem_bytes"] <= H200.smem_per_block
-    assert config.launch_registers == budget["registers"]
+    assert config.register_limit == budget["registers"]
     assert config.head_dim >= dims[0]
     assert config.head_dim_v >= dims[1]
 

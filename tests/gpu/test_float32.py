@@ -31,8 +31,8 @@ from support import budget, exact, in_order, make_inputs, make_problem
 from tilewise import Causal, Full, Problem, Window
 from tilewise.engine import SM90
 from tilewise.engine.sm90 import float32_backward as sm90_float32_backward
-from tilewise.engine.sm90 import float32_forward as sm90_float32
 from tilewise.jit import build_all
+from tilewise.lab.model.covering import units_of
 from tilewise.plan import plan
 from tilewise.problem import describe
 from tilewise.target import Target
@@ -55,7 +55,7 @@ DIMS = [(8, 8), (64, 64), (72, 40), (96, 96), (128, 128), (40, 128), (192, 128),
 def _built() -> None:
     """All kernels, side by side, before the first test needs one."""
     if hopper:
-        for _ in build_all([*sm90_float32.units(), *sm90_float32_backward.units()]):
+        for _ in build_all(unit for unit in units_of(SM90) if "float32" in unit.name):
             pass
 
 

@@ -21,6 +21,7 @@ from tilewise import Causal
 from tilewise.engine import SM80
 from tilewise.engine.sm80 import MIN_CAPABILITY
 from tilewise.jit import build_all
+from tilewise.lab.model.covering import units_of
 from tilewise.target import TARGETS, Target
 
 BACKEND = SM80
@@ -33,7 +34,7 @@ def _built() -> None:
     """All kernels of this GPU, side by side, before the first test needs one."""
     if able:
         arch = Target.of("cuda").arch
-        for _ in build_all(unit for unit in SM80.all_units() if unit.arch == arch):
+        for _ in build_all(unit for unit in units_of(SM80) if unit.arch == arch):
             pass
 
 

@@ -23,6 +23,7 @@ from support import make_inputs, rounding_budget
 from tilewise import Causal, Full
 from tilewise.engine import SM90
 from tilewise.jit import build_all
+from tilewise.lab.model.covering import units_of
 from tilewise.target import Target
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Ho
 def _built() -> None:
     """All kernels, side by side, before the first test needs one."""
     if hopper:
-        for _ in build_all(SM90.all_units()):
+        for _ in build_all(units_of(SM90)):
             pass
 
 

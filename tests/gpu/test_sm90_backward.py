@@ -22,6 +22,7 @@ from tilewise import Causal, Full
 from tilewise.engine import SM90, run
 from tilewise.engine.sm90 import backward as sm90_backward
 from tilewise.jit import build_all
+from tilewise.lab.model.covering import units_of
 from tilewise.memo import Memo
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="needs a Ho
 def _built() -> None:
     """All kernels, side by side, before the first test needs one."""
     if hopper:
-        for _ in build_all(SM90.all_units()):
+        for _ in build_all(units_of(SM90)):
             pass
 
 

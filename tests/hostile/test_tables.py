@@ -19,8 +19,10 @@ import torch
 from support import make_inputs, make_problem
 from tilewise import Causal, Full, Window, attention
 from tilewise.engine import SM80, SM90
+from tilewise.engine.backend import Fused
 from tilewise.errors import CompileError
 from tilewise.jit import tuned
+from tilewise.lab.studies.search_space import search_space
 from tilewise.memo import invalidate
 from tilewise.plain import tiled
 from tilewise.plan import plan
@@ -93,7 +95,7 @@ def other_config(backend: str) -> dict[str, Any]:
     """Fields of a legal config that does not ship."""
     module, problem, target = READERS[backend]
     shipped = module.shipped(problem, target)
-    return dataclasses.asdict(next(c for c in module.search_space(problem, target) if c not in shipped))
+    return dataclasses.asdict(next(c for c in search_space(module, problem, target) if c not in shipped))
 
 
 def is_refused_with_one_line(backend: str, caplog: pytest.LogCaptureFixture) -> str:
@@ -123,13 +125,15 @@ def test_a_good_entry_is_used_without_a_word(backend: str, caplog: pytest.LogCap
 def test_a_bad_field_is_one_line_and_the_shipped_config(backend: str, caplog: pytest.LogCaptureFixture) -> None:
     module, problem, target = READERS[backend]
     good = other_config(backend)
-    legal = {*module.search_space(problem, target), *module.shipped(problem, target)}
+    legal = {*search_space(module, problem, target), *module.shipped(problem, target)}
+    searched = module.forward_direction.searched(problem) if isinstance(module, Fused) else {}
     tried = 0
     for field in dataclasses.fields(module.Config):
         for bad in [*BAD_VALUES, True, False]:
             fields = good | {field.name: bad}
-            is_legal = type(bad) is type(good[field.name]) and module.Config(**fields) in legal
-            if is_legal:
+            if type(bad) is type(good[field.name]) and (
+                module.Config(**fields) in legal or bad in searched.get(field.name, ())
+            ):
                 continue
             path = place(backend, target, entry_for(backend, problem, fields, target))
             assert str(path) in is_refused_with_one_line(backend, caplog)
@@ -221,7 +225,7 @@ def test_what_a_sweep_may_write_is_legal_wherever_it_serves(backend: str, caplog
     near = [problem.with_(seq_q=length, seq_kv=length) for length in (problem.seq_q // 2, 2 * problem.seq_q)]
     if backend != "tiled":
         near.append(problem.with_(heads_q=2 * problem.heads_q, heads_kv=2 * problem.heads_kv))
-    space = [*module.shipped(problem, target), *module.search_space(problem, target)]
+    space = [*module.shipped(problem, target), *search_space(module, problem, target)]
     with caplog.at_level(logging.WARNING, "tilewise"):
         for config in space[:: max(1, len(space) // 24)]:
             place(backend, target, entry_for(backend, problem, dataclasses.asdict(config), target))
@@ -262,6 +266,36 @@ def test_what_a_table_claims_of_any_kernel_is_held_to_its_rules(
         with caplog.at_level(logging.WARNING, "tilewise"):
             assert side.configs(problem, target) == side.configs(problem, target) == shipped
         assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("direction", ["forward_direction", "backward_direction"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backend", ["sm90", "sm80"])
+def test_an_entry_of_any_kernel_may_have_searched_values_that_fit(
+    backend: str, dtype: torch.dtype, direction: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Registers are the build's matter. What a problem decides, and shared memory, are held to."""
+    module, _, target = READERS[backend]
+    problem = LONG.with_(dtype=dtype, needs_grad=True)
+    side = getattr(module, direction)
+    shipped = side.shipped(problem, target)
+    key, sizes = side.tuning_key(problem)
+    searched = side.searched(problem)
+    largest, smallest = ({name: pick(values) for name, values in searched.items()} for pick in (max, min))
+    facts = {field.name for field in dataclasses.fields(shipped[0])} - {*searched}
+    assert {"head_dim", "head_dim_v", "has_terms"} <= facts
+    small, large = (dataclasses.replace(shipped[0], **values) for values in (smallest, largest))
+    other_heads = dataclasses.replace(small, head_dim=64)
+    for config in (small, large, other_heads):
+        caplog.clear()
+        entry = entry_for(backend, problem, dataclasses.asdict(config), target) | {"key": key, "sizes": sizes}
+        place(backend, target, entry)
+        is_legal = config.fits(target) and config is not other_heads
+        wanted = list(dict.fromkeys([config, *shipped])) if is_legal else shipped
+        with caplog.at_level(logging.WARNING, "tilewise"):
+            assert side.configs(problem, target) == side.configs(problem, target) == wanted
+        assert len(caplog.records) == (not is_legal)
+    assert small.fits(target)
 
 
 def test_one_bad_entry_among_many_problems_is_still_one_line(caplog: pytest.LogCaptureFixture) -> None:

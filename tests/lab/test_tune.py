@@ -28,6 +28,7 @@ from tilewise.lab.commands.app import app
 from tilewise.lab.measure.pool import Failure
 from tilewise.lab.render import pages
 from tilewise.lab.studies import tune
+from tilewise.lab.studies.search_space import search_space
 from tilewise.plain import tiled
 from tilewise.plan import plan
 from tilewise.target import Target
@@ -209,13 +210,22 @@ def test_states_of_different_sweeps_do_not_meet(tmp_path: Path, monkeypatch: pyt
 def test_the_search_space_is_legal_and_holds_what_ships() -> None:
     for dim, mask in ((64, Causal()), (128, Window(512, 0)), (256, Causal())):
         problem = make_problem((2, 8, 4096, dim), torch.float16, mask=mask)
-        space = SM90.search_space(problem, H200)
+        space = search_space(SM90, problem, H200)
         assert len(space) == len(set(space)) == len({tune.label_of(config) for config in space})
         assert set(SM90.shipped(problem, H200)) <= set(space)
         assert all(config.smem_bytes <= H200.smem_per_block for config in space)
         assert all(config.ctas_per_sm * (config.smem_bytes + 1024) <= H200.smem_per_sm for config in space)
         assert all((config.head_dim, config.bf16) == (dim, False) for config in space)
-    assert len(SM90.search_space(LONG, H200)) > 100
+    assert len(search_space(SM90, LONG, H200)) > 100
+
+
+def test_a_kernel_that_divides_the_keys_is_told_from_one_that_does_not() -> None:
+    few = make_problem((1, 8, 1, 128), torch.bfloat16, seq_kv=16384, mask=Full())
+    shipped, space = tune.search("sm90", few, H200, tune.Settings())
+    assert shipped.split
+    same_tile = dataclasses.replace(shipped, split=False, mask=0)
+    assert {shipped, same_tile} <= set(space)
+    assert len(space) == len({tune.label_of(config) for config in space})
 
 
 def test_a_real_build_of_some_configs_and_the_table_the_planner_reads() -> None:
@@ -272,7 +282,7 @@ def entry_for(problem: Problem, config: Any, **changes: Any) -> dict[str, Any]:
 
 
 def other_config(problem: Problem) -> Any:
-    return next(c for c in SM90.search_space(problem, H200) if c not in SM90.shipped(problem, H200))
+    return next(c for c in search_space(SM90, problem, H200) if c not in SM90.shipped(problem, H200))
 
 
 def test_an_entry_serves_its_neighbours_and_nobody_else() -> None:
@@ -288,7 +298,7 @@ def test_an_entry_serves_its_neighbours_and_nobody_else() -> None:
 
 
 def test_the_nearest_entry_wins_and_the_same_problem_is_replaced() -> None:
-    first, second, third = [c for c in SM90.search_space(LONG, H200) if c not in SM90.shipped(LONG, H200)][:3]
+    first, second, third = [c for c in search_space(SM90, LONG, H200) if c not in SM90.shipped(LONG, H200)][:3]
     half = LONG.with_(seq_q=4096, seq_kv=4096)
     tuned.write("sm90", H200.name, entry_for(LONG, first))
     tuned.write("sm90", H200.name, entry_for(half, second))
@@ -423,7 +433,7 @@ def test_every_family_is_tuned_into_the_plan(
     """Times are made up, and kernels are not built: the search, the table and the planner are the real ones."""
     monkeypatch.setattr(tune, "_build", lambda units: ([], tune.BUILT, ""))
     before = plan(problem, target, backend.partition(":")[0])
-    space = backend_of(backend).search_space(problem, target)
+    space = search_space(backend_of(backend), problem, target)
     shipped = chosen_config(backend, problem, target)
     assert shipped in space
     assert len({tune.label_of(config) for config in space}) == len(space) > 1
@@ -461,7 +471,7 @@ def test_every_family_is_tuned_into_the_plan(
 
 @pytest.mark.parametrize(("backend", "problem", "target"), SWEEPS, ids=SWEEP_IDS)
 def test_every_config_travels_by_name(backend: str, problem: Problem, target: Target) -> None:
-    for config in backend_of(backend).search_space(problem, target):
+    for config in search_space(backend_of(backend), problem, target):
         name = name_of(backend, config)
         assert is_variant(name)
         assert Candidate(name).is_ours
@@ -555,7 +565,7 @@ def test_a_tuned_backward_that_does_not_build_gives_way_alone(caplog: pytest.Log
     direction = SM90.backward_direction
     shipped = plan(TRAIN, H200)
     forward = other_config(TRAIN)
-    backward = next(c for c in direction.search_space(TRAIN, H200) if c not in direction.shipped(TRAIN, H200))
+    backward = next(c for c in search_space(direction, TRAIN, H200) if c not in direction.shipped(TRAIN, H200))
     key, sizes = direction.tuning_key(TRAIN)
     tuned.write("sm90", H200.name, entry_for(TRAIN, forward))
     tuned.write("sm90", H200.name, entry_for(TRAIN, backward, key=key, sizes=sizes))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..jit import tuned
@@ -26,25 +25,22 @@ if TYPE_CHECKING:
 class Family(Protocol):
     """One direction and one width of numbers of an architecture: a module of engine/sm80 or engine/sm90.
 
-    A forward's `program` takes (problem, target, config), a backward's also which gradients are wanted. A forward has
-    `notices`, what a user should know of it. One that refuses more than its backend has `why_not(problem, target)`.
+    A forward's `program` takes (problem, target, config), a backward's also which gradients are wanted. A forward may
+    have `notices(problem)`, what a user should know of it; one that refuses more than its backend `why_not(problem,
+    target)`; one whose `configs` depend on lengths `for_any_length`; and one whose entries in the user's table have
+    another key than Direction gives them `tuning_key(problem)`.
     """
 
     Config: Any
+    SEARCHED: dict[str, tuple[Any, ...]]
+    """The fields of a measured config that may differ from those that ship, and their values."""
     program: Callable[..., Program]
 
     def configs(self, problem: Problem, target: Target, /) -> list[Any]: ...
 
-    def units(self) -> list[Unit]: ...
-
 
 class Direction:
-    """The forward or the backward of a backend, of both widths of numbers: its configs, and what was measured of them.
-
-    A family may have its own `shipped` and `tuning_key`, and then reads the user's table itself; for all others that is
-    done here. What `tilewise tune` measures is its `search_space`, or what ships with other values for the fields of
-    SEARCHED, or what ships.
-    """
+    """The forward or the backward of a backend, of both widths of numbers: its configs, and what was measured."""
 
     def __init__(self, backend: Fused, number: int) -> None:
         self._backend, self._number = backend, number
@@ -64,29 +60,23 @@ class Direction:
 
     def configs(self, problem: Problem, target: Target) -> list[Any]:
         """Legal configs, best first: what `tilewise tune` found on this device, then those that ship."""
-        problem = self._posed(problem)
-        family = self._family(problem)
-        ships = list(family.configs(problem, target))
-        return tuned.first(self.entry(problem, target), family.Config, ships)
+        ships = self.shipped(problem, target)
+        return tuned.first(self.entry(problem, target), self._family(problem).Config, ships)
 
     def shipped(self, problem: Problem, target: Target) -> list[Any]:
         """The configs that nothing measured on this machine has changed, best first."""
         problem = self._posed(problem)
-        family = self._family(problem)
-        return list(getattr(family, "shipped", family.configs)(problem, target))
+        return list(self._family(problem).configs(problem, target))
 
-    def search_space(self, problem: Problem, target: Target) -> list[Any]:
-        """Every config that may run."""
+    def for_any_length(self, problem: Problem, target: Target) -> list[Any]:
+        """The configs that ship for such heads and masks."""
         problem = self._posed(problem)
         family = self._family(problem)
-        if not hasattr(family, "SEARCHED"):
-            return list(getattr(family, "search_space", family.configs)(problem, target))
-        found = dict.fromkeys(family.configs(problem, target))
-        for config, values in product(list(found), product(*family.SEARCHED.values())):
-            varied = replace(config, **dict(zip(family.SEARCHED, values, strict=True)))
-            if varied.smem_bytes <= target.smem_per_block:
-                found[varied] = None
-        return list(found)
+        return list(getattr(family, "for_any_length", family.configs)(problem, target))
+
+    def searched(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
+        """The fields of a config that `tilewise tune` varies, and the values that it tries."""
+        return dict(self._family(problem).SEARCHED)
 
     def tuning_key(self, problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
         """What an entry of the user's table must agree with, and the sizes it was measured at."""
@@ -103,13 +93,20 @@ class Direction:
         return key, sizes
 
     def entry(self, problem: Problem, target: Target) -> dict[str, Any] | None:
-        """The entry of the user's table, where the family does not read it itself."""
+        """The entry of the user's table.
+
+        Its config is one that ships for such heads, or fits the target and differs from one in values that are
+        searched. Whether the kernel has enough registers, only its build tells.
+        """
         family = self._family(problem)
-        if hasattr(family, "tuning_key"):
-            return None
+        searched = family.SEARCHED
 
         def is_legal(config: Any) -> bool:
-            return config in self.search_space(problem, target) or config in self.shipped(problem, target)
+            ships = self.for_any_length(problem, target)
+            tried = all(getattr(config, name) in values for name, values in searched.items())
+            if not (tried and config.fits(target)):
+                return config in ships
+            return any(config == replace(one, **{name: getattr(config, name) for name in searched}) for one in ships)
 
         return tuned.find(self._backend.name, target.name, *self.tuning_key(problem), family.Config, is_legal)
 
@@ -171,7 +168,9 @@ class Fused:
             return []
         problem = rules.in_terms(problem)
         entry = self.forward_direction.entry(problem, target)
-        said = [*([] if entry is None else [tuned.cite(entry)]), *self.families(problem)[0].notices(problem, target)]
+        said = [] if entry is None else [tuned.cite(entry)]
+        forward = self.families(problem)[0]
+        said += [*(forward.notices(problem) if hasattr(forward, "notices") else []), *rules.zero_filled(problem)]
         entry = self.backward_direction.entry(problem, target) if problem.needs_grad else None
         return said if entry is None else [*said, f"backward: {tuned.cite(entry)}"]
 
@@ -208,9 +207,6 @@ class Fused:
     def shipped(self, problem: Problem, target: Target) -> list[Any]:
         return self.forward_direction.shipped(problem, target)
 
-    def search_space(self, problem: Problem, target: Target) -> list[Any]:
-        return self.forward_direction.search_space(problem, target)
-
     def tuning_key(self, problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
         return self.forward_direction.tuning_key(problem)
 
@@ -221,11 +217,7 @@ class Fused:
 
     def details(self, problem: Problem, target: Target, config: Any) -> list[str]:
         """How the launch fills the GPU."""
-        return [] if problem.empty else list(self.program(problem, target, config).says)
-
-    def all_units(self) -> list[Unit]:
-        """A covering sample of what the families generate, for the named targets: what CI compiles."""
-        return [unit for family in self.every_family() for unit in family.units()]
+        return self.forward_direction.details(problem, target, config)
 
     # -----------------------------------------------------------------------------------------------------------------
     # Calls

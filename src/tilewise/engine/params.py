@@ -125,5 +125,5 @@ def kv_head_sections(problem: Problem, target: Target, number_bytes: int, share:
     A run's queries, the gradients of their outputs and the float32 sums of dQ; the share was measured.
     """
     columns = (number_bytes + 4) * problem.head_dim + number_bytes * problem.head_dim_v
-    most = max(1, int(target.l2_bytes * share) // (problem.group * problem.seq_q * columns))
-    return -(-problem.batch * problem.heads_kv // most)
+    max_heads = max(1, int(target.l2_bytes * share) // (problem.group * problem.seq_q * columns))
+    return -(-problem.batch * problem.heads_kv // max_heads)

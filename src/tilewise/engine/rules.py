@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.resources
 import json
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +17,7 @@ from ..problem import dtype_name
 from ..terms import Bias, Keep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from ..problem import Problem
     from ..target import Target
@@ -31,7 +32,6 @@ Rule = tuple[bool, str, str]
 """(when it is refused, what is wrong, what to do)."""
 Row = dict[str, Any]
 """Of a table that ships."""
-_Key = TypeVar("_Key")
 _Config = TypeVar("_Config")
 
 
@@ -201,11 +201,17 @@ def from_row(config: type[_Config], row: Row, **facts: Any) -> _Config:
     return config(**{field.name: known[field.name] for field in dataclasses.fields(config)})  # type: ignore[arg-type]
 
 
-def rows_by(table: str, section: str, keys: Callable[[Row], Iterable[_Key]]) -> dict[_Key, list[Row]]:
-    """The rows of a section of a table that ships by what they are for (`keys`, maybe several per row), best first."""
+def rows(table: str, section: str, classes: tuple[int, int], has_terms: bool) -> list[Row]:
+    """The rows of a section of a table that ships, for a class of heads with or without terms, best first."""
+    return _rows(table, section).get((classes, has_terms), [])
+
+
+@functools.cache
+def _rows(table: str, section: str) -> dict[tuple[tuple[int, int], bool], list[Row]]:
+    """(head-dim class, has_terms) -> rows; a row is for both unless it says for which."""
     text = importlib.resources.files("tilewise.engine").joinpath(f"tables/{table}.json").read_text()
-    found: dict[_Key, list[Row]] = {}
+    found: dict[tuple[tuple[int, int], bool], list[Row]] = {}
     for row in json.loads(text)[section]:
-        for key in keys(row):
-            found.setdefault(key, []).append(row)
+        for has_terms in row.get("has_terms", (False, True)):
+            found.setdefault((tuple(row["head_dims"]), has_terms), []).append({**row, "has_terms": has_terms})
     return found

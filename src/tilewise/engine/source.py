@@ -60,7 +60,7 @@ class Kernel(NamedTuple):
             smem=f"{self.smem}<config, Extents>",
             smem_bytes=config.smem_bytes,
             threads=config.threads,
-            ctas_per_sm=getattr(config, "ctas_per_sm", 1),
+            ctas_per_sm=config.ctas_per_sm,
             checks=tuple(agreed),
         )
 

@@ -198,8 +198,8 @@ def _load(cu: Any, kernel: Kernel, device: int) -> Function:
         entry = check(cu.cuModuleGetFunction(module, kernel.name.encode()), what)
         opt_in = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         smem = check(cu.cuDeviceGetAttribute(opt_in, handle), what) - kernel.resources.static_smem_bytes
-        most = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        check(cu.cuFuncSetAttribute(entry, most, smem), what)
+        max_smem = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(cu.cuFuncSetAttribute(entry, max_smem, smem), what)
     return Function(kernel, device, entry, context, smem)
 
 

@@ -1,4 +1,4 @@
-"""The ladder: attention written eight ways, each a lesson over the one before. For learning and measuring only.
+"""The ladder: attention written nine ways, each a lesson over the one before. For learning and measuring only.
 
 Every rung has the functions of a backend (see `tilewise.backend`) and is tested like one, but the planner never
 chooses it: `tilewise ladder` runs them all side by side. Rungs that are backends already (tiled, triton, sm80, sm90)

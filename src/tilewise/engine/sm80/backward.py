@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,8 +26,6 @@ from ..tile_map import map_for
 from . import shared
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ...jit import Unit
     from ...operands import Wants
     from ...problem import Problem
@@ -71,44 +68,33 @@ class Config(shared.TileConfig):
 
     @property
     def name(self) -> str:
-        kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}"
+        shape = f"q{self.block_q}_kv{self.block_kv}"
         grids = f"w{self.warps}_{self.score_rows}{self.key_rows}{self.query_rows}"
         extras = f"{'_v4' * self.vector_sums}{'' if self.makes_dkv else '_dq_only'}"
-        return (
-            f"fa2_backward_{kind}_q{self.block_q}_kv{self.block_kv}_{grids}_s{self.stages}_x{self.ctas_per_sm}{extras}"
-        )
+        return f"fa2_backward_{self.heads_name}_{shape}_{grids}_s{self.stages}_x{self.ctas_per_sm}{extras}"
 
-    @property
-    def label(self) -> str:
-        """What a search varies, in a few words."""
-        return (
-            f"{self.block_q}x{self.block_kv} w{self.warps} {self.score_rows}{self.key_rows}{self.query_rows} "
-            f"s{self.stages} x{self.ctas_per_sm}"
-        )
+
+# What a search varies of the configs that ship.
+SEARCHED = {
+    "block_q": (32, 64, 128),
+    "block_kv": (64, 128),
+    "warps": (4, 8),
+    **dict.fromkeys(("score_rows", "key_rows", "query_rows"), (1, 2, 4, 8)),
+    "stages": (1, 2),
+    "ctas_per_sm": (1, 2, 3),
+}
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Legal configs that fit the target, best first."""
-    bf16, has_terms = problem.dtype is torch.bfloat16, not rules.fits_plain_tiles(problem, "sm80")
-    found = (_config(row, bf16, has_terms, target) for row in _table()[rules.class_of(problem), has_terms])
-    return [config for config in found if config.fits(target)]
+    facts = {"has_terms": not rules.fits_plain_tiles(problem, "sm80"), "bf16": problem.dtype is torch.bfloat16}
+    return fitting(Config, "backward", problem, target, **facts)
 
 
-def units() -> list[Unit]:
-    """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
-    return shared.units(_units_for)
-
-
-def _units_for(target: Target) -> Iterator[Unit]:
-    for bf16 in (True, False):
-        yield from (preprocess_unit(bf16, lanes, target.arch) for lanes in sorted({*_LANES.values()}))
-        for (_, has_terms), rows in _table().items():
-            fitting = [config for row in rows if (config := _config(row, bf16, has_terms, target)).fits(target)]
-            yield from (unit(config, target.arch) for config in fitting)
-            if not has_terms:
-                yield from (postprocess_unit(config, target.arch) for config in fitting)
-            if bf16 and not has_terms:
-                yield from (unit(dq_only(config), target.arch) for config in fitting[:1])
+def fitting(made: Any, section: str, problem: Problem, target: Target, **facts: bool) -> list[Any]:
+    """The same for any backward of this folder."""
+    facts |= {"vector_sums": target.capability >= shared.VECTOR_SUMS_FROM, "makes_dkv": True}
+    return [config for _, config in shared.fitting(made, section, problem, target, **facts)]
 
 
 @functools.cache
@@ -253,51 +239,3 @@ def key_sections(problem: Problem) -> int | None:
 
 def dq_only(config: Any) -> Any:
     return replace(config, makes_dkv=False)
-
-
-def _config(row: rules.Row, bf16: bool, has_terms: bool, target: Target) -> Config:
-    vector_sums = target.capability >= shared.VECTOR_SUMS_FROM
-    row = {**row, "has_terms": has_terms}
-    return rules.from_row(Config, row, bf16=bf16, vector_sums=vector_sums, makes_dkv=True)
-
-
-def keys_of_row(row: rules.Row) -> list[tuple[tuple[int, int], bool]]:
-    return [(tuple(row["head_dims"]), has_terms) for has_terms in row.get("has_terms", (False, True))]
-
-
-@functools.cache
-def _table() -> dict[tuple[tuple[int, int], bool], list[rules.Row]]:
-    """(head-dim class, has_terms) -> rows, best first; a row is for both unless it says for which."""
-    return rules.rows_by("sm80", "backward", keys_of_row)
-
-
-def search_space(problem: Problem, target: Target) -> list[Config]:
-    """Every config that may run: tiles that the warps divide evenly, that fit shared memory, and whose sums fit the
-    registers; whether the compiler keeps to that, its log tells."""
-    dims = rules.class_of(problem)
-    bf16, has_terms = problem.dtype is torch.bfloat16, bool(problem.scores)
-    found = dict.fromkeys(configs(problem, target))
-    for warps, block_q, block_kv, stages, ctas in product((4, 8), (32, 64, 128), (64, 128), (1, 2), (1, 2, 3)):
-        for rows in product((1, 2, 4, 8), repeat=3):
-            row = {"head_dims": dims, "block_q": block_q, "block_kv": block_kv, "warps": warps, "stages": stages}
-            row |= dict(zip(("score_rows", "key_rows", "query_rows"), rows, strict=True)) | {"ctas_per_sm": ctas}
-            config = _config(row, bf16, has_terms, target)
-            held = (block_q * block_kv * 2 + block_kv * sum(dims)) // (32 * warps)
-            if _divides_evenly(config) and held + 32 <= config.register_limit and config.fits(target):
-                found[config] = None
-    return list(found)
-
-
-def _divides_evenly(config: Config) -> bool:
-    """Every warp has the same share of each product, in blocks of 16: what kernels/sm80/backward.cuh asserts."""
-    shares = (
-        (config.score_rows, config.block_q, (config.block_kv,)),
-        (config.key_rows, config.block_kv, (config.head_dim, config.head_dim_v)),
-        (config.query_rows, config.block_q, (config.head_dim,)),
-    )
-    return config.block_q <= 2 * config.threads and all(
-        config.warps % rows == 0
-        and height % (16 * rows) == 0
-        and all(width % (16 * (config.warps // rows)) == 0 for width in widths)
-        for rows, height, widths in shares
-    )

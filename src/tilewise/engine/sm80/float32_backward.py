@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
 from ...errors import Reason
 from ...operands import ALL, INPUTS
-from .. import division, rules
+from .. import division
 from ..edges import edge_launches
 from ..extents import BATCHED, row_fields
 from ..params import mirror, tiles
@@ -23,12 +22,10 @@ from ..policy import params_for, term_params, unit_of
 from ..program import Launch, Layout, Program, View
 from ..source import Kernel, kernel_unit
 from . import shared
-from .backward import backward_fields, divided_by, dq_only, keys_of_row
+from .backward import backward_fields, divided_by, dq_only, fitting
 from .float32_forward import kind_name, products_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ...jit import Unit
     from ...operands import Wants
     from ...problem import Problem
@@ -71,18 +68,17 @@ class Config(shared.TileConfig):
 
     @property
     def name(self) -> str:
-        kind = f"{kind_name(self.exact)}_d{self.head_dim}x{self.head_dim_v}"
+        kind = f"{kind_name(self.exact)}_{self.heads_name}"
         shape = f"q{self.block_q}_kv{self.block_kv}_s{self.stages}_x{self.ctas_per_sm}"
         extras = f"{'_v4' * self.vector_sums}{'' if self.makes_dkv else '_dq_only'}"
         return f"fa2_backward_{kind}_{shape}{extras}"
 
-    @property
-    def label(self) -> str:
-        """What a search varies, in a few words."""
-        return f"{self.block_q}x{self.block_kv} s{self.stages} x{self.ctas_per_sm}"
-
     def __str__(self) -> str:
         return f"{products_text(self.exact)}, {shared.TileConfig.__str__(self)}"
+
+
+# What a search varies of the configs that ship.
+SEARCHED = {"block_q": (16, 32, 48, 64), "warps": (4, 8), "stages": (1, 2), "ctas_per_sm": (1, 2, 3)}
 
 
 def why_not(problem: Problem, target: Target) -> list[Reason]:
@@ -95,24 +91,8 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Configs of the table that fit the target, best first."""
-    exact, has_terms = problem.precision == "exact", bool(problem.scores)
-    rows = _table().get((rules.class_of(problem), has_terms), [])
-    found = (_config(row, exact, has_terms, target) for row in rows)
-    return [config for config in found if config.fits(target)]
-
-
-def units() -> list[Unit]:
-    """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
-    return shared.units(_units_for)
-
-
-def _units_for(target: Target) -> Iterator[Unit]:
-    yield from (preprocess_unit(lanes, target.arch) for lanes in sorted({*_LANES.values()}))
-    for ((_, has_terms), rows), exact in product(_table().items(), (True, False)):
-        fitting = [config for row in rows if (config := _config(row, exact, has_terms, target)).fits(target)]
-        yield from (unit(config, target.arch) for config in fitting)
-        if exact and not has_terms:
-            yield from (unit(dq_only(config), target.arch) for config in fitting[:1])
+    facts = {"has_terms": bool(problem.scores), "exact": problem.precision == "exact"}
+    return fitting(Config, "float32_backward", problem, target, **facts)
 
 
 @functools.cache
@@ -203,30 +183,3 @@ COSTS = division.Costs(start=1.0, merge=1.0)
 def divide(problem: Problem, config: Config, target: Target) -> division.Division:
     """Which pieces the tiles of keys are cut into, and how many runs the (batch, KV head) pairs make."""
     return divided_by(problem, config, target, COSTS)
-
-
-def _config(row: rules.Row, exact: bool, has_terms: bool, target: Target) -> Config:
-    vector_sums = target.capability >= shared.VECTOR_SUMS_FROM
-    row = {**row, "has_terms": has_terms}
-    return rules.from_row(Config, row, exact=exact, vector_sums=vector_sums, makes_dkv=True)
-
-
-@functools.cache
-def _table() -> dict[tuple[tuple[int, int], bool], list[rules.Row]]:
-    """(head-dim class, has_terms) -> rows, best first; a row is for both unless it says for which."""
-    return rules.rows_by("sm80", "float32_backward", keys_of_row)
-
-
-def search_space(problem: Problem, target: Target) -> list[Config]:
-    """Every config that may run: tiles that fit shared memory, sums of dK and dV that fit the registers; whether the
-    compiler keeps to that, its log tells."""
-    dims = rules.class_of(problem)
-    exact, has_terms = problem.precision == "exact", bool(problem.scores)
-    found = dict.fromkeys(configs(problem, target))
-    for warps, block_q, stages, ctas in product((4, 8), (16, 32, 48, 64), (1, 2), (1, 2, 3)):
-        row = {"head_dims": dims, "block_q": block_q, "warps": warps, "stages": stages, "ctas_per_sm": ctas}
-        config = _config(row, exact, has_terms, target)
-        held = (2 * block_q * config.block_kv + config.block_kv * sum(dims)) // config.threads
-        if held + 32 <= config.register_limit and config.fits(target):
-            found[config] = None
-    return list(found)

@@ -6,22 +6,17 @@ schedule are those of the 16-bit kernels.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
-from .. import rules
 from ..params import LOG2_E, mirror
 from ..policy import params_for, term_params, unit_of
 from ..program import Launch
-from ..rules import class_of
 from ..source import Kernel
 from . import shared
 from .forward import forward_program, tensor_fields
 
 if TYPE_CHECKING:
-    from ...jit import Unit
     from ...problem import Problem
     from ...target import Target
     from ..program import Program
@@ -56,57 +51,33 @@ class Config(shared.TileConfig):
 
     @property
     def name(self) -> str:
-        kind = f"{kind_name(self.exact)}_d{self.head_dim}x{self.head_dim_v}"
         shape = f"q{self.block_q}_kv{self.block_kv}_w{self.warps}_s{self.stages}_x{self.ctas_per_sm}"
-        return f"fa2_forward_{kind}_{shape}"
-
-    @property
-    def label(self) -> str:
-        """What a search varies, in a few words."""
-        return f"{self.block_q}x{self.block_kv} {self.warps} warps S{self.stages} x{self.ctas_per_sm}"
+        return f"fa2_forward_{kind_name(self.exact)}_{self.heads_name}_{shape}"
 
     def __str__(self) -> str:
         return f"{products_text(self.exact)}, {shared.TileConfig.__str__(self)}"
 
 
+# What a search varies of the configs that ship.
+SEARCHED = {
+    "warps": (4, 8),
+    "row_tiles": (1, 2),
+    "block_kv": (16, 32, 48, 64),
+    "stages": (1, 2),
+    "ctas_per_sm": (1, 2, 3),
+}
+
+
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Configs of the table that fit the target, best first."""
-    exact, has_terms = problem.precision == "exact", bool(problem.scores)
-    found = (_config(row, exact, has_terms) for row in _table()[class_of(problem)])
-    return [config for config in found if config.fits(target)]
+    facts = {"has_terms": bool(problem.scores), "exact": problem.precision == "exact"}
+    return [config for _, config in shared.fitting(Config, "float32_forward", problem, target, **facts)]
 
 
-def search_space(problem: Problem, target: Target) -> list[Config]:
-    """Every config that may run: tiles that fit shared memory, sums that fit the registers.
-
-    The bound on registers is that of the arrays a thread holds; whether the compiler keeps to it, its log tells.
-    """
-    classes = class_of(problem)
-    exact, has_terms = problem.precision == "exact", bool(problem.scores)
-    found = []
-    for warps, row_tiles, block_kv, stages, ctas in product((4, 8), (1, 2), (16, 32, 48, 64), (1, 2), (1, 2, 3)):
-        row = {"head_dims": classes, "warps": warps, "row_tiles": row_tiles, "block_kv": block_kv}
-        config = _config(row | {"stages": stages, "ctas_per_sm": ctas}, exact, has_terms)
-        scores = block_kv * (1 + exact) // 2
-        held = row_tiles * (max(scores, block_kv // 2 + 16 * (1 + exact)) + classes[1] // 2)
-        whole = block_kv % (4 * warps) == 0
-        if whole and config.fits(target) and held + 32 <= config.register_limit:
-            found.append(config)
-    return found
-
-
-def notices(problem: Problem, target: Target) -> list[str]:
+def notices(problem: Problem) -> list[str]:
     exact = problem.precision == "exact"
     error = "as of plain float32 arithmetic" if exact else "inputs and weights keep 11 bits"
-    said = [f"float32 by {products_text(exact)}: relative error about {'6e-7' if exact else '4e-4'}, {error}"]
-    return [*said, *rules.zero_filled(problem)]
-
-
-def units() -> list[Unit]:
-    """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
-    rows = [row for rows in _table().values() for row in rows]
-    made = [_config(row, *facts) for row in rows for facts in product((True, False), repeat=2)]
-    return shared.units(lambda target: [unit(config, target.arch) for config in made if config.fits(target)])
+    return [f"float32 by {products_text(exact)}: relative error about {'6e-7' if exact else '4e-4'}, {error}"]
 
 
 _Params = mirror("sm80/float32_config.cuh", "Float32Params")
@@ -137,13 +108,3 @@ def kind_name(exact: bool) -> str:
 
 def products_text(exact: bool) -> str:
     return "3 products of TF32 parts" if exact else "1 product of TF32 parts"
-
-
-def _config(row: rules.Row, exact: bool, has_terms: bool) -> Config:
-    return rules.from_row(Config, {**row, "has_terms": has_terms}, exact=exact)
-
-
-@functools.cache
-def _table() -> dict[tuple[int, int], list[rules.Row]]:
-    """Head-dim class -> rows, best first."""
-    return rules.rows_by("sm80", "float32_forward", lambda row: [tuple(row["head_dims"])])

@@ -6,27 +6,22 @@ tables/sm80.json: of the rows for a head-dim class, those whose shared memory fi
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ...jit import tuned
 from ...masks import Causal, Full
 from .. import rules
 from ..extents import forward_fields
 from ..params import LOG2_E, forward_order, matrix_bytes, mirror, query_tiles
 from ..policy import params_for, term_params, unit_of
 from ..program import Launch, Program, View
-from ..rules import class_of
 from ..source import Kernel
 from ..tile_map import map_for
 from . import shared
 
 if TYPE_CHECKING:
-    from ...jit import Unit
     from ...problem import Problem
     from ...target import Target
 
@@ -70,45 +65,33 @@ class Config(shared.TileConfig):
 
     @property
     def name(self) -> str:
-        kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}"
         shape = f"q{self.block_q}_kv{self.block_kv}_w{self.warps}_s{self.stages}_x{self.ctas_per_sm}"
-        return f"fa2_forward_{kind}_{shape}{'_qr' * self.q_in_registers}"
-
-    @property
-    def label(self) -> str:
-        """What a search varies, in a few words."""
-        kept = " Q kept" if self.q_in_registers else ""
-        return f"{self.block_q}x{self.block_kv} {self.warps} warps S{self.stages} x{self.ctas_per_sm}{kept}"
+        return f"fa2_forward_{self.heads_name}_{shape}{'_qr' * self.q_in_registers}"
 
 
-def notices(problem: Problem, target: Target) -> list[str]:
-    entry = _tuned(problem, target)
-    return [*([] if entry is None else [tuned.cite(entry)]), *rules.zero_filled(problem)]
+# What a search varies of the configs that ship.
+SEARCHED = {
+    "warps": (2, 4, 8),
+    "row_tiles": (1, 2),
+    "block_kv": (32, 64, 96, 128),
+    "stages": (1, 2),
+    "q_in_registers": (False, True),
+    "ctas_per_sm": (1, 2, 3, 4),
+}
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
-    """Legal configs, best first: what `tilewise tune` found on this device, then the shipped table's."""
-    return tuned.first(_tuned(problem, target), Config, shipped(problem, target))
-
-
-def shipped(problem: Problem, target: Target) -> list[Config]:
     """Configs of the table that ships and fit the target, best first.
 
     A row with smaller tiles than usual may be for problems only that it spreads over the multiprocessors in one wave
     (`one_wave`).
     """
-    classes = class_of(problem)
-    has_terms = _roomy(problem)
+    facts = {"has_terms": _roomy(problem), "bf16": problem.dtype is torch.bfloat16}
     small, fitting = [], []
-    for row in _table()[classes]:
-        if has_terms not in row["has_terms"]:
-            continue
-        config = _config(row, problem.dtype is torch.bfloat16, has_terms)
-        if not config.fits(target):
-            continue
-        needed = config.held_registers + _OTHER_REGISTERS + rules.forward_registers(problem)
-        if rules.forward_registers(problem) and needed > config.register_limit:
-            config = replace(config, block_kv=min(config.block_kv, 32))
+    for row, ships in shared.fitting(Config, "forward", problem, target, **facts):
+        needed = ships.held_registers + _OTHER_REGISTERS + rules.forward_registers(problem)
+        narrow = rules.forward_registers(problem) and needed > ships.register_limit
+        config = replace(ships, block_kv=min(ships.block_kv, 32)) if narrow else ships
         if not row.get("one_wave"):
             fitting.append(config)
         elif query_tiles(problem, config.block_q) <= target.sms * config.ctas_per_sm:
@@ -123,51 +106,8 @@ def _roomy(problem: Problem) -> bool:
     return not rules.fits_plain_tiles(problem, "sm80")
 
 
-def search_space(problem: Problem, target: Target) -> list[Config]:
-    """Every config that may run: tiles that fit shared memory, sums that fit the registers.
-
-    The bound on registers is that of the arrays a thread holds; whether the compiler keeps to it, its log tells.
-    """
-    return list(_runnable(class_of(problem), problem.dtype is torch.bfloat16, _roomy(problem), target))
-
-
-@functools.lru_cache(maxsize=16)
-def _runnable(classes: tuple[int, int], bf16: bool, has_terms: bool, target: Target) -> dict[Config, None]:
-    found: dict[Config, None] = {}
-    for warps, row_tiles, block_kv in product((2, 4, 8), (1, 2), (32, 64, 96, 128)):
-        for stages, q_in_registers, ctas in product((1, 2), (False, True), (1, 2, 3, 4)):
-            row = {"head_dims": classes, "warps": warps, "row_tiles": row_tiles, "block_kv": block_kv}
-            row |= {"stages": stages, "q_in_registers": q_in_registers, "ctas_per_sm": ctas}
-            config = _config(row, bf16, has_terms)
-            room = config.register_limit - config.held_registers
-            if config.fits(target) and room >= 24 and block_kv % (4 * warps) == 0:
-                found[config] = None
-    return found
-
-
 def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
     return rules.tuning_key(problem, masked=not isinstance(problem.mask, Full))
-
-
-def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
-    """The entry of the user's own table for this device."""
-    classes, facts = class_of(problem), (problem.dtype is torch.bfloat16, _roomy(problem))
-
-    def is_legal(config: Config) -> bool:
-        """One that a sweep would try, or any that ships for such heads and fits, whatever lengths it is for."""
-        ships = any(config == _config(row, *facts) for row in _table()[classes] if facts[1] in row["has_terms"])
-        return config in _runnable(classes, *facts, target) or (ships and config.fits(target))
-
-    return tuned.find("sm80", target.name, *tuning_key(problem), Config, is_legal)
-
-
-def units() -> list[Unit]:
-    """Every kernel of this family for the named targets, one GPU of each size of shared memory."""
-    rows = [row for rows in _table().values() for row in rows]
-    made = [
-        _config(row, bf16, has_terms) for row in rows for bf16, has_terms in product((True, False), row["has_terms"])
-    ]
-    return shared.units(lambda target: [unit(config, target.arch) for config in made if config.fits(target)])
 
 
 _Params = mirror("sm80/config.cuh", "Params")
@@ -206,13 +146,3 @@ def forward_program(problem: Problem, target: Target, config: Any, launch: Launc
     waves = f"{work / together:.1f} waves" if together else "waves unknown"
     says = f"{work} CTAs of {config.threads} threads {order}, {registers}; {occupancy}; {waves}"
     return Program((launch._replace(grid=work, threads=config.threads),), says=(says,))
-
-
-def _config(row: rules.Row, bf16: bool, has_terms: bool) -> Config:
-    return rules.from_row(Config, {**row, "has_terms": has_terms}, bf16=bf16)
-
-
-@functools.cache
-def _table() -> dict[tuple[int, int], list[rules.Row]]:
-    """Head-dim class -> rows, best first."""
-    return rules.rows_by("sm80", "forward", lambda row: [tuple(row["head_dims"])])

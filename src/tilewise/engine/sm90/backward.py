@@ -13,7 +13,6 @@ import functools
 import math
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -28,6 +27,7 @@ from ..policy import params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Map, Program, strides
 from ..source import Kernel, kernel_unit
 from ..tile_map import map_for
+from .shared import WarpgroupConfig
 
 if TYPE_CHECKING:
     from ...jit import Unit
@@ -61,12 +61,12 @@ class Walk(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(WarpgroupConfig):
     """Compile-time choices; field for field the C++ aggregate of kernels/sm90/backward_config.cuh."""
 
     cpp_type: ClassVar[str] = "tilewise::sm90::BackwardConfig"
     threads: ClassVar[int] = 512
-    launch_registers: ClassVar[int] = 128
+    ctas_per_sm: ClassVar[int] = 1
 
     bf16: bool
     head_dim: int
@@ -106,19 +106,8 @@ class Config:
 
     @property
     def name(self) -> str:
-        kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}"
-        extras = f"{'_one_tile' if self.writes_dq else ''}"
-        extras += "" if self.makes_dq and self.makes_dkv else "_dq_only" if self.makes_dq else "_dkv_only"
-        return f"backward_{kind}_q{self.block_q}_kv{self.block_kv}{extras}"
-
-    @property
-    def label(self) -> str:
-        """What a search varies, in a few words."""
-        return f"{self.block_q}x{self.block_kv} s{self.stages} ds{self.ds_stages}{' one tile' * self.writes_dq}"
-
-    def __str__(self) -> str:
-        tile = f"tile {self.block_q} x {self.block_kv}, 4 warpgroups"
-        return f"{tile}, {self.stages} stages, {self.smem_bytes / 1024:.0f} KiB shared"
+        extras = "" if self.makes_dq and self.makes_dkv else "_dq_only" if self.makes_dq else "_dkv_only"
+        return f"backward_{self.heads_name}_q{self.block_q}_kv{self.block_kv}{'_one_tile' * self.writes_dq}{extras}"
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
@@ -127,32 +116,13 @@ def configs(problem: Problem, target: Target) -> list[Config]:
     Rows that are for `terms` leave these more registers: they come first where many are needed, and else stand behind
     the others, for kernels that spill after all.
     """
-    rows = _table()[rules.class_of(problem)]
+    rows = rules.rows("sm90_backward", "backward", rules.class_of(problem), bool(problem.scores))
     if all(term.elementwise for term in problem.scores):
         rows = [row for row in rows if not row.get("terms")]
     elif rules.backward_registers(problem) >= _MANY_REGISTERS:
         rows = sorted(rows, key=lambda row: not row.get("terms"))
-    return [
-        _config(row, problem.dtype is torch.bfloat16, bool(problem.scores))
-        for row in rows
-        if not row["writes_dq"] or _has_one_tile(problem, row)
-    ]
-
-
-def units() -> list[Unit]:
-    """Every kernel of this family."""
-    found: list[Unit] = []
-    for bf16 in (True, False):
-        found.append(postprocess_unit(bf16))
-        found += [preprocess_unit(bf16, lanes) for lanes in sorted({*_LANES.values()})]
-        for rows, has_terms in product(_table().values(), (False, True)):
-            for row in (row for row in rows if not row.get("terms")):
-                config = _config(row, bf16, has_terms)
-                if not (has_terms and row["writes_dq"]):
-                    found.append(unit(config))
-                if bf16 and not has_terms:
-                    found += [unit(_only(config, wants)) for wants in (frozenset("q"), frozenset("kv"))]
-    return list({one.name: one for one in found}.values())
+    facts = {"bf16": problem.dtype is torch.bfloat16, "makes_dq": True, "makes_dkv": True}
+    return [rules.from_row(Config, row, **facts) for row in rows if not row["writes_dq"] or _has_one_tile(problem, row)]
 
 
 @functools.cache
@@ -362,16 +332,6 @@ def _only(config: Config, wants: Wants) -> Config:
     """The config of a kernel that makes no gradient but these; dK and dV share their products."""
     wants_dq, wants_dkv = "q" in wants, bool(wants & {"k", "v"})
     return replace(config, writes_dq=config.writes_dq and wants_dq, makes_dq=wants_dq, makes_dkv=wants_dkv)
-
-
-def _config(row: rules.Row, bf16: bool, has_terms: bool) -> Config:
-    return rules.from_row(Config, row, bf16=bf16, has_terms=has_terms, makes_dq=True, makes_dkv=True)
-
-
-@functools.cache
-def _table() -> dict[tuple[int, int], list[rules.Row]]:
-    """Head-dim class -> rows, best first."""
-    return rules.rows_by("sm90_backward", "backward", lambda row: [tuple(row["head_dims"])])
 
 
 # What a search varies of the configs that ship.

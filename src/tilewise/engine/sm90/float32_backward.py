@@ -21,6 +21,7 @@ from ..policy import params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Program, strides
 from ..source import Kernel, kernel_unit
 from .float32_forward import FACT_BYTES, operands, split_launch
+from .shared import WarpgroupConfig
 
 if TYPE_CHECKING:
     from ...errors import Reason
@@ -38,12 +39,14 @@ _ROW_SMEM = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(WarpgroupConfig):
     """Compile-time choices; field for field the C++ aggregate of kernels/sm90/float32_backward_config.cuh."""
 
     cpp_type: ClassVar[str] = "tilewise::sm90::float32::GradConfig"
     threads: ClassVar[int] = 512
-    launch_registers: ClassVar[int] = 128
+    ctas_per_sm: ClassVar[int] = 1
+    block_q: ClassVar[int] = BLOCK
+    block_kv: ClassVar[int] = BLOCK
 
     head_dim: int
     head_dim_v: int
@@ -63,18 +66,10 @@ class Config:
 
     @property
     def name(self) -> str:
-        shape = f"d{self.head_dim}x{self.head_dim_v}_q{BLOCK}_kv{BLOCK}_s{self.stages}r{self.rooms}"
-        return f"backward_float32_bf16x6_{shape}"
-
-    @property
-    def label(self) -> str:
-        """What a search varies, in a few words."""
-        return f"s{self.stages} r{self.rooms}"
+        return f"backward_float32_bf16x6_{self.heads_name}_q{BLOCK}_kv{BLOCK}_s{self.stages}r{self.rooms}"
 
     def __str__(self) -> str:
-        stages = f"{self.stages} stage{'s' * (self.stages > 1)}"
-        tile = f"tile {BLOCK} x {BLOCK}, 4 warpgroups, {stages}"
-        return f"6 products of bf16 parts, {tile}, {self.smem_bytes / 1024:.0f} KiB shared"
+        return f"6 products of bf16 parts, {WarpgroupConfig.__str__(self)}"
 
 
 # (q and k, v and out) -> stages of the rings of Q and dO, rooms for P and dS: as many as fit shared memory.
@@ -100,17 +95,8 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Legal configs, best first: each class of head dims has one."""
-    return [_config(rules.class_of(problem), bool(problem.scores))]
-
-
-def _config(classes: tuple[int, int], has_terms: bool) -> Config:
-    return Config(*classes, *_SHAPES[classes], has_terms)
-
-
-def units() -> list[Unit]:
-    """Every kernel of this family but the split, which the forward has too."""
-    classes = [(pair, has_terms) for pair in _SHAPES for has_terms in (False, True)]
-    return [row_terms_unit(), *(unit(_config(*chosen)) for chosen in classes)]
+    classes = rules.class_of(problem)
+    return [Config(*classes, *_SHAPES[classes], bool(problem.scores))]
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from ..params import LOG2_E, forward_order, matrix_bytes, mirror, query_tiles, t
 from ..policy import params_for, term_params, unit_of
 from ..program import SCRATCH, Address, Launch, Layout, Map, Program, Stride, strides
 from ..source import Kernel, kernel_unit
+from .shared import ForwardConfig
 
 if TYPE_CHECKING:
     from ...jit import Unit
@@ -39,10 +40,11 @@ _PLAN_BYTES = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(ForwardConfig):
     """Compile-time choices; field for field the C++ aggregate of kernels/sm90/float32_config.cuh."""
 
     cpp_type: ClassVar[str] = "tilewise::sm90::float32::Config"
+    ctas_per_sm: ClassVar[int] = 1
 
     parts: int
     head_dim: int
@@ -56,19 +58,6 @@ class Config:
     pingpong: bool
 
     @property
-    def block_q(self) -> int:
-        return 64 * self.consumers
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.consumers + 1)
-
-    @property
-    def launch_registers(self) -> int:
-        """What every thread has when the kernel starts, before setmaxnreg moves some to the consumers."""
-        return min(65536 // self.threads // 8 * 8, 240)
-
-    @property
     def smem_bytes(self) -> int:
         """`sizeof(Smem<config>)`; the generated source asserts it."""
         q = self.consumers * matrix_bytes(64, self.head_dim)
@@ -79,24 +68,16 @@ class Config:
 
     @property
     def name(self) -> str:
-        shape = f"d{self.head_dim}x{self.head_dim_v}_q{self.block_q}_kv{self.block_kv}_k{self.k_stages}v{self.v_stages}"
-        return f"float32_{_PART_NAMES[self.parts]}_{shape}"
-
-    @property
-    def label(self) -> str:
-        """What a search varies, in a few words."""
-        return f"{_PART_NAMES[self.parts]} {self.block_q}x{self.block_kv} K{self.k_stages}V{self.v_stages}"
+        shape = f"{self.heads_name}_q{self.block_q}_kv{self.block_kv}_k{self.k_stages}v{self.v_stages}"
+        return f"float32_{PART_NAMES[self.parts]}_{shape}"
 
     def __str__(self) -> str:
         terms = self.parts * (self.parts + 1) // 2
-        tile = f"tile {self.block_q} x {self.block_kv}, {self.consumers} + 1 warpgroups"
-        operands = f"{terms} product{'s' if terms > 1 else ''} of {'fp16' if self.parts < 3 else 'bf16'} parts"
-        return (
-            f"{operands}, {tile}, stages K {self.k_stages} V {self.v_stages}, {self.smem_bytes / 1024:.0f} KiB shared"
-        )
+        operands = f"{terms} product{'s' * (terms > 1)} of {'fp16' if self.parts < 3 else 'bf16'} parts"
+        return f"{operands}, {ForwardConfig.__str__(self)}"
 
 
-_PART_NAMES = {1: "fp16x1", 2: "fp16x3", 3: "bf16x6"}
+PART_NAMES = {1: "fp16x1", 2: "fp16x3", 3: "bf16x6"}
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
@@ -113,30 +94,18 @@ def wide_range(config: Config) -> Config:
     return _config(3, (config.head_dim, config.head_dim_v), config.has_terms)
 
 
-def _chain(config: Config) -> tuple[Config, ...]:
-    """The kernels of a call, one after another."""
-    return (config,) if config.parts == 3 else (config, wide_range(config))
-
-
-def notices(problem: Problem, target: Target) -> list[str]:
+def notices(problem: Problem) -> list[str]:
+    if problem.needs_grad:
+        found = ["float32 by 6 products of bf16 parts, forward and backward: error as of plain float32 arithmetic"]
+        if problem.precision != "exact":
+            found.append(f"precision {problem.precision} serves calls without gradients alone: with them all is exact")
+        return found
     said = {
         "exact": "float32 by 3 products of fp16 parts: relative error about 4e-7, as of plain float32 arithmetic",
         "tf32": "float32 by 1 product of fp16 parts: inputs and weights keep 11 bits, relative error about 4e-4",
     }[problem.precision]
     range_note = "rows whose range fp16 cannot hold run by 6 products of bf16 parts, as the device finds them"
-    found = [said, range_note]
-    if problem.needs_grad:
-        found = ["float32 by 6 products of bf16 parts, forward and backward: error as of plain float32 arithmetic"]
-        if problem.precision != "exact":
-            found.append(f"precision {problem.precision} serves calls without gradients alone: with them all is exact")
-    return [*found, *rules.zero_filled(problem)]
-
-
-def units() -> list[Unit]:
-    """Every kernel of this family, and the split that the backward has too."""
-    found = [split_unit(parts) for parts in _PART_NAMES]
-    found += [unit(_config(*key, has_terms)) for key in _table() for has_terms in (False, True)]
-    return found
+    return [said, range_note]
 
 
 @functools.cache
@@ -224,7 +193,7 @@ def split_launch(
 
 
 def program(problem: Problem, target: Target, config: Config) -> Program:
-    chain = _chain(config)
+    chain = (config,) if config.parts == 3 else (config, wide_range(config))
     split = {one.parts: list(operands(problem, 64, one.block_kv).values())[:3] for one in chain}
     # The parts of bf16 take the place of those of fp16, which nobody reads any more by then; facts do not.
     sizes = {"any_refused": 4, "refused": 4 * split[config.parts][0].tiles}
@@ -239,34 +208,27 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
         gates = {"wanted": refusals} if one.parts == 3 else {"refusals": refusals}
         facts = f"{{}}_facts{one.parts}"
         launches.append(split_launch(problem, target, split[one.parts], one.parts, facts, **gates))
-        fields = _fields(problem, target, one, scratch, refusals, split[one.parts])
+        fields = {
+            **{f"{operand.name}_map": operand.map(one.parts) for operand in split[one.parts]},
+            **{f"{operand.name}_facts": scratch.address(facts.format(operand.name)) for operand in split[one.parts]},
+            "any_refused": refusals,
+            "refused": scratch.address("refused"),
+            "v": Address("v"),
+            "out": Address("out"),
+            **strides("v", "out"),
+            **forward_fields(problem, one.block_q, forward_order(problem, target, 2 * one.parts)),
+            "max_exponents": max_exponents(problem),
+            **term_params(problem, precise=True),
+            "scale_log2": unit_of(problem) * LOG2_E,
+            "lse_scale": unit_of(problem),
+        }
         grid = query_tiles(problem, one.block_q)
         kernel = unit(one, ARCH, problem.scores)
         launches.append(Launch(kernel, params_for(problem, _Params), fields, grid, one.threads, overlap=True))
     grid_text = f"{query_tiles(problem, config.block_q)} CTAs of {config.threads} threads"
     held = f"before it a kernel that splits q, k and v, {scratch.bytes / 2**20:.1f} MiB of scratch"
-    says = f"{grid_text}, {config.launch_registers} registers per thread; {held}"
+    says = f"{grid_text}, {config.register_limit} registers per thread; {held}"
     return Program(tuple(launches), scratch, says=(says,))
-
-
-def _fields(
-    problem: Problem, target: Target, config: Config, scratch: Layout, refusals: Address | None, split: list[Operand]
-) -> dict[str, object]:
-    scale = unit_of(problem)
-    return {
-        **{f"{operand.name}_map": operand.map(config.parts) for operand in split},
-        **{f"{operand.name}_facts": scratch.address(f"{operand.name}_facts{config.parts}") for operand in split},
-        "any_refused": refusals,
-        "refused": scratch.address("refused"),
-        "v": Address("v"),
-        "out": Address("out"),
-        **strides("v", "out"),
-        **forward_fields(problem, config.block_q, forward_order(problem, target, 2 * config.parts)),
-        "max_exponents": max_exponents(problem),
-        **term_params(problem, precise=True),
-        "scale_log2": scale * LOG2_E,
-        "lse_scale": scale,
-    }
 
 
 def max_exponents(problem: Problem) -> int:
@@ -276,14 +238,9 @@ def max_exponents(problem: Problem) -> int:
 
 
 def _config(parts: int, classes: tuple[int, int], has_terms: bool) -> Config:
-    (row,) = _table()[parts, classes]
-    return rules.from_row(Config, row, has_terms=has_terms, pingpong=row["consumers"] == 2)
-
-
-@functools.cache
-def _table() -> dict[tuple[int, tuple[int, int]], list[rules.Row]]:
-    """(parts, head-dim class) -> its row. docs/kernels/float32.md has the registers and the shared memory of each."""
-    return rules.rows_by("sm90_float32", "forward", lambda row: [(row["parts"], tuple(row["head_dims"]))])
+    rows = rules.rows("sm90_float32", "forward", classes, has_terms)
+    (row,) = [row for row in rows if row["parts"] == parts]  # docs/kernels/float32.md has the registers of each
+    return rules.from_row(Config, row, pingpong=row["consumers"] == 2)
 
 
 # What a search varies of the config that ships.

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ...jit import tuned
 from ...masks import Causal, Full, Window
 from .. import rules
 from ..extents import forward_fields
@@ -24,6 +22,7 @@ from ..program import Address, Counter, Launch, Layout, Map, Program, strides
 from ..rules import MAX_ROWS, class_of
 from ..source import Kernel, kernel_unit
 from ..tile_map import map_for
+from .shared import ForwardConfig
 
 if TYPE_CHECKING:
     from ...jit import Unit
@@ -35,14 +34,10 @@ MASK_KINDS = ("full", "causal", "window")  # as enum MaskKind counts them
 _COMBINE_ROWS = 4  # per CTA, a warp each
 # Of the keys' tiles, before splitting them among CTAs pays for putting the parts together, and of a part.
 _MIN_TILES_TO_SPLIT, _MIN_TILES_PER_PART = 8, 2
-# What `search_space` tries: widths of a product that kernels/sm90/wgmma.cuh has, and depths of the rings.
-_BLOCKS_KV = (48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
-_SMEM_PER_BLOCK = 227 * 1024
-_STAGES = ((1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 4))
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(ForwardConfig):
     """Compile-time choices; field for field the C++ aggregate of kernels/sm90/config.cuh."""
 
     cpp_type: ClassVar[str] = "tilewise::sm90::Config"
@@ -66,26 +61,6 @@ class Config:
         return tuple(Bounds)[self.mask]
 
     @property
-    def block_q(self) -> int:
-        return 64 * self.consumers
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.consumers + 1)
-
-    @property
-    def launch_registers(self) -> int:
-        """What every thread has when the kernel starts, before setmaxnreg moves some to the consumers."""
-        return min(65536 // (self.threads * self.ctas_per_sm) // 8 * 8, 240)
-
-    @property
-    def consumer_registers(self) -> int:
-        """What setmaxnreg leaves a consumer thread with."""
-        launched = self.launch_registers
-        given = 32 if launched < 168 else 40
-        return min((launched * (self.consumers + 1) - given) // self.consumers // 8 * 8, 240)
-
-    @property
     def smem_bytes(self) -> int:
         """`sizeof(Smem<config>)`; the generated source asserts it."""
         panels = -(-self.head_dim_v // 64)
@@ -99,34 +74,25 @@ class Config:
 
     @property
     def name(self) -> str:
-        kind = f"{'bf16' if self.bf16 else 'fp16'}_d{self.head_dim}x{self.head_dim_v}_{MASK_KINDS[self.mask]}"
+        kind = f"{self.heads_name}_{MASK_KINDS[self.mask]}"
         shape = f"q{self.block_q}_kv{self.block_kv}_k{self.k_stages}v{self.v_stages}"
-        extras = f"{'_pingpong' if self.pingpong else ''}"
-        extras += "_split" if self.split else ""
+        extras = f"{'_pingpong' * self.pingpong}{'_split' * self.split}"
         return f"forward_{kind}_{shape}{extras}{f'_x{self.ctas_per_sm}' if self.ctas_per_sm > 1 else ''}"
 
-    @property
-    def label(self) -> str:
-        """What a search varies, in a few words."""
-        pingpong = " ping-pong" if self.pingpong else ""
-        return f"{self.block_q}x{self.block_kv} K{self.k_stages}V{self.v_stages} x{self.ctas_per_sm}{pingpong}"
 
-    def __str__(self) -> str:
-        tile = f"tile {self.block_q} x {self.block_kv}, {self.consumers} + 1 warpgroups"
-        return f"{tile}, stages K {self.k_stages} V {self.v_stages}, {self.smem_bytes / 1024:.0f} KiB shared"
-
-
-def notices(problem: Problem, target: Target) -> list[str]:
-    entry = _tuned(problem, target)
-    return [*([] if entry is None else [tuned.cite(entry)]), *rules.zero_filled(problem)]
+# What a search varies: widths of a product that kernels/sm90/wgmma.cuh has, and depths of the rings.
+SEARCHED = {
+    "consumers": (1, 2, 3, 4),
+    "block_kv": (48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
+    "k_stages": (1, 2, 3, 4),
+    "v_stages": (1, 2, 3, 4),
+    "pingpong": (False, True),
+    "ctas_per_sm": (1, 2),
+    "split": (False,),  # kernels that divide the keys are as they ship
+}
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
-    """Legal configs, best first: what `tilewise tune` found on this device, then the shipped table's."""
-    return tuned.first(_tuned(problem, target), Config, shipped(problem, target))
-
-
-def shipped(problem: Problem, target: Target) -> list[Config]:
     """Configs of the table that ships, best first.
 
     A row of the table may be for some lengths of keys only (`min_seq_kv`, `max_seq_kv`), or, with smaller tiles than
@@ -134,17 +100,12 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     too (`split`), for so few queries that a wave has room for several parts. Rows with a `speed`, by which tiles of the
     same size can be compared, are ordered by when their last wave ends where tiles are equal.
     """
-    kind = _mask_kind(problem)
-    classes = class_of(problem)
-    has_terms = _roomy(problem)
     folded = _folded(problem)
-    rows = _table()[classes, MASK_KINDS[kind], has_terms]
     split: list[Config] = []
     small: list[Config] = []
     fitting: list[tuple[float, Config]] = []
     equal = isinstance(folded.mask, Full) and target.sms > 0
-    for row in rows:
-        config = _config(_narrower(row, problem), classes, problem.dtype is torch.bfloat16, kind, has_terms)
+    for row, config in _ships(problem):
         work = query_tiles(folded, config.block_q)
         ends = 0.0
         if equal and "speed" in row:
@@ -161,7 +122,7 @@ def shipped(problem: Problem, target: Target) -> list[Config]:
     fitting.sort(key=lambda pair: pair[0])
     usual = [config for _, config in fitting]
     if not all(term.elementwise for term in problem.scores):  # for terms whose kernels spill after all
-        usual += [replace(usual[-1], block_kv=keys) for keys in _BLOCKS_KV[::-1] if keys < usual[-1].block_kv]
+        usual += [replace(usual[-1], block_kv=keys) for keys in SEARCHED["block_kv"][::-1] if keys < usual[-1].block_kv]
     return [*split, *small, *usual]
 
 
@@ -173,64 +134,25 @@ def _narrower(row: dict[str, Any], problem: Problem) -> dict[str, Any]:
     needed = rules.forward_registers(problem)
     if _mask_kind(problem) == 2 and not all(term.elementwise for term in problem.scores):
         needed += 16
-    fewest = min(row["block_kv"], _BLOCKS_KV[0])
+    fewest = min(row["block_kv"], SEARCHED["block_kv"][0])
     return row | {"block_kv": max(row["block_kv"] - needed // 16 * 16, fewest)} if needed >= 16 else row
 
 
-def search_space(problem: Problem, target: Target) -> list[Config]:
-    """Every config that may run: tiles that wgmma has, stages that fit shared memory, sums that fit the registers.
-
-    The bound on registers is that of the arrays a consumer holds; whether the compiler keeps to it, its log tells.
-    """
-    facts = (problem.dtype is torch.bfloat16, _mask_kind(problem), _roomy(problem))
-    return list(_runnable(class_of(problem), *facts, target.smem_per_block or _SMEM_PER_BLOCK))
+def for_any_length(problem: Problem, target: Target) -> list[Config]:
+    """Configs of the table that ships for such heads and masks, whatever lengths they are for."""
+    return [config for _, config in _ships(problem)]
 
 
-@functools.lru_cache(maxsize=16)
-def _runnable(
-    classes: tuple[int, int], bf16: bool, kind: int, has_terms: bool, smem_per_block: int
-) -> dict[Config, None]:
-    found: dict[Config, None] = {}
-    for consumers, block_kv, (k_stages, v_stages) in product((1, 2, 3, 4), _BLOCKS_KV, _STAGES):
-        for pingpong, ctas in product((False, True), (1, 2)):
-            row = {"consumers": consumers, "block_kv": block_kv, "k_stages": k_stages, "v_stages": v_stages}
-            row |= {"pingpong": pingpong, "ctas_per_sm": ctas}
-            config = _config(row, classes, bf16, kind, has_terms)
-            # 1 KiB of a multiprocessor's shared memory goes to each CTA for the driver's own use.
-            fits = config.smem_bytes <= smem_per_block and ctas * (config.smem_bytes + 1024) <= smem_per_block + 1024
-            held = 3 * block_kv // 4 + classes[1] // 2
-            if fits and held < config.consumer_registers and (consumers > 1 or not pingpong):
-                found[config] = None
-    return found
+def _ships(problem: Problem) -> list[tuple[rules.Row, Config]]:
+    """The rows of the table for such heads and masks."""
+    kind, bf16 = _mask_kind(problem), problem.dtype is torch.bfloat16
+    rows = rules.rows("sm90", "forward", class_of(problem), _roomy(problem))
+    rows = [row for row in rows if MASK_KINDS[kind] in row["masks"]]
+    return [(row, _config(_narrower(row, problem), bf16, kind)) for row in rows]
 
 
 def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
     return rules.tuning_key(problem, mask=MASK_KINDS[_mask_kind(problem)])
-
-
-def _tuned(problem: Problem, target: Target) -> dict[str, Any] | None:
-    """The entry of the user's own table for this device."""
-    kind, classes = _mask_kind(problem), class_of(problem)
-    facts = (problem.dtype is torch.bfloat16, kind, _roomy(problem))
-
-    def is_legal(config: Config) -> bool:
-        """One that a sweep would try, or any that ships for such heads and masks, whatever lengths it is for."""
-        rows = _table()[classes, MASK_KINDS[kind], _roomy(problem)]
-        runnable = _runnable(classes, *facts, target.smem_per_block or _SMEM_PER_BLOCK)
-        return config in runnable or any(config == _config(row, classes, *facts) for row in rows)
-
-    return tuned.find("sm90", target.name, *tuning_key(problem), Config, is_legal)
-
-
-def units() -> list[Unit]:
-    """Every kernel of this family."""
-    found = {}
-    for (classes, kind, has_terms), rows in _table().items():
-        for row, bf16 in product(rows, (True, False)):
-            config = _config(row, classes, bf16, MASK_KINDS.index(kind), has_terms)
-            kernel = unit(config)
-            found[kernel.name] = kernel
-    return [*found.values(), combine_unit(True), combine_unit(False)]
 
 
 @functools.cache
@@ -315,7 +237,7 @@ def _program(problem: Problem, target: Target, config: Config) -> Program:
         grid, threads = tiles(rows, _COMBINE_ROWS), 32 * _COMBINE_ROWS
         launches.append(Launch(combine_unit(config.bf16), _CombineParams, combine, grid, threads, overlap=True))
     order = "longest first" if dynamic else "in a fixed order"
-    grid_text = f"{ctas} CTAs of {config.threads} threads, {config.launch_registers} registers per thread"
+    grid_text = f"{ctas} CTAs of {config.threads} threads, {config.register_limit} registers per thread"
     parts = f" times {splits} parts of their keys, put together by a second kernel" if config.split else ""
     says = f"{grid_text}; {work} query tiles{parts} {order}, {work * splits / ctas:.1f} waves"
     return Program(tuple(launches), scratch, says=(says, *tile_map.says), prepared=tile_map.prepared)
@@ -365,19 +287,7 @@ def _mask_kind(problem: Problem) -> int:
     return 1 if isinstance(problem.mask, Causal) else 2
 
 
-def _config(row: rules.Row, classes: tuple[int, int], bf16: bool, kind: int, has_terms: bool) -> Config:
+def _config(row: rules.Row, bf16: bool, kind: int) -> Config:
     split = row.get("split", False)
     mask = 1 if split else kind  # a causal band may as well hide nothing: one kernel for both
-    row = {**row, "head_dims": classes, "has_terms": has_terms, "split": split}
-    return rules.from_row(Config, row, bf16=bf16, mask=mask)
-
-
-_Key = tuple[tuple[int, int], str, bool]
-
-
-@functools.cache
-def _table() -> dict[_Key, list[rules.Row]]:
-    """(head-dim class, kind of mask, has_terms) -> rows, best first."""
-    return rules.rows_by(
-        "sm90", "forward", lambda row: product([tuple(row["head_dims"])], row["masks"], row["has_terms"])
-    )
+    return rules.from_row(Config, {**row, "split": split}, bf16=bf16, mask=mask)

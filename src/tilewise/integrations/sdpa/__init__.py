@@ -46,7 +46,7 @@ class Rule(Decider):
             raise InvalidInput("backend", repr(backend), f"'auto' or one of {', '.join(BACKENDS)}", "choose one")
         super().__init__(when, on_fallback, backend)
         # Compiled graphs hold what was decided when they were traced, so PyTorch's disk caches must tell rules apart;
-        # a function cannot be told apart from another one of tomorrow, so a rule that has one shares nothing.
+        # nothing about a function names it in another process, so a rule that has one shares nothing.
         self.tag = f"tilewise-sdpa:{backend}" + (f":{os.urandom(8).hex()}" if when else "")
         self.admitted = False  # by the compiled detour
 

@@ -137,11 +137,11 @@ def refuse_ignored(why: str, *names: str) -> None:
             raise InvalidInput(_given[name], "it", f"nothing, since it has no effect {why}", "leave it out")
 
 
-def measuring(repeat: int | None, rounds: int, most: int, **settings: Any) -> Settings:
-    """As many rounds as were asked for; else `rounds`, and up to `most` while the differences are not clear."""
+def measuring(repeat: int | None, rounds: int, max_rounds: int, **settings: Any) -> Settings:
+    """As many rounds as were asked for; else `rounds`, and up to `max_rounds` while the differences are not clear."""
     if repeat is not None:
         return Settings(rounds=repeat, **settings)
-    return Settings(rounds=rounds, max_rounds=most, **settings)
+    return Settings(rounds=rounds, max_rounds=max_rounds, **settings)
 
 
 def make_problem(

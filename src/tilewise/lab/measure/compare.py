@@ -483,9 +483,9 @@ def _time_all(
     comparison: Comparison, running: list[Outcome], pool: Pool, settings: Settings, rng: random.Random, tick: Tick
 ) -> None:
     running = [outcome for outcome in running if outcome.verdict in (VERIFIED, UNVERIFIED)]
-    most = max(settings.rounds, settings.max_rounds)
+    max_rounds = max(settings.rounds, settings.max_rounds)
     stop = math.inf
-    for look, until in enumerate(statistics.looks(settings.rounds, most), start=1):
+    for look, until in enumerate(statistics.looks(settings.rounds, max_rounds), start=1):
         comparison.looks = look
         for number in range(len(comparison.orders), until):
             if time.monotonic() > stop:

@@ -30,7 +30,7 @@ _OPERATORS = {
 }
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _RUNTIME = ("cuda_runtime", "cuda_driver")
-_MOST_LAUNCHES = 100  # told one by one
+_MAX_LAUNCHES = 100  # told one by one
 _WORTH_NAMING = 0.005  # of the time of a call: operators below it are summed up
 
 Event = dict[str, Any]
@@ -71,7 +71,7 @@ def device_launches(spans: list[Event]) -> list[Event]:
     operators = {_external_id(span): span["name"] for span in spans if span.get("cat") == "cpu_op"}
     operators.pop(None, None)
     launches = [_launch(span, found[0]["ts"]) | {"step": operators.get(_external_id(span), "")} for span in found]
-    return launches if len(launches) <= _MOST_LAUNCHES else _counted(launches)
+    return launches if len(launches) <= _MAX_LAUNCHES else _counted(launches)
 
 
 def _external_id(span: Event) -> Any:

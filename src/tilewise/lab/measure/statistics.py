@@ -143,12 +143,12 @@ def same(mine: Sequence[float], theirs: Sequence[float], against: str) -> Speed 
     return None if found is None else replace(found, same=True)
 
 
-def looks(first: int, most: int) -> Iterator[int]:
+def looks(first: int, max_rounds: int) -> Iterator[int]:
     """Numbers of rounds after which to look whether they are enough: first, then half as many more each time."""
-    rounds = max(1, min(first, most))
-    while rounds < most:
+    rounds = max(1, min(first, max_rounds))
+    while rounds < max_rounds:
         yield rounds
-        rounds = min(most, math.ceil(rounds * _GROWTH))
+        rounds = min(max_rounds, math.ceil(rounds * _GROWTH))
     yield rounds
 
 

@@ -31,7 +31,7 @@ _HOST_BATCH = 32  # calls enqueued at once: well below the driver's queue, which
 _GRAPH_CALLS = 16
 _GRAPH_SECONDS = 0.002  # of one replay; a graph of long calls needs few of them
 _SPIN_HZ = 2e9  # at least the clock of any GPU we know: the spin is long enough
-_MOST_OVERTIME = 3  # times the measured time that was asked for
+_MAX_OVERTIME = 3  # times the measured time that was asked for
 _EVENT_CALLS = 10  # back to back in one sample, unless a few already fill the round
 
 Kept = dict[str, Any]
@@ -181,7 +181,7 @@ def _clocked(call: Call, calls: int, synchronize: Call = lambda: None) -> float:
 
 def _turns(seconds: float, sample_seconds: float) -> Iterator[None]:
     """As many turns as fit into `seconds` by an estimate; fewer where the machine is busy and the estimate was rosy."""
-    stop = time.perf_counter() + _MOST_OVERTIME * seconds
+    stop = time.perf_counter() + _MAX_OVERTIME * seconds
     for number in range(max(1, math.ceil(seconds / sample_seconds))):
         if number and time.perf_counter() > stop:
             return

@@ -15,6 +15,7 @@ from ...errors import CompileError
 from ...jit import build
 from ...jit.sass import disassemble, opcodes
 from ...plan import BACKENDS
+from .covering import units_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +29,7 @@ _REGISTER_UNIT = 256
 _SMEM_UNIT = 128
 _SYSTEM_SMEM = 1024
 # capability -> (warps, blocks) a multiprocessor holds at most
-_MOST = {(7, 5): (32, 16), (8, 0): (64, 32), (8, 6): (48, 16), (8, 9): (48, 24), (9, 0): (64, 32)}
+_MAX_RESIDENT = {(7, 5): (32, 16), (8, 0): (64, 32), (8, 6): (48, 16), (8, 9): (48, 24), (9, 0): (64, 32)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +54,19 @@ def occupancy(
     grid: Sequence[int], block: Sequence[int], registers: int, smem_bytes: int, target: Target
 ) -> Occupancy | None:
     """None where the target is not known well enough, or nothing fits."""
-    if target.capability not in _MOST or not target.smem_per_sm or not target.sms:
+    if target.capability not in _MAX_RESIDENT or not target.smem_per_sm or not target.sms:
         return None
-    most_warps, most_blocks = _MOST[target.capability]
+    max_warps, max_blocks = _MAX_RESIDENT[target.capability]
     warps = math.ceil(math.prod(block) / _WARP)
     per_warp = math.ceil(registers * _WARP / _REGISTER_UNIT) * _REGISTER_UNIT
     system = _SYSTEM_SMEM if target.capability >= (8, 0) else 0
     smem = math.ceil((smem_bytes + system) / _SMEM_UNIT) * _SMEM_UNIT
     by_registers = target.registers_per_sm // _SCHEDULERS // max(per_warp, 1) * _SCHEDULERS // warps
     limits = {
-        "registers": by_registers if registers else most_blocks,
-        "shared memory": target.smem_per_sm // smem if smem else most_blocks,
-        "warps": most_warps // warps,
-        "blocks": most_blocks,
+        "registers": by_registers if registers else max_blocks,
+        "shared memory": target.smem_per_sm // smem if smem else max_blocks,
+        "warps": max_warps // warps,
+        "blocks": max_blocks,
     }
     limiter = min(limits, key=lambda name: limits[name])
     blocks = limits[limiter]
@@ -75,7 +76,7 @@ def occupancy(
     tail = math.ceil(waves) - waves
     if waves < 1:
         limiter = f"{limiter}; the grid does not fill the GPU"
-    return Occupancy(blocks, blocks * warps, blocks * warps / most_warps, limiter, waves, tail)
+    return Occupancy(blocks, blocks * warps, blocks * warps / max_warps, limiter, waves, tail)
 
 
 def as_dict(fits: Occupancy | None) -> dict[str, Any] | None:
@@ -86,7 +87,7 @@ def as_dict(fits: Occupancy | None) -> dict[str, Any] | None:
 def our_units(backends: dict[str, Any] | None = None, arch: str = "") -> dict[str, Unit]:
     """Every kernel of ours by the name it has on the GPU; of those for several architectures the one for `arch`."""
     modules = (BACKENDS if backends is None else backends).values()
-    units = [unit for module in modules if hasattr(module, "all_units") for unit in module.all_units()]
+    units = [unit for module in modules for unit in units_of(module)]
     return {unit.name: unit for unit in sorted(units, key=lambda unit: unit.arch.startswith(arch))}
 
 

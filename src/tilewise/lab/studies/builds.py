@@ -9,6 +9,7 @@ from ...errors import CompileError, InvalidInput
 from ...jit import build_all
 from ...plan import BACKENDS
 from .. import report
+from ..model.covering import units_of
 
 if TYPE_CHECKING:
     from ...jit import Kernel, Unit
@@ -36,7 +37,7 @@ class Build:
 
 def units_for(arch: str) -> list[Unit]:
     """The kernels of all backends for one architecture; InvalidInput if there are none."""
-    listed = [unit for backend in BACKENDS.values() if hasattr(backend, "all_units") for unit in backend.all_units()]
+    listed = [unit for backend in BACKENDS.values() for unit in units_of(backend)]
     units = [unit for unit in listed if unit.arch == arch]
     if not units and arch in _RELATIVES:
         units = [replace(unit, arch=arch) for unit in listed if unit.arch == _RELATIVES[arch]]

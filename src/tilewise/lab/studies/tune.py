@@ -45,6 +45,7 @@ from ..measure import environment, noise, statistics, words
 from ..measure.compare import WRONG, median, summary
 from ..measure.pool import Failure, Process
 from ..model.kernels import occupancy
+from .search_space import has_search_space, label_of, search_space
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -232,7 +233,7 @@ def run(
 
 def _planned(problem: Problem, target: Target, backend: str) -> str:
     """The backend to tune, or its backward where gradients are wanted; UnsupportedProblem if it does not take the
-    problem. A rung is nobody's choice but yours."""
+    problem. A rung is tuned where it is named."""
     if is_variant(backend):
         reasons = backend_of(backend).why_not(problem, target)
         if reasons:
@@ -282,19 +283,14 @@ def search(backend: str, problem: Problem, target: Target, settings: Settings) -
     Why random: whatever drifts during the sweep (a clock, a temperature) then meets no kind of config in particular.
     """
     module = backend_of(backend)
-    if not hasattr(module, "search_space"):
+    if not has_search_space(module):
         raise InvalidInput("--backend", repr(backend), "a backend with configs to choose from", "tune sm90 or tiled")
     shipped = module.shipped(problem, target)[0]
-    rest = [config for config in module.search_space(problem, target) if config != shipped]
+    rest = [config for config in search_space(module, problem, target) if config != shipped]
     random.Random(settings.seed).shuffle(rest)
     if settings.most:
         rest = rest[: settings.most - 1]
     return shipped, [shipped, *rest]
-
-
-def label_of(config: Any) -> str:
-    """A config in a few words that no other config of its search space has."""
-    return str(getattr(config, "label", config))
 
 
 def _build_all(found: Sweep, tick: Tick) -> None:
@@ -590,7 +586,7 @@ def steps(backend: str, problem: Problem, target: Target, settings: Settings) ->
     return total + count * settings.max_final_rounds
 
 
-def show(found: Sweep, settings: Settings, most: int = 0, *, quiet: bool = False) -> None:
+def show(found: Sweep, settings: Settings, max_lines: int = 0, *, quiet: bool = False) -> None:
     """Who won and where it is kept; then the sweep as a table: configuration, time, speed, and why."""
     print(conclusion(found, settings))
     for text in found.noise:
@@ -600,9 +596,9 @@ def show(found: Sweep, settings: Settings, most: int = 0, *, quiet: bool = False
     print(f"attention: {found.problem}")
     print(f"device:    {found.target.name}, backend {found.backend}")
     lines = rows(found, settings)
-    report.print_table(COLUMNS, lines[:most] if most else lines)
-    if most and len(lines) > most:
-        print(f"... and {len(lines) - most} more, in the JSON")
+    report.print_table(COLUMNS, lines[:max_lines] if max_lines else lines)
+    if max_lines and len(lines) > max_lines:
+        print(f"... and {len(lines) - max_lines} more, in the JSON")
     print(f"speed: against the shipped choice, of the finalists; {words.LEGEND}")
 
 

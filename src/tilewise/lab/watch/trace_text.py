@@ -16,15 +16,15 @@ from ..measure.statistics import SLOWER
 from ..studies.inspect import candidates
 
 COLUMNS = ("site", "problem", "ran", ">calls", ">forward ms", ">backward ms", ">share", ">lost ms", "best")
-_MOST_COMPARED = 8
+_MAX_COMPARED = 8
 
 
-def lose(told: dict[str, Any], settings: Settings, most: int = _MOST_COMPARED) -> None:
+def lose(told: dict[str, Any], settings: Settings, max_sites: int = _MAX_COMPARED) -> None:
     """Fill in, for the sites that take most time, the fastest right candidate and what is lost by not using it.
 
     Each problem is measured once, apart from the program. An interrupt leaves the rest unfilled.
     """
-    sites = [site for site in told["sites"] if site["problem"] and site["calls"]][:most]
+    sites = [site for site in told["sites"] if site["problem"] and site["calls"]][:max_sites]
     problems = {report.to_json(site["problem"]): site for site in sites}
     rows = [_row(site) for site in problems.values()]
     told["noise"] = []

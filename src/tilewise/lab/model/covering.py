@@ -1,0 +1,80 @@
+"""A covering sample of what the backends generate: the kernels that CI compiles and holds to no spills.
+
+Of the engine those that programs launch for every class of heads, every kind of mask and of numbers, with and without
+terms, on the targets that stand for all others.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...engine.backend import Fused
+from ...engine.rules import HEAD_DIM_CLASSES
+from ...engine.source import COMPILED
+from ...masks import Causal, Full, Window
+from ...problem import Problem
+from ...scores import softcapped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ...engine.program import Program
+    from ...jit import Unit
+
+_NUMBERS: tuple[dict[str, Any], ...] = (
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.float16},
+    {"dtype": torch.float32, "precision": "exact"},
+    {"dtype": torch.float32, "precision": "tf32"},
+)
+_LENGTHS = (64, 2112)  # one tile of keys; so many that a kernel of its own rounds the sums of dQ
+
+
+def units_of(backend: Any) -> list[Unit]:
+    """The kernels of a backend's sample; none of one that compiles none, or that others compile."""
+    if isinstance(backend, Fused):
+        return list(_engine_units(backend))
+    return list(backend.all_units()) if hasattr(backend, "all_units") else []
+
+
+@functools.cache
+def _engine_units(backend: Fused) -> tuple[Unit, ...]:
+    return tuple({unit.label: unit for program in _programs(backend) for unit in program.units}.values())
+
+
+def _programs(backend: Fused) -> Iterator[Program]:
+    for target, problem in product(COMPILED, _problems()):
+        if not backend.why_not(problem, target):
+            configs = backend.forward_direction.for_any_length(problem, target)
+            yield from (backend.program(problem, target, config) for config in configs)
+        trained = problem.with_(needs_grad=True)
+        if not backend.why_not(trained, target):
+            configs = backend.backward_direction.shipped(trained, target)
+            yield from (backend.backward_program(trained, target, config) for config in configs)
+            # What makes some gradients alone depends little on numbers and terms: one kernel stands for the others.
+            if not problem.scores and problem.dtype is not torch.float16 and problem.precision == "exact":
+                for config, wants in product(configs[:1], (frozenset("q"), frozenset("kv"))):
+                    yield backend.backward_program(trained, target, config, wants)
+
+
+def _problems() -> Iterator[Problem]:
+    masks = (Full(), Causal(), Window(64, 0))
+    for (head_dim, head_dim_v), mask, cap, numbers, length in product(
+        HEAD_DIM_CLASSES, masks, (0.0, 1.0), _NUMBERS, _LENGTHS
+    ):
+        yield Problem(
+            batch=1,
+            heads_q=1,
+            heads_kv=1,
+            seq_q=length,
+            seq_kv=length,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            mask=mask,
+            scores=softcapped(cap),
+            **numbers,
+        )
