@@ -14,9 +14,9 @@ from support import make_problem
 from term_cases import H200
 from tilewise import Causal, Full, Window
 from tilewise.engine import SM80, SM90, run, tile_map
-from tilewise.engine.program import Prepared
 from tilewise.engine.tile_map import Planes
 from tilewise.terms import Keep
+from tilewise.terms.keep import PackedKeep
 
 SHAPES = [(2, 4, 300, 700), (2, 1, 1, 700), (1, 4, 300, 1), (1, 1, 300, 700)]  # of a mask, by what it broadcasts
 
@@ -40,12 +40,19 @@ def listed(keep: torch.Tensor, problem: Any, block_q: int, block_kv: int, by_key
     """(full tiles, other tiles) of every list, by the kernels."""
     planes = Planes(keep.shape[0], keep.shape[1])
     seen = keep.expand(planes.batch, planes.heads, problem.seq_q, problem.seq_kv)
+    term = PackedKeep(lines="keys" if by_keys else "queries")
+    if keep.shape[2] == 1:
+        term = PackedKeep(("row",))
     shape = tile_map.lists_of(problem, planes, block_q, block_kv, by_keys=by_keys)
     counts = torch.full(shape.counts_shape, -1, dtype=torch.int32)
     tiles = torch.full(shape.tiles_shape, -1, dtype=torch.int32)
-    program = tile_map.map_program(problem, planes, block_q, block_kv, "sm_90a", by_keys=by_keys)
-    given = {"keep": seen, "tile_counts": counts, "tile_lists": tiles}
+    bits = torch.zeros(planes.total, *tile_map._lines(problem, term), dtype=torch.int32)
+    program = tile_map.map_program(problem, term, planes, block_q, block_kv, "sm_90a", by_keys=by_keys)
+    given = {"keep": seen, "tile_counts": counts, "tile_lists": tiles, "keep_bits": bits}
     run.load(program, given, 0)(*given.values())
+    lines = seen.flatten(0, 1)[:, : bits.shape[1]] if term.lines == "queries" else seen.flatten(0, 1).transpose(1, 2)
+    unpacked = (bits[..., None] >> torch.arange(32) & 1).flatten(2)[..., : lines.shape[2]]
+    assert torch.equal(unpacked.bool(), lines != 0)
     return [
         (row[:full].tolist(), row[full:count].tolist())
         for row, (full, count) in zip(tiles.flatten(0, 1), counts.flatten(0, 1).tolist(), strict=True)
@@ -134,16 +141,15 @@ def test_a_map_serves_until_its_mask_changes(monkeypatch: Any) -> None:
     emulation.install(monkeypatch)
     problem = make_problem((2, 4, 300, 64), torch.bfloat16, heads_kv=2, seq_kv=700)
     keep = mask_of((2, 1, 300, 700), "plain").expand(2, 4, 300, 700)
-    planes = Planes(2, 1)
-    made = tile_map.map_program(problem, planes, 128, 128, "sm_90a", by_keys=False)
-    shape = tile_map.lists_of(problem, planes, 128, 128, by_keys=False)
-    results = (("tile_counts", shape.counts_shape), ("tile_lists", shape.tiles_shape))
-    prepare = run._Preparation(Prepared("keep", made, results), keep, 0)
+    monkeypatch.setattr(tile_map, "MIN_SCORES", 0)
+    posed = tile_map.packed(problem.with_(scores=(Keep(("head",)),)), "queries")
+    (prepared,) = tile_map.map_for(posed, 128, 128, "sm_90a", by_keys=False).prepared
+    prepare = run._Preparation(prepared, keep, 0)
     first = prepare(keep, 0)
     assert prepare(keep.expand(2, 4, 300, 700), 0)[0] is first[0]
     assert prepare(keep, 1)[0] is not first[0]
     keep[:, 0, :128] = False
-    counts, _ = prepare(keep, 0)
+    counts, *_ = prepare(keep, 0)
     assert counts[:, 0].tolist() == [[0, 0], [0, 0]]
     assert first[0][:, 0].tolist() != [[0, 0], [0, 0]]
     with torch.inference_mode():

@@ -306,6 +306,12 @@ inline unsigned __ballot_sync(unsigned, bool mine) {
   return votes;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+// The 32 bits of (high, low) from bit `shift` on, as far as that is below 32.
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+  const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;
+  return static_cast<unsigned>(both >> (shift & 31));
+}
+
 template <typename T>
 inline T __ldg(const T* place) {
   return *place;

@@ -10,9 +10,10 @@ from ..masks import Full
 from ..operands import ALL, NO_OPERANDS
 from ..target import Target
 from . import rules, run
+from .tile_map import packed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from ..errors import Reason
     from ..jit import Unit
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 class Family(Protocol):
     """One direction and one width of numbers of an architecture: a module of engine/sm80 or engine/sm90.
 
-    A forward's `program` takes (problem, target, config), a backward's also which gradients are wanted. A forward may
+    A forward's `program` takes (problem, target, config), a backward's also which gradients are wanted. One whose
+    kernels go by a tile map has `MASK_LINES`, what a line of the bits of a mask belongs to in them. A forward may
     have `notices(problem)`, what a user should know of it; one that refuses more than its backend `why_not(problem,
     target)`; one whose `configs` depend on lengths `for_any_length`; and one whose entries in the user's table have
     another key than Direction gives them `tuning_key(problem)`.
@@ -39,6 +41,22 @@ class Family(Protocol):
     def configs(self, problem: Problem, target: Target, /) -> list[Any]: ...
 
 
+def forward_posed(problem: Problem, family: Any) -> Problem:
+    """The problem as a forward of the family is made for it."""
+    return _packed(rules.posed(problem, ()), family)
+
+
+def backward_posed(problem: Problem, wants: Iterable[str], family: Any) -> Problem:
+    """Likewise of a backward of these gradients. One that adds up dQ in a fixed order counts on visiting all tiles."""
+    posed = rules.posed(problem, wants)
+    return posed if problem.deterministic else _packed(posed, family)
+
+
+def _packed(problem: Problem, family: Any) -> Problem:
+    lines = getattr(family, "MASK_LINES", "")
+    return packed(problem, lines) if lines else problem
+
+
 class Direction:
     """The forward or the backward of a backend, of both widths of numbers: its configs, and what was measured."""
 
@@ -49,7 +67,10 @@ class Direction:
         return self._backend.families(problem)[self._number]
 
     def _posed(self, problem: Problem) -> Problem:
-        return rules.posed(problem, problem.operand_grads if self._number else ())
+        family = self._family(problem)
+        return (
+            backward_posed(problem, problem.operand_grads, family) if self._number else forward_posed(problem, family)
+        )
 
     @property
     def config_types(self) -> tuple[Any, ...]:
@@ -184,14 +205,14 @@ class Fused:
 
     def program(self, problem: Problem, target: Target, config: Any) -> Program:
         """What a forward launches."""
-        problem = rules.posed(problem, ())
-        return self.families(problem)[0].program(problem, target, config)  # type: ignore[no-any-return]
+        family = self.families(problem)[0]
+        return family.program(forward_posed(problem, family), target, config)  # type: ignore[no-any-return]
 
     def backward_program(self, problem: Problem, target: Target, config: Any, wants: Wants | None = None) -> Program:
         """What a backward launches; without `wants`, one of all gradients that the problem needs."""
         wants = ALL.union(problem.operand_grads) if wants is None else wants
-        problem = rules.posed(problem, wants)
-        return self.families(problem)[1].program(problem, target, config, wants)  # type: ignore[no-any-return]
+        family = self.families(problem)[1]
+        return family.program(backward_posed(problem, wants, family), target, config, wants)  # type: ignore[no-any-return]
 
     # -----------------------------------------------------------------------------------------------------------------
     # For the lab, which looks at a forward's configs one by one

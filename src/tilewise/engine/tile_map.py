@@ -1,8 +1,9 @@
 """The tile map of a boolean mask: kernels/common/tile_map.cuh.
 
-A mask that is data has no rule that says which tiles it empties. One kernel reads it once and writes two bits per cell
-of 64 queries by 16 keys; another makes of them, for the tile shape of one kernel, a list of the tiles that it visits,
-per tile of queries (or of keys, for a backward): first those that nothing hides, then those that the kernel masks.
+A mask that is data has no rule that says which tiles it empties. One kernel reads it once, packs it into bits and
+marks every cell of 64 queries by 16 keys; another makes of the cells, for the tile shape of one kernel, a list of the
+tiles that it visits, per tile of queries (or of keys, for a backward): first those that nothing hides, then those that
+the kernel masks.
 Kernels with MAPPED extents go through these lists. What was made for a mask serves every call until its tensor changes
 (`program.Prepared`).
 """
@@ -11,15 +12,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..terms import Keep
+from ..terms.keep import Keep, PackedKeep
 from .extents import BATCHED, Extents
 from .params import mirror, tiles
 from .program import SCRATCH, Address, Launch, Layout, Prepared, Program, Stride
 from .source import kernel_unit
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ..jit import Unit
     from ..problem import Problem
 
@@ -27,6 +31,7 @@ CELL_ROWS, CELL_KEYS, _WARPS = 64, 16, 8
 _KEYS_PER_WARP = 32 * CELL_KEYS
 # Scores from which leaving out tiles pays for finding them, where that is not remembered: about ten microseconds.
 MIN_SCORES = 1 << 24
+_MAX_BLOCK = 256 + 32  # queries or keys of a tile, and a word more
 
 MAPPED = Extents(
     "tilewise::Mapped",
@@ -73,7 +78,7 @@ class TileMap(NamedTuple):
     """What a kernel of one tile shape is compiled with and told of a map; of MAPPED extents, or without a map."""
 
     extents: Extents = BATCHED
-    fields: dict[str, object] = {}  # noqa: RUF012  (nobody changes it)
+    fields: Mapping[str, object] = MappingProxyType({})
     prepared: tuple[Prepared, ...] = ()
 
     @property
@@ -85,15 +90,31 @@ class TileMap(NamedTuple):
         return ("a tile map of `keep` says which tiles are visited, and which are masked",) if self.is_used else ()
 
 
-def map_for(problem: Problem, block_q: int, block_kv: int, arch: str, *, by_keys: bool) -> TileMap:
-    """The map of a problem's boolean tensor for a kernel of these tiles, where it has one and it pays.
+def packed(problem: Problem, lines: str) -> Problem:
+    """The problem for kernels that go by a map, where its boolean tensor is the only one of its terms that hides.
 
-    One that goes by keys adds up dQ in no order, so where there must be one it visits all tiles.
+    `lines`: of the bits that they read, as PackedKeep says.
     """
-    planes = mapped_planes(problem)
-    if planes is None or (by_keys and problem.deterministic) or problem.seq_kv <= block_kv:
+    hiding = [term for term in problem.scores if term.hides]
+    scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
+    if len(hiding) != 1 or not isinstance(hiding[0], Keep) or scores < MIN_SCORES:
+        return problem
+    keep = hiding[0]
+    packs = PackedKeep(keep.over, keep.paired, "queries" if keep.rows_alike else lines)
+    return problem.with_(scores=tuple(packs if term is keep else term for term in problem.scores))
+
+
+def map_for(problem: Problem, block_q: int, block_kv: int, arch: str, *, by_keys: bool) -> TileMap:
+    """The map for a kernel of these tiles, where the problem's boolean tensor is packed.
+
+    `by_keys`: a list says which tiles of queries a tile of keys visits.
+    """
+    term = next((term for term in problem.scores if isinstance(term, PackedKeep)), None)
+    if term is None:
         return TileMap()
+    planes = Planes(1 if "batch" in term.over else problem.batch, 1 if "head" in term.over else problem.heads_q)
     shape = lists_of(problem, planes, block_q, block_kv, by_keys=by_keys)
+    lines, words = _lines(problem, term)
     fields = {
         "tile_counts": Address("tile_counts"),
         "tile_lists": Address("tile_lists"),
@@ -101,23 +122,25 @@ def map_for(problem: Problem, block_q: int, block_kv: int, arch: str, *, by_keys
         "list_head_stride": int(shape.planes.heads > 1),
         "list_outer_tiles": shape.outer_tiles,
         "list_room": shape.inner_tiles,
+        "keep_bits": Address("keep_bits"),
+        "keep_bits_batch_stride": planes.heads * lines * words if planes.batch > 1 else 0,
+        "keep_bits_head_stride": lines * words if planes.heads > 1 else 0,
+        "keep_bits_line_stride": words,
     }
-    results = (("tile_counts", shape.counts_shape), ("tile_lists", shape.tiles_shape))
-    made = map_program(problem, planes, block_q, block_kv, arch, by_keys=by_keys)
+    results = (
+        ("tile_counts", shape.counts_shape),
+        ("tile_lists", shape.tiles_shape),
+        ("keep_bits", (planes.total, lines, words)),
+    )
+    made = map_program(problem, term, planes, block_q, block_kv, arch, by_keys=by_keys)
     return TileMap(MAPPED, fields, (Prepared("keep", made, results),))
 
 
-def mapped_planes(problem: Problem) -> Planes | None:
-    """Of the one term that hides by a boolean tensor, if the problem is large enough for a map.
-
-    A map knows of no other terms that hide.
-    """
-    hiding = [term for term in problem.scores if term.hides]
-    scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
-    if len(hiding) != 1 or not isinstance(hiding[0], Keep) or scores < MIN_SCORES:
-        return None
-    over = hiding[0].over
-    return Planes(1 if "batch" in over else problem.batch, 1 if "head" in over else problem.heads_q)
+def _lines(problem: Problem, term: PackedKeep) -> tuple[int, int]:
+    """How many lines of bits a plane has, and the words of one: the last tile may read past its end."""
+    if term.lines == "keys":
+        return problem.seq_kv, tiles(problem.seq_q + _MAX_BLOCK, 64) * 2
+    return 1 if term.rows_alike else problem.seq_q, tiles(problem.seq_kv + _MAX_BLOCK, 64) * 2
 
 
 def cells_shape(planes: Planes, problem: Problem) -> tuple[int, int, int]:
@@ -130,8 +153,8 @@ _ListParams = mirror(_HEADER, "ListParams")
 
 
 @functools.cache
-def mark_unit(arch: str) -> Unit:
-    return _unit("mark_mask_cells", "mark_cells", _MarkParams, arch)
+def mark_unit(arch: str, lines: str) -> Unit:
+    return _unit(f"mark_cells_of_{lines}", f"mark_cells<tilewise::Lines::{lines}>", _MarkParams, arch)
 
 
 @functools.cache
@@ -162,18 +185,24 @@ def lists_of(problem: Problem, planes: Planes, block_q: int, block_kv: int, *, b
     return Lists(Planes(planes.batch, heads), kv_tiles, q_tiles)
 
 
-def map_program(problem: Problem, planes: Planes, block_q: int, block_kv: int, arch: str, *, by_keys: bool) -> Program:
-    """Makes `tile_counts` and `tile_lists` of `keep`, as (batch, heads, seq_q, seq_kv) with strides of 0 where it is
-    broadcast."""
+def map_program(
+    problem: Problem, term: PackedKeep, planes: Planes, block_q: int, block_kv: int, arch: str, *, by_keys: bool
+) -> Program:
+    """Makes `tile_counts`, `tile_lists` and `keep_bits` of `keep`, which is (batch, heads, seq_q, seq_kv) with strides
+    of 0 where it is broadcast."""
     left, right, offset = problem.band
     made = lists_of(problem, planes, block_q, block_kv, by_keys=by_keys)
     cells, row_blocks, row_cells = cells_shape(planes, problem)
+    line_count, line_words = _lines(problem, term)
     scratch = Layout.of(cells=cells * row_blocks * row_cells)
     sizes = {"seq_q": problem.seq_q, "seq_k": problem.seq_kv, "row_blocks": row_blocks, "row_cells": row_cells}
     marks = {
         "keep": Address("keep"),
         **{f"{name}_stride": Stride("keep", dim) for dim, name in enumerate(("batch", "head", "row", "key"))},
         "cells": Address(f"{SCRATCH}cells"),
+        "bits": Address("keep_bits"),
+        "lines": line_count,
+        "line_words": line_words,
         "heads": planes.heads,
         "planes": planes.total,
         **sizes,
@@ -196,7 +225,7 @@ def map_program(problem: Problem, planes: Planes, block_q: int, block_kv: int, a
     listing = made.planes.total * made.outer_tiles
     threads = 32 * _WARPS
     launches = (
-        Launch(mark_unit(arch), _MarkParams, marks, tiles(marking, _WARPS), threads),
+        Launch(mark_unit(arch, term.lines), _MarkParams, marks, tiles(marking, _WARPS), threads),
         Launch(list_unit(arch, by_keys), _ListParams, lists, tiles(listing, _WARPS), threads),
     )
     return Program(launches, scratch)

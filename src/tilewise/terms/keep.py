@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -48,11 +49,11 @@ class Keep(Term):
         return operand_of(where, self.tensors[0])
 
     @property
-    def _rows_alike(self) -> bool:
+    def rows_alike(self) -> bool:
         return "row" in self.over
 
     def cpp_type(self, *, precise: bool) -> str:
-        return f"tilewise::Keep<{str(self.paired).lower()}, {str(self._rows_alike).lower()}>"
+        return f"tilewise::Keep<{str(self.paired).lower()}, {str(self.rows_alike).lower()}>"
 
     @property
     def cpp_source(self) -> str:
@@ -60,21 +61,58 @@ class Keep(Term):
 
     @property
     def suffix(self) -> str:
-        return f"keep{'_keys' * self._rows_alike}{'_paired' * self.paired}"
+        return f"keep{'_keys' * self.rows_alike}{'_paired' * self.paired}"
 
     @property
     def registers(self) -> Registers:
-        if self._rows_alike:
+        if self.rows_alike:
             return Registers(0, 0)
         return Registers(24, 0) if self.paired else Registers(40, 32)
 
     @property
     def fits_plain_tiles(self) -> frozenset[str]:
-        return frozenset({"sm80", "sm90"} if self._rows_alike else ())
+        return frozenset({"sm80", "sm90"} if self.rows_alike else ())
 
     @property
     def operands(self) -> dict[str, type[Any]]:
         return members("keep", SCORE_DIMS)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedKeep(Keep):
+    """The same for kernels that read one bit per pair, which other kernels made of `keep` before.
+
+    `lines` says whether a line of bits belongs to a query or to a key: "queries" or "keys".
+    """
+
+    kind: ClassVar[str] = "packed_keep"
+
+    lines: str = "queries"
+
+    def cpp_type(self, *, precise: bool) -> str:
+        return f"tilewise::KeptBits<{str(self.rows_alike).lower()}>"
+
+    @property
+    def cpp_source(self) -> str:
+        return '#include "common/terms/kept_bits.cuh"'
+
+    @property
+    def suffix(self) -> str:
+        return f"kept_bits{'_of_keys' * self.rows_alike}"
+
+    @property
+    def registers(self) -> Registers:
+        return Registers(0, 0)
+
+    @property
+    def fits_plain_tiles(self) -> frozenset[str]:
+        return frozenset({"sm80", "sm90"})
+
+    @property
+    def operands(self) -> dict[str, type[Any]]:
+        strides = {f"keep_bits_{dim}_stride": ctypes.c_longlong for dim in ("batch", "head")}
+        made = {"keep_bits": ctypes.c_void_p, **strides, "keep_bits_line_stride": ctypes.c_int}
+        return members("keep", SCORE_DIMS) | made
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,9 @@ EDGE_ROWS, EDGE_THREADS = 32, 256
 _LANES = {64: 8, 96: 16, 128: 16, 192: 32, 256: 32}  # of preprocess, 8 columns each
 
 
+MASK_LINES = "queries"
+
+
 @dataclass(frozen=True, slots=True)
 class Config(shared.TileConfig):
     """Compile-time choices; field for field the C++ aggregate of kernels/sm80/backward_config.cuh."""

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _OTHER_REGISTERS = 56  # of a thread beside its arrays, measured on kernels with a softcap
 
 
+MASK_LINES = "queries"
+
+
 @dataclass(frozen=True, slots=True)
 class Config(shared.TileConfig):
     """Compile-time choices; field for field the C++ aggregate of kernels/sm80/config.cuh."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ...target import Target
 
 ARCH = "sm_90a"
+MASK_LINES = "keys"
 # Mean of 2^-8 / m over mantissas m, as weights are spread in the logarithm: half a unit in the last place of bf16.
 TRUNCATION_BIAS = 2.0**-8 / (2 * math.log(2))
 EDGE_ROWS, EDGE_THREADS = 64, 256

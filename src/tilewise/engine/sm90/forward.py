@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ...target import Target
 
 ARCH = "sm_90a"
+MASK_LINES = "queries"
 MASK_KINDS = ("full", "causal", "window")  # as enum MaskKind counts them
 _COMBINE_ROWS = 4  # per CTA, a warp each
 # Of the keys' tiles, before splitting them among CTAs pays for putting the parts together, and of a part.

@@ -5,12 +5,14 @@
 // part of keep that belongs to one (b, h) which it tells apart. A cell is 64 queries by 16 keys. A tile that is smaller is taken
 // for what its cells are: visited or masked once too often, never too rarely. The band is that of the mask beside it (mask.cuh): causal, a window, or all.
 //
-//   mark_cells, once per mask, one read of it
+//   mark_cells, one read of the mask
 //   1. cell[p, r, c] = any | all << 1, over the queries and keys of the cell that exist
+//   2. bits[p, i, j] = keep[p, i, j], or bits[p, j, i] for kernels whose rows are keys (terms/kept_bits.cuh); one line where all
+//      queries see the same keys
 //   list_tiles, for the tile shape of one kernel; a warp per tile of queries (or of keys, for a backward)
-//   2. touched = the tiles that the band touches and in which some cell has any
-//   3. full = those of them that the band leaves whole and in which every cell has all
-//   4. tiles[list][0 .. full_count) = the full ones, tiles[list][full_count .. count) = the others, both ascending
+//   3. touched = the tiles that the band touches and in which some cell has any
+//   4. full = those of them that the band leaves whole and in which every cell has all
+//   5. tiles[list][0 .. full_count) = the full ones, tiles[list][full_count .. count) = the others, both ascending
 // A kernel walks a list from its end, as it walks a range of tiles: first those that it masks, then the full ones.
 // Planes of several heads may share a list (a backward has one per KV head): it is then the union of theirs.
 //
@@ -33,6 +35,8 @@ struct MarkParams {
   const unsigned char* keep;
   long long batch_stride, head_stride, row_stride, key_stride;  // in bytes
   unsigned char* cells;                                         // (planes, row_blocks, row_cells)
+  unsigned* bits;                                               // (planes, lines, line_words)
+  int lines, line_words;
   int heads;                                                    // planes of one batch
   int planes;
   int seq_q, seq_k;
@@ -58,6 +62,14 @@ __device__ __forceinline__ unsigned truths(unsigned word) {
   return ((word & 0x7f7f7f7fu) + 0x7f7f7f7fu | word) & 0x80808080u;
 }
 
+// Of the bytes of a word that are not 0, as in truths, the four bits side by side.
+__device__ __forceinline__ unsigned four_bits(unsigned truths) {
+  return (truths >> 7) * 0x01020408u >> 24 & 0xfu;
+}
+
+enum class Lines { queries, keys };
+
+template <Lines lines_are>
 __device__ __forceinline__ void mark_cells(const MarkParams& params) {
   const int chunks = ceil_div(params.row_cells, 32);
   const int lane = threadIdx.x % 32;
@@ -74,29 +86,48 @@ __device__ __forceinline__ void mark_cells(const MarkParams& params) {
   const unsigned char* at = params.keep + plane / params.heads * params.batch_stride +
                             plane % params.heads * params.head_stride +
                             first_row * params.row_stride + first_key * params.key_stride;
-  unsigned any = 0, all = 0x80808080u;
+  unsigned any = 0, all = 0xffffu >> (cell_keys - keys);
+  unsigned* bits = params.bits + static_cast<long long>(plane) * params.lines * params.line_words;
+  // Where lines are keys: of each of the 16, the bits of 64 queries.
+  unsigned long long columns[lines_are == Lines::keys ? cell_keys : 1] = {};
   // Whether 16 keys can be read as one vector is the same for all of a mask, so the branch costs
   // nothing.
   const long long steps = params.batch_stride | params.head_stride | params.row_stride |
                           reinterpret_cast<long long>(params.keep);
-  if (params.key_stride == 1 && steps % 16 == 0 && keys == cell_keys) {
+  const bool vectors = params.key_stride == 1 && steps % 16 == 0 && keys == cell_keys;
 #pragma unroll 8
-    for (int row = 0; row < rows; ++row, at += params.row_stride) {
+  for (int row = 0; row < rows; ++row, at += params.row_stride) {
+    unsigned kept = 0;
+    if (vectors) {
       const uint4 word = *reinterpret_cast<const uint4*>(at);
-      const unsigned x = truths(word.x), y = truths(word.y), z = truths(word.z), w = truths(word.w);
-      any |= x | y | z | w;
-      all &= x & y & z & w;
+      kept = four_bits(truths(word.x)) | four_bits(truths(word.y)) << 4 |
+             four_bits(truths(word.z)) << 8 | four_bits(truths(word.w)) << 12;
+    } else {
+      for (int key = 0; key < keys; ++key)
+        kept |= (at[key * params.key_stride] != 0 ? 1u : 0u) << key;
     }
-  } else {
-    for (int row = 0; row < rows; ++row, at += params.row_stride)
-      for (int key = 0; key < keys; ++key) {
-        const bool kept = at[key * params.key_stride] != 0;
-        any |= kept ? 1u : 0u;
-        all = kept ? all : 0u;
-      }
+    any |= kept;
+    all &= kept;
+    if constexpr (lines_are == Lines::keys) {
+#pragma unroll
+      for (int key = 0; key < cell_keys; ++key)
+        columns[key] |= static_cast<unsigned long long>(kept >> key & 1) << row;
+    } else if (params.lines > 1 || row_block == 0) {
+      const long long line = params.lines > 1 ? first_row + row : 0;
+      reinterpret_cast<unsigned short*>(bits + line * params.line_words)[cell] =
+          static_cast<unsigned short>(kept);
+    }
+  }
+  if constexpr (lines_are == Lines::keys) {
+#pragma unroll
+    for (int key = 0; key < cell_keys; ++key) {
+      const long long line = static_cast<long long>(first_key + key) * params.line_words;
+      if (key < keys)
+        reinterpret_cast<unsigned long long*>(bits + line)[row_block] = columns[key];
+    }
   }
   params.cells[(static_cast<long long>(plane) * params.row_blocks + row_block) * params.row_cells +
-               cell] = (any != 0 ? cell_any : 0) | (all == 0x80808080u ? cell_all : 0);
+               cell] = (any != 0 ? cell_any : 0) | (all == 0xffffu >> (cell_keys - keys) ? cell_all : 0);
 }
 
 // What the cells of one tile say together.
