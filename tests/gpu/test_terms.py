@@ -219,7 +219,7 @@ def units_of(case: Case) -> list[Any]:
         made = [backend.program(problem, target, backend.configs(problem, target)[0])]
         wants = ALL | frozenset(problem.operand_grads)
         made.append(backend.backward_program(problem, target, backend.backward_configs(problem, target)[0], wants))
-        found += [launch.unit for program in made for launch in program.launches]
+        found += [unit for program in made for unit in program.units]
     return found
 
 

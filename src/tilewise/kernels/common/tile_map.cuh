@@ -69,6 +69,27 @@ __device__ __forceinline__ unsigned four_bits(unsigned truths) {
 
 enum class Lines { queries, keys };
 
+// A cell, as far as it has been looked at.
+template <Lines lines_are>
+struct CellMarks {
+  unsigned any = 0, all = 0xffffu;  // a bit per key
+  // Where lines are keys: of each of the 16, the bits of 64 queries.
+  unsigned long long columns[lines_are == Lines::keys ? cell_keys : 1] = {};
+
+  // `line`: where the bits of the row go, if lines are queries.
+  __device__ __forceinline__ void add(unsigned kept, int row, unsigned short* line) {
+    any |= kept;
+    all &= kept;
+    if constexpr (lines_are == Lines::keys) {
+#pragma unroll
+      for (int key = 0; key < cell_keys; ++key)
+        columns[key] |= static_cast<unsigned long long>(kept >> key & 1) << row;
+    } else {
+      *line = static_cast<unsigned short>(kept);
+    }
+  }
+};
+
 template <Lines lines_are>
 __device__ __forceinline__ void mark_cells(const MarkParams& params) {
   const int chunks = ceil_div(params.row_cells, 32);
@@ -81,53 +102,49 @@ __device__ __forceinline__ void mark_cells(const MarkParams& params) {
   if (cell >= params.row_cells) return;
   const int first_key = cell * cell_keys, keys = min_int(cell_keys, params.seq_k - first_key);
   const int first_row = row_block * cell_rows;
-  // Rows that are all the same are looked at once.
+  // Rows that are all the same are looked at once, and have one line.
   const int rows = params.row_stride == 0 ? 1 : min_int(cell_rows, params.seq_q - first_row);
   const unsigned char* at = params.keep + plane / params.heads * params.batch_stride +
                             plane % params.heads * params.head_stride +
                             first_row * params.row_stride + first_key * params.key_stride;
-  unsigned any = 0, all = 0xffffu >> (cell_keys - keys);
   unsigned* bits = params.bits + static_cast<long long>(plane) * params.lines * params.line_words;
-  // Where lines are keys: of each of the 16, the bits of 64 queries.
-  unsigned long long columns[lines_are == Lines::keys ? cell_keys : 1] = {};
+  unsigned short* line = reinterpret_cast<unsigned short*>(bits) + cell;
+  if (params.lines > 1) line += 2ll * first_row * params.line_words;
+  CellMarks<lines_are> marks;
   // Whether 16 keys can be read as one vector is the same for all of a mask, so the branch costs
   // nothing.
   const long long steps = params.batch_stride | params.head_stride | params.row_stride |
                           reinterpret_cast<long long>(params.keep);
-  const bool vectors = params.key_stride == 1 && steps % 16 == 0 && keys == cell_keys;
+  if (params.key_stride == 1 && steps % 16 == 0 && keys == cell_keys) {
 #pragma unroll 8
-  for (int row = 0; row < rows; ++row, at += params.row_stride) {
-    unsigned kept = 0;
-    if (vectors) {
-      const uint4 word = *reinterpret_cast<const uint4*>(at);
-      kept = four_bits(truths(word.x)) | four_bits(truths(word.y)) << 4 |
-             four_bits(truths(word.z)) << 8 | four_bits(truths(word.w)) << 12;
-    } else {
+    for (int row = 0; row < rows; ++row, at += params.row_stride, line += 2 * params.line_words) {
+      const uint4 word = __ldg(reinterpret_cast<const uint4*>(at));
+      marks.add(four_bits(truths(word.x)) | four_bits(truths(word.y)) << 4 |
+                    four_bits(truths(word.z)) << 8 | four_bits(truths(word.w)) << 12,
+                row, line);
+    }
+  } else {
+#pragma unroll 1
+    for (int row = 0; row < rows; ++row, at += params.row_stride, line += 2 * params.line_words) {
+      unsigned kept = 0;
+#pragma unroll 1
       for (int key = 0; key < keys; ++key)
         kept |= (at[key * params.key_stride] != 0 ? 1u : 0u) << key;
-    }
-    any |= kept;
-    all &= kept;
-    if constexpr (lines_are == Lines::keys) {
-#pragma unroll
-      for (int key = 0; key < cell_keys; ++key)
-        columns[key] |= static_cast<unsigned long long>(kept >> key & 1) << row;
-    } else if (params.lines > 1 || row_block == 0) {
-      const long long line = params.lines > 1 ? first_row + row : 0;
-      reinterpret_cast<unsigned short*>(bits + line * params.line_words)[cell] =
-          static_cast<unsigned short>(kept);
+      marks.add(kept, row, line);
     }
   }
   if constexpr (lines_are == Lines::keys) {
 #pragma unroll
     for (int key = 0; key < cell_keys; ++key) {
-      const long long line = static_cast<long long>(first_key + key) * params.line_words;
+      const long long of_key = static_cast<long long>(first_key + key) * params.line_words;
       if (key < keys)
-        reinterpret_cast<unsigned long long*>(bits + line)[row_block] = columns[key];
+        reinterpret_cast<unsigned long long*>(bits + of_key)[row_block] = marks.columns[key];
     }
   }
+  const unsigned every = 0xffffu >> (cell_keys - keys);
+  const bool all = (marks.all & every) == every;
   params.cells[(static_cast<long long>(plane) * params.row_blocks + row_block) * params.row_cells +
-               cell] = (any != 0 ? cell_any : 0) | (all == 0xffffu >> (cell_keys - keys) ? cell_all : 0);
+               cell] = (marks.any != 0 ? cell_any : 0) | (all ? cell_all : 0);
 }
 
 // What the cells of one tile say together.
