@@ -146,8 +146,8 @@ RULES: tuple[Rule, ...] = (
          lambda problem, target: problem.empty),
     Rule("reference", "float64 has no fused kernel on a GPU: the specification computes it",
          lambda problem, target: problem.dtype is torch.float64 and not target.is_cpu and _fits_the_reference(problem)),
-    Rule("sm90", "our Hopper kernel: skips what the mask hides, masks only the tiles it cuts, needs no mask tensor",
-         lambda problem, target: not isinstance(problem.mask, Dense)),
+    Rule("sm90", "our Hopper kernel: skips what the mask hides, masks only the tiles it cuts",
+         lambda problem, target: not _is_additive(problem)),
     Rule("torch-cudnn", "the fastest of PyTorch's kernels on Hopper and later",
          lambda problem, target: target.capability >= (9, 0)),
     Rule("tiled", "skips the tiles this mask leaves empty; PyTorch's CPU kernel would read it as a tensor",
@@ -157,16 +157,12 @@ RULES: tuple[Rule, ...] = (
     Rule("torch-flash", "PyTorch's FlashAttention-2 kernel: fused, O(N) memory"),
     Rule("sm80", "our FlashAttention-2 kernel in float32: TF32 products on tensor cores, skips what the mask hides",
          lambda problem, target: problem.dtype is torch.float32 and not isinstance(problem.mask, Dense)),
-    Rule("sm80", "our FlashAttention-2 kernel: takes the windows, alignments and softcaps that PyTorch's does not",
-         lambda problem, target: not isinstance(problem.mask, Dense)),
+    Rule("sm80", "our FlashAttention-2 kernel: takes the masks, alignments and softcaps that PyTorch's does not",
+         lambda problem, target: not _is_additive(problem)),
     Rule("triton", "knows the window by name and skips what it hides; PyTorch's kernels would read it as a tensor",
          lambda problem, target: not target.is_cpu and _is_narrow(problem) and isinstance(problem.mask, Window)),
     Rule("torch-cudnn", "fused, and takes masks that flash does not"),
     Rule("torch-efficient", "fused, and takes float32, dense masks and any head_dim"),
-    Rule("sm90", "our Hopper kernel: hides what a boolean mask says, beside terms that PyTorch's kernels do not have",
-         lambda problem, target: isinstance(problem.mask, Dense) and not problem.mask.additive),
-    Rule("sm80", "our FlashAttention-2 kernel: hides what a boolean mask says, beside terms that PyTorch's do not have",
-         lambda problem, target: isinstance(problem.mask, Dense) and not problem.mask.additive),
     Rule("triton", "no other fused kernel takes this problem; ours in Triton does, in O(N) memory",
          lambda problem, target: not target.is_cpu and (_is_narrow(problem) or _scores_bytes(problem) > _HELD_SCORES)),
     Rule("tiled", "no fused kernel takes this problem; tiles in torch operations keep memory O(N)",
@@ -188,6 +184,10 @@ _HELD_SCORES = 256 * 2**20
 
 # Share of visible pairs below which skipping tiles pays for the tiled loop on a CPU (benchmarks/results, suite cpu).
 _WORTH_SKIPPING = 0.75
+
+
+def _is_additive(problem: Problem) -> bool:
+    return isinstance(problem.mask, Dense) and problem.mask.additive
 
 
 def _is_sparse_by_structure(problem: Problem) -> bool:
