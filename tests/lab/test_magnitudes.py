@@ -78,6 +78,7 @@ def test_the_command_saves_a_record_and_draws_it(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "plots" / "errors.svg"
     options = ["--shape", "1,1,32,16", "--device", "cpu", "--save", "--results", str(tmp_path), "--plot", str(picture)]
+    options += ["--html", str(tmp_path / "page.html")]
     result = CliRunner().invoke(cli.app, ["magnitudes", *options])
     assert result.exit_code == 0, result.output
     assert "3 of 3" in result.output
@@ -87,3 +88,4 @@ def test_the_command_saves_a_record_and_draws_it(tmp_path: Path) -> None:
     assert record["kind"] == magnitudes.KIND
     assert [point["magnitude"] for point in record["series"]["scores"]["tilewise"]] == [0.1, 1.0, 10.0]
     assert "gradients: balance" in picture.read_text()
+    assert "Every error is within its budget" in (tmp_path / "page.html").read_text()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer.main
 from typer.testing import CliRunner
 
 import tilewise
@@ -331,3 +332,10 @@ def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("inspect --shape 1,1,8,8")
     assert result.exit_code == 130
     assert result.stderr == "tilewise: interrupted\n"
+
+
+@pytest.mark.parametrize("name", ["bench", "check", "cycles", "inspect", "ladder", "magnitudes", "trace", "tune"])
+def test_every_measuring_command_writes_json_and_html(name: str) -> None:
+    command: Any = typer.main.get_command(app)
+    taken = {option for parameter in command.commands[name].params for option in parameter.opts}
+    assert {"--json", "--html"} <= taken

@@ -11,7 +11,7 @@ from ...target import Target
 from .. import report
 from ..candidates.names import OURS
 from ..measure import environment
-from ..render import magnitudes_plot
+from ..render import magnitudes_plot, pages
 from ..studies import bench
 from ..studies import magnitudes as measuring
 from .options import (
@@ -19,6 +19,7 @@ from .options import (
     Device,
     Dtype,
     ExtraCandidates,
+    Html,
     Json,
     MaskText,
     Seed,
@@ -27,7 +28,7 @@ from .options import (
     make_device,
 )
 from .options import make_problem as parse_problem
-from .output import Outputs, check_file, check_folder
+from .output import check_file, check_folder, open_outputs
 
 
 def magnitudes(
@@ -41,16 +42,15 @@ def magnitudes(
     save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False,
     results: Annotated[Path, typer.Option(help="The results folder.")] = bench.RESULTS,
     json: Json = None,
+    page: Html = None,
 ) -> None:
     """Errors against float64 as values, scores and gradients grow or shrink: ours and PyTorch's. Leaves with 1 if ours
     are over their budget."""
     with exit_codes():
-        outputs = Outputs(json)
+        outputs = open_outputs(json, page, save, results)
         if plot is not None:
             check_folder("--plot", plot.parent)
             check_file("--plot", plot)
-        if save:
-            check_folder("--results", results)
         problem = parse_problem(
             shape, None, None, None, dtype, mask, None, 0.0, 0.0, "bhsd", True, False, False
         )  # fmt: skip
@@ -60,7 +60,7 @@ def magnitudes(
         provenance = environment.provenance(seed, environment.command_line())
         record = measuring.to_dict(problem, Target.of(where).name, found, provenance)
         over = measuring.over_budget(found)
-        outputs.write(record)
+        outputs.write(record, lambda: pages.page(record))
         if outputs.text:
             print(f"{problem} on {Target.of(where).name}")
             report.print_table(measuring.COLUMNS, measuring.lines(found))
