@@ -16,6 +16,7 @@ from tilewise.lab.commands.app import app
 from tilewise.lab.measure.compare import VERIFIED, Comparison, Outcome, Settings
 from tilewise.lab.render import docs, plots
 from tilewise.lab.studies import bench, records, suites
+from tilewise.target import TARGETS
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -270,3 +271,21 @@ def test_a_record_can_be_shown_again(tmp_path: Path) -> None:
     for bad in ("{", '{"kind": "other"}'):
         path.write_text(bad)
         assert CliRunner().invoke(app, ["bench", "--record", str(path)]).exit_code == 2
+
+
+def test_the_page_of_targets_has_the_facts_of_the_table() -> None:
+    """Every GPU that is known by name, with the figures that plans and rooflines use; and a source for each."""
+    text = (ROOT / "docs" / "targets.md").read_text(encoding="utf-8")
+    facts, sources = text.split("## Where the facts come from")
+    rows = [line.strip("| ").split(" | ") for line in facts.splitlines() if line.startswith("| `")]
+    gpus = [target for target in TARGETS.values() if not target.is_cpu]
+    assert rows == [
+        [
+            f"`{gpu.name}`", f"{gpu.capability[0]}.{gpu.capability[1]}", str(gpu.sms),
+            f"{gpu.smem_per_sm / 1024:g} / {gpu.smem_per_block / 1024:g}", f"{gpu.l2_bytes / 2**20:g}",
+            f"{gpu.dram_bytes / 1e9:g}", f"{gpu.dram_bytes_per_s / 1e12:g}", f"{gpu.clock_hz / 1e9:g}",
+            *(f"{rate / 1e12:g}" for rate in (gpu.flops_16bit, gpu.flops_tf32, gpu.flops_fp32)),
+        ]
+        for gpu in gpus
+    ]  # fmt: skip
+    assert all(f"`{gpu.name}`" in sources for gpu in gpus)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ...problem import Problem
 from .. import units
 from ..candidates.names import OURS
+from ..measure.words import listed
 from ..studies.magnitudes import WHAT, is_number
 from . import charts
 from .html import Head, Markup, Section, bad, code, compact_table, document, fold, note, section, subheading, torch_of
@@ -75,7 +76,7 @@ def _head(told: dict[str, Any]) -> Head:
     elif ours:
         claim = Markup(f'<span class="bad">tilewise is over {units.counted(len(ours), "budget")}</span>')
     elif others:
-        claim = "tilewise is within its budgets, not everybody is"
+        claim = f"tilewise is within its budgets, {listed(dict.fromkeys(name for name, _ in over))} not"
     facts = [told["device"], torch_of(told.get("provenance") or {}), f"{sum(len(one[3]) for one in found)} errors"]
     return Head(
         about=Markup(f"tilewise magnitudes · {code(Problem.from_dict(told['problem']))}"),
