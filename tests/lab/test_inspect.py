@@ -259,8 +259,11 @@ def test_the_effective_order_is_what_the_dispatcher_does() -> None:
 def test_a_record_is_shown_again(tmp_path: Path) -> None:
     record, page = tmp_path / "inspect.json", tmp_path / "page.html"
     quick = "inspect --shape 1,2,16,8 --dtype float32 --device cpu --repeat 5 --only tilewise --only torch-default"
-    first = run(quick, "--json", str(record))
+    first = run(quick, "--json", str(record), "--save", "--results", str(tmp_path / "results"))
     assert first.exit_code == 0, first.output
+    (saved,) = (tmp_path / "results").glob("*.json")
+    assert saved.name.endswith("Z-inspect-1x2x16x8.json")
+    assert saved.read_text() == record.read_text()
     again = run("inspect", "--record", str(record), "--html", str(page))
     assert again.exit_code == 0, again.output
     assert again.stdout == first.stdout

@@ -237,6 +237,24 @@ def test_a_compiler_that_fails_is_said_once(capsys: pytest.CaptureFixture[str]) 
     assert f"{units[0].name}: it does not compile" in shown
 
 
+def test_candidates_are_verified_side_by_side_on_a_gpu_and_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Getting ready takes most of a run: compilers and float64, which leave the GPU idle."""
+    seen: list[compare.Settings] = []
+
+    def measure(problem: object, device: object, settings: compare.Settings, *_: object, **__: object) -> None:
+        seen.append(settings)
+        raise InvalidInput("it", "is", "not", "measured")
+
+    monkeypatch.setattr(inspect, "inspect", measure)
+    monkeypatch.setattr(cli_ladder.rungs, "run", measure)
+    for device in ("cpu", "cuda"):
+        for module in (cli_inspect, cli_ladder):
+            monkeypatch.setattr(module, "make_device", lambda name, device=device: device)
+        for command in ("inspect --shape 1,1,16,8", "ladder"):
+            assert run(command).exit_code == 2
+    assert [settings.together for settings in seen] == [False, False, True, True]
+
+
 # --- functions of the user's -----------------------------------------------------------------------------------------
 
 

@@ -67,7 +67,9 @@ def ladder(
             for shape in shapes or (rungs.GPU_SHAPES if on_gpu else rungs.CPU_SHAPES)
             for mask in masks or ["full"]
         ]
-        settings = measuring(repeat, 7, 21, round_seconds=seconds, time_limit=time_limit, seed=seed)
+        settings = measuring(
+            repeat, 7, 21, round_seconds=seconds, time_limit=time_limit, seed=seed, together=on_gpu
+        )  # fmt: skip
         climbs = rungs.run(problems, where, settings, make_method(timing, where), count_bytes=count)
         for climb in climbs if outputs.text else ():
             rungs.show(climb)

@@ -8,6 +8,7 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...masks import Full
 from ...plan import BACKENDS, RULES, plan
 from ...target import Target
 from .. import report, units
@@ -132,6 +133,15 @@ class Inspection:
     @property
     def directions(self) -> tuple[str, ...]:
         return ("forward", "backward") if self.plan.problem.needs_grad else ("forward",)
+
+
+def record_name(problem: Problem, experiment: str = "") -> str:
+    """What a kept record is called, beside its date: `inspect-1x32x8192x128-kv8-causal`."""
+    parts = ["inspect", f"{problem.batch}x{problem.heads_q}x{problem.seq_q}x{problem.head_dim}"]
+    parts += [f"kv{problem.heads_kv}"] if problem.heads_kv != problem.heads_q else []
+    parts += [f"sk{problem.seq_kv}"] if problem.seq_kv != problem.seq_q else []
+    parts += [problem.mask.kind] if problem.mask.kind != Full.kind else []
+    return "-".join([*parts, experiment] if experiment else parts)
 
 
 def sentence(comparison: Comparison, backend: str, torch_choice: str) -> str:
