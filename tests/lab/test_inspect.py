@@ -19,7 +19,7 @@ from tilewise.lab.candidates import flags, inputs, override, rivals
 from tilewise.lab.candidates.names import Candidate, make_inputs
 from tilewise.lab.commands.app import app
 from tilewise.lab.measure import ncu, profile
-from tilewise.lab.measure.compare import VERIFIED, WRONG, Row, Settings, compare
+from tilewise.lab.measure.compare import VERIFIED, WRONG, Comparison, Outcome, Row, Settings, compare
 from tilewise.lab.measure.worker import Worker
 from tilewise.lab.model import kernels, roofline
 from tilewise.lab.render import inspect_text
@@ -590,6 +590,26 @@ def test_counters_are_picked_out_of_whatever_ncu_prints() -> None:
     stalls = [name.removeprefix("stalled on ") for name in found if name.startswith("stalled")]
     assert stalls == ["gmma", "barrier", "wait"]
     assert math.isnan(ncu.number(kernel, "something__else"))
+
+
+def test_an_interrupt_of_the_profiler_keeps_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem((1, 2, 16, 8))
+    row = Row("inspect", problem, ("tilewise", "torch-math"))
+    outcomes = [Outcome("tilewise", VERIFIED, forward=[[1.0]] * 5), Outcome("torch-math", WRONG, forward=[[1.0]] * 5)]
+    found = inspect.Inspection(plan(problem, Target.named("cpu")), Comparison(row, outcomes))
+    asked: list[list[str]] = []
+
+    def interrupted(names: list[str], *_: object) -> None:
+        asked.append(names)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ncu, "inspect", interrupted)
+    inspect.count(found, 0, "", 1.0)
+    assert asked == [["tilewise"]], "who is wrong is not counted"
+    told = found.to_dict()
+    assert told["counters"] == {"ncu": "interrupted"}
+    assert not told["comparison"]["complete"]
+    assert told["comparison"]["candidates"][0]["forward"] == [[1.0]] * 5
 
 
 def test_without_a_profiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -480,6 +480,23 @@ def test_parts_that_cannot_be_measured_are_a_line(monkeypatch: pytest.MonkeyPatc
     assert command.part_lines(climb, H200) == ["three-kernel, in parts: died"]
 
 
+def test_an_interrupt_after_the_climbs_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem((1, 2, 64, 64), torch.bfloat16)
+    monkeypatch.setattr(Target, "of", lambda device: H200)
+    monkeypatch.setattr(
+        command, "compare", lambda row, *_: command.Comparison(row, [Outcome(name) for name in row.candidates])
+    )
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.stages, "measure", interrupted)
+    (climb,) = command.run([problem], "cuda", Settings())
+    assert not climb.comparison.complete
+    assert climb.comparison.outcomes
+    assert not command.record([climb], Settings(), [])["complete"]
+
+
 def test_parts_are_timed_in_paired_rounds_and_once_under_two_names() -> None:
     calls: list[str] = []
     one, other = (stages._Timed(partial(calls.append, name), "host") for name in ("one", "other"))

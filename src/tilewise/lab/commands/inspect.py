@@ -12,7 +12,7 @@ from ...errors import InvalidInput
 from ...plan import AUTO
 from ..candidates import flags, inputs
 from ..candidates.names import OURS, TORCH_DEFAULT, current_names
-from ..measure import environment, ncu
+from ..measure import environment
 from ..measure.compare import REFUSED
 from ..model import static
 from ..render import inspect_text, pages
@@ -168,9 +168,8 @@ def inspect(
             trace=str(trace) if trace else "",
             sass=sass,
         )
-        if counters:
-            running = [o.candidate for o in found.comparison.outcomes if o.costs and not o.failed]
-            found.counters = ncu.inspect(running, problem, seed, str(tensors) if tensors else "", 10 * time_limit)
+        if counters and found.comparison.complete:
+            inspection.count(found, seed, str(tensors) if tensors else "", 10 * time_limit)
         told = found.to_dict() | {"provenance": environment.provenance(seed, environment.command_line())}
         told["suite"] = inspection.record_name(problem, experiment)
         if save:

@@ -15,7 +15,7 @@ from .. import report, units
 from ..candidates import flags
 from ..candidates.names import OURS, SDPA, TORCH_DEFAULT
 from ..candidates.rivals import COMPILE, RIVALS
-from ..measure import environment, words
+from ..measure import environment, ncu, words
 from ..measure.compare import REFUSED, Comparison, Outcome, Row, compare, fastest, median, steps, summary
 from ..measure.pool import Failure, Pool
 from ..measure.statistics import FASTER, TOO_FEW
@@ -216,6 +216,16 @@ def inspect(
             except KeyboardInterrupt:
                 found.comparison.complete = False
     return found
+
+
+def count(found: Inspection, seed: int, tensors: str, time_limit: float) -> None:
+    """Nsight Compute's counters of every candidate that has a time. An interrupt ends it with the times in place."""
+    running = [outcome.candidate for outcome in found.comparison.timed()]
+    try:
+        found.counters = ncu.inspect(running, found.plan.problem, seed, tensors, time_limit)
+    except KeyboardInterrupt:
+        found.comparison.complete = False
+        found.counters = {"ncu": "interrupted"}
 
 
 def candidates(chosen: Plan, device: str) -> tuple[tuple[str, ...], dict[str, list[str]]]:

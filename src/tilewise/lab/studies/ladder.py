@@ -102,9 +102,12 @@ def run(
             if not comparison.complete:
                 break
     if device.startswith("cuda") and all(climb.comparison.complete for climb in done):
-        _take_apart(done, settings)
-        if count_bytes:
-            _count(done, settings)
+        try:
+            _take_apart(done, settings)
+            if count_bytes:
+                _count(done, settings)
+        except KeyboardInterrupt:
+            done[-1].comparison.complete = False
     return done
 
 
