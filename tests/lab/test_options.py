@@ -77,7 +77,7 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_option_without_effect_is_refused_with_the_reason(command: str, option: str) -> None:
     result = run(command)
     assert result.exit_code == 2, result.output
-    assert f"tilewise: {option}: got it, expected nothing, since it has no effect w" in result.stderr
+    assert f"tilewise: {option}: got the option, expected none: it has no effect w" in result.stderr
 
 
 def test_defaults_are_not_taken_for_options_that_were_given() -> None:
@@ -350,6 +350,26 @@ def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("inspect --shape 1,1,8,8")
     assert result.exit_code == 130
     assert result.stderr == "tilewise: interrupted\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("command", "helps"),
+    [
+        ("inspect --shape 1,1,8,8 --device cuda", "--device cpu"),
+        ("ladder --device cuda:0", "--device cpu"),
+        ("tune --shape 1,16,1024,64 --device cuda", "--device cpu"),
+        ("magnitudes --device cuda", "--device cpu"),
+        ("bench --suite forward", "--suite cpu"),
+        ("cycles", "a machine with an NVIDIA GPU"),
+        ("explain --shape 1,1,8,8 --target cuda:0", "name a target"),
+    ],
+)
+def test_what_to_do_without_a_gpu_is_something_the_command_can_do(command: str, helps: str) -> None:
+    result = run(command)
+    assert result.exit_code == 4, result.output
+    assert helps in result.stderr.partition("What to do:")[2]
+    assert ("name a target" in result.stderr) == ("--target" in command)
 
 
 @pytest.mark.parametrize("name", ["bench", "check", "cycles", "inspect", "ladder", "magnitudes", "trace", "tune"])

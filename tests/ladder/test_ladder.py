@@ -415,6 +415,7 @@ def test_figures_come_from_a_record_and_from_nowhere_else(tmp_path: Path) -> Non
     assert written.count("Not measured yet") == 1
     assert path.name in written
     assert "| `matmul` | 0.400 |" in written
+    assert "| 1.0e-03 ok |" in written, "an error says whether it is in its budget"
     assert "**died: SIGSEGV**" in written
     assert "no &lt;GPU&gt;" in written
     assert "| 2.00x |" in written
@@ -539,3 +540,19 @@ def test_row_threads_stand_beside_the_study_where_the_problem_is_its_own() -> No
         in (lines[3])
     )
     assert lines[3].endswith("the study has 1.84")
+
+
+def test_quietly_a_sentence_per_problem() -> None:
+    problem = make_problem((1, 2, 64, 64), torch.bfloat16)
+    outcomes = [
+        Outcome("torch-math", "verified", forward=[[4e-4]] * 7),
+        Outcome("ladder:matmul", "verified", forward=[[1e-4]] * 7),
+        Outcome("triton", "wrong"),
+    ]
+    refused = {rung.name: ["no"] for rung in ladder.RUNGS if rung.name not in ("math", "matmul", "triton")}
+    row = command.Row("row", problem, tuple(outcome.candidate for outcome in outcomes), "cuda")
+    climb = command.Climb(problem, "cuda", command.Comparison(row, outcomes), traffic.every(problem, H200), refused)
+    told = command.sentence(climb)
+    assert "2 of 3 rungs verified; matmul is 4.00x faster than math: 100 us against 400 us (3.96x to 4.04x)." in told
+    climb.device = "cpu"
+    assert command.sentence(climb).endswith("2 of 3 rungs verified."), "times of simulators are not compared"

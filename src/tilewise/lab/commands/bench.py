@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from ...errors import InvalidInput
-from ...target import Target
 from ..measure import environment
 from ..measure.compare import Settings
 from ..measure.pool import Pool
@@ -31,6 +30,7 @@ from .options import (
     leave,
     make_candidates,
     measuring,
+    need_device,
     refuse_ignored,
 )
 from .output import Outputs, check_folder
@@ -90,7 +90,7 @@ def bench(
                 "--suite", ", ".join(asked), "one suite with --json, --html or --plot", "ask for one, or use --save"
             )
         for device in {row.device for rows in asked.values() for row in rows}:
-            Target.of(device)
+            need_device(device, "run on a machine with an NVIDIA GPU and PyTorch's build for CUDA, or give --suite cpu")
         done: list[Comparison] = []
         if compile_first:
             every = [row for rows in asked.values() for row in rows]

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from ...target import Target
 from ..measure import environment
 from ..render import pages
 from ..studies import bench as benches
@@ -23,6 +22,7 @@ from .options import (
     TimeLimit,
     exit_codes,
     make_candidates,
+    need_device,
 )
 from .output import open_outputs
 
@@ -41,7 +41,7 @@ def cycles(
     """GPU cycles of a suite's candidates by Nsight Compute: a clock that moves with power does not move these."""
     with exit_codes():
         outputs = open_outputs(json, page, save, results)
-        Target.of("cuda")
+        need_device("cuda", "run on a machine with an NVIDIA GPU and PyTorch's build for CUDA")
         rows = suites.suite(suite, tuple(only or ()), make_candidates(candidate), seed)
         found = cyclecount.measure(rows, seed, time_limit)
         result = cyclecount.record(suite, found, seed, environment.command_line())

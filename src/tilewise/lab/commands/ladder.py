@@ -20,6 +20,7 @@ from .options import (
     KvHeads,
     LayoutText,
     Masks,
+    Quiet,
     Repeat,
     Seed,
     SeqKv,
@@ -53,6 +54,7 @@ def ladder(
     seed: Seed = 0,
     save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False,
     results: Annotated[Path, typer.Option(help="The results folder.")] = benches.RESULTS,
+    quiet: Quiet = False,
     json: Json = None,
     page: Html = None,
 ) -> None:
@@ -72,7 +74,7 @@ def ladder(
         )  # fmt: skip
         climbs = rungs.run(problems, where, settings, make_method(timing, where), count_bytes=count)
         for climb in climbs if outputs.text else ():
-            rungs.show(climb)
+            print(rungs.sentence(climb)) if quiet else rungs.show(climb)
         done = rungs.record(climbs, settings, environment.command_line())
         outputs.write(done, lambda: pages.page(done))
         if save:

@@ -16,12 +16,14 @@ from ..studies import bench
 from ..studies import magnitudes as measuring
 from .options import (
     FAILED,
+    INTERRUPTED,
     Device,
     Dtype,
     ExtraCandidates,
     Html,
     Json,
     MaskText,
+    Quiet,
     Seed,
     exit_codes,
     make_candidates,
@@ -41,6 +43,7 @@ def magnitudes(
     plot: Annotated[Path | None, typer.Option(help="Draw the errors into this SVG file.")] = None,
     save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False,
     results: Annotated[Path, typer.Option(help="The results folder.")] = bench.RESULTS,
+    quiet: Quiet = False,
     json: Json = None,
     page: Html = None,
 ) -> None:
@@ -60,15 +63,21 @@ def magnitudes(
         provenance = environment.provenance(seed, environment.command_line())
         record = measuring.to_dict(problem, Target.of(where).name, found, provenance)
         over = measuring.over_budget(found)
+        complete = measuring.complete(found)
         outputs.write(record, lambda: pages.page(record))
-        if outputs.text:
+        if outputs.text and not quiet:
             print(f"{problem} on {Target.of(where).name}")
             report.print_table(measuring.COLUMNS, measuring.lines(found))
+        if outputs.text:
             print("\n".join(f"OVER BUDGET: {text}" for text in over) or "every error is within its budget")
+        if outputs.text and not complete:
+            print("interrupted: only what was measured is here")
         if save:
             typer.echo(f"saved {bench.save(record, results)}", err=True)
-        if plot is not None:
+        if plot is not None and found:
             magnitudes_plot.draw(record, plot)
             typer.echo(f"drew {plot}", err=True)
+        if not complete:
+            raise typer.Exit(INTERRUPTED)
         if any(text.startswith(f"{OURS}:") for text in over):
             raise typer.Exit(FAILED)

@@ -24,7 +24,7 @@ from ...target import Target
 from .. import report
 from ..candidates.names import current_name, current_names
 from ..measure import stages, words
-from ..measure.compare import median
+from ..measure.compare import VERIFIED, median
 from ..studies import bench
 from ..studies import ladder as command
 
@@ -156,7 +156,7 @@ def _figures(root: Path) -> list[str]:
     lines = []
     for climb in found[1]["climbs"]:
         problem = Problem.from_dict(climb["problem"])
-        lines += [f"**{problem}**", "", "| rung | ms | p20..p80 | TFLOP/s | extra MiB | error |"]
+        lines += [f"**{problem}**", "", "| rung | ms | p20..p80 | TFLOP/s | extra MiB | error, in budget |"]
         lines.append("|---|---:|---:|---:|---:|---:|")
         outcomes = {one["candidate"]: one for one in climb["comparison"]["candidates"]}
         for rung in RUNGS:
@@ -175,7 +175,8 @@ def _figure(name: str, problem: Problem, outcome: dict[str, Any] | None, refused
         return f"| `{name}` | **{escape(outcome['verdict'])}** | | | | |"
     error = outcome["errors"]["out"]["norm"] if "out" in outcome["errors"] else None
     cells = [report.milliseconds(timed), report.spread(timed), report.rate(problem.flops(), timed)]
-    return f"| `{name}` | {' | '.join([*cells, report.mebibytes(outcome['memory']), report.error(error)])} |"
+    judged = f"{report.error(error)} {'ok' if outcome['verdict'] == VERIFIED else 'over'}" if error is not None else "-"
+    return f"| `{name}` | {' | '.join([*cells, report.mebibytes(outcome['memory']), judged])} |"
 
 
 def _parts(root: Path) -> list[str]:

@@ -83,7 +83,7 @@ def _head(told: dict[str, Any]) -> Head:
         claim=claim,
         facts=[fact for fact in facts if fact],
         lead="Errors against float64 as the inputs grow or shrink, each held to a budget from a plain computation.",
-        warnings=others,
+        warnings=[*others, *([] if told.get("complete", True) else ["Interrupted: only what was measured is here."])],
         failures=ours,
     )
 

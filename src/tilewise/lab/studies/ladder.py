@@ -21,11 +21,22 @@ from ...plan import BACKENDS
 from ...problem import Problem
 from ...target import Target
 from ...triton import backend as triton
-from .. import report
+from .. import report, units
 from ..candidates.names import Candidate, current_name
 from ..candidates.variants import RUNG, backend_of
 from ..measure import environment, ncu, stages, statistics, words
-from ..measure.compare import REFUSED, UNVERIFIED, Comparison, Outcome, Row, compare, median, steps, summary
+from ..measure.compare import (
+    REFUSED,
+    UNVERIFIED,
+    VERIFIED,
+    Comparison,
+    Outcome,
+    Row,
+    compare,
+    median,
+    steps,
+    summary,
+)
 from ..measure.pool import Pool
 
 if TYPE_CHECKING:
@@ -173,6 +184,22 @@ def record(climbs: list[Climb], settings: Settings, command: list[str]) -> dict[
         "settings": dataclasses.asdict(settings),
         "climbs": [climb.to_dict() for climb in climbs],
     }
+
+
+def sentence(climb: Climb) -> str:
+    """The fastest rung beside the first; on a CPU, where some run in simulators, how many are right."""
+    asked = [rung for rung in RUNGS if rung.name not in climb.refused]
+    right = [rung for rung in asked if climb.outcome(rung).verdict == VERIFIED]
+    told = f"{climb.problem}: {len(right)} of {len(asked)} rungs verified"
+    timed = [rung for rung in right if climb.outcome(rung).costs]
+    if not climb.device.startswith("cuda") or len(timed) < 2:
+        return f"{told}."
+    best = min(timed, key=lambda rung: median(climb.outcome(rung).samples))
+    first, fastest = climb.outcome(timed[0]), climb.outcome(best)
+    speed = climb.comparison.versus(fastest, first, among=len(timed))
+    assert speed is not None
+    times = f"{units.duration(median(fastest.samples))} against {units.duration(median(first.samples))}"
+    return f"{told}; {best.name} is {words.claim(speed)} {timed[0].name}: {times}{words.interval(speed)}."
 
 
 def show(climb: Climb) -> None:
