@@ -56,7 +56,7 @@ from .options import (
     measuring,
     refuse_ignored,
 )
-from .output import Outputs, check_file, check_folder, read_record
+from .output import Outputs, check_file, open_outputs, read_record
 
 ARTICLE = "flags"
 _OF_SHAPES = (
@@ -114,12 +114,12 @@ def inspect(
 ) -> None:
     """Run everyone who can compute a problem, each in a process of its own: verified, timed, and seen from within."""
     with exit_codes():
-        outputs = Outputs(json, page)
         if record is not None:
             refuse_ignored("with --record", *_OF_SHAPES, *_OF_RUNS[:-1], "grad", "former_grad", "tensors", "target",
                            "without_gpu", "backend", "seed")  # fmt: skip
-            _show_again(record, outputs, verbose, quiet)
+            _show_again(record, Outputs(json, page), verbose, quiet)
             return
+        outputs = open_outputs(json, page, save, results)
         if tensors is not None:
             refuse_ignored("with --tensors, which say it themselves", *_OF_SHAPES)
             problem = inputs.problem_of(str(tensors), needs_grad=grad or former_grad)
@@ -146,8 +146,8 @@ def inspect(
         if flush and (method or "events") != "events":
             raise InvalidInput("--flush", f"--timing {timing}", "--timing events", "leave one of them out")
         check_file("--trace", trace)
-        if save:
-            check_folder("--results", results)
+        if not where.startswith("cuda"):
+            refuse_ignored("on a CPU", "flush", "counters", "sass")
         found = inspection.inspect(
             problem,
             where,

@@ -33,6 +33,7 @@ from .options import (
     make_method,
     make_problem,
     measuring,
+    refuse_ignored,
 )
 from .output import open_outputs
 
@@ -63,6 +64,8 @@ def ladder(
         outputs = open_outputs(json, page, save, results)
         where = make_device(device)
         on_gpu = where.startswith("cuda")
+        if not on_gpu:
+            refuse_ignored("on a CPU", "count")
         dtype = dtype if dtype != AUTO else "bf16" if on_gpu else "float32"
         problems = [
             make_problem(shape, kv_heads, seq_kv, None, dtype, mask, None, softcap, 0.0, layout, False, False, False)

@@ -111,6 +111,8 @@ class Command(TyperCommand):
             if source is not None and source.name == "COMMANDLINE":
                 _given[str(param.name)] = max(param.opts, key=len)
         with exit_codes():
+            if "quiet" in _given:
+                refuse_ignored("with --quiet", "verbose")
             return super().invoke(ctx)
 
 
