@@ -25,7 +25,7 @@ from tilewise.lab.model import kernels, roofline
 from tilewise.lab.render import inspect_text
 from tilewise.lab.studies import cycles, inspect, suites, switches
 from tilewise.plan import BACKENDS, plan
-from tilewise.target import Target
+from tilewise.target import TARGETS, Target
 
 ROOT = Path(__file__).parents[2]
 H200 = Target.named("h200")
@@ -341,15 +341,40 @@ def test_static_builds_for_the_target_in_both_directions(arguments: str, arch: s
         ("rtx-a6000", 128, 40, 0, 12, "registers"),
         ("rtx-a6000", 256, 24, 0, 6, "warps"),
         ("h200", 128, 32, 113_000, 2, "shared memory"),
+        ("b200", 256, 24, 0, 8, "warps"),
+        ("b200", 128, 32, 113_000, 2, "shared memory"),
+        ("rtx-5090", 256, 24, 0, 6, "warps"),
+        ("rtx-5090", 32, 16, 0, 24, "blocks"),
     ],
 )
 def test_occupancy_is_that_of_the_calculator(
     target: str, threads: int, registers: int, smem: int, blocks: int, limiter: str
 ) -> None:
-    found = kernels.occupancy((4000, 1, 1), (threads, 1, 1), registers, smem, Target.named(target))
+    found = kernels.occupancy((8000, 1, 1), (threads, 1, 1), registers, smem, Target.named(target))
     assert found is not None
     assert (found.blocks_per_sm, found.limiter) == (blocks, limiter)
     assert found.warps_per_sm == blocks * threads // 32
+
+
+def test_every_gpu_that_is_known_by_name_has_an_occupancy() -> None:
+    for target in TARGETS.values():
+        assert target.is_cpu or kernels.occupancy((4000,), (128,), 64, 0, target) is not None, target.name
+
+
+@pytest.mark.parametrize("target", ["b200", "l4"])
+def test_static_tells_the_waves_of_the_real_grid(target: str) -> None:
+    """1024 blocks, two on each multiprocessor: several waves."""
+    result = run(f"inspect --shape 1,32,4096,128 --static --target {target} --backend sm80")
+    assert result.exit_code == 0, result.output
+    sms = Target.named(target).sms
+    assert f"(2 blocks per SM, limited by registers), {1024 / (2 * sms):.2f} waves" in result.stdout
+    assert "does not fill" not in result.stdout
+
+
+def test_what_the_profiler_cannot_tell_is_not_shown() -> None:
+    launch = {"name": "k", "grid": [1], "block": [1], "us": 2.0, "count": 1, "smem_bytes": 0, "registers": 32}
+    assert "the profiler's estimate 19%" in inspect_text._launch_text(launch | {"estimated_occupancy": 19})
+    assert "estimate" not in inspect_text._launch_text(launch | {"estimated_occupancy": 0})
 
 
 def test_waves_and_their_tail() -> None:
