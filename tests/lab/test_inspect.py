@@ -617,6 +617,23 @@ def test_counters_are_picked_out_of_whatever_ncu_prints() -> None:
     assert math.isnan(ncu.number(kernel, "something__else"))
 
 
+def test_counters_are_of_candidates_with_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem((1, 2, 16, 8), needs_grad=True)
+    names = ("tilewise", "tiled", "torch-default")
+    outcomes = [Outcome(name, VERIFIED, forward=[[1.0]] * 5, backward=[[1.0]] * 5) for name in names]
+    found = inspect.Inspection(plan(problem, Target.named("cpu")), Comparison(Row("inspect", problem, names), outcomes))
+    few, many = {"launches": [{"count": 3}]}, {"launches": [{"count": 15}]}
+    found.profiles = {
+        "tilewise": {"forward": few, "backward": many},
+        "tiled": {"forward": many, "backward": many},
+        "torch-default": {"error": "no answer"},
+    }
+    monkeypatch.setattr(ncu, "inspect", lambda names, *_: {name: [] for name in names})
+    inspect.count(found, 0, "", 1.0)
+    told = "not counted: 30 launches, more than 20"
+    assert found.counters == {"tilewise": [], "torch-default": [], "tiled": told}
+
+
 def test_an_interrupt_of_the_profiler_keeps_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem((1, 2, 16, 8))
     row = Row("inspect", problem, ("tilewise", "torch-math"))

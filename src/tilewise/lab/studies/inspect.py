@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 KIND = "tilewise inspect"
 _HOST_SECONDS = 0.05
+_MAX_COUNTED = 20  # launches of a call
 _LIBRARIES = tuple(name for name in RIVALS if name not in COMPILE)
 _GPU_ONLY = ("sm90", "sm80", "triton", "torch-efficient", "torch-cudnn", *_LIBRARIES)
 
@@ -219,13 +220,26 @@ def inspect(
 
 
 def count(found: Inspection, seed: int, tensors: str, time_limit: float) -> None:
-    """Nsight Compute's counters of every candidate that has a time. An interrupt ends it with the times in place."""
-    running = [outcome.candidate for outcome in found.comparison.timed()]
+    """Nsight Compute's counters of every candidate that has a time and few launches: each launch is run again and
+    again. An interrupt ends it with the times in place."""
+    launches = {outcome.candidate: _launches(found, outcome.candidate) for outcome in found.comparison.timed()}
+    left_out = {
+        name: f"not counted: {count} launches, more than {_MAX_COUNTED}"
+        for name, count in launches.items()
+        if count > _MAX_COUNTED
+    }
+    running = [name for name in launches if name not in left_out]
     try:
-        found.counters = ncu.inspect(running, found.plan.problem, seed, tensors, time_limit)
+        found.counters = ncu.inspect(running, found.plan.problem, seed, tensors, time_limit) | left_out
     except KeyboardInterrupt:
         found.comparison.complete = False
         found.counters = {"ncu": "interrupted"}
+
+
+def _launches(found: Inspection, name: str) -> int:
+    """Of one call in every direction, as far as the profiler saw them."""
+    parts = found.profiles.get(name, {})
+    return sum(launch["count"] for what in found.directions for launch in parts.get(what, {}).get("launches", ()))
 
 
 def candidates(chosen: Plan, device: str) -> tuple[tuple[str, ...], dict[str, list[str]]]:
