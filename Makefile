@@ -39,8 +39,9 @@ nightly: $(SETUP)
 	$(PYTHON) tests/hostile/nightly.py
 
 # Two identical candidates, 200 times, on a machine that is kept busy: at most 4 may be told apart. Takes some minutes.
+# The record goes to benchmarks/results/, or to RESULTS=folder.
 instrument-check: $(SETUP)
-	$(PYTHON) -m tilewise.lab.commands.instrument --save
+	$(PYTHON) -m tilewise.lab.commands.instrument --save $(if $(RESULTS),--results $(RESULTS)) $(if $(RUNS),--runs $(RUNS))
 
 check: $(SETUP)
 	$(PYTHON) -m ruff check src tests examples benchmarks .ci

@@ -26,6 +26,7 @@ from tilewise.errors import CompileError
 from tilewise.jit import build_all
 from tilewise.lab.commands.app import app
 from tilewise.lab.measure import stages
+from tilewise.lab.studies import ladder as command
 from tilewise.ladder import lecture, three_kernel
 from tilewise.target import Target
 
@@ -206,8 +207,9 @@ def test_hidden_values_never_show(name: str) -> None:
 def test_the_three_kernels_taken_apart() -> None:
     problem = problem_of((16, 16), (1024, 1024), (64, 64), 1, needs_lse=False)
     told = stages.measure(problem, 0, 0.01, 300.0)
-    assert set(told["seconds"]) == {*stages.NAMES, stages.WHOLE, stages.NOTHING, stages.HOST, stages.EAGER}, told
-    assert all(samples and min(samples) > 0 for samples in told["seconds"].values())
+    assert set(told["seconds"]) == set(stages.PARTS), told
+    assert all(len(times) == stages.ROUNDS and min(times) > 0 for times in told["seconds"].values())
+    assert [one.threads for one in command.by_row_threads(problem, told["seconds"])] == [16, 32, 256]
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -450,7 +450,7 @@ def test_the_seed_reaches_the_rows_and_the_record(monkeypatch: pytest.MonkeyPatc
         return [ratios_of(row, 1.0, 2.0) for row in rows]
 
     monkeypatch.setattr(bench, "run", run)
-    monkeypatch.setattr("tilewise.lab.commands.bench.Target", types.SimpleNamespace(of=lambda device: None))
+    monkeypatch.setattr("tilewise.lab.commands.bench.need_device", lambda device, remedy: None)
     path = tmp_path / "record.json"
     arguments = ["bench", "--suite", "drawn", "--seed", "11", "--rounds", "5", "--json", str(path)]
     result = CliRunner().invoke(app, arguments)

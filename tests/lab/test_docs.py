@@ -6,16 +6,24 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from typer.testing import CliRunner
 
+from support import make_problem
+from tilewise import Dense
 from tilewise.errors import InvalidInput
+from tilewise.lab.commands import inspect as cli_inspect
 from tilewise.lab.commands.app import app
 from tilewise.lab.measure.compare import VERIFIED, Comparison, Outcome, Settings
-from tilewise.lab.render import docs, plots
+from tilewise.lab.render import docs, plots, report_docs
 from tilewise.lab.studies import bench, records, suites
+from tilewise.lab.studies import inspect as inspection
+from tilewise.target import TARGETS
+
+if TYPE_CHECKING:
+    from tilewise import Problem
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -270,3 +278,91 @@ def test_a_record_can_be_shown_again(tmp_path: Path) -> None:
     for bad in ("{", '{"kind": "other"}'):
         path.write_text(bad)
         assert CliRunner().invoke(app, ["bench", "--record", str(path)]).exit_code == 2
+
+
+def test_the_page_of_targets_has_the_facts_of_the_table() -> None:
+    """Every GPU that is known by name, with the figures that plans and rooflines use; and a source for each."""
+    text = (ROOT / "docs" / "targets.md").read_text(encoding="utf-8")
+    facts, sources = text.split("## Where the facts come from")
+    rows = [line.strip("| ").split(" | ") for line in facts.splitlines() if line.startswith("| `")]
+    gpus = [target for target in TARGETS.values() if not target.is_cpu]
+    assert rows == [
+        [
+            f"`{gpu.name}`", f"{gpu.capability[0]}.{gpu.capability[1]}", str(gpu.sms),
+            f"{gpu.smem_per_sm / 1024:g} / {gpu.smem_per_block / 1024:g}", f"{gpu.l2_bytes / 2**20:g}",
+            f"{gpu.dram_bytes / 1e9:g}", f"{gpu.dram_bytes_per_s / 1e12:g}", f"{gpu.clock_hz / 1e9:g}",
+            *(f"{rate / 1e12:g}" for rate in (gpu.flops_16bit, gpu.flops_tf32, gpu.flops_fp32)),
+        ]
+        for gpu in gpus
+    ]  # fmt: skip
+    assert all(f"`{gpu.name}`" in sources for gpu in gpus)
+
+
+def inspected(date: str, name: str = "", *, grad: bool = False, complete: bool = True) -> dict[str, Any]:
+    """A record of inspect on an H200, as `--save` writes it; without a name as before there was `--save`."""
+    old = json.loads((ROOT / bench.RESULTS / "2026-11-15T192700Z-inspect-2x8x512x64.json").read_text())
+    old["comparison"] |= {"complete": complete, "timing": "graph"}
+    old["comparison"]["problem"]["needs_grad"] = grad
+    old["provenance"]["date"] = date
+    old["counters"] = {"tilewise": [{"kernel": "k", "counters": {}}]}
+    return old | ({"suite": name} if name else {})
+
+
+def test_reports_are_those_of_the_newest_whole_records(tmp_path: Path) -> None:
+    report = report_docs.REPORTS[0]
+    (tmp_path / bench.RESULTS).mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    listed = tmp_path / report_docs.PAGE
+    listed.write_text("before\n<!-- reports -->\n<!-- /reports -->\nafter\n")
+
+    def keep(date: str, **more: Any) -> Path:
+        return bench.save(inspected(date, report.name, **more), tmp_path / bench.RESULTS)
+
+    assert report_docs.find(report, tmp_path) is None
+    cut = keep("2026-03-01T00:00:00+00:00", complete=False)
+    found = report_docs.find(report, tmp_path)
+    assert found is not None
+    assert (found.path, found.marks()[0]) == (cut, "interrupted")
+    whole = keep("2026-02-01T00:00:00+00:00")
+    keep("2026-04-01T00:00:00+00:00", grad=True)  # another problem
+    bench.save(inspected("2026-05-01T00:00:00+00:00", f"{report.name}-flags"), tmp_path / bench.RESULTS)
+    found = report_docs.find(report, tmp_path)
+    assert found is not None
+    assert found.path == whole, "one that was interrupted stands only where there is no other"
+    assert CliRunner().invoke(app, ["docs", "--check", "--root", str(tmp_path)]).exit_code == 1
+    assert CliRunner().invoke(app, ["docs", "--root", str(tmp_path)]).exit_code == 0
+    page = (tmp_path / "docs" / f"{report.name}.html").read_text()
+    assert "2026-02-01" in page
+    text = listed.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert f"]({report.name}.html) | [NVIDIA H200, 2026-02-01](../benchmarks/results/{whole.name}); by graph" in text
+    assert "with Nsight Compute's counters; of an older engine" in text
+    assert text.count("not measured yet") == len(report_docs.REPORTS) - 2
+    assert CliRunner().invoke(app, ["docs", "--check", "--root", str(tmp_path)]).exit_code == 0
+    keep("2026-06-01T00:00:00+00:00")
+    assert CliRunner().invoke(app, ["docs", "--check", "--root", str(tmp_path)]).exit_code == 1
+
+
+def test_the_commands_of_the_reports_make_records_of_their_names() -> None:
+    """What a list of reports says to run is what fills it in. Saved tensors name their problem themselves."""
+    kept: dict[str, Any] = {}
+
+    def inspect(problem: Problem, *_: Any, **__: Any) -> None:
+        kept["problem"] = problem
+        raise InvalidInput("it", "is", "not", "measured")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inspection, "inspect", inspect)
+        for report in report_docs.REPORTS:
+            words = report.command.split()
+            if "--tensors" in words:
+                continue
+            kept.clear()
+            patch.setattr(cli_inspect, "make_device", lambda name: "cuda")
+            CliRunner().invoke(app, words[1:])
+            experiment = words[words.index("--experiment") + 1] if "--experiment" in words else ""
+            assert inspection.record_name(kept["problem"], experiment) == report.name
+            assert kept["problem"].needs_grad == report.with_gradients
+    padded = make_problem((4, 16, 2048, 128), mask=Dense((4, 1, 1, 2048)))
+    assert inspection.record_name(padded) == "inspect-4x16x2048x128-dense"

@@ -22,7 +22,7 @@ from tilewise.lab import units
 from tilewise.lab.candidates.names import current_names
 from tilewise.lab.measure.compare import VERIFIED, WRONG, Comparison, Outcome, Row, read_comparison
 from tilewise.lab.model import kernels, roofline
-from tilewise.lab.render import charts, docs, inspect_page, pages, plots, roles, style, views
+from tilewise.lab.render import charts, docs, inspect_page, pages, plots, report_docs, roles, style, views
 from tilewise.lab.render import html as reports
 from tilewise.lab.studies import inspect, records
 from tilewise.plan import plan
@@ -138,6 +138,30 @@ def checking(wrong: bool = True) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def judging(ours: float = 0.4, theirs: float = 41.0) -> dict[str, Any]:
+    """A record of magnitudes: PyTorch's gradients are over their budget, ours are as large as asked."""
+
+    def point(magnitude: float, share: float) -> dict[str, Any]:
+        errors = {"out": 1e-7, "out_share": 0.3, "gradients": 1e-2 * share, "gradients_share": share}
+        return {"magnitude": magnitude, "because": ""} | errors
+
+    lost = {"magnitude": 1e36, "because": EVIL} | dict.fromkeys(("out", "out_share", "gradients", "gradients_share"))
+    series = {"tilewise": [point(1.0, 0.1), point(1e4, ours)], "torch-efficient": [point(1.0, 0.2), point(1e4, theirs)]}
+    series["python:m:f"] = [lost, lost]
+    return {
+        "kind": "tilewise magnitudes", "suite": "magnitudes", "device": "NVIDIA H200", "series": {"scores": series},
+        "problem": make_problem((1, 4, 1024, 64)).to_dict(), "provenance": made_up()["provenance"],
+    }  # fmt: skip
+
+
+def counting() -> dict[str, Any]:
+    entry = {"row": f"bfloat16 4x16x4096x128 {EVIL}", "cycles": 1.5e6, "tensor_percent": 70.0, "instructions": 2e7,
+             "kernels": [f"forward<{EVIL}>"]}  # fmt: skip
+    rows = [entry | {"candidate": "torch-cudnn", "cycles": 1.8e6}, entry | {"candidate": "tilewise"},
+            entry | {"candidate": "flex", "kernels": []} | dict.fromkeys(("cycles", "tensor_percent"))]  # fmt: skip
+    return {"kind": "tilewise cycles", "suite": "forward-cycles", "rows": rows, "provenance": made_up()["provenance"]}
+
+
 def recorded(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / name).read_text())  # type: ignore[no-any-return]
 
@@ -166,6 +190,10 @@ RECORDS = {
     "check": checking,
     "tune": lambda: recorded("2026-11-15T165532Z-tune.json"),
     "ladder": lambda: recorded("2026-11-15T181037Z-ladder.json"),
+    "magnitudes": judging,
+    "H200 magnitudes": lambda: recorded("2026-11-15T164527Z-magnitudes.json"),
+    "cycles": counting,
+    "H200 cycles": lambda: recorded("2026-11-15T165557Z-backward-cycles.json"),
 }
 
 
@@ -517,6 +545,29 @@ def test_a_ladder_page_claims_speed_only_where_it_was_measured() -> None:
     assert len(set(ids)) == len(ids)
 
 
+def test_a_magnitudes_page_says_whose_errors_are_over_their_budget() -> None:
+    assert heading(pages.page(judging(theirs=0.9))).count("Every error is within its budget") == 1
+    theirs = heading(pages.page(judging()))
+    assert "tilewise is within its budgets, torch-efficient not" in theirs
+    assert "torch-efficient: gradients of scores 1e4: error 4.1e-1, 41.0 times its budget" in theirs
+    assert "tilewise is over 1 budget" in heading(pages.page(judging(ours=1.2)))
+    words = read(pages.page(judging())).text
+    assert "4100%" in words
+    assert "4.1e-1 at 1e4, over budget" in words
+    assert "Errors without a budget" in heading(page("H200 magnitudes")), "a record from before budgets claims nothing"
+
+
+def test_a_cycles_page_counts_and_claims_nothing() -> None:
+    text = page("cycles")
+    words = heading(text)
+    assert "Cycles of 3 calls 1 row NVIDIA H200" in words
+    assert "flex: no kernel was seen" in words
+    assert "faster" not in words
+    bars = text.partition('<ul class="bars">')[2].partition("</ul>")[0]
+    assert bars.index("1,500,000") < bars.index("1,800,000"), "the fewest first"
+    assert "flex" not in bars
+
+
 @pytest.mark.parametrize("complete", [True, False])
 @pytest.mark.parametrize("name", ["inspect", "bench", "tune", "check"])
 def test_a_report_says_that_it_was_interrupted(name: str, complete: bool) -> None:
@@ -527,8 +578,8 @@ def test_a_report_says_that_it_was_interrupted(name: str, complete: bool) -> Non
 
 
 def test_a_record_of_another_kind_has_no_page() -> None:
-    with pytest.raises(InvalidInput, match="tilewise cycles"):
-        pages.page({"kind": "tilewise cycles"})
+    with pytest.raises(InvalidInput, match="tilewise compile"):
+        pages.page({"kind": "tilewise compile"})
 
 
 @pytest.mark.parametrize(
@@ -629,7 +680,8 @@ def test_a_page_names_its_record_and_can_be_made_anew(tmp_path: Path) -> None:
 def test_our_reports_are_those_of_their_records() -> None:
     """Run `make docs` if this fails."""
     found = {report.path.name: report for report in docs.reports(ROOT)}
-    assert set(found) == {path.name for path in (ROOT / "docs").rglob("*.html")}, "a page without its record"
+    kept = {path.name for path in (ROOT / "docs").rglob("*.html")}
+    assert set(found) == {*kept, report_docs.PAGE.name}, "a page without its record"
     assert [name for name, report in found.items() if report.stale] == []
 
 

@@ -19,13 +19,13 @@ from tilewise.lab.candidates import flags, inputs, override, rivals
 from tilewise.lab.candidates.names import Candidate, make_inputs
 from tilewise.lab.commands.app import app
 from tilewise.lab.measure import ncu, profile
-from tilewise.lab.measure.compare import VERIFIED, WRONG, Row, Settings, compare
+from tilewise.lab.measure.compare import VERIFIED, WRONG, Comparison, Outcome, Row, Settings, compare
 from tilewise.lab.measure.worker import Worker
 from tilewise.lab.model import kernels, roofline
 from tilewise.lab.render import inspect_text
 from tilewise.lab.studies import cycles, inspect, suites, switches
 from tilewise.plan import BACKENDS, plan
-from tilewise.target import Target
+from tilewise.target import TARGETS, Target
 
 ROOT = Path(__file__).parents[2]
 H200 = Target.named("h200")
@@ -259,8 +259,11 @@ def test_the_effective_order_is_what_the_dispatcher_does() -> None:
 def test_a_record_is_shown_again(tmp_path: Path) -> None:
     record, page = tmp_path / "inspect.json", tmp_path / "page.html"
     quick = "inspect --shape 1,2,16,8 --dtype float32 --device cpu --repeat 5 --only tilewise --only torch-default"
-    first = run(quick, "--json", str(record))
+    first = run(quick, "--json", str(record), "--save", "--results", str(tmp_path / "results"))
     assert first.exit_code == 0, first.output
+    (saved,) = (tmp_path / "results").glob("*.json")
+    assert saved.name.endswith("Z-inspect-1x2x16x8.json")
+    assert saved.read_text() == record.read_text()
     again = run("inspect", "--record", str(record), "--html", str(page))
     assert again.exit_code == 0, again.output
     assert again.stdout == first.stdout
@@ -338,15 +341,40 @@ def test_static_builds_for_the_target_in_both_directions(arguments: str, arch: s
         ("rtx-a6000", 128, 40, 0, 12, "registers"),
         ("rtx-a6000", 256, 24, 0, 6, "warps"),
         ("h200", 128, 32, 113_000, 2, "shared memory"),
+        ("b200", 256, 24, 0, 8, "warps"),
+        ("b200", 128, 32, 113_000, 2, "shared memory"),
+        ("rtx-5090", 256, 24, 0, 6, "warps"),
+        ("rtx-5090", 32, 16, 0, 24, "blocks"),
     ],
 )
 def test_occupancy_is_that_of_the_calculator(
     target: str, threads: int, registers: int, smem: int, blocks: int, limiter: str
 ) -> None:
-    found = kernels.occupancy((4000, 1, 1), (threads, 1, 1), registers, smem, Target.named(target))
+    found = kernels.occupancy((8000, 1, 1), (threads, 1, 1), registers, smem, Target.named(target))
     assert found is not None
     assert (found.blocks_per_sm, found.limiter) == (blocks, limiter)
     assert found.warps_per_sm == blocks * threads // 32
+
+
+def test_every_gpu_that_is_known_by_name_has_an_occupancy() -> None:
+    for target in TARGETS.values():
+        assert target.is_cpu or kernels.occupancy((4000,), (128,), 64, 0, target) is not None, target.name
+
+
+@pytest.mark.parametrize("target", ["b200", "l4"])
+def test_static_tells_the_waves_of_the_real_grid(target: str) -> None:
+    """1024 blocks, two on each multiprocessor: several waves."""
+    result = run(f"inspect --shape 1,32,4096,128 --static --target {target} --backend sm80")
+    assert result.exit_code == 0, result.output
+    sms = Target.named(target).sms
+    assert f"(2 blocks per SM, limited by registers), {1024 / (2 * sms):.2f} waves" in result.stdout
+    assert "does not fill" not in result.stdout
+
+
+def test_what_the_profiler_cannot_tell_is_not_shown() -> None:
+    launch = {"name": "k", "grid": [1], "block": [1], "us": 2.0, "count": 1, "smem_bytes": 0, "registers": 32}
+    assert "the profiler's estimate 19%" in inspect_text._launch_text(launch | {"estimated_occupancy": 19})
+    assert "estimate" not in inspect_text._launch_text(launch | {"estimated_occupancy": 0})
 
 
 def test_waves_and_their_tail() -> None:
@@ -587,6 +615,43 @@ def test_counters_are_picked_out_of_whatever_ncu_prints() -> None:
     stalls = [name.removeprefix("stalled on ") for name in found if name.startswith("stalled")]
     assert stalls == ["gmma", "barrier", "wait"]
     assert math.isnan(ncu.number(kernel, "something__else"))
+
+
+def test_counters_are_of_candidates_with_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem((1, 2, 16, 8), needs_grad=True)
+    names = ("tilewise", "tiled", "torch-default")
+    outcomes = [Outcome(name, VERIFIED, forward=[[1.0]] * 5, backward=[[1.0]] * 5) for name in names]
+    found = inspect.Inspection(plan(problem, Target.named("cpu")), Comparison(Row("inspect", problem, names), outcomes))
+    few, many = {"launches": [{"count": 3}]}, {"launches": [{"count": 15}]}
+    found.profiles = {
+        "tilewise": {"forward": few, "backward": many},
+        "tiled": {"forward": many, "backward": many},
+        "torch-default": {"error": "no answer"},
+    }
+    monkeypatch.setattr(ncu, "inspect", lambda names, *_: {name: [] for name in names})
+    inspect.count(found, 0, "", 1.0)
+    told = "not counted: 30 launches, more than 20"
+    assert found.counters == {"tilewise": [], "torch-default": [], "tiled": told}
+
+
+def test_an_interrupt_of_the_profiler_keeps_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem((1, 2, 16, 8))
+    row = Row("inspect", problem, ("tilewise", "torch-math"))
+    outcomes = [Outcome("tilewise", VERIFIED, forward=[[1.0]] * 5), Outcome("torch-math", WRONG, forward=[[1.0]] * 5)]
+    found = inspect.Inspection(plan(problem, Target.named("cpu")), Comparison(row, outcomes))
+    asked: list[list[str]] = []
+
+    def interrupted(names: list[str], *_: object) -> None:
+        asked.append(names)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ncu, "inspect", interrupted)
+    inspect.count(found, 0, "", 1.0)
+    assert asked == [["tilewise"]], "who is wrong is not counted"
+    told = found.to_dict()
+    assert told["counters"] == {"ncu": "interrupted"}
+    assert not told["comparison"]["complete"]
+    assert told["comparison"]["candidates"][0]["forward"] == [[1.0]] * 5
 
 
 def test_without_a_profiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -78,6 +78,7 @@ def test_the_command_saves_a_record_and_draws_it(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "plots" / "errors.svg"
     options = ["--shape", "1,1,32,16", "--device", "cpu", "--save", "--results", str(tmp_path), "--plot", str(picture)]
+    options += ["--html", str(tmp_path / "page.html")]
     result = CliRunner().invoke(cli.app, ["magnitudes", *options])
     assert result.exit_code == 0, result.output
     assert "3 of 3" in result.output
@@ -87,3 +88,33 @@ def test_the_command_saves_a_record_and_draws_it(tmp_path: Path) -> None:
     assert record["kind"] == magnitudes.KIND
     assert [point["magnitude"] for point in record["series"]["scores"]["tilewise"]] == [0.1, 1.0, 10.0]
     assert "gradients: balance" in picture.read_text()
+    assert "Every error is within its budget" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.usefixtures("few")
+def test_an_interrupt_keeps_the_points_that_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = magnitudes._point
+    asked: list[float] = []
+
+    def point(name: str, problem: Any, inputs: Any, sample: Any, truth: Any, allowed: Any, magnitude: float) -> Any:
+        asked.append(magnitude)
+        if len(asked) == 8:  # the second candidate of the fourth magnitude
+            raise KeyboardInterrupt
+        return found(name, problem, inputs, sample, truth, allowed, magnitude)
+
+    monkeypatch.setattr(magnitudes, "_point", point)
+    path, page = tmp_path / "magnitudes.json", tmp_path / "page.html"
+    options = ["--shape", "1,1,32,16", "--device", "cpu", "--json", str(path), "--html", str(page)]
+    result = CliRunner().invoke(cli.app, ["magnitudes", *options])
+    assert result.exit_code == 130, result.output
+    assert "interrupted: only what was measured is here" in result.output
+    record = json.loads(path.read_text())
+    assert not record["complete"]
+    assert [len(points) for series in record["series"].values() for points in series.values()] == [3, 3]
+    assert "Interrupted" in page.read_text()
+
+
+@pytest.mark.usefixtures("few")
+def test_quietly_the_outcome_alone() -> None:
+    result = CliRunner().invoke(cli.app, ["magnitudes", "--shape", "1,1,32,16", "--device", "cpu", "-q"])
+    assert (result.exit_code, result.stdout) == (0, "every error is within its budget\n")

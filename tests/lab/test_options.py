@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer.main
 from typer.testing import CliRunner
 
 import tilewise
@@ -70,13 +71,30 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bench --record some.json --suite cpu", "--suite"),
         ("bench --record some.json --save", "--save"),
         ("trace --no-compare --seed 3 -- python -c pass", "--seed"),
+        ("inspect --shape 1,1,8,8 --device cpu --flush", "--flush"),
+        ("inspect --shape 1,1,8,8 --device cpu --ncu", "--ncu"),
+        ("inspect --shape 1,1,8,8 --device cpu --sass", "--sass"),
+        ("ladder --device cpu --bytes", "--bytes"),
+        ("bench --suite cpu --ahead", "--ahead"),
+        ("inspect --shape 1,1,8,8 -v -q", "--verbose"),
+        *(
+            (f"{command} --results somewhere", "--results")
+            for command in (
+                "inspect --shape 1,1,8,8",
+                "bench",
+                "ladder",
+                "tune --shape 1,1,8,8",
+                "magnitudes",
+                "cycles",
+            )
+        ),
     ],
 )
 @pytest.mark.usefixtures("_unmeasured")
 def test_an_option_without_effect_is_refused_with_the_reason(command: str, option: str) -> None:
     result = run(command)
     assert result.exit_code == 2, result.output
-    assert f"tilewise: {option}: got it, expected nothing, since it has no effect w" in result.stderr
+    assert f"tilewise: {option}: got the option, expected none: it has no effect " in result.stderr
 
 
 def test_defaults_are_not_taken_for_options_that_were_given() -> None:
@@ -236,6 +254,24 @@ def test_a_compiler_that_fails_is_said_once(capsys: pytest.CaptureFixture[str]) 
     assert f"{units[0].name}: it does not compile" in shown
 
 
+def test_candidates_are_verified_side_by_side_on_a_gpu_and_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Getting ready takes most of a run: compilers and float64, which leave the GPU idle."""
+    seen: list[compare.Settings] = []
+
+    def measure(problem: object, device: object, settings: compare.Settings, *_: object, **__: object) -> None:
+        seen.append(settings)
+        raise InvalidInput("it", "is", "not", "measured")
+
+    monkeypatch.setattr(inspect, "inspect", measure)
+    monkeypatch.setattr(cli_ladder.rungs, "run", measure)
+    for device in ("cpu", "cuda"):
+        for module in (cli_inspect, cli_ladder):
+            monkeypatch.setattr(module, "make_device", lambda name, device=device: device)
+        for command in ("inspect --shape 1,1,16,8", "ladder"):
+            assert run(command).exit_code == 2
+    assert [settings.together for settings in seen] == [False, False, True, True]
+
+
 # --- functions of the user's -----------------------------------------------------------------------------------------
 
 
@@ -331,3 +367,30 @@ def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("inspect --shape 1,1,8,8")
     assert result.exit_code == 130
     assert result.stderr == "tilewise: interrupted\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("command", "helps"),
+    [
+        ("inspect --shape 1,1,8,8 --device cuda", "--device cpu"),
+        ("ladder --device cuda:0", "--device cpu"),
+        ("tune --shape 1,16,1024,64 --device cuda", "--device cpu"),
+        ("magnitudes --device cuda", "--device cpu"),
+        ("bench --suite forward", "--suite cpu"),
+        ("cycles", "a machine with an NVIDIA GPU"),
+        ("explain --shape 1,1,8,8 --target cuda:0", "name a target"),
+    ],
+)
+def test_what_to_do_without_a_gpu_is_something_the_command_can_do(command: str, helps: str) -> None:
+    result = run(command)
+    assert result.exit_code == 4, result.output
+    assert helps in result.stderr.partition("What to do:")[2]
+    assert ("name a target" in result.stderr) == ("--target" in command)
+
+
+@pytest.mark.parametrize("name", ["bench", "check", "cycles", "inspect", "ladder", "magnitudes", "trace", "tune"])
+def test_every_measuring_command_writes_json_and_html(name: str) -> None:
+    command: Any = typer.main.get_command(app)
+    taken = {option for parameter in command.commands[name].params for option in parameter.opts}
+    assert {"--json", "--html"} <= taken

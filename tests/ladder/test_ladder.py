@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -393,9 +394,9 @@ def test_the_page_is_that_of_the_formulas_and_the_newest_records() -> None:
 
 def test_figures_come_from_a_record_and_from_nowhere_else(tmp_path: Path) -> None:
     """A record of a GPU fills the tables in; without one they say that nothing was measured."""
-    views = ("speeds", "figures", "parts", "counted", "sweep")
+    views = ("speeds", "figures", "parts", "row-threads", "counted", "sweep")
     text = "".join(f"<!-- ladder {view} -->\n<!-- /ladder -->\n" for view in views)
-    assert ladder_docs.rewrite(text, tmp_path).count("Not measured yet") == 5
+    assert ladder_docs.rewrite(text, tmp_path).count("Not measured yet") == 6
     problem = make_problem((1, 16, 1024, 64), torch.bfloat16)
     outcomes = [
         Outcome("ladder:matmul", "verified", forward=[[4e-4]], memory=1 << 20, errors={"out": {"norm": 1e-3}}),
@@ -403,7 +404,7 @@ def test_figures_come_from_a_record_and_from_nowhere_else(tmp_path: Path) -> Non
         Outcome("triton", "died: SIGSEGV"),
     ]
     comparison = command.Comparison(command.Row("row", problem, (), "cuda"), outcomes)
-    parts = {"seconds": {name: [1e-5] for name in (*stages.NAMES, stages.WHOLE, stages.NOTHING, stages.HOST)}}
+    parts = {"seconds": dict.fromkeys(stages.PARTS, [1e-5] * stages.ROUNDS)}
     ran = {outcome.candidate for outcome in outcomes}
     refused = {rung.name: ["no <GPU>"] for rung in ladder.RUNGS if rung.candidate not in ran}
     counted = {"matmul": {"dram": 5e6, "l2": 7e6}, "triton": {"error": "no counters"}}
@@ -414,11 +415,23 @@ def test_figures_come_from_a_record_and_from_nowhere_else(tmp_path: Path) -> Non
     assert written.count("Not measured yet") == 1
     assert path.name in written
     assert "| `matmul` | 0.400 |" in written
+    assert "| 1.0e-03 ok |" in written, "an error says whether it is in its budget"
     assert "**died: SIGSEGV**" in written
     assert "no &lt;GPU&gt;" in written
     assert "| 2.00x |" in written
     assert "| 5 |" in written
+    assert "| 1 x 16 x 1024 x 64 | 256 | 10.0 | 0.625 | ~1.00x [0.99, 1.01] | 1.71 |" in written
+    assert "where the study has 1.65 on an H100" in written
     assert ladder_docs.rewrite(written, tmp_path) == written
+    # A newer record without the counters and without the parts leaves these views to the older one.
+    climb.parts, climb.counted = {}, {}
+    newer = command.record([climb], Settings(), ["tilewise", "ladder"])
+    newer["provenance"]["date"] = "9999-01-01T00:00:00+00:00"
+    later = bench.save(newer, tmp_path / bench.RESULTS)
+    both = ladder_docs.rewrite(text, tmp_path)
+    assert both.count("Not measured yet") == 1
+    assert (both.count(f"[{later.name}]"), both.count(f"[{path.name}]")) == (1, 3)
+    later.unlink()
     assert ladder_docs.write(tmp_path) == []  # no such page there
     page = tmp_path / ladder_docs.PAGE
     page.parent.mkdir(parents=True)
@@ -465,4 +478,81 @@ def test_parts_that_cannot_be_measured_are_a_line(monkeypatch: pytest.MonkeyPatc
     comparison = command.Comparison(command.Row("row", problem, ()), [])
     every = {rung.name: ["no"] for rung in ladder.RUNGS}
     climb = command.Climb(problem, "cpu", comparison, traffic.every(problem, H200), every, {"error": "died"})
-    assert command.part_lines(climb) == ["three-kernel, in parts: died"]
+    assert command.part_lines(climb, H200) == ["three-kernel, in parts: died"]
+
+
+def test_an_interrupt_after_the_climbs_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem((1, 2, 64, 64), torch.bfloat16)
+    monkeypatch.setattr(Target, "of", lambda device: H200)
+    monkeypatch.setattr(
+        command, "compare", lambda row, *_: command.Comparison(row, [Outcome(name) for name in row.candidates])
+    )
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.stages, "measure", interrupted)
+    (climb,) = command.run([problem], "cuda", Settings())
+    assert not climb.comparison.complete
+    assert climb.comparison.outcomes
+    assert not command.record([climb], Settings(), [])["complete"]
+
+
+def test_parts_are_timed_in_paired_rounds_and_once_under_two_names() -> None:
+    calls: list[str] = []
+    one, other = (stages._Timed(partial(calls.append, name), "host") for name in ("one", "other"))
+    found = stages.time_rounds({"a": one, "b": other, "a again": one}, 1e-4, 0)
+    assert {name: len(times) for name, times in found.items()} == dict.fromkeys(("a", "b", "a again"), stages.ROUNDS)
+    assert found["a"] == found["a again"]
+    turns = [name for name, before in zip(calls, ["", *calls], strict=False) if name != before]
+    assert len(turns) > stages.ROUNDS, "one after the other in every round, not all of one first"
+
+
+def test_row_threads_stand_beside_the_study_where_the_problem_is_its_own() -> None:
+    """Slower beyond the noise is told, and the study's figure only for the problem that it measured."""
+    problem = make_problem((1, 16, 1024, 64), torch.bfloat16)
+    seconds = dict.fromkeys(stages.PARTS, [32e-6] * stages.ROUNDS)
+    seconds |= {stages.whole_name(16): [48e-6] * stages.ROUNDS, stages.NOTHING: [4e-6] * stages.ROUNDS}
+    lean, usual, wide = command.by_row_threads(problem, seconds)
+    assert [one.threads for one in (lean, usual, wide)] == list(command.STUDY)
+    assert (lean.head_us, lean.speed and lean.speed.verdict, lean.study_us) == (3.0, "slower", 1.84)
+    assert (usual.speed, usual.study_us) == (None, 1.65)
+    assert wide.speed is not None
+    assert wide.speed.verdict == "indistinguishable"
+    told = command.headline(problem, seconds, H200)
+    assert told is not None
+    assert "2.00 as a CUDA graph" in told
+    assert "1.65 on an H100" in told
+    assert "launching alone is 0.250" in told
+    assert "1.86 at the DRAM's peak" in told
+    longer = make_problem((1, 16, 2048, 64), torch.bfloat16)
+    assert command.headline(longer, seconds, H200) is None
+    assert {one.study_us for one in command.by_row_threads(longer, seconds)} == {None}
+    assert command.by_row_threads(problem, {stages.WHOLE: [1e-5]}) == []  # an older record
+    comparison = command.Comparison(command.Row("row", problem, ()), [])
+    every = {rung.name: ["no"] for rung in ladder.RUNGS}
+    parts = {"seconds": seconds, "config": "tiles"}
+    climb = command.Climb(problem, "cuda", comparison, traffic.every(problem, H200), every, parts)
+    lines = command.part_lines(climb, H200)
+    assert told in lines
+    assert (
+        "softmax with 16 threads per row: 32.0 us alone; all three 3.00 us per head, 0.67x [0.66, 0.67] against 32"
+        in (lines[3])
+    )
+    assert lines[3].endswith("the study has 1.84")
+
+
+def test_quietly_a_sentence_per_problem() -> None:
+    problem = make_problem((1, 2, 64, 64), torch.bfloat16)
+    outcomes = [
+        Outcome("torch-math", "verified", forward=[[4e-4]] * 7),
+        Outcome("ladder:matmul", "verified", forward=[[1e-4]] * 7),
+        Outcome("triton", "wrong"),
+    ]
+    refused = {rung.name: ["no"] for rung in ladder.RUNGS if rung.name not in ("math", "matmul", "triton")}
+    row = command.Row("row", problem, tuple(outcome.candidate for outcome in outcomes), "cuda")
+    climb = command.Climb(problem, "cuda", command.Comparison(row, outcomes), traffic.every(problem, H200), refused)
+    told = command.sentence(climb)
+    assert "2 of 3 rungs verified; matmul is 4.00x faster than math: 100 us against 400 us (3.96x to 4.04x)." in told
+    climb.device = "cpu"
+    assert command.sentence(climb).endswith("2 of 3 rungs verified."), "times of simulators are not compared"

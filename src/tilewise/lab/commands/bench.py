@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from ...errors import InvalidInput
-from ...target import Target
 from ..measure import environment
 from ..measure.compare import Settings
 from ..measure.pool import Pool
@@ -31,9 +30,10 @@ from .options import (
     leave,
     make_candidates,
     measuring,
+    need_device,
     refuse_ignored,
 )
-from .output import Outputs, check_folder
+from .output import Outputs, check_folder, open_outputs
 
 if TYPE_CHECKING:
     from ..measure.compare import Comparison
@@ -71,9 +71,9 @@ def bench(
 ) -> None:
     """Verify, then time a suite of problems against all that is not ours. Last line: geomean G, worst W (row)."""
     with exit_codes():
-        outputs = Outputs(json, page)
         check_folder("--plot", plot)
         if record is not None:
+            outputs = Outputs(json, page)
             refuse_ignored(
                 "with --record", "suite", "only", "repeat", "seconds", "candidate", "compile_first", "time_limit",
                 "seed", "save", "results",
@@ -81,8 +81,7 @@ def bench(
             kept = records.read(record)
             _show_bench(kept, kept.comparisons(), plot, outputs, Looks(verbose, quiet))
             return
-        if save:
-            check_folder("--results", results)
+        outputs = open_outputs(json, page, save, results)
         chosen, more = tuple(only or ()), make_candidates(candidate)
         asked = {name: suites.suite(name, chosen, more, seed) for name in suite or ["cpu"]}
         if len(asked) > 1 and (json or page or plot):
@@ -90,7 +89,9 @@ def bench(
                 "--suite", ", ".join(asked), "one suite with --json, --html or --plot", "ask for one, or use --save"
             )
         for device in {row.device for rows in asked.values() for row in rows}:
-            Target.of(device)
+            need_device(device, "run on a machine with an NVIDIA GPU and PyTorch's build for CUDA, or give --suite cpu")
+        if not any(row.device.startswith("cuda") for rows in asked.values() for row in rows):
+            refuse_ignored("for rows that run on the CPU, where nothing is compiled", "compile_first")
         done: list[Comparison] = []
         if compile_first:
             every = [row for rows in asked.values() for row in rows]

@@ -8,21 +8,23 @@ from typing import Annotated
 
 import typer
 
-from ...target import Target
 from ..measure import environment
+from ..render import pages
 from ..studies import bench as benches
 from ..studies import cycles as cyclecount
 from ..studies import suites
 from .options import (
     ExtraCandidates,
+    Html,
     Json,
     Only,
     Seed,
     TimeLimit,
     exit_codes,
     make_candidates,
+    need_device,
 )
-from .output import Outputs, check_folder
+from .output import open_outputs
 
 
 def cycles(
@@ -34,18 +36,17 @@ def cycles(
     save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False,
     results: Annotated[Path, typer.Option(help="The results folder.")] = benches.RESULTS,
     json: Json = None,
+    page: Html = None,
 ) -> None:
     """GPU cycles of a suite's candidates by Nsight Compute: a clock that moves with power does not move these."""
     with exit_codes():
-        outputs = Outputs(json)
-        if save:
-            check_folder("--results", results)
-        Target.of("cuda")
+        outputs = open_outputs(json, page, save, results)
+        need_device("cuda", "run on a machine with an NVIDIA GPU and PyTorch's build for CUDA")
         rows = suites.suite(suite, tuple(only or ()), make_candidates(candidate), seed)
         found = cyclecount.measure(rows, seed, time_limit)
         result = cyclecount.record(suite, found, seed, environment.command_line())
         if save:
             print(f"saved {benches.save(result, results)}", file=sys.stderr)
-        outputs.write(result)
+        outputs.write(result, lambda: pages.page(result))
         if outputs.text:
             cyclecount.show(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path  # noqa: TC003  (typer reads the annotations)
 from typing import Annotated
 
@@ -11,10 +12,11 @@ from ...errors import InvalidInput
 from ...plan import AUTO
 from ..candidates import flags, inputs
 from ..candidates.names import OURS, TORCH_DEFAULT, current_names
-from ..measure import environment, ncu
+from ..measure import environment
 from ..measure.compare import REFUSED
 from ..model import static
 from ..render import inspect_text, pages
+from ..studies import bench as benches
 from ..studies import inspect as inspection
 from .options import (
     DEVICE,
@@ -54,7 +56,7 @@ from .options import (
     measuring,
     refuse_ignored,
 )
-from .output import Outputs, check_file, read_record
+from .output import Outputs, check_file, open_outputs, read_record
 
 ARTICLE = "flags"
 _OF_SHAPES = (
@@ -63,7 +65,7 @@ _OF_SHAPES = (
 )  # fmt: skip
 _OF_RUNS = (
     "device", "timing", "flush", "candidate", "only", "experiment", "trace", "counters", "sass", "repeat", "time_limit",
-    "page",
+    "save", "results", "page",
 )  # fmt: skip
 
 
@@ -102,6 +104,8 @@ def inspect(
     repeat: Repeat = None,
     time_limit: TimeLimit = 30.0,
     seed: Seed = 0,
+    save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False,
+    results: Annotated[Path, typer.Option(help="The results folder.")] = benches.RESULTS,
     record: Record = None,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -110,12 +114,12 @@ def inspect(
 ) -> None:
     """Run everyone who can compute a problem, each in a process of its own: verified, timed, and seen from within."""
     with exit_codes():
-        outputs = Outputs(json, page)
         if record is not None:
             refuse_ignored("with --record", *_OF_SHAPES, *_OF_RUNS[:-1], "grad", "former_grad", "tensors", "target",
                            "without_gpu", "backend", "seed")  # fmt: skip
-            _show_again(record, outputs, verbose, quiet)
+            _show_again(record, Outputs(json, page), verbose, quiet)
             return
+        outputs = open_outputs(json, page, save, results)
         if tensors is not None:
             refuse_ignored("with --tensors, which say it themselves", *_OF_SHAPES)
             problem = inputs.problem_of(str(tensors), needs_grad=grad or former_grad)
@@ -142,10 +146,20 @@ def inspect(
         if flush and (method or "events") != "events":
             raise InvalidInput("--flush", f"--timing {timing}", "--timing events", "leave one of them out")
         check_file("--trace", trace)
+        if not where.startswith("cuda"):
+            refuse_ignored("on a CPU", "flush", "counters", "sass")
         found = inspection.inspect(
             problem,
             where,
-            measuring(repeat, 7, 47, round_seconds=0.05, time_limit=time_limit, seed=seed),
+            measuring(
+                repeat,
+                7,
+                47,
+                round_seconds=0.05,
+                time_limit=time_limit,
+                seed=seed,
+                together=where.startswith("cuda"),
+            ),
             extra=make_candidates(candidate),
             only=_who(experiment, only),
             method=method,
@@ -154,10 +168,12 @@ def inspect(
             trace=str(trace) if trace else "",
             sass=sass,
         )
-        if counters:
-            running = [o.candidate for o in found.comparison.outcomes if o.costs and not o.failed]
-            found.counters = ncu.inspect(running, problem, seed, str(tensors) if tensors else "", 10 * time_limit)
+        if counters and found.comparison.complete:
+            inspection.count(found, seed, str(tensors) if tensors else "", 10 * time_limit)
         told = found.to_dict() | {"provenance": environment.provenance(seed, environment.command_line())}
+        told["suite"] = inspection.record_name(problem, experiment)
+        if save:
+            print(f"saved {benches.save(told, results)}", file=sys.stderr)
         if outputs.text:
             inspect_text.show(told, verbose=verbose, quiet=quiet)
         outputs.write(told, lambda: pages.page(told))

@@ -20,6 +20,7 @@ from .options import (
     KvHeads,
     LayoutText,
     Masks,
+    Quiet,
     Repeat,
     Seed,
     SeqKv,
@@ -32,6 +33,7 @@ from .options import (
     make_method,
     make_problem,
     measuring,
+    refuse_ignored,
 )
 from .output import open_outputs
 
@@ -53,6 +55,7 @@ def ladder(
     seed: Seed = 0,
     save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False,
     results: Annotated[Path, typer.Option(help="The results folder.")] = benches.RESULTS,
+    quiet: Quiet = False,
     json: Json = None,
     page: Html = None,
 ) -> None:
@@ -61,16 +64,20 @@ def ladder(
         outputs = open_outputs(json, page, save, results)
         where = make_device(device)
         on_gpu = where.startswith("cuda")
+        if not on_gpu:
+            refuse_ignored("on a CPU", "count")
         dtype = dtype if dtype != AUTO else "bf16" if on_gpu else "float32"
         problems = [
             make_problem(shape, kv_heads, seq_kv, None, dtype, mask, None, softcap, 0.0, layout, False, False, False)
             for shape in shapes or (rungs.GPU_SHAPES if on_gpu else rungs.CPU_SHAPES)
             for mask in masks or ["full"]
         ]
-        settings = measuring(repeat, 7, 21, round_seconds=seconds, time_limit=time_limit, seed=seed)
+        settings = measuring(
+            repeat, 7, 21, round_seconds=seconds, time_limit=time_limit, seed=seed, together=on_gpu
+        )  # fmt: skip
         climbs = rungs.run(problems, where, settings, make_method(timing, where), count_bytes=count)
         for climb in climbs if outputs.text else ():
-            rungs.show(climb)
+            print(rungs.sentence(climb)) if quiet else rungs.show(climb)
         done = rungs.record(climbs, settings, environment.command_line())
         outputs.write(done, lambda: pages.page(done))
         if save:

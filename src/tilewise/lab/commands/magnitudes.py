@@ -11,23 +11,26 @@ from ...target import Target
 from .. import report
 from ..candidates.names import OURS
 from ..measure import environment
-from ..render import magnitudes_plot
+from ..render import magnitudes_plot, pages
 from ..studies import bench
 from ..studies import magnitudes as measuring
 from .options import (
     FAILED,
+    INTERRUPTED,
     Device,
     Dtype,
     ExtraCandidates,
+    Html,
     Json,
     MaskText,
+    Quiet,
     Seed,
     exit_codes,
     make_candidates,
     make_device,
 )
 from .options import make_problem as parse_problem
-from .output import Outputs, check_file, check_folder
+from .output import check_file, check_folder, open_outputs
 
 
 def magnitudes(
@@ -40,17 +43,17 @@ def magnitudes(
     plot: Annotated[Path | None, typer.Option(help="Draw the errors into this SVG file.")] = None,
     save: Annotated[bool, typer.Option("--save", help="Add the record to the results folder, as a new file.")] = False,
     results: Annotated[Path, typer.Option(help="The results folder.")] = bench.RESULTS,
+    quiet: Quiet = False,
     json: Json = None,
+    page: Html = None,
 ) -> None:
     """Errors against float64 as values, scores and gradients grow or shrink: ours and PyTorch's. Leaves with 1 if ours
     are over their budget."""
     with exit_codes():
-        outputs = Outputs(json)
+        outputs = open_outputs(json, page, save, results)
         if plot is not None:
             check_folder("--plot", plot.parent)
             check_file("--plot", plot)
-        if save:
-            check_folder("--results", results)
         problem = parse_problem(
             shape, None, None, None, dtype, mask, None, 0.0, 0.0, "bhsd", True, False, False
         )  # fmt: skip
@@ -60,15 +63,21 @@ def magnitudes(
         provenance = environment.provenance(seed, environment.command_line())
         record = measuring.to_dict(problem, Target.of(where).name, found, provenance)
         over = measuring.over_budget(found)
-        outputs.write(record)
-        if outputs.text:
+        complete = measuring.complete(found)
+        outputs.write(record, lambda: pages.page(record))
+        if outputs.text and not quiet:
             print(f"{problem} on {Target.of(where).name}")
             report.print_table(measuring.COLUMNS, measuring.lines(found))
+        if outputs.text:
             print("\n".join(f"OVER BUDGET: {text}" for text in over) or "every error is within its budget")
+        if outputs.text and not complete:
+            print("interrupted: only what was measured is here")
         if save:
             typer.echo(f"saved {bench.save(record, results)}", err=True)
-        if plot is not None:
+        if plot is not None and found:
             magnitudes_plot.draw(record, plot)
             typer.echo(f"drew {plot}", err=True)
+        if not complete:
+            raise typer.Exit(INTERRUPTED)
         if any(text.startswith(f"{OURS}:") for text in over):
             raise typer.Exit(FAILED)

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from ... import masks
-from ...errors import InvalidInput, TilewiseError, UnsupportedProblem
+from ...errors import DeviceError, InvalidInput, TilewiseError, UnsupportedProblem
 from ...problem import Problem, parse_dtype
 from ...scores import softcapped
 from ...target import Target
@@ -111,6 +111,8 @@ class Command(TyperCommand):
             if source is not None and source.name == "COMMANDLINE":
                 _given[str(param.name)] = max(param.opts, key=len)
         with exit_codes():
+            if "quiet" in _given:
+                refuse_ignored("with --quiet", "verbose")
             return super().invoke(ctx)
 
 
@@ -134,7 +136,7 @@ def refuse_ignored(why: str, *names: str) -> None:
     """InvalidInput if one of these parameters was given, since it would have no effect, for the reason `why`."""
     for name in names:
         if name in _given:
-            raise InvalidInput(_given[name], "it", f"nothing, since it has no effect {why}", "leave it out")
+            raise InvalidInput(_given[name], "the option", f"none: it has no effect {why}", "leave it out")
 
 
 def measuring(repeat: int | None, rounds: int, max_rounds: int, **settings: Any) -> Settings:
@@ -190,7 +192,8 @@ def make_target(name: str, torch_version: str | None) -> Target:
         raise InvalidInput(
             "--torch", repr(torch_version), f"nothing for the real device {name}", "name a target such as --target h200"
         )
-    return Target.of(make_device(name))
+    _check_device("--target", name)
+    return Target.of(name)
 
 
 def make_arch(name: str) -> str:
@@ -209,14 +212,25 @@ def make_device(name: str) -> str:
     """The device to run on, as torch spells it; it must be there."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InvalidInput("--device", repr(name), "cpu, cuda, cuda:N or auto", "choose one of these") from None
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidInput("--device", repr(name), "cpu, cuda, cuda:N or auto", "choose one of these")
-    Target.of(device)
+    _check_device("--device", name)
+    need_device(name, "run on a machine with an NVIDIA GPU and PyTorch's build for CUDA, or give --device cpu")
     return name
+
+
+def _check_device(option: str, name: str) -> None:
+    """InvalidInput for what is no name of a device."""
+    with contextlib.suppress(RuntimeError):
+        if torch.device(name).type in ("cpu", "cuda"):
+            return
+    raise InvalidInput(option, repr(name), "cpu, cuda, cuda:N or auto", "choose one of these")
+
+
+def need_device(device: str, remedy: str) -> None:
+    """DeviceError where the device is not there, with what helps for the command at hand."""
+    try:
+        Target.of(device)
+    except DeviceError as error:
+        raise DeviceError(f"{str(error).partition(chr(10))[0]}\n  What to do: {remedy}.") from None
 
 
 def make_method(name: str, device: str) -> str:

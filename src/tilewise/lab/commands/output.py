@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidInput
 from .. import report
+from .options import refuse_ignored
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,4 +121,6 @@ def open_outputs(json: Path | None, page: Path | None, save: bool, results: Path
     """The outputs of a command that can also add its record to a results folder."""
     if save:
         check_folder("--results", results)
+    else:
+        refuse_ignored("without --save", "results")
     return Outputs(json, page)

@@ -15,6 +15,7 @@ from ...errors import CompileError
 from ...jit import build
 from ...jit.sass import disassemble, opcodes
 from ...plan import BACKENDS
+from ..units import counted
 from .covering import units_of
 
 if TYPE_CHECKING:
@@ -29,7 +30,10 @@ _REGISTER_UNIT = 256
 _SMEM_UNIT = 128
 _SYSTEM_SMEM = 1024
 # capability -> (warps, blocks) a multiprocessor holds at most
-_MAX_RESIDENT = {(7, 5): (32, 16), (8, 0): (64, 32), (8, 6): (48, 16), (8, 9): (48, 24), (9, 0): (64, 32)}
+_MAX_RESIDENT = {
+    (7, 5): (32, 16), (8, 0): (64, 32), (8, 6): (48, 16), (8, 9): (48, 24), (9, 0): (64, 32), (10, 0): (64, 32),
+    (12, 0): (48, 24),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,8 @@ class Occupancy:
     tail: float  # share of the last wave's places that stay empty
 
     def __str__(self) -> str:
-        full = f"occupancy {self.share:.0%} ({self.blocks_per_sm} blocks a SM, limited by {self.limiter})"
+        blocks = counted(self.blocks_per_sm, "block")
+        full = f"occupancy {self.share:.0%} ({blocks} per SM, limited by {self.limiter})"
         return f"{full}, {self.waves:.2f} waves" + (
             f", {self.tail:.0%} of the last empty" if self.tail >= 0.005 else ""
         )

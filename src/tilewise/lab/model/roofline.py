@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...problem import Problem
     from ...target import Target
 
-_EXPONENTIALS_PER_CYCLE = 16  # of a multiprocessor, sm_75 to sm_90: one MUFU a cycle from each scheduler's 4 lanes
+_EXPONENTIALS_PER_CYCLE = 16  # per multiprocessor, of every target: 4 lanes of each of the 4 schedulers
 
 
 class Bounds(NamedTuple):

@@ -59,7 +59,7 @@ def _facts(launch: Launch, target: Target) -> dict[str, Any]:
     facts = kernels.build_facts(launch.unit, sass=True)
     if "error" in facts:
         return facts
-    fits = kernels.occupancy((target.sms,), (launch.threads,), facts["registers"], facts["smem_bytes"], target)
+    fits = kernels.occupancy((launch.grid,), (launch.threads,), facts["registers"], facts["smem_bytes"], target)
     return facts | {"threads": launch.threads, "occupancy": kernels.as_dict(fits)}
 
 
@@ -93,8 +93,7 @@ def _lines(built: dict[str, Any]) -> list[str]:
     lines.append(f"  {sizes}, {built['smem_bytes'] / 1024:.1f} KiB shared, {built['barriers']} barriers")
     if built.get("occupancy"):
         fits = built["occupancy"]
-        share = f"occupancy {fits['share']:.0%}, {fits['blocks_per_sm']} blocks of {built['threads']} threads a SM"
-        lines.append(f"  {share}, limited by {fits['limiter']}")
+        lines.append(f"  {built['threads']} threads per block; {fits['text']}")
     total = sum(built["instructions"].values())
     lines.append(f"  {total} instructions, by kind:")
     return lines + [f"    {count:6d}  {count / total:4.0%}  {kind}" for kind, count in built["instructions"].items()]

@@ -78,14 +78,14 @@ def bars(
     keys: Sequence[tuple[str, str]] = (),
 ) -> Markup:
     """Horizontal bars from 0, whiskers for the spread, a dashed line at the reference."""
-    values = [value for item in items for value in (item.value, item.high) if value is not None and _is_number(value)]
+    values = [value for item in items for value in (item.value, item.high) if value is not None and is_number(value)]
     most = max([*values, *([reference[1]] if reference else [])], default=0.0) or 1.0
     lines = []
     for item in items:
         drawn = []
-        if _is_number(item.value):
+        if is_number(item.value):
             drawn.append(_box("bar", 0.0, item.value / most))
-        if item.lost and _is_number(item.lost):
+        if item.lost and is_number(item.lost):
             drawn.append(_box("bar lost", (item.value - item.lost) / most, item.value / most))
         if item.low is not None and item.high is not None:
             drawn.append(_box("spread", item.low / most, item.high / most))
@@ -101,14 +101,14 @@ def shares(items: Sequence[Bar], caption: str, keys: Sequence[tuple[str, str]] =
     lines = [
         _line(item, ['<i class="room"></i>', _box("bar", 0.0, min(1.0, max(0.0, item.value)))])
         for item in items
-        if _is_number(item.value)
+        if is_number(item.value)
     ]
     return _figure(f'<ul class="bars">{"".join(lines)}</ul>', caption, keys)
 
 
 def scale_of(values: Iterable[float]) -> tuple[float, float]:
     """The ends of a logarithmic axis about 1 that holds the values, at ticks."""
-    known = [value for value in values if _is_number(value) and value > 0]
+    known = [value for value in values if is_number(value) and value > 0]
     low = max((tick for tick in TICKS if tick <= 0.98 * min([1.0, *known])), default=TICKS[0])
     high = min((tick for tick in TICKS if tick >= 1.02 * max([1.0, *known])), default=TICKS[-1])
     return low, high
@@ -131,7 +131,7 @@ def ratios(items: Sequence[Bar], ends: tuple[float, float], label: str = "") -> 
     ]
     for item in items:
         drawn = [grid]
-        if _is_number(item.value) and item.value > 0:
+        if is_number(item.value) and item.value > 0:
             first, last = sorted((at(1.0), at(item.value)))
             drawn.append(_box("bar" if item.value >= 1 else "bar left", first, last))
         if item.low is not None and item.high is not None:
@@ -316,7 +316,7 @@ def _figure(body: str, caption: str, keys: Iterable[tuple[str, str]]) -> Markup:
     return Markup(f"<figure><figcaption>{escape(caption)}</figcaption>{legend(keys)}{body}</figure>")
 
 
-def _is_number(value: float | None) -> bool:
+def is_number(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 

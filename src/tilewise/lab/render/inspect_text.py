@@ -249,8 +249,9 @@ def _launch_text(launch: dict[str, Any]) -> str:
     text += f", {build['spill_bytes']} bytes spilled" if "spill_bytes" in build else ""
     fits = launch.get("occupancy")
     text += f"; {fits['text']}" if fits else ""
+    # 0 is what the profiler says of kernels whose occupancy it cannot tell, and of grids that leave most of a GPU idle.
     estimate = launch.get("estimated_occupancy")
-    text += f", {estimate}% estimated by the profiler" if estimate is not None else ""
+    text += f", the profiler's estimate {estimate}%" if estimate else ""
     if "instructions" in build:
         total = sum(build["instructions"].values())
         mix = ", ".join(f"{kind} {count / total:.0%}" for kind, count in list(build["instructions"].items())[:6])

@@ -4,8 +4,9 @@
     <!-- /ladder -->
 
 Views: `rungs` (what each is and teaches), `bytes` and `picture` (what each moves, in theory), `speeds`, `figures`,
-`parts` and `counted` (the newest record of `tilewise ladder` on a GPU), `sweep` (the newest record of `tilewise tune`
-for the three-kernel rung). A view without a record says that it is not measured yet.
+`parts`, `row-threads` and `counted` (the newest record of `tilewise ladder` on a GPU that has what the view shows),
+`sweep` (the newest record of `tilewise tune` for the three-kernel rung). A view without a record says that it is not
+measured yet.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from ...problem import Problem, parse_dtype
 from ...target import Target
 from .. import report
 from ..candidates.names import current_name, current_names
-from ..measure import stages
-from ..measure.compare import median
+from ..measure import stages, words
+from ..measure.compare import VERIFIED, median
 from ..studies import bench
 from ..studies import ladder as command
 
@@ -97,11 +98,21 @@ def _newest(root: Path, fits: Callable[[dict[str, Any]], bool]) -> tuple[str, di
     return max(found, key=lambda one: one[:2])[1:] if found else None
 
 
-def _climbs(root: Path) -> tuple[str, dict[str, Any]] | None:
-    def fits(record: dict[str, Any]) -> bool:
-        return record.get("kind") == command.KIND and record["climbs"][0]["device"].startswith("cuda")
+def _climbs(
+    root: Path, shows: Callable[[dict[str, Any]], object] = lambda climb: True
+) -> tuple[str, dict[str, Any]] | None:
+    """The newest record of the ladder on a GPU with a climb that has what is to be shown, and these climbs alone."""
 
-    return _newest(root, fits)
+    def fits(record: dict[str, Any]) -> bool:
+        if record.get("kind") != command.KIND:
+            return False
+        return any(climb["device"].startswith("cuda") and shows(climb) for climb in record["climbs"])
+
+    found = _newest(root, fits)
+    if found is None:
+        return None
+    name, record = found
+    return name, record | {"climbs": [climb for climb in record["climbs"] if shows(climb)]}
 
 
 def _source(name: str, record: dict[str, Any]) -> list[str]:
@@ -145,7 +156,7 @@ def _figures(root: Path) -> list[str]:
     lines = []
     for climb in found[1]["climbs"]:
         problem = Problem.from_dict(climb["problem"])
-        lines += [f"**{problem}**", "", "| rung | ms | p20..p80 | TFLOP/s | extra MiB | error |"]
+        lines += [f"**{problem}**", "", "| rung | ms | p20..p80 | TFLOP/s | extra MiB | error, in budget |"]
         lines.append("|---|---:|---:|---:|---:|---:|")
         outcomes = {one["candidate"]: one for one in climb["comparison"]["candidates"]}
         for rung in RUNGS:
@@ -164,21 +175,50 @@ def _figure(name: str, problem: Problem, outcome: dict[str, Any] | None, refused
         return f"| `{name}` | **{escape(outcome['verdict'])}** | | | | |"
     error = outcome["errors"]["out"]["norm"] if "out" in outcome["errors"] else None
     cells = [report.milliseconds(timed), report.spread(timed), report.rate(problem.flops(), timed)]
-    return f"| `{name}` | {' | '.join([*cells, report.mebibytes(outcome['memory']), report.error(error)])} |"
+    judged = f"{report.error(error)} {'ok' if outcome['verdict'] == VERIFIED else 'over'}" if error is not None else "-"
+    return f"| `{name}` | {' | '.join([*cells, report.mebibytes(outcome['memory']), judged])} |"
 
 
 def _parts(root: Path) -> list[str]:
-    found = _climbs(root)
-    climbs = [climb for climb in found[1]["climbs"] if climb["parts"].get("seconds")] if found else []
-    if found is None or not climbs:
+    """Launches one by one stand beside the graph where the record has them."""
+    found = _climbs(root, lambda climb: climb["parts"].get("seconds"))
+    if found is None:
         return [_NOT_YET.format("tilewise ladder --save")]
-    names = (*stages.NAMES, stages.WHOLE, stages.NOTHING, stages.HOST)
+    every = (*stages.NAMES, stages.WHOLE, stages.EAGER, stages.NOTHING, stages.HOST)
+    names = [name for name in every if all(name in climb["parts"]["seconds"] for climb in found[1]["climbs"])]
     lines = [f"| problem | {' | '.join(f'{name}, us' for name in names)} | cuBLAS / three-kernel |"]
     lines.append(f"|---|{'---:|' * (len(names) + 1)}")
-    for climb in climbs:
+    for climb in found[1]["climbs"]:
         times = [f"{median(climb['parts']['seconds'][name]) * 1e6:.1f}" for name in names]
         lines.append(f"| {Problem.from_dict(climb['problem'])} | {' | '.join(times)} | {_against_cublas(climb)} |")
     return lines + _source(*found)
+
+
+def _row_threads(root: Path) -> list[str]:
+    """The softmax with each number of threads per row, in microseconds per head beside those of the study."""
+    found = _climbs(root, lambda climb: set(stages.PARTS) <= set(climb["parts"].get("seconds") or {}))
+    if found is None:
+        return [_NOT_YET.format("tilewise ladder --save")]
+    head = [
+        "problem",
+        "threads per row",
+        "softmax alone, us",
+        "all three, us per head",
+        "speed",
+        "the study, us per head",
+    ]
+    lines = [f"| {' | '.join(head)} |", "|---|---:|---:|---:|---:|---:|"]
+    told = []
+    for climb in found[1]["climbs"]:
+        problem, seconds = Problem.from_dict(climb["problem"]), climb["parts"]["seconds"]
+        for one in command.by_row_threads(problem, seconds):
+            speed = words.cell(one.speed) if one.speed else "1"
+            study = f"{one.study_us:.2f}" if one.study_us else "-"
+            times = f"{report.significant(one.softmax_us)} | {report.significant(one.head_us)}"
+            lines.append(f"| {_shape(problem)} | {one.threads} | {times} | {speed} | {study} |")
+        if (line := command.headline(problem, seconds, Target.named(TARGET))) is not None:
+            told += ["", f"{_shape(problem)}, {line}."]
+    return [*lines, *told, *_source(*found)]
 
 
 def _against_cublas(climb: dict[str, Any]) -> str:
@@ -188,13 +228,12 @@ def _against_cublas(climb: dict[str, Any]) -> str:
 
 
 def _counted(root: Path) -> list[str]:
-    found = _climbs(root)
-    climbs = [climb for climb in found[1]["climbs"] if climb["counted"]] if found else []
-    if found is None or not climbs:
+    found = _climbs(root, lambda climb: climb["counted"])
+    if found is None:
         return [_NOT_YET.format("tilewise ladder --bytes --save")]
     lines = ["| problem | rung | DRAM MB counted | by formula | L2 MB counted | SM MB by formula |"]
     lines.append("|---|---|---:|---:|---:|---:|")
-    for climb in climbs:
+    for climb in found[1]["climbs"]:
         for name, counted in climb["counted"].items():
             moved = climb["traffic"][name]
             values = [counted.get("dram"), moved["dram"], counted.get("l2"), moved["sm"]]
@@ -237,6 +276,7 @@ _VIEWS: dict[str, Callable[[Path], list[str]]] = {
     "speeds": _speeds,
     "figures": _figures,
     "parts": _parts,
+    "row-threads": _row_threads,
     "counted": _counted,
     "sweep": _sweep,
 }

@@ -19,8 +19,10 @@ from ...errors import InvalidInput
 from ..candidates.names import current_names
 from . import bench_page as _bench
 from . import check_page as _check
+from . import cycles_page as _cycles
 from . import inspect_page as _inspect
 from . import ladder_page as _ladder
+from . import magnitudes_page as _magnitudes
 from . import trace_page as _trace
 from . import tune_page as _tune
 from .html import identity
@@ -38,6 +40,8 @@ _PAGES: dict[str, Callable[[dict[str, Any]], str]] = {
     "tilewise trace": _trace.trace_page,
     "tilewise check": _check.check_page,
     "tilewise ladder": _ladder.ladder_page,
+    "tilewise magnitudes": _magnitudes.magnitudes_page,
+    "tilewise cycles": _cycles.cycles_page,
 }
 _IDENTITY = re.compile(r'<meta name="tilewise-record" content="([^"]*)">')
 

@@ -8,13 +8,14 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...masks import Full
 from ...plan import BACKENDS, RULES, plan
 from ...target import Target
 from .. import report, units
 from ..candidates import flags
 from ..candidates.names import OURS, SDPA, TORCH_DEFAULT
 from ..candidates.rivals import COMPILE, RIVALS
-from ..measure import environment, words
+from ..measure import environment, ncu, words
 from ..measure.compare import REFUSED, Comparison, Outcome, Row, compare, fastest, median, steps, summary
 from ..measure.pool import Failure, Pool
 from ..measure.statistics import FASTER, TOO_FEW
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 KIND = "tilewise inspect"
 _HOST_SECONDS = 0.05
+_MAX_COUNTED = 20  # launches of a call
 _LIBRARIES = tuple(name for name in RIVALS if name not in COMPILE)
 _GPU_ONLY = ("sm90", "sm80", "triton", "torch-efficient", "torch-cudnn", *_LIBRARIES)
 
@@ -134,6 +136,15 @@ class Inspection:
         return ("forward", "backward") if self.plan.problem.needs_grad else ("forward",)
 
 
+def record_name(problem: Problem, experiment: str = "") -> str:
+    """What a kept record is called, beside its date: `inspect-1x32x8192x128-kv8-causal`."""
+    parts = ["inspect", f"{problem.batch}x{problem.heads_q}x{problem.seq_q}x{problem.head_dim}"]
+    parts += [f"kv{problem.heads_kv}"] if problem.heads_kv != problem.heads_q else []
+    parts += [f"sk{problem.seq_kv}"] if problem.seq_kv != problem.seq_q else []
+    parts += [problem.mask.kind] if problem.mask.kind != Full.kind else []
+    return "-".join([*parts, experiment] if experiment else parts)
+
+
 def sentence(comparison: Comparison, backend: str, torch_choice: str) -> str:
     """The outcome of a comparison: every claim in it is one of the statistic's."""
     ours = next((outcome for outcome in comparison.timed() if outcome.candidate == OURS), None)
@@ -206,6 +217,29 @@ def inspect(
             except KeyboardInterrupt:
                 found.comparison.complete = False
     return found
+
+
+def count(found: Inspection, seed: int, tensors: str, time_limit: float) -> None:
+    """Nsight Compute's counters of every candidate that has a time and few launches: each launch is run again and
+    again. An interrupt ends it with the times in place."""
+    launches = {outcome.candidate: _launches(found, outcome.candidate) for outcome in found.comparison.timed()}
+    left_out = {
+        name: f"not counted: {count} launches, more than {_MAX_COUNTED}"
+        for name, count in launches.items()
+        if count > _MAX_COUNTED
+    }
+    running = [name for name in launches if name not in left_out]
+    try:
+        found.counters = ncu.inspect(running, found.plan.problem, seed, tensors, time_limit) | left_out
+    except KeyboardInterrupt:
+        found.comparison.complete = False
+        found.counters = {"ncu": "interrupted"}
+
+
+def _launches(found: Inspection, name: str) -> int:
+    """Of one call in every direction, as far as the profiler saw them."""
+    parts = found.profiles.get(name, {})
+    return sum(launch["count"] for what in found.directions for launch in parts.get(what, {}).get("launches", ()))
 
 
 def candidates(chosen: Plan, device: str) -> tuple[tuple[str, ...], dict[str, list[str]]]:

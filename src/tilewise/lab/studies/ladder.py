@@ -11,23 +11,36 @@ import dataclasses
 import math
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from ...errors import DeviceError
-from ...ladder import RUNGS, numba, traffic
+from ...ladder import RUNGS, numba, three_kernel, traffic
 from ...plan import BACKENDS
+from ...problem import Problem
 from ...target import Target
 from ...triton import backend as triton
-from .. import report
+from .. import report, units
 from ..candidates.names import Candidate, current_name
 from ..candidates.variants import RUNG, backend_of
-from ..measure import environment, ncu, stages, words
-from ..measure.compare import REFUSED, UNVERIFIED, Comparison, Outcome, Row, compare, median, steps, summary
+from ..measure import environment, ncu, stages, statistics, words
+from ..measure.compare import (
+    REFUSED,
+    UNVERIFIED,
+    VERIFIED,
+    Comparison,
+    Outcome,
+    Row,
+    compare,
+    median,
+    steps,
+    summary,
+)
 from ..measure.pool import Pool
 
 if TYPE_CHECKING:
     from ...ladder import Rung
-    from ...problem import Problem
     from ..measure.compare import Settings
     from ..measure.statistics import Speed
 
@@ -35,6 +48,10 @@ KIND = "tilewise ladder"
 GPU_SHAPES = ("1,16,1024,64", "1,16,8192,128")
 CPU_SHAPES = ("1,2,48,16",)
 _DRAM, _L2 = "dram__bytes.sum", "lts__t_bytes.sum"
+# A study of three-kernel attention on an H100: microseconds per head by threads per row of its softmax.
+STUDY = {16: 1.84, 32: 1.65, 256: 1.71}
+_STUDIED = Problem(1, 16, 16, 1024, 1024, 64, 64, torch.float16)
+_USUAL_THREADS = three_kernel.Config().row_threads
 _COLUMNS = (
     "rung", "verdict", ">ms", ">p20..p80", ">TFLOP/s", ">speed", ">DRAM MB", ">SM MB", ">extra MiB", ">error", "lesson"
 )  # fmt: skip
@@ -96,9 +113,12 @@ def run(
             if not comparison.complete:
                 break
     if device.startswith("cuda") and all(climb.comparison.complete for climb in done):
-        _take_apart(done, settings)
-        if count_bytes:
-            _count(done, settings)
+        try:
+            _take_apart(done, settings)
+            if count_bytes:
+                _count(done, settings)
+        except KeyboardInterrupt:
+            done[-1].comparison.complete = False
     return done
 
 
@@ -166,6 +186,22 @@ def record(climbs: list[Climb], settings: Settings, command: list[str]) -> dict[
     }
 
 
+def sentence(climb: Climb) -> str:
+    """The fastest rung beside the first; on a CPU, where some run in simulators, how many are right."""
+    asked = [rung for rung in RUNGS if rung.name not in climb.refused]
+    right = [rung for rung in asked if climb.outcome(rung).verdict == VERIFIED]
+    told = f"{climb.problem}: {len(right)} of {len(asked)} rungs verified"
+    timed = [rung for rung in right if climb.outcome(rung).costs]
+    if not climb.device.startswith("cuda") or len(timed) < 2:
+        return f"{told}."
+    best = min(timed, key=lambda rung: median(climb.outcome(rung).samples))
+    first, fastest = climb.outcome(timed[0]), climb.outcome(best)
+    speed = climb.comparison.versus(fastest, first, among=len(timed))
+    assert speed is not None
+    times = f"{units.duration(median(fastest.samples))} against {units.duration(median(first.samples))}"
+    return f"{told}; {best.name} is {words.claim(speed)} {timed[0].name}: {times}{words.interval(speed)}."
+
+
 def show(climb: Climb) -> None:
     """One line per rung, why some did not run, and the three-kernel rung in its parts."""
     for text in climb.comparison.noise:
@@ -178,7 +214,7 @@ def show(climb: Climb) -> None:
         outcome = climb.outcome(rung)
         if outcome.failed or outcome.verdict in (REFUSED, UNVERIFIED):
             print(f"{rung.name}: {'; '.join([outcome.verdict, *outcome.because])}")
-    for line in [*part_lines(climb), *byte_lines(climb)]:
+    for line in [*part_lines(climb, Target.of(climb.device)), *byte_lines(climb)]:
         print(line)
     if not climb.device.startswith("cuda"):
         print("numba and triton ran in their simulators: their times mean nothing, their numbers do")
@@ -197,8 +233,8 @@ def cells(climb: Climb, rung: Rung) -> list[str]:
     ]  # fmt: skip
 
 
-def part_lines(climb: Climb) -> list[str]:
-    """The three kernels apart, what launching costs, and how they stand against cuBLAS."""
+def part_lines(climb: Climb, target: Target) -> list[str]:
+    """The three kernels apart, what launching costs, and how they stand against cuBLAS and against the study."""
     if not climb.parts:
         return []
     if "error" in climb.parts:
@@ -213,16 +249,80 @@ def part_lines(climb: Climb) -> list[str]:
         f"with the same grids; the host needs {report.significant(times[stages.HOST])}",
     ]
     if stages.EAGER in times:
-        heads = climb.problem.batch * climb.problem.heads_q
         lines.append(
             f"in an eager stream a call takes {report.significant(times[stages.EAGER])} us, as a CUDA graph "
-            f"{report.significant(times[stages.WHOLE])}; that is {times[stages.WHOLE] / heads:.2f} us per head"
+            f"{report.significant(times[stages.WHOLE])}"
         )
+    lines += [
+        f"softmax with {one.threads} threads per row: {report.significant(one.softmax_us)} us alone; all three "
+        f"{report.significant(one.head_us)} us per head{_beside(one)}"
+        for one in by_row_threads(climb.problem, climb.parts["seconds"])
+    ]
+    if (told := headline(climb.problem, climb.parts["seconds"], target)) is not None:
+        lines.append(told)
     rungs = {rung.name: rung for rung in RUNGS}
     ours, theirs = (climb.outcome(rungs[name]) for name in ("three-kernel", "matmul"))
     if (against := climb.comparison.versus(ours, theirs)) is not None:
         lines.append(f"three-kernel against cuBLAS (matmul, softmax, matmul): {words.cell(against)}")
     return lines
+
+
+class ByRowThreads(NamedTuple):
+    """The softmax with some number of threads per row, and what that makes of all three kernels."""
+
+    threads: int
+    softmax_us: float
+    head_us: float  # of all three, per head
+    speed: Speed | None  # against the usual number; None for that one
+    study_us: float | None  # what the study has, per head, on the problem that it measures
+
+
+def by_row_threads(problem: Problem, seconds: dict[str, list[float]]) -> list[ByRowThreads]:
+    """A line for each number of threads per row; none from a record that has no such parts."""
+    if any(name not in seconds for name in stages.PARTS):
+        return []
+    heads = problem.batch * problem.heads_q
+    usual = seconds[stages.whole_name(_USUAL_THREADS)]
+    found = []
+    for threads in stages.ROW_THREADS:
+        whole = seconds[stages.whole_name(threads)]
+        against = f"{_USUAL_THREADS} threads"
+        speed = statistics.speed(whole, usual, among=len(stages.ROW_THREADS) - 1, against=against)
+        found.append(
+            ByRowThreads(
+                threads,
+                median(seconds[stages.softmax_name(threads)]) * 1e6,
+                median(whole) * 1e6 / heads,
+                speed if threads != _USUAL_THREADS else None,
+                STUDY.get(threads) if is_the_studys(problem) else None,
+            )
+        )
+    return found
+
+
+def _beside(one: ByRowThreads) -> str:
+    told = f", {words.cell(one.speed)} against {one.speed.against}" if one.speed else ""
+    return f"{told}; the study has {one.study_us:.2f}" if one.study_us else told
+
+
+def is_the_studys(problem: Problem) -> bool:
+    return problem.with_(dtype=_STUDIED.dtype, needs_lse=False) == _STUDIED
+
+
+def headline(problem: Problem, seconds: dict[str, list[float]], target: Target) -> str | None:
+    """The rung beside the study's figure for the same problem, with what bounds it from below; None for another."""
+    if not is_the_studys(problem) or stages.EAGER not in seconds:
+        return None
+    heads = problem.batch * problem.heads_q
+    each = {name: report.significant(median(times) * 1e6 / heads) for name, times in seconds.items()}
+    told = (
+        f"us per head: {each[stages.WHOLE]} as a CUDA graph, {each[stages.EAGER]} launched one by one, where the study "
+        f"has {STUDY[_USUAL_THREADS]:.2f} on an H100; launching alone is {each[stages.NOTHING]} of it"
+    )
+    if not target.dram_bytes_per_s:
+        return told
+    moved = traffic.every(problem, target)["three-kernel"].dram / target.dram_bytes_per_s * 1e6 / heads
+    return f"{told}, and its bytes take {report.significant(moved)} at the DRAM's peak, less where the L2 holds them"
 
 
 def byte_lines(climb: Climb) -> list[str]:

@@ -15,6 +15,7 @@ this process, one after the other.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,25 +72,30 @@ def measure(
     candidates: Iterable[str] = (),
     tick: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Series]:
-    """By scaling; ours first, then PyTorch's kernel, then others."""
+    """By scaling; ours first, then PyTorch's kernel, then others. An interrupt ends it early: see `complete`."""
     problem = problem.with_(needs_grad=True)
     names = tuple(dict.fromkeys((OURS, PEER["cuda" if device.startswith("cuda") else "cpu"], *candidates)))
     sample = accuracy.choose(problem, seed, device)
     plain = make_inputs(problem, seed, device)
     found: dict[str, Series] = {}
-    for scaling, (exponents, scale) in SCALINGS.items():
-        series: Series = {name: [] for name in names}
-        for exponent in exponents:
-            magnitude = 10.0**exponent
-            inputs = scale(plain, magnitude)
-            truth = accuracy.truth(inputs, problem, sample)
-            simple = accuracy.errors(accuracy.plain(inputs, problem, sample), truth)
-            allowed = accuracy.budgets(simple, problem)
-            for name in names:
-                series[name].append(_point(name, problem, inputs, sample, truth, allowed, magnitude))
-            tick(f"{scaling} 1e{exponent}")
-        found[scaling] = series
+    with contextlib.suppress(KeyboardInterrupt):
+        for scaling, (exponents, scale) in SCALINGS.items():
+            for exponent in exponents:
+                magnitude = 10.0**exponent
+                inputs = scale(plain, magnitude)
+                truth = accuracy.truth(inputs, problem, sample)
+                simple = accuracy.errors(accuracy.plain(inputs, problem, sample), truth)
+                allowed = accuracy.budgets(simple, problem)
+                points = {name: _point(name, problem, inputs, sample, truth, allowed, magnitude) for name in names}
+                for name, point in points.items():
+                    found.setdefault(scaling, {}).setdefault(name, []).append(point)
+                tick(f"{scaling} 1e{exponent}")
     return found
+
+
+def complete(found: dict[str, Series]) -> bool:
+    """No interrupt has ended it early."""
+    return sum(len(next(iter(series.values()))) for series in found.values()) == steps()
 
 
 def steps() -> int:
@@ -140,7 +146,7 @@ def to_dict(problem: Problem, device: str, found: dict[str, Series], provenance:
         for scaling, by_name in found.items()
     }
     about = {"kind": KIND, "suite": "magnitudes", "problem": problem.to_dict(), "device": device}
-    return about | {"provenance": provenance, "series": series}
+    return about | {"complete": complete(found), "provenance": provenance, "series": series}
 
 
 def is_number(value: float | None) -> bool:

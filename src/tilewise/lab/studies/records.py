@@ -63,13 +63,7 @@ class Record:
 
     def marks(self) -> list[str]:
         """What a reader must know before believing the figures; empty for a record that stands as it is."""
-        found = []
-        if 0 < self.rounds < MIN_ROUNDS:
-            found.append(f"{self.rounds} {'round' if self.rounds == 1 else 'rounds'}, too few to judge a difference")
-        engine = self.values["provenance"]["source"].get("engine")
-        if self.on_gpu and engine != source_hash():
-            found.append(f"of an older engine, {engine[:7] if engine else 'before they were numbered'}")
-        return found
+        return marks(self.rounds, self.values["provenance"], on_gpu=self.on_gpu)
 
     @property
     def on_gpu(self) -> bool:
@@ -85,6 +79,17 @@ class Record:
         engine = f", engine {source['engine'][:7]}" if source.get("engine") else ""
         known = f"{self.device}, torch {versions['torch']}{cudnn}, {self.date[:10]}, {commit}{changed}{engine}"
         return known + "".join(f" (**{mark}**)" for mark in self.marks())
+
+
+def marks(rounds: int, provenance: dict[str, Any], *, on_gpu: bool) -> list[str]:
+    """Too few rounds, and kernels that are older than the sources; empty for figures that stand as they are."""
+    found = []
+    if 0 < rounds < MIN_ROUNDS:
+        found.append(f"{rounds} {'round' if rounds == 1 else 'rounds'}, too few to judge a difference")
+    engine = provenance["source"].get("engine")
+    if on_gpu and engine != source_hash():
+        found.append(f"of an older engine, {engine[:7] if engine else 'before they were numbered'}")
+    return found
 
 
 def read(path: Path) -> Record:
