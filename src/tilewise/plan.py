@@ -148,6 +148,8 @@ RULES: tuple[Rule, ...] = (
          lambda problem, target: problem.dtype is torch.float64 and not target.is_cpu and _fits_the_reference(problem)),
     Rule("sm90", "our Hopper kernel: skips what the mask hides, masks only the tiles it cuts, needs no mask tensor",
          lambda problem, target: not isinstance(problem.mask, Dense)),
+    Rule("sm90", "our Hopper kernel: maps a mask tensor once, skips the tiles that it hides, and adds a bias as it is",
+         lambda problem, target: isinstance(problem.mask, Dense)),
     Rule("torch-cudnn", "the fastest of PyTorch's kernels on Hopper and later",
          lambda problem, target: target.capability >= (9, 0)),
     Rule("tiled", "skips the tiles this mask leaves empty; PyTorch's CPU kernel would read it as a tensor",
@@ -163,10 +165,8 @@ RULES: tuple[Rule, ...] = (
          lambda problem, target: not target.is_cpu and _is_narrow(problem) and isinstance(problem.mask, Window)),
     Rule("torch-cudnn", "fused, and takes masks that flash does not"),
     Rule("torch-efficient", "fused, and takes float32, dense masks and any head_dim"),
-    Rule("sm90", "our Hopper kernel: hides what a boolean mask says, beside terms that PyTorch's kernels do not have",
-         lambda problem, target: isinstance(problem.mask, Dense) and not problem.mask.additive),
-    Rule("sm80", "our FlashAttention-2 kernel: hides what a boolean mask says, beside terms that PyTorch's do not have",
-         lambda problem, target: isinstance(problem.mask, Dense) and not problem.mask.additive),
+    Rule("sm80", "our FlashAttention-2 kernel: takes mask tensors beside terms that PyTorch's do not have, and makes the "
+         "gradient of one that is added", lambda problem, target: isinstance(problem.mask, Dense)),
     Rule("triton", "no other fused kernel takes this problem; ours in Triton does, in O(N) memory",
          lambda problem, target: not target.is_cpu and (_is_narrow(problem) or _scores_bytes(problem) > _HELD_SCORES)),
     Rule("tiled", "no fused kernel takes this problem; tiles in torch operations keep memory O(N)",
@@ -177,9 +177,6 @@ RULES: tuple[Rule, ...] = (
     Rule("reference", "the specification takes whatever is left, and holds every score at once"),
 )
 # fmt: on
-
-# Additive masks are not among what auto gives our kernels while a composite takes them: those keep nan and inf of keys
-# that a bias of -inf hides from the result, and a kernel that adds -inf does not.
 
 # Bytes of scores above which tiles are the better composite: on a CPU because they stay in its cache, on a GPU, where
 # small tiles cost launches, because the whole would not.
