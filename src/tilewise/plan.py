@@ -99,6 +99,11 @@ class Plan:
         programs = [program for program in (self.forward, self.backward) if program is not None]
         return tuple(dict.fromkeys(unit for program in programs for unit in program.units))
 
+    @property
+    def is_ours(self) -> bool:
+        """A kernel of the engine runs it."""
+        return isinstance(BACKENDS[self.backend], Fused)
+
     def backward_for(self, wants: Wants) -> Program:
         """What makes these gradients alone; of plans with a `backward`."""
         fused = BACKENDS[self.backend]
@@ -165,8 +170,8 @@ RULES: tuple[Rule, ...] = (
          lambda problem, target: not target.is_cpu and _is_narrow(problem) and isinstance(problem.mask, Window)),
     Rule("torch-cudnn", "fused, and takes masks that flash does not"),
     Rule("torch-efficient", "fused, and takes float32, dense masks and any head_dim"),
-    Rule("sm80", "our FlashAttention-2 kernel: takes mask tensors beside terms that PyTorch's do not have, and makes the "
-         "gradient of one that is added", lambda problem, target: isinstance(problem.mask, Dense)),
+    Rule("sm80", "our FlashAttention-2 kernel: takes mask tensors beside other terms, and makes the gradient of a bias",
+         lambda problem, target: isinstance(problem.mask, Dense)),
     Rule("triton", "no other fused kernel takes this problem; ours in Triton does, in O(N) memory",
          lambda problem, target: not target.is_cpu and (_is_narrow(problem) or _scores_bytes(problem) > _HELD_SCORES)),
     Rule("tiled", "no fused kernel takes this problem; tiles in torch operations keep memory O(N)",
