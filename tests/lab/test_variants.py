@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tilewise import Full
+from support import make_problem
+from tilewise import Causal, Full, Problem
 from tilewise.errors import InvalidInput
 from tilewise.lab.candidates.names import FLEX, OURS, PLAIN, Candidate, make_inputs, sdpa_arguments
 from tilewise.lab.candidates.patterns import NORMAL, Pattern
@@ -164,6 +166,40 @@ def test_the_worker_verifies_the_row_and_the_plain_problem_each_against_its_own_
     assert row.asked(OURS).scores
     assert row.asked(PLAIN).scores == ()
     assert Candidate(PLAIN).is_ours
+
+
+def dropped(seed: int, probability: float = 0.1) -> tuple[Problem, Any, Any, Any]:
+    """A problem with dropout, its inputs, and the truth without it."""
+    problem = make_problem((2, 4, 256, 16), mask=Causal(), dropout=probability, needs_grad=True)
+    inputs = make_inputs(problem, seed, "cpu")
+    sample = accuracy.choose(problem, 0, "cpu")
+    return problem, inputs, sample, accuracy.truth(inputs, problem.with_(dropout=0.0), sample)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_dropout_is_verified_by_what_it_does_to_the_results(seed: int) -> None:
+    torch.manual_seed(seed)
+    problem, inputs, sample, truth = dropped(seed)
+    arguments, options = sdpa_arguments(problem, inputs)
+
+    def results(probability: float) -> dict[str, torch.Tensor]:
+        out = F.scaled_dot_product_attention(*arguments[:4], probability, *arguments[5:], **options)
+        return {
+            "out": out,
+            **dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, inputs[:3], inputs.dout), strict=True)),
+        }
+
+    def told(got: dict[str, torch.Tensor]) -> list[str]:
+        found = accuracy.errors(accuracy.select(got, problem, sample), truth)
+        return accuracy.dropout_excess(found, problem) + accuracy.dropout_mismatch(got, inputs.v, inputs.dout)
+
+    right = results(0.1)
+    assert told(right) == []
+    assert told(results(0.3))
+    assert told(results(0.0))
+    assert told(right | {"out": right["out"] * 0.5})
+    other = results(0.1)
+    assert told({"out": right["out"], **{name: other[name] for name in ("dq", "dk", "dv")}}) != []
 
 
 def test_padding_reaches_pytorch_as_one_number_per_key() -> None:

@@ -11,6 +11,9 @@ Two errors are kept for each tensor, because a good norm can hide one bad row:
 
 The gradient of an operand (a bias, a table) is compared whole, for the heads of the sample; of a bias some rows.
 
+Under dropout there is no one right answer. Truth is that without it, the errors are those that dropping weights makes,
+and the backward must have dropped what the forward did: `dropout_excess`, `dropout_mismatch`.
+
 The budget is derived from the same inputs: twice the error of the plain computation, which rounds scores, weights,
 result and every step of the backward to the problem's dtype, plus the rounding of the sums: 4 eps sqrt(terms), with the
 eps of the type that sums (float32 for 16-bit inputs). A kernel with float32 scores and sums stays well inside.
@@ -41,6 +44,8 @@ Tensors = dict[str, Tensor]  # out, lse, dq, dk, dv: (groups, heads or 1, rows, 
 Errors = dict[str, dict[str, float]]  # tensor name -> {norm, worst_row}
 
 _OF_GROUPS = ("out", "lse", "dq", "dk", "dv")  # what every pair of a batch and a head has of its own
+_CHANCE = 0.3  # by which a relative error under dropout may differ from what is expected
+_LINEAR = 0.05  # far above the rounding of 16 bits, and far below what other weights would make
 _GROUPS_WANTED = 8
 _ROWS_WANTED = 64
 _FLOPS_AFFORDED = {"cpu": 2e10, "cuda": 1e12}
@@ -182,6 +187,30 @@ def excess(found: Errors, allowed: Errors) -> list[str]:
         for kind, value in by_kind.items()
         if not value <= allowed[name][kind]
     ]
+
+
+def dropout_excess(found: Errors, problem: Problem) -> list[str]:
+    """What of a call with dropout does not look as it should against the results without it; in words.
+
+    Weights are kept or not, each by itself, and values are normal numbers: of out and of every gradient the error, by
+    norm, is sqrt(p / (1 - p)) of it, as far as chance goes.
+    """
+    usual = math.sqrt(problem.dropout / (1.0 - problem.dropout))
+    return [
+        f"{name} differs by {by_kind['norm']:.2f} from that without dropout, expected about {usual:.2f}"
+        for name, by_kind in found.items()
+        if not abs(by_kind["norm"] / usual - 1.0) <= _CHANCE
+    ]
+
+
+def dropout_mismatch(results: Tensors, v: Tensor, dout: Tensor) -> list[str]:
+    """The backward drops what the forward dropped if and only if <dv, v> = <dout, out>: out is linear in v."""
+    if "dv" not in results:
+        return []
+    there = (results["out"].detach().double() * dout.double()).sum((1, 2, 3))
+    back = (results["dv"].detach().double() * v.detach().double()).sum((1, 2, 3))
+    off = ((there - back).norm() / there.norm()).item()
+    return [] if off <= _LINEAR else [f"the backward drops other weights than the forward: off by {off:.2f}"]
 
 
 def _errors(got: Tensor, want: Tensor, is_lse: bool) -> dict[str, float]:

@@ -105,7 +105,12 @@ class Worker:
         infinite_anywhere = [name for name, t in results.items() if not _all_finite(t, name == "lse")]
         got = {name: tensor for name, tensor in _sampled(results, self._problem, sample).items() if name in want}
         found = accuracy.errors(got, want)
-        wrong = [f"{name} has nan or inf" for name in infinite_anywhere] or accuracy.excess(found, stored["budgets"])
+        wrong = [f"{name} has nan or inf" for name in infinite_anywhere]
+        if self._problem.dropout:
+            wrong += accuracy.dropout_excess(found, self._problem)
+            wrong += accuracy.dropout_mismatch(results, self._inputs.v, self._inputs.dout)
+        else:
+            wrong = wrong or accuracy.excess(found, stored["budgets"])
         return {"errors": found, "wrong": wrong}
 
     def results(self, path: str) -> dict[str, Any]:

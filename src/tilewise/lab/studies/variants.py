@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ... import masks
+from ...errors import InvalidInput
 from ...masks import Causal, Dense, Documents, Full, Window
 from ...problem import Problem
 from ...scores import Softcap
@@ -167,7 +169,8 @@ def asked(seq: int = SEQ) -> list[tuple[Heads, Variant]]:
         alibi,
         documents,
         Variant("7 documents causal", _CLOSE, seven, causal),
-        Variant("prefix 1000", _CLOSE, shared, causal, contents=f"prefix:{prefix}"),
+        Variant("prefix 1000 tensor", _CLOSE, shared, causal, contents=f"prefix:{prefix}"),
+        *_prefixes(prefix),
         capped,
         dropped,
         sink,
@@ -178,6 +181,14 @@ def asked(seq: int = SEQ) -> list[tuple[Heads, Variant]]:
     grouped = (padded, causal_keep, documents, sink)
     by_heads = ((WIDE, wide), (NARROW, narrow), (GROUPED, grouped))
     return [(heads, variant) for heads, variants in by_heads for variant in variants]
+
+
+def _prefixes(prefix: int) -> list[Variant]:
+    """A prefix by name, where this package has a name for it."""
+    try:
+        return [Variant("prefix 1000", _CLOSE, masks.parse(f"prefix_lm:{prefix}"), Causal())]
+    except InvalidInput:
+        return []
 
 
 def rows(seq: int = SEQ, device: str = "cuda") -> tuple[Row, ...]:
