@@ -195,7 +195,7 @@ def scaled_dot_product_attention(
     """torch.nn.functional.scaled_dot_product_attention: its signature and semantics, through the planner.
 
     What only PyTorch's own function defines (broadcast batches, more than 4 dimensions, nested tensors), and masks that
-    require grad, which its fused kernels differentiate, are handed to it, and the logger "tilewise" says so.
+    require grad where no kernel of ours makes their gradient, are handed to it, and the logger "tilewise" says so.
     """
     _check_types(query, key, value, attn_mask, is_causal)
     scale, dropout_p = _number("scale", scale), _number("dropout_p", dropout_p) or 0.0
@@ -205,6 +205,8 @@ def scaled_dot_product_attention(
     why = only_torch_defines(query, key, value, attn_mask, scale, enable_gqa) or (
         "a dropout of 1" if dropout_p == 1.0 else ""
     )
+    if not why and not is_causal and attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
+        why = _torch_differentiates(query, key, value, attn_mask, scale, dropout_p)
     if why:
         _log.info("scaled_dot_product_attention: %s; handed to PyTorch", why)
         return F.scaled_dot_product_attention(
@@ -214,10 +216,28 @@ def scaled_dot_product_attention(
         raise InvalidInput(
             "attn_mask", "a mask together with is_causal=True", "one of the two", "fold the causal rule into the mask"
         )
+    attn_mask = without_repeats(attn_mask)
     if query.ndim == 3:  # (batch, seq, dim): the batch takes the place of the heads, which a mask (batch, L, S) fits
         query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
         return attention(query, key, value, mask=torch_mask(attn_mask, is_causal), scale=scale, dropout=dropout_p)[0]
     return attention(query, key, value, mask=torch_mask(attn_mask, is_causal), scale=scale, dropout=dropout_p)
+
+
+def _torch_differentiates(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, scale: float | None, dropout: float
+) -> str:
+    """Why PyTorch is to make the gradient of a mask; empty where one of our kernels makes it."""
+    if query.ndim == 3:
+        query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
+    problem = describe(query, key, value, mask=torch_mask(attn_mask, False), scale=scale, dropout=dropout)
+    return left_to_torch(plan(problem, Target.of(query.device)))
+
+
+def left_to_torch(chosen: Plan) -> str:
+    """Why a call that the planner gives to no kernel of ours is PyTorch's, whose function has fused kernels for it."""
+    if not chosen.problem.operand_grads or chosen.is_ours:
+        return ""
+    return "a mask that requires grad, and no kernel of ours takes the problem"
 
 
 def _check_types(query: object, key: object, value: object, attn_mask: object, is_causal: object) -> None:
@@ -461,6 +481,20 @@ def torch_mask(attn_mask: Tensor | None, is_causal: bool) -> MaskLike:
     return Causal("bottom-right" if lower_right else "top-left")
 
 
+def without_repeats(attn_mask: Tensor | None) -> Tensor | None:
+    """A mask with a size of 1 along the dimensions in which it is expanded: kernels read what is there once.
+
+    One that requires grad stays as it is: all of it has a gradient. So does a trace's, whose strides are guesses.
+    """
+    if attn_mask is None or type(attn_mask) is not Tensor or attn_mask.requires_grad or torch.compiler.is_compiling():
+        return attn_mask
+    if attn_mask.layout is torch.strided and 0 in attn_mask.stride():
+        for dim, (size, step) in enumerate(zip(attn_mask.shape, attn_mask.stride(), strict=True)):
+            if step == 0 and size > 1:
+                attn_mask = attn_mask.narrow(dim, 0, 1)
+    return attn_mask
+
+
 def _causal_bias_variant(attn_mask: Tensor) -> bool | None:
     """PyTorch's CausalBias is a tensor in name only: True = lower right, False = upper left, None = another tensor."""
     if type(attn_mask) is Tensor:
@@ -468,6 +502,10 @@ def _causal_bias_variant(attn_mask: Tensor) -> bool | None:
     from torch.nn.attention.bias import CausalBias, CausalVariant  # noqa: PLC0415  (slow to import, rarely needed)
 
     return attn_mask.variant is CausalVariant.LOWER_RIGHT if isinstance(attn_mask, CausalBias) else None
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    return torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter)
 
 
 def only_torch_defines(
@@ -493,8 +531,8 @@ def only_torch_defines(
     if 0 in (query.shape[-1], value.shape[-1]):
         return "a head_dim of 0"
     if attn_mask is not None and _causal_bias_variant(attn_mask) is None:
-        if attn_mask.requires_grad and torch.is_grad_enabled():
-            return "a mask that requires grad"
+        if _is_traced(attn_mask) and attn_mask.requires_grad and torch.is_grad_enabled():
+            return "a mask that requires grad, in a trace"
         if attn_mask.dtype not in (torch.bool, query.dtype):
             return f"a {attn_mask.dtype} mask for {query.dtype} inputs"
         if attn_mask.ndim == 0 or attn_mask.ndim > query.ndim:

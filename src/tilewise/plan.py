@@ -99,6 +99,11 @@ class Plan:
         programs = [program for program in (self.forward, self.backward) if program is not None]
         return tuple(dict.fromkeys(unit for program in programs for unit in program.units))
 
+    @property
+    def is_ours(self) -> bool:
+        """A kernel of the engine runs it."""
+        return isinstance(BACKENDS[self.backend], Fused)
+
     def backward_for(self, wants: Wants) -> Program:
         """What makes these gradients alone; of plans with a `backward`."""
         fused = BACKENDS[self.backend]
@@ -146,8 +151,10 @@ RULES: tuple[Rule, ...] = (
          lambda problem, target: problem.empty),
     Rule("reference", "float64 has no fused kernel on a GPU: the specification computes it",
          lambda problem, target: problem.dtype is torch.float64 and not target.is_cpu and _fits_the_reference(problem)),
-    Rule("sm90", "our Hopper kernel: skips what the mask hides, masks only the tiles it cuts",
-         lambda problem, target: not _is_additive(problem)),
+    Rule("sm90", "our Hopper kernel: skips what the mask hides, masks only the tiles it cuts, needs no mask tensor",
+         lambda problem, target: not isinstance(problem.mask, Dense)),
+    Rule("sm90", "our Hopper kernel: maps a mask tensor once, skips the tiles that it hides, and adds a bias as it is",
+         lambda problem, target: isinstance(problem.mask, Dense)),
     Rule("torch-cudnn", "the fastest of PyTorch's kernels on Hopper and later",
          lambda problem, target: target.capability >= (9, 0)),
     Rule("tiled", "skips the tiles this mask leaves empty; PyTorch's CPU kernel would read it as a tensor",
@@ -157,12 +164,14 @@ RULES: tuple[Rule, ...] = (
     Rule("torch-flash", "PyTorch's FlashAttention-2 kernel: fused, O(N) memory"),
     Rule("sm80", "our FlashAttention-2 kernel in float32: TF32 products on tensor cores, skips what the mask hides",
          lambda problem, target: problem.dtype is torch.float32 and not isinstance(problem.mask, Dense)),
-    Rule("sm80", "our FlashAttention-2 kernel: takes the masks, alignments and softcaps that PyTorch's does not",
-         lambda problem, target: not _is_additive(problem)),
+    Rule("sm80", "our FlashAttention-2 kernel: takes the windows, alignments and softcaps that PyTorch's does not",
+         lambda problem, target: not isinstance(problem.mask, Dense)),
     Rule("triton", "knows the window by name and skips what it hides; PyTorch's kernels would read it as a tensor",
          lambda problem, target: not target.is_cpu and _is_narrow(problem) and isinstance(problem.mask, Window)),
     Rule("torch-cudnn", "fused, and takes masks that flash does not"),
     Rule("torch-efficient", "fused, and takes float32, dense masks and any head_dim"),
+    Rule("sm80", "our FlashAttention-2 kernel: takes mask tensors beside other terms, and makes the gradient of a bias",
+         lambda problem, target: isinstance(problem.mask, Dense)),
     Rule("triton", "no other fused kernel takes this problem; ours in Triton does, in O(N) memory",
          lambda problem, target: not target.is_cpu and (_is_narrow(problem) or _scores_bytes(problem) > _HELD_SCORES)),
     Rule("tiled", "no fused kernel takes this problem; tiles in torch operations keep memory O(N)",
@@ -174,9 +183,6 @@ RULES: tuple[Rule, ...] = (
 )
 # fmt: on
 
-# Additive masks are not among what auto gives our kernels while a composite takes them: those keep nan and inf of keys
-# that a bias of -inf hides from the result, and a kernel that adds -inf does not.
-
 # Bytes of scores above which tiles are the better composite: on a CPU because they stay in its cache, on a GPU, where
 # small tiles cost launches, because the whole would not.
 _CACHED_SCORES = 2 * 2**20
@@ -184,10 +190,6 @@ _HELD_SCORES = 256 * 2**20
 
 # Share of visible pairs below which skipping tiles pays for the tiled loop on a CPU (benchmarks/results, suite cpu).
 _WORTH_SKIPPING = 0.75
-
-
-def _is_additive(problem: Problem) -> bool:
-    return isinstance(problem.mask, Dense) and problem.mask.additive
 
 
 def _is_sparse_by_structure(problem: Problem) -> bool:

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.gpu
 
 BF16, FP16 = torch.bfloat16, torch.float16
 EXAMPLES = Path(__file__).parents[2] / "examples"
+MODELS_SCRIPT = runpy.run_path(str(EXAMPLES.parent / "benchmarks" / "models.py"), run_name="benchmarks_models")
+MODELS = MODELS_SCRIPT["MODELS"]
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +78,38 @@ def test_what_is_taken_is_what_the_plan_names(causal):
         assert entry.outcome == "taken"
     for out in got:
         assert_close(out, want, budget(BF16, 256))
+
+
+MASKS = [(2, 1, 1, 200), (2, 1, 160, 200), (1, 4, 160, 200), (160, 200), (200,), (4, 160, 1)]
+
+
+@pytest.mark.parametrize("kind", ["boolean", "additive", "learned", "expanded"])
+@pytest.mark.parametrize("shape", MASKS, ids=str)
+def test_masks_of_every_shape_and_their_gradients(shape, kind):
+    """Against PyTorch's composite in float64; by our kernel where there is one for the GPU."""
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, 160, 64, device="cuda", dtype=BF16, requires_grad=True)
+    k, v = (torch.randn(2, 4, 200, 64, device="cuda", dtype=BF16, requires_grad=True) for _ in range(2))
+    dout = torch.randn_like(q)
+    visible = torch.rand(shape, device="cuda") < 0.7
+    visible[..., :1] = True
+    mask = visible if kind in ("boolean", "expanded") else torch.randn(shape, device="cuda", dtype=BF16)
+    if kind == "expanded":
+        mask = mask.expand(2, 4, 160, 200)
+    mask.requires_grad_(kind == "learned")
+    learned = [mask] if kind == "learned" else []
+    with sdpa():
+        out = F.scaled_dot_product_attention(q, k, v, mask)
+        got = [out, *torch.autograd.grad(out, [q, k, v, *learned], dout)]
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v, *learned)]
+    exact = [wide[3] if learned else mask if mask.dtype == torch.bool else mask.double()]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        true = F.scaled_dot_product_attention(*wide[:3], *exact)
+    for found, want in zip(got, [true, *torch.autograd.grad(true, wide, dout.double())], strict=True):
+        assert_close(found, want, 4 * budget(BF16, 200))
+    if torch.cuda.get_device_capability()[0] == 9:
+        (entry,) = sdpa.report()
+        assert (entry.outcome, entry.because.split(":")[0]) == ("taken", "sm90")
 
 
 def test_a_checkpoint_recomputes_in_autograds_thread_under_the_same_rule():
@@ -251,3 +285,17 @@ def test_example(name, arguments, says, capsys):
     finally:
         torch.set_num_threads(threads)
     assert says in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Transformers
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_padded_model_is_no_further_from_float32_than_eager(name):
+    pytest.importorskip("transformers", reason="needs transformers", exc_type=ImportError)
+    runner = MODELS_SCRIPT["Runner"](name, tiny=True, device="cuda", peers=("eager",))
+    runner.verify()
+    assert set(runner.errors) == {"eager", "tilewise"}, runner.wrong
+    assert runner.wrong == {}

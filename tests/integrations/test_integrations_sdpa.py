@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+import types
 import warnings
 from collections import Counter
 from contextlib import nullcontext
@@ -20,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import tilewise
 from support import assert_close, budget
-from tilewise import InvalidInput, UnsupportedProblem
+from tilewise import InvalidInput, UnsupportedProblem, api
 from tilewise.hook import dispatcher
-from tilewise.integrations.sdpa import FallbackWarning, sdpa
+from tilewise.integrations.sdpa import FallbackWarning, decision, sdpa
 
 BUDGET = budget(torch.float32, 64)
 
@@ -452,6 +453,65 @@ def test_a_mask_that_starts_to_need_a_gradient_gets_it():
                 assert outcomes()
             (grad,) = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, mask).square().sum(), mask)
         assert grad.any()
+
+
+MASK_SHAPES = [(2, 1, 1, 16), (2, 1, 16, 16), (1, 4, 16, 16), (16, 16), (16,), (4, 1, 16), (2, 4, 16, 1), (1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+@pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
+def test_masks_of_every_shape_are_taken_and_differentiated(shape, backend):
+    """As PyTorch's own composite in float64, whose gradients are right."""
+    torch.manual_seed(0)
+    q, k, v = inputs(grad=True)
+    dout = torch.randn(2, 4, 16, 8)
+    visible = torch.rand(shape) < 0.7
+    visible[..., :1] = True
+    for mask in (visible, torch.randn(shape), torch.randn(shape).requires_grad_()):
+        wanted = [q, k, v, *([mask] if mask.requires_grad else [])]
+        with sdpa(backend=backend, on_fallback="error"):
+            out = F.scaled_dot_product_attention(q, k, v, mask)
+        got = [out, *torch.autograd.grad(out, wanted, dout)]
+        leaves = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+        wide = mask if mask.dtype == torch.bool else mask.detach().double().requires_grad_(mask.requires_grad)
+        with sdpa_kernel(SDPBackend.MATH):
+            true = F.scaled_dot_product_attention(*leaves, wide)
+        leaves += [wide] if mask.requires_grad else []
+        truth = [true, *torch.autograd.grad(true, leaves, dout.double())]
+        for found, want in zip(got, truth, strict=True):
+            assert_close(found, want, 8 * budget(torch.float32, 64))
+    assert outcomes() == {"taken": 3}
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["constant", "learned"])
+@pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
+def test_on_hopper_our_kernel_takes_masks_of_every_shape(shape, learned, monkeypatch):
+    monkeypatch.setattr(decision, "Target", types.SimpleNamespace(of=lambda device: tilewise.Target.named("h200")))
+    q, k, v = (torch.randn(2, 4, 16, 8, dtype=torch.bfloat16) for _ in range(3))
+    visible = torch.ones(shape, dtype=torch.bool)
+    for mask in (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=learned), *([] if learned else [visible])):
+        made = decision._decide(decision.Decider(None, "silent", "auto"), (q, k, v, mask, 0.0, False, None, False))
+        assert (made.record.outcome, made.record.because.split(":")[0]) == ("taken", "sm90")
+        assert made.problem.operand_grads == (("bias",) if learned else ())
+        assert tilewise.explain(q, k, v, mask=mask, target="h200").backend == "sm90"
+        if learned:
+            assert tilewise.explain(q, k, v, mask=mask, target="a100").backend == "sm80"
+
+
+def test_a_mask_that_is_expanded_is_read_as_small_as_it_is():
+    padding = torch.tensor([[True] * 16, [True] * 9 + [False] * 7])[:, None, None, :]
+    wide = padding.expand(2, 4, 16, 16)
+    assert api.without_repeats(wide).shape == (2, 1, 1, 16)
+    assert api.without_repeats(wide).data_ptr() == padding.data_ptr()
+    learned = torch.zeros(1, 1, 1, 16, requires_grad=True).expand(2, 4, 16, 16)
+    assert api.without_repeats(learned) is learned
+    assert api.without_repeats(padding) is padding
+    q, k, v = inputs()
+    with sdpa(backend="tiled"):
+        got = F.scaled_dot_product_attention(q, k, v, wide)
+    (entry,) = sdpa.report()
+    assert "dense:bool:2x1x1x16" in entry.problem
+    assert_close(got, F.scaled_dot_product_attention(q, k, v, wide), budget(torch.float32, 16))
 
 
 def test_a_key_that_starts_to_need_a_gradient_gets_it():

@@ -300,9 +300,69 @@ def test_a_rule_says_what_transformers_mask_says(lengths, window):
     want = masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False)
     got = ours.attention_mask(**sizes)
     if got is None:
-        rule = ours._mask(None, True, window, torch.empty(2, 1, q_length, 8), torch.empty(2, 1, kv_length, 8), {})
+        rule = ours._mask(True, window, torch.empty(2, 1, q_length, 8), torch.empty(2, 1, kv_length, 8), {})
         got = ours.RuleMask(rule, want.shape, "cpu")
     assert torch.equal(got & True, want)
+
+
+PADDINGS = {  # (batch, positions), of which there may be fewer than keys, or more
+    "left": [[0, 0, 1, 1, 1, 1, 1, 1, 1], [1] * 9],
+    "right": [[1] * 9, [1, 1, 1, 1, 0, 0, 0, 0, 0]],
+    "inside": [[1, 0, 1, 1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 1, 1]],
+    "short": [[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]],
+    "none": [[1] * 9, [1] * 9],
+}
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("lengths", [(6, 6, 0, 0), (3, 9, 6, 0), (1, 9, 8, 0), (2, 5, 10, 7)], ids=str)
+def test_padding_beside_a_rule_says_what_transformers_mask_says(lengths, window, padding):
+    q_length, kv_length, q_offset, kv_offset = lengths
+    function = masking_utils.causal_mask_function if window is None else window_of(window)
+    here = torch.tensor(PADDINGS[padding], dtype=torch.bool)
+    sizes = {"batch_size": 2, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
+    sizes |= {"kv_offset": kv_offset, "mask_function": function, "attention_mask": here}
+    want = masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False)
+    got = ours.attention_mask(**sizes)
+    if got is None:
+        rule = ours._mask(True, window, torch.empty(2, 1, q_length, 8), torch.empty(2, 1, kv_length, 8), {})
+        got = ours.RuleMask(rule, want.shape, "cpu")
+    assert isinstance(got, ours.RuleMask), "no tensor of all pairs is made"
+    assert got.keep is None or got.keep.shape == (2, 1, 1, kv_length)
+    assert torch.equal(got & True, want)
+
+
+@pytest.mark.parametrize("padding", [*PADDINGS, None])
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("lengths", [(9, 9), (4, 9)], ids=str)
+def test_an_encoder_and_what_looks_at_it_have_a_rule_too(lengths, window, padding):
+    q_length, kv_length = lengths
+    function = masking_utils.bidirectional_mask_function
+    if window is not None:
+        function = masking_utils.sliding_window_bidirectional_mask_function(window)
+    here = None if padding is None else torch.tensor(PADDINGS[padding], dtype=torch.bool)
+    sizes = {"batch_size": 2, "q_length": q_length, "kv_length": kv_length, "mask_function": function}
+    sizes |= {"attention_mask": here, "allow_is_causal_skip": False}
+    want = masking_utils.sdpa_mask(**sizes, allow_is_bidirectional_skip=False)
+    got = ours.attention_mask(**sizes, allow_is_bidirectional_skip=True)
+    if got is None:
+        assert want.all()
+        return
+    assert isinstance(got, ours.RuleMask) == (window is None or q_length == kv_length)
+    assert torch.equal(got & True, want)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_rule_of_another_kind_is_not_guessed_at(both):
+    """A window that looks back beside a rule that looks both ways, and the other way round."""
+    one, other = masking_utils.sliding_window_overlay(3), masking_utils.sliding_window_bidirectional_overlay(3)
+    mixed = (one, masking_utils.bidirectional_mask_function) if both else (other, masking_utils.causal_mask_function)
+    function = masking_utils.and_masks(*mixed)
+    sizes = {"batch_size": 2, "q_length": 6, "kv_length": 6, "mask_function": function}
+    got = ours.attention_mask(**sizes, allow_is_bidirectional_skip=True)
+    assert type(got) is torch.Tensor
+    assert torch.equal(got, masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False))
 
 
 @pytest.mark.parametrize(

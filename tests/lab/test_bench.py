@@ -402,11 +402,11 @@ def test_what_compiles_can_be_compiled_ahead(monkeypatch: pytest.MonkeyPatch) ->
     every = [job for bunch in bunches for job in bunch]
     assert len(every) == len(set(every))
     problems = {row.problem for row in rows}
-    assert {(name, problem) for name, _, problem in every} == {
+    assert {(name, problem) for name, _, problem, _ in every} == {
         (name, problem) for name in ("tilewise", "fa4") for problem in problems
     }
     for bunch in bunches:
-        assert len({(name, p.head_dim, type(p.mask), p.needs_grad) for name, _, p in bunch}) == 1
+        assert len({(name, p.head_dim, type(p.mask), p.needs_grad) for name, _, p, _ in bunch}) == 1
     asked: list[ScriptedPool] = []
 
     class Helpers(ScriptedPool):
@@ -437,7 +437,7 @@ def test_without_a_truth_beside_others_it_is_asked_for_again_alone() -> None:
 
 @pytest.mark.parametrize("name", suites.SUITES)
 def test_rows_of_one_problem_stand_together(name: str) -> None:
-    posed = [row.problem.with_(needs_grad=False) for row in suites.SUITES[name]]
+    posed = [(row.problem.with_(needs_grad=False), row.contents) for row in suites.SUITES[name]]
     bunches = 1 + sum(one != other for one, other in pairwise(posed))
     assert bunches == len(set(posed))
 

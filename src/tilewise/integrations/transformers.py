@@ -5,17 +5,17 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="tilewise")
 
 Two functions are registered under one name, because either alone would be quietly wrong: attention, and the mask that
-goes with it. Key/value heads are never repeated; sliding windows, softcap, sinks, padding, packed sequences and both
-kinds of caches are honoured. A mask that is a rule (causal, window, packed sequences) stays one: it reaches attention
-as a `RuleMask`, which holds no seq x seq tensor. What is no rule (padding, custom patterns) is Transformers' own
-boolean mask. Needs transformers >= 5.15; runs with 5.22.
+goes with it. Key/value heads are never repeated; sliding windows, softcap, sinks, padding, packed sequences, learned
+biases and both kinds of caches are honoured. A mask that is a rule (causal, window, packed sequences, all keys) stays
+one, and padding stays one flag per key: both reach attention as a `RuleMask`, which holds no seq x seq tensor. What is
+no rule (custom patterns) is Transformers' own boolean mask. Needs transformers >= 5.15; runs with 5.22.
 """
 
 from __future__ import annotations
 
 import inspect
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from ..api import attention, autocast_inputs, scaled_dot_product_attention
 from ..errors import UnsupportedProblem
 from ..masks import Causal, Documents, Full, Window
+from ..terms import Bias
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,18 +77,103 @@ def attention_forward(
     query, key, value = autocast_inputs(query, key, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    mask = _mask(attention_mask, bool(is_causal), sliding_window, query, key, kwargs)
+    asked = _asked(attention_mask, bool(is_causal), sliding_window, query, key, kwargs)
     if position_bias is not None:
-        return _with_position_bias(query, key, value, mask, position_bias, dropout, scaling, softcap, s_aux), None
+        bias = position_bias[..., : key.shape[2]]
+        asked = asked._replace(bias=bias if asked.bias is None else bias + asked.bias)
+    run = _by_terms if _takes_terms(query, dropout) else _by_tensor
+    return run(query, key, value, asked, dropout, scaling, softcap or 0.0, s_aux), None
+
+
+class _Asked(NamedTuple):
+    """Who sees whom: by a rule, by a boolean tensor beside it, and by what is added to the scores."""
+
+    rule: Mask
+    keep: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def _takes_terms(query: Tensor, dropout: float) -> bool:
+    """Whether padding, biases and sinks run as terms of our kernels. PyTorch's, which a CPU has and which alone drop
+    weights, take one tensor for them all."""
+    return query.is_cuda and not dropout
+
+
+def _by_terms(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    asked: _Asked,
+    dropout: float,
+    scaling: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    named: dict[str, Any] = {}
+    if asked.keep is not None:
+        named["keep"] = asked.keep
+    if sinks is not None:
+        named["sink"] = sinks
+    if asked.bias is not None:
+        bias = asked.bias if asked.bias.dtype in (query.dtype, torch.float32) else asked.bias.to(query.dtype)
+        sizes = _Sizes(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.dtype)
+        named |= {"scores": (Bias.of(bias, sizes),), "operands": {"bias": bias}}
     # Views in (batch, seq, heads, dim): out comes back in the order that Transformers wants, without a copy.
     tensors = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-    cap = softcap or 0.0
-    if s_aux is None:
-        return attention(*tensors, mask=mask, scale=scaling, softcap=cap, dropout=dropout, layout="bshd"), None
-    out, lse = attention(
-        *tensors, mask=mask, scale=scaling, softcap=cap, dropout=dropout, layout="bshd", return_lse=True
+    out: Tensor = attention(
+        *tensors, mask=asked.rule, scale=scaling, softcap=softcap, dropout=dropout, layout="bshd", **named
     )
-    return _with_sinks(out, lse, s_aux), None
+    return out
+
+
+class _Sizes(NamedTuple):
+    batch: int
+    heads_q: int
+    seq_q: int
+    seq_kv: int
+    dtype: torch.dtype
+
+
+def _by_tensor(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    asked: _Asked,
+    dropout: float,
+    scaling: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """With one mask: a rule, or a tensor that holds all there is."""
+    if asked.bias is not None and asked.bias.requires_grad:
+        return _with_learned_bias(query, key, value, asked, dropout, scaling, softcap, sinks)
+    mask: Mask | Tensor = asked.rule
+    if asked.bias is not None:
+        mask = _added(asked, query, key)
+    elif asked.keep is not None:
+        mask = asked.keep if asked.rule == Full() else _visible(asked, query, key)
+    tensors = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "dropout": dropout, "layout": "bshd"}
+    if sinks is None:
+        found: Tensor = attention(*tensors, mask=mask, **options)
+        return found
+    out, lse = attention(*tensors, mask=mask, return_lse=True, **options)
+    return _with_sinks(out, lse, sinks)
+
+
+def _visible(asked: _Asked, query: Tensor, key: Tensor) -> Tensor:
+    seq_q, seq_kv = query.shape[2], key.shape[2]
+    seen = asked.rule.to_bool(range(seq_q), range(seq_kv), seq_q, seq_kv, query.device)
+    return seen if asked.keep is None else seen & asked.keep
+
+
+def _added(asked: _Asked, query: Tensor, key: Tensor) -> Tensor:
+    """The bias, with -inf where a pair is hidden."""
+    assert asked.bias is not None
+    bias = asked.bias.to(query.dtype)
+    if asked.rule == Full() and asked.keep is None:
+        return bias
+    return bias.masked_fill(~_visible(asked, query, key), -torch.inf)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -99,29 +185,25 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return (out * share.transpose(1, 2).unsqueeze(-1)).to(out.dtype)
 
 
-def _with_position_bias(
+def _with_learned_bias(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Mask | Tensor,
-    position_bias: Tensor,
+    asked: _Asked,
     dropout: float,
     scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """A learned bias on the scores. PyTorch has fused kernels that differentiate one: our namesake hands it over."""
-    if softcap or s_aux is not None:
+    """PyTorch's function differentiates a mask: our namesake hands it over."""
+    if softcap or sinks is not None:
         raise UnsupportedProblem(
-            "transformers: position_bias together with softcap or sinks.", remedy="use attn_implementation='eager'"
+            "transformers: a learned bias together with softcap or sinks, and dropout or a CPU.",
+            remedy="use attn_implementation='eager'",
         )
-    seq_q, seq_kv = query.shape[2], key.shape[2]
-    if not isinstance(mask, Tensor):
-        mask = mask.to_bool(range(seq_q), range(seq_kv), seq_q, seq_kv, query.device)
-    bias = position_bias[..., :seq_kv].to(query.dtype)
-    bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
     grouped = query.shape[1] != key.shape[1]
-    out = scaled_dot_product_attention(query, key, value, bias, dropout, scale=scaling, enable_gqa=grouped)
+    mask = _added(asked, query, key)
+    out = scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2).contiguous()
 
 
@@ -138,19 +220,24 @@ def _refuse(kwargs: dict[str, Any]) -> None:
         )
 
 
-def _mask(
+def _asked(
     given: Tensor | None,
     is_causal: bool,
     sliding_window: int | None,
     query: Tensor,
     key: Tensor,
     kwargs: dict[str, Any],
-) -> Mask | Tensor:
-    seq_q, seq_kv = query.shape[2], key.shape[2]
+) -> _Asked:
     if isinstance(given, RuleMask):
-        return given.rule
+        return _Asked(given.rule, given.keep)
     if given is not None:
-        return given if given.dtype == torch.bool else given.to(query.dtype)
+        return _Asked(Full(), keep=given) if given.dtype == torch.bool else _Asked(Full(), bias=given.to(query.dtype))
+    return _Asked(_mask(is_causal, sliding_window, query, key, kwargs))
+
+
+def _mask(is_causal: bool, sliding_window: int | None, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Mask:
+    """What Transformers means where it gives no mask."""
+    seq_q, seq_kv = query.shape[2], key.shape[2]
     if kwargs.get("cu_seq_lens_q") is not None:
         starts_q, starts_kv = (tuple(kwargs[f"cu_seq_lens_{x}"].tolist()) for x in "qk")
         return Documents(starts_q, starts_kv, _band(starts_q == starts_kv, sliding_window) if is_causal else Full())
@@ -176,30 +263,35 @@ def _band(first_aligned: bool, sliding_window: int | None) -> Causal | Window:
 
 
 class RuleMask(torch.Tensor):
-    """A boolean mask (batch, 1, seq_q, seq_kv), True = visible, known by its rule and by nothing else.
+    """A boolean mask (batch, 1, seq_q, seq_kv), True = visible, known by its rule, and by the keys that padding leaves:
+    `keep`, (batch, 1, 1, seq_kv), None where all are there.
 
     It has a shape, a dtype and a device. Any operation on it works on the tensor it stands for, which is made then and
     there, so code that slices or combines masks stays right; only changing it in place is refused.
     """
 
     rule: Mask
+    keep: Tensor | None
 
     @staticmethod
-    def __new__(cls, rule: Mask, shape: tuple[int, int, int, int], device: torch.device | str) -> RuleMask:
+    def __new__(
+        cls, rule: Mask, shape: tuple[int, int, int, int], device: torch.device | str, keep: Tensor | None = None
+    ) -> RuleMask:
         where = torch.device(device)
         made: RuleMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=where)
-        made.rule = rule
+        made.rule, made.keep = rule, keep
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"RuleMask({self.rule}, shape={tuple(self.shape)})"
+        padded = "" if self.keep is None else ", padded"
+        return f"RuleMask({self.rule}{padded}, shape={tuple(self.shape)})"
 
     def dense(self) -> Tensor:
         _, _, seq_q, seq_kv = self.shape
         visible = self.rule.to_bool(range(seq_q), range(seq_kv), seq_q, seq_kv, self.device)
-        return visible.expand(self.shape)
+        return (visible if self.keep is None else visible & self.keep).expand(self.shape)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -220,6 +312,7 @@ def attention_mask(
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
@@ -229,12 +322,20 @@ def attention_mask(
     there is padding. None says the same as to Transformers' sdpa.
     """
     mask_function = mask_function or _masking.causal_mask_function
+    shape = (batch_size, 1, q_length, kv_length)
+    traced = torch.compiler.is_compiling() or isinstance(attention_mask, _traced_types())
+    parts = None if traced else _parts(mask_function)
+    if mask_function is _masking.bidirectional_mask_function and allow_is_bidirectional_skip:
+        # What is visible depends on the key alone.
+        keep = _keep(attention_mask, kv_length, kv_offset)
+        if keep is None or (not traced and bool(keep.all())):
+            return None
+        return keep.expand(shape) if traced else RuleMask(Full(), shape, device, keep)
     rule = None
-    if not torch.compiler.is_compiling() and not isinstance(attention_mask, _traced_types()):
-        shift = int(q_offset) - kv_offset
-        rule = _rule(
-            mask_function, attention_mask, allow_is_causal_skip, batch_size, q_length, kv_length, shift, kv_offset
-        )
+    if parts is not None:
+        plain = allow_is_causal_skip or ("bidirectional" in parts and allow_is_bidirectional_skip)
+        alone = batch_size == 1 and attention_mask is None
+        rule = _rule(parts, plain, alone, q_length, kv_length, int(q_offset) - kv_offset)
     if rule is None:
         return _masking.sdpa_mask(  # type: ignore[no-any-return]
             batch_size=batch_size,
@@ -248,35 +349,42 @@ def attention_mask(
             device=device,
             **kwargs,
         )
-    if rule == Full() or (rule == Causal() and q_length == kv_length):
+    keep = _keep(attention_mask, kv_length, kv_offset)
+    if keep is not None:
+        reach = (
+            int(q_offset) - kv_offset + q_length
+        )  # what lies beyond the last query is hidden by the causal rule anyway
+        seen = keep[..., :reach] if parts is not None and "causal" in parts else keep
+        keep = None if bool(seen.all()) else keep
+    if keep is None and (rule == Full() or (rule == Causal() and q_length == kv_length)):
         return None
-    return RuleMask(rule, (batch_size, 1, q_length, kv_length), device)
+    return RuleMask(rule, shape, device, keep)
 
 
-def _rule(
-    mask_function: Callable[..., Any],
-    padding: Tensor | None,
-    plain: bool,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    shift: int,
-    kv_offset: int,
-) -> Mask | None:
-    """The Mask that says the same for every batch, or None. Row i stands at key i + shift; `plain` allows no tensor."""
-    parts = _parts(mask_function)
-    if parts is None:
+def _keep(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
+    """(batch, 1, 1, kv_length): the keys that padding leaves; keys that it says nothing of are not there."""
+    if padding is None:
         return None
-    if padding is not None:
-        end = kv_offset + shift + q_length  # what lies beyond the last query is hidden by the causal rule anyway
-        if padding.shape[-1] < end or not bool(padding[:, kv_offset:end].all()):
-            return None
-    window = parts.get("sliding_window")
+    keep = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+    if keep.shape[-1] < kv_length:
+        keep = torch.nn.functional.pad(keep, (0, kv_length - keep.shape[-1]))
+    return keep[:, None, None, :]
+
+
+def _rule(parts: dict[str, Any], plain: bool, alone: bool, q_length: int, kv_length: int, shift: int) -> Mask | None:
+    """The Mask that says the same for every batch, or None. Row i stands at key i + shift.
+
+    `plain` allows no tensor; `alone`: there is one batch, without padding.
+    """
+    window = parts.get("window")
+    if "bidirectional" in parts:
+        square = shift == 0 and q_length == kv_length
+        return Window(window, window) if plain and square and window is not None else None
     if window is not None and window >= q_length + shift:
         window = None  # it reaches back to the first key from everywhere
-    if "packed_sequence_mask" in parts:
-        alone = batch_size == 1 and padding is None and shift == 0 and q_length == kv_length
-        return _documents(parts["packed_sequence_mask"], window) if alone else None
+    if "packed" in parts:
+        whole = alone and shift == 0 and q_length == kv_length
+        return _documents(parts["packed"], window) if whole else None
     if not plain or shift not in (0, kv_length - q_length):
         return None
     if q_length == 1 and shift == kv_length - 1 and window is None:
@@ -291,37 +399,45 @@ def _documents(sequence_ids: Tensor, window: int | None) -> Documents:
 
 
 def _parts(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
-    """What a causal mask function of Transformers is made of, by parameter; None if it is anything else.
+    """What a mask function of Transformers is made of: "causal" or "bidirectional", a "window", sequences that are
+    "packed"; None if it is anything else.
 
     Its functions are closures joined by and_masks, so their names and variables are all there is to know them by. What
     is not recognised is not guessed at.
     """
-    causal_mask_function = _masking.causal_mask_function
+    whole = {_masking.causal_mask_function: "causal", _masking.bidirectional_mask_function: "bidirectional"}
     found: dict[str, Any] = {}
     waiting: list[Any] = [mask_function]
     while waiting:
         part = waiting.pop()
         maker = getattr(part, "__qualname__", "").split(".")[0]
-        if part is causal_mask_function:
-            found["causal"] = True
+        if part in whole:
+            found[whole[part]] = True
         elif maker in _MAKERS and getattr(part, "__module__", "") == "transformers.masking_utils":
-            variable = _MAKERS[maker]
+            name, variable = _MAKERS[maker]
             held = inspect.getclosurevars(part).nonlocals[variable]
             if maker == "and_masks":
                 waiting += held
-            elif variable in found:
+            elif name in found:
                 return None
             else:
-                found[variable] = held
+                found |= {name: held, maker: True}
         else:
             return None
-    return found if "causal" in found else None
+    causal, bidirectional = "causal" in found, "bidirectional" in found
+    sided = "sliding_window_overlay" in found
+    known = {name: held for name, held in found.items() if name not in _MAKERS}
+    return (
+        known if causal != bidirectional and (causal or not sided) and not (causal and _BOTH_SIDES in found) else None
+    )
 
 
-_MAKERS = {
-    "and_masks": "mask_functions",
-    "sliding_window_overlay": "sliding_window",
-    "packed_sequence_mask_function": "packed_sequence_mask",
+_BOTH_SIDES = "sliding_window_bidirectional_overlay"
+_MAKERS = {  # of functions: what they add, and the variable that says it
+    "and_masks": ("", "mask_functions"),
+    "sliding_window_overlay": ("window", "sliding_window"),
+    _BOTH_SIDES: ("window", "sliding_window"),
+    "packed_sequence_mask_function": ("packed", "packed_sequence_mask"),
 }
 
 

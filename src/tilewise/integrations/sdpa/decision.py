@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from ... import op
-from ...api import attention, only_torch_defines, torch_mask
+from ...api import attention, left_to_torch, only_torch_defines, torch_mask, without_repeats
 from ...errors import InvalidInput, UnsupportedProblem
 from ...hook import dispatcher
 from ...memo import Memo, on_invalidate
@@ -346,7 +346,8 @@ def _planned(rule: Decider, arguments: Arguments, options: Options) -> _Decision
     """Ask the rule's condition, then the planner, and compare with what PyTorch would do by itself."""
     query, key, value = _concrete(_four_dims(*arguments[:3]))
     _, _, _, attn_mask, dropout_p, is_causal, scale, _ = arguments
-    problem = describe(query, key, value, mask=torch_mask(attn_mask, is_causal), scale=scale, dropout=dropout_p)
+    mask = torch_mask(without_repeats(attn_mask), is_causal)
+    problem = describe(query, key, value, mask=mask, scale=scale, dropout=dropout_p)
     target = Target.of(query.device)
     if rule.when is not None and not rule.when(problem):
         return _Decision(record(str(problem), "left", "the rule's `when` is false for it"), problem=problem)
@@ -355,6 +356,8 @@ def _planned(rule: Decider, arguments: Arguments, options: Options) -> _Decision
     except UnsupportedProblem as refusal:
         reasons = "; ".join(f"{v.backend}: {reason}" for v in refusal.verdicts for reason in v.reasons)
         return _Decision(record(str(problem), "fallback", reasons or refusal.summary), problem=problem)
+    if rule.backend == AUTO and (because := left_to_torch(chosen)):
+        return _Decision(record(str(problem), "fallback", because), problem=problem)
     if chosen.backend in _TORCH_KERNELS and chosen.backend not in _allowed_kernels(_switches()):
         because = f"the plan is {chosen.backend}, which is switched off"
         return _Decision(record(str(problem), "left", because), memoise=False, problem=problem)
@@ -375,11 +378,11 @@ def _take(arguments: Arguments, options: Options) -> Tensor:
     _, _, _, attn_mask, dropout_p, is_causal, scale, _ = arguments
     query, key, value = _four_dims(*arguments[:3])
     if dropout_p:
-        mask = torch_mask(attn_mask, is_causal)
+        mask = torch_mask(without_repeats(attn_mask), is_causal)
         out = attention(query, key, value, mask=mask, scale=scale, dropout=dropout_p, backend=options.backend)
     else:
         options = options._replace(layout=_layout(arguments[0]))
-        out = _run(query, key, value, None if options.mask else attn_mask, options)
+        out = _run(query, key, value, None if options.mask else without_repeats(attn_mask), options)
     return out[0] if arguments[0].ndim == 3 else out
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...masks import Causal, Dense, Full, Window
+from ...scores import Softcap
+from ...terms import Alibi, Keep, KeyLengths, RelativeBias, Sink
 from .lacking import Rival, importable, reasons
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
     from ...errors import Reason
     from ...problem import Problem
+    from ...scores import Term
     from .inputs import Inputs
     from .lacking import Forward
 
@@ -87,7 +90,11 @@ def _flex_forward(problem: Problem, inputs: Inputs) -> Forward:
     # A backward is timed again and again on one graph, which has to keep its buffers.
     compiler: Any = importlib.import_module("torch._functorch.config")
     compiler.donated_buffer = False
-    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    # One kernel is compiled in one direction: a pool of processes for it would take longer to start.
+    inductor: Any = importlib.import_module("torch._inductor.config")
+    inductor.compile_threads = 1
+    # Every problem has rules of its own: after a few of them torch.compile would give up on this function.
+    torch.compiler.reset()
     options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.group > 1}
     if (score := score_rule(problem, inputs)) is not None:
         options["score_mod"] = score
@@ -99,35 +106,102 @@ def _flex_forward(problem: Problem, inputs: Inputs) -> Forward:
         if inputs.bias is None or not problem.mask.additive or made.sparsity() > 0:  # type: ignore[attr-defined]
             options["block_mask"] = made
     q, k, v = inputs.q, inputs.k, inputs.v
+    if any(isinstance(term, Sink) for term in problem.scores):
+        compiled = torch.compile(_with_sink, dynamic=False)
+        sink, aux = inputs.terms["sink"], flex.AuxRequest(lse=True)
+        return lambda: compiled(flex.flex_attention, sink, q, k, v, return_aux=aux, **options)
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
     return lambda: compiled(q, k, v, **options)  # type: ignore[no-untyped-call]
+
+
+def _with_sink(attend: Callable[..., Any], sink: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """A logit that joins the sum of every row takes a share of all weights, which the lse tells."""
+    out, aux = attend(q, k, v, **options)
+    share = torch.sigmoid(aux.lse - sink[:, None])
+    joined: Tensor = (out * share.unsqueeze(-1)).to(out.dtype)
+    return joined
 
 
 def _own_masks(problem: Problem) -> tuple[int | None, int | None]:
     """(batch, heads) of the masks that differ; None where all have the same."""
     mask = problem.mask
     batch, heads = ((1, 1, 1, 1, *mask.shape)[-4:-2]) if isinstance(mask, Dense) else (1, 1)
+    for term in problem.scores:
+        if isinstance(term, KeyLengths):
+            batch = problem.batch
+        elif isinstance(term, Keep):
+            own = term.tensors[0].shape(problem)
+            batch, heads = max(batch, own[0]), max(heads, own[1])
     return (batch if batch > 1 else None), (heads if heads > 1 else None)
 
 
-def score_rule(problem: Problem, inputs: Inputs) -> Callable[..., Tensor] | None:
-    """score_mod: a softcap, and a bias as a captured tensor; None where scores stay as they are."""
-    softcap = problem.softcap
-    bias = _reader(inputs.bias, problem) if inputs.bias is not None and inputs.bias.dtype != torch.bool else None
-    if bias is None:
-        return (lambda score, *_: softcap * torch.tanh(score / softcap)) if softcap else None
-    if not softcap:
-        return lambda score, b, h, q, k: score + bias(b, h, q, k)
-    return lambda score, b, h, q, k: softcap * torch.tanh(score / softcap) + bias(b, h, q, k)
+Rule = Any  # of FlexAttention: a function of positions, and of a score
 
 
-def mask_rule(problem: Problem, inputs: Inputs) -> Callable[..., Tensor] | None:
-    """mask_mod: a captured tensor for a dense mask, arithmetic for bands, which compiles to nothing but compares, and
-    a table of spans for every other mask; None where nothing is hidden."""
+def score_rule(problem: Problem, inputs: Inputs) -> Rule | None:
+    """score_mod: the terms in their order, and a bias as a captured tensor; None where scores stay as they are."""
+    rules = [rule for term in problem.scores if (rule := _term_rule(term, problem, inputs)) is not None]
+    if inputs.bias is not None and inputs.bias.dtype != torch.bool:
+        bias = _reader(inputs.bias)
+        rules.append(lambda score, b, h, q, k: score + bias(b, h, q, k))
+    if len(rules) < 2:
+        return rules[0] if rules else None
+
+    def all_rules(score: Tensor, b: Position, h: Position, q: Position, k: Position) -> Tensor:
+        for rule in rules:
+            score = rule(score, b, h, q, k)
+        return score
+
+    return all_rules
+
+
+def _term_rule(term: Term, problem: Problem, inputs: Inputs) -> Rule | None:
+    """What a term does to a score; None for one that changes none."""
+    if isinstance(term, Softcap):
+        cap = term.cap
+        return lambda score, b, h, q, k: cap * torch.tanh(score / cap)
+    if isinstance(term, Alibi):
+        slopes, offset = inputs.terms["slopes"].expand(problem.batch, problem.heads_q), problem.seq_kv - problem.seq_q
+        return lambda score, b, h, q, k: score - slopes[b, h] * torch.abs(q + offset - k)
+    if isinstance(term, RelativeBias):
+        table, zero, last = inputs.terms["table"], term.zero, term.span - 1
+        if zero >= problem.seq_q - 1 and zero + problem.seq_kv - 1 <= last:  # no distance is beyond its ends
+            return lambda score, b, h, q, k: score + table[h, k - q + zero]
+        return lambda score, b, h, q, k: score + table[h, torch.clamp(k - q + zero, 0, last)]
+    return None
+
+
+def mask_rule(problem: Problem, inputs: Inputs) -> Rule | None:
+    """mask_mod: captured tensors for masks that are data, arithmetic for bands, which compiles to nothing but compares,
+    and a table of spans for every other mask; None where nothing is hidden."""
+    rules = [rule for term in problem.scores if (rule := _hiding_rule(term, inputs)) is not None]
+    if (own := _own_rule(problem, inputs)) is not None:
+        rules.insert(0, own)
+    if len(rules) < 2:
+        return rules[0] if rules else None
+    first, second = rules
+    return lambda b, h, q, k: first(b, h, q, k) & second(b, h, q, k)
+
+
+def _hiding_rule(term: Term, inputs: Inputs) -> Rule | None:
+    if isinstance(term, Keep):
+        return _reader(inputs.terms["keep"])
+    if isinstance(term, KeyLengths):
+        lengths = inputs.terms["key_lengths"]
+        if not term.padded_left:
+            return lambda b, h, q, k: k < lengths[b]
+        first = inputs.k.shape[2] - lengths
+        return lambda b, h, q, k: k >= first[b]
+    return None
+
+
+def _own_rule(problem: Problem, inputs: Inputs) -> Rule | None:
+    """Of the problem's mask."""
     mask = problem.mask
     if isinstance(mask, Full):
         return None
     if inputs.bias is not None:
-        value = _reader(inputs.bias, problem)
+        value = _reader(inputs.bias)
         return value if inputs.bias.dtype == torch.bool else lambda b, h, q, k: value(b, h, q, k) > -torch.inf
     if isinstance(mask, Causal | Window):
         left, right, offset = mask.band(problem.seq_q, problem.seq_kv)
@@ -137,12 +211,24 @@ def mask_rule(problem: Problem, inputs: Inputs) -> Callable[..., Tensor] | None:
     return lambda b, h, q, k: (k >= begin[q]) & (k < end[q])
 
 
-def _reader(tensor: Tensor, problem: Problem) -> Callable[[Position, Position, Position, Position], Tensor]:
-    """The element of a tensor that broadcasts to (batch, heads, seq_q, seq_kv); what is the same for all is not
-    copied."""
-    sizes = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
-    wide = tensor.expand(sizes)
-    return lambda b, h, q, k: wide[b, h, q, k]
+def _reader(tensor: Tensor) -> Callable[[Position, Position, Position, Position], Tensor]:
+    """The element of a tensor that broadcasts to (batch, heads, seq_q, seq_kv). What is the same for all has no
+    dimension here: nothing is copied, and its gradient is no larger than it is."""
+    sizes = (1,) * (4 - tensor.ndim) + tuple(tensor.shape)
+    own = tensor.reshape([size for size in sizes if size > 1] or [1])
+    named = [number for number, size in enumerate(sizes) if size > 1]
+
+    def read(b: Position, h: Position, q: Position, k: Position) -> Tensor:
+        position = (b, h, q, k)
+        return own[tuple([position[number] for number in named])] if named else own[0 * b]
+
+    return read
 
 
-FLEX = Rival("torch.nn.attention.flex_attention", "upgrade PyTorch", _flex_lacks, _flex_forward)
+FLEX = Rival(
+    "torch.nn.attention.flex_attention",
+    "upgrade PyTorch",
+    _flex_lacks,
+    _flex_forward,
+    terms=(Alibi, Keep, KeyLengths, RelativeBias, Sink),
+)

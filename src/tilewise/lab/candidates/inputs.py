@@ -15,25 +15,39 @@ import torch
 from ...api import torch_mask
 from ...errors import InvalidInput
 from ...masks import Dense
-from ...problem import Problem, describe
+from ...operands import NO_OPERANDS, Operand, Operands
+from ...problem import Problem, describe, mask_operands
+from .patterns import NORMAL, Pattern
 
 Tensor = torch.Tensor
 
 
 class Inputs(NamedTuple):
-    """q, k, v and dout as bhsd views stored in the problem's layout; bias is the tensor of a Dense mask."""
+    """q, k, v and dout as bhsd views stored in the problem's layout; bias is the tensor of a Dense mask, and `terms`
+    are the tensors that the terms of the scores read, by name."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
     bias: Tensor | None
+    terms: Operands = NO_OPERANDS
+
+    @property
+    def operands(self) -> dict[str, Tensor]:
+        """What the mask and the terms read, by name."""
+        return {**mask_operands(self.bias), **self.terms}
+
+    def differentiated(self, problem: Problem) -> dict[str, Tensor]:
+        """The tensors whose gradients the problem asks for, by the names of their gradients."""
+        given = {"q": self.q, "k": self.k, "v": self.v, **self.operands}
+        return {f"d{name}": given[name] for name in ("q", "k", "v", *problem.operand_grads)}
 
 
-def make_inputs(problem: Problem, seed: int, device: str, tensors: str = "") -> Inputs:
+def make_inputs(problem: Problem, seed: int, device: str, tensors: str = "", contents: str = "") -> Inputs:
     """From the file `tensors` where it is given, else standard normal ones, rounded to the problem's dtype.
 
-    A made-up Dense mask shows key 0 and half of the rest.
+    A made-up Dense mask shows key 0 and half of the rest, or what `contents` says (see `patterns`).
     """
     generator = torch.Generator(device).manual_seed(seed)
     if tensors:
@@ -47,10 +61,18 @@ def make_inputs(problem: Problem, seed: int, device: str, tensors: str = "") -> 
         v = _normal(problem, problem.heads_kv, problem.seq_kv, problem.head_dim_v, generator)
     dout = _normal(problem, problem.heads_q, problem.seq_q, problem.head_dim_v, generator)
     if not tensors:
-        bias = _dense_mask(problem, generator)
+        bias = _dense_mask(problem, generator, contents)
+    terms = {
+        operand.name: _operand(operand, problem, generator, contents)
+        for term in problem.scores
+        for operand in term.tensors
+    }
     for tensor in (q, k, v):
         tensor.requires_grad_(problem.needs_grad)
-    return Inputs(q, k, v, dout, bias)
+    made = Inputs(q, k, v, dout, bias, terms)
+    for name in problem.operand_grads:
+        made.operands[name].requires_grad_(problem.needs_grad)
+    return made
 
 
 def end_to_end(inputs: Inputs) -> Inputs:
@@ -60,7 +82,8 @@ def end_to_end(inputs: Inputs) -> Inputs:
         copy = tensor.detach().transpose(1, 2).contiguous().transpose(1, 2)
         return copy.requires_grad_(tensor.requires_grad)
 
-    return inputs._replace(**{name: stored(getattr(inputs, name)) for name in ("q", "k", "v", "dout")})
+    q, k, v, dout = map(stored, inputs[:4])
+    return inputs._replace(q=q, k=k, v=v, dout=dout)
 
 
 def load(path: str) -> dict[str, Any]:
@@ -112,12 +135,36 @@ def _normal(problem: Problem, heads: int, seq: int, dim: int, generator: torch.G
     return tensor.transpose(1, 2) if problem.layout == "bshd" else tensor
 
 
-def _dense_mask(problem: Problem, generator: torch.Generator) -> Tensor | None:
-    if not isinstance(problem.mask, Dense):
+def _dense_mask(problem: Problem, generator: torch.Generator, contents: str = "") -> Tensor | None:
+    mask = problem.mask
+    if not isinstance(mask, Dense):
         return None
-    visible = torch.rand(problem.mask.shape, generator=generator, device=generator.device) < 0.5
-    visible[..., :1] = True
-    if not problem.mask.additive:
+    device = generator.device
+    if contents == NORMAL:
+        return torch.randn(mask.shape, generator=generator, device=device).to(problem.dtype)
+    if contents:
+        visible = Pattern.parse(contents).visible(problem.seq_q, problem.seq_kv, device)
+        visible = visible.expand((1,) * (4 - len(mask.shape)) + mask.shape).reshape(mask.shape).contiguous()
+    else:
+        visible = torch.rand(mask.shape, generator=generator, device=device) < 0.5
+        visible[..., :1] = True
+    if not mask.additive:
         return visible
-    bias = torch.randn(problem.mask.shape, generator=generator, device=generator.device)
+    bias = torch.randn(mask.shape, generator=generator, device=device)
     return bias.masked_fill(~visible, -torch.inf).to(problem.dtype)
+
+
+def _operand(operand: Operand, problem: Problem, generator: torch.Generator, contents: str) -> Tensor:
+    """A tensor that a term reads: what models have, or normal numbers."""
+    device, shape = generator.device, operand.shape(problem)
+    if operand.name == "slopes":  # as ALiBi's authors choose them
+        powers = torch.arange(1, problem.heads_q + 1, device=device, dtype=torch.float32)
+        return torch.exp2(-8.0 * powers / problem.heads_q).expand(shape).contiguous()
+    if operand.name == "key_lengths":
+        return torch.tensor(Pattern.parse(contents).lengths, dtype=torch.int32, device=device)
+    if operand.name == "keep":
+        visible = Pattern.parse(contents).visible(problem.seq_q, problem.seq_kv, device)
+        return visible.expand(shape).contiguous()
+    if operand.dtype is not None and not operand.dtype.is_floating_point:
+        return torch.zeros(shape, dtype=operand.dtype, device=device)
+    return torch.randn(shape, generator=generator, device=device).to(operand.dtype or problem.dtype)

@@ -16,6 +16,7 @@ from ...scores import Softcap
 if TYPE_CHECKING:
     from ...masks import Mask
     from ...problem import Problem
+    from ...scores import Term
     from .inputs import Inputs
 
 Tensor = torch.Tensor
@@ -34,10 +35,15 @@ class Rival(NamedTuple):
     lacks: Callable[[Problem, str], list[Reason]]
     forward: Callable[[Problem, Inputs], Forward]
     packs: tuple[type[Mask], ...] = ()
+    terms: tuple[type[Term], ...] = ()  # of scores that it can compute, beside a softcap
 
     def why_not(self, problem: Problem, device: str) -> list[Reason]:
         missing = [Reason(f"the module {self.module} cannot be imported", self.install)]
-        return ([] if importable(self.module) else missing) + unknown_terms(problem) + self.lacks(problem, device)
+        return (
+            ([] if importable(self.module) else missing)
+            + unknown_terms(problem, self.terms)
+            + self.lacks(problem, device)
+        )
 
 
 def importable(module: str) -> bool:
@@ -51,9 +57,9 @@ def reasons(*checks: tuple[bool, str, str]) -> list[Reason]:
     return [Reason(what, remedy) for wrong, what, remedy in checks if wrong]
 
 
-def unknown_terms(problem: Problem) -> list[Reason]:
-    """Terms other than a softcap: nobody but us is known to compute them."""
-    others = [term for term in problem.scores if not isinstance(term, Softcap)]
+def unknown_terms(problem: Problem, known: tuple[type[Term], ...] = ()) -> list[Reason]:
+    """Terms other than a softcap, which each library answers for itself, and those that are known to it."""
+    others = [term for term in problem.scores if not isinstance(term, (Softcap, *known))]
     return [Reason(f"the term {term}: not compared here with others' attention", "drop it") for term in others]
 
 

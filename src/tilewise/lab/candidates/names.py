@@ -2,6 +2,7 @@
 
 tilewise                tilewise.attention, the planner choosing
 tilewise:deterministic  the same under torch.use_deterministic_algorithms(True)
+tilewise:plain          the same of the plain problem that a row is held against, which has no terms and no tensors
 tiled, sm90, ...        a backend of the planner, through tilewise.attention(backend=...)
 tilewise:torch-flash    the same of the planner's own route to one of PyTorch's kernels
 torch-default           F.scaled_dot_product_attention as it is
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
 import os
@@ -35,22 +37,25 @@ from ...api import attention
 from ...errors import InvalidInput, Reason, TilewiseError
 from ...masks import Causal, Dense, Full
 from ...plan import AUTO, BACKENDS, plan
+from ...scores import Softcap, Where
 from ...target import Target
+from ...terms import Alibi, Keep, KeyLengths, Sink
 from . import flags, override, variants
 from .inputs import Inputs, end_to_end, make_inputs
 from .lacking import unknown_terms
-from .rivals import COMPILE, FA3, FA4, FLASHINFER, RIVALS, VARLEN, installed
+from .rivals import COMPILE, FA3, FA4, FLASHINFER, FLEX, RIVALS, VARLEN, installed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ...problem import Problem
 
-__all__ = ["FA3", "FA4", "FLASHINFER", "VARLEN", "Candidate", "Inputs", "installed", "make_inputs"]
+__all__ = ["FA3", "FA4", "FLASHINFER", "FLEX", "VARLEN", "Candidate", "Inputs", "installed", "make_inputs"]
 Forward = Callable[[], Any]  # out, or (out, lse) where the problem needs an lse
 
 OURS = "tilewise"
 DETERMINISTIC = "tilewise:deterministic"
+PLAIN = "tilewise:plain"
 TORCH_DEFAULT = "torch-default"
 SDPA = {
     "torch-flash": SDPBackend.FLASH_ATTENTION,
@@ -62,7 +67,7 @@ ROUTES = tuple(f"{OURS}:{name}" for name in SDPA)  # of the planner, to PyTorch'
 _FORMER_NAMES = {name.replace("torch-", "sdpa:"): name for name in SDPA}  # in records, and in scripts
 PYTHON = "python:"
 _OPTIONAL = ("sm80", "triton")  # backends that a suite or a user may name where this build has none
-KNOWN = (OURS, DETERMINISTIC, *ROUTES, TORCH_DEFAULT, *SDPA, *flags.SWITCHES, *RIVALS)
+KNOWN = (OURS, DETERMINISTIC, PLAIN, *ROUTES, TORCH_DEFAULT, *SDPA, *flags.SWITCHES, *RIVALS)
 _LARGEST_MASK_BYTES = 4 * 2**30
 
 
@@ -105,12 +110,12 @@ class Candidate:
     def is_ours(self) -> bool:
         """One of this package's: all others are what it can be held against."""
         own_backend = self.name in (*BACKENDS, *_OPTIONAL) and not self.is_peer
-        return self.name in (OURS, DETERMINISTIC, *ROUTES) or own_backend or variants.is_variant(self.name)
+        return self.name in (OURS, DETERMINISTIC, PLAIN, *ROUTES) or own_backend or variants.is_variant(self.name)
 
     @property
     def _backend(self) -> str:
         """What the planner is asked for."""
-        return AUTO if self.name in (OURS, DETERMINISTIC) else self.name.removeprefix(f"{OURS}:")
+        return AUTO if self.name in (OURS, DETERMINISTIC, PLAIN) else self.name.removeprefix(f"{OURS}:")
 
     @property
     def _is_sdpa(self) -> bool:
@@ -130,9 +135,9 @@ class Candidate:
             return [Reason(f"this tilewise has no backend {self.name}", f"choose one of {', '.join(BACKENDS)}")]
         return _sdpa_reasons(problem) if self._is_sdpa else []
 
-    def inputs(self, problem: Problem, seed: int, device: str, tensors: str = "") -> Inputs:
+    def inputs(self, problem: Problem, seed: int, device: str, tensors: str = "", contents: str = "") -> Inputs:
         """The tensors of the problem, stored as the candidate takes them."""
-        made = make_inputs(problem, seed, device, tensors)
+        made = make_inputs(problem, seed, device, tensors, contents)
         packs = RIVALS[self.name].packs if self.name in RIVALS else ()
         return end_to_end(made) if isinstance(problem.mask, packs) else made
 
@@ -185,11 +190,12 @@ def _our_forward(problem: Problem, inputs: Inputs, backend: str) -> Forward:
     mask = problem.mask if inputs.bias is None else inputs.bias
     scale, softcap, dropout, layout = problem.scale, problem.softcap, problem.dropout, problem.layout
     return_lse, precision = problem.needs_lse, problem.precision
+    terms = _term_arguments(problem, inputs)
 
     def forward() -> Any:
         out = attention(
             q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout, layout=layout,
-            return_lse=return_lse, backend=backend, precision=precision,
+            return_lse=return_lse, backend=backend, precision=precision, **terms,
         )  # type: ignore[call-overload]  # fmt: skip
         if layout == "bhsd":
             return out
@@ -198,18 +204,35 @@ def _our_forward(problem: Problem, inputs: Inputs, backend: str) -> Forward:
     return forward
 
 
+def _term_arguments(problem: Problem, inputs: Inputs) -> dict[str, Any]:
+    """The terms of a problem as arguments of `attention`: by their own names where it has some for them."""
+    arguments: dict[str, Any] = {}
+    others = []
+    for term in problem.scores:
+        if isinstance(term, Alibi | Keep | Sink):
+            arguments[term.kind] = inputs.terms[term.tensors[0].name]
+        elif not isinstance(term, Softcap):
+            others.append(term)
+    if others:
+        names = [operand.name for term in others for operand in term.tensors]
+        arguments |= {"scores": tuple(others), "operands": {name: inputs.terms[name] for name in names}}
+    return arguments
+
+
 def _is_top_left_causal(problem: Problem) -> bool:
     return isinstance(problem.mask, Causal) and (problem.mask.align == "top-left" or problem.seq_q == problem.seq_kv)
 
 
 def builds_mask(problem: Problem) -> bool:
     """PyTorch's function has no name for the mask: it is given to it as a tensor."""
+    if any(term.hides for term in problem.scores):
+        return not isinstance(problem.mask, Full)
     return not isinstance(problem.mask, Full | Dense) and not _is_top_left_causal(problem)
 
 
 def _sdpa_reasons(problem: Problem) -> list[Reason]:
     """What F.scaled_dot_product_attention has no argument for."""
-    reasons = unknown_terms(problem)
+    reasons = unknown_terms(problem, (Keep, KeyLengths))
     if problem.softcap:
         reasons.append(Reason(f"softcap {problem.softcap:g}: PyTorch's function has no softcap", "drop the softcap"))
     if problem.needs_lse:
@@ -227,12 +250,23 @@ def _sdpa_forward(problem: Problem, inputs: Inputs) -> Forward:
 
 def sdpa_arguments(problem: Problem, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Of F.scaled_dot_product_attention: a mask that it has no name for is built as a tensor."""
-    is_causal, attn_mask = _is_top_left_causal(problem), inputs.bias
+    rows, keys = range(problem.seq_q), range(problem.seq_kv)
+    shown = _shown_by_terms(problem, inputs)
+    is_causal, attn_mask = _is_top_left_causal(problem) and shown is None, inputs.bias
     if attn_mask is None and not is_causal and not isinstance(problem.mask, Full):
-        rows, keys = range(problem.seq_q), range(problem.seq_kv)
         attn_mask = problem.mask.to_bool(rows, keys, problem.seq_q, problem.seq_kv, inputs.q.device)
+    if shown is not None:
+        attn_mask = shown if attn_mask is None else shown & attn_mask
     options = {"scale": problem.scale, "enable_gqa": problem.group > 1}
     return (inputs.q, inputs.k, inputs.v, attn_mask, problem.dropout, is_causal), options
+
+
+def _shown_by_terms(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
+    """What the terms that hide leave visible, with no more dimensions of full size than their tensors have."""
+    where = Where(problem, range(problem.seq_q), range(problem.seq_kv), operands=inputs.terms)
+    found = [inputs.terms["keep"] if isinstance(term, Keep) else term.visible(where) for term in problem.scores]
+    shown = [tensor for tensor in found if tensor is not None]
+    return functools.reduce(torch.logical_and, shown) if shown else None
 
 
 def _split_python(name: str) -> tuple[str, str]:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ...problem import Problem
     from .compare import Row, Settings, Tick
 
-MAX_PROCESSES = 8
-Job = tuple[str, str, "Problem"]  # candidate, device, problem
+MAX_PROCESSES = 12
+Job = tuple[str, str, "Problem", str]  # candidate, device, problem, contents of mask tensors
 
 
 def jobs(rows: Sequence[Row]) -> list[list[Job]]:
@@ -34,21 +34,21 @@ def jobs(rows: Sequence[Row]) -> list[list[Job]]:
     found: dict[tuple[object, ...], dict[Job, None]] = {}
     for row in rows:
         for name in row.candidates:
-            candidate, problem = Candidate(name), row.problem
+            candidate, problem = Candidate(name), row.asked(name)
             compiles = candidate.compiles or candidate.is_ours
             if not compiles or not row.device.startswith("cuda") or candidate.why_not(problem, row.device):
                 continue
             dims = (problem.head_dim, problem.head_dim_v)
-            kind = (name, problem.dtype, dims, type(problem.mask), problem.needs_grad)
+            kind = (name, problem.dtype, dims, type(problem.mask), problem.needs_grad, problem.scores)
             group = problem.group if candidate.compiles else 0
-            found.setdefault((*kind, group), {})[name, row.device, problem] = None
+            found.setdefault((*kind, group), {})[name, row.device, problem, row.contents] = None
     return [list(bunch) for bunch in found.values()]
 
 
 def compile_all(rows: Sequence[Row], settings: Settings, tick: Tick = lambda text: None) -> None:
     """Make every first call once. What fails here is told when it is measured."""
     waiting = jobs(rows)
-    count = min(len(waiting), MAX_PROCESSES, max(1, (os.cpu_count() or 2) // 2))
+    count = min(len(waiting), MAX_PROCESSES, max(1, (os.cpu_count() or 2) * 3 // 4))
     if not count:
         return
     names = [f"ahead {number}" for number in range(count)]
@@ -79,8 +79,8 @@ def compile_all(rows: Sequence[Row], settings: Settings, tick: Tick = lambda tex
 
 def _first_calls(pool: Pool, process: str, job: Job, settings: Settings) -> None:
     """The forward, and the backward where gradients are wanted: that is what a measurement of memory runs."""
-    candidate, device, problem = job
+    candidate, device, problem, contents = job
     limit = first_limit(candidate, settings)
-    what = {"problem": problem.to_dict(), "seed": settings.seed, "device": device}
+    what = {"problem": problem.to_dict(), "seed": settings.seed, "device": device, "contents": contents}
     pool.ask(process, "prepare", limit, candidate=candidate, **what)
     pool.ask(process, "memory", limit)

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...problem import Problem
-from ..candidates.names import TORCH_DEFAULT, Candidate
+from ..candidates.names import PLAIN, TORCH_DEFAULT, Candidate
 from . import noise, statistics
 from .pool import Failure
 
@@ -63,6 +63,26 @@ class Settings:
     together: bool = False  # candidates are verified side by side; they are timed one at a time all the same
 
 
+class Goal(NamedTuple):
+    """What a row is to reach: at least a ratio against the fastest that is not ours, and at most so many times the time
+    of the plain problem per visible pair. 0 where nothing is asked."""
+
+    floor: float = 0.0
+    aim: float = 0.0
+    plain_limit: float = 0.0
+    plain_aim: float = 0.0
+    tflops: float = 0.0  # of the forward, per second
+    tflops_aim: float = 0.0
+
+
+class Plain(NamedTuple):
+    """A problem of ours without terms, and how many of its visible pairs a row's problem has: its time for as many
+    pairs is `share` of its time."""
+
+    problem: Problem
+    share: float
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One line of a suite: a problem, who answers it, what of the answer is timed, and how.
@@ -80,6 +100,13 @@ class Row:
     times: tuple[str, ...] = ()
     tensors: str = ""  # a file to take q, k and v from
     kind: str = ""
+    contents: str = ""  # what mask tensors show: see `candidates.patterns`
+    plain: Plain | None = None  # what the candidate PLAIN is asked for
+    goal: Goal | None = None
+
+    def asked(self, candidate: str) -> Problem:
+        """The problem that a candidate answers."""
+        return self.plain.problem if candidate == PLAIN and self.plain is not None else self.problem
 
     @property
     def timing(self) -> str:
@@ -91,8 +118,14 @@ class Row:
 
     @property
     def flops(self) -> int:
-        """Of all that is timed."""
-        there, back = self.problem.flops(), self.problem.flops(backward=True)
+        """Of all that is timed; what a mask tensor hides is known where there is a plain problem to count by."""
+        if self.plain is not None:
+            return int(self.plain.share * self.flops_of(self.plain.problem))
+        return self.flops_of(self.problem)
+
+    def flops_of(self, problem: Problem) -> int:
+        """Of all that is timed, for a problem whose mask says what is visible."""
+        there, back = problem.flops(), problem.flops(backward=True)
         work = {"forward": there, "backward": back, "step": there + back}
         return sum(work[what] for what in self.timed)
 
@@ -229,6 +262,15 @@ class Comparison:
         found = self.versus(outcome, self.best_peer())
         return found.ratio if found else None
 
+    def against_plain(self) -> float | None:
+        """The time of the candidate that the row is about, by that of the plain problem for as many visible pairs."""
+        subject, plain = self.outcomes[0], self.row.plain
+        other = next((one for one in self.timed() if one.candidate == PLAIN), None)
+        if plain is None or other is None or subject not in self.timed():
+            return None
+        found = self.versus(subject, other)
+        return 1.0 / (found.ratio * plain.share) if found else None
+
     def unsettled(self) -> list[Outcome]:
         """Candidates that more rounds would tell apart: from PyTorch's best path, the default from the fastest, and the
         one that the row is about from the fastest that is not ours."""
@@ -247,6 +289,10 @@ class Comparison:
         return {
             "row": row.name,
             "kind": row.kind,
+            "contents": row.contents,
+            "goal": row.goal._asdict() if row.goal else None,
+            "plain": {"problem": row.plain.problem.to_dict(), "share": row.plain.share} if row.plain else None,
+            "against_plain": self.against_plain(),
             "problem": row.problem.to_dict(),
             "device": row.device,
             "timing": row.timing,
@@ -284,6 +330,7 @@ class Comparison:
 
 def read_comparison(values: dict[str, Any]) -> Comparison:
     """What `Comparison.to_dict` wrote, read back from a record."""
+    plain = values.get("plain")
     row = Row(
         values["row"],
         Problem.from_dict(values["problem"]),
@@ -293,6 +340,9 @@ def read_comparison(values: dict[str, Any]) -> Comparison:
         values["flush"],
         tuple(values.get("times", ())),
         kind=values.get("kind", ""),
+        contents=values.get("contents", ""),
+        plain=Plain(Problem.from_dict(plain["problem"]), plain["share"]) if plain else None,
+        goal=Goal(**values["goal"]) if values.get("goal") else None,
     )
     return Comparison(
         row,
@@ -332,7 +382,7 @@ def compare_all(
 
 def _asked(row: Row) -> tuple[Any, ...]:
     """What rows must have in common to be verified against one truth: that of gradients holds the forward's too."""
-    return row.problem.with_(needs_grad=False), row.device, row.tensors
+    return row.problem.with_(needs_grad=False), row.device, row.tensors, row.contents, row.plain
 
 
 def _compare(row: Row, verifier: _Verifier, pool: Pool, settings: Settings, tick: Tick) -> Comparison:
@@ -357,19 +407,20 @@ def steps(row: Row, settings: Settings) -> int:
 
 
 def _refuses(outcome: Outcome, row: Row) -> bool:
-    reasons = Candidate(outcome.candidate).why_not(row.problem, row.device)
+    reasons = Candidate(outcome.candidate).why_not(row.asked(outcome.candidate), row.device)
     if reasons:
         outcome.verdict, outcome.because = REFUSED, [str(reason) for reason in reasons]
     return bool(reasons)
 
 
 class _Verifier:
-    """What rows of one problem share: its float64 truth, and the candidates that hold its inputs and were verified."""
+    """What rows of one problem share: its float64 truth, and that of the plain problem that they are held against; and
+    the candidates that hold its inputs and were verified."""
 
     def __init__(self, rows: list[Row], pool: Pool, settings: Settings, path: Path, tick: Tick) -> None:
         self.rows = rows
         self._pool, self._settings, self._path, self._tick = pool, settings, path, tick
-        self._told: _Truth | None = None
+        self._told: dict[str, _Truth] = {}  # by whether the candidate is PLAIN
         self._telling = Lock()
         self._problem: Problem | None = None  # that the candidates hold
         self._ready: dict[str, Outcome] = {}
@@ -400,21 +451,25 @@ class _Verifier:
             if known is not None and known.verdict != outcome.verdict:
                 del self._ready[outcome.candidate]
 
-    def _truth(self, row: Row) -> _Truth:
-        """Asked for once; who comes while it is being computed waits."""
+    def _truth(self, row: Row, candidate: str = "") -> _Truth:
+        """Of the problem that a candidate answers. Asked for once; who comes while it is being computed waits."""
+        which = PLAIN if candidate == PLAIN else ""
         with self._telling:
-            if self._told is None:
-                self._told = self._ask_truth(row)
-            return self._told
+            if which not in self._told:
+                self._told[which] = self._ask_truth(row, which)
+            return self._told[which]
 
-    def _ask_truth(self, row: Row) -> _Truth:
-        wanted = row.problem.with_(needs_grad=any(row.problem.needs_grad for row in self.rows))
-        if wanted.dropout:
-            return _Truth(untold="dropout is random: there is no one right answer to compare with")
+    def _path_of(self, candidate: str) -> str:
+        return str(self._path.with_name("plain.pt") if candidate == PLAIN else self._path)
+
+    def _ask_truth(self, row: Row, candidate: str) -> _Truth:
+        richest = next((one for one in self.rows if one.problem.needs_grad), row)
+        wanted = richest.asked(candidate).with_(dropout=0.0)
         self._tick(f"{row.name}: float64 truth")
         limit = 10 * self._settings.time_limit
         try:
-            told = self._pool.ask(_TRUTH, "truth", limit, path=str(self._path), **self._arguments(wanted, row))
+            path = self._path_of(candidate)
+            told = self._pool.ask(_TRUTH, "truth", limit, path=path, **self._arguments(wanted, row))
         except Failure as failure:
             return _Truth(untold=f"the float64 truth has no answer: {failure.text}")
         return _Truth(told["compared"], told["budgets"])
@@ -423,8 +478,9 @@ class _Verifier:
         """Side by side, nothing being timed, where that is allowed; who then fails is asked again, alone."""
         if self._settings.together and len(outcomes) > 1:
             self._check_together(outcomes, row)
-            untold = bool(self._truth(row).untold) and not row.problem.dropout
-            self._told = None if untold else self._told
+            untold = bool(self._truth(row).untold)
+            if untold:
+                self._told.clear()
             outcomes = [outcome for outcome in outcomes if untold or (outcome.failed and outcome.verdict != WRONG)]
             for outcome in outcomes:
                 outcome.verdict, outcome.because, outcome.stderr = UNVERIFIED, [], ""
@@ -444,11 +500,12 @@ class _Verifier:
         candidate, limit = outcome.candidate, self._settings.time_limit
         first = first_limit(candidate, self._settings)
         try:
-            self._pool.ask(candidate, "prepare", first, candidate=candidate, **self._arguments(row.problem, row))
-            if untold := self._truth(row).untold:
+            arguments = self._arguments(row.asked(candidate), row)
+            self._pool.ask(candidate, "prepare", first, candidate=candidate, **arguments)
+            if untold := self._truth(row, candidate).untold:
                 outcome.because = [untold]
             else:  # the first backward, which may be compiled too
-                told = self._pool.ask(candidate, "verify", first, path=str(self._path))
+                told = self._pool.ask(candidate, "verify", first, path=self._path_of(candidate))
                 outcome.errors, outcome.because = told["errors"], told["wrong"]
                 outcome.verdict = WRONG if told["wrong"] else VERIFIED
             outcome.memory = self._pool.ask(candidate, "memory", limit)
@@ -462,6 +519,7 @@ class _Verifier:
             "seed": self._settings.seed,
             "device": row.device,
             "tensors": row.tensors,
+            "contents": row.contents,
         }
 
 

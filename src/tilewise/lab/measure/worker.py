@@ -1,8 +1,8 @@
 """The process of one candidate: reads commands, one JSON object a line, and answers each with one line.
 
-    {"do": "prepare", "candidate", "problem", "seed", "device", "tensors"}
+    {"do": "prepare", "candidate", "problem", "seed", "device", "tensors", "contents"}
                                                                  make the inputs, resolve the candidate, run it once
-    {"do": "truth", "problem", "seed", "device", "path", "tensors"}
+    {"do": "truth", "problem", "seed", "device", "path", "tensors", "contents"}
                                                                  float64 results and budgets into a file, for `verify`
     {"do": "verify", "path"}                                     errors against that file
     {"do": "results", "path"}                                    what it computes, at the sample of `truth`, into a file
@@ -65,23 +65,27 @@ class Worker:
         self._calls: dict[str, Callable[[], Any]] = {}
         self._overheads: dict[tuple[str, Problem], list[float]] = {}
 
-    def prepare(self, candidate: str, problem: dict[str, Any], seed: int, device: str, tensors: str = "") -> None:
+    def prepare(
+        self, candidate: str, problem: dict[str, Any], seed: int, device: str, tensors: str = "", contents: str = ""
+    ) -> None:
         self.forget()
         self._problem = Problem.from_dict(problem)
         self._candidate, self._device, self._seed = Candidate(candidate), device, seed
         self._scope.enter_context(_own_stream(device))
         self._scope.enter_context(self._candidate.context(self._problem))
         self._scope.enter_context(torch.set_grad_enabled(self._problem.needs_grad))
-        self._inputs = self._candidate.inputs(self._problem, seed, device, tensors)
+        self._inputs = self._candidate.inputs(self._problem, seed, device, tensors, contents)
         self._forward = self._candidate.forward(self._problem, self._inputs)
         _first_call(self._forward)
         _synchronize(device)
 
-    def truth(self, problem: dict[str, Any], seed: int, device: str, path: str, tensors: str = "") -> dict[str, Any]:
+    def truth(
+        self, problem: dict[str, Any], seed: int, device: str, path: str, tensors: str = "", contents: str = ""
+    ) -> dict[str, Any]:
         """Writes {sample, truth, budgets} and returns what a reader wants to know of it."""
         asked = Problem.from_dict(problem)
         with torch.no_grad():
-            inputs = make_inputs(asked, seed, device, tensors)
+            inputs = make_inputs(asked, seed, device, tensors, contents)
             sample = accuracy.choose(asked, seed, device)
             true = accuracy.truth(inputs, asked, sample)
             simple = accuracy.plain(inputs, asked, sample)
@@ -101,7 +105,12 @@ class Worker:
         infinite_anywhere = [name for name, t in results.items() if not _all_finite(t, name == "lse")]
         got = {name: tensor for name, tensor in _sampled(results, self._problem, sample).items() if name in want}
         found = accuracy.errors(got, want)
-        wrong = [f"{name} has nan or inf" for name in infinite_anywhere] or accuracy.excess(found, stored["budgets"])
+        wrong = [f"{name} has nan or inf" for name in infinite_anywhere]
+        if self._problem.dropout:
+            wrong += accuracy.dropout_excess(found, self._problem)
+            wrong += accuracy.dropout_mismatch(results, self._inputs.v, self._inputs.dout)
+        else:
+            wrong = wrong or accuracy.excess(found, stored["budgets"])
         return {"errors": found, "wrong": wrong}
 
     def results(self, path: str) -> dict[str, Any]:
@@ -179,19 +188,21 @@ class Worker:
         out, lse = _split(self._forward())
         results = {"out": out} | ({"lse": lse} if lse is not None else {})
         if self._problem.needs_grad:
-            grads = torch.autograd.grad(out, self._inputs[:3], self._inputs.dout)
-            results |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+            wanted = self._inputs.differentiated(self._problem)
+            grads = torch.autograd.grad(out, list(wanted.values()), self._inputs.dout)
+            results |= dict(zip(wanted, grads, strict=True))
         return results
 
     def _backward(self) -> Callable[[], Any]:
         """The backward alone, over and over on one recorded forward."""
         out, _ = _split(self._forward())
-        wanted, dout = self._inputs[:3], self._inputs.dout
+        wanted, dout = list(self._inputs.differentiated(self._problem).values()), self._inputs.dout
         return lambda: torch.autograd.grad(out, wanted, dout, retain_graph=True)
 
     def _step(self) -> Callable[[], Any]:
         """Forward and backward, as a training step has them."""
-        forward, wanted, dout = self._forward, self._inputs[:3], self._inputs.dout
+        wanted, dout = list(self._inputs.differentiated(self._problem).values()), self._inputs.dout
+        forward = self._forward
         return lambda: torch.autograd.grad(_split(forward())[0], wanted, dout)
 
     def forget(self) -> None:

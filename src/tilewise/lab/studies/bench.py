@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import report
-from ..candidates.names import DETERMINISTIC, FA3, FA4, FLASHINFER, OURS, VARLEN, Candidate
+from ..candidates.names import DETERMINISTIC, FA3, FA4, FLASHINFER, OURS, PLAIN, VARLEN, Candidate
 from ..measure import ahead, environment, noise, words
 from ..measure.clocks import Watch
-from ..measure.compare import REFUSED, Comparison, Row, compare_all, geomean, steps, summary
+from ..measure.compare import REFUSED, Comparison, Goal, Row, compare_all, geomean, steps, summary
 from ..measure.statistics import FASTER, SLOWER
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def record(name: str, comparisons: list[Comparison], settings: Settings, command
         "score": score(comparisons)._asdict(),
         "score_torch": score_of_torch(comparisons)._asdict(),
         "scores": {kind: found._asdict() for kind, found in scores(comparisons).items()},
-        "rows": [comparison.to_dict() for comparison in comparisons],
+        "rows": [comparison.to_dict() | {"reached": reached(comparison)} for comparison in comparisons],
     }
 
 
@@ -244,9 +244,66 @@ def show(comparisons: list[Comparison], record: Record, *, verbose: bool = False
     for rival, name in RIVALS.items():
         if told := standings(OURS, rival, comparisons):
             print(f"{told} {name}")
+    if any(comparison.row.goal for comparison in comparisons):
+        report.print_table(_GOAL_COLUMNS, [_goal_cells(comparison) for comparison in comparisons])
+        print(_GOAL_LEGEND)
     for kind, found in scores(comparisons).items():
         print(f"{kind}: {found}, {found.shares}")
     print(score(comparisons))
+
+
+_GOAL_COLUMNS = ("row", ">us", "fastest other", ">us", ">ratio", ">floor, aim", ">of plain", ">limit, aim", "reached")
+_GOAL_LEGEND = (
+    "ratio: how many times as fast as the fastest right candidate that is not ours; of plain: time by that of our "
+    f"plain problem ({PLAIN}) for as many visible pairs"
+)
+
+
+def reached(comparison: Comparison) -> str:
+    """How a row stands to its goal: what it misses first; "floor" or "aim" where it misses nothing else."""
+    ours, goal = comparison.outcomes[0], comparison.row.goal
+    if goal is None:
+        return ""
+    if ours not in comparison.timed():
+        return "; ".join([ours.verdict, *ours.because])
+    found = against_fastest(comparison)
+    rate = comparison.row.flops / (summary(ours.samples) or {"median": float("inf")})["median"] / 1e12
+    values = (  # (what is reached at least, floor, aim); times count the other way round
+        (found.ratio if found else None, goal.floor, goal.aim),
+        (_inverse(comparison.against_plain()), _inverse(goal.plain_limit), _inverse(goal.plain_aim)),
+        (rate, goal.tflops, goal.tflops_aim),
+    )
+    asked = [(value, floor, aim) for value, floor, aim in values if floor]
+    if not asked:
+        return ""
+    if any(value is None for value, _, _ in asked):
+        return "not compared"
+    if any(value < floor for value, floor, _ in asked):  # type: ignore[operator]
+        return "MISSED"
+    return "aim" if all(value >= (aim or 0.0) for value, _, aim in asked) else "floor"  # type: ignore[operator]
+
+
+def _inverse(value: float | None) -> float | None:
+    return 1.0 / value if value else None
+
+
+def _goal_cells(comparison: Comparison) -> list[str]:
+    row, ours, rival = comparison.row, comparison.outcomes[0], comparison.best_rival()
+    goal, speed, plain = row.goal or Goal(), against_fastest(comparison), comparison.against_plain()
+    limits = [f"{floor:.2f}, {aim:.2f}" if floor else "-" for floor, aim in (goal[:2], goal[2:4])]
+    if goal.tflops:
+        limits[0] = f"{goal.tflops:.0f}, {goal.tflops_aim:.0f} TFLOP/s"
+    return [
+        row.name,
+        report.microseconds(summary(ours.samples)) if ours in comparison.timed() else "-",
+        rival.candidate if rival else "-",
+        report.microseconds(summary(rival.samples)) if rival else "-",
+        f"{speed.ratio:.2f}x" if speed else "-",
+        limits[0],
+        f"{plain:.2f}x" if plain else "-",
+        limits[1],
+        reached(comparison),
+    ]
 
 
 def _lines(comparison: Comparison) -> list[list[str]]:
@@ -262,9 +319,13 @@ def _figures(comparison: Comparison, outcome: Outcome) -> list[str]:
         report.milliseconds(timed),
         report.spread(timed),
         words.cell(comparison.versus(outcome, comparison.best_peer())),
-        report.rate(comparison.row.flops, timed),
+        report.rate(_flops(comparison.row, outcome), timed),
         report.microseconds(summary(outcome.overhead)),
         report.mebibytes(outcome.memory),
         words.error_cell(outcome, "out"),
-        words.error_cell(outcome, "dq", "dk", "dv"),
+        words.error_cell(outcome, *(name for name in outcome.errors if name.startswith("d"))),
     ]
+
+
+def _flops(row: Row, outcome: Outcome) -> int:
+    return row.flops_of(row.plain.problem) if outcome.candidate == PLAIN and row.plain else row.flops

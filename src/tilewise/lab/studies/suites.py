@@ -28,7 +28,7 @@ from ..candidates.names import (
     installed,
 )
 from ..measure.compare import Row
-from . import drawn
+from . import drawn, variants
 
 
 def row(
@@ -220,6 +220,8 @@ SUITES: dict[str, tuple[Row, ...]] = {
         for one in _grouped((model,), label=f"{model.name} {direction['times'][0]}", **_FEW, **direction)
     ),
     "drawn": _drawn(0),
+    # Masks, biases, sinks and dropout: what programs ask of scores.
+    "variants": variants.rows(),
     "small": tuple(
         row(shape, _F16, mask, method="graph", **_CUDA)
         for shape in ((2, 8, 512, 64), (1, 16, 1024, 64), (1, 32, 512, 128), (1, 8, 256, 64))
@@ -267,6 +269,7 @@ SUITES: dict[str, tuple[Row, ...]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "grouped": {"overhead": False, "more_seconds": 1.0},
     "drawn": {"round_seconds": 0.01, "overhead": False, "more_seconds": 0.5},
+    "variants": {"round_seconds": 0.012, "overhead": False, "more_seconds": 0.5},
 }
 _RIVALS = (FA3, FA4, FLASHINFER, VARLEN)
 # Rivals that would compile for minutes: only where they are asked for.
