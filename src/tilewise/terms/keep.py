@@ -84,6 +84,7 @@ class KeyLengths(Term):
     kind: ClassVar[str] = "key_lengths"
     transforms: ClassVar[bool] = False
     hides: ClassVar[bool] = True
+    narrows: ClassVar[bool] = True
 
     padded_left: bool = False
 

@@ -303,6 +303,8 @@ MIN_STEPS_IN_ANY_ORDER = 32
 def _order(problem: Problem, config: Config, divided: division.Division) -> Order:
     if problem.deterministic:
         return Order.KEY_ORDER
+    if any(term.narrows for term in problem.scores):  # who claims a dQ counts on every tile that the band leaves
+        return Order.ANY_ORDER
     sums = problem.batch * problem.heads_q * problem.seq_q * config.head_dim * 4
     stay_together = _walk(problem, divided.cut) is Walk.DOWN and divided.waves < MIN_WAVES_TO_CLAIM
     if (
