@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from . import masks, op
 from .errors import InvalidInput, UnknownArgument, UnsupportedProblem
-from .masks import Causal, Documents, Full, Mask, Window
+from .masks import Causal, Documents, Full, KeyLengths, Mask, PrefixLM, Window
 from .op import Options
 from .operands import NO_OPERANDS, Operands
 from .plan import AUTO, BACKENDS, Plan, check_backend, plan
@@ -32,6 +32,7 @@ from .problem import (
     heads_first,
     mask_operands,
     shown,
+    with_mask_terms,
     with_named_terms,
 )
 from .scores import Term, softcapped, text_of
@@ -90,9 +91,9 @@ def attention(
     q (batch, heads_q, seq_q, head_dim), k (batch, heads_kv, seq_kv, head_dim), v (batch, heads_kv, seq_kv, head_dim_v);
     with layout="bshd" the heads and seq dimensions are exchanged. heads_kv may divide heads_q (grouped queries).
 
-    mask     None, "causal", a tilewise mask (Causal, Window, Documents) or its text form, or a tensor that broadcasts
-             to (batch, heads_q, seq_q, seq_kv): boolean (True = visible) or additive in q's dtype. An additive one
-             that requires grad is differentiated.
+    mask     None, "causal", a tilewise mask (Causal, Window, Documents, PrefixLM, KeyLengths) or its text form, or a
+             tensor that broadcasts to (batch, heads_q, seq_q, seq_kv): boolean (True = visible) or additive in q's
+             dtype. An additive one that requires grad is differentiated.
     scale    1 / sqrt(head_dim) if None.
     softcap  scores become softcap * tanh(score / softcap) before the mask; 0 = off.
     alibi    slopes (heads_q) or (batch, heads_q): slope * |row + seq_kv - seq_q - key| is taken from every score.
@@ -116,6 +117,8 @@ def attention(
         raise _unknown("attention", next(iter(unknown)))
     if layout == "bshd":  # all that follows sees (batch, heads, seq, head_dim) views
         q, k, v = heads_first(q, k, v, layout)
+    if type(mask) in _MAY_HOLD_TENSORS and mask.holds_tensors:  # type: ignore[union-attr]
+        mask, scores, operands = with_mask_terms(q, k, mask, scores, operands)  # type: ignore[arg-type]
     if alibi is not None or keep is not None or sink is not None:
         scores, operands = with_named_terms(q, k, scores, operands, alibi=alibi, keep=keep, sink=sink)
     out, lse = _attend(
@@ -167,7 +170,8 @@ def _attend(
 
 
 # Masks that are values. In the place of a tensor, which is an operand, a key has _TENSOR.
-_HASHABLE_MASKS = frozenset((type(None), str, Full, Causal, Window, Documents))
+_HASHABLE_MASKS = frozenset((type(None), str, Full, Causal, Window, Documents, PrefixLM))
+_MAY_HOLD_TENSORS = frozenset((Documents, PrefixLM, KeyLengths))
 _TENSOR = object()
 
 
@@ -276,12 +280,15 @@ def explain(
             raise _unknown("explain", name)
     layout = arguments.get("layout", "bhsd")
     named = {name: tensor for name in ("alibi", "keep", "sink") if (tensor := arguments.pop(name, None)) is not None}
-    if named:
+    mask = arguments.get("mask")
+    if named or (isinstance(mask, Mask) and mask.holds_tensors):
         check_layout(layout)
         check_tensors(problem, k, v)
         seen_q, seen_k, _ = heads_first(problem, k, v, layout)
-        given = arguments.get("scores", ()), arguments.get("operands")
-        arguments["scores"], arguments["operands"] = with_named_terms(seen_q, seen_k, *given, **named)
+        terms, operands = arguments.get("scores", ()), arguments.get("operands")
+        if isinstance(mask, Mask) and mask.holds_tensors:
+            arguments["mask"], terms, operands = with_mask_terms(seen_q, seen_k, mask, terms, operands)
+        arguments["scores"], arguments["operands"] = with_named_terms(seen_q, seen_k, terms, operands, **named)
     described = describe(problem, k, v, needs_lse=return_lse, **arguments)
     tensors = {**mask_operands(arguments.get("mask")), **(arguments.get("operands") or {})}
     described = described.with_(transformed=_is_transformed(problem, k, v, *tensors.values()))

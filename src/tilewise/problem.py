@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import masks
 from .errors import InvalidInput
-from .masks import Band, Dense, Full, Mask
+from .masks import Band, Dense, Full, KeyLengths, Mask
 from .operands import INPUTS, Operand, Operands
 from .scores import Softcap, Term, softcapped
 from .scores import parse as parse_term
-from .terms import Alibi, Keep, Sink
+from .terms import Alibi, Keep, Sink, Spans, spans
+from .terms import KeyLengths as KeyLengthsTerm
 from .terms.shared import is_paired
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
 
 Layout = Literal["bhsd", "bshd"]
 Precision = Literal["exact", "tf32"]
@@ -322,6 +327,60 @@ def with_named_terms(
         terms.append(Sink())
         named["sink"] = sink.float()
     return tuple(terms), named
+
+
+def with_mask_terms(
+    q: torch.Tensor, k: torch.Tensor, mask: Mask, scores: tuple[Term, ...], operands: Operands | None
+) -> tuple[Mask, tuple[Term, ...], Operands]:
+    """A mask that holds tensors, as a band, a term and what this reads; q and k with their heads first."""
+    check_tensors(q, k, k)
+    term: Term
+    if isinstance(mask, KeyLengths):
+        term = KeyLengthsTerm(mask.side == "left")
+        tensors = {"key_lengths": mask.lengths.to(q.device, torch.int32, non_blocking=True)}
+    else:
+        term = Spans()
+        tensors = _spans_of(mask, q, k.shape[2])
+    return mask.hull(), (*check_terms(scores), term), {**(operands or {}), **tensors}
+
+
+def _spans_of(mask: Mask, q: torch.Tensor, seq_kv: int) -> dict[str, torch.Tensor]:
+    """The operands of Spans for a mask that holds tensors.
+
+    One mask mostly serves all layers of a model: what was made for it is kept as long as its tensors stay as they are.
+    Not what is captured, since a graph makes it anew each time, nor where nobody can tell (torch.compile, inference
+    tensors).
+    """
+    seq_q, device = q.shape[2], q.device
+    values = [getattr(mask, field.name) for field in fields(mask)]  # type: ignore[arg-type]
+    held = [value for value in values if isinstance(value, torch.Tensor)]
+    unknown = torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in held)
+    if unknown or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return _made_spans(mask, seq_q, seq_kv, device)
+    facts = [(id(value), value._version) if isinstance(value, torch.Tensor) else value for value in values]
+    key = type(mask), *facts, seq_q, seq_kv, device
+    kept = _spans_made.get(held[0])
+    if kept is None or kept.key != key:
+        others = tuple(tensor for tensor in held if tensor is not held[0])
+        kept = _KeptSpans(key, _made_spans(mask, seq_q, seq_kv, device), others)
+        _spans_made[held[0]] = kept
+    return kept.operands
+
+
+class _KeptSpans(NamedTuple):
+    """What they were made for, and the tensors in there beside the one that they are found by: ids stay theirs."""
+
+    key: tuple[Any, ...]
+    operands: dict[str, torch.Tensor]
+    others: tuple[torch.Tensor, ...]
+
+
+_spans_made: MutableMapping[torch.Tensor, _KeptSpans] = WeakTensorKeyDictionary()
+
+
+def _made_spans(mask: Mask, seq_q: int, seq_kv: int, device: torch.device) -> dict[str, torch.Tensor]:
+    first, end = mask.spans(torch.arange(seq_q, device=device), seq_q, seq_kv)
+    return spans.operands_of(first.reshape(-1, seq_q), end.reshape(-1, seq_q), seq_kv)
 
 
 def mask_operands(mask: Mask | str | torch.Tensor | None) -> dict[str, torch.Tensor]:

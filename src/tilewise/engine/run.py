@@ -23,6 +23,7 @@ from ..jit import launch as driver
 from ..jit.memo import keep
 from ..memo import Memo
 from ..operands import ALL, INPUTS, NO_OPERANDS, zero_grads
+from .mask_spans import mask_operands
 from .program import SCRATCH, Address, Counter, Map, Stride, View, slots_of
 from .rules import in_terms
 
@@ -168,6 +169,8 @@ def bind_forward(
 
     Where there are no keys there is no program.
     """
+    of_mask = mask_operands(problem, q.device)
+    operands = {**operands, **of_mask} if of_mask else operands
     problem = in_terms(problem)
     needs_lse = problem.needs_lse or problem.needs_grad
     names = [operand.name for operand in problem.operands]
@@ -191,6 +194,8 @@ def bind_forward(
         lse = no_floats.new_empty(*lse_shape) if needs_lse else None
         if run is None:
             return out.zero_(), lse if lse is None else lse.fill_(-math.inf)
+        if of_mask:
+            operands = {**(operands or NO_OPERANDS), **of_mask}
         if outputs:
             room = [_room(q, operand.shape(problem), operand.dtype) for operand, _ in outputs]
             run(q, k, v, out, lse, *[(operands or NO_OPERANDS)[name] for name in names], *room)
@@ -222,7 +227,8 @@ def bind_backward(programs: Callable[[torch.device, Wants], Program], problem: P
     `programs` gives the program that makes the wanted gradients on a device. Where the kernel that makes some
     alone does not build, all are made.
     """
-    problem = in_terms(problem)
+    asked, problem = problem, in_terms(problem)
+    of_mask: Operands | None = None  # until the device is known
     known: dict[tuple[Any, ...], BoundBackward] = {}
     empty, names = problem.empty, tuple(operand.name for operand in problem.operands)
 
@@ -237,6 +243,11 @@ def bind_backward(programs: Callable[[torch.device, Wants], Program], problem: P
         operands: Operands = NO_OPERANDS,
         wants: Wants = ALL,
     ) -> Grads:
+        nonlocal of_mask
+        if of_mask is None:
+            of_mask = mask_operands(asked, q.device)
+        if of_mask:
+            operands = {**operands, **of_mask}
         if dlse is not None:
             dlse = dlse.float().contiguous()
         if not lse.is_contiguous():
