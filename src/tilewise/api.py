@@ -30,6 +30,7 @@ from .problem import (
     check_terms,
     describe,
     heads_first,
+    in_front_of_outputs,
     mask_operands,
     shown,
     with_mask_terms,
@@ -37,6 +38,7 @@ from .problem import (
 )
 from .scores import Term, softcapped, text_of
 from .target import Target
+from .terms import Dropout
 from .torch_kernels import candidates
 
 if TYPE_CHECKING:
@@ -104,7 +106,8 @@ def attention(
     scores   what else is done to scores before the mask: terms of tilewise.scores and tilewise.terms, in this order,
              after the softcap and before those above.
     operands the tensors that these terms read, by the names they give them; differentiated where a term allows it.
-    dropout  probability, by PyTorch's backends only; applied whenever it is not 0, like F.scaled_dot_product_attention.
+    dropout  probability, applied whenever it is not 0, like F.scaled_dot_product_attention. PyTorch's backends draw it
+             their way; all of ours drop the same weights for the same seed, which PyTorch's generator gives.
     backend  "auto", or a name from `tilewise.explain`; a named backend runs or raises, it never falls back.
     precision  for float32: "exact", the error of float32 arithmetic; or "tf32", which lets a kernel round the operands
              of its products to 11 bits (relative error about 4e-4) where that is faster.
@@ -155,18 +158,42 @@ def _attend(
     if key is not None:
         call = op.recall(q, k, v, given, key)
         if call is not None:
-            return op.execute(call, q, k, v, given)
-    if dropout and op.is_jit_traced() is not None:
-        return _traced(q, k, v, operands, arguments)
-    if dropout or _is_transformed(q, k, v, *given.values()):
+            return op.execute(call, q, k, v, {**given, "seed": drawn_seed(q.device)} if dropout else given)
+    known = given  # what a seed is drawn beside
+    if dropout:
+        if op.is_jit_traced() is not None:
+            return _traced(q, k, v, operands, arguments)
+        if _planned(q, k, v, given, arguments)[1].backend in _TORCH_KERNELS:
+            return _outside_op(q, k, v, given, arguments)
+        arguments, given = _with_dropout_term(arguments), {**given, "seed": drawn_seed(q.device)}
+    if _is_transformed(q, k, v, *given.values()):
         return _outside_op(q, k, v, given, arguments)
     options = _options(arguments)
     if not op.is_plain(q, k, v):
         return op.run(q, k, v, given, options)
     call = op.prepare(q, k, v, given, options, op.needed_grads(q, k, v, given))
     if key is not None:
-        op.remember(call, q, k, v, given, key)
+        op.remember(call, q, k, v, known, key)
     return op.execute(call, q, k, v, given)
+
+
+_TORCH_KERNELS = frozenset(candidate.name for candidate in candidates.CANDIDATES)
+
+
+def drawn_seed(device: torch.device) -> Tensor:
+    """The operand of a Dropout term, from PyTorch's generator of the device.
+
+    An operation of PyTorch's like any other: it obeys torch.manual_seed, a checkpoint draws it again, and a CUDA graph
+    draws a new one each time it runs.
+    """
+    return torch.randint(1 << 62, (2,), dtype=torch.int64, device=device)
+
+
+def _with_dropout_term(arguments: _Arguments) -> _Arguments:
+    """The same arguments with the dropout as a term of the scores."""
+    scores, dropout = arguments[3:5]
+    terms = in_front_of_outputs(check_terms(scores), Dropout(as_number("dropout", dropout)))
+    return *arguments[:3], terms, 0.0, *arguments[5:]
 
 
 # Masks that are values. In the place of a tensor, which is an operand, a key has _TENSOR.
@@ -361,7 +388,10 @@ def _traced(
     mask, dropout = arguments[0], arguments[4]
     options = _options(arguments)
     if dropout:
-        return _traced_dropout(q, k, v, mask, options, dropout), None
+        if not _drops_in_terms(q, v, options):
+            return _traced_dropout(q, k, v, mask, options, dropout), None
+        arguments, operands = _with_dropout_term(arguments), {**(operands or {}), "seed": drawn_seed(q.device)}
+        options = _options(arguments)
     tensors = [mask] if isinstance(mask, Tensor) else []
     if operands is not None:
         tensors += [operands[operand.name] for term in arguments[3] for operand in term.tensors]
@@ -369,13 +399,25 @@ def _traced(
     return out, lse
 
 
+def _drops_in_terms(q: Tensor, v: Tensor, options: Options) -> bool:
+    """Whether a traced call with dropout is one operator, which plans when it runs: where our kernels take it as far as
+    a trace can tell, and whatever PyTorch does not compute."""
+    if options.backend != AUTO:
+        return options.backend not in _TORCH_KERNELS
+    if options.scores or options.needs_lse:
+        return True
+    if not q.is_cuda or q.dtype == torch.float64:
+        return False
+    return q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and v.shape[-1] % 8 == 0 and v.shape[-1] <= 256
+
+
 def _traced_dropout(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, options: Options, dropout: float) -> Tensor:
-    """Dropout is PyTorch's alone, and a compiled graph freezes PyTorch's own choice of kernel."""
-    if options.scores or options.needs_lse or options.backend != AUTO:
+    """By PyTorch's function: a compiled graph freezes PyTorch's own choice of kernel."""
+    if options.backend != AUTO:
         raise UnsupportedProblem(
-            "inside torch.compile, dropout goes to F.scaled_dot_product_attention, which has no softcap, other terms, "
-            "lse or choice of backend.",
-            remedy="drop these or the dropout, or call outside torch.compile",
+            "inside torch.compile, dropout by PyTorch's kernels goes to F.scaled_dot_product_attention, which has no "
+            "choice among them.",
+            remedy="leave the choice to auto, or call outside torch.compile",
         )
     bias, unseen = mask if isinstance(mask, Tensor) else None, None
     if options.mask not in ("", "full", "causal"):
@@ -415,7 +457,28 @@ def _torch_dropout(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options
 def _outside_op(
     q: Tensor, k: Tensor, v: Tensor, operands: Operands, arguments: _Arguments
 ) -> tuple[Tensor, Tensor | None]:
-    """Calls our op must not see: transforms and forward AD need composite code, dropout PyTorch's own autograd."""
+    """Calls our op must not see: transforms and forward AD need composite code, PyTorch's dropout its own autograd."""
+    problem, chosen = _planned(q, k, v, operands, arguments)
+    q, k, v = op.with_memory(q), op.with_memory(k), op.with_memory(v)
+    if not problem.dropout:
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
+            return BACKENDS[chosen.backend].forward(q, k, v, problem, chosen.config, operands)
+
+        return op.recorded(forward, q, k, v, operands)
+    candidate = next(c for c in candidates.CANDIDATES if c.name == chosen.backend)
+
+    def dropped(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
+        return candidate.dropout_forward(q, k, v, problem, operands), None
+
+    if candidate is candidates.MATH:
+        return op.recorded(dropped, q, k, v, operands)
+    with op.without_autocast():  # a kernel, with a derivative of its own
+        return dropped(q, k, v, operands)
+
+
+def _planned(q: Tensor, k: Tensor, v: Tensor, operands: Operands, arguments: _Arguments) -> tuple[Problem, Plan]:
+    """What a call poses, and who computes it."""
     mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision = arguments
     check_layout(layout)
     others = {name: tensor for name, tensor in operands.items() if tensor is not mask}
@@ -432,23 +495,7 @@ def _outside_op(
         needs_lse=return_lse,
         precision=precision,
     ).with_(layout=layout, transformed=_is_transformed(q, k, v, *operands.values()))
-    chosen = plan(problem, Target.of(q.device), backend)
-    q, k, v = op.with_memory(q), op.with_memory(k), op.with_memory(v)
-    if not dropout:
-
-        def forward(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
-            return BACKENDS[chosen.backend].forward(q, k, v, problem, chosen.config, operands)
-
-        return op.recorded(forward, q, k, v, operands)
-    candidate = next(c for c in candidates.CANDIDATES if c.name == chosen.backend)
-
-    def dropped(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
-        return candidate.dropout_forward(q, k, v, problem, operands), None
-
-    if candidate is candidates.MATH:
-        return op.recorded(dropped, q, k, v, operands)
-    with op.without_autocast():  # a kernel, with a derivative of its own
-        return dropped(q, k, v, operands)
+    return problem, plan(problem, Target.of(q.device), backend)
 
 
 def _is_transformed(*tensors: Tensor) -> bool:

@@ -21,7 +21,7 @@ from .masks import Band, Dense, Full, KeyLengths, Mask
 from .operands import INPUTS, Operand, Operands
 from .scores import Softcap, Term, softcapped
 from .scores import parse as parse_term
-from .terms import Alibi, Keep, Sink, Spans, spans
+from .terms import Alibi, Dropout, Keep, Sink, Spans, spans
 from .terms import KeyLengths as KeyLengthsTerm
 from .terms.shared import is_paired
 
@@ -68,7 +68,7 @@ class Problem:
     mask: Mask = _FULL
     scale: float = 0.0  # 0 stands for 1 / sqrt(head_dim), filled in on construction
     scores: tuple[Term, ...] = ()  # what is done to the scores before the mask, in this order
-    dropout: float = 0.0
+    dropout: float = 0.0  # PyTorch's kernels draw it themselves; all others as a term (`dropout_in_terms`)
     layout: Layout = "bhsd"  # the memory order of the inputs, and so of out
     strides: Strides = Strides.ALIGNED
     needs_grad: bool = False
@@ -185,6 +185,12 @@ class Problem:
             others = tuple(term for term in self.scores if not isinstance(term, Softcap))
             changes["scores"] = softcapped(changes.pop("softcap")) + changes.get("scores", others)
         return replace(self, **changes)
+
+    def dropout_in_terms(self) -> Problem:
+        """The same problem with its dropout as a term, which reads a seed among the operands of a call."""
+        if not self.dropout:
+            return self
+        return self.with_(scores=in_front_of_outputs(self.scores, Dropout(self.dropout)), dropout=0.0)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON; `from_dict` reads them back."""
@@ -327,6 +333,12 @@ def with_named_terms(
         terms.append(Sink())
         named["sink"] = sink.float()
     return tuple(terms), named
+
+
+def in_front_of_outputs(scores: tuple[Term, ...], term: Term) -> tuple[Term, ...]:
+    """The terms with one more behind all that change, hide or drop; those that report come last."""
+    before = tuple(one for one in scores if not one.outputs)
+    return (*before, term, *scores[len(before) :])
 
 
 def with_mask_terms(

@@ -93,7 +93,6 @@ def test_kernels_are_built_for_the_gpu_they_run_on():
         ({"dtype": torch.float64}, "float64"),
         ({"head_dim": 60, "head_dim_v": 60}, "multiples of 8"),
         ({"head_dim": 264}, "264 is over 256"),
-        ({"dropout": 0.1}, "dropout 0.1"),
         ({"scale": -1.0}, "negative"),
         ({"strides": Strides.UNALIGNED}, "unaligned"),
         ({"batch": 1 << 30}, "the limit of a grid"),

@@ -49,7 +49,6 @@ def test_every_problem_it_takes_has_a_config_that_fits_and_is_compiled_in_ci():
         ({"dtype": torch.float32, "needs_grad": True, "head_dim": 192, "head_dim_v": 192}, "takes heads to 128"),
         ({"head_dim": 60, "head_dim_v": 60}, "multiples of 8"),
         ({"head_dim": 264}, "264 is over 256"),
-        ({"dropout": 0.1}, "dropout 0.1"),
         ({"scale": -1.0}, "negative"),
         ({"strides": Strides.UNALIGNED}, "unaligned"),
         ({"transformed": True}, "functorch"),

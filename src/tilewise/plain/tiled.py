@@ -66,13 +66,6 @@ _SIDES = tuple(2**power for power in range(5, 12))  # of the blocks that `search
 
 def why_not(problem: Problem, target: Target) -> list[Reason]:
     reasons = []
-    if problem.dropout:
-        reasons.append(
-            Reason(
-                f"dropout {problem.dropout:g} is not 0, and the tiled loop draws no random numbers",
-                "use one of PyTorch's backends, or drop the dropout",
-            )
-        )
     if problem.transformed:
         reasons.append(
             Reason(
@@ -130,7 +123,7 @@ def forward(
     operands: Operands = NO_OPERANDS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q)."""
-    config = config or Config()
+    config, problem = config or Config(), problem.dropout_in_terms()
     out, lse = empty_out(q, problem.head_dim_v, problem.layout), empty_lse(q)
     if problem.empty and not (out.numel() and any(term.joins_rows for term in problem.scores)):
         return out.zero_(), lse.fill_(-torch.inf)
@@ -185,7 +178,7 @@ def backward(
     wants: Wants = ALL,
 ) -> Grads:
     """Gradients in each input's dtype; sums are kept in float32 (float64 for float64)."""
-    config = config or Config()
+    config, problem = config or Config(), problem.dropout_in_terms()
     if problem.empty:
         return zero_grads(wants, q, k, v, operands)
     work = lse.dtype
