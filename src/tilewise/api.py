@@ -34,6 +34,7 @@ from .problem import (
     mask_operands,
     shown,
     with_mask_terms,
+    with_max_logit,
     with_named_terms,
 )
 from .scores import Term, softcapped, text_of
@@ -55,7 +56,8 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike = None, scale: float | None = None, softcap: float = 0.0,
     alibi: Tensor | None = None, keep: Tensor | None = None, sink: Tensor | None = None,
     scores: tuple[Term, ...] = (), operands: Mapping[str, Tensor] | None = None, dropout: float = 0.0,
-    layout: Layout = "bhsd", return_lse: Literal[False] = False, backend: str = AUTO, precision: Precision = "exact",
+    layout: Layout = "bhsd", return_lse: Literal[False] = False, return_max_logit: Literal[False] = False,
+    backend: str = AUTO, precision: Precision = "exact",
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -64,8 +66,19 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike = None, scale: float | None = None, softcap: float = 0.0,
     alibi: Tensor | None = None, keep: Tensor | None = None, sink: Tensor | None = None,
     scores: tuple[Term, ...] = (), operands: Mapping[str, Tensor] | None = None, dropout: float = 0.0,
-    layout: Layout = "bhsd", return_lse: Literal[True], backend: str = AUTO, precision: Precision = "exact",
+    layout: Layout = "bhsd", return_lse: Literal[True], return_max_logit: Literal[False] = False, backend: str = AUTO,
+    precision: Precision = "exact",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike = None, scale: float | None = None, softcap: float = 0.0,
+    alibi: Tensor | None = None, keep: Tensor | None = None, sink: Tensor | None = None,
+    scores: tuple[Term, ...] = (), operands: Mapping[str, Tensor] | None = None, dropout: float = 0.0,
+    layout: Layout = "bhsd", return_lse: bool = False, return_max_logit: Literal[True], backend: str = AUTO,
+    precision: Precision = "exact",
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
 def attention(
@@ -84,10 +97,11 @@ def attention(
     dropout: float = 0.0,
     layout: Layout = "bhsd",
     return_lse: bool = False,
+    return_max_logit: bool = False,
     backend: str = AUTO,
     precision: Precision = "exact",
     **unknown: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention: softmax(mask(scores(softcap(scale * q k^T)))) v.
 
     q (batch, heads_q, seq_q, head_dim), k (batch, heads_kv, seq_kv, head_dim), v (batch, heads_kv, seq_kv, head_dim_v);
@@ -114,7 +128,8 @@ def attention(
 
     Returns out shaped like q with head_dim_v, in q's dtype and memory order; with return_lse=True also the natural-log
     sum of exp of each row's scores, (batch, heads_q, seq_q) in float32 (in float64 for float64), differentiable. A row
-    that sees no key gives out = 0 and lse = -inf, and its gradients are 0.
+    that sees no key gives out = 0 and lse = -inf, and its gradients are 0. With return_max_logit=True the last result
+    is the largest score of each head, (heads_q) like lse, of all terms and of visible pairs; it has no gradient.
     """
     if unknown:
         raise _unknown("attention", next(iter(unknown)))
@@ -124,28 +139,37 @@ def attention(
         mask, scores, operands = with_mask_terms(q, k, mask, scores, operands)  # type: ignore[arg-type]
     if alibi is not None or keep is not None or sink is not None:
         scores, operands = with_named_terms(q, k, scores, operands, alibi=alibi, keep=keep, sink=sink)
+    results: Results = None
+    if scores or return_max_logit:
+        scores = with_max_logit(scores, return_max_logit)
+        results = {} if return_max_logit else None
     out, lse = _attend(
-        q, k, v, operands, (mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision)
+        q, k, v, operands, (mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision), results
     )
     if layout == "bshd":
         out = as_laid_out(out, layout)
-    if not return_lse:
+    if not return_lse and results is None:
         return out
+    found = () if results is None else (results["max_logit"],)
+    if not return_lse:
+        return out, *found
     assert lse is not None, "a backend without lse took a problem that needs one"
-    return out, lse
+    return out, lse, *found
 
 
 # What `attention` was given beside tensors: mask, scale, softcap, scores, dropout, layout, return_lse, backend and
 # precision. A bare tuple: it is part of the key of every call.
 _Arguments = tuple[Any, ...]
+Results = dict[str, Tensor] | None
+"""What terms report, by name; None where none does."""
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, operands: Operands | None, arguments: _Arguments
+    q: Tensor, k: Tensor, v: Tensor, operands: Operands | None, arguments: _Arguments, results: Results = None
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of bhsd views, by whichever way PyTorch's state asks for."""
     if torch.compiler.is_compiling():
-        return _traced(q, k, v, operands, arguments)
+        return _traced(q, k, v, operands, arguments, results)
     mask, dropout = arguments[0], arguments[4]
     given: Operands = NO_OPERANDS
     key: _Arguments | None = arguments  # what a call like this one is remembered by; None = not at all
@@ -158,23 +182,24 @@ def _attend(
     if key is not None:
         call = op.recall(q, k, v, given, key)
         if call is not None:
-            return op.execute(call, q, k, v, {**given, "seed": drawn_seed(q.device)} if dropout else given)
+            given = {**given, "seed": drawn_seed(q.device)} if dropout else given
+            return op.execute(call, q, k, v, given, results)
     known = given  # what a seed is drawn beside
     if dropout:
         if op.is_jit_traced() is not None:
-            return _traced(q, k, v, operands, arguments)
+            return _traced(q, k, v, operands, arguments, results)
         if _planned(q, k, v, given, arguments)[1].backend in _TORCH_KERNELS:
-            return _outside_op(q, k, v, given, arguments)
+            return _outside_op(q, k, v, given, arguments, results)
         arguments, given = _with_dropout_term(arguments), {**given, "seed": drawn_seed(q.device)}
     if _is_transformed(q, k, v, *given.values()):
-        return _outside_op(q, k, v, given, arguments)
+        return _outside_op(q, k, v, given, arguments, results)
     options = _options(arguments)
     if not op.is_plain(q, k, v):
-        return op.run(q, k, v, given, options)
+        return op.run(q, k, v, given, options, results)
     call = op.prepare(q, k, v, given, options, op.needed_grads(q, k, v, given))
     if key is not None:
         op.remember(call, q, k, v, known, key)
-    return op.execute(call, q, k, v, given)
+    return op.execute(call, q, k, v, given, results)
 
 
 _TORCH_KERNELS = frozenset(candidate.name for candidate in candidates.CANDIDATES)
@@ -301,7 +326,7 @@ def explain(
         return plan(problem, resolve_target(target, "cuda" if torch.cuda.is_available() else "cpu"), backend)
     if k is None or v is None:
         raise InvalidInput("explain", "q alone", "a Problem, or q, k and v", "pass all three tensors")
-    return_lse = arguments.pop("return_lse", False)
+    return_lse, return_max_logit = (arguments.pop(name, False) for name in ("return_lse", "return_max_logit"))
     for name in arguments:
         if name not in _ARGUMENTS:
             raise _unknown("explain", name)
@@ -316,6 +341,7 @@ def explain(
         if isinstance(mask, Mask) and mask.holds_tensors:
             arguments["mask"], terms, operands = with_mask_terms(seen_q, seen_k, mask, terms, operands)
         arguments["scores"], arguments["operands"] = with_named_terms(seen_q, seen_k, terms, operands, **named)
+    arguments["scores"] = with_max_logit(arguments.get("scores", ()), return_max_logit)
     described = describe(problem, k, v, needs_lse=return_lse, **arguments)
     tensors = {**mask_operands(arguments.get("mask")), **(arguments.get("operands") or {})}
     described = described.with_(transformed=_is_transformed(problem, k, v, *tensors.values()))
@@ -362,7 +388,7 @@ _INSTEAD = {
 
 
 def _unknown(function: str, name: str) -> UnknownArgument:
-    known = ", ".join((*_ARGUMENTS, "return_lse", "backend"))
+    known = ", ".join((*_ARGUMENTS, "return_lse", "return_max_logit", "backend"))
     return UnknownArgument(name, "an unknown keyword", f"{function}'s: {known}", _INSTEAD.get(name, "leave it out"))
 
 
@@ -382,7 +408,7 @@ def _scores_text(softcap: float, scores: tuple[Term, ...]) -> str:
 
 
 def _traced(
-    q: Tensor, k: Tensor, v: Tensor, operands: Operands | None, arguments: _Arguments
+    q: Tensor, k: Tensor, v: Tensor, operands: Operands | None, arguments: _Arguments, results: Results
 ) -> tuple[Tensor, Tensor | None]:
     """Inside torch.compile: the graph gets one op, and planning happens when it runs, so lengths may change freely."""
     mask, dropout = arguments[0], arguments[4]
@@ -395,8 +421,8 @@ def _traced(
     tensors = [mask] if isinstance(mask, Tensor) else []
     if operands is not None:
         tensors += [operands[operand.name] for term in arguments[3] for operand in term.tensors]
-    out, lse = torch.ops.tilewise.attention(q, k, v, tensors, *options)
-    return out, lse
+    outputs = [operand.name for term in arguments[3] for operand in term.outputs]
+    return op.dispatched(q, k, v, tensors, options, outputs, results)
 
 
 def _drops_in_terms(q: Tensor, v: Tensor, options: Options) -> bool:
@@ -455,7 +481,7 @@ def _torch_dropout(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options
 
 
 def _outside_op(
-    q: Tensor, k: Tensor, v: Tensor, operands: Operands, arguments: _Arguments
+    q: Tensor, k: Tensor, v: Tensor, operands: Operands, arguments: _Arguments, results: Results
 ) -> tuple[Tensor, Tensor | None]:
     """Calls our op must not see: transforms and forward AD need composite code, PyTorch's dropout its own autograd."""
     problem, chosen = _planned(q, k, v, operands, arguments)
@@ -463,7 +489,9 @@ def _outside_op(
     if not problem.dropout:
 
         def forward(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
-            return BACKENDS[chosen.backend].forward(q, k, v, problem, chosen.config, operands)
+            run: Any = BACKENDS[chosen.backend].forward
+            reported = () if results is None else (results,)
+            return run(q, k, v, problem, chosen.config, operands, *reported)  # type: ignore[no-any-return]
 
         return op.recorded(forward, q, k, v, operands)
     candidate = next(c for c in candidates.CANDIDATES if c.name == chosen.backend)

@@ -21,7 +21,7 @@ from .masks import Band, Dense, Full, KeyLengths, Mask
 from .operands import INPUTS, Operand, Operands
 from .scores import Softcap, Term, softcapped
 from .scores import parse as parse_term
-from .terms import Alibi, Dropout, Keep, Sink, Spans, spans
+from .terms import Alibi, Dropout, Keep, MaxLogit, Sink, Spans, spans
 from .terms import KeyLengths as KeyLengthsTerm
 from .terms.shared import is_paired
 
@@ -265,7 +265,6 @@ def describe(
     check_tensors(q, k, v)
     check_layout(layout)
     q, k, v = heads_first(q, k, v, layout)
-    _check_returned(scores)
     check_shapes(q, k, v, layout)
     problem = Problem(
         batch=q.shape[0],
@@ -408,13 +407,14 @@ def check_terms(scores: object) -> tuple[Term, ...]:
     )
 
 
-def _check_returned(scores: tuple[Term, ...]) -> None:
-    """A call returns out and lse, and nothing that a term writes beside them."""
-    for term in scores:
-        if isinstance(term, Term) and term.outputs:
+def with_max_logit(scores: tuple[Term, ...], asked: bool) -> tuple[Term, ...]:
+    """The terms of a call, with the one that reports the largest scores where that is asked for, and not else."""
+    for term in check_terms(scores):
+        if term.outputs:
             names = ", ".join(operand.name for operand in term.outputs)
-            remedy = "bind the forward with tilewise.engine.run.bind_forward, which gives its `results`"
-            raise InvalidInput("scores", f"{term}, which writes {names}", "terms that write no results", remedy)
+            remedy = f"pass return_{names}=True instead"
+            raise InvalidInput("scores", f"{term}, which reports {names}", "terms that report nothing", remedy)
+    return (*scores, MaxLogit()) if asked else scores
 
 
 def _checked_operands(problem: Problem, given: Operands, q: torch.Tensor) -> tuple[str, ...]:

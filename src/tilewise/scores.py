@@ -160,6 +160,9 @@ class Term:
         """What a forward writes for it beside out and lse, zeroed before."""
         return ()
 
+    def observed(self, scores: Tensor, where: Where, results: dict[str, Tensor]) -> None:
+        """Take what it reports of these scores, -inf where hidden, into the results so far. There may be none."""
+
     def decoded(self, written: Tensor) -> Tensor:
         """What a kernel wrote as one of its outputs, as a caller wants it."""
         return written
@@ -395,6 +398,13 @@ def keep_all(where: Where, dtype: torch.dtype) -> Tensor | None:
             own = found[0].to(dtype) * found[1]
             factor = own if factor is None else factor * own
     return factor
+
+
+def observe_all(scores: Tensor, where: Where, results: dict[str, Tensor] | None) -> None:
+    """What the terms of the problem report of these scores, where somebody wants it."""
+    if results is not None:
+        for term in where.problem.scores:
+            term.observed(scores.detach(), where, results)
 
 
 def join_all(where: Where, dtype: torch.dtype) -> list[Tensor]:

@@ -30,8 +30,9 @@ from .rules import in_terms
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..operands import Grads, Operands, Wants
+    from ..operands import Grads, Operand, Operands, Wants
     from ..problem import Problem
+    from ..scores import Term
     from .program import Launch, Program
 
 Tensor = torch.Tensor
@@ -193,6 +194,9 @@ def bind_forward(
         out = q.new_empty_strided(shape, strides)
         lse = no_floats.new_empty(*lse_shape) if needs_lse else None
         if run is None:
+            if results is not None:
+                room = [_room(q, operand.shape(problem), operand.dtype) for operand, _ in outputs]
+                results |= _decoded(outputs, room)
             return out.zero_(), lse if lse is None else lse.fill_(-math.inf)
         if of_mask:
             operands = {**(operands or NO_OPERANDS), **of_mask}
@@ -200,8 +204,7 @@ def bind_forward(
             room = [_room(q, operand.shape(problem), operand.dtype) for operand, _ in outputs]
             run(q, k, v, out, lse, *[(operands or NO_OPERANDS)[name] for name in names], *room)
             if results is not None:
-                made = zip(outputs, room, strict=True)
-                results |= {operand.name: term.decoded(written) for (operand, term), written in made}
+                results |= _decoded(outputs, room)
         elif operands:
             run(q, k, v, out, lse, *[operands[name] for name in names])
         else:
@@ -209,6 +212,11 @@ def bind_forward(
         return out, lse
 
     return bound
+
+
+def _decoded(outputs: list[tuple[Operand, Term]], room: list[Tensor]) -> dict[str, Tensor]:
+    made = zip(outputs, room, strict=True)
+    return {operand.name: term.decoded(written) for (operand, term), written in made}
 
 
 def _as_read(problem: Problem, tensors: Operands) -> dict[str, Tensor]:

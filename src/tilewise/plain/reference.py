@@ -30,7 +30,7 @@ from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants, composite_notice
 from ..isolation import all_finite, isolated, joined, pieces
 from ..masks import Dense, Documents, Full
 from ..operands import recording
-from ..scores import Where, bend_all, join_all, keep_all, visible_all
+from ..scores import Where, bend_all, join_all, keep_all, observe_all, visible_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,8 +60,12 @@ def forward(
     problem: Problem,
     config: Any = None,
     operands: Operands = NO_OPERANDS,
+    results: dict[str, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q)."""
+    """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q).
+
+    What terms report goes into `results`.
+    """
     problem = problem.dropout_in_terms()
     apart = isinstance(problem.mask, Documents) and all(term.elementwise for term in problem.scores)
     if apart and _is_recorded(q, k, v):
@@ -75,6 +79,7 @@ def forward(
     work = _work_dtype(q.dtype)
     where = Where(problem, range(problem.seq_q), range(problem.seq_kv), operands=operands)
     scores, hidden, _ = _scores(q.to(work), k.to(work), problem, where)
+    observe_all(scores, where, results)
     top = scores.amax(-1, keepdim=True).detach() if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
     logits = join_all(where, work)
     for logit in logits:
