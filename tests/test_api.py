@@ -86,9 +86,8 @@ def test_dropout_runs_and_is_unbiased():
     out = tilewise.attention(q, k, v, dropout=0.5)
     assert not torch.equal(out, v)
     assert out.mean().item() == pytest.approx(1.0, abs=0.1)
-    with pytest.raises(UnsupportedProblem, match="softcap") as caught:
-        tilewise.attention(q, k, v, dropout=0.5, softcap=3.0)
-    assert {verdict.backend for verdict in caught.value.verdicts} >= {"tiled", "reference", "torch-math"}
+    with pytest.raises(UnsupportedProblem, match="softcap"):
+        tilewise.attention(q, k, v, dropout=0.5, softcap=3.0, backend="torch-math")
 
 
 def test_double_precision_is_kept():

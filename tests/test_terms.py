@@ -14,7 +14,7 @@ from tilewise.engine import SM90
 from tilewise.jit import Unit, build
 from tilewise.plan import plan
 from tilewise.scores import Softcap
-from tilewise.terms import Alibi, Bias, Dropout, Keep, KeyLengths, MaxLogit, RelativeBias, Sink
+from tilewise.terms import Alibi, Bias, Dropout, Keep, KeyLengths, MaxLogit, RelativeBias, Sink, Spans
 
 if TYPE_CHECKING:
     from tilewise.scores import Term
@@ -36,6 +36,7 @@ TERMS: list[tuple[Term, ...]] = [
     (Keep(("head", "row"), paired=True),),
     (KeyLengths(),),
     (KeyLengths(True),),
+    (Spans(),),
     (Bias(),),
     (Bias("float32", paired=True),),
     (Bias(paired=True, learned=True),),

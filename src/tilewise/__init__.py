@@ -22,7 +22,7 @@ from .errors import (
     UnknownArgument,
     UnsupportedProblem,
 )
-from .masks import Causal, Dense, Documents, Full, Mask, Window
+from .masks import Causal, Dense, Documents, Full, KeyLengths, Mask, PrefixLM, Window
 from .plan import Plan, Verdict
 from .problem import Problem
 from .target import Target
@@ -42,8 +42,10 @@ __all__ = [
     "FallbackWarning",
     "Full",
     "InvalidInput",
+    "KeyLengths",
     "Mask",
     "Plan",
+    "PrefixLM",
     "Problem",
     "Reason",
     "Target",

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from . import masks, op
 from .errors import InvalidInput, UnknownArgument, UnsupportedProblem
-from .masks import Causal, Documents, Full, Mask, Window
+from .masks import Causal, Documents, Full, KeyLengths, Mask, PrefixLM, Window
 from .op import Options
 from .operands import NO_OPERANDS, Operands
 from .plan import AUTO, BACKENDS, Plan, check_backend, plan
@@ -30,12 +30,16 @@ from .problem import (
     check_terms,
     describe,
     heads_first,
+    in_front_of_outputs,
     mask_operands,
     shown,
+    with_mask_terms,
+    with_max_logit,
     with_named_terms,
 )
 from .scores import Term, softcapped, text_of
 from .target import Target
+from .terms import Dropout
 from .torch_kernels import candidates
 
 if TYPE_CHECKING:
@@ -52,7 +56,8 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike = None, scale: float | None = None, softcap: float = 0.0,
     alibi: Tensor | None = None, keep: Tensor | None = None, sink: Tensor | None = None,
     scores: tuple[Term, ...] = (), operands: Mapping[str, Tensor] | None = None, dropout: float = 0.0,
-    layout: Layout = "bhsd", return_lse: Literal[False] = False, backend: str = AUTO, precision: Precision = "exact",
+    layout: Layout = "bhsd", return_lse: Literal[False] = False, return_max_logit: Literal[False] = False,
+    backend: str = AUTO, precision: Precision = "exact",
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -61,8 +66,19 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike = None, scale: float | None = None, softcap: float = 0.0,
     alibi: Tensor | None = None, keep: Tensor | None = None, sink: Tensor | None = None,
     scores: tuple[Term, ...] = (), operands: Mapping[str, Tensor] | None = None, dropout: float = 0.0,
-    layout: Layout = "bhsd", return_lse: Literal[True], backend: str = AUTO, precision: Precision = "exact",
+    layout: Layout = "bhsd", return_lse: Literal[True], return_max_logit: Literal[False] = False, backend: str = AUTO,
+    precision: Precision = "exact",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: MaskLike = None, scale: float | None = None, softcap: float = 0.0,
+    alibi: Tensor | None = None, keep: Tensor | None = None, sink: Tensor | None = None,
+    scores: tuple[Term, ...] = (), operands: Mapping[str, Tensor] | None = None, dropout: float = 0.0,
+    layout: Layout = "bhsd", return_lse: bool = False, return_max_logit: Literal[True], backend: str = AUTO,
+    precision: Precision = "exact",
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
 def attention(
@@ -81,18 +97,19 @@ def attention(
     dropout: float = 0.0,
     layout: Layout = "bhsd",
     return_lse: bool = False,
+    return_max_logit: bool = False,
     backend: str = AUTO,
     precision: Precision = "exact",
     **unknown: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention: softmax(mask(scores(softcap(scale * q k^T)))) v.
 
     q (batch, heads_q, seq_q, head_dim), k (batch, heads_kv, seq_kv, head_dim), v (batch, heads_kv, seq_kv, head_dim_v);
     with layout="bshd" the heads and seq dimensions are exchanged. heads_kv may divide heads_q (grouped queries).
 
-    mask     None, "causal", a tilewise mask (Causal, Window, Documents) or its text form, or a tensor that broadcasts
-             to (batch, heads_q, seq_q, seq_kv): boolean (True = visible) or additive in q's dtype. An additive one
-             that requires grad is differentiated.
+    mask     None, "causal", a tilewise mask (Causal, Window, Documents, PrefixLM, KeyLengths) or its text form, or a
+             tensor that broadcasts to (batch, heads_q, seq_q, seq_kv): boolean (True = visible) or additive in q's
+             dtype. An additive one that requires grad is differentiated.
     scale    1 / sqrt(head_dim) if None.
     softcap  scores become softcap * tanh(score / softcap) before the mask; 0 = off.
     alibi    slopes (heads_q) or (batch, heads_q): slope * |row + seq_kv - seq_q - key| is taken from every score.
@@ -103,43 +120,56 @@ def attention(
     scores   what else is done to scores before the mask: terms of tilewise.scores and tilewise.terms, in this order,
              after the softcap and before those above.
     operands the tensors that these terms read, by the names they give them; differentiated where a term allows it.
-    dropout  probability, by PyTorch's backends only; applied whenever it is not 0, like F.scaled_dot_product_attention.
+    dropout  probability, applied whenever it is not 0, like F.scaled_dot_product_attention. PyTorch's backends draw it
+             their way; all of ours drop the same weights for the same seed, which PyTorch's generator gives.
     backend  "auto", or a name from `tilewise.explain`; a named backend runs or raises, it never falls back.
     precision  for float32: "exact", the error of float32 arithmetic; or "tf32", which lets a kernel round the operands
              of its products to 11 bits (relative error about 4e-4) where that is faster.
 
     Returns out shaped like q with head_dim_v, in q's dtype and memory order; with return_lse=True also the natural-log
     sum of exp of each row's scores, (batch, heads_q, seq_q) in float32 (in float64 for float64), differentiable. A row
-    that sees no key gives out = 0 and lse = -inf, and its gradients are 0.
+    that sees no key gives out = 0 and lse = -inf, and its gradients are 0. With return_max_logit=True the last result
+    is the largest score of each head, (heads_q) like lse, of all terms and of visible pairs; it has no gradient.
     """
     if unknown:
         raise _unknown("attention", next(iter(unknown)))
     if layout == "bshd":  # all that follows sees (batch, heads, seq, head_dim) views
         q, k, v = heads_first(q, k, v, layout)
+    if type(mask) in _MAY_HOLD_TENSORS and mask.holds_tensors:  # type: ignore[union-attr]
+        mask, scores, operands = with_mask_terms(q, k, mask, scores, operands)  # type: ignore[arg-type]
     if alibi is not None or keep is not None or sink is not None:
         scores, operands = with_named_terms(q, k, scores, operands, alibi=alibi, keep=keep, sink=sink)
+    results: Results = None
+    if scores or return_max_logit:
+        scores = with_max_logit(scores, return_max_logit)
+        results = {} if return_max_logit else None
     out, lse = _attend(
-        q, k, v, operands, (mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision)
+        q, k, v, operands, (mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision), results
     )
     if layout == "bshd":
         out = as_laid_out(out, layout)
-    if not return_lse:
+    if not return_lse and results is None:
         return out
+    found = () if results is None else (results["max_logit"],)
+    if not return_lse:
+        return out, *found
     assert lse is not None, "a backend without lse took a problem that needs one"
-    return out, lse
+    return out, lse, *found
 
 
 # What `attention` was given beside tensors: mask, scale, softcap, scores, dropout, layout, return_lse, backend and
 # precision. A bare tuple: it is part of the key of every call.
 _Arguments = tuple[Any, ...]
+Results = dict[str, Tensor] | None
+"""What terms report, by name; None where none does."""
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, operands: Operands | None, arguments: _Arguments
+    q: Tensor, k: Tensor, v: Tensor, operands: Operands | None, arguments: _Arguments, results: Results = None
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of bhsd views, by whichever way PyTorch's state asks for."""
     if torch.compiler.is_compiling():
-        return _traced(q, k, v, operands, arguments)
+        return _traced(q, k, v, operands, arguments, results)
     mask, dropout = arguments[0], arguments[4]
     given: Operands = NO_OPERANDS
     key: _Arguments | None = arguments  # what a call like this one is remembered by; None = not at all
@@ -152,22 +182,48 @@ def _attend(
     if key is not None:
         call = op.recall(q, k, v, given, key)
         if call is not None:
-            return op.execute(call, q, k, v, given)
-    if dropout and op.is_jit_traced() is not None:
-        return _traced(q, k, v, operands, arguments)
-    if dropout or _is_transformed(q, k, v, *given.values()):
-        return _outside_op(q, k, v, given, arguments)
+            given = {**given, "seed": drawn_seed(q.device)} if dropout else given
+            return op.execute(call, q, k, v, given, results)
+    known = given  # what a seed is drawn beside
+    if dropout:
+        if op.is_jit_traced() is not None:
+            return _traced(q, k, v, operands, arguments, results)
+        if _planned(q, k, v, given, arguments)[1].backend in _TORCH_KERNELS:
+            return _outside_op(q, k, v, given, arguments, results)
+        arguments, given = _with_dropout_term(arguments), {**given, "seed": drawn_seed(q.device)}
+    if _is_transformed(q, k, v, *given.values()):
+        return _outside_op(q, k, v, given, arguments, results)
     options = _options(arguments)
     if not op.is_plain(q, k, v):
-        return op.run(q, k, v, given, options)
+        return op.run(q, k, v, given, options, results)
     call = op.prepare(q, k, v, given, options, op.needed_grads(q, k, v, given))
     if key is not None:
-        op.remember(call, q, k, v, given, key)
-    return op.execute(call, q, k, v, given)
+        op.remember(call, q, k, v, known, key)
+    return op.execute(call, q, k, v, given, results)
+
+
+_TORCH_KERNELS = frozenset(candidate.name for candidate in candidates.CANDIDATES)
+
+
+def drawn_seed(device: torch.device) -> Tensor:
+    """The operand of a Dropout term, from PyTorch's generator of the device.
+
+    An operation of PyTorch's like any other: it obeys torch.manual_seed, a checkpoint draws it again, and a CUDA graph
+    draws a new one each time it runs.
+    """
+    return torch.randint(1 << 62, (2,), dtype=torch.int64, device=device)
+
+
+def _with_dropout_term(arguments: _Arguments) -> _Arguments:
+    """The same arguments with the dropout as a term of the scores."""
+    scores, dropout = arguments[3:5]
+    terms = in_front_of_outputs(check_terms(scores), Dropout(as_number("dropout", dropout)))
+    return *arguments[:3], terms, 0.0, *arguments[5:]
 
 
 # Masks that are values. In the place of a tensor, which is an operand, a key has _TENSOR.
-_HASHABLE_MASKS = frozenset((type(None), str, Full, Causal, Window, Documents))
+_HASHABLE_MASKS = frozenset((type(None), str, Full, Causal, Window, Documents, PrefixLM))
+_MAY_HOLD_TENSORS = frozenset((Documents, PrefixLM, KeyLengths))
 _TENSOR = object()
 
 
@@ -290,18 +346,22 @@ def explain(
         return plan(problem, resolve_target(target, "cuda" if torch.cuda.is_available() else "cpu"), backend)
     if k is None or v is None:
         raise InvalidInput("explain", "q alone", "a Problem, or q, k and v", "pass all three tensors")
-    return_lse = arguments.pop("return_lse", False)
+    return_lse, return_max_logit = (arguments.pop(name, False) for name in ("return_lse", "return_max_logit"))
     for name in arguments:
         if name not in _ARGUMENTS:
             raise _unknown("explain", name)
     layout = arguments.get("layout", "bhsd")
     named = {name: tensor for name in ("alibi", "keep", "sink") if (tensor := arguments.pop(name, None)) is not None}
-    if named:
+    mask = arguments.get("mask")
+    if named or (isinstance(mask, Mask) and mask.holds_tensors):
         check_layout(layout)
         check_tensors(problem, k, v)
         seen_q, seen_k, _ = heads_first(problem, k, v, layout)
-        given = arguments.get("scores", ()), arguments.get("operands")
-        arguments["scores"], arguments["operands"] = with_named_terms(seen_q, seen_k, *given, **named)
+        terms, operands = arguments.get("scores", ()), arguments.get("operands")
+        if isinstance(mask, Mask) and mask.holds_tensors:
+            arguments["mask"], terms, operands = with_mask_terms(seen_q, seen_k, mask, terms, operands)
+        arguments["scores"], arguments["operands"] = with_named_terms(seen_q, seen_k, terms, operands, **named)
+    arguments["scores"] = with_max_logit(arguments.get("scores", ()), return_max_logit)
     described = describe(problem, k, v, needs_lse=return_lse, **arguments)
     tensors = {**mask_operands(arguments.get("mask")), **(arguments.get("operands") or {})}
     described = described.with_(transformed=_is_transformed(problem, k, v, *tensors.values()))
@@ -348,7 +408,7 @@ _INSTEAD = {
 
 
 def _unknown(function: str, name: str) -> UnknownArgument:
-    known = ", ".join((*_ARGUMENTS, "return_lse", "backend"))
+    known = ", ".join((*_ARGUMENTS, "return_lse", "return_max_logit", "backend"))
     return UnknownArgument(name, "an unknown keyword", f"{function}'s: {known}", _INSTEAD.get(name, "leave it out"))
 
 
@@ -368,27 +428,42 @@ def _scores_text(softcap: float, scores: tuple[Term, ...]) -> str:
 
 
 def _traced(
-    q: Tensor, k: Tensor, v: Tensor, operands: Operands | None, arguments: _Arguments
+    q: Tensor, k: Tensor, v: Tensor, operands: Operands | None, arguments: _Arguments, results: Results
 ) -> tuple[Tensor, Tensor | None]:
     """Inside torch.compile: the graph gets one op, and planning happens when it runs, so lengths may change freely."""
     mask, dropout = arguments[0], arguments[4]
     options = _options(arguments)
     if dropout:
-        return _traced_dropout(q, k, v, mask, options, dropout), None
+        if not _drops_in_terms(q, v, options):
+            return _traced_dropout(q, k, v, mask, options, dropout), None
+        arguments, operands = _with_dropout_term(arguments), {**(operands or {}), "seed": drawn_seed(q.device)}
+        options = _options(arguments)
     tensors = [mask] if isinstance(mask, Tensor) else []
     if operands is not None:
         tensors += [operands[operand.name] for term in arguments[3] for operand in term.tensors]
-    out, lse = torch.ops.tilewise.attention(q, k, v, tensors, *options)
-    return out, lse
+    outputs = [operand.name for term in arguments[3] for operand in term.outputs]
+    return op.dispatched(q, k, v, tensors, options, outputs, results)
+
+
+def _drops_in_terms(q: Tensor, v: Tensor, options: Options) -> bool:
+    """Whether a traced call with dropout is one operator, which plans when it runs: where our kernels take it as far as
+    a trace can tell, and whatever PyTorch does not compute."""
+    if options.backend != AUTO:
+        return options.backend not in _TORCH_KERNELS
+    if options.scores or options.needs_lse:
+        return True
+    if not q.is_cuda or q.dtype == torch.float64:
+        return False
+    return q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and v.shape[-1] % 8 == 0 and v.shape[-1] <= 256
 
 
 def _traced_dropout(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, options: Options, dropout: float) -> Tensor:
-    """Dropout is PyTorch's alone, and a compiled graph freezes PyTorch's own choice of kernel."""
-    if options.scores or options.needs_lse or options.backend != AUTO:
+    """By PyTorch's function: a compiled graph freezes PyTorch's own choice of kernel."""
+    if options.backend != AUTO:
         raise UnsupportedProblem(
-            "inside torch.compile, dropout goes to F.scaled_dot_product_attention, which has no softcap, other terms, "
-            "lse or choice of backend.",
-            remedy="drop these or the dropout, or call outside torch.compile",
+            "inside torch.compile, dropout by PyTorch's kernels goes to F.scaled_dot_product_attention, which has no "
+            "choice among them.",
+            remedy="leave the choice to auto, or call outside torch.compile",
         )
     bias, unseen = mask if isinstance(mask, Tensor) else None, None
     if options.mask not in ("", "full", "causal"):
@@ -426,9 +501,32 @@ def _torch_dropout(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options
 
 
 def _outside_op(
-    q: Tensor, k: Tensor, v: Tensor, operands: Operands, arguments: _Arguments
+    q: Tensor, k: Tensor, v: Tensor, operands: Operands, arguments: _Arguments, results: Results
 ) -> tuple[Tensor, Tensor | None]:
-    """Calls our op must not see: transforms and forward AD need composite code, dropout PyTorch's own autograd."""
+    """Calls our op must not see: transforms and forward AD need composite code, PyTorch's dropout its own autograd."""
+    problem, chosen = _planned(q, k, v, operands, arguments)
+    q, k, v = op.with_memory(q), op.with_memory(k), op.with_memory(v)
+    if not problem.dropout:
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
+            run: Any = BACKENDS[chosen.backend].forward
+            reported = () if results is None else (results,)
+            return run(q, k, v, problem, chosen.config, operands, *reported)  # type: ignore[no-any-return]
+
+        return op.recorded(forward, q, k, v, operands)
+    candidate = next(c for c in candidates.CANDIDATES if c.name == chosen.backend)
+
+    def dropped(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
+        return candidate.dropout_forward(q, k, v, problem, operands), None
+
+    if candidate is candidates.MATH:
+        return op.recorded(dropped, q, k, v, operands)
+    with op.without_autocast():  # a kernel, with a derivative of its own
+        return dropped(q, k, v, operands)
+
+
+def _planned(q: Tensor, k: Tensor, v: Tensor, operands: Operands, arguments: _Arguments) -> tuple[Problem, Plan]:
+    """What a call poses, and who computes it."""
     mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision = arguments
     check_layout(layout)
     others = {name: tensor for name, tensor in operands.items() if tensor is not mask}
@@ -445,23 +543,7 @@ def _outside_op(
         needs_lse=return_lse,
         precision=precision,
     ).with_(layout=layout, transformed=_is_transformed(q, k, v, *operands.values()))
-    chosen = plan(problem, Target.of(q.device), backend)
-    q, k, v = op.with_memory(q), op.with_memory(k), op.with_memory(v)
-    if not dropout:
-
-        def forward(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
-            return BACKENDS[chosen.backend].forward(q, k, v, problem, chosen.config, operands)
-
-        return op.recorded(forward, q, k, v, operands)
-    candidate = next(c for c in candidates.CANDIDATES if c.name == chosen.backend)
-
-    def dropped(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
-        return candidate.dropout_forward(q, k, v, problem, operands), None
-
-    if candidate is candidates.MATH:
-        return op.recorded(dropped, q, k, v, operands)
-    with op.without_autocast():  # a kernel, with a derivative of its own
-        return dropped(q, k, v, operands)
+    return problem, plan(problem, Target.of(q.device), backend)
 
 
 def _is_transformed(*tensors: Tensor) -> bool:

@@ -14,7 +14,8 @@ Tensors arrive as (batch, heads, seq, head_dim) views whatever the caller's layo
 order of `problem.layout` (see `empty_out`). `operands` are the tensors that `problem.operands` names. `lse` is
 (batch, heads_q, seq_q), natural log, float32 (float64 for float64 inputs), -inf for a row that sees no key. `wants`
 names the inputs and operands whose gradients are returned, and no others are; of the operands, only those that
-`problem.operand_grads` names, which a backend that cannot make them refuses.
+`problem.operand_grads` names, which a backend that cannot make them refuses. Backends that take terms with `outputs`
+have one more argument of forward, `results`: a dictionary that these are put into.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Masks: who sees whom. A mask is a value: frozen, hashable, without tensors, the same for every batch and head.
 
+(Save those that are made of a tensor on a device: `holds_tensors`. `attention` takes them apart, into a term of the
+scores and what this reads, and nothing behind it sees one.)
+
 Every structural mask lets query row `i` see one contiguous *span* of keys [begin, end), and the ends of the span never
 move left as `i` grows. Everything else follows from those two facts: the element rule, the class of a tile (full,
 partial, empty), the range of keys that a block of rows needs, and the number of visible pairs.
@@ -8,6 +11,8 @@ partial, empty), the range of keys that a block of rows needs, and the number of
     Causal(align)            keys up to the row's own position
     Window(left, right)      keys from `left` before to `right` after the row's position; None = unlimited
     Documents(cu_seqlens)    packed sequences: keys of the row's own document, under an inner mask
+    PrefixLM(prefix)         the first keys, and keys up to the row's own position
+    KeyLengths(lengths)      so many keys of each batch, the rest being padding; always made of a tensor
     Dense(shape, additive)   a tensor that travels beside the problem; nothing is known about its values here
 
 A row's position is `row + offset`: offset 0 aligns the first row with the first key (top-left, PyTorch's is_causal),
@@ -80,9 +85,18 @@ class Mask:
         """The tensors that it is made of; none for a mask that is a rule."""
         return ()
 
+    @property
+    def holds_tensors(self) -> bool:
+        """What it hides is known to a device alone: it is for `attention`, and no part of a Problem."""
+        return False
+
     def band(self, seq_q: int, seq_kv: int) -> Band | None:
-        """The mask as a diagonal band, the form that CUDA kernels take; None where it is none."""
+        """The mask as a diagonal band; None where it is none, and kernels read its spans from memory."""
         return None
+
+    def hull(self) -> Full | Causal | Window:
+        """A band that shows all that this mask shows: what kernels know of its spans before they read them."""
+        return Full()
 
     def span(self, row: int, seq_q: int, seq_kv: int) -> tuple[int, int]:
         """Keys [begin, end) that `row` sees."""
@@ -147,6 +161,10 @@ class _Banded(Mask):
 
     def band(self, seq_q: int, seq_kv: int) -> Band:
         raise NotImplementedError
+
+    def hull(self) -> Full | Causal | Window:
+        assert isinstance(self, Full | Causal | Window)
+        return self
 
     def rows_that_see(self, seq_q: int, seq_kv: int) -> int:
         left, right, offset = self.band(seq_q, seq_kv)
@@ -253,7 +271,8 @@ class Documents(Mask):
     """Packed sequences: document `n` owns rows cu_seqlens_q[n] to cu_seqlens_q[n + 1], and likewise keys.
 
     `inner` applies inside each document, aligned to that document's own lengths. The offsets may be given as any
-    sequence of integers or a tensor (a CUDA tensor is copied to the host, which waits for the GPU: do it once).
+    sequence of integers or a tensor. A tensor on a device stays there, and the host never waits for it: its offsets
+    begin at 0 and never fall, which nobody checks. Rows behind the last of them see nothing.
     """
 
     kind: ClassVar[str] = "documents"
@@ -263,11 +282,16 @@ class Documents(Mask):
     inner: Full | Causal | Window = None  # type: ignore[assignment]  # Full(), which torch.compile cannot take from here
 
     def __post_init__(self) -> None:
-        given: Any = self.inner
-        if given is None:
-            object.__setattr__(self, "inner", Full())
+        object.__setattr__(self, "inner", _inner_mask("Documents.inner", self.inner))
         starts_q = _offsets("Documents.cu_seqlens_q", self.cu_seqlens_q)
         starts_kv = _offsets("Documents.cu_seqlens_kv", self.cu_seqlens_kv) if len(self.cu_seqlens_kv) else starts_q
+        if isinstance(starts_q, torch.Tensor) != isinstance(starts_kv, torch.Tensor):
+            raise InvalidInput(
+                "Documents.cu_seqlens_kv",
+                "offsets of queries and of keys, of which only one is a tensor on a device",
+                "both there, or both as integers",
+                "move one of them",
+            )
         if len(starts_q) != len(starts_kv):
             raise InvalidInput(
                 "Documents.cu_seqlens_kv",
@@ -275,12 +299,21 @@ class Documents(Mask):
                 f"{len(starts_q)}, as many as cu_seqlens_q has",
                 "give both one offset per document and the total length at the end",
             )
-        if not isinstance(self.inner, _Banded):
-            raise InvalidInput(
-                "Documents.inner", repr(self.inner), "Full, Causal or Window", "nest only these inside documents"
-            )
         object.__setattr__(self, "cu_seqlens_q", starts_q)
         object.__setattr__(self, "cu_seqlens_kv", starts_kv)
+
+    @property
+    def holds_tensors(self) -> bool:
+        return isinstance(self.cu_seqlens_q, torch.Tensor)
+
+    def hull(self) -> Full | Causal | Window:
+        """The inner mask, where a row has the number of its key: all documents are squares on the diagonal."""
+        same = self.cu_seqlens_q is self.cu_seqlens_kv or (
+            not self.holds_tensors and self.cu_seqlens_q == self.cu_seqlens_kv
+        )
+        if not same or isinstance(self.inner, Full):
+            return Full()
+        return Causal() if isinstance(self.inner, Causal) else Window(self.inner.left, self.inner.right)
 
     @classmethod
     def from_text(cls, text: str) -> Documents:
@@ -290,6 +323,7 @@ class Documents(Mask):
         return cls(_ints(starts_q), _ints(starts_kv) if starts_kv else (), inner)  # type: ignore[arg-type]
 
     def check(self, seq_q: int, seq_kv: int) -> None:
+        _check_held(self)
         for name, starts, length in (("q", self.cu_seqlens_q, seq_q), ("kv", self.cu_seqlens_kv, seq_kv)):
             if starts[-1] != length:
                 raise InvalidInput(
@@ -307,10 +341,11 @@ class Documents(Mask):
         return key_start + begin, key_start + end
 
     def spans(self, rows: torch.Tensor, seq_q: int, seq_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
-        starts_q = torch.tensor(self.cu_seqlens_q, device=rows.device)
-        starts_kv = torch.tensor(self.cu_seqlens_kv, device=rows.device)
-        document = torch.searchsorted(starts_q, rows, right=True) - 1
+        starts_q, starts_kv = (_on(starts, rows.device) for starts in (self.cu_seqlens_q, self.cu_seqlens_kv))
+        found = torch.searchsorted(starts_q, rows, right=True) - 1
+        document = found.clamp(max=len(starts_q) - 2)
         begin, end = starts_kv[document], starts_kv[document + 1]
+        begin = torch.where(found > document, end, begin)  # rows behind the last document, which see nothing
         left, right, _ = self.inner.band(0, 0)
         position = rows - starts_q[document]
         if getattr(self.inner, "align", "top-left") == "bottom-right":
@@ -334,6 +369,95 @@ class Documents(Mask):
         if isinstance(self.inner, Full):
             return f"documents:{starts}"
         return f"documents:{starts}:" + str(self.inner)  # str, which torch.compile traces: it does not trace a format
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLM(Mask):
+    """A query sees the first `prefix` keys, its own position and everything before it.
+
+    `prefix` is a number, or a tensor (batch,) of integers, which stays on its device.
+    """
+
+    kind: ClassVar[str] = "prefix_lm"
+
+    prefix: int | torch.Tensor
+    align: Align = "top-left"
+
+    def __post_init__(self) -> None:
+        _check_align(self.align)
+        if isinstance(self.prefix, torch.Tensor):
+            _check_per_batch("PrefixLM.prefix", self.prefix)
+        elif isinstance(self.prefix, bool) or not isinstance(self.prefix, int) or not 0 <= self.prefix < UNLIMITED:
+            raise InvalidInput(
+                "PrefixLM.prefix",
+                repr(self.prefix),
+                f"an integer from 0 to {UNLIMITED - 1}, or a tensor (batch,) of integers",
+                "pass the number of keys that every query sees",
+            )
+
+    @classmethod
+    def from_text(cls, text: str) -> PrefixLM:
+        prefix, _, align = text.partition(":")
+        return cls(int(prefix), _parse_align(align))
+
+    @property
+    def holds_tensors(self) -> bool:
+        return isinstance(self.prefix, torch.Tensor)
+
+    def check(self, seq_q: int, seq_kv: int) -> None:
+        _check_held(self)
+
+    def span(self, row: int, seq_q: int, seq_kv: int) -> tuple[int, int]:
+        assert isinstance(self.prefix, int), "a Problem has no mask of tensors"
+        return 0, _clamp(max(self.prefix, row + _offset(self.align, seq_q, seq_kv) + 1), seq_kv)
+
+    def spans(self, rows: torch.Tensor, seq_q: int, seq_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
+        prefix: Any = self.prefix
+        if isinstance(prefix, torch.Tensor):
+            prefix = prefix.to(rows.device)[:, None]
+        end = (rows + (_offset(self.align, seq_q, seq_kv) + 1)).clamp(min=prefix).clamp(0, seq_kv)
+        return torch.zeros_like(end), end
+
+    def __str__(self) -> str:
+        prefix = "tensor" if isinstance(self.prefix, torch.Tensor) else _size_text(self.prefix)
+        return f"prefix_lm:{prefix}{_align_suffix(self.align)}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyLengths(Mask):
+    """Of each batch only `lengths` keys are there; the others, behind them (side="right") or before, are padding.
+
+    `lengths` is a tensor (batch,) of integers, which stays on its device, or a sequence of them, which every call
+    copies there. `inner` applies beside it: Full, Causal, a Window, or its text form.
+    """
+
+    lengths: torch.Tensor
+    side: Literal["left", "right"] = "right"
+    inner: Full | Causal | Window = None  # type: ignore[assignment]  # as in Documents
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inner", _inner_mask("KeyLengths.inner", self.inner))
+        if self.side not in ("left", "right"):
+            raise InvalidInput(
+                "KeyLengths.side", repr(self.side), "'left' or 'right'", "name the side that is padded; right is usual"
+            )
+        given: Any = self.lengths
+        lengths = given if isinstance(given, torch.Tensor) else _per_batch("KeyLengths.lengths", given)
+        _check_per_batch("KeyLengths.lengths", lengths)
+        object.__setattr__(self, "lengths", lengths)
+
+    @property
+    def holds_tensors(self) -> bool:
+        return True
+
+    def hull(self) -> Full | Causal | Window:
+        return self.inner
+
+    def check(self, seq_q: int, seq_kv: int) -> None:
+        _check_held(self)
+
+    def __str__(self) -> str:
+        return f"key_lengths:{self.side}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,15 +516,15 @@ class Dense(Mask):
 
 def parse(text: str) -> Mask:
     """The mask a text stands for: full, causal[:bottom-right], window:LEFT,RIGHT[:bottom-right],
-    documents:0,a,b[/0,c,d][:INNER], dense:bool|additive:AxBxCxD."""
+    documents:0,a,b[/0,c,d][:INNER], prefix_lm:N[:bottom-right], dense:bool|additive:AxBxCxD."""
     kind, _, rest = text.strip().lower().partition(":")
     try:
         return _KINDS[kind].from_text(rest)
     except (ValueError, KeyError) as error:
         if isinstance(error, InvalidInput):
             raise
-    others = sorted(_KINDS.keys() - {"full", "causal", "window", "documents", "dense"})
-    known = "full, causal, causal:bottom-right, window:LEFT,RIGHT, documents:0,a,b or dense:bool:SHAPE"
+    others = sorted(_KINDS.keys() - {"full", "causal", "window", "documents", "prefix_lm", "dense"})
+    known = "full, causal, causal:bottom-right, window:LEFT,RIGHT, documents:0,a,b, prefix_lm:N or dense:bool:SHAPE"
     raise InvalidInput(
         "mask",
         repr(text),
@@ -466,8 +590,63 @@ def _ints(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def _offsets(name: str, values: Iterable[int]) -> tuple[int, ...]:
-    """Validated document offsets: from 0, never falling, at least two."""
+def _inner_mask(name: str, given: Any) -> Full | Causal | Window:
+    """The band that applies inside another mask; None stands for Full."""
+    mask = Full() if given is None else parse(given) if isinstance(given, str) else given
+    if isinstance(mask, Full | Causal | Window):
+        return mask
+    raise InvalidInput(name, repr(given), "Full, Causal or Window", "nest only these inside other masks")
+
+
+def _check_held(mask: Mask) -> None:
+    """A Problem is a value."""
+    if mask.holds_tensors:
+        raise InvalidInput(
+            "mask",
+            f"{type(mask).__name__} of a tensor",
+            "a mask of numbers, in whatever describes a call without its tensors",
+            "give numbers that the host knows, or pass the mask to tilewise.attention",
+        )
+
+
+def _per_batch(name: str, values: Any) -> torch.Tensor:
+    try:
+        return torch.tensor(values, dtype=torch.int32)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidInput(name, repr(values)[:60], "a tensor (batch,) of integers", "pass one per batch") from None
+
+
+def _check_per_batch(name: str, values: torch.Tensor) -> None:
+    if values.ndim == 1 and values.dtype in (torch.int32, torch.int64):
+        return
+    raise InvalidInput(
+        name,
+        f"a tensor of shape {tuple(values.shape)} in {values.dtype}",
+        "a tensor (batch,) of int32 or int64",
+        "pass one number per batch",
+    )
+
+
+def _on(starts: Any, device: torch.device) -> torch.Tensor:
+    """Offsets as a tensor on this device."""
+    return starts if isinstance(starts, torch.Tensor) else torch.tensor(starts, device=device)
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _offsets(name: str, values: Iterable[int]) -> Any:
+    """Validated document offsets: from 0, never falling, at least two; or those of a device, as they are."""
+    if isinstance(values, torch.Tensor) and not _is_on_host(values):
+        if values.ndim == 1 and values.shape[0] > 1 and values.dtype in (torch.int32, torch.int64):
+            return values
+        raise InvalidInput(
+            name,
+            f"a tensor of shape {tuple(values.shape)} in {values.dtype}",
+            "offsets (documents + 1,) in int32 or int64",
+            "pass cumulative lengths such as (0, 5, 12) for documents of 5 and 7",
+        )
     raw = values.tolist() if isinstance(values, torch.Tensor) else list(values)
     starts = tuple(raw)
     whole = all(isinstance(start, int) and not isinstance(start, bool) for start in starts)

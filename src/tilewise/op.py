@@ -356,7 +356,9 @@ def _bound(
     bind = getattr(backend, "bind", None)
     if bind is not None:
         return bind(q, k, v, problem, config, operands=operands)  # type: ignore[no-any-return]
-    forward = backend.forward
+    forward: Any = backend.forward
+    if any(term.outputs for term in problem.scores):
+        return lambda q, k, v, operands, *results: forward(q, k, v, problem, config, operands, *results)
     return lambda q, k, v, operands: forward(q, k, v, problem, config, operands)
 
 
@@ -365,17 +367,47 @@ def _bound_gradient(backend: Backend, problem: Problem) -> Callable[..., Grads] 
     return bind(problem) if bind is not None and problem.needs_grad else None
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, operands: Operands, options: Options) -> tuple[Tensor, Tensor | None]:
+def run(
+    q: Tensor, k: Tensor, v: Tensor, operands: Operands, options: Options, results: dict[str, Tensor] | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Attention of bhsd views through the shortest path that PyTorch's state allows."""
     if not is_plain(q, k, v) or not _are_ordinary(operands):
         check_tensors(q, k, v)
         _tell_flop_counters()
-        return torch.ops.tilewise.attention(q, k, v, list(operands.values()), *options)  # type: ignore[no-any-return]
-    return execute(prepare(q, k, v, operands, options, needed_grads(q, k, v, operands)), q, k, v, operands)
+        return dispatched(q, k, v, list(operands.values()), options, _outputs(options), results)
+    call = prepare(q, k, v, operands, options, needed_grads(q, k, v, operands))
+    return execute(call, q, k, v, operands, results)
 
 
-def execute(call: Call, q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor | None]:
-    """Run a Call on plain tensors of its signature."""
+def dispatched(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensors: list[Tensor],
+    options: Options,
+    outputs: list[str],
+    results: dict[str, Tensor] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Through the registered operators; `results` takes what terms report, under the names of their outputs."""
+    if results is None:
+        return torch.ops.tilewise.attention(q, k, v, tensors, *options)  # type: ignore[no-any-return]
+    out, lse, reported = torch.ops.tilewise.attention_with_results(q, k, v, tensors, [], *options)
+    for name, tensor in zip(outputs, reported, strict=True):
+        results[name] = tensor
+    return out, lse
+
+
+def _outputs(options: Options) -> list[str]:
+    """The names of what terms report."""
+    return [operand.name for term in parse_all(options.scores) for operand in term.outputs]
+
+
+def execute(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, operands: Operands, results: dict[str, Tensor] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Run a Call on plain tensors of its signature; `results` takes what terms report."""
+    if results is not None:
+        return execute(_reporting(call, results), q, k, v, operands)
     if autocast_is_on():
         with without_autocast():
             return execute(call, q, k, v, operands)
@@ -390,6 +422,12 @@ def execute(call: Call, q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> 
             return call.forward(q, k, v, {name: with_memory(tensor) for name, tensor in operands.items()})
         result = _apply_planned(q, k, v, call, *[with_memory(operands[name]) for name in call.names])
     return result if call.options.needs_lse else (result, None)
+
+
+def _reporting(call: Call, results: dict[str, Tensor]) -> Call:
+    """The Call that puts what terms report of its one forward into these results."""
+    forward: Any = call.forward
+    return call._replace(forward=lambda q, k, v, operands: forward(q, k, v, operands, results))
 
 
 # Attention casts nothing, whichever backend computes it, even one made of operations that autocast casts.
@@ -503,20 +541,27 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, wants: list[bool], *tensors: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
+        reported: list[Tensor] = []
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = torch.ops.tilewise.attention_with_lse(q, k, v, list(tensors), wants, *options)
+            if _outputs(options):
+                made = torch.ops.tilewise.attention_with_results(q, k, v, list(tensors), wants, *options)
+                out, lse, reported = made
+            else:
+                out, lse = torch.ops.tilewise.attention_with_lse(q, k, v, list(tensors), wants, *options)
             if type(out) is Tensor and out._is_view() and not torch.compiler.is_compiling():
                 out = out.new_empty(0).set_(out)  # type: ignore[call-overload]  # as in _Planned
         ctx.options = options
         ctx.save_for_backward(q, k, v, out, lse, *tensors)  # as _Planned: a checkpoint may recompute one by the other
         if not options.needs_lse:
-            ctx.mark_non_differentiable(lse)
+            ctx.mark_non_differentiable(lse, *reported)
+        elif reported:
+            ctx.mark_non_differentiable(*reported)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out, lse, *reported
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         flags = ctx.needs_input_grad
         if dout is None and dlse is None:
@@ -616,6 +661,8 @@ _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor[] operands"
 _SCHEMAS = {
     "attention": f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
     "attention_with_lse": f"({_TENSORS}, bool[] wants, {_OPTIONS}) -> (Tensor, Tensor)",
+    # With what terms report behind lse. `wants` is empty where autograd has not asked yet.
+    "attention_with_results": f"({_TENSORS}, bool[] wants, {_OPTIONS}) -> (Tensor, Tensor, Tensor[])",
     "attention_backward": (
         f"(Tensor dout, Tensor? dlse, {_TENSORS}, Tensor out, Tensor lse, bool[] wants, {_OPTIONS}) -> Tensor[]"
     ),
@@ -645,6 +692,22 @@ def _attention_with_lse(
     grads = tuple(name for name, want in zip(operands, wants[3:], strict=True) if want)
     with without_autocast():
         return _with_lse(q, *prepare(q, k, v, operands, named, grads).forward(q, k, v, operands))
+
+
+def _attention_with_results(
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], wants: list[bool], *options: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Either of the two above, with what terms report."""
+    named = Options(*options)
+    if wants and named.backend == AUTO:
+        named = named._replace(needs_lse=True)
+    operands = named_operands(named, tensors)
+    grads = tuple(name for name, want in zip(operands, wants[3:], strict=True) if want) if wants else None
+    results: dict[str, Tensor] = {}
+    with without_autocast():
+        out, lse = _reporting(prepare(q, k, v, operands, named, grads), results).forward(q, k, v, operands)
+    reported = [results[name] for name in _outputs(named)]
+    return (*(_with_lse(q, out, lse) if named.needs_lse or wants else (out, _no_lse(q))), reported)
 
 
 def _with_lse(q: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -704,6 +767,17 @@ def _fake_attention_with_lse(
     return empty_out(q, v.shape[-1], named.layout), empty_lse(q)
 
 
+def _fake_attention_with_results(
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], wants: list[bool], *options: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """All that terms report is a number per head."""
+    named = Options(*options)
+    _check_fake(q, k, v, tensors, named)
+    lse = empty_lse(q) if named.needs_lse or wants else _no_lse(q)
+    reported = [q.new_empty(q.shape[1], dtype=lse_dtype(q.dtype)) for _ in _outputs(named)]
+    return empty_out(q, v.shape[-1], named.layout), lse, reported
+
+
 def _fake_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], out: Tensor, lse: Tensor,
     wants: list[bool], *options: Any,
@@ -717,13 +791,17 @@ def has_tangent(*tensors: Tensor) -> bool:
     return _forward_ad._current_level >= 0 and any(_forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
-def _autograd_attention(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], *options: Any) -> tuple[Tensor, Tensor]:
-    tensors = tensors or []  # see named_operands
-    if has_tangent(q, k, v, *tensors):
+def _refuse_tangents(*tensors: Tensor) -> None:
+    if has_tangent(*tensors):
         raise UnsupportedProblem(
             "tilewise::attention has no forward-mode derivative, and would drop the tangents of its inputs.",
             remedy="call tilewise.attention, which routes forward-mode AD to a composite backend",
         )
+
+
+def _autograd_attention(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], *options: Any) -> tuple[Tensor, Tensor]:
+    tensors = tensors or []  # see named_operands
+    _refuse_tangents(q, k, v, *tensors)
     _tell_flop_counters()
     given = (q, k, v, *tensors)
     wants = [tensor.requires_grad for tensor in given]
@@ -735,8 +813,24 @@ def _autograd_attention(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], 
         return torch.ops.tilewise.attention(q, k, v, tensors, *options)  # type: ignore[no-any-return]
 
 
+def _autograd_attention_with_results(
+    q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], wants: list[bool], *options: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    tensors = tensors or []
+    _refuse_tangents(q, k, v, *tensors)
+    _tell_flop_counters()
+    asked = [tensor.requires_grad for tensor in (q, k, v, *tensors)]
+    if torch.is_grad_enabled() and True in asked:
+        named = Options(*options)
+        out, lse, *reported = _Attention.apply(q, k, v, named, asked, *tensors)  # type: ignore[no-untyped-call]
+        return out, lse if named.needs_lse else _no_lse(q), reported
+    with torch._C._AutoDispatchBelowAutograd():  # a graph that autograd was traced into has its `wants`
+        return torch.ops.tilewise.attention_with_results(q, k, v, tensors, wants, *options)  # type: ignore[no-any-return]
+
+
 for _name, _kernel, _fake in (
     ("attention", _attention, _fake_attention),
+    ("attention_with_results", _attention_with_results, _fake_attention_with_results),
     ("attention_with_lse", _attention_with_lse, _fake_attention_with_lse),
     ("attention_backward", _attention_backward, _fake_backward),
 ):
@@ -744,6 +838,7 @@ for _name, _kernel, _fake in (
     torch_library.impl(f"tilewise::{_name}", "CompositeExplicitAutograd", _kernel)
     torch_library.register_fake(f"tilewise::{_name}", _fake)
 torch_library.impl("tilewise::attention", "Autograd", _autograd_attention)
+torch_library.impl("tilewise::attention_with_results", "Autograd", _autograd_attention_with_results)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -765,6 +860,7 @@ def _tell_flop_counters() -> None:
     ours = {
         torch.ops.tilewise.attention: _forward_flops,
         torch.ops.tilewise.attention_with_lse: _training_flops,
+        torch.ops.tilewise.attention_with_results: _training_flops,
         torch.ops.tilewise.attention_backward: _backward_flops,
     }
     module.flop_registry |= ours

@@ -155,10 +155,12 @@ RULES: tuple[Rule, ...] = (
          lambda problem, target: not isinstance(problem.mask, Dense)),
     Rule("sm90", "our Hopper kernel: maps a mask tensor once, skips the tiles that it hides, and adds a bias as it is",
          lambda problem, target: isinstance(problem.mask, Dense)),
+    Rule("sm80", "our FlashAttention-2 kernel: draws the same dropout as every backend of ours, beside any other term",
+         lambda problem, target: problem.dropout > 0 and not isinstance(problem.mask, Dense)),
     Rule("torch-cudnn", "the fastest of PyTorch's kernels on Hopper and later",
          lambda problem, target: target.capability >= (9, 0)),
     Rule("tiled", "skips the tiles this mask leaves empty; PyTorch's CPU kernel would read it as a tensor",
-         lambda problem, target: target.is_cpu and _is_sparse_by_structure(problem)),
+         lambda problem, target: target.is_cpu and not problem.dropout and _is_sparse_by_structure(problem)),
     Rule("torch-flash", "PyTorch's fused CPU kernel: no score ever reaches memory",
          lambda problem, target: target.is_cpu),
     Rule("torch-flash", "PyTorch's FlashAttention-2 kernel: fused, O(N) memory"),
@@ -175,8 +177,10 @@ RULES: tuple[Rule, ...] = (
     Rule("triton", "no other fused kernel takes this problem; ours in Triton does, in O(N) memory",
          lambda problem, target: not target.is_cpu and (_is_narrow(problem) or _scores_bytes(problem) > _HELD_SCORES)),
     Rule("tiled", "no fused kernel takes this problem; tiles in torch operations keep memory O(N)",
-         lambda problem, target: _scores_bytes(problem) > (_CACHED_SCORES if target.is_cpu else _HELD_SCORES)),
+         lambda problem, target: not problem.dropout and _is_long(problem, target)),
     Rule("torch-math", "no fused kernel takes this problem; PyTorch's composite does"),
+    Rule("tiled", "nothing of PyTorch's drops weights beside what else is asked; tiles keep memory O(N)",
+         lambda problem, target: problem.dropout > 0 and _is_long(problem, target)),
     Rule("triton", "nothing of PyTorch's takes this problem; ours in Triton does, in O(N) memory",
          lambda problem, target: not target.is_cpu),
     Rule("reference", "the specification takes whatever is left, and holds every score at once"),
@@ -201,6 +205,10 @@ def _is_sparse_by_structure(problem: Problem) -> bool:
     visible = mask.pairs(problem.seq_q, problem.seq_kv)
     sparse = visible < _WORTH_SKIPPING * problem.seq_q * problem.seq_kv
     return sparse and not named and problem.dtype.itemsize >= 4
+
+
+def _is_long(problem: Problem, target: Target) -> bool:
+    return _scores_bytes(problem) > (_CACHED_SCORES if target.is_cpu else _HELD_SCORES)
 
 
 def _fits_the_reference(problem: Problem) -> bool:

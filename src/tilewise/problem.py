@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import masks
 from .errors import InvalidInput
-from .masks import Band, Dense, Full, Mask
+from .masks import Band, Dense, Full, KeyLengths, Mask
 from .operands import INPUTS, Operand, Operands
 from .scores import Softcap, Term, softcapped
 from .scores import parse as parse_term
-from .terms import Alibi, Keep, Sink
+from .terms import Alibi, Dropout, Keep, MaxLogit, Sink, Spans, spans
+from .terms import KeyLengths as KeyLengthsTerm
 from .terms.shared import is_paired
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
 
 Layout = Literal["bhsd", "bshd"]
 Precision = Literal["exact", "tf32"]
@@ -63,7 +68,7 @@ class Problem:
     mask: Mask = _FULL
     scale: float = 0.0  # 0 stands for 1 / sqrt(head_dim), filled in on construction
     scores: tuple[Term, ...] = ()  # what is done to the scores before the mask, in this order
-    dropout: float = 0.0
+    dropout: float = 0.0  # PyTorch's kernels draw it themselves; all others as a term (`dropout_in_terms`)
     layout: Layout = "bhsd"  # the memory order of the inputs, and so of out
     strides: Strides = Strides.ALIGNED
     needs_grad: bool = False
@@ -181,6 +186,12 @@ class Problem:
             changes["scores"] = softcapped(changes.pop("softcap")) + changes.get("scores", others)
         return replace(self, **changes)
 
+    def dropout_in_terms(self) -> Problem:
+        """The same problem with its dropout as a term, which reads a seed among the operands of a call."""
+        if not self.dropout:
+            return self
+        return self.with_(scores=in_front_of_outputs(self.scores, Dropout(self.dropout)), dropout=0.0)
+
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON; `from_dict` reads them back."""
         values = {name: getattr(self, name) for name in self.__slots__}
@@ -254,7 +265,6 @@ def describe(
     check_tensors(q, k, v)
     check_layout(layout)
     q, k, v = heads_first(q, k, v, layout)
-    _check_returned(scores)
     check_shapes(q, k, v, layout)
     problem = Problem(
         batch=q.shape[0],
@@ -324,6 +334,66 @@ def with_named_terms(
     return tuple(terms), named
 
 
+def in_front_of_outputs(scores: tuple[Term, ...], term: Term) -> tuple[Term, ...]:
+    """The terms with one more behind all that change, hide or drop; those that report come last."""
+    before = tuple(one for one in scores if not one.outputs)
+    return (*before, term, *scores[len(before) :])
+
+
+def with_mask_terms(
+    q: torch.Tensor, k: torch.Tensor, mask: Mask, scores: tuple[Term, ...], operands: Operands | None
+) -> tuple[Mask, tuple[Term, ...], Operands]:
+    """A mask that holds tensors, as a band, a term and what this reads; q and k with their heads first."""
+    check_tensors(q, k, k)
+    term: Term
+    if isinstance(mask, KeyLengths):
+        term = KeyLengthsTerm(mask.side == "left")
+        tensors = {"key_lengths": mask.lengths.to(q.device, torch.int32, non_blocking=True)}
+    else:
+        term = Spans()
+        tensors = _spans_of(mask, q, k.shape[2])
+    return mask.hull(), (*check_terms(scores), term), {**(operands or {}), **tensors}
+
+
+def _spans_of(mask: Mask, q: torch.Tensor, seq_kv: int) -> dict[str, torch.Tensor]:
+    """The operands of Spans for a mask that holds tensors.
+
+    One mask mostly serves all layers of a model: what was made for it is kept as long as its tensors stay as they are.
+    Not what is captured, since a graph makes it anew each time, nor where nobody can tell (torch.compile, inference
+    tensors).
+    """
+    seq_q, device = q.shape[2], q.device
+    values = [getattr(mask, field.name) for field in fields(mask)]  # type: ignore[arg-type]
+    held = [value for value in values if isinstance(value, torch.Tensor)]
+    unknown = torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in held)
+    if unknown or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return _made_spans(mask, seq_q, seq_kv, device)
+    facts = [(id(value), value._version) if isinstance(value, torch.Tensor) else value for value in values]
+    key = type(mask), *facts, seq_q, seq_kv, device
+    kept = _spans_made.get(held[0])
+    if kept is None or kept.key != key:
+        others = tuple(tensor for tensor in held if tensor is not held[0])
+        kept = _KeptSpans(key, _made_spans(mask, seq_q, seq_kv, device), others)
+        _spans_made[held[0]] = kept
+    return kept.operands
+
+
+class _KeptSpans(NamedTuple):
+    """What they were made for, and the tensors in there beside the one that they are found by: ids stay theirs."""
+
+    key: tuple[Any, ...]
+    operands: dict[str, torch.Tensor]
+    others: tuple[torch.Tensor, ...]
+
+
+_spans_made: MutableMapping[torch.Tensor, _KeptSpans] = WeakTensorKeyDictionary()
+
+
+def _made_spans(mask: Mask, seq_q: int, seq_kv: int, device: torch.device) -> dict[str, torch.Tensor]:
+    first, end = mask.spans(torch.arange(seq_q, device=device), seq_q, seq_kv)
+    return spans.operands_of(first.reshape(-1, seq_q), end.reshape(-1, seq_q), seq_kv)
+
+
 def mask_operands(mask: Mask | str | torch.Tensor | None) -> dict[str, torch.Tensor]:
     """The operand that a mask is, where it is a tensor."""
     return {"keep" if mask.dtype == torch.bool else "bias": mask} if isinstance(mask, torch.Tensor) else {}
@@ -337,13 +407,14 @@ def check_terms(scores: object) -> tuple[Term, ...]:
     )
 
 
-def _check_returned(scores: tuple[Term, ...]) -> None:
-    """A call returns out and lse, and nothing that a term writes beside them."""
-    for term in scores:
-        if isinstance(term, Term) and term.outputs:
+def with_max_logit(scores: tuple[Term, ...], asked: bool) -> tuple[Term, ...]:
+    """The terms of a call, with the one that reports the largest scores where that is asked for, and not else."""
+    for term in check_terms(scores):
+        if term.outputs:
             names = ", ".join(operand.name for operand in term.outputs)
-            remedy = "bind the forward with tilewise.engine.run.bind_forward, which gives its `results`"
-            raise InvalidInput("scores", f"{term}, which writes {names}", "terms that write no results", remedy)
+            remedy = f"pass return_{names}=True instead"
+            raise InvalidInput("scores", f"{term}, which reports {names}", "terms that report nothing", remedy)
+    return (*scores, MaxLogit()) if asked else scores
 
 
 def _checked_operands(problem: Problem, given: Operands, q: torch.Tensor) -> tuple[str, ...]:

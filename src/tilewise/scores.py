@@ -121,6 +121,7 @@ class Term:
     kind: ClassVar[str] = ""
     transforms: ClassVar[bool] = True  # it changes scores; not so a term that hides, drops weights or finishes rows
     hides: ClassVar[bool] = False  # keys from queries, by what a tensor says
+    narrows: ClassVar[bool] = False  # it hides by spans: kernels leave out tiles outside them
     joins_rows: ClassVar[bool] = False  # a logit joins their sums
     elementwise: ClassVar[bool] = False  # it looks at the score alone, and not at where it stands
 
@@ -158,6 +159,9 @@ class Term:
     def outputs(self) -> tuple[Operand, ...]:
         """What a forward writes for it beside out and lse, zeroed before."""
         return ()
+
+    def observed(self, scores: Tensor, where: Where, results: dict[str, Tensor]) -> None:
+        """Take what it reports of these scores, -inf where hidden, into the results so far. There may be none."""
 
     def decoded(self, written: Tensor) -> Tensor:
         """What a kernel wrote as one of its outputs, as a caller wants it."""
@@ -394,6 +398,13 @@ def keep_all(where: Where, dtype: torch.dtype) -> Tensor | None:
             own = found[0].to(dtype) * found[1]
             factor = own if factor is None else factor * own
     return factor
+
+
+def observe_all(scores: Tensor, where: Where, results: dict[str, Tensor] | None) -> None:
+    """What the terms of the problem report of these scores, where somebody wants it."""
+    if results is not None:
+        for term in where.problem.scores:
+            term.observed(scores.detach(), where, results)
 
 
 def join_all(where: Where, dtype: torch.dtype) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch
 
 import emulation
 from support import assert_near, make_inputs, make_problem, rounding_budget
-from tilewise import Causal, Documents, Full, Target, Window
+from tilewise import Causal, Full, Target, Window
 from tilewise.engine import SM80
 from tilewise.engine.source import COMPILED
 from tilewise.lab.studies.search_space import search_space
@@ -94,8 +94,6 @@ def test_kernels_are_built_for_the_gpu_they_run_on():
         ({"dtype": torch.float64}, "float64"),
         ({"head_dim": 60, "head_dim_v": 60}, "multiples of 8"),
         ({"head_dim": 264}, "264 is over 256"),
-        ({"mask": Documents((0, 64))}, "not a diagonal band"),
-        ({"dropout": 0.1}, "dropout 0.1"),
         ({"scale": -1.0}, "negative"),
         ({"strides": Strides.UNALIGNED}, "unaligned"),
         ({"batch": 1 << 30}, "the limit of a grid"),

@@ -101,7 +101,7 @@ def test_flash_attn_names_wrong_offsets():
 def test_the_warning_of_a_fallback_is_public():
     assert issubclass(tilewise.FallbackWarning, UserWarning)
     q = R(1, 2, 3, 4)
-    with tilewise.sdpa(on_fallback="warn", backend="tiled"), pytest.warns(tilewise.FallbackWarning):
+    with tilewise.sdpa(on_fallback="warn", backend="torch-flash"), pytest.warns(tilewise.FallbackWarning):
         F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
 
 

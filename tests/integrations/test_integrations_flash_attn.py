@@ -237,6 +237,25 @@ def test_dropout_with_alibi_and_packed_sequences():
     assert set(first_rows.unique().tolist()) <= {0.0, 2.0}
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 3.0}, {"alibi_slopes": "alibi"}], ids=str)
+def test_the_weights_tell_what_was_dropped(options):
+    """S_dmask: softmax of the scores, below 0 where dropped; what is left, scaled up, makes the output."""
+    q, k, v = tensors()
+    options = {name: alibi(q.shape[2]) if value == "alibi" else value for name, value in options.items()}
+    torch.manual_seed(3)
+    out, lse, weights = flash_attn_func(q, k, v, 0.25, return_attn_probs=True, **options)
+    _, whole, none = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    assert none is None
+    assert_close(lse, whole, budget(torch.float32, 64))  # dropout leaves the sums alone
+    assert_close(weights.abs().sum(-1), torch.ones_like(lse), budget(torch.float32, 64))
+    heads = v.transpose(1, 2).repeat_interleave(q.shape[2] // v.shape[2], 1)
+    assert_close(out, (weights.clamp(min=0) @ heads / 0.75).transpose(1, 2), budget(torch.float32, 64))
+    assert 0 < (weights < 0).sum() < weights.numel() / 2
+    torch.manual_seed(3)
+    again = flash_attn_func(q, k, v, 0.25, return_attn_probs=True, **options)
+    assert torch.equal(again[0], out)
+
+
 SIGNATURES = {
     "flash_attn_func": "q k v",
     "flash_attn_kvpacked_func": "q kv",
@@ -273,8 +292,10 @@ def refused():
     cu = torch.tensor([0, 13, 26])
     return {
         "paged": (lambda: flash_attn_varlen_func(*flat, cu, cu, 13, 13, block_table=cu), UnsupportedProblem),
-        "softcap with dropout": (lambda: flash_attn_func(q, k, v, 0.1, softcap=5.0), UnsupportedProblem),
-        "probs with dropout": (lambda: flash_attn_func(q, k, v, 0.1, return_attn_probs=True), UnsupportedProblem),
+        "probs with dropout": (
+            lambda: flash_attn_varlen_func(*flat, cu, cu, 13, 13, 0.1, return_attn_probs=True),
+            UnsupportedProblem,
+        ),
         "three dimensions": (lambda: flash_attn_func(*flat), InvalidInput),
         "four dimensions": (lambda: flash_attn_varlen_func(q, k, v, cu, cu, 13, 13), InvalidInput),
         "heads": (lambda: flash_attn_func(q[:, :, :3], k, v), InvalidInput),

@@ -286,7 +286,7 @@ def test_what_is_left_by_plan_or_by_wish_is_no_fallback(on_fallback):
 
 def test_a_named_backend_that_refuses_is_a_fallback_with_its_reasons():
     q, k, v = inputs()
-    with sdpa(backend="tiled", on_fallback="error"), pytest.raises(UnsupportedProblem, match="dropout") as raised:
+    with sdpa(backend="torch-flash", on_fallback="error"), pytest.raises(UnsupportedProblem, match="dropout") as raised:
         F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
     assert raised.value.problem.dropout == 0.5
 

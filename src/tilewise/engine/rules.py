@@ -13,13 +13,15 @@ import torch
 from ..errors import Reason
 from ..masks import Dense, Full
 from ..operands import SCORE_DIMS
-from ..problem import dtype_name
-from ..terms import Bias, Keep
+from ..problem import dtype_name, in_front_of_outputs
+from ..terms import Bias, Keep, Spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from ..masks import Mask
     from ..problem import Problem
+    from ..scores import Term
     from ..target import Target
 
 # (q and k, v and out): a head runs in the first class that holds it, zero-filled by the copies.
@@ -104,11 +106,6 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
             if (why := term.why_not(problem))
         ),
         (
-            problem.dropout > 0,
-            f"dropout {problem.dropout:g} is not 0, and the kernel draws no random numbers",
-            "use one of PyTorch's backends, or drop the dropout",
-        ),
-        (
             problem.scale < 0 and not problem.softcap,
             f"scale {problem.scale:g} is negative: the running maximum needs it positive",
             "negate q and the scale",
@@ -122,16 +119,25 @@ def _kernel_gradients(problem: Problem) -> frozenset[str]:
 
 
 def in_terms(problem: Problem) -> Problem:
-    """The problem with a mask that is a tensor as the last of its terms: the loops over tiles know bands alone."""
+    """The problem with all but a band of its mask as the last of its terms: the loops over tiles know bands alone.
+
+    A tensor is a Bias or a Keep, and any rule whose spans no band describes is Spans, which run.py makes. Dropout is a
+    term as well.
+    """
+    problem = problem.dropout_in_terms()
     mask = problem.mask
-    if not isinstance(mask, Dense):
+    if mask.band(problem.seq_q, problem.seq_kv) is not None or any(isinstance(one, Spans) for one in problem.scores):
         return problem
-    sizes = (1,) * (4 - len(mask.shape)) + mask.shape
-    full = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
-    over = tuple(dim for dim, size, most in zip(SCORE_DIMS, sizes, full, strict=True) if size < most)
-    term = Bias(dtype_name(problem.dtype), over, mask.paired) if mask.additive else Keep(over, mask.paired)
-    before = tuple(one for one in problem.scores if not one.outputs)
-    return problem.with_(mask=Full(), scores=(*before, term, *problem.scores[len(before) :]))
+    band: Mask = Full()
+    term: Term
+    if isinstance(mask, Dense):
+        sizes = (1,) * (4 - len(mask.shape)) + mask.shape
+        full = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
+        over = tuple(dim for dim, size, most in zip(SCORE_DIMS, sizes, full, strict=True) if size < most)
+        term = Bias(dtype_name(problem.dtype), over, mask.paired) if mask.additive else Keep(over, mask.paired)
+    else:
+        band, term = mask.hull(), Spans()
+    return problem.with_(mask=band, scores=in_front_of_outputs(problem.scores, term))
 
 
 def posed(problem: Problem, wants: Iterable[str]) -> Problem:

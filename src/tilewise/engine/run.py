@@ -24,14 +24,16 @@ from ..jit import launch as driver
 from ..jit.memo import keep
 from ..memo import Memo
 from ..operands import ALL, INPUTS, NO_OPERANDS, zero_grads
+from .mask_spans import mask_operands
 from .program import SCRATCH, Address, Counter, Map, Stride, View, slots_of
 from .rules import in_terms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..operands import Grads, Operands, Wants
+    from ..operands import Grads, Operand, Operands, Wants
     from ..problem import Problem
+    from ..scores import Term
     from .program import Launch, Prepared, Program
 
 Tensor = torch.Tensor
@@ -206,6 +208,8 @@ def bind_forward(
 
     Where there are no keys there is no program.
     """
+    of_mask = mask_operands(problem, q.device)
+    operands = {**operands, **of_mask} if of_mask else operands
     problem = in_terms(problem)
     needs_lse = problem.needs_lse or problem.needs_grad
     names = [operand.name for operand in problem.operands]
@@ -228,13 +232,17 @@ def bind_forward(
         out = q.new_empty_strided(shape, strides)
         lse = no_floats.new_empty(*lse_shape) if needs_lse else None
         if run is None:
+            if results is not None:
+                room = [_room(q, operand.shape(problem), operand.dtype) for operand, _ in outputs]
+                results |= _decoded(outputs, room)
             return out.zero_(), lse if lse is None else lse.fill_(-math.inf)
+        if of_mask:
+            operands = {**(operands or NO_OPERANDS), **of_mask}
         if outputs:
             room = [_room(q, operand.shape(problem), operand.dtype) for operand, _ in outputs]
             run(q, k, v, out, lse, *[(operands or NO_OPERANDS)[name] for name in names], *room)
             if results is not None:
-                made = zip(outputs, room, strict=True)
-                results |= {operand.name: term.decoded(written) for (operand, term), written in made}
+                results |= _decoded(outputs, room)
         elif operands:
             run(q, k, v, out, lse, *[operands[name] for name in names])
         else:
@@ -242,6 +250,11 @@ def bind_forward(
         return out, lse
 
     return bound
+
+
+def _decoded(outputs: list[tuple[Operand, Term]], room: list[Tensor]) -> dict[str, Tensor]:
+    made = zip(outputs, room, strict=True)
+    return {operand.name: term.decoded(written) for (operand, term), written in made}
 
 
 def _as_read(problem: Problem, tensors: Operands) -> dict[str, Tensor]:
@@ -260,7 +273,8 @@ def bind_backward(programs: Callable[[torch.device, Wants], Program], problem: P
     `programs` gives the program that makes the wanted gradients on a device. Where the kernel that makes some
     alone does not build, all are made.
     """
-    problem = in_terms(problem)
+    asked, problem = problem, in_terms(problem)
+    of_mask: Operands | None = None  # until the device is known
     known: dict[tuple[Any, ...], BoundBackward] = {}
     empty, names = problem.empty, tuple(operand.name for operand in problem.operands)
 
@@ -275,6 +289,11 @@ def bind_backward(programs: Callable[[torch.device, Wants], Program], problem: P
         operands: Operands = NO_OPERANDS,
         wants: Wants = ALL,
     ) -> Grads:
+        nonlocal of_mask
+        if of_mask is None:
+            of_mask = mask_operands(asked, q.device)
+        if of_mask:
+            operands = {**operands, **of_mask}
         if dlse is not None:
             dlse = dlse.float().contiguous()
         if not lse.is_contiguous():

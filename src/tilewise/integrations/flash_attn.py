@@ -10,24 +10,29 @@ What they share, as flash-attn documents it:
     softcap                  0 = off; applied before ALiBi and the mask
     alibi_slopes             float32 (heads,) or (batch, heads): adds -slope * |i + seqlen_k - seqlen_q - j|
     deterministic            of the backward: the same bits every time
-    return_attn_probs        returns (out, softmax_lse, None); the lse is differentiable here
+    return_attn_probs        returns (out, softmax_lse, S_dmask); the lse is differentiable here. S_dmask is None
+                             without dropout, else all weights (batch, heads, seqlen_q, seqlen_k), below 0 where dropped
 
 Beyond flash-attn: CPUs, float32 and float64, any head_dim. Short of it, with an error that says so: paged keys
-(block_table), dropout together with softcap or return_attn_probs. A row that sees no key has lse -inf (flash-attn
-writes +inf). Under causal ALiBi lse belongs to the biases as documented; flash-attn's kernel shifts them row by row.
+(block_table), and of packed sequences dropout together with return_attn_probs. A row that sees no key has lse -inf
+(flash-attn writes +inf). Under causal ALiBi lse belongs to the biases as documented; flash-attn's kernel shifts them
+row by row.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..api import attention
+from ..api import attention, drawn_seed
 from ..errors import InvalidInput, UnsupportedProblem
 from ..masks import Causal, Documents, Full, Window
 from ..op import deterministic_algorithms
+from ..plain import reference
+from ..problem import describe, heads_first, with_named_terms
+from ..terms import Dropout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +40,7 @@ if TYPE_CHECKING:
     from ..masks import Align, Mask
 
 Tensor = torch.Tensor
-Result = Tensor | tuple[Tensor, Tensor, None]
+Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
 
 __all__ = [
     "flash_attn_func",
@@ -129,6 +134,12 @@ def flash_attn_varlen_func(
     With return_attn_probs also softmax_lse (heads, total_q) and None. The offsets are read on the host: offsets on a
     GPU make the call wait for it, offsets on the CPU do not.
     """
+    if dropout_p and return_attn_probs:
+        raise UnsupportedProblem(
+            "flash_attn_varlen_func: return_attn_probs together with dropout: the weights of packed sequences are no "
+            "one tensor.",
+            remedy="drop one of the two, or call flash_attn_func for each sequence",
+        )
     if block_table is not None:
         raise UnsupportedProblem(
             "flash_attn_varlen_func: keys in pages (block_table) are not supported.",
@@ -209,33 +220,31 @@ def _run(
             with deterministic_algorithms():  # for the plan; the backward of a call planned so keeps to it
                 return _run(q, k, v, mask, dropout, scale, softcap, alibi_slopes, False, with_lse)
         _check_switch(dropout)
-    if dropout and with_lse:
-        raise UnsupportedProblem(
-            "flash_attn: return_attn_probs together with dropout: PyTorch's kernels, which draw it, hand out neither.",
-            remedy="drop one of the two",
-        )
-    dtype = q.dtype
-    given: Mask | Tensor = mask
     if alibi_slopes is not None and isinstance(mask, Documents):
         return _documents_with_alibi(q, k, v, mask, dropout, scale, softcap, alibi_slopes, with_lse)
-    if alibi_slopes is not None and not dropout:
-        _check_slopes(alibi_slopes, q.shape[2], q.shape[0])
-        out, lse = attention(
-            q, k, v, mask=mask, scale=scale, softcap=softcap, alibi=alibi_slopes, layout="bshd", return_lse=True
-        )
-        return (out, lse, None) if with_lse else out
     if alibi_slopes is not None:
-        # Biases reach far beyond what 16 bits tell apart (bfloat16 has steps of 1/4 at 40), so ALiBi runs in float32.
-        q, k, v = (
-            tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor for tensor in (q, k, v)
-        )
-        given = _alibi_bias(alibi_slopes, mask, q, k)
-    if with_lse:
-        out, lse = attention(
-            q, k, v, mask=given, scale=scale, softcap=softcap, dropout=dropout, layout="bshd", return_lse=True
-        )
-        return out.to(dtype), lse, None
-    return attention(q, k, v, mask=given, scale=scale, softcap=softcap, dropout=dropout, layout="bshd").to(dtype)
+        _check_slopes(alibi_slopes, q.shape[2], q.shape[0])
+    asked: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "alibi": alibi_slopes, "layout": "bshd"}
+    if not with_lse:
+        out = attention(q, k, v, dropout=dropout, **asked)
+        assert isinstance(out, Tensor)
+        return out
+    if not dropout:
+        out, lse = attention(q, k, v, return_lse=True, **asked)
+        return out, lse, None
+    asked |= {"scores": (Dropout(dropout),), "operands": {"seed": drawn_seed(q.device)}}
+    out, lse = attention(q, k, v, return_lse=True, **asked)
+    return out, lse, _dropped_weights(q, k, v, lse, **asked)
+
+
+def _dropped_weights(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, **asked: Any) -> Tensor:
+    """flash-attn's S_dmask: the weights of all pairs (batch, heads, seqlen_q, seqlen_k), below 0 where dropped."""
+    q, k, v, lse = (tensor.detach() for tensor in (*heads_first(q, k, v, asked.pop("layout")), lse))
+    given = asked.pop("scores"), asked.pop("operands")
+    scores, operands = with_named_terms(q, k, *given, alibi=asked.pop("alibi"))
+    operands = {name: tensor.detach() for name, tensor in operands.items()}
+    problem = describe(q, k, v, scores=scores, operands=operands, **asked)
+    return reference.signed_weights(q, k, lse, problem, operands)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -284,17 +293,6 @@ def _documents_with_alibi(
         if isinstance(result, tuple):
             lses.append(result[1])
     return (torch.cat(outs, 1), torch.cat(lses, 2), None) if with_lse else torch.cat(outs, 1)
-
-
-def _alibi_bias(slopes: Tensor, mask: Mask, q: Tensor, k: Tensor) -> Tensor:
-    """-slope * distance where the mask lets a query see a key, -inf elsewhere: (batch or 1, heads, seq_q, seq_k)."""
-    seq_q, seq_k = q.shape[1], k.shape[1]
-    _check_slopes(slopes, q.shape[2], q.shape[0])
-    rows, keys = torch.arange(seq_q, device=q.device), torch.arange(seq_k, device=q.device)
-    position = rows + seq_k - seq_q
-    bias = -slopes.to(q.dtype)[..., None, None] * (position[:, None] - keys).abs()
-    visible = mask.to_bool(range(seq_q), range(seq_k), seq_q, seq_k, q.device)
-    return bias.masked_fill(~visible, -torch.inf)
 
 
 def _check_slopes(slopes: Tensor, heads: int, sequences: int) -> None:

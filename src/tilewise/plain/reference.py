@@ -27,27 +27,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants, composite_notices
-from ..errors import Reason
 from ..isolation import all_finite, isolated, joined, pieces
 from ..masks import Dense, Documents, Full
 from ..operands import recording
-from ..scores import Where, bend_all, join_all, keep_all, visible_all
+from ..scores import Where, bend_all, join_all, keep_all, observe_all, visible_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ..errors import Reason
     from ..problem import Problem
     from ..target import Target
 
 
 def why_not(problem: Problem, target: Target) -> list[Reason]:
-    if problem.dropout:
-        return [
-            Reason(
-                f"dropout {problem.dropout:g} is not 0, and the reference draws no random numbers",
-                "use one of PyTorch's backends, or drop the dropout",
-            )
-        ]
     return []
 
 
@@ -67,8 +60,13 @@ def forward(
     problem: Problem,
     config: Any = None,
     operands: Operands = NO_OPERANDS,
+    results: dict[str, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q)."""
+    """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q).
+
+    What terms report goes into `results`.
+    """
+    problem = problem.dropout_in_terms()
     apart = isinstance(problem.mask, Documents) and all(term.elementwise for term in problem.scores)
     if apart and _is_recorded(q, k, v):
         # What is derived from these operations keeps documents apart only if they are.
@@ -81,6 +79,7 @@ def forward(
     work = _work_dtype(q.dtype)
     where = Where(problem, range(problem.seq_q), range(problem.seq_kv), operands=operands)
     scores, hidden, _ = _scores(q.to(work), k.to(work), problem, where)
+    observe_all(scores, where, results)
     top = scores.amax(-1, keepdim=True).detach() if scores.shape[-1] else scores.new_zeros(*scores.shape[:-1], 1)
     logits = join_all(where, work)
     for logit in logits:
@@ -116,6 +115,7 @@ def backward(
     wants: Wants = ALL,
 ) -> Grads:
     """Gradients by the formulas above, each in its input's dtype."""
+    problem = problem.dropout_in_terms()
     grads = _operand_gradients(dout, dlse, q, k, v, problem, operands, wants - ALL) if wants - ALL else {}
     work = _work_dtype(q.dtype)
     q_work, k_work, v_work, dout_work = (t.to(work) for t in (q, k, v, dout))
@@ -157,6 +157,19 @@ def backward(
     if "k" in wants:
         grads["k"] = product(transposed, dscores, q_work).to(k.dtype)
     return {name: grads[name] for name in ("q", "k", "v", *operands) if name in wants}
+
+
+def signed_weights(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, problem: Problem, operands: Operands = NO_OPERANDS
+) -> torch.Tensor:
+    """The weights P (batch, heads_q, seq_q, seq_kv) in q's dtype, negated where a term drops them; not scaled up."""
+    problem, work = problem.dropout_in_terms(), _work_dtype(q.dtype)
+    where = Where(problem, range(problem.seq_q), range(problem.seq_kv), operands=operands)
+    scores, _, _ = _scores(q.to(work), k.to(work), problem, where)
+    rows = lse.to(work).unsqueeze(-1)
+    weights = torch.exp(scores - rows.masked_fill(rows == -torch.inf, 0.0))
+    kept = keep_all(where, work)
+    return (weights if kept is None else torch.where(kept > 0, weights, -weights)).to(q.dtype)
 
 
 def _operand_gradients(

@@ -40,7 +40,7 @@ from ..jit import tuned
 from ..masks import Dense, Full, Tile
 from ..operands import zero_grads
 from ..problem import dtype_name
-from ..scores import Where, bend_all, join_all, keep_all, unbend_all, unjoin_all, visible_all
+from ..scores import Where, bend_all, join_all, keep_all, observe_all, unbend_all, unjoin_all, visible_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,13 +66,6 @@ _SIDES = tuple(2**power for power in range(5, 12))  # of the blocks that `search
 
 def why_not(problem: Problem, target: Target) -> list[Reason]:
     reasons = []
-    if problem.dropout:
-        reasons.append(
-            Reason(
-                f"dropout {problem.dropout:g} is not 0, and the tiled loop draws no random numbers",
-                "use one of PyTorch's backends, or drop the dropout",
-            )
-        )
     if problem.transformed:
         reasons.append(
             Reason(
@@ -128,10 +121,15 @@ def forward(
     problem: Problem,
     config: Config | None = None,
     operands: Operands = NO_OPERANDS,
+    results: dict[str, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q)."""
-    config = config or Config()
+    """out (batch, heads_q, seq_q, head_dim_v) in q's dtype, lse (batch, heads_q, seq_q).
+
+    What terms report goes into `results`.
+    """
+    config, problem = config or Config(), problem.dropout_in_terms()
     out, lse = empty_out(q, problem.head_dim_v, problem.layout), empty_lse(q)
+    observe_all(lse.new_empty(0), Where(problem, range(0), range(0)), results)
     if problem.empty and not (out.numel() and any(term.joins_rows for term in problem.scores)):
         return out.zero_(), lse.fill_(-torch.inf)
     work = lse.dtype
@@ -149,6 +147,7 @@ def forward(
                 continue
             where = Where(problem, rows, keys, stacked=True, operands=operands)
             scores, _, hidden = _tile_scores(_products(q_tile, k_tile, problem), where, kind, problem)
+            observe_all(scores, where, results)
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
             finite_top = new_top.masked_fill(new_top == -torch.inf, 0.0)
             weights = scores.sub_(finite_top).exp_()
@@ -185,7 +184,7 @@ def backward(
     wants: Wants = ALL,
 ) -> Grads:
     """Gradients in each input's dtype; sums are kept in float32 (float64 for float64)."""
-    config = config or Config()
+    config, problem = config or Config(), problem.dropout_in_terms()
     if problem.empty:
         return zero_grads(wants, q, k, v, operands)
     work = lse.dtype

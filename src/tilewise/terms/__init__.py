@@ -7,5 +7,6 @@ from .keep import Keep, KeyLengths
 from .max_logit import MaxLogit
 from .relative_bias import RelativeBias
 from .sink import Sink
+from .spans import Spans
 
-__all__ = ["Alibi", "Bias", "Dropout", "Keep", "KeyLengths", "MaxLogit", "RelativeBias", "Sink"]
+__all__ = ["Alibi", "Bias", "Dropout", "Keep", "KeyLengths", "MaxLogit", "RelativeBias", "Sink", "Spans"]

@@ -86,6 +86,7 @@ class PackedKeep(Keep):
     """
 
     kind: ClassVar[str] = "packed_keep"
+    narrows: ClassVar[bool] = True
 
     lines: str = "queries"
 
@@ -122,6 +123,7 @@ class KeyLengths(Term):
     kind: ClassVar[str] = "key_lengths"
     transforms: ClassVar[bool] = False
     hides: ClassVar[bool] = True
+    narrows: ClassVar[bool] = True
 
     padded_left: bool = False
 

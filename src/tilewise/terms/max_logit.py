@@ -14,7 +14,7 @@ from ..scores import Term
 from .shared import members
 
 if TYPE_CHECKING:
-    from ..scores import Asked, Tensor
+    from ..scores import Asked, Tensor, Where
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,13 @@ class MaxLogit(Term):
     def check(self, problem: Asked) -> None:
         if problem.scores[-1] != self:
             raise InvalidInput("scores", "max_logit before other terms", "the last of all terms", "move it to the end")
+
+    def observed(self, scores: Tensor, where: Where, results: dict[str, Tensor]) -> None:
+        problem = where.problem
+        lowest = scores.new_full((problem.heads_q,), -torch.inf)
+        if scores.numel():
+            lowest = scores.reshape(problem.batch, problem.heads_q, -1).amax((0, 2))
+        results["max_logit"] = torch.maximum(results.get("max_logit", lowest), lowest)
 
     def cpp_type(self, *, precise: bool) -> str:
         return "tilewise::MaxLogit"

@@ -165,7 +165,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     divided = divide(problem, config, target)
     sums_dq = config.makes_dq and not config.writes_dq
     tile_map = map_for(problem, config.block_q, config.block_kv, ARCH, by_keys=True)
-    order = Order.ANY_ORDER if tile_map.is_used else _order(problem, config, divided)
+    order = _order(problem, config, divided)
     takes_tickets = sums_dq and order is not Order.ANY_ORDER
     cut = divided.cut and config.makes_dkv
     pairs, kv_pairs = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
@@ -279,6 +279,8 @@ MIN_STEPS_IN_ANY_ORDER = 32
 def _order(problem: Problem, config: Config, divided: division.Division) -> Order:
     if problem.deterministic:
         return Order.KEY_ORDER
+    if any(term.narrows for term in problem.scores):  # who claims a dQ counts on every tile that the band leaves
+        return Order.ANY_ORDER
     sums = problem.batch * problem.heads_q * problem.seq_q * config.head_dim * 4
     stay_together = _walk(problem, divided.cut) is Walk.DOWN and divided.waves < MIN_WAVES_TO_CLAIM
     if (

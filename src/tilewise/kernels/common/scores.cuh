@@ -40,12 +40,14 @@
 //   bool holds(int count)              Of a term that reads a number per element, whether the first `count` exist, with a
 //   bool checks                        member that says whether `apply` must ask: so it need not where they do.
 //   void hide(float (&v)[], at)        -inf for hidden elements. Which tiles are cut is decided by the plan of the kernel.
-//   static KeySpan key_span(params, batch)
-//                                      Of a term that hides, where it does so by a span of keys per batch: all others are
-//                                      hidden from all queries. The plan leaves out tiles without any, and takes those
-//                                      inside it for full.
+//   static SeenSpans seen_keys(params, batch, begin, end)
+//   static SeenSpans seen_queries(params, batch, begin, end)
+//                                      Of a term that hides by spans (`hides_by_span`): of queries [begin, end), which are not
+//                                      past the last, the keys that some of them may see and those that all see; and of keys
+//                                      [begin, end) likewise the queries. The plan leaves out tiles without any, and takes
+//                                      those inside the second for full.
 //   static bool sees(params, batch, head, query, key)
-//                                      Of a term that hides, one pair. Without `key_span` the plan knows nothing of the
+//                                      Of a term that hides, one pair. Without spans the plan knows nothing of the
 //                                      tiles that it cuts, and takes all for cut (`narrow_tiles`: the place to know more).
 //   void observe(const float (&v)[], float unit)
 //                                      In a forward, v_n of all elements, hidden or not; a score is v_n times `unit` and what
@@ -109,9 +111,17 @@ struct Elements {
   }
 };
 
-// Keys [begin, end) that any query of a batch may see.
-struct KeySpan {
+// What terms leave to several queries, or to several keys: keys, or queries, [begin, end).
+struct Span {
   int begin, end;
+
+  __device__ __forceinline__ Span within(const Span& other) const {
+    return {max_int(begin, other.begin), min_int(end, other.end)};
+  }
+};
+struct SeenSpans {
+  Span some;  // by at least one of them; a hull
+  Span all;   // by every one; may end before it begins
 };
 
 // --- terms ---
@@ -140,6 +150,17 @@ struct Softcap {
     return fmaf(-v, v, 1.0f);
   }
 };
+
+// Hides the columns of row r of a fragment outside [first, end), counted from the fragment's.
+template <int count>
+__device__ __forceinline__ void hide_outside(float (&v)[count], int r, int first, int end) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    if (row_of(i) != r) continue;
+    const int column = column_of(i);
+    v[i] = column >= first && column < end ? v[i] : -infinity;
+  }
+}
 
 // Keys outside the band of a query, and keys that do not exist (mask.cuh). Kernels for some masks
 // need not look at all bounds.
@@ -181,17 +202,6 @@ struct BandMask {
       const int key = first_key + 8 * r;
       const int first = band.first_row(key) - column;
       hide_outside(v, r, first, key < seq_k ? band.end_row(key) - column : -1);
-    }
-  }
-  // Columns of row r outside [first, end), counted from the fragment's.
-  template <int count>
-  static __device__ __forceinline__ void hide_outside(float (&v)[count], int r, int first,
-                                                      int end) {
-#pragma unroll
-    for (int i = 0; i < count; ++i) {
-      if (row_of(i) != r) continue;
-      const int column = column_of(i);
-      v[i] = column >= first && column < end ? v[i] : -infinity;
     }
   }
 };
@@ -402,11 +412,19 @@ struct Scores {
     return true;
   }
   template <typename Term, typename Params>
-  static __device__ __forceinline__ void narrow_span(const Params& params, int batch,
-                                                     KeySpan& span) {
+  static __device__ __forceinline__ void narrow_keys(const Params& params, int batch, int begin,
+                                                     int end, SeenSpans& keys) {
     if constexpr (HidesBySpan<Term>) {
-      const KeySpan own = Term::key_span(params, batch);
-      span = {max_int(span.begin, own.begin), min_int(span.end, own.end)};
+      const SeenSpans own = Term::seen_keys(params, batch, begin, end);
+      keys = {keys.some.within(own.some), keys.all.within(own.all)};
+    }
+  }
+  template <typename Term, typename Params>
+  static __device__ __forceinline__ void narrow_queries(const Params& params, int batch, int begin,
+                                                        int end, SeenSpans& queries) {
+    if constexpr (HidesBySpan<Term>) {
+      const SeenSpans own = Term::seen_queries(params, batch, begin, end);
+      queries = {queries.some.within(own.some), queries.all.within(own.all)};
     }
   }
   // Whether the terms that read tensors leave a key to a query.
@@ -417,12 +435,21 @@ struct Scores {
     ((seen = seen && sees_by<Terms>(params, batch, head, query, key)), ...);
     return seen;
   }
-  // The keys that they leave to some query of a batch.
+  // The keys that those which hide by spans leave to queries [begin, end) of a batch.
   template <typename Params>
-  static __device__ __forceinline__ KeySpan key_span(const Params& params, int batch) {
-    KeySpan span{0, params.seq_k};
-    (narrow_span<Terms>(params, batch, span), ...);
-    return span;
+  static __device__ __forceinline__ SeenSpans seen_keys(const Params& params, int batch, int begin,
+                                                        int end) {
+    SeenSpans keys{{0, params.seq_k}, {0, params.seq_k}};
+    (narrow_keys<Terms>(params, batch, begin, end, keys), ...);
+    return keys;
+  }
+  // The queries that they leave to keys [begin, end).
+  template <typename Params>
+  static __device__ __forceinline__ SeenSpans seen_queries(const Params& params, int batch,
+                                                           int begin, int end) {
+    SeenSpans queries{{0, params.seq_q}, {0, params.seq_q}};
+    (narrow_queries<Terms>(params, batch, begin, end, queries), ...);
+    return queries;
   }
 
   // Step 4.
@@ -490,34 +517,48 @@ struct Scores {
 
 // --- what terms that hide make of the tiles of a plan ---
 
-// Of the KV tiles that some queries of a batch touch, those in which some key is left, and those
-// that need no hiding.
+// Of the KV tiles that queries [row_begin, row_end) of a batch touch, those in which some key is
+// left, and those that need no hiding.
 template <typename Policy, typename Params>
-__device__ __forceinline__ void narrow_tiles(const Params& params, int batch, int block_kv,
-                                             TileRange& touched, TileRange& full) {
+__device__ __forceinline__ void narrow_tiles(const Params& params, int batch, int row_begin,
+                                             int row_end, int block_kv, TileRange& touched,
+                                             TileRange& full) {
   if constexpr (Policy::hides_by_span) {
-    const KeySpan span = Policy::key_span(params, batch);
-    touched = {max_int(touched.begin, span.begin / block_kv),
-               min_int(touched.end, ceil_div(span.end, block_kv))};
-    if (touched.empty() || span.begin >= span.end) touched = {0, 0};
-    full = {max_int(full.begin, ceil_div(span.begin, block_kv)),
-            min_int(full.end, span.end / block_kv)};
+    if (touched.empty()) return;  // where there may be no queries to ask about
+    const SeenSpans keys = Policy::seen_keys(params, batch, row_begin, row_end);
+    touched = {max_int(touched.begin, keys.some.begin / block_kv),
+               min_int(touched.end, ceil_div(keys.some.end, block_kv))};
+    if (touched.empty() || keys.some.begin >= keys.some.end) touched = {0, 0};
+    full = {max_int(full.begin, ceil_div(keys.all.begin, block_kv)),
+            min_int(full.end, keys.all.end / block_kv)};
     if (full.empty()) full = {touched.begin, touched.begin};
   }
   if constexpr (Policy::hides_by_data) full = {touched.begin, touched.begin};
 }
 
-// Of the query tiles that a KV tile is touched by, those that need no hiding; and no step at all for a
-// KV tile of which no key is left. Why only where dQ is added up in any order: others count on it.
-template <typename Policy, typename Params, typename Plan>
-__device__ __forceinline__ void narrow_query_tiles(const Params& params, int block_kv, Plan& plan) {
+// Of the query tiles that touch a KV tile, those in which some query sees a key of it, and those
+// that need no hiding. Why the first only where dQ is added up in any order: others count on the
+// tiles that the band leaves.
+template <typename Policy, typename Params>
+__device__ __forceinline__ void narrow_query_tiles(const Params& params, int batch, int kv_tile,
+                                                   int block_q, int block_kv, QueryTiles& tiles) {
   if constexpr (Policy::hides_by_span) {
-    const KeySpan span = Policy::key_span(params, plan.batch);
-    const int begin = plan.kv_tile * block_kv, end = begin + block_kv;
-    if (begin < span.begin || end > span.end) plan.full = {0, 0};
-    if ((end <= span.begin || begin >= span.end) && params.dq_tickets == nullptr) plan.steps = 0;
+    const int begin = kv_tile * block_kv, end = min_int(begin + block_kv, params.seq_k);
+    if (tiles.touched.empty() || begin >= end) return;
+    const SeenSpans queries = Policy::seen_queries(params, batch, begin, end);
+    if (params.dq_tickets == nullptr) {
+      tiles.touched = {max_int(tiles.touched.begin, queries.some.begin / block_q),
+                       min_int(tiles.touched.end, ceil_div(queries.some.end, block_q))};
+      if (tiles.touched.empty() || queries.some.begin >= queries.some.end) tiles.touched = {0, 0};
+    }
+    // Queries past the end have no weight: the last tile is full where they alone are not seen.
+    const int full_end =
+        queries.all.end == params.seq_q ? tiles.full.end : max_int(0, queries.all.end) / block_q;
+    tiles.full = {max_int(tiles.full.begin, ceil_div(queries.all.begin, block_q)),
+                  min_int(tiles.full.end, full_end)};
+    if (tiles.full.empty() || tiles.touched.empty()) tiles.full = {0, 0};
   }
-  if constexpr (Policy::hides_by_data) plan.full = {0, 0};
+  if constexpr (Policy::hides_by_data) tiles.full = {0, 0};
 }
 
 }  // namespace tilewise

@@ -461,10 +461,9 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
   BackwardSmem<config, Extents>& smem =
       *reinterpret_cast<BackwardSmem<config, Extents>*>(smem_bytes);
   if (threadIdx.x < 32) {
-    BackwardPlan<Extents> plan = make_backward_plan<Extents, config.block_q, config.block_kv>(
-        params, take_work(params.work_tickets));
-    if constexpr (!HasTileMap<Extents>)
-      narrow_query_tiles<Policy>(params, config.block_kv, plan);
+    BackwardPlan<Extents> plan =
+        make_backward_plan<Policy, Extents, config.block_q, config.block_kv>(
+            params, take_work(params.work_tickets));
     if (threadIdx.x == 0) smem.plan = plan;
   }
   __syncthreads();

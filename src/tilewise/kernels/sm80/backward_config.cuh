@@ -3,6 +3,7 @@
 
 #include "../common/find_piece.cuh"
 #include "../common/piece_tickets.cuh"
+#include "../common/scores.cuh"
 #include "../common/work_tickets.cuh"
 #include "config.cuh"
 
@@ -89,7 +90,7 @@ struct BackwardPlan : Extents::Record {
 };
 
 // Of the parameters of this backward or of the float32 one. All lanes of a warp ask together.
-template <typename Extents, int block_q, int block_kv, typename Params>
+template <typename Policy, typename Extents, int block_q, int block_kv, typename Params>
 __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params& params,
                                                                     int work) {
   const Schedule schedule{params.heads_kv, params.batch * params.heads_kv, params.pieces,
@@ -109,6 +110,8 @@ __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params
     tiles = listed_tiles<Extents>(params, at.batch, at.head, piece.tile);
   else if (has_rows<Extents>(piece.tile * block_kv, sequence.seq_k()))
     tiles = query_tiles(band, piece.tile, sequence.seq_k(), block_q, block_kv);
+  if constexpr (!HasTileMap<Extents>)
+    narrow_query_tiles<Policy>(params, at.batch, piece.tile, block_q, block_kv, tiles);
   const int count = tiles.touched.count();
   const TileRange steps = steps_of_piece(count * params.heads_per_kv, params.piece_steps, piece);
   BackwardPlan<Extents> plan{record,      at.batch,    at.head,       piece.tile,

@@ -361,18 +361,19 @@ struct Float32Forward {
       touched = touched_tiles(band, row_begin, row_end, block_kv);
     if (lane == 0) {
       TileRange all = touched, full = full_tiles(band, row_begin, row_end, block_kv, touched);
-      narrow_tiles<Policy>(params, tile.batch, block_kv, all, full);
+      narrow_tiles<Policy>(params, tile.batch, row_begin, row_end, block_kv, all, full);
       WarpPlan<Extents> plan{record, tile, {0, 0}, {0, 0}, full};
       if (warp_row < warp_end) {
         plan.own = touched_tiles(band, warp_row, warp_end, block_kv);
         plan.own_full = full_tiles(band, warp_row, warp_end, block_kv, plan.own);
-        narrow_tiles<Policy>(params, tile.batch, block_kv, plan.own, plan.own_full);
+        narrow_tiles<Policy>(params, tile.batch, warp_row, warp_end, block_kv, plan.own,
+                             plan.own_full);
       }
       smem.plan[warp] = plan;
     }
     if (threadIdx.x == 0) {
       TileRange none{0, 0};
-      narrow_tiles<Policy>(params, tile.batch, block_kv, touched, none);
+      narrow_tiles<Policy>(params, tile.batch, row_begin, row_end, block_kv, touched, none);
       smem.touched = touched;
       const int batch = sequence.batch(tile.batch), head_kv = tile.head / params.heads_per_kv;
       smem.queries = head_of(params.q, batch, tile.head, sequence.q_start());

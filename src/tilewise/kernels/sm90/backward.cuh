@@ -112,10 +112,9 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
   const int warpgroup = warpgroup_index();
   if (threadIdx.x < 32) {
     if (params.work_tickets != nullptr) ptx::wait_for_previous_grid();  // which zeroed them
-    BackwardPlan<Extents> plan = make_backward_plan<Extents, config.block_q, config.block_kv()>(
-        params, take_work(params.work_tickets), params.walk);
-    if constexpr (!HasTileMap<Extents>)
-      narrow_query_tiles<Policy>(params, config.block_kv(), plan);
+    BackwardPlan<Extents> plan =
+        make_backward_plan<Policy, Extents, config.block_q, config.block_kv()>(
+            params, take_work(params.work_tickets), params.walk);
     if (threadIdx.x == 0) smem.plan = plan;
   }
   if (threadIdx.x == 128) {

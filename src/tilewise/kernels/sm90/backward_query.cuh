@@ -71,8 +71,12 @@ struct BackwardProducer {
                   (q_tile + 1) * config.block_q <= band.first_row(key) ||
                   q_tile * config.block_q >= band.end_row(key + 63);
     if constexpr (Policy::hides_by_span) {
-      const KeySpan span = Policy::key_span(params, plan.batch);
-      hidden = hidden || key >= span.end || key + 64 <= span.begin;
+      if (!hidden) {
+        const int end = min_int(key + 64, sequence().seq_k());
+        const Span queries = Policy::seen_queries(params, plan.batch, key, end).some;
+        hidden = (q_tile + 1) * config.block_q <= queries.begin ||
+                 q_tile * config.block_q >= queries.end;
+      }
     }
     return {q_tile, hidden ? SeenTile::hidden : SeenTile::partial};
   }

@@ -65,7 +65,8 @@ __device__ __forceinline__ Plan<Extents> make_plan(
   plan.parts_of_rows = ceil_div(row_end - plan.row_begin, 64);
   plan.touched = touched_tiles(band, plan.row_begin, row_end, config.block_kv);
   plan.full = full_tiles(band, plan.row_begin, row_end, config.block_kv, plan.touched);
-  narrow_tiles<Policy>(params, plan.tile.batch, config.block_kv, plan.touched, plan.full);
+  narrow_tiles<Policy>(params, plan.tile.batch, plan.row_begin, row_end, config.block_kv,
+                       plan.touched, plan.full);
   const int pair = plan.tile.batch * params.heads + plan.tile.head;
   // Facts are of the parts of the tensors, which a sequence of several must begin.
   static_assert(!Extents::ragged, "the split makes parts of whole tensors");

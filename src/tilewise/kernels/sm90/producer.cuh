@@ -38,7 +38,8 @@ __device__ __forceinline__ TilePlan<Extents> make_plan(
     if (has_rows<Extents>(plan.row_begin, sequence.seq_q()))
       plan.touched = touched_tiles(band, plan.row_begin, row_end, config.block_kv);
     plan.full = full_tiles(band, plan.row_begin, row_end, config.block_kv, plan.touched);
-    narrow_tiles<Policy>(params, plan.tile.batch, config.block_kv, plan.touched, plan.full);
+    narrow_tiles<Policy>(params, plan.tile.batch, plan.row_begin, row_end, config.block_kv,
+                         plan.touched, plan.full);
   }
   if constexpr (config.split) plan.touched = part_of(plan.touched, plan.split, params.splits);
   return plan;

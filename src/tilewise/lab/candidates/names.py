@@ -193,10 +193,10 @@ def _our_forward(problem: Problem, inputs: Inputs, backend: str) -> Forward:
     terms = _term_arguments(problem, inputs)
 
     def forward() -> Any:
-        out = attention(
+        out: Any = attention(
             q, k, v, mask=mask, scale=scale, softcap=softcap, dropout=dropout, layout=layout,
             return_lse=return_lse, backend=backend, precision=precision, **terms,
-        )  # type: ignore[call-overload]  # fmt: skip
+        )  # fmt: skip
         if layout == "bhsd":
             return out
         return (out[0].transpose(1, 2), out[1]) if return_lse else out.transpose(1, 2)

@@ -13,22 +13,35 @@ struct KeyLengths {
   };
   static constexpr bool hides_by_span = true;
 
-  KeySpan span;
+  Span span;
 
   template <typename Params, typename At>
   __device__ __forceinline__ KeyLengths(const Params& params, const Unit&, const At& at)
-      : span(key_span(params, at.batch())) {}
+      : span(keys_of(params, at.batch())) {}
 
   template <typename Params>
-  static __device__ __forceinline__ KeySpan key_span(const Params& params, int batch) {
+  static __device__ __forceinline__ Span keys_of(const Params& params, int batch) {
     const int given = __ldg(params.key_lengths + batch * params.key_lengths_batch_stride);
     const int length = max_int(0, min_int(given, params.seq_k));
-    return padded_left ? KeySpan{params.seq_k - length, params.seq_k} : KeySpan{0, length};
+    return padded_left ? Span{params.seq_k - length, params.seq_k} : Span{0, length};
   }
   template <typename Params>
   static __device__ __forceinline__ bool sees(const Params& params, int batch, int, int, int key) {
-    const KeySpan span = key_span(params, batch);
+    const Span span = keys_of(params, batch);
     return key >= span.begin && key < span.end;
+  }
+  template <typename Params>
+  static __device__ __forceinline__ SeenSpans seen_keys(const Params& params, int batch, int, int) {
+    const Span span = keys_of(params, batch);
+    return {span, span};
+  }
+  // All queries, or none.
+  template <typename Params>
+  static __device__ __forceinline__ SeenSpans seen_queries(const Params& params, int batch,
+                                                           int begin, int end) {
+    const Span span = keys_of(params, batch), all{0, params.seq_q}, none{0, 0};
+    return {begin < span.end && end > span.begin ? all : none,
+            begin >= span.begin && end <= span.end ? all : none};
   }
 
   template <int count, typename At>
@@ -36,8 +49,7 @@ struct KeyLengths {
     const int first = at.rows_are == RowsAre::queries ? at.column() : at.row();
 #pragma unroll
     for (int i = 0; i < count; ++i) {
-      const int key =
-          first + (At::rows_are == RowsAre::queries ? column_of(i) : 8 * row_of(i));
+      const int key = first + (At::rows_are == RowsAre::queries ? column_of(i) : 8 * row_of(i));
       const bool seen = padded_left ? key >= span.begin : key < span.end;
       v[i] = seen ? v[i] : -infinity;
     }

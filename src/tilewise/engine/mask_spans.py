@@ -1,0 +1,56 @@
+"""What kernels read of a mask that is a rule but no band: the spans of its rows, on their device.
+
+The host knows the mask, so its spans are made once per mask, lengths and device, and remembered: a call copies nothing
+and waits for nothing.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..jit import launch as driver
+from ..masks import Dense
+from ..memo import Memo
+from ..operands import NO_OPERANDS
+from ..terms.spans import operands_of
+
+if TYPE_CHECKING:
+    from ..operands import Operands
+    from ..problem import Problem
+
+_MAX_BYTES = 256 * 2**20
+_made: Memo[Operands] = Memo(max_entries=256, max_bytes=_MAX_BYTES)
+
+
+def mask_operands(problem: Problem, device: torch.device) -> Operands:
+    """The operands of `rules.in_terms(problem)` that no caller gives; none for bands, tensors and spans of a term."""
+    mask, seq_q, seq_kv = problem.mask, problem.seq_q, problem.seq_kv
+    if isinstance(mask, Dense) or mask.band(seq_q, seq_kv) is not None or problem.empty:
+        return NO_OPERANDS
+    key = mask, seq_q, seq_kv, device
+    found = _made.get(key)
+    if found is None:
+        generation = _made.generation
+        first, end = mask.spans(torch.arange(seq_q, device="cpu"), seq_q, seq_kv)
+        found = _copied(operands_of(first[None], end[None], seq_kv), device)
+        _made.put(key, found, generation, 8 * (seq_q + seq_kv))
+    return found
+
+
+def _copied(tensors: dict[str, Any], device: torch.device) -> Operands:
+    """On the device, where any stream may read them when this returns.
+
+    Why a stream of its own under capture: what is copied here outlives the graph, and is no part of it.
+    """
+    if device.type != "cuda":
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+    capturing = torch.cuda.is_current_stream_capturing()
+    with driver.capture_relaxed(driver.driver()) if capturing else nullcontext():
+        stream = torch.cuda.Stream(device) if capturing else torch.cuda.current_stream(device)
+        with torch.cuda.stream(stream):
+            copied = {name: tensor.to(device) for name, tensor in tensors.items()}
+        stream.synchronize()
+    return copied

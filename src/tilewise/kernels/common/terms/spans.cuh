@@ -1,0 +1,82 @@
+// Of the keys of a query only a span is there: [first_key, end_key) of its row, from memory. Both
+// never fall from one row to the next, and first_row and end_row of a key say the same the other
+// way round: query r sees key j where first_key[r] <= j < end_key[r], and so first_row[j] <= r <
+// end_row[j]. So packed documents, prefixes that all queries see, and chunks reach the kernels.
+#pragma once
+
+#include "../scores.cuh"
+
+namespace tilewise {
+
+struct Spans {
+  struct Operands {
+    const int* first_key;  // (batch, queries)
+    long long first_key_batch_stride, first_key_row_stride;
+    const int* end_key;
+    long long end_key_batch_stride, end_key_row_stride;
+    const int* first_row;  // (batch, keys)
+    long long first_row_batch_stride, first_row_key_stride;
+    const int* end_row;
+    long long end_row_batch_stride, end_row_key_stride;
+  };
+  static constexpr bool hides_by_span = true;
+
+  const Operands& operands;
+  const int &seq_q, &seq_k;
+
+  template <typename Params, typename At>
+  __device__ __forceinline__ Spans(const Params& params, const Unit&, const At&)
+      : operands(params), seq_q(params.seq_q), seq_k(params.seq_k) {}
+
+  template <typename Params>
+  static __device__ __forceinline__ Span keys_of(const Params& params, long long batch, int query) {
+    return {__ldg(params.first_key + batch * params.first_key_batch_stride +
+                  query * params.first_key_row_stride),
+            __ldg(params.end_key + batch * params.end_key_batch_stride +
+                  query * params.end_key_row_stride)};
+  }
+  template <typename Params>
+  static __device__ __forceinline__ Span queries_of(const Params& params, long long batch,
+                                                    int key) {
+    return {__ldg(params.first_row + batch * params.first_row_batch_stride +
+                  key * params.first_row_key_stride),
+            __ldg(params.end_row + batch * params.end_row_batch_stride +
+                  key * params.end_row_key_stride)};
+  }
+  template <typename Params>
+  static __device__ __forceinline__ bool sees(const Params& params, int batch, int, int query,
+                                              int key) {
+    const Span span = keys_of(params, batch, query);
+    return key >= span.begin && key < span.end;
+  }
+  template <typename Params>
+  static __device__ __forceinline__ SeenSpans seen_keys(const Params& params, int batch, int begin,
+                                                        int end) {
+    const Span first = keys_of(params, batch, begin), last = keys_of(params, batch, end - 1);
+    return {{first.begin, last.end}, {last.begin, first.end}};
+  }
+  template <typename Params>
+  static __device__ __forceinline__ SeenSpans seen_queries(const Params& params, int batch,
+                                                           int begin, int end) {
+    const Span first = queries_of(params, batch, begin), last = queries_of(params, batch, end - 1);
+    return {{first.begin, last.end}, {last.begin, first.end}};
+  }
+
+  // Rows past the end have the span of the last: the band hides such keys, and such queries have no
+  // weight.
+  template <int count, typename At>
+  __device__ __forceinline__ void hide(float (&v)[count], const At& at) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = at.row() + 8 * r;
+      Span seen;
+      if constexpr (At::rows_are == RowsAre::queries)
+        seen = keys_of(operands, at.batch(), min_int(row, seq_q - 1));
+      else
+        seen = queries_of(operands, at.batch(), min_int(row, seq_k - 1));
+      hide_outside(v, r, seen.begin - at.column(), seen.end - at.column());
+    }
+  }
+};
+
+}  // namespace tilewise

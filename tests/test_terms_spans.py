@@ -1,0 +1,80 @@
+"""Spans of keys per query, from tensors, in the kernels: documents, prefixes and chunks (terms/spans.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import emulation
+from term_cases import BF16, F32, Case, Tensor, both_ways, case_of, check, emulated, everywhere, forward
+from tilewise import Causal, Full, Window
+from tilewise.engine import SM80, SM90
+from tilewise.terms import Spans, spans
+
+
+def drawn(kind: str, problem: Any) -> dict[str, Tensor]:
+    """Spans that never fall, with rows that see nothing among them; `shared` by all batches, or not."""
+    rows = torch.arange(problem.seq_q)
+    if kind == "shared":  # documents, the second without keys
+        document = (rows // 31).clamp(max=3)
+        first, end = rows.new_tensor([0, 40, 40, 71])[document], rows.new_tensor([40, 40, 71, 150])[document]
+        return spans.operands_of(first[None], end[None], problem.seq_kv)
+    generator = torch.Generator().manual_seed(4)
+    steps = torch.randint(0, 4, (2, problem.batch, problem.seq_q), generator=generator)
+    first, end = steps.cumsum(-1).clamp(max=problem.seq_kv).unbind()
+    return spans.operands_of(first, (end + 9).clamp(max=problem.seq_kv), problem.seq_kv)
+
+
+@emulated
+@both_ways
+@pytest.mark.parametrize("kind", ["shared", "of batches"])
+@everywhere
+def test_spans(monkeypatch: Any, backend: Any, dtype: Any, dim: int, mask: Any, kind: str, back: bool) -> None:
+    """Beside bands, which hide as well."""
+    case = case_of(dtype, dim, mask, (Spans(),), lambda problem: drawn(kind, problem), needs_grad=back)
+    check(monkeypatch, backend, case, back=back)
+
+
+def of_documents(problem: Any, documents: int) -> dict[str, Tensor]:
+    """Of equal lengths, as many rows as keys."""
+    length = problem.seq_q // documents
+    first = torch.arange(problem.seq_q) // length * length
+    return spans.operands_of(first[None], first[None] + length, problem.seq_kv)
+
+
+@emulated
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "deterministic"])
+@pytest.mark.parametrize(("backend", "dtype"), [(SM90, BF16), (SM80, BF16), (SM90, F32), (SM80, F32)], ids=str)
+def test_tiles_outside_of_documents_are_left_out(
+    monkeypatch: Any, backend: Any, dtype: Any, deterministic: bool
+) -> None:
+    """Whole tiles of them, several per document: with some that are full, and others that nothing sees."""
+    sizes = {"batch": 1, "heads_q": 2, "heads_kv": 1, "seq_q": 512, "seq_kv": 512, "deterministic": deterministic}
+    case = case_of(dtype, 64, Causal(), (Spans(),), lambda problem: of_documents(problem, 2), needs_grad=True, **sizes)
+    check(monkeypatch, backend, case, back=True)
+
+
+def test_both_ways_round_say_the_same() -> None:
+    case = case_of(BF16, 64, Window(60, 10), (Spans(),), lambda problem: drawn("of batches", problem))
+    of = case.operands
+    rows, keys = torch.arange(case.problem.seq_q)[:, None], torch.arange(case.problem.seq_kv)
+    by_queries = (keys >= of["first_key"][..., None]) & (keys < of["end_key"][..., None])
+    by_keys = (rows >= of["first_row"][:, None]) & (rows < of["end_row"][:, None])
+    assert torch.equal(by_queries, by_keys)
+
+
+@emulated
+@pytest.mark.parametrize(("backend", "dtype"), [(SM90, BF16), (SM80, BF16), (SM90, F32), (SM80, F32)], ids=str)
+def test_nonfinite_values_of_other_documents_stay_there(monkeypatch: Any, backend: Any, dtype: Any) -> None:
+    sizes = {"batch": 1, "seq_q": 128, "seq_kv": 128}
+    case: Case = case_of(dtype, 64, Full(), (Spans(),), lambda problem: of_documents(problem, 4), **sizes)
+    case.v[:, :, 40, 3] = torch.nan
+    case.k[:, :, 100] = torch.nan
+    emulation.install(monkeypatch)
+    got, _ = forward(backend, case)
+    spoiled = torch.zeros_like(got, dtype=torch.bool)
+    spoiled[:, :, 32:64, 3] = True
+    spoiled[:, :, 96:] = True
+    assert torch.equal(got.isnan(), spoiled)
