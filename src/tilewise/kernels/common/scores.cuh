@@ -32,6 +32,8 @@
 //                                      terms but the first that has `apply`. `at` says where the fragment lies (NoPlace
 //                                      below lists what it can be asked); ask only what is needed, since it may cost
 //                                      registers, and not for what stands behind a hook that the term does not have.
+//   struct Once                        What is the same for all fragments of a head, made of (params, at); the constructor gets
+//                                      it by once_of(), from a kernel that keeps it, or anew.
 //   struct Operands                    What the term needs beside the parameters that all kernels have: pointers, strides,
 //                                      numbers. The kernel's parameters derive from it (ParamsOf).
 //   static bool uses_head = true       Where it asks for the head.
@@ -50,8 +52,9 @@
 //   void observe(const float (&v)[], float unit)
 //                                      In a forward, v_n of all elements, hidden or not; a score is v_n times `unit` and what
 //                                      the host knows. Elements of rows past the end are among them.
-//   bool keeps(int i)                  Whether the weight stays. The same answer for the same query and key in every kernel,
-//   float kept_weight                  whichever of them is the row; asked in ascending order. What kept weights count.
+//   u32 keeps(int i)                   Which weights stay of elements i and i + 1, i even: ones in the low and the high half
+//   float kept_weight                  of a word. The same answer for the same query and key in every kernel, whichever of
+//                                      them is the row; asked in ascending order. What kept weights count.
 //   float finish_row(float& m, float& l, float log2_unit, int r)
 //                                      Row r of the fragment: l is the sum of 2^(log2_unit (v_n - m)) over its keys, m = -inf
 //                                      and l = 0 where it sees none. Returns what O is multiplied with where m changes.
@@ -211,6 +214,8 @@ concept HidesBySpan = requires { requires Term::hides_by_span; };
 template <typename Term>
 concept HasKeeps = requires(Term term) { term.keeps(0); };
 template <typename Term>
+concept HasOnce = requires { typename Term::Once; };
+template <typename Term>
 concept HasObserve = requires(Term term, const float (&v)[4]) { term.observe(v, 1.0f); };
 template <typename Term>
 concept HasFinishRow = requires(Term term, float& x) { term.finish_row(x, x, 1.0f, 0); };
@@ -254,7 +259,7 @@ struct TermChain {
   __device__ __forceinline__ void hide(float (&)[count], const At&) {}
   template <int count>
   __device__ __forceinline__ void observe(const float (&)[count], float) {}
-  __device__ __forceinline__ bool keeps(int) { return true; }
+  __device__ __forceinline__ ptx::u32 keeps(int) { return ~0u; }
   __device__ __forceinline__ float kept_weight() { return 1.0f; }
   __device__ __forceinline__ float finish_row(float&, float&, float, int) { return 1.0f; }
   __device__ __forceinline__ float pull_back(float ds, float&, int, float) { return ds; }
@@ -295,9 +300,9 @@ struct TermChain<First, Rest...> {
     if constexpr (HasObserve<First>) first.observe(v, unit);
     rest.observe(v, unit);
   }
-  __device__ __forceinline__ bool keeps(int i) {
-    bool kept = rest.keeps(i);
-    if constexpr (HasKeeps<First>) kept = first.keeps(i) && kept;
+  __device__ __forceinline__ ptx::u32 keeps(int i) {
+    ptx::u32 kept = rest.keeps(i);
+    if constexpr (HasKeeps<First>) kept &= first.keeps(i);
     return kept;
   }
   __device__ __forceinline__ float kept_weight() {
@@ -341,6 +346,28 @@ struct OperandsOf<Term> {
   using Type = typename Term::Operands;
 };
 
+template <typename Term>
+struct OnceOf {
+  struct Type {
+    Type() = default;
+    template <typename Params, typename At>
+    __device__ __forceinline__ Type(const Params&, const At&) {}
+  };
+};
+template <HasOnce Term>
+struct OnceOf<Term> {
+  using Type = typename Term::Once;
+};
+
+// What a term has made once: kept by the kernel, or made here.
+template <typename Once, typename Params, typename At>
+__device__ __forceinline__ Once once_of(const Params& params, const At& at) {
+  if constexpr (requires { at.once(); })
+    return static_cast<const Once&>(at.once());
+  else
+    return Once(params, at);
+}
+
 template <typename... Terms>
 struct Scores {
   // Whether the values that the softmax gets are others than the products, and so have no unit.
@@ -357,6 +384,13 @@ struct Scores {
   static_assert(leads_back<Terms...>, "a term behind one that has a slope needs `before`");
 
   struct Operands : OperandsOf<Terms>::Type... {};
+  // Of a work tile; a default one is for nobody.
+  struct Once : OnceOf<Terms>::Type... {
+    Once() = default;
+    template <typename Params, typename At>
+    __device__ __forceinline__ Once(const Params& params, const At& at)
+        : OnceOf<Terms>::Type(params, at)... {}
+  };
 
   // Step 1.
   template <int count, typename Params, typename At>
@@ -432,7 +466,11 @@ struct Scores {
     if constexpr (drops) {
       TermChain<Terms...> terms(params, Unit{}, at);
 #pragma unroll
-      for (int i = 0; i < count; ++i) p[i] = terms.keeps(i) ? p[i] : 0.0f;
+      for (int i = 0; i < count; i += 2) {
+        const ptx::u32 kept = terms.keeps(i);
+        p[i] = kept & 1u ? p[i] : 0.0f;
+        p[i + 1] = kept >> 31 ? p[i + 1] : 0.0f;
+      }
     }
   }
   // The same of weights in 16 bits, two to a word, in the A layout of the next product.
@@ -442,10 +480,30 @@ struct Scores {
     if constexpr (drops) {
       TermChain<Terms...> terms(params, Unit{}, at);
 #pragma unroll
-      for (int i = 0; i < 8 * blocks; i += 2) {
-        const ptx::u32 low = terms.keeps(i) ? 0xffffu : 0u;
-        const ptx::u32 high = terms.keeps(i + 1) ? 0xffff0000u : 0u;
-        p[i / 8][i / 2 % 4] &= low | high;
+      for (int i = 0; i < 8 * blocks; i += 2) p[i / 8][i / 2 % 4] &= terms.keeps(i);
+    }
+  }
+  // Of weights that are needed after all, those that do not stay get a sign: weights have none.
+  template <int blocks, typename Params, typename At>
+  static __device__ __forceinline__ void mark(ptx::u32 (&p)[blocks][4], const Params& params,
+                                              const At& at) {
+    if constexpr (drops) {
+      TermChain<Terms...> terms(params, Unit{}, at);
+#pragma unroll
+      for (int i = 0; i < 8 * blocks; i += 2)
+        p[i / 8][i / 2 % 4] |= ~terms.keeps(i) & 0x80008000u;
+    }
+  }
+  template <int count, typename Params, typename At>
+  static __device__ __forceinline__ void mark(float (&p)[count], const Params& params,
+                                              const At& at) {
+    if constexpr (drops) {
+      TermChain<Terms...> terms(params, Unit{}, at);
+#pragma unroll
+      for (int i = 0; i < count; i += 2) {
+        const ptx::u32 dropped = ~terms.keeps(i);
+        p[i] = __uint_as_float(__float_as_uint(p[i]) | dropped << 31);
+        p[i + 1] = __uint_as_float(__float_as_uint(p[i + 1]) | (dropped & 0x80000000u));
       }
     }
   }
@@ -467,10 +525,16 @@ struct Scores {
   // Steps 7 and 9 for the elements of one fragment, each in ascending order.
   struct Backward {
     TermChain<Terms...> terms;
+    ptx::u32 kept;  // of this element and its neighbour
 
     __device__ __forceinline__ float drop(float dp, int i) {
       if constexpr (!drops) return dp;
-      return terms.keeps(i) ? dp * terms.kept_weight() : 0.0f;
+      if (i % 2 == 0) kept = terms.keeps(i);
+      return (i % 2 == 0 ? kept & 1u : kept >> 31) ? dp * terms.kept_weight() : 0.0f;
+    }
+    // P dP, of a weight that is marked where it does not stay.
+    __device__ __forceinline__ float weighted(float p, float dp) {
+      return fmaxf(p, 0.0f) * (dp * terms.kept_weight());
     }
     // dS_0 from dS_n, both in `unit`; value() gives v_n.
     template <typename Value>
@@ -484,7 +548,7 @@ struct Scores {
   };
   template <typename Params, typename At>
   static __device__ __forceinline__ Backward backward(const Params& params, const At& at) {
-    return {TermChain<Terms...>(params, Unit{}, at)};
+    return {TermChain<Terms...>(params, Unit{}, at), 0};
   }
 };
 
