@@ -41,6 +41,8 @@
 //                                      order, so that a term may load or draw numbers for several elements at once.
 //   bool holds(int count)              Of a term that reads a number per element, whether the first `count` exist, with a
 //   bool checks                        member that says whether `apply` must ask: so it need not where they do.
+//   bool take(float (&v)[])            Of a term that is the first to change scores: puts all into a form of its own, and says
+//   bool easy, taken                   whether this warp's are of a kind that `apply` has a shorter way for; it is told so.
 //   void hide(float (&v)[], at)        -inf for hidden elements. Which tiles are cut is decided by the plan of the kernel.
 //   static KeySpan key_span(params, batch)
 //                                      Of a term that hides, where it does so by a span of keys per batch: all others are
@@ -121,13 +123,27 @@ struct KeySpan {
 
 // tanh(x in), where `in` is scale / cap: the score in units of the cap.
 //   fast     `in` is 2 log2(e) scale / cap, and tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x)): two
-//            approximate instructions, for kernels whose weights are rounded to 16 bits
+//            approximate instructions, for kernels whose weights are rounded to 16 bits. Their unit
+//            is the bottleneck, and most scores are small against the cap: where all of a warp's are,
+//            an odd polynomial takes their place, with as large an error
 //   precise  right to a unit in the last place
 enum class Precision { fast, precise };
 
+// tanh(y) for |y| < 1/2, from z = 4 y: a relative error of 6e-7. Why z: that it is below 2 shows in
+// one bit of it.
+__device__ __forceinline__ float tanh_of_quarter(float z) {
+  const float square = z * z;
+  float sum = fmaf(square, -0x1.6bbe38p-19f, 0x1.0e2324p-13f);
+  sum = fmaf(square, sum, -0x1.5542f2p-8f);
+  return z * fmaf(square, sum, 0x1.ffffeep-3f);
+}
+constexpr ptx::u32 two_or_more = 0x40000000;  // the bit that numbers below 2 do not have
+
 template <Precision precision>
 struct Softcap {
+  static constexpr float quarters = 0x1.62e430p+0f;  // z per x in: 2 ln 2
   float in;
+  bool easy = false, taken = false;
 
   template <typename Params, typename At>
   __device__ __forceinline__ Softcap(const Params& params, const Unit& unit, const At&)
@@ -135,7 +151,21 @@ struct Softcap {
 
   __device__ __forceinline__ float apply(float x, int) const {
     if constexpr (precision == Precision::precise) return tanhf(x * in);
-    return fmaf(-2.0f, ptx::rcp(1.0f + ptx::ex2(x * in)), 1.0f);
+    if (easy) return tanh_of_quarter(x);
+    return fmaf(-2.0f, ptx::rcp(1.0f + ptx::ex2(x * (taken ? 1.0f / quarters : in))), 1.0f);
+  }
+  template <int count>
+  __device__ __forceinline__ bool take(float (&x)[count]) const
+    requires(precision == Precision::fast)
+  {
+    const float unit = in * quarters;
+    ptx::u32 bits = 0;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      x[i] *= unit;
+      bits |= __float_as_uint(x[i]);
+    }
+    return !__any_sync(0xffffffffu, bits & two_or_more);
   }
   // 1 - tanh^2. A value that was found again from a weight may be -inf, where the weight is 0.
   __device__ __forceinline__ float slope(float v, int) const {
@@ -206,6 +236,8 @@ concept HasApply = requires(Term term) { term.apply(0.0f, 0); };
 template <typename Term>
 concept HasHolds = requires(Term term) { term.checks = term.holds(4); };
 template <typename Term>
+concept HasTake = requires(Term term, float (&v)[4]) { term.easy = term.taken = term.take(v); };
+template <typename Term>
 concept HasHide = requires(Term term, float (&v)[4]) { term.hide(v, NoPlace{}); };
 template <typename Term>
 concept HidesByData = requires { requires Term::hides_by_data; };
@@ -248,6 +280,7 @@ template <typename... Terms>
 struct TermChain {
   static constexpr bool has_slope = false;
   static constexpr bool has_holds = false;
+  static constexpr bool has_take = false;
 
   template <typename Params, typename At>
   __device__ __forceinline__ TermChain(const Params&, const Unit&, const At&) {}
@@ -255,6 +288,11 @@ struct TermChain {
   __device__ __forceinline__ float apply(float v, int) { return v; }
   __device__ __forceinline__ bool holds(int) { return true; }
   __device__ __forceinline__ void set_checks(bool) {}
+  template <int count>
+  __device__ __forceinline__ bool take(float (&)[count]) {
+    return false;
+  }
+  __device__ __forceinline__ void set_easy(bool) {}
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&)[count], const At&) {}
   template <int count>
@@ -270,6 +308,7 @@ template <typename First, typename... Rest>
 struct TermChain<First, Rest...> {
   static constexpr bool has_slope = HasSlope<First> || TermChain<Rest...>::has_slope;
   static constexpr bool has_holds = HasHolds<First> || TermChain<Rest...>::has_holds;
+  static constexpr bool has_take = HasApply<First> ? HasTake<First> : TermChain<Rest...>::has_take;
 
   First first;
   TermChain<Rest...> rest;
@@ -289,6 +328,19 @@ struct TermChain<First, Rest...> {
   __device__ __forceinline__ void set_checks(bool checks) {
     if constexpr (HasHolds<First>) first.checks = checks;
     rest.set_checks(checks);
+  }
+  template <int count>
+  __device__ __forceinline__ bool take(float (&v)[count]) {
+    if constexpr (HasTake<First>) return first.take(v);
+    return rest.take(v);
+  }
+  __device__ __forceinline__ void set_easy(bool easy) {
+    if constexpr (HasTake<First>) {
+      first.taken = true;
+      first.easy = easy;
+    } else {
+      rest.set_easy(easy);
+    }
   }
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&v)[count], const At& at) {
@@ -392,13 +444,26 @@ struct Scores {
         : OnceOf<Terms>::Type(params, at)... {}
   };
 
-  // Step 1.
-  template <int count, typename Params, typename At>
+  // Step 1. With `looks`, it asks whether scores are easy: for loops that most of them pass through.
+  template <bool looks = false, int count, typename Params, typename At>
   static __device__ __forceinline__ void apply(float (&v)[count], const Params& params,
                                                const Unit& unit, const At& at) {
     if constexpr (transforms) {
       TermChain<Terms...> terms(params, unit, at);
       constexpr int chunk = TermChain<Terms...>::has_holds ? loaded_at_once<At, count> : count;
+      // Why not both: all code would be there four times.
+      if constexpr (looks && TermChain<Terms...>::has_take && !TermChain<Terms...>::has_holds) {
+        if (terms.take(v)) {
+          terms.set_easy(true);
+#pragma unroll
+          for (int i = 0; i < count; ++i) v[i] = terms.apply(v[i], i);
+        } else {
+          terms.set_easy(false);
+#pragma unroll
+          for (int i = 0; i < count; ++i) v[i] = terms.apply(v[i], i);
+        }
+        return;
+      }
 #pragma unroll
       for (int first = 0; first < count; first += chunk) {
         if (TermChain<Terms...>::has_holds && terms.holds(first + chunk)) {

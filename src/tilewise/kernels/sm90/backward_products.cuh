@@ -149,7 +149,7 @@ struct ProductWarpgroup {
   // S -> P in place.
   __device__ __forceinline__ void exponentiate(Fragment& s, int stage, SeenTile tile) {
     if constexpr (Policy::transforms) {
-      Policy::apply(s, params, Unit{}, Place{*this, tile, stage});
+      Policy::template apply<true>(s, params, Unit{}, Place{*this, tile, stage});
       const float2* pairs = reinterpret_cast<const float2*>(smem.start_s[stage]) + threadIdx.x % 4;
 #pragma unroll
       for (int j = 0; j < block_q / 8; ++j) {

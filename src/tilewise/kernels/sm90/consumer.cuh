@@ -148,8 +148,9 @@ struct Consumer {
   };
 
   // Step 2.
+  template <bool looks = false>
   __device__ __forceinline__ void apply_terms(const Part& part, int kv_tile) {
-    Policy::apply(s, params, Unit{}, Place{{*this, part, kv_tile}});
+    Policy::template apply<looks>(s, params, Unit{}, Place{{*this, part, kv_tile}});
   }
   // Step 3.
   __device__ __forceinline__ void hide(const Part& part, int kv_tile) {
@@ -271,7 +272,7 @@ struct Consumer {
       for (; n >= last; --n) {
         issue_both(before);
         before = false;
-        apply_terms(part, n);
+        apply_terms<true>(part, n);
         observe(part, n);
         good = !__any_sync(0xffffffffu, !softmax.lazy_block(s, params.scale_log2, block));
         // Why a wait on either side of this branch: the assembler sinks exponentials below a wait,
