@@ -95,6 +95,8 @@ struct NoPlace {
   __device__ int batch() const;
   __device__ int head() const;   // of the queries
   __device__ Band band() const;  // of the sequence: rows and columns count from its starts
+  // In some: 2 KiB of shared memory for this warp, until its gradients have ended.
+  // __device__ float* room() const;
   __device__ RowBand row_band() const;
 };
 
@@ -124,8 +126,8 @@ struct KeySpan {
 // tanh(x in), where `in` is scale / cap: the score in units of the cap.
 //   fast     `in` is 2 log2(e) scale / cap, and tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x)): two
 //            approximate instructions, for kernels whose weights are rounded to 16 bits. Their unit
-//            is the bottleneck, and most scores are small against the cap: where all of a warp's are,
-//            an odd polynomial takes their place, with as large an error
+//            is the bottleneck, and most scores are small against the cap: where all of a warp's
+//            are, an odd polynomial takes their place, with as large an error
 //   precise  right to a unit in the last place
 enum class Precision { fast, precise };
 
@@ -444,7 +446,8 @@ struct Scores {
         : OnceOf<Terms>::Type(params, at)... {}
   };
 
-  // Step 1. With `looks`, it asks whether scores are easy: for loops that most of them pass through.
+  // Step 1. With `looks`, it asks whether scores are easy: for loops that most of them pass
+  // through.
   template <bool looks = false, int count, typename Params, typename At>
   static __device__ __forceinline__ void apply(float (&v)[count], const Params& params,
                                                const Unit& unit, const At& at) {
@@ -555,8 +558,7 @@ struct Scores {
     if constexpr (drops) {
       TermChain<Terms...> terms(params, Unit{}, at);
 #pragma unroll
-      for (int i = 0; i < 8 * blocks; i += 2)
-        p[i / 8][i / 2 % 4] |= ~terms.keeps(i) & 0x80008000u;
+      for (int i = 0; i < 8 * blocks; i += 2) p[i / 8][i / 2 % 4] |= ~terms.keeps(i) & 0x80008000u;
     }
   }
   template <int count, typename Params, typename At>
@@ -636,8 +638,9 @@ __device__ __forceinline__ void narrow_tiles(const Params& params, int batch, in
   if constexpr (Policy::hides_by_data) full = {touched.begin, touched.begin};
 }
 
-// Of the query tiles that a KV tile is touched by, those that need no hiding; and no step at all for a
-// KV tile of which no key is left. Why only where dQ is added up in any order: others count on it.
+// Of the query tiles that a KV tile is touched by, those that need no hiding; and no step at all
+// for a KV tile of which no key is left. Why only where dQ is added up in any order: others count
+// on it.
 template <typename Policy, typename Params, typename Plan>
 __device__ __forceinline__ void narrow_query_tiles(const Params& params, int block_kv, Plan& plan) {
   if constexpr (Policy::hides_by_span) {

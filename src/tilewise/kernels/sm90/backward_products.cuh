@@ -144,7 +144,17 @@ struct ProductWarpgroup {
     }
     __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
+    // Where this warp will store its dS.
+    __device__ __forceinline__ float* room() const {
+      return reinterpret_cast<float*>(kernel.smem.ds[kernel.ds_position.stage] +
+                                      panel_bytes(kernel.row + kernel.warp * 16));
+    }
   };
+  // Before terms add to what lies in it.
+  __device__ __forceinline__ void wait_for_room() {
+    if constexpr (config.makes_dq && Policy::has_gradient)
+      ptx::mbarrier_wait(&smem.ds_empty[ds_position.stage], ds_position.phase);
+  }
 
   // S -> P in place.
   __device__ __forceinline__ void exponentiate(Fragment& s, int stage, SeenTile tile) {
@@ -348,6 +358,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       const Fragment& dp, SeenTile tile) {
     const int stage = this->position.stage;
     const float* start = smem.start_s[stage];
+    this->wait_for_room();
     auto terms = Policy::backward(params, typename Base::Place{*this, tile, stage});
 #pragma unroll
     for (int i = 0; i < block_q / 2; i += 2) {
@@ -356,10 +367,13 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       for (int h = 0; h < 2; ++h) {
         const float p = weights.template get<Policy::drops>(i + h);
         const float ds = this->weighted_dp(p, dp[i + h], i + h, terms, stage);
-        x[h] = terms.pull_back(ds, i + h, [&] {
-          return value_of_weight(fabsf(p), -start[i / 4 * 8 + 2 * (this->lane % 4) + h],
-                                 params.inverse_scale_log2);
-        }, 1.0f / config.weight_factor());
+        x[h] = terms.pull_back(
+            ds, i + h,
+            [&] {
+              return value_of_weight(fabsf(p), -start[i / 4 * 8 + 2 * (this->lane % 4) + h],
+                                     params.inverse_scale_log2);
+            },
+            1.0f / config.weight_factor());
       }
       ds[i / 8][i / 2 % 4] = ptx::pack<config.bf16>(x[0], x[1]);
     }
@@ -656,6 +670,7 @@ struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       this->wait_q(this->position);
       tile = this->seen_tile(this->position);
     }
+    this->wait_for_room();
     auto terms = Policy::backward(params, typename Base::Place{*this, tile, stage});
     ptx::mbarrier_wait(&smem.weights_full, phase);
     const float4* room = reinterpret_cast<const float4*>(smem.weights) + threadIdx.x % 128;
