@@ -100,8 +100,11 @@ struct Sieve {
   template <typename Params, typename At>
   __device__ __forceinline__ Sieve(const Params&, const tilewise::Unit&, const At& at)
       : elements(at), head(at.head()) {}
-  __device__ __forceinline__ bool keeps(int i) {
+  __device__ __forceinline__ bool stays(int i) const {
     return (7 * elements.query(i) + 3 * elements.key(i) + head) % DROPPED != 0;
+  }
+  __device__ __forceinline__ tilewise::ptx::u32 keeps(int i) {
+    return (stays(i) ? 0xffffu : 0u) | (stays(i + 1) ? 0xffff0000u : 0u);
   }
 };
 """

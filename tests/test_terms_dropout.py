@@ -48,3 +48,12 @@ def test_weights_stay_with_the_chance_that_was_asked_for() -> None:
     assert torch.equal(term.kept(part)[0], kept[:, :, 100:131, 37:200])
     stacked = part._replace(stacked=True)
     assert torch.equal(term.kept(stacked)[0].reshape(term.kept(part)[0].shape), term.kept(part)[0])
+
+
+def test_as_many_patterns_stay_as_were_asked_for() -> None:
+    """Of all 16-bit patterns, by what is compared in kernels; one number has no bound, and its neighbour is taken."""
+    patterns = torch.arange(65536)
+    for count in [*range(1, 65536, 997), 2045, 2046, 2047, 33790, 33791, 33792, 63490, 65535, 65536]:
+        term = Dropout(1.0 - count / 65536)
+        assert term.threshold == count + (count == 33791)
+        assert int(dropout.stays(patterns, term.threshold).sum()) == term.threshold

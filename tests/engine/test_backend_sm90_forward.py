@@ -66,6 +66,8 @@ def run_on_the_model(monkeypatch, problem, inputs, config=None, target=H200, see
         ((1, 333), (128, 128), (4, 4), Full(), {}, {}),
         ((260, 260), (128, 128), (1, 1), Window(100, 3), {"softcap": 5.0}, {}),
         ((100, 200), (192, 192), (1, 1), Full(), {}, {}),
+        ((70, 600), (128, 128), (1, 1), Full(), {"softcap": 30.0}, {}),
+        ((70, 600), (64, 64), (1, 1), Full(), {"softcap": 0.5}, {}),
     ],
     ids=str,
 )

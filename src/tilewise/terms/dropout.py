@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ..scores import Asked, Tensor, Where
 
 CHANCES = 1 << 16
+_NANS = 2046  # of all fp16 numbers
+_BELOW_ZERO = _NANS + 0x7C00  # these, and all that are less than 0
 _MASK = 0xFFFFFFFF
 _ROUNDS, _FACTORS, _STEPS = 7, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 
@@ -40,8 +42,9 @@ class Dropout(Term):
 
     @property
     def threshold(self) -> int:
-        """The weights that stay, of 65536."""
-        return max(1, round(CHANCES * (1.0 - self.probability)))
+        """The weights that stay, of 65536. No bound lies between the two zeros of fp16: one number is missing."""
+        count = max(1, round(CHANCES * (1.0 - self.probability)))
+        return count + (count == _BELOW_ZERO + 1)
 
     def check(self, problem: Asked) -> None:
         if not 0.0 <= self.probability < 1.0:
@@ -49,8 +52,7 @@ class Dropout(Term):
 
     def kept(self, where: Where) -> tuple[Tensor, float] | None:
         seed, offset = where.operands["seed"].unbind()
-        bits = random_bits(seed, offset, where)
-        return bits < self.threshold, CHANCES / self.threshold
+        return stays(random_bits(seed, offset, where), self.threshold), CHANCES / self.threshold
 
     def cpp_type(self, *, precise: bool) -> str:
         return "tilewise::Dropout"
@@ -61,19 +63,45 @@ class Dropout(Term):
 
     @property
     def registers(self) -> Registers:
-        return Registers(24, 32)
+        return Registers(0, 16)
+
+    @property
+    def fits_plain_tiles(self) -> frozenset[str]:
+        return frozenset({"sm90"})
 
     @property
     def operands(self) -> dict[str, type[Any]]:
-        numbers = {"dropout_weight": ctypes.c_float, "dropout_threshold": ctypes.c_uint, "dropout_heads": ctypes.c_int}
-        return members("seed", ("span",)) | numbers
+        numbers = {"dropout_weight": ctypes.c_float, "dropout_bound": ctypes.c_uint, "dropout_turned": ctypes.c_uint}
+        return members("seed", ("span",)) | numbers | {"dropout_heads": ctypes.c_int}
 
     def problem_params(self, problem: Asked) -> dict[str, float]:
+        bound, turned = bound_of(self.threshold)
         return {
             "dropout_weight": CHANCES / self.threshold,
-            "dropout_threshold": self.threshold,
+            "dropout_bound": bound * 0x10001,
+            "dropout_turned": _MASK * turned,
             "dropout_heads": problem.heads_q,
         }
+
+
+def bound_of(count: int) -> tuple[int, bool]:
+    """Of all 16-bit patterns, taken as fp16 numbers, `count` are not at least this one; or if True, all others."""
+    turned = count < _NANS
+    count = CHANCES - count if turned else count
+    if count == CHANCES:
+        return 0x7FFF, turned  # NaN
+    return (count - _BELOW_ZERO - 1 if count > _BELOW_ZERO else 0x8000 | _BELOW_ZERO - count), turned
+
+
+def stays(bits: Tensor, count: int) -> Tensor:
+    """Of 16 random bits each, whether they are among the `count` patterns whose weights stay."""
+    bound, turned = bound_of(count)
+    numbers = _fp16(bits)
+    return ~(numbers >= _fp16(torch.tensor(bound, device=bits.device))) ^ turned
+
+
+def _fp16(bits: Tensor) -> Tensor:
+    return torch.where(bits < 0x8000, bits, bits - CHANCES).to(torch.int16).view(torch.float16)
 
 
 def random_bits(seed: Tensor, offset: Tensor, where: Where) -> Tensor:
@@ -90,9 +118,9 @@ def random_bits(seed: Tensor, offset: Tensor, where: Where) -> Tensor:
     ]
     key = [seed & _MASK, (seed >> 32 ^ offset >> 32) & _MASK]
     words = _philox(torch.broadcast_tensors(*counter), key)
-    which = 2 * (keys % 2) + keys % 16 // 8
+    which = 2 * (keys % 16 // 8) + rows % 16 // 8
     word = torch.stack(words, -1).gather(-1, which.expand(words[0].shape)[..., None])[..., 0]
-    bits = torch.where(rows % 16 < 8, word, word >> 16) & 0xFFFF
+    bits = torch.where(keys % 2 == 0, word, word >> 16) & 0xFFFF
     if not where.stacked:
         return bits
     return bits.reshape(problem.batch, problem.heads_kv, problem.group * len(where.rows), len(where.keys))

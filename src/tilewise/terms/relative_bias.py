@@ -71,7 +71,7 @@ class RelativeBias(Learner):
 
     @property
     def registers(self) -> Registers:
-        return Registers(24, 32 if self.learned else 0)
+        return Registers(24, 16 if self.learned else 0)
 
     @property
     def operands(self) -> dict[str, type[Any]]:

@@ -55,6 +55,29 @@ inline float unpack_high(u32 packed) {
   return widened(static_cast<u16>(packed >> 16), bf16);
 }
 
+inline u32 not_at_least(u32 x, u32 y) {
+  u32 ones = 0;
+  for (int h = 0; h < 2; ++h) {
+    const float a = widened(static_cast<u16>(x >> 16 * h), false);
+    const float b = widened(static_cast<u16>(y >> 16 * h), false);
+    if (!(a >= b)) ones |= 0xffffu << 16 * h;
+  }
+  return ones;
+}
+template <bool bf16>
+inline u32 at_least_zero(u32 x) {
+  u32 y = 0;
+  for (int h = 0; h < 2; ++h)
+    if (widened(static_cast<u16>(x >> 16 * h), bf16) > 0.0f) y |= x & 0xffffu << 16 * h;
+  return y;
+}
+struct Halves {
+  u32 low, high;
+};
+inline Halves multiply_wide(u32 x, u32 y) {
+  const u64 product = static_cast<u64>(x) * y;
+  return {static_cast<u32>(product), static_cast<u32>(product >> 32)};
+}
 template <bool bf16>
 inline u32 add_zero_times(u32 x, u32 sum) {
   u32 y = 0;

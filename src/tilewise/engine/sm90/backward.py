@@ -41,7 +41,9 @@ MASK_LINES = "keys"
 TRUNCATION_BIAS = 2.0**-8 / (2 * math.log(2))
 EDGE_ROWS, EDGE_THREADS = 64, 256
 TICKET_STAGES = 4
-_MANY_REGISTERS = 32  # of terms: more than the usual tiles leave
+# Registers that the usual tiles leave to terms, by head-dim class.
+_SPARE_REGISTERS = {(64, 64): 8, (96, 96): 8}
+_USUALLY_SPARE = 24
 _LANES = {64: 8, 96: 16, 128: 16, 192: 32, 256: 32}  # of preprocess, 8 columns each
 
 
@@ -117,10 +119,11 @@ def configs(problem: Problem, target: Target) -> list[Config]:
     Rows that are for `terms` leave these more registers: they come first where many are needed, and else stand behind
     the others, for kernels that spill after all.
     """
-    rows = rules.rows("sm90_backward", "backward", rules.class_of(problem), bool(problem.scores))
+    classes = rules.class_of(problem)
+    rows = rules.rows("sm90_backward", "backward", classes, bool(problem.scores))
     if all(term.elementwise for term in problem.scores):
         rows = [row for row in rows if not row.get("terms")]
-    elif rules.backward_registers(problem) >= _MANY_REGISTERS:
+    elif rules.backward_registers(problem) > _SPARE_REGISTERS.get(classes, _USUALLY_SPARE):
         rows = sorted(rows, key=lambda row: not row.get("terms"))
     facts = {"bf16": problem.dtype is torch.bfloat16, "makes_dq": True, "makes_dkv": True}
     return [rules.from_row(Config, row, **facts) for row in rows if not row["writes_dq"] or _has_one_tile(problem, row)]

@@ -63,6 +63,36 @@ __device__ __forceinline__ u32 pack(float low, float high) {  // ISA: cvt
   return packed;
 }
 
+// Two fp16 numbers in a word: ones where that of x is not at least that of y. NaN is not.
+__device__ __forceinline__ u32 not_at_least(u32 x, u32 y) {  // ISA: set
+  u32 ones;
+  asm("set.ltu.u32.f16x2 %0, %1, %2;" : "=r"(ones) : "r"(x), "r"(y));
+  return ones;
+}
+
+// Two packed values, or 0 where these are less.
+template <bool bf16>
+__device__ __forceinline__ u32 at_least_zero(u32 x) {  // ISA: max
+  u32 y;
+  if constexpr (bf16)
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0u));
+  else
+    asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(0u));
+  return y;
+}
+
+// The low and the high half of a product.
+struct Halves {
+  u32 low, high;
+};
+__device__ __forceinline__ Halves multiply_wide(u32 x, u32 y) {  // ISA: mul
+  Halves product;
+  asm("{\n.reg .b64 product;\nmul.wide.u32 product, %2, %3;\nmov.b64 {%0, %1}, product;\n}"
+      : "=r"(product.low), "=r"(product.high)
+      : "r"(x), "r"(y));
+  return product;
+}
+
 // 0 * x + sum, on two packed values: `sum` where x is finite, NaN where it is not.
 template <bool bf16>
 __device__ __forceinline__ u32 add_zero_times(u32 x, u32 sum) {  // ISA: fma

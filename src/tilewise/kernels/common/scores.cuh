@@ -32,6 +32,8 @@
 //                                      terms but the first that has `apply`. `at` says where the fragment lies (NoPlace
 //                                      below lists what it can be asked); ask only what is needed, since it may cost
 //                                      registers, and not for what stands behind a hook that the term does not have.
+//   struct Once                        What is the same for all fragments of a head, made of (params, at); the constructor gets
+//                                      it by once_of(), from a kernel that keeps it, or anew.
 //   struct Operands                    What the term needs beside the parameters that all kernels have: pointers, strides,
 //                                      numbers. The kernel's parameters derive from it (ParamsOf).
 //   static bool uses_head = true       Where it asks for the head.
@@ -39,6 +41,8 @@
 //                                      order, so that a term may load or draw numbers for several elements at once.
 //   bool holds(int count)              Of a term that reads a number per element, whether the first `count` exist, with a
 //   bool checks                        member that says whether `apply` must ask: so it need not where they do.
+//   bool take(float (&v)[])            Of a term that is the first to change scores: puts all into a form of its own, and says
+//   bool easy, taken                   whether this warp's are of a kind that `apply` has a shorter way for; it is told so.
 //   void hide(float (&v)[], at)        -inf for hidden elements. Which tiles are cut is decided by the plan of the kernel.
 //   static SeenSpans seen_keys(params, batch, begin, end)
 //   static SeenSpans seen_queries(params, batch, begin, end)
@@ -52,8 +56,9 @@
 //   void observe(const float (&v)[], float unit)
 //                                      In a forward, v_n of all elements, hidden or not; a score is v_n times `unit` and what
 //                                      the host knows. Elements of rows past the end are among them.
-//   bool keeps(int i)                  Whether the weight stays. The same answer for the same query and key in every kernel,
-//   float kept_weight                  whichever of them is the row; asked in ascending order. What kept weights count.
+//   u32 keeps(int i)                   Which weights stay of elements i and i + 1, i even: ones in the low and the high half
+//   float kept_weight                  of a word. The same answer for the same query and key in every kernel, whichever of
+//                                      them is the row; asked in ascending order. What kept weights count.
 //   float finish_row(float& m, float& l, float log2_unit, int r)
 //                                      Row r of the fragment: l is the sum of 2^(log2_unit (v_n - m)) over its keys, m = -inf
 //                                      and l = 0 where it sees none. Returns what O is multiplied with where m changes.
@@ -92,6 +97,8 @@ struct NoPlace {
   __device__ int batch() const;
   __device__ int head() const;   // of the queries
   __device__ Band band() const;  // of the sequence: rows and columns count from its starts
+  // In some: 2 KiB of shared memory for this warp, until its gradients have ended.
+  // __device__ float* room() const;
   __device__ RowBand row_band() const;
 };
 
@@ -128,13 +135,27 @@ struct SeenSpans {
 
 // tanh(x in), where `in` is scale / cap: the score in units of the cap.
 //   fast     `in` is 2 log2(e) scale / cap, and tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x)): two
-//            approximate instructions, for kernels whose weights are rounded to 16 bits
+//            approximate instructions, for kernels whose weights are rounded to 16 bits. Their unit
+//            is the bottleneck, and most scores are small against the cap: where all of a warp's
+//            are, an odd polynomial takes their place, with as large an error
 //   precise  right to a unit in the last place
 enum class Precision { fast, precise };
 
+// tanh(y) for |y| < 1/2, from z = 4 y: a relative error of 6e-7. Why z: that it is below 2 shows in
+// one bit of it.
+__device__ __forceinline__ float tanh_of_quarter(float z) {
+  const float square = z * z;
+  float sum = fmaf(square, -0x1.6bbe38p-19f, 0x1.0e2324p-13f);
+  sum = fmaf(square, sum, -0x1.5542f2p-8f);
+  return z * fmaf(square, sum, 0x1.ffffeep-3f);
+}
+constexpr ptx::u32 two_or_more = 0x40000000;  // the bit that numbers below 2 do not have
+
 template <Precision precision>
 struct Softcap {
+  static constexpr float quarters = 0x1.62e430p+0f;  // z per x in: 2 ln 2
   float in;
+  bool easy = false, taken = false;
 
   template <typename Params, typename At>
   __device__ __forceinline__ Softcap(const Params& params, const Unit& unit, const At&)
@@ -142,7 +163,21 @@ struct Softcap {
 
   __device__ __forceinline__ float apply(float x, int) const {
     if constexpr (precision == Precision::precise) return tanhf(x * in);
-    return fmaf(-2.0f, ptx::rcp(1.0f + ptx::ex2(x * in)), 1.0f);
+    if (easy) return tanh_of_quarter(x);
+    return fmaf(-2.0f, ptx::rcp(1.0f + ptx::ex2(x * (taken ? 1.0f / quarters : in))), 1.0f);
+  }
+  template <int count>
+  __device__ __forceinline__ bool take(float (&x)[count]) const
+    requires(precision == Precision::fast)
+  {
+    const float unit = in * quarters;
+    ptx::u32 bits = 0;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      x[i] *= unit;
+      bits |= __float_as_uint(x[i]);
+    }
+    return !__any_sync(0xffffffffu, bits & two_or_more);
   }
   // 1 - tanh^2. A value that was found again from a weight may be -inf, where the weight is 0.
   __device__ __forceinline__ float slope(float v, int) const {
@@ -213,6 +248,8 @@ concept HasApply = requires(Term term) { term.apply(0.0f, 0); };
 template <typename Term>
 concept HasHolds = requires(Term term) { term.checks = term.holds(4); };
 template <typename Term>
+concept HasTake = requires(Term term, float (&v)[4]) { term.easy = term.taken = term.take(v); };
+template <typename Term>
 concept HasHide = requires(Term term, float (&v)[4]) { term.hide(v, NoPlace{}); };
 template <typename Term>
 concept HidesByData = requires { requires Term::hides_by_data; };
@@ -220,6 +257,8 @@ template <typename Term>
 concept HidesBySpan = requires { requires Term::hides_by_span; };
 template <typename Term>
 concept HasKeeps = requires(Term term) { term.keeps(0); };
+template <typename Term>
+concept HasOnce = requires { typename Term::Once; };
 template <typename Term>
 concept HasObserve = requires(Term term, const float (&v)[4]) { term.observe(v, 1.0f); };
 template <typename Term>
@@ -253,6 +292,7 @@ template <typename... Terms>
 struct TermChain {
   static constexpr bool has_slope = false;
   static constexpr bool has_holds = false;
+  static constexpr bool has_take = false;
 
   template <typename Params, typename At>
   __device__ __forceinline__ TermChain(const Params&, const Unit&, const At&) {}
@@ -260,11 +300,16 @@ struct TermChain {
   __device__ __forceinline__ float apply(float v, int) { return v; }
   __device__ __forceinline__ bool holds(int) { return true; }
   __device__ __forceinline__ void set_checks(bool) {}
+  template <int count>
+  __device__ __forceinline__ bool take(float (&)[count]) {
+    return false;
+  }
+  __device__ __forceinline__ void set_easy(bool) {}
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&)[count], const At&) {}
   template <int count>
   __device__ __forceinline__ void observe(const float (&)[count], float) {}
-  __device__ __forceinline__ bool keeps(int) { return true; }
+  __device__ __forceinline__ ptx::u32 keeps(int) { return ~0u; }
   __device__ __forceinline__ float kept_weight() { return 1.0f; }
   __device__ __forceinline__ float finish_row(float&, float&, float, int) { return 1.0f; }
   __device__ __forceinline__ float pull_back(float ds, float&, int, float) { return ds; }
@@ -275,6 +320,7 @@ template <typename First, typename... Rest>
 struct TermChain<First, Rest...> {
   static constexpr bool has_slope = HasSlope<First> || TermChain<Rest...>::has_slope;
   static constexpr bool has_holds = HasHolds<First> || TermChain<Rest...>::has_holds;
+  static constexpr bool has_take = HasApply<First> ? HasTake<First> : TermChain<Rest...>::has_take;
 
   First first;
   TermChain<Rest...> rest;
@@ -295,6 +341,19 @@ struct TermChain<First, Rest...> {
     if constexpr (HasHolds<First>) first.checks = checks;
     rest.set_checks(checks);
   }
+  template <int count>
+  __device__ __forceinline__ bool take(float (&v)[count]) {
+    if constexpr (HasTake<First>) return first.take(v);
+    return rest.take(v);
+  }
+  __device__ __forceinline__ void set_easy(bool easy) {
+    if constexpr (HasTake<First>) {
+      first.taken = true;
+      first.easy = easy;
+    } else {
+      rest.set_easy(easy);
+    }
+  }
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&v)[count], const At& at) {
     if constexpr (HasHide<First>) first.hide(v, at);
@@ -305,9 +364,9 @@ struct TermChain<First, Rest...> {
     if constexpr (HasObserve<First>) first.observe(v, unit);
     rest.observe(v, unit);
   }
-  __device__ __forceinline__ bool keeps(int i) {
-    bool kept = rest.keeps(i);
-    if constexpr (HasKeeps<First>) kept = first.keeps(i) && kept;
+  __device__ __forceinline__ ptx::u32 keeps(int i) {
+    ptx::u32 kept = rest.keeps(i);
+    if constexpr (HasKeeps<First>) kept &= first.keeps(i);
     return kept;
   }
   __device__ __forceinline__ float kept_weight() {
@@ -351,6 +410,28 @@ struct OperandsOf<Term> {
   using Type = typename Term::Operands;
 };
 
+template <typename Term>
+struct OnceOf {
+  struct Type {
+    Type() = default;
+    template <typename Params, typename At>
+    __device__ __forceinline__ Type(const Params&, const At&) {}
+  };
+};
+template <HasOnce Term>
+struct OnceOf<Term> {
+  using Type = typename Term::Once;
+};
+
+// What a term has made once: kept by the kernel, or made here.
+template <typename Once, typename Params, typename At>
+__device__ __forceinline__ Once once_of(const Params& params, const At& at) {
+  if constexpr (requires { at.once(); })
+    return static_cast<const Once&>(at.once());
+  else
+    return Once(params, at);
+}
+
 template <typename... Terms>
 struct Scores {
   // Whether the values that the softmax gets are others than the products, and so have no unit.
@@ -367,14 +448,35 @@ struct Scores {
   static_assert(leads_back<Terms...>, "a term behind one that has a slope needs `before`");
 
   struct Operands : OperandsOf<Terms>::Type... {};
+  // Of a work tile; a default one is for nobody.
+  struct Once : OnceOf<Terms>::Type... {
+    Once() = default;
+    template <typename Params, typename At>
+    __device__ __forceinline__ Once(const Params& params, const At& at)
+        : OnceOf<Terms>::Type(params, at)... {}
+  };
 
-  // Step 1.
-  template <int count, typename Params, typename At>
+  // Step 1. With `looks`, it asks whether scores are easy: for loops that most of them pass
+  // through.
+  template <bool looks = false, int count, typename Params, typename At>
   static __device__ __forceinline__ void apply(float (&v)[count], const Params& params,
                                                const Unit& unit, const At& at) {
     if constexpr (transforms) {
       TermChain<Terms...> terms(params, unit, at);
       constexpr int chunk = TermChain<Terms...>::has_holds ? loaded_at_once<At, count> : count;
+      // Why not both: all code would be there four times.
+      if constexpr (looks && TermChain<Terms...>::has_take && !TermChain<Terms...>::has_holds) {
+        if (terms.take(v)) {
+          terms.set_easy(true);
+#pragma unroll
+          for (int i = 0; i < count; ++i) v[i] = terms.apply(v[i], i);
+        } else {
+          terms.set_easy(false);
+#pragma unroll
+          for (int i = 0; i < count; ++i) v[i] = terms.apply(v[i], i);
+        }
+        return;
+      }
 #pragma unroll
       for (int first = 0; first < count; first += chunk) {
         if (TermChain<Terms...>::has_holds && terms.holds(first + chunk)) {
@@ -459,7 +561,11 @@ struct Scores {
     if constexpr (drops) {
       TermChain<Terms...> terms(params, Unit{}, at);
 #pragma unroll
-      for (int i = 0; i < count; ++i) p[i] = terms.keeps(i) ? p[i] : 0.0f;
+      for (int i = 0; i < count; i += 2) {
+        const ptx::u32 kept = terms.keeps(i);
+        p[i] = kept & 1u ? p[i] : 0.0f;
+        p[i + 1] = kept >> 31 ? p[i + 1] : 0.0f;
+      }
     }
   }
   // The same of weights in 16 bits, two to a word, in the A layout of the next product.
@@ -469,10 +575,29 @@ struct Scores {
     if constexpr (drops) {
       TermChain<Terms...> terms(params, Unit{}, at);
 #pragma unroll
-      for (int i = 0; i < 8 * blocks; i += 2) {
-        const ptx::u32 low = terms.keeps(i) ? 0xffffu : 0u;
-        const ptx::u32 high = terms.keeps(i + 1) ? 0xffff0000u : 0u;
-        p[i / 8][i / 2 % 4] &= low | high;
+      for (int i = 0; i < 8 * blocks; i += 2) p[i / 8][i / 2 % 4] &= terms.keeps(i);
+    }
+  }
+  // Of weights that are needed after all, those that do not stay get a sign: weights have none.
+  template <int blocks, typename Params, typename At>
+  static __device__ __forceinline__ void mark(ptx::u32 (&p)[blocks][4], const Params& params,
+                                              const At& at) {
+    if constexpr (drops) {
+      TermChain<Terms...> terms(params, Unit{}, at);
+#pragma unroll
+      for (int i = 0; i < 8 * blocks; i += 2) p[i / 8][i / 2 % 4] |= ~terms.keeps(i) & 0x80008000u;
+    }
+  }
+  template <int count, typename Params, typename At>
+  static __device__ __forceinline__ void mark(float (&p)[count], const Params& params,
+                                              const At& at) {
+    if constexpr (drops) {
+      TermChain<Terms...> terms(params, Unit{}, at);
+#pragma unroll
+      for (int i = 0; i < count; i += 2) {
+        const ptx::u32 dropped = ~terms.keeps(i);
+        p[i] = __uint_as_float(__float_as_uint(p[i]) | dropped << 31);
+        p[i + 1] = __uint_as_float(__float_as_uint(p[i + 1]) | (dropped & 0x80000000u));
       }
     }
   }
@@ -494,10 +619,16 @@ struct Scores {
   // Steps 7 and 9 for the elements of one fragment, each in ascending order.
   struct Backward {
     TermChain<Terms...> terms;
+    ptx::u32 kept;  // of this element and its neighbour
 
     __device__ __forceinline__ float drop(float dp, int i) {
       if constexpr (!drops) return dp;
-      return terms.keeps(i) ? dp * terms.kept_weight() : 0.0f;
+      if (i % 2 == 0) kept = terms.keeps(i);
+      return (i % 2 == 0 ? kept & 1u : kept >> 31) ? dp * terms.kept_weight() : 0.0f;
+    }
+    // P dP, of a weight that is marked where it does not stay.
+    __device__ __forceinline__ float weighted(float p, float dp) {
+      return fmaxf(p, 0.0f) * (dp * terms.kept_weight());
     }
     // dS_0 from dS_n, both in `unit`; value() gives v_n.
     template <typename Value>
@@ -511,7 +642,7 @@ struct Scores {
   };
   template <typename Params, typename At>
   static __device__ __forceinline__ Backward backward(const Params& params, const At& at) {
-    return {TermChain<Terms...>(params, Unit{}, at)};
+    return {TermChain<Terms...>(params, Unit{}, at), 0};
   }
 };
 

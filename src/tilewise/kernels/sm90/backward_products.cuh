@@ -144,12 +144,22 @@ struct ProductWarpgroup {
     }
     __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
+    // Where this warp will store its dS.
+    __device__ __forceinline__ float* room() const {
+      return reinterpret_cast<float*>(kernel.smem.ds[kernel.ds_position.stage] +
+                                      panel_bytes(kernel.row + kernel.warp * 16));
+    }
   };
+  // Before terms add to what lies in it.
+  __device__ __forceinline__ void wait_for_room() {
+    if constexpr (config.makes_dq && Policy::has_gradient)
+      ptx::mbarrier_wait(&smem.ds_empty[ds_position.stage], ds_position.phase);
+  }
 
   // S -> P in place.
   __device__ __forceinline__ void exponentiate(Fragment& s, int stage, SeenTile tile) {
     if constexpr (Policy::transforms) {
-      Policy::apply(s, params, Unit{}, Place{*this, tile, stage});
+      Policy::template apply<true>(s, params, Unit{}, Place{*this, tile, stage});
       const float2* pairs = reinterpret_cast<const float2*>(smem.start_s[stage]) + threadIdx.x % 4;
 #pragma unroll
       for (int j = 0; j < block_q / 8; ++j) {
@@ -190,11 +200,14 @@ struct ProductWarpgroup {
   __device__ __forceinline__ float kept_weight() {
     return Policy::kept_weight(params, Place{*this, SeenTile(0), 0});
   }
-  // dP - D of element i, from a product that began so.
-  __device__ __forceinline__ float finished_dp(float dp, int i, typename Policy::Backward& terms,
-                                               int stage) {
-    if constexpr (!Policy::drops) return dp;
-    return terms.drop(dp, i) + smem.start_dp[stage][column_of(i) + 2 * (threadIdx.x % 4)];
+  // P (dP - D) of element i, from a product that began so, and a weight that is marked where it
+  // does not stay.
+  __device__ __forceinline__ float weighted_dp(float p, float dp, int i,
+                                               typename Policy::Backward& terms, int stage) {
+    if constexpr (!Policy::drops) return p * dp;
+    const float2 pair =
+        reinterpret_cast<const float2*>(smem.start_dp[stage])[i / 4 * 4 + threadIdx.x % 4];
+    return fmaf(fabsf(p), i % 2 ? pair.y : pair.x, terms.weighted(p, dp));
   }
 
   // The scores at `position`, with nothing beside them.
@@ -345,18 +358,22 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       const Fragment& dp, SeenTile tile) {
     const int stage = this->position.stage;
     const float* start = smem.start_s[stage];
+    this->wait_for_room();
     auto terms = Policy::backward(params, typename Base::Place{*this, tile, stage});
 #pragma unroll
     for (int i = 0; i < block_q / 2; i += 2) {
       float x[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float p = weights.get(i + h);
-        const float ds = p * this->finished_dp(dp[i + h], i + h, terms, stage);
-        x[h] = terms.pull_back(ds, i + h, [&] {
-          return value_of_weight(p, -start[i / 4 * 8 + 2 * (this->lane % 4) + h],
-                                 params.inverse_scale_log2);
-        }, 1.0f / config.weight_factor());
+        const float p = weights.template get<Policy::drops>(i + h);
+        const float ds = this->weighted_dp(p, dp[i + h], i + h, terms, stage);
+        x[h] = terms.pull_back(
+            ds, i + h,
+            [&] {
+              return value_of_weight(fabsf(p), -start[i / 4 * 8 + 2 * (this->lane % 4) + h],
+                                     params.inverse_scale_log2);
+            },
+            1.0f / config.weight_factor());
       }
       ds[i / 8][i / 2 % 4] = ptx::pack<config.bf16>(x[0], x[1]);
     }
@@ -381,59 +398,80 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     this->arrive(&smem.q_empty[stage]);
   }
 
-  // Steps 4 and 5, with the weights that are kept.
-  __device__ __forceinline__ void multiply_dout(Fragment& dp, Packed& kept, int stage) {
+  // Where weights are dropped, dV comes with dK: it needs those that are kept, dS needs all, and
+  // there are no registers for both. What is drawn is drawn under the product of dP.
+  static constexpr bool dv_with_dp = config.makes_dkv && !Policy::drops;
+  static constexpr bool dv_with_dk = config.makes_dkv && Policy::drops;
+
+  // Steps 4 and 5.
+  __device__ __forceinline__ void multiply_dout(Fragment& dp, Packed& weights, SeenTile tile,
+                                                int stage) {
     const unsigned char* dout = smem.dout[stage];
     this->start_dp(dp, stage);
     wgmma::hold(dp);
-    if constexpr (config.makes_dkv) {
+    if constexpr (dv_with_dp) {
       this->hold(dv);
-      this->hold(kept);
+      this->hold(weights);
     }
     wgmma::fence();
     this->template issue_scores<config.head_dim_v>(dp, smem.v, dout);
-    if constexpr (config.makes_dkv) this->issue_sums(dv, kept, dout);
+    if constexpr (dv_with_dp) this->issue_sums(dv, weights, dout);
     wgmma::commit();
+    if constexpr (Policy::drops) {
+      Policy::mark(weights, params, typename Base::Place{*this, tile, stage});
+      this->hold(weights);
+    }
     wgmma::wait<0>();
     wgmma::hold(dp);
-    if constexpr (config.makes_dkv) {
+    if constexpr (dv_with_dp) {
       this->hold(dv);
-      this->hold(kept);
+      this->hold(weights);
     }
   }
 
   __device__ __forceinline__ void step(Fragment& s, SeenTile& tile, bool last) {
     const int stage = this->position.stage;
-    Packed ds;
+    Packed ds, kept;
     {
       Weights<config.keeps_rest(), config.bf16, block_q / 2> weights;
       this->exponentiate(s, stage, tile);
       weights.set(s);
       this->wait_dout(this->position);
       Fragment dp;
-      if constexpr (Policy::drops) {
-        Packed kept;
-#pragma unroll
-        for (int i = 0; i < block_q / 4; ++i) kept[i / 4][i % 4] = weights.packed[i / 4][i % 4];
-        Policy::drop(kept, params, typename Base::Place{*this, tile, stage});
-        multiply_dout(dp, kept, stage);
-      } else {
-        multiply_dout(dp, weights.packed, stage);
-      }
+      multiply_dout(dp, weights.packed, tile, stage);
       if constexpr (!Policy::drops) this->arrive(&smem.dout_empty[stage]);
       form_ds(ds, weights, dp, tile);
-      if constexpr (Policy::drops) this->arrive(&smem.dout_empty[stage]);
+      if constexpr (dv_with_dk) {
+#pragma unroll
+        for (int i = 0; i < block_q / 4; ++i)
+          kept[i / 4][i % 4] = ptx::at_least_zero<config.bf16>(weights.packed[i / 4][i % 4]);
+      }
     }
     this->store_ds(ds);
     this->position.advance();
     if constexpr (config.makes_dkv) {
       this->hold(dk);
       this->hold(ds);
+      if constexpr (dv_with_dk) {
+        this->hold(dv);
+        this->hold(kept);
+      }
       wgmma::fence();
       this->issue_sums(dk, ds, smem.q[stage]);
+      if constexpr (dv_with_dk) this->issue_sums(dv, kept, smem.dout[stage]);
       wgmma::commit();
     }
     this->publish_ds();
+    if constexpr (Policy::drops) {  // registers are not enough for the next scores beside both
+      wgmma::wait<0>();
+      if constexpr (dv_with_dk) {
+        this->hold(dk);
+        this->hold(ds);
+        this->hold(dv);
+        this->hold(kept);
+      }
+      this->arrive(&smem.dout_empty[stage]);
+    }
     if (!last) {
       this->wait_q(this->position);
       tile = this->seen_tile(this->position);
@@ -445,7 +483,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     }
     wgmma::wait<0>();
     wgmma::hold(s);
-    if constexpr (config.makes_dkv) {
+    if constexpr (config.makes_dkv && !Policy::drops) {
       this->hold(dk);
       this->hold(ds);
     }
@@ -526,7 +564,8 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       auto sloped = [&](int h) {
         if constexpr (Policy::has_gradient) return p[i + h];
         return terms.pull_back(p[i + h], i + h, [&] {
-          return value_of_weight(p[i + h], h % 2 ? -pair.y : -pair.x, params.inverse_scale_log2);
+          return value_of_weight(fabsf(p[i + h]), h % 2 ? -pair.y : -pair.x,
+                                 params.inverse_scale_log2);
         });
       };
       room[i / 4 * 128] = float4{sloped(0), sloped(1), sloped(2), sloped(3)};
@@ -538,9 +577,15 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     Weights<false, config.bf16, block_q / 2> weights;
     const int stage = this->position.stage;
     this->exponentiate(s, stage, tile);
+    Policy::mark(s, params, typename Base::Place{*this, tile, stage});
     if constexpr (config.makes_dkv) {
       weights.set(s);
-      Policy::drop(weights.packed, params, typename Base::Place{*this, tile, stage});
+      if constexpr (Policy::drops) {
+#pragma unroll
+        for (int i = 0; i < block_q / 4; ++i)
+          weights.packed[i / 4][i % 4] =
+              ptx::at_least_zero<config.bf16>(weights.packed[i / 4][i % 4]);
+      }
       this->wait_dout(this->position);
       this->hold(dv);
       this->hold(weights.packed);
@@ -616,7 +661,7 @@ struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
   typename Base::KeySums dk;
 
   // Where terms have a say in dS, their place must be known, which comes with Q.
-  static constexpr bool needs_place = Policy::drops || Policy::has_gradient;
+  static constexpr bool needs_place = Policy::has_gradient;
 
   __device__ __forceinline__ void form_ds(Packed& ds, const Fragment& dp, u32 phase) {
     const int stage = this->position.stage;
@@ -625,6 +670,7 @@ struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       this->wait_q(this->position);
       tile = this->seen_tile(this->position);
     }
+    this->wait_for_room();
     auto terms = Policy::backward(params, typename Base::Place{*this, tile, stage});
     ptx::mbarrier_wait(&smem.weights_full, phase);
     const float4* room = reinterpret_cast<const float4*>(smem.weights) + threadIdx.x % 128;
@@ -635,10 +681,10 @@ struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       float x[4];
 #pragma unroll
       for (int h = 0; h < 4; ++h) {
-        x[h] = p[h] * this->finished_dp(dp[i + h], i + h, terms, stage);
+        x[h] = this->weighted_dp(p[h], dp[i + h], i + h, terms, stage);
         if constexpr (Policy::has_gradient)
           x[h] = terms.pull_back(x[h], i + h, [&] {
-            return value_of_weight(p[h],
+            return value_of_weight(fabsf(p[h]),
                                    -smem.start_s[stage][column_of(i + h) + 2 * (threadIdx.x % 4)],
                                    params.inverse_scale_log2);
           });

@@ -57,6 +57,8 @@ struct Weights {
     }
   }
 
+  // With `marked`, weights may have a sign.
+  template <bool marked = false>
   __device__ __forceinline__ float get(int i) const {
     const ptx::u32 pair = packed[i / 8][i / 2 % 4];
     if constexpr (keeps_rest && bf16) {
@@ -68,7 +70,8 @@ struct Weights {
     // Invariant: the byte stands for the 8 bits below those that fp16 keeps. A weight of 0 stays 0.
     const ptx::u32 byte = __byte_perm(rest[i / 4], 0, 0x4404u | (i % 4) << 4) >> 3;
     const ptx::u32 bits = __float_as_uint(rounded);
-    return __uint_as_float(bits == 0 ? 0 : (bits | byte) - half_unit);
+    const bool is_zero = marked ? rounded == 0.0f : bits == 0;
+    return __uint_as_float(is_zero ? 0 : (bits | byte) - half_unit);
   }
 };
 

@@ -61,6 +61,7 @@ struct Consumer {
   u32 p[block_kv / 16][4];
   float o[config.head_dim_v / 2];
   Softmax softmax;
+  typename Policy::Once once;  // of this work tile
 
   __device__ __forceinline__ auto sequence(const Part& part) const {
     return sequence_of<Extents>(params, *part.plan);
@@ -129,7 +130,7 @@ struct Consumer {
   }
 
   // Where this thread's scores lie.
-  struct Place {
+  struct Spot {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Consumer& kernel;
     const Part& part;
@@ -146,22 +147,28 @@ struct Consumer {
     __device__ __forceinline__ Band band() const { return kernel.sequence(part).band(); }
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence(part).row_band(); }
   };
+  struct Place : Spot {
+    __device__ __forceinline__ const typename Policy::Once& once() const {
+      return this->kernel.once;
+    }
+  };
 
   // Step 2.
+  template <bool looks = false>
   __device__ __forceinline__ void apply_terms(const Part& part, int kv_tile) {
-    Policy::apply(s, params, Unit{}, Place{*this, part, kv_tile});
+    Policy::template apply<looks>(s, params, Unit{}, Place{{*this, part, kv_tile}});
   }
   // Step 3.
   __device__ __forceinline__ void hide(const Part& part, int kv_tile) {
-    Policy::hide(s, params, Place{*this, part, kv_tile});
+    Policy::hide(s, params, Place{{*this, part, kv_tile}});
   }
   __device__ __forceinline__ void observe(const Part& part, int kv_tile) {
-    Policy::observe(s, params, Place{*this, part, kv_tile});
+    Policy::observe(s, params, Place{{*this, part, kv_tile}});
   }
   // P as step 8 takes it.
   __device__ __forceinline__ void pack(const Part& part, int kv_tile) {
-    Policy::drop(s, params, Place{*this, part, kv_tile});
     pack_block<config.bf16>(s, p);
+    Policy::drop(p, params, Place{{*this, part, kv_tile}});
   }
 
   __device__ __forceinline__ void rescale(const float (&alpha)[2]) {
@@ -271,7 +278,7 @@ struct Consumer {
       for (; n >= last; --n) {
         issue_both(before);
         before = false;
-        apply_terms(part, n);
+        apply_terms<true>(part, n);
         observe(part, n);
         good = !__any_sync(0xffffffffu, !softmax.lazy_block(s, params.scale_log2, block));
         // Why a wait on either side of this branch: the assembler sinks exponentials below a wait,
@@ -317,6 +324,7 @@ struct Consumer {
 
   // Steps 1-6 for the first KV tile.
   __device__ __forceinline__ void begin(const Part& part) {
+    once = typename Policy::Once(params, Spot{*this, part, 0});
     skip_tiles(part.plan->touched.end - part.own.end);
     first_tile(part);
   }
@@ -405,7 +413,7 @@ struct Consumer {
       if (config.split && part.plan->split != 0) continue;
       float total = quad_sum(softmax.sum[r]);
       factor[r] =
-          Policy::finish_row(params, Place{*this, part, 0}, r, softmax.reference[r], total, 1.0f);
+          Policy::finish_row(params, Place{{*this, part, 0}}, r, softmax.reference[r], total, 1.0f);
       softmax.sum[r] = lane % 4 == 0 ? total : 0.0f;
     }
   }
@@ -501,7 +509,7 @@ struct Consumer {
       rescale(factor);
     }
     if constexpr (Policy::drops) {
-      const float weight = Policy::kept_weight(params, Place{*this, part, 0});
+      const float weight = Policy::kept_weight(params, Place{{*this, part, 0}});
       rescale({weight, weight});
     }
     if (params.lse != nullptr) store_lse(part, softmax);

@@ -351,6 +351,7 @@ struct Consumer {
       tilewise::restore_nonfinite(
           band, row, own, block_kv,
           [&](int kv_tile) { return plan.v_facts[kv_tile].spread == spread_nonfinite; },
+          [](int kv_tile) { return kv_tile; },
           [&](int key) {
             if (!Policy::sees(params, plan.tile.batch, plan.tile.head, row, key)) return;
 #pragma unroll 1

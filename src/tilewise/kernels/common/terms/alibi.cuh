@@ -2,9 +2,9 @@
 //
 //   v - slope |query + seq_k - seq_q - key|     the last query stands at the last key
 //
-// The gradient of the slopes is the sum of dS times minus the distance: added up by a fragment, then
-// by its warp, then in global memory. Where it must not depend on the order of the warps, every
-// block of 16 x 16 scores has a sum of its own there.
+// The gradient of the slopes is the sum of dS times minus the distance: added up by a fragment,
+// then by its warp, then in global memory. Where it must not depend on the order of the warps,
+// every block of 16 x 16 scores has a sum of its own there.
 #pragma once
 
 #include "../scores.cuh"
@@ -22,6 +22,18 @@ struct Alibi {
     float alibi_unit;                                  // of a nat, in the units of v
   };
   static constexpr bool uses_head = true;
+  struct Once {
+    float slope;
+
+    Once() = default;
+    template <typename Params, typename At>
+    __device__ __forceinline__ Once(const Params& params, const At& at) {
+      const long long batch = at.batch(), head = at.head();
+      slope = __ldg(params.slopes + batch * params.slopes_batch_stride +
+                    head * params.slopes_head_stride) *
+              -params.alibi_unit;
+    }
+  };
 
   Unit unit;
   float slope, start;
@@ -32,15 +44,13 @@ struct Alibi {
   template <typename Params, typename At>
   __device__ __forceinline__ Alibi(const Params& params, const Unit& unit, const At& at)
       : unit(unit), rows_are(At::rows_are) {
-    const long long batch = at.batch(), head = at.head();
     const int row = at.row(), column = at.column();
-    slope = __ldg(params.slopes + batch * params.slopes_batch_stride +
-                  head * params.slopes_head_stride) *
-            -params.alibi_unit;
+    slope = once_of<Once>(params, at).slope;
     const int query = rows_are == RowsAre::queries ? row : column;
     const int key = rows_are == RowsAre::queries ? column : row;
     start = static_cast<float>(query + params.seq_k - params.seq_q - key);
     if constexpr (learned) {
+      const long long batch = at.batch(), head = at.head();
       place = params.dslopes + batch * params.dslopes_batch_stride +
               head * params.dslopes_head_stride + query / 16 * params.dslopes_row_stride +
               key / 16 * params.dslopes_key_stride;

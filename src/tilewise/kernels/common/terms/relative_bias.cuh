@@ -4,7 +4,9 @@
 //
 // Two rows of a fragment are eight apart, and so are its columns: what row r + 8 needs in one block
 // of columns, row r needed in the block before. So a number is loaded once for both, and gradients
-// of both are added up first. Of the rest, lanes nine apart have the same distance.
+// of both are added up first. Of the rest, lanes nine apart have the same distance: these trade
+// them, or where the kernel has a room in shared memory for a warp, all of a warp's are added up
+// there.
 #pragma once
 
 #include "bias.cuh"
@@ -25,12 +27,15 @@ struct RelativeBias {
   using Bits = typename BitsOf<number>::Type;
 
   const Bits* table;
+  const Bits* first;  // of element 0, in a table whose numbers lie side by side
   float* dtable;
   const long long &stride, &dstride;
+  bool checks = true;  // whether an index lies in the table
   const int& span;
   float in;
   const float& out;
-  int start;  // the index of element 0
+  float* room = nullptr;  // of this warp in shared memory
+  int start;              // the index of element 0
   RowsAre rows_are;
   float ahead[2], behind[2];  // numbers of this block of columns and the one before
   float pending[2], held[2];  // gradients likewise
@@ -48,6 +53,16 @@ struct RelativeBias {
         pending{0.0f, 0.0f} {
     const int row = at.row(), column = at.column();
     start = params.table_zero + (rows_are == RowsAre::queries ? column - row : row - column);
+    first = table + start;
+    if constexpr (requires { at.room(); }) room = at.room();
+  }
+
+  // Whether numbers lie side by side, and all that the first `count` elements need are there.
+  __device__ __forceinline__ bool holds(int count) const {
+    const int ahead = 2 * count - 7, behind = 8;  // of element 0, in the order of columns
+    const bool by_queries = rows_are == RowsAre::queries;
+    return stride == 1 && start >= (by_queries ? behind : ahead) &&
+           start + (by_queries ? ahead : behind) < span;
   }
 
   // Of row r in the block of columns `block`.
@@ -57,7 +72,8 @@ struct RelativeBias {
     return max_int(0, min_int(i, span - 1));
   }
   __device__ __forceinline__ float load(int block, int h) const {
-    const Bits bits = __ldg(table + index(block, h) * stride);
+    const int step = rows_are == RowsAre::queries ? 8 * block + h : -8 * block - h;
+    const Bits bits = __ldg(checks ? table + index(block, h) * stride : first + step);
     if constexpr (number == Number::float32)
       return bits;
     else
@@ -81,7 +97,7 @@ struct RelativeBias {
     if (row_of(i) == 0) {
       held[h] = ds;
     } else {
-      add(pending[h] + ds, i / 4 - 1, h);
+      take(pending[h] + ds, i / 4 - 1, h);
       pending[h] = held[h];
       last = i / 4;
     }
@@ -90,12 +106,68 @@ struct RelativeBias {
     requires learned
   {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) add(pending[h], last, h);
+    for (int h = 0; h < 2; ++h) take(pending[h], last, h);
+    if (room == nullptr) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) take(0.0f, last + 1, h);
+    add_room(last + 1 - window);
   }
 
   int last;  // block of columns
 
-  // To the sum of a distance: lanes (g, t), g = lane / 4 and t = lane % 4, have that of (g + 2, t + 1).
+  __device__ __forceinline__ void take(float sum, int block, int h) {
+    if (room == nullptr)
+      add(sum, block, h);
+    else
+      put(sum, block, h);
+  }
+
+  // --- by way of shared memory, where rows are keys ---
+
+  // A row of the room is for the sums of lanes g and g + 4, g = lane / 4 < 4, in the order of
+  // columns and shifted by g: so sums of one distance stand below one another. Why such rows: lanes
+  // write to different banks.
+  static constexpr int room_row = 105, room_blocks = 10;
+  int window = -2;                     // the first block in the room
+  float before_sum[2] = {0.0f, 0.0f};  // of the block of columns before
+
+  __device__ __forceinline__ void put(float sum, int block, int h) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    // Lane g + 4 has the distance of g four columns on: of this block or of the one before.
+    const float come = __shfl_xor_sync(0xffffffffu, t >= 2 ? before_sum[h] : sum, 18);
+    const int place = 8 * (block - 1 - window) + h + 3;
+    if (g < 4) room[g * (room_row - 1) + 2 * t + place] = before_sum[h] + come;
+    before_sum[h] = sum;
+    if (h == 1 && block - window == room_blocks) {
+      add_room(room_blocks);
+      window += room_blocks;
+    }
+  }
+  // The sums of so many blocks to global memory.
+  __device__ __forceinline__ void add_room(int blocks) {
+    if (blocks == 0) return;
+    const int lane = threadIdx.x % 32;
+    const int end = 8 * blocks + 3;  // of row 0
+    __syncwarp();
+#pragma unroll
+    for (int first_place = 0; first_place < end; first_place += 32) {
+      const int place = first_place + lane;
+      float sum = 0.0f;
+#pragma unroll
+      for (int g = 0; g < 4; ++g) {
+        const bool written = place >= 3 - g && place < end - g;
+        sum += written ? room[g * room_row + place] : 0.0f;
+      }
+      const int i = start - lane / 4 + 2 * (lane % 4) + 3 - place - 8 * window;
+      if (place < end) ptx::add_to_global(dtable + max_int(0, min_int(i, span - 1)) * dstride, sum);
+    }
+    __syncwarp();
+  }
+
+  // --- without it ---
+
+  // To the sum of a distance: lanes (g, t), g = lane / 4 and t = lane % 4, have that of (g + 2, t +
+  // 1).
   __device__ __forceinline__ void add(float sum, int block, int h) {
     const int lane = ptx::thread_again() % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
