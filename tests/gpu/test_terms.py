@@ -18,7 +18,8 @@ from matrix import BF16, FP16, relative_error
 import tilewise
 from support import budget, make_problem
 from term_cases import Case, Truth, truth
-from tilewise import Causal, Full, Target, Window
+from tilewise import Causal, Documents, Full, PrefixLM, Target, Window
+from tilewise import KeyLengths as KeyLengthsMask
 from tilewise.engine import SM80, SM90, tile_map
 from tilewise.jit import build_all
 from tilewise.operands import ALL
@@ -78,6 +79,7 @@ def made(name: str, problem: Any) -> Made:
     hidden = drawn(b, h, rows, keys).to(problem.dtype)
     hidden[torch.rand(hidden.shape, device="cuda") < 0.1] = -math.inf
     makers = {
+        "none": lambda: Made((), {}),
         "alibi": lambda: Made((Alibi(learned=grad),), {"slopes": drawn(h).abs() / 8}),
         "alibi per batch": lambda: Made((Softcap(9.0), Alibi(True, grad)), {"slopes": drawn(b, h) / 8}),
         "keep": lambda: keep(kept(problem, b, h, rows, keys)),
@@ -298,3 +300,86 @@ def test_a_changed_mask_changes_the_result() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert relative_error(out, truth(case).out) <= budget(BF16, 900)
+
+
+SPANNED = [
+    Documents((0, 100, 100, 430, 1000), inner=Causal()),
+    Documents((0, 333, 1000), inner=Window(50, 20)),
+    PrefixLM(150),
+]
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", SPANNED, ids=str)
+@pytest.mark.parametrize("name", ["none", "sink"])
+def test_masks_that_are_spans(name: str, mask: Any, dim: int, backend: str) -> None:
+    for deterministic in (False, True):
+        check(case_of(name, BF16, dim, mask, (1000, 1000), deterministic=deterministic), backend)
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_masks_of_tensors(backend: str) -> None:
+    """Offsets of documents, prefixes and lengths that only the device knows."""
+    q, k, v = (drawn(2, 4, 700, 64).to(BF16) for _ in range(3))
+    lengths = torch.tensor([700, 300], device="cuda")
+    offsets = (0, 100, 450, 700)
+    masks = [
+        (Documents(torch.tensor(offsets, device="cuda"), inner=Causal()), Documents(offsets, inner=Causal())),
+        (PrefixLM(torch.tensor([200, 200], device="cuda")), PrefixLM(200)),
+    ]
+    for given, known in masks:
+        got = tilewise.attention(q, k, v, mask=given, backend=backend)
+        want = tilewise.attention(q, k, v, mask=known, backend=backend)
+        assert relative_error(got, want.double()) <= budget(BF16, 700)
+    got = tilewise.attention(q, k, v, mask=KeyLengthsMask(lengths, inner=Causal()), backend=backend)
+    whole = tilewise.attention(q, k, v, mask=Causal(), backend=backend)
+    assert relative_error(got[0], whole[0].double()) <= budget(BF16, 700)
+    want = tilewise.attention(q[1:], k[1:, :, :300], v[1:, :, :300], mask=Causal(), backend=backend)
+    assert relative_error(got[1:], want.double()) <= budget(BF16, 700)
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_the_largest_logit_of_every_head(backend: str) -> None:
+    q, k, v = (drawn(2, 4, 500, 64).to(BF16) for _ in range(3))
+    out, largest = tilewise.attention(q, k, v, mask=Causal(), return_max_logit=True, backend=backend)
+    assert torch.equal(out, tilewise.attention(q, k, v, mask=Causal(), backend=backend))
+    scores = (q.double() @ k.double().mT / 8).masked_fill(~torch.ones(500, 500, device="cuda").tril().bool(), -math.inf)
+    assert relative_error(largest, scores.amax((0, 2, 3))) <= budget(F32, 64)
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_dropout_follows_the_generator(backend: str) -> None:
+    """The same seed gives the same result, in a checkpoint too; every call and every replay of a graph another one."""
+    q, k, v = (drawn(2, 4, 500, 64).to(BF16).requires_grad_() for _ in range(3))
+    dout = torch.randn_like(q)
+
+    def attend(*inputs: Tensor) -> Tensor:
+        return tilewise.attention(*inputs, mask=Causal(), dropout=0.3, backend=backend)
+
+    def seeded(call: Any) -> list[Tensor]:
+        torch.manual_seed(7)
+        out = call(q, k, v)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+    first = seeded(attend)
+    assert not torch.equal(first[0], attend(q, k, v))
+    saved = seeded(lambda *inputs: torch.utils.checkpoint.checkpoint(attend, *inputs, use_reentrant=False))
+    for a, b in zip(first, saved, strict=True):
+        assert relative_error(a, b.double()) <= budget(BF16, 500)
+    with torch.no_grad():
+        attend(q, k, v)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = attend(q, k, v)
+        torch.manual_seed(7)
+        replays = []
+        for _ in range(2):
+            graph.replay()
+            torch.cuda.synchronize()
+            replays.append(captured.clone())
+        assert not torch.equal(*replays)
+        torch.manual_seed(7)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, replays[0])

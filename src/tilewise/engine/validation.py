@@ -88,6 +88,12 @@ PARTS = {
         ("sm80/float32_forward.cuh", "sm80/float32_backward.cuh"),
         ("engine/sm80/__init__.py", "engine/tables/sm80.json"),
     ),
+    "terms": Part(
+        ("test_terms.py",),
+        ("engine/edges.py", "engine/mask_spans.py", "engine/tile_map.py"),
+        ("common/tile_map.cuh",),
+        folders=("terms", "kernels/common/terms"),
+    ),
     "seam": Part(
         ("test_seam.py", "test_launch.py", "test_torch_rules.py", "test_three_way.py", "test_integrations_gpu.py"),
         files=(

@@ -81,7 +81,7 @@ def attention_forward(
     if position_bias is not None:
         bias = position_bias[..., : key.shape[2]]
         asked = asked._replace(bias=bias if asked.bias is None else bias + asked.bias)
-    run = _by_terms if _takes_terms(query, dropout) else _by_tensor
+    run = _by_terms if _takes_terms(query) else _by_tensor
     return run(query, key, value, asked, dropout, scaling, softcap or 0.0, s_aux), None
 
 
@@ -93,10 +93,10 @@ class _Asked(NamedTuple):
     bias: Tensor | None = None
 
 
-def _takes_terms(query: Tensor, dropout: float) -> bool:
-    """Whether padding, biases and sinks run as terms of our kernels. PyTorch's, which a CPU has and which alone drop
-    weights, take one tensor for them all."""
-    return query.is_cuda and not dropout
+def _takes_terms(query: Tensor) -> bool:
+    """Whether padding, biases and sinks run as terms of our kernels. PyTorch's, which a CPU has, take one tensor for
+    them all."""
+    return query.is_cuda
 
 
 def _by_terms(
