@@ -343,7 +343,8 @@ def test_masks_of_tensors(backend: str) -> None:
 def test_the_largest_logit_of_every_head(backend: str) -> None:
     q, k, v = (drawn(2, 4, 500, 64).to(BF16) for _ in range(3))
     out, largest = tilewise.attention(q, k, v, mask=Causal(), return_max_logit=True, backend=backend)
-    assert torch.equal(out, tilewise.attention(q, k, v, mask=Causal(), backend=backend))
+    plain = tilewise.attention(q, k, v, mask=Causal(), backend=backend)
+    assert relative_error(out, plain.double()) <= budget(BF16, 500)
     scores = (q.double() @ k.double().mT / 8).masked_fill(~torch.ones(500, 500, device="cuda").tril().bool(), -math.inf)
     assert relative_error(largest, scores.amax((0, 2, 3))) <= budget(F32, 64)
 

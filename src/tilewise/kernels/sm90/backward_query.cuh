@@ -19,11 +19,10 @@ struct BackwardBarrierId {
 template <typename Params, typename Extents>
 __device__ __forceinline__ long long query_tile_index(const Params& params,
                                                       const BackwardPlan<Extents>& plan,
-                                                      const StepCursor& at) {
-  const int head = plan.head_kv * params.heads_per_kv + at.head;
+                                                      int head_of_group, int q_tile) {
+  const int head = plan.head_kv * params.heads_per_kv + head_of_group;
   const int heads = params.heads_kv * params.heads_per_kv;
-  return (static_cast<long long>(plan.batch) * heads + head) * params.q_tiles +
-         query_tile_at(params, plan, at.q_tile);
+  return (static_cast<long long>(plan.batch) * heads + head) * params.q_tiles + q_tile;
 }
 
 // One thread issues all loads.
@@ -61,8 +60,7 @@ struct BackwardProducer {
   }
 
   // What the query tile at a position is to the 64 keys of a product warpgroup.
-  __device__ __forceinline__ SeenTile seen(int position, int warpgroup) {
-    const int q_tile = query_tile_at(params, plan, position);
+  __device__ __forceinline__ SeenTile seen(int position, int q_tile, int warpgroup) {
     if (!plan.partial(position)) return {q_tile, SeenTile::full};
     if constexpr (!config.warpgroups_own_keys) return {q_tile, SeenTile::partial};
     const RowBand band = sequence().row_band();
@@ -83,27 +81,28 @@ struct BackwardProducer {
 
   // Q or dO of one step; `full` waits for its row vector too. Which tile it is, is said here: found
   // by the product warpgroups it would stand between their scores and the first exponential.
-  __device__ __forceinline__ void load_q(int stage, const StepCursor& at) {
+  __device__ __forceinline__ void load_q(int stage, const StepCursor& at, int q_tile) {
     u64* full = &smem.q_full[stage];
     for (int warpgroup = 0; warpgroup < 2; ++warpgroup)
-      smem.seen_tile[stage][warpgroup] = seen(at.q_tile, warpgroup).packed;
+      smem.seen_tile[stage][warpgroup] = seen(at.q_tile, q_tile, warpgroup).packed;
     if constexpr (Policy::uses_head)
       smem.head[stage] = plan.head_kv * params.heads_per_kv + at.head;
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.q[0]) + sizeof(smem.start_s[0]));
     load_matrix(smem.q[stage], params.q_map, full, config.head_dim, config.block_q,
-                sequence().q_start() + query_tile_at(params, plan, at.q_tile) * config.block_q,
+                sequence().q_start() + q_tile * config.block_q,
                 plan.head_kv * params.heads_per_kv + at.head, ptx::CachePolicy::evict_last);
   }
-  __device__ __forceinline__ void load_dout(int stage, const StepCursor& at) {
+  __device__ __forceinline__ void load_dout(int stage, const StepCursor& at, int q_tile) {
     u64* full = &smem.dout_full[stage];
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.dout[0]) + sizeof(smem.start_dp[0]));
     load_matrix(smem.dout[stage], params.dout_map, full, config.head_dim_v, config.block_q,
-                sequence().q_start() + query_tile_at(params, plan, at.q_tile) * config.block_q,
+                sequence().q_start() + q_tile * config.block_q,
                 plan.head_kv * params.heads_per_kv + at.head, ptx::CachePolicy::evict_last);
   }
   __device__ __forceinline__ void load_start(float* destination, const float* source, u64* full,
-                                             const StepCursor& at) {
-    ptx::bulk_load(destination, source + query_tile_index(params, plan, at) * config.block_q,
+                                             const StepCursor& at, int q_tile) {
+    const long long tile = query_tile_index(params, plan, at.head, q_tile);
+    ptx::bulk_load(destination, source + tile * config.block_q,
                    sizeof(smem.start_s[0]), full);
   }
 
@@ -112,25 +111,27 @@ struct BackwardProducer {
     RingPosition<config.stages> position(1);
     // In the order in which the first step needs them; only the row vectors are not there from the
     // beginning.
+    int q_tile = query_tile_at(params, plan, cursor.q_tile);
     load_k();
-    load_q(0, cursor);
+    load_q(0, cursor, q_tile);
     load_v();
-    load_dout(0, cursor);
+    load_dout(0, cursor, q_tile);
     ptx::wait_for_previous_grid();
     for (int step = 0; step < plan.steps; ++step) {
       const int stage = position.stage;
       if (step > 0) {
         ptx::mbarrier_wait(&smem.q_empty[stage], position.phase);
-        load_q(stage, cursor);
+        load_q(stage, cursor, q_tile);
       }
-      load_start(smem.start_s[stage], params.start_s, &smem.q_full[stage], cursor);
+      load_start(smem.start_s[stage], params.start_s, &smem.q_full[stage], cursor, q_tile);
       if (step > 0) {
         ptx::mbarrier_wait(&smem.dout_empty[stage], position.phase);
-        load_dout(stage, cursor);
+        load_dout(stage, cursor, q_tile);
       }
-      load_start(smem.start_dp[stage], params.start_dp, &smem.dout_full[stage], cursor);
+      load_start(smem.start_dp[stage], params.start_dp, &smem.dout_full[stage], cursor, q_tile);
       position.advance();
       cursor.advance(plan);
+      if (step + 1 < plan.steps) q_tile = query_tile_at(params, plan, cursor.q_tile);
     }
   }
 };
@@ -160,7 +161,7 @@ struct DqTicketKeeper {
   const BackwardPlan<Extents>& plan;
 
   __device__ __forceinline__ DqTickets* tickets_at(const StepCursor& at) {
-    return params.dq_tickets + query_tile_index(params, plan, at);
+    return params.dq_tickets + query_tile_index(params, plan, at.head, at.q_tile);
   }
   __device__ __forceinline__ DqTicket numbered(int before, int q_tile) {
     return {before,
@@ -249,6 +250,7 @@ struct DqWarpgroup {
 
   StepCursor cursor{plan};
   int step = 0;
+  int q_tile = 0;  // of this step
 
   // Columns [pass * columns, ...) of the 64 rows `block` of this step's dQ, without the scale;
   // `resumes`: added to what dq holds.
@@ -275,7 +277,7 @@ struct DqWarpgroup {
   // Four accumulators of a thread lie side by side, the 128 threads of the warpgroup after one
   // another: every warp touches 512 contiguous bytes at a time.
   __device__ __forceinline__ float* sums(int block, int pass) {
-    const long long tile = query_tile_index(params, plan, cursor);
+    const long long tile = query_tile_index(params, plan, cursor.head, q_tile);
     return params.dq_sums + (tile * config.q_blocks() + block) * (64 * config.head_dim) +
            pass * (64 * columns) + thread * 4;
   }
@@ -317,7 +319,7 @@ struct DqWarpgroup {
   // pairs for whole chunks of eight columns.
   __device__ __forceinline__ void write(const float (&dq)[columns / 2], int block, int pass) {
     const int row =
-        query_tile_at(params, plan, cursor.q_tile) * config.block_q + block * 64 + thread / 32 * 16 + thread % 32 / 4;
+        q_tile * config.block_q + block * 64 + thread / 32 * 16 + thread % 32 / 4;
     const int head = plan.head_kv * params.heads_per_kv + cursor.head;
     const auto sequence = sequence_of<Extents>(params, plan);
     ptx::u16* place = static_cast<ptx::u16*>(params.dq) +
@@ -356,6 +358,7 @@ struct DqWarpgroup {
     ptx::wait_for_previous_grid();
     for (; step < plan.steps; ++step, cursor.advance(plan)) {
       const auto position = RingPosition<config.ds_stages>::after(step);
+      q_tile = query_tile_at(params, plan, cursor.q_tile);
       const Place at = place();
       const bool resumes = at.last && !at.first;
 #pragma unroll

@@ -80,7 +80,8 @@ struct GradProducer {
 
   __device__ __forceinline__ void load_rows(float* destination, const float* source, u64* barrier,
                                             const StepCursor& at) {
-    ptx::bulk_load(destination, source + query_tile_index(params, plan, at) * grad_block,
+    const long long tile = query_tile_index(params, plan, at.head, at.q_tile);
+    ptx::bulk_load(destination, source + tile * grad_block,
                    grad_block * sizeof(float), barrier);
   }
 

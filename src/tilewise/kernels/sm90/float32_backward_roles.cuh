@@ -145,7 +145,7 @@ struct GradWarpgroup {
     if (lane < arrivals_of_warp) ptx::mbarrier_arrive(barrier);
   }
   __device__ __forceinline__ long long query_tile() const {
-    return query_tile_index(params, plan, cursor);
+    return query_tile_index(params, plan, cursor.head, cursor.q_tile);
   }
   __device__ __forceinline__ int key_tile() const {
     return (plan.batch * params.heads_kv + plan.head_kv) * params.kv_tiles + plan.kv_tile;
