@@ -89,7 +89,7 @@ PARTS = {
         ("engine/sm80/__init__.py", "engine/tables/sm80.json"),
     ),
     "terms": Part(
-        ("test_terms.py",),
+        ("test_score_terms.py",),
         ("engine/edges.py", "engine/mask_spans.py", "engine/tile_map.py"),
         ("common/tile_map.cuh",),
         folders=("terms", "kernels/common/terms"),
