@@ -69,11 +69,13 @@ def override_kernel(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-EMULATED_EVERY = 5  # odd, so that both of a pair of parameters come up
+# Of the parameters of a test on the emulator, one in so many runs with the tests, and one with the gates; the others are
+# of the night. Odd, so that both of a pair of parameters come up.
+EMULATED_EVERY, GATED_EVERY = 9, 3
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests are skipped, with the reason, where there is no GPU; most tests on the emulator are gates."""
+    """GPU tests are skipped, with the reason, where there is no GPU; few tests on the emulator run every time."""
     skip = pytest.mark.skip(reason="needs a CUDA GPU")
     seen: dict[str, int] = {}
     for item in items:
@@ -83,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             test = item.nodeid.split("[")[0]
             seen[test] = seen.get(test, -1) + 1
             if seen[test] % EMULATED_EVERY:
-                item.add_marker("kernel_gate")
+                item.add_marker("nightly" if seen[test] % GATED_EVERY else "kernel_gate")
 
 
 @pytest.fixture(autouse=True)

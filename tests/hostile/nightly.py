@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         "seconds": round(time.monotonic() - begun),
     }
     soak = run_tests(str(SOAK), TILEWISE_SOAK_SECONDS=str(options.soak_seconds))
-    kernels = run_tests("tests/test_kernels.py", "-m", "nightly")
+    kernels = run_tests("tests", "-m", "nightly")
     record = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "versions": {

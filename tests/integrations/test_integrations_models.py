@@ -61,7 +61,7 @@ def built(name):
 @pytest.mark.parametrize("name", models.MODELS)
 def test_outputs_and_gradients_equal_eager(name, side, by_terms, calls, monkeypatch):
     """As a GPU runs them, and as a CPU does; all parameters, sinks and learned biases among them."""
-    monkeypatch.setattr(ours, "_takes_terms", lambda query, dropout: by_terms)
+    monkeypatch.setattr(ours, "_takes_terms", lambda query: by_terms)
     model = built(name)
     given = models.batch(name, model, tiny=True, device="cpu", side=side)
     found = {}
@@ -83,7 +83,7 @@ def test_outputs_and_gradients_equal_eager(name, side, by_terms, calls, monkeypa
 @pytest.mark.parametrize("name", models.MODELS)
 def test_padding_is_one_flag_per_key_and_what_is_learned_stays_as_it_is(name, side, calls, monkeypatch):
     """No mask of all pairs is made for a padded batch: rules stay rules, and a bias keeps its broadcast batch."""
-    monkeypatch.setattr(ours, "_takes_terms", lambda query, dropout: True)
+    monkeypatch.setattr(ours, "_takes_terms", lambda query: True)
     model = built(name)
     model.set_attn_implementation("tilewise")
     given = models.batch(name, model, tiny=True, device="cpu", side=side)
@@ -109,7 +109,7 @@ def test_padding_is_one_flag_per_key_and_what_is_learned_stays_as_it_is(name, si
 
 def test_the_mask_is_one_tensor_for_all_layers_of_a_kind(calls, monkeypatch):
     """So that what is made of it, its tile map, is made once."""
-    monkeypatch.setattr(ours, "_takes_terms", lambda query, dropout: True)
+    monkeypatch.setattr(ours, "_takes_terms", lambda query: True)
     model = built("bert")
     model.set_attn_implementation("tilewise")
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_the_mask_is_one_tensor_for_all_layers_of_a_kind(calls, monkeypatch):
 @pytest.mark.parametrize("by_terms", [True, False], ids=["terms", "tensor"])
 @pytest.mark.parametrize("name", ["bert", "t5", "gpt_oss"])
 def test_compiled_in_one_graph_a_padded_batch_is_still_right(name, by_terms, monkeypatch):
-    monkeypatch.setattr(ours, "_takes_terms", lambda query, dropout: by_terms)
+    monkeypatch.setattr(ours, "_takes_terms", lambda query: by_terms)
     model = built(name)
     given = models.batch(name, model, tiny=True, device="cpu")
     model.set_attn_implementation("eager")

@@ -107,7 +107,7 @@ def test_tensors_of_a_model_are_inspected_as_they_are(tmp_path: Path) -> None:
     mask = torch.randn(1, 1, 24, 24)
     torch.save({"q": q, "k": k, "v": v, "attn_mask": mask}, path)
     dense = inputs.problem_of(str(path), needs_grad=False)
-    assert str(dense.mask) == "dense:additive:1x1x24x24"
+    assert str(dense.mask) == "dense:additive:1x1x24x24:paired"
     bias = make_inputs(dense, 0, "cpu", str(path)).bias
     assert bias is not None
     assert torch.equal(bias, mask)

@@ -139,7 +139,7 @@ def test_explain_tells_the_error_of_a_precision() -> None:
         ("--shape 1,8,64,64 --backend nope", 2, "backend"),
         ("--shape 1,8,64,64 --target meta", 2, "target"),
         ("--shape 1,8,64,64 --target cpu --backend torch-cudnn", 3, "torch-cudnn"),
-        ("--shape 1,8,64,64 --dropout 0.1 --target cpu --backend reference", 3, "dropout"),
+        ("--shape 1,8,64,64 --dropout 0.1 --target a100 --backend triton", 3, "dropout"),
     ],
 )
 def test_bad_input_is_a_message_and_a_code(arguments: str, code: int, says: str) -> None:
@@ -302,7 +302,7 @@ def test_empty_problems_are_verified_too(
 def test_a_command_line_loop_answers_line_by_line(tmp_path: Path) -> None:
     commands, answers = tmp_path / "commands", tmp_path / "answers"
     problem = make_problem((1, 1, 8, 8), dropout=0.5).to_dict()
-    asked = {"do": "prepare", "candidate": "reference", "problem": problem, "seed": 0, "device": "cpu"}
+    asked = {"do": "prepare", "candidate": "sm90", "problem": problem, "seed": 0, "device": "cpu"}
     commands.write_text(json.dumps(asked) + "\n" + json.dumps(asked | {"candidate": "tilewise"}) + "\n")
     with commands.open() as stdin, answers.open("w") as stdout:
         worker.serve(stdin, stdout)

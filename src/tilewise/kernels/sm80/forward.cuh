@@ -284,8 +284,10 @@ struct Forward {
     if constexpr (HasTileMap<Extents>) {
       const QueryTiles listed = listed_tiles<Extents>(params, tile.batch, tile.head, tile.q_tile);
       if (lane == 0) {
-        const TileRange own = warp_row < params.seq_q ? listed.touched : TileRange{0, 0};
-        smem.plan[warp] = {{}, tile, own, listed.full, listed.full};
+        const auto record = Extents::find(params, tile.batch);
+        const int rows = sequence_of<Extents>(params, record).seq_q();
+        const TileRange own = warp_row < rows ? listed.touched : TileRange{0, 0};
+        smem.plan[warp] = {record, tile, own, listed.full, listed.full};
       }
       __syncwarp();
       return listed.touched;
