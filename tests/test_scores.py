@@ -115,7 +115,7 @@ struct Sieve {
 class Sink(Toy):
     """Adds to the sum of every row, by its head."""
 
-    kind: ClassVar[str] = "toy-sink"
+    kind: ClassVar[str] = "toy_sink"
     transforms: ClassVar[bool] = False
 
     @property
