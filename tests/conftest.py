@@ -69,8 +69,8 @@ def override_kernel(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# Of the parameters of a test on the emulator, one in nine runs with the tests, one in three with them or the gates, and the
-# others at night. Odd, so that both of a pair of parameters come up.
+# Of the parameters of a test on the emulator, one in nine runs with the tests, one in three with them or the gates, and
+# the others at night. Odd, so that both of a pair of parameters come up.
 EMULATED_EVERY, GATED_EVERY = 9, 3
 
 

@@ -41,7 +41,7 @@ _KERNEL = re.compile(
 
 
 def emulated(test: Callable[..., Any]) -> Callable[..., Any]:
-    """A test on the model: `make test` runs few of its parameters, `make kernel-gates` more, `make nightly` the rest."""
+    """A test on the model: `make test` runs few of its parameters, `make kernel-gates` more, the night the rest."""
     marked: Callable[..., Any] = pytest.mark.skipif(COMPILER is None, reason="needs g++")(pytest.mark.emulated(test))
     return marked
 

@@ -159,7 +159,7 @@ struct ProductWarpgroup {
   // S -> P in place.
   __device__ __forceinline__ void exponentiate(Fragment& s, int stage, SeenTile tile) {
     if constexpr (Policy::transforms) {
-      Policy::template apply<true>(s, params, Unit{}, Place{*this, tile, stage});
+      Policy::apply(s, params, Unit{}, Place{*this, tile, stage});
       const float2* pairs = reinterpret_cast<const float2*>(smem.start_s[stage]) + threadIdx.x % 4;
 #pragma unroll
       for (int j = 0; j < block_q / 8; ++j) {
@@ -370,7 +370,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
         x[h] = terms.pull_back(
             ds, i + h,
             [&] {
-              return value_of_weight(fabsf(p), -start[i / 4 * 8 + 2 * (this->lane % 4) + h],
+              return value_of_weight(Policy::drops ? fabsf(p) : p, -start[i / 4 * 8 + 2 * (this->lane % 4) + h],
                                      params.inverse_scale_log2);
             },
             1.0f / config.weight_factor());
@@ -564,7 +564,7 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       auto sloped = [&](int h) {
         if constexpr (Policy::has_gradient) return p[i + h];
         return terms.pull_back(p[i + h], i + h, [&] {
-          return value_of_weight(fabsf(p[i + h]), h % 2 ? -pair.y : -pair.x,
+          return value_of_weight(Policy::drops ? fabsf(p[i + h]) : p[i + h], h % 2 ? -pair.y : -pair.x,
                                  params.inverse_scale_log2);
         });
       };
@@ -684,7 +684,7 @@ struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
         x[h] = this->weighted_dp(p[h], dp[i + h], i + h, terms, stage);
         if constexpr (Policy::has_gradient)
           x[h] = terms.pull_back(x[h], i + h, [&] {
-            return value_of_weight(fabsf(p[h]),
+            return value_of_weight(Policy::drops ? fabsf(p[h]) : p[h],
                                    -smem.start_s[stage][column_of(i + h) + 2 * (threadIdx.x % 4)],
                                    params.inverse_scale_log2);
           });
