@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import sys
 from typing import Any
@@ -69,23 +70,23 @@ def override_kernel(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# Of the parameters of a test on the emulator, one in nine runs with the tests, one in three with them or the gates, and
-# the others at night. Odd, so that both of a pair of parameters come up.
-EMULATED_EVERY, GATED_EVERY = 9, 3
+# Of the tests of a file on the emulator, one in so many runs with the tests; of the parameters of each, one in so many
+# runs with the gates; the others run at night. Odd, so that both of a pair of parameters come up.
+EMULATED_EVERY, GATED_EVERY = 27, 3
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """GPU tests are skipped, with the reason, where there is no GPU; few tests on the emulator run every time."""
     skip = pytest.mark.skip(reason="needs a CUDA GPU")
-    seen: dict[str, int] = {}
+    seen: collections.Counter[str] = collections.Counter()
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip)
         if item.get_closest_marker("emulated"):
-            test = item.nodeid.split("[")[0]
-            seen[test] = seen.get(test, -1) + 1
-            if seen[test] % EMULATED_EVERY:
+            file, test = item.nodeid.split("::")[0], item.nodeid.split("[")[0]
+            if seen[file] % EMULATED_EVERY:
                 item.add_marker("nightly" if seen[test] % GATED_EVERY else "kernel_gate")
+            seen.update((file, test))
 
 
 @pytest.fixture(autouse=True)
