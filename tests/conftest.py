@@ -72,7 +72,7 @@ def override_kernel(request: pytest.FixtureRequest) -> str:
 
 # Of the tests of a file on the emulator, one in so many runs with the tests; of the parameters of each, one in so many
 # runs with the gates; the others run at night. Odd, so that both of a pair of parameters come up.
-EMULATED_EVERY, GATED_EVERY = 27, 3
+EMULATED_EVERY, GATED_EVERY = 27, 7
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -140,10 +141,16 @@ def decisive_sources(package: Path = PACKAGE) -> list[Path]:
 def _hash(files: list[Path], package: Path) -> str:
     sha = hashlib.sha256()
     for path in files:
-        content = path.read_bytes()
+        content = _decisive(path)
         sha.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode())
         sha.update(content)
     return sha.hexdigest()
+
+
+def _decisive(path: Path) -> bytes:
+    """What a file holds; of C++ without comments and spaces, which a formatter may change."""
+    content = path.read_bytes()
+    return b"".join(re.sub(rb"//[^\n]*", b" ", content).split()) if path.suffix == ".cuh" else content
 
 
 def _sources(places: tuple[str, ...], package: Path) -> list[Path]:

@@ -76,9 +76,10 @@ struct Mapped : Batched {
   static constexpr bool has_operands = true;
   static constexpr bool mapped = true;
   struct Operands {
-    const int* tile_counts;  // (lists, outer tiles, 2): how many tiles are full, and how many there are
-    const int* tile_lists;   // (lists, outer tiles, list_room): the full ones first
-    int list_batch_stride;   // in lists; 0 where all batches or heads share them
+    const int*
+        tile_counts;  // (lists, outer tiles, 2): how many tiles are full, and how many there are
+    const int* tile_lists;  // (lists, outer tiles, list_room): the full ones first
+    int list_batch_stride;  // in lists; 0 where all batches or heads share them
     int list_head_stride;
     int list_outer_tiles;
     int list_room;
@@ -107,8 +108,8 @@ template <typename Extents, typename Params>
 __device__ __forceinline__ int tile_at(const Params& params, int batch, int head, int outer,
                                        int position) {
   if constexpr (HasTileMap<Extents>)
-    return params.tile_lists[Extents::list(params, batch, head, outer) * params.list_room +
-                             position];
+    return params
+        .tile_lists[Extents::list(params, batch, head, outer) * params.list_room + position];
   else
     return position;
 }

@@ -37,7 +37,7 @@ struct MarkParams {
   unsigned char* cells;                                         // (planes, row_blocks, row_cells)
   unsigned* bits;                                               // (planes, lines, line_words)
   int lines, line_words;
-  int heads;                                                    // planes of one batch
+  int heads;  // planes of one batch
   int planes;
   int seq_q, seq_k;
   int row_blocks;

@@ -286,9 +286,9 @@ struct Float32Backward {
     auto terms = Policy::backward(params, Place{*this});
 #pragma unroll
     for (int i = 0; i < block_q / 2; ++i)
-      ds[i] = terms.pull_back(p[i] * (terms.drop(ds[i], i) - row_term[column_of(i)]), i,
-                              [&] { return values[i]; },
-                              Policy::has_gradient ? again(smem.units.ds) : 1.0f);
+      ds[i] = terms.pull_back(
+          p[i] * (terms.drop(ds[i], i) - row_term[column_of(i)]), i, [&] { return values[i]; },
+          Policy::has_gradient ? again(smem.units.ds) : 1.0f);
     terms.end();
     Policy::drop(p, params, Place{*this});
   }

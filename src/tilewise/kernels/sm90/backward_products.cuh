@@ -370,7 +370,8 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
         x[h] = terms.pull_back(
             ds, i + h,
             [&] {
-              return value_of_weight(Policy::drops ? fabsf(p) : p, -start[i / 4 * 8 + 2 * (this->lane % 4) + h],
+              return value_of_weight(Policy::drops ? fabsf(p) : p,
+                                     -start[i / 4 * 8 + 2 * (this->lane % 4) + h],
                                      params.inverse_scale_log2);
             },
             1.0f / config.weight_factor());
@@ -564,8 +565,8 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       auto sloped = [&](int h) {
         if constexpr (Policy::has_gradient) return p[i + h];
         return terms.pull_back(p[i + h], i + h, [&] {
-          return value_of_weight(Policy::drops ? fabsf(p[i + h]) : p[i + h], h % 2 ? -pair.y : -pair.x,
-                                 params.inverse_scale_log2);
+          return value_of_weight(Policy::drops ? fabsf(p[i + h]) : p[i + h],
+                                 h % 2 ? -pair.y : -pair.x, params.inverse_scale_log2);
         });
       };
       room[i / 4 * 128] = float4{sloped(0), sloped(1), sloped(2), sloped(3)};

@@ -102,8 +102,7 @@ struct BackwardProducer {
   __device__ __forceinline__ void load_start(float* destination, const float* source, u64* full,
                                              const StepCursor& at, int q_tile) {
     const long long tile = query_tile_index(params, plan, at.head, q_tile);
-    ptx::bulk_load(destination, source + tile * config.block_q,
-                   sizeof(smem.start_s[0]), full);
+    ptx::bulk_load(destination, source + tile * config.block_q, sizeof(smem.start_s[0]), full);
   }
 
   __device__ __forceinline__ void run() {
@@ -318,8 +317,7 @@ struct DqWarpgroup {
   // The only KV tile, or the last to come, writes dQ. The four lanes that share a row trade column
   // pairs for whole chunks of eight columns.
   __device__ __forceinline__ void write(const float (&dq)[columns / 2], int block, int pass) {
-    const int row =
-        q_tile * config.block_q + block * 64 + thread / 32 * 16 + thread % 32 / 4;
+    const int row = q_tile * config.block_q + block * 64 + thread / 32 * 16 + thread % 32 / 4;
     const int head = plan.head_kv * params.heads_per_kv + cursor.head;
     const auto sequence = sequence_of<Extents>(params, plan);
     ptx::u16* place = static_cast<ptx::u16*>(params.dq) +

@@ -157,7 +157,8 @@ struct Consumer {
   template <bool looks = false>
   __device__ __forceinline__ void apply_terms(const Part& part, int kv_tile) {
     // Wide heads leave no registers for two ways.
-    Policy::template apply<looks && config.head_dim <= 128>(s, params, Unit{}, Place{{*this, part, kv_tile}});
+    Policy::template apply<looks && config.head_dim <= 128>(s, params, Unit{},
+                                                            Place{{*this, part, kv_tile}});
   }
   // Step 3.
   __device__ __forceinline__ void hide(const Part& part, int kv_tile) {

@@ -81,8 +81,7 @@ struct GradProducer {
   __device__ __forceinline__ void load_rows(float* destination, const float* source, u64* barrier,
                                             const StepCursor& at) {
     const long long tile = query_tile_index(params, plan, at.head, at.q_tile);
-    ptx::bulk_load(destination, source + tile * grad_block,
-                   grad_block * sizeof(float), barrier);
+    ptx::bulk_load(destination, source + tile * grad_block, grad_block * sizeof(float), barrier);
   }
 
   __device__ __forceinline__ void load_keys() {

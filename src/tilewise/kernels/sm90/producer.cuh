@@ -48,8 +48,7 @@ __device__ __forceinline__ TilePlan<Extents> make_plan(
 // The KV tiles that the rows of a warpgroup see; none when it has no rows.
 template <Config config, typename Policy, typename Extents, typename KernelParams>
 __device__ __forceinline__ TileRange own_tiles(const KernelParams& params,
-                                               const TilePlan<Extents>& plan,
-                                               int warpgroup) {
+                                               const TilePlan<Extents>& plan, int warpgroup) {
   const auto sequence = sequence_of<Extents>(params, plan);
   const int row = plan.row_begin + warpgroup * 64, seq_q = sequence.seq_q();
   if (plan.row_begin == TilePlan<Extents>::no_more_work || row >= seq_q) return {0, 0};

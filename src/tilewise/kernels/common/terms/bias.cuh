@@ -42,7 +42,7 @@ struct Bias {
   float in;
   const float& out;
   Placement place, dplace;
-  bool checks = true;  // whether an element exists
+  bool checks = true;      // whether an element exists
   float second, first_ds;  // of a pair: the number that came with the one before, and its gradient
 
   template <typename Params, typename At>

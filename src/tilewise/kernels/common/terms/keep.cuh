@@ -35,8 +35,8 @@ struct Keep {
   template <typename Params>
   static __device__ __forceinline__ bool sees(const Params& params, int batch, int head, int query,
                                               int key) {
-    return of_head(params, batch, head)[query * params.keep_row_stride +
-                                        key * params.keep_key_stride] != 0;
+    return of_head(params, batch,
+                   head)[query * params.keep_row_stride + key * params.keep_key_stride] != 0;
   }
 
   // Queries and keys past the end are not read: they count as hidden, and have no weight anyway.

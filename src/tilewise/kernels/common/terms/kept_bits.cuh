@@ -1,10 +1,10 @@
 // A boolean tensor that says which keys a query may see, packed into one bit per pair.
 //
-// A line of bits belongs to a row of a fragment: to a query, with one bit per key, or to a key, with
-// one bit per query (tile_map.cuh makes both). `rows_alike`: all queries of a head see the same keys,
-// and there is one line, of keys.
-// Lines are longer than what they are of, so that the last tile may read whole words; what lies there
-// is hidden by the band, or of queries past the end.
+// A line of bits belongs to a row of a fragment: to a query, with one bit per key, or to a key,
+// with one bit per query (tile_map.cuh makes both). `rows_alike`: all queries of a head see the
+// same keys, and there is one line, of keys. Lines are longer than what they are of, so that the
+// last tile may read whole words; what lies there is hidden by the band, or of queries past the
+// end.
 #pragma once
 
 #include "../scores.cuh"

@@ -19,8 +19,8 @@ struct Placement {
     const int row = at.row(), column = at.column();
     const int query = rows_are == RowsAre::queries ? row : column;
     const int key = rows_are == RowsAre::queries ? column : row;
-    start = at.batch() * batch_stride + at.head() * head_stride + query * row_stride +
-            key * key_stride;
+    start =
+        at.batch() * batch_stride + at.head() * head_stride + query * row_stride + key * key_stride;
     rows_left = seq_q - query;
     keys_left = seq_k - key;
   }

@@ -2,8 +2,8 @@
 //
 //   l + e^(sink - m), in the units of the larger of m and the sink
 //
-// Its gradient is -sum over rows of e^(sink - lse) D, and needs lse and D alone: a kernel of its own
-// behind the backward (sink_gradient.cuh).
+// Its gradient is -sum over rows of e^(sink - lse) D, and needs lse and D alone: a kernel of its
+// own behind the backward (sink_gradient.cuh).
 #pragma once
 
 #include "../scores.cuh"
