@@ -29,6 +29,7 @@ from .backend import empty_lse, empty_out, lse_dtype
 from .engine import run as engine
 from .errors import CompileError, InvalidInput, UnsupportedProblem
 from .jit import build_all, is_loaded, tuned
+from .masks import Packed
 from .memo import Memo
 from .operands import INPUTS, NO_OPERANDS, chosen
 from .plain import reference
@@ -254,6 +255,8 @@ def _described(q: Tensor, k: Tensor, v: Tensor, operands: Operands, options: Opt
     others = dict(operands)
     is_tensor = options.mask == "" and bool(others)
     mask: Mask | Tensor = others.pop(next(iter(others))) if is_tensor else masks.parse(options.mask)
+    if isinstance(mask, Packed) and "cu_seqlens_q" in others:
+        mask = mask.of(others)
     return describe(
         q,
         k,
@@ -267,6 +270,9 @@ def _described(q: Tensor, k: Tensor, v: Tensor, operands: Operands, options: Opt
     ).with_(layout=options.layout)
 
 
+_PACKED = Packed.kind + ":"
+
+
 def named_operands(options: Options, tensors: Sequence[Tensor] | None) -> Operands:
     """The operators' list of operands by name: that of the mask, if it is a tensor, then those of the terms.
 
@@ -276,6 +282,8 @@ def named_operands(options: Options, tensors: Sequence[Tensor] | None) -> Operan
     names = [operand.name for term in parse_all(options.scores) for operand in term.tensors]
     if options.mask == "" and tensors:
         names.insert(0, "keep" if tensors[0].dtype == torch.bool else "bias")
+    elif options.mask.startswith(_PACKED):
+        names = [*(operand.name for operand in masks.parse(options.mask).operands), *names]
     if len(names) != len(tensors):
         raise InvalidInput(
             "operands", f"{len(tensors)} tensors", ", ".join(names) or "none", "pass those that mask and scores name"

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import masks
 from .errors import InvalidInput
-from .masks import Band, Dense, Full, KeyLengths, Mask
+from .masks import Band, Dense, Full, KeyLengths, Mask, Packed
 from .operands import INPUTS, Operand, Operands
 from .scores import Softcap, Term, softcapped
 from .scores import parse as parse_term
@@ -434,6 +434,8 @@ def _checked_operands(problem: Problem, given: Operands, q: torch.Tensor) -> tup
             )
         if tensor.device != q.device:
             raise InvalidInput(f"operands[{name!r}]", f"on {tensor.device}", f"{q.device}, the device of q", "move it")
+    if isinstance(problem.mask, Packed):
+        _check_offsets(problem.mask, given)
     for term in problem.scores:
         for operand in term.tensors:
             term.check_tensor(operand.name, given[operand.name], problem)
@@ -447,6 +449,20 @@ def _checked_operands(problem: Problem, given: Operands, q: torch.Tensor) -> tup
                 "detach it",
             )
     return tuple(name for name in expected if name in wanted)
+
+
+def _check_offsets(mask: Packed, given: Operands) -> None:
+    """What is known of the offsets of packed sequences without reading them."""
+    for operand in mask.operands:
+        offsets = given[operand.name]
+        fits = offsets.shape == (mask.sequences + 1,) and mask.sequences > 0
+        if not fits or offsets.dtype != operand.dtype or not offsets.is_contiguous():
+            raise InvalidInput(
+                operand.name,
+                f"a tensor of shape {tuple(offsets.shape)} in {offsets.dtype}",
+                f"contiguous int32 offsets ({max(1, mask.sequences)} + 1,), as many for keys as for queries",
+                "pass the cumulative lengths of the sequences, from 0 to the total",
+            )
 
 
 def operands_with_grad(operands: Operands) -> list[str]:
