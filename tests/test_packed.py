@@ -25,6 +25,7 @@ from tilewise.masks import Packed, parse
 from tilewise.plain import reference, tiled
 from tilewise.plan import plan
 from tilewise.scores import Softcap
+from tilewise.terms import Alibi, Dropout, MaxLogit, RelativeBias, Sink
 
 Tensor = torch.Tensor
 A100, H200 = (Target.named(name) for name in ("a100", "h200"))
@@ -233,6 +234,54 @@ def test_sinks_and_slopes_are_learned():
         assert_close(got.grad, one.grad, budget(torch.float32, 64))
 
 
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_slopes_of_each_sequence(backend):
+    lengths = ((30, 40), (7, 7), (64, 20))
+    case = make_case(Causal(), torch.float64, lengths=lengths, behind=(2, 3))
+    q, k, v, cu_q, cu_k = packed_inputs(case)
+    slopes = torch.rand(3, 4, requires_grad=True)
+    mask = Causal("bottom-right")
+    out = tilewise.attention_packed(q, k, v, cu_q, cu_k, mask=mask, alibi=slopes, backend=backend)
+    out.sum().backward()
+    for number, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)):
+        own = slopes[number].detach().requires_grad_()
+        parts = q[None, q0:q1], k[None, k0:k1], v[None, k0:k1]
+        want = tilewise.attention(*parts, mask=mask, alibi=own, layout="bshd", backend=backend)[0]
+        want.sum().backward()
+        assert_close(out[q0:q1], want, budget(torch.float64))
+        assert_close(slopes.grad[number], own.grad, budget(torch.float32, 64))
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_keys_that_are_not_used(backend):
+    """As if the tensors had no others: masks are aligned to those that are used."""
+    case = make_case(Causal(), torch.float64)
+    *tensors, cu_q, cu_k = packed_inputs(case, grad=True)
+    used = torch.tensor([70, 20, 5, 500, 0, 3, 129], dtype=torch.int32)
+    mask = Causal("bottom-right")
+    out = tilewise.attention_packed(*tensors, cu_q, cu_k, mask=mask, seqused_k=used, backend=backend)
+    grads = torch.autograd.grad(out.sum(), tensors)
+    spans = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), used.tolist(), strict=True)
+    for (q0, q1), (k0, k1), count in spans:
+        end = min(k1, k0 + count)
+        own = [
+            x[None, a:b].detach().requires_grad_()
+            for x, a, b in zip(tensors, (q0, k0, k0), (q1, end, end), strict=True)
+        ]
+        want = tilewise.attention(*own, mask=mask, layout="bshd", backend=backend)
+        assert_close(out[q0:q1], want[0], budget(torch.float64))
+        for grad, alone, (a, b) in zip(
+            grads, torch.autograd.grad(want.sum(), own), ((q0, q1), (k0, end), (k0, end)), strict=True
+        ):
+            assert_close(grad[a:b], alone[0], budget(torch.float64))
+        assert (grads[1][end:k1] == 0).all()
+    operands = {**case.operands, "seqused_k": used}
+    problem = case.problem.with_(mask=Packed(7, 0, 0, mask, used=True))
+    inputs = [x.detach().transpose(0, 1)[None] for x in tensors]
+    again, _ = reference.forward(*inputs, with_spans(problem), None, spans_of_offsets(problem, operands))
+    assert_close(again[0].transpose(0, 1), out, budget(torch.float64))
+
+
 def test_dropout_keeps_the_mean():
     case = make_case(Full(), torch.float32, lengths=((40, 60), (50, 30)), behind=(0, 0))
     q, k, v, cu_q, cu_k = packed_inputs(case)
@@ -302,6 +351,8 @@ def bad_calls() -> dict[str, Any]:
             q, k, v, cu, cu, scores=(tilewise.terms.Keep(("batch", "head")),), operands={"keep": keep}
         ),
         "lengths": call(q, k, v, cu, cu, "long"),
+        "used keys of another dtype": call(q, k, v, cu, cu, seqused_k=cu[1:].long()),
+        "too many used keys": call(q, k, v, cu, cu, seqused_k=cu),
     }
 
 
@@ -330,6 +381,9 @@ def test_pytorch_kernels_and_triton_refuse():
 def test_the_mask_reads_back(inner):
     mask = Packed(12, 512, 1024, inner, same=True)
     assert parse(str(mask)) == mask
+    used = Packed(12, 512, 1024, inner, used=True)
+    assert parse(str(used)) == used
+    assert [operand.name for operand in used.operands] == ["cu_seqlens_q", "cu_seqlens_kv", "seqused_k"]
     problem = make_problem((1, 4, 5000, 64), BF16, mask=mask)
     assert Problem.from_dict(problem.to_dict()) == problem
 
@@ -487,21 +541,100 @@ def test_backward_in_either_order(monkeypatch, backend, target, longest):
     check_backward(case, grads, truth, rounding_budget(BF16, 5))
 
 
+TERMS: dict[str, Any] = {
+    "softcap": ((Softcap(5.0),), {}),
+    "alibi": ((Alibi(True),), {"slopes": torch.rand(len(LENGTHS), 4)}),
+    "table": ((RelativeBias(601, 300, "float32"),), {"table": torch.randn(4, 601)}),
+    "sink": ((Sink(),), {"sink": torch.randn(4)}),
+}
+
+
 @emulation.emulated
 @pytest.mark.parametrize(("backend", "target"), KERNELS)
-def test_terms_of_scores(monkeypatch, backend, target):
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_of_scores(monkeypatch, backend, target, name):
     emulation.install(monkeypatch)
-    case = make_case(Causal("bottom-right"), scores=(Softcap(5.0),), needs_grad=True)
-    out, lse = backend.bind(case.q, case.k, case.v, case.problem, None, target, case.operands)(
-        case.q, case.k, case.v, case.operands
-    )
-    check_forward(case, out, lse)
+    terms, tensors = TERMS[name]
+    case = make_case(Causal("bottom-right"), scores=terms, needs_grad=True)
+    operands = {**case.operands, **tensors}
+    wide = case.problem.with_(dtype=torch.float64)
+    inputs = [tensor.nan_to_num() for tensor in case[1:4]]
+    doubles = [tensor.double() for tensor in inputs]
+    want, want_lse = reference.forward(*doubles, wide, None, operands)
+    out, lse = backend.bind(*inputs, case.problem, None, target, operands)(*inputs, operands)
+    assert_close(out, want, rounding_budget(BF16, 3))
+    assert torch.equal(lse.isinf(), want_lse.isinf())
     dout = torch.randn_like(case.q)
-    out, lse, truth = made(case, dout)
-    grads = backend.bind_backward(case.problem, None, target)(
-        dout, None, case.q, case.k, case.v, out, lse, case.operands
+    truth = reference.backward(dout.double(), None, *doubles, want, want_lse, wide, None, operands)
+    backward = backend.bind_backward(case.problem, None, target)
+    grads = backward(dout, None, *inputs, want.to(BF16), want_lse.float(), operands)
+    for which, grad in grads.items():
+        assert_close(grad, truth[which], rounding_budget(BF16, 6), which)
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+def test_the_largest_score_is_of_no_neighbour(monkeypatch, backend, target):
+    emulation.install(monkeypatch)
+    case = make_case(Causal(), scores=(MaxLogit(),), lengths=((70, 70), (30, 30)), behind=(0, 0))
+    case.q[:, :, :70] *= 8  # rows that come with the last tile of the sequence in front of them stand behind it
+    problem = case.problem.with_(mask=Packed(1, 0, 0, Causal()))
+    operands = {
+        "cu_seqlens_q": case.offsets[0][[0, 1]].contiguous(),
+        "cu_seqlens_kv": case.offsets[1][[0, 1]].contiguous(),
+    }
+    case.q[:, :, 70:] = 1e4  # behind the last offset
+    results: dict[str, Tensor] = {}
+    backend.bind(case.q, case.k, case.v, problem, None, target, operands)(case.q, case.k, case.v, operands, results)
+    own, inputs = case.member(0)
+    wanted: dict[str, Tensor] = {}
+    reference.forward(*(x.double() for x in inputs), own.with_(dtype=torch.float64), None, {}, wanted)
+    assert_close(results["max_logit"], wanted["max_logit"], budget(torch.float32, 64))
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+def test_dropout_draws_by_sequence(monkeypatch, backend, target):
+    """A sequence drops what a batch of its number would."""
+    emulation.install(monkeypatch)
+    lengths = ((70, 70), (33, 33), (130, 130))
+    case = make_case(Full(), scores=(Dropout(0.5),), lengths=lengths, heads=(2, 2), behind=(0, 0))
+    seed = torch.tensor([3, 5])
+    operands = {**case.operands, "seed": seed}
+    out, _ = backend.bind(case.q, case.k, case.v, case.problem, None, target, operands)(
+        case.q, case.k, case.v, operands
     )
-    check_backward(case, grads, truth, rounding_budget(BF16, 5))
+    for sequence in range(3):
+        problem, inputs = case.member(sequence)
+        batch = [tensor.double().expand(sequence + 1, -1, -1, -1) for tensor in inputs]
+        wide = problem.with_(batch=sequence + 1, dtype=torch.float64)
+        want, _ = reference.forward(*batch, wide, None, {"seed": seed})
+        assert_close(case.of(out, sequence, 0), want[sequence:], rounding_budget(BF16, 3))
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+def test_keys_that_kernels_do_not_use(monkeypatch, backend, target):
+    emulation.install(monkeypatch)
+    case = make_case(Causal("bottom-right"), needs_grad=True)
+    used = torch.tensor([70, 20, 5, 500, 0, 3, 129], dtype=torch.int32)
+    mask = Packed(7, 200, 300, Causal("bottom-right"), used=True)
+    problem, operands = case.problem.with_(mask=mask), {**case.operands, "seqused_k": used}
+    inputs = [tensor.nan_to_num() for tensor in case[1:4]]
+    doubles, wide = [tensor.double() for tensor in inputs], problem.with_(dtype=torch.float64)
+    want, want_lse = reference.forward(*doubles, wide, None, operands)
+    for tensor in inputs[1:]:
+        for start, end, count in zip(case.offsets[1], case.offsets[1][1:], used, strict=False):
+            tensor[:, :, int(start) + min(int(count), int(end) - int(start)) : int(end)] = torch.nan
+    out, lse = backend.bind(*inputs, problem, None, target, operands)(*inputs, operands)
+    assert_close(out, want, rounding_budget(BF16, 3))
+    assert torch.equal(lse.isinf(), want_lse.isinf())
+    dout = torch.randn_like(case.q)
+    truth = reference.backward(dout.double(), None, *doubles, want, want_lse, wide, None, operands)
+    backward = backend.bind_backward(problem, None, target)
+    grads = backward(dout, None, *inputs, want.to(BF16), want_lse.float(), operands)
+    for which, grad in grads.items():
+        assert_close(grad, truth[which], rounding_budget(BF16, 6), which)
 
 
 @emulation.emulated

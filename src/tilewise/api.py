@@ -174,6 +174,7 @@ def attention_packed(
     softcap: float = 0.0,
     alibi: Tensor | None = None,
     sink: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     scores: tuple[Term, ...] = (),
     operands: Mapping[str, Tensor] | None = None,
     dropout: float = 0.0,
@@ -192,7 +193,9 @@ def attention_packed(
 
     max_seqlen_q, max_seqlen_k   no sequence is longer: a hint by which tiles are chosen, 0 = unknown.
     mask     None, "causal", Causal or Window, aligned in each sequence by itself.
-    alibi    slopes (heads_q): as of `attention`, by the lengths of each sequence.
+    alibi    slopes (heads_q) or (sequences, heads_q): as of `attention`, by the lengths of each sequence.
+    seqused_k  int32 (sequences,) on the device: of the keys of each sequence only so many are there, and masks are
+               aligned to these. The others are not looked at, and have no gradient.
 
     All else is as `attention` has it; terms that read a tensor of rows or keys are not for packed sequences. Returns
     out (total_q, heads_q, head_dim_v); with return_lse=True also lse (heads_q, total_q).
@@ -203,8 +206,10 @@ def attention_packed(
     """
     _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
     same = cu_seqlens_q is cu_seqlens_k
-    packed = _packed_mask(cu_seqlens_q, max_seqlen_q, max_seqlen_k, mask, same)
+    packed = _packed_mask(cu_seqlens_q, max_seqlen_q, max_seqlen_k, mask, same, seqused_k is not None)
     given: Operands = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_k}
+    if seqused_k is not None:
+        given = {**given, "seqused_k": seqused_k}
     if q.is_cuda and _CHECK in os.environ and not torch.compiler.is_compiling():
         offsets_of(given, q.shape[0], k.shape[0])
     q, k, v = q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
@@ -213,7 +218,7 @@ def attention_packed(
         given = {**given, **others}
     results: Results = None
     if scores or return_max_logit:
-        _check_packed_terms(q, scores, same)
+        _check_packed_terms(q, scores, given, same and seqused_k is None)
         scores = with_max_logit(scores, return_max_logit)
         results = {} if return_max_logit else None
     out, lse = _attend(
@@ -234,11 +239,11 @@ _CHECK = "TILEWISE_CHECK"
 _LONGEST = tuple(1 << power for power in range(6, 21))
 
 
-def _packed_mask(offsets: Tensor, max_q: int, max_kv: int, mask: MaskLike, same: bool) -> Packed:
+def _packed_mask(offsets: Tensor, max_q: int, max_kv: int, mask: MaskLike, same: bool, used: bool) -> Packed:
     if torch.compiler.is_compiling():  # where the number of sequences may be a symbol: the operator asks when it runs
-        return Packed(0, _rounded(max_q), _rounded(max_kv), _inner(mask), same)
+        return Packed(0, _rounded(max_q), _rounded(max_kv), _inner(mask), same, used)
     try:
-        return _made_mask(offsets.shape[0] - 1, _rounded(max_q), _rounded(max_kv), mask, same)
+        return _made_mask(offsets.shape[0] - 1, _rounded(max_q), _rounded(max_kv), mask, same, used)
     except TypeError:  # a mask that cannot be hashed, or a length that is no number
         for name, length in (("max_seqlen_q", max_q), ("max_seqlen_k", max_kv)):
             as_number(name, length)
@@ -247,8 +252,8 @@ def _packed_mask(offsets: Tensor, max_q: int, max_kv: int, mask: MaskLike, same:
 
 
 @functools.lru_cache(maxsize=1024)
-def _made_mask(sequences: int, max_q: int, max_kv: int, mask: MaskLike, same: bool) -> Packed:
-    return Packed(sequences, max_q, max_kv, _inner(mask), same)
+def _made_mask(sequences: int, max_q: int, max_kv: int, mask: MaskLike, same: bool, used: bool) -> Packed:
+    return Packed(sequences, max_q, max_kv, _inner(mask), same, used)
 
 
 def _rounded(length: int) -> int:
@@ -292,22 +297,23 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seql
             )
 
 
-def _check_packed_terms(q: Tensor, scores: tuple[Term, ...], same: bool) -> None:
+def _check_packed_terms(q: Tensor, scores: tuple[Term, ...], operands: Operands, same: bool) -> None:
+    by_spans = q.is_cuda and (q.dtype.itemsize > 2 or any(tensor.requires_grad for tensor in operands.values()))
     for term in check_terms(scores):
         for operand in term.tensors:
-            of_pairs = [dim for dim in operand.dims if dim in ("row", "key")]
-            if of_pairs or ("batch" in operand.dims and "batch" not in operand.over):
+            if any(dim in ("row", "key") for dim in operand.dims):
                 raise InvalidInput(
                     "scores",
                     f"{term}, which reads {operand.name}, a tensor of {', '.join(operand.dims)}",
-                    "terms that read nothing per row, key or sequence",
+                    "terms that read nothing per row or key",
                     "use tilewise.attention with a Documents mask, where rows and keys are those of the tensors",
                 )
-        if q.is_cuda and not same and isinstance(term, Alibi | RelativeBias):
+        apart = not same or (isinstance(term, Alibi) and term.batched)
+        if by_spans and apart and isinstance(term, Alibi | RelativeBias):
             raise UnsupportedProblem(
-                f"attention_packed: {term} counts distances, and the offsets of keys are another tensor than those of "
-                "queries.",
-                remedy="pass the same tensor for both where the lengths are the same",
+                f"attention_packed: {term} counts distances in each sequence; float32 kernels, and those that learn "
+                "operands, know them only where queries and keys have the same offsets, and one slope per head.",
+                remedy="use 16 bits and detach the operands, or pass one tensor as cu_seqlens_q and cu_seqlens_k",
             )
 
 
@@ -597,7 +603,7 @@ def _traced(
     tensors = [mask] if isinstance(mask, Tensor) else []
     if operands is not None:
         if type(mask) is Packed:
-            tensors += [operands["cu_seqlens_q"], operands["cu_seqlens_kv"]]
+            tensors += [operands[operand.name] for operand in mask.operands]
         tensors += [operands[operand.name] for term in arguments[3] for operand in term.tensors]
     outputs = [operand.name for term in arguments[3] for operand in term.outputs]
     return op.dispatched(q, k, v, tensors, options, outputs, results)

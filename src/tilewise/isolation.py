@@ -127,12 +127,26 @@ def isolated(
 # Packed sequences
 
 
+_OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_kv", "seqused_k"))
+
+
 class Member(NamedTuple):
     """One of the sequences of a packed problem, as a problem of its own."""
 
     problem: Problem
+    number: int
     rows: slice
     keys: slice
+
+    def operands(self, operands: Operands, of: Problem) -> Operands:
+        """Its own of the operands of all sequences, without their offsets."""
+        dims = {one.name: len(one.dims) for term in of.scores for one in term.tensors if "batch" in one.dims[:1]}
+        own = {}
+        for name, tensor in operands.items():
+            if name not in _OFFSETS:
+                split = tensor.ndim == dims.get(name) and tensor.shape[0] == of.sequences > 1
+                own[name] = tensor[self.number : self.number + 1] if split else tensor
+        return own
 
 
 def offsets_of(operands: Operands, total_q: int, total_kv: int) -> tuple[list[int], list[int]]:
@@ -157,10 +171,13 @@ def members(problem: Problem, operands: Operands) -> list[Member]:
     mask = problem.mask
     assert isinstance(mask, Packed)
     starts_q, starts_kv = offsets_of(operands, problem.seq_q, problem.seq_kv)
-    spans = zip(pairwise(starts_q), pairwise(starts_kv), strict=True)
+    spans = list(zip(pairwise(starts_q), pairwise(starts_kv), strict=True))
+    if mask.used:
+        used = operands["seqused_k"].tolist()
+        spans = [(q, (k0, min(k1, k0 + max(0, count)))) for (q, (k0, k1)), count in zip(spans, used, strict=True)]
     return [
-        Member(problem.with_(seq_q=q1 - q0, seq_kv=k1 - k0, mask=mask.inner), slice(q0, q1), slice(k0, k1))
-        for (q0, q1), (k0, k1) in spans
+        Member(problem.with_(seq_q=q1 - q0, seq_kv=k1 - k0, mask=mask.inner), number, slice(q0, q1), slice(k0, k1))
+        for number, ((q0, q1), (k0, k1)) in enumerate(spans)
         if q1 > q0
     ]
 
@@ -178,11 +195,11 @@ def forward_by_sequence(
     """A packed problem by a forward that takes its members; where the offsets are on a device, by their spans."""
     if not _on_host(operands):
         return forward(q, k, v, *_spanned(problem, config, operands), results)
-    others = _beside_offsets(operands)
     outs, lses, end = [], [], 0
     for one in members(problem, operands):
         of_keys = (tensor[:, :, one.keys] for tensor in (k, v))
-        out, lse = forward(q[:, :, one.rows], *of_keys, one.problem, config, others, results)
+        own = one.operands(operands, problem)
+        out, lse = forward(q[:, :, one.rows], *of_keys, one.problem, config, own, results)
         outs.append(out)
         lses.append(lse)
         end = one.rows.stop
@@ -214,11 +231,11 @@ def backward_by_sequence(
     """Likewise of a backward."""
     if not _on_host(operands):
         return backward(dout, dlse, q, k, v, out, lse, *_spanned(problem, config, operands), wants)
-    others = _beside_offsets(operands)
-    given = {"q": q, "k": k, "v": v, **others}
+    given = {"q": q, "k": k, "v": v, **_beside_offsets(operands)}
     grads = {name: torch.zeros_like(tensor) for name, tensor in given.items() if name in wants}
     for one in members(problem, operands):
         of_rows = [tensor[:, :, one.rows] for tensor in (q, out, lse, dout)]
+        others = one.operands(operands, problem)
         own = backward(
             of_rows[3],
             None if dlse is None else dlse[:, :, one.rows],
@@ -235,7 +252,8 @@ def backward_by_sequence(
         for name, grad in own.items():
             place = {"q": one.rows, "k": one.keys, "v": one.keys}.get(name)
             if place is None:
-                grads[name] += grad
+                whole = others[name].shape == grads[name].shape
+                (grads[name] if whole else grads[name][one.number : one.number + 1]).add_(grad)
             else:
                 grads[name][:, :, place] = grad
     return grads
@@ -246,11 +264,16 @@ def _on_host(operands: Operands) -> bool:
 
 
 def _beside_offsets(operands: Operands) -> Operands:
-    return {name: tensor for name, tensor in operands.items() if not name.startswith("cu_seqlens_")}
+    return {name: tensor for name, tensor in operands.items() if name not in _OFFSETS}
+
+
+def operands_as_spans(problem: Problem, operands: Operands) -> Operands:
+    """The operands of `with_spans(problem)`, from those of the problem."""
+    return {**_beside_offsets(operands), **spans_of_offsets(problem, operands)}
 
 
 def _spanned(problem: Problem, config: object, operands: Operands) -> tuple[Problem, object, Operands]:
-    return with_spans(problem), config, {**_beside_offsets(operands), **spans_of_offsets(problem, operands)}
+    return with_spans(problem), config, operands_as_spans(problem, operands)
 
 
 def with_spans(problem: Problem) -> Problem:
@@ -275,6 +298,8 @@ def spans_of_offsets(problem: Problem, operands: Operands) -> dict[str, Tensor]:
     found = torch.searchsorted(starts_q, rows, right=True) - 1
     own = found.clamp(min=0, max=mask.sequences - 1)
     begin, end = starts_kv[own], starts_kv[own + 1]
+    if "seqused_k" in operands:
+        end = end.minimum(begin + operands["seqused_k"].long()[own].clamp(min=0))
     begin = torch.where(found > own, end, begin)  # rows behind the last offset, which see nothing
     left, right, _ = mask.inner.band(1, 1)
     position = rows - starts_q[own]

@@ -522,7 +522,8 @@ class Packed(Mask):
     Their offsets are the operands `cu_seqlens_q` and `cu_seqlens_kv`, int32 (sequences + 1,) on the tensors' device,
     from 0 and never falling. What lies behind the last offset sees nothing, and nothing sees it. No sequence is longer
     than `max_q` and `max_kv` say, where they are not 0: by these tiles are chosen, and nothing else. `same`: the
-    keys have the offsets of the queries.
+    keys have the offsets of the queries. `used`: of the keys of each sequence only the first are there, as many as a
+    third operand says, `seqused_k` (sequences,); the inner mask is aligned to these.
 
     A trace does not know how many sequences there are: 0 stands for that until the call runs (`of`).
     """
@@ -534,6 +535,7 @@ class Packed(Mask):
     max_kv: int = 0
     inner: Full | Causal | Window = None  # type: ignore[assignment]  # as of Documents
     same: bool = False
+    used: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inner", _inner_mask("Packed.inner", self.inner))
@@ -541,16 +543,18 @@ class Packed(Mask):
     @classmethod
     def from_text(cls, text: str) -> Packed:
         sizes, _, inner = text.partition(":")
-        sequences, max_q, max_kv, same = _ints(sizes)
-        return cls(sequences, max_q, max_kv, parse(inner), bool(same))  # type: ignore[arg-type]
+        sequences, max_q, max_kv, flags = _ints(sizes)
+        return cls(sequences, max_q, max_kv, parse(inner), bool(flags & 1), bool(flags & 2))  # type: ignore[arg-type]
 
     def of(self, operands: Any) -> Packed:
         """The mask of these offsets."""
-        return Packed(operands["cu_seqlens_q"].shape[0] - 1, self.max_q, self.max_kv, self.inner, self.same)
+        sequences = operands["cu_seqlens_q"].shape[0] - 1
+        return Packed(sequences, self.max_q, self.max_kv, self.inner, self.same, self.used)
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        return Operand("cu_seqlens_q", dtype=torch.int32), Operand("cu_seqlens_kv", dtype=torch.int32)
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "seqused_k")
+        return tuple(Operand(name, dtype=torch.int32) for name in names[: 2 + self.used])
 
     def span(self, row: int, seq_q: int, seq_kv: int) -> tuple[int, int]:
         return 0, seq_kv
@@ -567,7 +571,8 @@ class Packed(Mask):
         return Tile.PARTIAL if rows and keys else Tile.EMPTY
 
     def __str__(self) -> str:
-        sizes = ",".join((str(self.sequences), str(self.max_q), str(self.max_kv), "1" if self.same else "0"))
+        flags = "0123"[self.same + 2 * self.used]
+        sizes = ",".join((str(self.sequences), str(self.max_q), str(self.max_kv), flags))
         return "packed:" + sizes + ":" + str(self.inner)
 
 

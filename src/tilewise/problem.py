@@ -146,6 +146,11 @@ class Problem:
         return band
 
     @property
+    def sequences(self) -> int:
+        """Of queries and keys that see each other: the batches, or those that are packed into one."""
+        return self.mask.sequences if isinstance(self.mask, Packed) else self.batch
+
+    @property
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.heads_q // self.heads_kv if self.heads_kv else 1
@@ -455,12 +460,14 @@ def _check_offsets(mask: Packed, given: Operands) -> None:
     """What is known of the offsets of packed sequences without reading them."""
     for operand in mask.operands:
         offsets = given[operand.name]
-        fits = offsets.shape == (mask.sequences + 1,) and mask.sequences > 0
+        count = mask.sequences + (operand.name != "seqused_k")
+        fits = offsets.shape == (count,) and mask.sequences > 0
         if not fits or offsets.dtype != operand.dtype or not offsets.is_contiguous():
             raise InvalidInput(
                 operand.name,
                 f"a tensor of shape {tuple(offsets.shape)} in {offsets.dtype}",
-                f"contiguous int32 offsets ({max(1, mask.sequences)} + 1,), as many for keys as for queries",
+                f"a contiguous int32 tensor ({count},): one offset more than there are sequences, as many for keys as "
+                "for queries, and one number of used keys for each",
                 "pass the cumulative lengths of the sequences, from 0 to the total",
             )
 

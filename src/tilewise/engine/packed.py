@@ -127,6 +127,7 @@ def table(
     arguments = {
         "cu_q": Address("cu_seqlens_q"),
         "cu_k": Address("cu_seqlens_kv"),
+        "used_k": Address("seqused_k") if mask.used else None,
         "records": Address("packed_records"),
         "q_tiles": Address("packed_q_tiles"),
         "kv_tiles": Address("packed_kv_tiles") if by_keys else None,
@@ -158,7 +159,7 @@ def table(
         q_room,
         kv_room,
         fields,
-        Prepared("cu_seqlens_q", Program((launch,)), results, ("cu_seqlens_kv",)),
+        Prepared("cu_seqlens_q", Program((launch,)), results, ("cu_seqlens_kv", "seqused_k")[: 1 + mask.used]),
     )
 
 
@@ -199,6 +200,11 @@ def configs(choose: Callable[[Problem, Target], list[Any]], problem: Problem, ta
         batch = batch.with_(mask=Causal())
     found = choose(batch, target)
     return [one for one in found if not getattr(one, "split", False) and not getattr(one, "writes_dq", False)]
+
+
+def unwritten(problem: Problem) -> frozenset[str]:
+    """The gradients of which a backward leaves rows as they are: of keys that are not used."""
+    return frozenset(("dk", "dv") if mask_of(problem).used else ())
 
 
 def says(problem: Problem, table: Table) -> str:

@@ -16,7 +16,7 @@ from ..masks import Dense, Full, Packed
 from ..operands import SCORE_DIMS
 from ..problem import dtype_name, in_front_of_outputs
 from ..scores import Softcap
-from ..terms import Bias, Dropout, Keep, Sink, Spans
+from ..terms import Alibi, Bias, Dropout, Keep, MaxLogit, RelativeBias, Sink, Spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -115,9 +115,8 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
     )
 
 
-# Terms whose kernels look neither at the lengths of a tensor nor at tensors of rows and keys, and so take sequences of
-# their own.
-_TERMS_OF_SEQUENCES = (Softcap, Dropout, Sink)
+# Terms whose kernels go by the lengths of a sequence and read no tensor of rows or keys, and so take packed ones.
+_TERMS_OF_SEQUENCES = (Softcap, Alibi, Dropout, MaxLogit, RelativeBias, Sink)
 
 
 def is_packed(problem: Problem) -> bool:

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backend import empty_out
 from ..errors import CompileError
-from ..isolation import spans_of_offsets, with_spans
+from ..isolation import operands_as_spans, with_spans
 from ..jit import ArgumentsPerThread, function_for, rows_map
 from ..jit import Launch as DriverLaunch
 from ..jit import launch as driver
@@ -216,8 +216,8 @@ def bind_forward(
     Where there are no keys there is no program.
     """
     if _goes_by_spans(problem):
-        spanned = bind_forward(program, with_spans(problem), q, k, v, _with_spans(problem, operands))
-        return lambda q, k, v, operands, *results: spanned(q, k, v, _with_spans(problem, operands), *results)
+        spanned = bind_forward(program, with_spans(problem), q, k, v, operands_as_spans(problem, operands))
+        return lambda q, k, v, operands, *results: spanned(q, k, v, operands_as_spans(problem, operands), *results)
     of_mask = mask_operands(problem, q.device)
     operands = {**operands, **of_mask} if of_mask else operands
     problem = in_terms(problem)
@@ -267,11 +267,6 @@ def _goes_by_spans(problem: Problem) -> bool:
     return isinstance(problem.mask, Packed) and not is_packed(problem.dropout_in_terms()) and not problem.empty
 
 
-def _with_spans(problem: Problem, operands: Operands) -> Operands:
-    others = {name: tensor for name, tensor in operands.items() if not name.startswith("cu_seqlens_")}
-    return {**others, **spans_of_offsets(problem, operands)}
-
-
 def _decoded(outputs: list[tuple[Operand, Term]], room: list[Tensor]) -> dict[str, Tensor]:
     made = zip(outputs, room, strict=True)
     return {operand.name: term.decoded(written) for (operand, term), written in made}
@@ -307,7 +302,7 @@ def bind_backward(programs: Callable[[torch.device, Wants], Program], problem: P
             operands: Operands = NO_OPERANDS,
             wants: Wants = ALL,
         ) -> Grads:
-            return spanned(dout, dlse, q, k, v, out, lse, _with_spans(offsets, operands), wants)
+            return spanned(dout, dlse, q, k, v, out, lse, operands_as_spans(offsets, operands), wants)
 
         return by_spans
     asked, problem = problem, in_terms(problem)

@@ -214,7 +214,8 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     says = f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch"
     if table is not None:
         launches = [table.told(launch) for launch in launches]
-        return Program(tuple(launches), scratch, says=(says, packed.says(problem, table)), prepared=(table.prepared,))
+        said = (says, packed.says(problem, table))
+        return Program(tuple(launches), scratch, packed.unwritten(problem), said, prepared=(table.prepared,))
     return Program(tuple(launches), scratch, says=(says, *tile_map.says), prepared=tile_map.prepared)
 
 

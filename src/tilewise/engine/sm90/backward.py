@@ -259,7 +259,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     launches += edge_launches(problem, ARCH, scratch.address("start_dp"), rows, 1.0)
     if table is not None:
         # Which tiles of queries see keys, nobody here knows.
-        zeroed = frozenset({"dq"} if takes_tickets else ())
+        zeroed = packed.unwritten(problem) | ({"dq"} if takes_tickets else set())
         told = {
             "dv_columns": problem.head_dim_v,
             **_stored_rows("dk", "k" in wants),
