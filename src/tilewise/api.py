@@ -188,8 +188,8 @@ def attention_packed(
     q (total_q, heads_q, head_dim), k (total_k, heads_kv, head_dim), v (total_k, heads_kv, head_dim_v). Sequence n has
     the rows cu_seqlens_q[n] to cu_seqlens_q[n + 1] of q and out, and likewise cu_seqlens_k of k and v: int32 offsets
     (sequences + 1,) on the device of q, from 0 and never falling. They stay there: no call waits for them, a captured
-    CUDA graph runs with whatever they hold then, and one compiled graph serves all. What lies behind the last offset is
-    no sequence: out is 0 there and lse -inf, and so are its gradients 0.
+    CUDA graph runs with whatever they hold then, and one compiled graph serves all. Rows behind the last offset see no
+    key, and keys behind it are seen by none: out is 0 there, and so are gradients.
 
     max_seqlen_q, max_seqlen_k   no sequence is longer: a hint by which tiles are chosen, 0 = unknown.
     mask     None, "causal", Causal or Window, aligned in each sequence by itself.
@@ -204,6 +204,16 @@ def attention_packed(
     environment: then a call waits for the device and raises for offsets that are none. Without it, wrong offsets give
     wrong results, but nothing outside the tensors is read or written.
     """
+    told: _Arguments | None = None  # by which a call like this one is remembered, where it has no terms
+    plain = alibi is None and sink is None and seqused_k is None and operands is None and not return_max_logit
+    if plain and not scores and not dropout and not torch.compiler.is_compiling() and _CHECK not in os.environ:
+        told = (max_seqlen_q, max_seqlen_k, mask, scale, softcap, return_lse, backend, precision)
+        call = op.recall_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, told)
+        if call is not None:
+            out, lse = op.execute_packed(call, q, k, v, cu_seqlens_q, cu_seqlens_k)
+            out = out.squeeze(0).transpose(0, 1)
+            return (out, lse.squeeze(0)) if return_lse and lse is not None else out
+    given_inputs = q, k, v
     _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
     same = cu_seqlens_q is cu_seqlens_k
     packed = _packed_mask(cu_seqlens_q, max_seqlen_q, max_seqlen_k, mask, same, seqused_k is not None)
@@ -221,17 +231,20 @@ def attention_packed(
         _check_packed_terms(q, scores, given, same and seqused_k is None)
         scores = with_max_logit(scores, return_max_logit)
         results = {} if return_max_logit else None
-    out, lse = _attend(
-        q, k, v, given, (packed, scale, softcap, scores, dropout, "bshd", return_lse, backend, precision), results
-    )
+    arguments = (packed, scale, softcap, scores, dropout, "bshd", return_lse, backend, precision)
+    out, lse = _attend(q, k, v, given, arguments, results)
+    if told is not None:
+        found = op.recall(q, k, v, given, arguments)
+        if found is not None:
+            op.remember_packed(found, *given_inputs, cu_seqlens_q, cu_seqlens_k, told)
     out = out.squeeze(0).transpose(0, 1)
     if not return_lse and results is None:
         return out
-    found = () if results is None else (results["max_logit"],)
+    reported = () if results is None else (results["max_logit"],)
     if not return_lse:
-        return out, *found
+        return out, *reported
     assert lse is not None, "a backend without lse took a problem that needs one"
-    return out, lse.squeeze(0), *found
+    return out, lse.squeeze(0), *reported
 
 
 _CHECK = "TILEWISE_CHECK"

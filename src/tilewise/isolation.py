@@ -167,17 +167,25 @@ def offsets_of(operands: Operands, total_q: int, total_kv: int) -> tuple[list[in
 
 
 def members(problem: Problem, operands: Operands) -> list[Member]:
-    """The sequences that have rows, in their order; rows behind the last offset are in none of them."""
+    """The sequences that have rows, in their order. Rows behind the last offset are one more, without keys."""
     mask = problem.mask
     assert isinstance(mask, Packed)
     starts_q, starts_kv = offsets_of(operands, problem.seq_q, problem.seq_kv)
-    spans = list(zip(pairwise(starts_q), pairwise(starts_kv), strict=True))
+    ends_kv = starts_kv[1:]
     if mask.used:
         used = operands["seqused_k"].tolist()
-        spans = [(q, (k0, min(k1, k0 + max(0, count)))) for (q, (k0, k1)), count in zip(spans, used, strict=True)]
+        ends_kv = [min(end, start + max(0, count)) for start, end, count in zip(starts_kv, ends_kv, used, strict=False)]
+    rows = [*pairwise(starts_q), (starts_q[-1], problem.seq_q)]
+    keys = [*zip(starts_kv, ends_kv, strict=False), (0, 0)]
+    last = len(starts_q) - 2
     return [
-        Member(problem.with_(seq_q=q1 - q0, seq_kv=k1 - k0, mask=mask.inner), number, slice(q0, q1), slice(k0, k1))
-        for number, ((q0, q1), (k0, k1)) in enumerate(spans)
+        Member(
+            problem.with_(seq_q=q1 - q0, seq_kv=k1 - k0, mask=mask.inner),
+            min(number, last),
+            slice(q0, q1),
+            slice(k0, k1),
+        )
+        for number, ((q0, q1), (k0, k1)) in enumerate(zip(rows, keys, strict=True))
         if q1 > q0
     ]
 
@@ -195,19 +203,16 @@ def forward_by_sequence(
     """A packed problem by a forward that takes its members; where the offsets are on a device, by their spans."""
     if not _on_host(operands):
         return forward(q, k, v, *_spanned(problem, config, operands), results)
-    outs, lses, end = [], [], 0
+    outs, lses = [], []
     for one in members(problem, operands):
         of_keys = (tensor[:, :, one.keys] for tensor in (k, v))
         own = one.operands(operands, problem)
         out, lse = forward(q[:, :, one.rows], *of_keys, one.problem, config, own, results)
         outs.append(out)
         lses.append(lse)
-        end = one.rows.stop
-    rest = q[:, :, end:]
-    if not outs or rest.shape[2]:
-        outs.append(rest.new_zeros(*rest.shape[:3], problem.head_dim_v))
+    if not outs:
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        lses.append(rest.new_full(rest.shape[:3], -torch.inf, dtype=dtype))
+        return q.new_empty(*q.shape[:3], problem.head_dim_v), q.new_empty(q.shape[:3], dtype=dtype)
     out = joined(outs)
     if problem.layout == "bshd":
         out = out.transpose(1, 2).contiguous().transpose(1, 2)

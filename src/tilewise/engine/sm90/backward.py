@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ...masks import Causal, Packed
+from ...masks import UNLIMITED, Causal, Packed
 from ...operands import ALL
 from .. import division, packed, rules
 from ..edges import edge_launches
@@ -175,8 +175,11 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     batch = packed.as_batch(problem)
     sums_dq = config.makes_dq and not config.writes_dq
     tile_map = map_for(problem, config.block_q, config.block_kv, ARCH, by_keys=True)
-    order = _order(batch, config, divided)
+    order = _order(batch, config, divided) if table is None else _packed_order(batch, divided)
     takes_tickets = sums_dq and order is not Order.ANY_ORDER
+    # Sums that are added up in any order are zeroed before, and rounded behind: all, or of long packed sequences.
+    ticket_keys = _ticket_keys(batch, config, order) if table is not None else 0
+    unordered = sums_dq and (order is Order.ANY_ORDER if table is None else ticket_keys < UNLIMITED)
     cut = divided.cut and config.makes_dkv
     pairs, kv_pairs = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
     q_tiles, kv_tiles = tiles(problem.seq_q, config.block_q), tiles(problem.seq_kv, config.block_kv)
@@ -202,7 +205,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         **strides("out", "dout"),
         **row_fields(problem),
         **terms,
-        "dq_sums": None if takes_tickets else scratch.address("dq_sums"),
+        "dq_sums": scratch.address("dq_sums") if unordered else None,
         "piece_ticket_count": 2 * kv_pairs * kv_tiles,
         "rows": rows,
         "row_floats": config.head_dim,
@@ -253,15 +256,17 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         Launch(preprocess_unit(config.bf16, lanes, extents), _PreprocessParams, preprocess, edges, EDGE_THREADS),
         Launch(kernel, params, main, divided.grid, config.threads, overlap=True),
     ]
-    if sums_dq and not takes_tickets:
+    if unordered:
         post = postprocess_unit(config.bf16, extents)
         launches.append(Launch(post, _PostprocessParams, postprocess, edges, EDGE_THREADS, overlap=True))
     launches += edge_launches(problem, ARCH, scratch.address("start_dp"), rows, 1.0)
     if table is not None:
-        # Which tiles of queries see keys, nobody here knows.
-        zeroed = packed.unwritten(problem) | ({"dq"} if takes_tickets else set())
+        zeroed = packed.unwritten(problem)
         told = {
+            "dq_columns": problem.head_dim,
             "dv_columns": problem.head_dim_v,
+            "ticket_keys": ticket_keys,
+            **_stored_rows("dq", takes_tickets),
             **_stored_rows("dk", "k" in wants),
             **_stored_rows("dv", "v" in wants),
         }
@@ -326,6 +331,24 @@ def _order(problem: Problem, config: Config, divided: division.Division) -> Orde
     ):
         return Order.ANY_ORDER
     return Order.CLAIM_ORDER
+
+
+def _packed_order(batch: Problem, divided: division.Division) -> Order:
+    """Of packed sequences that take tickets; those of more keys than `_ticket_keys` are added up in any order."""
+    if batch.deterministic:
+        return Order.KEY_ORDER
+    if any(term.narrows for term in batch.scores):
+        return Order.ANY_ORDER
+    stay_together = _walk(batch, False) is Walk.DOWN and divided.waves < MIN_WAVES_TO_CLAIM
+    return Order.ANY_ORDER if stay_together else Order.CLAIM_ORDER
+
+
+def _ticket_keys(batch: Problem, config: Config, order: Order) -> int:
+    """How many keys a packed sequence may have whose tiles take tickets; where none has more, any number."""
+    if order is Order.KEY_ORDER:
+        return UNLIMITED
+    limit = MAX_CLAIMANTS * config.block_kv
+    return -1 if order is Order.ANY_ORDER else UNLIMITED if batch.seq_kv <= limit else limit
 
 
 def _walk(problem: Problem, cut: bool) -> Walk:

@@ -128,6 +128,7 @@ __device__ __forceinline__ void pack_sequences(const PackParams& params) {
 
 struct PackedRecord : SequenceRecord {
   int first_q_tile;  // among those of all sequences, as scratch is laid out
+  int unordered;     // where tiles of keys take tickets to add up dQ: those of this one do not
 };
 
 struct Packed {
@@ -143,8 +144,11 @@ struct Packed {
     long long dk_rows_head_stride, dk_rows_seq_stride;
     void* dv_rows;
     long long dv_rows_head_stride, dv_rows_seq_stride;
-    int dv_columns;     // of a row of dv
-    int packed_rows;    // of a tile of packed_q_tiles
+    void* dq_rows;  // where rows without keys are zeroed, if tickets are taken
+    long long dq_rows_head_stride, dq_rows_seq_stride;
+    int dq_columns, dv_columns;  // of a row
+    int ticket_keys;             // of a sequence whose tiles take tickets, at most
+    int packed_rows;             // of a tile of packed_q_tiles
     int section_keys;   // of the heads that are worked on together, at most; 0: one unit of heads
     int section_heads;  // the unit: heads that share their keys
     int ends_aligned;   // the last query stands at the last key, else the first at the first
@@ -159,12 +163,13 @@ struct Packed {
     const int offset = params.ends_aligned ? one.seq_k - one.seq_q : 0;
     return {{one.q_start, one.k_start, one.seq_q, one.seq_k, params.band_first_shift + offset,
              params.band_end_shift + offset},
-            one.first_q_tile};
+            one.first_q_tile,
+            one.seq_k > params.ticket_keys};
   }
   template <typename Params>
   static __device__ __forceinline__ Record find_queries(const Params& params, int b) {
     const PackedSequence one = params.packed_records[b];
-    return {{one.q_start, 0, one.seq_q, 0, 0, 0}, one.first_q_tile};
+    return {{one.q_start, 0, one.seq_q, 0, 0, 0}, one.first_q_tile, one.seq_k > params.ticket_keys};
   }
 
   // How many tiles of queries, or of keys, all sequences have.

@@ -133,10 +133,10 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
       const int warp = threadIdx.x / 32;
       if (warp == 0) BackwardProducer<config, Policy, Extents>{params, smem, plan}.run();
       if constexpr (config.makes_dq && !config.writes_dq && !HasTileMap<Extents>) {
-        if (warp == 1 && params.dq_tickets != nullptr)
-          DqTicketKeeper<config, Extents>{params, smem, plan}.await();
-        if (warp == 2 && params.dq_tickets != nullptr)
-          DqTicketKeeper<config, Extents>{params, smem, plan}.pass();
+        bool takes_tickets = params.dq_tickets != nullptr;
+        if constexpr (HasWorkTable<Extents>) takes_tickets = takes_tickets && !plan.unordered;
+        if (warp == 1 && takes_tickets) DqTicketKeeper<config, Extents>{params, smem, plan}.await();
+        if (warp == 2 && takes_tickets) DqTicketKeeper<config, Extents>{params, smem, plan}.pass();
       }
     }
   } else if (warpgroup == 1) {

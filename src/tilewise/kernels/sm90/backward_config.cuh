@@ -267,6 +267,15 @@ struct BackwardSmem {
   alignas(16) int head[config.stages];  // of the Q in a stage, for terms that ask for it
 };
 
+// How the KV tiles of a plan add up dQ: as the parameters say, or in any order for a sequence that
+// is too long to take tickets.
+template <typename Extents, typename Params>
+__device__ __forceinline__ Order order_of(const Params& params, const BackwardPlan<Extents>& plan) {
+  if constexpr (HasWorkTable<Extents>)
+    if (plan.unordered) return any_order;
+  return params.order;
+}
+
 // The query tile at a position of a plan. Steps count positions.
 template <typename Extents, typename Params>
 __device__ __forceinline__ int query_tile_at(const Params& params,

@@ -356,7 +356,7 @@ struct DqWarpgroup {
   };
   __device__ __forceinline__ Place place() {
     if (config.writes_dq) return {true, true};
-    if (params.order == any_order) return {false, false};
+    if (order_of(params, plan) == any_order) return {false, false};
     await_ticket();
     const DqTicket order = smem.dq_ticket[step % ticket_stages];
     return {order.before == 0, order.after == 0};
@@ -385,7 +385,7 @@ struct DqWarpgroup {
         else
           add(dq, block, pass);
       }
-      if (!config.writes_dq && params.order != any_order) end_ticket();
+      if (!config.writes_dq && order_of(params, plan) != any_order) end_ticket();
     }
   }
 };
