@@ -160,6 +160,20 @@ def test_problems_that_are_timed_in_several_ways_have_a_line_each(tmp_path: Path
     assert "engine " in grouped.splitlines()[-1]
 
 
+def test_goals_stand_beside_what_was_reached(tmp_path: Path) -> None:
+    marked = "<!-- bench variants goals gpu=H200 -->\n<!-- /bench -->\n"
+    (page,) = docs.pages(checkout(tmp_path, made_up("variants"), text=marked))
+    head, rule, *lines = page.after.splitlines()[1:]
+    columns = [cell.strip() for cell in head.strip("|").split("|")]
+    assert columns[:2] == ["row", "us"]
+    assert rule.count("|") == head.count("|") == len(columns) + 1
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| bfloat16")]
+    assert [row[0] for row in rows] == [row.name for row in suites.SUITES["variants"]]
+    by_name = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
+    biased = by_name["bfloat16 4x16x4096x128 bias forward"]
+    assert (biased["ratio"], biased["floor, aim"]) == ("2.00x", "1.25, 1.40")
+
+
 def test_another_library_that_is_faster_than_pytorch_is_named(tmp_path: Path) -> None:
     record = made_up("grouped")
     for row in record["rows"]:
