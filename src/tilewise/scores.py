@@ -122,6 +122,7 @@ class Term:
     transforms: ClassVar[bool] = True  # it changes scores; not so a term that hides, drops weights or finishes rows
     hides: ClassVar[bool] = False  # keys from queries, by what a tensor says
     narrows: ClassVar[bool] = False  # it hides by spans: kernels leave out tiles outside them
+    hides_band: ClassVar[bool] = False  # its struct hides what the band hides as well
     joins_rows: ClassVar[bool] = False  # a logit joins their sums
     elementwise: ClassVar[bool] = False  # it looks at the score alone, and not at where it stands
 

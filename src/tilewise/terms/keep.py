@@ -124,6 +124,7 @@ class KeyLengths(Term):
     transforms: ClassVar[bool] = False
     hides: ClassVar[bool] = True
     narrows: ClassVar[bool] = True
+    hides_band: ClassVar[bool] = True
 
     padded_left: bool = False
 

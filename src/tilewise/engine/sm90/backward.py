@@ -105,7 +105,8 @@ class Config(WarpgroupConfig):
         vectors = 2 * self.stages * self.block_q * 4 + self.stages * 2 * 4
         barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TICKET_STAGES)
         before_tickets = -(-(kv + rings + ds + weights + vectors + barriers + 2 * 4) // 16) * 16
-        return -(-(before_tickets + TICKET_STAGES * 8 + 16 * 4 + self.stages * 4) // 1024) * 1024
+        after_plan = self.stages * 4 + 2 * 8
+        return -(-(before_tickets + TICKET_STAGES * 8 + 16 * 4 + after_plan) // 1024) * 1024
 
     @property
     def name(self) -> str:

@@ -34,6 +34,8 @@
 //                                      registers, and not for what stands behind a hook that the term does not have.
 //   struct Once                        What is the same for all fragments of a head, made of (params, at); the constructor gets
 //                                      it by once_of(), from a kernel that keeps it, or anew.
+//   struct OfRows                      What is the same for all fragments of the same rows, made of (params, at) by a whole warp;
+//                                      at.of_rows() gives it, in kernels that keep it.
 //   struct Operands                    What the term needs beside the parameters that all kernels have: pointers, strides,
 //                                      numbers. The kernel's parameters derive from it (ParamsOf).
 //   static bool uses_head = true       Where it asks for the head.
@@ -197,6 +199,18 @@ __device__ __forceinline__ void hide_outside(float (&v)[count], int r, int first
   }
 }
 
+// What the band leaves to a row: keys, or queries, of which a key that does not exist has none.
+template <typename At>
+__device__ __forceinline__ Span in_band(const At& at, int row) {
+  if constexpr (At::rows_are == RowsAre::queries) {
+    const Band band = at.band();
+    return {band.first_key(row), band.end_key(row)};
+  } else {
+    const RowBand band = at.row_band();
+    return {band.first_row(row), row < at.band().seq_k ? band.end_row(row) : 0};
+  }
+}
+
 // Keys outside the band of a query, and keys that do not exist (mask.cuh). Kernels for some masks
 // need not look at all bounds.
 enum class Bounds { end_of_keys, end, both };
@@ -259,6 +273,8 @@ template <typename Term>
 concept HasKeeps = requires(Term term) { term.keeps(0); };
 template <typename Term>
 concept HasOnce = requires { typename Term::Once; };
+template <typename Term>
+concept HasOfRows = requires { typename Term::OfRows; };
 template <typename Term>
 concept HasObserve = requires(Term term, const float (&v)[4]) { term.observe(v, 1.0f); };
 template <typename Term>
@@ -423,6 +439,19 @@ struct OnceOf<Term> {
   using Type = typename Term::Once;
 };
 
+template <typename Term>
+struct OfRowsOf {
+  struct Type {
+    Type() = default;
+    template <typename Params, typename At>
+    __device__ __forceinline__ Type(const Params&, const At&) {}
+  };
+};
+template <HasOfRows Term>
+struct OfRowsOf<Term> {
+  using Type = typename Term::OfRows;
+};
+
 // What a term has made once: kept by the kernel, or made here.
 template <typename Once, typename Params, typename At>
 __device__ __forceinline__ Once once_of(const Params& params, const At& at) {
@@ -454,6 +483,13 @@ struct Scores {
     template <typename Params, typename At>
     __device__ __forceinline__ Once(const Params& params, const At& at)
         : OnceOf<Terms>::Type(params, at)... {}
+  };
+  // Of the rows of a warp; likewise.
+  struct OfRows : OfRowsOf<Terms>::Type... {
+    OfRows() = default;
+    template <typename Params, typename At>
+    __device__ __forceinline__ OfRows(const Params& params, const At& at)
+        : OfRowsOf<Terms>::Type(params, at)... {}
   };
 
   // Step 1. With `looks`, it asks whether scores are easy: for loops that most of them pass

@@ -47,6 +47,7 @@ struct ProductWarpgroup {
   using Position = RingPosition<config.stages>;
   Position position{0};  // of this step in the Q and dO rings
   RingPosition<config.ds_stages> ds_position{1};
+  typename Policy::OfRows of_rows{params, Keys{*this}};
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
@@ -126,7 +127,15 @@ struct ProductWarpgroup {
     for (int step = 0; step < block_q / 16; ++step) wgmma::hold(packed[step]);
   }
 
-  // Where this thread's scores lie; `stage` is that of Q, still held.
+  // Where this thread's rows lie.
+  struct Keys {
+    static constexpr RowsAre rows_are = RowsAre::keys;
+    const ProductWarpgroup& kernel;
+
+    __device__ __forceinline__ int row() const { return kernel.first_key(); }
+    __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
+  };
+  // Where its scores lie; `stage` is that of Q, still held.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::keys;
     const ProductWarpgroup& kernel;
@@ -144,6 +153,9 @@ struct ProductWarpgroup {
     }
     __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
+    __device__ __forceinline__ const typename Policy::OfRows& of_rows() const {
+      return kernel.of_rows;
+    }
     // Where this warp will store its dS.
     __device__ __forceinline__ float* room() const {
       return reinterpret_cast<float*>(kernel.smem.ds[kernel.ds_position.stage] +

@@ -62,6 +62,7 @@ struct Consumer {
   float o[config.head_dim_v / 2];
   Softmax softmax;
   typename Policy::Once once;  // of this work tile
+  typename Policy::OfRows of_rows;
 
   __device__ __forceinline__ auto sequence(const Part& part) const {
     return sequence_of<Extents>(params, *part.plan);
@@ -150,6 +151,9 @@ struct Consumer {
   struct Place : Spot {
     __device__ __forceinline__ const typename Policy::Once& once() const {
       return this->kernel.once;
+    }
+    __device__ __forceinline__ const typename Policy::OfRows& of_rows() const {
+      return this->kernel.of_rows;
     }
   };
 
@@ -327,6 +331,7 @@ struct Consumer {
   // Steps 1-6 for the first KV tile.
   __device__ __forceinline__ void begin(const Part& part) {
     once = typename Policy::Once(params, Spot{*this, part, 0});
+    of_rows = typename Policy::OfRows(params, Spot{*this, part, 0});
     skip_tiles(part.plan->touched.end - part.own.end);
     first_tile(part);
   }
