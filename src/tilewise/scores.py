@@ -124,6 +124,7 @@ class Term:
     narrows: ClassVar[bool] = False  # it hides by spans: kernels leave out tiles outside them
     hides_band: ClassVar[bool] = False  # its struct hides what the band hides as well
     joins_rows: ClassVar[bool] = False  # a logit joins their sums
+    fits_plain_window: ClassVar[bool] = False  # on Hopper it fits the tiles of kernels for windows without terms
     elementwise: ClassVar[bool] = False  # it looks at the score alone, and not at where it stands
 
     def __init_subclass__(cls) -> None:

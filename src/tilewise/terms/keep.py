@@ -125,6 +125,7 @@ class KeyLengths(Term):
     hides: ClassVar[bool] = True
     narrows: ClassVar[bool] = True
     hides_band: ClassVar[bool] = True
+    fits_plain_window: ClassVar[bool] = True
 
     padded_left: bool = False
 

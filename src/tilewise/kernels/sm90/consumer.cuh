@@ -34,9 +34,9 @@ struct Consumer {
   static constexpr int block_kv = config.block_kv;
   static constexpr int panels = panel_count(config.head_dim_v), staged = config.staged_panels();
   static constexpr bool in_two_parts = staged < panels && !config.split;
-  // Q is given back with the last scores; a window's last tiles have a loop of their own, and it
-  // waits for that.
-  static constexpr bool early_release = config.mask != mask_window;
+  // Q is given back with the last scores; a window's last tiles have a loop of their own, and
+  // without terms it waits for that.
+  static constexpr bool early_release = config.mask != mask_window || Policy::has_operands;
   using ScoreProduct = wgmma::Product<block_kv, config.bf16>;
   using ValueProduct = wgmma::Product<config.head_dim_v, config.bf16>;
 
@@ -278,6 +278,7 @@ struct Consumer {
   // Why the slow path stands behind the loop, which it re-enters: the loop's code stays in one
   // piece.
   __device__ __forceinline__ void lazy_tiles(const Part& part, int& n, int last, bool& before) {
+    const int final_tile = config.mask == mask_window ? part.own.begin : last;
     while (n >= last) {
       float block[2];
       bool good = true;
@@ -292,7 +293,7 @@ struct Consumer {
         // waits differ in text, else they were merged.
         if (!good) break;
         softmax.add(block);
-        release_operands(n == last);
+        release_operands(n == final_tile);
         wgmma::wait<0>();
         wgmma::hold(o);
         pack_and_release(part, n);
@@ -301,7 +302,7 @@ struct Consumer {
       wgmma::wait_before_slow_path();
       wgmma::hold(o);
       take_maximum_now(part, n, block);
-      release_operands(n == last);
+      release_operands(n == final_tile);
       pack_and_release(part, n);
       --n;
     }
@@ -548,6 +549,7 @@ struct Consumer {
     Softmax none;
     none.reset();
     if constexpr (Policy::finishes_rows) {
+      once = typename Policy::Once(params, Spot{*this, part, 0});
       float factor[2];
       finish_rows(part, none, factor);
     }
