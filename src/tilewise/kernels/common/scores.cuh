@@ -41,6 +41,10 @@
 //   static bool uses_head = true       Where it asks for the head.
 //   float apply(float v, int i)        v_t of element i from v_{t-1}; -inf hides it. Asked once for every i, in ascending
 //                                      order, so that a term may load or draw numbers for several elements at once.
+//   float start_of_row(int r), per_column()
+//   bool bends(int count, Band)        Of a term whose `apply` adds start_of_row(r) + per_column() * column_of(i), in some of its
+//   float bend(float v, int i)         first `count` columns more than that if it `bends` there: `bend` adds the rest. Kernels that
+//                                      have no other term with `apply` add that line where it costs least.
 //   bool holds(int count)              Of a term that reads a number per element, whether the first `count` exist, with a
 //   bool checks                        member that says whether `apply` must ask: so it need not where they do.
 //   bool take(float (&v)[])            Of a term that is the first to change scores: puts all into a form of its own, and says
@@ -260,6 +264,8 @@ struct BandMask {
 template <typename Term>
 concept HasApply = requires(Term term) { term.apply(0.0f, 0); };
 template <typename Term>
+concept HasLine = requires(Term term) { term.bend(term.per_column(), 0); };
+template <typename Term>
 concept HasHolds = requires(Term term) { term.checks = term.holds(4); };
 template <typename Term>
 concept HasTake = requires(Term term, float (&v)[4]) { term.easy = term.taken = term.take(v); };
@@ -461,10 +467,18 @@ __device__ __forceinline__ Once once_of(const Params& params, const At& at) {
     return Once(params, at);
 }
 
+// Scores that grow along the columns: the products, and start[r] + per_column * column_of(i).
+struct Line {
+  float per_column;
+  float start[2];
+};
+
 template <typename... Terms>
 struct Scores {
   // Whether the values that the softmax gets are others than the products, and so have no unit.
   static constexpr bool transforms = (HasApply<Terms> || ...);
+  // Whether they are the products and a line: `line` and `bend` say all that `apply` does.
+  static constexpr bool adds_line = (HasLine<Terms> || ...) && (0 + ... + HasApply<Terms>) == 1;
   static constexpr bool hides_by_data = (HidesByData<Terms> || ...);
   static constexpr bool hides_by_span = (HidesBySpan<Terms> || ...);
   static constexpr bool drops = (HasKeeps<Terms> || ...);
@@ -528,6 +542,20 @@ struct Scores {
     }
   }
 
+  // Step 1, of a line. The starts of rows, and what a column adds.
+  template <typename Params, typename At>
+  static __device__ __forceinline__ Line line(const Params& params, const At& at) {
+    Line line{};
+    (set_line<Terms>(line, params, at), ...);
+    return line;
+  }
+  // What `line` leaves out.
+  template <int count, typename Params, typename At>
+  static __device__ __forceinline__ void bend(float (&v)[count], const Params& params,
+                                              const At& at) {
+    (bend_by<Terms>(v, params, at), ...);
+  }
+
   // Step 2.
   template <int count, typename Params, typename At>
   static __device__ __forceinline__ void hide(float (&v)[count], const Params& params,
@@ -542,6 +570,23 @@ struct Scores {
     if constexpr (observes) TermChain<Terms...>(params, Unit{}, at).observe(v, unit);
   }
 
+  template <typename Term, typename Params, typename At>
+  static __device__ __forceinline__ void set_line(Line& line, const Params& params, const At& at) {
+    if constexpr (HasLine<Term>) {
+      const Term term(params, Unit{}, at);
+      line = {term.per_column(), {term.start_of_row(0), term.start_of_row(1)}};
+    }
+  }
+  template <typename Term, int count, typename Params, typename At>
+  static __device__ __forceinline__ void bend_by(float (&v)[count], const Params& params,
+                                                 const At& at) {
+    if constexpr (HasLine<Term>) {
+      const Term term(params, Unit{}, at);
+      if (!term.bends(count, at.band())) return;
+#pragma unroll
+      for (int i = 0; i < count; ++i) v[i] = term.bend(v[i], i);
+    }
+  }
   template <typename Term, typename Params>
   static __device__ __forceinline__ bool sees_by(const Params& params, int batch, int head,
                                                  int query, int key) {

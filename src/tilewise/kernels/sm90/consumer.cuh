@@ -157,12 +157,24 @@ struct Consumer {
     }
   };
 
-  // Step 2.
+  // Step 2. Scores on a line are left without the starts of their rows, which the softmax adds to
+  // all of a row at once. Wide heads leave no registers for that, nor for two ways.
+  static constexpr bool adds_line =
+      Policy::adds_line && !Policy::observes && config.head_dim <= 128;
   template <bool looks = false>
-  __device__ __forceinline__ void apply_terms(const Part& part, int kv_tile) {
-    // Wide heads leave no registers for two ways.
-    Policy::template apply<looks && config.head_dim <= 128>(s, params, Unit{},
-                                                            Place{{*this, part, kv_tile}});
+  __device__ __forceinline__ auto apply_terms(const Part& part, int kv_tile) {
+    const Place place{{*this, part, kv_tile}};
+    if constexpr (adds_line) {
+      const Line line = Policy::line(params, place);
+#pragma unroll
+      for (int i = 0; i < block_kv / 2; ++i)
+        s[i] = fmaf(line.per_column, static_cast<float>(column_of(i)), s[i]);
+      Policy::bend(s, params, place);
+      return FromStarts{{line.start[0] * params.scale_log2, line.start[1] * params.scale_log2}};
+    } else {
+      Policy::template apply<looks && config.head_dim <= 128>(s, params, Unit{}, place);
+      return FromZero{};
+    }
   }
   // Step 3.
   __device__ __forceinline__ void hide(const Part& part, int kv_tile) {
@@ -193,8 +205,8 @@ struct Consumer {
       scores_again<config.bf16, config.head_dim, block_kv>(
           s, ptx::smem_address(smem.q[warpgroup]) + warp * panel_bytes(16),
           ptx::smem_address(smem.k[k_position.stage]));
-      apply_terms(part, kv_tile);
-      softmax.exact_block(s, params.scale_log2, alpha);
+      const auto starts = apply_terms(part, kv_tile);
+      softmax.exact_block(s, params.scale_log2, alpha, starts);
     } else {
       softmax.raise(s, block, alpha);
       softmax.add(block);
@@ -215,12 +227,12 @@ struct Consumer {
     wgmma::hold(s);
     release_operands(kv_tile == part.own.begin);
     k_position.advance();
-    apply_terms(part, kv_tile);
+    const auto starts = apply_terms(part, kv_tile);
     if (part.plan->partial(kv_tile)) hide(part, kv_tile);
     observe(part, kv_tile);
     float alpha[2];
     softmax.reset();
-    softmax.exact_block(s, params.scale_log2, alpha);
+    softmax.exact_block(s, params.scale_log2, alpha, starts);
     pack(part, kv_tile);
   }
 
@@ -251,11 +263,11 @@ struct Consumer {
   __device__ __forceinline__ void exact_tile(const Part& part, int kv_tile, bool partial,
                                              bool values_partial) {
     issue_both(values_partial);
-    apply_terms(part, kv_tile);
+    const auto starts = apply_terms(part, kv_tile);
     if (partial) hide(part, kv_tile);
     observe(part, kv_tile);
     float alpha[2];
-    softmax.exact_block(s, params.scale_log2, alpha);
+    softmax.exact_block(s, params.scale_log2, alpha, starts);
     // Why: the assembler sinks the exponentials below the next wait, but not across a branch. This
     // wait has one, and is over already.
     wgmma::hold(s);
@@ -285,9 +297,9 @@ struct Consumer {
       for (; n >= last; --n) {
         issue_both(before);
         before = false;
-        apply_terms<true>(part, n);
+        const auto starts = apply_terms<true>(part, n);
         observe(part, n);
-        good = !__any_sync(0xffffffffu, !softmax.lazy_block(s, params.scale_log2, block));
+        good = !__any_sync(0xffffffffu, !softmax.lazy_block(s, params.scale_log2, block, starts));
         // Why a wait on either side of this branch: the assembler sinks exponentials below a wait,
         // but the branch needs all of them, so they stay above, under the products in flight. The
         // waits differ in text, else they were merged.
