@@ -105,7 +105,8 @@ class Config(WarpgroupConfig):
         vectors = 2 * self.stages * self.block_q * 4 + self.stages * 2 * 4
         barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TICKET_STAGES)
         before_tickets = -(-(kv + rings + ds + weights + vectors + barriers + 2 * 4) // 16) * 16
-        return -(-(before_tickets + TICKET_STAGES * 8 + 16 * 4 + self.stages * 4) // 1024) * 1024
+        after_plan = self.stages * 4 + 2 * 8
+        return -(-(before_tickets + TICKET_STAGES * 8 + 16 * 4 + after_plan) // 1024) * 1024
 
     @property
     def name(self) -> str:
@@ -196,8 +197,10 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         dkv_sums=4 * kv_pairs * kv_tiles * config.block_kv * (config.head_dim + config.head_dim_v) if cut else 0,
     )
     terms = scratch.addresses("start_s", "start_dp", "dq_tickets", "piece_tickets", "work_tickets")
-    # S starts from -lse in its own units: before the scale, or where a term transforms it, after all of them.
-    transformed = any(term.transforms for term in problem.scores)
+    # S starts from -lse in its own units: before the scale, or where a term transforms it, after all of them. A line is
+    # added to what it starts from.
+    transforming = [term for term in problem.scores if term.transforms]
+    transformed = bool(transforming) and not (len(transforming) == 1 and transforming[0].adds_line)
     score_unit = 1.0 if transformed else problem.scale * LOG2_E
     preprocess = {
         "out": Address("out"),

@@ -35,6 +35,7 @@ MASK_KINDS = ("full", "causal", "window")  # as enum MaskKind counts them
 _COMBINE_ROWS = 4  # per CTA, a warp each
 # Of the keys' tiles, before splitting them among CTAs pays for putting the parts together, and of a part.
 _MIN_TILES_TO_SPLIT, _MIN_TILES_PER_PART = 8, 2
+_MAX_PLAIN_WINDOW = 192  # of q and k: the widest heads whose loops for a window leave registers to terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ def _narrower(row: dict[str, Any], problem: Problem) -> dict[str, Any]:
     The loops of a window leave fewer of them.
     """
     needed = rules.forward_registers(problem)
-    if _mask_kind(problem) == 2 and not all(term.elementwise for term in problem.scores):
+    if _mask_kind(problem) == 2 and _roomy(problem) and not all(term.elementwise for term in problem.scores):
         needed += 16
     fewest = min(row["block_kv"], SEARCHED["block_kv"][0])
     return row | {"block_kv": max(row["block_kv"] - needed // 16 * 16, fewest)} if needed >= 16 else row
@@ -306,8 +307,11 @@ def _folded(problem: Problem) -> Problem:
 
 
 def _roomy(problem: Problem) -> bool:
-    """The tiles of kernels with a softcap, which leave registers; for a window all terms take these."""
-    return not rules.fits_plain_tiles(problem, "sm90") or (bool(problem.scores) and _mask_kind(problem) == 2)
+    """The tiles of kernels with a softcap, which leave registers; for a window most terms take these."""
+    if not problem.scores or not rules.fits_plain_tiles(problem, "sm90"):
+        return bool(problem.scores)
+    fits_window = class_of(problem)[0] <= _MAX_PLAIN_WINDOW and all(term.fits_plain_window for term in problem.scores)
+    return _mask_kind(problem) == 2 and not fits_window
 
 
 def _mask_kind(problem: Problem) -> int:

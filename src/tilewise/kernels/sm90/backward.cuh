@@ -114,6 +114,12 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
         make_backward_plan<Policy, Extents, config.block_q, config.block_kv()>(
             params, take_work(params.work_tickets), params.walk);
     if (threadIdx.x == 0) smem.plan = plan;
+    if constexpr (Policy::hides_by_span && config.warpgroups_own_keys) {
+      const int key = plan.kv_tile * config.block_kv() + threadIdx.x * 64;
+      const int end = min_int(key + 64, sequence_of<Extents>(params, plan).seq_k());
+      if (threadIdx.x < 2 && key < end)
+        smem.own_queries[threadIdx.x] = Policy::seen_queries(params, plan.batch, key, end).some;
+    }
   }
   if (threadIdx.x == 128) {
     ptx::prefetch_tensormap(&params.k_map);

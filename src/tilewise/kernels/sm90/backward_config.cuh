@@ -265,6 +265,7 @@ struct BackwardSmem {
   // it is read in such units, and a race checker reports what shares one.
   alignas(16) BackwardPlan<Extents> plan;
   alignas(16) int head[config.stages];  // of the Q in a stage, for terms that ask for it
+  Span own_queries[2];  // that see keys of a product warpgroup, for terms that hide by spans
 };
 
 // How the KV tiles of a plan add up dQ: as the parameters say, or in any order for a sequence that

@@ -47,6 +47,7 @@ struct ProductWarpgroup {
   using Position = RingPosition<config.stages>;
   Position position{0};  // of this step in the Q and dO rings
   RingPosition<config.ds_stages> ds_position{1};
+  typename Policy::OfRows of_rows{params, Keys{*this}};
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
@@ -164,7 +165,15 @@ struct ProductWarpgroup {
     for (int step = 0; step < block_q / 16; ++step) wgmma::hold(packed[step]);
   }
 
-  // Where this thread's scores lie; `stage` is that of Q, still held.
+  // Where this thread's rows lie.
+  struct Keys {
+    static constexpr RowsAre rows_are = RowsAre::keys;
+    const ProductWarpgroup& kernel;
+
+    __device__ __forceinline__ int row() const { return kernel.first_key(); }
+    __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
+  };
+  // Where its scores lie; `stage` is that of Q, still held.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::keys;
     const ProductWarpgroup& kernel;
@@ -182,6 +191,9 @@ struct ProductWarpgroup {
     }
     __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
+    __device__ __forceinline__ const typename Policy::OfRows& of_rows() const {
+      return kernel.of_rows;
+    }
     // Where this warp will store its dS.
     __device__ __forceinline__ float* room() const {
       return reinterpret_cast<float*>(kernel.smem.ds[kernel.ds_position.stage] +
@@ -196,7 +208,16 @@ struct ProductWarpgroup {
 
   // S -> P in place.
   __device__ __forceinline__ void exponentiate(Fragment& s, int stage, SeenTile tile) {
-    if constexpr (Policy::transforms) {
+    if constexpr (Policy::adds_line) {
+      const Place place{*this, tile, stage};
+      const Line line = Policy::line(params, place);
+      Policy::bend(s, params, place);
+      if (tile.is_partial()) Policy::hide(s, params, place);
+      const float start[2] = {line.start[0] * params.scale_log2, line.start[1] * params.scale_log2};
+#pragma unroll
+      for (int i = 0; i < block_q / 2; ++i)
+        s[i] = ptx::ex2(fmaf(s[i], params.scale_log2, start[row_of(i)]));
+    } else if constexpr (Policy::transforms) {
       Policy::apply(s, params, Unit{}, Place{*this, tile, stage});
       const float2* pairs = reinterpret_cast<const float2*>(smem.start_s[stage]) + threadIdx.x % 4;
 #pragma unroll
@@ -216,9 +237,19 @@ struct ProductWarpgroup {
     }
   }
 
-  // What S starts from: where a term changes scores, the row term comes after it.
+  // What S starts from: where a term changes scores, the row term comes after it. A line is added
+  // to the row term, but for what is the same for all queries.
   __device__ __forceinline__ void start_scores(Fragment& s, int stage) {
-    if constexpr (Policy::transforms) {
+    if constexpr (Policy::adds_line) {
+      const float per_column = Policy::line(params, Place{*this, SeenTile(0), stage}).per_column;
+      const float2* pairs = reinterpret_cast<const float2*>(smem.start_s[stage]) + threadIdx.x % 4;
+#pragma unroll
+      for (int j = 0; j < block_q / 8; ++j) {
+        const float2 pair = pairs[4 * j];
+        s[4 * j] = s[4 * j + 2] = fmaf(per_column, static_cast<float>(8 * j), pair.x);
+        s[4 * j + 1] = s[4 * j + 3] = fmaf(per_column, static_cast<float>(8 * j + 1), pair.y);
+      }
+    } else if constexpr (Policy::transforms) {
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) s[i] = 0.0f;
     } else {

@@ -71,12 +71,9 @@ struct BackwardProducer {
                   (q_tile + 1) * config.block_q <= band.first_row(key) ||
                   q_tile * config.block_q >= band.end_row(key + 63);
     if constexpr (Policy::hides_by_span) {
-      if (!hidden) {
-        const int end = min_int(key + 64, sequence().seq_k());
-        const Span queries = Policy::seen_queries(params, plan.batch, key, end).some;
-        hidden = (q_tile + 1) * config.block_q <= queries.begin ||
-                 q_tile * config.block_q >= queries.end;
-      }
+      const Span& queries = smem.own_queries[warpgroup];
+      hidden = hidden || (q_tile + 1) * config.block_q <= queries.begin ||
+               q_tile * config.block_q >= queries.end;
     }
     return {q_tile, hidden ? SeenTile::hidden : SeenTile::partial};
   }

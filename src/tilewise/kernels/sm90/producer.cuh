@@ -64,8 +64,12 @@ __device__ __forceinline__ TileRange own_tiles(const KernelParams& params,
   const int row = plan.row_begin + warpgroup * 64, seq_q = sequence.seq_q();
   if (plan.row_begin == TilePlan<Extents>::no_more_work || row >= seq_q) return {0, 0};
   if constexpr (HasTileMap<Extents>) return plan.touched;
-  const TileRange seen =
-      touched_tiles(sequence.band(), row, min_int(row + 64, seq_q), config.block_kv);
+  const int row_end = min_int(row + 64, seq_q);
+  TileRange seen = touched_tiles(sequence.band(), row, row_end, config.block_kv);
+  if constexpr (Policy::hides_by_span) {
+    TileRange full{0, 0};
+    narrow_tiles<Policy>(params, plan.tile.batch, row, row_end, config.block_kv, seen, full);
+  }
   if constexpr (!config.split && !Policy::hides_by_span) return seen;
   return {max_int(seen.begin, plan.touched.begin), min_int(seen.end, plan.touched.end)};
 }
@@ -185,9 +189,12 @@ __device__ __forceinline__ void schedule_work(const ParamsOf<Params, Policy, Ext
     plan.row_begin = TilePlan<Extents>::no_more_work;
     if (work < work_count) plan = make_plan<config, Policy, Extents>(params, work);
     smem.plan[slot.stage] = plan;
+    // Why: kept in registers beside the addresses of spans, the plan would spill.
+    if constexpr (Policy::hides_by_span) asm volatile("" ::: "memory");
+    const TilePlan<Extents>& kept = Policy::hides_by_span ? smem.plan[slot.stage] : plan;
 #pragma unroll 1
     for (int warpgroup = 0; warpgroup < config.consumers; ++warpgroup)
-      smem.own[slot.stage][warpgroup] = own_tiles<config, Policy, Extents>(params, plan, warpgroup);
+      smem.own[slot.stage][warpgroup] = own_tiles<config, Policy, Extents>(params, kept, warpgroup);
     smem.met_nonfinite[slot.stage] = 0;
     ptx::mbarrier_arrive(&smem.work_full[slot.stage]);
     if (work >= work_count) return;
