@@ -115,7 +115,11 @@ class _Preparation:
         if torch.cuda.is_current_stream_capturing():
             return self._make(operands)
         key: tuple[int, ...] = (stream,)
+        last: Tensor | None = None
         for operand in operands:
+            if operand is last:  # as offsets of queries and of keys may be
+                continue
+            last = operand
             if operand.is_inference():
                 return self._make(operands)
             # A storage has no other's number while a weak reference to it is kept.

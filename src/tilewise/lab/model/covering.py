@@ -63,10 +63,17 @@ def _programs(backend: Fused) -> Iterator[Program]:
 
 def _problems() -> Iterator[Problem]:
     for dim in (64, 128):  # packed sequences: the same sources with other extents
-        packed = {"mask": Packed(4, 2112, 2112, Causal()), "dtype": torch.bfloat16}
         yield Problem(
-            batch=1, heads_q=1, heads_kv=1, seq_q=4000, seq_kv=4000, head_dim=dim, head_dim_v=dim, **packed
-        )  # fmt: skip
+            batch=1,
+            heads_q=1,
+            heads_kv=1,
+            seq_q=10000,
+            seq_kv=10000,
+            head_dim=dim,
+            head_dim_v=dim,
+            dtype=torch.bfloat16,
+            mask=Packed(4, 8192, 8192, Causal()),
+        )
     masks = (Full(), Causal(), Window(64, 0))
     for (head_dim, head_dim_v), mask, cap, numbers, length in product(
         HEAD_DIM_CLASSES, masks, (0.0, 1.0), _NUMBERS, _LENGTHS
