@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import emulation
-from term_cases import BF16, F32, Case, Tensor, both_ways, case_of, check, emulated, everywhere, forward
-from tilewise import Causal, Full, Window
+from support import make_problem
+from term_cases import BF16, F32, H200, Case, Tensor, both_ways, case_of, check, emulated, everywhere, forward
+from tilewise import Causal, Documents, Full, PrefixLM, Window
 from tilewise.engine import SM80, SM90
 from tilewise.engine.policy import Policy
 from tilewise.terms import KeyLengths, Sink, Spans, spans
@@ -63,6 +64,19 @@ def test_a_partial_tile_is_masked_in_one_pass(term: Any) -> None:
     for precise in (False, True):
         assert "BandMask" not in Policy((term,), precise).cpp_type
         assert "BandMask" in Policy((Sink(),), precise).cpp_type
+
+
+@pytest.mark.parametrize("mask", [PrefixLM(1000), Documents((0, 2000, 4096), (), Causal())], ids=str)
+def test_tiles_that_may_grow_are_ordered_as_causal_ones(mask: Any) -> None:
+    """Of a prefix no band says so. A long tile must not begin when little else is left to do beside it."""
+
+    def order(problem: Any) -> tuple[object, ...]:
+        fields = SM90.program(problem, H200, SM90.configs(problem, H200)[0]).launches[0].fields
+        return fields["longest_first"], fields["sections"]
+
+    causal = make_problem((4, 16, 4096, 128), BF16, mask=Causal())
+    assert order(causal.with_(mask=mask)) == order(causal)
+    assert order(causal)[0] == 1
 
 
 def test_both_ways_round_say_the_same() -> None:
