@@ -14,7 +14,8 @@ from ..errors import Reason
 from ..masks import Dense, Full
 from ..operands import SCORE_DIMS
 from ..problem import dtype_name, in_front_of_outputs
-from ..terms import Bias, Keep, Spans
+from ..terms import Alibi, Bias, Keep, Spans
+from ..terms.alibi import OneSidedAlibi
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -152,6 +153,17 @@ def learning(problem: Problem, wants: Iterable[str]) -> Problem:
     wanted = frozenset(wants)
     terms = tuple(term.learning(wanted) for term in problem.scores)
     return problem if terms == problem.scores else problem.with_(scores=terms)
+
+
+def one_sided(problem: Problem) -> Problem:
+    """The problem for kernels that ignore the signs of ALiBi's distances, where its band leaves none below 0."""
+    if not any(type(term) is Alibi for term in problem.scores):
+        return problem
+    _, right, offset = problem.band
+    if offset + right > problem.seq_kv - problem.seq_q:
+        return problem
+    terms = [OneSidedAlibi(term.batched, term.learned) if type(term) is Alibi else term for term in problem.scores]
+    return problem.with_(scores=tuple(terms))
 
 
 def fits_plain_tiles(problem: Problem, arch: str) -> bool:

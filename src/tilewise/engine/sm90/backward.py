@@ -23,7 +23,7 @@ from .. import division, rules
 from ..edges import edge_launches
 from ..extents import BATCHED, division_fields, row_fields
 from ..params import LOG2_E, kv_head_sections, matrix_bytes, mirror, tiles
-from ..policy import params_for, term_params, unit_of
+from ..policy import Policy, params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Map, Program, strides
 from ..source import Kernel, kernel_unit
 from ..tile_map import map_for
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ...jit import Unit
     from ...operands import Wants
     from ...problem import Problem
+    from ...scores import Term
     from ...target import Target
 
 ARCH = "sm_90a"
@@ -131,13 +132,16 @@ def configs(problem: Problem, target: Target) -> list[Config]:
 
 
 @functools.cache
-def preprocess_unit(bf16: bool, lanes: int) -> Unit:
+def preprocess_unit(bf16: bool, lanes: int, line: Term | None = None) -> Unit:
+    """The kernel that makes the row terms, with what the `line` of a term adds to them."""
+    policy = None if line is None else Policy((line,))
     return kernel_unit(
-        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}",
+        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}{'' if policy is None else policy.suffix}",
         "sm90/backward_edges.cuh",
-        f"preprocess<{str(bf16).lower()}, {lanes}, Extents>",
+        f"preprocess<{str(bf16).lower()}, {lanes}, Extents{'' if policy is None else ', Policy'}>",
         _PreprocessParams,
         ARCH,
+        policy=policy,
         extents=BATCHED,
         threads=EDGE_THREADS,
         checks=(f"edge_threads == {EDGE_THREADS} && edge_rows == {EDGE_ROWS}",),
@@ -185,10 +189,11 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         dkv_sums=4 * kv_pairs * kv_tiles * config.block_kv * (config.head_dim + config.head_dim_v) if cut else 0,
     )
     terms = scratch.addresses("start_s", "start_dp", "dq_tickets", "piece_tickets", "work_tickets")
-    # S starts from -lse in its own units: before the scale, or where a term transforms it, after all of them. A line is
-    # added to what it starts from.
+    # S starts from -lse in its own units: before the scale, or where a term transforms it, after all of them. A line
+    # is added to what it starts from.
     transforming = [term for term in problem.scores if term.transforms]
-    transformed = bool(transforming) and not (len(transforming) == 1 and transforming[0].adds_line)
+    line = transforming[0].learning(frozenset()) if len(transforming) == 1 and transforming[0].adds_line else None
+    transformed = bool(transforming) and line is None
     score_unit = 1.0 if transformed else problem.scale * LOG2_E
     preprocess = {
         "out": Address("out"),
@@ -204,6 +209,9 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         "lse_factor": -LOG2_E / score_unit,
         "start_bias": math.log2(config.weight_factor) / score_unit,
     }
+    if line is not None:
+        of_terms = term_params(problem, precise=False)
+        preprocess |= {name: value for name, value in of_terms.items() if name in line.operands}
     scale_log2 = unit_of(problem) * LOG2_E
     main = {
         "q_map": Map("q", config.block_q),
@@ -241,8 +249,9 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     edges = pairs * rows // EDGE_ROWS
     lanes, kernel = _LANES[config.head_dim_v], unit(config, ARCH, problem.scores, tile_map.extents)
     params = tile_map.extents.params(params_for(problem, _MainParams))
+    pre_params = _PreprocessParams if line is None else Policy((line,)).params(_PreprocessParams)
     launches = [
-        Launch(preprocess_unit(config.bf16, lanes), _PreprocessParams, preprocess, edges, EDGE_THREADS),
+        Launch(preprocess_unit(config.bf16, lanes, line), pre_params, preprocess, edges, EDGE_THREADS),
         Launch(kernel, params, main, divided.grid, config.threads, overlap=True),
     ]
     if sums_dq and not takes_tickets:

@@ -41,10 +41,10 @@
 //   static bool uses_head = true       Where it asks for the head.
 //   float apply(float v, int i)        v_t of element i from v_{t-1}; -inf hides it. Asked once for every i, in ascending
 //                                      order, so that a term may load or draw numbers for several elements at once.
-//   float start_of_row(int r), per_column()
-//   bool bends(int count, Band)        Of a term whose `apply` adds start_of_row(r) + per_column() * column_of(i), in some of its
-//   float bend(float v, int i)         first `count` columns more than that if it `bends` there: `bend` adds the rest. Kernels that
-//                                      have no other term with `apply` add that line where it costs least.
+//   float start_of_row(int r)          Of a term whose `apply` adds start_of_row(r) + per_column * column_of(i), and more than that
+//   static float per_column(params, at)  in some of its first `count` columns if it `bends` there: `bend` adds the rest. Kernels
+//   bool bends(int count)              that have no other term with `apply` add that line where it costs least.
+//   float bend(float v, int i)
 //   bool holds(int count)              Of a term that reads a number per element, whether the first `count` exist, with a
 //   bool checks                        member that says whether `apply` must ask: so it need not where they do.
 //   bool take(float (&v)[])            Of a term that is the first to change scores: puts all into a form of its own, and says
@@ -264,7 +264,7 @@ struct BandMask {
 template <typename Term>
 concept HasApply = requires(Term term) { term.apply(0.0f, 0); };
 template <typename Term>
-concept HasLine = requires(Term term) { term.bend(term.per_column(), 0); };
+concept HasLine = requires(Term term) { term.bend(term.start_of_row(0), 0); };
 template <typename Term>
 concept HasHolds = requires(Term term) { term.checks = term.holds(4); };
 template <typename Term>
@@ -542,12 +542,18 @@ struct Scores {
     }
   }
 
-  // Step 1, of a line. The starts of rows, and what a column adds.
+  // Step 1, of a line.
   template <typename Params, typename At>
   static __device__ __forceinline__ Line line(const Params& params, const At& at) {
     Line line{};
     (set_line<Terms>(line, params, at), ...);
     return line;
+  }
+  template <typename Params, typename At>
+  static __device__ __forceinline__ float per_column(const Params& params, const At& at) {
+    float found = 0.0f;
+    (set_per_column<Terms>(found, params, at), ...);
+    return found;
   }
   // What `line` leaves out.
   template <int count, typename Params, typename At>
@@ -574,15 +580,20 @@ struct Scores {
   static __device__ __forceinline__ void set_line(Line& line, const Params& params, const At& at) {
     if constexpr (HasLine<Term>) {
       const Term term(params, Unit{}, at);
-      line = {term.per_column(), {term.start_of_row(0), term.start_of_row(1)}};
+      line = {Term::per_column(params, at), {term.start_of_row(0), term.start_of_row(1)}};
     }
+  }
+  template <typename Term, typename Params, typename At>
+  static __device__ __forceinline__ void set_per_column(float& found, const Params& params,
+                                                        const At& at) {
+    if constexpr (HasLine<Term>) found = Term::per_column(params, at);
   }
   template <typename Term, int count, typename Params, typename At>
   static __device__ __forceinline__ void bend_by(float (&v)[count], const Params& params,
                                                  const At& at) {
     if constexpr (HasLine<Term>) {
       const Term term(params, Unit{}, at);
-      if (!term.bends(count, at.band())) return;
+      if (!term.bends(count)) return;
 #pragma unroll
       for (int i = 0; i < count; ++i) v[i] = term.bend(v[i], i);
     }

@@ -162,6 +162,10 @@ struct ProductWarpgroup {
                                       panel_bytes(kernel.row + kernel.warp * 16));
     }
   };
+  // Where the first query of the tile stands: from there lines are counted.
+  struct TileStart : Place {
+    __device__ __forceinline__ int column() const { return this->tile.q_tile() * block_q; }
+  };
   // Before terms add to what lies in it.
   __device__ __forceinline__ void wait_for_room() {
     if constexpr (config.makes_dq && Policy::has_gradient)
@@ -172,9 +176,9 @@ struct ProductWarpgroup {
   __device__ __forceinline__ void exponentiate(Fragment& s, int stage, SeenTile tile) {
     if constexpr (Policy::adds_line) {
       const Place place{*this, tile, stage};
-      const Line line = Policy::line(params, place);
       Policy::bend(s, params, place);
       if (tile.is_partial()) Policy::hide(s, params, place);
+      const Line line = Policy::line(params, TileStart{place});
       const float start[2] = {line.start[0] * params.scale_log2, line.start[1] * params.scale_log2};
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i)
@@ -199,19 +203,10 @@ struct ProductWarpgroup {
     }
   }
 
-  // What S starts from: where a term changes scores, the row term comes after it. A line is added
-  // to the row term, but for what is the same for all queries.
+  // What S starts from: where a term changes scores, the row term comes after it. Of a line it has
+  // what is the same for all keys and all tiles.
   __device__ __forceinline__ void start_scores(Fragment& s, int stage) {
-    if constexpr (Policy::adds_line) {
-      const float per_column = Policy::line(params, Place{*this, SeenTile(0), stage}).per_column;
-      const float2* pairs = reinterpret_cast<const float2*>(smem.start_s[stage]) + threadIdx.x % 4;
-#pragma unroll
-      for (int j = 0; j < block_q / 8; ++j) {
-        const float2 pair = pairs[4 * j];
-        s[4 * j] = s[4 * j + 2] = fmaf(per_column, static_cast<float>(8 * j), pair.x);
-        s[4 * j + 1] = s[4 * j + 3] = fmaf(per_column, static_cast<float>(8 * j + 1), pair.y);
-      }
-    } else if constexpr (Policy::transforms) {
+    if constexpr (Policy::transforms && !Policy::adds_line) {
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) s[i] = 0.0f;
     } else {
