@@ -16,6 +16,7 @@ from ..operands import SCORE_DIMS
 from ..problem import dtype_name, in_front_of_outputs
 from ..terms import Alibi, Bias, Keep, Spans
 from ..terms.alibi import OneSidedAlibi
+from ..terms.spans import KnownSpans
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -137,8 +138,15 @@ def in_terms(problem: Problem) -> Problem:
         over = tuple(dim for dim, size, most in zip(SCORE_DIMS, sizes, full, strict=True) if size < most)
         term = Bias(dtype_name(problem.dtype), over, mask.paired) if mask.additive else Keep(over, mask.paired)
     else:
-        band, term = mask.hull(), Spans()
+        band, term = mask.hull(), _known_spans(mask, problem.seq_q, problem.seq_kv)
     return problem.with_(mask=band, scores=in_front_of_outputs(problem.scores, term))
+
+
+@functools.lru_cache(maxsize=256)
+def _known_spans(mask: Mask, seq_q: int, seq_kv: int) -> Spans:
+    if not seq_q or not seq_kv:
+        return Spans()
+    return KnownSpans.of(*mask.spans(torch.arange(seq_q, device="cpu"), seq_q, seq_kv))
 
 
 def posed(problem: Problem, wants: Iterable[str]) -> Problem:

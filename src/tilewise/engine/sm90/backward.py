@@ -19,6 +19,7 @@ import torch
 
 from ...masks import Causal
 from ...operands import ALL
+from ...terms.spans import KnownSpans
 from .. import division, rules
 from ..edges import edge_launches
 from ..extents import BATCHED, division_fields, row_fields
@@ -272,6 +273,8 @@ def _has_one_tile(problem: Problem, row: dict[str, Any]) -> bool:
 
 
 def _every_tile_sees_keys(problem: Problem, block_q: int) -> bool:
+    if any(term.narrows for term in problem.scores):
+        return all(isinstance(term, KnownSpans) and term.every_row_sees for term in problem.scores if term.narrows)
     left, right, offset = problem.band
     first_row, end_row = -(offset + right), problem.seq_kv + left - offset
     last_tile = (problem.seq_q - 1) // block_q * block_q
@@ -294,13 +297,14 @@ MIN_STEPS_IN_ANY_ORDER = 32
 def _order(problem: Problem, config: Config, divided: division.Division) -> Order:
     if problem.deterministic:
         return Order.KEY_ORDER
-    if any(term.narrows for term in problem.scores):  # who claims a dQ counts on every tile that the band leaves
-        return Order.ANY_ORDER
+    if any(term.narrows and not isinstance(term, KnownSpans) for term in problem.scores):
+        return Order.ANY_ORDER  # how many tiles claim a dQ is not known here
+    longest = min([problem.seq_kv, *(term.longest for term in problem.scores if isinstance(term, KnownSpans))])
     sums = problem.batch * problem.heads_q * problem.seq_q * config.head_dim * 4
     stay_together = _walk(problem, divided.cut) is Walk.DOWN and divided.waves < MIN_WAVES_TO_CLAIM
     if (
         (stay_together and divided.piece_steps >= MIN_STEPS_IN_ANY_ORDER)
-        or problem.seq_kv > MAX_CLAIMANTS * config.block_kv
+        or longest > MAX_CLAIMANTS * config.block_kv
         or (problem.seq_q > problem.seq_kv and sums > MAX_CLAIMED_BYTES)
     ):
         return Order.ANY_ORDER

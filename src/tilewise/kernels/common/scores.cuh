@@ -759,20 +759,23 @@ __device__ __forceinline__ void narrow_tiles(const Params& params, int batch, in
   if constexpr (Policy::hides_by_data) full = {touched.begin, touched.begin};
 }
 
-// Of the query tiles that touch a KV tile, those in which some query sees a key of it, and those
-// that need no hiding. Why the first only where dQ is added up in any order: others count on the
-// tiles that the band leaves.
+// Of the query tiles that touch a KV tile, those that it visits, and those that need no hiding.
+// `leaves_out`: it visits those of which a query may see a key, by the bounds of its first and its
+// last key; else all that the band leaves, which others count on. A query tile is visited by the KV
+// tiles that touch what its first and its last row say of keys: the same pairs of tiles, since no
+// bound falls (`visiting_tiles`).
 template <typename Policy, typename Params>
 __device__ __forceinline__ void narrow_query_tiles(const Params& params, int batch, int kv_tile,
-                                                   int block_q, int block_kv, QueryTiles& tiles) {
+                                                   int block_q, int block_kv, bool leaves_out,
+                                                   QueryTiles& tiles) {
   if constexpr (Policy::hides_by_span) {
     const int begin = kv_tile * block_kv, end = min_int(begin + block_kv, params.seq_k);
     if (tiles.touched.empty() || begin >= end) return;
     const SeenSpans queries = Policy::seen_queries(params, batch, begin, end);
-    if (params.dq_tickets == nullptr) {
+    if (leaves_out) {
       tiles.touched = {max_int(tiles.touched.begin, queries.some.begin / block_q),
                        min_int(tiles.touched.end, ceil_div(queries.some.end, block_q))};
-      if (tiles.touched.empty() || queries.some.begin >= queries.some.end) tiles.touched = {0, 0};
+      if (tiles.touched.empty() || queries.some.begin >= params.seq_q) tiles.touched = {0, 0};
     }
     // Queries past the end have no weight: the last tile is full where they alone are not seen.
     const int full_end =
@@ -782,6 +785,20 @@ __device__ __forceinline__ void narrow_query_tiles(const Params& params, int bat
     if (tiles.full.empty() || tiles.touched.empty()) tiles.full = {0, 0};
   }
   if constexpr (Policy::hides_by_data) tiles.full = {0, 0};
+}
+
+// Of the KV tiles that the band leaves to queries [row_begin, row_end) of a batch, those that visit
+// them where tiles are left out.
+template <typename Policy, typename Params>
+__device__ __forceinline__ TileRange visiting_tiles(const Params& params, int batch, int row_begin,
+                                                    int row_end, int block_kv, TileRange tiles) {
+  if constexpr (Policy::hides_by_span) {
+    const Span keys = Policy::seen_keys(params, batch, row_begin, row_end).some;
+    tiles = {max_int(tiles.begin, keys.begin / block_kv),
+             min_int(tiles.end, ceil_div(keys.end, block_kv))};
+    if (keys.begin >= params.seq_k) tiles = {0, 0};
+  }
+  return tiles;
 }
 
 }  // namespace tilewise

@@ -141,9 +141,9 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
       if (warp == 0) BackwardProducer<config, Policy, Extents>{params, smem, plan}.run();
       if constexpr (config.makes_dq && !config.writes_dq && !HasTileMap<Extents>) {
         if (warp == 1 && params.dq_tickets != nullptr)
-          DqTicketKeeper<config, Extents>{params, smem, plan}.await();
+          DqTicketKeeper<config, Policy, Extents>{params, smem, plan}.await();
         if (warp == 2 && params.dq_tickets != nullptr)
-          DqTicketKeeper<config, Extents>{params, smem, plan}.pass();
+          DqTicketKeeper<config, Policy, Extents>{params, smem, plan}.pass();
       }
     }
   } else if (warpgroup == 1) {
