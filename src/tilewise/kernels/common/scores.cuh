@@ -44,7 +44,7 @@
 //   float start_of_row(int r)          Of a term whose `apply` adds start_of_row(r) + per_column * column_of(i), and more than that
 //   static float per_column(params, at)  in some of its first `count` columns if it `bends` there: `bend` adds the rest. Kernels
 //   bool bends(int count)              that have no other term with `apply` add that line where it costs least.
-//   float bend(float v, int i)
+//   float bend(float v, int i)         Of a line that `is_straight` it never does.
 //   bool holds(int count)              Of a term that reads a number per element, whether the first `count` exist, with a
 //   bool checks                        member that says whether `apply` must ask: so it need not where they do.
 //   bool take(float (&v)[])            Of a term that is the first to change scores: puts all into a form of its own, and says
@@ -266,6 +266,8 @@ concept HasApply = requires(Term term) { term.apply(0.0f, 0); };
 template <typename Term>
 concept HasLine = requires(Term term) { term.bend(term.start_of_row(0), 0); };
 template <typename Term>
+concept HasStraightLine = HasLine<Term> && requires { requires Term::is_straight; };
+template <typename Term>
 concept HasHolds = requires(Term term) { term.checks = term.holds(4); };
 template <typename Term>
 concept HasTake = requires(Term term, float (&v)[4]) { term.easy = term.taken = term.take(v); };
@@ -479,6 +481,7 @@ struct Scores {
   static constexpr bool transforms = (HasApply<Terms> || ...);
   // Whether they are the products and a line: `line` and `bend` say all that `apply` does.
   static constexpr bool adds_line = (HasLine<Terms> || ...) && (0 + ... + HasApply<Terms>) == 1;
+  static constexpr bool adds_straight_line = adds_line && (HasStraightLine<Terms> || ...);
   static constexpr bool hides_by_data = (HidesByData<Terms> || ...);
   static constexpr bool hides_by_span = (HidesBySpan<Terms> || ...);
   static constexpr bool drops = (HasKeeps<Terms> || ...);

@@ -48,6 +48,11 @@ struct ProductWarpgroup {
   Position position{0};  // of this step in the Q and dO rings
   RingPosition<config.ds_stages> ds_position{1};
   typename Policy::OfRows of_rows{params, Keys{*this}};
+  // Of the head of the Q that was looked at last. Why kept where there is a register: it is loaded
+  // before the product of S, and there when that is done.
+  using Once = typename Policy::Once;
+  static constexpr bool keeps_once = Policy::adds_straight_line && sizeof(Once) == sizeof(float);
+  Once once;
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
@@ -64,6 +69,7 @@ struct ProductWarpgroup {
   }
   // Of the Q at a place in the ring that is full.
   __device__ __forceinline__ SeenTile seen_tile(const Position& at) {
+    if constexpr (keeps_once) once = Once(params, HeadOf{*this, at.stage});
     return SeenTile(smem.seen_tile[at.stage][warpgroup]);
   }
   __device__ __forceinline__ int first_key() const {
@@ -135,6 +141,13 @@ struct ProductWarpgroup {
     __device__ __forceinline__ int row() const { return kernel.first_key(); }
     __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
   };
+  struct HeadOf {
+    const ProductWarpgroup& kernel;
+    const int stage;
+
+    __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
+    __device__ __forceinline__ int head() const { return kernel.smem.head[stage]; }
+  };
   // Where its scores lie; `stage` is that of Q, still held.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::keys;
@@ -155,6 +168,11 @@ struct ProductWarpgroup {
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
     __device__ __forceinline__ const typename Policy::OfRows& of_rows() const {
       return kernel.of_rows;
+    }
+    __device__ __forceinline__ const Once& once() const
+      requires keeps_once
+    {
+      return kernel.once;
     }
     // Where this warp will store its dS.
     __device__ __forceinline__ float* room() const {

@@ -66,6 +66,7 @@ struct Alibi {
   }
   // A line on each side of the diagonal. `bend` makes up for columns on the other side, where some
   // of the first `count` are.
+  static constexpr bool is_straight = one_sided;
   template <typename Params, typename At>
   static __device__ __forceinline__ float per_column(const Params& params, const At& at) {
     const float slope = once_of<Once>(params, at).slope;
