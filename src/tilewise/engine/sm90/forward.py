@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ...masks import Causal, Full, Window
-from .. import rules
+from ...masks import Causal, Full, Packed, Window
+from .. import packed, rules
 from ..extents import forward_fields
 from ..params import LOG2_E, forward_order, matrix_bytes, mirror, query_tiles, tiles
 from ..policy import Bounds, params_for, term_params, unit_of
-from ..program import Address, Counter, Launch, Layout, Map, Program, strides
+from ..program import Address, Counter, Launch, Layout, Map, Program, Stride, strides
 from ..rules import MAX_ROWS, class_of
 from ..source import Kernel, kernel_unit
 from ..tile_map import map_for
@@ -178,6 +178,8 @@ unit = Kernel("sm90/forward.cuh", "forward", _Params, "Smem").unit
 
 def program(problem: Problem, target: Target, config: Config) -> Program:
     """The query heads of a KV head share tiles where that makes fewer of them and the strides of q and out allow it."""
+    if isinstance(problem.mask, Packed):
+        return _packed_program(problem, target, config)
     folded = _folded(problem)
     if folded is problem:
         return _program(problem, target, config)
@@ -243,6 +245,38 @@ def _program(problem: Problem, target: Target, config: Config) -> Program:
     parts = f" times {splits} parts of their keys, put together by a second kernel" if config.split else ""
     says = f"{grid_text}; {work} query tiles{parts} {order}, {work * splits / ctas:.1f} waves"
     return Program(tuple(launches), scratch, says=(says, *tile_map.says), prepared=tile_map.prepared)
+
+
+def _packed_program(problem: Problem, target: Target, config: Config) -> Program:
+    """Work is handed out by a table. A kernel of a full mask has no scanner, which the last tile of a sequence needs:
+    rows of the next one come with it."""
+    config = replace(config, mask=max(1, config.mask))
+    table = packed.table(problem, target, config.block_q, config.block_kv, by_keys=False, number_bytes=2)
+    work = table.q_room * problem.heads_q
+    ctas = min(work, target.sms * config.ctas_per_sm)
+    longest_first = int(isinstance(packed.mask_of(problem).inner, Causal))
+    fields: dict[str, object] = {
+        "q_map": Map("q", 64),
+        "k_map": Map("k", config.block_kv),
+        "v_map": Map("v", config.block_kv),
+        "out_map": Map("out", 64),
+        "v": Address("v"),
+        **strides("v"),
+        "work_counter": Counter(),
+        **forward_fields(packed.as_batch(problem), config.block_q, {"longest_first": longest_first}),
+        **term_params(problem, precise=False),
+        **table.fields,
+        "out_rows": Address("out"),
+        "out_rows_head_stride": Stride("out", 1),
+        "out_rows_seq_stride": Stride("out", 2),
+        "scale_log2": unit_of(problem) * LOG2_E,
+        "splits": 1,
+    }
+    kernel = unit(config, ARCH, problem.scores, packed.PACKED)
+    params = packed.PACKED.params(params_for(problem, _Params))
+    launch = Launch(kernel, params, fields, ctas, config.threads, overlap=True)
+    grid = f"{ctas} CTAs of {config.threads} threads, {config.register_limit} registers per thread"
+    return Program((launch,), says=(grid, packed.says(problem, table)), prepared=(table.prepared,))
 
 
 def _splits(problem: Problem, config: Config, target: Target) -> int:

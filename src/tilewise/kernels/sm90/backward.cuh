@@ -103,9 +103,7 @@ __device__ __forceinline__ int warpgroup_index() {
 
 template <BackwardConfig config, typename Policy, typename Extents>
 __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, Extents>& params) {
-  static_assert(!Extents::ragged,
-                "dK and dV are stored, and Q and dO loaded, in boxes that may reach into the next "
-                "sequence");
+  static_assert(!Extents::ragged || HasWorkTable<Extents>, "dQ is summed where a work table says");
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   BackwardSmem<config, Extents>& smem =
       *reinterpret_cast<BackwardSmem<config, Extents>*>(smem_bytes);
@@ -134,15 +132,18 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
   __syncthreads();
   // Why in shared memory: a role reads what it needs when it needs it, and keeps its registers.
   const BackwardPlan<Extents>& plan = smem.plan;
+  if (HasWorkTable<Extents> && plan.kv_tile < 0) return;
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<producer_registers>();
     if (plan.steps > 0 && ptx::elect_one()) {
       const int warp = threadIdx.x / 32;
       if (warp == 0) BackwardProducer<config, Policy, Extents>{params, smem, plan}.run();
       if constexpr (config.makes_dq && !config.writes_dq && !HasTileMap<Extents>) {
-        if (warp == 1 && params.dq_tickets != nullptr)
+        bool takes_tickets = params.dq_tickets != nullptr;
+        if constexpr (HasWorkTable<Extents>) takes_tickets = takes_tickets && !plan.unordered;
+        if (warp == 1 && takes_tickets)
           DqTicketKeeper<config, Policy, Extents>{params, smem, plan}.await();
-        if (warp == 2 && params.dq_tickets != nullptr)
+        if (warp == 2 && takes_tickets)
           DqTicketKeeper<config, Policy, Extents>{params, smem, plan}.pass();
       }
     }

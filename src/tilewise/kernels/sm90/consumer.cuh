@@ -468,27 +468,6 @@ struct Consumer {
     arrive(&smem.out_full[warpgroup]);
   }
 
-  // Whether some of this warpgroup's 64 rows are not in the sequence, but maybe in the next one.
-  __device__ __forceinline__ bool crosses_end(const Part& part) {
-    return Extents::ragged && part.row_begin + 64 > sequence(part).seq_q();
-  }
-  // Those that are, past the storer.
-  __device__ __forceinline__ void store_rows(const Part& part,
-                                             const float (&rows)[config.head_dim_v / 2]) {
-    if constexpr (Extents::ragged) {
-      u16* out = static_cast<u16*>(params.out_rows) +
-                 part.plan->tile.head * params.out_rows_head_stride +
-                 sequence(part).q_start() * params.out_rows_seq_stride + 2 * (lane % 4);
-#pragma unroll
-      for (int i = 0; i < config.head_dim_v / 2; i += 2) {
-        const int row = part.row_begin + warp * 16 + lane / 4 + 8 * row_of(i);
-        if (row < sequence(part).seq_q() && column_of(i) < params.head_dim_v)
-          *reinterpret_cast<u32*>(out + row * params.out_rows_seq_stride + column_of(i)) =
-              ptx::pack<config.bf16>(rows[i], rows[i + 1]);
-      }
-    }
-  }
-
   __device__ __forceinline__ void store_partial(const Part& part,
                                                 const float (&rows)[config.head_dim_v / 2]) {
     float* out = params.partial_out + first_row(part) * params.head_dim_v;
@@ -538,14 +517,11 @@ struct Consumer {
       if (__builtin_expect(smem.met_nonfinite[work_position.stage] != 0, 0))
         restore_nonfinite(part);
     }
-    const bool stages_out = !config.split && !crosses_end(part);
     if constexpr (config.split)
       store_partial(part, o);
-    else if (stages_out)
-      stage_out<0>(o);
     else
-      store_rows(part, o);
-    out_rest = in_two_parts && stages_out;
+      stage_out<0>(o);
+    out_rest = in_two_parts && !config.split;
     if constexpr (!in_two_parts) clear_out();
   }
 
@@ -571,7 +547,6 @@ struct Consumer {
       if (Policy::finishes_rows && part.plan->split == 0) store_partial(part, nothing);
       return;
     }
-    if (crosses_end(part)) return store_rows(part, nothing);
     stage_out<0>(nothing);
     if constexpr (in_two_parts) stage_out<staged>(nothing);
   }

@@ -49,7 +49,7 @@ struct Alibi {
     slope = once_of<Once>(params, at).slope;
     const int query = rows_are == RowsAre::queries ? row : column;
     const int key = rows_are == RowsAre::queries ? column : row;
-    start = static_cast<float>(query + params.seq_k - params.seq_q - key);
+    start = static_cast<float>(query + at.band().seq_k - at.row_band().seq_q - key);
     if constexpr (learned) {
       const long long batch = at.batch(), head = at.head();
       place = params.dslopes + batch * params.dslopes_batch_stride +
