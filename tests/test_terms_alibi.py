@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from term_cases import BF16, F32, Tensor, both_ways, case_of, check, emulated, everywhere
-from tilewise import Causal, Window
+from term_cases import BF16, F32, H200, Tensor, both_ways, case_of, check, emulated, everywhere
+from tilewise import Causal, Full, Window
 from tilewise.engine import SM80, SM90
+from tilewise.engine.rules import one_sided
 from tilewise.scores import Softcap
 from tilewise.terms import Alibi
+from tilewise.terms.alibi import OneSidedAlibi
 
 
 def slopes_of(problem: Any) -> dict[str, Tensor]:
@@ -45,3 +47,35 @@ def test_learned_slopes_in_a_fixed_order(monkeypatch: Any, backend: Any, dtype: 
     check(monkeypatch, backend, case, back=True)
     room = terms[0].sums(terms[0].tensors[0], case.problem)
     assert room.shape == room.full
+
+
+@pytest.mark.parametrize(
+    ("mask", "rows", "keys", "is_one_sided"),
+    [
+        (Causal(), 100, 100, True),
+        (Causal(), 100, 150, True),
+        (Causal(), 150, 100, False),  # the last query stands at the last key, the first one before the first
+        (Causal("bottom-right"), 150, 100, True),
+        (Window(60, 0), 100, 100, True),
+        (Window(60, 10), 100, 100, False),
+        (Full(), 100, 100, False),
+    ],
+)
+def test_signs_of_distances_are_looked_at_where_both_are_seen(
+    mask: Any, rows: int, keys: int, is_one_sided: bool
+) -> None:
+    case = case_of(BF16, 64, mask, (Alibi(),), slopes_of, seq_q=rows, seq_kv=keys)
+    found = one_sided(case.problem)
+    distances = torch.arange(rows)[:, None] + (keys - rows) - torch.arange(keys)
+    seen = mask.to_bool(range(rows), range(keys), rows, keys, "cpu")
+    assert bool((distances[seen] >= 0).all()) == is_one_sided
+    assert (type(found.scores[0]) is OneSidedAlibi) == is_one_sided
+    assert found.operands == case.problem.operands
+
+
+def test_row_terms_of_a_backward_begin_with_the_line() -> None:
+    """One term that adds it is added to what scores start from; behind a softcap it is applied to every score."""
+    for terms, has_line in (((Alibi(),), True), ((Softcap(3.0), Alibi()), False)):
+        problem = case_of(BF16, 64, Causal(), terms, slopes_of, needs_grad=True).problem
+        program = SM90.backward_program(problem, H200, SM90.backward_configs(problem, H200)[0])
+        assert ("slopes" in program.launches[0].fields) == has_line

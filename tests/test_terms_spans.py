@@ -8,11 +8,14 @@ import pytest
 import torch
 
 import emulation
-from term_cases import BF16, F32, Case, Tensor, both_ways, case_of, check, emulated, everywhere, forward
-from tilewise import Causal, Full, Window
+from support import make_problem
+from term_cases import BF16, F32, H200, Case, Tensor, both_ways, case_of, check, emulated, everywhere, forward
+from tilewise import Causal, Documents, Full, PrefixLM, Window
 from tilewise.engine import SM80, SM90
 from tilewise.engine.policy import Policy
+from tilewise.engine.sm90.backward import Order
 from tilewise.terms import KeyLengths, Sink, Spans, spans
+from tilewise.terms.spans import KnownSpans
 
 
 def drawn(kind: str, problem: Any) -> dict[str, Tensor]:
@@ -57,12 +60,53 @@ def test_tiles_outside_of_documents_are_left_out(
     check(monkeypatch, backend, case, back=True)
 
 
+@emulated
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("kind", ["shared", "of batches"])
+@pytest.mark.parametrize("order", [Order.KEY_ORDER, Order.CLAIM_ORDER], ids=["key order", "claim order"])
+def test_who_adds_to_dq_is_the_same_from_both_sides(monkeypatch: Any, order: Order, kind: str, dim: int) -> None:
+    """A tile of keys knows its queries, and a tile of queries how many add to it: else some wait for ever."""
+    sizes = {"seq_q": 400, "seq_kv": 500, "deterministic": order is Order.KEY_ORDER}
+    terms = (KnownSpans(longest=500),)
+    case = case_of(BF16, dim, Full(), terms, lambda problem: drawn(kind, problem), needs_grad=True, **sizes)
+    program = SM90.backward_program(case.problem, H200, SM90.backward_configs(case.problem, H200)[0])
+    assert program.launches[1].fields["order"] == order
+    assert "dq" in program.zeroed  # some rows see nothing, and nobody writes theirs
+    check(monkeypatch, SM90, case, back=True)
+
+
+def test_documents_add_up_their_dq_without_sums_to_zero() -> None:
+    """Few tiles of keys add to a tile of queries, and every row sees itself."""
+    problem = make_problem(
+        (4, 16, 4096, 128), BF16, mask=Documents((0, 2000, 3000, 4096), (), Causal()), needs_grad=True
+    )
+    config = SM90.backward_configs(problem, H200)[0]
+    of_documents = SM90.backward_program(problem, H200, config)
+    assert of_documents.launches[1].fields["order"] == Order.CLAIM_ORDER
+    assert not of_documents.zeroed
+    of_prefix = SM90.backward_program(problem.with_(mask=PrefixLM(1000)), H200, config)
+    assert of_prefix.launches[1].fields["order"] == Order.ANY_ORDER
+
+
 @pytest.mark.parametrize("term", [Spans(), KeyLengths(), KeyLengths(padded_left=True)], ids=str)
 def test_a_partial_tile_is_masked_in_one_pass(term: Any) -> None:
     """The term hides what the band hides; beside it no kernel looks at every element once more."""
     for precise in (False, True):
         assert "BandMask" not in Policy((term,), precise).cpp_type
         assert "BandMask" in Policy((Sink(),), precise).cpp_type
+
+
+@pytest.mark.parametrize("mask", [PrefixLM(1000), Documents((0, 2000, 4096), (), Causal())], ids=str)
+def test_tiles_that_may_grow_are_ordered_as_causal_ones(mask: Any) -> None:
+    """Of a prefix no band says so. A long tile must not begin when little else is left to do beside it."""
+
+    def order(problem: Any) -> tuple[object, ...]:
+        fields = SM90.program(problem, H200, SM90.configs(problem, H200)[0]).launches[0].fields
+        return fields["longest_first"], fields["sections"]
+
+    causal = make_problem((4, 16, 4096, 128), BF16, mask=Causal())
+    assert order(causal.with_(mask=mask)) == order(causal)
+    assert order(causal)[0] == 1
 
 
 def test_both_ways_round_say_the_same() -> None:

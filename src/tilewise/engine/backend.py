@@ -44,12 +44,12 @@ class Family(Protocol):
 
 def forward_posed(problem: Problem, family: Any) -> Problem:
     """The problem as a forward of the family is made for it."""
-    return _packed(rules.posed(problem, ()), family)
+    return _packed(rules.one_sided(rules.posed(problem, ())), family)
 
 
 def backward_posed(problem: Problem, wants: Iterable[str], family: Any) -> Problem:
     """Likewise of a backward of these gradients. One that adds up dQ in a fixed order counts on visiting all tiles."""
-    posed = rules.posed(problem, wants)
+    posed = rules.one_sided(rules.posed(problem, wants))
     return posed if problem.deterministic else _packed(posed, family)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..jit import TensorMap, params_struct
 from ..jit.compile import KERNELS
 from ..masks import Causal
+from ..terms import Spans
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -88,8 +89,13 @@ def forward_order(problem: Problem, target: Target, number_bytes: int, waves: fl
     """In which order a forward works through its tiles."""
     return {
         "sections": head_sections(problem, target, number_bytes, waves),
-        "longest_first": int(isinstance(problem.mask, Causal)),
+        "longest_first": int(_grows(problem)),
     }
+
+
+def _grows(problem: Problem) -> bool:
+    """Later tiles of queries may see more keys: under a causal mask, and by spans, whose ends never fall."""
+    return isinstance(problem.mask, Causal) or any(isinstance(term, Spans) for term in problem.scores)
 
 
 # Of a section of causal tiles, per multiprocessor: fewer than MIN_WAVES make it one of WIDE_WAVES. Measured.
@@ -103,13 +109,13 @@ def head_sections(problem: Problem, target: Target, number_bytes: int, waves: fl
     """How many groups of (batch, head) pairs are worked on one after the other.
 
     Equal tiles: pairs that share their keys make a section, so that neighbours read the same keys from DRAM once.
-    Causal tiles: about as many pairs as the L2 cache holds, since the longest of a section come first and the shortest
-    fill the gaps. Rounded down: long tiles of a small last section would have little beside them. For the same reason
-    sections of few of all `waves` are made wider: tiles of a head that start together read the same keys, so that the
-    cache need not hold all of them.
+    Tiles that grow, as causal ones: about as many pairs as the L2 cache holds, since the longest of a section come
+    first and the shortest fill the gaps. Rounded down: long tiles of a small last section would have little beside
+    them. For the same reason sections of few of all `waves` are made wider: tiles of a head that start together read
+    the same keys, so that the cache need not hold all of them.
     """
     pairs = problem.batch * problem.heads_q
-    if not isinstance(problem.mask, Causal):
+    if not _grows(problem):
         return pairs // problem.group
     kv_bytes = problem.seq_kv * (problem.head_dim + problem.head_dim_v) * number_bytes
     held = max(1, target.l2_bytes // 2 // kv_bytes)

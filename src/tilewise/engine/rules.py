@@ -17,6 +17,8 @@ from ..operands import SCORE_DIMS
 from ..problem import dtype_name, in_front_of_outputs
 from ..scores import Softcap
 from ..terms import Alibi, Bias, Dropout, Keep, MaxLogit, RelativeBias, Sink, Spans
+from ..terms.alibi import OneSidedAlibi
+from ..terms.spans import KnownSpans
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -152,8 +154,15 @@ def in_terms(problem: Problem) -> Problem:
         over = tuple(dim for dim, size, most in zip(SCORE_DIMS, sizes, full, strict=True) if size < most)
         term = Bias(dtype_name(problem.dtype), over, mask.paired) if mask.additive else Keep(over, mask.paired)
     else:
-        band, term = mask.hull(), Spans()
+        band, term = mask.hull(), _known_spans(mask, problem.seq_q, problem.seq_kv)
     return problem.with_(mask=band, scores=in_front_of_outputs(problem.scores, term))
+
+
+@functools.lru_cache(maxsize=256)
+def _known_spans(mask: Mask, seq_q: int, seq_kv: int) -> Spans:
+    if not seq_q or not seq_kv:
+        return Spans()
+    return KnownSpans.of(*mask.spans(torch.arange(seq_q, device="cpu"), seq_q, seq_kv))
 
 
 def posed(problem: Problem, wants: Iterable[str]) -> Problem:
@@ -168,6 +177,17 @@ def learning(problem: Problem, wants: Iterable[str]) -> Problem:
     wanted = frozenset(wants)
     terms = tuple(term.learning(wanted) for term in problem.scores)
     return problem if terms == problem.scores else problem.with_(scores=terms)
+
+
+def one_sided(problem: Problem) -> Problem:
+    """The problem for kernels that ignore the signs of ALiBi's distances, where its band leaves none below 0."""
+    if isinstance(problem.mask, Packed) or not any(type(term) is Alibi for term in problem.scores):
+        return problem
+    _, right, offset = problem.band
+    if offset + right > problem.seq_kv - problem.seq_q:
+        return problem
+    terms = [OneSidedAlibi(term.batched, term.learned) if type(term) is Alibi else term for term in problem.scores]
+    return problem.with_(scores=tuple(terms))
 
 
 def fits_plain_tiles(problem: Problem, arch: str) -> bool:

@@ -74,3 +74,17 @@ class Alibi(Learner):
 
     def params(self, unit: float, *, precise: bool) -> dict[str, float]:
         return {"alibi_unit": 1.0 / unit}
+
+
+@dataclass(frozen=True, slots=True)
+class OneSidedAlibi(Alibi):
+    """The same for kernels whose queries see no key behind the one that they stand at."""
+
+    kind: ClassVar[str] = "one_sided_alibi"
+
+    def cpp_type(self, *, precise: bool) -> str:
+        return f"tilewise::Alibi<{str(self.learned).lower()}, true>"
+
+    @property
+    def suffix(self) -> str:
+        return "alibi_one_sided_learned" if self.learned else "alibi_one_sided"

@@ -67,6 +67,25 @@ class Spans(Term):
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class KnownSpans(Spans):
+    """The same of a rule, whose spans the host knows: the most keys that one of them has, and whether none is empty."""
+
+    kind: ClassVar[str] = "known_spans"
+
+    longest: int = 0
+    every_row_sees: bool = False
+
+    @classmethod
+    def of(cls, first_key: Tensor, end_key: Tensor) -> KnownSpans:
+        lengths = end_key - first_key
+        return cls(int(lengths.max()), bool((lengths > 0).all()))
+
+    @property
+    def suffix(self) -> str:
+        return Spans.kind
+
+
 def operands_of(first_key: Tensor, end_key: Tensor, seq_kv: int) -> dict[str, Tensor]:
     """The operands of `Spans`, from (batch or 1, rows) integers that never fall along the rows."""
     keys = torch.arange(seq_kv, device=first_key.device).expand(first_key.shape[0], seq_kv).contiguous()

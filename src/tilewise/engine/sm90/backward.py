@@ -19,11 +19,12 @@ import torch
 
 from ...masks import UNLIMITED, Causal, Packed
 from ...operands import ALL
+from ...terms.spans import KnownSpans
 from .. import division, packed, rules
 from ..edges import edge_launches
 from ..extents import BATCHED, Extents, division_fields, row_fields
 from ..params import LOG2_E, kv_head_sections, matrix_bytes, mirror, tiles
-from ..policy import params_for, term_params, unit_of
+from ..policy import Policy, params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Map, Program, Stride, strides
 from ..source import Kernel, kernel_unit
 from ..tile_map import map_for
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ...jit import Unit
     from ...operands import Wants
     from ...problem import Problem
+    from ...scores import Term
     from ...target import Target
 
 ARCH = "sm_90a"
@@ -131,13 +133,17 @@ def configs(problem: Problem, target: Target) -> list[Config]:
 
 
 @functools.cache
-def preprocess_unit(bf16: bool, lanes: int, extents: Extents = BATCHED) -> Unit:
+def preprocess_unit(bf16: bool, lanes: int, extents: Extents = BATCHED, line: Term | None = None) -> Unit:
+    """The kernel that makes the row terms, with what the `line` of a term adds to them."""
+    policy = None if line is None else Policy((line,))
+    of_line = "" if policy is None else policy.suffix
     return kernel_unit(
-        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}{extents.suffix}",
+        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}{of_line}{extents.suffix}",
         "sm90/backward_edges.cuh",
-        f"preprocess<{str(bf16).lower()}, {lanes}, Extents>",
+        f"preprocess<{str(bf16).lower()}, {lanes}, Extents{'' if policy is None else ', Policy'}>",
         _PreprocessParams,
         ARCH,
+        policy=policy,
         extents=extents,
         threads=EDGE_THREADS,
         checks=(f"edge_threads == {EDGE_THREADS} && edge_rows == {EDGE_ROWS}",),
@@ -197,10 +203,11 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         dkv_sums=4 * kv_pairs * kv_tiles * config.block_kv * (config.head_dim + config.head_dim_v) if cut else 0,
     )
     terms = scratch.addresses("start_s", "start_dp", "dq_tickets", "piece_tickets", "work_tickets")
-    # S starts from -lse in its own units: before the scale, or where a term transforms it, after all of them. A line is
-    # added to what it starts from.
+    # S starts from -lse in its own units: before the scale, or where a term transforms it, after all of them. A line
+    # is added to what it starts from.
     transforming = [term for term in problem.scores if term.transforms]
-    transformed = bool(transforming) and not (len(transforming) == 1 and transforming[0].adds_line)
+    line = transforming[0].learning(frozenset()) if len(transforming) == 1 and transforming[0].adds_line else None
+    transformed = bool(transforming) and line is None
     score_unit = 1.0 if transformed else problem.scale * LOG2_E
     preprocess = {
         "out": Address("out"),
@@ -216,6 +223,9 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         "lse_factor": -LOG2_E / score_unit,
         "start_bias": math.log2(config.weight_factor) / score_unit,
     }
+    if line is not None:
+        of_terms = term_params(problem, precise=False)
+        preprocess |= {name: value for name, value in of_terms.items() if name in line.operands}
     scale_log2 = unit_of(problem) * LOG2_E
     main = {
         "q_map": Map("q", config.block_q),
@@ -255,8 +265,9 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     main_extents = extents if table is not None else tile_map.extents
     lanes, kernel = _LANES[config.head_dim_v], unit(config, ARCH, problem.scores, main_extents)
     params = tile_map.extents.params(params_for(problem, _MainParams))
+    pre_params = _PreprocessParams if line is None else Policy((line,)).params(_PreprocessParams)
     launches = [
-        Launch(preprocess_unit(config.bf16, lanes, extents), _PreprocessParams, preprocess, edges, EDGE_THREADS),
+        Launch(preprocess_unit(config.bf16, lanes, extents, line), pre_params, preprocess, edges, EDGE_THREADS),
         Launch(kernel, params, main, divided.grid, config.threads, overlap=True),
     ]
     if unordered:
@@ -301,6 +312,8 @@ def _has_one_tile(problem: Problem, row: dict[str, Any]) -> bool:
 
 
 def _every_tile_sees_keys(problem: Problem, block_q: int) -> bool:
+    if any(term.narrows for term in problem.scores):
+        return all(isinstance(term, KnownSpans) and term.every_row_sees for term in problem.scores if term.narrows)
     left, right, offset = problem.band
     first_row, end_row = -(offset + right), problem.seq_kv + left - offset
     last_tile = (problem.seq_q - 1) // block_q * block_q
@@ -326,13 +339,14 @@ MIN_STEPS_IN_ANY_ORDER = 32
 def _order(problem: Problem, config: Config, divided: division.Division) -> Order:
     if problem.deterministic:
         return Order.KEY_ORDER
-    if any(term.narrows for term in problem.scores):  # who claims a dQ counts on every tile that the band leaves
-        return Order.ANY_ORDER
+    if any(term.narrows and not isinstance(term, KnownSpans) for term in problem.scores):
+        return Order.ANY_ORDER  # how many tiles claim a dQ is not known here
+    longest = min([problem.seq_kv, *(term.longest for term in problem.scores if isinstance(term, KnownSpans))])
     sums = problem.batch * problem.heads_q * problem.seq_q * config.head_dim * 4
     stay_together = _walk(problem, divided.cut) is Walk.DOWN and divided.waves < MIN_WAVES_TO_CLAIM
     if (
         (stay_together and divided.piece_steps >= MIN_STEPS_IN_ANY_ORDER)
-        or problem.seq_kv > MAX_CLAIMANTS * config.block_kv
+        or longest > MAX_CLAIMANTS * config.block_kv
         or (problem.seq_q > problem.seq_kv and sums > MAX_CLAIMED_BYTES)
     ):
         return Order.ANY_ORDER

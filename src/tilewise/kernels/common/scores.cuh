@@ -41,10 +41,10 @@
 //   static bool uses_head = true       Where it asks for the head.
 //   float apply(float v, int i)        v_t of element i from v_{t-1}; -inf hides it. Asked once for every i, in ascending
 //                                      order, so that a term may load or draw numbers for several elements at once.
-//   float start_of_row(int r), per_column()
-//   bool bends(int count, Band)        Of a term whose `apply` adds start_of_row(r) + per_column() * column_of(i), in some of its
-//   float bend(float v, int i)         first `count` columns more than that if it `bends` there: `bend` adds the rest. Kernels that
-//                                      have no other term with `apply` add that line where it costs least.
+//   float start_of_row(int r)          Of a term whose `apply` adds start_of_row(r) + per_column * column_of(i), and more than that
+//   static float per_column(params, at)  in some of its first `count` columns if it `bends` there: `bend` adds the rest. Kernels
+//   bool bends(int count)              that have no other term with `apply` add that line where it costs least.
+//   float bend(float v, int i)         Of a line that `is_straight` it never does.
 //   bool holds(int count)              Of a term that reads a number per element, whether the first `count` exist, with a
 //   bool checks                        member that says whether `apply` must ask: so it need not where they do.
 //   bool take(float (&v)[])            Of a term that is the first to change scores: puts all into a form of its own, and says
@@ -264,7 +264,9 @@ struct BandMask {
 template <typename Term>
 concept HasApply = requires(Term term) { term.apply(0.0f, 0); };
 template <typename Term>
-concept HasLine = requires(Term term) { term.bend(term.per_column(), 0); };
+concept HasLine = requires(Term term) { term.bend(term.start_of_row(0), 0); };
+template <typename Term>
+concept HasStraightLine = HasLine<Term> && requires { requires Term::is_straight; };
 template <typename Term>
 concept HasHolds = requires(Term term) { term.checks = term.holds(4); };
 template <typename Term>
@@ -479,6 +481,7 @@ struct Scores {
   static constexpr bool transforms = (HasApply<Terms> || ...);
   // Whether they are the products and a line: `line` and `bend` say all that `apply` does.
   static constexpr bool adds_line = (HasLine<Terms> || ...) && (0 + ... + HasApply<Terms>) == 1;
+  static constexpr bool adds_straight_line = adds_line && (HasStraightLine<Terms> || ...);
   static constexpr bool hides_by_data = (HidesByData<Terms> || ...);
   static constexpr bool hides_by_span = (HidesBySpan<Terms> || ...);
   static constexpr bool drops = (HasKeeps<Terms> || ...);
@@ -542,12 +545,18 @@ struct Scores {
     }
   }
 
-  // Step 1, of a line. The starts of rows, and what a column adds.
+  // Step 1, of a line.
   template <typename Params, typename At>
   static __device__ __forceinline__ Line line(const Params& params, const At& at) {
     Line line{};
     (set_line<Terms>(line, params, at), ...);
     return line;
+  }
+  template <typename Params, typename At>
+  static __device__ __forceinline__ float per_column(const Params& params, const At& at) {
+    float found = 0.0f;
+    (set_per_column<Terms>(found, params, at), ...);
+    return found;
   }
   // What `line` leaves out.
   template <int count, typename Params, typename At>
@@ -574,15 +583,20 @@ struct Scores {
   static __device__ __forceinline__ void set_line(Line& line, const Params& params, const At& at) {
     if constexpr (HasLine<Term>) {
       const Term term(params, Unit{}, at);
-      line = {term.per_column(), {term.start_of_row(0), term.start_of_row(1)}};
+      line = {Term::per_column(params, at), {term.start_of_row(0), term.start_of_row(1)}};
     }
+  }
+  template <typename Term, typename Params, typename At>
+  static __device__ __forceinline__ void set_per_column(float& found, const Params& params,
+                                                        const At& at) {
+    if constexpr (HasLine<Term>) found = Term::per_column(params, at);
   }
   template <typename Term, int count, typename Params, typename At>
   static __device__ __forceinline__ void bend_by(float (&v)[count], const Params& params,
                                                  const At& at) {
     if constexpr (HasLine<Term>) {
       const Term term(params, Unit{}, at);
-      if (!term.bends(count, at.band())) return;
+      if (!term.bends(count)) return;
 #pragma unroll
       for (int i = 0; i < count; ++i) v[i] = term.bend(v[i], i);
     }
@@ -748,20 +762,23 @@ __device__ __forceinline__ void narrow_tiles(const Params& params, int batch, in
   if constexpr (Policy::hides_by_data) full = {touched.begin, touched.begin};
 }
 
-// Of the query tiles that touch a KV tile, those in which some query sees a key of it, and those
-// that need no hiding. Why the first only where dQ is added up in any order: others count on the
-// tiles that the band leaves.
+// Of the query tiles that touch a KV tile, those that it visits, and those that need no hiding.
+// `leaves_out`: it visits those of which a query may see a key, by the bounds of its first and its
+// last key; else all that the band leaves, which others count on. A query tile is visited by the KV
+// tiles that touch what its first and its last row say of keys: the same pairs of tiles, since no
+// bound falls (`visiting_tiles`).
 template <typename Policy, typename Params>
 __device__ __forceinline__ void narrow_query_tiles(const Params& params, int batch, int kv_tile,
-                                                   int block_q, int block_kv, QueryTiles& tiles) {
+                                                   int block_q, int block_kv, bool leaves_out,
+                                                   QueryTiles& tiles) {
   if constexpr (Policy::hides_by_span) {
     const int begin = kv_tile * block_kv, end = min_int(begin + block_kv, params.seq_k);
     if (tiles.touched.empty() || begin >= end) return;
     const SeenSpans queries = Policy::seen_queries(params, batch, begin, end);
-    if (params.dq_tickets == nullptr) {
+    if (leaves_out) {
       tiles.touched = {max_int(tiles.touched.begin, queries.some.begin / block_q),
                        min_int(tiles.touched.end, ceil_div(queries.some.end, block_q))};
-      if (tiles.touched.empty() || queries.some.begin >= queries.some.end) tiles.touched = {0, 0};
+      if (tiles.touched.empty() || queries.some.begin >= params.seq_q) tiles.touched = {0, 0};
     }
     // Queries past the end have no weight: the last tile is full where they alone are not seen.
     const int full_end =
@@ -771,6 +788,20 @@ __device__ __forceinline__ void narrow_query_tiles(const Params& params, int bat
     if (tiles.full.empty() || tiles.touched.empty()) tiles.full = {0, 0};
   }
   if constexpr (Policy::hides_by_data) tiles.full = {0, 0};
+}
+
+// Of the KV tiles that the band leaves to queries [row_begin, row_end) of a batch, those that visit
+// them where tiles are left out.
+template <typename Policy, typename Params>
+__device__ __forceinline__ TileRange visiting_tiles(const Params& params, int batch, int row_begin,
+                                                    int row_end, int block_kv, TileRange tiles) {
+  if constexpr (Policy::hides_by_span) {
+    const Span keys = Policy::seen_keys(params, batch, row_begin, row_end).some;
+    tiles = {max_int(tiles.begin, keys.begin / block_kv),
+             min_int(tiles.end, ceil_div(keys.end, block_kv))};
+    if (keys.begin >= params.seq_k) tiles = {0, 0};
+  }
+  return tiles;
 }
 
 }  // namespace tilewise

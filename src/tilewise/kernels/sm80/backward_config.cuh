@@ -125,7 +125,8 @@ __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params
   else if (has_rows<Extents>(piece.tile * block_kv, sequence.seq_k()))
     tiles = query_tiles(band, piece.tile, sequence.seq_k(), block_q, block_kv);
   if constexpr (!HasTileMap<Extents>)
-    narrow_query_tiles<Policy>(params, at.batch, piece.tile, block_q, block_kv, tiles);
+    narrow_query_tiles<Policy>(params, at.batch, piece.tile, block_q, block_kv,
+                               params.dq_tickets == nullptr, tiles);
   const int count = tiles.touched.count();
   const TileRange steps = steps_of_piece(count * params.heads_per_kv, params.piece_steps, piece);
   BackwardPlan<Extents> plan{record,      at.batch,    at.head,       piece.tile,

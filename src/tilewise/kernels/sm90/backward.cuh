@@ -141,8 +141,10 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
       if constexpr (config.makes_dq && !config.writes_dq && !HasTileMap<Extents>) {
         bool takes_tickets = params.dq_tickets != nullptr;
         if constexpr (HasWorkTable<Extents>) takes_tickets = takes_tickets && !plan.unordered;
-        if (warp == 1 && takes_tickets) DqTicketKeeper<config, Extents>{params, smem, plan}.await();
-        if (warp == 2 && takes_tickets) DqTicketKeeper<config, Extents>{params, smem, plan}.pass();
+        if (warp == 1 && takes_tickets)
+          DqTicketKeeper<config, Policy, Extents>{params, smem, plan}.await();
+        if (warp == 2 && takes_tickets)
+          DqTicketKeeper<config, Policy, Extents>{params, smem, plan}.pass();
       }
     }
   } else if (warpgroup == 1) {

@@ -136,8 +136,10 @@ struct BackwardPlan : Extents::Record {
   }
 };
 
-// Of the parameters of this backward or of the float32 one. All lanes of a warp ask together.
-template <typename Policy, typename Extents, int block_q, int block_kv, typename Params>
+// Of the parameters of this backward or of the float32 one, whose tickets do not know of spans. All
+// lanes of a warp ask together.
+template <typename Policy, typename Extents, int block_q, int block_kv,
+          bool tickets_know_spans = true, typename Params>
 __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params& params, int work,
                                                                     Walk walk) {
   const int pairs = params.batch * params.heads_kv, group = params.heads_per_kv;
@@ -172,7 +174,8 @@ __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params
   else if (has_rows<Extents>(piece.tile * block_kv, sequence.seq_k()))
     tiles = query_tiles(band, piece.tile, sequence.seq_k(), block_q, block_kv);
   if constexpr (!HasTileMap<Extents>)
-    narrow_query_tiles<Policy>(params, at.batch, piece.tile, block_q, block_kv, tiles);
+    narrow_query_tiles<Policy>(params, at.batch, piece.tile, block_q, block_kv,
+                               tickets_know_spans || params.dq_tickets == nullptr, tiles);
   const int count = tiles.touched.count();
   const TileRange steps = steps_of_piece(count * group, params.piece_steps, piece);
   BackwardPlan<Extents> plan;

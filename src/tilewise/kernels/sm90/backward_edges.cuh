@@ -72,9 +72,20 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
   return pair(a.x, b.x, pair(a.y, b.y, pair(a.z, b.z, pair(a.w, b.w, 0.0f))));
 }
 
-// A block: 64 rows of one head. Eight columns per lane, `lanes` lanes per row.
-template <bool bf16, int lanes, typename Extents>
-__device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Extents>& params) {
+// The rows of a head, which are columns where rows are keys.
+struct OfHead {
+  static constexpr RowsAre rows_are = RowsAre::keys;
+  const int of_batch, of_head;
+
+  __device__ __forceinline__ int batch() const { return of_batch; }
+  __device__ __forceinline__ int head() const { return of_head; }
+};
+
+// A block: 64 rows of one head. Eight columns per lane, `lanes` lanes per row. The policy is for
+// lines: what they add along the queries of a tile.
+template <bool bf16, int lanes, typename Extents, typename Policy = Scores<>>
+__device__ __forceinline__ void preprocess(
+    const ParamsOf<PreprocessParams, Policy, Extents>& params) {
   constexpr int rows_at_once = edge_threads / lanes;
   const int block = edge_block();
   const EdgeBlock at_block = edge_block_at<Extents, edge_rows>(params, block);
@@ -134,6 +145,9 @@ __device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Exte
       const long long at = first_of_lse + row;
       const float lse = params.lse[at];
       if (lse != -infinity) start = fmaf(lse, params.lse_factor, params.start_bias);
+      if constexpr (Policy::adds_line)
+        start = fmaf(Policy::per_column(params, OfHead{at_block.batch, head}),
+                     static_cast<float>(row % params.block_q), start);
       if (params.dlse != nullptr) sum -= params.dlse[at];
     }
     const long long at = at_block.at + in_block;

@@ -48,6 +48,11 @@ struct ProductWarpgroup {
   Position position{0};  // of this step in the Q and dO rings
   RingPosition<config.ds_stages> ds_position{1};
   typename Policy::OfRows of_rows{params, Keys{*this}};
+  // Of the head of the Q that was looked at last. Why kept where there is a register: it is loaded
+  // before the product of S, and there when that is done.
+  using Once = typename Policy::Once;
+  static constexpr bool keeps_once = Policy::adds_straight_line && sizeof(Once) == sizeof(float);
+  Once once;
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
@@ -102,6 +107,7 @@ struct ProductWarpgroup {
   }
   // Of the Q at a place in the ring that is full.
   __device__ __forceinline__ SeenTile seen_tile(const Position& at) {
+    if constexpr (keeps_once) once = Once(params, HeadOf{*this, at.stage});
     return SeenTile(smem.seen_tile[at.stage][warpgroup]);
   }
   __device__ __forceinline__ int first_key() const {
@@ -173,6 +179,13 @@ struct ProductWarpgroup {
     __device__ __forceinline__ int row() const { return kernel.first_key(); }
     __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
   };
+  struct HeadOf {
+    const ProductWarpgroup& kernel;
+    const int stage;
+
+    __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
+    __device__ __forceinline__ int head() const { return kernel.smem.head[stage]; }
+  };
   // Where its scores lie; `stage` is that of Q, still held.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::keys;
@@ -194,11 +207,20 @@ struct ProductWarpgroup {
     __device__ __forceinline__ const typename Policy::OfRows& of_rows() const {
       return kernel.of_rows;
     }
+    __device__ __forceinline__ const Once& once() const
+      requires keeps_once
+    {
+      return kernel.once;
+    }
     // Where this warp will store its dS.
     __device__ __forceinline__ float* room() const {
       return reinterpret_cast<float*>(kernel.smem.ds[kernel.ds_position.stage] +
                                       panel_bytes(kernel.row + kernel.warp * 16));
     }
+  };
+  // Where the first query of the tile stands: from there lines are counted.
+  struct TileStart : Place {
+    __device__ __forceinline__ int column() const { return this->tile.q_tile() * block_q; }
   };
   // Before terms add to what lies in it.
   __device__ __forceinline__ void wait_for_room() {
@@ -210,9 +232,9 @@ struct ProductWarpgroup {
   __device__ __forceinline__ void exponentiate(Fragment& s, int stage, SeenTile tile) {
     if constexpr (Policy::adds_line) {
       const Place place{*this, tile, stage};
-      const Line line = Policy::line(params, place);
       Policy::bend(s, params, place);
       if (tile.is_partial()) Policy::hide(s, params, place);
+      const Line line = Policy::line(params, TileStart{place});
       const float start[2] = {line.start[0] * params.scale_log2, line.start[1] * params.scale_log2};
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i)
@@ -237,19 +259,10 @@ struct ProductWarpgroup {
     }
   }
 
-  // What S starts from: where a term changes scores, the row term comes after it. A line is added
-  // to the row term, but for what is the same for all queries.
+  // What S starts from: where a term changes scores, the row term comes after it. Of a line it has
+  // what is the same for all keys and all tiles.
   __device__ __forceinline__ void start_scores(Fragment& s, int stage) {
-    if constexpr (Policy::adds_line) {
-      const float per_column = Policy::line(params, Place{*this, SeenTile(0), stage}).per_column;
-      const float2* pairs = reinterpret_cast<const float2*>(smem.start_s[stage]) + threadIdx.x % 4;
-#pragma unroll
-      for (int j = 0; j < block_q / 8; ++j) {
-        const float2 pair = pairs[4 * j];
-        s[4 * j] = s[4 * j + 2] = fmaf(per_column, static_cast<float>(8 * j), pair.x);
-        s[4 * j + 1] = s[4 * j + 3] = fmaf(per_column, static_cast<float>(8 * j + 1), pair.y);
-      }
-    } else if constexpr (Policy::transforms) {
+    if constexpr (Policy::transforms && !Policy::adds_line) {
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) s[i] = 0.0f;
     } else {

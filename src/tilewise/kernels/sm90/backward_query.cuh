@@ -143,26 +143,27 @@ struct BackwardProducer {
 };
 
 // The KV tiles that add to the dQ of a query tile.
-template <int block_q, int block_kv, typename Params, typename Extents>
+template <typename Policy, int block_q, int block_kv, typename Params, typename Extents>
 __device__ __forceinline__ TileRange adders(const Params& params, const BackwardPlan<Extents>& plan,
                                             int q_tile) {
   const auto sequence = sequence_of<Extents>(params, plan);
-  const int row = q_tile * block_q;
-  return touched_tiles(sequence.band(), row, min_int(row + block_q, sequence.seq_q()), block_kv);
+  const int row = q_tile * block_q, row_end = min_int(row + block_q, sequence.seq_q());
+  return visiting_tiles<Policy>(params, plan.batch, row, row_end, block_kv,
+                                touched_tiles(sequence.band(), row, row_end, block_kv));
 }
-template <int block_q, int block_kv, typename Params, typename Extents>
+template <typename Policy, int block_q, int block_kv, typename Params, typename Extents>
 __device__ __forceinline__ DqTicket ticket_by_keys(const Params& params,
                                                    const BackwardPlan<Extents>& plan, int q_tile) {
-  const TileRange tiles = adders<block_q, block_kv>(params, plan, q_tile);
+  const TileRange tiles = adders<Policy, block_q, block_kv>(params, plan, q_tile);
   const int later = tiles.end - 1 - plan.kv_tile, earlier = plan.kv_tile - tiles.begin;
   return plan.stride > 0 ? DqTicket{later, earlier} : DqTicket{earlier, later};
 }
 
 // The tickets of the KV tiles for the sums of dQ, kept by two threads of their own.
 // Why: a fence or a look at global memory takes a good part of a step.
-template <BackwardConfig config, typename Extents>
+template <BackwardConfig config, typename Policy, typename Extents>
 struct DqTicketKeeper {
-  const BackwardParams& params;
+  const ParamsOf<BackwardParams, Policy, Extents>& params;
   BackwardSmem<config, Extents>& smem;
   const BackwardPlan<Extents>& plan;
 
@@ -170,8 +171,8 @@ struct DqTicketKeeper {
     return params.dq_tickets + query_tile_index(params, plan, at.head, at.q_tile);
   }
   __device__ __forceinline__ DqTicket numbered(int before, int q_tile) {
-    return {before,
-            adders<config.block_q, config.block_kv()>(params, plan, q_tile).count() - 1 - before};
+    const TileRange tiles = adders<Policy, config.block_q, config.block_kv()>(params, plan, q_tile);
+    return {before, tiles.count() - 1 - before};
   }
 
   // Looks ahead for tickets that have come up. In key order, all before must have added; in claim
@@ -189,10 +190,10 @@ struct DqTicketKeeper {
         behind.advance();
       }
       DqTickets* tickets = tickets_at(cursor);
-      const DqTicket ticket =
-          params.order == key_order
-              ? ticket_by_keys<config.block_q, config.block_kv()>(params, plan, cursor.q_tile)
-              : numbered(ptx::add_relaxed(&tickets->claimed, 1), cursor.q_tile);
+      const DqTicket ticket = params.order == key_order
+                                  ? ticket_by_keys<Policy, config.block_q, config.block_kv()>(
+                                        params, plan, cursor.q_tile)
+                                  : numbered(ptx::add_relaxed(&tickets->claimed, 1), cursor.q_tile);
       const int awaited = params.order == key_order || ticket.after == 0
                               ? ticket.before
                               : min_int(ticket.before, 1);

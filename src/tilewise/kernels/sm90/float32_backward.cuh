@@ -152,7 +152,7 @@ __device__ __forceinline__ void backward(const ParamsOf<GradParams, Policy, Exte
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp == 0) {
     if (params.work_tickets != nullptr) ptx::wait_for_previous_grid();  // which zeroed them
-    BackwardPlan<Extents> plan = make_backward_plan<Policy, Extents, grad_block, grad_block>(
+    BackwardPlan<Extents> plan = make_backward_plan<Policy, Extents, grad_block, grad_block, false>(
         params, take_work(params.work_tickets), params.in_order ? stairs : around);
     if (threadIdx.x == 0) {
       smem.plan = plan;

@@ -518,7 +518,8 @@ struct GradDqWarpgroup : GradWarpgroup<config, Policy, Extents> {
   // Why this cannot hang: what is waited for is work with a smaller number, which runs already
   // (common/work_tickets.cuh).
   __device__ __forceinline__ void await_ticket() {
-    const int before = ticket_by_keys<grad_block, grad_block>(params, plan, cursor.q_tile).before;
+    const int before =
+        ticket_by_keys<Scores<>, grad_block, grad_block>(params, plan, cursor.q_tile).before;
     if (threadIdx.x % 128 == 0 && before > 0) {
       while (ptx::load_acquire(params.dq_tickets + this->query_tile()) < before) {
       }

@@ -11,7 +11,8 @@
 
 namespace tilewise {
 
-template <bool learned>
+// `one_sided`: queries see no key behind the one that they stand at, so no distance is negative.
+template <bool learned, bool one_sided = false>
 struct Alibi {
   struct Operands {
     const float* slopes;
@@ -37,7 +38,6 @@ struct Alibi {
 
   Unit unit;
   float slope, start;
-  int diagonal;  // the key that the first query stands at
   RowsAre rows_are;
   float sum = 0.0f;
   float* place;  // null for blocks past the end
@@ -49,8 +49,7 @@ struct Alibi {
     slope = once_of<Once>(params, at).slope;
     const int query = rows_are == RowsAre::queries ? row : column;
     const int key = rows_are == RowsAre::queries ? column : row;
-    diagonal = at.band().seq_k - at.row_band().seq_q;
-    start = static_cast<float>(query + diagonal - key);
+    start = static_cast<float>(query + at.band().seq_k - at.row_band().seq_q - key);
     if constexpr (learned) {
       const long long batch = at.batch(), head = at.head();
       place = params.dslopes + batch * params.dslopes_batch_stride +
@@ -62,19 +61,22 @@ struct Alibi {
 
   __device__ __forceinline__ float distance(int i) const {
     const float step = static_cast<float>(8 * row_of(i) - column_of(i));
-    return fabsf(rows_are == RowsAre::queries ? start + step : start - step);
+    const float signed_distance = rows_are == RowsAre::queries ? start + step : start - step;
+    return one_sided ? signed_distance : fabsf(signed_distance);
   }
-  // On one side of the diagonal, a line: `apply` gives start(r) + per_column column_of(i) more. On
-  // the other the distance is counted as negative, where some of the first `count` columns lie on
-  // it and are not hidden anyway; `bend` makes up for that.
-  __device__ __forceinline__ float per_column() const {
-    return rows_are == RowsAre::queries ? -slope : slope;
+  // A line on each side of the diagonal. `bend` makes up for columns on the other side, where some
+  // of the first `count` are.
+  static constexpr bool is_straight = one_sided;
+  template <typename Params, typename At>
+  static __device__ __forceinline__ float per_column(const Params& params, const At& at) {
+    const float slope = once_of<Once>(params, at).slope;
+    return At::rows_are == RowsAre::queries ? -slope : slope;
   }
   __device__ __forceinline__ float start_of_row(int r) const {
     return slope * (rows_are == RowsAre::queries ? start + 8 * r : start - 8 * r);
   }
-  __device__ __forceinline__ bool bends(int count, const Band& band) const {
-    if (band.end_shift <= diagonal + 1) return false;
+  __device__ __forceinline__ bool bends(int count) const {
+    if constexpr (one_sided) return false;
     return (rows_are == RowsAre::queries ? start - column_of(count - 1) : start - 8) < 0.0f;
   }
   __device__ __forceinline__ float bend(float v, int i) const {
