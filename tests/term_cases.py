@@ -143,9 +143,10 @@ def truth(case: Case) -> Truth:
     return Truth(out.detach(), lse.detach(), grads, magnitudes)
 
 
-def check(monkeypatch: Any, backend: Any, case: Case, *, back: bool) -> None:
+def check(monkeypatch: Any, backend: Any, case: Case, *, back: bool, **options: Any) -> None:
+    """`options` are those of `emulation.install`."""
     problem = case.problem
-    emulation.install(monkeypatch)
+    emulation.install(monkeypatch, **options)
     out, lse, grads, magnitudes = truth(case)
     allowed = budget(problem.dtype, problem.seq_kv)
     if not back:

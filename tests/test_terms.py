@@ -40,6 +40,7 @@ TERMS: list[tuple[Term, ...]] = [
     (Bias(),),
     (Bias("float32", paired=True),),
     (Bias(paired=True, learned=True),),
+    (Bias("bfloat16", ("batch",), True, True),),
     (Bias("float32", ("batch",), True, True),),
     (Sink(True),),
     (Dropout(0.1),),

@@ -8,6 +8,7 @@ allocation of results around it.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Hashable
@@ -64,6 +65,12 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
         operands = viewed
     names: dict[str, Any] = {"stream_of": torch._C._cuda_getCurrentRawStream, "bytes": torch.uint8}
     lines = [f"stream = stream_of({device})"]
+    if program.unless_mapped is not None:
+        name, other = program.unless_mapped
+        if not _can_be_mapped(operands[name]):
+            return load(other, operands, device)
+        names["unmapped"] = _Later(other, operands, device)
+        lines.insert(0, f"if {name}.data_ptr() & 15: return unmapped({', '.join(operands)})")
     for number, one in enumerate(program.prepared):
         names[f"prepared{number}"] = _Preparation(one, operands[one.operand], device)
         lines.append(f"{', '.join(name for name, _ in one.results)} = prepared{number}({one.operand}, stream)")
@@ -93,6 +100,32 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
     body = "\n".join(f"    {line}" for line in lines)
     exec(f"def run({', '.join(operands)}):\n{body}\n", names)
     return names["run"]  # type: ignore[no-any-return]
+
+
+class _Later:
+    """A program that few calls need, loaded for the first of them."""
+
+    def __init__(self, program: Program, operands: Mapping[str, Tensor | None], device: int) -> None:
+        meta = {
+            name: None if one is None else torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+            for name, one in operands.items()
+        }
+        self._load = functools.cache(lambda: load(program, meta, device))
+
+    def __call__(self, *operands: Tensor | None) -> None:
+        self._load()(*operands)
+
+
+def _can_be_mapped(tensor: Tensor | None) -> bool:
+    """Whether boxes of the last two dimensions can be copied in bulk, if the tensor begins at a multiple of 16 bytes.
+
+    It may be broadcast over the others: a tensor map leaves those out.
+    """
+    assert tensor is not None
+    *sizes, keys = tensor.shape
+    *strides, step = tensor.stride()
+    steps = [stride * tensor.element_size() for size, stride in zip(sizes, strides, strict=True) if size > 1]
+    return (keys == 1 or step == 1) and all(bytes_ % 16 == 0 and bytes_ < 2**40 for bytes_ in steps)
 
 
 class _Preparation:

@@ -24,10 +24,11 @@ from ..edges import edge_launches
 from ..extents import BATCHED, division_fields, row_fields
 from ..params import LOG2_E, kv_head_sections, matrix_bytes, mirror, tiles
 from ..policy import params_for, term_params, unit_of
-from ..program import Address, Launch, Layout, Map, Program, strides
+from ..program import Address, Launch, Layout, Map, Program, lenient, strides
 from ..source import Kernel, kernel_unit
 from ..tile_map import map_for
 from .shared import WarpgroupConfig
+from .staged_bias import may_stage, staged
 
 if TYPE_CHECKING:
     from ...jit import Unit
@@ -85,6 +86,7 @@ class Config(WarpgroupConfig):
     dq_columns: int
     query_registers: int
     product_registers: int
+    bias_stages: int
 
     @property
     def block_kv(self) -> int:
@@ -104,13 +106,22 @@ class Config(WarpgroupConfig):
         weights = 16 if self.warpgroups_own_keys else self.block_q * 64 * 4
         vectors = 2 * self.stages * self.block_q * 4 + self.stages * 2 * 4
         barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TICKET_STAGES)
+        bias = self.bias_stages * matrix_bytes(self.block_q, self.block_kv)
+        bias += 1024 * (self.bias_stages > 0)  # with its barriers
         before_tickets = -(-(kv + rings + ds + weights + vectors + barriers + 2 * 4) // 16) * 16
-        return -(-(before_tickets + TICKET_STAGES * 8 + 16 * 4 + self.stages * 4) // 1024) * 1024
+        return bias + -(-(before_tickets + TICKET_STAGES * 8 + 16 * 4 + self.stages * 4) // 1024) * 1024
+
+    @property
+    def depth(self) -> str:
+        bias = f", bias {self.bias_stages}" if self.bias_stages else ""
+        return f"{self.stages} stage{'s' * (self.stages > 1)}{bias}"
 
     @property
     def name(self) -> str:
         extras = "" if self.makes_dq and self.makes_dkv else "_dq_only" if self.makes_dq else "_dkv_only"
-        return f"backward_{self.heads_name}_q{self.block_q}_kv{self.block_kv}{'_one_tile' * self.writes_dq}{extras}"
+        staged = f"_b{self.bias_stages}" if self.bias_stages else ""
+        shape = f"q{self.block_q}_kv{self.block_kv}{staged}"
+        return f"backward_{self.heads_name}_{shape}{'_one_tile' * self.writes_dq}{extras}"
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
@@ -125,7 +136,9 @@ def configs(problem: Problem, target: Target) -> list[Config]:
         rows = [row for row in rows if not row.get("terms")]
     elif rules.backward_registers(problem) > _SPARE_REGISTERS.get(classes, _USUALLY_SPARE):
         rows = sorted(rows, key=lambda row: not row.get("terms"))
-    facts = {"bf16": problem.dtype is torch.bfloat16, "makes_dq": True, "makes_dkv": True}
+    plain = [row for row in rows if not row.get("bias_stages")]
+    rows = [*(row for row in rows if row.get("bias_stages")), *plain] if may_stage(problem) else plain
+    facts = {"bf16": problem.dtype is torch.bfloat16, "makes_dq": True, "makes_dkv": True, "bias_stages": 0}
     return [rules.from_row(Config, row, **facts) for row in rows if not row["writes_dq"] or _has_one_tile(problem, row)]
 
 
@@ -164,6 +177,15 @@ unit = Kernel("sm90/backward.cuh", "backward", _MainParams, "BackwardSmem", _DER
 
 
 def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL) -> Program:
+    """A staged bias has a program for biases that tensor maps cannot describe, of a config that does not stage it."""
+    if not config.bias_stages:
+        return _program(problem, target, config, wants)
+    unmapped = next(one for one in configs(problem, target) if not one.bias_stages)
+    mapped = _program(staged(problem), target, config, wants)
+    return mapped._replace(unless_mapped=("bias", lenient(_program(problem, target, unmapped, wants))))
+
+
+def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> Program:
     config = _only(config, wants)
     divided = divide(problem, config, target)
     sums_dq = config.makes_dq and not config.writes_dq
@@ -214,6 +236,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         **({"dq": Address("dq"), **strides("dq")} if config.makes_dq else {}),
         **division_fields(problem, divided, q_tiles, kv_tiles),
         **term_params(problem, precise=False, backward=True),
+        **({"bias_map": Map("bias", config.block_q)} if config.bias_stages else {}),
         **tile_map.fields,
         "scale_log2": scale_log2,
         "head_dim": problem.head_dim,
