@@ -27,7 +27,7 @@ from term_cases import (
     truth,
 )
 from tilewise import Causal, Full
-from tilewise.engine import SM80, SM90
+from tilewise.engine import SM80, SM90, run
 from tilewise.scores import Softcap, Term
 from tilewise.terms import Bias
 
@@ -116,10 +116,11 @@ def test_a_bias_that_no_tensor_map_describes(monkeypatch: Any, back: bool) -> No
 @emulated
 @both_ways
 def test_a_bias_of_padded_rows(monkeypatch: Any, back: bool) -> None:
-    """Its rows begin at multiples of 16 bytes, though their length is odd."""
+    """Its rows begin at multiples of 16 bytes, though their length is odd; those of its gradient do not."""
     case = staged_case(BF16, 64, Causal(), (1, 4), seq_kv=151, needs_grad=back)
     padded = torch.full((1, 4, 200, 152), torch.nan, dtype=BF16)[..., :151]
     case.operands["bias"] = padded.copy_(case.operands["bias"])
+    assert run.is_mapped(padded)
     check(monkeypatch, SM90, case, back=back)
 
 

@@ -274,7 +274,7 @@ ALIGNED = [(64, Full(), (300, 416)), (128, Causal(), (1000, 1032)), (128, Full()
 @pytest.mark.parametrize(("dim", "mask", "lengths"), ALIGNED, ids=str)
 @pytest.mark.parametrize("name", BIASES)
 def test_biases_that_are_loaded_ahead(name: str, dim: int, mask: Any, lengths: tuple[int, int]) -> None:
-    """Rows begin at multiples of 16 bytes: TMA brings the tiles."""
+    """Rows begin at multiples of 16 bytes: TMA brings the tiles, and a shared bias has a kernel for its gradient."""
     for deterministic in (False, True):
         check(case_of(name, BF16, dim, mask, lengths, deterministic=deterministic), "sm90")
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..jit import Unit
+    from ..operands import Sums
 
 SCRATCH = "scratch."
 _ALIGNMENT = 256  # bytes, of every region: what tensor maps and vector loads want, and whole lines of the L2 cache
@@ -131,7 +132,8 @@ class Program(NamedTuple):
 
     `views`: operands that the launches see with another shape. Where the strides of a call do not allow that,
     `unless_viewed` is what runs instead. `unless_mapped` likewise, where strides or address of an operand do not allow
-    a tensor map of it.
+    a tensor map of it. `sums`: of operands, what a backward leaves of their gradients, all of it written, where that is
+    something else than their terms say.
     """
 
     launches: tuple[Launch, ...]
@@ -142,6 +144,7 @@ class Program(NamedTuple):
     unless_viewed: Program | None = None
     prepared: tuple[Prepared, ...] = ()
     unless_mapped: tuple[str, Program] | None = None
+    sums: tuple[tuple[str, Sums], ...] = ()
 
     @property
     def units(self) -> tuple[Unit, ...]:

@@ -128,6 +128,11 @@ def _can_be_mapped(tensor: Tensor | None) -> bool:
     return (keys == 1 or step == 1) and all(bytes_ % 16 == 0 and bytes_ < 2**40 for bytes_ in steps)
 
 
+def is_mapped(tensor: Tensor) -> bool:
+    """Likewise of a tensor at its address."""
+    return _can_be_mapped(tensor) and tensor.data_ptr() % 16 == 0
+
+
 class _Preparation:
     """Makes the results of a Prepared, or gives those that it made before of the same memory in the same state.
 
@@ -300,6 +305,10 @@ def _room(q: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tenso
     return q.new_zeros(shape, dtype=dtype)
 
 
+def _unwritten(q: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+    return q.new_empty(shape, dtype=dtype)
+
+
 def bind_backward(programs: Callable[[torch.device, Wants], Program], problem: Problem) -> BoundBackward:
     """A backward for q, k and v of one shape, strides and device. What else varies decides between a few launches.
 
@@ -376,13 +385,21 @@ def _loaded_backward(
 
 def _backward(program: Program, problem: Problem, wants: Wants, given: Operands) -> BoundBackward:
     """The gradient of an operand `x` is the slot `dx` of the program. It is zero before: kernels add to it, or store
-    what they visit. Where its term says so, they leave sums there that the gradient is made of."""
+    what they visit. Where its term says so, they leave sums there that the gradient is made of; where the program says
+    so, all of these."""
     names = tuple(operand.name for operand in problem.operands)
+    if program.unless_mapped is not None:
+        return _mapped_backward(program, problem, wants, given)
     wanted = [name for name in (*INPUTS, *names) if name in wants]
+    written = dict(program.sums)
     sums = {
-        operand.name: (term.sums(operand, problem), operand)
+        operand.name: (written.get(operand.name) or term.sums(operand, problem), operand)
         for term in problem.scores
         for operand in term.learning(wants).learned_tensors
+    }
+    rooms = {
+        name: functools.partial(_unwritten if name in written else _room, shape=room.shape, dtype=room.dtype)
+        for name, (room, _) in sums.items()
     }
     grads = {
         f"d{name}": torch.empty_like(given[name], device="meta") if name in wants else None
@@ -413,12 +430,33 @@ def _backward(program: Program, problem: Problem, wants: Wants, given: Operands)
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Tensor
     ) -> Grads:
         of = dict(zip((*INPUTS, *names), (q, k, v, *others), strict=True))
-        made = {
-            name: _room(q, sums[name][0].shape, sums[name][0].dtype) if name in sums else new[name](of[name])
-            for name in wanted
-        }
+        made = {name: rooms[name](q) if name in sums else new[name](of[name]) for name in wanted}
         run(dout, dlse, q, k, v, out, lse, *others, *[made.get(name) for name in of])
         return made | {name: room.gradient(made[name], one, of[name]) for name, (room, one) in sums.items()}
+
+    return bound
+
+
+def _mapped_backward(program: Program, problem: Problem, wants: Wants, given: Operands) -> BoundBackward:
+    """By the address of an operand: with a tensor map of it, or without. The two may leave other sums."""
+    assert program.unless_mapped is not None
+    operand, other = program.unless_mapped
+    names = tuple(one.name for one in problem.operands)
+    if not _can_be_mapped(_as_read(problem, given)[operand]):
+        return _backward(other, problem, wants, given)
+    mapped = _backward(program._replace(unless_mapped=None), problem, wants, given)
+    unmapped: list[BoundBackward] = []  # once a call has needed it
+    place = names.index(operand)
+
+    def bound(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Tensor
+    ) -> Grads:
+        if others[place].data_ptr() & 15 == 0:
+            return mapped(dout, dlse, q, k, v, out, lse, *others)
+        if not unmapped:
+            now = {"dout": dout, "q": q, "k": k, "v": v, "out": out, **dict(zip(names, others, strict=True))}
+            unmapped.append(_backward(other, problem, wants, now))
+        return unmapped[0](dout, dlse, q, k, v, out, lse, *others)
 
     return bound
 

@@ -27,6 +27,7 @@ from ..policy import params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Map, Program, lenient, strides
 from ..source import Kernel, kernel_unit
 from ..tile_map import map_for
+from . import bias_gradient
 from .shared import WarpgroupConfig
 from .staged_bias import may_stage, staged
 
@@ -181,8 +182,22 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     if not config.bias_stages:
         return _program(problem, target, config, wants)
     unmapped = next(one for one in configs(problem, target) if not one.bias_stages)
-    mapped = _program(staged(problem), target, config, wants)
+    mapped = _staged_program(staged(problem), target, config, wants)
     return mapped._replace(unless_mapped=("bias", lenient(_program(problem, target, unmapped, wants))))
+
+
+def _staged_program(problem: Problem, target: Target, config: Config, wants: Wants) -> Program:
+    """The gradient of a bias that pairs share has a kernel of its own, behind the others."""
+    if "bias" not in wants or not bias_gradient.makes_it(problem):
+        return _program(problem, target, config, wants)
+    others = _program(rules.learning(problem, wants - {"bias"}), target, config, wants - {"bias"})
+    rows = tiles(problem.seq_q, config.block_q) * config.block_q
+    row_terms = others.scratch.addresses("start_s", "start_dp")
+    factors = {"scale_log2": unit_of(problem) * LOG2_E, "sums_factor": 1.0 / config.weight_factor}
+    launch = bias_gradient.launch(problem, target, row_terms, rows, factors)
+    sums = (("bias", bias_gradient.sums_of(problem)),)
+    says = (*others.says, "a kernel of its own makes the gradient of the bias")
+    return others._replace(launches=(*others.launches, launch), says=says, sums=sums)
 
 
 def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> Program:
