@@ -27,6 +27,7 @@ from torch import library as torch_library
 from . import masks
 from .backend import empty_lse, empty_out, lse_dtype
 from .engine import run as engine
+from .engine.backend import Fused
 from .errors import CompileError, InvalidInput, UnsupportedProblem
 from .jit import build_all, is_loaded, tuned
 from .memo import Memo
@@ -323,7 +324,9 @@ def _call(planned: Plan, q: Tensor, k: Tensor, v: Tensor, operands: Operands, op
     def program(device: torch.device, wants: Wants) -> Program:
         return gradient if wants == everything else planned.backward_for(wants)
 
-    return Call(problem, backend, config, options, names, bound, engine.bind_backward(program, problem))
+    alone = isinstance(backend, Fused) and backend.makes_operands_alone(problem)
+    bound_gradient = engine.bind_backward(program, problem, operands_alone=alone)
+    return Call(problem, backend, config, options, names, bound, bound_gradient)
 
 
 def _build(chosen: Plan) -> None:

@@ -309,11 +309,13 @@ def _unwritten(q: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> 
     return q.new_empty(shape, dtype=dtype)
 
 
-def bind_backward(programs: Callable[[torch.device, Wants], Program], problem: Problem) -> BoundBackward:
+def bind_backward(
+    programs: Callable[[torch.device, Wants], Program], problem: Problem, *, operands_alone: bool = False
+) -> BoundBackward:
     """A backward for q, k and v of one shape, strides and device. What else varies decides between a few launches.
 
-    `programs` gives the program that makes the wanted gradients on a device. Where the kernel that makes some
-    alone does not build, all are made.
+    `programs` gives the program that makes the wanted gradients on a device, or with `operands_alone` one without any
+    of q, k and v. Where the kernel that makes some alone does not build, all are made.
     """
     asked, problem = problem, in_terms(problem)
     of_mask: Operands | None = None  # until the device is known
@@ -352,21 +354,26 @@ def bind_backward(programs: Callable[[torch.device, Wants], Program], problem: P
             run = known.get(key)
             if run is None:
                 tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, **dict(zip(names, given, strict=True))}
-                run = keep(known, key, _loaded_backward(programs, problem, wants, tensors), MAX_LAUNCHES)
+                made = _loaded_backward(programs, problem, wants, tensors, operands_alone)
+                run = keep(known, key, made, MAX_LAUNCHES)
         return run(dout, dlse, q, k, v, out, lse, *given)
 
     return bound
 
 
 def _loaded_backward(
-    programs: Callable[[torch.device, Wants], Program], problem: Problem, wants: Wants, given: Operands
+    programs: Callable[[torch.device, Wants], Program],
+    problem: Problem,
+    wants: Wants,
+    given: Operands,
+    operands_alone: bool,
 ) -> BoundBackward:
     """Of (dout, dlse, q, k, v, out, lse, *operands): allocates the gradients, and makes them.
 
-    A kernel that makes gradients of operands makes one of q, k and v at least.
+    A kernel that makes gradients of operands makes one of q, k and v at least, unless it can do without.
     """
     device = given["q"].device
-    more = wants if wants & ALL else wants | {"q"}
+    more = wants if wants & ALL or operands_alone else wants | {"q"}
     try:
         make_all = _backward(programs(device, more), problem, more, given)
     except CompileError:

@@ -19,6 +19,7 @@ import torch
 
 from ...masks import Causal
 from ...operands import ALL
+from ...terms import Sink
 from .. import division, rules
 from ..edges import edge_launches
 from ..extents import BATCHED, division_fields, row_fields
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 ARCH = "sm_90a"
 MASK_LINES = "keys"
+MAKES_OPERANDS_ALONE = True
 # Mean of 2^-8 / m over mantissas m, as weights are spread in the logarithm: half a unit in the last place of bf16.
 TRUNCATION_BIAS = 2.0**-8 / (2 * math.log(2))
 EDGE_ROWS, EDGE_THREADS = 64, 256
@@ -119,7 +121,8 @@ class Config(WarpgroupConfig):
 
     @property
     def name(self) -> str:
-        extras = "" if self.makes_dq and self.makes_dkv else "_dq_only" if self.makes_dq else "_dkv_only"
+        made = "dq" if self.makes_dq else "dkv" if self.makes_dkv else "operands"
+        extras = "" if self.makes_dq and self.makes_dkv else f"_{made}_only"
         staged = f"_b{self.bias_stages}" if self.bias_stages else ""
         shape = f"q{self.block_q}_kv{self.block_kv}{staged}"
         return f"backward_{self.heads_name}_{shape}{'_one_tile' * self.writes_dq}{extras}"
@@ -276,10 +279,9 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
     edges = pairs * rows // EDGE_ROWS
     lanes, kernel = _LANES[config.head_dim_v], unit(config, ARCH, problem.scores, tile_map.extents)
     params = tile_map.extents.params(params_for(problem, _MainParams))
-    launches = [
-        Launch(preprocess_unit(config.bf16, lanes), _PreprocessParams, preprocess, edges, EDGE_THREADS),
-        Launch(kernel, params, main, divided.grid, config.threads, overlap=True),
-    ]
+    launches = [Launch(preprocess_unit(config.bf16, lanes), _PreprocessParams, preprocess, edges, EDGE_THREADS)]
+    if wants & ALL or any(term.learned_tensors and not isinstance(term, Sink) for term in problem.scores):
+        launches.append(Launch(kernel, params, main, divided.grid, config.threads, overlap=True))
     if sums_dq and not takes_tickets:
         post = postprocess_unit(config.bf16)
         launches.append(Launch(post, _PostprocessParams, postprocess, edges, EDGE_THREADS, overlap=True))
