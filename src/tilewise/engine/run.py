@@ -122,10 +122,12 @@ def _can_be_mapped(tensor: Tensor | None) -> bool:
     It may be broadcast over the others: a tensor map leaves those out.
     """
     assert tensor is not None
-    *sizes, keys = tensor.shape
-    *strides, step = tensor.stride()
-    steps = [stride * tensor.element_size() for size, stride in zip(sizes, strides, strict=True) if size > 1]
-    return (keys == 1 or step == 1) and all(bytes_ % 16 == 0 and bytes_ < 2**40 for bytes_ in steps)
+    *sizes, rows, keys = tensor.shape
+    *strides, row, key = tensor.stride()
+    of_dims = zip((*sizes, rows), (*strides, row), strict=True)
+    steps = [stride * tensor.element_size() for size, stride in of_dims if size > 1]
+    in_lines = (keys == 1 or key == 1) and (rows == 1 or row != 0)
+    return in_lines and all(step % 16 == 0 and step < 2**40 for step in steps)
 
 
 def is_mapped(tensor: Tensor) -> bool:
