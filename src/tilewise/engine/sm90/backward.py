@@ -136,14 +136,20 @@ def configs(problem: Problem, target: Target) -> list[Config]:
     """
     classes = rules.class_of(problem)
     rows = rules.rows("sm90_backward", "backward", classes, bool(problem.scores))
-    if all(term.elementwise for term in problem.scores):
-        rows = [row for row in rows if not row.get("terms")]
-    elif rules.backward_registers(problem) > _SPARE_REGISTERS.get(classes, _USUALLY_SPARE):
-        rows = sorted(rows, key=lambda row: not row.get("terms"))
-    plain = [row for row in rows if not row.get("bias_stages")]
-    rows = [*(row for row in rows if row.get("bias_stages")), *plain] if may_stage(problem) else plain
+    own = [row for row in rows if row.get("bias_stages")] if may_stage(problem) else []
+    others = [row for row in rows if not row.get("bias_stages")]
+    rows = [*_ordered(own, staged(problem)), *_ordered(others, problem)]
     facts = {"bf16": problem.dtype is torch.bfloat16, "makes_dq": True, "makes_dkv": True, "bias_stages": 0}
     return [rules.from_row(Config, row, **facts) for row in rows if not row["writes_dq"] or _has_one_tile(problem, row)]
+
+
+def _ordered(rows: list[rules.Row], problem: Problem) -> list[rules.Row]:
+    """By the registers that they leave to terms."""
+    if all(term.elementwise for term in problem.scores):
+        return [row for row in rows if not row.get("terms")]
+    if rules.backward_registers(problem) <= _SPARE_REGISTERS.get(rules.class_of(problem), _USUALLY_SPARE):
+        return rows
+    return sorted(rows, key=lambda row: not row.get("terms"))
 
 
 @functools.cache

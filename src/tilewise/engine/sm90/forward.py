@@ -159,11 +159,10 @@ def _ships(problem: Problem) -> list[tuple[rules.Row, Config]]:
     kind, bf16 = _mask_kind(problem), problem.dtype is torch.bfloat16
     rows = rules.rows("sm90", "forward", class_of(problem), _roomy(problem))
     rows = [row for row in rows if MASK_KINDS[kind] in row["masks"]]
-    with_bias = staged(problem) if may_stage(problem) else None
-    own = [row for row in rows if with_bias is not None and row.get("bias_slots")]
+    own = [row for row in rows if row.get("bias_slots")] if may_stage(problem) else []
     others = [row for row in rows if not row.get("bias_slots")]
     return [
-        *((row, _config(_narrower(row, with_bias), bf16, kind)) for row in own if with_bias is not None),
+        *((row, _config(_narrower(row, staged(problem)), bf16, kind)) for row in own),
         *((row, _config(_narrower(row, problem), bf16, kind)) for row in others),
     ]
 

@@ -30,7 +30,7 @@ class StagedBias(Bias):
 
     @property
     def registers(self) -> Registers:
-        return Registers(0, 32 if self.learned else 0)
+        return Registers(0, 0)
 
     @property
     def operands(self) -> dict[str, type[Any]]:
