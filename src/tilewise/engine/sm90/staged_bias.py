@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...jit import TensorMap
+from ...masks import Packed
 from ...operands import SCORE_DIMS
 from ...scores import Registers, Softcap
 from ...terms import Bias
@@ -42,9 +43,9 @@ class StagedBias(Bias):
 def may_stage(problem: Problem) -> bool:
     """Whether the problem has a bias that kernels may have in shared memory.
 
-    Behind a softcap it is asked for again, when its tile may be gone.
+    Behind a softcap it is asked for again, when its tile may be gone; of packed sequences, tiles begin anywhere.
     """
-    if any(isinstance(term, Softcap) for term in problem.scores):
+    if isinstance(problem.mask, Packed) or any(isinstance(term, Softcap) for term in problem.scores):
         return False
     biases = [term for term in problem.scores if isinstance(term, Bias)]
     return len(biases) == 1 and biases[0].number != "float32" and not {"row", "key"} & set(biases[0].over)
