@@ -77,6 +77,8 @@ def backward(backend: Any, case: Case, out: Tensor, lse: Tensor) -> dict[str, Te
     """The gradients of q, k, v and of what the terms learn, by name."""
     problem = case.problem
     program = backend.backward_program(problem, H200, backend.backward_configs(problem, H200)[0])
+    if program.unless_mapped and not run.is_mapped(case.expanded()[program.unless_mapped[0]]):
+        program = program.unless_mapped[1]
     given = {"dout": case.dout, "dlse": None, "q": case.q, "k": case.k, "v": case.v, "out": out, "lse": lse}
     for name, tensor in (("dq", case.q), ("dk", case.k), ("dv", case.v)):
         given[name] = torch.full_like(tensor, 0.0 if name in program.zeroed else torch.nan)
@@ -84,8 +86,9 @@ def backward(backend: Any, case: Case, out: Tensor, lse: Tensor) -> dict[str, Te
     sums = {}
     for term in problem.scores:
         for operand in term.learned_tensors:
-            room = term.sums(operand, problem)
-            total = torch.zeros(room.shape, dtype=room.dtype)
+            written = dict(program.sums).get(operand.name)
+            room = written or term.sums(operand, problem)
+            total = torch.full(room.shape, torch.nan if written else 0.0, dtype=room.dtype)
             given["d" + operand.name] = total.expand(room.full)
             sums[operand.name] = (room, total, operand)
     run.load(program, given, 0)(*given.values())
@@ -143,9 +146,10 @@ def truth(case: Case) -> Truth:
     return Truth(out.detach(), lse.detach(), grads, magnitudes)
 
 
-def check(monkeypatch: Any, backend: Any, case: Case, *, back: bool) -> None:
+def check(monkeypatch: Any, backend: Any, case: Case, *, back: bool, **options: Any) -> None:
+    """`options` are those of `emulation.install`."""
     problem = case.problem
-    emulation.install(monkeypatch)
+    emulation.install(monkeypatch, **options)
     out, lse, grads, magnitudes = truth(case)
     allowed = budget(problem.dtype, problem.seq_kv)
     if not back:

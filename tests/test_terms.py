@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from support import make_problem
-from term_cases import BF16, H200, learned_by
+import emulation
+from support import budget, make_problem
+from term_cases import BF16, H200, case_of, emulated, learned_by, truth
 from tilewise import Causal, Target
 from tilewise.engine import SM90
+from tilewise.engine.program import Address, Map, slots_of
 from tilewise.jit import Unit, build
 from tilewise.plan import plan
 from tilewise.scores import Softcap
@@ -40,6 +42,7 @@ TERMS: list[tuple[Term, ...]] = [
     (Bias(),),
     (Bias("float32", paired=True),),
     (Bias(paired=True, learned=True),),
+    (Bias("bfloat16", ("batch",), True, True),),
     (Bias("float32", ("batch",), True, True),),
     (Sink(True),),
     (Dropout(0.1),),
@@ -72,3 +75,36 @@ def test_a_softcap_and_a_learned_operand_are_refused_in_float32_on_hopper() -> N
     assert [reason for reason in SM90.why_not(problem, H200) if "slopes" in reason.what]
     assert not SM90.why_not(problem.with_(scores=(Alibi(),)), H200)
     assert not SM90.why_not(problem.with_(operand_grads=()), H200)
+
+
+ALONE = {
+    "a bias, which has a kernel for that": (lambda: Bias("bfloat16", ("batch",), True, True), "bias", (1, 4, 96, 152)),
+    "a bias without a tensor map": (lambda: Bias("bfloat16", ("batch",), True, True), "bias", (1, 4, 96, 150)),
+    "a bias of every score": (lambda: Bias("bfloat16", (), True, True), "bias", (2, 4, 96, 152)),
+    "slopes": (lambda: Alibi(learned=True), "slopes", (4,)),
+    "a table": (lambda: RelativeBias(101, 50, "float32", True), "table", (4, 101)),
+    "sinks": (lambda: Sink(True), "sink", (4,)),
+}
+
+
+@emulated
+@pytest.mark.parametrize("what", ALONE)
+def test_the_gradient_of_an_operand_alone(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """No kernel makes gradients that nobody wants."""
+    emulation.install(monkeypatch)
+    make, name, shape = ALONE[what]
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    tensor = tensor.to(BF16) if name == "bias" else tensor
+    keys = shape[3] if name == "bias" else 150
+    case = case_of(BF16, 64, Causal(), (make(),), lambda _: {name: tensor}, seq_q=96, seq_kv=keys, needs_grad=True)
+    want, wants = truth(case), frozenset({name})
+    bound = SM90.bind_backward(case.problem, None, H200)
+    out, lse = want.out.to(BF16), want.lse.float()
+    got = bound(case.dout, None, case.q, case.k, case.v, out, lse, case.operands, wants)
+    assert set(got) == wants
+    wrong = (got[name].double() - want.grads[name]).norm() / want.magnitudes[name].norm()
+    assert wrong <= budget(BF16, keys)
+    config = SM90.backward_configs(case.problem, H200)[0]
+    program = SM90.backward_program(case.problem, H200, config, wants)
+    assert not any(isinstance(slot, Address | Map) and slot.operand in ("dq", "dk", "dv")
+                   for launch in program.launches for _, _, slot in slots_of(launch.fields))  # fmt: skip

@@ -9,9 +9,25 @@ import torch
 
 import emulation
 from support import assert_close, budget
-from term_cases import BF16, F32, KERNELS, Case, Tensor, both_ways, case_of, check, emulated, forward, truth
+from term_cases import (
+    BACKWARD,
+    BF16,
+    F32,
+    FORWARD,
+    H200,
+    HALF,
+    KERNELS,
+    Case,
+    Tensor,
+    both_ways,
+    case_of,
+    check,
+    emulated,
+    forward,
+    truth,
+)
 from tilewise import Causal, Full
-from tilewise.engine import SM80, SM90
+from tilewise.engine import SM80, SM90, run
 from tilewise.scores import Softcap, Term
 from tilewise.terms import Bias
 
@@ -51,6 +67,80 @@ def bias_case(kind: str, dtype: Any, dim: int, mask: Any, before: tuple[Term, ..
 )
 def test_bias(monkeypatch: Any, kind: str, backend: Any, dtype: Any, dim: int, mask: Any, back: bool) -> None:
     check(monkeypatch, backend, bias_case(kind, dtype, dim, mask, needs_grad=back), back=back)
+
+
+def staged_case(dtype: Any, dim: int, mask: Any, shape: tuple[int, ...], **fields: Any) -> Case:
+    """Rows of the bias begin at multiples of 16 bytes, though no tile divides the lengths."""
+    sizes = {"seq_q": 200, "seq_kv": 264} | fields
+    generator = torch.Generator().manual_seed(3)
+    bias = torch.randn((*shape, sizes["seq_q"], sizes["seq_kv"]), generator=generator)
+    bias[torch.rand(bias.shape, generator=generator) < 0.1] = -torch.inf
+    bias[..., 70, :] = -torch.inf
+    bias = bias.to(dtype)
+    plain = case_of(dtype, dim, mask, (), lambda _: {}, **sizes).problem
+    term = Bias.of(bias.detach().requires_grad_(plain.needs_grad), plain)
+    return case_of(dtype, dim, mask, (term,), lambda _: {"bias": bias}, **sizes)
+
+
+STAGED = [
+    (BF16, 64, Causal(), (1, 4)),
+    (HALF, 128, Full(), (2, 1)),
+    (BF16, 128, Causal("bottom-right"), (1, 1)),
+    (HALF, 64, Full(), (2, 4)),
+]
+
+
+@emulated
+@both_ways
+@pytest.mark.parametrize(("dtype", "dim", "mask", "shape"), STAGED, ids=str)
+def test_a_bias_whose_tiles_are_loaded_ahead(
+    monkeypatch: Any, dtype: Any, dim: int, mask: Any, shape: tuple[int, ...], back: bool
+) -> None:
+    case = staged_case(dtype, dim, mask, shape, needs_grad=back)
+    configs = SM90.backward_configs(case.problem, H200) if back else SM90.configs(case.problem, H200)
+    assert configs[0].bias_stages if back else configs[0].bias_slots
+    check(monkeypatch, SM90, case, back=back)
+
+
+@emulated
+@both_ways
+@pytest.mark.parametrize("how", ["address", "strides"])
+def test_a_bias_that_no_tensor_map_describes(monkeypatch: Any, how: str, back: bool) -> None:
+    """Its strides say so, or its address, which every call has anew."""
+    case = staged_case(BF16, 64, Full(), (1, 4), needs_grad=back)
+    bias = case.operands["bias"]
+    if how == "address":
+        bias = torch.empty(bias.numel() + 2, dtype=BF16)[2:].view(bias.shape).copy_(bias)
+    else:
+        bias = bias[:, :, :1].expand(bias.shape)  # one row for all, of the size of all
+    case.operands["bias"] = bias
+    assert not run.is_mapped(bias)
+    check(monkeypatch, SM90, case, back=back)
+
+
+@emulated
+@both_ways
+def test_a_bias_of_padded_rows(monkeypatch: Any, back: bool) -> None:
+    """Its rows begin at multiples of 16 bytes, though their length is odd; those of its gradient do not."""
+    case = staged_case(BF16, 64, Causal(), (1, 4), seq_kv=151, needs_grad=back)
+    padded = torch.full((1, 4, 200, 152), torch.nan, dtype=BF16)[..., :151]
+    case.operands["bias"] = padded.copy_(case.operands["bias"])
+    assert run.is_mapped(padded)
+    check(monkeypatch, SM90, case, back=back)
+
+
+LATE = {
+    FORWARD: ("ptx::mbarrier_wait(&smem.bias_full[bias_position.stage], bias_position.phase);\n    // Wide", "// Wide"),
+    BACKWARD: ("      wait_bias();\n      Policy::apply", "      Policy::apply"),
+}
+
+
+@emulated
+@both_ways
+def test_a_tile_that_is_not_waited_for_is_noticed(monkeypatch: Any, back: bool) -> None:
+    case = staged_case(BF16, 64, Full(), (1, 4), needs_grad=back)
+    with pytest.raises(AssertionError):
+        check(monkeypatch, SM90, case, back=back, spoil=LATE[back])
 
 
 @emulated

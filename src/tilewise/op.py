@@ -369,7 +369,9 @@ def _call(planned: Plan, q: Tensor, k: Tensor, v: Tensor, operands: Operands, op
     def program(device: torch.device, wants: Wants) -> Program:
         return gradient if wants == everything else planned.backward_for(wants)
 
-    return Call(problem, backend, config, options, names, bound, engine.bind_backward(program, problem))
+    alone = isinstance(backend, Fused) and backend.makes_operands_alone(problem)
+    bound_gradient = engine.bind_backward(program, problem, operands_alone=alone)
+    return Call(problem, backend, config, options, names, bound, bound_gradient)
 
 
 def _build(chosen: Plan) -> None:

@@ -70,9 +70,9 @@ def made(name: str, problem: Any) -> Made:
     def keep(tensor: Tensor) -> Made:
         return Made((Keep.of(tensor, problem),), {"keep": tensor})
 
-    def bias(tensor: Tensor, *before: Term) -> Made:
+    def bias(tensor: Tensor, *before: Term, behind: Made = Made((), {})) -> Made:  # noqa: B008  (empty)
         term = Bias.of(tensor.detach().requires_grad_(grad), problem)
-        return Made((*before, term), {"bias": tensor})
+        return Made((*before, term, *behind.terms), {"bias": tensor, **behind.operands})
 
     lengths = torch.tensor([keys * 5 // 8, keys], dtype=torch.int32, device="cuda")
     seed = torch.tensor([1234, (7 << 32) + 12], device="cuda")
@@ -95,6 +95,15 @@ def made(name: str, problem: Any) -> Made:
         "bias in float32": lambda: bias(drawn(b, 1, rows, keys)),
         "bias of keys": lambda: bias(drawn(b, 1, 1, keys).to(problem.dtype)),
         "bias behind a softcap": lambda: bias(drawn(h, rows, keys).to(problem.dtype), Softcap(9.0)),
+        "bias of batches": lambda: bias(drawn(b, 1, rows, keys).to(problem.dtype)),
+        "bias of all": lambda: bias(hidden[:1, :1]),
+        "bias and dropout": lambda: bias(
+            drawn(h, rows, keys).to(problem.dtype), behind=Made((Dropout(0.2),), {"seed": seed})
+        ),
+        "bias and lengths": lambda: bias(
+            drawn(h, rows, keys).to(problem.dtype), behind=Made((KeyLengths(),), {"key_lengths": lengths})
+        ),
+        "bias and keep": lambda: bias(drawn(h, rows, keys).to(problem.dtype), behind=keep(kept(problem, rows, keys))),
         "table": lambda: Made((RelativeBias(601, 300, "float32", grad),), {"table": drawn(h, 601)}),
         "sink": lambda: Made((Sink(grad),), {"sink": 3 * drawn(h)}),
         "lengths and sink": lambda: Made((KeyLengths(), Sink(grad)), {"key_lengths": lengths, "sink": drawn(h)}),
@@ -254,6 +263,20 @@ def _mapped(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_term(name: str, dim: int, mask: Any, lengths: tuple[int, int], backend: str) -> None:
     check(case_of(name, BF16, dim, mask, lengths), backend)
+
+
+BIASES = [
+    "bias", "bias of heads", "bias of batches", "bias of all", "bias and dropout", "bias and lengths", "bias and keep",
+]  # fmt: skip
+ALIGNED = [(64, Full(), (300, 416)), (128, Causal(), (1000, 1032)), (128, Full(), (257, 520))]
+
+
+@pytest.mark.parametrize(("dim", "mask", "lengths"), ALIGNED, ids=str)
+@pytest.mark.parametrize("name", BIASES)
+def test_biases_that_are_loaded_ahead(name: str, dim: int, mask: Any, lengths: tuple[int, int]) -> None:
+    """Rows begin at multiples of 16 bytes: TMA brings the tiles, and a shared bias has a kernel for its gradient."""
+    for deterministic in (False, True):
+        check(case_of(name, BF16, dim, mask, lengths, deterministic=deterministic), "sm90")
 
 
 @pytest.mark.parametrize("backend", list(BACKENDS))

@@ -28,7 +28,8 @@ class Family(Protocol):
     """One direction and one width of numbers of an architecture: a module of engine/sm80 or engine/sm90.
 
     A forward's `program` takes (problem, target, config), a backward's also which gradients are wanted. One whose
-    kernels go by a tile map has `MASK_LINES`, what a line of the bits of a mask belongs to in them. A forward may
+    kernels go by a tile map has `MASK_LINES`, what a line of the bits of a mask belongs to in them; a backward that
+    makes gradients of operands without any of q, k and v has `MAKES_OPERANDS_ALONE`. A forward may
     have `notices(problem)`, what a user should know of it; one that refuses more than its backend `why_not(problem,
     target)`; one whose `configs` depend on lengths `for_any_length`; and one whose entries in the user's table have
     another key than Direction gives them `tuning_key(problem)`.
@@ -215,6 +216,10 @@ class Fused:
         family = self.families(problem)[1]
         return family.program(backward_posed(problem, wants, family), target, config, wants)  # type: ignore[no-any-return]
 
+    def makes_operands_alone(self, problem: Problem) -> bool:
+        """Whether a backward may make gradients of operands without any of q, k and v."""
+        return bool(getattr(self.families(problem)[1], "MAKES_OPERANDS_ALONE", False))
+
     # -----------------------------------------------------------------------------------------------------------------
     # For the lab, which looks at a forward's configs one by one
 
@@ -272,7 +277,7 @@ class Fused:
             there = target or Target.of(device)
             return self.backward_program(problem, there, config or self.backward_configs(problem, there)[0], wants)
 
-        return run.bind_backward(program, problem)
+        return run.bind_backward(program, problem, operands_alone=self.makes_operands_alone(problem))
 
     def forward(
         self,

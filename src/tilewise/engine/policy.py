@@ -85,7 +85,8 @@ def term_params(problem: Problem, *, precise: bool, backward: bool = False) -> d
         for operand in () if backward else term.outputs:
             fields |= _slots(operand.name, operand.dims)
         for operand in term.tensors:
-            fields |= _slots(operand.name, operand.dims)
+            slots = _slots(operand.name, operand.dims)
+            fields |= {name: slot for name, slot in slots.items() if name in term.operands}
             if backward and operand in term.learned_tensors and f"d{operand.name}" in term.operands:
                 fields |= _slots("d" + operand.name, term.sums(operand, problem).dims)
         unit = term.unit_after(unit)

@@ -18,6 +18,7 @@ views: q, k, v, out, lse; dout, dlse, dq, dk, dv; and `scratch.NAME` for a regio
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..jit import Unit
+    from ..operands import Sums
 
 SCRATCH = "scratch."
 _ALIGNMENT = 256  # bytes, of every region: what tensor maps and vector loads want, and whole lines of the L2 cache
@@ -134,7 +136,9 @@ class Program(NamedTuple):
     """Launches in the order of a stream, and what they share.
 
     `views`: operands that the launches see with another shape. Where the strides of a call do not allow that,
-    `unless_viewed` is what runs instead.
+    `unless_viewed` is what runs instead. `unless_mapped` likewise, where strides or address of an operand do not allow
+    a tensor map of it. `sums`: of operands, what a backward leaves of their gradients, all of it written, where that is
+    something else than their terms say.
     """
 
     launches: tuple[Launch, ...]
@@ -144,13 +148,21 @@ class Program(NamedTuple):
     views: tuple[tuple[str, Shape], ...] = ()
     unless_viewed: Program | None = None
     prepared: tuple[Prepared, ...] = ()
+    unless_mapped: tuple[str, Program] | None = None
+    sums: tuple[tuple[str, Sums], ...] = ()
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """Every kernel that a call may launch."""
+        """Every kernel that a call may launch, but those of `unless_mapped`, which are built when a call needs them."""
         others = () if self.unless_viewed is None else self.unless_viewed.units
         before = [unit for one in self.prepared for unit in one.program.units]
         return tuple(dict.fromkeys([*(launch.unit for launch in self.launches), *before, *others]))
+
+
+def lenient(program: Program) -> Program:
+    """The program of which no other takes the place: its kernels may spill a few registers."""
+    launches = [launch._replace(unit=replace(launch.unit, strict=False)) for launch in program.launches]
+    return program._replace(launches=tuple(launches))
 
 
 def slots_of(fields: Mapping[str, Any]) -> Iterator[tuple[str, int | None, Any]]:

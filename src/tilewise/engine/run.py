@@ -8,6 +8,7 @@ allocation of results around it.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Hashable
@@ -66,6 +67,12 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
         operands = viewed
     names: dict[str, Any] = {"stream_of": torch._C._cuda_getCurrentRawStream, "bytes": torch.uint8}
     lines = [f"stream = stream_of({device})"]
+    if program.unless_mapped is not None:
+        name, other = program.unless_mapped
+        if not _can_be_mapped(operands[name]):
+            return load(other, operands, device)
+        names["unmapped"] = _Later(other, operands, device)
+        lines.insert(0, f"if {name}.data_ptr() & 15: return unmapped({', '.join(operands)})")
     for number, one in enumerate(program.prepared):
         names[f"prepared{number}"] = _Preparation(one, {name: operands[name] for name in one.operands}, device)
         made = ", ".join(name for name, _ in one.results)
@@ -96,6 +103,39 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
     body = "\n".join(f"    {line}" for line in lines)
     exec(f"def run({', '.join(operands)}):\n{body}\n", names)
     return names["run"]  # type: ignore[no-any-return]
+
+
+class _Later:
+    """A program that few calls need, loaded for the first of them."""
+
+    def __init__(self, program: Program, operands: Mapping[str, Tensor | None], device: int) -> None:
+        meta = {
+            name: None if one is None else torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+            for name, one in operands.items()
+        }
+        self._load = functools.cache(lambda: load(program, meta, device))
+
+    def __call__(self, *operands: Tensor | None) -> None:
+        self._load()(*operands)
+
+
+def _can_be_mapped(tensor: Tensor | None) -> bool:
+    """Whether boxes of the last two dimensions can be copied in bulk, if the tensor begins at a multiple of 16 bytes.
+
+    It may be broadcast over the others: a tensor map leaves those out.
+    """
+    assert tensor is not None
+    *sizes, rows, keys = tensor.shape
+    *strides, row, key = tensor.stride()
+    of_dims = zip((*sizes, rows), (*strides, row), strict=True)
+    steps = [stride * tensor.element_size() for size, stride in of_dims if size > 1]
+    in_lines = (keys == 1 or key == 1) and (rows == 1 or row != 0)
+    return in_lines and all(step % 16 == 0 and step < 2**40 for step in steps)
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Likewise of a tensor at its address."""
+    return _can_be_mapped(tensor) and tensor.data_ptr() % 16 == 0
 
 
 class _Preparation:
@@ -286,11 +326,17 @@ def _room(q: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tenso
     return q.new_zeros(shape, dtype=dtype)
 
 
-def bind_backward(programs: Callable[[torch.device, Wants], Program], problem: Problem) -> BoundBackward:
+def _unwritten(q: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+    return q.new_empty(shape, dtype=dtype)
+
+
+def bind_backward(
+    programs: Callable[[torch.device, Wants], Program], problem: Problem, *, operands_alone: bool = False
+) -> BoundBackward:
     """A backward for q, k and v of one shape, strides and device. What else varies decides between a few launches.
 
-    `programs` gives the program that makes the wanted gradients on a device. Where the kernel that makes some
-    alone does not build, all are made.
+    `programs` gives the program that makes the wanted gradients on a device, or with `operands_alone` one without any
+    of q, k and v. Where the kernel that makes some alone does not build, all are made.
     """
     if _goes_by_spans(problem):
         spanned, offsets = bind_backward(programs, with_spans(problem)), problem
@@ -346,21 +392,26 @@ def bind_backward(programs: Callable[[torch.device, Wants], Program], problem: P
             run = known.get(key)
             if run is None:
                 tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, **dict(zip(names, given, strict=True))}
-                run = keep(known, key, _loaded_backward(programs, problem, wants, tensors), MAX_LAUNCHES)
+                made = _loaded_backward(programs, problem, wants, tensors, operands_alone)
+                run = keep(known, key, made, MAX_LAUNCHES)
         return run(dout, dlse, q, k, v, out, lse, *given)
 
     return bound
 
 
 def _loaded_backward(
-    programs: Callable[[torch.device, Wants], Program], problem: Problem, wants: Wants, given: Operands
+    programs: Callable[[torch.device, Wants], Program],
+    problem: Problem,
+    wants: Wants,
+    given: Operands,
+    operands_alone: bool,
 ) -> BoundBackward:
     """Of (dout, dlse, q, k, v, out, lse, *operands): allocates the gradients, and makes them.
 
-    A kernel that makes gradients of operands makes one of q, k and v at least.
+    A kernel that makes gradients of operands makes one of q, k and v at least, unless it can do without.
     """
     device = given["q"].device
-    more = wants if wants & ALL else wants | {"q"}
+    more = wants if wants & ALL or operands_alone else wants | {"q"}
     try:
         make_all = _backward(programs(device, more), problem, more, given)
     except CompileError:
@@ -379,13 +430,21 @@ def _loaded_backward(
 
 def _backward(program: Program, problem: Problem, wants: Wants, given: Operands) -> BoundBackward:
     """The gradient of an operand `x` is the slot `dx` of the program. It is zero before: kernels add to it, or store
-    what they visit. Where its term says so, they leave sums there that the gradient is made of."""
+    what they visit. Where its term says so, they leave sums there that the gradient is made of; where the program says
+    so, all of these."""
     names = tuple(operand.name for operand in problem.operands)
+    if program.unless_mapped is not None:
+        return _mapped_backward(program, problem, wants, given)
     wanted = [name for name in (*INPUTS, *names) if name in wants]
+    written = dict(program.sums)
     sums = {
-        operand.name: (term.sums(operand, problem), operand)
+        operand.name: (written.get(operand.name) or term.sums(operand, problem), operand)
         for term in problem.scores
         for operand in term.learning(wants).learned_tensors
+    }
+    rooms = {
+        name: functools.partial(_unwritten if name in written else _room, shape=room.shape, dtype=room.dtype)
+        for name, (room, _) in sums.items()
     }
     grads = {
         f"d{name}": torch.empty_like(given[name], device="meta") if name in wants else None
@@ -416,12 +475,33 @@ def _backward(program: Program, problem: Problem, wants: Wants, given: Operands)
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Tensor
     ) -> Grads:
         of = dict(zip((*INPUTS, *names), (q, k, v, *others), strict=True))
-        made = {
-            name: _room(q, sums[name][0].shape, sums[name][0].dtype) if name in sums else new[name](of[name])
-            for name in wanted
-        }
+        made = {name: rooms[name](q) if name in sums else new[name](of[name]) for name in wanted}
         run(dout, dlse, q, k, v, out, lse, *others, *[made.get(name) for name in of])
         return made | {name: room.gradient(made[name], one, of[name]) for name, (room, one) in sums.items()}
+
+    return bound
+
+
+def _mapped_backward(program: Program, problem: Problem, wants: Wants, given: Operands) -> BoundBackward:
+    """By the address of an operand: with a tensor map of it, or without. The two may leave other sums."""
+    assert program.unless_mapped is not None
+    operand, other = program.unless_mapped
+    names = tuple(one.name for one in problem.operands)
+    if not _can_be_mapped(_as_read(problem, given)[operand]):
+        return _backward(other, problem, wants, given)
+    mapped = _backward(program._replace(unless_mapped=None), problem, wants, given)
+    unmapped: list[BoundBackward] = []  # once a call has needed it
+    place = names.index(operand)
+
+    def bound(
+        dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Tensor
+    ) -> Grads:
+        if others[place].data_ptr() & 15 == 0:
+            return mapped(dout, dlse, q, k, v, out, lse, *others)
+        if not unmapped:
+            now = {"dout": dout, "q": q, "k": k, "v": v, "out": out, **dict(zip(names, others, strict=True))}
+            unmapped.append(_backward(other, problem, wants, now))
+        return unmapped[0](dout, dlse, q, k, v, out, lse, *others)
 
     return bound
 

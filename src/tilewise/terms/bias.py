@@ -31,6 +31,8 @@ class Bias(Learner):
     """
 
     kind: ClassVar[str] = "bias"
+    struct: ClassVar[str] = "tilewise::Bias"
+    header: ClassVar[str] = "common/terms/bias.cuh"
 
     number: str = "bfloat16"
     over: tuple[str, ...] = ()
@@ -75,16 +77,17 @@ class Bias(Learner):
             return ""
         learned = ("added" if self.over else "stored") if self.learned else "no"
         paired = str(self.paired).lower()
-        return f"tilewise::Bias<tilewise::Number::{CPP_NUMBERS[self.number]}, {paired}, tilewise::Learned::{learned}>"
+        number = f"tilewise::Number::{CPP_NUMBERS[self.number]}"
+        return f"{self.struct}<{number}, {paired}, tilewise::Learned::{learned}>"
 
     @property
     def cpp_source(self) -> str:
-        return '#include "common/terms/bias.cuh"'
+        return f'#include "{self.header}"'
 
     @property
     def suffix(self) -> str:
         learned = ("_sums" if self.over else "_grad") if self.learned else ""
-        return f"bias_{CPP_NUMBERS.get(self.number, self.number)}{'_paired' * self.paired}{learned}"
+        return f"{self.kind}_{CPP_NUMBERS.get(self.number, self.number)}{'_paired' * self.paired}{learned}"
 
     @property
     def registers(self) -> Registers:

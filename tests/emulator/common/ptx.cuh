@@ -136,6 +136,7 @@ inline void load_matrices(u32 address, u32 (&m)[4], bool transposed) {
   }
 }
 inline void ldmatrix_x4(u32 address, u32 (&m)[4]) { load_matrices(address, m, false); }
+inline void ldmatrix_x4_trans(u32 address, u32 (&m)[4]) { load_matrices(address, m, true); }
 
 template <bool bf16>
 inline void mma_m16n8k16(float* c, const u32 (&a)[4], u32 b0, u32 b1) {

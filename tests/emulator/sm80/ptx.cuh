@@ -50,8 +50,6 @@ inline void cp_async_wait() {
 
 // --- the rest ---
 
-inline void ldmatrix_x4_trans(u32 address, u32 (&m)[4]) { load_matrices(address, m, true); }
-
 inline void store_shared(u32 address, u32 x) {
   if (address % 4 || address + 4 > model::shared_bytes) model::fail("a store to no such address");
   std::memcpy(model::shared + address, &x, 4);

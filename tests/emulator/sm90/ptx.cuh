@@ -83,7 +83,7 @@ inline void complete_bytes(const u64* place, u32 bytes) {
 // --- bulk copies ---
 
 inline void prefetch_tensormap(const TensorMap*) {}
-enum class CachePolicy : u64 { evict_first, evict_last };
+enum class CachePolicy : u64 { evict_normal, evict_first, evict_last };
 
 // Element (c0 + column, c1 + row, c2, c3), or null outside the tensor.
 inline u16* element(const TensorMap& map, long long c0, long long c1, long long c2, long long c3) {

@@ -19,16 +19,19 @@ import torch
 
 from ...masks import UNLIMITED, Causal, Packed
 from ...operands import ALL
+from ...terms import Sink
 from ...terms.spans import KnownSpans
 from .. import division, packed, rules
 from ..edges import edge_launches
 from ..extents import BATCHED, Extents, division_fields, row_fields
 from ..params import LOG2_E, kv_head_sections, matrix_bytes, mirror, tiles
 from ..policy import Policy, params_for, term_params, unit_of
-from ..program import Address, Launch, Layout, Map, Program, Stride, strides
+from ..program import Address, Launch, Layout, Map, Program, Stride, lenient, strides
 from ..source import Kernel, kernel_unit
 from ..tile_map import map_for
+from . import bias_gradient
 from .shared import WarpgroupConfig
+from .staged_bias import may_stage, staged
 
 if TYPE_CHECKING:
     from ...jit import Unit
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
 ARCH = "sm_90a"
 MASK_LINES = "keys"
+MAKES_OPERANDS_ALONE = True
 # Mean of 2^-8 / m over mantissas m, as weights are spread in the logarithm: half a unit in the last place of bf16.
 TRUNCATION_BIAS = 2.0**-8 / (2 * math.log(2))
 EDGE_ROWS, EDGE_THREADS = 64, 256
@@ -87,6 +91,7 @@ class Config(WarpgroupConfig):
     dq_columns: int
     query_registers: int
     product_registers: int
+    bias_stages: int
 
     @property
     def block_kv(self) -> int:
@@ -106,14 +111,24 @@ class Config(WarpgroupConfig):
         weights = 16 if self.warpgroups_own_keys else self.block_q * 64 * 4
         vectors = 2 * self.stages * self.block_q * 4 + self.stages * 2 * 4
         barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TICKET_STAGES)
+        bias = self.bias_stages * matrix_bytes(self.block_q, self.block_kv)
+        bias += 1024 * (self.bias_stages > 0)  # with its barriers
         before_tickets = -(-(kv + rings + ds + weights + vectors + barriers + 2 * 4) // 16) * 16
         after_plan = self.stages * 4 + 2 * 8
-        return -(-(before_tickets + TICKET_STAGES * 8 + 16 * 4 + after_plan) // 1024) * 1024
+        return bias + -(-(before_tickets + TICKET_STAGES * 8 + 16 * 4 + after_plan) // 1024) * 1024
+
+    @property
+    def depth(self) -> str:
+        bias = f", bias {self.bias_stages}" if self.bias_stages else ""
+        return f"{self.stages} stage{'s' * (self.stages > 1)}{bias}"
 
     @property
     def name(self) -> str:
-        extras = "" if self.makes_dq and self.makes_dkv else "_dq_only" if self.makes_dq else "_dkv_only"
-        return f"backward_{self.heads_name}_q{self.block_q}_kv{self.block_kv}{'_one_tile' * self.writes_dq}{extras}"
+        made = "dq" if self.makes_dq else "dkv" if self.makes_dkv else "operands"
+        extras = "" if self.makes_dq and self.makes_dkv else f"_{made}_only"
+        staged = f"_b{self.bias_stages}" if self.bias_stages else ""
+        shape = f"q{self.block_q}_kv{self.block_kv}{staged}"
+        return f"backward_{self.heads_name}_{shape}{'_one_tile' * self.writes_dq}{extras}"
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
@@ -124,12 +139,20 @@ def configs(problem: Problem, target: Target) -> list[Config]:
     """
     classes = rules.class_of(problem)
     rows = rules.rows("sm90_backward", "backward", classes, bool(problem.scores))
-    if all(term.elementwise for term in problem.scores):
-        rows = [row for row in rows if not row.get("terms")]
-    elif rules.backward_registers(problem) > _SPARE_REGISTERS.get(classes, _USUALLY_SPARE):
-        rows = sorted(rows, key=lambda row: not row.get("terms"))
-    facts = {"bf16": problem.dtype is torch.bfloat16, "makes_dq": True, "makes_dkv": True}
+    own = [row for row in rows if row.get("bias_stages")] if may_stage(problem) else []
+    others = [row for row in rows if not row.get("bias_stages")]
+    rows = [*_ordered(own, staged(problem)), *_ordered(others, problem)]
+    facts = {"bf16": problem.dtype is torch.bfloat16, "makes_dq": True, "makes_dkv": True, "bias_stages": 0}
     return [rules.from_row(Config, row, **facts) for row in rows if not row["writes_dq"] or _has_one_tile(problem, row)]
+
+
+def _ordered(rows: list[rules.Row], problem: Problem) -> list[rules.Row]:
+    """By the registers that they leave to terms."""
+    if all(term.elementwise for term in problem.scores):
+        return [row for row in rows if not row.get("terms")]
+    if rules.backward_registers(problem) <= _SPARE_REGISTERS.get(rules.class_of(problem), _USUALLY_SPARE):
+        return rows
+    return sorted(rows, key=lambda row: not row.get("terms"))
 
 
 @functools.cache
@@ -171,6 +194,29 @@ unit = Kernel("sm90/backward.cuh", "backward", _MainParams, "BackwardSmem", _DER
 
 
 def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL) -> Program:
+    """A staged bias has a program for biases that tensor maps cannot describe, of a config that does not stage it."""
+    if not config.bias_stages:
+        return _program(problem, target, config, wants)
+    unmapped = next(one for one in configs(problem, target) if not one.bias_stages)
+    mapped = _staged_program(staged(problem), target, config, wants)
+    return mapped._replace(unless_mapped=("bias", lenient(_program(problem, target, unmapped, wants))))
+
+
+def _staged_program(problem: Problem, target: Target, config: Config, wants: Wants) -> Program:
+    """The gradient of a bias that pairs share has a kernel of its own, behind the others."""
+    if "bias" not in wants or not bias_gradient.makes_it(problem):
+        return _program(problem, target, config, wants)
+    others = _program(rules.learning(problem, wants - {"bias"}), target, config, wants - {"bias"})
+    rows = tiles(problem.seq_q, config.block_q) * config.block_q
+    row_terms = others.scratch.addresses("start_s", "start_dp")
+    factors = {"scale_log2": unit_of(problem) * LOG2_E, "sums_factor": 1.0 / config.weight_factor}
+    launch = bias_gradient.launch(problem, target, row_terms, rows, factors)
+    sums = (("bias", bias_gradient.sums_of(problem)),)
+    says = (*others.says, "a kernel of its own makes the gradient of the bias")
+    return others._replace(launches=(*others.launches, launch), says=says, sums=sums)
+
+
+def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> Program:
     config = _only(config, wants)
     table = None
     if isinstance(problem.mask, Packed):
@@ -239,6 +285,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         **({"dq": Address("dq"), **strides("dq")} if config.makes_dq else {}),
         **division_fields(batch, divided, q_tiles, kv_tiles),
         **term_params(problem, precise=False, backward=True),
+        **({"bias_map": Map("bias", config.block_q)} if config.bias_stages else {}),
         **tile_map.fields,
         "scale_log2": scale_log2,
         "head_dim": problem.head_dim,
@@ -266,10 +313,10 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     lanes, kernel = _LANES[config.head_dim_v], unit(config, ARCH, problem.scores, main_extents)
     params = tile_map.extents.params(params_for(problem, _MainParams))
     pre_params = _PreprocessParams if line is None else Policy((line,)).params(_PreprocessParams)
-    launches = [
-        Launch(preprocess_unit(config.bf16, lanes, extents, line), pre_params, preprocess, edges, EDGE_THREADS),
-        Launch(kernel, params, main, divided.grid, config.threads, overlap=True),
-    ]
+    prepare = preprocess_unit(config.bf16, lanes, extents, line)
+    launches = [Launch(prepare, pre_params, preprocess, edges, EDGE_THREADS)]
+    if wants & ALL or any(term.learned_tensors and not isinstance(term, Sink) for term in problem.scores):
+        launches.append(Launch(kernel, params, main, divided.grid, config.threads, overlap=True))
     if unordered:
         post = postprocess_unit(config.bf16, extents)
         launches.append(Launch(post, _PostprocessParams, postprocess, edges, EDGE_THREADS, overlap=True))

@@ -18,11 +18,12 @@ from .. import packed, rules
 from ..extents import forward_fields
 from ..params import LOG2_E, forward_order, matrix_bytes, mirror, query_tiles, tiles
 from ..policy import Bounds, params_for, term_params, unit_of
-from ..program import Address, Counter, Launch, Layout, Map, Program, Stride, strides
+from ..program import Address, Counter, Launch, Layout, Map, Program, Stride, lenient, strides
 from ..rules import MAX_ROWS, class_of
 from ..source import Kernel, kernel_unit
 from ..tile_map import map_for
 from .shared import ForwardConfig
+from .staged_bias import may_stage, staged
 
 if TYPE_CHECKING:
     from ...jit import Unit
@@ -56,6 +57,7 @@ class Config(ForwardConfig):
     pingpong: bool
     ctas_per_sm: int
     split: bool
+    bias_slots: int
 
     @property
     def bounds(self) -> Bounds:
@@ -66,19 +68,27 @@ class Config(ForwardConfig):
     def smem_bytes(self) -> int:
         """`sizeof(Smem<config>)`; the generated source asserts it."""
         panels = -(-self.head_dim_v // 64)
+        halved = self.head_dim > 128 or (self.bias_slots > 0 and self.head_dim > 64 and self.block_kv > 96)
         q = self.consumers * matrix_bytes(64, self.head_dim)
-        out = self.consumers * (panels if self.head_dim <= 128 else (panels + 1) // 2) * matrix_bytes(64, 64)
+        out = self.consumers * ((panels + 1) // 2 if halved else panels) * matrix_bytes(64, 64)
+        bias = self.bias_slots * matrix_bytes(64, self.block_kv) + 1024 * (self.bias_slots > 0)  # with its barriers
         k = self.k_stages * matrix_bytes(self.block_kv, self.head_dim)
         v = self.v_stages * matrix_bytes(self.block_kv, self.head_dim_v)
         barriers = 8 * (4 * self.consumers + 2 * self.k_stages + 3 * self.v_stages + 2 * 2)
         plans = 2 * (9 + 2 * self.consumers + 1) * 4
-        return -(-(q + k + v + out + barriers + plans) // 1024) * 1024
+        return bias + -(-(q + k + v + out + barriers + plans) // 1024) * 1024
+
+    @property
+    def depth(self) -> str:
+        bias = f", bias {self.bias_slots} x 64 rows" if self.bias_slots else ""
+        return f"stages K {self.k_stages} V {self.v_stages}{bias}"
 
     @property
     def name(self) -> str:
         kind = f"{self.heads_name}_{MASK_KINDS[self.mask]}"
         shape = f"q{self.block_q}_kv{self.block_kv}_k{self.k_stages}v{self.v_stages}"
-        extras = f"{'_pingpong' * self.pingpong}{'_split' * self.split}"
+        staged = f"_b{self.bias_slots}" if self.bias_slots else ""
+        extras = f"{staged}{'_pingpong' * self.pingpong}{'_split' * self.split}"
         return f"forward_{kind}_{shape}{extras}{f'_x{self.ctas_per_sm}' if self.ctas_per_sm > 1 else ''}"
 
 
@@ -150,7 +160,12 @@ def _ships(problem: Problem) -> list[tuple[rules.Row, Config]]:
     kind, bf16 = _mask_kind(problem), problem.dtype is torch.bfloat16
     rows = rules.rows("sm90", "forward", class_of(problem), _roomy(problem))
     rows = [row for row in rows if MASK_KINDS[kind] in row["masks"]]
-    return [(row, _config(_narrower(row, problem), bf16, kind)) for row in rows]
+    own = [row for row in rows if row.get("bias_slots")] if may_stage(problem) else []
+    others = [row for row in rows if not row.get("bias_slots")]
+    return [
+        *((row, _config(_narrower(row, staged(problem)), bf16, kind)) for row in own),
+        *((row, _config(_narrower(row, problem), bf16, kind)) for row in others),
+    ]
 
 
 def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
@@ -193,6 +208,15 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
 
 
 def _program(problem: Problem, target: Target, config: Config) -> Program:
+    """A staged bias has a program for biases that tensor maps cannot describe, of a config that does not stage it."""
+    if not config.bias_slots:
+        return _launches(problem, target, config)
+    unmapped = next(one for one in configs(problem, target) if not one.bias_slots)
+    mapped = _launches(staged(problem), target, config)
+    return mapped._replace(unless_mapped=("bias", lenient(_launches(problem, target, unmapped))))
+
+
+def _launches(problem: Problem, target: Target, config: Config) -> Program:
     work, splits = query_tiles(problem, config.block_q), _splits(problem, config, target)
     ctas = min(work * splits, target.sms * config.ctas_per_sm)
     # Equal tiles need no dynamic order, and with one tile per CTA there is nothing to hand out.
@@ -215,6 +239,7 @@ def _program(problem: Problem, target: Target, config: Config) -> Program:
         "work_counter": Counter() if dynamic and not config.split else None,
         **forward_fields(problem, config.block_q, forward_order(problem, target, 2, waves)),
         **term_params(problem, precise=False),
+        **({"bias_map": Map("bias", 64)} if config.bias_slots else {}),
         **tile_map.fields,
         "scale_log2": unit_of(problem) * LOG2_E,
         "splits": splits,
@@ -329,4 +354,4 @@ def _mask_kind(problem: Problem) -> int:
 def _config(row: rules.Row, bf16: bool, kind: int) -> Config:
     split = row.get("split", False)
     mask = 1 if split else kind  # a causal band may as well hide nothing: one kernel for both
-    return rules.from_row(Config, {**row, "split": split}, bf16=bf16, mask=mask)
+    return rules.from_row(Config, {**row, "split": split}, bf16=bf16, mask=mask, bias_slots=0)

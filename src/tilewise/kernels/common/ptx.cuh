@@ -32,6 +32,14 @@ __device__ __forceinline__ void ldmatrix_x4(u32 address, u32 (&m)[4]) {  // ISA:
                : "memory");
 }
 
+// The same matrices, each transposed.
+__device__ __forceinline__ void ldmatrix_x4_trans(u32 address, u32 (&m)[4]) {  // ISA: ldmatrix
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address)
+               : "memory");
+}
+
 // --- arithmetic (pure: not volatile, no clobber) ---
 
 __device__ __forceinline__ float ex2(float x) {  // ISA: ex2

@@ -1,5 +1,5 @@
 // The instructions of the FlashAttention-2 kernels that the Hopper ones do without: asynchronous
-// copies by threads, and transposing loads of matrices. Conventions as in common/ptx.cuh.
+// copies by threads. Conventions as in common/ptx.cuh.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -22,13 +22,6 @@ __device__ __forceinline__ void cp_async_commit() {  // ISA: cp.async.commit_gro
 template <int pending>
 __device__ __forceinline__ void cp_async_wait() {  // ISA: cp.async.wait_group
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-}
-
-__device__ __forceinline__ void ldmatrix_x4_trans(u32 address, u32 (&m)[4]) {  // ISA: ldmatrix
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(address)
-               : "memory");
 }
 
 __device__ __forceinline__ void store_shared(u32 address, u32 x) {  // ISA: st

@@ -32,15 +32,16 @@
 // the last to the first, or the other way round. In claim order: as they come. In any order: no tile waits,
 // and postprocess rounds the sums. Which tiles run side by side, and where each begins: enum Walk.
 //
-// Roles. Warpgroup 0: one thread, the producer, issues all loads; a second waits for this tile's tickets
-// and a third passes them on, unless tiles add in any order. Warpgroup 1 makes dQ (8).
+// Roles. Warpgroup 0: one thread, the producer, issues all loads but those of a staged bias, which are
+// another's; a second waits for this tile's tickets and a third passes them on, unless tiles add in any
+// order. Warpgroup 1 makes dQ (8).
 // Warpgroups 2 and 3 make the rest, divided by keys (each owns dK and dV of 64 of 128 keys) or, where
 // those would not fit the registers (d > 128), by product: both have the same 64 keys, one owns dV
 // (1-3, 5) and hands P over in shared memory, the other dK (4, 6, 7).
 //
 // Shared memory (struct BackwardSmem): K and V of the CTA, in the end dK and dV on their way out;
-// rings of Q and dO with their row terms; a ring of dS; P on its way; barriers, the plan, and the head of
-// every stage for terms that ask for it.
+// rings of Q and dO with their row terms; a ring of dS; P on its way; a ring of a staged bias
+// (staged_bias.cuh); barriers, the plan, and the head of every stage for terms that ask for it.
 //
 // Barriers
 //   name                  arrives, count              waits             protects
@@ -49,6 +50,8 @@
 //   q_empty[stage]        warps of 2 and 3, 8         producer          Q is read
 //   dout_full[stage]      producer + TMA bytes, 1     2 and 3           dO and the start of dP are loaded
 //   dout_empty[stage]     warps of 2 and 3, 8         producer          dO is read
+//   bias_full[stage]      bias producer + TMA, 1      2 and 3           the bias is loaded
+//   bias_empty[stage]     warps that make P, 8 or 4   bias producer     the bias is read
 //   ds_full[stage]        warps that make dS, 8 or 4  1                 dS is written
 //   ds_empty[stage]       warps of 1, 4               2 and 3           dS is read; in the end K and V too
 //   weights_full, _empty  warps of 2, of 3, 4 each    3, 2              P is handed over; in the end V is read
@@ -84,6 +87,12 @@ __device__ __forceinline__ void init_backward_barriers(BackwardSmem<config, Exte
   for (int i = 0; i < config.ds_stages; ++i) {
     ptx::mbarrier_init(&smem.ds_full[i], config.ds_writers() * arrivals_of_warp);
     ptx::mbarrier_init(&smem.ds_empty[i], 4);
+  }
+  if constexpr (config.bias_stages > 0) {
+    for (int i = 0; i < config.bias_stages; ++i) {
+      ptx::mbarrier_init(&smem.bias_full[i], 1);
+      ptx::mbarrier_init(&smem.bias_empty[i], config.bias_readers() * arrivals_of_warp);
+    }
   }
   for (int i = 0; i < ticket_stages; ++i) {
     ptx::mbarrier_init(&smem.ticket_come[i], 2);
@@ -126,6 +135,7 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
     ptx::prefetch_tensormap(&params.q_map);
     ptx::prefetch_tensormap(&params.v_map);
     ptx::prefetch_tensormap(&params.dout_map);
+    if constexpr (config.bias_stages > 0) ptx::prefetch_tensormap(&params.bias_map);
     init_backward_barriers<config, Extents>(smem);
   }
   ptx::allow_next_grid();
@@ -138,6 +148,9 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
     if (plan.steps > 0 && ptx::elect_one()) {
       const int warp = threadIdx.x / 32;
       if (warp == 0) BackwardProducer<config, Policy, Extents>{params, smem, plan}.run();
+      if constexpr (config.bias_stages > 0) {
+        if (warp == 3) BiasProducer<config, Policy, Extents>{params, smem, plan}.run();
+      }
       if constexpr (config.makes_dq && !config.writes_dq && !HasTileMap<Extents>) {
         bool takes_tickets = params.dq_tickets != nullptr;
         if constexpr (HasWorkTable<Extents>) takes_tickets = takes_tickets && !plan.unordered;

@@ -26,6 +26,7 @@ struct BackwardConfig {
   int dq_columns;         // columns of dQ that are accumulated at a time
   int query_registers;    // of the warpgroup that makes dQ
   int product_registers;  // of the two that make the rest
+  int bias_stages;        // where a bias is staged (staged_bias.cuh); else 0
 
   TILEWISE_INLINE int block_kv() const { return warpgroups_own_keys ? 128 : 64; }
   TILEWISE_INLINE int q_blocks() const { return block_q / 64; }
@@ -36,7 +37,8 @@ struct BackwardConfig {
   TILEWISE_INLINE float weight_factor() const {
     return bf16 && warpgroups_own_keys ? 0x1.00b8aa3b295c1p+0f : 1.0f;
   }
-  TILEWISE_INLINE int ds_writers() const { return warpgroups_own_keys ? 8 : 4; }  // warps
+  TILEWISE_INLINE int ds_writers() const { return warpgroups_own_keys ? 8 : 4; }    // warps
+  TILEWISE_INLINE int bias_readers() const { return warpgroups_own_keys ? 8 : 4; }  // likewise
 };
 
 // How many KV tiles have taken a ticket for the dQ of a query tile, and how many have added to it.
@@ -158,6 +160,11 @@ __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params
     const Schedule schedule{params.heads_kv, pairs, params.pieces, params.sections, 0};
     at = schedule.tile(work);
   }
+  // Where batches share a staged bias, they come side by side: a tile of it is read from DRAM once.
+  if constexpr (requires { params.bias_map; }) {
+    const int pair = at.batch * params.heads_kv + at.head;
+    if (params.bias_batch_stride == 0) at = {pair % params.batch, pair / params.batch, at.q_tile};
+  }
   const auto record = Extents::find(params, at.batch);
   const auto sequence = sequence_of<Extents>(params, record);
   const RowBand band = sequence.row_band();
@@ -241,8 +248,18 @@ constexpr int arrivals_of_warp = 32;
 constexpr int arrivals_of_warp = 1;
 #endif
 
+// A ring of tiles of a staged bias: queries x keys, 64 keys a panel.
+template <BackwardConfig config, bool staged = (config.bias_stages > 0)>
+struct BackwardBiasRing {};
+template <BackwardConfig config>
+struct BackwardBiasRing<config, true> {
+  alignas(
+      1024) unsigned char bias[config.bias_stages][matrix_bytes(config.block_q, config.block_kv())];
+  ptx::u64 bias_full[config.bias_stages], bias_empty[config.bias_stages];
+};
+
 template <BackwardConfig config, typename Extents>
-struct BackwardSmem {
+struct BackwardSmem : BackwardBiasRing<config> {
   alignas(1024) unsigned char k[matrix_bytes(config.block_kv(), config.head_dim)];
   alignas(1024) unsigned char v[matrix_bytes(config.block_kv(), config.head_dim_v)];
   alignas(1024) unsigned char q[config.stages][matrix_bytes(config.block_q, config.head_dim)];

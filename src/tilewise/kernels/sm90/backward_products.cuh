@@ -47,6 +47,7 @@ struct ProductWarpgroup {
   using Position = RingPosition<config.stages>;
   Position position{0};  // of this step in the Q and dO rings
   RingPosition<config.ds_stages> ds_position{1};
+  RingPosition<max_int(config.bias_stages, 1)> bias_position{0};
   typename Policy::OfRows of_rows{params, Keys{*this}};
   // Of the head of the Q that was looked at last. Why kept where there is a register: it is loaded
   // before the product of S, and there when that is done.
@@ -204,6 +205,15 @@ struct ProductWarpgroup {
     }
     __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
+    // Of a staged bias: the queries of this warpgroup's keys, and where the warp's keys begin in
+    // their panel, in eights.
+    __device__ __forceinline__ u32 staged_rows() const {
+      if constexpr (config.bias_stages > 0)
+        return ptx::smem_address(kernel.smem.bias[kernel.bias_position.stage]) +
+               kernel.row / panel_columns * panel_bytes(block_q);
+      return 0;
+    }
+    __device__ __forceinline__ int staged_chunk() const { return kernel.warp * 2; }
     __device__ __forceinline__ const typename Policy::OfRows& of_rows() const {
       return kernel.of_rows;
     }
@@ -228,6 +238,17 @@ struct ProductWarpgroup {
       ptx::mbarrier_wait(&smem.ds_empty[ds_position.stage], ds_position.phase);
   }
 
+  __device__ __forceinline__ void wait_bias() {
+    if constexpr (config.bias_stages > 0)
+      ptx::mbarrier_wait(&smem.bias_full[bias_position.stage], bias_position.phase);
+  }
+  __device__ __forceinline__ void release_bias() {
+    if constexpr (config.bias_stages > 0) {
+      arrive(&smem.bias_empty[bias_position.stage]);
+      bias_position.advance();
+    }
+  }
+
   // S -> P in place.
   __device__ __forceinline__ void exponentiate(Fragment& s, int stage, SeenTile tile) {
     if constexpr (Policy::adds_line) {
@@ -240,7 +261,9 @@ struct ProductWarpgroup {
       for (int i = 0; i < block_q / 2; ++i)
         s[i] = ptx::ex2(fmaf(s[i], params.scale_log2, start[row_of(i)]));
     } else if constexpr (Policy::transforms) {
+      wait_bias();
       Policy::apply(s, params, Unit{}, Place{*this, tile, stage});
+      release_bias();
       const float2* pairs = reinterpret_cast<const float2*>(smem.start_s[stage]) + threadIdx.x % 4;
 #pragma unroll
       for (int j = 0; j < block_q / 8; ++j) {
@@ -494,6 +517,8 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
   // that of the next step.
   __device__ __forceinline__ void skip(Fragment& s, SeenTile& tile, bool last) {
     const int stage = this->position.stage;
+    this->wait_bias();
+    this->release_bias();
     this->wait_dout(this->position);
     this->arrive(&smem.dout_empty[stage]);
     const Packed nothing = {};

@@ -142,6 +142,41 @@ struct BackwardProducer {
   }
 };
 
+// Another issues those of a staged bias. Why another: it has fewer stages, and Q and dO are not to
+// wait for them.
+template <BackwardConfig config, typename Policy, typename Extents>
+struct BiasProducer {
+  const ParamsOf<BackwardParams, Policy, Extents>& params;
+  BackwardSmem<config, Extents>& smem;
+  const BackwardPlan<Extents>& plan;
+
+  // Queries and keys beyond the tensor arrive as zeros.
+  __device__ __forceinline__ void load(int stage, const StepCursor& at) {
+    const int head = plan.head_kv * params.heads_per_kv + at.head;
+    const int row = query_tile_at(params, plan, at.q_tile) * config.block_q;
+    u64* full = &smem.bias_full[stage];
+    ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.bias[0]));
+#pragma unroll
+    for (int panel = 0; panel < panel_count(config.block_kv()); ++panel)
+      ptx::tma_load_4d(smem.bias[stage] + panel * panel_bytes(config.block_q), &params.bias_map,
+                       full, plan.kv_tile * config.block_kv() + panel * panel_columns, row,
+                       params.bias_head_stride == 0 ? 0 : head,
+                       params.bias_batch_stride == 0 ? 0 : plan.batch,
+                       ptx::CachePolicy::evict_normal);
+  }
+
+  __device__ __forceinline__ void run() {
+    StepCursor cursor(plan);
+    RingPosition<config.bias_stages> position(1);
+    for (int step = 0; step < plan.steps; ++step) {
+      ptx::mbarrier_wait(&smem.bias_empty[position.stage], position.phase);
+      load(position.stage, cursor);
+      position.advance();
+      cursor.advance(plan);
+    }
+  }
+};
+
 // The KV tiles that add to the dQ of a query tile.
 template <typename Policy, int block_q, int block_kv, typename Params, typename Extents>
 __device__ __forceinline__ TileRange adders(const Params& params, const BackwardPlan<Extents>& plan,

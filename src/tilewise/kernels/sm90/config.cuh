@@ -25,21 +25,27 @@ struct Config {
   bool pingpong;    // consumer warpgroups take turns to issue their products
   int ctas_per_sm;  // CTAs that share a multiprocessor
   bool split;       // work is a part of the keys of a query tile; combine.cuh puts parts together
+  int bias_slots;   // of 64 query rows, where a bias is staged (staged_bias.cuh); else 0
 
   TILEWISE_INLINE int block_q() const { return consumers * 64; }
   TILEWISE_INLINE int threads() const { return (consumers + 1) * 128; }
   TILEWISE_INLINE bool masked() const { return mask != mask_full; }
   TILEWISE_INLINE bool pingpongs() const { return pingpong && consumers > 1; }
   // Panels of out for which there is room in shared memory at a time: all, or half of a large head.
+  TILEWISE_INLINE bool halves_out() const {
+    return head_dim > 128 || (bias_slots > 0 && head_dim > 64 && block_kv > 96);
+  }
   TILEWISE_INLINE int staged_panels() const {
-    return head_dim <= 128 ? panel_count(head_dim_v) : (panel_count(head_dim_v) + 1) / 2;
+    return halves_out() ? (panel_count(head_dim_v) + 1) / 2 : panel_count(head_dim_v);
   }
   // setmaxnreg moves registers from the producer's warpgroup to the consumers'; all counts are
   // multiples of 8.
   TILEWISE_INLINE int launch_registers() const {
     return min_int(65536 / (threads() * ctas_per_sm) / 8 * 8, 240);
   }
-  TILEWISE_INLINE int producer_registers() const { return launch_registers() < 168 ? 32 : 40; }
+  TILEWISE_INLINE int producer_registers() const {
+    return launch_registers() < 168 && bias_slots == 0 ? 32 : 40;
+  }
   TILEWISE_INLINE int consumer_registers() const {
     return min_int(
         (launch_registers() * (consumers + 1) - producer_registers()) / consumers / 8 * 8, 240);
@@ -94,8 +100,18 @@ struct TilePlan : Extents::Record {
 
 constexpr int work_slots = 2;
 
+// A ring of tiles of a staged bias, 64 query rows each: those of the warpgroups in turn, KV tile
+// after KV tile.
+template <Config config, bool staged = (config.bias_slots > 0)>
+struct BiasRing {};
+template <Config config>
+struct BiasRing<config, true> {
+  alignas(1024) unsigned char bias[config.bias_slots][matrix_bytes(64, config.block_kv)];
+  ptx::u64 bias_full[config.bias_slots], bias_empty[config.bias_slots];
+};
+
 template <Config config, typename Extents>
-struct Smem {
+struct Smem : BiasRing<config> {
   alignas(1024) unsigned char q[config.consumers][matrix_bytes(64, config.head_dim)];
   alignas(1024) unsigned char k[config.k_stages][matrix_bytes(config.block_kv, config.head_dim)];
   alignas(1024) unsigned char v[config.v_stages][matrix_bytes(config.block_kv, config.head_dim_v)];

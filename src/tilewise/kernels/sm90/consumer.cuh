@@ -53,6 +53,7 @@ struct Consumer {
   RingPosition<config.k_stages> k_position{0};
   RingPosition<config.v_stages> v_position{0};
   RingPosition<work_slots> work_position{0};
+  RingPosition<max_int(config.bias_slots, 1)> bias_position{0};
   u32 q_phase = 0;
   u32 out_phase = 1;
   bool out_rest = false;  // panels of the tile before are still to be staged
@@ -119,6 +120,21 @@ struct Consumer {
     arrive(&smem.k_empty[k_position.stage]);
     if (early_release && last) arrive(&smem.q_empty[warpgroup]);
   }
+  // Slots are those of the warpgroups in turn.
+  __device__ __forceinline__ void next_bias(int count) {
+    if constexpr (config.bias_slots > 0) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) bias_position.advance();
+    }
+  }
+  // The bias is read, by the slow path too.
+  __device__ __forceinline__ void release_bias() {
+    if constexpr (config.bias_slots > 0) {
+      __syncwarp();
+      arrive(&smem.bias_empty[bias_position.stage]);
+      next_bias(config.consumers);
+    }
+  }
   __device__ __forceinline__ void release_values() {
     arrive(&smem.v_empty[v_position.stage]);
     v_position.advance();
@@ -147,6 +163,15 @@ struct Consumer {
     __device__ __forceinline__ int head() const { return part.plan->tile.head; }
     __device__ __forceinline__ Band band() const { return kernel.sequence(part).band(); }
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence(part).row_band(); }
+    // Of a staged bias: the first of this warp's rows, and where its keys begin in their panel, in
+    // eights.
+    __device__ __forceinline__ u32 staged_rows() const {
+      if constexpr (config.bias_slots > 0)
+        return ptx::smem_address(kernel.smem.bias[kernel.bias_position.stage]) +
+               kernel.warp * panel_bytes(16);
+      return 0;
+    }
+    __device__ __forceinline__ int staged_chunk() const { return 0; }
   };
   struct Place : Spot {
     __device__ __forceinline__ const typename Policy::Once& once() const {
@@ -164,6 +189,8 @@ struct Consumer {
   template <bool looks = false>
   __device__ __forceinline__ auto apply_terms(const Part& part, int kv_tile) {
     const Place place{{*this, part, kv_tile}};
+    if constexpr (config.bias_slots > 0)
+      ptx::mbarrier_wait(&smem.bias_full[bias_position.stage], bias_position.phase);
     if constexpr (adds_line) {
       const Line line = Policy::line(params, place);
 #pragma unroll
@@ -228,6 +255,7 @@ struct Consumer {
     release_operands(kv_tile == part.own.begin);
     k_position.advance();
     const auto starts = apply_terms(part, kv_tile);
+    release_bias();
     if (part.plan->partial(kv_tile)) hide(part, kv_tile);
     observe(part, kv_tile);
     float alpha[2];
@@ -264,6 +292,7 @@ struct Consumer {
                                              bool values_partial) {
     issue_both(values_partial);
     const auto starts = apply_terms(part, kv_tile);
+    release_bias();
     if (partial) hide(part, kv_tile);
     observe(part, kv_tile);
     float alpha[2];
@@ -306,6 +335,7 @@ struct Consumer {
         if (!good) break;
         softmax.add(block);
         release_operands(n == final_tile);
+        release_bias();
         wgmma::wait<0>();
         wgmma::hold(o);
         pack_and_release(part, n);
@@ -315,6 +345,7 @@ struct Consumer {
       wgmma::hold(o);
       take_maximum_now(part, n, block);
       release_operands(n == final_tile);
+      release_bias();
       pack_and_release(part, n);
       --n;
     }
@@ -338,6 +369,10 @@ struct Consumer {
       k_position.advance();
       ptx::mbarrier_wait(&smem.v_full[v_position.stage], v_position.phase);
       release_values();
+      if constexpr (config.bias_slots > 0) {
+        ptx::mbarrier_wait(&smem.bias_full[bias_position.stage], bias_position.phase);
+        release_bias();
+      }
     }
   }
 
@@ -562,6 +597,7 @@ struct Consumer {
     if (config.pingpongs() && warpgroup == config.consumers - 1)
       ptx::barrier_arrive<256>(BarrierId::pingpong);
     clear_out();
+    next_bias(warpgroup);
     for (;; work_position.advance()) {
       const Part part = read_part(work_position);
       if (part.plan->row_begin == Plan::no_more_work) break;

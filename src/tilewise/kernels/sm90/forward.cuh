@@ -30,7 +30,8 @@
 // epilogue). Warpgroups 1..consumers: everything else.
 //
 // Shared memory (struct Smem): Q, a 64-row slot per warpgroup; K and V, rings of k_stages and v_stages
-// tiles; room for out, all or half of its columns; barriers and plans.
+// tiles; room for out, all or half of its columns; with a staged bias (staged_bias.cuh), a ring of its
+// tiles, 64 rows per slot, of the warpgroups in turn; barriers and plans.
 //
 // Barriers
 //   name              arrives, count                 waits                 protects
@@ -41,6 +42,8 @@
 //   v_full[stage]     producer + TMA bytes, 1        consumers, scanner    V tile is loaded
 //   v_scanned[stage]  scanner, 1                     consumers, partial V  V tile is finite
 //   v_empty[stage]    consumer warps and scanner     producer              V tile is read
+//   bias_full[slot]   producer + TMA bytes, 1        its consumer wg       bias tile is loaded
+//   bias_empty[slot]  warps of that wg, 4            producer              bias tile is read, slow path too
 //   out_full[wg]      warps of wg, 4                 storer                out rows are staged
 //   out_empty[wg]     storer, 1                      consumer wg           staged rows are read
 //   work_full[slot]   scheduler, 1                   all other roles       plan[slot] is written
@@ -76,6 +79,12 @@ __device__ __forceinline__ void init_barriers(Smem<config, Extents>& smem) {
     ptx::mbarrier_init(&smem.v_empty[i], consumer_warps + scanners);
     ptx::mbarrier_init(&smem.v_scanned[i], 1);
   }
+  if constexpr (config.bias_slots > 0) {
+    for (int i = 0; i < config.bias_slots; ++i) {
+      ptx::mbarrier_init(&smem.bias_full[i], 1);
+      ptx::mbarrier_init(&smem.bias_empty[i], 4);
+    }
+  }
   for (int i = 0; i < work_slots; ++i) {
     ptx::mbarrier_init(&smem.work_full[i], 1);
     ptx::mbarrier_init(&smem.work_empty[i], 1 + storers + consumer_warps + scanners);
@@ -94,6 +103,7 @@ __device__ __forceinline__ void forward(const ParamsOf<Params, Policy, Extents>&
     ptx::prefetch_tensormap(&params.k_map);
     ptx::prefetch_tensormap(&params.v_map);
     ptx::prefetch_tensormap(&params.out_map);
+    if constexpr (config.bias_slots > 0) ptx::prefetch_tensormap(&params.bias_map);
     init_barriers<config, Extents>(smem);
   }
   // Launches overlap: this grid may start while the one before it ends, so nothing that another

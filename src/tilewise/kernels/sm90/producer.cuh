@@ -16,6 +16,14 @@ __device__ __forceinline__ Schedule schedule_of(const Params& params) {
           params.longest_first};
 }
 
+// The work tile in whose place this one is done where batches share a bias: those of one KV head
+// come side by side, so that a tile of the bias is read from DRAM once.
+__device__ __forceinline__ WorkTile batches_together(const Params& params, const WorkTile& tile) {
+  const int group = params.heads_per_kv;
+  const int pair = (tile.batch * params.heads + tile.head) / group;
+  return {pair % params.batch, pair / params.batch * group + tile.head % group, tile.q_tile};
+}
+
 template <Config config, typename Extents, typename KernelParams>
 __device__ __forceinline__ int work_count_of(const KernelParams& params) {
   if constexpr (HasWorkTable<Extents>)
@@ -34,6 +42,9 @@ __device__ __forceinline__ TilePlan<Extents> make_plan(
     plan.tile = Extents::q_work(params, params.heads, config.block_q(), params.longest_first, work);
   else
     plan.tile = schedule_of(params).tile(config.split ? work / params.splits : work);
+  if constexpr (config.bias_slots > 0) {
+    if (params.bias_batch_stride == 0) plan.tile = batches_together(params, plan.tile);
+  }
   static_cast<typename Extents::Record&>(plan) = Extents::find(params, plan.tile.batch);
   const auto sequence = sequence_of<Extents>(params, plan);
   const Band band = sequence.band();
@@ -84,6 +95,7 @@ struct Producer {
   Smem<config, Extents>& smem;
   RingPosition<config.k_stages> k_position{1};
   RingPosition<config.v_stages> v_position{1};
+  RingPosition<max_int(config.bias_slots, 1)> bias_position{1};
   u32 q_phase = 1;
 
   __device__ __forceinline__ void load_matrix(unsigned char* destination, const ptx::TensorMap& map,
@@ -136,16 +148,37 @@ struct Producer {
     v_position.advance();
   }
 
-  // Invariant: consumers wait for Q, K and V in exactly this order.
+  // Of all warpgroups. Rows and keys beyond the tensor arrive as zeros.
+  __device__ __forceinline__ void load_bias(const Plan& plan, int position) {
+    if constexpr (config.bias_slots > 0) {
+      const int key = first_key(plan, position);
+      for (int warpgroup = 0; warpgroup < config.consumers; ++warpgroup) {
+        const int slot = bias_position.stage;
+        ptx::mbarrier_wait(&smem.bias_empty[slot], bias_position.phase);
+        ptx::mbarrier_arrive_expect_tx(&smem.bias_full[slot], sizeof(smem.bias[0]));
+        for (int panel = 0; panel < panel_count(config.block_kv); ++panel)
+          ptx::tma_load_4d(
+              smem.bias[slot] + panel * panel_bytes(64), &params.bias_map, &smem.bias_full[slot],
+              key + panel * panel_columns, plan.row_begin + warpgroup * 64,
+              params.bias_head_stride == 0 ? 0 : plan.tile.head,
+              params.bias_batch_stride == 0 ? 0 : plan.tile.batch, ptx::CachePolicy::evict_normal);
+        bias_position.advance();
+      }
+    }
+  }
+
+  // Invariant: consumers wait for Q, K, V and the bias in exactly this order.
   __device__ __forceinline__ void load_tile(const Plan& plan) {
     int kv_tile = plan.touched.end - 1;
     if (!plan.touched.empty()) load_k(plan, kv_tile);
     for (int warpgroup = 0; warpgroup < config.consumers; ++warpgroup) load_q(plan, warpgroup);
     q_phase ^= 1;
     if (plan.touched.empty()) return;
+    load_bias(plan, kv_tile);
     for (; kv_tile > plan.touched.begin; --kv_tile) {
       load_k(plan, kv_tile - 1);
       load_v(plan, kv_tile);
+      load_bias(plan, kv_tile - 1);
     }
     load_v(plan, kv_tile);
   }

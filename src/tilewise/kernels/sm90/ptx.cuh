@@ -102,6 +102,7 @@ __device__ __forceinline__ void prefetch_tensormap(
 }
 
 enum class CachePolicy : u64 {
+  evict_normal = 0x1000000000000000ull,
   evict_first = 0x12F0000000000000ull,
   evict_last = 0x14F0000000000000ull
 };

@@ -2,6 +2,8 @@
 //
 //   v unit + bias     and from there on v is in nats: a bias as large as a float loses no bit
 //
+// Here it is read where it lies, when it is needed; sm90/staged_bias.cuh is for kernels that have
+// its tiles in shared memory.
 // `number`: what it is made of. `paired`: keys lie side by side, two of them aligned as one number,
 // and their number is even.
 // The gradient is dS. Where every score has its own bias it is stored, in the bias's own numbers;
@@ -25,8 +27,58 @@ struct BitsOf<Number::float32> {
   using Type = float;
 };
 
+// Its gradient.
 template <Number number, bool paired, Learned learned>
-struct Bias {
+struct BiasGradient {
+  using Bits = typename BitsOf<number>::Type;
+
+  Bits* dbias;
+  Placement dplace;
+  float first_ds;  // of a pair
+
+  template <typename Params, typename At>
+  __device__ __forceinline__ BiasGradient(const Params& params, const At& at)
+      : dbias(static_cast<Bits*>(params.dbias)),
+        dplace(at, params.dbias_batch_stride, params.dbias_head_stride, params.dbias_row_stride,
+               params.dbias_key_stride, params.seq_q, params.seq_k) {}
+
+  __device__ __forceinline__ void gradient(float ds, int i) {
+    if constexpr (learned == Learned::added) {
+      if (dplace.exists(i))
+        ptx::add_to_global(static_cast<float*>(static_cast<void*>(dbias)) + dplace.offset<false>(i),
+                           ds);
+      return;
+    }
+    const bool by_pairs = paired && dplace.rows_are == RowsAre::queries;
+    if (by_pairs && i % 2 == 0) {
+      first_ds = ds;
+      return;
+    }
+    if (!dplace.exists(i)) return;
+    if (by_pairs) {
+      Bits* to = dbias + dplace.offset<true>(i - 1);
+      if constexpr (number == Number::float32)
+        *reinterpret_cast<float2*>(to) = float2{first_ds, ds};
+      else
+        *reinterpret_cast<ptx::u32*>(to) = ptx::pack<number == Number::bf16>(first_ds, ds);
+    } else {
+      Bits* to = dbias + dplace.offset<paired>(i);
+      if constexpr (number == Number::float32)
+        *to = ds;
+      else
+        *to = static_cast<Bits>(ptx::pack<number == Number::bf16>(ds, 0.0f));
+    }
+  }
+};
+
+template <Number number, bool paired>
+struct BiasGradient<number, paired, Learned::no> {
+  template <typename Params, typename At>
+  __device__ __forceinline__ BiasGradient(const Params&, const At&) {}
+};
+
+template <Number number, bool paired, Learned learned>
+struct Bias : BiasGradient<number, paired, learned> {
   struct Operands {
     const void* bias;
     long long bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride;
@@ -38,23 +90,20 @@ struct Bias {
   using Bits = typename BitsOf<number>::Type;
 
   const Bits* bias;
-  Bits* dbias;
   float in;
   const float& out;
-  Placement place, dplace;
-  bool checks = true;      // whether an element exists
-  float second, first_ds;  // of a pair: the number that came with the one before, and its gradient
+  Placement place;
+  bool checks = true;  // whether an element exists
+  float second;        // of a pair: the number that came with the one before
 
   template <typename Params, typename At>
   __device__ __forceinline__ Bias(const Params& params, const Unit& unit, const At& at)
-      : bias(static_cast<const Bits*>(params.bias)),
-        dbias(static_cast<Bits*>(params.dbias)),
+      : BiasGradient<number, paired, learned>(params, at),
+        bias(static_cast<const Bits*>(params.bias)),
         in(params.bias_in * unit.first * unit.second),
         out(params.bias_out),
         place(at, params.bias_batch_stride, params.bias_head_stride, params.bias_row_stride,
-              params.bias_key_stride, params.seq_q, params.seq_k),
-        dplace(at, params.dbias_batch_stride, params.dbias_head_stride, params.dbias_row_stride,
-               params.dbias_key_stride, params.seq_q, params.seq_k) {}
+              params.bias_key_stride, params.seq_q, params.seq_k) {}
 
   // The bias of element i; asked in ascending order.
   __device__ __forceinline__ float at(int i) {
@@ -82,36 +131,6 @@ struct Bias {
   __device__ __forceinline__ float before(float v, int i) {
     const float added = at(i);
     return added == -infinity ? 0.0f : (v - added) * out;
-  }
-
-  __device__ __forceinline__ void gradient(float ds, int i)
-    requires(learned != Learned::no)
-  {
-    if constexpr (learned == Learned::added) {
-      if (dplace.exists(i))
-        ptx::add_to_global(static_cast<float*>(static_cast<void*>(dbias)) + dplace.offset<false>(i),
-                           ds);
-      return;
-    }
-    const bool by_pairs = paired && place.rows_are == RowsAre::queries;
-    if (by_pairs && i % 2 == 0) {
-      first_ds = ds;
-      return;
-    }
-    if (!dplace.exists(i)) return;
-    if (by_pairs) {
-      Bits* to = dbias + dplace.offset<true>(i - 1);
-      if constexpr (number == Number::float32)
-        *reinterpret_cast<float2*>(to) = float2{first_ds, ds};
-      else
-        *reinterpret_cast<ptx::u32*>(to) = ptx::pack<number == Number::bf16>(first_ds, ds);
-    } else {
-      Bits* to = dbias + dplace.offset<paired>(i);
-      if constexpr (number == Number::float32)
-        *to = ds;
-      else
-        *to = static_cast<Bits>(ptx::pack<number == Number::bf16>(ds, 0.0f));
-    }
   }
 };
 
