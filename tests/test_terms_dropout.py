@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from typing import Any
 
+import pytest
 import torch
 
 from support import make_problem
@@ -23,17 +27,52 @@ def test_dropout(monkeypatch: Any, backend: Any, dtype: Any, dim: int, mask: Any
     check(monkeypatch, backend, case, back=back)
 
 
-def test_the_random_bits_are_those_of_philox() -> None:
-    """The known answer for a counter and a key of zeros, and of ones, with seven rounds."""
-    zeros, ones = torch.zeros((), dtype=torch.int64), torch.full((), 0xFFFFFFFF, dtype=torch.int64)
-    assert [int(word) for word in dropout._philox([zeros] * 4, [zeros] * 2)] == KNOWN[0]
-    assert [int(word) for word in dropout._philox([ones] * 4, [ones] * 2)] == KNOWN[1]
+@pytest.mark.parametrize("name", ["_philox4", "_philox2"])
+def test_the_random_bits_are_those_of_philox(name: str) -> None:
+    """The known answers for a counter and a key of zeros, and of ones, with seven rounds."""
+    for value, want in KNOWN[name].items():
+        word = torch.full((), value, dtype=torch.int64)
+        key = [word] * 2 if name == "_philox4" else word
+        assert [int(got) for got in getattr(dropout, name)([word] * len(want), key)] == want
 
 
-KNOWN = [
-    [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48],
-    [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662],
-]
+KNOWN = {
+    "_philox4": {
+        0: [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48],
+        0xFFFFFFFF: [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662],
+    },
+    "_philox2": {0: [0x257A3673, 0xCD26BE2A], 0xFFFFFFFF: [0xAB302C4D, 0x3DC9D239]},
+}
+
+
+def test_any_three_numbers_of_a_call_are_independent() -> None:
+    """Exactly: of the bits of the four halves that a number is the sum of, those of any three are linearly independent,
+    so with halves that are uniform every outcome of three numbers is as likely as any other."""
+    halves = []
+    for half in range(4):
+        word = torch.tensor(0xFFFF << 16 * (half % 2))
+        a, b = (word, word * 0) if half < 2 else (word * 0, word)
+        halves.append([int(one) >> shift & 0xFFFF for one in dropout.spread(a, b) for shift in (0, 16)])
+    numbers = [sum((column == 0xFFFF) << half for half, column in enumerate(row)) for row in zip(*halves, strict=True)]
+    assert sorted(numbers) == [1, 2, 4, 7, 8, 11, 13, 14]
+    for some in itertools.combinations(numbers, 3):
+        sums = [functools.reduce(operator.xor, few) for size in (1, 2, 3) for few in itertools.combinations(some, size)]
+        assert 0 not in sums
+
+
+def test_pairs_of_scores_are_dropped_independently() -> None:
+    """Of all pairs of scores of a square of sixteen, over many squares: as often together as chance has it."""
+    term = Dropout(0.3)
+    problem = make_problem((4, 8, 256, 64), F32, scores=(term,))
+    kept = term.kept(Where(problem, range(256), range(256), operands={"seed": SEED}))[0].double()
+    chance = term.threshold / 65536
+    squares = kept.reshape(32, 16, 16, 16, 16).transpose(2, 3).reshape(-1, 256) - chance
+    sigma = chance * (1 - chance) / len(squares) ** 0.5
+    both = squares.T @ squares / len(squares)
+    both.fill_diagonal_(0.0)
+    assert both.abs().max() < 6 * sigma
+    threes = (squares[:, :16, None, None] * squares[:, None, 16:32, None] * squares[:, None, None, 128:144]).mean(0)
+    assert threes.abs().max() < 6 * (chance * (1 - chance)) ** 1.5 / len(squares) ** 0.5
 
 
 def test_weights_stay_with_the_chance_that_was_asked_for() -> None:

@@ -14,13 +14,16 @@ from ..scores import Registers, Term
 from .shared import members
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..scores import Asked, Tensor, Where
 
 CHANCES = 1 << 16
 _NANS = 2046  # of all fp16 numbers
 _BELOW_ZERO = _NANS + 0x7C00  # these, and all that are less than 0
 _MASK = 0xFFFFFFFF
-_ROUNDS, _FACTORS, _STEPS = 7, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 7
+_FACTORS_OF_FOUR, _FACTOR_OF_TWO, _STEPS = (0xD2511F53, 0xCD9E8D57), 0xD256D193, (0x9E3779B9, 0xBB67AE85)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,11 @@ class Dropout(Term):
 
     def kept(self, where: Where) -> tuple[Tensor, float] | None:
         seed, offset = where.operands["seed"].unbind()
-        return stays(random_bits(seed, offset, where), self.threshold), CHANCES / self.threshold
+        return stays(random_bits(seed, offset, where), self.threshold), self.kept_weight
+
+    @property
+    def kept_weight(self) -> float:
+        return CHANCES / self.threshold
 
     def cpp_type(self, *, precise: bool) -> str:
         return "tilewise::Dropout"
@@ -77,7 +84,7 @@ class Dropout(Term):
     def problem_params(self, problem: Asked) -> dict[str, float]:
         bound, turned = bound_of(self.threshold)
         return {
-            "dropout_weight": CHANCES / self.threshold,
+            "dropout_weight": self.kept_weight,
             "dropout_bound": bound * 0x10001,
             "dropout_turned": _MASK * turned,
             "dropout_heads": problem.heads_q,
@@ -110,14 +117,10 @@ def random_bits(seed: Tensor, offset: Tensor, where: Where) -> Tensor:
     rows = torch.arange(where.rows.start, where.rows.stop, device=device)[:, None]
     keys = torch.arange(where.keys.start, where.keys.stop, device=device)
     pairs = torch.arange(problem.batch * problem.heads_q, device=device).view(problem.batch, problem.heads_q, 1, 1)
-    counter = [
-        keys // 16 * 4 + keys % 8 // 2,
-        rows // 16 * 8 + rows % 8,
-        pairs,
-        offset & _MASK,
-    ]
-    key = [seed & _MASK, (seed >> 32 ^ offset >> 32) & _MASK]
-    words = _philox(torch.broadcast_tensors(*counter), key)
+    nothing = torch.zeros_like(pairs)
+    head = _philox4([pairs, nothing, nothing + (offset & _MASK), nothing + (offset >> 32 & _MASK)], _halves(seed))
+    counter = [rows // 16 * 8 + rows % 8 + head[1] & _MASK, keys // 16 * 4 + keys % 8 // 2 + head[2] & _MASK]
+    words = spread(*_philox2(torch.broadcast_tensors(*counter), head[0]))
     which = 2 * (keys % 16 // 8) + rows % 16 // 8
     word = torch.stack(words, -1).gather(-1, which.expand(words[0].shape)[..., None])[..., 0]
     bits = torch.where(keys % 2 == 0, word, word >> 16) & 0xFFFF
@@ -126,14 +129,37 @@ def random_bits(seed: Tensor, offset: Tensor, where: Where) -> Tensor:
     return bits.reshape(problem.batch, problem.heads_kv, problem.group * len(where.rows), len(where.keys))
 
 
-def _philox(counter: Any, key: list[Tensor]) -> list[Tensor]:
+def spread(a: Tensor, b: Tensor) -> list[Tensor]:
+    """Four words, whose halves are eight numbers, from the two of a call: any three of the numbers are independent."""
+    return [a, b, a ^ b ^ _swapped(a), a ^ b ^ _swapped(b)]
+
+
+def _swapped(word: Tensor) -> Tensor:
+    return word >> 16 | (word & 0xFFFF) << 16
+
+
+def _halves(word: Tensor) -> list[Tensor]:
+    return [word & _MASK, word >> 32 & _MASK]
+
+
+def _philox4(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
     """Four words of 32 bits in int64, from four of a counter and two of a key."""
     c, k = list(counter), list(key)
     for _ in range(_ROUNDS):
-        high0, low0 = _product(_FACTORS[0], c[0])
-        high1, low1 = _product(_FACTORS[1], c[2])
+        high0, low0 = _product(_FACTORS_OF_FOUR[0], c[0])
+        high1, low1 = _product(_FACTORS_OF_FOUR[1], c[2])
         c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]
         k = [(word + step) & _MASK for word, step in zip(k, _STEPS, strict=True)]
+    return c
+
+
+def _philox2(counter: Sequence[Tensor], key: Tensor) -> list[Tensor]:
+    """Two words, from two of a counter and one of a key."""
+    c = list(counter)
+    for _ in range(_ROUNDS):
+        high, low = _product(_FACTOR_OF_TWO, c[0])
+        c = [high ^ c[1] ^ key, low]
+        key = (key + _STEPS[0]) & _MASK
     return c
 
 

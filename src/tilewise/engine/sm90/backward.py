@@ -22,7 +22,7 @@ from ...operands import ALL
 from .. import division, rules
 from ..edges import edge_launches
 from ..extents import BATCHED, division_fields, row_fields
-from ..params import LOG2_E, kv_head_sections, matrix_bytes, mirror, tiles
+from ..params import LOG2_E, ONCE_ROOM, kv_head_sections, matrix_bytes, mirror, tiles
 from ..policy import params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Map, Program, strides
 from ..source import Kernel, kernel_unit
@@ -105,7 +105,8 @@ class Config(WarpgroupConfig):
         vectors = 2 * self.stages * self.block_q * 4 + self.stages * 2 * 4
         barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TICKET_STAGES)
         before_tickets = -(-(kv + rings + ds + weights + vectors + barriers + 2 * 4) // 16) * 16
-        return -(-(before_tickets + TICKET_STAGES * 8 + 16 * 4 + self.stages * 4) // 1024) * 1024
+        heads = self.stages * (4 + ONCE_ROOM)
+        return -(-(before_tickets + TICKET_STAGES * 8 + 16 * 4 + heads) // 1024) * 1024
 
     @property
     def name(self) -> str:
@@ -187,6 +188,8 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     # S starts from -lse in its own units: before the scale, or where a term transforms it, after all of them.
     transformed = any(term.transforms for term in problem.scores)
     score_unit = 1.0 if transformed else problem.scale * LOG2_E
+    kept_weight = math.prod(term.kept_weight for term in problem.scores)
+    dqk_scale = problem.scale * kept_weight / config.weight_factor
     preprocess = {
         "out": Address("out"),
         "dout": Address("dout"),
@@ -200,6 +203,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         "block_q": config.block_q,
         "lse_factor": -LOG2_E / score_unit,
         "start_bias": math.log2(config.weight_factor) / score_unit,
+        "dp_factor": -1.0 / kept_weight,
     }
     scale_log2 = unit_of(problem) * LOG2_E
     main = {
@@ -222,7 +226,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         "store_dk": int("k" in wants),
         "store_dv": int("v" in wants),
         "inverse_scale_log2": 1.0 / scale_log2,
-        "dqk_scale": problem.scale / config.weight_factor,
+        "dqk_scale": dqk_scale,
     }
     postprocess = {
         "dq_sums": scratch.address("dq_sums"),
@@ -233,7 +237,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         "rows": rows,
         "head_dim": problem.head_dim,
         "row_floats": config.head_dim,
-        "scale": problem.scale / config.weight_factor,
+        "scale": dqk_scale,
     }
     edges = pairs * rows // EDGE_ROWS
     lanes, kernel = _LANES[config.head_dim_v], unit(config, ARCH, problem.scores, tile_map.extents)
@@ -245,7 +249,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     if sums_dq and not takes_tickets:
         post = postprocess_unit(config.bf16)
         launches.append(Launch(post, _PostprocessParams, postprocess, edges, EDGE_THREADS, overlap=True))
-    launches += edge_launches(problem, ARCH, scratch.address("start_dp"), rows, 1.0)
+    launches += edge_launches(problem, ARCH, scratch.address("start_dp"), rows, 1.0 / kept_weight)
     blind = takes_tickets and not _every_tile_sees_keys(problem, config.block_q)
     says = (f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch", *tile_map.says)
     zeroed = frozenset({"dq"} if blind else ())

@@ -12,13 +12,13 @@
 //   2. tiles that the band cuts: v_n = -inf where a term hides the key from the query  hide
 //      what a term reports of v_n                                                      observe
 //   3. P = e^(c v_n - m), added to the row sum l
-//   4. P = 0 where a term does not keep it, after l has taken it                       keeps
+//   4. P = 0 where a term does not keep it, after l has taken it                       draw, keeps
 //   Forward, once per row
 //   5. m and l as a term leaves them, O in the units of the new m                      finish_row
 //      out = w O / l, lse = m + ln l
 //   Backward
 //   6. v_n as in 1 and 2, P = e^(c v_n - lse)
-//   7. dV = w (P as in 4)^T dO; dP = w dP where a term keeps P, else 0                 keeps
+//   7. dV = w (P as in 4)^T dO; dP = w dP where a term keeps P, else 0                 draw, keeps
 //   8. dS_n = P (dP - D)
 //   9. for t = n ... 1: the gradient of T_t's operands from dS_t,                      gradient, end_gradient
 //      dS_{t-1} = dS_t T_t'(v_{t-1})                                                   slope, before
@@ -56,9 +56,13 @@
 //   void observe(const float (&v)[], float unit)
 //                                      In a forward, v_n of all elements, hidden or not; a score is v_n times `unit` and what
 //                                      the host knows. Elements of rows past the end are among them.
-//   u32 keeps(int i)                   Which weights stay of elements i and i + 1, i even: ones in the low and the high half
-//   float kept_weight                  of a word. The same answer for the same query and key in every kernel, whichever of
-//                                      them is the row; asked in ascending order. What kept weights count.
+//   void draw(int block, u32 (&drawn)[drawn_words])
+//   u32 keeps(int i, const u32 (&drawn)[drawn_words])
+//   float kept_weight                  Of a term that drops weights, at most one of a policy. The random words of the `block`-th
+//                                      eight elements; and which weights stay of elements i and i + 1, i even, of that block:
+//                                      ones in the low and the high half of a word. The same answer for the same query and
+//                                      key in every kernel, whichever of them is the row; asked by all lanes of a warp, in
+//                                      ascending order. What kept weights count.
 //   float finish_row(float& m, float& l, float log2_unit, int r)
 //                                      Row r of the fragment: l is the sum of 2^(log2_unit (v_n - m)) over its keys, m = -inf
 //                                      and l = 0 where it sees none. Returns what O is multiplied with where m changes.
@@ -86,6 +90,8 @@ namespace tilewise {
 
 enum class RowsAre { queries, keys };
 
+constexpr int drawn_words = 2;  // for eight weights that a term may drop
+
 // Where a thread's fragment lies. A kernel has a struct Place of its own with these members, which
 // are functions: a term calls what it needs. Why: what they are computed from is read again each
 // time where registers are few. (This one is for the concepts below, which only ask whether a hook
@@ -100,6 +106,24 @@ struct NoPlace {
   // In some: 2 KiB of shared memory for this warp, until its gradients have ended.
   // __device__ float* room() const;
   __device__ RowBand row_band() const;
+};
+
+// What is known of a head before any fragment.
+struct HeadPlace {
+  int batch_index, head_index;
+
+  __device__ __forceinline__ int batch() const { return batch_index; }
+  __device__ __forceinline__ int head() const { return head_index; }
+};
+// Room in shared memory for what terms make once per head, where a role of its own makes it.
+struct alignas(4) OnceRoom {
+  ptx::u32 words[8];
+
+  template <typename Once>
+  __device__ __forceinline__ Once& as() {
+    static_assert(sizeof(Once) <= sizeof(words) && alignof(Once) <= 4);
+    return *reinterpret_cast<Once*>(words);
+  }
 };
 
 // What a term may keep of it: the query and the key of element i.
@@ -256,7 +280,10 @@ concept HidesByData = requires { requires Term::hides_by_data; };
 template <typename Term>
 concept HidesBySpan = requires { requires Term::hides_by_span; };
 template <typename Term>
-concept HasKeeps = requires(Term term) { term.keeps(0); };
+concept HasKeeps = requires(Term term, ptx::u32 (&drawn)[drawn_words]) {
+  term.draw(0, drawn);
+  term.keeps(0, drawn);
+};
 template <typename Term>
 concept HasOnce = requires { typename Term::Once; };
 template <typename Term>
@@ -309,7 +336,8 @@ struct TermChain {
   __device__ __forceinline__ void hide(float (&)[count], const At&) {}
   template <int count>
   __device__ __forceinline__ void observe(const float (&)[count], float) {}
-  __device__ __forceinline__ ptx::u32 keeps(int) { return ~0u; }
+  __device__ __forceinline__ void draw(int, ptx::u32 (&)[drawn_words]) const {}
+  __device__ __forceinline__ ptx::u32 keeps(int, const ptx::u32 (&)[drawn_words]) { return ~0u; }
   __device__ __forceinline__ float kept_weight() { return 1.0f; }
   __device__ __forceinline__ float finish_row(float&, float&, float, int) { return 1.0f; }
   __device__ __forceinline__ float pull_back(float ds, float&, int, float) { return ds; }
@@ -364,10 +392,15 @@ struct TermChain<First, Rest...> {
     if constexpr (HasObserve<First>) first.observe(v, unit);
     rest.observe(v, unit);
   }
-  __device__ __forceinline__ ptx::u32 keeps(int i) {
-    ptx::u32 kept = rest.keeps(i);
-    if constexpr (HasKeeps<First>) kept &= first.keeps(i);
-    return kept;
+  __device__ __forceinline__ void draw(int block, ptx::u32 (&drawn)[drawn_words]) const {
+    if constexpr (HasKeeps<First>)
+      first.draw(block, drawn);
+    else
+      rest.draw(block, drawn);
+  }
+  __device__ __forceinline__ ptx::u32 keeps(int i, const ptx::u32 (&drawn)[drawn_words]) {
+    if constexpr (HasKeeps<First>) return first.keeps(i, drawn);
+    return rest.keeps(i, drawn);
   }
   __device__ __forceinline__ float kept_weight() {
     if constexpr (HasKeeps<First>) return first.kept_weight * rest.kept_weight();
@@ -439,6 +472,7 @@ struct Scores {
   static constexpr bool hides_by_data = (HidesByData<Terms> || ...);
   static constexpr bool hides_by_span = (HidesBySpan<Terms> || ...);
   static constexpr bool drops = (HasKeeps<Terms> || ...);
+  static_assert((HasKeeps<Terms> + ... + 0) <= 1, "two terms would need words of their own");
   static constexpr bool observes = (HasObserve<Terms> || ...);
   static constexpr bool finishes_rows = (HasFinishRow<Terms> || ...);
   static constexpr bool has_slope = (HasSlope<Terms> || ...);
@@ -554,48 +588,79 @@ struct Scores {
     return queries;
   }
 
-  // Step 4.
+  // Step 4: the random words of a fragment, before or while its scores are made,
+  template <int blocks, typename Params, typename At>
+  static __device__ __forceinline__ void draw(ptx::u32 (&drawn)[blocks][drawn_words],
+                                              const Params& params, const At& at) {
+    const TermChain<Terms...> terms(params, Unit{}, at);
+#pragma unroll
+    for (int block = 0; block < blocks; ++block) terms.draw(block, drawn[block]);
+  }
+  // or as they are needed; and which of its weights stay.
+  struct Drawing {
+    TermChain<Terms...> terms;
+    ptx::u32 drawn[drawn_words];
+
+    __device__ __forceinline__ ptx::u32 keeps(int i) {
+      if (i % 8 == 0) terms.draw(i / 8, drawn);
+      return terms.keeps(i, drawn);
+    }
+  };
+  // Without the others: weights in 16 bits, two to a word, in the A layout of the next product. The
+  // words of the first blocks are drawn before.
+  template <int blocks, int before, typename Params, typename At>
+  static __device__ __forceinline__ void drop(ptx::u32 (&p)[blocks][4],
+                                              const ptx::u32 (&drawn)[before][drawn_words],
+                                              const Params& params, const At& at) {
+    if constexpr (drops) {
+      Drawing drawing{TermChain<Terms...>(params, Unit{}, at)};
+#pragma unroll
+      for (int i = 0; i < 8 * blocks; i += 2)
+        p[i / 8][i / 2 % 4] &=
+            i / 8 < before ? drawing.terms.keeps(i, drawn[i / 8]) : drawing.keeps(i);
+    }
+  }
   template <int count, typename Params, typename At>
   static __device__ __forceinline__ void drop(float (&p)[count], const Params& params,
                                               const At& at) {
     if constexpr (drops) {
-      TermChain<Terms...> terms(params, Unit{}, at);
+      Drawing drawing{TermChain<Terms...>(params, Unit{}, at)};
 #pragma unroll
       for (int i = 0; i < count; i += 2) {
-        const ptx::u32 kept = terms.keeps(i);
+        const ptx::u32 kept = drawing.keeps(i);
         p[i] = kept & 1u ? p[i] : 0.0f;
         p[i + 1] = kept >> 31 ? p[i + 1] : 0.0f;
       }
     }
   }
-  // The same of weights in 16 bits, two to a word, in the A layout of the next product.
-  template <int blocks, typename Params, typename At>
-  static __device__ __forceinline__ void drop(ptx::u32 (&p)[blocks][4], const Params& params,
-                                              const At& at) {
-    if constexpr (drops) {
-      TermChain<Terms...> terms(params, Unit{}, at);
+  // Of weights that are needed after all, those that do not stay get a sign: weights have none. One
+  // bit each, for elements i and i + 1 those of i / 2 % 16 in the low and the high half of a word,
+  template <int words, typename Params, typename At>
+  static __device__ __forceinline__ void find_dropped(ptx::u32 (&dropped)[words],
+                                                      const Params& params, const At& at) {
+    Drawing drawing{TermChain<Terms...>(params, Unit{}, at)};
 #pragma unroll
-      for (int i = 0; i < 8 * blocks; i += 2) p[i / 8][i / 2 % 4] &= terms.keeps(i);
+    for (int i = 0; i < 32 * words; i += 2) {
+      const ptx::u32 found = ~drawing.keeps(i) & 0x10001u << i / 2 % 16;
+      dropped[i / 32] = i % 32 == 0 ? found : dropped[i / 32] | found;
     }
   }
-  // Of weights that are needed after all, those that do not stay get a sign: weights have none.
-  template <int blocks, typename Params, typename At>
-  static __device__ __forceinline__ void mark(ptx::u32 (&p)[blocks][4], const Params& params,
-                                              const At& at) {
-    if constexpr (drops) {
-      TermChain<Terms...> terms(params, Unit{}, at);
+  // becomes the sign; or both at once.
+  template <int blocks>
+  static __device__ __forceinline__ void mark(ptx::u32 (&p)[blocks][4],
+                                              const ptx::u32 (&dropped)[blocks / 4]) {
 #pragma unroll
-      for (int i = 0; i < 8 * blocks; i += 2) p[i / 8][i / 2 % 4] |= ~terms.keeps(i) & 0x80008000u;
-    }
+    for (int i = 0; i < 8 * blocks; i += 2)
+      p[i / 8][i / 2 % 4] |= dropped[i / 32] << (15 - i / 2 % 16) & 0x80008000u;
   }
   template <int count, typename Params, typename At>
   static __device__ __forceinline__ void mark(float (&p)[count], const Params& params,
                                               const At& at) {
     if constexpr (drops) {
-      TermChain<Terms...> terms(params, Unit{}, at);
+      Drawing drawing{TermChain<Terms...>(params, Unit{}, at)};
 #pragma unroll
       for (int i = 0; i < count; i += 2) {
-        const ptx::u32 dropped = ~terms.keeps(i);
+        const ptx::u32 dropped = ~drawing.keeps(i);
         p[i] = __uint_as_float(__float_as_uint(p[i]) | dropped << 31);
         p[i + 1] = __uint_as_float(__float_as_uint(p[i + 1]) | (dropped & 0x80000000u));
       }
@@ -617,18 +682,14 @@ struct Scores {
   }
 
   // Steps 7 and 9 for the elements of one fragment, each in ascending order.
-  struct Backward {
-    TermChain<Terms...> terms;
+  struct Backward : Drawing {
+    using Drawing::terms;
     ptx::u32 kept;  // of this element and its neighbour
 
     __device__ __forceinline__ float drop(float dp, int i) {
       if constexpr (!drops) return dp;
-      if (i % 2 == 0) kept = terms.keeps(i);
+      if (i % 2 == 0) kept = this->keeps(i);
       return (i % 2 == 0 ? kept & 1u : kept >> 31) ? dp * terms.kept_weight() : 0.0f;
-    }
-    // P dP, of a weight that is marked where it does not stay.
-    __device__ __forceinline__ float weighted(float p, float dp) {
-      return fmaxf(p, 0.0f) * (dp * terms.kept_weight());
     }
     // dS_0 from dS_n, both in `unit`; value() gives v_n.
     template <typename Value>
@@ -642,7 +703,7 @@ struct Scores {
   };
   template <typename Params, typename At>
   static __device__ __forceinline__ Backward backward(const Params& params, const At& at) {
-    return {TermChain<Terms...>(params, Unit{}, at), 0};
+    return {{TermChain<Terms...>(params, Unit{}, at)}};
   }
 };
 

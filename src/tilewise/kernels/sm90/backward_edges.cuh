@@ -31,6 +31,7 @@ struct PreprocessParams {
   int block_q;
   float lse_factor;
   float start_bias;
+  float dp_factor;
 };
 
 struct PostprocessParams {
@@ -128,7 +129,7 @@ __device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Exte
     }
     const long long at = static_cast<long long>(batch_head) * params.rows + row;
     params.start_s[at] = start;
-    params.start_dp[at] = start == -infinity ? 0.0f : -sum;
+    params.start_dp[at] = start == -infinity ? 0.0f : sum * params.dp_factor;
   }
 }
 
