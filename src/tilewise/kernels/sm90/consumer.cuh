@@ -64,10 +64,10 @@ struct Consumer {
   typename Policy::Once once;  // of this work tile
   // Of the tile whose scores are made: random words for as many blocks of sixteen keys as there are
   // registers for. The others are drawn when they are needed.
-  static constexpr int drawn_early = !Policy::drops || config.head_dim_v > 192 ? 1
-                                     : config.consumers > 2 || config.head_dim_v > 128
-                                         ? 3
-                                         : block_kv / 16;
+  static constexpr int drawn_early =
+      !Policy::drops || config.consumers > 2 || config.head_dim_v > 192 ? 1
+      : config.head_dim_v > 128                                         ? 3
+                                                                        : block_kv / 16;
   u32 drawn[drawn_early][drawn_words];
 
   __device__ __forceinline__ auto sequence(const Part& part) const {
