@@ -41,6 +41,7 @@
 //                                      order, so that a term may load or draw numbers for several elements at once.
 //   bool holds(int count)              Of a term that reads a number per element, whether the first `count` exist, with a
 //   bool checks                        member that says whether `apply` must ask: so it need not where they do.
+//   static bool loads_few = true       Of such a term, where elements share these numbers: they are loaded all at once.
 //   bool take(float (&v)[])            Of a term that is the first to change scores: puts all into a form of its own, and says
 //   bool easy, taken                   whether this warp's are of a kind that `apply` has a shorter way for; it is told so.
 //   void hide(float (&v)[], at)        -inf for hidden elements. Which tiles are cut is decided by the plan of the kernel.
@@ -69,7 +70,8 @@
 //   float slope(float v, int i)        T_t' of element i from v = v_t: the kernels keep the result of `apply`, or find it again
 //                                      from P, never its argument. Must be finite where P is 0. A term without it has slope 1.
 //   float before(float v, int i)       v_{t-1} from v_t. Needed where a term before it has a slope.
-//   void gradient(float ds, int i)     dS_t of element i, in ascending order: to be stored, or added up in the state.
+//   void gradient(float ds, int i)     dS_t of element i, in ascending order: to be stored, or added up in the state. A term with
+//                                      a member `ds_unit` gets it in units of that.
 //                                      Tiles that the mask hides are not visited: where it stores, there are zeros before.
 //   void end_gradient()                After the last element: to add the state to global memory.
 //
@@ -272,6 +274,8 @@ concept HasApply = requires(Term term) { term.apply(0.0f, 0); };
 template <typename Term>
 concept HasHolds = requires(Term term) { term.checks = term.holds(4); };
 template <typename Term>
+concept LoadsFew = requires { requires Term::loads_few; };
+template <typename Term>
 concept HasTake = requires(Term term, float (&v)[4]) { term.easy = term.taken = term.take(v); };
 template <typename Term>
 concept HasHide = requires(Term term, float (&v)[4]) { term.hide(v, NoPlace{}); };
@@ -319,6 +323,7 @@ template <typename... Terms>
 struct TermChain {
   static constexpr bool has_slope = false;
   static constexpr bool has_holds = false;
+  static constexpr bool loads_many = false;
   static constexpr bool has_take = false;
 
   template <typename Params, typename At>
@@ -348,6 +353,8 @@ template <typename First, typename... Rest>
 struct TermChain<First, Rest...> {
   static constexpr bool has_slope = HasSlope<First> || TermChain<Rest...>::has_slope;
   static constexpr bool has_holds = HasHolds<First> || TermChain<Rest...>::has_holds;
+  static constexpr bool loads_many =
+      (HasHolds<First> && !LoadsFew<First>) || TermChain<Rest...>::loads_many;
   static constexpr bool has_take = HasApply<First> ? HasTake<First> : TermChain<Rest...>::has_take;
 
   First first;
@@ -414,7 +421,12 @@ struct TermChain<First, Rest...> {
   // Step 9: v, the value after the last term, becomes that before the first, if that is known.
   __device__ __forceinline__ float pull_back(float ds, float& v, int i, float unit) {
     ds = rest.pull_back(ds, v, i, unit);
-    if constexpr (HasGradient<First>) first.gradient(ds * unit, i);
+    if constexpr (HasGradient<First> && requires { first.ds_unit; }) {
+      first.ds_unit = unit;
+      first.gradient(ds, i);
+    } else if constexpr (HasGradient<First>) {
+      first.gradient(ds * unit, i);
+    }
     if constexpr (HasSlope<First>) ds *= first.slope(v, i);
     if constexpr (HasBefore<First>) v = first.before(v, i);
     return ds;
@@ -497,7 +509,7 @@ struct Scores {
                                                const Unit& unit, const At& at) {
     if constexpr (transforms) {
       TermChain<Terms...> terms(params, unit, at);
-      constexpr int chunk = TermChain<Terms...>::has_holds ? loaded_at_once<At, count> : count;
+      constexpr int chunk = TermChain<Terms...>::loads_many ? loaded_at_once<At, count> : count;
       // Why not both: all code would be there four times.
       if constexpr (looks && TermChain<Terms...>::has_take && !TermChain<Terms...>::has_holds) {
         if (terms.take(v)) {
