@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import os
+import signal
 import sys
 from typing import Any
 
@@ -12,6 +13,10 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TILEWISE_TABLES"] = "none"  # what ships is tested, not what somebody tuned on this machine
 os.environ["TILEWISE_DETOUR"] = "python"  # no test starts a compiler behind its back; those of the compiled one say so
+
+# A shell has its background jobs ignore interrupts, and so would every command do that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch

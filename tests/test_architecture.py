@@ -94,7 +94,19 @@ def test_backends_do_not_import_one_another():
         assert not siblings(path, "plain"), path
 
 
-PURE = {"config", "division", "edges", "extents", "params", "policy", "program", "rules", "source", "tile_map"}
+PURE = {
+    "config",
+    "division",
+    "edges",
+    "extents",
+    "packed",
+    "params",
+    "policy",
+    "program",
+    "rules",
+    "source",
+    "tile_map",
+}
 
 
 def test_families_know_neither_tensors_nor_the_driver_nor_other_architectures():

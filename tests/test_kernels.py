@@ -33,7 +33,7 @@ RATCHET = Path(__file__).resolve().parent / "ratchet.json"
 BACKENDS = {SM80: "HMMA", SM90: "HGMMA"}
 MAX_SMEM = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "sm_90a": 227 * 1024}
 # Kernels whose names begin so hold no matrix product.
-ELEMENTWISE = ("combine", "preprocess", "postprocess", "split")
+ELEMENTWISE = ("combine", "preprocess", "postprocess", "split", "table")
 # Kernels whose machine code is read: of two that differ in a dtype, in the number of products or in the generation that
 # the same source is built for, one.
 READ_FOR, LIKE_OTHERS = ("sm_80", "sm_90a"), ("fp16", "tf32x1")

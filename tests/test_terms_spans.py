@@ -11,7 +11,8 @@ import emulation
 from term_cases import BF16, F32, Case, Tensor, both_ways, case_of, check, emulated, everywhere, forward
 from tilewise import Causal, Full, Window
 from tilewise.engine import SM80, SM90
-from tilewise.terms import Spans, spans
+from tilewise.engine.policy import Policy
+from tilewise.terms import KeyLengths, Sink, Spans, spans
 
 
 def drawn(kind: str, problem: Any) -> dict[str, Tensor]:
@@ -54,6 +55,14 @@ def test_tiles_outside_of_documents_are_left_out(
     sizes = {"batch": 1, "heads_q": 2, "heads_kv": 1, "seq_q": 512, "seq_kv": 512, "deterministic": deterministic}
     case = case_of(dtype, 64, Causal(), (Spans(),), lambda problem: of_documents(problem, 2), needs_grad=True, **sizes)
     check(monkeypatch, backend, case, back=True)
+
+
+@pytest.mark.parametrize("term", [Spans(), KeyLengths(), KeyLengths(padded_left=True)], ids=str)
+def test_a_partial_tile_is_masked_in_one_pass(term: Any) -> None:
+    """The term hides what the band hides; beside it no kernel looks at every element once more."""
+    for precise in (False, True):
+        assert "BandMask" not in Policy((term,), precise).cpp_type
+        assert "BandMask" in Policy((Sink(),), precise).cpp_type
 
 
 def test_both_ways_round_say_the_same() -> None:

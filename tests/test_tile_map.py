@@ -144,14 +144,14 @@ def test_a_map_serves_until_its_mask_changes(monkeypatch: Any) -> None:
     monkeypatch.setattr(tile_map, "MIN_SCORES", 0)
     posed = tile_map.packed(problem.with_(scores=(Keep(("head",)),)), "queries")
     (prepared,) = tile_map.map_for(posed, 128, 128, "sm_90a", by_keys=False).prepared
-    prepare = run._Preparation(prepared, keep, 0)
-    first = prepare(keep, 0)
-    assert prepare(keep.expand(2, 4, 300, 700), 0)[0] is first[0]
-    assert prepare(keep, 1)[0] is not first[0]
+    prepare = run._Preparation(prepared, {"keep": keep}, 0)
+    first = prepare(0, keep)
+    assert prepare(0, keep.expand(2, 4, 300, 700))[0] is first[0]
+    assert prepare(1, keep)[0] is not first[0]
     keep[:, 0, :128] = False
-    counts, *_ = prepare(keep, 0)
+    counts, *_ = prepare(0, keep)
     assert counts[:, 0].tolist() == [[0, 0], [0, 0]]
     assert first[0][:, 0].tolist() != [[0, 0], [0, 0]]
     with torch.inference_mode():
         unseen = keep.clone()
-        assert prepare(unseen, 0)[0] is not prepare(unseen, 0)[0]
+        assert prepare(0, unseen)[0] is not prepare(0, unseen)[0]

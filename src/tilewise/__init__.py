@@ -12,7 +12,7 @@ from . import _interrupt  # noqa: F401  (before anything that takes long to impo
 # isort: split
 from typing import TYPE_CHECKING
 
-from .api import attention, explain, scaled_dot_product_attention
+from .api import attention, attention_packed, explain, scaled_dot_product_attention
 from .errors import (
     CompileError,
     DeviceError,
@@ -55,6 +55,7 @@ __all__ = [
     "Verdict",
     "Window",
     "attention",
+    "attention_packed",
     "explain",
     "no_math_fallback",
     "scaled_dot_product_attention",

@@ -6,7 +6,9 @@ the seam to autograd and torch.compile in op.
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -14,7 +16,8 @@ import torch.nn.functional as F
 
 from . import masks, op
 from .errors import InvalidInput, UnknownArgument, UnsupportedProblem
-from .masks import Causal, Documents, Full, KeyLengths, Mask, PrefixLM, Window
+from .isolation import offsets_of
+from .masks import Causal, Documents, Full, KeyLengths, Mask, Packed, PrefixLM, Window
 from .op import Options
 from .operands import NO_OPERANDS, Operands
 from .plan import AUTO, BACKENDS, Plan, check_backend, plan
@@ -39,7 +42,7 @@ from .problem import (
 )
 from .scores import Term, softcapped, text_of
 from .target import Target
-from .terms import Dropout
+from .terms import Alibi, Dropout, RelativeBias
 from .torch_kernels import candidates
 
 if TYPE_CHECKING:
@@ -157,6 +160,176 @@ def attention(
     return out, lse, *found
 
 
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    *,
+    mask: MaskLike = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi: Tensor | None = None,
+    sink: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    scores: tuple[Term, ...] = (),
+    operands: Mapping[str, Tensor] | None = None,
+    dropout: float = 0.0,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+    backend: str = AUTO,
+    precision: Precision = "exact",
+) -> Tensor | tuple[Tensor, ...]:
+    """`attention` of sequences that stand behind one another, each among itself.
+
+    q (total_q, heads_q, head_dim), k (total_k, heads_kv, head_dim), v (total_k, heads_kv, head_dim_v). Sequence n has
+    the rows cu_seqlens_q[n] to cu_seqlens_q[n + 1] of q and out, and likewise cu_seqlens_k of k and v: int32 offsets
+    (sequences + 1,) on the device of q, from 0 and never falling. They stay there: no call waits for them, a captured
+    CUDA graph runs with whatever they hold then, and one compiled graph serves all. Rows behind the last offset see no
+    key, and keys behind it are seen by none: out is 0 there, and so are gradients.
+
+    max_seqlen_q, max_seqlen_k   no sequence is longer: a hint by which tiles are chosen, 0 = unknown.
+    mask     None, "causal", Causal or Window, aligned in each sequence by itself.
+    alibi    slopes (heads_q) or (sequences, heads_q): as of `attention`, by the lengths of each sequence.
+    seqused_k  int32 (sequences,) on the device: of the keys of each sequence only so many are there, and masks are
+               aligned to these. The others are not looked at, and have no gradient.
+
+    All else is as `attention` has it; terms that read a tensor of rows or keys are not for packed sequences. Returns
+    out (total_q, heads_q, head_dim_v); with return_lse=True also lse (heads_q, total_q).
+
+    Offsets on a CPU are checked in every call. On a GPU nobody reads them, unless TILEWISE_CHECK is set in the
+    environment: then a call waits for the device and raises for offsets that are none. Without it, wrong offsets give
+    wrong results, but nothing outside the tensors is read or written.
+    """
+    told: _Arguments | None = None  # by which a call like this one is remembered, where it has no terms
+    plain = alibi is None and sink is None and seqused_k is None and operands is None and not return_max_logit
+    if plain and not scores and not dropout and not torch.compiler.is_compiling() and _CHECK not in os.environ:
+        told = (max_seqlen_q, max_seqlen_k, mask, scale, softcap, return_lse, backend, precision)
+        call = op.recall_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, told)
+        if call is not None:
+            out, lse = op.execute_packed(call, q, k, v, cu_seqlens_q, cu_seqlens_k)
+            out = out.squeeze(0).transpose(0, 1)
+            return (out, lse.squeeze(0)) if return_lse and lse is not None else out
+    given_inputs = q, k, v
+    _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    same = cu_seqlens_q is cu_seqlens_k
+    packed = _packed_mask(cu_seqlens_q, max_seqlen_q, max_seqlen_k, mask, same, seqused_k is not None)
+    given: Operands = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_k}
+    if seqused_k is not None:
+        given = {**given, "seqused_k": seqused_k}
+    if q.is_cuda and _CHECK in os.environ and not torch.compiler.is_compiling():
+        offsets_of(given, q.shape[0], k.shape[0])
+    q, k, v = q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+    if alibi is not None or sink is not None or operands is not None:
+        scores, others = with_named_terms(q, k, scores, operands, alibi=alibi, sink=sink)
+        given = {**given, **others}
+    results: Results = None
+    if scores or return_max_logit:
+        _check_packed_terms(q, scores, given, same and seqused_k is None)
+        scores = with_max_logit(scores, return_max_logit)
+        results = {} if return_max_logit else None
+    arguments = (packed, scale, softcap, scores, dropout, "bshd", return_lse, backend, precision)
+    out, lse = _attend(q, k, v, given, arguments, results)
+    if told is not None:
+        found = op.recall(q, k, v, given, arguments)
+        if found is not None:
+            op.remember_packed(found, *given_inputs, cu_seqlens_q, cu_seqlens_k, told)
+    out = out.squeeze(0).transpose(0, 1)
+    if not return_lse and results is None:
+        return out
+    reported = () if results is None else (results["max_logit"],)
+    if not return_lse:
+        return out, *reported
+    assert lse is not None, "a backend without lse took a problem that needs one"
+    return out, lse.squeeze(0), *reported
+
+
+_CHECK = "TILEWISE_CHECK"
+# What the longest sequence is rounded up to: a plan, or a compiled graph, serves all of a class.
+_LONGEST = tuple(1 << power for power in range(6, 21))
+
+
+def _packed_mask(offsets: Tensor, max_q: int, max_kv: int, mask: MaskLike, same: bool, used: bool) -> Packed:
+    if torch.compiler.is_compiling():  # where the number of sequences may be a symbol: the operator asks when it runs
+        return Packed(0, _rounded(max_q), _rounded(max_kv), _inner(mask), same, used)
+    try:
+        return _made_mask(offsets.shape[0] - 1, _rounded(max_q), _rounded(max_kv), mask, same, used)
+    except TypeError:  # a mask that cannot be hashed, or a length that is no number
+        for name, length in (("max_seqlen_q", max_q), ("max_seqlen_k", max_kv)):
+            as_number(name, length)
+        _inner(mask)
+        raise
+
+
+@functools.lru_cache(maxsize=1024)
+def _made_mask(sequences: int, max_q: int, max_kv: int, mask: MaskLike, same: bool, used: bool) -> Packed:
+    return Packed(sequences, max_q, max_kv, _inner(mask), same, used)
+
+
+def _rounded(length: int) -> int:
+    """A few classes of lengths; comparisons, which a trace may answer for a whole class; 0 = any."""
+    if length <= 0:
+        return 0
+    for bound in _LONGEST:
+        if length <= bound:
+            return bound
+    return 0
+
+
+def _inner(mask: MaskLike) -> Full | Causal | Window:
+    rule = masks.parse(mask) if isinstance(mask, str) else _FULL if mask is None else mask
+    if isinstance(rule, Full | Causal | Window):
+        return rule
+    raise InvalidInput(
+        "mask",
+        shown(mask),
+        "None, 'causal', Full, Causal or Window, which holds in each sequence by itself",
+        "use tilewise.attention with a Documents mask for others",
+    )
+
+
+def _check_packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise InvalidInput(name, type(tensor).__name__, "a torch.Tensor", "convert it with torch.as_tensor")
+    for name in ("q", "k", "v"):
+        if tensors[name].ndim != 3:
+            shape = tuple(tensors[name].shape)
+            raise InvalidInput(name, f"shape {shape}", "3 dimensions (total, heads, head_dim)", "reshape it")
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        if tensors[name].ndim != 1 or tensors[name].dtype != torch.int32:
+            raise InvalidInput(
+                name,
+                f"a tensor of shape {tuple(tensors[name].shape)} in {tensors[name].dtype}",
+                "int32 offsets (sequences + 1,)",
+                "pass the cumulative lengths of the sequences, from 0 to the total",
+            )
+
+
+def _check_packed_terms(q: Tensor, scores: tuple[Term, ...], operands: Operands, same: bool) -> None:
+    by_spans = q.is_cuda and (q.dtype.itemsize > 2 or any(tensor.requires_grad for tensor in operands.values()))
+    for term in check_terms(scores):
+        for operand in term.tensors:
+            if any(dim in ("row", "key") for dim in operand.dims):
+                raise InvalidInput(
+                    "scores",
+                    f"{term}, which reads {operand.name}, a tensor of {', '.join(operand.dims)}",
+                    "terms that read nothing per row or key",
+                    "use tilewise.attention with a Documents mask, where rows and keys are those of the tensors",
+                )
+        apart = not same or (isinstance(term, Alibi) and term.batched)
+        if by_spans and apart and isinstance(term, Alibi | RelativeBias):
+            raise UnsupportedProblem(
+                f"attention_packed: {term} counts distances in each sequence; float32 kernels, and those that learn "
+                "operands, know them only where queries and keys have the same offsets, and one slope per head.",
+                remedy="use 16 bits and detach the operands, or pass one tensor as cu_seqlens_q and cu_seqlens_k",
+            )
+
+
 # What `attention` was given beside tensors: mask, scale, softcap, scores, dropout, layout, return_lse, backend and
 # precision. A bare tuple: it is part of the key of every call.
 _Arguments = tuple[Any, ...]
@@ -178,7 +351,7 @@ def _attend(
         given = mask_operands(mask)
         key = (_TENSOR, *arguments[1:]) if given else None
     if operands is not None:
-        given = {**given, **_in_order(operands, arguments[3])}
+        given = {**given, **_in_order(operands, mask, arguments[3])}
     if key is not None:
         call = op.recall(q, k, v, given, key)
         if call is not None:
@@ -222,15 +395,17 @@ def _with_dropout_term(arguments: _Arguments) -> _Arguments:
 
 
 # Masks that are values. In the place of a tensor, which is an operand, a key has _TENSOR.
-_HASHABLE_MASKS = frozenset((type(None), str, Full, Causal, Window, Documents, PrefixLM))
+_HASHABLE_MASKS = frozenset((type(None), str, Full, Causal, Window, Documents, PrefixLM, Packed))
 _MAY_HOLD_TENSORS = frozenset((Documents, PrefixLM, KeyLengths))
 _TENSOR = object()
 
 
-def _in_order(operands: object, scores: tuple[Term, ...]) -> Operands:
-    """The operands in the order of the terms that read them, which is that of `Problem.operands`."""
+def _in_order(operands: object, mask: MaskLike, scores: tuple[Term, ...]) -> Operands:
+    """The operands in the order of the mask and the terms that read them, which is that of `Problem.operands`."""
     if isinstance(operands, dict) and all(isinstance(tensor, Tensor) for tensor in operands.values()):
         names = [operand.name for term in check_terms(scores) for operand in term.tensors]
+        if type(mask) is Packed:
+            names = [*(operand.name for operand in mask.operands), *names]
         known = {name: operands[name] for name in names if name in operands}
         return known if len(known) == len(operands) else operands  # `describe` says what is wrong
     raise InvalidInput(
@@ -440,6 +615,8 @@ def _traced(
         options = _options(arguments)
     tensors = [mask] if isinstance(mask, Tensor) else []
     if operands is not None:
+        if type(mask) is Packed:
+            tensors += [operands[operand.name] for operand in mask.operands]
         tensors += [operands[operand.name] for term in arguments[3] for operand in term.tensors]
     outputs = [operand.name for term in arguments[3] for operand in term.outputs]
     return op.dispatched(q, k, v, tensors, options, outputs, results)
@@ -450,6 +627,8 @@ def _drops_in_terms(q: Tensor, v: Tensor, options: Options) -> bool:
     a trace can tell, and whatever PyTorch does not compute."""
     if options.backend != AUTO:
         return options.backend not in _TORCH_KERNELS
+    if options.mask.startswith(Packed.kind):
+        return True
     if options.scores or options.needs_lse:
         return True
     if not q.is_cuda or q.dtype == torch.float64:

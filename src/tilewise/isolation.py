@@ -1,8 +1,10 @@
 """What a mask hides stays hidden, even where it is nan or infinite: as 0 * nan it would come back in a product.
 
-Two ways to that. Packed documents are taken apart into `pieces`, none of which holds anything of another: that is how
-kernels which know no better than to multiply by 0 are made to keep documents apart. Code of ours that multiplies under
-any mask uses `isolated`, where `all_finite` cannot rule out that there is something to isolate.
+Three ways to that. Packed documents are taken apart into `pieces`, none of which holds anything of another: that is how
+kernels which know no better than to multiply by 0 are made to keep documents apart. Packed sequences run one after
+another where the host has their offsets (`forward_by_sequence`); where a device has them, they stay there and say which
+span of keys a row sees (`with_spans`). Code of ours that multiplies under any mask uses `isolated`, where `all_finite`
+cannot rule out that there is something to isolate.
 """
 
 from __future__ import annotations
@@ -13,11 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .masks import Documents
+from .errors import InvalidInput
+from .masks import Causal, Documents, Full, Packed, Window
+from .terms.spans import Spans
+from .terms.spans import operands_of as span_operands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from .operands import Grads, Operands, Wants
     from .problem import Problem
 
 Tensor = torch.Tensor
@@ -115,3 +121,196 @@ def isolated(
         reached = multiply(seen, bad.to(left.dtype)) > 0
         product = product + torch.zeros_like(product).masked_fill(reached, value)
     return product
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packed sequences
+
+
+_OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_kv", "seqused_k"))
+
+
+class Member(NamedTuple):
+    """One of the sequences of a packed problem, as a problem of its own."""
+
+    problem: Problem
+    number: int
+    rows: slice
+    keys: slice
+
+    def operands(self, operands: Operands, of: Problem) -> Operands:
+        """Its own of the operands of all sequences, without their offsets."""
+        dims = {one.name: len(one.dims) for term in of.scores for one in term.tensors if "batch" in one.dims[:1]}
+        own = {}
+        for name, tensor in operands.items():
+            if name not in _OFFSETS:
+                split = tensor.ndim == dims.get(name) and tensor.shape[0] == of.sequences > 1
+                own[name] = tensor[self.number : self.number + 1] if split else tensor
+        return own
+
+
+def offsets_of(operands: Operands, total_q: int, total_kv: int) -> tuple[list[int], list[int]]:
+    """The offsets as the host reads them. Raises InvalidInput for offsets that are none."""
+    found = []
+    for name, total in (("cu_seqlens_q", total_q), ("cu_seqlens_kv", total_kv)):
+        offsets = operands[name].tolist()
+        if offsets[0] != 0 or any(end < start for start, end in pairwise(offsets)) or offsets[-1] > total:
+            shown = f"{offsets[:8]}{'...' if len(offsets) > 8 else ''}, of tensors with {total} rows"
+            raise InvalidInput(
+                name,
+                shown,
+                f"offsets that start at 0, never fall, and end at {total} at most",
+                "pass the cumulative lengths of the sequences, as in (0, 5, 12) for 5 and 7",
+            )
+        found.append(offsets)
+    return found[0], found[1]
+
+
+def members(problem: Problem, operands: Operands) -> list[Member]:
+    """The sequences that have rows, in their order. Rows behind the last offset are one more, without keys."""
+    mask = problem.mask
+    assert isinstance(mask, Packed)
+    starts_q, starts_kv = offsets_of(operands, problem.seq_q, problem.seq_kv)
+    ends_kv = starts_kv[1:]
+    if mask.used:
+        used = operands["seqused_k"].tolist()
+        ends_kv = [min(end, start + max(0, count)) for start, end, count in zip(starts_kv, ends_kv, used, strict=False)]
+    rows = [*pairwise(starts_q), (starts_q[-1], problem.seq_q)]
+    keys = [*zip(starts_kv, ends_kv, strict=False), (0, 0)]
+    last = len(starts_q) - 2
+    return [
+        Member(
+            problem.with_(seq_q=q1 - q0, seq_kv=k1 - k0, mask=mask.inner),
+            min(number, last),
+            slice(q0, q1),
+            slice(k0, k1),
+        )
+        for number, ((q0, q1), (k0, k1)) in enumerate(zip(rows, keys, strict=True))
+        if q1 > q0
+    ]
+
+
+def forward_by_sequence(
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    config: object,
+    operands: Operands,
+    results: dict[str, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """A packed problem by a forward that takes its members; where the offsets are on a device, by their spans."""
+    if not _on_host(operands):
+        return forward(q, k, v, *_spanned(problem, config, operands), results)
+    outs, lses = [], []
+    for one in members(problem, operands):
+        of_keys = (tensor[:, :, one.keys] for tensor in (k, v))
+        own = one.operands(operands, problem)
+        out, lse = forward(q[:, :, one.rows], *of_keys, one.problem, config, own, results)
+        outs.append(out)
+        lses.append(lse)
+    if not outs:
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        return q.new_empty(*q.shape[:3], problem.head_dim_v), q.new_empty(q.shape[:3], dtype=dtype)
+    out = joined(outs)
+    if problem.layout == "bshd":
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    return out, joined(lses)
+
+
+def backward_by_sequence(
+    backward: Callable[..., Grads],
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: Problem,
+    config: object,
+    operands: Operands,
+    wants: Wants,
+) -> Grads:
+    """Likewise of a backward."""
+    if not _on_host(operands):
+        return backward(dout, dlse, q, k, v, out, lse, *_spanned(problem, config, operands), wants)
+    given = {"q": q, "k": k, "v": v, **_beside_offsets(operands)}
+    grads = {name: torch.zeros_like(tensor) for name, tensor in given.items() if name in wants}
+    for one in members(problem, operands):
+        of_rows = [tensor[:, :, one.rows] for tensor in (q, out, lse, dout)]
+        others = one.operands(operands, problem)
+        own = backward(
+            of_rows[3],
+            None if dlse is None else dlse[:, :, one.rows],
+            of_rows[0],
+            k[:, :, one.keys],
+            v[:, :, one.keys],
+            of_rows[1],
+            of_rows[2],
+            one.problem,
+            config,
+            others,
+            wants,
+        )
+        for name, grad in own.items():
+            place = {"q": one.rows, "k": one.keys, "v": one.keys}.get(name)
+            if place is None:
+                whole = others[name].shape == grads[name].shape
+                (grads[name] if whole else grads[name][one.number : one.number + 1]).add_(grad)
+            else:
+                grads[name][:, :, place] = grad
+    return grads
+
+
+def _on_host(operands: Operands) -> bool:
+    return operands["cu_seqlens_q"].device.type == "cpu" and not operands["cu_seqlens_q"].is_meta
+
+
+def _beside_offsets(operands: Operands) -> Operands:
+    return {name: tensor for name, tensor in operands.items() if name not in _OFFSETS}
+
+
+def operands_as_spans(problem: Problem, operands: Operands) -> Operands:
+    """The operands of `with_spans(problem)`, from those of the problem."""
+    return {**_beside_offsets(operands), **spans_of_offsets(problem, operands)}
+
+
+def _spanned(problem: Problem, config: object, operands: Operands) -> tuple[Problem, object, Operands]:
+    return with_spans(problem), config, operands_as_spans(problem, operands)
+
+
+def with_spans(problem: Problem) -> Problem:
+    """A packed problem as one whose rows see spans of keys; `spans_of_offsets` makes what the term reads."""
+    mask = problem.mask
+    assert isinstance(mask, Packed)
+    hull: Full | Causal | Window = Full()
+    if mask.same and isinstance(mask.inner, Causal):
+        hull = Causal()
+    elif mask.same and isinstance(mask.inner, Window):
+        hull = Window(mask.inner.left, mask.inner.right)
+    before = tuple(term for term in problem.scores if not term.outputs)
+    return problem.with_(mask=hull, scores=(*before, Spans(), *problem.scores[len(before) :]))
+
+
+def spans_of_offsets(problem: Problem, operands: Operands) -> dict[str, Tensor]:
+    """The operands of `Spans` for a packed problem, made on the offsets' device; no call waits for it."""
+    mask = problem.mask
+    assert isinstance(mask, Packed)
+    starts_q, starts_kv = operands["cu_seqlens_q"].long(), operands["cu_seqlens_kv"].long()
+    rows = torch.arange(problem.seq_q, device=starts_q.device)
+    found = torch.searchsorted(starts_q, rows, right=True) - 1
+    own = found.clamp(min=0, max=mask.sequences - 1)
+    begin, end = starts_kv[own], starts_kv[own + 1]
+    if "seqused_k" in operands:
+        end = end.minimum(begin + operands["seqused_k"].long()[own].clamp(min=0))
+    begin = torch.where(found > own, end, begin)  # rows behind the last offset, which see nothing
+    left, right, _ = mask.inner.band(1, 1)
+    position = rows - starts_q[own]
+    if getattr(mask.inner, "align", "top-left") == "bottom-right":
+        position = position + (end - begin) - (starts_q[own + 1] - starts_q[own])
+    length = end - begin
+    zero = torch.zeros_like(length)
+    first, last = begin + (position - left).clamp(zero, length), begin + (position + right + 1).clamp(zero, length)
+    return span_operands(first[None], last[None], problem.seq_kv)

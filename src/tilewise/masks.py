@@ -13,6 +13,7 @@ partial, empty), the range of keys that a block of rows needs, and the number of
     Documents(cu_seqlens)    packed sequences: keys of the row's own document, under an inner mask
     PrefixLM(prefix)         the first keys, and keys up to the row's own position
     KeyLengths(lengths)      so many keys of each batch, the rest being padding; always made of a tensor
+    Packed(sequences, ...)   sequences whose offsets travel beside the problem; what `attention_packed` makes
     Dense(shape, additive)   a tensor that travels beside the problem; nothing is known about its values here
 
 A row's position is `row + offset`: offset 0 aligns the first row with the first key (top-left, PyTorch's is_causal),
@@ -512,6 +513,67 @@ class Dense(Mask):
     def __str__(self) -> str:
         kind = "additive" if self.additive else "bool"
         return f"dense:{kind}:{'x'.join(map(str, self.shape))}{':paired' * self.paired}"
+
+
+@dataclass(frozen=True, slots=True)
+class Packed(Mask):
+    """Sequences that stand behind one another, under an inner mask each: described, not held.
+
+    Their offsets are the operands `cu_seqlens_q` and `cu_seqlens_kv`, int32 (sequences + 1,) on the tensors' device,
+    from 0 and never falling. What lies behind the last offset sees nothing, and nothing sees it. No sequence is longer
+    than `max_q` and `max_kv` say, where they are not 0: by these tiles are chosen, and nothing else. `same`: the
+    keys have the offsets of the queries. `used`: of the keys of each sequence only the first are there, as many as a
+    third operand says, `seqused_k` (sequences,); the inner mask is aligned to these.
+
+    A trace does not know how many sequences there are: 0 stands for that until the call runs (`of`).
+    """
+
+    kind: ClassVar[str] = "packed"
+
+    sequences: int
+    max_q: int = 0
+    max_kv: int = 0
+    inner: Full | Causal | Window = None  # type: ignore[assignment]  # as of Documents
+    same: bool = False
+    used: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inner", _inner_mask("Packed.inner", self.inner))
+
+    @classmethod
+    def from_text(cls, text: str) -> Packed:
+        sizes, _, inner = text.partition(":")
+        sequences, max_q, max_kv, flags = _ints(sizes)
+        return cls(sequences, max_q, max_kv, parse(inner), bool(flags & 1), bool(flags & 2))  # type: ignore[arg-type]
+
+    def of(self, operands: Any) -> Packed:
+        """The mask of these offsets."""
+        sequences = operands["cu_seqlens_q"].shape[0] - 1
+        return Packed(sequences, self.max_q, self.max_kv, self.inner, self.same, self.used)
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "seqused_k")
+        return tuple(Operand(name, dtype=torch.int32) for name in names[: 2 + self.used])
+
+    def span(self, row: int, seq_q: int, seq_kv: int) -> tuple[int, int]:
+        return 0, seq_kv
+
+    def spans(self, rows: torch.Tensor, seq_q: int, seq_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(rows), torch.full_like(rows, seq_kv)
+
+    def pairs(self, seq_q: int, seq_kv: int) -> int:
+        """Of sequences that are all alike: what is known without the offsets."""
+        count = max(1, self.sequences)
+        return count * self.inner.pairs(seq_q // count, seq_kv // count)
+
+    def tile(self, rows: range, keys: range, seq_q: int, seq_kv: int) -> Tile:
+        return Tile.PARTIAL if rows and keys else Tile.EMPTY
+
+    def __str__(self) -> str:
+        flags = "0123"[self.same + 2 * self.used]
+        sizes = ",".join((str(self.sequences), str(self.max_q), str(self.max_kv), flags))
+        return "packed:" + sizes + ":" + str(self.inner)
 
 
 def parse(text: str) -> Mask:

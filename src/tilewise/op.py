@@ -27,8 +27,10 @@ from torch import library as torch_library
 from . import masks
 from .backend import empty_lse, empty_out, lse_dtype
 from .engine import run as engine
+from .engine.backend import Fused
 from .errors import CompileError, InvalidInput, UnsupportedProblem
 from .jit import build_all, is_loaded, tuned
+from .masks import Packed
 from .memo import Memo
 from .operands import INPUTS, NO_OPERANDS, chosen
 from .plain import reference
@@ -182,6 +184,43 @@ def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, operands: Operands, ar
         _calls.put(key, call, _calls.generation, _size(call))
 
 
+def recall_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, arguments: Any) -> Call | None:
+    """`recall` for packed tensors (total, heads, dim) and their offsets, without a view of any."""
+    if not (type(q) is type(k) is type(v) is type(cu_q) is type(cu_k) is Tensor) or _is_watched():
+        return None
+    try:
+        return _calls.get(_packed_signature(q, k, v, cu_q, cu_k, arguments))
+    except (RuntimeError, TypeError):
+        return None
+
+
+def remember_packed(call: Call, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, arguments: Any) -> None:
+    """Let `recall_packed` find this Call: one of our kernels, which read no shape but the one they are bound to."""
+    if isinstance(call.backend, Fused) and not call.lacks_memory:
+        _calls.put(_packed_signature(q, k, v, cu_q, cu_k, arguments), call, _calls.generation, _size(call))
+
+
+def _packed_signature(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, arguments: Any) -> tuple[Any, ...]:
+    at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return (
+        (at_q | at_k | at_v) & 15, not (at_q and at_k and at_v) or q.is_neg() or k.is_neg() or v.is_neg(), q.shape,
+        k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        cu_q.shape, cu_k.shape, cu_q.stride(), cu_k.stride(), cu_q.dtype, cu_k.dtype, cu_q.device, cu_k.device,
+        cu_q is cu_k, grads, torch._C._get_deterministic_algorithms(), arguments,
+    )  # fmt: skip
+
+
+def execute_packed(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Run a Call that `recall_packed` found: out (1, heads, total, dim) and lse, as `execute` gives them."""
+    if call.problem.needs_grad or autocast_is_on():
+        views = q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+        return execute(call, *views, {"cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_k})
+    return call.forward(q, k, v, {"cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_k})
+
+
 def _are_ordinary(operands: Operands) -> bool:
     return all(type(tensor) in _ORDINARY for tensor in operands.values())
 
@@ -254,6 +293,8 @@ def _described(q: Tensor, k: Tensor, v: Tensor, operands: Operands, options: Opt
     others = dict(operands)
     is_tensor = options.mask == "" and bool(others)
     mask: Mask | Tensor = others.pop(next(iter(others))) if is_tensor else masks.parse(options.mask)
+    if isinstance(mask, Packed) and "cu_seqlens_q" in others:
+        mask = mask.of(others)
     return describe(
         q,
         k,
@@ -267,6 +308,9 @@ def _described(q: Tensor, k: Tensor, v: Tensor, operands: Operands, options: Opt
     ).with_(layout=options.layout)
 
 
+_PACKED = Packed.kind + ":"
+
+
 def named_operands(options: Options, tensors: Sequence[Tensor] | None) -> Operands:
     """The operators' list of operands by name: that of the mask, if it is a tensor, then those of the terms.
 
@@ -276,6 +320,8 @@ def named_operands(options: Options, tensors: Sequence[Tensor] | None) -> Operan
     names = [operand.name for term in parse_all(options.scores) for operand in term.tensors]
     if options.mask == "" and tensors:
         names.insert(0, "keep" if tensors[0].dtype == torch.bool else "bias")
+    elif options.mask.startswith(_PACKED):
+        names = [*(operand.name for operand in masks.parse(options.mask).operands), *names]
     if len(names) != len(tensors):
         raise InvalidInput(
             "operands", f"{len(tensors)} tensors", ", ".join(names) or "none", "pass those that mask and scores name"

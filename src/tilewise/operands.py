@@ -33,7 +33,7 @@ NO_OPERANDS: Operands = MappingProxyType({})
 
 
 class Sizes(Protocol):
-    """What operands ask of a Problem."""
+    """What operands ask of a Problem; also its `sequences`, if it has them: as many as batches, or packed into one."""
 
     @property
     def batch(self) -> int: ...
@@ -64,7 +64,7 @@ class Operand(NamedTuple):
 
     def full_shape(self, problem: Sizes) -> tuple[int, ...]:
         sizes = {
-            "batch": problem.batch,
+            "batch": getattr(problem, "sequences", problem.batch),
             "head": problem.heads_q,
             "row": problem.seq_q,
             "key": problem.seq_kv,

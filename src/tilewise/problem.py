@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import masks
 from .errors import InvalidInput
-from .masks import Band, Dense, Full, KeyLengths, Mask
+from .masks import Band, Dense, Full, KeyLengths, Mask, Packed
 from .operands import INPUTS, Operand, Operands
 from .scores import Softcap, Term, softcapped
 from .scores import parse as parse_term
@@ -144,6 +144,11 @@ class Problem:
         band = self.mask.band(self.seq_q, self.seq_kv)
         assert band is not None, f"mask {self.mask} is not a diagonal band"
         return band
+
+    @property
+    def sequences(self) -> int:
+        """Of queries and keys that see each other: the batches, or those that are packed into one."""
+        return self.mask.sequences if isinstance(self.mask, Packed) else self.batch
 
     @property
     def group(self) -> int:
@@ -434,6 +439,8 @@ def _checked_operands(problem: Problem, given: Operands, q: torch.Tensor) -> tup
             )
         if tensor.device != q.device:
             raise InvalidInput(f"operands[{name!r}]", f"on {tensor.device}", f"{q.device}, the device of q", "move it")
+    if isinstance(problem.mask, Packed):
+        _check_offsets(problem.mask, given)
     for term in problem.scores:
         for operand in term.tensors:
             term.check_tensor(operand.name, given[operand.name], problem)
@@ -447,6 +454,22 @@ def _checked_operands(problem: Problem, given: Operands, q: torch.Tensor) -> tup
                 "detach it",
             )
     return tuple(name for name in expected if name in wanted)
+
+
+def _check_offsets(mask: Packed, given: Operands) -> None:
+    """What is known of the offsets of packed sequences without reading them."""
+    for operand in mask.operands:
+        offsets = given[operand.name]
+        count = mask.sequences + (operand.name != "seqused_k")
+        fits = offsets.shape == (count,) and mask.sequences > 0
+        if not fits or offsets.dtype != operand.dtype or not offsets.is_contiguous():
+            raise InvalidInput(
+                operand.name,
+                f"a tensor of shape {tuple(offsets.shape)} in {offsets.dtype}",
+                f"a contiguous int32 tensor ({count},): one offset more than there are sequences, as many for keys as "
+                "for queries, and one number of used keys for each",
+                "pass the cumulative lengths of the sequences, from 0 to the total",
+            )
 
 
 def operands_with_grad(operands: Operands) -> list[str]:

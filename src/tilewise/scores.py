@@ -122,7 +122,10 @@ class Term:
     transforms: ClassVar[bool] = True  # it changes scores; not so a term that hides, drops weights or finishes rows
     hides: ClassVar[bool] = False  # keys from queries, by what a tensor says
     narrows: ClassVar[bool] = False  # it hides by spans: kernels leave out tiles outside them
+    hides_band: ClassVar[bool] = False  # its struct hides what the band hides as well
     joins_rows: ClassVar[bool] = False  # a logit joins their sums
+    fits_plain_window: ClassVar[bool] = False  # on Hopper it fits the tiles of kernels for windows without terms
+    adds_line: ClassVar[bool] = False  # it adds what is linear along a row, but for a bend: its struct says so
     elementwise: ClassVar[bool] = False  # it looks at the score alone, and not at where it stands
 
     def __init_subclass__(cls) -> None:

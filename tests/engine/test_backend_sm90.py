@@ -14,6 +14,7 @@ from tilewise import Causal, Full, Target, Window
 from tilewise.engine import SM90, run
 from tilewise.engine.sm90 import forward
 from tilewise.problem import Strides
+from tilewise.terms import Alibi, KeyLengths, Sink, Spans
 
 H200 = Target.named("h200")
 BUDGETS = json.loads((Path(__file__).parents[1] / "ratchet.json").read_text())["kernels"]
@@ -72,6 +73,20 @@ def test_small_problems_are_spread_over_the_chip():
     small = SM90.configs(make_problem((1, 8, 256, 64), torch.float16), H200)[0]
     large = SM90.configs(make_problem((4, 32, 4096, 64), torch.float16), H200)[0]
     assert small.block_q < large.block_q
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 192])
+@pytest.mark.parametrize("term", [Sink(), Spans(), KeyLengths(), KeyLengths(padded_left=True)], ids=str)
+def test_terms_that_fit_the_loops_of_a_window_keep_its_tiles(term, dim):
+    plain = make_problem((4, 16, 4096, dim), torch.bfloat16, mask=Window(1023, 0))
+    tiles = SM90.configs(plain, H200)[0]
+    assert SM90.configs(plain.with_(scores=(term,)), H200)[0] == tiles
+
+
+def test_other_terms_and_wide_heads_leave_registers_to_the_loops_of_a_window():
+    for dim, term in ((128, Alibi()), (256, Sink()), (256, Spans())):
+        plain = make_problem((4, 16, 4096, dim), torch.bfloat16, mask=Window(1023, 0))
+        assert SM90.configs(plain.with_(scores=(term,)), H200)[0].block_kv < SM90.configs(plain, H200)[0].block_kv
 
 
 def test_details_tell_the_launch():

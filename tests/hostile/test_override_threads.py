@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src"
 # How long each kernel is soaked; the nightly run takes 600.
-SECONDS = float(os.environ.get("TILEWISE_SOAK_SECONDS", "10"))
+SECONDS = float(os.environ.get("TILEWISE_SOAK_SECONDS", "6"))
 PATIENCE = 600.0  # beyond that, for a loaded machine: a watchdog, not a measurement
 
 

@@ -109,13 +109,11 @@ def test_processes_that_measure_import_nothing_from_here(trapped: Path, monkeypa
     assert sprung(trapped) == ""
 
 
-LONG = pytest.mark.kernel_gate  # eight processes that import PyTorch
 ENTRY = "import sys\nfrom tilewise.__main__ import main\nsys.exit(main())\n"
 
 
-@pytest.mark.parametrize(
-    "how", ["script", *(pytest.param(how, marks=LONG) for how in ("module", "module with options", "attached"))]
-)
+@pytest.mark.kernel_gate  # eight processes that import PyTorch
+@pytest.mark.parametrize("how", ["script", "module", "module with options", "attached"])
 def test_the_command_imports_nothing_from_here(how: str, trapped: Path) -> None:
     script = trapped.parent / "bin" / "tilewise"
     script.parent.mkdir()

@@ -71,6 +71,7 @@ def test_every_willing_backend_is_judged_and_compared() -> None:
     assert told["provenance"]["seed"] == 0
 
 
+@pytest.mark.kernel_gate  # ten processes that import PyTorch
 def test_a_wrong_element_is_found_where_it_is(tmp_path: Path) -> None:
     path = tmp_path / "candidates.py"
     path.write_text(CANDIDATES + ONE_ELEMENT)

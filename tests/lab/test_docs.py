@@ -17,7 +17,7 @@ from tilewise.errors import InvalidInput
 from tilewise.lab.commands import inspect as cli_inspect
 from tilewise.lab.commands.app import app
 from tilewise.lab.measure.compare import VERIFIED, Comparison, Outcome, Settings
-from tilewise.lab.render import docs, plots, report_docs
+from tilewise.lab.render import docs, models_docs, plots, report_docs
 from tilewise.lab.studies import bench, records, suites
 from tilewise.lab.studies import inspect as inspection
 from tilewise.target import TARGETS
@@ -158,6 +158,43 @@ def test_problems_that_are_timed_in_several_ways_have_a_line_each(tmp_path: Path
     for kind in ("forward", "backward", "step"):
         assert f"| grouped | {kind} | 2.00 | 2.00 | 0% |" in summary
     assert "engine " in grouped.splitlines()[-1]
+
+
+def test_goals_stand_beside_what_was_reached(tmp_path: Path) -> None:
+    marked = "<!-- bench variants goals gpu=H200 -->\n<!-- /bench -->\n"
+    (page,) = docs.pages(checkout(tmp_path, made_up("variants"), text=marked))
+    head, rule, *lines = page.after.splitlines()[1:]
+    columns = [cell.strip() for cell in head.strip("|").split("|")]
+    assert columns[:2] == ["row", "us"]
+    assert rule.count("|") == head.count("|") == len(columns) + 1
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| bfloat16")]
+    assert [row[0] for row in rows] == [row.name for row in suites.SUITES["variants"]]
+    by_name = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
+    biased = by_name["bfloat16 4x16x4096x128 bias forward"]
+    assert (biased["ratio"], biased["floor, aim"]) == ("2.00x", "1.25, 1.40")
+
+
+def test_whole_models_are_a_table_of_their_page(tmp_path: Path) -> None:
+    page = tmp_path / models_docs.PAGE
+    page.parent.mkdir()
+    page.write_text("before\n<!-- models -->\n<!-- /models -->\nafter\n")
+    assert "*Not measured yet: `python benchmarks/models.py --save`" in models_docs.wanted(tmp_path)[page]
+    times = {"tilewise": [2e-3] * 15, "sdpa": [3e-3] * 15}
+    speed = {"ratio": 1.5, "low": 1.4, "high": 1.6}
+    row = {"model": "llama", "what": "step", "batch": 4, "tokens": 2048, "seconds": times, "speed": speed}
+    failed = {"model": "t5", "what": "step", "batch": 1, "tokens": 9, "seconds": {"tilewise": []}, "speed": None}
+    provenance = made_up()["provenance"]
+    provenance["versions"] = {"torch": "2.11", "transformers": "5.17"}
+    record = {"kind": models_docs.KIND, "settings": {"tiny": False}, "provenance": provenance, "rows": [row, failed]}
+    (tmp_path / bench.RESULTS).mkdir(parents=True)
+    (tmp_path / bench.RESULTS / "2026-11-16T130446Z-transformers.json").write_text(json.dumps(record))
+    for tiny in ({"kind": "another"}, {"settings": {"tiny": True}}):
+        (tmp_path / bench.RESULTS / "2026-11-17T000000Z-transformers.json").write_text(json.dumps(record | tiny))
+        lines = models_docs.wanted(tmp_path)[page].splitlines()
+        assert "| llama | 4 x 2048 | step | 1.50x [1.40, 1.60] | 2.00 ms | 3.00 ms |" in lines
+        assert "| t5 | 1 x 9 | step | - | - | - |" in lines
+        assert any("15 rounds" in line for line in lines)
+        assert (lines[0], lines[-1]) == ("before", "after")
 
 
 def test_another_library_that_is_faster_than_pytorch_is_named(tmp_path: Path) -> None:

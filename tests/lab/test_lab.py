@@ -48,6 +48,7 @@ from tilewise.plain import reference
 from tilewise.plan import BACKENDS, plan
 from tilewise.problem import mask_operands
 from tilewise.target import Target
+from tilewise.terms import KeyLengths
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -437,6 +438,20 @@ def test_a_good_backend_keeps_the_budget_and_a_bad_row_breaks_it(problem: tilewi
         assert accuracy.excess(accuracy.errors({name: damaged}, true), allowed), name
         damaged[-1, -1, -1] = torch.nan
         assert accuracy.excess(accuracy.errors({name: damaged}, true), allowed), name
+
+
+def test_a_term_that_changes_nothing_changes_no_budget() -> None:
+    """Heads with terms are computed by other code than heads without: both subtract what the rounded result makes."""
+    plain = make_problem((2, 4, 40, 16), torch.bfloat16, heads_kv=2, mask=tilewise.Causal(), needs_grad=True)
+    ended = plain.with_(scores=(KeyLengths(),))
+    inputs = make_inputs(plain, 2, "cpu")
+    whole = {"key_lengths": torch.full((plain.batch,), plain.seq_kv)}
+    by_head = accuracy.Sample(((0, 0), (1, 0), (0, 1), (1, 1)), tuple(range(plain.seq_q)), "every element")
+    without = accuracy.plain(inputs, plain, by_head)
+    found = accuracy.plain(inputs._replace(terms=whole), ended, by_head)
+    assert found.keys() == without.keys()
+    for name, tensor in without.items():
+        assert torch.equal(found[name], tensor.reshape(found[name].shape)), name
 
 
 def test_one_bad_row_among_many_is_seen() -> None:

@@ -22,6 +22,7 @@ from tilewise.lab.candidates.rivals import FLASHINFER, VARLEN
 from tilewise.lab.measure.worker import Worker
 from tilewise.lab.studies import suites
 from tilewise.masks import Causal, Dense, Documents, Full, Mask, Window
+from tilewise.plain import reference
 from tilewise.scores import Term
 
 if TYPE_CHECKING:
@@ -347,3 +348,28 @@ def test_the_rule_for_a_band_captures_no_tensor() -> None:
     rule = compiled.mask_rule(problem, Candidate("flex").inputs(problem, 0, "cpu"))
     assert rule is not None
     assert not any(isinstance(cell.cell_contents, Tensor) for cell in rule.__closure__ or ())
+
+
+@pytest.mark.parametrize("mask", ["documents:0,5,6,20:causal", "causal:bottom-right", "full"])
+def test_our_packed_function_is_a_candidate(mask):
+    problem = make_problem((2, 4, 20, 16), heads_kv=2, mask=masks.parse(mask), needs_grad=True)
+    candidate = Candidate("tilewise:packed")
+    assert candidate.is_ours
+    assert not candidate.why_not(problem, "cpu")
+    inputs = candidate.inputs(problem, 0, "cpu")
+    want, _ = reference.forward(inputs.q, inputs.k, inputs.v, problem)
+    assert_close(candidate.forward(problem, inputs)(), want, budget(problem.dtype, 16))
+
+
+def test_our_packed_function_lacks_masks_that_are_no_band():
+    problem = make_problem((2, 4, 20, 16), mask=masks.parse("prefix_lm:3"))
+    assert Candidate("tilewise:packed").why_not(problem, "cpu")
+
+
+def test_the_suite_of_packed_sequences():
+    rows = suites.rows_of("packed")
+    assert len({row.name for row in rows}) == len(rows) >= 24
+    for row in rows:
+        assert row.candidates[0] == "tilewise:packed"
+        assert not Candidate("tilewise:packed").why_not(row.problem)
+        assert row.problem.seq_q == row.problem.mask.cu_seqlens_q[-1]

@@ -180,6 +180,7 @@ def on_the_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch
 
 
 @needs_compiler
+@pytest.mark.emulated
 def test_the_lecture_kernel_matches_float64_on_the_model(on_the_model: pytest.MonkeyPatch) -> None:
     emulation.install(on_the_model, lecture)
     base = make_problem((1, 2, 21, 16), needs_lse=True)
@@ -196,6 +197,7 @@ def test_the_lecture_kernel_matches_float64_on_the_model(on_the_model: pytest.Mo
 
 
 @needs_compiler
+@pytest.mark.emulated
 def test_a_hidden_infinity_never_shows_in_the_lecture_kernel(on_the_model: pytest.MonkeyPatch) -> None:
     emulation.install(on_the_model, lecture)
     problem = make_problem((1, 1, 20, 16), mask=Causal())
@@ -223,7 +225,7 @@ def three_kernel_error(problem: Problem, config: three_kernel.Config) -> None:
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.emulated
 def test_the_three_kernels_match_float64_on_the_model(on_the_model: pytest.MonkeyPatch) -> None:
     """The real sources and the real host code; copies, products and their order are the model's."""
     emulation.install(on_the_model, three_kernel)
@@ -241,7 +243,7 @@ def test_the_three_kernels_match_float64_on_the_model(on_the_model: pytest.Monke
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.emulated
 @pytest.mark.parametrize(("threads", "warps"), [(16, 4), (256, 8)])
 def test_rows_of_half_a_warp_and_of_a_cta_on_the_model(
     on_the_model: pytest.MonkeyPatch, threads: int, warps: int
@@ -257,7 +259,7 @@ def test_rows_of_half_a_warp_and_of_a_cta_on_the_model(
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.emulated
 def test_slabs_and_deep_rings_on_the_model(on_the_model: pytest.MonkeyPatch) -> None:
     emulation.install(on_the_model, three_kernel, seed=1)
     problem = make_problem((2, 2, 800, 64), torch.float16, seq_kv=520, mask=Causal("bottom-right"), needs_lse=True)
@@ -267,7 +269,7 @@ def test_slabs_and_deep_rings_on_the_model(on_the_model: pytest.MonkeyPatch) -> 
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.emulated
 def test_rings_of_a_single_stage_turn_on_the_model(on_the_model: pytest.MonkeyPatch) -> None:
     """Nothing is loaded ahead then, and a stage must be free again before the next tile can come."""
     emulation.install(on_the_model, three_kernel)
@@ -284,7 +286,7 @@ SPOILS = {
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.emulated
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_the_model_finds_what_is_wrong(spoil: str, on_the_model: pytest.MonkeyPatch) -> None:
     """A kernel that forgets to wait gives garbage there, and one that never frees a stage a deadlock."""

@@ -9,6 +9,7 @@ from ..jit import tuned
 from ..masks import Full
 from ..operands import ALL, NO_OPERANDS
 from ..target import Target
+from . import packed as sequences
 from . import rules, run
 from .tile_map import packed
 
@@ -87,13 +88,13 @@ class Direction:
     def shipped(self, problem: Problem, target: Target) -> list[Any]:
         """The configs that nothing measured on this machine has changed, best first."""
         problem = self._posed(problem)
-        return list(self._family(problem).configs(problem, target))
+        return sequences.configs(self._family(problem).configs, problem, target)
 
     def for_any_length(self, problem: Problem, target: Target) -> list[Any]:
         """The configs that ship for such heads and masks."""
         problem = self._posed(problem)
         family = self._family(problem)
-        return list(getattr(family, "for_any_length", family.configs)(problem, target))
+        return sequences.configs(getattr(family, "for_any_length", family.configs), problem, target)
 
     def searched(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
         """The fields of a config that `tilewise tune` varies, and the values that it tries."""
@@ -101,7 +102,7 @@ class Direction:
 
     def tuning_key(self, problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
         """What an entry of the user's table must agree with, and the sizes it was measured at."""
-        problem = self._posed(problem)
+        problem = sequences.as_batch(self._posed(problem))
         family = self._family(problem)
         if hasattr(family, "tuning_key"):
             return family.tuning_key(problem)  # type: ignore[no-any-return]
@@ -180,7 +181,7 @@ class Fused:
         for family in (forward, backward) if problem.needs_grad else (forward,):
             if hasattr(family, "why_not"):
                 reasons += family.why_not(problem, target)
-        if not reasons and not forward.configs(problem, target):
+        if not reasons and not sequences.configs(forward.configs, problem, target):
             reasons.append(rules.nothing_fits(problem, target))
         return reasons
 

@@ -44,7 +44,9 @@ class Policy(NamedTuple):
     @property
     def cpp_type(self) -> str:
         terms = [term.cpp_type(precise=self.precise) for term in self.terms]
-        return f"tilewise::Scores<{', '.join([*terms, f'tilewise::BandMask<tilewise::Bounds::{self.bounds.value}>'])}>"
+        if not any(term.hides_band for term in self.terms):
+            terms.append(f"tilewise::BandMask<tilewise::Bounds::{self.bounds.value}>")
+        return f"tilewise::Scores<{', '.join(terms)}>"
 
     @property
     def cpp_source(self) -> str:

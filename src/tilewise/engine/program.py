@@ -115,14 +115,19 @@ class Launch(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a program makes of an operand, in int32, before its own launches: slots of its fields, by name and shape.
+    """What a program makes of operands, in int32, before its own launches: slots of its fields, by name and shape.
 
-    It depends on the operand alone, so it is made once and kept until the tensor changes.
+    It depends on the operands alone, so it is made once and kept until one of these tensors changes.
     """
 
     operand: str
     program: Program
     results: tuple[tuple[str, Shape], ...]
+    others: tuple[str, ...] = ()
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return self.operand, *self.others
 
 
 class Program(NamedTuple):

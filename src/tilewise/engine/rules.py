@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..errors import Reason
-from ..masks import Dense, Full
+from ..isolation import with_spans
+from ..masks import Dense, Full, Packed
 from ..operands import SCORE_DIMS
 from ..problem import dtype_name, in_front_of_outputs
-from ..terms import Bias, Keep, Spans
+from ..scores import Softcap
+from ..terms import Alibi, Bias, Dropout, Keep, MaxLogit, RelativeBias, Sink, Spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -80,7 +82,7 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
     """What the loops over tiles do not do to scores and weights."""
     return (
         (
-            problem.mask.band(problem.seq_q, problem.seq_kv) is None,
+            problem.mask.band(problem.seq_q, problem.seq_kv) is None and not is_packed(problem),
             f"mask {problem.mask} is not a diagonal band",
             "use Full, Causal or Window, or backend='auto'",
         ),
@@ -113,6 +115,18 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
     )
 
 
+# Terms whose kernels go by the lengths of a sequence and read no tensor of rows or keys, and so take packed ones.
+_TERMS_OF_SEQUENCES = (Softcap, Alibi, Dropout, MaxLogit, RelativeBias, Sink)
+
+
+def is_packed(problem: Problem) -> bool:
+    """Whether kernels take packed sequences as they are, by a table of their tiles; else by spans of keys."""
+    if not isinstance(problem.mask, Packed):
+        return False
+    alone = all(isinstance(term, _TERMS_OF_SEQUENCES) and not term.learned_tensors for term in problem.scores)
+    return alone and problem.dtype.itemsize == 2 and not problem.operand_grads
+
+
 def _kernel_gradients(problem: Problem) -> frozenset[str]:
     """The operands whose gradients the terms' structs make."""
     return frozenset(name for term in problem.scores for name in term.cpp_gradients)
@@ -128,6 +142,8 @@ def in_terms(problem: Problem) -> Problem:
     mask = problem.mask
     if mask.band(problem.seq_q, problem.seq_kv) is not None or any(isinstance(one, Spans) for one in problem.scores):
         return problem
+    if isinstance(mask, Packed):
+        return problem if is_packed(problem) else with_spans(problem)
     band: Mask = Full()
     term: Term
     if isinstance(mask, Dense):

@@ -18,15 +18,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backend import empty_out
 from ..errors import CompileError
+from ..isolation import operands_as_spans, with_spans
 from ..jit import ArgumentsPerThread, function_for, rows_map
 from ..jit import Launch as DriverLaunch
 from ..jit import launch as driver
 from ..jit.memo import keep
+from ..masks import Packed
 from ..memo import Memo
 from ..operands import ALL, INPUTS, NO_OPERANDS, zero_grads
 from .mask_spans import mask_operands
 from .program import SCRATCH, Address, Counter, Map, Stride, View, slots_of
-from .rules import in_terms
+from .rules import in_terms, is_packed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,8 +67,9 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
     names: dict[str, Any] = {"stream_of": torch._C._cuda_getCurrentRawStream, "bytes": torch.uint8}
     lines = [f"stream = stream_of({device})"]
     for number, one in enumerate(program.prepared):
-        names[f"prepared{number}"] = _Preparation(one, operands[one.operand], device)
-        lines.append(f"{', '.join(name for name, _ in one.results)} = prepared{number}({one.operand}, stream)")
+        names[f"prepared{number}"] = _Preparation(one, {name: operands[name] for name in one.operands}, device)
+        made = ", ".join(name for name, _ in one.results)
+        lines.append(f"{made} = prepared{number}(stream, {', '.join(one.operands)})")
     if program.scratch.bytes:
         first = next(iter(operands))
         lines += [f"scratch = {first}.new_empty({program.scratch.bytes}, dtype=bytes)", "base = scratch.data_ptr()"]
@@ -102,28 +105,32 @@ class _Preparation:
     another one nothing says that they are finished.
     """
 
-    def __init__(self, prepared: Prepared, operand: Tensor | None, device: int) -> None:
+    def __init__(self, prepared: Prepared, operands: Mapping[str, Tensor | None], device: int) -> None:
         self._shapes = [shape for _, shape in prepared.results]
         unmade = {name: torch.empty(shape, dtype=torch.int32, device="meta") for name, shape in prepared.results}
-        self._run = load(prepared.program, {prepared.operand: operand, **unmade}, device)
-        self._known: dict[tuple[int, ...], tuple[StorageWeakRef, list[Tensor]]] = {}
+        self._run = load(prepared.program, {**operands, **unmade}, device)
+        self._known: dict[tuple[int, ...], tuple[list[StorageWeakRef], list[Tensor]]] = {}
 
-    def __call__(self, operand: Tensor, stream: int) -> list[Tensor]:
-        if operand.is_inference() or torch.cuda.is_current_stream_capturing():
-            return self._make(operand)
-        storage = operand.untyped_storage()
-        # A storage has no other's number while a weak reference to it is kept.
-        key = (storage._cdata, operand.data_ptr(), operand._version, stream)
+    def __call__(self, stream: int, *operands: Tensor) -> list[Tensor]:
+        if torch.cuda.is_current_stream_capturing():
+            return self._make(operands)
+        key: tuple[int, ...] = (stream,)
+        for operand in operands:
+            if operand.is_inference():
+                return self._make(operands)
+            # A storage has no other's number while a weak reference to it is kept.
+            key += (operand.untyped_storage()._cdata, operand.data_ptr(), operand._version)
         found = self._known.get(key)
         if found is None:
-            for gone in [one for one, (kept, _) in list(self._known.items()) if kept.expired()]:
+            for gone in [one for one, (kept, _) in list(self._known.items()) if any(ref.expired() for ref in kept)]:
                 self._known.pop(gone, None)
-            found = keep(self._known, key, (StorageWeakRef(storage), self._make(operand)), MAX_PREPARED)
+            kept = [StorageWeakRef(operand.untyped_storage()) for operand in operands]
+            found = keep(self._known, key, (kept, self._make(operands)), MAX_PREPARED)
         return found[1]
 
-    def _make(self, operand: Tensor) -> list[Tensor]:
-        results = [operand.new_empty(shape, dtype=torch.int32) for shape in self._shapes]
-        self._run(operand, *results)
+    def _make(self, operands: tuple[Tensor, ...]) -> list[Tensor]:
+        results = [operands[0].new_empty(shape, dtype=torch.int32) for shape in self._shapes]
+        self._run(*operands, *results)
         return results
 
 
@@ -208,6 +215,9 @@ def bind_forward(
 
     Where there are no keys there is no program.
     """
+    if _goes_by_spans(problem):
+        spanned = bind_forward(program, with_spans(problem), q, k, v, operands_as_spans(problem, operands))
+        return lambda q, k, v, operands, *results: spanned(q, k, v, operands_as_spans(problem, operands), *results)
     of_mask = mask_operands(problem, q.device)
     operands = {**operands, **of_mask} if of_mask else operands
     problem = in_terms(problem)
@@ -252,6 +262,11 @@ def bind_forward(
     return bound
 
 
+def _goes_by_spans(problem: Problem) -> bool:
+    """Packed sequences for kernels that take spans of keys alone."""
+    return isinstance(problem.mask, Packed) and not is_packed(problem.dropout_in_terms()) and not problem.empty
+
+
 def _decoded(outputs: list[tuple[Operand, Term]], room: list[Tensor]) -> dict[str, Tensor]:
     made = zip(outputs, room, strict=True)
     return {operand.name: term.decoded(written) for (operand, term), written in made}
@@ -273,6 +288,23 @@ def bind_backward(programs: Callable[[torch.device, Wants], Program], problem: P
     `programs` gives the program that makes the wanted gradients on a device. Where the kernel that makes some
     alone does not build, all are made.
     """
+    if _goes_by_spans(problem):
+        spanned, offsets = bind_backward(programs, with_spans(problem)), problem
+
+        def by_spans(
+            dout: Tensor,
+            dlse: Tensor | None,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            out: Tensor,
+            lse: Tensor,
+            operands: Operands = NO_OPERANDS,
+            wants: Wants = ALL,
+        ) -> Grads:
+            return spanned(dout, dlse, q, k, v, out, lse, operands_as_spans(offsets, operands), wants)
+
+        return by_spans
     asked, problem = problem, in_terms(problem)
     of_mask: Operands | None = None  # until the device is known
     known: dict[tuple[Any, ...], BoundBackward] = {}

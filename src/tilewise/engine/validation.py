@@ -95,6 +95,7 @@ PARTS = {
         ("common/tile_map.cuh",),
         folders=("terms", "kernels/common/terms"),
     ),
+    "packed": Part(("test_packed_gpu.py",), ("engine/packed.py",), ("common/packed.cuh",)),
     "seam": Part(
         ("test_seam.py", "test_launch.py", "test_torch_rules.py", "test_three_way.py", "test_integrations_gpu.py"),
         files=(

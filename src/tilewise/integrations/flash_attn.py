@@ -21,17 +21,16 @@ row by row.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..api import attention, drawn_seed
+from ..api import attention, attention_packed, drawn_seed
 from ..errors import InvalidInput, UnsupportedProblem
-from ..masks import Causal, Documents, Full, Window
+from ..masks import Causal, Full, Window
 from ..op import deterministic_algorithms
 from ..plain import reference
-from ..problem import describe, heads_first, with_named_terms
+from ..problem import describe, heads_first, shown, with_named_terms
 from ..terms import Dropout
 
 if TYPE_CHECKING:
@@ -131,8 +130,8 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Packed sequences: q (total_q, heads, head_dim), k and v (total_k, heads_k, head_dim), offsets (batch + 1,).
 
-    With return_attn_probs also softmax_lse (heads, total_q) and None. The offsets are read on the host: offsets on a
-    GPU make the call wait for it, offsets on the CPU do not.
+    With return_attn_probs also softmax_lse (heads, total_q) and None. Offsets on a GPU stay there, and no call waits
+    for it (`tilewise.attention_packed`).
     """
     if dropout_p and return_attn_probs:
         raise UnsupportedProblem(
@@ -146,15 +145,26 @@ def flash_attn_varlen_func(
             remedy="gather the pages into packed k and v",
         )
     _check_dims(3, q=q, k=k, v=v)
-    starts_q, starts_k = (_offsets(name, x) for name, x in (("q", cu_seqlens_q), ("k", cu_seqlens_k)))
-    _check_longest("max_seqlen_q", max_seqlen_q, starts_q)
-    _check_longest("max_seqlen_k", max_seqlen_k, starts_k)
-    mask = Documents(starts_q, starts_k, _band(causal, window_size, starts_q == starts_k))
-    q, k, v = (tensor.unsqueeze(0) for tensor in (q, k, v))
-    result = _run(q, k, v, mask, dropout_p, softmax_scale, softcap, alibi_slopes, deterministic, return_attn_probs)
-    if isinstance(result, tuple):
-        return result[0].squeeze(0), result[1].squeeze(0), None
-    return result.squeeze(0)
+    if deterministic and _may_vary(q, k, v):
+        if not dropout_p and not torch.compiler.is_compiling():
+            with deterministic_algorithms():  # for the plan; the backward of a call planned so keeps to it
+                return flash_attn_varlen_func(
+                    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+                    window_size, softcap, alibi_slopes, False, return_attn_probs,
+                )  # fmt: skip
+        _check_switch(dropout_p)
+    same = cu_seqlens_q is cu_seqlens_k
+    starts_q = _offsets("q", cu_seqlens_q, max_seqlen_q, q.device)
+    starts_k = (
+        starts_q if same and max_seqlen_q == max_seqlen_k else _offsets("k", cu_seqlens_k, max_seqlen_k, q.device)
+    )
+    if alibi_slopes is not None:
+        _check_slopes(alibi_slopes, q.shape[1], starts_q.shape[0] - 1)
+    result = attention_packed(
+        q, k, v, starts_q, starts_k, max_seqlen_q, max_seqlen_k, mask=_band(causal, window_size, same),
+        scale=softmax_scale, softcap=softcap, alibi=alibi_slopes, dropout=dropout_p, return_lse=return_attn_probs,
+    )  # fmt: skip
+    return (*result, None) if isinstance(result, tuple) else result  # type: ignore[return-value]
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -220,8 +230,6 @@ def _run(
             with deterministic_algorithms():  # for the plan; the backward of a call planned so keeps to it
                 return _run(q, k, v, mask, dropout, scale, softcap, alibi_slopes, False, with_lse)
         _check_switch(dropout)
-    if alibi_slopes is not None and isinstance(mask, Documents):
-        return _documents_with_alibi(q, k, v, mask, dropout, scale, softcap, alibi_slopes, with_lse)
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, q.shape[2], q.shape[0])
     asked: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "alibi": alibi_slopes, "layout": "bshd"}
@@ -266,35 +274,6 @@ def _band(causal: bool, window_size: tuple[int, int], same_lengths: bool) -> Ful
     return Window(left, right, align)
 
 
-def _documents_with_alibi(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Documents,
-    dropout: float,
-    scale: float | None,
-    softcap: float,
-    slopes: Tensor,
-    with_lse: bool,
-) -> Result:
-    """One sequence after the other: a bias of all of them would be a tensor of total_q x total_k, and let nan through.
-
-    Every sequence is a document, and q, k and v have one batch.
-    """
-    mask.check(q.shape[1], k.shape[1])
-    starts_q, starts_k = mask.cu_seqlens_q, mask.cu_seqlens_kv
-    _check_slopes(slopes, q.shape[2], len(starts_q) - 1)
-    outs, lses = [], []
-    for n, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(starts_q), pairwise(starts_k), strict=True)):
-        own = slopes[n] if slopes.ndim == 2 else slopes
-        tensors = (q[:, q0:q1], k[:, k0:k1], v[:, k0:k1])
-        result = _run(*tensors, mask.inner, dropout, scale, softcap, own, False, with_lse)
-        outs.append(result[0] if isinstance(result, tuple) else result)
-        if isinstance(result, tuple):
-            lses.append(result[1])
-    return (torch.cat(outs, 1), torch.cat(lses, 2), None) if with_lse else torch.cat(outs, 1)
-
-
 def _check_slopes(slopes: Tensor, heads: int, sequences: int) -> None:
     if tuple(slopes.shape) not in ((heads,), (sequences, heads)):
         raise InvalidInput(
@@ -333,25 +312,25 @@ def _unpack(name: str, packed: Tensor, dims: int, count: int) -> tuple[Tensor, .
     return packed.unbind(-3)
 
 
-def _offsets(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
+def _offsets(name: str, cu_seqlens: Tensor | Sequence[int], longest: int, device: torch.device) -> Tensor:
+    """Offsets in int32 on the device; those that the host has are checked, as far as flash-attn's callers go wrong."""
     try:
-        values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    except TypeError:
-        values = None
-    if not isinstance(values, list) or len(values) < 2:
+        starts = cu_seqlens if isinstance(cu_seqlens, Tensor) else torch.tensor(list(cu_seqlens))
+    except (TypeError, ValueError, RuntimeError):
+        starts = torch.empty(0)
+    if starts.ndim != 1 or starts.shape[0] < 2 or starts.dtype not in (torch.int32, torch.int64):
         raise InvalidInput(
             f"cu_seqlens_{name}",
-            repr(cu_seqlens),
+            shown(cu_seqlens),
             "batch + 1 offsets, from 0 to the total",
             "pass the cumulative lengths",
         )
-    return tuple(values)
-
-
-def _check_longest(name: str, given: int, starts: tuple[int, ...]) -> None:
-    longest = max(stop - start for start, stop in pairwise(starts))
-    if given < longest:
-        raise InvalidInput(name, given, f"at least {longest}, the longest sequence", "pass its length or more")
+    if type(starts) is Tensor and starts.device.type == "cpu" and not torch.compiler.is_compiling():
+        found = int(starts.diff().max())
+        if longest < found:
+            remedy = "pass its length or more"
+            raise InvalidInput(f"max_seqlen_{name}", longest, f"at least {found}, the longest sequence", remedy)
+    return starts.to(device, torch.int32, non_blocking=True)
 
 
 def _may_vary(*tensors: Tensor) -> bool:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map
 
-from ..api import attention, autocast_inputs, scaled_dot_product_attention
+from ..api import attention, attention_packed, autocast_inputs, scaled_dot_product_attention
 from ..errors import UnsupportedProblem
 from ..masks import Causal, Documents, Full, Window
 from ..terms import Bias
@@ -77,12 +77,51 @@ def attention_forward(
     query, key, value = autocast_inputs(query, key, value)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    if attention_mask is None and position_bias is None and kwargs.get("cu_seq_lens_q") is not None:
+        rule = (bool(is_causal), sliding_window)
+        return _packed(query, key, value, rule, dropout, scaling, softcap or 0.0, s_aux, kwargs), None
     asked = _asked(attention_mask, bool(is_causal), sliding_window, query, key, kwargs)
     if position_bias is not None:
         bias = position_bias[..., : key.shape[2]]
         asked = asked._replace(bias=bias if asked.bias is None else bias + asked.bias)
     run = _by_terms if _takes_terms(query) else _by_tensor
     return run(query, key, value, asked, dropout, scaling, softcap or 0.0, s_aux), None
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rule: tuple[bool, int | None],
+    dropout: float,
+    scaling: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Sequences in one row, whose offsets Transformers hands on as flash-attn wants them: they stay where they are."""
+    given = [kwargs[f"cu_seq_lens_{which}"] for which in "qk"]
+    same = given[0] is given[1]
+    cu_q = given[0].to(query.device, torch.int32)
+    cu_k = cu_q if same else given[1].to(query.device, torch.int32)
+    is_causal, window = rule
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    longest_q, longest_k = (int(kwargs.get(f"max_length_{which}") or 0) for which in "qk")
+    out: Any = attention_packed(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        longest_q,
+        longest_k,
+        mask=_band(same, window) if is_causal else Full(),
+        scale=scaling,
+        softcap=softcap,
+        sink=sinks,
+        dropout=dropout,
+    )
+    return out.unsqueeze(0)  # type: ignore[no-any-return]
 
 
 class _Asked(NamedTuple):
@@ -238,7 +277,7 @@ def _asked(
 def _mask(is_causal: bool, sliding_window: int | None, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Mask:
     """What Transformers means where it gives no mask."""
     seq_q, seq_kv = query.shape[2], key.shape[2]
-    if kwargs.get("cu_seq_lens_q") is not None:
+    if kwargs.get("cu_seq_lens_q") is not None:  # beside a bias of positions
         starts_q, starts_kv = (tuple(kwargs[f"cu_seq_lens_{x}"].tolist()) for x in "qk")
         return Documents(starts_q, starts_kv, _band(starts_q == starts_kv, sliding_window) if is_causal else Full())
     if not is_causal:

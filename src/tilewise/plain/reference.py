@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants, composite_notices
-from ..isolation import all_finite, isolated, joined, pieces
-from ..masks import Dense, Documents, Full
+from ..isolation import all_finite, backward_by_sequence, forward_by_sequence, isolated, joined, pieces
+from ..masks import Dense, Documents, Full, Packed
 from ..operands import recording
 from ..scores import Where, bend_all, join_all, keep_all, observe_all, visible_all
 
@@ -67,6 +67,8 @@ def forward(
     What terms report goes into `results`.
     """
     problem = problem.dropout_in_terms()
+    if isinstance(problem.mask, Packed):
+        return forward_by_sequence(forward, q, k, v, problem, config, operands, results)
     apart = isinstance(problem.mask, Documents) and all(term.elementwise for term in problem.scores)
     if apart and _is_recorded(q, k, v):
         # What is derived from these operations keeps documents apart only if they are.
@@ -116,6 +118,8 @@ def backward(
 ) -> Grads:
     """Gradients by the formulas above, each in its input's dtype."""
     problem = problem.dropout_in_terms()
+    if isinstance(problem.mask, Packed):
+        return backward_by_sequence(backward, dout, dlse, q, k, v, out, lse, problem, config, operands, wants)
     grads = _operand_gradients(dout, dlse, q, k, v, problem, operands, wants - ALL) if wants - ALL else {}
     work = _work_dtype(q.dtype)
     q_work, k_work, v_work, dout_work = (t.to(work) for t in (q, k, v, dout))

@@ -35,9 +35,9 @@ import torch
 
 from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants, composite_notices, empty_lse, empty_out
 from ..errors import Reason
-from ..isolation import all_finite, isolated
+from ..isolation import all_finite, backward_by_sequence, forward_by_sequence, isolated
 from ..jit import tuned
-from ..masks import Dense, Full, Tile
+from ..masks import Dense, Full, Packed, Tile
 from ..operands import zero_grads
 from ..problem import dtype_name
 from ..scores import Where, bend_all, join_all, keep_all, observe_all, unbend_all, unjoin_all, visible_all
@@ -128,6 +128,8 @@ def forward(
     What terms report goes into `results`.
     """
     config, problem = config or Config(), problem.dropout_in_terms()
+    if isinstance(problem.mask, Packed):
+        return forward_by_sequence(forward, q, k, v, problem, config, operands, results)
     out, lse = empty_out(q, problem.head_dim_v, problem.layout), empty_lse(q)
     observe_all(lse.new_empty(0), Where(problem, range(0), range(0)), results)
     if problem.empty and not (out.numel() and any(term.joins_rows for term in problem.scores)):
@@ -185,6 +187,8 @@ def backward(
 ) -> Grads:
     """Gradients in each input's dtype; sums are kept in float32 (float64 for float64)."""
     config, problem = config or Config(), problem.dropout_in_terms()
+    if isinstance(problem.mask, Packed):
+        return backward_by_sequence(backward, dout, dlse, q, k, v, out, lse, problem, config, operands, wants)
     if problem.empty:
         return zero_grads(wants, q, k, v, operands)
     work = lse.dtype

@@ -26,6 +26,7 @@ class Alibi(Learner):
     """
 
     kind: ClassVar[str] = "alibi"
+    adds_line: ClassVar[bool] = True
 
     batched: bool = False
     learned: bool = False

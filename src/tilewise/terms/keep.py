@@ -124,6 +124,8 @@ class KeyLengths(Term):
     transforms: ClassVar[bool] = False
     hides: ClassVar[bool] = True
     narrows: ClassVar[bool] = True
+    hides_band: ClassVar[bool] = True
+    fits_plain_window: ClassVar[bool] = True
 
     padded_left: bool = False
 

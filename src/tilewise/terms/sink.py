@@ -23,6 +23,7 @@ class Sink(Learner):
     kind: ClassVar[str] = "sink"
     transforms: ClassVar[bool] = False
     joins_rows: ClassVar[bool] = True
+    fits_plain_window: ClassVar[bool] = True
 
     learned: bool = False
 

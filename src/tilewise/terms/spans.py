@@ -31,6 +31,8 @@ class Spans(Term):
     transforms: ClassVar[bool] = False
     hides: ClassVar[bool] = True
     narrows: ClassVar[bool] = True
+    hides_band: ClassVar[bool] = True
+    fits_plain_window: ClassVar[bool] = True
     hides_first_keys: ClassVar[bool] = True  # of every span that begins behind the first
 
     @property

@@ -21,7 +21,7 @@ import torch
 
 from ..errors import Reason
 from ..isolation import distinct_problems
-from ..masks import Causal, Dense, Documents, Full, Window
+from ..masks import Causal, Dense, Documents, Full, Packed, Window
 from ..problem import Strides, dtype_name
 
 if TYPE_CHECKING:
@@ -437,6 +437,11 @@ def _needs_aligned(kernel: str, matters: Callable[[Problem, Target], bool]) -> R
 
 _NEVER = (99, 0)
 _COMMON = (
+    Rule(
+        lambda p, t: isinstance(p.mask, Packed),
+        lambda p, t: f"mask {p.mask}: sequences whose offsets are on the device; PyTorch's function takes none",
+        "use a tilewise backend (reference, tiled, sm80, sm90)",
+    ),
     Rule(
         lambda p, t: bool(p.scores),
         lambda p, t: f"scores {', '.join(map(str, p.scores))}; PyTorch's attention does nothing to scores",

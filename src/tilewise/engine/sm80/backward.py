@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ...masks import Causal
+from ...masks import Causal, Packed
 from ...operands import ALL, INPUTS
-from .. import division, rules
+from .. import division, packed, rules
 from ..edges import edge_launches
 from ..extents import BATCHED, Extents, division_fields, row_fields
 from ..params import LOG2_E, matrix_bytes, mirror, tiles
@@ -139,11 +139,19 @@ unit = Kernel("sm80/backward.cuh", "backward", _MainParams, "BackwardSmem").unit
 def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL) -> Program:
     wants_dq, wants_dk, wants_dv = (name in wants for name in INPUTS)
     config = config if wants_dk or wants_dv else dq_only(config)
-    divided = divide(problem, config, target)
+    table = None
+    if isinstance(problem.mask, Packed):
+        slots = target.sms * config.ctas_per_sm
+        table = packed.table(problem, target, config.block_q, config.block_kv, by_keys=True, slots=slots)
+        divided = packed.undivided(problem, table, slots)
+    else:
+        divided = divide(problem, config, target)
     tile_map = map_for(problem, config.block_q, config.block_kv, target.arch, by_keys=True)
     cut = divided.cut and config.makes_dkv
     pairs, kv_pairs = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
     q_tiles, kv_tiles = tiles(problem.seq_q, config.block_q), tiles(problem.seq_kv, config.block_kv)
+    if table is not None:
+        q_tiles, kv_tiles = table.q_room, table.kv_room
     rows = q_tiles * config.block_q
     scratch = Layout.of(
         lse_log2=4 * pairs * rows,
@@ -172,7 +180,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         "dv": View("dv") if wants_dv else None,
         **terms,
         "dkv_sums": scratch.address("dkv_sums"),
-        **backward_fields(problem, divided, q_tiles, kv_tiles),
+        **backward_fields(packed.as_batch(problem), divided, q_tiles, kv_tiles),
         **term_params(problem, precise=False, backward=True),
         **tile_map.fields,
         "scale_log2": scale_log2,
@@ -190,18 +198,24 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         "head_dim": problem.head_dim,
         "scale": problem.scale,
     }
-    arch, kernel = target.arch, unit(config, target.arch, problem.scores, tile_map.extents)
+    extents = BATCHED if table is None else packed.PACKED
+    arch, main_extents = target.arch, extents if table is not None else tile_map.extents
+    kernel = unit(config, arch, problem.scores, main_extents)
     params = tile_map.extents.params(params_for(problem, _MainParams))
-    pre = preprocess_unit(config.bf16, _LANES[config.head_dim_v], arch)
+    pre = preprocess_unit(config.bf16, _LANES[config.head_dim_v], arch, extents)
     launches = [
         Launch(pre, _PreprocessParams, preprocess, pairs * rows // EDGE_ROWS, EDGE_THREADS),
         Launch(kernel, params, main, divided.grid, config.threads),
     ]
     if wants_dq:
-        post = postprocess_unit(config, arch)
+        post = postprocess_unit(config, arch, extents)
         launches.append(Launch(post, _PostprocessParams, postprocess, pairs * q_tiles, EDGE_THREADS))
     launches += edge_launches(problem, arch, scratch.address("row_terms"), rows, -1.0)
     says = f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch"
+    if table is not None:
+        launches = [table.told(launch) for launch in launches]
+        said = (says, packed.says(problem, table))
+        return Program(tuple(launches), scratch, packed.unwritten(problem), said, prepared=(table.prepared,))
     return Program(tuple(launches), scratch, says=(says, *tile_map.says), prepared=tile_map.prepared)
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ...masks import Causal, Full
-from .. import rules
+from ...masks import Causal, Full, Packed
+from .. import packed, rules
 from ..extents import forward_fields
 from ..params import LOG2_E, forward_order, matrix_bytes, mirror, query_tiles
 from ..policy import params_for, term_params, unit_of
@@ -119,6 +119,8 @@ unit = Kernel("sm80/forward.cuh", "forward", _Params, "Smem", ("threads", "block
 
 
 def program(problem: Problem, target: Target, config: Config) -> Program:
+    if isinstance(problem.mask, Packed):
+        return _packed_program(problem, target, config)
     tile_map = map_for(problem, config.block_q, config.block_kv, target.arch, by_keys=False)
     fields = {
         **tensor_fields(problem, target, config.block_q, 2),
@@ -131,6 +133,25 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
     params = tile_map.extents.params(params_for(problem, _Params))
     made = forward_program(problem, target, config, Launch(kernel, params, fields, 0, 0))
     return made._replace(says=(*made.says, *tile_map.says), prepared=tile_map.prepared)
+
+
+def _packed_program(problem: Problem, target: Target, config: Config) -> Program:
+    """One CTA for each tile that the table has room for; those behind its end do nothing."""
+    table = packed.table(problem, target, config.block_q, config.block_kv, by_keys=False)
+    longest_first = int(isinstance(packed.mask_of(problem).inner, Causal))
+    fields = {
+        **{name: View(name) for name in ("q", "k", "v", "out")},
+        **forward_fields(packed.as_batch(problem), config.block_q, {"longest_first": longest_first}),
+        **term_params(problem, precise=False),
+        **table.fields,
+        "scale_log2": unit_of(problem) * LOG2_E,
+        "head_dim": problem.head_dim,
+    }
+    kernel = unit(config, target.arch, problem.scores, packed.PACKED)
+    params = packed.PACKED.params(params_for(problem, _Params))
+    launch = Launch(kernel, params, fields, table.q_room * problem.heads_q, config.threads)
+    grid = f"up to {launch.grid} CTAs of {config.threads} threads, at most {config.register_limit} registers per thread"
+    return Program((launch,), says=(grid, packed.says(problem, table)), prepared=(table.prepared,))
 
 
 def tensor_fields(problem: Problem, target: Target, block_q: int, number_bytes: int) -> dict[str, object]:

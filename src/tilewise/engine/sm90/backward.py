@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ...masks import Causal
+from ...masks import UNLIMITED, Causal, Packed
 from ...operands import ALL
-from .. import division, rules
+from .. import division, packed, rules
 from ..edges import edge_launches
-from ..extents import BATCHED, division_fields, row_fields
+from ..extents import BATCHED, Extents, division_fields, row_fields
 from ..params import LOG2_E, ONCE_ROOM, kv_head_sections, matrix_bytes, mirror, tiles
 from ..policy import params_for, term_params, unit_of
-from ..program import Address, Launch, Layout, Map, Program, strides
+from ..program import Address, Launch, Layout, Map, Program, Stride, strides
 from ..source import Kernel, kernel_unit
 from ..tile_map import map_for
 from .shared import WarpgroupConfig
@@ -105,8 +105,8 @@ class Config(WarpgroupConfig):
         vectors = 2 * self.stages * self.block_q * 4 + self.stages * 2 * 4
         barriers = 8 * (2 + 4 * self.stages + 2 * self.ds_stages + 2 + 2 * TICKET_STAGES)
         before_tickets = -(-(kv + rings + ds + weights + vectors + barriers + 2 * 4) // 16) * 16
-        heads = self.stages * (4 + ONCE_ROOM)
-        return -(-(before_tickets + TICKET_STAGES * 8 + 16 * 4 + heads) // 1024) * 1024
+        after_plan = self.stages * (4 + ONCE_ROOM) + 2 * 8
+        return -(-(before_tickets + TICKET_STAGES * 8 + 16 * 4 + after_plan) // 1024) * 1024
 
     @property
     def name(self) -> str:
@@ -131,28 +131,28 @@ def configs(problem: Problem, target: Target) -> list[Config]:
 
 
 @functools.cache
-def preprocess_unit(bf16: bool, lanes: int) -> Unit:
+def preprocess_unit(bf16: bool, lanes: int, extents: Extents = BATCHED) -> Unit:
     return kernel_unit(
-        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}",
+        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}{extents.suffix}",
         "sm90/backward_edges.cuh",
         f"preprocess<{str(bf16).lower()}, {lanes}, Extents>",
         _PreprocessParams,
         ARCH,
-        extents=BATCHED,
+        extents=extents,
         threads=EDGE_THREADS,
         checks=(f"edge_threads == {EDGE_THREADS} && edge_rows == {EDGE_ROWS}",),
     )
 
 
 @functools.cache
-def postprocess_unit(bf16: bool) -> Unit:
+def postprocess_unit(bf16: bool, extents: Extents = BATCHED) -> Unit:
     return kernel_unit(
-        f"postprocess_{'bf16' if bf16 else 'fp16'}",
+        f"postprocess_{'bf16' if bf16 else 'fp16'}{extents.suffix}",
         "sm90/backward_edges.cuh",
         f"postprocess<{str(bf16).lower()}, Extents>",
         _PostprocessParams,
         ARCH,
-        extents=BATCHED,
+        extents=extents,
         threads=EDGE_THREADS,
     )
 
@@ -166,14 +166,26 @@ unit = Kernel("sm90/backward.cuh", "backward", _MainParams, "BackwardSmem", _DER
 
 def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL) -> Program:
     config = _only(config, wants)
-    divided = divide(problem, config, target)
+    table = None
+    if isinstance(problem.mask, Packed):
+        assert not config.writes_dq
+        table = packed.table(problem, target, config.block_q, config.block_kv, by_keys=True, slots=target.sms)
+        divided = packed.undivided(problem, table, target.sms)
+    else:
+        divided = divide(problem, config, target)
+    batch = packed.as_batch(problem)
     sums_dq = config.makes_dq and not config.writes_dq
     tile_map = map_for(problem, config.block_q, config.block_kv, ARCH, by_keys=True)
-    order = _order(problem, config, divided)
+    order = _order(batch, config, divided) if table is None else _packed_order(batch, divided)
     takes_tickets = sums_dq and order is not Order.ANY_ORDER
+    # Sums that are added up in any order are zeroed before, and rounded behind: all, or of long packed sequences.
+    ticket_keys = _ticket_keys(batch, config, order) if table is not None else 0
+    unordered = sums_dq and (order is Order.ANY_ORDER if table is None else ticket_keys < UNLIMITED)
     cut = divided.cut and config.makes_dkv
     pairs, kv_pairs = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
     q_tiles, kv_tiles = tiles(problem.seq_q, config.block_q), tiles(problem.seq_kv, config.block_kv)
+    if table is not None:
+        q_tiles, kv_tiles = table.q_room, table.kv_room
     rows = q_tiles * config.block_q
     scratch = Layout.of(
         start_s=4 * pairs * rows,
@@ -185,8 +197,10 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         dkv_sums=4 * kv_pairs * kv_tiles * config.block_kv * (config.head_dim + config.head_dim_v) if cut else 0,
     )
     terms = scratch.addresses("start_s", "start_dp", "dq_tickets", "piece_tickets", "work_tickets")
-    # S starts from -lse in its own units: before the scale, or where a term transforms it, after all of them.
-    transformed = any(term.transforms for term in problem.scores)
+    # S starts from -lse in its own units: before the scale, or where a term transforms it, after all of them. A line is
+    # added to what it starts from.
+    transforming = [term for term in problem.scores if term.transforms]
+    transformed = bool(transforming) and not (len(transforming) == 1 and transforming[0].adds_line)
     score_unit = 1.0 if transformed else problem.scale * LOG2_E
     kept_weight = math.prod(term.kept_weight for term in problem.scores)
     dqk_scale = problem.scale * kept_weight / config.weight_factor
@@ -196,7 +210,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         **strides("out", "dout"),
         **row_fields(problem),
         **terms,
-        "dq_sums": None if takes_tickets else scratch.address("dq_sums"),
+        "dq_sums": scratch.address("dq_sums") if unordered else None,
         "piece_ticket_count": 2 * kv_pairs * kv_tiles,
         "rows": rows,
         "row_floats": config.head_dim,
@@ -216,13 +230,13 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         **terms,
         **scratch.addresses("dq_sums", "dkv_sums"),
         **({"dq": Address("dq"), **strides("dq")} if config.makes_dq else {}),
-        **division_fields(problem, divided, q_tiles, kv_tiles),
+        **division_fields(batch, divided, q_tiles, kv_tiles),
         **term_params(problem, precise=False, backward=True),
         **tile_map.fields,
         "scale_log2": scale_log2,
         "head_dim": problem.head_dim,
         "order": int(order),
-        "walk": int(_walk(problem, divided.cut)),
+        "walk": int(_walk(batch, divided.cut)),
         "store_dk": int("k" in wants),
         "store_dv": int("v" in wants),
         "inverse_scale_log2": 1.0 / scale_log2,
@@ -240,20 +254,46 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         "scale": dqk_scale,
     }
     edges = pairs * rows // EDGE_ROWS
-    lanes, kernel = _LANES[config.head_dim_v], unit(config, ARCH, problem.scores, tile_map.extents)
+    extents = BATCHED if table is None else packed.PACKED
+    main_extents = extents if table is not None else tile_map.extents
+    lanes, kernel = _LANES[config.head_dim_v], unit(config, ARCH, problem.scores, main_extents)
     params = tile_map.extents.params(params_for(problem, _MainParams))
     launches = [
-        Launch(preprocess_unit(config.bf16, lanes), _PreprocessParams, preprocess, edges, EDGE_THREADS),
+        Launch(preprocess_unit(config.bf16, lanes, extents), _PreprocessParams, preprocess, edges, EDGE_THREADS),
         Launch(kernel, params, main, divided.grid, config.threads, overlap=True),
     ]
-    if sums_dq and not takes_tickets:
-        post = postprocess_unit(config.bf16)
+    if unordered:
+        post = postprocess_unit(config.bf16, extents)
         launches.append(Launch(post, _PostprocessParams, postprocess, edges, EDGE_THREADS, overlap=True))
     launches += edge_launches(problem, ARCH, scratch.address("start_dp"), rows, 1.0 / kept_weight)
+    if table is not None:
+        zeroed = packed.unwritten(problem)
+        told = {
+            "dq_columns": problem.head_dim,
+            "dv_columns": problem.head_dim_v,
+            "ticket_keys": ticket_keys,
+            **_stored_rows("dq", takes_tickets),
+            **_stored_rows("dk", "k" in wants),
+            **_stored_rows("dv", "v" in wants),
+        }
+        launches = [table.told(launch, **told) for launch in launches]
+        said = (f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch", packed.says(problem, table))
+        return Program(tuple(launches), scratch, zeroed, said, prepared=(table.prepared,))
     blind = takes_tickets and not _every_tile_sees_keys(problem, config.block_q)
     says = (f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch", *tile_map.says)
     zeroed = frozenset({"dq"} if blind else ())
     return Program(tuple(launches), scratch, zeroed, says, prepared=tile_map.prepared)
+
+
+def _stored_rows(name: str, wanted: bool) -> dict[str, object]:
+    """A gradient whose rows are stored one by one at the end of a sequence."""
+    if not wanted:
+        return {}
+    return {
+        f"{name}_rows": Address(name),
+        f"{name}_rows_head_stride": Stride(name, 1),
+        f"{name}_rows_seq_stride": Stride(name, 2),
+    }
 
 
 def _has_one_tile(problem: Problem, row: dict[str, Any]) -> bool:
@@ -297,6 +337,24 @@ def _order(problem: Problem, config: Config, divided: division.Division) -> Orde
     ):
         return Order.ANY_ORDER
     return Order.CLAIM_ORDER
+
+
+def _packed_order(batch: Problem, divided: division.Division) -> Order:
+    """Of packed sequences that take tickets; those of more keys than `_ticket_keys` are added up in any order."""
+    if batch.deterministic:
+        return Order.KEY_ORDER
+    if any(term.narrows for term in batch.scores):
+        return Order.ANY_ORDER
+    stay_together = _walk(batch, False) is Walk.DOWN and divided.waves < MIN_WAVES_TO_CLAIM
+    return Order.ANY_ORDER if stay_together else Order.CLAIM_ORDER
+
+
+def _ticket_keys(batch: Problem, config: Config, order: Order) -> int:
+    """How many keys a packed sequence may have whose tiles take tickets; where none has more, any number."""
+    if order is Order.KEY_ORDER:
+        return UNLIMITED
+    limit = MAX_CLAIMANTS * config.block_kv
+    return -1 if order is Order.ANY_ORDER else UNLIMITED if batch.seq_kv <= limit else limit
 
 
 def _walk(problem: Problem, cut: bool) -> Walk:

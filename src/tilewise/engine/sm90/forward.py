@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ...masks import Causal, Full, Window
-from .. import rules
+from ...masks import Causal, Full, Packed, Window
+from .. import packed, rules
 from ..extents import forward_fields
 from ..params import LOG2_E, ONCE_ROOM, forward_order, matrix_bytes, mirror, query_tiles, tiles
 from ..policy import Bounds, params_for, term_params, unit_of
-from ..program import Address, Counter, Launch, Layout, Map, Program, strides
+from ..program import Address, Counter, Launch, Layout, Map, Program, Stride, strides
 from ..rules import MAX_ROWS, class_of
 from ..source import Kernel, kernel_unit
 from ..tile_map import map_for
@@ -35,6 +35,7 @@ MASK_KINDS = ("full", "causal", "window")  # as enum MaskKind counts them
 _COMBINE_ROWS = 4  # per CTA, a warp each
 # Of the keys' tiles, before splitting them among CTAs pays for putting the parts together, and of a part.
 _MIN_TILES_TO_SPLIT, _MIN_TILES_PER_PART = 8, 2
+_MAX_PLAIN_WINDOW = 192  # of q and k: the widest heads whose loops for a window leave registers to terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ def _narrower(row: dict[str, Any], problem: Problem) -> dict[str, Any]:
     The loops of a window leave fewer of them.
     """
     needed = rules.forward_registers(problem)
-    if _mask_kind(problem) == 2 and not all(term.elementwise for term in problem.scores):
+    if _mask_kind(problem) == 2 and _roomy(problem) and not all(term.elementwise for term in problem.scores):
         needed += 16
     fewest = min(row["block_kv"], SEARCHED["block_kv"][0])
     return row | {"block_kv": max(row["block_kv"] - needed // 16 * 16, fewest)} if needed >= 16 else row
@@ -177,6 +178,8 @@ unit = Kernel("sm90/forward.cuh", "forward", _Params, "Smem").unit
 
 def program(problem: Problem, target: Target, config: Config) -> Program:
     """The query heads of a KV head share tiles where that makes fewer of them and the strides of q and out allow it."""
+    if isinstance(problem.mask, Packed):
+        return _packed_program(problem, target, config)
     folded = _folded(problem)
     if folded is problem:
         return _program(problem, target, config)
@@ -244,6 +247,38 @@ def _program(problem: Problem, target: Target, config: Config) -> Program:
     return Program(tuple(launches), scratch, says=(says, *tile_map.says), prepared=tile_map.prepared)
 
 
+def _packed_program(problem: Problem, target: Target, config: Config) -> Program:
+    """Work is handed out by a table. A kernel of a full mask has no scanner, which the last tile of a sequence needs:
+    rows of the next one come with it."""
+    config = replace(config, mask=max(1, config.mask))
+    table = packed.table(problem, target, config.block_q, config.block_kv, by_keys=False, number_bytes=2)
+    work = table.q_room * problem.heads_q
+    ctas = min(work, target.sms * config.ctas_per_sm)
+    longest_first = int(isinstance(packed.mask_of(problem).inner, Causal))
+    fields: dict[str, object] = {
+        "q_map": Map("q", 64),
+        "k_map": Map("k", config.block_kv),
+        "v_map": Map("v", config.block_kv),
+        "out_map": Map("out", 64),
+        "v": Address("v"),
+        **strides("v"),
+        "work_counter": Counter(),
+        **forward_fields(packed.as_batch(problem), config.block_q, {"longest_first": longest_first}),
+        **term_params(problem, precise=False),
+        **table.fields,
+        "out_rows": Address("out"),
+        "out_rows_head_stride": Stride("out", 1),
+        "out_rows_seq_stride": Stride("out", 2),
+        "scale_log2": unit_of(problem) * LOG2_E,
+        "splits": 1,
+    }
+    kernel = unit(config, ARCH, problem.scores, packed.PACKED)
+    params = packed.PACKED.params(params_for(problem, _Params))
+    launch = Launch(kernel, params, fields, ctas, config.threads, overlap=True)
+    grid = f"{ctas} CTAs of {config.threads} threads, {config.register_limit} registers per thread"
+    return Program((launch,), says=(grid, packed.says(problem, table)), prepared=(table.prepared,))
+
+
 def _splits(problem: Problem, config: Config, target: Target) -> int:
     """Into how many parts a split kernel divides the keys: as many as fill one wave and are worth their fixed cost."""
     kv_tiles = tiles(problem.seq_kv, config.block_kv)
@@ -272,8 +307,11 @@ def _folded(problem: Problem) -> Problem:
 
 
 def _roomy(problem: Problem) -> bool:
-    """The tiles of kernels with a softcap, which leave registers; for a window all terms take these."""
-    return not rules.fits_plain_tiles(problem, "sm90") or (bool(problem.scores) and _mask_kind(problem) == 2)
+    """The tiles of kernels with a softcap, which leave registers; for a window most terms take these."""
+    if not problem.scores or not rules.fits_plain_tiles(problem, "sm90"):
+        return bool(problem.scores)
+    fits_window = class_of(problem)[0] <= _MAX_PLAIN_WINDOW and all(term.fits_plain_window for term in problem.scores)
+    return _mask_kind(problem) == 2 and not fits_window
 
 
 def _mask_kind(problem: Problem) -> int:

@@ -22,14 +22,15 @@
 // Mapped: the same, and a list says which tiles a tile visits (tile_map.cuh): plans count positions in it, and `tile_at` says
 // which tile that is.
 // Those with a KeptSequence (packed rows with their starts in memory, caches with their lengths) have a `find` of their own and
-// Record = SequenceRecord.
+// Record = SequenceRecord, or one derived from it.
+// Those with a `work_table` (packed.cuh) say which tile a number of work means, and how many there are; their grids may be larger.
 //
 // Parameters beside these: `q_tiles` and `kv_tiles` are those of the longest sequence, `seq_q` the rows of a batch of the
 // tensors, by which lse is laid out. Where Extents are ragged:
 //   - a tile that begins behind the end of its sequence touches nothing (`has_rows`);
 //   - loads of whole tiles may bring rows of the next sequence. The band hides their keys, and their values are in partial
 //     tiles, which are scrubbed of inf and NaN;
-//   - stores go through whole-tile copies only where all of the tile's rows are in the sequence, else row by row.
+//   - stores go through copies of boxes only where all rows of the box are in the sequence, else row by row.
 // clang-format on
 #pragma once
 
@@ -95,6 +96,9 @@ struct Mapped : Batched {
 template <typename Extents>
 concept HasTileMap = requires { requires Extents::mapped; };
 
+template <typename Extents>
+concept HasWorkTable = requires { requires Extents::work_table; };
+
 // Of the tiles that an outer tile visits, all and the full ones, as positions in its list.
 template <HasTileMap Extents, typename Params>
 __device__ __forceinline__ QueryTiles listed_tiles(const Params& params, int batch, int head,
@@ -151,6 +155,31 @@ __device__ __forceinline__ typename Extents::template Sequence<Params> sequence_
 template <typename Extents>
 __device__ __forceinline__ bool has_rows(int begin, int rows) {
   return !Extents::ragged || begin < rows;
+}
+
+// A block of rows of one head, for kernels that go through rows alone, and where it lies in
+// scratch: `params.rows` rows per head, or per head of each batch. `exists`: not behind all tiles
+// of a work table.
+struct EdgeBlock {
+  int batch, head;
+  int first_row;  // of the sequence
+  long long at;
+  bool exists;
+};
+template <typename Extents, int edge_rows, typename Params, typename Number>
+__device__ __forceinline__ EdgeBlock edge_block_at(const Params& params, Number block) {
+  const int blocks = params.rows / edge_rows, batch_head = block / blocks;
+  const int first_row = block % blocks * edge_rows;
+  const long long at = static_cast<long long>(batch_head) * params.rows + first_row;
+  if constexpr (HasWorkTable<Extents>) {
+    const int tile = first_row / params.packed_rows;
+    if (tile >= Extents::q_tile_count(params)) return {0, batch_head, 0, at, false};
+    const int owner = Extents::owner_of_q_tile(params, tile);
+    const int first_tile = Extents::find_queries(params, owner).first_q_tile;
+    return {owner, batch_head, first_row - first_tile * params.packed_rows, at, true};
+  } else {
+    return {batch_head / params.heads, batch_head % params.heads, first_row, at, true};
+  }
 }
 
 // The first of a sequence's query rows among the rows of all heads of its tensors, as lse counts.

@@ -34,11 +34,17 @@
 //                                      registers, and not for what stands behind a hook that the term does not have.
 //   struct Once                        What is the same for all fragments of a head, made of (params, at); the constructor gets
 //                                      it by once_of(), from a kernel that keeps it, or anew.
+//   struct OfRows                      What is the same for all fragments of the same rows, made of (params, at) by a whole warp;
+//                                      at.of_rows() gives it, in kernels that keep it.
 //   struct Operands                    What the term needs beside the parameters that all kernels have: pointers, strides,
 //                                      numbers. The kernel's parameters derive from it (ParamsOf).
 //   static bool uses_head = true       Where it asks for the head.
 //   float apply(float v, int i)        v_t of element i from v_{t-1}; -inf hides it. Asked once for every i, in ascending
 //                                      order, so that a term may load or draw numbers for several elements at once.
+//   float start_of_row(int r), per_column()
+//   bool bends(int count, Band)        Of a term whose `apply` adds start_of_row(r) + per_column() * column_of(i), in some of its
+//   float bend(float v, int i)         first `count` columns more than that if it `bends` there: `bend` adds the rest. Kernels that
+//                                      have no other term with `apply` add that line where it costs least.
 //   bool holds(int count)              Of a term that reads a number per element, whether the first `count` exist, with a
 //   bool checks                        member that says whether `apply` must ask: so it need not where they do.
 //   static bool loads_few = true       Of such a term, where elements share these numbers: they are loaded all at once.
@@ -223,6 +229,18 @@ __device__ __forceinline__ void hide_outside(float (&v)[count], int r, int first
   }
 }
 
+// What the band leaves to a row: keys, or queries, of which a key that does not exist has none.
+template <typename At>
+__device__ __forceinline__ Span in_band(const At& at, int row) {
+  if constexpr (At::rows_are == RowsAre::queries) {
+    const Band band = at.band();
+    return {band.first_key(row), band.end_key(row)};
+  } else {
+    const RowBand band = at.row_band();
+    return {band.first_row(row), row < at.band().seq_k ? band.end_row(row) : 0};
+  }
+}
+
 // Keys outside the band of a query, and keys that do not exist (mask.cuh). Kernels for some masks
 // need not look at all bounds.
 enum class Bounds { end_of_keys, end, both };
@@ -272,6 +290,8 @@ struct BandMask {
 template <typename Term>
 concept HasApply = requires(Term term) { term.apply(0.0f, 0); };
 template <typename Term>
+concept HasLine = requires(Term term) { term.bend(term.per_column(), 0); };
+template <typename Term>
 concept HasHolds = requires(Term term) { term.checks = term.holds(4); };
 template <typename Term>
 concept LoadsFew = requires { requires Term::loads_few; };
@@ -290,6 +310,8 @@ concept HasKeeps = requires(Term term, ptx::u32 (&drawn)[drawn_words]) {
 };
 template <typename Term>
 concept HasOnce = requires { typename Term::Once; };
+template <typename Term>
+concept HasOfRows = requires { typename Term::OfRows; };
 template <typename Term>
 concept HasObserve = requires(Term term, const float (&v)[4]) { term.observe(v, 1.0f); };
 template <typename Term>
@@ -468,6 +490,19 @@ struct OnceOf<Term> {
   using Type = typename Term::Once;
 };
 
+template <typename Term>
+struct OfRowsOf {
+  struct Type {
+    Type() = default;
+    template <typename Params, typename At>
+    __device__ __forceinline__ Type(const Params&, const At&) {}
+  };
+};
+template <HasOfRows Term>
+struct OfRowsOf<Term> {
+  using Type = typename Term::OfRows;
+};
+
 // What a term has made once: kept by the kernel, or made here.
 template <typename Once, typename Params, typename At>
 __device__ __forceinline__ Once once_of(const Params& params, const At& at) {
@@ -477,10 +512,18 @@ __device__ __forceinline__ Once once_of(const Params& params, const At& at) {
     return Once(params, at);
 }
 
+// Scores that grow along the columns: the products, and start[r] + per_column * column_of(i).
+struct Line {
+  float per_column;
+  float start[2];
+};
+
 template <typename... Terms>
 struct Scores {
   // Whether the values that the softmax gets are others than the products, and so have no unit.
   static constexpr bool transforms = (HasApply<Terms> || ...);
+  // Whether they are the products and a line: `line` and `bend` say all that `apply` does.
+  static constexpr bool adds_line = (HasLine<Terms> || ...) && (0 + ... + HasApply<Terms>) == 1;
   static constexpr bool hides_by_data = (HidesByData<Terms> || ...);
   static constexpr bool hides_by_span = (HidesBySpan<Terms> || ...);
   static constexpr bool drops = (HasKeeps<Terms> || ...);
@@ -500,6 +543,13 @@ struct Scores {
     template <typename Params, typename At>
     __device__ __forceinline__ Once(const Params& params, const At& at)
         : OnceOf<Terms>::Type(params, at)... {}
+  };
+  // Of the rows of a warp; likewise.
+  struct OfRows : OfRowsOf<Terms>::Type... {
+    OfRows() = default;
+    template <typename Params, typename At>
+    __device__ __forceinline__ OfRows(const Params& params, const At& at)
+        : OfRowsOf<Terms>::Type(params, at)... {}
   };
 
   // Step 1. With `looks`, it asks whether scores are easy: for loops that most of them pass
@@ -538,6 +588,20 @@ struct Scores {
     }
   }
 
+  // Step 1, of a line. The starts of rows, and what a column adds.
+  template <typename Params, typename At>
+  static __device__ __forceinline__ Line line(const Params& params, const At& at) {
+    Line line{};
+    (set_line<Terms>(line, params, at), ...);
+    return line;
+  }
+  // What `line` leaves out.
+  template <int count, typename Params, typename At>
+  static __device__ __forceinline__ void bend(float (&v)[count], const Params& params,
+                                              const At& at) {
+    (bend_by<Terms>(v, params, at), ...);
+  }
+
   // Step 2.
   template <int count, typename Params, typename At>
   static __device__ __forceinline__ void hide(float (&v)[count], const Params& params,
@@ -552,6 +616,23 @@ struct Scores {
     if constexpr (observes) TermChain<Terms...>(params, Unit{}, at).observe(v, unit);
   }
 
+  template <typename Term, typename Params, typename At>
+  static __device__ __forceinline__ void set_line(Line& line, const Params& params, const At& at) {
+    if constexpr (HasLine<Term>) {
+      const Term term(params, Unit{}, at);
+      line = {term.per_column(), {term.start_of_row(0), term.start_of_row(1)}};
+    }
+  }
+  template <typename Term, int count, typename Params, typename At>
+  static __device__ __forceinline__ void bend_by(float (&v)[count], const Params& params,
+                                                 const At& at) {
+    if constexpr (HasLine<Term>) {
+      const Term term(params, Unit{}, at);
+      if (!term.bends(count, at.band())) return;
+#pragma unroll
+      for (int i = 0; i < count; ++i) v[i] = term.bend(v[i], i);
+    }
+  }
   template <typename Term, typename Params>
   static __device__ __forceinline__ bool sees_by(const Params& params, int batch, int head,
                                                  int query, int key) {

@@ -38,6 +38,19 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// What a thread's scores of a block are counted from, per row and in log2 units: 0, or a start.
+struct FromZero {
+  static constexpr bool is_zero = true;
+};
+struct FromStarts {
+  static constexpr bool is_zero = false;
+  float start[2];
+};
+__device__ __forceinline__ float from(const FromZero&, int, float x) { return x; }
+__device__ __forceinline__ float from(const FromStarts& starts, int r, float x) {
+  return x - starts.start[r];
+}
+
 template <int count>
 __device__ __forceinline__ void row_maxima(const float (&s)[count], float (&top)[2]) {
   float odd[2] = {-infinity, -infinity};
@@ -49,6 +62,16 @@ __device__ __forceinline__ void row_maxima(const float (&s)[count], float (&top)
   }
   top[0] = quad_max(fmaxf(top[0], odd[0]));
   top[1] = quad_max(fmaxf(top[1], odd[1]));
+}
+// Of scores that every thread counts from a start of its own, in log2 units.
+template <int count>
+__device__ __forceinline__ void row_maxima(const float (&s)[count], float (&top)[2],
+                                           const FromStarts& starts, float scale_log2) {
+  top[0] = top[1] = -infinity;
+#pragma unroll
+  for (int i = 0; i < count; ++i) top[row_of(i)] = fmaxf(top[row_of(i)], s[i]);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) top[r] = quad_max(fmaf(top[r], scale_log2, starts.start[r]));
 }
 
 template <int count>
@@ -107,19 +130,23 @@ struct Softmax {
 
   // s -> p against the true running maximum, added up; alpha is what earlier partial results must
   // be multiplied with.
-  template <int count>
+  template <typename Starts = FromZero, int count>
   __device__ __forceinline__ void exact_block(float (&s)[count], float scale_log2,
-                                              float (&alpha)[2]) {
+                                              float (&alpha)[2], const Starts& starts = {}) {
     float base[2], block[2];
-    row_maxima(s, base);
+    if constexpr (Starts::is_zero)
+      row_maxima(s, base);
+    else
+      row_maxima(s, base, starts, scale_log2);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float next = fmaxf(reference[r], base[r] * scale_log2);
+      const float next = fmaxf(reference[r], Starts::is_zero ? base[r] * scale_log2 : base[r]);
       // Why: a row that has seen no key keeps -inf; subtracting 0 instead gives p = 0 rather than
       // NaN.
       base[r] = next == -infinity ? 0.0f : next;
       alpha[r] = ptx::ex2(reference[r] - base[r]);
       reference[r] = next;
+      base[r] = from(starts, r, base[r]);
     }
     exponentiate(s, base, scale_log2);
     row_sums(s, block);
@@ -130,10 +157,11 @@ struct Softmax {
 
   // s -> p against the standing reference; true when the block is good as it is, its sums not yet
   // added.
-  template <int count>
-  __device__ __forceinline__ bool lazy_block(float (&s)[count], float scale_log2,
-                                             float (&block)[2]) {
-    exponentiate(s, reference, scale_log2);
+  template <typename Starts = FromZero, int count>
+  __device__ __forceinline__ bool lazy_block(float (&s)[count], float scale_log2, float (&block)[2],
+                                             const Starts& starts = {}) {
+    const float base[2] = {from(starts, 0, reference[0]), from(starts, 1, reference[1])};
+    exponentiate(s, base, scale_log2);
     row_sums(s, block);
     // Invariant: false for NaN, so that overflow and rows without a reference are never taken for
     // good.

@@ -98,6 +98,9 @@ struct Backward {
   }
   // Index of a step's query tile among those of all heads.
   __device__ __forceinline__ long long tile_index(const StepCursor& step) const {
+    if constexpr (HasWorkTable<Extents>)
+      return static_cast<long long>(head_of(step)) * params.q_tiles + plan.first_q_tile +
+             query_tile_of(step);
     const long long batch = plan.batch;
     return (batch * params.heads_kv * params.heads_per_kv + head_of(step)) * params.q_tiles +
            query_tile_of(step);
@@ -467,6 +470,7 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
     if (threadIdx.x == 0) smem.plan = plan;
   }
   __syncthreads();
+  if (HasWorkTable<Extents> && smem.plan.kv_tile < 0) return;
   Backward<config, Policy, Extents>{params, smem}.run();
 }
 

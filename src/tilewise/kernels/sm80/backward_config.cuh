@@ -89,13 +89,27 @@ struct BackwardPlan : Extents::Record {
   }
 };
 
+// Of a CTA behind the end of a work table.
+template <typename Extents>
+__device__ __forceinline__ BackwardPlan<Extents> no_work() {
+  BackwardPlan<Extents> plan{};
+  plan.kv_tile = -1;
+  return plan;
+}
+
 // Of the parameters of this backward or of the float32 one. All lanes of a warp ask together.
 template <typename Policy, typename Extents, int block_q, int block_kv, typename Params>
 __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params& params,
                                                                     int work) {
-  const Schedule schedule{params.heads_kv, params.batch * params.heads_kv, params.pieces,
-                          params.sections, 0};
-  const WorkTile at = schedule.tile(work);
+  WorkTile at;
+  if constexpr (HasWorkTable<Extents>) {
+    if (work >= Extents::kv_tile_count(params) * params.heads_kv) return no_work<Extents>();
+    at = Extents::kv_work(params, params.heads_kv, block_kv, work);
+  } else {
+    const Schedule schedule{params.heads_kv, params.batch * params.heads_kv, params.pieces,
+                            params.sections, 0};
+    at = schedule.tile(work);
+  }
   const auto record = Extents::find(params, at.batch);
   const auto sequence = sequence_of<Extents>(params, record);
   const RowBand band = sequence.row_band();

@@ -58,16 +58,15 @@ template <bool bf16, int lanes, typename Extents>
 __device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Extents>& params) {
   constexpr int rows_at_once = edge_threads / lanes;
   constexpr float log2_e = 1.44269504088896341f;
-  const int blocks = params.rows / edge_rows, batch_head = blockIdx.x / blocks;
-  const int of_batch = batch_head / params.heads, head = batch_head % params.heads;
-  const auto record = Extents::find_queries(params, of_batch);
+  const EdgeBlock block = edge_block_at<Extents, edge_rows>(params, blockIdx.x);
+  const int head = block.head, first_row = block.first_row;
+  const auto record = Extents::find_queries(params, block.batch);
   const auto sequence = sequence_of<Extents>(params, record);
-  const int batch = sequence.batch(of_batch), start = sequence.q_start();
+  const int batch = sequence.batch(block.batch), start = sequence.q_start();
   const long long first_of_lse = first_row_of_head(params, sequence, batch, params.heads, head);
   const int lane = threadIdx.x % lanes, column = lane * 8;
-  const int first_row = blockIdx.x % blocks * edge_rows;
-  const long long first = static_cast<long long>(batch_head) * params.rows + first_row;
-  if (params.dq_sums != nullptr) {
+  const long long first = block.at;
+  if (params.dq_sums != nullptr && block.exists) {
     float4* sums = reinterpret_cast<float4*>(params.dq_sums + first * params.row_floats);
     for (int i = threadIdx.x; i < edge_rows / 4 * params.row_floats; i += edge_threads)
       sums[i] = float4{};
@@ -82,6 +81,7 @@ __device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Exte
          i += stride)
       params.piece_tickets[i] = PieceTickets{0, 0};
   }
+  if (!block.exists) return;
 #pragma unroll
   for (int i = 0; i < edge_rows; i += rows_at_once) {
     const int in_block = i + threadIdx.x / lanes, row = first_row + in_block;
@@ -115,8 +115,15 @@ __device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Ex
   constexpr int columns = config.head_dim / (config.warps / config.query_rows) / 8;  // of a warp
   constexpr int query_blocks = config.block_q / config.query_rows / 16;
   constexpr int all_columns = config.head_dim / 8, all_blocks = config.block_q / 16;
-  const int batch_head = blockIdx.x / params.q_tiles, q_tile = blockIdx.x % params.q_tiles;
-  const int of_batch = batch_head / params.heads, head = batch_head % params.heads;
+  const int batch_head = blockIdx.x / params.q_tiles;
+  int of_batch = batch_head / params.heads, head = batch_head % params.heads;
+  int q_tile = blockIdx.x % params.q_tiles;
+  if constexpr (HasWorkTable<Extents>) {
+    if (q_tile >= Extents::q_tile_count(params)) return;
+    head = batch_head;
+    of_batch = Extents::owner_of_q_tile(params, q_tile);
+    q_tile -= Extents::find_queries(params, of_batch).first_q_tile;
+  }
   const auto record = Extents::find_queries(params, of_batch);
   const auto sequence = sequence_of<Extents>(params, record);
   const int batch = sequence.batch(of_batch), start = sequence.q_start();

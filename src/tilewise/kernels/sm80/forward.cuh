@@ -429,11 +429,20 @@ struct Forward {
 template <Config config, typename Policy, typename Extents>
 __device__ __forceinline__ void forward(const ParamsOf<Params, Policy, Extents>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
-  const Schedule schedule{params.heads, params.batch * params.heads, params.q_tiles,
-                          params.sections, params.longest_first};
-  Forward<config, Policy, Extents>{params, *reinterpret_cast<Smem<config, Extents>*>(smem_bytes),
-                                   schedule.tile(blockIdx.x)}
-      .run();
+  auto run = [&](const WorkTile& tile) {
+    Forward<config, Policy, Extents>{params, *reinterpret_cast<Smem<config, Extents>*>(smem_bytes),
+                                     tile}
+        .run();
+  };
+  if constexpr (HasWorkTable<Extents>) {
+    const int work = static_cast<int>(blockIdx.x);
+    if (work < Extents::q_tile_count(params) * params.heads)
+      run(Extents::q_work(params, params.heads, config.block_q(), params.longest_first, work));
+  } else {
+    const Schedule schedule{params.heads, params.batch * params.heads, params.q_tiles,
+                            params.sections, params.longest_first};
+    run(schedule.tile(blockIdx.x));
+  }
 }
 
 }  // namespace tilewise::sm80

@@ -104,9 +104,7 @@ __device__ __forceinline__ int warpgroup_index() {
 
 template <BackwardConfig config, typename Policy, typename Extents>
 __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, Extents>& params) {
-  static_assert(!Extents::ragged,
-                "dK and dV are stored, and Q and dO loaded, in boxes that may reach into the next "
-                "sequence");
+  static_assert(!Extents::ragged || HasWorkTable<Extents>, "dQ is summed where a work table says");
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   BackwardSmem<config, Extents>& smem =
       *reinterpret_cast<BackwardSmem<config, Extents>*>(smem_bytes);
@@ -117,6 +115,12 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
         make_backward_plan<Policy, Extents, config.block_q, config.block_kv()>(
             params, take_work(params.work_tickets), params.walk);
     if (threadIdx.x == 0) smem.plan = plan;
+    if constexpr (Policy::hides_by_span && config.warpgroups_own_keys) {
+      const int key = plan.kv_tile * config.block_kv() + threadIdx.x * 64;
+      const int end = min_int(key + 64, sequence_of<Extents>(params, plan).seq_k());
+      if (threadIdx.x < 2 && key < end)
+        smem.own_queries[threadIdx.x] = Policy::seen_queries(params, plan.batch, key, end).some;
+    }
   }
   if (threadIdx.x == 128) {
     ptx::prefetch_tensormap(&params.k_map);
@@ -129,16 +133,17 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
   __syncthreads();
   // Why in shared memory: a role reads what it needs when it needs it, and keeps its registers.
   const BackwardPlan<Extents>& plan = smem.plan;
+  if (HasWorkTable<Extents> && plan.kv_tile < 0) return;
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<producer_registers>();
     if (plan.steps > 0 && ptx::elect_one()) {
       const int warp = threadIdx.x / 32;
       if (warp == 0) BackwardProducer<config, Policy, Extents>{params, smem, plan}.run();
       if constexpr (config.makes_dq && !config.writes_dq && !HasTileMap<Extents>) {
-        if (warp == 1 && params.dq_tickets != nullptr)
-          DqTicketKeeper<config, Extents>{params, smem, plan}.await();
-        if (warp == 2 && params.dq_tickets != nullptr)
-          DqTicketKeeper<config, Extents>{params, smem, plan}.pass();
+        bool takes_tickets = params.dq_tickets != nullptr;
+        if constexpr (HasWorkTable<Extents>) takes_tickets = takes_tickets && !plan.unordered;
+        if (warp == 1 && takes_tickets) DqTicketKeeper<config, Extents>{params, smem, plan}.await();
+        if (warp == 2 && takes_tickets) DqTicketKeeper<config, Extents>{params, smem, plan}.pass();
       }
     }
   } else if (warpgroup == 1) {

@@ -143,15 +143,27 @@ template <typename Policy, typename Extents, int block_q, int block_kv, typename
 __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params& params, int work,
                                                                     Walk walk) {
   const int pairs = params.batch * params.heads_kv, group = params.heads_per_kv;
-  const bool mirrored = walk == stairs && params.sections > 1 &&
+  const bool mirrored = !HasWorkTable<Extents> && walk == stairs && params.sections > 1 &&
                         work >= (pairs - pairs / params.sections) * params.pieces;
   const bool from_last = walk == stairs && !mirrored, descends = walk == down || mirrored;
-  const Schedule schedule{params.heads_kv, pairs, params.pieces, params.sections, 0};
-  const WorkTile at = schedule.tile(work);
+  WorkTile at;
+  if constexpr (HasWorkTable<Extents>) {
+    if (work >= Extents::kv_tile_count(params) * params.heads_kv) {
+      BackwardPlan<Extents> none{};
+      none.kv_tile = -1;
+      return none;
+    }
+    at = Extents::kv_work(params, params.heads_kv, block_kv, work);
+  } else {
+    const Schedule schedule{params.heads_kv, pairs, params.pieces, params.sections, 0};
+    at = schedule.tile(work);
+  }
   const auto record = Extents::find(params, at.batch);
   const auto sequence = sequence_of<Extents>(params, record);
   const RowBand band = sequence.row_band();
-  Piece piece{from_last ? params.kv_tiles - 1 - at.q_tile : at.q_tile, 0, 1};
+  const int kv_tiles =
+      HasWorkTable<Extents> ? ceil_div(sequence.seq_k(), block_kv) : params.kv_tiles;
+  Piece piece{from_last ? kv_tiles - 1 - at.q_tile : at.q_tile, 0, 1};
   if (params.pieces != params.kv_tiles)
     piece = find_piece(at.q_tile, params.kv_tiles, params.piece_steps, from_last, [&](int tile) {
       return touched_query_tiles(band, tile, sequence.seq_k(), block_q, block_kv).count() * group;
@@ -240,7 +252,9 @@ struct BackwardSmem {
   alignas(1024) float weights[config.warpgroups_own_keys ? 4 : config.block_q * 64];
   alignas(16) float start_s[config.stages][config.block_q];
   alignas(16) float start_dp[config.stages][config.block_q];
-  int seen_tile[config.stages][2];  // SeenTile of the Q in a stage, per product warpgroup
+  // SeenTile of the Q in a stage, per product warpgroup; where sequences are ragged, also how many
+  // of the rows of Q, and of dO, are in the sequence.
+  int seen_tile[config.stages][Extents::ragged ? 4 : 2];
   ptx::u64 k_full, v_full;
   ptx::u64 q_full[config.stages], q_empty[config.stages];
   ptx::u64 dout_full[config.stages], dout_empty[config.stages];
@@ -253,8 +267,18 @@ struct BackwardSmem {
   // it is read in such units, and a race checker reports what shares one.
   alignas(16) BackwardPlan<Extents> plan;
   alignas(16) int head[config.stages];  // of the Q in a stage, for terms that ask for it
-  OnceRoom once[config.stages];         // of that head, where weights are dropped
+  Span own_queries[2];  // that see keys of a product warpgroup, for terms that hide by spans
+  OnceRoom once[config.stages];  // of that head, where weights are dropped
 };
+
+// How the KV tiles of a plan add up dQ: as the parameters say, or in any order for a sequence that
+// is too long to take tickets.
+template <typename Extents, typename Params>
+__device__ __forceinline__ Order order_of(const Params& params, const BackwardPlan<Extents>& plan) {
+  if constexpr (HasWorkTable<Extents>)
+    if (plan.unordered) return any_order;
+  return params.order;
+}
 
 // The query tile at a position of a plan. Steps count positions.
 template <typename Extents, typename Params>

@@ -78,13 +78,13 @@ template <bool bf16, int lanes, typename Extents>
 __device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Extents>& params) {
   constexpr int rows_at_once = edge_threads / lanes;
   const int block = edge_block();
-  const int blocks = params.rows / edge_rows, batch_head = block / blocks;
-  const int of_batch = batch_head / params.heads, head = batch_head % params.heads;
-  const auto record = Extents::find_queries(params, of_batch);
+  const EdgeBlock at_block = edge_block_at<Extents, edge_rows>(params, block);
+  const int head = at_block.head, first_row = at_block.first_row;
+  const auto record = Extents::find_queries(params, at_block.batch);
   const auto sequence = sequence_of<Extents>(params, record);
-  const int batch = sequence.batch(of_batch), start = sequence.q_start();
+  const int batch = sequence.batch(at_block.batch), start = sequence.q_start();
   const long long first_of_lse = first_row_of_head(params, sequence, batch, params.heads, head);
-  const int lane = threadIdx.x % lanes, first_row = block % blocks * edge_rows;
+  const int lane = threadIdx.x % lanes;
   const int column = lane * 8;
   const ptx::u16* out = static_cast<const ptx::u16*>(params.out) + batch * params.out_batch_stride +
                         head * params.out_head_stride + start * params.out_seq_stride + column;
@@ -92,25 +92,25 @@ __device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Exte
                          batch * params.dout_batch_stride + head * params.dout_head_stride +
                          start * params.dout_seq_stride + column;
   ptx::allow_next_grid();
-  if (params.dq_sums != nullptr) {
-    float4* sums = reinterpret_cast<float4*>(
-        params.dq_sums +
-        (static_cast<long long>(batch_head) * params.rows + first_row) * params.row_floats);
+  bool zeroes_sums = params.dq_sums != nullptr && at_block.exists;
+  if constexpr (HasWorkTable<Extents>) zeroes_sums = zeroes_sums && record.unordered;
+  if (zeroes_sums) {
+    float4* sums = reinterpret_cast<float4*>(params.dq_sums + at_block.at * params.row_floats);
     for (int i = threadIdx.x; i < edge_rows / 4 * params.row_floats; i += edge_threads)
       sums[i] = float4{};
   }
   if (params.dq_tickets != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
-    params.dq_tickets[(static_cast<long long>(batch_head) * params.rows + first_row) /
-                      params.block_q] = DqTickets{0, 0};
+    params.dq_tickets[at_block.at / params.block_q] = DqTickets{0, 0};
   if (params.work_tickets != nullptr && block == 0 && threadIdx.x == 0) *params.work_tickets = 0;
   if (params.piece_tickets != nullptr) {
     const int stride = static_cast<int>(gridDim.x) * edge_threads;
     for (int i = block * edge_threads + threadIdx.x; i < params.piece_ticket_count; i += stride)
       params.piece_tickets[i] = PieceTickets{0, 0};
   }
+  if (!at_block.exists) return;
 #pragma unroll
   for (int i = 0; i < edge_rows / rows_at_once; ++i) {
-    const int row = first_row + i * rows_at_once + threadIdx.x / lanes;
+    const int in_block = i * rows_at_once + threadIdx.x / lanes, row = first_row + in_block;
     float sum = 0.0f;
     if (row < sequence.seq_q() && column < params.head_dim_v)
       sum = dot<bf16>(*reinterpret_cast<const uint4*>(out + row * params.out_seq_stride),
@@ -118,6 +118,16 @@ __device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Exte
 #pragma unroll
     for (int distance = lanes / 2; distance > 0; distance /= 2)
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    if constexpr (HasWorkTable<Extents>) {
+      // No tile of keys may come to such a row, and write its dQ.
+      if (params.dq_rows != nullptr && !record.unordered && row < sequence.seq_q() &&
+          params.lse[first_of_lse + row] == -infinity) {
+        ptx::u16* dq = static_cast<ptx::u16*>(params.dq_rows) + head * params.dq_rows_head_stride +
+                       (start + row) * params.dq_rows_seq_stride;
+        for (int c = column; c < params.dq_columns; c += lanes * 8)
+          *reinterpret_cast<uint4*>(dq + c) = uint4{};
+      }
+    }
     if (lane != 0) continue;
     // Rows that do not exist or see no key start from S = -inf, which makes every weight 0.
     float start = -infinity;
@@ -127,7 +137,7 @@ __device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Exte
       if (lse != -infinity) start = fmaf(lse, params.lse_factor, params.start_bias);
       if (params.dlse != nullptr) sum -= params.dlse[at];
     }
-    const long long at = static_cast<long long>(batch_head) * params.rows + row;
+    const long long at = at_block.at + in_block;
     params.start_s[at] = start;
     params.start_dp[at] = start == -infinity ? 0.0f : sum * params.dp_factor;
   }
@@ -138,16 +148,16 @@ __device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Exte
 template <bool bf16, typename Extents>
 __device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Extents>& params) {
   ptx::wait_for_previous_grid();
-  const int block = edge_block();
-  const int blocks = params.rows / edge_rows, batch_head = block / blocks;
-  const int of_batch = batch_head / params.heads, head = batch_head % params.heads;
-  const auto record = Extents::find_queries(params, of_batch);
+  const EdgeBlock block = edge_block_at<Extents, edge_rows>(params, edge_block());
+  if (!block.exists) return;
+  const int head = block.head, first_row = block.first_row;
+  const auto record = Extents::find_queries(params, block.batch);
+  if constexpr (HasWorkTable<Extents>)
+    if (!record.unordered) return;  // the last tile of keys wrote its dQ
   const auto sequence = sequence_of<Extents>(params, record);
-  const int batch = sequence.batch(of_batch), start = sequence.q_start();
-  const int first_row = block % blocks * edge_rows;
-  const float4* sums = reinterpret_cast<const float4*>(
-      params.dq_sums +
-      (static_cast<long long>(batch_head) * params.rows + first_row) * params.row_floats);
+  const int batch = sequence.batch(block.batch), start = sequence.q_start();
+  const float4* sums =
+      reinterpret_cast<const float4*>(params.dq_sums + block.at * params.row_floats);
   ptx::u16* dq = static_cast<ptx::u16*>(params.dq) + batch * params.batch_stride +
                  head * params.head_stride + start * params.seq_stride;
   const int chunks = params.head_dim / 8;

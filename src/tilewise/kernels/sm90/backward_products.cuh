@@ -47,6 +47,7 @@ struct ProductWarpgroup {
   using Position = RingPosition<config.stages>;
   Position position{0};  // of this step in the Q and dO rings
   RingPosition<config.ds_stages> ds_position{1};
+  typename Policy::OfRows of_rows{params, Keys{*this}};
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
@@ -57,9 +58,47 @@ struct ProductWarpgroup {
   }
   __device__ __forceinline__ void wait_q(const Position& at) {
     ptx::mbarrier_wait(&smem.q_full[at.stage], at.phase);
+    if constexpr (Extents::ragged)
+      clear_rows<block_q, config.head_dim>(smem.q[at.stage], smem.seen_tile[at.stage][2], block_q);
   }
   __device__ __forceinline__ void wait_dout(const Position& at) {
     ptx::mbarrier_wait(&smem.dout_full[at.stage], at.phase);
+    if constexpr (Extents::ragged)
+      clear_rows<block_q, config.head_dim_v>(smem.dout[at.stage], smem.seen_tile[at.stage][3],
+                                             block_q);
+  }
+  __device__ __forceinline__ void wait_k() {
+    ptx::mbarrier_wait(&smem.k_full, 0);
+    if constexpr (Extents::ragged)
+      clear_rows<block_kv, config.head_dim>(smem.k, max_int(row, keys_here()), row + 64);
+  }
+  __device__ __forceinline__ void wait_v() {
+    ptx::mbarrier_wait(&smem.v_full, 0);
+    if constexpr (Extents::ragged)
+      clear_rows<block_kv, config.head_dim_v>(smem.v, max_int(row, keys_here()), row + 64);
+  }
+  // How many of this tile's keys the sequence has.
+  __device__ __forceinline__ int keys_here() const {
+    return min_int(block_kv, sequence().seq_k() - plan.kv_tile * block_kv);
+  }
+
+  // Rows [first, end) of a matrix in shared memory become zeros: those of the next sequence, which
+  // may hold NaN. Why both warpgroups clear the rows of Q and dO: each waits for itself alone then,
+  // and both write the same.
+  template <int rows, int columns>
+  __device__ __forceinline__ void clear_rows(unsigned char* matrix, int first, int end) {
+    if (first >= end) return;
+    constexpr int row_bytes = panel_bytes(1), chunks = row_bytes / 16;
+    const int count = (end - first) * chunks;
+#pragma unroll 1
+    for (int panel = 0; panel < panel_count(columns); ++panel) {
+#pragma unroll 1
+      for (int i = threadIdx.x % 128; i < count; i += 128)
+        *reinterpret_cast<uint4*>(matrix + panel * panel_bytes(rows) + first * row_bytes + i * 16) =
+            uint4{};
+    }
+    ptx::fence_proxy_async();
+    ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + warpgroup);
   }
   // Of the Q at a place in the ring that is full.
   __device__ __forceinline__ SeenTile seen_tile(const Position& at) {
@@ -126,7 +165,15 @@ struct ProductWarpgroup {
     for (int step = 0; step < block_q / 16; ++step) wgmma::hold(packed[step]);
   }
 
-  // Where this thread's scores lie; `stage` is that of Q, still held.
+  // Where this thread's rows lie.
+  struct Keys {
+    static constexpr RowsAre rows_are = RowsAre::keys;
+    const ProductWarpgroup& kernel;
+
+    __device__ __forceinline__ int row() const { return kernel.first_key(); }
+    __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
+  };
+  // Where its scores lie; `stage` is that of Q, still held.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::keys;
     const ProductWarpgroup& kernel;
@@ -149,6 +196,9 @@ struct ProductWarpgroup {
     }
     __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
+    __device__ __forceinline__ const typename Policy::OfRows& of_rows() const {
+      return kernel.of_rows;
+    }
     // Where this warp will store its dS.
     __device__ __forceinline__ float* room() const {
       return reinterpret_cast<float*>(kernel.smem.ds[kernel.ds_position.stage] +
@@ -163,7 +213,16 @@ struct ProductWarpgroup {
 
   // S -> P in place.
   __device__ __forceinline__ void exponentiate(Fragment& s, int stage, SeenTile tile) {
-    if constexpr (Policy::transforms) {
+    if constexpr (Policy::adds_line) {
+      const Place place{*this, tile, stage};
+      const Line line = Policy::line(params, place);
+      Policy::bend(s, params, place);
+      if (tile.is_partial()) Policy::hide(s, params, place);
+      const float start[2] = {line.start[0] * params.scale_log2, line.start[1] * params.scale_log2};
+#pragma unroll
+      for (int i = 0; i < block_q / 2; ++i)
+        s[i] = ptx::ex2(fmaf(s[i], params.scale_log2, start[row_of(i)]));
+    } else if constexpr (Policy::transforms) {
       Policy::apply(s, params, Unit{}, Place{*this, tile, stage});
       const float2* pairs = reinterpret_cast<const float2*>(smem.start_s[stage]) + threadIdx.x % 4;
 #pragma unroll
@@ -183,9 +242,19 @@ struct ProductWarpgroup {
     }
   }
 
-  // What S starts from: where a term changes scores, the row term comes after it.
+  // What S starts from: where a term changes scores, the row term comes after it. A line is added
+  // to the row term, but for what is the same for all queries.
   __device__ __forceinline__ void start_scores(Fragment& s, int stage) {
-    if constexpr (Policy::transforms) {
+    if constexpr (Policy::adds_line) {
+      const float per_column = Policy::line(params, Place{*this, SeenTile(0), stage}).per_column;
+      const float2* pairs = reinterpret_cast<const float2*>(smem.start_s[stage]) + threadIdx.x % 4;
+#pragma unroll
+      for (int j = 0; j < block_q / 8; ++j) {
+        const float2 pair = pairs[4 * j];
+        s[4 * j] = s[4 * j + 2] = fmaf(per_column, static_cast<float>(8 * j), pair.x);
+        s[4 * j + 1] = s[4 * j + 3] = fmaf(per_column, static_cast<float>(8 * j + 1), pair.y);
+      }
+    } else if constexpr (Policy::transforms) {
 #pragma unroll
       for (int i = 0; i < block_q / 2; ++i) s[i] = 0.0f;
     } else {
@@ -303,6 +372,26 @@ struct ProductWarpgroup {
     }
   }
 
+  // The first `keys` rows that a warp has staged, by themselves: those behind are another
+  // sequence's.
+  template <int columns>
+  __device__ __forceinline__ void store_rows(const unsigned char* staging, int keys, bool is_dv) {
+    ptx::u16* out =
+        static_cast<ptx::u16*>(is_dv ? params.dv_rows : params.dk_rows) +
+        plan.head_kv * (is_dv ? params.dv_rows_head_stride : params.dk_rows_head_stride);
+    const long long stride = is_dv ? params.dv_rows_seq_stride : params.dk_rows_seq_stride;
+    const long long first = sequence().k_start() + plan.kv_tile * block_kv + row + warp * 16;
+    const int real = is_dv ? params.dv_columns : params.head_dim;
+#pragma unroll 1
+    for (int i = lane; i < keys * (columns / 8); i += 32) {
+      const int key = i / (columns / 8), chunk = i % (columns / 8);
+      if (chunk * 8 < real)
+        *reinterpret_cast<uint4*>(out + (first + key) * stride + chunk * 8) =
+            *reinterpret_cast<const uint4*>(staging + chunk / 8 * panel_bytes(block_kv) +
+                                            swizzled_chunk(key, chunk % 8));
+    }
+  }
+
   // Each warp stages its 16 rows in its part of `room`, a KV tile, and stores them. The last piece
   // adds the `others` first; otherwise that is null.
   // Why here and not in the accumulators: products keep those in fixed registers, and another
@@ -337,6 +426,13 @@ struct ProductWarpgroup {
                          ptx::pack<config.bf16>((x[6] + high.z) * scale, (x[7] + high.w) * scale));
       }
     }
+    if constexpr (Extents::ragged) {
+      const int keys = keys_here() - (row + warp * 16);
+      if (keys < 16) {
+        __syncwarp();
+        return store_rows<columns>(staging, keys, &map == &params.dv_map);
+      }
+    }
     ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
@@ -362,15 +458,14 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
   u32 dropped[block_q / 64];  // bits of the scores that are made
 
   // Which weights are dropped of the scores at `position`, drawn under their products. Why bits:
-  // there are no registers for more.
-  // Why the wait, which is over already: the assembler would sink all of it below that for the
-  // products, but not across a branch.
+  // there are no registers for more. Why the wait, which is over already: the assembler would sink
+  // all of it below that for the products, but not across a branch.
   __device__ __forceinline__ void draw(SeenTile tile) {
     if constexpr (Policy::drops) {
       Policy::find_dropped(dropped, params,
                            typename Base::Place{*this, tile, this->position.stage});
       wgmma::hold(dropped);
-      this->wait_q(this->position);
+      ptx::mbarrier_wait(&smem.q_full[this->position.stage], this->position.phase);
     }
   }
 
@@ -529,12 +624,12 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     }
     if (plan.steps > 0) {
       Fragment s;
-      ptx::mbarrier_wait(&smem.k_full, 0);
+      this->wait_k();
       this->wait_q(this->position);
       SeenTile tile = this->seen_tile(this->position);
       this->first_scores(s);
       draw(tile);
-      ptx::mbarrier_wait(&smem.v_full, 0);
+      this->wait_v();
       for (int i = 1; i < plan.steps; ++i) take(s, tile, false);
       take(s, tile, true);
     }
@@ -644,7 +739,7 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     if constexpr (config.makes_dkv) this->clear(dv);
     if (plan.steps > 0) {
       Fragment s;
-      ptx::mbarrier_wait(&smem.k_full, 0);
+      this->wait_k();
       this->wait_q(this->position);
       SeenTile tile = this->seen_tile(this->position);
       this->first_scores(s);
@@ -764,7 +859,7 @@ struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     if constexpr (config.makes_dkv) this->clear(dk);
     if (plan.steps > 0) {
       Fragment dp;
-      ptx::mbarrier_wait(&smem.v_full, 0);
+      this->wait_v();
       this->wait_dout(this->position);
       this->start_dp(dp, 0);
       wgmma::hold(dp);

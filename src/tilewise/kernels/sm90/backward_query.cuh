@@ -22,6 +22,8 @@ __device__ __forceinline__ long long query_tile_index(const Params& params,
                                                       int head_of_group, int q_tile) {
   const int head = plan.head_kv * params.heads_per_kv + head_of_group;
   const int heads = params.heads_kv * params.heads_per_kv;
+  if constexpr (HasWorkTable<Extents>)
+    return static_cast<long long>(head) * params.q_tiles + plan.first_q_tile + q_tile;
   return (static_cast<long long>(plan.batch) * heads + head) * params.q_tiles + q_tile;
 }
 
@@ -71,14 +73,17 @@ struct BackwardProducer {
                   (q_tile + 1) * config.block_q <= band.first_row(key) ||
                   q_tile * config.block_q >= band.end_row(key + 63);
     if constexpr (Policy::hides_by_span) {
-      if (!hidden) {
-        const int end = min_int(key + 64, sequence().seq_k());
-        const Span queries = Policy::seen_queries(params, plan.batch, key, end).some;
-        hidden = (q_tile + 1) * config.block_q <= queries.begin ||
-                 q_tile * config.block_q >= queries.end;
-      }
+      const Span& queries = smem.own_queries[warpgroup];
+      hidden = hidden || (q_tile + 1) * config.block_q <= queries.begin ||
+               q_tile * config.block_q >= queries.end;
     }
     return {q_tile, hidden ? SeenTile::hidden : SeenTile::partial};
+  }
+
+  // How many of a query tile's rows the sequence has: those behind it may be another's, and product
+  // warpgroups clear them.
+  __device__ __forceinline__ int rows_of(int q_tile) {
+    return min_int(config.block_q, sequence().seq_q() - q_tile * config.block_q);
   }
 
   // Q or dO of one step; `full` waits for its row vector too. Which tile it is, is said here: found
@@ -87,6 +92,7 @@ struct BackwardProducer {
     u64* full = &smem.q_full[stage];
     for (int warpgroup = 0; warpgroup < 2; ++warpgroup)
       smem.seen_tile[stage][warpgroup] = seen(at.q_tile, q_tile, warpgroup).packed;
+    if constexpr (Extents::ragged) smem.seen_tile[stage][2] = rows_of(q_tile);
     if constexpr (Policy::uses_head)
       smem.head[stage] = plan.head_kv * params.heads_per_kv + at.head;
     if constexpr (Policy::drops) {
@@ -103,6 +109,7 @@ struct BackwardProducer {
   }
   __device__ __forceinline__ void load_dout(int stage, const StepCursor& at, int q_tile) {
     u64* full = &smem.dout_full[stage];
+    if constexpr (Extents::ragged) smem.seen_tile[stage][3] = rows_of(q_tile);
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.dout[0]) + sizeof(smem.start_dp[0]));
     load_matrix(smem.dout[stage], params.dout_map, full, config.head_dim_v, config.block_q,
                 sequence().q_start() + q_tile * config.block_q,
@@ -355,7 +362,7 @@ struct DqWarpgroup {
   };
   __device__ __forceinline__ Place place() {
     if (config.writes_dq) return {true, true};
-    if (params.order == any_order) return {false, false};
+    if (order_of(params, plan) == any_order) return {false, false};
     await_ticket();
     const DqTicket order = smem.dq_ticket[step % ticket_stages];
     return {order.before == 0, order.after == 0};
@@ -384,7 +391,7 @@ struct DqWarpgroup {
         else
           add(dq, block, pass);
       }
-      if (!config.writes_dq && params.order != any_order) end_ticket();
+      if (!config.writes_dq && order_of(params, plan) != any_order) end_ticket();
     }
   }
 };

@@ -34,9 +34,9 @@ struct Consumer {
   static constexpr int block_kv = config.block_kv;
   static constexpr int panels = panel_count(config.head_dim_v), staged = config.staged_panels();
   static constexpr bool in_two_parts = staged < panels && !config.split;
-  // Q is given back with the last scores; a window's last tiles have a loop of their own, and it
-  // waits for that.
-  static constexpr bool early_release = config.mask != mask_window;
+  // Q is given back with the last scores; a window's last tiles have a loop of their own, and
+  // without terms it waits for that.
+  static constexpr bool early_release = config.mask != mask_window || Policy::has_operands;
   using ScoreProduct = wgmma::Product<block_kv, config.bf16>;
   using ValueProduct = wgmma::Product<config.head_dim_v, config.bf16>;
 
@@ -62,6 +62,7 @@ struct Consumer {
   float o[config.head_dim_v / 2];
   Softmax softmax;
   typename Policy::Once once;  // of this work tile
+  typename Policy::OfRows of_rows;
   // Of the tile whose scores are made: random words for as many blocks of sixteen keys as there are
   // registers for. The others are drawn when they are needed.
   static constexpr int drawn_early =
@@ -158,14 +159,29 @@ struct Consumer {
     __device__ __forceinline__ const typename Policy::Once& once() const {
       return this->kernel.once;
     }
+    __device__ __forceinline__ const typename Policy::OfRows& of_rows() const {
+      return this->kernel.of_rows;
+    }
   };
 
-  // Step 2.
+  // Step 2. Scores on a line are left without the starts of their rows, which the softmax adds to
+  // all of a row at once. Wide heads leave no registers for that, nor for two ways.
+  static constexpr bool adds_line =
+      Policy::adds_line && !Policy::observes && config.head_dim <= 128;
   template <bool looks = false>
-  __device__ __forceinline__ void apply_terms(const Part& part, int kv_tile) {
-    // Wide heads leave no registers for two ways.
-    Policy::template apply<looks && config.head_dim <= 128>(s, params, Unit{},
-                                                            Place{{*this, part, kv_tile}});
+  __device__ __forceinline__ auto apply_terms(const Part& part, int kv_tile) {
+    const Place place{{*this, part, kv_tile}};
+    if constexpr (adds_line) {
+      const Line line = Policy::line(params, place);
+#pragma unroll
+      for (int i = 0; i < block_kv / 2; ++i)
+        s[i] = fmaf(line.per_column, static_cast<float>(column_of(i)), s[i]);
+      Policy::bend(s, params, place);
+      return FromStarts{{line.start[0] * params.scale_log2, line.start[1] * params.scale_log2}};
+    } else {
+      Policy::template apply<looks && config.head_dim <= 128>(s, params, Unit{}, place);
+      return FromZero{};
+    }
   }
   // Step 3.
   __device__ __forceinline__ void hide(const Part& part, int kv_tile) {
@@ -207,8 +223,8 @@ struct Consumer {
       scores_again<config.bf16, config.head_dim, block_kv>(
           s, ptx::smem_address(smem.q[warpgroup]) + warp * panel_bytes(16),
           ptx::smem_address(smem.k[k_position.stage]));
-      apply_terms(part, kv_tile);
-      softmax.exact_block(s, params.scale_log2, alpha);
+      const auto starts = apply_terms(part, kv_tile);
+      softmax.exact_block(s, params.scale_log2, alpha, starts);
     } else {
       softmax.raise(s, block, alpha);
       softmax.add(block);
@@ -230,12 +246,12 @@ struct Consumer {
     wgmma::hold(s);
     release_operands(kv_tile == part.own.begin);
     k_position.advance();
-    apply_terms(part, kv_tile);
+    const auto starts = apply_terms(part, kv_tile);
     if (part.plan->partial(kv_tile)) hide(part, kv_tile);
     observe(part, kv_tile);
     float alpha[2];
     softmax.reset();
-    softmax.exact_block(s, params.scale_log2, alpha);
+    softmax.exact_block(s, params.scale_log2, alpha, starts);
     pack(part, kv_tile);
   }
 
@@ -267,11 +283,11 @@ struct Consumer {
   __device__ __forceinline__ void exact_tile(const Part& part, int kv_tile, bool partial,
                                              bool values_partial) {
     issue_both(part, kv_tile, values_partial);
-    apply_terms(part, kv_tile);
+    const auto starts = apply_terms(part, kv_tile);
     if (partial) hide(part, kv_tile);
     observe(part, kv_tile);
     float alpha[2];
-    softmax.exact_block(s, params.scale_log2, alpha);
+    softmax.exact_block(s, params.scale_log2, alpha, starts);
     // Why: the assembler sinks the exponentials below the next wait, but not across a branch. This
     // wait has one, and is over already.
     wgmma::hold(s);
@@ -294,21 +310,22 @@ struct Consumer {
   // Why the slow path stands behind the loop, which it re-enters: the loop's code stays in one
   // piece.
   __device__ __forceinline__ void lazy_tiles(const Part& part, int& n, int last, bool& before) {
+    const int final_tile = config.mask == mask_window ? part.own.begin : last;
     while (n >= last) {
       float block[2];
       bool good = true;
       for (; n >= last; --n) {
         issue_both(part, n, before);
         before = false;
-        apply_terms<true>(part, n);
+        const auto starts = apply_terms<true>(part, n);
         observe(part, n);
-        good = !__any_sync(0xffffffffu, !softmax.lazy_block(s, params.scale_log2, block));
+        good = !__any_sync(0xffffffffu, !softmax.lazy_block(s, params.scale_log2, block, starts));
         // Why a wait on either side of this branch: the assembler sinks exponentials below a wait,
         // but the branch needs all of them, so they stay above, under the products in flight. The
         // waits differ in text, else they were merged.
         if (!good) break;
         softmax.add(block);
-        release_operands(n == last);
+        release_operands(n == final_tile);
         wgmma::wait<0>();
         wgmma::hold(o);
         pack_and_release(part, n);
@@ -317,7 +334,7 @@ struct Consumer {
       wgmma::wait_before_slow_path();
       wgmma::hold(o);
       take_maximum_now(part, n, block);
-      release_operands(n == last);
+      release_operands(n == final_tile);
       pack_and_release(part, n);
       --n;
     }
@@ -350,6 +367,7 @@ struct Consumer {
       once = smem.once[work_position.stage].template as<typename Policy::Once>();
     else
       once = typename Policy::Once(params, Spot{*this, part, 0});
+    of_rows = typename Policy::OfRows(params, Spot{*this, part, 0});
     skip_tiles(part.plan->touched.end - part.own.end);
     first_tile(part);
   }
@@ -473,27 +491,6 @@ struct Consumer {
     arrive(&smem.out_full[warpgroup]);
   }
 
-  // Whether some of this warpgroup's 64 rows are not in the sequence, but maybe in the next one.
-  __device__ __forceinline__ bool crosses_end(const Part& part) {
-    return Extents::ragged && part.row_begin + 64 > sequence(part).seq_q();
-  }
-  // Those that are, past the storer.
-  __device__ __forceinline__ void store_rows(const Part& part,
-                                             const float (&rows)[config.head_dim_v / 2]) {
-    if constexpr (Extents::ragged) {
-      u16* out = static_cast<u16*>(params.out_rows) +
-                 part.plan->tile.head * params.out_rows_head_stride +
-                 sequence(part).q_start() * params.out_rows_seq_stride + 2 * (lane % 4);
-#pragma unroll
-      for (int i = 0; i < config.head_dim_v / 2; i += 2) {
-        const int row = part.row_begin + warp * 16 + lane / 4 + 8 * row_of(i);
-        if (row < sequence(part).seq_q() && column_of(i) < params.head_dim_v)
-          *reinterpret_cast<u32*>(out + row * params.out_rows_seq_stride + column_of(i)) =
-              ptx::pack<config.bf16>(rows[i], rows[i + 1]);
-      }
-    }
-  }
-
   __device__ __forceinline__ void store_partial(const Part& part,
                                                 const float (&rows)[config.head_dim_v / 2]) {
     float* out = params.partial_out + first_row(part) * params.head_dim_v;
@@ -543,14 +540,11 @@ struct Consumer {
       if (__builtin_expect(smem.met_nonfinite[work_position.stage] != 0, 0))
         restore_nonfinite(part);
     }
-    const bool stages_out = !config.split && !crosses_end(part);
     if constexpr (config.split)
       store_partial(part, o);
-    else if (stages_out)
-      stage_out<0>(o);
     else
-      store_rows(part, o);
-    out_rest = in_two_parts && stages_out;
+      stage_out<0>(o);
+    out_rest = in_two_parts && !config.split;
     if constexpr (!in_two_parts) clear_out();
   }
 
@@ -566,6 +560,7 @@ struct Consumer {
     Softmax none;
     none.reset();
     if constexpr (Policy::finishes_rows) {
+      once = typename Policy::Once(params, Spot{*this, part, 0});
       float factor[2];
       finish_rows(part, none, factor);
     }
@@ -575,7 +570,6 @@ struct Consumer {
       if (Policy::finishes_rows && part.plan->split == 0) store_partial(part, nothing);
       return;
     }
-    if (crosses_end(part)) return store_rows(part, nothing);
     stage_out<0>(nothing);
     if constexpr (in_two_parts) stage_out<staged>(nothing);
   }

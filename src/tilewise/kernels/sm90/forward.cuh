@@ -25,7 +25,7 @@
 //
 // Roles. Warpgroup 0: warp 0, one thread, is the producer and issues all loads; warp 1, one thread,
 // is the scheduler, which takes work and plans it, and where weights are dropped makes the random words of its head; warp 2, one thread, is the storer, which sends
-// finished rows to global memory (split: consumers do, in float32); warp 3 (masked kernels) is the scanner, which replaces inf and NaN
+// finished rows to global memory (split: consumers do, in float32; ragged sequences: all lanes); warp 3 (masked kernels) is the scanner, which replaces inf and NaN
 // by 0 in partial V tiles, since 0 * inf is NaN (rows that do see such a value get it in the
 // epilogue). Warpgroups 1..consumers: everything else.
 //
@@ -108,7 +108,7 @@ __device__ __forceinline__ void forward(const ParamsOf<Params, Policy, Extents>&
     } else if (warp == 1) {
       if (ptx::elect_one()) schedule_work<config, Policy, Extents>(params, smem);
     } else if (warp == 2 && !config.split) {
-      if (ptx::elect_one()) store_outs<config, Extents>(params, smem);
+      if (Extents::ragged || ptx::elect_one()) store_outs<config, Extents>(params, smem);
     } else if (warp == 3 && config.masked()) {
       scan_values<config, Extents>(params, smem);
     }

@@ -16,13 +16,24 @@ __device__ __forceinline__ Schedule schedule_of(const Params& params) {
           params.longest_first};
 }
 
+template <Config config, typename Extents, typename KernelParams>
+__device__ __forceinline__ int work_count_of(const KernelParams& params) {
+  if constexpr (HasWorkTable<Extents>)
+    return Extents::q_tile_count(params) * params.heads;
+  else
+    return schedule_of(params).work_count() * (config.split ? params.splits : 1);
+}
+
 // Fills in what a CTA does for work index `work`.
 template <Config config, typename Policy, typename Extents>
 __device__ __forceinline__ TilePlan<Extents> make_plan(
     const ParamsOf<Params, Policy, Extents>& params, int work) {
   TilePlan<Extents> plan;
   plan.split = config.split ? work % params.splits : 0;
-  plan.tile = schedule_of(params).tile(config.split ? work / params.splits : work);
+  if constexpr (HasWorkTable<Extents>)
+    plan.tile = Extents::q_work(params, params.heads, config.block_q(), params.longest_first, work);
+  else
+    plan.tile = schedule_of(params).tile(config.split ? work / params.splits : work);
   static_cast<typename Extents::Record&>(plan) = Extents::find(params, plan.tile.batch);
   const auto sequence = sequence_of<Extents>(params, plan);
   const Band band = sequence.band();
@@ -53,8 +64,12 @@ __device__ __forceinline__ TileRange own_tiles(const KernelParams& params,
   const int row = plan.row_begin + warpgroup * 64, seq_q = sequence.seq_q();
   if (plan.row_begin == TilePlan<Extents>::no_more_work || row >= seq_q) return {0, 0};
   if constexpr (HasTileMap<Extents>) return plan.touched;
-  const TileRange seen =
-      touched_tiles(sequence.band(), row, min_int(row + 64, seq_q), config.block_kv);
+  const int row_end = min_int(row + 64, seq_q);
+  TileRange seen = touched_tiles(sequence.band(), row, row_end, config.block_kv);
+  if constexpr (Policy::hides_by_span) {
+    TileRange full{0, 0};
+    narrow_tiles<Policy>(params, plan.tile.batch, row, row_end, config.block_kv, seen, full);
+  }
   if constexpr (!config.split && !Policy::hides_by_span) return seen;
   return {max_int(seen.begin, plan.touched.begin), min_int(seen.end, plan.touched.end)};
 }
@@ -149,8 +164,9 @@ struct Producer {
 
 // --- scheduler ---
 
-// Invariant: gridDim.x <= work_count, so every CTA runs at least one tile and the counter is raised
-// exactly work_count times; the CTA that raises it last puts it back to zero for the next launch.
+// Invariant: every CTA with a number below work_count begins with that tile, all others end at
+// once, and every tile is followed by a take. So the counter is raised exactly work_count times;
+// the CTA that raises it last puts it back to zero for the next launch.
 __device__ __forceinline__ int take_work(const Params& params, int work_count) {
   const int taken = atomicAdd(params.work_counter, 1);
   if (taken == work_count - 1) atomicExch(params.work_counter, 0);
@@ -162,7 +178,7 @@ __device__ __forceinline__ int take_work(const Params& params, int work_count) {
 template <Config config, typename Policy, typename Extents>
 __device__ __forceinline__ void schedule_work(const ParamsOf<Params, Policy, Extents>& params,
                                               Smem<config, Extents>& smem) {
-  const int work_count = schedule_of(params).work_count() * (config.split ? params.splits : 1);
+  const int work_count = work_count_of<config, Extents>(params);
   RingPosition<work_slots> slot(1);
   for (int work = blockIdx.x, previous = -1;; slot.advance()) {
     ptx::mbarrier_wait(&smem.work_empty[slot.stage], slot.phase);
@@ -179,9 +195,12 @@ __device__ __forceinline__ void schedule_work(const ParamsOf<Params, Policy, Ext
         smem.once[slot.stage].template as<Once>() =
             Once(params, HeadPlace{plan.tile.batch, plan.tile.head});
     }
+    // Why: kept in registers beside the addresses of spans, the plan would spill.
+    if constexpr (Policy::hides_by_span) asm volatile("" ::: "memory");
+    const TilePlan<Extents>& kept = Policy::hides_by_span ? smem.plan[slot.stage] : plan;
 #pragma unroll 1
     for (int warpgroup = 0; warpgroup < config.consumers; ++warpgroup)
-      smem.own[slot.stage][warpgroup] = own_tiles<config, Policy, Extents>(params, plan, warpgroup);
+      smem.own[slot.stage][warpgroup] = own_tiles<config, Policy, Extents>(params, kept, warpgroup);
     smem.met_nonfinite[slot.stage] = 0;
     ptx::mbarrier_arrive(&smem.work_full[slot.stage]);
     if (work >= work_count) return;
@@ -190,10 +209,31 @@ __device__ __forceinline__ void schedule_work(const ParamsOf<Params, Policy, Ext
 
 // --- storer ---
 
+// The first `rows` of 64 staged rows, panels [first, first + staged) of them, by the lanes of a
+// warp: those behind are another sequence's.
+template <Config config, typename Extents, typename KernelParams>
+__device__ __forceinline__ void store_rows(const KernelParams& params, const unsigned char* staged,
+                                           int first, int rows, long long row, int head) {
+  constexpr int chunks = config.staged_panels() * 8;
+  ptx::u16* out = static_cast<ptx::u16*>(params.out_rows) + head * params.out_rows_head_stride +
+                  row * params.out_rows_seq_stride;
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < rows * chunks; i += 32) {
+    const int r = i / chunks, chunk = i % chunks, column = first * panel_columns + chunk * 8;
+    if (column < params.head_dim_v)
+      *reinterpret_cast<uint4*>(out + r * params.out_rows_seq_stride + column) =
+          *reinterpret_cast<const uint4*>(staged + chunk / 8 * panel_bytes(64) +
+                                          swizzled_chunk(r, chunk % 8));
+  }
+}
+
 // Why a thread of its own: the copy engine takes stores in turn with the loads of the next tile,
-// and the thread that issues them waits.
-template <Config config, typename Extents>
-__device__ __forceinline__ void store_outs(const Params& params, Smem<config, Extents>& smem) {
+// and the thread that issues them waits. Where sequences are ragged it is a warp: its lanes store
+// the rows of a tile that crosses the end of its sequence.
+template <Config config, typename Extents, typename KernelParams>
+__device__ __forceinline__ void store_outs(const KernelParams& params,
+                                           Smem<config, Extents>& smem) {
+  const bool leads = !Extents::ragged || threadIdx.x % 32 == 0;
   constexpr int panels = panel_count(config.head_dim_v), staged = config.staged_panels();
   u32 phases = 0;  // bit w: the phase of out_full[w]
   for (RingPosition<work_slots> slot(0);; slot.advance()) {
@@ -202,27 +242,39 @@ __device__ __forceinline__ void store_outs(const Params& params, Smem<config, Ex
     if (row_begin == TilePlan<Extents>::no_more_work) return;
     const WorkTile tile = smem.plan[slot.stage].tile;
     const auto sequence = sequence_of<Extents>(params, smem.plan[slot.stage]);
-    // Of 64 rows. Where sequences are ragged, whole ones: the consumer stores the others itself.
     const int rows = sequence.seq_q() - row_begin;
-    const int parts = min_int(config.consumers, Extents::ragged ? rows / 64 : ceil_div(rows, 64));
+    const int parts = min_int(config.consumers, ceil_div(rows, 64));
 #pragma unroll 1
     for (int first = 0; first < panels; first += staged) {
 #pragma unroll 1
       for (int warpgroup = 0; warpgroup < parts; ++warpgroup) {
         ptx::mbarrier_wait(&smem.out_full[warpgroup], phases >> warpgroup & 1);
         phases ^= 1u << warpgroup;
+        if constexpr (Extents::ragged) {
+          if (rows < (warpgroup + 1) * 64) {
+            store_rows<config, Extents>(params, smem.out[warpgroup][0], first,
+                                        rows - warpgroup * 64,
+                                        sequence.q_start() + row_begin + warpgroup * 64, tile.head);
+            continue;
+          }
+          if (!leads) continue;
+        }
         for (int panel = 0; panel < min_int(staged, panels - first); ++panel)
           ptx::tma_store_4d(&params.out_map, smem.out[warpgroup][panel],
                             (first + panel) * panel_columns,
                             sequence.q_start() + row_begin + warpgroup * 64, tile.head,
                             sequence.batch(tile.batch));
       }
-      ptx::tma_store_commit();
-      ptx::tma_store_wait_read<0>();
-      for (int warpgroup = 0; warpgroup < parts; ++warpgroup)
+      if (leads) {
+        ptx::tma_store_commit();
+        ptx::tma_store_wait_read<0>();
+      }
+      if constexpr (Extents::ragged) __syncwarp();
+      for (int warpgroup = 0; leads && warpgroup < parts; ++warpgroup)
         ptx::mbarrier_arrive(&smem.out_empty[warpgroup]);
     }
-    ptx::mbarrier_arrive(&smem.work_empty[slot.stage]);
+    if constexpr (Extents::ragged) __syncwarp();
+    if (leads) ptx::mbarrier_arrive(&smem.work_empty[slot.stage]);
   }
 }
 

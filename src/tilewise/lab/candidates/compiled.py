@@ -98,6 +98,9 @@ def _flex_forward(problem: Problem, inputs: Inputs) -> Forward:
     options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.group > 1}
     if (score := score_rule(problem, inputs)) is not None:
         options["score_mod"] = score
+    if "table" in problem.operand_grads:
+        # With the stages it chooses itself, its backward does not fit into shared memory.
+        options["kernel_options"] = {"bwd_num_stages": 1}
     if (visible := mask_rule(problem, inputs)) is not None:
         made = flex.create_block_mask(
             visible, *_own_masks(problem), problem.seq_q, problem.seq_kv, device=str(inputs.q.device)

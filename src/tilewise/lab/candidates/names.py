@@ -3,6 +3,7 @@
 tilewise                tilewise.attention, the planner choosing
 tilewise:deterministic  the same under torch.use_deterministic_algorithms(True)
 tilewise:plain          the same of the plain problem that a row is held against, which has no terms and no tensors
+tilewise:packed         tilewise.attention_packed, of the batch or of its documents
 tiled, sm90, ...        a backend of the planner, through tilewise.attention(backend=...)
 tilewise:torch-flash    the same of the planner's own route to one of PyTorch's kernels
 torch-default           F.scaled_dot_product_attention as it is
@@ -33,16 +34,16 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ...api import attention
+from ...api import attention, attention_packed
 from ...errors import InvalidInput, Reason, TilewiseError
-from ...masks import Causal, Dense, Full
+from ...masks import Causal, Dense, Full, Window
 from ...plan import AUTO, BACKENDS, plan
 from ...scores import Softcap, Where
 from ...target import Target
 from ...terms import Alibi, Keep, KeyLengths, Sink
 from . import flags, override, variants
 from .inputs import Inputs, end_to_end, make_inputs
-from .lacking import unknown_terms
+from .lacking import inner_mask, packed, reasons, sequences, unknown_terms, unpacked
 from .rivals import COMPILE, FA3, FA4, FLASHINFER, FLEX, RIVALS, VARLEN, installed
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ Forward = Callable[[], Any]  # out, or (out, lse) where the problem needs an lse
 OURS = "tilewise"
 DETERMINISTIC = "tilewise:deterministic"
 PLAIN = "tilewise:plain"
+PACKED = "tilewise:packed"
 TORCH_DEFAULT = "torch-default"
 SDPA = {
     "torch-flash": SDPBackend.FLASH_ATTENTION,
@@ -67,7 +69,7 @@ ROUTES = tuple(f"{OURS}:{name}" for name in SDPA)  # of the planner, to PyTorch'
 _FORMER_NAMES = {name.replace("torch-", "sdpa:"): name for name in SDPA}  # in records, and in scripts
 PYTHON = "python:"
 _OPTIONAL = ("sm80", "triton")  # backends that a suite or a user may name where this build has none
-KNOWN = (OURS, DETERMINISTIC, PLAIN, *ROUTES, TORCH_DEFAULT, *SDPA, *flags.SWITCHES, *RIVALS)
+KNOWN = (OURS, DETERMINISTIC, PLAIN, PACKED, *ROUTES, TORCH_DEFAULT, *SDPA, *flags.SWITCHES, *RIVALS)
 _LARGEST_MASK_BYTES = 4 * 2**30
 
 
@@ -110,12 +112,13 @@ class Candidate:
     def is_ours(self) -> bool:
         """One of this package's: all others are what it can be held against."""
         own_backend = self.name in (*BACKENDS, *_OPTIONAL) and not self.is_peer
-        return self.name in (OURS, DETERMINISTIC, PLAIN, *ROUTES) or own_backend or variants.is_variant(self.name)
+        ours = (OURS, DETERMINISTIC, PLAIN, PACKED, *ROUTES)
+        return self.name in ours or own_backend or variants.is_variant(self.name)
 
     @property
     def _backend(self) -> str:
         """What the planner is asked for."""
-        return AUTO if self.name in (OURS, DETERMINISTIC, PLAIN) else self.name.removeprefix(f"{OURS}:")
+        return AUTO if self.name in (OURS, DETERMINISTIC, PLAIN, PACKED) else self.name.removeprefix(f"{OURS}:")
 
     @property
     def _is_sdpa(self) -> bool:
@@ -131,6 +134,8 @@ class Candidate:
         """Why the candidate cannot even be asked. What a backend of the planner says is the planner's business."""
         if self.name in RIVALS:
             return RIVALS[self.name].why_not(problem, device)
+        if self.name == PACKED:
+            return _packed_lacks(problem)
         if self.name in _OPTIONAL and self.name not in BACKENDS:
             return [Reason(f"this tilewise has no backend {self.name}", f"choose one of {', '.join(BACKENDS)}")]
         return _sdpa_reasons(problem) if self._is_sdpa else []
@@ -139,7 +144,7 @@ class Candidate:
         """The tensors of the problem, stored as the candidate takes them."""
         made = make_inputs(problem, seed, device, tensors, contents)
         packs = RIVALS[self.name].packs if self.name in RIVALS else ()
-        return end_to_end(made) if isinstance(problem.mask, packs) else made
+        return end_to_end(made) if self.name == PACKED or isinstance(problem.mask, packs) else made
 
     def forward(self, problem: Problem, inputs: Inputs) -> Forward:
         """A call without arguments that computes the problem's forward. Masks are built here, once."""
@@ -147,6 +152,8 @@ class Candidate:
             return _sdpa_forward(problem, inputs)
         if self.name in RIVALS:
             return RIVALS[self.name].forward(problem, inputs)
+        if self.name == PACKED:
+            return _packed_forward(problem, inputs)
         if variants.is_variant(self.name):
             return variants.forward(self.name, problem, inputs)
         if self.name.startswith(PYTHON):
@@ -204,6 +211,40 @@ def _our_forward(problem: Problem, inputs: Inputs, backend: str) -> Forward:
     return forward
 
 
+def _packed_lacks(problem: Problem) -> list[Reason]:
+    """What `attention_packed` has no argument for."""
+    others = [term for term in problem.scores if not isinstance(term, Softcap)]
+    return reasons(
+        (
+            not isinstance(inner_mask(problem.mask), Full | Causal | Window),
+            f"mask {problem.mask}: sequences are full, causal or windowed",
+            "use one of these",
+        ),
+        (bool(others), f"scores {', '.join(map(str, others))}: not compared here of packed sequences", "drop them"),
+        (problem.needs_lse, "an lse is asked for: not compared here of packed sequences", "drop the lse"),
+    )
+
+
+def _packed_forward(problem: Problem, inputs: Inputs) -> Forward:
+    q, k, v = map(packed, (inputs.q, inputs.k, inputs.v))
+    lengths = sequences(problem, q.device)
+    same = torch.equal(lengths.starts_q, lengths.starts_kv)
+    offsets = lengths._replace(starts_kv=lengths.starts_q) if same else lengths
+    options: dict[str, Any] = {
+        "mask": inner_mask(problem.mask),
+        "scale": problem.scale,
+        "softcap": problem.softcap,
+        "dropout": problem.dropout,
+        "precision": problem.precision,
+    }
+
+    def forward() -> Any:
+        out: Any = attention_packed(q, k, v, *offsets, **options)
+        return unpacked(out, problem)
+
+    return forward
+
+
 def _term_arguments(problem: Problem, inputs: Inputs) -> dict[str, Any]:
     """The terms of a problem as arguments of `attention`: by their own names where it has some for them."""
     arguments: dict[str, Any] = {}
@@ -232,15 +273,15 @@ def builds_mask(problem: Problem) -> bool:
 
 def _sdpa_reasons(problem: Problem) -> list[Reason]:
     """What F.scaled_dot_product_attention has no argument for."""
-    reasons = unknown_terms(problem, (Keep, KeyLengths))
+    found = unknown_terms(problem, (Keep, KeyLengths))
     if problem.softcap:
-        reasons.append(Reason(f"softcap {problem.softcap:g}: PyTorch's function has no softcap", "drop the softcap"))
+        found.append(Reason(f"softcap {problem.softcap:g}: PyTorch's function has no softcap", "drop the softcap"))
     if problem.needs_lse:
-        reasons.append(Reason("an lse is asked for, and PyTorch's function returns none", "drop the lse"))
+        found.append(Reason("an lse is asked for, and PyTorch's function returns none", "drop the lse"))
     if builds_mask(problem) and problem.seq_q * problem.seq_kv > _LARGEST_MASK_BYTES:
         size = f"{problem.seq_q * problem.seq_kv / 2**30:.1f} GiB as a boolean tensor"
-        reasons.append(Reason(f"mask {problem.mask}: {size}", f"stay below {_LARGEST_MASK_BYTES / 2**30:.0f} GiB"))
-    return reasons
+        found.append(Reason(f"mask {problem.mask}: {size}", f"stay below {_LARGEST_MASK_BYTES / 2**30:.0f} GiB"))
+    return found
 
 
 def _sdpa_forward(problem: Problem, inputs: Inputs) -> Forward:

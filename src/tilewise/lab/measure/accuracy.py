@@ -430,7 +430,7 @@ def _exact_head(
 def _plain_head(
     q: Tensor, k: Tensor, v: Tensor, small: Problem, operands: Tensors, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """As `_plain_part`, with terms; autograd rounds the gradients of what is rounded."""
+    """As `_plain_part`, with terms; autograd rounds the gradients of what is rounded, and derives the terms."""
 
     def rounded(tensor: Tensor) -> Tensor:
         return tensor.to(dtype).to(q.dtype)
@@ -449,10 +449,40 @@ def _plain_head(
     if shown is not None:
         scores = scores.masked_fill(~shown, -torch.inf)
     logits = [logit.expand(*scores.shape[:-1], 1) for logit in join_all(where, scores.dtype)]
-    lse = torch.logsumexp(torch.cat([scores, *logits], -1), -1)
-    weights = rounded(torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)))
-    kept = keep_all(where, weights.dtype)
-    return rounded((weights if kept is None else weights * kept) @ v), lse
+    joined = torch.cat([scores, *logits], -1)
+    kept = keep_all(where, scores.dtype)
+    return _Weigh.apply(joined, v, kept, dtype), torch.logsumexp(joined.detach(), -1)  # type: ignore[no-untyped-call]
+
+
+class _Weigh(torch.autograd.Function):
+    """softmax(scores) @ v with every step rounded; scores past the values' rows only take part in the softmax.
+
+    Its backward subtracts the product of `dout` with the rounded `out`, as fused kernels do: where few keys are visible
+    that rounding is most of the error, and a softmax that is derived from its weights has none of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, v: Tensor, kept: Tensor | None, dtype: torch.dtype) -> Tensor:
+        lse = torch.logsumexp(scores, -1, keepdim=True)
+        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)).to(dtype).to(v.dtype)
+        used = weights[..., : v.shape[-2]]
+        out = ((used if kept is None else used * kept) @ v).to(dtype).to(v.dtype)
+        ctx.save_for_backward(weights, v, kept, out)
+        ctx.dtype = dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        weights, v, kept, out = ctx.saved_tensors
+        keys = v.shape[-2]
+        dweights = (dout @ v.transpose(-1, -2)).to(ctx.dtype).to(v.dtype)
+        used = weights[..., :keys]
+        if kept is not None:
+            dweights, used = dweights * kept, used * kept
+        dweights = torch.nn.functional.pad(dweights, (0, weights.shape[-1] - keys))
+        dscores = weights * (dweights - (dout * out).sum(-1, keepdim=True))
+        dv = (used.transpose(-1, -2) @ dout).sum(1, keepdim=True)
+        return dscores.to(ctx.dtype).to(v.dtype), dv, None, None
 
 
 def _visible(problem: Problem, device: torch.device) -> Tensor:

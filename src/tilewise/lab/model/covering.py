@@ -15,7 +15,7 @@ import torch
 from ...engine.backend import Fused
 from ...engine.rules import HEAD_DIM_CLASSES
 from ...engine.source import COMPILED
-from ...masks import Causal, Full, Window
+from ...masks import Causal, Full, Packed, Window
 from ...problem import Problem
 from ...scores import softcapped
 
@@ -62,6 +62,11 @@ def _programs(backend: Fused) -> Iterator[Program]:
 
 
 def _problems() -> Iterator[Problem]:
+    for dim in (64, 128):  # packed sequences: the same sources with other extents
+        packed = {"mask": Packed(4, 2112, 2112, Causal()), "dtype": torch.bfloat16}
+        yield Problem(
+            batch=1, heads_q=1, heads_kv=1, seq_q=4000, seq_kv=4000, head_dim=dim, head_dim_v=dim, **packed
+        )  # fmt: skip
     masks = (Full(), Causal(), Window(64, 0))
     for (head_dim, head_dim_v), mask, cap, numbers, length in product(
         HEAD_DIM_CLASSES, masks, (0.0, 1.0), _NUMBERS, _LENGTHS

@@ -4,9 +4,10 @@
     <!-- /bench -->
 
 Views: `table` (every row of a suite), `problems` (a line per problem with a column for each thing that is timed),
-`plot` (its pictures, in docs/plots/), and, with no suite named, `summary` (a line per suite and thing that is timed). A
-suite without a record says that it is not measured. Nothing else in the file is touched, and a run that changes nothing
-leaves the file as it is.
+`goals` (what is asked of every row of a suite that has goals, and what it reaches), `plot` (its pictures, in
+docs/plots/), and, with no suite named, `summary` (a line per suite and thing that is timed). A suite without a record
+says that it is not measured. Nothing else in the file is touched, and a run that changes nothing leaves the file as it
+is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..measure import statistics, words
 from ..measure.compare import REFUSED, summary
 from ..studies import bench, records
 from ..studies.suites import SUITES
-from . import plots, report_docs
+from . import models_docs, plots, report_docs
 from .pages import rebuilt
 
 if TYPE_CHECKING:
@@ -74,9 +75,9 @@ def pages(root: Path) -> list[Page]:
 
 
 def reports(root: Path) -> list[Page]:
-    """The reports that documents cite, from the newest records; and every other HTML page of docs/ that names the
-    record it was made from, as that record looks now."""
-    wanted = report_docs.wanted(root)
+    """The table of whole models; the reports that documents cite, from the newest records; and every other HTML page of
+    docs/ that names the record it was made from, as that record looks now."""
+    wanted = models_docs.wanted(root) | report_docs.wanted(root)
     found = [Page(path, path.read_text("utf-8") if path.is_file() else "", text) for path, text in wanted.items()]
     for path in sorted((root / "docs").rglob("*.html")):
         if path in wanted:
@@ -194,6 +195,16 @@ def _problems(record: Record, root: Path, path: Path) -> list[str]:
     return [*lines, "", f"{words.LEGEND}.", "", *_sums(comparisons), "", _source(record, root, path)]
 
 
+def _goals(record: Record, root: Path, path: Path) -> list[str]:
+    """Our time, the fastest of others, both ratios with what is asked of them, and what was reached."""
+    comparisons = record.comparisons()
+    head = [name.removeprefix(">") for name in bench.GOAL_COLUMNS]
+    rules = ["---:" if name.startswith(">") else "---" for name in bench.GOAL_COLUMNS]
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *map(bench.goal_cells, comparisons))]
+    lines.insert(1, f"|{'|'.join(rules)}|")
+    return [*lines, "", f"{bench.GOAL_LEGEND}.", "", *_sums(comparisons), "", _source(record, root, path)]
+
+
 def _by_problem(comparisons: list[Comparison]) -> list[list[Comparison]]:
     found: dict[object, list[Comparison]] = {}
     for comparison in comparisons:
@@ -286,6 +297,7 @@ def _relative(file: Path, page: Path) -> str:
 _VIEWS: dict[str, Callable[[Record, Path, Path], list[str]]] = {
     "table": _table,
     "problems": _problems,
+    "goals": _goals,
     "plot": _plot,
     "summary": lambda record, root, path: [],
 }

@@ -245,15 +245,15 @@ def show(comparisons: list[Comparison], record: Record, *, verbose: bool = False
         if told := standings(OURS, rival, comparisons):
             print(f"{told} {name}")
     if any(comparison.row.goal for comparison in comparisons):
-        report.print_table(_GOAL_COLUMNS, [_goal_cells(comparison) for comparison in comparisons])
-        print(_GOAL_LEGEND)
+        report.print_table(GOAL_COLUMNS, [goal_cells(comparison) for comparison in comparisons])
+        print(GOAL_LEGEND)
     for kind, found in scores(comparisons).items():
         print(f"{kind}: {found}, {found.shares}")
     print(score(comparisons))
 
 
-_GOAL_COLUMNS = ("row", ">us", "fastest other", ">us", ">ratio", ">floor, aim", ">of plain", ">limit, aim", "reached")
-_GOAL_LEGEND = (
+GOAL_COLUMNS = ("row", ">us", "fastest other", ">us", ">ratio", ">floor, aim", ">of plain", ">limit, aim", "reached")
+GOAL_LEGEND = (
     "ratio: how many times as fast as the fastest right candidate that is not ours; of plain: time by that of our "
     f"plain problem ({PLAIN}) for as many visible pairs"
 )
@@ -287,7 +287,7 @@ def _inverse(value: float | None) -> float | None:
     return 1.0 / value if value else None
 
 
-def _goal_cells(comparison: Comparison) -> list[str]:
+def goal_cells(comparison: Comparison) -> list[str]:
     row, ours, rival = comparison.row, comparison.outcomes[0], comparison.best_rival()
     goal, speed, plain = row.goal or Goal(), against_fastest(comparison), comparison.against_plain()
     limits = [f"{floor:.2f}, {aim:.2f}" if floor else "-" for floor, aim in (goal[:2], goal[2:4])]

@@ -8,6 +8,7 @@ verified together. The suite `drawn` depends on a seed: see `lab.drawn`.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from ..candidates.names import (
     FA4,
     FLASHINFER,
     OURS,
+    PACKED,
     TORCH_DEFAULT,
     VARLEN,
     Candidate,
@@ -188,6 +190,61 @@ def _drawn_row(one: drawn.Drawn, seed: int, what: str, method: str, word: str) -
     )
 
 
+class Lengths(NamedTuple):
+    """Packed sequences of one layer: their lengths, and its heads."""
+
+    name: str
+    lengths: tuple[int, ...]
+    heads: tuple[int, int]  # of queries and of keys
+    dim: int
+    mask: str = "causal"
+
+
+def _spread(count: int, shortest: int, longest: int) -> tuple[int, ...]:
+    """So many lengths between the two, in no order: multiples of the golden ratio, which lie evenly."""
+    return tuple(shortest + (40503 * n) % 65536 * (longest - shortest + 1) // 65536 for n in range(1, count + 1))
+
+
+_PACKED_ROWS = (
+    Lengths("24 of 64..2600", _spread(24, 64, 2600), (16, 16), 128),
+    Lengths("24 of 64..2600", _spread(24, 64, 2600), (16, 16), 128, "full"),
+    Lengths("64 of 16..830", _spread(64, 16, 830), (32, 8), 128),
+    Lengths("64 of 512", (512,) * 64, (16, 16), 64),
+    Lengths("64 of 512", (512,) * 64, (16, 16), 128),
+    Lengths("8 of 4096", (4096,) * 8, (16, 16), 128),
+    Lengths("16384 and 100 of 100", (16384, *(100,) * 100), (16, 16), 128),
+    Lengths("4 of 1000..12000", _spread(4, 1000, 12000), (32, 8), 128),
+    Lengths("300 of 1..200", _spread(300, 1, 200), (16, 4), 64),
+    Lengths("32 of 200..1800", _spread(32, 200, 1800), (16, 16), 64),
+    Lengths("16 of 300..3000", _spread(16, 300, 3000), (8, 4), 256),
+    Lengths("24 of 64..2600", _spread(24, 64, 2600), (16, 16), 128, "window:512,0"),
+)
+
+
+def _packed(rows: tuple[Lengths, ...]) -> tuple[Row, ...]:
+    """Forward, and forward with backward. Documents of a batch of one: what every rival takes as sequences."""
+    found = []
+    for one in rows:
+        starts = (0, *accumulate(one.lengths))
+        for timed in ("forward", "step"):
+            problem = Problem(
+                batch=1,
+                heads_q=one.heads[0],
+                heads_kv=one.heads[1],
+                seq_q=starts[-1],
+                seq_kv=starts[-1],
+                head_dim=one.dim,
+                head_dim_v=one.dim,
+                dtype=_BF16,
+                mask=masks.Documents(starts, inner=masks.parse(one.mask)),  # type: ignore[arg-type]
+                needs_grad=timed == "step",
+            )
+            heads = "x".join(map(str, dict.fromkeys(one.heads)))
+            name = f"{one.name} heads {heads} d{one.dim} {one.mask} {timed}"
+            found.append(Row(name, problem, candidates=(PACKED, OURS, VARLEN), device="cuda", times=(timed,)))
+    return tuple(found)
+
+
 SUITES: dict[str, tuple[Row, ...]] = {
     "cpu": (
         row((2, 8, 512, 64), _F32, **_CPU),
@@ -222,6 +279,8 @@ SUITES: dict[str, tuple[Row, ...]] = {
     "drawn": _drawn(0),
     # Masks, biases, sinks and dropout: what programs ask of scores.
     "variants": variants.rows(),
+    # Sequences of different lengths behind one another: packed training, and ragged batches.
+    "packed": _packed(_PACKED_ROWS),
     "small": tuple(
         row(shape, _F16, mask, method="graph", **_CUDA)
         for shape in ((2, 8, 512, 64), (1, 16, 1024, 64), (1, 32, 512, 128), (1, 8, 256, 64))

@@ -37,6 +37,7 @@ struct Alibi {
 
   Unit unit;
   float slope, start;
+  int diagonal;  // the key that the first query stands at
   RowsAre rows_are;
   float sum = 0.0f;
   float* place;  // null for blocks past the end
@@ -48,7 +49,8 @@ struct Alibi {
     slope = once_of<Once>(params, at).slope;
     const int query = rows_are == RowsAre::queries ? row : column;
     const int key = rows_are == RowsAre::queries ? column : row;
-    start = static_cast<float>(query + params.seq_k - params.seq_q - key);
+    diagonal = at.band().seq_k - at.row_band().seq_q;
+    start = static_cast<float>(query + diagonal - key);
     if constexpr (learned) {
       const long long batch = at.batch(), head = at.head();
       place = params.dslopes + batch * params.dslopes_batch_stride +
@@ -62,6 +64,25 @@ struct Alibi {
     const float step = static_cast<float>(8 * row_of(i) - column_of(i));
     return fabsf(rows_are == RowsAre::queries ? start + step : start - step);
   }
+  // On one side of the diagonal, a line: `apply` gives start(r) + per_column column_of(i) more. On
+  // the other the distance is counted as negative, where some of the first `count` columns lie on
+  // it and are not hidden anyway; `bend` makes up for that.
+  __device__ __forceinline__ float per_column() const {
+    return rows_are == RowsAre::queries ? -slope : slope;
+  }
+  __device__ __forceinline__ float start_of_row(int r) const {
+    return slope * (rows_are == RowsAre::queries ? start + 8 * r : start - 8 * r);
+  }
+  __device__ __forceinline__ bool bends(int count, const Band& band) const {
+    if (band.end_shift <= diagonal + 1) return false;
+    return (rows_are == RowsAre::queries ? start - column_of(count - 1) : start - 8) < 0.0f;
+  }
+  __device__ __forceinline__ float bend(float v, int i) const {
+    const float step = static_cast<float>(8 * row_of(i) - column_of(i));
+    const float distance = rows_are == RowsAre::queries ? start + step : start - step;
+    return fmaf(fminf(distance, 0.0f), -2.0f * slope, v);
+  }
+
   __device__ __forceinline__ float apply(float v, int i) const {
     return fmaf(distance(i), slope, v * unit.first * unit.second);
   }

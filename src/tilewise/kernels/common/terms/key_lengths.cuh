@@ -44,14 +44,19 @@ struct KeyLengths {
             begin >= span.begin && end <= span.end ? all : none};
   }
 
+  // The band is hidden in the same pass: a term of its own would look at every element again.
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&v)[count], const At& at) const {
-    const int first = at.rows_are == RowsAre::queries ? at.column() : at.row();
+    const int column = at.column();
 #pragma unroll
-    for (int i = 0; i < count; ++i) {
-      const int key = first + (At::rows_are == RowsAre::queries ? column_of(i) : 8 * row_of(i));
-      const bool seen = padded_left ? key >= span.begin : key < span.end;
-      v[i] = seen ? v[i] : -infinity;
+    for (int r = 0; r < 2; ++r) {
+      const int row = at.row() + 8 * r;
+      Span seen = in_band(at, row);
+      if constexpr (At::rows_are == RowsAre::queries)
+        seen = seen.within(span);
+      else if (row < span.begin || row >= span.end)
+        seen.end = 0;
+      hide_outside(v, r, seen.begin - column, seen.end - column);
     }
   }
 };

@@ -22,7 +22,7 @@ struct MaxLogit {
   __device__ __forceinline__ MaxLogit(const Params& params, const Unit&, const At& at)
       : place(params.max_logit + at.head() * params.max_logit_head_stride),
         unit(params.max_logit_unit),
-        rows_left(params.seq_q - at.row()) {}
+        rows_left(at.row_band().seq_q - at.row()) {}
 
   template <int count>
   __device__ __forceinline__ void observe(const float (&v)[count], float v_unit) const {

@@ -17,11 +17,20 @@ struct Sink {
   };
   static constexpr bool uses_head = true;
 
-  float sink;  // log2
+  struct Once {
+    float sink;  // log2
+
+    Once() = default;
+    template <typename Params, typename At>
+    __device__ __forceinline__ Once(const Params& params, const At& at)
+        : sink(__ldg(params.sink + at.head() * params.sink_head_stride) * 1.44269504088896341f) {}
+  };
+
+  float sink;
 
   template <typename Params, typename At>
   __device__ __forceinline__ Sink(const Params& params, const Unit&, const At& at)
-      : sink(__ldg(params.sink + at.head() * params.sink_head_stride) * 1.44269504088896341f) {}
+      : sink(once_of<Once>(params, at).sink) {}
 
   __device__ __forceinline__ float finish_row(float& m, float& l, float log2_unit, int) const {
     const float before = m * log2_unit;

@@ -62,19 +62,51 @@ struct Spans {
     return {{first.begin, last.end}, {last.begin, first.end}};
   }
 
-  // Rows past the end have the span of the last: the band hides such keys, and such queries have no
-  // weight.
+  // Rows past the end have the span of the last: such queries have no weight, and the band hides
+  // such keys.
+  template <typename At>
+  static __device__ __forceinline__ Span of_row(const Operands& operands, int seq_q, int seq_k,
+                                                const At& at, int row) {
+    if constexpr (At::rows_are == RowsAre::queries)
+      return keys_of(operands, at.batch(), min_int(row, seq_q - 1));
+    else
+      return queries_of(operands, at.batch(), min_int(row, seq_k - 1));
+  }
+
+  // The spans of a warp's sixteen rows in one register: lane l has the first of row l, lane 16 + l
+  // the end.
+  struct OfRows {
+    int bound;
+
+    OfRows() = default;
+    template <typename Params, typename At>
+    __device__ __forceinline__ OfRows(const Params& params, const At& at) {
+      const int lane = ptx::thread_again() % 32;
+      const Span span =
+          of_row(params, params.seq_q, params.seq_k, at, at.row() - lane / 4 + lane % 16);
+      bound = lane < 16 ? span.begin : span.end;
+    }
+    __device__ __forceinline__ Span row(int r) const {
+      const int lane = ptx::thread_again() % 32;
+      const int place = lane / 4 + 8 * r;
+      return {__shfl_sync(0xffffffffu, bound, place), __shfl_sync(0xffffffffu, bound, 16 + place)};
+    }
+  };
+
+  // The band is hidden in the same pass: a term of its own would look at every element again.
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&v)[count], const At& at) const {
+    const int column = at.column();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = at.row() + 8 * r;
       Span seen;
-      if constexpr (At::rows_are == RowsAre::queries)
-        seen = keys_of(operands, at.batch(), min_int(row, seq_q - 1));
+      if constexpr (requires { at.of_rows(); })
+        seen = static_cast<const OfRows&>(at.of_rows()).row(r);
       else
-        seen = queries_of(operands, at.batch(), min_int(row, seq_k - 1));
-      hide_outside(v, r, seen.begin - at.column(), seen.end - at.column());
+        seen = of_row(operands, seq_q, seq_k, at, row);
+      seen = seen.within(in_band(at, row));
+      hide_outside(v, r, seen.begin - column, seen.end - column);
     }
   }
 };

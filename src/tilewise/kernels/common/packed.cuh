@@ -1,0 +1,222 @@
+// clang-format off
+// Packed sequences: of different lengths, behind one another in (total, heads, dim) tensors, their offsets on the device.
+//
+// Symbols. Sequence b has the query rows [cu_q[b], cu_q[b + 1]) and the keys [cu_k[b], cu_k[b + 1]), b < sequences. Rows behind the
+// last offset are a sequence without keys, number `sequences`, and keys behind it one without queries, the next number: so
+// every row of every result is written.
+//
+//   pack_sequences, a warp per sequence, before the kernels that go by what it makes:
+//   1. record[b] = starts and lengths, whatever the offsets hold: within the tensors, and 0 <= length
+//   2. before[b] = tiles of all sequences that are longer, or as long and have a smaller number: the longest come first
+//   3. record[b].first_tile = before[b]; owner[before[b] + i] = b for its tiles i. Of queries and of keys
+// Tiles are numbered without a gap, so numbers serve as places in scratch too: room for total / block + sequences + 2 of them
+// always suffices for offsets that never fall. For others it may not: tiles behind the end of the room are left out.
+//
+// A grid has a CTA for so many tiles, or goes through them; which of them exist, it reads from `count`. The work of one sequence
+// is numbered as that of a batch (schedule.cuh), in sections of heads whose keys the L2 cache holds.
+//
+// No shared memory. Cost: sequences^2 / 32 steps, of all warps together.
+// clang-format on
+#pragma once
+
+#include "extents.cuh"
+#include "schedule.cuh"
+
+namespace tilewise {
+
+struct alignas(16) PackedSequence {
+  int q_start, seq_q;
+  int k_start, seq_k;
+  int first_q_tile, first_kv_tile;
+  int unused[2];
+};
+
+struct PackParams {
+  const int* cu_q;
+  const int* cu_k;
+  const int* used_k;        // null, or (sequences): how many keys of each are there
+  PackedSequence* records;  // (sequences + 2)
+  int* q_tiles;             // how many there are, then the owner of each; null: not wanted
+  int* kv_tiles;            // likewise
+  int sequences;
+  int total_q;
+  int total_k;
+  int block_q;
+  int block_kv;
+  int q_room;   // tiles that q_tiles has room for
+  int kv_room;  // likewise
+};
+
+constexpr int pack_warps = 8;
+
+// Starts and lengths, within tensors of so many rows.
+struct PackedPlace {
+  int start, length;
+};
+__device__ __forceinline__ PackedPlace packed_place(const int* offsets, int b, int total) {
+  const int start = min_int(max_int(offsets[b], 0), total);
+  return {start, min_int(max_int(offsets[b + 1], start), total) - start};
+}
+__device__ __forceinline__ PackedPlace behind_last(const int* offsets, int sequences, int total) {
+  const int start = min_int(max_int(offsets[sequences], 0), total);
+  return {start, total - start};
+}
+
+__device__ __forceinline__ PackedSequence packed_sequence(const PackParams& params, int b) {
+  PackedPlace q{0, 0}, k{0, 0};
+  if (b < params.sequences) {
+    q = packed_place(params.cu_q, b, params.total_q);
+    k = packed_place(params.cu_k, b, params.total_k);
+    if (params.used_k != nullptr) k.length = min_int(k.length, max_int(0, params.used_k[b]));
+  } else if (b == params.sequences) {
+    q = behind_last(params.cu_q, params.sequences, params.total_q);
+  } else {
+    k = behind_last(params.cu_k, params.sequences, params.total_k);
+  }
+  return {q.start, q.length, k.start, k.length, 0, 0, {0, 0}};
+}
+
+__device__ __forceinline__ int warp_sum(int x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2)
+    x += __shfl_xor_sync(0xffffffffu, x, distance);
+  return x;
+}
+
+// Gives tiles [first, first + count) to sequence b, as far as there is room.
+__device__ __forceinline__ void own_tiles(int* tiles, int room, int first, int count, int b) {
+  if (tiles == nullptr) return;
+  const int end = min_int(room, first + count);
+  for (int tile = first + static_cast<int>(threadIdx.x % 32); tile < end; tile += 32)
+    tiles[1 + tile] = b;
+}
+
+__device__ __forceinline__ void pack_sequences(const PackParams& params) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int count = params.sequences + 2, b = blockIdx.x * pack_warps + warp;
+  if (b >= count) return;
+  PackedSequence own = packed_sequence(params, b);
+  int q_before = 0, kv_before = 0, q_all = 0, kv_all = 0;
+  for (int other = lane; other < count; other += 32) {
+    const PackedSequence one = packed_sequence(params, other);
+    const int q_tiles = ceil_div(one.seq_q, params.block_q);
+    const int kv_tiles = ceil_div(one.seq_k, params.block_kv);
+    q_all += q_tiles;
+    kv_all += kv_tiles;
+    const bool earlier = other < b;
+    if (one.seq_k > own.seq_k || (one.seq_k == own.seq_k && earlier)) q_before += q_tiles;
+    if (one.seq_q > own.seq_q || (one.seq_q == own.seq_q && earlier)) kv_before += kv_tiles;
+  }
+  q_before = warp_sum(q_before);
+  kv_before = warp_sum(kv_before);
+  const int q_count = ceil_div(own.seq_q, params.block_q);
+  const int kv_count = ceil_div(own.seq_k, params.block_kv);
+  own.first_q_tile = q_before;
+  own.first_kv_tile = kv_before;
+  own_tiles(params.q_tiles, params.q_room, q_before, q_count, b);
+  own_tiles(params.kv_tiles, params.kv_room, kv_before, kv_count, b);
+  if (params.q_tiles != nullptr && q_before + q_count > params.q_room) own.seq_q = 0;
+  if (params.kv_tiles != nullptr && kv_before + kv_count > params.kv_room) own.seq_k = 0;
+  q_all = warp_sum(q_all);
+  kv_all = warp_sum(kv_all);
+  if (lane != 0) return;
+  params.records[b] = own;
+  if (b != 0) return;
+  if (params.q_tiles != nullptr) *params.q_tiles = min_int(q_all, params.q_room);
+  if (params.kv_tiles != nullptr) *params.kv_tiles = min_int(kv_all, params.kv_room);
+}
+
+struct PackedRecord : SequenceRecord {
+  int first_q_tile;  // among those of all sequences, as scratch is laid out
+  int unordered;     // where tiles of keys take tickets to add up dQ: those of this one do not
+};
+
+struct Packed {
+  static constexpr bool has_operands = true, ragged = true, work_table = true;
+  struct Operands {
+    const PackedSequence* packed_records;
+    const int* packed_q_tiles;  // as PackParams has them
+    const int* packed_kv_tiles;
+    // Where rows are stored one by one: those of a tile that crosses the end of its sequence.
+    void* out_rows;
+    long long out_rows_head_stride, out_rows_seq_stride;
+    void* dk_rows;
+    long long dk_rows_head_stride, dk_rows_seq_stride;
+    void* dv_rows;
+    long long dv_rows_head_stride, dv_rows_seq_stride;
+    void* dq_rows;  // where rows without keys are zeroed, if tickets are taken
+    long long dq_rows_head_stride, dq_rows_seq_stride;
+    int dq_columns, dv_columns;  // of a row
+    int ticket_keys;             // of a sequence whose tiles take tickets, at most
+    int packed_rows;             // of a tile of packed_q_tiles
+    int section_keys;   // of the heads that are worked on together, at most; 0: one unit of heads
+    int section_heads;  // the unit: heads that share their keys
+    int ends_aligned;   // the last query stands at the last key, else the first at the first
+  };
+  using Record = PackedRecord;
+  template <typename Params>
+  using Sequence = KeptSequence<Params>;
+
+  template <typename Params>
+  static __device__ __forceinline__ Record find(const Params& params, int b) {
+    const PackedSequence one = params.packed_records[b];
+    const int offset = params.ends_aligned ? one.seq_k - one.seq_q : 0;
+    return {{one.q_start, one.k_start, one.seq_q, one.seq_k, params.band_first_shift + offset,
+             params.band_end_shift + offset},
+            one.first_q_tile,
+            one.seq_k > params.ticket_keys};
+  }
+  template <typename Params>
+  static __device__ __forceinline__ Record find_queries(const Params& params, int b) {
+    const PackedSequence one = params.packed_records[b];
+    return {{one.q_start, 0, one.seq_q, 0, 0, 0}, one.first_q_tile, one.seq_k > params.ticket_keys};
+  }
+
+  // How many tiles of queries, or of keys, all sequences have.
+  template <typename Params>
+  static __device__ __forceinline__ int q_tile_count(const Params& params) {
+    return *params.packed_q_tiles;
+  }
+  template <typename Params>
+  static __device__ __forceinline__ int kv_tile_count(const Params& params) {
+    return *params.packed_kv_tiles;
+  }
+  template <typename Params>
+  static __device__ __forceinline__ int owner_of_q_tile(const Params& params, int tile) {
+    return params.packed_q_tiles[1 + tile];
+  }
+
+  // Of work by tiles of queries, for `heads` heads: the tile with this number.
+  template <typename Params>
+  static __device__ __forceinline__ WorkTile q_work(const Params& params, int heads, int block_q,
+                                                    int longest_first, int work) {
+    const int owner = params.packed_q_tiles[1 + work / heads];
+    const PackedSequence one = params.packed_records[owner];
+    return of_sequence(params, owner, heads, ceil_div(one.seq_q, block_q), one.seq_k, longest_first,
+                       work - one.first_q_tile * heads);
+  }
+  // Likewise of keys. WorkTile::q_tile is the tile of keys.
+  template <typename Params>
+  static __device__ __forceinline__ WorkTile kv_work(const Params& params, int heads, int block_kv,
+                                                     int work) {
+    const int owner = params.packed_kv_tiles[1 + work / heads];
+    const PackedSequence one = params.packed_records[owner];
+    return of_sequence(params, owner, heads, ceil_div(one.seq_k, block_kv), one.seq_k, 0,
+                       work - one.first_kv_tile * heads);
+  }
+
+ private:
+  // A sequence that was left out has no tiles, and any number is behind its end.
+  template <typename Params>
+  static __device__ __forceinline__ WorkTile of_sequence(const Params& params, int owner, int heads,
+                                                         int tiles, int keys, int longest_first,
+                                                         int work) {
+    const int units = max_int(1, params.section_keys / max_int(1, keys));
+    const int sections = max_int(1, heads / min_int(heads, units * params.section_heads));
+    WorkTile tile = Schedule{heads, heads, max_int(1, tiles), sections, longest_first}.tile(work);
+    tile.batch = owner;
+    return tile;
+  }
+};
+
+}  // namespace tilewise

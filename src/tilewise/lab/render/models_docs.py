@@ -1,0 +1,73 @@
+"""The table of whole models in docs/integrations.md, from the newest record of benchmarks/models.py on a GPU:
+
+<!-- models -->    what follows, up to the end marker, is replaced
+<!-- /models -->
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ..measure.compare import median
+from ..studies import bench, records
+
+PAGE = Path("docs/integrations.md")
+KIND = "tilewise models"
+_BLOCK = re.compile(r"(?P<begin><!-- models -->\n)(?P<body>.*?)(?P<end><!-- /models -->)", re.DOTALL)
+_OURS = "tilewise"
+_LEGEND = "Speed: against the fastest of Transformers' own that computes the same function, with its 99% interval."
+
+
+def wanted(root: Path) -> dict[Path, str]:
+    """What the page should hold; none where there is no such page, or no such table in it."""
+    page = root / PAGE
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    if not _BLOCK.search(text):
+        return {}
+    body = "\n".join(_table(root)) + "\n"
+    return {page: _BLOCK.sub(lambda match: match["begin"] + body + match["end"], text)}
+
+
+def _table(root: Path) -> list[str]:
+    found = _newest(root)
+    if found is None:
+        return ["*Not measured yet: `python benchmarks/models.py --save` on a GPU fills this in.*"]
+    path, record = found
+    peers = [name for name in dict.fromkeys(name for row in record["rows"] for name in row["seconds"]) if name != _OURS]
+    head = ["model", "batch x tokens", "what", "speed", _OURS, *peers]
+    lines = [f"| {' | '.join(head)} |", f"|---|---:|---|---:|{'---:|' * (len(peers) + 1)}"]
+    lines += [f"| {' | '.join(_cells(row, peers))} |" for row in record["rows"]]
+    provenance = record["provenance"]
+    versions = provenance["versions"]
+    rounds = min((len(times) for row in record["rows"] for times in row["seconds"].values() if times), default=0)
+    marks = "".join(f" (**{mark}**)" for mark in records.marks(rounds, provenance, on_gpu=True))
+    about = f"torch {versions['torch']}, transformers {versions['transformers']}, {provenance['date'][:10]}"
+    source = f"From [{path.name}](../{bench.RESULTS}/{path.name}): {_gpu(record)}, {about}, {rounds} rounds{marks}."
+    return [*lines, "", _LEGEND, "", source]
+
+
+def _cells(row: dict[str, Any], peers: list[str]) -> list[str]:
+    speed = row.get("speed")
+    told = "-"
+    if speed is not None:
+        interval = "" if speed["low"] is None else f" [{speed['low']:.2f}, {speed['high']:.2f}]"
+        told = f"{speed['ratio']:.2f}x{interval}"
+    times = [row["seconds"].get(name) for name in (_OURS, *peers)]
+    cells = [f"{1e3 * median(found):.2f} ms" if found else "-" for found in times]
+    return [row["model"], f"{row['batch']} x {row['tokens']}", row["what"], told, *cells]
+
+
+def _newest(root: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest record of models of real width on a GPU."""
+    for path in sorted((root / bench.RESULTS).glob("*-transformers.json"), reverse=True):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(record, dict) and record.get("kind") == KIND and not record["settings"]["tiny"] and _gpu(record):
+            return path, record
+    return None
+
+
+def _gpu(record: dict[str, Any]) -> str:
+    return next((str(gpu["name"]) for gpu in record["provenance"]["gpus"]), "")

@@ -1,0 +1,199 @@
+"""Packed sequences on a GPU: lengths drawn anew in every case, neighbours that are NaN, graphs and compiled graphs.
+
+Run as a program it launches a few sets of lengths and no reference, for the memory and race checkers:
+
+    PYTHONPATH=src:tests compute-sanitizer --report-api-errors no --tool memcheck python tests/gpu/test_packed_gpu.py
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import tilewise
+from support import assert_close, budget, rounding_budget
+from test_packed import Case, check_backward, check_forward, made, make_case
+from tilewise import Causal, Full, InvalidInput, Target, Window
+from tilewise.engine import SM80, SM90
+from tilewise.jit import build_all
+
+if TYPE_CHECKING:
+    from tilewise.engine.backend import Fused
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+BF16, FP16 = torch.bfloat16, torch.float16
+MASKS = (Full(), Causal(), Causal("bottom-right"), Window(100, 0, "bottom-right"))
+SHAPES: tuple[dict[str, Any], ...] = (
+    {"dims": (64, 64), "heads": (4, 4)},
+    {"dims": (128, 128), "heads": (4, 2)},
+    {"dims": (96, 96), "heads": (3, 1)},
+    {"dims": (192, 128), "heads": (2, 2)},
+    {"dims": (256, 256), "heads": (2, 1)},
+    {"dims": (40, 24), "heads": (4, 2)},
+)
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+BACKENDS = [
+    pytest.param(SM80, id="sm80"),
+    pytest.param(SM90, id="sm90", marks=pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")),
+]
+SETS = 24  # of lengths, for each mask and backend
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    """All kernels, side by side, before the first test needs one."""
+    if not torch.cuda.is_available():
+        return
+    target, units = Target.of("cuda"), {}
+    for backend, mask, shape, dtype in product((SM80, SM90) if hopper else (SM80,), MASKS, SHAPES, (BF16, FP16)):
+        problem = make_case(mask, dtype, needs_grad=True, **shape).problem
+        forward = backend.program(problem, target, backend.configs(problem, target)[0])
+        backward = backend.backward_program(problem, target, backend.backward_configs(problem, target)[0])
+        units |= {unit.label: unit for unit in (*forward.units, *backward.units)}
+    for _ in build_all(units.values()):
+        pass
+
+
+def drawn(number: int, longest: int = 500) -> tuple[tuple[int, int], ...]:
+    """Lengths of queries and keys: none, one, whole tiles and any other."""
+    draw = random.Random(number)
+
+    def length() -> int:
+        return draw.choice((0, 1, 64, 128, draw.randint(0, 70), draw.randint(0, longest), draw.randint(0, longest)))
+
+    return tuple((length(), length()) for _ in range(draw.randint(1, 12)))
+
+
+def case_of(number: int, mask: Any, **fields: Any) -> tuple[Case, tuple[int, ...]]:
+    """A case on the GPU, with one sequence that is NaN."""
+    draw = random.Random(1000 + number)
+    lengths = drawn(number)
+    poisoned = (draw.randrange(len(lengths)),)
+    dtype = BF16 if number % 3 else FP16
+    behind = (draw.randint(0, 9), draw.randint(0, 9))
+    case = make_case(mask, dtype, lengths, poisoned=poisoned, behind=behind, **SHAPES[number % len(SHAPES)], **fields)
+    on_gpu = [tensor.cuda() for tensor in case[1:4]]
+    return Case(case.problem, *on_gpu, {name: x.cuda() for name, x in case.operands.items()}), poisoned
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_lengths_drawn_anew(backend: Fused, mask: Any) -> None:
+    for number in range(SETS):
+        case, poisoned = case_of(number, mask)
+        out, lse = backend.forward(case.q, case.k, case.v, case.problem, None, case.operands)
+        assert lse is not None
+        check_forward(case, out, lse, poisoned)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+def test_gradients_of_lengths_drawn_anew(backend: Fused, mask: Any, deterministic: bool) -> None:
+    for number in range(SETS):
+        case, poisoned = case_of(number, mask, needs_grad=True, deterministic=deterministic)
+        problem = case.problem
+        dout = torch.randn(problem.seq_q, problem.heads_q, problem.head_dim_v, device="cuda").to(problem.dtype)
+        dout = dout.transpose(0, 1)[None]
+        out, lse, truth = made(case, dout)
+        for sequence in poisoned:
+            case.of(dout, sequence, 0).fill_(torch.nan)
+        given = (dout, None, case.q, case.k, case.v, out, lse, problem, None, case.operands)
+        grads = backend.backward(*given)
+        check_backward(case, grads, truth, rounding_budget(problem.dtype, 6), poisoned)
+        if deterministic:
+            again = backend.backward(*given)
+            for name, grad in grads.items():
+                assert torch.equal(grad.nan_to_num(), again[name].nan_to_num())
+
+
+@pytest.mark.parametrize("backend", ["sm80", pytest.param("sm90", marks=BACKENDS[1].marks)])
+def test_long_sequences_beside_short_ones_are_as_in_a_batch(backend: str) -> None:
+    lengths = torch.tensor([0, 70000, 1, 300, 3000], device="cuda")
+    cu = lengths.cumsum(0).int()
+    total = int(cu[-1])
+    q, k, v = (torch.randn(total, 1, 128, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3))
+    dout = torch.randn_like(q)
+    out = tilewise.attention_packed(q, k, v, cu, cu, 70000, 70000, mask="causal", backend=backend)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    for begin, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):
+        own = [x[None, begin:end].detach().requires_grad_() for x in (q, k, v)]
+        alone = tilewise.attention(*own, mask="causal", layout="bshd", backend=backend)
+        wanted = torch.autograd.grad(alone, own, dout[None, begin:end])
+        for got, want in zip((out, *grads), (alone, *wanted), strict=True):
+            error = (got[begin:end].float() - want[0].float()).norm() / want.float().norm()
+            assert error <= rounding_budget(BF16, 4)
+
+
+def test_a_graph_runs_with_other_lengths() -> None:
+    q, k, v = (torch.randn(2048, 4, 64, device="cuda", dtype=BF16) for _ in range(3))
+    cu = torch.tensor([0, 512, 1024, 1536, 2048], device="cuda", dtype=torch.int32)
+    tilewise.attention_packed(q, k, v, cu, cu, 2048, 2048, mask="causal")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tilewise.attention_packed(q, k, v, cu, cu, 2048, 2048, mask="causal")
+    for offsets in ((0, 100, 1000, 1048, 2048), (0, 0, 2047, 2048, 2048), (0, 5, 6, 7, 8)):
+        cu.copy_(torch.tensor(offsets))
+        graph.replay()
+        want = tilewise.attention_packed(q, k, v, cu.clone(), cu.clone(), mask="causal")
+        assert torch.equal(out, want)
+
+
+def test_no_call_waits_for_the_device() -> None:
+    q, k, v = (torch.randn(640, 4, 64, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3))
+    cu = torch.tensor([0, 100, 640], device="cuda", dtype=torch.int32)
+    other = torch.tensor([0, 300, 640], device="cuda", dtype=torch.int32)
+
+    def step(keys: torch.Tensor, dtype: torch.dtype) -> None:
+        tensors = [x.to(dtype) for x in (q, k, v)]
+        out = tilewise.attention_packed(*tensors, cu, keys, 640, 640, mask="causal")
+        out.sum().backward()
+
+    for dtype in (BF16, torch.float32):
+        step(cu, dtype)
+        step(other, dtype)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for dtype in (BF16, torch.float32):
+            step(cu.clone(), dtype)
+            step(other.clone(), dtype)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_wrong_offsets_are_told_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(640, 4, 64, device="cuda", dtype=BF16) for _ in range(3))
+    bad = torch.tensor([0, 700, 20, -5, 640], device="cuda", dtype=torch.int32)
+    tilewise.attention_packed(q, k, v, bad, bad, mask="causal")  # within the tensors, whatever it gives
+    torch.cuda.synchronize()
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
+    with pytest.raises(InvalidInput, match="never fall"):
+        tilewise.attention_packed(q, k, v, bad, bad, mask="causal")
+
+
+def test_float32_and_learned_operands_go_by_spans() -> None:
+    case = make_case(Causal("bottom-right"), torch.float32, behind=(0, 0))
+    inputs = [tensor[0].transpose(0, 1).cuda() for tensor in case[1:4]]
+    offsets = [x.cuda() for x in case.offsets]
+    out = tilewise.attention_packed(*inputs, *offsets, mask=Causal("bottom-right"))
+    want = tilewise.attention_packed(*(x.double() for x in inputs), *offsets, mask=Causal("bottom-right"))
+    assert_close(out, want, budget(torch.float32, 64))
+
+
+def launch_a_few() -> None:
+    for backend in (SM80, SM90) if hopper else (SM80,):
+        for number in range(4):
+            case, _ = case_of(number, MASKS[number % 4], needs_grad=True)
+            out, lse = backend.forward(case.q, case.k, case.v, case.problem, None, case.operands)
+            dout = torch.zeros_like(out)
+            backend.backward(dout, None, case.q, case.k, case.v, out, lse, case.problem, None, case.operands)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    launch_a_few()

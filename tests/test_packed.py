@@ -1,0 +1,663 @@
+"""attention_packed: sequences behind one another, their offsets on the device (masks.Packed, engine/packed.py)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import emulation
+import tilewise
+from support import assert_close, assert_near, budget, exact, make_problem, rounding_budget
+from tilewise import Causal, Documents, Full, InvalidInput, Problem, Target, UnsupportedProblem, Window
+from tilewise.engine import packed
+from tilewise.engine.program import Address
+from tilewise.engine.sm80 import SM80
+from tilewise.engine.sm90 import SM90
+from tilewise.isolation import spans_of_offsets, with_spans
+from tilewise.jit import Arguments
+from tilewise.masks import Packed, parse
+from tilewise.plain import reference, tiled
+from tilewise.plan import plan
+from tilewise.scores import Softcap
+from tilewise.terms import Alibi, Dropout, MaxLogit, RelativeBias, Sink
+
+Tensor = torch.Tensor
+A100, H200 = (Target.named(name) for name in ("a100", "h200"))
+BF16 = torch.bfloat16
+# Of queries and keys: equal, one token, no queries, several tiles, no keys.
+LENGTHS = ((70, 70), (1, 33), (0, 20), (130, 90), (64, 128), (40, 0), (200, 300))
+MASKS = (Full(), Causal(), Causal("bottom-right"), Window(40, 10, "bottom-right"))
+BEHIND = (5, 3)  # rows and keys behind the last offset
+
+
+class Case(NamedTuple):
+    """Tensors as (1, heads, total, dim) views of (total, heads, dim) memory."""
+
+    problem: Problem
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    operands: dict[str, Tensor]
+
+    @property
+    def offsets(self) -> tuple[Tensor, Tensor]:
+        return self.operands["cu_seqlens_q"], self.operands["cu_seqlens_kv"]
+
+    def of(self, tensor: Tensor, sequence: int, which: int) -> Tensor:
+        """The part of a sequence: of rows (0) or of keys (1)."""
+        starts = self.offsets[which]
+        return tensor[:, :, int(starts[sequence]) : int(starts[sequence + 1])]
+
+    def member(self, sequence: int) -> tuple[Problem, tuple[Tensor, Tensor, Tensor]]:
+        parts = self.of(self.q, sequence, 0), self.of(self.k, sequence, 1), self.of(self.v, sequence, 1)
+        mask = self.problem.mask
+        assert isinstance(mask, Packed)
+        lengths = {"seq_q": parts[0].shape[2], "seq_kv": parts[1].shape[2]}
+        return self.problem.with_(mask=mask.inner, **lengths), parts
+
+
+def make_case(
+    inner: Any,
+    dtype: torch.dtype = BF16,
+    lengths: Any = LENGTHS,
+    heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (64, 64),
+    behind: tuple[int, int] = BEHIND,
+    poisoned: tuple[int, ...] = (),
+    **fields: Any,
+) -> Case:
+    starts = [torch.tensor([0, *(pair[i] for pair in lengths)]).cumsum(0).int() for i in (0, 1)]
+    totals = [int(starts[i][-1]) + behind[i] for i in (0, 1)]
+    shapes = (totals[0], heads[0], dims[0]), (totals[1], heads[1], dims[0]), (totals[1], heads[1], dims[1])
+    tensors = [torch.randn(shape).to(dtype).transpose(0, 1)[None] for shape in shapes]
+    for tensor, which in zip(tensors, (0, 1, 1), strict=True):
+        tensor[:, :, int(starts[which][-1]) :] = torch.nan
+        for sequence in poisoned:
+            tensor[:, :, int(starts[which][sequence]) : int(starts[which][sequence + 1])] = torch.nan
+    mask = Packed(len(lengths), max(q for q, _ in lengths), max(k for _, k in lengths), inner)
+    values: dict[str, Any] = {"needs_lse": True, "layout": "bshd", "head_dim_v": dims[1]}
+    problem = make_problem(
+        (1, heads[0], totals[0], dims[0]), dtype, heads_kv=heads[1], seq_kv=totals[1], mask=mask, **(values | fields)
+    )
+    return Case(problem, *tensors, {"cu_seqlens_q": starts[0], "cu_seqlens_kv": starts[1]})
+
+
+def check_forward(case: Case, out: Tensor, lse: Tensor, poisoned: tuple[int, ...] = ()) -> None:
+    end = int(case.offsets[0][-1])
+    assert (out[:, :, end:] == 0).all()
+    assert (lse[:, :, end:] == -torch.inf).all()
+    for sequence in range(len(case.offsets[0]) - 1):
+        problem, inputs = case.member(sequence)
+        if sequence in poisoned or not problem.seq_q:
+            continue
+        got, got_lse = case.of(out, sequence, 0), case.of(lse, sequence, 0)
+        if not problem.seq_kv:
+            assert (got == 0).all()
+            assert (got_lse == -torch.inf).all()
+            continue
+        assert_near(got, got_lse, inputs, problem)
+
+
+def made(case: Case, dout: Tensor) -> tuple[Tensor, Tensor, dict[int, tuple[Tensor, ...]]]:
+    """What a right forward leaves, and by sequence the gradients."""
+    out, lse = torch.zeros_like(dout), torch.full(case.q.shape[:3], -torch.inf)
+    truth = {}
+    for sequence in range(len(case.offsets[0]) - 1):
+        problem, inputs = case.member(sequence)
+        if problem.seq_q and problem.seq_kv:
+            wide, wide_lse, *grads = exact(*inputs, problem, None, case.of(dout, sequence, 0))
+            case.of(out, sequence, 0).copy_(wide)
+            case.of(lse, sequence, 0).copy_(wide_lse)
+            truth[sequence] = tuple(grads)
+    return out, lse, truth
+
+
+def check_backward(case: Case, grads: Any, truth: Any, allowed: float, poisoned: tuple[int, ...] = ()) -> None:
+    for which, name in enumerate("qkv"):
+        behind = grads[name][:, :, int(case.offsets[min(which, 1)][-1]) :]
+        assert (behind == 0).all(), name
+        for sequence in range(len(case.offsets[0]) - 1):
+            got = case.of(grads[name], sequence, min(which, 1))
+            if sequence in poisoned:
+                continue
+            if sequence not in truth:
+                assert (got == 0).all(), (name, sequence)
+                continue
+            want = truth[sequence][which]
+            error = float((got.double() - want).norm() / want.norm().clamp(min=1e-3))
+            assert error <= allowed, f"d{name} of sequence {sequence}: {error:.2e}, allowed {allowed:.2e}"
+
+
+def packed_inputs(case: Case, *, grad: bool = False) -> tuple[Tensor, ...]:
+    """(total, heads, dim) tensors, and the offsets."""
+    tensors = [tensor[0].transpose(0, 1).detach().nan_to_num().requires_grad_(grad) for tensor in case[1:4]]
+    return (*tensors, *case.offsets)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The function
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_each_sequence_is_as_it_would_be_alone(mask, backend):
+    case = make_case(mask, torch.float64, needs_grad=True)
+    *tensors, cu_q, cu_k = packed_inputs(case, grad=True)
+    out, lse = tilewise.attention_packed(
+        *tensors, cu_q, cu_k, 200, 300, mask=mask, softcap=20.0, return_lse=True, backend=backend
+    )
+    assert out.shape == tensors[0].shape
+    assert lse.shape == (4, tensors[0].shape[0])
+    weight = torch.randn_like(out)
+    (out * weight).sum().backward()
+    ends = int(cu_q[-1]), int(cu_k[-1])
+    assert (out[ends[0] :] == 0).all()
+    assert (lse[:, ends[0] :] == -torch.inf).all()
+    for tensor, end in zip(tensors, (ends[0], ends[1], ends[1]), strict=True):
+        assert (tensor.grad[end:] == 0).all()
+    for (q0, q1), (k0, k1) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+        own = [x[None, begin:end].detach().requires_grad_() for x, begin, end in (
+            (tensors[0], q0, q1), (tensors[1], k0, k1), (tensors[2], k0, k1))]  # fmt: skip
+        alone, alone_lse = tilewise.attention(
+            *own, mask=mask, softcap=20.0, layout="bshd", return_lse=True, backend=backend
+        )
+        (alone * weight[None, q0:q1]).sum().backward()
+        assert_close(out[q0:q1], alone[0], budget(torch.float64))
+        assert torch.equal(lse[:, q0:q1].isinf(), alone_lse[0].isinf())
+        assert_close(lse[:, q0:q1].nan_to_num(neginf=0.0), alone_lse[0].nan_to_num(neginf=0.0), budget(torch.float64))
+        for tensor, part, (begin, end) in zip(tensors, own, ((q0, q1), (k0, k1), (k0, k1)), strict=True):
+            assert_close(tensor.grad[begin:end], part.grad[0], budget(torch.float64), "gradient")
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("backend", [reference, tiled], ids=["reference", "tiled"])
+def test_offsets_that_stay_on_a_device_say_the_same_as_spans(mask, backend):
+    case = make_case(mask, torch.float64, needs_grad=True)
+    inputs = [tensor.nan_to_num() for tensor in case[1:4]]
+    operands = spans_of_offsets(case.problem, case.operands)
+    out, lse = backend.forward(*inputs, case.problem, None, case.operands)
+    spanned = with_spans(case.problem)
+    again, again_lse = backend.forward(*inputs, spanned, None, operands)
+    assert_close(again, out, budget(torch.float64))
+    assert torch.equal(again_lse.isinf(), lse.isinf())
+    dout = torch.randn_like(out)
+    grads = backend.backward(dout, None, *inputs, out, lse, case.problem, None, case.operands)
+    others = backend.backward(dout, None, *inputs, out, lse, spanned, None, operands)
+    for name, grad in grads.items():
+        assert_close(others[name], grad, budget(torch.float64), name)
+
+
+@pytest.mark.parametrize("backend", [reference, tiled], ids=["reference", "tiled"])
+def test_nan_of_a_neighbour_reaches_nothing(backend):
+    case = make_case(Causal("bottom-right"), poisoned=(3,), needs_grad=True)
+    out, lse = backend.forward(case.q, case.k, case.v, case.problem, None, case.operands)
+    check_forward(case, out, lse, (3,))
+    dout = torch.randn(case.q.shape).to(BF16)
+    right, right_lse, truth = made(case, dout)
+    grads = backend.backward(dout, None, case.q, case.k, case.v, right, right_lse, case.problem, None, case.operands)
+    check_backward(case, grads, truth, rounding_budget(BF16, 4), (3,))
+
+
+def test_a_call_under_documents_gives_the_same():
+    case = make_case(Causal(), torch.float32, lengths=((30, 30), (7, 7), (64, 64)), behind=(0, 0))
+    q, k, v, cu, _ = packed_inputs(case)
+    out = tilewise.attention_packed(q, k, v, cu, cu, mask="causal")
+    documents = Documents(cu.tolist(), inner=Causal())
+    want = tilewise.attention(q[None], k[None], v[None], mask=documents, layout="bshd")
+    assert_close(out, want[0], budget(torch.float32))
+
+
+def test_sinks_and_slopes_are_learned():
+    case = make_case(Causal(), torch.float64, lengths=((30, 30), (7, 7), (64, 64)), behind=(0, 0))
+    q, k, v, cu, _ = packed_inputs(case)
+    slopes, sink = torch.rand(4, requires_grad=True), torch.randn(4, requires_grad=True)
+    out = tilewise.attention_packed(q, k, v, cu, cu, mask="causal", alibi=slopes, sink=sink)
+    weight = torch.randn_like(out)
+    (out * weight).sum().backward()
+    again = [one.detach().requires_grad_() for one in (slopes, sink)]
+    parts = [
+        tilewise.attention(
+            *(x[None, begin:end] for x in (q, k, v)), mask="causal", alibi=again[0], sink=again[1], layout="bshd"
+        )
+        for begin, end in pairwise(cu.tolist())
+    ]
+    want = torch.cat(parts, 1)[0]
+    (want * weight).sum().backward()
+    assert_close(out, want, budget(torch.float64))
+    for got, one in zip((slopes, sink), again, strict=True):
+        assert_close(got.grad, one.grad, budget(torch.float32, 64))
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_slopes_of_each_sequence(backend):
+    lengths = ((30, 40), (7, 7), (64, 20))
+    case = make_case(Causal(), torch.float64, lengths=lengths, behind=(2, 3))
+    q, k, v, cu_q, cu_k = packed_inputs(case)
+    slopes = torch.rand(3, 4, requires_grad=True)
+    mask = Causal("bottom-right")
+    out = tilewise.attention_packed(q, k, v, cu_q, cu_k, mask=mask, alibi=slopes, backend=backend)
+    out.sum().backward()
+    for number, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)):
+        own = slopes[number].detach().requires_grad_()
+        parts = q[None, q0:q1], k[None, k0:k1], v[None, k0:k1]
+        want = tilewise.attention(*parts, mask=mask, alibi=own, layout="bshd", backend=backend)[0]
+        want.sum().backward()
+        assert_close(out[q0:q1], want, budget(torch.float64))
+        assert_close(slopes.grad[number], own.grad, budget(torch.float32, 64))
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_keys_that_are_not_used(backend):
+    """As if the tensors had no others: masks are aligned to those that are used."""
+    case = make_case(Causal(), torch.float64)
+    *tensors, cu_q, cu_k = packed_inputs(case, grad=True)
+    used = torch.tensor([70, 20, 5, 500, 0, 3, 129], dtype=torch.int32)
+    mask = Causal("bottom-right")
+    out = tilewise.attention_packed(*tensors, cu_q, cu_k, mask=mask, seqused_k=used, backend=backend)
+    grads = torch.autograd.grad(out.sum(), tensors)
+    spans = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), used.tolist(), strict=True)
+    for (q0, q1), (k0, k1), count in spans:
+        end = min(k1, k0 + count)
+        own = [
+            x[None, a:b].detach().requires_grad_()
+            for x, a, b in zip(tensors, (q0, k0, k0), (q1, end, end), strict=True)
+        ]
+        want = tilewise.attention(*own, mask=mask, layout="bshd", backend=backend)
+        assert_close(out[q0:q1], want[0], budget(torch.float64))
+        for grad, alone, (a, b) in zip(
+            grads, torch.autograd.grad(want.sum(), own), ((q0, q1), (k0, end), (k0, end)), strict=True
+        ):
+            assert_close(grad[a:b], alone[0], budget(torch.float64))
+        assert (grads[1][end:k1] == 0).all()
+    operands = {**case.operands, "seqused_k": used}
+    problem = case.problem.with_(mask=Packed(7, 0, 0, mask, used=True))
+    inputs = [x.detach().transpose(0, 1)[None] for x in tensors]
+    again, _ = reference.forward(*inputs, with_spans(problem), None, spans_of_offsets(problem, operands))
+    assert_close(again[0].transpose(0, 1), out, budget(torch.float64))
+
+
+def test_dropout_keeps_the_mean():
+    case = make_case(Full(), torch.float32, lengths=((40, 60), (50, 30)), behind=(0, 0))
+    q, k, v, cu_q, cu_k = packed_inputs(case)
+    whole = tilewise.attention_packed(q, k, v, cu_q, cu_k)
+    drawn = torch.stack([tilewise.attention_packed(q, k, v, cu_q, cu_k, dropout=0.25) for _ in range(100)])
+    assert not torch.equal(drawn[0], drawn[1])
+    spread = drawn.std(0).norm() / 10
+    assert (drawn.mean(0) - whole).norm() < 2 * spread
+
+
+def test_one_compiled_graph_serves_all_lengths():
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=counter, dynamic=True, fullgraph=True)
+    def attend(q, k, v, cu):
+        return tilewise.attention_packed(q, k, v, cu, cu, mask="causal").relu()
+
+    counts = []
+    for lengths in (((30, 30), (7, 7)), ((64, 64), (3, 3), (20, 20)), ((5, 5), (9, 9), (2, 2), (50, 50))):
+        case = make_case(Causal(), torch.float32, lengths=lengths, behind=(0, 0))
+        *tensors, cu, _ = packed_inputs(case, grad=True)
+        out = attend(*tensors, cu)
+        want = tilewise.attention_packed(*tensors, cu, cu, mask="causal").relu()
+        assert torch.equal(out, want)
+        got = torch.autograd.grad(out.sum(), tensors)
+        assert all(map(torch.equal, got, torch.autograd.grad(want.sum(), tensors)))
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == 1, "no call but the first compiles anything"
+
+
+def test_second_derivatives():
+    case = make_case(Causal(), torch.float64, lengths=((5, 6), (3, 2)), heads=(2, 1), dims=(8, 8), behind=(0, 0))
+    *tensors, cu_q, cu_k = packed_inputs(case, grad=True)
+    attend = lambda *x: tilewise.attention_packed(*x, cu_q, cu_k, mask=Causal("bottom-right"))
+    assert torch.autograd.gradgradcheck(attend, tensors)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+def bad_calls() -> dict[str, Any]:
+    case = make_case(Causal(), torch.float32, lengths=((30, 30), (7, 7)), behind=(0, 0))
+    q, k, v, cu, _ = packed_inputs(case)
+    keep = torch.ones(1, 1, 37, 37, dtype=torch.bool)
+
+    def call(*given: Any, **options: Any) -> Any:
+        return lambda: tilewise.attention_packed(*given, **options)
+
+    return {
+        "falling": call(q, k, v, cu.flip(0), cu),
+        "from 1": call(q, k, v, cu + 1, cu),
+        "past the end": call(q, k, v, cu * 2, cu),
+        "past the end of keys": call(q, k, v, cu, cu * 2),
+        "int64": call(q, k, v, cu.long(), cu),
+        "floats": call(q, k, v, cu.float(), cu),
+        "two dimensions": call(q, k, v, cu[None], cu),
+        "fewer of keys": call(q, k, v, cu, cu[:2]),
+        "no sequence": call(q, k, v, cu[:1], cu[:1]),
+        "a list": call(q, k, v, [0, 37], cu),
+        "another device": call(q, k, v, cu.to("meta"), cu),
+        "four dimensions": call(q[None], k, v, cu, cu),
+        "heads": call(q[:, :3], k, v, cu, cu),
+        "a mask of pairs": call(q, k, v, cu, cu, mask=keep),
+        "documents": call(q, k, v, cu, cu, mask=Documents((0, 37))),
+        "a term of pairs": call(
+            q, k, v, cu, cu, scores=(tilewise.terms.Keep(("batch", "head")),), operands={"keep": keep}
+        ),
+        "lengths": call(q, k, v, cu, cu, "long"),
+        "used keys of another dtype": call(q, k, v, cu, cu, seqused_k=cu[1:].long()),
+        "too many used keys": call(q, k, v, cu, cu, seqused_k=cu),
+    }
+
+
+@pytest.mark.parametrize("name", list(bad_calls()))
+def test_bad_input_is_refused(name):
+    with pytest.raises(InvalidInput) as caught:
+        bad_calls()[name]()
+    assert str(caught.value)
+
+
+def test_pytorch_kernels_and_triton_refuse():
+    case = make_case(Causal(), behind=(0, 0))
+    found = plan(case.problem, H200)
+    refused = {verdict.backend for verdict in found.verdicts if not verdict.willing}
+    assert {"torch-flash", "torch-cudnn", "torch-efficient", "torch-math", "triton"} <= refused
+    q, k, v, cu_q, cu_k = packed_inputs(case)
+    with pytest.raises(UnsupportedProblem):
+        tilewise.attention_packed(q, k, v, cu_q, cu_k, mask="causal", backend="torch-math")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values and plans
+
+
+@pytest.mark.parametrize("inner", MASKS, ids=str)
+def test_the_mask_reads_back(inner):
+    mask = Packed(12, 512, 1024, inner, same=True)
+    assert parse(str(mask)) == mask
+    used = Packed(12, 512, 1024, inner, used=True)
+    assert parse(str(used)) == used
+    assert [operand.name for operand in used.operands] == ["cu_seqlens_q", "cu_seqlens_kv", "seqused_k"]
+    problem = make_problem((1, 4, 5000, 64), BF16, mask=mask)
+    assert Problem.from_dict(problem.to_dict()) == problem
+
+
+@pytest.mark.parametrize(("target", "backend"), [(H200, "sm90"), (A100, "sm80")], ids=["h200", "a100"])
+@pytest.mark.parametrize("inner", MASKS, ids=str)
+def test_our_kernels_take_packed_sequences(target, backend, inner):
+    case = make_case(inner, needs_grad=True)
+    found = plan(case.problem, target)
+    assert found.backend == backend
+    assert found.forward is not None
+    assert found.backward is not None
+    assert all("_packed" in launch.unit.name for launch in (*found.forward.launches, *found.backward.launches))
+    assert "packed sequences" in str(found)
+    wide = plan(case.problem.with_(dtype=torch.float32), target)
+    assert wide.forward is not None
+    assert "_spans" in wide.forward.launches[-1].unit.name
+
+
+def test_scratch_grows_with_rows_and_not_with_the_longest_sequence():
+    problem = make_problem((1, 8, 1 << 16, 128), BF16, mask=Packed(512, 1 << 16, 1 << 16, Causal()), needs_grad=True)
+    for backend, target in ((SM80, A100), (SM90, H200)):
+        config = backend.backward_configs(problem, target)[0]
+        program = backend.backward_program(problem, target, config)
+        tiles = (1 << 16) // config.block_q + 512 + 2
+        sums = 4 * 8 * tiles * config.block_q * (128 + 4)
+        assert program.scratch.bytes <= sums
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+
+
+def made_table(cu_q: Tensor, cu_k: Tensor, totals: tuple[int, int], blocks: tuple[int, int]) -> Any:
+    """Records, and for queries and keys the owners of tiles; the model's memory is the tensors'."""
+    count = len(cu_q) - 1
+    problem = make_problem((1, 1, totals[0], 64), BF16, seq_kv=totals[1], mask=Packed(count, inner=Causal()))
+    table = packed.table(problem, H200, *blocks, by_keys=True, slots=132)
+    results = {name: torch.full(shape, -7, dtype=torch.int32) for name, shape in table.prepared.results}
+    names = {"cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_k, **results}
+    (launch,) = table.prepared.program.launches
+    arguments = Arguments(launch.params)
+    for name, value in launch.fields.items():
+        setattr(arguments.params, name, names[value.operand].data_ptr() if isinstance(value, Address) else value)
+    emulation.launch(launch.unit, launch.grid, launch.threads, arguments)
+    return table, results
+
+
+@emulation.emulated
+@settings(max_examples=12)
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=70), st.integers(0, 99))
+def test_the_table_has_every_tile_once_and_the_longest_first(lengths, behind):
+    starts = [torch.tensor([0, *(pair[i] for pair in lengths)]).cumsum(0).int() for i in (0, 1)]
+    totals = int(starts[0][-1]) + behind, int(starts[1][-1]) + behind
+    table, results = made_table(*starts, totals, (64, 128))
+    records, count = results["packed_records"], len(lengths)
+    assert records[:count, 1].tolist() == [q for q, _ in lengths]
+    assert records[:count, 3].tolist() == [k for _, k in lengths]
+    assert records[count, :4].tolist() == [int(starts[0][-1]), behind, 0, 0]
+    assert records[count + 1, 1:4].tolist() == [0, int(starts[1][-1]), behind]
+    for tiles, own, other, first, block in (("packed_q_tiles", 1, 3, 4, 64), ("packed_kv_tiles", 3, 1, 5, 128)):
+        found = results[tiles].tolist()
+        expected = sum(-(-length // block) for length in records[:, own].tolist())
+        assert found[0] == expected <= (table.q_room if own == 1 else table.kv_room)
+        owners = found[1 : 1 + expected]
+        for owner in set(owners):
+            begin = owners.index(owner)
+            assert int(records[owner, first]) == begin
+            assert owners[begin : begin + -(-int(records[owner, own]) // block)] == [owner] * owners.count(owner)
+        costs = [int(records[owner, other]) for owner in owners]
+        assert costs == sorted(costs, reverse=True)
+
+
+@emulation.emulated
+@settings(max_examples=12)
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=2, max_size=40), st.randoms())
+def test_wrong_offsets_stay_within_the_tensors(offsets, random):
+    other = list(offsets)
+    random.shuffle(other)
+    totals = 1000, 700
+    table, results = made_table(torch.tensor(offsets).int(), torch.tensor(other).int(), totals, (64, 128))
+    records = results["packed_records"].long()
+    for start, length, total in ((0, 1, totals[0]), (2, 3, totals[1])):
+        assert (records[:, start] >= 0).all()
+        assert (records[:, length] >= 0).all()
+        assert (records[:, start] + records[:, length] <= total).all()
+    for tiles, own, first, block, room in (
+        ("packed_q_tiles", 1, 4, 64, table.q_room),
+        ("packed_kv_tiles", 3, 5, 128, table.kv_room),
+    ):
+        found = results[tiles].tolist()
+        assert 0 <= found[0] <= room
+        assert all(0 <= owner < len(records) for owner in found[1 : 1 + found[0]])
+        last = records[:, first] + -(-records[:, own] // block)
+        assert (last[records[:, own] > 0] <= room).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The kernels
+
+KERNELS = [pytest.param(SM80, A100, id="sm80"), pytest.param(SM90, H200, id="sm90")]
+SHAPES = {
+    "d64": {},
+    "d128-one-head-each": {"dims": (128, 128), "heads": (2, 2)},
+    "d192-128": {"dims": (192, 128)},
+    "d40": {"dims": (40, 24)},
+}
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("poisoned", [(), (3,)], ids=["", "nan"])
+def test_forward(monkeypatch, backend, target, mask, shape, poisoned):
+    emulation.install(monkeypatch)
+    case = make_case(mask, poisoned=poisoned, **SHAPES[shape])
+    forward = backend.bind(case.q, case.k, case.v, case.problem, None, target, case.operands)
+    out, lse = forward(case.q, case.k, case.v, case.operands)
+    check_forward(case, out, lse, poisoned)
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("poisoned", [(), (3,)], ids=["", "nan"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+def test_backward(monkeypatch, backend, target, mask, shape, poisoned, deterministic):
+    emulation.install(monkeypatch)
+    case = make_case(mask, poisoned=poisoned, needs_grad=True, deterministic=deterministic, **SHAPES[shape])
+    dout = torch.randn(case.problem.seq_q, case.problem.heads_q, case.problem.head_dim_v).to(BF16).transpose(0, 1)[None]
+    out, lse, truth = made(case, dout)
+    for sequence in poisoned:
+        case.of(dout, sequence, 0).fill_(torch.nan)
+    backward = backend.bind_backward(case.problem, None, target)
+    grads = backward(dout, None, case.q, case.k, case.v, out, lse, case.operands)
+    check_backward(case, grads, truth, rounding_budget(BF16, 5), poisoned)
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+@pytest.mark.parametrize("longest", [128, 1 << 16], ids=["claimed", "any-order"])
+def test_backward_in_either_order(monkeypatch, backend, target, longest):
+    """Of dQ: by tickets where all sequences are short, and where one may be long, as they come."""
+    emulation.install(monkeypatch)
+    case = make_case(Causal("bottom-right"), needs_grad=True)
+    mask = case.problem.mask
+    case = case._replace(problem=case.problem.with_(mask=Packed(mask.sequences, longest, longest, mask.inner)))
+    dout = torch.randn_like(case.q)
+    out, lse, truth = made(case, dout)
+    grads = backend.bind_backward(case.problem, None, target)(
+        dout, None, case.q, case.k, case.v, out, lse, case.operands
+    )
+    check_backward(case, grads, truth, rounding_budget(BF16, 5))
+
+
+TERMS: dict[str, Any] = {
+    "softcap": ((Softcap(5.0),), {}),
+    "alibi": ((Alibi(True),), {"slopes": torch.rand(len(LENGTHS), 4)}),
+    "table": ((RelativeBias(601, 300, "float32"),), {"table": torch.randn(4, 601)}),
+    "sink": ((Sink(),), {"sink": torch.randn(4)}),
+}
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+@pytest.mark.parametrize("name", TERMS)
+def test_terms_of_scores(monkeypatch, backend, target, name):
+    emulation.install(monkeypatch)
+    terms, tensors = TERMS[name]
+    case = make_case(Causal("bottom-right"), scores=terms, needs_grad=True)
+    operands = {**case.operands, **tensors}
+    wide = case.problem.with_(dtype=torch.float64)
+    inputs = [tensor.nan_to_num() for tensor in case[1:4]]
+    doubles = [tensor.double() for tensor in inputs]
+    want, want_lse = reference.forward(*doubles, wide, None, operands)
+    out, lse = backend.bind(*inputs, case.problem, None, target, operands)(*inputs, operands)
+    assert_close(out, want, rounding_budget(BF16, 3))
+    assert torch.equal(lse.isinf(), want_lse.isinf())
+    dout = torch.randn_like(case.q)
+    truth = reference.backward(dout.double(), None, *doubles, want, want_lse, wide, None, operands)
+    backward = backend.bind_backward(case.problem, None, target)
+    grads = backward(dout, None, *inputs, want.to(BF16), want_lse.float(), operands)
+    for which, grad in grads.items():
+        assert_close(grad, truth[which], rounding_budget(BF16, 6), which)
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+def test_the_largest_score_is_of_no_neighbour(monkeypatch, backend, target):
+    emulation.install(monkeypatch)
+    case = make_case(Causal(), scores=(MaxLogit(),), lengths=((70, 70), (30, 30)), behind=(0, 0))
+    case.q[:, :, :70] *= 8  # rows that come with the last tile of the sequence in front of them stand behind it
+    problem = case.problem.with_(mask=Packed(1, 0, 0, Causal()))
+    operands = {
+        "cu_seqlens_q": case.offsets[0][[0, 1]].contiguous(),
+        "cu_seqlens_kv": case.offsets[1][[0, 1]].contiguous(),
+    }
+    case.q[:, :, 70:] = 1e4  # behind the last offset
+    results: dict[str, Tensor] = {}
+    backend.bind(case.q, case.k, case.v, problem, None, target, operands)(case.q, case.k, case.v, operands, results)
+    own, inputs = case.member(0)
+    wanted: dict[str, Tensor] = {}
+    reference.forward(*(x.double() for x in inputs), own.with_(dtype=torch.float64), None, {}, wanted)
+    assert_close(results["max_logit"], wanted["max_logit"], budget(torch.float32, 64))
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+def test_dropout_draws_by_sequence(monkeypatch, backend, target):
+    """A sequence drops what a batch of its number would."""
+    emulation.install(monkeypatch)
+    lengths = ((70, 70), (33, 33), (130, 130))
+    case = make_case(Full(), scores=(Dropout(0.5),), lengths=lengths, heads=(2, 2), behind=(0, 0))
+    seed = torch.tensor([3, 5])
+    operands = {**case.operands, "seed": seed}
+    out, _ = backend.bind(case.q, case.k, case.v, case.problem, None, target, operands)(
+        case.q, case.k, case.v, operands
+    )
+    for sequence in range(3):
+        problem, inputs = case.member(sequence)
+        batch = [tensor.double().expand(sequence + 1, -1, -1, -1) for tensor in inputs]
+        wide = problem.with_(batch=sequence + 1, dtype=torch.float64)
+        want, _ = reference.forward(*batch, wide, None, {"seed": seed})
+        assert_close(case.of(out, sequence, 0), want[sequence:], rounding_budget(BF16, 3))
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+def test_keys_that_kernels_do_not_use(monkeypatch, backend, target):
+    emulation.install(monkeypatch)
+    case = make_case(Causal("bottom-right"), needs_grad=True)
+    used = torch.tensor([70, 20, 5, 500, 0, 3, 129], dtype=torch.int32)
+    mask = Packed(7, 200, 300, Causal("bottom-right"), used=True)
+    problem, operands = case.problem.with_(mask=mask), {**case.operands, "seqused_k": used}
+    inputs = [tensor.nan_to_num() for tensor in case[1:4]]
+    doubles, wide = [tensor.double() for tensor in inputs], problem.with_(dtype=torch.float64)
+    want, want_lse = reference.forward(*doubles, wide, None, operands)
+    for tensor in inputs[1:]:
+        for start, end, count in zip(case.offsets[1], case.offsets[1][1:], used, strict=False):
+            tensor[:, :, int(start) + min(int(count), int(end) - int(start)) : int(end)] = torch.nan
+    out, lse = backend.bind(*inputs, problem, None, target, operands)(*inputs, operands)
+    assert_close(out, want, rounding_budget(BF16, 3))
+    assert torch.equal(lse.isinf(), want_lse.isinf())
+    dout = torch.randn_like(case.q)
+    truth = reference.backward(dout.double(), None, *doubles, want, want_lse, wide, None, operands)
+    backward = backend.bind_backward(problem, None, target)
+    grads = backward(dout, None, *inputs, want.to(BF16), want_lse.float(), operands)
+    for which, grad in grads.items():
+        assert_close(grad, truth[which], rounding_budget(BF16, 6), which)
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+def test_a_table_serves_until_the_offsets_change(monkeypatch, backend, target):
+    emulation.install(monkeypatch)
+    case = make_case(Causal())
+    forward = backend.bind(case.q, case.k, case.v, case.problem, None, target, case.operands)
+    forward(case.q, case.k, case.v, case.operands)
+    cu_q, cu_k = case.offsets
+    cu_q[1:4] = cu_q[1]  # two sequences give their rows to the one behind them
+    cu_k[1:4] = cu_k[1]
+    out, lse = forward(case.q, case.k, case.v, case.operands)
+    check_forward(case, out, lse)
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+def test_float32_goes_by_spans(monkeypatch, backend, target):
+    emulation.install(monkeypatch)
+    case = make_case(Causal("bottom-right"), torch.float32, lengths=((40, 50), (3, 70), (20, 0)))
+    inputs = [tensor.nan_to_num() for tensor in case[1:4]]
+    forward = backend.bind(*inputs, case.problem, None, target, case.operands)
+    out, _ = forward(*inputs, case.operands)
+    want, _ = reference.forward(*inputs, case.problem, None, case.operands)
+    assert_close(out, want, budget(torch.float32, 64))
