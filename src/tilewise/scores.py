@@ -146,8 +146,13 @@ class Term:
         return None
 
     def kept(self, where: Where) -> tuple[Tensor, float] | None:
-        """Which weights stay, and what these are multiplied with; None: all, by 1."""
+        """Which weights stay, and `kept_weight`; None: all, by 1."""
         return None
+
+    @property
+    def kept_weight(self) -> float:
+        """What weights that stay are multiplied with."""
+        return 1.0
 
     def joins(self, where: Where) -> Tensor | None:
         """Logits that join the sum of their rows beside the keys, broadcastable to (batch, heads, rows, 1)."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..target import Target
 
 LOG2_E = math.log2(math.e)
+ONCE_ROOM = 32  # bytes, sizeof(OnceRoom) of kernels/common/scores.cuh
 _STRIDES = ("batch_stride", "head_stride", "seq_stride")
 
 

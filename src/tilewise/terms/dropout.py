@@ -14,6 +14,8 @@ from ..scores import Registers, Term
 from .shared import members
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..scores import Asked, Tensor, Where
 
 CHANCES = 1 << 16
@@ -27,8 +29,8 @@ _ROUNDS, _FACTORS, _STEPS = 7, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85
 class Dropout(Term):
     """A weight stays with a chance of 1 - probability, rounded to a multiple of 2^-16, and is divided by that.
 
-    Reads `seed`: two int64 on the device, a seed and an offset. kernels/common/terms/dropout.cuh says which bits of
-    Philox belong to which score.
+    Reads `seed`: two int64 on the device, a seed and an offset. kernels/common/terms/dropout.cuh says which bits
+    belong to which score.
     """
 
     kind: ClassVar[str] = "dropout"
@@ -52,7 +54,11 @@ class Dropout(Term):
 
     def kept(self, where: Where) -> tuple[Tensor, float] | None:
         seed, offset = where.operands["seed"].unbind()
-        return stays(random_bits(seed, offset, where), self.threshold), CHANCES / self.threshold
+        return stays(random_bits(seed, offset, where), self.threshold), self.kept_weight
+
+    @property
+    def kept_weight(self) -> float:
+        return CHANCES / self.threshold
 
     def cpp_type(self, *, precise: bool) -> str:
         return "tilewise::Dropout"
@@ -77,7 +83,7 @@ class Dropout(Term):
     def problem_params(self, problem: Asked) -> dict[str, float]:
         bound, turned = bound_of(self.threshold)
         return {
-            "dropout_weight": CHANCES / self.threshold,
+            "dropout_weight": self.kept_weight,
             "dropout_bound": bound * 0x10001,
             "dropout_turned": _MASK * turned,
             "dropout_heads": problem.heads_q,
@@ -110,14 +116,10 @@ def random_bits(seed: Tensor, offset: Tensor, where: Where) -> Tensor:
     rows = torch.arange(where.rows.start, where.rows.stop, device=device)[:, None]
     keys = torch.arange(where.keys.start, where.keys.stop, device=device)
     pairs = torch.arange(problem.batch * problem.heads_q, device=device).view(problem.batch, problem.heads_q, 1, 1)
-    counter = [
-        keys // 16 * 4 + keys % 8 // 2,
-        rows // 16 * 8 + rows % 8,
-        pairs,
-        offset & _MASK,
-    ]
-    key = [seed & _MASK, (seed >> 32 ^ offset >> 32) & _MASK]
-    words = _philox(torch.broadcast_tensors(*counter), key)
+    nothing = torch.zeros_like(pairs)
+    head = _philox([pairs, nothing, nothing + (offset & _MASK), nothing + (offset >> 32 & _MASK)], _halves(seed))
+    counter = [rows // 16 * 8 + rows % 8 + head[1] & _MASK, keys // 16 * 4 + keys % 8 // 2 + head[2] & _MASK]
+    words = spread(*_mix(torch.broadcast_tensors(*counter), (head[0] | 1, head[3] | 1)))
     which = 2 * (keys % 16 // 8) + rows % 16 // 8
     word = torch.stack(words, -1).gather(-1, which.expand(words[0].shape)[..., None])[..., 0]
     bits = torch.where(keys % 2 == 0, word, word >> 16) & 0xFFFF
@@ -126,7 +128,20 @@ def random_bits(seed: Tensor, offset: Tensor, where: Where) -> Tensor:
     return bits.reshape(problem.batch, problem.heads_kv, problem.group * len(where.rows), len(where.keys))
 
 
-def _philox(counter: Any, key: list[Tensor]) -> list[Tensor]:
+def spread(a: Tensor, b: Tensor) -> list[Tensor]:
+    """Four words, whose halves are eight numbers, from the two of a call: any three of the numbers are independent."""
+    return [a, b, a ^ b ^ _swapped(a), a ^ b ^ _swapped(b)]
+
+
+def _swapped(word: Tensor) -> Tensor:
+    return word >> 16 | (word & 0xFFFF) << 16
+
+
+def _halves(word: Tensor) -> list[Tensor]:
+    return [word & _MASK, word >> 32 & _MASK]
+
+
+def _philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
     """Four words of 32 bits in int64, from four of a counter and two of a key."""
     c, k = list(counter), list(key)
     for _ in range(_ROUNDS):
@@ -137,7 +152,17 @@ def _philox(counter: Any, key: list[Tensor]) -> list[Tensor]:
     return c
 
 
-def _product(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
+def _mix(counter: Sequence[Tensor], keys: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Two words from two of a counter, by two odd keys."""
+    x, y = counter
+    for step in range(_ROUNDS):
+        factor = (2 * x + keys[step % 2]) & _MASK
+        product = _product(_swapped(x), factor)[1]
+        x, y = (product + y) & _MASK, x
+    return x, y
+
+
+def _product(factor: int | Tensor, word: Tensor) -> tuple[Tensor, Tensor]:
     """The high and the low 32 bits of a product of 32-bit numbers, in signed 64 bits."""
     low = factor * (word & 0xFFFF)
     high = factor * (word >> 16) + (low >> 16)

@@ -24,7 +24,7 @@ from ...terms.spans import KnownSpans
 from .. import division, packed, rules
 from ..edges import edge_launches
 from ..extents import BATCHED, Extents, division_fields, row_fields
-from ..params import LOG2_E, kv_head_sections, matrix_bytes, mirror, tiles
+from ..params import LOG2_E, ONCE_ROOM, kv_head_sections, matrix_bytes, mirror, tiles
 from ..policy import Policy, params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Map, Program, Stride, lenient, strides
 from ..source import Kernel, kernel_unit
@@ -114,7 +114,7 @@ class Config(WarpgroupConfig):
         bias = self.bias_stages * matrix_bytes(self.block_q, self.block_kv)
         bias += 1024 * (self.bias_stages > 0)  # with its barriers
         before_tickets = -(-(kv + rings + ds + weights + vectors + barriers + 2 * 4) // 16) * 16
-        after_plan = self.stages * 4 + 2 * 8
+        after_plan = self.stages * (4 + ONCE_ROOM) + 2 * 8
         return bias + -(-(before_tickets + TICKET_STAGES * 8 + 16 * 4 + after_plan) // 1024) * 1024
 
     @property
@@ -209,7 +209,11 @@ def _staged_program(problem: Problem, target: Target, config: Config, wants: Wan
     others = _program(rules.learning(problem, wants - {"bias"}), target, config, wants - {"bias"})
     rows = tiles(problem.seq_q, config.block_q) * config.block_q
     row_terms = others.scratch.addresses("start_s", "start_dp")
-    factors = {"scale_log2": unit_of(problem) * LOG2_E, "sums_factor": 1.0 / config.weight_factor}
+    factors = {
+        "scale_log2": unit_of(problem) * LOG2_E,
+        "sums_factor": 1.0 / config.weight_factor,
+        "start_dp_factor": _kept_weight(problem),
+    }
     launch = bias_gradient.launch(problem, target, row_terms, rows, factors)
     sums = (("bias", bias_gradient.sums_of(problem)),)
     says = (*others.says, "a kernel of its own makes the gradient of the bias")
@@ -255,6 +259,8 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
     line = transforming[0].learning(frozenset()) if len(transforming) == 1 and transforming[0].adds_line else None
     transformed = bool(transforming) and line is None
     score_unit = 1.0 if transformed else problem.scale * LOG2_E
+    kept_weight = _kept_weight(problem)
+    dqk_scale = problem.scale * kept_weight / config.weight_factor
     preprocess = {
         "out": Address("out"),
         "dout": Address("dout"),
@@ -268,6 +274,7 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
         "block_q": config.block_q,
         "lse_factor": -LOG2_E / score_unit,
         "start_bias": math.log2(config.weight_factor) / score_unit,
+        "dp_factor": -1.0 / kept_weight,
     }
     if line is not None:
         of_terms = term_params(problem, precise=False)
@@ -294,7 +301,7 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
         "store_dk": int("k" in wants),
         "store_dv": int("v" in wants),
         "inverse_scale_log2": 1.0 / scale_log2,
-        "dqk_scale": problem.scale / config.weight_factor,
+        "dqk_scale": dqk_scale,
     }
     postprocess = {
         "dq_sums": scratch.address("dq_sums"),
@@ -305,7 +312,7 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
         "rows": rows,
         "head_dim": problem.head_dim,
         "row_floats": config.head_dim,
-        "scale": problem.scale / config.weight_factor,
+        "scale": dqk_scale,
     }
     edges = pairs * rows // EDGE_ROWS
     extents = BATCHED if table is None else packed.PACKED
@@ -320,7 +327,7 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
     if unordered:
         post = postprocess_unit(config.bf16, extents)
         launches.append(Launch(post, _PostprocessParams, postprocess, edges, EDGE_THREADS, overlap=True))
-    launches += edge_launches(problem, ARCH, scratch.address("start_dp"), rows, 1.0)
+    launches += edge_launches(problem, ARCH, scratch.address("start_dp"), rows, 1.0 / kept_weight)
     if table is not None:
         zeroed = packed.unwritten(problem)
         told = {
@@ -338,6 +345,11 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
     says = (f"{config}; {divided}, {scratch.bytes / 2**20:.1f} MiB of scratch", *tile_map.says)
     zeroed = frozenset({"dq"} if blind else ())
     return Program(tuple(launches), scratch, zeroed, says, prepared=tile_map.prepared)
+
+
+def _kept_weight(problem: Problem) -> float:
+    """What weights count that no term drops."""
+    return math.prod(term.kept_weight for term in problem.scores)
 
 
 def _stored_rows(name: str, wanted: bool) -> dict[str, object]:

@@ -16,7 +16,7 @@ import torch
 from ...masks import Causal, Full, Packed, Window
 from .. import packed, rules
 from ..extents import forward_fields
-from ..params import LOG2_E, forward_order, matrix_bytes, mirror, query_tiles, tiles
+from ..params import LOG2_E, ONCE_ROOM, forward_order, matrix_bytes, mirror, query_tiles, tiles
 from ..policy import Bounds, params_for, term_params, unit_of
 from ..program import Address, Counter, Launch, Layout, Map, Program, Stride, lenient, strides
 from ..rules import MAX_ROWS, class_of
@@ -76,7 +76,7 @@ class Config(ForwardConfig):
         v = self.v_stages * matrix_bytes(self.block_kv, self.head_dim_v)
         barriers = 8 * (4 * self.consumers + 2 * self.k_stages + 3 * self.v_stages + 2 * 2)
         plans = 2 * (9 + 2 * self.consumers + 1) * 4
-        return bias + -(-(q + k + v + out + barriers + plans) // 1024) * 1024
+        return bias + -(-(q + k + v + out + barriers + plans + 2 * ONCE_ROOM) // 1024) * 1024
 
     @property
     def depth(self) -> str:

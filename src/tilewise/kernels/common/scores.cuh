@@ -12,13 +12,13 @@
 //   2. tiles that the band cuts: v_n = -inf where a term hides the key from the query  hide
 //      what a term reports of v_n                                                      observe
 //   3. P = e^(c v_n - m), added to the row sum l
-//   4. P = 0 where a term does not keep it, after l has taken it                       keeps
+//   4. P = 0 where a term does not keep it, after l has taken it                       draw, keeps
 //   Forward, once per row
 //   5. m and l as a term leaves them, O in the units of the new m                      finish_row
 //      out = w O / l, lse = m + ln l
 //   Backward
 //   6. v_n as in 1 and 2, P = e^(c v_n - lse)
-//   7. dV = w (P as in 4)^T dO; dP = w dP where a term keeps P, else 0                 keeps
+//   7. dV = w (P as in 4)^T dO; dP = w dP where a term keeps P, else 0                 draw, keeps
 //   8. dS_n = P (dP - D)
 //   9. for t = n ... 1: the gradient of T_t's operands from dS_t,                      gradient, end_gradient
 //      dS_{t-1} = dS_t T_t'(v_{t-1})                                                   slope, before
@@ -47,6 +47,9 @@
 //   float bend(float v, int i)         Of a line that `is_straight` it never does.
 //   bool holds(int count)              Of a term that reads a number per element, whether the first `count` exist, with a
 //   bool checks                        member that says whether `apply` must ask: so it need not where they do.
+//   static bool loads_few = true       Of such a term, where elements share these numbers: they are loaded all at once.
+//   void fetch_ahead(int columns)      Of a fragment of so many columns whose scores are being made: brings closer what will be
+//                                      loaded.
 //   bool take(float (&v)[])            Of a term that is the first to change scores: puts all into a form of its own, and says
 //   bool easy, taken                   whether this warp's are of a kind that `apply` has a shorter way for; it is told so.
 //   void hide(float (&v)[], at)        -inf for hidden elements. Which tiles are cut is decided by the plan of the kernel.
@@ -62,16 +65,21 @@
 //   void observe(const float (&v)[], float unit)
 //                                      In a forward, v_n of all elements, hidden or not; a score is v_n times `unit` and what
 //                                      the host knows. Elements of rows past the end are among them.
-//   u32 keeps(int i)                   Which weights stay of elements i and i + 1, i even: ones in the low and the high half
-//   float kept_weight                  of a word. The same answer for the same query and key in every kernel, whichever of
-//                                      them is the row; asked in ascending order. What kept weights count.
+//   void draw(int block, u32 (&drawn)[drawn_words])
+//   u32 keeps(int i, const u32 (&drawn)[drawn_words])
+//   float kept_weight                  Of a term that drops weights, at most one of a policy. The random words of the `block`-th
+//                                      eight elements; and which weights stay of elements i and i + 1, i even, of that block:
+//                                      ones in the low and the high half of a word. The same answer for the same query and
+//                                      key in every kernel, whichever of them is the row; asked by all lanes of a warp, in
+//                                      ascending order. What kept weights count.
 //   float finish_row(float& m, float& l, float log2_unit, int r)
 //                                      Row r of the fragment: l is the sum of 2^(log2_unit (v_n - m)) over its keys, m = -inf
 //                                      and l = 0 where it sees none. Returns what O is multiplied with where m changes.
 //   float slope(float v, int i)        T_t' of element i from v = v_t: the kernels keep the result of `apply`, or find it again
 //                                      from P, never its argument. Must be finite where P is 0. A term without it has slope 1.
 //   float before(float v, int i)       v_{t-1} from v_t. Needed where a term before it has a slope.
-//   void gradient(float ds, int i)     dS_t of element i, in ascending order: to be stored, or added up in the state.
+//   void gradient(float ds, int i)     dS_t of element i, in ascending order: to be stored, or added up in the state. A term with
+//                                      a member `ds_unit` gets it in units of that.
 //                                      Tiles that the mask hides are not visited: where it stores, there are zeros before.
 //   void end_gradient()                After the last element: to add the state to global memory.
 //
@@ -92,6 +100,8 @@ namespace tilewise {
 
 enum class RowsAre { queries, keys };
 
+constexpr int drawn_words = 2;  // for eight weights that a term may drop
+
 // Where a thread's fragment lies. A kernel has a struct Place of its own with these members, which
 // are functions: a term calls what it needs. Why: what they are computed from is read again each
 // time where registers are few. (This one is for the concepts below, which only ask whether a hook
@@ -106,6 +116,24 @@ struct NoPlace {
   // In some: 2 KiB of shared memory for this warp, until its gradients have ended.
   // __device__ float* room() const;
   __device__ RowBand row_band() const;
+};
+
+// What is known of a head before any fragment.
+struct HeadPlace {
+  int batch_index, head_index;
+
+  __device__ __forceinline__ int batch() const { return batch_index; }
+  __device__ __forceinline__ int head() const { return head_index; }
+};
+// Room in shared memory for what terms make once per head, where a role of its own makes it.
+struct alignas(4) OnceRoom {
+  ptx::u32 words[8];
+
+  template <typename Once>
+  __device__ __forceinline__ Once& as() {
+    static_assert(sizeof(Once) <= sizeof(words) && alignof(Once) <= 4);
+    return *reinterpret_cast<Once*>(words);
+  }
 };
 
 // What a term may keep of it: the query and the key of element i.
@@ -270,6 +298,10 @@ concept HasStraightLine = HasLine<Term> && requires { requires Term::is_straight
 template <typename Term>
 concept HasHolds = requires(Term term) { term.checks = term.holds(4); };
 template <typename Term>
+concept LoadsFew = requires { requires Term::loads_few; };
+template <typename Term>
+concept HasFetchAhead = requires(Term term) { term.fetch_ahead(64); };
+template <typename Term>
 concept HasTake = requires(Term term, float (&v)[4]) { term.easy = term.taken = term.take(v); };
 template <typename Term>
 concept HasHide = requires(Term term, float (&v)[4]) { term.hide(v, NoPlace{}); };
@@ -278,7 +310,10 @@ concept HidesByData = requires { requires Term::hides_by_data; };
 template <typename Term>
 concept HidesBySpan = requires { requires Term::hides_by_span; };
 template <typename Term>
-concept HasKeeps = requires(Term term) { term.keeps(0); };
+concept HasKeeps = requires(Term term, ptx::u32 (&drawn)[drawn_words]) {
+  term.draw(0, drawn);
+  term.keeps(0, drawn);
+};
 template <typename Term>
 concept HasOnce = requires { typename Term::Once; };
 template <typename Term>
@@ -316,11 +351,13 @@ template <typename... Terms>
 struct TermChain {
   static constexpr bool has_slope = false;
   static constexpr bool has_holds = false;
+  static constexpr bool loads_many = false;
   static constexpr bool has_take = false;
 
   template <typename Params, typename At>
   __device__ __forceinline__ TermChain(const Params&, const Unit&, const At&) {}
 
+  __device__ __forceinline__ void fetch_ahead(int) const {}
   __device__ __forceinline__ float apply(float v, int) { return v; }
   __device__ __forceinline__ bool holds(int) { return true; }
   __device__ __forceinline__ void set_checks(bool) {}
@@ -333,7 +370,8 @@ struct TermChain {
   __device__ __forceinline__ void hide(float (&)[count], const At&) {}
   template <int count>
   __device__ __forceinline__ void observe(const float (&)[count], float) {}
-  __device__ __forceinline__ ptx::u32 keeps(int) { return ~0u; }
+  __device__ __forceinline__ void draw(int, ptx::u32 (&)[drawn_words]) const {}
+  __device__ __forceinline__ ptx::u32 keeps(int, const ptx::u32 (&)[drawn_words]) { return ~0u; }
   __device__ __forceinline__ float kept_weight() { return 1.0f; }
   __device__ __forceinline__ float finish_row(float&, float&, float, int) { return 1.0f; }
   __device__ __forceinline__ float pull_back(float ds, float&, int, float) { return ds; }
@@ -344,6 +382,8 @@ template <typename First, typename... Rest>
 struct TermChain<First, Rest...> {
   static constexpr bool has_slope = HasSlope<First> || TermChain<Rest...>::has_slope;
   static constexpr bool has_holds = HasHolds<First> || TermChain<Rest...>::has_holds;
+  static constexpr bool loads_many =
+      (HasHolds<First> && !LoadsFew<First>) || TermChain<Rest...>::loads_many;
   static constexpr bool has_take = HasApply<First> ? HasTake<First> : TermChain<Rest...>::has_take;
 
   First first;
@@ -353,6 +393,10 @@ struct TermChain<First, Rest...> {
   __device__ __forceinline__ TermChain(const Params& params, const Unit& unit, const At& at)
       : first(params, unit, at), rest(params, HasApply<First> ? Unit{} : unit, at) {}
 
+  __device__ __forceinline__ void fetch_ahead(int columns) const {
+    if constexpr (HasFetchAhead<First>) first.fetch_ahead(columns);
+    rest.fetch_ahead(columns);
+  }
   __device__ __forceinline__ float apply(float v, int i) {
     if constexpr (HasApply<First>) v = first.apply(v, i);
     return rest.apply(v, i);
@@ -388,10 +432,15 @@ struct TermChain<First, Rest...> {
     if constexpr (HasObserve<First>) first.observe(v, unit);
     rest.observe(v, unit);
   }
-  __device__ __forceinline__ ptx::u32 keeps(int i) {
-    ptx::u32 kept = rest.keeps(i);
-    if constexpr (HasKeeps<First>) kept &= first.keeps(i);
-    return kept;
+  __device__ __forceinline__ void draw(int block, ptx::u32 (&drawn)[drawn_words]) const {
+    if constexpr (HasKeeps<First>)
+      first.draw(block, drawn);
+    else
+      rest.draw(block, drawn);
+  }
+  __device__ __forceinline__ ptx::u32 keeps(int i, const ptx::u32 (&drawn)[drawn_words]) {
+    if constexpr (HasKeeps<First>) return first.keeps(i, drawn);
+    return rest.keeps(i, drawn);
   }
   __device__ __forceinline__ float kept_weight() {
     if constexpr (HasKeeps<First>) return first.kept_weight * rest.kept_weight();
@@ -405,7 +454,12 @@ struct TermChain<First, Rest...> {
   // Step 9: v, the value after the last term, becomes that before the first, if that is known.
   __device__ __forceinline__ float pull_back(float ds, float& v, int i, float unit) {
     ds = rest.pull_back(ds, v, i, unit);
-    if constexpr (HasGradient<First>) first.gradient(ds * unit, i);
+    if constexpr (HasGradient<First> && requires { first.ds_unit; }) {
+      first.ds_unit = unit;
+      first.gradient(ds, i);
+    } else if constexpr (HasGradient<First>) {
+      first.gradient(ds * unit, i);
+    }
     if constexpr (HasSlope<First>) ds *= first.slope(v, i);
     if constexpr (HasBefore<First>) v = first.before(v, i);
     return ds;
@@ -485,6 +539,7 @@ struct Scores {
   static constexpr bool hides_by_data = (HidesByData<Terms> || ...);
   static constexpr bool hides_by_span = (HidesBySpan<Terms> || ...);
   static constexpr bool drops = (HasKeeps<Terms> || ...);
+  static_assert((HasKeeps<Terms> + ... + 0) <= 1, "two terms would need words of their own");
   static constexpr bool observes = (HasObserve<Terms> || ...);
   static constexpr bool finishes_rows = (HasFinishRow<Terms> || ...);
   static constexpr bool has_slope = (HasSlope<Terms> || ...);
@@ -509,6 +564,12 @@ struct Scores {
         : OfRowsOf<Terms>::Type(params, at)... {}
   };
 
+  // Before step 1.
+  template <typename Params, typename At>
+  static __device__ __forceinline__ void fetch_ahead(int columns, const Params& params,
+                                                     const At& at) {
+    TermChain<Terms...>(params, Unit{}, at).fetch_ahead(columns);
+  }
   // Step 1. With `looks`, it asks whether scores are easy: for loops that most of them pass
   // through.
   template <bool looks = false, int count, typename Params, typename At>
@@ -516,7 +577,7 @@ struct Scores {
                                                const Unit& unit, const At& at) {
     if constexpr (transforms) {
       TermChain<Terms...> terms(params, unit, at);
-      constexpr int chunk = TermChain<Terms...>::has_holds ? loaded_at_once<At, count> : count;
+      constexpr int chunk = TermChain<Terms...>::loads_many ? loaded_at_once<At, count> : count;
       // Why not both: all code would be there four times.
       if constexpr (looks && TermChain<Terms...>::has_take && !TermChain<Terms...>::has_holds) {
         if (terms.take(v)) {
@@ -649,48 +710,79 @@ struct Scores {
     return queries;
   }
 
-  // Step 4.
+  // Step 4: the random words of a fragment, before or while its scores are made,
+  template <int blocks, typename Params, typename At>
+  static __device__ __forceinline__ void draw(ptx::u32 (&drawn)[blocks][drawn_words],
+                                              const Params& params, const At& at) {
+    const TermChain<Terms...> terms(params, Unit{}, at);
+#pragma unroll
+    for (int block = 0; block < blocks; ++block) terms.draw(block, drawn[block]);
+  }
+  // or as they are needed; and which of its weights stay.
+  struct Drawing {
+    TermChain<Terms...> terms;
+    ptx::u32 drawn[drawn_words];
+
+    __device__ __forceinline__ ptx::u32 keeps(int i) {
+      if (i % 8 == 0) terms.draw(i / 8, drawn);
+      return terms.keeps(i, drawn);
+    }
+  };
+  // Without the others: weights in 16 bits, two to a word, in the A layout of the next product. The
+  // words of the first blocks are drawn before.
+  template <int blocks, int before, typename Params, typename At>
+  static __device__ __forceinline__ void drop(ptx::u32 (&p)[blocks][4],
+                                              const ptx::u32 (&drawn)[before][drawn_words],
+                                              const Params& params, const At& at) {
+    if constexpr (drops) {
+      Drawing drawing{TermChain<Terms...>(params, Unit{}, at)};
+#pragma unroll
+      for (int i = 0; i < 8 * blocks; i += 2)
+        p[i / 8][i / 2 % 4] &=
+            i / 8 < before ? drawing.terms.keeps(i, drawn[i / 8]) : drawing.keeps(i);
+    }
+  }
   template <int count, typename Params, typename At>
   static __device__ __forceinline__ void drop(float (&p)[count], const Params& params,
                                               const At& at) {
     if constexpr (drops) {
-      TermChain<Terms...> terms(params, Unit{}, at);
+      Drawing drawing{TermChain<Terms...>(params, Unit{}, at)};
 #pragma unroll
       for (int i = 0; i < count; i += 2) {
-        const ptx::u32 kept = terms.keeps(i);
+        const ptx::u32 kept = drawing.keeps(i);
         p[i] = kept & 1u ? p[i] : 0.0f;
         p[i + 1] = kept >> 31 ? p[i + 1] : 0.0f;
       }
     }
   }
-  // The same of weights in 16 bits, two to a word, in the A layout of the next product.
-  template <int blocks, typename Params, typename At>
-  static __device__ __forceinline__ void drop(ptx::u32 (&p)[blocks][4], const Params& params,
-                                              const At& at) {
-    if constexpr (drops) {
-      TermChain<Terms...> terms(params, Unit{}, at);
+  // Of weights that are needed after all, those that do not stay get a sign: weights have none. One
+  // bit each, for elements i and i + 1 those of i / 2 % 16 in the low and the high half of a word,
+  template <int words, typename Params, typename At>
+  static __device__ __forceinline__ void find_dropped(ptx::u32 (&dropped)[words],
+                                                      const Params& params, const At& at) {
+    Drawing drawing{TermChain<Terms...>(params, Unit{}, at)};
 #pragma unroll
-      for (int i = 0; i < 8 * blocks; i += 2) p[i / 8][i / 2 % 4] &= terms.keeps(i);
+    for (int i = 0; i < 32 * words; i += 2) {
+      const ptx::u32 found = ~drawing.keeps(i) & 0x10001u << i / 2 % 16;
+      dropped[i / 32] = i % 32 == 0 ? found : dropped[i / 32] | found;
     }
   }
-  // Of weights that are needed after all, those that do not stay get a sign: weights have none.
-  template <int blocks, typename Params, typename At>
-  static __device__ __forceinline__ void mark(ptx::u32 (&p)[blocks][4], const Params& params,
-                                              const At& at) {
-    if constexpr (drops) {
-      TermChain<Terms...> terms(params, Unit{}, at);
+  // becomes the sign; or both at once.
+  template <int blocks>
+  static __device__ __forceinline__ void mark(ptx::u32 (&p)[blocks][4],
+                                              const ptx::u32 (&dropped)[blocks / 4]) {
 #pragma unroll
-      for (int i = 0; i < 8 * blocks; i += 2) p[i / 8][i / 2 % 4] |= ~terms.keeps(i) & 0x80008000u;
-    }
+    for (int i = 0; i < 8 * blocks; i += 2)
+      p[i / 8][i / 2 % 4] |= dropped[i / 32] << (15 - i / 2 % 16) & 0x80008000u;
   }
   template <int count, typename Params, typename At>
   static __device__ __forceinline__ void mark(float (&p)[count], const Params& params,
                                               const At& at) {
     if constexpr (drops) {
-      TermChain<Terms...> terms(params, Unit{}, at);
+      Drawing drawing{TermChain<Terms...>(params, Unit{}, at)};
 #pragma unroll
       for (int i = 0; i < count; i += 2) {
-        const ptx::u32 dropped = ~terms.keeps(i);
+        const ptx::u32 dropped = ~drawing.keeps(i);
         p[i] = __uint_as_float(__float_as_uint(p[i]) | dropped << 31);
         p[i + 1] = __uint_as_float(__float_as_uint(p[i + 1]) | (dropped & 0x80000000u));
       }
@@ -712,18 +804,14 @@ struct Scores {
   }
 
   // Steps 7 and 9 for the elements of one fragment, each in ascending order.
-  struct Backward {
-    TermChain<Terms...> terms;
+  struct Backward : Drawing {
+    using Drawing::terms;
     ptx::u32 kept;  // of this element and its neighbour
 
     __device__ __forceinline__ float drop(float dp, int i) {
       if constexpr (!drops) return dp;
-      if (i % 2 == 0) kept = terms.keeps(i);
+      if (i % 2 == 0) kept = this->keeps(i);
       return (i % 2 == 0 ? kept & 1u : kept >> 31) ? dp * terms.kept_weight() : 0.0f;
-    }
-    // P dP, of a weight that is marked where it does not stay.
-    __device__ __forceinline__ float weighted(float p, float dp) {
-      return fmaxf(p, 0.0f) * (dp * terms.kept_weight());
     }
     // dS_0 from dS_n, both in `unit`; value() gives v_n.
     template <typename Value>
@@ -737,7 +825,7 @@ struct Scores {
   };
   template <typename Params, typename At>
   static __device__ __forceinline__ Backward backward(const Params& params, const At& at) {
-    return {TermChain<Terms...>(params, Unit{}, at), 0};
+    return {{TermChain<Terms...>(params, Unit{}, at)}};
   }
 };
 

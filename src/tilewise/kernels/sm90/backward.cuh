@@ -23,7 +23,8 @@
 //      stores its sums, those between add theirs, the last adds what it finds and writes
 // Where a term changes scores, S starts from 0, the row term comes after the terms, and dS gets their
 // slopes. Softcap: S = tanh(S * scale / cap), slope 1 - S^2, S found again from P. Where a term drops
-// weights, dP starts from 0 and gets D after it; the P of step 5 has zeros then.
+// weights, dP starts from 0 and gets D after it; the P of step 5 has zeros then, and 5 comes with 7. Which weights these are
+// is drawn under step 1; dS is divided by what weights that stay count, and the host multiplies dQ and dK with it.
 // preprocess makes both row terms and, where KV tiles add in any order, zeroes the sums.
 // Overlap: 7 and 1 of the next step are in flight together, as are 4 and 5; the exponentials of one
 // warpgroup run under the products of the others.
@@ -41,7 +42,8 @@
 //
 // Shared memory (struct BackwardSmem): K and V of the CTA, in the end dK and dV on their way out;
 // rings of Q and dO with their row terms; a ring of dS; P on its way; a ring of a staged bias
-// (staged_bias.cuh); barriers, the plan, and the head of every stage for terms that ask for it.
+// (staged_bias.cuh); barriers, the plan, and the head of every stage for terms that ask for it, with
+// the random words of that head where weights are dropped.
 //
 // Barriers
 //   name                  arrives, count              waits             protects

@@ -77,7 +77,9 @@ struct BackwardParams {
   ptx::TensorMap dk_map;    // box 16 rows
   ptx::TensorMap dv_map;    // box 16 rows
   const float* start_s;  // (batch, heads, rows padded to block_q): what S starts from, made of -lse
-  const float* start_dp;  // likewise: what dP starts from, -rowsum(dO * O)
+  // Likewise: what dP starts from, -rowsum(dO * O). Where weights are dropped, what it gets
+  // afterwards, divided by what those that stay count.
+  const float* start_dp;
   // Null: dQ is not wanted, or one KV tile holds all keys. Else (batch, heads, q_tiles, fragment
   // order).
   float* dq_sums;
@@ -111,7 +113,7 @@ struct BackwardParams {
   float scale_log2;
   float inverse_scale_log2;
   float softcap_in;
-  float dqk_scale;  // of dQ and dK
+  float dqk_scale;  // of dQ and dK; with what weights that stay count
 };
 
 // What a CTA does: one KV tile of one KV head, or a piece of it, against query tiles that see it,
@@ -286,6 +288,7 @@ struct BackwardSmem : BackwardBiasRing<config> {
   alignas(16) BackwardPlan<Extents> plan;
   alignas(16) int head[config.stages];  // of the Q in a stage, for terms that ask for it
   Span own_queries[2];  // that see keys of a product warpgroup, for terms that hide by spans
+  OnceRoom once[config.stages];  // of that head, where weights are dropped
 };
 
 // How the KV tiles of a plan add up dQ: as the parameters say, or in any order for a sequence that

@@ -31,6 +31,7 @@ struct PreprocessParams {
   int block_q;
   float lse_factor;
   float start_bias;
+  float dp_factor;
 };
 
 struct PostprocessParams {
@@ -152,7 +153,7 @@ __device__ __forceinline__ void preprocess(
     }
     const long long at = at_block.at + in_block;
     params.start_s[at] = start;
-    params.start_dp[at] = start == -infinity ? 0.0f : -sum;
+    params.start_dp[at] = start == -infinity ? 0.0f : sum * params.dp_factor;
   }
 }
 

@@ -203,6 +203,11 @@ struct ProductWarpgroup {
       static_assert(Policy::uses_head, "a term that asks for the head says so");
       return kernel.smem.head[stage];
     }
+    __device__ __forceinline__ const typename Policy::Once& once() const
+      requires(Policy::drops)
+    {
+      return kernel.smem.once[stage].template as<typename Policy::Once>();
+    }
     __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
     // Of a staged bias: the queries of this warpgroup's keys, and where the warp's keys begin in
@@ -305,14 +310,16 @@ struct ProductWarpgroup {
   __device__ __forceinline__ float kept_weight() {
     return Policy::kept_weight(params, Place{*this, SeenTile(0), 0});
   }
+  // What dS is counted in where weights are dropped, so that dP need not be multiplied with what
+  // kept weights count: the host does it to dQ and dK.
+  __device__ __forceinline__ float ds_unit() { return Policy::drops ? kept_weight() : 1.0f; }
   // P (dP - D) of element i, from a product that began so, and a weight that is marked where it
   // does not stay.
-  __device__ __forceinline__ float weighted_dp(float p, float dp, int i,
-                                               typename Policy::Backward& terms, int stage) {
+  __device__ __forceinline__ float weighted_dp(float p, float dp, int i, int stage) {
     if constexpr (!Policy::drops) return p * dp;
     const float2 pair =
         reinterpret_cast<const float2*>(smem.start_dp[stage])[i / 4 * 4 + threadIdx.x % 4];
-    return fmaf(fabsf(p), i % 2 ? pair.y : pair.x, terms.weighted(p, dp));
+    return fmaf(fabsf(p), i % 2 ? pair.y : pair.x, fmaxf(p, 0.0f) * dp);
   }
 
   // The scores at `position`, with nothing beside them.
@@ -430,7 +437,8 @@ struct ProductWarpgroup {
                                         float scale, unsigned char* room,
                                         const ptx::TensorMap& map) {
     constexpr int columns = parts * count * 2;
-    constexpr int at_once = columns % 64 == 0 ? 4 : 2;  // pairs of columns' eights, loaded together
+    // Pairs of columns' eights that are loaded together.
+    constexpr int at_once = columns % 64 == 0 && !Policy::drops ? 4 : 2;
     static_assert(columns / 16 % at_once == 0);
     unsigned char* staging = room + panel_bytes(row + warp * 16);
     const u32 address = ptx::smem_address(staging);
@@ -483,6 +491,22 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
 
   typename Base::KeySums dk;
   typename Base::ValueSums dv;
+  u32 dropped[block_q / 64];  // bits of the scores that are made
+
+  // What can be done for the scores at `position` under their products: terms fetch what they will
+  // load, and which weights are dropped is drawn. Why bits: there are no registers for more. Why
+  // the wait, which is over already: the assembler would sink all of it below that for the
+  // products, but not across a branch.
+  __device__ __forceinline__ void prepare(SeenTile tile) {
+    if constexpr (Policy::transforms)
+      Policy::fetch_ahead(block_q, params, typename Base::Place{*this, tile, this->position.stage});
+    if constexpr (Policy::drops) {
+      Policy::find_dropped(dropped, params,
+                           typename Base::Place{*this, tile, this->position.stage});
+      wgmma::hold(dropped);
+      ptx::mbarrier_wait(&smem.q_full[this->position.stage], this->position.phase);
+    }
+  }
 
   // dS of this step from its weights and dP.
   __device__ __forceinline__ void form_ds(
@@ -498,7 +522,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float p = weights.template get<Policy::drops>(i + h);
-        const float ds = this->weighted_dp(p, dp[i + h], i + h, terms, stage);
+        const float ds = this->weighted_dp(p, dp[i + h], i + h, stage);
         x[h] = terms.pull_back(
             ds, i + h,
             [&] {
@@ -506,7 +530,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
                                      -start[i / 4 * 8 + 2 * (this->lane % 4) + h],
                                      params.inverse_scale_log2);
             },
-            1.0f / config.weight_factor());
+            this->ds_unit() / config.weight_factor());
       }
       ds[i / 8][i / 2 % 4] = ptx::pack<config.bf16>(x[0], x[1]);
     }
@@ -529,12 +553,14 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       this->wait_q(this->position);
       tile = this->seen_tile(this->position);
       this->first_scores(s);
+      prepare(tile);
     }
     this->arrive(&smem.q_empty[stage]);
   }
 
   // Where weights are dropped, dV comes with dK: it needs those that are kept, dS needs all, and
-  // there are no registers for both. What is drawn is drawn under the product of dP.
+  // there are no registers for both. dV is made first, and the next scores are begun under dK, when
+  // the weights are read.
   static constexpr bool dv_with_dp = config.makes_dkv && !Policy::drops;
   static constexpr bool dv_with_dk = config.makes_dkv && Policy::drops;
 
@@ -553,7 +579,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     if constexpr (dv_with_dp) this->issue_sums(dv, weights, dout);
     wgmma::commit();
     if constexpr (Policy::drops) {
-      Policy::mark(weights, params, typename Base::Place{*this, tile, stage});
+      Policy::mark(weights, dropped);
       this->hold(weights);
     }
     wgmma::wait<0>();
@@ -592,21 +618,20 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
         this->hold(kept);
       }
       wgmma::fence();
+      if constexpr (dv_with_dk) {
+        this->issue_sums(dv, kept, smem.dout[stage]);
+        wgmma::commit();
+      }
       this->issue_sums(dk, ds, smem.q[stage]);
-      if constexpr (dv_with_dk) this->issue_sums(dv, kept, smem.dout[stage]);
       wgmma::commit();
     }
     this->publish_ds();
-    if constexpr (Policy::drops) {  // registers are not enough for the next scores beside both
-      wgmma::wait<0>();
-      if constexpr (dv_with_dk) {
-        this->hold(dk);
-        this->hold(ds);
-        this->hold(dv);
-        this->hold(kept);
-      }
-      this->arrive(&smem.dout_empty[stage]);
+    if constexpr (dv_with_dk) {
+      wgmma::wait<1>();
+      this->hold(dv);
+      this->hold(kept);
     }
+    if constexpr (Policy::drops) this->arrive(&smem.dout_empty[stage]);
     if (!last) {
       this->wait_q(this->position);
       tile = this->seen_tile(this->position);
@@ -615,10 +640,11 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       wgmma::fence();
       this->template issue_scores<config.head_dim>(s, smem.k, smem.q[this->position.stage]);
       wgmma::commit();
+      prepare(tile);
     }
     wgmma::wait<0>();
     wgmma::hold(s);
-    if constexpr (config.makes_dkv && !Policy::drops) {
+    if constexpr (config.makes_dkv) {
       this->hold(dk);
       this->hold(ds);
     }
@@ -643,6 +669,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       this->wait_q(this->position);
       SeenTile tile = this->seen_tile(this->position);
       this->first_scores(s);
+      prepare(tile);
       this->wait_v();
       for (int i = 1; i < plan.steps; ++i) take(s, tile, false);
       take(s, tile, true);
@@ -816,13 +843,17 @@ struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       float x[4];
 #pragma unroll
       for (int h = 0; h < 4; ++h) {
-        x[h] = this->weighted_dp(p[h], dp[i + h], i + h, terms, stage);
+        x[h] = this->weighted_dp(p[h], dp[i + h], i + h, stage);
         if constexpr (Policy::has_gradient)
-          x[h] = terms.pull_back(x[h], i + h, [&] {
-            return value_of_weight(Policy::drops ? fabsf(p[h]) : p[h],
-                                   -smem.start_s[stage][column_of(i + h) + 2 * (threadIdx.x % 4)],
-                                   params.inverse_scale_log2);
-          });
+          x[h] = terms.pull_back(
+              x[h], i + h,
+              [&] {
+                return value_of_weight(
+                    Policy::drops ? fabsf(p[h]) : p[h],
+                    -smem.start_s[stage][column_of(i + h) + 2 * (threadIdx.x % 4)],
+                    params.inverse_scale_log2);
+              },
+              this->ds_unit());
       }
       ds[i / 8][i / 2 % 4] = ptx::pack<config.bf16>(x[0], x[1]);
       ds[i / 8][i / 2 % 4 + 1] = ptx::pack<config.bf16>(x[2], x[3]);

@@ -35,6 +35,8 @@ struct BackwardProducer {
   const ParamsOf<BackwardParams, Policy, Extents>& params;
   BackwardSmem<config, Extents>& smem;
   const BackwardPlan<Extents>& plan;
+  int once_head = -1;          // of the group; that `once` is of
+  typename Policy::Once once;  // where weights are dropped
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
@@ -93,6 +95,13 @@ struct BackwardProducer {
     if constexpr (Extents::ragged) smem.seen_tile[stage][2] = rows_of(q_tile);
     if constexpr (Policy::uses_head)
       smem.head[stage] = plan.head_kv * params.heads_per_kv + at.head;
+    if constexpr (Policy::drops) {
+      if (at.head != once_head)
+        once = typename Policy::Once(
+            params, HeadPlace{plan.batch, plan.head_kv * params.heads_per_kv + at.head});
+      once_head = at.head;
+      smem.once[stage].template as<typename Policy::Once>() = once;
+    }
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.q[0]) + sizeof(smem.start_s[0]));
     load_matrix(smem.q[stage], params.q_map, full, config.head_dim, config.block_q,
                 sequence().q_start() + q_tile * config.block_q,

@@ -71,7 +71,8 @@ struct BiasGradientParams {
   int kv_tiles;
   float scale_log2;
   float softcap_in;
-  float sums_factor;  // dBias is the sums times this
+  float sums_factor;      // dBias is the sums times this
+  float start_dp_factor;  // what start_dp is multiplied with: the weight of what is not dropped
 };
 
 template <BiasGradientConfig config, typename Extents>
@@ -281,7 +282,7 @@ struct BiasGradientConsumer : BiasGradientWalk<config, Policy, Extents> {
     for (int r = 0; r < 2; ++r) {  // rows past the end are not stored
       const int row = min_int(first_row(tile) + 8 * r, params.seq_q - 1);
       start_s[r] = __ldg(params.start_s + pair + row);
-      start_dp[r] = __ldg(params.start_dp + pair + row);
+      start_dp[r] = __ldg(params.start_dp + pair + row) * params.start_dp_factor;
     }
     const int first = position.stage;
     ptx::mbarrier_wait(&smem.full[first], position.phase);

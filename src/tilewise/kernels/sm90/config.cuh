@@ -5,6 +5,7 @@
 #include "../common/layout.cuh"
 #include "../common/mask.cuh"
 #include "../common/schedule.cuh"
+#include "../common/scores.cuh"
 #include "ptx.cuh"
 
 namespace tilewise::sm90 {
@@ -124,6 +125,7 @@ struct Smem : BiasRing<config> {
   TilePlan<Extents> plan[work_slots];
   TileRange own[work_slots][config.consumers];  // the part of plan.touched that a warpgroup sees
   int met_nonfinite[work_slots];
+  OnceRoom once[work_slots];  // of the plan's head, where weights are dropped
 };
 
 // A position in a ring of `stages`: the producer starts with phase 1 (slots are free), consumers

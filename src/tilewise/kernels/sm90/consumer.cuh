@@ -64,6 +64,13 @@ struct Consumer {
   Softmax softmax;
   typename Policy::Once once;  // of this work tile
   typename Policy::OfRows of_rows;
+  // Of the tile whose scores are made: random words for as many blocks of sixteen keys as there are
+  // registers for. The others are drawn when they are needed.
+  static constexpr int drawn_early =
+      !Policy::drops || config.consumers > 2 || config.head_dim_v > 192 ? 1
+      : config.head_dim_v > 128                                         ? 3
+                                                                        : block_kv / 16;
+  u32 drawn[drawn_early][drawn_words];
 
   __device__ __forceinline__ auto sequence(const Part& part) const {
     return sequence_of<Extents>(params, *part.plan);
@@ -210,10 +217,21 @@ struct Consumer {
   __device__ __forceinline__ void observe(const Part& part, int kv_tile) {
     Policy::observe(s, params, Place{{*this, part, kv_tile}});
   }
+  // What decides which weights step 7 drops, drawn under the products of the scores. Why the wait,
+  // which is over already: the assembler would sink all of it below that for the products, but not
+  // across a branch.
+  __device__ __forceinline__ void draw(const Part& part, int kv_tile) {
+    if constexpr (Policy::drops) {
+      Policy::draw(drawn, params, Place{{*this, part, kv_tile}});
+#pragma unroll
+      for (int block = 0; block < drawn_early; ++block) wgmma::hold(drawn[block]);
+      ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
+    }
+  }
   // P as step 8 takes it.
   __device__ __forceinline__ void pack(const Part& part, int kv_tile) {
     pack_block<config.bf16>(s, p);
-    Policy::drop(p, params, Place{{*this, part, kv_tile}});
+    if constexpr (Policy::drops) Policy::drop(p, drawn, params, Place{{*this, part, kv_tile}});
   }
 
   __device__ __forceinline__ void rescale(const float (&alpha)[2]) {
@@ -250,6 +268,7 @@ struct Consumer {
     wgmma::fence();
     issue_scores();
     pass_pingpong();
+    draw(part, kv_tile);
     wgmma::wait<0>();
     wgmma::hold(s);
     release_operands(kv_tile == part.own.begin);
@@ -265,7 +284,7 @@ struct Consumer {
   }
 
   // Issues the scores of the tile at k_position and the values of the tile before it, together.
-  __device__ __forceinline__ void issue_both(bool values_partial) {
+  __device__ __forceinline__ void issue_both(const Part& part, int kv_tile, bool values_partial) {
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
     await_pingpong();
     wgmma::hold(s);
@@ -277,6 +296,7 @@ struct Consumer {
     wgmma::fence();
     issue_values();
     pass_pingpong();
+    draw(part, kv_tile);
     wgmma::wait<1>();
     wgmma::hold(s);
   }
@@ -290,7 +310,7 @@ struct Consumer {
 
   __device__ __forceinline__ void exact_tile(const Part& part, int kv_tile, bool partial,
                                              bool values_partial) {
-    issue_both(values_partial);
+    issue_both(part, kv_tile, values_partial);
     const auto starts = apply_terms(part, kv_tile);
     release_bias();
     if (partial) hide(part, kv_tile);
@@ -324,7 +344,7 @@ struct Consumer {
       float block[2];
       bool good = true;
       for (; n >= last; --n) {
-        issue_both(before);
+        issue_both(part, n, before);
         before = false;
         const auto starts = apply_terms<true>(part, n);
         observe(part, n);
@@ -378,7 +398,10 @@ struct Consumer {
 
   // Steps 1-6 for the first KV tile.
   __device__ __forceinline__ void begin(const Part& part) {
-    once = typename Policy::Once(params, Spot{*this, part, 0});
+    if constexpr (Policy::drops)
+      once = smem.once[work_position.stage].template as<typename Policy::Once>();
+    else
+      once = typename Policy::Once(params, Spot{*this, part, 0});
     of_rows = typename Policy::OfRows(params, Spot{*this, part, 0});
     skip_tiles(part.plan->touched.end - part.own.end);
     first_tile(part);

@@ -15,7 +15,7 @@
 //   6. other tiles: where a thread's share of rowsum P exceeds h times its mean over the tiles before
 //      (h = 3.5 for 128 keys, 5 for 64; or 2^15), its warp takes the true maximum now: alpha and m as in
 //      4, P *= alpha (P from S itself, computed again, where it overflowed)
-//   7. l = alpha l + rowsum P; then terms may drop weights
+//   7. l = alpha l + rowsum P; then terms may drop weights, by words drawn under step 1
 //   8. O = alpha O + round16(P) V_n     wgmma, P in registers
 //   9. terms may finish m and l; out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
 // Few queries with many keys (`split`): a CTA takes a part of the keys, its out and lse are partial,
@@ -24,7 +24,7 @@
 // both; with pingpong they run under the other warpgroups' products too.
 //
 // Roles. Warpgroup 0: warp 0, one thread, is the producer and issues all loads; warp 1, one thread,
-// is the scheduler, which takes work and plans it; warp 2, one thread, is the storer, which sends
+// is the scheduler, which takes work and plans it, and where weights are dropped makes the random words of its head; warp 2, one thread, is the storer, which sends
 // finished rows to global memory (split: consumers do, in float32; ragged sequences: all lanes); warp 3 (masked kernels) is the scanner, which replaces inf and NaN
 // by 0 in partial V tiles, since 0 * inf is NaN (rows that do see such a value get it in the
 // epilogue). Warpgroups 1..consumers: everything else.

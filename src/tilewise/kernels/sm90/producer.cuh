@@ -222,6 +222,12 @@ __device__ __forceinline__ void schedule_work(const ParamsOf<Params, Policy, Ext
     plan.row_begin = TilePlan<Extents>::no_more_work;
     if (work < work_count) plan = make_plan<config, Policy, Extents>(params, work);
     smem.plan[slot.stage] = plan;
+    if constexpr (Policy::drops) {  // numbers that take a while
+      using Once = typename Policy::Once;
+      if (work < work_count)
+        smem.once[slot.stage].template as<Once>() =
+            Once(params, HeadPlace{plan.tile.batch, plan.tile.head});
+    }
     // Why: kept in registers beside the addresses of spans, the plan would spill.
     if constexpr (Policy::hides_by_span) asm volatile("" ::: "memory");
     const TilePlan<Extents>& kept = Policy::hides_by_span ? smem.plan[slot.stage] : plan;

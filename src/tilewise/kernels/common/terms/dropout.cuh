@@ -4,21 +4,60 @@
 // as NaN is not. Why: two numbers are compared by one instruction, which leaves what two packed
 // weights are masked with. Where fewer stay than there are NaNs, it is the other way round.
 //
-// The bits come from Philox4x32 with seven rounds, keyed by the seed. One call gives 128 of them,
-// for the eight scores of queries {q, q + 8} and keys {k, k + 1, k + 8, k + 9}, with q % 16 < 8, k
-// % 16 < 8 and k even:
-//   counter   ((k / 16) 4 + k % 8 / 2,  (q / 16) 8 + q % 8,  batch * heads + head,  offset)
-//   key       (seed, seed >> 32 ^ offset >> 32)
-//   word      2 (key % 16 / 8) + query % 16 / 8, its low half for k and its high half for k + 1
-// So they depend on where a score stands and on nothing else. Why these eight: where rows are
-// queries a thread has all of them. Where rows are keys it has one of every two neighbouring keys;
-// the thread four lanes on has the other, makes the bits of the next query, and both trade halves.
-// Python's side is tilewise/terms/dropout.py.
+// A head has four words h of its own, from Philox4x32 with seven rounds:
+//   counter   (batch * heads + head, 0, offset, offset >> 32)
+//   key       (seed, seed >> 32)
+// The eight scores of queries {q, q + 8} and keys {k, k + 1, k + 8, k + 9}, with q % 16 < 8, k % 16
+// < 8 and k even, share two words a and b. From x = (q / 16) 8 + q % 8 + h[1] and y = (k / 16) 4 +
+// k % 8 / 2 + h[2], seven rounds, whose keys g are h[0] and h[3] by turns, made odd:
+//   (x, y) = ((x with its halves swapped) (2 x + g) + y,  x)
+//   a, b      x and y after the last
+//   bits      of keys k (low half) and k + 1 (high half):      query q: a,  q + 8: b
+//             of keys k + 8 (low half) and k + 9 (high half):  a ^ b ^ (a with its halves swapped),
+//                                                              a ^ b ^ (b with its halves swapped)
+// So they depend on where a score stands and on nothing else. Each of the eight numbers of 16 bits
+// is the sum of one or of three of the four halves of a and b, no two of the same: any three of
+// them are independent, and each is uniform. (Of the seventy fours, fourteen have a sum of 0.)
+//
+// Why not Philox there too: on an NVIDIA H200 one of its products of 64 bits costs as much as six
+// other instructions (docs/kernels/terms.md). From five rounds on, no test of the bits over a
+// square of queries and keys (spectrum, correlations at all distances, triples, sums of rows and
+// columns) told them from random ones.
+//
+// Why these eight: where rows are queries a thread has all of them. Where rows are keys it has one
+// of every two neighbouring keys; the thread four lanes on has the other, makes the bits of the
+// next query, and both trade what they have. Python's side is tilewise/terms/dropout.py.
 #pragma once
 
 #include "../scores.cuh"
 
 namespace tilewise {
+
+constexpr int philox_rounds = 7, mix_rounds = 7;
+
+__device__ __forceinline__ void philox(ptx::u32 (&c)[4], ptx::u32 key0, ptx::u32 key1) {
+#pragma unroll 1
+  for (int round = 0; round < philox_rounds; ++round) {
+    const ptx::Halves first = ptx::multiply_wide(c[0], 0xD2511F53u);
+    const ptx::Halves second = ptx::multiply_wide(c[2], 0xCD9E8D57u);
+    c[0] = second.high ^ c[1] ^ key0;
+    c[1] = second.low;
+    c[2] = first.high ^ c[3] ^ key1;
+    c[3] = first.low;
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+}
+
+// x and y above; keys are odd.
+__device__ __forceinline__ void mix(ptx::u32 (&x)[2], const ptx::u32 (&keys)[2]) {
+#pragma unroll
+  for (int round = 0; round < mix_rounds; ++round) {
+    const ptx::u32 next = __byte_perm(x[0], x[0], 0x1032) * (2 * x[0] + keys[round % 2]) + x[1];
+    x[1] = x[0];
+    x[0] = next;
+  }
+}
 
 struct Dropout {
   struct Operands {
@@ -31,17 +70,20 @@ struct Dropout {
   };
   static constexpr bool uses_head = true;
   struct Once {
-    ptx::u32 key[2], pair, offset;
+    ptx::u32 keys[2], first_query, first_key;
 
     Once() = default;
     template <typename Params, typename At>
     __device__ __forceinline__ Once(const Params& params, const At& at) {
       const ptx::u64 seed = __ldg(params.seed);
-      const ptx::u64 whole_offset = __ldg(params.seed + params.seed_span_stride);
-      key[0] = static_cast<ptx::u32>(seed);
-      key[1] = static_cast<ptx::u32>(seed >> 32 ^ whole_offset >> 32);
-      pair = at.batch() * params.dropout_heads + at.head();
-      offset = static_cast<ptx::u32>(whole_offset);
+      const ptx::u64 offset = __ldg(params.seed + params.seed_span_stride);
+      ptx::u32 words[4] = {static_cast<ptx::u32>(at.batch() * params.dropout_heads + at.head()), 0,
+                           static_cast<ptx::u32>(offset), static_cast<ptx::u32>(offset >> 32)};
+      philox(words, static_cast<ptx::u32>(seed), static_cast<ptx::u32>(seed >> 32));
+      keys[0] = words[0] | 1;
+      keys[1] = words[3] | 1;
+      first_query = words[1];
+      first_key = words[2];
     }
   };
 
@@ -49,7 +91,7 @@ struct Dropout {
   ptx::u32 counter[2];
   const ptx::u32 &bound, &turned;
   RowsAre rows_are;
-  ptx::u32 odd;  // where rows are keys: whether this thread's are
+  bool odd;  // where rows are keys: whether this thread's are
   ptx::u32 words[4];
   float kept_weight;
 
@@ -61,51 +103,43 @@ struct Dropout {
         rows_are(At::rows_are),
         kept_weight(params.dropout_weight) {
     const int row = at.row(), column = at.column();
-    odd = rows_are == RowsAre::keys ? row & 1 : 0;
+    odd = rows_are == RowsAre::keys && row & 1;
     const int query = rows_are == RowsAre::queries ? row : column + odd;
-    const int first_key = rows_are == RowsAre::queries ? column : row;
-    counter[0] = first_key / 16 * 4 + first_key % 8 / 2;
-    counter[1] = query / 16 * 8 + query % 8;
+    const int key = rows_are == RowsAre::queries ? column : row;
+    counter[0] = query / 16 * 8 + query % 8 + once.first_query;
+    counter[1] = key / 16 * 4 + key % 8 / 2 + once.first_key;
   }
 
-  // Of the `block`-th sixteen columns.
-  __device__ __forceinline__ void draw(int block) {
-    ptx::u32 c[4] = {counter[0], counter[1], once.pair, once.offset};
-    if (rows_are == RowsAre::queries)
-      c[0] += 4 * block;
-    else
-      c[1] += 8 * block;
-    ptx::u32 k[2] = {once.key[0], once.key[1]};
-#pragma unroll
-    for (int round = 0; round < 7; ++round) {
-      const ptx::Halves first = ptx::multiply_wide(c[0], 0xD2511F53u);
-      const ptx::Halves second = ptx::multiply_wide(c[2], 0xCD9E8D57u);
-      c[0] = second.high ^ c[1] ^ k[0];
-      c[1] = second.low;
-      c[2] = first.high ^ c[3] ^ k[1];
-      c[3] = first.low;
-      k[0] += 0x9E3779B9u;
-      k[1] += 0xBB67AE85u;
+  // a and b of the `block`-th sixteen columns.
+  __device__ __forceinline__ void draw(int block, ptx::u32 (&drawn)[drawn_words]) const {
+    const bool by_queries = rows_are == RowsAre::queries;
+    drawn[0] = counter[0] + (by_queries ? 0 : 8 * block);
+    drawn[1] = counter[1] + (by_queries ? 4 * block : 0);
+    mix(drawn, once.keys);
+  }
+  // The bits of this thread's eight scores of those columns.
+  __device__ __forceinline__ void spread(const ptx::u32 (&drawn)[drawn_words]) {
+    ptx::u32 a = drawn[0], b = drawn[1];
+    ptx::u32 other_a = __byte_perm(a, a, 0x1032), other_b = __byte_perm(b, b, 0x1032);
+    if (rows_are == RowsAre::keys) {
+      // This key's halves of both queries, and those of the other key.
+      const ptx::u32 come_a = __shfl_xor_sync(0xffffffffu, a, 4);
+      const ptx::u32 come_b = __shfl_xor_sync(0xffffffffu, b, 4);
+      const ptx::u32 own = odd ? 0x3276 : 0x5410, other = odd ? 0x1054 : 0x7632;
+      other_a = __byte_perm(a, come_a, other);
+      other_b = __byte_perm(b, come_b, other);
+      a = __byte_perm(a, come_a, own);
+      b = __byte_perm(b, come_b, own);
     }
-    if (rows_are == RowsAre::queries) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] = c[i];
-      return;
-    }
-    // The halves of the other thread's key go to it, and those of the other query come.
-    const ptx::u32 sent = odd ? 0x5410 : 0x7632;
-    const ptx::u32 low_word = odd ? 0x3254 : 0x5410, high_word = odd ? 0x3276 : 0x7610;
-#pragma unroll
-    for (int below = 0; below < 2; ++below) {
-      const ptx::u32 low = c[2 * below], high = c[2 * below + 1];
-      const ptx::u32 come = __shfl_xor_sync(0xffffffffu, __byte_perm(low, high, sent), 4);
-      words[below] = __byte_perm(low, come, low_word);
-      words[2 + below] = __byte_perm(high, come, high_word);
-    }
+    const bool by_queries = rows_are == RowsAre::queries;
+    words[0] = a;
+    words[by_queries ? 1 : 2] = b;
+    words[by_queries ? 2 : 1] = a ^ b ^ other_a;
+    words[3] = a ^ b ^ other_b;
   }
 
-  __device__ __forceinline__ ptx::u32 keeps(int i) {
-    if (i % 8 == 0) draw(i / 8);
+  __device__ __forceinline__ ptx::u32 keeps(int i, const ptx::u32 (&drawn)[drawn_words]) {
+    if (i % 8 == 0) spread(drawn);
     return ptx::not_at_least(words[i / 2 % 4], bound) ^ turned;
   }
 };

@@ -23,7 +23,7 @@ struct RelativeBias {
     float table_in, table_out;  // nats per v before it, and the inverse
     int table_zero, table_span;
   };
-  static constexpr bool uses_head = true;
+  static constexpr bool uses_head = true, loads_few = true;
   using Bits = typename BitsOf<number>::Type;
 
   const Bits* table;
@@ -39,6 +39,7 @@ struct RelativeBias {
   RowsAre rows_are;
   float ahead[2], behind[2];  // numbers of this block of columns and the one before
   float pending[2], held[2];  // gradients likewise
+  float ds_unit = 1.0f;       // of them
 
   template <typename Params, typename At>
   __device__ __forceinline__ RelativeBias(const Params& params, const Unit& unit, const At& at)
@@ -65,6 +66,15 @@ struct RelativeBias {
            start + (by_queries ? ahead : behind) < span;
   }
 
+  // A warp's keys are sixteen, and its queries `columns`; a line of the cache has 32 numbers, or
+  // more where they are short.
+  __device__ __forceinline__ void fetch_ahead(int columns) const {
+    if (rows_are != RowsAre::keys) return;
+    const int lane = threadIdx.x % 32;
+    const int warp_start = start - lane / 4 + 2 * (lane % 4);  // the index of lane 0
+    const int i = warp_start + max_int(15 - 32 * lane, 1 - columns);
+    ptx::prefetch(table + max_int(0, min_int(i, span - 1)) * stride);
+  }
   // Of row r in the block of columns `block`.
   __device__ __forceinline__ int index(int block, int h) const {
     const int step = 8 * block + h;
@@ -159,7 +169,8 @@ struct RelativeBias {
         sum += written ? room[g * room_row + place] : 0.0f;
       }
       const int i = start - lane / 4 + 2 * (lane % 4) + 3 - place - 8 * window;
-      if (place < end) ptx::add_to_global(dtable + max_int(0, min_int(i, span - 1)) * dstride, sum);
+      if (place < end)
+        ptx::add_to_global(dtable + max_int(0, min_int(i, span - 1)) * dstride, sum * ds_unit);
     }
     __syncwarp();
   }
@@ -175,7 +186,7 @@ struct RelativeBias {
       const float other = __shfl_sync(0xffffffffu, sum, (lane + 9 * step) % 32);
       if (g + 2 * step < 8 && t + step < 4) sum += other;
     }
-    if (t == 0 || g < 2) ptx::add_to_global(dtable + index(block, h) * dstride, sum);
+    if (t == 0 || g < 2) ptx::add_to_global(dtable + index(block, h) * dstride, sum * ds_unit);
   }
 };
 
