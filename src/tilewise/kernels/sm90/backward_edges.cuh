@@ -146,9 +146,13 @@ __device__ __forceinline__ void preprocess(
       const long long at = first_of_lse + row;
       const float lse = params.lse[at];
       if (lse != -infinity) start = fmaf(lse, params.lse_factor, params.start_bias);
-      if constexpr (Policy::adds_line)
-        start = fmaf(Policy::per_column(params, OfHead{at_block.batch, head}),
-                     static_cast<float>(row % params.block_q), start);
+      if constexpr (Policy::adds_line) {
+        // Only of rows that see keys: those behind all packed sequences are of none that has
+        // slopes.
+        if (start != -infinity)
+          start = fmaf(Policy::per_column(params, OfHead{at_block.batch, head}),
+                       static_cast<float>(row % params.block_q), start);
+      }
       if (params.dlse != nullptr) sum -= params.dlse[at];
     }
     const long long at = at_block.at + in_block;
