@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import operator
 from typing import Any
 
@@ -28,52 +27,22 @@ def test_dropout(monkeypatch: Any, backend: Any, dtype: Any, dim: int, mask: Any
     check(monkeypatch, backend, case, back=back)
 
 
-def test_the_words_of_a_head_are_those_of_philox() -> None:
-    """The known answer for a counter and a key of zeros, and of ones, with seven rounds."""
-    for value, want in KNOWN.items():
+@pytest.mark.parametrize("name", ["_philox4", "_philox2"])
+def test_the_random_bits_are_those_of_philox(name: str) -> None:
+    """The known answers for a counter and a key of zeros, and of ones, with seven rounds."""
+    for value, want in KNOWN[name].items():
         word = torch.full((), value, dtype=torch.int64)
-        assert [int(got) for got in dropout._philox([word] * 4, [word] * 2)] == want
+        key = [word] * 2 if name == "_philox4" else word
+        assert [int(got) for got in getattr(dropout, name)([word] * len(want), key)] == want
 
 
 KNOWN = {
-    0: [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48],
-    0xFFFFFFFF: [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662],
+    "_philox4": {
+        0: [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48],
+        0xFFFFFFFF: [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662],
+    },
+    "_philox2": {0: [0x257A3673, 0xCD26BE2A], 0xFFFFFFFF: [0xAB302C4D, 0x3DC9D239]},
 }
-
-
-def test_words_are_mixed_in_32_bits_and_none_is_lost() -> None:
-    """As plain integers have it; and each round can be undone, so that different counters give different words."""
-    keys = (0xDEADBEEF, 0x12345679)
-    generator = torch.Generator().manual_seed(3)
-    counters = torch.randint(1 << 32, (2, 100), generator=generator)
-    x, y = dropout._mix(list(counters), [torch.tensor(key) for key in keys])
-    for number, (before, after) in enumerate(zip(counters.T.tolist(), torch.stack([x, y], 1).tolist(), strict=True)):
-        a, b = before
-        for turn in range(7):
-            a, b = ((a >> 16 | a << 16) * (2 * a + keys[turn % 2]) + b) % (1 << 32), a
-        assert [a, b] == after, number
-        for turn in reversed(range(7)):
-            a, b = b, (a - (b >> 16 | b << 16) * (2 * b + keys[turn % 2])) % (1 << 32)
-        assert [a, b] == before, number
-
-
-@pytest.mark.parametrize("place", [*range(16), None])
-def test_no_bit_shows_where_it_stands(place: int | None) -> None:
-    """Over a square of queries and keys, of one bit of the numbers or of which scores are dropped: no wave stands out
-    of the spectrum, scores at no distance are correlated, and rows and columns vary as those of random bits do."""
-    size = 1024
-    problem = make_problem((1, 1, size, 64), F32, scores=(Dropout(0.1),))
-    where = Where(problem, range(size), range(size), operands={"seed": SEED})
-    bits = dropout.random_bits(*SEED.unbind(), where)[0, 0]
-    chosen = ~dropout.stays(bits, Dropout(0.1).threshold) if place is None else bits >> place & 1
-    waves = (chosen.double() - chosen.double().mean()) / chosen.double().std()
-    power = torch.fft.fft2(waves).abs().square() / size**2
-    assert power.max() < 2 * math.log(size**2)  # the largest of so many is log(size^2), give or take a few
-    correlations = torch.fft.ifft2(power).real * size
-    correlations[0, 0] = 0.0
-    assert correlations.abs().max() < 7.0  # in standard deviations, of which there are a million
-    for sums in (waves.sum(0), waves.sum(1)):
-        assert abs(sums.square().mean() / size - 1.0) < 5 * (2 / size) ** 0.5
 
 
 def test_any_three_numbers_of_a_call_are_independent() -> None:

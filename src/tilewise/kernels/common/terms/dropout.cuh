@@ -8,21 +8,16 @@
 //   counter   (batch * heads + head, 0, offset, offset >> 32)
 //   key       (seed, seed >> 32)
 // The eight scores of queries {q, q + 8} and keys {k, k + 1, k + 8, k + 9}, with q % 16 < 8, k % 16
-// < 8 and k even, share two words a and b. From x = (q / 16) 8 + q % 8 + h[1] and y = (k / 16) 4 +
-// k % 8 / 2 + h[2], seven rounds, whose keys g are h[0] and h[3] by turns, made odd:
-//   (x, y) = ((x with its halves swapped) (2 x + g) + y,  x)
-//   a, b      x and y after the last
+// < 8 and k even, share a call of Philox2x32 with seven rounds, which gives the words a and b:
+//   counter   ((q / 16) 8 + q % 8 + h[1],  (k / 16) 4 + k % 8 / 2 + h[2])
+//   key       h[0]
 //   bits      of keys k (low half) and k + 1 (high half):      query q: a,  q + 8: b
 //             of keys k + 8 (low half) and k + 9 (high half):  a ^ b ^ (a with its halves swapped),
 //                                                              a ^ b ^ (b with its halves swapped)
 // So they depend on where a score stands and on nothing else. Each of the eight numbers of 16 bits
 // is the sum of one or of three of the four halves of a and b, no two of the same: any three of
-// them are independent, and each is uniform. (Of the seventy fours, fourteen have a sum of 0.)
-//
-// Why not Philox there too: on an NVIDIA H200 one of its products of 64 bits costs as much as six
-// other instructions (docs/kernels/terms.md). From five rounds on, no test of the bits over a
-// square of queries and keys (spectrum, correlations at all distances, triples, sums of rows and
-// columns) told them from random ones.
+// them are independent, and each is uniform. (Of the seventy fours, fourteen have a sum of 0.) Why:
+// 128 bits would cost twice as many multiplications.
 //
 // Why these eight: where rows are queries a thread has all of them. Where rows are keys it has one
 // of every two neighbouring keys; the thread four lanes on has the other, makes the bits of the
@@ -33,7 +28,7 @@
 
 namespace tilewise {
 
-constexpr int philox_rounds = 7, mix_rounds = 7;
+constexpr int philox_rounds = 7;
 
 __device__ __forceinline__ void philox(ptx::u32 (&c)[4], ptx::u32 key0, ptx::u32 key1) {
 #pragma unroll 1
@@ -49,13 +44,12 @@ __device__ __forceinline__ void philox(ptx::u32 (&c)[4], ptx::u32 key0, ptx::u32
   }
 }
 
-// x and y above; keys are odd.
-__device__ __forceinline__ void mix(ptx::u32 (&x)[2], const ptx::u32 (&keys)[2]) {
+__device__ __forceinline__ void philox(ptx::u32 (&c)[2], ptx::u32 key) {
 #pragma unroll
-  for (int round = 0; round < mix_rounds; ++round) {
-    const ptx::u32 next = __byte_perm(x[0], x[0], 0x1032) * (2 * x[0] + keys[round % 2]) + x[1];
-    x[1] = x[0];
-    x[0] = next;
+  for (int round = 0; round < philox_rounds; ++round) {
+    const ptx::Halves product = ptx::multiply_wide(c[0], 0xD256D193u);
+    c[0] = product.high ^ c[1] ^ key + round * 0x9E3779B9u;
+    c[1] = product.low;
   }
 }
 
@@ -70,7 +64,7 @@ struct Dropout {
   };
   static constexpr bool uses_head = true;
   struct Once {
-    ptx::u32 keys[2], first_query, first_key;
+    ptx::u32 key, first_query, first_key;
 
     Once() = default;
     template <typename Params, typename At>
@@ -80,8 +74,7 @@ struct Dropout {
       ptx::u32 words[4] = {static_cast<ptx::u32>(at.batch() * params.dropout_heads + at.head()), 0,
                            static_cast<ptx::u32>(offset), static_cast<ptx::u32>(offset >> 32)};
       philox(words, static_cast<ptx::u32>(seed), static_cast<ptx::u32>(seed >> 32));
-      keys[0] = words[0] | 1;
-      keys[1] = words[3] | 1;
+      key = words[0];
       first_query = words[1];
       first_key = words[2];
     }
@@ -115,7 +108,7 @@ struct Dropout {
     const bool by_queries = rows_are == RowsAre::queries;
     drawn[0] = counter[0] + (by_queries ? 0 : 8 * block);
     drawn[1] = counter[1] + (by_queries ? 4 * block : 0);
-    mix(drawn, once.keys);
+    philox(drawn, once.key);
   }
   // The bits of this thread's eight scores of those columns.
   __device__ __forceinline__ void spread(const ptx::u32 (&drawn)[drawn_words]) {
