@@ -158,7 +158,6 @@ inline void mma_m16n8k16(float* c, const u32 (&a)[4], u32 b0, u32 b1) {
 
 // Ref: PTX ISA, "red": add.f32 in global memory takes subnormal numbers for 0.
 inline float flushed(float x) { return std::abs(x) < 0x1p-126f ? 0.0f : x; }
-inline void prefetch(const void*) {}
 inline void add_to_global(float* place, float a, float b, float c, float d) {
   check_aligned(place);
   const float x[4] = {a, b, c, d};

@@ -150,13 +150,6 @@ __device__ __forceinline__ void mma_m16n8k16(float* c, const u32 (&a)[4], u32 b0
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// --- global memory ---
-
-// The line of an address into the L1 cache.
-__device__ __forceinline__ void prefetch(const void* address) {  // ISA: prefetch
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
-}
-
 // --- global memory, between blocks ---
 
 // Four sums in global memory, 16-byte aligned; each is atomic by itself. From sm_90 on.

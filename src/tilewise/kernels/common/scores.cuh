@@ -48,8 +48,6 @@
 //   bool holds(int count)              Of a term that reads a number per element, whether the first `count` exist, with a
 //   bool checks                        member that says whether `apply` must ask: so it need not where they do.
 //   static bool loads_few = true       Of such a term, where elements share these numbers: they are loaded all at once.
-//   void fetch_ahead(int columns)      Of a fragment of so many columns whose scores are being made: brings closer what will be
-//                                      loaded.
 //   bool take(float (&v)[])            Of a term that is the first to change scores: puts all into a form of its own, and says
 //   bool easy, taken                   whether this warp's are of a kind that `apply` has a shorter way for; it is told so.
 //   void hide(float (&v)[], at)        -inf for hidden elements. Which tiles are cut is decided by the plan of the kernel.
@@ -300,8 +298,6 @@ concept HasHolds = requires(Term term) { term.checks = term.holds(4); };
 template <typename Term>
 concept LoadsFew = requires { requires Term::loads_few; };
 template <typename Term>
-concept HasFetchAhead = requires(Term term) { term.fetch_ahead(64); };
-template <typename Term>
 concept HasTake = requires(Term term, float (&v)[4]) { term.easy = term.taken = term.take(v); };
 template <typename Term>
 concept HasHide = requires(Term term, float (&v)[4]) { term.hide(v, NoPlace{}); };
@@ -357,7 +353,6 @@ struct TermChain {
   template <typename Params, typename At>
   __device__ __forceinline__ TermChain(const Params&, const Unit&, const At&) {}
 
-  __device__ __forceinline__ void fetch_ahead(int) const {}
   __device__ __forceinline__ float apply(float v, int) { return v; }
   __device__ __forceinline__ bool holds(int) { return true; }
   __device__ __forceinline__ void set_checks(bool) {}
@@ -393,10 +388,6 @@ struct TermChain<First, Rest...> {
   __device__ __forceinline__ TermChain(const Params& params, const Unit& unit, const At& at)
       : first(params, unit, at), rest(params, HasApply<First> ? Unit{} : unit, at) {}
 
-  __device__ __forceinline__ void fetch_ahead(int columns) const {
-    if constexpr (HasFetchAhead<First>) first.fetch_ahead(columns);
-    rest.fetch_ahead(columns);
-  }
   __device__ __forceinline__ float apply(float v, int i) {
     if constexpr (HasApply<First>) v = first.apply(v, i);
     return rest.apply(v, i);
@@ -564,12 +555,6 @@ struct Scores {
         : OfRowsOf<Terms>::Type(params, at)... {}
   };
 
-  // Before step 1.
-  template <typename Params, typename At>
-  static __device__ __forceinline__ void fetch_ahead(int columns, const Params& params,
-                                                     const At& at) {
-    TermChain<Terms...>(params, Unit{}, at).fetch_ahead(columns);
-  }
   // Step 1. With `looks`, it asks whether scores are easy: for loops that most of them pass
   // through.
   template <bool looks = false, int count, typename Params, typename At>

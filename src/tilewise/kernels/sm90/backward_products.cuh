@@ -493,13 +493,10 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
   typename Base::ValueSums dv;
   u32 dropped[block_q / 64];  // bits of the scores that are made
 
-  // What can be done for the scores at `position` under their products: terms fetch what they will
-  // load, and which weights are dropped is drawn. Why bits: there are no registers for more. Why
-  // the wait, which is over already: the assembler would sink all of it below that for the
-  // products, but not across a branch.
-  __device__ __forceinline__ void prepare(SeenTile tile) {
-    if constexpr (Policy::transforms)
-      Policy::fetch_ahead(block_q, params, typename Base::Place{*this, tile, this->position.stage});
+  // Which weights are dropped of the scores at `position`, drawn under their products. Why bits:
+  // there are no registers for more. Why the wait, which is over already: the assembler would sink
+  // all of it below that for the products, but not across a branch.
+  __device__ __forceinline__ void draw(SeenTile tile) {
     if constexpr (Policy::drops) {
       Policy::find_dropped(dropped, params,
                            typename Base::Place{*this, tile, this->position.stage});
@@ -553,7 +550,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       this->wait_q(this->position);
       tile = this->seen_tile(this->position);
       this->first_scores(s);
-      prepare(tile);
+      draw(tile);
     }
     this->arrive(&smem.q_empty[stage]);
   }
@@ -640,7 +637,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       wgmma::fence();
       this->template issue_scores<config.head_dim>(s, smem.k, smem.q[this->position.stage]);
       wgmma::commit();
-      prepare(tile);
+      draw(tile);
     }
     wgmma::wait<0>();
     wgmma::hold(s);
@@ -669,7 +666,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       this->wait_q(this->position);
       SeenTile tile = this->seen_tile(this->position);
       this->first_scores(s);
-      prepare(tile);
+      draw(tile);
       this->wait_v();
       for (int i = 1; i < plan.steps; ++i) take(s, tile, false);
       take(s, tile, true);

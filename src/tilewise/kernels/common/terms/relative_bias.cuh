@@ -66,15 +66,6 @@ struct RelativeBias {
            start + (by_queries ? ahead : behind) < span;
   }
 
-  // A warp's keys are sixteen, and its queries `columns`; a line of the cache has 32 numbers, or
-  // more where they are short.
-  __device__ __forceinline__ void fetch_ahead(int columns) const {
-    if (rows_are != RowsAre::keys) return;
-    const int lane = threadIdx.x % 32;
-    const int warp_start = start - lane / 4 + 2 * (lane % 4);  // the index of lane 0
-    const int i = warp_start + max_int(15 - 32 * lane, 1 - columns);
-    ptx::prefetch(table + max_int(0, min_int(i, span - 1)) * stride);
-  }
   // Of row r in the block of columns `block`.
   __device__ __forceinline__ int index(int block, int h) const {
     const int step = 8 * block + h;
