@@ -19,7 +19,7 @@ from tilewise.engine import packed
 from tilewise.engine.program import Address
 from tilewise.engine.sm80 import SM80
 from tilewise.engine.sm90 import SM90
-from tilewise.isolation import spans_of_offsets, with_spans
+from tilewise.isolation import spans_of_offsets, spans_say_all, with_spans
 from tilewise.jit import Arguments
 from tilewise.masks import Packed, parse
 from tilewise.plain import reference, tiled
@@ -106,7 +106,7 @@ def check_forward(case: Case, out: Tensor, lse: Tensor, poisoned: tuple[int, ...
 
 def made(case: Case, dout: Tensor) -> tuple[Tensor, Tensor, dict[int, tuple[Tensor, ...]]]:
     """What a right forward leaves, and by sequence the gradients."""
-    out, lse = torch.zeros_like(dout), torch.full(case.q.shape[:3], -torch.inf)
+    out, lse = torch.zeros_like(dout), torch.full(case.q.shape[:3], -torch.inf, device=dout.device)
     truth = {}
     for sequence in range(len(case.offsets[0]) - 1):
         problem, inputs = case.member(sequence)
@@ -661,3 +661,17 @@ def test_float32_goes_by_spans(monkeypatch, backend, target):
     out, _ = forward(*inputs, case.operands)
     want, _ = reference.forward(*inputs, case.problem, None, case.operands)
     assert_close(out, want, budget(torch.float32, 64))
+
+
+def test_terms_that_ask_for_places_go_by_spans_only_where_those_are_the_same() -> None:
+    """By spans a score stands where it does among all packed rows and keys."""
+    slopes = Alibi(learned=True)
+    for same, term, allowed in ((True, slopes, True), (False, slopes, False), (True, Alibi(True, True), False)):
+        mask = Packed(3, inner=Causal(), same=same)
+        problem = make_problem((1, 4, 300, 64), BF16, mask=mask, scores=(term,), needs_grad=True)
+        problem = problem.with_(operand_grads=("slopes",))
+        assert spans_say_all(problem) is allowed
+        refused = [reason.what for reason in SM90.why_not(problem, H200) if "spans of keys" in reason.what]
+        assert bool(refused) is not allowed
+    capped = make_problem((1, 4, 300, 64), torch.float32, mask=Packed(3, inner=Causal()), softcap=5.0)
+    assert spans_say_all(capped)

@@ -201,7 +201,7 @@ def forward_by_sequence(
     results: dict[str, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """A packed problem by a forward that takes its members; where the offsets are on a device, by their spans."""
-    if not _on_host(operands):
+    if _goes_by_spans(problem, operands):
         return forward(q, k, v, *_spanned(problem, config, operands), results)
     outs, lses = [], []
     for one in members(problem, operands):
@@ -234,7 +234,7 @@ def backward_by_sequence(
     wants: Wants,
 ) -> Grads:
     """Likewise of a backward."""
-    if not _on_host(operands):
+    if _goes_by_spans(problem, operands):
         return backward(dout, dlse, q, k, v, out, lse, *_spanned(problem, config, operands), wants)
     given = {"q": q, "k": k, "v": v, **_beside_offsets(operands)}
     grads = {name: torch.zeros_like(tensor) for name, tensor in given.items() if name in wants}
@@ -264,8 +264,24 @@ def backward_by_sequence(
     return grads
 
 
-def _on_host(operands: Operands) -> bool:
-    return operands["cu_seqlens_q"].device.type == "cpu" and not operands["cu_seqlens_q"].is_meta
+def _goes_by_spans(problem: Problem, operands: Operands) -> bool:
+    """Whether the offsets stay where they are. Where spans do not say it all, the host waits for them."""
+    offsets = operands["cu_seqlens_q"]
+    return offsets.is_meta or (offsets.device.type != "cpu" and spans_say_all(problem))
+
+
+def spans_say_all(problem: Problem) -> bool:
+    """Whether the terms give packed rows and keys what they give those of a sequence.
+
+    Terms that look at where a score stands do if queries and keys begin at the same places, and if the sequences share
+    what they read.
+    """
+    mask = problem.mask
+    assert isinstance(mask, Packed)
+    return all(
+        term.elementwise or not term.transforms or (mask.same and not getattr(term, "batched", False))
+        for term in problem.scores
+    )
 
 
 def _beside_offsets(operands: Operands) -> Operands:

@@ -12,6 +12,7 @@ import torch
 from support import make_problem
 from tilewise import Causal, Full, Target, Window
 from tilewise.engine import SM90, run
+from tilewise.engine.program import Map
 from tilewise.engine.sm90 import forward
 from tilewise.problem import Strides
 from tilewise.terms import Alibi, KeyLengths, Sink, Spans
@@ -135,3 +136,11 @@ def test_heads_that_lie_apart_are_not_folded():
     apart = torch.empty(1, 16, 32, 128).transpose(1, 2)
     assert run._viewed(program, {"q": behind, "out": behind})["q"].shape == (1, 8, 64, 128)
     assert run._viewed(program, {"q": behind, "out": apart}) is None
+
+
+def test_maps_of_broadcast_operands_keep_their_places_unless_they_share_them(monkeypatch) -> None:
+    """Keys that are expanded over heads are asked for by head; a bias by place 0 of what it is broadcast over."""
+    monkeypatch.setattr(run, "rows_map", lambda tensor, rows: (tuple(tensor.shape), rows))
+    expanded = torch.empty(1, 1, 300, 64, device="meta").expand(3, 4, 300, 64)
+    assert run._tensor_map(Map("k", 128), {"k": expanded}) == ((3, 4, 300, 64), 128)
+    assert run._tensor_map(Map("bias", 64, shared=True), {"bias": expanded}) == ((1, 1, 300, 64), 64)

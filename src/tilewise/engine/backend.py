@@ -174,8 +174,9 @@ class Fused:
 
     def why_not(self, problem: Problem, target: Target) -> list[Reason]:
         """Reasons of the backend as a whole, then of the families; of those only what no other reason covers."""
+        displaced = rules.displaced(problem)
         problem = rules.posed(problem, problem.operand_grads)
-        reasons = self._refuse(problem, target)
+        reasons = [*displaced, *self._refuse(problem, target)]
         if rules.too_wide(problem) or problem.dtype not in rules.DTYPES:
             return reasons
         forward, backward = self.families(problem)

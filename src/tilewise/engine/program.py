@@ -43,12 +43,16 @@ class Address(NamedTuple):
 
 
 class Map(NamedTuple):
-    """The tensor map of a 16-bit operand: boxes of `rows` x 64 columns. Of scratch, shape and dtype are said here."""
+    """The tensor map of a 16-bit operand: boxes of `rows` x 64 columns. Of scratch, shape and dtype are said here.
+
+    `shared`: a dimension that the operand is broadcast over has size 1 in the map, and kernels ask for place 0 there.
+    """
 
     operand: str
     rows: int
     shape: Shape | None = None
     dtype: torch.dtype | None = None
+    shared: bool = False
 
 
 class Stride(NamedTuple):

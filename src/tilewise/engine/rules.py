@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..errors import Reason
-from ..isolation import with_spans
+from ..isolation import spans_say_all, with_spans
 from ..masks import Dense, Full, Packed
 from ..operands import SCORE_DIMS
 from ..problem import dtype_name, in_front_of_outputs
@@ -127,6 +127,21 @@ def is_packed(problem: Problem) -> bool:
         return False
     alone = all(isinstance(term, _TERMS_OF_SEQUENCES) and not term.learned_tensors for term in problem.scores)
     return alone and problem.dtype.itemsize == 2 and not problem.operand_grads
+
+
+def displaced(problem: Problem) -> list[Reason]:
+    """Packed sequences that kernels go through by spans of keys, and terms that would take other places for theirs."""
+    if not isinstance(problem.mask, Packed):
+        return []
+    problem = problem.dropout_in_terms()
+    return reasons(
+        (
+            not is_packed(problem) and not spans_say_all(problem),
+            "in float32, and where an operand of a term is learned, packed sequences go by spans of keys, which do not "
+            "say where a key stands in its own sequence",
+            "use 16-bit inputs, one tensor of offsets for queries and keys, or backend='reference'",
+        )
+    )
 
 
 def _kernel_gradients(problem: Problem) -> frozenset[str]:

@@ -237,6 +237,9 @@ def _tensor_map(slot: Map, operands: Mapping[str, Tensor | None]) -> Any:
         return rows_map(torch.empty(slot.shape, dtype=slot.dtype, device="meta"), slot.rows)
     tensor = operands[slot.operand]
     assert tensor is not None
+    for dim in range(3) if slot.shared else ():
+        if tensor.stride(dim) == 0:
+            tensor = tensor.narrow(dim, 0, 1)
     return rows_map(tensor, slot.rows)
 
 

@@ -105,11 +105,9 @@ def tiled_map(
 def rows_map(tensor: torch.Tensor, rows: int) -> TiledMap:
     """Boxes of `rows` x 64 columns of a 16-bit (batch, heads, seq, dim) tensor, its last dimension contiguous.
 
-    A dimension of size 1 may have any stride in PyTorch, and gets a legal one here; one that the tensor is broadcast
-    over has size 1 in the map.
+    A dimension of size 1 may have any stride in PyTorch, and gets a legal one here.
     """
-    dim = tensor.shape[3]
-    batch, heads, seq = (size if stride else 1 for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False))
+    batch, heads, seq, dim = tensor.shape
     strides = [
         stride * 2 if size > 1 else 16 * -(-dim // 8)
         for size, stride in ((seq, tensor.stride(2)), (heads, tensor.stride(1)), (batch, tensor.stride(0)))

@@ -292,7 +292,7 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
         **({"dq": Address("dq"), **strides("dq")} if config.makes_dq else {}),
         **division_fields(batch, divided, q_tiles, kv_tiles),
         **term_params(problem, precise=False, backward=True),
-        **({"bias_map": Map("bias", config.block_q)} if config.bias_stages else {}),
+        **({"bias_map": Map("bias", config.block_q, shared=True)} if config.bias_stages else {}),
         **tile_map.fields,
         "scale_log2": scale_log2,
         "head_dim": problem.head_dim,

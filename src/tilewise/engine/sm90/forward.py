@@ -239,7 +239,7 @@ def _launches(problem: Problem, target: Target, config: Config) -> Program:
         "work_counter": Counter() if dynamic and not config.split else None,
         **forward_fields(problem, config.block_q, forward_order(problem, target, 2, waves)),
         **term_params(problem, precise=False),
-        **({"bias_map": Map("bias", 64)} if config.bias_slots else {}),
+        **({"bias_map": Map("bias", 64, shared=True)} if config.bias_slots else {}),
         **tile_map.fields,
         "scale_log2": unit_of(problem) * LOG2_E,
         "splits": splits,
