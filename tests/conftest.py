@@ -75,9 +75,9 @@ def override_kernel(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# Of the tests of a file on the emulator, one in so many runs with the tests; of the parameters of each, one in so many
-# runs with the gates; the others run at night. Odd, so that both of a pair of parameters come up.
-EMULATED_EVERY, GATED_EVERY = 27, 7
+# Of all tests on the emulator, one in so many runs with the tests; of the parameters of each, one in so many runs with
+# the gates; the others run at night. Odd, so that both of a pair of parameters come up.
+EMULATED_EVERY, GATED_EVERY = 61, 7
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -88,10 +88,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip)
         if item.get_closest_marker("emulated"):
-            file, test = item.nodeid.split("::")[0], item.nodeid.split("[")[0]
-            if seen[file] % EMULATED_EVERY:
+            test = item.nodeid.split("[")[0]
+            if seen[""] % EMULATED_EVERY:
                 item.add_marker("nightly" if seen[test] % GATED_EVERY else "kernel_gate")
-            seen.update((file, test))
+            seen.update(("", test))
 
 
 @pytest.fixture(autouse=True)

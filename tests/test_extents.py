@@ -76,10 +76,10 @@ OUT_OPERANDS = {
     "out_rows_head_stride": Stride("out", 1),
     "out_rows_seq_stride": Stride("out", 2),
 }
-# What no kernel reads for itself: combine.cuh works on rows whatever their sequence, and the facts of the float32
-# forward are of whole tensors.
+# What no kernel reads for itself: combine.cuh works on rows whatever their sequence; the facts of the float32 forward
+# and the gradient of a bias that sequences share are of whole tensors.
 ASKED_OF_THE_PLAN = ("params.seq_q", "params.seq_k", "params.band_")
-ABOUT_TENSORS = {"combine.cuh", "float32_forward.cuh"}
+ABOUT_TENSORS = {"combine.cuh", "float32_forward.cuh", "bias_gradient.cuh"}
 LENGTHS = [(70, 70), (1, 33), (0, 20), (130, 90), (64, 128), (40, 0)]  # of queries and keys
 HEADS, DIM, BF16 = (2, 1), 64, torch.bfloat16
 

@@ -85,6 +85,7 @@ class Sieve(Toy):
 
     kind: ClassVar[str] = "sieve"
     transforms: ClassVar[bool] = False
+    kept_weight: ClassVar[float] = 1.0 / (1.0 - 1.0 / DROPPED)
 
     @property
     def struct(self) -> str:
@@ -103,7 +104,8 @@ struct Sieve {
   __device__ __forceinline__ bool stays(int i) const {
     return (7 * elements.query(i) + 3 * elements.key(i) + head) % DROPPED != 0;
   }
-  __device__ __forceinline__ tilewise::ptx::u32 keeps(int i) {
+  __device__ __forceinline__ void draw(int, tilewise::ptx::u32 (&)[tilewise::drawn_words]) const {}
+  __device__ __forceinline__ tilewise::ptx::u32 keeps(int i, const tilewise::ptx::u32 (&)[tilewise::drawn_words]) {
     return (stays(i) ? 0xffffu : 0u) | (stays(i + 1) ? 0xffff0000u : 0u);
   }
 };

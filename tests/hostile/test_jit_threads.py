@@ -189,7 +189,7 @@ def test_a_backward_keeps_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem((1, 1, 8, 8), torch.bfloat16, needs_grad=True)
     made: list[Any] = []
 
-    def loaded(programs: Any, problem: Any, wants: Any, given: Any) -> Any:
+    def loaded(programs: Any, problem: Any, wants: Any, given: Any, operands_alone: bool) -> Any:
         made.append(given["out"].stride())
         return lambda *tensors: tensors[5].stride()
 
