@@ -130,7 +130,10 @@ def test_a_bias_of_padded_rows(monkeypatch: Any, back: bool) -> None:
 
 
 LATE = {
-    FORWARD: ("ptx::mbarrier_wait(&smem.bias_full[bias_position.stage], bias_position.phase);\n    // Wide", "// Wide"),
+    FORWARD: (
+        "ptx::mbarrier_wait(&smem.bias_full[bias_position.stage], bias_position.phase);\n    if constexpr (adds_line)",
+        ";\n    if constexpr (adds_line)",
+    ),
     BACKWARD: ("      wait_bias();\n      Policy::apply", "      Policy::apply"),
 }
 

@@ -220,7 +220,7 @@ def test_strided_inputs_on_the_model(monkeypatch):
 
 # --- that the model would notice ---
 
-_STORED = "      ptx::tma_store_commit();\n      ptx::tma_store_wait_read<0>();\n      for (int warpgroup"
+_STORED = "        ptx::tma_store_commit();\n        ptx::tma_store_wait_read<0>();\n      }\n      if constexpr"
 _STAGED = "    ptx::fence_proxy_async();\n    __syncwarp();\n    arrive(&smem.out_full[warpgroup]);"
 _VALUES = "swizzle_atom_bytes), 1);\n    wgmma::commit();\n  }\n\n  __device__ __forceinline__ void hold_probabilities"
 _FIRST = (
@@ -235,8 +235,8 @@ SPOILS = {
     "rows staged without a fence": (_STAGED, _STAGED.replace("    ptx::fence_proxy_async();\n", "")),
     "products that are not committed": (_VALUES, _VALUES.replace("    wgmma::commit();\n", "")),
     "products without a fence": (_FIRST, _FIRST.replace("    wgmma::fence();\n", "")),
-    "stores that nobody waits for": (_STORED, _STORED.replace("      ptx::tma_store_wait_read<0>();\n", "")),
-    "stores that are not committed": (_STORED, _STORED.replace("      ptx::tma_store_commit();\n", "")),
+    "stores that nobody waits for": (_STORED, _STORED.replace("        ptx::tma_store_wait_read<0>();\n", "")),
+    "stores that are not committed": (_STORED, _STORED.replace("        ptx::tma_store_commit();\n", "")),
     "keys that are never given back": (
         "    arrive(&smem.k_empty[k_position.stage]);\n    if (early_release",
         "    if (early_release",
