@@ -224,11 +224,11 @@ _STORED = "        ptx::tma_store_commit();\n        ptx::tma_store_wait_read<0>
 _STAGED = "    ptx::fence_proxy_async();\n    __syncwarp();\n    arrive(&smem.out_full[warpgroup]);"
 _VALUES = "swizzle_atom_bytes), 1);\n    wgmma::commit();\n  }\n\n  __device__ __forceinline__ void hold_probabilities"
 _FIRST = (
-    "    wgmma::fence();\n    issue_scores();\n    pass_pingpong();\n"
+    "    wgmma::fence();\n    issue_scores();\n    pass_pingpong();\n    draw(part, kv_tile);\n"
     "    wgmma::wait<0>();\n    wgmma::hold(s);\n    release_operands"
 )
 _BARRIERS = "work_empty[i], 1 + storers + consumer_warps + scanners);\n  }\n  ptx::fence_mbarrier_init();"
-_HIDE = "      v[i] = column >= first && column < end ? v[i] : -infinity;"
+_HIDE = "    v[i] = column >= first && column < end ? v[i] : -infinity;"
 SPOILS = {
     "values before they are there": ("    ptx::mbarrier_wait(barrier + v_position.stage, v_position.phase);", ""),
     "a mask that is off by one": (_HIDE, _HIDE.replace("< end", "<= end")),
