@@ -247,8 +247,11 @@ struct ProductWarpgroup {
     if constexpr (config.bias_stages > 0)
       ptx::mbarrier_wait(&smem.bias_full[bias_position.stage], bias_position.phase);
   }
+  // Why the fence: an arrive does not wait for loads in flight, and TMA would write the next tile
+  // under them.
   __device__ __forceinline__ void release_bias() {
     if constexpr (config.bias_stages > 0) {
+      ptx::fence_proxy_async();
       arrive(&smem.bias_empty[bias_position.stage]);
       bias_position.advance();
     }

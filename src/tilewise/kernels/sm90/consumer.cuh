@@ -135,6 +135,9 @@ struct Consumer {
     }
   }
   // The bias is read, by the slow path too.
+  // Invariant: its words have been used, by a shuffle or a branch that waits for them. An arrive does
+  // not wait for loads in flight, and these may wait for as long as another warpgroup's products read
+  // shared memory: TMA then writes the next tile under them.
   __device__ __forceinline__ void release_bias() {
     if constexpr (config.bias_slots > 0) {
       __syncwarp();
@@ -274,12 +277,12 @@ struct Consumer {
     release_operands(kv_tile == part.own.begin);
     k_position.advance();
     const auto starts = apply_terms(part, kv_tile);
-    release_bias();
     if (part.plan->partial(kv_tile)) hide(part, kv_tile);
     observe(part, kv_tile);
     float alpha[2];
     softmax.reset();
     softmax.exact_block(s, params.scale_log2, alpha, starts);
+    release_bias();
     pack(part, kv_tile);
   }
 
@@ -312,7 +315,6 @@ struct Consumer {
                                              bool values_partial) {
     issue_both(part, kv_tile, values_partial);
     const auto starts = apply_terms(part, kv_tile);
-    release_bias();
     if (partial) hide(part, kv_tile);
     observe(part, kv_tile);
     float alpha[2];
@@ -322,6 +324,7 @@ struct Consumer {
     wgmma::hold(s);
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
     release_operands(kv_tile == part.own.begin);
+    release_bias();
     k_position.advance();
     finish_values();
     rescale(alpha);

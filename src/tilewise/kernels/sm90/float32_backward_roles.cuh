@@ -331,6 +331,7 @@ struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
     ptx::mbarrier_wait(&smem.q_full[position.stage], position.phase);
     multiply_rows<config.head_dim>(s, smem.k, smem.q[position.stage]);
     exponentiate(s, values, q_shift + k_shift);
+    ptx::fence_proxy_async();  // lse is read: an arrive does not wait for loads in flight
     this->arrive(&smem.q_empty[position.stage]);
     hand_over(s, values);
     GradWeights weights;
@@ -389,6 +390,7 @@ struct GradDkWarpgroup : GradWarpgroup<config, Policy, Extents> {
         else
           dp[4 * j + i] = fmaf(dp[4 * j + i] * factor.first, factor.second, i % 2 ? -y : -x);
     }
+    ptx::fence_proxy_async();  // likewise, of the row terms
     this->arrive(&smem.dout_empty[position.stage]);
     ptx::mbarrier_wait(&smem.weights_full[room.stage], room.phase);
     const float4* place =
