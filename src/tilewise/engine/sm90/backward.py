@@ -20,6 +20,7 @@ import torch
 from ...masks import UNLIMITED, Causal, Packed
 from ...operands import ALL
 from ...terms import Sink
+from ...terms.keep import PackedKeep
 from ...terms.spans import KnownSpans
 from .. import division, packed, rules
 from ..edges import edge_launches
@@ -231,9 +232,9 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
         divided = divide(problem, config, target)
     batch = packed.as_batch(problem)
     sums_dq = config.makes_dq and not config.writes_dq
-    tile_map = map_for(problem, config.block_q, config.block_kv, ARCH, by_keys=True)
     order = _order(batch, config, divided) if table is None else _packed_order(batch, divided)
     takes_tickets = sums_dq and order is not Order.ANY_ORDER
+    tile_map = map_for(problem, config.block_q, config.block_kv, ARCH, by_keys=True, in_turns=takes_tickets)
     # Sums that are added up in any order are zeroed before, and rounded behind: all, or of long packed sequences.
     ticket_keys = _ticket_keys(batch, config, order) if table is not None else 0
     unordered = sums_dq and (order is Order.ANY_ORDER if table is None else ticket_keys < UNLIMITED)
@@ -398,8 +399,8 @@ MIN_STEPS_IN_ANY_ORDER = 32
 def _order(problem: Problem, config: Config, divided: division.Division) -> Order:
     if problem.deterministic:
         return Order.KEY_ORDER
-    if any(term.narrows and not isinstance(term, KnownSpans) for term in problem.scores):
-        return Order.ANY_ORDER  # how many tiles claim a dQ is not known here
+    if any(term.narrows and not isinstance(term, KnownSpans | PackedKeep) for term in problem.scores):
+        return Order.ANY_ORDER  # how many tiles claim a dQ is not known
     longest = min([problem.seq_kv, *(term.longest for term in problem.scores if isinstance(term, KnownSpans))])
     sums = problem.batch * problem.heads_q * problem.seq_q * config.head_dim * 4
     stay_together = _walk(problem, divided.cut) is Walk.DOWN and divided.waves < MIN_WAVES_TO_CLAIM
