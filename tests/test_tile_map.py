@@ -181,6 +181,26 @@ def test_tiles_of_keys_add_to_a_query_tile_in_every_order(
 
 
 @emulated
+@pytest.mark.parametrize("order", ["any", "claim", "by keys"])
+def test_queries_without_keys_have_no_gradient(monkeypatch: Any, order: str) -> None:
+    """Blocks of 64 of them, in tiles with others and in tiles of their own; sums that nobody zeroed are not read."""
+    torch.manual_seed(5)
+    keep = torch.rand(2, 1, 400, 700) < 0.5
+    keep[0, :, :200] = False
+    keep[1, :, 300:] = False
+    monkeypatch.setattr(tile_map, "MIN_SCORES", 0)
+    if order == "any":
+        monkeypatch.setattr(sm90_backward, "MAX_CLAIMANTS", 0)
+    poisoned = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *size, **kind: poisoned(*size, **kind).fill_(255))
+    fields = {"seq_q": 400, "seq_kv": 700, "needs_grad": True, "deterministic": order == "by keys"}
+    plain = term_cases.case_of(torch.bfloat16, 64, Full(), (), lambda _: {}, **fields).problem
+    terms = (Keep.of(keep, plain),)
+    case = term_cases.case_of(torch.bfloat16, 64, Full(), terms, lambda _: {"keep": keep}, **fields)
+    term_cases.check(monkeypatch, SM90, case, back=True)
+
+
+@emulated
 def test_a_map_serves_until_its_mask_changes(monkeypatch: Any) -> None:
     emulation.install(monkeypatch)
     problem = make_problem((2, 4, 300, 64), torch.bfloat16, heads_kv=2, seq_kv=700)

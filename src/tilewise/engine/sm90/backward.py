@@ -157,14 +157,20 @@ def _ordered(rows: list[rules.Row], problem: Problem) -> list[rules.Row]:
 
 
 @functools.cache
-def preprocess_unit(bf16: bool, lanes: int, extents: Extents = BATCHED, line: Term | None = None) -> Unit:
-    """The kernel that makes the row terms, with what the `line` of a term adds to them."""
+def preprocess_unit(
+    bf16: bool, lanes: int, extents: Extents = BATCHED, line: Term | None = None, skips_blind: bool = False
+) -> Unit:
+    """The kernel that makes the row terms, with what the `line` of a term adds to them.
+
+    `skips_blind`: it reads and zeroes nothing for queries that see no key.
+    """
     policy = None if line is None else Policy((line,))
     of_line = "" if policy is None else policy.suffix
+    more = f", {'tilewise::Scores<>' if policy is None else 'Policy'}{', true' * skips_blind}"
     return kernel_unit(
-        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}{of_line}{extents.suffix}",
+        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}{of_line}{'_skipping' * skips_blind}{extents.suffix}",
         "sm90/backward_edges.cuh",
-        f"preprocess<{str(bf16).lower()}, {lanes}, Extents{'' if policy is None else ', Policy'}>",
+        f"preprocess<{str(bf16).lower()}, {lanes}, Extents{more if skips_blind or policy is not None else ''}>",
         _PreprocessParams,
         ARCH,
         policy=policy,
@@ -175,11 +181,11 @@ def preprocess_unit(bf16: bool, lanes: int, extents: Extents = BATCHED, line: Te
 
 
 @functools.cache
-def postprocess_unit(bf16: bool, extents: Extents = BATCHED) -> Unit:
+def postprocess_unit(bf16: bool, extents: Extents = BATCHED, skips_blind: bool = False) -> Unit:
     return kernel_unit(
-        f"postprocess_{'bf16' if bf16 else 'fp16'}{extents.suffix}",
+        f"postprocess_{'bf16' if bf16 else 'fp16'}{'_skipping' * skips_blind}{extents.suffix}",
         "sm90/backward_edges.cuh",
-        f"postprocess<{str(bf16).lower()}, Extents>",
+        f"postprocess<{str(bf16).lower()}, Extents{', true' * skips_blind}>",
         _PostprocessParams,
         ARCH,
         extents=extents,
@@ -314,6 +320,7 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
         "head_dim": problem.head_dim,
         "row_floats": config.head_dim,
         "scale": dqk_scale,
+        "start_s": scratch.address("start_s") if tile_map.is_used else None,
     }
     edges = pairs * rows // EDGE_ROWS
     extents = BATCHED if table is None else packed.PACKED
@@ -321,12 +328,12 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
     lanes, kernel = _LANES[config.head_dim_v], unit(config, ARCH, problem.scores, main_extents)
     params = tile_map.extents.params(params_for(problem, _MainParams))
     pre_params = _PreprocessParams if line is None else Policy((line,)).params(_PreprocessParams)
-    prepare = preprocess_unit(config.bf16, lanes, extents, line)
+    prepare = preprocess_unit(config.bf16, lanes, extents, line, tile_map.is_used)
     launches = [Launch(prepare, pre_params, preprocess, edges, EDGE_THREADS)]
     if wants & ALL or any(term.learned_tensors and not isinstance(term, Sink) for term in problem.scores):
         launches.append(Launch(kernel, params, main, divided.grid, config.threads, overlap=True))
     if unordered:
-        post = postprocess_unit(config.bf16, extents)
+        post = postprocess_unit(config.bf16, extents, tile_map.is_used)
         launches.append(Launch(post, _PostprocessParams, postprocess, edges, EDGE_THREADS, overlap=True))
     launches += edge_launches(problem, ARCH, scratch.address("start_dp"), rows, 1.0 / kept_weight)
     if table is not None:

@@ -54,7 +54,9 @@ struct ProductWarpgroup {
   using Once = typename Policy::Once;
   static constexpr bool keeps_once = Policy::adds_straight_line && sizeof(Once) == sizeof(float);
   Once once;
-  // Of the tile whose scores are made, if it is partial.
+  // Of the tile whose scores are made, if it is partial. Bits of dropped weights take the registers
+  // for it.
+  static constexpr bool looks_ahead = Policy::looks_ahead && !Policy::drops;
   typename Policy::template Ahead<block_q / 2, RowsAre::keys> ahead;
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
@@ -112,7 +114,7 @@ struct ProductWarpgroup {
   __device__ __forceinline__ SeenTile seen_tile(const Position& at) {
     if constexpr (keeps_once) once = Once(params, HeadOf{*this, at.stage});
     const SeenTile tile(smem.seen_tile[at.stage][warpgroup]);
-    if constexpr (Policy::looks_ahead) {
+    if constexpr (looks_ahead) {
       if (tile.is_partial()) Policy::look_ahead(ahead, params, Place{*this, tile, at.stage});
     }
     return tile;
@@ -234,7 +236,7 @@ struct ProductWarpgroup {
       return kernel.once;
     }
     __device__ __forceinline__ const auto& ahead() const
-      requires Policy::looks_ahead
+      requires looks_ahead
     {
       return kernel.ahead;
     }
