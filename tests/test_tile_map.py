@@ -14,7 +14,7 @@ from support import make_problem
 from term_cases import H200
 from tilewise import Causal, Full, Window
 from tilewise.engine import SM80, SM90, run, tile_map
-from tilewise.engine.tile_map import Planes
+from tilewise.engine.sm90 import backward as sm90_backward
 from tilewise.terms import Keep
 from tilewise.terms.keep import PackedKeep
 
@@ -38,25 +38,36 @@ def mask_of(shape: tuple[int, ...], kind: str) -> torch.Tensor:
 
 def listed(keep: torch.Tensor, problem: Any, block_q: int, block_kv: int, by_keys: bool) -> list[Any]:
     """(full tiles, other tiles) of every list, by the kernels."""
-    planes = Planes(keep.shape[0], keep.shape[1])
-    seen = keep.expand(planes.batch, planes.heads, problem.seq_q, problem.seq_kv)
-    term = PackedKeep(lines="keys" if by_keys else "queries")
-    if keep.shape[2] == 1:
-        term = PackedKeep(("row",))
-    shape = tile_map.lists_of(problem, planes, block_q, block_kv, by_keys=by_keys)
-    counts = torch.full(shape.counts_shape, -1, dtype=torch.int32)
-    tiles = torch.full(shape.tiles_shape, -1, dtype=torch.int32)
-    bits = torch.zeros(planes.total, *tile_map._lines(problem, term), dtype=torch.int32)
-    program = tile_map.map_program(problem, term, planes, block_q, block_kv, "sm_90a", by_keys=by_keys)
-    given = {"keep": seen, "tile_counts": counts, "tile_lists": tiles, "keep_bits": bits}
-    run.load(program, given, 0)(*given.values())
-    lines = seen.flatten(0, 1)[:, : bits.shape[1]] if term.lines == "queries" else seen.flatten(0, 1).transpose(1, 2)
-    unpacked = (bits[..., None] >> torch.arange(32) & 1).flatten(2)[..., : lines.shape[2]]
-    assert torch.equal(unpacked.bool(), lines != 0)
+    made = prepared(keep, problem, block_q, block_kv, by_keys=by_keys)
+    seen = keep.expand(-1, -1, problem.seq_q, problem.seq_kv).flatten(0, 1)
+    bits = made["keep_bits"]
+    check_bits(bits, seen[:, : bits.shape[1]])
+    if by_keys and keep.shape[2] > 1:
+        check_bits(made["key_bits"], seen.transpose(1, 2))
     return [
         (row[:full].tolist(), row[full:count].tolist())
-        for row, (full, count) in zip(tiles.flatten(0, 1), counts.flatten(0, 1).tolist(), strict=True)
+        for row, (full, count) in zip(
+            made["tile_lists"].flatten(0, 1), made["tile_counts"].flatten(0, 1).tolist(), strict=True
+        )
     ]
+
+
+def prepared(keep: torch.Tensor, problem: Any, block_q: int, block_kv: int, **kind: bool) -> dict[str, torch.Tensor]:
+    """All that is made of a mask for a kernel, as its program has it made."""
+    term = Keep.of(keep, problem)
+    packs = PackedKeep(term.over, term.paired, "keys" if kind["by_keys"] and not term.rows_alike else "queries")
+    posed = problem.with_(scores=(packs,))
+    known: dict[str, torch.Tensor] = {"keep": packs.tensors[0].expanded(keep, problem)}
+    for one in tile_map.map_for(posed, block_q, block_kv, "sm_90a", **kind).prepared:
+        given = {name: known[name] for name in one.operands}
+        made = run._Preparation(one, given, 0)(0, *given.values())
+        known |= {name: result for (name, _), result in zip(one.results, made, strict=True)}
+    return known
+
+
+def check_bits(bits: torch.Tensor, lines: torch.Tensor) -> None:
+    unpacked = (bits[..., None] >> torch.arange(32) & 1).flatten(2)[..., : lines.shape[2]]
+    assert torch.equal(unpacked.bool(), lines != 0)
 
 
 def wanted(keep: torch.Tensor, problem: Any, block_q: int, block_kv: int, by_keys: bool) -> list[Any]:
@@ -136,6 +147,59 @@ def test_kernels_go_through_their_lists(
     term_cases.check(monkeypatch, backend, case, back=back)
 
 
+ORDERS = [
+    (SM90, 64, "any", MAPS[0]),
+    (SM90, 128, "any", MAPS[1]),
+    (SM90, 64, "by keys", MAPS[0]),
+    (SM90, 64, "by keys", MAPS[3]),
+    (SM90, 128, "by keys", MAPS[2]),
+    (SM90, 256, "by keys", MAPS[1]),
+    (SM80, 64, "by keys", MAPS[0]),
+    (SM80, 128, "by keys", MAPS[3]),
+]
+
+
+@emulated
+@pytest.mark.parametrize(("backend", "dim", "order", "mask"), ORDERS, ids=str)
+def test_tiles_of_keys_add_to_a_query_tile_in_every_order(
+    monkeypatch: Any, backend: Any, dim: int, order: str, mask: Any
+) -> None:
+    """Where tiles wait for one another, those that the mask leaves out must not be waited for."""
+    shape, band = mask
+    keep = mask_of(shape, "plain")
+    keep[-1, -1, : 130 if shape[2] > 1 else 1, 200:] = False
+    monkeypatch.setattr(tile_map, "MIN_SCORES", 0)
+    if order == "any":
+        monkeypatch.setattr(sm90_backward, "MAX_CLAIMANTS", 0)
+    fields = {"seq_q": 300, "seq_kv": 700, "needs_grad": True, "deterministic": order == "by keys"}
+    plain = term_cases.case_of(torch.bfloat16, dim, band, (), lambda _: {}, **fields).problem
+    case = term_cases.case_of(torch.bfloat16, dim, band, (Keep.of(keep, plain),), lambda _: {"keep": keep}, **fields)
+    program = backend.backward_program(case.problem, H200, backend.backward_configs(case.problem, H200)[0])
+    made = {name for one in program.prepared for name, _ in one.results}
+    assert ("tile_turns" in made) == (order == "by keys")
+    term_cases.check(monkeypatch, backend, case, back=True)
+
+
+@emulated
+@pytest.mark.parametrize("order", ["any", "claim", "by keys"])
+def test_queries_without_keys_have_no_gradient(monkeypatch: Any, order: str) -> None:
+    """Blocks of 64 of them, in tiles with others and in tiles of their own; sums that nobody zeroed are not read."""
+    torch.manual_seed(5)
+    keep = torch.rand(2, 1, 400, 700) < 0.5
+    keep[0, :, :200] = False
+    keep[1, :, 300:] = False
+    monkeypatch.setattr(tile_map, "MIN_SCORES", 0)
+    if order == "any":
+        monkeypatch.setattr(sm90_backward, "MAX_CLAIMANTS", 0)
+    poisoned = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *size, **kind: poisoned(*size, **kind).fill_(255))
+    fields = {"seq_q": 400, "seq_kv": 700, "needs_grad": True, "deterministic": order == "by keys"}
+    plain = term_cases.case_of(torch.bfloat16, 64, Full(), (), lambda _: {}, **fields).problem
+    terms = (Keep.of(keep, plain),)
+    case = term_cases.case_of(torch.bfloat16, 64, Full(), terms, lambda _: {"keep": keep}, **fields)
+    term_cases.check(monkeypatch, SM90, case, back=True)
+
+
 @emulated
 def test_a_map_serves_until_its_mask_changes(monkeypatch: Any) -> None:
     emulation.install(monkeypatch)
@@ -143,15 +207,70 @@ def test_a_map_serves_until_its_mask_changes(monkeypatch: Any) -> None:
     keep = mask_of((2, 1, 300, 700), "plain").expand(2, 4, 300, 700)
     monkeypatch.setattr(tile_map, "MIN_SCORES", 0)
     posed = tile_map.packed(problem.with_(scores=(Keep(("head",)),)), "queries")
-    (prepared,) = tile_map.map_for(posed, 128, 128, "sm_90a", by_keys=False).prepared
-    prepare = run._Preparation(prepared, {"keep": keep}, 0)
-    first = prepare(0, keep)
-    assert prepare(0, keep.expand(2, 4, 300, 700))[0] is first[0]
-    assert prepare(1, keep)[0] is not first[0]
+    marks, lists = tile_map.map_for(posed, 128, 128, "sm_90a", by_keys=False).prepared
+    mark = run._preparation(marks, {"keep": keep}, 0)
+    first = mark(0, keep)
+    listing = run._preparation(lists, {"keep_cells": first[0]}, 0)
+    before, _ = listing(0, first[0])
+    assert mark(0, keep.expand(2, 4, 300, 700))[0] is first[0]
+    assert listing(0, first[0])[0] is before
+    assert mark(1, keep)[0] is not first[0]
     keep[:, 0, :128] = False
-    counts, *_ = prepare(0, keep)
+    changed = mark(0, keep)
+    counts, _ = listing(0, changed[0])
     assert counts[:, 0].tolist() == [[0, 0], [0, 0]]
-    assert first[0][:, 0].tolist() != [[0, 0], [0, 0]]
+    assert before[:, 0].tolist() != [[0, 0], [0, 0]]
     with torch.inference_mode():
+        # What is made of a mask that can be asked for its state can be asked itself.
+        cells, _ = mark(2, keep)
+        assert listing(2, cells)[0] is listing(2, mark(2, keep)[0])[0]
         unseen = keep.clone()
-        assert prepare(0, unseen)[0] is not prepare(0, unseen)[0]
+        assert mark(0, unseen)[0] is not mark(0, unseen)[0]
+
+
+@emulated
+def test_forward_and_backward_read_a_mask_once(monkeypatch: Any) -> None:
+    """Kernels of any tile shape, in whatever program, and by queries or keys."""
+    emulation.install(monkeypatch)
+    monkeypatch.setattr(tile_map, "MIN_SCORES", 0)
+    problem = make_problem((2, 4, 300, 64), torch.bfloat16, heads_kv=2, seq_kv=700)
+    keep = mask_of((2, 1, 300, 700), "plain").expand(2, 4, 300, 700)
+    posed = {kind: tile_map.packed(problem.with_(scores=(Keep(("head",)),)), kind) for kind in ("queries", "keys")}
+    maps = [
+        tile_map.map_for(posed["queries"], 128, 128, "sm_90a", by_keys=False),
+        tile_map.map_for(posed["queries"], 128, 112, "sm_90a", by_keys=False),
+        tile_map.map_for(posed["keys"], 64, 128, "sm_90a", by_keys=True),
+        tile_map.map_for(posed["keys"], 64, 128, "sm_90a", by_keys=True, in_turns=True),
+    ]
+    marks = [run._preparation(one.prepared[0], {"keep": keep}, 0) for one in maps]
+    assert len(set(map(id, marks))) == 1
+    _, bits = marks[0](0, keep)
+    turns = [run._preparation(one.prepared[-1], {"keep_bits": bits}, 0) for one in maps[2:]]
+    assert len(set(map(id, turns))) == 1
+
+
+@emulated
+@pytest.mark.parametrize("blocks", [(64, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("mask", [Full(), Causal("bottom-right"), Window(200, 40)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_turns_are_those_of_the_tiles_that_visit(
+    monkeypatch: Any, shape: tuple[int, ...], mask: Any, blocks: tuple[int, int]
+) -> None:
+    emulation.install(monkeypatch)
+    problem = make_problem((2, 4, 300, 64), torch.bfloat16, heads_kv=2, seq_kv=700, mask=mask)
+    keep = mask_of(shape, "plain")
+    unordered = listed(keep, problem, *blocks, True)
+    made = prepared(keep, problem, *blocks, by_keys=True, in_turns=True)
+    turns, lists, counts = (made[name] for name in ("tile_turns", "tile_lists", "tile_counts"))
+    kv_tiles = lists.shape[1]
+    for number, (full, other) in enumerate(unordered):
+        plane, kv_tile = divmod(number, kv_tiles)
+        entries = lists[plane, kv_tile, : counts[plane, kv_tile, 1]].tolist()
+        assert [entry & 0x7FFFFFFF for entry in entries] == sorted(full + other)
+        assert [entry & 0x7FFFFFFF for entry in entries if entry < 0] == other
+    visits = [set(full + other) for full, other in unordered]
+    for plane in range(lists.shape[0]):
+        for q_tile in range(turns.shape[1]):
+            visiting = [kv for kv in range(kv_tiles) if q_tile in visits[plane * kv_tiles + kv]]
+            for place, kv_tile in enumerate(visiting):
+                assert turns[plane, q_tile, kv_tile].tolist() == [place, len(visiting) - 1 - place]

@@ -38,6 +38,12 @@ struct dim3 {
 struct uint4 {
   unsigned x, y, z, w;
 };
+struct uint2 {
+  unsigned x, y;
+};
+struct int2 {
+  int x, y;
+};
 struct float2 {
   float x, y;
 };

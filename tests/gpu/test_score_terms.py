@@ -20,7 +20,7 @@ from support import budget, make_problem
 from term_cases import Case, Truth, truth
 from tilewise import Causal, Documents, Full, PrefixLM, Target, Window
 from tilewise import KeyLengths as KeyLengthsMask
-from tilewise.engine import SM80, SM90, tile_map
+from tilewise.engine import SM80, SM90, run, tile_map
 from tilewise.jit import build_all
 from tilewise.operands import ALL
 from tilewise.scores import Softcap, Term, Where, bend_all, join_all, keep_all, visible_all
@@ -238,15 +238,28 @@ SMALL = [(dim, mask, (300, 412)) for dim in (64, 128) for mask in MASKS]
 OTHERS = [(128, Causal(), (1100, 1100)), (64, Full(), (130, 701)), (96, Causal("bottom-right"), (257, 511))]
 
 
+MANY_TILES = (700, 2600)  # more tiles of keys than claim a dQ: it is added up in any order
+
+
+def with_large_bias(dim: int) -> Any:
+    """A problem with a bias that batches share, large enough to fill every ring many times."""
+    plain = make_problem((4, 16, 4096, dim), BF16, needs_lse=True, needs_grad=True)
+    return plain.with_(scores=(Bias("bfloat16", ("batch",), True, True),), operand_grads=("bias",))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
     """All kernels, side by side, before the first test needs one."""
     if not hopper:
         return
     small = [(name, *shape) for name in NAMES for shape in [*SMALL, *OTHERS]]
+    long = [(name, dim) for name in ("keep", "keep padding") for dim in (64, 128)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tile_map, "MIN_SCORES", 0)
         cases = [case_of(name, BF16, dim, mask, lengths) for name, dim, mask, lengths in small]
+        cases += [case_of(name, BF16, dim, Causal(), MANY_TILES) for name, dim in long]
+        cases += [case_of(name, BF16, dim, Full(), MANY_TILES, deterministic=True) for name, dim in long]
+        cases += [cases[0]._replace(problem=with_large_bias(dim)) for dim in (64, 96, 128)]
         units = {unit.label: unit for case in cases for unit in units_of(case)}
     for _ in build_all(list(units.values())):
         pass
@@ -323,6 +336,97 @@ def test_a_changed_mask_changes_the_result() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert relative_error(out, truth(case).out) <= budget(BF16, 900)
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", ["keep", "keep blocks", "keep padding", "keep left padding"])
+def test_maps_of_many_tiles_of_keys(name: str, dim: int, backend: str) -> None:
+    """Tiles of keys take turns by the map where gradients are deterministic, and add as they come where not."""
+    check(case_of(name, BF16, dim, Causal(), MANY_TILES), backend)
+    case = case_of(name, BF16, dim, Full(), MANY_TILES, deterministic=True)
+    check(case, backend)
+    first = called(case, backend)
+    for _ in range(5):
+        again = called(case, backend)
+        assert all(torch.equal(again[key], first[key]) for key in first)
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_a_padded_batch_of_short_sequences(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a map of its own size. Of one sequence nothing is left; lengths end inside of tiles and on borders."""
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    shape = (32, 4, 512, 64)
+    plain = make_problem(shape, BF16, heads_kv=2, needs_lse=True, needs_grad=True)
+    lengths = torch.randint(1, 513, (32,), device="cuda")
+    lengths[:4] = torch.tensor([0, 512, 128, 129])
+    keep = (torch.arange(512, device="cuda") < lengths[:, None])[:, None, None]
+    q, dout = (drawn(*shape).to(BF16) for _ in range(2))
+    k, v = (drawn(32, 2, 512, 64).to(BF16) for _ in range(2))
+    case = Case(plain.with_(scores=(Keep.of(keep, plain),)), {"keep": keep}, q, k, v, dout)
+    target = Target.of("cuda")
+    assert BACKENDS[backend].program(case.problem, target, BACKENDS[backend].configs(case.problem, target)[0]).prepared
+    check(case, backend)
+
+
+def test_layers_share_what_is_made_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read of it for forward and backward of all layers, and one more once it has changed."""
+    made: list[Any] = []
+    make = run._Preparation._make
+
+    def counted(self: Any, operands: Any) -> Any:
+        made.append(self)
+        return make(self, operands)
+
+    monkeypatch.setattr(run._Preparation, "_make", counted)
+    case = case_of("keep blocks", BF16, 64, Causal(), (700, 900), seed=3)
+    called(case, "sm90")
+    first = len(made)
+    assert len(set(map(id, made))) == first  # each thing that is made of it, once
+    called(case, "sm90")
+    assert len(made) == first
+    case.operands["keep"][50:300] = False
+    check(case, "sm90")
+    assert len(made) == 2 * first
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_every_row_of_a_large_problem_with_a_dense_bias(dim: int) -> None:
+    """A slot of the ring that is given back too early is overwritten under its readers, in a few of many rows."""
+    torch.manual_seed(dim)
+    problem = with_large_bias(dim)
+    batch, heads, rows = problem.batch, problem.heads_q, problem.seq_q
+    bias = drawn(1, heads, rows, rows).to(BF16)
+    assert Bias.of(bias.detach().requires_grad_(), problem) == problem.scores[0]
+    q, k, v, dout = (drawn(batch, heads, rows, dim).to(BF16) for _ in range(4))
+    case = Case(problem, {"bias": bias}, q, k, v, dout)
+    got, again = called(case, "sm90"), called(case, "sm90")
+    for name in ("out", "lse", "bias"):  # dq, dk and dv may be added up in any order
+        assert torch.equal(got[name], again[name]), name
+    del again
+    allowed = budget(BF16, rows)
+    for head in range(heads):
+        dbias = torch.zeros(rows, rows, device="cuda")
+        magnitude = torch.zeros((), device="cuda")
+        for b in range(batch):
+            a, c, e, upstream = (x[b, head].float() for x in (q, k, v, dout))
+            scores = a @ c.mT * problem.scale + bias[0, head].float()
+            lse = scores.logsumexp(-1)
+            weights = torch.exp(scores - lse[:, None])
+            out = weights @ e
+            dscores = weights * (upstream @ e.mT - (upstream * out).sum(-1, keepdim=True))
+            dbias += dscores
+            magnitude += dscores.square().sum()
+            where = f"batch {b}, head {head}"
+            wrong = (got["out"][b, head].float() - out).norm(dim=-1) / out.norm(dim=-1)
+            assert wrong.max() <= allowed, f"{where}: {int((wrong > allowed).sum())} rows, worst {wrong.max():.2e}"
+            assert (got["lse"][b, head] - lse).abs().max() <= 1e-3, where
+            want = {"q": dscores @ c * problem.scale, "k": dscores.mT @ a * problem.scale, "v": weights.mT @ upstream}
+            for name, tensor in want.items():
+                assert relative_error(got[name][b, head], tensor.double()) <= allowed, f"{where}: d{name}"
+        wrong = (got["bias"][0, head].float() - dbias).norm() / magnitude.sqrt()
+        assert wrong <= allowed, f"head {head}: dbias is off by {wrong:.2e} of its addends"
 
 
 SPANNED = [

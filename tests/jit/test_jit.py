@@ -696,3 +696,15 @@ def test_the_machine_code_shows_products_and_spills() -> None:
     assert spills["STL"] + spills["STL.64"] + spills["STL.128"] > 0
     assert not any(code.startswith("HGMMA") for code in spills)
     assert min(products["EXIT"], spills["EXIT"]) > 0
+
+
+def test_the_machine_code_shows_clamps_that_compare_too() -> None:
+    clamps = "        /*0070*/   VIMNMX.RELU R6, P1, P1, R2.reuse, 0x10, PT ;\n"
+    others = (
+        "        /*0080*/   VIMNMX R0, R2, 0x10, PT ;\n"
+        "        /*0090*/   ISETP.GT.AND P0, PT, R6, 0xf, PT ;\n"
+        "        /*00a0*/   @P0 VIADDMNMX R13, R17, R14, 0x40, PT ;\n"
+        "        /*00b0*/   FMNMX R3, R4, R5, !P1 ;\n"
+    )
+    assert sass.tested_extrema(others + clamps) == ["VIMNMX.RELU R6, P1, P1, R2.reuse, 0x10, PT "]
+    assert sass.tested_extrema(others) == []

@@ -49,9 +49,8 @@ def forward_posed(problem: Problem, family: Any) -> Problem:
 
 
 def backward_posed(problem: Problem, wants: Iterable[str], family: Any) -> Problem:
-    """Likewise of a backward of these gradients. One that adds up dQ in a fixed order counts on visiting all tiles."""
-    posed = rules.one_sided(rules.posed(problem, wants))
-    return posed if problem.deterministic else _packed(posed, family)
+    """Likewise of a backward of these gradients."""
+    return _packed(rules.one_sided(rules.posed(problem, wants)), family)
 
 
 def _packed(problem: Problem, family: Any) -> Problem:

@@ -12,6 +12,7 @@ from ..jit import TensorMap, params_struct
 from ..jit.compile import KERNELS
 from ..masks import Causal
 from ..terms import Spans
+from ..terms.keep import PackedKeep
 
 if TYPE_CHECKING:
     from ..problem import Problem
@@ -95,8 +96,11 @@ def forward_order(problem: Problem, target: Target, number_bytes: int, waves: fl
 
 
 def _grows(problem: Problem) -> bool:
-    """Later tiles of queries may see more keys: under a causal mask, and by spans, whose ends never fall."""
-    return isinstance(problem.mask, Causal) or any(isinstance(term, Spans) for term in problem.scores)
+    """Later tiles of queries may see more keys: under a causal mask, by spans, whose ends never fall, and by a boolean
+    tensor of which nothing is known but that queries differ: most of those are causal."""
+    return isinstance(problem.mask, Causal) or any(
+        isinstance(term, Spans) or (isinstance(term, PackedKeep) and not term.rows_alike) for term in problem.scores
+    )
 
 
 # Of a section of causal tiles, per multiprocessor: fewer than MIN_WAVES make it one of WIDE_WAVES. Measured.

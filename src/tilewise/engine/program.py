@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Hashable, Iterator, Mapping
 
     import torch
 
@@ -123,13 +123,16 @@ class Launch(NamedTuple):
 class Prepared(NamedTuple):
     """What a program makes of operands, in int32, before its own launches: slots of its fields, by name and shape.
 
-    It depends on the operands alone, so it is made once and kept until one of these tensors changes.
+    It depends on the operands alone, so it is made once and kept until one of these tensors changes. An operand may be
+    a result of another that a program prepares before. `shared`: programs that give it the same name, for operands of
+    the same shape and strides, have it made once for all of them.
     """
 
     operand: str
     program: Program
     results: tuple[tuple[str, Shape], ...]
     others: tuple[str, ...] = ()
+    shared: Hashable | None = None
 
     @property
     def operands(self) -> tuple[str, ...]:

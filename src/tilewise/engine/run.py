@@ -73,10 +73,13 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
             return load(other, operands, device)
         names["unmapped"] = _Later(other, operands, device)
         lines.insert(0, f"if {name}.data_ptr() & 15: return unmapped({', '.join(operands)})")
+    made: dict[str, Tensor] = {}
     for number, one in enumerate(program.prepared):
-        names[f"prepared{number}"] = _Preparation(one, {name: operands[name] for name in one.operands}, device)
-        made = ", ".join(name for name, _ in one.results)
-        lines.append(f"{made} = prepared{number}(stream, {', '.join(one.operands)})")
+        read = {name: made[name] if name in made else operands[name] for name in one.operands}
+        names[f"prepared{number}"] = _preparation(one, read, device)
+        made |= {name: torch.empty(shape, dtype=torch.int32, device="meta") for name, shape in one.results}
+        results = "".join(f"{name}, " for name, _ in one.results)
+        lines.append(f"{results}= prepared{number}(stream, {', '.join(one.operands)})")
     if program.scratch.bytes:
         first = next(iter(operands))
         lines += [f"scratch = {first}.new_empty({program.scratch.bytes}, dtype=bytes)", "base = scratch.data_ptr()"]
@@ -138,6 +141,17 @@ def is_mapped(tensor: Tensor) -> bool:
     return _can_be_mapped(tensor) and tensor.data_ptr() % 16 == 0
 
 
+def _preparation(prepared: Prepared, operands: Mapping[str, Tensor | None], device: int) -> _Preparation:
+    """The one of all programs that share it, or one of its own."""
+    if prepared.shared is None:
+        return _Preparation(prepared, operands, device)
+    shapes = tuple((one.shape, one.stride()) for one in operands.values() if one is not None)
+    found: _Preparation = remembered(
+        ("prepared", prepared.shared, shapes, device), lambda: _Preparation(prepared, operands, device)
+    )
+    return found
+
+
 class _Preparation:
     """Makes the results of a Prepared, or gives those that it made before of the same memory in the same state.
 
@@ -173,7 +187,8 @@ class _Preparation:
         return found[1]
 
     def _make(self, operands: tuple[Tensor, ...]) -> list[Tensor]:
-        results = [operands[0].new_empty(shape, dtype=torch.int32) for shape in self._shapes]
+        with torch.inference_mode(False):  # tensors whose state can be asked: another may be made of them
+            results = [operands[0].new_empty(shape, dtype=torch.int32) for shape in self._shapes]
         self._run(*operands, *results)
         return results
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # An instruction as nvdisasm prints it: /*0010*/ @!P0 HGMMA.64x128x16.F32.BF16 R24, ... ;
 _OPCODE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+# A minimum or maximum with a predicate among its results: VIMNMX.RELU R6, P1, P1, R2, 0x10, PT ;
+_TESTED_EXTREMUM = re.compile(r"\b[A-Z]*MNMX\d?[\w.]* U?R\w+, U?P\d[^;]*")
 
 
 def disassemble(kernel: Kernel) -> str:
@@ -37,6 +39,16 @@ def disassemble(kernel: Kernel) -> str:
 def opcodes(sass: str) -> collections.Counter[str]:
     """How often each instruction, with its modifiers, stands in the code."""
     return collections.Counter(_OPCODE.findall(sass))
+
+
+def tested_extrema(sass: str) -> list[str]:
+    """The instructions that take a minimum or maximum of integers and compare it with its bound at once.
+
+    The assembler of CUDA 13.0 makes one of `max(0, min(x, n)) == n` where other code needs the clamped value too. It
+    names one predicate for two answers, and kernels on an NVIDIA H200 took the wrong branch by it. That of CUDA 13.4
+    compares with an instruction of its own.
+    """
+    return _TESTED_EXTREMUM.findall(sass)
 
 
 def _nvdisasm() -> str:

@@ -146,7 +146,8 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
         divided = packed.undivided(problem, table, slots)
     else:
         divided = divide(problem, config, target)
-    tile_map = map_for(problem, config.block_q, config.block_kv, target.arch, by_keys=True)
+    in_turns = wants_dq and problem.deterministic
+    tile_map = map_for(problem, config.block_q, config.block_kv, target.arch, by_keys=True, in_turns=in_turns)
     cut = divided.cut and config.makes_dkv
     pairs, kv_pairs = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
     q_tiles, kv_tiles = tiles(problem.seq_q, config.block_q), tiles(problem.seq_kv, config.block_kv)
@@ -156,7 +157,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     scratch = Layout.of(
         lse_log2=4 * pairs * rows,
         row_terms=4 * pairs * rows,
-        dq_tickets=4 * pairs * q_tiles if wants_dq and problem.deterministic else 0,
+        dq_tickets=4 * pairs * q_tiles if in_turns else 0,
         piece_tickets=8 * kv_pairs * kv_tiles if cut else 0,
         work_tickets=4 if problem.deterministic else 0,
         dq_sums=4 * pairs * rows * config.head_dim if wants_dq else 0,

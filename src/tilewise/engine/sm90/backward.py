@@ -20,6 +20,7 @@ import torch
 from ...masks import UNLIMITED, Causal, Packed
 from ...operands import ALL
 from ...terms import Sink
+from ...terms.keep import PackedKeep
 from ...terms.spans import KnownSpans
 from .. import division, packed, rules
 from ..edges import edge_launches
@@ -156,14 +157,20 @@ def _ordered(rows: list[rules.Row], problem: Problem) -> list[rules.Row]:
 
 
 @functools.cache
-def preprocess_unit(bf16: bool, lanes: int, extents: Extents = BATCHED, line: Term | None = None) -> Unit:
-    """The kernel that makes the row terms, with what the `line` of a term adds to them."""
+def preprocess_unit(
+    bf16: bool, lanes: int, extents: Extents = BATCHED, line: Term | None = None, skips_blind: bool = False
+) -> Unit:
+    """The kernel that makes the row terms, with what the `line` of a term adds to them.
+
+    `skips_blind`: it reads and zeroes nothing for queries that see no key.
+    """
     policy = None if line is None else Policy((line,))
     of_line = "" if policy is None else policy.suffix
+    more = f", {'tilewise::Scores<>' if policy is None else 'Policy'}{', true' * skips_blind}"
     return kernel_unit(
-        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}{of_line}{extents.suffix}",
+        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}{of_line}{'_skipping' * skips_blind}{extents.suffix}",
         "sm90/backward_edges.cuh",
-        f"preprocess<{str(bf16).lower()}, {lanes}, Extents{'' if policy is None else ', Policy'}>",
+        f"preprocess<{str(bf16).lower()}, {lanes}, Extents{more if skips_blind or policy is not None else ''}>",
         _PreprocessParams,
         ARCH,
         policy=policy,
@@ -174,11 +181,11 @@ def preprocess_unit(bf16: bool, lanes: int, extents: Extents = BATCHED, line: Te
 
 
 @functools.cache
-def postprocess_unit(bf16: bool, extents: Extents = BATCHED) -> Unit:
+def postprocess_unit(bf16: bool, extents: Extents = BATCHED, skips_blind: bool = False) -> Unit:
     return kernel_unit(
-        f"postprocess_{'bf16' if bf16 else 'fp16'}{extents.suffix}",
+        f"postprocess_{'bf16' if bf16 else 'fp16'}{'_skipping' * skips_blind}{extents.suffix}",
         "sm90/backward_edges.cuh",
-        f"postprocess<{str(bf16).lower()}, Extents>",
+        f"postprocess<{str(bf16).lower()}, Extents{', true' * skips_blind}>",
         _PostprocessParams,
         ARCH,
         extents=extents,
@@ -231,9 +238,9 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
         divided = divide(problem, config, target)
     batch = packed.as_batch(problem)
     sums_dq = config.makes_dq and not config.writes_dq
-    tile_map = map_for(problem, config.block_q, config.block_kv, ARCH, by_keys=True)
     order = _order(batch, config, divided) if table is None else _packed_order(batch, divided)
     takes_tickets = sums_dq and order is not Order.ANY_ORDER
+    tile_map = map_for(problem, config.block_q, config.block_kv, ARCH, by_keys=True, in_turns=takes_tickets)
     # Sums that are added up in any order are zeroed before, and rounded behind: all, or of long packed sequences.
     ticket_keys = _ticket_keys(batch, config, order) if table is not None else 0
     unordered = sums_dq and (order is Order.ANY_ORDER if table is None else ticket_keys < UNLIMITED)
@@ -313,6 +320,7 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
         "head_dim": problem.head_dim,
         "row_floats": config.head_dim,
         "scale": dqk_scale,
+        "start_s": scratch.address("start_s") if tile_map.is_used else None,
     }
     edges = pairs * rows // EDGE_ROWS
     extents = BATCHED if table is None else packed.PACKED
@@ -320,12 +328,12 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
     lanes, kernel = _LANES[config.head_dim_v], unit(config, ARCH, problem.scores, main_extents)
     params = tile_map.extents.params(params_for(problem, _MainParams))
     pre_params = _PreprocessParams if line is None else Policy((line,)).params(_PreprocessParams)
-    prepare = preprocess_unit(config.bf16, lanes, extents, line)
+    prepare = preprocess_unit(config.bf16, lanes, extents, line, tile_map.is_used)
     launches = [Launch(prepare, pre_params, preprocess, edges, EDGE_THREADS)]
     if wants & ALL or any(term.learned_tensors and not isinstance(term, Sink) for term in problem.scores):
         launches.append(Launch(kernel, params, main, divided.grid, config.threads, overlap=True))
     if unordered:
-        post = postprocess_unit(config.bf16, extents)
+        post = postprocess_unit(config.bf16, extents, tile_map.is_used)
         launches.append(Launch(post, _PostprocessParams, postprocess, edges, EDGE_THREADS, overlap=True))
     launches += edge_launches(problem, ARCH, scratch.address("start_dp"), rows, 1.0 / kept_weight)
     if table is not None:
@@ -398,8 +406,8 @@ MIN_STEPS_IN_ANY_ORDER = 32
 def _order(problem: Problem, config: Config, divided: division.Division) -> Order:
     if problem.deterministic:
         return Order.KEY_ORDER
-    if any(term.narrows and not isinstance(term, KnownSpans) for term in problem.scores):
-        return Order.ANY_ORDER  # how many tiles claim a dQ is not known here
+    if any(term.narrows and not isinstance(term, KnownSpans | PackedKeep) for term in problem.scores):
+        return Order.ANY_ORDER  # how many tiles claim a dQ is not known
     longest = min([problem.seq_kv, *(term.longest for term in problem.scores if isinstance(term, KnownSpans))])
     sums = problem.batch * problem.heads_q * problem.seq_q * config.head_dim * 4
     stay_together = _walk(problem, divided.cut) is Walk.DOWN and divided.waves < MIN_WAVES_TO_CLAIM

@@ -20,7 +20,8 @@
 //
 // Batched: (batch, heads, seq, dim) tensors, all sequences alike. The parameters say all: no plan grows, no answer is computed.
 // Mapped: the same, and a list says which tiles a tile visits (tile_map.cuh): plans count positions in it, and `tile_at` says
-// which tile that is.
+// which tile that is. MappedInTurns: lists are in order, and say in their entries which tiles are masked; tiles of keys know
+// how many others visit a tile of queries before them.
 // Those with a KeptSequence (packed rows with their starts in memory, caches with their lengths) have a `find` of their own and
 // Record = SequenceRecord, or one derived from it.
 // Those with a `work_table` (packed.cuh) say which tile a number of work means, and how many there are; their grids may be larger.
@@ -93,8 +94,22 @@ struct Mapped : Batched {
   }
 };
 
+struct MappedInTurns : Mapped {
+  static constexpr bool in_turns = true;
+  struct Operands : Mapped::Operands {
+    const int2* tile_turns;  // (lists, q tiles, kv tiles): of those that visit a q tile, how many
+                             // come before this kv tile, and how many behind it
+  };
+};
+
 template <typename Extents>
 concept HasTileMap = requires { requires Extents::mapped; };
+
+template <typename Extents>
+concept HasTurns = requires { requires Extents::in_turns; };
+
+// An entry of a list in order.
+__device__ __forceinline__ int masked_tile(int tile) { return tile | 1 << 31; }
 
 template <typename Extents>
 concept HasWorkTable = requires { requires Extents::work_table; };
@@ -104,18 +119,33 @@ template <HasTileMap Extents, typename Params>
 __device__ __forceinline__ QueryTiles listed_tiles(const Params& params, int batch, int head,
                                                    int outer) {
   const int* counts = params.tile_counts + 2 * Extents::list(params, batch, head, outer);
-  return {{0, counts[1]}, {0, counts[0]}};
+  return {{0, counts[1]}, {0, HasTurns<Extents> ? 0 : counts[0]}};
+}
+
+template <HasTileMap Extents, typename Params>
+__device__ __forceinline__ int list_entry(const Params& params, int batch, int head, int outer,
+                                          int position) {
+  return params.tile_lists[Extents::list(params, batch, head, outer) * params.list_room + position];
 }
 
 // The tile at a position of a plan. Without a map positions are tiles.
 template <typename Extents, typename Params>
 __device__ __forceinline__ int tile_at(const Params& params, int batch, int head, int outer,
                                        int position) {
-  if constexpr (HasTileMap<Extents>)
-    return params
-        .tile_lists[Extents::list(params, batch, head, outer) * params.list_room + position];
+  if constexpr (HasTurns<Extents>)
+    return list_entry<Extents>(params, batch, head, outer, position) & ~(1 << 31);
+  else if constexpr (HasTileMap<Extents>)
+    return list_entry<Extents>(params, batch, head, outer, position);
   else
     return position;
+}
+
+// Of the KV tiles that visit a query tile, how many come before this one, and how many behind it.
+template <HasTurns Extents, typename Params>
+__device__ __forceinline__ int2 turn_of(const Params& params, int batch, int head_kv, int q_tile,
+                                        int kv_tile) {
+  const long long list = batch * params.list_batch_stride + head_kv * params.list_head_stride;
+  return params.tile_turns[(list * params.q_tiles + q_tile) * params.kv_tiles + kv_tile];
 }
 
 // What a plan keeps of a sequence that is like no other. Shifts of the band count from the starts.

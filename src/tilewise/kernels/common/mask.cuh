@@ -18,6 +18,9 @@
 
 namespace tilewise {
 
+// Invariant: no kernel asks whether max_int(0, min_int(x, n)) is n. The assembler of CUDA 13.0 lets
+// one instruction clamp and compare, and gets the answer wrong; whether x >= n is the same
+// question, and safe. tests/test_kernels.py looks for that instruction.
 TILEWISE_INLINE int min_int(int a, int b) { return a < b ? a : b; }
 TILEWISE_INLINE int max_int(int a, int b) { return a > b ? a : b; }
 TILEWISE_INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }

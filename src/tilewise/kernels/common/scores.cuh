@@ -51,6 +51,8 @@
 //   bool take(float (&v)[])            Of a term that is the first to change scores: puts all into a form of its own, and says
 //   bool easy, taken                   whether this warp's are of a kind that `apply` has a shorter way for; it is told so.
 //   void hide(float (&v)[], at)        -inf for hidden elements. Which tiles are cut is decided by the plan of the kernel.
+//   struct Ahead<count, rows_are>      What `hide` reads of memory for a fragment; at.ahead() gives it, in kernels that have it
+//   void look_ahead(Ahead&, at)        loaded while the scores are made.
 //   static SeenSpans seen_keys(params, batch, begin, end)
 //   static SeenSpans seen_queries(params, batch, begin, end)
 //                                      Of a term that hides by spans (`hides_by_span`): of queries [begin, end), which are not
@@ -315,6 +317,8 @@ concept HasOnce = requires { typename Term::Once; };
 template <typename Term>
 concept HasOfRows = requires { typename Term::OfRows; };
 template <typename Term>
+concept HasAhead = requires { typename Term::template Ahead<4, RowsAre::queries>; };
+template <typename Term>
 concept HasObserve = requires(Term term, const float (&v)[4]) { term.observe(v, 1.0f); };
 template <typename Term>
 concept HasFinishRow = requires(Term term, float& x) { term.finish_row(x, x, 1.0f, 0); };
@@ -505,6 +509,15 @@ struct OfRowsOf<Term> {
   using Type = typename Term::OfRows;
 };
 
+template <typename Term, int count, RowsAre rows_are>
+struct AheadOf {
+  struct Type {};
+};
+template <HasAhead Term, int count, RowsAre rows_are>
+struct AheadOf<Term, count, rows_are> {
+  using Type = typename Term::template Ahead<count, rows_are>;
+};
+
 // What a term has made once: kept by the kernel, or made here.
 template <typename Once, typename Params, typename At>
 __device__ __forceinline__ Once once_of(const Params& params, const At& at) {
@@ -531,6 +544,7 @@ struct Scores {
   static constexpr bool hides_by_span = (HidesBySpan<Terms> || ...);
   static constexpr bool drops = (HasKeeps<Terms> || ...);
   static_assert((HasKeeps<Terms> + ... + 0) <= 1, "two terms would need words of their own");
+  static constexpr bool looks_ahead = (HasAhead<Terms> || ...);
   static constexpr bool observes = (HasObserve<Terms> || ...);
   static constexpr bool finishes_rows = (HasFinishRow<Terms> || ...);
   static constexpr bool has_slope = (HasSlope<Terms> || ...);
@@ -554,6 +568,10 @@ struct Scores {
     __device__ __forceinline__ OfRows(const Params& params, const At& at)
         : OfRowsOf<Terms>::Type(params, at)... {}
   };
+
+  // Of a fragment that is cut.
+  template <int count, RowsAre rows_are>
+  struct Ahead : AheadOf<Terms, count, rows_are>::Type... {};
 
   // Step 1. With `looks`, it asks whether scores are easy: for loops that most of them pass
   // through.
@@ -618,6 +636,13 @@ struct Scores {
     TermChain<Terms...>(params, Unit{}, at).hide(v, at);
   }
 
+  // Before step 2, of a fragment that is cut.
+  template <int count, RowsAre rows_are, typename Params, typename At>
+  static __device__ __forceinline__ void look_ahead(Ahead<count, rows_are>& ahead,
+                                                    const Params& params, const At& at) {
+    (look_ahead_by<Terms>(ahead, params, at), ...);
+  }
+
   // Step 2, after it.
   template <int count, typename Params, typename At>
   static __device__ __forceinline__ void observe(const float (&v)[count], const Params& params,
@@ -625,6 +650,13 @@ struct Scores {
     if constexpr (observes) TermChain<Terms...>(params, Unit{}, at).observe(v, unit);
   }
 
+  template <typename Term, int count, RowsAre rows_are, typename Params, typename At>
+  static __device__ __forceinline__ void look_ahead_by(Ahead<count, rows_are>& ahead,
+                                                       const Params& params, const At& at) {
+    if constexpr (HasAhead<Term>)
+      Term(params, Unit{}, at)
+          .look_ahead(static_cast<typename AheadOf<Term, count, rows_are>::Type&>(ahead), at);
+  }
   template <typename Term, typename Params, typename At>
   static __device__ __forceinline__ void set_line(Line& line, const Params& params, const At& at) {
     if constexpr (HasLine<Term>) {

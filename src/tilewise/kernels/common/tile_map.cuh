@@ -5,29 +5,36 @@
 // part of keep that belongs to one (b, h) which it tells apart. A cell is 64 queries by 16 keys. A tile that is smaller is taken
 // for what its cells are: visited or masked once too often, never too rarely. The band is that of the mask beside it (mask.cuh): causal, a window, or all.
 //
-//   mark_cells, one read of the mask
+//   mark_cells, one read of the mask, whatever kernels follow
 //   1. cell[p, r, c] = any | all << 1, over the queries and keys of the cell that exist
-//   2. bits[p, i, j] = keep[p, i, j], or bits[p, j, i] for kernels whose rows are keys (terms/kept_bits.cuh); one line where all
-//      queries see the same keys
+//   2. bits[p, i, j] = keep[p, i, j] (terms/kept_bits.cuh); one line where all queries see the same keys
+//   turn_bits, for kernels whose rows are keys
+//   3. turned[p, j, i] = bits[p, i, j]
 //   list_tiles, for the tile shape of one kernel; a warp per tile of queries (or of keys, for a backward)
-//   3. touched = the tiles that the band touches and in which some cell has any
-//   4. full = those of them that the band leaves whole and in which every cell has all
-//   5. tiles[list][0 .. full_count) = the full ones, tiles[list][full_count .. count) = the others, both ascending
+//   4. touched = the tiles that the band touches and in which some cell has any
+//   5. full = those of them that the band leaves whole and in which every cell has all
+//   6. tiles[list][0 .. full_count) = the full ones, tiles[list][full_count .. count) = the others, both ascending;
+//      or in order: all ascending, with the sign bit where one is not full
+//   count_turns, for backwards in which tiles of keys take turns at a dQ; a warp per tile of queries
+//   7. turns[list][q tile][kv tile] = how many tiles of keys before this one, and behind it, visit the tile of queries
 // A kernel walks a list from its end, as it walks a range of tiles: first those that it masks, then the full ones.
 // Planes of several heads may share a list (a backward has one per KV head): it is then the union of theirs.
 //
-// Both kernels: 8 warps per CTA, no shared memory. mark_cells: a warp per 64 queries by 512 keys, 16 keys per lane.
+// All kernels: 4 warps per CTA, no shared memory. mark_cells: a warp per 64 queries by 512 keys, 16 keys per lane; a lane has the
+// loads of eight queries under way. turn_bits: a warp per 128 queries by 64 keys, so that a lane stores 16 bytes.
 // clang-format on
 #pragma once
 
+#include "extents.cuh"
 #include "mask.cuh"
 #include "pieces.cuh"
 
 namespace tilewise {
 
 constexpr int cell_rows = 64, cell_keys = 16;
-constexpr int map_warps = 8;
-constexpr int keys_per_warp = 32 * cell_keys;
+constexpr int map_warps = 4;
+constexpr int rows_at_once = 8;
+constexpr int turned_rows = 128, turned_keys = 64;  // by one warp
 
 enum Cell : unsigned char { cell_any = 1, cell_all = 2 };
 
@@ -44,10 +51,19 @@ struct MarkParams {
   int row_cells;  // per row of cells
 };
 
+struct TurnParams {
+  const unsigned* bits;  // (planes, seq_q, line_words)
+  unsigned* turned;      // (planes, seq_k, turned_words)
+  int line_words, turned_words;
+  int planes;
+  int seq_q, seq_k;
+};
+
 struct ListParams {
   const unsigned char* cells;  // as above
   int* counts;                 // (lists, outer tiles, 2): full_count, count
   int* tiles;                  // (lists, outer tiles, inner tiles)
+  int2* turns;                 // (lists, q tiles, kv tiles), where they are counted
   int lists;
   int planes_per_list;  // that follow one another
   int seq_q, seq_k;
@@ -57,94 +73,148 @@ struct ListParams {
   int outer_tiles, inner_tiles;
 };
 
+// Which warp of the grid this is.
+__device__ __forceinline__ int map_item() { return blockIdx.x * map_warps + threadIdx.x / 32; }
+
 // Of the bytes of a word, 0x80 where one is not 0: a boolean may be any such byte.
 __device__ __forceinline__ unsigned truths(unsigned word) {
   return ((word & 0x7f7f7f7fu) + 0x7f7f7f7fu | word) & 0x80808080u;
 }
 
-// Of the bytes of a word that are not 0, as in truths, the four bits side by side.
+// Of the bytes of a word that are not 0, as in truths, the four bits side by side. The product has
+// them in its highest four: no two of its addends meet.
 __device__ __forceinline__ unsigned four_bits(unsigned truths) {
-  return (truths >> 7) * 0x01020408u >> 24 & 0xfu;
+  return truths * 0x00204081u >> 28;
+}
+__device__ __forceinline__ unsigned sixteen_bits(uint4 bytes) {
+  return four_bits(truths(bytes.x)) | four_bits(truths(bytes.y)) << 4 |
+         four_bits(truths(bytes.z)) << 8 | four_bits(truths(bytes.w)) << 12;
 }
 
-enum class Lines { queries, keys };
-
 // A cell, as far as it has been looked at.
-template <Lines lines_are>
 struct CellMarks {
   unsigned any = 0, all = 0xffffu;  // a bit per key
-  // Where lines are keys: of each of the 16, the bits of 64 queries.
-  unsigned long long columns[lines_are == Lines::keys ? cell_keys : 1] = {};
 
-  // `line`: where the bits of the row go, if lines are queries.
-  __device__ __forceinline__ void add(unsigned kept, int row, unsigned short* line) {
+  // `line`: where the bits of the row go.
+  __device__ __forceinline__ void add(unsigned kept, unsigned short* line) {
     any |= kept;
     all &= kept;
-    if constexpr (lines_are == Lines::keys) {
-#pragma unroll
-      for (int key = 0; key < cell_keys; ++key)
-        columns[key] |= static_cast<unsigned long long>(kept >> key & 1) << row;
-    } else {
-      *line = static_cast<unsigned short>(kept);
-    }
+    *line = static_cast<unsigned short>(kept);
   }
 };
 
-template <Lines lines_are>
 __device__ __forceinline__ void mark_cells(const MarkParams& params) {
   const int chunks = ceil_div(params.row_cells, 32);
   const int lane = threadIdx.x % 32;
-  const int item = blockIdx.x * map_warps + threadIdx.x / 32;
+  const int item = map_item();
   if (item >= params.planes * params.row_blocks * chunks) return;
   const int chunk = item % chunks, row_block = item / chunks % params.row_blocks;
   const int plane = item / chunks / params.row_blocks;
   const int cell = chunk * 32 + lane;
   if (cell >= params.row_cells) return;
-  const int first_key = cell * cell_keys, keys = min_int(cell_keys, params.seq_k - first_key);
+  const int first_key = cell * cell_keys, keys_left = params.seq_k - first_key;
+  const bool whole = keys_left >= cell_keys;  // why not of a clamped number: mask.cuh
   const int first_row = row_block * cell_rows;
   // Rows that are all the same are looked at once, and have one line.
   const int rows = params.row_stride == 0 ? 1 : min_int(cell_rows, params.seq_q - first_row);
   const unsigned char* at = params.keep + plane / params.heads * params.batch_stride +
                             plane % params.heads * params.head_stride +
                             first_row * params.row_stride + first_key * params.key_stride;
-  unsigned* bits = params.bits + static_cast<long long>(plane) * params.lines * params.line_words;
-  unsigned short* line = reinterpret_cast<unsigned short*>(bits) + cell;
+  unsigned short* line =
+      reinterpret_cast<unsigned short*>(params.bits + static_cast<long long>(plane) * params.lines *
+                                                          params.line_words) +
+      cell;
   if (params.lines > 1) line += 2ll * first_row * params.line_words;
-  CellMarks<lines_are> marks;
+  CellMarks marks;
   // Whether 16 keys can be read as one vector is the same for all of a mask, so the branch costs
   // nothing.
   const long long steps = params.batch_stride | params.head_stride | params.row_stride |
                           reinterpret_cast<long long>(params.keep);
-  if (params.key_stride == 1 && steps % 16 == 0 && keys == cell_keys) {
-#pragma unroll 8
-    for (int row = 0; row < rows; ++row, at += params.row_stride, line += 2 * params.line_words) {
-      const uint4 word = __ldg(reinterpret_cast<const uint4*>(at));
-      marks.add(four_bits(truths(word.x)) | four_bits(truths(word.y)) << 4 |
-                    four_bits(truths(word.z)) << 8 | four_bits(truths(word.w)) << 12,
-                row, line);
+  if (params.key_stride == 1 && steps % 16 == 0 && whole) {
+    // The rows of the next turn are under way while those of this one are looked at. Behind the end
+    // it is the last row again. Why no __ldg: the assembler would sink such a load to its use;
+    // these stay before the stores of their turn.
+    uint4 next[rows_at_once];
+    auto load = [&](int begin) {
+#pragma unroll
+      for (int i = 0; i < rows_at_once; ++i)
+        next[i] =
+            *reinterpret_cast<const uint4*>(at + min_int(begin + i, rows - 1) * params.row_stride);
+    };
+    load(0);
+#pragma unroll 1
+    for (int begin = 0; begin < rows; begin += rows_at_once) {
+      uint4 bytes[rows_at_once];
+#pragma unroll
+      for (int i = 0; i < rows_at_once; ++i) bytes[i] = next[i];
+      load(begin + rows_at_once);
+#pragma unroll
+      for (int i = 0; i < rows_at_once; ++i)
+        marks.add(sixteen_bits(bytes[i]),
+                  line + 2ll * min_int(begin + i, rows - 1) * params.line_words);
     }
   } else {
 #pragma unroll 1
     for (int row = 0; row < rows; ++row, at += params.row_stride, line += 2 * params.line_words) {
-      unsigned kept = 0;
-#pragma unroll 1
-      for (int key = 0; key < keys; ++key)
-        kept |= (at[key * params.key_stride] != 0 ? 1u : 0u) << key;
-      marks.add(kept, row, line);
-    }
-  }
-  if constexpr (lines_are == Lines::keys) {
+      unsigned bytes[cell_keys];
 #pragma unroll
-    for (int key = 0; key < cell_keys; ++key) {
-      const long long of_key = static_cast<long long>(first_key + key) * params.line_words;
-      if (key < keys)
-        reinterpret_cast<unsigned long long*>(bits + of_key)[row_block] = marks.columns[key];
+      for (int key = 0; key < cell_keys; ++key)
+        bytes[key] = key < keys_left ? at[key * params.key_stride] : 0;
+      unsigned kept = 0;
+#pragma unroll
+      for (int key = 0; key < cell_keys; ++key) kept |= (bytes[key] != 0 ? 1u : 0u) << key;
+      marks.add(kept, line);
     }
   }
-  const unsigned every = 0xffffu >> (cell_keys - keys);
+  const unsigned every = whole ? 0xffffu : (1u << keys_left) - 1;
   const bool all = (marks.all & every) == every;
   params.cells[(static_cast<long long>(plane) * params.row_blocks + row_block) * params.row_cells +
                cell] = (marks.any != 0 ? cell_any : 0) | (all ? cell_all : 0);
+}
+
+// A word per lane is a row of bits; this lane's column of them. In each of five steps the two
+// squares beside the diagonal change places, in squares of half the size after that.
+__device__ __forceinline__ unsigned turned_square(unsigned word) {
+  const int lane = threadIdx.x % 32;
+  unsigned low = 0xffffu;  // columns in the first half of a square
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2, low ^= low << distance) {
+    const unsigned other = __shfl_xor_sync(0xffffffffu, word, distance);
+    word = lane & distance ? (word & ~low) | (other >> distance & low)
+                           : (word & low) | (other & low) << distance;
+  }
+  return word;
+}
+
+__device__ __forceinline__ void turn_bits(const TurnParams& params) {
+  const int key_blocks = ceil_div(params.seq_k, turned_keys);
+  const int row_blocks = ceil_div(params.seq_q, turned_rows);
+  const int lane = threadIdx.x % 32, item = map_item();
+  if (item >= params.planes * row_blocks * key_blocks) return;
+  const int key_block = item % key_blocks, row_block = item / key_blocks % row_blocks;
+  const long long plane = item / key_blocks / row_blocks;
+  const unsigned* bits = params.bits + plane * params.seq_q * params.line_words + 2 * key_block;
+  unsigned turned[2][4];
+#pragma unroll
+  for (int part = 0; part < 4; ++part) {
+    const int row = row_block * turned_rows + part * 32 + lane;
+    uint2 words{};
+    if (row < params.seq_q)
+      words =
+          *reinterpret_cast<const uint2*>(bits + static_cast<long long>(row) * params.line_words);
+    turned[0][part] = words.x;
+    turned[1][part] = words.y;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int part = 0; part < 4; ++part) turned[half][part] = turned_square(turned[half][part]);
+    const int key = key_block * turned_keys + half * 32 + lane;
+    const unsigned (&line)[4] = turned[half];
+    if (key < params.seq_k)
+      *reinterpret_cast<uint4*>(params.turned + (plane * params.seq_k + key) * params.turned_words +
+                                4 * row_block) = uint4{line[0], line[1], line[2], line[3]};
+  }
 }
 
 // What the cells of one tile say together.
@@ -184,17 +254,17 @@ __device__ __forceinline__ QueryTiles banded_tiles(const ListParams& params, int
   }
 }
 
-template <bool by_keys>
+template <bool by_keys, bool in_order = false>
 __device__ __forceinline__ void list_tiles(const ListParams& params) {
   const int lane = threadIdx.x % 32;
-  const int item = blockIdx.x * map_warps + threadIdx.x / 32;
+  const int item = map_item();
   if (item >= params.lists * params.outer_tiles) return;
   const int outer = item % params.outer_tiles, list = item / params.outer_tiles;
   const QueryTiles banded = banded_tiles<by_keys>(params, outer);
   int* tiles = params.tiles + static_cast<long long>(item) * params.inner_tiles;
   int full_count = 0, count = 0;
-  // Once to count the full tiles, which come first, and once to write.
-  for (int pass = 0; pass < 2; ++pass) {
+  // Once to count the full tiles, where these come first, and once to write.
+  for (int pass = in_order ? 1 : 0; pass < 2; ++pass) {
     int next_full = 0, next_other = full_count;
     for (int begin = banded.touched.begin; begin < banded.touched.end; begin += 32) {
       const int inner = begin + lane;
@@ -207,17 +277,51 @@ __device__ __forceinline__ void list_tiles(const ListParams& params) {
       const unsigned fulls = __ballot_sync(0xffffffffu, full);
       const unsigned others = __ballot_sync(0xffffffffu, other);
       const unsigned below = (1u << lane) - 1;
-      if (pass == 1 && full) tiles[next_full + __popc(fulls & below)] = inner;
-      if (pass == 1 && other) tiles[next_other + __popc(others & below)] = inner;
+      if constexpr (in_order) {
+        if (full || other)
+          tiles[next_full + next_other + __popc((fulls | others) & below)] =
+              full ? inner : masked_tile(inner);
+      } else {
+        if (pass == 1 && full) tiles[next_full + __popc(fulls & below)] = inner;
+        if (pass == 1 && other) tiles[next_other + __popc(others & below)] = inner;
+      }
       next_full += __popc(fulls);
       next_other += __popc(others);
     }
     full_count = next_full;
-    count = next_other;
+    count = in_order ? next_full + next_other : next_other;
   }
   if (lane == 0) {
     params.counts[2 * item] = full_count;
     params.counts[2 * item + 1] = count;
+  }
+}
+
+// Of lists by keys: outer tiles are those of keys.
+__device__ __forceinline__ void count_turns(const ListParams& params) {
+  const int lane = threadIdx.x % 32, item = map_item();
+  const int q_tiles = params.inner_tiles, kv_tiles = params.outer_tiles;
+  if (item >= params.lists * q_tiles) return;
+  const int q_tile = item % q_tiles, list = item / q_tiles;
+  int2* turns = params.turns + static_cast<long long>(item) * kv_tiles;
+  int count = 0;
+  // Once to count the tiles of keys that visit this one, and once to write.
+  for (int pass = 0; pass < 2; ++pass) {
+    int before = 0;
+    for (int begin = 0; begin < kv_tiles; begin += 32) {
+      const int kv_tile = begin + lane;
+      bool visits = false;
+      if (kv_tile < kv_tiles) {
+        const TileRange touched = banded_tiles<true>(params, kv_tile).touched;
+        visits = q_tile >= touched.begin && q_tile < touched.end &&
+                 (cells_of_tile(params, list, q_tile, kv_tile) & cell_any) != 0;
+      }
+      const unsigned visiting = __ballot_sync(0xffffffffu, visits);
+      const int own = before + __popc(visiting & ((1u << lane) - 1));
+      if (pass == 1 && visits) turns[kv_tile] = int2{own, count - 1 - own};
+      before += __popc(visiting);
+    }
+    count = before;
   }
 }
 

@@ -96,6 +96,11 @@ struct Backward {
   __device__ __forceinline__ int query_tile_of(const StepCursor& step) const {
     return tile_at<Extents>(params, plan.batch, plan.head_kv, plan.kv_tile, step.q_tile);
   }
+  __device__ __forceinline__ bool partial_at(const StepCursor& step) const {
+    if constexpr (HasTurns<Extents>)
+      return list_entry<Extents>(params, plan.batch, plan.head_kv, plan.kv_tile, step.q_tile) < 0;
+    return plan.partial(step.q_tile);
+  }
   // Index of a step's query tile among those of all heads.
   __device__ __forceinline__ long long tile_index(const StepCursor& step) const {
     if constexpr (HasWorkTable<Extents>)
@@ -189,7 +194,7 @@ struct Backward {
 #pragma unroll
     for (int t = 0; t < score_blocks; ++t)
       Policy::apply(s[t], params, Unit{}, Place{*this, t, first_row, first_column});
-    if (plan.partial(cursor.q_tile)) {
+    if (partial_at(cursor)) {
       const int column = Place{*this, 0, first_row, first_column}.column();
 #pragma unroll
       for (int t = 0; t < score_blocks; ++t)
@@ -238,12 +243,19 @@ struct Backward {
   // Why this cannot hang: what is waited for is work with a smaller number, which runs already
   // (common/work_tickets.cuh).
   __device__ __forceinline__ void await_ticket() {
-    if (HasTileMap<Extents> || params.dq_tickets == nullptr) return;
+    if ((HasTileMap<Extents> && !HasTurns<Extents>) || params.dq_tickets == nullptr) return;
     if (threadIdx.x == 0) {
-      const Band band = sequence().band();
-      const int first_tile = band.first_key(cursor.q_tile * block_q) / block_kv;
       const int* ticket = params.dq_tickets + tile_index(cursor);
-      while (ptx::load_acquire(ticket) < plan.kv_tile - first_tile) {
+      int before;
+      if constexpr (HasTurns<Extents>) {
+        before =
+            turn_of<Extents>(params, plan.batch, plan.head_kv, query_tile_of(cursor), plan.kv_tile)
+                .x;
+      } else {
+        const Band band = sequence().band();
+        before = plan.kv_tile - band.first_key(cursor.q_tile * block_q) / block_kv;
+      }
+      while (ptx::load_acquire(ticket) < before) {
       }
     }
     __syncthreads();

@@ -153,7 +153,8 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
       if constexpr (config.bias_stages > 0) {
         if (warp == 3) BiasProducer<config, Policy, Extents>{params, smem, plan}.run();
       }
-      if constexpr (config.makes_dq && !config.writes_dq && !HasTileMap<Extents>) {
+      if constexpr (config.makes_dq && !config.writes_dq &&
+                    (!HasTileMap<Extents> || HasTurns<Extents>)) {
         bool takes_tickets = params.dq_tickets != nullptr;
         if constexpr (HasWorkTable<Extents>) takes_tickets = takes_tickets && !plan.unordered;
         if (warp == 1 && takes_tickets)

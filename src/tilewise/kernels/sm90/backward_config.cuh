@@ -307,6 +307,15 @@ __device__ __forceinline__ int query_tile_at(const Params& params,
   return tile_at<Extents>(params, plan.batch, plan.head_kv, plan.kv_tile, position);
 }
 
+// Whether the query tile at a position is masked.
+template <typename Extents, typename Params>
+__device__ __forceinline__ bool partial_at(const Params& params, const BackwardPlan<Extents>& plan,
+                                           int position) {
+  if constexpr (HasTurns<Extents>)
+    return list_entry<Extents>(params, plan.batch, plan.head_kv, plan.kv_tile, position) < 0;
+  return plan.partial(position);
+}
+
 // Counts through the steps of a plan: query tiles of one head, all round, then of the next; or all
 // heads of one query tile, then of the next.
 struct StepCursor {

@@ -44,6 +44,7 @@ struct PostprocessParams {
   int head_dim;
   int row_floats;
   float scale;
+  const float* start_s;  // of preprocess, for kernels that skip blind blocks
 };
 
 constexpr int edge_threads = 256;
@@ -82,9 +83,18 @@ struct OfHead {
   __device__ __forceinline__ int head() const { return of_head; }
 };
 
+// Whether no row of a block sees a key, of which `sees` tells for each. All threads ask together.
+template <typename Sees>
+__device__ __forceinline__ bool is_blind(Sees sees) {
+  static_assert(edge_threads % edge_rows == 0);
+  return !__syncthreads_or(sees(static_cast<int>(threadIdx.x) % edge_rows));
+}
+
 // A block: 64 rows of one head. Eight columns per lane, `lanes` lanes per row. The policy is for
-// lines: what they add along the queries of a tile.
-template <bool bf16, int lanes, typename Extents, typename Policy = Scores<>>
+// lines: what they add along the queries of a tile. `skips_blind`: of blocks in which no row sees a
+// key, neither out and dO are read nor sums zeroed, and postprocess does not look at those.
+template <bool bf16, int lanes, typename Extents, typename Policy = Scores<>,
+          bool skips_blind = false>
 __device__ __forceinline__ void preprocess(
     const ParamsOf<PreprocessParams, Policy, Extents>& params) {
   constexpr int rows_at_once = edge_threads / lanes;
@@ -103,7 +113,14 @@ __device__ __forceinline__ void preprocess(
                          batch * params.dout_batch_stride + head * params.dout_head_stride +
                          start * params.dout_seq_stride + column;
   ptx::allow_next_grid();
+  bool blind = false;
+  if constexpr (skips_blind)
+    blind = is_blind([&](int in_block) {
+      const int row = first_row + in_block;
+      return row < sequence.seq_q() && params.lse[first_of_lse + row] != -infinity;
+    });
   bool zeroes_sums = params.dq_sums != nullptr && at_block.exists;
+  if constexpr (skips_blind) zeroes_sums = zeroes_sums && !blind;
   if constexpr (HasWorkTable<Extents>) zeroes_sums = zeroes_sums && record.unordered;
   if (zeroes_sums) {
     float4* sums = reinterpret_cast<float4*>(params.dq_sums + at_block.at * params.row_floats);
@@ -119,6 +136,15 @@ __device__ __forceinline__ void preprocess(
       params.piece_tickets[i] = PieceTickets{0, 0};
   }
   if (!at_block.exists) return;
+  if constexpr (skips_blind) {
+    if (blind) {
+      if (threadIdx.x < edge_rows) {
+        params.start_s[at_block.at + threadIdx.x] = -infinity;
+        params.start_dp[at_block.at + threadIdx.x] = 0.0f;
+      }
+      return;
+    }
+  }
 #pragma unroll
   for (int i = 0; i < edge_rows / rows_at_once; ++i) {
     const int in_block = i * rows_at_once + threadIdx.x / lanes, row = first_row + in_block;
@@ -163,7 +189,7 @@ __device__ __forceinline__ void preprocess(
 
 // A block: 64 rows of one head, whose sums lie in the accumulator layout of the product: see
 // DqWarpgroup::add. A thread takes eight columns of the rows r and r + 8.
-template <bool bf16, typename Extents>
+template <bool bf16, typename Extents, bool skips_blind = false>
 __device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Extents>& params) {
   ptx::wait_for_previous_grid();
   const EdgeBlock block = edge_block_at<Extents, edge_rows>(params, edge_block());
@@ -179,6 +205,17 @@ __device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Ex
   ptx::u16* dq = static_cast<ptx::u16*>(params.dq) + batch * params.batch_stride +
                  head * params.head_stride + start * params.seq_stride;
   const int chunks = params.head_dim / 8;
+  if constexpr (skips_blind) {
+    const float* start_s = params.start_s + block.at;
+    if (is_blind([&](int in_block) { return start_s[in_block] != -infinity; })) {
+      for (int i = threadIdx.x; i < chunks * edge_rows; i += edge_threads) {
+        const int row = first_row + i / chunks;
+        if (row < sequence.seq_q())
+          *reinterpret_cast<uint4*>(dq + row * params.seq_stride + i % chunks * 8) = uint4{};
+      }
+      return;
+    }
+  }
   // Four neighbouring threads write four neighbouring chunks.
   for (int i = threadIdx.x; i < ceil_div(chunks, 4) * 128; i += edge_threads) {
     const int chunk = i / 128 * 4 + i % 4, pair = i / 4 % 32;

@@ -54,6 +54,10 @@ struct ProductWarpgroup {
   using Once = typename Policy::Once;
   static constexpr bool keeps_once = Policy::adds_straight_line && sizeof(Once) == sizeof(float);
   Once once;
+  // Of the tile whose scores are made, if it is partial. Bits of dropped weights take the registers
+  // for it.
+  static constexpr bool looks_ahead = Policy::looks_ahead && !Policy::drops;
+  typename Policy::template Ahead<block_q / 2, RowsAre::keys> ahead;
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
@@ -109,7 +113,11 @@ struct ProductWarpgroup {
   // Of the Q at a place in the ring that is full.
   __device__ __forceinline__ SeenTile seen_tile(const Position& at) {
     if constexpr (keeps_once) once = Once(params, HeadOf{*this, at.stage});
-    return SeenTile(smem.seen_tile[at.stage][warpgroup]);
+    const SeenTile tile(smem.seen_tile[at.stage][warpgroup]);
+    if constexpr (looks_ahead) {
+      if (tile.is_partial()) Policy::look_ahead(ahead, params, Place{*this, tile, at.stage});
+    }
+    return tile;
   }
   __device__ __forceinline__ int first_key() const {
     return plan.kv_tile * block_kv + row + warp * 16 + lane / 4;
@@ -226,6 +234,11 @@ struct ProductWarpgroup {
       requires keeps_once
     {
       return kernel.once;
+    }
+    __device__ __forceinline__ const auto& ahead() const
+      requires looks_ahead
+    {
+      return kernel.ahead;
     }
     // Where this warp will store its dS.
     __device__ __forceinline__ float* room() const {

@@ -65,7 +65,7 @@ struct BackwardProducer {
 
   // What the query tile at a position is to the 64 keys of a product warpgroup.
   __device__ __forceinline__ SeenTile seen(int position, int q_tile, int warpgroup) {
-    if (!plan.partial(position)) return {q_tile, SeenTile::full};
+    if (!partial_at(params, plan, position)) return {q_tile, SeenTile::full};
     if constexpr (!config.warpgroups_own_keys) return {q_tile, SeenTile::partial};
     const RowBand band = sequence().row_band();
     const int key = plan.kv_tile * block_kv + warpgroup * 64;
@@ -198,8 +198,14 @@ __device__ __forceinline__ TileRange adders(const Params& params, const Backward
 template <typename Policy, int block_q, int block_kv, typename Params, typename Extents>
 __device__ __forceinline__ DqTicket ticket_by_keys(const Params& params,
                                                    const BackwardPlan<Extents>& plan, int q_tile) {
-  const TileRange tiles = adders<Policy, block_q, block_kv>(params, plan, q_tile);
-  const int later = tiles.end - 1 - plan.kv_tile, earlier = plan.kv_tile - tiles.begin;
+  int later, earlier;
+  if constexpr (HasTurns<Extents>) {
+    const int2 turn = turn_of<Extents>(params, plan.batch, plan.head_kv, q_tile, plan.kv_tile);
+    earlier = turn.x, later = turn.y;
+  } else {
+    const TileRange tiles = adders<Policy, block_q, block_kv>(params, plan, q_tile);
+    later = tiles.end - 1 - plan.kv_tile, earlier = plan.kv_tile - tiles.begin;
+  }
   return plan.stride > 0 ? DqTicket{later, earlier} : DqTicket{earlier, later};
 }
 
@@ -212,9 +218,14 @@ struct DqTicketKeeper {
   const BackwardPlan<Extents>& plan;
 
   __device__ __forceinline__ DqTickets* tickets_at(const StepCursor& at) {
-    return params.dq_tickets + query_tile_index(params, plan, at.head, at.q_tile);
+    return params.dq_tickets +
+           query_tile_index(params, plan, at.head, query_tile_at(params, plan, at.q_tile));
   }
   __device__ __forceinline__ DqTicket numbered(int before, int q_tile) {
+    if constexpr (HasTurns<Extents>) {
+      const int2 turn = turn_of<Extents>(params, plan.batch, plan.head_kv, q_tile, plan.kv_tile);
+      return {before, turn.x + turn.y - before};
+    }
     const TileRange tiles = adders<Policy, config.block_q, config.block_kv()>(params, plan, q_tile);
     return {before, tiles.count() - 1 - before};
   }
@@ -234,10 +245,11 @@ struct DqTicketKeeper {
         behind.advance();
       }
       DqTickets* tickets = tickets_at(cursor);
-      const DqTicket ticket = params.order == key_order
-                                  ? ticket_by_keys<Policy, config.block_q, config.block_kv()>(
-                                        params, plan, cursor.q_tile)
-                                  : numbered(ptx::add_relaxed(&tickets->claimed, 1), cursor.q_tile);
+      const int q_tile = query_tile_at(params, plan, cursor.q_tile);
+      const DqTicket ticket =
+          params.order == key_order
+              ? ticket_by_keys<Policy, config.block_q, config.block_kv()>(params, plan, q_tile)
+              : numbered(ptx::add_relaxed(&tickets->claimed, 1), q_tile);
       const int awaited = params.order == key_order || ticket.after == 0
                               ? ticket.before
                               : min_int(ticket.before, 1);

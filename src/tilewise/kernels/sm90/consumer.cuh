@@ -71,6 +71,12 @@ struct Consumer {
       : config.head_dim_v > 128                                         ? 3
                                                                         : block_kv / 16;
   u32 drawn[drawn_early][drawn_words];
+  // Of the tile whose scores are made, if it is partial. Three warpgroups have few registers for
+  // it.
+  using Ahead = typename Policy::template Ahead<block_kv / 2, RowsAre::queries>;
+  static constexpr bool looks_ahead =
+      Policy::looks_ahead && (config.consumers <= 2 || sizeof(Ahead) <= 28);
+  Ahead ahead;
 
   __device__ __forceinline__ auto sequence(const Part& part) const {
     return sequence_of<Extents>(params, *part.plan);
@@ -135,9 +141,9 @@ struct Consumer {
     }
   }
   // The bias is read, by the slow path too.
-  // Invariant: its words have been used, by a shuffle or a branch that waits for them. An arrive does
-  // not wait for loads in flight, and these may wait for as long as another warpgroup's products read
-  // shared memory: TMA then writes the next tile under them.
+  // Invariant: its words have been used, by a shuffle or a branch that waits for them. An arrive
+  // does not wait for loads in flight, and these may wait for as long as another warpgroup's
+  // products read shared memory: TMA then writes the next tile under them.
   __device__ __forceinline__ void release_bias() {
     if constexpr (config.bias_slots > 0) {
       __syncwarp();
@@ -190,6 +196,11 @@ struct Consumer {
     __device__ __forceinline__ const typename Policy::OfRows& of_rows() const {
       return this->kernel.of_rows;
     }
+    __device__ __forceinline__ const auto& ahead() const
+      requires looks_ahead
+    {
+      return this->kernel.ahead;
+    }
   };
 
   // Step 2. Scores on a line are left without the starts of their rows, which the softmax adds to
@@ -211,6 +222,13 @@ struct Consumer {
     } else {
       Policy::template apply<looks && config.head_dim <= 128>(s, params, Unit{}, place);
       return FromZero{};
+    }
+  }
+  // What step 3 reads of a partial tile, before its scores are begun: there are branches between,
+  // so that the loads stay above the products.
+  __device__ __forceinline__ void look_ahead(const Part& part, int kv_tile, bool partial) {
+    if constexpr (looks_ahead) {
+      if (partial) Policy::look_ahead(ahead, params, Place{{*this, part, kv_tile}});
     }
   }
   // Step 3.
@@ -271,6 +289,7 @@ struct Consumer {
     wgmma::fence();
     issue_scores();
     pass_pingpong();
+    look_ahead(part, kv_tile, part.plan->partial(kv_tile));
     draw(part, kv_tile);
     wgmma::wait<0>();
     wgmma::hold(s);
@@ -287,7 +306,8 @@ struct Consumer {
   }
 
   // Issues the scores of the tile at k_position and the values of the tile before it, together.
-  __device__ __forceinline__ void issue_both(const Part& part, int kv_tile, bool values_partial) {
+  __device__ __forceinline__ void issue_both(const Part& part, int kv_tile, bool partial,
+                                             bool values_partial) {
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
     await_pingpong();
     wgmma::hold(s);
@@ -299,6 +319,7 @@ struct Consumer {
     wgmma::fence();
     issue_values();
     pass_pingpong();
+    look_ahead(part, kv_tile, partial);
     draw(part, kv_tile);
     wgmma::wait<1>();
     wgmma::hold(s);
@@ -313,7 +334,7 @@ struct Consumer {
 
   __device__ __forceinline__ void exact_tile(const Part& part, int kv_tile, bool partial,
                                              bool values_partial) {
-    issue_both(part, kv_tile, values_partial);
+    issue_both(part, kv_tile, partial, values_partial);
     const auto starts = apply_terms(part, kv_tile);
     if (partial) hide(part, kv_tile);
     observe(part, kv_tile);
@@ -347,7 +368,7 @@ struct Consumer {
       float block[2];
       bool good = true;
       for (; n >= last; --n) {
-        issue_both(part, n, before);
+        issue_both(part, n, false, before);
         before = false;
         const auto starts = apply_terms<true>(part, n);
         observe(part, n);

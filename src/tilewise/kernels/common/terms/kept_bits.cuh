@@ -40,38 +40,94 @@ struct KeptBits {
                        query * params.keep_row_stride + key * params.keep_key_stride] != 0;
   }
 
-  template <int count, typename At>
-  __device__ __forceinline__ void hide(float (&v)[count], const At& at) const {
+  // Of a fragment of `count` elements, the words that decide about it: kernels load them while its
+  // scores are made (at.ahead()), others when they are needed. A tile is as wide as all elements of
+  // a quad, and where that is whole words, none of a thread's bits is in another word.
+  template <int count, RowsAre rows_are>
+  struct Ahead {
+    static constexpr int width = 2 * count;
+    static constexpr bool one_line = rows_alike && rows_are == RowsAre::queries;
+    static constexpr bool one_bit = rows_alike && rows_are == RowsAre::keys;
+    static constexpr bool whole_words = width % 32 == 0;
+    static constexpr int words = one_bit ? 1 : width / 32 + (whole_words ? 0 : 2);
+    // Invariant: lines begin at multiples of 16 bytes, and tiles at multiples of their width.
+    static constexpr int at_once = whole_words && words % 4 == 0   ? 4
+                                   : whole_words && words % 2 == 0 ? 2
+                                                                   : 1;
+
+    ptx::u32 kept[one_line ? 1 : 2][words];  // per row
+    int first;  // where its bits begin in the first word, if that is not known beforehand
+  };
+
+  template <int count, RowsAre rows_are, typename At>
+  __device__ __forceinline__ void look_ahead(Ahead<count, rows_are>& ahead, const At& at) const {
+    using Words = Ahead<count, rows_are>;
+    if constexpr (!Words::whole_words) ahead.first = at.column() % 32;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int line = min_int(at.row() + 8 * r, last_line);
-      if constexpr (rows_alike && At::rows_are == RowsAre::keys) {
-        const bool kept = __ldg(bits + line / 32) >> line % 32 & 1;
+    for (int r = 0; r < (Words::one_line ? 1 : 2); ++r) {
+      if constexpr (Words::one_bit)
+        ahead.kept[r][0] = __ldg(bits + row_at(at, r) / 32);
+      else
+        load<Words::at_once>(
+            ahead.kept[r],
+            bits + (rows_alike ? 0 : static_cast<long long>(row_at(at, r)) * line_stride) +
+                at.column() / 32);
+    }
+  }
+  // Rows past the end have no line.
+  template <typename At>
+  __device__ __forceinline__ int row_at(const At& at, int r) const {
+    return min_int(at.row() + 8 * r, last_line);
+  }
+  template <int at_once, int words>
+  static __device__ __forceinline__ void load(ptx::u32 (&to)[words], const ptx::u32* from) {
 #pragma unroll
-        for (int i = 0; i < count; ++i)
-          if (row_of(i) == r) v[i] = kept ? v[i] : -infinity;
+    for (int word = 0; word < words; word += at_once) {
+      if constexpr (at_once == 4) {
+        const uint4 some = __ldg(reinterpret_cast<const uint4*>(from + word));
+        to[word] = some.x, to[word + 1] = some.y, to[word + 2] = some.z, to[word + 3] = some.w;
+      } else if constexpr (at_once == 2) {
+        const uint2 some = __ldg(reinterpret_cast<const uint2*>(from + word));
+        to[word] = some.x, to[word + 1] = some.y;
       } else {
-        hide_by(v, r, bits + (rows_alike ? 0 : static_cast<long long>(line) * line_stride),
-                at.column());
+        to[word] = __ldg(from + word);
       }
     }
   }
-  // Row r, whose first column has the bit `first` of a line.
-  template <int count>
-  static __device__ __forceinline__ void hide_by(float (&v)[count], int r, const ptx::u32* line,
-                                                 int first) {
-    constexpr int words = (2 * count + 31) / 32;
-    line += first / 32;
-    ptx::u32 next = __ldg(line);
+
+  template <int count, typename At>
+  __device__ __forceinline__ void hide(float (&v)[count], const At& at) const {
+    using Words = Ahead<count, At::rows_are>;
+    if constexpr (requires { at.ahead(); }) {
+      hide_by(v, static_cast<const Words&>(at.ahead()), at);
+    } else {
+      Words ahead;
+      look_ahead(ahead, at);
+      hide_by(v, ahead, at);
+    }
+  }
+  template <int count, RowsAre rows_are, typename At>
+  __device__ __forceinline__ void hide_by(float (&v)[count], const Ahead<count, rows_are>& ahead,
+                                          const At& at) const {
+    using Words = Ahead<count, rows_are>;
+    const int first = Words::whole_words ? 2 * (threadIdx.x % 4) : ahead.first;
 #pragma unroll
-    for (int word = 0; word < words; ++word) {
-      const ptx::u32 low = next;
-      next = __ldg(line + word + 1);
-      const ptx::u32 kept = __funnelshift_r(low, next, first % 32);
+    for (int r = 0; r < 2; ++r) {
+      const auto& words = ahead.kept[Words::one_line ? 0 : r];
 #pragma unroll
-      for (int i = 16 * word; i < 16 * word + 16 && i < count; ++i) {
-        if (row_of(i) != r) continue;
-        v[i] = kept & 1u << column_of(i) % 32 ? v[i] : -infinity;
+      for (int begin = 0; begin < count; begin += 16) {
+        ptx::u32 kept = words[0];
+        if constexpr (Words::one_bit)
+          kept >>= row_at(at, r) % 32;
+        else if constexpr (Words::whole_words)
+          kept = words[begin / 16] >> first;
+        else
+          kept = __funnelshift_r(words[begin / 16], words[begin / 16 + 1], first);
+#pragma unroll
+        for (int i = begin; i < begin + 16 && i < count; ++i) {
+          if (row_of(i) != r) continue;
+          v[i] = kept & 1u << (Words::one_bit ? 0 : column_of(i) % 32) ? v[i] : -infinity;
+        }
       }
     }
   }
