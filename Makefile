@@ -3,7 +3,7 @@
 
 VENV    := .venv
 STAMP   := $(VENV)/.installed
-CPP := $(wildcard src/tilewise/kernels/*/*.cuh) src/tilewise/hook/detour.cpp
+CPP := $(wildcard src/tilewise/kernels/*/*.cuh) $(wildcard src/tilewise/native/*.cpp src/tilewise/native/*.h)
 CLANG_FORMAT = $(PYTHON) -c "from clang_format import clang_format; clang_format()"
 export PYTHONPATH := src
 

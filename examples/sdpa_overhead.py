@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import library as torch_library
 
 from tilewise import CompileError
-from tilewise.hook import detour
 from tilewise.integrations.sdpa import sdpa
+from tilewise.native import library as extension
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -167,15 +167,15 @@ def elsewhere() -> Iterator[None]:
 
 @contextmanager
 def in_python() -> Iterator[None]:
-    before = os.environ.get(detour.SETTING)
-    os.environ[detour.SETTING] = "python"
+    before = os.environ.get(extension.SETTING)
+    os.environ[extension.SETTING] = "off"
     try:
         with enabled():
             yield
     finally:
-        del os.environ[detour.SETTING]
+        del os.environ[extension.SETTING]
         if before is not None:
-            os.environ[detour.SETTING] = before
+            os.environ[extension.SETTING] = before
 
 
 @contextmanager

@@ -12,7 +12,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # The tensors are small: threads that wait for one another would only take the cores from the tests beside them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TILEWISE_TABLES"] = "none"  # what ships is tested, not what somebody tuned on this machine
-os.environ["TILEWISE_DETOUR"] = "python"  # no test starts a compiler behind its back; those of the compiled one say so
+os.environ["TILEWISE_NATIVE"] = "off"  # no test starts a compiler behind its back; those of the compiled one say so
 
 # A shell has its background jobs ignore interrupts, and so would every command do that a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -55,12 +55,13 @@ def compiled_override(monkeypatch: pytest.MonkeyPatch) -> None:
     Users' processes replace the kernel in Python only while they have one thread, because others may be dispatching.
     A thread that an earlier test left behind does not call attention.
     """
-    from tilewise.hook import detour, dispatcher
+    from tilewise.hook import dispatcher
+    from tilewise.native import library as extension
 
-    if reason := detour._why_not():
+    if reason := extension._why_not():
         pytest.skip(reason)
-    monkeypatch.delenv(detour.SETTING, raising=False)
-    detour.build()
+    monkeypatch.delenv(extension.SETTING, raising=False)
+    extension.build()
     with monkeypatch.context() as patch:
         patch.setattr(dispatcher, "_may_replace", lambda: dispatcher._all_composite)
         dispatcher._install()

@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -53,6 +54,19 @@ class Loaded(NamedTuple):
     run: Any
     device: int = 0
 
+    @property
+    def handle(self) -> int:
+        """Its number among all that native code may launch (`native_calls`)."""
+        if self not in _handles:
+            _handles.append(self)
+        return 1 + _handles.index(self)
+
+    context = 1
+
+
+_handles: list[Loaded] = []
+_one_at_a_time = threading.Lock()  # the model is one machine
+
 
 class Map:
     """In the place of a tiled map: `at` writes what the model reads."""
@@ -63,6 +77,10 @@ class Map:
         assert all(stride % 16 == 0 for stride in strides)
         assert all(1 <= side <= 256 for side in box)
         self._dims, self._strides, self._box = dims, strides, box
+
+    @property
+    def described(self) -> tuple[Any, ...]:
+        return 0, tuple(self._dims), tuple(self._strides), tuple(self._box), 0, 0
 
     def at(self, address: int) -> TensorMap:
         assert address % 16 == 0
@@ -93,6 +111,92 @@ def install(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
+class NativeDriver:
+    """The model in the place of the driver that native code launches by: functions of C, and what was asked of them."""
+
+    NAMES = ("launch", "encode", "is_capturing", "get_context", "set_context", "push_context", "pop_context")
+
+    class Config(ctypes.Structure):
+        _fields_ = [
+            *((name, ctypes.c_uint) for name in ("grid", "grid_y", "grid_z", "block", "block_y", "block_z", "smem")),
+            ("stream", ctypes.c_void_p),
+            ("attributes", ctypes.c_void_p),
+            ("attribute_count", ctypes.c_uint),
+        ]
+
+    def __init__(self, seed: int = 0) -> None:
+        pointer, word, number = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32
+        self.launched: list[str] = []
+        self.encoded: list[int] = []  # addresses
+        self.failures: list[int] = []  # what the next launches answer
+        self.capturing = 0
+        self.current: int | None = 1  # the context of every thread
+        self._model = _Driver(seed)
+        self._room = torch.zeros(64, dtype=torch.int32)
+        kinds: dict[str, tuple[Any, ...]] = {
+            "launch": (ctypes.POINTER(self.Config), pointer, ctypes.POINTER(pointer), pointer),
+            "encode": (pointer, word, number, pointer, *[pointer] * 4, *[word] * 4),
+            "is_capturing": (pointer, ctypes.POINTER(word)),
+            "get_context": (ctypes.POINTER(pointer),),
+            "set_context": (pointer,),
+            "push_context": (pointer,),
+            "pop_context": (ctypes.POINTER(pointer),),
+        }
+        self._functions = [ctypes.CFUNCTYPE(word, *kinds[name])(getattr(self, f"_{name}")) for name in self.NAMES]
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        found = [ctypes.cast(function, ctypes.c_void_p).value for function in self._functions]
+        return tuple(address or 0 for address in found)
+
+    def counter_room(self, device: int) -> tuple[int, int, int]:
+        return self._room.data_ptr(), 48, 16
+
+    def _launch(self, config: Any, function: int, pointers: Any, extra: Any) -> int:
+        told, loaded = config.contents, _handles[function - 1]
+        self.launched.append(loaded.unit.name)
+        if self.failures and (status := self.failures.pop(0)):
+            return status
+        message = ctypes.create_string_buffer(256)
+        shape = (ctypes.c_int * 8)(told.grid, 1, 1, told.block, 1, 1, told.smem, told.attribute_count)
+        with _one_at_a_time:
+            failed = loaded.run(pointers[0], shape, 0, message)
+        if failed or self._room.any():
+            print(f"{loaded.unit.name}: {message.value.decode() or 'leaves its counter of work'}")
+            return 999
+        return 0
+
+    def _encode(
+        self, room: int, dtype: int, rank: int, address: int, dims: int, strides: int, box: int, *others: int
+    ) -> int:
+        if address % 16:
+            return 1
+        self.encoded.append(address)
+        ctypes.memmove(room, (ctypes.c_longlong * 1)(address), 8)
+        ctypes.memmove(room + 8, dims, 8 * rank)
+        ctypes.memmove(room + 8 + 8 * rank, strides, 8 * (rank - 1))
+        ctypes.memmove(room + 64, box, 8)
+        return 0
+
+    def _is_capturing(self, stream: int, answer: Any) -> int:
+        answer[0] = self.capturing
+        return 0
+
+    def _get_context(self, answer: Any) -> int:
+        answer[0] = self.current
+        return 0
+
+    def _set_context(self, context: int) -> int:
+        self.current = context
+        return 0
+
+    def _push_context(self, context: int) -> int:
+        return 0
+
+    def _pop_context(self, answer: Any) -> int:
+        return 0
+
+
 def launch(unit: Unit, blocks: int, threads: int, arguments: Arguments, *, seed: int = 0) -> None:
     """One kernel by itself."""
     function = Loaded(unit, _compiled(unit, ("", "")))
@@ -118,7 +222,8 @@ class _Driver:
         message = ctypes.create_string_buffer(256)
         params = ctypes.addressof(arguments.params)
         shape = (ctypes.c_int * 8)(*grid, *block, smem, overlap_previous)
-        failed = function.run(params, shape, self._seed, message)
+        with _one_at_a_time:
+            failed = function.run(params, shape, self._seed, message)
         assert not failed, f"{function.unit.name}: {message.value.decode()}"
         left = [counter.value for counter in self._counters if counter.value]
         assert not left, f"{function.unit.name} leaves its counter of work at {left}, and the next launch needs 0"

@@ -15,6 +15,7 @@ list of these tensors in the order that the mask and the score terms define (`Pr
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import threading
@@ -78,6 +79,8 @@ class Call(NamedTuple):
     forward: Callable[[Tensor, Tensor, Tensor, Operands], tuple[Tensor, Tensor | None]]
     gradient: Callable[..., Grads] | None  # of (dout, dlse, q, k, v, out, lse, operands, wants), where it is bound
     lacks_memory: bool = False  # q, k or v is empty, or one for `with_memory`
+    plan: Plan | None = None  # of our own kernels
+    native: dict[Any, Any] | None = None  # what native code knows of it (repeated.py)
 
     @property
     def backend_name(self) -> str:
@@ -362,16 +365,25 @@ def _call(planned: Plan, q: Tensor, k: Tensor, v: Tensor, operands: Operands, op
         bound = _bound(backend, q, k, v, problem, config, operands)
         return Call(problem, backend, config, options, names, bound, _bound_gradient(backend, problem))
     bound = engine.bind_forward(lambda: forward, problem, q, k, v, operands)
+    call = Call(problem, backend, config, options, names, bound, None, plan=planned, native={})
     if gradient is None:
-        return Call(problem, backend, config, options, names, bound, None)
-    everything = frozenset((*INPUTS, *problem.operand_grads))
-
-    def program(device: torch.device, wants: Wants) -> Program:
-        return gradient if wants == everything else planned.backward_for(wants)
-
+        return call
     alone = isinstance(backend, Fused) and backend.makes_operands_alone(problem)
-    bound_gradient = engine.bind_backward(program, problem, operands_alone=alone)
-    return Call(problem, backend, config, options, names, bound, bound_gradient)
+    programs = functools.partial(_backward_program, planned)
+    return call._replace(gradient=engine.bind_backward(programs, problem, operands_alone=alone))
+
+
+def backward_program(call: Call, wants: Wants) -> Program:
+    """What makes these gradients of a call of our own kernels."""
+    assert call.plan is not None
+    return _backward_program(call.plan, None, wants)
+
+
+def _backward_program(planned: Plan, device: torch.device | None, wants: Wants) -> Program:
+    everything = frozenset((*INPUTS, *planned.problem.operand_grads))
+    if planned.backward is not None and wants == everything:
+        return planned.backward
+    return planned.backward_for(wants)
 
 
 def _build(chosen: Plan) -> None:
@@ -544,29 +556,47 @@ class _Planned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
-        call: Call = ctx.call
+        saved = ctx.saved_tensors
         flags = ctx.needs_input_grad
-        if dout is None and dlse is None:
-            return (None,) * len(flags)
-        operands: Operands = dict(zip(call.names, tensors, strict=True)) if tensors else NO_OPERANDS
-        wants = chosen((*INPUTS, *call.names), (*flags[:3], *flags[4:])) if tensors else chosen(INPUTS, flags[:3])
-        if _wants_composite():
-            return _in_slots(_differentiable_grads(dout, dlse, q, k, v, operands, call.problem, wants), call.names)
-        dout = torch.zeros_like(out) if dout is None else with_memory(dout)
-        if ctx.strides is not None and ctx.strides != (q.stride(), k.stride(), v.stride()):
-            # Hooks on saved tensors, as of save_on_cpu, may lay them out anew; a bound gradient is for one layout.
-            options = call.options._replace(backend=call.backend_name)
-            call = prepare(q, k, v, operands, options, call.problem.operand_grads)
-        if is_plain(dout, q, k):
-            if not autocast_is_on():
-                return _in_slots(call.backward(dout, dlse, (q, k, v, out, lse), operands, wants), call.names)
-            with without_autocast():
-                return _in_slots(call.backward(dout, dlse, (q, k, v, out, lse), operands, wants), call.names)
-        options = call.options if lse is not None else call.options._replace(backend=call.backend_name)
-        out, lse = _with_lse(q, out, lse)
-        dq, dk, dv, *others = _backward_op(dout, dlse, out, lse, q, k, v, tensors, options, (*flags[:3], *flags[4:]))
-        return dq, dk, dv, None, *others
+        wanted = (*flags[:3], *flags[4:])
+        return gradients(ctx.call, ctx.strides, saved[:5], saved[5:], wanted, dout, dlse)
+
+
+def gradients(
+    call: Call,
+    strides: tuple[tuple[int, ...], ...] | None,
+    saved: tuple[Any, ...],
+    tensors: tuple[Tensor, ...],
+    flags: tuple[bool, ...],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """A Call's backward: gradients in the places of `_Planned`'s inputs.
+
+    `strides`: those of q, k and v that a bound gradient is for; `saved`: q, k, v, out and lse as they came back;
+    `tensors`: the operands; `flags`: what is wanted, of q, k, v and the operands.
+    """
+    q, k, v, out, lse = saved
+    if dout is None and dlse is None:
+        return (None,) * (len(flags) + 1)
+    operands: Operands = dict(zip(call.names, tensors, strict=True)) if tensors else NO_OPERANDS
+    wants = chosen((*INPUTS, *call.names), flags) if tensors else chosen(INPUTS, flags[:3])
+    if _wants_composite():
+        return _in_slots(_differentiable_grads(dout, dlse, q, k, v, operands, call.problem, wants), call.names)
+    dout = torch.zeros_like(out) if dout is None else with_memory(dout)
+    if strides is not None and strides != (q.stride(), k.stride(), v.stride()):
+        # Hooks on saved tensors, as of save_on_cpu, may lay them out anew; a bound gradient is for one layout.
+        options = call.options._replace(backend=call.backend_name)
+        call = prepare(q, k, v, operands, options, call.problem.operand_grads)
+    if is_plain(dout, q, k):
+        if not autocast_is_on():
+            return _in_slots(call.backward(dout, dlse, (q, k, v, out, lse), operands, wants), call.names)
+        with without_autocast():
+            return _in_slots(call.backward(dout, dlse, (q, k, v, out, lse), operands, wants), call.names)
+    options = call.options if lse is not None else call.options._replace(backend=call.backend_name)
+    out, lse = _with_lse(q, out, lse)
+    dq, dk, dv, *others = _backward_op(dout, dlse, out, lse, q, k, v, tensors, options, flags)
+    return dq, dk, dv, None, *others
 
 
 def _in_slots(grads: Grads, names: tuple[str, ...]) -> tuple[Tensor | None, ...]:

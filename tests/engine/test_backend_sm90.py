@@ -154,5 +154,5 @@ def test_maps_of_broadcast_operands_keep_their_places_unless_they_share_them(mon
     """Keys that are expanded over heads are asked for by head; a bias by place 0 of what it is broadcast over."""
     monkeypatch.setattr(run, "rows_map", lambda tensor, rows: (tuple(tensor.shape), rows))
     expanded = torch.empty(1, 1, 300, 64, device="meta").expand(3, 4, 300, 64)
-    assert run._tensor_map(Map("k", 128), {"k": expanded}) == ((3, 4, 300, 64), 128)
-    assert run._tensor_map(Map("bias", 64, shared=True), {"bias": expanded}) == ((1, 1, 300, 64), 64)
+    assert run.tensor_map(Map("k", 128), {"k": expanded}) == ((3, 4, 300, 64), 128)
+    assert run.tensor_map(Map("bias", 64, shared=True), {"bias": expanded}) == ((1, 1, 300, 64), 64)

@@ -15,7 +15,7 @@ import os
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("TILEWISE_TABLES", "none")
-os.environ.setdefault("TILEWISE_DETOUR", "python")
+os.environ.setdefault("TILEWISE_NATIVE", "off")
 
 import argparse
 import contextlib

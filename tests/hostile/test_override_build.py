@@ -22,21 +22,22 @@ import torch.nn.functional as F
 
 import tilewise
 from tilewise import CompileError
-from tilewise.hook import detour, dispatcher
+from tilewise.hook import dispatcher
 from tilewise.integrations.sdpa import sdpa
 from tilewise.jit import cache
+from tilewise.native import library as extension
 
-pytestmark = pytest.mark.skipif(detour._why_not() is not None, reason=str(detour._why_not()))
+pytestmark = pytest.mark.skipif(extension._why_not() is not None, reason=str(extension._why_not()))
 PATIENCE_SECONDS = 600.0
 
 
 @pytest.fixture(scope="module")
 def library() -> bytes:
     """The library as the machine's compiler makes it."""
-    detour.build()
-    entry = cache.read(detour._LABEL, detour._key(), [detour._LIBRARY], report_damage=True)
+    extension.build()
+    entry = cache.read(extension._LABEL, extension._key(), [extension._LIBRARY], report_damage=True)
     assert entry is not None
-    return entry.files[detour._LIBRARY]
+    return entry.files[extension._LIBRARY]
 
 
 class Machine:
@@ -48,24 +49,24 @@ class Machine:
         root.mkdir(mode=0o700, exist_ok=True)
         root.chmod(0o700)
         monkeypatch.setenv("TILEWISE_CACHE_DIR", str(root))
-        monkeypatch.delenv(detour.SETTING, raising=False)
+        monkeypatch.delenv(extension.SETTING, raising=False)
         self.forget()
 
     def forget(self) -> None:
         """As in a process that starts now."""
-        self._monkeypatch.setattr(detour, "_search", detour._Search())
-        self._monkeypatch.setattr(detour, "_said", set())
+        self._monkeypatch.setattr(extension, "_search", extension._Search())
+        self._monkeypatch.setattr(extension, "_said", set())
         self._monkeypatch.setattr(cache, "_said", set())
 
     @property
     def entry(self) -> Path:
-        return self.root / "entries" / f"{detour._LABEL}.{detour._key()}"
+        return self.root / "entries" / f"{extension._LABEL}.{extension._key()}"
 
     def put(self, content: bytes) -> None:
-        assert cache.write(detour._LABEL, detour._key(), {detour._LIBRARY: content}, {}) == self.entry
+        assert cache.write(extension._LABEL, extension._key(), {extension._LIBRARY: content}, {}) == self.entry
 
     def wait_for_child(self) -> None:
-        child = detour._search.child
+        child = extension._search.child
         assert child is not None, "nothing was started"
         child.wait(PATIENCE_SECONDS)
 
@@ -79,7 +80,7 @@ def machine(tmp_path, monkeypatch) -> Machine:
 def started(monkeypatch) -> list[str]:
     """Builds that are started, in place of starting them."""
     found: list[str] = []
-    monkeypatch.setattr(detour, "_start", lambda: found.append(detour._attempt()))
+    monkeypatch.setattr(extension, "_start", lambda: found.append(extension._attempt()))
     return found
 
 
@@ -91,13 +92,13 @@ def compiler(folder: Path, script: str, name: str = "fake-c++") -> str:
     return str(path)
 
 
-def look(caplog) -> tuple[detour.Detour | None, list[str]]:
+def look(caplog) -> tuple[extension.Library | None, list[str]]:
     """What a rule that comes into force finds, and the lines in the log, when it looks several times."""
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="tilewise"):
         for _ in range(3):
-            detour._search.next_look = 0.0
-            found = detour.loaded()
+            extension._search.next_look = 0.0
+            found = extension.loaded()
     return found, [record.getMessage() for record in caplog.records]
 
 
@@ -107,7 +108,7 @@ def look(caplog) -> tuple[detour.Detour | None, list[str]]:
 
 def shorten(by: float):
     def tamper(machine: Machine) -> None:
-        path = machine.entry / detour._LIBRARY
+        path = machine.entry / extension._LIBRARY
         os.truncate(path, int(path.stat().st_size * by))
 
     return tamper
@@ -115,7 +116,7 @@ def shorten(by: float):
 
 def change(where: float):
     def tamper(machine: Machine) -> None:
-        path = machine.entry / detour._LIBRARY
+        path = machine.entry / extension._LIBRARY
         content = bytearray(path.read_bytes())
         content[int((len(content) - 1) * where)] ^= 0xFF
         path.write_bytes(bytes(content))
@@ -151,7 +152,7 @@ def replace(name: str, make):
 def mode(which: str, bits: int):
     def tamper(machine: Machine) -> None:
         place = {
-            "library": machine.entry / detour._LIBRARY,
+            "library": machine.entry / extension._LIBRARY,
             "manifest": machine.entry / cache.MANIFEST,
             "entry": machine.entry,
             "entries": machine.entry.parent,
@@ -168,17 +169,17 @@ TAMPERINGS = {
     "first byte": change(0.0),
     "a byte within": change(0.4),
     "last byte": change(1.0),
-    "garbage": overwrite(detour._LIBRARY, b"\x7fELF" + bytes(range(256)) * 64),
-    "text": overwrite(detour._LIBRARY, b"not a library"),
+    "garbage": overwrite(extension._LIBRARY, b"\x7fELF" + bytes(range(256)) * 64),
+    "text": overwrite(extension._LIBRARY, b"not a library"),
     "manifest garbage": overwrite(cache.MANIFEST, b"\xff\xfe{"),
     "manifest empty": overwrite(cache.MANIFEST, b""),
     "manifest a list": overwrite(cache.MANIFEST, b"[]"),
     "manifest without digests": rewrite_manifest(lambda manifest: {**manifest, "digests": {}}),
     "manifest of another": rewrite_manifest(lambda manifest: {**manifest, "key": "0" * 64}),
-    "library missing": lambda machine: (machine.entry / detour._LIBRARY).unlink(),
+    "library missing": lambda machine: (machine.entry / extension._LIBRARY).unlink(),
     "manifest missing": lambda machine: (machine.entry / cache.MANIFEST).unlink(),
-    "library a folder": replace(detour._LIBRARY, lambda path, aside: path.mkdir()),
-    "library a pipe": replace(detour._LIBRARY, lambda path, aside: os.mkfifo(path)),
+    "library a folder": replace(extension._LIBRARY, lambda path, aside: path.mkdir()),
+    "library a pipe": replace(extension._LIBRARY, lambda path, aside: os.mkfifo(path)),
     "library for all to write": mode("library", 0o666),
     "manifest for all to write": mode("manifest", 0o622),
     "entry for all to write": mode("entry", 0o777),
@@ -205,8 +206,8 @@ def test_a_library_and_a_manifest_that_agree_with_each_other_are_not_enough(mach
     machine.root.chmod(0o777)
     assert cache.root() is None
     forged = library + b"\x00"
-    (machine.entry / detour._LIBRARY).write_bytes(forged)
-    rewrite_manifest(lambda manifest: {**manifest, "digests": {detour._LIBRARY: cache.digest([forged])}})(machine)
+    (machine.entry / extension._LIBRARY).write_bytes(forged)
+    rewrite_manifest(lambda manifest: {**manifest, "digests": {extension._LIBRARY: cache.digest([forged])}})(machine)
     machine.root.chmod(0o700)
     found, lines = look(caplog)
     assert found is None
@@ -217,7 +218,7 @@ def test_a_library_and_a_manifest_that_agree_with_each_other_are_not_enough(mach
 def test_a_library_of_another_user_is_not_loaded(machine, library, started, monkeypatch, caplog):
     machine.put(library)
     if os.geteuid() == 0:
-        os.chown(machine.entry / detour._LIBRARY, 12345, 12345)
+        os.chown(machine.entry / extension._LIBRARY, 12345, 12345)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     found, lines = look(caplog)
@@ -239,16 +240,17 @@ def test_what_happens_to_the_file_after_it_was_loaded_hurts_nobody(library, tmp_
     """A library that is mapped from a file dies with it; ours is not."""
     code = f"""
 import os, torch, torch.nn.functional as F
-from tilewise.hook import detour, dispatcher
+from tilewise.hook import dispatcher
+from tilewise.native import library as extension
 from tilewise.integrations import sdpa as override
 from tilewise.jit import cache
 content = open({str(tmp_path / "library")!r}, "rb").read()
-place = cache.write(detour._LABEL, detour._key(), {{detour._LIBRARY: content}}, {{}})
+place = cache.write(extension._LABEL, extension._key(), {{extension._LIBRARY: content}}, {{}})
 q = torch.randn(1, 1, 8, 8)
 with override.sdpa():
     F.scaled_dot_product_attention(q, q, q)
     assert dispatcher.compiled is not None
-    os.truncate(place / detour._LIBRARY, 0)
+    os.truncate(place / extension._LIBRARY, 0)
     for _ in range(10):
         F.scaled_dot_product_attention(q, q, q)
 print(override.sdpa.report()[0].calls)
@@ -262,7 +264,7 @@ print(override.sdpa.report()[0].calls)
 def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     sources = str(Path(tilewise.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": sources, **variables}
-    environment.pop(detour.SETTING, None)
+    environment.pop(extension.SETTING, None)
     return subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", code],
         capture_output=True, text=True, check=False, env=environment, timeout=PATIENCE_SECONDS,
@@ -271,7 +273,7 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 LATER = """
 import os, threading, torch, torch.nn.functional as F
-os.environ["TILEWISE_DETOUR"] = "python"
+os.environ["TILEWISE_NATIVE"] = "off"
 from tilewise.hook import dispatcher
 from tilewise.integrations.sdpa import sdpa
 q = torch.randn(1, 1, 8, 8)
@@ -281,7 +283,7 @@ def enter():
         assert torch.equal(F.scaled_dot_product_attention(q, q, q), want)
     return dispatcher.compiled is not None
 found = [enter()]
-os.environ["TILEWISE_DETOUR"] = "compiled"
+os.environ["TILEWISE_NATIVE"] = "compiled"
 done = threading.Event()
 beside = threading.Thread(target=done.wait)
 beside.start()
@@ -306,12 +308,12 @@ def test_compile_builds_a_damaged_library_again_and_it_is_whole(machine, library
     good.write_bytes(library)
     monkeypatch.setenv("CXX", compiler(tmp_path, f'cp {good} "$out"'))
     machine.put(library)
-    for tamper in (shorten(0.5), overwrite(detour._LIBRARY, b"garbage")):
+    for tamper in (shorten(0.5), overwrite(extension._LIBRARY, b"garbage")):
         tamper(machine)
         machine.forget()
         sdpa.compile()
-        assert (machine.entry / detour._LIBRARY).read_bytes() == library
-        assert detour.loaded() is not None
+        assert (machine.entry / extension._LIBRARY).read_bytes() == library
+        assert extension.loaded() is not None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -354,7 +356,7 @@ def test_a_process_that_cannot_be_started_is_said_and_nothing_more(machine, monk
     def refuse(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(detour.subprocess, "Popen", refuse)
+    monkeypatch.setattr(extension.subprocess, "Popen", refuse)
     found, lines = look(caplog)
     assert found is None
     assert len(lines) == 1, lines
@@ -364,7 +366,7 @@ def test_neither_does_a_full_disk_raise(machine, monkeypatch, caplog):
     def refuse(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(detour.os, "open", refuse)
+    monkeypatch.setattr(extension.os, "open", refuse)
     found, _ = look(caplog)
     assert found is None
 
@@ -374,8 +376,8 @@ def test_a_block_works_whatever_is_wrong(machine, monkeypatch):
     monkeypatch.setattr(dispatcher, "_standing", None)
     monkeypatch.setattr(dispatcher, "_may_replace", lambda: True)
     looked = []
-    real = detour._find
-    monkeypatch.setattr(detour, "_find", lambda: looked.append(1) or real())
+    real = extension._find
+    monkeypatch.setattr(extension, "_find", lambda: looked.append(1) or real())
     q = torch.randn(1, 1, 8, 8)
     want = F.scaled_dot_product_attention(q, q, q)
     for variables in ({"CXX": "g++ '"}, {"CXX": "/no/such"}, {"PATH": "/nowhere"}):
@@ -393,27 +395,27 @@ def test_a_failure_is_kept_and_tried_again_only_with_another_compiler(machine, t
     monkeypatch.setenv("CXX", compiler(tmp_path, f'echo "no such header" >&2; echo ran >> {ran}; exit 3'))
     for _ in range(2):
         machine.forget()
-        assert detour.loaded() is None
-        if detour._search.child is not None:
+        assert extension.loaded() is None
+        if extension._search.child is not None:
             machine.wait_for_child()
     assert ran.read_text().splitlines() == ["ran"], "a compiler that failed was run again"
     (kept,) = (machine.root / "failed").iterdir()
-    assert "no such header" in (kept / detour._SAID).read_text()
+    assert "no such header" in (kept / extension._SAID).read_text()
     with pytest.raises(CompileError, match=r"exit code 3(.|\n)*no such header"):
         sdpa.compile()
     assert len(ran.read_text().splitlines()) == 2, "who asks for it has it tried again"
     monkeypatch.setenv("CXX", compiler(tmp_path, f"echo another >> {ran}; exit 1", "another-c++"))
     machine.forget()
-    assert detour.loaded() is None
+    assert extension.loaded() is None
     machine.wait_for_child()
     assert ran.read_text().splitlines()[-1] == "another"
 
 
 def test_the_same_compiler_mended_is_another_compiler(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", compiler(tmp_path, "exit 1"))
-    before = detour._attempt()
+    before = extension._attempt()
     compiler(tmp_path, "exit 1  # mended")
-    assert detour._attempt() != before
+    assert extension._attempt() != before
 
 
 @pytest.mark.parametrize(
@@ -428,7 +430,7 @@ def test_the_same_compiler_mended_is_another_compiler(machine, tmp_path, monkeyp
 def test_a_compiler_that_lies_is_found_out(machine, tmp_path, monkeypatch, script, said):
     monkeypatch.setenv("CXX", compiler(tmp_path, script))
     with pytest.raises(CompileError, match=said):
-        detour._build_here()
+        extension._build_here()
     assert not machine.entry.exists()
 
 
@@ -444,12 +446,12 @@ def test_a_library_that_ends_the_process_that_tries_it_out_is_not_kept(machine, 
 def test_a_compiler_that_hangs_is_ended_with_all_that_it_started(machine, tmp_path, monkeypatch):
     pids = tmp_path / "pids"
     monkeypatch.setenv("CXX", compiler(tmp_path, f"sleep 3600 & echo $! >> {pids}; echo $$ >> {pids}; wait"))
-    monkeypatch.setattr(detour, "_PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(extension, "_PATIENCE_SECONDS", 1.0)
     with pytest.raises(CompileError, match="did not finish"):
-        detour._build_here()
+        extension._build_here()
     for pid in pids.read_text().split():
         assert is_gone(int(pid)), f"process {pid} is still there"
-    assert detour._failed_before(detour._attempt())
+    assert extension._failed_before(extension._attempt())
 
 
 def is_gone(pid: int) -> bool:
@@ -469,11 +471,11 @@ def is_gone(pid: int) -> bool:
 
 COLD_PROCESSES = """
 import os, time
-from tilewise.hook import detour
+from tilewise.native import library as extension
 
 def cold():
-    assert detour.loaded() is None, "nothing is built yet"
-    os._exit(0 if detour._search.child is None else 1)
+    assert extension.loaded() is None, "nothing is built yet"
+    os._exit(0 if extension._search.child is None else 1)
 
 children = []
 for _ in range(6):
@@ -494,22 +496,22 @@ def test_of_many_cold_processes_one_runs_a_compiler(machine, library, tmp_path, 
     try:
         done = run(COLD_PROCESSES)
         assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr[-4000:]
-        assert detour.loaded() is None
-        assert detour._search.child is None, "a builder was started beside another"
+        assert extension.loaded() is None
+        assert extension._search.child is None, "a builder was started beside another"
     finally:
         go.touch()
-    with detour._one_builder(PATIENCE_SECONDS) as lock:  # when that one has ended
+    with extension._one_builder(PATIENCE_SECONDS) as lock:  # when that one has ended
         assert lock is not None
     assert ran.read_text().splitlines() == ["ran"]
     machine.forget()
-    assert detour.loaded() is not None
+    assert extension.loaded() is not None
 
 
 def test_who_waits_for_another_builder_does_not_build_again(machine, library, tmp_path, monkeypatch):
     ran = tmp_path / "ran"
     monkeypatch.setenv("CXX", compiler(tmp_path, f"echo ran >> {ran}; exit 1"))
     waiting = threading.Thread(target=sdpa.compile)
-    with detour._one_builder(0.0) as lock:
+    with extension._one_builder(0.0) as lock:
         assert lock is not None
         waiting.start()
         machine.put(library)
@@ -526,7 +528,7 @@ def test_builders_that_share_a_folder_and_a_process_number_do_not_meet(machine, 
 
     def build() -> None:
         try:
-            detour._build_here()
+            extension._build_here()
         except CompileError as error:
             raised.append(error)
 
@@ -536,13 +538,13 @@ def test_builders_that_share_a_folder_and_a_process_number_do_not_meet(machine, 
     for thread in threads:
         thread.join()
     assert not raised
-    assert (machine.entry / detour._LIBRARY).read_bytes() == library
+    assert (machine.entry / extension._LIBRARY).read_bytes() == library
 
 
 def test_a_python_that_is_part_of_another_program_starts_nothing(machine, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/usr/bin/blender")
     assert look(caplog) == (None, [])
-    assert detour._search.child is None
+    assert extension._search.child is None
 
 
 def test_the_builder_imports_nothing_from_the_current_directory(machine, library, tmp_path, monkeypatch):
@@ -555,7 +557,7 @@ def test_the_builder_imports_nothing_from_the_current_directory(machine, library
     monkeypatch.setenv("CXX", compiler(tmp_path, f'cp {good} "$out"'))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
-    assert detour.loaded() is None
+    assert extension.loaded() is None
     machine.wait_for_child()
     assert not bad.exists()
     assert machine.entry.exists()
@@ -568,10 +570,10 @@ def test_relative_and_tilde_settings_mean_one_place(library, tmp_path, monkeypat
     machine.put(library)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert detour.loaded() is not None
+    assert extension.loaded() is not None
     assert list((tmp_path / "elsewhere").iterdir()) == []
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TILEWISE_CACHE_DIR", "~/cache")
     machine.forget()
-    assert detour.loaded() is not None
+    assert extension.loaded() is not None
     shutil.rmtree(tmp_path / "cache")

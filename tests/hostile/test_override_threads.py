@@ -42,8 +42,8 @@ def run_python(arguments: list[str], seconds: float = 0.0, **variables: str) -> 
 
 
 def test_threads_enter_leave_watch_and_call(override_kernel):
-    setting = "python" if override_kernel == "python" else "compiled"
-    done = run_python([str(HERE / "soak.py"), str(SECONDS)], SECONDS, TILEWISE_DETOUR=setting)
+    setting = "off" if override_kernel == "python" else "compiled"
+    done = run_python([str(HERE / "soak.py"), str(SECONDS)], SECONDS, TILEWISE_NATIVE=setting)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr[-4000:]}"
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["failures"] == []
@@ -145,8 +145,8 @@ def test_a_trace_knows_whose_call_was_taken():
 
 
 def test_graphs_traced_after_a_block_are_what_they_were_before(override_kernel):
-    setting = "python" if override_kernel == "python" else "compiled"
-    done = run_python([str(HERE / "graphs.py")], TILEWISE_DETOUR=setting)
+    setting = "off" if override_kernel == "python" else "compiled"
+    done = run_python([str(HERE / "graphs.py")], TILEWISE_NATIVE=setting)
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["before"] == told["after"]

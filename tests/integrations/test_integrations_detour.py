@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise import CompileError
-from tilewise.hook import detour
 from tilewise.integrations.sdpa import FallbackWarning, report, sdpa
+from tilewise.native import library as extension
 
-needs_compiler = pytest.mark.skipif(detour._why_not() is not None, reason=str(detour._why_not()))
+needs_compiler = pytest.mark.skipif(extension._why_not() is not None, reason=str(extension._why_not()))
 
 
 class Asked:
@@ -218,17 +218,17 @@ def test_errors_are_pytorchs_own_and_nothing_is_remembered_of_them(asked):
 @pytest.mark.parametrize("missing", ["compiler", "cache"])
 def test_without_a_compiler_or_a_cache_the_reason_is_said(monkeypatch, tmp_path, missing):
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(detour, "_search", detour._Search())
-    monkeypatch.delenv(detour.SETTING)
+    monkeypatch.setattr(extension, "_search", extension._Search())
+    monkeypatch.delenv(extension.SETTING)
     if missing == "compiler":
-        monkeypatch.setattr(detour, "_compiler", list)
+        monkeypatch.setattr(extension, "_compiler", list)
         monkeypatch.delenv("CXX", raising=False)
         expected = "no C\\+\\+ compiler"
     else:
-        monkeypatch.setattr(detour.cache, "root", lambda: None)
+        monkeypatch.setattr(extension.cache, "root", lambda: None)
         expected = "no cache folder"
-    if missing == "cache" and detour._why_not():
-        pytest.skip(str(detour._why_not()))
+    if missing == "cache" and extension._why_not():
+        pytest.skip(str(extension._why_not()))
     with pytest.raises(CompileError, match=expected):
         sdpa.compile()
-    assert detour.loaded() is None
+    assert extension.loaded() is None

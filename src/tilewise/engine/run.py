@@ -60,17 +60,11 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
     Operands that are None here are None in every call, or they are of slots that say they may be. Tensors may be
     without memory. Raises CompileError for a kernel that does not build.
     """
-    if program.unless_viewed is not None:
-        viewed = _viewed(program, operands)
-        if viewed is None:
-            return load(program.unless_viewed, operands, device)
-        operands = viewed
+    program, operands = fitting(program, operands)
     names: dict[str, Any] = {"stream_of": torch._C._cuda_getCurrentRawStream, "bytes": torch.uint8}
     lines = [f"stream = stream_of({device})"]
     if program.unless_mapped is not None:
         name, other = program.unless_mapped
-        if not _can_be_mapped(operands[name]):
-            return load(other, operands, device)
         names["unmapped"] = _Later(other, operands, device)
         lines.insert(0, f"if {name}.data_ptr() & 15: return unmapped({', '.join(operands)})")
     made: dict[str, Tensor] = {}
@@ -86,9 +80,9 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
     lines += [f"at_{name} = {text}" for name, text in _addresses(program, operands)]
     for number, launch in enumerate(program.launches):
         shape = ((launch.grid, 1, 1), (launch.threads, 1, 1), launch.unit.smem_bytes)
-        function = function_for(launch.unit, device)
+        function = function_of(launch, device)
         names[f"launch{number}"] = DriverLaunch(function, *shape, overlap_previous=launch.overlap)
-        names[f"arguments{number}"] = ArgumentsPerThread(launch.params, _fixed(launch, operands)).mine
+        names[f"arguments{number}"] = ArgumentsPerThread(launch.params, fixed_fields(launch, operands)).mine
         lines += [f"arguments = arguments{number}()", "params = arguments.params"]
         for index, (field, place, slot) in enumerate(slots_of(launch.fields)):
             goal = f"params.{field}" if place is None else f"params.{field}[{place}]"
@@ -97,7 +91,7 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
             elif isinstance(slot, View):
                 lines.append(f"{goal}.data = {_address(slot.operand, program)}")
             elif isinstance(slot, Map):
-                names[f"map{number}_{index}"] = _tensor_map(slot, operands).at
+                names[f"map{number}_{index}"] = tensor_map(slot, operands).at
                 lines.append(f"{goal} = map{number}_{index}({_address(slot.operand, program)})")
             elif isinstance(slot, Counter):
                 names["counter"] = work_counter
@@ -106,6 +100,26 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
     body = "\n".join(f"    {line}" for line in lines)
     exec(f"def run({', '.join(operands)}):\n{body}\n", names)
     return names["run"]  # type: ignore[no-any-return]
+
+
+def fitting(program: Program, operands: Mapping[str, Tensor | None]) -> tuple[Program, Mapping[str, Tensor | None]]:
+    """What runs for operands of these strides, the program or one that takes its place, and the operands as it sees
+    them."""
+    if program.unless_viewed is not None:
+        viewed = _viewed(program, operands)
+        if viewed is None:
+            return fitting(program.unless_viewed, operands)
+        operands = viewed
+    if program.unless_mapped is not None:
+        name, other = program.unless_mapped
+        if not _can_be_mapped(operands[name]):
+            return fitting(other, operands)
+    return program, operands
+
+
+def function_of(launch: Launch, device: int) -> Any:
+    """The kernel of a launch, loaded on a device."""
+    return function_for(launch.unit, device)
 
 
 class _Later:
@@ -228,7 +242,7 @@ def _address(operand: str, program: Program) -> str:
     return f"at_{operand}"
 
 
-def _fixed(launch: Launch, operands: Mapping[str, Tensor | None]) -> dict[str, Any]:
+def fixed_fields(launch: Launch, operands: Mapping[str, Tensor | None]) -> dict[str, Any]:
     """What no call changes: constants, and the strides of operands."""
 
     def settled(value: Any) -> Any:
@@ -247,7 +261,7 @@ def _fixed(launch: Launch, operands: Mapping[str, Tensor | None]) -> dict[str, A
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _tensor_map(slot: Map, operands: Mapping[str, Tensor | None]) -> Any:
+def tensor_map(slot: Map, operands: Mapping[str, Tensor | None]) -> Any:
     if slot.shape is not None:
         return rows_map(torch.empty(slot.shape, dtype=slot.dtype, device="meta"), slot.rows)
     tensor = operands[slot.operand]
@@ -277,22 +291,22 @@ def bind_forward(
 
     Where there are no keys there is no program.
     """
-    if _goes_by_spans(problem):
+    if goes_by_spans(problem):
         spanned = bind_forward(program, with_spans(problem), q, k, v, operands_as_spans(problem, operands))
         return lambda q, k, v, operands, *results: spanned(q, k, v, operands_as_spans(problem, operands), *results)
     of_mask = mask_operands(problem, q.device)
     operands = {**operands, **of_mask} if of_mask else operands
     problem = in_terms(problem)
-    needs_lse = problem.needs_lse or problem.needs_grad
+    needs_lse = makes_lse(problem)
     names = [operand.name for operand in problem.operands]
     like, no_floats = empty_out(q, problem.head_dim_v, problem.layout), q.new_empty(0, dtype=torch.float32)
     shape, strides, lse_shape = tuple(like.shape), like.stride(), tuple(like.shape[:3])
     outputs = [(operand, term) for term in problem.scores for operand in term.outputs]
     run = None
     if not problem.empty:
-        given = {"q": q, "k": k, "v": v, "out": like, "lse": no_floats if needs_lse else None}
+        given = forward_operands(problem, q, k, v, like, operands)
         written = {operand.name: _room(q, operand.shape(problem), operand.dtype) for operand, _ in outputs}
-        run = load(program(), {**given, **_as_read(problem, operands), **written}, _index(q.device))
+        run = load(program(), {**given, **written}, device_index(q.device))
 
     def bound(
         q: Tensor,
@@ -324,7 +338,19 @@ def bind_forward(
     return bound
 
 
-def _goes_by_spans(problem: Problem) -> bool:
+def makes_lse(problem: Problem) -> bool:
+    return problem.needs_lse or problem.needs_grad
+
+
+def forward_operands(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, operands: Operands
+) -> dict[str, Tensor | None]:
+    """What a forward reads and writes, by the names that slots have; the outputs of terms come behind."""
+    lse = q.new_empty(0, dtype=torch.float32) if makes_lse(problem) else None
+    return {"q": q, "k": k, "v": v, "out": out, "lse": lse, **_as_read(problem, operands)}
+
+
+def goes_by_spans(problem: Problem) -> bool:
     """Packed sequences for kernels that take spans of keys alone."""
     return isinstance(problem.mask, Packed) and not is_packed(problem.dropout_in_terms()) and not problem.empty
 
@@ -356,7 +382,7 @@ def bind_backward(
     `programs` gives the program that makes the wanted gradients on a device, or with `operands_alone` one without any
     of q, k and v. Where the kernel that makes some alone does not build, all are made.
     """
-    if _goes_by_spans(problem):
+    if goes_by_spans(problem):
         spanned, offsets = bind_backward(programs, with_spans(problem)), problem
 
         def by_spans(
@@ -464,17 +490,10 @@ def _backward(program: Program, problem: Problem, wants: Wants, given: Operands)
         name: functools.partial(_unwritten if name in written else _room, shape=room.shape, dtype=room.dtype)
         for name, (room, _) in sums.items()
     }
-    grads = {
-        f"d{name}": torch.empty_like(given[name], device="meta") if name in wants else None
-        for name in (*INPUTS, *names)
-    }
+    operands = backward_operands(problem, wants, given)
     for name, (room, _) in sums.items():
-        grads[f"d{name}"] = torch.empty(room.shape, dtype=room.dtype, device="meta").expand(room.full)
-    given = {**given, **_as_read(problem, given)}
-    lse = torch.empty(0, device="meta")
-    order = ("dout", "dlse", *INPUTS, "out", "lse", *names)
-    operands = {name: {"dlse": None, "lse": lse}[name] if name in ("dlse", "lse") else given[name] for name in order}
-    run = load(program, {**operands, **grads}, _index(given["q"].device))
+        operands[f"d{name}"] = torch.empty(room.shape, dtype=room.dtype, device="meta").expand(room.full)
+    run = load(program, operands, device_index(given["q"].device))
     zeroed = {*program.zeroed, *(f"d{name}" for name in names)}
     new = {name: torch.zeros_like if f"d{name}" in zeroed else torch.empty_like for name in wanted}
     if wants == ALL and not names:
@@ -498,6 +517,18 @@ def _backward(program: Program, problem: Problem, wants: Wants, given: Operands)
         return made | {name: room.gradient(made[name], one, of[name]) for name, (room, one) in sums.items()}
 
     return bound
+
+
+def backward_operands(problem: Problem, wants: Wants, given: Operands) -> dict[str, Tensor | None]:
+    """What a backward reads and writes, by the names that slots have: gradients as `empty_like` of what they are of."""
+    names = tuple(operand.name for operand in problem.operands)
+    read = {**given, **_as_read(problem, given), "lse": torch.empty(0, device="meta")}
+    order = ("dout", "dlse", *INPUTS, "out", "lse", *names)
+    grads = {
+        f"d{name}": torch.empty_like(given[name], device="meta") if name in wants else None
+        for name in (*INPUTS, *names)
+    }
+    return {**{name: read.get(name) for name in order}, **grads}
 
 
 def _mapped_backward(program: Program, problem: Problem, wants: Wants, given: Operands) -> BoundBackward:
@@ -537,7 +568,7 @@ def remembered(key: Hashable, make: Callable[[], Any]) -> Any:
 _bound: Memo[Any] = Memo(max_entries=1024)
 
 
-def _index(device: torch.device) -> int:
+def device_index(device: torch.device) -> int:
     return device.index if device.index is not None else 0
 
 
@@ -560,9 +591,7 @@ class _WorkCounters:
     """
 
     def __init__(self, device: int) -> None:
-        with driver.capture_relaxed(driver.driver()):
-            self._room = torch.zeros(_TURNS + _CAPTURED, dtype=torch.int32, device=f"cuda:{device}")
-            torch.cuda.synchronize(device)
+        self._room = _zeroed_integers(device)
         self._base = self._room.data_ptr()
         self._turn = 0
         self._free = iter(range(_TURNS, _TURNS + _CAPTURED))
@@ -576,6 +605,13 @@ class _WorkCounters:
                 return self._base + 4 * index
             found = next(self._free, None)
         return 0 if found is None else self._base + 4 * found
+
+
+def _zeroed_integers(device: int) -> Tensor:
+    with driver.capture_relaxed(driver.driver()):
+        room = torch.zeros(_TURNS + _CAPTURED, dtype=torch.int32, device=f"cuda:{device}")
+        torch.cuda.synchronize(device)
+    return room
 
 
 _TURNS, _CAPTURED = 1 << 20, 1 << 14  # a launch would have to outlast a million others
@@ -596,3 +632,16 @@ def work_counter(device: int, stream: int) -> int:
         with _making_counters:  # one that is not kept would be freed while a kernel counts with it
             counters = _counters.get(device) or _counters.setdefault(device, _WorkCounters(device))
     return counters.take(capturing)
+
+
+def counter_room(device: int) -> tuple[int, int, int]:
+    """Room for counters of others than this module, for good: its address, how many launches take by turns, and how
+    many captured ones may keep. Not to be asked for under capture."""
+    with _making_counters:
+        room = _rooms.get(device)
+        if room is None:
+            room = _rooms[device] = _zeroed_integers(device)
+    return room.data_ptr(), _TURNS, _CAPTURED
+
+
+_rooms: dict[int, Tensor] = {}

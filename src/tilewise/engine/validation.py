@@ -30,7 +30,7 @@ _DECISIVE = (
     "triton",
 )
 _LADDER = ("ladder", "kernels/ladder")
-_SUFFIXES = frozenset({".py", ".cuh", ".cpp", ".json"})
+_SUFFIXES = frozenset({".py", ".cuh", ".cpp", ".h", ".json"})
 
 
 class Part(NamedTuple):
@@ -107,6 +107,7 @@ PARTS = {
         ),
         folders=("plain", "triton", "torch_kernels", "hook", "integrations"),
     ),
+    "native": Part(("test_native_gpu.py",), ("engine/recipe.py",), files=("repeated.py",), folders=("native",)),
     "ladder": Part(("test_ladder_gpu.py",), folders=_LADDER),
 }
 

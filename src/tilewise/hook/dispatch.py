@@ -14,8 +14,8 @@ governed; while nobody is, and in threads that are not, the kernel passes every 
 our own, included per thread, would spare them even that; but PyTorch's higher-order operators (flex_attention, cond)
 refuse to run under a key that they do not know.
 
-The kernel is there twice. In Python, below, it knows everything. Compiled (detour.py) it stands before that one and
-recognises calls that were left to PyTorch before, which then never see Python.
+The kernel is there twice. In Python, below, it knows everything. Compiled (native/detour.cpp) it stands before that one
+and recognises calls that were left to PyTorch before, or taken by kernels of ours: these never see Python again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 from torch import library as torch_library
 
 from ..memo import on_invalidate
-from . import detour
+from ..native import library
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,8 +131,8 @@ class Dispatcher:
         self.holders = 0  # blocks that are open, and `enable`
         self.outside: Rule | None = None  # governs every thread that is in no block
         self.observers: tuple[Observer, ...] = ()
-        self.compiled: detour.Detour | None = None  # where it is in front of the kernel in Python, and decides
-        self._standing: detour.Detour | None = None  # where it is in front at all
+        self.compiled: library.Library | None = None  # where it is in front of the kernel in Python, and decides
+        self._standing: library.Library | None = None  # where it is in front at all
         self._originals: dict[str, Any] = {}
         self._all_composite = False
         self._admitted: weakref.WeakSet[Rule] = weakref.WeakSet()  # by the compiled detour
@@ -194,15 +194,15 @@ class Dispatcher:
 
     def _install(self) -> None:
         if self._standing is None and (not self._originals or self._may_replace()):
-            self._put_in_front(detour.loaded())
-        self.compiled = self._standing if detour.is_wanted() else None
+            self._put_in_front(library.loaded())
+        self.compiled = self._standing if library.is_wanted() else None
 
     def _may_replace(self) -> bool:
         """Whether the compiled kernel may take the place of the one in Python: nobody else can be dispatching."""
         alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
-        return alone and self._all_composite and detour.is_wanted()
+        return alone and self._all_composite and library.is_wanted()
 
-    def _put_in_front(self, compiled: detour.Detour | None) -> None:
+    def _put_in_front(self, compiled: library.Library | None) -> None:
         first = not self._originals
         if first:
             self._all_composite = not any(map(_has_kernel, _KEYS))
@@ -214,7 +214,7 @@ class Dispatcher:
             self._register("IMPL", "aten")
         _forget_resolved_kernels()
 
-    def _begin_compiled(self, compiled: detour.Detour, first: bool) -> bool:
+    def _begin_compiled(self, compiled: library.Library, first: bool) -> bool:
         """The compiled kernel in front, and behind it, as an operator of its own, the one in Python."""
         try:
             self._register("FRAGMENT", "tilewise")

@@ -274,6 +274,21 @@ def _mend(function: Function, config: Any, arguments: Arguments, status: Any) ->
     )
 
 
+def refused(what: str, status: int, name: str, grid: int, threads: int, smem: int) -> DeviceError:
+    """The error for what native code asked of the driver for a kernel: a "launch", or a "map" of a tensor."""
+    try:
+        known = driver().CUresult(status)
+        said, remedy = _describe(known), _remedy(known)
+    except (DeviceError, ValueError):
+        said, remedy = f"error {status}", "report it with this message; meanwhile set TILEWISE_NATIVE=off"
+    action = "launching" if what == "launch" else "encoding a tensor map for"
+    return DeviceError(
+        f"{action} {name} failed: {said}.\n"
+        f"  Launched with grid {grid}, block {threads}, {smem} bytes of dynamic shared memory.\n"
+        f"  What to do: {remedy}."
+    )
+
+
 def _describe(status: Any) -> str:
     _, text = _driver.cuGetErrorString(status) if _driver is not None else (None, None)
     return f"{status.name}, {text.decode()}" if text else str(status.name)

@@ -72,6 +72,11 @@ class TiledMap:
         """The map of a tensor at `address`. It is shared: assign it to a field (which copies), never change it."""
         return self._known.get(address) or self._encode(address)
 
+    @property
+    def described(self) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]:
+        """All that `cuTensorMapEncodeTiled` is told but an address: dtype, dims, strides, box, swizzle, promotion."""
+        return self._dtype, self.dims, self.strides, self.box, *self._modes
+
     def _encode(self, address: int) -> TensorMap:
         encoded = _aligned_map()
         call = (ctypes.addressof(encoded), self._dtype, len(self.dims), address, *self._pointers, 0, *self._modes, 0)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ... import hook
 from ...errors import InvalidInput
-from ...hook import detour
+from ...native import library
 from ...plan import AUTO, BACKENDS
 from .decision import Decider, FallbackWarning
 from .report import Entry, lines
@@ -147,12 +147,12 @@ class Override:
             hook.dispatcher.release(rule)
 
     def compile(self) -> None:
-        """Build the compiled detour now, if it is not there, rather than in the background (detour.py).
+        """Build the native extension now, if it is not there, rather than in the background (native/library.py).
 
         Rules that come into force from then on use it; in a process that has used the override before and has several
         threads, only those of the next process. Raises CompileError where this machine cannot build it.
         """
-        detour.build()
+        library.build()
 
     @property
     def rule(self) -> Rule | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from ... import op
+from ... import op, repeated
 from ...api import attention, left_to_torch, only_torch_defines, torch_mask, without_repeats
 from ...errors import InvalidInput, UnsupportedProblem
 from ...hook import dispatcher
@@ -29,10 +29,12 @@ from ...torch_kernels import gates
 from .report import record
 
 if TYPE_CHECKING:
+    import ctypes
     from collections.abc import Callable
 
     from ...hook import Arguments
-    from ...hook.detour import Detour
+    from ...native.library import Library
+    from ...op import Call
     from ...problem import Problem
     from .report import Outcome, Record
 
@@ -114,16 +116,16 @@ class Decider:
                 counted.calls += 1
                 break
         else:
-            options = _settle(self, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+            options, counted = _settle(self, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
         if options is None:
             return None
-        return _take((query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), options)
+        return _take((query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), options, counted)
 
 
-def _settle(rule: Decider, arguments: Arguments) -> Options | None:
+def _settle(rule: Decider, arguments: Arguments) -> tuple[Options | None, Record]:
     """The decision for a call, counted, announced where asked for, and remembered where it may be.
 
-    Returns what it is taken with, or None for PyTorch's kernel.
+    Returns what it is taken with, or None for PyTorch's kernel, and the line that counts it.
     """
     switches = _switches()
     signature = _signature(rule, arguments, switches)
@@ -149,15 +151,15 @@ def _settle(rule: Decider, arguments: Arguments) -> Options | None:
     # What the switches decide is not worth a place in the memo, but the compiled kernel, which sees them, may keep it.
     lasting = decision.memoise or decision.record.outcome == "left"
     if compiled is not None and signature is not None and lasting and decision.quiet(rule):
-        _let_it_pass(compiled, decision.record)
-    return decision.options
+        compiled.remember(_counter(compiled, decision.record))
+    return decision.options, decision.record
 
 
-def _let_it_pass(compiled: Detour, counted: Record) -> None:
-    """Calls that look like the present one need not come here again."""
+def _counter(compiled: Library, counted: Record) -> ctypes.c_int64:
+    """Of calls that look like one that is remembered, and need not come here again."""
     if counted.compiled is None:
         counted.compiled = compiled.counter()
-    compiled.remember(counted.compiled)
+    return counted.compiled
 
 
 _deciders: weakref.WeakSet[Decider] = weakref.WeakSet()
@@ -374,7 +376,7 @@ def _torch_would_run(problem: Problem, target: Target, ndim: int) -> str:
     return gates.default_choice(problem, target)
 
 
-def _take(arguments: Arguments, options: Options) -> Tensor:
+def _take(arguments: Arguments, options: Options, counted: Record) -> Tensor:
     _, _, _, attn_mask, dropout_p, is_causal, scale, _ = arguments
     query, key, value = _four_dims(*arguments[:3])
     if dropout_p:
@@ -382,16 +384,26 @@ def _take(arguments: Arguments, options: Options) -> Tensor:
         out = attention(query, key, value, mask=mask, scale=scale, dropout=dropout_p, backend=options.backend)
     else:
         options = options._replace(layout=_layout(arguments[0]))
-        out = _run(query, key, value, None if options.mask else without_repeats(attn_mask), options)
+        mask = None if options.mask else without_repeats(attn_mask)
+        operands = mask_operands(mask) if mask is not None else NO_OPERANDS
+        call = op.recall(query, key, value, operands, options)
+        if call is not None:
+            if attn_mask is None and call.plan is not None and (compiled := dispatcher.compiled) is not None:
+                _let_it_be_made(compiled, call, arguments, counted)
+            out = op.execute(call, query, key, value, operands)[0]
+        else:
+            out = op.run(query, key, value, operands, options)[0]
     return out[0] if arguments[0].ndim == 3 else out
 
 
-def _run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options) -> Tensor:
-    operands = mask_operands(mask) if mask is not None else NO_OPERANDS
-    call = op.recall(query, key, value, operands, options)
-    if call is not None:
-        return op.execute(call, query, key, value, operands)[0]
-    return op.run(query, key, value, operands, options)[0]
+def _let_it_be_made(compiled: Library, call: Call, arguments: Arguments, counted: Record) -> None:
+    """Calls that look like the present one are made by the extension from now on, if it can make them."""
+    tensors = _four_dims(*arguments[:3])
+    if any(tensor.data_ptr() % 16 for tensor in tensors):  # it knows these by whether they are aligned, not by how
+        return
+    found = repeated.handle(call, "bsd" if arguments[0].ndim == 3 else "bhsd", *tensors)
+    if found is not None:
+        compiled.take(found, _counter(compiled, counted))
 
 
 def _fallback(arguments: Arguments, because: str, *, memoise: bool = True) -> _Decision:

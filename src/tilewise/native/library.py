@@ -1,18 +1,18 @@
-"""The override's kernel compiled, detour.cpp, for machines that have a C++ compiler.
+"""The extension: built once for a machine and a release of PyTorch, found again, and trusted.
 
-PyTorch takes 2 to 4 us to go through a kernel in Python; through this one it takes a few tenths. It is built once for a
-machine and a release of PyTorch, in some 10 s, by a process of its own that the first rule in force starts; who comes
-later finds it in the cache of built kernels. Where there is no compiler, no header of Python or no cache folder, and
-with `TILEWISE_DETOUR=python`, nothing is missing but that speed.
+It is built by the machine's C++ compiler, in half a minute, by a process of its own that the first call or rule that
+could use it starts; who comes later finds it in the cache of built kernels. `tilewise native build` builds it at once,
+and a platform wheel (`make wheel-native`) brings it along. Where there is no compiler, no header of Python or no cache
+folder, and with `TILEWISE_NATIVE=off`, nothing is missing but speed.
 
 It is machine code, so it is loaded only if the cache vouches for it (jit/cache.py): it lies where nobody else can
 write, and its digest is the one recorded. What is loaded is a copy in memory of the bytes that were checked, so that
 nothing that happens to the file afterwards can hurt. A library that does not pass is built again, with one line in the
 log.
 
-Nothing of this can fail a call or a block: whatever comes in the way of building or loading leaves the kernel in
-Python. One compiler runs at a time for all processes that share a cache folder, and for a limited time. One that failed
-is not tried again in the background until the variable CXX, or the compiler itself, is another.
+Nothing of this can fail a call or a block: whatever comes in the way of building or loading leaves the way in Python.
+One compiler runs at a time for all processes that share a cache folder, and for a limited time. One that failed is not
+tried again in the background until the variable CXX, or the compiler itself, is another.
 """
 
 from __future__ import annotations
@@ -49,18 +49,19 @@ try:
 except ImportError:
     fcntl = None  # type: ignore[assignment]
 
-SETTING = "TILEWISE_DETOUR"
+SETTING = "TILEWISE_NATIVE"
 _PATIENCE_SECONDS = 300.0  # with a compiler, and with another process that runs one
 _LOOK_AGAIN_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _COMPILERS = ("c++", "g++", "clang++")
 _ARGUMENTS = 8
-_LABEL, _LIBRARY, _SAID = "detour", "detour.so", "build.log"
+_LABEL, _LIBRARY, _SAID = "native", "native.so", "build.log"
+_SOURCES, _HEADERS = ("calls.cpp", "detour.cpp"), ("calls.h",)
 
 _log = logging.getLogger("tilewise")
 
 
-class Detour:
+class Library:
     """The library, loaded. Its functions want the GIL, which a PyDLL keeps."""
 
     def __init__(self, path: str) -> None:
@@ -73,6 +74,10 @@ class Detour:
         self._remember = _typed(library, "remember", None, pointer)
         self.admit = _typed(library, "admit", None, pointer)
         self.forget = _typed(library, "forget", None, pointer)
+        self._take = _typed(library, "take", ctypes.c_int, ctypes.py_object, pointer)
+        make = library.tilewise_native_calls
+        make.restype, make.argtypes = ctypes.py_object, ()
+        self.calls: Any = make()  # the functions of calls.cpp
 
     def install(self, keys: Sequence[str], *, composite: bool) -> None:
         """Put the kernel in front of PyTorch's for these dispatch keys, for good.
@@ -81,7 +86,7 @@ class Detour:
         """
         error = self._install((ctypes.c_char_p * len(keys))(*(key.encode() for key in keys)), len(keys), composite)
         if error:
-            raise RuntimeError(f"PyTorch's dispatcher refused the compiled detour: {error.decode()}")
+            raise RuntimeError(f"PyTorch's dispatcher refused the compiled kernel: {error.decode()}")
 
     def govern(self, outside: object | None, blocks: bool, all_to_python: bool) -> None:
         """The rule for whoever is in no block, whether anybody is in one, and whether Python decides every call."""
@@ -94,6 +99,10 @@ class Detour:
     def remember(self, counter: ctypes.c_int64) -> None:
         """Said while a call is decided: it is left to PyTorch, and those that look the same need not ask again."""
         self._remember(ctypes.addressof(counter))
+
+    def take(self, call: object, counter: ctypes.c_int64) -> None:
+        """Likewise: it is taken, and those that look the same are made by what `calls.new_call` gave."""
+        self._take(call, ctypes.addressof(counter))
 
 
 def _typed(library: ctypes.PyDLL, name: str, result: type | None, *arguments: type) -> Any:
@@ -111,7 +120,7 @@ class _Search:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.found: Detour | None = None
+        self.found: Library | None = None
         self.next_look = 0.0
         self.reported: set[str] = set()  # entries that were found damaged: one log line each
         self.started: set[str] = set()  # attempts to build it
@@ -123,10 +132,10 @@ _search = _Search()
 
 def is_wanted() -> bool:
     """Whether the user leaves it to us which kernel decides."""
-    return os.environ.get(SETTING) != "python"
+    return os.environ.get(SETTING) != "off"
 
 
-def loaded() -> Detour | None:
+def loaded() -> Library | None:
     """The library if it is built; else None, and it is being built for those who ask later. Never raises."""
     if not is_wanted():
         return None
@@ -137,11 +146,11 @@ def loaded() -> Detour | None:
                 if _find() is None:
                     _start_if_possible()
             except Exception as error:  # a user's block must not depend on the state of a compiler or of a disk
-                _say_once(f"the compiled detour of tilewise.sdpa is not at hand ({_one_line(error)}); it works without")
+                _say_once(f"the native extension is not at hand ({_one_line(error)}); it works without")
         return _search.found
 
 
-def _find() -> Detour | None:
+def _find() -> Library | None:
     """Load the library from the cache, if it is there and can be trusted."""
     key = _key()
     entry = cache.read(_LABEL, key, [_LIBRARY], report_damage=key not in _search.reported)
@@ -150,22 +159,22 @@ def _find() -> Detour | None:
         try:
             _search.found = _open(entry.files[_LIBRARY], entry.path / _LIBRARY)
         except (OSError, AttributeError) as error:  # built where other libraries are than here
-            _say_once(f"the compiled detour in {entry.path} does not load ({_one_line(error)}); it is built again")
+            _say_once(f"the native extension in {entry.path} does not load ({_one_line(error)}); it is built again")
             return None
     return None if entry is None else _search.found
 
 
-def _open(content: bytes, path: Path) -> Detour:
+def _open(content: bytes, path: Path) -> Library:
     """Load these bytes, which are those of `path`; from a copy in memory, where the system has such files."""
     try:
         handle = os.memfd_create(_LIBRARY)
     except (AttributeError, OSError):
-        return Detour(str(path))
+        return Library(str(path))
     # The handle stays open, and the name has the thread in it: the loader takes equal names for the same library.
     with os.fdopen(handle, "wb", closefd=False) as file:
         file.write(content)
     name = f"/proc/{os.getpid()}/task/{threading.get_native_id()}/fd/{handle}"
-    return Detour(name if os.path.exists(name) else str(path))
+    return Library(name if os.path.exists(name) else str(path))
 
 
 def _one_line(error: BaseException) -> str:
@@ -185,11 +194,12 @@ def _say_once(message: str) -> None:
 def _key() -> str:
     """All that the library is made of."""
     release = (torch.__version__, str(torch.version.git_version), sys.version, platform.machine(), *platform.libc_ver())
-    return cache.digest(part.encode() for part in (_source().read_text(), *release))
+    sources = [_source(name).read_text() for name in (*_SOURCES, *_HEADERS)]
+    return cache.digest(part.encode() for part in (*sources, *release))
 
 
-def _source() -> Path:
-    return Path(str(importlib.resources.files("tilewise.hook").joinpath("detour.cpp")))
+def _source(name: str) -> Path:
+    return Path(str(importlib.resources.files("tilewise.native").joinpath(name)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,18 +211,16 @@ def build() -> None:
     try:
         reason = _why_not() or (None if cache.root() else "there is no cache folder to keep it in")
         if reason:
-            raise CompileError(
-                f"The compiled detour of tilewise.sdpa was not built: {reason}. It works without, slower."
-            )
+            raise CompileError(f"The native extension was not built: {reason}. It works without, slower.")
         if _find() is not None:
             return
         with _one_builder(_PATIENCE_SECONDS) as lock:
             if _find() is None:  # who was waited for may have built it
                 _build_elsewhere(lock)
                 if _find() is None:
-                    raise CompileError("The compiled detour of tilewise.sdpa was built, and is not in the cache.")
+                    raise CompileError("The native extension was built, and is not in the cache.")
     except (OSError, subprocess.SubprocessError) as error:
-        raise CompileError(f"The compiled detour of tilewise.sdpa was not built: {_one_line(error)}") from error
+        raise CompileError(f"The native extension was not built: {_one_line(error)}") from error
 
 
 def _start_if_possible() -> None:
@@ -220,7 +228,7 @@ def _start_if_possible() -> None:
     if reason is None:
         _start()
     elif os.environ.get("CXX"):  # who names a compiler wants to know
-        _say_once(f"the compiled detour of tilewise.sdpa is not built: {reason}; it works without, slower")
+        _say_once(f"the native extension is not built: {reason}; it works without, slower")
 
 
 def _start() -> None:
@@ -266,8 +274,8 @@ def _child(interpreter: str, lock: int | None) -> list[str]:
     paths = [path for path in sys.path if os.path.isabs(path)]
     source = str(Path(__file__).resolve().parents[2])
     code = (
-        f"import sys; sys.path[:] = {[source, *paths]!r}; from tilewise.hook import detour; "
-        f"raise SystemExit(detour._main({lock}))"
+        f"import sys; sys.path[:] = {[source, *paths]!r}; from tilewise.native import library; "
+        f"raise SystemExit(library._main({lock}))"
     )
     return [interpreter, "-c", code]
 
@@ -288,20 +296,20 @@ def _main(lock: int | None) -> int:
 def _build_here(lock: int | None = None) -> None:
     """Compile, try the result out, and put it into the cache. Raises CompileError. The compiler holds the lock too."""
     try:
-        with tempfile.TemporaryDirectory(prefix="tilewise-detour-") as folder:
+        with tempfile.TemporaryDirectory(prefix="tilewise-native-") as folder:
             library = Path(folder) / _LIBRARY
             failure, said = _compile(library, lock)
             content = library.read_bytes() if not failure else b""
             if not failure and _interpreter() is not None:
                 failure = _try_out(library)
     except OSError as error:
-        raise CompileError(f"The compiled detour of tilewise.sdpa did not build: {_one_line(error)}") from error
+        raise CompileError(f"The native extension did not build: {_one_line(error)}") from error
     if failure:
         log = f"{failure}\n{shlex.join(_command())}\n{said}"
         cache.keep_failed(_LABEL, _attempt(), {_SAID: log.encode()})
-        raise CompileError(f"The compiled detour of tilewise.sdpa did not build: {log[-4000:]}")
+        raise CompileError(f"The native extension did not build: {log[-4000:]}")
     if cache.write(_LABEL, _key(), {_LIBRARY: content}, {"compiler": shlex.join(_command())}) is None:
-        raise CompileError("The compiled detour of tilewise.sdpa was built, but the cache folder does not take it.")
+        raise CompileError("The native extension was built, but the cache folder does not take it.")
 
 
 def _compile(library: Path, lock: int | None) -> tuple[str, str]:
@@ -330,7 +338,7 @@ def _compile(library: Path, lock: int | None) -> tuple[str, str]:
 def _try_out(library: Path) -> str:
     """What is wrong with a library that was just made, if anything. A process that this ends has built nothing."""
     try:
-        Detour(str(library))
+        Library(str(library))
     except (OSError, AttributeError) as error:
         return f"what the compiler made does not load: {error}"
     return ""
@@ -416,6 +424,7 @@ def _command() -> list[str]:
     return [
         *_compiler(), "-O2", "-std=c++20", "-shared", "-fPIC", "-w",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-        f"-I{torch_root / 'include'}", f"-I{sysconfig.get_paths()['include']}", str(_source()),
-        f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10",
+        f"-I{torch_root / 'include'}", f"-I{sysconfig.get_paths()['include']}",
+        *(str(_source(name)) for name in _SOURCES),
+        f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10", "-ltorch_python",
     ]  # fmt: skip

@@ -1,21 +1,17 @@
 // The override's kernel in PyTorch's dispatcher, compiled: a call that was left to PyTorch before
-// goes there at once, every other one to the kernel in Python (sdpa.py), which decides, and says
-// what may be remembered.
+// goes there at once, one that was taken is made here (calls.h), and every other one goes to the
+// kernel in Python (hook/dispatch.py), which decides, and says what may be remembered.
 //
-// Invariant: PyTorch's own kernel is right for any call. What is remembered of a call is only that
-// nothing else is wanted for calls that look the same; whatever is not understood here goes to
-// Python.
+// Invariant: PyTorch's own kernel is right for any call, and a Call for all that look as the one it
+// was made for. What is remembered is only which of the two is wanted; whatever is not understood
+// here goes to Python.
 //
 // All state is guarded by the GIL, but for one flag: while nobody is governed, calls go to
 // PyTorch's kernel without it. It is held while a call is recognised, and while Python calls the
-// functions below; not while PyTorch's kernel runs.
+// functions below; not while PyTorch's kernel runs, or ours.
 //
 // Once installed the kernel stays: threads dispatch without a lock, so one that is taken out may be
 // one that runs.
-
-// clang-format off: before all others, as Python asks
-#include <Python.h>
-// clang-format on
 
 #include <ATen/Context.h>
 #include <ATen/ThreadLocalPythonObjects.h>
@@ -33,6 +29,8 @@
 #include <type_traits>
 #include <unordered_map>
 #include <vector>
+
+#include "calls.h"
 
 namespace {
 
@@ -186,30 +184,31 @@ struct CallLook {
 
 // --- what is remembered ---
 
-struct LeftCall {
-  CallLook look;
-  int64_t* calls;  // counted for the report; lives as long as the process
+// What becomes of calls that look alike.
+struct Outcome {
+  int64_t* calls = nullptr;              // counted for the report; lives as long as the process
+  std::shared_ptr<tilewise::Call> made;  // that makes them; nullptr: they are left to PyTorch
 };
 
-// The calls that one rule leaves to PyTorch; those that come often are found early.
-class LeftCalls {
+// The calls that one rule has decided; those that come often are found early.
+class Decided {
  public:
-  int64_t* find(const Arguments& call) {
+  const Outcome* find(const Arguments& call) {
     for (size_t i = 0; i < known.size(); ++i) {
-      if (!known[i].look.fits(call)) continue;
-      int64_t* calls = known[i].calls;
-      if (i > 0) std::swap(known[i], known[i - 1]);
-      return calls;
+      if (!known[i].first.fits(call)) continue;
+      if (i == 0) return &known[0].second;
+      std::swap(known[i], known[i - 1]);
+      return &known[i - 1].second;
     }
     return nullptr;
   }
-  void add(CallLook look, int64_t* calls) {
+  void add(CallLook look, Outcome outcome) {
     if (known.size() == calls_kept) known.pop_back();
-    known.push_back({std::move(look), calls});
+    known.emplace_back(std::move(look), std::move(outcome));
   }
 
  private:
-  std::vector<LeftCall> known;
+  std::vector<std::pair<CallLook, Outcome>> known;
 };
 
 struct State {
@@ -222,7 +221,7 @@ struct State {
   PyObject* get_handed = nullptr;  // what autograd's threads are handed, by its name
   PyObject* handed_name = nullptr;
   std::string handed;                                   // the same name
-  std::unordered_map<PyObject*, LeftCalls> left;        // by rule, borrowed
+  std::unordered_map<PyObject*, Decided> decided;       // by rule, borrowed
   std::vector<c10::RegistrationHandleRAII> registered;  // for good
 };
 
@@ -231,15 +230,17 @@ State& state() {
   return *only;
 }
 
-// Where Python puts the counter of the call that it decides now, if that call may be remembered.
-thread_local int64_t** deciding = nullptr;
+// Where Python puts what becomes of the call that it decides now, if that may be remembered.
+thread_local Outcome* deciding = nullptr;
 
-enum class Way { torch, python };
+enum class Way { torch, here, python };
 
-// The way of a call, and the rule that governs it where it is Python that decides.
+// The way of a call, the rule that governs it where it is Python that decides, and who makes it
+// where it is made here.
 struct Judged {
   Way way;
   PyObject* rule;
+  std::shared_ptr<tilewise::Call> made = nullptr;
 };
 
 // Whether autograd has handed this thread a block, or what may hold one.
@@ -250,6 +251,14 @@ bool is_handed_something() {
   if (handed == nullptr) PyErr_Clear();
   Py_XDECREF(handed);
   return handed != Py_None;
+}
+
+// Whether a call that looks like one that is made here is one: no transform, mode or forward-mode
+// derivative is at work on it.
+bool may_be_made(const Arguments& call) {
+  return tilewise::is_awake() && tilewise::is_ordinary_thread() &&
+         tilewise::is_ordinary(call.tensor(0)) && tilewise::is_ordinary(call.tensor(1)) &&
+         tilewise::is_ordinary(call.tensor(2));
 }
 
 Judged judge(const Arguments& call) {
@@ -270,11 +279,12 @@ Judged judge(const Arguments& call) {
   }
   Py_DECREF(block);
   if (rule == nullptr) return {Way::torch, nullptr};
-  const auto found = s.left.find(rule);
-  int64_t* calls = found == s.left.end() ? nullptr : found->second.find(call);
-  if (calls == nullptr) return {Way::python, rule};
-  ++*calls;
-  return {Way::torch, rule};
+  const auto found = s.decided.find(rule);
+  const Outcome* outcome = found == s.decided.end() ? nullptr : found->second.find(call);
+  if (outcome == nullptr) return {Way::python, rule};
+  if (outcome->made != nullptr && !may_be_made(call)) return {Way::python, nullptr};
+  ++*outcome->calls;
+  return {outcome->made == nullptr ? Way::torch : Way::here, rule, outcome->made};
 }
 
 // A thread that asks for the GIL when the interpreter ends never comes back.
@@ -304,25 +314,32 @@ class Detour final : public c10::OperatorKernel {
       if (judged.way == Way::python && judged.rule != nullptr) look.emplace(call);
     }
     if (judged.way == Way::torch) return original.callBoxed(op, keys, stack);
-    int64_t* calls = decide(keys, stack);
-    if (calls != nullptr && look) {
+    if (judged.way == Way::here) {
+      at::Tensor out =
+          tilewise::run(judged.made, call.tensor(0), call.tensor(1), call.tensor(2)).out;
+      stack->resize(stack->size() - arguments_expected);
+      stack->emplace_back(std::move(out));
+      return;
+    }
+    Outcome outcome = decide(keys, stack);
+    if (outcome.calls != nullptr && look) {
       Gil gil;
-      const auto rule = state().left.find(judged.rule);
-      if (rule != state().left.end()) rule->second.add(std::move(*look), calls);
+      const auto rule = state().decided.find(judged.rule);
+      if (rule != state().decided.end()) rule->second.add(std::move(*look), std::move(outcome));
     }
   }
 
  private:
-  // Lets Python answer the call. Returns the counter that it named, if any.
-  int64_t* decide(c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
+  // Lets Python answer the call. Returns what it said of calls that look the same, if anything.
+  Outcome decide(c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
     struct Deciding {
-      int64_t* calls = nullptr;
-      int64_t** outer = deciding;
-      Deciding() { deciding = &calls; }
+      Outcome outcome;
+      Outcome* outer = deciding;
+      Deciding() { deciding = &outcome; }
       ~Deciding() { deciding = outer; }
     } now;
     python.callBoxed(python.opHandle(), keys, stack);
-    return now.calls;
+    return std::move(now.outcome);
   }
 
   c10::SafeKernelFunction original;
@@ -404,10 +421,18 @@ int64_t* tilewise_detour_counter() { return new int64_t(0); }
 
 // The call that Python decides now is left to PyTorch, and so shall be those that look the same.
 void tilewise_detour_remember(int64_t* calls) {
-  if (deciding != nullptr) *deciding = calls;
+  if (deciding != nullptr) *deciding = {calls, nullptr};
+}
+
+// It is taken, and those that look the same are made by this Call. Returns whether it was one.
+int tilewise_detour_take(PyObject* call, int64_t* calls) {
+  std::shared_ptr<tilewise::Call> made = tilewise::call_of(call);
+  if (made == nullptr) PyErr_Clear();
+  if (made != nullptr && deciding != nullptr) *deciding = {calls, made};
+  return made != nullptr;
 }
 
 // A rule begins to exist, and ceases to.
-void tilewise_detour_admit(PyObject* rule) { state().left[rule]; }
-void tilewise_detour_forget(PyObject* rule) { state().left.erase(rule); }
+void tilewise_detour_admit(PyObject* rule) { state().decided[rule]; }
+void tilewise_detour_forget(PyObject* rule) { state().decided.erase(rule); }
 }

@@ -1,0 +1,97 @@
+"""recipe: a Program as plain data, for its compiled reader (native/calls.cpp).
+
+`run.load` turns a Program into a function of Python. This turns the same value, by the same functions, into what a
+reader without Python needs: the bytes of every kernel's arguments with all that no call changes, and a list of the
+places that a call fills in.
+
+    recipe  (bytes of scratch, launches)
+    launch  (name, function, context, grid, threads, bytes of shared memory, may overlap, arguments, fills)
+    fill    (ADDRESS, offset, operand, bytes behind it, None)
+            (MAP, offset, operand, bytes behind it, what `TiledMap.described` says)
+            (COUNTER, offset, 0, 0, None)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+from . import run
+from .params import Strided
+from .program import SCRATCH, Address, Counter, Map, Stride, View, slots_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from .program import Launch, Program
+
+Recipe = tuple[int, tuple[tuple[Any, ...], ...]]
+
+# As the enumeration `Operand` of native/calls.h has them.
+OPERANDS = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "scratch")
+ADDRESS, MAP, COUNTER = range(3)  # `Fill::Kind`
+MAX_ARGUMENTS = 4096  # bytes, of one kernel
+
+
+def recipe_of(program: Program, operands: Mapping[str, torch.Tensor | None], device: int) -> Recipe | None:
+    """The recipe of a program for operands of these shapes and strides; None where a call needs more than addresses.
+
+    Operands that are none of OPERANDS are constants: their addresses are part of the recipe, and whoever keeps it keeps
+    them. Kernels are built and loaded, which raises CompileError where one does not build.
+    """
+    program, operands = run.fitting(program, operands)
+    if program.prepared or program.unless_mapped is not None:
+        return None
+    launches = [_launch(launch, program, operands, device) for launch in program.launches]
+    return None if None in launches else (program.scratch.bytes, tuple(one for one in launches if one is not None))
+
+
+def counts(recipe: Recipe) -> bool:
+    """Whether a launch takes a counter."""
+    return any(fill[0] == COUNTER for launch in recipe[1] for fill in launch[-1])
+
+
+def _launch(
+    launch: Launch, program: Program, operands: Mapping[str, torch.Tensor | None], device: int
+) -> tuple[Any, ...] | None:
+    params = launch.params()
+    if ctypes.sizeof(params) > MAX_ARGUMENTS:
+        return None
+    for field, value in run.fixed_fields(launch, operands).items():
+        setattr(params, field, value)
+    arguments, fills = bytearray(params), []
+    for field, place, slot in slots_of(launch.fields):
+        if isinstance(slot, Stride):
+            continue
+        offset = _offset(launch.params, field, place)
+        if isinstance(slot, Counter):
+            fills.append((COUNTER, offset, 0, 0, None))
+            continue
+        name, plus = slot.operand, 0
+        if name.startswith(SCRATCH):
+            name, plus = "scratch", program.scratch.offset(name.removeprefix(SCRATCH))
+        if isinstance(slot, View):
+            offset += Strided.data.offset
+        if name in OPERANDS:
+            kind, told = (MAP, run.tensor_map(slot, operands).described) if isinstance(slot, Map) else (ADDRESS, None)
+            fills.append((kind, offset, OPERANDS.index(name), plus, told))
+        elif isinstance(slot, Map):
+            return None
+        elif not (isinstance(slot, Address) and slot.optional and operands.get(name) is None):
+            constant = operands[name]
+            assert constant is not None
+            ctypes.c_uint64.from_buffer(arguments, offset).value = constant.data_ptr()
+    function = run.function_of(launch, device)
+    shape = launch.grid, launch.threads, launch.unit.smem_bytes, launch.overlap
+    return launch.unit.label, int(function.handle), int(function.context), *shape, bytes(arguments), tuple(fills)
+
+
+def _offset(params: type[Any], field: str, place: int | None) -> int:
+    """In bytes, of a field, or of an element of one that is an array."""
+    begin: int = getattr(params, field).offset
+    if place is None:
+        return begin
+    (kind,) = [kind for name, kind, *_ in params._fields_ if name == field]
+    return begin + place * ctypes.sizeof(kind._type_)

@@ -1,0 +1,937 @@
+// Repeated calls of tilewise.attention, and their backwards: recognised, allocated and enqueued
+// without Python. See calls.h for what is what.
+//
+//   attend       q, k, v and the other arguments as a user gave them -> key -> Call -> run
+//   run          allocates out, lse and scratch, fills in the arguments of each kernel, launches,
+//                and gives out its place in autograd's graph
+//   apply        the same for the gradients, on whatever thread autograd runs it
+//
+// The driver is found by dlopen, or is what a test puts in its place.
+
+#include "calls.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/contiguous_ops.h>
+#include <ATen/ops/empty_strided_ops.h>
+#include <ATen/ops/zero_ops.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <dlfcn.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstring>
+#include <unordered_map>
+#include <utility>
+
+namespace tilewise {
+namespace {
+
+// --- the driver, as cuda.h declares it ---
+
+struct LaunchAttribute {
+  int id;
+  char padding[4];
+  alignas(8) char value[64];
+};
+struct LaunchConfig {
+  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, smem;
+  void* stream;
+  LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+constexpr int overlaps_previous = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+struct Driver {
+  int (*launch)(const LaunchConfig*, void*, void**, void**) = nullptr;
+  int (*encode)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*,
+                const uint32_t*, int, int, int, int) = nullptr;
+  int (*is_capturing)(void*, int*) = nullptr;
+  int (*get_context)(void**) = nullptr;
+  int (*set_context)(void*) = nullptr;
+  int (*push_context)(void*) = nullptr;
+  int (*pop_context)(void**) = nullptr;
+};
+Driver driver;
+constexpr std::array driver_names = {
+    "cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuStreamIsCapturing", "cuCtxGetCurrent",
+    "cuCtxSetCurrent",  "cuCtxPushCurrent_v2",    "cuCtxPopCurrent_v2"};
+
+void set_driver(const std::array<void*, driver_names.size()>& found) {
+  const auto put = [](auto& function, void* address) {
+    function = reinterpret_cast<std::decay_t<decltype(function)>>(address);
+  };
+  put(driver.launch, found[0]);
+  put(driver.encode, found[1]);
+  put(driver.is_capturing, found[2]);
+  put(driver.get_context, found[3]);
+  put(driver.set_context, found[4]);
+  put(driver.push_context, found[5]);
+  put(driver.pop_context, found[6]);
+}
+
+// PyTorch's current stream, by the two functions of its CUDA library that say it: there is no
+// header of CUDA's to include. Of a device that is no GPU, as tests have it, there is none.
+struct StreamReader {
+  c10::Stream (*current)(c10::DeviceIndex) = nullptr;
+  void* (*handle)(const c10::Stream*) = nullptr;
+
+  StreamReader() {
+    void* library = dlopen("libc10_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+    if (library == nullptr) return;
+    current =
+        reinterpret_cast<decltype(current)>(dlsym(library, "_ZN3c104cuda20getCurrentCUDAStreamEa"));
+    handle =
+        reinterpret_cast<decltype(handle)>(dlsym(library, "_ZNK3c104cuda10CUDAStream6streamEv"));
+  }
+};
+
+void* stream_of(c10::Device device) {
+  if (!device.is_cuda()) return nullptr;
+  static const StreamReader reader;
+  TORCH_CHECK(reader.current != nullptr && reader.handle != nullptr,
+              "PyTorch's CUDA library does not say which stream is current");
+  const c10::Stream stream = reader.current(device.index());
+  return reader.handle(&stream);
+}
+
+// --- state ---
+
+// Zeroed integers on a device, one for each launch that hands out work by one; kernels leave them
+// zero. Launches take them by turns; one that is captured into a graph keeps its own.
+struct Counters {
+  uintptr_t base;
+  uint32_t turns, captured;
+  std::atomic<uint32_t> turn{0}, given{0};
+
+  uintptr_t take(bool capturing) {
+    if (!capturing) return base + 4 * (turn.fetch_add(1, std::memory_order_relaxed) % turns);
+    const uint32_t next = given.fetch_add(1, std::memory_order_relaxed);
+    if (next < captured) return base + 4 * (turns + uintptr_t(next));
+    given.store(captured, std::memory_order_relaxed);
+    return 0;  // the kernel then takes its work in a fixed order
+  }
+};
+constexpr int most_devices = 64;
+std::array<std::atomic<Counters*>, most_devices> counters{};  // never freed: graphs count with them
+
+constexpr size_t key_words = 36;
+using Key = std::array<int64_t, key_words>;
+struct KeyHash {
+  size_t operator()(const Key& key) const {
+    uint64_t hash = 0x9e3779b97f4a7c15;
+    for (int64_t word : key) hash = (hash ^ uint64_t(word)) * 0xff51afd7ed558ccd + (hash >> 29);
+    return hash ^ (hash >> 32);
+  }
+};
+
+// mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision
+constexpr size_t options_count = 9;
+struct Options {
+  std::array<PyObject*, options_count> values;  // owned
+};
+
+// All of it guarded by the GIL but what is atomic.
+struct Memory {
+  std::vector<Options> options;  // an index is part of a key
+  std::unordered_map<Key, std::shared_ptr<Call>, KeyHash> calls;
+  int64_t generation = 0;
+  PyObject* make_backward = nullptr;  // of Python: a backward that is not known here
+  PyObject* say_failed = nullptr;     // of Python: raises for a launch that failed
+  std::atomic<bool> asleep{false};
+  std::atomic<int64_t> forwards{0}, backwards{0}, backwards_in_python{0};
+};
+constexpr size_t most_calls = 4096, most_options = 256, most_backwards = 32;
+
+Memory& memory() {
+  static Memory* only = new Memory;  // never destroyed: threads may outlast static objects
+  return *only;
+}
+
+bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// --- launches ---
+
+[[noreturn]] void say_failed(const char* what, int status, const Launch& launch) {
+  pybind11::gil_scoped_acquire gil;
+  PyObject* told = Py_BuildValue("(sisIII)", what, status, launch.name.c_str(), launch.grid,
+                                 launch.threads, launch.smem);
+  PyObject* nothing = told ? PyObject_Call(memory().say_failed, told, nullptr) : nullptr;
+  Py_XDECREF(told);
+  Py_XDECREF(nothing);
+  if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "a launch failed");
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+// Gives this thread the device's context if it has none or another; whether it was so. A thread
+// that had none keeps it, as it would after any call of CUDA's runtime.
+template <typename Action>
+bool in_context(uintptr_t context, Action action) {
+  void* current = nullptr;
+  if (driver.get_context(&current) != 0) return false;
+  void* wanted = reinterpret_cast<void*>(context);
+  if (current == wanted) return false;
+  if (current == nullptr) {
+    if (driver.set_context(wanted) != 0) return false;
+    action();
+    return true;
+  }
+  if (driver.push_context(wanted) != 0) return false;
+  action();
+  driver.pop_context(&current);
+  return true;
+}
+
+void launch(const Launch& launch, void* stream, void* arguments) {
+  LaunchAttribute attribute{};
+  attribute.id = overlaps_previous;
+  attribute.value[0] = 1;
+  const LaunchConfig config{launch.grid, 1,      1,          launch.threads,          1, 1,
+                            launch.smem, stream, &attribute, launch.overlap ? 1u : 0u};
+  void* pointers[] = {arguments};
+  void* function = reinterpret_cast<void*>(launch.function);
+  int status = driver.launch(&config, function, pointers, nullptr);
+  if (status != 0)
+    in_context(launch.context,
+               [&] { status = driver.launch(&config, function, pointers, nullptr); });
+  if (status != 0) say_failed("launch", status, launch);
+}
+
+uintptr_t counter(c10::Device device, void* stream) {
+  Counters* room = counters[device.is_cuda() ? device.index() : 0].load(std::memory_order_acquire);
+  if (room == nullptr) return 0;
+  int capturing = 0;
+  if (driver.is_capturing(stream, &capturing) != 0) return 0;
+  return room->take(capturing != 0);
+}
+
+void enqueue(const Recipe& recipe, c10::Device device, const Addresses& addresses) {
+  void* stream = stream_of(device);
+  for (const Launch& one : recipe.launches) {
+    alignas(
+        64) char arguments[4096];  // the most that a kernel may have; Python holds launches to it
+    std::memcpy(arguments, one.arguments.data(), one.arguments.size());
+    for (const Fill& fill : one.fills) {
+      char* place = arguments + fill.offset;
+      if (fill.kind == Fill::MAP) {
+        const int status =
+            fill.map->copy_to(place, addresses[fill.operand] + fill.plus, one.context);
+        if (status != 0) say_failed("map", status, one);
+        continue;
+      }
+      uintptr_t value = 0;
+      if (fill.kind == Fill::COUNTER)
+        value = counter(device, stream);
+      else if (addresses[fill.operand] != 0)  // else null: one that this call does not have
+        value = addresses[fill.operand] + fill.plus;
+      std::memcpy(place, &value, sizeof(value));
+    }
+    launch(one, stream, arguments);
+  }
+}
+
+uintptr_t address(const at::Tensor& tensor) {
+  return tensor.defined() ? reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) : 0;
+}
+
+at::Tensor empty(c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype,
+                 c10::Device device) {
+  // Straight to the device's own: nothing above it has a say in what we allocate.
+  const c10::DispatchKeySet key(device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
+  return at::_ops::empty_strided::redispatch(key, c10::fromIntArrayRefSlow(sizes),
+                                             c10::fromIntArrayRefSlow(strides), dtype,
+                                             c10::kStrided, device, false);
+}
+
+at::Tensor empty_bytes(int64_t bytes, c10::Device device) {
+  const int64_t one = 1;
+  return bytes == 0 ? at::Tensor() : empty({bytes}, {one}, c10::kByte, device);
+}
+
+std::vector<int64_t> contiguous_strides(c10::IntArrayRef sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t step = 1;
+  for (size_t i = sizes.size(); i-- > 0; step *= sizes[i]) strides[i] = step;
+  return strides;
+}
+
+// --- autograd ---
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+// Releases differ in who owns a node.
+using NodePointer = decltype(torch::autograd::Edge::function);
+
+template <typename Made, typename Pointer = NodePointer>
+Pointer new_node() {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>)
+    return Pointer(new Made, [](auto* node) { deleteNode(node); });  // of torch::autograd
+  else
+    return c10::make_intrusive<Made>();
+}
+
+// As the kernels read it: rows of contiguous numbers that begin at multiples of 16 bytes.
+bool is_readable(const at::Tensor& tensor) {
+  const c10::IntArrayRef strides = tensor.strides();
+  for (size_t i = 0; i + 1 < strides.size(); ++i)
+    if (strides[i] % 8 != 0) return false;
+  return strides.back() == 1 && address(tensor) % 16 == 0;
+}
+
+class AttentionBackward final : public Node {
+ public:
+  std::shared_ptr<Call> call;
+  SavedVariable q, k, v, out, lse;
+
+  std::string name() const override { return "TilewiseAttentionBackward"; }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> guard(mutex_);
+    for (SavedVariable* saved : {&q, &k, &v, &out, &lse}) saved->reset_data();
+  }
+
+  variable_list apply(variable_list&& given) override {
+    variable_list grads(3);
+    const at::Tensor dlse = given.size() > 1 ? given[1] : at::Tensor();
+    if (!given[0].defined() && !dlse.defined()) return grads;
+    Saved saved;
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      const NodePointer self = getptr();
+      saved = {q.unpack(), k.unpack(), v.unpack(), out.unpack(self),
+               call->returns_lse ? lse.unpack(self) : lse.unpack()};
+    }
+    unsigned wants = 0;
+    for (unsigned i = 0; i < 3; ++i)
+      if (task_should_compute_output(i)) wants |= 1u << i;
+    if (wants == 0) return grads;
+    std::shared_ptr<const Backward> known;
+    at::Tensor dout = given[0];
+    const bool may = is_awake() && can_be_made(saved, dout, dlse);
+    if (may) {
+      if (!is_readable(dout)) dout = at::_ops::contiguous::call(dout, at::MemoryFormat::Contiguous);
+      known = call->backward(dout.strides(), wants);
+    }
+    if (known != nullptr && known->recipe != nullptr)
+      make(*known, saved, dout, dlse, grads);
+    else
+      make_in_python(saved, may ? dout : given[0], dlse, wants, may && known == nullptr, grads);
+    return grads;
+  }
+
+ private:
+  struct Saved {
+    at::Tensor q, k, v, out, lse;
+  };
+
+  // Hooks on saved tensors may have laid them out anew, and gradients may be of any kind.
+  bool can_be_made(const Saved& saved, const at::Tensor& dout, const at::Tensor& dlse) const {
+    if (c10::GradMode::is_enabled() || !is_ordinary_thread() || !dout.defined()) return false;
+    for (const at::Tensor* one : {&saved.q, &saved.k, &saved.v, &saved.out, &saved.lse, &dout})
+      if (!is_ordinary(*one) || one->device() != saved.q.device()) return false;
+    if (dout.scalar_type() != saved.q.scalar_type() || dout.sizes() != saved.out.sizes())
+      return false;
+    if (dlse.defined() && (!is_ordinary(dlse) || dlse.scalar_type() != c10::kFloat ||
+                           !dlse.is_contiguous() || dlse.device() != saved.q.device()))
+      return false;
+    if (saved.q.strides() != call->input_strides[0] ||
+        saved.k.strides() != call->input_strides[1] ||
+        saved.v.strides() != call->input_strides[2] || saved.out.strides() != call->out.strides)
+      return false;
+    const uintptr_t together = address(saved.q) | address(saved.k) | address(saved.v);
+    return together % 16 == call->misalignment && address(saved.out) % 16 == 0 &&
+           saved.lse.is_contiguous();
+  }
+
+  void make(const Backward& backward, const Saved& saved, const at::Tensor& dout,
+            const at::Tensor& dlse, variable_list& grads) const {
+    const c10::Device device = saved.q.device();
+    Addresses at{};
+    for (unsigned i = 0; i < 3; ++i) {
+      if ((backward.wants >> i & 1) == 0) continue;
+      const Shape& shape = backward.grads[i];
+      grads[i] = empty(shape.sizes, shape.strides, saved.q.scalar_type(), device);
+      if (backward.zeroed >> i & 1) at::_ops::zero_::call(grads[i]);
+      at[DQ + i] = address(grads[i]);
+    }
+    const at::Tensor scratch = empty_bytes(backward.recipe->scratch_bytes, device);
+    at[Q] = address(saved.q);
+    at[K] = address(saved.k);
+    at[V] = address(saved.v);
+    at[OUT] = address(saved.out);
+    at[LSE] = address(saved.lse);
+    at[DOUT] = address(dout);
+    at[DLSE] = address(dlse);
+    at[SCRATCH] = address(scratch);
+    enqueue(*backward.recipe, device, at);
+    memory().backwards.fetch_add(1, std::memory_order_relaxed);
+  }
+
+  void make_in_python(const Saved& saved, const at::Tensor& dout, const at::Tensor& dlse,
+                      unsigned wants, bool learn, variable_list& grads) const;
+};
+
+void delete_capsule(PyObject* capsule) {
+  delete static_cast<std::shared_ptr<Call>*>(PyCapsule_GetPointer(capsule, "tilewise.call"));
+}
+
+PyObject* capsule_of(const std::shared_ptr<Call>& call) {
+  auto* held = new std::shared_ptr<Call>(call);
+  PyObject* capsule = PyCapsule_New(held, "tilewise.call", delete_capsule);
+  if (capsule == nullptr) delete held;
+  return capsule;
+}
+
+// Python's object for a tensor, or None for one that is not there; with the GIL.
+PyObject* wrapped(const at::Tensor& tensor) {
+  if (!tensor.defined()) Py_RETURN_NONE;
+  return THPVariable_Wrap(tensor);
+}
+
+void AttentionBackward::make_in_python(const Saved& saved, const at::Tensor& dout,
+                                       const at::Tensor& dlse, unsigned wants, bool learn,
+                                       variable_list& grads) const {
+  memory().backwards_in_python.fetch_add(1, std::memory_order_relaxed);
+  TORCH_CHECK(!is_finalizing(), "a backward that needs Python, which is ending");
+  pybind11::gil_scoped_acquire gil;
+  PyObject* told =
+      Py_BuildValue("(NONNNNNNNIO)", capsule_of(call), call->owner, wrapped(dout), wrapped(dlse),
+                    wrapped(saved.q), wrapped(saved.k), wrapped(saved.v), wrapped(saved.out),
+                    wrapped(saved.lse), wants, learn ? Py_True : Py_False);
+  PyObject* made = told ? PyObject_Call(memory().make_backward, told, nullptr) : nullptr;
+  Py_XDECREF(told);
+  if (made == nullptr) {
+    python_error error;
+    error.persist();
+    throw error;
+  }
+  TORCH_CHECK(PyTuple_Check(made) && PyTuple_GET_SIZE(made) == 3, "gradients of q, k and v");
+  for (int i = 0; i < 3; ++i) {
+    PyObject* grad = PyTuple_GET_ITEM(made, i);
+    if (THPVariable_Check(grad)) grads[i] = THPVariable_Unpack(grad);
+  }
+  Py_DECREF(made);
+}
+
+}  // namespace
+
+// --- what is shared ---
+
+int TensorMap::copy_to(void* place, uintptr_t address, uintptr_t context) {
+  std::lock_guard<std::mutex> guard(lock);
+  if (known == nullptr) known = std::make_unique<std::array<Known, kept>>();
+  // Allocations begin at multiples of 512 bytes, and most are of many times that.
+  Known& one = (*known)[((address >> 9) ^ (address >> 13) ^ (address >> 21)) % kept];
+  if (one.address != address) {
+    static constexpr uint32_t ones[5] = {1, 1, 1, 1, 1};
+    int status = 0;
+    const auto encode = [&] {
+      status =
+          driver.encode(&one.map, dtype, uint32_t(dims.size()), reinterpret_cast<void*>(address),
+                        dims.data(), strides.data(), box.data(), ones, 0, swizzle, promotion, 0);
+    };
+    one.address = 0;
+    encode();
+    if (status != 0) in_context(context, encode);  // an autograd thread may come here without one
+    if (status != 0) return status;
+    one.address = address;
+  }
+  std::memcpy(place, &one.map, sizeof(one.map));
+  return 0;
+}
+
+Call::~Call() {
+  if (owner == nullptr || is_finalizing()) return;  // the process takes it along
+  pybind11::gil_scoped_acquire gil;
+  Py_DECREF(owner);
+}
+
+std::shared_ptr<const Backward> Call::backward(c10::IntArrayRef dout_strides, unsigned wants) {
+  std::lock_guard<std::mutex> guard(lock);
+  for (const auto& one : known)
+    if (one->wants == wants && dout_strides == one->dout_strides) return one;
+  return nullptr;
+}
+
+void Call::learn(std::shared_ptr<const Backward> backward) {
+  std::lock_guard<std::mutex> guard(lock);
+  if (known.size() == most_backwards) known.clear();
+  known.push_back(std::move(backward));
+}
+
+bool is_awake() { return !memory().asleep.load(std::memory_order_relaxed); }
+
+bool is_ordinary_thread() {
+  static const uint64_t usual =
+      (c10::default_included_set | c10::autocast_dispatch_keyset).raw_repr();
+  return (c10::impl::tls_local_dispatch_key_set().included_.raw_repr() & ~usual) == 0;
+}
+
+bool is_ordinary(const at::Tensor& tensor) {
+  static const uint64_t usual =
+      (c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::CUDA,
+                            c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA,
+                            c10::DispatchKey::ADInplaceOrView}) |
+       c10::autocast_dispatch_keyset)
+          .raw_repr();
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  return (impl.key_set().raw_repr() & ~usual) == 0 && impl.layout() == c10::kStrided &&
+         !impl.has_symbolic_sizes_strides() && !impl.is_python_dispatch() && impl.has_storage() &&
+         impl.storage().data() != nullptr && !tensor._fw_grad(0).defined();
+}
+
+Results run(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
+            const at::Tensor& v) {
+  const c10::Device device = q.device();
+  Results made{empty(call->out.sizes, call->out.strides, q.scalar_type(), device), {}};
+  if (call->has_lse)
+    made.lse = empty(call->lse_sizes, contiguous_strides(call->lse_sizes), c10::kFloat, device);
+  const at::Tensor scratch = empty_bytes(call->forward.scratch_bytes, device);
+  Addresses at{};
+  at[Q] = address(q);
+  at[K] = address(k);
+  at[V] = address(v);
+  at[OUT] = address(made.out);
+  at[LSE] = address(made.lse);
+  at[SCRATCH] = address(scratch);
+  enqueue(call->forward, device, at);
+  memory().forwards.fetch_add(1, std::memory_order_relaxed);
+  if (!call->recorded) return made;
+  NodePointer node = new_node<AttentionBackward>();
+  auto& backward = static_cast<AttentionBackward&>(*node);
+  backward.set_next_edges(torch::autograd::collect_next_edges(q, k, v));
+  torch::autograd::set_history(made.out, node);
+  if (call->returns_lse) torch::autograd::set_history(made.lse, node);
+  backward.call = call;
+  // In the order of the path in Python: a checkpoint may recompute one by the other.
+  backward.q = SavedVariable(q, false);
+  backward.k = SavedVariable(k, false);
+  backward.v = SavedVariable(v, false);
+  backward.out = SavedVariable(made.out, true);
+  backward.lse = SavedVariable(made.lse, call->returns_lse);
+  return made;
+}
+
+std::shared_ptr<Call> call_of(PyObject* capsule) {
+  auto* held = static_cast<std::shared_ptr<Call>*>(PyCapsule_GetPointer(capsule, "tilewise.call"));
+  return held == nullptr ? nullptr : *held;
+}
+
+// --- keys ---
+
+namespace {
+
+bool needs_grad(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  return c10::GradMode::is_enabled() &&
+         (q.requires_grad() || k.requires_grad() || v.requires_grad());
+}
+
+unsigned misalignment_of(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  return unsigned(address(q) | address(k) | address(v)) % 16;
+}
+
+// Everything that decides a call; false for tensors of more dimensions than it has room for.
+bool fill_key(Key& key, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+              size_t options) {
+  key.fill(0);
+  size_t at = 0;
+  for (const at::Tensor* tensor : {&q, &k, &v}) {
+    const auto sizes = tensor->sizes(), strides = tensor->strides();
+    if (sizes.size() > 4) return false;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      key[at + i] = sizes[i];
+      key[at + 4 + i] = strides[i];
+    }
+    at += 8;
+    key[at++] = int64_t(tensor->key_set().raw_repr());
+    const c10::Device device = tensor->device();
+    key[at++] = int64_t(sizes.size()) | int64_t(tensor->scalar_type()) << 8 |
+                int64_t(uint8_t(device.index())) << 16 | int64_t(device.type()) << 24;
+  }
+  key[at++] = int64_t(options);
+  key[at++] = misalignment_of(q, k, v) | unsigned(needs_grad(q, k, v)) << 8 |
+              unsigned(at::globalContext().deterministicAlgorithms()) << 9;
+  return true;
+}
+
+// Equal as the keys of a dictionary are: the same object, or of one type and equal.
+bool same(PyObject* one, PyObject* other) {
+  if (one == other) return true;
+  if (Py_TYPE(one) != Py_TYPE(other)) return false;
+  const int equal = PyObject_RichCompareBool(one, other, Py_EQ);
+  if (equal < 0) PyErr_Clear();
+  return equal > 0;
+}
+
+constexpr size_t not_known = size_t(-1);
+
+size_t find_options(const std::array<PyObject*, options_count>& values) {
+  // By index, and `same` may run Python that changes the list.
+  for (size_t i = 0; i < memory().options.size(); ++i) {
+    const auto kept = memory().options[i].values;
+    bool all = true;
+    for (size_t j = 0; all && j < options_count; ++j) all = same(kept[j], values[j]);
+    if (all) return i;
+  }
+  return not_known;
+}
+
+// What was learnt counts no more. Calls that are under way, and graphs, keep their own. What is let
+// go of may run Python, so it goes last.
+void forget_all() {
+  Memory& known = memory();
+  const auto calls = std::exchange(known.calls, {});
+  const auto options = std::exchange(known.options, {});
+  for (const Options& one : options)
+    for (PyObject* value : one.values) Py_DECREF(value);
+}
+
+// --- for Python ---
+
+// The arguments of `attend` behind q, k and v, in the order of tilewise.attention.
+enum Argument {
+  MASK = 3,
+  SCALE,
+  SOFTCAP,
+  ALIBI,
+  KEEP,
+  SINK,
+  SCORES,
+  OPERAND_TENSORS,
+  DROPOUT,
+  LAYOUT,
+  RETURN_LSE,
+  RETURN_MAX_LOGIT,
+  BACKEND,
+  PRECISION,
+  ARGUMENTS
+};
+
+PyObject* attend(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != ARGUMENTS) {
+    PyErr_SetString(PyExc_TypeError, "attend wants q, k, v and the arguments of attention");
+    return nullptr;
+  }
+  Memory& known = memory();
+  if (known.calls.empty() || !is_awake() || given[ALIBI] != Py_None || given[KEEP] != Py_None ||
+      given[SINK] != Py_None || given[OPERAND_TENSORS] != Py_None ||
+      given[RETURN_MAX_LOGIT] != Py_False)
+    Py_RETURN_NONE;
+  for (int i = 0; i < 3; ++i)
+    if (!THPVariable_CheckExact(given[i])) Py_RETURN_NONE;
+  const at::Tensor &q = THPVariable_Unpack(given[0]), &k = THPVariable_Unpack(given[1]),
+                   &v = THPVariable_Unpack(given[2]);
+  if (!is_ordinary_thread() || !is_ordinary(q) || !is_ordinary(k) || !is_ordinary(v))
+    Py_RETURN_NONE;
+  const size_t options =
+      find_options({given[MASK], given[SCALE], given[SOFTCAP], given[SCORES], given[DROPOUT],
+                    given[LAYOUT], given[RETURN_LSE], given[BACKEND], given[PRECISION]});
+  Key key;
+  if (options == not_known || !fill_key(key, q, k, v, options)) Py_RETURN_NONE;
+  const auto found = known.calls.find(key);
+  if (found == known.calls.end()) Py_RETURN_NONE;
+  const std::shared_ptr<Call> call = found->second;
+  Results made;
+  {
+    pybind11::gil_scoped_release no_gil;
+    made = run(call, q, k, v);
+  }
+  if (!call->returns_lse) return THPVariable_Wrap(std::move(made.out));
+  PyObject* out = THPVariable_Wrap(std::move(made.out));
+  PyObject* lse = THPVariable_Wrap(std::move(made.lse));
+  return Py_BuildValue("(NN)", out, lse);
+  END_HANDLE_TH_ERRORS
+}
+
+// Sequences of integers, as tuples; false with an error set.
+template <typename Number>
+bool read(PyObject* tuple, std::vector<Number>& into) {
+  if (!PyTuple_Check(tuple)) {
+    PyErr_SetString(PyExc_TypeError, "a tuple of integers");
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i)
+    into.push_back(Number(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i))));
+  return !PyErr_Occurred();
+}
+
+bool read(PyObject* given, Shape& into) {
+  PyObject *sizes, *strides;
+  return PyArg_ParseTuple(given, "OO", &sizes, &strides) && read(sizes, into.sizes) &&
+         read(strides, into.strides);
+}
+
+std::shared_ptr<TensorMap> read_map(PyObject* given) {
+  auto map = std::make_shared<TensorMap>();
+  PyObject *dims, *strides, *box;
+  if (!PyArg_ParseTuple(given, "iOOOii", &map->dtype, &dims, &strides, &box, &map->swizzle,
+                        &map->promotion) ||
+      !read(dims, map->dims) || !read(strides, map->strides) || !read(box, map->box))
+    return nullptr;
+  if (map->dims.empty() || map->dims.size() > 5 || map->box.size() != map->dims.size() ||
+      map->strides.size() + 1 != map->dims.size()) {
+    PyErr_SetString(PyExc_ValueError, "a tensor map of 1 to 5 dimensions");
+    return nullptr;
+  }
+  return map;
+}
+
+bool read(PyObject* given, Fill& into, size_t bytes) {
+  int kind, operand;
+  long long plus;
+  PyObject* map;
+  if (!PyArg_ParseTuple(given, "iiiLO", &kind, &into.offset, &operand, &plus, &map)) return false;
+  const size_t size = kind == Fill::MAP ? sizeof(EncodedMap) : sizeof(uintptr_t);
+  if (kind < 0 || kind > Fill::COUNTER || operand < 0 || operand >= OPERANDS || into.offset < 0 ||
+      into.offset + size > bytes) {
+    PyErr_SetString(PyExc_ValueError, "a slot outside the arguments of its kernel");
+    return false;
+  }
+  into.kind = Fill::Kind(kind);
+  into.operand = Operand(operand);
+  into.plus = plus;
+  if (kind == Fill::MAP) into.map = read_map(map);
+  return kind != Fill::MAP || into.map != nullptr;
+}
+
+bool read(PyObject* given, Launch& into) {
+  const char *name, *bytes;
+  Py_ssize_t size;
+  unsigned long long function, context;
+  int overlap;
+  PyObject* fills;
+  if (!PyArg_ParseTuple(given, "sKKIIIpy#O!", &name, &function, &context, &into.grid, &into.threads,
+                        &into.smem, &overlap, &bytes, &size, &PyTuple_Type, &fills))
+    return false;
+  if (size > 4096) {
+    PyErr_SetString(PyExc_ValueError, "a kernel with more than 4096 bytes of arguments");
+    return false;
+  }
+  into.name = name;
+  into.function = function;
+  into.context = context;
+  into.overlap = overlap != 0;
+  into.arguments.assign(bytes, bytes + size);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(fills); ++i) {
+    into.fills.emplace_back();
+    if (!read(PyTuple_GET_ITEM(fills, i), into.fills.back(), size_t(size))) return false;
+  }
+  return true;
+}
+
+bool read(PyObject* given, Recipe& into) {
+  long long bytes;
+  PyObject* launches;
+  if (!PyArg_ParseTuple(given, "LO!", &bytes, &PyTuple_Type, &launches)) return false;
+  into.scratch_bytes = bytes;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(launches); ++i) {
+    into.launches.emplace_back();
+    if (!read(PyTuple_GET_ITEM(launches, i), into.launches.back())) return false;
+  }
+  return true;
+}
+
+// new_call(q, k, v, recipe, out, lse_sizes or None, returns_lse, recorded, owner) -> capsule
+PyObject* new_call(PyObject*, PyObject* given) {
+  HANDLE_TH_ERRORS
+  PyObject *q, *k, *v, *recipe, *out, *lse, *owner;
+  int returns_lse, recorded;
+  if (!PyArg_ParseTuple(given, "OOOOOOppO", &q, &k, &v, &recipe, &out, &lse, &returns_lse,
+                        &recorded, &owner))
+    return nullptr;
+  auto call = std::make_shared<Call>();
+  if (!read(recipe, call->forward) || !read(out, call->out)) return nullptr;
+  call->has_lse = lse != Py_None;
+  if (call->has_lse && !read(lse, call->lse_sizes)) return nullptr;
+  call->returns_lse = returns_lse != 0;
+  call->recorded = recorded != 0;
+  const std::array<PyObject*, 3> tensors{q, k, v};
+  for (size_t i = 0; i < 3; ++i) {
+    TORCH_CHECK(THPVariable_Check(tensors[i]), "q, k and v are tensors");
+    call->input_strides[i] = THPVariable_Unpack(tensors[i]).strides().vec();
+  }
+  call->misalignment =
+      misalignment_of(THPVariable_Unpack(q), THPVariable_Unpack(k), THPVariable_Unpack(v));
+  Py_INCREF(owner);
+  call->owner = owner;
+  return capsule_of(call);
+  END_HANDLE_TH_ERRORS
+}
+
+// learn(generation, q, k, v, options, call) -> whether calls like this one are known from now on
+PyObject* learn(PyObject*, PyObject* given) {
+  HANDLE_TH_ERRORS
+  long long generation;
+  PyObject *q, *k, *v, *options, *capsule;
+  if (!PyArg_ParseTuple(given, "LOOOO!O", &generation, &q, &k, &v, &PyTuple_Type, &options,
+                        &capsule))
+    return nullptr;
+  const std::shared_ptr<Call> call = call_of(capsule);
+  if (call == nullptr) return nullptr;
+  TORCH_CHECK(PyTuple_GET_SIZE(options) == Py_ssize_t(options_count), "options of a call");
+  for (PyObject* one : {q, k, v})
+    if (!THPVariable_Check(one) || !is_ordinary(THPVariable_Unpack(one))) Py_RETURN_FALSE;
+  std::array<PyObject*, options_count> values;
+  for (size_t i = 0; i < options_count; ++i) values[i] = PyTuple_GET_ITEM(options, i);
+  Memory& known = memory();
+  size_t number = find_options(values);
+  if (generation != known.generation || !is_awake()) Py_RETURN_FALSE;
+  if (number == not_known) {
+    if (known.options.size() == most_options) forget_all();
+    for (PyObject* value : values) Py_INCREF(value);
+    number = known.options.size();
+    known.options.push_back({values});
+  }
+  Key key;
+  if (!fill_key(key, THPVariable_Unpack(q), THPVariable_Unpack(k), THPVariable_Unpack(v), number))
+    Py_RETURN_FALSE;
+  if (known.calls.size() >= most_calls) const auto gone = std::exchange(known.calls, {});
+  known.calls.insert_or_assign(key, call);
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// learn_backward(call, dout, wants, recipe or None, grads, zeroed)
+PyObject* learn_backward(PyObject*, PyObject* given) {
+  HANDLE_TH_ERRORS
+  PyObject *capsule, *dout, *recipe, *grads;
+  auto backward = std::make_shared<Backward>();
+  if (!PyArg_ParseTuple(given, "OOIOO!I", &capsule, &dout, &backward->wants, &recipe, &PyTuple_Type,
+                        &grads, &backward->zeroed))
+    return nullptr;
+  const std::shared_ptr<Call> call = call_of(capsule);
+  if (call == nullptr) return nullptr;
+  TORCH_CHECK(THPVariable_Check(dout), "dout is a tensor");
+  backward->dout_strides = THPVariable_Unpack(dout).strides().vec();
+  if (recipe != Py_None) {
+    backward->recipe = std::make_shared<Recipe>();
+    if (!read(recipe, *backward->recipe)) return nullptr;
+    TORCH_CHECK(PyTuple_GET_SIZE(grads) == 3, "shapes of three gradients");
+    for (size_t i = 0; i < 3; ++i)
+      if (!read(PyTuple_GET_ITEM(grads, Py_ssize_t(i)), backward->grads[i])) return nullptr;
+  }
+  call->learn(std::move(backward));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* generation(PyObject*, PyObject*) { return PyLong_FromLongLong(memory().generation); }
+
+PyObject* forget(PyObject*, PyObject*) {
+  ++memory().generation;
+  forget_all();
+  Py_RETURN_NONE;
+}
+
+// In a forked child: handles of CUDA do not outlive a fork, and a lock may be held by a thread that
+// is not there. Nothing that was learnt is touched again.
+PyObject* sleep_if_used(PyObject*, PyObject*) {
+  if (memory().forwards.load() > 0 || !memory().calls.empty()) memory().asleep.store(true);
+  Py_RETURN_NONE;
+}
+
+// use_counters(device, address, turns, captured): zeroed integers, for good.
+PyObject* use_counters(PyObject*, PyObject* given) {
+  int device;
+  unsigned long long base;
+  unsigned turns, captured;
+  if (!PyArg_ParseTuple(given, "iKII", &device, &base, &turns, &captured)) return nullptr;
+  if (device < 0 || device >= most_devices || turns == 0) {
+    PyErr_SetString(PyExc_ValueError, "counters of a device that is not known");
+    return nullptr;
+  }
+  auto* room = new Counters{uintptr_t(base), turns, captured, {}, {}};
+  counters[size_t(device)].store(room, std::memory_order_release);
+  Py_RETURN_NONE;
+}
+
+// begin(make_backward, say_failed)
+PyObject* begin(PyObject*, PyObject* given) {
+  PyObject *make_backward, *failed;
+  if (!PyArg_ParseTuple(given, "OO", &make_backward, &failed)) return nullptr;
+  Py_INCREF(make_backward);
+  Py_INCREF(failed);
+  Py_XSETREF(memory().make_backward, make_backward);
+  Py_XSETREF(memory().say_failed, failed);
+  Py_RETURN_NONE;
+}
+
+// open_driver() -> what is missing, or None
+PyObject* open_driver(PyObject*, PyObject*) {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+  if (library == nullptr) return PyUnicode_FromString("libcuda.so.1");
+  std::array<void*, driver_names.size()> found;
+  for (size_t i = 0; i < found.size(); ++i) {
+    found[i] = dlsym(library, driver_names[i]);
+    if (found[i] == nullptr) return PyUnicode_FromString(driver_names[i]);
+  }
+  set_driver(found);
+  Py_RETURN_NONE;
+}
+
+// use_driver(addresses): functions in the place of the driver's, in the order of driver_names
+PyObject* use_driver(PyObject*, PyObject* given) {
+  std::array<void*, driver_names.size()> found;
+  if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != Py_ssize_t(found.size())) {
+    PyErr_SetString(PyExc_TypeError, "as many addresses as the driver has functions");
+    return nullptr;
+  }
+  for (size_t i = 0; i < found.size(); ++i)
+    found[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(given, Py_ssize_t(i)));
+  if (PyErr_Occurred()) return nullptr;
+  set_driver(found);
+  Py_RETURN_NONE;
+}
+
+// stream(device index) -> the handle of PyTorch's current stream there
+PyObject* stream(PyObject*, PyObject* given) {
+  HANDLE_TH_ERRORS
+  const long index = PyLong_AsLong(given);
+  if (index == -1 && PyErr_Occurred()) return nullptr;
+  return PyLong_FromVoidPtr(stream_of(c10::Device(c10::kCUDA, c10::DeviceIndex(index))));
+  END_HANDLE_TH_ERRORS
+}
+
+// counts() -> (calls known, forwards, backwards, backwards made in Python)
+PyObject* counts(PyObject*, PyObject*) {
+  Memory& known = memory();
+  return Py_BuildValue("(nLLL)", Py_ssize_t(known.calls.size()),
+                       static_cast<long long>(known.forwards.load()),
+                       static_cast<long long>(known.backwards.load()),
+                       static_cast<long long>(known.backwards_in_python.load()));
+}
+
+PyMethodDef functions[] = {
+    {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend)), METH_FASTCALL,
+     nullptr},
+    {"new_call", new_call, METH_VARARGS, nullptr},
+    {"learn", learn, METH_VARARGS, nullptr},
+    {"learn_backward", learn_backward, METH_VARARGS, nullptr},
+    {"generation", generation, METH_NOARGS, nullptr},
+    {"forget", forget, METH_NOARGS, nullptr},
+    {"sleep_if_used", sleep_if_used, METH_NOARGS, nullptr},
+    {"use_counters", use_counters, METH_VARARGS, nullptr},
+    {"begin", begin, METH_VARARGS, nullptr},
+    {"open_driver", open_driver, METH_NOARGS, nullptr},
+    {"use_driver", use_driver, METH_VARARGS, nullptr},
+    {"stream", stream, METH_O, nullptr},
+    {"counts", counts, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyModuleDef module_of_calls{PyModuleDef_HEAD_INIT, "tilewise_calls", nullptr, -1, functions};
+
+}  // namespace
+}  // namespace tilewise
+
+// The functions above as a module of Python's; called with the GIL.
+extern "C" PyObject* tilewise_native_calls() { return PyModule_Create(&tilewise::module_of_calls); }

@@ -1,0 +1,139 @@
+// A repeated call and its backward, from what Python has settled about them.
+//
+// Python (engine/recipe.py) reads a Program and describes it as plain data: a Recipe. A Call is the
+// recipe of a forward with what surrounds it: the shapes of its results, whether autograd records
+// it, and the recipes of its backwards as they are learnt. Nothing here chooses or plans; what is
+// not known goes to Python.
+//
+// Threads: a Recipe is never changed once it is made. The memory of calls (calls.cpp) is guarded by
+// the GIL; the backwards of a Call, which autograd's threads look up without it, by a mutex.
+
+#pragma once
+
+// clang-format off: before all others, as Python asks
+#define PY_SSIZE_T_CLEAN
+#include <torch/csrc/python_headers.h>
+// clang-format on
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace tilewise {
+
+// The tensors that a recipe may ask the address of.
+enum Operand { Q, K, V, OUT, LSE, DOUT, DLSE, DQ, DK, DV, SCRATCH, OPERANDS };
+using Addresses = std::array<uintptr_t, OPERANDS>;
+
+struct alignas(64) EncodedMap {
+  uint64_t words[16];
+};
+
+// A tensor map but for its address, and the maps of the addresses that came last.
+class TensorMap {
+ public:
+  int dtype = 0, swizzle = 0, promotion = 0;
+  std::vector<uint64_t> dims, strides;
+  std::vector<uint32_t> box;
+
+  // Returns the driver's refusal, or 0. `context`: the one to make current where there is none.
+  int copy_to(void* place, uintptr_t address, uintptr_t context);
+
+ private:
+  struct Known {
+    uintptr_t address = 0;
+    EncodedMap map;
+  };
+  static constexpr size_t kept = 16;
+  std::mutex lock;
+  std::unique_ptr<std::array<Known, kept>> known;
+};
+
+// A place of a kernel's arguments that is written in every call.
+struct Fill {
+  enum Kind { ADDRESS, MAP, COUNTER } kind;
+  int offset;
+  Operand operand;
+  int64_t plus;                    // bytes behind the operand's address
+  std::shared_ptr<TensorMap> map;  // of a MAP
+};
+
+struct Launch {
+  std::string name;
+  uintptr_t function, context;
+  unsigned grid, threads, smem;
+  bool overlap;
+  std::vector<char> arguments;  // with all that no call changes
+  std::vector<Fill> fills;
+};
+
+struct Recipe {
+  int64_t scratch_bytes = 0;
+  std::vector<Launch> launches;
+};
+
+struct Shape {
+  std::vector<int64_t> sizes, strides;
+};
+
+// A backward for gradients dout of one layout, and for the inputs whose gradients are wanted.
+struct Backward {
+  std::vector<int64_t> dout_strides;
+  unsigned wants = 0;              // bits of q, k, v
+  std::shared_ptr<Recipe> recipe;  // nullptr: Python makes these
+  std::array<Shape, 3> grads;
+  unsigned zeroed = 0;
+};
+
+class Call {
+ public:
+  ~Call();
+
+  Recipe forward;
+  Shape out;
+  std::vector<int64_t> lse_sizes;
+  bool has_lse = false, returns_lse = false;
+  bool recorded = false;      // by autograd
+  unsigned misalignment = 0;  // of q, k and v together, as the recipe was made for
+  std::array<std::vector<int64_t>, 3> input_strides;
+  PyObject* owner = nullptr;  // what Python needs to make the backwards that are not known here
+
+  std::shared_ptr<const Backward> backward(c10::IntArrayRef dout_strides, unsigned wants);
+  void learn(std::shared_ptr<const Backward> backward);
+
+ private:
+  std::mutex lock;
+  std::vector<std::shared_ptr<const Backward>> known;
+};
+
+struct Results {
+  at::Tensor out, lse;
+};
+
+// Enqueues the forward on the current stream of the tensors' device, and has autograd record it
+// where gradients will be needed. The GIL need not be held, and should not be.
+Results run(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
+            const at::Tensor& v);
+
+// Whether nothing but kernels is to see what this thread calls: no dispatch mode, no transform, no
+// trace. Autocast casts nothing here.
+bool is_ordinary_thread();
+
+// Whether the tensor is memory and nothing else: no subclass, no wrapper, no lazy values, no
+// forward-mode derivative.
+bool is_ordinary(const at::Tensor& tensor);
+
+// The Call of a capsule that Python was given; nullptr with an error set for anything else.
+std::shared_ptr<Call> call_of(PyObject* capsule);
+
+// Whether calls are answered here at all: not in a child of a process that had learnt some.
+bool is_awake();
+
+}  // namespace tilewise

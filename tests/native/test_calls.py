@@ -1,0 +1,467 @@
+"""Repeated calls in native code, with the emulator for its driver: what they compute, and what they leave to Python."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import emulation
+import tilewise
+from support import assert_close, budget
+from tilewise import DeviceError, Target, memo, native, op, repeated
+from tilewise.engine import run
+from tilewise.integrations.sdpa import sdpa
+from tilewise.native import library
+
+pytestmark = [
+    pytest.mark.skipif(library._why_not() is not None, reason=str(library._why_not())),
+    pytest.mark.skipif(emulation.COMPILER is None, reason="needs g++"),
+]
+SHAPE = (1, 2, 70, 64)
+
+
+class Machine:
+    """A GPU that is a model, and native code that launches on it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+        emulation.install(monkeypatch)
+        target = Target.named({"sm80": "a100", "sm90": "h200"}[backend])
+        self.backend, self.driver = backend, emulation.NativeDriver()
+        monkeypatch.setattr(Target, "of", classmethod(lambda cls, device: target))
+        monkeypatch.setattr(op, "_build", lambda plan: None)
+        monkeypatch.setattr(run, "counter_room", self.driver.counter_room)
+        monkeypatch.setattr(repeated, "_counting", set())
+        self.calls = library.loaded().calls
+        self.calls.use_driver(*self.driver.addresses)
+        memo.invalidate()
+        native.use(self.calls)
+
+    def attention(self, *tensors: torch.Tensor, **arguments: object):
+        return tilewise.attention(*tensors, backend=self.backend, **arguments)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Forwards, backwards and backwards in Python, of native code, in this process."""
+        return self.calls.counts()[1:]
+
+
+@pytest.fixture(params=["sm80", "sm90"])
+def machine(request, monkeypatch):
+    monkeypatch.delenv(library.SETTING, raising=False)
+    library.build()
+    made = Machine(monkeypatch, request.param)
+    yield made
+    memo.invalidate()
+    native.use(None)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.delenv(library.SETTING, raising=False)
+    library.build()
+    yield Machine(monkeypatch, "sm90")
+    memo.invalidate()
+    native.use(None)
+
+
+def inputs(shape=SHAPE, *, grad=False, heads_kv=None, seq_kv=None, dtype=torch.bfloat16, layout="bhsd", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    batch, heads, seq, dim = shape
+    sizes = [(heads, seq), (heads_kv or heads, seq_kv or seq), (heads_kv or heads, seq_kv or seq)]
+    made = [torch.randn(batch, *size, dim, generator=generator).to(dtype) for size in sizes]
+    if layout == "bshd":
+        made = [tensor.transpose(1, 2).contiguous() for tensor in made]
+    return [tensor.requires_grad_(grad) for tensor in made]
+
+
+def step(machine, tensors, dout, wanted=(True, True, True), **arguments):
+    """out, and the wanted gradients, of fresh leaves."""
+    leaves = [x.detach().clone().requires_grad_(want) for x, want in zip(tensors, wanted, strict=True)]
+    out = machine.attention(*leaves, **arguments)
+    out.backward(dout)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def test_the_third_call_is_native_and_has_the_bits_of_the_first(machine):
+    tensors = inputs()
+    before = machine.counts
+    first, second, third = (machine.attention(*tensors, mask="causal") for _ in range(3))
+    forwards, backwards, in_python = (now - then for now, then in zip(machine.counts, before, strict=True))
+    assert (forwards, backwards, in_python) == (1, 0, 0)
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+    assert third.stride() == first.stride()
+    want = tilewise.attention(*(x.double() for x in tensors), mask="causal", backend="reference")
+    assert_close(third, want, budget(torch.bfloat16, SHAPE[2]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "arguments"),
+    [
+        ({}, {"return_lse": True}),
+        ({"heads_kv": 1, "seq_kv": 130}, {"mask": "causal"}),
+        ({"layout": "bshd"}, {"layout": "bshd", "return_lse": True}),
+        ({"dtype": torch.float16}, {"scale": 0.25, "softcap": 5.0}),
+        ({"seq_kv": 150}, {"mask": tilewise.Window(30, 0, "bottom-right")}),
+    ],
+    ids=str,
+)
+def test_arguments_and_layouts(hopper, sizes, arguments):
+    tensors = inputs(**sizes)
+    results = [hopper.attention(*tensors, **arguments) for _ in range(2)]
+    before = hopper.counts[0]
+    results.append(hopper.attention(*tensors, **arguments))
+    assert hopper.counts[0] == before + 1
+    for found in results[1:]:
+        pairs = [(results[0], found)] if isinstance(found, torch.Tensor) else zip(results[0], found, strict=True)
+        for want, got in pairs:
+            assert torch.equal(got, want)
+            assert (got.stride(), got.dtype) == (want.stride(), want.dtype)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_gradients_have_the_bits_of_those_in_python(machine, layout):
+    tensors = inputs(heads_kv=1, layout=layout)
+    dout = torch.randn_like(tensors[0])
+    native.use(None)
+    want = step(machine, tensors, dout, mask="causal", layout=layout)
+    native.use(machine.calls)
+    for _ in range(2):
+        step(machine, tensors, dout, mask="causal", layout=layout)
+    before = machine.counts
+    step(machine, tensors, dout, mask="causal", layout=layout)  # the first backward of a native forward is Python's
+    got = step(machine, tensors, dout, mask="causal", layout=layout)
+    assert [now - then for now, then in zip(machine.counts, before, strict=True)] in ([2, 1, 1], [2, 2, 0])
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+
+
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, True), (False, False, True)], ids=str)
+def test_only_some_gradients(hopper, wanted):
+    tensors = inputs()
+    dout = torch.randn_like(tensors[0])
+    native.use(None)
+    want = step(hopper, tensors, dout, wanted)
+    native.use(hopper.calls)
+    for _ in range(4):
+        got = step(hopper, tensors, dout, wanted)
+    assert hopper.counts[1] > 0
+    for one, other in zip(got, want, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+def test_gradients_in_any_layout_and_of_lse(hopper):
+    """An expanded dout is copied, one of lse is taken as it is, and one in another dtype goes to Python."""
+    tensors = inputs()
+    for _ in range(2):
+        hopper.attention(*inputs(grad=True), return_lse=True)
+
+    def gradients(dout, dlse):
+        leaves = inputs(grad=True)
+        out, lse = hopper.attention(*leaves, return_lse=True)
+        given = [(output, grad) for output, grad in ((out, dout), (lse, dlse)) if grad is not None]
+        outputs, grads = zip(*given, strict=True)
+        return torch.autograd.grad(outputs, leaves, grads)
+
+    one = torch.ones((), dtype=torch.bfloat16).expand_as(tensors[0])
+    dlse = torch.randn(SHAPE[:3])
+    cases = [(one, None), (one, dlse), (None, dlse), (one.contiguous().transpose(2, 3).contiguous().mT, dlse)]
+    got = [gradients(*case) for _ in range(2) for case in cases][len(cases) :]
+    native.use(None)
+    want = [gradients(*case) for case in cases]
+    for grads, others in zip(got, want, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+
+
+def warm(machine, grad=False, **arguments):
+    for _ in range(2):
+        machine.attention(*inputs(grad=grad), **arguments)
+
+
+def test_autograd_features(hopper):
+    """retain_graph, hooks, double backward, saved-tensor hooks, anomaly mode, and a graph that is used twice."""
+    warm(hopper, grad=True)
+    dout = torch.randn(SHAPE).bfloat16()
+    leaves = inputs(grad=True)
+    out = hopper.attention(*leaves)
+    assert "TilewiseAttention" in out.grad_fn.name()
+    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    again = torch.autograd.grad(out, leaves, dout)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, leaves, dout)
+
+    seen = []
+    out = hopper.attention(*leaves)
+    out.register_hook(lambda grad: seen.append("out"))
+    out.grad_fn.register_prehook(lambda grads: seen.append("before"))
+    out.grad_fn.register_hook(lambda grads, given: seen.append("after"))
+    torch.autograd.grad(out, leaves, dout)
+    assert sorted(seen) == ["after", "before", "out"]
+
+    with pytest.warns(UserWarning, match="Anomaly"):
+        anomalies = torch.autograd.detect_anomaly()
+    with anomalies:
+        out = hopper.attention(*leaves)
+        assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(out, leaves, dout), first, strict=True))
+
+    other_layout = torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: saved.transpose(1, 2).contiguous(), lambda packed: packed.transpose(1, 2)
+    )
+    with other_layout:
+        out = hopper.attention(*leaves)
+    others = torch.autograd.grad(out, leaves, dout)
+    for a, b in zip(others, first, strict=True):
+        assert_close(a, b.double(), budget(torch.bfloat16, SHAPE[2]))
+
+    with torch.autograd.graph.save_on_cpu():
+        out = hopper.attention(*leaves)
+    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(out, leaves, dout), first, strict=True))
+
+    out = hopper.attention(*leaves)
+    leaves[0].data.add_(0)  # which autograd does not see
+    with torch.no_grad():
+        leaves[0].add_(0)  # which it does
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        torch.autograd.grad(out, leaves, dout)
+
+
+def test_double_backward_goes_through_the_reference(hopper):
+    warm(hopper, grad=True)
+    leaves = inputs(grad=True)
+    before = hopper.counts[0]
+    out = hopper.attention(*leaves)
+    assert hopper.counts[0] == before + 1
+    (dq,) = torch.autograd.grad(out.float().square().sum(), leaves[0], create_graph=True)
+    twice = torch.autograd.grad(dq.float().square().sum(), leaves)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact = tilewise.attention(*wide, backend="reference")
+    (dq,) = torch.autograd.grad(exact.square().sum(), wide[0], create_graph=True)
+    want = torch.autograd.grad(dq.square().sum(), wide)
+    for a, b in zip(twice, want, strict=True):
+        assert_close(a / b.abs().max(), b / b.abs().max(), 8 * budget(torch.bfloat16, SHAPE[2]))
+
+
+def test_checkpoints_recompute_by_either_way(hopper):
+    from torch.utils.checkpoint import checkpoint
+
+    dout = torch.randn(SHAPE).bfloat16()
+    found = []
+    for _ in range(4):  # the forward in Python and the recomputation native, and all else
+        leaves = inputs(grad=True)
+        out = checkpoint(hopper.attention, *leaves, use_reentrant=False)
+        found.append(torch.autograd.grad(out, leaves, dout))
+    assert hopper.counts[0] > 0
+    for grads in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads, found[0], strict=True))
+
+
+def test_what_watches_sees_the_operator(hopper):
+    """Modes, transforms, traces, subclasses, forward-mode AD and lazy tensors go to Python."""
+    warm(hopper)
+    tensors = inputs()
+    before = hopper.counts[0]
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    class Subclass(torch.Tensor):
+        pass
+
+    with Mode():
+        tilewise.attention(*tensors, backend="reference")
+        assert native.attend(*tensors, *DEFAULTS) is None
+    torch.func.vmap(lambda q: check_unknown(q, *tensors[1:]))(torch.stack([tensors[0]] * 2))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(tensors[0], tensors[0])
+        assert native.attend(dual, *tensors[1:], *DEFAULTS) is None
+    assert native.attend(tensors[0].as_subclass(Subclass), *tensors[1:], *DEFAULTS) is None
+    lazy = torch.complex(tensors[0].float(), tensors[0].float()).conj().imag
+    assert native.attend(lazy, *tensors[1:], *DEFAULTS) is None
+    assert native.attend(tensors[0].to("meta"), *tensors[1:], *DEFAULTS) is None
+    assert native.attend(tensors[0].to_sparse(), *tensors[1:], *DEFAULTS) is None
+    assert hopper.counts[0] == before
+    assert torch.equal(native.attend(*tensors, *defaults("sm90")), hopper.attention(*tensors))
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which casts nothing of ours
+        assert native.attend(*tensors, *defaults("sm90")) is not None
+
+
+def defaults(backend, **changes):
+    """The arguments of `attention` behind q, k and v."""
+    values = {
+        "mask": None, "scale": None, "softcap": 0.0, "alibi": None, "keep": None, "sink": None, "scores": (),
+        "operands": None, "dropout": 0.0, "layout": "bhsd", "return_lse": False, "return_max_logit": False,
+        "backend": backend, "precision": "exact",
+    }  # fmt: skip
+    return tuple({**values, **changes}.values())
+
+
+DEFAULTS = defaults("sm90")
+
+
+def check_unknown(q, k, v):
+    assert native.attend(q, k, v, *DEFAULTS) is None
+    return q.sum()
+
+
+def test_whatever_differs_is_another_call(hopper):
+    tensors = inputs()
+    warm(hopper)
+    q, k, v = tensors
+    shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
+    longer = torch.cat([k, k], 2)
+    others = {
+        "strides": (q.transpose(1, 2).contiguous().transpose(1, 2), k, v),
+        "alignment": (shifted, k, v),
+        "length": (q, longer, longer),
+        "dtype": (q.half(), k.half(), v.half()),
+        "gradient": (q.clone().requires_grad_(), k, v),
+    }
+    assert native.attend(q, k, v, *DEFAULTS) is not None
+    for name, given in others.items():
+        assert native.attend(*given, *DEFAULTS) is None, name
+    for change in ({"mask": "causal"}, {"scale": 0.5}, {"softcap": 1.0}, {"return_lse": True}, {"layout": "bshd"}):
+        assert native.attend(q, k, v, *defaults("sm90", **change)) is None, change
+    with torch.no_grad():
+        assert native.attend(others["gradient"][0], k, v, *DEFAULTS) is not None
+    with op.deterministic_algorithms():
+        assert native.attend(q, k, v, *DEFAULTS) is None
+    memo.invalidate()
+    assert native.attend(q, k, v, *DEFAULTS) is None
+    with pytest.raises(TypeError, match="attend wants"):
+        native.attend(q, k, v)
+
+
+def test_inference_mode_makes_inference_tensors(hopper):
+    tensors = inputs()
+    with torch.inference_mode():
+        for _ in range(3):
+            out = hopper.attention(*tensors)
+        made = [x.clone() for x in tensors]
+        for _ in range(3):
+            other = hopper.attention(*made)
+    assert out.is_inference()
+    assert other.is_inference()
+    assert torch.equal(out, other)
+    assert hopper.calls.counts()[0] == 2
+
+
+def test_a_refused_launch_says_so_and_a_missing_context_is_mended(hopper):
+    warm(hopper)
+    tensors = inputs()
+    want = hopper.attention(*tensors)
+    hopper.driver.failures[:] = [201]
+    with pytest.raises(DeviceError, match=r"launching .* failed"):
+        hopper.attention(*tensors)
+    hopper.driver.failures[:], hopper.driver.current = [201], None
+    assert torch.equal(hopper.attention(*tensors), want)
+    assert hopper.driver.current == 1
+    hopper.driver.failures[:], hopper.driver.current = [201], 7  # another device's
+    assert torch.equal(hopper.attention(*tensors), want)
+    assert hopper.driver.current == 7
+    hopper.driver.current = 1
+    warm(hopper, grad=True)
+    dout = torch.ones(SHAPE).bfloat16()
+    for _ in range(2):
+        leaves = inputs(grad=True)
+        torch.autograd.grad(hopper.attention(*leaves), leaves, dout)
+    out = hopper.attention(*leaves)
+    hopper.driver.failures[:] = [201]
+    with pytest.raises(DeviceError, match=r"launching .* failed"):
+        torch.autograd.grad(out, leaves, dout)
+
+
+def test_tensor_maps_are_encoded_once_per_address(hopper):
+    warm(hopper)
+    tensors = inputs()
+    hopper.attention(*tensors)
+    hopper.driver.encoded.clear()
+    hopper.attention(*tensors)
+    assert not {tensor.data_ptr() for tensor in tensors} & set(hopper.driver.encoded)
+
+
+def test_captured_launches_keep_their_counters(hopper):
+    """On a model there is no graph; what differs is which counters are taken, and that they run out without harm."""
+    shape = (2, 4, 700, 64)
+    tensors = inputs(shape)
+    for _ in range(2):
+        want = hopper.attention(*tensors, mask="causal")
+    hopper.driver.capturing = 1
+    for _ in range(3):
+        assert torch.equal(hopper.attention(*tensors, mask="causal"), want)
+
+
+def test_threads_share_what_is_known(hopper):
+    warm(hopper, grad=True)
+    dout = torch.randn(SHAPE).bfloat16()
+    failures: list[BaseException] = []
+    want = step(hopper, inputs(), dout)
+
+    def work():
+        try:
+            for _ in range(4):
+                got = step(hopper, inputs(), dout)
+                assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        memo.invalidate()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_nothing_is_kept_for_ever(hopper):
+    """What a call made and saved goes with it, and what is known of a call goes when it is forgotten."""
+    warm(hopper, grad=True)
+    leaves = inputs(grad=True)
+    out = hopper.attention(*leaves)
+    refs = [weakref.ref(x) for x in (*leaves, out)]
+    del leaves, out
+    gc.collect()
+    assert all(ref() is None for ref in refs)
+    assert any(type(kept) is repeated.Repeated for kept in gc.get_objects())
+    memo.invalidate()
+    gc.collect()
+    assert not any(type(kept) is repeated.Repeated for kept in gc.get_objects())
+
+
+def test_the_override_is_answered_natively(hopper, compiled_override):
+    tensors = inputs(grad=True)
+    rule = sdpa(backend="sm90")
+    sdpa.clear()
+    dout = torch.randn(SHAPE).bfloat16()
+    found = []
+    with rule:
+        for _ in range(5):
+            before = hopper.counts
+            out = F.scaled_dot_product_attention(*tensors, is_causal=True)
+            found.append((out.detach(), *torch.autograd.grad(out, tensors, dout)))
+        after = hopper.counts
+        assert after[0] == before[0] + 1
+        assert after[1] == before[1] + 1
+        with torch.no_grad():
+            flat = [x[0] for x in tensors]
+            three = [F.scaled_dot_product_attention(*flat, is_causal=True) for _ in range(4)]
+        torch.func.vmap(lambda q: q.sum())(tensors[0])
+    for results in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results, found[0], strict=True))
+    assert all(torch.equal(one, found[0][0][0]) for one in three)
+    assert sum(entry.calls for entry in sdpa.report() if entry.outcome == "taken") == 9
+    memo.invalidate()
+    with rule:
+        before = hopper.counts[0]
+        F.scaled_dot_product_attention(*tensors, is_causal=True)
+        assert hopper.counts[0] == before, "what was forgotten is decided anew"
