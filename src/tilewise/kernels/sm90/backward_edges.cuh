@@ -133,7 +133,8 @@ __device__ __forceinline__ void preprocess(
       // No tile of keys may come to such a row, and write its dQ.
       if (params.dq_rows != nullptr && !record.unordered && row < sequence.seq_q() &&
           params.lse[first_of_lse + row] == -infinity) {
-        ptx::u16* dq = static_cast<ptx::u16*>(params.dq_rows) + head * params.dq_rows_head_stride +
+        ptx::u16* dq = static_cast<ptx::u16*>(params.dq_rows) +
+                       batch * params.dq_rows_batch_stride + head * params.dq_rows_head_stride +
                        (start + row) * params.dq_rows_seq_stride;
         for (int c = column; c < params.dq_columns; c += lanes * 8)
           *reinterpret_cast<uint4*>(dq + c) = uint4{};

@@ -417,6 +417,8 @@ struct ProductWarpgroup {
   __device__ __forceinline__ void store_rows(const unsigned char* staging, int keys, bool is_dv) {
     ptx::u16* out =
         static_cast<ptx::u16*>(is_dv ? params.dv_rows : params.dk_rows) +
+        sequence().batch(plan.batch) *
+            (is_dv ? params.dv_rows_batch_stride : params.dk_rows_batch_stride) +
         plan.head_kv * (is_dv ? params.dv_rows_head_stride : params.dk_rows_head_stride);
     const long long stride = is_dv ? params.dv_rows_seq_stride : params.dk_rows_seq_stride;
     const long long first = sequence().k_start() + plan.kv_tile * block_kv + row + warp * 16;
