@@ -145,10 +145,11 @@ def test_spans_follow_a_tensor_that_changes(anywhere: None) -> None:
 @pytest.mark.parametrize(("target", "name"), [("h200", "sm90"), ("a100", "sm80")])
 def test_auto_and_explain_name_our_kernels(target: str, name: str) -> None:
     q = torch.zeros(2, 8, 1024, 64, dtype=torch.bfloat16, device="meta")
-    for mask in (PrefixLM(100), Documents(range(0, 1025, 64), inner=Window(20, 0))):
+    documents = [Documents(range(0, 1025, length), inner=Window(20, 0)) for length in (32, 64)]
+    for mask, how in ((PrefixLM(100), "spans"), (documents[0], "spans"), (documents[1], "packed")):
         chosen = tilewise.explain(q, q, q, mask=mask, target=target)
         assert chosen.backend == name
-        assert "spans" in chosen.forward.launches[0].unit.name
+        assert how in chosen.forward.launches[0].unit.name
     cpu = q.new_zeros(2, 8, 64, 64, device="cpu")
     chosen = tilewise.explain(cpu, cpu, cpu, mask=KeyLengths([3, 64], inner="causal"), target=target)
     assert (chosen.backend, str(chosen.problem.mask)) == (name, "causal")

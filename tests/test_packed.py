@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
 
 import emulation
 import tilewise
@@ -666,6 +667,157 @@ def test_float32_goes_by_spans(monkeypatch, backend, target):
     out, _ = forward(*inputs, case.operands)
     want, _ = reference.forward(*inputs, case.problem, None, case.operands)
     assert_close(out, want, budget(torch.float32, 64))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Documents
+
+
+DOCUMENTS = (0, 70, 70, 71, 200, 330)
+OF_KEYS = (0, 90, 120, 120, 300, 310)
+DOCUMENT_TERMS: dict[str, Any] = {
+    "none": ((), {}),
+    "softcap": ((Softcap(5.0),), {}),
+    "alibi": ((Alibi(),), {"slopes": torch.rand(4)}),
+    "sink": ((Sink(),), {"sink": torch.randn(4)}),
+}
+
+
+def documents_case(mask: Documents, dtype: torch.dtype = BF16, layout: str = "bhsd", **fields: Any) -> Any:
+    shape = (2, 4, mask.cu_seqlens_q[-1], 64)
+    values = {"heads_kv": 2, "seq_kv": mask.cu_seqlens_kv[-1], "needs_lse": True, "layout": layout, "mask": mask}
+    problem = make_problem(shape, dtype, **(values | fields))
+    sizes = [(2, heads, seq, 64) for heads, seq in ((4, problem.seq_q), (2, problem.seq_kv), (2, problem.seq_kv))]
+    if layout == "bshd":
+        return problem, [torch.randn(b, s, h, d).to(dtype).transpose(1, 2) for b, h, s, d in sizes]
+    return problem, [torch.randn(size).to(dtype) for size in sizes]
+
+
+def packed_units(program: Any) -> bool:
+    return all("_packed" in launch.unit.name for launch in program.launches)
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("inner", MASKS, ids=str)
+@pytest.mark.parametrize("of_keys", [DOCUMENTS, OF_KEYS], ids=["self", "cross"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+def test_documents_run_as_packed_sequences(monkeypatch, backend, target, layout, inner, of_keys, deterministic):
+    """Of every batch, in tensors of any layout; rows that see nothing are among them."""
+    emulation.install(monkeypatch)
+    mask = Documents(DOCUMENTS, of_keys, inner)
+    problem, inputs = documents_case(mask, layout=layout, needs_grad=True, deterministic=deterministic)
+    assert packed_units(backend.program(problem, target, backend.configs(problem, target)[0]))
+    out, lse = backend.bind(*inputs, problem, None, target)(*inputs)
+    assert out.stride() == torch.empty_like(inputs[0]).stride()
+    assert_near(out, lse, tuple(inputs), problem)
+    dout = torch.randn_like(inputs[0])
+    want, want_lse, *truth = exact(*inputs, problem, None, dout)
+    grads = backend.bind_backward(problem, None, target)(dout, None, *inputs, want.to(BF16), want_lse.float())
+    for name, grad in zip("qkv", truth, strict=True):
+        assert_close(grads[name], grad, rounding_budget(BF16, 6), name)
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+@pytest.mark.parametrize("name", DOCUMENT_TERMS)
+def test_terms_of_documents(monkeypatch, backend, target, name):
+    emulation.install(monkeypatch)
+    terms, operands = DOCUMENT_TERMS[name]
+    problem, inputs = documents_case(Documents(DOCUMENTS, (), Causal()), scores=terms, needs_grad=True)
+    assert packed_units(backend.program(problem, target, backend.configs(problem, target)[0]))
+    wide, doubles = problem.with_(dtype=torch.float64), [tensor.double() for tensor in inputs]
+    want, want_lse = reference.forward(*doubles, wide, None, operands)
+    out, _ = backend.bind(*inputs, problem, None, target, operands)(*inputs, operands)
+    assert_close(out, want, rounding_budget(BF16, 3))
+    dout = torch.randn_like(inputs[0])
+    truth = reference.backward(dout.double(), None, *doubles, want, want_lse, wide, None, operands)
+    backward = backend.bind_backward(problem, None, target)
+    grads = backward(dout, None, *inputs, want.to(BF16), want_lse.float(), operands)
+    for which, grad in grads.items():
+        assert_close(grad, truth[which], rounding_budget(BF16, 6), which)
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+def test_nan_of_another_document_reaches_nothing(monkeypatch, backend, target):
+    """No output and no gradient, in any batch."""
+    emulation.install(monkeypatch)
+    problem, inputs = documents_case(Documents(DOCUMENTS, (), Causal()), needs_grad=True)
+    dout = torch.randn_like(inputs[0])
+    want, want_lse, *truth = exact(*inputs, problem, None, dout)
+    for tensor in (*inputs, dout):
+        tensor[0, :, 71:200] = torch.nan
+    out, _ = backend.bind(*inputs, problem, None, target)(*inputs)
+    grads = backend.bind_backward(problem, None, target)(dout, None, *inputs, want.to(BF16), want_lse.float())
+    clean = torch.ones(2, 330, dtype=torch.bool)
+    clean[0, 71:200] = False
+    for got, exactly in ((out, want), *zip((grads[name] for name in "qkv"), truth, strict=True)):
+        of = clean[:, None].expand(got.shape[:3])
+        assert_close(got[of], exactly[of], rounding_budget(BF16, 6))
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+def test_batches_whose_documents_end_before_their_rows(monkeypatch, backend, target):
+    """As offsets on a device may: rows and keys behind the last of them are in every batch."""
+    emulation.install(monkeypatch)
+    problem, inputs = documents_case(Documents((0, 70, 330), (), Causal()), needs_grad=True)
+    problem = problem.with_(mask=Packed(2, 0, 0, Causal(), same=True))
+    cu = torch.tensor([0, 70, 230], dtype=torch.int32)
+    operands = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+    for tensor in inputs:
+        tensor[:, :, 230:] = torch.nan
+    out, lse = backend.bind(*inputs, problem, None, target, operands)(*inputs, operands)
+    dout = torch.randn_like(out)
+    grads = backend.bind_backward(problem, None, target)(dout, None, *inputs, out, lse, operands)
+    assert (lse[:, :, 230:] == -torch.inf).all()
+    assert all((tensor[:, :, 230:] == 0).all() for tensor in (out, *grads.values()))
+    own, parts = (
+        problem.with_(mask=Documents((0, 70, 230), (), Causal()), seq_q=230, seq_kv=230),
+        [tensor[:, :, :230] for tensor in inputs],
+    )
+    assert_near(out[:, :, :230], lse[:, :, :230], tuple(parts), own)
+    truth = exact(*parts, own, None, dout[:, :, :230])[2:]
+    for name, grad in zip("qkv", truth, strict=True):
+        assert_close(grads[name][:, :, :230], grad, rounding_budget(BF16, 6), name)
+
+
+def test_documents_that_go_by_spans():
+    """Dropout draws by places in the tensors; a bias is of these places; places differ where offsets do; tiles of short
+    documents are mostly empty."""
+    long = Documents(DOCUMENTS, (), Causal())
+    others: dict[str, Any] = {
+        "dropout": {"scores": (Dropout(0.5),)},
+        "slopes of batches": {"scores": (Alibi(True),)},
+        "float32": {"dtype": torch.float32},
+        "short": {"mask": Documents(tuple(range(331)), (), Causal())},
+        "distances of two kinds": {
+            "mask": Documents(DOCUMENTS, OF_KEYS, Causal()), "seq_kv": OF_KEYS[-1], "scores": (Alibi(),)
+        },
+    }  # fmt: skip
+    problem, _ = documents_case(long)
+    for backend, target in ((SM80, A100), (SM90, H200)):
+        for name, changed in others.items():
+            other = problem.with_(**changed)
+            program = backend.program(other, target, backend.configs(other, target)[0])
+            assert any("_spans" in launch.unit.name for launch in program.launches), name
+
+
+def test_documents_on_a_device_stay_there(monkeypatch):
+    """Fake tensors of a GPU: nothing reads the offsets, and the plan is that of packed sequences."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 4, 640, 64, dtype=BF16, device="cuda") for _ in range(3))
+        starts = torch.empty(4, dtype=torch.int64, device="cuda")
+        slopes = torch.empty(2, 4, device="cuda")
+        found = tilewise.explain(q, k, v, mask=Documents(starts, inner=Causal()), target="h200")
+        assert found.problem.mask == Packed(3, 0, 0, Causal(), same=True)
+        assert packed_units(found.forward)
+        for others in ({"alibi": slopes}, {"dropout": 0.5}, {"keep": torch.empty(2, 1, 1, 640, dtype=torch.bool)}):
+            with pytest.raises(RuntimeError, match="not linked"):  # spans are made by operations that fakes do not have
+                tilewise.explain(q, k, v, mask=Documents(starts, inner=Causal()), target="h200", **others)
 
 
 def test_terms_that_ask_for_places_go_by_spans_only_where_those_are_the_same() -> None:

@@ -14,7 +14,7 @@ from tilewise import Causal, Documents, Full, PrefixLM, Window
 from tilewise.engine import SM80, SM90
 from tilewise.engine.policy import Policy
 from tilewise.engine.sm90.backward import Order
-from tilewise.terms import KeyLengths, Sink, Spans, spans
+from tilewise.terms import Dropout, KeyLengths, Sink, Spans, spans
 from tilewise.terms.spans import KnownSpans
 
 
@@ -76,10 +76,9 @@ def test_who_adds_to_dq_is_the_same_from_both_sides(monkeypatch: Any, order: Ord
 
 
 def test_documents_add_up_their_dq_without_sums_to_zero() -> None:
-    """Few tiles of keys add to a tile of queries, and every row sees itself."""
-    problem = make_problem(
-        (4, 16, 4096, 128), BF16, mask=Documents((0, 2000, 3000, 4096), (), Causal()), needs_grad=True
-    )
+    """Few tiles of keys add to a tile of queries, and every row sees itself. By spans of keys, as dropout asks for."""
+    documents = Documents((0, 2000, 3000, 4096), (), Causal())
+    problem = make_problem((4, 16, 4096, 128), BF16, mask=documents, scores=(Dropout(0.5),), needs_grad=True)
     config = SM90.backward_configs(problem, H200)[0]
     of_documents = SM90.backward_program(problem, H200, config)
     assert of_documents.launches[1].fields["order"] == Order.CLAIM_ORDER
@@ -104,7 +103,8 @@ def test_tiles_that_may_grow_are_ordered_as_causal_ones(mask: Any) -> None:
         fields = SM90.program(problem, H200, SM90.configs(problem, H200)[0]).launches[0].fields
         return fields["longest_first"], fields["sections"]
 
-    causal = make_problem((4, 16, 4096, 128), BF16, mask=Causal())
+    # Documents with dropout: without, they are packed sequences.
+    causal = make_problem((4, 16, 4096, 128), BF16, mask=Causal(), scores=(Dropout(0.5),))
     assert order(causal.with_(mask=mask)) == order(causal)
     assert order(causal)[0] == 1
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from . import masks, native, op, repeated
 from .errors import InvalidInput, UnknownArgument, UnsupportedProblem
-from .isolation import offsets_of
+from .isolation import MIN_ROWS_OF_DOCUMENTS, documents_are_sequences, offsets_of
 from .masks import Causal, Documents, Full, KeyLengths, Mask, Packed, PrefixLM, Window
 from .op import Options
 from .operands import NO_OPERANDS, Operands
@@ -39,6 +39,7 @@ from .problem import (
     with_mask_terms,
     with_max_logit,
     with_named_terms,
+    with_packed_documents,
 )
 from .scores import Term, softcapped, text_of
 from .target import Target
@@ -146,8 +147,9 @@ def attention(
     if layout == "bshd":  # all that follows sees (batch, heads, seq, head_dim) views
         q, k, v = heads_first(q, k, v, layout)
     if type(mask) in _MAY_HOLD_TENSORS and mask.holds_tensors:  # type: ignore[union-attr]
-        mask, scores, operands = with_mask_terms(q, k, mask, scores, operands)  # type: ignore[arg-type]
-    if alibi is not None or keep is not None or sink is not None:
+        named = {"alibi": alibi, "keep": keep, "sink": sink}
+        mask, scores, operands = _without_tensors(q, k, mask, scores, operands, named, dropout)  # type: ignore[arg-type]
+    elif alibi is not None or keep is not None or sink is not None:
         scores, operands = with_named_terms(q, k, scores, operands, alibi=alibi, keep=keep, sink=sink)
     results: Results = None
     if scores or return_max_logit:
@@ -335,6 +337,35 @@ def _check_packed_terms(q: Tensor, scores: tuple[Term, ...], operands: Operands,
                 "operands, know them only where queries and keys have the same offsets, and one slope per head.",
                 remedy="use 16 bits and detach the operands, or pass one tensor as cu_seqlens_q and cu_seqlens_k",
             )
+
+
+def _without_tensors(
+    q: Tensor,
+    k: Tensor,
+    mask: Mask,
+    scores: tuple[Term, ...],
+    operands: Mapping[str, Tensor] | None,
+    named: dict[str, Tensor | None],
+    dropout: float,
+) -> tuple[Mask, tuple[Term, ...], Operands]:
+    """A mask that holds tensors as one that does not, with the terms and operands of the call, the named ones too.
+
+    Documents are packed sequences where our kernels take them as such, else the spans of keys that their rows see.
+    """
+    check_tensors(q, k, k)
+    if isinstance(mask, Documents) and q.is_cuda and not dropout:
+        all_terms, all_operands = with_named_terms(q, k, scores, operands, **named)
+        learned = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in all_operands.values())
+        same = mask.cu_seqlens_q is mask.cu_seqlens_kv
+        # A trace must not ask how many there are: that would bind it to their number.
+        few = torch.compiler.is_compiling() or q.shape[2] >= MIN_ROWS_OF_DOCUMENTS * (len(mask.cu_seqlens_q) - 1)
+        if few and not learned and documents_are_sequences(all_terms, q.dtype, same):
+            packed, all_operands = with_packed_documents(q, mask, all_operands)
+            return packed, all_terms, all_operands
+    mask, scores, operands = with_mask_terms(q, k, mask, scores, operands)
+    if any(tensor is not None for tensor in named.values()):
+        scores, operands = with_named_terms(q, k, scores, operands, **named)
+    return mask, scores, operands or NO_OPERANDS
 
 
 # What `attention` was given beside tensors: mask, scale, softcap, scores, dropout, layout, return_lse, backend and
@@ -543,8 +574,10 @@ def explain(
         seen_q, seen_k, _ = heads_first(problem, k, v, layout)
         terms, operands = arguments.get("scores", ()), arguments.get("operands")
         if isinstance(mask, Mask) and mask.holds_tensors:
-            arguments["mask"], terms, operands = with_mask_terms(seen_q, seen_k, mask, terms, operands)
-        arguments["scores"], arguments["operands"] = with_named_terms(seen_q, seen_k, terms, operands, **named)
+            found = _without_tensors(seen_q, seen_k, mask, terms, operands, named, arguments.get("dropout", 0.0))
+            arguments["mask"], arguments["scores"], arguments["operands"] = found
+        else:
+            arguments["scores"], arguments["operands"] = with_named_terms(seen_q, seen_k, terms, operands, **named)
     arguments["scores"] = with_max_logit(arguments.get("scores", ()), return_max_logit)
     described = describe(problem, k, v, needs_lse=return_lse, **arguments)
     tensors = {**mask_operands(arguments.get("mask")), **(arguments.get("operands") or {})}

@@ -1,7 +1,8 @@
 """What a mask hides stays hidden, even where it is nan or infinite: as 0 * nan it would come back in a product.
 
 Three ways to that. Packed documents are taken apart into `pieces`, none of which holds anything of another: that is how
-kernels which know no better than to multiply by 0 are made to keep documents apart. Packed sequences run one after
+kernels which know no better than to multiply by 0 are made to keep documents apart. (Those of ours take them as packed
+sequences, `packed_documents`.) Packed sequences run one after
 another where the host has their offsets (`forward_by_sequence`); where a device has them, they stay there and say which
 span of keys a row sees (`with_spans`). Code of ours that multiplies under any mask uses `isolated`, where `all_finite`
 cannot rule out that there is something to isolate.
@@ -17,6 +18,8 @@ import torch
 
 from .errors import InvalidInput
 from .masks import Causal, Documents, Full, Packed, Window
+from .scores import Softcap
+from .terms import Alibi, Dropout, MaxLogit, RelativeBias, Sink
 from .terms.spans import Spans
 from .terms.spans import operands_of as span_operands
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
     from .operands import Grads, Operands, Wants
     from .problem import Problem
+    from .scores import Term
 
 Tensor = torch.Tensor
 _MAX_BATCH = 65535  # the largest y and z of a CUDA grid, which kernels spend on batches
@@ -271,17 +275,64 @@ def _goes_by_spans(problem: Problem, operands: Operands) -> bool:
 
 
 def spans_say_all(problem: Problem) -> bool:
-    """Whether the terms give packed rows and keys what they give those of a sequence.
-
-    Terms that look at where a score stands do if queries and keys begin at the same places, and if the sequences share
-    what they read.
-    """
+    """Whether the terms give packed rows and keys what they give those of a sequence."""
     mask = problem.mask
     assert isinstance(mask, Packed)
+    return _places_agree(problem.scores, mask.same)
+
+
+def _places_agree(scores: tuple[Term, ...], same: bool) -> bool:
+    """Terms that look at where a score stands do not care whether that is among all packed rows and keys or in its
+    own sequence, if queries and keys begin at the same places, and if the sequences share what the terms read."""
     return all(
-        term.elementwise or not term.transforms or (mask.same and not getattr(term, "batched", False))
-        for term in problem.scores
+        term.elementwise or not term.transforms or (same and not getattr(term, "batched", False)) for term in scores
     )
+
+
+# Terms whose kernels go by the lengths of a sequence and read no tensor of rows or keys, and so take packed ones.
+_TERMS_OF_SEQUENCES = (Softcap, Alibi, Dropout, MaxLogit, RelativeBias, Sink)
+
+
+def kernels_take_packed(scores: tuple[Term, ...], dtype: torch.dtype) -> bool:
+    """Whether our kernels take packed sequences with these terms as they are, by a table of their tiles."""
+    alone = all(isinstance(term, _TERMS_OF_SEQUENCES) and not term.learned_tensors for term in scores)
+    return alone and dtype.itemsize == 2
+
+
+# Rows of a document, on average, from which tiles of its own beat those that it shares with its neighbours.
+MIN_ROWS_OF_DOCUMENTS = 64
+
+
+def documents_are_sequences(scores: tuple[Term, ...], dtype: torch.dtype, same: bool) -> bool:
+    """Whether documents may run as packed sequences: all terms mean the same there.
+
+    Dropout does not, which draws by the places of scores in the tensors.
+    """
+    drops = any(isinstance(term, Dropout) for term in scores)
+    return not drops and kernels_take_packed(scores, dtype) and _places_agree(scores, same)
+
+
+@lru_cache(maxsize=32)
+def packed_documents(mask: Documents) -> tuple[Packed, tuple[Tensor, Tensor]]:
+    """Documents whose offsets the host has as packed sequences, and their offsets, on the host."""
+    given = mask.cu_seqlens_q, mask.cu_seqlens_kv
+    same = given[0] == given[1]
+    of_queries, of_keys = (torch.tensor(starts, dtype=torch.int32, device="cpu") for starts in given)
+    longest_q, longest_kv = int(of_queries.diff().max()), int(of_keys.diff().max())
+    packed = Packed(len(given[0]) - 1, longest_q, longest_kv, mask.inner, same)
+    return packed, (of_queries, of_queries if same else of_keys)
+
+
+def as_sequences(problem: Problem) -> Problem | None:
+    """A problem under Documents as one of packed sequences in each of its batches, where our kernels do best so."""
+    mask = problem.mask
+    if not isinstance(mask, Documents) or problem.empty or problem.operand_grads:
+        return None
+    many = problem.seq_q < MIN_ROWS_OF_DOCUMENTS * (len(mask.cu_seqlens_q) - 1)
+    same = mask.cu_seqlens_q == mask.cu_seqlens_kv
+    if many or not documents_are_sequences(problem.scores, problem.dtype, same):
+        return None
+    return problem.with_(mask=packed_documents(mask)[0])
 
 
 def _beside_offsets(operands: Operands) -> Operands:

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import masks
 from .errors import InvalidInput
-from .masks import Band, Dense, Full, KeyLengths, Mask, Packed
+from .masks import Band, Dense, Documents, Full, KeyLengths, Mask, Packed
 from .operands import INPUTS, Operand, Operands
 from .scores import Softcap, Term, softcapped
 from .scores import parse as parse_term
@@ -26,7 +26,7 @@ from .terms import KeyLengths as KeyLengthsTerm
 from .terms.shared import is_paired
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Callable, MutableMapping
 
 Layout = Literal["bhsd", "bshd"]
 Precision = Literal["exact", "tf32"]
@@ -361,37 +361,65 @@ def with_mask_terms(
 
 
 def _spans_of(mask: Mask, q: torch.Tensor, seq_kv: int) -> dict[str, torch.Tensor]:
-    """The operands of Spans for a mask that holds tensors.
+    """The operands of Spans for a mask that holds tensors."""
+    seq_q, device = q.shape[2], q.device
+    return _kept(mask, q, (seq_q, seq_kv, device), lambda: _made_spans(mask, seq_q, seq_kv, device))
+
+
+def with_packed_documents(q: torch.Tensor, mask: Documents, operands: Operands | None) -> tuple[Packed, Operands]:
+    """Documents that hold tensors, as packed sequences and their offsets; the longest of them is not known."""
+    of_queries: Any = mask.cu_seqlens_q
+    of_keys: Any = mask.cu_seqlens_kv
+    same = of_queries is of_keys
+
+    def made() -> dict[str, torch.Tensor]:
+        first = _as_offsets(of_queries, q.device)
+        return {"cu_seqlens_q": first, "cu_seqlens_kv": first if same else _as_offsets(of_keys, q.device)}
+
+    sequences = 0 if torch.compiler.is_compiling() else of_queries.shape[0] - 1  # 0: as in attention_packed
+    return Packed(sequences, 0, 0, mask.inner, same), {
+        **(operands or {}),
+        **_kept(mask, q, ("offsets", q.device), made),
+    }
+
+
+def _as_offsets(offsets: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return offsets.to(device, torch.int32, non_blocking=True).contiguous()
+
+
+def _kept(
+    mask: Mask, q: torch.Tensor, facts: tuple[Any, ...], make: Callable[[], dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """What is made of a mask that holds tensors.
 
     One mask mostly serves all layers of a model: what was made for it is kept as long as its tensors stay as they are.
     Not what is captured, since a graph makes it anew each time, nor where nobody can tell (torch.compile, inference
     tensors).
     """
-    seq_q, device = q.shape[2], q.device
     values = [getattr(mask, field.name) for field in fields(mask)]  # type: ignore[arg-type]
     held = [value for value in values if isinstance(value, torch.Tensor)]
     unknown = torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in held)
     if unknown or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return _made_spans(mask, seq_q, seq_kv, device)
-    facts = [(id(value), value._version) if isinstance(value, torch.Tensor) else value for value in values]
-    key = type(mask), *facts, seq_q, seq_kv, device
-    kept = _spans_made.get(held[0])
+        return make()
+    of_mask = [(id(value), value._version) if isinstance(value, torch.Tensor) else value for value in values]
+    key = type(mask), *of_mask, *facts
+    kept = _made_of_masks.get(held[0])
     if kept is None or kept.key != key:
         others = tuple(tensor for tensor in held if tensor is not held[0])
-        kept = _KeptSpans(key, _made_spans(mask, seq_q, seq_kv, device), others)
-        _spans_made[held[0]] = kept
+        kept = _Kept(key, make(), others)
+        _made_of_masks[held[0]] = kept
     return kept.operands
 
 
-class _KeptSpans(NamedTuple):
-    """What they were made for, and the tensors in there beside the one that they are found by: ids stay theirs."""
+class _Kept(NamedTuple):
+    """What it was made for, and the tensors in there beside the one that it is found by: ids stay theirs."""
 
     key: tuple[Any, ...]
     operands: dict[str, torch.Tensor]
     others: tuple[torch.Tensor, ...]
 
 
-_spans_made: MutableMapping[torch.Tensor, _KeptSpans] = WeakTensorKeyDictionary()
+_made_of_masks: MutableMapping[torch.Tensor, _Kept] = WeakTensorKeyDictionary()
 
 
 def _made_spans(mask: Mask, seq_q: int, seq_kv: int, device: torch.device) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilewise
 from support import assert_close, budget
-from tilewise import InvalidInput, UnsupportedProblem, api
+from tilewise import InvalidInput, TilewiseError, UnsupportedProblem, api
 from tilewise.hook import dispatcher
 from tilewise.integrations.sdpa import FallbackWarning, decision, sdpa
 
@@ -389,14 +389,61 @@ def test_forward_mode_ad_is_what_it_is_without_us():
             F.scaled_dot_product_attention(dual, k, v)
 
 
+LENGTHS = (5, 9, 0, 1, 17)
+
+
+def jagged(heads: int, like: torch.Tensor | None = None) -> torch.Tensor:
+    """(sequences, lengths, heads, head_dim), with the lengths of another."""
+    offsets = torch.tensor((0, *LENGTHS)).cumsum(0) if like is None else like.offsets()
+    values = torch.randn(sum(LENGTHS), heads, 16, dtype=torch.float64)
+    return torch.nested.nested_tensor_from_jagged(values, offsets).requires_grad_()
+
+
+def of_jagged(q, k, v, **arguments):
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **arguments)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_pytorchs():
-    parts = [torch.randn(3, 2, 8), torch.randn(5, 2, 8)]
-    nested = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
-    want = F.scaled_dot_product_attention(nested, nested, nested)
-    with sdpa(backend="tiled"):
-        got = F.scaled_dot_product_attention(nested, nested, nested)
-    assert torch.equal(got.values(), want.values())
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_jagged_nested_tensors_are_packed_sequences(is_causal):
+    q = jagged(4)
+    k, v = jagged(2, q), jagged(2, q)
+    with sdpa(backend="reference", on_fallback="error"):
+        out = of_jagged(q, k, v, is_causal=is_causal, enable_gqa=True, scale=0.3)
+    assert outcomes() == {"taken": 1}
+    assert out.shape == q.transpose(1, 2).shape
+    rows = out.transpose(1, 2).values()
+    weight = torch.randn_like(rows)
+    grads = torch.autograd.grad((rows * weight).sum(), (q, k, v))
+    tensors = [x.values().detach().requires_grad_() for x in (q, k, v)]
+    cu = q.offsets().int()
+    want = tilewise.attention_packed(*tensors, cu, cu, mask="causal" if is_causal else None, scale=0.3)
+    assert_close(rows, want, budget(torch.float64))
+    wanted = torch.autograd.grad((want * weight).sum(), tensors)
+    for got, grad in zip(grads, wanted, strict=True):
+        assert_close(got.values(), grad, budget(torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_jagged_nested_tensors_that_are_not_taken_are_pytorchs():
+    q = k = v = torch.nested.nested_tensor([torch.randn(3, 2, 16), torch.randn(5, 2, 16)], layout=torch.jagged)
+    want = of_jagged(q, k, v)
+    with sdpa():
+        assert torch.equal(of_jagged(q, k, v).values(), want.values())
+    assert outcomes() == {"left": 1}  # no kernel of ours runs on a CPU
+    with sdpa(backend="reference", when=lambda problem: problem.seq_q > 100):
+        assert torch.equal(of_jagged(q, k, v).values(), want.values())
+    assert outcomes() == {"left": 1}
+    with sdpa(backend="reference"), sdpa_kernel(SDPBackend.MATH):
+        assert torch.equal(of_jagged(q, k, v).values(), want.values())
+    assert outcomes() == {"left": 1}
+    other = torch.nested.nested_tensor_from_jagged(torch.randn(8, 2, 16), torch.tensor([0, 1, 8]))
+    with (
+        sdpa(backend="reference", on_fallback="error"),
+        pytest.raises(TilewiseError, match="offsets of their own"),
+    ):
+        of_jagged(q, other, other, is_causal=True)
+    assert outcomes() == {"fallback": 1}
 
 
 class Labelled(torch.Tensor):

@@ -1,7 +1,8 @@
-"""What kernels read of a mask that is a rule but no band: the spans of its rows, on their device.
+"""What kernels read of a mask that is a rule but no band, on their device: the spans of its rows, or the offsets of
+documents that are packed sequences to them.
 
-The host knows the mask, so its spans are made once per mask, lengths and device, and remembered: a call copies nothing
-and waits for nothing.
+The host knows the mask, so this is made once per mask, lengths and device, and remembered: a call copies nothing and
+waits for nothing.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..isolation import as_sequences, packed_documents
 from ..jit import launch as driver
-from ..masks import Dense, Packed
+from ..masks import Dense, Documents, Packed
 from ..memo import Memo
 from ..operands import NO_OPERANDS
 from ..terms.spans import operands_of
 
 if TYPE_CHECKING:
+    from ..masks import Mask
     from ..operands import Operands
     from ..problem import Problem
 
@@ -30,14 +33,25 @@ def mask_operands(problem: Problem, device: torch.device) -> Operands:
     mask, seq_q, seq_kv = problem.mask, problem.seq_q, problem.seq_kv
     if isinstance(mask, Dense | Packed) or mask.band(seq_q, seq_kv) is not None or problem.empty:
         return NO_OPERANDS
-    key = mask, seq_q, seq_kv, device
+    packed = as_sequences(problem.dropout_in_terms()) is not None
+    key = mask, seq_q, seq_kv, device, packed
     found = _made.get(key)
     if found is None:
         generation = _made.generation
-        first, end = mask.spans(torch.arange(seq_q, device="cpu"), seq_q, seq_kv)
-        found = _copied(operands_of(first[None], end[None], seq_kv), device)
-        _made.put(key, found, generation, 8 * (seq_q + seq_kv))
+        found = _copied(_offsets(mask) if packed else _spans(mask, seq_q, seq_kv), device)
+        _made.put(key, found, generation, 4 * sum(tensor.numel() for tensor in found.values()))
     return found
+
+
+def _spans(mask: Mask, seq_q: int, seq_kv: int) -> dict[str, torch.Tensor]:
+    first, end = mask.spans(torch.arange(seq_q, device="cpu"), seq_q, seq_kv)
+    return operands_of(first[None], end[None], seq_kv)
+
+
+def _offsets(mask: Mask) -> dict[str, torch.Tensor]:
+    assert isinstance(mask, Documents)
+    _, (of_queries, of_keys) = packed_documents(mask)
+    return {"cu_seqlens_q": of_queries, "cu_seqlens_kv": of_keys}
 
 
 def _copied(tensors: dict[str, Any], device: torch.device) -> Operands:

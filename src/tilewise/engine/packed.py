@@ -20,7 +20,7 @@ from ..masks import Causal, Full, Packed
 from .division import Division
 from .extents import Extents
 from .params import mirror, tiles
-from .program import Address, Launch, Prepared, Program
+from .program import Address, Launch, Prepared, Program, Stride
 from .source import kernel_unit
 
 if TYPE_CHECKING:
@@ -31,10 +31,16 @@ if TYPE_CHECKING:
     from ..target import Target
 
 _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int
+_DIMS = ("batch", "head", "seq")
 
 
 def _rows(name: str) -> tuple[tuple[str, type[object]], ...]:
-    return ((name, _POINTER), (f"{name}_head_stride", _LONG), (f"{name}_seq_stride", _LONG))
+    return ((name, _POINTER), *((f"{name}_{dim}_stride", _LONG) for dim in _DIMS))
+
+
+def stored_rows(name: str, operand: str) -> dict[str, object]:
+    """Of results whose rows are stored one by one: those of a tile that crosses the end of its sequence."""
+    return {name: Address(operand), **{f"{name}_{dim}_stride": Stride(operand, i) for i, dim in enumerate(_DIMS)}}
 
 
 PACKED = Extents(
@@ -56,6 +62,7 @@ PACKED = Extents(
         ("section_keys", _INT),
         ("section_heads", _INT),
         ("ends_aligned", _INT),
+        ("packed_sequences", _INT),
     ),
     keeps_records=True,
 )
@@ -93,7 +100,8 @@ def as_batch(problem: Problem) -> Problem:
     longest_q, longest_kv = (
         min(longest or total, total) for longest, total in ((mask.max_q, problem.seq_q), (mask.max_kv, problem.seq_kv))
     )
-    return problem.with_(batch=mask.sequences, seq_q=max(1, longest_q), seq_kv=max(1, longest_kv), mask=mask.inner)
+    count = problem.batch * mask.sequences
+    return problem.with_(batch=count, seq_q=max(1, longest_q), seq_kv=max(1, longest_kv), mask=mask.inner)
 
 
 class Table(NamedTuple):
@@ -125,8 +133,9 @@ def table(
     """The table of a kernel of these tiles; `by_keys`: its work is tiles of keys, of which the device has so many at
     once (`slots`)."""
     mask = mask_of(problem)
-    q_room = problem.seq_q // block_q + mask.sequences + _MORE
-    kv_room = problem.seq_kv // block_kv + mask.sequences + _MORE if by_keys else 0
+    in_batch = mask.sequences + _MORE
+    q_room = problem.batch * (problem.seq_q // block_q + in_batch)
+    kv_room = problem.batch * (problem.seq_kv // block_kv + in_batch) if by_keys else 0
     arguments = {
         "cu_q": Address("cu_seqlens_q"),
         "cu_k": Address("cu_seqlens_kv"),
@@ -134,6 +143,7 @@ def table(
         "records": Address("packed_records"),
         "q_tiles": Address("packed_q_tiles"),
         "kv_tiles": Address("packed_kv_tiles") if by_keys else None,
+        "batches": problem.batch,
         "sequences": mask.sequences,
         "total_q": problem.seq_q,
         "total_k": problem.seq_kv,
@@ -142,7 +152,7 @@ def table(
         "q_room": q_room,
         "kv_room": kv_room,
     }
-    count = mask.sequences + _MORE
+    count = problem.batch * in_batch
     results = (
         ("packed_records", (count, _RECORD_INTS)),
         ("packed_q_tiles", (1 + q_room,)),
@@ -156,6 +166,7 @@ def table(
         "packed_rows": block_q,
         "section_keys": _section_keys(problem, target, block_kv, by_keys, number_bytes, slots),
         "section_heads": 1 if by_keys else problem.group,
+        "packed_sequences": mask.sequences,
         **band_fields(mask),
     }
     return Table(
@@ -221,7 +232,8 @@ def _chosen_by(problem: Problem) -> Problem:
     if isinstance(batch.mask, Causal) and (problem.head_dim > 64 or seq_kv <= MAX_OF_NARROW):
         seq_q, seq_kv = min(seq_q, CHOSEN_FOR), min(seq_kv, CHOSEN_FOR)
     mask = Causal() if isinstance(batch.mask, Full) else batch.mask
-    return batch.with_(batch=max(1, tiles(problem.seq_q, seq_q)), seq_q=seq_q, seq_kv=seq_kv, mask=mask)
+    rows = problem.batch * problem.seq_q
+    return batch.with_(batch=max(1, tiles(rows, seq_q)), seq_q=seq_q, seq_kv=seq_kv, mask=mask)
 
 
 def says(problem: Problem, table: Table) -> str:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ..errors import Reason
-from ..isolation import spans_say_all, with_spans
+from ..isolation import as_sequences, kernels_take_packed, spans_say_all, with_spans
 from ..masks import Dense, Full, Packed
 from ..operands import SCORE_DIMS
 from ..problem import dtype_name, in_front_of_outputs
-from ..scores import Softcap
-from ..terms import Alibi, Bias, Dropout, Keep, MaxLogit, RelativeBias, Sink, Spans
+from ..terms import Alibi, Bias, Keep, Spans
 from ..terms.alibi import OneSidedAlibi
 from ..terms.spans import KnownSpans
 
@@ -118,16 +117,11 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
     )
 
 
-# Terms whose kernels go by the lengths of a sequence and read no tensor of rows or keys, and so take packed ones.
-_TERMS_OF_SEQUENCES = (Softcap, Alibi, Dropout, MaxLogit, RelativeBias, Sink)
-
-
 def is_packed(problem: Problem) -> bool:
     """Whether kernels take packed sequences as they are, by a table of their tiles; else by spans of keys."""
-    if not isinstance(problem.mask, Packed):
+    if not isinstance(problem.mask, Packed) or problem.operand_grads:
         return False
-    alone = all(isinstance(term, _TERMS_OF_SEQUENCES) and not term.learned_tensors for term in problem.scores)
-    return alone and problem.dtype.itemsize == 2 and not problem.operand_grads
+    return kernels_take_packed(problem.scores, problem.dtype)
 
 
 def displaced(problem: Problem) -> list[Reason]:
@@ -154,7 +148,7 @@ def in_terms(problem: Problem) -> Problem:
     """The problem with all but a band of its mask as the last of its terms: the loops over tiles know bands alone.
 
     A tensor is a Bias or a Keep, and any rule whose spans no band describes is Spans, which run.py makes. Dropout is a
-    term as well.
+    term as well. Documents that are packed sequences to the kernels stay a mask.
     """
     problem = problem.dropout_in_terms()
     mask = problem.mask
@@ -162,6 +156,9 @@ def in_terms(problem: Problem) -> Problem:
         return problem
     if isinstance(mask, Packed):
         return problem if is_packed(problem) else with_spans(problem)
+    sequences = as_sequences(problem)
+    if sequences is not None:
+        return sequences
     band: Mask = Full()
     term: Term
     if isinstance(mask, Dense):

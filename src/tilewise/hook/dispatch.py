@@ -36,6 +36,7 @@ from torch import library as torch_library
 
 from ..memo import on_invalidate
 from ..native import library
+from . import jagged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,6 +66,9 @@ class Rule(Protocol):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
         scale: float | None, enable_gqa: bool, /,
     ) -> Tensor | None: ...  # fmt: skip
+
+    def call_nested(self, *arguments: Any) -> Tensor | None:
+        """The same for jagged nested tensors, which PyTorch hands to a function of its own (jagged.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +146,7 @@ class Dispatcher:
         """A rule comes into force, for somebody."""
         with self._lock:
             self._install()
+            jagged.install(current_rule)
             self.holders += 1
             if self.compiled is not None and not rule.admitted:
                 rule.admitted = True

@@ -151,7 +151,8 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     cut = divided.cut and config.makes_dkv
     pairs, kv_pairs = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
     q_tiles, kv_tiles = tiles(problem.seq_q, config.block_q), tiles(problem.seq_kv, config.block_kv)
-    if table is not None:
+    if table is not None:  # its tiles are those of all batches
+        pairs, kv_pairs = problem.heads_q, problem.heads_kv
         q_tiles, kv_tiles = table.q_room, table.kv_room
     rows = q_tiles * config.block_q
     scratch = Layout.of(

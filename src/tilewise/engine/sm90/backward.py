@@ -27,7 +27,7 @@ from ..edges import edge_launches
 from ..extents import BATCHED, Extents, division_fields, row_fields
 from ..params import LOG2_E, ONCE_ROOM, kv_head_sections, matrix_bytes, mirror, tiles
 from ..policy import Policy, params_for, term_params, unit_of
-from ..program import Address, Launch, Layout, Map, Program, Stride, lenient, strides
+from ..program import Address, Launch, Layout, Map, Program, lenient, strides
 from ..source import Kernel, kernel_unit
 from ..tile_map import map_for
 from . import bias_gradient
@@ -247,7 +247,8 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
     cut = divided.cut and config.makes_dkv
     pairs, kv_pairs = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
     q_tiles, kv_tiles = tiles(problem.seq_q, config.block_q), tiles(problem.seq_kv, config.block_kv)
-    if table is not None:
+    if table is not None:  # its tiles are those of all batches
+        pairs, kv_pairs = problem.heads_q, problem.heads_kv
         q_tiles, kv_tiles = table.q_room, table.kv_room
     rows = q_tiles * config.block_q
     scratch = Layout.of(
@@ -362,13 +363,7 @@ def _kept_weight(problem: Problem) -> float:
 
 def _stored_rows(name: str, wanted: bool) -> dict[str, object]:
     """A gradient whose rows are stored one by one at the end of a sequence."""
-    if not wanted:
-        return {}
-    return {
-        f"{name}_rows": Address(name),
-        f"{name}_rows_head_stride": Stride(name, 1),
-        f"{name}_rows_seq_stride": Stride(name, 2),
-    }
+    return packed.stored_rows(f"{name}_rows", name) if wanted else {}
 
 
 def _has_one_tile(problem: Problem, row: dict[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from .. import packed, rules
 from ..extents import forward_fields
 from ..params import LOG2_E, ONCE_ROOM, forward_order, matrix_bytes, mirror, query_tiles, tiles
 from ..policy import Bounds, params_for, term_params, unit_of
-from ..program import Address, Counter, Launch, Layout, Map, Program, Stride, lenient, strides
+from ..program import Address, Counter, Launch, Layout, Map, Program, lenient, strides
 from ..rules import MAX_ROWS
 from ..source import Kernel, kernel_unit
 from ..tile_map import map_for
@@ -293,9 +293,7 @@ def _packed_program(problem: Problem, target: Target, config: Config) -> Program
         **forward_fields(packed.as_batch(problem), config.block_q, {"longest_first": longest_first}),
         **term_params(problem, precise=False),
         **table.fields,
-        "out_rows": Address("out"),
-        "out_rows_head_stride": Stride("out", 1),
-        "out_rows_seq_stride": Stride("out", 2),
+        **packed.stored_rows("out_rows", "out"),
         "scale_log2": unit_of(problem) * LOG2_E,
         "splits": 1,
     }

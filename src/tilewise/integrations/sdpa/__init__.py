@@ -7,7 +7,8 @@ Each call has one of three outcomes:
     fallback   we would have liked to plan it and could not; PyTorch ran it, and `on_fallback` says who hears of it
 
 PyTorch's own kernel is called for whatever is not taken, so nothing that worked before stops working. How calls come
-here, and who is governed by which rule: tilewise/hook. What becomes of a call: decision.py.
+here, and who is governed by which rule: tilewise/hook. What becomes of a call: decision.py; of one with jagged nested
+tensors: jagged.py.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ from __future__ import annotations
 import os
 import threading
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ... import hook
 from ...errors import InvalidInput
 from ...native import library
 from ...plan import AUTO, BACKENDS
+from . import jagged
 from .decision import Decider, FallbackWarning
 from .report import Entry, lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+
+    from torch import Tensor
 
     from ...problem import Problem
     from .decision import OnFallback
@@ -49,6 +53,10 @@ class Rule(Decider):
         # nothing about a function names it in another process, so a rule that has one shares nothing.
         self.tag = f"tilewise-sdpa:{backend}" + (f":{os.urandom(8).hex()}" if when else "")
         self.admitted = False  # by the compiled detour
+
+    def call_nested(self, *arguments: Any) -> Tensor | None:
+        """The result of a call with jagged nested tensors that is taken, or None for PyTorch's function."""
+        return jagged.take(self, arguments)
 
     def __enter__(self) -> Rule:
         hook.enter(self)

@@ -56,7 +56,7 @@ _Seen = tuple[
 ]
 
 
-class _Decision(NamedTuple):
+class Decision(NamedTuple):
     """What becomes of calls of one signature. `options` are set for those that are taken."""
 
     record: Record
@@ -77,7 +77,7 @@ class Decider:
         # A condition, or a backend that may refuse, looks at the whole Problem: what is remembered must hold it all.
         self.exact = when is not None or backend != AUTO
         # By signature; the flag is the decision's `quiet`.
-        self.memo: Memo[tuple[_Decision, bool, _Seen | None]] = Memo(_MEMO_KEPT)
+        self.memo: Memo[tuple[Decision, bool, _Seen | None]] = Memo(_MEMO_KEPT)
         self.recent: tuple[_Seen, ...] = ()  # the latest of these without a mask, and with one
         self.recent_masked: tuple[_Seen, ...] = ()
         _deciders.add(self)
@@ -130,11 +130,11 @@ def _settle(rule: Decider, arguments: Arguments) -> tuple[Options | None, Record
     switches = _switches()
     signature = _signature(rule, arguments, switches)
     generation = rule.memo.generation
-    known: tuple[_Decision | None, bool, _Seen | None] = rule.memo.get(signature) or (None, False, None)
+    known: tuple[Decision | None, bool, _Seen | None] = rule.memo.get(signature) or (None, False, None)
     decision, quiet, seen = known
     blocked = None if quiet else _transform_says_no(*arguments[:3]) or _switches_say_no(switches)
     if blocked:
-        decision = _Decision(record(_describe_shapes(arguments), *blocked), memoise=False)
+        decision = Decision(record(_describe_shapes(arguments), *blocked), memoise=False)
     elif decision is None:
         decision = _decide(rule, arguments)
         quiet = decision.quiet(rule)
@@ -147,7 +147,7 @@ def _settle(rule: Decider, arguments: Arguments) -> tuple[Options | None, Record
             rule.memo.put(signature, (decision, quiet, latest), generation)
     decision.record.calls += 1
     if decision.record.outcome == "fallback":
-        _announce(rule, decision)
+        announce(rule, decision)
     # What the switches decide is not worth a place in the memo, but the compiled kernel, which sees them, may keep it.
     lasting = decision.memoise or decision.record.outcome == "left"
     if compiled is not None and signature is not None and lasting and decision.quiet(rule):
@@ -196,7 +196,7 @@ def _signature(rule: Decider, arguments: Arguments, switches: _Switches) -> Any:
 
 
 def _bring_forward(
-    rule: Decider, decision: _Decision, seen: _Seen | None, arguments: Arguments, switches: _Switches
+    rule: Decider, decision: Decision, seen: _Seen | None, arguments: Arguments, switches: _Switches
 ) -> _Seen | None:
     """Let the next call be compared with this one first. Returns `seen`, or what is to be kept in its place."""
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
@@ -278,6 +278,11 @@ def _switches_say_no(switches: _Switches) -> tuple[Outcome, str] | None:
     return None
 
 
+def caller_says_no(query: Tensor, key: Tensor, value: Tensor) -> tuple[Outcome, str] | None:
+    """Either of the two, as things stand."""
+    return _transform_says_no(query, key, value) or _switches_say_no(_switches())
+
+
 _Switches = tuple[Any, ...]
 
 
@@ -320,7 +325,7 @@ def _allowed_kernels(switches: _Switches) -> tuple[str, ...]:
 _TORCH_KERNELS = (gates.FLASH, gates.EFFICIENT, gates.CUDNN, gates.MATH)
 
 
-def _decide(rule: Decider, arguments: Arguments) -> _Decision:
+def _decide(rule: Decider, arguments: Arguments) -> Decision:
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
     foreign = _foreign_type(query, key, value, attn_mask)
     if foreign:
@@ -338,13 +343,13 @@ def _decide(rule: Decider, arguments: Arguments) -> _Decision:
         options = Options(_mask_text(attn_mask, is_causal), scale, backend=rule.backend)
         if traced and _is_symbolic(query, key, value) and not rule.exact:
             because = "lengths are symbolic here, so the graph plans when it runs"
-            return _Decision(record(_describe_shapes(arguments), "taken", because), options)
+            return Decision(record(_describe_shapes(arguments), "taken", because), options)
         return _planned(rule, arguments, options)
     except InvalidInput as error:  # PyTorch words it in its own way, and a later call may differ where no key looks
         return _fallback(arguments, f"{error.argument}: {error.got}, expected {error.expected}", memoise=False)
 
 
-def _planned(rule: Decider, arguments: Arguments, options: Options) -> _Decision:
+def _planned(rule: Decider, arguments: Arguments, options: Options) -> Decision:
     """Ask the rule's condition, then the planner, and compare with what PyTorch would do by itself."""
     query, key, value = _concrete(_four_dims(*arguments[:3]))
     _, _, _, attn_mask, dropout_p, is_causal, scale, _ = arguments
@@ -352,21 +357,21 @@ def _planned(rule: Decider, arguments: Arguments, options: Options) -> _Decision
     problem = describe(query, key, value, mask=mask, scale=scale, dropout=dropout_p)
     target = Target.of(query.device)
     if rule.when is not None and not rule.when(problem):
-        return _Decision(record(str(problem), "left", "the rule's `when` is false for it"), problem=problem)
+        return Decision(record(str(problem), "left", "the rule's `when` is false for it"), problem=problem)
     try:
         chosen = plan(problem, target, rule.backend)
     except UnsupportedProblem as refusal:
         reasons = "; ".join(f"{v.backend}: {reason}" for v in refusal.verdicts for reason in v.reasons)
-        return _Decision(record(str(problem), "fallback", reasons or refusal.summary), problem=problem)
+        return Decision(record(str(problem), "fallback", reasons or refusal.summary), problem=problem)
     if rule.backend == AUTO and (because := left_to_torch(chosen)):
-        return _Decision(record(str(problem), "fallback", because), problem=problem)
+        return Decision(record(str(problem), "fallback", because), problem=problem)
     if chosen.backend in _TORCH_KERNELS and chosen.backend not in _allowed_kernels(_switches()):
         because = f"the plan is {chosen.backend}, which is switched off"
-        return _Decision(record(str(problem), "left", because), memoise=False, problem=problem)
+        return Decision(record(str(problem), "left", because), memoise=False, problem=problem)
     if rule.backend == AUTO and chosen.backend == _torch_would_run(problem, target, arguments[0].ndim):
         because = f"the plan is {chosen.backend}, PyTorch's own choice"
-        return _Decision(record(str(problem), "left", because), problem=problem)
-    return _Decision(record(str(problem), "taken", f"{chosen.backend}: {chosen.because}"), options, problem=problem)
+        return Decision(record(str(problem), "left", because), problem=problem)
+    return Decision(record(str(problem), "taken", f"{chosen.backend}: {chosen.because}"), options, problem=problem)
 
 
 def _torch_would_run(problem: Problem, target: Target, ndim: int) -> str:
@@ -406,15 +411,15 @@ def _let_it_be_made(compiled: Library, call: Call, arguments: Arguments, counted
         compiled.take(found, _counter(compiled, counted))
 
 
-def _fallback(arguments: Arguments, because: str, *, memoise: bool = True) -> _Decision:
-    return _Decision(record(_describe_shapes(arguments), "fallback", because), memoise=memoise)
+def _fallback(arguments: Arguments, because: str, *, memoise: bool = True) -> Decision:
+    return Decision(record(_describe_shapes(arguments), "fallback", because), memoise=memoise)
 
 
-def _leave(arguments: Arguments, because: str) -> _Decision:
-    return _Decision(record(_describe_shapes(arguments), "left", because))
+def _leave(arguments: Arguments, because: str) -> Decision:
+    return Decision(record(_describe_shapes(arguments), "left", because))
 
 
-def _announce(rule: Decider, decision: _Decision) -> None:
+def announce(rule: Decider, decision: Decision) -> None:
     if rule.on_fallback == "silent":
         return
     problem, because = decision.record.problem, decision.record.because

@@ -155,7 +155,8 @@ struct SequenceRecord {
   int first_shift, end_shift;
 };
 
-// The answers from it: all sequences are in the one batch of their tensors.
+// The answers from it: all sequences are in the one batch of their tensors. (packed.cuh has
+// others.)
 template <typename Params>
 struct KeptSequence {
   const SequenceRecord& record;
@@ -179,6 +180,15 @@ template <typename Extents, typename Params>
 __device__ __forceinline__ typename Extents::template Sequence<Params> sequence_of(
     const Params& params, const typename Extents::Record& record) {
   return {params, record};
+}
+
+// Which batch of the tensors sequence b is in, before there is a plan.
+template <typename Extents, typename Params>
+__device__ __forceinline__ int batch_of(const Params& params, int b) {
+  if constexpr (HasWorkTable<Extents>)
+    return Extents::batch_of(params, b);
+  else
+    return sequence_of<Extents>(params, typename Extents::Record{}).batch(b);
 }
 
 // Whether a tile that begins at row `begin` has any of the sequence's `rows`.

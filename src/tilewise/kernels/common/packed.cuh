@@ -3,19 +3,20 @@
 //
 // Symbols. Sequence b has the query rows [cu_q[b], cu_q[b + 1]) and the keys [cu_k[b], cu_k[b + 1]), b < sequences. Rows behind the
 // last offset are a sequence without keys, number `sequences`, and keys behind it one without queries, the next number: so
-// every row of every result is written.
+// every row of every result is written. Where the tensors have several batches, each has these sequences, and their numbers go
+// on from batch to batch: number b is of batch b / (sequences + 2).
 //
 //   pack_sequences, a warp per sequence, before the kernels that go by what it makes:
 //   1. record[b] = starts and lengths, whatever the offsets hold: within the tensors, and 0 <= length
 //   2. before[b] = tiles of all sequences that are longer, or as long and have a smaller number: the longest come first
 //   3. record[b].first_tile = before[b]; owner[before[b] + i] = b for its tiles i. Of queries and of keys
 // Tiles are numbered without a gap, so numbers serve as places in scratch too: room for total / block + sequences + 2 of them
-// always suffices for offsets that never fall. For others it may not: tiles behind the end of the room are left out.
+// per batch always suffices for offsets that never fall. For others it may not: tiles behind the end of the room are left out.
 //
 // A grid has a CTA for so many tiles, or goes through them; which of them exist, it reads from `count`. The work of one sequence
 // is numbered as that of a batch (schedule.cuh), in sections of heads whose keys the L2 cache holds.
 //
-// No shared memory. Cost: sequences^2 / 32 steps, of all warps together.
+// No shared memory. Cost: batches * sequences^2 / 32 steps, of all warps together.
 // clang-format on
 #pragma once
 
@@ -28,17 +29,19 @@ struct alignas(16) PackedSequence {
   int q_start, seq_q;
   int k_start, seq_k;
   int first_q_tile, first_kv_tile;
-  int unused[2];
+  int batch;
+  int unused;
 };
 
 struct PackParams {
   const int* cu_q;
   const int* cu_k;
   const int* used_k;        // null, or (sequences): how many keys of each are there
-  PackedSequence* records;  // (sequences + 2)
+  PackedSequence* records;  // (batches, sequences + 2)
   int* q_tiles;             // how many there are, then the owner of each; null: not wanted
   int* kv_tiles;            // likewise
-  int sequences;
+  int batches;
+  int sequences;  // of each batch, as are the totals
   int total_q;
   int total_k;
   int block_q;
@@ -62,6 +65,9 @@ __device__ __forceinline__ PackedPlace behind_last(const int* offsets, int seque
   return {start, total - start};
 }
 
+// Of what a batch has, with the sequences behind its last offsets.
+__device__ __forceinline__ int packed_in_batch(int sequences) { return sequences + 2; }
+
 __device__ __forceinline__ PackedSequence packed_sequence(const PackParams& params, int b) {
   PackedPlace q{0, 0}, k{0, 0};
   if (b < params.sequences) {
@@ -73,7 +79,7 @@ __device__ __forceinline__ PackedSequence packed_sequence(const PackParams& para
   } else {
     k = behind_last(params.cu_k, params.sequences, params.total_k);
   }
-  return {q.start, q.length, k.start, k.length, 0, 0, {0, 0}};
+  return {q.start, q.length, k.start, k.length, 0, 0, 0, 0};
 }
 
 __device__ __forceinline__ int warp_sum(int x) {
@@ -91,21 +97,33 @@ __device__ __forceinline__ void own_tiles(int* tiles, int room, int first, int c
     tiles[1 + tile] = b;
 }
 
+// Of the sequences with one number in all batches, how many come before that with number b of this
+// batch: all that are longer, or of those as long the ones with a smaller number.
+__device__ __forceinline__ int count_before(const PackParams& params, int batch, int b, int length,
+                                            int other, int other_length) {
+  if (other_length != length) return other_length > length ? params.batches : 0;
+  return batch + (other < b);
+}
+
 __device__ __forceinline__ void pack_sequences(const PackParams& params) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int count = params.sequences + 2, b = blockIdx.x * pack_warps + warp;
-  if (b >= count) return;
+  const int number = blockIdx.x * pack_warps + warp, in_batch = packed_in_batch(params.sequences);
+  if (number >= params.batches * in_batch) return;
+  const int batch = number / in_batch, b = number - batch * in_batch;
   PackedSequence own = packed_sequence(params, b);
+  own.batch = batch;
   int q_before = 0, kv_before = 0, q_all = 0, kv_all = 0;
-  for (int other = lane; other < count; other += 32) {
+  for (int other = lane; other < in_batch; other += 32) {
     const PackedSequence one = packed_sequence(params, other);
     const int q_tiles = ceil_div(one.seq_q, params.block_q);
     const int kv_tiles = ceil_div(one.seq_k, params.block_kv);
-    q_all += q_tiles;
-    kv_all += kv_tiles;
-    const bool earlier = other < b;
-    if (one.seq_k > own.seq_k || (one.seq_k == own.seq_k && earlier)) q_before += q_tiles;
-    if (one.seq_q > own.seq_q || (one.seq_q == own.seq_q && earlier)) kv_before += kv_tiles;
+    // Of offsets that are none there may be any number: more than the room is all the same.
+    q_all = min_int(q_all + params.batches * q_tiles, params.q_room + 1);
+    kv_all = min_int(kv_all + params.batches * kv_tiles, params.kv_room + 1);
+    q_before += q_tiles * count_before(params, batch, b, own.seq_k, other, one.seq_k);
+    q_before = min_int(q_before, params.q_room + 1);
+    kv_before += kv_tiles * count_before(params, batch, b, own.seq_q, other, one.seq_q);
+    kv_before = min_int(kv_before, params.kv_room + 1);
   }
   q_before = warp_sum(q_before);
   kv_before = warp_sum(kv_before);
@@ -113,22 +131,36 @@ __device__ __forceinline__ void pack_sequences(const PackParams& params) {
   const int kv_count = ceil_div(own.seq_k, params.block_kv);
   own.first_q_tile = q_before;
   own.first_kv_tile = kv_before;
-  own_tiles(params.q_tiles, params.q_room, q_before, q_count, b);
-  own_tiles(params.kv_tiles, params.kv_room, kv_before, kv_count, b);
+  own_tiles(params.q_tiles, params.q_room, q_before, q_count, number);
+  own_tiles(params.kv_tiles, params.kv_room, kv_before, kv_count, number);
   if (params.q_tiles != nullptr && q_before + q_count > params.q_room) own.seq_q = 0;
   if (params.kv_tiles != nullptr && kv_before + kv_count > params.kv_room) own.seq_k = 0;
   q_all = warp_sum(q_all);
   kv_all = warp_sum(kv_all);
   if (lane != 0) return;
-  params.records[b] = own;
-  if (b != 0) return;
+  params.records[number] = own;
+  if (number != 0) return;
   if (params.q_tiles != nullptr) *params.q_tiles = min_int(q_all, params.q_room);
   if (params.kv_tiles != nullptr) *params.kv_tiles = min_int(kv_all, params.kv_room);
 }
 
 struct PackedRecord : SequenceRecord {
   int first_q_tile;  // among those of all sequences, as scratch is laid out
-  int unordered;     // where tiles of keys take tickets to add up dQ: those of this one do not
+  // In one register, which the roles that make plans have just left.
+  int batch_and_unordered;
+
+  __device__ __forceinline__ int batch_of_tensors() const { return batch_and_unordered >> 1; }
+  // Where tiles of keys take tickets to add up dQ: those of this sequence do not.
+  __device__ __forceinline__ bool unordered() const { return batch_and_unordered & 1; }
+};
+
+template <typename Params>
+struct PackedOfBatch : KeptSequence<Params> {
+  __device__ __forceinline__ PackedOfBatch(const Params& params, const PackedRecord& record)
+      : KeptSequence<Params>(params, record) {}
+  __device__ __forceinline__ int batch(int) const {
+    return static_cast<const PackedRecord&>(this->record).batch_of_tensors();
+  }
 };
 
 struct Packed {
@@ -139,23 +171,29 @@ struct Packed {
     const int* packed_kv_tiles;
     // Where rows are stored one by one: those of a tile that crosses the end of its sequence.
     void* out_rows;
-    long long out_rows_head_stride, out_rows_seq_stride;
+    long long out_rows_batch_stride, out_rows_head_stride, out_rows_seq_stride;
     void* dk_rows;
-    long long dk_rows_head_stride, dk_rows_seq_stride;
+    long long dk_rows_batch_stride, dk_rows_head_stride, dk_rows_seq_stride;
     void* dv_rows;
-    long long dv_rows_head_stride, dv_rows_seq_stride;
+    long long dv_rows_batch_stride, dv_rows_head_stride, dv_rows_seq_stride;
     void* dq_rows;  // where rows without keys are zeroed, if tickets are taken
-    long long dq_rows_head_stride, dq_rows_seq_stride;
+    long long dq_rows_batch_stride, dq_rows_head_stride, dq_rows_seq_stride;
     int dq_columns, dv_columns;  // of a row
     int ticket_keys;             // of a sequence whose tiles take tickets, at most
     int packed_rows;             // of a tile of packed_q_tiles
     int section_keys;   // of the heads that are worked on together, at most; 0: one unit of heads
     int section_heads;  // the unit: heads that share their keys
     int ends_aligned;   // the last query stands at the last key, else the first at the first
+    int packed_sequences;  // of each batch of the tensors
   };
   using Record = PackedRecord;
   template <typename Params>
-  using Sequence = KeptSequence<Params>;
+  using Sequence = PackedOfBatch<Params>;
+  // Before there is a record.
+  template <typename Params>
+  static __device__ __forceinline__ int batch_of(const Params& params, int b) {
+    return b / packed_in_batch(params.packed_sequences);
+  }
 
   template <typename Params>
   static __device__ __forceinline__ Record find(const Params& params, int b) {
@@ -164,12 +202,14 @@ struct Packed {
     return {{one.q_start, one.k_start, one.seq_q, one.seq_k, params.band_first_shift + offset,
              params.band_end_shift + offset},
             one.first_q_tile,
-            one.seq_k > params.ticket_keys};
+            2 * one.batch + (one.seq_k > params.ticket_keys)};
   }
   template <typename Params>
   static __device__ __forceinline__ Record find_queries(const Params& params, int b) {
     const PackedSequence one = params.packed_records[b];
-    return {{one.q_start, 0, one.seq_q, 0, 0, 0}, one.first_q_tile, one.seq_k > params.ticket_keys};
+    return {{one.q_start, 0, one.seq_q, 0, 0, 0},
+            one.first_q_tile,
+            2 * one.batch + (one.seq_k > params.ticket_keys)};
   }
 
   // How many tiles of queries, or of keys, all sequences have.

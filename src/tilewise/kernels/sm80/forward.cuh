@@ -71,10 +71,10 @@ struct Forward {
   const int row_begin = tile.q_tile * block_q;                 // of the CTA
   const int warp_row = row_begin + warp * config.warp_rows();  // of the warp
 
-  const KCopy k_copy{params.k, sequence().batch(tile.batch), tile.head / params.heads_per_kv,
-                     params.head_dim};
-  const VCopy v_copy{params.v, sequence().batch(tile.batch), tile.head / params.heads_per_kv,
-                     params.head_dim_v};
+  const KCopy k_copy{params.k, batch_of<Extents>(params, tile.batch),
+                     tile.head / params.heads_per_kv, params.head_dim};
+  const VCopy v_copy{params.v, batch_of<Extents>(params, tile.batch),
+                     tile.head / params.heads_per_kv, params.head_dim_v};
   const u32 q_lane =
       lane_by_rows(ptx::smem_address(smem.q)) + warp * panel_bytes(config.warp_rows());
 

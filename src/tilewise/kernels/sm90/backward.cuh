@@ -35,7 +35,8 @@
 //
 // Roles. Warpgroup 0: one thread, the producer, issues all loads but those of a staged bias, which are
 // another's; a second waits for this tile's tickets and a third passes them on, unless tiles add in any
-// order. Warpgroup 1 makes dQ (8).
+// order. Where sequences are ragged, the fourth warp clears the rows of Q and dO that are another sequence's.
+// Warpgroup 1 makes dQ (8).
 // Warpgroups 2 and 3 make the rest, divided by keys (each owns dK and dV of 64 of 128 keys) or, where
 // those would not fit the registers (d > 128), by product: both have the same 64 keys, one owns dV
 // (1-3, 5) and hands P over in shared memory, the other dK (4, 6, 7).
@@ -52,6 +53,9 @@
 //   q_empty[stage]        warps of 2 and 3, 8         producer          Q is read
 //   dout_full[stage]      producer + TMA bytes, 1     2 and 3           dO and the start of dP are loaded
 //   dout_empty[stage]     warps of 2 and 3, 8         producer          dO is read
+//   a tile of queries that crosses the end of its sequence:
+//   q_full[stages + i]    producer + TMA bytes, 1     the clearing warp Q and the start of S are loaded
+//   q_full[i]             the clearing warp, 1        2 and 3           its rows behind the end are zero; dO likewise
 //   bias_full[stage]      bias producer + TMA, 1      2 and 3           the bias is loaded
 //   bias_empty[stage]     warps that make P, 8 or 4   bias producer     the bias is read
 //   ds_full[stage]        warps that make dS, 8 or 4  1                 dS is written
@@ -85,6 +89,10 @@ __device__ __forceinline__ void init_backward_barriers(BackwardSmem<config, Exte
     ptx::mbarrier_init(&smem.q_empty[i], 8 * arrivals_of_warp);
     ptx::mbarrier_init(&smem.dout_full[i], 1);
     ptx::mbarrier_init(&smem.dout_empty[i], 8 * arrivals_of_warp);
+  }
+  for (int i = 0; i < smem.landings; ++i) {
+    ptx::mbarrier_init(&smem.q_full[config.stages + i], 1);
+    ptx::mbarrier_init(&smem.dout_full[config.stages + i], 1);
   }
   for (int i = 0; i < config.ds_stages; ++i) {
     ptx::mbarrier_init(&smem.ds_full[i], config.ds_writers() * arrivals_of_warp);
@@ -147,6 +155,10 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
   if (HasWorkTable<Extents> && plan.kv_tile < 0) return;
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<producer_registers>();
+    if constexpr (Extents::ragged) {
+      static_assert(config.bias_stages == 0, "the fourth warp has other work");
+      if (threadIdx.x / 32 == 3) RowClearer<config, Policy, Extents>{params, smem, plan}.run();
+    }
     if (plan.steps > 0 && ptx::elect_one()) {
       const int warp = threadIdx.x / 32;
       if (warp == 0) BackwardProducer<config, Policy, Extents>{params, smem, plan}.run();
@@ -156,7 +168,7 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
       if constexpr (config.makes_dq && !config.writes_dq &&
                     (!HasTileMap<Extents> || HasTurns<Extents>)) {
         bool takes_tickets = params.dq_tickets != nullptr;
-        if constexpr (HasWorkTable<Extents>) takes_tickets = takes_tickets && !plan.unordered;
+        if constexpr (HasWorkTable<Extents>) takes_tickets = takes_tickets && !plan.unordered();
         if (warp == 1 && takes_tickets)
           DqTicketKeeper<config, Policy, Extents>{params, smem, plan}.await();
         if (warp == 2 && takes_tickets)

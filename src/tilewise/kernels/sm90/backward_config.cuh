@@ -272,12 +272,13 @@ struct BackwardSmem : BackwardBiasRing<config> {
   alignas(1024) float weights[config.warpgroups_own_keys ? 4 : config.block_q * 64];
   alignas(16) float start_s[config.stages][config.block_q];
   alignas(16) float start_dp[config.stages][config.block_q];
-  // SeenTile of the Q in a stage, per product warpgroup; where sequences are ragged, also how many
-  // of the rows of Q, and of dO, are in the sequence.
-  int seen_tile[config.stages][Extents::ragged ? 4 : 2];
+  int seen_tile[config.stages][2];  // SeenTile of the Q in a stage, per product warpgroup
   ptx::u64 k_full, v_full;
-  ptx::u64 q_full[config.stages], q_empty[config.stages];
-  ptx::u64 dout_full[config.stages], dout_empty[config.stages];
+  // Where sequences are ragged, a second one per stage: what crosses the end of its sequence lands
+  // there, and the first waits for its rows behind the end to be cleared.
+  static constexpr int landings = Extents::ragged ? config.stages : 0;
+  ptx::u64 q_full[config.stages + landings], q_empty[config.stages];
+  ptx::u64 dout_full[config.stages + landings], dout_empty[config.stages];
   ptx::u64 ds_full[config.ds_stages], ds_empty[config.ds_stages];
   ptx::u64 weights_full, weights_empty;
   ptx::u64 ticket_come[ticket_stages], ticket_over[ticket_stages];
@@ -296,7 +297,7 @@ struct BackwardSmem : BackwardBiasRing<config> {
 template <typename Extents, typename Params>
 __device__ __forceinline__ Order order_of(const Params& params, const BackwardPlan<Extents>& plan) {
   if constexpr (HasWorkTable<Extents>)
-    if (plan.unordered) return any_order;
+    if (plan.unordered()) return any_order;
   return params.order;
 }
 

@@ -121,7 +121,7 @@ __device__ __forceinline__ void preprocess(
     });
   bool zeroes_sums = params.dq_sums != nullptr && at_block.exists;
   if constexpr (skips_blind) zeroes_sums = zeroes_sums && !blind;
-  if constexpr (HasWorkTable<Extents>) zeroes_sums = zeroes_sums && record.unordered;
+  if constexpr (HasWorkTable<Extents>) zeroes_sums = zeroes_sums && record.unordered();
   if (zeroes_sums) {
     float4* sums = reinterpret_cast<float4*>(params.dq_sums + at_block.at * params.row_floats);
     for (int i = threadIdx.x; i < edge_rows / 4 * params.row_floats; i += edge_threads)
@@ -157,9 +157,10 @@ __device__ __forceinline__ void preprocess(
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if constexpr (HasWorkTable<Extents>) {
       // No tile of keys may come to such a row, and write its dQ.
-      if (params.dq_rows != nullptr && !record.unordered && row < sequence.seq_q() &&
+      if (params.dq_rows != nullptr && !record.unordered() && row < sequence.seq_q() &&
           params.lse[first_of_lse + row] == -infinity) {
-        ptx::u16* dq = static_cast<ptx::u16*>(params.dq_rows) + head * params.dq_rows_head_stride +
+        ptx::u16* dq = static_cast<ptx::u16*>(params.dq_rows) +
+                       batch * params.dq_rows_batch_stride + head * params.dq_rows_head_stride +
                        (start + row) * params.dq_rows_seq_stride;
         for (int c = column; c < params.dq_columns; c += lanes * 8)
           *reinterpret_cast<uint4*>(dq + c) = uint4{};
@@ -197,7 +198,7 @@ __device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Ex
   const int head = block.head, first_row = block.first_row;
   const auto record = Extents::find_queries(params, block.batch);
   if constexpr (HasWorkTable<Extents>)
-    if (!record.unordered) return;  // the last tile of keys wrote its dQ
+    if (!record.unordered()) return;  // the last tile of keys wrote its dQ
   const auto sequence = sequence_of<Extents>(params, record);
   const int batch = sequence.batch(block.batch), start = sequence.q_start();
   const float4* sums =

@@ -68,48 +68,32 @@ struct ProductWarpgroup {
   }
   __device__ __forceinline__ void wait_q(const Position& at) {
     ptx::mbarrier_wait(&smem.q_full[at.stage], at.phase);
-    if constexpr (Extents::ragged)
-      clear_rows<block_q, config.head_dim>(smem.q[at.stage], smem.seen_tile[at.stage][2], block_q);
   }
   __device__ __forceinline__ void wait_dout(const Position& at) {
     ptx::mbarrier_wait(&smem.dout_full[at.stage], at.phase);
-    if constexpr (Extents::ragged)
-      clear_rows<block_q, config.head_dim_v>(smem.dout[at.stage], smem.seen_tile[at.stage][3],
-                                             block_q);
   }
+  // Rows of K and V behind the end of a ragged sequence become zeros; a warpgroup clears those that
+  // it multiplies.
   __device__ __forceinline__ void wait_k() {
     ptx::mbarrier_wait(&smem.k_full, 0);
-    if constexpr (Extents::ragged)
-      clear_rows<block_kv, config.head_dim>(smem.k, max_int(row, keys_here()), row + 64);
+    if constexpr (Extents::ragged) clear_keys<config.head_dim>(smem.k);
   }
   __device__ __forceinline__ void wait_v() {
     ptx::mbarrier_wait(&smem.v_full, 0);
-    if constexpr (Extents::ragged)
-      clear_rows<block_kv, config.head_dim_v>(smem.v, max_int(row, keys_here()), row + 64);
+    if constexpr (Extents::ragged) clear_keys<config.head_dim_v>(smem.v);
+  }
+  template <int columns>
+  __device__ __forceinline__ void clear_keys(unsigned char* matrix) {
+    const int first = max_int(row, keys_here());
+    if (first >= row + 64) return;
+    clear_rows<block_kv, columns, 128>(matrix, first, row + 64);
+    ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + warpgroup);
   }
   // How many of this tile's keys the sequence has.
   __device__ __forceinline__ int keys_here() const {
     return min_int(block_kv, sequence().seq_k() - plan.kv_tile * block_kv);
   }
 
-  // Rows [first, end) of a matrix in shared memory become zeros: those of the next sequence, which
-  // may hold NaN. Why both warpgroups clear the rows of Q and dO: each waits for itself alone then,
-  // and both write the same.
-  template <int rows, int columns>
-  __device__ __forceinline__ void clear_rows(unsigned char* matrix, int first, int end) {
-    if (first >= end) return;
-    constexpr int row_bytes = panel_bytes(1), chunks = row_bytes / 16;
-    const int count = (end - first) * chunks;
-#pragma unroll 1
-    for (int panel = 0; panel < panel_count(columns); ++panel) {
-#pragma unroll 1
-      for (int i = threadIdx.x % 128; i < count; i += 128)
-        *reinterpret_cast<uint4*>(matrix + panel * panel_bytes(rows) + first * row_bytes + i * 16) =
-            uint4{};
-    }
-    ptx::fence_proxy_async();
-    ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + warpgroup);
-  }
   // Of the Q at a place in the ring that is full.
   __device__ __forceinline__ SeenTile seen_tile(const Position& at) {
     if constexpr (keeps_once) once = Once(params, HeadOf{*this, at.stage});
@@ -430,6 +414,8 @@ struct ProductWarpgroup {
   __device__ __forceinline__ void store_rows(const unsigned char* staging, int keys, bool is_dv) {
     ptx::u16* out =
         static_cast<ptx::u16*>(is_dv ? params.dv_rows : params.dk_rows) +
+        sequence().batch(plan.batch) *
+            (is_dv ? params.dv_rows_batch_stride : params.dk_rows_batch_stride) +
         plan.head_kv * (is_dv ? params.dv_rows_head_stride : params.dk_rows_head_stride);
     const long long stride = is_dv ? params.dv_rows_seq_stride : params.dk_rows_seq_stride;
     const long long first = sequence().k_start() + plan.kv_tile * block_kv + row + warp * 16;

@@ -27,6 +27,29 @@ __device__ __forceinline__ long long query_tile_index(const Params& params,
   return (static_cast<long long>(plan.batch) * heads + head) * params.q_tiles + q_tile;
 }
 
+// How many of a query tile's rows the sequence has: those behind it may be another's.
+template <int block_q, typename Params, typename Extents>
+__device__ __forceinline__ int rows_of(const Params& params, const BackwardPlan<Extents>& plan,
+                                       int q_tile) {
+  return min_int(block_q, sequence_of<Extents>(params, plan).seq_q() - q_tile * block_q);
+}
+
+// Rows [first, end) of a matrix in shared memory become zeros, by so many threads: those of the
+// next sequence, which may hold NaN. Products see it after a barrier.
+template <int rows, int columns, int threads>
+__device__ __forceinline__ void clear_rows(unsigned char* matrix, int first, int end) {
+  constexpr int row_bytes = panel_bytes(1), chunks = row_bytes / 16;
+  const int count = (end - first) * chunks;
+#pragma unroll 1
+  for (int panel = 0; panel < panel_count(columns); ++panel) {
+#pragma unroll 1
+    for (int i = threadIdx.x % threads; i < count; i += threads)
+      *reinterpret_cast<uint4*>(matrix + panel * panel_bytes(rows) + first * row_bytes + i * 16) =
+          uint4{};
+  }
+  ptx::fence_proxy_async();
+}
+
 // One thread issues all loads.
 template <BackwardConfig config, typename Policy, typename Extents>
 struct BackwardProducer {
@@ -80,19 +103,21 @@ struct BackwardProducer {
     return {q_tile, hidden ? SeenTile::hidden : SeenTile::partial};
   }
 
-  // How many of a query tile's rows the sequence has: those behind it may be another's, and product
-  // warpgroups clear them.
-  __device__ __forceinline__ int rows_of(int q_tile) {
-    return min_int(config.block_q, sequence().seq_q() - q_tile * config.block_q);
+  // Where a query tile lands: at the barrier that product warpgroups wait for, or where rows have
+  // to be cleared first, at the one of RowClearer.
+  __device__ __forceinline__ u64* landing(u64* full, int stage, int q_tile) {
+    if constexpr (Extents::ragged)
+      return full + stage +
+             (rows_of<config.block_q>(params, plan, q_tile) < config.block_q ? config.stages : 0);
+    return full + stage;
   }
 
   // Q or dO of one step; `full` waits for its row vector too. Which tile it is, is said here: found
   // by the product warpgroups it would stand between their scores and the first exponential.
   __device__ __forceinline__ void load_q(int stage, const StepCursor& at, int q_tile) {
-    u64* full = &smem.q_full[stage];
+    u64* full = landing(smem.q_full, stage, q_tile);
     for (int warpgroup = 0; warpgroup < 2; ++warpgroup)
       smem.seen_tile[stage][warpgroup] = seen(at.q_tile, q_tile, warpgroup).packed;
-    if constexpr (Extents::ragged) smem.seen_tile[stage][2] = rows_of(q_tile);
     if constexpr (Policy::uses_head)
       smem.head[stage] = plan.head_kv * params.heads_per_kv + at.head;
     if constexpr (Policy::drops) {
@@ -108,8 +133,7 @@ struct BackwardProducer {
                 plan.head_kv * params.heads_per_kv + at.head, ptx::CachePolicy::evict_last);
   }
   __device__ __forceinline__ void load_dout(int stage, const StepCursor& at, int q_tile) {
-    u64* full = &smem.dout_full[stage];
-    if constexpr (Extents::ragged) smem.seen_tile[stage][3] = rows_of(q_tile);
+    u64* full = landing(smem.dout_full, stage, q_tile);
     ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.dout[0]) + sizeof(smem.start_dp[0]));
     load_matrix(smem.dout[stage], params.dout_map, full, config.head_dim_v, config.block_q,
                 sequence().q_start() + q_tile * config.block_q,
@@ -138,15 +162,55 @@ struct BackwardProducer {
         ptx::mbarrier_wait(&smem.q_empty[stage], position.phase);
         load_q(stage, cursor, q_tile);
       }
-      load_start(smem.start_s[stage], params.start_s, &smem.q_full[stage], cursor, q_tile);
+      load_start(smem.start_s[stage], params.start_s, landing(smem.q_full, stage, q_tile), cursor,
+                 q_tile);
       if (step > 0) {
         ptx::mbarrier_wait(&smem.dout_empty[stage], position.phase);
         load_dout(stage, cursor, q_tile);
       }
-      load_start(smem.start_dp[stage], params.start_dp, &smem.dout_full[stage], cursor, q_tile);
+      load_start(smem.start_dp[stage], params.start_dp, landing(smem.dout_full, stage, q_tile),
+                 cursor, q_tile);
       position.advance();
       cursor.advance(plan);
       if (step + 1 < plan.steps) q_tile = query_tile_at(params, plan, cursor.q_tile);
+    }
+  }
+};
+
+// A warp clears what lies behind the end of a ragged sequence in its last query tile, between the
+// load and the products: these do not ask. Nothing waits for it but that tile.
+// Invariant: it takes Q and dO in the order of their loads, so that it waits for nothing that the
+// producer does not wait for.
+template <BackwardConfig config, typename Policy, typename Extents>
+struct RowClearer {
+  const ParamsOf<BackwardParams, Policy, Extents>& params;
+  BackwardSmem<config, Extents>& smem;
+  const BackwardPlan<Extents>& plan;
+
+  template <int columns>
+  __device__ __forceinline__ void clear(unsigned char* matrix, u64* full, u32 phase, int rows) {
+    ptx::mbarrier_wait(full + config.stages, phase);
+    clear_rows<config.block_q, columns, 32>(matrix, rows, config.block_q);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(full);
+  }
+
+  __device__ __forceinline__ void run() {
+    StepCursor cursor(plan);
+    RingPosition<config.stages> position(0);
+    u32 phases = 0;  // bit s: the phase of what lands in stage s
+    for (int step = 0; step < plan.steps; ++step) {
+      const int rows =
+          rows_of<config.block_q>(params, plan, query_tile_at(params, plan, cursor.q_tile));
+      if (rows < config.block_q) {
+        const int stage = position.stage;
+        const u32 phase = phases >> stage & 1;
+        phases ^= 1u << stage;
+        clear<config.head_dim>(smem.q[stage], &smem.q_full[stage], phase, rows);
+        clear<config.head_dim_v>(smem.dout[stage], &smem.dout_full[stage], phase, rows);
+      }
+      position.advance();
+      cursor.advance(plan);
     }
   }
 };

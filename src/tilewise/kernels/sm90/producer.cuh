@@ -246,10 +246,11 @@ __device__ __forceinline__ void schedule_work(const ParamsOf<Params, Policy, Ext
 // warp: those behind are another sequence's.
 template <Config config, typename Extents, typename KernelParams>
 __device__ __forceinline__ void store_rows(const KernelParams& params, const unsigned char* staged,
-                                           int first, int rows, long long row, int head) {
+                                           int first, int rows, long long row, int head,
+                                           int batch) {
   constexpr int chunks = config.staged_panels() * 8;
-  ptx::u16* out = static_cast<ptx::u16*>(params.out_rows) + head * params.out_rows_head_stride +
-                  row * params.out_rows_seq_stride;
+  ptx::u16* out = static_cast<ptx::u16*>(params.out_rows) + batch * params.out_rows_batch_stride +
+                  head * params.out_rows_head_stride + row * params.out_rows_seq_stride;
 #pragma unroll 1
   for (int i = threadIdx.x % 32; i < rows * chunks; i += 32) {
     const int r = i / chunks, chunk = i % chunks, column = first * panel_columns + chunk * 8;
@@ -287,7 +288,8 @@ __device__ __forceinline__ void store_outs(const KernelParams& params,
           if (rows < (warpgroup + 1) * 64) {
             store_rows<config, Extents>(params, smem.out[warpgroup][0], first,
                                         rows - warpgroup * 64,
-                                        sequence.q_start() + row_begin + warpgroup * 64, tile.head);
+                                        sequence.q_start() + row_begin + warpgroup * 64, tile.head,
+                                        sequence.batch(tile.batch));
             continue;
           }
           if (!leads) continue;
