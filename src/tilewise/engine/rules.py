@@ -12,7 +12,7 @@ import torch
 
 from ..errors import Reason
 from ..isolation import spans_say_all, with_spans
-from ..masks import Dense, Full, Packed
+from ..masks import Cached, Dense, Full, Packed
 from ..operands import SCORE_DIMS
 from ..problem import dtype_name, in_front_of_outputs
 from ..scores import Softcap
@@ -84,7 +84,9 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
     """What the loops over tiles do not do to scores and weights."""
     return (
         (
-            problem.mask.band(problem.seq_q, problem.seq_kv) is None and not is_packed(problem),
+            problem.mask.band(problem.seq_q, problem.seq_kv) is None
+            and not is_packed(problem)
+            and not isinstance(problem.mask, Cached),
             f"mask {problem.mask} is not a diagonal band",
             "use Full, Causal or Window, or backend='auto'",
         ),
@@ -119,6 +121,10 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
 
 # Terms whose kernels go by the lengths of a sequence and read no tensor of rows or keys, and so take packed ones.
 _TERMS_OF_SEQUENCES = (Softcap, Alibi, Dropout, MaxLogit, RelativeBias, Sink)
+
+
+# Likewise of those that the keys of a cache take.
+TERMS_OF_CACHES = (Softcap, Alibi, Keep, RelativeBias, Sink)
 
 
 def is_packed(problem: Problem) -> bool:
@@ -159,6 +165,8 @@ def in_terms(problem: Problem) -> Problem:
     mask = problem.mask
     if mask.band(problem.seq_q, problem.seq_kv) is not None or any(isinstance(one, Spans) for one in problem.scores):
         return problem
+    if isinstance(mask, Cached):
+        return problem
     if isinstance(mask, Packed):
         return problem if is_packed(problem) else with_spans(problem)
     band: Mask = Full()
@@ -196,7 +204,7 @@ def learning(problem: Problem, wants: Iterable[str]) -> Problem:
 
 def one_sided(problem: Problem) -> Problem:
     """The problem for kernels that ignore the signs of ALiBi's distances, where its band leaves none below 0."""
-    if isinstance(problem.mask, Packed) or not any(type(term) is Alibi for term in problem.scores):
+    if isinstance(problem.mask, Packed | Cached) or not any(type(term) is Alibi for term in problem.scores):
         return problem
     _, right, offset = problem.band
     if offset + right > problem.seq_kv - problem.seq_q:
