@@ -206,7 +206,7 @@ def launch(unit: Unit, blocks: int, threads: int, arguments: Arguments, *, seed:
 class _Driver:
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._counters: list[ctypes.c_int] = []
+        self._counters: list[ctypes.Array[ctypes.c_int]] = []
 
     def launch(
         self,
@@ -225,12 +225,12 @@ class _Driver:
         with _one_at_a_time:
             failed = function.run(params, shape, self._seed, message)
         assert not failed, f"{function.unit.name}: {message.value.decode()}"
-        left = [counter.value for counter in self._counters if counter.value]
+        left = [value for counters in self._counters for value in counters if value]
         assert not left, f"{function.unit.name} leaves its counter of work at {left}, and the next launch needs 0"
 
-    def work_counter(self, device: int, stream: int) -> int:
+    def work_counter(self, device: int, stream: int, count: int = 1) -> int:
         """Blocks run one after another here, so the first takes all the work there is to take."""
-        self._counters.append(ctypes.c_int(0))
+        self._counters.append((ctypes.c_int * count)())
         return ctypes.addressof(self._counters[-1])
 
 

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "src" / "tilewise"
 LAYERS = [
     "_path", "_interrupt", "errors", "memo", "operands", "masks", "scores", "terms", "problem", "target", "partials",
     "jit", "native", "hook", "isolation", "backend", "plain", "triton", "torch_kernels", "engine", "plan", "op",
-    "repeated", "api", "ladder",
+    "repeated", "api", "cached", "ladder",
 ]  # fmt: skip
 TOP = {"lab", "integrations"}
 # The same inside the lab: modules, then folders.
@@ -97,6 +97,7 @@ def test_backends_do_not_import_one_another():
 
 PURE = {
     "config",
+    "decode",
     "division",
     "edges",
     "extents",

@@ -13,6 +13,7 @@ from . import _interrupt  # noqa: F401  (before anything that takes long to impo
 from typing import TYPE_CHECKING
 
 from .api import attention, attention_packed, explain, scaled_dot_product_attention
+from .cached import attention_cached, explain_cached
 from .errors import (
     CompileError,
     DeviceError,
@@ -55,8 +56,10 @@ __all__ = [
     "Verdict",
     "Window",
     "attention",
+    "attention_cached",
     "attention_packed",
     "explain",
+    "explain_cached",
     "no_math_fallback",
     "scaled_dot_product_attention",
     "sdpa",

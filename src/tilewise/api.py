@@ -263,22 +263,22 @@ _LONGEST = tuple(1 << power for power in range(6, 21))
 
 def _packed_mask(offsets: Tensor, max_q: int, max_kv: int, mask: MaskLike, same: bool, used: bool) -> Packed:
     if torch.compiler.is_compiling():  # where the number of sequences may be a symbol: the operator asks when it runs
-        return Packed(0, _rounded(max_q), _rounded(max_kv), _inner(mask), same, used)
+        return Packed(0, rounded_length(max_q), rounded_length(max_kv), inner_rule(mask), same, used)
     try:
-        return _made_mask(offsets.shape[0] - 1, _rounded(max_q), _rounded(max_kv), mask, same, used)
+        return _made_mask(offsets.shape[0] - 1, rounded_length(max_q), rounded_length(max_kv), mask, same, used)
     except TypeError:  # a mask that cannot be hashed, or a length that is no number
         for name, length in (("max_seqlen_q", max_q), ("max_seqlen_k", max_kv)):
             as_number(name, length)
-        _inner(mask)
+        inner_rule(mask)
         raise
 
 
 @functools.lru_cache(maxsize=1024)
 def _made_mask(sequences: int, max_q: int, max_kv: int, mask: MaskLike, same: bool, used: bool) -> Packed:
-    return Packed(sequences, max_q, max_kv, _inner(mask), same, used)
+    return Packed(sequences, max_q, max_kv, inner_rule(mask), same, used)
 
 
-def _rounded(length: int) -> int:
+def rounded_length(length: int) -> int:
     """A few classes of lengths; comparisons, which a trace may answer for a whole class; 0 = any."""
     if length <= 0:
         return 0
@@ -288,7 +288,7 @@ def _rounded(length: int) -> int:
     return 0
 
 
-def _inner(mask: MaskLike) -> Full | Causal | Window:
+def inner_rule(mask: MaskLike) -> Full | Causal | Window:
     rule = masks.parse(mask) if isinstance(mask, str) else _FULL if mask is None else mask
     if isinstance(rule, Full | Causal | Window):
         return rule

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .errors import InvalidInput
-from .masks import Causal, Documents, Full, Packed, Window
+from .masks import Cached, Causal, Documents, Full, Packed, Window
 from .scores import Softcap
 from .terms import Alibi, Dropout, MaxLogit, RelativeBias, Sink
 from .terms.spans import Spans
@@ -381,3 +381,65 @@ def spans_of_offsets(problem: Problem, operands: Operands) -> dict[str, Tensor]:
     zero = torch.zeros_like(length)
     first, last = begin + (position - left).clamp(zero, length), begin + (position + right + 1).clamp(zero, length)
     return span_operands(first[None], last[None], problem.seq_kv)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Caches
+
+
+def cached_places(k: Tensor, operands: Operands, mask: Cached, number: int, places: range) -> Tensor:
+    """Some places of a sequence's keys, or values, in a cache: (1, heads, places, dim)."""
+    if not mask.page_size:
+        row = int(operands["cache_rows"][number]) if mask.rows else number
+        row = min(max(row, 0), k.shape[0] - 1)
+        return k[row : row + 1, :, places.start : places.stop]
+    here = torch.arange(places.start, places.stop, device=k.device)
+    pages = operands["page_table"][number].long()[here // mask.page_size].clamp(0, k.shape[0] - 1)
+    return k[pages, :, here % mask.page_size].transpose(0, 1).unsqueeze(0)
+
+
+def forward_of_cache(
+    forward: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands
+) -> tuple[Tensor, Tensor]:
+    """A problem with keys in a cache by a forward of tensors, one sequence after another; it reads their lengths.
+
+    Numbers that are out of range count as the nearest that are not, as in the kernels.
+    """
+    mask = problem.mask
+    assert isinstance(mask, Cached)
+    capacity = problem.seq_kv
+    count = mask.sequences if mask.packed else problem.batch
+
+    def of_host(name: str, given: bool, default: int) -> list[int]:
+        return operands[name].tolist() if given else [default] * count
+
+    lengths = [min(max(n, 0), capacity) for n in of_host("cache_lengths", mask.lengths, capacity)]
+    starts = [min(max(n, 0), end) for n, end in zip(of_host("cache_starts", mask.starts, 0), lengths, strict=True)]
+    rows = [slice(0, problem.seq_q)] * count
+    if mask.packed:
+        offsets = [min(max(n, 0), problem.seq_q) for n in operands["cu_seqlens_q"].tolist()]
+        rows = [slice(begin, max(begin, end)) for begin, end in pairwise(offsets)]
+        rows, lengths, starts = [*rows, slice(offsets[-1], problem.seq_q)], [*lengths, 0], [*starts, 0]
+    batched = {one.name: one for term in problem.scores for one in term.tensors}
+    out = q.new_zeros(*q.shape[:3], problem.head_dim_v)
+    if problem.layout == "bshd":
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    for number, (own, start, end) in enumerate(zip(rows, starts, lengths, strict=True)):
+        if own.start == own.stop:
+            continue
+        places, last = range(start, end), min(number, count - 1)
+        one = problem.with_(
+            batch=1, seq_q=own.stop - own.start, seq_kv=len(places), mask=mask.inner, scores=(), layout="bhsd"
+        )
+        one = one.with_(scores=problem.scores)
+        others = {}
+        for name, operand in batched.items():
+            full = operand.expanded(operands[name], problem)
+            if "batch" in operand.dims:
+                full = full.narrow(operand.dims.index("batch"), last, 1)
+            others[name] = full.narrow(operand.dims.index("key"), 0, len(places)) if "key" in operand.dims else full
+        batch = slice(0, 1) if mask.packed else slice(number, number + 1)
+        keys, values = (cached_places(tensor, operands, mask, last, places) for tensor in (k, v))
+        out[batch, :, own], lse[batch, :, own] = forward(q[batch, :, own], keys, values, one, None, others)
+    return out, lse

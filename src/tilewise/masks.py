@@ -14,6 +14,7 @@ partial, empty), the range of keys that a block of rows needs, and the number of
     PrefixLM(prefix)         the first keys, and keys up to the row's own position
     KeyLengths(lengths)      so many keys of each batch, the rest being padding; always made of a tensor
     Packed(sequences, ...)   sequences whose offsets travel beside the problem; what `attention_packed` makes
+    Cached(batches, ...)     keys in a cache whose lengths travel beside the problem; what `attention_cached` makes
     Dense(shape, additive)   a tensor that travels beside the problem; nothing is known about its values here
 
 A row's position is `row + offset`: offset 0 aligns the first row with the first key (top-left, PyTorch's is_causal),
@@ -574,6 +575,78 @@ class Packed(Mask):
         flags = "0123"[self.same + 2 * self.used]
         sizes = ",".join((str(self.sequences), str(self.max_q), str(self.max_kv), flags))
         return "packed:" + sizes + ":" + str(self.inner)
+
+
+@dataclass(frozen=True, slots=True)
+class Cached(Mask):
+    """Keys in a cache, of which each sequence has some, under an inner mask: described, not held.
+
+    k and v are (batches, heads, places, dim): one batch per sequence, or with a `page_size` one per page. Operands, in
+    int32 on the tensors' device, say where the keys of sequence `n` are:
+
+        page_table    (sequences, pages): place p is row p % page_size of page page_table[n, p // page_size]
+        cache_lengths (sequences,): places [0, cache_lengths[n]) are taken; `lengths`, else all
+        cache_starts  (sequences,): those before cache_starts[n] are not keys; `starts`, else there are none
+        cache_rows    (sequences,): the batch of k and v; `rows`, else n
+        cu_seqlens_q  (sequences + 1,): where queries of different numbers are packed into one batch; `packed`
+
+    No sequence has more than `max_q` queries, where it is not 0: a hint by which tiles are chosen. The inner mask is
+    aligned to the keys of each sequence by itself. `invariant`: the bits of a row may depend on its own sequence alone.
+    """
+
+    kind: ClassVar[str] = "cached"
+
+    batches: int
+    page_size: int = 0
+    sequences: int = 0
+    max_q: int = 0
+    inner: Full | Causal | Window = None  # type: ignore[assignment]  # as of Documents
+    packed: bool = False
+    lengths: bool = False
+    starts: bool = False
+    rows: bool = False
+    invariant: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inner", _inner_mask("Cached.inner", self.inner))
+
+    @classmethod
+    def from_text(cls, text: str) -> Cached:
+        sizes, _, inner = text.partition(":")
+        *numbers, flags = _ints(sizes)
+        batches, page_size, sequences, max_q = numbers
+        bits = [bool(flags >> bit & 1) for bit in range(5)]
+        return cls(batches, page_size, sequences, max_q, parse(inner), *bits)  # type: ignore[arg-type]
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        there = {
+            "cu_seqlens_q": self.packed,
+            "cache_lengths": self.lengths,
+            "cache_starts": self.starts,
+            "cache_rows": self.rows,
+            "page_table": self.page_size > 0,
+        }
+        return tuple(Operand(name, dtype=torch.int32) for name, given in there.items() if given)
+
+    def span(self, row: int, seq_q: int, seq_kv: int) -> tuple[int, int]:
+        return 0, seq_kv
+
+    def spans(self, rows: torch.Tensor, seq_q: int, seq_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(rows), torch.full_like(rows, seq_kv)
+
+    def pairs(self, seq_q: int, seq_kv: int) -> int:
+        """Of sequences that fill their places and share the queries evenly: what is known without the operands."""
+        return seq_q * seq_kv if self.packed else self.inner.pairs(seq_q, seq_kv)
+
+    def tile(self, rows: range, keys: range, seq_q: int, seq_kv: int) -> Tile:
+        return Tile.PARTIAL if rows and keys else Tile.EMPTY
+
+    def __str__(self) -> str:
+        bits = (self.packed, self.lengths, self.starts, self.rows, self.invariant)
+        flags = sum(bit << place for place, bit in enumerate(bits))
+        sizes = ",".join(map(str, (self.batches, self.page_size, self.sequences, self.max_q, flags)))
+        return f"cached:{sizes}:{self.inner}"
 
 
 def parse(text: str) -> Mask:

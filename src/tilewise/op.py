@@ -340,6 +340,13 @@ def _planned(
     With the generation of what is remembered as it was before the plan was made.
     """
     problem = _described(q, k, v, operands, options).with_(needs_grad=grads is not None, operand_grads=grads or ())
+    return bound_call(problem, q, k, v, operands, options)
+
+
+def bound_call(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, operands: Operands, options: Options
+) -> tuple[Call, int]:
+    """Likewise of tensors that pose this problem."""
     generation = _calls.generation
     planned = plan(problem, Target.of(q.device), options.backend)
     failed: CompileError | None = None

@@ -19,9 +19,10 @@ import torch
 
 from .engine import SM80, SM90
 from .engine.backend import Fused
+from .engine.decode import takes as is_decoding
 from .errors import InvalidInput, Reason, UnsupportedProblem
 from .jit import tuned
-from .masks import Causal, Dense, Documents, Full, Window, size_in_bytes
+from .masks import Cached, Causal, Dense, Documents, Full, Window, size_in_bytes
 from .memo import Memo, invalidate
 from .plain import reference, tiled
 from .problem import dtype_name
@@ -151,6 +152,10 @@ RULES: tuple[Rule, ...] = (
          lambda problem, target: problem.empty),
     Rule("reference", "float64 has no fused kernel on a GPU: the specification computes it",
          lambda problem, target: problem.dtype is torch.float64 and not target.is_cpu and _fits_the_reference(problem)),
+    Rule("sm90", "our decoding kernel: streams the keys past all rows that share them, divided evenly over the GPU",
+         lambda problem, target: is_decoding(problem)),
+    Rule("sm80", "our decoding kernel: PyTorch's has no keys in caches",
+         lambda problem, target: isinstance(problem.mask, Cached)),
     Rule("sm90", "our Hopper kernel: skips what the mask hides, masks only the tiles it cuts, needs no mask tensor",
          lambda problem, target: not isinstance(problem.mask, Dense)),
     Rule("sm90", "our Hopper kernel: maps a mask tensor once, skips the tiles that it hides, and adds a bias as it is",

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import masks
 from .errors import InvalidInput
-from .masks import Band, Dense, Documents, Full, KeyLengths, Mask, Packed
+from .masks import Band, Cached, Dense, Documents, Full, KeyLengths, Mask, Packed
 from .operands import INPUTS, Operand, Operands
 from .scores import Softcap, Term, softcapped
 from .scores import parse as parse_term
@@ -148,7 +148,8 @@ class Problem:
     @property
     def sequences(self) -> int:
         """Of queries and keys that see each other: the batches, or those that are packed into one."""
-        return self.mask.sequences if isinstance(self.mask, Packed) else self.batch
+        packed = isinstance(self.mask, Packed) or (isinstance(self.mask, Cached) and self.mask.packed)
+        return self.mask.sequences if packed else self.batch  # type: ignore[attr-defined]
 
     @property
     def group(self) -> int:
@@ -281,11 +282,11 @@ def describe(
         head_dim_v=v.shape[3],
         dtype=q.dtype,
         mask=_as_mask(mask, q, k.shape[2]),
-        scale=_given_scale(scale),
+        scale=given_scale(scale),
         scores=(*softcapped(as_number("softcap", softcap)), *check_terms(scores)),
         dropout=as_number("dropout", dropout),
         layout=layout,
-        strides=_strides_class(q, k, v),
+        strides=strides_class(q, k, v),
         needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         needs_lse=needs_lse,
         deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -317,8 +318,12 @@ def with_named_terms(
     alibi: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
+    seq_kv: int | None = None,
 ) -> tuple[tuple[Term, ...], Operands]:
-    """The terms and operands of a call that has names for some of them; q and k with their heads first."""
+    """The terms and operands of a call that has names for some of them; q and k with their heads first.
+
+    `seq_kv`: how many keys a row of `keep` has, where it is not k that says so.
+    """
     for name, tensor in (("alibi", alibi), ("keep", keep), ("sink", sink)):
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise InvalidInput(name, shown(tensor), "a torch.Tensor", "convert it with torch.as_tensor")
@@ -331,7 +336,8 @@ def with_named_terms(
         if keep.dtype != torch.bool:
             remedy = "compare it first, as in keep=padding != 0; a tensor that is added to scores is a mask="
             raise InvalidInput("keep", f"a tensor of {keep.dtype}", "a boolean tensor, True = visible", remedy)
-        terms.append(Keep.of(keep, _Sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.dtype)))
+        keys = k.shape[2] if seq_kv is None else seq_kv
+        terms.append(Keep.of(keep, _Sizes(q.shape[0], q.shape[1], q.shape[2], keys, q.dtype)))
         named["keep"] = keep
     if sink is not None:
         terms.append(Sink())
@@ -592,7 +598,7 @@ def as_number(name: str, value: object) -> float:
     return float(value)
 
 
-def _given_scale(scale: float | None) -> float:
+def given_scale(scale: float | None) -> float:
     """Problem reads scale 0 as "the default", so an explicit 0 must be refused here."""
     if scale is None:
         return 0.0
@@ -719,7 +725,7 @@ def _describe_dense(mask: torch.Tensor, q: torch.Tensor, seq_kv: int) -> Dense:
     return Dense(tuple(mask.shape), additive, mask.ndim > 0 and is_paired(mask, sizes))
 
 
-def _strides_class(*tensors: torch.Tensor) -> Strides:
+def strides_class(*tensors: torch.Tensor) -> Strides:
     """Dimensions of size 1 are never stepped along, so their strides do not count."""
     worst = Strides.ALIGNED
     for tensor in tensors:

@@ -35,6 +35,9 @@
 struct dim3 {
   int x = 1, y = 1, z = 1;
 };
+struct uint2 {
+  unsigned x, y;
+};
 struct uint4 {
   unsigned x, y, z, w;
 };

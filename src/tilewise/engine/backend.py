@@ -1,4 +1,4 @@
-"""A backend of the planner made of four families: forward and backward, of 16 bits and of float32."""
+"""A backend of the planner made of families: forward and backward, of 16 bits and of float32, and of few queries."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ class Direction:
 
     @property
     def config_types(self) -> tuple[Any, ...]:
-        return tuple(family.Config for family in self._backend.every_family()[self._number :: 2])
+        families = self._backend.backward_families() if self._number else self._backend.forward_families()
+        return tuple(family.Config for family in families)
 
     def why_not(self, problem: Problem, target: Target) -> list[Reason]:
         return self._backend.why_not(problem, target)
@@ -154,8 +155,9 @@ class Fused:
         backward: Any,
         float32_forward: Any,
         float32_backward: Any,
+        decode: Any,
     ) -> None:
-        self.name, self._refuse = name, refuse
+        self.name, self._refuse, self._decode = name, refuse, decode
         self._narrow: tuple[Any, Any] = (forward, backward)
         self._wide: tuple[Any, Any] = (float32_forward, float32_backward)
         self.forward_direction, self.backward_direction = Direction(self, 0), Direction(self, 1)
@@ -165,11 +167,25 @@ class Fused:
 
     def families(self, problem: Problem) -> tuple[Any, Any]:
         """The forward and the backward of a problem."""
-        return self._wide if rules.is_float32(problem) else self._narrow
+        forward, backward = self._wide if rules.is_float32(problem) else self._narrow
+        return (self._decode if self._decode.takes(problem) else forward), backward
 
     def every_family(self) -> tuple[Any, ...]:
-        """Forward and backward of 16 bits, then of float32."""
-        return (*self._narrow, *self._wide)
+        """Forward and backward of 16 bits, then of float32; and the forward of few queries."""
+        return (*self._narrow, *self._wide, self._decode)
+
+    def forward_families(self) -> tuple[Any, ...]:
+        return self._narrow[0], self._wide[0], self._decode
+
+    def backward_families(self) -> tuple[Any, ...]:
+        return self._narrow[1], self._wide[1]
+
+    def _forward_of(self, problem: Problem, config: Any) -> Any:
+        """The family whose config this is: one that is asked for by name may be another than the problem's."""
+        own = self.families(problem)[0]
+        if isinstance(config, own.Config):
+            return own
+        return next((one for one in self.forward_families() if isinstance(config, one.Config)), own)
 
     def why_not(self, problem: Problem, target: Target) -> list[Reason]:
         """Reasons of the backend as a whole, then of the families; of those only what no other reason covers."""
@@ -208,7 +224,7 @@ class Fused:
 
     def program(self, problem: Problem, target: Target, config: Any) -> Program:
         """What a forward launches."""
-        family = self.families(problem)[0]
+        family = self._forward_of(problem, config)
         return family.program(forward_posed(problem, family), target, config)  # type: ignore[no-any-return]
 
     def backward_program(self, problem: Problem, target: Target, config: Any, wants: Wants | None = None) -> Program:

@@ -14,7 +14,7 @@ import torch
 
 from ..isolation import as_sequences, packed_documents
 from ..jit import launch as driver
-from ..masks import Dense, Documents, Packed
+from ..masks import Cached, Dense, Documents, Packed
 from ..memo import Memo
 from ..operands import NO_OPERANDS
 from ..terms.spans import operands_of
@@ -31,7 +31,7 @@ _made: Memo[Operands] = Memo(max_entries=256, max_bytes=_MAX_BYTES)
 def mask_operands(problem: Problem, device: torch.device) -> Operands:
     """The operands of `rules.in_terms(problem)` that no caller gives; none for bands, tensors and spans of a term."""
     mask, seq_q, seq_kv = problem.mask, problem.seq_q, problem.seq_kv
-    if isinstance(mask, Dense | Packed) or mask.band(seq_q, seq_kv) is not None or problem.empty:
+    if isinstance(mask, Cached | Dense | Packed) or mask.band(seq_q, seq_kv) is not None or problem.empty:
         return NO_OPERANDS
     packed = as_sequences(problem.dropout_in_terms()) is not None
     key = mask, seq_q, seq_kv, device, packed

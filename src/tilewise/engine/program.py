@@ -10,7 +10,7 @@ The arguments of a kernel are fields of its Params struct. A field is a constant
     Map("k", rows=128)    the tensor map of an operand, in boxes of so many rows and 64 columns
     Stride("v", 2)        a stride of an operand, in elements, by its dimension
     View("out")           address and strides together, as kernels/sm80 reads a tensor
-    Counter()             a zeroed integer that the CTAs of one launch share
+    Counter()             zeroed integers that the CTAs of one launch share
 
 or a tuple of these for an array. Operands are the tensors of a call by name, all as (batch, heads, seq, head_dim)
 views: q, k, v, out, lse; dout, dlse, dq, dk, dv; and `scratch.NAME` for a region of the program's own scratch.
@@ -69,7 +69,9 @@ class View(NamedTuple):
 
 
 class Counter(NamedTuple):
-    """The address of an integer that is zero when the launch begins, and that the kernel leaves zero; or null."""
+    """The address of integers that are zero when the launch begins, and that the kernel leaves zero; or null."""
+
+    integers: int = 1
 
 
 class Region(NamedTuple):

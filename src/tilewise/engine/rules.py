@@ -12,10 +12,11 @@ import torch
 
 from ..errors import Reason
 from ..isolation import as_sequences, kernels_take_packed, spans_say_all, with_spans
-from ..masks import Dense, Full, Packed
+from ..masks import Cached, Dense, Full, Packed
 from ..operands import SCORE_DIMS
 from ..problem import dtype_name, in_front_of_outputs
-from ..terms import Alibi, Bias, Keep, Spans
+from ..scores import Softcap
+from ..terms import Alibi, Bias, Keep, RelativeBias, Sink, Spans
 from ..terms.alibi import OneSidedAlibi
 from ..terms.spans import KnownSpans
 
@@ -84,7 +85,9 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
     """What the loops over tiles do not do to scores and weights."""
     return (
         (
-            problem.mask.band(problem.seq_q, problem.seq_kv) is None and not is_packed(problem),
+            problem.mask.band(problem.seq_q, problem.seq_kv) is None
+            and not is_packed(problem)
+            and not isinstance(problem.mask, Cached),
             f"mask {problem.mask} is not a diagonal band",
             "use Full, Causal or Window, or backend='auto'",
         ),
@@ -115,6 +118,10 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
             "negate q and the scale",
         ),
     )
+
+
+# Terms that the kernels of caches take: they read no tensor of rows and keys but a boolean one.
+TERMS_OF_CACHES = (Softcap, Alibi, Keep, RelativeBias, Sink)
 
 
 def is_packed(problem: Problem) -> bool:
@@ -153,6 +160,8 @@ def in_terms(problem: Problem) -> Problem:
     problem = problem.dropout_in_terms()
     mask = problem.mask
     if mask.band(problem.seq_q, problem.seq_kv) is not None or any(isinstance(one, Spans) for one in problem.scores):
+        return problem
+    if isinstance(mask, Cached):
         return problem
     if isinstance(mask, Packed):
         return problem if is_packed(problem) else with_spans(problem)
@@ -194,7 +203,7 @@ def learning(problem: Problem, wants: Iterable[str]) -> Problem:
 
 def one_sided(problem: Problem) -> Problem:
     """The problem for kernels that ignore the signs of ALiBi's distances, where its band leaves none below 0."""
-    if isinstance(problem.mask, Packed) or not any(type(term) is Alibi for term in problem.scores):
+    if isinstance(problem.mask, Packed | Cached) or not any(type(term) is Alibi for term in problem.scores):
         return problem
     _, right, offset = problem.band
     if offset + right > problem.seq_kv - problem.seq_q:

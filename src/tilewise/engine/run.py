@@ -95,7 +95,7 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
                 lines.append(f"{goal} = map{number}_{index}({_address(slot.operand, program)})")
             elif isinstance(slot, Counter):
                 names["counter"] = work_counter
-                lines.append(f"{goal} = counter({device}, stream)")
+                lines.append(f"{goal} = counter({device}, stream, {slot.integers})")
         lines.append(f"launch{number}(stream, arguments)")
     body = "\n".join(f"    {line}" for line in lines)
     exec(f"def run({', '.join(operands)}):\n{body}\n", names)
@@ -590,58 +590,67 @@ class _WorkCounters:
     good, because the graph may run beside anything.
     """
 
-    def __init__(self, device: int) -> None:
-        self._room = _zeroed_integers(device)
+    def __init__(self, device: int, turns: int, captured: int) -> None:
+        self._room = _zeroed_integers(device, turns + captured)
         self._base = self._room.data_ptr()
-        self._turn = 0
-        self._free = iter(range(_TURNS, _TURNS + _CAPTURED))
+        self._turns, self._end = turns, turns + captured
+        self._turn, self._captured = 0, turns
         self._lock = threading.Lock()
 
-    def take(self, capturing: bool) -> int:
-        """The address of a counter for one launch; 0 when none is left."""
+    def take(self, capturing: bool, count: int = 1) -> int:
+        """The address of counters for one launch; 0 when none are left."""
         with self._lock:
-            if not capturing:
-                self._turn = index = (self._turn + 1) % _TURNS
-                return self._base + 4 * index
-            found = next(self._free, None)
-        return 0 if found is None else self._base + 4 * found
+            if capturing:
+                index, after = self._captured, self._captured + count
+                if after > self._end:
+                    return 0
+                self._captured = after
+            else:
+                index = self._turn if self._turn + count <= self._turns else 0
+                if index + count > self._turns:
+                    return 0
+                self._turn = index + count
+        return self._base + 4 * index
 
 
-def _zeroed_integers(device: int) -> Tensor:
+def _zeroed_integers(device: int, count: int) -> Tensor:
     with driver.capture_relaxed(driver.driver()):
-        room = torch.zeros(_TURNS + _CAPTURED, dtype=torch.int32, device=f"cuda:{device}")
+        room = torch.zeros(count, dtype=torch.int32, device=f"cuda:{device}")
         torch.cuda.synchronize(device)
     return room
 
 
-_TURNS, _CAPTURED = 1 << 20, 1 << 14  # a launch would have to outlast a million others
-_counters: dict[int, _WorkCounters] = {}
+# (in turn, captured). A launch would have to outlast a million others; of those with many counters, some thousands.
+_ROOMS = {False: (1 << 20, 1 << 14), True: (1 << 21, 1 << 21)}
+_counters: dict[tuple[int, bool], _WorkCounters] = {}
 _making_counters = threading.Lock()
 
 
-def work_counter(device: int, stream: int) -> int:
-    """A counter for one launch, or 0: the kernel then takes its tiles in a fixed order.
+def work_counter(device: int, stream: int, count: int = 1) -> int:
+    """Counters for one launch, or 0: the kernel then takes its work in a fixed order.
 
     Why 0 for a first launch under capture: the room would be allocated in the graph's own pool, and die with it.
     """
     capturing = torch.cuda.is_current_stream_capturing()
-    counters = _counters.get(device)
+    key = device, count > 1
+    counters = _counters.get(key)
     if counters is None:
         if capturing:
             return 0
         with _making_counters:  # one that is not kept would be freed while a kernel counts with it
-            counters = _counters.get(device) or _counters.setdefault(device, _WorkCounters(device))
-    return counters.take(capturing)
+            counters = _counters.get(key) or _counters.setdefault(key, _WorkCounters(device, *_ROOMS[key[1]]))
+    return counters.take(capturing, count)
 
 
 def counter_room(device: int) -> tuple[int, int, int]:
     """Room for counters of others than this module, for good: its address, how many launches take by turns, and how
     many captured ones may keep. Not to be asked for under capture."""
+    turns, captured = _ROOMS[False]
     with _making_counters:
         room = _rooms.get(device)
         if room is None:
-            room = _rooms[device] = _zeroed_integers(device)
-    return room.data_ptr(), _TURNS, _CAPTURED
+            room = _rooms[device] = _zeroed_integers(device, turns + captured)
+    return room.data_ptr(), turns, captured
 
 
 _rooms: dict[int, Tensor] = {}

@@ -27,8 +27,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants, composite_notices
-from ..isolation import all_finite, backward_by_sequence, forward_by_sequence, isolated, joined, pieces
-from ..masks import Dense, Documents, Full, Packed
+from ..isolation import (
+    all_finite,
+    backward_by_sequence,
+    forward_by_sequence,
+    forward_of_cache,
+    isolated,
+    joined,
+    pieces,
+)
+from ..masks import Cached, Dense, Documents, Full, Packed
 from ..operands import recording
 from ..scores import Where, bend_all, join_all, keep_all, observe_all, visible_all
 
@@ -67,6 +75,8 @@ def forward(
     What terms report goes into `results`.
     """
     problem = problem.dropout_in_terms()
+    if isinstance(problem.mask, Cached):
+        return forward_of_cache(forward, q, k, v, problem, operands)
     if isinstance(problem.mask, Packed):
         return forward_by_sequence(forward, q, k, v, problem, config, operands, results)
     apart = isinstance(problem.mask, Documents) and all(term.elementwise for term in problem.scores)

@@ -37,7 +37,7 @@ from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants, composite_notice
 from ..errors import Reason
 from ..isolation import all_finite, backward_by_sequence, forward_by_sequence, isolated
 from ..jit import tuned
-from ..masks import Dense, Full, Packed, Tile
+from ..masks import Cached, Dense, Full, Packed, Tile
 from ..operands import zero_grads
 from ..problem import dtype_name
 from ..scores import Where, bend_all, join_all, keep_all, observe_all, unbend_all, unjoin_all, visible_all
@@ -72,6 +72,10 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
                 "a functorch transform is active (vmap, jvp), and the tiled loop updates its sums in place",
                 "use backend='reference' or 'torch-math' under transforms",
             )
+        )
+    if isinstance(problem.mask, Cached):
+        reasons.append(
+            Reason(f"mask {problem.mask}: keys in a cache, of which the tiled loop knows nothing", "use backend='auto'")
         )
     return reasons
 

@@ -21,7 +21,7 @@ import torch
 
 from ..errors import Reason
 from ..isolation import distinct_problems
-from ..masks import Causal, Dense, Documents, Full, Packed, Window
+from ..masks import Cached, Causal, Dense, Documents, Full, Packed, Window
 from ..problem import Strides, dtype_name
 
 if TYPE_CHECKING:
@@ -441,6 +441,11 @@ _COMMON = (
         lambda p, t: isinstance(p.mask, Packed),
         lambda p, t: f"mask {p.mask}: sequences whose offsets are on the device; PyTorch's function takes none",
         "use a tilewise backend (reference, tiled, sm80, sm90)",
+    ),
+    Rule(
+        lambda p, t: isinstance(p.mask, Cached),
+        lambda p, t: f"mask {p.mask}: keys in a cache whose lengths are on the device; PyTorch's function takes none",
+        "use a tilewise backend (reference, sm80, sm90)",
     ),
     Rule(
         lambda p, t: bool(p.scores),

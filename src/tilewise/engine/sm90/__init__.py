@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...problem import Strides
-from .. import rules
+from .. import decode, rules
 from ..backend import Fused
 from . import backward, float32_backward, float32_forward, forward
 
@@ -39,4 +39,4 @@ def _refuse(problem: Problem, target: Target) -> list[Reason]:
     )
 
 
-SM90 = Fused("sm90", _refuse, forward, backward, float32_forward, float32_backward)
+SM90 = Fused("sm90", _refuse, forward, backward, float32_forward, float32_backward, decode)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...engine.backend import Fused
+from ...engine.decode import takes
 from ...engine.sm90.forward import HEAD_DIM_CLASSES
 from ...engine.source import COMPILED
-from ...masks import Causal, Full, Packed, Window
+from ...masks import Cached, Causal, Full, Packed, Window
 from ...problem import Problem
 from ...scores import softcapped
 
@@ -74,6 +75,7 @@ def _problems() -> Iterator[Problem]:
             dtype=torch.bfloat16,
             mask=Packed(4, 8192, 8192, Causal()),
         )
+    yield from _decoding()
     masks = (Full(), Causal(), Window(64, 0))
     for (head_dim, head_dim_v), mask, cap, numbers, length in product(
         HEAD_DIM_CLASSES, masks, (0.0, 1.0), _NUMBERS, _LENGTHS
@@ -90,3 +92,23 @@ def _problems() -> Iterator[Problem]:
             scores=softcapped(cap),
             **numbers,
         )
+
+
+def _decoding() -> Iterator[Problem]:
+    """Few queries: every tile of rows in a cache, whose kernels need the most registers, and some of the others."""
+    for (head_dim, head_dim_v), tokens in product(HEAD_DIM_CLASSES, (1, 32, 64)):
+        plain = Problem(
+            batch=1,
+            heads_q=1,
+            heads_kv=1,
+            seq_q=tokens,
+            seq_kv=4096,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            dtype=torch.bfloat16,
+        )
+        if takes(plain):
+            yield plain.with_(mask=Cached(64, 64, 1, 0, Causal("bottom-right"), lengths=True))
+            if head_dim == 128 and tokens == 1:
+                yield plain
+                yield plain.with_(scores=softcapped(1.0), dtype=torch.float16)

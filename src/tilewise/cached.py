@@ -1,0 +1,440 @@
+"""attention_cached: queries against keys in a cache, in one piece per sequence or in pages.
+
+The lengths of the sequences, their pages and their places in the cache are tensors on the device, and stay there: no
+call waits for them, and a captured CUDA graph runs with whatever they hold then. One function serves decoding (one new
+token per sequence, or a few), speculative decoding, and prefill in chunks; packed queries mix all of these in one call.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from . import op
+from .api import inner_rule, rounded_length
+from .errors import InvalidInput
+from .masks import Cached
+from .memo import Memo
+from .op import Options
+from .plan import AUTO, Plan, check_backend, plan
+from .problem import Problem, as_number, check_tensors, given_scale, strides_class, with_named_terms
+from .scores import softcapped
+from .target import Target
+
+if TYPE_CHECKING:
+    from .api import MaskLike
+    from .operands import Operands
+
+Tensor = torch.Tensor
+_CHECK = "TILEWISE_CHECK"
+PAGE_SIZES = range(1, (1 << 16) + 1)
+
+
+def attention_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    page_table: Tensor | None = None,
+    starts: Tensor | None = None,
+    rows: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    mask: MaskLike = "causal:bottom-right",
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi: Tensor | None = None,
+    keep: Tensor | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    backend: str = AUTO,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new queries to the keys and values of a cache. Nothing here has a gradient.
+
+    q          (batch, seq_q, heads_q, head_dim); or with `cu_seqlens_q` (total_q, heads_q, head_dim).
+    k, v       a cache (cache_batch, places, heads_kv, dim), where sequence n is row `rows[n]`, or row n; or with a
+               `page_table` pages (pages, page_size, heads_kv, dim). The strides of both are free, so that they may be
+               parts of one tensor.
+    lengths    int32 (batch,): sequence n has the places [0, lengths[n]) of its cache; without it, all.
+    page_table int32 (batch, pages of a sequence): place p of sequence n is row p % page_size of page
+               page_table[n, p // page_size]. Pages may be shared and in any order; entries behind the length are not
+               looked at.
+    starts     int32 (batch,): places before starts[n] are padding on the left, and no keys.
+    rows       int32 (batch,): the row of the cache that is a sequence's.
+    cu_seqlens_q  int32 (batch + 1,): queries of different numbers, behind one another, as in `attention_packed`; none
+               has more than max_seqlen_q (0 = unknown), by which tiles are chosen.
+    mask       None, "causal:bottom-right", or a Causal or Window, aligned in each sequence by itself: bottom-right puts
+               the last query at the last key, which is what new tokens want that are in the cache already.
+    alibi, keep, sink, softcap, scale   as of `attention`; keep broadcasts to (batch, heads_q, seq_q, places), and is
+               not for packed queries nor beside starts.
+    batch_invariant  the bits of a row depend on its own sequence alone, not on the batch it runs in, nor on how the GPU
+               is filled: keys are divided by the sequence's own length, and parts are added up in a fixed order.
+
+    Returns out shaped like q with v's head_dim; with return_lse=True also lse (batch, heads_q, seq_q), or
+    (heads_q, total_q), in float32. A sequence of length 0 gives out = 0 and lse = -inf.
+
+    Tensors on a CPU are checked in every call. On a GPU nobody reads them, unless TILEWISE_CHECK is set in the
+    environment: then a call waits for the device, and raises for a length beyond the cache, or a page that does not
+    exist. Without it they count as the nearest that do, and nothing outside the tensors is read.
+    """
+    given = _Given(lengths, page_table, starts, rows, cu_seqlens_q)
+    asked = (max_seqlen_q, mask, scale, softcap, return_lse, batch_invariant, backend)
+    if torch.compiler.is_compiling():
+        return _traced(q, k, v, given, asked, alibi, keep, sink)
+    call, q_view, k_view, v_view, operands = _prepared(q, k, v, given, asked, alibi, keep, sink)
+    with torch.no_grad():
+        out, lse = call(q_view, k_view, v_view, operands)
+    return _as_asked(out, lse, cu_seqlens_q is not None, return_lse)
+
+
+def explain_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    target: Target | None = None,
+    page_table: Tensor | None = None,
+    starts: Tensor | None = None,
+    rows: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    mask: MaskLike = "causal:bottom-right",
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi: Tensor | None = None,
+    keep: Tensor | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    backend: str = AUTO,
+) -> Plan:
+    """The plan of `attention_cached` with these arguments: which kernel, how it divides the keys, and why."""
+    given = _Given(lengths, page_table, starts, rows, cu_seqlens_q)
+    asked = (max_seqlen_q, mask, scale, softcap, return_lse, batch_invariant, backend)
+    problem, *_ = _posed(q, k, v, given, asked, alibi, keep, sink)
+    return plan(problem, target or Target.of(q.device), backend)
+
+
+class _Given(NamedTuple):
+    """Where the keys of each sequence are."""
+
+    lengths: Tensor | None
+    page_table: Tensor | None
+    starts: Tensor | None
+    rows: Tensor | None
+    cu_seqlens_q: Tensor | None
+
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """As the mask `Cached` names its operands, in that order."""
+        named = {
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "cache_lengths": self.lengths,
+            "cache_starts": self.starts,
+            "cache_rows": self.rows,
+            "page_table": self.page_table,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+_Asked = tuple[int, Any, "float | None", float, bool, bool, str]
+
+
+def _as_asked(out: Tensor, lse: Tensor | None, packed: bool, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    out = out.transpose(1, 2)
+    out = out.squeeze(0) if packed else out
+    if not return_lse:
+        return out
+    assert lse is not None, "a backend without lse took a problem that needs one"
+    return out, lse.squeeze(0) if packed else lse
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From arguments to a bound call
+
+
+_calls: Memo[Any] = Memo()
+
+
+def _facts(tensor: Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
+
+
+def _prepared(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: _Given,
+    asked: _Asked,
+    alibi: Tensor | None,
+    keep: Tensor | None,
+    sink: Tensor | None,
+) -> tuple[Any, Tensor, Tensor, Tensor, Operands]:
+    """The bound forward of these tensors, found again by their shapes, strides and alignment, and what it takes."""
+    key: Any = None
+    found = None
+    if type(q) is type(k) is type(v) is Tensor:
+        key = (_facts(q), _facts(k), _facts(v), *map(_facts, given), _facts(alibi), _facts(keep), _facts(sink), asked)
+        try:
+            found = _calls.get(key)
+        except TypeError:  # a mask that cannot be hashed, which is said below
+            key = None
+    if found is None:
+        problem, *views, operands = _posed(q, k, v, given, asked, alibi, keep, sink)
+        options = Options(str(problem.mask), problem.scale, "", "bshd", asked[-1], problem.needs_lse, "exact")
+        call, generation = op.bound_call(problem, views[0], views[1], views[2], operands, options)
+        found = call.forward, problem
+        if key is not None:
+            _calls.put(key, found, generation)
+    else:
+        views = [*_views(q, k, v, given.cu_seqlens_q is not None)]
+        operands = given.by_name
+        if alibi is not None or keep is not None or sink is not None:
+            operands = operands | _named(alibi, keep, sink)
+    forward, problem = found
+    if q.device.type == "cpu" or _CHECK in os.environ:
+        _check_values(problem, operands)
+    return forward, views[0], views[1], views[2], operands
+
+
+def _named(alibi: Tensor | None, keep: Tensor | None, sink: Tensor | None) -> dict[str, Tensor]:
+    """The tensors of the named terms, as `with_named_terms` gives them."""
+    found = {}
+    if alibi is not None:
+        found["slopes"] = alibi.float()
+    if keep is not None:
+        found["keep"] = keep
+    if sink is not None:
+        found["sink"] = sink.float()
+    return found
+
+
+def _views(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """As (batch, heads, rows, dim)."""
+    q = q.transpose(0, 1).unsqueeze(0) if packed else q.transpose(1, 2)
+    return q, k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _posed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: _Given,
+    asked: _Asked,
+    alibi: Tensor | None,
+    keep: Tensor | None,
+    sink: Tensor | None,
+) -> tuple[Problem, Tensor, Tensor, Tensor, Operands]:
+    """The problem of a call, checked as far as it can be without reading the device."""
+    max_q, mask, scale, softcap, return_lse, invariant, backend = asked
+    check_backend(backend)
+    packed = given.cu_seqlens_q is not None
+    _check_shapes(q, k, v, given)
+    q, k, v = _views(q, k, v, packed)
+    check_tensors(q, k, v)
+    sequences = _sequences(q, given)
+    for name, tensor, shape in (
+        ("lengths", given.lengths, (sequences,)),
+        ("starts", given.starts, (sequences,)),
+        ("rows", given.rows, (sequences,)),
+        ("cu_seqlens_q", given.cu_seqlens_q, (sequences + 1,)),
+        ("page_table", given.page_table, (sequences, None)),
+    ):
+        _check_numbers(name, tensor, shape, q.device)
+    page_size, capacity = 0, k.shape[2]
+    if given.page_table is not None:
+        page_size, capacity = k.shape[2], k.shape[2] * given.page_table.shape[1]
+        if page_size not in PAGE_SIZES:
+            raise InvalidInput("k", f"pages of {page_size} places", f"1 to {PAGE_SIZES.stop - 1}", "use smaller pages")
+        if given.rows is not None:
+            raise InvalidInput("rows", "beside a page_table", "one of the two", "reorder the rows of the page_table")
+    elif given.rows is None and k.shape[0] != sequences:
+        raise InvalidInput(
+            "k",
+            f"a cache of {k.shape[0]} rows for {sequences} sequences",
+            "as many rows as sequences, or rows that names them",
+            "pass rows, or a slice of the cache",
+        )
+    if keep is not None and (packed or given.starts is not None):
+        beside = "packed queries" if packed else "starts"
+        raise InvalidInput("keep", f"beside {beside}", "a tensor (batch, heads, seq_q, places) alone", "use a mask")
+    scores, operands = with_named_terms(q, k, (), None, alibi=alibi, keep=keep, sink=sink, seq_kv=capacity)
+    rule = Cached(
+        batches=k.shape[0],
+        page_size=page_size,
+        sequences=sequences,
+        max_q=rounded_length(max_q),
+        inner=inner_rule(mask),
+        packed=packed,
+        lengths=given.lengths is not None,
+        starts=given.starts is not None,
+        rows=given.rows is not None,
+        invariant=bool(invariant),
+    )
+    problem = Problem(
+        batch=q.shape[0],
+        heads_q=q.shape[1],
+        heads_kv=k.shape[1],
+        seq_q=q.shape[2],
+        seq_kv=capacity if k.shape[0] else 0,
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        dtype=q.dtype,
+        mask=rule,
+        scale=given_scale(scale),
+        scores=(*softcapped(as_number("softcap", softcap)), *scores),
+        layout="bshd",
+        strides=strides_class(q, k, v),
+        needs_lse=bool(return_lse),
+    )
+    for term in problem.scores:
+        for operand in term.tensors:
+            term.check_tensor(operand.name, operands[operand.name], problem)
+    return problem, q, k, v, {**given.by_name, **operands}
+
+
+def _sequences(q: Tensor, given: _Given) -> int:
+    return q.shape[0] if given.cu_seqlens_q is None else given.cu_seqlens_q.shape[0] - 1
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, given: _Given) -> None:
+    packed = given.cu_seqlens_q is not None
+    rows = "(total_q, heads, head_dim)" if packed else "(batch, seq_q, heads, head_dim)"
+    cache = "(pages, page_size, heads, head_dim)" if given.page_table is not None else "(rows, places, heads, head_dim)"
+    for name, tensor, shape in (("q", q, rows), ("k", k, cache), ("v", v, cache)):
+        if not isinstance(tensor, Tensor):
+            raise InvalidInput(name, type(tensor).__name__, "a torch.Tensor", "convert it with torch.as_tensor")
+        if tensor.ndim != shape.count(",") + 1:
+            raise InvalidInput(name, f"shape {tuple(tensor.shape)}", shape, "reshape it")
+    if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[-1]:
+        raise InvalidInput(
+            "v" if k.shape[:3] != v.shape[:3] else "k",
+            f"shape {tuple(v.shape if k.shape[:3] != v.shape[:3] else k.shape)}",
+            f"{tuple(k.shape[:3])} and a head_dim of its own, as k has; and k the head_dim of q, {q.shape[-1]}",
+            "pass the two halves of one cache",
+        )
+
+
+def _check_numbers(name: str, tensor: Tensor | None, shape: tuple[int | None, ...], device: torch.device) -> None:
+    """A tensor of int32, as kernels read it."""
+    if tensor is None:
+        return
+    if not isinstance(tensor, Tensor):
+        raise InvalidInput(name, type(tensor).__name__, "a torch.Tensor", "convert it with torch.as_tensor")
+    fits = tensor.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, tensor.shape, strict=True))
+    if not fits or tensor.dtype != torch.int32 or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
+        text = ", ".join("pages of a sequence" if n is None else str(n) for n in shape)
+        raise InvalidInput(
+            name,
+            f"a tensor of shape {tuple(tensor.shape)} in {tensor.dtype}, strides {tensor.stride()}",
+            f"int32 ({text}) with neighbours side by side",
+            "cast it with .to(torch.int32), or call .contiguous()",
+        )
+    if tensor.device != device:
+        raise InvalidInput(name, f"on {tensor.device}", f"{device}, the device of q", "move it")
+
+
+def _check_values(problem: Problem, operands: Operands) -> None:
+    """What only the device knows: it waits for it. Raises InvalidInput for numbers that name nothing."""
+    mask = problem.mask
+    assert isinstance(mask, Cached)
+    capacity = problem.seq_kv
+    if mask.lengths:
+        _check_range("lengths", operands["cache_lengths"], 0, capacity, "places of the cache")
+    if mask.starts:
+        _check_range("starts", operands["cache_starts"], 0, capacity, "places of the cache")
+    if mask.rows:
+        _check_range("rows", operands["cache_rows"], 0, mask.batches - 1, "rows of the cache")
+    if mask.packed:
+        offsets = operands["cu_seqlens_q"]
+        if offsets.numel() and (int(offsets[0]) != 0 or bool((offsets.diff() < 0).any())):
+            remedy = "pass the cumulative numbers of queries"
+            raise InvalidInput("cu_seqlens_q", offsets.tolist()[:8], "offsets from 0 that never fall", remedy)
+        _check_range("cu_seqlens_q", offsets, 0, problem.seq_q, "rows of q")
+    if mask.page_size:
+        table = operands["page_table"]
+        places = torch.arange(table.shape[1], device=table.device) * mask.page_size
+        used = table
+        if mask.lengths:
+            used = table[places < operands["cache_lengths"].clamp(0, capacity)[:, None]]
+        _check_range("page_table", used, 0, mask.batches - 1, "pages")
+
+
+def _check_range(name: str, numbers: Tensor, least: int, most: int, what: str) -> None:
+    if numbers.numel() == 0:
+        return
+    low, high = int(numbers.min()), int(numbers.max())
+    if low < least or high > most:
+        shown = low if low < least else high
+        raise InvalidInput(name, f"{shown} among its numbers", f"{least} to {most}, the {what}", "check who wrote it")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inside torch.compile
+
+
+@torch.library.custom_op("tilewise::attention_cached", mutates_args=())
+def _operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    page_table: Tensor | None,
+    starts: Tensor | None,
+    rows: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    alibi: Tensor | None,
+    keep: Tensor | None,
+    sink: Tensor | None,
+    max_seqlen_q: int,
+    mask: str,
+    scale: float | None,
+    softcap: float,
+    return_lse: bool,
+    batch_invariant: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    given = _Given(lengths, page_table, starts, rows, cu_seqlens_q)
+    asked = (max_seqlen_q, mask, scale, softcap, return_lse, batch_invariant, backend)
+    forward, *views, operands = _prepared(q, k, v, given, asked, alibi, keep, sink)
+    out, lse = forward(*views, operands)
+    found = _as_asked(out, lse, cu_seqlens_q is not None, return_lse)
+    return found if isinstance(found, tuple) else (found, q.new_empty(0, dtype=torch.float32))
+
+
+@_operator.register_fake
+def _(  # type: ignore[no-untyped-def]
+    q, k, v, lengths, page_table, starts, rows, cu_seqlens_q, alibi, keep, sink, max_seqlen_q, mask, scale, softcap,
+    return_lse, batch_invariant, backend,
+):  # fmt: skip
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    if not return_lse:
+        return out, q.new_empty(0, dtype=torch.float32)
+    shape = (q.shape[1], q.shape[0]) if cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
+    return out, q.new_empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: _Given,
+    asked: _Asked,
+    alibi: Tensor | None,
+    keep: Tensor | None,
+    sink: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """One operator of the graph, which plans when it runs."""
+    max_q, mask, scale, softcap, return_lse, invariant, backend = asked
+    text = str(inner_rule(mask))
+    out, lse = _operator(
+        q, k, v, *given, alibi, keep, sink, max_q, text, scale, float(softcap), return_lse, invariant, backend
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,97 @@
+// clang-format off
+// Keys and values that lie in a cache, in one piece per sequence or in pages, with lengths that are on the device.
+//
+// Symbols. Sequence b of `batch` has the keys [start_b, length_b) of its cache, counted from 0: key j of the sequence is place
+// start_b + j of the cache. Everything else counts keys of the sequence.
+//
+//   one piece per sequence   place p is row p of batch `cache_rows[b]` of the tensors, or of batch b
+//   pages                    place p is row p % page_size of page `page_table[b, p / page_size]`; a page is a batch of the tensors
+//   queries                  all sequences have seq_q; or with `cached_cu_q` they are packed, and sequence b has those of
+//                            [cu_q[b], cu_q[b + 1]). Rows behind the last offset are sequence batch - 1, which has no keys.
+//
+// Whatever these tensors hold, nothing outside of q, k, v and out is touched: lengths and starts are taken for the nearest that
+// the cache has room for, pages and rows for the nearest that exist.
+// clang-format on
+#pragma once
+
+#include "extents.cuh"
+#include "packed.cuh"
+
+namespace tilewise {
+
+struct CachedRecord : SequenceRecord {
+  int owner;      // b
+  int cache_row;  // the batch of k and v, where they are in one piece
+};
+
+struct CachedOperands {
+  const int* cache_lengths;  // (batch); null: every place is taken
+  const int* cache_starts;   // (batch); null: 0
+  const int* cache_rows;     // (batch); null: b
+  const int* page_table;     // (batch, pages of a sequence); null: one piece per sequence
+  long long page_table_stride;
+  const int* cached_cu_q;  // (batch); null: all sequences have seq_q queries
+  int page_size;
+  int cache_batches;   // of k and v: pages, or rows of the cache
+  int cache_capacity;  // places of a sequence
+  int ends_aligned;    // the last query stands at the last key, else the first at the first
+};
+
+// A row of k and v.
+struct KeyPlace {
+  int batch, row;
+};
+
+struct Cached {
+  static constexpr bool has_operands = true, ragged = true;
+  using Operands = CachedOperands;
+  using Record = CachedRecord;
+
+  template <typename Params>
+  static __device__ __forceinline__ Record find(const Params& params, int b) {
+    PackedPlace q{0, params.seq_q};
+    bool exists = true;
+    if (params.cached_cu_q != nullptr) {
+      exists = b + 1 < params.batch;
+      q = exists ? packed_place(params.cached_cu_q, b, params.seq_q)
+                 : behind_last(params.cached_cu_q, b, params.seq_q);
+    }
+    int length = 0, start = 0, row = 0;
+    if (exists) {
+      const int capacity = params.cache_capacity;
+      length = params.cache_lengths == nullptr ? capacity : __ldg(params.cache_lengths + b);
+      length = min_int(max_int(length, 0), capacity);
+      if (params.cache_starts != nullptr)
+        start = min_int(max_int(__ldg(params.cache_starts + b), 0), length);
+      row = params.cache_rows == nullptr ? b : __ldg(params.cache_rows + b);
+      row = min_int(max_int(row, 0), params.cache_batches - 1);
+    }
+    const int seq_k = length - start, offset = params.ends_aligned ? seq_k - q.length : 0;
+    return {{q.start, start, q.length, seq_k, params.band_first_shift + offset,
+             params.band_end_shift + offset},
+            b,
+            row};
+  }
+
+  template <typename Params>
+  struct Sequence : KeptSequence<Params> {
+    const bool packed;
+
+    __device__ __forceinline__ Sequence(const Params& params, const Record& record)
+        : KeptSequence<Params>(params, record), packed(params.cached_cu_q != nullptr) {}
+    __device__ __forceinline__ int batch(int b) const { return packed ? 0 : b; }
+  };
+
+  // Where key `key` of a sequence lies, which is not past its last.
+  template <typename Params>
+  static __device__ __forceinline__ KeyPlace key_place(const Params& params, const Record& record,
+                                                       int key) {
+    const int place = record.k_start + key;
+    if (params.page_table == nullptr) return {record.cache_row, place};
+    const int number = static_cast<unsigned>(place) / static_cast<unsigned>(params.page_size);
+    const int page = __ldg(params.page_table + record.owner * params.page_table_stride + number);
+    return {min_int(max_int(page, 0), params.cache_batches - 1), place - number * params.page_size};
+  }
+};
+
+}  // namespace tilewise

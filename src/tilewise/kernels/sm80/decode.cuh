@@ -1,0 +1,766 @@
+// clang-format off
+// Few queries against many keys, at the speed of memory: cp.async loads, mma.sync products. For every GPU from sm_80 on.
+//
+// Symbols. A sequence has seq_q queries (new tokens) and seq_k keys; a KV head serves `group` query heads. The rows of a KV head are
+// its (token, query head) pairs, row = token * group + head: R of them, 16 or 32, make a tile. A unit is a tile of a KV head of a
+// sequence; it sees keys [begin, end), a hull over its rows. A step is 16 keys for each of the W warps of a CTA, from `base` =
+// begin rounded down to 16: n = max(1, ceil((end - base) / 16 W)) steps. c = scale * log2(e).
+//
+//   Division: no CTA has more than one step more than another, whatever the batch and the lengths are.
+//   1. N = sum of n over all units, in the order sequence, KV head, tile. A = min(CTAs, max(N / 4, min(N / 2, CTAs / 2)))
+//   2. CTA c < A does the steps [c N / A, (c + 1) N / A) of that order: segments of units, whole ones but the first and the last
+//
+//   A warp, for each of its 16 keys of a step:
+//   3. S = Q K^T; terms of the policy row by row (common/scores.cuh); hidden scores of partial blocks = -inf
+//   4. m' = max(m, c * rowmax S), alpha = 2^(m - m'), m = m'; P = 2^(c S - m), l = alpha l + rowsum P
+//   5. O = alpha O + round16(P) V
+//
+//   A CTA, at the end of a segment:
+//   6. M = max over warps of m; O = sum 2^(m_w - M) O_w, L = sum 2^(m_w - M) l_w, warps in order, through shared memory
+//   7. a whole unit: terms may finish M and L; out = O / L, lse = ln2 (M + log2 L). A row without keys: out = 0, lse = -inf
+//   8. a part of a unit: O, M, L go to memory, and the CTA takes a ticket of the unit. The last to take one adds up the parts as in
+//      6, in their order, finishes as in 7, and leaves the tickets at zero. Nobody waits for anybody
+//
+// `invariant`: the bits of a row follow from its own sequence. Then a unit is divided by its n alone, into items of
+// max(4, least power of two >= n / 64) steps; step 2 divides items, every item is a part, and its place in memory is its number.
+// Without tickets (none are left while a graph is captured) CTAs do whole units.
+//
+// Roles. All warps do the same, each with keys of its own: between two segments no warp waits for another. Loads run `stages` steps
+// ahead, across the ends of segments, so that memory is busy while parts are put together.
+//
+// Shared memory (struct DecodeSmem): per warp `stages` blocks of 16 keys and their values; Q of the unit; O, m and l of all warps.
+//
+// Synchronisation.
+//   cp_async_wait, __syncwarp          a block has arrived: copied, and read, by the lanes of one warp
+//   __syncwarp                         all lanes have read a block; the next copies overwrite it
+//   __syncthreads, in step 6           all warps have written O, m, l, and have read Q, which is loaded anew after this
+//   __syncthreads, around the ticket   all stores of a part come before it (release), all loads of others after it (acquire)
+//   __syncthreads, after Q is loaded   it is there, and the O, m, l of the segment before have been read
+// Values that are inf or NaN, in blocks of which a row may not see every key: 0 * inf is NaN. There the rows that do see such a
+// value get it at once, and it is zeroed before the product.
+//
+// Registers of a thread: row_tiles * (dv / 2 of O, 8 of S, d / 4 of Q if there is one tile and d <= 128), of 65536 / (threads * ctas_per_sm).
+// clang-format on
+#pragma once
+
+#include "../common/cached.cuh"
+#include "../common/nonfinite.cuh"
+#include "../common/scores.cuh"
+#include "../common/softmax.cuh"
+#include "tiles.cuh"
+
+namespace tilewise::sm80 {
+
+// Mirrored field by field by `Config` in engine/decode.py.
+struct DecodeConfig {
+  bool bf16;
+  int head_dim;
+  int head_dim_v;
+  int warps;
+  int row_tiles;  // blocks of 16 rows
+  int stages;
+  bool has_terms;
+  int ctas_per_sm;
+
+  TILEWISE_INLINE int rows() const { return 16 * row_tiles; }
+  TILEWISE_INLINE int threads() const { return 32 * warps; }
+};
+
+struct DecodeParams {
+  Tensor q;
+  Tensor k;
+  Tensor v;
+  Tensor out;
+  float* lse;           // null, or (batch, heads, seq_q)
+  float* partial_out;   // (slots, part_rows, head_dim_v of the class)
+  float* partial_sums;  // (slots, part_rows, 2): M and L
+  int* tickets;         // zeroes, and left so: one per CTA, or per unit where `invariant`; or null
+  int batch;            // sequences
+  int heads;            // of queries
+  int heads_per_kv;
+  int seq_q;
+  int seq_k;
+  int head_dim;    // the real one
+  int head_dim_v;  // likewise
+  int band_first_shift;
+  int band_end_shift;
+  int part_rows;   // of a unit, at most
+  int unit_tiles;  // of a sequence, at most; where queries are packed, 0
+  int invariant;
+  float scale_log2;
+  float softcap_in;
+};
+
+template <DecodeConfig config, typename Extents>
+struct DecodeSmem {
+  static constexpr int block_keys = 16;
+  static constexpr int k_bytes = matrix_bytes(block_keys, config.head_dim);
+  static constexpr int v_bytes = matrix_bytes(block_keys, config.head_dim_v);
+  static constexpr int stride = config.head_dim_v + 8;  // so that lanes write to different banks
+
+  alignas(1024) unsigned char ring[config.warps][config.stages][k_bytes + v_bytes];
+  unsigned char q[matrix_bytes(config.rows(), config.head_dim)];
+  float o[config.warps][config.rows()][stride];
+  float m[config.warps][config.rows()];
+  float l[config.warps][config.rows()];
+  int is_last;
+};
+
+constexpr int min_item_steps = 4, max_items = 64;  // of a unit, where its division is invariant
+
+template <DecodeConfig config, typename Policy, typename Extents>
+struct Decode {
+  using Smem = DecodeSmem<config, Extents>;
+  using KernelParams = ParamsOf<DecodeParams, Policy, Extents>;
+  using Record = typename Extents::Record;
+  static constexpr int warps = config.warps, threads = config.threads(), rows = config.rows();
+  static constexpr int row_tiles = config.row_tiles, stages = config.stages;
+  static constexpr int block_keys = Smem::block_keys, step_keys = block_keys * warps;
+  static constexpr int d = config.head_dim, dv = config.head_dim_v;
+  static constexpr bool q_in_registers = row_tiles == 1 && d <= 128;
+  static constexpr int q_steps = q_in_registers ? d / 16 : 1;
+  // Whether units of different sequences differ in their keys.
+  static constexpr bool ragged = Extents::ragged || Policy::hides_by_span;
+
+  const KernelParams& params;
+  Smem& smem;
+  const int lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+  const int group = params.heads_per_kv;
+  const int heads_kv = params.heads / params.heads_per_kv;
+
+  int total, active;  // N and A, of items
+  u32 q[q_steps][4];
+  float o[row_tiles][dv / 2];
+  Softmax softmax[row_tiles];
+
+  // --- the division ---
+
+  struct Division {
+    int base, steps, item_steps, items;
+  };
+  __device__ __forceinline__ Division divide(const Span& keys) const {
+    Division found{keys.begin & ~(block_keys - 1), 1, 1, 1};
+    if (keys.begin < keys.end) found.steps = ceil_div(keys.end - found.base, step_keys);
+    if (params.invariant) {
+      const int least = ceil_div(found.steps, max_items);
+      found.item_steps = max_int(min_item_steps, least <= 1 ? 1 : 1 << (32 - __clz(least - 1)));
+    }
+    found.items = ceil_div(found.steps, found.item_steps);
+    return found;
+  }
+
+  __device__ __forceinline__ int tiles_of(const Record& record) const {
+    return ceil_div(sequence_of<Extents>(params, record).seq_q() * group, rows);
+  }
+  // Of a tile of a sequence: the keys that some row sees, and those that all see.
+  __device__ __forceinline__ SeenSpans seen(const Record& record, int b, int tile) const {
+    const auto sequence = sequence_of<Extents>(params, record);
+    const Band band = sequence.band();
+    const int first = tile * rows / group;
+    const int last = (min_int((tile + 1) * rows, sequence.seq_q() * group) - 1) / group;
+    SeenSpans keys{{band.first_key(first), band.end_key(last)},
+                   {band.first_key(last), band.end_key(first)}};
+    if constexpr (Policy::hides_by_span) {
+      const SeenSpans own = Policy::seen_keys(params, b, first, last + 1);
+      keys = {keys.some.within(own.some), keys.all.within(own.all)};
+    }
+    if constexpr (Policy::hides_by_data) keys.all = {0, 0};
+    return keys;
+  }
+  // Items of all tiles of one KV head of a sequence.
+  __device__ __forceinline__ int items_of(int b) const {
+    const Record record = Extents::find(params, b);
+    const int tiles = tiles_of(record);
+    int sum = 0;
+    for (int tile = 0; tile < tiles; ++tile) sum += divide(seen(record, b, tile).some).items;
+    return sum;
+  }
+
+  __device__ __forceinline__ int count_items() const {
+    if constexpr (!ragged) return params.batch * heads_kv * items_of(0);
+    int sum = 0;
+    for (int b = lane; b < params.batch; b += 32) sum += items_of(b);
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+    return sum * heads_kv;
+  }
+
+  __device__ __forceinline__ int begin_of(int cta) const {
+    return static_cast<int>(static_cast<long long>(cta) * total / active);
+  }
+  __device__ __forceinline__ int owner_of(int item) const {
+    return static_cast<int>(((item + 1ll) * active - 1) / total);
+  }
+
+  // A step of a unit, on its way through the items of this CTA.
+  struct Cursor {
+    int b, head_kv, tile, tiles;
+    Record record;
+    SeenSpans keys;
+    Division division;
+    int first;  // item of the unit, among all
+    int item;   // of the unit
+    int step;   // of the unit
+    int left;   // items of this CTA from this one on
+
+    __device__ __forceinline__ int item_end() const {
+      return min_int(division.steps, (item + 1) * division.item_steps);
+    }
+  };
+
+  __device__ __forceinline__ void settle(Cursor& at) const {
+    at.keys = seen(at.record, at.b, at.tile);
+    at.division = divide(at.keys.some);
+  }
+
+  // The sequence with this item, and its first item: all lanes of a warp ask together.
+  __device__ __forceinline__ int sequence_with(int item, int& first) const {
+    if constexpr (!ragged) {
+      const int each = heads_kv * items_of(0), b = item / each;
+      first = b * each;
+      return b;
+    }
+    first = 0;
+    for (int begin = 0;; begin += 32) {
+      const int own = begin + lane < params.batch ? items_of(begin + lane) * heads_kv : 0;
+      int through = own;  // this lane's sequence
+#pragma unroll
+      for (int lanes = 1; lanes < 32; lanes *= 2) {
+        const int before = __shfl_sync(0xffffffffu, through, max_int(0, lane - lanes));
+        if (lane >= lanes) through += before;
+      }
+      const u32 holds = __ballot_sync(0xffffffffu, item < first + through);
+      if (holds != 0) {
+        const int owner = 31 - __clz(holds & (0u - holds));
+        first += __shfl_sync(0xffffffffu, through - own, owner);
+        return begin + owner;
+      }
+      first += __shfl_sync(0xffffffffu, through, 31);
+    }
+  }
+
+  __device__ __forceinline__ Cursor find(int item) const {
+    Cursor at;
+    int rest;
+    at.b = sequence_with(item, rest);
+    rest = item - rest;
+    at.record = Extents::find(params, at.b);
+    at.tiles = tiles_of(at.record);
+    const int per_head = items_of(at.b);
+    at.head_kv = rest / per_head;
+    rest -= at.head_kv * per_head;
+    for (at.tile = 0;; ++at.tile) {
+      settle(at);
+      if (rest < at.division.items) break;
+      rest -= at.division.items;
+    }
+    at.first = item - rest;
+    at.item = rest;
+    at.step = rest * at.division.item_steps;
+    at.left = 0;
+    return at;
+  }
+
+  __device__ __forceinline__ void advance(Cursor& at) const {
+    if (++at.step < at.item_end()) return;
+    ++at.item;
+    if (--at.left == 0 || at.item < at.division.items) return;
+    at.first += at.division.items;
+    at.item = at.step = 0;
+    if (at.tiles > 1) {
+      at.tile = at.tile + 1 < at.tiles ? at.tile + 1 : 0;
+      settle(at);
+      if (at.tile != 0) return;
+    }
+    if (++at.head_kv < heads_kv) return;
+    at.head_kv = 0;
+    do {
+      at.record = Extents::find(params, ++at.b);
+      at.tiles = tiles_of(at.record);
+    } while (at.tiles == 0);
+    settle(at);
+  }
+
+  // --- copies ---
+
+  __device__ __forceinline__ u32 block_at(int slot) const {
+    return ptx::smem_address(smem.ring[warp][slot]);
+  }
+  __device__ __forceinline__ int first_key(const Cursor& at) const {
+    return at.division.base + (at.step * warps + warp) * block_keys;
+  }
+  __device__ __forceinline__ bool is_seen(const Cursor& at) const {
+    const int key = first_key(at);
+    return key < at.keys.some.end && key + block_keys > at.keys.some.begin;
+  }
+
+  __device__ __forceinline__ KeyPlace place_of(const Cursor& at, int key) const {
+    if constexpr (requires { Extents::key_place(params, at.record, key); }) {
+      return Extents::key_place(params, at.record, key);
+    } else {
+      const auto sequence = sequence_of<Extents>(params, at.record);
+      return {sequence.batch(at.b), sequence.k_start() + key};
+    }
+  }
+
+  // Eight lanes copy the 128 bytes of a panel's row, four rows at once. Byte offset of those of
+  // round i.
+  __device__ __forceinline__ u32 copied_at(int i) const {
+    return swizzled_chunk(lane / 8 + i % 2 * 4, lane % 8) + i / 2 * swizzle_atom_bytes;
+  }
+  template <int columns>
+  __device__ __forceinline__ bool has_chunk(int panel) const {
+    return columns % panel_columns == 0 || panel * 8 + lane % 8 < columns / 8;
+  }
+  template <int columns>
+  __device__ __forceinline__ void copy_row(u32 to, const Tensor& tensor, const KeyPlace& place,
+                                           int head, int dim, bool exists) const {
+    const u16* from = static_cast<const u16*>(tensor.data);
+    if (exists) from = tensor.row(place.batch, head, place.row) + lane % 8 * 8;
+#pragma unroll
+    for (int panel = 0; panel < panel_count(columns); ++panel) {
+      if (!has_chunk<columns>(panel)) continue;
+      const bool there = exists && panel * panel_columns + lane % 8 * 8 < dim;
+      ptx::cp_async_16(to + panel * panel_bytes(block_keys),
+                       there ? from + panel * panel_columns : from, there ? 16 : 0);
+    }
+  }
+  // Keys outside of what the unit sees become zeros, and are not read.
+  __device__ __forceinline__ void load(const Cursor& at, int slot) const {
+    if (!is_seen(at)) return;
+    const u32 block = block_at(slot);
+    const int first = first_key(at) + lane / 8;
+#pragma unroll
+    for (int i = 0; i < block_keys / 4; ++i) {
+      const int key = first + 4 * i;
+      const bool exists = key >= at.keys.some.begin && key < at.keys.some.end;
+      KeyPlace place{0, 0};
+      if (exists) place = place_of(at, key);
+      copy_row<d>(block + copied_at(i), params.k, place, at.head_kv, params.head_dim, exists);
+      copy_row<dv>(block + Smem::k_bytes + copied_at(i), params.v, place, at.head_kv,
+                   params.head_dim_v, exists);
+    }
+  }
+
+  __device__ __forceinline__ int rows_of(const Cursor& at) const {
+    return min_int(rows, sequence_of<Extents>(params, at.record).seq_q() * group - at.tile * rows);
+  }
+  __device__ __forceinline__ int token_of(const Cursor& at, int row) const {
+    return (at.tile * rows + row) / group;
+  }
+  __device__ __forceinline__ int head_of(const Cursor& at, int row) const {
+    return at.head_kv * group + (at.tile * rows + row) % group;
+  }
+
+  __device__ __forceinline__ void load_q(const Cursor& at) const {
+    const auto sequence = sequence_of<Extents>(params, at.record);
+    const int count = rows_of(at);
+    for (int i = threadIdx.x; i < rows * (d / 8); i += threads) {
+      const int row = i / (d / 8), chunk = i % (d / 8);
+      uint4 x{0, 0, 0, 0};
+      if (row < count && chunk * 8 < params.head_dim)
+        x = *reinterpret_cast<const uint4*>(params.q.row(sequence.batch(at.b), head_of(at, row),
+                                                         sequence.q_start() + token_of(at, row)) +
+                                            chunk * 8);
+      ptx::store_shared(ptx::smem_address(smem.q) + chunk / 8 * panel_bytes(rows) +
+                            swizzled_chunk(row, chunk % 8),
+                        x);
+    }
+  }
+  __device__ __forceinline__ void read_q(int step, int t, u32 (&fragment)[4]) const {
+    ptx::ldmatrix_x4(
+        column_block<rows>(lane_by_rows(ptx::smem_address(smem.q)), step) + t * panel_bytes(16),
+        fragment);
+  }
+
+  // --- steps 3 to 5 ---
+
+  // One row of a fragment: terms know no tiles whose rows are of several heads.
+  struct Place {
+    static constexpr RowsAre rows_are = RowsAre::queries;
+    const Decode& kernel;
+    const Cursor& at;
+    const int tile_row, first;
+
+    __device__ __forceinline__ int row() const { return kernel.token_of(at, tile_row); }
+    __device__ __forceinline__ int column() const { return first + 2 * (kernel.lane % 4); }
+    __device__ __forceinline__ int batch() const { return at.b; }
+    __device__ __forceinline__ int head() const { return kernel.head_of(at, tile_row); }
+    __device__ __forceinline__ Band band() const {
+      return sequence_of<Extents>(kernel.params, at.record).band();
+    }
+    __device__ __forceinline__ RowBand row_band() const {
+      return sequence_of<Extents>(kernel.params, at.record).row_band();
+    }
+  };
+
+  // A row's scores stand in the places of a fragment's first row, and nothing in those of its
+  // second: what becomes of them is thrown away.
+  template <typename Change>
+  __device__ __forceinline__ void by_rows(const Cursor& at, float (&s)[row_tiles][8],
+                                          Change change) const {
+    const int first = first_key(at);
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int i = 2 * r;
+        float v[8] = {s[t][i], s[t][i + 1], 0.0f, 0.0f, s[t][4 + i], s[t][5 + i], 0.0f, 0.0f};
+        change(v, Place{*this, at, 16 * t + lane / 4 + 8 * r, first});
+        s[t][i] = v[0];
+        s[t][i + 1] = v[1];
+        s[t][4 + i] = v[4];
+        s[t][5 + i] = v[5];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void scores(const Cursor& at, u32 block, float (&s)[row_tiles][8]) {
+    const u32 k_lane = lane_by_columns(block);
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) s[t][i] = 0.0f;
+    }
+#pragma unroll
+    for (int step = 0; step < d / 16; ++step) {
+      u32 b[4];
+      ptx::ldmatrix_x4(column_block<block_keys>(k_lane, step), b);
+#pragma unroll
+      for (int t = 0; t < row_tiles; ++t) {
+        u32 a[4];
+        if constexpr (!q_in_registers) read_q(step, t, a);
+        const auto& row = q_in_registers ? q[q_in_registers ? step : 0] : a;
+        ptx::mma_m16n8k16<config.bf16>(&s[t][0], row, b[0], b[1]);
+        ptx::mma_m16n8k16<config.bf16>(&s[t][4], row, b[2], b[3]);
+      }
+    }
+    if constexpr (Policy::transforms)
+      by_rows(at, s,
+              [&](float (&v)[8], const Place& place) { Policy::apply(v, params, Unit{}, place); });
+  }
+
+  __device__ __forceinline__ void attend(const Cursor& at, int slot) {
+    if (!is_seen(at)) return;
+    const u32 block = block_at(slot);
+    const int first = first_key(at);
+    const bool partial = first < at.keys.all.begin || first + block_keys > at.keys.all.end;
+    float s[row_tiles][8];
+    scores(at, block, s);
+    if (partial)
+      by_rows(at, s, [&](float (&v)[8], const Place& place) { Policy::hide(v, params, place); });
+    u32 p[row_tiles][1][4];
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) {
+      float alpha[2];
+      softmax[t].exact_block(s[t], params.scale_log2, alpha);
+      if (__any_sync(0xffffffffu, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < dv / 2; ++i) o[t][i] *= alpha[row_of(i)];
+      }
+      pack_block<config.bf16>(s[t], p[t]);
+    }
+    if (partial) set_apart_nonfinite(at, slot);
+    const u32 v_lane = lane_by_rows(block + Smem::k_bytes);
+#pragma unroll
+    for (int pair = 0; pair < dv / 16; ++pair) {
+      u32 b[4];
+      ptx::ldmatrix_x4_trans(column_block<block_keys>(v_lane, pair), b);
+#pragma unroll
+      for (int t = 0; t < row_tiles; ++t) {
+        ptx::mma_m16n8k16<config.bf16>(&o[t][8 * pair], p[t][0], b[0], b[1]);
+        ptx::mma_m16n8k16<config.bf16>(&o[t][8 * pair + 4], p[t][0], b[2], b[3]);
+      }
+    }
+  }
+
+  // Of a block of values: what is inf or NaN goes to the rows that see it, and becomes 0.
+  __device__ __forceinline__ void set_apart_nonfinite(const Cursor& at, int slot) {
+    const u32 values = block_at(slot) + Smem::k_bytes;
+    u32 sum = 0;  // of zeros, and NaN once a value is not finite
+#pragma unroll
+    for (int i = 0; i < block_keys / 4; ++i) {
+#pragma unroll
+      for (int panel = 0; panel < panel_count(dv); ++panel) {
+        if (!has_chunk<dv>(panel)) continue;
+        const uint4 x = ptx::load_shared(values + copied_at(i) + panel * panel_bytes(block_keys));
+        sum = ptx::add_zero_times<config.bf16>(x.x, sum);
+        sum = ptx::add_zero_times<config.bf16>(x.y, sum);
+        sum = ptx::add_zero_times<config.bf16>(x.z, sum);
+        sum = ptx::add_zero_times<config.bf16>(x.w, sum);
+      }
+    }
+    if (__builtin_expect(!__any_sync(0xffffffffu, (sum & 0x7fff7fffu) != 0), 1)) return;
+    const unsigned char* block = smem.ring[warp][slot] + Smem::k_bytes;
+    const Band band = sequence_of<Extents>(params, at.record).band();
+    const int first = first_key(at);
+#pragma unroll 1
+    for (int key = 0; key < block_keys; ++key) {
+      const int number = first + key;
+      if (number < at.keys.some.begin || number >= at.keys.some.end) continue;
+#pragma unroll
+      for (int t = 0; t < row_tiles; ++t) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int row = 16 * t + lane / 4 + 8 * r, token = token_of(at, row);
+          if (row >= rows_of(at) || !band.visible(token, number)) continue;
+          if (!Policy::sees(params, at.b, head_of(at, row), token, number)) continue;
+#pragma unroll
+          for (int i = 0; i < dv / 2; i += 4) {
+            const int chunk = i / 4;
+            const u32 two =
+                *reinterpret_cast<const u32*>(block + chunk / 8 * panel_bytes(block_keys) +
+                                              swizzled_chunk(key, chunk % 8) + lane % 4 * 4);
+            const u32 bad = nonfinite_bits<config.bf16>(two);
+            if (bad & 0x8000u) o[t][i + 2 * r] += ptx::unpack_low<config.bf16>(two);
+            if (bad & 0x80000000u) o[t][i + 2 * r + 1] += ptx::unpack_high<config.bf16>(two);
+          }
+        }
+      }
+    }
+    __syncwarp();
+    auto keep = [](u32 word) {
+      const u32 bad = nonfinite_bits<config.bf16>(word) >> 15;  // 1 in bit 0 and bit 16
+      return word & ~(bad * 0xffffu);
+    };
+#pragma unroll 1
+    for (int i = 0; i < block_keys / 4 * panel_count(dv); ++i) {
+      const int panel = i % panel_count(dv);
+      if (!has_chunk<dv>(panel)) continue;
+      const u32 chunk = values + copied_at(i / panel_count(dv)) + panel * panel_bytes(block_keys);
+      const uint4 x = ptx::load_shared(chunk);
+      ptx::store_shared(chunk, uint4{keep(x.x), keep(x.y), keep(x.z), keep(x.w)});
+    }
+    __syncwarp();
+  }
+
+  // --- steps 6 to 8 ---
+
+  struct Sums {
+    float m = -infinity, l = 0.0f;
+    float4 o{0.0f, 0.0f, 0.0f, 0.0f};
+
+    __device__ __forceinline__ void add(float other_m, float other_l, const float4& other) {
+      const float next = fmaxf(m, other_m), base = next == -infinity ? 0.0f : next;
+      const float own = ptx::ex2(m - base), factor = ptx::ex2(other_m - base);
+      m = next;
+      l = fmaf(l, own, other_l * factor);
+      o.x = fmaf(o.x, own, other.x * factor);
+      o.y = fmaf(o.y, own, other.y * factor);
+      o.z = fmaf(o.z, own, other.z * factor);
+      o.w = fmaf(o.w, own, other.w * factor);
+    }
+  };
+
+  // The parts of a unit: how many, which this one is, where they lie, and whose ticket they take.
+  struct Parts {
+    int count, index, ticket;
+    int first_slot;  // of part 0
+    int next_slot;   // of part 1; the others follow, `step` apart
+    int step;
+
+    __device__ __forceinline__ int slot(int part) const {
+      return part == 0 ? first_slot : next_slot + (part - 1) * step;
+    }
+  };
+  __device__ __forceinline__ Parts parts_of(const Cursor& at) const {
+    const int items = at.division.items;
+    if (params.invariant) {
+      const int tiles_before = params.unit_tiles != 0 ? at.b * params.unit_tiles : packed_tiles(at);
+      return {items,    at.item,      (tiles_before + at.tile) * heads_kv + at.head_kv,
+              at.first, at.first + 1, 1};
+    }
+    if (params.tickets == nullptr) return {1, 0, 0, 0, 0, 0};
+    // A CTA has two slots: for a segment at the begin of its items, and for one behind that.
+    const int first = owner_of(at.first), last = owner_of(at.first + items - 1);
+    return {last - first + 1,
+            static_cast<int>(blockIdx.x) - first,
+            first,
+            2 * first + (begin_of(first) != at.first),
+            2 * (first + 1),
+            2};
+  }
+  // No fewer than the tiles of all packed sequences before this one.
+  __device__ __forceinline__ int packed_tiles(const Cursor& at) const {
+    const auto sequence = sequence_of<Extents>(params, at.record);
+    return static_cast<int>(static_cast<long long>(sequence.q_start()) * group / rows) + at.b;
+  }
+
+  __device__ __forceinline__ void store(const Cursor& at, int row, int column, Sums sums) const {
+    constexpr float ln2 = 0.693147180559945309f;
+    const auto sequence = sequence_of<Extents>(params, at.record);
+    const int token = token_of(at, row), head = head_of(at, row);
+    const int batch = sequence.batch(at.b);
+    const float factor =
+        Policy::finish_row(params, Place{*this, at, row, 0}, 0, sums.m, sums.l, 1.0f);
+    const float inverse = sums.l == 0.0f ? 0.0f : ptx::rcp(sums.l) * factor;
+    if (column < params.head_dim_v) {
+      const uint2 packed{ptx::pack<config.bf16>(sums.o.x * inverse, sums.o.y * inverse),
+                         ptx::pack<config.bf16>(sums.o.z * inverse, sums.o.w * inverse)};
+      *reinterpret_cast<uint2*>(params.out.row(batch, head, sequence.q_start() + token) + column) =
+          packed;
+    }
+    if (params.lse != nullptr && column == 0)
+      params.lse[first_row_of_head(params, sequence, batch, params.heads, head) + token] =
+          sums.l == 0.0f ? -infinity : (sums.m + ptx::lg2(sums.l)) * ln2;
+  }
+
+  __device__ __forceinline__ void finish_segment(const Cursor& at) {
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = 16 * t + lane / 4 + 8 * r;
+        const float l = quad_sum(softmax[t].sum[r]);
+        if (lane % 4 == 0) {
+          smem.m[warp][row] = softmax[t].reference[r];
+          smem.l[warp][row] = l;
+        }
+#pragma unroll
+        for (int i = 0; i < dv / 2; i += 4)
+          *reinterpret_cast<float2*>(&smem.o[warp][row][2 * i + 2 * (lane % 4)]) =
+              float2{o[t][i + 2 * r], o[t][i + 2 * r + 1]};
+      }
+    }
+    __syncthreads();
+    const int count = rows_of(at) * (dv / 4);
+    const Parts parts = parts_of(at);
+    for (int i = threadIdx.x; i < count; i += threads) {
+      const int row = i / (dv / 4), column = i % (dv / 4) * 4;
+      Sums sums;
+#pragma unroll
+      for (int w = 0; w < warps; ++w)
+        sums.add(smem.m[w][row], smem.l[w][row],
+                 *reinterpret_cast<const float4*>(&smem.o[w][row][column]));
+      if (parts.count == 1) {
+        store(at, row, column, sums);
+        continue;
+      }
+      const long long place =
+          static_cast<long long>(parts.slot(parts.index)) * params.part_rows + row;
+      *reinterpret_cast<float4*>(params.partial_out + place * dv + column) = sums.o;
+      if (column == 0)
+        *reinterpret_cast<float2*>(params.partial_sums + place * 2) = float2{sums.m, sums.l};
+    }
+    if (parts.count == 1) return;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      bool is_last = parts.index == parts.count - 1;
+      if (params.tickets != nullptr) {
+        int* ticket = params.tickets + parts.ticket;
+        is_last = ptx::add_acq_rel(ticket, 1) == parts.count - 1;
+        if (is_last) *ticket = 0;
+      }
+      smem.is_last = is_last;
+    }
+    __syncthreads();
+    if (smem.is_last) combine(at, parts, count);
+  }
+
+  __device__ __forceinline__ void combine(const Cursor& at, const Parts& parts, int count) const {
+    for (int i = threadIdx.x; i < count; i += threads) {
+      const int row = i / (dv / 4), column = i % (dv / 4) * 4;
+      Sums sums;
+#pragma unroll 4
+      for (int part = 0; part < parts.count; ++part) {
+        const long long place = static_cast<long long>(parts.slot(part)) * params.part_rows + row;
+        const float2 ml =
+            ptx::load_l2(reinterpret_cast<const float2*>(params.partial_sums) + place);
+        sums.add(ml.x, ml.y,
+                 ptx::load_l2(
+                     reinterpret_cast<const float4*>(params.partial_out + place * dv + column)));
+      }
+      store(at, row, column, sums);
+    }
+  }
+
+  __device__ __forceinline__ void begin_segment(const Cursor& at) {
+    load_q(at);
+    __syncthreads();
+    if constexpr (q_in_registers) {
+#pragma unroll
+      for (int step = 0; step < q_steps; ++step) read_q(step, 0, q[step]);
+    }
+#pragma unroll
+    for (int t = 0; t < row_tiles; ++t) {
+      softmax[t].reset();
+#pragma unroll
+      for (int i = 0; i < dv / 2; ++i) o[t][i] = 0.0f;
+    }
+  }
+
+  // Items of this CTA, from the first on.
+  __device__ __forceinline__ Cursor start() {
+    total = count_items();
+    const int ctas = gridDim.x, cta = blockIdx.x;
+    active = params.invariant ? total : max_int(total / 4, min_int(total / 2, ctas / 2));
+    active = max_int(1, min_int(active, ctas));
+    if (cta >= active || total == 0) {
+      Cursor none;
+      none.left = 0;
+      return none;
+    }
+    int begin = begin_of(cta), end = begin_of(cta + 1);
+    if (params.tickets == nullptr) {  // whole units: from the first that begins here
+      begin = end_of_unit(begin);
+      end = end_of_unit(end);
+    }
+    Cursor at;
+    if (begin < end) at = find(begin);
+    at.left = max_int(0, end - begin);
+    return at;
+  }
+  // The end of the unit that an item is inside of, or the item itself where one begins.
+  __device__ __forceinline__ int end_of_unit(int item) const {
+    if (item >= total) return total;
+    const Cursor at = find(item);
+    return at.item == 0 ? item : at.first + at.division.items;
+  }
+
+  __device__ __forceinline__ void run() {
+    Cursor at = start();
+    if (at.left == 0) return;
+    Cursor ahead = at;
+#pragma unroll
+    for (int slot = 0; slot < stages; ++slot) {
+      if (ahead.left > 0) {
+        load(ahead, slot);
+        advance(ahead);
+      }
+      ptx::cp_async_commit();
+    }
+    begin_segment(at);
+    int slot = 0;
+    while (true) {
+      ptx::cp_async_wait<stages - 1>();
+      __syncwarp();
+      attend(at, slot);
+      __syncwarp();
+      if (ahead.left > 0) {
+        load(ahead, slot);
+        advance(ahead);
+      }
+      ptx::cp_async_commit();
+      slot = slot + 1 == stages ? 0 : slot + 1;
+      const bool item_ends = at.step + 1 == at.item_end();
+      const bool last = item_ends && at.left == 1;
+      const bool segment_ends =
+          item_ends && (params.invariant || last || at.item + 1 == at.division.items);
+      if (segment_ends) finish_segment(at);
+      if (last) return;
+      advance(at);
+      if (segment_ends) begin_segment(at);
+    }
+  }
+};
+
+template <DecodeConfig config, typename Policy, typename Extents>
+__device__ __forceinline__ void decode(const ParamsOf<DecodeParams, Policy, Extents>& params) {
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  Decode<config, Policy, Extents>{params,
+                                  *reinterpret_cast<DecodeSmem<config, Extents>*>(smem_bytes)}
+      .run();
+}
+
+}  // namespace tilewise::sm80

@@ -1,0 +1,262 @@
+"""The family for few queries as far as it goes without a GPU: what it takes, how it divides the keys, and its kernel,
+real source and real host code, on a model of the hardware."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import emulation
+from cache_cases import Case, assert_as_expected, make
+from support import assert_near, make_inputs, make_problem
+from tilewise import Causal, Full, Target, Window, cached, explain
+from tilewise.engine import SM80, SM90, decode
+from tilewise.engine.program import Counter
+from tilewise.masks import Cached, Packed
+
+H200, A100, ADA = Target.named("h200"), Target.named("a100"), Target.named("rtx-4090")
+BF16, FP16 = torch.bfloat16, torch.float16
+DIMS = [(8, 8), (64, 64), (72, 40), (96, 96), (128, 128), (40, 128), (192, 128), (192, 192), (256, 256)]
+# So few multiprocessors that units are divided, and so many CTAs that a unit has several parts.
+SMALL = replace(H200, sms=3)
+
+
+def problem_of(tokens=1, keys=4096, heads=(8, 2), dims=(128, 128), batch=2, dtype=BF16, **fields):
+    values = {"heads_kv": heads[1], "seq_kv": keys, "head_dim_v": dims[1], "needs_lse": True} | fields
+    return make_problem((batch, heads[0], tokens, dims[0]), dtype, **values)
+
+
+# --- what it takes, and what it says ---
+
+
+@pytest.mark.parametrize("backend", [SM80, SM90], ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_few_rows_against_many_keys_are_its_own(backend, dims):
+    target = H200 if backend is SM90 else A100
+    problem = problem_of(dims=dims)
+    assert backend.why_not(problem, target) == []
+    assert backend.families(problem)[0] is decode
+    for name in (H200, A100, ADA):
+        for tokens in (1, 4):
+            configs = decode.configs(problem_of(tokens, dims=dims), name)
+            assert configs
+            assert all(config.fits(name) and config.rows >= 4 * tokens for config in configs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"needs_grad": True},
+        {"dtype": torch.float32},
+        {"keys": 64},
+        {"tokens": 9},
+        {"dropout": 0.5},
+        {"mask": Packed(2, 1, 4096)},
+    ],
+    ids=str,
+)
+def test_what_it_leaves_to_a_forward(change):
+    assert not decode.takes(problem_of(**change))
+
+
+def test_a_config_by_name_runs_in_its_own_family():
+    problem = problem_of()
+    forward = SM90.families(problem.with_(needs_grad=True))[0]
+    config = forward.configs(problem, H200)[0]
+    (launch, *_) = SM90.program(problem, H200, config).launches
+    assert launch.unit.name.startswith("forward")
+
+
+def test_explain_tells_the_division_and_the_bound():
+    said = str(explain(problem_of(batch=1, keys=131072, heads=(32, 8), needs_lse=False), target="h200"))
+    assert "16384 steps of 64 keys of 8 units" in said
+    assert "33.0 splits of a unit, put together by the last to finish" in said
+    assert "264 CTAs of 128 threads, 2 per multiprocessor" in said
+    assert "537 MB take 111.9 us at 4.8 TB/s" in said
+
+
+def test_lengths_change_neither_the_launch_nor_its_scratch():
+    """So one captured graph serves all of them."""
+    made = make(Case((100, 300), page=16, heads=(8, 2)))
+    told = dict(made.told)
+    programs = []
+    for lengths in ((100, 300), (0, 1)):
+        told["lengths"] = torch.tensor(lengths, dtype=torch.int32)
+        problem = posed(made.q, made.k, made.v, told)[0]
+        programs.append(SM90.program(problem, H200, SM90.configs(problem, H200)[0]))
+    assert programs[0] == programs[1]
+    (launch,) = programs[0].launches
+    assert launch.fields["tickets"] == Counter(launch.grid)
+    assert not programs[0].prepared
+
+
+def test_masks_of_caches_have_a_text():
+    mask = Cached(7, 16, 3, 64, Window(5, 0, "bottom-right"), True, True, False, True, True)
+    assert Cached.from_text(str(mask).partition(":")[2]) == mask
+    assert [one.name for one in mask.operands] == ["cu_seqlens_q", "cache_lengths", "cache_rows", "page_table"]
+
+
+# --- the kernel on a model of the hardware ---
+
+emulated = emulation.emulated
+
+
+def run_plain(monkeypatch, problem, tensors, target=SMALL, backend=SM90, seed=0, operands=None):
+    emulation.install(monkeypatch, seed=seed)
+    operands = operands or {}
+    return backend.bind(*tensors, problem, None, target, operands)(*tensors, operands)
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("tokens", "keys", "heads", "dims", "mask", "name", "fields"),
+    [
+        (1, 1000, (4, 1), (64, 64), Full(), "h200", {}),
+        (3, 333, (4, 2), (64, 64), Causal("bottom-right"), "h200", {"dtype": FP16}),
+        (1, 300, (8, 2), (128, 128), Window(100, 0, "bottom-right"), "a100", {}),
+        (8, 257, (4, 1), (128, 128), Causal("bottom-right"), "h200", {"softcap": 5.0}),
+        (1, 200, (3, 3), (96, 96), Full(), "rtx-4090", {}),
+        (5, 150, (2, 1), (72, 40), Causal("bottom-right"), "a100", {}),
+        (2, 130, (4, 1), (192, 128), Causal("bottom-right"), "h200", {}),
+        (1, 260, (16, 1), (256, 256), Full(), "h200", {"batch": 1}),
+        (1, 200, (2, 1), (256, 256), Full(), "rtx-4090", {"layout": "bshd"}),
+        (16, 400, (4, 1), (64, 64), Causal("bottom-right"), "h200", {}),
+        (3, 400, (1, 1), (64, 64), Causal(), "h200", {}),
+    ],
+    ids=str,
+)
+def test_outputs_on_the_model(monkeypatch, tokens, keys, heads, dims, mask, name, fields):
+    target = replace(Target.named(name), sms=3)
+    problem = problem_of(tokens, keys, heads, dims, mask=mask, **fields)
+    torch.manual_seed(0)
+    tensors = make_inputs(problem)
+    backend = SM90 if name == "h200" else SM80
+    assert_near(*run_plain(monkeypatch, problem, tensors, target, backend), tensors, problem)
+
+
+def posed(q, k, v, told):
+    """The problem of a call of attention_cached with these keywords, its views and operands."""
+    told = dict(told)
+    given = cached._Given(*(told.pop(name, None) for name in cached._Given._fields))
+    named = [told.pop(name, None) for name in ("alibi", "keep", "sink")]
+    values = {"max_seqlen_q": 0, "mask": "full", "scale": None, "softcap": 0.0, "return_lse": True}
+    asked = tuple((values | {"batch_invariant": False, "backend": "auto"} | told).values())
+    return cached._posed(q, k, v, given, asked, *named)
+
+
+def run_cached(monkeypatch, case, made, target=SMALL, seed=0, counters=True, **more):
+    emulation.install(monkeypatch, seed=seed)
+    if not counters:
+        monkeypatch.setattr("tilewise.engine.run.work_counter", lambda device, stream, count: 0)
+    problem, *views, operands = posed(made.q, made.k, made.v, made.told | more)
+    assert SM90.why_not(problem, target) == []
+    out, lse = SM90.bind(*views, problem, None, target, operands)(*views, operands)
+    return cached._as_asked(out, lse, "cu_seqlens_q" in made.told, True)
+
+
+CACHED = [
+    Case((300, 1, 0, 77)),
+    Case((300, 1, 0, 77), page=16),
+    Case((300, 5), tokens=3, heads=(4, 2), page=16, capacity=500),
+    Case((130, 257), tokens=2, dims=(128, 128), heads=(8, 2), page=64, dtype=FP16),
+    Case((200, 90), page=48, starts=(13, 90)),
+    Case((200, 90), tokens=2, starts=(17, 3), rows=(4, 1)),
+    Case((333, 64), tokens=4, page=32, window=50),
+    Case((150, 40), tokens=2, page=16, terms=("softcap", "sink")),
+    Case((150, 40), tokens=2, page=16, heads=(4, 2), terms=("alibi",)),
+    Case((150, 40), page=16, terms=("alibi_batched",)),
+    Case((150, 40), tokens=3, page=16, terms=("keep",)),
+    Case((150, 260, 31), tokens=(40, 1, 5), heads=(4, 2), page=16),
+    Case((0, 100), tokens=(3, 0), page=16, terms=("sink",)),
+    Case((100, 70), tokens=(20, 70), causal=False, dims=(64, 40)),
+]
+
+
+@emulated
+@pytest.mark.parametrize("case", CACHED, ids=str)
+def test_caches_on_the_model(monkeypatch, case):
+    made = make(case)
+    assert_as_expected(case, made, *run_cached(monkeypatch, case, made))
+
+
+@emulated
+@pytest.mark.parametrize("case", [CACHED[2], CACHED[6]], ids=str)
+def test_without_tickets_a_unit_has_no_parts(monkeypatch, case):
+    """As while a graph is captured and none are left."""
+    made = make(case)
+    assert_as_expected(case, made, *run_cached(monkeypatch, case, made, counters=False))
+
+
+@emulated
+def test_the_order_of_blocks_changes_no_bit(monkeypatch):
+    case = Case((700, 300, 5), tokens=2, page=16)
+    made = make(case)
+    first = run_cached(monkeypatch, case, made)
+    for seed in (1, 2):
+        for a, b in zip(first, run_cached(monkeypatch, case, made, seed=seed), strict=True):
+            assert torch.equal(a, b)
+
+
+@emulated
+@pytest.mark.parametrize("counters", [True, False])
+def test_batch_invariant_rows_know_nothing_of_the_batch(monkeypatch, counters):
+    """The same bits alone and among others, on a GPU of any size, with tickets and without."""
+    case = Case((700, 1300, 5), tokens=2, page=16, heads=(4, 2))
+    made = make(case)
+    out, lse = run_cached(monkeypatch, case, made, batch_invariant=True)
+    assert_as_expected(case, made, out, lse)
+    for number in range(3):
+        own = slice(number, number + 1)
+        told = made.told | {"lengths": made.told["lengths"][own], "page_table": made.told["page_table"][own]}
+        alone = replace(made, q=made.q[own], told=told)
+        found = run_cached(
+            monkeypatch, case, alone, replace(H200, sms=1 + number), counters=counters, batch_invariant=True
+        )
+        assert torch.equal(found[0][0], out[number])
+        assert torch.equal(found[1][0], lse[number])
+
+
+@emulated
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_hidden_values_stay_hidden_and_seen_ones_show(monkeypatch, bad):
+    """In a block that some rows see in part, and in one that all see."""
+    problem = problem_of(4, 200, (1, 1), (64, 64), batch=1, mask=Causal("bottom-right"))
+    torch.manual_seed(0)
+    q, k, v = make_inputs(problem)
+    clean, _ = run_plain(monkeypatch, problem, (q, k, v))
+    for key, blind in ((198, 2), (20, 0)):
+        spoilt_k, spoilt_v = k.clone(), v.clone()
+        spoilt_k[:, :, key], spoilt_v[:, :, key] = bad, bad
+        for keys in (k, spoilt_k):
+            out, lse = run_plain(monkeypatch, problem, (q, keys, spoilt_v))
+            assert torch.equal(out[:, :, :blind], clean[:, :, :blind])
+            assert not lse[:, :, :blind].isnan().any()
+            assert not out[:, :, blind:].isfinite().any()
+
+
+@emulated
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        ("ptx::cp_async_wait<stages - 1>();", ""),
+        ("if (is_last) *ticket = 0;", ""),
+        ("2 * first + (begin_of(first) != at.first)", "2 * first"),
+    ],
+    ids=["a missing wait", "a ticket that is not put back", "two parts in one place"],
+)
+def test_the_model_notices(monkeypatch, spoil):
+    case = Case((700, 300, 5), tokens=2, page=16)
+    made = make(case)
+    problem, *views, operands = posed(made.q, made.k, made.v, made.told)
+
+    def run_in_several_orders():
+        for seed in range(8):
+            emulation.install(monkeypatch, spoil=spoil, seed=seed)
+            bound = SM90.bind(*views, problem, None, SMALL, operands)
+            assert_as_expected(case, made, *cached._as_asked(*bound(*views, operands), False, True))
+
+    with pytest.raises(AssertionError):
+        run_in_several_orders()
