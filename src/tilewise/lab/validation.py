@@ -170,9 +170,7 @@ def _imported(modules: list[Path], package: Path) -> set[Path]:
         if path not in found:
             found.add(path)
             waiting += [
-                other
-                for other in _imports(path, package)
-                if other.relative_to(package).parts[0] in ("engine", "jit")
+                other for other in _imports(path, package) if other.relative_to(package).parts[0] in ("engine", "jit")
             ]
     return found
 

@@ -135,9 +135,9 @@ struct Consumer {
     }
   }
   // The bias is read, by the slow path too.
-  // Invariant: its words have been used, by a shuffle or a branch that waits for them. An arrive does
-  // not wait for loads in flight, and these may wait for as long as another warpgroup's products read
-  // shared memory: TMA then writes the next tile under them.
+  // Invariant: its words have been used, by a shuffle or a branch that waits for them. An arrive
+  // does not wait for loads in flight, and these may wait for as long as another warpgroup's
+  // products read shared memory: TMA then writes the next tile under them.
   __device__ __forceinline__ void release_bias() {
     if constexpr (config.bias_slots > 0) {
       __syncwarp();
