@@ -3,7 +3,8 @@
 
 VENV    := .venv
 STAMP   := $(VENV)/.installed
-CPP := $(wildcard src/tilewise/kernels/*/*.cuh) $(wildcard src/tilewise/native/*.cpp src/tilewise/native/*.h)
+CPP := $(wildcard src/tilewise/kernels/*/*.cuh src/tilewise/kernels/*/*/*.cuh src/tilewise/native/*.cpp src/tilewise/native/*.h \
+                  tests/emulator/*.h tests/emulator/*.cpp tests/emulator/*/*.cuh)
 CLANG_FORMAT = $(PYTHON) -c "from clang_format import clang_format; clang_format()"
 export PYTHONPATH := src
 

@@ -8,14 +8,17 @@ on a CPU. What it cannot: that the instructions do what the model thinks, regist
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
+import os
 import re
 import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,8 +26,9 @@ import pytest
 import torch
 
 from tilewise.engine import run
-from tilewise.jit import TensorMap, tensormap
+from tilewise.jit import TensorMap, cache, tensormap
 from tilewise.jit.compile import KERNELS
+from tilewise.jit.headers import included_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +38,9 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent / "emulator"
 COMPILER = shutil.which("g++")
-_OPTIONS = ("-std=c++20", "-O1", "-w", "-Wno-psabi", "-fno-gnu-unique", "-fPIC")
+_OPTIONS = ("-std=c++20", "-w", "-Wno-psabi", "-fno-gnu-unique", "-fPIC", "-ffp-contract=off")
+_KERNEL_OPTIONS = (*_OPTIONS, "-Og")  # compiling takes most of the time: less than -O1 or -O0
+_RUNTIME_OPTIONS = (*_OPTIONS, "-O3")
 _MODELLED = ("common/ptx.cuh", "sm80/float32_ptx.cuh", "sm80/ptx.cuh", "sm90/ptx.cuh", "sm90/wgmma.cuh")
 _KERNEL = re.compile(
     r"\n(?:extern \"C\" __global__ void )?(?P<name>\w+)\(const __grid_constant__ (?P<type>[\w:]+) params\)"
@@ -252,10 +258,6 @@ def _headers(spoil: tuple[str, str]) -> Path:
     shutil.copytree(KERNELS, folder, dirs_exist_ok=True)
     for name in _MODELLED:
         shutil.copyfile(HERE / name, folder / name)
-    for name in ("runtime.h", "tensor_core.h"):
-        shutil.copyfile(HERE / name, folder / name)
-    if not spoil[0]:  # else a unit or two are compiled, which is not worth it
-        subprocess.run([str(COMPILER), *_OPTIONS, "-x", "c++-header", str(folder / "runtime.h")], check=True)
     if spoil[0]:
         places = [path for name in ("common", "ladder", "sm80", "sm90") for path in (folder / name).glob("*.cuh")]
         sources = {path: path.read_text() for path in places}
@@ -282,19 +284,73 @@ extern "C" int run(const void* params, const int* shape, unsigned seed, char* me
       {{shape[0], shape[1], shape[2]}}, {{shape[3], shape[4], shape[5]}}, shape[6], shape[7] != 0}};
   model::body = [&] {{ {match["name"]}(given); }};
   model::products_of = tensor_core::generation({int(re.sub("[^0-9]", "", unit.arch))});
-  model::run_grid(launch, seed);
+  model::run_grid(launch, seed, model::forgetters);
   return 0;
 }} catch (const std::exception& error) {{
   std::snprintf(message, 256, "%s", error.what());
   return 1;
 }}
 """
-    digest = hashlib.sha256(program.encode()).hexdigest()[:16]
-    path = _headers(spoil) / f"{digest}.cpp"
-    path.write_text(program)
-    library = path.with_suffix(".so")
-    assert COMPILER is not None
-    subprocess.run([COMPILER, *_OPTIONS, "-shared", f"-I{path.parent}", "-o", str(library), str(path)], check=True)
-    run = ctypes.CDLL(str(library)).run
+    run = ctypes.CDLL(str(_library(program, _headers(spoil), _runtime()))).run
     run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_char_p]
     return run
+
+
+@functools.cache
+def _runtime() -> Path:
+    """What all kernels share of the model."""
+    return _library((HERE / "runtime.cpp").read_text(), HERE)
+
+
+@functools.cache
+def _precompiled() -> Path:
+    """A folder with runtime.h as every kernel includes it, parsed once."""
+    folder = Path(tempfile.mkdtemp(prefix="tilewise-emulator-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name in ("runtime.h", "tensor_core.h"):
+        shutil.copyfile(HERE / name, folder / name)
+    _compile(*_KERNEL_OPTIONS, "-x", "c++-header", str(folder / "runtime.h"))
+    return folder
+
+
+def _library(program: str, folder: Path, runtime: Path | None = None) -> Path:
+    """A program and what it includes as a library, which is built once for all processes and all runs of tests."""
+    options = _RUNTIME_OPTIONS if runtime is None else _KERNEL_OPTIONS
+    digest = hashlib.sha256("\0".join((_compiler_version(), *options, str(runtime), program)).encode())
+    for name, content in included_files(program, [folder, HERE]):
+        digest.update(f"\0{name}\0".encode() + content)
+    library = _kept() / f"{digest.hexdigest()[:32]}.so"
+    if library.exists():
+        os.utime(library)  # in use
+        return library
+    with tempfile.TemporaryDirectory(dir=_kept()) as made:
+        source = Path(made) / "program.cpp"
+        source.write_text(program)
+        headers, needs = (HERE, []) if runtime is None else (_precompiled(), [str(runtime)])
+        _compile(*options, "-shared", f"-I{headers}", f"-I{folder}", "-o", f"{source}.so", str(source), *needs)
+        Path(f"{source}.so").replace(library)
+    return library
+
+
+def _compile(*arguments: str) -> None:
+    assert COMPILER is not None
+    subprocess.run([COMPILER, *arguments], check=True)
+
+
+@functools.cache
+def _compiler_version() -> str:
+    assert COMPILER is not None
+    return subprocess.run([COMPILER, "--version"], check=True, capture_output=True, text=True).stdout
+
+
+@functools.cache
+def _kept() -> Path:
+    """Where built libraries lie: beside the cache of kernels. What no run has used for a week goes."""
+    root = cache.root()
+    folder = Path(tempfile.mkdtemp(prefix="tilewise-emulator-")) if root is None else root / "emulator"
+    folder.mkdir(exist_ok=True)
+    for path in folder.glob("*.so"):
+        with contextlib.suppress(FileNotFoundError):  # another process saw it too
+            if path.stat().st_mtime < time.time() - 7 * 24 * 3600:
+                path.unlink()
+    return folder

@@ -135,15 +135,15 @@ def rounding_budget(dtype: torch.dtype, roundings: int) -> float:
     return 1.4 * roundings**0.5 * one
 
 
-def lse_budget(q: Tensor, k: Tensor, problem: Problem) -> float:
-    """Error of any lse of `problem` that float32 sums may show.
+def lse_budget(q: Tensor, k: Tensor, problem: Problem, added: float = 0.0) -> float:
+    """Error of any lse of `problem` that float32 sums may show, if terms add up to `added` to a score that counts.
 
     A score is a sum that a tensor core cuts off to float32 once per 8 products, or 16; none of its partial sums
     exceeds |q| |k|. The softcap, the exponentials, their sum and its logarithm add a few units in the last place of
     what they are about: the softcap, 1, and lse itself.
     """
     largest = problem.scale * q.double().norm(dim=-1).max().item() * k.double().norm(dim=-1).max().item()
-    size = 1 + largest + problem.softcap + math.log(problem.seq_kv)
+    size = 1 + largest + added + problem.softcap + math.log(max(problem.seq_kv, 1))
     return torch.finfo(torch.float32).eps * (problem.head_dim / 8 + 4) * size
 
 
@@ -169,7 +169,7 @@ def assert_close(got: Tensor, want: Tensor, tolerance: float, what: str = "out")
     """Norm-wise relative error within tolerance; infinities must agree exactly and nothing may be nan.
 
     Inputs are of order 1, so a truth that cancels to almost nothing (the gradient of a row that sees one key) is
-    measured against 0.05 an element instead of against itself.
+    measured against 0.05 per element instead of against itself.
     """
     got, want = got.detach().double(), want.detach().double()
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"

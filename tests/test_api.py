@@ -85,7 +85,7 @@ def test_dropout_runs_and_is_unbiased():
     v = torch.ones(1, 1, 64, 8)
     out = tilewise.attention(q, k, v, dropout=0.5)
     assert not torch.equal(out, v)
-    assert out.mean().item() == pytest.approx(1.0, abs=0.1)
+    assert abs(out.mean().item() - 1.0) < 6 / 64  # six standard deviations of 64 x 64 weights, each 0 or 2
     with pytest.raises(UnsupportedProblem, match="softcap"):
         tilewise.attention(q, k, v, dropout=0.5, softcap=3.0, backend="torch-math")
 

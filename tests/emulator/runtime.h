@@ -1,11 +1,11 @@
 // A model of one CUDA block on a host CPU, for tests: threads are fibers that take turns, and what
 // the hardware does on its own (bulk copies, wgmma) happens later, at a moment that a seeded
 // generator chooses. Reading before waiting therefore reads garbage, overwriting too early
-// destroys, and a wait that nobody ends is reported as a deadlock.
+// destroys, and a wait that nobody ends is reported as a deadlock. What no kernel decides is in
+// runtime.cpp, which is compiled once for all of them.
 #pragma once
 
-#include <ucontext.h>
-
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -57,7 +57,7 @@ struct float4 {
 // Where the kernels' `extern __shared__ smem_bytes[]` lies, whatever their namespace: all that a
 // block may have.
 namespace tilewise::ladder {
-alignas(1024) unsigned char smem_bytes[232448] asm("model_shared_memory");
+extern unsigned char smem_bytes[] asm("model_shared_memory");
 }
 namespace tilewise::sm90 {
 extern unsigned char smem_bytes[] asm("model_shared_memory");
@@ -71,29 +71,27 @@ extern unsigned char smem_bytes[] asm("model_shared_memory");
 
 namespace model {
 
-inline tensor_core::Generation products_of;  // the GPU that the kernel is built for
+extern tensor_core::Generation products_of;  // the GPU that the kernel is built for
 
-constexpr size_t shared_bytes = sizeof(tilewise::ladder::smem_bytes);
+constexpr size_t shared_bytes = 232448;
 inline unsigned char* const shared = tilewise::ladder::smem_bytes;
 // Shared memory as bulk copies and wgmma see it: what threads store is there once a thread has
 // fenced. Ref: PTX ISA, "Proxies".
-alignas(1024) inline unsigned char async_shared[shared_bytes];
-inline size_t used_bytes = shared_bytes;  // of shared memory, by this launch
+extern unsigned char async_shared[shared_bytes];
+extern size_t used_bytes;  // of shared memory, by this launch
 inline void publish() { std::memcpy(async_shared, shared, used_bytes); }
 
-// What the parts of the model forget between blocks.
-inline std::vector<std::function<void()>> forgetters;
-inline void forget() {
-  for (auto& forgetter : forgetters) forgetter();
-}
+// What the parts of the model forget between blocks. Each kernel has parts of its own.
+using Forgetters = std::vector<std::function<void()>>;
+inline Forgetters forgetters;
 
 struct Fiber {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack;
+  void* stack;  // where it goes on, while it does not run
   dim3 thread;
   int index = 0;
   bool done = false;
-  std::function<bool()> ready;  // empty: may run
+  bool (*ready)(void* condition) = nullptr;  // null: may run
+  void* condition = nullptr;
 };
 
 // Something the hardware will do. Operations of one queue happen in order.
@@ -102,106 +100,115 @@ struct Operation {
   std::function<void()> perform;
 };
 
-struct Exchange {  // of a group of threads that meet: a barrier with values
-  int arrived = 0, leaving = 0;
+// Of a group of threads that meet. Invariant: a thread reads what it sees before it comes again, so
+// two rounds of values are enough.
+struct Exchange {
+  struct Round {
+    std::vector<int> who;
+    std::vector<std::array<uint64_t, 2>> values;  // by thread
+  };
+  Round rounds[2];
+  int arrived = 0;
   long generation = 0;
-  std::map<int, std::vector<uint64_t>> values, seen;
 };
+
+// What everybody of a meeting brought.
+class Seen {
+ public:
+  explicit Seen(const Exchange::Round& round) : round(&round) {}
+  const std::array<uint64_t, 2>& at(int thread) const { return round->values[thread]; }
+  const std::vector<int>& threads() const { return round->who; }
+
+ private:
+  const Exchange::Round* round;
+};
+
+// The lanes of a warp that meet, with the words that each brings.
+using Lane = std::array<uint32_t, 10>;
+using Lanes = std::array<Lane, 32>;
+struct WarpMeeting {
+  Lanes values[2];
+  int arrived = 0;
+  long generation = 0;
+};
+// Lanes that exchange values, and those that multiply: one that is at a shuffle where the others
+// are at a product waits for ever.
+enum WarpMeetings { shuffles, fragments, warp_meetings };
 
 struct Block {
   dim3 grid, block, at;
-  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<Fiber> fibers;
   Fiber* running = nullptr;
-  ucontext_t scheduler;
+  void* scheduler;  // its stack, while a fiber runs
   std::mt19937 random;
   int mood = 3;  // the kind of operation it puts off
   std::map<long, std::deque<Operation>> queues;
   std::map<long, Exchange> meetings;
+  std::vector<std::array<WarpMeeting, warp_meetings>> warps;
   std::string error;
 };
 
-inline Block* block = nullptr;
+extern Block* block;
 
-[[noreturn]] inline void fail(const std::string& what) { throw std::runtime_error(what); }
+[[noreturn]] void fail(const std::string& what);
 
 inline Fiber& self() { return *block->running; }
 inline int lane() { return self().index % 32; }
 inline int warp() { return self().index / 32; }
 
-// Let others run until `ready` holds.
-inline void wait_until(std::function<bool()> ready) {
+// Let others run until `ready(condition)` holds, whatever it is now.
+void step_aside_until(bool (*ready)(void*), void* condition);
+
+// Let others run until `ready` holds. It stays on the stack of the fiber that waits.
+template <typename Ready>
+inline void wait_until(Ready ready) {
   if (ready()) return;
-  self().ready = std::move(ready);
-  swapcontext(&self().context, &block->scheduler);
+  step_aside_until([](void* condition) -> bool { return (*static_cast<Ready*>(condition))(); },
+                   &ready);
 }
 inline void step_aside() {
   bool asked = false;
-  self().ready = [asked]() mutable { return std::exchange(asked, true); };
-  swapcontext(&self().context, &block->scheduler);
+  step_aside_until([](void* before) { return std::exchange(*static_cast<bool*>(before), true); },
+                   &asked);
 }
 
-inline void enqueue(
+void enqueue(
     long queue, std::function<void()> perform,
-    std::function<bool()> possible = [] { return true; }) {
-  block->queues[queue].push_back({std::move(possible), std::move(perform)});
-}
+    std::function<bool()> possible = [] { return true; });
 
 // Kinds of operations, by the number of their queue.
 constexpr long products = 100'000, loads = 1'000'000'000;
 inline int kind_of(long queue) { return queue >= loads ? 0 : queue >= products ? 1 : 2; }
 
-// Performs something, if anything can be. A block has a mood: it puts off one kind of operation for
-// as long as anything else can happen (`stuck`: nothing can), or none. So every order that a kernel
-// forgot to enforce is met soon.
-inline bool perform_one(bool stuck) {
-  std::vector<long> possible, put_off;
-  for (auto& [name, queue] : block->queues)
-    if (!queue.empty() && queue.front().possible())
-      (kind_of(name) == block->mood ? put_off : possible).push_back(name);
-  if (possible.empty() && stuck) possible = put_off;
-  if (possible.empty()) return false;
-  auto& queue = block->queues[possible[block->random() % possible.size()]];
-  auto perform = std::move(queue.front().perform);
-  queue.pop_front();
-  perform();
-  return true;
-}
+// `count` threads meet under `name`; each brings up to two values and sees everybody's.
+Seen meet(long name, int count, std::array<uint64_t, 2> values = {});
 
-// `count` threads meet under `name`; each brings values and sees everybody's.
-inline std::map<int, std::vector<uint64_t>> meet(long name, int count,
-                                                 std::vector<uint64_t> values = {}) {
-  Exchange& here = block->meetings[name];
-  wait_until([&here] { return here.leaving == 0; });
-  here.values[self().index] = std::move(values);
-  if (++here.arrived == count) {
-    here.seen = std::move(here.values);
-    here.values.clear();
+constexpr long whole_block = 1 << 20, named = 1 << 21, warpgroups = 1 << 23;
+
+// All lanes of the warp bring words, and see everybody's. The last to come calls `finish`, before
+// anybody goes on: what is made once of all words.
+template <typename Finish>
+inline const Lanes& all_lanes(WarpMeetings kind, const Lane& mine, Finish finish) {
+  WarpMeeting& here = block->warps[warp()][kind];
+  const long generation = here.generation;
+  Lanes& values = here.values[generation % 2];
+  values[lane()] = mine;
+  if (++here.arrived == 32) {
+    finish(values);
     here.arrived = 0;
-    here.leaving = count;
     ++here.generation;
   } else {
-    const long generation = here.generation;
     wait_until([&here, generation] { return here.generation != generation; });
   }
-  auto seen = here.seen;
-  --here.leaving;
-  return seen;
+  return values;
+}
+inline const Lanes& all_lanes(WarpMeetings kind, const Lane& mine) {
+  return all_lanes(kind, mine, [](Lanes&) {});
 }
 
-constexpr long whole_block = 1 << 20, named = 1 << 21, warps = 1 << 22, warpgroups = 1 << 23;
+extern std::function<void()> body;
 
-inline std::function<void()> body;
-inline void enter() {
-  try {
-    body();
-  } catch (const std::exception& error) {
-    if (block->error.empty()) block->error = error.what();
-  }
-  self().done = true;
-  swapcontext(&self().context, &block->scheduler);
-}
-
-inline bool waited_for_previous_grid;  // some block of this grid has
+extern bool waited_for_previous_grid;  // some block of this grid has
 
 struct Launch {
   dim3 grid, block;
@@ -209,68 +216,8 @@ struct Launch {
   bool overlaps;  // may begin before the grid ahead of it has ended
 };
 
-inline void run_block(const Launch& launch, dim3 at, unsigned seed) {
-  const dim3 grid = launch.grid, size = launch.block;
-  Block here;
-  here.grid = grid, here.block = size, here.at = at, here.random.seed(seed), here.mood = seed % 4;
-  block = &here;
-  used_bytes = launch.shared_bytes;
-  std::memset(shared, 0xff, shared_bytes);  // NaN wherever nobody wrote
-  std::memset(async_shared, 0xff, shared_bytes);
-  const int count = size.x * size.y * size.z;
-  for (int i = 0; i < count; ++i) {
-    auto fiber = std::make_unique<Fiber>();
-    fiber->index = i;
-    fiber->thread = {i % size.x, i / size.x % size.y, i / (size.x * size.y)};
-    constexpr size_t stack_bytes = 128 * 1024;
-    fiber->stack.reset(new char[stack_bytes]);
-    getcontext(&fiber->context);
-    fiber->context.uc_stack.ss_sp = fiber->stack.get();
-    fiber->context.uc_stack.ss_size = stack_bytes;
-    fiber->context.uc_link = nullptr;
-    makecontext(&fiber->context, enter, 0);
-    here.fibers.push_back(std::move(fiber));
-  }
-  int left = count;
-  while (left > 0 && here.error.empty()) {
-    bool progress = here.random() % 4 == 0 && perform_one(false);
-    const int first = here.random() % count;
-    for (int i = 0; i < count && here.error.empty(); ++i) {
-      Fiber& fiber = *here.fibers[(first + i) % count];
-      if (fiber.done || (fiber.ready && !fiber.ready())) continue;
-      fiber.ready = nullptr;
-      here.running = &fiber;
-      swapcontext(&here.scheduler, &fiber.context);
-      progress = true;
-      if (fiber.done) --left;
-    }
-    if (!progress && !perform_one(true))
-      here.error = "deadlock: every thread waits, and nothing is under way";
-  }
-  // Its shared memory is somebody else's now.
-  for (auto& [name, queue] : here.queues)
-    if (!queue.empty() && here.error.empty()) here.error = "the block ended with work under way";
-  block = nullptr;
-  if (!here.error.empty()) fail(here.error);
-}
-
 // Blocks run one after another, in an order that the seed draws: hardware promises none.
-inline void run_grid(const Launch& launch, unsigned seed) {
-  waited_for_previous_grid = false;
-  std::vector<dim3> blocks;
-  for (int z = 0; z < launch.grid.z; ++z)
-    for (int y = 0; y < launch.grid.y; ++y)
-      for (int x = 0; x < launch.grid.x; ++x) blocks.push_back({x, y, z});
-  std::mt19937 random(seed);
-  for (size_t left = blocks.size(); left > 1; --left)
-    std::swap(blocks[left - 1], blocks[random() % left]);
-  for (const dim3& at : blocks) {
-    forget();
-    run_block(launch, at, seed++);
-  }
-  if (launch.overlaps && !waited_for_previous_grid)
-    fail("the grid overlaps the one before it, and never waits for that one's results");
-}
+void run_grid(const Launch& launch, unsigned seed, const Forgetters& forgetters);
 
 }  // namespace model
 
@@ -285,19 +232,16 @@ inline void __syncthreads() {
 inline int __syncthreads_or(int mine) {
   const auto seen = model::meet(model::whole_block, static_cast<int>(model::block->fibers.size()),
                                 {static_cast<uint64_t>(mine != 0)});
-  for (const auto& [thread, values] : seen)
-    if (values[0]) return 1;
+  for (const int thread : seen.threads())
+    if (seen.at(thread)[0]) return 1;
   return 0;
 }
-inline void __syncwarp() { model::meet(model::warps + model::warp(), 32); }
+inline void __syncwarp() { model::all_lanes(model::shuffles, {}); }
 template <typename T>
 inline T shuffle(T value, int from) {
   static_assert(sizeof(T) == 4);
-  uint64_t bits = 0;
-  std::memcpy(&bits, &value, 4);
-  const auto seen = model::meet(model::warps + model::warp(), 32, {bits});
-  std::memcpy(&value, &seen.at(model::warp() * 32 + from)[0], 4);
-  return value;
+  const auto& lanes = model::all_lanes(model::shuffles, {__builtin_bit_cast(unsigned, value)});
+  return __builtin_bit_cast(T, lanes[from][0]);
 }
 template <typename T>
 inline T __shfl_sync(unsigned, T value, int from) {
@@ -308,10 +252,9 @@ inline T __shfl_xor_sync(unsigned, T value, int mask) {
   return shuffle(value, model::lane() ^ mask);
 }
 inline unsigned __ballot_sync(unsigned, bool mine) {
+  const auto& lanes = model::all_lanes(model::shuffles, {mine});
   unsigned votes = 0;
-  for (const auto& [thread, values] :
-       model::meet(model::warps + model::warp(), 32, {static_cast<uint64_t>(mine)}))
-    votes |= static_cast<unsigned>(values[0]) << (thread % 32);
+  for (int lane = 0; lane < 32; ++lane) votes |= lanes[lane][0] << lane;
   return votes;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }

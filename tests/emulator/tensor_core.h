@@ -5,7 +5,7 @@
 // finer than float32's: exponents end at -126. Ref: "MMA-Sim: Bit-Accurate Reference Model of
 // Tensor Cores and Matrix Cores". tests/gpu/test_emulator_products.py holds this to the hardware.
 //
-// No part of the model of runtime.h: it can be compiled alone.
+// No part of the model of runtime.h.
 #pragma once
 
 #include <algorithm>
@@ -61,9 +61,8 @@ inline float cut_off(double exact) {
 }
 
 // The sum over k in [begin, end).
-__attribute__((optimize("O3"))) inline float add_products(float c, const Factors& a,
-                                                          const Factors& b, int fraction_bits,
-                                                          int begin = 0, int end = 16) {
+inline float add_products(float c, const Factors& a, const Factors& b, int fraction_bits, int begin,
+                          int end) {
   if (!(a.finite && b.finite && std::isfinite(c))) {
     double sum = c;
     for (int k = begin; k < end; ++k) sum += a.value[k] * b.value[k];
@@ -77,12 +76,11 @@ __attribute__((optimize("O3"))) inline float add_products(float c, const Factors
   return cut_off(static_cast<double>(sum) * power_of_two(exponent - fraction_bits));
 }
 
-// An instruction of mma.sync over the first `count` k.
-inline float mma(float c, const Factors& a, const Factors& b, Generation generation, int count) {
-  const int step = count / generation.steps;
-  for (int begin = 0; begin < count; begin += step)
-    c = add_products(c, a, b, generation.fraction_bits, begin, begin + step);
-  return c;
-}
+// An instruction: d[rows][columns] += a[rows][depth] b[columns][depth], in `steps` sums one after
+// another. Defined in runtime.cpp.
+struct Instruction {
+  int rows, columns, depth, min_exponent, fraction_bits, steps;
+};
+void multiply(const Instruction& instruction, const float* a, const float* b, float* d);
 
 }  // namespace tensor_core

@@ -142,7 +142,11 @@ def check(
     for name, grad, want, other, best in zip(("dq", "dk", "dv"), got, truth, others, bests, strict=True):
         # Rounding noise of a small tensor: the norm of n errors is known to about 1 / sqrt(2 n).
         noise = torch.finfo(problem.dtype).eps * (2 / math.sqrt(grad.numel()))
-        floor = 1e-6 * (terms * other.double().norm(dim=-1).max() if name != "dv" else want.norm())
+        floor = (
+            16
+            * torch.finfo(torch.float32).eps
+            * (terms * other.double().norm(dim=-1).max() if name != "dv" else want.norm())
+        )
         wrong = (grad.double() - want).norm()
         allowed = (1.25 * best + noise) * want.norm() + floor
         assert wrong <= allowed, f"{what} {name}: error {wrong:.3e}, allowed {allowed:.3e}, norm {want.norm():.3e}"

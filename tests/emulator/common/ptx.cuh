@@ -1,7 +1,6 @@
 // The instructions of kernels/common/ptx.cuh on the model of runtime.h.
 #pragma once
 
-#include <array>
 #include <map>
 
 namespace tilewise::ptx {
@@ -92,28 +91,43 @@ inline u32 add_zero_times(u32 x, u32 sum) {
 // --- a warp's instructions (ref: PTX ISA, "ldmatrix", "Matrix fragments for mma.m16n8k16"): all
 // lanes bring values, and see everybody's ---
 
-using Lanes = std::array<std::array<u32, 6>, 32>;
-struct Meeting {
-  Lanes values[2];
-  int arrived = 0;
-  long generation = 0;
-};
-inline std::map<int, Meeting> meetings;  // by warp
-inline const bool meetings_forget = (model::forgetters.push_back([] { meetings.clear(); }), true);
+using model::Lanes;
+inline const Lanes& all_lanes(const model::Lane& mine) {
+  return model::all_lanes(model::fragments, mine);
+}
 
-// Invariant: a lane reads what it gets before it comes again, so two sets of values are enough.
-inline const Lanes& all_lanes(const std::array<u32, 6>& mine) {
-  Meeting& here = meetings[model::warp()];
-  const long generation = here.generation;
-  Lanes& values = here.values[generation % 2];
-  values[model::lane()] = mine;
-  if (++here.arrived == 32) {
-    here.arrived = 0;
-    ++here.generation;
-  } else {
-    model::wait_until([&here, generation] { return here.generation != generation; });
-  }
-  return values;
+// What lane `lane` holds of a product of 16 rows and 8 columns, in its element `i`: ref "Matrix
+// fragments".
+constexpr int fragment_row(int lane, int i) { return lane / 4 + i / 2 * 8; }
+constexpr int fragment_column(int lane, int i) { return lane % 4 * 2 + i % 2; }
+
+// c += a b: `a_at(lanes, row, k)` and `b_at(lanes, column, k)` are elements of what the lanes
+// bring.
+template <int depth, typename A, typename B>
+inline void warp_product(float* c, const u32 (&a)[4], u32 b0, u32 b1, int min_exponent, A a_at,
+                         B b_at) {
+  auto bits = [](float x) { return __builtin_bit_cast(u32, x); };
+  auto multiply = [&](Lanes& lanes) {
+    float rows[16][depth], columns[8][depth], sums[16][8];
+    for (int k = 0; k < depth; ++k) {
+      for (int row = 0; row < 16; ++row) rows[row][k] = a_at(lanes, row, k);
+      for (int column = 0; column < 8; ++column) columns[column][k] = b_at(lanes, column, k);
+    }
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i)
+        sums[fragment_row(lane, i)][fragment_column(lane, i)] =
+            __builtin_bit_cast(float, lanes[lane][6 + i]);
+    tensor_core::multiply(
+        {16, 8, depth, min_exponent, model::products_of.fraction_bits, model::products_of.steps},
+        rows[0], columns[0], sums[0]);
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i)
+        lanes[lane][6 + i] = bits(sums[fragment_row(lane, i)][fragment_column(lane, i)]);
+  };
+  const Lanes& lanes = model::all_lanes(
+      model::fragments,
+      {a[0], a[1], a[2], a[3], b0, b1, bits(c[0]), bits(c[1]), bits(c[2]), bits(c[3])}, multiply);
+  for (int i = 0; i < 4; ++i) c[i] = __builtin_bit_cast(float, lanes[model::lane()][6 + i]);
 }
 
 inline u16 shared_at(u32 address) {
@@ -140,18 +154,15 @@ inline void ldmatrix_x4_trans(u32 address, u32 (&m)[4]) { load_matrices(address,
 
 template <bool bf16>
 inline void mma_m16n8k16(float* c, const u32 (&a)[4], u32 b0, u32 b1) {
-  const Lanes& lanes = all_lanes({a[0], a[1], a[2], a[3], b0, b1});
   auto half = [](u32 word, int h) { return widened(static_cast<u16>(word >> 16 * h), bf16); };
-  tensor_core::Factors rows[2], columns[2];
-  for (int i = 0; i < 2; ++i)
-    for (int k = 0; k < 16; ++k) {
-      const auto& from_a = lanes[model::lane() / 4 * 4 + k % 8 / 2];
-      const auto& from_b = lanes[(model::lane() % 4 * 2 + i) * 4 + k % 8 / 2];
-      rows[i].set(k, half(from_a[i + k / 8 * 2], k % 2), min_exponent(bf16));
-      columns[i].set(k, half(from_b[4 + k / 8], k % 2), min_exponent(bf16));
-    }
-  for (int i = 0; i < 4; ++i)
-    c[i] = tensor_core::mma(c[i], rows[i / 2], columns[i % 2], model::products_of, 16);
+  warp_product<16>(
+      c, a, b0, b1, min_exponent(bf16),
+      [=](const Lanes& lanes, int row, int k) {
+        return half(lanes[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2);
+      },
+      [=](const Lanes& lanes, int column, int k) {
+        return half(lanes[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
+      });
 }
 
 // --- global memory ---

@@ -8,16 +8,15 @@ namespace tilewise::ptx {
 
 // The tensor core reads 19 bits of a number, and rounds as tensor_core.h tells.
 inline void mma_m16n8k8(float* c, const u32 (&a)[4], u32 b0, u32 b1) {
-  const Lanes& lanes = all_lanes({a[0], a[1], a[2], a[3], b0, b1});
   auto tf32 = [](u32 bits) { return __builtin_bit_cast(float, bits & 0xffffe000u); };
-  tensor_core::Factors rows[2], columns[2];
-  for (int i = 0; i < 2; ++i)
-    for (int k = 0; k < 8; ++k) {
-      rows[i].set(k, tf32(lanes[model::lane() / 4 * 4 + k % 4][i + k / 4 * 2]));
-      columns[i].set(k, tf32(lanes[(model::lane() % 4 * 2 + i) * 4 + k % 4][4 + k / 4]));
-    }
-  for (int i = 0; i < 4; ++i)
-    c[i] = tensor_core::mma(c[i], rows[i / 2], columns[i % 2], model::products_of, 8);
+  warp_product<8>(
+      c, a, b0, b1, tensor_core::float_min_exponent,
+      [=](const Lanes& lanes, int row, int k) {
+        return tf32(lanes[row % 8 * 4 + k % 4][row / 8 + k / 4 * 2]);
+      },
+      [=](const Lanes& lanes, int column, int k) {
+        return tf32(lanes[column * 4 + k % 4][4 + k / 4]);
+      });
 }
 
 inline u32 load_shared_word(u32 address) {

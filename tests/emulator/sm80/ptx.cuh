@@ -7,10 +7,14 @@ namespace tilewise::ptx {
 
 // --- copies by threads: a group's happen together, some time before somebody waits for them ---
 
+struct Copy {
+  u32 destination, bytes;  // of 16: zeros follow
+  const void* source;
+};
 struct Copies {
-  std::vector<std::function<void()>> open;  // not committed yet
-  std::vector<bool> is_empty;               // of each committed group
-  long done = 0;                            // so many groups, from the first
+  std::vector<Copy> open;      // not committed yet
+  std::vector<bool> is_empty;  // of each committed group
+  long done = 0;               // so many groups, from the first
 
   long committed() const { return static_cast<long>(is_empty.size()); }
   void pass_empty_groups() {
@@ -24,10 +28,7 @@ inline void cp_async_16(u32 destination, const void* source, u32 bytes) {
   if (destination % 16 || destination + 16 > model::shared_bytes)
     model::fail("cp.async to an address that is no multiple of 16, or past the end");
   if (bytes != 0) check_aligned(source);
-  copies[model::self().index].open.push_back([=] {
-    std::memset(model::shared + destination, 0, 16);
-    if (bytes != 0) std::memcpy(model::shared + destination, source, bytes);
-  });
+  copies[model::self().index].open.push_back({destination, bytes, source});
 }
 inline void cp_async_commit() {
   const int thread = model::self().index;
@@ -36,7 +37,10 @@ inline void cp_async_commit() {
   mine.pass_empty_groups();
   if (mine.open.empty()) return;
   model::enqueue(model::loads + thread, [&mine, group = std::move(mine.open)] {
-    for (auto& copy : group) copy();
+    for (const Copy& copy : group) {
+      std::memset(model::shared + copy.destination, 0, 16);
+      if (copy.bytes != 0) std::memcpy(model::shared + copy.destination, copy.source, copy.bytes);
+    }
     ++mine.done;
     mine.pass_empty_groups();
   });
@@ -76,10 +80,4 @@ inline float4 load_l2(const float4* place) {
 
 }  // namespace tilewise::ptx
 
-inline bool __syncthreads_or(bool given) {
-  bool any = false;
-  const auto seen =
-      model::meet(model::whole_block, static_cast<int>(model::block->fibers.size()), {given});
-  for (const auto& [thread, values] : seen) any = any || values[0];
-  return any;
-}
+inline bool __syncthreads_or(bool given) { return __syncthreads_or(static_cast<int>(given)) != 0; }

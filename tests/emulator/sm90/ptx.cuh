@@ -36,7 +36,8 @@ template <int threads>
 inline void barrier_sync(int id) {
   const long before = named_barriers[id].generation;
   barrier_arrive<threads>(id);
-  model::wait_until([id, before] { return named_barriers[id].generation != before; });
+  model::wait_until(
+      [&barrier = named_barriers[id], before] { return barrier.generation != before; });
 }
 
 // --- mbarrier ---
@@ -71,7 +72,7 @@ inline void mbarrier_arrive_expect_tx(u64* place, u32 bytes) {
 }
 inline void mbarrier_arrive(u64* place) { mbarrier_arrive_expect_tx(place, 0); }
 inline void mbarrier_wait(u64* place, u32 parity) {
-  model::wait_until([place, parity] { return barrier_at(place).phase != parity; });
+  model::wait_until([&barrier = barrier_at(place), parity] { return barrier.phase != parity; });
 }
 inline void complete_bytes(const u64* place, u32 bytes) {
   Barrier& barrier = barrier_at(place);
@@ -154,11 +155,10 @@ inline void fence_proxy_async() { model::publish(); }
 
 inline void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
   const u32 mine[4] = {a, b, c, d};
-  const auto seen = model::meet(model::warps + model::warp(), 32, {address});
+  const auto& lanes = model::all_lanes(model::shuffles, {address});
   for (int matrix = 0; matrix < 4; ++matrix) {
     const int row = model::lane() / 4;
-    const u32 at =
-        static_cast<u32>(seen.at(model::warp() * 32 + matrix * 8 + row)[0]) + model::lane() % 4 * 4;
+    const u32 at = lanes[matrix * 8 + row][0] + model::lane() % 4 * 4;
     std::memcpy(model::shared + at, &mine[matrix], 4);
   }
 }

@@ -18,35 +18,38 @@ struct Issued {  // by one thread
   bool accumulate;
   const u32* registers;  // not null: A is in these four
 };
+struct Thread {
+  std::deque<Issued> issued;
+  long products = 0;      // issued so far
+  std::deque<long> ends;  // how many products each committed batch ends with
+  bool fenced = false;    // since it last waited
+};
 struct Warpgroup {
-  std::map<int, std::deque<Issued>> issued;  // by thread
-  std::map<int, long> batches, products;     // committed batches; products issued, by thread
-  std::map<int, std::deque<long>> ends;      // how many products each batch of a thread ends with
-  std::map<int, bool> fenced;                // by thread: since it last waited
+  std::array<Thread, 128> threads;
+  std::vector<int> issuers;  // of each product: how many threads have issued it
   long done = 0;
 };
 inline std::map<int, Warpgroup> warpgroups;
 inline const bool wgmma_forgets = (model::forgetters.push_back([] { warpgroups.clear(); }), true);
 inline Warpgroup& mine() { return warpgroups[model::self().index / 128]; }
+inline Thread& my_thread() { return mine().threads[model::self().index % 128]; }
 
 // Between a wait and the next product threads read and write the registers of both.
-inline void fence() { mine().fenced[model::self().index] = true; }
+inline void fence() { my_thread().fenced = true; }
 inline void commit() {
-  Warpgroup& here = mine();
-  const int thread = model::self().index;
-  here.ends[thread].push_back(here.products[thread]);
+  Thread& thread = my_thread();
+  thread.ends.push_back(thread.products);
 }
 template <int pending>
 inline void wait() {
   Warpgroup& here = mine();
-  const int thread = model::self().index;
-  auto& ends = here.ends[thread];
-  while (static_cast<int>(ends.size()) > pending) {
-    const long end = ends.front();
+  Thread& thread = my_thread();
+  while (static_cast<int>(thread.ends.size()) > pending) {
+    const long end = thread.ends.front();
     model::wait_until([&here, end] { return here.done >= end; });
-    ends.pop_front();
+    thread.ends.pop_front();
   }
-  here.fenced[thread] = false;
+  thread.fenced = false;
 }
 inline void wait_before_slow_path() { wait<0>(); }
 template <typename T, int count>
@@ -96,55 +99,52 @@ inline void multiply_now(const std::vector<Issued>& issued, int n, bool bf16, bo
   for (const Issued& one : issued)
     if (one.a != issued[0].a || one.b != issued[0].b)
       model::fail("threads of a warpgroup disagree on a product");
-  std::vector<tensor_core::Factors> rows(64), columns(n);
+  float rows[64][16], columns[256][16], sums[64 * 256];
   for (int k = 0; k < 16; ++k) {
     for (int row = 0; row < 64; ++row)
-      rows[row].set(k,
-                    in_registers   ? from_registers(issued, row, k, bf16)
-                    : a_transposed ? a.mn_major(k, row, bf16)
-                                   : a.k_major(row, k, bf16),
-                    ptx::min_exponent(bf16));
+      rows[row][k] = in_registers   ? from_registers(issued, row, k, bf16)
+                     : a_transposed ? a.mn_major(k, row, bf16)
+                                    : a.k_major(row, k, bf16);
     for (int column = 0; column < n; ++column)
-      columns[column].set(k, transposed ? b.mn_major(k, column, bf16) : b.k_major(column, k, bf16),
-                          ptx::min_exponent(bf16));
+      columns[column][k] = transposed ? b.mn_major(k, column, bf16) : b.k_major(column, k, bf16);
   }
-  for (int thread = 0; thread < 128; ++thread) {
-    const int warp = thread / 32, lane = thread % 32;
-    for (int i = 0; i < n / 2; ++i) {
-      const int row = 16 * warp + lane / 4 + (i >> 1 & 1) * 8,
-                column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      float& d = issued[thread].d[i];
-      d = tensor_core::add_products(issued[thread].accumulate ? d : 0.0f, rows[row],
-                                    columns[column], model::products_of.fraction_bits);
-    }
-  }
+  auto over_sums = [&](auto visit) {
+    for (int thread = 0; thread < 128; ++thread)
+      for (int i = 0; i < n / 2; ++i) {
+        const int row = thread / 32 * 16 + thread % 32 / 4 + (i >> 1 & 1) * 8;
+        visit(issued[thread], i, sums[row * n + i / 4 * 8 + thread % 4 * 2 + i % 2]);
+      }
+  };
+  over_sums([](const Issued& one, int i, float& sum) { sum = one.accumulate ? one.d[i] : 0.0f; });
+  tensor_core::multiply(
+      {64, n, 16, ptx::min_exponent(bf16), model::products_of.fraction_bits, /*steps=*/1}, rows[0],
+      columns[0], sums);
+  over_sums([](const Issued& one, int i, float sum) { one.d[i] = sum; });
 }
 
 inline void issue(float* d, u64 a, u64 b, bool accumulate, int n, bool bf16, bool transposed,
                   bool a_transposed = false, const u32* registers = nullptr) {
-  const int group = model::self().index / 128, thread = model::self().index;
+  const int group = model::self().index / 128;
   Warpgroup& here = mine();
-  if (!here.fenced[thread]) model::fail("a product without wgmma.fence before it");
-  here.issued[thread].push_back({d, a, b, accumulate, registers});
-  const long number = here.products[thread]++;
-  if (thread % 128) return;  // the first thread of the warpgroup enqueues for all
+  Thread& thread = my_thread();
+  if (!thread.fenced) model::fail("a product without wgmma.fence before it");
+  thread.issued.push_back({d, a, b, accumulate, registers});
+  const long number = thread.products++;
+  if (number == static_cast<long>(here.issuers.size())) here.issuers.push_back(0);
+  ++here.issuers[number];
+  if (model::self().index % 128) return;  // the first thread of the warpgroup enqueues for all
   model::enqueue(
       model::products + group,
       [=, &here] {
         std::vector<Issued> all;
-        for (int i = 0; i < 128; ++i) {
-          auto& queue = here.issued[group * 128 + i];
-          all.push_back(queue.front());
-          queue.pop_front();
+        for (Thread& each : here.threads) {
+          all.push_back(each.issued.front());
+          each.issued.pop_front();
         }
         multiply_now(all, n, bf16, transposed, a_transposed);
         ++here.done;
       },
-      [=, &here] {
-        for (int i = 0; i < 128; ++i)
-          if (here.products[group * 128 + i] <= number) return false;
-        return true;
-      });
+      [=, &here] { return here.issuers[number] == 128; });
 }
 
 template <int n, bool bf16>

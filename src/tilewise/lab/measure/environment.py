@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from ...engine.validation import source_hash
 from ..candidates import override
 from ..processes import code_command
 from ..processes import variables as process_variables
+from ..validation import source_hash
 
 _PACKAGES = (
     "triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13", "flash-attn", "fa3-fwd",

@@ -11,11 +11,11 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...engine.validation import source_hash
 from ...errors import InvalidInput
 from ..candidates.names import current_names
 from ..measure.compare import Comparison, read_comparison
 from ..measure.statistics import MIN_ROUNDS
+from ..validation import source_hash
 from .suites import SUITES
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.engine.validation import PACKAGE, PARTS, decisive_sources, part_hash, part_sources, source_hash
+from tilewise.lab.validation import PACKAGE, PARTS, decisive_sources, part_hash, part_sources, source_hash
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "benchmarks" / "validation.json"

@@ -135,9 +135,8 @@ def source_hash(package: Path = PACKAGE) -> str:
 
 
 def decisive_sources(package: Path = PACKAGE) -> list[Path]:
-    """The files that `source_hash` covers. The ladder's are not among them: its kernels run only for who asks. Nor is
-    this module, which decides nothing."""
-    others = {*_sources(_LADDER, package), package / "engine" / "validation.py"}
+    """The files that `source_hash` covers. The ladder's are not among them: its kernels run only for who asks."""
+    others = set(_sources(_LADDER, package))
     return [path for path in _sources(_DECISIVE, package) if path not in others]
 
 
@@ -172,9 +171,7 @@ def _imported(modules: list[Path], package: Path) -> set[Path]:
         if path not in found:
             found.add(path)
             waiting += [
-                other
-                for other in _imports(path, package)
-                if other.relative_to(package).parts[0] in ("engine", "jit") and other.name != "validation.py"
+                other for other in _imports(path, package) if other.relative_to(package).parts[0] in ("engine", "jit")
             ]
     return found
 
