@@ -8,7 +8,7 @@ places that a call fills in.
     launch  (name, function, context, grid, threads, bytes of shared memory, may overlap, arguments, fills)
     fill    (ADDRESS, offset, operand, bytes behind it, None)
             (MAP, offset, operand, bytes behind it, what `TiledMap.described` says)
-            (COUNTER, offset, 0, 0, None)
+            (COUNTER, offset, 0, how many integers, None)
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _launch(
             continue
         offset = _offset(launch.params, field, place)
         if isinstance(slot, Counter):
-            fills.append((COUNTER, offset, 0, 0, None))
+            fills.append((COUNTER, offset, 0, slot.integers, None))
             continue
         name, plus = slot.operand, 0
         if name.startswith(SCRATCH):

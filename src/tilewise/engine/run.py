@@ -645,7 +645,7 @@ def work_counter(device: int, stream: int, count: int = 1) -> int:
 def counter_room(device: int) -> tuple[int, int, int]:
     """Room for counters of others than this module, for good: its address, how many launches take by turns, and how
     many captured ones may keep. Not to be asked for under capture."""
-    turns, captured = _ROOMS[False]
+    turns, captured = _ROOMS[True]
     with _making_counters:
         room = _rooms.get(device)
         if room is None:

@@ -97,19 +97,29 @@ void* stream_of(c10::Device device) {
 
 // --- state ---
 
-// Zeroed integers on a device, one for each launch that hands out work by one; kernels leave them
-// zero. Launches take them by turns; one that is captured into a graph keeps its own.
+// Zeroed integers on a device, for launches that hand out work by them; kernels leave them zero.
+// Launches take them by turns; one that is captured into a graph keeps its own.
 struct Counters {
   uintptr_t base;
   uint32_t turns, captured;
   std::atomic<uint32_t> turn{0}, given{0};
 
-  uintptr_t take(bool capturing) {
-    if (!capturing) return base + 4 * (turn.fetch_add(1, std::memory_order_relaxed) % turns);
-    const uint32_t next = given.fetch_add(1, std::memory_order_relaxed);
-    if (next < captured) return base + 4 * (turns + uintptr_t(next));
-    given.store(captured, std::memory_order_relaxed);
-    return 0;  // the kernel then takes its work in a fixed order
+  // `count` of them, side by side. Invariant: turns is a power of two, so that they go on where
+  // `turn` runs over.
+  uintptr_t take(bool capturing, uint32_t count) {
+    if (count > (capturing ? captured : turns)) return 0;
+    if (!capturing) {
+      uint32_t first;
+      do {
+        first = turn.fetch_add(count, std::memory_order_relaxed) % turns;
+      } while (first > turns - count);
+      return base + 4 * uintptr_t(first);
+    }
+    uint32_t first = given.load(std::memory_order_relaxed);
+    do {
+      if (first > captured - count) return 0;  // the kernel then takes its work in a fixed order
+    } while (!given.compare_exchange_weak(first, first + count, std::memory_order_relaxed));
+    return base + 4 * (turns + uintptr_t(first));
   }
 };
 constexpr int most_devices = 64;
@@ -205,12 +215,12 @@ void launch(const Launch& launch, void* stream, void* arguments) {
   if (status != 0) say_failed("launch", status, launch);
 }
 
-uintptr_t counter(c10::Device device, void* stream) {
+uintptr_t counter(c10::Device device, void* stream, int64_t count) {
   Counters* room = counters[device.is_cuda() ? device.index() : 0].load(std::memory_order_acquire);
   if (room == nullptr) return 0;
   int capturing = 0;
   if (driver.is_capturing(stream, &capturing) != 0) return 0;
-  return room->take(capturing != 0);
+  return room->take(capturing != 0, uint32_t(count));
 }
 
 void enqueue(const Recipe& recipe, c10::Device device, const Addresses& addresses) {
@@ -229,7 +239,7 @@ void enqueue(const Recipe& recipe, c10::Device device, const Addresses& addresse
       }
       uintptr_t value = 0;
       if (fill.kind == Fill::COUNTER)
-        value = counter(device, stream);
+        value = counter(device, stream, fill.plus);
       else if (addresses[fill.operand] != 0)  // else null: one that this call does not have
         value = addresses[fill.operand] + fill.plus;
       std::memcpy(place, &value, sizeof(value));
@@ -846,7 +856,7 @@ PyObject* use_counters(PyObject*, PyObject* given) {
   unsigned long long base;
   unsigned turns, captured;
   if (!PyArg_ParseTuple(given, "iKII", &device, &base, &turns, &captured)) return nullptr;
-  if (device < 0 || device >= most_devices || turns == 0) {
+  if (device < 0 || device >= most_devices || turns == 0 || (turns & (turns - 1)) != 0) {
     PyErr_SetString(PyExc_ValueError, "counters of a device that is not known");
     return nullptr;
   }
