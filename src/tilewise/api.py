@@ -345,7 +345,7 @@ def _without_tensors(
     mask: Mask,
     scores: tuple[Term, ...],
     operands: Mapping[str, Tensor] | None,
-    named: dict[str, Tensor | None],
+    named: dict[str, Any],
     dropout: float,
 ) -> tuple[Mask, tuple[Term, ...], Operands]:
     """A mask that holds tensors as one that does not, with the terms and operands of the call, the named ones too.

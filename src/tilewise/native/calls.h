@@ -61,7 +61,7 @@ struct Fill {
   enum Kind { ADDRESS, MAP, COUNTER } kind;
   int offset;
   Operand operand;
-  int64_t plus;                    // bytes behind the operand's address
+  int64_t plus;                    // bytes behind the operand's address; of counters, how many
   std::shared_ptr<TensorMap> map;  // of a MAP
 };
 
