@@ -41,9 +41,6 @@ struct uint2 {
 struct uint4 {
   unsigned x, y, z, w;
 };
-struct uint2 {
-  unsigned x, y;
-};
 struct int2 {
   int x, y;
 };
