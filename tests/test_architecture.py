@@ -26,7 +26,7 @@ TOP = {"lab", "integrations"}
 LAB = [
     "units", "processes", "report", "candidates", "model", "measure", "studies", "watch", "render", "commands",
 ]  # fmt: skip
-ABOVE_ALL = {"__init__", "__main__"}
+ABOVE_ALL = {"__init__", "__main__", "_flash"}
 
 
 def layer_of(path: Path) -> str:
