@@ -16,7 +16,7 @@ endif
 # With REPORTS=folder every job leaves a JUnit report there.
 REPORT = $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 
-.PHONY: run test kernel-gates thunder libraries nightly instrument-check check format golden docs screenshots gpu-check environments clean
+.PHONY: native wheel-native run test kernel-gates thunder libraries nightly instrument-check check format golden docs screenshots gpu-check environments clean
 
 run: $(SETUP)
 	$(PYTHON) -m tilewise inspect --shape 2,8,512,64 --dtype float32 --html report.html
@@ -41,8 +41,26 @@ nightly: $(SETUP)
 
 # Two identical candidates, 200 times, on a machine that is kept busy: at most 4 may be told apart. Takes some minutes.
 # The record goes to benchmarks/results/, or to RESULTS=folder.
-instrument-check: $(SETUP)
+instrument-# The extension that answers repeated calls without Python (docs/native.md), built now rather than in the background.
+native: $(SETUP)
+	$(PYTHON) -m tilewise native build
+
+# A wheel for this platform, this Python and this PyTorch that holds it, for machines without a compiler.
+wheel-native: $(SETUP)
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir build .
+	$(PYTHON) -m tilewise native wheel build/tilewise-*-py3-none-any.whl --folder dist
+
+check: $(SETUP)
 	$(PYTHON) -m tilewise.lab.commands.instrument --save $(if $(RESULTS),--results $(RESULTS)) $(if $(RUNS),--runs $(RUNS))
+
+# The extension that answers repeated calls without Python (docs/native.md), built now rather than in the background.
+native: $(SETUP)
+	$(PYTHON) -m tilewise native build
+
+# A wheel for this platform, this Python and this PyTorch that holds it, for machines without a compiler.
+wheel-native: $(SETUP)
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir build .
+	$(PYTHON) -m tilewise native wheel build/tilewise-*-py3-none-any.whl --folder dist
 
 check: $(SETUP)
 	$(PYTHON) -m ruff check src tests examples benchmarks .ci
@@ -65,7 +83,16 @@ docs: $(SETUP)
 screenshots: $(SETUP)
 	$(PYTHON) tests/lab/screenshots.py
 
-gpu-check: $(SETUP)
+gpu-# The extension that answers repeated calls without Python (docs/native.md), built now rather than in the background.
+native: $(SETUP)
+	$(PYTHON) -m tilewise native build
+
+# A wheel for this platform, this Python and this PyTorch that holds it, for machines without a compiler.
+wheel-native: $(SETUP)
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir build .
+	$(PYTHON) -m tilewise native wheel build/tilewise-*-py3-none-any.whl --folder dist
+
+check: $(SETUP)
 	$(PYTHON) -m pytest tests/gpu
 
 $(STAMP): pyproject.toml constraints.txt

@@ -27,7 +27,7 @@ LAB = [
     "units", "processes", "report", "validation", "candidates", "model", "measure", "studies", "watch", "render",
     "commands",
 ]  # fmt: skip
-ABOVE_ALL = {"__init__", "__main__"}
+ABOVE_ALL = {"__init__", "__main__", "_flash"}
 
 
 def layer_of(path: Path) -> str:

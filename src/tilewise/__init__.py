@@ -12,7 +12,8 @@ from . import _interrupt  # noqa: F401  (before anything that takes long to impo
 # isort: split
 from typing import TYPE_CHECKING
 
-from .api import attention, attention_packed, explain, scaled_dot_product_attention
+from . import _flash
+from .api import attention, attention_packed, explain, scaled_dot_product_attention, warm_up
 from .cached import attention_cached, explain_cached
 from .errors import (
     CompileError,
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from .lab.watch.trace import no_math_fallback, trace
 
 __version__ = "0.1.0"
+
+_flash.register()
 
 __all__ = [
     "Causal",
@@ -64,6 +67,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "sdpa",
     "trace",
+    "warm_up",
 ]
 
 

@@ -169,6 +169,42 @@ def attention(
     return out, lse, *found
 
 
+def warm_up(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Plan:
+    """Do now what the first call of `attention` with such tensors and arguments does beside its work: plan, build the
+    kernels of both directions side by side, load them, and let native code know the call. Returns the plan.
+
+    The tensors are looked at for their shapes, strides, dtype, device and for what requires grad; none is read or
+    changed, and PyTorch's generators stay as they are. Before a CUDA graph is captured, this is what it needs.
+    """
+    chosen = explain(q, k, v, **arguments)
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise InvalidInput("warm_up", "a call under capture of a CUDA graph", "one before it", "call it earlier")
+    devices = [q.device.index or 0] if q.is_cuda else []
+    with torch.random.fork_rng(devices):
+        for _ in range(_TIMES_UNTIL_KNOWN):
+            like = [_zeros_like(tensor) for tensor in (q, k, v)]
+            out = attention(*like, **arguments)
+            first = out[0] if isinstance(out, tuple) else out
+            if learning := [tensor for tensor in like if tensor.requires_grad]:
+                torch.autograd.grad(first, learning, torch.zeros_like(first))
+    return chosen
+
+
+_TIMES_UNTIL_KNOWN = 4  # planned, described to native code, and answered by it; then its backward is known
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    """Zeros with the shape, the strides and the alignment of a tensor, in memory of their own."""
+    begin = tensor.data_ptr() % 16 // tensor.element_size()
+    last = (
+        sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.numel()
+        else -1
+    )
+    memory = torch.zeros(begin + last + 1, dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(tensor.shape, tensor.stride(), begin).requires_grad_(tensor.requires_grad)
+
+
 def attention_packed(
     q: Tensor,
     k: Tensor,

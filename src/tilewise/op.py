@@ -31,6 +31,7 @@ from .engine import run as engine
 from .engine.backend import Fused
 from .errors import CompileError, InvalidInput, UnsupportedProblem
 from .jit import build_all, is_loaded, tuned
+from .jit.compile import notice
 from .masks import Packed
 from .memo import Memo
 from .operands import INPUTS, NO_OPERANDS, chosen
@@ -395,10 +396,14 @@ def _backward_program(planned: Plan, device: torch.device | None, wants: Wants) 
 
 def _build(chosen: Plan) -> None:
     """Every kernel of a plan, both directions side by side, before the first of them is needed."""
-    for unit, built in build_all(unit for unit in chosen.units if not is_loaded(unit)):
-        if isinstance(built, CompileError):
-            built.unit = unit.label
-            raise built
+    missing = [unit for unit in chosen.units if not is_loaded(unit)]
+    if not missing:
+        return
+    with notice(f"{', '.join(unit.name for unit in missing)} for {missing[0].arch}"):
+        for unit, built in build_all(missing):
+            if isinstance(built, CompileError):
+                built.unit = unit.label
+                raise built
 
 
 def _leave_out(chosen: Plan, error: CompileError, options: Options) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import threading
@@ -15,7 +14,7 @@ import tilewise
 from support import assert_close, budget
 from tilewise import memo, native
 from tilewise.integrations.sdpa import sdpa
-from tilewise.native import library
+from tilewise.native import in_python, library
 
 pytestmark = pytest.mark.gpu
 
@@ -34,16 +33,6 @@ def extension(monkeypatch):
     yield native.calls
     memo.invalidate()
     native.use(None)
-
-
-@contextlib.contextmanager
-def in_python():
-    functions = native.calls
-    native.use(None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(library.SETTING, "off")
-        yield
-    native.use(functions)
 
 
 def counted(counts=None):

@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = {
     "sdpa_override.py": (None, ["tiled: asked for by name"]),
     "sdpa_overhead.py": (["--rounds", "1", "--calls", "5"], ["causal, scale"]),
-    "host_cost.py": (["--rounds", "1", "--device", "cpu"], ["tilewise.attention, gradient"]),
+    "host_cost.py": (["--rounds", "1", "--device", "cpu"], ["tilewise.attention, in Python"]),
     "flash_attn_interface.py": (None, ["packed: (136, 8, 64)"]),
     "transformers_model.py": (None, ["the same tokens", "skipped"]),
     "thunder_executor.py": (None, ["largest difference", "skipped"]),

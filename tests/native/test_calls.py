@@ -465,3 +465,16 @@ def test_the_override_is_answered_natively(hopper, compiled_override):
         before = hopper.counts[0]
         F.scaled_dot_product_attention(*tensors, is_causal=True)
         assert hopper.counts[0] == before, "what was forgotten is decided anew"
+
+
+def test_warm_up_lets_the_first_call_be_native(hopper):
+    tensors = inputs(grad=True)
+    state, before = torch.random.get_rng_state(), [x.clone() for x in tensors]
+    chosen = tilewise.warm_up(*tensors, mask="causal", backend="sm90")
+    assert chosen.backend == "sm90"
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(x, y) and x.grad is None for x, y in zip(tensors, before, strict=True))
+    counts = hopper.counts
+    out = hopper.attention(*tensors, mask="causal")
+    torch.autograd.grad(out, tensors, torch.randn(SHAPE).bfloat16())
+    assert [now - then for now, then in zip(hopper.counts, counts, strict=True)] == [1, 1, 0]

@@ -86,7 +86,7 @@ def build(unit: Unit, *, include_root: Path = KERNELS, announce: bool = True) ->
     key = build_key(unit, include_root)
     kernel = _cached(unit, key, report_damage=False)
     if kernel is None:
-        with _notice(unit) if announce else contextlib.nullcontext(), cache.lock(key):
+        with notice(f"{unit.name} for {unit.arch}") if announce else contextlib.nullcontext(), cache.lock(key):
             kernel = _cached(unit, key, report_damage=True) or _compile(unit, key, include_root)
     if unit.strict:
         _hold_to_gates(kernel)
@@ -293,10 +293,10 @@ def _hold_to_gates(kernel: Kernel) -> None:
 
 
 @contextlib.contextmanager
-def _notice(unit: Unit) -> Iterator[None]:
+def notice(what: str) -> Iterator[None]:
     """Say what goes on if the body takes over a second; as a warning, since those show without any logging set up."""
-    message = "tilewise: building %s for %s (first use; cached afterwards)"
-    timer = threading.Timer(NOTICE_AFTER_SECONDS, _logger.warning, (message, unit.name, unit.arch))
+    message = "tilewise: building %s (first use; cached afterwards)"
+    timer = threading.Timer(NOTICE_AFTER_SECONDS, _logger.warning, (message, what))
     timer.daemon = True
     timer.start()
     try:

@@ -11,6 +11,7 @@ nothing depends on it but host time. `TILEWISE_NATIVE=off` does without.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from ..memo import on_invalidate
 from . import library
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 attend: Callable[..., Any] | None = None
 """A known call of `tilewise.attention`, with its arguments in order; None where it is not known. Itself None until the
@@ -44,7 +45,7 @@ def answer_with(make_backward: Callable[..., Any], say_failed: Callable[..., Any
 def ready() -> Any:
     """The functions of calls.cpp if they can be used; else None, and they are being built for those who ask later."""
     global _next_look
-    if calls is None and time.monotonic() >= _next_look:
+    if calls is None and not _held and time.monotonic() >= _next_look:
         _next_look = time.monotonic() + _LOOK_AGAIN_SECONDS
         found = library.loaded()
         if found is not None and found.calls.open_driver() is None:
@@ -61,6 +62,24 @@ def use(functions: Any) -> None:
     assert _callbacks is not None
     functions.begin(*_callbacks)
     calls, attend = functions, functions.attend
+
+
+@contextlib.contextmanager
+def in_python() -> Iterator[None]:
+    """All calls of this process by the way in Python, as long as this lasts: to measure it, or to compare with it."""
+    global _held
+    functions = calls
+    use(None)
+    _held += 1
+    try:
+        yield
+    finally:
+        _held -= 1
+        if functions is not None:
+            use(functions)
+
+
+_held = 0
 
 
 def knows_streams_of(device: torch.device) -> bool:

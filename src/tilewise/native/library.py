@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.resources
+import json
 import logging
 import os
 import platform
@@ -39,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CompileError
-from ..jit import cache
+from ..jit import cache, trust
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -56,6 +57,7 @@ _POLL_SECONDS = 0.05
 _COMPILERS = ("c++", "g++", "clang++")
 _ARGUMENTS = 8
 _LABEL, _LIBRARY, _SAID = "native", "native.so", "build.log"
+PREBUILT, _FACTS = "prebuilt", "facts.json"  # in this folder, of a platform wheel
 _SOURCES, _HEADERS = ("calls.cpp", "detour.cpp"), ("calls.h",)
 
 _log = logging.getLogger("tilewise")
@@ -155,6 +157,9 @@ def _find() -> Library | None:
     key = _key()
     entry = cache.read(_LABEL, key, [_LIBRARY], report_damage=key not in _search.reported)
     _search.reported.add(key)
+    if entry is None and _search.found is None:
+        _search.found = _brought_along()
+        return _search.found
     if entry is not None and _search.found is None:
         try:
             _search.found = _open(entry.files[_LIBRARY], entry.path / _LIBRARY)
@@ -162,6 +167,21 @@ def _find() -> Library | None:
             _say_once(f"the native extension in {entry.path} does not load ({_one_line(error)}); it is built again")
             return None
     return None if entry is None else _search.found
+
+
+def _brought_along() -> Library | None:
+    """The library that a platform wheel holds, if it is for this Python and this PyTorch, whole, and the user's own."""
+    folder = _source(PREBUILT)
+    try:
+        facts = json.loads(trust.read_trusted(folder / _FACTS))
+        if facts["key"] != _portable_key():
+            return None
+        return _open(trust.read_trusted(folder / _LIBRARY, facts["digest"]), folder / _LIBRARY)
+    except FileNotFoundError:
+        return None
+    except (trust.Untrusted, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _say_once(f"the native extension in {folder} is not used ({_one_line(error)})")
+        return None
 
 
 def _open(content: bytes, path: Path) -> Library:
@@ -196,6 +216,39 @@ def _key() -> str:
     release = (torch.__version__, str(torch.version.git_version), sys.version, platform.machine(), *platform.libc_ver())
     sources = [_source(name).read_text() for name in (*_SOURCES, *_HEADERS)]
     return cache.digest(part.encode() for part in (*sources, *release))
+
+
+def _portable_key() -> str:
+    """What a library that another machine made must agree with: the sources, the ABI of Python and that of PyTorch."""
+    abi = (f"{sys.version_info.major}.{sys.version_info.minor}", platform.machine(), torch.__version__)
+    sources = [_source(name).read_text() for name in (*_SOURCES, *_HEADERS)]
+    return cache.digest(part.encode() for part in (*sources, *abi, str(torch.version.git_version)))
+
+
+def packed() -> dict[str, bytes]:
+    """Build the library if it is not there: the files that a wheel holds of it. Raises CompileError."""
+    build()
+    entry = cache.read(_LABEL, _key(), [_LIBRARY], report_damage=True)
+    if entry is None:
+        raise CompileError("The native extension is one that a wheel brought along, and not in the cache.")
+    content = entry.files[_LIBRARY]
+    facts = {"key": _portable_key(), "digest": trust.digest([content]), "torch": torch.__version__}
+    return {_LIBRARY: content, _FACTS: json.dumps(facts, indent=1).encode()}
+
+
+def status() -> tuple[bool, str]:
+    """Whether the library is loaded or ready to be, and in words what it is or what would make it so."""
+    if not is_wanted():
+        return False, f"switched off by {SETTING}={os.environ[SETTING]}"
+    try:
+        if _find() is not None:
+            return True, "built and ready"
+        reason = _why_not()
+        if reason is None and _failed_before(_attempt()):
+            return False, "the compiler failed on it before: `tilewise native build` tries again and shows what it says"
+    except (OSError, ValueError) as error:
+        return False, _one_line(error)
+    return False, f"not built: {reason}" if reason else "not built yet: `tilewise native build` builds it now"
 
 
 def _source(name: str) -> Path:

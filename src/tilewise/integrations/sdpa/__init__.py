@@ -154,6 +154,11 @@ class Override:
             hook.dispatcher.govern_outside(None)
             hook.dispatcher.release(rule)
 
+    @property
+    def enabled(self) -> Rule | None:
+        """The rule of `enable`, while it is in force."""
+        return self._rule
+
     def compile(self) -> None:
         """Build the native extension now, if it is not there, rather than in the background (native/library.py).
 

@@ -22,6 +22,7 @@ try:
     from .inspect import inspect
     from .ladder import ladder
     from .magnitudes import magnitudes
+    from .native import native
     from .options import EXIT_CODES, Command
     from .trace import trace
     from .tune import tune
@@ -47,6 +48,7 @@ for _command in (inspect, check, magnitudes, trace, tune, ladder, diff, explain,
     app.command(cls=Command)(_command)
 app.command("compile", cls=Command)(compile_kernels)
 app.command(cls=Command)(env)
+app.add_typer(native)
 
 
 @app.callback(invoke_without_command=True)

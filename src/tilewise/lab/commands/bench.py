@@ -7,15 +7,17 @@ from dataclasses import replace
 from pathlib import Path  # noqa: TC003  (typer reads the annotations)
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+import torch
 import typer
 
 from ...errors import InvalidInput
+from ...native import library
 from ..measure import environment
 from ..measure.compare import Settings
 from ..measure.pool import Pool
 from ..render import pages, plots
 from ..studies import bench as benches
-from ..studies import records, suites
+from ..studies import host, records, suites
 from .options import (
     ExtraCandidates,
     Html,
@@ -41,7 +43,8 @@ if TYPE_CHECKING:
 
 def bench(
     suite: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(suites.SUITES)}; may be repeated. cpu by default.")
+        list[str] | None,
+        typer.Option(help=f"Of {', '.join(suites.SUITES)}; may be repeated; or {host.SUITE}. cpu by default."),
     ] = None,
     only: Only = None,
     repeat: Repeat = None,
@@ -82,6 +85,9 @@ def bench(
             _show_bench(kept, kept.comparisons(), plot, outputs, Looks(verbose, quiet))
             return
         outputs = open_outputs(json, page, save, results)
+        if suite == [host.SUITE]:
+            _measure_host(outputs, repeat, save, results)
+            return
         chosen, more = tuple(only or ()), make_candidates(candidate)
         asked = {name: suites.suite(name, chosen, more, seed) for name in suite or ["cpu"]}
         if len(asked) > 1 and (json or page or plot):
@@ -122,6 +128,24 @@ def bench(
                 if not all(comparison.complete for comparison in done):
                     break
         leave(done)
+
+
+def _measure_host(outputs: Outputs, rounds: int | None, save: bool, results: Path) -> None:
+    """The suite that times no kernel, but the way to it."""
+    refuse_ignored(
+        "with --suite host", "only", "seconds", "candidate", "compile_first", "time_limit", "seed", "plot", "page"
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape, dtype = host.usual(device)
+    if device == "cuda" and library.status()[0] is False and library.is_wanted():
+        library.build()  # rather than in the background, while we measure
+    costs = host.measure(device, shape, dtype, rounds or host.ROUNDS)
+    result = host.record(costs, device, shape, environment.command_line())
+    if save:
+        print(f"saved {benches.save(result, results)}", file=sys.stderr)
+    if outputs.text:
+        print(*host.lines(costs), sep="\n")
+    outputs.write(result)
 
 
 class Looks(NamedTuple):

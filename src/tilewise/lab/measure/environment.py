@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
+from ...native import library
 from ..candidates import override
 from ..processes import code_command
 from ..processes import variables as process_variables
@@ -38,6 +39,7 @@ def facts() -> dict[str, Any]:
         "machine": machine(),
         "gpus": gpus(),
         "kernel cache": kernel_cache(),
+        "repeated calls": repeated_calls(),
         "variables": variables(),
         "scaled_dot_product_attention": sdpa_state() | {"effective order": effective_order()},
     }
@@ -134,6 +136,14 @@ def kernel_cache() -> dict[str, Any]:
         return {"location": None, "why": str(error)}
     entries = cache.entries()
     return {"location": str(cache.location()), "entries": len(entries), "bytes": cache.size()}
+
+
+def repeated_calls() -> dict[str, str]:
+    """Which way calls go that came before, and how to get the other."""
+    ready, words = library.status()
+    if ready and torch.cuda.is_available():
+        return {"path": "native", "extension": words, "the other": f"{library.SETTING}=off"}
+    return {"path": "Python", "extension": f"{words}, but there is no NVIDIA GPU" if ready else words}
 
 
 def variables() -> dict[str, str]:

@@ -1,0 +1,133 @@
+"""Host time of one eager call, on tensors so small that nothing but the way to the kernel is measured.
+
+Every way of calling is measured in every round, so that what else the machine does meets all alike; a sample is the
+mean of a batch of calls, between two waits for the device that are outside the clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ... import native
+from ...api import attention
+from ..measure import environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+SUITE = "host"
+ROUNDS = 9
+BATCH = 32  # calls between two waits: a GPU's queue never fills
+_UNTIL_SETTLED = 8  # calls of each kind before the first round: all is planned, built and known
+KINDS = ("no grad", "grad", "step")
+DEFAULT = "F.scaled_dot_product_attention"
+
+
+class Way(NamedTuple):
+    """How attention is called, and what is in force meanwhile."""
+
+    name: str
+    call: Callable[..., torch.Tensor]
+    inside: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+class Cost(NamedTuple):
+    """Seconds per call of one way, by round."""
+
+    kind: str
+    way: str
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def ways(device: str) -> list[Way]:
+    """PyTorch's default and its FlashAttention by name, ours natively and in Python, and the override."""
+    import tilewise  # noqa: PLC0415  (whose override stands beside the lab, not below it)
+
+    sdpa = tilewise.sdpa
+    torchs = F.scaled_dot_product_attention
+    taking, passing = sdpa(), sdpa(when=lambda problem: False)
+    found = [
+        Way(DEFAULT, torchs),
+        Way("PyTorch's flash, by name", torchs, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
+        Way("tilewise.attention", attention),
+        Way("tilewise.attention, in Python", attention, native.in_python),
+        Way("override, taken", torchs, lambda: taking),
+        Way("override, passed on", torchs, lambda: passing),
+    ]
+    return found if device.startswith("cuda") else [way for way in found if way.name != "override, taken"]
+
+
+def measure(device: str, shape: tuple[int, ...], dtype: torch.dtype, rounds: int = ROUNDS) -> list[Cost]:
+    """The cost of every way of every kind of call."""
+    plain = [torch.randn(shape, device=device, dtype=dtype) for _ in range(3)]
+    leaves = [tensor.clone().requires_grad_() for tensor in plain]
+    dout = torch.randn(shape, device=device, dtype=dtype)
+
+    def once(way: Way, kind: str) -> None:
+        if kind == "no grad":
+            way.call(*plain)
+        elif kind == "grad":
+            way.call(*leaves)
+        else:
+            torch.autograd.grad(way.call(*leaves), leaves, dout)
+
+    measured = list(itertools.product(KINDS, ways(device)))
+    samples: dict[tuple[str, str], list[float]] = {(kind, way.name): [] for kind, way in measured}
+    for kind, way in measured:
+        with way.inside():
+            for _ in range(_UNTIL_SETTLED):
+                once(way, kind)
+    for _ in range(rounds):
+        for kind, way in measured:
+            with way.inside():
+                once(way, kind)  # what is in force has changed
+                if device.startswith("cuda"):
+                    torch.cuda.synchronize()
+                begin = time.perf_counter()
+                for _ in range(BATCH):
+                    once(way, kind)
+                samples[kind, way.name].append((time.perf_counter() - begin) / BATCH)
+    return [Cost(kind, way, tuple(seconds)) for (kind, way), seconds in samples.items()]
+
+
+def lines(costs: list[Cost]) -> list[str]:
+    """A table: microseconds, and the share of what PyTorch's default takes for the same."""
+    default = {cost.kind: cost.median for cost in costs if cost.way == DEFAULT}
+    width = max(len(cost.way) for cost in costs)
+    return [
+        f"{cost.kind:8s} {cost.way:{width}s} {1e6 * cost.median:8.2f} us  {cost.median / default[cost.kind]:5.2f}"
+        for cost in costs
+    ]
+
+
+def record(costs: list[Cost], device: str, shape: tuple[int, ...], command: list[str]) -> dict[str, Any]:
+    return {
+        "kind": "host cost",
+        "suite": f"{SUITE}-{device.partition(':')[0]}",
+        "provenance": environment.provenance(0, command),
+        "settings": {"device": device, "shape": list(shape), "rounds": len(costs[0].seconds), "calls": BATCH},
+        "repeated calls": environment.repeated_calls(),
+        "rows": [
+            {"kind": cost.kind, "call": cost.way, "median": cost.median, "seconds": list(cost.seconds)}
+            for cost in costs
+        ],
+    }
+
+
+def usual(device: str) -> tuple[tuple[int, ...], torch.dtype]:
+    """The shape and the dtype that are measured where none is asked for."""
+    on_gpu = device.startswith("cuda")
+    return ((1, 8, 128, 64), torch.bfloat16) if on_gpu else ((1, 2, 8, 16), torch.float32)
