@@ -79,8 +79,8 @@ def make(case: Case, device: str = "cpu") -> Made:
         own = [torch.randn(length - start, heads_kv, dim).to(case.dtype) for dim in case.dims]
         for cache, keys in zip((k, v), own, strict=True):
             if table is not None:
-                for place in range(start, length):
-                    cache[table[number, place // page], place % page] = keys[place - start]
+                places = torch.arange(start, length)
+                cache[table[number].long()[places // page], places % page] = keys
             else:
                 cache[case.rows[number] if case.rows else number, start:length] = keys
         made_q.append(own_q)
@@ -108,6 +108,10 @@ def make(case: Case, device: str = "cpu") -> Made:
         assert not packed
         told["keep"] = made.keep = torch.rand(batch, 1, tokens[0], capacity) < 0.7
     made.q, made.k, made.v = made.q.to(device), made.k.to(device), made.v.to(device)
+    made.apart = [tuple(tensor.to(device) for tensor in own) for own in apart]  # type: ignore[misc]
+    for name in ("slopes", "sink", "keep"):
+        tensor = getattr(made, name)
+        setattr(made, name, None if tensor is None else tensor.to(device))
     made.told = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in told.items()}
     return made
 
@@ -137,12 +141,12 @@ def expected(case: Case, made: Made) -> tuple[Tensor, Tensor]:
         scores = q64 @ k64.transpose(1, 2) / math.sqrt(case.dims[0])
         if "softcap" in case.terms:
             scores = SOFTCAP * torch.tanh(scores / SOFTCAP)
-        at = torch.arange(tokens)[:, None] + keys - tokens
-        key = torch.arange(keys)[None]
+        at = torch.arange(tokens, device=q.device)[:, None] + keys - tokens
+        key = torch.arange(keys, device=q.device)[None]
         if made.slopes is not None:
             slopes = made.slopes[number] if made.slopes.ndim == 2 else made.slopes
             scores = scores - slopes.double()[:, None, None] * (at - key).abs()
-        seen = torch.ones(tokens, keys, dtype=torch.bool)
+        seen = torch.ones(tokens, keys, dtype=torch.bool, device=q.device)
         if case.causal:
             seen &= key <= at
         if case.window is not None:
@@ -153,7 +157,9 @@ def expected(case: Case, made: Made) -> tuple[Tensor, Tensor]:
         logits = scores
         if made.sink is not None:
             logits = torch.cat([scores, made.sink.double()[:, None, None].expand(heads, tokens, 1)], -1)
-        lse = torch.logsumexp(logits, -1) if logits.shape[-1] else torch.full((heads, tokens), -math.inf).double()
+        lse = scores.new_full((heads, tokens), -math.inf)
+        if logits.shape[-1]:
+            lse = torch.logsumexp(logits, -1)
         weights = torch.exp(scores - lse[..., None].masked_fill(lse[..., None] == -math.inf, 0.0))
         outs.append((weights @ v64).transpose(0, 1))
         lses.append(lse)
@@ -164,7 +170,7 @@ def expected(case: Case, made: Made) -> tuple[Tensor, Tensor]:
 
 def assert_as_expected(case: Case, made: Made, out: Tensor, lse: Tensor) -> None:
     want_out, want_lse = expected(case, made)
-    out, lse = out.cpu().double(), lse.cpu().double()
+    out, lse = out.double(), lse.double()
     assert out.shape == want_out.shape
     assert lse.shape == want_lse.shape
     assert not out.isnan().any(), "what lies where no key is shows"

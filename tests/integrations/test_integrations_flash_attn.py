@@ -291,7 +291,14 @@ def refused():
     flat = [x.flatten(0, 1) for x in (q, k, v)]
     cu = torch.tensor([0, 13, 26])
     return {
-        "paged": (lambda: flash_attn_varlen_func(*flat, cu, cu, 13, 13, block_table=cu), UnsupportedProblem),
+        "dropout with pages": (
+            lambda: flash_attn_varlen_func(flat[0], k, v, cu, cu, 13, 13, 0.1, block_table=cu),
+            UnsupportedProblem,
+        ),
+        "packed keys with a block_table": (
+            lambda: flash_attn_varlen_func(*flat, cu, cu, 13, 13, block_table=cu),
+            InvalidInput,
+        ),
         "probs with dropout": (
             lambda: flash_attn_varlen_func(*flat, cu, cu, 13, 13, 0.1, return_attn_probs=True),
             UnsupportedProblem,

@@ -13,10 +13,10 @@ What they share, as flash-attn documents it:
     return_attn_probs        returns (out, softmax_lse, S_dmask); the lse is differentiable here. S_dmask is None
                              without dropout, else all weights (batch, heads, seqlen_q, seqlen_k), below 0 where dropped
 
-Beyond flash-attn: CPUs, float32 and float64, any head_dim. Short of it, with an error that says so: paged keys
-(block_table), and of packed sequences dropout together with return_attn_probs. A row that sees no key has lse -inf
-(flash-attn writes +inf). Under causal ALiBi lse belongs to the biases as documented; flash-attn's kernel shifts them
-row by row.
+Beyond flash-attn: CPUs, float32 and float64, any head_dim, pages of any size. Short of it, with an error that says so:
+of packed sequences dropout together with return_attn_probs, and with pages (block_table) gradients and dropout, which
+flash-attn has none of either. A row that sees no key has lse -inf (flash-attn writes +inf). Under causal ALiBi lse
+belongs to the biases as documented; flash-attn's kernel shifts them row by row.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..api import attention, attention_packed, drawn_seed
+from ..cached import attention_cached
 from ..errors import InvalidInput, UnsupportedProblem
 from ..masks import Causal, Full, Window
 from ..op import deterministic_algorithms
@@ -48,6 +49,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
 
@@ -130,8 +132,9 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Packed sequences: q (total_q, heads, head_dim), k and v (total_k, heads_k, head_dim), offsets (batch + 1,).
 
-    With return_attn_probs also softmax_lse (heads, total_q) and None. Offsets on a GPU stay there, and no call waits
-    for it (`tilewise.attention_packed`).
+    With a block_table (batch, pages) k and v are pages (pages, page_size, heads_k, head_dim) instead, of which a
+    sequence has the keys that cu_seqlens_k counts. With return_attn_probs also softmax_lse (heads, total_q) and None.
+    Offsets on a GPU stay there, and no call waits for it (`tilewise.attention_packed`).
     """
     if dropout_p and return_attn_probs:
         raise UnsupportedProblem(
@@ -140,10 +143,10 @@ def flash_attn_varlen_func(
             remedy="drop one of the two, or call flash_attn_func for each sequence",
         )
     if block_table is not None:
-        raise UnsupportedProblem(
-            "flash_attn_varlen_func: keys in pages (block_table) are not supported.",
-            remedy="gather the pages into packed k and v",
-        )
+        return _varlen_pages(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+            window_size, softcap, alibi_slopes, return_attn_probs, block_table,
+        )  # fmt: skip
     _check_dims(3, q=q, k=k, v=v)
     if deterministic and _may_vary(q, k, v):
         if not dropout_p and not torch.compiler.is_compiling():
@@ -210,6 +213,186 @@ def flash_attn_varlen_qkvpacked_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
+
+
+def _varlen_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout: float,
+    scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    with_lse: bool,
+    block_table: Tensor,
+) -> Result:
+    """Packed queries against pages of keys."""
+    _check_dims(3, q=q)
+    _check_dims(4, k=k, v=v)
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
+    if dropout or needs_grad:
+        raise UnsupportedProblem(
+            f"flash_attn_varlen_func: {'dropout' if dropout else 'a gradient'} with keys in pages (block_table).",
+            remedy="gather the pages into packed k and v, or call it under torch.no_grad() without dropout",
+        )
+    starts_q = _offsets("q", cu_seqlens_q, max_seqlen_q, q.device)
+    starts_k = _offsets("k", cu_seqlens_k, max_seqlen_k, q.device)
+    if alibi_slopes is not None:
+        _check_slopes(alibi_slopes, q.shape[1], starts_q.shape[0] - 1)
+    result = attention_cached(
+        q, k, v, starts_k.diff(), page_table=_int32(block_table), cu_seqlens_q=starts_q, max_seqlen_q=max_seqlen_q,
+        mask=_band(causal, window_size, False), scale=scale, softcap=softcap, alibi=alibi_slopes, return_lse=with_lse,
+    )  # fmt: skip
+    return (*result, None) if isinstance(result, tuple) else result
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    batch_invariant: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """q (batch, seqlen_q, heads, head_dim) against a cache, which takes up new keys and values first.
+
+    k_cache, v_cache   (batch_cache, seqlen_cache, heads_k, head_dim), or with a block_table (batch, pages) pages
+                       (pages, page_size, heads_k, head_dim). Sequence n is row cache_batch_idx[n], or row n.
+    cache_seqlens      how many places are taken, one number or (batch,) int32; all where it is None.
+    k, v               (batch, seqlen_new, heads_k, head_dim): written into the caches, in place, behind what is there,
+                       and attended to. What the cache has no room for is not written.
+    rotary_cos, rotary_sin   (seqlen_ro, rotary_dim / 2): k is rotated for the places that it takes, and q for the
+                       places from cache_seqlens on, one after another where a mask tells queries apart (causal, or a
+                       window), all for the first of them otherwise. rotary_interleaved: neighbours are a pair (GPT-J),
+                       else the two halves of rotary_dim are (GPT-NeoX).
+    cache_leftpad      (batch,) int32: places before it are padding.
+    num_splits         a hint of flash-attn's: our kernels divide the keys by what the device finds.
+    batch_invariant    beyond flash-attn: the bits of a row depend on its own sequence alone.
+
+    Returns out, and with return_softmax_lse also softmax_lse (batch, heads, seqlen_q). There are no gradients. No call
+    waits for the device, and a captured CUDA graph serves all lengths.
+    """
+    _check_dims(4, q=q, k_cache=k_cache, v_cache=v_cache)
+    batch, capacity = q.shape[0], k_cache.shape[1]
+    if block_table is not None:
+        _check_tensor("block_table", block_table)
+        block_table = _int32(block_table)
+        capacity *= block_table.shape[-1]
+    lengths = _lengths(cache_seqlens, batch, q.device)
+    rows = None if cache_batch_idx is None else _int32(cache_batch_idx)
+    if alibi_slopes is not None:
+        _check_slopes(alibi_slopes, q.shape[2], batch)
+    if (k is None) != (v is None):
+        raise InvalidInput("v" if v is None else "k", "None", "new keys and new values, or neither", "pass both")
+    mask = _band(causal, window_size, False)
+    if k is not None and v is not None:
+        _check_new(q, k, v, k_cache, v_cache, lengths)
+        assert lengths is not None
+        with torch.no_grad():
+            places = lengths.long()[:, None] + torch.arange(k.shape[1], device=q.device)
+            if rotary_cos is not None and rotary_sin is not None:
+                k = _rotated(k, rotary_cos, rotary_sin, places, rotary_interleaved)
+                steps = torch.arange(q.shape[1], device=q.device) * (mask != Full())
+                q = _rotated(q, rotary_cos, rotary_sin, lengths.long()[:, None] + steps, rotary_interleaved)
+            _append(k_cache, k, places, capacity, rows, block_table)
+            _append(v_cache, v, places, capacity, rows, block_table)
+        lengths = (lengths + k.shape[1]).clamp(max=capacity)
+    return attention_cached(
+        q, k_cache, v_cache, lengths, page_table=block_table, rows=rows, mask=mask, scale=softmax_scale,
+        starts=None if cache_leftpad is None else _int32(cache_leftpad), softcap=softcap, alibi=alibi_slopes,
+        return_lse=return_softmax_lse, batch_invariant=batch_invariant,
+    )  # fmt: skip
+
+
+def _lengths(given: int | Tensor | None, batch: int, device: torch.device) -> Tensor | None:
+    if given is None or isinstance(given, Tensor):
+        return None if given is None else _int32(given)
+    return torch.full((batch,), given, dtype=torch.int32, device=device)
+
+
+def _int32(tensor: Tensor) -> Tensor:
+    """As kernels read it; a copy where it is something else."""
+    return tensor.to(torch.int32).contiguous()
+
+
+def _check_new(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | None) -> None:
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        _check_dims(4, **{name: new})
+        expected = (q.shape[0], k.shape[1], *cache.shape[2:])
+        if tuple(new.shape) != expected or new.dtype != cache.dtype:
+            raise InvalidInput(
+                name,
+                f"shape {tuple(new.shape)} in {new.dtype}",
+                f"{expected} in {cache.dtype}, as the cache has its heads",
+                "reshape or cast it",
+            )
+    if lengths is None:
+        raise InvalidInput(
+            "cache_seqlens", "None", "how many places are taken, where new keys are written behind them", "pass it"
+        )
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, interleaved: bool) -> Tensor:
+    """x (batch, rows, heads, head_dim), its first columns rotated by the angles of its rows' places (batch, rows)."""
+    width = 2 * cos.shape[1]
+    if cos.shape != sin.shape or width > x.shape[-1]:
+        raise InvalidInput(
+            "rotary_cos",
+            f"shape {tuple(cos.shape)}, and sin {tuple(sin.shape)}",
+            f"two of (places, rotary_dim / 2), with a rotary_dim of {x.shape[-1]} at most",
+            "pass the tables of one rotation",
+        )
+    places = places.clamp(0, cos.shape[0] - 1)
+    cos, sin = cos[places].float().unsqueeze(2), sin[places].float().unsqueeze(2)
+    turned, rest = x[..., :width].float(), x[..., width:]
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = turned[..., : width // 2], turned[..., width // 2 :]
+    pair = first * cos - second * sin, first * sin + second * cos
+    made = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((made.to(x.dtype), rest), -1)
+
+
+def _append(
+    cache: Tensor, new: Tensor, places: Tensor, capacity: int, rows: Tensor | None, block_table: Tensor | None
+) -> None:
+    """Writes rows of `new` (batch, rows, heads, dim) into the places (batch, rows) of a cache, in place.
+
+    Without a look at the device: what has no place, or a page that does not exist, is written back as it was.
+    """
+    exists = (places >= 0) & (places < capacity)
+    places = places.clamp(0, max(0, capacity - 1))
+    if block_table is None:
+        batches = torch.arange(new.shape[0], device=new.device) if rows is None else rows.long()
+        batches = batches[:, None].expand_as(places)
+    else:
+        batches = block_table.long().gather(1, places // cache.shape[1])
+        places = places % cache.shape[1]
+    exists &= (batches >= 0) & (batches < cache.shape[0])
+    batches = batches.clamp(0, max(0, cache.shape[0] - 1))
+    cache[batches, places] = torch.where(exists[:, :, None, None], new, cache[batches, places])
 
 
 def _run(

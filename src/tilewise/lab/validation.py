@@ -95,6 +95,12 @@ PARTS = {
         ("common/tile_map.cuh", "sm90/staged_bias.cuh", "sm90/bias_gradient.cuh"),
         folders=("terms", "kernels/common/terms"),
     ),
+    "decode": Part(
+        ("test_decode_gpu.py",),
+        ("engine/decode.py",),
+        ("sm80/decode.cuh",),
+        ("cached.py", "engine/tables/sm80.json", "integrations/flash_attn.py"),
+    ),
     "packed": Part(("test_packed_gpu.py",), ("engine/packed.py",), ("common/packed.cuh",)),
     "seam": Part(
         ("test_seam.py", "test_launch.py", "test_torch_rules.py", "test_three_way.py", "test_integrations_gpu.py"),
