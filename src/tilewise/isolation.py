@@ -131,7 +131,7 @@ def isolated(
 # Packed sequences
 
 
-_OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_kv", "seqused_k"))
+_OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_kv", "seqused_k", "leftpad_k"))
 
 
 class Member(NamedTuple):
@@ -179,8 +179,14 @@ def members(problem: Problem, operands: Operands) -> list[Member]:
     if mask.used:
         used = operands["seqused_k"].tolist()
         ends_kv = [min(end, start + max(0, count)) for start, end, count in zip(starts_kv, ends_kv, used, strict=False)]
+    begins_kv = starts_kv[:-1]
+    if mask.padded:
+        padding = operands["leftpad_k"].tolist()
+        begins_kv = [
+            min(end, start + max(0, count)) for start, end, count in zip(begins_kv, ends_kv, padding, strict=True)
+        ]
     rows = [*pairwise(starts_q), (starts_q[-1], problem.seq_q)]
-    keys = [*zip(starts_kv, ends_kv, strict=False), (0, 0)]
+    keys = [*zip(begins_kv, ends_kv, strict=True), (0, 0)]
     last = len(starts_q) - 2
     return [
         Member(
@@ -278,7 +284,7 @@ def spans_say_all(problem: Problem) -> bool:
     """Whether the terms give packed rows and keys what they give those of a sequence."""
     mask = problem.mask
     assert isinstance(mask, Packed)
-    return _places_agree(problem.scores, mask.same)
+    return _places_agree(problem.scores, mask.same and not mask.used and not mask.padded)
 
 
 def _places_agree(scores: tuple[Term, ...], same: bool) -> bool:
@@ -353,9 +359,10 @@ def with_spans(problem: Problem) -> Problem:
     mask = problem.mask
     assert isinstance(mask, Packed)
     hull: Full | Causal | Window = Full()
-    if mask.same and isinstance(mask.inner, Causal):
+    in_place = mask.same and not mask.padded
+    if in_place and isinstance(mask.inner, Causal):
         hull = Causal()
-    elif mask.same and isinstance(mask.inner, Window):
+    elif in_place and isinstance(mask.inner, Window):
         hull = Window(mask.inner.left, mask.inner.right)
     before = tuple(term for term in problem.scores if not term.outputs)
     return problem.with_(mask=hull, scores=(*before, Spans(), *problem.scores[len(before) :]))
@@ -372,6 +379,8 @@ def spans_of_offsets(problem: Problem, operands: Operands) -> dict[str, Tensor]:
     begin, end = starts_kv[own], starts_kv[own + 1]
     if "seqused_k" in operands:
         end = end.minimum(begin + operands["seqused_k"].long()[own].clamp(min=0))
+    if "leftpad_k" in operands:
+        begin = end.minimum(begin + operands["leftpad_k"].long()[own].clamp(min=0))
     begin = torch.where(found > own, end, begin)  # rows behind the last offset, which see nothing
     left, right, _ = mask.inner.band(1, 1)
     position = rows - starts_q[own]
