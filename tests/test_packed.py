@@ -635,21 +635,43 @@ def test_the_largest_score_is_of_no_neighbour(monkeypatch, backend, target):
 @emulation.emulated
 @pytest.mark.parametrize(("backend", "target"), KERNELS)
 def test_dropout_draws_by_sequence(monkeypatch, backend, target):
-    """A sequence drops what a batch of its number would."""
+    """A sequence drops what a batch of its number would: the kernels and the plain backends the same for a seed."""
     emulation.install(monkeypatch)
-    lengths = ((70, 70), (33, 33), (130, 130))
+    lengths = ((70, 70), (0, 5), (33, 33), (130, 130))
     case = make_case(Full(), scores=(Dropout(0.5),), lengths=lengths, heads=(2, 2), behind=(0, 0))
     seed = torch.tensor([3, 5])
     operands = {**case.operands, "seed": seed}
     out, _ = backend.bind(case.q, case.k, case.v, case.problem, None, target, operands)(
         case.q, case.k, case.v, operands
     )
-    for sequence in range(3):
+    doubles, doubled = [tensor.double() for tensor in case[1:4]], case.problem.with_(dtype=torch.float64)
+    of_reference, lse = reference.forward(*doubles, doubled, None, operands)
+    of_tiles, _ = tiled.forward(*doubles, doubled, None, operands)
+    assert_close(of_tiles, of_reference, budget(torch.float64))
+    assert_close(out, of_reference, rounding_budget(BF16, 3))
+    dout = torch.randn_like(of_reference)
+    grads = [
+        one.backward(dout, None, *doubles, of_reference, lse, doubled, None, operands) for one in (reference, tiled)
+    ]
+    for name, grad in grads[0].items():
+        assert_close(grads[1][name], grad, budget(torch.float64), name)
+    for sequence in (0, 2, 3):
         problem, inputs = case.member(sequence)
         batch = [tensor.double().expand(sequence + 1, -1, -1, -1) for tensor in inputs]
         wide = problem.with_(batch=sequence + 1, dtype=torch.float64)
         want, _ = reference.forward(*batch, wide, None, {"seed": seed})
         assert_close(case.of(out, sequence, 0), want[sequence:], rounding_budget(BF16, 3))
+
+
+def test_dropout_is_never_drawn_by_spans():
+    """There scores stand at other places; kernels that know nothing else refuse."""
+    mask = Packed(3, inner=Causal(), same=True)
+    for dtype in (torch.float32, BF16):
+        problem = make_problem((1, 4, 300, 64), dtype, mask=mask, scores=(Dropout(0.5),))
+        assert not spans_say_all(problem)
+        for backend, target in ((SM80, A100), (SM90, H200)):
+            refused = [reason.what for reason in backend.why_not(problem, target) if "spans of keys" in reason.what]
+            assert bool(refused) is (dtype is torch.float32)
 
 
 @emulation.emulated

@@ -143,13 +143,15 @@ class Member(NamedTuple):
     keys: slice
 
     def operands(self, operands: Operands, of: Problem) -> Operands:
-        """Its own of the operands of all sequences, without their offsets."""
+        """Its own of the operands of all sequences, without their offsets. Dropout is told where its heads stand."""
         dims = {one.name: len(one.dims) for term in of.scores for one in term.tensors if "batch" in one.dims[:1]}
         own = {}
         for name, tensor in operands.items():
             if name not in _OFFSETS:
                 split = tensor.ndim == dims.get(name) and tensor.shape[0] == of.sequences > 1
                 own[name] = tensor[self.number : self.number + 1] if split else tensor
+        if "seed" in own:
+            own["seed"] = torch.cat((own["seed"], own["seed"].new_tensor([self.number * of.heads_q])))
         return own
 
 
@@ -288,11 +290,14 @@ def spans_say_all(problem: Problem) -> bool:
 
 
 def _places_agree(scores: tuple[Term, ...], same: bool) -> bool:
-    """Terms that look at where a score stands do not care whether that is among all packed rows and keys or in its
-    own sequence, if queries and keys begin at the same places, and if the sequences share what the terms read."""
+    """Whether the terms do not care if a score stands among all packed rows and keys or in its own sequence.
+
+    Those that look at distances do not if queries and keys begin at the same places, and if the sequences share what
+    the terms read. Dropout does: it draws by places.
+    """
     return all(
         term.elementwise or not term.transforms or (same and not getattr(term, "batched", False)) for term in scores
-    )
+    ) and not any(isinstance(term, Dropout) for term in scores)
 
 
 # Terms whose kernels go by the lengths of a sequence and read no tensor of rows or keys, and so take packed ones.
@@ -310,12 +315,8 @@ MIN_ROWS_OF_DOCUMENTS = 64
 
 
 def documents_are_sequences(scores: tuple[Term, ...], dtype: torch.dtype, same: bool) -> bool:
-    """Whether documents may run as packed sequences: all terms mean the same there.
-
-    Dropout does not, which draws by the places of scores in the tensors.
-    """
-    drops = any(isinstance(term, Dropout) for term in scores)
-    return not drops and kernels_take_packed(scores, dtype) and _places_agree(scores, same)
+    """Whether documents may run as packed sequences: all terms mean the same there."""
+    return kernels_take_packed(scores, dtype) and _places_agree(scores, same)
 
 
 @lru_cache(maxsize=32)
