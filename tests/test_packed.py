@@ -288,6 +288,37 @@ def test_keys_that_are_not_used(backend):
     assert_close(again[0].transpose(0, 1), out, budget(torch.float64))
 
 
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.parametrize("mask", [Causal(), Causal("bottom-right"), Window(20, 3, "bottom-right")], ids=str)
+@pytest.mark.parametrize("with_used", [False, True], ids=["", "used"])
+def test_padding_before_the_keys(backend, mask, with_used):
+    """As if it were not there; those that are used count from the offset."""
+    case = make_case(Causal(), torch.float64)
+    *tensors, cu_q, cu_k = packed_inputs(case, grad=True)
+    padding = torch.tensor([0, 20, 25, 10, -3, 0, 129], dtype=torch.int32)
+    used = torch.tensor([70, 20, 5, 500, 0, 3, 200], dtype=torch.int32) if with_used else None
+    out = tilewise.attention_packed(*tensors, cu_q, cu_k, mask=mask, leftpad_k=padding, seqused_k=used, backend=backend)
+    grads = torch.autograd.grad(out.sum(), tensors)
+    ends = [min(k1, k0 + int(used[i])) if with_used else k1 for i, (k0, k1) in enumerate(pairwise(cu_k.tolist()))]
+    begins = [min(end, k0 + max(0, int(count))) for k0, end, count in zip(cu_k.tolist(), ends, padding, strict=False)]
+    for (q0, q1), k0, k1 in zip(pairwise(cu_q.tolist()), begins, ends, strict=True):
+        places = ((q0, q1), (k0, k1), (k0, k1))
+        own = [x[None, a:b].detach().requires_grad_() for x, (a, b) in zip(tensors, places, strict=True)]
+        want = tilewise.attention(*own, mask=mask, layout="bshd", backend=backend)
+        assert_close(out[q0:q1], want[0], budget(torch.float64))
+        for grad, alone, (a, b) in zip(grads, torch.autograd.grad(want.sum(), own), places, strict=True):
+            assert_close(grad[a:b], alone[0], budget(torch.float64))
+    seen = torch.zeros(tensors[1].shape[0], dtype=torch.bool)
+    for k0, k1 in zip(begins, ends, strict=True):
+        seen[k0:k1] = True
+    assert (grads[1][~seen] == 0).all()
+    operands = {**case.operands, "leftpad_k": padding} | ({"seqused_k": used} if with_used else {})
+    problem = case.problem.with_(mask=Packed(7, 0, 0, mask, used=with_used, padded=True))
+    inputs = [x.detach().transpose(0, 1)[None] for x in tensors]
+    again, _ = reference.forward(*inputs, with_spans(problem), None, spans_of_offsets(problem, operands))
+    assert_close(again[0].transpose(0, 1), out, budget(torch.float64))
+
+
 def test_dropout_keeps_the_mean():
     case = make_case(Full(), torch.float32, lengths=((40, 60), (50, 30)), behind=(0, 0))
     q, k, v, cu_q, cu_k = packed_inputs(case)
@@ -390,6 +421,9 @@ def test_the_mask_reads_back(inner):
     used = Packed(12, 512, 1024, inner, used=True)
     assert parse(str(used)) == used
     assert [operand.name for operand in used.operands] == ["cu_seqlens_q", "cu_seqlens_kv", "seqused_k"]
+    padded = Packed(12, 512, 1024, inner, padded=True)
+    assert parse(str(padded)) == padded
+    assert [operand.name for operand in padded.operands] == ["cu_seqlens_q", "cu_seqlens_kv", "leftpad_k"]
     problem = make_problem((1, 4, 5000, 64), BF16, mask=mask)
     assert Problem.from_dict(problem.to_dict()) == problem
 
@@ -601,21 +635,43 @@ def test_the_largest_score_is_of_no_neighbour(monkeypatch, backend, target):
 @emulation.emulated
 @pytest.mark.parametrize(("backend", "target"), KERNELS)
 def test_dropout_draws_by_sequence(monkeypatch, backend, target):
-    """A sequence drops what a batch of its number would."""
+    """A sequence drops what a batch of its number would: the kernels and the plain backends the same for a seed."""
     emulation.install(monkeypatch)
-    lengths = ((70, 70), (33, 33), (130, 130))
+    lengths = ((70, 70), (0, 5), (33, 33), (130, 130))
     case = make_case(Full(), scores=(Dropout(0.5),), lengths=lengths, heads=(2, 2), behind=(0, 0))
     seed = torch.tensor([3, 5])
     operands = {**case.operands, "seed": seed}
     out, _ = backend.bind(case.q, case.k, case.v, case.problem, None, target, operands)(
         case.q, case.k, case.v, operands
     )
-    for sequence in range(3):
+    doubles, doubled = [tensor.double() for tensor in case[1:4]], case.problem.with_(dtype=torch.float64)
+    of_reference, lse = reference.forward(*doubles, doubled, None, operands)
+    of_tiles, _ = tiled.forward(*doubles, doubled, None, operands)
+    assert_close(of_tiles, of_reference, budget(torch.float64))
+    assert_close(out, of_reference, rounding_budget(BF16, 3))
+    dout = torch.randn_like(of_reference)
+    grads = [
+        one.backward(dout, None, *doubles, of_reference, lse, doubled, None, operands) for one in (reference, tiled)
+    ]
+    for name, grad in grads[0].items():
+        assert_close(grads[1][name], grad, budget(torch.float64), name)
+    for sequence in (0, 2, 3):
         problem, inputs = case.member(sequence)
         batch = [tensor.double().expand(sequence + 1, -1, -1, -1) for tensor in inputs]
         wide = problem.with_(batch=sequence + 1, dtype=torch.float64)
         want, _ = reference.forward(*batch, wide, None, {"seed": seed})
         assert_close(case.of(out, sequence, 0), want[sequence:], rounding_budget(BF16, 3))
+
+
+def test_dropout_is_never_drawn_by_spans():
+    """There scores stand at other places; kernels that know nothing else refuse."""
+    mask = Packed(3, inner=Causal(), same=True)
+    for dtype in (torch.float32, BF16):
+        problem = make_problem((1, 4, 300, 64), dtype, mask=mask, scores=(Dropout(0.5),))
+        assert not spans_say_all(problem)
+        for backend, target in ((SM80, A100), (SM90, H200)):
+            refused = [reason.what for reason in backend.why_not(problem, target) if "spans of keys" in reason.what]
+            assert bool(refused) is (dtype is torch.float32)
 
 
 @emulation.emulated
@@ -635,6 +691,30 @@ def test_keys_that_kernels_do_not_use(monkeypatch, backend, target):
     out, lse = backend.bind(*inputs, problem, None, target, operands)(*inputs, operands)
     assert_close(out, want, rounding_budget(BF16, 3))
     assert torch.equal(lse.isinf(), want_lse.isinf())
+    dout = torch.randn_like(case.q)
+    truth = reference.backward(dout.double(), None, *doubles, want, want_lse, wide, None, operands)
+    backward = backend.bind_backward(problem, None, target)
+    grads = backward(dout, None, *inputs, want.to(BF16), want_lse.float(), operands)
+    for which, grad in grads.items():
+        assert_close(grad, truth[which], rounding_budget(BF16, 6), which)
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+def test_padding_that_kernels_do_not_look_at(monkeypatch, backend, target):
+    emulation.install(monkeypatch)
+    case = make_case(Causal("bottom-right"), needs_grad=True)
+    padding = torch.tensor([0, 20, 25, 10, -3, 0, 129], dtype=torch.int32)
+    mask = Packed(7, 200, 300, Causal("bottom-right"), padded=True)
+    problem, operands = case.problem.with_(mask=mask), {**case.operands, "leftpad_k": padding}
+    inputs = [tensor.nan_to_num() for tensor in case[1:4]]
+    doubles, wide = [tensor.double() for tensor in inputs], problem.with_(dtype=torch.float64)
+    want, want_lse = reference.forward(*doubles, wide, None, operands)
+    for tensor in inputs[1:]:
+        for start, end, count in zip(case.offsets[1], case.offsets[1][1:], padding, strict=False):
+            tensor[:, :, int(start) : min(int(end), int(start) + max(0, int(count)))] = torch.nan
+    out, _ = backend.bind(*inputs, problem, None, target, operands)(*inputs, operands)
+    assert_close(out, want, rounding_budget(BF16, 3))
     dout = torch.randn_like(case.q)
     truth = reference.backward(dout.double(), None, *doubles, want, want_lse, wide, None, operands)
     backward = backend.bind_backward(problem, None, target)

@@ -220,6 +220,7 @@ def attention_packed(
     alibi: Tensor | None = None,
     sink: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
     scores: tuple[Term, ...] = (),
     operands: Mapping[str, Tensor] | None = None,
     dropout: float = 0.0,
@@ -241,6 +242,8 @@ def attention_packed(
     alibi    slopes (heads_q) or (sequences, heads_q): as of `attention`, by the lengths of each sequence.
     seqused_k  int32 (sequences,) on the device: of the keys of each sequence only so many are there, and masks are
                aligned to these. The others are not looked at, and have no gradient.
+    leftpad_k  int32 (sequences,) on the device: the first so many keys of each sequence are padding, and count among
+               those that are used. They are not looked at either.
 
     All else is as `attention` has it; terms that read a tensor of rows or keys are not for packed sequences. Returns
     out (total_q, heads_q, head_dim_v); with return_lse=True also lse (heads_q, total_q).
@@ -250,7 +253,8 @@ def attention_packed(
     wrong results, but nothing outside the tensors is read or written.
     """
     told: _Arguments | None = None  # by which a call like this one is remembered, where it has no terms
-    plain = alibi is None and sink is None and seqused_k is None and operands is None and not return_max_logit
+    whole = seqused_k is None and leftpad_k is None
+    plain = alibi is None and sink is None and whole and operands is None and not return_max_logit
     if plain and not scores and not dropout and not torch.compiler.is_compiling() and _CHECK not in os.environ:
         told = (max_seqlen_q, max_seqlen_k, mask, scale, softcap, return_lse, backend, precision)
         call = op.recall_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, told)
@@ -261,10 +265,13 @@ def attention_packed(
     given_inputs = q, k, v
     _check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
     same = cu_seqlens_q is cu_seqlens_k
-    packed = _packed_mask(cu_seqlens_q, max_seqlen_q, max_seqlen_k, mask, same, seqused_k is not None)
+    fewer = seqused_k is not None, leftpad_k is not None
+    packed = _packed_mask(cu_seqlens_q, max_seqlen_q, max_seqlen_k, mask, same, *fewer)
     given: Operands = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_k}
     if seqused_k is not None:
         given = {**given, "seqused_k": seqused_k}
+    if leftpad_k is not None:
+        given = {**given, "leftpad_k": leftpad_k}
     if q.is_cuda and _CHECK in os.environ and not torch.compiler.is_compiling():
         offsets_of(given, q.shape[0], k.shape[0])
     q, k, v = q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
@@ -273,7 +280,7 @@ def attention_packed(
         given = {**given, **others}
     results: Results = None
     if scores or return_max_logit:
-        _check_packed_terms(q, scores, given, same and seqused_k is None)
+        _check_packed_terms(q, scores, given, same and whole)
         scores = with_max_logit(scores, return_max_logit)
         results = {} if return_max_logit else None
     arguments = (packed, scale, softcap, scores, dropout, "bshd", return_lse, backend, precision)
@@ -297,11 +304,13 @@ _CHECK = "TILEWISE_CHECK"
 _LONGEST = tuple(1 << power for power in range(6, 21))
 
 
-def _packed_mask(offsets: Tensor, max_q: int, max_kv: int, mask: MaskLike, same: bool, used: bool) -> Packed:
+def _packed_mask(
+    offsets: Tensor, max_q: int, max_kv: int, mask: MaskLike, same: bool, used: bool, padded: bool
+) -> Packed:
     if torch.compiler.is_compiling():  # where the number of sequences may be a symbol: the operator asks when it runs
-        return Packed(0, rounded_length(max_q), rounded_length(max_kv), inner_rule(mask), same, used)
+        return Packed(0, rounded_length(max_q), rounded_length(max_kv), inner_rule(mask), same, used, padded)
     try:
-        return _made_mask(offsets.shape[0] - 1, rounded_length(max_q), rounded_length(max_kv), mask, same, used)
+        return _made_mask(offsets.shape[0] - 1, rounded_length(max_q), rounded_length(max_kv), mask, same, used, padded)
     except TypeError:  # a mask that cannot be hashed, or a length that is no number
         for name, length in (("max_seqlen_q", max_q), ("max_seqlen_k", max_kv)):
             as_number(name, length)
@@ -310,8 +319,8 @@ def _packed_mask(offsets: Tensor, max_q: int, max_kv: int, mask: MaskLike, same:
 
 
 @functools.lru_cache(maxsize=1024)
-def _made_mask(sequences: int, max_q: int, max_kv: int, mask: MaskLike, same: bool, used: bool) -> Packed:
-    return Packed(sequences, max_q, max_kv, inner_rule(mask), same, used)
+def _made_mask(sequences: int, max_q: int, max_kv: int, mask: MaskLike, same: bool, used: bool, padded: bool) -> Packed:
+    return Packed(sequences, max_q, max_kv, inner_rule(mask), same, used, padded)
 
 
 def rounded_length(length: int) -> int:

@@ -131,7 +131,7 @@ def isolated(
 # Packed sequences
 
 
-_OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_kv", "seqused_k"))
+_OFFSETS = frozenset(("cu_seqlens_q", "cu_seqlens_kv", "seqused_k", "leftpad_k"))
 
 
 class Member(NamedTuple):
@@ -143,13 +143,15 @@ class Member(NamedTuple):
     keys: slice
 
     def operands(self, operands: Operands, of: Problem) -> Operands:
-        """Its own of the operands of all sequences, without their offsets."""
+        """Its own of the operands of all sequences, without their offsets. Dropout is told where its heads stand."""
         dims = {one.name: len(one.dims) for term in of.scores for one in term.tensors if "batch" in one.dims[:1]}
         own = {}
         for name, tensor in operands.items():
             if name not in _OFFSETS:
                 split = tensor.ndim == dims.get(name) and tensor.shape[0] == of.sequences > 1
                 own[name] = tensor[self.number : self.number + 1] if split else tensor
+        if "seed" in own:
+            own["seed"] = torch.cat((own["seed"], own["seed"].new_tensor([self.number * of.heads_q])))
         return own
 
 
@@ -179,8 +181,14 @@ def members(problem: Problem, operands: Operands) -> list[Member]:
     if mask.used:
         used = operands["seqused_k"].tolist()
         ends_kv = [min(end, start + max(0, count)) for start, end, count in zip(starts_kv, ends_kv, used, strict=False)]
+    begins_kv = starts_kv[:-1]
+    if mask.padded:
+        padding = operands["leftpad_k"].tolist()
+        begins_kv = [
+            min(end, start + max(0, count)) for start, end, count in zip(begins_kv, ends_kv, padding, strict=True)
+        ]
     rows = [*pairwise(starts_q), (starts_q[-1], problem.seq_q)]
-    keys = [*zip(starts_kv, ends_kv, strict=False), (0, 0)]
+    keys = [*zip(begins_kv, ends_kv, strict=True), (0, 0)]
     last = len(starts_q) - 2
     return [
         Member(
@@ -278,15 +286,18 @@ def spans_say_all(problem: Problem) -> bool:
     """Whether the terms give packed rows and keys what they give those of a sequence."""
     mask = problem.mask
     assert isinstance(mask, Packed)
-    return _places_agree(problem.scores, mask.same)
+    return _places_agree(problem.scores, mask.same and not mask.used and not mask.padded)
 
 
 def _places_agree(scores: tuple[Term, ...], same: bool) -> bool:
-    """Terms that look at where a score stands do not care whether that is among all packed rows and keys or in its
-    own sequence, if queries and keys begin at the same places, and if the sequences share what the terms read."""
+    """Whether the terms do not care if a score stands among all packed rows and keys or in its own sequence.
+
+    Those that look at distances do not if queries and keys begin at the same places, and if the sequences share what
+    the terms read. Dropout does: it draws by places.
+    """
     return all(
         term.elementwise or not term.transforms or (same and not getattr(term, "batched", False)) for term in scores
-    )
+    ) and not any(isinstance(term, Dropout) for term in scores)
 
 
 # Terms whose kernels go by the lengths of a sequence and read no tensor of rows or keys, and so take packed ones.
@@ -304,12 +315,8 @@ MIN_ROWS_OF_DOCUMENTS = 64
 
 
 def documents_are_sequences(scores: tuple[Term, ...], dtype: torch.dtype, same: bool) -> bool:
-    """Whether documents may run as packed sequences: all terms mean the same there.
-
-    Dropout does not, which draws by the places of scores in the tensors.
-    """
-    drops = any(isinstance(term, Dropout) for term in scores)
-    return not drops and kernels_take_packed(scores, dtype) and _places_agree(scores, same)
+    """Whether documents may run as packed sequences: all terms mean the same there."""
+    return kernels_take_packed(scores, dtype) and _places_agree(scores, same)
 
 
 @lru_cache(maxsize=32)
@@ -353,9 +360,10 @@ def with_spans(problem: Problem) -> Problem:
     mask = problem.mask
     assert isinstance(mask, Packed)
     hull: Full | Causal | Window = Full()
-    if mask.same and isinstance(mask.inner, Causal):
+    in_place = mask.same and not mask.padded
+    if in_place and isinstance(mask.inner, Causal):
         hull = Causal()
-    elif mask.same and isinstance(mask.inner, Window):
+    elif in_place and isinstance(mask.inner, Window):
         hull = Window(mask.inner.left, mask.inner.right)
     before = tuple(term for term in problem.scores if not term.outputs)
     return problem.with_(mask=hull, scores=(*before, Spans(), *problem.scores[len(before) :]))
@@ -372,6 +380,8 @@ def spans_of_offsets(problem: Problem, operands: Operands) -> dict[str, Tensor]:
     begin, end = starts_kv[own], starts_kv[own + 1]
     if "seqused_k" in operands:
         end = end.minimum(begin + operands["seqused_k"].long()[own].clamp(min=0))
+    if "leftpad_k" in operands:
+        begin = end.minimum(begin + operands["leftpad_k"].long()[own].clamp(min=0))
     begin = torch.where(found > own, end, begin)  # rows behind the last offset, which see nothing
     left, right, _ = mask.inner.band(1, 1)
     position = rows - starts_q[own]

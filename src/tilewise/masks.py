@@ -524,7 +524,9 @@ class Packed(Mask):
     from 0 and never falling. What lies behind the last offset sees nothing, and nothing sees it. No sequence is longer
     than `max_q` and `max_kv` say, where they are not 0: by these tiles are chosen, and nothing else. `same`: the
     keys have the offsets of the queries. `used`: of the keys of each sequence only the first are there, as many as a
-    third operand says, `seqused_k` (sequences,); the inner mask is aligned to these.
+    third operand says, `seqused_k` (sequences,); the inner mask is aligned to these. `padded`: of the keys of each
+    sequence the first are padding, as many as the last operand says, `leftpad_k` (sequences,), and count among those
+    that are used.
 
     A trace does not know how many sequences there are: 0 stands for that until the call runs (`of`).
     """
@@ -537,6 +539,7 @@ class Packed(Mask):
     inner: Full | Causal | Window = None  # type: ignore[assignment]  # as of Documents
     same: bool = False
     used: bool = False
+    padded: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inner", _inner_mask("Packed.inner", self.inner))
@@ -545,17 +548,19 @@ class Packed(Mask):
     def from_text(cls, text: str) -> Packed:
         sizes, _, inner = text.partition(":")
         sequences, max_q, max_kv, flags = _ints(sizes)
-        return cls(sequences, max_q, max_kv, parse(inner), bool(flags & 1), bool(flags & 2))  # type: ignore[arg-type]
+        told = (bool(flags & bit) for bit in (1, 2, 4))
+        return cls(sequences, max_q, max_kv, parse(inner), *told)  # type: ignore[arg-type]
 
     def of(self, operands: Any) -> Packed:
         """The mask of these offsets."""
         sequences = operands["cu_seqlens_q"].shape[0] - 1
-        return Packed(sequences, self.max_q, self.max_kv, self.inner, self.same, self.used)
+        return Packed(sequences, self.max_q, self.max_kv, self.inner, self.same, self.used, self.padded)
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "seqused_k")
-        return tuple(Operand(name, dtype=torch.int32) for name in names[: 2 + self.used])
+        names = ["cu_seqlens_q", "cu_seqlens_kv"]
+        names += ["seqused_k"] * self.used + ["leftpad_k"] * self.padded
+        return tuple(Operand(name, dtype=torch.int32) for name in names)
 
     def span(self, row: int, seq_q: int, seq_kv: int) -> tuple[int, int]:
         return 0, seq_kv
@@ -572,7 +577,7 @@ class Packed(Mask):
         return Tile.PARTIAL if rows and keys else Tile.EMPTY
 
     def __str__(self) -> str:
-        flags = "0123"[self.same + 2 * self.used]
+        flags = "01234567"[self.same + 2 * self.used + 4 * self.padded]
         sizes = ",".join((str(self.sequences), str(self.max_q), str(self.max_kv), flags))
         return "packed:" + sizes + ":" + str(self.inner)
 

@@ -494,14 +494,14 @@ def _check_offsets(mask: Packed, given: Operands) -> None:
     """What is known of the offsets of packed sequences without reading them."""
     for operand in mask.operands:
         offsets = given[operand.name]
-        count = mask.sequences + (operand.name != "seqused_k")
+        count = mask.sequences + (operand.name not in ("seqused_k", "leftpad_k"))
         fits = offsets.shape == (count,) and mask.sequences > 0
         if not fits or offsets.dtype != operand.dtype or not offsets.is_contiguous():
             raise InvalidInput(
                 operand.name,
                 f"a tensor of shape {tuple(offsets.shape)} in {offsets.dtype}",
                 f"a contiguous int32 tensor ({count},): one offset more than there are sequences, as many for keys as "
-                "for queries, and one number of used keys for each",
+                "for queries, and one number of used keys, or of padding before them, for each",
                 "pass the cumulative lengths of the sequences, from 0 to the total",
             )
 

@@ -140,6 +140,7 @@ def table(
         "cu_q": Address("cu_seqlens_q"),
         "cu_k": Address("cu_seqlens_kv"),
         "used_k": Address("seqused_k") if mask.used else None,
+        "left_k": Address("leftpad_k") if mask.padded else None,
         "records": Address("packed_records"),
         "q_tiles": Address("packed_q_tiles"),
         "kv_tiles": Address("packed_kv_tiles") if by_keys else None,
@@ -173,7 +174,7 @@ def table(
         q_room,
         kv_room,
         fields,
-        Prepared("cu_seqlens_q", Program((launch,)), results, ("cu_seqlens_kv", "seqused_k")[: 1 + mask.used]),
+        Prepared("cu_seqlens_q", Program((launch,)), results, tuple(one.name for one in mask.operands[1:])),
     )
 
 
@@ -215,7 +216,8 @@ def configs(choose: Callable[[Problem, Target], list[Any]], problem: Problem, ta
 
 def unwritten(problem: Problem) -> frozenset[str]:
     """The gradients of which a backward leaves rows as they are: of keys that are not used."""
-    return frozenset(("dk", "dv") if mask_of(problem).used else ())
+    mask = mask_of(problem)
+    return frozenset(("dk", "dv") if mask.used or mask.padded else ())
 
 
 # Causal sequences do best with the tiles of this length, tall and of few keys, and long ones too; heads of 64 up to

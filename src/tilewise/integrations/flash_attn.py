@@ -129,12 +129,16 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
 ) -> Result:
     """Packed sequences: q (total_q, heads, head_dim), k and v (total_k, heads_k, head_dim), offsets (batch + 1,).
 
     With a block_table (batch, pages) k and v are pages (pages, page_size, heads_k, head_dim) instead, of which a
     sequence has the keys that cu_seqlens_k counts. With return_attn_probs also softmax_lse (heads, total_q) and None.
-    Offsets on a GPU stay there, and no call waits for it (`tilewise.attention_packed`).
+    Offsets on a GPU stay there, and no call waits for it (`tilewise.attention_packed`). leftpad_k and seqused_k, int32
+    (batch,), are those of flash-attn's `_flash_attn_varlen_forward`: where the keys of a sequence begin and where they
+    end, counted from its offset.
     """
     if dropout_p and return_attn_probs:
         raise UnsupportedProblem(
@@ -153,10 +157,11 @@ def flash_attn_varlen_func(
             with deterministic_algorithms():  # for the plan; the backward of a call planned so keeps to it
                 return flash_attn_varlen_func(
                     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-                    window_size, softcap, alibi_slopes, False, return_attn_probs,
+                    window_size, softcap, alibi_slopes, False, return_attn_probs, None, leftpad_k, seqused_k,
                 )  # fmt: skip
         _check_switch(dropout_p)
     same = cu_seqlens_q is cu_seqlens_k
+    whole = leftpad_k is None and seqused_k is None
     starts_q = _offsets("q", cu_seqlens_q, max_seqlen_q, q.device)
     starts_k = (
         starts_q if same and max_seqlen_q == max_seqlen_k else _offsets("k", cu_seqlens_k, max_seqlen_k, q.device)
@@ -164,8 +169,9 @@ def flash_attn_varlen_func(
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, q.shape[1], starts_q.shape[0] - 1)
     result = attention_packed(
-        q, k, v, starts_q, starts_k, max_seqlen_q, max_seqlen_k, mask=_band(causal, window_size, same),
+        q, k, v, starts_q, starts_k, max_seqlen_q, max_seqlen_k, mask=_band(causal, window_size, same and whole),
         scale=softmax_scale, softcap=softcap, alibi=alibi_slopes, dropout=dropout_p, return_lse=return_attn_probs,
+        leftpad_k=leftpad_k, seqused_k=seqused_k,
     )  # fmt: skip
     return (*result, None) if isinstance(result, tuple) else result  # type: ignore[return-value]
 

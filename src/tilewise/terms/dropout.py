@@ -54,8 +54,8 @@ class Dropout(Term):
             raise InvalidInput("dropout", self.probability, "a probability from 0 to below 1", "leave it out for none")
 
     def kept(self, where: Where) -> tuple[Tensor, float] | None:
-        seed, offset = where.operands["seed"].unbind()
-        return stays(random_bits(seed, offset, where), self.threshold), self.kept_weight
+        seed, offset, *before = where.operands["seed"].unbind()
+        return stays(random_bits(seed, offset, where, *before), self.threshold), self.kept_weight
 
     @property
     def kept_weight(self) -> float:
@@ -111,13 +111,17 @@ def _fp16(bits: Tensor) -> Tensor:
     return torch.where(bits < 0x8000, bits, bits - CHANCES).to(torch.int16).view(torch.float16)
 
 
-def random_bits(seed: Tensor, offset: Tensor, where: Where) -> Tensor:
-    """The 16 bits of every score of a rectangle, (batch, heads, rows, keys) in int64."""
+def random_bits(seed: Tensor, offset: Tensor, where: Where, before: Tensor | int = 0) -> Tensor:
+    """The 16 bits of every score of a rectangle, (batch, heads, rows, keys) in int64.
+
+    `before`: heads of the sequences in front, where the rectangle is of one of packed sequences: each is drawn for as
+    the batch of its number.
+    """
     problem, device = where.problem, seed.device
     rows = torch.arange(where.rows.start, where.rows.stop, device=device)[:, None]
     keys = torch.arange(where.keys.start, where.keys.stop, device=device)
     pairs = torch.arange(problem.batch * problem.heads_q, device=device).view(problem.batch, problem.heads_q, 1, 1)
-    nothing = torch.zeros_like(pairs)
+    pairs, nothing = pairs + before, torch.zeros_like(pairs)
     head = _philox4([pairs, nothing, nothing + (offset & _MASK), nothing + (offset >> 32 & _MASK)], _halves(seed))
     counter = [rows // 16 * 8 + rows % 8 + head[1] & _MASK, keys // 16 * 4 + keys % 8 // 2 + head[2] & _MASK]
     words = spread(*_philox2(torch.broadcast_tensors(*counter), head[0]))

@@ -37,6 +37,7 @@ struct PackParams {
   const int* cu_q;
   const int* cu_k;
   const int* used_k;        // null, or (sequences): how many keys of each are there
+  const int* left_k;        // null, or (sequences): how many of these are padding, the first ones
   PackedSequence* records;  // (batches, sequences + 2)
   int* q_tiles;             // how many there are, then the owner of each; null: not wanted
   int* kv_tiles;            // likewise
@@ -74,6 +75,11 @@ __device__ __forceinline__ PackedSequence packed_sequence(const PackParams& para
     q = packed_place(params.cu_q, b, params.total_q);
     k = packed_place(params.cu_k, b, params.total_k);
     if (params.used_k != nullptr) k.length = min_int(k.length, max_int(0, params.used_k[b]));
+    if (params.left_k != nullptr) {
+      const int padding = min_int(k.length, max_int(0, params.left_k[b]));
+      k.start += padding;
+      k.length -= padding;
+    }
   } else if (b == params.sequences) {
     q = behind_last(params.cu_q, params.sequences, params.total_q);
   } else {
