@@ -147,6 +147,12 @@ def flash_attn_varlen_func(
             remedy="drop one of the two, or call flash_attn_func for each sequence",
         )
     if block_table is not None:
+        if leftpad_k is not None or seqused_k is not None:
+            raise UnsupportedProblem(
+                "flash_attn_varlen_func: leftpad_k or seqused_k together with block_table: cu_seqlens_k alone says "
+                "which keys of its pages a sequence has.",
+                remedy="call flash_attn_with_kvcache, which takes cache_seqlens and cache_leftpad",
+            )
         return _varlen_pages(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
             window_size, softcap, alibi_slopes, return_attn_probs, block_table,

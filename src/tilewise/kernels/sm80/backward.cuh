@@ -245,17 +245,19 @@ struct Backward {
   __device__ __forceinline__ void await_ticket() {
     if ((HasTileMap<Extents> && !HasTurns<Extents>) || params.dq_tickets == nullptr) return;
     if (threadIdx.x == 0) {
-      const int* ticket = params.dq_tickets + tile_index(cursor);
-      int before;
       if constexpr (HasTurns<Extents>) {
-        before =
+        const int before =
             turn_of<Extents>(params, plan.batch, plan.head_kv, query_tile_of(cursor), plan.kv_tile)
                 .x;
+        const int* ticket = params.dq_tickets + tile_index(cursor);
+        while (ptx::load_acquire(ticket) < before) {
+        }
       } else {
         const Band band = sequence().band();
-        before = plan.kv_tile - band.first_key(cursor.q_tile * block_q) / block_kv;
-      }
-      while (ptx::load_acquire(ticket) < before) {
+        const int first_tile = band.first_key(cursor.q_tile * block_q) / block_kv;
+        const int* ticket = params.dq_tickets + tile_index(cursor);
+        while (ptx::load_acquire(ticket) < plan.kv_tile - first_tile) {
+        }
       }
     }
     __syncthreads();

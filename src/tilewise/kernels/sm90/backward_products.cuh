@@ -54,9 +54,9 @@ struct ProductWarpgroup {
   using Once = typename Policy::Once;
   static constexpr bool keeps_once = Policy::adds_straight_line && sizeof(Once) == sizeof(float);
   Once once;
-  // Of the tile whose scores are made, if it is partial. Bits of dropped weights take the registers
-  // for it.
-  static constexpr bool looks_ahead = Policy::looks_ahead && !Policy::drops;
+  // Of the tile whose scores are made, if it is partial. Terms that change scores or drop weights
+  // take the registers for it.
+  static constexpr bool looks_ahead = Policy::looks_ahead && !Policy::drops && !Policy::transforms;
   typename Policy::template Ahead<block_q / 2, RowsAre::keys> ahead;
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }

@@ -75,7 +75,7 @@ struct Consumer {
   // it.
   using Ahead = typename Policy::template Ahead<block_kv / 2, RowsAre::queries>;
   static constexpr bool looks_ahead =
-      Policy::looks_ahead && (config.consumers <= 2 || sizeof(Ahead) <= 28);
+      Policy::looks_ahead && (config.consumers <= 2 || (sizeof(Ahead) <= 28 && !Policy::drops));
   Ahead ahead;
 
   __device__ __forceinline__ auto sequence(const Part& part) const {
