@@ -8,7 +8,8 @@ over their union:
     out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
 Merging is associative and commutative; the identity is (0, -inf), which is also what a row that sees no key gives.
-Tiled, split-KV and ring attention all use this and nothing else.
+The tiled loop and the kernels that divide keys merge in their own loops; this states what they must come to, for tests
+and for who holds partials of several devices.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ inline int kind_of(long queue) { return queue >= loads ? 0 : queue >= products ?
 // `count` threads meet under `name`; each brings up to two values and sees everybody's.
 Seen meet(long name, int count, std::array<uint64_t, 2> values = {});
 
-constexpr long whole_block = 1 << 20, named = 1 << 21, warpgroups = 1 << 23;
+constexpr long whole_block = 1 << 20, named = 1 << 21, warps = 1 << 22, warpgroups = 1 << 23;
 
 // All lanes of the warp bring words, and see everybody's. The last to come calls `finish`, before
 // anybody goes on: what is made once of all words.

@@ -132,7 +132,7 @@ class Row:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one candidate. The fields named in TIMES hold a list of samples a round, in seconds per call."""
+    """What became of one candidate. The fields named in TIMES hold a list of samples per round, in seconds per call."""
 
     candidate: str
     verdict: str = UNVERIFIED

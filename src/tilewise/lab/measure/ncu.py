@@ -82,7 +82,7 @@ def run(jobs: list[dict[str, Any]], options: list[str], time_limit: float) -> li
 
 
 def read_csv(text: str) -> list[Row]:
-    """The rows of ncu's raw page, one a kernel; what ncu and the program print around the table is left out."""
+    """The rows of ncu's raw page, one per kernel; what ncu and the program print around the table is left out."""
     lines = text.splitlines()
     start = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     table = [line for line in lines[start:] if line.startswith('"')]

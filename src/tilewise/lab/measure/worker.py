@@ -1,4 +1,4 @@
-"""The process of one candidate: reads commands, one JSON object a line, and answers each with one line.
+"""The process of one candidate: reads commands, one JSON object per line, and answers each with one line.
 
     {"do": "prepare", "candidate", "problem", "seed", "device", "tensors", "contents"}
                                                                  make the inputs, resolve the candidate, run it once

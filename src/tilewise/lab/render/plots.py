@@ -185,7 +185,7 @@ def _scaling(pyplot: Any, comparisons: list[Comparison]) -> Any:
     found = panels(comparisons)
     title, series = max(found.items(), key=lambda item: max(map(len, item[1].values())))
     figure, axes = _grid(pyplot, 2, columns=2)
-    for axis, field, unit in ((axes[0], "seconds", "seconds a sequence"), (axes[1], "mebibytes", "MiB a sequence")):
+    for axis, field, unit in ((axes[0], "seconds", "seconds per sequence"), (axes[1], "mebibytes", "MiB per sequence")):
         looks = style_of(series)
         for name, points in series.items():
             drawn = [(p.length, getattr(p, field)) for p in points if getattr(p, field) > 0]

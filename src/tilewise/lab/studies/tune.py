@@ -414,7 +414,7 @@ def _for_the_user_alone(path: str, flags: int) -> int:
 
 
 class State:
-    """What was measured so far, one JSON object a line, written as it comes. A torn last line counts for nothing."""
+    """What was measured so far, one JSON object per line, written as it comes. A torn last line counts for nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
