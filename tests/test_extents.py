@@ -31,7 +31,7 @@ struct Packed {
   struct Operands {
     const int *q_starts, *k_starts;
     void* out_rows;
-    long long out_rows_head_stride, out_rows_seq_stride;
+    long long out_rows_batch_stride, out_rows_head_stride, out_rows_seq_stride;
     int ends_aligned;
   };
   using Record = SequenceRecord;
@@ -64,6 +64,7 @@ PACKED = Extents(
         ("q_starts", POINTER),
         ("k_starts", POINTER),
         ("out_rows", POINTER),
+        ("out_rows_batch_stride", LONG),
         ("out_rows_head_stride", LONG),
         ("out_rows_seq_stride", LONG),
         ("ends_aligned", ctypes.c_int),
@@ -73,6 +74,7 @@ PACKED = Extents(
 DEVICE_OPERANDS = {"q_starts": Address("q_starts"), "k_starts": Address("k_starts")}
 OUT_OPERANDS = {
     "out_rows": Address("out"),
+    "out_rows_batch_stride": Stride("out", 0),
     "out_rows_head_stride": Stride("out", 1),
     "out_rows_seq_stride": Stride("out", 2),
 }
