@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 import weakref
@@ -388,15 +389,20 @@ def test_tensor_maps_are_encoded_once_per_address(hopper):
     assert not {tensor.data_ptr() for tensor in tensors} & set(hopper.driver.encoded)
 
 
-def test_captured_launches_keep_their_counters(hopper):
+def test_captured_launches_keep_their_counters(hopper, monkeypatch):
     """On a model there is no graph; what differs is which counters are taken, and that they run out without harm."""
-    shape = (2, 4, 700, 64)
-    tensors = inputs(shape)
+    two = dataclasses.replace(Target.named("h200"), sms=2)  # so that blocks have several tiles to take
+    monkeypatch.setattr(Target, "of", classmethod(lambda cls, device: two))
+    memo.invalidate()
+    tensors = inputs((2, 2, 200, 64))
     for _ in range(2):
         want = hopper.attention(*tensors, mask="causal")
-    hopper.driver.capturing = 1
-    for _ in range(3):
+    assert repeated._counting == {0}, "a call whose launches take no counter says nothing here"
+    before = hopper.counts[0]
+    for capturing in (0, 0, 1, 1, 1, 1, 0):
+        hopper.driver.capturing = capturing
         assert torch.equal(hopper.attention(*tensors, mask="causal"), want)
+    assert hopper.counts[0] == before + 7
 
 
 def test_threads_share_what_is_known(hopper):
