@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import threading
 import weakref
 
@@ -484,3 +485,27 @@ def test_warm_up_lets_the_first_call_be_native(hopper):
     out = hopper.attention(*tensors, mask="causal")
     torch.autograd.grad(out, tensors, torch.randn(SHAPE).bfloat16())
     assert [now - then for now, then in zip(hopper.counts, counts, strict=True)] == [1, 1, 0]
+
+
+def test_a_forked_child_goes_to_python(hopper):
+    """Handles of CUDA do not outlive a fork, and locks may be held by threads that are not there."""
+    warm(hopper)
+    tensors = inputs()
+    assert native.attend(*tensors, *DEFAULTS) is not None
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if native.attend(*tensors, *DEFAULTS) is None else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert native.attend(*tensors, *DEFAULTS) is not None
+
+
+def test_the_way_in_python_can_be_asked_for(hopper):
+    warm(hopper)
+    tensors = inputs()
+    before = hopper.counts[0]
+    with native.in_python():
+        want = hopper.attention(*tensors)
+    assert hopper.counts[0] == before
+    assert torch.equal(hopper.attention(*tensors), want)
+    assert hopper.counts[0] == before + 1
