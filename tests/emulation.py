@@ -156,7 +156,7 @@ class NativeDriver:
         return tuple(address or 0 for address in found)
 
     def counter_room(self, device: int) -> tuple[int, int, int]:
-        return self._room.data_ptr(), 48, 16
+        return self._room.data_ptr(), 62, 2
 
     def _launch(self, config: Any, function: int, pointers: Any, extra: Any) -> int:
         told, loaded = config.contents, _handles[function - 1]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,13 +14,35 @@ import torch.nn.functional as F
 
 import tilewise
 from support import assert_close, budget
-from tilewise import memo, native
+from tilewise import memo, native, op
 from tilewise.integrations.sdpa import sdpa
+from tilewise.jit import build_all
 from tilewise.native import in_python, library
 
 pytestmark = pytest.mark.gpu
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built_ahead():
+    """The kernels of all cases, and the extension, side by side: one after another they would take minutes."""
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.delenv(library.SETTING, raising=False)
+        extension = pool.submit(library.build)
+        units = {}
+        for make, arguments in CASES.values():
+            for grad, deterministic in ((False, False), (True, False), (True, True)):
+                tensors = [x.requires_grad_(grad) for x in make()]
+                with op.deterministic_algorithms() if deterministic else contextlib.nullcontext():
+                    plan = tilewise.explain(*tensors, **arguments)
+                units |= dict.fromkeys(plan.units)
+                if plan.backward is not None and deterministic:
+                    for wants in ({"q"}, {"k", "v"}, {"v"}):
+                        units |= dict.fromkeys(plan.backward_for(frozenset(wants)).units)
+        failed = [built for _, built in build_all(units) if isinstance(built, tilewise.CompileError)]
+        assert not failed
+        extension.result()
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +143,7 @@ def test_gradients_have_the_bits_of_the_way_in_python(name, wanted):
         learning = [leaf for leaf in leaves if leaf.requires_grad]
         return (out, *torch.autograd.grad((out, *others), learning, given))
 
-    with tilewise.op.deterministic_algorithms():
+    with op.deterministic_algorithms():
         with in_python():
             first = step()
             dout = torch.randn_like(first[0])
@@ -159,7 +183,7 @@ def warmed(tensors, **arguments):
 
 
 def test_a_graph_captures_without_python_and_replays():
-    tensors = drawn((2, 4, 700, 64), BF16)
+    tensors = drawn((4, 16, 1024, 64), BF16)  # more tiles than blocks, which take them by a counter
     warmed(tensors, mask="causal")
     torch.cuda.synchronize()
     before, graph = counted(), torch.cuda.CUDAGraph()
@@ -339,15 +363,17 @@ def test_the_override_is_answered_natively(compiled_override, grad):
             assert_close(one, other.double(), 4 * budget(BF16, 200))
 
 
-def test_the_override_leaves_what_differs():
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's own, about how it batches its kernels
+def test_the_override_leaves_transforms_to_pytorch(compiled_override):
     tensors = drawn((2, 4, 200, 64), BF16)
     with sdpa(backend="sm90"):
         for _ in range(4):
+            before = counted()
             taken = F.scaled_dot_product_attention(*tensors)
+        assert counted(before)[0] == 1
         batched = torch.func.vmap(F.scaled_dot_product_attention)(*(x.unsqueeze(0) for x in tensors))
-        masked = F.scaled_dot_product_attention(*tensors, torch.ones(200, 200, dtype=torch.bool, device="cuda"))
-    for out in (batched[0], masked):
-        assert_close(out, taken.double(), 4 * budget(BF16, 200))
+        assert counted(before)[0] == 1
+    assert_close(batched[0], taken.double(), 4 * budget(BF16, 200))
 
 
 _given: list[torch.Tensor] = []  # for a forked child, which has it as it was

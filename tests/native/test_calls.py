@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import os
 import threading
 import weakref
 
@@ -388,15 +390,20 @@ def test_tensor_maps_are_encoded_once_per_address(hopper):
     assert not {tensor.data_ptr() for tensor in tensors} & set(hopper.driver.encoded)
 
 
-def test_captured_launches_keep_their_counters(hopper):
+def test_captured_launches_keep_their_counters(hopper, monkeypatch):
     """On a model there is no graph; what differs is which counters are taken, and that they run out without harm."""
-    shape = (2, 4, 700, 64)
-    tensors = inputs(shape)
+    two = dataclasses.replace(Target.named("h200"), sms=2)  # so that blocks have several tiles to take
+    monkeypatch.setattr(Target, "of", classmethod(lambda cls, device: two))
+    memo.invalidate()
+    tensors = inputs((2, 2, 200, 64))
     for _ in range(2):
         want = hopper.attention(*tensors, mask="causal")
-    hopper.driver.capturing = 1
-    for _ in range(3):
+    assert repeated._counting == {0}, "a call whose launches take no counter says nothing here"
+    before = hopper.counts[0]
+    for capturing in (0, 0, 1, 1, 1, 1, 0):
+        hopper.driver.capturing = capturing
         assert torch.equal(hopper.attention(*tensors, mask="causal"), want)
+    assert hopper.counts[0] == before + 7
 
 
 def test_threads_share_what_is_known(hopper):
@@ -478,3 +485,27 @@ def test_warm_up_lets_the_first_call_be_native(hopper):
     out = hopper.attention(*tensors, mask="causal")
     torch.autograd.grad(out, tensors, torch.randn(SHAPE).bfloat16())
     assert [now - then for now, then in zip(hopper.counts, counts, strict=True)] == [1, 1, 0]
+
+
+def test_a_forked_child_goes_to_python(hopper):
+    """Handles of CUDA do not outlive a fork, and locks may be held by threads that are not there."""
+    warm(hopper)
+    tensors = inputs()
+    assert native.attend(*tensors, *DEFAULTS) is not None
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if native.attend(*tensors, *DEFAULTS) is None else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert native.attend(*tensors, *DEFAULTS) is not None
+
+
+def test_the_way_in_python_can_be_asked_for(hopper):
+    warm(hopper)
+    tensors = inputs()
+    before = hopper.counts[0]
+    with native.in_python():
+        want = hopper.attention(*tensors)
+    assert hopper.counts[0] == before
+    assert torch.equal(hopper.attention(*tensors), want)
+    assert hopper.counts[0] == before + 1
