@@ -29,6 +29,7 @@ from .backend import empty_lse, empty_out, lse_dtype
 from .engine import run as engine
 from .engine.backend import Fused
 from .errors import CompileError, InvalidInput, UnsupportedProblem
+from .isolation import check_where_asked
 from .jit import build_all, is_loaded, tuned
 from .masks import Packed
 from .memo import Memo
@@ -720,6 +721,7 @@ _SCHEMAS = {
 def _attention(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], *options: Any) -> tuple[Tensor, Tensor]:
     named = Options(*options)
     operands = named_operands(named, tensors)
+    check_where_asked(q, k, operands)
     with without_autocast():
         out, lse = prepare(q, k, v, operands, named, None).forward(q, k, v, operands)
     return _with_lse(q, out, lse) if named.needs_lse else (out, _no_lse(q))
@@ -737,6 +739,7 @@ def _attention_with_lse(
     if named.backend == AUTO:
         named = named._replace(needs_lse=True)
     operands = named_operands(named, tensors)
+    check_where_asked(q, k, operands)
     grads = tuple(name for name, want in zip(operands, wants[3:], strict=True) if want)
     with without_autocast():
         return _with_lse(q, *prepare(q, k, v, operands, named, grads).forward(q, k, v, operands))
@@ -750,6 +753,7 @@ def _attention_with_results(
     if wants and named.backend == AUTO:
         named = named._replace(needs_lse=True)
     operands = named_operands(named, tensors)
+    check_where_asked(q, k, operands)
     grads = tuple(name for name, want in zip(operands, wants[3:], strict=True) if want) if wants else None
     results: dict[str, Tensor] = {}
     with without_autocast():
