@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,10 +19,11 @@ import tilewise
 from support import assert_close, assert_near, budget, exact, make_problem, rounding_budget
 from tilewise import Causal, Documents, Full, InvalidInput, Problem, Target, UnsupportedProblem, Window
 from tilewise.engine import packed
+from tilewise.engine.lengths import Lengths
 from tilewise.engine.program import Address
 from tilewise.engine.sm80 import SM80
 from tilewise.engine.sm90 import SM90
-from tilewise.isolation import spans_of_offsets, spans_say_all, with_spans
+from tilewise.isolation import check_where_asked, spans_of_offsets, spans_say_all, with_spans
 from tilewise.jit import Arguments
 from tilewise.masks import Packed, parse
 from tilewise.plain import reference, tiled
@@ -398,6 +400,42 @@ def test_bad_input_is_refused(name):
     with pytest.raises(InvalidInput) as caught:
         bad_calls()[name]()
     assert str(caught.value)
+
+
+def test_offsets_on_a_device_are_read_only_where_it_is_asked_for(monkeypatch):
+    """Stand-ins for tensors of a GPU, of which the check asks where they are, and how long."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    q = SimpleNamespace(is_cuda=True, shape=(1, 4, 37, 8))
+    for bad in ([0, 40], [1, 37], [0, 30, 20]):
+        operands = {"cu_seqlens_q": torch.tensor(bad), "cu_seqlens_kv": torch.tensor(bad)}
+        for value in (None, "0", ""):
+            monkeypatch.delenv("TILEWISE_CHECK", raising=False)
+            if value is not None:
+                monkeypatch.setenv("TILEWISE_CHECK", value)
+            check_where_asked(q, q, operands)
+        monkeypatch.setenv("TILEWISE_CHECK", "1")
+        with pytest.raises(InvalidInput, match="never fall"):
+            check_where_asked(q, q, operands)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        check_where_asked(q, q, operands)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def test_what_tiles_lose_on_lengths():
+    """Counted pair by pair."""
+    lengths = Lengths.of((0, 70, 70, 200), (0, 90, 100, 140))
+    for inner in MASKS:
+        visited = seen = 0
+        for rows, keys in ((70, 90), (0, 10), (130, 40)):
+            shown = inner.to_bool(range(rows), range(keys), rows, keys)
+            seen += int(shown.sum())
+            for row in range(0, rows, 64):
+                columns = shown[row : row + 64].any(0).nonzero()
+                tiles = set() if not len(columns) else set(range(int(columns[0]) // 32, int(columns[-1]) // 32 + 1))
+                visited += len(tiles) * 64 * 32
+        assert lengths.lost(inner, 64, 32) == pytest.approx(1 - seen / visited)
+    assert str(lengths) == "3 sequences of 0 to 130 queries, median 70, mean 67"
+    assert str(Lengths.of((0, 5, 10), (0, 5, 10))) == "2 sequences of 5 queries"
 
 
 def test_pytorch_kernels_and_triton_refuse():

@@ -6,9 +6,12 @@ the seam to autograd and torch.compile in op.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -16,7 +19,7 @@ import torch.nn.functional as F
 
 from . import masks, native, op, repeated
 from .errors import InvalidInput, UnknownArgument, UnsupportedProblem
-from .isolation import MIN_ROWS_OF_DOCUMENTS, documents_are_sequences, offsets_of
+from .isolation import CHECK, MIN_ROWS_OF_DOCUMENTS, check_where_asked, documents_are_sequences
 from .masks import Causal, Documents, Full, KeyLengths, Mask, Packed, PrefixLM, Window
 from .op import Options
 from .operands import NO_OPERANDS, Operands
@@ -47,7 +50,7 @@ from .terms import Alibi, Dropout, RelativeBias
 from .torch_kernels import candidates
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 Tensor = torch.Tensor
 MaskLike = Mask | str | Tensor | None
@@ -248,14 +251,17 @@ def attention_packed(
     All else is as `attention` has it; terms that read a tensor of rows or keys are not for packed sequences. Returns
     out (total_q, heads_q, head_dim_v); with return_lse=True also lse (heads_q, total_q).
 
-    Offsets on a CPU are checked in every call. On a GPU nobody reads them, unless TILEWISE_CHECK is set in the
-    environment: then a call waits for the device and raises for offsets that are none. Without it, wrong offsets give
-    wrong results, but nothing outside the tensors is read or written.
+    Offsets on a CPU are checked in every call. On a GPU nobody reads them, unless TILEWISE_CHECK=1 is set in the
+    environment: then a call waits for the device and raises for offsets that are none, inside a compiled graph too.
+    Without it, wrong offsets give wrong results, but nothing outside the tensors is read or written.
     """
+    if _packed_observers and not torch.compiler.is_compiling():
+        for observer in _packed_observers:
+            observer(q, k, v, cu_seqlens_q, cu_seqlens_k, mask)
     told: _Arguments | None = None  # by which a call like this one is remembered, where it has no terms
     whole = seqused_k is None and leftpad_k is None
     plain = alibi is None and sink is None and whole and operands is None and not return_max_logit
-    if plain and not scores and not dropout and not torch.compiler.is_compiling() and _CHECK not in os.environ:
+    if plain and not scores and not dropout and not torch.compiler.is_compiling() and CHECK not in os.environ:
         told = (max_seqlen_q, max_seqlen_k, mask, scale, softcap, return_lse, backend, precision)
         call = op.recall_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, told)
         if call is not None:
@@ -272,9 +278,9 @@ def attention_packed(
         given = {**given, "seqused_k": seqused_k}
     if leftpad_k is not None:
         given = {**given, "leftpad_k": leftpad_k}
-    if q.is_cuda and _CHECK in os.environ and not torch.compiler.is_compiling():
-        offsets_of(given, q.shape[0], k.shape[0])
     q, k, v = q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
+    if not torch.compiler.is_compiling():  # the operator of a graph checks when it runs
+        check_where_asked(q, k, given)
     if alibi is not None or sink is not None or operands is not None:
         scores, others = with_named_terms(q, k, scores, operands, alibi=alibi, sink=sink)
         given = {**given, **others}
@@ -299,7 +305,25 @@ def attention_packed(
     return out, lse.squeeze(0), *reported
 
 
-_CHECK = "TILEWISE_CHECK"
+PackedObserver = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, MaskLike], None]
+"""Of the tensors of a packed call, its offsets and its mask."""
+_packed_observers: tuple[PackedObserver, ...] = ()
+_observing = threading.Lock()
+
+
+@contextlib.contextmanager
+def observed_packed(observer: PackedObserver) -> Iterator[None]:
+    """Inside, `observer` is told of every call of `attention_packed`, of all threads, before it runs."""
+    global _packed_observers
+    with _observing:
+        _packed_observers = (*_packed_observers, observer)
+    try:
+        yield
+    finally:
+        with _observing:
+            _packed_observers = tuple(one for one in _packed_observers if one != observer)
+
+
 # What the longest sequence is rounded up to: a plan, or a compiled graph, serves all of a class.
 _LONGEST = tuple(1 << power for power in range(6, 21))
 
@@ -406,6 +430,8 @@ def _without_tensors(
         few = torch.compiler.is_compiling() or q.shape[2] >= MIN_ROWS_OF_DOCUMENTS * (len(mask.cu_seqlens_q) - 1)
         if few and not learned and documents_are_sequences(all_terms, q.dtype, same):
             packed, all_operands = with_packed_documents(q, mask, all_operands)
+            if not torch.compiler.is_compiling():
+                check_where_asked(q, k, all_operands)
             return packed, all_terms, all_operands
     mask, scores, operands = with_mask_terms(q, k, mask, scores, operands)
     if any(tensor is not None for tensor in named.values()):

@@ -10,6 +10,7 @@ cannot rule out that there is something to isolate.
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -170,6 +171,23 @@ def offsets_of(operands: Operands, total_q: int, total_kv: int) -> tuple[list[in
             )
         found.append(offsets)
     return found[0], found[1]
+
+
+CHECK = "TILEWISE_CHECK"
+"""Set in the environment, to anything but 0: offsets on a device are read and checked in every call."""
+
+
+def are_checked() -> bool:
+    return os.environ.get(CHECK, "0") not in ("", "0")
+
+
+def check_where_asked(q: Tensor, k: Tensor, operands: Operands) -> None:
+    """Read and check the offsets of packed sequences on a device, if the environment asks for that; the host waits.
+
+    Not while a graph is captured, when nothing can be read. q and k with their heads first.
+    """
+    if "cu_seqlens_q" in operands and q.is_cuda and are_checked() and not torch.cuda.is_current_stream_capturing():
+        offsets_of(operands, q.shape[2], k.shape[2])
 
 
 def members(problem: Problem, operands: Operands) -> list[Member]:

@@ -30,6 +30,7 @@ from .backend import empty_lse, empty_out, lse_dtype
 from .engine import run as engine
 from .engine.backend import Fused
 from .errors import CompileError, InvalidInput, UnsupportedProblem
+from .isolation import check_where_asked
 from .jit import build_all, is_loaded, tuned
 from .jit.compile import notice
 from .masks import Packed
@@ -762,6 +763,7 @@ _SCHEMAS = {
 def _attention(q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], *options: Any) -> tuple[Tensor, Tensor]:
     named = Options(*options)
     operands = named_operands(named, tensors)
+    check_where_asked(q, k, operands)
     with without_autocast():
         out, lse = prepare(q, k, v, operands, named, None).forward(q, k, v, operands)
     return _with_lse(q, out, lse) if named.needs_lse else (out, _no_lse(q))
@@ -779,6 +781,7 @@ def _attention_with_lse(
     if named.backend == AUTO:
         named = named._replace(needs_lse=True)
     operands = named_operands(named, tensors)
+    check_where_asked(q, k, operands)
     grads = tuple(name for name, want in zip(operands, wants[3:], strict=True) if want)
     with without_autocast():
         return _with_lse(q, *prepare(q, k, v, operands, named, grads).forward(q, k, v, operands))
@@ -792,6 +795,7 @@ def _attention_with_results(
     if wants and named.backend == AUTO:
         named = named._replace(needs_lse=True)
     operands = named_operands(named, tensors)
+    check_where_asked(q, k, operands)
     grads = tuple(name for name, want in zip(operands, wants[3:], strict=True) if want) if wants else None
     results: dict[str, Tensor] = {}
     with without_autocast():

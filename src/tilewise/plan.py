@@ -20,7 +20,9 @@ import torch
 from .engine import SM80, SM90
 from .engine.backend import Fused
 from .engine.decode import takes as is_decoding
+from .engine.lengths import Lengths, told
 from .errors import InvalidInput, Reason, UnsupportedProblem
+from .isolation import as_sequences
 from .jit import tuned
 from .masks import Cached, Causal, Dense, Documents, Full, Window, size_in_bytes
 from .memo import Memo, invalidate
@@ -120,6 +122,7 @@ class Plan:
             "config": str(self.config) if self.config is not None else None,
             "because": self.because,
             "launch": _details(self),
+            "lengths": _lengths(self),
             "backward": list(self.backward.says) if self.backward is not None else [],
             "bound": _bound(self.problem, self.target),
             "verdicts": [
@@ -392,6 +395,7 @@ def _lines(plan: Plan) -> list[str]:
         f"runs:      {plan.backend}{_config_text(plan)}",
         *(f"launch:    {detail}" for detail in _details(plan)),
         *(f"backward:  {said}" for said in (plan.backward.says if plan.backward is not None else ())),
+        *(f"lengths:   {told}" for told in _lengths(plan)),
         f"because:   {plan.because}",
         f"work:      {_work_text(problem, target)}",
         *(f"note:      {notice}" for notice in plan.chosen.notices),
@@ -435,6 +439,17 @@ def _details(plan: Plan) -> list[str]:
         return list(plan.forward.says)
     details = getattr(BACKENDS[plan.backend], "details", None)
     return details(plan.problem, plan.target, plan.config) if details else []
+
+
+def _lengths(plan: Plan) -> list[str]:
+    """Of documents whose lengths the host knows, and of their tiles where each document has its own."""
+    mask = plan.problem.mask
+    if not isinstance(mask, Documents):
+        return []
+    lengths = Lengths.of(mask.cu_seqlens_q, mask.cu_seqlens_kv)
+    if plan.is_ours and as_sequences(plan.problem.dropout_in_terms()) is not None:
+        return [told(lengths, mask.inner, plan.config.block_q, plan.config.block_kv)]
+    return [str(lengths)]
 
 
 def _work_text(problem: Problem, target: Target) -> str:

@@ -18,7 +18,7 @@ import torch
 import tilewise
 from support import assert_close, budget, rounding_budget
 from test_packed import Case, check_backward, check_forward, made, make_case
-from tilewise import Causal, Full, InvalidInput, Target, Window
+from tilewise import Causal, Documents, Full, InvalidInput, Target, Window
 from tilewise.engine import SM80, SM90
 from tilewise.jit import build_all
 
@@ -186,6 +186,194 @@ def test_float32_and_learned_operands_go_by_spans() -> None:
     out = tilewise.attention_packed(*inputs, *offsets, mask=Causal("bottom-right"))
     want = tilewise.attention_packed(*(x.double() for x in inputs), *offsets, mask=Causal("bottom-right"))
     assert_close(out, want, budget(torch.float32, 64))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Documents
+
+STARTS, OTHERS = (0, 300, 300, 301, 429, 700, 1000), (0, 200, 230, 260, 300, 700, 900)
+DOCUMENTS: dict[str, Any] = {
+    "causal": {"mask": Documents(STARTS, inner=Causal())},
+    "full": {"mask": Documents(STARTS)},
+    "cross": {"mask": Documents(STARTS, OTHERS, Causal("bottom-right"))},
+    "window": {"mask": Documents(STARTS, inner=Window(100, 20))},
+    "softcap": {"mask": Documents(STARTS, inner=Causal()), "softcap": 5.0},
+    "alibi": {"mask": Documents(STARTS, inner=Causal()), "alibi": True},
+    "sink": {"mask": Documents(STARTS, inner=Causal()), "sink": True},
+}
+
+
+def documents_inputs(mask: Documents, layout: str, dim: int) -> list[torch.Tensor]:
+    """Three batches, two query heads for each of keys."""
+    ends = mask.cu_seqlens_q[-1], mask.cu_seqlens_kv[-1]
+    sizes = ((4, ends[0]), (2, ends[1]), (2, ends[1]))
+    shapes = [(3, heads, seq, dim) if layout == "bhsd" else (3, seq, heads, dim) for heads, seq in sizes]
+    return [torch.randn(shape, device="cuda", dtype=BF16, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("backend", ["sm80", pytest.param("sm90", marks=BACKENDS[1].marks)])
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("on_device", [False, True], ids=["", "on device"])
+def test_documents_run_as_packed_sequences(backend: str, name: str, on_device: bool) -> None:
+    options = dict(DOCUMENTS[name])
+    mask = options.pop("mask")
+    if options.get("alibi"):
+        options["alibi"] = torch.rand(4, device="cuda")
+    if options.get("sink"):
+        options["sink"] = torch.randn(4, device="cuda")
+    given = mask
+    if on_device:
+        starts = [torch.tensor(x, device="cuda") for x in (mask.cu_seqlens_q, mask.cu_seqlens_kv)]
+        same = mask.cu_seqlens_q == mask.cu_seqlens_kv
+        given = Documents(starts[0], starts[0] if same else starts[1], mask.inner)
+    for layout, dim, deterministic in (("bhsd", 128, False), ("bshd", 64, False), ("bhsd", 64, True)):
+        q, k, v = documents_inputs(mask, layout, dim)
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            found = tilewise.explain(q, k, v, mask=given, layout=layout, backend=backend, **options)
+            assert found.forward is not None
+            assert all("_packed" in launch.unit.name for launch in found.forward.launches)
+            out, lse = tilewise.attention(
+                q, k, v, mask=given, layout=layout, backend=backend, return_lse=True, **options
+            )
+            weights = torch.randn_like(out), torch.randn_like(lse)
+            grads = torch.autograd.grad((out, lse.nan_to_num(neginf=0.0)), (q, k, v), weights)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        want, want_lse = tilewise.attention(
+            *wide, mask=mask, layout=layout, backend="reference", return_lse=True, **options
+        )
+        assert torch.equal(lse.isinf(), want_lse.isinf())
+        assert_close(out, want, rounding_budget(BF16, 3))
+        pairs = [tensor.double() for tensor in weights]
+        truth = torch.autograd.grad((want, want_lse.nan_to_num(neginf=0.0)), wide, pairs)
+        for got, exactly in zip(grads, truth, strict=True):
+            assert_close(got, exactly, rounding_budget(BF16, 6))
+
+
+@pytest.mark.parametrize("backend", ["sm80", pytest.param("sm90", marks=BACKENDS[1].marks)])
+def test_nan_of_another_document_reaches_nothing(backend: str) -> None:
+    mask = Documents(STARTS, inner=Causal())
+    q, k, v = (x.detach() for x in documents_inputs(mask, "bhsd", 128))
+    clean = [x.clone().requires_grad_() for x in (q, k, v)]
+    for tensor in (q, k, v):
+        tensor[1, :, 301:429] = torch.nan
+    spoiled = [x.requires_grad_() for x in (q, k, v)]
+    kept = torch.ones(3, 1000, dtype=torch.bool, device="cuda")
+    kept[1, 301:429] = False
+    results = []
+    for tensors in (clean, spoiled):
+        out = tilewise.attention(*tensors, mask=mask, backend=backend)
+        grads = torch.autograd.grad(out, tensors, torch.ones_like(out))
+        results.append([x[kept[:, None].expand(x.shape[:3])] for x in (out, *grads)])
+    for one, other in zip(*results, strict=True):
+        assert not other.isnan().any()
+        assert_close(other, one, rounding_budget(BF16, 3))
+
+
+def test_documents_on_a_device_in_a_graph_and_compiled() -> None:
+    q, k, v = (torch.randn(2, 4, 1024, 64, device="cuda", dtype=BF16) for _ in range(3))
+    starts = torch.tensor([0, 300, 700, 1024], device="cuda", dtype=torch.int32)
+    attend = lambda: tilewise.attention(q, k, v, mask=Documents(starts, inner=Causal()))
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    starts.copy_(torch.tensor([0, 1, 512, 1000]))  # rows behind the last offset see nothing
+    graph.replay()
+    assert torch.equal(out, tilewise.attention(q, k, v, mask=Documents(starts.clone(), inner=Causal())))
+    assert (out[:, :, 1000:] == 0).all()
+    documents = lambda q, k, v, starts: tilewise.attention(q, k, v, mask=Documents(starts, inner=Causal()))
+    compiled = torch.compile(documents, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, v, starts), out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Other callers
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_jagged_nested_tensors_under_the_override(is_causal: bool) -> None:
+    offsets = torch.tensor([0, 70, 71, 300, 812], device="cuda")
+    values = [torch.randn(812, 4, 64, device="cuda", dtype=BF16) for _ in range(3)]
+    nested = [torch.nested.nested_tensor_from_jagged(x, offsets).requires_grad_() for x in values]
+    with tilewise.sdpa(on_fallback="error"):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in nested), is_causal=is_causal
+        )
+    assert "taken" in {entry.outcome for entry in tilewise.sdpa.report() if "packed" in entry.problem}
+    rows = out.transpose(1, 2).values()
+    weight = torch.randn_like(rows)
+    grads = torch.autograd.grad((rows * weight).sum(), nested)
+    wide = [x.double().requires_grad_() for x in values]
+    mask = "causal" if is_causal else None
+    want = tilewise.attention_packed(*wide, offsets.int(), offsets.int(), mask=mask, backend="reference")
+    truth = torch.autograd.grad((want * weight.double()).sum(), wide)
+    assert_close(rows, want, rounding_budget(BF16, 3))
+    for got, exactly in zip(grads, truth, strict=True):
+        assert_close(got.values(), exactly, rounding_budget(BF16, 6))
+
+
+@pytest.mark.parametrize("backend", ["sm80", pytest.param("sm90", marks=BACKENDS[1].marks)])
+def test_padding_before_the_keys_and_totals_behind_them(backend: str) -> None:
+    """As flash-attn's leftpad_k; rows and keys behind the last offset are padding too."""
+    cu_q = torch.tensor([0, 100, 101, 400], device="cuda", dtype=torch.int32)
+    cu_k = torch.tensor([0, 200, 300, 700], device="cuda", dtype=torch.int32)
+    padding = torch.tensor([50, 99, 0], device="cuda", dtype=torch.int32)
+    used = torch.tensor([150, 100, 333], device="cuda", dtype=torch.int32)
+    q = torch.randn(410, 4, 128, device="cuda", dtype=BF16)
+    k, v = (torch.randn(720, 2, 128, device="cuda", dtype=BF16) for _ in range(2))
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    seen = torch.zeros(720, dtype=torch.bool, device="cuda")
+    for start, before, count in zip((0, 200, 300), padding.tolist(), used.tolist(), strict=True):
+        seen[start + before : start + count] = True
+    for tensor in (k, v):
+        tensor[~seen] = torch.nan
+    narrow = [x.requires_grad_() for x in (q, k, v)]
+    options: dict[str, Any] = {"mask": Causal("bottom-right"), "leftpad_k": padding, "seqused_k": used}
+    out = tilewise.attention_packed(*narrow, cu_q, cu_k, 299, 400, backend=backend, **options)
+    want = tilewise.attention_packed(*wide, cu_q, cu_k, backend="reference", **options)
+    weight = torch.randn_like(want)
+    assert_close(out, want, rounding_budget(BF16, 3))
+    assert (out[400:] == 0).all()
+    grads = torch.autograd.grad(out, narrow, weight.to(BF16))
+    truth = torch.autograd.grad(want, wide, weight.to(BF16).double())
+    for got, exactly in zip(grads, truth, strict=True):
+        assert_close(got, exactly, rounding_budget(BF16, 6))
+
+
+def test_wrong_offsets_of_every_kind_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(640, 4, 64, device="cuda", dtype=BF16) for _ in range(3))
+    good = torch.tensor([0, 300, 640], device="cuda", dtype=torch.int32)
+    for bad, match in ((good.long(), "int32"), (good.cpu(), "device"), (good.float(), "int32")):
+        with pytest.raises(InvalidInput, match=match):
+            tilewise.attention_packed(q, k, v, bad, good)
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
+    compiled = torch.compile(lambda q, k, v, cu: tilewise.attention_packed(q, k, v, cu, cu), backend="aot_eager")
+    for offsets in ((0, 700, 640), (1, 300, 640), (0, 300, 641)):
+        bad = torch.tensor(offsets, device="cuda", dtype=torch.int32)
+        with pytest.raises(InvalidInput, match="never fall"):
+            tilewise.attention_packed(q, k, v, bad, bad)
+        with pytest.raises(InvalidInput, match="never fall"):
+            compiled(q, k, v, bad)
+        of_batch = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        with pytest.raises(InvalidInput, match="never fall"):
+            tilewise.attention(*of_batch, mask=Documents(bad, inner=Causal()))
+    tilewise.attention_packed(q, k, v, good, good)
+
+
+@pytest.mark.parametrize("backend", ["sm80", pytest.param("sm90", marks=BACKENDS[1].marks)])
+def test_dropout_drops_what_the_reference_drops(backend: str) -> None:
+    cu = torch.tensor([0, 100, 101, 400], device="cuda", dtype=torch.int32)
+    q, k, v = (torch.randn(400, 4, 64, device="cuda", dtype=BF16) for _ in range(3))
+    results = []
+    for dtype, name in ((BF16, backend), (torch.float64, "reference")):
+        torch.manual_seed(3)
+        tensors = (x.to(dtype) for x in (q, k, v))
+        results.append(tilewise.attention_packed(*tensors, cu, cu, mask="causal", dropout=0.3, backend=name))
+    assert_close(results[0], results[1], rounding_budget(BF16, 3))
 
 
 def launch_a_few() -> None:

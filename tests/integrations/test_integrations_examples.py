@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import runpy
 from pathlib import Path
@@ -17,6 +18,10 @@ EXAMPLE = {
     "host_cost.py": (["--rounds", "1", "--device", "cpu"], ["tilewise.attention, in Python"]),
     "flash_attn_interface.py": (None, ["packed: (136, 8, 64)"]),
     "transformers_model.py": (None, ["the same tokens", "skipped"]),
+    "packed_text.py": (
+        ["--device", "cpu", "--steps", "3", "--documents", "3", "--longest", "40", "--hidden", "32", "--layers", "1"],
+        ["padded, sdpa", "skipped"],
+    ),
     "thunder_executor.py": (None, ["largest difference", "skipped"]),
     "llama.py": (["--steps", "8", "--layers", "1", "--how", "sdpa", "override", "direct"], ["same tokens"]),
     "train_gpt.py": (["--steps", "4"], ["tilewise, tiled"]),
@@ -63,3 +68,15 @@ def test_the_loss_falls_and_does_not_depend_on_the_way(tmp_path):
     curves = [row["losses"] for row in json.loads(path.read_text())["rows"]]
     assert all(curve[-1] < 0.5 * curve[0] for curve in curves)
     assert all(abs(one - other) < 0.05 * one for one, other in zip(*curves, strict=True))
+
+
+def test_packed_text_is_trained_as_padded_text_is():
+    """Four ways, and the same losses: no document sees another."""
+    pytest.importorskip("transformers")
+    example = runpy.run_path(str(EXAMPLES / "packed_text.py"))
+    options = argparse.Namespace(
+        device="cpu", dtype=torch.float32, steps=3, documents=4, longest=50, hidden=32, layers=1
+    )
+    curves = [example["train"](way, options)[1] for way in example["WAYS"]]
+    for curve in curves[1:]:
+        assert all(abs(one - other) < 1e-3 * one for one, other in zip(curve, curves[0], strict=True))

@@ -98,6 +98,21 @@ def test_explain_needs_no_gpu() -> None:
     assert "<- runs" in result.stdout
 
 
+def test_explain_tells_what_lengths_cost(tmp_path: Path) -> None:
+    call = "explain --shape 1,16,2792,128 --mask causal --target h200 --lengths "
+    told = run(call + "64,128,2600").stdout
+    assert "documents:0,64,192,2792:causal" in told
+    assert "lengths:   3 sequences of 64 to 2600 queries, median 128, mean 931;" in told
+    assert "is lost to partial tiles" in told
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("64 128\n2600\n")
+    assert run(call + str(lengths)).stdout == told
+    for wrong in ("64,128", "64,nothing", str(tmp_path), "-3"):
+        refused = run(call + wrong)
+        assert refused.exit_code == 2
+        assert "What to do" in refused.output
+
+
 def test_explain_takes_every_option() -> None:
     result = run(
         "explain --shape 2,8,64,32 --kv-heads 2 --seq-kv 96 --head-dim-v 16 --dtype fp16 --mask window:8,0 --scale 0.5 "

@@ -437,3 +437,19 @@ def test_an_interrupt_before_the_program_begins_ends_with_130_and_no_traceback(t
     done = interrupted("trace", "--no-compare", "--", "python", "-c", "pass", when=child)
     assert done.returncode == 130
     assert done.stderr.strip() == "tilewise: interrupted"
+
+
+def test_packed_sequences_are_seen_with_their_lengths() -> None:
+    q, k, v = (torch.randn(40, 2, 8) for _ in range(3))
+    cu = torch.tensor([0, 30, 31, 40], dtype=torch.int32)
+    with tilewise.trace() as seen:
+        for _ in range(3):
+            tilewise.attention_packed(q, k, v, cu, cu, mask="causal")
+        cu.zero_()  # what is told is what the first call saw
+    (site,) = seen.sites
+    assert site.calls == 3
+    assert "test_trace.py" in site.stack[0]
+    assert site.lengths == "3 sequences of 1 to 30 queries, median 9, mean 13"
+    assert f"lengths at {site.stack[0]}: {site.lengths}" in str(seen)
+    tilewise.attention_packed(q, k, v, cu, cu)
+    assert site.calls == 3

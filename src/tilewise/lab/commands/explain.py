@@ -26,6 +26,7 @@ from .options import (
     exit_codes,
     make_problem,
     make_target,
+    packed_mask,
 )
 from .output import Outputs
 
@@ -37,6 +38,13 @@ def explain(
     head_dim_v: HeadDimV = None,
     dtype: Dtype = "bf16",
     mask: MaskText = "full",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Packed sequences of these lengths, which add up to seq, e.g. 64,128,2600, or a file of them; "
+            "--mask holds in each."
+        ),
+    ] = None,
     scale: Scale = None,
     softcap: Softcap = 0.0,
     dropout: Dropout = 0.0,
@@ -54,8 +62,9 @@ def explain(
     with exit_codes():
         outputs = Outputs(json)
         problem = make_problem(
-            shape, kv_heads, seq_kv, head_dim_v, dtype, mask, scale, softcap, dropout, layout, grad, lse, deterministic
-        ).with_(precision=precision)
+            shape, kv_heads, seq_kv, head_dim_v, dtype, packed_mask(mask, lengths), scale, softcap, dropout, layout,
+            grad, lse, deterministic,
+        ).with_(precision=precision)  # fmt: skip
         chosen = plan(problem, make_target(target, torch_version), backend)
         outputs.write(chosen.to_dict())
         if outputs.text:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -144,6 +145,28 @@ def measuring(repeat: int | None, rounds: int, max_rounds: int, **settings: Any)
     if repeat is not None:
         return Settings(rounds=repeat, **settings)
     return Settings(rounds=rounds, max_rounds=max_rounds, **settings)
+
+
+def packed_mask(inner: str, lengths: str | None) -> str:
+    """The text of a mask for sequences of these lengths, under an inner mask each: numbers, or a file of them."""
+    if lengths is None:
+        return inner
+    text = lengths
+    if not lengths.replace(",", "").isdecimal():
+        try:
+            text = Path(lengths).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "no text"
+            raise InvalidInput(
+                "--lengths", repr(lengths), f"lengths, or a file that can be read ({reason})", "write 64,128,2600"
+            ) from None
+    try:
+        found = [int(word) for word in text.replace(",", " ").split()]
+        return str(masks.Documents(tuple(accumulate(found, initial=0)), (), masks.parse(inner)))  # type: ignore[arg-type]
+    except ValueError as error:
+        if isinstance(error, InvalidInput):
+            raise
+        raise InvalidInput("--lengths", repr(lengths), "whole numbers", "write them as in 64,128,2600") from None
 
 
 def make_problem(

@@ -21,13 +21,16 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ... import hook
-from ...api import torch_mask
+from ...api import observed_packed, torch_mask
+from ...engine.lengths import Lengths, told
 from ...errors import InvalidInput, TilewiseError, UnsupportedProblem
+from ...isolation import offsets_of
+from ...masks import Packed, parse
 from ...plan import plan
 from ...problem import describe
 from ...target import Target
@@ -47,10 +50,12 @@ _LAB = Path(__file__).parents[1]
 # Whose frames are nobody's call site: PyTorch's, ours, and those of the kernel that lets us see a call.
 _OURS = _LAB.parent
 _HIDDEN = tuple(
-    str(place) for place in (Path(torch.__file__).parent, _LAB, _OURS / "hook", _OURS / "integrations" / "sdpa")
+    str(place)
+    for place in (Path(torch.__file__).parent, _LAB, _OURS / "hook", _OURS / "integrations", _OURS / "api.py")
 )
 TAKEN = "tilewise"
 COMPILED = "traced by torch.compile"
+UNTIMED = "its times are not seen"
 
 
 @dataclass(slots=True)
@@ -70,6 +75,7 @@ class Site:
     best: str = ""  # set by `compare`: the fastest candidate, and the seconds lost by not using it
     lost: float = 0.0
     note: str = ""
+    lengths: str = ""  # of packed sequences
 
     @property
     def seconds(self) -> float:
@@ -94,6 +100,7 @@ class Trace:
     seconds: float = 0.0  # from the first to the last line of the block
     _by_key: dict[Any, Site] = field(default_factory=dict, repr=False)
     _pending: list[tuple[Site, str, Any, Any]] = field(default_factory=list, repr=False)
+    _offsets: list[_Offsets] = field(default_factory=list, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def math_fallbacks(self) -> list[Site]:
@@ -125,6 +132,23 @@ class Trace:
                 site.backend = TAKEN
             site.calls += 1
         return out
+
+    def _observe_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, mask: Any) -> None:
+        """Packed sequences: their site is seen with the lengths of its first call, and without times."""
+        stack = _stack()
+        facts = tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in (q, k, v))
+        with self._lock:
+            site = self._by_key.get((stack, facts, str(mask)))
+            if site is None:
+                sizes = " ".join(f"{name}({','.join(map(str, x.shape))})" for name, x in (("q", q), ("k", k), ("v", v)))
+                text = f"{str(q.dtype).removeprefix('torch.')} packed {sizes} {mask or 'full'}"
+                site = Site(stack, text, None, TAKEN, str(q.device), note=UNTIMED)
+                self._by_key[stack, facts, str(mask)] = site
+                self.sites.append(site)
+                # Copies, since the program may change them; they are read when it is over.
+                offsets = cu_q.detach().clone(), cu_k.detach().clone()
+                self._offsets.append(_Offsets(site, *offsets, _packed_problem(q, k, v, cu_q, mask)))
+            site.calls += 1
 
     def _site(self, arguments: Arguments) -> Site:
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
@@ -179,6 +203,9 @@ class Trace:
             for site, what, start, stop in pending:
                 setattr(site, what, getattr(site, what) + start.elapsed_time(stop) * 1e-3)
             self.sites.sort(key=lambda site: -site.seconds)
+        for offsets in self._offsets:
+            offsets.site.lengths = offsets.told()
+        self._offsets.clear()
 
 
 class _Clock:
@@ -199,13 +226,49 @@ class _Clock:
             self.events[1].record()
 
 
+class _Offsets(NamedTuple):
+    """Those of the first call at a site, and its problem where it poses one."""
+
+    site: Site
+    of_queries: Tensor
+    of_keys: Tensor
+    problem: Problem | None
+
+    def told(self) -> str:
+        """The lengths in words, with what is lost where the tiles are known."""
+        problem = self.problem
+        if problem is None or not isinstance(problem.mask, Packed):
+            return ""
+        try:
+            operands = {"cu_seqlens_q": self.of_queries, "cu_seqlens_kv": self.of_keys}
+            lengths = Lengths.of(*offsets_of(operands, problem.seq_q, problem.seq_kv))
+            chosen = plan(problem, Target.of(self.site.device))
+        except TilewiseError as error:
+            return str(error).splitlines()[0]
+        if not chosen.is_ours or problem.dtype.itemsize > 2:
+            return str(lengths)
+        return told(lengths, problem.mask.inner, chosen.config.block_q, chosen.config.block_kv)
+
+
+def _packed_problem(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, mask: Any) -> Problem | None:
+    try:
+        inner = parse(mask) if isinstance(mask, str) else mask
+        packed = Packed(cu_q.shape[0] - 1, inner=inner)  # type: ignore[arg-type]
+        views = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
+        offsets = {"cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_q}
+        return describe(*views, mask=packed, operands=offsets).with_(layout="bshd")
+    except (InvalidInput, IndexError, RuntimeError):  # the call itself says what is wrong
+        return None
+
+
 @contextlib.contextmanager
 def trace() -> Iterator[Trace]:
-    """Watch every scaled_dot_product_attention of the block, in all threads; `Trace` fills as they come."""
+    """Watch every scaled_dot_product_attention of the block, and every attention_packed, in all threads; `Trace` fills
+    as they come."""
     seen = Trace()
     start = time.perf_counter()
     try:
-        with hook.observed(seen._observe):
+        with hook.observed(seen._observe), observed_packed(seen._observe_packed):
             yield seen
     finally:
         seen._settle()
@@ -247,7 +310,7 @@ def _fallback(arguments: Arguments) -> UnsupportedProblem:
 def _new_site(stack: tuple[str, ...], arguments: Arguments, backend: str, forced: bool, plain: bool) -> Site:
     device = str(arguments[0].device)
     if not plain:
-        return Site(stack, _shapes(arguments), None, backend, device, note="its times are not seen")
+        return Site(stack, _shapes(arguments), None, backend, device, note=UNTIMED)
     text, problem = _describe(arguments)
     site = Site(stack, text, problem, backend, device, forced)
     if site.is_math_fallback:

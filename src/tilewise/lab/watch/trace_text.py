@@ -85,6 +85,7 @@ def lines(told: dict[str, Any], *, quiet: bool = False) -> list[str]:
     if quiet:
         return found
     found += report.plain_table(COLUMNS, [cells(site, told["seconds"]) for site in sites])
+    found += [f"lengths at {_place(site)}: {site['lengths']}" for site in sites if site.get("lengths")]
     for site in sites:
         if site["math_fallback"]:
             found.append(
