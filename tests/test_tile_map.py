@@ -147,6 +147,21 @@ def test_kernels_go_through_their_lists(
     term_cases.check(monkeypatch, backend, case, back=back)
 
 
+@emulated
+@pytest.mark.parametrize("shape", [(2, 4, 300, 700), (2, 1, 1, 700)], ids=str)
+@pytest.mark.parametrize(("dim", "block_kv"), [(96, 112), (256, 48)], ids=str)
+def test_tiles_that_begin_inside_of_a_word(monkeypatch: Any, dim: int, block_kv: int, shape: tuple[int, ...]) -> None:
+    keep, mask = mask_of(shape, "plain"), Window(200, 40)
+    monkeypatch.setattr(tile_map, "MIN_SCORES", 0)
+    plain = term_cases.case_of(torch.bfloat16, dim, mask, (), lambda _: {}, seq_q=300, seq_kv=700).problem
+    terms = (Keep.of(keep, plain),)
+    case = term_cases.case_of(torch.bfloat16, dim, mask, terms, lambda _: {"keep": keep}, seq_q=300, seq_kv=700)
+    large = case.problem.with_(batch=4, heads_q=16, heads_kv=16, seq_q=4096, seq_kv=4096)
+    config = next(one for one in SM90.configs(large, H200) if one.block_kv == block_kv)
+    monkeypatch.setattr(type(SM90), "configs", lambda *_: [config])
+    term_cases.check(monkeypatch, SM90, case, back=False)
+
+
 ORDERS = [
     (SM90, 64, "any", MAPS[0]),
     (SM90, 128, "any", MAPS[1]),

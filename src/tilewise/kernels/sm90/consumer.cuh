@@ -71,11 +71,9 @@ struct Consumer {
       : config.head_dim_v > 128                                         ? 3
                                                                         : block_kv / 16;
   u32 drawn[drawn_early][drawn_words];
-  // Of the tile whose scores are made, if it is partial. Three warpgroups have few registers for
-  // it.
+  // Of the tile whose scores are made, if it is partial.
   using Ahead = typename Policy::template Ahead<block_kv / 2, RowsAre::queries>;
-  static constexpr bool looks_ahead =
-      Policy::looks_ahead && (config.consumers <= 2 || (sizeof(Ahead) <= 28 && !Policy::drops));
+  static constexpr bool looks_ahead = Policy::looks_ahead;
   Ahead ahead;
 
   __device__ __forceinline__ auto sequence(const Part& part) const {

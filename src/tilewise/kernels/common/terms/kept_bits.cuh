@@ -40,39 +40,74 @@ struct KeptBits {
                        query * params.keep_row_stride + key * params.keep_key_stride] != 0;
   }
 
-  // Of a fragment of `count` elements, the words that decide about it: kernels load them while its
-  // scores are made (at.ahead()), others when they are needed. A tile is as wide as all elements of
-  // a quad, and where that is whole words, none of a thread's bits is in another word.
+  // Of a fragment of `count` elements, what decides about it: kernels load it while its scores are
+  // made (at.ahead()), others when it is needed. A tile is as wide as all elements of a quad, and
+  // where that is whole words, none of a thread's bits is in another word. Where rows are queries
+  // a thread keeps its own bits alone, 32 of a register: it loads under the products that it has
+  // begun. Where they are keys it loads before it begins them, and keeps the words, so that it need
+  // not wait.
   template <int count, RowsAre rows_are>
   struct Ahead {
     static constexpr int width = 2 * count;
+    static constexpr bool own_bits = rows_are == RowsAre::queries;
     static constexpr bool one_line = rows_alike && rows_are == RowsAre::queries;
     static constexpr bool one_bit = rows_alike && rows_are == RowsAre::keys;
     static constexpr bool whole_words = width % 32 == 0;
     static constexpr int words = one_bit ? 1 : width / 32 + (whole_words ? 0 : 2);
+    static constexpr int kept_words = own_bits ? (width + 127) / 128 : words;
     // Invariant: lines begin at multiples of 16 bytes, and tiles at multiples of their width.
     static constexpr int at_once = whole_words && words % 4 == 0   ? 4
                                    : whole_words && words % 2 == 0 ? 2
                                                                    : 1;
 
-    ptx::u32 kept[one_line ? 1 : 2][words];  // per row
+    ptx::u32 kept[one_line ? 1 : 2][kept_words];  // per row
     int first;  // where its bits begin in the first word, if that is not known beforehand
+
+    // The bit of element i in its word.
+    static __device__ __forceinline__ constexpr int bit(int i) {
+      const int column = column_of(i);
+      if (one_bit) return 0;
+      return own_bits ? column % 32 / 8 * 8 + column / 32 % 4 * 2 + column % 2 : column % 32;
+    }
   };
 
   template <int count, RowsAre rows_are, typename At>
   __device__ __forceinline__ void look_ahead(Ahead<count, rows_are>& ahead, const At& at) const {
     using Words = Ahead<count, rows_are>;
-    if constexpr (!Words::whole_words) ahead.first = at.column() % 32;
+    const int column = Words::one_bit ? 0 : at.column();
+    const int first = Words::whole_words ? 2 * (threadIdx.x % 4) : column % 32;
+    if constexpr (!Words::own_bits) ahead.first = first;
 #pragma unroll
     for (int r = 0; r < (Words::one_line ? 1 : 2); ++r) {
-      if constexpr (Words::one_bit)
+      if constexpr (Words::one_bit) {
         ahead.kept[r][0] = __ldg(bits + row_at(at, r) / 32);
-      else
-        load<Words::at_once>(
-            ahead.kept[r],
-            bits + (rows_alike ? 0 : static_cast<long long>(row_at(at, r)) * line_stride) +
-                at.column() / 32);
+        continue;
+      }
+      ptx::u32 line[Words::words];
+      load<Words::at_once>(
+          line, bits + (rows_alike ? 0 : static_cast<long long>(row_at(at, r)) * line_stride) +
+                    column / 32);
+      if constexpr (Words::own_bits) {
+#pragma unroll
+        for (int word = 0; word < (Words::width + 31) / 32; ++word) {
+          const ptx::u32 own = shifted<Words::whole_words>(line, word, first) & 0x03030303u;
+          ptx::u32& kept = ahead.kept[r][word / 4];
+          kept = word % 4 == 0 ? own : kept | own << word % 4 * 2;
+        }
+      } else {
+#pragma unroll
+        for (int word = 0; word < Words::words; ++word) ahead.kept[r][word] = line[word];
+      }
     }
+  }
+  // A word of a line from this thread's first bit on.
+  template <bool whole_words, int words>
+  static __device__ __forceinline__ ptx::u32 shifted(const ptx::u32 (&line)[words], int word,
+                                                     int first) {
+    if constexpr (whole_words)
+      return line[word] >> first;
+    else
+      return __funnelshift_r(line[word], line[word + 1], first);
   }
   // Rows past the end have no line.
   template <typename At>
@@ -116,17 +151,17 @@ struct KeptBits {
       const auto& words = ahead.kept[Words::one_line ? 0 : r];
 #pragma unroll
       for (int begin = 0; begin < count; begin += 16) {
-        ptx::u32 kept = words[0];
+        ptx::u32 kept;
         if constexpr (Words::one_bit)
-          kept >>= row_at(at, r) % 32;
-        else if constexpr (Words::whole_words)
-          kept = words[begin / 16] >> first;
+          kept = words[0] >> row_at(at, r) % 32;
+        else if constexpr (Words::own_bits)
+          kept = words[begin / 64];
         else
-          kept = __funnelshift_r(words[begin / 16], words[begin / 16 + 1], first);
+          kept = shifted<Words::whole_words>(words, begin / 16, first);
 #pragma unroll
         for (int i = begin; i < begin + 16 && i < count; ++i) {
           if (row_of(i) != r) continue;
-          v[i] = kept & 1u << (Words::one_bit ? 0 : column_of(i) % 32) ? v[i] : -infinity;
+          v[i] = kept & 1u << Words::bit(i) ? v[i] : -infinity;
         }
       }
     }
