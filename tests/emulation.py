@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -105,6 +106,9 @@ def launch(unit: Unit, blocks: int, threads: int, arguments: Arguments, *, seed:
     _Driver(seed).launch(function, (blocks, 1, 1), (threads, 1, 1), unit.smem_bytes, 0, arguments)
 
 
+_one_grid_at_a_time = threading.Lock()  # all kernels share one model
+
+
 class _Driver:
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -124,7 +128,8 @@ class _Driver:
         message = ctypes.create_string_buffer(256)
         params = ctypes.addressof(arguments.params)
         shape = (ctypes.c_int * 8)(*grid, *block, smem, overlap_previous)
-        failed = function.run(params, shape, self._seed, message)
+        with _one_grid_at_a_time:
+            failed = function.run(params, shape, self._seed, message)
         assert not failed, f"{function.unit.name}: {message.value.decode()}"
         left = [counter.value for counter in self._counters if counter.value]
         assert not left, f"{function.unit.name} leaves its counter of work at {left}, and the next launch needs 0"
@@ -148,8 +153,7 @@ class _Launch:
 @functools.cache
 def _headers(spoil: tuple[str, str]) -> Path:
     """The kernels' folder with the model in the place of what is hardware."""
-    folder = Path(tempfile.mkdtemp(prefix="tilewise-emulator-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = _temporary_folder()
     shutil.copytree(KERNELS, folder, dirs_exist_ok=True)
     for name in _MODELLED:
         shutil.copyfile(HERE / name, folder / name)
@@ -200,8 +204,7 @@ def _runtime() -> Path:
 @functools.cache
 def _precompiled() -> Path:
     """A folder with runtime.h as every kernel includes it, parsed once."""
-    folder = Path(tempfile.mkdtemp(prefix="tilewise-emulator-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = _temporary_folder()
     for name in ("runtime.h", "tensor_core.h"):
         shutil.copyfile(HERE / name, folder / name)
     _compile(*_KERNEL_OPTIONS, "-x", "c++-header", str(folder / "runtime.h"))
@@ -227,6 +230,12 @@ def _library(program: str, folder: Path, runtime: Path | None = None) -> Path:
     return library
 
 
+def _temporary_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="tilewise-emulator-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def _compile(*arguments: str) -> None:
     assert COMPILER is not None
     subprocess.run([COMPILER, *arguments], check=True)
@@ -242,7 +251,9 @@ def _compiler_version() -> str:
 def _kept() -> Path:
     """Where built libraries lie: beside the cache of kernels. What no run has used for a week goes."""
     root = cache.root()
-    folder = Path(tempfile.mkdtemp(prefix="tilewise-emulator-")) if root is None else root / "emulator"
+    if root is None or not os.access(root, os.W_OK):
+        return _temporary_folder()
+    folder = root / "emulator"
     folder.mkdir(exist_ok=True)
     for path in folder.glob("*.so"):
         with contextlib.suppress(FileNotFoundError):  # another process saw it too
