@@ -253,8 +253,7 @@ class _Launch:
 @functools.cache
 def _headers(spoil: tuple[str, str]) -> Path:
     """The kernels' folder with the model in the place of what is hardware."""
-    folder = Path(tempfile.mkdtemp(prefix="tilewise-emulator-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = _temporary_folder()
     shutil.copytree(KERNELS, folder, dirs_exist_ok=True)
     for name in _MODELLED:
         shutil.copyfile(HERE / name, folder / name)
@@ -305,8 +304,7 @@ def _runtime() -> Path:
 @functools.cache
 def _precompiled() -> Path:
     """A folder with runtime.h as every kernel includes it, parsed once."""
-    folder = Path(tempfile.mkdtemp(prefix="tilewise-emulator-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = _temporary_folder()
     for name in ("runtime.h", "tensor_core.h"):
         shutil.copyfile(HERE / name, folder / name)
     _compile(*_KERNEL_OPTIONS, "-x", "c++-header", str(folder / "runtime.h"))
@@ -332,6 +330,12 @@ def _library(program: str, folder: Path, runtime: Path | None = None) -> Path:
     return library
 
 
+def _temporary_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="tilewise-emulator-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def _compile(*arguments: str) -> None:
     assert COMPILER is not None
     subprocess.run([COMPILER, *arguments], check=True)
@@ -347,7 +351,9 @@ def _compiler_version() -> str:
 def _kept() -> Path:
     """Where built libraries lie: beside the cache of kernels. What no run has used for a week goes."""
     root = cache.root()
-    folder = Path(tempfile.mkdtemp(prefix="tilewise-emulator-")) if root is None else root / "emulator"
+    if root is None or not os.access(root, os.W_OK):
+        return _temporary_folder()
+    folder = root / "emulator"
     folder.mkdir(exist_ok=True)
     for path in folder.glob("*.so"):
         with contextlib.suppress(FileNotFoundError):  # another process saw it too

@@ -19,6 +19,7 @@ import torch
 
 from .errors import InvalidInput
 from .masks import Cached, Causal, Documents, Full, Packed, Window
+from .problem import in_memory_order
 from .scores import Softcap
 from .terms import Alibi, Dropout, MaxLogit, RelativeBias, Sink
 from .terms.spans import Spans
@@ -243,10 +244,7 @@ def forward_by_sequence(
     if not outs:
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         return q.new_empty(*q.shape[:3], problem.head_dim_v), q.new_empty(q.shape[:3], dtype=dtype)
-    out = joined(outs)
-    if problem.layout == "bshd":
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    return out, joined(lses)
+    return in_memory_order(joined(outs), problem.layout), joined(lses)
 
 
 def backward_by_sequence(

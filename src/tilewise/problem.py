@@ -524,6 +524,13 @@ def heads_first(q: Any, k: Any, v: Any, layout: str) -> tuple[torch.Tensor, torc
         raise
 
 
+def in_memory_order(out: torch.Tensor, layout: str) -> torch.Tensor:
+    """A (batch, heads, seq, dim) tensor in the memory order of a layout; differentiable, and no copy if it is there."""
+    if layout == "bshd":
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
+    return out.contiguous()
+
+
 def as_laid_out(out: torch.Tensor, layout: str) -> torch.Tensor:
     """The inverse of `heads_first`, for the output."""
     return out.transpose(1, 2) if layout == "bshd" else out

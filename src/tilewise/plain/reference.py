@@ -38,6 +38,7 @@ from ..isolation import (
 )
 from ..masks import Cached, Dense, Documents, Full, Packed
 from ..operands import recording
+from ..problem import in_memory_order
 from ..scores import Where, bend_all, join_all, keep_all, observe_all, visible_all
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def forward(
             for piece in pieces(problem)
         ]
         out = joined([piece.together(out) for piece, out, _ in parts])
-        return _in_layout(out, problem), joined([piece.together(lse) for piece, _, lse in parts])
+        return in_memory_order(out, problem.layout), joined([piece.together(lse) for piece, _, lse in parts])
     work = _work_dtype(q.dtype)
     where = Where(problem, range(problem.seq_q), range(problem.seq_kv), operands=operands)
     scores, hidden, _ = _scores(q.to(work), k.to(work), problem, where)
@@ -110,7 +111,7 @@ def forward(
     shares, v = weights / safe_total, v.to(work)
     clean = hidden is None or all_finite(v)
     out = _stack(shares, v) if clean else isolated(_stack, shares, v, hidden.logical_not())  # type: ignore[union-attr]
-    return _in_layout(out.to(q.dtype), problem), lse
+    return in_memory_order(out.to(q.dtype), problem.layout), lse
 
 
 def backward(
@@ -258,10 +259,3 @@ def _is_recorded(*tensors: torch.Tensor) -> bool:
     if torch._C._are_functorch_transforms_active():
         return True
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def _in_layout(out: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """`out` in the memory order the caller was promised; differentiable, and free when it is already there."""
-    if problem.layout == "bshd":
-        return out.transpose(1, 2).contiguous().transpose(1, 2)
-    return out.contiguous()

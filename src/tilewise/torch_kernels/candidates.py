@@ -30,6 +30,7 @@ from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants
 from ..isolation import joined, pieces
 from ..masks import Causal, Dense, Documents, Full, Window
 from ..operands import INPUTS, recording, zero_grads
+from ..problem import in_memory_order
 from . import bugs, gates
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Candidate:
             if unseen is not None:  # in place: both are the kernel's fresh results
                 out = out if kernel.zeroes_unseen else out.masked_fill_(unseen.unsqueeze(-1), 0.0)
                 lse = lse if lse is None else lse.masked_fill_(unseen, -torch.inf)
-        return _in_layout(out, problem), lse
+        return in_memory_order(out, problem.layout), lse
 
     def bind(
         self,
@@ -116,7 +117,7 @@ class Candidate:
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, operands: Operands
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             out, lse = kernel(q, k, v, problem, None)
-            return _in_layout(out, problem), lse.contiguous() if lse is not None and keeps_lse else None
+            return in_memory_order(out, problem.layout), lse.contiguous() if lse is not None and keeps_lse else None
 
         return bound
 
@@ -151,7 +152,7 @@ class Candidate:
             unseen = lse == -torch.inf
             dout = dout.masked_fill(unseen.unsqueeze(-1), 0.0)
             lse = lse.masked_fill(unseen, 0.0)
-        grads = self._kernel(q).backward(_in_layout(dout, problem), q, k, v, out, lse, problem, mask, wants)
+        grads = self._kernel(q).backward(in_memory_order(dout, problem.layout), q, k, v, out, lse, problem, mask, wants)
         if wants == ALL:
             return dict(zip(INPUTS, grads, strict=False))  # type: ignore[arg-type]
         found = dict(zip((*INPUTS, "bias"), grads, strict=False))
@@ -171,7 +172,7 @@ class Candidate:
                 )
                 for piece in pieces(problem)
             ]
-            return _in_layout(joined(parts), problem)
+            return in_memory_order(joined(parts), problem.layout)
         if problem.empty:
             return _empty_result(q, problem)[0]
         kind = gates.mask_kind(problem)
@@ -196,7 +197,7 @@ class Candidate:
                     enable_gqa=problem.group > 1,
                 )
         unseen = _unseen(problem, bias, q.device)
-        return _in_layout(out if unseen is None else out.masked_fill(unseen.unsqueeze(-1), 0.0), problem)
+        return in_memory_order(out if unseen is None else out.masked_fill(unseen.unsqueeze(-1), 0.0), problem.layout)
 
     def _packed_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem
@@ -209,7 +210,7 @@ class Candidate:
             if lse is not None:
                 lses.append(piece.together(lse))
         # Math has no lse, of any piece that it computes.
-        return _in_layout(joined(outs), problem), joined(lses) if len(lses) == len(outs) else None
+        return in_memory_order(joined(outs), problem.layout), joined(lses) if len(lses) == len(outs) else None
 
     def _packed_backward(
         self,
@@ -517,13 +518,6 @@ def _unseen(problem: Problem, bias: torch.Tensor | None, device: torch.device) -
 # Memory
 
 
-def _in_layout(tensor: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """A (batch, heads, seq, dim) tensor in the memory order of the problem's layout; copied only if it is not."""
-    if problem.layout == "bshd":
-        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-    return tensor.contiguous()
-
-
 def _pad_head_dim(tensor: torch.Tensor) -> torch.Tensor:
     """Zeros behind the last dimension up to a multiple of 8: they change neither a score nor a visible output."""
     missing = -tensor.shape[-1] % 8
@@ -532,7 +526,9 @@ def _pad_head_dim(tensor: torch.Tensor) -> torch.Tensor:
 
 def _empty_result(q: torch.Tensor, problem: Problem) -> tuple[torch.Tensor, torch.Tensor | None]:
     """No row sees a key, or there is no row."""
-    out = _in_layout(q.new_zeros(problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v), problem)
+    out = in_memory_order(
+        q.new_zeros(problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v), problem.layout
+    )
     if not (problem.needs_lse or problem.needs_grad):
         return out, None
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
