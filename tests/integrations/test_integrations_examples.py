@@ -16,6 +16,7 @@ EXAMPLE = {
     "sdpa_overhead.py": (["--rounds", "1", "--calls", "5"], ["causal, scale"]),
     "host_cost.py": (["--rounds", "1", "--device", "cpu"], ["tilewise.attention, gradient"]),
     "flash_attn_interface.py": (None, ["packed: (136, 8, 64)"]),
+    "decode.py": (["--tokens", "6", "--layers", "1"], ["dynamic: the same tokens", "skipped"]),
     "transformers_model.py": (None, ["the same tokens", "skipped"]),
     "thunder_executor.py": (None, ["largest difference", "skipped"]),
     "llama.py": (["--steps", "8", "--layers", "1", "--how", "sdpa", "override", "direct"], ["same tokens"]),
