@@ -11,11 +11,13 @@ import torch
 
 import emulation
 from cache_cases import Case, assert_as_expected, make
-from support import assert_near, make_inputs, make_problem
+from support import assert_close, assert_near, make_inputs, make_problem
 from tilewise import Causal, Full, Target, Window, cached, explain
 from tilewise.engine import SM80, SM90, decode
 from tilewise.engine.program import Counter
 from tilewise.masks import Cached, Packed
+from tilewise.plain import reference
+from tilewise.terms import KeyLengths
 
 H200, A100, ADA = Target.named("h200"), Target.named("a100"), Target.named("rtx-4090")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -173,6 +175,28 @@ CACHED = [
     Case((0, 100), tokens=(3, 0), page=16, terms=("sink",)),
     Case((100, 70), tokens=(20, 70), causal=False, dims=(64, 40)),
 ]
+
+
+@emulated
+@pytest.mark.parametrize("left", [False, True])
+def test_key_lengths_on_the_model(monkeypatch, left):
+    """Lengths of a mask: what lies beyond them is not read."""
+    lengths = torch.tensor([0, 1, 130, 300], dtype=torch.int32)
+    problem = problem_of(2, 300, (4, 2), (64, 64), batch=4, scores=(KeyLengths(left),))
+    torch.manual_seed(0)
+    q, k, v = make_inputs(problem)
+    apart = k.clone(), v.clone()
+    for number, length in enumerate(lengths.tolist()):
+        hidden = slice(0, 300 - length) if left else slice(length, 300)
+        k[number, :, hidden], v[number, :, hidden] = math.nan, math.nan
+        for tensor in apart:
+            tensor[number, :, hidden] = 0.0
+    operands = {"key_lengths": lengths}
+    out, lse = run_plain(monkeypatch, problem, (q, k, v), operands=operands)
+    want, want_lse = reference.forward(q, *apart, problem, None, operands)
+    assert not out.isnan().any()
+    assert_close(out, want.to(BF16), 2e-2)
+    assert_close(lse, want_lse, 1e-5, "lse")
 
 
 @emulated

@@ -150,6 +150,22 @@ def test_generate_equals_eager(name, cache):
     close(torch.stack(got.logits), torch.stack(want.logits))
 
 
+def test_a_static_cache_is_read_as_far_as_it_is_filled(calls):
+    """One new token: a number of keys, and no tensor of all places."""
+    _, model = make("llama")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+    ids = tokens()
+    with torch.no_grad():
+        model(ids[:, :6], past_key_values=cache, use_cache=True)
+        mask = ours.attention_mask(ids.shape[0], 1, 32, 6, allow_is_causal_skip=False)
+        calls.clear()
+        model(ids[:, 6:7], past_key_values=cache, use_cache=True)
+    assert isinstance(mask, ours.RuleMask)
+    assert mask.lengths.tolist() == [7] * ids.shape[0]
+    assert torch.equal(mask.dense(), (torch.arange(32) < 7).expand(ids.shape[0], 1, 1, 32))
+    assert calls
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_generate_without_padding(name):
     eager, model = make(name)

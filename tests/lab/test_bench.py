@@ -29,7 +29,7 @@ from tilewise.lab.commands.app import app
 from tilewise.lab.measure import ahead, clocks, worker
 from tilewise.lab.measure.compare import TIMES, VERIFIED, Comparison, Outcome, Row, Settings, compare, compare_all
 from tilewise.lab.measure.pool import Failure, Pool
-from tilewise.lab.measure.timing import METHODS
+from tilewise.lab.measure.timing import METHODS, ROTATED_BYTES, Rotation, turns_for
 from tilewise.lab.studies import bench, drawn, records, suites
 
 if TYPE_CHECKING:
@@ -676,3 +676,26 @@ def test_bad_usage_is_a_message(tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert "nope" in result.stderr or "--repeat" in result.stderr
         assert "Traceback" not in result.output
+
+
+def test_decoding_rows_rotate_and_stand_beside_the_bound_of_memory() -> None:
+    rows = suites.SUITES["decode"]
+    assert all(row.flush and row.timing == "graph" for row in rows)
+    first = rows[0]
+    (line,) = bench.memory_lines([ratios_of(first, 2e-6, 4e-6)], "NVIDIA H200")
+    # 1024 keys of 8 heads, K and V; q and out of 32 heads; 128 numbers of 2 bytes: 4.2 MB at 4.8 TB/s.
+    assert line == [first.name, "2.0", "0.9", "44%"]
+    assert bench.memory_lines([ratios_of(first, 2e-6, 4e-6)], "a GPU that nobody knows") == []
+    assert bench.memory_lines([ratios_of(suites.SUITES["forward"][0], 2e-6, 4e-6)], "NVIDIA H200") == []
+
+
+def test_a_rotation_goes_through_all_calls_by_turns() -> None:
+    seen: list[int] = []
+    rotation = Rotation([lambda number=number: seen.append(number) for number in range(3)])  # type: ignore[misc]
+    for _ in range(7):
+        rotation()
+    assert seen == [0, 1, 2, 0, 1, 2, 0]
+    assert rotation.count == 3
+    assert turns_for(ROTATED_BYTES) == 1
+    assert turns_for(ROTATED_BYTES // 8) == 8
+    assert turns_for(0) == turns_for(1) == 128

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from ..api import attention, attention_packed, autocast_inputs, scaled_dot_product_attention
 from ..errors import UnsupportedProblem
-from ..masks import Causal, Documents, Full, Window
+from ..masks import Causal, Documents, Full, KeyLengths, Window
 from ..terms import Bias
 
 if TYPE_CHECKING:
@@ -125,11 +125,25 @@ def _packed(
 
 
 class _Asked(NamedTuple):
-    """Who sees whom: by a rule, by a boolean tensor beside it, and by what is added to the scores."""
+    """Who sees whom: by a rule, by a boolean tensor beside it, by what is added to the scores, and by how many keys
+    there are, on the device."""
 
     rule: Mask
     keep: Tensor | None = None
     bias: Tensor | None = None
+    lengths: Tensor | None = None
+
+    def without_lengths(self, keys: int) -> _Asked:
+        """The same with one tensor for all that hides keys."""
+        if self.lengths is None:
+            return self
+        there = _there(self.lengths, keys)
+        return self._replace(keep=there if self.keep is None else there & self.keep, lengths=None)
+
+
+def _there(lengths: Tensor, keys: int) -> Tensor:
+    """(batch, 1, 1, keys): which of the keys are among the first of each batch."""
+    return torch.arange(keys, device=lengths.device) < lengths[:, None, None, None]
 
 
 def _takes_terms(query: Tensor) -> bool:
@@ -159,8 +173,9 @@ def _by_terms(
         named |= {"scores": (Bias.of(bias, sizes),), "operands": {"bias": bias}}
     # Views in (batch, seq, heads, dim): out comes back in the order that Transformers wants, without a copy.
     tensors = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    mask = asked.rule if asked.lengths is None else KeyLengths(asked.lengths)
     out: Tensor = attention(
-        *tensors, mask=asked.rule, scale=scaling, softcap=softcap, dropout=dropout, layout="bshd", **named
+        *tensors, mask=mask, scale=scaling, softcap=softcap, dropout=dropout, layout="bshd", **named
     )
     return out
 
@@ -184,6 +199,7 @@ def _by_tensor(
     sinks: Tensor | None,
 ) -> Tensor:
     """With one mask: a rule, or a tensor that holds all there is."""
+    asked = asked.without_lengths(key.shape[2])
     if asked.bias is not None and asked.bias.requires_grad:
         return _with_learned_bias(query, key, value, asked, dropout, scaling, softcap, sinks)
     mask: Mask | Tensor = asked.rule
@@ -268,7 +284,7 @@ def _asked(
     kwargs: dict[str, Any],
 ) -> _Asked:
     if isinstance(given, RuleMask):
-        return _Asked(given.rule, given.keep)
+        return _Asked(given.rule, given.keep, lengths=given.lengths)
     if given is not None:
         return _Asked(Full(), keep=given) if given.dtype == torch.bool else _Asked(Full(), bias=given.to(query.dtype))
     return _Asked(_mask(is_causal, sliding_window, query, key, kwargs))
@@ -303,7 +319,8 @@ def _band(first_aligned: bool, sliding_window: int | None) -> Causal | Window:
 
 class RuleMask(torch.Tensor):
     """A boolean mask (batch, 1, seq_q, seq_kv), True = visible, known by its rule, and by the keys that padding leaves:
-    `keep`, (batch, 1, 1, seq_kv), None where all are there.
+    `keep`, (batch, 1, 1, seq_kv), None where all are there. `lengths` (batch,): only so many of the first keys are
+    there, as in a cache that is not full yet; None where all are.
 
     It has a shape, a dtype and a device. Any operation on it works on the tensor it stands for, which is made then and
     there, so code that slices or combines masks stays right; only changing it in place is refused.
@@ -311,14 +328,20 @@ class RuleMask(torch.Tensor):
 
     rule: Mask
     keep: Tensor | None
+    lengths: Tensor | None
 
     @staticmethod
     def __new__(
-        cls, rule: Mask, shape: tuple[int, int, int, int], device: torch.device | str, keep: Tensor | None = None
+        cls,
+        rule: Mask,
+        shape: tuple[int, int, int, int],
+        device: torch.device | str,
+        keep: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> RuleMask:
         where = torch.device(device)
         made: RuleMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=where)
-        made.rule, made.keep = rule, keep
+        made.rule, made.keep, made.lengths = rule, keep, lengths
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -330,6 +353,8 @@ class RuleMask(torch.Tensor):
     def dense(self) -> Tensor:
         _, _, seq_q, seq_kv = self.shape
         visible = self.rule.to_bool(range(seq_q), range(seq_kv), seq_q, seq_kv, self.device)
+        if self.lengths is not None:
+            visible = visible & _there(self.lengths, seq_kv)
         return (visible if self.keep is None else visible & self.keep).expand(self.shape)
 
     @classmethod
@@ -370,6 +395,10 @@ def attention_mask(
         if keep is None or (not traced and bool(keep.all())):
             return None
         return keep.expand(shape) if traced else RuleMask(Full(), shape, device, keep)
+    if parts == {"causal": True} and q_length == 1:
+        decoding = _decoding(shape, q_offset, kv_offset, attention_mask, device)
+        if decoding is not None:
+            return decoding
     rule = None
     if parts is not None:
         plain = allow_is_causal_skip or ("bidirectional" in parts and allow_is_bidirectional_skip)
@@ -398,6 +427,27 @@ def attention_mask(
     if keep is None and (rule == Full() or (rule == Causal() and q_length == kv_length)):
         return None
     return RuleMask(rule, shape, device, keep)
+
+
+def _decoding(
+    shape: tuple[int, int, int, int],
+    q_offset: int | Tensor,
+    kv_offset: int,
+    padding: Tensor | None,
+    device: torch.device | str,
+) -> RuleMask | None:
+    """One new token in a cache whose places behind it are empty, as a static one's: the keys up to its own. None where
+    there are no such places. A position on the device is not waited for."""
+    batch, _, _, kv_length = shape
+    lengths: Tensor
+    if isinstance(q_offset, torch.Tensor) and q_offset.is_cuda:
+        lengths = (q_offset - kv_offset + 1).to(torch.int32).reshape(-1).expand(batch).contiguous()
+    else:
+        position = int(q_offset) - kv_offset
+        if not 0 <= position < kv_length - 1:
+            return None
+        lengths = torch.full((batch,), position + 1, dtype=torch.int32, device=device)
+    return RuleMask(Full(), shape, device, _keep(padding, kv_length, kv_offset), lengths)
 
 
 def _keep(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:

@@ -4,7 +4,8 @@
             of calls, so host and device overlap as they do in a program
     events  CUDA events around back-to-back calls in one stream (a sustained load), or around single calls with the L2
             cache overwritten in between when `flush` is set
-    graph   CUDA graph replay of many calls: no host time between kernels, for problems smaller than a launch
+    graph   CUDA graph replay of many calls: no host time between kernels, for problems smaller than a launch; the
+            worker lets them go through several sets of tensors when `flush` is set
     host    time.perf_counter around calls that only enqueue; the device is waited for outside the clock
 
 Short kernels must not wait for the host inside an event pair, so the device first spins for as long as the host needs
@@ -15,6 +16,7 @@ spend their time measuring.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +37,24 @@ _MAX_OVERTIME = 3  # times the measured time that was asked for
 _EVENT_CALLS = 10  # back to back in one sample, unless a few already fill the round
 
 Kept = dict[str, Any]
+ROTATED_BYTES = 256 * 2**20  # of keys and values that a rotation goes through: no cache of a GPU holds them
+_MOST_TURNS = 128
+
+
+class Rotation:
+    """One call after another, over and over: the same work on other tensors, so that no cache has them by accident."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        self.count = len(calls)
+        self._next = itertools.cycle(calls).__next__
+
+    def __call__(self) -> Any:
+        return self._next()()
+
+
+def turns_for(size: int) -> int:
+    """How many sets of tensors of so many bytes a rotation goes through."""
+    return max(1, min(_MOST_TURNS, -(-ROTATED_BYTES // max(1, size))))
 
 
 def measure(call: Call, method: str, seconds: float, *, flush: bool = False, kept: Kept | None = None) -> list[float]:
@@ -107,7 +127,9 @@ def _events(call: Call, seconds: float, flush: bool, kept: Kept) -> list[float]:
 def _graph(call: Call, seconds: float, kept: Kept) -> list[float]:
     if "graph" not in kept:
         device_seconds, _ = _cuda_estimates(call, kept)
-        kept["calls"] = max(1, min(_GRAPH_CALLS, math.ceil(_GRAPH_SECONDS / device_seconds)))
+        turns = call.count if isinstance(call, Rotation) else 1
+        calls = max(1, min(_GRAPH_CALLS, math.ceil(_GRAPH_SECONDS / device_seconds)))
+        kept["calls"] = -(-calls // turns) * turns  # whole rounds
         kept["graph"] = _captured(call, kept["calls"])
     graph, calls = kept["graph"], kept["calls"]
     graph.replay()

@@ -136,7 +136,9 @@ class Worker:
     def time(self, what: str, method: str, seconds: float, flush: bool = False) -> list[float]:
         if what not in self._calls:
             makers = {"forward": lambda: self._forward, "backward": self._backward, "step": self._step}
-            self._calls[what] = makers[what]()
+            self._calls[what] = (
+                self._rotation() if what == "forward" and flush and method == "graph" else makers[what]()
+            )
         kept = self._kept.setdefault(what, {})
         return timing.measure(self._calls[what], method, seconds, flush=flush, kept=kept)
 
@@ -192,6 +194,18 @@ class Worker:
             grads = torch.autograd.grad(out, list(wanted.values()), self._inputs.dout)
             results |= dict(zip(wanted, grads, strict=True))
         return results
+
+    def _rotation(self) -> Callable[[], Any]:
+        """The forward of several sets of tensors by turns, so many that no cache holds their keys and values."""
+        size = sum(tensor.numel() * tensor.element_size() for tensor in (self._inputs.k, self._inputs.v))
+        calls = [self._forward]
+        for number in range(1, timing.turns_for(size)):
+            inputs = self._candidate.inputs(self._problem, self._seed + number, self._device)
+            calls.append(self._candidate.forward(self._problem, inputs))
+        for call in calls[1:]:
+            call()
+        _synchronize(self._device)
+        return timing.Rotation(calls)
 
     def _backward(self) -> Callable[[], Any]:
         """The backward alone, over and over on one recorded forward."""

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...target import TARGETS
 from .. import report
 from ..candidates.names import DETERMINISTIC, FA3, FA4, FLASHINFER, OURS, PLAIN, VARLEN, Candidate
 from ..measure import ahead, environment, noise, words
@@ -247,9 +248,30 @@ def show(comparisons: list[Comparison], record: Record, *, verbose: bool = False
     if any(comparison.row.goal for comparison in comparisons):
         report.print_table(GOAL_COLUMNS, [goal_cells(comparison) for comparison in comparisons])
         print(GOAL_LEGEND)
+    if memory := memory_lines(comparisons, record.device):
+        report.print_table(MEMORY_COLUMNS, memory)
+        print(MEMORY_LEGEND)
     for kind, found in scores(comparisons).items():
         print(f"{kind}: {found}, {found.shares}")
     print(score(comparisons))
+
+
+MEMORY_COLUMNS = ("row", ">us", ">memory's bound, us", ">of its rate")
+MEMORY_LEGEND = "memory's bound: what a forward must read and write at least, at the rate of the data sheet"
+
+
+def memory_lines(comparisons: list[Comparison], device: str) -> list[list[str]]:
+    """Rows whose tensors come from memory, beside what memory allows; none where the rate of the device is unknown."""
+    rates = [one.dram_bytes_per_s for name, one in TARGETS.items() if name.replace("-", " ") in device.lower()]
+    found = []
+    for comparison in comparisons if rates and rates[0] else ():
+        ours, row = comparison.outcomes[0], comparison.row
+        timed = summary(ours.samples)
+        if row.flush and row.timed == ("forward",) and timed is not None:
+            bound = row.problem.min_bytes() / rates[0]
+            share = f"{bound / timed['median']:.0%}"
+            found.append([row.name, report.microseconds(timed), f"{bound * 1e6:.1f}", share])
+    return found
 
 
 GOAL_COLUMNS = ("row", ">us", "fastest other", ">us", ">ratio", ">floor, aim", ">of plain", ">limit, aim", "reached")

@@ -301,18 +301,30 @@ SUITES: dict[str, tuple[Row, ...]] = {
         row((1, 128, 4096, 192), _BF16, "causal", head_dim_v=128, **_CUDA),
         row((1, 32, 16, 128), _BF16, heads_kv=8, seq_kv=8192, **_CUDA),
     ),
-    # One new token a sequence against what was said before. The cache of keys comes from memory, as between layers.
+    # A few new tokens per sequence against what was said before, by graph replay. Keys come from memory, as between the
+    # layers of a model: replays go through caches of 256 MiB or more in total.
     "decode": tuple(
-        row((batch, 32, 1, 128), _BF16, heads_kv=8, seq_kv=seq_kv, flush=True, **_CUDA)
-        for batch, seq_kv in (
-            (1, 1024),
-            (1, 8192),
-            (1, 32768),
-            (1, 131072),
-            (8, 1024),
-            (8, 8192),
-            (8, 32768),
-            (64, 4096),
+        row(
+            (batch, heads, tokens, dim),
+            _BF16,
+            "causal:bottom-right" if tokens > 1 else "full",
+            heads_kv=heads_kv,
+            seq_kv=seq_kv,
+            method="graph",
+            flush=True,
+            **_CUDA,
+        )
+        for batch, heads, heads_kv, tokens, seq_kv, dim in (
+            (1, 32, 8, 1, 1024, 128),
+            (1, 32, 8, 1, 4096, 128),
+            (1, 32, 8, 1, 131072, 128),
+            (8, 32, 8, 1, 8192, 128),
+            (64, 32, 8, 1, 4096, 128),
+            (256, 64, 8, 1, 2048, 128),
+            (16, 64, 8, 1, 16384, 128),
+            (8, 32, 32, 1, 8192, 64),
+            (4, 32, 8, 4, 8192, 128),
+            (1, 16, 1, 1, 65536, 256),
         )
     ),
     # What the host needs to enqueue a call, a call that autograd records, and a call with its backward.
