@@ -400,6 +400,8 @@ def _build(chosen: Plan) -> None:
     missing = [unit for unit in chosen.units if not is_loaded(unit)]
     if not missing:
         return
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        _log.warning("tilewise: kernels are built while a CUDA graph is captured; tilewise.warm_up before does without")
     with notice(f"{', '.join(unit.name for unit in missing)} for {missing[0].arch}"):
         for unit, built in build_all(missing):
             if isinstance(built, CompileError):
