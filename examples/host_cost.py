@@ -30,12 +30,12 @@ def main(arguments: list[str] | None = None) -> None:
     shape, dtype = host.usual(options.device)
     if options.shape:
         shape = tuple(int(size) for size in options.shape.split(","))
-    if options.device.startswith("cuda"):
+    if options.device.startswith("cuda") and library.is_wanted():
         try:
             library.build()  # rather than in the background, while we measure
         except CompileError as error:
             print(f"without native code: {error}", file=sys.stderr)
-    else:
+    if options.device == "cpu":
         torch.set_num_threads(1)
     costs = host.measure(options.device, shape, dtype, options.rounds)
     print(*host.lines(costs), sep="\n")
