@@ -283,7 +283,21 @@ def test_the_signatures_of_flash_attn_2_8(name):
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     assert required == SIGNATURES[name].split()
     assert list(defaults.items())[:8] == list(DEFAULTS.items())
-    assert list(defaults)[8:] == (["block_table"] if name == "flash_attn_varlen_func" else [])
+    ours = ["leftpad_k", "seqused_k"]  # of the function below flash-attn's, by name
+    assert list(defaults)[8:] == (["block_table", *ours] if name == "flash_attn_varlen_func" else [])
+    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == [name for name in ours if name in defaults]
+
+
+def test_keys_of_a_sequence_that_begin_later_and_end_earlier():
+    """As flash-attn's leftpad_k and seqused_k: what is left of the keys is what causal is aligned to."""
+    q, k, v = (torch.randn(total, 2, 8, dtype=torch.float64) for total in (12, 30, 30))  # of 10 rows and 26 keys
+    cu_q, cu_k = torch.tensor([0, 4, 10]), torch.tensor([0, 13, 26])
+    counts = {"leftpad_k": torch.tensor([3, 0]).int(), "seqused_k": torch.tensor([13, 7]).int()}
+    out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 6, 13, causal=True, **counts)
+    for (q0, q1), (k0, k1) in (((0, 4), (3, 13)), ((4, 10), (13, 20))):
+        alone = flash_attn_func(q[None, q0:q1], k[None, k0:k1], v[None, k0:k1], causal=True)
+        assert_close(out[q0:q1], alone[0], budget(torch.float64))
+    assert (out[10:] == 0).all()
 
 
 def refused():

@@ -129,6 +129,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
     leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> Result:
@@ -163,7 +164,8 @@ def flash_attn_varlen_func(
             with deterministic_algorithms():  # for the plan; the backward of a call planned so keeps to it
                 return flash_attn_varlen_func(
                     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-                    window_size, softcap, alibi_slopes, False, return_attn_probs, None, leftpad_k, seqused_k,
+                    window_size, softcap, alibi_slopes, False, return_attn_probs, leftpad_k=leftpad_k,
+                    seqused_k=seqused_k,
                 )  # fmt: skip
         _check_switch(dropout_p)
     same = cu_seqlens_q is cu_seqlens_k
