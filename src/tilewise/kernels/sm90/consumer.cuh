@@ -72,9 +72,7 @@ struct Consumer {
                                                                         : block_kv / 16;
   u32 drawn[drawn_early][drawn_words];
   // Of the tile whose scores are made, if it is partial.
-  using Ahead = typename Policy::template Ahead<block_kv / 2, RowsAre::queries>;
-  static constexpr bool looks_ahead = Policy::looks_ahead;
-  Ahead ahead;
+  typename Policy::template Ahead<block_kv / 2, RowsAre::queries> ahead;
 
   __device__ __forceinline__ auto sequence(const Part& part) const {
     return sequence_of<Extents>(params, *part.plan);
@@ -195,7 +193,7 @@ struct Consumer {
       return this->kernel.of_rows;
     }
     __device__ __forceinline__ const auto& ahead() const
-      requires looks_ahead
+      requires Policy::looks_ahead
     {
       return this->kernel.ahead;
     }
@@ -222,10 +220,9 @@ struct Consumer {
       return FromZero{};
     }
   }
-  // What step 3 reads of a partial tile, before its scores are begun: there are branches between,
-  // so that the loads stay above the products.
+  // What step 3 reads of a partial tile, under the products of its scores, which are begun.
   __device__ __forceinline__ void look_ahead(const Part& part, int kv_tile, bool partial) {
-    if constexpr (looks_ahead) {
+    if constexpr (Policy::looks_ahead) {
       if (partial) Policy::look_ahead(ahead, params, Place{{*this, part, kv_tile}});
     }
   }
