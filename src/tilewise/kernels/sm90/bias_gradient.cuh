@@ -319,7 +319,7 @@ struct BiasGradientConsumer : BiasGradientWalk<config, Policy, Extents> {
   // Step 4.
   __device__ __forceinline__ void end(const BiasTile& tile) {
     if (has_bias) {
-      ptx::fence_proxy_async();  // the bias is read: an arrive does not wait for loads in flight
+      ptx::fence_proxy_async();  // an arrive does not wait for loads in flight
       arrive(&smem.bias_empty);
     }
     const int key = first_key(tile);

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...engine.backend import Fused
-from ...engine.rules import HEAD_DIM_CLASSES
+from ...engine.sm90.forward import HEAD_DIM_CLASSES
 from ...engine.source import COMPILED
 from ...masks import Causal, Full, Packed, Window
 from ...problem import Problem
