@@ -97,6 +97,7 @@ def test_backends_do_not_import_one_another():
 
 
 PURE = {
+    "append",
     "config",
     "decode",
     "division",

@@ -7,6 +7,7 @@ token per sequence, or a few), speculative decoding, and prefill in chunks; pack
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +15,9 @@ import torch
 
 from . import op
 from .api import inner_rule, rounded_length
-from .errors import InvalidInput
+from .engine import append as appending
+from .engine.run import load
+from .errors import CompileError, InvalidInput
 from .masks import Cached
 from .memo import Memo
 from .op import Options
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 _CHECK = "TILEWISE_CHECK"
+_log = logging.getLogger("tilewise")
 PAGE_SIZES = range(1, (1 << 16) + 1)
 
 
@@ -374,6 +378,177 @@ def _check_range(name: str, numbers: Tensor, least: int, most: int, what: str) -
     if low < least or high > most:
         shown = low if low < least else high
         raise InvalidInput(name, f"{shown} among its numbers", f"{least} to {most}, the {what}", "check who wrote it")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# New keys and values
+
+
+def append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    *,
+    rows: Tensor | None = None,
+    page_table: Tensor | None = None,
+    q: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = True,
+    apart: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Writes k and v (batch, new, heads_kv, dim) into a cache in place, behind the `lengths` places that are taken.
+
+    With cos and sin (places, rotary_dim / 2), k is rotated for the places that it takes, and q (batch, queries, heads,
+    dim) for the places from `lengths` on; all of its rows for the first of them unless they stand `apart`. What the
+    cache has no room for, or whose page does not exist, is not written. Returns q and the lengths after, and waits for
+    nothing. Caches, pages and rows are those of `attention_cached`.
+    """
+    if cos is None or sin is None:
+        cos = sin = None
+    elif cos.shape != sin.shape or cos.ndim != 2 or 2 * cos.shape[1] > q.shape[-1] or not cos.shape[0]:
+        raise InvalidInput(
+            "rotary_cos",
+            f"shape {tuple(cos.shape)}, and sin {tuple(sin.shape)}",
+            f"two of (places, rotary_dim / 2), with a rotary_dim of {q.shape[-1]} at most",
+            "pass the tables of one rotation",
+        )
+    capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    with torch.no_grad():
+        given = (q, k, v, k_cache, v_cache, cos, sin, lengths, rows, page_table)
+        launch = None if torch.compiler.is_compiling() else _launched(given, capacity, interleaved, apart)
+        if launch is not None:
+            return launch(*given)  # type: ignore[no-any-return]
+        places = lengths.long()[:, None] + torch.arange(k.shape[1], device=q.device)
+        if cos is not None and sin is not None:
+            k = _rotated(k, cos, sin, places, interleaved)
+            steps = torch.arange(q.shape[1], device=q.device) * apart
+            q = _rotated(q, cos, sin, lengths.long()[:, None] + steps, interleaved)
+        _write(k_cache, k, places, capacity, rows, page_table)
+        _write(v_cache, v, places, capacity, rows, page_table)
+        return q, (lengths + k.shape[1]).clamp(max=capacity)
+
+
+_appends: Memo[Any] = Memo()
+
+
+def _launched(given: tuple[Tensor | None, ...], capacity: int, interleaved: bool, apart: bool) -> Any:
+    """One launch that does it all, a function of what is given; None where no kernel does."""
+    q, k_cache = given[0], given[3]
+    assert q is not None
+    assert k_cache is not None
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    key = (*map(_facts, given), interleaved, apart)
+    found = _appends.get(key)
+    if found is None:
+        generation = _appends.generation
+        found = (bound_append(given, Target.of(q.device), capacity, interleaved, apart),)
+        _appends.put(key, found, generation)
+    return found[0]
+
+
+def bound_append(
+    given: tuple[Tensor | None, ...], target: Target, capacity: int, interleaved: bool, apart: bool
+) -> Any:
+    """`_launched` for tensors of these shapes and strides; None where the kernel does not take or build them."""
+    q, k, v, k_cache, v_cache, cos, _, _, rows, page_table = given
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    assert k_cache is not None
+    assert v_cache is not None
+    tables = [tensor for tensor in given[5:7] if tensor is not None]
+    matrices = [q, k, v, k_cache, v_cache, *tables]
+    fits = all(tensor.dtype == q.dtype and tensor.stride(-1) == 1 for tensor in matrices)
+    fits = fits and all(tensor.is_contiguous() for tensor in tables) and 0 not in (*k.shape, *k_cache.shape)
+    if not fits or not target.has_jit or target.capability < appending.MIN_CAPABILITY:
+        return None
+    sizes = appending.Sizes(
+        bf16=q.dtype == torch.bfloat16,
+        batch=q.shape[0],
+        heads=q.shape[2],
+        heads_kv=k.shape[2],
+        queries=q.shape[1],
+        new_keys=k.shape[1],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        rotary_dim=0 if cos is None else 2 * cos.shape[1],
+        angles=0 if cos is None else cos.shape[0],
+        interleaved=interleaved,
+        apart=apart,
+        page_size=0 if page_table is None else k_cache.shape[1],
+        cache_batches=k_cache.shape[0],
+        capacity=capacity,
+        has_rows=rows is not None,
+    )
+    rotates = sizes.rotary_dim > 0
+
+    def named(
+        q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Tensor | None
+    ) -> tuple[dict[str, Tensor | None], Tensor, Tensor]:
+        cos, sin, lengths, rows, page_table = others
+        assert lengths is not None
+        rotated, after = torch.empty_like(q) if rotates else q, torch.empty_like(lengths)
+        heads_first = [tensor.transpose(1, 2) for tensor in (q, rotated, k, v, k_cache, v_cache)]
+        values = (*heads_first, cos, sin, lengths, after, rows, page_table)
+        return dict(zip(appending.OPERANDS, values, strict=True)), rotated, after
+
+    try:
+        run = load(appending.program(sizes, target), named(*given)[0], q.device.index or 0)  # type: ignore[arg-type]
+    except CompileError as error:
+        _log.warning("new keys are appended by PyTorch's operations, the kernel does not build here: %s", error)
+        return None
+
+    def bound(*given: Tensor) -> tuple[Tensor, Tensor]:
+        operands, rotated, after = named(*given)
+        run(*operands.values())
+        return rotated, after
+
+    return bound
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, interleaved: bool) -> Tensor:
+    """x (batch, rows, heads, head_dim), its first columns rotated by the angles of its rows' places (batch, rows)."""
+    width = 2 * cos.shape[1]
+    places = places.clamp(0, cos.shape[0] - 1)
+    cos, sin = cos[places].float().unsqueeze(2), sin[places].float().unsqueeze(2)
+    turned, rest = x[..., :width].float(), x[..., width:]
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = turned[..., : width // 2], turned[..., width // 2 :]
+    pair = first * cos - second * sin, first * sin + second * cos
+    made = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((made.to(x.dtype), rest), -1)
+
+
+def _write(
+    cache: Tensor, new: Tensor, places: Tensor, capacity: int, rows: Tensor | None, block_table: Tensor | None
+) -> None:
+    """Writes rows of `new` (batch, rows, heads, dim) into the places (batch, rows) of a cache, in place.
+
+    Without a look at the device: a row that has no place, or whose page does not exist, stands for the first of its
+    sequence that has one, which is written again; and where none has, what is there is written back.
+    """
+    exists = (places >= 0) & (places < capacity)
+    places = places.clamp(0, max(0, capacity - 1))
+    if block_table is None:
+        batches = torch.arange(new.shape[0], device=new.device) if rows is None else rows.long()
+        batches = batches[:, None].expand_as(places)
+    else:
+        batches = block_table.long().gather(1, places // cache.shape[1])
+        places = places % cache.shape[1]
+    exists &= (batches >= 0) & (batches < cache.shape[0])
+    batches = batches.clamp(0, max(0, cache.shape[0] - 1))
+    numbers = torch.arange(new.shape[1], device=new.device)
+    chosen = torch.where(exists, numbers, exists.int().argmax(1, keepdim=True))
+    batches, places = batches.gather(1, chosen), places.gather(1, chosen)
+    new = new[torch.arange(new.shape[0], device=new.device)[:, None], chosen]
+    some = exists.any(1)[:, None, None, None]
+    cache[batches, places] = torch.where(some, new, cache[batches, places])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

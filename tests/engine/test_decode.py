@@ -244,6 +244,40 @@ def test_batch_invariant_rows_know_nothing_of_the_batch(monkeypatch, counters):
 
 
 @emulated
+@pytest.mark.parametrize(
+    ("page", "rows", "rotary", "interleaved", "apart", "dtype"),
+    [
+        (16, None, 0, True, True, BF16),
+        (16, None, 64, True, True, BF16),
+        (0, (3, 0, 2), 24, False, True, FP16),
+        (0, None, 40, False, False, BF16),
+    ],
+)
+def test_new_keys_on_the_model(monkeypatch, page, rows, rotary, interleaved, apart, dtype):
+    """One launch does what PyTorch's operations do, also where the cache has no room and pages do not exist."""
+    emulation.install(monkeypatch)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, n, heads, 64).to(dtype) for n, heads in ((2, 4), (3, 2), (3, 2)))
+    shape = (6, 16) if page else (4, 32)
+    caches = [torch.randn(*shape, 2, 64).to(dtype) for _ in range(2)]
+    table = torch.tensor([[4, 1], [0, 99], [-1, 3]], dtype=torch.int32) if page else None
+    lengths = torch.tensor([5, 14, 31], dtype=torch.int32)
+    angles = torch.rand(40, rotary // 2) * 7
+    cos, sin = (angles.cos().to(dtype), angles.sin().to(dtype)) if rotary else (None, None)
+    named = {"rows": None if rows is None else torch.tensor(rows, dtype=torch.int32), "page_table": table}
+    want = [cache.clone() for cache in caches]
+    want_q, want_lengths = cached.append(
+        *want, k, v, lengths, **named, q=q, cos=cos, sin=sin, interleaved=interleaved, apart=apart
+    )
+    given = (q, k, v, *caches, cos, sin, lengths, named["rows"], table)
+    got_q, got_lengths = cached.bound_append(given, H200, 32, interleaved, apart)(*given)
+    assert torch.equal(got_lengths, want_lengths)
+    assert got_lengths.tolist() == [8, 17, 32]
+    for got, wanted in ((got_q, want_q), (caches[0], want[0]), (caches[1], want[1])):
+        assert_close(got, wanted, torch.finfo(dtype).eps, "appended")
+
+
+@emulated
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_hidden_values_stay_hidden_and_seen_ones_show(monkeypatch, bad):
     """In a block that some rows see in part, and in one that all see."""

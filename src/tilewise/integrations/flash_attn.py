@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..api import attention, attention_packed, drawn_seed
-from ..cached import attention_cached
+from ..cached import append, attention_cached
 from ..errors import InvalidInput, UnsupportedProblem
 from ..masks import Causal, Full, Window
 from ..op import deterministic_algorithms
@@ -323,15 +323,10 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:
         _check_new(q, k, v, k_cache, v_cache, lengths)
         assert lengths is not None
-        with torch.no_grad():
-            places = lengths.long()[:, None] + torch.arange(k.shape[1], device=q.device)
-            if rotary_cos is not None and rotary_sin is not None:
-                k = _rotated(k, rotary_cos, rotary_sin, places, rotary_interleaved)
-                steps = torch.arange(q.shape[1], device=q.device) * (mask != Full())
-                q = _rotated(q, rotary_cos, rotary_sin, lengths.long()[:, None] + steps, rotary_interleaved)
-            _append(k_cache, k, places, capacity, rows, block_table)
-            _append(v_cache, v, places, capacity, rows, block_table)
-        lengths = (lengths + k.shape[1]).clamp(max=capacity)
+        q, lengths = append(
+            k_cache, v_cache, k, v, lengths, rows=rows, page_table=block_table, q=q, cos=rotary_cos, sin=rotary_sin,
+            interleaved=rotary_interleaved, apart=mask != Full(),
+        )  # fmt: skip
     return attention_cached(
         q, k_cache, v_cache, lengths, page_table=block_table, rows=rows, mask=mask, scale=softmax_scale,
         starts=None if cache_leftpad is None else _int32(cache_leftpad), softcap=softcap, alibi=alibi_slopes,
@@ -365,48 +360,6 @@ def _check_new(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor
         raise InvalidInput(
             "cache_seqlens", "None", "how many places are taken, where new keys are written behind them", "pass it"
         )
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, interleaved: bool) -> Tensor:
-    """x (batch, rows, heads, head_dim), its first columns rotated by the angles of its rows' places (batch, rows)."""
-    width = 2 * cos.shape[1]
-    if cos.shape != sin.shape or width > x.shape[-1]:
-        raise InvalidInput(
-            "rotary_cos",
-            f"shape {tuple(cos.shape)}, and sin {tuple(sin.shape)}",
-            f"two of (places, rotary_dim / 2), with a rotary_dim of {x.shape[-1]} at most",
-            "pass the tables of one rotation",
-        )
-    places = places.clamp(0, cos.shape[0] - 1)
-    cos, sin = cos[places].float().unsqueeze(2), sin[places].float().unsqueeze(2)
-    turned, rest = x[..., :width].float(), x[..., width:]
-    if interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
-    else:
-        first, second = turned[..., : width // 2], turned[..., width // 2 :]
-    pair = first * cos - second * sin, first * sin + second * cos
-    made = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return torch.cat((made.to(x.dtype), rest), -1)
-
-
-def _append(
-    cache: Tensor, new: Tensor, places: Tensor, capacity: int, rows: Tensor | None, block_table: Tensor | None
-) -> None:
-    """Writes rows of `new` (batch, rows, heads, dim) into the places (batch, rows) of a cache, in place.
-
-    Without a look at the device: what has no place, or a page that does not exist, is written back as it was.
-    """
-    exists = (places >= 0) & (places < capacity)
-    places = places.clamp(0, max(0, capacity - 1))
-    if block_table is None:
-        batches = torch.arange(new.shape[0], device=new.device) if rows is None else rows.long()
-        batches = batches[:, None].expand_as(places)
-    else:
-        batches = block_table.long().gather(1, places // cache.shape[1])
-        places = places % cache.shape[1]
-    exists &= (batches >= 0) & (batches < cache.shape[0])
-    batches = batches.clamp(0, max(0, cache.shape[0] - 1))
-    cache[batches, places] = torch.where(exists[:, :, None, None], new, cache[batches, places])
 
 
 def _run(

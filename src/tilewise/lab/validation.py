@@ -97,8 +97,8 @@ PARTS = {
     ),
     "decode": Part(
         ("test_decode_gpu.py",),
-        ("engine/decode.py",),
-        ("sm80/decode.cuh",),
+        ("engine/append.py", "engine/decode.py"),
+        ("sm80/append.cuh", "sm80/decode.cuh"),
         ("cached.py", "engine/tables/sm80.json", "integrations/flash_attn.py"),
     ),
     "packed": Part(("test_packed_gpu.py",), ("engine/packed.py",), ("common/packed.cuh",)),

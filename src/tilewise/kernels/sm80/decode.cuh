@@ -692,65 +692,56 @@ struct Decode {
 
   // Items of this CTA, from the first on.
   __device__ __forceinline__ Cursor start() {
+    Cursor at;
+    at.left = 0;
     total = count_items();
     const int ctas = gridDim.x, cta = blockIdx.x;
     active = params.invariant ? total : max_int(total / 4, min_int(total / 2, ctas / 2));
     active = max_int(1, min_int(active, ctas));
-    if (cta >= active || total == 0) {
-      Cursor none;
-      none.left = 0;
-      return none;
+    if (cta >= active || total == 0) return at;
+    // Without tickets a CTA does whole units, those that begin among its items: both ends move to
+    // the end of the unit that they are inside of. Why a loop: `find` is long, and stands here
+    // once.
+    int ends[2] = {begin_of(cta), begin_of(cta + 1)};
+#pragma unroll 1
+    for (int look = params.tickets == nullptr ? -1 : 1; look < 2; ++look) {
+      const int item = look == 0 ? ends[1] : ends[0];
+      if (item >= total) continue;
+      at = find(item);
+      const int end = at.item == 0 ? item : at.first + at.division.items;
+      if (look == -1) ends[0] = end;
+      if (look == 0) ends[1] = end;
     }
-    int begin = begin_of(cta), end = begin_of(cta + 1);
-    if (params.tickets == nullptr) {  // whole units: from the first that begins here
-      begin = end_of_unit(begin);
-      end = end_of_unit(end);
-    }
-    Cursor at;
-    if (begin < end) at = find(begin);
-    at.left = max_int(0, end - begin);
+    at.left = max_int(0, ends[1] - ends[0]);
     return at;
-  }
-  // The end of the unit that an item is inside of, or the item itself where one begins.
-  __device__ __forceinline__ int end_of_unit(int item) const {
-    if (item >= total) return total;
-    const Cursor at = find(item);
-    return at.item == 0 ? item : at.first + at.division.items;
   }
 
   __device__ __forceinline__ void run() {
     Cursor at = start();
     if (at.left == 0) return;
     Cursor ahead = at;
-#pragma unroll
-    for (int slot = 0; slot < stages; ++slot) {
+    int filled = 0, slot = 0, free_slot = 0;
+    bool begins = true;
+    while (true) {
       if (ahead.left > 0) {
-        load(ahead, slot);
+        load(ahead, free_slot);
         advance(ahead);
       }
       ptx::cp_async_commit();
-    }
-    begin_segment(at);
-    int slot = 0;
-    while (true) {
+      free_slot = free_slot + 1 == stages ? 0 : free_slot + 1;
+      if (++filled < stages) continue;
+      if (begins) begin_segment(at);
       ptx::cp_async_wait<stages - 1>();
       __syncwarp();
       attend(at, slot);
       __syncwarp();
-      if (ahead.left > 0) {
-        load(ahead, slot);
-        advance(ahead);
-      }
-      ptx::cp_async_commit();
       slot = slot + 1 == stages ? 0 : slot + 1;
       const bool item_ends = at.step + 1 == at.item_end();
       const bool last = item_ends && at.left == 1;
-      const bool segment_ends =
-          item_ends && (params.invariant || last || at.item + 1 == at.division.items);
-      if (segment_ends) finish_segment(at);
+      begins = item_ends && (params.invariant || last || at.item + 1 == at.division.items);
+      if (begins) finish_segment(at);
       if (last) return;
       advance(at);
-      if (segment_ends) begin_segment(at);
     }
   }
 };
