@@ -12,8 +12,10 @@ import torch
 import emulation
 from support import assert_near, make_inputs, make_problem, rounding_budget
 from tilewise import Causal, Full, Target, Window
-from tilewise.engine import SM90
+from tilewise.engine import SM90, decode
+from tilewise.engine.backend import forward_posed
 from tilewise.engine.program import Counter
+from tilewise.engine.sm90 import forward
 
 H200 = Target.named("h200")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -27,8 +29,9 @@ def problem_of(seqs=(150, 200), dims=(64, 64), heads=(1, 1), dtype=BF16, batch=1
 
 
 def config_of(problem, target=H200, **changes):
-    """The first config of the table, or that of so many consumers, with changes."""
-    configs = SM90.configs(problem, target)
+    """The first config of the table, or that of so many consumers, with changes; few rows have another family too."""
+    posed = forward_posed(problem, forward)
+    configs = forward.configs(posed, target) if decode.takes(problem) else SM90.configs(problem, target)
     same = [config for config in configs if config.consumers == changes.get("consumers", config.consumers)]
     return dataclasses.replace((same or configs)[0], **changes)
 

@@ -220,7 +220,7 @@ def test_the_search_space_is_legal_and_holds_what_ships() -> None:
 
 
 def test_a_kernel_that_divides_the_keys_is_told_from_one_that_does_not() -> None:
-    few = make_problem((1, 8, 1, 128), torch.bfloat16, seq_kv=16384, mask=Full())
+    few = make_problem((1, 8, 48, 128), torch.bfloat16, seq_kv=16384, mask=Full())
     shipped, space = tune.search("sm90", few, H200, tune.Settings())
     assert shipped.split
     same_tile = dataclasses.replace(shipped, split=False, mask=0)

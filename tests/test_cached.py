@@ -1,0 +1,98 @@
+"""attention_cached on the CPU: what it means, what it refuses, and that one compiled graph holds it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tilewise
+from cache_cases import Case, assert_as_expected, make
+from tilewise import InvalidInput, Target
+
+F32, BF16 = torch.float32, torch.bfloat16
+CASES = [
+    Case((70, 1, 0, 33), dtype=F32),
+    Case((70, 1, 0, 33), tokens=3, heads=(4, 2), page=16),
+    Case((70, 20), tokens=2, page=7, starts=(13, 20), dtype=F32),
+    Case((70, 20), tokens=2, starts=(3, 0), rows=(4, 1), capacity=90),
+    Case((90, 20), tokens=4, window=10, page=16, dtype=F32),
+    Case((90, 20), tokens=4, window=10, causal=False),
+    Case((50, 20), tokens=2, page=16, terms=("softcap", "sink"), dtype=F32),
+    Case((50, 20), tokens=2, page=16, terms=("alibi",)),
+    Case((50, 20), page=16, terms=("alibi_batched",), dtype=F32),
+    Case((50, 20), tokens=3, page=16, terms=("keep",)),
+    Case((50, 60, 31), tokens=(20, 1, 5), heads=(4, 2), page=16, dtype=F32),
+    Case((0, 30), tokens=(3, 0), page=16, terms=("sink",), dtype=F32),
+    Case((30,), tokens=2, dims=(40, 24), dtype=F32),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_meaning(case):
+    made = make(case)
+    out, lse = tilewise.attention_cached(made.q, made.k, made.v, **made.told, return_lse=True)
+    assert out.dtype == case.dtype
+    assert_as_expected(case, made, out, lse)
+
+
+def test_keys_and_values_may_be_parts_of_one_tensor():
+    case = Case((70, 33), tokens=2, page=16, dtype=F32)
+    made = make(case)
+    both = torch.stack((made.k, made.v), 2)  # (pages, page_size, 2, heads, dim)
+    out, lse = tilewise.attention_cached(made.q, both[:, :, 0], both[:, :, 1], **made.told, return_lse=True)
+    assert_as_expected(case, made, out, lse)
+
+
+def test_rows_behind_the_last_offset_see_nothing():
+    made = make(Case((30, 20), tokens=(2, 3), page=16, dtype=F32))
+    q = torch.cat((made.q, torch.randn(4, *made.q.shape[1:])))
+    out, lse = tilewise.attention_cached(q, made.k, made.v, **made.told, return_lse=True)
+    assert (out[5:] == 0).all()
+    assert (lse[:, 5:] == -torch.inf).all()
+
+
+def test_nothing_has_a_gradient():
+    made = make(Case((30, 20), dtype=F32))
+    out = tilewise.attention_cached(made.q.requires_grad_(), made.k, made.v, **made.told)
+    assert not out.requires_grad
+
+
+def test_one_compiled_graph_holds_it():
+    case = Case((70, 33), tokens=2, page=16, dtype=F32)
+    made = make(case)
+
+    def call(q, lengths):
+        told = made.told | {"lengths": lengths}
+        return tilewise.attention_cached(q, made.k, made.v, **told, return_lse=True)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_as_expected(case, made, *compiled(made.q, made.told["lengths"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"lengths": torch.tensor([99, 3], dtype=torch.int32)}, "lengths"),
+        ({"lengths": torch.tensor([30, 3])}, "lengths"),
+        ({"lengths": torch.tensor([30], dtype=torch.int32)}, "lengths"),
+        ({"page_table": torch.full((2, 2), 99, dtype=torch.int32)}, "page_table"),
+        ({"page_table": torch.zeros(2, 4, dtype=torch.int32)[:, ::2]}, "page_table"),
+        ({"rows": torch.zeros(2, dtype=torch.int32)}, "rows"),
+        ({"starts": torch.tensor([-1, 0], dtype=torch.int32)}, "starts"),
+        ({"mask": tilewise.PrefixLM(3)}, "mask"),
+        ({"backend": "nobody"}, "backend"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_named(change, names):
+    made = make(Case((30, 20), page=16, dtype=F32))
+    with pytest.raises(InvalidInput, match=names):
+        tilewise.attention_cached(made.q, made.k, made.v, **(made.told | change))
+
+
+def test_explain_says_what_would_run():
+    made = make(Case((30, 20), page=16))
+    plan = tilewise.explain_cached(made.q, made.k, made.v, **made.told, target=Target.named("a100"))
+    assert plan.backend == "sm80"
+    assert "put together by the last to finish" in str(plan)
+    assert tilewise.explain_cached(made.q, made.k, made.v, **made.told).backend == "reference"
