@@ -222,7 +222,7 @@ def test_strided_inputs_on_the_model(monkeypatch):
 @emulated
 def test_the_model_finds_a_missing_wait(monkeypatch):
     """The checks above would see it: without the wait for its copies the kernel reads what nobody wrote."""
-    problem = problem_of((64, 200), (64, 64))
+    problem = problem_of((200, 200), (64, 64))
     tensors = inputs_of(problem)
     spoil = ("ptx::cp_async_wait<0>();\n      if (config.stages == 2", "if (config.stages == 2")
     emulation.install(monkeypatch, spoil=spoil)
