@@ -87,7 +87,7 @@ def test_key_lengths(
 @pytest.mark.parametrize("kind", ["padding", "lengths"])
 def test_keys_in_parts(monkeypatch: Any, kind: str) -> None:
     """Few queries of many keys: their keys are divided, and some parts see none; a sink joins one part alone."""
-    shape = {"batch": 2, "heads_q": 2, "heads_kv": 2, "seq_q": 20, "seq_kv": 1100}
+    shape = {"batch": 2, "heads_q": 2, "heads_kv": 2, "seq_q": 70, "seq_kv": 1100}
     keep = torch.arange(1100) % 7 != 0
     given = {"keep": keep.expand(2, 1, 1, 1100), "key_lengths": torch.tensor([1100, 200], dtype=torch.int32)}
     first: Any = KeyLengths() if kind == "lengths" else Keep(("batch", "head", "row"), paired=True)

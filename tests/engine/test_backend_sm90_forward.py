@@ -140,13 +140,13 @@ SPLIT = {"split": True, "mask": 1, "consumers": 1, "block_kv": 16, "pingpong": F
 @pytest.mark.parametrize(
     ("seqs", "dims", "heads", "mask", "fields", "changes"),
     [
-        ((3, 300), (64, 64), (4, 1), Full(), {}, SPLIT),  # heads share tiles
-        ((5, 270), (128, 128), (2, 1), BOTTOM_RIGHT, {"dtype": FP16}, SPLIT),
+        ((20, 300), (64, 64), (4, 1), Full(), {}, SPLIT),  # heads share tiles
+        ((70, 270), (128, 128), (2, 1), BOTTOM_RIGHT, {"dtype": FP16}, SPLIT),
         ((130, 200), (64, 64), (1, 1), Causal(), {}, SPLIT),  # a part may see no key of some rows
-        ((1, 260), (256, 256), (2, 2), Full(), {}, SPLIT),
-        ((2, 1100), (64, 64), (4, 1), Full(), {}, {}),  # as the table has it
+        ((65, 260), (256, 256), (2, 2), Full(), {}, SPLIT),
+        ((17, 1100), (64, 64), (4, 1), Full(), {}, {}),  # as the table has it
         ((200, 130), (64, 64), (1, 1), BOTTOM_RIGHT, {}, SPLIT),  # some rows see no key at all
-        ((2, 260), (72, 40), (4, 2), Full(), {"dtype": FP16, "layout": "bshd"}, SPLIT),
+        ((40, 260), (72, 40), (4, 2), Full(), {"dtype": FP16, "layout": "bshd"}, SPLIT),
         ((70, 290), (192, 128), (1, 1), Full(), {"batch": 2}, SPLIT),
     ],
     ids=str,
@@ -167,9 +167,9 @@ def test_split_keys_put_together_on_the_model(monkeypatch, seqs, dims, heads, ma
 @emulated
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_heads_share_tiles_where_their_strides_let_them(monkeypatch, layout):
-    problem = problem_of((10, 150), heads=(4, 2), batch=2, layout=layout)
+    problem = problem_of((20, 150), heads=(8, 2), batch=2, layout=layout)
     config = config_of(problem, consumers=1, block_kv=32)
-    assert dict(SM90.program(problem, H200, config).views)["q"] == (2, 2, 20, 64)
+    assert dict(SM90.program(problem, H200, config).views)["q"] == (2, 2, 80, 64)
     inputs = inputs_of(problem)
     assert_near(*run_on_the_model(monkeypatch, problem, inputs, config), inputs, problem)
 
@@ -180,7 +180,7 @@ def test_heads_share_tiles_where_their_strides_let_them(monkeypatch, layout):
 )
 def test_peaked_scores_on_the_model(monkeypatch, factor, dtype):
     """Where later tiles outdo the first, the standing maximum is raised, or scores are computed again."""
-    problem = problem_of((64, 300), dtype=dtype)
+    problem = problem_of((70, 300), dtype=dtype)
     q, k, v = inputs_of(problem)
     rising = torch.linspace(2, 0, 300)[:, None]  # tiles are visited from the last
     config = config_of(problem, consumers=1, block_kv=32)
@@ -274,7 +274,7 @@ def test_the_model_finds_what_is_wrong(monkeypatch, spoil):
 @pytest.mark.kernel_gate
 @emulated
 def test_the_model_finds_parts_put_together_too_early(monkeypatch):
-    problem = problem_of((3, 300), heads=(4, 1))
+    problem = problem_of((20, 300), heads=(4, 1))
     inputs, config = inputs_of(problem), config_of(problem, **SPLIT)
     spoil = ("  ptx::allow_next_grid();\n  ptx::wait_for_previous_grid();\n  if (row >=", "  if (row >=")
     with pytest.raises(AssertionError, match="never waits"):

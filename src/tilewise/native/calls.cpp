@@ -102,18 +102,18 @@ void* stream_of(c10::Device device) {
 struct Counters {
   uintptr_t base;
   uint32_t turns, captured;
-  std::atomic<uint32_t> turn{0}, given{0};
+  std::atomic<uint64_t> turn{0};
+  std::atomic<uint32_t> given{0};
 
-  // `count` of them, side by side. Invariant: turns is a power of two, so that they go on where
-  // `turn` runs over.
+  // `count` of them, side by side.
   uintptr_t take(bool capturing, uint32_t count) {
     if (count > (capturing ? captured : turns)) return 0;
     if (!capturing) {
-      uint32_t first;
+      uint64_t first;
       do {
         first = turn.fetch_add(count, std::memory_order_relaxed) % turns;
       } while (first > turns - count);
-      return base + 4 * uintptr_t(first);
+      return base + 4 * first;
     }
     uint32_t first = given.load(std::memory_order_relaxed);
     do {
@@ -856,7 +856,7 @@ PyObject* use_counters(PyObject*, PyObject* given) {
   unsigned long long base;
   unsigned turns, captured;
   if (!PyArg_ParseTuple(given, "iKII", &device, &base, &turns, &captured)) return nullptr;
-  if (device < 0 || device >= most_devices || turns == 0 || (turns & (turns - 1)) != 0) {
+  if (device < 0 || device >= most_devices || turns == 0) {
     PyErr_SetString(PyExc_ValueError, "counters of a device that is not known");
     return nullptr;
   }

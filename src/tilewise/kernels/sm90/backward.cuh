@@ -152,7 +152,11 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
   __syncthreads();
   // Why in shared memory: a role reads what it needs when it needs it, and keeps its registers.
   const BackwardPlan<Extents>& plan = smem.plan;
-  if (HasWorkTable<Extents> && plan.kv_tile < 0) return;
+  const bool has_work = !HasWorkTable<Extents> || plan.kv_tile >= 0;
+  // Some thread of every CTA waits for the grid ahead: if none did, this grid could end before that
+  // one, and the grid behind would read sums of dQ that are not zeroed yet.
+  if (threadIdx.x == 0 && (!has_work || plan.steps == 0)) ptx::wait_for_previous_grid();
+  if (!has_work) return;
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<producer_registers>();
     if constexpr (Extents::ragged) {
