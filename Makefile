@@ -41,16 +41,7 @@ nightly: $(SETUP)
 
 # Two identical candidates, 200 times, on a machine that is kept busy: at most 4 may be told apart. Takes some minutes.
 # The record goes to benchmarks/results/, or to RESULTS=folder.
-instrument-# The extension that answers repeated calls without Python (docs/native.md), built now rather than in the background.
-native: $(SETUP)
-	$(PYTHON) -m tilewise native build
-
-# A wheel for this platform, this Python and this PyTorch that holds it, for machines without a compiler.
-wheel-native: $(SETUP)
-	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir build .
-	$(PYTHON) -m tilewise native wheel build/tilewise-*-py3-none-any.whl --folder dist
-
-check: $(SETUP)
+instrument-check: $(SETUP)
 	$(PYTHON) -m tilewise.lab.commands.instrument --save $(if $(RESULTS),--results $(RESULTS)) $(if $(RUNS),--runs $(RUNS))
 
 # The extension that answers repeated calls without Python (docs/native.md), built now rather than in the background.
