@@ -16,7 +16,7 @@ endif
 # With REPORTS=folder every job leaves a JUnit report there.
 REPORT = $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 
-.PHONY: native wheel-native run test kernel-gates thunder libraries nightly instrument-check check format golden docs screenshots gpu-check environments clean
+.PHONY: run native wheel-native test kernel-gates thunder libraries nightly instrument-check check format golden docs screenshots gpu-check environments clean
 
 run: $(SETUP)
 	$(PYTHON) -m tilewise inspect --shape 2,8,512,64 --dtype float32 --html report.html
@@ -74,16 +74,7 @@ docs: $(SETUP)
 screenshots: $(SETUP)
 	$(PYTHON) tests/lab/screenshots.py
 
-gpu-# The extension that answers repeated calls without Python (docs/native.md), built now rather than in the background.
-native: $(SETUP)
-	$(PYTHON) -m tilewise native build
-
-# A wheel for this platform, this Python and this PyTorch that holds it, for machines without a compiler.
-wheel-native: $(SETUP)
-	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir build .
-	$(PYTHON) -m tilewise native wheel build/tilewise-*-py3-none-any.whl --folder dist
-
-check: $(SETUP)
+gpu-check: $(SETUP)
 	$(PYTHON) -m pytest tests/gpu
 
 $(STAMP): pyproject.toml constraints.txt
