@@ -20,7 +20,19 @@ from tilewise.terms import Alibi, KeyLengths, Sink, Spans
 H200 = Target.named("h200")
 BUDGETS = json.loads((Path(__file__).parents[1] / "ratchet.json").read_text())["kernels"]
 
-DIMS = [(8, 8), (64, 64), (72, 40), (96, 96), (128, 128), (40, 128), (192, 128), (192, 192), (200, 256), (256, 256)]
+DIMS = [
+    (8, 8),
+    (64, 64),
+    (72, 40),
+    (80, 80),
+    (96, 96),
+    (128, 128),
+    (40, 128),
+    (192, 128),
+    (192, 192),
+    (200, 256),
+    (256, 256),
+]
 MASKS = [Full(), Causal(), Causal("bottom-right"), Window(100, 3), Window(None, 2, "bottom-right")]
 
 

@@ -62,6 +62,8 @@ def run_on_the_model(monkeypatch, problem, inputs, config=None, target=H200, see
         ((100, 260), (192, 128), (2, 1), Causal(), {"dtype": FP16}, {}),
         ((70, 140), (72, 40), (1, 1), Causal(), {"softcap": 5.0}, {}),
         ((200, 333), (96, 96), (3, 3), Full(), {"dtype": FP16}, {}),
+        ((200, 333), (72, 80), (3, 1), Full(), {}, {}),
+        ((150, 290), (80, 72), (1, 1), BOTTOM_RIGHT, {"dtype": FP16}, {}),
         ((140, 200), (256, 256), (1, 1), BOTTOM_RIGHT, {}, {"consumers": 2}),
         ((130, 200), (256, 256), (1, 1), Window(50, 50), {"softcap": 20.0, "dtype": FP16}, {}),
         ((40, 260), (64, 64), (1, 1), Window(20, 20), {}, {}),

@@ -210,7 +210,8 @@ class Fused:
         entry = self.forward_direction.entry(problem, target)
         said = [] if entry is None else [tuned.cite(entry)]
         forward = self.families(problem)[0]
-        said += [*(forward.notices(problem) if hasattr(forward, "notices") else []), *rules.zero_filled(problem)]
+        said += forward.notices(problem) if hasattr(forward, "notices") else []
+        said += rules.zero_filled(problem, getattr(forward, "HEAD_DIM_CLASSES", rules.HEAD_DIM_CLASSES))
         entry = self.backward_direction.entry(problem, target) if problem.needs_grad else None
         return said if entry is None else [*said, f"backward: {tuned.cite(entry)}"]
 

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from ..scores import Term
     from ..target import Target
 
-# (q and k, v and out): a head runs in the first class that holds it, zero-filled by the copies.
-HEAD_DIM_CLASSES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+HeadDimClasses = tuple[tuple[int, int], ...]
+# (q and k, v and out): a head runs in the first class that holds it, zero-filled by the copies. A family may have more.
+HEAD_DIM_CLASSES: HeadDimClasses = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 HEAD_DIM_LIMIT = 256
 MAX_ROWS = 1 << 28  # of a sequence: row + band limits stay within 32 bits
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -41,9 +42,9 @@ Row = dict[str, Any]
 _Config = TypeVar("_Config")
 
 
-def class_of(problem: Problem) -> tuple[int, int]:
+def class_of(problem: Problem, classes: HeadDimClasses = HEAD_DIM_CLASSES) -> tuple[int, int]:
     dims = (problem.head_dim, problem.head_dim_v)
-    return next(pair for pair in HEAD_DIM_CLASSES if dims[0] <= pair[0] and dims[1] <= pair[1])
+    return next(pair for pair in classes if dims[0] <= pair[0] and dims[1] <= pair[1])
 
 
 def too_wide(problem: Problem) -> bool:
@@ -244,17 +245,17 @@ def nothing_fits(problem: Problem, target: Target) -> Reason:
     return Reason(f"no tile of heads of {dims} fits the {room}", "use backend='auto'")
 
 
-def zero_filled(problem: Problem) -> list[str]:
+def zero_filled(problem: Problem, classes: HeadDimClasses = HEAD_DIM_CLASSES) -> list[str]:
     """The notice of heads that no class is made for."""
-    dims, classes = (problem.head_dim, problem.head_dim_v), class_of(problem)
-    if classes == dims:
-        return []
-    return [f"heads of {dims[0]}/{dims[1]} run in the {classes[0]}/{classes[1]} kernel, zero-filled"]
+    dims, (qk, v) = (problem.head_dim, problem.head_dim_v), class_of(problem, classes)
+    return [] if (qk, v) == dims else [f"heads of {dims[0]}/{dims[1]} run in the {qk}/{v} kernel, zero-filled"]
 
 
-def tuning_key(problem: Problem, **mask: Any) -> tuple[dict[str, Any], dict[str, int]]:
+def tuning_key(
+    problem: Problem, classes: HeadDimClasses = HEAD_DIM_CLASSES, **mask: Any
+) -> tuple[dict[str, Any], dict[str, int]]:
     """What a measured config depends on: the kind of kernel, and the sizes that decide how it fills the GPU."""
-    kind = {"head_dims": list(class_of(problem)), **mask, "has_terms": bool(problem.scores)}
+    kind = {"head_dims": list(class_of(problem, classes)), **mask, "has_terms": bool(problem.scores)}
     pairs = problem.batch * problem.heads_q
     sizes = {"seq_q": problem.seq_q, "seq_kv": problem.seq_kv, "batch x heads": pairs}
     return kind | {"dtype": dtype_name(problem.dtype)}, sizes

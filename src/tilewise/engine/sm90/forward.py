@@ -19,7 +19,7 @@ from ..extents import forward_fields
 from ..params import LOG2_E, ONCE_ROOM, forward_order, matrix_bytes, mirror, query_tiles, tiles
 from ..policy import Bounds, params_for, term_params, unit_of
 from ..program import Address, Counter, Launch, Layout, Map, Program, Stride, lenient, strides
-from ..rules import MAX_ROWS, class_of
+from ..rules import MAX_ROWS
 from ..source import Kernel, kernel_unit
 from ..tile_map import map_for
 from .shared import ForwardConfig
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 ARCH = "sm_90a"
 MASK_LINES = "queries"
+# Heads of 72 and 80 would waste a fourth and a sixth of both products in the class of 96.
+HEAD_DIM_CLASSES = ((64, 64), (80, 80), *rules.HEAD_DIM_CLASSES[1:])
 MASK_KINDS = ("full", "causal", "window")  # as enum MaskKind counts them
 _COMBINE_ROWS = 4  # per CTA, a warp each
 # Of the keys' tiles, before splitting them among CTAs pays for putting the parts together, and of a part.
@@ -158,7 +160,7 @@ def for_any_length(problem: Problem, target: Target) -> list[Config]:
 def _ships(problem: Problem) -> list[tuple[rules.Row, Config]]:
     """The rows of the table for such heads and masks."""
     kind, bf16 = _mask_kind(problem), problem.dtype is torch.bfloat16
-    rows = rules.rows("sm90", "forward", class_of(problem), _roomy(problem))
+    rows = rules.rows("sm90", "forward", _class_of(problem), _roomy(problem))
     rows = [row for row in rows if MASK_KINDS[kind] in row["masks"]]
     own = [row for row in rows if row.get("bias_slots")] if may_stage(problem) else []
     others = [row for row in rows if not row.get("bias_slots")]
@@ -169,7 +171,7 @@ def _ships(problem: Problem) -> list[tuple[rules.Row, Config]]:
 
 
 def tuning_key(problem: Problem) -> tuple[dict[str, Any], dict[str, int]]:
-    return rules.tuning_key(problem, mask=MASK_KINDS[_mask_kind(problem)])
+    return rules.tuning_key(problem, HEAD_DIM_CLASSES, mask=MASK_KINDS[_mask_kind(problem)])
 
 
 @functools.cache
@@ -335,8 +337,12 @@ def _roomy(problem: Problem) -> bool:
     """The tiles of kernels with a softcap, which leave registers; for a window most terms take these."""
     if not problem.scores or not rules.fits_plain_tiles(problem, "sm90"):
         return bool(problem.scores)
-    fits_window = class_of(problem)[0] <= _MAX_PLAIN_WINDOW and all(term.fits_plain_window for term in problem.scores)
+    fits_window = _class_of(problem)[0] <= _MAX_PLAIN_WINDOW and all(term.fits_plain_window for term in problem.scores)
     return _mask_kind(problem) == 2 and not fits_window
+
+
+def _class_of(problem: Problem) -> tuple[int, int]:
+    return rules.class_of(problem, HEAD_DIM_CLASSES)
 
 
 def _mask_kind(problem: Problem) -> int:

@@ -867,7 +867,6 @@ struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     const int stage = this->position.stage;
     if constexpr (!Policy::drops) this->arrive(&smem.dout_empty[stage]);
     form_ds(ds, dp, phase);
-    if constexpr (Policy::drops) this->arrive(&smem.dout_empty[stage]);
     this->store_ds(ds);
     this->wait_q(this->position);
     this->position.advance();
@@ -879,6 +878,9 @@ struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       wgmma::commit();
     }
     this->publish_ds();
+    // Not before: until a product or the fence has taken dS, loads of the row terms may be in
+    // flight.
+    if constexpr (Policy::drops) this->arrive(&smem.dout_empty[stage]);
     if (!last) {
       this->wait_dout(this->position);
       this->start_dp(dp, this->position.stage);

@@ -318,7 +318,10 @@ struct BiasGradientConsumer : BiasGradientWalk<config, Policy, Extents> {
 
   // Step 4.
   __device__ __forceinline__ void end(const BiasTile& tile) {
-    if (has_bias) arrive(&smem.bias_empty);
+    if (has_bias) {
+      ptx::fence_proxy_async();  // an arrive does not wait for loads in flight
+      arrive(&smem.bias_empty);
+    }
     const int key = first_key(tile);
     ptx::u16* out = static_cast<ptx::u16*>(params.dbias) + tile.batch * params.dbias_batch_stride +
                     tile.head * params.dbias_head_stride + key;

@@ -14,7 +14,7 @@ import torch
 
 from ...engine.backend import Fused
 from ...engine.decode import takes
-from ...engine.rules import HEAD_DIM_CLASSES
+from ...engine.sm90.forward import HEAD_DIM_CLASSES
 from ...engine.source import COMPILED
 from ...masks import Cached, Causal, Full, Packed, Window
 from ...problem import Problem
