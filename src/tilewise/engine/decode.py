@@ -187,12 +187,12 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
     mask = problem.mask
     cached = mask if isinstance(mask, Cached) else None
     invariant = cached is not None and cached.invariant
-    units, most_steps = _units(problem, config.rows), max(1, tiles(problem.seq_kv, config.block_kv))
+    units, max_steps = _units(problem, config.rows), max(1, tiles(problem.seq_kv, config.block_kv))
     slots = max(1, target.sms) * config.ctas_per_sm
-    items = units * most_steps
+    items = units * max_steps
     rows = min(config.rows, _longest_q(problem) * problem.group) if not _packed_queries(problem) else config.rows
     if invariant:
-        each = min(MAX_ITEMS, tiles(most_steps, MIN_ITEM_STEPS))
+        each = min(MAX_ITEMS, tiles(max_steps, MIN_ITEM_STEPS))
         items = units * each
         grid, tickets, parts = min(items, slots), units, items
     else:

@@ -122,8 +122,8 @@ struct Counters {
     return base + 4 * (turns + uintptr_t(first));
   }
 };
-constexpr int most_devices = 64;
-std::array<std::atomic<Counters*>, most_devices> counters{};  // never freed: graphs count with them
+constexpr int max_devices = 64;
+std::array<std::atomic<Counters*>, max_devices> counters{};  // never freed: graphs count with them
 
 constexpr size_t key_words = 36;
 using Key = std::array<int64_t, key_words>;
@@ -151,7 +151,7 @@ struct Memory {
   std::atomic<bool> asleep{false};
   std::atomic<int64_t> forwards{0}, backwards{0}, backwards_in_python{0};
 };
-constexpr size_t most_calls = 4096, most_options = 256, most_backwards = 32;
+constexpr size_t max_calls = 4096, max_options = 256, max_backwards = 32;
 
 Memory& memory() {
   static Memory* only = new Memory;  // never destroyed: threads may outlast static objects
@@ -474,7 +474,7 @@ std::shared_ptr<const Backward> Call::backward(c10::IntArrayRef dout_strides, un
 
 void Call::learn(std::shared_ptr<const Backward> backward) {
   std::lock_guard<std::mutex> guard(lock);
-  if (known.size() == most_backwards) known.clear();
+  if (known.size() == max_backwards) known.clear();
   known.push_back(std::move(backward));
 }
 
@@ -797,7 +797,7 @@ PyObject* learn(PyObject*, PyObject* given) {
   size_t number = find_options(values);
   if (generation != known.generation || !is_awake()) Py_RETURN_FALSE;
   if (number == not_known) {
-    if (known.options.size() == most_options) forget_all();
+    if (known.options.size() == max_options) forget_all();
     for (PyObject* value : values) Py_INCREF(value);
     number = known.options.size();
     known.options.push_back({values});
@@ -805,7 +805,7 @@ PyObject* learn(PyObject*, PyObject* given) {
   Key key;
   if (!fill_key(key, THPVariable_Unpack(q), THPVariable_Unpack(k), THPVariable_Unpack(v), number))
     Py_RETURN_FALSE;
-  if (known.calls.size() >= most_calls) const auto gone = std::exchange(known.calls, {});
+  if (known.calls.size() >= max_calls) const auto gone = std::exchange(known.calls, {});
   known.calls.insert_or_assign(key, call);
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
@@ -856,7 +856,7 @@ PyObject* use_counters(PyObject*, PyObject* given) {
   unsigned long long base;
   unsigned turns, captured;
   if (!PyArg_ParseTuple(given, "iKII", &device, &base, &turns, &captured)) return nullptr;
-  if (device < 0 || device >= most_devices || turns == 0) {
+  if (device < 0 || device >= max_devices || turns == 0) {
     PyErr_SetString(PyExc_ValueError, "counters of a device that is not known");
     return nullptr;
   }
