@@ -229,8 +229,9 @@ _STORED = "        ptx::tma_store_commit();\n        ptx::tma_store_wait_read<0>
 _STAGED = "    ptx::fence_proxy_async();\n    __syncwarp();\n    arrive(&smem.out_full[warpgroup]);"
 _VALUES = "swizzle_atom_bytes), 1);\n    wgmma::commit();\n  }\n\n  __device__ __forceinline__ void hold_probabilities"
 _FIRST = (
-    "    wgmma::fence();\n    issue_scores();\n    pass_pingpong();\n    draw(part, kv_tile);\n"
-    "    wgmma::wait<0>();\n    wgmma::hold(s);\n    release_operands"
+    "    ptx::mbarrier_wait(&smem.q_full[warpgroup], q_phase);\n"
+    "    ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);\n"
+    "    await_pingpong();\n    wgmma::hold(s);\n    wgmma::fence();\n    issue_scores();\n"
 )
 _BARRIERS = "work_empty[i], 1 + storers + consumer_warps + scanners);\n  }\n  ptx::fence_mbarrier_init();"
 _HIDE = "    v[i] = column >= first && column < end ? v[i] : -infinity;"
