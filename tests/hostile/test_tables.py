@@ -235,7 +235,7 @@ def test_what_a_sweep_may_write_is_legal_wherever_it_serves(backend: str, caplog
 
 
 def test_the_kernel_for_split_keys_may_be_in_a_table() -> None:
-    short = make_problem((1, 8, 1, 128), torch.bfloat16, seq_kv=16384, mask=Full())
+    short = make_problem((1, 8, 64, 128), torch.bfloat16, seq_kv=16384, mask=Full())
     shipped = SM90.shipped(short, H200)[0]
     assert isinstance(shipped, SM90.Config)
     assert shipped.split

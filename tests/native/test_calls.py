@@ -406,6 +406,23 @@ def test_captured_launches_keep_their_counters(hopper, monkeypatch):
     assert hopper.counts[0] == before + 7
 
 
+def test_no_call_keeps_its_tensors(machine):
+    """Not even until the garbage is collected: neither the calls that Python makes, nor those that native code does."""
+    gc.collect()
+    gc.disable()
+    try:
+        dout, kept = torch.randn(SHAPE).bfloat16(), []
+        for _ in range(4):
+            leaves = inputs(grad=True)
+            out = machine.attention(*leaves)
+            out.backward(dout)
+            kept += [weakref.ref(tensor) for tensor in (*leaves, out)]
+            del leaves, out
+        assert [tensor() for tensor in kept] == [None] * len(kept)
+    finally:
+        gc.enable()
+
+
 def test_threads_share_what_is_known(hopper):
     warm(hopper, grad=True)
     dout = torch.randn(SHAPE).bfloat16()

@@ -244,21 +244,22 @@ def _address(operand: str, program: Program) -> str:
 
 def fixed_fields(launch: Launch, operands: Mapping[str, Tensor | None]) -> dict[str, Any]:
     """What no call changes: constants, and the strides of operands."""
-
-    def settled(value: Any) -> Any:
-        if isinstance(value, Stride | View):
-            tensor = operands[value.operand]
-            assert tensor is not None
-            if isinstance(value, Stride):
-                return tensor.stride(value.dim)
-            halves = tensor.element_size() // 2
-            return (None, *(halves * stride for stride in tensor.stride()[:3]))
-        if isinstance(value, Address | Map | Counter):
-            return None
-        return tuple(map(settled, value)) if type(value) is tuple else value
-
-    found = {name: settled(value) for name, value in launch.fields.items()}
+    found = {name: _settled(value, operands) for name, value in launch.fields.items()}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _settled(value: Any, operands: Mapping[str, Tensor | None]) -> Any:
+    """Why no closure: one that calls itself is a cycle, which would keep the tensors of a first call."""
+    if isinstance(value, Stride | View):
+        tensor = operands[value.operand]
+        assert tensor is not None
+        if isinstance(value, Stride):
+            return tensor.stride(value.dim)
+        halves = tensor.element_size() // 2
+        return (None, *(halves * stride for stride in tensor.stride()[:3]))
+    if isinstance(value, Address | Map | Counter):
+        return None
+    return tuple(_settled(item, operands) for item in value) if type(value) is tuple else value
 
 
 def tensor_map(slot: Map, operands: Mapping[str, Tensor | None]) -> Any:

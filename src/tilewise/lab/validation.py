@@ -109,6 +109,7 @@ PARTS = {
             *(f"{name}.py" for name in ("plan", "problem", "scores", "target")),
             "engine/__init__.py",
             "engine/backend.py",
+            "engine/lengths.py",
             "jit/tuned.py",
         ),
         folders=("plain", "triton", "torch_kernels", "hook", "integrations"),
