@@ -10,6 +10,7 @@ rounds interleaved, medians over them. `tilewise bench --suite host` is the same
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     shape, dtype = host.usual(options.device)
     if options.shape:
         shape = tuple(int(size) for size in options.shape.split(","))
+    os.environ.setdefault(library.SETTING, "on")
     if options.device.startswith("cuda") and library.is_wanted():
         try:
             library.build()  # rather than in the background, while we measure

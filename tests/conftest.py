@@ -60,7 +60,7 @@ def compiled_override(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if reason := extension._why_not():
         pytest.skip(reason)
-    monkeypatch.delenv(extension.SETTING, raising=False)
+    monkeypatch.setenv(extension.SETTING, "on")
     extension.build()
     with monkeypatch.context() as patch:
         patch.setattr(dispatcher, "_may_replace", lambda: dispatcher._all_composite)

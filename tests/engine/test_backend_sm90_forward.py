@@ -66,7 +66,7 @@ def run_on_the_model(monkeypatch, problem, inputs, config=None, target=H200, see
         ((150, 290), (80, 72), (1, 1), BOTTOM_RIGHT, {"dtype": FP16}, {}),
         ((140, 200), (256, 256), (1, 1), BOTTOM_RIGHT, {}, {"consumers": 2}),
         ((130, 200), (256, 256), (1, 1), Window(50, 50), {"softcap": 20.0, "dtype": FP16}, {}),
-        ((40, 260), (64, 64), (1, 1), Window(20, 20), {}, {}),
+        ((80, 260), (64, 64), (1, 1), Window(20, 20), {}, {}),
         ((333, 1), (64, 64), (1, 1), Causal(), {}, {"consumers": 3}),
         ((1, 333), (128, 128), (4, 4), Full(), {}, {}),
         ((260, 260), (128, 128), (1, 1), Window(100, 3), {"softcap": 5.0}, {}),

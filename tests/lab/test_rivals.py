@@ -71,7 +71,7 @@ def fake_varlen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def varlen_attn(
         query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
-        *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
+        *, scale: float, window_size: tuple[int, int], enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         called.append({"max": (max_q, max_k), "window": window_size, "gqa": enable_gqa, "q": query})
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
@@ -233,7 +233,10 @@ def test_each_says_what_it_lacks(
 
 def test_a_varlen_attn_of_an_older_pytorch_is_refused_by_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "torch.nn.attention.varlen", varlen_attn=lambda query, key, value, is_causal=False: query)
-    (reason,) = Candidate(VARLEN).why_not(make_problem((2, 4, 64, 64), BF16), "cuda")
+    problem = make_problem((2, 4, 64, 64), BF16)
+    (reason,) = Candidate(VARLEN).why_not(problem, "cuda")
+    assert "has no scale, window_size" in reason.what
+    (reason,) = Candidate(VARLEN).why_not(problem.with_(heads_kv=2), "cuda")
     assert "has no enable_gqa, scale, window_size" in reason.what
 
 

@@ -8,13 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.lab.validation import PACKAGE, PARTS, decisive_sources, part_hash, part_sources, source_hash
+from tilewise.lab.validation import (
+    PACKAGE,
+    PARTS,
+    decisive_sources,
+    part_hash,
+    part_sources,
+    runs_unasked,
+    source_hash,
+)
+from tilewise.native import library
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "benchmarks" / "validation.json"
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", [part for part in PARTS if runs_unasked(part)])
 def test_the_sources_at_hand_have_passed_on_a_gpu(part: str) -> None:
     record = json.loads(RECORD.read_text()).get(part) if RECORD.is_file() else None
     files = PARTS[part].tests
@@ -25,6 +34,15 @@ def test_the_sources_at_hand_have_passed_on_a_gpu(part: str) -> None:
     )
     missing = [name for name in files if not record["passed_in"].get(name)]
     assert not missing, f"{', '.join(missing)} of tests/gpu did not pass on these sources: {remedy}"
+
+
+def test_what_no_gpu_run_vouches_for_runs_only_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {part for part in PARTS if not runs_unasked(part)} <= {"native"}
+    monkeypatch.delenv(library.SETTING, raising=False)
+    assert library.answers_calls() == runs_unasked("native")
+    for setting in ("off", "detour", "on"):
+        monkeypatch.setenv(library.SETTING, setting)
+        assert library.answers_calls() == (setting == "on")
 
 
 def test_every_gpu_test_vouches_for_one_part() -> None:

@@ -54,7 +54,7 @@ class Machine:
 
 @pytest.fixture(params=["sm80", "sm90"])
 def machine(request, monkeypatch):
-    monkeypatch.delenv(library.SETTING, raising=False)
+    monkeypatch.setenv(library.SETTING, "on")
     library.build()
     made = Machine(monkeypatch, request.param)
     yield made
@@ -64,7 +64,7 @@ def machine(request, monkeypatch):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.delenv(library.SETTING, raising=False)
+    monkeypatch.setenv(library.SETTING, "on")
     library.build()
     yield Machine(monkeypatch, "sm90")
     memo.invalidate()

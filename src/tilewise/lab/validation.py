@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..jit.headers import included_paths
+from ..native import library
 
 PACKAGE = Path(__file__).resolve().parent.parent
 # Everything that decides what a kernel does, or which of them runs: what records of measurements name.
@@ -117,6 +118,15 @@ PARTS = {
     "native": Part(("test_native_gpu.py",), ("engine/recipe.py",), files=("repeated.py",), folders=("native",)),
     "ladder": Part(("test_ladder_gpu.py",), folders=_LADDER),
 }
+
+
+def runs_unasked(name: str) -> bool:
+    """Whether a part runs for those who have not asked for it: such parts must have passed on a GPU.
+
+    Native code answers no call unless asked to. Its detour, which is on, is what the compiled cases of
+    test_integrations_gpu.py run.
+    """
+    return name != "native" or library.DEFAULT == "on"
 
 
 def part_hash(name: str, package: Path = PACKAGE) -> str:

@@ -2,7 +2,8 @@
 
 The way in Python (op.py, engine/run.py) is the definition, and it is always there. What it has done once, and what
 nobody watches, the extension does again by itself: it recognises a call, allocates, fills in arguments and launches. So
-nothing depends on it but host time. `TILEWISE_NATIVE=off` does without.
+nothing depends on it but host time. `TILEWISE_NATIVE=on` asks for it; without the variable the extension passes on what
+`tilewise.sdpa` leaves to PyTorch, and nothing else; `off` does without it altogether.
 
     library.py   built once per machine and release of PyTorch, in the background; trusted only as the cache vouches for
     calls.cpp    calls of `tilewise.attention` and their backwards
@@ -43,11 +44,12 @@ def answer_with(make_backward: Callable[..., Any], say_failed: Callable[..., Any
 
 
 def ready() -> Any:
-    """The functions of calls.cpp if they can be used; else None, and they are being built for those who ask later."""
+    """The functions of calls.cpp if they are asked for and can be used; else None, and if they are asked for, they are
+    being built for those who ask later."""
     global _next_look
     if calls is None and not _held and time.monotonic() >= _next_look:
         _next_look = time.monotonic() + _LOOK_AGAIN_SECONDS
-        found = library.loaded()
+        found = library.loaded() if library.answers_calls() else None
         if found is not None and found.calls.open_driver() is None:
             use(found.calls)
     return calls

@@ -39,11 +39,16 @@ Tensor = torch.Tensor
 # --- torch.nn.attention.varlen
 
 _VARLEN = "torch.nn.attention.varlen"
-_VARLEN_OPTIONS = {"scale", "window_size", "enable_gqa"}
+
+
+def _varlen_options(problem: Problem) -> dict[str, Any]:
+    """Grouped heads came with a later PyTorch than the rest: it is told of them only where there are any."""
+    grouped = {"enable_gqa": True} if problem.group > 1 else {}
+    return {"scale": problem.scale, "window_size": window_sizes(inner_mask(problem.mask), -1), **grouped}
 
 
 def _varlen_lacks(problem: Problem, device: str) -> list[Reason]:
-    lacking = _VARLEN_OPTIONS - _varlen_parameters()
+    lacking = {"scale", "window_size", *(["enable_gqa"] if problem.group > 1 else [])} - _varlen_parameters()
     return reasons(
         (bool(lacking), f"this PyTorch's varlen_attn has no {', '.join(sorted(lacking))}", "upgrade PyTorch"),
         on_cpu(device),
@@ -68,7 +73,7 @@ def _varlen_lacks(problem: Problem, device: str) -> list[Reason]:
 def _varlen_parameters() -> set[str]:
     """Nothing is missing where there is no such function: that is a reason of its own."""
     if not importable(_VARLEN):
-        return _VARLEN_OPTIONS
+        return {"scale", "window_size", "enable_gqa"}
     return set(inspect.signature(importlib.import_module(_VARLEN).varlen_attn).parameters)
 
 
@@ -76,11 +81,7 @@ def _varlen_forward(problem: Problem, inputs: Inputs) -> Forward:
     attend = importlib.import_module(_VARLEN).varlen_attn
     q, k, v = map(packed, inputs[:3])
     lengths = sequences(problem, q.device)
-    options = {
-        "scale": problem.scale,
-        "window_size": window_sizes(inner_mask(problem.mask), -1),
-        "enable_gqa": problem.group > 1,
-    }
+    options = _varlen_options(problem)
     return lambda: unpacked(attend(q, k, v, *lengths, **options), problem)
 
 

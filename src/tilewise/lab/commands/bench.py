@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path  # noqa: TC003  (typer reads the annotations)
@@ -137,6 +138,7 @@ def _measure_host(outputs: Outputs, rounds: int | None, save: bool, results: Pat
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape, dtype = host.usual(device)
+    os.environ.setdefault(library.SETTING, "on")
     if device == "cuda" and library.status()[0] is False and library.is_wanted():
         library.build()  # rather than in the background, while we measure
     costs = host.measure(device, shape, dtype, rounds or host.ROUNDS)

@@ -141,6 +141,8 @@ def kernel_cache() -> dict[str, Any]:
 def repeated_calls() -> dict[str, str]:
     """Which way calls go that came before, and how to get the other."""
     ready, words = library.status()
+    if ready and not library.answers_calls():
+        return {"path": "Python", "extension": words, "the other": f"{library.SETTING}=on"}
     if ready and torch.cuda.is_available():
         return {"path": "native", "extension": words, "the other": f"{library.SETTING}=off"}
     return {"path": "Python", "extension": f"{words}, but there is no NVIDIA GPU" if ready else words}
