@@ -139,6 +139,43 @@ def test_outputs_on_the_model(monkeypatch, tokens, keys, heads, dims, mask, name
     assert_near(*run_plain(monkeypatch, problem, tensors, target, backend), tensors, problem)
 
 
+@emulated
+@pytest.mark.parametrize(
+    ("keys", "heads", "batch", "sms", "runs"),
+    [
+        (3000, (2, 1), 1, 12, (23, 1)),  # one unit in so many parts that they are added up in groups
+        (700, (4, 2), 2, 4, (2, 1)),
+        (200, (3, 3), 4, 3, (1, 2)),  # whole units, two per CTA
+        (700, (3, 3), 1, 2, (0, 1)),  # three units for four CTAs: not dealt out
+    ],
+    ids=str,
+)
+def test_units_that_are_alike_are_dealt_out(monkeypatch, keys, heads, batch, sms, runs):
+    problem = problem_of(1, keys, heads, (64, 64), batch=batch)
+    target = replace(H200, sms=sms)
+    (launch,) = SM90.program(problem, target, SM90.configs(problem, target)[0]).launches
+    assert (launch.fields["splits"], launch.fields["units_per_run"]) == runs
+    torch.manual_seed(0)
+    tensors = make_inputs(problem)
+    first = run_plain(monkeypatch, problem, tensors, target)
+    assert_near(*first, tensors, problem)
+    for a, b in zip(first, run_plain(monkeypatch, problem, tensors, target, seed=1), strict=True):
+        assert torch.equal(a, b)
+
+
+@emulated
+@pytest.mark.parametrize("invariant", [False, True])
+def test_many_parts_are_added_up_in_groups(monkeypatch, invariant):
+    """Of sequences of which one begins where the other ends, in a CTA that has a part of both."""
+    case = Case((2950, 1700, 4500), tokens=2, page=64, heads=(2, 1))
+    made = make(case)
+    target = replace(H200, sms=30)
+    found = run_cached(monkeypatch, case, made, target, batch_invariant=invariant)
+    assert_as_expected(case, made, *found)
+    for a, b in zip(found, run_cached(monkeypatch, case, made, target, 1, batch_invariant=invariant), strict=True):
+        assert torch.equal(a, b)
+
+
 def posed(q, k, v, told):
     """The problem of a call of attention_cached with these keywords, its views and operands."""
     told = dict(told)
@@ -300,20 +337,29 @@ def test_hidden_values_stay_hidden_and_seen_ones_show(monkeypatch, bad):
     "spoil",
     [
         ("ptx::cp_async_wait<stages - 1>();", ""),
-        ("if (is_last) *ticket = 0;", ""),
+        ("if (is_last) ptx::add_acq_rel(word, -(sharing.count << ticket.shift));", ""),
         ("2 * first + (begin_of(first) != at.first)", "2 * first"),
+        ("ptx::cp_async_wait<depth - 1>();", ""),
+        ("first == 0 ? 16 : 8, 255", "8, 255"),
     ],
-    ids=["a missing wait", "a ticket that is not put back", "two parts in one place"],
+    ids=[
+        "a missing wait",
+        "a ticket that is not put back",
+        "two parts in one place",
+        "a missing wait for a part",
+        "two groups in one ticket",
+    ],
 )
 def test_the_model_notices(monkeypatch, spoil):
-    case = Case((700, 300, 5), tokens=2, page=16)
+    """Two units of 21 parts each, of which one CTA has the last of the first and the first of the second."""
+    case = Case((2600, 2620, 100), tokens=2, page=16, heads=(2, 1))
     made = make(case)
     problem, *views, operands = posed(made.q, made.k, made.v, made.told)
 
     def run_in_several_orders():
         for seed in range(8):
             emulation.install(monkeypatch, spoil=spoil, seed=seed)
-            bound = SM90.bind(*views, problem, None, SMALL, operands)
+            bound = SM90.bind(*views, problem, None, replace(H200, sms=21), operands)
             assert_as_expected(case, made, *cached._as_asked(*bound(*views, operands), False, True))
 
     with pytest.raises(AssertionError):

@@ -73,10 +73,6 @@ inline void store_shared(u32 address, uint4 x) {
 
 inline int add_acq_rel(int* place, int value) { return (*place += value) - value; }
 inline float2 load_l2(const float2* place) { return *place; }
-inline float4 load_l2(const float4* place) {
-  check_aligned(place);
-  return *place;
-}
 
 }  // namespace tilewise::ptx
 

@@ -6,9 +6,11 @@
 // sequence; it sees keys [begin, end), a hull over its rows. A step is 16 keys for each of the W warps of a CTA, from `base` =
 // begin rounded down to 16: n = max(1, ceil((end - base) / 16 W)) steps. c = scale * log2(e).
 //
-//   Division: no CTA has more than one step more than another, whatever the batch and the lengths are.
-//   1. N = sum of n over all units, in the order sequence, KV head, tile. A = min(CTAs, max(N / 4, min(N / 2, CTAs / 2)))
-//   2. CTA c < A does the steps [c N / A, (c + 1) N / A) of that order: segments of units, whole ones but the first and the last
+//   Division of the N steps of all units, in the order sequence, KV head, tile, into runs of A CTAs:
+//   1. units that are all alike, where they can be dealt out almost evenly: A = a multiple of the number of units, and each is cut
+//      into `splits` equal parts; or a run is `units_per_run` whole units
+//   2. any others: A = min(CTAs, N / min_run) runs, none more than one step longer than another: segments of units, whole ones
+//      but the first and the last
 //
 //   A warp, for each of its 16 keys of a step:
 //   3. S = Q K^T; terms of the policy row by row (common/scores.cuh); hidden scores of partial blocks = -inf
@@ -18,23 +20,31 @@
 //   A CTA, at the end of a segment:
 //   6. M = max over warps of m; O = sum 2^(m_w - M) O_w, L = sum 2^(m_w - M) l_w, warps in order, through shared memory
 //   7. a whole unit: terms may finish M and L; out = O / L, lse = ln2 (M + log2 L). A row without keys: out = 0, lse = -inf
-//   8. a part of a unit: O, M, L go to memory, and the CTA takes a ticket of the unit. The last to take one adds up the parts as in
-//      6, in their order, finishes as in 7, and leaves the tickets at zero. Nobody waits for anybody
+//   8. a part of a unit: O, M, L go to memory, and the CTA takes a ticket of the unit. The last CTA to take one adds up the parts
+//      as in 6, in their order, finishes as in 7, and leaves the ticket at zero. No CTA waits for another
+//   9. more than max_direct parts are added up in groups of about sqrt(parts): a group has a ticket of its own, its last CTA puts
+//      the group's sum in the place of its first part, and then takes a ticket of the unit
 //
 // `invariant`: the bits of a row follow from its own sequence. Then a unit is divided by its n alone, into items of
-// max(4, least power of two >= n / 64) steps; step 2 divides items, every item is a part, and its place in memory is its number.
+// max(4, smallest power of two >= n / 64) steps; step 2 divides items, every item is a part, and its place in memory is its number.
 // Without tickets (none are left while a graph is captured) CTAs do whole units.
 //
 // Roles. All warps do the same, each with keys of its own: between two segments no warp waits for another. Loads run `stages` steps
 // ahead, across the ends of segments, so that memory is busy while parts are put together.
 //
+// Launches overlap on Hopper: nothing that another kernel may have written, or may still read, is touched before the grid ahead has
+// ended. Where the parameters tell the division, it is made before that.
+//
 // Shared memory (struct DecodeSmem): per warp `stages` blocks of 16 keys and their values; Q of the unit; O, m and l of all warps.
+// In step 8, O's place holds the numbers of parts that are on their way, and `sums` their M and L.
 //
 // Synchronisation.
 //   cp_async_wait, __syncwarp          a block has arrived: copied, and read, by the lanes of one warp
 //   __syncwarp                         all lanes have read a block; the next copies overwrite it
 //   __syncthreads, in step 6           all warps have written O, m, l, and have read Q, which is loaded anew after this
-//   __syncthreads, around the ticket   all stores of a part come before it (release), all loads of others after it (acquire)
+//   __syncthreads, around a ticket     all stores of a part come before it (release), all loads of others after it (acquire)
+//   cp_async_wait, in steps 8 and 9    a number of a part has arrived: copied, and read, by one thread
+//   __syncthreads, in steps 8 and 9    M and L of all parts are in `sums`
 //   __syncthreads, after Q is loaded   it is there, and the O, m, l of the segment before have been read
 // Values that are inf or NaN, in blocks of which a row may not see every key: 0 * inf is NaN. There the rows that do see such a
 // value get it at once, and it is zeroed before the product.
@@ -74,7 +84,7 @@ struct DecodeParams {
   float* lse;           // null, or (batch, heads, seq_q)
   float* partial_out;   // (slots, part_rows, head_dim_v of the class)
   float* partial_sums;  // (slots, part_rows, 2): M and L
-  int* tickets;         // zeroes, and left so: one per CTA, or per unit where `invariant`; or null
+  int* tickets;         // zeros, and left so: one per CTA, or two per unit where `invariant`; or null
   int batch;            // sequences
   int heads;            // of queries
   int heads_per_kv;
@@ -87,9 +97,16 @@ struct DecodeParams {
   int part_rows;   // of a unit, at most
   int unit_tiles;  // of a sequence, at most; where queries are packed, 0
   int invariant;
+  int splits;         // parts of a unit, where units are alike and are dealt out; else 0
+  int units_per_run;  // likewise; 1 where splits > 1
+  int min_run;        // steps, at least, of runs that are not dealt out
   float scale_log2;
   float softcap_in;
 };
+
+constexpr int min_item_steps = 4, max_items = 64;  // of a unit, where its division is invariant
+// Parts that are added up at once: without groups, and at most. Of max_group^2 CTAs no more work.
+constexpr int max_direct = 16, max_group = 20;
 
 template <DecodeConfig config, typename Extents>
 struct DecodeSmem {
@@ -101,12 +118,11 @@ struct DecodeSmem {
   alignas(1024) unsigned char ring[config.warps][config.stages][k_bytes + v_bytes];
   unsigned char q[matrix_bytes(config.rows(), config.head_dim)];
   float o[config.warps][config.rows()][stride];
+  float2 sums[max_group][config.rows()];  // of parts: M, L
   float m[config.warps][config.rows()];
   float l[config.warps][config.rows()];
   int is_last;
 };
-
-constexpr int min_item_steps = 4, max_items = 64;  // of a unit, where its division is invariant
 
 template <DecodeConfig config, typename Policy, typename Extents>
 struct Decode {
@@ -129,7 +145,9 @@ struct Decode {
   const int group = params.heads_per_kv;
   const int heads_kv = params.heads / params.heads_per_kv;
 
-  int total, active;  // N and A, of items
+  int total, active;       // N and A, of items
+  int splits, unit_items;  // where units are dealt out; else `splits` is 0 and
+  int run_items, longer_runs;  // the first `longer_runs` CTAs have one item more than run_items
   u32 q[q_steps][4];
   float o[row_tiles][dv / 2];
   Softmax softmax[row_tiles];
@@ -186,11 +204,33 @@ struct Decode {
     return sum * heads_kv;
   }
 
+  __device__ __forceinline__ void divide_runs() {
+    total = count_items();
+    const int ctas = gridDim.x;
+    splits = unit_items = run_items = longer_runs = 0;
+    if (!ragged && params.splits != 0) {
+      unit_items = items_of(0);
+      splits = min_int(params.splits, unit_items);
+      active = ceil_div(params.batch * heads_kv, params.units_per_run) * splits;
+    } else {
+      active = max_int(1, min_int(ctas, params.invariant ? total : total / params.min_run));
+      run_items = total / active;
+      longer_runs = total - run_items * active;
+    }
+  }
+  // The first item of a CTA, and the CTA of an item. Invariant: every CTA < A has an item.
   __device__ __forceinline__ int begin_of(int cta) const {
-    return static_cast<int>(static_cast<long long>(cta) * total / active);
+    if (splits == 0) return cta * run_items + min_int(cta, longer_runs);
+    const int unit = cta / splits * params.units_per_run;
+    return min_int(total, unit * unit_items + cta % splits * unit_items / splits);
   }
   __device__ __forceinline__ int owner_of(int item) const {
-    return static_cast<int>(((item + 1ll) * active - 1) / total);
+    if (splits == 0) {
+      const int rest = item - longer_runs * (run_items + 1);
+      return rest < 0 ? item / (run_items + 1) : longer_runs + rest / run_items;
+    }
+    const int unit = item / unit_items, rest = item - unit * unit_items;
+    return unit / params.units_per_run * splits + ((rest + 1) * splits - 1) / unit_items;
   }
 
   // A step of a unit, on its way through the items of this CTA.
@@ -551,11 +591,25 @@ struct Decode {
       o.z = fmaf(o.z, own, other.z * factor);
       o.w = fmaf(o.w, own, other.w * factor);
     }
+    // A part whose maximum is not above m.
+    __device__ __forceinline__ void add_scaled(float factor, float other_l, const uint4& bits) {
+      l = fmaf(factor, other_l, l);
+      o.x = fmaf(factor, __uint_as_float(bits.x), o.x);
+      o.y = fmaf(factor, __uint_as_float(bits.y), o.y);
+      o.z = fmaf(factor, __uint_as_float(bits.z), o.z);
+      o.w = fmaf(factor, __uint_as_float(bits.w), o.w);
+    }
   };
 
-  // The parts of a unit: how many, which this one is, where they lie, and whose ticket they take.
+  // A field of a word that the CTAs with a part count up in.
+  struct Ticket {
+    int word, shift, mask;
+  };
+  // The parts of a unit: how many, which this one is, where they lie, and by how many at once they
+  // are added up: `group` of them first, or 1.
   struct Parts {
-    int count, index, ticket;
+    int count, index, group;
+    int first_word;  // of its tickets
     int first_slot;  // of part 0
     int next_slot;   // of part 1; the others follow, `step` apart
     int step;
@@ -564,22 +618,54 @@ struct Decode {
       return part == 0 ? first_slot : next_slot + (part - 1) * step;
     }
   };
+  // What one CTA adds up: the parts first, first + step, ..., `count` of them. `index`: which of
+  // these this CTA has a share in.
+  struct Sharing {
+    int first, step, count, index;
+    Ticket ticket;
+  };
   __device__ __forceinline__ Parts parts_of(const Cursor& at) const {
     const int items = at.division.items;
     if (params.invariant) {
       const int tiles_before = params.unit_tiles != 0 ? at.b * params.unit_tiles : packed_tiles(at);
-      return {items,    at.item,      (tiles_before + at.tile) * heads_kv + at.head_kv,
+      const int unit = (tiles_before + at.tile) * heads_kv + at.head_kv;
+      return {items,    at.item,      items <= max_direct ? 1 : max_items / 8, 2 * unit,
               at.first, at.first + 1, 1};
     }
-    if (params.tickets == nullptr) return {1, 0, 0, 0, 0, 0};
+    if (params.tickets == nullptr) return {1, 0, 1, 0, 0, 0, 0};
     // A CTA has two slots: for a segment at the begin of its items, and for one behind that.
     const int first = owner_of(at.first), last = owner_of(at.first + items - 1);
-    return {last - first + 1,
+    const int count = last - first + 1;
+    int group = 1;
+    if (count > max_direct) {
+      while (group * group < count) ++group;
+    }
+    return {count,
             static_cast<int>(blockIdx.x) - first,
+            group,
             first,
             2 * first + (begin_of(first) != at.first),
             2 * (first + 1),
             2};
+  }
+  // Step 9, and step 8 for parts or for sums of groups.
+  //
+  // Invariant: no two counts share a field. A CTA is the first of at most one unit that goes on in
+  // others (shift 0, and 16 for that unit's first group), and begins at most one later group of a
+  // unit that began before (shift 8). Groups of an invariant unit are at most 8 of 8 parts: they
+  // have 4 bits each of its second word.
+  __device__ __forceinline__ Sharing of_group(const Parts& parts) const {
+    const int first = parts.index / parts.group * parts.group;
+    Ticket ticket{parts.first_word + first, first == 0 ? 16 : 8, 255};
+    if (params.invariant) ticket = {parts.first_word + 1, first / parts.group * 4, 15};
+    return {first, 1, min_int(parts.group, parts.count - first), parts.index - first, ticket};
+  }
+  __device__ __forceinline__ Sharing of_unit(const Parts& parts) const {
+    return {0,
+            parts.group,
+            ceil_div(parts.count, parts.group),
+            parts.index / parts.group,
+            {parts.first_word, 0, 255}};
   }
   // No fewer than the tiles of all packed sequences before this one.
   __device__ __forceinline__ int packed_tiles(const Cursor& at) const {
@@ -637,42 +723,102 @@ struct Decode {
         store(at, row, column, sums);
         continue;
       }
-      const long long place =
-          static_cast<long long>(parts.slot(parts.index)) * params.part_rows + row;
-      *reinterpret_cast<float4*>(params.partial_out + place * dv + column) = sums.o;
-      if (column == 0)
-        *reinterpret_cast<float2*>(params.partial_sums + place * 2) = float2{sums.m, sums.l};
+      store_part(static_cast<long long>(parts.slot(parts.index)) * params.part_rows + row, column,
+                 sums);
     }
     if (parts.count == 1) return;
+    // Why a loop: `combine` stands here once.
+#pragma unroll 1
+    for (bool whole = parts.group == 1;; whole = true) {
+      const Sharing sharing = whole ? of_unit(parts) : of_group(parts);
+      if (!is_last(sharing)) return;
+      combine(at, parts, sharing, whole);
+      if (whole) return;
+    }
+  }
+
+  // Whether all others have their parts in memory. Without tickets one CTA does all parts of a
+  // unit, in their order.
+  __device__ __forceinline__ bool is_last(const Sharing& sharing) const {
     __syncthreads();
     if (threadIdx.x == 0) {
-      bool is_last = parts.index == parts.count - 1;
+      bool is_last = sharing.index == sharing.count - 1;
       if (params.tickets != nullptr) {
-        int* ticket = params.tickets + parts.ticket;
-        is_last = ptx::add_acq_rel(ticket, 1) == parts.count - 1;
-        if (is_last) *ticket = 0;
+        const Ticket& ticket = sharing.ticket;
+        int* word = params.tickets + ticket.word;
+        const int before = ptx::add_acq_rel(word, 1 << ticket.shift) >> ticket.shift & ticket.mask;
+        is_last = before == sharing.count - 1;
+        if (is_last) ptx::add_acq_rel(word, -(sharing.count << ticket.shift));
       }
       smem.is_last = is_last;
     }
     __syncthreads();
-    if (smem.is_last) combine(at, parts, count);
+    return smem.is_last;
   }
 
-  __device__ __forceinline__ void combine(const Cursor& at, const Parts& parts, int count) const {
+  // Every thread copies the numbers that it adds up itself, `depth` ahead, so that many are on
+  // their way; copies of the ring that are in flight end first.
+  __device__ __forceinline__ void combine(const Cursor& at, const Parts& parts,
+                                          const Sharing& sharing, bool whole) const {
+    constexpr int depth = min_int(24, sizeof(smem.o) / (16 * threads));
+    static_assert(depth >= 2);
+    const int count = rows_of(at) * (dv / 4);
+    const auto place = [&](int part, int row) {
+      const int slot = parts.slot(sharing.first + part * sharing.step);
+      return static_cast<long long>(slot) * params.part_rows + row;
+    };
+    const u32 staging = ptx::smem_address(smem.o) + 16 * threadIdx.x;
+    int next = threadIdx.x, next_part = 0, next_stage = 0;
+    const auto fetch = [&] {
+      if (next < count) {
+        const int row = next / (dv / 4), column = next % (dv / 4) * 4;
+        ptx::cp_async_16(staging + next_stage * 16 * threads,
+                         params.partial_out + place(next_part, row) * dv + column, 16);
+        if (++next_part == sharing.count) {
+          next_part = 0;
+          next += threads;
+        }
+      }
+      ptx::cp_async_commit();
+      next_stage = next_stage + 1 == depth ? 0 : next_stage + 1;
+    };
+#pragma unroll 1
+    for (int i = 1; i < depth; ++i) fetch();
+    for (int i = threadIdx.x; i < rows * sharing.count; i += threads) {
+      const int part = i / rows, row = i % rows;
+      if (row < params.part_rows)
+        smem.sums[part][row] = ptx::load_l2(reinterpret_cast<const float2*>(params.partial_sums) +
+                                            place(part, row));
+    }
+    __syncthreads();
+    int stage = 0;
+#pragma unroll 1
     for (int i = threadIdx.x; i < count; i += threads) {
       const int row = i / (dv / 4), column = i % (dv / 4) * 4;
       Sums sums;
-#pragma unroll 4
-      for (int part = 0; part < parts.count; ++part) {
-        const long long place = static_cast<long long>(parts.slot(part)) * params.part_rows + row;
-        const float2 ml =
-            ptx::load_l2(reinterpret_cast<const float2*>(params.partial_sums) + place);
-        sums.add(ml.x, ml.y,
-                 ptx::load_l2(
-                     reinterpret_cast<const float4*>(params.partial_out + place * dv + column)));
+      for (int part = 0; part < sharing.count; ++part)
+        sums.m = fmaxf(sums.m, smem.sums[part][row].x);
+      const float base = sums.m == -infinity ? 0.0f : sums.m;
+#pragma unroll 1
+      for (int part = 0; part < sharing.count; ++part) {
+        fetch();
+        ptx::cp_async_wait<depth - 1>();
+        const float2 own = smem.sums[part][row];
+        const uint4 bits = ptx::load_shared(staging + stage * 16 * threads);
+        stage = stage + 1 == depth ? 0 : stage + 1;
+        sums.add_scaled(ptx::ex2(own.x - base), own.y, bits);
       }
-      store(at, row, column, sums);
+      if (whole)
+        store(at, row, column, sums);
+      else
+        store_part(place(0, row), column, sums);
     }
+  }
+
+  __device__ __forceinline__ void store_part(long long place, int column, const Sums& sums) const {
+    *reinterpret_cast<float4*>(params.partial_out + place * dv + column) = sums.o;
+    if (column == 0)
+      *reinterpret_cast<float2*>(params.partial_sums + place * 2) = float2{sums.m, sums.l};
   }
 
   __device__ __forceinline__ void begin_segment(const Cursor& at) {
@@ -694,10 +840,8 @@ struct Decode {
   __device__ __forceinline__ Cursor start() {
     Cursor at;
     at.left = 0;
-    total = count_items();
-    const int ctas = gridDim.x, cta = blockIdx.x;
-    active = params.invariant ? total : max_int(total / 4, min_int(total / 2, ctas / 2));
-    active = max_int(1, min_int(active, ctas));
+    divide_runs();
+    const int cta = blockIdx.x;
     if (cta >= active || total == 0) return at;
     // Without tickets a CTA does whole units, those that begin among its items: both ends move to
     // the end of the unit that they are inside of. Why a loop: `find` is long, and stands here
@@ -717,7 +861,10 @@ struct Decode {
   }
 
   __device__ __forceinline__ void run() {
+    if constexpr (ragged) ptx::wait_for_previous_grid();
     Cursor at = start();
+    if constexpr (!ragged) ptx::wait_for_previous_grid();
+    ptx::allow_next_grid();
     if (at.left == 0) return;
     Cursor ahead = at;
     int filled = 0, slot = 0, free_slot = 0;
