@@ -51,6 +51,7 @@ CACHED = Extents(
 BLOCK_KEYS = 16  # of a warp
 MIN_ITEM_STEPS, MAX_ITEMS = 4, 64  # of a unit, where its division is invariant: as decode.cuh has them
 MAX_GROUP = 20  # parts that one CTA adds up: as decode.cuh has it
+_SEGMENT_BYTES = 96  # of a description of a segment: as decode.cuh has it
 MIN_RUN = 2  # steps of a CTA, at least
 MIN_EVEN = 0.85  # share of the CTAs that must be busy for units to be dealt out
 # Fewer keys are one tile of a forward, which has nothing to divide. More rows than one tile of ours has read the keys
@@ -99,7 +100,8 @@ class Config(TileConfig):
         """`sizeof(DecodeSmem<config>)`; the generated source asserts it."""
         block = matrix_bytes(BLOCK_KEYS, self.head_dim) + matrix_bytes(BLOCK_KEYS, self.head_dim_v)
         sums = self.rows * (self.warps * (self.head_dim_v + 8 + 2) * 4 + MAX_GROUP * 8)
-        whole = self.warps * self.stages * block + matrix_bytes(self.rows, self.head_dim) + sums + 4
+        segments = self.warps * (self.stages + 2) * _SEGMENT_BYTES
+        whole = self.warps * self.stages * block + matrix_bytes(self.rows, self.head_dim) + sums + segments + 4
         return -(-whole // 1024) * 1024
 
     @property
@@ -234,6 +236,7 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
         **_shape(problem),
         **term_params(problem, precise=False),
         "heads": problem.heads_q,
+        "heads_kv": problem.heads_kv,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
         "part_rows": rows,

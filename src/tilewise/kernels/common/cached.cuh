@@ -92,6 +92,12 @@ struct Cached {
     const int page = params.page_table[record.owner * params.page_table_stride + number];
     return {min_int(max_int(page, 0), params.cache_batches - 1), place - number * params.page_size};
   }
+  // Whether the rows of `count` keys, the first at this place, follow one another.
+  template <typename Params>
+  static __device__ __forceinline__ bool is_one_piece(const Params& params, const KeyPlace& place,
+                                                      int count) {
+    return params.page_table == nullptr || place.row + count <= params.page_size;
+  }
 };
 
 }  // namespace tilewise

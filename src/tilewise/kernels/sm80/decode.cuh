@@ -87,6 +87,7 @@ struct DecodeParams {
   int* tickets;         // zeros, and left so: one per CTA, or two per unit where `invariant`; or null
   int batch;            // sequences
   int heads;            // of queries
+  int heads_kv;
   int heads_per_kv;
   int seq_q;
   int seq_k;
@@ -121,6 +122,9 @@ struct DecodeSmem {
   float2 sums[max_group][config.rows()];  // of parts: M, L
   float m[config.warps][config.rows()];
   float l[config.warps][config.rows()];
+  // Of every warp, the segment that it attends to and those whose blocks are on their way.
+  static constexpr int segments = config.stages + 2, segment_ints = 24;
+  int segment[config.warps][segments][segment_ints];
   int is_last;
 };
 
@@ -143,8 +147,9 @@ struct Decode {
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const int group = params.heads_per_kv;
-  const int heads_kv = params.heads / params.heads_per_kv;
+  const int heads_kv = params.heads_kv;
 
+  int head_items;          // of a KV head of a sequence, where all are alike
   int total, active;       // N and A, of items
   int splits, unit_items;  // where units are dealt out; else `splits` is 0 and
   int run_items, longer_runs;  // the first `longer_runs` CTAs have one item more than run_items
@@ -187,29 +192,33 @@ struct Decode {
     return keys;
   }
   // Items of all tiles of one KV head of a sequence.
-  __device__ __forceinline__ int items_of(int b) const {
+  __device__ __forceinline__ int count_items(int b) const {
     const Record record = Extents::find(params, b);
     const int tiles = tiles_of(record);
     int sum = 0;
+#pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) sum += divide(seen(record, b, tile).some).items;
     return sum;
   }
-
-  __device__ __forceinline__ int count_items() const {
-    if constexpr (!ragged) return params.batch * heads_kv * items_of(0);
+  __device__ __forceinline__ int count_all_items() {
+    if constexpr (!ragged) {
+      head_items = count_items(0);
+      return params.batch * heads_kv * head_items;
+    }
     int sum = 0;
-    for (int b = lane; b < params.batch; b += 32) sum += items_of(b);
+#pragma unroll 1
+    for (int b = lane; b < params.batch; b += 32) sum += count_items(b);
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
     return sum * heads_kv;
   }
 
   __device__ __forceinline__ void divide_runs() {
-    total = count_items();
+    total = count_all_items();
     const int ctas = gridDim.x;
     splits = unit_items = run_items = longer_runs = 0;
     if (!ragged && params.splits != 0) {
-      unit_items = items_of(0);
+      unit_items = head_items;
       splits = min_int(params.splits, unit_items);
       active = ceil_div(params.batch * heads_kv, params.units_per_run) * splits;
     } else {
@@ -233,37 +242,56 @@ struct Decode {
     return unit / params.units_per_run * splits + ((rest + 1) * splits - 1) / unit_items;
   }
 
-  // A step of a unit, on its way through the items of this CTA.
-  struct Cursor {
-    int b, head_kv, tile, tiles;
+  // Steps of one unit, one after another, that a CTA does.
+  struct Segment {
+    int b, head_kv, tile;
     Record record;
     SeenSpans keys;
-    Division division;
+    int items;  // of the unit
     int first;  // item of the unit, among all
-    int item;   // of the unit
-    int step;   // of the unit
-    int left;   // items of this CTA from this one on
+    int item;   // of the unit, the first of the segment
+    int key;    // that its first step begins at
+    int steps;
+    int is_last;  // of the CTA
+  };
+  static_assert(sizeof(Segment) <= 4 * Smem::segment_ints);
 
-    __device__ __forceinline__ int item_end() const {
-      return min_int(division.steps, (item + 1) * division.item_steps);
-    }
+  // On the way through the items of a CTA, ahead of the warp's products.
+  struct Cursor : Segment {
+    int tiles;
+    Division division;
+    int left;  // items from this segment on
   };
 
   __device__ __forceinline__ void settle(Cursor& at) const {
     at.keys = seen(at.record, at.b, at.tile);
     at.division = divide(at.keys.some);
+    at.items = at.division.items;
+  }
+  __device__ __forceinline__ int segment_items(const Cursor& at) const {
+    return params.invariant ? 1 : min_int(at.items - at.item, at.left);
+  }
+  // At an item of a unit, with some left.
+  __device__ __forceinline__ void begin(Cursor& at) const {
+    const int step = at.item * at.division.item_steps, items = segment_items(at);
+    at.key = at.division.base + step * step_keys;
+    at.steps = min_int(at.division.steps - step, items * at.division.item_steps);
+    at.is_last = items == at.left;
   }
 
   // The sequence with this item, and its first item: all lanes of a warp ask together.
-  __device__ __forceinline__ int sequence_with(int item, int& first) const {
+  __device__ __forceinline__ int sequence_with(int item, int& first, int& per_head) const {
     if constexpr (!ragged) {
-      const int each = heads_kv * items_of(0), b = item / each;
+      const int each = heads_kv * head_items, b = item / each;
       first = b * each;
+      per_head = head_items;
       return b;
     }
     first = 0;
+#pragma unroll 1
     for (int begin = 0;; begin += 32) {
-      const int own = begin + lane < params.batch ? items_of(begin + lane) * heads_kv : 0;
+      const int mine = begin + lane < params.batch ? count_items(begin + lane) : 0;
+      const int own = mine * heads_kv;
       int through = own;  // this lane's sequence
 #pragma unroll
       for (int lanes = 1; lanes < 32; lanes *= 2) {
@@ -274,6 +302,7 @@ struct Decode {
       if (holds != 0) {
         const int owner = 31 - __clz(holds & (0u - holds));
         first += __shfl_sync(0xffffffffu, through - own, owner);
+        per_head = __shfl_sync(0xffffffffu, mine, owner);
         return begin + owner;
       }
       first += __shfl_sync(0xffffffffu, through, 31);
@@ -282,44 +311,49 @@ struct Decode {
 
   __device__ __forceinline__ Cursor find(int item) const {
     Cursor at;
-    int rest;
-    at.b = sequence_with(item, rest);
+    int rest, per_head;
+    at.b = sequence_with(item, rest, per_head);
     rest = item - rest;
     at.record = Extents::find(params, at.b);
     at.tiles = tiles_of(at.record);
-    const int per_head = items_of(at.b);
     at.head_kv = rest / per_head;
     rest -= at.head_kv * per_head;
+#pragma unroll 1
     for (at.tile = 0;; ++at.tile) {
       settle(at);
-      if (rest < at.division.items) break;
-      rest -= at.division.items;
+      if (rest < at.items) break;
+      rest -= at.items;
     }
     at.first = item - rest;
     at.item = rest;
-    at.step = rest * at.division.item_steps;
     at.left = 0;
     return at;
   }
 
   __device__ __forceinline__ void advance(Cursor& at) const {
-    if (++at.step < at.item_end()) return;
-    ++at.item;
-    if (--at.left == 0 || at.item < at.division.items) return;
-    at.first += at.division.items;
-    at.item = at.step = 0;
-    if (at.tiles > 1) {
-      at.tile = at.tile + 1 < at.tiles ? at.tile + 1 : 0;
-      settle(at);
-      if (at.tile != 0) return;
+    const int done = segment_items(at);
+    at.left -= done;
+    if (at.left == 0) return;
+    at.item += done;
+    if (at.item == at.items) {
+      at.first += at.items;
+      at.item = 0;
+      bool same = false;  // keys
+      if (++at.tile == at.tiles) {
+        at.tile = 0;
+        same = at.tiles == 1;
+        if (++at.head_kv == heads_kv) {
+          at.head_kv = 0;
+          same = same && !ragged;
+          do {
+            at.record = Extents::find(params, ++at.b);
+            at.tiles = tiles_of(at.record);
+          } while (at.tiles == 0);
+        }
+      }
+      if (!same) settle(at);
     }
-    if (++at.head_kv < heads_kv) return;
-    at.head_kv = 0;
-    do {
-      at.record = Extents::find(params, ++at.b);
-      at.tiles = tiles_of(at.record);
-    } while (at.tiles == 0);
-    settle(at);
+    begin(at);
   }
 
   // --- copies ---
@@ -327,21 +361,24 @@ struct Decode {
   __device__ __forceinline__ u32 block_at(int slot) const {
     return ptx::smem_address(smem.ring[warp][slot]);
   }
-  __device__ __forceinline__ int first_key(const Cursor& at) const {
-    return at.division.base + (at.step * warps + warp) * block_keys;
-  }
-  __device__ __forceinline__ bool is_seen(const Cursor& at) const {
-    const int key = first_key(at);
-    return key < at.keys.some.end && key + block_keys > at.keys.some.begin;
+  __device__ __forceinline__ bool is_seen(const SeenSpans& keys, int key) const {
+    return key < keys.some.end && key + block_keys > keys.some.begin;
   }
 
-  __device__ __forceinline__ KeyPlace place_of(const Cursor& at, int key) const {
+  __device__ __forceinline__ KeyPlace place_of(const Segment& at, int key) const {
     if constexpr (requires { Extents::key_place(params, at.record, key); }) {
       return Extents::key_place(params, at.record, key);
     } else {
       const auto sequence = sequence_of<Extents>(params, at.record);
       return {sequence.batch(at.b), sequence.k_start() + key};
     }
+  }
+  // Whether the rows of a block that begins at this place follow one another.
+  __device__ __forceinline__ bool is_one_piece(const KeyPlace& place) const {
+    if constexpr (requires { Extents::is_one_piece(params, place, block_keys); })
+      return Extents::is_one_piece(params, place, block_keys);
+    else
+      return true;
   }
 
   // Eight lanes copy the 128 bytes of a panel's row, four rows at once. Byte offset of those of
@@ -354,46 +391,68 @@ struct Decode {
     return columns % panel_columns == 0 || panel * 8 + lane % 8 < columns / 8;
   }
   template <int columns>
-  __device__ __forceinline__ void copy_row(u32 to, const Tensor& tensor, const KeyPlace& place,
-                                           int head, int dim, bool exists) const {
-    const u16* from = static_cast<const u16*>(tensor.data);
-    if (exists) from = tensor.row(place.batch, head, place.row) + lane % 8 * 8;
+  __device__ __forceinline__ void copy_row(u32 to, const u16* from, int dim, bool exists) const {
 #pragma unroll
     for (int panel = 0; panel < panel_count(columns); ++panel) {
       if (!has_chunk<columns>(panel)) continue;
       const bool there = exists && panel * panel_columns + lane % 8 * 8 < dim;
-      ptx::cp_async_16(to + panel * panel_bytes(block_keys),
-                       there ? from + panel * panel_columns : from, there ? 16 : 0);
+      ptx::cp_async_16(to + panel * panel_bytes(block_keys), from + panel * panel_columns,
+                       there ? 16 : 0);
     }
   }
-  // Keys outside of what the unit sees become zeros, and are not read.
-  __device__ __forceinline__ void load(const Cursor& at, int slot) const {
-    if (!is_seen(at)) return;
+  template <int columns>
+  __device__ __forceinline__ const u16* chunk_of(const Tensor& tensor, const KeyPlace& place,
+                                                 int head) const {
+    return tensor.row(place.batch, head, place.row) + lane % 8 * 8;
+  }
+  // The block of this warp that begins at `key`. Keys outside of what the unit sees become zeros,
+  // and are not read.
+  __device__ __forceinline__ void load(const Segment& at, int key, int slot) const {
+    if (!is_seen(at.keys, key)) return;
     const u32 block = block_at(slot);
-    const int first = first_key(at) + lane / 8;
+    if (key >= at.keys.some.begin && key + block_keys <= at.keys.some.end) {
+      KeyPlace place = place_of(at, key);
+      if (is_one_piece(place)) {
+        place.row += lane / 8;
+        const u16* k = chunk_of<d>(params.k, place, at.head_kv);
+        const u16* v = chunk_of<dv>(params.v, place, at.head_kv);
 #pragma unroll
+        for (int i = 0; i < block_keys / 4; ++i) {
+          copy_row<d>(block + copied_at(i), k, params.head_dim, true);
+          copy_row<dv>(block + Smem::k_bytes + copied_at(i), v, params.head_dim_v, true);
+          k += 4 * params.k.seq_stride;
+          v += 4 * params.v.seq_stride;
+        }
+        return;
+      }
+    }
+#pragma unroll 1
     for (int i = 0; i < block_keys / 4; ++i) {
-      const int key = first + 4 * i;
-      const bool exists = key >= at.keys.some.begin && key < at.keys.some.end;
-      KeyPlace place{0, 0};
-      if (exists) place = place_of(at, key);
-      copy_row<d>(block + copied_at(i), params.k, place, at.head_kv, params.head_dim, exists);
-      copy_row<dv>(block + Smem::k_bytes + copied_at(i), params.v, place, at.head_kv,
-                   params.head_dim_v, exists);
+      const int own = key + 4 * i + lane / 8;
+      const bool exists = own >= at.keys.some.begin && own < at.keys.some.end;
+      const u16 *k = static_cast<const u16*>(params.k.data),
+                *v = static_cast<const u16*>(params.v.data);
+      if (exists) {
+        const KeyPlace place = place_of(at, own);
+        k = chunk_of<d>(params.k, place, at.head_kv);
+        v = chunk_of<dv>(params.v, place, at.head_kv);
+      }
+      copy_row<d>(block + copied_at(i), k, params.head_dim, exists);
+      copy_row<dv>(block + Smem::k_bytes + copied_at(i), v, params.head_dim_v, exists);
     }
   }
 
-  __device__ __forceinline__ int rows_of(const Cursor& at) const {
+  __device__ __forceinline__ int rows_of(const Segment& at) const {
     return min_int(rows, sequence_of<Extents>(params, at.record).seq_q() * group - at.tile * rows);
   }
-  __device__ __forceinline__ int token_of(const Cursor& at, int row) const {
+  __device__ __forceinline__ int token_of(const Segment& at, int row) const {
     return (at.tile * rows + row) / group;
   }
-  __device__ __forceinline__ int head_of(const Cursor& at, int row) const {
+  __device__ __forceinline__ int head_of(const Segment& at, int row) const {
     return at.head_kv * group + (at.tile * rows + row) % group;
   }
 
-  __device__ __forceinline__ void load_q(const Cursor& at) const {
+  __device__ __forceinline__ void load_q(const Segment& at) const {
     const auto sequence = sequence_of<Extents>(params, at.record);
     const int count = rows_of(at);
     for (int i = threadIdx.x; i < rows * (d / 8); i += threads) {
@@ -420,7 +479,7 @@ struct Decode {
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Decode& kernel;
-    const Cursor& at;
+    const Segment& at;
     const int tile_row, first;
 
     __device__ __forceinline__ int row() const { return kernel.token_of(at, tile_row); }
@@ -438,9 +497,8 @@ struct Decode {
   // A row's scores stand in the places of a fragment's first row, and nothing in those of its
   // second: what becomes of them is thrown away.
   template <typename Change>
-  __device__ __forceinline__ void by_rows(const Cursor& at, float (&s)[row_tiles][8],
+  __device__ __forceinline__ void by_rows(const Segment& at, int first, float (&s)[row_tiles][8],
                                           Change change) const {
-    const int first = first_key(at);
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
 #pragma unroll
@@ -456,7 +514,8 @@ struct Decode {
     }
   }
 
-  __device__ __forceinline__ void scores(const Cursor& at, u32 block, float (&s)[row_tiles][8]) {
+  __device__ __forceinline__ void scores(const Segment& at, int first, u32 block,
+                                         float (&s)[row_tiles][8]) {
     const u32 k_lane = lane_by_columns(block);
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
@@ -477,19 +536,19 @@ struct Decode {
       }
     }
     if constexpr (Policy::transforms)
-      by_rows(at, s,
+      by_rows(at, first, s,
               [&](float (&v)[8], const Place& place) { Policy::apply(v, params, Unit{}, place); });
   }
 
-  __device__ __forceinline__ void attend(const Cursor& at, int slot) {
-    if (!is_seen(at)) return;
+  __device__ __forceinline__ void attend(const Segment& at, const SeenSpans& keys, int first,
+                                         int slot) {
+    if (!is_seen(keys, first)) return;
     const u32 block = block_at(slot);
-    const int first = first_key(at);
-    const bool partial = first < at.keys.all.begin || first + block_keys > at.keys.all.end;
+    const bool partial = first < keys.all.begin || first + block_keys > keys.all.end;
     float s[row_tiles][8];
-    scores(at, block, s);
+    scores(at, first, block, s);
     if (partial)
-      by_rows(at, s, [&](float (&v)[8], const Place& place) { Policy::hide(v, params, place); });
+      by_rows(at, first, s, [&](float (&v)[8], const Place& place) { Policy::hide(v, params, place); });
     u32 p[row_tiles][1][4];
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
@@ -501,7 +560,7 @@ struct Decode {
       }
       pack_block<config.bf16>(s[t], p[t]);
     }
-    if (partial) set_apart_nonfinite(at, slot);
+    if (partial) set_apart_nonfinite(at, first, slot);
     const u32 v_lane = lane_by_rows(block + Smem::k_bytes);
 #pragma unroll
     for (int pair = 0; pair < dv / 16; ++pair) {
@@ -516,7 +575,7 @@ struct Decode {
   }
 
   // Of a block of values: what is inf or NaN goes to the rows that see it, and becomes 0.
-  __device__ __forceinline__ void set_apart_nonfinite(const Cursor& at, int slot) {
+  __device__ __forceinline__ void set_apart_nonfinite(const Segment& at, int first, int slot) {
     const u32 values = block_at(slot) + Smem::k_bytes;
     u32 sum = 0;  // of zeros, and NaN once a value is not finite
 #pragma unroll
@@ -534,7 +593,6 @@ struct Decode {
     if (__builtin_expect(!__any_sync(0xffffffffu, (sum & 0x7fff7fffu) != 0), 1)) return;
     const unsigned char* block = smem.ring[warp][slot] + Smem::k_bytes;
     const Band band = sequence_of<Extents>(params, at.record).band();
-    const int first = first_key(at);
 #pragma unroll 1
     for (int key = 0; key < block_keys; ++key) {
       const int number = first + key;
@@ -624,8 +682,8 @@ struct Decode {
     int first, step, count, index;
     Ticket ticket;
   };
-  __device__ __forceinline__ Parts parts_of(const Cursor& at) const {
-    const int items = at.division.items;
+  __device__ __forceinline__ Parts parts_of(const Segment& at) const {
+    const int items = at.items;
     if (params.invariant) {
       const int tiles_before = params.unit_tiles != 0 ? at.b * params.unit_tiles : packed_tiles(at);
       const int unit = (tiles_before + at.tile) * heads_kv + at.head_kv;
@@ -633,7 +691,7 @@ struct Decode {
               at.first, at.first + 1, 1};
     }
     if (params.tickets == nullptr) return {1, 0, 1, 0, 0, 0, 0};
-    // A CTA has two slots: for a segment at the begin of its items, and for one behind that.
+    // A CTA has two slots: for a part that is the first of its unit, and for any other.
     const int first = owner_of(at.first), last = owner_of(at.first + items - 1);
     const int count = last - first + 1;
     int group = 1;
@@ -644,7 +702,7 @@ struct Decode {
             static_cast<int>(blockIdx.x) - first,
             group,
             first,
-            2 * first + (begin_of(first) != at.first),
+            2 * first + 1,
             2 * (first + 1),
             2};
   }
@@ -668,12 +726,12 @@ struct Decode {
             {parts.first_word, 0, 255}};
   }
   // No fewer than the tiles of all packed sequences before this one.
-  __device__ __forceinline__ int packed_tiles(const Cursor& at) const {
+  __device__ __forceinline__ int packed_tiles(const Segment& at) const {
     const auto sequence = sequence_of<Extents>(params, at.record);
     return static_cast<int>(static_cast<long long>(sequence.q_start()) * group / rows) + at.b;
   }
 
-  __device__ __forceinline__ void store(const Cursor& at, int row, int column, Sums sums) const {
+  __device__ __forceinline__ void store(const Segment& at, int row, int column, Sums sums) const {
     constexpr float ln2 = 0.693147180559945309f;
     const auto sequence = sequence_of<Extents>(params, at.record);
     const int token = token_of(at, row), head = head_of(at, row);
@@ -692,7 +750,7 @@ struct Decode {
           sums.l == 0.0f ? -infinity : (sums.m + ptx::lg2(sums.l)) * ln2;
   }
 
-  __device__ __forceinline__ void finish_segment(const Cursor& at) {
+  __device__ __forceinline__ void finish_segment(const Segment& at) {
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
 #pragma unroll
@@ -723,8 +781,7 @@ struct Decode {
         store(at, row, column, sums);
         continue;
       }
-      store_part(static_cast<long long>(parts.slot(parts.index)) * params.part_rows + row, column,
-                 sums);
+      store_part(parts.slot(parts.index) * params.part_rows + row, column, sums);
     }
     if (parts.count == 1) return;
     // Why a loop: `combine` stands here once.
@@ -748,7 +805,7 @@ struct Decode {
         int* word = params.tickets + ticket.word;
         const int before = ptx::add_acq_rel(word, 1 << ticket.shift) >> ticket.shift & ticket.mask;
         is_last = before == sharing.count - 1;
-        if (is_last) ptx::add_acq_rel(word, -(sharing.count << ticket.shift));
+        if (is_last) ptx::add_relaxed(word, -(sharing.count << ticket.shift));
       }
       smem.is_last = is_last;
     }
@@ -758,22 +815,24 @@ struct Decode {
 
   // Every thread copies the numbers that it adds up itself, `depth` ahead, so that many are on
   // their way; copies of the ring that are in flight end first.
-  __device__ __forceinline__ void combine(const Cursor& at, const Parts& parts,
+  __device__ __forceinline__ void combine(const Segment& at, const Parts& parts,
                                           const Sharing& sharing, bool whole) const {
     constexpr int depth = min_int(24, sizeof(smem.o) / (16 * threads));
     static_assert(depth >= 2);
     const int count = rows_of(at) * (dv / 4);
-    const auto place = [&](int part, int row) {
-      const int slot = parts.slot(sharing.first + part * sharing.step);
-      return static_cast<long long>(slot) * params.part_rows + row;
+    // In rows: where the parts begin, the first and, `apart` each from the one before, the others.
+    const int lead = parts.slot(sharing.first) * params.part_rows;
+    const int apart = parts.step * sharing.step * params.part_rows;
+    const int others = parts.slot(sharing.first + sharing.step) * params.part_rows - apart;
+    const auto row_of_part = [&](int part) {
+      return static_cast<long long>(part == 0 ? lead : others + part * apart);
     };
     const u32 staging = ptx::smem_address(smem.o) + 16 * threadIdx.x;
     int next = threadIdx.x, next_part = 0, next_stage = 0;
     const auto fetch = [&] {
       if (next < count) {
-        const int row = next / (dv / 4), column = next % (dv / 4) * 4;
         ptx::cp_async_16(staging + next_stage * 16 * threads,
-                         params.partial_out + place(next_part, row) * dv + column, 16);
+                         params.partial_out + row_of_part(next_part) * dv + next * 4, 16);
         if (++next_part == sharing.count) {
           next_part = 0;
           next += threads;
@@ -788,7 +847,7 @@ struct Decode {
       const int part = i / rows, row = i % rows;
       if (row < params.part_rows)
         smem.sums[part][row] = ptx::load_l2(reinterpret_cast<const float2*>(params.partial_sums) +
-                                            place(part, row));
+                                            row_of_part(part) + row);
     }
     __syncthreads();
     int stage = 0;
@@ -811,17 +870,17 @@ struct Decode {
       if (whole)
         store(at, row, column, sums);
       else
-        store_part(place(0, row), column, sums);
+        store_part(lead + row, column, sums);
     }
   }
 
-  __device__ __forceinline__ void store_part(long long place, int column, const Sums& sums) const {
-    *reinterpret_cast<float4*>(params.partial_out + place * dv + column) = sums.o;
-    if (column == 0)
-      *reinterpret_cast<float2*>(params.partial_sums + place * 2) = float2{sums.m, sums.l};
+  __device__ __forceinline__ void store_part(int place, int column, const Sums& sums) const {
+    *reinterpret_cast<float4*>(params.partial_out + static_cast<long long>(place) * dv + column) =
+        sums.o;
+    if (column == 0) reinterpret_cast<float2*>(params.partial_sums)[place] = float2{sums.m, sums.l};
   }
 
-  __device__ __forceinline__ void begin_segment(const Cursor& at) {
+  __device__ __forceinline__ void begin_segment(const Segment& at) {
     load_q(at);
     __syncthreads();
     if constexpr (q_in_registers) {
@@ -852,44 +911,62 @@ struct Decode {
       const int item = look == 0 ? ends[1] : ends[0];
       if (item >= total) continue;
       at = find(item);
-      const int end = at.item == 0 ? item : at.first + at.division.items;
+      const int end = at.item == 0 ? item : at.first + at.items;
       if (look == -1) ends[0] = end;
       if (look == 0) ends[1] = end;
     }
     at.left = max_int(0, ends[1] - ends[0]);
+    if (at.left > 0) begin(at);
     return at;
   }
 
   __device__ __forceinline__ void run() {
     if constexpr (ragged) ptx::wait_for_previous_grid();
-    Cursor at = start();
+    Cursor ahead = start();
     if constexpr (!ragged) ptx::wait_for_previous_grid();
     ptx::allow_next_grid();
-    if (at.left == 0) return;
-    Cursor ahead = at;
-    int filled = 0, slot = 0, free_slot = 0;
-    bool begins = true;
+    if (ahead.left == 0) return;
+    int ahead_step = 0, ahead_segment = 0, free_slot = 0, filled = 0;
+    const Segment* at = nullptr;
+    SeenSpans keys;
+    int segment = 0, slot = 0, key = 0, steps = 0;
+#pragma unroll 1
     while (true) {
       if (ahead.left > 0) {
-        load(ahead, free_slot);
-        advance(ahead);
+        if (ahead_step == 0 && lane == 0) *segment_at(ahead_segment) = ahead;
+        load(ahead, ahead.key + (ahead_step * warps + warp) * block_keys, free_slot);
+        if (++ahead_step == ahead.steps) {
+          ahead_step = 0;
+          ahead_segment = ahead_segment + 1 == Smem::segments ? 0 : ahead_segment + 1;
+          advance(ahead);
+        }
       }
       ptx::cp_async_commit();
       free_slot = free_slot + 1 == stages ? 0 : free_slot + 1;
       if (++filled < stages) continue;
-      if (begins) begin_segment(at);
+      if (steps == 0) {
+        __syncwarp();  // the segment is there
+        at = segment_at(segment);
+        keys = at->keys;
+        steps = at->steps;
+        key = at->key + warp * block_keys;
+        begin_segment(*at);
+      }
       ptx::cp_async_wait<stages - 1>();
       __syncwarp();
-      attend(at, slot);
+      attend(*at, keys, key, slot);
       __syncwarp();
       slot = slot + 1 == stages ? 0 : slot + 1;
-      const bool item_ends = at.step + 1 == at.item_end();
-      const bool last = item_ends && at.left == 1;
-      begins = item_ends && (params.invariant || last || at.item + 1 == at.division.items);
-      if (begins) finish_segment(at);
-      if (last) return;
-      advance(at);
+      key += step_keys;
+      if (--steps > 0) continue;
+      finish_segment(*at);
+      if (at->is_last) return;
+      segment = segment + 1 == Smem::segments ? 0 : segment + 1;
     }
+  }
+
+  __device__ __forceinline__ Segment* segment_at(int number) const {
+    return reinterpret_cast<Segment*>(smem.segment[warp][number]);
   }
 };
 
