@@ -64,6 +64,9 @@ inline uint4 load_shared(u32 address) {
   std::memcpy(&x, model::shared + address, 16);
   return x;
 }
+inline float4 load_shared_floats(u32 address) {
+  return __builtin_bit_cast(float4, load_shared(address));
+}
 inline void store_shared(u32 address, uint4 x) {
   if (address % 16 || address + 16 > model::shared_bytes) model::fail("a store to no such address");
   std::memcpy(model::shared + address, &x, 16);

@@ -149,10 +149,11 @@ struct Decode {
   const int group = params.heads_per_kv;
   const int heads_kv = params.heads_kv;
 
-  int head_items;          // of a KV head of a sequence, where all are alike
-  int total, active;       // N and A, of items
-  int splits, unit_items;  // where units are dealt out; else `splits` is 0 and
-  int run_items, longer_runs;  // the first `longer_runs` CTAs have one item more than run_items
+  // Where units are dealt out: parts of a unit, and which of them this CTA has; else 0.
+  int splits = 0, split = 0;
+  // Else: N and A, of items; the first `longer_runs` CTAs have one item more than run_items.
+  int total, active, run_items, longer_runs;
+  int head_items;  // of a KV head of a sequence, where all are alike
   u32 q[q_steps][4];
   float o[row_tiles][dv / 2];
   Softmax softmax[row_tiles];
@@ -180,8 +181,12 @@ struct Decode {
   __device__ __forceinline__ SeenSpans seen(const Record& record, int b, int tile) const {
     const auto sequence = sequence_of<Extents>(params, record);
     const Band band = sequence.band();
-    const int first = tile * rows / group;
-    const int last = (min_int((tile + 1) * rows, sequence.seq_q() * group) - 1) / group;
+    const int seq_q = sequence.seq_q();
+    int first = 0, last = seq_q - 1;
+    if (seq_q * group > rows) {
+      first = tile * rows / group;
+      last = (min_int((tile + 1) * rows, seq_q * group) - 1) / group;
+    }
     SeenSpans keys{{band.first_key(first), band.end_key(last)},
                    {band.first_key(last), band.end_key(first)}};
     if constexpr (Policy::hides_by_span) {
@@ -216,30 +221,17 @@ struct Decode {
   __device__ __forceinline__ void divide_runs() {
     total = count_all_items();
     const int ctas = gridDim.x;
-    splits = unit_items = run_items = longer_runs = 0;
-    if (!ragged && params.splits != 0) {
-      unit_items = head_items;
-      splits = min_int(params.splits, unit_items);
-      active = ceil_div(params.batch * heads_kv, params.units_per_run) * splits;
-    } else {
-      active = max_int(1, min_int(ctas, params.invariant ? total : total / params.min_run));
-      run_items = total / active;
-      longer_runs = total - run_items * active;
-    }
+    active = max_int(1, min_int(ctas, params.invariant ? total : total / params.min_run));
+    run_items = total / active;
+    longer_runs = total - run_items * active;
   }
   // The first item of a CTA, and the CTA of an item. Invariant: every CTA < A has an item.
   __device__ __forceinline__ int begin_of(int cta) const {
-    if (splits == 0) return cta * run_items + min_int(cta, longer_runs);
-    const int unit = cta / splits * params.units_per_run;
-    return min_int(total, unit * unit_items + cta % splits * unit_items / splits);
+    return cta * run_items + min_int(cta, longer_runs);
   }
   __device__ __forceinline__ int owner_of(int item) const {
-    if (splits == 0) {
-      const int rest = item - longer_runs * (run_items + 1);
-      return rest < 0 ? item / (run_items + 1) : longer_runs + rest / run_items;
-    }
-    const int unit = item / unit_items, rest = item - unit * unit_items;
-    return unit / params.units_per_run * splits + ((rest + 1) * splits - 1) / unit_items;
+    const int rest = item - longer_runs * (run_items + 1);
+    return rest < 0 ? item / (run_items + 1) : longer_runs + rest / run_items;
   }
 
   // Steps of one unit, one after another, that a CTA does.
@@ -636,26 +628,18 @@ struct Decode {
   // --- steps 6 to 8 ---
 
   struct Sums {
-    float m = -infinity, l = 0.0f;
-    float4 o{0.0f, 0.0f, 0.0f, 0.0f};
+    float m, l;
+    float4 o;
 
+    // Of parts whose largest m is this.
+    __device__ __forceinline__ explicit Sums(float m) : m(m), l(0.0f), o{0.0f, 0.0f, 0.0f, 0.0f} {}
     __device__ __forceinline__ void add(float other_m, float other_l, const float4& other) {
-      const float next = fmaxf(m, other_m), base = next == -infinity ? 0.0f : next;
-      const float own = ptx::ex2(m - base), factor = ptx::ex2(other_m - base);
-      m = next;
-      l = fmaf(l, own, other_l * factor);
-      o.x = fmaf(o.x, own, other.x * factor);
-      o.y = fmaf(o.y, own, other.y * factor);
-      o.z = fmaf(o.z, own, other.z * factor);
-      o.w = fmaf(o.w, own, other.w * factor);
-    }
-    // A part whose maximum is not above m.
-    __device__ __forceinline__ void add_scaled(float factor, float other_l, const uint4& bits) {
+      const float factor = ptx::ex2(other_m - (m == -infinity ? 0.0f : m));
       l = fmaf(factor, other_l, l);
-      o.x = fmaf(factor, __uint_as_float(bits.x), o.x);
-      o.y = fmaf(factor, __uint_as_float(bits.y), o.y);
-      o.z = fmaf(factor, __uint_as_float(bits.z), o.z);
-      o.w = fmaf(factor, __uint_as_float(bits.w), o.w);
+      o.x = fmaf(factor, other.x, o.x);
+      o.y = fmaf(factor, other.y, o.y);
+      o.z = fmaf(factor, other.z, o.z);
+      o.w = fmaf(factor, other.w, o.w);
     }
   };
 
@@ -692,19 +676,17 @@ struct Decode {
     }
     if (params.tickets == nullptr) return {1, 0, 1, 0, 0, 0, 0};
     // A CTA has two slots: for a part that is the first of its unit, and for any other.
-    const int first = owner_of(at.first), last = owner_of(at.first + items - 1);
-    const int count = last - first + 1;
+    int first = blockIdx.x - split, count = splits;
+    if (splits == 0) {
+      first = owner_of(at.first);
+      count = owner_of(at.first + items - 1) - first + 1;
+    }
     int group = 1;
     if (count > max_direct) {
       while (group * group < count) ++group;
     }
-    return {count,
-            static_cast<int>(blockIdx.x) - first,
-            group,
-            first,
-            2 * first + 1,
-            2 * (first + 1),
-            2};
+    const int index = blockIdx.x - first;
+    return {count, index, group, first, 2 * first + 1, 2 * (first + 1), 2};
   }
   // Step 9, and step 8 for parts or for sums of groups.
   //
@@ -751,10 +733,12 @@ struct Decode {
   }
 
   __device__ __forceinline__ void finish_segment(const Segment& at) {
+    const int row_count = rows_of(at);
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
+        if (16 * t + 8 * r >= row_count) continue;
         const int row = 16 * t + lane / 4 + 8 * r;
         const float l = quad_sum(softmax[t].sum[r]);
         if (lane % 4 == 0) {
@@ -768,11 +752,14 @@ struct Decode {
       }
     }
     __syncthreads();
-    const int count = rows_of(at) * (dv / 4);
+    const int count = row_count * (dv / 4);
     const Parts parts = parts_of(at);
     for (int i = threadIdx.x; i < count; i += threads) {
       const int row = i / (dv / 4), column = i % (dv / 4) * 4;
-      Sums sums;
+      float top = -infinity;
+#pragma unroll
+      for (int w = 0; w < warps; ++w) top = fmaxf(top, smem.m[w][row]);
+      Sums sums(top);
 #pragma unroll
       for (int w = 0; w < warps; ++w)
         sums.add(smem.m[w][row], smem.l[w][row],
@@ -813,13 +800,13 @@ struct Decode {
     return smem.is_last;
   }
 
-  // Every thread copies the numbers that it adds up itself, `depth` ahead, so that many are on
-  // their way; copies of the ring that are in flight end first.
+  // Every thread copies the numbers that it adds up itself, as many at once as there is room for;
+  // copies of the ring that are in flight end first.
   __device__ __forceinline__ void combine(const Segment& at, const Parts& parts,
                                           const Sharing& sharing, bool whole) const {
-    constexpr int depth = min_int(24, sizeof(smem.o) / (16 * threads));
-    static_assert(depth >= 2);
-    const int count = rows_of(at) * (dv / 4);
+    constexpr int depth = sizeof(smem.o) / (16 * threads);
+    static_assert(depth >= 1);
+    const int count = rows_of(at) * (dv / 4), part_count = sharing.count;
     // In rows: where the parts begin, the first and, `apart` each from the one before, the others.
     const int lead = parts.slot(sharing.first) * params.part_rows;
     const int apart = parts.step * sharing.step * params.part_rows;
@@ -827,45 +814,51 @@ struct Decode {
     const auto row_of_part = [&](int part) {
       return static_cast<long long>(part == 0 ? lead : others + part * apart);
     };
+    const auto load_sums = [&](int i) {
+      return ptx::load_l2(reinterpret_cast<const float2*>(params.partial_sums) +
+                          row_of_part(i / rows) + min_int(i % rows, params.part_rows - 1));
+    };
+    const bool has_sums = threadIdx.x < rows * part_count;
+    float2 first_sums;
+    if (has_sums) first_sums = load_sums(threadIdx.x);
     const u32 staging = ptx::smem_address(smem.o) + 16 * threadIdx.x;
-    int next = threadIdx.x, next_part = 0, next_stage = 0;
+    int next = threadIdx.x, next_part = 0;
     const auto fetch = [&] {
-      if (next < count) {
-        ptx::cp_async_16(staging + next_stage * 16 * threads,
+#pragma unroll 1
+      for (int j = 0; j < depth && next < count; ++j) {
+        ptx::cp_async_16(staging + j * 16 * threads,
                          params.partial_out + row_of_part(next_part) * dv + next * 4, 16);
-        if (++next_part == sharing.count) {
+        if (++next_part == part_count) {
           next_part = 0;
           next += threads;
         }
       }
       ptx::cp_async_commit();
-      next_stage = next_stage + 1 == depth ? 0 : next_stage + 1;
     };
+    fetch();
+    float2* const all_sums = smem.sums[0];
+    if (has_sums) all_sums[threadIdx.x] = first_sums;
 #pragma unroll 1
-    for (int i = 1; i < depth; ++i) fetch();
-    for (int i = threadIdx.x; i < rows * sharing.count; i += threads) {
-      const int part = i / rows, row = i % rows;
-      if (row < params.part_rows)
-        smem.sums[part][row] = ptx::load_l2(reinterpret_cast<const float2*>(params.partial_sums) +
-                                            row_of_part(part) + row);
-    }
+    for (int i = threadIdx.x + threads; i < rows * part_count; i += threads)
+      all_sums[i] = load_sums(i);
     __syncthreads();
-    int stage = 0;
+    int j = 0;
 #pragma unroll 1
     for (int i = threadIdx.x; i < count; i += threads) {
       const int row = i / (dv / 4), column = i % (dv / 4) * 4;
-      Sums sums;
-      for (int part = 0; part < sharing.count; ++part)
-        sums.m = fmaxf(sums.m, smem.sums[part][row].x);
-      const float base = sums.m == -infinity ? 0.0f : sums.m;
+      float top = -infinity;
+#pragma unroll 4
+      for (int part = 0; part < part_count; ++part) top = fmaxf(top, smem.sums[part][row].x);
+      Sums sums(top);
 #pragma unroll 1
-      for (int part = 0; part < sharing.count; ++part) {
-        fetch();
-        ptx::cp_async_wait<depth - 1>();
+      for (int part = 0; part < part_count; ++part) {
+        if (j == depth) {
+          fetch();
+          j = 0;
+        }
+        if (j == 0) ptx::cp_async_wait<0>();
         const float2 own = smem.sums[part][row];
-        const uint4 bits = ptx::load_shared(staging + stage * 16 * threads);
-        stage = stage + 1 == depth ? 0 : stage + 1;
-        sums.add_scaled(ptx::ex2(own.x - base), own.y, bits);
+        sums.add(own.x, own.y, ptx::load_shared_floats(staging + j++ * 16 * threads));
       }
       if (whole)
         store(at, row, column, sums);
@@ -895,12 +888,37 @@ struct Decode {
     }
   }
 
+  // Step 1. Invariant: one tile holds all rows of a unit.
+  __device__ __forceinline__ void deal(Cursor& at) {
+    const int cta = blockIdx.x, units = params.batch * heads_kv;
+    at.b = at.tile = 0;
+    at.tiles = 1;
+    at.record = Extents::find(params, 0);
+    settle(at);
+    splits = min_int(params.splits, at.items);
+    const int run = cta / splits, unit = run * params.units_per_run;
+    if (unit >= units) return;
+    split = cta - run * splits;
+    at.item = split * at.items / splits;
+    at.left = (split + 1) * at.items / splits - at.item;
+    if (params.units_per_run > 1)
+      at.left = min_int(params.units_per_run, units - unit) * at.items;
+    at.first = unit * at.items;
+    at.b = unit / heads_kv;
+    at.head_kv = unit - at.b * heads_kv;
+    begin(at);
+  }
+
   // Items of this CTA, from the first on.
   __device__ __forceinline__ Cursor start() {
     Cursor at;
     at.left = 0;
-    divide_runs();
     const int cta = blockIdx.x;
+    if (!ragged && params.splits != 0 && params.tickets != nullptr) {
+      deal(at);
+      return at;
+    }
+    divide_runs();
     if (cta >= active || total == 0) return at;
     // Without tickets a CTA does whole units, those that begin among its items: both ends move to
     // the end of the unit that they are inside of. Why a loop: `find` is long, and stands here

@@ -37,6 +37,15 @@ __device__ __forceinline__ uint4 load_shared(u32 address) {  // ISA: ld
   return x;
 }
 
+__device__ __forceinline__ float4 load_shared_floats(u32 address) {  // ISA: ld
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
 __device__ __forceinline__ void store_shared(u32 address, uint4 x) {  // ISA: st
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y),
                "r"(x.z), "r"(x.w)
