@@ -117,14 +117,14 @@ struct DecodeSmem {
   static constexpr int stride = config.head_dim_v + 8;  // so that lanes write to different banks
 
   alignas(1024) unsigned char ring[config.warps][config.stages][k_bytes + v_bytes];
-  unsigned char q[matrix_bytes(config.rows(), config.head_dim)];
+  unsigned char q[2][matrix_bytes(config.rows(), config.head_dim)];
   float o[config.warps][config.rows()][stride];
   float2 sums[max_group][config.rows()];  // of parts: M, L
   float m[config.warps][config.rows()];
   float l[config.warps][config.rows()];
-  // Of every warp, the segment that it attends to and those whose blocks are on their way.
-  static constexpr int segments = config.stages + 2, segment_ints = 24;
-  int segment[config.warps][segments][segment_ints];
+  // Of every warp, the segment that it attends to and the one behind it.
+  static constexpr int segment_ints = 24;
+  int segment[config.warps][2][segment_ints];
   int is_last;
 };
 
@@ -153,7 +153,9 @@ struct Decode {
   int splits = 0, split = 0;
   // Else: N and A, of items; the first `longer_runs` CTAs have one item more than run_items.
   int total, active, run_items, longer_runs;
-  int head_items;  // of a KV head of a sequence, where all are alike
+  int head_items;   // of a KV head of a sequence, where all are alike
+  int first_items;  // of the sequence that is this lane's number
+  int buffer = 0;  // of the segment that is attended to: its Q and its description
   u32 q[q_steps][4];
   float o[row_tiles][dv / 2];
   Softmax softmax[row_tiles];
@@ -210,9 +212,9 @@ struct Decode {
       head_items = count_items(0);
       return params.batch * heads_kv * head_items;
     }
-    int sum = 0;
+    int sum = first_items = lane < params.batch ? count_items(lane) : 0;
 #pragma unroll 1
-    for (int b = lane; b < params.batch; b += 32) sum += count_items(b);
+    for (int b = lane + 32; b < params.batch; b += 32) sum += count_items(b);
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
     return sum * heads_kv;
@@ -282,7 +284,8 @@ struct Decode {
     first = 0;
 #pragma unroll 1
     for (int begin = 0;; begin += 32) {
-      const int mine = begin + lane < params.batch ? count_items(begin + lane) : 0;
+      int mine = begin == 0 ? first_items : 0;
+      if (begin > 0 && begin + lane < params.batch) mine = count_items(begin + lane);
       const int own = mine * heads_kv;
       int through = own;  // this lane's sequence
 #pragma unroll
@@ -444,25 +447,27 @@ struct Decode {
     return at.head_kv * group + (at.tile * rows + row) % group;
   }
 
-  __device__ __forceinline__ void load_q(const Segment& at) const {
+  // This thread's share of the rows of a segment, in the group of copies of its first block.
+  __device__ __forceinline__ void load_q(const Segment& at, int buffer) const {
     const auto sequence = sequence_of<Extents>(params, at.record);
-    const int count = rows_of(at);
+    const int count = rows_of(at), batch = sequence.batch(at.b);
+    const u32 matrix = ptx::smem_address(smem.q[buffer]);
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows * (d / 8); i += threads) {
       const int row = i / (d / 8), chunk = i % (d / 8);
-      uint4 x{0, 0, 0, 0};
-      if (row < count && chunk * 8 < params.head_dim)
-        x = *reinterpret_cast<const uint4*>(params.q.row(sequence.batch(at.b), head_of(at, row),
-                                                         sequence.q_start() + token_of(at, row)) +
-                                            chunk * 8);
-      ptx::store_shared(ptx::smem_address(smem.q) + chunk / 8 * panel_bytes(rows) +
-                            swizzled_chunk(row, chunk % 8),
-                        x);
+      const bool exists = row < count && chunk * 8 < params.head_dim;
+      const u16* from = static_cast<const u16*>(params.q.data);
+      if (exists)
+        from = params.q.row(batch, head_of(at, row), sequence.q_start() + token_of(at, row)) +
+               chunk * 8;
+      ptx::cp_async_16(matrix + chunk / 8 * panel_bytes(rows) + swizzled_chunk(row, chunk % 8),
+                       from, exists ? 16 : 0);
     }
   }
   __device__ __forceinline__ void read_q(int step, int t, u32 (&fragment)[4]) const {
-    ptx::ldmatrix_x4(
-        column_block<rows>(lane_by_rows(ptx::smem_address(smem.q)), step) + t * panel_bytes(16),
-        fragment);
+    const u32 matrix = ptx::smem_address(smem.q[buffer]);
+    ptx::ldmatrix_x4(column_block<rows>(lane_by_rows(matrix), step) + t * panel_bytes(16),
+                     fragment);
   }
 
   // --- steps 3 to 5 ---
@@ -804,8 +809,8 @@ struct Decode {
   // copies of the ring that are in flight end first.
   __device__ __forceinline__ void combine(const Segment& at, const Parts& parts,
                                           const Sharing& sharing, bool whole) const {
-    constexpr int depth = sizeof(smem.o) / (16 * threads);
-    static_assert(depth >= 1);
+    constexpr int room = sizeof(smem.o) / (16 * threads);  // of a thread
+    static_assert(room >= 1);
     const int count = rows_of(at) * (dv / 4), part_count = sharing.count;
     // In rows: where the parts begin, the first and, `apart` each from the one before, the others.
     const int lead = parts.slot(sharing.first) * params.part_rows;
@@ -818,52 +823,61 @@ struct Decode {
       return ptx::load_l2(reinterpret_cast<const float2*>(params.partial_sums) +
                           row_of_part(i / rows) + min_int(i % rows, params.part_rows - 1));
     };
-    const bool has_sums = threadIdx.x < rows * part_count;
-    float2 first_sums;
-    if (has_sums) first_sums = load_sums(threadIdx.x);
+    float2* const all_sums = smem.sums[0];
+    const int sum_count = rows * part_count;
+    float2 own_sums;
+    if (threadIdx.x < sum_count) own_sums = load_sums(threadIdx.x);
+    // At once: `together` parts of `each` of the thread's numbers; all parts, if there is room.
+    const int together = min_int(part_count, room), each = room / together;
     const u32 staging = ptx::smem_address(smem.o) + 16 * threadIdx.x;
-    int next = threadIdx.x, next_part = 0;
-    const auto fetch = [&] {
+    const auto fetch = [&](int first, int first_part) {
+      u32 to = staging;
 #pragma unroll 1
-      for (int j = 0; j < depth && next < count; ++j) {
-        ptx::cp_async_16(staging + j * 16 * threads,
-                         params.partial_out + row_of_part(next_part) * dv + next * 4, 16);
-        if (++next_part == part_count) {
-          next_part = 0;
-          next += threads;
+      for (int i = first; i < min_int(count, first + each * threads); i += threads) {
+#pragma unroll 4
+        for (int part = first_part; part < min_int(part_count, first_part + together); ++part) {
+          ptx::cp_async_16(to, params.partial_out + row_of_part(part) * dv + i * 4, 16);
+          to += 16 * threads;
         }
       }
       ptx::cp_async_commit();
     };
-    fetch();
-    float2* const all_sums = smem.sums[0];
-    if (has_sums) all_sums[threadIdx.x] = first_sums;
+    fetch(threadIdx.x, 0);
+    if (threadIdx.x < sum_count) all_sums[threadIdx.x] = own_sums;
 #pragma unroll 1
-    for (int i = threadIdx.x + threads; i < rows * part_count; i += threads)
-      all_sums[i] = load_sums(i);
+    for (int i = threadIdx.x + threads; i < sum_count; i += threads) all_sums[i] = load_sums(i);
     __syncthreads();
-    int j = 0;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += threads) {
-      const int row = i / (dv / 4), column = i % (dv / 4) * 4;
-      float top = -infinity;
+    for (int first = threadIdx.x; first < count; first += each * threads) {
+      Sums sums(-infinity);
+#pragma unroll 1
+      for (int first_part = 0; first_part < part_count; first_part += together) {
+        if (first >= threads || first_part > 0) fetch(first, first_part);
+        ptx::cp_async_wait<0>();
+        const int end_part = min_int(part_count, first_part + together);
+        u32 from = staging;
+#pragma unroll 1
+        for (int i = first; i < min_int(count, first + each * threads); i += threads) {
+          const int row = i / (dv / 4), column = i % (dv / 4) * 4;
+          if (first_part == 0) {
+            float top = -infinity;
 #pragma unroll 4
-      for (int part = 0; part < part_count; ++part) top = fmaxf(top, smem.sums[part][row].x);
-      Sums sums(top);
-#pragma unroll 1
-      for (int part = 0; part < part_count; ++part) {
-        if (j == depth) {
-          fetch();
-          j = 0;
+            for (int part = 0; part < part_count; ++part) top = fmaxf(top, smem.sums[part][row].x);
+            sums = Sums(top);
+          }
+#pragma unroll 4
+          for (int part = first_part; part < end_part; ++part) {
+            const float2 own = smem.sums[part][row];
+            sums.add(own.x, own.y, ptx::load_shared_floats(from));
+            from += 16 * threads;
+          }
+          if (end_part < part_count) continue;
+          if (whole)
+            store(at, row, column, sums);
+          else
+            store_part(lead + row, column, sums);
         }
-        if (j == 0) ptx::cp_async_wait<0>();
-        const float2 own = smem.sums[part][row];
-        sums.add(own.x, own.y, ptx::load_shared_floats(staging + j++ * 16 * threads));
       }
-      if (whole)
-        store(at, row, column, sums);
-      else
-        store_part(lead + row, column, sums);
     }
   }
 
@@ -873,8 +887,8 @@ struct Decode {
     if (column == 0) reinterpret_cast<float2*>(params.partial_sums)[place] = float2{sums.m, sums.l};
   }
 
-  __device__ __forceinline__ void begin_segment(const Segment& at) {
-    load_q(at);
+  // Once this warp's share of Q is there.
+  __device__ __forceinline__ void begin_segment() {
     __syncthreads();
     if constexpr (q_in_registers) {
 #pragma unroll
@@ -944,43 +958,63 @@ struct Decode {
     if constexpr (!ragged) ptx::wait_for_previous_grid();
     ptx::allow_next_grid();
     if (ahead.left == 0) return;
-    int ahead_step = 0, ahead_segment = 0, free_slot = 0, filled = 0;
-    const Segment* at = nullptr;
+    // Copies run `stages` steps ahead, and begin a segment only once the one before the last has
+    // ended: Q has two places.
+    int ahead_step = 0, ahead_buffer = 0, ahead_slot = 0, in_flight = 0, begun = 0;
     SeenSpans keys;
-    int segment = 0, slot = 0, key = 0, steps = 0;
+    int slot = 0, key = 0, steps = 0;
 #pragma unroll 1
     while (true) {
-      if (ahead.left > 0) {
-        if (ahead_step == 0 && lane == 0) *segment_at(ahead_segment) = ahead;
-        load(ahead, ahead.key + (ahead_step * warps + warp) * block_keys, free_slot);
+#pragma unroll 1
+      while (ahead.left > 0 && in_flight < stages && (ahead_step > 0 || begun < 2)) {
+        if (ahead_step == 0) {
+          if (lane == 0) *segment_at(ahead_buffer) = ahead;
+          load_q(ahead, ahead_buffer);
+          ahead_buffer ^= 1;
+          ++begun;
+        }
+        load(ahead, ahead.key + (ahead_step * warps + warp) * block_keys, ahead_slot);
+        ptx::cp_async_commit();
+        ahead_slot = ahead_slot + 1 == stages ? 0 : ahead_slot + 1;
+        ++in_flight;
         if (++ahead_step == ahead.steps) {
           ahead_step = 0;
-          ahead_segment = ahead_segment + 1 == Smem::segments ? 0 : ahead_segment + 1;
           advance(ahead);
         }
       }
-      ptx::cp_async_commit();
-      free_slot = free_slot + 1 == stages ? 0 : free_slot + 1;
-      if (++filled < stages) continue;
-      if (steps == 0) {
-        __syncwarp();  // the segment is there
-        at = segment_at(segment);
-        keys = at->keys;
-        steps = at->steps;
-        key = at->key + warp * block_keys;
-        begin_segment(*at);
-      }
-      ptx::cp_async_wait<stages - 1>();
+      wait_for_oldest(in_flight - 1);
       __syncwarp();
-      attend(*at, keys, key, slot);
+      const Segment& at = *segment_at(buffer);
+      if (steps == 0) {
+        keys = at.keys;
+        steps = at.steps;
+        key = at.key + warp * block_keys;
+        begin_segment();
+      }
+      attend(at, keys, key, slot);
       __syncwarp();
       slot = slot + 1 == stages ? 0 : slot + 1;
+      --in_flight;
       key += step_keys;
       if (--steps > 0) continue;
-      finish_segment(*at);
-      if (at->is_last) return;
-      segment = segment + 1 == Smem::segments ? 0 : segment + 1;
+      finish_segment(at);
+      if (at.is_last) return;
+      __syncwarp();  // all lanes have read what the segment is: lane 0 may write the next there
+      --begun;
+      buffer ^= 1;
     }
+  }
+
+  // Until all but so many of the steps that are on their way have arrived.
+  template <int pending = stages - 1>
+  __device__ __forceinline__ void wait_for_oldest(int others) const {
+    if constexpr (pending > 0) {
+      if (others < pending) {
+        wait_for_oldest<pending - 1>(others);
+        return;
+      }
+    }
+    ptx::cp_async_wait<pending>();
   }
 
   __device__ __forceinline__ Segment* segment_at(int number) const {
