@@ -151,7 +151,7 @@ def test_outputs_on_the_model(monkeypatch, tokens, keys, heads, dims, mask, name
         (3000, (2, 1), 1, 12, (23, 1)),  # one unit in so many parts that they are added up in groups
         (700, (4, 2), 2, 4, (2, 1)),
         (200, (3, 3), 4, 3, (1, 2)),  # whole units, two per CTA
-        (700, (3, 3), 1, 2, (0, 1)),  # three units for four CTAs: not dealt out
+        (2000, (3, 3), 1, 2, (0, 1)),  # three units for four CTAs: not dealt out
     ],
     ids=str,
 )

@@ -52,8 +52,9 @@ BLOCK_KEYS = 16  # of a warp
 MIN_ITEM_STEPS, MAX_ITEMS = 4, 64  # of a unit, where its division is invariant: as decode.cuh has them
 MAX_GROUP = 20  # parts that one CTA adds up: as decode.cuh has it
 _SEGMENT_BYTES = 96  # of a description of a segment: as decode.cuh has it
-MIN_RUN = 2  # steps of a CTA, at least
-MIN_EVEN = 0.85  # share of the CTAs that must be busy for units to be dealt out
+MIN_RUN_KEYS = 128  # of a CTA, at least: fewer are read faster than one more part is added up
+# What a run costs that ends inside a unit: its warps meet twice, and both units have one part more.
+STRADDLING_STEPS = 3
 # Fewer keys are one tile of a forward, which has nothing to divide. More rows than one tile of ours has read the keys
 # more than once: a forward has wider tiles.
 MIN_KEYS = 128
@@ -196,19 +197,23 @@ class _Runs(NamedTuple):
 
 
 def _dealt(problem: Problem, slots: int, units: int, steps: int, config: Config) -> _Runs:
-    """Runs that begin and end where units do, if units are alike and that leaves few CTAs idle; else none.
-
-    Why: where a run goes on in another unit, its warps meet twice, and both units have one part more.
-    """
+    """Runs that begin and end where units do, if units are alike and the CTAs that this leaves idle cost less than runs
+    that straddle units; else none."""
     alike = not isinstance(problem.mask, Cached) and not any(term.narrows for term in problem.scores)
     if not alike or _tiles(problem, config.rows) != problem.batch or steps >= 1 << 20:
         return _Runs()
     if units >= slots:
-        whole = tiles(units, slots)
-        return _Runs(1, whole) if units >= MIN_EVEN * whole * slots else _Runs()
-    splits = slots // units
-    useful = max(1, steps // MIN_RUN)
-    return _Runs(min(splits, useful)) if useful <= splits or splits * units >= MIN_EVEN * slots else _Runs()
+        runs = _Runs(1, tiles(units, slots))
+    else:
+        runs = _Runs(min(slots // units, max(1, steps // _min_run(config))))
+    busy = tiles(units, runs.units) * runs.splits
+    idle_steps = units * steps / busy * (1 - busy / slots)
+    return runs if idle_steps <= STRADDLING_STEPS else _Runs()
+
+
+def _min_run(config: Config) -> int:
+    """Steps of a CTA, at least."""
+    return max(1, MIN_RUN_KEYS // config.block_kv)
 
 
 def program(problem: Problem, target: Target, config: Config) -> Program:
@@ -244,7 +249,7 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
         "invariant": int(invariant),
         "splits": runs.splits,
         "units_per_run": runs.units,
-        "min_run": MIN_RUN,
+        "min_run": _min_run(config),
         "scale_log2": unit_of(problem) * LOG2_E,
     }
     extents = BATCHED
@@ -255,7 +260,8 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
     params = extents.params(params_for(problem, _Params))
     launch = Launch(kernel, params, fields, grid, config.threads, overlap=target.capability >= (9, 0))
     # Nothing else divides the keys, or knows caches: a kernel that spills a register or two is better than none.
-    return lenient(Program((launch,), scratch, says=_says(problem, target, config, grid, units, items, runs, invariant)))
+    says = _says(problem, target, config, grid, units, items, runs, invariant)
+    return lenient(Program((launch,), scratch, says=says))
 
 
 def _shape(problem: Problem) -> dict[str, int]:
@@ -299,7 +305,7 @@ def _says(
     """For `explain`: how the keys are divided, and what memory allows."""
     ragged = isinstance(problem.mask, Cached) or any(term.narrows for term in problem.scores)
     most = "up to " if ragged else ""
-    working = max(1, min(grid, items if invariant else items // MIN_RUN))
+    working = max(1, min(grid, items if invariant else items // _min_run(config)))
     if runs.splits:
         working = tiles(units, runs.units) * runs.splits
     kind = "items" if invariant else f"steps of {config.block_kv} keys"

@@ -84,9 +84,9 @@ struct DecodeParams {
   float* lse;           // null, or (batch, heads, seq_q)
   float* partial_out;   // (slots, part_rows, head_dim_v of the class)
   float* partial_sums;  // (slots, part_rows, 2): M and L
-  int* tickets;         // zeros, and left so: one per CTA, or two per unit where `invariant`; or null
-  int batch;            // sequences
-  int heads;            // of queries
+  int* tickets;  // zeros, and left so: one per CTA, or two per unit where `invariant`; or null
+  int batch;     // sequences
+  int heads;     // of queries
   int heads_kv;
   int heads_per_kv;
   int seq_q;
@@ -155,7 +155,7 @@ struct Decode {
   int total, active, run_items, longer_runs;
   int head_items;   // of a KV head of a sequence, where all are alike
   int first_items;  // of the sequence that is this lane's number
-  int buffer = 0;  // of the segment that is attended to: its Q and its description
+  int buffer = 0;   // of the segment that is attended to: its Q and its description
   u32 q[q_steps][4];
   float o[row_tiles][dv / 2];
   Softmax softmax[row_tiles];
@@ -545,7 +545,8 @@ struct Decode {
     float s[row_tiles][8];
     scores(at, first, block, s);
     if (partial)
-      by_rows(at, first, s, [&](float (&v)[8], const Place& place) { Policy::hide(v, params, place); });
+      by_rows(at, first, s,
+              [&](float (&v)[8], const Place& place) { Policy::hide(v, params, place); });
     u32 p[row_tiles][1][4];
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
@@ -676,8 +677,8 @@ struct Decode {
     if (params.invariant) {
       const int tiles_before = params.unit_tiles != 0 ? at.b * params.unit_tiles : packed_tiles(at);
       const int unit = (tiles_before + at.tile) * heads_kv + at.head_kv;
-      return {items,    at.item,      items <= max_direct ? 1 : max_items / 8, 2 * unit,
-              at.first, at.first + 1, 1};
+      return {items,        at.item, items <= max_direct ? 1 : max_items / 8, 2 * unit, at.first,
+              at.first + 1, 1};
     }
     if (params.tickets == nullptr) return {1, 0, 1, 0, 0, 0, 0};
     // A CTA has two slots: for a part that is the first of its unit, and for any other.
@@ -915,8 +916,7 @@ struct Decode {
     split = cta - run * splits;
     at.item = split * at.items / splits;
     at.left = (split + 1) * at.items / splits - at.item;
-    if (params.units_per_run > 1)
-      at.left = min_int(params.units_per_run, units - unit) * at.items;
+    if (params.units_per_run > 1) at.left = min_int(params.units_per_run, units - unit) * at.items;
     at.first = unit * at.items;
     at.b = unit / heads_kv;
     at.head_kv = unit - at.b * heads_kv;
