@@ -44,7 +44,7 @@
 //   __syncthreads, in step 6           all warps have written O, m, l, and have read Q, which is loaded anew after this
 //   __syncthreads, around a ticket     all stores of a part come before it (release), all loads of others after it (acquire)
 //   cp_async_wait, in steps 8 and 9    a number of a part has arrived: copied, and read, by one thread
-//   __syncthreads, in steps 8 and 9    M and L of all parts are in `sums`
+//   __syncthreads, in steps 8 and 9    M and L of all parts are in `sums`, and the largest M of each row in m
 //   __syncthreads, after Q is loaded   it is there, and the O, m, l of the segment before have been read
 // Values that are inf or NaN, in blocks of which a row may not see every key: 0 * inf is NaN. There the rows that do see such a
 // value get it at once, and it is zeroed before the product.
@@ -806,11 +806,11 @@ struct Decode {
     return smem.is_last;
   }
 
-  // Every thread copies the numbers that it adds up itself, as many at once as there is room for;
-  // copies of the ring that are in flight end first.
+  // Every thread copies the numbers that it adds up itself, in rounds, one ahead of the one that it
+  // adds up; copies of the ring that are in flight end first.
   __device__ __forceinline__ void combine(const Segment& at, const Parts& parts,
                                           const Sharing& sharing, bool whole) const {
-    constexpr int room = sizeof(smem.o) / (16 * threads);  // of a thread
+    constexpr int room = sizeof(smem.o) / (2 * 16 * threads);  // of a thread, for one round
     static_assert(room >= 1);
     const int count = rows_of(at) * (dv / 4), part_count = sharing.count;
     // In rows: where the parts begin, the first and, `apart` each from the one before, the others.
@@ -828,56 +828,74 @@ struct Decode {
     const int sum_count = rows * part_count;
     float2 own_sums;
     if (threadIdx.x < sum_count) own_sums = load_sums(threadIdx.x);
-    // At once: `together` parts of `each` of the thread's numbers; all parts, if there is room.
+
+    // A round has `together` parts of `each` of the thread's numbers: all parts, if there is room.
     const int together = min_int(part_count, room), each = room / together;
+    struct Round {
+      int first, part;
+    };
+    const auto advance_round = [&](Round& round) {
+      round.part += together;
+      if (round.part < part_count) return;
+      round.part = 0;
+      round.first += each * threads;
+    };
     const u32 staging = ptx::smem_address(smem.o) + 16 * threadIdx.x;
-    const auto fetch = [&](int first, int first_part) {
-      u32 to = staging;
+    const auto fetch = [&](const Round& round, u32 to) {
+      const int end = min_int(count, round.first + each * threads);
+      const int end_part = min_int(part_count, round.part + together);
 #pragma unroll 1
-      for (int i = first; i < min_int(count, first + each * threads); i += threads) {
+      for (int i = round.first; i < end; i += threads) {
 #pragma unroll 4
-        for (int part = first_part; part < min_int(part_count, first_part + together); ++part) {
+        for (int part = round.part; part < end_part; ++part) {
           ptx::cp_async_16(to, params.partial_out + row_of_part(part) * dv + i * 4, 16);
           to += 16 * threads;
         }
       }
       ptx::cp_async_commit();
     };
-    fetch(threadIdx.x, 0);
+    const Round first_round{static_cast<int>(threadIdx.x), 0};
+    Round ahead = first_round;
+    fetch(ahead, staging);
+    advance_round(ahead);
     if (threadIdx.x < sum_count) all_sums[threadIdx.x] = own_sums;
 #pragma unroll 1
     for (int i = threadIdx.x + threads; i < sum_count; i += threads) all_sums[i] = load_sums(i);
     __syncthreads();
-#pragma unroll 1
-    for (int first = threadIdx.x; first < count; first += each * threads) {
-      Sums sums(-infinity);
-#pragma unroll 1
-      for (int first_part = 0; first_part < part_count; first_part += together) {
-        if (first >= threads || first_part > 0) fetch(first, first_part);
-        ptx::cp_async_wait<0>();
-        const int end_part = min_int(part_count, first_part + together);
-        u32 from = staging;
-#pragma unroll 1
-        for (int i = first; i < min_int(count, first + each * threads); i += threads) {
-          const int row = i / (dv / 4), column = i % (dv / 4) * 4;
-          if (first_part == 0) {
-            float top = -infinity;
+    if (threadIdx.x < rows) {
+      float top = -infinity;
 #pragma unroll 4
-            for (int part = 0; part < part_count; ++part) top = fmaxf(top, smem.sums[part][row].x);
-            sums = Sums(top);
-          }
+      for (int part = 0; part < part_count; ++part)
+        top = fmaxf(top, smem.sums[part][threadIdx.x].x);
+      smem.m[0][threadIdx.x] = top;
+    }
+    __syncthreads();
+    Sums sums(-infinity);
+    u32 half = 0;
+#pragma unroll 1
+    for (Round now = first_round; now.first < count; advance_round(now)) {
+      u32 from = staging + half;
+      half ^= room * 16 * threads;
+      fetch(ahead, staging + half);
+      advance_round(ahead);
+      ptx::cp_async_wait<1>();
+      const int end = min_int(count, now.first + each * threads);
+      const int end_part = min_int(part_count, now.part + together);
+#pragma unroll 1
+      for (int i = now.first; i < end; i += threads) {
+        const int row = i / (dv / 4), column = i % (dv / 4) * 4;
+        if (now.part == 0) sums = Sums(smem.m[0][row]);
 #pragma unroll 4
-          for (int part = first_part; part < end_part; ++part) {
-            const float2 own = smem.sums[part][row];
-            sums.add(own.x, own.y, ptx::load_shared_floats(from));
-            from += 16 * threads;
-          }
-          if (end_part < part_count) continue;
-          if (whole)
-            store(at, row, column, sums);
-          else
-            store_part(lead + row, column, sums);
+        for (int part = now.part; part < end_part; ++part) {
+          const float2 own = smem.sums[part][row];
+          sums.add(own.x, own.y, ptx::load_shared_floats(from));
+          from += 16 * threads;
         }
+        if (end_part < part_count) continue;
+        if (whole)
+          store(at, row, column, sums);
+        else
+          store_part(lead + row, column, sums);
       }
     }
   }
