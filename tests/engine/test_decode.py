@@ -74,9 +74,9 @@ def test_a_config_by_name_runs_in_its_own_family():
 
 def test_explain_tells_the_division_and_the_bound():
     said = str(explain(problem_of(batch=1, keys=131072, heads=(32, 8), needs_lse=False), target="h200"))
-    assert "16384 steps of 64 keys of 8 units" in said
-    assert "33.0 splits of a unit, put together by the last to finish" in said
-    assert "264 CTAs of 128 threads, 2 per multiprocessor" in said
+    assert "8192 steps of 128 keys of 8 units" in said
+    assert "16.0 splits of a unit, put together by the last to finish" in said
+    assert "128 CTAs of 256 threads, 1 per multiprocessor" in said
     assert "537 MB take 111.9 us at 4.8 TB/s" in said
 
 
@@ -106,10 +106,15 @@ def test_masks_of_caches_have_a_text():
 emulated = emulation.emulated
 
 
-def run_plain(monkeypatch, problem, tensors, target=SMALL, backend=SM90, seed=0, operands=None):
+def narrow(problem, target):
+    """A config of steps so short that few keys make many parts."""
+    return replace(SM90.configs(problem, target)[0], warps=4, stages=3)
+
+
+def run_plain(monkeypatch, problem, tensors, target=SMALL, backend=SM90, seed=0, operands=None, config=None):
     emulation.install(monkeypatch, seed=seed)
     operands = operands or {}
-    return backend.bind(*tensors, problem, None, target, operands)(*tensors, operands)
+    return backend.bind(*tensors, problem, config, target, operands)(*tensors, operands)
 
 
 @emulated
@@ -139,6 +144,44 @@ def test_outputs_on_the_model(monkeypatch, tokens, keys, heads, dims, mask, name
     assert_near(*run_plain(monkeypatch, problem, tensors, target, backend), tensors, problem)
 
 
+@emulated
+@pytest.mark.parametrize(
+    ("keys", "heads", "batch", "sms", "runs"),
+    [
+        (3000, (2, 1), 1, 12, (23, 1)),  # one unit in so many parts that they are added up in groups
+        (700, (4, 2), 2, 4, (2, 1)),
+        (200, (3, 3), 4, 3, (1, 2)),  # whole units, two per CTA
+        (2000, (3, 3), 1, 2, (0, 1)),  # three units for four CTAs: not dealt out
+    ],
+    ids=str,
+)
+def test_units_that_are_alike_are_dealt_out(monkeypatch, keys, heads, batch, sms, runs):
+    problem = problem_of(1, keys, heads, (64, 64), batch=batch)
+    target = replace(H200, sms=sms)
+    config = narrow(problem, target)
+    (launch,) = SM90.program(problem, target, config).launches
+    assert (launch.fields["splits"], launch.fields["units_per_run"]) == runs
+    torch.manual_seed(0)
+    tensors = make_inputs(problem)
+    first = run_plain(monkeypatch, problem, tensors, target, config=config)
+    assert_near(*first, tensors, problem)
+    for a, b in zip(first, run_plain(monkeypatch, problem, tensors, target, seed=1, config=config), strict=True):
+        assert torch.equal(a, b)
+
+
+@emulated
+@pytest.mark.parametrize("invariant", [False, True])
+def test_many_parts_are_added_up_in_groups(monkeypatch, invariant):
+    """Of sequences of which one begins where the other ends, in a CTA that has a part of both."""
+    case = Case((2950, 1700, 4500), tokens=2, page=64, heads=(2, 1))
+    made = make(case)
+    target = replace(H200, sms=30)
+    found = run_cached(monkeypatch, case, made, target, batch_invariant=invariant)
+    assert_as_expected(case, made, *found)
+    for a, b in zip(found, run_cached(monkeypatch, case, made, target, 1, batch_invariant=invariant), strict=True):
+        assert torch.equal(a, b)
+
+
 def posed(q, k, v, told):
     """The problem of a call of attention_cached with these keywords, its views and operands."""
     told = dict(told)
@@ -155,7 +198,7 @@ def run_cached(monkeypatch, case, made, target=SMALL, seed=0, counters=True, **m
         monkeypatch.setattr("tilewise.engine.run.work_counter", lambda device, stream, count: 0)
     problem, *views, operands = posed(made.q, made.k, made.v, made.told | more)
     assert SM90.why_not(problem, target) == []
-    out, lse = SM90.bind(*views, problem, None, target, operands)(*views, operands)
+    out, lse = SM90.bind(*views, problem, narrow(problem, target), target, operands)(*views, operands)
     return cached._as_asked(out, lse, "cu_seqlens_q" in made.told, True)
 
 
@@ -299,21 +342,31 @@ def test_hidden_values_stay_hidden_and_seen_ones_show(monkeypatch, bad):
 @pytest.mark.parametrize(
     "spoil",
     [
-        ("ptx::cp_async_wait<stages - 1>();", ""),
-        ("if (is_last) *ticket = 0;", ""),
-        ("2 * first + (begin_of(first) != at.first)", "2 * first"),
+        ("wait_for_oldest(in_flight - 1);", ""),
+        ("if (is_last) ptx::add_relaxed(word, -(sharing.count << ticket.shift));", ""),
+        ("2 * first + 1", "2 * first"),
+        ("ptx::cp_async_wait<1>();", ""),
+        ("first == 0 ? 16 : 8, 255", "8, 255"),
     ],
-    ids=["a missing wait", "a ticket that is not put back", "two parts in one place"],
+    ids=[
+        "a missing wait",
+        "a ticket that is not put back",
+        "two parts in one place",
+        "a missing wait for a part",
+        "two groups in one ticket",
+    ],
 )
 def test_the_model_notices(monkeypatch, spoil):
-    case = Case((700, 300, 5), tokens=2, page=16)
+    """Two units of 21 parts each, of which one CTA has the last of the first and the first of the second."""
+    case = Case((2600, 2620, 100), tokens=2, page=16, heads=(2, 1))
     made = make(case)
     problem, *views, operands = posed(made.q, made.k, made.v, made.told)
 
     def run_in_several_orders():
         for seed in range(8):
             emulation.install(monkeypatch, spoil=spoil, seed=seed)
-            bound = SM90.bind(*views, problem, None, SMALL, operands)
+            target = replace(H200, sms=21)
+            bound = SM90.bind(*views, problem, narrow(problem, target), target, operands)
             assert_as_expected(case, made, *cached._as_asked(*bound(*views, operands), False, True))
 
     with pytest.raises(AssertionError):

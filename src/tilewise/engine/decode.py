@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -50,6 +50,11 @@ CACHED = Extents(
 
 BLOCK_KEYS = 16  # of a warp
 MIN_ITEM_STEPS, MAX_ITEMS = 4, 64  # of a unit, where its division is invariant: as decode.cuh has them
+MAX_GROUP = 20  # parts that one CTA adds up: as decode.cuh has it
+_SEGMENT_BYTES = 96  # of a description of a segment: as decode.cuh has it
+MIN_RUN_KEYS = 128  # of a CTA, at least: fewer are read faster than one more part is added up
+# What a run costs that ends inside a unit: its warps meet twice, and both units have one part more.
+STRADDLING_STEPS = 3
 # Fewer keys are one tile of a forward, which has nothing to divide. More rows than one tile of ours has read the keys
 # more than once: a forward has wider tiles.
 MIN_KEYS = 128
@@ -95,8 +100,9 @@ class Config(TileConfig):
     def smem_bytes(self) -> int:
         """`sizeof(DecodeSmem<config>)`; the generated source asserts it."""
         block = matrix_bytes(BLOCK_KEYS, self.head_dim) + matrix_bytes(BLOCK_KEYS, self.head_dim_v)
-        sums = self.warps * self.rows * (self.head_dim_v + 8 + 2) * 4
-        whole = self.warps * self.stages * block + matrix_bytes(self.rows, self.head_dim) + sums + 4
+        sums = self.rows * (self.warps * (self.head_dim_v + 8 + 2) * 4 + MAX_GROUP * 8)
+        per_segment = matrix_bytes(self.rows, self.head_dim) + self.warps * _SEGMENT_BYTES  # of two
+        whole = self.warps * self.stages * block + 2 * per_segment + sums + 4
         return -(-whole // 1024) * 1024
 
     @property
@@ -183,21 +189,49 @@ def _units(problem: Problem, rows: int) -> int:
     return problem.heads_kv * _tiles(problem, rows)
 
 
+class _Runs(NamedTuple):
+    """How CTAs share units that are alike: each is cut into `splits` parts, or a run is `units` of them whole."""
+
+    splits: int = 0
+    units: int = 1
+
+
+def _dealt(problem: Problem, slots: int, units: int, steps: int, config: Config) -> _Runs:
+    """Runs that begin and end where units do, if units are alike and the CTAs that this leaves idle cost less than runs
+    that straddle units; else none."""
+    alike = not isinstance(problem.mask, Cached) and not any(term.narrows for term in problem.scores)
+    if not alike or _tiles(problem, config.rows) != problem.batch or steps >= 1 << 20:
+        return _Runs()
+    if units >= slots:
+        runs = _Runs(1, tiles(units, slots))
+    else:
+        runs = _Runs(min(slots // units, max(1, steps // _min_run(config))))
+    busy = tiles(units, runs.units) * runs.splits
+    idle_steps = units * steps / busy * (1 - busy / slots)
+    return runs if idle_steps <= STRADDLING_STEPS else _Runs()
+
+
+def _min_run(config: Config) -> int:
+    """Steps of a CTA, at least."""
+    return max(1, MIN_RUN_KEYS // config.block_kv)
+
+
 def program(problem: Problem, target: Target, config: Config) -> Program:
     mask = problem.mask
     cached = mask if isinstance(mask, Cached) else None
     invariant = cached is not None and cached.invariant
     units, max_steps = _units(problem, config.rows), max(1, tiles(problem.seq_kv, config.block_kv))
-    slots = max(1, target.sms) * config.ctas_per_sm
+    slots = min(MAX_GROUP**2, max(1, target.sms) * config.ctas_per_sm)
     items = units * max_steps
     rows = min(config.rows, _longest_q(problem) * problem.group) if not _packed_queries(problem) else config.rows
     if invariant:
         each = min(MAX_ITEMS, tiles(max_steps, MIN_ITEM_STEPS))
         items = units * each
-        grid, tickets, parts = min(items, slots), units, items
+        grid, tickets, parts = min(items, slots), 2 * units, items
     else:
         grid = min(slots, items)
         tickets, parts = grid, 2 * grid
+    runs = _dealt(problem, slots, units, max_steps, config)
     scratch = Layout.of(partial_out=4 * parts * rows * config.head_dim_v, partial_sums=8 * parts * rows)
     fields: dict[str, Any] = {
         **{name: View(name) for name in ("q", "k", "v", "out")},
@@ -207,11 +241,15 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
         **_shape(problem),
         **term_params(problem, precise=False),
         "heads": problem.heads_q,
+        "heads_kv": problem.heads_kv,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
         "part_rows": rows,
         "unit_tiles": 0 if _packed_queries(problem) else tiles(problem.seq_q * problem.group, config.rows),
         "invariant": int(invariant),
+        "splits": runs.splits,
+        "units_per_run": runs.units,
+        "min_run": _min_run(config),
         "scale_log2": unit_of(problem) * LOG2_E,
     }
     extents = BATCHED
@@ -220,9 +258,10 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
         fields |= _cache_fields(cached, problem)
     kernel = unit(config, target.arch, problem.scores, extents)
     params = extents.params(params_for(problem, _Params))
-    launch = Launch(kernel, params, fields, grid, config.threads)
+    launch = Launch(kernel, params, fields, grid, config.threads, overlap=target.capability >= (9, 0))
     # Nothing else divides the keys, or knows caches: a kernel that spills a register or two is better than none.
-    return lenient(Program((launch,), scratch, says=_says(problem, target, config, grid, units, items, invariant)))
+    says = _says(problem, target, config, grid, units, items, runs, invariant)
+    return lenient(Program((launch,), scratch, says=says))
 
 
 def _shape(problem: Problem) -> dict[str, int]:
@@ -261,12 +300,14 @@ def _cache_fields(mask: Cached, problem: Problem) -> dict[str, Any]:
 
 
 def _says(
-    problem: Problem, target: Target, config: Config, grid: int, units: int, items: int, invariant: bool
+    problem: Problem, target: Target, config: Config, grid: int, units: int, items: int, runs: _Runs, invariant: bool
 ) -> tuple[str, ...]:
     """For `explain`: how the keys are divided, and what memory allows."""
     ragged = isinstance(problem.mask, Cached) or any(term.narrows for term in problem.scores)
     most = "up to " if ragged else ""
-    working = grid if invariant else max(1, min(grid, max(items // 4, min(items // 2, grid // 2))))
+    working = max(1, min(grid, items if invariant else items // _min_run(config)))
+    if runs.splits:
+        working = tiles(units, runs.units) * runs.splits
     kind = "items" if invariant else f"steps of {config.block_kv} keys"
     division = (
         f"{most}{working} CTAs of {config.threads} threads, {config.ctas_per_sm} per multiprocessor; {most}{items} "

@@ -64,6 +64,9 @@ inline uint4 load_shared(u32 address) {
   std::memcpy(&x, model::shared + address, 16);
   return x;
 }
+inline float4 load_shared_floats(u32 address) {
+  return __builtin_bit_cast(float4, load_shared(address));
+}
 inline void store_shared(u32 address, uint4 x) {
   if (address % 16 || address + 16 > model::shared_bytes) model::fail("a store to no such address");
   std::memcpy(model::shared + address, &x, 16);
@@ -73,10 +76,6 @@ inline void store_shared(u32 address, uint4 x) {
 
 inline int add_acq_rel(int* place, int value) { return (*place += value) - value; }
 inline float2 load_l2(const float2* place) { return *place; }
-inline float4 load_l2(const float4* place) {
-  check_aligned(place);
-  return *place;
-}
 
 }  // namespace tilewise::ptx
 

@@ -167,9 +167,6 @@ inline const bool ptx_forgets =
     (model::forgetters.push_back([] { barriers.clear(), named_barriers.clear(), stores.clear(); }),
      true);
 
-inline void wait_for_previous_grid() { model::waited_for_previous_grid = true; }
-inline void allow_next_grid() {}
-
 template <int registers>
 inline void setmaxnreg_inc() {}
 template <int registers>

@@ -59,11 +59,11 @@ struct Cached {
     int length = 0, start = 0, row = 0;
     if (exists) {
       const int capacity = params.cache_capacity;
-      length = params.cache_lengths == nullptr ? capacity : __ldg(params.cache_lengths + b);
+      length = params.cache_lengths == nullptr ? capacity : params.cache_lengths[b];
       length = min_int(max_int(length, 0), capacity);
       if (params.cache_starts != nullptr)
-        start = min_int(max_int(__ldg(params.cache_starts + b), 0), length);
-      row = params.cache_rows == nullptr ? b : __ldg(params.cache_rows + b);
+        start = min_int(max_int(params.cache_starts[b], 0), length);
+      row = params.cache_rows == nullptr ? b : params.cache_rows[b];
       row = min_int(max_int(row, 0), params.cache_batches - 1);
     }
     const int seq_k = length - start, offset = params.ends_aligned ? seq_k - q.length : 0;
@@ -89,8 +89,14 @@ struct Cached {
     const int place = record.k_start + key;
     if (params.page_table == nullptr) return {record.cache_row, place};
     const int number = static_cast<unsigned>(place) / static_cast<unsigned>(params.page_size);
-    const int page = __ldg(params.page_table + record.owner * params.page_table_stride + number);
+    const int page = params.page_table[record.owner * params.page_table_stride + number];
     return {min_int(max_int(page, 0), params.cache_batches - 1), place - number * params.page_size};
+  }
+  // Whether the rows of `count` keys, the first at this place, follow one another.
+  template <typename Params>
+  static __device__ __forceinline__ bool is_one_piece(const Params& params, const KeyPlace& place,
+                                                      int count) {
+    return params.page_table == nullptr || place.row + count <= params.page_size;
   }
 };
 

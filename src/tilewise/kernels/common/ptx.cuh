@@ -23,6 +23,19 @@ __device__ __forceinline__ u32 thread_again() {  // ISA: %tid
   return thread;
 }
 
+// --- between grids: launches overlap from Hopper on, and follow one another before it ---
+
+__device__ __forceinline__ void wait_for_previous_grid() {  // ISA: griddepcontrol
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void allow_next_grid() {  // ISA: griddepcontrol
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // --- matrices in shared memory ---
 
 __device__ __forceinline__ void ldmatrix_x4(u32 address, u32 (&m)[4]) {  // ISA: ldmatrix

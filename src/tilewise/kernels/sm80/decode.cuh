@@ -6,9 +6,11 @@
 // sequence; it sees keys [begin, end), a hull over its rows. A step is 16 keys for each of the W warps of a CTA, from `base` =
 // begin rounded down to 16: n = max(1, ceil((end - base) / 16 W)) steps. c = scale * log2(e).
 //
-//   Division: no CTA has more than one step more than another, whatever the batch and the lengths are.
-//   1. N = sum of n over all units, in the order sequence, KV head, tile. A = min(CTAs, max(N / 4, min(N / 2, CTAs / 2)))
-//   2. CTA c < A does the steps [c N / A, (c + 1) N / A) of that order: segments of units, whole ones but the first and the last
+//   Division of the N steps of all units, in the order sequence, KV head, tile, into runs of A CTAs:
+//   1. units that are all alike, where they can be dealt out almost evenly: A = a multiple of the number of units, and each is cut
+//      into `splits` equal parts; or a run is `units_per_run` whole units
+//   2. any others: A = min(CTAs, N / min_run) runs, none more than one step longer than another: segments of units, whole ones
+//      but the first and the last
 //
 //   A warp, for each of its 16 keys of a step:
 //   3. S = Q K^T; terms of the policy row by row (common/scores.cuh); hidden scores of partial blocks = -inf
@@ -18,23 +20,31 @@
 //   A CTA, at the end of a segment:
 //   6. M = max over warps of m; O = sum 2^(m_w - M) O_w, L = sum 2^(m_w - M) l_w, warps in order, through shared memory
 //   7. a whole unit: terms may finish M and L; out = O / L, lse = ln2 (M + log2 L). A row without keys: out = 0, lse = -inf
-//   8. a part of a unit: O, M, L go to memory, and the CTA takes a ticket of the unit. The last to take one adds up the parts as in
-//      6, in their order, finishes as in 7, and leaves the tickets at zero. Nobody waits for anybody
+//   8. a part of a unit: O, M, L go to memory, and the CTA takes a ticket of the unit. The last CTA to take one adds up the parts
+//      as in 6, in their order, finishes as in 7, and leaves the ticket at zero. No CTA waits for another
+//   9. more than max_direct parts are added up in groups of about sqrt(parts): a group has a ticket of its own, its last CTA puts
+//      the group's sum in the place of its first part, and then takes a ticket of the unit
 //
 // `invariant`: the bits of a row follow from its own sequence. Then a unit is divided by its n alone, into items of
-// max(4, least power of two >= n / 64) steps; step 2 divides items, every item is a part, and its place in memory is its number.
+// max(4, smallest power of two >= n / 64) steps; step 2 divides items, every item is a part, and its place in memory is its number.
 // Without tickets (none are left while a graph is captured) CTAs do whole units.
 //
 // Roles. All warps do the same, each with keys of its own: between two segments no warp waits for another. Loads run `stages` steps
 // ahead, across the ends of segments, so that memory is busy while parts are put together.
 //
+// Launches overlap on Hopper: nothing that another kernel may have written, or may still read, is touched before the grid ahead has
+// ended. Where the parameters tell the division, it is made before that.
+//
 // Shared memory (struct DecodeSmem): per warp `stages` blocks of 16 keys and their values; Q of the unit; O, m and l of all warps.
+// In step 8, O's place holds the numbers of parts that are on their way, and `sums` their M and L.
 //
 // Synchronisation.
 //   cp_async_wait, __syncwarp          a block has arrived: copied, and read, by the lanes of one warp
 //   __syncwarp                         all lanes have read a block; the next copies overwrite it
 //   __syncthreads, in step 6           all warps have written O, m, l, and have read Q, which is loaded anew after this
-//   __syncthreads, around the ticket   all stores of a part come before it (release), all loads of others after it (acquire)
+//   __syncthreads, around a ticket     all stores of a part come before it (release), all loads of others after it (acquire)
+//   cp_async_wait, in steps 8 and 9    a number of a part has arrived: copied, and read, by one thread
+//   __syncthreads, in steps 8 and 9    M and L of all parts are in `sums`, and the largest M of each row in m
 //   __syncthreads, after Q is loaded   it is there, and the O, m, l of the segment before have been read
 // Values that are inf or NaN, in blocks of which a row may not see every key: 0 * inf is NaN. There the rows that do see such a
 // value get it at once, and it is zeroed before the product.
@@ -74,9 +84,10 @@ struct DecodeParams {
   float* lse;           // null, or (batch, heads, seq_q)
   float* partial_out;   // (slots, part_rows, head_dim_v of the class)
   float* partial_sums;  // (slots, part_rows, 2): M and L
-  int* tickets;         // zeroes, and left so: one per CTA, or per unit where `invariant`; or null
-  int batch;            // sequences
-  int heads;            // of queries
+  int* tickets;  // zeros, and left so: one per CTA, or two per unit where `invariant`; or null
+  int batch;     // sequences
+  int heads;     // of queries
+  int heads_kv;
   int heads_per_kv;
   int seq_q;
   int seq_k;
@@ -87,9 +98,16 @@ struct DecodeParams {
   int part_rows;   // of a unit, at most
   int unit_tiles;  // of a sequence, at most; where queries are packed, 0
   int invariant;
+  int splits;         // parts of a unit, where units are alike and are dealt out; else 0
+  int units_per_run;  // likewise; 1 where splits > 1
+  int min_run;        // steps, at least, of runs that are not dealt out
   float scale_log2;
   float softcap_in;
 };
+
+constexpr int min_item_steps = 4, max_items = 64;  // of a unit, where its division is invariant
+// Parts that are added up at once: without groups, and at most. Of max_group^2 CTAs no more work.
+constexpr int max_direct = 16, max_group = 20;
 
 template <DecodeConfig config, typename Extents>
 struct DecodeSmem {
@@ -99,14 +117,16 @@ struct DecodeSmem {
   static constexpr int stride = config.head_dim_v + 8;  // so that lanes write to different banks
 
   alignas(1024) unsigned char ring[config.warps][config.stages][k_bytes + v_bytes];
-  unsigned char q[matrix_bytes(config.rows(), config.head_dim)];
+  unsigned char q[2][matrix_bytes(config.rows(), config.head_dim)];
   float o[config.warps][config.rows()][stride];
+  float2 sums[max_group][config.rows()];  // of parts: M, L
   float m[config.warps][config.rows()];
   float l[config.warps][config.rows()];
+  // Of every warp, the segment that it attends to and the one behind it.
+  static constexpr int segment_ints = 24;
+  int segment[config.warps][2][segment_ints];
   int is_last;
 };
-
-constexpr int min_item_steps = 4, max_items = 64;  // of a unit, where its division is invariant
 
 template <DecodeConfig config, typename Policy, typename Extents>
 struct Decode {
@@ -127,9 +147,15 @@ struct Decode {
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const int group = params.heads_per_kv;
-  const int heads_kv = params.heads / params.heads_per_kv;
+  const int heads_kv = params.heads_kv;
 
-  int total, active;  // N and A, of items
+  // Where units are dealt out: parts of a unit, and which of them this CTA has; else 0.
+  int splits = 0, split = 0;
+  // Else: N and A, of items; the first `longer_runs` CTAs have one item more than run_items.
+  int total, active, run_items, longer_runs;
+  int head_items;   // of a KV head of a sequence, where all are alike
+  int first_items;  // of the sequence that is this lane's number
+  int buffer = 0;   // of the segment that is attended to: its Q and its description
   u32 q[q_steps][4];
   float o[row_tiles][dv / 2];
   Softmax softmax[row_tiles];
@@ -157,8 +183,12 @@ struct Decode {
   __device__ __forceinline__ SeenSpans seen(const Record& record, int b, int tile) const {
     const auto sequence = sequence_of<Extents>(params, record);
     const Band band = sequence.band();
-    const int first = tile * rows / group;
-    const int last = (min_int((tile + 1) * rows, sequence.seq_q() * group) - 1) / group;
+    const int seq_q = sequence.seq_q();
+    int first = 0, last = seq_q - 1;
+    if (seq_q * group > rows) {
+      first = tile * rows / group;
+      last = (min_int((tile + 1) * rows, seq_q * group) - 1) / group;
+    }
     SeenSpans keys{{band.first_key(first), band.end_key(last)},
                    {band.first_key(last), band.end_key(first)}};
     if constexpr (Policy::hides_by_span) {
@@ -169,61 +199,94 @@ struct Decode {
     return keys;
   }
   // Items of all tiles of one KV head of a sequence.
-  __device__ __forceinline__ int items_of(int b) const {
+  __device__ __forceinline__ int count_items(int b) const {
     const Record record = Extents::find(params, b);
     const int tiles = tiles_of(record);
     int sum = 0;
+#pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) sum += divide(seen(record, b, tile).some).items;
     return sum;
   }
-
-  __device__ __forceinline__ int count_items() const {
-    if constexpr (!ragged) return params.batch * heads_kv * items_of(0);
-    int sum = 0;
-    for (int b = lane; b < params.batch; b += 32) sum += items_of(b);
+  __device__ __forceinline__ int count_all_items() {
+    if constexpr (!ragged) {
+      head_items = count_items(0);
+      return params.batch * heads_kv * head_items;
+    }
+    int sum = first_items = lane < params.batch ? count_items(lane) : 0;
+#pragma unroll 1
+    for (int b = lane + 32; b < params.batch; b += 32) sum += count_items(b);
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
     return sum * heads_kv;
   }
 
+  __device__ __forceinline__ void divide_runs() {
+    total = count_all_items();
+    const int ctas = gridDim.x;
+    active = max_int(1, min_int(ctas, params.invariant ? total : total / params.min_run));
+    run_items = total / active;
+    longer_runs = total - run_items * active;
+  }
+  // The first item of a CTA, and the CTA of an item. Invariant: every CTA < A has an item.
   __device__ __forceinline__ int begin_of(int cta) const {
-    return static_cast<int>(static_cast<long long>(cta) * total / active);
+    return cta * run_items + min_int(cta, longer_runs);
   }
   __device__ __forceinline__ int owner_of(int item) const {
-    return static_cast<int>(((item + 1ll) * active - 1) / total);
+    const int rest = item - longer_runs * (run_items + 1);
+    return rest < 0 ? item / (run_items + 1) : longer_runs + rest / run_items;
   }
 
-  // A step of a unit, on its way through the items of this CTA.
-  struct Cursor {
-    int b, head_kv, tile, tiles;
+  // Steps of one unit, one after another, that a CTA does.
+  struct Segment {
+    int b, head_kv, tile;
     Record record;
     SeenSpans keys;
-    Division division;
+    int items;  // of the unit
     int first;  // item of the unit, among all
-    int item;   // of the unit
-    int step;   // of the unit
-    int left;   // items of this CTA from this one on
+    int item;   // of the unit, the first of the segment
+    int key;    // that its first step begins at
+    int steps;
+    int is_last;  // of the CTA
+  };
+  static_assert(sizeof(Segment) <= 4 * Smem::segment_ints);
 
-    __device__ __forceinline__ int item_end() const {
-      return min_int(division.steps, (item + 1) * division.item_steps);
-    }
+  // On the way through the items of a CTA, ahead of the warp's products.
+  struct Cursor : Segment {
+    int tiles;
+    Division division;
+    int left;  // items from this segment on
   };
 
   __device__ __forceinline__ void settle(Cursor& at) const {
     at.keys = seen(at.record, at.b, at.tile);
     at.division = divide(at.keys.some);
+    at.items = at.division.items;
+  }
+  __device__ __forceinline__ int segment_items(const Cursor& at) const {
+    return params.invariant ? 1 : min_int(at.items - at.item, at.left);
+  }
+  // At an item of a unit, with some left.
+  __device__ __forceinline__ void begin(Cursor& at) const {
+    const int step = at.item * at.division.item_steps, items = segment_items(at);
+    at.key = at.division.base + step * step_keys;
+    at.steps = min_int(at.division.steps - step, items * at.division.item_steps);
+    at.is_last = items == at.left;
   }
 
   // The sequence with this item, and its first item: all lanes of a warp ask together.
-  __device__ __forceinline__ int sequence_with(int item, int& first) const {
+  __device__ __forceinline__ int sequence_with(int item, int& first, int& per_head) const {
     if constexpr (!ragged) {
-      const int each = heads_kv * items_of(0), b = item / each;
+      const int each = heads_kv * head_items, b = item / each;
       first = b * each;
+      per_head = head_items;
       return b;
     }
     first = 0;
+#pragma unroll 1
     for (int begin = 0;; begin += 32) {
-      const int own = begin + lane < params.batch ? items_of(begin + lane) * heads_kv : 0;
+      int mine = begin == 0 ? first_items : 0;
+      if (begin > 0 && begin + lane < params.batch) mine = count_items(begin + lane);
+      const int own = mine * heads_kv;
       int through = own;  // this lane's sequence
 #pragma unroll
       for (int lanes = 1; lanes < 32; lanes *= 2) {
@@ -234,6 +297,7 @@ struct Decode {
       if (holds != 0) {
         const int owner = 31 - __clz(holds & (0u - holds));
         first += __shfl_sync(0xffffffffu, through - own, owner);
+        per_head = __shfl_sync(0xffffffffu, mine, owner);
         return begin + owner;
       }
       first += __shfl_sync(0xffffffffu, through, 31);
@@ -242,44 +306,49 @@ struct Decode {
 
   __device__ __forceinline__ Cursor find(int item) const {
     Cursor at;
-    int rest;
-    at.b = sequence_with(item, rest);
+    int rest, per_head;
+    at.b = sequence_with(item, rest, per_head);
     rest = item - rest;
     at.record = Extents::find(params, at.b);
     at.tiles = tiles_of(at.record);
-    const int per_head = items_of(at.b);
     at.head_kv = rest / per_head;
     rest -= at.head_kv * per_head;
+#pragma unroll 1
     for (at.tile = 0;; ++at.tile) {
       settle(at);
-      if (rest < at.division.items) break;
-      rest -= at.division.items;
+      if (rest < at.items) break;
+      rest -= at.items;
     }
     at.first = item - rest;
     at.item = rest;
-    at.step = rest * at.division.item_steps;
     at.left = 0;
     return at;
   }
 
   __device__ __forceinline__ void advance(Cursor& at) const {
-    if (++at.step < at.item_end()) return;
-    ++at.item;
-    if (--at.left == 0 || at.item < at.division.items) return;
-    at.first += at.division.items;
-    at.item = at.step = 0;
-    if (at.tiles > 1) {
-      at.tile = at.tile + 1 < at.tiles ? at.tile + 1 : 0;
-      settle(at);
-      if (at.tile != 0) return;
+    const int done = segment_items(at);
+    at.left -= done;
+    if (at.left == 0) return;
+    at.item += done;
+    if (at.item == at.items) {
+      at.first += at.items;
+      at.item = 0;
+      bool same = false;  // keys
+      if (++at.tile == at.tiles) {
+        at.tile = 0;
+        same = at.tiles == 1;
+        if (++at.head_kv == heads_kv) {
+          at.head_kv = 0;
+          same = same && !ragged;
+          do {
+            at.record = Extents::find(params, ++at.b);
+            at.tiles = tiles_of(at.record);
+          } while (at.tiles == 0);
+        }
+      }
+      if (!same) settle(at);
     }
-    if (++at.head_kv < heads_kv) return;
-    at.head_kv = 0;
-    do {
-      at.record = Extents::find(params, ++at.b);
-      at.tiles = tiles_of(at.record);
-    } while (at.tiles == 0);
-    settle(at);
+    begin(at);
   }
 
   // --- copies ---
@@ -287,21 +356,24 @@ struct Decode {
   __device__ __forceinline__ u32 block_at(int slot) const {
     return ptx::smem_address(smem.ring[warp][slot]);
   }
-  __device__ __forceinline__ int first_key(const Cursor& at) const {
-    return at.division.base + (at.step * warps + warp) * block_keys;
-  }
-  __device__ __forceinline__ bool is_seen(const Cursor& at) const {
-    const int key = first_key(at);
-    return key < at.keys.some.end && key + block_keys > at.keys.some.begin;
+  __device__ __forceinline__ bool is_seen(const SeenSpans& keys, int key) const {
+    return key < keys.some.end && key + block_keys > keys.some.begin;
   }
 
-  __device__ __forceinline__ KeyPlace place_of(const Cursor& at, int key) const {
+  __device__ __forceinline__ KeyPlace place_of(const Segment& at, int key) const {
     if constexpr (requires { Extents::key_place(params, at.record, key); }) {
       return Extents::key_place(params, at.record, key);
     } else {
       const auto sequence = sequence_of<Extents>(params, at.record);
       return {sequence.batch(at.b), sequence.k_start() + key};
     }
+  }
+  // Whether the rows of a block that begins at this place follow one another.
+  __device__ __forceinline__ bool is_one_piece(const KeyPlace& place) const {
+    if constexpr (requires { Extents::is_one_piece(params, place, block_keys); })
+      return Extents::is_one_piece(params, place, block_keys);
+    else
+      return true;
   }
 
   // Eight lanes copy the 128 bytes of a panel's row, four rows at once. Byte offset of those of
@@ -314,64 +386,88 @@ struct Decode {
     return columns % panel_columns == 0 || panel * 8 + lane % 8 < columns / 8;
   }
   template <int columns>
-  __device__ __forceinline__ void copy_row(u32 to, const Tensor& tensor, const KeyPlace& place,
-                                           int head, int dim, bool exists) const {
-    const u16* from = static_cast<const u16*>(tensor.data);
-    if (exists) from = tensor.row(place.batch, head, place.row) + lane % 8 * 8;
+  __device__ __forceinline__ void copy_row(u32 to, const u16* from, int dim, bool exists) const {
 #pragma unroll
     for (int panel = 0; panel < panel_count(columns); ++panel) {
       if (!has_chunk<columns>(panel)) continue;
       const bool there = exists && panel * panel_columns + lane % 8 * 8 < dim;
-      ptx::cp_async_16(to + panel * panel_bytes(block_keys),
-                       there ? from + panel * panel_columns : from, there ? 16 : 0);
+      ptx::cp_async_16(to + panel * panel_bytes(block_keys), from + panel * panel_columns,
+                       there ? 16 : 0);
     }
   }
-  // Keys outside of what the unit sees become zeros, and are not read.
-  __device__ __forceinline__ void load(const Cursor& at, int slot) const {
-    if (!is_seen(at)) return;
+  template <int columns>
+  __device__ __forceinline__ const u16* chunk_of(const Tensor& tensor, const KeyPlace& place,
+                                                 int head) const {
+    return tensor.row(place.batch, head, place.row) + lane % 8 * 8;
+  }
+  // The block of this warp that begins at `key`. Keys outside of what the unit sees become zeros,
+  // and are not read.
+  __device__ __forceinline__ void load(const Segment& at, int key, int slot) const {
+    if (!is_seen(at.keys, key)) return;
     const u32 block = block_at(slot);
-    const int first = first_key(at) + lane / 8;
+    if (key >= at.keys.some.begin && key + block_keys <= at.keys.some.end) {
+      KeyPlace place = place_of(at, key);
+      if (is_one_piece(place)) {
+        place.row += lane / 8;
+        const u16* k = chunk_of<d>(params.k, place, at.head_kv);
+        const u16* v = chunk_of<dv>(params.v, place, at.head_kv);
 #pragma unroll
+        for (int i = 0; i < block_keys / 4; ++i) {
+          copy_row<d>(block + copied_at(i), k, params.head_dim, true);
+          copy_row<dv>(block + Smem::k_bytes + copied_at(i), v, params.head_dim_v, true);
+          k += 4 * params.k.seq_stride;
+          v += 4 * params.v.seq_stride;
+        }
+        return;
+      }
+    }
+#pragma unroll 1
     for (int i = 0; i < block_keys / 4; ++i) {
-      const int key = first + 4 * i;
-      const bool exists = key >= at.keys.some.begin && key < at.keys.some.end;
-      KeyPlace place{0, 0};
-      if (exists) place = place_of(at, key);
-      copy_row<d>(block + copied_at(i), params.k, place, at.head_kv, params.head_dim, exists);
-      copy_row<dv>(block + Smem::k_bytes + copied_at(i), params.v, place, at.head_kv,
-                   params.head_dim_v, exists);
+      const int own = key + 4 * i + lane / 8;
+      const bool exists = own >= at.keys.some.begin && own < at.keys.some.end;
+      const u16 *k = static_cast<const u16*>(params.k.data),
+                *v = static_cast<const u16*>(params.v.data);
+      if (exists) {
+        const KeyPlace place = place_of(at, own);
+        k = chunk_of<d>(params.k, place, at.head_kv);
+        v = chunk_of<dv>(params.v, place, at.head_kv);
+      }
+      copy_row<d>(block + copied_at(i), k, params.head_dim, exists);
+      copy_row<dv>(block + Smem::k_bytes + copied_at(i), v, params.head_dim_v, exists);
     }
   }
 
-  __device__ __forceinline__ int rows_of(const Cursor& at) const {
+  __device__ __forceinline__ int rows_of(const Segment& at) const {
     return min_int(rows, sequence_of<Extents>(params, at.record).seq_q() * group - at.tile * rows);
   }
-  __device__ __forceinline__ int token_of(const Cursor& at, int row) const {
+  __device__ __forceinline__ int token_of(const Segment& at, int row) const {
     return (at.tile * rows + row) / group;
   }
-  __device__ __forceinline__ int head_of(const Cursor& at, int row) const {
+  __device__ __forceinline__ int head_of(const Segment& at, int row) const {
     return at.head_kv * group + (at.tile * rows + row) % group;
   }
 
-  __device__ __forceinline__ void load_q(const Cursor& at) const {
+  // This thread's share of the rows of a segment, in the group of copies of its first block.
+  __device__ __forceinline__ void load_q(const Segment& at, int buffer) const {
     const auto sequence = sequence_of<Extents>(params, at.record);
-    const int count = rows_of(at);
+    const int count = rows_of(at), batch = sequence.batch(at.b);
+    const u32 matrix = ptx::smem_address(smem.q[buffer]);
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows * (d / 8); i += threads) {
       const int row = i / (d / 8), chunk = i % (d / 8);
-      uint4 x{0, 0, 0, 0};
-      if (row < count && chunk * 8 < params.head_dim)
-        x = *reinterpret_cast<const uint4*>(params.q.row(sequence.batch(at.b), head_of(at, row),
-                                                         sequence.q_start() + token_of(at, row)) +
-                                            chunk * 8);
-      ptx::store_shared(ptx::smem_address(smem.q) + chunk / 8 * panel_bytes(rows) +
-                            swizzled_chunk(row, chunk % 8),
-                        x);
+      const bool exists = row < count && chunk * 8 < params.head_dim;
+      const u16* from = static_cast<const u16*>(params.q.data);
+      if (exists)
+        from = params.q.row(batch, head_of(at, row), sequence.q_start() + token_of(at, row)) +
+               chunk * 8;
+      ptx::cp_async_16(matrix + chunk / 8 * panel_bytes(rows) + swizzled_chunk(row, chunk % 8),
+                       from, exists ? 16 : 0);
     }
   }
   __device__ __forceinline__ void read_q(int step, int t, u32 (&fragment)[4]) const {
-    ptx::ldmatrix_x4(
-        column_block<rows>(lane_by_rows(ptx::smem_address(smem.q)), step) + t * panel_bytes(16),
-        fragment);
+    const u32 matrix = ptx::smem_address(smem.q[buffer]);
+    ptx::ldmatrix_x4(column_block<rows>(lane_by_rows(matrix), step) + t * panel_bytes(16),
+                     fragment);
   }
 
   // --- steps 3 to 5 ---
@@ -380,7 +476,7 @@ struct Decode {
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Decode& kernel;
-    const Cursor& at;
+    const Segment& at;
     const int tile_row, first;
 
     __device__ __forceinline__ int row() const { return kernel.token_of(at, tile_row); }
@@ -398,9 +494,8 @@ struct Decode {
   // A row's scores stand in the places of a fragment's first row, and nothing in those of its
   // second: what becomes of them is thrown away.
   template <typename Change>
-  __device__ __forceinline__ void by_rows(const Cursor& at, float (&s)[row_tiles][8],
+  __device__ __forceinline__ void by_rows(const Segment& at, int first, float (&s)[row_tiles][8],
                                           Change change) const {
-    const int first = first_key(at);
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
 #pragma unroll
@@ -416,7 +511,8 @@ struct Decode {
     }
   }
 
-  __device__ __forceinline__ void scores(const Cursor& at, u32 block, float (&s)[row_tiles][8]) {
+  __device__ __forceinline__ void scores(const Segment& at, int first, u32 block,
+                                         float (&s)[row_tiles][8]) {
     const u32 k_lane = lane_by_columns(block);
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
@@ -437,19 +533,20 @@ struct Decode {
       }
     }
     if constexpr (Policy::transforms)
-      by_rows(at, s,
+      by_rows(at, first, s,
               [&](float (&v)[8], const Place& place) { Policy::apply(v, params, Unit{}, place); });
   }
 
-  __device__ __forceinline__ void attend(const Cursor& at, int slot) {
-    if (!is_seen(at)) return;
+  __device__ __forceinline__ void attend(const Segment& at, const SeenSpans& keys, int first,
+                                         int slot) {
+    if (!is_seen(keys, first)) return;
     const u32 block = block_at(slot);
-    const int first = first_key(at);
-    const bool partial = first < at.keys.all.begin || first + block_keys > at.keys.all.end;
+    const bool partial = first < keys.all.begin || first + block_keys > keys.all.end;
     float s[row_tiles][8];
-    scores(at, block, s);
+    scores(at, first, block, s);
     if (partial)
-      by_rows(at, s, [&](float (&v)[8], const Place& place) { Policy::hide(v, params, place); });
+      by_rows(at, first, s,
+              [&](float (&v)[8], const Place& place) { Policy::hide(v, params, place); });
     u32 p[row_tiles][1][4];
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
@@ -461,7 +558,7 @@ struct Decode {
       }
       pack_block<config.bf16>(s[t], p[t]);
     }
-    if (partial) set_apart_nonfinite(at, slot);
+    if (partial) set_apart_nonfinite(at, first, slot);
     const u32 v_lane = lane_by_rows(block + Smem::k_bytes);
 #pragma unroll
     for (int pair = 0; pair < dv / 16; ++pair) {
@@ -476,7 +573,7 @@ struct Decode {
   }
 
   // Of a block of values: what is inf or NaN goes to the rows that see it, and becomes 0.
-  __device__ __forceinline__ void set_apart_nonfinite(const Cursor& at, int slot) {
+  __device__ __forceinline__ void set_apart_nonfinite(const Segment& at, int first, int slot) {
     const u32 values = block_at(slot) + Smem::k_bytes;
     u32 sum = 0;  // of zeros, and NaN once a value is not finite
 #pragma unroll
@@ -494,7 +591,6 @@ struct Decode {
     if (__builtin_expect(!__any_sync(0xffffffffu, (sum & 0x7fff7fffu) != 0), 1)) return;
     const unsigned char* block = smem.ring[warp][slot] + Smem::k_bytes;
     const Band band = sequence_of<Extents>(params, at.record).band();
-    const int first = first_key(at);
 #pragma unroll 1
     for (int key = 0; key < block_keys; ++key) {
       const int number = first + key;
@@ -538,24 +634,30 @@ struct Decode {
   // --- steps 6 to 8 ---
 
   struct Sums {
-    float m = -infinity, l = 0.0f;
-    float4 o{0.0f, 0.0f, 0.0f, 0.0f};
+    float m, l;
+    float4 o;
 
+    // Of parts whose largest m is this.
+    __device__ __forceinline__ explicit Sums(float m) : m(m), l(0.0f), o{0.0f, 0.0f, 0.0f, 0.0f} {}
     __device__ __forceinline__ void add(float other_m, float other_l, const float4& other) {
-      const float next = fmaxf(m, other_m), base = next == -infinity ? 0.0f : next;
-      const float own = ptx::ex2(m - base), factor = ptx::ex2(other_m - base);
-      m = next;
-      l = fmaf(l, own, other_l * factor);
-      o.x = fmaf(o.x, own, other.x * factor);
-      o.y = fmaf(o.y, own, other.y * factor);
-      o.z = fmaf(o.z, own, other.z * factor);
-      o.w = fmaf(o.w, own, other.w * factor);
+      const float factor = ptx::ex2(other_m - (m == -infinity ? 0.0f : m));
+      l = fmaf(factor, other_l, l);
+      o.x = fmaf(factor, other.x, o.x);
+      o.y = fmaf(factor, other.y, o.y);
+      o.z = fmaf(factor, other.z, o.z);
+      o.w = fmaf(factor, other.w, o.w);
     }
   };
 
-  // The parts of a unit: how many, which this one is, where they lie, and whose ticket they take.
+  // A field of a word that the CTAs with a part count up in.
+  struct Ticket {
+    int word, shift, mask;
+  };
+  // The parts of a unit: how many, which this one is, where they lie, and by how many at once they
+  // are added up: `group` of them first, or 1.
   struct Parts {
-    int count, index, ticket;
+    int count, index, group;
+    int first_word;  // of its tickets
     int first_slot;  // of part 0
     int next_slot;   // of part 1; the others follow, `step` apart
     int step;
@@ -564,30 +666,60 @@ struct Decode {
       return part == 0 ? first_slot : next_slot + (part - 1) * step;
     }
   };
-  __device__ __forceinline__ Parts parts_of(const Cursor& at) const {
-    const int items = at.division.items;
+  // What one CTA adds up: the parts first, first + step, ..., `count` of them. `index`: which of
+  // these this CTA has a share in.
+  struct Sharing {
+    int first, step, count, index;
+    Ticket ticket;
+  };
+  __device__ __forceinline__ Parts parts_of(const Segment& at) const {
+    const int items = at.items;
     if (params.invariant) {
       const int tiles_before = params.unit_tiles != 0 ? at.b * params.unit_tiles : packed_tiles(at);
-      return {items,    at.item,      (tiles_before + at.tile) * heads_kv + at.head_kv,
-              at.first, at.first + 1, 1};
+      const int unit = (tiles_before + at.tile) * heads_kv + at.head_kv;
+      return {items,        at.item, items <= max_direct ? 1 : max_items / 8, 2 * unit, at.first,
+              at.first + 1, 1};
     }
-    if (params.tickets == nullptr) return {1, 0, 0, 0, 0, 0};
-    // A CTA has two slots: for a segment at the begin of its items, and for one behind that.
-    const int first = owner_of(at.first), last = owner_of(at.first + items - 1);
-    return {last - first + 1,
-            static_cast<int>(blockIdx.x) - first,
-            first,
-            2 * first + (begin_of(first) != at.first),
-            2 * (first + 1),
-            2};
+    if (params.tickets == nullptr) return {1, 0, 1, 0, 0, 0, 0};
+    // A CTA has two slots: for a part that is the first of its unit, and for any other.
+    int first = blockIdx.x - split, count = splits;
+    if (splits == 0) {
+      first = owner_of(at.first);
+      count = owner_of(at.first + items - 1) - first + 1;
+    }
+    int group = 1;
+    if (count > max_direct) {
+      while (group * group < count) ++group;
+    }
+    const int index = blockIdx.x - first;
+    return {count, index, group, first, 2 * first + 1, 2 * (first + 1), 2};
+  }
+  // Step 9, and step 8 for parts or for sums of groups.
+  //
+  // Invariant: no two counts share a field. A CTA is the first of at most one unit that goes on in
+  // others (shift 0, and 16 for that unit's first group), and begins at most one later group of a
+  // unit that began before (shift 8). Groups of an invariant unit are at most 8 of 8 parts: they
+  // have 4 bits each of its second word.
+  __device__ __forceinline__ Sharing of_group(const Parts& parts) const {
+    const int first = parts.index / parts.group * parts.group;
+    Ticket ticket{parts.first_word + first, first == 0 ? 16 : 8, 255};
+    if (params.invariant) ticket = {parts.first_word + 1, first / parts.group * 4, 15};
+    return {first, 1, min_int(parts.group, parts.count - first), parts.index - first, ticket};
+  }
+  __device__ __forceinline__ Sharing of_unit(const Parts& parts) const {
+    return {0,
+            parts.group,
+            ceil_div(parts.count, parts.group),
+            parts.index / parts.group,
+            {parts.first_word, 0, 255}};
   }
   // No fewer than the tiles of all packed sequences before this one.
-  __device__ __forceinline__ int packed_tiles(const Cursor& at) const {
+  __device__ __forceinline__ int packed_tiles(const Segment& at) const {
     const auto sequence = sequence_of<Extents>(params, at.record);
     return static_cast<int>(static_cast<long long>(sequence.q_start()) * group / rows) + at.b;
   }
 
-  __device__ __forceinline__ void store(const Cursor& at, int row, int column, Sums sums) const {
+  __device__ __forceinline__ void store(const Segment& at, int row, int column, Sums sums) const {
     constexpr float ln2 = 0.693147180559945309f;
     const auto sequence = sequence_of<Extents>(params, at.record);
     const int token = token_of(at, row), head = head_of(at, row);
@@ -606,11 +738,13 @@ struct Decode {
           sums.l == 0.0f ? -infinity : (sums.m + ptx::lg2(sums.l)) * ln2;
   }
 
-  __device__ __forceinline__ void finish_segment(const Cursor& at) {
+  __device__ __forceinline__ void finish_segment(const Segment& at) {
+    const int row_count = rows_of(at);
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
+        if (16 * t + 8 * r >= row_count) continue;
         const int row = 16 * t + lane / 4 + 8 * r;
         const float l = quad_sum(softmax[t].sum[r]);
         if (lane % 4 == 0) {
@@ -624,11 +758,14 @@ struct Decode {
       }
     }
     __syncthreads();
-    const int count = rows_of(at) * (dv / 4);
+    const int count = row_count * (dv / 4);
     const Parts parts = parts_of(at);
     for (int i = threadIdx.x; i < count; i += threads) {
       const int row = i / (dv / 4), column = i % (dv / 4) * 4;
-      Sums sums;
+      float top = -infinity;
+#pragma unroll
+      for (int w = 0; w < warps; ++w) top = fmaxf(top, smem.m[w][row]);
+      Sums sums(top);
 #pragma unroll
       for (int w = 0; w < warps; ++w)
         sums.add(smem.m[w][row], smem.l[w][row],
@@ -637,46 +774,140 @@ struct Decode {
         store(at, row, column, sums);
         continue;
       }
-      const long long place =
-          static_cast<long long>(parts.slot(parts.index)) * params.part_rows + row;
-      *reinterpret_cast<float4*>(params.partial_out + place * dv + column) = sums.o;
-      if (column == 0)
-        *reinterpret_cast<float2*>(params.partial_sums + place * 2) = float2{sums.m, sums.l};
+      store_part(parts.slot(parts.index) * params.part_rows + row, column, sums);
     }
     if (parts.count == 1) return;
+    // Why a loop: `combine` stands here once.
+#pragma unroll 1
+    for (bool whole = parts.group == 1;; whole = true) {
+      const Sharing sharing = whole ? of_unit(parts) : of_group(parts);
+      if (!is_last(sharing)) return;
+      combine(at, parts, sharing, whole);
+      if (whole) return;
+    }
+  }
+
+  // Whether all others have their parts in memory. Without tickets one CTA does all parts of a
+  // unit, in their order.
+  __device__ __forceinline__ bool is_last(const Sharing& sharing) const {
     __syncthreads();
     if (threadIdx.x == 0) {
-      bool is_last = parts.index == parts.count - 1;
+      bool is_last = sharing.index == sharing.count - 1;
       if (params.tickets != nullptr) {
-        int* ticket = params.tickets + parts.ticket;
-        is_last = ptx::add_acq_rel(ticket, 1) == parts.count - 1;
-        if (is_last) *ticket = 0;
+        const Ticket& ticket = sharing.ticket;
+        int* word = params.tickets + ticket.word;
+        const int before = ptx::add_acq_rel(word, 1 << ticket.shift) >> ticket.shift & ticket.mask;
+        is_last = before == sharing.count - 1;
+        if (is_last) ptx::add_relaxed(word, -(sharing.count << ticket.shift));
       }
       smem.is_last = is_last;
     }
     __syncthreads();
-    if (smem.is_last) combine(at, parts, count);
+    return smem.is_last;
   }
 
-  __device__ __forceinline__ void combine(const Cursor& at, const Parts& parts, int count) const {
-    for (int i = threadIdx.x; i < count; i += threads) {
-      const int row = i / (dv / 4), column = i % (dv / 4) * 4;
-      Sums sums;
+  // Every thread copies the numbers that it adds up itself, in rounds, one ahead of the one that it
+  // adds up; copies of the ring that are in flight end first.
+  __device__ __forceinline__ void combine(const Segment& at, const Parts& parts,
+                                          const Sharing& sharing, bool whole) const {
+    constexpr int room = sizeof(smem.o) / (2 * 16 * threads);  // of a thread, for one round
+    static_assert(room >= 1);
+    const int count = rows_of(at) * (dv / 4), part_count = sharing.count;
+    // In rows: where the parts begin, the first and, `apart` each from the one before, the others.
+    const int lead = parts.slot(sharing.first) * params.part_rows;
+    const int apart = parts.step * sharing.step * params.part_rows;
+    const int others = parts.slot(sharing.first + sharing.step) * params.part_rows - apart;
+    const auto row_of_part = [&](int part) {
+      return static_cast<long long>(part == 0 ? lead : others + part * apart);
+    };
+    const auto load_sums = [&](int i) {
+      return ptx::load_l2(reinterpret_cast<const float2*>(params.partial_sums) +
+                          row_of_part(i / rows) + min_int(i % rows, params.part_rows - 1));
+    };
+    float2* const all_sums = smem.sums[0];
+    const int sum_count = rows * part_count;
+    float2 own_sums;
+    if (threadIdx.x < sum_count) own_sums = load_sums(threadIdx.x);
+
+    // A round has `together` parts of `each` of the thread's numbers: all parts, if there is room.
+    const int together = min_int(part_count, room), each = room / together;
+    struct Round {
+      int first, part;
+    };
+    const auto advance_round = [&](Round& round) {
+      round.part += together;
+      if (round.part < part_count) return;
+      round.part = 0;
+      round.first += each * threads;
+    };
+    const u32 staging = ptx::smem_address(smem.o) + 16 * threadIdx.x;
+    const auto fetch = [&](const Round& round, u32 to) {
+      const int end = min_int(count, round.first + each * threads);
+      const int end_part = min_int(part_count, round.part + together);
+#pragma unroll 1
+      for (int i = round.first; i < end; i += threads) {
 #pragma unroll 4
-      for (int part = 0; part < parts.count; ++part) {
-        const long long place = static_cast<long long>(parts.slot(part)) * params.part_rows + row;
-        const float2 ml =
-            ptx::load_l2(reinterpret_cast<const float2*>(params.partial_sums) + place);
-        sums.add(ml.x, ml.y,
-                 ptx::load_l2(
-                     reinterpret_cast<const float4*>(params.partial_out + place * dv + column)));
+        for (int part = round.part; part < end_part; ++part) {
+          ptx::cp_async_16(to, params.partial_out + row_of_part(part) * dv + i * 4, 16);
+          to += 16 * threads;
+        }
       }
-      store(at, row, column, sums);
+      ptx::cp_async_commit();
+    };
+    const Round first_round{static_cast<int>(threadIdx.x), 0};
+    Round ahead = first_round;
+    fetch(ahead, staging);
+    advance_round(ahead);
+    if (threadIdx.x < sum_count) all_sums[threadIdx.x] = own_sums;
+#pragma unroll 1
+    for (int i = threadIdx.x + threads; i < sum_count; i += threads) all_sums[i] = load_sums(i);
+    __syncthreads();
+    if (threadIdx.x < rows) {
+      float top = -infinity;
+#pragma unroll 4
+      for (int part = 0; part < part_count; ++part)
+        top = fmaxf(top, smem.sums[part][threadIdx.x].x);
+      smem.m[0][threadIdx.x] = top;
+    }
+    __syncthreads();
+    Sums sums(-infinity);
+    u32 half = 0;
+#pragma unroll 1
+    for (Round now = first_round; now.first < count; advance_round(now)) {
+      u32 from = staging + half;
+      half ^= room * 16 * threads;
+      fetch(ahead, staging + half);
+      advance_round(ahead);
+      ptx::cp_async_wait<1>();
+      const int end = min_int(count, now.first + each * threads);
+      const int end_part = min_int(part_count, now.part + together);
+#pragma unroll 1
+      for (int i = now.first; i < end; i += threads) {
+        const int row = i / (dv / 4), column = i % (dv / 4) * 4;
+        if (now.part == 0) sums = Sums(smem.m[0][row]);
+#pragma unroll 4
+        for (int part = now.part; part < end_part; ++part) {
+          const float2 own = smem.sums[part][row];
+          sums.add(own.x, own.y, ptx::load_shared_floats(from));
+          from += 16 * threads;
+        }
+        if (end_part < part_count) continue;
+        if (whole)
+          store(at, row, column, sums);
+        else
+          store_part(lead + row, column, sums);
+      }
     }
   }
 
-  __device__ __forceinline__ void begin_segment(const Cursor& at) {
-    load_q(at);
+  __device__ __forceinline__ void store_part(int place, int column, const Sums& sums) const {
+    *reinterpret_cast<float4*>(params.partial_out + static_cast<long long>(place) * dv + column) =
+        sums.o;
+    if (column == 0) reinterpret_cast<float2*>(params.partial_sums)[place] = float2{sums.m, sums.l};
+  }
+
+  // Once this warp's share of Q is there.
+  __device__ __forceinline__ void begin_segment() {
     __syncthreads();
     if constexpr (q_in_registers) {
 #pragma unroll
@@ -690,14 +921,36 @@ struct Decode {
     }
   }
 
+  // Step 1. Invariant: one tile holds all rows of a unit.
+  __device__ __forceinline__ void deal(Cursor& at) {
+    const int cta = blockIdx.x, units = params.batch * heads_kv;
+    at.b = at.tile = 0;
+    at.tiles = 1;
+    at.record = Extents::find(params, 0);
+    settle(at);
+    splits = min_int(params.splits, at.items);
+    const int run = cta / splits, unit = run * params.units_per_run;
+    if (unit >= units) return;
+    split = cta - run * splits;
+    at.item = split * at.items / splits;
+    at.left = (split + 1) * at.items / splits - at.item;
+    if (params.units_per_run > 1) at.left = min_int(params.units_per_run, units - unit) * at.items;
+    at.first = unit * at.items;
+    at.b = unit / heads_kv;
+    at.head_kv = unit - at.b * heads_kv;
+    begin(at);
+  }
+
   // Items of this CTA, from the first on.
   __device__ __forceinline__ Cursor start() {
     Cursor at;
     at.left = 0;
-    total = count_items();
-    const int ctas = gridDim.x, cta = blockIdx.x;
-    active = params.invariant ? total : max_int(total / 4, min_int(total / 2, ctas / 2));
-    active = max_int(1, min_int(active, ctas));
+    const int cta = blockIdx.x;
+    if (!ragged && params.splits != 0 && params.tickets != nullptr) {
+      deal(at);
+      return at;
+    }
+    divide_runs();
     if (cta >= active || total == 0) return at;
     // Without tickets a CTA does whole units, those that begin among its items: both ends move to
     // the end of the unit that they are inside of. Why a loop: `find` is long, and stands here
@@ -708,41 +961,82 @@ struct Decode {
       const int item = look == 0 ? ends[1] : ends[0];
       if (item >= total) continue;
       at = find(item);
-      const int end = at.item == 0 ? item : at.first + at.division.items;
+      const int end = at.item == 0 ? item : at.first + at.items;
       if (look == -1) ends[0] = end;
       if (look == 0) ends[1] = end;
     }
     at.left = max_int(0, ends[1] - ends[0]);
+    if (at.left > 0) begin(at);
     return at;
   }
 
   __device__ __forceinline__ void run() {
-    Cursor at = start();
-    if (at.left == 0) return;
-    Cursor ahead = at;
-    int filled = 0, slot = 0, free_slot = 0;
-    bool begins = true;
+    if constexpr (ragged) ptx::wait_for_previous_grid();
+    Cursor ahead = start();
+    if constexpr (!ragged) ptx::wait_for_previous_grid();
+    ptx::allow_next_grid();
+    if (ahead.left == 0) return;
+    // Copies run `stages` steps ahead, and begin a segment only once the one before the last has
+    // ended: Q has two places.
+    int ahead_step = 0, ahead_buffer = 0, ahead_slot = 0, in_flight = 0, begun = 0;
+    SeenSpans keys;
+    int slot = 0, key = 0, steps = 0;
+#pragma unroll 1
     while (true) {
-      if (ahead.left > 0) {
-        load(ahead, free_slot);
-        advance(ahead);
+#pragma unroll 1
+      while (ahead.left > 0 && in_flight < stages && (ahead_step > 0 || begun < 2)) {
+        if (ahead_step == 0) {
+          if (lane == 0) *segment_at(ahead_buffer) = ahead;
+          load_q(ahead, ahead_buffer);
+          ahead_buffer ^= 1;
+          ++begun;
+        }
+        load(ahead, ahead.key + (ahead_step * warps + warp) * block_keys, ahead_slot);
+        ptx::cp_async_commit();
+        ahead_slot = ahead_slot + 1 == stages ? 0 : ahead_slot + 1;
+        ++in_flight;
+        if (++ahead_step == ahead.steps) {
+          ahead_step = 0;
+          advance(ahead);
+        }
       }
-      ptx::cp_async_commit();
-      free_slot = free_slot + 1 == stages ? 0 : free_slot + 1;
-      if (++filled < stages) continue;
-      if (begins) begin_segment(at);
-      ptx::cp_async_wait<stages - 1>();
+      wait_for_oldest(in_flight - 1);
       __syncwarp();
-      attend(at, slot);
+      const Segment& at = *segment_at(buffer);
+      if (steps == 0) {
+        keys = at.keys;
+        steps = at.steps;
+        key = at.key + warp * block_keys;
+        begin_segment();
+      }
+      attend(at, keys, key, slot);
       __syncwarp();
       slot = slot + 1 == stages ? 0 : slot + 1;
-      const bool item_ends = at.step + 1 == at.item_end();
-      const bool last = item_ends && at.left == 1;
-      begins = item_ends && (params.invariant || last || at.item + 1 == at.division.items);
-      if (begins) finish_segment(at);
-      if (last) return;
-      advance(at);
+      --in_flight;
+      key += step_keys;
+      if (--steps > 0) continue;
+      finish_segment(at);
+      if (at.is_last) return;
+      __syncwarp();  // all lanes have read what the segment is: lane 0 may write the next there
+      --begun;
+      buffer ^= 1;
     }
+  }
+
+  // Until all but so many of the steps that are on their way have arrived.
+  template <int pending = stages - 1>
+  __device__ __forceinline__ void wait_for_oldest(int others) const {
+    if constexpr (pending > 0) {
+      if (others < pending) {
+        wait_for_oldest<pending - 1>(others);
+        return;
+      }
+    }
+    ptx::cp_async_wait<pending>();
+  }
+
+  __device__ __forceinline__ Segment* segment_at(int number) const {
+    return reinterpret_cast<Segment*>(smem.segment[warp][number]);
   }
 };
 

@@ -37,6 +37,15 @@ __device__ __forceinline__ uint4 load_shared(u32 address) {  // ISA: ld
   return x;
 }
 
+__device__ __forceinline__ float4 load_shared_floats(u32 address) {  // ISA: ld
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
 __device__ __forceinline__ void store_shared(u32 address, uint4 x) {  // ISA: st
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y),
                "r"(x.z), "r"(x.w)
@@ -45,8 +54,8 @@ __device__ __forceinline__ void store_shared(u32 address, uint4 x) {  // ISA: st
 
 // --- global memory, between blocks ---
 
-// Gives what was there before. What the block has stored before it can be seen by who finds the
-// new value so, and what others have stored before theirs can be seen after it.
+// Returns what was there before. A block that finds the new value there in the same way sees what
+// this block has stored before, and this block sees what others have stored before theirs.
 __device__ __forceinline__ int add_acq_rel(int* address, int value) {  // ISA: atom
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
@@ -61,14 +70,6 @@ __device__ __forceinline__ float2 load_l2(const float2* address) {  // ISA: ld
   float2 x;
   asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
                : "=f"(x.x), "=f"(x.y)
-               : "l"(address)
-               : "memory");
-  return x;
-}
-__device__ __forceinline__ float4 load_l2(const float4* address) {  // ISA: ld
-  float4 x;
-  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
                : "l"(address)
                : "memory");
   return x;

@@ -151,7 +151,7 @@ __device__ __forceinline__ void stmatrix_x4(u32 address, u32 a, u32 b, u32 c,
                : "memory");
 }
 
-// --- bytes in bulk, and between grids ---
+// --- bytes in bulk, and between blocks ---
 
 // Invariant: both addresses and `bytes` are multiples of 16.
 __device__ __forceinline__ void bulk_load(void* destination, const void* source, u32 bytes,
@@ -161,13 +161,6 @@ __device__ __forceinline__ void bulk_load(void* destination, const void* source,
           "r"(smem_address(destination)),
       "l"(source), "r"(bytes), "r"(smem_address(barrier))
       : "memory");
-}
-
-__device__ __forceinline__ void wait_for_previous_grid() {  // ISA: griddepcontrol
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-__device__ __forceinline__ void allow_next_grid() {  // ISA: griddepcontrol
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // What other blocks have written, not what this multiprocessor remembers. 16-byte aligned.
