@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import sys
 
 import pytest
 import torch
@@ -70,3 +72,58 @@ def test_what_has_no_room_is_not_written():
     cache, before = room[1:2], room.clone()
     flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=8, causal=True)
     assert torch.equal(room, before)
+
+
+FAKE = """
+import pytest
+import torch
+from flash_attn import flash_attn_with_kvcache
+from flash_attn.bert_padding import pad_input, unpad_input
+from flash_attn.flash_attn_interface import _get_block_size_n, USE_TRITON_ROCM
+from flash_attn.layers.rotary import apply_rotary_emb
+
+is_sm90 = torch.cuda.get_device_capability("cuda") == (9, 0)
+
+
+@pytest.mark.parametrize("alibi", [False])
+@pytest.mark.parametrize("new_kv", [True])
+@pytest.mark.parametrize("rotary_fraction", [1.0])
+@pytest.mark.parametrize("paged_kv_block_size", [None, 256])
+@pytest.mark.parametrize("has_leftpad", [True, False])
+@pytest.mark.parametrize("has_batch_idx", [False])
+@pytest.mark.parametrize("d", [16, 32])
+@pytest.mark.parametrize("seqlen_q,seqlen_k", [(1, 8), (2, 6)])
+def test_flash_attn_kvcache(
+    seqlen_q, seqlen_k, d, has_batch_idx, has_leftpad, paged_kv_block_size, rotary_fraction, new_kv, alibi
+):
+    device = "cuda"
+    q, k, v = (torch.randn(1, seqlen_q, 2, d, device=device) for _ in range(3))
+    angles = torch.rand(seqlen_k, d // 2, device=device)
+    caches = [torch.zeros(1, seqlen_k, 2, d, device=device) for _ in range(2)]
+    lengths = torch.tensor([3], dtype=torch.int32, device=device)
+    flash_attn_with_kvcache(q, *caches, k, v, angles.cos(), angles.sin(), cache_seqlens=lengths, causal=True)
+    want = apply_rotary_emb(k, angles.cos(), angles.sin(), interleaved=True, seqlen_offsets=lengths)
+    assert torch.allclose(caches[0][:, 3 : 3 + seqlen_q], want)
+    if d == 32:
+        pytest.skip("not here")
+    assert seqlen_q == 1, "two"
+"""
+
+
+def test_flash_attns_own_file_runs_against_this_package(tmp_path, monkeypatch):
+    """Of a file like theirs: cases are drawn, none of those it would skip at once, and told apart."""
+    import flash_attn_own
+
+    for name, module in flash_attn_own.stand_ins().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    path = tmp_path / "test_flash_attn.py"
+    path.write_text(FAKE)
+    found = []
+    for part in range(2):
+        options = argparse.Namespace(file=path, device="cpu", count=40, seed=0, part=(part, 2))
+        found += flash_attn_own.run(options)
+    assert len(found) == 40
+    assert {what for _, _, what in found} == {"passed", "skipped", "AssertionError: two"}
+    for _, case, what in found:
+        assert ("d=32" in case) == (what == "skipped")
+        assert not ("has_leftpad=True" in case and "paged_kv_block_size=256" in case)
