@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kvcache_suite as suite
+from tilewise import cached
 from tilewise.errors import InvalidInput
 from tilewise.integrations.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -64,6 +65,59 @@ def refused():
 def test_bad_input_is_named(name):
     with pytest.raises(InvalidInput):
         refused()[name]()
+
+
+def overlapping():
+    """Appends of two new keys by three sequences that write to one place."""
+    q, new, lengths = torch.randn(3, 2, 4, 16), torch.randn(3, 2, 2, 16), torch.tensor([3, 9, 9], dtype=torch.int32)
+    cache, pages = torch.randn(4, 32, 2, 16), torch.randn(6, 8, 2, 16)
+    own = torch.tensor([[0, 1], [0, 2], [0, 3]], dtype=torch.int32)  # a page that is read by all, and written by one
+    return {
+        "one row for two": lambda lengths=lengths: cached.append(
+            cache, cache.clone(), new, new, lengths, q=q, rows=torch.tensor([2, 1, 1], dtype=torch.int32)
+        ),
+        "one page for two": lambda lengths=lengths: cached.append(
+            pages, pages.clone(), new, new, lengths, q=q, page_table=own - (own == 3).int()
+        ),
+        "one page twice in a sequence": lambda lengths=lengths: cached.append(
+            torch.randn(6, 1, 2, 16), torch.randn(6, 1, 2, 16), new[:1], new[:1], lengths[:1] * 0, q=q[:1],
+            page_table=torch.tensor([[4, 4]], dtype=torch.int32),
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", overlapping())
+def test_new_keys_that_would_have_one_place_are_refused(name):
+    with pytest.raises(InvalidInput, match="for more than one new key"):
+        overlapping()[name]()
+
+
+def test_shared_rows_and_pages_are_right_where_places_differ():
+    overlapping()["one row for two"](torch.tensor([3, 9, 11], dtype=torch.int32))
+    overlapping()["one page for two"](torch.tensor([3, 9, 11], dtype=torch.int32))
+    padded = torch.tensor([3, 9, -7], dtype=torch.int32)
+    overlapping()["one page for two"](padded)  # a sequence that is none
+
+
+def test_new_keys_without_a_place_are_refused_where_checks_are_asked_for(monkeypatch):
+    q, new, pages = torch.randn(2, 2, 4, 16), torch.randn(2, 2, 2, 16), torch.randn(6, 8, 2, 16)
+    table = torch.tensor([[0, 1], [2, 7]], dtype=torch.int32)
+
+    def append(*lengths):
+        lengths = torch.tensor(lengths, dtype=torch.int32)
+        return cached.append(pages, pages.clone(), new, new, lengths, q=q, page_table=table)[1].tolist()
+
+    monkeypatch.delenv("TILEWISE_CHECK", raising=False)
+    assert append(15, 7) == [16, 9]
+    monkeypatch.setenv("TILEWISE_CHECK", "0")
+    assert append(15, 7) == [16, 9]
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
+    assert append(14, 6) == [16, 8]
+    assert append(14, -2) == [16, 0]
+    with pytest.raises(InvalidInput, match="15 places taken and 2 new keys"):
+        append(15, 6)
+    with pytest.raises(InvalidInput, match="no place for new key 1 of sequence 1"):
+        append(14, 7)
 
 
 def test_what_has_no_room_is_not_written():
