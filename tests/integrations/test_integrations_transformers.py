@@ -522,3 +522,18 @@ def test_what_is_refused(kwargs):
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(UnsupportedProblem, match="What to do"):
         ours.attention_forward(torch.nn.Module(), q, q, q, None, **kwargs)
+
+
+@pytest.mark.parametrize("seq_q", [1, 3])
+@pytest.mark.parametrize("terms", [False, True])
+def test_what_comes_back_is_contiguous_in_transformers_order(seq_q, terms, monkeypatch):
+    """With one query or several, whose tensors lie in memory as projections leave them."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(ours, "_takes_terms", lambda query: terms)
+    q, k, v = (torch.randn(2, seq, heads, 8).transpose(1, 2) for seq, heads in ((seq_q, 4), (9, 2), (9, 2)))
+    mask = ours.RuleMask(Causal("bottom-right"), (2, 1, seq_q, 9), "cpu")
+    out, _ = ours.attention_forward(torch.nn.Module(), q, k, v, mask)
+    assert out.shape == (2, seq_q, 4, 8)
+    assert out.is_contiguous()
+    want = tilewise.attention(q, k, v, mask="causal:bottom-right").transpose(1, 2)
+    assert_close(out, want.double(), budget(torch.float32, 9))
