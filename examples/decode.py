@@ -235,13 +235,19 @@ def main(arguments: Sequence[str] = ()) -> None:
     model = make_model(options)
     found = []
     for kind in kinds:
-        found.append(measure(model, kind, names, options))
+        try:
+            found.append(measure(model, kind, names, options))
+        except (RuntimeError, ValueError) as error:  # the others are timed all the same
+            print(f"{kind}: failed, {str(error).strip().splitlines()[0]}")
+            continue
         show(found[-1])
     if options.json:
         device = torch.cuda.get_device_name() if on_gpu else platform.processor()
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump({"device": device, "versions": versions, "options": vars(options), "rows": found}, file, indent=1)
+    if len(found) < len(kinds):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -240,10 +240,11 @@ def _by_terms(
 def _attend(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tensor:
     """out (batch, seq, heads, dim), contiguous and without a copy: calls are in this order, save those of one query,
     where (batch, heads, 1, dim) lies in memory as that does, and six views of the host's time are spared."""
+    out: Tensor
     if query.shape[2] == 1:
-        return attention(query, key, value, layout="bhsd", **named).transpose(1, 2)
-    tensors = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-    out: Tensor = attention(*tensors, layout="bshd", **named)
+        out = attention(query, key, value, layout="bhsd", **named)
+        return out.transpose(1, 2)
+    out = attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), layout="bshd", **named)
     return out
 
 
