@@ -130,7 +130,9 @@ def by_graph(model: Any, options: argparse.Namespace) -> Run:
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
             found.append(tokens.clone())
-    return torch.cat(found, 1), seconds
+        made = torch.cat(found, 1)
+        torch.cuda.synchronize()
+    return made, seconds
 
 
 def by_batching(model: Any, options: argparse.Namespace) -> Run:
@@ -158,6 +160,18 @@ def by_batching(model: Any, options: argparse.Namespace) -> Run:
 WAYS: dict[str, Callable[[Any, argparse.Namespace], Run]] = dict(
     zip(KINDS, (by_generate, by_static, by_graph, by_batching), strict=True)
 )
+
+
+def implementations(kind: str, version: str) -> dict[str, str]:
+    """The names that Transformers is given. Its continuous batching had names of its own, and from 5.22 on takes none
+    that are not its own."""
+    from tilewise.integrations.transformers import register  # noqa: PLC0415
+
+    if kind != "batching":
+        return {"sdpa": "sdpa", "tilewise": register()}
+    if tuple(map(int, version.split(".")[:2])) < (5, 22):
+        return {"sdpa": "paged|sdpa", "tilewise": f"paged|{register()}"}
+    return {"sdpa": "sdpa", "tilewise": register("paged|eager")}
 
 
 def measure(model: Any, kind: str, names: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
@@ -225,18 +239,13 @@ def main(arguments: Sequence[str] = ()) -> None:
     except ImportError:
         print("skipped: Transformers is not installed")
         return
-    from tilewise.integrations.transformers import register  # noqa: PLC0415
-
     on_gpu = torch.device(options.device).type == "cuda"
     kinds = options.kinds or ("generate", "static", *(["graph"] if on_gpu else []))
-    names = {"sdpa": "sdpa", "tilewise": register()}
-    if "batching" in kinds and transformers.__version__ >= "5.22":  # which takes no names but its own there
-        names["tilewise"] = register("paged|eager")
     model = make_model(options)
     found = []
     for kind in kinds:
         try:
-            found.append(measure(model, kind, names, options))
+            found.append(measure(model, kind, implementations(kind, transformers.__version__), options))
         except (RuntimeError, ValueError) as error:  # the others are timed all the same
             print(f"{kind}: failed, {str(error).strip().splitlines()[0]}")
             continue
