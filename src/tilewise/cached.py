@@ -8,7 +8,6 @@ token per sequence, or a few), speculative decoding, and prefill in chunks; pack
 from __future__ import annotations
 
 import logging
-import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from .api import inner_rule, rounded_length
 from .engine import append as appending
 from .engine.run import load
 from .errors import CompileError, InvalidInput
+from .isolation import are_checked
 from .masks import Cached
 from .memo import Memo
 from .op import Options
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from .operands import Operands
 
 Tensor = torch.Tensor
-_CHECK = "TILEWISE_CHECK"
 _log = logging.getLogger("tilewise")
 PAGE_SIZES = range(1, (1 << 16) + 1)
 
@@ -203,7 +202,7 @@ def _prepared(
         if alibi is not None or keep is not None or sink is not None:
             operands = operands | _named(alibi, keep, sink)
     forward, problem = found
-    if q.device.type == "cpu" or _CHECK in os.environ:
+    if _are_read(q):
         _check_values(problem, operands)
     return forward, views[0], views[1], views[2], operands
 
@@ -345,6 +344,14 @@ def _check_numbers(name: str, tensor: Tensor | None, shape: tuple[int | None, ..
         raise InvalidInput(name, f"on {tensor.device}", f"{device}, the device of q", "move it")
 
 
+def _are_read(tensor: Tensor) -> bool:
+    """Whether numbers beside this tensor are read and checked: on a CPU always, on a device where the environment asks
+    for it and something can be read."""
+    if tensor.device.type == "cpu":
+        return True
+    return are_checked() and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def _check_values(problem: Problem, operands: Operands) -> None:
     """What only the device knows: it waits for it. Raises InvalidInput for numbers that name nothing."""
     mask = problem.mask
@@ -405,6 +412,10 @@ def append(
     dim) for the places from `lengths` on; all of its rows for the first of them unless they stand `apart`. What the
     cache has no room for, or whose page does not exist, is not written. Returns q and the lengths after, and waits for
     nothing. Caches, pages and rows are those of `attention_cached`.
+
+    No two new keys may have one place, as they would where sequences share a row, or the page that both write to: which
+    of them stays is not known. Tensors on a CPU are checked for that in every call, those on a GPU under
+    TILEWISE_CHECK, where a call also raises for new keys without room or without a page.
     """
     if cos is None or sin is None:
         cos = sin = None
@@ -417,6 +428,8 @@ def append(
         )
     capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     with torch.no_grad():
+        if not torch.compiler.is_compiling() and _are_read(q):
+            _check_places(k_cache, k.shape[1], lengths, capacity, rows, page_table)
         given = (q, k, v, k_cache, v_cache, cos, sin, lengths, rows, page_table)
         launch = None if torch.compiler.is_compiling() else _launched(given, capacity, interleaved, apart)
         if launch is not None:
@@ -525,6 +538,63 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, interleaved: b
     return torch.cat((made.to(x.dtype), rest), -1)
 
 
+def _targets(
+    cache: Tensor, places: Tensor, capacity: int, rows: Tensor | None, page_table: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of places (batch, new) of sequences: the row or page of the cache, the place in it, and whether there is one."""
+    exists = (places >= 0) & (places < capacity)
+    places = places.clamp(0, max(0, capacity - 1))
+    if page_table is None:
+        batches = torch.arange(places.shape[0], device=places.device) if rows is None else rows.long()
+        batches = batches[:, None].expand_as(places)
+    else:
+        batches = page_table.long().gather(1, places // cache.shape[1])
+        places = places % cache.shape[1]
+    exists &= (batches >= 0) & (batches < cache.shape[0])
+    return batches.clamp(0, max(0, cache.shape[0] - 1)), places, exists
+
+
+def _check_places(
+    cache: Tensor, new: int, lengths: Tensor, capacity: int, rows: Tensor | None, page_table: Tensor | None
+) -> None:
+    """Raises InvalidInput where two new keys have one place; under TILEWISE_CHECK also where one has none.
+
+    A sequence of a negative length stands for none, as in a batch that is padded.
+    """
+    if not lengths.numel() or not new or not cache.numel() or not capacity:
+        return
+    places = lengths.long()[:, None] + torch.arange(new, device=lengths.device)
+    batches, within, exists = _targets(cache, places, capacity, rows, page_table)
+    if are_checked():
+        longest = int(lengths.max())
+        if longest + new > capacity:
+            raise InvalidInput(
+                "lengths",
+                f"{longest} places taken and {new} new keys",
+                f"{capacity} at most, the places of a sequence in the cache",
+                "make the cache longer, or end the sequence",
+            )
+        if bool((~exists & (places >= 0)).any()):
+            sequence, number = (~exists & (places >= 0)).nonzero()[0].tolist()
+            raise InvalidInput(
+                "rows" if page_table is None else "page_table",
+                f"no place for new key {number} of sequence {sequence}",
+                f"0 to {cache.shape[0] - 1} where new keys are written",
+                "check who wrote it",
+            )
+    taken = (batches * cache.shape[1] + within)[exists]
+    once, counts = taken.unique(return_counts=True)
+    if once.numel() < taken.numel():
+        first = int(once[counts > 1][0])
+        where = f"place {first % cache.shape[1]} of {'row' if page_table is None else 'page'} {first // cache.shape[1]}"
+        raise InvalidInput(
+            "rows" if page_table is None else "page_table",
+            f"{where} for more than one new key",
+            "a place of its own for every new key",
+            "give each sequence a row, or a copy of the page that it writes to",
+        )
+
+
 def _write(
     cache: Tensor, new: Tensor, places: Tensor, capacity: int, rows: Tensor | None, block_table: Tensor | None
 ) -> None:
@@ -533,16 +603,7 @@ def _write(
     Without a look at the device: a row that has no place, or whose page does not exist, stands for the first of its
     sequence that has one, which is written again; and where none has, what is there is written back.
     """
-    exists = (places >= 0) & (places < capacity)
-    places = places.clamp(0, max(0, capacity - 1))
-    if block_table is None:
-        batches = torch.arange(new.shape[0], device=new.device) if rows is None else rows.long()
-        batches = batches[:, None].expand_as(places)
-    else:
-        batches = block_table.long().gather(1, places // cache.shape[1])
-        places = places % cache.shape[1]
-    exists &= (batches >= 0) & (batches < cache.shape[0])
-    batches = batches.clamp(0, max(0, cache.shape[0] - 1))
+    batches, places, exists = _targets(cache, places, capacity, rows, block_table)
     numbers = torch.arange(new.shape[1], device=new.device)
     chosen = torch.where(exists, numbers, exists.int().argmax(1, keepdim=True))
     batches, places = batches.gather(1, chosen), places.gather(1, chosen)

@@ -292,6 +292,30 @@ def test_numbers_that_name_nothing_are_found_in_check_mode_and_harmless_without(
         assert out.isfinite().all()
 
 
+def test_new_keys_with_one_place_are_found_in_check_mode_and_harmless_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences that write to one page; a page that does not exist; a length beyond the cache."""
+    torch.manual_seed(0)
+    q, new = torch.randn(2, 1, 4, 64, device="cuda").half(), torch.randn(2, 1, 2, 64, device="cuda").half()
+    room = torch.randn(6, 16, 2, 64, device="cuda").half()
+    pages, before = room[1:5], room.clone()
+    wild = {
+        "more than one new key": ([[0, 3], [1, 3]], [20, 20]),
+        "no place for new key": ([[0, 3], [1, 1 << 20]], [20, 20]),
+        "places taken": ([[0, 3], [1, 2]], [20, 1 << 28]),
+    }
+    for text, (table, lengths) in wild.items():
+        numbers = (torch.tensor(given, dtype=torch.int32, device="cuda") for given in (table, lengths))
+        named = dict(zip(("block_table", "cache_seqlens"), numbers, strict=True))
+        monkeypatch.setenv("TILEWISE_CHECK", "1")
+        with pytest.raises(InvalidInput, match=text):
+            flash_attn_with_kvcache(q, pages, pages, new, new, causal=True, **named)
+        monkeypatch.delenv("TILEWISE_CHECK")
+        out = flash_attn_with_kvcache(q, pages, pages, new, new, causal=True, **named)
+        torch.cuda.synchronize()
+        assert out.isfinite().all()
+        assert torch.equal(room[[0, 5]], before[[0, 5]])
+
+
 if __name__ == "__main__":
     os.environ.pop("TILEWISE_CHECK", None)
     for number in (0, 7, 20, 30, -2):

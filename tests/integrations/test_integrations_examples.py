@@ -17,7 +17,7 @@ EXAMPLE = {
     "sdpa_overhead.py": (["--rounds", "1", "--calls", "5"], ["causal, scale"]),
     "host_cost.py": (["--rounds", "1", "--device", "cpu"], ["tilewise.attention, in Python"]),
     "flash_attn_interface.py": (None, ["packed: (136, 8, 64)"]),
-    "decode.py": (["--tokens", "6", "--layers", "1"], ["dynamic: the same tokens", "skipped"]),
+    "decode.py": (["--tokens", "6", "--layers", "1", "--rounds", "1"], ["static: the same tokens", "skipped"]),
     "transformers_model.py": (None, ["the same tokens", "skipped"]),
     "packed_text.py": (
         ["--device", "cpu", "--steps", "3", "--documents", "3", "--longest", "40", "--hidden", "32", "--layers", "1"],

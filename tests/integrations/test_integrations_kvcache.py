@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import sys
 
 import pytest
 import torch
 
 import kvcache_suite as suite
+from tilewise import cached
 from tilewise.errors import InvalidInput
 from tilewise.integrations.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -64,9 +67,117 @@ def test_bad_input_is_named(name):
         refused()[name]()
 
 
+def overlapping():
+    """Appends of two new keys by three sequences that write to one place."""
+    q, new, lengths = torch.randn(3, 2, 4, 16), torch.randn(3, 2, 2, 16), torch.tensor([3, 9, 9], dtype=torch.int32)
+    cache, pages = torch.randn(4, 32, 2, 16), torch.randn(6, 8, 2, 16)
+    own = torch.tensor([[0, 1], [0, 2], [0, 3]], dtype=torch.int32)  # a page that is read by all, and written by one
+    return {
+        "one row for two": lambda lengths=lengths: cached.append(
+            cache, cache.clone(), new, new, lengths, q=q, rows=torch.tensor([2, 1, 1], dtype=torch.int32)
+        ),
+        "one page for two": lambda lengths=lengths: cached.append(
+            pages, pages.clone(), new, new, lengths, q=q, page_table=own - (own == 3).int()
+        ),
+        "one page twice in a sequence": lambda lengths=lengths: cached.append(
+            torch.randn(6, 1, 2, 16), torch.randn(6, 1, 2, 16), new[:1], new[:1], lengths[:1] * 0, q=q[:1],
+            page_table=torch.tensor([[4, 4]], dtype=torch.int32),
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", overlapping())
+def test_new_keys_that_would_have_one_place_are_refused(name):
+    with pytest.raises(InvalidInput, match="for more than one new key"):
+        overlapping()[name]()
+
+
+def test_shared_rows_and_pages_are_right_where_places_differ():
+    overlapping()["one row for two"](torch.tensor([3, 9, 11], dtype=torch.int32))
+    overlapping()["one page for two"](torch.tensor([3, 9, 11], dtype=torch.int32))
+    padded = torch.tensor([3, 9, -7], dtype=torch.int32)
+    overlapping()["one page for two"](padded)  # a sequence that is none
+
+
+def test_new_keys_without_a_place_are_refused_where_checks_are_asked_for(monkeypatch):
+    q, new, pages = torch.randn(2, 2, 4, 16), torch.randn(2, 2, 2, 16), torch.randn(6, 8, 2, 16)
+    table = torch.tensor([[0, 1], [2, 7]], dtype=torch.int32)
+
+    def append(*lengths):
+        lengths = torch.tensor(lengths, dtype=torch.int32)
+        return cached.append(pages, pages.clone(), new, new, lengths, q=q, page_table=table)[1].tolist()
+
+    monkeypatch.delenv("TILEWISE_CHECK", raising=False)
+    assert append(15, 7) == [16, 9]
+    monkeypatch.setenv("TILEWISE_CHECK", "0")
+    assert append(15, 7) == [16, 9]
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
+    assert append(14, 6) == [16, 8]
+    assert append(14, -2) == [16, 0]
+    with pytest.raises(InvalidInput, match="15 places taken and 2 new keys"):
+        append(15, 6)
+    with pytest.raises(InvalidInput, match="no place for new key 1 of sequence 1"):
+        append(14, 7)
+
+
 def test_what_has_no_room_is_not_written():
     q, new = torch.randn(1, 2, 2, 16), torch.randn(1, 2, 1, 16)
     room = torch.randn(3, 8, 1, 16)
     cache, before = room[1:2], room.clone()
     flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=8, causal=True)
     assert torch.equal(room, before)
+
+
+FAKE = """
+import pytest
+import torch
+from flash_attn import flash_attn_with_kvcache
+from flash_attn.bert_padding import pad_input, unpad_input
+from flash_attn.flash_attn_interface import _get_block_size_n, USE_TRITON_ROCM
+from flash_attn.layers.rotary import apply_rotary_emb
+
+is_sm90 = torch.cuda.get_device_capability("cuda") == (9, 0)
+
+
+@pytest.mark.parametrize("alibi", [False])
+@pytest.mark.parametrize("new_kv", [True])
+@pytest.mark.parametrize("rotary_fraction", [1.0])
+@pytest.mark.parametrize("paged_kv_block_size", [None, 256])
+@pytest.mark.parametrize("has_leftpad", [True, False])
+@pytest.mark.parametrize("has_batch_idx", [False])
+@pytest.mark.parametrize("d", [16, 32])
+@pytest.mark.parametrize("seqlen_q,seqlen_k", [(1, 8), (2, 6)])
+def test_flash_attn_kvcache(
+    seqlen_q, seqlen_k, d, has_batch_idx, has_leftpad, paged_kv_block_size, rotary_fraction, new_kv, alibi
+):
+    device = "cuda"
+    q, k, v = (torch.randn(1, seqlen_q, 2, d, device=device) for _ in range(3))
+    angles = torch.rand(seqlen_k, d // 2, device=device)
+    caches = [torch.zeros(1, seqlen_k, 2, d, device=device) for _ in range(2)]
+    lengths = torch.tensor([3], dtype=torch.int32, device=device)
+    flash_attn_with_kvcache(q, *caches, k, v, angles.cos(), angles.sin(), cache_seqlens=lengths, causal=True)
+    want = apply_rotary_emb(k, angles.cos(), angles.sin(), interleaved=True, seqlen_offsets=lengths)
+    assert torch.allclose(caches[0][:, 3 : 3 + seqlen_q], want)
+    if d == 32:
+        pytest.skip("not here")
+    assert seqlen_q == 1, "two"
+"""
+
+
+def test_flash_attns_own_file_runs_against_this_package(tmp_path, monkeypatch):
+    """Of a file like theirs: cases are drawn, none of those it would skip at once, and told apart."""
+    import flash_attn_own
+
+    for name, module in flash_attn_own.stand_ins().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    path = tmp_path / "test_flash_attn.py"
+    path.write_text(FAKE)
+    found = []
+    for part in range(2):
+        options = argparse.Namespace(file=path, device="cpu", count=40, seed=0, part=(part, 2))
+        found += flash_attn_own.run(options)
+    assert len(found) == 40
+    assert {what for _, _, what in found} == {"passed", "skipped", "AssertionError: two"}
+    for _, case, what in found:
+        assert ("d=32" in case) == (what == "skipped")
+        assert not ("has_leftpad=True" in case and "paged_kv_block_size=256" in case)

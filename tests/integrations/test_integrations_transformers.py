@@ -408,8 +408,132 @@ def test_a_rule_mask_is_a_tensor_to_everybody_else():
         mask.fill_(True)
 
 
-@pytest.mark.parametrize("kwargs", [{"output_attentions": True}, {"cache": object()}], ids=["attentions", "cache"])
+@pytest.fixture
+def in_place_of_eager():
+    """Continuous batching of this Transformers takes its own names alone."""
+    name = "paged|eager"
+    before = transformers.AttentionInterface()[name]
+    masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    mask = masks.get(name)
+    yield ours.register(name)
+    transformers.AttentionInterface.register(name, before)
+    if mask is not None:
+        transformers.AttentionMaskInterface.register(name, mask)
+    else:
+        del masks._global_mapping[name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_continuous_batching_reads_its_paged_cache(name, in_place_of_eager, monkeypatch):
+    """Prompts of different lengths, prefilled and continued side by side, give the tokens that each gives alone."""
+    eager, model = make(name)
+    model.set_attn_implementation(in_place_of_eager)
+    seen = []
+    packed = ours.attention_packed
+    monkeypatch.setattr(ours, "attention_packed", lambda *given, **named: seen.append(given) or packed(*given, **named))
+    prompts = [tokens()[0, :length].tolist() for length in (7, 2, LENGTH)]
+    options = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    want = [eager.generate(torch.tensor([ids]), generation_config=options)[0, len(ids) :].tolist() for ids in prompts]
+    config = transformers.ContinuousBatchingConfig(page_size=32, num_blocks=32, max_batch_tokens=16)
+    found = model.generate_batch(
+        inputs=prompts, generation_config=options, continuous_batching_config=config, progress_bar=False
+    )
+    by_number = sorted(found.values(), key=lambda one: int(one.request_id.rpartition("_")[2]))
+    assert [one.generated_tokens for one in by_number] == want
+    assert seen
+    assert all(q.shape[0] <= 16 for q, *_ in seen)
+
+
+class Pages:
+    """A paged cache of one layer, as Transformers 5.22 has them: pages of 4 places, and a table of them."""
+
+    def __init__(self, table):
+        self.k, self.v = (torch.randn(8, 4, 2, 8) for _ in range(2))
+        self.table = table
+
+    def update(self, key_states, value_states, layer_idx, kwargs):
+        kwargs["cu_seq_lens_k"] = kwargs["cu_seq_lens_k"]["full_attention"]
+        kwargs |= {"block_table": self.table, "k_cache": self.k, "v_cache": self.v}
+        return key_states, value_states
+
+
+def test_a_block_table_is_read_in_place():
+    """One new token each for two sequences, of which one has padding behind it: a sequence without a page."""
+    torch.manual_seed(0)
+    cache = Pages(torch.tensor([[5, 2, -1], [7, -1, -1], [-1, -1, -1]], dtype=torch.int32))
+    before = cache.k.clone(), cache.v.clone()
+    q, (k, v) = torch.randn(1, 4, 3, 8), (torch.randn(1, 2, 3, 8) for _ in range(2))
+    module = torch.nn.Module()
+    module.layer_idx = 0
+    offsets = torch.tensor([0, 7, 10, 10], dtype=torch.int32)
+    out, _ = ours.attention_forward(
+        module, q, k, v, None, cache=cache, block_table=cache.table, cu_seq_lens_k={"full_attention": offsets}
+    )
+    assert out.shape == (1, 3, 4, 8)
+    assert not out[0, 2].any(), "no keys"
+    changed = [(before[i] != pages).any(-1).any(-1).nonzero().tolist() for i, pages in enumerate((cache.k, cache.v))]
+    assert changed == [[[2, 2], [7, 2]]] * 2, "the seventh place of one, the third of the other"
+    for n, (pages, length) in enumerate((([5, 2], 7), ([7], 3))):
+        keys, values = (whole[pages].flatten(0, 1)[:length] for whole in (cache.k, cache.v))
+        assert torch.equal(keys[-1], k[0, :, n])
+        want = tilewise.attention(q[:, :, n : n + 1], keys[None].transpose(1, 2), values[None].transpose(1, 2))
+        assert_close(out[:, n : n + 1].transpose(1, 2), want.double(), budget(torch.float32, 8))
+
+
+class Indexed:
+    """A paged cache as Transformers had them before 5.22: `update` takes indices, and returns (places, heads, dim)."""
+
+    def update(self, key_states, value_states, layer_idx, read_index, write_index):
+        assert (layer_idx, read_index, write_index) == (0, ["read"], ["write"])
+        return tuple(tensor[0].transpose(0, 1) for tensor in (key_states, value_states))
+
+
+def test_a_cache_of_an_older_transformers_has_indices():
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(1, 4, 5, 8), (torch.randn(1, 2, 5, 8) for _ in range(2))
+    module = torch.nn.Module()
+    module.layer_idx, module.sliding_window = 0, 2
+    offsets = torch.tensor([0, 3, 5], dtype=torch.int32)
+    out, _ = ours.attention_forward(
+        module, q, k, v, None, cache=Indexed(), read_index=["read"], write_index=["write"], cu_seq_lens_q=offsets,
+        cu_seq_lens_k={"sliding_attention": offsets}, max_seqlen_q=3, max_seqlen_k={"sliding_attention": 3},
+        block_table=None,
+    )  # fmt: skip
+    want = tilewise.attention(q, k, v, mask=Documents((0, 3, 5), (), Window(1, 0)))
+    assert_close(out.transpose(1, 2), want.double(), budget(torch.float32, 8))
+
+
+def test_paged_names_are_registered_beside_plain_ones():
+    for name in ("tilewise", "paged|tilewise"):
+        assert transformers.AttentionInterface()[name] is ours.attention_forward
+        assert masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[name] is ours.attention_mask
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"output_attentions": True},
+        {"cache": object(), "position_bias": torch.zeros(1)},
+        {"cache": object(), "dropout": 0.1},
+    ],
+    ids=["attentions", "bias of pages", "dropout of pages"],
+)
 def test_what_is_refused(kwargs):
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(UnsupportedProblem, match="What to do"):
         ours.attention_forward(torch.nn.Module(), q, q, q, None, **kwargs)
+
+
+@pytest.mark.parametrize("seq_q", [1, 3])
+@pytest.mark.parametrize("terms", [False, True])
+def test_what_comes_back_is_contiguous_in_transformers_order(seq_q, terms, monkeypatch):
+    """With one query or several, whose tensors lie in memory as projections leave them."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(ours, "_takes_terms", lambda query: terms)
+    q, k, v = (torch.randn(2, seq, heads, 8).transpose(1, 2) for seq, heads in ((seq_q, 4), (9, 2), (9, 2)))
+    mask = ours.RuleMask(Causal("bottom-right"), (2, 1, seq_q, 9), "cpu")
+    out, _ = ours.attention_forward(torch.nn.Module(), q, k, v, mask)
+    assert out.shape == (2, seq_q, 4, 8)
+    assert out.is_contiguous()
+    want = tilewise.attention(q, k, v, mask="causal:bottom-right").transpose(1, 2)
+    assert_close(out, want.double(), budget(torch.float32, 9))

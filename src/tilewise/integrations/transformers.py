@@ -9,6 +9,10 @@ goes with it. Key/value heads are never repeated; sliding windows, softcap, sink
 biases and both kinds of caches are honoured. A mask that is a rule (causal, window, packed sequences, all keys) stays
 one, and padding stays one flag per key: both reach attention as a `RuleMask`, which holds no seq x seq tensor. What is
 no rule (custom patterns) is Transformers' own boolean mask. Needs transformers >= 5.15; runs with 5.22.
+
+Continuous batching (`generate_batch`) reads its paged cache through the same function. Before 5.22 it asks for the name
+with "paged|" before it, which is registered too; 5.22 takes no names but its own there, and `register("paged|eager")`
+puts tilewise in the place of one of them.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..api import attention, attention_packed, autocast_inputs, scaled_dot_product_attention
+from ..cached import append, attention_cached
 from ..errors import UnsupportedProblem
 from ..masks import Causal, Documents, Full, KeyLengths, Window
 from ..terms import Bias
@@ -41,11 +46,13 @@ def register(name: str = NAME) -> str:
     global _masking
     transformers: Any = import_module("transformers")  # heavy, and optional
     _masking = import_module("transformers.masking_utils")
-    transformers.AttentionInterface.register(name, attention_forward)
-    transformers.AttentionMaskInterface.register(name, attention_mask)
+    for each in (name, f"{_PAGED}{name.removeprefix(_PAGED)}"):
+        transformers.AttentionInterface.register(each, attention_forward)
+        transformers.AttentionMaskInterface.register(each, attention_mask)
     return name
 
 
+_PAGED = "paged|"  # what continuous batching put before names, until 5.22
 _masking: Any = None  # transformers.masking_utils, once registered: this module needs neither it nor its types
 
 
@@ -75,6 +82,14 @@ def attention_forward(
     """
     _refuse(kwargs)
     query, key, value = autocast_inputs(query, key, value)
+    if kwargs.get("cache") is not None:
+        if position_bias is not None or dropout:
+            raise UnsupportedProblem(
+                "transformers: a bias of positions or dropout with a paged cache (continuous batching).",
+                remedy="generate with another cache",
+            )
+        window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
+        return _from_pages(module, query, key, value, window, scaling, softcap or 0.0, s_aux, kwargs), None
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if attention_mask is None and position_bias is None and kwargs.get("cu_seq_lens_q") is not None:
@@ -124,6 +139,53 @@ def _packed(
     return out.unsqueeze(0)  # type: ignore[no-any-return]
 
 
+def _from_pages(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    scaling: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """New tokens of several sequences, in one row, against a paged cache, which takes them up first.
+
+    All sequences are causal, so that their offsets say everything; a mask tensor that Transformers may have made of
+    them is not looked at.
+    """
+    cache, layer = kwargs.pop("cache"), module.layer_idx
+    named: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink": sinks, "mask": _band(False, window)}
+    if "kwargs" in inspect.signature(cache.update).parameters:  # which puts in what is of the layer
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
+        if kwargs.get("block_table") is not None:
+            return _by_block_table(query, key, value, kwargs, named)
+    else:
+        indices = {name: kwargs[name] for name in ("read_index", "write_index")}
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, **indices)
+        key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (key, value))
+    offsets = kwargs["cu_seq_lens_k"]
+    if isinstance(offsets, dict):  # by kind of layer
+        offsets = offsets["full_attention" if window is None else "sliding_attention"]
+    starts_q, starts_k = (tensor.to(torch.int32) for tensor in (kwargs["cu_seq_lens_q"], offsets))
+    longest = kwargs.get("max_length_q") or kwargs.get("max_seqlen_q") or 0
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    out: Any = attention_packed(q, k, v, starts_q, starts_k, int(longest), 0, **named)
+    return out.unsqueeze(0)  # type: ignore[no-any-return]
+
+
+def _by_block_table(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any], named: dict[str, Any]) -> Tensor:
+    """One new token per sequence, whose pages a table names: nothing is gathered."""
+    q, k, v = (tensor[0].transpose(0, 1).unsqueeze(1) for tensor in (query, key, value))
+    table = kwargs["block_table"].to(torch.int32)
+    lengths = (kwargs["cu_seq_lens_k"].diff()[: q.shape[0]] - 1).to(torch.int32)
+    pages = kwargs["k_cache"], kwargs["v_cache"]
+    _, lengths = append(*pages, k, v, lengths, page_table=table, q=q)
+    out: Any = attention_cached(q, *pages, lengths, page_table=table, **named)
+    return out.transpose(0, 1)  # type: ignore[no-any-return]
+
+
 class _Asked(NamedTuple):
     """Who sees whom: by a rule, by a boolean tensor beside it, by what is added to the scores, and by how many keys
     there are, on the device."""
@@ -171,12 +233,18 @@ def _by_terms(
         bias = asked.bias if asked.bias.dtype in (query.dtype, torch.float32) else asked.bias.to(query.dtype)
         sizes = _Sizes(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.dtype)
         named |= {"scores": (Bias.of(bias, sizes),), "operands": {"bias": bias}}
-    # Views in (batch, seq, heads, dim): out comes back in the order that Transformers wants, without a copy.
-    tensors = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-    mask = asked.rule if asked.lengths is None else KeyLengths(asked.lengths)
-    out: Tensor = attention(
-        *tensors, mask=mask, scale=scaling, softcap=softcap, dropout=dropout, layout="bshd", **named
-    )
+    named["mask"] = asked.rule if asked.lengths is None else KeyLengths(asked.lengths)
+    return _attend(query, key, value, scale=scaling, softcap=softcap, dropout=dropout, **named)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tensor:
+    """out (batch, seq, heads, dim), contiguous and without a copy: calls are in this order, save those of one query,
+    where (batch, heads, 1, dim) lies in memory as that does, and six views of the host's time are spared."""
+    out: Tensor
+    if query.shape[2] == 1:
+        out = attention(query, key, value, layout="bhsd", **named)
+        return out.transpose(1, 2)
+    out = attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), layout="bshd", **named)
     return out
 
 
@@ -207,12 +275,11 @@ def _by_tensor(
         mask = _added(asked, query, key)
     elif asked.keep is not None:
         mask = asked.keep if asked.rule == Full() else _visible(asked, query, key)
-    tensors = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "dropout": dropout, "layout": "bshd"}
+    options: dict[str, Any] = {"mask": mask, "scale": scaling, "softcap": softcap, "dropout": dropout}
     if sinks is None:
-        found: Tensor = attention(*tensors, mask=mask, **options)
-        return found
-    out, lse = attention(*tensors, mask=mask, return_lse=True, **options)
+        return _attend(query, key, value, **options)
+    tensors = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    out, lse = attention(*tensors, return_lse=True, layout="bshd", **options)
     return _with_sinks(out, lse, sinks)
 
 
@@ -267,11 +334,6 @@ def _refuse(kwargs: dict[str, Any]) -> None:
         raise UnsupportedProblem(
             "transformers: output_attentions=True, and tilewise never holds the weights.",
             remedy="use attn_implementation='eager' to look at them",
-        )
-    if kwargs.get("cache") is not None:
-        raise UnsupportedProblem(
-            "transformers: a paged cache (continuous batching) is not supported.",
-            remedy="use attn_implementation='sdpa'",
         )
 
 

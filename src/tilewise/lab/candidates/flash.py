@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...masks import Causal, Documents, Full, Window
+from ...terms import KeyLengths
+from .cached import decodes, has_lengths, lengths_of
 from .lacking import (
     Rival,
     inner_mask,
@@ -76,8 +78,7 @@ FLASH_ATTENTION_2 = Rival(
 
 
 def _fa3_lacks(problem: Problem, device: str) -> list[Reason]:
-    same_length = problem.seq_q == problem.seq_kv
-    fitting = isinstance(problem.mask, Full) or (isinstance(problem.mask, Causal) and same_length)
+    fitting = isinstance(problem.mask, Full | Causal) and is_aligned(problem, "bottom-right")
     return reasons(
         on_cpu(device),
         (
@@ -91,19 +92,48 @@ def _fa3_lacks(problem: Problem, device: str) -> list[Reason]:
             "gradients, dropout or lse: this build is a bare forward",
             "drop them",
         ),
+        (
+            has_lengths(problem) and not decodes(problem),
+            "key lengths: compared here where a few queries read a cache",
+            "drop them",
+        ),
     )
 
 
 def _fa3_forward(problem: Problem, inputs: Inputs) -> Forward:
     """FlashAttention-3 takes (batch, seq, heads, dim), strided as it may be."""
-    flash = importlib.import_module("fa3_fwd_interface").flash_attn_func
+    library = importlib.import_module("fa3_fwd_interface")
+    flash = library.flash_attn_func
     q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
     scale, softcap, causal = problem.scale, problem.softcap, isinstance(problem.mask, Causal)
+    if decodes(problem):  # its function for caches divides the keys by a heuristic of its own; the plain one does not
+        options = {"softmax_scale": scale, "causal": causal, "softcap": softcap}
+        if has_lengths(problem):
+            options |= _fa3_schedule(library, problem, inputs)
+        return lambda: _first(library.flash_attn_with_kvcache(q, k, v, **options)).transpose(1, 2)
 
     return lambda: _first(flash(q, k, v, softmax_scale=scale, causal=causal, softcap=softcap)).transpose(1, 2)
 
 
-FLASH_ATTENTION_3 = Rival("fa3_fwd_interface", "pip install fa3-fwd", _fa3_lacks, _fa3_forward)
+def _fa3_schedule(library: Any, problem: Problem, inputs: Inputs) -> dict[str, Any]:
+    """The lengths, and what is found out of them once for all layers."""
+    lengths = lengths_of(problem, inputs)
+    metadata = library.get_scheduler_metadata(
+        problem.batch,
+        problem.seq_q,
+        problem.seq_kv,
+        problem.heads_q,
+        problem.heads_kv,
+        problem.head_dim,
+        lengths,
+        qkv_dtype=problem.dtype,
+        causal=isinstance(problem.mask, Causal),
+        has_softcap=problem.softcap > 0,
+    )
+    return {"cache_seqlens": lengths, "scheduler_metadata": metadata}
+
+
+FLASH_ATTENTION_3 = Rival("fa3_fwd_interface", "pip install fa3-fwd", _fa3_lacks, _fa3_forward, terms=(KeyLengths,))
 
 # --- FlashAttention-4, which compiles a kernel when a kind of problem first comes
 

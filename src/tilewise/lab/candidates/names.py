@@ -4,6 +4,8 @@ tilewise                tilewise.attention, the planner choosing
 tilewise:deterministic  the same under torch.use_deterministic_algorithms(True)
 tilewise:plain          the same of the plain problem that a row is held against, which has no terms and no tensors
 tilewise:packed         tilewise.attention_packed, of the batch or of its documents
+tilewise:cached         tilewise.attention_cached, which reads lengths on the device; tilewise:pages16 and :pages64 with
+                        keys in pages of so many, tilewise:invariant with batch_invariant=True
 tiled, sm90, ...        a backend of the planner, through tilewise.attention(backend=...)
 tilewise:torch-flash    the same of the planner's own route to one of PyTorch's kernels
 torch-default           F.scaled_dot_product_attention as it is
@@ -41,7 +43,7 @@ from ...plan import AUTO, BACKENDS, plan
 from ...scores import Softcap, Where
 from ...target import Target
 from ...terms import Alibi, Keep, KeyLengths, Sink
-from . import flags, override, variants
+from . import cached, flags, override, variants
 from .inputs import Inputs, end_to_end, make_inputs
 from .lacking import inner_mask, packed, reasons, sequences, unknown_terms, unpacked
 from .rivals import COMPILE, FA3, FA4, FLASHINFER, FLEX, RIVALS, VARLEN, installed
@@ -69,7 +71,7 @@ ROUTES = tuple(f"{OURS}:{name}" for name in SDPA)  # of the planner, to PyTorch'
 _FORMER_NAMES = {name.replace("torch-", "sdpa:"): name for name in SDPA}  # in records, and in scripts
 PYTHON = "python:"
 _OPTIONAL = ("sm80", "triton")  # backends that a suite or a user may name where this build has none
-KNOWN = (OURS, DETERMINISTIC, PLAIN, PACKED, *ROUTES, TORCH_DEFAULT, *SDPA, *flags.SWITCHES, *RIVALS)
+KNOWN = (OURS, DETERMINISTIC, PLAIN, PACKED, *cached.WAYS, *ROUTES, TORCH_DEFAULT, *SDPA, *flags.SWITCHES, *RIVALS)
 _LARGEST_MASK_BYTES = 4 * 2**30
 
 
@@ -112,7 +114,7 @@ class Candidate:
     def is_ours(self) -> bool:
         """One of this package's: all others are what it can be held against."""
         own_backend = self.name in (*BACKENDS, *_OPTIONAL) and not self.is_peer
-        ours = (OURS, DETERMINISTIC, PLAIN, PACKED, *ROUTES)
+        ours = (OURS, DETERMINISTIC, PLAIN, PACKED, *cached.WAYS, *ROUTES)
         return self.name in ours or own_backend or variants.is_variant(self.name)
 
     @property
@@ -136,6 +138,8 @@ class Candidate:
             return RIVALS[self.name].why_not(problem, device)
         if self.name == PACKED:
             return _packed_lacks(problem)
+        if self.name in cached.WAYS:
+            return cached.lacks(problem)
         if self.name in _OPTIONAL and self.name not in BACKENDS:
             return [Reason(f"this tilewise has no backend {self.name}", f"choose one of {', '.join(BACKENDS)}")]
         return _sdpa_reasons(problem) if self._is_sdpa else []
@@ -144,7 +148,8 @@ class Candidate:
         """The tensors of the problem, stored as the candidate takes them."""
         made = make_inputs(problem, seed, device, tensors, contents)
         packs = RIVALS[self.name].packs if self.name in RIVALS else ()
-        return end_to_end(made) if self.name == PACKED or isinstance(problem.mask, packs) else made
+        own = self.name == PACKED or self.name in cached.WAYS
+        return end_to_end(made) if own or isinstance(problem.mask, packs) else made
 
     def forward(self, problem: Problem, inputs: Inputs) -> Forward:
         """A call without arguments that computes the problem's forward. Masks are built here, once."""
@@ -154,6 +159,8 @@ class Candidate:
             return RIVALS[self.name].forward(problem, inputs)
         if self.name == PACKED:
             return _packed_forward(problem, inputs)
+        if self.name in cached.WAYS:
+            return cached.forward(self.name, problem, inputs)
         if variants.is_variant(self.name):
             return variants.forward(self.name, problem, inputs)
         if self.name.startswith(PYTHON):

@@ -6,13 +6,17 @@ A batch is that many sequences of one length; packed documents are theirs. Tenso
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...masks import Causal, Dense, Full, Mask, Window
+from ...terms import KeyLengths
+from .cached import decodes, has_lengths, lengths_of, page_table, paged
 from .lacking import (
     Rival,
     importable,
@@ -90,6 +94,7 @@ TORCH_VARLEN = Rival(_VARLEN, "upgrade PyTorch", _varlen_lacks, _varlen_forward,
 # --- FlashInfer, which has no backward
 
 _WORKSPACE = 128 * 2**20  # bytes, as its documentation has it
+_PAGE_SIZE = 16  # of decoding: the common one of servers
 _MAX_MASK_BITS = 2**31 - 1  # its offsets into a packed mask are 32 bits wide
 _FLASHINFER_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 
@@ -120,6 +125,11 @@ def _flashinfer_lacks(problem: Problem, device: str) -> list[Reason]:
             f"head_dim {dims[0]} (v: {dims[1]}): compared here with 64, 128, 256, and 192 with 128 for v",
             "use one of these",
         ),
+        (
+            has_lengths(problem) and not _flashinfer_decodes(problem),
+            "key lengths: compared here where a few queries read a cache",
+            "drop them",
+        ),
         (problem.needs_grad, "FlashInfer has no backward", "drop the gradients"),
         (problem.dropout > 0, "FlashInfer has no dropout", "drop the dropout"),
         (problem.needs_lse, "an lse is asked for: not compared here with FlashInfer", "drop the lse"),
@@ -134,6 +144,8 @@ def _has_name(problem: Problem) -> bool:
 
 
 def _flashinfer_forward(problem: Problem, inputs: Inputs) -> Forward:
+    if _flashinfer_decodes(problem):
+        return _flashinfer_decode(problem, inputs)
     library = importlib.import_module("flashinfer")
     q, k, v = map(packed, inputs[:3])
     workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=q.device)
@@ -157,6 +169,53 @@ def _flashinfer_forward(problem: Problem, inputs: Inputs) -> Forward:
     return lambda: unpacked(wrapper.run(q, k, v), problem)
 
 
+def _flashinfer_decodes(problem: Problem) -> bool:
+    """Several new tokens of a sequence are causal among themselves there."""
+    ordered = problem.seq_q == 1 or not isinstance(problem.mask, Full)
+    return decodes(problem) and _has_name(problem) and ordered
+
+
+def _flashinfer_decode(problem: Problem, inputs: Inputs) -> Forward:
+    """Its decoding takes keys in pages alone."""
+    q = packed(inputs.q)
+    pages = tuple(paged(tensor, _PAGE_SIZE) for tensor in (inputs.k, inputs.v))
+    wrapper = _flashinfer_plan(problem, tuple(lengths_of(problem, inputs).tolist()), q.device)
+    return lambda: unpacked(wrapper.run(q, pages), problem)
+
+
+@functools.lru_cache(maxsize=1)
+def _flashinfer_plan(problem: Problem, lengths: tuple[int, ...], device: torch.device) -> Any:
+    """Planned once for all layers of a step, whose caches have one page table."""
+    library = importlib.import_module("flashinfer")
+    workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)
+    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    counts = [-(-length // _PAGE_SIZE) for length in lengths]
+    table = page_table(problem, _PAGE_SIZE, torch.device("cpu"))
+    used = torch.cat([row[:count] for row, count in zip(table, counts, strict=True)])
+    last = [length - (count - 1) * _PAGE_SIZE for length, count in zip(lengths, counts, strict=True)]
+    mask = problem.mask
+    options: dict[str, Any] = {
+        "window_left": mask.left if isinstance(mask, Window) and mask.left is not None else -1,
+        "sm_scale": problem.scale,
+        "logits_soft_cap": problem.softcap,
+        "q_data_type": problem.dtype,
+        "kv_data_type": problem.dtype,
+    }
+    if problem.seq_q > 1:  # causal among themselves
+        options["q_len_per_req"] = problem.seq_q
+    wrapper.plan(
+        torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
+        used.to(device),
+        torch.tensor(last, dtype=torch.int32, device=device),
+        problem.heads_q,
+        problem.heads_kv,
+        problem.head_dim,
+        _PAGE_SIZE,
+        **options,
+    )
+    return wrapper
+
+
 def _one_mask_each(problem: Problem, inputs: Inputs) -> Tensor:
     """(batch, seq_q, seq_kv), True where a pair is visible."""
     sizes = (problem.seq_q, problem.seq_kv)
@@ -166,4 +225,11 @@ def _one_mask_each(problem: Problem, inputs: Inputs) -> Tensor:
     return visible.expand(problem.batch, 1, *sizes)[:, 0]
 
 
-FLASHINFER = Rival("flashinfer", "pip install flashinfer-python", _flashinfer_lacks, _flashinfer_forward, (Mask,))
+FLASHINFER = Rival(
+    "flashinfer",
+    "pip install flashinfer-python",
+    _flashinfer_lacks,
+    _flashinfer_forward,
+    (Mask,),
+    (KeyLengths,),
+)

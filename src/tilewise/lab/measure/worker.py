@@ -70,7 +70,7 @@ class Worker:
     ) -> None:
         self.forget()
         self._problem = Problem.from_dict(problem)
-        self._candidate, self._device, self._seed = Candidate(candidate), device, seed
+        self._candidate, self._device, self._seed, self._contents = Candidate(candidate), device, seed, contents
         self._scope.enter_context(_own_stream(device))
         self._scope.enter_context(self._candidate.context(self._problem))
         self._scope.enter_context(torch.set_grad_enabled(self._problem.needs_grad))
@@ -198,9 +198,11 @@ class Worker:
     def _rotation(self) -> Callable[[], Any]:
         """The forward of several sets of tensors by turns, so many that no cache holds their keys and values."""
         size = sum(tensor.numel() * tensor.element_size() for tensor in (self._inputs.k, self._inputs.v))
+        if "key_lengths" in self._inputs.terms:  # of what is there, not of what there is room for
+            size = int(size * self._inputs.terms["key_lengths"].float().mean() / self._problem.seq_kv)
         calls = [self._forward]
         for number in range(1, timing.turns_for(size)):
-            inputs = self._candidate.inputs(self._problem, self._seed + number, self._device)
+            inputs = self._candidate.inputs(self._problem, self._seed + number, self._device, contents=self._contents)
             calls.append(self._candidate.forward(self._problem, inputs))
         for call in calls[1:]:
             call()

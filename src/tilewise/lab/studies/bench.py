@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...target import TARGETS
 from .. import report
+from ..candidates.cached import CACHED, INVARIANT, PAGES_16, PAGES_64
 from ..candidates.names import DETERMINISTIC, FA3, FA4, FLASHINFER, OURS, PLAIN, VARLEN, Candidate
 from ..measure import ahead, environment, noise, words
 from ..measure.clocks import Watch
@@ -47,6 +48,11 @@ RIVALS = {
     VARLEN: "PyTorch's varlen_attn",
 }
 TORCH = "against PyTorch's own paths"
+_OF_CACHES = {
+    PAGES_16: "pages of 16 against one piece",
+    PAGES_64: "pages of 64 against one piece",
+    INVARIANT: "batch invariant against default",
+}
 
 
 class Score(NamedTuple):
@@ -146,6 +152,9 @@ def scores(comparisons: list[Comparison]) -> dict[str, Score]:
     found = {kind: score(rows) for kind, rows in kinds.items()} if len(kinds) > 1 else {}
     if deterministic := against(DETERMINISTIC, OURS, comparisons):
         found["deterministic against default"] = _score(deterministic)
+    for way, name in _OF_CACHES.items():
+        if ratios := against(way, CACHED, comparisons):
+            found[name] = _score(ratios)
     for rival, name in RIVALS.items():
         if ratios := against(OURS, rival, comparisons):
             found[f"against {name}"] = _score(ratios)
@@ -268,7 +277,8 @@ def memory_lines(comparisons: list[Comparison], device: str) -> list[list[str]]:
         ours, row = comparison.outcomes[0], comparison.row
         timed = summary(ours.samples)
         if row.flush and row.timed == ("forward",) and timed is not None:
-            bound = row.problem.min_bytes() / rates[0]
+            read = row.problem.min_bytes() if row.plain is None else row.plain.share * row.plain.problem.min_bytes()
+            bound = read / rates[0]
             share = f"{bound / timed['median']:.0%}"
             found.append([row.name, report.microseconds(timed), f"{bound * 1e6:.1f}", share])
     return found

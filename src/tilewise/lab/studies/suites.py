@@ -16,6 +16,8 @@ import torch
 from ... import masks
 from ...errors import InvalidInput
 from ...problem import Problem, dtype_name
+from ...terms import KeyLengths
+from ..candidates.cached import CACHED, INVARIANT, PAGES_16, PAGES_64
 from ..candidates.names import (
     DETERMINISTIC,
     FA3,
@@ -29,7 +31,7 @@ from ..candidates.names import (
     builds_mask,
     installed,
 )
-from ..measure.compare import Row
+from ..measure.compare import Plain, Row
 from . import drawn, variants
 
 
@@ -245,6 +247,63 @@ def _packed(rows: tuple[Lengths, ...]) -> tuple[Row, ...]:
     return tuple(found)
 
 
+class Decoding(NamedTuple):
+    """New tokens of one layer against what was said before; `lengths`: of each sequence, where they differ."""
+
+    batch: int
+    heads: tuple[int, int]  # of queries and of keys
+    tokens: int
+    keys: int
+    dim: int
+    ways: tuple[str, ...] = ()  # of ours to read a cache, beside `tilewise.attention`
+    lengths: tuple[int, ...] = ()
+
+
+_PAGED_WAYS = (CACHED, PAGES_16, PAGES_64, INVARIANT)
+_DECODE_ROWS = (
+    Decoding(1, (32, 8), 1, 1024, 128),
+    Decoding(1, (32, 8), 1, 4096, 128, (CACHED, INVARIANT)),
+    Decoding(1, (32, 8), 1, 131072, 128),
+    Decoding(8, (32, 8), 1, 8192, 128, _PAGED_WAYS),
+    Decoding(64, (32, 8), 1, 4096, 128, _PAGED_WAYS),
+    Decoding(256, (64, 8), 1, 2048, 128),
+    Decoding(16, (64, 8), 1, 16384, 128),
+    Decoding(8, (32, 32), 1, 8192, 64),
+    Decoding(4, (32, 8), 4, 8192, 128),
+    Decoding(1, (16, 1), 1, 65536, 256),
+    Decoding(32, (8, 1), 1, 8192, 128),
+    Decoding(32, (32, 8), 1, 16384, 128, _PAGED_WAYS, _spread(32, 512, 16384)),
+    Decoding(8, (32, 8), 1, 32768, 128, (CACHED, INVARIANT), (32768, *_spread(7, 64, 1024))),
+)
+
+
+def _decoding(rows: tuple[Decoding, ...]) -> tuple[Row, ...]:
+    """Forwards by graph replay. Keys come from memory, as between the layers of a model: replays go through caches of
+    256 MiB or more in total."""
+    found = []
+    for one in rows:
+        made = row(
+            (one.batch, one.heads[0], one.tokens, one.dim),
+            _BF16,
+            "causal:bottom-right" if one.tokens > 1 else "full",
+            heads_kv=one.heads[1],
+            seq_kv=one.keys,
+            scores=(KeyLengths(),) if one.lengths else (),
+            device="cuda",
+            # A boolean mask is all that PyTorch's kernels know of lengths, and FlashAttention-2 does not take one.
+            candidates=(OURS, *one.ways, "torch-cudnn", "torch-efficient" if one.lengths else "torch-flash"),
+            method="graph",
+            flush=True,
+            label=f"lengths {min(one.lengths)}..{max(one.lengths)}" if one.lengths else "",
+        )
+        if one.lengths:
+            share = sum(one.lengths) / (one.batch * one.keys)
+            plain = Plain(made.problem.with_(scores=()), share)
+            made = replace(made, contents=f"padding:{','.join(map(str, one.lengths))}", plain=plain)
+        found.append(made)
+    return tuple(found)
+
+
 SUITES: dict[str, tuple[Row, ...]] = {
     "cpu": (
         row((2, 8, 512, 64), _F32, **_CPU),
@@ -301,32 +360,8 @@ SUITES: dict[str, tuple[Row, ...]] = {
         row((1, 128, 4096, 192), _BF16, "causal", head_dim_v=128, **_CUDA),
         row((1, 32, 16, 128), _BF16, heads_kv=8, seq_kv=8192, **_CUDA),
     ),
-    # A few new tokens per sequence against what was said before, by graph replay. Keys come from memory, as between the
-    # layers of a model: replays go through caches of 256 MiB or more in total.
-    "decode": tuple(
-        row(
-            (batch, heads, tokens, dim),
-            _BF16,
-            "causal:bottom-right" if tokens > 1 else "full",
-            heads_kv=heads_kv,
-            seq_kv=seq_kv,
-            method="graph",
-            flush=True,
-            **_CUDA,
-        )
-        for batch, heads, heads_kv, tokens, seq_kv, dim in (
-            (1, 32, 8, 1, 1024, 128),
-            (1, 32, 8, 1, 4096, 128),
-            (1, 32, 8, 1, 131072, 128),
-            (8, 32, 8, 1, 8192, 128),
-            (64, 32, 8, 1, 4096, 128),
-            (256, 64, 8, 1, 2048, 128),
-            (16, 64, 8, 1, 16384, 128),
-            (8, 32, 32, 1, 8192, 64),
-            (4, 32, 8, 4, 8192, 128),
-            (1, 16, 1, 1, 65536, 256),
-        )
-    ),
+    # A few new tokens per sequence against what was said before.
+    "decode": _decoding(_DECODE_ROWS),
     # What the host needs to enqueue a call, a call that autograd records, and a call with its backward.
     "host": tuple(
         row((1, 8, 128, 64), _BF16, method="host", label=label, needs_grad=bool(label), times=(timed,), **_CUDA)
@@ -341,10 +376,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "grouped": {"overhead": False, "more_seconds": 1.0},
     "drawn": {"round_seconds": 0.01, "overhead": False, "more_seconds": 0.5},
     "variants": {"round_seconds": 0.012, "overhead": False, "more_seconds": 0.5},
+    "decode": {"round_seconds": 0.02, "overhead": False, "more_seconds": 1.0},
 }
 _RIVALS = (FA3, FA4, FLASHINFER, VARLEN)
-# Rivals that would compile for minutes: only where they are asked for.
-_COMPILED_PER_PROBLEM = {"drawn": (FA4, FLASHINFER)}
+# Rivals only where they are asked for: those that would compile for minutes, and those that have no kernel for it.
+_LEFT_OUT = {"drawn": (FA4, FLASHINFER), "decode": (FA4, VARLEN)}
 
 
 def rows_of(name: str, seed: int = 0) -> tuple[Row, ...]:
@@ -374,7 +410,7 @@ def _with_candidates(row: Row, more: tuple[str, ...]) -> Row:
 
 def _rivals(name: str, row: Row) -> tuple[str, ...]:
     """FlashAttention-3 and -4, FlashInfer and PyTorch's varlen_attn, where they can be imported and take the row."""
-    left_out = _COMPILED_PER_PROBLEM.get(name, ())
+    left_out = _LEFT_OUT.get(name, ())
     asked = [rival for rival in _RIVALS if rival not in left_out and installed(rival)]
     on_gpu = row.device.startswith("cuda")
     return tuple(rival for rival in asked if on_gpu and not Candidate(rival).why_not(row.problem))

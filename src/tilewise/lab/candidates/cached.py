@@ -1,0 +1,125 @@
+"""Attention to a cache: `tilewise.attention_cached` with keys in one piece per sequence or in pages, and a problem's
+tensors as libraries for serving take them.
+
+A batch whose masks end at the last key is what new tokens ask of a cache. Every sequence fills its places, or, under
+the term KeyLengths, as many as that says.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ...cached import attention_cached
+from ...masks import Full
+from ...scores import Softcap
+from ...terms import KeyLengths
+from .lacking import is_banded, reasons
+
+if TYPE_CHECKING:
+    from ...errors import Reason
+    from ...problem import Problem
+    from .inputs import Inputs
+    from .lacking import Forward
+
+Tensor = torch.Tensor
+CACHED = "tilewise:cached"
+PAGES_16, PAGES_64 = "tilewise:pages16", "tilewise:pages64"
+INVARIANT = "tilewise:invariant"
+_FEW_QUERIES = 16  # of a sequence: more are a prompt
+
+
+class Way(NamedTuple):
+    """How the keys lie, and whether a row's bits may depend on its own sequence alone."""
+
+    page_size: int = 0  # 0: in one piece per sequence
+    invariant: bool = False
+
+
+WAYS = {CACHED: Way(), PAGES_16: Way(16), PAGES_64: Way(64), INVARIANT: Way(invariant=True)}
+
+
+def lacks(problem: Problem) -> list[Reason]:
+    """What `attention_cached` has no argument for, and what is not compared here."""
+    others = [term for term in problem.scores if not isinstance(term, Softcap | KeyLengths)]
+    return reasons(
+        (
+            not is_banded(problem),
+            f"mask {problem.mask}: compared here with full, and causal and windows aligned at the bottom right",
+            "use one of these",
+        ),
+        (
+            has_lengths(problem) and not isinstance(problem.mask, Full),
+            f"mask {problem.mask} with key lengths: it ends at the last place, and that of a cache at the last key",
+            "use full",
+        ),
+        (bool(others), f"scores {', '.join(map(str, others))}: not compared here of caches", "drop them"),
+        (problem.needs_grad, "keys in a cache have no gradient", "drop the gradients"),
+        (problem.dropout > 0, "attention to a cache has no dropout", "drop the dropout"),
+        (problem.needs_lse, "an lse is asked for: not compared here of caches", "drop the lse"),
+    )
+
+
+def forward(name: str, problem: Problem, inputs: Inputs) -> Forward:
+    """A call of ours that reads the lengths on the device, as one of a server does."""
+    way = WAYS[name]
+    q = inputs.q.transpose(1, 2)
+    lengths = lengths_of(problem, inputs)
+    options: dict[str, Any] = {
+        "mask": problem.mask,
+        "scale": problem.scale,
+        "softcap": problem.softcap,
+        "batch_invariant": way.invariant,
+    }
+    if way.page_size:
+        k, v = (paged(tensor, way.page_size) for tensor in (inputs.k, inputs.v))
+        options["page_table"] = page_table(problem, way.page_size, q.device)
+    else:
+        k, v = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
+
+    def call() -> Any:
+        out: Any = attention_cached(q, k, v, lengths, **options)
+        return out.transpose(1, 2)
+
+    return call
+
+
+def decodes(problem: Problem) -> bool:
+    """A few new tokens per sequence against many keys: what libraries have functions of their own for."""
+    few = problem.seq_q <= _FEW_QUERIES and problem.seq_q < problem.seq_kv
+    return few and not lacks(problem) and problem.head_dim == problem.head_dim_v
+
+
+def has_lengths(problem: Problem) -> bool:
+    return any(isinstance(term, KeyLengths) for term in problem.scores)
+
+
+def lengths_of(problem: Problem, inputs: Inputs) -> Tensor:
+    """Of every sequence, int32 (batch,)."""
+    if has_lengths(problem):
+        return inputs.terms["key_lengths"]
+    return torch.full((problem.batch,), problem.seq_kv, dtype=torch.int32, device=inputs.k.device)
+
+
+def paged(tensor: Tensor, page_size: int) -> Tensor:
+    """(batch, heads, seq, dim) as pages (pages, page_size, heads, dim), where `page_table` says."""
+    batch, heads, seq, dim = tensor.shape
+    count = -(-seq // page_size)
+    stored = tensor.detach().transpose(1, 2)
+    if count * page_size > seq:
+        stored = torch.nn.functional.pad(stored, (0, 0, 0, 0, 0, count * page_size - seq))
+    pages = torch.empty((batch * count, page_size, heads, dim), dtype=tensor.dtype, device=tensor.device)
+    pages[_order(batch * count).to(tensor.device)] = stored.reshape(pages.shape)
+    return pages
+
+
+def page_table(problem: Problem, page_size: int, device: torch.device) -> Tensor:
+    """int32 (batch, pages of a sequence)."""
+    count = -(-problem.seq_kv // page_size)
+    return _order(problem.batch * count).view(problem.batch, count).to(device, torch.int32)
+
+
+def _order(pages: int) -> Tensor:
+    """Where each page lies: anywhere, as in a server that has run for a while, and the same for K, V and everyone."""
+    return torch.randperm(pages, generator=torch.Generator().manual_seed(0))
