@@ -249,10 +249,10 @@ def _packed_row(one: Lengths, timed: str) -> Row:
         needs_grad=timed == "step",
     )
     heads = "x".join(map(str, dict.fromkeys(one.heads)))
-    plain, limits = None, ()
+    plain = None
     if len(set(one.lengths)) == 1:
         shape = {"batch": len(one.lengths), "seq_q": one.lengths[0], "seq_kv": one.lengths[0]}
-        plain, limits = Plain(problem.with_(**shape, mask=inner, layout="bshd"), 1.0), _PACKED_BY_BATCH
+        plain = Plain(problem.with_(**shape, mask=inner, layout="bshd"), 1.0)
     return Row(
         f"{one.name} heads {heads} d{one.dim} {one.mask} {timed}",
         problem,
@@ -260,7 +260,7 @@ def _packed_row(one: Lengths, timed: str) -> Row:
         device="cuda",
         times=(timed,),
         plain=plain,
-        goal=Goal(*_PACKED_GOALS[timed], *limits),
+        goal=Goal(*_PACKED_GOALS[timed], *(_PACKED_BY_BATCH if plain else ())),
     )
 
 
