@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensorMode
 
 import emulation
 import tilewise
-from support import assert_close, assert_near, budget, exact, make_problem, rounding_budget
+from support import assert_close, assert_near, budget, exact, make_problem, rounding_budget, unlucky
 from tilewise import Causal, Documents, Full, InvalidInput, Problem, Target, UnsupportedProblem, Window
 from tilewise.engine import packed
 from tilewise.engine.lengths import Lengths
@@ -95,7 +95,10 @@ def make_case(
     return Case(problem, *tensors, {"cu_seqlens_q": starts[0], "cu_seqlens_kv": starts[1]})
 
 
-def check_forward(case: Case, out: Tensor, lse: Tensor, poisoned: tuple[int, ...] = ()) -> None:
+def check_forward(
+    case: Case, out: Tensor, lse: Tensor, poisoned: tuple[int, ...] = (), *, any_lengths: bool = False
+) -> None:
+    """`any_lengths`: rows may be so few that the norm of their errors is no mean."""
     end = int(case.offsets[0][-1])
     assert (out[:, :, end:] == 0).all()
     assert (lse[:, :, end:] == -torch.inf).all()
@@ -108,7 +111,8 @@ def check_forward(case: Case, out: Tensor, lse: Tensor, poisoned: tuple[int, ...
             assert (got == 0).all()
             assert (got_lse == -torch.inf).all()
             continue
-        assert_near(got, got_lse, inputs, problem)
+        factor = unlucky(problem.seq_q * problem.heads_q) if any_lengths else 1.0
+        assert_near(got, got_lse, inputs, problem, factor)
 
 
 def made(case: Case, dout: Tensor) -> tuple[Tensor, Tensor, dict[int, tuple[Tensor, ...]]]:
@@ -160,7 +164,9 @@ def check_backward(
             terms = math.sqrt(want.numel())
             size = max(float(want.norm()), noise[sequence][which] if noise else 0.0)
             error = float((got.double() - want).norm()) / (size if size > 1e-6 * terms else terms)
-            assert error <= allowed, f"d{name} of sequence {sequence}: {error:.2e}, allowed {allowed:.2e}"
+            factor = unlucky(want.shape[1] * min(case.member(sequence)[0].seq_q, want.shape[2])) if noise else 1.0
+            limit = factor * allowed
+            assert error <= limit, f"d{name} of sequence {sequence}: {error:.2e}, allowed {limit:.2e}"
 
 
 def packed_inputs(case: Case, *, grad: bool = False) -> tuple[Tensor, ...]:
@@ -653,7 +659,7 @@ def test_lengths_drawn_anew(monkeypatch, backend, target, mask, number):
             continue
         forward = backend.bind(case.q, case.k, case.v, problem, None, target, case.operands)
         out, lse = forward(case.q, case.k, case.v, case.operands)
-        check_forward(case, out, lse, poisoned)
+        check_forward(case, out, lse, poisoned, any_lengths=True)
         dout = torch.randn(problem.seq_q, problem.heads_q, problem.head_dim_v).to(BF16).transpose(0, 1)[None]
         out, lse, truth = made(case, dout)
         noise = {sequence: gradient_noise(case, dout, sequence) for sequence in truth}
