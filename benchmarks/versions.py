@@ -3,9 +3,9 @@
     python benchmarks/versions.py --before ../before --suite forward --suite backward --save
 
 `--before` is a checkout of the other version. Each version runs in a process of its own, which knows nothing of this
-package but `tilewise.attention`, so that any two versions can be compared. Both have the same inputs. Their results are
-compared before anything is timed. Rounds are interleaved, in a random order; the ratio of a row (above 1: faster now)
-has the interval of tilewise.lab's statistic.
+package but `tilewise.attention` and `attention_packed`, so that any two versions can be compared. Both have the same
+inputs. Their results are compared before anything is timed. Rounds are interleaved, in a random order; the ratio of a
+row (above 1: faster now) has the interval of tilewise.lab's statistic.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def prepare(p, what, backend):
     generator = torch.Generator("cuda").manual_seed(5)
     def draw(*shape):
         return torch.randn(*shape, device="cuda", dtype=torch.float32, generator=generator).to(DTYPES[p["dtype"]])
+    if p["starts"]:
+        return prepare_packed(p, what, backend, draw)
     heads, lengths = (p["heads_q"], p["heads_kv"], p["heads_kv"]), (p["seq_q"], p["seq_kv"], p["seq_kv"])
     dims = (p["head_dim"], p["head_dim"], p["head_dim_v"])
     shapes = [(p["batch"], *((s, h) if p["layout"] == "bshd" else (h, s)), d) for h, s, d in zip(heads, lengths, dims)]
@@ -43,14 +45,30 @@ def prepare(p, what, backend):
         return tilewise.attention(q, k, v, **options, return_lse=p["needs_lse"], backend=backend)
     def out_of(result):
         return result[0] if p["needs_lse"] else result
-    dout = torch.randn(out_of(forward()).shape, device="cuda", generator=generator).to(q.dtype)
+    return calls(what, forward, out_of, (q, k, v), draw(*out_of(forward()).shape))
+
+def prepare_packed(p, what, backend, draw):
+    "Sequences behind one another, with their offsets on the device."
+    total = p["starts"][-1]
+    shapes = [(total, p[heads], p[dim]) for heads, dim in
+              (("heads_q", "head_dim"), ("heads_kv", "head_dim"), ("heads_kv", "head_dim_v"))]
+    q, k, v = (draw(*shape).requires_grad_(what != "forward") for shape in shapes)
+    starts = torch.tensor(p["starts"], dtype=torch.int32, device="cuda")
+    longest = max(end - begin for begin, end in zip(p["starts"], p["starts"][1:]))
+    options = {name: p[name] for name in ("mask", "scale", "softcap", "precision")}
+    def forward():
+        return tilewise.attention_packed(q, k, v, starts, starts, longest, longest, **options, backend=backend)
+    return calls(what, forward, lambda out: out, (q, k, v), draw(*forward().shape))
+
+def calls(what, forward, out_of, inputs, dout):
+    "What is timed, and what gives the results that are compared."
     if what == "forward":
         return forward, lambda: [out_of(forward())]
     recorded = out_of(forward())
     def backward():
-        return torch.autograd.grad(recorded, (q, k, v), dout, retain_graph=True)
+        return torch.autograd.grad(recorded, inputs, dout, retain_graph=True)
     def step():
-        return torch.autograd.grad(out_of(forward()), (q, k, v), dout)
+        return torch.autograd.grad(out_of(forward()), inputs, dout)
     return {"backward": backward, "step": step}[what], lambda: list(step())
 
 def fingerprint(tensors):
@@ -130,9 +148,10 @@ class Version:
 
 
 def plain(problem: Any) -> dict[str, Any]:
-    """What both versions are asked, without a type of either."""
-    values = problem.to_dict()
-    return values | {"softcap": problem.softcap, "mask": None if str(problem.mask) == "full" else str(problem.mask)}
+    """What both versions are asked, without a type of either. Documents are packed sequences, with offsets `starts`."""
+    starts, mask = getattr(problem.mask, "cu_seqlens_q", ()), getattr(problem.mask, "inner", problem.mask)
+    mask_text = None if str(mask) == "full" else str(mask)
+    return problem.to_dict() | {"softcap": problem.softcap, "mask": mask_text, "starts": starts}
 
 
 def difference(first: list[list[float]], second: list[list[float]]) -> float:
@@ -160,6 +179,10 @@ def measure(row: Any, what: str, versions: dict[str, Version], rounds: int, seco
     return found
 
 
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
 def main() -> None:
     from tilewise.lab.measure import environment, statistics  # noqa: PLC0415  (after --help, which needs no torch)
     from tilewise.lab.studies import suites  # noqa: PLC0415
@@ -167,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, help="a checkout of the other version")
     parser.add_argument("--suite", action="append", required=True, help="of `tilewise bench`; may be repeated")
+    parser.add_argument("--only", action="append", default=[], help="rows whose name has this part; may be repeated")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.02, help="per version, row and round")
     parser.add_argument("--save", action="store_true", help="keep a record in benchmarks/results")
@@ -179,7 +203,10 @@ def main() -> None:
     try:
         for suite in options.suite:
             ratios = []
-            for row in suites.rows_of(suite):
+            rows = [
+                row for row in suites.rows_of(suite) if not options.only or any(p in row.name for p in options.only)
+            ]
+            for row in rows:
                 for what in row.timed:
                     found = measure(row, what, versions, options.rounds, options.seconds)
                     done.append({"suite": suite} | found)
@@ -189,8 +216,10 @@ def main() -> None:
                         continue
                     ratios.append(speed.ratio)
                     done[-1] |= {"ratio": speed.ratio, "interval": [speed.low, speed.high]}
+                    times = "{:.1f} us, before {:.1f}".format(*(1e6 * _median(found["seconds"][n]) for n in NAMES))
                     note = f"  results differ by {found['difference']:.1e}" if found["difference"] > 0.02 else ""
-                    print(f"{suite:9} {row.name} {what}: {speed.ratio:.3f} ({speed.low:.3f}..{speed.high:.3f}){note}")
+                    interval = f"({speed.low:.3f}..{speed.high:.3f})"
+                    print(f"{suite:9} {row.name} {what}: {speed.ratio:.3f} {interval}, {times}{note}", flush=True)
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
             worst = min(ratios, default=math.nan)
             print(f"{suite}: geomean {mean:.4f} of {len(ratios)} rows, worst {worst:.3f}", flush=True)

@@ -147,10 +147,19 @@ def lse_budget(q: Tensor, k: Tensor, problem: Problem, added: float = 0.0) -> fl
     return torch.finfo(torch.float32).eps * (problem.head_dim / 8 + 4) * size
 
 
-def assert_near(out: Tensor, lse: Tensor, inputs: tuple[Tensor, Tensor, Tensor], problem: Problem) -> None:
+def unlucky(draws: int) -> float:
+    """What a norm of so many independent rounding errors may exceed its expectation by: the mean of n squares of evenly
+    spread errors has a relative deviation of sqrt(4 / 5n), and four deviations are allowed."""
+    return math.sqrt(1 + 4 * math.sqrt(4 / (5 * max(draws, 1))))
+
+
+def assert_near(
+    out: Tensor, lse: Tensor, inputs: tuple[Tensor, Tensor, Tensor], problem: Problem, factor: float = 1.0
+) -> None:
     """out and lse are what a fused kernel with 16-bit operands may make of `inputs`.
 
-    Two roundings of 16 bits stand between the inputs and out: those of p and of out itself.
+    Two roundings of 16 bits stand between the inputs and out: those of p and of out itself. `factor`: of the error of
+    out, where few are drawn (`unlucky`).
     """
     truth, truth_lse = exact(*inputs, problem)
     seen = truth_lse.isfinite()
@@ -158,7 +167,7 @@ def assert_near(out: Tensor, lse: Tensor, inputs: tuple[Tensor, Tensor, Tensor],
     assert (lse[~seen] == -math.inf).all()
     assert (out[~seen] == 0).all()
     error = ((out.double() - truth).norm() / truth.norm()).item()
-    allowed = rounding_budget(problem.dtype, 2)
+    allowed = factor * rounding_budget(problem.dtype, 2)
     assert error <= allowed, f"{problem}: out is off by {error:.2e}, allowed {allowed:.2e}"
     error = (lse.double() - truth_lse)[seen].abs().max().item()
     allowed = lse_budget(*inputs[:2], problem)

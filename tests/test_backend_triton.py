@@ -19,8 +19,10 @@ import torch
 from support import make_inputs, make_problem
 from tilewise import Causal, Dense, Documents, Full, Target, Window, plan
 from tilewise.errors import CompileError
+from tilewise.masks import Packed
 from tilewise.problem import Strides
 from tilewise.triton import backend as triton
+from tilewise.triton import packed
 
 if TYPE_CHECKING:
     from tilewise import Problem
@@ -63,7 +65,7 @@ def test_interpreted_it_matches_float64() -> None:
 def test_it_compiles_without_spills_and_fits(target: str, tmp_path: Path) -> None:
     done = run("triton_compile.py", target, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert done.stdout.count("right:") == 4
+    assert done.stdout.count("right:") == 8
 
 
 REFUSED = {
@@ -74,6 +76,7 @@ REFUSED = {
     "dropout": HALF.with_(dropout=0.5),
     "transform": HALF.with_(transformed=True),
     "sequence": HALF.with_(seq_kv=1 << 29),
+    "in each of 2 batches": HALF.with_(batch=2, mask=Packed(3, 64, 64, Causal())),
 }
 
 
@@ -94,7 +97,11 @@ TAKEN = [
 
 
 def test_what_it_takes() -> None:
-    for problem in (*TAKEN, HALF.with_(head_dim=192, head_dim_v=128), HALF.with_(head_dim=256, head_dim_v=1)):
+    sequences = [
+        HALF.with_(mask=Packed(3, 64, 64, inner, used=used)) for inner in (Full(), Causal()) for used in (0, 1)
+    ]
+    wide = [HALF.with_(head_dim=192, head_dim_v=128), HALF.with_(head_dim=256, head_dim_v=1)]
+    for problem in (*TAKEN, *wide, *sequences):
         for target in (A100, H200):
             assert triton.why_not(problem, target) == []
             assert triton.configs(problem, target)
@@ -120,6 +127,9 @@ PREFERRED = {
     "odd float32 heads with a softcap": make_problem((1, 8, 2048, 62), softcap=30.0, needs_grad=True),
     "wide float32 heads with an lse to differentiate": make_problem((1, 8, 512, 256), needs_lse=True, needs_grad=True),
     "a stride in the last dimension": HALF.with_(strides=Strides.SCATTERED),
+    "packed sequences with a stride in the last dimension": HALF.with_(
+        mask=Packed(3, 64, 64, Causal()), strides=Strides.SCATTERED, needs_grad=True
+    ),
     "a window over unaligned heads": HALF.with_(mask=Window(16, 0), strides=Strides.SCATTERED, needs_grad=True),
 }
 
@@ -129,6 +139,37 @@ PREFERRED = {
 def test_where_no_other_fused_kernel_goes_it_is_chosen(what: str, target: Target) -> None:
     assert plan.plan(PREFERRED[what], target).backend == "triton"
     assert plan.plan(PREFERRED[what], replace(target, has_triton=False)).backend not in ("triton", "sm80", "sm90")
+
+
+@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
+def test_the_table_of_packed_sequences_has_every_tile_once(of_keys: bool) -> None:
+    problem = make_problem((1, 2, 50, 16), seq_kv=70, mask=Packed(4, 30, 40, Causal("bottom-right")))
+    starts = [torch.tensor(own, dtype=torch.int32) for own in ((0, 7, 7, 30, 41), (0, 16, 20, 20, 60))]
+    rows = packed.table(problem, dict(zip(("cu_seqlens_q", "cu_seqlens_kv"), starts, strict=True)), 16, of_keys=of_keys)
+    assert rows.dtype == torch.int32
+    assert rows.shape == (packed.room(problem, 16, of_keys=of_keys), packed.RECORD)
+    owned = []
+    for q_start, seq_q, k_start, seq_kv, begin, shift in rows.tolist():
+        assert shift == seq_kv - seq_q
+        start, length = (k_start, seq_kv) if of_keys else (q_start, seq_q)
+        owned += range(start + begin, start + min(begin + 16, length))
+    assert sorted(owned) == list(range(problem.seq_kv if of_keys else problem.seq_q)), (
+        "those behind the last offset too"
+    )
+
+
+@pytest.mark.parametrize("offsets", [(5, 90, -3, 20), (0, 400, 10, 50), (-9, -8, -7, -6), (60, 40, 20, 0)], ids=str)
+@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
+def test_wrong_offsets_stay_within_the_tensors(offsets: tuple[int, ...], of_keys: bool) -> None:
+    problem = make_problem((1, 2, 50, 16), mask=Packed(3, 50, 50, Causal(), used=True))
+    starts, used = (torch.tensor(one, dtype=torch.int32) for one in (offsets, (9, -1, 99)))
+    operands = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "seqused_k": used}
+    rows = packed.table(problem, operands, 16, of_keys=of_keys)
+    for start, length in ((rows[:, 0], rows[:, 1]), (rows[:, 2], rows[:, 3])):
+        assert (start >= 0).all()
+        assert (length >= 0).all()
+        assert (start + length <= 50).all()
+    assert (rows[:, 4] >= 0).all()
 
 
 def test_an_interpreter_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 
 import tilewise
 from support import assert_close, budget, exact, in_order, make_inputs, make_problem, wanted
+from test_packed import check_backward, made, make_case
 from tilewise import Causal, Full, Problem, Window
 from tilewise.plain import reference
 from tilewise.target import Target
@@ -23,6 +24,7 @@ from tilewise.triton import backend as triton
 Tensor = torch.Tensor
 SMALL, SMALL_BACKWARD = triton.Config(16, 16, 4, 1), triton.BackwardConfig(16, 16, 4, 1)
 MASKS = [Full(), Causal(), Causal("bottom-right"), Window(4, 1), Window(3, 0, "bottom-right"), Window(None, 2)]
+PACKED = ((21, 37), (0, 5), (1, 1), (16, 16), (9, 0), (33, 20), (2, 40))  # queries and keys of each sequence
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {"heads_q": 4, "heads_kv": 2},
     "one key head": {"heads_q": 3},
@@ -175,6 +177,52 @@ def hidden_poison(value: float) -> int:
     return 2
 
 
+def packed_sequences() -> int:
+    """Of other lengths each, none and one among them; a neighbour and all that lies behind them is NaN."""
+    poisoned = (3,)
+    for number, inner in enumerate(MASKS):
+        shape = {"heads": (4, 2), "dims": (16, 8)} if number % 2 else {"heads": (1, 1), "dims": (11, 16)}
+        dtype = (torch.float32, torch.bfloat16)[number % 2]
+        case = make_case(inner, dtype, PACKED, poisoned=poisoned, needs_grad=True, softcap=3.0 * (number == 2), **shape)
+        assert triton.why_not(case.problem, Target.of("cpu")) == []
+        config = SMALL if number else None
+        got = triton.forward(case.q, case.k, case.v, case.problem, config, case.operands)
+        dout = torch.randn(case.problem.seq_q, case.problem.heads_q, case.problem.head_dim_v).to(dtype)
+        dout = dout.transpose(0, 1)[None]
+        out, lse, truth = made(case, dout)
+        begin, end = (int(case.offsets[0][sequence]) for sequence in (poisoned[0], poisoned[0] + 1))
+        for one, want, allowed in zip(got, (out, lse), (budget(dtype, 40), budget(torch.float32, 40)), strict=True):
+            for part in (slice(0, begin), slice(end, None)):
+                assert_close(one[:, :, part], want[:, :, part], allowed, f"{case.problem}")
+        for sequence in poisoned:
+            case.of(dout, sequence, 0).fill_(torch.nan)
+        given = (dout, None, case.q, case.k, case.v, out, lse, case.problem, SMALL_BACKWARD, case.operands)
+        check_backward(case, triton.backward(*given), truth, 4 * budget(dtype, 40), poisoned)
+    return len(MASKS)
+
+
+def packed_by_name() -> int:
+    """Keys that are not used, and padding before them, through attention_packed and autograd."""
+    lengths = torch.tensor([0, 9, 1, 20]), torch.tensor([0, 14, 5, 21])
+    starts = [own.cumsum(0).int() for own in lengths]
+    used, left = torch.tensor([11, 5, 30], dtype=torch.int32), torch.tensor([2, 0, 6], dtype=torch.int32)
+    shapes = (33, 4, 16), (43, 2, 16), (43, 2, 8)
+    tensors = [torch.randn(shape) for shape in shapes]
+    for options in ({}, {"seqused_k": used}, {"seqused_k": used, "leftpad_k": left}):
+        results = {}
+        for backend in ("triton", "reference"):
+            q, k, v = (tensor.clone().requires_grad_() for tensor in tensors)
+            mask = Causal("bottom-right")
+            out, lse = tilewise.attention_packed(
+                q, k, v, *starts, 20, 21, mask=mask, return_lse=True, backend=backend, **options
+            )
+            seen = lse.masked_fill(lse.isinf(), 0.0)
+            results[backend] = (out, seen, *torch.autograd.grad(out.square().sum() + seen.sum(), (q, k, v)))
+        for got, want in zip(*results.values(), strict=True):
+            assert_close(got, want, 4 * budget(torch.float32, 21))
+    return 3
+
+
 def through_the_front_door() -> int:
     """By name, with autograd; "auto" does not choose an interpreter."""
     problem = make_problem((1, 2, 20, 8), heads_kv=1, mask=Window(5, 0), softcap=4.0, needs_grad=True, needs_lse=True)
@@ -197,7 +245,8 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of nan and inf
         done += sum(hidden_poison(value) for value in (math.nan, math.inf, -math.inf))
-    done += through_the_front_door()
+        done += packed_sequences()
+    done += packed_by_name() + through_the_front_door()
     print(f"{done} problems right")
 
 

@@ -21,7 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from support import make_inputs, make_problem
-from tilewise import Problem, Target
+from tilewise import Causal, Full, Problem, Target
+from tilewise.masks import Packed
 from tilewise.triton import backend
 
 MAX_STACK = 64  # bytes of a thread: a few values spilled outside of the loops do not show
@@ -48,9 +49,10 @@ def problems(everything: bool) -> list[Problem]:
     dims = [(64, 64), (128, 128), (192, 128), (256, 256)] if everything else [(128, 128)]
     dtypes = [torch.bfloat16, torch.float16, torch.float32] if everything else [torch.bfloat16]
     caps = [0.0, 20.0] if everything else [20.0]
+    masks = [Full(), Packed(3, 256, 256, Causal("bottom-right"))]
     return [
-        make_problem((1, 2, 256, dim), dtype, head_dim_v=dim_v, softcap=cap, needs_grad=True)
-        for (dim, dim_v), dtype, cap in product(dims, dtypes, caps)
+        make_problem((1, 2, 256, dim), dtype, head_dim_v=dim_v, softcap=cap, mask=mask, needs_grad=True)
+        for (dim, dim_v), dtype, cap, mask in product(dims, dtypes, caps, masks)
     ]
 
 
@@ -81,7 +83,9 @@ def main(name: str, everything: bool) -> int:
     with patch.object(backend.Target, "of", classmethod(lambda cls, device: target)):
         for problem in problems(everything):
             config = backend.configs(problem, target)[0]
-            for launch in backend._launches(*make_inputs(problem), problem, config):
+            starts = torch.tensor((0, 100, 100, 256), dtype=torch.int32)
+            operands = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
+            for launch in backend._launches(*make_inputs(problem), problem, config, operands):
                 fine = check(launch, problem, target) and fine
     return 0 if fine else 1
 

@@ -17,8 +17,8 @@ import torch
 from support import assert_close, budget, exact, make_problem
 from tilewise import masks
 from tilewise.lab.candidates import compiled, rivals
-from tilewise.lab.candidates.names import Candidate
-from tilewise.lab.candidates.rivals import FLASHINFER, VARLEN
+from tilewise.lab.candidates.names import PLAIN, Candidate
+from tilewise.lab.candidates.rivals import FA3, FA4, FLASHINFER, VARLEN
 from tilewise.lab.measure.worker import Worker
 from tilewise.lab.studies import suites
 from tilewise.masks import Causal, Dense, Documents, Full, Mask, Window
@@ -199,6 +199,47 @@ def test_flash_attention_gets_documents_packed(name: str, inner: Mask, monkeypat
     assert called == [{"max": (17, 17), "causal": isinstance(inner, Causal), "window": window}]
 
 
+@pytest.mark.parametrize("inner", [Full(), Causal()], ids=str)
+def test_flash_attention_3_gets_documents_packed(inner: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By position and by names that its interface has; it has no backward, and other names than those are none."""
+    called: list[tuple[int, int]] = []
+
+    def varlen(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, seqused_q: None = None, seqused_k: None = None, softmax_scale: float | None = None,
+        causal: bool = False, *, softcap: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        assert q.is_contiguous(), "no copy of ours is in the call"
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        assert softmax_scale is not None
+        called.append((max_seqlen_q, max_seqlen_k))
+        right = 0 if causal else -1
+        return by_sequence(cu_seqlens_q, cu_seqlens_k, q, k, v, scale=softmax_scale, left=-1, right=right, cap=softcap)
+
+    stand_in(monkeypatch, "fa3_fwd_interface", flash_attn_varlen_func=varlen)
+    mask = Documents((0, 7, 24), (), inner)  # type: ignore[arg-type]
+    assert_right(FA3, make_problem((2, 4, 24, 16), heads_kv=2, mask=mask, softcap=2.0))
+    assert called == [(17, 17)]
+
+
+@pytest.mark.parametrize(
+    ("mask", "takes"),
+    [
+        (Documents((0, 7, 24), (), Causal()), True),
+        (Documents((0, 7, 24), (0, 9, 32), Causal("bottom-right")), True),
+        (Documents((0, 7, 24), (0, 9, 32), Causal()), False),
+        (Documents((0, 7, 24), (), Window(3, 0)), False),
+    ],
+    ids=str,
+)
+def test_flash_attention_3_takes_documents_without_windows(
+    mask: Documents, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, "fa3_fwd_interface")
+    problem = make_problem((1, 4, 24, 64), BF16, seq_kv=mask.cu_seqlens_kv[-1], mask=mask)
+    assert (Candidate(FA3).why_not(problem, "cuda") == []) == takes
+
+
 @pytest.mark.parametrize(
     ("name", "wrong", "change"),
     [
@@ -376,3 +417,31 @@ def test_the_suite_of_packed_sequences():
         assert row.candidates[0] == "tilewise:packed"
         assert not Candidate("tilewise:packed").why_not(row.problem)
         assert row.problem.seq_q == row.problem.mask.cu_seqlens_q[-1]
+        assert row.goal.floor
+
+
+def test_equal_lengths_are_held_against_a_batch_of_them():
+    rows = suites.rows_of("packed")
+    equal = [row for row in rows if len({end - begin for begin, end in pairwise(row.problem.mask.cu_seqlens_q)}) == 1]
+    assert {row.times for row in equal} == {("forward",), ("step",)}
+    for row in rows:
+        assert (row.plain is not None) == (PLAIN in row.candidates) == bool(row.goal.plain_limit) == (row in equal)
+    for row in equal:
+        batch = row.asked(PLAIN)
+        assert (batch.pairs(), batch.needs_grad) == (row.problem.pairs(), row.problem.needs_grad)
+        assert batch.batch * batch.seq_q == row.problem.seq_q
+
+
+def test_the_suite_of_packed_sequences_has_every_library_beside_it(monkeypatch):
+    """As PyTorch 2.11 has varlen_attn, which knows no grouped heads."""
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    stand_in(monkeypatch, "torch.nn.attention.varlen", varlen_attn=lambda query, *, scale, window_size: query)
+    stand_in(monkeypatch, "fa3_fwd_interface")
+    stand_in(monkeypatch, "flash_attn.cute")
+    for row in suites.suite("packed"):
+        there = {
+            name for name in row.candidates if not Candidate(name).is_ours and not Candidate(name).why_not(row.problem)
+        }
+        forward, window = row.times == ("forward",), "window" in row.name
+        taken = {VARLEN: row.problem.group == 1, FA3: forward and not window, FA4: True}
+        assert there == {name for name, takes in taken.items() if takes}, row.name

@@ -24,6 +24,7 @@ from ..operands import zero_grads
 from ..problem import dtype_name
 from ..scores import Softcap
 from ..target import Target
+from . import packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,9 +109,14 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
         (widest > HEAD_DIM_LIMIT, f"head_dim {widest} is over {HEAD_DIM_LIMIT}", "use backend='auto'"),
         (longest > MAX_ROWS, f"sequence of {longest} is over {MAX_ROWS}", "split the sequence"),
         (
-            problem.mask.band(problem.seq_q, problem.seq_kv) is None,
+            problem.mask.band(problem.seq_q, problem.seq_kv) is None and packed.mask_of(problem) is None,
             f"mask {problem.mask} is not a diagonal band",
             "use Full, Causal or Window, or backend='auto'",
+        ),
+        (
+            packed.mask_of(problem) is not None and problem.batch > 1,
+            f"packed sequences in each of {problem.batch} batches: the kernels take one batch of them",
+            "use attention_packed, or backend='auto'",
         ),
         *(
             (not isinstance(term, Softcap), f"scores {term}: the kernels have no such term", "use backend='tiled'")
@@ -222,7 +228,7 @@ def _is_hopper(target: Target) -> bool:
 
 def details(problem: Problem, target: Target, config: Config) -> list[str]:
     """How the launch is divided, for `explain`."""
-    programs = _tiles(problem.seq_q, config.block_q) * problem.batch * problem.heads_q
+    programs = _own_tiles(problem, config.block_q) * problem.batch * problem.heads_q
     return [f"{programs} programs of {32 * config.warps} threads, each {config.block_q} queries of a head"]
 
 
@@ -240,7 +246,7 @@ def forward(
     if problem.empty:
         return out.zero_(), lse.fill_(-math.inf)
     with _on(q.device):
-        _forward_launch(q, k, v, out, lse, problem, config).run()
+        _forward_launch(q, k, v, out, lse, problem, config, operands).run()
     return out, lse
 
 
@@ -261,9 +267,13 @@ def backward(
     if problem.empty:
         return zero_grads(wants, q, k, v, NO_OPERANDS)
     grads = {name: torch.empty_like(of) for name, of in (("q", q), ("k", k), ("v", v)) if name in wants}
+    mask = packed.mask_of(problem)
+    if mask is not None and (mask.used or mask.padded):  # keys that are not used have no owner
+        for name in {"k", "v"} & set(grads):
+            grads[name].zero_()
     chosen = config if isinstance(config, BackwardConfig) else backward_configs(problem, Target.of(q.device))[0]
     with _on(q.device):
-        for launch in _backward_launches(dout, dlse, q, k, v, out, lse, grads, problem, chosen):
+        for launch in _backward_launches(dout, dlse, q, k, v, out, lse, grads, problem, chosen, operands):
             launch.run()
     return grads
 
@@ -280,9 +290,9 @@ def bind(
     config = config or configs(problem, Target.of(q.device))[0]
     if not problem.empty and not interpreted():
         with _on(q.device):
-            for launch in _launches(q, k, v, problem, config):
+            for launch in _launches(q, k, v, problem, config, operands):
                 launch.build()
-    return lambda q, k, v, operands: forward(q, k, v, problem, config)
+    return lambda q, k, v, operands: forward(q, k, v, problem, config, operands)
 
 
 class _Launch(NamedTuple):
@@ -311,13 +321,20 @@ class _Launch(NamedTuple):
         return built
 
 
-def _launches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Config) -> list[_Launch]:
+def _launches(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    config: Config,
+    operands: Operands = NO_OPERANDS,
+) -> list[_Launch]:
     """All that a call with these inputs may launch, on memory that is only described."""
     out, lse = empty_out(q, problem.head_dim_v, problem.layout), empty_lse(q)
-    found = [_forward_launch(q, k, v, out, lse, problem, config)]
+    found = [_forward_launch(q, k, v, out, lse, problem, config, operands)]
     if problem.needs_grad:
         chosen = backward_configs(problem, Target.of(q.device))[0]
-        found += _backward_launches(out, None, q, k, v, out, lse, {"q": q, "k": k, "v": v}, problem, chosen)
+        found += _backward_launches(out, None, q, k, v, out, lse, {"q": q, "k": k, "v": v}, problem, chosen, operands)
     return found
 
 
@@ -329,14 +346,16 @@ def _forward_launch(
     lse: torch.Tensor,
     problem: Problem,
     config: Config,
+    operands: Operands,
 ) -> _Launch:
+    tiles = _own_tiles(problem, config.block_q)
     arguments = (
         q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(),
         problem.heads_q, problem.group, problem.seq_q, problem.seq_kv, *_band(problem), *_scales(problem),
+        _table(problem, operands, config.block_q), tiles,
     )  # fmt: skip
     shape = {"own": config.block_q, "walk": config.block_kv, "num_warps": config.warps, "num_stages": config.stages}
-    programs = _tiles(problem.seq_q, config.block_q) * problem.batch * problem.heads_q
-    return _Launch("forward", programs, arguments, shape | _kind(problem))
+    return _Launch("forward", tiles * problem.batch * problem.heads_q, arguments, shape | _kind(problem))
 
 
 def _backward_launches(
@@ -350,6 +369,7 @@ def _backward_launches(
     grads: Grads,
     problem: Problem,
     config: BackwardConfig,
+    operands: Operands,
 ) -> list[_Launch]:
     """The row terms, then whichever of the two kernels somebody wants the result of."""
     dq, dk, dv = (grads.get(name) for name in ("q", "k", "v"))
@@ -370,18 +390,21 @@ def _backward_launches(
         )
     ]  # fmt: skip
     if dq is not None:
+        tiles = _own_tiles(problem, config.own)
         found.append(_Launch(
-            "grad_queries", rows * _tiles(problem.seq_q, config.own),
+            "grad_queries", rows * tiles,
             (*inputs, *terms, dq, *strides, dq.stride(), problem.heads_q, *sizes, first, end, *_scales(problem),
-             problem.scale),
+             problem.scale, _table(problem, operands, config.own), tiles),
             shape | _kind(problem),
         ))  # fmt: skip
     if dk is not None or dv is not None:
         dk_room, dv_room = k if dk is None else dk, v if dv is None else dv  # an unwanted one is never written
+        tiles = _own_tiles(problem, config.own, of_keys=True)
         found.append(_Launch(
-            "grad_keys", problem.batch * problem.heads_kv * _tiles(problem.seq_kv, config.own),
+            "grad_keys", problem.batch * problem.heads_kv * tiles,
             (*inputs, *terms, dk_room, dv_room, *strides, dk_room.stride(), dv_room.stride(), problem.heads_kv, *sizes,
-             1 - end, 1 - first, *_scales(problem), problem.scale),
+             1 - end, 1 - first, *_scales(problem), problem.scale,
+             _table(problem, operands, config.own, of_keys=True), tiles),
             shape | _kind(problem) | {"wants_dk": dk is not None, "wants_dv": dv is not None},
         ))  # fmt: skip
     return found
@@ -389,6 +412,8 @@ def _backward_launches(
 
 def _band(problem: Problem) -> tuple[int, int]:
     """(first, end): row r sees the keys from r + first to r + end - 1, as far as they exist."""
+    if (mask := packed.mask_of(problem)) is not None:
+        return packed.band(mask)
     left, right, offset = problem.band
     return offset - left, offset + right + 1
 
@@ -409,6 +434,7 @@ def _kind(problem: Problem) -> dict[str, Any]:
         "block_dv": _block(problem.head_dim_v),
         "capped": problem.softcap > 0,
         "operand": _operand(problem.dtype),
+        "packed": packed.mask_of(problem) is not None,
     }
 
 
@@ -425,6 +451,20 @@ def _block(dim: int) -> int:
 
 def _tiles(length: int, block: int) -> int:
     return -(-length // block)
+
+
+def _own_tiles(problem: Problem, block: int, *, of_keys: bool = False) -> int:
+    """Of a head, and so many programs: of packed sequences what there may be at most."""
+    if packed.mask_of(problem) is not None:
+        return packed.room(problem, block, of_keys=of_keys)
+    return _tiles(problem.seq_kv if of_keys else problem.seq_q, block)
+
+
+def _table(problem: Problem, operands: Operands, block: int, *, of_keys: bool = False) -> torch.Tensor | None:
+    """Which tile of which packed sequence a program owns; None without them."""
+    if packed.mask_of(problem) is None:
+        return None
+    return packed.table(problem, operands, block, of_keys=of_keys)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

@@ -29,6 +29,9 @@ weight of a row without keys is 0.
 
 Each result has one owner that sums in a fixed order: no atomics, the same bits every time.
 
+Packed sequences have a table with a record for every tile of theirs (`packed.table`): a program reads where its
+sequence is, and the rest goes as it does without one. A record of a tile that does not exist has a sequence of no rows.
+
 What the mask hides must not show, and a weight of 0 does not hide a nan: 0 * nan is nan. So a walk looks for values
 that are not finite in the tiles that are cut. Where there are none, which is as good as always, nothing is to be done.
 Else the owner walks again, careful: they are left out of the products, and given back afterwards to those who see them.
@@ -41,19 +44,25 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 CAREFUL: tl.constexpr = tl.constexpr(16)  # what a careful walk goes by: so little that it needs no more registers
 # Sizes that say nothing of how memory is aligned: a kernel for each that is 1, or that 16 divides, would be no faster.
-SIZES = ["heads", "group", "seq_q", "seq_kv", "first", "end"]
+SIZES = ["heads", "group", "seq_q", "seq_kv", "first", "end", "tiles"]
+RECORD: tl.constexpr = tl.constexpr(6)  # numbers of a tile in the table of packed sequences
 
 
 @triton.jit(do_not_specialize=SIZES)
 def forward(
     q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides,
-    heads, group, seq_q, seq_kv, first, end, score_scale, weight_scale,
+    heads, group, seq_q, seq_kv, first, end, score_scale, weight_scale, table, tiles,
     head_dim: tl.constexpr, head_dim_v: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
-    own: tl.constexpr, walk: tl.constexpr, capped: tl.constexpr, operand: tl.constexpr,
+    own: tl.constexpr, walk: tl.constexpr, capped: tl.constexpr, operand: tl.constexpr, packed: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(seq_q, own)
     batch, head, pair = _head_of(tl.program_id(0) // tiles, heads)
+    lse += pair * seq_q
     begin = (tiles - 1 - tl.program_id(0) % tiles) * own  # the last rows first: under a causal mask the longest
+    if packed:
+        q_start, seq_q, k_start, seq_kv, begin, shift = _packed_tile(table, tl.program_id(0) % tiles)
+        q, out, lse = q + q_start * q_strides[2], out + q_start * out_strides[2], lse + q_start
+        k, v = k + k_start * k_strides[2], v + k_start * v_strides[2]
+        first, end = first + shift, end + shift
     rows = begin + tl.arange(0, own)
     q_tile = _load(q, q_strides, batch, head, rows, seq_q, head_dim, block_d, operand, False)
     last = tl.minimum(begin + own, seq_q) - 1
@@ -74,7 +83,7 @@ def forward(
     safe = tl.where(blind, 1.0, total)
     _store(out, out_strides, batch, head, rows, seq_q, acc / safe[:, None], head_dim_v, block_dv)
     row_lse = tl.where(blind, -float("inf"), (top + tl.log2(safe)) * LN_2)
-    tl.store(lse + pair * seq_q + rows, row_lse, mask=rows < seq_q)
+    tl.store(lse + rows, row_lse, mask=rows < seq_q)
 
 
 @triton.jit
@@ -160,17 +169,23 @@ def row_terms(
 @triton.jit(do_not_specialize=SIZES)
 def grad_queries(
     q, k, v, dout, delta, lse_log2, dq, q_strides, k_strides, v_strides, dout_strides, dq_strides,
-    heads, group, seq_q, seq_kv, first, end, score_scale, weight_scale, scale,
+    heads, group, seq_q, seq_kv, first, end, score_scale, weight_scale, scale, table, tiles,
     head_dim: tl.constexpr, head_dim_v: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
-    own: tl.constexpr, walk: tl.constexpr, capped: tl.constexpr, operand: tl.constexpr,
+    own: tl.constexpr, walk: tl.constexpr, capped: tl.constexpr, operand: tl.constexpr, packed: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(seq_q, own)
     batch, head, pair = _head_of(tl.program_id(0) // tiles, heads)
+    lse_log2, delta = lse_log2 + pair * seq_q, delta + pair * seq_q
     begin = (tiles - 1 - tl.program_id(0) % tiles) * own
+    if packed:
+        q_start, seq_q, k_start, seq_kv, begin, shift = _packed_tile(table, tl.program_id(0) % tiles)
+        q, dout, dq = q + q_start * q_strides[2], dout + q_start * dout_strides[2], dq + q_start * dq_strides[2]
+        lse_log2, delta = lse_log2 + q_start, delta + q_start
+        k, v = k + k_start * k_strides[2], v + k_start * v_strides[2]
+        first, end = first + shift, end + shift
     rows = begin + tl.arange(0, own)
     q_tile = _load(q, q_strides, batch, head, rows, seq_q, head_dim, block_d, operand, False)
     dout_tile = _load(dout, dout_strides, batch, head, rows, seq_q, head_dim_v, block_dv, operand, False)
-    row_lse, row_delta = _row_terms_of(lse_log2, delta, pair, rows, seq_q)
+    row_lse, row_delta = _row_terms_of(lse_log2, delta, rows, seq_q)
     last = tl.minimum(begin + own, seq_q) - 1
     acc, strange = _sum_dq(
         q_tile, dout_tile, row_lse, row_delta, k, v, k_strides, v_strides, batch, head // group, rows, begin, last,
@@ -244,28 +259,35 @@ def _add_to_dq(
 @triton.jit(do_not_specialize=SIZES)
 def grad_keys(
     q, k, v, dout, delta, lse_log2, dk, dv, q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
-    heads, group, seq_q, seq_kv, first, end, score_scale, weight_scale, scale,
+    heads, group, seq_q, seq_kv, first, end, score_scale, weight_scale, scale, table, tiles,
     head_dim: tl.constexpr, head_dim_v: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
-    own: tl.constexpr, walk: tl.constexpr, capped: tl.constexpr, operand: tl.constexpr,
+    own: tl.constexpr, walk: tl.constexpr, capped: tl.constexpr, operand: tl.constexpr, packed: tl.constexpr,
     wants_dk: tl.constexpr, wants_dv: tl.constexpr,
 ):  # fmt: skip
     """`heads` counts the key/value heads here; `first` and `end` are those of the transposed band."""
-    tiles = tl.cdiv(seq_kv, own)
     batch, head_kv, _pair = _head_of(tl.program_id(0) // tiles, heads)
     begin = tl.program_id(0) % tiles * own
+    head_rows = seq_q  # of the row terms, from one head to the next
+    if packed:
+        q_start, seq_q, k_start, seq_kv, begin, shift = _packed_tile(table, tl.program_id(0) % tiles)
+        q, dout = q + q_start * q_strides[2], dout + q_start * dout_strides[2]
+        lse_log2, delta = lse_log2 + q_start, delta + q_start
+        k, v = k + k_start * k_strides[2], v + k_start * v_strides[2]
+        dk, dv = dk + k_start * dk_strides[2], dv + k_start * dv_strides[2]
+        first, end = first - shift, end - shift
     keys = begin + tl.arange(0, own)
     k_tile = _load(k, k_strides, batch, head_kv, keys, seq_kv, head_dim, block_d, operand, False)
     v_tile = _load(v, v_strides, batch, head_kv, keys, seq_kv, head_dim_v, block_dv, operand, False)
     last = tl.minimum(begin + own, seq_kv) - 1
     dk_acc, dv_acc, strange = _sum_dk_and_dv(
         k_tile, v_tile, q, dout, delta, lse_log2, q_strides, dout_strides, batch, head_kv, heads, group, keys, begin,
-        last, seq_q, first, end, score_scale, weight_scale,
+        last, seq_q, head_rows, first, end, score_scale, weight_scale,
         head_dim, head_dim_v, block_d, block_dv, own, walk, capped, operand, wants_dk, wants_dv, False,
     )  # fmt: skip
     if strange != 0:
         dk_acc, dv_acc, _ = _sum_dk_and_dv(
             k_tile, v_tile, q, dout, delta, lse_log2, q_strides, dout_strides, batch, head_kv, heads, group, keys,
-            begin, last, seq_q, first, end, score_scale, weight_scale,
+            begin, last, seq_q, head_rows, first, end, score_scale, weight_scale,
             head_dim, head_dim_v, block_d, block_dv, own, CAREFUL, capped, operand, wants_dk, wants_dv, True,
         )  # fmt: skip
         for head in range(head_kv * group, head_kv * group + group):
@@ -288,7 +310,7 @@ def grad_keys(
 @triton.jit
 def _sum_dk_and_dv(
     k_tile, v_tile, q, dout, delta, lse_log2, q_strides, dout_strides, batch, head_kv, heads, group, keys, begin,
-    last, seq_q, first, end, score_scale, weight_scale,
+    last, seq_q, head_rows, first, end, score_scale, weight_scale,
     head_dim: tl.constexpr, head_dim_v: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
     own: tl.constexpr, walk: tl.constexpr, capped: tl.constexpr, operand: tl.constexpr,
     wants_dk: tl.constexpr, wants_dv: tl.constexpr, careful: tl.constexpr,
@@ -301,10 +323,11 @@ def _sum_dk_and_dv(
     if careful:
         whole, resume = stop, stop
     for head in range(head_kv * group, head_kv * group + group):
-        pair = batch * heads * group + head
+        at_head = (batch * heads * group + head) * head_rows
+        head_delta, head_lse = delta + at_head, lse_log2 + at_head
         for step in tl.range(0, whole - start + stop - resume, walk, num_stages=1):
             dk_acc, dv_acc, strange = _add_to_dk_and_dv(
-                k_tile, v_tile, q, dout, delta, lse_log2, q_strides, dout_strides, batch, head, pair, keys,
+                k_tile, v_tile, q, dout, head_delta, head_lse, q_strides, dout_strides, batch, head, keys,
                 _cut_tile(step, start, whole, resume), seq_q, first, end, score_scale, weight_scale,
                 dk_acc, dv_acc, strange, head_dim, head_dim_v, block_d, block_dv, walk, capped, operand,
                 wants_dk, wants_dv, True, careful,
@@ -312,7 +335,7 @@ def _sum_dk_and_dv(
         if not careful:
             for at in range(whole, resume, walk):
                 dk_acc, dv_acc, strange = _add_to_dk_and_dv(
-                    k_tile, v_tile, q, dout, delta, lse_log2, q_strides, dout_strides, batch, head, pair, keys,
+                    k_tile, v_tile, q, dout, head_delta, head_lse, q_strides, dout_strides, batch, head, keys,
                     at, seq_q, first, end, score_scale, weight_scale,
                     dk_acc, dv_acc, strange, head_dim, head_dim_v, block_d, block_dv, walk, capped, operand,
                     wants_dk, wants_dv, False, False,
@@ -322,7 +345,7 @@ def _sum_dk_and_dv(
 
 @triton.jit
 def _add_to_dk_and_dv(
-    k_tile, v_tile, q, dout, delta, lse_log2, q_strides, dout_strides, batch, head, pair, keys,
+    k_tile, v_tile, q, dout, delta, lse_log2, q_strides, dout_strides, batch, head, keys,
     at, seq_q, first, end, score_scale, weight_scale, dk_acc, dv_acc, strange,
     head_dim: tl.constexpr, head_dim_v: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
     walk: tl.constexpr, capped: tl.constexpr, operand: tl.constexpr,
@@ -332,7 +355,7 @@ def _add_to_dk_and_dv(
     rows = at + tl.arange(0, walk)
     q_tile = _load(q, q_strides, batch, head, rows, seq_q, head_dim, block_d, operand, not cut)
     dout_tile = _load(dout, dout_strides, batch, head, rows, seq_q, head_dim_v, block_dv, operand, not cut)
-    row_lse, row_delta = _row_terms_of(lse_log2, delta, pair, rows, seq_q)
+    row_lse, row_delta = _row_terms_of(lse_log2, delta, rows, seq_q)
     weights, dscores = _weights(
         k_tile, tl.trans(q_tile), v_tile, tl.trans(dout_tile), row_lse[None, :], row_delta[None, :],
         keys[:, None], rows[None, :], first, end, seq_q, score_scale, weight_scale, capped, cut, q.dtype.element_ty,
@@ -443,6 +466,15 @@ def _give_back(
 
 
 @triton.jit
+def _packed_tile(table, tile):
+    """Of a tile that a program owns: where the rows and keys of its sequence begin and how many there are, where in it
+    the tile begins, and by how much the band is shifted. Starts are 64-bit integers: they are multiplied by strides."""
+    record = table + tile * RECORD
+    q_start, k_start = tl.load(record).to(tl.int64), tl.load(record + 2).to(tl.int64)
+    return q_start, tl.load(record + 1), k_start, tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
+
+
+@triton.jit
 def _head_of(pair, heads):
     """Batch, head and their number, as 64-bit integers: they are multiplied by strides."""
     pair = pair.to(tl.int64)
@@ -493,9 +525,9 @@ def _at(tensor, strides, batch, head, rows, columns):
 
 
 @triton.jit
-def _row_terms_of(lse_log2, delta, pair, rows, seq_q):
-    """lse and D of some rows; beyond the last the lse is +inf, so that weights are 0."""
+def _row_terms_of(lse_log2, delta, rows, seq_q):
+    """lse and D of some rows of a head; beyond the last the lse is +inf, so that weights are 0."""
     there = rows < seq_q
-    row_lse = tl.load(lse_log2 + pair * seq_q + rows, mask=there, other=float("inf"))
-    row_delta = tl.load(delta + pair * seq_q + rows, mask=there, other=0.0)
+    row_lse = tl.load(lse_log2 + rows, mask=there, other=float("inf"))
+    row_delta = tl.load(delta + rows, mask=there, other=0.0)
     return row_lse, row_delta

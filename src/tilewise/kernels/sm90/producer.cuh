@@ -276,8 +276,16 @@ __device__ __forceinline__ void store_outs(const KernelParams& params,
     if (row_begin == TilePlan<Extents>::no_more_work) return;
     const WorkTile tile = smem.plan[slot.stage].tile;
     const auto sequence = sequence_of<Extents>(params, smem.plan[slot.stage]);
-    const int rows = sequence.seq_q() - row_begin;
+    const int batch = sequence.batch(tile.batch), head = tile.head;
+    const int rows = sequence.seq_q() - row_begin, first_row = sequence.q_start() + row_begin;
     const int parts = min_int(config.consumers, ceil_div(rows, 64));
+    // Why before the stores: to find a tile the scheduler reads a table, and where sequences are
+    // short the stores and that would take longer than the tile in between.
+    if constexpr (Extents::ragged) {
+      ptx::fence_proxy_async();  // the plan is read: an arrive does not wait for loads in flight
+      __syncwarp();
+      if (leads) ptx::mbarrier_arrive(&smem.work_empty[slot.stage]);
+    }
 #pragma unroll 1
     for (int first = 0; first < panels; first += staged) {
 #pragma unroll 1
@@ -287,18 +295,16 @@ __device__ __forceinline__ void store_outs(const KernelParams& params,
         if constexpr (Extents::ragged) {
           if (rows < (warpgroup + 1) * 64) {
             store_rows<config, Extents>(params, smem.out[warpgroup][0], first,
-                                        rows - warpgroup * 64,
-                                        sequence.q_start() + row_begin + warpgroup * 64, tile.head,
-                                        sequence.batch(tile.batch));
+                                        rows - warpgroup * 64, first_row + warpgroup * 64, head,
+                                        batch);
             continue;
           }
           if (!leads) continue;
         }
         for (int panel = 0; panel < min_int(staged, panels - first); ++panel)
           ptx::tma_store_4d(&params.out_map, smem.out[warpgroup][panel],
-                            (first + panel) * panel_columns,
-                            sequence.q_start() + row_begin + warpgroup * 64, tile.head,
-                            sequence.batch(tile.batch));
+                            (first + panel) * panel_columns, first_row + warpgroup * 64, head,
+                            batch);
       }
       if (leads) {
         ptx::tma_store_commit();
@@ -308,8 +314,7 @@ __device__ __forceinline__ void store_outs(const KernelParams& params,
       for (int warpgroup = 0; leads && warpgroup < parts; ++warpgroup)
         ptx::mbarrier_arrive(&smem.out_empty[warpgroup]);
     }
-    if constexpr (Extents::ragged) __syncwarp();
-    if (leads) ptx::mbarrier_arrive(&smem.work_empty[slot.stage]);
+    if constexpr (!Extents::ragged) ptx::mbarrier_arrive(&smem.work_empty[slot.stage]);
   }
 }
 

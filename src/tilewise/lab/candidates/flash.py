@@ -78,7 +78,7 @@ FLASH_ATTENTION_2 = Rival(
 
 
 def _fa3_lacks(problem: Problem, device: str) -> list[Reason]:
-    fitting = isinstance(problem.mask, Full | Causal) and is_aligned(problem, "bottom-right")
+    fitting = isinstance(inner_mask(problem.mask), Full | Causal) and is_aligned(problem, "bottom-right")
     return reasons(
         on_cpu(device),
         (
@@ -86,7 +86,11 @@ def _fa3_lacks(problem: Problem, device: str) -> list[Reason]:
             f"{problem.dtype}: this build of FlashAttention-3 takes bfloat16 alone",
             "use bfloat16",
         ),
-        (not fitting, f"mask {problem.mask}: this build takes full and causal alone", "use one of these"),
+        (
+            not fitting,
+            f"mask {problem.mask}: this build takes full, and causal aligned at the bottom right, in documents too",
+            "use one of these",
+        ),
         (
             problem.needs_grad or problem.dropout > 0 or problem.needs_lse,
             "gradients, dropout or lse: this build is a bare forward",
@@ -101,18 +105,25 @@ def _fa3_lacks(problem: Problem, device: str) -> list[Reason]:
 
 
 def _fa3_forward(problem: Problem, inputs: Inputs) -> Forward:
-    """FlashAttention-3 takes (batch, seq, heads, dim), strided as it may be."""
+    """FlashAttention-3 takes (batch, seq, heads, dim), strided as it may be, or packed documents."""
     library = importlib.import_module("fa3_fwd_interface")
-    flash = library.flash_attn_func
-    q, k, v = (tensor.transpose(1, 2) for tensor in inputs[:3])
-    scale, softcap, causal = problem.scale, problem.softcap, isinstance(problem.mask, Causal)
-    if decodes(problem):  # its function for caches divides the keys by a heuristic of its own; the plain one does not
-        options = {"softmax_scale": scale, "causal": causal, "softcap": softcap}
-        if has_lengths(problem):
-            options |= _fa3_schedule(library, problem, inputs)
-        return lambda: _first(library.flash_attn_with_kvcache(q, k, v, **options)).transpose(1, 2)
-
-    return lambda: _first(flash(q, k, v, softmax_scale=scale, causal=causal, softcap=softcap)).transpose(1, 2)
+    q, k, v = inputs[:3]
+    options: dict[str, Any] = {
+        "softmax_scale": problem.scale,
+        "causal": isinstance(inner_mask(problem.mask), Causal),
+        "softcap": problem.softcap,
+    }
+    if isinstance(problem.mask, Documents):
+        lengths = sequences(problem, q.device)
+        q, k, v = map(packed, (q, k, v))
+        return lambda: unpacked(_first(library.flash_attn_varlen_func(q, k, v, *lengths, **options)), problem)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    if not decodes(problem):
+        return lambda: _first(library.flash_attn_func(q, k, v, **options)).transpose(1, 2)
+    # Its function for caches divides the keys by a heuristic of its own; the plain one does not.
+    if has_lengths(problem):
+        options |= _fa3_schedule(library, problem, inputs)
+    return lambda: _first(library.flash_attn_with_kvcache(q, k, v, **options)).transpose(1, 2)
 
 
 def _fa3_schedule(library: Any, problem: Problem, inputs: Inputs) -> dict[str, Any]:
@@ -133,7 +144,9 @@ def _fa3_schedule(library: Any, problem: Problem, inputs: Inputs) -> dict[str, A
     return {"cache_seqlens": lengths, "scheduler_metadata": metadata}
 
 
-FLASH_ATTENTION_3 = Rival("fa3_fwd_interface", "pip install fa3-fwd", _fa3_lacks, _fa3_forward, terms=(KeyLengths,))
+FLASH_ATTENTION_3 = Rival(
+    "fa3_fwd_interface", "pip install fa3-fwd", _fa3_lacks, _fa3_forward, (Documents,), (KeyLengths,)
+)
 
 # --- FlashAttention-4, which compiles a kernel when a kind of problem first comes
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import native
-from ...api import attention
+from ...api import attention, attention_packed
 from ..measure import environment
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Way(NamedTuple):
     name: str
     call: Callable[..., torch.Tensor]
     inside: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    packed: bool = False  # takes (batch * seq, heads, dim), and how many sequences of which length these are
 
 
 class Cost(NamedTuple):
@@ -53,7 +54,8 @@ class Cost(NamedTuple):
 
 
 def ways(device: str) -> list[Way]:
-    """PyTorch's default and its FlashAttention by name, ours natively and in Python, and the override."""
+    """PyTorch's default and its FlashAttention by name, ours natively, in Python and of packed sequences, and the
+    override."""
     import tilewise  # noqa: PLC0415  (whose override stands beside the lab, not below it)
 
     sdpa = tilewise.sdpa
@@ -64,25 +66,43 @@ def ways(device: str) -> list[Way]:
         Way("PyTorch's flash, by name", torchs, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
         Way("tilewise.attention", attention),
         Way("tilewise.attention, in Python", attention, native.in_python),
+        Way("tilewise.attention_packed", _packed_call(), packed=True),
         Way("override, taken", torchs, lambda: taking),
         Way("override, passed on", torchs, lambda: passing),
     ]
-    return found if device.startswith("cuda") else [way for way in found if way.name != "override, taken"]
+    if device.startswith("cuda"):
+        return found
+    # On a CPU no call is taken, and packed sequences run one after another: that is no host time.
+    return [way for way in found if way.name != "override, taken" and not way.packed]
+
+
+def _packed_call() -> Callable[..., Any]:
+    """Sequences of one length; their offsets stay on the device, as those of a batch that is used again do."""
+    known: dict[tuple[int, int], torch.Tensor] = {}
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: int, seq: int) -> Any:
+        starts = known.get((batch, seq))
+        if starts is None:
+            starts = known[batch, seq] = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=q.device)
+        return attention_packed(q, k, v, starts, starts, seq, seq)
+
+    return call
 
 
 def measure(device: str, shape: tuple[int, ...], dtype: torch.dtype, rounds: int = ROUNDS) -> list[Cost]:
     """The cost of every way of every kind of call."""
-    plain = [torch.randn(shape, device=device, dtype=dtype) for _ in range(3)]
-    leaves = [tensor.clone().requires_grad_() for tensor in plain]
-    dout = torch.randn(shape, device=device, dtype=dtype)
+    batch, heads, seq, dim = shape
+    made = {packed: _tensors((batch * seq, heads, dim) if packed else shape, device, dtype) for packed in (False, True)}
 
     def once(way: Way, kind: str) -> None:
+        plain, leaves, dout = made[way.packed]
+        lengths = (batch, seq) if way.packed else ()
         if kind == "no grad":
-            way.call(*plain)
+            way.call(*plain, *lengths)
         elif kind == "grad":
-            way.call(*leaves)
+            way.call(*leaves, *lengths)
         else:
-            torch.autograd.grad(way.call(*leaves), leaves, dout)
+            torch.autograd.grad(way.call(*leaves, *lengths), leaves, dout)
 
     measured = list(itertools.product(KINDS, ways(device)))
     samples: dict[tuple[str, str], list[float]] = {(kind, way.name): [] for kind, way in measured}
@@ -101,6 +121,12 @@ def measure(device: str, shape: tuple[int, ...], dtype: torch.dtype, rounds: int
                     once(way, kind)
                 samples[kind, way.name].append((time.perf_counter() - begin) / BATCH)
     return [Cost(kind, way, tuple(seconds)) for (kind, way), seconds in samples.items()]
+
+
+def _tensors(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> tuple[Any, Any, torch.Tensor]:
+    """q, k and v, the same as leaves that want a gradient, and the gradient of the result."""
+    plain = [torch.randn(shape, device=device, dtype=dtype) for _ in range(3)]
+    return plain, [tensor.clone().requires_grad_() for tensor in plain], torch.randn(shape, device=device, dtype=dtype)
 
 
 def lines(costs: list[Cost]) -> list[str]:
