@@ -417,6 +417,14 @@ class AttentionBackward final : public Node {
                       unsigned wants, bool learn, variable_list& grads) const;
 };
 
+// A node of three inputs that computes nothing: autograd's own share of a step, to measure others
+// by.
+class EmptyBackward final : public Node {
+ public:
+  std::string name() const override { return "TilewiseEmptyBackward"; }
+  variable_list apply(variable_list&& given) override { return {given[0], given[0], given[0]}; }
+};
+
 void delete_capsule(PyObject* capsule) {
   delete static_cast<std::shared_ptr<Call>*>(PyCapsule_GetPointer(capsule, "tilewise.call"));
 }
@@ -690,6 +698,23 @@ PyObject* attend(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// empty_node(q, k, v) of one shape -> q's memory, recorded as if it were made of all three
+PyObject* empty_node(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 3, "empty_node wants q, k and v");
+  for (int i = 0; i < 3; ++i) TORCH_CHECK(THPVariable_Check(given[i]), "q, k and v are tensors");
+  const at::Tensor &q = THPVariable_Unpack(given[0]), &k = THPVariable_Unpack(given[1]),
+                   &v = THPVariable_Unpack(given[2]);
+  at::Tensor made = q.tensor_data();
+  if (needs_grad(q, k, v)) {
+    NodePointer node = new_node<EmptyBackward>();
+    node->set_next_edges(torch::autograd::collect_next_edges(q, k, v));
+    torch::autograd::set_history(made, node);
+  }
+  return THPVariable_Wrap(std::move(made));
+  END_HANDLE_TH_ERRORS
+}
+
 // Sequences of integers, as tuples; false with an error set.
 template <typename Number>
 bool read(PyObject* tuple, std::vector<Number>& into) {
@@ -954,6 +979,8 @@ PyObject* counts(PyObject*, PyObject*) {
 PyMethodDef functions[] = {
     {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend)), METH_FASTCALL,
      nullptr},
+    {"empty_node", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(empty_node)),
+     METH_FASTCALL, nullptr},
     {"new_call", new_call, METH_VARARGS, nullptr},
     {"learn", learn, METH_VARARGS, nullptr},
     {"learn_backward", learn_backward, METH_VARARGS, nullptr},
