@@ -41,6 +41,7 @@ import torch
 
 from ..errors import CompileError
 from ..jit import cache, trust
+from ..jit.nvrtc import interpreter as _interpreter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -320,13 +321,6 @@ def _build_elsewhere(lock: int | None) -> None:
     )  # fmt: skip
     if done.returncode:
         raise CompileError(done.stderr.strip()[-4000:] or f"The builder ended with exit code {done.returncode}.")
-
-
-def _interpreter() -> str | None:
-    """This Python as a program; None where it is part of another one, which would be started instead."""
-    name = sys.executable or ""
-    is_python = Path(name).name.lower().startswith(("python", "pypy")) and not getattr(sys, "frozen", False)
-    return name if is_python else None
 
 
 def _child(interpreter: str, lock: int | None) -> list[str]:
