@@ -534,8 +534,10 @@ bool is_ordinary(const at::Tensor& tensor) {
          impl.storage().data() != nullptr && !tensor._fw_grad(0).defined();
 }
 
-Results run(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
-            const at::Tensor& v) {
+namespace {
+
+Results make_forward(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
+                     const at::Tensor& v) {
   const c10::Device device = q.device();
   const c10::OptionalDeviceGuard guard = make_current(device);
   Results made{empty(call->out, q.scalar_type(), device), {}};
@@ -550,7 +552,12 @@ Results run(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Te
   at[SCRATCH] = reinterpret_cast<uintptr_t>(scratch.get());
   enqueue(call->forward, device, at);
   memory().forwards.fetch_add(1, std::memory_order_relaxed);
-  if (!call->recorded) return made;
+  return made;
+}
+
+// The results' place in autograd's graph.
+void record(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
+            const at::Tensor& v, const Results& made) {
   NodePointer node = new_node<AttentionBackward>();
   auto& backward = static_cast<AttentionBackward&>(*node);
   backward.set_next_edges(torch::autograd::collect_next_edges(q, k, v));
@@ -563,6 +570,14 @@ Results run(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Te
   backward.v = SavedVariable(v, false);
   backward.out = SavedVariable(made.out, true);
   backward.lse = SavedVariable(made.lse, call->returns_lse);
+}
+
+}  // namespace
+
+Results run(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
+            const at::Tensor& v) {
+  Results made = make_forward(call, q, k, v);
+  if (call->recorded) record(call, q, k, v, made);
   return made;
 }
 
@@ -689,8 +704,10 @@ PyObject* attend(PyObject*, PyObject* const* given, Py_ssize_t count) {
   Results made;
   {
     pybind11::gil_scoped_release no_gil;
-    made = run(call, q, k, v);
+    made = make_forward(call, q, k, v);
   }
+  // With the GIL: newer releases take it for every tensor that is saved and that only Python held.
+  if (call->recorded) record(call, q, k, v, made);
   if (!call->returns_lse) return THPVariable_Wrap(std::move(made.out));
   PyObject* out = THPVariable_Wrap(std::move(made.out));
   PyObject* lse = THPVariable_Wrap(std::move(made.lse));
