@@ -2,9 +2,10 @@
 
     python examples/host_cost.py [--device cuda] [--save]
 
-tilewise.attention in native code and in Python, and under tilewise.sdpa, beside F.scaled_dot_product_attention and
-PyTorch's FlashAttention by name. Small tensors, so that nothing but the way to the kernel is measured; one thread,
-rounds interleaved, medians over them. `tilewise bench --suite host` is the same. --save writes a record.
+tilewise.attention in native code and in Python, and under tilewise.sdpa, beside F.scaled_dot_product_attention,
+PyTorch's FlashAttention by name, flash-attn and FlashAttention-3 where they are installed, and a node of autograd's
+that computes nothing. Small tensors, so that nothing but the way to the kernel is measured; one thread, rounds
+interleaved, medians over them. `tilewise bench --suite host` is the same. --save writes a record.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from tilewise.jit import (
     cpp_constant,
     cpp_literal,
     layout_asserts,
+    nvrtc,
     params_struct,
     sass,
 )
@@ -255,6 +256,55 @@ def test_build_all_yields_kernels_and_errors_side_by_side() -> None:
     assert len(outcome) == 3
     assert isinstance(outcome[bad], CompileError)
     assert outcome[good] == build(good)
+
+
+def while_another_compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Another thread is compiling from now on; returns the programs that are started, as they are."""
+    started: list[str] = []
+    real = subprocess.run
+
+    def seen(command: list[str], **options: Any) -> Any:
+        started.append(command[0])
+        return real(command, **options)
+
+    busy = threading.Lock()
+    busy.acquire()
+    monkeypatch.setattr(nvrtc, "_compiling_here", busy)
+    monkeypatch.setattr(nvrtc, "_tries_processes", True)
+    monkeypatch.setattr(nvrtc.subprocess, "run", seen)
+    return started
+
+
+def test_a_build_beside_another_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    unit = copy_unit("apart")
+    with monkeypatch.context() as patch:
+        started = while_another_compiles(patch)
+        apart = build(unit)
+        with pytest.raises(CompileError, match="nonsense"):
+            build(Unit("copy", "nonsense;", ARCH))
+    assert started == [sys.executable] * 2
+    here = compiling._run_nvrtc(unit.source, compiling._options(unit), compiling.KERNELS, "CUBIN")
+    assert apart.cubin == here[0]
+
+
+@pytest.mark.parametrize("what", ["no interpreter", "no process", "another version", "half an answer"])
+def test_without_a_process_of_its_own_a_build_waits(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    while_another_compiles(monkeypatch)
+    version = [1, 0] if what == "another version" else nvrtc.version(compiling._nvrtc())
+    told = json.dumps({"version": version, "status": "", "product": 7, "log": 0}).encode()
+
+    def answer(command: list[str], **options: Any) -> Any:
+        if what == "no process":
+            raise OSError
+        return subprocess.CompletedProcess(command, 0, told + (b"\nhalf" if what == "half an answer" else b"\nnothing"))
+
+    monkeypatch.setattr(nvrtc.subprocess, "run", answer)
+    if what == "no interpreter":
+        monkeypatch.setattr(sys, "executable", "/usr/bin/embeds-us")
+    threading.Timer(0.05, nvrtc._compiling_here.release).start()
+    assert build(copy_unit("waits")).cubin.startswith(b"\x7fELF")
+    assert nvrtc._compiling_here.acquire(blocking=False)  # it was given back
+    assert not nvrtc._tries_processes
 
 
 @pytest.mark.parametrize(

@@ -423,6 +423,36 @@ def test_no_call_keeps_its_tensors(machine):
         gc.enable()
 
 
+def test_no_call_keeps_nodes_of_autograds(machine):
+    """Not even until the garbage is collected: a later call of the same leaves may come from another stream."""
+    leaves, dout = inputs(grad=True), torch.randn(SHAPE).bfloat16()
+
+    def nodes():
+        return [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(4):
+            out = machine.attention(*leaves)
+            for node in nodes():
+                node.metadata["call"] = number
+            torch.autograd.grad(out, leaves, dout)
+            del out, node
+            assert [dict(node.metadata) for node in nodes()] == [{}, {}, {}]
+    finally:
+        gc.enable()
+
+
+def test_an_empty_node_hands_its_gradient_to_all_inputs(hopper):
+    leaves = inputs(grad=True)
+    out = hopper.calls.empty_node(*leaves)
+    assert torch.equal(out, leaves[0])
+    dout = torch.randn(SHAPE).bfloat16()
+    assert all(torch.equal(grad, dout) for grad in torch.autograd.grad(out, leaves, dout))
+    assert not hopper.calls.empty_node(*inputs()).requires_grad
+
+
 def test_threads_share_what_is_known(hopper):
     warm(hopper, grad=True)
     dout = torch.randn(SHAPE).bfloat16()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CompileError
-from . import cache, trust
+from . import cache, nvrtc, trust
 from .headers import cuda_include_dirs, included_files
 from .ptxas import Resources, broken_gates, parse_resources
 
@@ -30,6 +30,7 @@ KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 NOTICE_AFTER_SECONDS = 1.0
 _ENTRY_FORMAT = b"2"
 _SOURCE, _CUBIN, _LOG, _PTX = "kernel.cu", "kernel.cubin", "build.log", "kernel.ptx"
+_REINSTALL = "What to do: reinstall NVRTC: pip install 'tilewise[cuda]'."
 
 _logger = logging.getLogger("tilewise")
 
@@ -94,7 +95,10 @@ def build(unit: Unit, *, include_root: Path = KERNELS, announce: bool = True) ->
 
 
 def build_all(units: Iterable[Unit], *, workers: int | None = None) -> Iterator[tuple[Unit, Kernel | CompileError]]:
-    """Build many units side by side; yields each with its kernel, or the error it met, as it finishes."""
+    """Build many units side by side; yields each with its kernel, or the error it met, as it finishes.
+
+    All but one at a time are compiled in processes of their own (jit/nvrtc.py).
+    """
 
     def attempt(unit: Unit) -> tuple[Unit, Kernel | CompileError]:
         try:
@@ -118,29 +122,25 @@ def build_key(unit: Unit, include_root: Path = KERNELS) -> str:
 
 def nvrtc_version() -> str:
     """Version of the loaded NVRTC as `major.minor`."""
-    status, major, minor = _nvrtc().nvrtcVersion()
-    _check(status, "nvrtcVersion")
+    bindings = _nvrtc()
+    try:
+        major, minor = nvrtc.version(bindings)
+    except RuntimeError as error:
+        raise CompileError(f"{error}.\n  {_REINSTALL}") from error
     return f"{major}.{minor}"
 
 
 def _nvrtc() -> Any:
     """The NVRTC bindings, imported on first use so that `import tilewise` needs no CUDA package."""
     try:
-        nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
-        nvrtc.nvrtcVersion()
+        bindings: Any = importlib.import_module("cuda.bindings.nvrtc")
+        bindings.nvrtcVersion()
     except (ImportError, RuntimeError, OSError) as error:
         raise CompileError(
             f"NVRTC, the compiler of CUDA kernels, cannot be loaded: {str(error).rstrip('.')}.\n"
             "  What to do: pip install 'tilewise[cuda]', or choose a backend that needs no compiler."
         ) from error
-    return nvrtc
-
-
-def _check(status: Any, call: str) -> None:
-    if status:
-        raise CompileError(
-            f"{call} failed with {status!r}.\n  What to do: reinstall NVRTC: pip install 'tilewise[cuda]'."
-        )
+    return bindings
 
 
 def _options(unit: Unit) -> list[str]:
@@ -212,29 +212,17 @@ def _run_nvrtc(source: str, options: list[str], include_root: Path, product: str
 
     The source goes by a name inside `include_root`, else the compiler would look for headers in the working directory.
     """
-    nvrtc = _nvrtc()
+    bindings = _nvrtc()
     path = f"{include_root}{os.sep}{_SOURCE}"
     options = [*options, *(f"--include-path={folder}" for folder in (include_root, *cuda_include_dirs()))]
-    status, program = nvrtc.nvrtcCreateProgram(source.encode(), path.encode(), 0, None, None)
-    _check(status, "nvrtcCreateProgram")
     try:
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        log = _fetch(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).rstrip(b"\0 \n").decode()
-        if status:
-            return b"", log.replace(path, _SOURCE) or f"error: NVRTC answered {status!r} to {' '.join(options)}"
-        size, get = getattr(nvrtc, f"nvrtcGet{product}Size"), getattr(nvrtc, f"nvrtcGet{product}")
-        return _fetch(size, get, program), log.replace(path, _SOURCE)
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-
-
-def _fetch(get_size: Any, get: Any, program: Any) -> bytes:
-    status, size = get_size(program)
-    _check(status, get_size.__name__)
-    buffer = bytes(size)
-    (status,) = get(program, buffer)
-    _check(status, get.__name__)
-    return buffer
+        answer = nvrtc.run(bindings, nvrtc.Program(source, path, options, product))
+    except RuntimeError as error:
+        raise CompileError(f"{error}.\n  {_REINSTALL}") from error
+    log = answer.log.rstrip(b"\0 \n").decode().replace(path, _SOURCE)
+    if answer.status:
+        return b"", log or f"error: NVRTC answered {answer.status} to {' '.join(options)}"
+    return answer.product, log
 
 
 def _compile_error(unit: Unit, key: str, include_root: Path, log: str) -> CompileError:

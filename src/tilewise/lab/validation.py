@@ -123,8 +123,8 @@ PARTS = {
 def runs_unasked(name: str) -> bool:
     """Whether a part runs for those who have not asked for it: such parts must have passed on a GPU.
 
-    Native code answers no call unless asked to. Its detour, which is on, is what the compiled cases of
-    test_integrations_gpu.py run.
+    Native code may be made to answer no call unless asked to. Its detour, which is on either way, is what the compiled
+    cases of test_integrations_gpu.py run.
     """
     return name != "native" or library.DEFAULT == "on"
 

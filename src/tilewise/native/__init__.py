@@ -2,8 +2,8 @@
 
 The way in Python (op.py, engine/run.py) is the definition, and it is always there. What it has done once, and what
 nobody watches, the extension does again by itself: it recognises a call, allocates, fills in arguments and launches. So
-nothing depends on it but host time. `TILEWISE_NATIVE=on` asks for it; without the variable the extension passes on what
-`tilewise.sdpa` leaves to PyTorch, and nothing else; `off` does without it altogether.
+nothing depends on it but host time. `TILEWISE_NATIVE=off` does without it; with `detour` the extension passes on what
+`tilewise.sdpa` leaves to PyTorch, and nothing else.
 
     library.py   built once per machine and release of PyTorch, in the background; trusted only as the cache vouches for
     calls.cpp    calls of `tilewise.attention` and their backwards

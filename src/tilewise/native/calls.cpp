@@ -11,9 +11,11 @@
 #include "calls.h"
 
 #include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/contiguous_ops.h>
 #include <ATen/ops/empty_strided_ops.h>
 #include <ATen/ops/zero_ops.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <dlfcn.h>
@@ -252,18 +254,43 @@ uintptr_t address(const at::Tensor& tensor) {
   return tensor.defined() ? reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) : 0;
 }
 
-at::Tensor empty(c10::IntArrayRef sizes, c10::IntArrayRef strides, c10::ScalarType dtype,
-                 c10::Device device) {
-  // Straight to the device's own: nothing above it has a say in what we allocate.
-  const c10::DispatchKeySet key(device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
-  return at::_ops::empty_strided::redispatch(key, c10::fromIntArrayRefSlow(sizes),
-                                             c10::fromIntArrayRefSlow(strides), dtype,
-                                             c10::kStrided, device, false);
+// What PyTorch allocates with on a device. An allocator that is in use is never replaced, so it is
+// asked once: of a tensor, because a user may have set another than CUDA's own.
+c10::Allocator* allocator_of(c10::Device device) {
+  static std::array<std::atomic<c10::Allocator*>, 2> known{};
+  auto& place = known[device.is_cuda() ? 1 : 0];
+  c10::Allocator* found = place.load(std::memory_order_acquire);
+  if (found == nullptr) {
+    const c10::DispatchKeySet key(device.is_cuda() ? c10::DispatchKey::CUDA
+                                                   : c10::DispatchKey::CPU);
+    const c10::SymInt one = 1;
+    found =
+        at::_ops::empty_strided::redispatch(key, c10::SymIntArrayRef(one), c10::SymIntArrayRef(one),
+                                            c10::kByte, c10::kStrided, device, false)
+            .storage()
+            .allocator();
+    if (found == nullptr) found = c10::GetAllocator(device.type());
+    place.store(found, std::memory_order_release);
+  }
+  return found;
 }
 
-at::Tensor empty_bytes(int64_t bytes, c10::Device device) {
-  const int64_t one = 1;
-  return bytes == 0 ? at::Tensor() : empty({bytes}, {one}, c10::kByte, device);
+// The device of a call as the current one: where its memory comes from, and its launches go.
+c10::OptionalDeviceGuard make_current(c10::Device device) {
+  return device.is_cuda() ? c10::OptionalDeviceGuard(device) : c10::OptionalDeviceGuard();
+}
+
+// On the current device. Below the dispatcher: nothing above the allocator has a say in what we
+// allocate.
+at::Tensor empty(const Shape& shape, c10::ScalarType dtype, c10::Device device) {
+  const c10::DispatchKeySet key(device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
+  return at::Tensor(at::detail::empty_strided_generic(shape.sizes, shape.strides,
+                                                      allocator_of(device), key, dtype));
+}
+
+// Memory on the current device that no tensor is made of.
+c10::DataPtr empty_bytes(int64_t bytes, c10::Device device) {
+  return bytes == 0 ? c10::DataPtr() : allocator_of(device)->allocate(size_t(bytes));
 }
 
 std::vector<int64_t> contiguous_strides(c10::IntArrayRef sizes) {
@@ -365,15 +392,15 @@ class AttentionBackward final : public Node {
   void make(const Backward& backward, const Saved& saved, const at::Tensor& dout,
             const at::Tensor& dlse, variable_list& grads) const {
     const c10::Device device = saved.q.device();
+    const c10::OptionalDeviceGuard guard = make_current(device);
     Addresses at{};
     for (unsigned i = 0; i < 3; ++i) {
       if ((backward.wants >> i & 1) == 0) continue;
-      const Shape& shape = backward.grads[i];
-      grads[i] = empty(shape.sizes, shape.strides, saved.q.scalar_type(), device);
+      grads[i] = empty(backward.grads[i], saved.q.scalar_type(), device);
       if (backward.zeroed >> i & 1) at::_ops::zero_::call(grads[i]);
       at[DQ + i] = address(grads[i]);
     }
-    const at::Tensor scratch = empty_bytes(backward.recipe->scratch_bytes, device);
+    const c10::DataPtr scratch = empty_bytes(backward.recipe->scratch_bytes, device);
     at[Q] = address(saved.q);
     at[K] = address(saved.k);
     at[V] = address(saved.v);
@@ -381,13 +408,21 @@ class AttentionBackward final : public Node {
     at[LSE] = address(saved.lse);
     at[DOUT] = address(dout);
     at[DLSE] = address(dlse);
-    at[SCRATCH] = address(scratch);
+    at[SCRATCH] = reinterpret_cast<uintptr_t>(scratch.get());
     enqueue(*backward.recipe, device, at);
     memory().backwards.fetch_add(1, std::memory_order_relaxed);
   }
 
   void make_in_python(const Saved& saved, const at::Tensor& dout, const at::Tensor& dlse,
                       unsigned wants, bool learn, variable_list& grads) const;
+};
+
+// A node of three inputs that computes nothing: autograd's own share of a step, to measure others
+// by.
+class EmptyBackward final : public Node {
+ public:
+  std::string name() const override { return "TilewiseEmptyBackward"; }
+  variable_list apply(variable_list&& given) override { return {given[0], given[0], given[0]}; }
 };
 
 void delete_capsule(PyObject* capsule) {
@@ -499,23 +534,30 @@ bool is_ordinary(const at::Tensor& tensor) {
          impl.storage().data() != nullptr && !tensor._fw_grad(0).defined();
 }
 
-Results run(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
-            const at::Tensor& v) {
+namespace {
+
+Results make_forward(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
+                     const at::Tensor& v) {
   const c10::Device device = q.device();
-  Results made{empty(call->out.sizes, call->out.strides, q.scalar_type(), device), {}};
-  if (call->has_lse)
-    made.lse = empty(call->lse_sizes, contiguous_strides(call->lse_sizes), c10::kFloat, device);
-  const at::Tensor scratch = empty_bytes(call->forward.scratch_bytes, device);
+  const c10::OptionalDeviceGuard guard = make_current(device);
+  Results made{empty(call->out, q.scalar_type(), device), {}};
+  if (call->has_lse) made.lse = empty(call->lse, c10::kFloat, device);
+  const c10::DataPtr scratch = empty_bytes(call->forward.scratch_bytes, device);
   Addresses at{};
   at[Q] = address(q);
   at[K] = address(k);
   at[V] = address(v);
   at[OUT] = address(made.out);
   at[LSE] = address(made.lse);
-  at[SCRATCH] = address(scratch);
+  at[SCRATCH] = reinterpret_cast<uintptr_t>(scratch.get());
   enqueue(call->forward, device, at);
   memory().forwards.fetch_add(1, std::memory_order_relaxed);
-  if (!call->recorded) return made;
+  return made;
+}
+
+// The results' place in autograd's graph.
+void record(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
+            const at::Tensor& v, const Results& made) {
   NodePointer node = new_node<AttentionBackward>();
   auto& backward = static_cast<AttentionBackward&>(*node);
   backward.set_next_edges(torch::autograd::collect_next_edges(q, k, v));
@@ -528,6 +570,14 @@ Results run(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Te
   backward.v = SavedVariable(v, false);
   backward.out = SavedVariable(made.out, true);
   backward.lse = SavedVariable(made.lse, call->returns_lse);
+}
+
+}  // namespace
+
+Results run(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
+            const at::Tensor& v) {
+  Results made = make_forward(call, q, k, v);
+  if (call->recorded) record(call, q, k, v, made);
   return made;
 }
 
@@ -654,12 +704,31 @@ PyObject* attend(PyObject*, PyObject* const* given, Py_ssize_t count) {
   Results made;
   {
     pybind11::gil_scoped_release no_gil;
-    made = run(call, q, k, v);
+    made = make_forward(call, q, k, v);
   }
+  // With the GIL: newer releases take it for every tensor that is saved and that only Python held.
+  if (call->recorded) record(call, q, k, v, made);
   if (!call->returns_lse) return THPVariable_Wrap(std::move(made.out));
   PyObject* out = THPVariable_Wrap(std::move(made.out));
   PyObject* lse = THPVariable_Wrap(std::move(made.lse));
   return Py_BuildValue("(NN)", out, lse);
+  END_HANDLE_TH_ERRORS
+}
+
+// empty_node(q, k, v) of one shape -> q's memory, recorded as if it were made of all three
+PyObject* empty_node(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 3, "empty_node wants q, k and v");
+  for (int i = 0; i < 3; ++i) TORCH_CHECK(THPVariable_Check(given[i]), "q, k and v are tensors");
+  const at::Tensor &q = THPVariable_Unpack(given[0]), &k = THPVariable_Unpack(given[1]),
+                   &v = THPVariable_Unpack(given[2]);
+  at::Tensor made = q.tensor_data();
+  if (needs_grad(q, k, v)) {
+    NodePointer node = new_node<EmptyBackward>();
+    node->set_next_edges(torch::autograd::collect_next_edges(q, k, v));
+    torch::autograd::set_history(made, node);
+  }
+  return THPVariable_Wrap(std::move(made));
   END_HANDLE_TH_ERRORS
 }
 
@@ -762,7 +831,10 @@ PyObject* new_call(PyObject*, PyObject* given) {
   auto call = std::make_shared<Call>();
   if (!read(recipe, call->forward) || !read(out, call->out)) return nullptr;
   call->has_lse = lse != Py_None;
-  if (call->has_lse && !read(lse, call->lse_sizes)) return nullptr;
+  if (call->has_lse) {
+    if (!read(lse, call->lse.sizes)) return nullptr;
+    call->lse.strides = contiguous_strides(call->lse.sizes);
+  }
   call->returns_lse = returns_lse != 0;
   call->recorded = recorded != 0;
   const std::array<PyObject*, 3> tensors{q, k, v};
@@ -924,6 +996,8 @@ PyObject* counts(PyObject*, PyObject*) {
 PyMethodDef functions[] = {
     {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend)), METH_FASTCALL,
      nullptr},
+    {"empty_node", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(empty_node)),
+     METH_FASTCALL, nullptr},
     {"new_call", new_call, METH_VARARGS, nullptr},
     {"learn", learn, METH_VARARGS, nullptr},
     {"learn_backward", learn_backward, METH_VARARGS, nullptr},

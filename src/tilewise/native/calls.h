@@ -97,8 +97,7 @@ class Call {
   ~Call();
 
   Recipe forward;
-  Shape out;
-  std::vector<int64_t> lse_sizes;
+  Shape out, lse;
   bool has_lse = false, returns_lse = false;
   bool recorded = false;      // by autograd
   unsigned misalignment = 0;  // of q, k and v together, as the recipe was made for

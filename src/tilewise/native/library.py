@@ -41,6 +41,7 @@ import torch
 
 from ..errors import CompileError
 from ..jit import cache, trust
+from ..jit.nvrtc import interpreter as _interpreter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -51,8 +52,9 @@ except ImportError:
     fcntl = None  # type: ignore[assignment]
 
 SETTING = "TILEWISE_NATIVE"
-# Without the variable repeated calls stay with Python until all GPU tests of this folder pass (lab/validation.py).
-DEFAULT = "detour"
+# Without the variable. "detour" would leave repeated calls to Python: what a GPU has not passed must be asked for
+# (lab/validation.py).
+DEFAULT = "on"
 _PATIENCE_SECONDS = 300.0  # with a compiler, and with another process that runs one
 _LOOK_AGAIN_SECONDS = 1.0
 _POLL_SECONDS = 0.05
@@ -320,13 +322,6 @@ def _build_elsewhere(lock: int | None) -> None:
     )  # fmt: skip
     if done.returncode:
         raise CompileError(done.stderr.strip()[-4000:] or f"The builder ended with exit code {done.returncode}.")
-
-
-def _interpreter() -> str | None:
-    """This Python as a program; None where it is part of another one, which would be started instead."""
-    name = sys.executable or ""
-    is_python = Path(name).name.lower().startswith(("python", "pypy")) and not getattr(sys, "frozen", False)
-    return name if is_python else None
 
 
 def _child(interpreter: str, lock: int | None) -> list[str]:

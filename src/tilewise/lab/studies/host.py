@@ -2,15 +2,19 @@
 
 Every way of calling is measured in every round, so that what else the machine does meets all alike; a sample is the
 mean of a batch of calls, between two waits for the device that are outside the clock.
+
+A node of autograd's that computes nothing stands beside them: it is what PyTorch itself takes for the step of an
+operator with three inputs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import importlib
+import importlib.util
 import statistics
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import native
 from ...api import attention, attention_packed
+from ...native import library
 from ..measure import environment
 
 if TYPE_CHECKING:
@@ -30,6 +35,13 @@ BATCH = 32  # calls between two waits: a GPU's queue never fills
 _UNTIL_SETTLED = 8  # calls of each kind before the first round: all is planned, built and known
 KINDS = ("no grad", "grad", "step")
 DEFAULT = "F.scaled_dot_product_attention"
+EMPTY_NODE = "an empty node of three inputs"
+_LIBRARIES = {
+    "flash-attn": ("flash_attn", KINDS),
+    "FlashAttention-3": ("flash_attn_interface", KINDS),
+    "FlashAttention-3, forward only": ("fa3_fwd_interface", KINDS[:1]),
+}
+"""Of flash_attn_func, which takes (batch, seq, heads, dim): where it is, and what it can be measured for."""
 
 
 class Way(NamedTuple):
@@ -39,6 +51,8 @@ class Way(NamedTuple):
     call: Callable[..., torch.Tensor]
     inside: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     packed: bool = False  # takes (batch * seq, heads, dim), and how many sequences of which length these are
+    layout: Literal["bhsd", "bshd"] = "bhsd"  # of the tensors that it takes else
+    kinds: tuple[str, ...] = KINDS
 
 
 class Cost(NamedTuple):
@@ -54,8 +68,8 @@ class Cost(NamedTuple):
 
 
 def ways(device: str) -> list[Way]:
-    """PyTorch's default and its FlashAttention by name, ours natively, in Python and of packed sequences, and the
-    override."""
+    """PyTorch's default and its FlashAttention by name, ours natively, in Python and of packed sequences, the override,
+    an empty node where native code is there, and other libraries that are installed."""
     import tilewise  # noqa: PLC0415  (whose override stands beside the lab, not below it)
 
     sdpa = tilewise.sdpa
@@ -70,10 +84,33 @@ def ways(device: str) -> list[Way]:
         Way("override, taken", torchs, lambda: taking),
         Way("override, passed on", torchs, lambda: passing),
     ]
+    if (extension := library.loaded()) is not None:
+        found.append(Way(EMPTY_NODE, extension.calls.empty_node, kinds=KINDS[1:]))
     if device.startswith("cuda"):
-        return found
+        return [*found, *_installed()]
     # On a CPU no call is taken, and packed sequences run one after another: that is no host time.
     return [way for way in found if way.name != "override, taken" and not way.packed]
+
+
+def _installed() -> list[Way]:
+    """Libraries that are there and load."""
+    found = []
+    for name, (module, kinds) in _LIBRARIES.items():
+        with contextlib.suppress(ImportError, OSError, AttributeError, ValueError):
+            if importlib.util.find_spec(module) is not None:
+                call = importlib.import_module(module).flash_attn_func
+                found.append(Way(name, _first_of(call), layout="bshd", kinds=kinds))
+    return found
+
+
+def _first_of(call: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """Some return the lse behind out."""
+
+    def out_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        made = call(q, k, v)
+        return made[0] if isinstance(made, tuple) else made  # type: ignore[no-any-return]
+
+    return out_of
 
 
 def _packed_call() -> Callable[..., Any]:
@@ -92,10 +129,11 @@ def _packed_call() -> Callable[..., Any]:
 def measure(device: str, shape: tuple[int, ...], dtype: torch.dtype, rounds: int = ROUNDS) -> list[Cost]:
     """The cost of every way of every kind of call."""
     batch, heads, seq, dim = shape
-    made = {packed: _tensors((batch * seq, heads, dim) if packed else shape, device, dtype) for packed in (False, True)}
+    shapes = {"bhsd": shape, "bshd": (batch, seq, heads, dim), "packed": (batch * seq, heads, dim)}
+    made = {layout: _tensors(one, device, dtype) for layout, one in shapes.items()}
 
     def once(way: Way, kind: str) -> None:
-        plain, leaves, dout = made[way.packed]
+        plain, leaves, dout = made["packed" if way.packed else way.layout]
         lengths = (batch, seq) if way.packed else ()
         if kind == "no grad":
             way.call(*plain, *lengths)
@@ -104,7 +142,8 @@ def measure(device: str, shape: tuple[int, ...], dtype: torch.dtype, rounds: int
         else:
             torch.autograd.grad(way.call(*leaves, *lengths), leaves, dout)
 
-    measured = list(itertools.product(KINDS, ways(device)))
+    found = ways(device)
+    measured = [(kind, way) for kind in KINDS for way in found if kind in way.kinds]
     samples: dict[tuple[str, str], list[float]] = {(kind, way.name): [] for kind, way in measured}
     for kind, way in measured:
         with way.inside():

@@ -1,0 +1,229 @@
+"""Small Transformers models in eager mode, whose time is the host's: generate(), and a training step.
+
+    python benchmarks/eager.py --save                 # on a GPU, in about a minute and a half
+    python benchmarks/eager.py --tiny --device cpu    # a look at the script itself
+
+12 layers of 768 columns, random weights in bfloat16. A training step is forward and backward, without an optimizer, of
+4 sequences of 256 tokens; generate() is greedy, 64 tokens behind prompts of 64, with the cache that Transformers makes
+itself. The same model runs with attn_implementation="tilewise", with sdpa, and with sdpa under `tilewise.sdpa()`, in
+interleaved rounds. Before anything is timed, logits and gradients are held against eager attention in float32 as
+benchmarks/models.py does. A ratio is the time of sdpa over ours, with the interval of tilewise.lab's statistic.
+
+The first calls are not among the rounds: they build kernels, and plan each length of a growing cache. Their times are
+in the record as "first".
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import math
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).resolve().parent.parent
+_spec = importlib.util.spec_from_file_location("benchmarks_models", ROOT / "benchmarks" / "models.py")
+assert _spec is not None
+assert _spec.loader is not None
+models = sys.modules.get(_spec.name) or importlib.util.module_from_spec(_spec)
+if _spec.name not in sys.modules:
+    sys.modules[_spec.name] = models
+    _spec.loader.exec_module(models)
+
+OURS, PEER, OVERRIDE = "tilewise", "sdpa", "sdpa under tilewise.sdpa()"
+WAYS = (OURS, PEER, OVERRIDE)
+KINDS = ("step", "generate")
+SEQUENCES, TOKENS = 4, 256  # of a training step
+PROMPT, NEW_TOKENS = 64, 64
+_COMMON = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "GPT2": (
+        {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": models.VOCABULARY, **_NO_DROPOUT},
+        {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 97, **_NO_DROPOUT},
+    ),
+    "Llama": (
+        {"num_hidden_layers": 12, "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12}
+        | {"num_key_value_heads": 4, "vocab_size": models.VOCABULARY},
+        {name: value for name, value in models.TINY.items() if name != "initializer_range"},
+    ),
+}
+"""By family of Transformers: the measured widths, and tiny ones."""
+
+
+class Runner:
+    """A model that every way of attending takes turns with."""
+
+    def __init__(self, family: str, *, tiny: bool, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        import transformers  # noqa: PLC0415  (slow to import)
+
+        import tilewise  # noqa: PLC0415
+        from tilewise.integrations.transformers import register  # noqa: PLC0415
+
+        register()
+        self.device, self.dtype = device, dtype
+        config = getattr(transformers, f"{family}Config")(**FAMILIES[family][tiny], **_COMMON)
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = getattr(transformers, f"{family}ForCausalLM" if family != "GPT2" else "GPT2LMHeadModel")(config)
+        self.model = model.to(dtype).train()
+        generator = torch.Generator(device).manual_seed(1)
+        tokens, prompt = (12, 4) if tiny else (TOKENS, PROMPT)
+        self.words = torch.randint(3, config.vocab_size, (SEQUENCES, tokens), generator=generator, device=device)
+        self.prompt = self.words[:, :prompt].contiguous()
+        self.new_tokens = 3 if tiny else NEW_TOKENS
+        self._override = tilewise.sdpa()
+
+    def way(self, name: str) -> Any:
+        """What is in force while this way is measured."""
+        self.model.set_attn_implementation(PEER if name == OVERRIDE else name)
+        return self._override if name == OVERRIDE else contextlib.nullcontext()
+
+    def step(self) -> None:
+        self.model(input_ids=self.words, labels=self.words, use_cache=False).loss.backward()
+        self.model.zero_grad(set_to_none=True)
+
+    def generate(self) -> torch.Tensor:
+        made: torch.Tensor = self.model.generate(
+            self.prompt, attention_mask=torch.ones_like(self.prompt), do_sample=False,
+            max_new_tokens=self.new_tokens, min_new_tokens=self.new_tokens,
+        )  # fmt: skip
+        return made
+
+    def gradients(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        logits = self.model(input_ids=self.words[:2], use_cache=False).logits
+        generator = torch.Generator(logits.device).manual_seed(2)
+        direction = torch.randn(logits.shape, generator=generator, device=logits.device).to(logits.dtype)
+        wanted = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        found = torch.autograd.grad(logits, wanted, direction, allow_unused=True)
+        return logits.detach(), [grad for grad in found if grad is not None]
+
+    def verify(self) -> dict[str, Any]:
+        """How far every way is from eager in float32, what is wrong with it, what tokens it makes, and how long the
+        first generate() takes."""
+        with self.way("eager"):
+            weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+            self.model.float()
+            logits, grads = self.gradients()
+            self.model.to(self.dtype)
+            self.model.load_state_dict(weights)
+        errors: dict[str, dict[str, float]] = {}
+        wrong: dict[str, str] = {}
+        tokens: dict[str, torch.Tensor] = {}
+        first: dict[str, float] = {}
+        for name in ("eager", *WAYS):
+            with self.way(name):
+                got, found = self.gradients()
+                errors[name] = {"out": models.error([got], [logits]), "grads": models.error(found, grads)}
+                start = time.perf_counter()
+                tokens[name] = self.generate()
+                self._synchronize()
+                first[name] = time.perf_counter() - start
+            for what, value in errors[name].items():
+                if not value <= models.FURTHER * errors["eager"][what]:
+                    wrong[name] = f"{what} error {value:.1e}, eager's {errors['eager'][what]:.1e}"
+        same = {name: (tokens[name] == tokens[PEER]).float().mean().item() for name in WAYS}
+        return {"errors": errors, "wrong": wrong, "same tokens": same, "first": first}
+
+    def seconds(self, call: Callable[[], object], count: int) -> float:
+        self._synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        self._synchronize()
+        return (time.perf_counter() - start) / count
+
+    def _synchronize(self) -> None:
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize()
+
+    def rounds(self, kind: str, count: int, steps: int) -> dict[str, list[float]]:
+        """Seconds per call by way, round by round, in a random order."""
+        call, times = (self.step, steps) if kind == "step" else (self.generate, 1)
+        found: dict[str, list[float]] = {name: [] for name in WAYS}
+        order = random.Random(3)
+        for number in range(count + 1):  # the first settles what is planned, built and learnt
+            for name in order.sample(WAYS, len(WAYS)):
+                with self.way(name):
+                    taken = self.seconds(call, times)
+                if number:
+                    found[name].append(taken)
+        return found
+
+
+def row_of(family: str, kind: str, told: dict[str, Any], times: dict[str, list[float]]) -> dict[str, Any]:
+    from tilewise.lab.measure import statistics  # noqa: PLC0415
+
+    row: dict[str, Any] = {"model": family, "what": kind, **told, "seconds": times, "speed": {}}
+    for name in (OURS, OVERRIDE):
+        if name not in told["wrong"] and PEER not in told["wrong"]:
+            row["speed"][name] = statistics.speed(times[name], times[PEER], against=PEER, among=1).to_dict()
+    return row
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        for name, found in row["seconds"].items():
+            speed = row["speed"].get(name)
+            interval = f" [{speed['low']:.3f}, {speed['high']:.3f}]" if speed and speed["low"] is not None else ""
+            ratio = f"{speed['ratio']:.3f}x{interval}" if speed else row["wrong"].get(name, "")
+            median = sorted(found)[len(found) // 2]
+            first = f"  (first {1e3 * row['first'][name]:.0f} ms)" if row["what"] == "generate" else ""
+            print(f"{row['model']:6} {row['what']:9} {name:27} {1e3 * median:9.3f} ms  {ratio}{first}")
+    ratios = [row["speed"][OURS]["ratio"] for row in rows if OURS in row["speed"]]
+    if ratios:
+        print(f"geomean {math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}, worst {min(ratios):.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=FAMILIES, help="of these families; all by default")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="of these; both by default")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=10, help="training steps per round")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a few numbers wide")
+    parser.add_argument("--save", action="store_true", help="keep the record in benchmarks/results")
+    options = parser.parse_args()
+    import transformers  # noqa: PLC0415
+
+    from tilewise import CompileError  # noqa: PLC0415
+    from tilewise.lab.measure import environment  # noqa: PLC0415
+    from tilewise.lab.studies import bench  # noqa: PLC0415
+    from tilewise.native import library  # noqa: PLC0415
+
+    os.environ.setdefault(library.SETTING, "on")
+    if options.device.startswith("cuda") and library.is_wanted():
+        try:
+            library.build()  # rather than in the background, while we measure
+        except CompileError as error:
+            print(f"without native code: {error}", file=sys.stderr)
+    provenance = environment.provenance(0, environment.command_line())
+    provenance["versions"]["transformers"] = transformers.__version__
+    rows = []
+    for family in options.only or FAMILIES:
+        runner = Runner(family, tiny=options.tiny, device=options.device)
+        told = runner.verify()
+        for kind in options.kind or KINDS:
+            times = runner.rounds(kind, options.rounds, options.steps)
+            rows.append(row_of(family, kind, told, times))
+    show(rows)
+    if options.save:
+        settings = {"rounds": options.rounds, "steps": options.steps, "tiny": options.tiny, "device": options.device}
+        record = {"kind": "tilewise models", "suite": "eager", "provenance": provenance, "settings": settings}
+        record |= {"repeated calls": environment.repeated_calls(), "rows": rows}
+        print(f"saved {bench.save(record, ROOT / 'benchmarks' / 'results')}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The models of benchmarks/eager.py, tiny: every way computes what eager attention does, and rows say what it took."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support import budget
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("benchmarks_eager", ROOT / "benchmarks" / "eager.py")
+eager = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = eager
+spec.loader.exec_module(eager)
+
+
+@pytest.mark.parametrize("family", eager.FAMILIES)
+def test_every_way_computes_the_same_model(family):
+    runner = eager.Runner(family, tiny=True, device="cpu", dtype=torch.float32)
+    told = runner.verify()
+    allowed = 16 * budget(torch.float32, 64)
+    assert all(max(told["errors"][name].values()) <= allowed for name in eager.WAYS)
+    assert set(told["first"]) >= set(eager.WAYS)
+    assert told["same tokens"] == dict.fromkeys(eager.WAYS, 1.0)
+    with runner.way(eager.OURS):
+        made = runner.generate()
+    assert made.shape == (eager.SEQUENCES, runner.prompt.shape[1] + runner.new_tokens)
+
+
+def test_rows_compare_with_sdpa_what_is_right():
+    times = {name: [2.0 + place, 2.1 + place, 2.2 + place] for place, name in enumerate(eager.WAYS)}
+    told = {"errors": {}, "wrong": {eager.OVERRIDE: "out error"}, "first": {}, "same tokens": {}}
+    row = eager.row_of("GPT2", "step", told, times)
+    assert list(row["speed"]) == [eager.OURS]
+    assert row["speed"][eager.OURS]["ratio"] == pytest.approx(3.1 / 2.1)
+    assert row["seconds"] is times
