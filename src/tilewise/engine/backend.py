@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..jit import tuned
-from ..masks import Full
+from ..masks import Full, Packed
 from ..operands import ALL, NO_OPERANDS
 from ..target import Target
 from . import packed as sequences
@@ -58,6 +58,12 @@ def _packed(problem: Problem, family: Any) -> Problem:
     return packed(problem, lines) if lines else problem
 
 
+def _taking(problem: Problem, configs: list[Any]) -> list[Any]:
+    """Those of the configs whose kernels have registers for the sequences of the problem."""
+    packed_rows = isinstance(problem.mask, Packed)
+    return [config for config in configs if not packed_rows or getattr(config, "takes_packed", True)]
+
+
 class Direction:
     """The forward or the backward of a backend, of both widths of numbers: its configs, and what was measured."""
 
@@ -89,13 +95,13 @@ class Direction:
     def shipped(self, problem: Problem, target: Target) -> list[Any]:
         """The configs that nothing measured on this machine has changed, best first."""
         problem = self._posed(problem)
-        return sequences.configs(self._family(problem).configs, problem, target)
+        return _taking(problem, sequences.configs(self._family(problem).configs, problem, target))
 
     def for_any_length(self, problem: Problem, target: Target) -> list[Any]:
         """The configs that ship for such heads and masks."""
         problem = self._posed(problem)
         family = self._family(problem)
-        return sequences.configs(getattr(family, "for_any_length", family.configs), problem, target)
+        return _taking(problem, sequences.configs(getattr(family, "for_any_length", family.configs), problem, target))
 
     def searched(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
         """The fields of a config that `tilewise tune` varies, and the values that it tries."""

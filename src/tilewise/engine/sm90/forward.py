@@ -67,6 +67,11 @@ class Config(ForwardConfig):
         return tuple(Bounds)[self.mask]
 
     @property
+    def takes_packed(self) -> bool:
+        """Whether a kernel of packed sequences builds without spills: these tiles of heads of 80 miss it by 8 bytes."""
+        return self.head_dim != 80 or self.consumers < 3
+
+    @property
     def smem_bytes(self) -> int:
         """`sizeof(Smem<config>)`; the generated source asserts it."""
         panels = -(-self.head_dim_v // 64)
