@@ -239,7 +239,8 @@ class Dispatcher:
             schema = torch.ops.aten.scaled_dot_product_attention.default._schema
             library.define(str(schema).removeprefix("aten::"))
         for key, original in self._originals.items():
-            library.impl(_OPERATOR.removeprefix("aten::"), key, _kernel(original.call_boxed))
+            call_boxed = original.call_boxed if self._all_composite else _without_returning(original.call_boxed)
+            library.impl(_OPERATOR.removeprefix("aten::"), key, _kernel(call_boxed))
 
 
 def _has_kernel(key: str) -> bool:
@@ -280,6 +281,36 @@ def _observed(kernel: Callable[..., Tensor], arguments: Arguments) -> Tensor:
         return run(len(observers))
     finally:
         _observing.call = False
+
+
+class _Passing(threading.local):
+    """Of this thread: whether it is in a kernel that another library had registered before ours."""
+
+    on = False
+
+
+_passing = _Passing()
+
+
+def _without_returning(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Calls the kernel of another library that ours stands in front of, or PyTorch's if that kernel leads back here.
+
+    Under a dispatch mode, such as that of the fake tensors torch.compile traces with, PyTorch runs the function in
+    Python that was registered last for an operator and a key, whichever of them it was asked to call. A kernel in
+    Python that ours replaced is then our own.
+    """
+    decompose = torch.ops.aten.scaled_dot_product_attention.default.decompose
+
+    def call(keys: Any, *arguments: Any, **options: Any) -> Tensor:
+        if _passing.on:
+            return decompose(*arguments, **options)  # type: ignore[no-any-return]
+        _passing.on = True
+        try:
+            return call_boxed(keys, *arguments, **options)
+        finally:
+            _passing.on = False
+
+    return call
 
 
 def _kernel(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
