@@ -96,7 +96,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether nothing in them is nan or infinite. False as well where nobody can look: under vmap, in a CUDA graph."""
+    """Whether no element is nan or infinite. False as well where values cannot be read: under vmap, in a CUDA graph."""
     if torch._C._are_functorch_transforms_active():
         return False
     if any(type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta for tensor in tensors):

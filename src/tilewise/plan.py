@@ -240,7 +240,7 @@ def plan(problem: Problem, target: Target, backend: str = AUTO, state: State | N
     if known is None:
         generation = _plans.generation
         known = (_automatic if backend == AUTO else _explicit)(problem, target, backend, state)
-        # Most of what a plan holds of its mask is the text of it in the reasons of those who refuse.
+        # Most of what a plan holds of its mask is its text in the reasons of backends that refuse.
         size = 2 * size_in_bytes(problem.mask) + sum(len(why.what) for said in known.verdicts for why in said.reasons)
         _plans.put(key, known, generation, size)
     return known

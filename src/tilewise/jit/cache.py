@@ -6,7 +6,7 @@
     <root>/secret                         what the user's entries are sealed with
 
 The root is `TILEWISE_CACHE_DIR`, else `tilewise` under the XDG cache folder. A cubin is code: the root, an entry and
-every file of it must belong to the user (or to root) and be writable by nobody else, and hold what the manifest says,
+every file of it must belong to the user (or to root) and be writable by no other user, and hold what the manifest says,
 no more and no less. The manifest is sealed with a secret that is thrown away when the root is found open to others:
 taking their rights away afterwards blesses nothing that they may have put there. What root has made for all users to
 read has no seal of theirs.

@@ -172,7 +172,7 @@ def configs(problem: Problem, target: Target) -> list[Config]:
 
 
 def shipped(problem: Problem, target: Target) -> list[Config]:
-    """The tile of the table first; smaller ones after it, for who wants to compare."""
+    """The tile of the table first; smaller ones after it, for comparison."""
     if target.is_cpu:
         return [Config(64, 64, 4, 1), Config(16, 16, 4, 1)]
     hopper, large, small, wide = _FORWARD[_width(problem)]

@@ -153,8 +153,8 @@ def _narrower(row: dict[str, Any], problem: Problem) -> dict[str, Any]:
     needed = rules.forward_registers(problem)
     if _mask_kind(problem) == 2 and _roomy(problem) and not all(term.elementwise for term in problem.scores):
         needed += 16
-    fewest = min(row["block_kv"], SEARCHED["block_kv"][0])
-    return row | {"block_kv": max(row["block_kv"] - needed // 16 * 16, fewest)} if needed >= 16 else row
+    min_keys = min(row["block_kv"], SEARCHED["block_kv"][0])
+    return row | {"block_kv": max(row["block_kv"] - needed // 16 * 16, min_keys)} if needed >= 16 else row
 
 
 def for_any_length(problem: Problem, target: Target) -> list[Config]:

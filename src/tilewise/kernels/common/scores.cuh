@@ -554,7 +554,7 @@ struct Scores {
   static_assert(leads_back<Terms...>, "a term behind one that has a slope needs `before`");
 
   struct Operands : OperandsOf<Terms>::Type... {};
-  // Of a work tile; a default one is for nobody.
+  // Of a work tile; the default one is never used.
   struct Once : OnceOf<Terms>::Type... {
     Once() = default;
     template <typename Params, typename At>

@@ -384,7 +384,7 @@ def _reply(worker: Worker, command: dict[str, Any]) -> dict[str, Any]:
 
 
 def _private_streams() -> tuple[IO[str], IO[str]]:
-    """The pipe's two ends under descriptors of their own; 0 and 1 are left to whoever reads and prints."""
+    """The pipe's two ends under descriptors of their own; 0 and 1 are left to code that reads and prints."""
     commands, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

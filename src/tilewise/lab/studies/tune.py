@@ -5,7 +5,7 @@
     3. keep the fastest third and time those three times as long, until a handful is left (successive halving)
     4. the finalists, the shipped choice among them, in interleaved rounds, more of them until one is told apart from
        the shipped choice or all are known to be no faster: ratios round by round, with an interval (see `statistics`)
-    5. write the winner, with where it comes from and who came next, into the user's table (jit/tuned.py). Where the
+    5. write the winner, with its provenance and the runners-up, into the user's table (jit/tuned.py). Where the
        shipped choice stays, nothing is written, unless an earlier entry of the table has to go
 
 A forward and a backward are tuned apart: `sm90` and `sm90:backward` are two sweeps. What is timed of a backward is the
@@ -519,7 +519,7 @@ class Stopwatch:
 
 
 def entry_of(found: Sweep, settings: Settings, command: list[str]) -> dict[str, Any] | None:
-    """What the table will say: the winner, how it was found, and who came next. None if nothing was measured."""
+    """What the table will say: the winner, how it was found, and the runners-up. None if nothing was measured."""
     winner = found.winner(settings.gain)
     if winner is None:
         return None
