@@ -222,7 +222,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
 
 
 def backward_fields(problem: Problem, divided: division.Division, q_tiles: int, kv_tiles: int) -> dict[str, object]:
-    """What both backwards of this folder are told alike."""
+    """The fields that both backwards of this folder share."""
     return {
         **division_fields(problem, divided, q_tiles, kv_tiles),
         "rows_descend": int(problem.deterministic and isinstance(problem.mask, Causal)),
@@ -230,7 +230,7 @@ def backward_fields(problem: Problem, divided: division.Division, q_tiles: int, 
     }
 
 
-# Estimates, until somebody measures them. A step is five products of block_q x block_kv; a CTA begins with a load of K
+# Estimates, not measured. A step is five products of block_q x block_kv; a CTA begins with a load of K
 # and V and ends with a store of dK and dV, and a piece passes on both in float32.
 COSTS = division.Costs(start=1.5, merge=1.5)
 

@@ -36,7 +36,7 @@ MASK_LINES = "queries"
 HEAD_DIM_CLASSES = ((64, 64), (80, 80), *rules.HEAD_DIM_CLASSES[1:])
 MASK_KINDS = ("full", "causal", "window")  # as enum MaskKind counts them
 _COMBINE_ROWS = 4  # per CTA, a warp each
-# Of the keys' tiles, before splitting them among CTAs pays for putting the parts together, and of a part.
+# Min tiles of keys at which splitting them among CTAs outweighs combining the parts, and min tiles per part.
 _MIN_TILES_TO_SPLIT, _MIN_TILES_PER_PART = 8, 2
 _MAX_PLAIN_WINDOW = 192  # of q and k: the widest heads whose loops for a window leave registers to terms
 
@@ -158,7 +158,7 @@ def _narrower(row: dict[str, Any], problem: Problem) -> dict[str, Any]:
 
 
 def for_any_length(problem: Problem, target: Target) -> list[Config]:
-    """Configs of the table that ships for such heads and masks, whatever lengths they are for."""
+    """Configs of the table that ships for such heads and masks, for any lengths."""
     return [config for _, config in _ships(problem)]
 
 
@@ -337,7 +337,7 @@ def _folded(problem: Problem) -> Problem:
 
 
 def _roomy(problem: Problem) -> bool:
-    """The tiles of kernels with a softcap, which leave registers; for a window most terms take these."""
+    """Whether to use the tiles of kernels with a softcap, which leave registers; for a window most terms do."""
     if not problem.scores or not rules.fits_plain_tiles(problem, "sm90"):
         return bool(problem.scores)
     fits_window = _class_of(problem)[0] <= _MAX_PLAIN_WINDOW and all(term.fits_plain_window for term in problem.scores)

@@ -49,7 +49,7 @@
 //   bool checks                        member that says whether `apply` must ask: so it need not where they do.
 //   static bool loads_few = true       Of such a term, where elements share these numbers: they are loaded all at once.
 //   bool take(float (&v)[])            Of a term that is the first to change scores: puts all into a form of its own, and says
-//   bool easy, taken                   whether this warp's are of a kind that `apply` has a shorter way for; it is told so.
+//   bool easy, taken                   whether this warp's are of a kind that `apply` has a shorter way for (its argument).
 //   void hide(float (&v)[], at)        -inf for hidden elements. Which tiles are cut is decided by the plan of the kernel.
 //   struct Ahead<count, rows_are>      What `hide` reads of memory for a fragment; at.ahead() gives it, in kernels that have it
 //   void look_ahead(Ahead&, at)        loaded while the scores are made.

@@ -132,7 +132,7 @@ class Row:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one candidate. The fields named in TIMES hold a list of samples per round, in seconds per call."""
+    """The outcome of one candidate. The fields named in TIMES hold a list of samples per round, in seconds per call."""
 
     candidate: str
     verdict: str = UNVERIFIED
@@ -193,7 +193,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Comparison:
-    """A row and what became of every candidate, in the row's order."""
+    """A row and the outcome of every candidate, in the row's order."""
 
     row: Row
     outcomes: list[Outcome]

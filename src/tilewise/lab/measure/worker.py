@@ -17,7 +17,7 @@
     {"do": "overhead", "seconds"}                                the same of a tiny problem of the same kind: host cost
 
 An answer is {"answer": ...} or {"error": {"type", "text", "fatal"}}; after a fatal one (a CUDA error) the process is of
-no more use. Standard output belongs to this protocol alone: whatever else is printed goes to standard error. A
+no more use. Standard output is for this protocol alone: all other printing goes to standard error. A
 process that dies says nothing: the other end sees the pipe close and reads the signal from the exit status.
 """
 

@@ -280,7 +280,7 @@ def sweep(
 def search(backend: str, problem: Problem, target: Target, settings: Settings) -> tuple[Any, list[Any]]:
     """The shipped choice, and every config to measure: it first, then the rest in a random order that the seed fixes.
 
-    Why random: whatever drifts during the sweep (a clock, a temperature) then meets no kind of config in particular.
+    Why random: a drift during the sweep (clocks, temperature) then favours no kind of config.
     """
     module = backend_of(backend)
     if not has_search_space(module):
@@ -423,7 +423,7 @@ class State:
             self._resume(path)
 
     def _resume(self, path: Path) -> None:
-        """Read what is there. What is not the user's own, or no file, is told and removed; else there is no state."""
+        """Read what is there. What is not the user's own, or no file, is reported and removed."""
         try:
             text = trust.read_trusted(path).decode(errors="replace")
             if not text.endswith("\n"):
