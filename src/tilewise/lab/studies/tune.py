@@ -71,7 +71,7 @@ Measure = Callable[[Any, float, bool], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to sweep. Seconds are of measured time for one config and round; `most` 0 means every config."""
+    """How to sweep. Seconds are of measured time for one config and round; `max_configs` 0 means every config."""
 
     first_seconds: float = 0.02
     keep: int = 3  # one in so many goes on to the next round
@@ -81,7 +81,7 @@ class Settings:
     final_seconds: float = 0.05
     gain: float = 1.01  # a winner must be so many times faster than the shipped choice, and that beyond the noise
     time_limit: float = 30.0
-    most: int = 0
+    max_configs: int = 0
     seed: int = 0
 
 
@@ -288,8 +288,8 @@ def search(backend: str, problem: Problem, target: Target, settings: Settings) -
     shipped = module.shipped(problem, target)[0]
     rest = [config for config in search_space(module, problem, target) if config != shipped]
     random.Random(settings.seed).shuffle(rest)
-    if settings.most:
-        rest = rest[: settings.most - 1]
+    if settings.max_configs:
+        rest = rest[: settings.max_configs - 1]
     return shipped, [shipped, *rest]
 
 
