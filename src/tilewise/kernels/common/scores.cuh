@@ -104,7 +104,7 @@ constexpr int drawn_words = 2;  // for eight weights that a term may drop
 
 // Where a thread's fragment lies. A kernel has a struct Place of its own with these members, which
 // are functions: a term calls what it needs. Why: what they are computed from is read again each
-// time where registers are few. (This one is for the concepts below, which only ask whether a hook
+// time where registers are few. (This one is for the concepts below, which only test whether a hook
 // exists.)
 struct NoPlace {
   static constexpr RowsAre rows_are = RowsAre::queries;
