@@ -701,7 +701,7 @@ def _unknown(function: str, name: str) -> UnknownArgument:
 
 
 def _options(arguments: _Arguments) -> Options:
-    """What the operators are told."""
+    """The options of a call as the operators take them."""
     mask, scale, softcap, scores, _, layout, return_lse, backend, precision = arguments
     check_layout(layout)
     check_backend(backend)

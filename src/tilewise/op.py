@@ -337,7 +337,7 @@ def named_operands(options: Options, tensors: Sequence[Tensor] | None) -> Operan
 def _planned(
     q: Tensor, k: Tensor, v: Tensor, operands: Operands, options: Options, grads: tuple[str, ...] | None
 ) -> tuple[Call, int]:
-    """Plan, and build what was planned; what does not build is left out, and planned anew without it.
+    """Plan, and build what was planned; what does not build is left out, and the plan is made again.
 
     With the generation of what is remembered as it was before the plan was made.
     """
@@ -348,7 +348,7 @@ def _planned(
 def bound_call(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, operands: Operands, options: Options
 ) -> tuple[Call, int]:
-    """Likewise of tensors that pose this problem."""
+    """`_planned` for tensors whose problem is known."""
     generation = _calls.generation
     planned = plan(problem, Target.of(q.device), options.backend)
     failed: CompileError | None = None

@@ -108,7 +108,7 @@ class Plan:
         return isinstance(BACKENDS[self.backend], Fused)
 
     def backward_for(self, wants: Wants) -> Program:
-        """What makes these gradients alone; of plans with a `backward`."""
+        """The program that makes these gradients alone, for plans with a `backward`."""
         fused = BACKENDS[self.backend]
         assert isinstance(fused, Fused)
         return fused.backward_program(self.problem, self.target, self.backward_config, wants)
@@ -286,7 +286,7 @@ _VARIABLES = (triton.INTERPRETER, "TILEWISE_TABLES")
 
 
 def current_state() -> State:
-    """As things stand in this process."""
+    """The state of this process that plans are made for."""
     return State(_left_out, tuned.changes(), tuple(map(os.environ.get, _VARIABLES)))
 
 

@@ -300,7 +300,7 @@ def describe(
 
 
 class _Sizes(NamedTuple):
-    """What terms ask before there is a Problem."""
+    """What terms need to know before there is a Problem."""
 
     batch: int
     heads_q: int

@@ -49,7 +49,7 @@ def forward_posed(problem: Problem, family: Any) -> Problem:
 
 
 def backward_posed(problem: Problem, wants: Iterable[str], family: Any) -> Problem:
-    """Likewise of a backward of these gradients."""
+    """The problem as a backward of the family, for these gradients, is made for it."""
     return _packed(rules.one_sided(rules.posed(problem, wants)), family)
 
 
@@ -221,11 +221,11 @@ class Fused:
         return said if entry is None else [*said, f"backward: {tuned.cite(entry)}"]
 
     def configs(self, problem: Problem, target: Target) -> list[Any]:
-        """Of the forward, best first."""
+        """Configs of the forward, best first."""
         return [] if rules.too_wide(problem) else self.forward_direction.configs(problem, target)
 
     def backward_configs(self, problem: Problem, target: Target) -> list[Any]:
-        """Of the backward, best first."""
+        """Configs of the backward, best first."""
         return self.backward_direction.configs(problem, target)
 
     def program(self, problem: Problem, target: Target, config: Any) -> Program:

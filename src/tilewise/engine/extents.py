@@ -24,7 +24,7 @@ class Extents(NamedTuple):
     cpp_type: str
     cpp_source: str = ""
     suffix: str = ""
-    """Of a kernel's name."""
+    """The part of a kernel's name that stands for it."""
     operands: tuple[tuple[str, type[Any]], ...] = ()
     """The members of its C++ `Operands`, as ctypes."""
     keeps_records: bool = False

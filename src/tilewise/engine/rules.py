@@ -223,7 +223,7 @@ def forward_registers(problem: Problem) -> int:
 
 
 def backward_registers(problem: Problem) -> int:
-    """Likewise of a backward."""
+    """About how many registers the terms of a backward need."""
     return sum(term.registers.backward for term in problem.scores)
 
 

@@ -151,7 +151,7 @@ def _can_be_mapped(tensor: Tensor | None) -> bool:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Likewise of a tensor at its address."""
+    """Whether a tensor map can describe this tensor at its address."""
     return _can_be_mapped(tensor) and tensor.data_ptr() % 16 == 0
 
 

@@ -153,7 +153,7 @@ def _is_users_own(path: Path) -> bool:
 
 
 def _seal(secret: bytes, manifest: Mapping[str, Any]) -> str:
-    """Of all that a manifest says."""
+    """The seal of everything that a manifest says."""
     said = {name: value for name, value in manifest.items() if name != "seal"}
     return hmac.new(secret, json.dumps(said, sort_keys=True).encode(), "sha256").hexdigest()
 

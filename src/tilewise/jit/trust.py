@@ -172,7 +172,7 @@ def _check_way(path: Path, status: os.stat_result) -> None:
 
 
 def _check(path: Path, status: os.stat_result, *, want_folder: bool) -> None:
-    """What is judged itself."""
+    """Raise unless the file or folder itself is safe."""
     kind = stat.S_ISDIR if want_folder else stat.S_ISREG
     if not kind(status.st_mode):
         raise Untrusted(Reason(f"{path} is not a {'folder' if want_folder else 'file'}", "remove it"))

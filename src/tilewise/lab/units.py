@@ -77,7 +77,7 @@ def counted(number: int, what: str, plural: str = "") -> str:
 
 
 def count(value: float) -> str:
-    """Of a power of ten: 100, 1k, 10M."""
+    """A power of ten in short form: 100, 1k, 10M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:g}{unit}"

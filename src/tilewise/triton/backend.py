@@ -298,7 +298,7 @@ class _Launch(NamedTuple):
         _kernel(self.kernel)[(self.programs,)](*self.arguments, **self.options, **_FUSED)
 
     def compile(self) -> Any:
-        """Of Triton's own type, not loaded yet."""
+        """The compiled kernel, of Triton's own type, not loaded yet."""
         return _kernel(self.kernel).warmup(*self.arguments, grid=(self.programs,), **self.options, **_FUSED)
 
     def build(self) -> Any:

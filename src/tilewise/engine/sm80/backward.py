@@ -95,7 +95,7 @@ def configs(problem: Problem, target: Target) -> list[Config]:
 
 
 def fitting(made: Any, section: str, problem: Problem, target: Target, **facts: bool) -> list[Any]:
-    """The same for any backward of this folder."""
+    """`configs` for any backward of this folder."""
     facts |= {"vector_sums": target.capability >= shared.VECTOR_SUMS_FROM, "makes_dkv": True}
     return [config for _, config in shared.fitting(made, section, problem, target, **facts)]
 
@@ -241,7 +241,7 @@ def divide(problem: Problem, config: Config, target: Target) -> division.Divisio
 
 
 def divided_by(problem: Problem, config: Any, target: Target, costs: division.Costs) -> division.Division:
-    """The same for any backward of this folder, by its costs."""
+    """The division of the work, for any backward of this folder, by its costs."""
     costs = costs if config.makes_dkv else costs._replace(merge=0.0)
     steps = division.tile_steps(problem, config.block_q, config.block_kv)
     slots = target.sms * config.ctas_per_sm

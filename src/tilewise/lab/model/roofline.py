@@ -69,7 +69,7 @@ def _backward_bytes(problem: Problem) -> int:
 
 
 class Rates(NamedTuple):
-    """What a device can do a second, and where that is known from."""
+    """What a device can do per second, and the source of these figures."""
 
     flops: float
     bytes: float

@@ -326,7 +326,7 @@ def _decades(low: float, high: float) -> tuple[int, int]:
 
 
 def _round_rate(flops: float) -> str:
-    """Of a power of ten: `100 TFLOP/s`."""
+    """A power of ten in short form: `100 TFLOP/s`."""
     for size, unit in ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s")):
         if flops >= size:
             return f"{flops / size:g} {unit}"

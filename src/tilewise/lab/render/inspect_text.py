@@ -30,7 +30,7 @@ Told = dict[str, Any]
 
 
 def show(told: Told, *, verbose: bool = False, quiet: bool = False) -> None:
-    """Of what `Inspection.to_dict` made, with its provenance."""
+    """Print what `Inspection.to_dict` returned, with its provenance."""
     comparison = read_comparison(told["comparison"])
     print(_sentence(told, comparison))
     for text in comparison.noise:

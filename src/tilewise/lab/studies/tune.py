@@ -107,7 +107,7 @@ class Trial:
 
     @property
     def samples(self) -> list[float]:
-        """Of the last round it took part in: later rounds are longer."""
+        """Samples of the last round it took part in: later rounds are longer."""
         return self.rounds.get(self.last_round, [])
 
     @property
