@@ -270,9 +270,8 @@ def main(number: int, count: int) -> None:
     kinds += [*(problem for dims in DIMS for problem in sized(dims)), *map(drawn, SEEDS)]
     launches = []
     for problem in kinds:
-        target = Target.of("cuda")
-        config = triton.configs(problem, target)[0]
-        launches += triton._launches(*make_inputs(problem, "cuda"), problem, target, config)
+        config = triton.configs(problem, Target.of("cuda"))[0]
+        launches += triton._launches(*make_inputs(problem, "cuda"), problem, config)
     for launch in launches[number::count]:
         launch.compile()
 

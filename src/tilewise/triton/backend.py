@@ -277,11 +277,10 @@ def bind(
     operands: Operands = NO_OPERANDS,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """`forward` for tensors like these, its kernels built: what does not build here is found out before it runs."""
-    target = Target.of(q.device)
-    config = config or configs(problem, target)[0]
+    config = config or configs(problem, Target.of(q.device))[0]
     if not problem.empty and not interpreted():
         with _on(q.device):
-            for launch in _launches(q, k, v, problem, target, config):
+            for launch in _launches(q, k, v, problem, config):
                 launch.build()
     return lambda q, k, v, operands: forward(q, k, v, problem, config)
 
@@ -312,14 +311,12 @@ class _Launch(NamedTuple):
         return built
 
 
-def _launches(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, target: Target, config: Config
-) -> list[_Launch]:
-    """All that a call with these inputs may launch on a target, on memory that is only described."""
+def _launches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, config: Config) -> list[_Launch]:
+    """All that a call with these inputs may launch, on memory that is only described."""
     out, lse = empty_out(q, problem.head_dim_v, problem.layout), empty_lse(q)
     found = [_forward_launch(q, k, v, out, lse, problem, config)]
     if problem.needs_grad:
-        chosen = backward_configs(problem, target)[0]
+        chosen = backward_configs(problem, Target.of(q.device))[0]
         found += _backward_launches(out, None, q, k, v, out, lse, {"q": q, "k": k, "v": v}, problem, chosen)
     return found
 

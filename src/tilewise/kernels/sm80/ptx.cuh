@@ -45,8 +45,8 @@ __device__ __forceinline__ void store_shared(u32 address, uint4 x) {  // ISA: st
 
 // --- global memory, between blocks ---
 
-// Returns the value before the addition. Release: a block that reads the new value also sees what
-// this block stored before. Acquire: this block sees what others stored before their additions.
+// Gives what was there before. What the block has stored before it can be seen by who finds the
+// new value so, and what others have stored before theirs can be seen after it.
 __device__ __forceinline__ int add_acq_rel(int* address, int value) {  // ISA: atom
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
