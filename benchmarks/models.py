@@ -2,6 +2,7 @@
 
     python benchmarks/models.py --save                     # all models, on a GPU, in about two minutes
     python benchmarks/models.py --only gemma2 --only t5    # some of them
+    python benchmarks/models.py --only llama --join FILE --save   # with the rows of an earlier record
     python benchmarks/models.py --tiny --device cpu        # a look at the script itself
 
 Random weights in bfloat16, a few layers of real width, batches of real text's kind: sequences of very different
@@ -446,9 +447,26 @@ def show(rows: list[dict[str, Any]]) -> None:
         )
 
 
+def join(path: Path, rows: list[dict[str, Any]], record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an earlier record of the same sources, settings and machine, and these, in the order of MODELS."""
+    earlier = json.loads(path.read_text())
+    for what, of in (
+        ("settings", lambda one: one["settings"]),
+        ("engine", lambda one: one["provenance"]["source"]["engine"]),
+        ("versions", lambda one: one["provenance"]["versions"]),
+        ("GPU", lambda one: [gpu["name"] for gpu in one["provenance"]["gpus"]]),
+    ):
+        if of(earlier) != of(record):
+            raise SystemExit(f"{path} is of another {what}, so its rows do not belong here: measure them again")
+    measured = {row["model"] for row in rows}
+    both = [*rows, *(row for row in earlier["rows"] if row["model"] not in measured)]
+    return sorted(both, key=lambda row: (list(MODELS).index(row["model"]), KINDS.index(row["what"])))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=MODELS, help="of these models; all by default")
+    parser.add_argument("--join", type=Path, action="append", help="a record whose rows of other models are kept too")
     parser.add_argument("--peer", action="append", choices=PEERS, help="against these alone; all by default")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.03, help="measured per implementation, round and kind")
@@ -468,11 +486,13 @@ def main() -> None:
     import transformers  # noqa: PLC0415
 
     provenance["versions"]["transformers"] = transformers.__version__
+    settings = {"rounds": options.rounds, "seconds": options.seconds, "tiny": options.tiny}
+    record = {"kind": "tilewise models", "suite": "transformers", "provenance": provenance, "settings": settings}
     rows = compare(options.only or list(MODELS), options)
+    for path in options.join or ():
+        rows = join(path, rows, record)
     show(rows)
     if options.save:
-        settings = {"rounds": options.rounds, "seconds": options.seconds, "tiny": options.tiny}
-        record = {"kind": "tilewise models", "suite": "transformers", "provenance": provenance, "settings": settings}
         print(f"saved {bench.save(record | {'rows': rows}, ROOT / 'benchmarks' / 'results')}", file=sys.stderr)
 
 

@@ -92,7 +92,8 @@ def test_the_reference_and_the_tiles_agree(name: str, mask: Any) -> None:
 
 
 def install(monkeypatch: Any, backend: str) -> None:
-    """A model of a GPU that has these kernels in the place of the CPU. Whoever ends forgets what was planned for it."""
+    """A model of a GPU that has these kernels in the place of the CPU, for calls from end to end: the target of a call
+    is that of its tensors' device. The caller invalidates what was planned for it."""
     emulation.install(monkeypatch)
     target = Target.named({"sm80": "a100", "sm90": "h200"}[backend])
     monkeypatch.setattr(Target, "of", classmethod(lambda cls, device: target))

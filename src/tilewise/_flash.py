@@ -15,7 +15,7 @@ class _Active:
     """What PyTorch keeps while the implementation is active."""
 
     def __init__(self) -> None:
-        from .integrations.sdpa import sdpa  # noqa: PLC0415  (loaded by those who use it)
+        from .integrations.sdpa import sdpa  # noqa: PLC0415  (loaded on first use)
 
         sdpa.enable()
         self._rule = sdpa.enabled

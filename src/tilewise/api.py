@@ -251,7 +251,7 @@ def attention_packed(
     All else is as `attention` has it; terms that read a tensor of rows or keys are not for packed sequences. Returns
     out (total_q, heads_q, head_dim_v); with return_lse=True also lse (heads_q, total_q).
 
-    Offsets on a CPU are checked in every call. On a GPU nobody reads them, unless TILEWISE_CHECK=1 is set in the
+    Offsets on a CPU are checked in every call. On a GPU they are not read, unless TILEWISE_CHECK=1 is set in the
     environment: then a call waits for the device and raises for offsets that are none, inside a compiled graph too.
     Without it, wrong offsets give wrong results, but nothing outside the tensors is read or written.
     """
@@ -701,7 +701,7 @@ def _unknown(function: str, name: str) -> UnknownArgument:
 
 
 def _options(arguments: _Arguments) -> Options:
-    """What the operators are told."""
+    """The options of a call as the operators take them."""
     mask, scale, softcap, scores, _, layout, return_lse, backend, precision = arguments
     check_layout(layout)
     check_backend(backend)
@@ -818,7 +818,7 @@ def _outside_op(
 
 
 def _planned(q: Tensor, k: Tensor, v: Tensor, operands: Operands, arguments: _Arguments) -> tuple[Problem, Plan]:
-    """What a call poses, and who computes it."""
+    """The problem of a call, and the backend that computes it."""
     mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision = arguments
     check_layout(layout)
     others = {name: tensor for name, tensor in operands.items() if tensor is not mask}

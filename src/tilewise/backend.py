@@ -82,7 +82,7 @@ class Backend(Protocol):
 
 
 def composite_notices(problem: Problem, target: Target) -> list[str]:
-    """What the backends that are made of torch operations say alike."""
+    """The notices that all backends made of torch operations share."""
     if problem.dtype is torch.float64 and not target.is_cpu:
         return ["float64 runs in plain operations: for a fused kernel cast q, k and v to float32"]
     return []
@@ -112,5 +112,5 @@ def empty_lse(q: torch.Tensor) -> torch.Tensor:
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the log-sum-exp and of every sum, for inputs of this dtype."""
+    """The dtype of the log-sum-exp and of all sums, for inputs of this dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -91,12 +91,12 @@ def distinct_problems(problem: Problem) -> list[Problem]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """What pieces gave, in a row again."""
+    """The results of the pieces, put together again."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 2)
 
 
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether nothing in them is nan or infinite. False as well where nobody can look: under vmap, in a CUDA graph."""
+    """Whether no element is nan or infinite. False as well where values cannot be read: under vmap, in a CUDA graph."""
     if torch._C._are_functorch_transforms_active():
         return False
     if any(type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta for tensor in tensors):
@@ -261,7 +261,7 @@ def backward_by_sequence(
     operands: Operands,
     wants: Wants,
 ) -> Grads:
-    """Likewise of a backward."""
+    """`forward_by_sequence` for a backward."""
     if _goes_by_spans(problem, operands):
         return backward(dout, dlse, q, k, v, out, lse, *_spanned(problem, config, operands), wants)
     given = {"q": q, "k": k, "v": v, **_beside_offsets(operands)}

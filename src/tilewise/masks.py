@@ -1,7 +1,7 @@
-"""Masks: who sees whom. A mask is a value: frozen, hashable, without tensors, the same for every batch and head.
+"""Masks: which keys a query sees. A mask is a frozen, hashable value without tensors, alike for all batches and heads.
 
-(Save those that are made of a tensor on a device: `holds_tensors`. `attention` takes them apart, into a term of the
-scores and what this reads, and nothing behind it sees one.)
+(Masks made of a tensor on a device are the exception: see `holds_tensors`. `attention` splits them into a term of the
+scores and its operands, and no later layer sees one.)
 
 Every structural mask lets query row `i` see one contiguous *span* of keys [begin, end), and the ends of the span never
 move left as `i` grows. Everything else follows from those two facts: the element rule, the class of a tile (full,
@@ -274,7 +274,7 @@ class Documents(Mask):
 
     `inner` applies inside each document, aligned to that document's own lengths. The offsets may be given as any
     sequence of integers or a tensor. A tensor on a device stays there, and the host never waits for it: its offsets
-    begin at 0 and never fall, which nobody checks. Rows behind the last of them see nothing.
+    begin at 0 and never fall, which is not checked. Rows behind the last of them see nothing.
     """
 
     kind: ClassVar[str] = "documents"

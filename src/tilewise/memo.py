@@ -23,7 +23,7 @@ _functions: list[Callable[[], None]] = []
 class Memo(Generic[_Made]):
     """Values by key. When there are too many, or they hold too much, all are forgotten at once.
 
-    Invariants: `get` is one look-up without a lock; whoever works a value out reads `generation` before, so that
+    Invariants: `get` is one look-up without a lock; a caller that computes a value reads `generation` first, so that
     nothing worked out from what has since been forgotten is put in afterwards.
     """
 

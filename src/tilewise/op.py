@@ -337,7 +337,7 @@ def named_operands(options: Options, tensors: Sequence[Tensor] | None) -> Operan
 def _planned(
     q: Tensor, k: Tensor, v: Tensor, operands: Operands, options: Options, grads: tuple[str, ...] | None
 ) -> tuple[Call, int]:
-    """Plan, and build what was planned; what does not build is left out, and planned anew without it.
+    """Plan, and build what was planned; what does not build is left out, and the plan is made again.
 
     With the generation of what is remembered as it was before the plan was made.
     """
@@ -348,7 +348,7 @@ def _planned(
 def bound_call(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, operands: Operands, options: Options
 ) -> tuple[Call, int]:
-    """Likewise of tensors that pose this problem."""
+    """`_planned` for tensors whose problem is known."""
     generation = _calls.generation
     planned = plan(problem, Target.of(q.device), options.backend)
     failed: CompileError | None = None
@@ -540,7 +540,7 @@ _ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 
 
 def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Ordinary tensors with nobody watching: no subclass, fake tensors included, no dispatch mode, no trace."""
+    """Ordinary tensors that no mode observes: no subclass, fake tensors included, no dispatch mode, no trace."""
     return (
         type(q) in _ORDINARY
         and type(k) in _ORDINARY
@@ -559,7 +559,7 @@ class _Planned(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         operands = dict(zip(call.names, tensors, strict=True)) if tensors else NO_OPERANDS
         out, lse = call.forward(q, k, v, operands)
-        if out._is_view():  # autograd would let nobody change it in place, nor a view of it
+        if out._is_view():  # autograd would not allow in-place changes of it or its views
             out = out.new_empty(0).set_(out)  # type: ignore[call-overload]
         ctx.call = call
         ctx.strides = None if call.gradient is None else (q.stride(), k.stride(), v.stride())
@@ -629,7 +629,7 @@ _apply_planned: Callable[..., Any] = super(torch.autograd.Function, _Planned).ap
 
 
 class _Attention(torch.autograd.Function):
-    """tilewise::attention_with_lse and tilewise::attention_backward, for whoever watches the dispatcher."""
+    """tilewise::attention_with_lse and tilewise::attention_backward, for code that observes the dispatcher."""
 
     @staticmethod
     def forward(
@@ -968,7 +968,7 @@ def _tell_flop_counters() -> None:
 def _forward_flops(
     q: Tensor, k: Tensor, v: Tensor, operands: list[Tensor], mask: str, *options: Any, out_val: Any = None
 ) -> int:
-    """Of the pairs that the mask shows; all of them where it is a tensor, whose content nobody reads for this."""
+    """Of the pairs that the mask shows; all of them where it is a tensor, whose content is not read."""
     return 2 * _visible_pairs(q, k, mask) * (q.shape[-1] + v.shape[-1])
 
 

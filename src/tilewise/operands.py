@@ -118,7 +118,7 @@ class Sums(NamedTuple):
     dtype: torch.dtype
 
     def gradient(self, sums: torch.Tensor, operand: Operand, tensor: torch.Tensor) -> torch.Tensor:
-        """Of the operand as this tensor gave it."""
+        """The gradient, in the shape of the operand that the call was given."""
         extra = tuple(i for i, dim in enumerate(self.dims) if dim not in operand.dims)
         own = sums.sum(extra) if extra else sums
         own = own.sum_to_size((1,) * (own.ndim - tensor.ndim) + tuple(tensor.shape))

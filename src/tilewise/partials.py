@@ -9,7 +9,7 @@ over their union:
 
 Merging is associative and commutative; the identity is (0, -inf), which is also what a row that sees no key gives.
 The tiled loop and the kernels that divide keys merge in their own loops; this states what they must come to, for tests
-and for who holds partials of several devices.
+and for callers that hold partials of several devices.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Plan:
         return isinstance(BACKENDS[self.backend], Fused)
 
     def backward_for(self, wants: Wants) -> Program:
-        """What makes these gradients alone; of plans with a `backward`."""
+        """The program that makes these gradients alone, for plans with a `backward`."""
         fused = BACKENDS[self.backend]
         assert isinstance(fused, Fused)
         return fused.backward_program(self.problem, self.target, self.backward_config, wants)
@@ -240,7 +240,7 @@ def plan(problem: Problem, target: Target, backend: str = AUTO, state: State | N
     if known is None:
         generation = _plans.generation
         known = (_automatic if backend == AUTO else _explicit)(problem, target, backend, state)
-        # Most of what a plan holds of its mask is the text of it in the reasons of those who refuse.
+        # Most of what a plan holds of its mask is its text in the reasons of backends that refuse.
         size = 2 * size_in_bytes(problem.mask) + sum(len(why.what) for said in known.verdicts for why in said.reasons)
         _plans.put(key, known, generation, size)
     return known
@@ -286,7 +286,7 @@ _VARIABLES = (triton.INTERPRETER, "TILEWISE_TABLES")
 
 
 def current_state() -> State:
-    """As things stand in this process."""
+    """The state of this process that plans are made for."""
     return State(_left_out, tuned.changes(), tuple(map(os.environ.get, _VARIABLES)))
 
 

@@ -140,7 +140,7 @@ class Problem:
 
     @property
     def band(self) -> Band:
-        """The mask as a diagonal band, for those who refuse all others."""
+        """The mask as a diagonal band, for backends that refuse all others."""
         band = self.mask.band(self.seq_q, self.seq_kv)
         assert band is not None, f"mask {self.mask} is not a diagonal band"
         return band
@@ -300,7 +300,7 @@ def describe(
 
 
 class _Sizes(NamedTuple):
-    """What terms ask before there is a Problem."""
+    """What terms need to know before there is a Problem."""
 
     batch: int
     heads_q: int
@@ -399,7 +399,7 @@ def _kept(
     """What is made of a mask that holds tensors.
 
     One mask mostly serves all layers of a model: what was made for it is kept as long as its tensors stay as they are.
-    Not what is captured, since a graph makes it anew each time, nor where nobody can tell (torch.compile, inference
+    Not what is captured, since a graph makes it anew each time, nor where it cannot be known (torch.compile, inference
     tensors).
     """
     values = [getattr(mask, field.name) for field in fields(mask)]  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ _KINDS: dict[str, type[Term]] = {}
 
 
 class Asked(Protocol):
-    """What terms ask of a Problem, which is made of them."""
+    """The facts about a Problem that its terms need."""
 
     @property
     def batch(self) -> int: ...
@@ -176,7 +176,7 @@ class Term:
         return written
 
     def sums(self, operand: Operand, problem: Asked) -> Sums:
-        """What the backward makes the gradient of a learned operand of."""
+        """The buffer that the backward sums the gradient of a learned operand into."""
         raise NotImplementedError
 
     def gradients(self, dscores: Tensor, scores: Tensor, where: Where, wants: Wants) -> Grads:
@@ -263,11 +263,11 @@ class Term:
         return {}
 
     def problem_params(self, problem: Asked) -> dict[str, float]:
-        """The same of what depends on the problem."""
+        """Parameters of the struct that depend on the problem."""
         return {}
 
     def unit_after(self, unit: float) -> float:
-        """What a kernel's value is in units of after this term."""
+        """The unit of a kernel's values after this term."""
         return unit
 
     @classmethod
@@ -326,7 +326,7 @@ _MAX_CAP_FLOAT32, _MAX_CAP_FLOAT64 = 2.0**100, 2.0**1000
 
 
 def _text_of(value: Any) -> str:
-    """Of a field: a number, a word, or words."""
+    """The text of a field: a number, a word, or words."""
     if isinstance(value, str):
         return value
     return "+".join(value) if isinstance(value, tuple) else f"{_constant(value):.17g}"

@@ -14,6 +14,7 @@ from tilewise import Causal, Full, Target, Window
 from tilewise.engine import SM90, run
 from tilewise.engine.program import Map
 from tilewise.engine.sm90 import forward
+from tilewise.masks import Packed
 from tilewise.problem import Strides
 from tilewise.terms import Alibi, KeyLengths, Sink, Spans
 
@@ -88,7 +89,24 @@ def test_small_problems_are_spread_over_the_chip():
     assert small.block_q < large.block_q
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 192])
+def test_heads_of_80_have_tall_tiles_where_these_fill_the_chip():
+    full = make_problem((8, 16, 1024, 80), torch.bfloat16)
+    for mask in (Full(), Causal(), Window(1023, 0)):
+        large, small = (SM90.configs(full.with_(mask=mask, batch=batch), H200)[0] for batch in (8, 1))
+        assert (large.block_q, large.block_kv) == (192, 96)
+        assert (small.block_q, small.block_kv) == (128, 128)
+
+
+@pytest.mark.parametrize("inner", [Full(), Causal(), Window(511, 0)], ids=str)
+def test_packed_sequences_of_heads_of_80_have_the_tiles_that_their_kernels_have_registers_for(inner):
+    packed = make_problem((1, 16, 10000, 80), torch.bfloat16, mask=Packed(4, 8192, 8192, inner))
+    configs = SM90.configs(packed, H200)
+    assert configs
+    assert all(config.takes_packed for config in configs)
+    assert not SM90.configs(packed.with_(mask=Causal()), H200)[0].takes_packed
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192])
 @pytest.mark.parametrize("term", [Sink(), Spans(), KeyLengths(), KeyLengths(padded_left=True)], ids=str)
 def test_terms_that_fit_the_loops_of_a_window_keep_its_tiles(term, dim):
     plain = make_problem((4, 16, 4096, dim), torch.bfloat16, mask=Window(1023, 0))

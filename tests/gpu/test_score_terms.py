@@ -410,6 +410,8 @@ def test_every_row_of_a_large_problem_with_a_dense_bias(dim: int) -> None:
         assert torch.equal(got[name], again[name]), name
     del again
     allowed = budget(BF16, rows)
+    # What it is compared with is computed in float32 too, so both may be off.
+    lse_allowed = 2 * 4 * lse_budget(q, k, problem, bias.abs().max().item())
     for head in range(heads):
         dbias = torch.zeros(rows, rows, device="cuda")
         magnitude = torch.zeros((), device="cuda")
@@ -425,7 +427,7 @@ def test_every_row_of_a_large_problem_with_a_dense_bias(dim: int) -> None:
             where = f"batch {b}, head {head}"
             wrong = (got["out"][b, head].float() - out).norm(dim=-1) / out.norm(dim=-1)
             assert wrong.max() <= allowed, f"{where}: {int((wrong > allowed).sum())} rows, worst {wrong.max():.2e}"
-            assert (got["lse"][b, head] - lse).abs().max() <= 1e-3, where
+            assert (got["lse"][b, head] - lse).abs().max() <= lse_allowed, where
             want = {"q": dscores @ c * problem.scale, "k": dscores.mT @ a * problem.scale, "v": weights.mT @ upstream}
             for name, tensor in want.items():
                 assert relative_error(got[name][b, head], tensor.double()) <= allowed, f"{where}: d{name}"

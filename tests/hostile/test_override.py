@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import tilewise
 from support import assert_close, budget
 from tilewise import InvalidInput
 from tilewise.integrations.sdpa import sdpa
+from tilewise.native import library as extension
 
 MATH, FLASH, EFFICIENT = SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 
@@ -185,3 +191,45 @@ def test_a_tensor_whose_memory_does_not_hold_its_values(monkeypatch, backend, gu
         for _ in range(2):
             assert_close(F.scaled_dot_product_attention(*odd), want, budget(torch.float32, 16))
     assert outcomes()["fallback"] == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels of other libraries, in processes of their own: what is registered stays
+
+
+BEFORE_OURS = """
+import sys, warnings, torch, torch.nn.functional as F
+from torch import library
+import tilewise
+warnings.simplefilter("ignore")
+no_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+asked = []
+def other(original):
+    def kernel(*arguments, **options):
+        asked.append(original)
+        return original.call_boxed(no_keys, *arguments, **options)
+    return kernel
+kernels = {key: library.get_kernel("aten::scaled_dot_product_attention", key) for key in ("CPU", "AutogradCPU")}
+registered = library.Library("aten", "IMPL")
+for key, original in kernels.items():
+    registered.impl("scaled_dot_product_attention", other(original), key)
+tensors = [torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3)]
+want = F.scaled_dot_product_attention(*tensors, is_causal=True)
+with tilewise.sdpa(when=lambda problem: False):
+    asked.clear()
+    assert torch.equal(F.scaled_dot_product_attention(*tensors, is_causal=True), want) and len(asked) == 1
+    compiled = torch.compile(lambda *given: F.scaled_dot_product_attention(*given, is_causal=True), backend="aot_eager")
+    torch.testing.assert_close(compiled(*tensors), want)
+assert torch.equal(F.scaled_dot_product_attention(*tensors, is_causal=True), want)
+print("same")
+"""
+
+
+@pytest.mark.parametrize("native", ["off", "on"])
+def test_a_kernel_in_python_that_was_there_before_ours_is_passed_and_does_not_lead_back(native):
+    sources = str(Path(tilewise.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": sources, extension.SETTING: native}
+    done = subprocess.run(
+        [sys.executable, "-c", BEFORE_OURS], capture_output=True, text=True, check=False, env=environment
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "same"), done.stderr[-4000:]

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from support import budget
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # name: (arguments that make it short, one of what it must say)
 EXAMPLE = {
@@ -79,5 +81,7 @@ def test_packed_text_is_trained_as_padded_text_is():
         device="cpu", dtype=torch.float32, steps=3, documents=4, longest=50, hidden=32, layers=1
     )
     curves = [example["train"](way, options)[1] for way in example["WAYS"]]
+    # Every step starts from weights that earlier ones have moved, each with the error of a float32 gradient.
+    allowed = options.steps * budget(torch.float32, options.documents * options.longest)
     for curve in curves[1:]:
-        assert all(abs(one - other) < 1e-3 * one for one, other in zip(curve, curves[0], strict=True))
+        assert all(abs(one - other) <= allowed * one for one, other in zip(curve, curves[0], strict=True))

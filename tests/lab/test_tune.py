@@ -201,7 +201,7 @@ def test_states_of_different_sweeps_do_not_meet(tmp_path: Path, monkeypatch: pyt
         tune.state_path("sm90", LONG, H200, settings),
         tune.state_path("sm90", LONG.with_(seq_q=4096), H200, settings),
         tune.state_path("sm90", LONG, dataclasses.replace(H200, name="NVIDIA H100"), settings),
-        tune.state_path("sm90", LONG, H200, dataclasses.replace(settings, most=9)),
+        tune.state_path("sm90", LONG, H200, dataclasses.replace(settings, max_configs=9)),
         tune.state_path("tiled", LONG, H200, settings),
     }
     assert len(paths) == 5
@@ -230,7 +230,7 @@ def test_a_kernel_that_divides_the_keys_is_told_from_one_that_does_not() -> None
 
 def test_a_real_build_of_some_configs_and_the_table_the_planner_reads() -> None:
     """Compiles for sm_90a here, times by a made-up clock, and asks the planner about an H200."""
-    settings = tune.Settings(most=10, finalists=4)
+    settings = tune.Settings(max_configs=10, finalists=4)
 
     def measure(config: Any, seconds: float, first: bool) -> list[float]:
         return [1e-3 / (config.block_kv + config.consumers)]
@@ -365,7 +365,7 @@ def test_the_command_ends_with_a_table_that_explain_cites(tmp_path: Path, monkey
     record = tmp_path / "tune.json"
     where = ["--shape", "1,1,64,8", "--mask", "causal", "--dtype", "float32", "--backend", "tiled"]
     outputs = ["--json", str(record), "--html", str(tmp_path / "tune.html")]
-    done = CliRunner().invoke(app, ["tune", *where, "--device", "cpu", "--most", "3", *outputs])
+    done = CliRunner().invoke(app, ["tune", *where, "--device", "cpu", "--max-configs", "3", *outputs])
     assert done.exit_code == 0, done.output
     page = (tmp_path / "tune.html").read_text()
     assert "3 configs: 3 measured, 0 not" in page
@@ -480,7 +480,7 @@ def test_every_config_travels_by_name(backend: str, problem: Problem, target: Ta
 
 def test_kernels_of_a_backward_are_built_and_told(capsys: pytest.CaptureFixture[str]) -> None:
     """Compiled for sm_80 here, with a made-up clock."""
-    problem, settings = FLOAT32.with_(needs_grad=True), tune.Settings(most=3)
+    problem, settings = FLOAT32.with_(needs_grad=True), tune.Settings(max_configs=3)
     found = tune.sweep("sm80:backward", problem, A100, lambda config, *_: [1e-3 * config.block_q], settings)
     assert found.complete
     assert len(found.trials) == 3

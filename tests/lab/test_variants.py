@@ -242,7 +242,19 @@ def test_the_suite_is_what_it_promises() -> None:
         assert forward.goal.floor >= step.goal.floor
     dropping = [row for row in rows if row.problem.dropout]
     assert dropping
-    assert all((FLEX in row.candidates) != bool(row.problem.dropout) for row in rows)
+    beside_batch = [row for row in rows if "beside a batch" in row.name]
+    peers = [row for row in rows if row not in beside_batch]
+    assert all((FLEX in row.candidates) != bool(row.problem.dropout) for row in peers)
+    assert len(beside_batch) == len([row for row in peers if "documents" in row.name])
+    for row in beside_batch:
+        assert row.candidates == (OURS, PLAIN)
+        assert row.goal is not None
+        assert row.goal.plain_limit > 0
+        assert row.plain is not None
+        tokens = [one.batch * one.seq_q for one in (row.plain.problem, row.problem)]
+        longest = row.plain.problem.seq_q  # half of one such sequence is all that whole sequences can miss
+        assert abs(tokens[0] - tokens[1]) <= longest / 2
+        assert abs(1 - row.plain.share) * row.plain.problem.batch <= 1
 
 
 def test_what_differs_in_its_terms_or_its_mask_is_compiled_side_by_side() -> None:

@@ -2,7 +2,7 @@
 
     rules.py      what is refused before there is a config     division.py   how a backward fills the GPU
     policy.py     what is done to scores                        extents.py    where sequences lie
-    params.py     what kernels are told                         source.py     a kernel's translation unit
+    params.py     the kernels' parameter structs                source.py     a kernel's translation unit
     program.py    Program: the launches of a call, as a value   run.py        the only reader with tensors and streams
     config.py     what all Configs have in common               backend.py    families as one backend
     decode.py     few queries: a family of both backends        append.py     new keys into a cache

@@ -37,7 +37,7 @@ OPERANDS = (
 
 
 class Sizes(NamedTuple):
-    """Of a call; what is not there has a size of 0."""
+    """The sizes of a call; 0 for tensors that it does not have."""
 
     bf16: bool
     batch: int

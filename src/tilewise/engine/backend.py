@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..jit import tuned
-from ..masks import Full
+from ..masks import Full, Packed
 from ..operands import ALL, NO_OPERANDS
 from ..target import Target
 from . import packed as sequences
@@ -49,13 +49,19 @@ def forward_posed(problem: Problem, family: Any) -> Problem:
 
 
 def backward_posed(problem: Problem, wants: Iterable[str], family: Any) -> Problem:
-    """Likewise of a backward of these gradients."""
+    """The problem as a backward of the family, for these gradients, is made for it."""
     return _packed(rules.one_sided(rules.posed(problem, wants)), family)
 
 
 def _packed(problem: Problem, family: Any) -> Problem:
     lines = getattr(family, "MASK_LINES", "")
     return packed(problem, lines) if lines else problem
+
+
+def _taking(problem: Problem, configs: list[Any]) -> list[Any]:
+    """Those of the configs whose kernels have registers for the sequences of the problem."""
+    packed_rows = isinstance(problem.mask, Packed)
+    return [config for config in configs if not packed_rows or getattr(config, "takes_packed", True)]
 
 
 class Direction:
@@ -89,13 +95,13 @@ class Direction:
     def shipped(self, problem: Problem, target: Target) -> list[Any]:
         """The configs that nothing measured on this machine has changed, best first."""
         problem = self._posed(problem)
-        return sequences.configs(self._family(problem).configs, problem, target)
+        return _taking(problem, sequences.configs(self._family(problem).configs, problem, target))
 
     def for_any_length(self, problem: Problem, target: Target) -> list[Any]:
         """The configs that ship for such heads and masks."""
         problem = self._posed(problem)
         family = self._family(problem)
-        return sequences.configs(getattr(family, "for_any_length", family.configs), problem, target)
+        return _taking(problem, sequences.configs(getattr(family, "for_any_length", family.configs), problem, target))
 
     def searched(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
         """The fields of a config that `tilewise tune` varies, and the values that it tries."""
@@ -215,11 +221,11 @@ class Fused:
         return said if entry is None else [*said, f"backward: {tuned.cite(entry)}"]
 
     def configs(self, problem: Problem, target: Target) -> list[Any]:
-        """Of the forward, best first."""
+        """Configs of the forward, best first."""
         return [] if rules.too_wide(problem) else self.forward_direction.configs(problem, target)
 
     def backward_configs(self, problem: Problem, target: Target) -> list[Any]:
-        """Of the backward, best first."""
+        """Configs of the backward, best first."""
         return self.backward_direction.configs(problem, target)
 
     def program(self, problem: Problem, target: Target, config: Any) -> Program:

@@ -47,7 +47,7 @@ class Division:
 
     piece_steps: int
     pieces: int
-    """Of one (batch, KV head) pair."""
+    """Per (batch, KV head) pair."""
     sections: int
     cut: bool
     """Some tile has more than one piece."""

@@ -24,7 +24,7 @@ class Extents(NamedTuple):
     cpp_type: str
     cpp_source: str = ""
     suffix: str = ""
-    """Of a kernel's name."""
+    """The part of a kernel's name that stands for it."""
     operands: tuple[tuple[str, type[Any]], ...] = ()
     """The members of its C++ `Operands`, as ctypes."""
     keeps_records: bool = False
@@ -40,7 +40,7 @@ SMEM_UNIT = 1024  # what the shared memory of a kernel is a multiple of
 
 
 def division_fields(problem: Problem, divided: Division, q_tiles: int, kv_tiles: int) -> dict[str, int]:
-    """What every backward is told of its sequences, and of how the work on them is divided."""
+    """The fields of every backward that describe its sequences, and how the work on them is divided."""
     return {
         **shape_params(problem),
         "heads_kv": problem.heads_kv,
@@ -53,7 +53,7 @@ def division_fields(problem: Problem, divided: Division, q_tiles: int, kv_tiles:
 
 
 def row_fields(problem: Problem) -> dict[str, object]:
-    """What the kernel before a backward is told of the rows of out and dout."""
+    """The fields of the kernel before a backward that describe the rows of out and dout."""
     return {
         "lse": Address("lse"),
         "dlse": Address("dlse", optional=True),
@@ -64,7 +64,7 @@ def row_fields(problem: Problem) -> dict[str, object]:
 
 
 def forward_fields(problem: Problem, block_q: int, order: dict[str, int]) -> dict[str, object]:
-    """What every forward is told, with the order of its tiles."""
+    """The fields that every forward has, with the order of its tiles."""
     return {
         **shape_params(problem),
         "lse": Address("lse") if problem.needs_lse or problem.needs_grad else None,

@@ -28,7 +28,7 @@ class Lengths(NamedTuple):
         return sorted(rows for (rows, _), count in self.counts for _ in range(count))
 
     def lost(self, inner: Mask, block_q: int, block_kv: int) -> float:
-        """The share of the pairs in all tiles that kernels visit which nobody sees: behind the end of a sequence, or
+        """The share of the pairs in visited tiles that no query sees: behind the end of a sequence, or
         hidden by the mask. Every sequence has tiles of its own."""
         visited = seen = 0
         for (rows, keys), count in self.counts:

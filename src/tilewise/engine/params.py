@@ -1,4 +1,4 @@
-"""What kernels are told: the layouts of their Params structs, and the fields that many of them share."""
+"""The layouts of the kernels' Params structs, and the fields that many of them share."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Policy(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """Of a kernel's name."""
+        """The part of a kernel's name that stands for it."""
         return "".join(f"_{term.suffix}" for term in self.terms)
 
     def params(self, base: type[ctypes.Structure]) -> type[ctypes.Structure]:
@@ -69,7 +69,7 @@ def params_for(problem: Problem, base: type[ctypes.Structure]) -> type[ctypes.St
 
 
 def unit_of(problem: Problem) -> float:
-    """What a score, after all terms, is in units of."""
+    """The unit of a kernel's scores after all terms."""
     unit = problem.scale
     for term in problem.scores:
         unit = term.unit_after(unit)

@@ -112,7 +112,7 @@ class Layout(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel of a program: what is built, how it is launched, and what it is told."""
+    """One kernel of a program: what is built, how it is launched, and its arguments."""
 
     unit: Unit
     params: type[Any]  # the ctypes mirror of its Params struct

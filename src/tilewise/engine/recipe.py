@@ -38,8 +38,8 @@ MAX_ARGUMENTS = 4096  # bytes, of one kernel
 def recipe_of(program: Program, operands: Mapping[str, torch.Tensor | None], device: int) -> Recipe | None:
     """The recipe of a program for operands of these shapes and strides; None where a call needs more than addresses.
 
-    Operands that are none of OPERANDS are constants: their addresses are part of the recipe, and whoever keeps it keeps
-    them. Kernels are built and loaded, which raises CompileError where one does not build.
+    Operands that are not among OPERANDS are constants: their addresses are part of the recipe, and its owner keeps them
+    alive. Kernels are built and loaded, which raises CompileError where one does not build.
     """
     program, operands = run.fitting(program, operands)
     if program.prepared or program.unless_mapped is not None:

@@ -173,7 +173,7 @@ def in_terms(problem: Problem) -> Problem:
     if isinstance(mask, Dense):
         sizes = (1,) * (4 - len(mask.shape)) + mask.shape
         full = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
-        over = tuple(dim for dim, size, most in zip(SCORE_DIMS, sizes, full, strict=True) if size < most)
+        over = tuple(dim for dim, size, whole in zip(SCORE_DIMS, sizes, full, strict=True) if size < whole)
         term = Bias(dtype_name(problem.dtype), over, mask.paired) if mask.additive else Keep(over, mask.paired)
     else:
         band, term = mask.hull(), _known_spans(mask, problem.seq_q, problem.seq_kv)
@@ -223,7 +223,7 @@ def forward_registers(problem: Problem) -> int:
 
 
 def backward_registers(problem: Problem) -> int:
-    """Likewise of a backward."""
+    """About how many registers the terms of a backward need."""
     return sum(term.registers.backward for term in problem.scores)
 
 

@@ -46,7 +46,7 @@ BoundForward = Callable[..., tuple[Tensor, Tensor | None]]
 """Of (q, k, v, operands)."""
 BoundBackward = Callable[..., "Grads"]
 """Of (dout, dlse, q, k, v, out, lse, operands, wants)."""
-MAX_PREPARED = 8  # masks that a model goes through by turns
+MAX_PREPARED = 8  # masks that a model alternates between
 MAX_LAUNCHES = 64  # of a backward: strides of dout and out, and what is wanted, may vary
 
 
@@ -151,7 +151,7 @@ def _can_be_mapped(tensor: Tensor | None) -> bool:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Likewise of a tensor at its address."""
+    """Whether a tensor map can describe this tensor at its address."""
     return _can_be_mapped(tensor) and tensor.data_ptr() % 16 == 0
 
 
@@ -587,15 +587,15 @@ class _WorkCounters:
     """Zeroed integers on a device that hand out work; a kernel leaves its own at zero again.
 
     Launches take them in turn, whatever their stream, so that two launches that run at the same time never share one:
-    handles of streams that are gone come back, and say nothing. A launch that is captured into a graph has its own for
-    good, because the graph may run beside anything.
+    handles of destroyed streams are reused, so they identify nothing. A launch that is captured into a graph keeps its
+    own counters, because the graph may run beside any other launch.
     """
 
-    def __init__(self, device: int, turns: int, captured: int) -> None:
-        self._room = _zeroed_integers(device, turns + captured)
+    def __init__(self, device: int, reused: int, captured: int) -> None:
+        self._room = _zeroed_integers(device, reused + captured)
         self._base = self._room.data_ptr()
-        self._turns, self._end = turns, turns + captured
-        self._turn, self._captured = 0, turns
+        self._reused_end, self._end = reused, reused + captured
+        self._next, self._captured = 0, reused
         self._lock = threading.Lock()
 
     def take(self, capturing: bool, count: int = 1) -> int:
@@ -607,10 +607,10 @@ class _WorkCounters:
                     return 0
                 self._captured = after
             else:
-                index = self._turn if self._turn + count <= self._turns else 0
-                if index + count > self._turns:
+                index = self._next if self._next + count <= self._reused_end else 0
+                if index + count > self._reused_end:
                     return 0
-                self._turn = index + count
+                self._next = index + count
         return self._base + 4 * index
 
 
@@ -621,7 +621,7 @@ def _zeroed_integers(device: int, count: int) -> Tensor:
     return room
 
 
-# (in turn, captured). A launch would have to outlast a million others; of those with many counters, some thousands.
+# (reused, captured). A launch would have to outlast a million others; of those with many counters, some thousands.
 _ROOMS = {False: (1 << 20, 1 << 14), True: (1 << 21, 1 << 21)}
 _counters: dict[tuple[int, bool], _WorkCounters] = {}
 _making_counters = threading.Lock()
@@ -644,14 +644,14 @@ def work_counter(device: int, stream: int, count: int = 1) -> int:
 
 
 def counter_room(device: int) -> tuple[int, int, int]:
-    """Room for counters of others than this module, for good: its address, how many launches take by turns, and how
+    """Room for counters of other modules, never freed: its address, how many of them launches cycle through, and how
     many captured ones may keep. Not to be asked for under capture."""
-    turns, captured = _ROOMS[True]
+    reused, captured = _ROOMS[True]
     with _making_counters:
         room = _rooms.get(device)
         if room is None:
-            room = _rooms[device] = _zeroed_integers(device, turns + captured)
-    return room.data_ptr(), turns, captured
+            room = _rooms[device] = _zeroed_integers(device, reused + captured)
+    return room.data_ptr(), reused, captured
 
 
 _rooms: dict[int, Tensor] = {}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CELL_ROWS, CELL_KEYS, _WARPS = 64, 16, 4
 _KEYS_PER_WARP = 32 * CELL_KEYS
 _TURNED_ROWS, _TURNED_KEYS = 128, 64
-# Scores from which leaving out tiles pays for finding them, where that is not remembered: about ten microseconds.
+# Min scores at which skipping tiles saves more than an uncached map costs: about ten microseconds.
 MIN_SCORES = 1 << 24
 _MAX_BLOCK = 256 + 32  # queries or keys of a tile, and a word more
 
@@ -168,7 +168,7 @@ _ListParams = mirror(_HEADER, "ListParams")
 
 
 class _Marks(NamedTuple):
-    """What is made of a mask by one read of it, whatever kernels follow."""
+    """What one read of a mask makes, the same for all kernels that follow."""
 
     planes: Planes
     seq_q: int
@@ -194,7 +194,7 @@ class _Marks(NamedTuple):
 
     @property
     def cells(self) -> dict[str, int]:
-        """As kernels are told of them."""
+        """The fields of kernels that describe them."""
         return {
             "seq_q": self.seq_q,
             "seq_k": self.seq_kv,

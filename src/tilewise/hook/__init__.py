@@ -1,4 +1,4 @@
-"""What stands in PyTorch's dispatcher before scaled_dot_product_attention; below all who use it (dispatch.py)."""
+"""What stands in PyTorch's dispatcher before scaled_dot_product_attention; below all its users (dispatch.py)."""
 
 from .dispatch import Arguments, Observer, Rule, current_rule, dispatcher, enter, leave, observed, was_taken
 

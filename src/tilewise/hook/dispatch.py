@@ -1,18 +1,17 @@
-"""The kernel that stands in PyTorch's dispatcher before scaled_dot_product_attention: who is governed, who watches.
+"""The kernel that stands in PyTorch's dispatcher before scaled_dot_product_attention: rules and observers.
 
 It sits below every name by which the operator can be reached: functions imported early, nn.MultiheadAttention,
 torch.ops.aten, graphs that torch.compile traces. PyTorch's own kernel is kept and called for whatever is not taken.
 
-A rule (`tilewise.sdpa`) decides what becomes of the calls that it governs: `rule.call(...)` gives the result, or None
-for PyTorch's. A `with` block governs its own thread (or asyncio task) and the backward passes started there; the
+A rule (`tilewise.sdpa`) decides on the calls that it governs: `rule.call(...)` gives the result, or None for PyTorch's.
+A `with` block governs its own thread (or asyncio task) and the backward passes started there; the
 innermost block wins; one rule at a time may govern every thread that is in no block. Observers (`tilewise.trace`) are
 put in front of every call, of all threads, governed or not.
 
-The dispatcher is process-wide, and threads read it without a lock. So whoever comes first puts our kernel there and
-nothing ever takes it out: a kernel that is removed may be one that runs. What comes and goes is whether anybody is
-governed; while nobody is, and in threads that are not, the kernel passes every call on to PyTorch's. A dispatch key of
-our own, included per thread, would spare them even that; but PyTorch's higher-order operators (flex_attention, cond)
-refuse to run under a key that they do not know.
+The dispatcher is process-wide, and threads read it without a lock. So the first rule or observer puts our kernel
+there and it is never removed, since another thread may be running it. In threads that no rule governs the kernel passes
+every call on to PyTorch's. A dispatch key of our own, included per thread, would avoid even that, but PyTorch's
+higher-order operators (flex_attention, cond) refuse to run under a key that they do not know.
 
 The kernel is there twice. In Python, below, it knows everything. Compiled (native/detour.cpp) it stands before that one
 and recognises calls that were left to PyTorch before, or taken by kernels of ours: these never see Python again.
@@ -57,7 +56,7 @@ _log = logging.getLogger("tilewise")
 
 
 class Rule(Protocol):
-    """Who decides on the calls of a block."""
+    """Decides on the calls of a block."""
 
     tag: str  # marks what torch.compile caches while the rule is in force
     admitted: bool  # by the compiled detour
@@ -123,7 +122,7 @@ def was_taken() -> bool:
 
 
 class Dispatcher:
-    """Our kernel in PyTorch's dispatcher: put there by the first who wants it, for good.
+    """Our kernel in PyTorch's dispatcher: put there by the first rule or observer, for good.
 
     Registering once is safe beside threads that dispatch: what it replaces is an unboxed kernel, whose function ignores
     its functor, so that a thread that reads the table meanwhile runs the old kernel or the new one. To replace our
@@ -143,7 +142,7 @@ class Dispatcher:
         on_invalidate(self.forget_decisions)
 
     def acquire(self, rule: Rule) -> None:
-        """A rule comes into force, for somebody."""
+        """A rule comes into force, in some thread."""
         with self._lock:
             self._install()
             jagged.install(current_rule)
@@ -165,7 +164,7 @@ class Dispatcher:
                     self._standing.admit(id(rule))
 
     def govern_outside(self, rule: Rule | None) -> None:
-        """Who governs the threads that are in no block, from now on."""
+        """Set the rule of the threads that are in no block."""
         with self._lock:
             self.outside = rule
             self.tell()
@@ -190,7 +189,7 @@ class Dispatcher:
             self.tell()
 
     def tell(self) -> None:
-        """Let the compiled detour know who is governed by what."""
+        """Tell the compiled detour which rules are in force."""
         with self._lock:
             if self._standing is not None:
                 rule = self.outside
@@ -203,7 +202,7 @@ class Dispatcher:
         self.compiled = self._standing if library.is_wanted() else None
 
     def _may_replace(self) -> bool:
-        """Whether the compiled kernel may take the place of the one in Python: nobody else can be dispatching."""
+        """Whether the compiled kernel may take the place of the one in Python: no other thread can be dispatching."""
         alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
         return alone and self._all_composite and library.is_wanted()
 
@@ -211,7 +210,7 @@ class Dispatcher:
         first = not self._originals
         if first:
             self._all_composite = not any(map(_has_kernel, _KEYS))
-            # All of them first: once a device has a kernel, the dispatcher answers differently for its autograd key.
+            # Read them all first: once a device has a kernel, the dispatcher answers differently for its autograd key.
             self._originals = {key: torch_library.get_kernel(_OPERATOR, key) for key in _KEYS}
         if compiled is not None and self._begin_compiled(compiled, first):
             self._standing = compiled
@@ -239,7 +238,8 @@ class Dispatcher:
             schema = torch.ops.aten.scaled_dot_product_attention.default._schema
             library.define(str(schema).removeprefix("aten::"))
         for key, original in self._originals.items():
-            library.impl(_OPERATOR.removeprefix("aten::"), key, _kernel(original.call_boxed))
+            call_boxed = original.call_boxed if self._all_composite else _without_returning(original.call_boxed)
+            library.impl(_OPERATOR.removeprefix("aten::"), key, _kernel(call_boxed))
 
 
 def _has_kernel(key: str) -> bool:
@@ -280,6 +280,36 @@ def _observed(kernel: Callable[..., Tensor], arguments: Arguments) -> Tensor:
         return run(len(observers))
     finally:
         _observing.call = False
+
+
+class _Passing(threading.local):
+    """Of this thread: whether it is in a kernel that another library had registered before ours."""
+
+    on = False
+
+
+_passing = _Passing()
+
+
+def _without_returning(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Calls the kernel of another library that ours stands in front of, or PyTorch's if that kernel leads back here.
+
+    Under a dispatch mode, such as that of the fake tensors torch.compile traces with, PyTorch runs the function in
+    Python that was registered last for an operator and a key, whichever of them it was asked to call. A kernel in
+    Python that ours replaced is then our own.
+    """
+    decompose = torch.ops.aten.scaled_dot_product_attention.default.decompose
+
+    def call(keys: Any, *arguments: Any, **options: Any) -> Tensor:
+        if _passing.on:
+            return decompose(*arguments, **options)  # type: ignore[no-any-return]
+        _passing.on = True
+        try:
+            return call_boxed(keys, *arguments, **options)
+        finally:
+            _passing.on = False
+
+    return call
 
 
 def _kernel(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -336,7 +366,7 @@ def _outside_blocks() -> Rule | None:
     the block there ourselves.
     """
     rule = dispatcher.outside
-    if rule is not None and dispatcher.holders == 1:  # which is `enable`: nobody is in a block
+    if rule is not None and dispatcher.holders == 1:  # which is `enable`: no thread is in a block
         return rule
     if _is_in_tls(_HANDED):
         handed = _get_from_tls(_HANDED)

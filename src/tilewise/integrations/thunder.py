@@ -121,7 +121,7 @@ def _options(mask: object, is_causal: bool, scale: float | None, backend: str) -
 
 
 def _listed(mask: Tensor | None) -> list[Tensor]:
-    """As the operators take operands."""
+    """The mask as the list of operands that the operators take."""
     return [] if mask is None else [mask]
 
 

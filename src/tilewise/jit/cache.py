@@ -6,7 +6,7 @@
     <root>/secret                         what the user's entries are sealed with
 
 The root is `TILEWISE_CACHE_DIR`, else `tilewise` under the XDG cache folder. A cubin is code: the root, an entry and
-every file of it must belong to the user (or to root) and be writable by nobody else, and hold what the manifest says,
+every file of it must belong to the user (or to root) and be writable by no other user, and hold what the manifest says,
 no more and no less. The manifest is sealed with a secret that is thrown away when the root is found open to others:
 taking their rights away afterwards blesses nothing that they may have put there. What root has made for all users to
 read has no seal of theirs.
@@ -153,7 +153,7 @@ def _is_users_own(path: Path) -> bool:
 
 
 def _seal(secret: bytes, manifest: Mapping[str, Any]) -> str:
-    """Of all that a manifest says."""
+    """The seal of everything that a manifest says."""
     said = {name: value for name, value in manifest.items() if name != "seal"}
     return hmac.new(secret, json.dumps(said, sort_keys=True).encode(), "sha256").hexdigest()
 

@@ -26,7 +26,7 @@ def included_files(source: str, roots: Sequence[Path]) -> Iterator[tuple[str, by
 
 
 def included_paths(source: str, roots: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """The same with the place of each file."""
+    """Name and path of every file that `source` reaches, as `included_files` finds them."""
     seen: set[Path] = set()
 
     def visit(content: bytes, local: list[Path]) -> Iterator[tuple[str, Path]]:

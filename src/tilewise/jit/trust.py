@@ -1,6 +1,6 @@
-"""What is loaded is ours: code and tables are taken only from where nobody but the user, or root, can have put them.
+"""What is loaded is ours: code and tables are taken only from places that the user and root alone can write to.
 
-A folder counts if it belongs to the user or to root and nobody else may write to it, nor swap it for another by way of
+A folder counts if it belongs to the user or to root and no other user may write to it, or replace it through
 a folder above it or a link on the way. A file counts if the same holds for it, and if its content has the digest that
 was recorded when it was made. Files are judged by their open descriptor, so what was judged is what is read.
 
@@ -150,7 +150,7 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _check_way(path: Path, status: os.stat_result) -> None:
-    """A folder or a link that leads to what is judged: nobody else may be able to put another thing in its place."""
+    """A folder or a link that leads to what is judged: no other user may be able to replace it."""
     if not hasattr(os, "geteuid"):
         return
     if stat.S_ISLNK(status.st_mode):
@@ -172,7 +172,7 @@ def _check_way(path: Path, status: os.stat_result) -> None:
 
 
 def _check(path: Path, status: os.stat_result, *, want_folder: bool) -> None:
-    """What is judged itself."""
+    """Raise unless the file or folder itself is safe."""
     kind = stat.S_ISDIR if want_folder else stat.S_ISREG
     if not kind(status.st_mode):
         raise Untrusted(Reason(f"{path} is not a {'folder' if want_folder else 'file'}", "remove it"))

@@ -34,7 +34,7 @@ def module_command(
 
 
 def code_command(code: str) -> list[str]:
-    """The same of `python -c code`."""
+    """The command line of `python -c code`."""
     return [sys.executable, "-c", _PATH_FIRST + code]
 
 

@@ -41,9 +41,9 @@ class Clock(NamedTuple):
     @classmethod
     def of(cls, values: Iterable[float]) -> Clock:
         """The unit in which the smallest of the values is at least 1, so that none is cut to zeros."""
-        least = min((value for value in values if value > 0 and math.isfinite(value)), default=1.0)
+        smallest = min((value for value in values if value > 0 and math.isfinite(value)), default=1.0)
         # Why 0.9995: 999.7 us round to 1.00 ms in three digits.
-        return next((cls(size, unit) for size, unit in _TIMES if least >= 0.9995 * size), cls(*_TIMES[-1]))
+        return next((cls(size, unit) for size, unit in _TIMES if smallest >= 0.9995 * size), cls(*_TIMES[-1]))
 
     def number(self, seconds: float | None) -> str:
         return NOTHING if seconds is None else significant(seconds / self.seconds)
@@ -77,17 +77,17 @@ def counted(number: int, what: str, plural: str = "") -> str:
 
 
 def count(value: float) -> str:
-    """Of a power of ten: 100, 1k, 10M."""
-    for least, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= least:
-            return f"{value / least:g}{unit}"
+    """A power of ten in short form: 100, 1k, 10M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:g}{unit}"
     return f"{value:g}"
 
 
 def _scaled(value: float, scales: tuple[tuple[float, str], ...], base: str) -> str:
-    for least, unit in scales:
-        if value >= least:
-            return f"{significant(value / least)} {unit}"
+    for size, unit in scales:
+        if value >= size:
+            return f"{significant(value / size)} {unit}"
     return f"{value:.0f} {base}"
 
 

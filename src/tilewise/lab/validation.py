@@ -121,7 +121,7 @@ PARTS = {
 
 
 def runs_unasked(name: str) -> bool:
-    """Whether a part runs for those who have not asked for it: such parts must have passed on a GPU.
+    """Whether a part runs without being asked for: such parts must have passed on a GPU.
 
     Native code may be made to answer no call unless asked to. Its detour, which is on either way, is what the compiled
     cases of test_integrations_gpu.py run.
@@ -152,7 +152,7 @@ def source_hash(package: Path = PACKAGE) -> str:
 
 
 def decisive_sources(package: Path = PACKAGE) -> list[Path]:
-    """The files that `source_hash` covers. The ladder's are not among them: its kernels run only for who asks."""
+    """The files that `source_hash` covers. The ladder's are not among them: its kernels run only on request."""
     others = set(_sources(_LADDER, package))
     return [path for path in _sources(_DECISIVE, package) if path not in others]
 

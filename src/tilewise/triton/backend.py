@@ -178,7 +178,7 @@ def configs(problem: Problem, target: Target) -> list[Config]:
 
 
 def shipped(problem: Problem, target: Target) -> list[Config]:
-    """The tile of the table first; smaller ones after it, for who wants to compare."""
+    """The tile of the table first; smaller ones after it, for comparison."""
     if target.is_cpu:
         return [Config(64, 64, 4, 1), Config(16, 16, 4, 1)]
     hopper, large, small, wide = _FORWARD[_width(problem)]
@@ -307,7 +307,7 @@ class _Launch(NamedTuple):
         _kernel(self.kernel)[(self.programs,)](*self.arguments, **self.options, **_FUSED)
 
     def compile(self) -> Any:
-        """Of Triton's own type, not loaded yet."""
+        """The compiled kernel, of Triton's own type, not loaded yet."""
         return _kernel(self.kernel).warmup(*self.arguments, grid=(self.programs,), **self.options, **_FUSED)
 
     def build(self) -> Any:

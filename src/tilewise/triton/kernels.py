@@ -34,7 +34,7 @@ sequence is, and the rest goes as it does without one. A record of a tile that d
 
 What the mask hides must not show, and a weight of 0 does not hide a nan: 0 * nan is nan. So a walk looks for values
 that are not finite in the tiles that are cut. Where there are none, which is as good as always, nothing is to be done.
-Else the owner walks again, careful: they are left out of the products, and given back afterwards to those who see them.
+Else the owner walks again, careful: they are left out of the products, and added afterwards to the rows that see them.
 """
 
 import triton
@@ -451,7 +451,7 @@ def _give_back(
     acc, tensor, strides, batch, head, own, begin, last, first, end, length,
     dim: tl.constexpr, block: tl.constexpr, walk: tl.constexpr, operand: tl.constexpr,
 ):  # fmt: skip
-    """Add what a careful walk left out, for those who see it: nan and +inf as +inf, nan and -inf as -inf, so that nan
+    """Add what a careful walk left out to the rows that see it: nan and +inf as +inf, nan and -inf as -inf, so that nan
     comes out as the sum of both."""
     start, _, _, stop = _stretches(begin, last, first, end, length, walk)
     for at in tl.range(start, stop, walk, num_stages=1):

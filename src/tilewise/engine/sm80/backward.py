@@ -95,7 +95,7 @@ def configs(problem: Problem, target: Target) -> list[Config]:
 
 
 def fitting(made: Any, section: str, problem: Problem, target: Target, **facts: bool) -> list[Any]:
-    """The same for any backward of this folder."""
+    """`configs` for any backward of this folder."""
     facts |= {"vector_sums": target.capability >= shared.VECTOR_SUMS_FROM, "makes_dkv": True}
     return [config for _, config in shared.fitting(made, section, problem, target, **facts)]
 
@@ -222,7 +222,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
 
 
 def backward_fields(problem: Problem, divided: division.Division, q_tiles: int, kv_tiles: int) -> dict[str, object]:
-    """What both backwards of this folder are told alike."""
+    """The fields that both backwards of this folder share."""
     return {
         **division_fields(problem, divided, q_tiles, kv_tiles),
         "rows_descend": int(problem.deterministic and isinstance(problem.mask, Causal)),
@@ -230,7 +230,7 @@ def backward_fields(problem: Problem, divided: division.Division, q_tiles: int, 
     }
 
 
-# Estimates, until somebody measures them. A step is five products of block_q x block_kv; a CTA begins with a load of K
+# Estimates, not measured. A step is five products of block_q x block_kv; a CTA begins with a load of K
 # and V and ends with a store of dK and dV, and a piece passes on both in float32.
 COSTS = division.Costs(start=1.5, merge=1.5)
 
@@ -241,7 +241,7 @@ def divide(problem: Problem, config: Config, target: Target) -> division.Divisio
 
 
 def divided_by(problem: Problem, config: Any, target: Target, costs: division.Costs) -> division.Division:
-    """The same for any backward of this folder, by its costs."""
+    """The division of the work, for any backward of this folder, by its costs."""
     costs = costs if config.makes_dkv else costs._replace(merge=0.0)
     steps = division.tile_steps(problem, config.block_q, config.block_kv)
     slots = target.sms * config.ctas_per_sm

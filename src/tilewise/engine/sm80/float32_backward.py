@@ -176,7 +176,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     return Program(launches, scratch, says=(says,))
 
 
-# Estimates, until somebody measures them: steps of float32 are long beside the loads and stores of a CTA.
+# Estimates, not measured: steps of float32 are long compared with the loads and stores of a CTA.
 COSTS = division.Costs(start=1.0, merge=1.0)
 
 

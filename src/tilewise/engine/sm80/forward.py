@@ -155,7 +155,7 @@ def _packed_program(problem: Problem, target: Target, config: Config) -> Program
 
 
 def tensor_fields(problem: Problem, target: Target, block_q: int, number_bytes: int) -> dict[str, object]:
-    """What both forwards of this folder are told alike."""
+    """The fields that both forwards of this folder share."""
     tensors = {name: View(name) for name in ("q", "k", "v", "out")}
     return {**tensors, **forward_fields(problem, block_q, forward_order(problem, target, number_bytes))}
 

@@ -357,7 +357,7 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
 
 
 def _kept_weight(problem: Problem) -> float:
-    """What weights count that no term drops."""
+    """The factor of the weights that no term drops."""
     return math.prod(term.kept_weight for term in problem.scores)
 
 

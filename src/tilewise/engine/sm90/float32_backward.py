@@ -177,7 +177,7 @@ def program(problem: Problem, target: Target, config: Config, wants: Wants = ALL
     return Program(launches, scratch, frozenset({"dq"} if "q" in wants else ()), (says,))
 
 
-# Estimates, until somebody measures them. A step is 30 products of 64 x 64; a CTA begins with a load of K and V in
+# Estimates, not measured. A step is 30 products of 64 x 64; a CTA begins with a load of K and V in
 # three parts, and a piece ends with a sum of dK and dV in global memory.
 COSTS = division.Costs(start=1.5, merge=1.0)
 

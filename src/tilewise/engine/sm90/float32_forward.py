@@ -195,7 +195,7 @@ def split_launch(
 def program(problem: Problem, target: Target, config: Config) -> Program:
     chain = (config,) if config.parts == 3 else (config, wide_range(config))
     split = {one.parts: list(operands(problem, 64, one.block_kv).values())[:3] for one in chain}
-    # The parts of bf16 take the place of those of fp16, which nobody reads any more by then; facts do not.
+    # The parts of bf16 take the place of those of fp16, which are no longer read by then; the facts stay.
     sizes = {"any_refused": 4, "refused": 4 * split[config.parts][0].tiles}
     for one in chain:
         sizes |= {f"{operand.name}_facts{one.parts}": FACT_BYTES * operand.tiles for operand in split[one.parts]}

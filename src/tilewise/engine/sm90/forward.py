@@ -36,7 +36,7 @@ MASK_LINES = "queries"
 HEAD_DIM_CLASSES = ((64, 64), (80, 80), *rules.HEAD_DIM_CLASSES[1:])
 MASK_KINDS = ("full", "causal", "window")  # as enum MaskKind counts them
 _COMBINE_ROWS = 4  # per CTA, a warp each
-# Of the keys' tiles, before splitting them among CTAs pays for putting the parts together, and of a part.
+# Min tiles of keys at which splitting them among CTAs outweighs combining the parts, and min tiles per part.
 _MIN_TILES_TO_SPLIT, _MIN_TILES_PER_PART = 8, 2
 _MAX_PLAIN_WINDOW = 192  # of q and k: the widest heads whose loops for a window leave registers to terms
 
@@ -65,6 +65,11 @@ class Config(ForwardConfig):
     def bounds(self) -> Bounds:
         """What its masks look at."""
         return tuple(Bounds)[self.mask]
+
+    @property
+    def takes_packed(self) -> bool:
+        """Whether a kernel of packed sequences builds without spills: these tiles of heads of 80 miss it by 8 bytes."""
+        return self.head_dim != 80 or self.consumers < 3
 
     @property
     def smem_bytes(self) -> int:
@@ -148,12 +153,12 @@ def _narrower(row: dict[str, Any], problem: Problem) -> dict[str, Any]:
     needed = rules.forward_registers(problem)
     if _mask_kind(problem) == 2 and _roomy(problem) and not all(term.elementwise for term in problem.scores):
         needed += 16
-    fewest = min(row["block_kv"], SEARCHED["block_kv"][0])
-    return row | {"block_kv": max(row["block_kv"] - needed // 16 * 16, fewest)} if needed >= 16 else row
+    min_keys = min(row["block_kv"], SEARCHED["block_kv"][0])
+    return row | {"block_kv": max(row["block_kv"] - needed // 16 * 16, min_keys)} if needed >= 16 else row
 
 
 def for_any_length(problem: Problem, target: Target) -> list[Config]:
-    """Configs of the table that ships for such heads and masks, whatever lengths they are for."""
+    """Configs of the table that ships for such heads and masks, for any lengths."""
     return [config for _, config in _ships(problem)]
 
 
@@ -332,7 +337,7 @@ def _folded(problem: Problem) -> Problem:
 
 
 def _roomy(problem: Problem) -> bool:
-    """The tiles of kernels with a softcap, which leave registers; for a window most terms take these."""
+    """Whether to use the tiles of kernels with a softcap, which leave registers; for a window most terms do."""
     if not problem.scores or not rules.fits_plain_tiles(problem, "sm90"):
         return bool(problem.scores)
     fits_window = _class_of(problem)[0] <= _MAX_PLAIN_WINDOW and all(term.fits_plain_window for term in problem.scores)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StagedBias(Bias):
-    """The same for kernels that load its tiles ahead."""
+    """A bias for kernels that load its tiles ahead of their use."""
 
     kind: ClassVar[str] = "staged_bias"
     struct: ClassVar[str] = "tilewise::sm90::StagedBias"

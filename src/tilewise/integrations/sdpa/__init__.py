@@ -4,10 +4,10 @@ Each call has one of three outcomes:
 
     taken      the planner chose something else than PyTorch would, and that ran
     left       PyTorch's own choice is the plan, or the caller's wish (`when`, sdpa_kernel): it ran untouched
-    fallback   we would have liked to plan it and could not; PyTorch ran it, and `on_fallback` says who hears of it
+    fallback   it could not be planned; PyTorch ran it, and `on_fallback` says how that is reported
 
 PyTorch's own kernel is called for whatever is not taken, so nothing that worked before stops working. How calls come
-here, and who is governed by which rule: tilewise/hook. What becomes of a call: decision.py; of one with jagged nested
+here, and which rule governs which thread: tilewise/hook. How a call is decided: decision.py; of one with jagged nested
 tensors: jagged.py.
 """
 

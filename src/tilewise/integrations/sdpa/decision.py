@@ -65,7 +65,7 @@ class Decision(NamedTuple):
     memoise: bool = True
 
     def quiet(self, rule: Decider) -> bool:
-        """PyTorch's kernel is called and nobody needs to hear of it."""
+        """PyTorch's kernel is called, and nothing is reported."""
         return self.options is None and (self.record.outcome == "left" or rule.on_fallback == "silent")
 
 

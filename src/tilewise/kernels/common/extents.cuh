@@ -2,7 +2,7 @@
 // Where the sequences of a problem lie: one description, which every kernel is compiled with as it is with its score policy.
 //
 // A problem has `params.batch` sequences of queries and keys. The plan of a tile says which of them it is of, and keeps what
-// `Extents` found out about it. All roles ask the plan, by way of Extents::Sequence:
+// `Extents` found out about it. All roles read it from the plan, by Extents::Sequence:
 //
 //   batch(b)               which batch of the tensors sequence b is in
 //   q_start(), k_start()   where its rows begin in the tensors: row r of the sequence is row q_start() + r of that batch
@@ -15,10 +15,10 @@
 //   ragged                   sequences differ: tiles may lie behind the end of one, and rows behind its end are those of another
 //   Record                   what a plan keeps; empty where the parameters of the kernel say all
 //   find(params, b)          the Record of sequence b
-//   find_queries(params, b)  the same for kernels that look at queries alone, and know neither keys nor band
+//   find_queries(params, b)  the same for kernels that read queries alone, and have neither keys nor band
 //   Sequence(params, record) the answers above
 //
-// Batched: (batch, heads, seq, dim) tensors, all sequences alike. The parameters say all: no plan grows, no answer is computed.
+// Batched: (batch, heads, seq, dim) tensors, all sequences alike. The parameters hold everything: plans store nothing more.
 // Mapped: the same, and a list says which tiles a tile visits (tile_map.cuh): plans count positions in it, and `tile_at` says
 // which tile that is. MappedInTurns: lists are in order, and say in their entries which tiles are masked; tiles of keys know
 // how many others visit a tile of queries before them.

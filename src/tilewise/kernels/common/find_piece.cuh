@@ -6,7 +6,7 @@
 namespace tilewise {
 
 // The piece with the number `rank`, where tiles are counted from the last if `from_last`;
-// `steps(tile)` says how many steps a tile has. All lanes of a warp ask together: each looks at one
+// `steps(tile)` says how many steps a tile has. All lanes of a warp must call it: each looks at one
 // tile of 32.
 template <typename Steps>
 __device__ __forceinline__ Piece find_piece(int rank, int tiles, int limit, bool from_last,

@@ -1,6 +1,6 @@
 // Who sees whom, and which tiles that leaves to compute.
 //
-// Every mask these kernels know is a band: query row r sees the keys
+// Every mask of these kernels is a band: query row r sees the keys
 //     first_key(r) <= k < end_key(r),   first_key(r) = max(0, r + first_shift)
 //                                       end_key(r)   = min(seq_k, r + end_shift)
 // Full has both shifts at the unlimited ends, causal has only end_shift, a window has both.
@@ -18,9 +18,9 @@
 
 namespace tilewise {
 
-// Invariant: no kernel asks whether max_int(0, min_int(x, n)) is n. The assembler of CUDA 13.0 lets
-// one instruction clamp and compare, and gets the answer wrong; whether x >= n is the same
-// question, and safe. tests/test_kernels.py looks for that instruction.
+// Invariant: no kernel tests whether max_int(0, min_int(x, n)) is n. The assembler of CUDA 13.0
+// merges clamp and comparison into one instruction with a wrong result. Testing x >= n is
+// equivalent and safe. tests/test_kernels.py looks for that instruction.
 TILEWISE_INLINE int min_int(int a, int b) { return a < b ? a : b; }
 TILEWISE_INLINE int max_int(int a, int b) { return a > b ? a : b; }
 TILEWISE_INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -1,4 +1,4 @@
-// What a kernel is told beside its own parameters: the operands of its score policy and of its
+// What a kernel receives beside its own parameters: the operands of its score policy and of its
 // extents.
 #pragma once
 

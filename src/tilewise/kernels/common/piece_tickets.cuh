@@ -15,7 +15,7 @@ struct PieceTickets {
 // How many pieces of `pieces` have added, or are about to, before this one; it may add when this
 // returns. In order: pieces add by their numbers. Else as they come: the first waits for no
 // other and stores its sums, those after it add to them, and where `last_reads` the last waits for
-// all. One thread asks; a barrier of all that add must follow.
+// all. One thread calls it; a barrier of all that add must follow.
 //
 // Why this cannot hang: in order, a piece that is waited for is work with a smaller number, which
 // runs already (work_tickets.cuh). Else it has taken its ticket, and so has nothing left to do but

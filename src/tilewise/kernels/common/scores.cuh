@@ -49,7 +49,7 @@
 //   bool checks                        member that says whether `apply` must ask: so it need not where they do.
 //   static bool loads_few = true       Of such a term, where elements share these numbers: they are loaded all at once.
 //   bool take(float (&v)[])            Of a term that is the first to change scores: puts all into a form of its own, and says
-//   bool easy, taken                   whether this warp's are of a kind that `apply` has a shorter way for; it is told so.
+//   bool easy, taken                   whether this warp's are of a kind that `apply` has a shorter way for (its argument).
 //   void hide(float (&v)[], at)        -inf for hidden elements. Which tiles are cut is decided by the plan of the kernel.
 //   struct Ahead<count, rows_are>      What `hide` reads of memory for a fragment; at.ahead() gives it, in kernels that have it
 //   void look_ahead(Ahead&, at)        loaded while the scores are made.
@@ -104,7 +104,7 @@ constexpr int drawn_words = 2;  // for eight weights that a term may drop
 
 // Where a thread's fragment lies. A kernel has a struct Place of its own with these members, which
 // are functions: a term calls what it needs. Why: what they are computed from is read again each
-// time where registers are few. (This one is for the concepts below, which only ask whether a hook
+// time where registers are few. (This one is for the concepts below, which only test whether a hook
 // exists.)
 struct NoPlace {
   static constexpr RowsAre rows_are = RowsAre::queries;
@@ -554,7 +554,7 @@ struct Scores {
   static_assert(leads_back<Terms...>, "a term behind one that has a slope needs `before`");
 
   struct Operands : OperandsOf<Terms>::Type... {};
-  // Of a work tile; a default one is for nobody.
+  // Of a work tile; the default one is never used.
   struct Once : OnceOf<Terms>::Type... {
     Once() = default;
     template <typename Params, typename At>

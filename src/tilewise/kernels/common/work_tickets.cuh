@@ -6,7 +6,7 @@
 namespace tilewise {
 
 // The number of this CTA's work: its block index or, with a zeroed counter `tickets`, how many CTAs
-// of the grid have started before it. All lanes of a warp ask together, once per CTA.
+// of the grid have started before it. All lanes of a warp must call it, once per CTA.
 //
 // Why tickets: a CTA that waits for work with smaller numbers must know that CTAs run it already,
 // and nothing promises that blocks start in the order of their indices. With tickets, work with a

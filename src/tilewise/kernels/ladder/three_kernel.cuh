@@ -436,7 +436,7 @@ struct Cells {
     constexpr u32 both = hidden << 16 | hidden;
     uint4 cell{both, both, both, both};
     if (key < span.to) cell = row[key / 8];
-    // Why: most cells lie inside the span, and two comparisons a score are dearer than two a cell.
+    // Why: most cells lie inside the span, and two comparisons per cell are cheaper than per score.
     if (key >= span.first && key + 8 <= span.end) return cell;
     return {hide(cell.x, key), hide(cell.y, key + 2), hide(cell.z, key + 4), hide(cell.w, key + 6)};
   }
@@ -509,7 +509,7 @@ __device__ __forceinline__ float row_total(float top, float sum) {
   return best == minus_infinity ? best : best + __log2f(sum);
 }
 
-// The same cell, which nobody can know before `after` is there. `zero` is 0.
+// The same cell, in a form the compiler cannot evaluate before `after` is known. `zero` is 0.
 __device__ __forceinline__ void refresh(uint4& cell, float after, u32 zero) {
   const u32 nothing = __float_as_uint(after) & zero;
   cell = {cell.x ^ nothing, cell.y ^ nothing, cell.z ^ nothing, cell.w ^ nothing};

@@ -75,7 +75,7 @@ struct Backward {
   BackwardSmem<config, Extents>& smem;
   // Why in shared memory: registers are for what the products need.
   const BackwardPlan<Extents>& plan = smem.plan;
-  // Where several CTAs share the registers, asked again each time: the answer would be kept in one.
+  // Where several CTAs share the registers, computed again each time, to free a register.
   struct Lane {
     __device__ __forceinline__ operator int() const {
       return (config.ctas_per_sm > 1 ? ptx::thread_again() : threadIdx.x) % 32;

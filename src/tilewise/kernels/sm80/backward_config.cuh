@@ -97,7 +97,7 @@ __device__ __forceinline__ BackwardPlan<Extents> no_work() {
   return plan;
 }
 
-// Of the parameters of this backward or of the float32 one. All lanes of a warp ask together.
+// Of the parameters of this backward or of the float32 one. All lanes of a warp must call it.
 template <typename Policy, typename Extents, int block_q, int block_kv, typename Params>
 __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params& params,
                                                                     int work) {

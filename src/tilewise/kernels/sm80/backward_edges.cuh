@@ -1,4 +1,4 @@
-// What stands before and after the main backward kernel: row terms and zeroes, then dQ from its
+// The kernels before and after the main backward kernel: row terms and zeroes, then dQ from its
 // sums. Both are bound by memory traffic.
 #pragma once
 
@@ -14,9 +14,9 @@ struct PreprocessParams {
   const float* dlse;            // null, or likewise
   float* lse_log2;              // (batch, heads, rows), rows padded to the query tile
   float* row_terms;             // likewise
-  float* dq_sums;               // null, or row_floats a row, to be zeroed
+  float* dq_sums;               // null, or row_floats per row, to be zeroed
   int* dq_tickets;              // null, or one per query tile, to be zeroed
-  PieceTickets* piece_tickets;  // null, or so many tickets of pieces for dK and dV, to be zeroed
+  PieceTickets* piece_tickets;  // null, or tickets of pieces for dK and dV, to be zeroed
   int* work_tickets;            // null, or to be zeroed
   int piece_ticket_count;
   int heads;

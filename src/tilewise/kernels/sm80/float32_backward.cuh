@@ -170,7 +170,7 @@ struct Float32Backward {
     }
     __syncthreads();
   }
-  // Read anew at every use. Why: registers are for what the products need.
+  // Read again at every use. Why: the products need the registers.
   static __device__ __forceinline__ float again(const float& unit) {
     return __uint_as_float(ptx::load_shared_again(ptx::smem_address(&unit)));
   }
@@ -396,7 +396,7 @@ struct Float32Backward {
     }
   }
 
-  // Step 9. Invariant: all warps come to the wait for the ticket, whether or not they have a block.
+  // Step 9. Invariant: all warps reach the wait for the ticket, whether or not they have a block.
   __device__ __forceinline__ void add_dq() {
     constexpr int items = block_q / 16 / dq_tiles * panels;
     const u32 ds_lane = lane_by_rows(ptx::smem_address(smem.ds));
@@ -565,7 +565,7 @@ __device__ __forceinline__ void float32_backward(
   Float32Backward<config, Policy, Extents>{params, smem}.run();
 }
 
-// --- what stands before: row terms and zeroes ---
+// --- the kernel before it: row terms and zeroes ---
 
 struct Float32PreprocessParams {
   Tensor out;
@@ -576,7 +576,7 @@ struct Float32PreprocessParams {
   float* padded_lse;            // (batch, heads, rows), rows padded to the query tile
   float* row_terms;             // likewise
   int* dq_tickets;              // null, or one per query tile, to be zeroed
-  PieceTickets* piece_tickets;  // null, or so many tickets of pieces for dK and dV, to be zeroed
+  PieceTickets* piece_tickets;  // null, or tickets of pieces for dK and dV, to be zeroed
   int* work_tickets;            // null, or to be zeroed
   int piece_ticket_count;
   int heads;

@@ -57,7 +57,7 @@ __device__ __forceinline__ bool is_within(const TileRange& range, int tile) {
   return tile >= range.begin && tile < range.end;
 }
 
-// Magnitudes of Q that ask for a factor, and of O; and the factors.
+// Magnitudes of Q that need a factor, and of O; and the factors.
 constexpr float small_queries = 0x1p-60f, large_queries = 0x1p60f, query_factor = 0x1p64f;
 constexpr float small_sums = 0x1p-90f;
 constexpr float small_value_factor = 0x1p64f, large_value_factor = 0x1p-32f;

@@ -22,7 +22,7 @@ __device__ __forceinline__ u32 load_shared_word(u32 address) {  // ISA: ld
   return x;
 }
 
-// Reads shared memory every time, whatever the compiler knows of it.
+// Reads shared memory every time, even where the compiler knows the value.
 __device__ __forceinline__ u32 load_shared_again(u32 address) {  // ISA: ld
   u32 x;
   asm volatile("ld.volatile.shared.b32 %0, [%1];" : "=r"(x) : "r"(address));

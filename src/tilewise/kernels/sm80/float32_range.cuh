@@ -19,7 +19,7 @@ __device__ __forceinline__ void for_own_chunks(u32 matrix, Use f) {
     f(to + i / Copy::panels * panel_bytes(Copy::at_once) + i % Copy::panels * panel_bytes(rows));
 }
 
-// f(bits) gives what becomes of each float.
+// f(bits) returns the new value of each float.
 template <typename Copy, int rows, typename Change>
 __device__ __forceinline__ void change_floats(u32 matrix, Change f) {
   for_own_chunks<Copy, rows, 1>(matrix, [&](u32 chunk) {

@@ -236,7 +236,7 @@ struct Forward {
   // Steps 1 to 7.
   __device__ __forceinline__ void weigh(int kv_tile, int slot, bool partial) {
     bool exact = partial || !settled;
-    // All blocks of rows count alike: the compiler is told, and keeps one count.
+    // All blocks of rows have equal counts; saying so lets the compiler keep one.
 #pragma unroll
     for (int t = 1; t < row_tiles; ++t) softmax[t].blocks = softmax[0].blocks;
     scores<config.head_dim / 16, config.q_in_registers>(kv_tile, slot);

@@ -43,7 +43,7 @@
 //
 // Shared memory (struct BackwardSmem): K and V of the CTA, in the end dK and dV on their way out;
 // rings of Q and dO with their row terms; a ring of dS; P on its way; a ring of a staged bias
-// (staged_bias.cuh); barriers, the plan, and the head of every stage for terms that ask for it, with
+// (staged_bias.cuh); barriers, the plan, and the head of every stage for terms that use it, with
 // the random words of that head where weights are dropped.
 //
 // Barriers
@@ -187,7 +187,7 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
   } else {
     ptx::setmaxnreg_inc<config.product_registers>();
     if constexpr (config.warpgroups_own_keys) {
-      // Why asked again: the first answer is kept in a register that is needed elsewhere.
+      // Why computed again: the first result would hold a register that is needed elsewhere.
       DkDvWarpgroup<config, Policy, Extents>{{params, smem, plan, warpgroup_index() - 2}}.run();
     } else if (warpgroup == 2) {
       DvWarpgroup<config, Policy, Extents>{{params, smem, plan, 0}}.run();

@@ -140,8 +140,8 @@ struct BackwardPlan : Extents::Record {
   }
 };
 
-// Of the parameters of this backward or of the float32 one, whose tickets do not know of spans. All
-// lanes of a warp ask together.
+// Of the parameters of this backward or of the float32 one, whose tickets have no spans. All
+// lanes of a warp must call it.
 template <typename Policy, typename Extents, int block_q, int block_kv,
           bool tickets_know_spans = true, typename Params>
 __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params& params, int work,
@@ -287,7 +287,7 @@ struct BackwardSmem : BackwardBiasRing<config> {
   // Invariant: 16 bytes that hold a part of it hold nothing that is written while it is read. Why:
   // it is read in such units, and a race checker reports what shares one.
   alignas(16) BackwardPlan<Extents> plan;
-  alignas(16) int head[config.stages];  // of the Q in a stage, for terms that ask for it
+  alignas(16) int head[config.stages];  // of the Q in a stage, for terms that use it
   Span own_queries[2];  // that see keys of a product warpgroup, for terms that hide by spans
   OnceRoom once[config.stages];  // of that head, where weights are dropped
 };

@@ -1,4 +1,4 @@
-// What stands before and after the main backward kernel: row terms and zeroes, then dQ from its
+// The kernels before and after the main backward kernel: row terms and zeroes, then dQ from its
 // sums. Both are bound by memory traffic.
 #pragma once
 
@@ -20,7 +20,7 @@ struct PreprocessParams {
   float* start_dp;
   float* dq_sums;               // null, or row_floats * rows floats per head, to be zeroed
   DqTickets* dq_tickets;        // null, or one per query tile, to be zeroed
-  PieceTickets* piece_tickets;  // null, or so many tickets of pieces for dK and dV, to be zeroed
+  PieceTickets* piece_tickets;  // null, or tickets of pieces for dK and dV, to be zeroed
   int* work_tickets;            // null, or to be zeroed
   int piece_ticket_count;
   int heads;
@@ -83,7 +83,7 @@ struct OfHead {
   __device__ __forceinline__ int head() const { return of_head; }
 };
 
-// Whether no row of a block sees a key, of which `sees` tells for each. All threads ask together.
+// Whether no row of a block sees a key, by `sees(row)`. All threads must call it.
 template <typename Sees>
 __device__ __forceinline__ bool is_blind(Sees sees) {
   static_assert(edge_threads % edge_rows == 0);
@@ -156,7 +156,7 @@ __device__ __forceinline__ void preprocess(
     for (int distance = lanes / 2; distance > 0; distance /= 2)
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if constexpr (HasWorkTable<Extents>) {
-      // No tile of keys may come to such a row, and write its dQ.
+      // It may be that no tile of keys visits such a row and writes its dQ.
       if (params.dq_rows != nullptr && !record.unordered() && row < sequence.seq_q() &&
           params.lse[first_of_lse + row] == -infinity) {
         ptx::u16* dq = static_cast<ptx::u16*>(params.dq_rows) +

@@ -7,7 +7,7 @@
 
 namespace tilewise::sm90 {
 
-// A thread's place in its warp: kept in a register, or asked again each time.
+// A thread's place in its warp: kept in a register, or computed again each time.
 template <bool again>
 struct Lane {
   using Type = int;
@@ -40,7 +40,7 @@ struct ProductWarpgroup {
   const int row =
       config.warpgroups_own_keys ? warpgroup * 64 : 0;  // of the KV tile, the first of 64
   const int warp = threadIdx.x / 32 % 4;
-  // Why asked again in some kernels: the answer would take a register that they do not have.
+  // Why computed again in some kernels: the result would take a register they do not have.
   using LaneOf = Lane<config.writes_dq || (config.warpgroups_own_keys && block_q == 64)>;
   const typename LaneOf::Type lane = LaneOf::ask();
 
@@ -821,7 +821,7 @@ struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
 
   typename Base::KeySums dk;
 
-  // Where terms have a say in dS, their place must be known, which comes with Q.
+  // Where terms change dS, their place must be known; it arrives with Q.
   static constexpr bool needs_place = Policy::has_gradient;
 
   __device__ __forceinline__ void form_ds(Packed& ds, const Fragment& dp, u32 phase) {

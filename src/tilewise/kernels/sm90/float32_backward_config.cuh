@@ -106,7 +106,7 @@ struct RowParams {
   float* row_terms;
   int* term_exponents;
   int* dq_tickets;
-  PieceTickets* piece_tickets;  // null, or so many, to be zeroed
+  PieceTickets* piece_tickets;  // null, or to be zeroed
   int* work_tickets;            // null, or to be zeroed
   int piece_ticket_count;
   int heads;

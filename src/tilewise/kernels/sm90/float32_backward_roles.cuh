@@ -206,7 +206,7 @@ struct GradWarpgroup {
   __device__ __forceinline__ void add_rows(const float (&x)[count], float first, float second,
                                            float* place, int row, int end_row, long long stride,
                                            int dim, bool tiny) const {
-    // Why asked again: what is derived from it would be kept in registers over the steps.
+    // Why computed again: what is derived from it would stay in registers over the steps.
     const int lane = ptx::thread_again() % 32;
     const bool odd = lane % 2;
     place += row * stride + (odd ? 8 : 0) + lane % 4 / 2 * 4;

@@ -1,4 +1,4 @@
-// What stands before the float32 backward beside the split: a term of every query row, and lse for
+// The kernel before the float32 backward, beside the split: a term of every query row, and lse for
 // every row of a tile. A block takes a tile of 64 rows, a warp one row at a time.
 #pragma once
 

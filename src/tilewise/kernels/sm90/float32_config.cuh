@@ -141,7 +141,7 @@ struct Params {
   const TileFact* q_facts;
   const TileFact* k_facts;
   const TileFact* v_facts;
-  int* any_refused;  // null: nothing stands before this kernel, and it takes all rows
+  int* any_refused;  // null: no kernel runs before this one, and it takes all rows
   int* refused;      // (batch, heads, tiles of 64 rows)
   const float* v;
   long long v_batch_stride, v_head_stride, v_seq_stride;  // in elements

@@ -377,7 +377,7 @@ struct Consumer {
     if constexpr (Policy::hides_by_span)
       own = {max_int(own.begin, plan.touched.begin), min_int(own.end, plan.touched.end)};
     if (own.empty()) {
-      // Why wait for rows that nobody needs: a block must not end while a copy to it is under way.
+      // Why wait for rows that are not needed: a block must not end while a copy to it is pending.
       if (!plan.touched.empty()) ptx::mbarrier_wait(&smem.q_full[warpgroup], 0);
       skip_tiles(plan.touched.count());
     } else {

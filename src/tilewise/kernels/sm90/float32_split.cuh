@@ -1,4 +1,4 @@
-// What stands before a float32 forward: q, k and v split into 16-bit parts, x * 2^shift = hi + lo
+// The kernel before a float32 forward: q, k and v split into 16-bit parts, x * 2^shift = hi + lo
 // (+ lower); before a backward also dout.
 //
 // A tile (64 rows of q, block_kv rows of k and v) shares one power of two, found here; each part is

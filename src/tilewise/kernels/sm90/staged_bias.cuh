@@ -3,7 +3,7 @@
 //
 // A thread reads the numbers of sixteen columns of its fragment with one ldmatrix, whose four 8 x 8
 // matrices lie in registers as accumulators do; where rows are keys, with one that transposes them.
-// What is past the end of the tensor arrived as zeros, so nobody asks whether an element exists.
+// What is past the end of the tensor arrived as zeros, so no element needs a bounds check.
 #pragma once
 
 #include "../common/layout.cuh"

@@ -18,7 +18,7 @@ from ..measure.compare import Settings
 from ..measure.pool import Pool
 from ..render import pages, plots
 from ..studies import bench as benches
-from ..studies import host, records, suites
+from ..studies import host, parts, records, suites
 from .options import (
     ExtraCandidates,
     Html,
@@ -48,6 +48,13 @@ def bench(
         typer.Option(help=f"Of {', '.join(suites.SUITES)}; may be repeated; or {host.SUITE}. cpu by default."),
     ] = None,
     only: Only = None,
+    part: Annotated[
+        str | None, typer.Option(help="K/N: the K-th of N parts of the rows, for --join to put together.")
+    ] = None,
+    join: Annotated[
+        list[Path] | None,
+        typer.Option(help="Put records of parts of one suite together instead of measuring; may be repeated."),
+    ] = None,
     repeat: Repeat = None,
     seconds: Annotated[
         float | None,
@@ -79,18 +86,30 @@ def bench(
         if record is not None:
             outputs = Outputs(json, page)
             refuse_ignored(
-                "with --record", "suite", "only", "repeat", "seconds", "candidate", "compile_first", "time_limit",
-                "seed", "save", "results",
+                "with --record", "suite", "only", "part", "join", "repeat", "seconds", "candidate", "compile_first",
+                "time_limit", "seed", "save", "results",
             )  # fmt: skip
             kept = records.read(record)
             _show_bench(kept, kept.comparisons(), plot, outputs, Looks(verbose, quiet))
             return
         outputs = open_outputs(json, page, save, results)
+        if join:
+            refuse_ignored(
+                "with --join", "suite", "only", "part", "repeat", "seconds", "candidate", "compile_first", "time_limit",
+                "seed",
+            )  # fmt: skip
+            joined = parts.join([records.read(path) for path in join])
+            if save:
+                print(f"saved {benches.save(joined.values, results)}", file=sys.stderr)
+            _show_bench(joined, joined.comparisons(), plot, outputs, Looks(verbose, quiet))
+            return
         if suite == [host.SUITE]:
             _measure_host(outputs, repeat, save, results)
             return
         chosen, more = tuple(only or ()), make_candidates(candidate)
         asked = {name: suites.suite(name, chosen, more, seed) for name in suite or ["cpu"]}
+        if part is not None:
+            asked = {name: suites.part_of(rows, part) for name, rows in asked.items()}
         if len(asked) > 1 and (json or page or plot):
             raise InvalidInput(
                 "--suite", ", ".join(asked), "one suite with --json, --html or --plot", "ask for one, or use --save"
@@ -134,7 +153,16 @@ def bench(
 def _measure_host(outputs: Outputs, rounds: int | None, save: bool, results: Path) -> None:
     """The suite that times no kernel, but the way to it."""
     refuse_ignored(
-        "with --suite host", "only", "seconds", "candidate", "compile_first", "time_limit", "seed", "plot", "page"
+        "with --suite host",
+        "only",
+        "part",
+        "seconds",
+        "candidate",
+        "compile_first",
+        "time_limit",
+        "seed",
+        "plot",
+        "page",
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape, dtype = host.usual(device)

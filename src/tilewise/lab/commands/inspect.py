@@ -112,7 +112,7 @@ def inspect(
     json: Json = None,
     page: Html = None,
 ) -> None:
-    """Run everyone who can compute a problem, each in a process of its own: verified, timed, and seen from within."""
+    """Run every candidate that can compute a problem, each in its own process: verified, timed and profiled."""
     with exit_codes():
         if record is not None:
             refuse_ignored("with --record", *_OF_SHAPES, *_OF_RUNS[:-1], "grad", "former_grad", "tensors", "target",

@@ -58,7 +58,12 @@ def tune(
     backend: Annotated[str, typer.Option(help="The backend to tune; auto: the one the planner chooses.")] = AUTO,
     device: Device = "auto",
     timing: Timing = "auto",
-    most: Annotated[int, typer.Option(help="Measure at most so many configs, chosen at random; 0: all.", min=0)] = 0,
+    max_configs: Annotated[
+        int,
+        typer.Option(
+            "--max-configs", "--most", help="Measure at most so many configs, chosen at random; 0: all.", min=0
+        ),
+    ] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what an interrupted sweep measured.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and show, but write no table.")] = False,
     lines: Annotated[int, typer.Option(help="Lines of each table on the screen; 0: all.", min=0)] = 40,
@@ -83,7 +88,7 @@ def tune(
             for shape in shapes
             for mask in masks or ["full"]
         ]
-        settings = tuning.Settings(time_limit=time_limit, most=most, seed=seed)
+        settings = tuning.Settings(time_limit=time_limit, max_configs=max_configs, seed=seed)
         sweeps = tuning.run(problems, backend, where, settings, make_method(timing, where), fresh, write=not dry_run)
         for found in sweeps if outputs.text else ():
             tuning.show(found, settings, lines, quiet=quiet)

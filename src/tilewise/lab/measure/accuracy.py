@@ -136,7 +136,7 @@ def truth(inputs: Inputs, problem: Problem, sample: Sample) -> Tensors:
 
 
 def plain(inputs: Inputs, problem: Problem, sample: Sample) -> Tensors:
-    """The same by the plain computation in the problem's own precision."""
+    """The results of the plain computation in the problem's own precision."""
     work = torch.float64 if problem.dtype == torch.float64 else torch.float32
     if _is_whole_by_head(problem):
         return _over_heads(inputs, problem, sample, work, _plain_head)

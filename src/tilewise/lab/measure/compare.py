@@ -85,7 +85,7 @@ class Plain(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a suite: a problem, who answers it, what of the answer is timed, and how.
+    """One line of a suite: a problem, its candidates, what of them is timed, and how.
 
     `method` "" is the device's default; `times` () is the forward, and the backward where gradients are wanted. Rows of
     another `kind` than "" are scored apart from the rest of their suite.
@@ -132,7 +132,7 @@ class Row:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one candidate. The fields named in TIMES hold a list of samples per round, in seconds per call."""
+    """The outcome of one candidate. The fields named in TIMES hold a list of samples per round, in seconds per call."""
 
     candidate: str
     verdict: str = UNVERIFIED
@@ -193,7 +193,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Comparison:
-    """A row and what became of every candidate, in the row's order."""
+    """A row and the outcome of every candidate, in the row's order."""
 
     row: Row
     outcomes: list[Outcome]
@@ -452,7 +452,7 @@ class _Verifier:
                 del self._ready[outcome.candidate]
 
     def _truth(self, row: Row, candidate: str = "") -> _Truth:
-        """Of the problem that a candidate answers. Asked for once; who comes while it is being computed waits."""
+        """Of the problem that a candidate answers. Computed once; a second caller waits for it."""
         which = PLAIN if candidate == PLAIN else ""
         with self._telling:
             if which not in self._told:
@@ -475,7 +475,7 @@ class _Verifier:
         return _Truth(told["compared"], told["budgets"])
 
     def _check_all(self, outcomes: list[Outcome], row: Row) -> None:
-        """Side by side, nothing being timed, where that is allowed; who then fails is asked again, alone."""
+        """Side by side, nothing being timed, where that is allowed; a candidate that fails is asked again, alone."""
         if self._settings.together and len(outcomes) > 1:
             self._check_together(outcomes, row)
             untold = bool(self._truth(row).untold)

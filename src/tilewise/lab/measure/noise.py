@@ -77,7 +77,7 @@ def busy(average: float, count: int, ours: int = 0) -> str:
 
 
 def shared(utilization: str) -> str:
-    """Of a GPU on which nothing of ours runs yet."""
+    """A warning if others use a GPU on which nothing of ours runs yet; else empty."""
     try:
         percent = int(utilization)
     except ValueError:

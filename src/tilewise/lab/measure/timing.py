@@ -9,7 +9,7 @@
     host    time.perf_counter around calls that only enqueue; the device is waited for outside the clock
 
 Short kernels must not wait for the host inside an event pair, so the device first spins for as long as the host needs
-to enqueue the batch. Each function returns several samples; what a round of it means is decided by who collects them.
+to enqueue the batch. Each function returns several samples; the caller decides what a round of them means.
 What a method finds out about a call (how long it takes, a captured graph) it keeps in `kept`, so that later rounds
 spend their time measuring.
 """

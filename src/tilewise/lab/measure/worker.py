@@ -17,7 +17,7 @@
     {"do": "overhead", "seconds"}                                the same of a tiny problem of the same kind: host cost
 
 An answer is {"answer": ...} or {"error": {"type", "text", "fatal"}}; after a fatal one (a CUDA error) the process is of
-no more use. Standard output belongs to this protocol alone: whatever else is printed goes to standard error. A
+no more use. Standard output is for this protocol alone: all other printing goes to standard error. A
 process that dies says nothing: the other end sees the pipe close and reads the signal from the exit status.
 """
 
@@ -386,7 +386,7 @@ def _reply(worker: Worker, command: dict[str, Any]) -> dict[str, Any]:
 
 
 def _private_streams() -> tuple[IO[str], IO[str]]:
-    """The pipe's two ends under descriptors of their own; 0 and 1 are left to whoever reads and prints."""
+    """The pipe's two ends under descriptors of their own; 0 and 1 are left to code that reads and prints."""
     commands, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -38,7 +38,7 @@ class Bounds(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What has to be done at least."""
+    """What has to be done at minimum."""
 
     flops: int
     bytes: int
@@ -69,7 +69,7 @@ def _backward_bytes(problem: Problem) -> int:
 
 
 class Rates(NamedTuple):
-    """What a device can do a second, and where that is known from."""
+    """What a device can do per second, and the source of these figures."""
 
     flops: float
     bytes: float
@@ -116,8 +116,8 @@ def bounds(problem: Problem, rates: Rates | None, what: str) -> Bounds | None:
     """None where no rates are known."""
     if rates is None:
         return None
-    least = work(problem, what)
-    return Bounds(least.flops / rates.flops, least.bytes / rates.bytes, least.exponentials / rates.exponentials)
+    minimum = work(problem, what)
+    return Bounds(minimum.flops / rates.flops, minimum.bytes / rates.bytes, minimum.exponentials / rates.exponentials)
 
 
 def shares(problem: Problem, rates: Rates | None, what: str, seconds: float) -> dict[str, float] | None:

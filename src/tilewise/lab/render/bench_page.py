@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _MAX_OPEN = 80  # rows: with more, groups are folded
 _MIN_ROUNDS = 5
-_AHEAD = {  # the colour of who is ahead
+_AHEAD = {  # the colour of the candidate that is ahead
     views.FASTER: ("ours", "ours is faster"),
     views.SLOWER: ("torch", "another is faster"),
     views.SAME_SPEED: ("other", "no difference beyond the noise"),

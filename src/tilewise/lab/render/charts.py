@@ -79,18 +79,18 @@ def bars(
 ) -> Markup:
     """Horizontal bars from 0, whiskers for the spread, a dashed line at the reference."""
     values = [value for item in items for value in (item.value, item.high) if value is not None and is_number(value)]
-    most = max([*values, *([reference[1]] if reference else [])], default=0.0) or 1.0
+    scale_end = max([*values, *([reference[1]] if reference else [])], default=0.0) or 1.0
     lines = []
     for item in items:
         drawn = []
         if is_number(item.value):
-            drawn.append(_box("bar", 0.0, item.value / most))
+            drawn.append(_box("bar", 0.0, item.value / scale_end))
         if item.lost and is_number(item.lost):
-            drawn.append(_box("bar lost", (item.value - item.lost) / most, item.value / most))
+            drawn.append(_box("bar lost", (item.value - item.lost) / scale_end, item.value / scale_end))
         if item.low is not None and item.high is not None:
-            drawn.append(_box("spread", item.low / most, item.high / most))
+            drawn.append(_box("spread", item.low / scale_end, item.high / scale_end))
         if reference:
-            drawn.append(_mark("at", reference[1] / most))
+            drawn.append(_mark("at", reference[1] / scale_end))
         lines.append(_line(item, drawn))
     shown = [*keys, *([("line", reference[0])] if reference else [])]
     return _figure(f'<ul class="bars">{"".join(lines)}</ul>', caption, shown)
@@ -326,8 +326,8 @@ def _decades(low: float, high: float) -> tuple[int, int]:
 
 
 def _round_rate(flops: float) -> str:
-    """Of a power of ten: `100 TFLOP/s`."""
-    for least, unit in ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s")):
-        if flops >= least:
-            return f"{flops / least:g} {unit}"
+    """A power of ten in short form: `100 TFLOP/s`."""
+    for size, unit in ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s")):
+        if flops >= size:
+            return f"{flops / size:g} {unit}"
     return f"{flops:g} FLOP/s"

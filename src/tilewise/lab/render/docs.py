@@ -99,7 +99,7 @@ def check_root(root: Path) -> None:
 
 
 def rewrite(text: str, kept: list[Record], root: Path, path: Path) -> str:
-    """The text with every block between markers written anew."""
+    """The text with every block between markers rewritten."""
 
     def block(match: re.Match[str]) -> str:
         body = "\n".join(_body(parse_marker(match["asked"], path), kept, root, path))

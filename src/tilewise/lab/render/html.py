@@ -203,7 +203,7 @@ def listing(items: Iterable[object], kind: str = "") -> Markup:
 
 
 def refusals(refused: dict[str, Sequence[str]], gpu_only: Sequence[str] = ()) -> list[Section]:
-    """Who does not take the problem; nothing where nobody refused."""
+    """The candidates that refuse the problem; empty if none does."""
     return [section("Refused", refusal_table(refused, gpu_only))] if refused else []
 
 

@@ -270,8 +270,8 @@ def _roofline(part: dict[str, Any], entries: Sequence[Entry], rates: dict[str, A
     work = part["work"]
     intensity = work["flops"] / max(1, work["bytes"])
     dots = [charts.Dot(e.name, intensity, work["flops"] / e.parts[what]["median"], e.kind) for e in entries]
-    least = part["seconds"].get("exponentials")
-    flats = [("that the exponentials allow", work["flops"] / least)] if least and work["flops"] else []
+    min_seconds = part["seconds"].get("exponentials")
+    flats = [("that the exponentials allow", work["flops"] / min_seconds)] if min_seconds and work["flops"] else []
     return charts.roofline(dots, rates["flops"], rates["bytes"], f"Roofline of the {what}", flats)
 
 

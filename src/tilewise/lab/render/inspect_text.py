@@ -30,7 +30,7 @@ Told = dict[str, Any]
 
 
 def show(told: Told, *, verbose: bool = False, quiet: bool = False) -> None:
-    """Of what `Inspection.to_dict` made, with its provenance."""
+    """Print what `Inspection.to_dict` returned, with its provenance."""
     comparison = read_comparison(told["comparison"])
     print(_sentence(told, comparison))
     for text in comparison.noise:
@@ -142,7 +142,7 @@ def same_kernels(told: Told, comparison: Comparison) -> list[str]:
 
 
 def table(told: Told, comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Everything in figures. Refused candidates have no line here: their reasons are told apart."""
+    """Everything in figures. Refused candidates have no line here: their reasons are listed apart."""
     with_backward, on_gpu = comparison.row.problem.needs_grad, comparison.row.device.startswith("cuda")
     with_shares = told["rates"] is not None
     columns = ["candidate", "verdict", ">forward ms", ">backward ms" if with_backward else ""]

@@ -67,7 +67,7 @@ def _wanted(root: Path) -> dict[Path, str]:
 
 
 def rewrite(text: str, root: Path) -> str:
-    """The text with every block between markers written anew."""
+    """The text with every block between markers rewritten."""
 
     def block(match: re.Match[str]) -> str:
         return match["begin"] + "\n".join(_VIEWS[match["view"]](root)) + "\n" + match["end"]

@@ -43,7 +43,7 @@ class _Error(NamedTuple):
 
 
 def _errors(points: list[dict[str, Any]], what: str) -> list[_Error]:
-    """Of the points that have an error."""
+    """The errors of the points that have one."""
     return [
         _Error(point["magnitude"], point[what], share if is_number(share := point.get(f"{what}_share")) else None)
         for point in points

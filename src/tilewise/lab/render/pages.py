@@ -1,7 +1,7 @@
 """The pages of the commands, each a pure function of the record that the command's JSON holds.
 
     page(record) -> str                     by the record's kind
-    rebuilt(text, results) -> str | None    a page, made anew from its record
+    rebuilt(text, results) -> str | None    a page, rebuilt from its record
 
 A page says in its head which record it was made from, by kind and date: that is how `tilewise docs` finds the record
 that a page under docs/ stands for, and whether the page is still what that record looks like.

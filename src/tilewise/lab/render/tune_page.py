@@ -1,4 +1,4 @@
-"""The page of `tilewise tune`, from its record: who won each sweep, the finalists as bars, every config in a table."""
+"""The page of `tilewise tune`, from its record: each sweep's winner, the finalists as bars, every config in a table."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Speed:
 
 @dataclass(slots=True)
 class Entry:
-    """A candidate of a comparison: what became of it, and what it costs."""
+    """A candidate of a comparison: its outcome, and what it costs."""
 
     name: str
     verdict: str

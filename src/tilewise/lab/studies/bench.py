@@ -3,9 +3,9 @@
 The last line of the output sums a suite up for the first candidate of its rows, which is `tilewise` unless the suite is
 about one backend: the geometric mean of its ratios and the worst of them. A ratio is the time of the fastest right
 candidate that is not ours over ours, for what the row times (forward, backward, or a whole step): above 1 is faster.
-Rows in which nobody else has a right answer have no ratio. A suite that times more than one thing, or in more than one
-way, has a line for each, with the share of its rows that are behind. Where another library was timed too, each of these
-lines has a second one, against PyTorch's own paths. A record is written once, under a new name; nothing is ever
+Rows in which no other candidate has a right answer have no ratio. A suite that times several things, or in several
+ways, has a line for each, with the share of its rows that are behind. Where another library was timed too, each has a
+second line, against PyTorch's own paths. A record is written once, under a new name; nothing is ever
 overwritten.
 """
 
@@ -232,7 +232,7 @@ def save(result: dict[str, Any], folder: Path) -> Path:
 
 
 def show(comparisons: list[Comparison], record: Record, *, verbose: bool = False, quiet: bool = False) -> None:
-    """One line per row and candidate; what went wrong, with -v who refused; last the score against the fastest."""
+    """One line per row and candidate; what went wrong, with -v the refusals; last the score against the fastest."""
     for mark in record.marks():
         print(f"note: {mark}")
     for text in dict.fromkeys(text for comparison in comparisons for text in comparison.noise):

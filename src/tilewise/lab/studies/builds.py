@@ -21,7 +21,7 @@ _COLUMNS = ("kernel", "arch", ">registers", ">smem KiB", ">seconds", "from")
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What became of one unit: a kernel, or the error it met."""
+    """The outcome of building one unit: a kernel, or an error."""
 
     unit: Unit
     kernel: Kernel | None

@@ -1,8 +1,8 @@
 """check: every backend that takes a problem, against float64 and against each other, each in a process of its own.
 
-For whoever suspects a kernel. A candidate is right when its errors keep the budget of `accuracy`. The largest error is
-told by its place and its values, since a wrong tile, a wrong last row and a wrong head look alike in a norm. Every
-candidate runs twice: one that gives other bits the second time adds in no fixed order, or races.
+For use when a kernel is suspected. A candidate is right when its errors keep the budget of `accuracy`. The largest
+error is reported with its place and its values, since a wrong tile, a wrong last row and a wrong head look alike in a
+norm. Every candidate runs twice: different bits the second time mean that it adds in no fixed order, or races.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Check:
 
     @property
     def failed(self) -> bool:
-        """Somebody is wrong, died or hung, or nobody could be judged."""
+        """A candidate is wrong, died or hung, or none could be judged."""
         return any(outcome.failed for outcome in self.outcomes) or bool(self.untold)
 
     def sentence(self) -> str:

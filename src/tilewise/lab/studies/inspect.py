@@ -1,5 +1,5 @@
-"""inspect: one problem, every way to compute it here, side by side: who may, who ran, which kernels, how fast, how near
-to what the hardware allows, and what PyTorch's default choice costs.
+"""inspect: one problem, every way to compute it here, side by side: what may run, what ran, which kernels, how fast,
+how near to what the hardware allows, and what PyTorch's default choice costs.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def _launches(found: Inspection, name: str) -> int:
 
 
 def candidates(chosen: Plan, device: str) -> tuple[tuple[str, ...], dict[str, list[str]]]:
-    """Who is run: ours by choice and by name, PyTorch's, the libraries that are there; and who is not, with reasons.
+    """The candidates that run: ours by choice and by name, PyTorch's, installed libraries; and those refused, why.
 
     PyTorch's kernels are asked for through PyTorch's own function; what keeps them from a problem, all of it, is told
     by the model of their rules.

@@ -8,7 +8,7 @@ verified together. The suite `drawn` depends on a seed: see `lab.drawn`.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -422,6 +422,16 @@ def suite(name: str, only: tuple[str, ...] = (), extra: tuple[str, ...] = (), se
         wanted = ", ".join(map(repr, only))
         raise InvalidInput("--only", wanted, f"parts of the name of a row: {names}", "choose a part of one of these")
     return rows
+
+
+def part_of(rows: list[Row], text: str) -> list[Row]:
+    """Part "K/N" of rows: the K-th of N runs of about as many rows each, with the rows of one problem together."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise InvalidInput("--part", repr(text), "K/N with 1 <= K <= N", "write 1/3 for the first of three parts")
+    problems = [list(group) for _, group in groupby(rows, lambda row: row.problem.with_(needs_grad=False))]
+    begin, end = (len(problems) * part // int(count) for part in (int(number) - 1, int(number)))
+    return [row for group in problems[begin:end] for row in group]
 
 
 def _with_candidates(row: Row, more: tuple[str, ...]) -> Row:

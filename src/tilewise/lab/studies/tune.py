@@ -5,7 +5,7 @@
     3. keep the fastest third and time those three times as long, until a handful is left (successive halving)
     4. the finalists, the shipped choice among them, in interleaved rounds, more of them until one is told apart from
        the shipped choice or all are known to be no faster: ratios round by round, with an interval (see `statistics`)
-    5. write the winner, with where it comes from and who came next, into the user's table (jit/tuned.py). Where the
+    5. write the winner, with its provenance and the runners-up, into the user's table (jit/tuned.py). Where the
        shipped choice stays, nothing is written, unless an earlier entry of the table has to go
 
 A forward and a backward are tuned apart: `sm90` and `sm90:backward` are two sweeps. What is timed of a backward is the
@@ -71,7 +71,7 @@ Measure = Callable[[Any, float, bool], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to sweep. Seconds are of measured time for one config and round; `most` 0 means every config."""
+    """How to sweep. Seconds are of measured time for one config and round; `max_configs` 0 means every config."""
 
     first_seconds: float = 0.02
     keep: int = 3  # one in so many goes on to the next round
@@ -81,7 +81,7 @@ class Settings:
     final_seconds: float = 0.05
     gain: float = 1.01  # a winner must be so many times faster than the shipped choice, and that beyond the noise
     time_limit: float = 30.0
-    most: int = 0
+    max_configs: int = 0
     seed: int = 0
 
 
@@ -107,7 +107,7 @@ class Trial:
 
     @property
     def samples(self) -> list[float]:
-        """Of the last round it took part in: later rounds are longer."""
+        """Samples of the last round it took part in: later rounds are longer."""
         return self.rounds.get(self.last_round, [])
 
     @property
@@ -280,7 +280,7 @@ def sweep(
 def search(backend: str, problem: Problem, target: Target, settings: Settings) -> tuple[Any, list[Any]]:
     """The shipped choice, and every config to measure: it first, then the rest in a random order that the seed fixes.
 
-    Why random: whatever drifts during the sweep (a clock, a temperature) then meets no kind of config in particular.
+    Why random: a drift during the sweep (clocks, temperature) then favours no kind of config.
     """
     module = backend_of(backend)
     if not has_search_space(module):
@@ -288,8 +288,8 @@ def search(backend: str, problem: Problem, target: Target, settings: Settings) -
     shipped = module.shipped(problem, target)[0]
     rest = [config for config in search_space(module, problem, target) if config != shipped]
     random.Random(settings.seed).shuffle(rest)
-    if settings.most:
-        rest = rest[: settings.most - 1]
+    if settings.max_configs:
+        rest = rest[: settings.max_configs - 1]
     return shipped, [shipped, *rest]
 
 
@@ -423,7 +423,7 @@ class State:
             self._resume(path)
 
     def _resume(self, path: Path) -> None:
-        """Read what is there. What is not the user's own, or no file, is told and removed; else there is no state."""
+        """Read what is there. What is not the user's own, or no file, is reported and removed."""
         try:
             text = trust.read_trusted(path).decode(errors="replace")
             if not text.endswith("\n"):
@@ -519,7 +519,7 @@ class Stopwatch:
 
 
 def entry_of(found: Sweep, settings: Settings, command: list[str]) -> dict[str, Any] | None:
-    """What the table will say: the winner, how it was found, and who came next. None if nothing was measured."""
+    """What the table will say: the winner, how it was found, and the runners-up. None if nothing was measured."""
     winner = found.winner(settings.gain)
     if winner is None:
         return None

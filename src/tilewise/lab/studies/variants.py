@@ -5,6 +5,10 @@ problem's gradients are wanted, the forward being timed as a training step has i
 verified once. A row is held against the fastest right candidate that is not ours, and against a plain problem of ours
 (`tilewise:plain`) in the same rounds: the same shape under the band that the mask is made of, whose time counts for as
 many pairs as are visible here.
+
+Documents are held against two plain problems. One long sequence per batch, whose tiles are nearly all full, shows what
+short sequences cost any kernel; no limit is set for it. The limit is for rows named "beside a batch": the plain problem
+is then a batch of equal sequences with about as many tokens and as many visible pairs, so that both have short ones.
 """
 
 from __future__ import annotations
@@ -69,7 +73,8 @@ class Bounds(NamedTuple):
 
 
 _CLOSE = Bounds(1.5, 1.4, 1.10, 1.05)
-_SINKS = Bounds(plain=1.10, plain_aim=1.05)
+_PACKED = Bounds(1.5, 1.4)
+_BESIDE_PLAIN = Bounds(plain=1.10, plain_aim=1.05)
 _BIAS = Bounds(1.25, 1.2, 1.45, 1.45, aims=(1.4, 1.4))
 _TABLE = Bounds(2.0, 1.8)
 _DROPOUT = Bounds(1.4, 1.3, 1.35, 1.35)
@@ -78,7 +83,10 @@ _SOFTCAP = Bounds()
 
 
 class Variant(NamedTuple):
-    """What is asked of scores; `plain` is the band that it is held against, None where there is nothing alike."""
+    """What is asked of scores; `plain` is the band that it is held against, None where there is nothing alike.
+
+    `beside_batch`: the plain problem is a batch of shorter sequences, and nothing else is timed.
+    """
 
     name: str
     bounds: Bounds
@@ -88,6 +96,7 @@ class Variant(NamedTuple):
     learned: tuple[str, ...] = ()
     contents: str = ""
     dropout: float = 0.0
+    beside_batch: bool = False
 
     def problem(self, heads: Heads, seq: int) -> Problem:
         mask = self.mask
@@ -112,7 +121,7 @@ class Variant(NamedTuple):
     def rows(self, heads: Heads, seq: int, device: str) -> tuple[Row, Row]:
         """Of the forward and of the step."""
         problem = self.problem(heads, seq)
-        peers = _DROPPING_PEERS if self.dropout else _PEERS
+        peers = () if self.beside_batch else _DROPPING_PEERS if self.dropout else _PEERS
         compared = None if self.plain is None else self._plain(problem, self.plain)
         candidates = (OURS, *((PLAIN,) if compared else ()), *peers)
         capped = any(isinstance(term, Softcap) for term in self.scores)
@@ -127,6 +136,8 @@ class Variant(NamedTuple):
 
     def _plain(self, problem: Problem, mask: Mask) -> Plain:
         plain = problem.with_(mask=mask, scores=(), operand_grads=(), dropout=0.0)
+        if self.beside_batch:
+            plain = _in_sequences(plain, problem.pairs())
         shows = self.contents not in ("", NORMAL)
         visible = Pattern.parse(self.contents) if shows else None
         if visible is None:
@@ -134,6 +145,16 @@ class Variant(NamedTuple):
         else:
             pairs = visible._replace(causal=visible.causal or mask == Causal()).pairs(problem)
         return Plain(plain, pairs / plain.pairs())
+
+
+def _in_sequences(problem: Problem, pairs: int) -> Problem:
+    """The batch of equal causal sequences that has about as many tokens as a problem, and as many visible pairs.
+
+    A causal sequence has half as many pairs per token as it has tokens.
+    """
+    tokens = problem.batch * problem.seq_q
+    length = max(1, round(2 * pairs / (problem.heads_q * tokens)))
+    return problem.with_(batch=max(1, round(tokens / length)), seq_q=length, seq_kv=length)
 
 
 def asked(seq: int = SEQ) -> list[tuple[Heads, Variant]]:
@@ -153,11 +174,17 @@ def asked(seq: int = SEQ) -> list[tuple[Heads, Variant]]:
     causal_keep = Variant("causal keep", _CLOSE, causal, causal, (keep,), contents=padding)
     biased = Variant("bias grad", _BIAS, bias, full, learned=("bias",), contents=NORMAL)
     alibi = Variant("alibi causal", _CLOSE, causal, causal, (Alibi(),))
-    documents = Variant("4 documents causal", _CLOSE, four, causal)
+    documents, more_documents = (
+        (
+            Variant(f"{name} causal", _PACKED, mask, causal),
+            Variant(f"{name} causal beside a batch", _BESIDE_PLAIN, mask, causal, beside_batch=True),
+        )
+        for name, mask in (("4 documents", four), ("7 documents", seven))
+    )
     capped = Variant("softcap 30", _SOFTCAP, full, full, (Softcap(30.0),))
     dropped = Variant("dropout 0.1 causal", _DROPOUT, causal, causal, dropout=0.1)
-    sink = Variant("sinks causal", _SINKS, causal, causal, (Sink(),), ("sink",))
-    sink_window = Variant("sinks window 1024", _SINKS, band, band, (Sink(),), ("sink",))
+    sink = Variant("sinks causal", _BESIDE_PLAIN, causal, causal, (Sink(),), ("sink",))
+    sink_window = Variant("sinks window 1024", _BESIDE_PLAIN, band, band, (Sink(),), ("sink",))
     wide = (
         padded,
         Variant("key lengths", _CLOSE, full, full, (KeyLengths(),), contents=padding),
@@ -167,8 +194,8 @@ def asked(seq: int = SEQ) -> list[tuple[Heads, Variant]]:
         biased,
         Variant("bias table grad", _TABLE, full, full, (table,), ("table",)),
         alibi,
-        documents,
-        Variant("7 documents causal", _CLOSE, seven, causal),
+        *documents,
+        *more_documents,
         Variant("prefix 1000 tensor", _CLOSE, shared, causal, contents=f"prefix:{prefix}"),
         *_prefixes(prefix),
         capped,
@@ -178,7 +205,7 @@ def asked(seq: int = SEQ) -> list[tuple[Heads, Variant]]:
         Variant("random mask", _RANDOM, shared, full),
     )
     narrow = (padded, causal_padded, biased, alibi, capped, dropped, sink_window)
-    grouped = (padded, causal_keep, documents, sink)
+    grouped = (padded, causal_keep, *documents, sink)
     by_heads = ((WIDE, wide), (NARROW, narrow), (GROUPED, grouped))
     return [(heads, variant) for heads, variants in by_heads for variant in variants]
 

@@ -1,1 +1,1 @@
-"""Every attention call of somebody's program: `tilewise.trace()` and what `tilewise trace` starts."""
+"""Every attention call of a program: `tilewise.trace()` and what `tilewise trace` starts."""

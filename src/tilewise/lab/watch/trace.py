@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 _FRAMES_KEPT = 4
 _LAB = Path(__file__).parents[1]
-# Whose frames are nobody's call site: PyTorch's, ours, and those of the kernel that lets us see a call.
+# Modules whose frames are never a call site: PyTorch's, ours, and those of the kernel that lets us see a call.
 _OURS = _LAB.parent
 _HIDDEN = tuple(
     str(place)
@@ -83,7 +83,7 @@ class Site:
 
     @property
     def is_math_fallback(self) -> bool:
-        """PyTorch computes it unfused, and nobody asked for that."""
+        """PyTorch computes it unfused, and the caller did not ask for that."""
         return self.backend == MATH and not self.forced
 
     def to_dict(self) -> dict[str, Any]:

@@ -105,7 +105,7 @@ struct Bias : BiasGradient<number, paired, learned> {
         place(at, params.bias_batch_stride, params.bias_head_stride, params.bias_row_stride,
               params.bias_key_stride, params.seq_q, params.seq_k) {}
 
-  // The bias of element i; asked in ascending order.
+  // The bias of element i; called in ascending order.
   __device__ __forceinline__ float at(int i) {
     const bool by_pairs = paired && place.rows_are == RowsAre::queries;
     if (by_pairs && i % 2 == 1) return second;
@@ -127,7 +127,7 @@ struct Bias : BiasGradient<number, paired, learned> {
   }
   __device__ __forceinline__ bool holds(int count) const { return place.holds(count); }
   __device__ __forceinline__ float apply(float v, int i) { return fmaf(v, in, at(i)); }
-  // Any number where the bias hides: a weight of 0 asks for one that is finite.
+  // Any finite number where the bias hides: its weight is 0, and 0 * inf is NaN.
   __device__ __forceinline__ float before(float v, int i) {
     const float added = at(i);
     return added == -infinity ? 0.0f : (v - added) * out;

@@ -33,7 +33,8 @@ struct Placement {
   __device__ __forceinline__ bool exists(int i) const {
     return query(i) < rows_left && key(i) < keys_left;
   }
-  // Whether all of a fragment's elements exist, as of nearly all fragments: then nobody need ask.
+  // Whether all of a fragment's elements exist. It is true of nearly all fragments, and then no
+  // element needs a check of its own.
   __device__ __forceinline__ bool holds(int count) const {
     return query(count - 1) < rows_left && key(count - 1) < keys_left;
   }

@@ -80,7 +80,7 @@ struct RelativeBias {
     else
       return ptx::unpack_low<number == Number::bf16>(bits);
   }
-  // The bias of element i; asked in ascending order.
+  // The bias of element i; called in ascending order.
   __device__ __forceinline__ float at(int i) {
     const int block = i / 4, h = i % 2;
     if (row_of(i) == 1) return behind[h];
@@ -144,7 +144,7 @@ struct RelativeBias {
       window += room_blocks;
     }
   }
-  // The sums of so many blocks to global memory.
+  // The sums of several blocks to global memory.
   __device__ __forceinline__ void add_room(int blocks) {
     if (blocks == 0) return;
     const int lane = threadIdx.x % 32;
