@@ -77,7 +77,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The choice, its reason, and a verdict for every backend, in the order they were considered.
+    """The choice, its reason, and a verdict for every backend, in the order of preference.
 
     `forward` and `backward` are what our own backends launch; None where PyTorch or Triton do that themselves.
     """
@@ -87,14 +87,21 @@ class Plan:
     backend: str
     config: Any
     because: str
-    verdicts: tuple[Verdict, ...]
+    asked: str  # "auto", or the backend that was named
+    state: State
     forward: Program | None = None
     backward: Program | None = None
     backward_config: Any = None
 
     @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Of every backend, or of the one that was named. Made when asked for: a call needs the choice alone, and a
+        model whose cache grows makes a plan per length."""
+        return _verdicts(self.problem, self.target, self.asked, self.state)
+
+    @property
     def chosen(self) -> Verdict:
-        return next(verdict for verdict in self.verdicts if verdict.backend == self.backend)
+        return _verdict(self.backend, self.problem, self.target, self.state)
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -240,9 +247,7 @@ def plan(problem: Problem, target: Target, backend: str = AUTO, state: State | N
     if known is None:
         generation = _plans.generation
         known = (_automatic if backend == AUTO else _explicit)(problem, target, backend, state)
-        # Most of what a plan holds of its mask is its text in the reasons of backends that refuse.
-        size = 2 * size_in_bytes(problem.mask) + sum(len(why.what) for said in known.verdicts for why in said.reasons)
-        _plans.put(key, known, generation, size)
+        _plans.put(key, known, generation, 2 * size_in_bytes(problem.mask))
     return known
 
 
@@ -255,15 +260,18 @@ def check_backend(backend: str) -> None:
 
 
 def _automatic(problem: Problem, target: Target, backend: str, state: State) -> Plan:
-    verdicts = {name: _verdict(name, problem, target, state) for name in _order(problem, target)}
+    refused = set()
     for rule in RULES:
-        verdict = verdicts[rule.prefer]
-        if verdict.willing and not verdict.hazard and rule.when(problem, target):
-            return _plan(problem, target, rule.prefer, rule.because, tuple(verdicts.values()), state)
+        if rule.prefer in refused or not rule.when(problem, target):
+            continue
+        verdict = _verdict(rule.prefer, problem, target, state)
+        if verdict.willing and not verdict.hazard:
+            return _plan(problem, target, rule.prefer, rule.because, backend, state)
+        refused.add(rule.prefer)
     raise UnsupportedProblem(
         f"no backend takes {problem} on {target.name}.",
         problem,
-        tuple(verdicts.values()),
+        _verdicts(problem, target, backend, state),
         "change what the reasons above name; the remedies stand behind each",
     )
 
@@ -277,7 +285,12 @@ def _explicit(problem: Problem, target: Target, backend: str, state: State) -> P
             (verdict,),
             "change what the reasons name, or pass backend='auto'",
         )
-    return _plan(problem, target, backend, "asked for by name", (verdict,), state)
+    return _plan(problem, target, backend, "asked for by name", backend, state)
+
+
+def _verdicts(problem: Problem, target: Target, asked: str, state: State) -> tuple[Verdict, ...]:
+    names = _order(problem, target) if asked == AUTO else (asked,)
+    return tuple(_verdict(name, problem, target, state) for name in names)
 
 
 _left_out: frozenset[tuple[str, str]] = frozenset()
@@ -298,22 +311,20 @@ def leave_out(label: str, why: str) -> None:
     invalidate()
 
 
-def _plan(
-    problem: Problem, target: Target, backend: str, because: str, verdicts: tuple[Verdict, ...], state: State
-) -> Plan:
+def _plan(problem: Problem, target: Target, backend: str, because: str, asked: str, state: State) -> Plan:
     module = BACKENDS[backend]
     if not isinstance(module, Fused):
         configs = module.configs(problem, target)
-        return Plan(problem, target, backend, configs[0] if configs else None, because, verdicts)
+        return Plan(problem, target, backend, configs[0] if configs else None, because, asked, state)
     if problem.empty:
-        return Plan(problem, target, backend, module.configs(problem, target)[0], because, verdicts)
+        return Plan(problem, target, backend, module.configs(problem, target)[0], because, asked, state)
     config, forward = _first_that_works(module.configs, module.program, problem, target, state)
     backward_config, backward = None, None
     if problem.needs_grad:
         backward_config, backward = _first_that_works(
             module.backward_configs, module.backward_program, problem, target, state
         )
-    return Plan(problem, target, backend, config, because, verdicts, forward, backward, backward_config)
+    return Plan(problem, target, backend, config, because, asked, state, forward, backward, backward_config)
 
 
 def _first_that_works(

@@ -33,6 +33,7 @@ from .rules import in_terms, is_packed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import CodeType
 
     from ..operands import Grads, Operand, Operands, Wants
     from ..problem import Problem
@@ -98,8 +99,14 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
                 lines.append(f"{goal} = counter({device}, stream, {slot.integers})")
         lines.append(f"launch{number}(stream, arguments)")
     body = "\n".join(f"    {line}" for line in lines)
-    exec(f"def run({', '.join(operands)}):\n{body}\n", names)
+    exec(_code(f"def run({', '.join(operands)}):\n{body}\n"), names)
     return names["run"]  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=256)
+def _code(text: str) -> CodeType:
+    """Programs that differ in constants alone, such as the length of a cache that grows, have one text."""
+    return compile(text, "<tilewise program>", "exec")
 
 
 def fitting(program: Program, operands: Mapping[str, Tensor | None]) -> tuple[Program, Mapping[str, Tensor | None]]:
