@@ -2,7 +2,7 @@
 // Few queries against many keys, at the speed of memory: cp.async loads, mma.sync products. For every GPU from sm_80 on.
 //
 // Symbols. A sequence has seq_q queries (new tokens) and seq_k keys; a KV head serves `group` query heads. The rows of a KV head are
-// its (token, query head) pairs, row = token * group + head: R of them, 16 or 32, make a tile. A unit is a tile of a KV head of a
+// its (token, query head) pairs, row = token * group + head: R of them, 16, 32 or 64, make a tile. A unit is a tile of a KV head of a
 // sequence; it sees keys [begin, end), a hull over its rows. A step is 16 keys for each of the W warps of a CTA, from `base` =
 // begin rounded down to 16: n = max(1, ceil((end - base) / 16 W)) steps. c = scale * log2(e).
 //
@@ -29,27 +29,34 @@
 // max(4, smallest power of two >= n / 64) steps; step 2 divides items, every item is a part, and its place in memory is its number.
 // Without tickets (none are left while a graph is captured) CTAs do whole units.
 //
-// Roles. All warps do the same, each with keys of its own: between two segments no warp waits for another. Loads run `stages` steps
-// ahead, across the ends of segments, so that memory is busy while parts are put together.
+// Roles. All warps do the same, each with keys of its own: inside a segment no warp waits for another. Copies run `stages` steps
+// ahead, across the ends of segments, so that memory is busy while parts are put together. The copies of a segment's first step
+// bring its Q too, and leave a description of the segment (Segment) that the products read.
 //
 // Launches overlap on Hopper: nothing that another kernel may have written, or may still read, is touched before the grid ahead has
 // ended. Where the parameters tell the division, it is made before that.
 //
-// Shared memory (struct DecodeSmem): per warp `stages` blocks of 16 keys and their values; Q of the unit; O, m and l of all warps.
-// In step 8, O's place holds the numbers of parts that are on their way, and `sums` their M and L.
+// Shared memory (struct DecodeSmem), with the bytes of heads of 128, 8 warps, 2 stages, 16 rows:
+//   ring      131072  per warp `stages` blocks of 16 keys and their values
+//   q           8192  of two segments: the one that is attended to, and the next
+//   o          69632  step 6: O of all warps. Steps 8 and 9: numbers of parts that are on their way, two rounds of them
+//   sums        2560  steps 8 and 9: M and L of the parts
+//   m, l        1024  step 6: of all warps. Steps 8 and 9: m[0] is the largest M of each row
+//   segment     1536  per warp, descriptions of two segments
 //
 // Synchronisation.
 //   cp_async_wait, __syncwarp          a block has arrived: copied, and read, by the lanes of one warp
 //   __syncwarp                         all lanes have read a block; the next copies overwrite it
-//   __syncthreads, in step 6           all warps have written O, m, l, and have read Q, which is loaded anew after this
+//   __syncthreads, in step 6           all warps have written O, m, l, and have read Q, whose place the next segment but one takes
 //   __syncthreads, around a ticket     all stores of a part come before it (release), all loads of others after it (acquire)
 //   cp_async_wait, in steps 8 and 9    a number of a part has arrived: copied, and read, by one thread
 //   __syncthreads, in steps 8 and 9    M and L of all parts are in `sums`, and the largest M of each row in m
-//   __syncthreads, after Q is loaded   it is there, and the O, m, l of the segment before have been read
+//   __syncthreads, where one begins    Q of the segment is there, and the O, m, l of the segment before have been read
+//   __syncwarp, where one ends         all lanes have read its description, whose place the next segment but one takes
 // Values that are inf or NaN, in blocks of which a row may not see every key: 0 * inf is NaN. There the rows that do see such a
 // value get it at once, and it is zeroed before the product.
 //
-// Registers of a thread: row_tiles * (dv / 2 of O, 8 of S, d / 4 of Q if there is one tile and d <= 128), of 65536 / (threads * ctas_per_sm).
+// Registers per thread: row_tiles * (dv / 2 of O, 8 of S, d / 4 of Q if there is one tile and d <= 128), of 65536 / (threads * ctas_per_sm).
 // clang-format on
 #pragma once
 
