@@ -80,6 +80,7 @@ def main(name: str, everything: bool) -> int:
     target = Target.named(name)
     driver.set_active(StandIn(target))
     fine = True
+    # The backend's own functions run, and they ask the device of their tensors, which is the CPU here.
     with patch.object(backend.Target, "of", classmethod(lambda cls, device: target)):
         for problem in problems(everything):
             config = backend.configs(problem, target)[0]

@@ -28,7 +28,8 @@ SHAPE = (1, 2, 70, 64)
 
 
 class Machine:
-    """A GPU that is a model, and native code that launches on it."""
+    """A GPU that is a model, and native code that launches on it. Calls go from end to end, and a call asks the device
+    of its tensors for its target, which is the CPU here: that answer is replaced."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
         emulation.install(monkeypatch)
