@@ -221,8 +221,8 @@ def test_counters_of_a_device_are_made_once(monkeypatch: pytest.MonkeyPatch) -> 
         def __init__(self, device: int, turns: int, captured: int) -> None:
             made.append(device)
             os.sched_yield()
-            self._base, self._turn, self._lock = 10**9 * (device + 1), 0, threading.Lock()
-            self._turns = turns
+            self._base, self._next, self._lock = 10**9 * (device + 1), 0, threading.Lock()
+            self._reused_end = turns
 
     monkeypatch.setattr(run, "_WorkCounters", Counters)
     monkeypatch.setattr(run, "_counters", {})
@@ -239,8 +239,8 @@ def test_counters_of_a_device_are_made_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_captured_launch_keeps_its_counter_and_there_is_an_end_of_them() -> None:
     counters = object.__new__(run._WorkCounters)
-    counters._base, counters._turn, counters._lock = 4096, 0, threading.Lock()
-    counters._turns, counters._captured, counters._end = 2000, 2000, 2004
+    counters._base, counters._next, counters._lock = 4096, 0, threading.Lock()
+    counters._reused_end, counters._captured, counters._end = 2000, 2000, 2004
     captured = [counters.take(True) for _ in range(6)]
     assert len(set(captured[:4])) == 4
     assert captured[4:] == [0, 0], "without a counter a kernel takes its tiles in a fixed order"
@@ -251,8 +251,8 @@ def test_a_captured_launch_keeps_its_counter_and_there_is_an_end_of_them() -> No
 
 def test_counters_of_a_launch_lie_side_by_side_and_begin_anew_behind_the_last() -> None:
     counters = object.__new__(run._WorkCounters)
-    counters._base, counters._turn, counters._lock = 4096, 0, threading.Lock()
-    counters._turns, counters._captured, counters._end = 100, 100, 150
+    counters._base, counters._next, counters._lock = 4096, 0, threading.Lock()
+    counters._reused_end, counters._captured, counters._end = 100, 100, 150
     assert [counters.take(False, 40) for _ in range(3)] == [4096, 4096 + 4 * 40, 4096]
     assert [counters.take(True, 40) for _ in range(2)] == [4096 + 4 * 100, 0]
     assert counters.take(False, 101) == 0, "more than there are"

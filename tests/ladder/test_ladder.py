@@ -342,7 +342,7 @@ def test_the_tiles_to_sweep_build_where_registers_are_fewest(dim: int) -> None:
 def test_the_sweep_of_a_rung_is_a_sweep_of_tune() -> None:
     """Real kernels, a made-up clock; nothing goes into a table."""
     problem = make_problem((1, 16, 1024, 64), torch.bfloat16)
-    settings = tune.Settings(most=4, finalists=2, final_rounds=1)
+    settings = tune.Settings(max_configs=4, finalists=2, final_rounds=1)
     found = tune.sweep("ladder:three-kernel", problem, H200, lambda config, *_: [1e-4 / config.scores_rows], settings)
     assert found.complete
     assert len(found.ranked()) == 4
