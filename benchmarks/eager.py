@@ -24,12 +24,9 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parent.parent
 _spec = importlib.util.spec_from_file_location("benchmarks_models", ROOT / "benchmarks" / "models.py")
@@ -127,25 +124,13 @@ class Runner:
                 errors[name] = {"out": models.error([got], [logits]), "grads": models.error(found, grads)}
                 start = time.perf_counter()
                 tokens[name] = self.generate()
-                self._synchronize()
+                models.synchronize(self.device)
                 first[name] = time.perf_counter() - start
             for what, value in errors[name].items():
                 if not value <= models.FURTHER * errors["eager"][what]:
                     wrong[name] = f"{what} error {value:.1e}, eager's {errors['eager'][what]:.1e}"
         same = {name: (tokens[name] == tokens[PEER]).float().mean().item() for name in WAYS}
         return {"errors": errors, "wrong": wrong, "same tokens": same, "first": first}
-
-    def seconds(self, call: Callable[[], object], count: int) -> float:
-        self._synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        self._synchronize()
-        return (time.perf_counter() - start) / count
-
-    def _synchronize(self) -> None:
-        if self.device.startswith("cuda"):
-            torch.cuda.synchronize()
 
     def rounds(self, kind: str, count: int, steps: int) -> dict[str, list[float]]:
         """Seconds per call by way, round by round, in a random order."""
@@ -155,7 +140,7 @@ class Runner:
         for number in range(count + 1):  # the first settles what is planned, built and learnt
             for name in order.sample(WAYS, len(WAYS)):
                 with self.way(name):
-                    taken = self.seconds(call, times)
+                    taken = models.clocked(self.device, call, times)
                 if number:
                     found[name].append(taken)
         return found

@@ -27,9 +27,12 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "tilewise"
@@ -261,6 +264,21 @@ def error(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
 # The process of a model
 
 
+def clocked(device: str, call: Callable[[], object], count: int) -> float:
+    """Seconds per call, of so many one after another, until the device has done them."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - start) / count
+
+
+def synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
 class Runner:
     """A model that every implementation takes turns with."""
 
@@ -319,20 +337,8 @@ class Runner:
     def seconds(self, what: str, budget: float) -> float:
         """Per call, of as many as fit into the budget."""
         call = getattr(self, what)
-        once = self._clocked(call, 1)
-        return self._clocked(call, max(1, min(20, math.ceil(budget / once))))
-
-    def _clocked(self, call: Any, count: int) -> float:
-        self._synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        self._synchronize()
-        return (time.perf_counter() - start) / count
-
-    def _synchronize(self) -> None:
-        if self.device.startswith("cuda"):
-            torch.cuda.synchronize()
+        once = clocked(self.device, call, 1)
+        return clocked(self.device, call, max(1, min(20, math.ceil(budget / once))))
 
     def rounds(self, count: int, budget: float) -> dict[str, dict[str, list[float]]]:
         """Seconds per call by what is timed and implementation, round by round, in a random order."""
