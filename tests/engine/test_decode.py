@@ -182,6 +182,17 @@ def test_many_parts_are_added_up_in_groups(monkeypatch, invariant):
         assert torch.equal(a, b)
 
 
+@emulated
+@pytest.mark.parametrize("parts", [16, 18], ids=["at once, in three rounds", "in groups of five"])
+def test_parts_of_wide_rows(monkeypatch, parts):
+    """16 rows of 256 numbers: of 16 parts more than a CTA has room for at once, even behind its last segment."""
+    problem = problem_of(1, 128 * parts, (16, 1), (256, 256), batch=1)
+    target = replace(H200, sms=parts)
+    torch.manual_seed(0)
+    tensors = make_inputs(problem)
+    assert_near(*run_plain(monkeypatch, problem, tensors, target), tensors, problem)
+
+
 def posed(q, k, v, told):
     """The problem of a call of attention_cached with these keywords, its views and operands."""
     told = dict(told)
@@ -365,7 +376,7 @@ def test_the_model_notices(monkeypatch, spoil):
     def run_in_several_orders():
         for seed in range(8):
             emulation.install(monkeypatch, spoil=spoil, seed=seed)
-            target = replace(H200, sms=21)
+            target = replace(H200, sms=42)
             bound = SM90.bind(*views, problem, narrow(problem, target), target, operands)
             assert_as_expected(case, made, *cached._as_asked(*bound(*views, operands), False, True))
 

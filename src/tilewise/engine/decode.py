@@ -153,10 +153,15 @@ def why_not(problem: Problem, target: Target) -> list[Reason]:
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
-    """Configs of the table that fit the target, best first: those of the smallest tile that holds all rows."""
+    """Configs of the table that fit the target, best first: those of the smallest tile that holds all rows.
+
+    A row of the table may be for caches alone, or for all else: looking up places takes registers that wide tiles, and
+    two CTAs per multiprocessor, do not leave.
+    """
+    cached = isinstance(problem.mask, Cached)
     facts = {"has_terms": bool(problem.scores), "bf16": problem.dtype is torch.bfloat16}
     table = rules.rows("sm80", "decode", rules.class_of(problem), has_terms=bool(problem.scores))
-    made = [rules.from_row(Config, row, **facts) for row in table]
+    made = [rules.from_row(Config, row, **facts) for row in table if cached in row.get("cached", (False, True))]
     found = [config for config in made if config.fits(target)]
     rows = _longest_q(problem) * problem.group
     holding = [config.rows for config in found if config.rows >= rows]

@@ -2,7 +2,7 @@
 // Few queries against many keys, at the speed of memory: cp.async loads, mma.sync products. For every GPU from sm_80 on.
 //
 // Symbols. A sequence has seq_q queries (new tokens) and seq_k keys; a KV head serves `group` query heads. The rows of a KV head are
-// its (token, query head) pairs, row = token * group + head: R of them, 16, 32 or 64, make a tile. A unit is a tile of a KV head of a
+// its (token, query head) pairs, row = token * group + head: R of them, 16 to 64, make a tile. A unit is a tile of a KV head of a
 // sequence; it sees keys [begin, end), a hull over its rows. A step is 16 keys for each of the W warps of a CTA, from `base` =
 // begin rounded down to 16: n = max(1, ceil((end - base) / 16 W)) steps. c = scale * log2(e).
 //
@@ -39,7 +39,8 @@
 // Shared memory (struct DecodeSmem), with the bytes of heads of 128, 8 warps, 2 stages, 16 rows:
 //   ring      131072  per warp `stages` blocks of 16 keys and their values
 //   q           8192  of two segments: the one that is attended to, and the next
-//   o          69632  step 6: O of all warps. Steps 8 and 9: numbers of parts that are on their way, two rounds of them
+//   o          69632  step 6: O of all warps. Steps 8 and 9: numbers of parts that are on their way, two rounds of them; behind the
+//                     last segment of a CTA in the places of ring and q too
 //   sums        2560  steps 8 and 9: M and L of the parts
 //   m, l        1024  step 6: of all warps. Steps 8 and 9: m[0] is the largest M of each row
 //   segment     1536  per warp, descriptions of two segments
@@ -402,7 +403,6 @@ struct Decode {
                        there ? 16 : 0);
     }
   }
-  template <int columns>
   __device__ __forceinline__ const u16* chunk_of(const Tensor& tensor, const KeyPlace& place,
                                                  int head) const {
     return tensor.row(place.batch, head, place.row) + lane % 8 * 8;
@@ -416,8 +416,8 @@ struct Decode {
       KeyPlace place = place_of(at, key);
       if (is_one_piece(place)) {
         place.row += lane / 8;
-        const u16* k = chunk_of<d>(params.k, place, at.head_kv);
-        const u16* v = chunk_of<dv>(params.v, place, at.head_kv);
+        const u16* k = chunk_of(params.k, place, at.head_kv);
+        const u16* v = chunk_of(params.v, place, at.head_kv);
 #pragma unroll
         for (int i = 0; i < block_keys / 4; ++i) {
           copy_row<d>(block + copied_at(i), k, params.head_dim, true);
@@ -436,8 +436,8 @@ struct Decode {
                 *v = static_cast<const u16*>(params.v.data);
       if (exists) {
         const KeyPlace place = place_of(at, own);
-        k = chunk_of<d>(params.k, place, at.head_kv);
-        v = chunk_of<dv>(params.v, place, at.head_kv);
+        k = chunk_of(params.k, place, at.head_kv);
+        v = chunk_of(params.v, place, at.head_kv);
       }
       copy_row<d>(block + copied_at(i), k, params.head_dim, exists);
       copy_row<dv>(block + Smem::k_bytes + copied_at(i), v, params.head_dim_v, exists);
@@ -814,11 +814,17 @@ struct Decode {
   }
 
   // Every thread copies the numbers that it adds up itself, in rounds, one ahead of the one that it
-  // adds up; copies of the ring that are in flight end first.
+  // adds up; copies of the ring that are in flight end first. Behind the CTA's last segment none
+  // are, and the ring, Q and o are room for parts: the more of them are on their way at once, the
+  // fewer trips to the L2 cache follow one another.
   __device__ __forceinline__ void combine(const Segment& at, const Parts& parts,
                                           const Sharing& sharing, bool whole) const {
-    constexpr int room = sizeof(smem.o) / (2 * 16 * threads);  // of a thread, for one round
-    static_assert(room >= 1);
+    constexpr int small = sizeof(smem.o) / (2 * 16 * threads);  // of a thread, for one round
+    constexpr int large =
+        (sizeof(smem.ring) + sizeof(smem.q) + sizeof(smem.o)) / (2 * 16 * threads);
+    static_assert(small >= 1);
+    static_assert(__builtin_offsetof(Smem, o) == sizeof(smem.ring) + sizeof(smem.q));
+    const int room = at.is_last ? large : small;
     const int count = rows_of(at) * (dv / 4), part_count = sharing.count;
     // In rows: where the parts begin, the first and, `apart` each from the one before, the others.
     const int lead = parts.slot(sharing.first) * params.part_rows;
@@ -847,7 +853,8 @@ struct Decode {
       round.part = 0;
       round.first += each * threads;
     };
-    const u32 staging = ptx::smem_address(smem.o) + 16 * threadIdx.x;
+    const u32 staging =
+        (at.is_last ? ptx::smem_address(&smem) : ptx::smem_address(smem.o)) + 16 * threadIdx.x;
     const auto fetch = [&](const Round& round, u32 to) {
       const int end = min_int(count, round.first + each * threads);
       const int end_part = min_int(part_count, round.part + together);
