@@ -80,6 +80,7 @@ class Call(NamedTuple):
     names: tuple[str, ...]  # of its operands
     forward: Callable[[Tensor, Tensor, Tensor, Operands], tuple[Tensor, Tensor | None]]
     gradient: Callable[..., Grads] | None  # of (dout, dlse, q, k, v, out, lse, operands, wants), where it is bound
+    strides: tuple[tuple[int, ...], ...]  # of q, k and v, that `gradient` is for
     lacks_memory: bool = False  # q, k or v is empty, or one for `with_memory`
     plan: Plan | None = None  # of our own kernels
     native: dict[Any, Any] | None = None  # what native code knows of it (repeated.py)
@@ -370,11 +371,12 @@ def _call(planned: Plan, q: Tensor, k: Tensor, v: Tensor, operands: Operands, op
     problem, backend, config = planned.problem, BACKENDS[planned.backend], planned.config
     names = tuple(operand.name for operand in problem.operands)
     forward, gradient = planned.forward, planned.backward
+    strides = q.stride(), k.stride(), v.stride()
     if forward is None:
         bound = _bound(backend, q, k, v, problem, config, operands)
-        return Call(problem, backend, config, options, names, bound, _bound_gradient(backend, problem))
+        return Call(problem, backend, config, options, names, bound, _bound_gradient(backend, problem), strides)
     bound = engine.bind_forward(lambda: forward, problem, q, k, v, operands)
-    call = Call(problem, backend, config, options, names, bound, None, plan=planned, native={})
+    call = Call(problem, backend, config, options, names, bound, None, strides, plan=planned, native={})
     if gradient is None:
         return call
     alone = isinstance(backend, Fused) and backend.makes_operands_alone(problem)
@@ -559,10 +561,9 @@ class _Planned(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         operands = dict(zip(call.names, tensors, strict=True)) if tensors else NO_OPERANDS
         out, lse = call.forward(q, k, v, operands)
-        if out._is_view():  # autograd would not allow in-place changes of it or its views
+        if call.plan is None and out._is_view():  # autograd would not allow in-place changes of it or its views
             out = out.new_empty(0).set_(out)  # type: ignore[call-overload]
         ctx.call = call
-        ctx.strides = None if call.gradient is None else (q.stride(), k.stride(), v.stride())
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         if not call.options.needs_lse:
             return out
@@ -574,12 +575,11 @@ class _Planned(torch.autograd.Function):
         saved = ctx.saved_tensors
         flags = ctx.needs_input_grad
         wanted = (*flags[:3], *flags[4:])
-        return gradients(ctx.call, ctx.strides, saved[:5], saved[5:], wanted, dout, dlse)
+        return gradients(ctx.call, saved[:5], saved[5:], wanted, dout, dlse)
 
 
 def gradients(
     call: Call,
-    strides: tuple[tuple[int, ...], ...] | None,
     saved: tuple[Any, ...],
     tensors: tuple[Tensor, ...],
     flags: tuple[bool, ...],
@@ -588,8 +588,8 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """A Call's backward: gradients in the places of `_Planned`'s inputs.
 
-    `strides`: those of q, k and v that a bound gradient is for; `saved`: q, k, v, out and lse as they came back;
-    `tensors`: the operands; `flags`: what is wanted, of q, k, v and the operands.
+    `saved`: q, k, v, out and lse as they came back; `tensors`: the operands; `flags`: what is wanted, of q, k, v and
+    the operands.
     """
     q, k, v, out, lse = saved
     if dout is None and dlse is None:
@@ -599,7 +599,7 @@ def gradients(
     if _wants_composite():
         return _in_slots(_differentiable_grads(dout, dlse, q, k, v, operands, call.problem, wants), call.names)
     dout = torch.zeros_like(out) if dout is None else with_memory(dout)
-    if strides is not None and strides != (q.stride(), k.stride(), v.stride()):
+    if call.gradient is not None and call.strides != (q.stride(), k.stride(), v.stride()):
         # Hooks on saved tensors, as of save_on_cpu, may lay them out anew; a bound gradient is for one layout.
         options = call.options._replace(backend=call.backend_name)
         call = prepare(q, k, v, operands, options, call.problem.operand_grads)

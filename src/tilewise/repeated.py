@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 _log = logging.getLogger("tilewise")
 Form = Literal["bhsd", "bshd", "bsd"]  # the last one: (batch, seq, dim), the batch in the place of the heads
-Strides = tuple[tuple[int, ...], ...]
 
 
 class Repeated(NamedTuple):
@@ -42,7 +41,6 @@ class Repeated(NamedTuple):
 
     call: Call
     form: Form
-    strides: Strides  # of q, k and v as kernels see them
     constants: Operands  # what a recipe has the addresses of
 
 
@@ -94,8 +92,7 @@ def _described(call: Call, form: Form, q: Tensor, k: Tensor, v: Tensor) -> Any:
     if recipe is None:
         return None
     _give_counters(recipe, q.device)
-    strides = q.stride(), k.stride(), v.stride()
-    owner = Repeated(call._replace(native=None), form, strides, constants)
+    owner = Repeated(call._replace(native=None), form, constants)
     raw = [_raw(tensor, form) for tensor in (q, k, v)]
     lse = tuple(out.shape[:3]) if run.makes_lse(problem) else None
     returns_lse = call.options.needs_lse
@@ -126,11 +123,11 @@ def _make_backward(
     learn: bool,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k and v of which `wanted` has the bits; with `learn`, such a backward is known afterwards."""
-    call, form, strides, _ = repeated
+    call, form, _ = repeated
     flags = tuple(bool(wanted >> place & 1) for place in range(len(INPUTS)))
     saved = _viewed(q, form), _viewed(k, form), _viewed(v, form), _viewed(out, form), lse
     seen = None if dout is None else _viewed(dout, form)
-    grads = op.gradients(call, strides, saved, (), flags, seen, dlse)[: len(INPUTS)]
+    grads = op.gradients(call, saved, (), flags, seen, dlse)[: len(INPUTS)]
     if learn and dout is not None and not _is_captured(q):
         _learn_backward(known, repeated, dout, saved, wanted, flags)
     return tuple(None if grad is None else _raw(grad, form) for grad in grads)
@@ -139,7 +136,7 @@ def _make_backward(
 def _learn_backward(
     known: Any, repeated: Repeated, dout: Tensor, saved: tuple[Tensor, ...], wanted: int, flags: tuple[bool, ...]
 ) -> None:
-    call, form, _, constants = repeated
+    call, form, constants = repeated
     q, k, v, out, _ = saved
     problem, wants = in_terms(call.problem), chosen(INPUTS, flags)
     tensors = {"dout": _viewed(dout, form), "q": q, "k": k, "v": v, "out": out, **constants}
