@@ -1,13 +1,15 @@
-"""Small Transformers models in eager mode, whose time is the host's: generate(), and a training step.
+"""Small Transformers models, whose time is the host's: a training step, generate(), and decoding by a CUDA graph.
 
-    python benchmarks/eager.py --save                 # on a GPU, in about a minute and a half
+    python benchmarks/eager.py --save                 # on a GPU, in about two minutes
     python benchmarks/eager.py --tiny --device cpu    # a look at the script itself
 
 12 layers of 768 columns, random weights in bfloat16. A training step is forward and backward, without an optimizer, of
 4 sequences of 256 tokens; generate() is greedy, 64 tokens behind prompts of 64, with the cache that Transformers makes
-itself. The same model runs with attn_implementation="tilewise", with sdpa, and with sdpa under `tilewise.sdpa()`, in
-interleaved rounds. Before anything is timed, logits and gradients are held against eager attention in float32 as
-benchmarks/models.py does. A ratio is the time of sdpa over ours, with the interval of tilewise.lab's statistic.
+itself; both in eager mode. Decoding by graph is a forward of one token per sequence against a static cache of 2048
+places, 1024 of them filled by the prompt, captured once per way and replayed. The same model runs with
+attn_implementation="tilewise", with sdpa, and with sdpa under `tilewise.sdpa()`, in interleaved rounds. Before anything
+is timed, logits and gradients are held against eager attention in float32 as benchmarks/models.py does. A ratio is the
+time of sdpa over ours, with the interval of tilewise.lab's statistic.
 
 The first calls are not among the rounds: they build kernels, and plan each length of a growing cache. Their times are
 in the record as "first".
@@ -24,9 +26,12 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parent.parent
 _spec = importlib.util.spec_from_file_location("benchmarks_models", ROOT / "benchmarks" / "models.py")
@@ -39,9 +44,10 @@ if _spec.name not in sys.modules:
 
 OURS, PEER, OVERRIDE = "tilewise", "sdpa", "sdpa under tilewise.sdpa()"
 WAYS = (OURS, PEER, OVERRIDE)
-KINDS = ("step", "generate")
+KINDS = ("step", "generate", "graph")
 SEQUENCES, TOKENS = 4, 256  # of a training step
 PROMPT, NEW_TOKENS = 64, 64
+FILLED, PLACES = 1024, 2048  # of a static cache
 _COMMON = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -56,6 +62,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """By family of Transformers: the measured widths, and tiny ones."""
+TOO_SHORT = {("GPT2", "graph")}  # 1024 positions
 
 
 class Runner:
@@ -79,6 +86,8 @@ class Runner:
         self.words = torch.randint(3, config.vocab_size, (SEQUENCES, tokens), generator=generator, device=device)
         self.prompt = self.words[:, :prompt].contiguous()
         self.new_tokens = 3 if tiny else NEW_TOKENS
+        filled, self.places = (6, 40) if tiny else (FILLED, PLACES)
+        self.read = torch.randint(3, config.vocab_size, (SEQUENCES, filled), generator=generator, device=device)
         self._override = tilewise.sdpa()
 
     def way(self, name: str) -> Any:
@@ -96,6 +105,9 @@ class Runner:
             max_new_tokens=self.new_tokens, min_new_tokens=self.new_tokens,
         )  # fmt: skip
         return made
+
+    def decoder(self) -> Decoder:
+        return Decoder(self.model, self.read, self.places)
 
     def gradients(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         logits = self.model(input_ids=self.words[:2], use_cache=False).logits
@@ -132,18 +144,93 @@ class Runner:
         same = {name: (tokens[name] == tokens[PEER]).float().mean().item() for name in WAYS}
         return {"errors": errors, "wrong": wrong, "same tokens": same, "first": first}
 
-    def rounds(self, kind: str, count: int, steps: int) -> dict[str, list[float]]:
+    def verified_decoders(self, told: dict[str, Any]) -> dict[str, Decoder]:
+        """A captured step per way; what is wrong with its logits is told with what else was found."""
+        found = {}
+        with self.way("eager"):
+            weights = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+            self.model.float()
+            want = self.decoder().expected()
+            self.model.to(self.dtype)
+            self.model.load_state_dict(weights)
+            usual = models.error([self.decoder().expected()], [want])
+        for name in WAYS:
+            with self.way(name):
+                found[name] = self.decoder()
+                found[name].capture()
+            value = models.error([found[name].first], [want])
+            told["errors"][name]["graph"] = value
+            if not value <= models.FURTHER * usual:
+                told["wrong"][name] = f"a decoded token's logits are off by {value:.1e}, eager's by {usual:.1e}"
+        return found
+
+    def rounds(self, kind: str, count: int, steps: int, told: dict[str, Any]) -> dict[str, list[float]]:
         """Seconds per call by way, round by round, in a random order."""
-        call, times = (self.step, steps) if kind == "step" else (self.generate, 1)
+        calls: dict[str, Callable[[], object]] = dict.fromkeys(WAYS, self.step if kind == "step" else self.generate)
+        if kind == "graph":
+            decoders = self.verified_decoders(told)
+            steps = min(steps, (self.places - self.read.shape[1] - WARM_STEPS) // (count + 2))
+            calls = {name: decoder.replay for name, decoder in decoders.items()}
         found: dict[str, list[float]] = {name: [] for name in WAYS}
         order = random.Random(3)
         for number in range(count + 1):  # the first settles what is planned, built and learnt
             for name in order.sample(WAYS, len(WAYS)):
                 with self.way(name):
-                    taken = models.clocked(self.device, call, times)
+                    taken = models.clocked(self.device, calls[name], 1 if kind == "generate" else steps)
                 if number:
                     found[name].append(taken)
         return found
+
+
+class Decoder:
+    """A forward of one more token per sequence, always the same one, against a static cache; captured into a CUDA graph
+    where there is a GPU."""
+
+    def __init__(self, model: Any, read: torch.Tensor, places: int) -> None:
+        from transformers import StaticCache  # noqa: PLC0415
+
+        self.model, self.read, self.token = model, read, read[:, :1].contiguous()
+        self._cache = StaticCache(config=model.config, max_cache_len=places)
+        self.logits = self.first = torch.empty(0)
+        self.replay: Callable[[], object] = self._step
+
+    def expected(self) -> torch.Tensor:
+        """The logits of the first replay, by a forward over all that was read until then."""
+        with torch.no_grad():
+            whole = torch.cat([self.read, *[self.token] * (WARM_STEPS + 1)], 1)
+            logits: torch.Tensor = self.model(whole, use_cache=False, logits_to_keep=1).logits
+        return logits
+
+    def capture(self) -> None:
+        """Read the prompt, take the first steps, and capture one; `first` is what its first replay gives."""
+        on_gpu = self.read.is_cuda
+        stream = torch.cuda.Stream() if on_gpu else None
+        with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+            self._forward(self.read)
+            for _ in range(WARM_STEPS):  # what is built or planned is so before the capture
+                self._step()
+            if stream is not None:
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=stream):
+                    self._step()
+                self.replay = graph.replay
+            self.replay()
+            self.first = self.logits.clone()
+        models.synchronize(self.read.device.type)
+
+    def _step(self) -> None:
+        self.logits = self._forward(self.token)
+
+    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            made: torch.Tensor = self.model(
+                tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+            ).logits
+        return made
+
+
+WARM_STEPS = 2
 
 
 def row_of(family: str, kind: str, told: dict[str, Any], times: dict[str, list[float]]) -> dict[str, Any]:
@@ -173,7 +260,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=FAMILIES, help="of these families; all by default")
-    parser.add_argument("--kind", action="append", choices=KINDS, help="of these; both by default")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="of these; all by default")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=10, help="training steps per round")
     parser.add_argument("--device", default="cuda")
@@ -200,7 +287,9 @@ def main() -> None:
         runner = Runner(family, tiny=options.tiny, device=options.device)
         told = runner.verify()
         for kind in options.kind or KINDS:
-            times = runner.rounds(kind, options.rounds, options.steps)
+            if (family, kind) in TOO_SHORT:
+                continue
+            times = runner.rounds(kind, options.rounds, options.steps, told)
             rows.append(row_of(family, kind, told, times))
     show(rows)
     if options.save:

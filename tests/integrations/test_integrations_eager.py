@@ -33,6 +33,14 @@ def test_every_way_computes_the_same_model(family):
     assert made.shape == (eager.SEQUENCES, runner.prompt.shape[1] + runner.new_tokens)
 
 
+def test_a_decoded_token_is_verified_before_it_is_timed():
+    runner = eager.Runner("Llama", tiny=True, device="cpu", dtype=torch.float32)
+    told = {"errors": {name: {} for name in eager.WAYS}, "wrong": {}}
+    times = runner.rounds("graph", 2, 3, told)
+    assert all(told["errors"][name]["graph"] <= 16 * budget(torch.float32, 64) for name in eager.WAYS)
+    assert [len(found) for found in times.values()] == [2] * len(eager.WAYS)
+
+
 def test_rows_compare_with_sdpa_what_is_right():
     times = {name: [2.0 + place, 2.1 + place, 2.2 + place] for place, name in enumerate(eager.WAYS)}
     told = {"errors": {}, "wrong": {eager.OVERRIDE: "out error"}, "first": {}, "same tokens": {}}
