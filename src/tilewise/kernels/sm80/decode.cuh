@@ -124,6 +124,7 @@ struct DecodeSmem {
   static constexpr int v_bytes = matrix_bytes(block_keys, config.head_dim_v);
   static constexpr int stride = config.head_dim_v + 8;  // so that lanes write to different banks
 
+  // Ring, q and o follow one another without a gap: `combine` takes them as one.
   alignas(1024) unsigned char ring[config.warps][config.stages][k_bytes + v_bytes];
   unsigned char q[2][matrix_bytes(config.rows(), config.head_dim)];
   float o[config.warps][config.rows()][stride];
@@ -823,7 +824,6 @@ struct Decode {
     constexpr int large =
         (sizeof(smem.ring) + sizeof(smem.q) + sizeof(smem.o)) / (2 * 16 * threads);
     static_assert(small >= 1);
-    static_assert(__builtin_offsetof(Smem, o) == sizeof(smem.ring) + sizeof(smem.q));
     const int room = at.is_last ? large : small;
     const int count = rows_of(at) * (dv / 4), part_count = sharing.count;
     // In rows: where the parts begin, the first and, `apart` each from the one before, the others.
