@@ -22,6 +22,7 @@ from tilewise.lab.measure.pool import Pool
 from tilewise.lab.measure.worker import Worker
 from tilewise.lab.model import kernels
 from tilewise.lab.studies import inspect, suites
+from tilewise.target import Target
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,6 +127,14 @@ def test_rows_of_one_problem_are_verified_side_by_side_and_timed_every_way() -> 
             assert outcome.verdict in (VERIFIED, REFUSED), (comparison.row.name, outcome.candidate, outcome.stderr)
         assert comparison.outcomes[0].verdict == VERIFIED
         assert comparison.speed(comparison.outcomes[0]) is not None
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and not Target.of("cuda").has_triton, reason="triton is not installed")
+def test_check_finds_kernels_written_apart_right() -> None:
+    result = run("check --shape 1,4,300,64 --kv-heads 2 --mask causal --backward")
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines()]
+    assert any(row[:2] == ["triton", "verified"] for row in rows), result.output
 
 
 def test_clocks_are_seen() -> None:

@@ -100,7 +100,7 @@ class Config(TileConfig):
     def smem_bytes(self) -> int:
         """`sizeof(DecodeSmem<config>)`; the generated source asserts it."""
         block = matrix_bytes(BLOCK_KEYS, self.head_dim) + matrix_bytes(BLOCK_KEYS, self.head_dim_v)
-        sums = self.rows * (self.warps * (self.head_dim_v + 8 + 2) * 4 + MAX_GROUP * 8)
+        sums = self.rows * (self.warps * (self.head_dim_v + 8 + 2) * 4 + MAX_GROUP * 8 + 12)
         per_segment = matrix_bytes(self.rows, self.head_dim) + self.warps * _SEGMENT_BYTES  # of two
         whole = self.warps * self.stages * block + 2 * per_segment + sums + 4
         return -(-whole // 1024) * 1024

@@ -41,17 +41,20 @@
 //   q           8192  of two segments: the one that is attended to, and the next
 //   o          69632  step 6: O of all warps. Steps 8 and 9: numbers of parts that are on their way, two rounds of them; behind the
 //                     last segment of a CTA in the places of ring and q too
-//   sums        2560  steps 8 and 9: M and L of the parts
-//   m, l        1024  step 6: of all warps. Steps 8 and 9: m[0] is the largest M of each row
+//   sums        2560  steps 8 and 9: M, then factor, and L of the parts
+//   m, l        1024  step 6: of all warps; m then is the factor of each
+//   row_out      128  step 7: where a row of out begins
+//   row_factor    64  step 7: what O of a row is multiplied by
 //   segment     1536  per warp, descriptions of two segments
 //
 // Synchronisation.
 //   cp_async_wait, __syncwarp          a block has arrived: copied, and read, by the lanes of one warp
 //   __syncwarp                         all lanes have read a block; the next copies overwrite it
-//   __syncthreads, in step 6           all warps have written O, m, l, and have read Q, whose place the next segment but one takes
+//   __syncthreads, in step 6           all warps have written O, m, l, and have read Q, whose place the next segment but one takes;
+//                                      then rows are finished: a thread each has made the factors of the warps, and what step 7 needs
 //   __syncthreads, around a ticket     all stores of a part come before it (release), all loads of others after it (acquire)
 //   cp_async_wait, in steps 8 and 9    a number of a part has arrived: copied, and read, by one thread
-//   __syncthreads, in steps 8 and 9    M and L of all parts are in `sums`, and the largest M of each row in m
+//   __syncthreads, in steps 8 and 9    M and L of all parts are in `sums`; then rows are finished, and M is the factor of each part
 //   __syncthreads, where one begins    Q of the segment is there, and the O, m, l of the segment before have been read
 //   __syncwarp, where one ends         all lanes have read its description, whose place the next segment but one takes
 // Values that are inf or NaN, in blocks of which a row may not see every key: 0 * inf is NaN. There the rows that do see such a
@@ -128,9 +131,11 @@ struct DecodeSmem {
   alignas(1024) unsigned char ring[config.warps][config.stages][k_bytes + v_bytes];
   unsigned char q[2][matrix_bytes(config.rows(), config.head_dim)];
   float o[config.warps][config.rows()][stride];
-  float2 sums[max_group][config.rows()];  // of parts: M, L
+  float2 sums[max_group][config.rows()];  // of parts: M or factor, L
   float m[config.warps][config.rows()];
   float l[config.warps][config.rows()];
+  u16* row_out[config.rows()];
+  float row_factor[config.rows()];
   // Of every warp, the segment that it attends to and the one behind it.
   static constexpr int segment_ints = 24;
   int segment[config.warps][2][segment_ints];
@@ -641,21 +646,16 @@ struct Decode {
 
   // --- steps 6 to 8 ---
 
-  struct Sums {
-    float m, l;
-    float4 o;
-
-    // Of parts whose largest m is this.
-    __device__ __forceinline__ explicit Sums(float m) : m(m), l(0.0f), o{0.0f, 0.0f, 0.0f, 0.0f} {}
-    __device__ __forceinline__ void add(float other_m, float other_l, const float4& other) {
-      const float factor = ptx::ex2(other_m - (m == -infinity ? 0.0f : m));
-      l = fmaf(factor, other_l, l);
-      o.x = fmaf(factor, other.x, o.x);
-      o.y = fmaf(factor, other.y, o.y);
-      o.z = fmaf(factor, other.z, o.z);
-      o.w = fmaf(factor, other.w, o.w);
-    }
-  };
+  // 2^(m - top), for m <= top. Both may be -inf.
+  __device__ __forceinline__ static float factor_of(float m, float top) {
+    return ptx::ex2(m - (top == -infinity ? 0.0f : top));
+  }
+  __device__ __forceinline__ static void add_scaled(float4& sum, float factor, const float4& o) {
+    sum.x = fmaf(factor, o.x, sum.x);
+    sum.y = fmaf(factor, o.y, sum.y);
+    sum.z = fmaf(factor, o.z, sum.z);
+    sum.w = fmaf(factor, o.w, sum.w);
+  }
 
   // A field of a word that the CTAs with a part count up in.
   struct Ticket {
@@ -727,23 +727,34 @@ struct Decode {
     return static_cast<int>(static_cast<long long>(sequence.q_start()) * group / rows) + at.b;
   }
 
-  __device__ __forceinline__ void store(const Segment& at, int row, int column, Sums sums) const {
+  // What one thread does for a row whose M and L are known: as a part, they go to memory, in row
+  // `place` + row; else (step 7) lse does, and what makes out of the row's O is left for all.
+  __device__ __forceinline__ void finish_row(const Segment& at, int row, float m, float l,
+                                             bool is_part, long long place) const {
     constexpr float ln2 = 0.693147180559945309f;
+    if (is_part) {
+      reinterpret_cast<float2*>(params.partial_sums)[place + row] = float2{m, l};
+      return;
+    }
     const auto sequence = sequence_of<Extents>(params, at.record);
     const int token = token_of(at, row), head = head_of(at, row);
     const int batch = sequence.batch(at.b);
-    const float factor =
-        Policy::finish_row(params, Place{*this, at, row, 0}, 0, sums.m, sums.l, 1.0f);
-    const float inverse = sums.l == 0.0f ? 0.0f : ptx::rcp(sums.l) * factor;
-    if (column < params.head_dim_v) {
-      const uint2 packed{ptx::pack<config.bf16>(sums.o.x * inverse, sums.o.y * inverse),
-                         ptx::pack<config.bf16>(sums.o.z * inverse, sums.o.w * inverse)};
-      *reinterpret_cast<uint2*>(params.out.row(batch, head, sequence.q_start() + token) + column) =
-          packed;
-    }
-    if (params.lse != nullptr && column == 0)
+    const float factor = Policy::finish_row(params, Place{*this, at, row, 0}, 0, m, l, 1.0f);
+    smem.row_factor[row] = l == 0.0f ? 0.0f : ptx::rcp(l) * factor;
+    smem.row_out[row] = params.out.row(batch, head, sequence.q_start() + token);
+    if (params.lse != nullptr)
       params.lse[first_row_of_head(params, sequence, batch, params.heads, head) + token] =
-          sums.l == 0.0f ? -infinity : (sums.m + ptx::lg2(sums.l)) * ln2;
+          l == 0.0f ? -infinity : (m + ptx::lg2(l)) * ln2;
+  }
+  __device__ __forceinline__ void store(int row, int column, const float4& o, bool is_part,
+                                        long long place) const {
+    if (is_part) {
+      *reinterpret_cast<float4*>(params.partial_out + (place + row) * dv + column) = o;
+    } else if (column < params.head_dim_v) {
+      const float f = smem.row_factor[row];
+      *reinterpret_cast<uint2*>(smem.row_out[row] + column) =
+          uint2{ptx::pack<config.bf16>(o.x * f, o.y * f), ptx::pack<config.bf16>(o.z * f, o.w * f)};
+    }
   }
 
   __device__ __forceinline__ void finish_segment(const Segment& at) {
@@ -766,23 +777,31 @@ struct Decode {
       }
     }
     __syncthreads();
-    const int count = row_count * (dv / 4);
     const Parts parts = parts_of(at);
-    for (int i = threadIdx.x; i < count; i += threads) {
-      const int row = i / (dv / 4), column = i % (dv / 4) * 4;
-      float top = -infinity;
+    const bool is_part = parts.count > 1;
+    const long long place = static_cast<long long>(parts.slot(parts.index)) * params.part_rows;
+    if (threadIdx.x < row_count) {
+      const int row = threadIdx.x;
+      float top = -infinity, l = 0.0f;
 #pragma unroll
       for (int w = 0; w < warps; ++w) top = fmaxf(top, smem.m[w][row]);
-      Sums sums(top);
+#pragma unroll
+      for (int w = 0; w < warps; ++w) {
+        const float factor = factor_of(smem.m[w][row], top);
+        l = fmaf(factor, smem.l[w][row], l);
+        smem.m[w][row] = factor;
+      }
+      finish_row(at, row, top, l, is_part, place);
+    }
+    __syncthreads();
+    const int count = row_count * (dv / 4);
+    for (int i = threadIdx.x; i < count; i += threads) {
+      const int row = i / (dv / 4), column = i % (dv / 4) * 4;
+      float4 sum{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
       for (int w = 0; w < warps; ++w)
-        sums.add(smem.m[w][row], smem.l[w][row],
-                 *reinterpret_cast<const float4*>(&smem.o[w][row][column]));
-      if (parts.count == 1) {
-        store(at, row, column, sums);
-        continue;
-      }
-      store_part(parts.slot(parts.index) * params.part_rows + row, column, sums);
+        add_scaled(sum, smem.m[w][row], *reinterpret_cast<const float4*>(&smem.o[w][row][column]));
+      store(row, column, sum, is_part, place);
     }
     if (parts.count == 1) return;
     // Why a loop: `combine` stands here once.
@@ -876,15 +895,21 @@ struct Decode {
 #pragma unroll 1
     for (int i = threadIdx.x + threads; i < sum_count; i += threads) all_sums[i] = load_sums(i);
     __syncthreads();
-    if (threadIdx.x < rows) {
-      float top = -infinity;
+    if (threadIdx.x < rows_of(at)) {
+      const int row = threadIdx.x;
+      float top = -infinity, l = 0.0f;
 #pragma unroll 4
-      for (int part = 0; part < part_count; ++part)
-        top = fmaxf(top, smem.sums[part][threadIdx.x].x);
-      smem.m[0][threadIdx.x] = top;
+      for (int part = 0; part < part_count; ++part) top = fmaxf(top, smem.sums[part][row].x);
+#pragma unroll 4
+      for (int part = 0; part < part_count; ++part) {
+        float2& own = smem.sums[part][row];
+        own.x = factor_of(own.x, top);
+        l = fmaf(own.x, own.y, l);
+      }
+      finish_row(at, row, top, l, !whole, lead);
     }
     __syncthreads();
-    Sums sums(-infinity);
+    float4 sum;
     u32 half = 0;
 #pragma unroll 1
     for (Round now = first_round; now.first < count; advance_round(now)) {
@@ -898,26 +923,15 @@ struct Decode {
 #pragma unroll 1
       for (int i = now.first; i < end; i += threads) {
         const int row = i / (dv / 4), column = i % (dv / 4) * 4;
-        if (now.part == 0) sums = Sums(smem.m[0][row]);
+        if (now.part == 0) sum = float4{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll 4
         for (int part = now.part; part < end_part; ++part) {
-          const float2 own = smem.sums[part][row];
-          sums.add(own.x, own.y, ptx::load_shared_floats(from));
+          add_scaled(sum, smem.sums[part][row].x, ptx::load_shared_floats(from));
           from += 16 * threads;
         }
-        if (end_part < part_count) continue;
-        if (whole)
-          store(at, row, column, sums);
-        else
-          store_part(lead + row, column, sums);
+        if (end_part == part_count) store(row, column, sum, !whole, lead);
       }
     }
-  }
-
-  __device__ __forceinline__ void store_part(int place, int column, const Sums& sums) const {
-    *reinterpret_cast<float4*>(params.partial_out + static_cast<long long>(place) * dv + column) =
-        sums.o;
-    if (column == 0) reinterpret_cast<float2*>(params.partial_sums)[place] = float2{sums.m, sums.l};
   }
 
   // Once this warp's share of Q is there.
