@@ -17,8 +17,8 @@ from tilewise.errors import InvalidInput
 from tilewise.lab.commands import inspect as cli_inspect
 from tilewise.lab.commands.app import app
 from tilewise.lab.measure.compare import VERIFIED, Comparison, Outcome, Settings
-from tilewise.lab.render import docs, models_docs, plots, report_docs
-from tilewise.lab.studies import bench, records, suites
+from tilewise.lab.render import docs, host_docs, models_docs, plots, report_docs
+from tilewise.lab.studies import bench, host, records, suites
 from tilewise.lab.studies import inspect as inspection
 from tilewise.target import TARGETS
 
@@ -195,6 +195,31 @@ def test_whole_models_are_a_table_of_their_page(tmp_path: Path) -> None:
         assert "| t5 | 1 x 9 | step | - | - | - |" in lines
         assert any("15 rounds" in line for line in lines)
         assert (lines[0], lines[-1]) == ("before", "after")
+
+
+def test_host_time_and_small_models_are_tables_of_their_page(tmp_path: Path) -> None:
+    page = tmp_path / host_docs.PAGE
+    page.parent.mkdir()
+    page.write_text("before\n<!-- host calls -->\n<!-- /host -->\n<!-- host models -->\n<!-- /host -->\nafter\n")
+    assert host_docs.wanted(tmp_path)[page].count("*Not measured yet: ") == 2
+    provenance = made_up()["provenance"]
+    provenance["versions"] = {"torch": "2.11"}
+    costs = [("no grad", host.DEFAULT, 2e-5), ("no grad", "ours", 5e-6), ("grad", host.DEFAULT, 3e-5)]
+    rows = [{"kind": kind, "call": call, "median": seconds, "seconds": [seconds]} for kind, call, seconds in costs]
+    calls = {"kind": host.KIND, "settings": {"shape": [1, 8, 128, 64], "rounds": 9}, "rows": rows}
+    times = {"tilewise": [2e-3] * 9, "sdpa": [3e-3] * 9}
+    speed = {"tilewise": {"ratio": 1.5, "low": 1.4, "high": 1.6}}
+    found = [{"model": "Llama", "what": "generate", "seconds": times, "speed": speed, "wrong": {}}]
+    models = {"kind": models_docs.KIND, "settings": {"tiny": False}, "rows": found}
+    (tmp_path / bench.RESULTS).mkdir(parents=True)
+    for suite, record in (("host-cuda", calls), ("eager", models)):
+        name = f"2026-11-16T130446Z-{suite}.json"
+        (tmp_path / bench.RESULTS / name).write_text(json.dumps(record | {"provenance": provenance}))
+    lines = host_docs.wanted(tmp_path)[page].splitlines()
+    assert "| ours | 5.0 us, 0.25 | - | - |" in lines
+    assert f"| {host.DEFAULT} | 20.0 us, 1.00 | 30.0 us, 1.00 | - |" in lines
+    assert "| Llama | `generate()` | 1.50x [1.40, 1.60] | 3.00 ms |" in lines
+    assert (lines[0], lines[-1]) == ("before", "after")
 
 
 def test_another_library_that_is_faster_than_pytorch_is_named(tmp_path: Path) -> None:

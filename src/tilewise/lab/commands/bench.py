@@ -103,6 +103,10 @@ def bench(
                 print(f"saved {benches.save(joined.values, results)}", file=sys.stderr)
             _show_bench(joined, joined.comparisons(), plot, outputs, Looks(verbose, quiet))
             return
+        if host.SUITE in (suite or ()) and suite != [host.SUITE]:
+            raise InvalidInput(
+                "--suite", ", ".join(suite or ()), f"{host.SUITE} alone", "measure it in a run of its own"
+            )
         if suite == [host.SUITE]:
             _measure_host(outputs, repeat, save, results)
             return

@@ -24,7 +24,7 @@ from ..measure import statistics, words
 from ..measure.compare import REFUSED, summary
 from ..studies import bench, records
 from ..studies.suites import SUITES
-from . import models_docs, plots, report_docs
+from . import host_docs, models_docs, plots, report_docs
 from .pages import rebuilt
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ def pages(root: Path) -> list[Page]:
 
 
 def reports(root: Path) -> list[Page]:
-    """The table of whole models; the reports that documents cite, from the newest records; and every other HTML page of
-    docs/ that names the record it was made from, as that record looks now."""
-    wanted = models_docs.wanted(root) | report_docs.wanted(root)
+    """The tables of whole models and of host time; the reports that documents cite, from the newest records; and every
+    other HTML page of docs/ that names the record it was made from, as that record looks now."""
+    wanted = models_docs.wanted(root) | host_docs.wanted(root) | report_docs.wanted(root)
     found = [Page(path, path.read_text("utf-8") if path.is_file() else "", text) for path, text in wanted.items()]
     for path in sorted((root / "docs").rglob("*.html")):
         if path in wanted:

@@ -32,7 +32,7 @@ def wanted(root: Path) -> dict[Path, str]:
 
 
 def _table(root: Path) -> list[str]:
-    found = _newest(root)
+    found = newest(root, "transformers", KIND)
     if found is None:
         return ["*Not measured yet: `python benchmarks/models.py --save` on a GPU fills this in.*"]
     path, record = found
@@ -40,13 +40,8 @@ def _table(root: Path) -> list[str]:
     head = ["model", "batch x tokens", "what", "speed", _OURS, *peers]
     lines = [f"| {' | '.join(head)} |", f"|---|---:|---|---:|{'---:|' * (len(peers) + 1)}"]
     lines += [f"| {' | '.join(_cells(row, peers))} |" for row in record["rows"]]
-    provenance = record["provenance"]
-    versions = provenance["versions"]
     rounds = min((len(times) for row in record["rows"] for times in row["seconds"].values() if times), default=0)
-    marks = "".join(f" (**{mark}**)" for mark in records.marks(rounds, provenance, on_gpu=True))
-    about = f"torch {versions['torch']}, transformers {versions['transformers']}, {provenance['date'][:10]}"
-    source = f"From [{path.name}](../{bench.RESULTS}/{path.name}): {_gpu(record)}, {about}, {rounds} rounds{marks}."
-    return [*lines, "", _LEGEND, "", source]
+    return [*lines, "", _LEGEND, "", source(path, record, rounds)]
 
 
 def _cells(row: dict[str, Any], peers: list[str]) -> list[str]:
@@ -60,13 +55,24 @@ def _cells(row: dict[str, Any], peers: list[str]) -> list[str]:
     return [row["model"], f"{row['batch']} x {row['tokens']}", row["what"], told, *cells]
 
 
-def _newest(root: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest record of models of real width on a GPU."""
-    for path in sorted((root / bench.RESULTS).glob("*-transformers.json"), reverse=True):
+def newest(root: Path, suite: str, kind: str) -> tuple[Path, dict[str, Any]] | None:
+    """The newest record of a kind from a GPU; not one of tiny models."""
+    for path in sorted((root / bench.RESULTS).glob(f"*-{suite}.json"), reverse=True):
         record = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(record, dict) and record.get("kind") == KIND and not record["settings"]["tiny"] and _gpu(record):
+        fits = isinstance(record, dict) and record.get("kind") == kind
+        if fits and _gpu(record) and not record["settings"].get("tiny"):
             return path, record
     return None
+
+
+def source(path: Path, record: dict[str, Any], rounds: int) -> str:
+    """Where figures come from, and what a reader must know of them."""
+    provenance = record["provenance"]
+    known = provenance["versions"]
+    versions = [f"{name} {known[name]}" for name in ("torch", "transformers") if name in known]
+    about = ", ".join([_gpu(record), *versions, provenance["date"][:10]])
+    marks = "".join(f" (**{mark}**)" for mark in records.marks(rounds, provenance, on_gpu=True))
+    return f"From [{path.name}](../{bench.RESULTS}/{path.name}): {about}, {rounds} rounds{marks}."
 
 
 def _gpu(record: dict[str, Any]) -> str:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 SUITE = "host"
+KIND = "host cost"  # of records
 ROUNDS = 9
 BATCH = 32  # calls between two waits: a GPU's queue never fills
 _UNTIL_SETTLED = 8  # calls of each kind before the first round: all is planned, built and known
@@ -180,7 +181,7 @@ def lines(costs: list[Cost]) -> list[str]:
 
 def record(costs: list[Cost], device: str, shape: tuple[int, ...], command: list[str]) -> dict[str, Any]:
     return {
-        "kind": "host cost",
+        "kind": KIND,
         "suite": f"{SUITE}-{device.partition(':')[0]}",
         "provenance": environment.provenance(0, command),
         "settings": {"device": device, "shape": list(shape), "rounds": len(costs[0].seconds), "calls": BATCH},

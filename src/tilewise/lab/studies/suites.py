@@ -381,11 +381,6 @@ SUITES: dict[str, tuple[Row, ...]] = {
     ),
     # A few new tokens per sequence against what was said before.
     "decode": _decoding(_DECODE_ROWS),
-    # What the host needs to enqueue a call, a call that autograd records, and a call with its backward.
-    "host": tuple(
-        row((1, 8, 128, 64), _BF16, method="host", label=label, needs_grad=bool(label), times=(timed,), **_CUDA)
-        for label, timed in (("", "forward"), ("grad", "forward"), ("grad step", "step"))
-    ),
 }
 
 
