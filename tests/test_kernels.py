@@ -58,11 +58,11 @@ FIRST = {unit.name: unit for _, unit in reversed(UNITS)}  # of those that have a
 
 
 def job(unit: Unit) -> list[pytest.MarkDecorator]:
-    """Of the sm80 family, kernels that differ from others in a dtype or the number of products alone are built nightly,
-    and by every GPU check."""
+    """Kernels that differ from others in a dtype or the number of products alone, or in the GPU that the same source is
+    built for, are built nightly, and by every GPU check."""
     if unit in SAMPLE:
         return []
-    like_another = unit.arch != "sm_90a" and any(like in unit.name for like in LIKE_OTHERS)
+    like_another = any(like in unit.name for like in LIKE_OTHERS)
     return [pytest.mark.kernel_gate if FIRST[unit.name] == unit and not like_another else pytest.mark.nightly]
 
 
