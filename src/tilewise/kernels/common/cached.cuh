@@ -1,16 +1,17 @@
 // clang-format off
-// Keys and values that lie in a cache, in one piece per sequence or in pages, with lengths that are on the device.
+// Keys and values in a cache, in one piece per sequence or in pages, with lengths that are on the device.
 //
-// Symbols. Sequence b of `batch` has the keys [start_b, length_b) of its cache, counted from 0: key j of the sequence is place
-// start_b + j of the cache. Everything else counts keys of the sequence.
+// Symbols. Sequence b of `batch` has the keys [start_b, length_b) of its cache, counted from 0: key j of the sequence is at
+// place start_b + j of the cache. All other code counts keys of the sequence.
 //
 //   one piece per sequence   place p is row p of batch `cache_rows[b]` of the tensors, or of batch b
 //   pages                    place p is row p % page_size of page `page_table[b, p / page_size]`; a page is a batch of the tensors
-//   queries                  all sequences have seq_q; or with `cached_cu_q` they are packed, and sequence b has those of
-//                            [cu_q[b], cu_q[b + 1]). Rows behind the last offset are sequence batch - 1, which has no keys.
+//   queries                  all sequences have seq_q; or with `cached_cu_q` they are packed, and sequence b has the queries
+//                            [cu_q[b], cu_q[b + 1]). Rows behind the last offset belong to sequence batch - 1, which has no
+//                            keys.
 //
-// Whatever these tensors hold, nothing outside of q, k, v and out is touched: lengths and starts are taken for the nearest that
-// the cache has room for, pages and rows for the nearest that exist.
+// Whatever these tensors hold, nothing outside of q, k, v and out is touched: lengths and starts are clamped to what the
+// cache has room for, pages and rows to those that exist.
 // clang-format on
 #pragma once
 
@@ -21,23 +22,23 @@ namespace tilewise {
 
 struct CachedRecord : SequenceRecord {
   int owner;      // b
-  int cache_row;  // the batch of k and v, where they are in one piece
+  int cache_row;  // the batch of k and v, for one piece per sequence
 };
 
 struct CachedOperands {
-  const int* cache_lengths;  // (batch); null: every place is taken
+  const int* cache_lengths;  // (batch); null: every place is used
   const int* cache_starts;   // (batch); null: 0
   const int* cache_rows;     // (batch); null: b
-  const int* page_table;     // (batch, pages of a sequence); null: one piece per sequence
+  const int* page_table;     // (batch, pages per sequence); null: one piece per sequence
   long long page_table_stride;
   const int* cached_cu_q;  // (batch); null: all sequences have seq_q queries
   int page_size;
-  int cache_batches;   // of k and v: pages, or rows of the cache
-  int cache_capacity;  // places of a sequence
-  int ends_aligned;    // the last query stands at the last key, else the first at the first
+  int cache_batches;   // batches of k and v: pages, or rows of the cache
+  int cache_capacity;  // places per sequence
+  int ends_aligned;    // the last query is aligned with the last key, else the first with the first
 };
 
-// A row of k and v.
+// The place of a row of k and v.
 struct KeyPlace {
   int batch, row;
 };
@@ -82,7 +83,7 @@ struct Cached {
     __device__ __forceinline__ int batch(int b) const { return packed ? 0 : b; }
   };
 
-  // Where key `key` of a sequence lies, which is not past its last.
+  // The place of key `key` of a sequence, which must not be past its last.
   template <typename Params>
   static __device__ __forceinline__ KeyPlace key_place(const Params& params, const Record& record,
                                                        int key) {
@@ -92,7 +93,7 @@ struct Cached {
     const int page = params.page_table[record.owner * params.page_table_stride + number];
     return {min_int(max_int(page, 0), params.cache_batches - 1), place - number * params.page_size};
   }
-  // Whether the rows of `count` keys, the first at this place, follow one another.
+  // Whether the rows of `count` keys, of which the first is at this place, are contiguous.
   template <typename Params>
   static __device__ __forceinline__ bool is_one_piece(const Params& params, const KeyPlace& place,
                                                       int count) {

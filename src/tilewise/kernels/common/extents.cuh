@@ -1,37 +1,41 @@
 // clang-format off
-// Where the sequences of a problem lie: one description, which every kernel is compiled with as it is with its score policy.
+// Where the sequences of a problem lie: one description, with which every kernel is compiled, as it is with its score policy.
 //
-// A problem has `params.batch` sequences of queries and keys. The plan of a tile says which of them it is of, and keeps what
-// `Extents` found out about it. All roles read it from the plan, by Extents::Sequence:
+// A problem has `params.batch` sequences of queries and keys. The plan of a tile records which sequence the tile belongs to,
+// and what `Extents` found about that sequence. All roles read it from the plan, through Extents::Sequence:
 //
-//   batch(b)               which batch of the tensors sequence b is in
+//   batch(b)               the batch of the tensors that sequence b is in
 //   q_start(), k_start()   where its rows begin in the tensors: row r of the sequence is row q_start() + r of that batch
-//   seq_q(), seq_k()       how many it has
+//   seq_q(), seq_k()       the numbers of its queries and keys
 //   band(), row_band()     which keys its rows see (mask.cuh, pieces.cuh), counted from the starts
 //
 // An Extents is a struct with
-//   has_operands, Operands   what `find` reads beside the parameters that all kernels have (ParamsOf, as for terms of scores); ragged
-//                            ones of sm90/forward.cuh have `out_rows` with its strides too: out, where rows are stored one by one
-//   ragged                   sequences differ: tiles may lie behind the end of one, and rows behind its end are those of another
-//   Record                   what a plan keeps; empty where the parameters of the kernel say all
+//   has_operands, Operands   what `find` reads beside the parameters that all kernels have (ParamsOf, as for score terms);
+//                            ragged ones of sm90/forward.cuh also have `out_rows` with its strides: out, where rows are
+//                            stored one by one
+//   ragged                   sequences differ: tiles may lie behind the end of a sequence, and rows behind its end belong to
+//                            another
+//   Record                   what a plan stores; empty where the kernel's parameters suffice
 //   find(params, b)          the Record of sequence b
-//   find_queries(params, b)  the same for kernels that read queries alone, and have neither keys nor band
-//   Sequence(params, record) the answers above
+//   find_queries(params, b)  the same for kernels that only read queries, and have neither keys nor a band
+//   Sequence(params, record) the accessors above
 //
-// Batched: (batch, heads, seq, dim) tensors, all sequences alike. The parameters hold everything: plans store nothing more.
-// Mapped: the same, and a list says which tiles a tile visits (tile_map.cuh): plans count positions in it, and `tile_at` says
-// which tile that is. MappedInTurns: lists are in order, and say in their entries which tiles are masked; tiles of keys know
-// how many others visit a tile of queries before them.
-// Those with a KeptSequence (packed rows with their starts in memory, caches with their lengths) have a `find` of their own and
-// Record = SequenceRecord, or one derived from it.
-// Those with a `work_table` (packed.cuh) say which tile a number of work means, and how many there are; their grids may be larger.
+// Batched: (batch, heads, seq, dim) tensors; all sequences are alike. The parameters hold everything: plans store nothing
+// more.
+// Mapped: the same, with a list of the tiles that a tile visits (tile_map.cuh): plans count positions in it, and `tile_at`
+// returns the tile at a position. MappedInTurns: lists are in order, and their entries tell which tiles are masked; KV tiles
+// know how many others visit a query tile before them.
+// Those with a KeptSequence (packed rows with their starts in memory, caches with their lengths) have a `find` of their own
+// and Record = SequenceRecord, or one derived from it.
+// Those with a `work_table` (packed.cuh) define which tile a work number means, and how many tiles there are; their grids may
+// be larger.
 //
-// Parameters beside these: `q_tiles` and `kv_tiles` are those of the longest sequence, `seq_q` the rows of a batch of the
-// tensors, by which lse is laid out. Where Extents are ragged:
+// Parameters beside these: `q_tiles` and `kv_tiles` are those of the longest sequence; `seq_q` is the number of rows in a
+// batch of the tensors, which determines the layout of lse. Where Extents are ragged:
 //   - a tile that begins behind the end of its sequence touches nothing (`has_rows`);
-//   - loads of whole tiles may bring rows of the next sequence. The band hides their keys, and their values are in partial
+//   - loads of whole tiles may include rows of the next sequence. The band hides their keys, and their values are in partial
 //     tiles, which are scrubbed of inf and NaN;
-//   - stores go through copies of boxes only where all rows of the box are in the sequence, else row by row.
+//   - stores copy whole boxes only where all rows of the box belong to the sequence; otherwise they go row by row.
 // clang-format on
 #pragma once
 
@@ -78,10 +82,9 @@ struct Mapped : Batched {
   static constexpr bool has_operands = true;
   static constexpr bool mapped = true;
   struct Operands {
-    const int*
-        tile_counts;  // (lists, outer tiles, 2): how many tiles are full, and how many there are
-    const int* tile_lists;  // (lists, outer tiles, list_room): the full ones first
-    int list_batch_stride;  // in lists; 0 where all batches or heads share them
+    const int* tile_counts;  // (lists, outer tiles, 2): the number of full tiles, and of all tiles
+    const int* tile_lists;   // (lists, outer tiles, list_room): the full ones first
+    int list_batch_stride;   // in lists; 0 where all batches or heads share a list
     int list_head_stride;
     int list_outer_tiles;
     int list_room;
@@ -97,8 +100,8 @@ struct Mapped : Batched {
 struct MappedInTurns : Mapped {
   static constexpr bool in_turns = true;
   struct Operands : Mapped::Operands {
-    const int2* tile_turns;  // (lists, q tiles, kv tiles): of those that visit a q tile, how many
-                             // come before this kv tile, and how many behind it
+    const int2* tile_turns;  // (lists, q tiles, kv tiles): of those that visit a q tile, the number
+                             // that come before this kv tile, and after it
   };
 };
 
@@ -108,13 +111,13 @@ concept HasTileMap = requires { requires Extents::mapped; };
 template <typename Extents>
 concept HasTurns = requires { requires Extents::in_turns; };
 
-// An entry of a list in order.
+// Marks an entry of a list in order as masked.
 __device__ __forceinline__ int masked_tile(int tile) { return tile | 1 << 31; }
 
 template <typename Extents>
 concept HasWorkTable = requires { requires Extents::work_table; };
 
-// Of the tiles that an outer tile visits, all and the full ones, as positions in its list.
+// The tiles that an outer tile visits, all of them and the full ones, as positions in its list.
 template <HasTileMap Extents, typename Params>
 __device__ __forceinline__ QueryTiles listed_tiles(const Params& params, int batch, int head,
                                                    int outer) {
@@ -140,7 +143,7 @@ __device__ __forceinline__ int tile_at(const Params& params, int batch, int head
     return position;
 }
 
-// Of the KV tiles that visit a query tile, how many come before this one, and how many behind it.
+// Of the KV tiles that visit a query tile, the number that come before this one, and after it.
 template <HasTurns Extents, typename Params>
 __device__ __forceinline__ int2 turn_of(const Params& params, int batch, int head_kv, int q_tile,
                                         int kv_tile) {
@@ -148,15 +151,16 @@ __device__ __forceinline__ int2 turn_of(const Params& params, int batch, int hea
   return params.tile_turns[(list * params.q_tiles + q_tile) * params.kv_tiles + kv_tile];
 }
 
-// What a plan keeps of a sequence that is like no other. Shifts of the band count from the starts.
+// What a plan stores for a sequence that differs from others. Shifts of the band count from the
+// starts.
 struct SequenceRecord {
   int q_start, k_start;
   int seq_q, seq_k;
   int first_shift, end_shift;
 };
 
-// The answers from it: all sequences are in the one batch of their tensors. (packed.cuh has
-// others.)
+// The accessors for it: all sequences are in the one batch of their tensors. (packed.cuh has other
+// accessors.)
 template <typename Params>
 struct KeptSequence {
   const SequenceRecord& record;
@@ -182,7 +186,7 @@ __device__ __forceinline__ typename Extents::template Sequence<Params> sequence_
   return {params, record};
 }
 
-// Which batch of the tensors sequence b is in, before there is a plan.
+// The batch of the tensors that sequence b is in, before there is a plan.
 template <typename Extents, typename Params>
 __device__ __forceinline__ int batch_of(const Params& params, int b) {
   if constexpr (HasWorkTable<Extents>)
@@ -191,18 +195,18 @@ __device__ __forceinline__ int batch_of(const Params& params, int b) {
     return sequence_of<Extents>(params, typename Extents::Record{}).batch(b);
 }
 
-// Whether a tile that begins at row `begin` has any of the sequence's `rows`.
+// Whether a tile that begins at row `begin` contains any of the sequence's `rows`.
 template <typename Extents>
 __device__ __forceinline__ bool has_rows(int begin, int rows) {
   return !Extents::ragged || begin < rows;
 }
 
-// A block of rows of one head, for kernels that go through rows alone, and where it lies in
-// scratch: `params.rows` rows per head, or per head of each batch. `exists`: not behind all tiles
-// of a work table.
+// A block of rows of one head, for kernels that only process rows, and its place in scratch memory:
+// `params.rows` rows per head, or per head of each batch. `exists`: the block is not behind all
+// tiles of a work table.
 struct EdgeBlock {
   int batch, head;
-  int first_row;  // of the sequence
+  int first_row;  // within the sequence
   long long at;
   bool exists;
 };
@@ -222,7 +226,8 @@ __device__ __forceinline__ EdgeBlock edge_block_at(const Params& params, Number 
   }
 }
 
-// The first of a sequence's query rows among the rows of all heads of its tensors, as lse counts.
+// The first of a sequence's query rows among the rows of all heads of its tensors, which is the
+// indexing of lse.
 template <typename Params, typename Sequence>
 __device__ __forceinline__ long long first_row_of_head(const Params& params,
                                                        const Sequence& sequence, long long batch,

@@ -1,4 +1,4 @@
-// Which piece of work a number means, found by a warp.
+// Finds the piece of work for a number, by a warp.
 #pragma once
 
 #include "pieces.cuh"
@@ -6,8 +6,8 @@
 namespace tilewise {
 
 // The piece with the number `rank`, where tiles are counted from the last if `from_last`;
-// `steps(tile)` says how many steps a tile has. All lanes of a warp must call it: each looks at one
-// tile of 32.
+// `steps(tile)` returns the number of steps of a tile. All lanes of a warp must call it: each looks
+// at one of 32 tiles.
 template <typename Steps>
 __device__ __forceinline__ Piece find_piece(int rank, int tiles, int limit, bool from_last,
                                             Steps steps) {

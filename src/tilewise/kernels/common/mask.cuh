@@ -1,10 +1,10 @@
-// Who sees whom, and which tiles that leaves to compute.
+// Which queries see which keys, and which tiles remain to be computed.
 //
 // Every mask of these kernels is a band: query row r sees the keys
 //     first_key(r) <= k < end_key(r),   first_key(r) = max(0, r + first_shift)
 //                                       end_key(r)   = min(seq_k, r + end_shift)
 // Full has both shifts at the unlimited ends, causal has only end_shift, a window has both.
-// Both bounds grow with r, which is what makes the tile ranges below exact.
+// Both bounds grow with r, which makes the tile ranges below exact.
 //
 // This header has no PTX and no CUDA types: a host compiler builds it too, and
 // tests/test_device_code.py drives it against the Python rule.
@@ -20,7 +20,7 @@ namespace tilewise {
 
 // Invariant: no kernel tests whether max_int(0, min_int(x, n)) is n. The assembler of CUDA 13.0
 // merges clamp and comparison into one instruction with a wrong result. Testing x >= n is
-// equivalent and safe. tests/test_kernels.py looks for that instruction.
+// equivalent and safe. tests/test_kernels.py searches for that instruction.
 TILEWISE_INLINE int min_int(int a, int b) { return a < b ? a : b; }
 TILEWISE_INLINE int max_int(int a, int b) { return a > b ? a : b; }
 TILEWISE_INLINE int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -64,8 +64,8 @@ TILEWISE_INLINE TileRange touched_tiles(const Band& band, int row_begin, int row
   return {first / block_kv, ceil_div(end, block_kv)};
 }
 
-// The tiles in which every row of [row_begin, row_end) sees every key: no mask is needed there.
-// The result lies inside `touched`; when there is none it is the empty range at touched.begin.
+// The tiles in which every row of [row_begin, row_end) sees every key: no mask is needed there. The
+// result lies inside `touched`; if there are no such tiles, it is the empty range at touched.begin.
 TILEWISE_INLINE TileRange full_tiles(const Band& band, int row_begin, int row_end, int block_kv,
                                      TileRange touched) {
   const int first = band.first_key(row_end - 1);

@@ -1,5 +1,5 @@
-// inf and NaN among values: a mask may hide them, and 0 * inf is NaN. So kernels replace them by 0
-// in the tiles that a mask cuts, and give them back to the rows that do see them.
+// inf and NaN among values: a mask may hide them, and 0 * inf is NaN. Kernels therefore replace
+// them by 0 in the tiles that a mask cuts, and give them back to the rows that do see them.
 #pragma once
 
 #include "mask.cuh"
@@ -15,19 +15,21 @@ __device__ __forceinline__ ptx::u32 nonfinite_bits(ptx::u32 packed) {
   return ((packed & exponent) + last_bit) & 0x80008000u;
 }
 
-// Of the bits of a float.
+// Takes the bits of a float.
 __device__ __forceinline__ bool is_nonfinite(ptx::u32 bits) {
   return (bits & 0x7f800000u) == 0x7f800000u;
 }
 
-// Gives a row the inf and NaN among the values of the keys [begin, end): add(key) adds those of
-// one. Why rolled: it is rare, and the loops of a kernel need the registers.
+// Gives a row the inf and NaN among the values of the keys [begin, end): add(key) adds those of one
+// key. Why the loop is not unrolled: it is rarely executed, and the loops of a kernel need the
+// registers.
 template <typename Add>
 __device__ __forceinline__ void restore_nonfinite(int begin, int end, Add add) {
 #pragma unroll 1
   for (int key = begin; key < end; ++key) add(key);
 }
-// Likewise of the keys that `row` sees in the tiles tile_at(position) for which scrubbed(position).
+// Likewise for the keys that `row` sees in the tiles tile_at(position) for which
+// scrubbed(position).
 template <typename Scrubbed, typename TileAt, typename Add>
 __device__ __forceinline__ void restore_nonfinite(const Band& band, int row,
                                                   const TileRange& positions, int block_kv,

@@ -1,22 +1,26 @@
 // clang-format off
-// Packed sequences: of different lengths, behind one another in (total, heads, dim) tensors, their offsets on the device.
+// Packed sequences: they have different lengths and follow one another in (total, heads, dim) tensors; their offsets are on
+// the device.
 //
-// Symbols. Sequence b has the query rows [cu_q[b], cu_q[b + 1]) and the keys [cu_k[b], cu_k[b + 1]), b < sequences. Rows behind the
-// last offset are a sequence without keys, number `sequences`, and keys behind it one without queries, the next number: so
-// every row of every result is written. Where the tensors have several batches, each has these sequences, and their numbers go
-// on from batch to batch: number b is of batch b / (sequences + 2).
+// Symbols. Sequence b has the query rows [cu_q[b], cu_q[b + 1]) and the keys [cu_k[b], cu_k[b + 1]), b < sequences. Rows
+// behind the last offset form a sequence without keys, number `sequences`, and keys behind it form one without queries, the
+// next number; in this way every row of every result is written. Where the tensors have several batches, each has these
+// sequences, and their numbers continue from batch to batch: number b belongs to batch b / (sequences + 2).
 //
-//   pack_sequences, a warp per sequence, before the kernels that go by what it makes:
-//   1. record[b] = starts and lengths, whatever the offsets hold: within the tensors, and 0 <= length
-//   2. before[b] = tiles of all sequences that are longer, or as long and have a smaller number: the longest come first
-//   3. record[b].first_tile = before[b]; owner[before[b] + i] = b for its tiles i. Of queries and of keys
-// Tiles are numbered without a gap, so numbers serve as places in scratch too: room for total / block + sequences + 2 of them
-// per batch always suffices for offsets that never fall. For others it may not: tiles behind the end of the room are left out.
+//   pack_sequences, with a warp per sequence, runs before the kernels that use its results:
+//   1. record[b] = starts and lengths; whatever the offsets hold, they lie within the tensors, and 0 <= length
+//   2. before[b] = the number of tiles of all sequences that are longer, or equally long with a smaller number: the longest
+//      come first
+//   3. record[b].first_tile = before[b]; owner[before[b] + i] = b for its tiles i. This is done for queries and for keys
+// Tiles are numbered without gaps, so their numbers also index scratch memory: total / block + sequences + 2 slots per batch
+// always suffice for offsets that never decrease. For other offsets they may not: tiles beyond the available slots are left
+// out.
 //
-// A grid has a CTA for so many tiles, or goes through them; which of them exist, it reads from `count`. The work of one sequence
-// is numbered as that of a batch (schedule.cuh), in sections of heads whose keys the L2 cache holds.
+// A grid has a CTA for that many tiles, or loops over them; it reads the number of existing tiles from the first word of their
+// list. The work of one sequence is numbered like that of a batch (schedule.cuh), in sections of heads whose keys fit in the
+// L2 cache.
 //
-// No shared memory. Cost: batches * sequences^2 / 32 steps, of all warps together.
+// There is no shared memory. Cost: batches * sequences^2 / 32 steps, over all warps together.
 // clang-format on
 #pragma once
 
@@ -36,24 +40,24 @@ struct alignas(16) PackedSequence {
 struct PackParams {
   const int* cu_q;
   const int* cu_k;
-  const int* used_k;        // null, or (sequences): how many keys of each are there
-  const int* left_k;        // null, or (sequences): how many of these are padding, the first ones
+  const int* used_k;        // null, or (sequences): the number of valid keys of each
+  const int* left_k;        // null, or (sequences): how many of these are leading padding
   PackedSequence* records;  // (batches, sequences + 2)
-  int* q_tiles;             // how many there are, then the owner of each; null: not wanted
+  int* q_tiles;             // the number of tiles, then the owner of each; null: not wanted
   int* kv_tiles;            // likewise
   int batches;
-  int sequences;  // of each batch, as are the totals
+  int sequences;  // per batch, as are the totals
   int total_q;
   int total_k;
   int block_q;
   int block_kv;
-  int q_room;   // tiles that q_tiles has room for
+  int q_room;   // capacity of q_tiles, in tiles
   int kv_room;  // likewise
 };
 
 constexpr int pack_warps = 8;
 
-// Starts and lengths, within tensors of so many rows.
+// Starts and lengths, within tensors of a given number of rows.
 struct PackedPlace {
   int start, length;
 };
@@ -66,7 +70,7 @@ __device__ __forceinline__ PackedPlace behind_last(const int* offsets, int seque
   return {start, total - start};
 }
 
-// Of what a batch has, with the sequences behind its last offsets.
+// The number of sequences per batch, including those behind its last offsets.
 __device__ __forceinline__ int packed_in_batch(int sequences) { return sequences + 2; }
 
 __device__ __forceinline__ PackedSequence packed_sequence(const PackParams& params, int b) {
@@ -95,7 +99,7 @@ __device__ __forceinline__ int warp_sum(int x) {
   return x;
 }
 
-// Gives tiles [first, first + count) to sequence b, as far as there is room.
+// Assigns tiles [first, first + count) to sequence b, as far as there is room.
 __device__ __forceinline__ void own_tiles(int* tiles, int room, int first, int count, int b) {
   if (tiles == nullptr) return;
   const int end = min_int(room, first + count);
@@ -103,8 +107,8 @@ __device__ __forceinline__ void own_tiles(int* tiles, int room, int first, int c
     tiles[1 + tile] = b;
 }
 
-// Of the sequences with one number in all batches, how many come before that with number b of this
-// batch: all that are longer, or of those as long the ones with a smaller number.
+// Among the sequences with number `other` in all batches, the number that come before number b of
+// this batch: all that are longer or, of those equally long, the ones with a smaller number.
 __device__ __forceinline__ int count_before(const PackParams& params, int batch, int b, int length,
                                             int other, int other_length) {
   if (other_length != length) return other_length > length ? params.batches : 0;
@@ -123,7 +127,7 @@ __device__ __forceinline__ void pack_sequences(const PackParams& params) {
     const PackedSequence one = packed_sequence(params, other);
     const int q_tiles = ceil_div(one.seq_q, params.block_q);
     const int kv_tiles = ceil_div(one.seq_k, params.block_kv);
-    // Of offsets that are none there may be any number: more than the room is all the same.
+    // Invalid offsets may yield any number of tiles: it is capped at one more than the room.
     q_all = min_int(q_all + params.batches * q_tiles, params.q_room + 1);
     kv_all = min_int(kv_all + params.batches * kv_tiles, params.kv_room + 1);
     q_before += q_tiles * count_before(params, batch, b, own.seq_k, other, one.seq_k);
@@ -151,12 +155,12 @@ __device__ __forceinline__ void pack_sequences(const PackParams& params) {
 }
 
 struct PackedRecord : SequenceRecord {
-  int first_q_tile;  // among those of all sequences, as scratch is laid out
-  // In one register, which the roles that make plans have just left.
+  int first_q_tile;  // among the tiles of all sequences, as scratch is laid out
+  // Packed into one register, because the roles that make plans have just one left.
   int batch_and_unordered;
 
   __device__ __forceinline__ int batch_of_tensors() const { return batch_and_unordered >> 1; }
-  // Where tiles of keys take tickets to add up dQ: those of this sequence do not.
+  // Where KV tiles take tickets to add up dQ: true if those of this sequence do not.
   __device__ __forceinline__ bool unordered() const { return batch_and_unordered & 1; }
 };
 
@@ -173,9 +177,10 @@ struct Packed {
   static constexpr bool has_operands = true, ragged = true, work_table = true;
   struct Operands {
     const PackedSequence* packed_records;
-    const int* packed_q_tiles;  // as PackParams has them
+    const int* packed_q_tiles;  // as in PackParams
     const int* packed_kv_tiles;
-    // Where rows are stored one by one: those of a tile that crosses the end of its sequence.
+    // The tensors in which rows are stored one by one: those of a tile that crosses the end of its
+    // sequence.
     void* out_rows;
     long long out_rows_batch_stride, out_rows_head_stride, out_rows_seq_stride;
     void* dk_rows;
@@ -184,18 +189,18 @@ struct Packed {
     long long dv_rows_batch_stride, dv_rows_head_stride, dv_rows_seq_stride;
     void* dq_rows;  // where rows without keys are zeroed, if tickets are taken
     long long dq_rows_batch_stride, dq_rows_head_stride, dq_rows_seq_stride;
-    int dq_columns, dv_columns;  // of a row
-    int ticket_keys;             // of a sequence whose tiles take tickets, at most
-    int packed_rows;             // of a tile of packed_q_tiles
-    int section_keys;   // of the heads that are worked on together, at most; 0: one unit of heads
+    int dq_columns, dv_columns;  // per row
+    int ticket_keys;             // maximum number of keys of a sequence whose tiles take tickets
+    int packed_rows;             // rows per tile of packed_q_tiles
+    int section_keys;   // maximum keys of heads that are worked on together; 0: one unit of heads
     int section_heads;  // the unit: heads that share their keys
-    int ends_aligned;   // the last query stands at the last key, else the first at the first
-    int packed_sequences;  // of each batch of the tensors
+    int ends_aligned;  // the last query is aligned with the last key, else the first with the first
+    int packed_sequences;  // per batch of the tensors
   };
   using Record = PackedRecord;
   template <typename Params>
   using Sequence = PackedOfBatch<Params>;
-  // Before there is a record.
+  // For use before there is a record.
   template <typename Params>
   static __device__ __forceinline__ int batch_of(const Params& params, int b) {
     return b / packed_in_batch(params.packed_sequences);
@@ -218,7 +223,7 @@ struct Packed {
             2 * one.batch + (one.seq_k > params.ticket_keys)};
   }
 
-  // How many tiles of queries, or of keys, all sequences have.
+  // The number of query tiles, or of KV tiles, of all sequences.
   template <typename Params>
   static __device__ __forceinline__ int q_tile_count(const Params& params) {
     return *params.packed_q_tiles;
@@ -232,7 +237,7 @@ struct Packed {
     return params.packed_q_tiles[1 + tile];
   }
 
-  // Of work by tiles of queries, for `heads` heads: the tile with this number.
+  // For work by query tiles, for `heads` heads: the tile with this number.
   template <typename Params>
   static __device__ __forceinline__ WorkTile q_work(const Params& params, int heads, int block_q,
                                                     int longest_first, int work) {
@@ -241,7 +246,7 @@ struct Packed {
     return of_sequence(params, owner, heads, ceil_div(one.seq_q, block_q), one.seq_k, longest_first,
                        work - one.first_q_tile * heads);
   }
-  // Likewise of keys. WorkTile::q_tile is the tile of keys.
+  // Likewise for KV tiles; WorkTile::q_tile is then the KV tile.
   template <typename Params>
   static __device__ __forceinline__ WorkTile kv_work(const Params& params, int heads, int block_kv,
                                                      int work) {
@@ -252,7 +257,7 @@ struct Packed {
   }
 
  private:
-  // A sequence that was left out has no tiles, and any number is behind its end.
+  // A sequence that was left out has no tiles, so any number is behind its end.
   template <typename Params>
   static __device__ __forceinline__ WorkTile of_sequence(const Params& params, int owner, int heads,
                                                          int tiles, int keys, int longest_first,

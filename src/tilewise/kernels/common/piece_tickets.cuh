@@ -1,4 +1,5 @@
-// Tickets of the pieces of a KV tile (pieces.cuh): when each adds to the sums of its dK and dV.
+// Tickets of the pieces of a KV tile (pieces.cuh): they determine when each piece adds to the sums
+// of dK and dV.
 #pragma once
 
 #include "mask.cuh"
@@ -6,20 +7,22 @@
 
 namespace tilewise {
 
-// How many pieces of a KV tile have taken a ticket, and how many have added to its sums.
+// The number of pieces of a KV tile that have taken a ticket, and of those that have added to its
+// sums.
 struct PieceTickets {
   int claimed;
   int added;
 };
 
-// How many pieces of `pieces` have added, or are about to, before this one; it may add when this
-// returns. In order: pieces add by their numbers. Else as they come: the first waits for no
-// other and stores its sums, those after it add to them, and where `last_reads` the last waits for
-// all. One thread calls it; a barrier of all that add must follow.
+// Returns how many of the `pieces` pieces have added, or are about to, before this one; this piece
+// may add when it returns. In order: pieces add by their numbers. Otherwise they add in the order
+// of arrival: the first waits for no other and stores its sums, those after it add to them, and
+// with `last_reads` the last waits for all. One thread calls it; a barrier of all threads that add
+// must follow.
 //
-// Why this cannot hang: in order, a piece that is waited for is work with a smaller number, which
-// runs already (work_tickets.cuh). Else it has taken its ticket, and so has nothing left to do but
-// to add.
+// Why this cannot hang: in order, a piece that is waited for has a smaller work number, so it is
+// already running (work_tickets.cuh). Otherwise it has taken its ticket, and has nothing left to do
+// but to add.
 __device__ __forceinline__ int await_pieces(PieceTickets* tickets, int piece, int pieces,
                                             bool in_order, bool last_reads) {
   const int before = in_order ? piece : ptx::add_relaxed(&tickets->claimed, 1);

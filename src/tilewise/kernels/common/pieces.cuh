@@ -2,13 +2,14 @@
 //
 // A backward goes through the KV tiles of every (batch, KV head) pair. The steps of a KV tile are
 // the query tiles that see it, for every head of its group. A tile of more than `limit` steps is
-// cut into a rest and pieces of `limit` steps, which several CTAs work on; they add up dK and dV in
-// float32. Pairs have the same tiles, so they have the same pieces, numbered tile after tile.
+// cut into a remainder and pieces of `limit` steps, which several CTAs work on; they add up dK and
+// dV in float32. Pairs have the same tiles, so they have the same pieces, numbered tile after tile.
 // Why not into equal parts: pieces of different tiles that begin at the same step stay side by
 // side, read the same queries, and can take turns at the same dQ. The host chooses the limit
 // (engine/division.py) and counts the pieces by the same rule.
 //
-// No PTX, no CUDA types: a host compiler builds this too, and tests/test_device_code.py drives it.
+// This header has no PTX and no CUDA types: a host compiler builds it too, and
+// tests/test_device_code.py drives it.
 #pragma once
 
 #include "mask.cuh"
@@ -25,7 +26,7 @@ struct RowBand {
   TILEWISE_INLINE int end_row(int key) const { return min_int(seq_q, key - first_shift + 1); }
 };
 
-// The query tiles that touch a KV tile, and those of which every row sees every key of it.
+// The query tiles that touch a KV tile, and those in which every row sees every key of it.
 struct QueryTiles {
   TileRange touched;
   TileRange full;  // Invariant: begin <= end
@@ -51,19 +52,19 @@ TILEWISE_INLINE QueryTiles query_tiles(const RowBand& band, int kv_tile, int seq
   return {touched, {begin, max_int(begin, min_int(touched.end, full_end))}};
 }
 
-// A KV tile that no query sees has one piece of no steps, which writes zeros.
+// A KV tile that no query sees has one piece without steps, which writes zeros.
 TILEWISE_INLINE int piece_count(int steps, int limit) {
   return steps <= limit ? 1 : (steps - 1) / limit + 1;
 }
 
 struct Piece {
   int tile;
-  int index;  // of `count`
+  int index;  // one of `count`
   int count;
 };
 
-// The rest is the first piece. Why: pieces that add up in their order wait for those before, and
-// the short one, which is done early, would wait for all the others.
+// The remainder is the first piece. Why: pieces that add up in their order wait for those before
+// them, and the short piece, which is done early, would wait for all the others.
 TILEWISE_INLINE TileRange steps_of_piece(int steps, int limit, const Piece& piece) {
   const int begin = (piece.count - 1 - piece.index) * limit;
   return {begin, min_int(begin + limit, steps)};

@@ -1,8 +1,9 @@
-// One PTX instruction, one function. Shared-memory addresses are 32-bit, converted once at the edge
-// by smem_address(). A "memory" clobber is there exactly when the instruction orders memory for the
-// code around it.
+// Each function wraps one PTX instruction. Shared-memory addresses are 32-bit, converted once at
+// the edge by smem_address(). A function has a "memory" clobber exactly when the instruction orders
+// memory for the code around it.
 //
-// Here is what the kernels of both generations use; sm80/ptx.cuh and sm90/ptx.cuh have their own.
+// This header has what the kernels of both generations use; sm80/ptx.cuh and sm90/ptx.cuh have the
+// rest.
 #pragma once
 
 namespace tilewise::ptx {
@@ -15,8 +16,8 @@ __device__ __forceinline__ u32 smem_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// threadIdx.x, read anew where it stands. Why: what is derived from it cannot be moved out of a
-// loop, where it would occupy registers.
+// threadIdx.x, read again at every call. Why: values derived from it cannot be hoisted out of a
+// loop, where they would occupy registers.
 __device__ __forceinline__ u32 thread_again() {  // ISA: %tid
   u32 thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -84,14 +85,14 @@ __device__ __forceinline__ u32 pack(float low, float high) {  // ISA: cvt
   return packed;
 }
 
-// Two fp16 numbers in a word: ones where that of x is not at least that of y. NaN is not.
+// Compares the two fp16 numbers in a word: ones where x is not at least y, which includes NaN.
 __device__ __forceinline__ u32 not_at_least(u32 x, u32 y) {  // ISA: set
   u32 ones;
   asm("set.ltu.u32.f16x2 %0, %1, %2;" : "=r"(ones) : "r"(x), "r"(y));
   return ones;
 }
 
-// Two packed values, or 0 where these are less.
+// Two packed values, with negative ones replaced by 0.
 template <bool bf16>
 __device__ __forceinline__ u32 at_least_zero(u32 x) {  // ISA: max
   u32 y;
@@ -145,7 +146,7 @@ __device__ __forceinline__ float unpack_high(u32 packed) {  // ISA: cvt
   return x;
 }
 
-// One warp's 16 x 8 += 16 x 16 * 16 x 8. Same fragment layout as wgmma's rows of that warp.
+// One warp's 16 x 8 += 16 x 16 * 16 x 8. The fragment layout is that of wgmma's rows of that warp.
 template <bool bf16>
 __device__ __forceinline__ void mma_m16n8k16(float* c, const u32 (&a)[4], u32 b0,
                                              u32 b1) {  // ISA: mma
@@ -165,7 +166,7 @@ __device__ __forceinline__ void mma_m16n8k16(float* c, const u32 (&a)[4], u32 b0
 
 // --- global memory, between blocks ---
 
-// Four sums in global memory, 16-byte aligned; each is atomic by itself. From sm_90 on.
+// Adds four sums in global memory, 16-byte aligned; each is atomic by itself. From sm_90 on.
 __device__ __forceinline__ void add_to_global(float* address, float a, float b, float c,
                                               float d) {  // ISA: red
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a),
@@ -173,12 +174,12 @@ __device__ __forceinline__ void add_to_global(float* address, float a, float b, 
                : "memory");
 }
 
-// One sum in global memory.
+// Adds one sum in global memory.
 __device__ __forceinline__ void add_to_global(float* address, float a) {  // ISA: red
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(a) : "memory");
 }
 
-// One sum in global memory, atomic, with subnormal numbers: red takes those for 0.
+// Adds one sum in global memory, atomically and with subnormal numbers, which red flushes to 0.
 __device__ __forceinline__ void add_subnormal_to_global(float* address, float a) {
   u32* place = reinterpret_cast<u32*>(address);
   for (u32 seen = *place, before;; seen = before) {
@@ -195,7 +196,7 @@ __device__ __forceinline__ int load_acquire(const int* address) {  // ISA: ld
 __device__ __forceinline__ void add_release(int* address, int value) {  // ISA: red
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
-// Gives what was there before.
+// Returns the previous value.
 __device__ __forceinline__ int add_relaxed(int* address, int value) {  // ISA: atom
   int before;
   asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;"

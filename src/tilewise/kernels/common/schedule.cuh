@@ -1,14 +1,14 @@
-// Which output tile a work index means.
+// Maps a work index to an output tile.
 //
 // Work is numbered section by section; a section is a run of (batch, head) pairs whose keys and
-// values fit the L2 cache together. Inside a section the query tile is the slow index and the head
-// the fast one, so that with `longest_first` (causal masks) the long tiles of the section come
+// values fit in the L2 cache together. Inside a section the query tile is the slow index and the
+// head the fast one, so that with `longest_first` (causal masks) the long tiles of the section come
 // before the short ones, and neighbouring CTAs share the keys of a few heads.
 // Why sections differ by at most one pair: a small last section would begin long tiles when little
 // else is left to do beside them.
 //
-// No PTX, no CUDA types: also built by a host compiler and property-tested there (the numbering is
-// a bijection).
+// This header has no PTX and no CUDA types: a host compiler also builds it and property-tests it
+// (the numbering is a bijection).
 #pragma once
 
 #include "mask.cuh"

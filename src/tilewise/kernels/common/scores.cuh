@@ -1,20 +1,20 @@
 // clang-format off
-// What is done to the scores between the two products: one policy, composed at compile time, for every kernel of
-// the engine: both generations, both directions, 16-bit and float32.
+// The operations on the scores between the two products: one policy, composed at compile time, for every kernel of the
+// engine: both generations, both directions, 16-bit and float32.
 //
-// Symbols. x[i, j]: what the product of q_i and k_j left in an accumulator; x times `unit` is q_i . k_j. T_1 ... T_n: the
-// terms of Scores<T_1, ..., T_n>, in the order in which they are applied. v_t: a score after T_t; the score in nats is
-// c v_n, where c is a factor that the kernel gives to the softmax: the scale of the problem, or with a softcap the cap.
+// Symbols. x[i, j]: the accumulator of the product of q_i and k_j; x times `unit` is q_i . k_j. T_1 ... T_n: the terms of
+// Scores<T_1, ..., T_n>, in the order in which they are applied. v_t: a score after T_t; the score in nats is c v_n, where c
+// is a factor that the kernel passes to the softmax: the scale of the problem, or with a softcap the cap.
 // D[i]: rowsum(dO * O) - dlse. w: the product of the terms' kept_weight, 1 without dropout.
 //
 //   Forward, for every fragment of S                                                   hook of a term
 //   1. v_0 = x, v_t = T_t(v_{t-1})                                                     apply
-//   2. tiles that the band cuts: v_n = -inf where a term hides the key from the query  hide
-//      what a term reports of v_n                                                      observe
+//   2. in tiles cut by the band: v_n = -inf where a term hides the key from the query  hide
+//      a term may report values of v_n                                                 observe
 //   3. P = e^(c v_n - m), added to the row sum l
-//   4. P = 0 where a term does not keep it, after l has taken it                       draw, keeps
+//   4. P = 0 where a term drops it, after it was added to l                            draw, keeps
 //   Forward, once per row
-//   5. m and l as a term leaves them, O in the units of the new m                      finish_row
+//   5. a term may change m and l; O is rescaled to the units of the new m              finish_row
 //      out = w O / l, lse = m + ln l
 //   Backward
 //   6. v_n as in 1 and 2, P = e^(c v_n - lse)
@@ -24,70 +24,70 @@
 //      dS_{t-1} = dS_t T_t'(v_{t-1})                                                   slope, before
 //      dQ and dK come from dS_0
 //
-// A term is a struct. It has a constructor and those of the members below that it needs; a kernel has no code for a hook
-// that no term of its policy has, so Scores<> compiles to nothing.
+// A term is a struct. It has a constructor and those of the members below that it needs; a kernel has no code for a hook that
+// no term of its policy has, so Scores<> compiles to nothing.
 //
-//   Term(params, unit, at)             State of one fragment. `params` are the parameters of the kernel, of whatever family,
-//                                      with the term's Operands: a term reads what it needs by name. `unit` is 1 for all
-//                                      terms but the first that has `apply`. `at` says where the fragment lies (NoPlace
-//                                      below lists what it can be asked); ask only what is needed, since it may cost
-//                                      registers, and not for what stands behind a hook that the term does not have.
-//   struct Once                        What is the same for all fragments of a head, made of (params, at); the constructor gets
-//                                      it by once_of(), from a kernel that keeps it, or anew.
-//   struct OfRows                      What is the same for all fragments of the same rows, made of (params, at) by a whole warp;
-//                                      at.of_rows() gives it, in kernels that keep it.
+//   Term(params, unit, at)             Constructs the state of one fragment. `params` are the parameters of the kernel, of any
+//                                      family, with the term's Operands: a term reads what it needs by name. `unit` is 1 for all
+//                                      terms but the first that has `apply`. `at` describes the place of the fragment (NoPlace
+//                                      below lists its members); call only what is needed, since it may cost registers, and
+//                                      nothing that is only needed by a hook that the term does not have.
+//   struct Once                        State shared by all fragments of a head, made from (params, at); the constructor
+//                                      gets it from once_of(), which returns the kernel's copy or makes a new one.
+//   struct OfRows                      State shared by all fragments of the same rows, made from (params, at) by a whole warp;
+//                                      at.of_rows() returns it in kernels that keep it.
 //   struct Operands                    What the term needs beside the parameters that all kernels have: pointers, strides,
 //                                      numbers. The kernel's parameters derive from it (ParamsOf).
-//   static bool uses_head = true       Where it asks for the head.
-//   float apply(float v, int i)        v_t of element i from v_{t-1}; -inf hides it. Asked once for every i, in ascending
-//                                      order, so that a term may load or draw numbers for several elements at once.
-//   float start_of_row(int r)          Of a term whose `apply` adds start_of_row(r) + per_column * column_of(i), and more than that
-//   static float per_column(params, at)  in some of its first `count` columns if it `bends` there: `bend` adds the rest. Kernels
-//   bool bends(int count)              that have no other term with `apply` add that line where it costs least.
-//   float bend(float v, int i)         Of a line that `is_straight` it never does.
-//   bool holds(int count)              Of a term that reads a number per element, whether the first `count` exist, with a
-//   bool checks                        member that says whether `apply` must ask: so it need not where they do.
-//   static bool loads_few = true       Of such a term, where elements share these numbers: they are loaded all at once.
-//   bool take(float (&v)[])            Of a term that is the first to change scores: puts all into a form of its own, and says
-//   bool easy, taken                   whether this warp's are of a kind that `apply` has a shorter way for (its argument).
-//   void hide(float (&v)[], at)        -inf for hidden elements. Which tiles are cut is decided by the plan of the kernel.
-//   struct Ahead<count, rows_are>      What `hide` reads of memory for a fragment; at.ahead() gives it, in kernels that have it
-//   void look_ahead(Ahead&, at)        loaded while the scores are made.
+//   static bool uses_head = true       Set if the term asks for the head.
+//   float apply(float v, int i)        Returns v_t of element i from v_{t-1}; -inf hides it. Called once for every i, in
+//                                      ascending order, so that a term may load or draw numbers for several elements at once.
+//   float start_of_row(int r)          For a term whose `apply` adds start_of_row(r) + per_column * column_of(i). If it `bends` in
+//   static float per_column(params, at)  some of its first `count` columns, `apply` adds more there, and `bend` adds that rest.
+//   bool bends(int count)              Kernels that have no other term with `apply` add the line where it costs least. A line
+//   float bend(float v, int i)         that `is_straight` never bends.
+//   bool holds(int count)              For a term that reads a number per element: whether the first `count` exist. The member
+//   bool checks                        `checks` tells `apply` whether it must test each element; where all exist, it need not.
+//   static bool loads_few = true       For such a term, where elements share these numbers: they are loaded all at once.
+//   bool take(float (&v)[])            For a term that is the first to change scores: converts all of them into its own form, and
+//   bool easy, taken                   returns whether this warp's scores allow the shorter variant of `apply` (set in `easy`).
+//   void hide(float (&v)[], at)        Sets hidden elements to -inf. The plan of the kernel decides which tiles are cut.
+//   struct Ahead<count, rows_are>      What `hide` reads from memory for a fragment; at.ahead() returns it in kernels that load
+//   void look_ahead(Ahead&, at)        it while the scores are being computed.
 //   static SeenSpans seen_keys(params, batch, begin, end)
 //   static SeenSpans seen_queries(params, batch, begin, end)
-//                                      Of a term that hides by spans (`hides_by_span`): of queries [begin, end), which are not
-//                                      past the last, the keys that some of them may see and those that all see; and of keys
-//                                      [begin, end) likewise the queries. The plan leaves out tiles without any, and takes
-//                                      those inside the second for full.
+//                                      For a term that hides by spans (`hides_by_span`). For queries [begin, end), which must not
+//                                      be past the last: the keys that some of them may see, and the keys that all of them see;
+//                                      for keys [begin, end), the queries likewise. The plan leaves out tiles outside the first
+//                                      span, and treats tiles inside the second as full.
 //   static bool sees(params, batch, head, query, key)
-//                                      Of a term that hides, one pair. Without spans the plan knows nothing of the
-//                                      tiles that it cuts, and takes all for cut (`narrow_tiles`: the place to know more).
+//                                      For a term that hides: the answer for one pair. Without spans the plan does not know which
+//                                      tiles the term cuts, and treats all as cut (`narrow_tiles` is the place to refine this).
 //   void observe(const float (&v)[], float unit)
-//                                      In a forward, v_n of all elements, hidden or not; a score is v_n times `unit` and what
-//                                      the host knows. Elements of rows past the end are among them.
+//                                      In a forward: v_n of all elements, hidden or not; a score is v_n times `unit` and a factor
+//                                      that the host knows. Elements of rows past the end are included.
 //   void draw(int block, u32 (&drawn)[drawn_words])
 //   u32 keeps(int i, const u32 (&drawn)[drawn_words])
-//   float kept_weight                  Of a term that drops weights, at most one of a policy. The random words of the `block`-th
-//                                      eight elements; and which weights stay of elements i and i + 1, i even, of that block:
-//                                      ones in the low and the high half of a word. The same answer for the same query and
-//                                      key in every kernel, whichever of them is the row; asked by all lanes of a warp, in
-//                                      ascending order. What kept weights count.
+//   float kept_weight                  For a term that drops weights; a policy has at most one. `draw` makes the random words of
+//                                      the `block`-th eight elements. `keeps` returns which weights of elements i and i + 1 of that
+//                                      block stay, for even i: ones in the low and the high half of a word. It returns the same
+//                                      for the same query and key in every kernel, whichever of them is the row; all lanes of a
+//                                      warp call it, in ascending order. `kept_weight` is the factor of kept weights.
 //   float finish_row(float& m, float& l, float log2_unit, int r)
-//                                      Row r of the fragment: l is the sum of 2^(log2_unit (v_n - m)) over its keys, m = -inf
-//                                      and l = 0 where it sees none. Returns what O is multiplied with where m changes.
-//   float slope(float v, int i)        T_t' of element i from v = v_t: the kernels keep the result of `apply`, or find it again
-//                                      from P, never its argument. Must be finite where P is 0. A term without it has slope 1.
-//   float before(float v, int i)       v_{t-1} from v_t. Needed where a term before it has a slope.
-//   void gradient(float ds, int i)     dS_t of element i, in ascending order: to be stored, or added up in the state. A term with
-//                                      a member `ds_unit` gets it in units of that.
-//                                      Tiles that the mask hides are not visited: where it stores, there are zeros before.
-//   void end_gradient()                After the last element: to add the state to global memory.
+//                                      For row r of the fragment: l is the sum of 2^(log2_unit (v_n - m)) over its keys; m = -inf
+//                                      and l = 0 where it sees none. Returns the factor by which O is multiplied when m changes.
+//   float slope(float v, int i)        T_t' of element i from v = v_t: the kernels keep the result of `apply`, or recover it from
+//                                      P, never its argument. Must be finite where P is 0. A term without it has slope 1.
+//   float before(float v, int i)       v_{t-1} from v_t. Needed where an earlier term has a slope.
+//   void gradient(float ds, int i)     Receives dS_t of element i, in ascending order, to store it or to add it up in the
+//                                      state. A term with a member `ds_unit` receives it in that unit. Tiles that the mask hides
+//                                      are not visited: a term that stores needs zeros there beforehand.
+//   void end_gradient()                Called after the last element, to add the state to global memory.
 //
-// The terms that read tensors are in terms/. What another would be:
-//   a function    apply and slope, from its trace; `slope` in terms of the result. Where it has none such, the kernels would
-//                 have to keep the argument
+// The terms that read tensors are in terms/. A further kind would be:
+//   a function    apply and slope, from its trace; `slope` in terms of the result. If it cannot be expressed so, the kernels
+//                 would have to keep the argument
 //
-// How to add a term: a struct in terms/, and a class in tilewise/terms that names it and fills what it reads.
+// To add a term, add a struct in terms/, and a class in tilewise/terms that names it and fills in its operands.
 // clang-format on
 #pragma once
 
@@ -102,30 +102,30 @@ enum class RowsAre { queries, keys };
 
 constexpr int drawn_words = 2;  // for eight weights that a term may drop
 
-// Where a thread's fragment lies. A kernel has a struct Place of its own with these members, which
-// are functions: a term calls what it needs. Why: what they are computed from is read again each
-// time where registers are few. (This one is for the concepts below, which only test whether a hook
-// exists.)
+// The place of a thread's fragment. Each kernel has its own struct Place with these members, which
+// are functions: a term calls those that it needs. Why functions: where registers are few, their
+// inputs are read again each time. (This struct serves the concepts below, which only test whether
+// a hook exists.)
 struct NoPlace {
   static constexpr RowsAre rows_are = RowsAre::queries;
   __device__ int row() const;     // of element 0: a query, or a key where rows are keys
-  __device__ int column() const;  // likewise: a key, or a query
+  __device__ int column() const;  // of element 0: a key, or a query where rows are keys
   __device__ int batch() const;
-  __device__ int head() const;   // of the queries
+  __device__ int head() const;   // query head
   __device__ Band band() const;  // of the sequence: rows and columns count from its starts
-  // In some: 2 KiB of shared memory for this warp, until its gradients have ended.
+  // In some kernels: 2 KiB of shared memory for this warp, until its gradients have ended.
   // __device__ float* room() const;
   __device__ RowBand row_band() const;
 };
 
-// What is known of a head before any fragment.
+// The place of a head, known before any fragment.
 struct HeadPlace {
   int batch_index, head_index;
 
   __device__ __forceinline__ int batch() const { return batch_index; }
   __device__ __forceinline__ int head() const { return head_index; }
 };
-// Room in shared memory for what terms make once per head, where a role of its own makes it.
+// Space in shared memory for what terms make once per head, where a separate role makes it.
 struct alignas(4) OnceRoom {
   ptx::u32 words[8];
 
@@ -136,7 +136,7 @@ struct alignas(4) OnceRoom {
   }
 };
 
-// What a term may keep of it: the query and the key of element i.
+// The part of a place that a term may keep: the query and the key of element i.
 struct Elements {
   int row, column;
   RowsAre rows_are;
@@ -152,7 +152,7 @@ struct Elements {
   }
 };
 
-// What terms leave to several queries, or to several keys: keys, or queries, [begin, end).
+// What terms leave visible to several queries, or to several keys: keys, or queries, [begin, end).
 struct Span {
   int begin, end;
 
@@ -161,33 +161,34 @@ struct Span {
   }
 };
 struct SeenSpans {
-  Span some;  // by at least one of them; a hull
-  Span all;   // by every one; may end before it begins
+  Span some;  // seen by at least one of them; a hull
+  Span all;   // seen by every one; may end before it begins
 };
 
 // --- terms ---
 
 // tanh(x in), where `in` is scale / cap: the score in units of the cap.
 //   fast     `in` is 2 log2(e) scale / cap, and tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x)): two
-//            approximate instructions, for kernels whose weights are rounded to 16 bits. Their unit
-//            is the bottleneck, and most scores are small against the cap: where all of a warp's
-//            are, an odd polynomial takes their place, with as large an error
-//   precise  right to a unit in the last place
+//            approximate instructions, for kernels whose weights are rounded to 16 bits. The unit
+//            that executes them is the bottleneck, and most scores are small compared to the cap:
+//            where all scores of a warp are, an odd polynomial replaces them, with an error of the
+//            same size
+//   precise  accurate to one unit in the last place
 enum class Precision { fast, precise };
 
-// tanh(y) for |y| < 1/2, from z = 4 y: a relative error of 6e-7. Why z: that it is below 2 shows in
-// one bit of it.
+// tanh(y) for |y| < 1/2, from z = 4 y, with a relative error of 6e-7. Why z: a single bit of it
+// shows whether it is below 2.
 __device__ __forceinline__ float tanh_of_quarter(float z) {
   const float square = z * z;
   float sum = fmaf(square, -0x1.6bbe38p-19f, 0x1.0e2324p-13f);
   sum = fmaf(square, sum, -0x1.5542f2p-8f);
   return z * fmaf(square, sum, 0x1.ffffeep-3f);
 }
-constexpr ptx::u32 two_or_more = 0x40000000;  // the bit that numbers below 2 do not have
+constexpr ptx::u32 two_or_more = 0x40000000;  // the bit that is clear in numbers below 2
 
 template <Precision precision>
 struct Softcap {
-  static constexpr float quarters = 0x1.62e430p+0f;  // z per x in: 2 ln 2
+  static constexpr float quarters = 0x1.62e430p+0f;  // z per x * in: 2 ln 2
   float in;
   bool easy = false, taken = false;
 
@@ -213,14 +214,15 @@ struct Softcap {
     }
     return !__any_sync(0xffffffffu, bits & two_or_more);
   }
-  // 1 - tanh^2. A value that was found again from a weight may be -inf, where the weight is 0.
+  // 1 - tanh^2. A value recovered from a weight may be -inf, where the weight is 0.
   __device__ __forceinline__ float slope(float v, int) const {
     if constexpr (precision == Precision::fast) v = fmaxf(v, -1.0f);
     return fmaf(-v, v, 1.0f);
   }
 };
 
-// Hides the columns of row r of a fragment outside [first, end), counted from the fragment's.
+// Hides the columns of row r of a fragment outside [first, end), counted from the fragment's first
+// column.
 template <int count>
 __device__ __forceinline__ void hide_outside(float (&v)[count], int r, int first, int end) {
 #pragma unroll
@@ -231,7 +233,8 @@ __device__ __forceinline__ void hide_outside(float (&v)[count], int r, int first
   }
 }
 
-// What the band leaves to a row: keys, or queries, of which a key that does not exist has none.
+// What the band leaves visible to a row: keys, or queries; a key that does not exist is seen by
+// none.
 template <typename At>
 __device__ __forceinline__ Span in_band(const At& at, int row) {
   if constexpr (At::rows_are == RowsAre::queries) {
@@ -243,8 +246,8 @@ __device__ __forceinline__ Span in_band(const At& at, int row) {
   }
 }
 
-// Keys outside the band of a query, and keys that do not exist (mask.cuh). Kernels for some masks
-// need not look at all bounds.
+// Hides keys outside the band of a query, and keys that do not exist (mask.cuh). Kernels for some
+// masks need not check all bounds.
 enum class Bounds { end_of_keys, end, both };
 
 template <Bounds bounds>
@@ -341,8 +344,9 @@ __device__ __forceinline__ float value_of_weight(float p, float lse_log2,
   return (ptx::lg2(p) + lse_log2) * inverse_scale_log2;
 }
 
-// For how many elements a term that reads a number per element loads them before it uses them: all,
-// or where rows are keys, and each has an address of its own, as many as registers are left for.
+// The number of elements for which a term that reads a number per element loads them ahead of their
+// use: all or, where rows are keys and each number has its own address, as many as the remaining
+// registers allow.
 template <typename At, int count>
 constexpr int loaded_at_once = At::rows_are == RowsAre::queries || count < 16 ? count : 16;
 
@@ -446,7 +450,7 @@ struct TermChain<First, Rest...> {
     if constexpr (HasFinishRow<First>) factor = first.finish_row(m, l, log2_unit, r);
     return factor * rest.finish_row(m, l, log2_unit, r);
   }
-  // Step 9: v, the value after the last term, becomes that before the first, if that is known.
+  // Step 9: v, the value after the last term, becomes the value before the first, if that is known.
   __device__ __forceinline__ float pull_back(float ds, float& v, int i, float unit) {
     ds = rest.pull_back(ds, v, i, unit);
     if constexpr (HasGradient<First> && requires { first.ds_unit; }) {
@@ -465,7 +469,8 @@ struct TermChain<First, Rest...> {
   }
 };
 
-// Whether a value after the last term leads back to those that slopes are made of.
+// Whether the values that slopes are computed from can be recovered from a value after the last
+// term.
 template <typename... Terms>
 constexpr bool leads_back = true;
 template <typename First, typename Second, typename... Rest>
@@ -518,7 +523,7 @@ struct AheadOf<Term, count, rows_are> {
   using Type = typename Term::template Ahead<count, rows_are>;
 };
 
-// What a term has made once: kept by the kernel, or made here.
+// A term's Once: the kernel's copy, or made here.
 template <typename Once, typename Params, typename At>
 __device__ __forceinline__ Once once_of(const Params& params, const At& at) {
   if constexpr (requires { at.once(); })
@@ -535,9 +540,10 @@ struct Line {
 
 template <typename... Terms>
 struct Scores {
-  // Whether the values that the softmax gets are others than the products, and so have no unit.
+  // Whether the softmax gets values other than the products, which then have no unit.
   static constexpr bool transforms = (HasApply<Terms> || ...);
-  // Whether they are the products and a line: `line` and `bend` say all that `apply` does.
+  // Whether these values are the products plus a line: `line` and `bend` then do all that `apply`
+  // does.
   static constexpr bool adds_line = (HasLine<Terms> || ...) && (0 + ... + HasApply<Terms>) == 1;
   static constexpr bool adds_straight_line = adds_line && (HasStraightLine<Terms> || ...);
   static constexpr bool hides_by_data = (HidesByData<Terms> || ...);
@@ -554,14 +560,14 @@ struct Scores {
   static_assert(leads_back<Terms...>, "a term behind one that has a slope needs `before`");
 
   struct Operands : OperandsOf<Terms>::Type... {};
-  // Of a work tile; the default one is never used.
+  // For a work tile; the default-constructed one is never used.
   struct Once : OnceOf<Terms>::Type... {
     Once() = default;
     template <typename Params, typename At>
     __device__ __forceinline__ Once(const Params& params, const At& at)
         : OnceOf<Terms>::Type(params, at)... {}
   };
-  // Of the rows of a warp; likewise.
+  // For the rows of a warp; the default-constructed one is never used.
   struct OfRows : OfRowsOf<Terms>::Type... {
     OfRows() = default;
     template <typename Params, typename At>
@@ -569,19 +575,19 @@ struct Scores {
         : OfRowsOf<Terms>::Type(params, at)... {}
   };
 
-  // Of a fragment that is cut.
+  // For a fragment that is cut.
   template <int count, RowsAre rows_are>
   struct Ahead : AheadOf<Terms, count, rows_are>::Type... {};
 
-  // Step 1. With `looks`, it asks whether scores are easy: for loops that most of them pass
-  // through.
+  // Step 1. With `looks`, it tests whether scores are easy; this is meant for loops that process
+  // most scores.
   template <bool looks = false, int count, typename Params, typename At>
   static __device__ __forceinline__ void apply(float (&v)[count], const Params& params,
                                                const Unit& unit, const At& at) {
     if constexpr (transforms) {
       TermChain<Terms...> terms(params, unit, at);
       constexpr int chunk = TermChain<Terms...>::loads_many ? loaded_at_once<At, count> : count;
-      // Why not both: all code would be there four times.
+      // Why not `take` and `holds` together: the code would be instantiated four times.
       if constexpr (looks && TermChain<Terms...>::has_take && !TermChain<Terms...>::has_holds) {
         if (terms.take(v)) {
           terms.set_easy(true);
@@ -609,7 +615,7 @@ struct Scores {
     }
   }
 
-  // Step 1, of a line.
+  // Step 1, for a line.
   template <typename Params, typename At>
   static __device__ __forceinline__ Line line(const Params& params, const At& at) {
     Line line{};
@@ -622,7 +628,7 @@ struct Scores {
     (set_per_column<Terms>(found, params, at), ...);
     return found;
   }
-  // What `line` leaves out.
+  // Adds what `line` leaves out.
   template <int count, typename Params, typename At>
   static __device__ __forceinline__ void bend(float (&v)[count], const Params& params,
                                               const At& at) {
@@ -636,14 +642,14 @@ struct Scores {
     TermChain<Terms...>(params, Unit{}, at).hide(v, at);
   }
 
-  // Before step 2, of a fragment that is cut.
+  // Runs before step 2, for a fragment that is cut.
   template <int count, RowsAre rows_are, typename Params, typename At>
   static __device__ __forceinline__ void look_ahead(Ahead<count, rows_are>& ahead,
                                                     const Params& params, const At& at) {
     (look_ahead_by<Terms>(ahead, params, at), ...);
   }
 
-  // Step 2, after it.
+  // Step 2, after `hide`.
   template <int count, typename Params, typename At>
   static __device__ __forceinline__ void observe(const float (&v)[count], const Params& params,
                                                  const At& at, float unit = 1.0f) {
@@ -702,7 +708,7 @@ struct Scores {
       queries = {queries.some.within(own.some), queries.all.within(own.all)};
     }
   }
-  // Whether the terms that read tensors leave a key to a query.
+  // Whether the terms that read tensors let a query see a key.
   template <typename Params>
   static __device__ __forceinline__ bool sees(const Params& params, int batch, int head, int query,
                                               int key) {
@@ -710,7 +716,7 @@ struct Scores {
     ((seen = seen && sees_by<Terms>(params, batch, head, query, key)), ...);
     return seen;
   }
-  // The keys that those which hide by spans leave to queries [begin, end) of a batch.
+  // The keys that terms which hide by spans leave visible to queries [begin, end) of a batch.
   template <typename Params>
   static __device__ __forceinline__ SeenSpans seen_keys(const Params& params, int batch, int begin,
                                                         int end) {
@@ -718,7 +724,7 @@ struct Scores {
     (narrow_keys<Terms>(params, batch, begin, end, keys), ...);
     return keys;
   }
-  // The queries that they leave to keys [begin, end).
+  // The queries that they leave visible to keys [begin, end).
   template <typename Params>
   static __device__ __forceinline__ SeenSpans seen_queries(const Params& params, int batch,
                                                            int begin, int end) {
@@ -727,7 +733,7 @@ struct Scores {
     return queries;
   }
 
-  // Step 4: the random words of a fragment, before or while its scores are made,
+  // Step 4: draws the random words of a fragment, before or while its scores are computed.
   template <int blocks, typename Params, typename At>
   static __device__ __forceinline__ void draw(ptx::u32 (&drawn)[blocks][drawn_words],
                                               const Params& params, const At& at) {
@@ -735,7 +741,7 @@ struct Scores {
 #pragma unroll
     for (int block = 0; block < blocks; ++block) terms.draw(block, drawn[block]);
   }
-  // or as they are needed; and which of its weights stay.
+  // Draws them as they are needed, and tells which weights stay.
   struct Drawing {
     TermChain<Terms...> terms;
     ptx::u32 drawn[drawn_words];
@@ -745,8 +751,8 @@ struct Scores {
       return terms.keeps(i, drawn);
     }
   };
-  // Without the others: weights in 16 bits, two to a word, in the A layout of the next product. The
-  // words of the first blocks are drawn before.
+  // Zeroes the dropped weights, in 16 bits, two per word, in the A layout of the next product. The
+  // words of the first `before` blocks have already been drawn.
   template <int blocks, int before, typename Params, typename At>
   static __device__ __forceinline__ void drop(ptx::u32 (&p)[blocks][4],
                                               const ptx::u32 (&drawn)[before][drawn_words],
@@ -772,8 +778,9 @@ struct Scores {
       }
     }
   }
-  // Of weights that are needed after all, those that do not stay get a sign: weights have none. One
-  // bit each, for elements i and i + 1 those of i / 2 % 16 in the low and the high half of a word,
+  // Where dropped weights are still needed, they are marked by the sign bit, which weights do not
+  // use. find_dropped() makes one bit per weight: for elements i and i + 1, bit i / 2 % 16 in the
+  // low and in the high half of a word.
   template <int words, typename Params, typename At>
   static __device__ __forceinline__ void find_dropped(ptx::u32 (&dropped)[words],
                                                       const Params& params, const At& at) {
@@ -784,7 +791,7 @@ struct Scores {
       dropped[i / 32] = i % 32 == 0 ? found : dropped[i / 32] | found;
     }
   }
-  // becomes the sign; or both at once.
+  // mark() turns these bits into signs. The second overload does both at once.
   template <int blocks>
   static __device__ __forceinline__ void mark(ptx::u32 (&p)[blocks][4],
                                               const ptx::u32 (&dropped)[blocks / 4]) {
@@ -823,14 +830,14 @@ struct Scores {
   // Steps 7 and 9 for the elements of one fragment, each in ascending order.
   struct Backward : Drawing {
     using Drawing::terms;
-    ptx::u32 kept;  // of this element and its neighbour
+    ptx::u32 kept;  // for this element and its neighbour
 
     __device__ __forceinline__ float drop(float dp, int i) {
       if constexpr (!drops) return dp;
       if (i % 2 == 0) kept = this->keeps(i);
       return (i % 2 == 0 ? kept & 1u : kept >> 31) ? dp * terms.kept_weight() : 0.0f;
     }
-    // dS_0 from dS_n, both in `unit`; value() gives v_n.
+    // Returns dS_0 from dS_n, both in `unit`; value() returns v_n.
     template <typename Value>
     __device__ __forceinline__ float pull_back(float ds, int i, Value value, float unit = 1.0f) {
       if constexpr (!has_slope && !has_gradient) return ds;
@@ -846,16 +853,16 @@ struct Scores {
   }
 };
 
-// --- what terms that hide make of the tiles of a plan ---
+// --- how terms that hide narrow the tiles of a plan ---
 
-// Of the KV tiles that queries [row_begin, row_end) of a batch touch, those in which some key is
-// left, and those that need no hiding.
+// Of the KV tiles that queries [row_begin, row_end) of a batch touch, keeps those in which some key
+// is visible, and finds those that need no hiding.
 template <typename Policy, typename Params>
 __device__ __forceinline__ void narrow_tiles(const Params& params, int batch, int row_begin,
                                              int row_end, int block_kv, TileRange& touched,
                                              TileRange& full) {
   if constexpr (Policy::hides_by_span) {
-    if (touched.empty()) return;  // where there may be no queries to ask about
+    if (touched.empty()) return;  // there may be no queries to ask about
     const SeenSpans keys = Policy::seen_keys(params, batch, row_begin, row_end);
     touched = {max_int(touched.begin, keys.some.begin / block_kv),
                min_int(touched.end, ceil_div(keys.some.end, block_kv))};
@@ -867,11 +874,12 @@ __device__ __forceinline__ void narrow_tiles(const Params& params, int batch, in
   if constexpr (Policy::hides_by_data) full = {touched.begin, touched.begin};
 }
 
-// Of the query tiles that touch a KV tile, those that it visits, and those that need no hiding.
-// `leaves_out`: it visits those of which a query may see a key, by the bounds of its first and its
-// last key; else all that the band leaves, which others count on. A query tile is visited by the KV
-// tiles that touch what its first and its last row say of keys: the same pairs of tiles, since no
-// bound falls (`visiting_tiles`).
+// Of the query tiles that touch a KV tile, finds those that it visits, and those that need no
+// hiding. With `leaves_out`, it visits those in which a query may see a key, according to the
+// bounds of its first and its last key; otherwise all that the band leaves, since other code counts
+// on them. A query tile is visited by the KV tiles that touch the keys between the bounds of its
+// first and its last row (`visiting_tiles`). Both rules give the same pairs of tiles, because no
+// bound decreases.
 template <typename Policy, typename Params>
 __device__ __forceinline__ void narrow_query_tiles(const Params& params, int batch, int kv_tile,
                                                    int block_q, int block_kv, bool leaves_out,
@@ -885,7 +893,7 @@ __device__ __forceinline__ void narrow_query_tiles(const Params& params, int bat
                        min_int(tiles.touched.end, ceil_div(queries.some.end, block_q))};
       if (tiles.touched.empty() || queries.some.begin >= params.seq_q) tiles.touched = {0, 0};
     }
-    // Queries past the end have no weight: the last tile is full where they alone are not seen.
+    // Queries past the end have no weight: the last tile counts as full if only they are not seen.
     const int full_end =
         queries.all.end == params.seq_q ? tiles.full.end : max_int(0, queries.all.end) / block_q;
     tiles.full = {max_int(tiles.full.begin, ceil_div(queries.all.begin, block_q)),
@@ -896,7 +904,7 @@ __device__ __forceinline__ void narrow_query_tiles(const Params& params, int bat
 }
 
 // Of the KV tiles that the band leaves to queries [row_begin, row_end) of a batch, those that visit
-// them where tiles are left out.
+// these queries where tiles are left out.
 template <typename Policy, typename Params>
 __device__ __forceinline__ TileRange visiting_tiles(const Params& params, int batch, int row_begin,
                                                     int row_end, int block_kv, TileRange tiles) {

@@ -1,20 +1,19 @@
 // clang-format off
 // The online softmax of one thread: two rows (r and r + 8 of its warp's sixteen), a fragment of `count` scores.
 //
-// State per row:   reference  what p is relative to, in log2 units: p = 2^(scale_log2 * s - reference)
+// State per row:   reference  the value that p is relative to, in log2 units: p = 2^(scale_log2 * s - reference)
 //                  sum        this thread's share of the sum of p so far
-// and per thread:  blocks     how many were added up so far
+// and per thread:  blocks     the number of blocks added up so far
 //
-// exact_block() is the classical step: the reference becomes the true maximum. lazy_block() keeps the
-// reference and only adds up. A lazy block is good while no thread's sum of it exceeds heavy_block(keys)
-// times the mean of the thread's sums of the blocks before it (and p cannot overflow 16 bits); otherwise
-// raise() makes up for the maximum.
-// Why that rule: against a reference that is not the maximum, the largest p is not exactly 1, so its
-// rounding to 16 bits shows when it dominates its row. A key that dominates a row makes its block heavier
-// than others. With a running maximum every key that was the largest so far is exact, so a row's few
-// large keys mostly are; a bound on the share of one key alone (block <= sum) gave 1.05 x the error of
-// a single true maximum, where PyTorch's best kernel has 0.92 x. Emulated, this rule: 0.96 to 0.99 x on
-// peaked logits, at most 1.02 x on plain ones, of which 1% to 4% of the blocks are raised.
+// exact_block() is the classical step: the reference becomes the true maximum. lazy_block() keeps the reference and only adds
+// up. A lazy block is good if no thread's sum of it exceeds heavy_block(keys) times the mean of the thread's sums of the
+// previous blocks (and p cannot overflow 16 bits); otherwise raise() brings the reference up to the maximum.
+// Why that rule: against a reference that is not the maximum, the largest p is not exactly 1, so its rounding to 16 bits is
+// noticeable when it dominates its row. A key that dominates a row makes its block heavier than others. With a running
+// maximum every key that was the largest so far is exact, so a row's few large keys mostly are; a bound on the share of one
+// key alone (block <= sum) gave 1.05 x the error of a single true maximum, where PyTorch's best kernel has 0.92 x. In
+// emulation this rule has 0.96 to 0.99 x on peaked logits and at most 1.02 x on plain ones, for which 1% to 4% of the blocks
+// are raised.
 // clang-format on
 #pragma once
 
@@ -25,7 +24,7 @@ namespace tilewise {
 
 // A thread's block sum of p must stay below this, so that p fits fp16.
 constexpr float lazy_bound = 32768.0f;
-// Above this a score cannot be told from its p any more.
+// Above this bound a score can no longer be recovered from its p.
 constexpr float recoverable_bound = 0x1p100f;
 
 __device__ __forceinline__ float quad_max(float x) {
@@ -38,7 +37,7 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// What a thread's scores of a block are counted from, per row and in log2 units: 0, or a start.
+// The origin of a thread's scores of a block, per row and in log2 units: 0, or a start.
 struct FromZero {
   static constexpr bool is_zero = true;
 };
@@ -63,7 +62,7 @@ __device__ __forceinline__ void row_maxima(const float (&s)[count], float (&top)
   top[0] = quad_max(fmaxf(top[0], odd[0]));
   top[1] = quad_max(fmaxf(top[1], odd[1]));
 }
-// Of scores that every thread counts from a start of its own, in log2 units.
+// For scores that every thread counts from its own start, in log2 units.
 template <int count>
 __device__ __forceinline__ void row_maxima(const float (&s)[count], float (&top)[2],
                                            const FromStarts& starts, float scale_log2) {
@@ -95,9 +94,9 @@ __device__ __forceinline__ void pack_block(const float (&p)[count],
   for (int i = 0; i < count; i += 2) packed[i / 8][i / 2 % 4] = ptx::pack<bf16>(p[i], p[i + 1]);
 }
 
-// How many times as heavy as the mean of the blocks before it a block of so many keys may be. Sums
-// over fewer keys vary more; docs/kernels/sm90.md has the errors and the share of slow paths that
-// this leads to.
+// How many times heavier than the mean of the previous blocks a block of `keys` keys may be. Sums
+// over fewer keys vary more; docs/kernels/sm90.md gives the resulting errors and share of slow
+// paths.
 __device__ __forceinline__ constexpr float heavy_block(int keys) { return 6.5f - 1.5f * keys / 64; }
 
 struct Softmax {
@@ -128,8 +127,8 @@ struct Softmax {
     sum[1] += block[1];
   }
 
-  // s -> p against the true running maximum, added up; alpha is what earlier partial results must
-  // be multiplied with.
+  // s -> p against the true running maximum, added up; alpha is the factor by which earlier partial
+  // results must be multiplied.
   template <typename Starts = FromZero, int count>
   __device__ __forceinline__ void exact_block(float (&s)[count], float scale_log2,
                                               float (&alpha)[2], const Starts& starts = {}) {
@@ -155,16 +154,15 @@ struct Softmax {
     blocks += 1.0f;
   }
 
-  // s -> p against the standing reference; true when the block is good as it is, its sums not yet
-  // added.
+  // s -> p against the current reference. Returns true if the block is good as it is; its sums are
+  // not added yet.
   template <typename Starts = FromZero, int count>
   __device__ __forceinline__ bool lazy_block(float (&s)[count], float scale_log2, float (&block)[2],
                                              const Starts& starts = {}) {
     const float base[2] = {from(starts, 0, reference[0]), from(starts, 1, reference[1])};
     exponentiate(s, base, scale_log2);
     row_sums(s, block);
-    // Invariant: false for NaN, so that overflow and rows without a reference are never taken for
-    // good.
+    // Invariant: false for NaN, so that overflow and rows without a reference never count as good.
     const float max_share = heavy_block(2 * count) * ptx::rcp(blocks);
     blocks += 1.0f;
     return block[0] <= fminf(max_share * sum[0], lazy_bound) &&
@@ -179,8 +177,8 @@ struct Softmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float next = reference[r] + fmaxf(0.0f, ptx::lg2(top[r]));
-      // Invariant: alpha is made from the reference as rounded, so that sums and p stay relative to
-      // the same number.
+      // Invariant: alpha is computed from the rounded reference, so that sums and p stay relative
+      // to the same number.
       alpha[r] = ptx::ex2(reference[r] - next);
       reference[r] = next;
       block[r] *= alpha[r];

@@ -1,27 +1,29 @@
 // clang-format off
 // The tile map of a boolean mask: which tiles of scores a kernel visits, and which of those it masks.
 //
-// Symbols. keep[b, h, i, j]: whether query i may see key j; a byte, any strides, 0 where it is broadcast. A plane is the
-// part of keep that belongs to one (b, h) which it tells apart. A cell is 64 queries by 16 keys. A tile that is smaller is taken
-// for what its cells are: visited or masked once too often, never too rarely. The band is that of the mask beside it (mask.cuh): causal, a window, or all.
+// Symbols. keep[b, h, i, j]: whether query i may see key j; a byte, with any strides, 0 where it is broadcast. A plane is the
+// part of keep for one (b, h) that it distinguishes. A cell is 64 queries by 16 keys. A tile smaller than a cell is
+// classified by its cells: it may be visited or masked unnecessarily, but never missed. The band is that of the mask that is
+// used with it (mask.cuh): causal, a window, or all.
 //
-//   mark_cells, one read of the mask, whatever kernels follow
+//   mark_cells, which reads the mask once, whatever kernels follow
 //   1. cell[p, r, c] = any | all << 1, over the queries and keys of the cell that exist
 //   2. bits[p, i, j] = keep[p, i, j] (terms/kept_bits.cuh); one line where all queries see the same keys
 //   turn_bits, for kernels whose rows are keys
 //   3. turned[p, j, i] = bits[p, i, j]
-//   list_tiles, for the tile shape of one kernel; a warp per tile of queries (or of keys, for a backward)
-//   4. touched = the tiles that the band touches and in which some cell has any
-//   5. full = those of them that the band leaves whole and in which every cell has all
-//   6. tiles[list][0 .. full_count) = the full ones, tiles[list][full_count .. count) = the others, both ascending;
-//      or in order: all ascending, with the sign bit where one is not full
-//   count_turns, for backwards in which tiles of keys take turns at a dQ; a warp per tile of queries
-//   7. turns[list][q tile][kv tile] = how many tiles of keys before this one, and behind it, visit the tile of queries
-// A kernel walks a list from its end, as it walks a range of tiles: first those that it masks, then the full ones.
-// Planes of several heads may share a list (a backward has one per KV head): it is then the union of theirs.
+//   list_tiles, for the tile shape of one kernel; one warp per query tile (or per KV tile, for a backward)
+//   4. touched = the tiles that the band touches and in which some cell has `any`
+//   5. full = those of them that the band leaves whole and in which every cell has `all`
+//   6. tiles[list][0 .. full_count) = the full ones, tiles[list][full_count .. count) = the others, both ascending; or in
+//      order: all ascending, with the sign bit set where one is not full
+//   count_turns, for backwards in which KV tiles take turns at a dQ; one warp per query tile
+//   7. turns[list][q tile][kv tile] = the number of KV tiles that visit the query tile before this one, and after it
+// A kernel walks a list from its end, as it walks a range of tiles: first the tiles that it masks, then the full ones.
+// Planes of several heads may share a list (a backward has one per KV head), which is then the union of theirs.
 //
-// All kernels: 4 warps per CTA, no shared memory. mark_cells: a warp per 64 queries by 512 keys, 16 keys per lane; a lane has the
-// loads of eight queries under way. turn_bits: a warp per 128 queries by 64 keys, so that a lane stores 16 bytes.
+// All kernels have 4 warps per CTA and no shared memory. mark_cells uses a warp per 64 queries by 512 keys, 16 keys per lane;
+// a lane has the loads of eight queries in flight. turn_bits uses a warp per 128 queries by 64 keys, so that a lane stores 16
+// bytes.
 // clang-format on
 #pragma once
 
@@ -34,7 +36,7 @@ namespace tilewise {
 constexpr int cell_rows = 64, cell_keys = 16;
 constexpr int map_warps = 4;
 constexpr int rows_at_once = 8;
-constexpr int turned_rows = 128, turned_keys = 64;  // by one warp
+constexpr int turned_rows = 128, turned_keys = 64;  // per warp
 
 enum Cell : unsigned char { cell_any = 1, cell_all = 2 };
 
@@ -60,12 +62,12 @@ struct TurnParams {
 };
 
 struct ListParams {
-  const unsigned char* cells;  // as above
+  const unsigned char* cells;  // as in MarkParams
   int* counts;                 // (lists, outer tiles, 2): full_count, count
   int* tiles;                  // (lists, outer tiles, inner tiles)
-  int2* turns;                 // (lists, q tiles, kv tiles), where they are counted
+  int2* turns;                 // (lists, q tiles, kv tiles), if they are counted
   int lists;
-  int planes_per_list;  // that follow one another
+  int planes_per_list;  // consecutive planes
   int seq_q, seq_k;
   int band_first_shift, band_end_shift;
   int row_blocks, row_cells;
@@ -73,16 +75,16 @@ struct ListParams {
   int outer_tiles, inner_tiles;
 };
 
-// Which warp of the grid this is.
+// The index of this warp in the grid.
 __device__ __forceinline__ int map_item() { return blockIdx.x * map_warps + threadIdx.x / 32; }
 
-// Of the bytes of a word, 0x80 where one is not 0: a boolean may be any such byte.
+// 0x80 in each byte of a word that is not 0: a boolean may be any such byte.
 __device__ __forceinline__ unsigned truths(unsigned word) {
   return ((word & 0x7f7f7f7fu) + 0x7f7f7f7fu | word) & 0x80808080u;
 }
 
-// Of the bytes of a word that are not 0, as in truths, the four bits side by side. The product has
-// them in its highest four: no two of its addends meet.
+// Packs the flags of truths() into four adjacent bits. The product has them in its highest four
+// bits: no two of its addends overlap.
 __device__ __forceinline__ unsigned four_bits(unsigned truths) {
   return truths * 0x00204081u >> 28;
 }
@@ -91,11 +93,11 @@ __device__ __forceinline__ unsigned sixteen_bits(uint4 bytes) {
          four_bits(truths(bytes.z)) << 8 | four_bits(truths(bytes.w)) << 12;
 }
 
-// A cell, as far as it has been looked at.
+// What is known of a cell so far.
 struct CellMarks {
   unsigned any = 0, all = 0xffffu;  // a bit per key
 
-  // `line`: where the bits of the row go.
+  // `line`: the destination of the row's bits.
   __device__ __forceinline__ void add(unsigned kept, unsigned short* line) {
     any |= kept;
     all &= kept;
@@ -113,9 +115,9 @@ __device__ __forceinline__ void mark_cells(const MarkParams& params) {
   const int cell = chunk * 32 + lane;
   if (cell >= params.row_cells) return;
   const int first_key = cell * cell_keys, keys_left = params.seq_k - first_key;
-  const bool whole = keys_left >= cell_keys;  // why not of a clamped number: mask.cuh
+  const bool whole = keys_left >= cell_keys;  // why not of a clamped number: see mask.cuh
   const int first_row = row_block * cell_rows;
-  // Rows that are all the same are looked at once, and have one line.
+  // Rows that are all the same are read once, and have one line.
   const int rows = params.row_stride == 0 ? 1 : min_int(cell_rows, params.seq_q - first_row);
   const unsigned char* at = params.keep + plane / params.heads * params.batch_stride +
                             plane % params.heads * params.head_stride +
@@ -126,14 +128,14 @@ __device__ __forceinline__ void mark_cells(const MarkParams& params) {
       cell;
   if (params.lines > 1) line += 2ll * first_row * params.line_words;
   CellMarks marks;
-  // Whether 16 keys can be read as one vector is the same for all of a mask, so the branch costs
-  // nothing.
+  // Whether 16 keys can be read as one vector is the same for a whole mask, so the branch is
+  // uniform and costs nothing.
   const long long steps = params.batch_stride | params.head_stride | params.row_stride |
                           reinterpret_cast<long long>(params.keep);
   if (params.key_stride == 1 && steps % 16 == 0 && whole) {
-    // The rows of the next turn are under way while those of this one are looked at. Behind the end
-    // it is the last row again. Why no __ldg: the assembler would sink such a load to its use;
-    // these stay before the stores of their turn.
+    // The rows of the next iteration are in flight while those of this one are processed. Behind
+    // the end the last row is read again. Why no __ldg: the assembler would sink such a load to its
+    // use; these loads stay before the stores of their iteration.
     uint4 next[rows_at_once];
     auto load = [&](int begin) {
 #pragma unroll
@@ -172,8 +174,8 @@ __device__ __forceinline__ void mark_cells(const MarkParams& params) {
                cell] = (marks.any != 0 ? cell_any : 0) | (all ? cell_all : 0);
 }
 
-// A word per lane is a row of bits; this lane's column of them. In each of five steps the two
-// squares beside the diagonal change places, in squares of half the size after that.
+// Each lane's word is a row of bits; returns this lane's column of them. Each of five steps swaps
+// the two squares beside the diagonal, and the next step works on squares of half the size.
 __device__ __forceinline__ unsigned turned_square(unsigned word) {
   const int lane = threadIdx.x % 32;
   unsigned low = 0xffffu;  // columns in the first half of a square
@@ -217,7 +219,7 @@ __device__ __forceinline__ void turn_bits(const TurnParams& params) {
   }
 }
 
-// What the cells of one tile say together.
+// The combined marks of the cells of one tile.
 __device__ __forceinline__ int cells_of_tile(const ListParams& params, int list, int q_tile,
                                              int kv_tile) {
   const int row = q_tile * params.block_q, key = kv_tile * params.block_kv;
@@ -240,7 +242,7 @@ __device__ __forceinline__ int cells_of_tile(const ListParams& params, int list,
   return any | all;
 }
 
-// The tiles of the other side that the band lets a tile touch, and those it leaves whole.
+// The tiles of the other side that the band lets a tile touch, and those that it leaves whole.
 template <bool by_keys>
 __device__ __forceinline__ QueryTiles banded_tiles(const ListParams& params, int outer) {
   if constexpr (by_keys) {
@@ -263,7 +265,7 @@ __device__ __forceinline__ void list_tiles(const ListParams& params) {
   const QueryTiles banded = banded_tiles<by_keys>(params, outer);
   int* tiles = params.tiles + static_cast<long long>(item) * params.inner_tiles;
   int full_count = 0, count = 0;
-  // Once to count the full tiles, where these come first, and once to write.
+  // The first pass counts the full tiles, where these come first; the second writes.
   for (int pass = in_order ? 1 : 0; pass < 2; ++pass) {
     int next_full = 0, next_other = full_count;
     for (int begin = banded.touched.begin; begin < banded.touched.end; begin += 32) {
@@ -297,7 +299,7 @@ __device__ __forceinline__ void list_tiles(const ListParams& params) {
   }
 }
 
-// Of lists by keys: outer tiles are those of keys.
+// For lists by keys, whose outer tiles are KV tiles.
 __device__ __forceinline__ void count_turns(const ListParams& params) {
   const int lane = threadIdx.x % 32, item = map_item();
   const int q_tiles = params.inner_tiles, kv_tiles = params.outer_tiles;
@@ -305,7 +307,7 @@ __device__ __forceinline__ void count_turns(const ListParams& params) {
   const int q_tile = item % q_tiles, list = item / q_tiles;
   int2* turns = params.turns + static_cast<long long>(item) * kv_tiles;
   int count = 0;
-  // Once to count the tiles of keys that visit this one, and once to write.
+  // The first pass counts the KV tiles that visit this query tile; the second writes.
   for (int pass = 0; pass < 2; ++pass) {
     int before = 0;
     for (int begin = 0; begin < kv_tiles; begin += 32) {

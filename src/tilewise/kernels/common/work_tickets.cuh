@@ -1,17 +1,18 @@
-// Which work a CTA does where CTAs wait for one another.
+// Assigns work to CTAs where CTAs wait for one another.
 #pragma once
 
 #include "ptx.cuh"
 
 namespace tilewise {
 
-// The number of this CTA's work: its block index or, with a zeroed counter `tickets`, how many CTAs
-// of the grid have started before it. All lanes of a warp must call it, once per CTA.
+// The number of this CTA's work: its block index or, with a zeroed counter `tickets`, the number of
+// CTAs of the grid that have started before it. All lanes of a warp must call it, once per CTA.
 //
-// Why tickets: a CTA that waits for work with smaller numbers must know that CTAs run it already,
-// and nothing promises that blocks start in the order of their indices. With tickets, work with a
-// smaller number is with a CTA that has started before, and what that one waits for likewise. So
-// the CTA that has the smallest number of all that have not ended waits for none.
+// Why tickets: a CTA that waits for work with smaller numbers must know that other CTAs are already
+// running it, and blocks are not guaranteed to start in the order of their indices. With tickets,
+// work with a smaller number belongs to a CTA that has started earlier, and so does the work that
+// this CTA waits for in turn. Therefore, among all CTAs that have not ended, the one with the
+// smallest number waits for none.
 __device__ __forceinline__ int take_work(int* tickets) {
   int work = blockIdx.x;
   if (tickets != nullptr) {

@@ -1,25 +1,24 @@
 // clang-format off
-// The plain CUDA C++ kernel of GPU MODE's lecture 12, put right: fused, everything in float32, no tensor
-// cores. A block owns block_q rows of one (batch, head); thread (x, y) owns row x and the columns y,
-// y + 32, ... of out, in registers. Q, K, V and the scores of a tile are in shared memory.
+// The plain CUDA C++ kernel of GPU MODE's lecture 12, corrected: it is fused, computes everything in float32 and uses no
+// tensor cores. A block owns block_q rows of one (batch, head); thread (x, y) owns row x and the columns y, y + 32, ... of
+// out, in registers. Q, K, V and the scores of a tile are in shared memory.
 //
 //   1. load K_j, V_j                      all threads
 //   2. S[x][j] = scale q_x . k_j          threads y < block_kv, one score each; softcap; -inf where hidden
-//   3. m' = max(m, max_j S[x][j])         every thread of a row for itself
+//   3. m' = max(m, max_j S[x][j])         every thread of a row computes it for itself
 //   4. l = l e^(m - m') + sum_j e^(S - m')
 //   5. o = o e^(m - m') + sum_j e^(S - m') v_j[y + 32 i]
 //   6. out = o / l, lse = m + log l
 //
-// What the lecture's listing has wrong, and stands here as it was meant:
+// Errors in the lecture's listing, which are corrected here as intended:
 //   - `S_i[ii] * blockDim.x + tid_x[jj]` is S_i[ii * blockDim.x + tid_x][jj]
 //   - `V_j[jj][dd + blockDim.y + tid_y]` is V_j[jj][dd * blockDim.y + tid_y]
 //   - it is launched with 32 threads in x for 16 rows: half of them read and write out of bounds
-//   - a length that is no multiple of 16 reads past the end
-//   - `out_l` holds the sum without the maximum it is relative to: not a log-sum-exp
-// What is added: heads, batches, grouped heads, strides, 16-bit types, band masks, softcap, any length.
-// What is kept: the tiles, the mapping of threads, and with it its cost: neighbouring threads read
-// neighbouring rows of shared memory, whose distance is the head. Rows of 128 floats put all of them on
-// one bank; `padding` 1 spreads them.
+//   - a length that is not a multiple of 16 reads past the end
+//   - `out_l` holds the sum without the maximum that it is relative to, so it is not a log-sum-exp
+// Added: heads, batches, grouped heads, strides, 16-bit types, band masks, softcap, any length.
+// Kept: the tiles and the mapping of threads, with its cost: neighbouring threads read neighbouring rows of shared memory,
+// which are one head dimension apart. Rows of 128 floats put all of them on one bank; a `padding` of 1 spreads them.
 // clang-format on
 #pragma once
 
@@ -54,7 +53,7 @@ struct LectureParams {
   int heads_per_kv;
   int seq_q;
   int seq_k;
-  int head_dim;  // the real ones
+  int head_dim;  // the actual ones
   int head_dim_v;
   int band_first_shift;
   int band_end_shift;
@@ -96,7 +95,8 @@ struct LectureSmem {
   float s[config.block_q][config.block_kv + config.padding];
 };
 
-// `rows` rows from `first` on into shared memory; rows past `end` and columns past `dim` are zeros.
+// Loads `rows` rows from `first` on into shared memory; rows past `end` and columns past `dim` are
+// zeros.
 template <int element, int rows, int pitch>
 __device__ __forceinline__ void load_tile(float (&tile)[rows][pitch], const void* source,
                                           const Strides& strides, int batch, int head, int first,
@@ -114,7 +114,7 @@ __device__ __forceinline__ void load_tile(float (&tile)[rows][pitch], const void
 
 template <LectureConfig config>
 __device__ __forceinline__ void lecture(const LectureParams& params) {
-  constexpr int columns = config.head_dim_v / 32;  // of out, for each thread
+  constexpr int columns = config.head_dim_v / 32;  // of out, per thread
   constexpr float minus_infinity = __builtin_bit_cast(float, 0xff800000u);
   extern __shared__ __align__(16) unsigned char smem_bytes[];
   LectureSmem<config>& smem = *reinterpret_cast<LectureSmem<config>*>(smem_bytes);
@@ -132,7 +132,7 @@ __device__ __forceinline__ void lecture(const LectureParams& params) {
                             params.seq_q, params.head_dim, config.head_dim);
   for (int tile = tiles.begin; tile < tiles.end; ++tile) {
     const int key_begin = tile * config.block_kv;
-    __syncthreads();  // the tile before is read
+    __syncthreads();  // the previous tile has been read
     load_tile<config.element>(smem.k, params.k, params.k_strides, batch, kv_head, key_begin,
                               params.seq_k, params.head_dim, config.head_dim);
     load_tile<config.element>(smem.v, params.v, params.v_strides, batch, kv_head, key_begin,
@@ -155,7 +155,7 @@ __device__ __forceinline__ void lecture(const LectureParams& params) {
     for (int i = 0; i < columns; ++i) o[i] *= alpha;
     for (int j = 0; j < config.block_kv; ++j) {
       const float p = expf(smem.s[x][j] - top);
-      // Why: a hidden key must not show even if its value is infinite, and 0 * inf is NaN.
+      // Why: a hidden key must have no effect even if its value is infinite, and 0 * inf is NaN.
       if (p == 0.0f) continue;
       l += p;
 #pragma unroll

@@ -1,20 +1,21 @@
 // clang-format off
-// Attention as three kernels: S = scale Q K^T, P = softmax(mask(S)), O = P V; S and P in global memory.
+// Attention as three kernels: S = scale Q K^T, P = softmax(mask(S)), O = P V, with S and P in global memory.
 //
-// Symbols. Per (batch, head): Q (seq_q x d), K (seq_k x d), V (seq_k x dv). The scores of a slab, some
-// heads by some rows, stand in one buffer (slab_heads, slab_rows, pitch) of the inputs' 16-bit type:
-// the first kernel writes S, the second turns it into P in place, the third reads P.
+// Symbols. Per (batch, head): Q (seq_q x d), K (seq_k x d), V (seq_k x dv). The scores of a slab, which is some heads by some
+// rows, are in one buffer (slab_heads, slab_rows, pitch) of the inputs' 16-bit type: the first kernel writes S, the second
+// turns it into P in place, the third reads P.
 //
-//   scores   a CTA owns 64 * consumers rows and walks over `span` tiles of keys: Q stays, K tiles come
-//            through a ring, each tile of S leaves by TMA while the next one is multiplied
-//   softmax  a half-warp, a warp or a CTA owns a row: read once, held in registers, written once; it alone knows the mask
+//   scores   a CTA owns 64 * consumers rows and walks over `span` KV tiles: Q stays, K tiles come through a ring, and each
+//            tile of S is stored by TMA while the next one is multiplied
+//   softmax  a half-warp, a warp or a CTA owns a row, which is read once, held in registers and written once; only this
+//            kernel knows the mask
 //   values   a CTA owns 64 * consumers rows and the whole head: tiles of P and V come through a ring
 //
 // Masks. scores skips tiles that no row of its tile sees; values walks over the keys that its rows
 // touch; softmax writes P = 0 wherever values will read and the mask hides. A hidden NaN or infinity
-// in V is therefore multiplied by 0 and shows, as it does in any unfused attention.
+// in V is therefore multiplied by 0 and becomes visible, as it does in any unfused attention.
 //
-// Roles: one producer warp, the last, of which one thread issues all loads; `consumers` warpgroups.
+// Roles: one producer warp, the last, of which one thread issues all loads, and `consumers` warpgroups.
 //
 // Barriers
 //   name            arrives, count                 waits      protects
@@ -40,8 +41,8 @@ using ptx::u64;
 struct ThreeKernelParams {
   ptx::TensorMap q_map;       // (d, seq, head, batch), boxes of scores' rows
   ptx::TensorMap k_map;       // (d, seq, head, batch), boxes of scores' keys
-  ptx::TensorMap scores_map;  // (key, row, head, 1) of the slab, boxes of 16 rows, to store
-  ptx::TensorMap p_map;       // the same memory, boxes of values' rows, to load
+  ptx::TensorMap scores_map;  // (key, row, head, 1) of the slab, boxes of 16 rows, for stores
+  ptx::TensorMap p_map;       // the same memory, boxes of values' rows, for loads
   ptx::TensorMap v_map;       // (dv, seq, head, batch), boxes of values' keys
   ptx::TensorMap out_map;     // (dv, seq, head, batch), boxes of 16 rows
   void* scores;
@@ -54,7 +55,7 @@ struct ThreeKernelParams {
   int slab_rows;   // rows of the slab's buffer
   int first_pair;  // (batch, head) pairs and rows before the slab
   int first_row;
-  int span;  // tiles of keys that one CTA of scores walks over
+  int span;  // KV tiles that one CTA of scores walks over
   int band_first_shift;
   int band_end_shift;
   int zero;  // 0
@@ -94,8 +95,8 @@ __device__ __forceinline__ void load_panels(unsigned char* destination, const pt
                      column + panel * panel_columns, row, head, batch, policy);
 }
 
-// A warp's 16 rows of a 64 x (2 * count) fragment, rounded to 16 bits, staged at `room` (the
-// warpgroup's 64-row matrix) and stored to (column, row, head, batch) of `map`.
+// Stores a warp's 16 rows of a 64 x (2 * count) fragment, rounded to 16 bits: they are staged at
+// `room` (the warpgroup's 64-row matrix) and stored to (column, row, head, batch) of `map`.
 template <bool bf16, int count>
 __device__ __forceinline__ void store_rows(const float (&x)[count], float factor,
                                            unsigned char* room, const ptx::TensorMap& map,
@@ -193,7 +194,7 @@ __device__ __forceinline__ void multiply_scores(const ThreeKernelParams& params,
     wgmma::hold(s);
     if (lane == 0) {
       ptx::mbarrier_arrive(&smem.empty[ring.stage]);
-      ptx::tma_store_wait_read<0>();  // of the tile before: its staging is written again now
+      ptx::tma_store_wait_read<0>();  // for the previous tile: its staging buffer is reused now
     }
     __syncwarp();
     store_rows<config.bf16>(s, params.scale, smem.out[warpgroup], params.scores_map,
@@ -242,7 +243,7 @@ struct ValuesConfig {
   bool bf16;
   int head_dim_v;  // a multiple of 64
   int consumers;
-  int block_k;  // keys of a stage, a multiple of 64
+  int block_k;  // keys per stage, a multiple of 64
   int stages;
   int ctas_per_sm;
 
@@ -345,7 +346,8 @@ __device__ __forceinline__ void multiply_values(const ThreeKernelParams& params,
           o, wgmma::descriptor(p_low + step / 4 * p_panel + step % 4 * 2, swizzle_atom_bytes),
           wgmma::descriptor(v_low + step * (2 * swizzle_atom_bytes >> 4), swizzle_atom_bytes));
     wgmma::commit();
-    // One tile's products stay in flight and the stage before is free; a ring of one frees its own.
+    // One tile's products stay in flight, and the previous stage is free; a ring of one stage frees
+    // its own.
     wgmma::wait<config.stages == 1 ? 0 : 1>();
     const int done = config.stages == 1 ? ring.stage : before;
     if (done >= 0 && lane == 0) ptx::mbarrier_arrive(&smem.empty[done]);
@@ -392,7 +394,7 @@ __device__ __forceinline__ void values(const ThreeKernelParams& params) {
 // Mirrored by `SoftmaxConfig` in ladder/three_kernel.py.
 struct SoftmaxConfig {
   bool bf16;
-  int chunks;  // of eight keys per thread that are held in registers; 0: rows of any length, read
+  int chunks;  // chunks of eight keys per thread, held in registers; 0: rows of any length, read
                // twice
   int row_threads;  // half a warp, a warp, or all threads of a CTA
   int warps;
@@ -423,7 +425,7 @@ constexpr float minus_infinity = __builtin_bit_cast(float, 0xff800000u);
 constexpr float log2_e = 1.4426950408889634f;
 constexpr float ln_2 = 0.6931471805599453f;
 
-// A row's scores as they lie in memory: eight at a time, the hidden ones replaced by -inf.
+// A row's scores as stored in memory: eight at a time, the hidden ones replaced by -inf.
 template <SoftmaxConfig config>
 struct Cells {
   static constexpr u32 hidden = config.bf16 ? 0xff80u : 0xfc00u;  // -inf
@@ -474,8 +476,8 @@ __device__ __forceinline__ uint4 pack_weights(const float (&s)[8], float base) {
           ptx::pack<bf16>(p[6], p[7])};
 }
 
-// Over the threads of a row. A row of several warps meets in shared memory, where each leaves what
-// it has.
+// Combines a value over the threads of a row. The warps of a row that has several exchange their
+// values through shared memory.
 template <SoftmaxConfig config, typename Combine>
 __device__ __forceinline__ float over_row(float x, Combine combine) {
   constexpr int lanes = min_int(config.row_threads, 32), warps = config.row_threads / lanes;
@@ -485,7 +487,7 @@ __device__ __forceinline__ float over_row(float x, Combine combine) {
   if constexpr (warps > 1) {
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
     float* of_warp = reinterpret_cast<float*>(smem_bytes);
-    __syncthreads();  // what was left there before is read
+    __syncthreads();  // the previous values there have been read
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
     __syncthreads();
     x = of_warp[0];
@@ -499,8 +501,8 @@ __device__ __forceinline__ float row_max(float x) {
   return over_row<config>(x, [](float a, float b) { return fmaxf(a, b); });
 }
 
-// log2 of the sum of 2^s over the row, for threads that hold their maximum and their sum against
-// it; -inf for a row that sees no key.
+// log2 of the sum of 2^s over the row, for threads that hold their own maximum and their sum
+// relative to it; -inf for a row that sees no key.
 template <SoftmaxConfig config>
 __device__ __forceinline__ float row_total(float top, float sum) {
   const float best = row_max<config>(top);
@@ -509,14 +511,15 @@ __device__ __forceinline__ float row_total(float top, float sum) {
   return best == minus_infinity ? best : best + __log2f(sum);
 }
 
-// The same cell, in a form the compiler cannot evaluate before `after` is known. `zero` is 0.
+// Returns the same cell, in a form that the compiler cannot evaluate before `after` is known.
+// `zero` is 0.
 __device__ __forceinline__ void refresh(uint4& cell, float after, u32 zero) {
   const u32 nothing = __float_as_uint(after) & zero;
   cell = {cell.x ^ nothing, cell.y ^ nothing, cell.z ^ nothing, cell.w ^ nothing};
 }
 
-// A row that its threads can hold: read once, written once. `zero` is 0, which the compiler cannot
-// know.
+// Handles a row that its threads can hold: it is read once and written once. `zero` is 0, which the
+// compiler cannot know.
 template <SoftmaxConfig config>
 __device__ __forceinline__ float held_row(const Cells<config>& cells, float softcap, u32 zero) {
   const int first = cells.span.from + threadIdx.x % config.row_threads * 8;
@@ -553,7 +556,7 @@ __device__ __forceinline__ float held_row(const Cells<config>& cells, float soft
   return total;
 }
 
-// A longer one: read twice, with a running maximum.
+// Handles a longer row: it is read twice, with a running maximum.
 template <SoftmaxConfig config>
 __device__ __forceinline__ float streamed_row(const Cells<config>& cells, float softcap) {
   const int first = cells.span.from + threadIdx.x % config.row_threads * 8;
@@ -584,8 +587,8 @@ __device__ __forceinline__ void softmax(const ThreeKernelParams& params) {
   const int row = params.first_row + slab_row;
   ptx::allow_next_grid();
   ptx::wait_for_previous_grid();
-  // Threads without a row stay: half a warp shuffles with the other half. They read and write
-  // nothing.
+  // Threads without a row stay, because half a warp shuffles with the other half. They read and
+  // write nothing.
   const bool exists = slab_row < params.slab_rows && row < params.seq_q;
   const long long place = static_cast<long long>(blockIdx.y) * params.slab_rows + slab_row;
   const Cells<config> cells{reinterpret_cast<uint4*>(params.scores) + place * (params.pitch / 8),
@@ -600,7 +603,7 @@ __device__ __forceinline__ void softmax(const ThreeKernelParams& params) {
         total * ln_2;
 }
 
-// --- nothing: what three launches cost ---
+// --- an empty kernel, which measures the cost of three launches ---
 
 __device__ __forceinline__ void nothing(const ThreeKernelParams&) {}
 

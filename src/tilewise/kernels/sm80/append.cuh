@@ -1,16 +1,20 @@
 // clang-format off
-// New keys and values into a cache, rotated on the way, and the queries that go with them: what comes before attention to a cache.
+// This kernel runs before attention to a cache. It writes new keys and values into the cache, with rotary embedding applied
+// to the keys, and rotates the queries that go with them.
 //
-// Symbols. Sequence b has length_b places taken; its new key i, i < new_keys, goes to place p = length_b + i. r: columns that are
-// rotated; x' = x for columns from r on. Pairs of columns (2 j, 2 j + 1) if `interleaved`, else (j, j + r / 2), j < r / 2.
+// Symbols. Sequence b has length_b places in use; its new key i, i < new_keys, goes to place p = length_b + i. r: the number
+// of columns that are rotated; x' = x for columns from r on. Pairs of columns are (2 j, 2 j + 1) if `interleaved`, else
+// (j, j + r / 2), j < r / 2.
 //
-//   1. k and q: (x'_1, x'_2) = (x_1 cos - x_2 sin, x_1 sin + x_2 cos) with the angles of place p, row p of cos and sin. A query i has
-//      p = length_b + i where `apart`, else p = length_b
-//   2. the cache's place p = k', v, if it exists: rows and pages as in common/cached.cuh, where a page that does not exist has no places
+//   1. k and q: (x'_1, x'_2) = (x_1 cos - x_2 sin, x_1 sin + x_2 cos) with the angles of place p, row p of cos and sin. A
+//      query i has p = length_b + i if `apart`, else p = length_b
+//   2. place p of the cache = k', v, if it exists: rows and pages as in common/cached.cuh, where a page that does not exist
+//      has no places
 //   3. lengths_after_b = min(length_b + new_keys, capacity)
 //
-// Roles. A warp per row of one head, of k, of v, or of q; a lane has columns lane, lane + 32, ... No shared memory, no barriers: rows are
-// read from one tensor and written to another. Few bytes: it is bound by its launch.
+// Roles. Each warp handles a row of one head, of k, of v, or of q; a lane has columns lane, lane + 32, ... There is no shared
+// memory and there are no barriers: rows are read from one tensor and written to another. The kernel moves few bytes: its
+// launch dominates its time.
 // clang-format on
 #pragma once
 
@@ -20,7 +24,7 @@ namespace tilewise::sm80 {
 
 struct AppendParams {
   Tensor q;        // (batch, heads, queries, dim); data null: not rotated
-  Tensor rotated;  // likewise: the result
+  Tensor rotated;  // the result, with the same shape
   Tensor k;        // (batch, heads_kv, new_keys, dim)
   Tensor v;
   Tensor k_cache;  // (cache_batches, heads_kv, places, dim)
@@ -77,7 +81,7 @@ struct Append {
     }
   }
 
-  // Where place p of a sequence is in the cache; false where it is nowhere.
+  // Finds place p of a sequence in the cache; returns false if it has none.
   __device__ __forceinline__ bool find(int b, int place, int& batch, int& row) const {
     if (place < 0 || place >= params.capacity) return false;
     batch = params.rows == nullptr ? b : params.rows[b];
@@ -89,7 +93,7 @@ struct Append {
     return batch >= 0 && batch < params.cache_batches;
   }
 
-  // The rows of all heads of k, then of v, then of q.
+  // Goes through the rows of all heads of k, then of v, then of q.
   __device__ __forceinline__ void run() const {
     int work = blockIdx.x * append_warps + static_cast<int>(threadIdx.x) / 32;
     const int each = params.batch * params.new_keys * params.heads_kv;

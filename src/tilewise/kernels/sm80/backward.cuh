@@ -1,47 +1,46 @@
 // clang-format off
-// Gradients of attention for every GPU from sm_80 on: cp.async loads, mma.sync products. One CTA per KV tile,
-// or per piece of one.
+// This kernel computes the gradients of attention on every GPU from sm_80 on, with cp.async loads and mma.sync products. One
+// CTA handles one KV tile, or one piece of a KV tile.
 //
 // Symbols. Q, dO (seq_q x d, dv) of one (batch, head), K, V (seq_k x d, dv) of its KV head; lse from the
 // forward; D = rowsum(dO * O) - dlse. A CTA owns block_kv keys of one KV head and goes through the
 // query tiles of block_q rows that see them, head by head of the group. c = scale * log2(e).
 //
 //   1. S = Q K^T                          all products are mma.sync with both operands from shared memory
-//   2. the terms of the policy (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
-//   3. partial tiles: S[r, k] = -inf where a term hides key k from row r
+//   2. the policy's terms apply (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
+//   3. in partial tiles: S[r, k] = -inf where a term hides key k from row r
 //   4. P = 2^(c S - log2(e) lse)          to shared memory, rounded to 16 bits
 //   5. dP = dO V^T
-//   6. dS = P * (dP - D)                  likewise; times the slopes of the terms. Softcap: 1 - S^2, S found again from P
+//   6. dS = P * (dP - D)                  likewise; times the slopes of the terms. Softcap: 1 - S^2, with S recovered from P
 //   7. dV += round16(P)^T dO              without the weights that a term drops; dP of step 6 likewise
-//   8. dQ += scale round16(dS) K          summed over KV tiles in global memory, float32
-//   9. dK += scale round16(dS)^T Q
+//   8. dQ += round16(dS) K                summed over KV tiles in global memory, float32
+//   9. dK += round16(dS)^T Q
 //  10. dK = scale dK; dK and dV to global memory, rounded
-// preprocess makes the row terms of 4 and 6 and zeroes the sums of dQ; postprocess scales and rounds
-// them (backward_edges.cuh). Where dQ is not wanted step 8 is left out, and where neither dK nor dV is
-// 7, 9 and 10 are.
+// preprocess makes the row terms of 4 and 6 and zeroes the sums of dQ; postprocess scales and rounds them
+// (backward_edges.cuh). Step 8 is left out where dQ is not wanted, and steps 7, 9 and 10 where neither dK nor dV is.
 //
-// Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), a CTA each. The
-// first piece of a tile that is done stores its dK and dV as float32, those after it add theirs, and the
-// last one adds what is there to its own before step 10. As they come, or, if gradients are to be
-// deterministic, by their numbers (common/piece_tickets.cuh).
+// Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), one CTA each. The first piece of a
+// tile that is done stores its dK and dV as float32, those after it add theirs, and the last one adds the stored sums to its
+// own before step 10. They do so in the order of arrival or, if gradients are to be deterministic, by their numbers
+// (common/piece_tickets.cuh).
 //
-// Roles. All warps do the same. Each of the five products is divided over the warps in a grid of its
-// own, as square as it can be: a warp's block of 32 x 32 or 32 x 64 reads the least shared memory a
-// product. P and dS therefore change hands in shared memory.
+// Roles. All warps do the same work. Each of the five products is divided over the warps in its own grid, as square as
+// possible: a warp's block of 32 x 32 or 32 x 64 reads the least shared memory per product. P and dS are therefore exchanged
+// through shared memory.
 //
-// Shared memory (struct BackwardSmem): K and V of the CTA; `stages` tiles of Q and dO with their row
-// terms; P and dS. In the end all of it is room for dK and dV on their way out.
+// Shared memory (struct BackwardSmem): K and V of the CTA; `stages` tiles of Q and dO with their row terms; P and dS. At the
+// end all of it is reused to stage dK and dV.
 //
 // Synchronisation. Three barriers per step, all __syncthreads:
-//   before  all threads' copies of this step have arrived; P and dS of the step before are read, and with
+//   before  all threads' copies of this step have arrived; P and dS of the previous step are read, and with
 //           two stages so are its Q and dO, which the copies for the next step then overwrite
 //   middle  P and dS are written
 //   after   (one stage) Q and dO are read; the copies for the next step overwrite them
-// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter per query
-// tile counts the tickets that were served; a barrier follows the wait for it, and another precedes passing it on.
+// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter per query tile counts the
+// tickets that were served; a barrier follows the wait for it, and another precedes the increment.
 //
-// Registers of a thread: S and dP block_q * block_kv / threads each, dK and dV block_kv * (d + dv) /
-// threads, dQ block_q * d / threads when S and dP are gone.
+// Registers per thread: S and dP block_q * block_kv / threads each, dK and dV block_kv * (d + dv) /
+// threads, dQ block_q * d / threads when S and dP are no longer live.
 // clang-format on
 #pragma once
 
@@ -73,9 +72,9 @@ struct Backward {
 
   const ParamsOf<BackwardParams, Policy, Extents>& params;
   BackwardSmem<config, Extents>& smem;
-  // Why in shared memory: registers are for what the products need.
+  // Why in shared memory: the products need the registers.
   const BackwardPlan<Extents>& plan = smem.plan;
-  // Where several CTAs share the registers, computed again each time, to free a register.
+  // Where several CTAs share the registers, it is recomputed each time, to free a register.
   struct Lane {
     __device__ __forceinline__ operator int() const {
       return (config.ctas_per_sm > 1 ? ptx::thread_again() : threadIdx.x) % 32;
@@ -101,7 +100,7 @@ struct Backward {
       return list_entry<Extents>(params, plan.batch, plan.head_kv, plan.kv_tile, step.q_tile) < 0;
     return plan.partial(step.q_tile);
   }
-  // Index of a step's query tile among those of all heads.
+  // The index of a step's query tile among those of all heads.
   __device__ __forceinline__ long long tile_index(const StepCursor& step) const {
     if constexpr (HasWorkTable<Extents>)
       return static_cast<long long>(head_of(step)) * params.q_tiles + plan.first_q_tile +
@@ -140,8 +139,8 @@ struct Backward {
                        16);
   }
 
-  // Where a block of 16 rows of this warp's scores lies; the warp's scores begin at `first_row` and
-  // `first_column` of the tile.
+  // The place of a block of 16 rows of this warp's scores; the warp's scores begin at `first_row`
+  // and `first_column` of the tile.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Backward& kernel;
@@ -158,13 +157,13 @@ struct Backward {
     __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
   };
-  // The same with the column found once for all blocks.
+  // The same with the column computed once for all blocks.
   struct PlaceInColumn : Place {
     const int known_column;
     __device__ __forceinline__ int column() const { return known_column; }
   };
 
-  // A block of S, rounded, into a queries x keys matrix.
+  // Stores a block of S, rounded, in a queries x keys matrix.
   __device__ __forceinline__ void store_scores(const Scores& s, u32 matrix, int first_row,
                                                int first_column) {
 #pragma unroll
@@ -239,9 +238,8 @@ struct Backward {
     store_scores(dp, ptx::smem_address(smem.ds), first_row, first_column);
   }
 
-  // Waits for the KV tiles before this one to have added to the step's dQ.
-  // Why this cannot hang: what is waited for is work with a smaller number, which runs already
-  // (common/work_tickets.cuh).
+  // Waits for the KV tiles before this one to have added to the step's dQ. Why this cannot hang:
+  // the awaited work has a smaller number, so it is already running (common/work_tickets.cuh).
   __device__ __forceinline__ void await_ticket() {
     if ((HasTileMap<Extents> && !HasTurns<Extents>) || params.dq_tickets == nullptr) return;
     if (threadIdx.x == 0) {
@@ -269,8 +267,8 @@ struct Backward {
     if (threadIdx.x == 0) ptx::add_release(params.dq_tickets + tile_index(cursor), 1);
   }
 
-  // Sums in global memory lie in fragment order, 128 floats per block of 16 x 8: as a lane holds
-  // them where four are added at a time, else 32 lanes after one another.
+  // Sums in global memory are in fragment order, 128 floats per block of 16 x 8: in the layout of a
+  // lane where four are added at a time, otherwise one float of each of the 32 lanes after another.
   __device__ __forceinline__ int lane_place() const {
     return config.vector_sums ? 4 * lane : static_cast<int>(lane);
   }
@@ -359,13 +357,13 @@ struct Backward {
           column * dk_columns);
   }
 
-  // Index of this CTA's KV tile among those of all heads.
+  // The index of this CTA's KV tile among those of all heads.
   __device__ __forceinline__ long long key_tile_index() const {
     const long long pair = static_cast<long long>(plan.batch) * params.heads_kv + plan.head_kv;
     return pair * params.kv_tiles + plan.kv_tile;
   }
-  // dK and dV of one piece of several to their sums, or the other way round: true if this is the
-  // last piece, whose accumulators are then the sums of all.
+  // Adds dK and dV of one of several pieces to their sums, or the sums to dK and dV. Returns true
+  // if this is the last piece, whose accumulators are then the sums of all.
   __device__ __forceinline__ bool join_pieces() {
     PieceTickets* tickets = params.piece_tickets + key_tile_index();
     if (threadIdx.x == 0)
@@ -396,7 +394,8 @@ struct Backward {
     return false;
   }
 
-  // One gradient of this CTA's keys. Invariant: no warp reads matrices in shared memory any more.
+  // Stores one gradient of this CTA's keys. Invariant: no warp still reads matrices in shared
+  // memory.
   template <int columns>
   __device__ __forceinline__ void store_keys(const float (&x)[key_blocks][columns * 8],
                                              const Tensor& gradient, int dim) {
@@ -441,7 +440,7 @@ struct Backward {
       clear(dv);
     }
     const int steps_kept = plan.steps;
-    // As of lanes: where several CTAs share the registers it is read again each time.
+    // As for the lane: where several CTAs share the registers, it is read again each time.
     auto steps = [&] { return config.ctas_per_sm > 1 ? plan.steps : steps_kept; };
     if (steps() > 0) {
       load_keys();

@@ -9,22 +9,22 @@
 
 namespace tilewise::sm80 {
 
-// A product of block x block is divided over the warps as `rows` x warps / rows of them.
+// A product of block x block is divided over the warps in a grid of `rows` x (warps / rows).
 // Mirrored field by field by `Config` in engine/sm80/backward.py.
 struct BackwardConfig {
   bool bf16;       // else fp16
   int head_dim;    // class of q and k: smaller heads are zero-filled up to it
   int head_dim_v;  // class of v and dout, likewise
   int block_q;     // query rows per step
-  int block_kv;    // keys of a CTA
+  int block_kv;    // keys per CTA
   int warps;
-  int score_rows;    // warps along the queries of S and dP
-  int key_rows;      // warps along the keys of dK and dV
-  int query_rows;    // warps along the queries of dQ
-  int stages;        // of Q and dO
-  bool has_terms;    // whether the policy of scores has any; kernels read them there
+  int score_rows;  // warps along the queries of S and dP
+  int key_rows;    // warps along the keys of dK and dV
+  int query_rows;  // warps along the queries of dQ
+  int stages;      // of Q and dO
+  bool has_terms;  // whether the score policy has any terms; the kernels read them from the policy
   bool vector_sums;  // sums in global memory are added four at a time (sm_90 on)
-  bool makes_dkv;    // else neither dK nor dV is
+  bool makes_dkv;    // else neither dK nor dV is wanted
   int ctas_per_sm;
 
   TILEWISE_INLINE int threads() const { return warps * 32; }
@@ -38,10 +38,9 @@ struct BackwardParams {
   Tensor dk;               // data null: not wanted
   Tensor dv;               // likewise
   const float* lse_log2;   // (batch, heads, rows padded to block_q); +inf where no key is seen
-  const float* row_terms;  // likewise: rowsum(dO * O) - dlse
+  const float* row_terms;  // same shape: rowsum(dO * O) - dlse
   float* dq_sums;          // null: dQ is not wanted; zeroed (batch, heads, q_tiles, fragments)
-  int*
-      dq_tickets;  // null, or zeroed (batch, heads, q_tiles): dQ is summed in the order of the keys
+  int* dq_tickets;         // null, or zeroed (batch, heads, q_tiles): dQ is summed in key order
   // Where KV tiles are cut into pieces: sums of dK and dV, (batch, heads_kv, kv_tiles, fragments),
   // and the tickets of pieces for them, zeroed (batch, heads_kv, kv_tiles).
   float* dkv_sums;
@@ -52,14 +51,14 @@ struct BackwardParams {
   int heads_per_kv;
   int seq_q;
   int seq_k;
-  int head_dim;    // the real one
+  int head_dim;    // the actual one
   int head_dim_v;  // likewise
   int band_first_shift;
   int band_end_shift;
   int q_tiles;
   int kv_tiles;
-  int pieces;       // of all KV tiles of one (batch, KV head) pair
-  int piece_steps;  // at most, per piece
+  int pieces;       // total over the KV tiles of one (batch, KV head) pair
+  int piece_steps;  // maximum per piece
   int sections;
   int rows_descend;  // 1: from the last query tile to the first
   int in_order;      // 1: pieces add to dK and dV by their numbers
@@ -69,19 +68,19 @@ struct BackwardParams {
   float softcap_in;
 };
 
-// What a CTA does: one KV tile of one KV head, or a piece of it, against query tiles that see it,
-// head by head of the group.
+// The work of a CTA: one KV tile of one KV head, or a piece of it, against the query tiles that see
+// it, head by head of the group.
 template <typename Extents>
 struct BackwardPlan : Extents::Record {
   int batch;
   int head_kv;
   int kv_tile;
-  int piece;  // of `pieces` that the KV tile is cut into
+  int piece;  // index among the `pieces` that the KV tile is cut into
   int pieces;
   TileRange touched;  // query tiles
   TileRange full;     // those of which every row sees every key of the tile
   int begin_tile;     // where this piece begins
-  int begin_head;     // of the group
+  int begin_head;     // within the group
   int steps;
 
   TILEWISE_INLINE bool partial(int q_tile) const {
@@ -89,7 +88,7 @@ struct BackwardPlan : Extents::Record {
   }
 };
 
-// Of a CTA behind the end of a work table.
+// For a CTA behind the end of a work table.
 template <typename Extents>
 __device__ __forceinline__ BackwardPlan<Extents> no_work() {
   BackwardPlan<Extents> plan{};
@@ -97,7 +96,7 @@ __device__ __forceinline__ BackwardPlan<Extents> no_work() {
   return plan;
 }
 
-// Of the parameters of this backward or of the float32 one. All lanes of a warp must call it.
+// Takes the parameters of this backward or of the float32 one. All lanes of a warp must call it.
 template <typename Policy, typename Extents, int block_q, int block_kv, typename Params>
 __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params& params,
                                                                     int work) {
@@ -153,13 +152,13 @@ struct BackwardSmem {
   alignas(16) float lse_log2[config.stages][config.block_q];
   alignas(16) float row_terms[config.stages][config.block_q];
   BackwardPlan<Extents> plan;
-  int pieces_before;  // at the sums of dK and dV
+  int pieces_before;  // for the sums of dK and dV
 };
 
-// Counts through the steps of a plan: query tiles of one head, then of the next.
+// Counts through the steps of a plan: the query tiles of one head, then those of the next.
 struct StepCursor {
   int q_tile;
-  int head;  // of the group
+  int head;  // within the group
 
   template <typename Extents>
   __device__ __forceinline__ explicit StepCursor(const BackwardPlan<Extents>& plan)

@@ -1,5 +1,5 @@
-// The kernels before and after the main backward kernel: row terms and zeroes, then dQ from its
-// sums. Both are bound by memory traffic.
+// The kernels before and after the main backward kernel: the first makes row terms and zeroes sums,
+// the second makes dQ from its sums. Both are bound by memory traffic.
 #pragma once
 
 #include "../common/softmax.cuh"
@@ -11,7 +11,7 @@ struct PreprocessParams {
   Tensor out;
   Tensor dout;
   const float* lse;             // (batch, heads, seq_q)
-  const float* dlse;            // null, or likewise
+  const float* dlse;            // null, or the same shape
   float* lse_log2;              // (batch, heads, rows), rows padded to the query tile
   float* row_terms;             // likewise
   float* dq_sums;               // null, or row_floats per row, to be zeroed
@@ -40,7 +40,7 @@ struct PostprocessParams {
 constexpr int edge_threads = 256;
 constexpr int edge_rows = 32;
 
-// Of eight columns, two in each word.
+// Dot product of eight columns, two in each word.
 template <bool bf16>
 __device__ __forceinline__ float dot(uint4 a, uint4 b) {
   const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
@@ -53,7 +53,7 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
   return sum;
 }
 
-// A block: 32 rows of one head. Eight columns per lane, `lanes` lanes per row.
+// A block handles 32 rows of one head, with eight columns per lane and `lanes` lanes per row.
 template <bool bf16, int lanes, typename Extents>
 __device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Extents>& params) {
   constexpr int rows_at_once = edge_threads / lanes;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Exte
     for (int distance = lanes / 2; distance > 0; distance /= 2)
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (lane != 0) continue;
-    // Rows that do not exist or see no key: +inf makes every weight 0.
+    // Rows that do not exist or see no key have +inf, which makes every weight 0.
     float lse_log2 = infinity;
     if (row < sequence.seq_q()) {
       const long long at = first_of_lse + row;
@@ -107,12 +107,12 @@ __device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Exte
   }
 }
 
-// A block: one query tile of one head, whose sums lie as Backward::add_dq leaves them. A thread
-// takes eight columns of the rows r and r + 8 of a block of 16 x 8; neighbours take neighbouring
-// columns.
+// A block handles one query tile of one head, whose sums have the layout of Backward::add_dq. A
+// thread takes eight columns of the rows r and r + 8 of a block of 16 x 8; neighbours take
+// neighbouring columns.
 template <BackwardConfig config, typename Extents>
 __device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Extents>& params) {
-  constexpr int columns = config.head_dim / (config.warps / config.query_rows) / 8;  // of a warp
+  constexpr int columns = config.head_dim / (config.warps / config.query_rows) / 8;  // per warp
   constexpr int query_blocks = config.block_q / config.query_rows / 16;
   constexpr int all_columns = config.head_dim / 8, all_blocks = config.block_q / 16;
   const int batch_head = blockIdx.x / params.q_tiles;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Ex
     if (column * 8 >= params.head_dim) continue;
     const int warp = block / query_blocks + column / columns * config.query_rows;
     const int place = (warp * query_blocks + block % query_blocks) * columns + column % columns;
-    // Four quads: as lanes hold them (two columns of row r, two of row r + 8), or one of each
+    // Four quads: in the layout of lanes (two columns of row r, two of row r + 8), or one from each
     // plane.
     float4 quad[4];
     float row[2][8];

@@ -20,10 +20,10 @@ struct Config {
   int warps;
   int row_tiles;  // blocks of 16 query rows per warp
   int block_kv;
-  int stages;      // of K and V: 2 loads a tile ahead, 1 loads each under the other's product
-  bool has_terms;  // whether the policy of scores has any; kernels read them there
+  int stages;      // of K and V: 2 loads a tile ahead, 1 loads each during the other's product
+  bool has_terms;  // whether the score policy has any terms; the kernels read them from the policy
   bool q_in_registers;
-  int ctas_per_sm;  // CTAs that share a multiprocessor
+  int ctas_per_sm;  // CTAs that share an SM
 
   TILEWISE_INLINE int warp_rows() const { return row_tiles * 16; }
   TILEWISE_INLINE int block_q() const { return warps * warp_rows(); }
@@ -47,13 +47,13 @@ struct Params {
   Tensor k;
   Tensor v;
   Tensor out;
-  float* lse;  // null, or (batch, heads, seq_q) for the natural logarithm of the row sums
+  float* lse;  // null, or (batch, heads, seq_q): the natural logarithm of the row sums
   int batch;
   int heads;
   int heads_per_kv;
   int seq_q;
   int seq_k;
-  int head_dim;    // the real one
+  int head_dim;    // the actual one
   int head_dim_v;  // likewise
   int band_first_shift;
   int band_end_shift;
@@ -64,18 +64,18 @@ struct Params {
   float softcap_in;
 };
 
-// What a CTA does, as one of its warps sees it.
+// The plan of a CTA from the point of view of one of its warps.
 template <typename Extents>
 struct WarpPlan : Extents::Record {
   WorkTile tile;
   TileRange own;       // some row of the warp sees some key
   TileRange own_full;  // every row of the warp sees every key
-  TileRange full;      // every row of the CTA does
+  TileRange full;      // every row of the CTA sees every key
 };
 
 template <Config config, typename Extents>
 struct Smem {
-  // Each warp reads its own rows of Q only, and stages its rows of out in their place.
+  // Each warp only reads its own rows of Q, and stages its rows of out in their place.
   alignas(1024) unsigned char q[matrix_bytes(config.block_q(), config.head_dim)];
   alignas(1024) unsigned char k[config.stages][matrix_bytes(config.block_kv, config.head_dim)];
   alignas(1024) unsigned char v[config.stages][matrix_bytes(config.block_kv, config.head_dim_v)];

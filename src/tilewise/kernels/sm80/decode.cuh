@@ -1,66 +1,73 @@
 // clang-format off
-// Few queries against many keys, at the speed of memory: cp.async loads, mma.sync products. For every GPU from sm_80 on.
+// This kernel attends few queries to many keys at memory bandwidth, with cp.async loads and mma.sync products. It runs on
+// every GPU from sm_80 on.
 //
-// Symbols. A sequence has seq_q queries (new tokens) and seq_k keys; a KV head serves `group` query heads. The rows of a KV head are
-// its (token, query head) pairs, row = token * group + head: R of them, 16 to 64, make a tile. A unit is a tile of a KV head of a
-// sequence; it sees keys [begin, end), a hull over its rows. A step is 16 keys for each of the W warps of a CTA, from `base` =
-// begin rounded down to 16: n = max(1, ceil((end - base) / 16 W)) steps. c = scale * log2(e).
+// Symbols. A sequence has seq_q queries (new tokens) and seq_k keys; a KV head serves `group` query heads. The rows of a KV
+// head are its (token, query head) pairs, row = token * group + head; R rows, 16 to 64, make a tile. A unit is one tile of
+// one KV head of one sequence; it sees keys [begin, end), the hull over its rows. A step covers 16 keys for each of the W
+// warps of a CTA and starts from `base` = begin rounded down to 16, so that a unit has n = max(1, ceil((end - base) / 16 W))
+// steps. c = scale * log2(e).
 //
-//   Division of the N steps of all units, in the order sequence, KV head, tile, into runs of A CTAs:
-//   1. units that are all alike, where they can be dealt out almost evenly: A = a multiple of the number of units, and each is cut
-//      into `splits` equal parts; or a run is `units_per_run` whole units
-//   2. any others: A = min(CTAs, N / min_run) runs, none more than one step longer than another: segments of units, whole ones
-//      but the first and the last
+//   Division of the N steps of all units, in the order sequence, KV head, tile, into runs for A CTAs:
+//   1. where all units are alike and can be dealt out almost evenly: A is a multiple of the number of units, and each unit is
+//      cut into `splits` equal parts; or a run is `units_per_run` whole units
+//   2. otherwise: there are A = min(CTAs, N / min_run) runs whose lengths differ by at most one step. A run consists of
+//      segments of units; all of them are whole units except possibly the first and the last
 //
-//   A warp, for each of its 16 keys of a step:
-//   3. S = Q K^T; terms of the policy row by row (common/scores.cuh); hidden scores of partial blocks = -inf
+//   Each warp, for its 16 keys of a step:
+//   3. S = Q K^T; the policy's terms apply row by row (common/scores.cuh); hidden scores of partial blocks = -inf
 //   4. m' = max(m, c * rowmax S), alpha = 2^(m - m'), m = m'; P = 2^(c S - m), l = alpha l + rowsum P
 //   5. O = alpha O + round16(P) V
 //
-//   A CTA, at the end of a segment:
-//   6. M = max over warps of m; O = sum 2^(m_w - M) O_w, L = sum 2^(m_w - M) l_w, warps in order, through shared memory
-//   7. a whole unit: terms may finish M and L; out = O / L, lse = ln2 (M + log2 L). A row without keys: out = 0, lse = -inf
-//   8. a part of a unit: O, M, L go to memory, and the CTA takes a ticket of the unit. The last CTA to take one adds up the parts
-//      as in 6, in their order, finishes as in 7, and leaves the ticket at zero. No CTA waits for another
-//   9. more than max_direct parts are added up in groups of about sqrt(parts): a group has a ticket of its own, its last CTA puts
-//      the group's sum in the place of its first part, and then takes a ticket of the unit
+//   Each CTA, at the end of a segment:
+//   6. M = max over warps of m; O = sum 2^(m_w - M) O_w, L = sum 2^(m_w - M) l_w, in warp order, through shared memory
+//   7. for a whole unit: terms may finish M and L; out = O / L, lse = ln2 (M + log2 L); without keys out = 0, lse = -inf
+//   8. for a part of a unit: O, M, L go to global memory, and the CTA takes a ticket of the unit. The last CTA to take one
+//      adds up the parts as in 6, in their order, finishes as in 7, and resets the ticket to zero. No CTA waits for another
+//   9. more than max_direct parts are added up in groups of about sqrt(parts): each group has its own ticket, the group's
+//      last CTA writes the group's sum over the group's first part, and then takes a ticket of the unit
 //
-// `invariant`: the bits of a row follow from its own sequence. Then a unit is divided by its n alone, into items of
-// max(4, smallest power of two >= n / 64) steps; step 2 divides items, every item is a part, and its place in memory is its number.
-// Without tickets (none are left while a graph is captured) CTAs do whole units.
+// `invariant`: the bits of a row depend on its own sequence only. A unit is then divided by its n alone, into items of max(4,
+// smallest power of two >= n / 64) steps; step 2 divides items, every item is a part, and its number is its slot in memory.
+// Without tickets (none are left while a graph is captured) each CTA does whole units.
 //
-// Roles. All warps do the same, each with keys of its own: inside a segment no warp waits for another. Copies run `stages` steps
-// ahead, across the ends of segments, so that memory is busy while parts are put together. The copies of a segment's first step
-// bring its Q too, and leave a description of the segment (Segment) that the products read.
+// Roles. All warps do the same work, each on its own keys; inside a segment no warp waits for another. Copies run `stages`
+// steps ahead, across the ends of segments, so that memory stays busy while parts are combined. The copies of a segment's
+// first step also load its Q and leave a description of the segment (Segment), which the products read.
 //
-// Launches overlap on Hopper: nothing that another kernel may have written, or may still read, is touched before the grid ahead has
-// ended. Where the parameters tell the division, it is made before that.
+// Launches overlap on Hopper: nothing that another kernel may have written, or may still read, is touched before the previous
+// grid has ended. Where the parameters alone determine the division, it is computed before that point.
 //
 // Shared memory (struct DecodeSmem), with the bytes of heads of 128, 8 warps, 2 stages, 16 rows:
-//   ring      131072  per warp `stages` blocks of 16 keys and their values
-//   q           8192  of two segments: the one that is attended to, and the next
-//   o          69632  step 6: O of all warps. Steps 8 and 9: numbers of parts that are on their way, two rounds of them; behind the
-//                     last segment of a CTA in the places of ring and q too
-//   sums        2560  steps 8 and 9: M, then factor, and L of the parts
-//   m, l        1024  step 6: of all warps; m then is the factor of each
-//   row_out      128  step 7: where a row of out begins
-//   row_factor    64  step 7: what O of a row is multiplied by
+//   ring      131072  per warp, `stages` blocks of 16 keys and their values
+//   q           8192  Q of two segments: the current one and the next
+//   o          69632  step 6: O of all warps. Steps 8 and 9: numbers of parts that are in flight, in two rounds; after the
+//                     CTA's last segment these also use the space of ring and q
+//   sums        2560  steps 8 and 9: M, later the factor, and L of the parts
+//   m, l        1024  step 6: m and l of all warps; m is then replaced by the warp's factor
+//   row_out      128  step 7: the address where a row of out begins
+//   row_factor    64  step 7: the factor that O of a row is multiplied by
 //   segment     1536  per warp, descriptions of two segments
+//   is_last        4  the answer of a ticket, for all threads
 //
 // Synchronisation.
-//   cp_async_wait, __syncwarp          a block has arrived: copied, and read, by the lanes of one warp
+//   cp_async_wait, __syncwarp          a block has arrived; the lanes of one warp both copy and read it
 //   __syncwarp                         all lanes have read a block; the next copies overwrite it
-//   __syncthreads, in step 6           all warps have written O, m, l, and have read Q, whose place the next segment but one takes;
-//                                      then rows are finished: a thread each has made the factors of the warps, and what step 7 needs
-//   __syncthreads, around a ticket     all stores of a part come before it (release), all loads of others after it (acquire)
-//   cp_async_wait, in steps 8 and 9    a number of a part has arrived: copied, and read, by one thread
-//   __syncthreads, in steps 8 and 9    M and L of all parts are in `sums`; then rows are finished, and M is the factor of each part
-//   __syncthreads, where one begins    Q of the segment is there, and the O, m, l of the segment before have been read
-//   __syncwarp, where one ends         all lanes have read its description, whose place the next segment but one takes
-// Values that are inf or NaN, in blocks of which a row may not see every key: 0 * inf is NaN. There the rows that do see such a
-// value get it at once, and it is zeroed before the product.
+//   __syncthreads, in step 6           all warps have written O, m, l, and have read Q, whose buffer the next segment but one
+//                                      reuses; then rows are finished: one thread per row has computed the warps' factors and
+//                                      what step 7 needs
+//   __syncthreads, around a ticket     all stores of a part come before it (release), all loads of other parts after it
+//                                      (acquire)
+//   cp_async_wait, in steps 8 and 9    a number of a part has arrived; one thread both copies and reads it
+//   __syncthreads, in steps 8 and 9    M and L of all parts are in `sums`; then rows are finished, and M is replaced by each
+//                                      part's factor
+//   __syncthreads, at segment begin    Q of the segment has arrived, and O, m, l of the previous segment have been read
+//   __syncwarp, at segment end         all lanes have read its description, whose buffer the next segment but one reuses
+// Values that are inf or NaN need care in blocks where some row does not see every key, because 0 * inf is NaN. There, such a
+// value is added directly to the rows that do see it, and is zeroed before the product.
 //
-// Registers per thread: row_tiles * (dv / 2 of O, 8 of S, d / 4 of Q if there is one tile and d <= 128), of 65536 / (threads * ctas_per_sm).
+// Registers per thread: row_tiles * (dv / 2 for O, 8 for S, d / 4 for Q if there is one tile and d <= 128), out of 65536 /
+// (threads * ctas_per_sm).
 // clang-format on
 #pragma once
 
@@ -95,29 +102,30 @@ struct DecodeParams {
   float* lse;           // null, or (batch, heads, seq_q)
   float* partial_out;   // (slots, part_rows, head_dim_v of the class)
   float* partial_sums;  // (slots, part_rows, 2): M and L
-  int* tickets;  // zeros, and left so: one per CTA, or two per unit where `invariant`; or null
+  int* tickets;  // zeros, and reset to zero: one per CTA, or two per unit if `invariant`; or null
   int batch;     // sequences
-  int heads;     // of queries
+  int heads;     // query heads
   int heads_kv;
   int heads_per_kv;
   int seq_q;
   int seq_k;
-  int head_dim;    // the real one
+  int head_dim;    // the actual one
   int head_dim_v;  // likewise
   int band_first_shift;
   int band_end_shift;
-  int part_rows;   // of a unit, at most
-  int unit_tiles;  // of a sequence, at most; where queries are packed, 0
+  int part_rows;   // rows per unit, at most
+  int unit_tiles;  // tiles per sequence, at most; 0 where queries are packed
   int invariant;
-  int splits;         // parts of a unit, where units are alike and are dealt out; else 0
+  int splits;         // parts per unit, where units are alike and are dealt out; else 0
   int units_per_run;  // likewise; 1 where splits > 1
-  int min_run;        // steps, at least, of runs that are not dealt out
+  int min_run;        // minimum steps of a run that is not dealt out
   float scale_log2;
   float softcap_in;
 };
 
-constexpr int min_item_steps = 4, max_items = 64;  // of a unit, where its division is invariant
-// Parts that are added up at once: without groups, and at most. Of max_group^2 CTAs no more work.
+constexpr int min_item_steps = 4, max_items = 64;  // per unit, where the division is invariant
+// The number of parts added up at once: without groups, and at most. At most max_group^2 CTAs are
+// launched.
 constexpr int max_direct = 16, max_group = 20;
 
 template <DecodeConfig config, typename Extents>
@@ -125,18 +133,18 @@ struct DecodeSmem {
   static constexpr int block_keys = 16;
   static constexpr int k_bytes = matrix_bytes(block_keys, config.head_dim);
   static constexpr int v_bytes = matrix_bytes(block_keys, config.head_dim_v);
-  static constexpr int stride = config.head_dim_v + 8;  // so that lanes write to different banks
+  static constexpr int stride = config.head_dim_v + 8;  // makes lanes write to different banks
 
-  // Ring, q and o follow one another without a gap: `combine` takes them as one.
+  // Ring, q and o are contiguous: `combine` uses them as one buffer.
   alignas(1024) unsigned char ring[config.warps][config.stages][k_bytes + v_bytes];
   unsigned char q[2][matrix_bytes(config.rows(), config.head_dim)];
   float o[config.warps][config.rows()][stride];
-  float2 sums[max_group][config.rows()];  // of parts: M or factor, L
+  float2 sums[max_group][config.rows()];  // per part: M or factor, L
   float m[config.warps][config.rows()];
   float l[config.warps][config.rows()];
   u16* row_out[config.rows()];
   float row_factor[config.rows()];
-  // Of every warp, the segment that it attends to and the one behind it.
+  // Per warp: the current segment and the next one.
   static constexpr int segment_ints = 24;
   int segment[config.warps][2][segment_ints];
   int is_last;
@@ -153,7 +161,7 @@ struct Decode {
   static constexpr int d = config.head_dim, dv = config.head_dim_v;
   static constexpr bool q_in_registers = row_tiles == 1 && d <= 128;
   static constexpr int q_steps = q_in_registers ? d / 16 : 1;
-  // Whether units of different sequences differ in their keys.
+  // True if units of different sequences may differ in their keys.
   static constexpr bool ragged = Extents::ragged || Policy::hides_by_span;
 
   const KernelParams& params;
@@ -163,13 +171,14 @@ struct Decode {
   const int group = params.heads_per_kv;
   const int heads_kv = params.heads_kv;
 
-  // Where units are dealt out: parts of a unit, and which of them this CTA has; else 0.
+  // Where units are dealt out: the number of parts per unit, and the index of this CTA's part; else
+  // 0.
   int splits = 0, split = 0;
-  // Else: N and A, of items; the first `longer_runs` CTAs have one item more than run_items.
+  // Otherwise: N and A, counted in items; the first `longer_runs` CTAs have run_items + 1 items.
   int total, active, run_items, longer_runs;
-  int head_items;   // of a KV head of a sequence, where all are alike
-  int first_items;  // of the sequence that is this lane's number
-  int buffer = 0;   // of the segment that is attended to: its Q and its description
+  int head_items;   // per KV head of a sequence, where all are alike
+  int first_items;  // per KV head of the sequence whose number is this lane's
+  int buffer = 0;   // holds Q and the description of the current segment
   u32 q[q_steps][4];
   float o[row_tiles][dv / 2];
   Softmax softmax[row_tiles];
@@ -193,7 +202,7 @@ struct Decode {
   __device__ __forceinline__ int tiles_of(const Record& record) const {
     return ceil_div(sequence_of<Extents>(params, record).seq_q() * group, rows);
   }
-  // Of a tile of a sequence: the keys that some row sees, and those that all see.
+  // For a tile of a sequence: the keys that some row sees, and those that all rows see.
   __device__ __forceinline__ SeenSpans seen(const Record& record, int b, int tile) const {
     const auto sequence = sequence_of<Extents>(params, record);
     const Band band = sequence.band();
@@ -212,7 +221,7 @@ struct Decode {
     if constexpr (Policy::hides_by_data) keys.all = {0, 0};
     return keys;
   }
-  // Items of all tiles of one KV head of a sequence.
+  // The number of items in all tiles of one KV head of a sequence.
   __device__ __forceinline__ int count_items(int b) const {
     const Record record = Extents::find(params, b);
     const int tiles = tiles_of(record);
@@ -241,7 +250,7 @@ struct Decode {
     run_items = total / active;
     longer_runs = total - run_items * active;
   }
-  // The first item of a CTA, and the CTA of an item. Invariant: every CTA < A has an item.
+  // The first item of a CTA, and the CTA that owns an item. Invariant: every CTA < A has an item.
   __device__ __forceinline__ int begin_of(int cta) const {
     return cta * run_items + min_int(cta, longer_runs);
   }
@@ -250,21 +259,21 @@ struct Decode {
     return rest < 0 ? item / (run_items + 1) : longer_runs + rest / run_items;
   }
 
-  // Steps of one unit, one after another, that a CTA does.
+  // Consecutive steps of one unit that a CTA does.
   struct Segment {
     int b, head_kv, tile;
     Record record;
     SeenSpans keys;
     int items;  // of the unit
-    int first;  // item of the unit, among all
-    int item;   // of the unit, the first of the segment
-    int key;    // that its first step begins at
+    int first;  // index of the unit's first item among all items
+    int item;   // index within the unit of the segment's first item
+    int key;    // where its first step begins
     int steps;
-    int is_last;  // of the CTA
+    int is_last;  // whether it is the CTA's last segment
   };
   static_assert(sizeof(Segment) <= 4 * Smem::segment_ints);
 
-  // On the way through the items of a CTA, ahead of the warp's products.
+  // The position in the CTA's items, ahead of the warp's products.
   struct Cursor : Segment {
     int tiles;
     Division division;
@@ -279,7 +288,7 @@ struct Decode {
   __device__ __forceinline__ int segment_items(const Cursor& at) const {
     return params.invariant ? 1 : min_int(at.items - at.item, at.left);
   }
-  // At an item of a unit, with some left.
+  // Requires that `at` is at an item of a unit and that items are left.
   __device__ __forceinline__ void begin(Cursor& at) const {
     const int step = at.item * at.division.item_steps, items = segment_items(at);
     at.key = at.division.base + step * step_keys;
@@ -287,7 +296,8 @@ struct Decode {
     at.is_last = items == at.left;
   }
 
-  // The sequence with this item, and its first item: all lanes of a warp ask together.
+  // Returns the sequence that holds this item, and its first item. All lanes of a warp must call it
+  // together.
   __device__ __forceinline__ int sequence_with(int item, int& first, int& per_head) const {
     if constexpr (!ragged) {
       const int each = heads_kv * head_items, b = item / each;
@@ -301,7 +311,7 @@ struct Decode {
       int mine = begin == 0 ? first_items : 0;
       if (begin > 0 && begin + lane < params.batch) mine = count_items(begin + lane);
       const int own = mine * heads_kv;
-      int through = own;  // this lane's sequence
+      int through = own;  // inclusive prefix sum over lanes
 #pragma unroll
       for (int lanes = 1; lanes < 32; lanes *= 2) {
         const int before = __shfl_sync(0xffffffffu, through, max_int(0, lane - lanes));
@@ -347,7 +357,7 @@ struct Decode {
     if (at.item == at.items) {
       at.first += at.items;
       at.item = 0;
-      bool same = false;  // keys
+      bool same = false;  // whether the keys stay the same
       if (++at.tile == at.tiles) {
         at.tile = 0;
         same = at.tiles == 1;
@@ -382,7 +392,7 @@ struct Decode {
       return {sequence.batch(at.b), sequence.k_start() + key};
     }
   }
-  // Whether the rows of a block that begins at this place follow one another.
+  // Whether the rows of a block that begins at this place are contiguous.
   __device__ __forceinline__ bool is_one_piece(const KeyPlace& place) const {
     if constexpr (requires { Extents::is_one_piece(params, place, block_keys); })
       return Extents::is_one_piece(params, place, block_keys);
@@ -390,8 +400,8 @@ struct Decode {
       return true;
   }
 
-  // Eight lanes copy the 128 bytes of a panel's row, four rows at once. Byte offset of those of
-  // round i.
+  // Eight lanes copy the 128 bytes of a panel's row, so that a warp copies four rows at once.
+  // Returns the byte offset of this lane's chunk in round i.
   __device__ __forceinline__ u32 copied_at(int i) const {
     return swizzled_chunk(lane / 8 + i % 2 * 4, lane % 8) + i / 2 * swizzle_atom_bytes;
   }
@@ -413,8 +423,8 @@ struct Decode {
                                                  int head) const {
     return tensor.row(place.batch, head, place.row) + lane % 8 * 8;
   }
-  // The block of this warp that begins at `key`. Keys outside of what the unit sees become zeros,
-  // and are not read.
+  // Copies this warp's block that begins at `key`. Keys that the unit does not see become zeros and
+  // are not read.
   __device__ __forceinline__ void load(const Segment& at, int key, int slot) const {
     if (!is_seen(at.keys, key)) return;
     const u32 block = block_at(slot);
@@ -460,7 +470,8 @@ struct Decode {
     return at.head_kv * group + (at.tile * rows + row) % group;
   }
 
-  // This thread's share of the rows of a segment, in the group of copies of its first block.
+  // Copies this thread's share of the segment's rows, in the same copy group as the segment's first
+  // block.
   __device__ __forceinline__ void load_q(const Segment& at, int buffer) const {
     const auto sequence = sequence_of<Extents>(params, at.record);
     const int count = rows_of(at), batch = sequence.batch(at.b);
@@ -485,7 +496,7 @@ struct Decode {
 
   // --- steps 3 to 5 ---
 
-  // One row of a fragment: terms know no tiles whose rows are of several heads.
+  // One row of a fragment. Terms do not support tiles whose rows belong to several heads.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Decode& kernel;
@@ -504,8 +515,8 @@ struct Decode {
     }
   };
 
-  // A row's scores stand in the places of a fragment's first row, and nothing in those of its
-  // second: what becomes of them is thrown away.
+  // A row's scores take the places of a fragment's first row. The places of its second row hold
+  // zeros, and the results there are discarded.
   template <typename Change>
   __device__ __forceinline__ void by_rows(const Segment& at, int first, float (&s)[row_tiles][8],
                                           Change change) const {
@@ -585,10 +596,10 @@ struct Decode {
     }
   }
 
-  // Of a block of values: what is inf or NaN goes to the rows that see it, and becomes 0.
+  // In a block of values, adds each inf or NaN to the rows that see it and then zeroes it.
   __device__ __forceinline__ void set_apart_nonfinite(const Segment& at, int first, int slot) {
     const u32 values = block_at(slot) + Smem::k_bytes;
-    u32 sum = 0;  // of zeros, and NaN once a value is not finite
+    u32 sum = 0;  // a sum of zeros, which is NaN once a value is not finite
 #pragma unroll
     for (int i = 0; i < block_keys / 4; ++i) {
 #pragma unroll
@@ -644,7 +655,7 @@ struct Decode {
     __syncwarp();
   }
 
-  // --- steps 6 to 8 ---
+  // --- steps 6 to 9 ---
 
   // 2^(m - top), for m <= top. Both may be -inf.
   __device__ __forceinline__ static float factor_of(float m, float top) {
@@ -657,15 +668,15 @@ struct Decode {
     sum.w = fmaf(factor, o.w, sum.w);
   }
 
-  // A field of a word that the CTAs with a part count up in.
+  // A bit field of a word in which the CTAs that hold a part count up.
   struct Ticket {
     int word, shift, mask;
   };
-  // The parts of a unit: how many, which this one is, where they lie, and by how many at once they
-  // are added up: `group` of them first, or 1.
+  // The parts of a unit: their count, the index of this one, their slots, and the number of parts
+  // that are first added up together: `group`, or 1 for no groups.
   struct Parts {
     int count, index, group;
-    int first_word;  // of its tickets
+    int first_word;  // of the unit's tickets
     int first_slot;  // of part 0
     int next_slot;   // of part 1; the others follow, `step` apart
     int step;
@@ -674,8 +685,8 @@ struct Decode {
       return part == 0 ? first_slot : next_slot + (part - 1) * step;
     }
   };
-  // What one CTA adds up: the parts first, first + step, ..., `count` of them. `index`: which of
-  // these this CTA has a share in.
+  // What one CTA adds up: `count` parts, namely first, first + step, ... `index` is the one among
+  // them that this CTA contributes to.
   struct Sharing {
     int first, step, count, index;
     Ticket ticket;
@@ -689,7 +700,8 @@ struct Decode {
               at.first + 1, 1};
     }
     if (params.tickets == nullptr) return {1, 0, 1, 0, 0, 0, 0};
-    // A CTA has two slots: for a part that is the first of its unit, and for any other.
+    // A CTA has two slots: one for a part that is the first of its unit, and one for any other
+    // part.
     int first = blockIdx.x - split, count = splits;
     if (splits == 0) {
       first = owner_of(at.first);
@@ -702,12 +714,12 @@ struct Decode {
     const int index = blockIdx.x - first;
     return {count, index, group, first, 2 * first + 1, 2 * (first + 1), 2};
   }
-  // Step 9, and step 8 for parts or for sums of groups.
+  // The operands of step 9, and of step 8 for parts or for sums of groups.
   //
-  // Invariant: no two counts share a field. A CTA is the first of at most one unit that goes on in
-  // others (shift 0, and 16 for that unit's first group), and begins at most one later group of a
-  // unit that began before (shift 8). Groups of an invariant unit are at most 8 of 8 parts: they
-  // have 4 bits each of its second word.
+  // Invariant: no two counts share a field. A CTA is the first of at most one unit that continues
+  // in other CTAs (shift 0, and 16 for that unit's first group), and begins at most one later group
+  // of a unit that began before it (shift 8). An invariant unit has at most 8 groups of 8 parts:
+  // each group has 4 bits of the unit's second word.
   __device__ __forceinline__ Sharing of_group(const Parts& parts) const {
     const int first = parts.index / parts.group * parts.group;
     Ticket ticket{parts.first_word + first, first == 0 ? 16 : 8, 255};
@@ -721,14 +733,15 @@ struct Decode {
             parts.index / parts.group,
             {parts.first_word, 0, 255}};
   }
-  // No fewer than the tiles of all packed sequences before this one.
+  // An upper bound on the number of tiles of all packed sequences before this one.
   __device__ __forceinline__ int packed_tiles(const Segment& at) const {
     const auto sequence = sequence_of<Extents>(params, at.record);
     return static_cast<int>(static_cast<long long>(sequence.q_start()) * group / rows) + at.b;
   }
 
-  // What one thread does for a row whose M and L are known: as a part, they go to memory, in row
-  // `place` + row; else (step 7) lse does, and what makes out of the row's O is left for all.
+  // Finishes a row whose M and L are known; one thread per row runs it. For a part, M and L go to
+  // global memory, in row `place` + row. Otherwise (step 7) lse is stored, and the row's factor and
+  // address in out are left in shared memory for all threads.
   __device__ __forceinline__ void finish_row(const Segment& at, int row, float m, float l,
                                              bool is_part, long long place) const {
     constexpr float ln2 = 0.693147180559945309f;
@@ -804,7 +817,7 @@ struct Decode {
       store(row, column, sum, is_part, place);
     }
     if (parts.count == 1) return;
-    // Why a loop: `combine` stands here once.
+    // Why a loop: it keeps a single inlined copy of `combine`.
 #pragma unroll 1
     for (bool whole = parts.group == 1;; whole = true) {
       const Sharing sharing = whole ? of_unit(parts) : of_group(parts);
@@ -814,8 +827,8 @@ struct Decode {
     }
   }
 
-  // Whether all others have their parts in memory. Without tickets one CTA does all parts of a
-  // unit, in their order.
+  // Whether all other parts are in memory. Without tickets one CTA does all parts of a unit, in
+  // their order.
   __device__ __forceinline__ bool is_last(const Sharing& sharing) const {
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -833,19 +846,20 @@ struct Decode {
     return smem.is_last;
   }
 
-  // Every thread copies the numbers that it adds up itself, in rounds, one ahead of the one that it
-  // adds up; copies of the ring that are in flight end first. Behind the CTA's last segment none
-  // are, and the ring, Q and o are room for parts: the more of them are on their way at once, the
-  // fewer trips to the L2 cache follow one another.
+  // Every thread copies the numbers that it adds up itself, in rounds; copies run one round ahead
+  // of the additions. Copies into the ring that are in flight complete first. After the CTA's last
+  // segment there are none, and the ring, Q and o all serve as space for parts: the more parts are
+  // in flight at once, the fewer round trips to the L2 cache are serialised.
   __device__ __forceinline__ void combine(const Segment& at, const Parts& parts,
                                           const Sharing& sharing, bool whole) const {
-    constexpr int small = sizeof(smem.o) / (2 * 16 * threads);  // of a thread, for one round
+    constexpr int small = sizeof(smem.o) / (2 * 16 * threads);  // per thread, for one round
     constexpr int large =
         (sizeof(smem.ring) + sizeof(smem.q) + sizeof(smem.o)) / (2 * 16 * threads);
     static_assert(small >= 1);
     const int room = at.is_last ? large : small;
     const int count = rows_of(at) * (dv / 4), part_count = sharing.count;
-    // In rows: where the parts begin, the first and, `apart` each from the one before, the others.
+    // In rows: where the parts begin. `lead` is the first; the others follow, `apart` from each
+    // other.
     const int lead = parts.slot(sharing.first) * params.part_rows;
     const int apart = parts.step * sharing.step * params.part_rows;
     const int others = parts.slot(sharing.first + sharing.step) * params.part_rows - apart;
@@ -861,7 +875,8 @@ struct Decode {
     float2 own_sums;
     if (threadIdx.x < sum_count) own_sums = load_sums(threadIdx.x);
 
-    // A round has `together` parts of `each` of the thread's numbers: all parts, if there is room.
+    // A round has `together` parts of `each` of the thread's numbers; these are all parts if there
+    // is room.
     const int together = min_int(part_count, room), each = room / together;
     struct Round {
       int first, part;
@@ -934,7 +949,7 @@ struct Decode {
     }
   }
 
-  // Once this warp's share of Q is there.
+  // Runs once this warp's share of Q has arrived.
   __device__ __forceinline__ void begin_segment() {
     __syncthreads();
     if constexpr (q_in_registers) {
@@ -969,7 +984,7 @@ struct Decode {
     begin(at);
   }
 
-  // Items of this CTA, from the first on.
+  // The items of this CTA, from its first.
   __device__ __forceinline__ Cursor start() {
     Cursor at;
     at.left = 0;
@@ -980,9 +995,9 @@ struct Decode {
     }
     divide_runs();
     if (cta >= active || total == 0) return at;
-    // Without tickets a CTA does whole units, those that begin among its items: both ends move to
-    // the end of the unit that they are inside of. Why a loop: `find` is long, and stands here
-    // once.
+    // Without tickets a CTA does whole units, namely those that begin among its items: both ends
+    // move to the end of the unit that they fall inside. Why a loop: `find` is long, and this keeps
+    // a single inlined copy of it.
     int ends[2] = {begin_of(cta), begin_of(cta + 1)};
 #pragma unroll 1
     for (int look = params.tickets == nullptr ? -1 : 1; look < 2; ++look) {
@@ -1004,8 +1019,8 @@ struct Decode {
     if constexpr (!ragged) ptx::wait_for_previous_grid();
     ptx::allow_next_grid();
     if (ahead.left == 0) return;
-    // Copies run `stages` steps ahead, and begin a segment only once the one before the last has
-    // ended: Q has two places.
+    // Copies run `stages` steps ahead. They begin a segment only once the last but one before it
+    // has ended, because Q has two buffers.
     int ahead_step = 0, ahead_buffer = 0, ahead_slot = 0, in_flight = 0, begun = 0;
     SeenSpans keys;
     int slot = 0, key = 0, steps = 0;
@@ -1045,13 +1060,13 @@ struct Decode {
       if (--steps > 0) continue;
       finish_segment(at);
       if (at.is_last) return;
-      __syncwarp();  // all lanes have read what the segment is: lane 0 may write the next there
+      __syncwarp();  // all lanes have read the description: lane 0 may overwrite it
       --begun;
       buffer ^= 1;
     }
   }
 
-  // Until all but so many of the steps that are on their way have arrived.
+  // Waits until all but `others` of the steps in flight have arrived.
   template <int pending = stages - 1>
   __device__ __forceinline__ void wait_for_oldest(int others) const {
     if constexpr (pending > 0) {

@@ -1,53 +1,53 @@
 // clang-format off
-// Gradients of float32 attention for every GPU from sm_80 on: cp.async loads, TF32 products by mma.sync, three to
-// one of float32. One CTA per KV tile, or per piece of one.
+// This kernel computes the gradients of float32 attention on every GPU from sm_80 on, with cp.async loads and TF32 products
+// by mma.sync, three for each float32 product. One CTA handles one KV tile, or one piece of a KV tile.
 //
 // Symbols. Q, dO (seq_q x d, dv) of one (batch, head), K, V (seq_k x d, dv) of its KV head; lse from the
-// forward; D = rowsum(dO * O) - dlse. A CTA owns block_kv keys of one KV head, a warp 16 of them, and goes
+// forward; D = rowsum(dO * O) - dlse. A CTA owns block_kv keys of one KV head, each warp 16 of them, and goes
 // through the query tiles of block_q rows that see them, head by head of the group.
 //
-//   1. S^T = K Q^T                        K and Q from shared memory (float32_products.cuh); six products for
-//                                         large scores that count (float32_precise.cuh)
-//   2. the terms of the policy (common/scores.cuh). Softcap: S = tanh(S * scale / cap), scale = cap
-//   3. partial tiles: S[r, k] = -inf where a term hides key k from row r
-//   4. P = e^(scale S - lse)              S and its product with the scale have the bits they had in the
-//                                         forward: else large scores would be off against lse
+//   1. S^T = K Q^T                        K and Q from shared memory (float32_products.cuh); six products for large scores
+//                                         that matter (float32_precise.cuh)
+//   2. the policy's terms apply (common/scores.cuh). Softcap: S = tanh(S * scale / cap), scale = cap
+//   3. in partial tiles: S[r, k] = -inf where a term hides key k from row r
+//   4. P = e^(scale S - lse)              S and its product with the scale are bit-identical to the forward's; otherwise
+//                                         large scores would be inconsistent with lse
 //   5. dP^T = V dO^T
 //   6. dS = P * (dP - D)                  times the slopes of the terms (softcap: 1 - S^2); to shared memory for step 9
-//   7. dV += P^T dO                       P^T as it comes out of the first product, without the weights that a
+//   7. dV += P^T dO                       P^T in the registers in which the first product left it, without the weights that a
 //                                         term drops; dP of step 6 likewise
 //   8. dK += scale dS^T Q                 likewise
 //   9. dQ += scale dS K                   added up over KV tiles in global memory
-// Sums of steps 7 and 8 leave the tensor core after every query tile, 32 columns at a time, and are added
-// outside of it. float32_preprocess makes the row terms of 4 and 6 and zeroes dQ. Where dQ is not wanted step 9
-// is left out, and where neither dK nor dV is 7 and 8 are.
+// Sums of steps 7 and 8 leave the tensor core after every query tile, 32 columns at a time, and are added outside of it.
+// float32_preprocess makes the row terms of 4 and 6 and zeroes dQ. Step 9 is left out where dQ is not wanted, and steps 7 and
+// 8 where neither dK nor dV is.
 //
-// Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), a CTA each. The first
-// piece of a tile that is done stores its dK and dV, those after it add theirs to them, in their last units: as
-// they come or, if gradients are to be deterministic, by their numbers (common/piece_tickets.cuh).
+// Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), one CTA each. The first piece of a
+// tile that is done stores its dK and dV, and those after it add theirs, in the final units: in the order of arrival or, if
+// gradients are to be deterministic, by their numbers (common/piece_tickets.cuh).
 //
-// Small tiles. The low parts of numbers below 2^-113 have fewer bits than they need. Tiles of Q, K, V and dO
-// that have no number of 2^-95 or more are multiplied by 2^64 as they arrive, in shared memory, each thread
-// what it has copied itself; sums are multiplied back as they leave the tensor core (Float32Units). What is below
-// 2^-95 is added to gradients by compare-and-swap: sums in global memory take subnormal numbers for 0.
+// Small tiles. The low parts of numbers below 2^-113 have fewer bits than they need. Tiles of Q, K, V and dO that have no
+// number of 2^-95 or more are multiplied by 2^64 as they arrive, in shared memory, where each thread multiplies what it has
+// copied itself; sums are scaled back as they leave the tensor core (Float32Units). Numbers below 2^-95 are added to
+// gradients by compare-and-swap, because reductions in global memory flush subnormal numbers to 0.
 //
-// Roles. All warps do the same. Keys are rows of S^T, so that P^T and dS^T are operands of 7 and 8 in the
-// registers they are in; only dQ, whose sum goes over the keys of all warps, needs dS in shared memory. Its
-// blocks of 32 columns and 16 or 32 rows are divided over the warps.
+// Roles. All warps do the same work. Keys are rows of S^T, so that P^T and dS^T are operands of 7 and 8 in the registers that
+// hold them; only dQ, which is summed over the keys of all warps, needs dS in shared memory. Its blocks of 32 columns and 16
+// or 32 rows are divided over the warps.
 //
 // Shared memory (struct Float32BackwardSmem): K and V of the CTA; `stages` tiles of Q and dO with their row
 // terms; dS.
 //
-// Synchronisation. Two places per step, all __syncthreads:
-//   before  all threads' copies of this step have arrived; dS of the step before is read. Twice: whether Q
-//           and dO are small is found on the way. With two stages the copies for the next step then
-//           overwrite the Q and dO of the step before
+// Synchronisation. There are two places per step, all __syncthreads:
+//   before  all threads' copies of this step have arrived; dS of the previous step is read. It runs twice, because
+//           whether Q and dO are small is found in between. With two stages the copies for the next step then
+//           overwrite the Q and dO of the previous step
 //   middle  dS is written; Q and dO are read: with one stage the copies for the next step overwrite them,
-//           under step 9
-// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter per query
-// tile counts the tickets that were served; a barrier follows the wait for it, and another precedes passing it on.
+//           during step 9
+// Deterministic sums: KV tiles add to a query tile's dQ in the order of their keys. A counter per query tile counts the
+// tickets that were served; a barrier follows the wait for it, and another precedes the increment.
 //
-// Registers of a thread: (d + dv) / 2 of dK and dV, block_q / 2 each of P and dS, 32 of fresh sums.
+// Registers per thread: (d + dv) / 2 for dK and dV, block_q / 2 each for P and dS, 32 for fresh sums.
 // clang-format on
 #pragma once
 
@@ -68,10 +68,9 @@ struct Float32Backward {
   static constexpr int threads = config.threads();
   static constexpr int panels = config.head_dim / float_panel;
   static constexpr int panels_v = config.head_dim_v / float_panel;
-  static constexpr int panel_sums =
-      float_panel / 2;  // numbers that a lane has of 16 rows of a panel
-  // Blocks of 16 rows of dQ that a warp takes at once. Two where they go round evenly, and where
-  // sums are added four at a time: for single ones there are no registers left.
+  static constexpr int panel_sums = float_panel / 2;  // numbers per lane for 16 rows of a panel
+  // Blocks of 16 rows of dQ that a warp takes at once: two where they divide evenly over the warps
+  // and sums are added four at a time. Single additions leave no registers for two.
   static constexpr int dq_tiles =
       config.vector_sums && block_q % 32 == 0 && block_q / 32 * panels % config.warps == 0 ? 2 : 1;
   using Scores = float[block_q / 2];
@@ -84,7 +83,7 @@ struct Float32Backward {
 
   const ParamsOf<Float32BackwardParams, Policy, Extents>& params;
   Float32BackwardSmem<config, Extents>& smem;
-  // Why in shared memory: registers are for what the products need.
+  // Why in shared memory: the products need the registers.
   const BackwardPlan<Extents>& plan = smem.plan;
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
@@ -98,7 +97,7 @@ struct Float32Backward {
   __device__ __forceinline__ int head_of(const StepCursor& step) const {
     return plan.head_kv * params.heads_per_kv + step.head;
   }
-  // Index of a step's query tile among those of all heads.
+  // The index of a step's query tile among those of all heads.
   __device__ __forceinline__ long long tile_index(const StepCursor& step) const {
     const long long batch = plan.batch;
     return (batch * params.heads_kv * params.heads_per_kv + head_of(step)) * params.q_tiles +
@@ -132,8 +131,8 @@ struct Float32Backward {
                        16);
   }
 
-  // Multiplies a small tile; true if its unit is another than before. After it all threads' copies
-  // have arrived. Invariant: this thread's have, before.
+  // Scales a small tile; returns true if its unit changes. When it returns, all threads' copies
+  // have arrived. Invariant: this thread's copies have arrived before the call.
   template <typename Copy, int rows>
   static __device__ __forceinline__ bool lift(u32 matrix, float& unit) {
     const float unit_before = unit;
@@ -144,7 +143,8 @@ struct Float32Backward {
     if (threadIdx.x == 0) unit = unit_now;
     return true;
   }
-  // What the head of this file says of small tiles: Q and dO of a step, K and V with the first.
+  // Handles small tiles as the head of this file describes: Q and dO of a step, and K and V with
+  // the first step.
   __device__ __forceinline__ void lift_small(int slot, bool is_first) {
     Float32Units& units = smem.units;
     bool change = lift<QCopy, block_q>(ptx::smem_address(smem.q[slot]), units.q);
@@ -155,7 +155,7 @@ struct Float32Backward {
     }
     const bool are_plain = !change && units.s == 1.0f && units.dp * units.ds == 1.0f;
     if (__builtin_expect(are_plain, 1)) return;
-    // dS has the units of dP, unless D, which other keys have made, is too large for them.
+    // dS has the units of dP, unless D, which depends on other keys too, is too large for them.
     const float term = threadIdx.x < block_q ? smem.row_terms[slot][threadIdx.x] : 0.0f;
     const bool is_large = __syncthreads_or(fabsf(term) > large_row_term);
     if (threadIdx.x < block_q && !is_large)
@@ -175,7 +175,7 @@ struct Float32Backward {
     return __uint_as_float(ptx::load_shared_again(ptx::smem_address(&unit)));
   }
 
-  // A B^T of this warp's 16 rows of A and a tile of B, both with the sum along their rows.
+  // A B^T of this warp's 16 rows of A and a tile of B, both with the sum index along their rows.
   __device__ __forceinline__ void multiply_rows(u32 a_matrix, u32 b_matrix, int dim,
                                                 Scores& product) {
     u32 a_lane = lane_by_rows(a_matrix) + warp * panel_bytes(16);
@@ -184,8 +184,8 @@ struct Float32Backward {
     sums.clear();
 #pragma unroll
     for (int i = 0; i < block_q / 2; ++i) product[i] = 0.0f;
-    // Why not all panels of the class: the others are zero; and the assembler, which does not know
-    // their number, does not unroll the loop beyond the instruction cache.
+    // Why not all panels of the class: the others are zero; also, the assembler, which does not
+    // know their number, then does not unroll the loop beyond the instruction cache.
     const int panels = ceil_div(dim, panel_columns);
 #pragma unroll 1
     for (int panel = 0; panel < panels; ++panel) {
@@ -208,7 +208,7 @@ struct Float32Backward {
     for (int i = 0; i < block_q / 2; ++i) product[i] += sums.total(i);
   }
 
-  // Where this thread's scores lie.
+  // The place of this thread's scores.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::keys;
     const Float32Backward& kernel;
@@ -225,7 +225,7 @@ struct Float32Backward {
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
   };
 
-  // Scores as float32_precise.cuh tells. `scale` makes nats of them.
+  // Refines scores as float32_precise.cuh describes. `scale` converts them to nats.
   __device__ __forceinline__ void refine(int slot, float scale, Scores& s) {
     bool found = false;
 #pragma unroll
@@ -273,7 +273,8 @@ struct Float32Backward {
 #pragma unroll
     for (int i = 0; i < block_q / 2; ++i) {
       const float lse = row_lse[i / 4 * 8 + i % 2];
-      // Why not in one: the forward has rounded this product of the largest score, and added ln l.
+      // Why not in one operation: the forward rounded this product for the largest score, and then
+      // added ln l.
       p[i] = ptx::ex2(__fadd_rn(__fmul_rn(p[i], scale), -lse) * log2_e);
     }
     multiply_rows(ptx::smem_address(smem.v), ptx::smem_address(smem.dout[slot]), params.head_dim_v,
@@ -293,8 +294,8 @@ struct Float32Backward {
     Policy::drop(p, params, Place{*this});
   }
 
-  // dS^T of this warp's keys into the queries x keys matrix. Conflict-free: eight keys are two
-  // chunks, and four neighbouring pairs of queries put them in different ones.
+  // Stores dS^T of this warp's keys in the queries x keys matrix. The stores are conflict-free:
+  // eight keys are two chunks, and four neighbouring pairs of queries put them in different ones.
   __device__ __forceinline__ void store_ds(const Scores& ds) {
     const int g = lane / 4, row = 2 * (lane % 4);
     const u32 panel = ptx::smem_address(smem.ds) + warp / 2 * panel_bytes(block_q) + g / 2 * 4;
@@ -306,7 +307,7 @@ struct Float32Backward {
     }
   }
 
-  // total += unit x^T B, x as an accumulator of keys x queries, B a tile of as many rows.
+  // total += unit x^T B, where x is an accumulator of keys x queries and B a tile of as many rows.
   template <int columns>
   __device__ __forceinline__ void add_product(const Scores& x, u32 b_matrix, const float& unit,
                                               float (&total)[columns / 2]) {
@@ -316,8 +317,8 @@ struct Float32Backward {
       Sums<exact, panel_sums> sums;
       sums.clear();
       const u32 half = ptx::load_shared_again(ptx::smem_address(&smem.half));
-      // Never so. Why: the assembler, which does not know, ends one panel before it begins the
-      // next.
+      // This is never true. Why it is here: the assembler, which does not know that, finishes one
+      // panel before it begins the next.
       if (half == 0) break;
 #pragma unroll
       for (int step = 0; step < block_q / 8; ++step) {
@@ -336,9 +337,8 @@ struct Float32Backward {
     }
   }
 
-  // Waits for the KV tiles before this one to have added to the step's dQ.
-  // Why this cannot hang: what is waited for is work with a smaller number, which runs already
-  // (common/work_tickets.cuh).
+  // Waits for the KV tiles before this one to have added to the step's dQ. Why this cannot hang:
+  // the awaited work has a smaller number, so it is already running (common/work_tickets.cuh).
   __device__ __forceinline__ void await_ticket() {
     if (params.dq_tickets == nullptr) return;
     if (threadIdx.x == 0) {
@@ -357,8 +357,8 @@ struct Float32Backward {
     if (threadIdx.x == 0) ptx::add_release(params.dq_tickets + tile_index(cursor), 1);
   }
 
-  // Adds 16 x 32 numbers to dQ, rows from `first_row` of the sequence and columns from
-  // `first_column` on.
+  // Adds 16 x 32 numbers to dQ, starting at row `first_row` of the sequence and at column
+  // `first_column`.
   __device__ __forceinline__ void add_to_dq(const Sums<exact, panel_sums>& sums, int first_row,
                                             int first_column) {
     const float factor = params.scale * again(smem.units.dq);
@@ -414,7 +414,7 @@ struct Float32Backward {
 #pragma unroll
         for (int step = 0; step < block_kv / 8; ++step) {
           PartsB<exact> b[4];
-          // Why the constant here: moves cost less than the registers to do without them.
+          // Why the constant here: moves cost less than the registers that would avoid them.
           if constexpr (config.vector_sums)
             load_b_across<block_kv>(k_lane, step, panel, tf32_half, b);
           else
@@ -437,8 +437,8 @@ struct Float32Backward {
     pass_ticket();
   }
 
-  // One gradient of this warp's keys, stored or added to what is there. A lane has the columns
-  // 8 (lane % 4) to + 7 of every panel.
+  // Stores one gradient of this warp's keys, or adds it to the stored values. A lane has the
+  // columns 8 (lane % 4) to 8 (lane % 4) + 7 of every panel.
   template <int columns, bool add>
   __device__ __forceinline__ void store_keys(const float (&x)[columns / 2], float factor,
                                              const Tensor& gradient, int dim) {
@@ -572,7 +572,7 @@ struct Float32PreprocessParams {
   Tensor dout;
   Tensor dq;                    // data null, or to be zeroed
   const float* lse;             // (batch, heads, seq_q)
-  const float* dlse;            // null, or likewise
+  const float* dlse;            // null, or the same shape
   float* padded_lse;            // (batch, heads, rows), rows padded to the query tile
   float* row_terms;             // likewise
   int* dq_tickets;              // null, or one per query tile, to be zeroed
@@ -582,7 +582,7 @@ struct Float32PreprocessParams {
   int heads;
   int seq_q;
   int rows;
-  int head_dim;    // the real one
+  int head_dim;    // the actual one
   int head_dim_v;  // likewise
   int block_q;
 };
@@ -590,7 +590,7 @@ struct Float32PreprocessParams {
 constexpr int float32_edge_threads = 256;
 constexpr int float32_edge_rows = 32;
 
-// A block: 32 rows of one head, four columns per lane, `lanes` lanes per row.
+// A block handles 32 rows of one head, with four columns per lane and `lanes` lanes per row.
 template <int lanes, typename Extents>
 __device__ __forceinline__ void float32_preprocess(
     const ParamsOf<Float32PreprocessParams, Extents>& params) {
@@ -633,7 +633,7 @@ __device__ __forceinline__ void float32_preprocess(
     for (int distance = lanes / 2; distance > 0; distance /= 2)
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (lane != 0) continue;
-    // Rows that do not exist or see no key: +inf makes every weight 0.
+    // Rows that do not exist or see no key have +inf, which makes every weight 0.
     float lse = infinity;
     if (exists) {
       const long long at = first_of_lse + row;

@@ -1,46 +1,42 @@
 // clang-format off
-// Forward attention in float32 for every GPU from sm_80 on: cp.async loads, TF32 products by mma.sync, three
-// to one of float32.
+// This kernel computes forward attention in float32 on every GPU from sm_80 on, with cp.async loads and TF32 products by
+// mma.sync, three for each float32 product.
 //
-// Symbols. Q (seq_q x d), K (seq_k x d), V (seq_k x dv) of one (batch, head). A CTA owns block_q rows, a
-// warp warp_rows = 16 * row_tiles of them. KV tiles of block_kv keys are visited from the last to the
-// first, so that the tiles cut by a causal mask or by the end of the keys come first.
-// c = scale * log2(e).
+// Symbols. Q (seq_q x d), K (seq_k x d), V (seq_k x dv) of one (batch, head). A CTA owns block_q rows, of which each warp
+// owns warp_rows = 16 * row_tiles. KV tiles of block_kv keys are visited from the last to the first, so that the tiles cut by
+// a causal mask or by the end of the keys come first. c = scale * log2(e).
 //
-//   1. S = Q K_n^T                      three products (float32_products.cuh), Q from shared memory; six for
-//                                       large scores that count (float32_precise.cuh), after step 3
-//   2. the terms of the policy (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
-//   3. partial tiles: S[r, k] = -inf where a term hides k from r: the band, outside [first_key(r), end_key(r))
+//   1. S = Q K_n^T                      three products (float32_products.cuh), Q from shared memory; six for large scores
+//                                       that matter (float32_precise.cuh), after step 3
+//   2. the policy's terms apply (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
+//   3. in partial tiles: S[r, k] = -inf where a term hides k from r; the band hides keys outside [first_key(r), end_key(r))
 //   4. m' = max(m, rowmax S), alpha = 2^(c (m - m')), m = m'
-//   5. P = 2^(c (S - m))                a maximum is a score and is never multiplied by itself: its product
-//                                       with c would be off by half a unit in the last place, which for
-//                                       large scores is more than a factor
+//   5. P = 2^(c (S - m))                a maximum is kept as a score and is never multiplied by c itself: the product would
+//                                       be off by half a unit in the last place, which for large scores is more than a factor
 //   6. l = alpha l + rowsum P; then terms may drop weights
-//   7. F = P V_n                        32 columns at a time, P as it comes out of the first product
-//   8. O = alpha O + F                  outside of the tensor core, which would cut off the sum
-//   9. terms may finish m and l; out = O / l, lse = scale m + ln l, both rounded: where one key has all the weight of a row, lse is its
-//      score, and the backward finds a weight of 1; a row without keys gives out = 0, lse = -inf
+//   7. F = P V_n                        32 columns at a time, P in the registers in which the first product left it
+//   8. O = alpha O + F                  outside of the tensor core, which would truncate the sum
+//   9. terms may finish m and l; out = O / l, lse = scale m + ln l, both rounded: where one key has all the weight of a row,
+//      lse is its score, and the backward finds a weight of 1; a row without keys gives out = 0, lse = -inf
 //
-// Why the true maximum in every tile, where the 16-bit kernel is lazy: step 8 multiplies by alpha for
-// nothing.
+// Why the true maximum is taken in every tile, where the 16-bit kernel is lazy: step 8 multiplies by alpha at no extra cost.
 //
-// Roles, shared memory, synchronisation: those of forward.cuh.
+// Roles, shared memory and synchronisation are those of forward.cuh.
 //   stages  before                     the wait is for           and the barrier frees
 //   2       step 1 of tile n           K_n, V_n                  the slots of tile n + 1 (for n - 1)
 //   1       step 1 of tile n           K_n                       V (for V_n)
 //           step 7 of tile n           V_n                       K, steps 1-6 done (for K_{n-1})
 //
-// The ends of the range. The low parts of numbers below 2^-113 have fewer bits than they need, sums of
-// values above 2^96 may overflow, and inf has no low part: its columns of out become NaN, also in rows
-// that do not see it, for 0 * inf is NaN.
-//   Q    far from 1 in all of a CTA's rows: Q and K are multiplied by opposite powers of two as they
-//        arrive. S stays what it is.
-//   V    where O is not finite, or tiny, the CTA begins again, V multiplied by a power of two and scrubbed
-//        of inf and NaN as it arrives. Rows that see such a value get it back in step 9.
-// All this is done in shared memory between wait and barrier, each thread with what it has copied itself.
+// The ends of the range. The low parts of numbers below 2^-113 have fewer bits than they need, sums of values above 2^96 may
+// overflow, and inf has no low part: its columns of out become NaN, also in rows that do not see it, because 0 * inf is NaN.
+//   Q    where all of a CTA's rows are far from 1, Q and K are multiplied by opposite powers of two as they arrive. S does
+//        not change.
+//   V    where O is not finite, or tiny, the CTA starts over, with V multiplied by a power of two and scrubbed of inf and NaN
+//        as it arrives. Rows that see such a value get it back in step 9.
+// All this is done in shared memory between wait and barrier, by each thread on what it has copied itself.
 //
-// Registers of a thread: row_tiles * (block_kv of S and its small terms, then block_kv / 2 of P and 32 of
-// F; dv / 2 of O), of 65536 / (threads * ctas_per_sm).
+// Registers per thread: row_tiles * (block_kv for S and its small terms, then block_kv / 2 for P and 32 for F; dv / 2 for O),
+// out of 65536 / (threads * ctas_per_sm).
 // clang-format on
 #pragma once
 
@@ -57,12 +53,12 @@ __device__ __forceinline__ bool is_within(const TileRange& range, int tile) {
   return tile >= range.begin && tile < range.end;
 }
 
-// Magnitudes of Q that need a factor, and of O; and the factors.
+// Magnitudes of Q, and of O, that need a factor; and the factors.
 constexpr float small_queries = 0x1p-60f, large_queries = 0x1p60f, query_factor = 0x1p64f;
 constexpr float small_sums = 0x1p-90f;
 constexpr float small_value_factor = 0x1p64f, large_value_factor = 0x1p-32f;
 
-// 1 / x for x of ordinary magnitude, right to the last place but half.
+// 1 / x for x of ordinary magnitude, accurate to half a unit in the last place.
 __device__ __forceinline__ float reciprocal(float x) {
   const float near = ptx::rcp(x);
   return fmaf(near, fmaf(-x, near, 1.0f), near);
@@ -74,8 +70,7 @@ struct Float32Forward {
   static constexpr int row_tiles = config.row_tiles, block_kv = config.block_kv;
   static constexpr int block_q = config.block_q(), threads = config.threads();
   static constexpr int value_panels = config.head_dim_v / float_panel;
-  static constexpr int panel_sums =
-      float_panel / 2;  // numbers that a lane has of 16 rows of a panel
+  static constexpr int panel_sums = float_panel / 2;  // numbers per lane for 16 rows of a panel
   using QCopy = TileCopy<block_q, halves(config.head_dim), threads>;
   using KCopy = TileCopy<block_kv, halves(config.head_dim), threads>;
   using VCopy = TileCopy<block_kv, halves(config.head_dim_v), threads>;
@@ -92,7 +87,7 @@ struct Float32Forward {
   float row_max[row_tiles][2], sum[row_tiles][2];  // m; this thread's share of l
   float alpha[row_tiles][2];
 
-  // Why not members: registers are for what the products need.
+  // Why not members: the products need the registers.
   __device__ __forceinline__ const WorkTile& tile() const { return smem.plan[warp].tile; }
   __device__ __forceinline__ int row_begin() const { return tile().q_tile * block_q; }
   __device__ __forceinline__ int warp_row() const {
@@ -121,7 +116,7 @@ struct Float32Forward {
                                                     sequence().seq_q());
   }
 
-  // Step 1, and 2.
+  // Steps 1 and 2.
   __device__ __forceinline__ void scores(int kv_tile, int slot) {
     u32 k_lane = lane_by_columns(ptx::smem_address(smem.k[slot])), rows = q_lane;
     Sums<exact, block_kv / 2> sums[row_tiles];
@@ -131,8 +126,8 @@ struct Float32Forward {
 #pragma unroll
       for (int i = 0; i < block_kv / 2; ++i) p[t][i] = 0.0f;
     }
-    // Why not all panels of the class: the others are zero; and the assembler, which does not know
-    // their number, does not unroll the loop beyond the instruction cache.
+    // Why not all panels of the class: the others are zero; also, the assembler, which does not
+    // know their number, then does not unroll the loop beyond the instruction cache.
     const int panels = ceil_div(params.head_dim, panel_columns);
 #pragma unroll 1
     for (int panel = 0; panel < panels; ++panel) {
@@ -162,7 +157,7 @@ struct Float32Forward {
     }
   }
 
-  // Where the scores of a block of rows lie.
+  // The place of the scores of a block of rows.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Float32Forward& kernel;
@@ -186,7 +181,7 @@ struct Float32Forward {
     for (int t = 0; t < row_tiles; ++t) Policy::hide(p[t], params, Place{*this, t, kv_tile});
   }
 
-  // Whether the warp has scores that count and are large.
+  // Whether the warp has scores that matter and are large.
   __device__ __forceinline__ bool has_large_scores(const float (&top)[row_tiles][2]) const {
     bool found = false;
 #pragma unroll
@@ -200,7 +195,7 @@ struct Float32Forward {
     }
     return __any_sync(0xffffffffu, found);
   }
-  // Scores as float32_precise.cuh tells.
+  // Refines scores as float32_precise.cuh describes.
   __device__ __forceinline__ void refine(int slot) {
     const int panels = ceil_div(params.head_dim, panel_columns);
     const u32 k_lane = lane_by_columns(ptx::smem_address(smem.k[slot]));
@@ -262,8 +257,8 @@ struct Float32Forward {
 #pragma unroll
       for (int t = 0; t < row_tiles; ++t) sums[t].clear();
       const u32 half = ptx::load_shared_again(ptx::smem_address(&smem.half));
-      // Never so. Why: the assembler, which does not know, ends one panel before it begins the
-      // next.
+      // This is never true. Why it is here: the assembler, which does not know that, finishes one
+      // panel before it begins the next.
       if (half == 0) break;
 #pragma unroll
       for (int step = 0; step < block_kv / 8; ++step) {
@@ -298,7 +293,8 @@ struct Float32Forward {
     for (int t = 0; t < row_tiles; ++t) Policy::drop(p[t], params, Place{*this, t, kv_tile});
   }
 
-  // What the head of this file says of Q. Invariant: this thread's copies of Q have arrived.
+  // Chooses the factor of Q as the head of this file describes. Invariant: this thread's copies of
+  // Q have arrived.
   __device__ __forceinline__ void choose_key_factor() {
     float top = 0.0f;
     change_floats<QCopy, block_q>(ptx::smem_address(smem.q), [&](u32 x) {
@@ -326,7 +322,7 @@ struct Float32Forward {
       });
   }
 
-  // The factor that V needs, now that O is known without one.
+  // The factor that V needs, once O is known without one.
   __device__ __forceinline__ float needed_value_factor() {
     float top = 0.0f;
     bool overflows = false;
@@ -334,7 +330,7 @@ struct Float32Forward {
     for (int t = 0; t < row_tiles; ++t) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (is_nonfinite(__float_as_uint(quad_sum(sum[t][r])))) continue;  // no fault of V
+        if (is_nonfinite(__float_as_uint(quad_sum(sum[t][r])))) continue;  // not caused by V
 #pragma unroll
         for (int i = 0; i < config.head_dim_v / 2; ++i) {
           if (row_of(i) != r) continue;
@@ -427,9 +423,9 @@ struct Float32Forward {
     return reinterpret_cast<float*>(params.out.row(batch, tile().head, sequence().q_start() + row));
   }
 
-  // Gives the rows of out that see inf or NaN in V those values.
-  // Why in global memory: it is rare, and here it needs no registers that the loop could use.
-  // Invariant: rows whose weights are NaN themselves stay so.
+  // Gives the values of V that are inf or NaN to the rows of out that see them. Why in global
+  // memory: it is rare, and here it needs no registers that the loop could use. Invariant: rows
+  // whose weights are NaN themselves stay NaN.
   __device__ __forceinline__ void restore_nonfinite(const bool (&rows_are_nan)[row_tiles][2]) {
     __syncwarp();
     const int warp_row = this->warp_row();
@@ -462,7 +458,7 @@ struct Float32Forward {
     }
   }
 
-  // Step 9. A lane has the columns 8 (lane % 4) to + 7 of every panel.
+  // Step 9. A lane has the columns 8 (lane % 4) to 8 (lane % 4) + 7 of every panel.
   __device__ __forceinline__ void finish() {
     const int warp_row = this->warp_row();
     const int batch = sequence().batch(tile().batch);
@@ -504,7 +500,7 @@ struct Float32Forward {
     if (__builtin_expect(factor == large_value_factor, 0)) restore_nonfinite(rows_are_nan);
   }
 
-  // A second time with another factor of V, where it needs one.
+  // Runs a second time with another factor of V, where one is needed.
   __device__ __forceinline__ void run(const WorkTile& tile) {
     float value_factor = 1.0f;
     make_plan(tile);

@@ -1,14 +1,14 @@
 // clang-format off
-// Scores that are known to half a unit in the last place, where that counts.
+// Scores that are accurate to half a unit in the last place, where that matters.
 //
-// A weight is e^(s - m). Where scores are in the thousands their last bit is worth 1e-4 of it, and one row
-// whose two largest scores nearly tie decides the error of all. There six products of three parts, added
-// up without loss, take the place of three: an error of 0.5 instead of 1.2 units of 2^-24 beside what all scores
-// of a size have in common (PyTorch's kernel: 2).
+// A weight is e^(s - m). Where scores are in the thousands their last bit is worth 1e-4 of a weight, and one row whose two
+// largest scores nearly tie determines the error of the whole result. There six products of three parts, added up without
+// loss, replace three products: the error is 0.5 instead of 1.2 units of 2^-24, beside the error that all scores of that size
+// have in common (PyTorch's kernel: 2).
 //
-// Which scores: those beyond large_score in tiles that have one near the largest of its row. Whether a
-// score is replaced depends on the score alone, as three products have it, and tiles are left out only where no
-// score has weight. So both directions, whose tiles differ, have the same bits of every score that counts.
+// Which scores are refined: those beyond large_score in tiles that have one near the largest of its row. Whether a score is
+// replaced depends only on the score that three products give, and tiles are left out only where no score has weight. Both
+// directions, whose tiles differ, therefore have the same bits of every score that matters.
 // clang-format on
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace tilewise::sm80 {
 
-// All 24 bits of numbers: hi and lo as above, and the bit that may be left.
+// All 24 bits of numbers: hi and lo as in float32_products.cuh, and the bit that may remain.
 template <int count>
 struct AllParts {
   u32 hi[count], lo[count], rest[count];
@@ -29,16 +29,16 @@ struct AllParts {
   }
 };
 
-// high + low += x, high the nearest float.
+// high + low += x, where high is the nearest float.
 __device__ __forceinline__ void add_exactly(float x, float& high, float& low) {
   const float sum = high + x, taken = sum - high;
   low += (high - (sum - taken)) + (x - taken);
   high = sum;
 }
 
-// A B^T of 16 rows of A and 16 of B, right to about half a unit in the last place: six products,
-// and every step of the large ones is added up outside of the tensor core. Lanes and the result as
-// for load_a, load_b_along and Sums; `first_low` as of Sums::add.
+// A B^T of 16 rows of A and 16 of B, accurate to about half a unit in the last place: six products,
+// where every step of the large ones is added up outside of the tensor core. Lanes and the result
+// are as for load_a, load_b_along and Sums; `first_low` is as for Sums::add.
 template <Low first_low, int a_rows, int b_rows>
 __device__ __forceinline__ void multiply_precisely(u32 a_lane, u32 b_lane, int panels,
                                                    float (&product)[8]) {
@@ -84,12 +84,12 @@ __device__ __forceinline__ void multiply_precisely(u32 a_lane, u32 b_lane, int p
   for (int i = 0; i < 8; ++i) product[i] += low[i];
 }
 
-// Scores beyond this, in nats, are worth more than three products: their last bit is a part in 2^15
-// of a weight. Those this far below the largest have none.
+// Scores beyond large_score, in nats, justify more than three products: their last bit is worth
+// 2^-15 of a weight. Scores that are far_below the largest have no weight.
 constexpr float large_score = 512.0f, far_below = 32.0f;
 
-// What becomes of a score that is known better. Invariant: it depends on the score alone, so that
-// both directions decide alike. What is hidden stays so.
+// The result for a score that is known more accurately. Invariant: it depends on the score alone,
+// so that both directions decide alike. Hidden scores stay hidden.
 __device__ __forceinline__ float refined(float score, float better, float scale) {
   const float size = fabsf(__fmul_rn(score, scale));
   return size > large_score && size < __uint_as_float(0x7f800000u) ? better : score;

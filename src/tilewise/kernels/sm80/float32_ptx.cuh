@@ -1,12 +1,12 @@
 // The instructions of the float32 kernels: products of TF32 numbers, which have float32's exponents
-// and 11 bits. Conventions as in common/ptx.cuh.
+// and 11 bits. The conventions are those of common/ptx.cuh.
 #pragma once
 
 #include "ptx.cuh"
 
 namespace tilewise::ptx {
 
-// One warp's 16 x 8 += 16 x 8 * 8 x 8. Of its operands the lowest 13 bits do not count.
+// One warp's 16 x 8 += 16 x 8 * 8 x 8. The lowest 13 bits of its operands are ignored.
 __device__ __forceinline__ void mma_m16n8k8(float* c, const u32 (&a)[4], u32 b0,
                                             u32 b1) {  // ISA: mma
   asm volatile(

@@ -1,16 +1,16 @@
-// Tiles of floats in shared memory whose numbers lie near an end of float32's range. A thread looks
-// at, and changes, what it has copied itself: its copies have to have arrived, and no others.
+// Tiles of floats in shared memory whose numbers lie near an end of float32's range. A thread only
+// inspects and changes what it has copied itself, so only its own copies must have arrived.
 #pragma once
 
 #include "float32_products.cuh"
 
 namespace tilewise::sm80 {
 
-// Not 0 in a number of 2^-95 and up, in inf and in NaN. What is smaller is small: below 2^-113 a
-// low part has fewer bits than it needs.
+// Nonzero in numbers of 2^-95 and above, in inf and in NaN. Smaller numbers count as small: below
+// 2^-113 a low part has fewer bits than it needs.
 constexpr u32 large_bits = 0x70000000;
 
-// The chunks of a tile that this thread has copied: f(address) for each.
+// Calls f(address) for each chunk of a tile that this thread has copied.
 template <typename Copy, int rows, int unroll, typename Use>
 __device__ __forceinline__ void for_own_chunks(u32 matrix, Use f) {
   const u32 thread = ptx::thread_again(), to = Copy::place(matrix, thread);
@@ -33,7 +33,7 @@ __device__ __forceinline__ void scale_floats(u32 matrix, float factor) {
                             [=](u32 x) { return __float_as_uint(__uint_as_float(x) * factor); });
 }
 
-// Whether a number of this thread's is not small.
+// Whether any of this thread's numbers is not small.
 template <typename Copy, int rows>
 __device__ __forceinline__ bool has_large_floats(u32 matrix) {
   u32 bits = 0;

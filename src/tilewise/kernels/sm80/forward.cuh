@@ -1,43 +1,42 @@
 // clang-format off
-// Forward attention for every GPU from sm_80 on: cp.async loads, mma.sync products, softmax in registers.
+// This kernel computes forward attention on every GPU from sm_80 on: cp.async loads, mma.sync products, softmax in registers.
 //
-// Symbols. Q (seq_q x d), K (seq_k x d), V (seq_k x dv) of one (batch, head). A CTA owns block_q rows, a
-// warp warp_rows = 16 * row_tiles of them. KV tiles of block_kv keys are visited from the last to the
-// first, so that the tiles cut by a causal mask or by the end of the keys come first.
-// c = scale * log2(e).
+// Symbols. Q (seq_q x d), K (seq_k x d), V (seq_k x dv) of one (batch, head). A CTA owns block_q rows, of which each warp
+// owns warp_rows = 16 * row_tiles. KV tiles of block_kv keys are visited from the last to the first, so that the tiles cut by
+// a causal mask or by the end of the keys come first. c = scale * log2(e).
 //
 //   1. S = Q K_n^T                      mma.sync, Q from shared memory or from registers
-//   2. the terms of the policy (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
-//   3. partial tiles: S[r, k] = -inf where a term hides k from r: the band, outside [first_key(r), end_key(r))
-//   4. partial tiles, and the first that is not: m' = max(m, c * rowmax S), alpha = 2^(m - m'), m = m';
-//      other tiles: m stays, alpha = 1
+//   2. the policy's terms apply (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
+//   3. in partial tiles: S[r, k] = -inf where a term hides k from r; the band hides keys outside [first_key(r), end_key(r))
+//   4. in partial tiles, and the first that is not: m' = max(m, c * rowmax S), alpha = 2^(m - m'), m = m'; other tiles: m
+//      stays, alpha = 1
 //   5. P = 2^(c S - m)
-//   6. other tiles: where a thread's share of rowsum P exceeds h times its mean over the tiles before
-//      (h = 5 for 64 keys, 5.75 for 32; or 2^15), its warp takes the true maximum now: alpha and m as in 4,
-//      P *= alpha (from step 1 again, computed from the K still there, where P overflowed)
+//   6. in other tiles: where a thread's share of rowsum P exceeds h times its mean over the previous tiles (h = 5 for 64
+//      keys, 5.75 for 32; or 2^15), its warp takes the true maximum now: alpha and m as in 4, P *= alpha (where P overflowed,
+//      it is recomputed from step 1 on, with the K still in shared memory)
 //   7. l = alpha l + rowsum P; then terms may drop weights
-//   8. O = alpha O + round16(P) V_n     mma.sync, P as it comes out of the first product
+//   8. O = alpha O + round16(P) V_n     mma.sync, P in the registers in which the first product left it
 //   9. terms may finish m and l; out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
 //
-// Roles. All warps do the same: copy their share of every tile, and attend for their own rows. A warp
-// whose rows see nothing of a tile (the upper half of a diagonal) only copies. Two or more CTAs share
-// a multiprocessor where they fit, so that one's exponentials run under another's products.
-// Why 32 rows per warp where registers allow: fragments of K and V are read from shared memory once for
-// both blocks of 16. With one block, products need 128 bytes per cycle of an A100, all there is.
+// Roles. All warps do the same work: they copy their share of every tile, and attend for their own rows. A warp whose rows
+// see nothing of a tile (the upper half of a diagonal) only copies. Two or more CTAs share an SM where they fit, so that one
+// CTA's exponentials overlap with another's products.
+// Why 32 rows per warp where registers allow: fragments of K and V are then read from shared memory once for both blocks of
+// 16. With one block, products need 128 bytes per cycle on an A100, which is all of its bandwidth.
 //
-// Shared memory (struct Smem): Q, in the end out on its way to global memory; K and V, `stages` tiles.
+// Shared memory (struct Smem): Q, at the end reused to stage out; K and V, `stages` tiles.
 //
-// Synchronisation. A thread's own copies have arrived after cp_async_wait; __syncthreads then makes
-// all threads' copies visible, and says that all are done with what the next copies overwrite.
+// Synchronisation. A thread's own copies have arrived after cp_async_wait; __syncthreads then makes all threads' copies
+// visible, and guarantees that all threads have read what the next copies overwrite.
 //   stages  before                     the wait is for           and the barrier frees
 //   2       step 1 of tile n           K_n, V_n                  the slots of tile n + 1 (for n - 1)
 //   1       step 1 of tile n           K_n                       V (for V_n)
 //           step 8 of tile n           V_n                       K, steps 1-6 done (for K_{n-1})
-// Partial V tiles are scrubbed of inf and NaN between wait and barrier, each thread what it has copied
-// itself: 0 * inf is NaN. Rows that do see such a value get it back in step 9.
+// Partial V tiles are scrubbed of inf and NaN between wait and barrier, because 0 * inf is NaN; each thread scrubs what it
+// has copied itself. Rows that do see such a value get it back in step 9.
 //
-// Registers of a thread: row_tiles * (block_kv / 2 of S and then P, dv / 2 of O, d / 4 of Q if it is
-// kept there), of 65536 / (threads * ctas_per_sm).
+// Registers per thread: row_tiles * (block_kv / 2 for S and then P, dv / 2 for O, d / 4 for Q if it is kept there), out of
+// 65536 / (threads * ctas_per_sm).
 // clang-format on
 #pragma once
 
@@ -84,14 +83,15 @@ struct Forward {
   u32 p[row_tiles][block_kv / 16][4];
   Softmax softmax[row_tiles];
   bool settled = false;        // a full tile has given every row its maximum
-  bool met_nonfinite = false;  // among what this thread has copied
+  bool met_nonfinite = false;  // among the values that this thread has copied
 
-  // Of the plan, once that is made.
+  // The plan's sequence, once the plan is made.
   __device__ __forceinline__ auto sequence() const {
     return sequence_of<Extents>(params, smem.plan[warp]);
   }
 
-  // The first key of the KV tile at a position of the plan; all others here count positions.
+  // The first key of the KV tile at a position of the plan; everything else in this class counts
+  // positions.
   __device__ __forceinline__ int first_key(int position) const {
     const WorkTile& tile = smem.plan[warp].tile;
     return tile_at<Extents>(params, tile.batch, tile.head, tile.q_tile, position) * block_kv;
@@ -129,7 +129,7 @@ struct Forward {
     }
   }
 
-  // Step 1, and 2.
+  // Steps 1 and 2.
   template <int unrolled, bool q_kept>
   __device__ __forceinline__ void scores(int kv_tile, int slot) {
     const u32 k_lane = lane_by_columns(ptx::smem_address(smem.k[slot]));
@@ -159,7 +159,7 @@ struct Forward {
       Policy::apply(s[t], params, Unit{}, Place{*this, t, kv_tile});
   }
 
-  // Where the scores of a block of rows lie.
+  // The place of the scores of a block of rows.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Forward& kernel;
@@ -193,12 +193,12 @@ struct Forward {
     for (int i = 0; i < config.head_dim_v / 2; ++i) o[t][i] *= alpha[row_of(i)];
   }
 
-  // Steps 5 to 7 against the standing reference. False when a weight overflowed, and the scores
-  // with it: then nothing was added up.
+  // Steps 5 to 7 against the current reference. Returns false if a weight overflowed, and the
+  // scores are lost with it; nothing has been added up then.
   __device__ __forceinline__ bool weigh_lazily() {
     float block[row_tiles][2];
     bool good = true;
-    // Why & and not &&: nothing is saved by a branch here.
+    // Why & and not &&: a branch would save nothing here.
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t)
       good &= softmax[t].lazy_block(s[t], params.scale_log2, block[t]);
@@ -236,13 +236,13 @@ struct Forward {
   // Steps 1 to 7.
   __device__ __forceinline__ void weigh(int kv_tile, int slot, bool partial) {
     bool exact = partial || !settled;
-    // All blocks of rows have equal counts; saying so lets the compiler keep one.
+    // All blocks of rows have equal counts; making this explicit lets the compiler keep one.
 #pragma unroll
     for (int t = 1; t < row_tiles; ++t) softmax[t].blocks = softmax[0].blocks;
     scores<config.head_dim / 16, config.q_in_registers>(kv_tile, slot);
     if (!exact) observe(kv_tile);
     if (!exact && __builtin_expect(!weigh_lazily(), 0)) {
-      // Why rolled: a second copy of the products would cost the loop registers.
+      // Why it is not unrolled: a second copy of the products would cost the loop registers.
       scores<1, false>(kv_tile, slot);
       exact = true;
     }
@@ -278,8 +278,8 @@ struct Forward {
         VCopy::template scrub<config.bf16>(ptx::smem_address(smem.v[slot])) || met_nonfinite;
   }
 
-  // Returns the tiles that the CTA touches.
-  // Why the rest goes to shared memory: registers are for what the products need.
+  // Returns the tiles that the CTA touches. Why the rest goes to shared memory: the products need
+  // the registers.
   __device__ __forceinline__ TileRange make_plan() {
     if constexpr (HasTileMap<Extents>) {
       const QueryTiles listed = listed_tiles<Extents>(params, tile.batch, tile.head, tile.q_tile);
@@ -356,9 +356,9 @@ struct Forward {
     }
   }
 
-  // Gives the rows of out that see inf or NaN in V those values: in partial tiles they were
-  // scrubbed. Why in global memory: it is rare, and here it needs no registers that the loop could
-  // use.
+  // Gives the values of V that are inf or NaN, which were scrubbed in partial tiles, to the rows of
+  // out that see them. Why in global memory: it is rare, and here it needs no registers that the
+  // loop could use.
   __device__ __forceinline__ void restore_nonfinite(const WorkTile& tile) {
     __syncwarp();
     const Band band = sequence().band();

@@ -1,5 +1,5 @@
-// A warp's share of a product of two matrices in shared memory, C += A B, operands in either
-// orientation. Where each lane points and why: tiles.cuh.
+// A warp's share of a product of two matrices in shared memory, C += A B, with operands in either
+// orientation. tiles.cuh explains the lane addresses.
 #pragma once
 
 #include "tiles.cuh"
@@ -11,9 +11,9 @@ enum class Stored {
   by_columns  // A: a column of A is a row in memory. B: the sum index counts columns.
 };
 
-// Address of 16 columns `i` of `count` that begin at block `first`. Invariant: where `count`
+// The address of 16 columns `i` of `count` that begin at block `first`. Invariant: where `count`
 // divides 4 or is a multiple of it, `first` is a multiple of `count`: then the bits of both do not
-// meet, and the lane's place for `first` is found once.
+// overlap, and the lane's address for `first` is computed once.
 template <int rows, int count>
 __device__ __forceinline__ u32 column_block_of(u32 lane, int first, int i) {
   if constexpr (4 % count == 0 || count % 4 == 0)

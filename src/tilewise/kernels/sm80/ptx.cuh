@@ -1,12 +1,12 @@
-// The instructions of the FlashAttention-2 kernels that the Hopper ones do without: asynchronous
-// copies by threads. Conventions as in common/ptx.cuh.
+// The instructions of the FlashAttention-2 kernels that the Hopper ones do not use: asynchronous
+// copies by threads. The conventions are those of common/ptx.cuh.
 #pragma once
 
 #include "../common/ptx.cuh"
 
 namespace tilewise::ptx {
 
-// Copies the first `bytes` (16 or 0) of 16 bytes; the rest becomes zeros, and is not read.
+// Copies the first `bytes` (16 or 0) of 16 bytes; the rest becomes zeros and is not read.
 __device__ __forceinline__ void cp_async_16(u32 destination, const void* source,
                                             u32 bytes) {  // ISA: cp.async
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
@@ -52,10 +52,10 @@ __device__ __forceinline__ void store_shared(u32 address, uint4 x) {  // ISA: st
                : "memory");
 }
 
-// --- global memory, between blocks ---
+// --- global memory, between CTAs ---
 
-// Returns what was there before. A block that finds the new value there in the same way sees what
-// this block has stored before, and this block sees what others have stored before theirs.
+// Returns the previous value. A CTA that reads the new value in the same way sees what this CTA
+// stored before, and this CTA sees what other CTAs stored before their updates.
 __device__ __forceinline__ int add_acq_rel(int* address, int value) {  // ISA: atom
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
@@ -65,7 +65,7 @@ __device__ __forceinline__ int add_acq_rel(int* address, int value) {  // ISA: a
   return before;
 }
 
-// What other blocks have stored: from the L2 cache, which all share.
+// Reads what other CTAs have stored, from the L2 cache, which all share.
 __device__ __forceinline__ float2 load_l2(const float2* address) {  // ISA: ld
   float2 x;
   asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"

@@ -1,10 +1,11 @@
-// How matrices move: global memory to shared memory by cp.async, shared memory to fragments by
-// ldmatrix, fragments through mma.sync, and fragments back to global memory in whole chunks.
+// How matrices move: from global memory to shared memory by cp.async, from shared memory to
+// fragments by ldmatrix, through mma.sync, and from fragments back to global memory in whole
+// chunks.
 //
-// In shared memory a matrix is panels of 64 columns with swizzled 16-byte chunks
-// (common/layout.cuh). The swizzle permutes bits 4-6 of an address by the row's last three bits. So
-// a lane finds its place once, and column blocks are reached by xor: `column_block` below. Ref: PTX
-// ISA, "ldmatrix", "Matrix fragments for mma.m16n8k16".
+// In shared memory a matrix consists of panels of 64 columns with swizzled 16-byte chunks
+// (common/layout.cuh). The swizzle permutes bits 4-6 of an address by the row's last three bits. A
+// lane therefore computes its address once, and reaches column blocks by xor: `column_block` below.
+// Ref: PTX ISA, "ldmatrix", "Matrix fragments for mma.m16n8k16".
 #pragma once
 
 #include "../common/nonfinite.cuh"
@@ -20,14 +21,14 @@ __device__ __forceinline__ u32 column_block(u32 lane, int block) {
   return (lane ^ (block % 4 << 5)) + block / 4 * panel_bytes(rows);
 }
 
-// Where a lane points for an A operand (16 rows x 16 columns), and for a B operand that is stored
-// with the sum index along its rows (16 x 16, transposed on the way).
+// The address of a lane for an A operand (16 rows x 16 columns), and for a B operand that is stored
+// with the sum index along its rows (16 x 16, transposed by ldmatrix).
 __device__ __forceinline__ u32 lane_by_rows(u32 matrix) {
   const int lane = threadIdx.x % 32;
   return matrix + swizzled_chunk(lane % 16, lane / 16);
 }
-// For a B operand that is stored with the sum index along its columns, and for an A operand that is
-// transposed on the way.
+// The same for a B operand that is stored with the sum index along its columns, and for an A
+// operand that ldmatrix transposes.
 __device__ __forceinline__ u32 lane_by_columns(u32 matrix) {
   const int lane = threadIdx.x % 32;
   return matrix + swizzled_chunk(lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -44,7 +45,7 @@ struct TileCopy {
   const Tensor& tensor;
   const int batch;
   const int head;
-  const int& dim;  // the real one
+  const int& dim;  // the actual one
 
   static __device__ __forceinline__ bool has(int panel, u32 thread) {
     return columns % panel_columns == 0 || panel * 8 + thread % 8 < columns / 8;
@@ -53,7 +54,8 @@ struct TileCopy {
     return matrix + swizzled_chunk(thread / 8, thread % 8);
   }
 
-  // Rows from `first_row`; what lies at or past `end_row`, or past the real columns, becomes zeros.
+  // Loads rows from `first_row` on; rows at or past `end_row`, and columns past the actual ones,
+  // become zeros.
   __device__ __forceinline__ void load(u32 matrix, int first_row, int end_row) const {
     const u32 thread = ptx::thread_again(), to = place(matrix, thread);
     const int left = end_row - first_row - static_cast<int>(thread / 8);
@@ -72,12 +74,12 @@ struct TileCopy {
     }
   }
 
-  // Zeroes inf and NaN among the chunks that this thread has copied; true if it met any.
+  // Zeroes inf and NaN among the chunks that this thread has copied; returns true if it met any.
   // Why: a key that a row may not see gets weight 0, and 0 * inf is NaN.
   template <bool bf16>
   static __device__ __forceinline__ bool scrub(u32 matrix) {
     const u32 thread = ptx::thread_again(), to = place(matrix, thread);
-    u32 sum = 0;  // of zeros, and NaN once a value is not finite
+    u32 sum = 0;  // a sum of zeros, which is NaN once a value is not finite
 #pragma unroll
     for (int i = 0; i < rows / at_once * panels; ++i) {
       if (!has(i % panels, thread)) continue;
@@ -104,9 +106,9 @@ struct TileCopy {
   }
 };
 
-// A warp's fragments (16 * row_tiles rows, 8 columns per block) to global memory, by way of
-// `staging`, panels of `panel_rows` whose rows from `lane_row` on are this warp's own. Rows at or
-// past `end_row`, and chunks past the real columns, are left out.
+// Stores a warp's fragments (16 * row_tiles rows, 8 columns per block) to global memory, through
+// `staging`, panels of `panel_rows` whose rows from `lane_row` on belong to this warp. Rows at or
+// past `end_row`, and chunks past the actual columns, are left out.
 template <bool bf16, int row_tiles, int columns, int panel_rows>
 __device__ __forceinline__ void store_rows(u32 staging, const float (&x)[row_tiles][columns / 2],
                                            u16* destination, long long row_stride, int first_row,

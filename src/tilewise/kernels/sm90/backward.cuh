@@ -1,50 +1,49 @@
 // clang-format off
-// Gradients of attention on Hopper: TMA loads, wgmma products, warp-specialised. One CTA per KV tile,
-// or per piece of one.
+// This kernel computes the gradients of attention on Hopper with TMA loads, wgmma products and warp specialisation. One CTA
+// handles one KV tile, or one piece of a KV tile.
 //
-// Symbols. Q, dO (seq_q x d, dv) of one (batch, head), K, V (seq_k x d, dv) of its KV head; lse from
-// the forward; D = rowsum(dO * O) - dlse. A CTA owns block_kv keys of one KV head and goes through the
-// query tiles of block_q rows that see them, head by head of the group; where such tiles are few or
-// long, it goes through a piece of these steps (common/pieces.cuh). c = scale * log2(e).
-// Everything is kept transposed (keys are rows), so that P^T and dS^T are A operands as they come.
+// Symbols. Q, dO (seq_q x d, dv) of one (batch, head), K, V (seq_k x d, dv) of its KV head; lse from the forward;
+// D = rowsum(dO * O) - dlse. A CTA owns block_kv keys of one KV head and goes through the query tiles of block_q rows that
+// see them, head by head of the group; where KV tiles are few or long, it goes through a piece of these steps
+// (common/pieces.cuh). c = scale * log2(e).
+// Everything is kept transposed (keys are rows), so that P^T and dS^T are already in the layout of A operands.
 //
-//   1. S^T = K Q^T - lse / scale          wgmma, both in shared memory; the row term is where the
-//                                         accumulator starts from, so that it costs nothing
-//   2. partial tiles: S^T[k, r] = -inf where a term of the policy (common/scores.cuh) hides key k from row r
+//   1. S^T = K Q^T - lse / scale          wgmma, both operands in shared memory; the accumulator starts from the row term, so
+//                                         that the term costs nothing
+//   2. in partial tiles: S^T[k, r] = -inf where a term of the policy (common/scores.cuh) hides key k from row r
 //   3. P^T = 2^(c S^T)
-//   4. dP^T = V dO^T - D                  wgmma, likewise
+//   4. dP^T = V dO^T - D                  wgmma, as in step 1
 //   5. dV += round16(P^T) dO              wgmma, P in registers
 //   6. dS^T = P^T * dP^T
 //   7. dK += round16(dS^T) Q              wgmma, dS in registers
-//   8. dQ += round16(dS) K                wgmma, dS from shared memory; summed over KV tiles in global
-//                                         memory (float32), and written by the last of them or by
-//                                         postprocess
-//   9. a KV tile in pieces: dK and dV are summed over them in global memory (float32). The first
-//      stores its sums, those between add theirs, the last adds what it finds and writes
-// Where a term changes scores, S starts from 0, the row term comes after the terms, and dS gets their
-// slopes. Softcap: S = tanh(S * scale / cap), slope 1 - S^2, S found again from P. Where a term drops
-// weights, dP starts from 0 and gets D after it; the P of step 5 has zeros then, and 5 comes with 7. Which weights these are
-// is drawn under step 1; dS is divided by what weights that stay count, and the host multiplies dQ and dK with it.
+//   8. dQ += round16(dS) K                wgmma, dS from shared memory; summed over KV tiles in global memory (float32), and
+//                                         written by the last KV tile or by postprocess
+//   9. for a KV tile in pieces: dK and dV are summed over the pieces in global memory (float32). The first piece stores its
+//      sums, those in between add theirs, and the last adds its own to the stored sums and writes the result
+// Where a term changes scores, S starts from 0, the row term is added after the terms, and dS is multiplied by their slopes.
+// Softcap: S = tanh(S * scale / cap), slope 1 - S^2, with S recovered from P. Where a term drops weights, dP starts from 0
+// and D is subtracted afterwards; the P of step 5 then has zeros, and step 5 runs together with step 7. Which weights are
+// dropped is drawn during step 1; dS is divided by the factor of the weights that stay, and the host multiplies dQ and dK by
+// it.
 // preprocess makes both row terms and, where KV tiles add in any order, zeroes the sums.
-// Overlap: 7 and 1 of the next step are in flight together, as are 4 and 5; the exponentials of one
-// warpgroup run under the products of the others.
+// Overlap: 7 of one query tile and 1 of the next are in flight together, as are 4 and 5; the exponentials of one warpgroup
+// overlap with the products of the others.
 //
-// Sums of dQ (enum Order). In key order, for the same bits every time: KV tiles add one after another from
-// the last to the first, or the other way round. In claim order: as they come. In any order: no tile waits,
-// and postprocess rounds the sums. Which tiles run side by side, and where each begins: enum Walk.
+// Sums of dQ (enum Order). In key order, which gives the same bits every time, KV tiles add one after another, from the last
+// to the first or the other way round. In claim order they add in the order in which they arrive. In any order no tile waits,
+// and postprocess rounds the sums. Enum Walk defines which tiles run side by side and where each begins.
 //
-// Roles. Warpgroup 0: one thread, the producer, issues all loads but those of a staged bias, which are
-// another's; a second waits for this tile's tickets and a third passes them on, unless tiles add in any
-// order. Where sequences are ragged, the fourth warp clears the rows of Q and dO that are another sequence's.
-// Warpgroup 1 makes dQ (8).
-// Warpgroups 2 and 3 make the rest, divided by keys (each owns dK and dV of 64 of 128 keys) or, where
-// those would not fit the registers (d > 128), by product: both have the same 64 keys, one owns dV
-// (1-3, 5) and hands P over in shared memory, the other dK (4, 6, 7).
+// Roles. Warpgroup 0: one thread, the producer, issues all loads except those of a staged bias, which another thread issues;
+// unless tiles add in any order, a second thread waits for this tile's tickets and a third passes them on. With ragged
+// sequences, the fourth warp clears the rows of Q and dO that belong to another sequence.
+// Warpgroup 1 makes dQ (step 8).
+// Warpgroups 2 and 3 do the rest. They divide it by keys (each owns dK and dV of 64 of 128 keys) or, where those would not
+// fit in the registers (d > 128), by product: both have the same 64 keys; one owns dV (steps 1-3, 5) and hands P over in
+// shared memory, the other owns dK (steps 4, 6, 7).
 //
-// Shared memory (struct BackwardSmem): K and V of the CTA, in the end dK and dV on their way out;
-// rings of Q and dO with their row terms; a ring of dS; P on its way; a ring of a staged bias
-// (staged_bias.cuh); barriers, the plan, and the head of every stage for terms that use it, with
-// the random words of that head where weights are dropped.
+// Shared memory (struct BackwardSmem): K and V of the CTA, at the end reused to stage dK and dV; rings of Q and dO with their
+// row terms; a ring of dS; P while it is handed over; a ring of a staged bias (staged_bias.cuh); barriers, the plan, and the
+// head of every stage for terms that use it, with the random words of that head where weights are dropped.
 //
 // Barriers
 //   name                  arrives, count              waits             protects
@@ -53,25 +52,25 @@
 //   q_empty[stage]        warps of 2 and 3, 8         producer          Q is read
 //   dout_full[stage]      producer + TMA bytes, 1     2 and 3           dO and the start of dP are loaded
 //   dout_empty[stage]     warps of 2 and 3, 8         producer          dO is read
-//   a tile of queries that crosses the end of its sequence:
+//   for a query tile that crosses the end of its sequence:
 //   q_full[stages + i]    producer + TMA bytes, 1     the clearing warp Q and the start of S are loaded
-//   q_full[i]             the clearing warp, 1        2 and 3           its rows behind the end are zero; dO likewise
-//   bias_full[stage]      bias producer + TMA, 1      2 and 3           the bias is loaded
+//   q_full[i]             the clearing warp, 1        2 and 3           the rows behind its end are zero; dO likewise
+//   bias_full[stage]      bias producer + TMA, 1      those that make P the bias is loaded
 //   bias_empty[stage]     warps that make P, 8 or 4   bias producer     the bias is read
 //   ds_full[stage]        warps that make dS, 8 or 4  1                 dS is written
-//   ds_empty[stage]       warps of 1, 4               2 and 3           dS is read; in the end K and V too
-//   weights_full, _empty  warps of 2, of 3, 4 each    3, 2              P is handed over; in the end V is read
+//   ds_empty[stage]       warps of 1, 4               2 and 3           dS is read; at the end K and V too
+//   weights_full, _empty  warps of 2, of 3, 4 each    3, 2              P is handed over; at the end V is read
 //   ticket_come[stage]    ticket keepers, 2           1                 this tile's ticket has come up
 //   ticket_over[stage]    warps of 1, 4               ticket keepers    the sums of this step are added
 //   named 1 + wg          2 or 3, 128 threads         itself            V is read before dV replaces it;
 //                                                                       the ticket of a piece
 //
-// Gradients that are not wanted are left out of the kernel: without dQ step 8 and dS in shared memory,
-// without dK and dV steps 5, 7 and 9.
+// Gradients that are not wanted are left out of the kernel: without dQ, step 8 and the dS in shared memory are omitted;
+// without dK and dV, steps 5, 7 and 9.
 //
-// Registers of a thread (512 in four warpgroups): producer 24; dQ 72 (d = 64, 128, 256: 64 columns at
-// a time), 120 (96), 128 (192); products: S or dP block_q / 2, P and its rest 3 block_q / 8, dK and dV
-// (d + dv) / 2 or one of them, of 208, 184 (96) or 176 (192).
+// Registers per thread (512 threads in four warpgroups): producer 24; dQ 72 (d = 64, 128, 256: 64 columns at a time), 120
+// (96), 128 (192); products: S or dP block_q / 2, P and its rest 3 block_q / 8, dK and dV (d + dv) / 2 or one of them, out of
+// 208, 184 (96) or 176 (192).
 // clang-format on
 #pragma once
 
@@ -115,7 +114,7 @@ __device__ __forceinline__ void init_backward_barriers(BackwardSmem<config, Exte
 
 constexpr int producer_registers = 24;
 
-// The same for all threads of a warp, and known as such to the compiler.
+// Uniform across a warp, and known as such to the compiler.
 __device__ __forceinline__ int warpgroup_index() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
 }
@@ -128,7 +127,7 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
       *reinterpret_cast<BackwardSmem<config, Extents>*>(smem_bytes);
   const int warpgroup = warpgroup_index();
   if (threadIdx.x < 32) {
-    if (params.work_tickets != nullptr) ptx::wait_for_previous_grid();  // which zeroed them
+    if (params.work_tickets != nullptr) ptx::wait_for_previous_grid();  // it zeroed them
     BackwardPlan<Extents> plan =
         make_backward_plan<Policy, Extents, config.block_q, config.block_kv()>(
             params, take_work(params.work_tickets), params.walk);
@@ -150,11 +149,11 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
   }
   ptx::allow_next_grid();
   __syncthreads();
-  // Why in shared memory: a role reads what it needs when it needs it, and keeps its registers.
+  // Why in shared memory: a role reads a field when it needs it, which saves registers.
   const BackwardPlan<Extents>& plan = smem.plan;
   const bool has_work = !HasWorkTable<Extents> || plan.kv_tile >= 0;
-  // Some thread of every CTA waits for the grid ahead: if none did, this grid could end before that
-  // one, and the grid behind would read sums of dQ that are not zeroed yet.
+  // Some thread of every CTA waits for the previous grid: if none did, this grid could end before
+  // that one, and the next grid would read sums of dQ that are not zeroed yet.
   if (threadIdx.x == 0 && (!has_work || plan.steps == 0)) ptx::wait_for_previous_grid();
   if (!has_work) return;
   if (warpgroup == 0) {
@@ -187,7 +186,7 @@ __device__ __forceinline__ void backward(const ParamsOf<BackwardParams, Policy, 
   } else {
     ptx::setmaxnreg_inc<config.product_registers>();
     if constexpr (config.warpgroups_own_keys) {
-      // Why computed again: the first result would hold a register that is needed elsewhere.
+      // Why it is recomputed: the first result would occupy a register that is needed elsewhere.
       DkDvWarpgroup<config, Policy, Extents>{{params, smem, plan, warpgroup_index() - 2}}.run();
     } else if (warpgroup == 2) {
       DvWarpgroup<config, Policy, Extents>{{params, smem, plan, 0}}.run();

@@ -19,11 +19,11 @@ struct BackwardConfig {
                              // other dK
   int stages;                // of the Q and dO rings
   int ds_stages;
-  bool has_terms;         // whether the policy of scores has any; kernels read them there
-  bool writes_dq;         // one KV tile holds all keys: dQ needs no sums in global memory
-  bool makes_dq;          // else dQ is not wanted
-  bool makes_dkv;         // else neither dK nor dV is
-  int dq_columns;         // columns of dQ that are accumulated at a time
+  bool has_terms;  // whether the score policy has any terms; the kernels read them from the policy
+  bool writes_dq;  // one KV tile holds all keys: dQ needs no sums in global memory
+  bool makes_dq;   // else dQ is not wanted
+  bool makes_dkv;  // else neither dK nor dV is wanted
+  int dq_columns;  // columns of dQ that are accumulated at a time
   int query_registers;    // of the warpgroup that makes dQ
   int product_registers;  // of the two that make the rest
   int bias_stages;        // where a bias is staged (staged_bias.cuh); else 0
@@ -31,9 +31,9 @@ struct BackwardConfig {
   TILEWISE_INLINE int block_kv() const { return warpgroups_own_keys ? 128 : 64; }
   TILEWISE_INLINE int q_blocks() const { return block_q / 64; }
   TILEWISE_INLINE int threads() const { return 512; }
-  // Weights in 16 bits keep their next 8 beside them, so that dS does not feel their rounding.
+  // 16-bit weights are stored with their next 8 bits, so that dS is not affected by their rounding.
   TILEWISE_INLINE bool keeps_rest() const { return warpgroups_own_keys; }
-  // What the host raises all weights by (Weights in backward_weights.cuh).
+  // The factor by which the host raises all weights (Weights in backward_weights.cuh).
   TILEWISE_INLINE float weight_factor() const {
     return bf16 && warpgroups_own_keys ? 0x1.00b8aa3b295c1p+0f : 1.0f;
   }
@@ -41,32 +41,33 @@ struct BackwardConfig {
   TILEWISE_INLINE int bias_readers() const { return warpgroups_own_keys ? 8 : 4; }  // likewise
 };
 
-// How many KV tiles have taken a ticket for the dQ of a query tile, and how many have added to it.
+// The number of KV tiles that have taken a ticket for the dQ of a query tile, and of those that
+// have added to it.
 struct DqTickets {
-  int claimed;  // claim_order
+  int claimed;  // used in claim_order
   int added;
 };
 
 // How the KV tiles that see a query tile add up its dQ, in float32 in global memory.
 enum Order : int {
-  key_order,    // one after another in the order of their keys, so that the bits are the same
-                // every time: the first stores its sums, the others add, the last resumes them and
-                // writes dQ
-  claim_order,  // the same as they come, so that a tile waits for no more than the first, and the
-                // last for all
-  any_order,    // onto zeroes, and no tile waits; postprocess makes dQ of the sums
+  key_order,    // add one after another in the order of their keys, so that the bits are the same
+                // every time: the first stores its sums, the others add theirs, and the last
+                // continues from the stored sums and writes dQ
+  claim_order,  // the same in the order of arrival, so that a tile waits only for the first one,
+                // and the last tile waits for all others
+  any_order,    // add onto zeroes, and no tile waits; postprocess makes dQ from the sums
 };
 
-// In which order a grid goes through KV tiles, and a CTA through the steps of its tile.
+// The order in which a grid goes through KV tiles, and a CTA through the steps of its tile.
 enum Walk : int {
-  around,  // KV tiles from the first, head by head, each tile from a query tile of its own and all
-           // round: tiles that start together meet no other at a dQ
-  down,    // KV tiles from the first, query tiles from the last, and for each of them all heads.
-           // Under a causal mask tiles that start together stay together, and read the same queries
+  around,  // KV tiles from the first, head by head; each tile begins at a query tile of its own and
+           // wraps around, so that tiles that start together never meet at a dQ
+  down,    // KV tiles from the first, query tiles from the last, and all heads for each of them.
+           // Under a causal mask tiles that start together stay together and read the same queries
   stairs,  // by keys. KV tiles from the last and query tiles from the first, head by head: under a
            // causal mask the first rows of a tile may be added at once, and those that wait meet
-           // rows which the tile before left a step ago. The last of several sections is its mirror
-           // image, so that the long tiles do not come at the very end
+           // rows that the previous tile left one step ago. The last of several sections is
+           // mirrored, so that the long tiles do not come at the very end
 };
 
 struct BackwardParams {
@@ -76,11 +77,11 @@ struct BackwardParams {
   ptx::TensorMap dout_map;  // box block_q rows
   ptx::TensorMap dk_map;    // box 16 rows
   ptx::TensorMap dv_map;    // box 16 rows
-  const float* start_s;  // (batch, heads, rows padded to block_q): what S starts from, made of -lse
-  // Likewise: what dP starts from, -rowsum(dO * O). Where weights are dropped, what it gets
-  // afterwards, divided by what those that stay count.
+  const float* start_s;     // (batch, heads, rows padded to block_q): the start of S, from -lse
+  // Same shape: what dP starts from, -rowsum(dO * O). Where weights are dropped, it is added
+  // afterwards, divided by the factor of the weights that stay.
   const float* start_dp;
-  // Null: dQ is not wanted, or one KV tile holds all keys. Else (batch, heads, q_tiles, fragment
+  // Null if dQ is not wanted or one KV tile holds all keys. Else (batch, heads, q_tiles, fragment
   // order).
   float* dq_sums;
   DqTickets* dq_tickets;  // null, or the tickets for dQ, zeroed (batch, heads, q_tiles)
@@ -98,13 +99,13 @@ struct BackwardParams {
   int heads_per_kv;
   int seq_q;
   int seq_k;
-  int head_dim;  // the real one
+  int head_dim;  // the actual one
   int band_first_shift;
   int band_end_shift;
   int q_tiles;
   int kv_tiles;
-  int pieces;       // of all KV tiles of one (batch, KV head) pair
-  int piece_steps;  // at most, per piece
+  int pieces;       // total over the KV tiles of one (batch, KV head) pair
+  int piece_steps;  // maximum per piece
   int sections;
   Order order;
   Walk walk;
@@ -113,25 +114,25 @@ struct BackwardParams {
   float scale_log2;
   float inverse_scale_log2;
   float softcap_in;
-  float dqk_scale;  // of dQ and dK; with what weights that stay count
+  float dqk_scale;  // scale of dQ and dK, including the factor of the weights that stay
 };
 
-// What a CTA does: one KV tile of one KV head, or a piece of it, against query tiles that see it,
-// for all heads of the group.
+// The work of a CTA: one KV tile of one KV head, or a piece of it, against the query tiles that see
+// it, for all heads of the group.
 template <typename Extents>
 struct BackwardPlan : Extents::Record {
   int batch;
   int head_kv;
   int kv_tile;
-  int piece;  // of `pieces` that the KV tile is cut into
+  int piece;  // index among the `pieces` that the KV tile is cut into
   int pieces;
   TileRange touched;  // query tiles
   TileRange full;     // Invariant: begin <= end
-  int first;          // query tile of every head
-  int stride;         // of query tiles, 1 or -1
-  int heads_inside;   // heads that a query tile is taken for before the next one; 0: one at a time
+  int first;          // first query tile of every head
+  int stride;         // step between query tiles, 1 or -1
+  int heads_inside;   // heads done for a query tile before the next one; 0: one head at a time
   int begin_tile;     // where this piece begins
-  int begin_head;     // of the group
+  int begin_head;     // within the group
   int steps;
 
   TILEWISE_INLINE bool partial(int q_tile) const {
@@ -140,8 +141,8 @@ struct BackwardPlan : Extents::Record {
   }
 };
 
-// Of the parameters of this backward or of the float32 one, whose tickets have no spans. All
-// lanes of a warp must call it.
+// Takes the parameters of this backward or of the float32 one, whose tickets do not support spans.
+// All lanes of a warp must call it.
 template <typename Policy, typename Extents, int block_q, int block_kv,
           bool tickets_know_spans = true, typename Params>
 __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params& params, int work,
@@ -162,7 +163,7 @@ __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params
     const Schedule schedule{params.heads_kv, pairs, params.pieces, params.sections, 0};
     at = schedule.tile(work);
   }
-  // Where batches share a staged bias, they come side by side: a tile of it is read from DRAM once.
+  // Batches that share a staged bias run side by side, so that a bias tile is read from DRAM once.
   if constexpr (requires { params.bias_map; }) {
     const int pair = at.batch * params.heads_kv + at.head;
     if (params.bias_batch_stride == 0) at = {pair % params.batch, pair / params.batch, at.q_tile};
@@ -217,9 +218,9 @@ __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params
   return plan;
 }
 
-// A query tile, and what it is to the keys of a product warpgroup, in one register. Hidden: no
-// query sees any of them, as in half of the diagonal tiles of a causal mask, and for keys past the
-// end.
+// A query tile and its visibility to the keys of a product warpgroup, in one register. Hidden: no
+// query sees any of the keys, as in half of the diagonal tiles of a causal mask, and for keys past
+// the end.
 struct SeenTile {
   enum Sight { full, partial, hidden };
   int packed;
@@ -231,18 +232,18 @@ struct SeenTile {
   TILEWISE_INLINE bool is_hidden() const { return (packed & 3) == hidden; }
 };
 
-// How many KV tiles add to the dQ of a query tile before this one and after it.
+// The number of KV tiles that add to the dQ of a query tile before this one and after it.
 struct DqTicket {
   int before;
   int after;
 };
 constexpr int ticket_stages = 4;
-// How many steps ahead a ticket is looked for. Why no more: neighbours begin two query tiles apart,
-// and a tile that takes a ticket early makes those wait that come before.
+// How many steps ahead tickets are requested. Why no more: neighbours begin two query tiles apart,
+// and a tile that takes a ticket early delays the tiles that reach that dQ before it.
 constexpr int tickets_ahead = 2;
 
 // One lane arrives for its warp, after a warp barrier. The machine code needs no instruction for
-// that barrier where the warp is converged anyway, so a race checker does not see it: for that tool
+// that barrier where the warp is converged anyway, so a race checker does not see it. For that tool
 // every lane arrives.
 #ifdef TILEWISE_EVERY_LANE_ARRIVES
 constexpr int arrivals_of_warp = 32;
@@ -250,7 +251,7 @@ constexpr int arrivals_of_warp = 32;
 constexpr int arrivals_of_warp = 1;
 #endif
 
-// A ring of tiles of a staged bias: queries x keys, 64 keys a panel.
+// A ring of staged bias tiles: queries x keys, 64 keys per panel.
 template <BackwardConfig config, bool staged = (config.bias_stages > 0)>
 struct BackwardBiasRing {};
 template <BackwardConfig config>
@@ -266,34 +267,35 @@ struct BackwardSmem : BackwardBiasRing<config> {
   alignas(1024) unsigned char v[matrix_bytes(config.block_kv(), config.head_dim_v)];
   alignas(1024) unsigned char q[config.stages][matrix_bytes(config.block_q, config.head_dim)];
   alignas(1024) unsigned char dout[config.stages][matrix_bytes(config.block_q, config.head_dim_v)];
-  // Stored as keys x queries, 64 queries a panel.
+  // Stored as keys x queries, 64 queries per panel.
   alignas(1024) unsigned char ds[config.ds_stages][matrix_bytes(config.block_kv(), config.block_q)];
-  // Weights on their way from the dV warpgroup to the dK warpgroup, in fragment order.
+  // Weights that the dV warpgroup hands over to the dK warpgroup, in fragment order.
   alignas(1024) float weights[config.warpgroups_own_keys ? 4 : config.block_q * 64];
   alignas(16) float start_s[config.stages][config.block_q];
   alignas(16) float start_dp[config.stages][config.block_q];
   int seen_tile[config.stages][2];  // SeenTile of the Q in a stage, per product warpgroup
   ptx::u64 k_full, v_full;
-  // Where sequences are ragged, a second one per stage: what crosses the end of its sequence lands
-  // there, and the first waits for its rows behind the end to be cleared.
+  // With ragged sequences there is a second barrier per stage: a tile that crosses the end of its
+  // sequence lands there, and the first barrier waits until its rows behind the end have been
+  // cleared.
   static constexpr int landings = Extents::ragged ? config.stages : 0;
   ptx::u64 q_full[config.stages + landings], q_empty[config.stages];
   ptx::u64 dout_full[config.stages + landings], dout_empty[config.stages];
   ptx::u64 ds_full[config.ds_stages], ds_empty[config.ds_stages];
   ptx::u64 weights_full, weights_empty;
   ptx::u64 ticket_come[ticket_stages], ticket_over[ticket_stages];
-  int pieces_before[2];  // at the sums of dK and dV, per product warpgroup
+  int pieces_before[2];  // for the sums of dK and dV, per product warpgroup
   alignas(16) DqTicket dq_ticket[ticket_stages];
-  // Invariant: 16 bytes that hold a part of it hold nothing that is written while it is read. Why:
-  // it is read in such units, and a race checker reports what shares one.
+  // Invariant: the 16-byte units that hold the plan hold nothing that is written while it is read.
+  // Why: it is read in such units, and a race checker reports accesses that share one.
   alignas(16) BackwardPlan<Extents> plan;
-  alignas(16) int head[config.stages];  // of the Q in a stage, for terms that use it
-  Span own_queries[2];  // that see keys of a product warpgroup, for terms that hide by spans
-  OnceRoom once[config.stages];  // of that head, where weights are dropped
+  alignas(16) int head[config.stages];  // head of the Q in a stage, for terms that use it
+  Span own_queries[2];  // queries that see a product warpgroup's keys, where terms hide by spans
+  OnceRoom once[config.stages];  // for that head, where weights are dropped
 };
 
-// How the KV tiles of a plan add up dQ: as the parameters say, or in any order for a sequence that
-// is too long to take tickets.
+// How the KV tiles of a plan add up dQ: as the parameters specify, or in any order for a sequence
+// that is too long for tickets.
 template <typename Extents, typename Params>
 __device__ __forceinline__ Order order_of(const Params& params, const BackwardPlan<Extents>& plan) {
   if constexpr (HasWorkTable<Extents>)
@@ -317,11 +319,11 @@ __device__ __forceinline__ bool partial_at(const Params& params, const BackwardP
   return plan.partial(position);
 }
 
-// Counts through the steps of a plan: query tiles of one head, all round, then of the next; or all
-// heads of one query tile, then of the next.
+// Counts through the steps of a plan: all query tiles of one head, with wrap-around, then those of
+// the next head; or all heads of one query tile, then those of the next tile.
 struct StepCursor {
   int q_tile;
-  int head;  // of the group
+  int head;  // within the group
 
   template <typename Extents>
   __device__ __forceinline__ explicit StepCursor(const BackwardPlan<Extents>& plan)

@@ -1,5 +1,5 @@
-// The kernels before and after the main backward kernel: row terms and zeroes, then dQ from its
-// sums. Both are bound by memory traffic.
+// The kernels before and after the main backward kernel: the first makes row terms and zeroes sums,
+// the second makes dQ from its sums. Both are bound by memory traffic.
 #pragma once
 
 #include "../common/softmax.cuh"
@@ -15,7 +15,7 @@ struct PreprocessParams {
   const void* dout;
   long long dout_batch_stride, dout_head_stride, dout_seq_stride;
   const float* lse;   // (batch, heads, seq_q)
-  const float* dlse;  // null, or likewise
+  const float* dlse;  // null, or the same shape
   float* start_s;     // (batch, heads, rows), rows padded to the query tile
   float* start_dp;
   float* dq_sums;               // null, or row_floats * rows floats per head, to be zeroed
@@ -44,14 +44,14 @@ struct PostprocessParams {
   int head_dim;
   int row_floats;
   float scale;
-  const float* start_s;  // of preprocess, for kernels that skip blind blocks
+  const float* start_s;  // from preprocess, for kernels that skip blind blocks
 };
 
 constexpr int edge_threads = 256;
 constexpr int edge_rows = 64;
 
-// From the last head to the first. Why: the main kernel goes from the first to the last, so what
-// one kernel leaves in the L2 cache is what the next one begins with.
+// Goes from the last head to the first. Why: the main kernel goes from the first to the last, so
+// each kernel begins with what the previous one left in the L2 cache.
 __device__ __forceinline__ int edge_block() { return static_cast<int>(gridDim.x - 1 - blockIdx.x); }
 
 __device__ __forceinline__ float dot_of_pairs_bf16(u32 a, u32 b, float sum) {
@@ -83,16 +83,17 @@ struct OfHead {
   __device__ __forceinline__ int head() const { return of_head; }
 };
 
-// Whether no row of a block sees a key, by `sees(row)`. All threads must call it.
+// Whether no row of a block sees a key, according to `sees(row)`. All threads must call it.
 template <typename Sees>
 __device__ __forceinline__ bool is_blind(Sees sees) {
   static_assert(edge_threads % edge_rows == 0);
   return !__syncthreads_or(sees(static_cast<int>(threadIdx.x) % edge_rows));
 }
 
-// A block: 64 rows of one head. Eight columns per lane, `lanes` lanes per row. The policy is for
-// lines: what they add along the queries of a tile. `skips_blind`: of blocks in which no row sees a
-// key, neither out and dO are read nor sums zeroed, and postprocess does not look at those.
+// A block handles 64 rows of one head, with eight columns per lane and `lanes` lanes per row. The
+// policy is needed for lines, which add to the scores along the queries of a tile. `skips_blind`:
+// for blocks in which no row sees a key, out and dO are not read and sums are not zeroed, and
+// postprocess does not read those sums.
 template <bool bf16, int lanes, typename Extents, typename Policy = Scores<>,
           bool skips_blind = false>
 __device__ __forceinline__ void preprocess(
@@ -156,7 +157,7 @@ __device__ __forceinline__ void preprocess(
     for (int distance = lanes / 2; distance > 0; distance /= 2)
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if constexpr (HasWorkTable<Extents>) {
-      // It may be that no tile of keys visits such a row and writes its dQ.
+      // Possibly no KV tile visits such a row and writes its dQ.
       if (params.dq_rows != nullptr && !record.unordered() && row < sequence.seq_q() &&
           params.lse[first_of_lse + row] == -infinity) {
         ptx::u16* dq = static_cast<ptx::u16*>(params.dq_rows) +
@@ -174,8 +175,8 @@ __device__ __forceinline__ void preprocess(
       const float lse = params.lse[at];
       if (lse != -infinity) start = fmaf(lse, params.lse_factor, params.start_bias);
       if constexpr (Policy::adds_line) {
-        // Only of rows that see keys: those behind all packed sequences are of none that has
-        // slopes.
+        // Only for rows that see keys: rows behind all packed sequences belong to no sequence that
+        // has slopes.
         if (start != -infinity)
           start = fmaf(Policy::per_column(params, OfHead{at_block.batch, head}),
                        static_cast<float>(row % params.block_q), start);
@@ -188,7 +189,7 @@ __device__ __forceinline__ void preprocess(
   }
 }
 
-// A block: 64 rows of one head, whose sums lie in the accumulator layout of the product: see
+// A block handles 64 rows of one head, whose sums are in the accumulator layout of the product: see
 // DqWarpgroup::add. A thread takes eight columns of the rows r and r + 8.
 template <bool bf16, typename Extents, bool skips_blind = false>
 __device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Extents>& params) {
@@ -198,7 +199,7 @@ __device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Ex
   const int head = block.head, first_row = block.first_row;
   const auto record = Extents::find_queries(params, block.batch);
   if constexpr (HasWorkTable<Extents>)
-    if (!record.unordered()) return;  // the last tile of keys wrote its dQ
+    if (!record.unordered()) return;  // the last KV tile wrote its dQ
   const auto sequence = sequence_of<Extents>(params, record);
   const int batch = sequence.batch(block.batch), start = sequence.q_start();
   const float4* sums =

@@ -1,5 +1,5 @@
-// Warpgroups 2 and 3 of the backward kernel: scores, weights, dK and dV. Steps, roles and barriers:
-// backward.cuh.
+// Warpgroups 2 and 3 of the backward kernel: scores, weights, dK and dV. For steps, roles and
+// barriers see backward.cuh.
 #pragma once
 
 #include "backward_query.cuh"
@@ -7,7 +7,7 @@
 
 namespace tilewise::sm90 {
 
-// A thread's place in its warp: kept in a register, or computed again each time.
+// A thread's lane index: kept in a register, or recomputed each time.
 template <bool again>
 struct Lane {
   using Type = int;
@@ -20,7 +20,7 @@ struct Lane<true> {
   __device__ __forceinline__ operator int() const { return ptx::thread_again() % 32; }
 };
 
-// What both divisions of the work have in common.
+// What both ways of dividing the work have in common.
 template <BackwardConfig config, typename Policy, typename Extents>
 struct ProductWarpgroup {
   static constexpr int block_q = config.block_q, block_kv = config.block_kv();
@@ -40,28 +40,28 @@ struct ProductWarpgroup {
   const int row =
       config.warpgroups_own_keys ? warpgroup * 64 : 0;  // of the KV tile, the first of 64
   const int warp = threadIdx.x / 32 % 4;
-  // Why computed again in some kernels: the result would take a register they do not have.
+  // Why it is recomputed in some kernels: the result would take a register that they do not have.
   using LaneOf = Lane<config.writes_dq || (config.warpgroups_own_keys && block_q == 64)>;
   const typename LaneOf::Type lane = LaneOf::ask();
 
   using Position = RingPosition<config.stages>;
-  Position position{0};  // of this step in the Q and dO rings
+  Position position{0};  // position of this step in the Q and dO rings
   RingPosition<config.ds_stages> ds_position{1};
   RingPosition<max_int(config.bias_stages, 1)> bias_position{0};
   typename Policy::OfRows of_rows{params, Keys{*this}};
-  // Of the head of the Q that was looked at last. Why kept where there is a register: it is loaded
-  // before the product of S, and there when that is done.
+  // For the head of the Q that was looked at last. Why it is kept where there is a register: it is
+  // loaded before the product of S and is available when the product is done.
   using Once = typename Policy::Once;
   static constexpr bool keeps_once = Policy::adds_straight_line && sizeof(Once) == sizeof(float);
   Once once;
-  // Of the tile whose scores are made, if it is partial. Terms that change scores or drop weights
-  // take the registers for it.
+  // For the tile whose scores are being computed, if it is partial. Terms that change scores or
+  // drop weights need the registers for themselves.
   static constexpr bool looks_ahead = Policy::looks_ahead && !Policy::drops && !Policy::transforms;
   typename Policy::template Ahead<block_q / 2, RowsAre::keys> ahead;
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
-  // After the whole warp has read or written what the barrier protects.
+  // Call it after the whole warp has read or written what the barrier protects.
   __device__ __forceinline__ void arrive(u64* barrier) {
     __syncwarp();
     if (lane < arrivals_of_warp) ptx::mbarrier_arrive(barrier);
@@ -72,8 +72,8 @@ struct ProductWarpgroup {
   __device__ __forceinline__ void wait_dout(const Position& at) {
     ptx::mbarrier_wait(&smem.dout_full[at.stage], at.phase);
   }
-  // Rows of K and V behind the end of a ragged sequence become zeros; a warpgroup clears those that
-  // it multiplies.
+  // Rows of K and V behind the end of a ragged sequence become zeros; each warpgroup clears the
+  // rows that it multiplies.
   __device__ __forceinline__ void wait_k() {
     ptx::mbarrier_wait(&smem.k_full, 0);
     if constexpr (Extents::ragged) clear_keys<config.head_dim>(smem.k);
@@ -89,12 +89,12 @@ struct ProductWarpgroup {
     clear_rows<block_kv, columns, 128>(matrix, first, row + 64);
     ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + warpgroup);
   }
-  // How many of this tile's keys the sequence has.
+  // The number of this tile's keys that belong to the sequence.
   __device__ __forceinline__ int keys_here() const {
     return min_int(block_kv, sequence().seq_k() - plan.kv_tile * block_kv);
   }
 
-  // Of the Q at a place in the ring that is full.
+  // The SeenTile of the Q at a ring position that is full.
   __device__ __forceinline__ SeenTile seen_tile(const Position& at) {
     if constexpr (keeps_once) once = Once(params, HeadOf{*this, at.stage});
     const SeenTile tile(smem.seen_tile[at.stage][warpgroup]);
@@ -113,7 +113,7 @@ struct ProductWarpgroup {
                                                const unsigned char* queries) {
     constexpr int key_panel = panel_bytes(block_kv) >> 4, query_panel = panel_bytes(block_q) >> 4;
     u32 key_low = wgmma::descriptor_low(ptx::smem_address(keys) + panel_bytes(row), 16);
-    // Why: the compiler would keep all these descriptors over the loop, and spill.
+    // Why: the compiler would keep all these descriptors in registers across the loop, and spill.
     if constexpr (!config.warpgroups_own_keys) asm volatile("" : "+r"(key_low));
     const u32 query_low = wgmma::descriptor_low(ptx::smem_address(queries), 16);
 #pragma unroll
@@ -164,7 +164,7 @@ struct ProductWarpgroup {
     for (int step = 0; step < block_q / 16; ++step) wgmma::hold(packed[step]);
   }
 
-  // Where this thread's rows lie.
+  // The place of this thread's rows.
   struct Keys {
     static constexpr RowsAre rows_are = RowsAre::keys;
     const ProductWarpgroup& kernel;
@@ -179,7 +179,7 @@ struct ProductWarpgroup {
     __device__ __forceinline__ int batch() const { return kernel.plan.batch; }
     __device__ __forceinline__ int head() const { return kernel.smem.head[stage]; }
   };
-  // Where its scores lie; `stage` is that of Q, still held.
+  // The place of its scores; `stage` is that of Q, which is still held.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::keys;
     const ProductWarpgroup& kernel;
@@ -202,8 +202,8 @@ struct ProductWarpgroup {
     }
     __device__ __forceinline__ Band band() const { return kernel.sequence().band(); }
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
-    // Of a staged bias: the queries of this warpgroup's keys, and where the warp's keys begin in
-    // their panel, in eights.
+    // For a staged bias: the queries of this warpgroup's keys, and where the warp's keys begin in
+    // their panel, in units of eight keys.
     __device__ __forceinline__ u32 staged_rows() const {
       if constexpr (config.bias_stages > 0)
         return ptx::smem_address(kernel.smem.bias[kernel.bias_position.stage]) +
@@ -230,11 +230,11 @@ struct ProductWarpgroup {
                                       panel_bytes(kernel.row + kernel.warp * 16));
     }
   };
-  // Where the first query of the tile stands: from there lines are counted.
+  // The place of the tile's first query, from which lines are counted.
   struct TileStart : Place {
     __device__ __forceinline__ int column() const { return this->tile.q_tile() * block_q; }
   };
-  // Before terms add to what lies in it.
+  // Must precede terms that add to the contents of the room.
   __device__ __forceinline__ void wait_for_room() {
     if constexpr (config.makes_dq && Policy::has_gradient)
       ptx::mbarrier_wait(&smem.ds_empty[ds_position.stage], ds_position.phase);
@@ -244,8 +244,8 @@ struct ProductWarpgroup {
     if constexpr (config.bias_stages > 0)
       ptx::mbarrier_wait(&smem.bias_full[bias_position.stage], bias_position.phase);
   }
-  // Why the fence: an arrive does not wait for loads in flight, and TMA would write the next tile
-  // under them.
+  // Why the fence: an arrive does not wait for loads in flight, and TMA could overwrite the tile
+  // before they complete.
   __device__ __forceinline__ void release_bias() {
     if constexpr (config.bias_stages > 0) {
       ptx::fence_proxy_async();
@@ -287,8 +287,8 @@ struct ProductWarpgroup {
     }
   }
 
-  // What S starts from: where a term changes scores, the row term comes after it. Of a line it has
-  // what is the same for all keys and all tiles.
+  // Sets what S starts from. Where a term changes scores, S starts from 0 and the row term is added
+  // later. For a line, the start includes the part that is the same for all keys and all tiles.
   __device__ __forceinline__ void start_scores(Fragment& s, int stage) {
     if constexpr (Policy::transforms && !Policy::adds_line) {
 #pragma unroll
@@ -298,7 +298,8 @@ struct ProductWarpgroup {
     }
   }
 
-  // What dP starts from: where weights are dropped, the row term comes after dP is.
+  // Sets what dP starts from. Where weights are dropped, the row term is added after dP is
+  // complete.
   __device__ __forceinline__ void start_dp(Fragment& dp, int stage) {
     if constexpr (Policy::drops) {
 #pragma unroll
@@ -310,11 +311,11 @@ struct ProductWarpgroup {
   __device__ __forceinline__ float kept_weight() {
     return Policy::kept_weight(params, Place{*this, SeenTile(0), 0});
   }
-  // What dS is counted in where weights are dropped, so that dP need not be multiplied with what
-  // kept weights count: the host does it to dQ and dK.
+  // The unit of dS where weights are dropped. It saves multiplying dP by the factor of kept
+  // weights: the host multiplies dQ and dK by it instead.
   __device__ __forceinline__ float ds_unit() { return Policy::drops ? kept_weight() : 1.0f; }
-  // P (dP - D) of element i, from a product that began so, and a weight that is marked where it
-  // does not stay.
+  // P (dP - D) of element i, from a product that started as in start_dp, and a weight whose sign
+  // marks it if it is dropped.
   __device__ __forceinline__ float weighted_dp(float p, float dp, int i, int stage) {
     if constexpr (!Policy::drops) return p * dp;
     const float2 pair =
@@ -322,7 +323,7 @@ struct ProductWarpgroup {
     return fmaf(fabsf(p), i % 2 ? pair.y : pair.x, fmaxf(p, 0.0f) * dp);
   }
 
-  // The scores at `position`, with nothing beside them.
+  // Computes the scores at `position`, with no other product in flight.
   __device__ __forceinline__ void first_scores(Fragment& s) {
     start_scores(s, position.stage);
     wgmma::hold(s);
@@ -333,7 +334,7 @@ struct ProductWarpgroup {
     wgmma::hold(s);
   }
 
-  // This warp's 16 key rows of dS^T into shared memory, for dQ.
+  // Stores this warp's 16 key rows of dS^T in shared memory, for dQ.
   __device__ __forceinline__ void store_ds(const Packed& ds) {
     if constexpr (!config.makes_dq) return;
     ptx::mbarrier_wait(&smem.ds_empty[ds_position.stage], ds_position.phase);
@@ -345,7 +346,8 @@ struct ProductWarpgroup {
                            swizzled_chunk(lane % 16, step % 4 * 2 + lane / 16),
                        ds[step][0], ds[step][1], ds[step][2], ds[step][3]);
   }
-  // Why apart: the fence waits for the stores, which can go on under the product issued meanwhile.
+  // Why separate: the fence waits for the stores, which can proceed while the product issued in the
+  // meantime runs.
   __device__ __forceinline__ void publish_ds() {
     if constexpr (!config.makes_dq) return;
     ptx::fence_proxy_async();
@@ -353,8 +355,8 @@ struct ProductWarpgroup {
     ds_position.advance();
   }
 
-  // Every dS has been read, and with that every K and V. Without dQ: K and V are read for S and dP
-  // alone, and these are done.
+  // Waits until every dS has been read, and with it K and V. Without dQ, K and V are read only for
+  // S and dP, and these are done.
   __device__ __forceinline__ void wait_for_dq() {
     if constexpr (!config.makes_dq) return;
     for (int i = 0; i < config.ds_stages; ++i) {
@@ -363,8 +365,8 @@ struct ProductWarpgroup {
     }
   }
 
-  // The sums of dK and dV over the pieces of this KV tile: four accumulators of a thread side by
-  // side, the 128 threads of the warpgroup after one another, dV before dK.
+  // The sums of dK and dV over the pieces of this KV tile. Four accumulators of a thread are
+  // contiguous, the 128 threads of the warpgroup follow one another, and dV precedes dK.
   __device__ __forceinline__ float* piece_sums() {
     const long long pair = static_cast<long long>(plan.batch) * params.heads_kv + plan.head_kv;
     constexpr int columns = config.head_dim + config.head_dim_v;
@@ -376,10 +378,10 @@ struct ProductWarpgroup {
     return params.piece_tickets + (pair * params.kv_tiles + plan.kv_tile) * 2 + warpgroup;
   }
 
-  // How many pieces of this KV tile add before this one: common/piece_tickets.cuh.
+  // The number of pieces of this KV tile that add before this one: common/piece_tickets.cuh.
   __device__ __forceinline__ int await_pieces() {
     if (threadIdx.x % 128 == 0) {
-      ptx::wait_for_previous_grid();  // which zeroed the tickets
+      ptx::wait_for_previous_grid();  // it zeroed the tickets
       smem.pieces_before[warpgroup] = tilewise::await_pieces(
           piece_tickets(), plan.piece, plan.pieces, params.order == key_order, true);
     }
@@ -391,7 +393,7 @@ struct ProductWarpgroup {
     if (threadIdx.x % 128 == 0) ptx::add_release(&piece_tickets()->added, 1);
   }
 
-  // Step 9 of a piece that is not the last: one gradient to its sums over pieces, at `place`.
+  // Step 9 for a piece that is not the last: adds one gradient to its sums over pieces, at `place`.
   template <bool first, int parts, int count>
   __device__ __forceinline__ void add_piece(const float (&sums)[parts][count], float* place) {
 #pragma unroll
@@ -408,8 +410,8 @@ struct ProductWarpgroup {
     }
   }
 
-  // The first `keys` rows that a warp has staged, by themselves: those behind are another
-  // sequence's.
+  // Stores only the first `keys` rows that a warp has staged: the rows behind them belong to
+  // another sequence.
   template <int columns>
   __device__ __forceinline__ void store_rows(const unsigned char* staging, int keys, bool is_dv) {
     ptx::u16* out =
@@ -431,15 +433,15 @@ struct ProductWarpgroup {
   }
 
   // Each warp stages its 16 rows in its part of `room`, a KV tile, and stores them. The last piece
-  // adds the `others` first; otherwise that is null.
-  // Why here and not in the accumulators: products keep those in fixed registers, and another
-  // definition of them would cost copies of all.
+  // first adds `others`, which is null otherwise. Why here and not in the accumulators: products
+  // keep those in fixed registers, and another definition of them would require copying all of
+  // them.
   template <int parts, int count>
   __device__ __forceinline__ void store(const float (&sums)[parts][count], const float* others,
                                         float scale, unsigned char* room,
                                         const ptx::TensorMap& map) {
     constexpr int columns = parts * count * 2;
-    // Pairs of columns' eights that are loaded together.
+    // Pairs of eight-column blocks that are loaded together.
     constexpr int at_once = columns % 64 == 0 && !Policy::drops ? 4 : 2;
     static_assert(columns / 16 % at_once == 0);
     unsigned char* staging = room + panel_bytes(row + warp * 16);
@@ -493,11 +495,12 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
 
   typename Base::KeySums dk;
   typename Base::ValueSums dv;
-  u32 dropped[block_q / 64];  // bits of the scores that are made
+  u32 dropped[block_q / 64];  // bits for the scores being computed
 
-  // Which weights are dropped of the scores at `position`, drawn under their products. Why bits:
-  // there are no registers for more. Why the wait, which is over already: the assembler would sink
-  // all of it below that for the products, but not across a branch.
+  // Draws which weights of the scores at `position` are dropped, while their products are in
+  // flight. Why bits: there are no registers for more. Why the wait, which has already completed:
+  // the assembler would sink all of the drawing below the wait for the products, but it does not
+  // move code across a branch.
   __device__ __forceinline__ void draw(SeenTile tile) {
     if constexpr (Policy::drops) {
       Policy::find_dropped(dropped, params,
@@ -507,7 +510,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     }
   }
 
-  // dS of this step from its weights and dP.
+  // Forms dS of this step from its weights and dP.
   __device__ __forceinline__ void form_ds(
       Packed& ds, const Weights<config.keeps_rest(), config.bf16, block_q / 2>& weights,
       const Fragment& dp, SeenTile tile) {
@@ -536,8 +539,8 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     terms.end();
   }
 
-  // A step with no weight at all: dS is 0, and only the next scores are computed. `tile` becomes
-  // that of the next step.
+  // A step without any weights: dS is 0, and only the next scores are computed. `tile` becomes that
+  // of the next step.
   __device__ __forceinline__ void skip(Fragment& s, SeenTile& tile, bool last) {
     const int stage = this->position.stage;
     this->wait_bias();
@@ -557,9 +560,9 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     this->arrive(&smem.q_empty[stage]);
   }
 
-  // Where weights are dropped, dV comes with dK: it needs those that are kept, dS needs all, and
-  // there are no registers for both. dV is made first, and the next scores are begun under dK, when
-  // the weights are read.
+  // Where weights are dropped, the product of dV runs together with that of dK: dV needs the kept
+  // weights, dS needs all of them, and there are no registers for both. dV is made first, and the
+  // next scores are issued during dK, when the weights have been read.
   static constexpr bool dv_with_dp = config.makes_dkv && !Policy::drops;
   static constexpr bool dv_with_dk = config.makes_dkv && Policy::drops;
 
@@ -693,7 +696,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
         return this->end_piece();
       }
     }
-    // Why: rows of V are read by this warpgroup alone, but maybe by another of its warps.
+    // Why: only this warpgroup reads these rows of V, but any of its warps may.
     ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + this->warpgroup);
     if (params.store_dv) this->store(dv, dv_others, this->kept_weight(), smem.v, params.dv_map);
     this->wait_for_dq();
@@ -711,8 +714,9 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
 
   typename Base::ValueSums dv;
 
-  // The dK warpgroup multiplies dP with these: P, times the slopes of the terms. Where operands
-  // have gradients it pulls dS back itself, which then is that of the last term.
+  // The dK warpgroup multiplies dP by these: P times the slopes of the terms. Where operands have
+  // gradients, that warpgroup propagates dS back through the terms itself, starting from the dS of
+  // the last term.
   __device__ __forceinline__ void hand_over(const Fragment& p, int stage, SeenTile tile,
                                             u32 phase) {
     ptx::mbarrier_wait(&smem.weights_empty, phase ^ 1);
@@ -786,9 +790,9 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       int i = 0;
       for (; i < plan.steps - 1; ++i) step(s, tile, i & 1, false);
       step(s, tile, i & 1, true);
-      // The other warpgroup takes the last weights once its last dP is done, and with that has read
-      // all of V. Invariant: hand_over waited for all takes but this one, so the parity is no older
-      // phase's.
+      // The other warpgroup takes the last weights once its last dP is done; by then it has read
+      // all of V. Invariant: hand_over waited for all takes but this one, so the parity does not
+      // match an older phase.
       ptx::mbarrier_wait(&smem.weights_empty, (plan.steps - 1) & 1);
     }
     if constexpr (config.makes_dkv) finish();
@@ -812,7 +816,7 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
   }
 };
 
-// ... and this one owns dK, and makes dS.
+// Two warpgroups share 64 keys: this one owns dK and makes dS.
 template <BackwardConfig config, typename Policy, typename Extents>
 struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
   using Base = ProductWarpgroup<config, Policy, Extents>;
@@ -877,8 +881,8 @@ struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       wgmma::commit();
     }
     this->publish_ds();
-    // Not before: until a product or the fence has taken dS, loads of the row terms may be in
-    // flight.
+    // Why not earlier: until a product or the fence has consumed dS, loads of the row terms may be
+    // in flight.
     if constexpr (Policy::drops) this->arrive(&smem.dout_empty[stage]);
     if (!last) {
       this->wait_dout(this->position);

@@ -1,5 +1,5 @@
-// Warpgroups 0 and 1 of the backward kernel: the producer, and the maker of dQ. Steps, roles and
-// barriers: backward.cuh.
+// Warpgroups 0 and 1 of the backward kernel: the producer, and the warpgroup that makes dQ. For
+// steps, roles and barriers see backward.cuh.
 #pragma once
 
 #include "../common/scores.cuh"
@@ -15,7 +15,7 @@ struct BackwardBarrierId {
   static constexpr int product_warpgroup = 1;  // + warpgroup
 };
 
-// Where the query tile of a step lies among all (batch, head, query tile).
+// The index of a step's query tile among all (batch, head, query tile) triples.
 template <typename Params, typename Extents>
 __device__ __forceinline__ long long query_tile_index(const Params& params,
                                                       const BackwardPlan<Extents>& plan,
@@ -27,15 +27,16 @@ __device__ __forceinline__ long long query_tile_index(const Params& params,
   return (static_cast<long long>(plan.batch) * heads + head) * params.q_tiles + q_tile;
 }
 
-// How many of a query tile's rows the sequence has: those behind it may be another's.
+// The number of a query tile's rows that belong to the sequence: the rows behind them may belong to
+// another one.
 template <int block_q, typename Params, typename Extents>
 __device__ __forceinline__ int rows_of(const Params& params, const BackwardPlan<Extents>& plan,
                                        int q_tile) {
   return min_int(block_q, sequence_of<Extents>(params, plan).seq_q() - q_tile * block_q);
 }
 
-// Rows [first, end) of a matrix in shared memory become zeros, by so many threads: those of the
-// next sequence, which may hold NaN. Products see it after a barrier.
+// `threads` threads zero rows [first, end) of a matrix in shared memory. These rows belong to the
+// next sequence and may hold NaN. Products see the zeros after a barrier.
 template <int rows, int columns, int threads>
 __device__ __forceinline__ void clear_rows(unsigned char* matrix, int first, int end) {
   constexpr int row_bytes = panel_bytes(1), chunks = row_bytes / 16;
@@ -58,8 +59,8 @@ struct BackwardProducer {
   const ParamsOf<BackwardParams, Policy, Extents>& params;
   BackwardSmem<config, Extents>& smem;
   const BackwardPlan<Extents>& plan;
-  int once_head = -1;          // of the group; that `once` is of
-  typename Policy::Once once;  // where weights are dropped
+  int once_head = -1;          // within the group: the head that `once` belongs to
+  typename Policy::Once once;  // used where weights are dropped
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
@@ -86,7 +87,7 @@ struct BackwardProducer {
                 ptx::CachePolicy::evict_first);
   }
 
-  // What the query tile at a position is to the 64 keys of a product warpgroup.
+  // The visibility of the query tile at a position to the 64 keys of a product warpgroup.
   __device__ __forceinline__ SeenTile seen(int position, int q_tile, int warpgroup) {
     if (!partial_at(params, plan, position)) return {q_tile, SeenTile::full};
     if constexpr (!config.warpgroups_own_keys) return {q_tile, SeenTile::partial};
@@ -103,8 +104,8 @@ struct BackwardProducer {
     return {q_tile, hidden ? SeenTile::hidden : SeenTile::partial};
   }
 
-  // Where a query tile lands: at the barrier that product warpgroups wait for, or where rows have
-  // to be cleared first, at the one of RowClearer.
+  // The barrier that a query tile's load completes on: the one that product warpgroups wait for or,
+  // where rows have to be cleared first, the one of RowClearer.
   __device__ __forceinline__ u64* landing(u64* full, int stage, int q_tile) {
     if constexpr (Extents::ragged)
       return full + stage +
@@ -112,8 +113,9 @@ struct BackwardProducer {
     return full + stage;
   }
 
-  // Q or dO of one step; `full` waits for its row vector too. Which tile it is, is said here: found
-  // by the product warpgroups it would stand between their scores and the first exponential.
+  // Loads Q or dO of one step; `full` also waits for its row vector. The producer determines the
+  // tile's visibility here, because in the product warpgroups that would delay the first
+  // exponential after their scores.
   __device__ __forceinline__ void load_q(int stage, const StepCursor& at, int q_tile) {
     u64* full = landing(smem.q_full, stage, q_tile);
     for (int warpgroup = 0; warpgroup < 2; ++warpgroup)
@@ -148,8 +150,8 @@ struct BackwardProducer {
   __device__ __forceinline__ void run() {
     StepCursor cursor(plan);
     RingPosition<config.stages> position(1);
-    // In the order in which the first step needs them; only the row vectors are not there from the
-    // beginning.
+    // The loads are issued in the order in which the first step needs them. Only the row vectors
+    // are not available from the beginning.
     int q_tile = query_tile_at(params, plan, cursor.q_tile);
     load_k();
     load_q(0, cursor, q_tile);
@@ -178,9 +180,9 @@ struct BackwardProducer {
 };
 
 // A warp clears what lies behind the end of a ragged sequence in its last query tile, between the
-// load and the products: these do not ask. Nothing waits for it but that tile.
-// Invariant: it takes Q and dO in the order of their loads, so that it waits for nothing that the
-// producer does not wait for.
+// load and the products, which do not check for it. Only that tile waits for this warp. Invariant:
+// it takes Q and dO in the order of their loads, so that it waits for nothing that the producer
+// does not wait for.
 template <BackwardConfig config, typename Policy, typename Extents>
 struct RowClearer {
   const ParamsOf<BackwardParams, Policy, Extents>& params;
@@ -198,7 +200,7 @@ struct RowClearer {
   __device__ __forceinline__ void run() {
     StepCursor cursor(plan);
     RingPosition<config.stages> position(0);
-    u32 phases = 0;  // bit s: the phase of what lands in stage s
+    u32 phases = 0;  // bit s: the phase of the landing barrier of stage s
     for (int step = 0; step < plan.steps; ++step) {
       const int rows =
           rows_of<config.block_q>(params, plan, query_tile_at(params, plan, cursor.q_tile));
@@ -215,8 +217,8 @@ struct RowClearer {
   }
 };
 
-// Another issues those of a staged bias. Why another: it has fewer stages, and Q and dO are not to
-// wait for them.
+// Another thread issues the loads of a staged bias. Why another: the bias has fewer stages, and Q
+// and dO should not wait for them.
 template <BackwardConfig config, typename Policy, typename Extents>
 struct BiasProducer {
   const ParamsOf<BackwardParams, Policy, Extents>& params;
@@ -273,8 +275,8 @@ __device__ __forceinline__ DqTicket ticket_by_keys(const Params& params,
   return plan.stride > 0 ? DqTicket{later, earlier} : DqTicket{earlier, later};
 }
 
-// The tickets of the KV tiles for the sums of dQ, kept by two threads of their own.
-// Why: a fence or a look at global memory takes a good part of a step.
+// Manages the tickets of the KV tiles for the sums of dQ, in two dedicated threads. Why: a fence or
+// an access to global memory takes a good part of a step.
 template <BackwardConfig config, typename Policy, typename Extents>
 struct DqTicketKeeper {
   const ParamsOf<BackwardParams, Policy, Extents>& params;
@@ -294,11 +296,12 @@ struct DqTicketKeeper {
     return {before, tiles.count() - 1 - before};
   }
 
-  // Looks ahead for tickets that have come up. In key order, all before must have added; in claim
-  // order one, which is the first, and for the last all. Why this cannot hang: a CTA that is waited
-  // for runs already. In key order it has work with a smaller number. In claim order it has taken
-  // its ticket; it waits for nothing but the ticket it took last, and of the CTAs with tickets for
-  // the same tile the first waits for none, the others for it, the last for them.
+  // Looks ahead for tickets that have come up. In key order, all earlier tiles must have added. In
+  // claim order only the first must have added, or all if this tile is the last. Why this cannot
+  // hang: a CTA that is waited for is already running. In key order its work has a smaller number.
+  // In claim order it has taken its ticket; it waits only for the ticket that it took last, and
+  // among the CTAs with tickets for the same tile the first waits for none, the others wait for the
+  // first, and the last waits for all of them.
   __device__ __forceinline__ void await() {
     ptx::wait_for_previous_grid();
     StepCursor cursor(plan);
@@ -328,8 +331,8 @@ struct DqTicketKeeper {
     }
   }
 
-  // Passes tickets on. One comes up only if the one `ticket_stages` steps ago is passed: so neither
-  // barrier gets ahead of this thread by a whole phase.
+  // Passes tickets on. A ticket comes up only if the one `ticket_stages` steps earlier has been
+  // passed, so neither barrier gets a whole phase ahead of this thread.
   __device__ __forceinline__ void pass() {
     for (int i = 0; i < ticket_stages; ++i) ptx::mbarrier_arrive(&smem.ticket_come[i]);
     StepCursor cursor(plan);
@@ -344,7 +347,7 @@ struct DqTicketKeeper {
   }
 };
 
-// Four lanes hold four words each: lane c gets the words c of all four.
+// Four lanes hold four words each; lane c gets word c of all four lanes.
 __device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
   const bool upper = threadIdx.x & 2, odd = threadIdx.x & 1;
   const u32 a = __shfl_xor_sync(0xffffffffu, upper ? x[0] : x[2], 2);
@@ -370,17 +373,17 @@ struct DqWarpgroup {
   const ParamsOf<BackwardParams, Policy, Extents>& params;
   BackwardSmem<config, Extents>& smem;
   const BackwardPlan<Extents>& plan;
-  // Why asked again each time: the answer would be kept in a register that is needed elsewhere.
+  // Why it is recomputed each time: the value would be kept in a register that is needed elsewhere.
   struct Thread {
     __device__ __forceinline__ operator int() const { return ptx::thread_again() % 128; }
   } thread;
 
   StepCursor cursor{plan};
   int step = 0;
-  int q_tile = 0;  // of this step
+  int q_tile = 0;  // query tile of this step
 
-  // Columns [pass * columns, ...) of the 64 rows `block` of this step's dQ, without the scale;
-  // `resumes`: added to what dq holds.
+  // Computes columns [pass * columns, ...) of the 64 rows `block` of this step's dQ, without the
+  // scale. `resumes`: adds to the contents of dq.
   __device__ __forceinline__ void multiply(float (&dq)[columns / 2], int stage, int block, int pass,
                                            bool resumes) {
     const u32 ds_low = wgmma::descriptor_low(ptx::smem_address(smem.ds), 16) +
@@ -401,7 +404,7 @@ struct DqWarpgroup {
     wgmma::hold(dq);
   }
 
-  // Four accumulators of a thread lie side by side, the 128 threads of the warpgroup after one
+  // Four accumulators of a thread are contiguous, and the 128 threads of the warpgroup follow one
   // another: every warp touches 512 contiguous bytes at a time.
   __device__ __forceinline__ float* sums(int block, int pass) {
     const long long tile = query_tile_index(params, plan, cursor.head, q_tile);
@@ -442,8 +445,8 @@ struct DqWarpgroup {
       ptx::mbarrier_arrive(&smem.ticket_over[step % ticket_stages]);
   }
 
-  // The only KV tile, or the last to come, writes dQ. The four lanes that share a row trade column
-  // pairs for whole chunks of eight columns.
+  // The only KV tile, or the last to arrive, writes dQ. The four lanes that share a row exchange
+  // column pairs for whole chunks of eight columns.
   __device__ __forceinline__ void write(const float (&dq)[columns / 2], int block, int pass) {
     const int row = q_tile * config.block_q + block * 64 + thread / 32 * 16 + thread % 32 / 4;
     const int head = plan.head_kv * params.heads_per_kv + cursor.head;

@@ -1,4 +1,4 @@
-// The elementwise part of a backward step: weights from scores, and what a thread keeps of them.
+// The elementwise part of a backward step: weights from scores, and how a thread stores them.
 //
 // A thread's fragment of S^T, P^T, dP^T or dS^T: element i belongs to key row 16 warp + lane / 4 +
 // 8 row_of(i) and query column 2 (lane % 4) + column_of(i).
@@ -10,7 +10,8 @@
 
 namespace tilewise::sm90 {
 
-// Column vector `start` (in shared memory, one value per query) into every row of an accumulator.
+// Copies the column vector `start` (in shared memory, one value per query) into every row of an
+// accumulator.
 template <int count>
 __device__ __forceinline__ void start_from(float (&accumulator)[count], const float* start) {
   const float2* pairs = reinterpret_cast<const float2*>(start) + threadIdx.x % 4;
@@ -23,13 +24,13 @@ __device__ __forceinline__ void start_from(float (&accumulator)[count], const fl
 }
 
 // Weights in 16 bits, in the A layout of the next product, and with `keeps_rest` the 8 bits below.
-// Why: dS = P (dP - D) formed from rounded weights has 1.2 x the error; whole floats do not fit the
-// registers.
-//   bf16  truncated, so that a weight is cut into bytes and put together by one instruction. The
-//         host makes that right on average: it raises all weights by a factor, and divides dQ and
+// Why: dS = P (dP - D) formed from rounded weights has 1.2 x the error, and whole floats do not fit
+// in the registers.
+//   bf16  is truncated, so that one instruction cuts a weight into bytes or reassembles it. The
+//         host corrects this on average: it raises all weights by a factor, and divides dQ and
 //         dK by it.
-//   fp16  rounded, as half a unit added to the bits of the float; the rest is what lies below.
-//         Small weights are subnormal in fp16, where truncation would show.
+//   fp16  is rounded, by adding half a unit to the bits of the float; the rest is the bits below.
+//         Small weights are subnormal in fp16, where truncation would be noticeable.
 template <bool keeps_rest, bool bf16, int count>
 struct Weights {
   static constexpr ptx::u32 half_unit = 0x1000;  // of fp16, in the bits of a float
@@ -67,7 +68,7 @@ struct Weights {
     }
     const float rounded = i % 2 ? ptx::unpack_high<bf16>(pair) : ptx::unpack_low<bf16>(pair);
     if constexpr (!keeps_rest) return rounded;
-    // Invariant: the byte stands for the 8 bits below those that fp16 keeps. A weight of 0 stays 0.
+    // Invariant: the byte holds the 8 bits below those that fp16 keeps. A weight of 0 stays 0.
     const ptx::u32 byte = __byte_perm(rest[i / 4], 0, 0x4404u | (i % 4) << 4) >> 3;
     const ptx::u32 bits = __float_as_uint(rounded);
     const bool is_zero = marked ? rounded == 0.0f : bits == 0;

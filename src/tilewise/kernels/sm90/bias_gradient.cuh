@@ -1,31 +1,31 @@
 // clang-format off
-// The gradient of a bias that batches or heads share, on Hopper: TMA loads, wgmma products, sums in registers. Beside
-// backward.cuh, which makes dQ, dK and dV.
+// This kernel computes the gradient of a bias that batches or heads share, on Hopper, with TMA loads, wgmma products and sums
+// in registers. It runs beside backward.cuh, which makes dQ, dK and dV.
 //
-// Symbols. As in backward.cuh: Q, dO of a (batch, head) pair, K, V of its KV head, and the row terms that preprocess made of
-// lse and D. A plane of the bias is what a set of pairs shares: those that differ in a dimension it is broadcast over. A work
-// tile is 128 queries x 128 keys of a plane; a CTA goes through work tiles until none is left, and for each through the pairs
-// of the plane, those left out in which the mask hides all of it:
+// Symbols as in backward.cuh: Q, dO of a (batch, head) pair, K, V of its KV head, and the row terms that preprocess made from
+// lse and D. A set of pairs shares one plane of the bias, namely the pairs that differ only in dimensions over which it is
+// broadcast. A work tile is 128 queries x 128 keys of a plane. A CTA goes through work tiles until none is left, and in each
+// through the pairs of the plane, except those in which the mask hides the whole tile:
 //
 //   1. S = Q K^T, dP = dO V^T            wgmma, all in shared memory, 64 queries per warpgroup
-//   2. the terms of the policy (common/scores.cuh), the row term, hidden keys: P = 2^(c S - lse)
+//   2. the policy's terms (common/scores.cuh), the row term, hidden keys: P = 2^(c S - lse)
 //   3. sums += P (dP - D)                float32, in registers, in the order of the pairs: the same bits every time
-//   4. after the last pair               dBias = sums, every score once: nothing need be zeroed before
-// No term has a slope (staged_bias.cuh), so dS is the gradient of each.
+//   4. after the last pair               dBias = sums, every score once: nothing has to be zeroed beforehand
+// No term has a slope (staged_bias.cuh), so dS is the gradient of each term.
 //
-// Roles. Warpgroup 0: one thread, the producer, issues all loads. Warpgroups 1 and 2: everything else.
+// Roles. Warpgroup 0: one thread, the producer, issues all loads. Warpgroups 1 and 2 do everything else.
 //
-// Shared memory (struct BiasGradientSmem): a ring of slots, Q with K and dO with V by turns; the tile of the bias, 64 rows per
-// warpgroup; barriers.
+// Shared memory (struct BiasGradientSmem): a ring of slots, alternating between Q with K and dO with V; the tile of the bias, 64
+// rows per warpgroup; barriers.
 //
 // Barriers
 //   name          arrives, count            waits      protects
 //   full[slot]    producer + TMA bytes, 1   1 and 2    two operands are loaded
 //   empty[slot]   warps of 1 and 2, 8       producer   they are read
-//   bias_full     producer + TMA bytes, 1   1 and 2    the tile of the bias is loaded
+//   bias_full     producer + TMA bytes, 1   1 and 2    the bias tile is loaded
 //   bias_empty    warps of 1 and 2, 8       producer   it is read, for all pairs
 //
-// Registers of a thread: S, dP and the sums 64 each, of 232; the producer's warpgroup keeps 40.
+// Registers per thread: S, dP and the sums 64 each, out of 232; the producer's warpgroup keeps 40.
 // clang-format on
 #pragma once
 
@@ -51,7 +51,7 @@ struct BiasGradientConfig {
 };
 
 struct BiasGradientParams {
-  ptx::TensorMap q_map;  // all have boxes of 128 rows, and are (dim, seq, head, batch)
+  ptx::TensorMap q_map;  // all maps have boxes of 128 rows, and are (dim, seq, head, batch)
   ptx::TensorMap k_map;
   ptx::TensorMap v_map;
   ptx::TensorMap dout_map;
@@ -60,7 +60,7 @@ struct BiasGradientParams {
   int batch;
   int heads;
   int heads_per_kv;
-  int shared_batches;  // of the pairs of a plane: 1 or all
+  int shared_batches;  // batches among the pairs of a plane: 1 or all
   int shared_heads;    // likewise
   int seq_q;
   int seq_k;
@@ -72,7 +72,7 @@ struct BiasGradientParams {
   float scale_log2;
   float softcap_in;
   float sums_factor;      // dBias is the sums times this
-  float start_dp_factor;  // what start_dp is multiplied with: the weight of what is not dropped
+  float start_dp_factor;  // factor of start_dp: the weight of what is not dropped
 };
 
 template <BiasGradientConfig config, typename Extents>
@@ -83,7 +83,7 @@ struct BiasGradientSmem {
   ptx::u64 bias_full, bias_empty;
 };
 
-// What a work index means.
+// The position of a work index.
 struct BiasTile {
   int batch, head;  // the first pair of the plane
   int q_tile, kv_tile;
@@ -104,7 +104,7 @@ struct BiasTile {
   }
 };
 
-// What all roles go through alike: work tiles, and for each the pairs that see some of it.
+// The loop that all roles share: work tiles, and in each the pairs that see some of it.
 template <BiasGradientConfig config, typename Policy, typename Extents>
 struct BiasGradientWalk {
   using Params = ParamsOf<BiasGradientParams, Policy, Extents>;
@@ -117,7 +117,7 @@ struct BiasGradientWalk {
   __device__ __forceinline__ auto sequence(int batch) const {
     return sequence_of<Extents>(params, Extents::find(params, batch));
   }
-  // What the tile is to the queries of a batch.
+  // The visibility of the tile to the queries of a batch.
   __device__ __forceinline__ Sight sight(const BiasTile& tile, int batch) const {
     const Band band = sequence(batch).band();
     const int begin = tile.q_tile * block_q, end = min_int(begin + block_q, params.seq_q);
@@ -128,7 +128,7 @@ struct BiasGradientWalk {
     return tile.kv_tile >= full.begin && tile.kv_tile < full.end ? SeenTile::full
                                                                  : SeenTile::partial;
   }
-  // begin(tile), visit(tile, batch, head, sight) for each of its pairs, end(tile).
+  // Calls begin(tile), visit(tile, batch, head, sight) for each of its pairs, and end(tile).
   template <typename Role>
   __device__ __forceinline__ void run(Role& role) const {
     const int count = BiasTile::count(params);
@@ -190,7 +190,7 @@ struct BiasGradientProducer : BiasGradientWalk<config, Policy, Extents> {
   }
 
   __device__ __forceinline__ void begin() { has_bias = false; }
-  // Why the bias after the first operands: it waits for the end of the tile before.
+  // Why the bias is loaded after the first operands: it waits for the end of the previous tile.
   __device__ __forceinline__ void visit(const BiasTile& tile, int batch, int head,
                                         SeenTile::Sight) {
     load_both(params.q_map, params.k_map, config.head_dim, tile, head, batch);
@@ -217,7 +217,7 @@ struct BiasGradientConsumer : BiasGradientWalk<config, Policy, Extents> {
   bool has_bias = false;
   Fragment s, dp, sums;
 
-  // Where this thread's scores lie.
+  // The place of this thread's scores.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const BiasGradientConsumer& kernel;

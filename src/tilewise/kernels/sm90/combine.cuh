@@ -1,8 +1,8 @@
-// What stands after a split forward kernel: the whole of its parts.
+// This kernel runs after a split forward kernel and combines its parts.
 //
 //   w_i = exp(lse_i - m), m = max lse_i;  out = sum w_i out_i / sum w_i;  lse = m + ln(sum w_i)
-// One warp per row, eight columns per lane. Parts are added in their order: the same bits every
-// time.
+// One warp handles a row, with eight columns per lane. Parts are added in their order, so that the
+// bits are the same every time.
 #pragma once
 
 #include "../common/softmax.cuh"
@@ -46,7 +46,7 @@ __device__ __forceinline__ void combine(const CombineParams& params) {
     const long long at = static_cast<long long>(i) * params.rows + row;
     const float weight = ptx::ex2((params.partial_lse[at] - shift) * log2_e);
     total += weight;
-    if (weight == 0.0f || column >= params.head_dim_v) continue;  // maybe never written
+    if (weight == 0.0f || column >= params.head_dim_v) continue;  // possibly never written
     const float4* part =
         reinterpret_cast<const float4*>(params.partial_out + at * params.head_dim_v + column);
     const float4 low = part[0], high = part[1];

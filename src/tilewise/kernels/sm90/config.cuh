@@ -22,17 +22,17 @@ struct Config {
   int k_stages;
   int v_stages;
   int mask;         // MaskKind
-  bool has_terms;   // whether the policy of scores has any; kernels read them there
-  bool pingpong;    // consumer warpgroups take turns to issue their products
-  int ctas_per_sm;  // CTAs that share a multiprocessor
-  bool split;       // work is a part of the keys of a query tile; combine.cuh puts parts together
-  int bias_slots;   // of 64 query rows, where a bias is staged (staged_bias.cuh); else 0
+  bool has_terms;   // whether the score policy has any terms; the kernels read them from the policy
+  bool pingpong;    // consumer warpgroups take turns issuing their products
+  int ctas_per_sm;  // CTAs that share an SM
+  bool split;  // a work item is a part of the keys of a query tile; combine.cuh combines the parts
+  int bias_slots;  // slots of 64 query rows, where a bias is staged (staged_bias.cuh); else 0
 
   TILEWISE_INLINE int block_q() const { return consumers * 64; }
   TILEWISE_INLINE int threads() const { return (consumers + 1) * 128; }
   TILEWISE_INLINE bool masked() const { return mask != mask_full; }
   TILEWISE_INLINE bool pingpongs() const { return pingpong && consumers > 1; }
-  // Panels of out for which there is room in shared memory at a time: all, or half of a large head.
+  // The panels of out that fit in shared memory at a time: all, or half of them for a large head.
   TILEWISE_INLINE bool halves_out() const {
     return head_dim > 128 || (bias_slots > 0 && head_dim > 64 && block_kv > 96);
   }
@@ -58,20 +58,20 @@ struct Params {
   ptx::TensorMap k_map;    // box block_kv rows
   ptx::TensorMap v_map;    // box block_kv rows
   ptx::TensorMap out_map;  // box 64 rows
-  const void* v;           // for the epilogue's rare path, with its strides in elements
+  const void* v;           // for the epilogue's rare path, with strides in elements
   long long v_batch_stride;
   long long v_head_stride;
   long long v_seq_stride;
-  float* lse;  // null, or (batch, heads, seq_q) for the natural logarithm of the row sums
+  float* lse;  // null, or (batch, heads, seq_q): the natural logarithm of the row sums
   // Split: (splits, batch, heads, seq_q, head_dim_v), and lse is (splits, batch, heads, seq_q).
   float* partial_out;
-  int* work_counter;  // null: static order; else a zeroed counter, zero again at the end
+  int* work_counter;  // null: static order; else a zeroed counter, which is zero again at the end
   int batch;
   int heads;
   int heads_per_kv;
   int seq_q;
   int seq_k;
-  int head_dim_v;  // the real one
+  int head_dim_v;  // the actual one
   int band_first_shift;
   int band_end_shift;
   int q_tiles;
@@ -82,8 +82,7 @@ struct Params {
   float softcap_in;
 };
 
-// What a CTA does for one work tile: its rows, and the KV tiles that they touch, in part or in
-// full.
+// A CTA's plan for one work tile: its rows, and the KV tiles that they touch, partially or fully.
 template <typename Extents>
 struct TilePlan : Extents::Record {
   static constexpr int no_more_work = -1;  // in row_begin
@@ -101,8 +100,8 @@ struct TilePlan : Extents::Record {
 
 constexpr int work_slots = 2;
 
-// A ring of tiles of a staged bias, 64 query rows each: those of the warpgroups in turn, KV tile
-// after KV tile.
+// A ring of staged bias tiles of 64 query rows each: one per warpgroup in turn, KV tile after KV
+// tile.
 template <Config config, bool staged = (config.bias_slots > 0)>
 struct BiasRing {};
 template <Config config>
@@ -125,7 +124,7 @@ struct Smem : BiasRing<config> {
   TilePlan<Extents> plan[work_slots];
   TileRange own[work_slots][config.consumers];  // the part of plan.touched that a warpgroup sees
   int met_nonfinite[work_slots];
-  OnceRoom once[work_slots];  // of the plan's head, where weights are dropped
+  OnceRoom once[work_slots];  // for the plan's head, where weights are dropped
 };
 
 // A position in a ring of `stages`: the producer starts with phase 1 (slots are free), consumers
@@ -136,8 +135,8 @@ struct RingPosition {
   ptx::u32 phase;
 
   __device__ __forceinline__ explicit RingPosition(ptx::u32 first_phase) : phase(first_phase) {}
-  // Where one that began with phase 0 is after `steps`. For whom arithmetic is cheaper than
-  // registers.
+  // The position, `steps` after one that began with phase 0. For callers for which arithmetic is
+  // cheaper than registers.
   __device__ __forceinline__ static RingPosition after(int steps) {
     RingPosition position(static_cast<unsigned>(steps) / stages & 1);
     position.stage = static_cast<unsigned>(steps) % stages;

@@ -1,4 +1,4 @@
-// The consumer warpgroups of the forward kernel. Steps, roles and barriers: forward.cuh.
+// The consumer warpgroups of the forward kernel. For steps, roles and barriers see forward.cuh.
 #pragma once
 
 #include "../common/scores.cuh"
@@ -18,8 +18,8 @@ struct BarrierId {
   static constexpr int pingpong = 1;  // + warpgroup
 };
 
-// What a warpgroup does of a work tile: 64 rows, and the KV tiles that they see.
-// Why a pointer: the plan stays in shared memory, registers are for what the loop needs.
+// A warpgroup's part of a work tile: 64 rows, and the KV tiles that they see. Why a pointer: the
+// plan stays in shared memory, so that registers are free for the loop.
 template <typename Extents>
 struct PartOf {
   const TilePlan<Extents>* plan;
@@ -34,8 +34,8 @@ struct Consumer {
   static constexpr int block_kv = config.block_kv;
   static constexpr int panels = panel_count(config.head_dim_v), staged = config.staged_panels();
   static constexpr bool in_two_parts = staged < panels && !config.split;
-  // Q is given back with the last scores; a window's last tiles have a loop of their own, and
-  // without terms it waits for that.
+  // Q is released with the last scores. A window's last tiles have a loop of their own, and without
+  // terms the release waits until after that loop.
   static constexpr bool early_release = config.mask != mask_window || Policy::has_operands;
   using ScoreProduct = wgmma::Product<block_kv, config.bf16>;
   using ValueProduct = wgmma::Product<config.head_dim_v, config.bf16>;
@@ -56,22 +56,22 @@ struct Consumer {
   RingPosition<max_int(config.bias_slots, 1)> bias_position{0};
   u32 q_phase = 0;
   u32 out_phase = 1;
-  bool out_rest = false;  // panels of the tile before are still to be staged
+  bool out_rest = false;  // panels of the previous tile still have to be staged
 
   float s[block_kv / 2];
   u32 p[block_kv / 16][4];
   float o[config.head_dim_v / 2];
   Softmax softmax;
-  typename Policy::Once once;  // of this work tile
+  typename Policy::Once once;  // for this work tile
   typename Policy::OfRows of_rows;
-  // Of the tile whose scores are made: random words for as many blocks of sixteen keys as there are
-  // registers for. The others are drawn when they are needed.
+  // For the tile whose scores are being computed: random words for as many blocks of sixteen keys
+  // as registers allow. The others are drawn when they are needed.
   static constexpr int drawn_early =
       !Policy::drops || config.consumers > 2 || config.head_dim_v > 192 ? 1
       : config.head_dim_v > 128                                         ? 3
                                                                         : block_kv / 16;
   u32 drawn[drawn_early][drawn_words];
-  // Of the tile whose scores are made, if it is partial.
+  // For the tile whose scores are being computed, if it is partial.
   typename Policy::template Ahead<block_kv / 2, RowsAre::queries> ahead;
 
   __device__ __forceinline__ auto sequence(const Part& part) const {
@@ -124,22 +124,23 @@ struct Consumer {
     ptx::mbarrier_wait(barrier + v_position.stage, v_position.phase);
   }
 
-  // K is read, by the slow path too, and so is Q where this is the last of the warpgroup's tiles.
+  // K has been read, by the slow path too, and so has Q if this is the last of the warpgroup's
+  // tiles.
   __device__ __forceinline__ void release_operands(bool last) {
     arrive(&smem.k_empty[k_position.stage]);
     if (early_release && last) arrive(&smem.q_empty[warpgroup]);
   }
-  // Slots are those of the warpgroups in turn.
+  // Slots go to the warpgroups in turn.
   __device__ __forceinline__ void next_bias(int count) {
     if constexpr (config.bias_slots > 0) {
 #pragma unroll
       for (int i = 0; i < count; ++i) bias_position.advance();
     }
   }
-  // The bias is read, by the slow path too.
-  // Invariant: its words have been used, by a shuffle or a branch that waits for them. An arrive
-  // does not wait for loads in flight, and these may wait for as long as another warpgroup's
-  // products read shared memory: TMA then writes the next tile under them.
+  // The bias has been read, by the slow path too. Invariant: its words have been used, by a shuffle
+  // or a branch that waits for them. An arrive does not wait for loads in flight, and these loads
+  // may be delayed for as long as another warpgroup's products read shared memory; TMA could then
+  // overwrite the tile before they complete.
   __device__ __forceinline__ void release_bias() {
     if constexpr (config.bias_slots > 0) {
       __syncwarp();
@@ -152,13 +153,13 @@ struct Consumer {
     v_position.advance();
   }
 
-  // The KV tile at a position of the plan; all others here count positions.
+  // The KV tile at a position of the plan. Everything else in this class counts positions.
   __device__ __forceinline__ int kv_tile_at(const Part& part, int position) const {
     const WorkTile& tile = part.plan->tile;
     return tile_at<Extents>(params, tile.batch, tile.head, tile.q_tile, position);
   }
 
-  // Where this thread's scores lie.
+  // The place of this thread's scores.
   struct Spot {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Consumer& kernel;
@@ -175,8 +176,8 @@ struct Consumer {
     __device__ __forceinline__ int head() const { return part.plan->tile.head; }
     __device__ __forceinline__ Band band() const { return kernel.sequence(part).band(); }
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence(part).row_band(); }
-    // Of a staged bias: the first of this warp's rows, and where its keys begin in their panel, in
-    // eights.
+    // For a staged bias: the first of this warp's rows, and where its keys begin in their panel, in
+    // units of eight keys.
     __device__ __forceinline__ u32 staged_rows() const {
       if constexpr (config.bias_slots > 0)
         return ptx::smem_address(kernel.smem.bias[kernel.bias_position.stage]) +
@@ -199,8 +200,8 @@ struct Consumer {
     }
   };
 
-  // Step 2. Scores on a line are left without the starts of their rows, which the softmax adds to
-  // all of a row at once. Wide heads leave no registers for that, nor for two ways.
+  // Step 2. Scores on a line exclude the starts of their rows; the softmax adds a row's start to
+  // all of its scores at once. Wide heads leave no registers for that, nor for both variants.
   static constexpr bool adds_line =
       Policy::adds_line && !Policy::observes && config.head_dim <= 128;
   template <bool looks = false>
@@ -220,7 +221,8 @@ struct Consumer {
       return FromZero{};
     }
   }
-  // What step 3 reads of a partial tile, under the products of its scores, which are begun.
+  // Reads what step 3 needs for a partial tile, while the products of its scores, already issued,
+  // are in flight.
   __device__ __forceinline__ void look_ahead(const Part& part, int kv_tile, bool partial) {
     if constexpr (Policy::looks_ahead) {
       if (partial) Policy::look_ahead(ahead, params, Place{{*this, part, kv_tile}});
@@ -233,9 +235,9 @@ struct Consumer {
   __device__ __forceinline__ void observe(const Part& part, int kv_tile) {
     Policy::observe(s, params, Place{{*this, part, kv_tile}});
   }
-  // What decides which weights step 7 drops, drawn under the products of the scores. Why the wait,
-  // which is over already: the assembler would sink all of it below that for the products, but not
-  // across a branch.
+  // Draws the words that decide which weights step 7 drops, while the products of the scores are in
+  // flight. Why the wait, which has already completed: the assembler would sink all of the drawing
+  // below the wait for the products, but it does not move code across a branch.
   __device__ __forceinline__ void draw(const Part& part, int kv_tile) {
     if constexpr (Policy::drops) {
       Policy::draw(drawn, params, Place{{*this, part, kv_tile}});
@@ -244,7 +246,7 @@ struct Consumer {
       ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
     }
   }
-  // P as step 8 takes it.
+  // Makes P as step 8 needs it.
   __device__ __forceinline__ void pack(const Part& part, int kv_tile) {
     pack_block<config.bf16>(s, p);
     if constexpr (Policy::drops) Policy::drop(p, drawn, params, Place{{*this, part, kv_tile}});
@@ -255,8 +257,8 @@ struct Consumer {
     for (int i = 0; i < config.head_dim_v / 2; ++i) o[i] *= alpha[row_of(i)];
   }
 
-  // Step 6, for a warp some thread of which has a block that is not good as it is. No product is in
-  // flight here.
+  // Step 6, for a warp in which some thread's block exceeds its bound. No product is in flight
+  // here.
   __device__ __forceinline__ void take_maximum_now(const Part& part, int kv_tile,
                                                    float (&block)[2]) {
     float alpha[2];
@@ -300,7 +302,8 @@ struct Consumer {
     pack(part, kv_tile);
   }
 
-  // Issues the scores of the tile at k_position and the values of the tile before it, together.
+  // Issues the score product of the tile at k_position together with the value product of the
+  // previous tile.
   __device__ __forceinline__ void issue_both(const Part& part, int kv_tile, bool partial,
                                              bool values_partial) {
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
@@ -336,7 +339,7 @@ struct Consumer {
     float alpha[2];
     softmax.exact_block(s, params.scale_log2, alpha, starts);
     // Why: the assembler sinks the exponentials below the next wait, but not across a branch. This
-    // wait has one, and is over already.
+    // wait contains a branch and has already completed.
     wgmma::hold(s);
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
     release_operands(kv_tile == part.own.begin);
@@ -354,9 +357,8 @@ struct Consumer {
     pack(part, kv_tile);
   }
 
-  // The steady loop: tiles n down to `last`, none of them partial; `before` as in attend().
-  // Why the slow path stands behind the loop, which it re-enters: the loop's code stays in one
-  // piece.
+  // The steady loop: tiles n down to `last`, none of them partial; `before` as in attend(). Why the
+  // slow path is placed after the loop and re-enters it: the loop's code stays contiguous.
   __device__ __forceinline__ void lazy_tiles(const Part& part, int& n, int last, bool& before) {
     const int final_tile = config.mask == mask_window ? part.own.begin : last;
     while (n >= last) {
@@ -368,9 +370,10 @@ struct Consumer {
         const auto starts = apply_terms<true>(part, n);
         observe(part, n);
         good = !__any_sync(0xffffffffu, !softmax.lazy_block(s, params.scale_log2, block, starts));
-        // Why a wait on either side of this branch: the assembler sinks exponentials below a wait,
-        // but the branch needs all of them, so they stay above, under the products in flight. The
-        // waits differ in text, else they were merged.
+        // Why there is a wait on either side of this branch: the assembler sinks exponentials below
+        // a wait, but the branch needs all of them, so they stay above it and overlap with the
+        // products in flight. The waits differ in their text because they would be merged
+        // otherwise.
         if (!good) break;
         softmax.add(block);
         release_operands(n == final_tile);
@@ -431,8 +434,8 @@ struct Consumer {
     const Plan& plan = *part.plan;
     int n = part.own.end - 1;
     bool before = plan.partial(n--);  // whether the V tile still to be multiplied is partial
-    // Why one more after a partial first tile: some row saw few keys there, so this one outweighs
-    // them, and knowing so beforehand is cheaper.
+    // Why one more exact tile after a partial first tile: some row saw few keys there, so this tile
+    // outweighs them, and taking the maximum up front is cheaper.
     for (bool second = before;
          n >= part.own.begin && (second || (config.masked() && n >= plan.full.end));
          second = false) {
@@ -450,8 +453,8 @@ struct Consumer {
     skip_tiles(part.own.begin - plan.touched.begin);
   }
 
-  // Gives the rows that see inf or NaN in a partial V tile those values back: the scanner had
-  // zeroed them.
+  // Gives values that are inf or NaN in a partial V tile, which the scanner zeroed, back to the
+  // rows that see them.
   __device__ __forceinline__ void restore_nonfinite(const Part& part) {
     const Plan& plan = *part.plan;
     const Band band = sequence(part).band();
@@ -479,7 +482,7 @@ struct Consumer {
     }
   }
 
-  // Among the rows of all heads, batches and splits.
+  // The index of the first row among the rows of all heads, batches and splits.
   __device__ __forceinline__ long long first_row(const Part& part) {
     const Plan& plan = *part.plan;
     const int batches = Extents::ragged ? 1 : params.batch;  // of the tensors
@@ -500,8 +503,8 @@ struct Consumer {
     }
   }
 
-  // What the terms make of the rows' maxima and sums; O is multiplied with `factor`. Only one part
-  // of the keys counts what is not of a key.
+  // Lets the terms finish the rows' maxima and sums; O is multiplied by `factor`. Only the first
+  // part of the keys counts contributions that do not come from a key.
   __device__ __forceinline__ void finish_rows(const Part& part, Softmax& softmax,
                                               float (&factor)[2]) {
 #pragma unroll
@@ -562,8 +565,8 @@ struct Consumer {
     }
   }
 
-  // Panels for which there was no room. Why only now, after the next tile's first scores: by then
-  // the storer has emptied the room, and O is not needed before.
+  // Stages the panels for which there was no room. Why only now, after the next tile's first
+  // scores: by then the storer has emptied the room, and O is not needed earlier.
   __device__ __forceinline__ void stage_rest() {
     if constexpr (in_two_parts) {
       if (out_rest) stage_out<staged>(o);
@@ -602,8 +605,8 @@ struct Consumer {
     if constexpr (!in_two_parts) clear_out();
   }
 
-  // Rows that see no key, or no rows at all. Why not through O: accumulators that are written on
-  // two paths make ptxas serialise the products.
+  // Handles a warpgroup whose rows see no key, or that has no rows at all. Why not through O:
+  // accumulators that are written on two paths make ptxas serialise the products.
   __device__ __forceinline__ void sit_out(const Part& part) {
     ptx::mbarrier_wait(&smem.q_full[warpgroup], q_phase);
     skip_tiles(part.plan->touched.count());
@@ -620,7 +623,8 @@ struct Consumer {
     }
     if (params.lse != nullptr) store_lse(part, none);
     if constexpr (config.split) {
-      // Without a term that finishes rows its weight is 0, and combine does not read the rest.
+      // Without a term that finishes rows, this part's weight is 0, and combine does not read its
+      // out.
       if (Policy::finishes_rows && part.plan->split == 0) store_partial(part, nothing);
       return;
     }
@@ -628,7 +632,7 @@ struct Consumer {
     if constexpr (in_two_parts) stage_out<staged>(nothing);
   }
 
-  // What this warpgroup does of the work at `position`.
+  // This warpgroup's part of the work at `position`.
   __device__ __forceinline__ Part read_part(const RingPosition<work_slots>& position) {
     ptx::mbarrier_wait(&smem.work_full[position.stage], position.phase);
     const Plan* plan = &smem.plan[position.stage];

@@ -1,53 +1,60 @@
 // clang-format off
-// Gradients of attention in float32 on Hopper's 16-bit tensor cores: operands in three parts of bf16, six products each.
+// This kernel computes the gradients of attention in float32 on Hopper's 16-bit tensor cores: every operand is split into
+// three parts of bf16, and every product takes six products of parts.
 //
-// Symbols as in backward.cuh: Q, dO (seq_q x d, dv) of one (batch, head), K, V (seq_k x d, dv) of its KV head; D = rowsum(dO * O)
-// - dlse. A CTA owns 64 keys of one KV head, or a piece of their work, and goes through the query tiles of 64 rows that see them, head
-// by head of the group. Keys are rows, so that P^T and dS^T are A operands as they come. X_i: part i of X times the power of two
-// of its tile (float32_split.cuh); e_x: those powers. Sums over the six terms (i, j) run from the smallest to (0, 0).
+// Symbols as in backward.cuh: Q, dO (seq_q x d, dv) of one (batch, head), K, V (seq_k x d, dv) of its KV head;
+// D = rowsum(dO * O) - dlse. A CTA owns 64 keys of one KV head, or a piece of their work, and goes through the query tiles of
+// 64 rows that see them, head by head of the group. Keys are rows, so that P^T and dS^T are already in the layout of A
+// operands. X_i: part i of X times the power of two of its tile (float32_split.cuh); e_x: those powers. Sums over the six
+// terms (i, j) run from the smallest to (0, 0).
 //
 //   1. S^T = sum of K_i Q_j^T                   wgmma, both in shared memory
 //   2. P^T = exp(round(scale 2^-(e_k + e_q) S^T) - lse)     0 where a term hides key k from row r
 //   3. dP^T = sum of V_i dO_j^T                 wgmma
 //   4. dS^T = P^T * (2^(u - e_v - e_o) dP^T - 2^u D)     u: 0, unless all of it is very small or large
-//   5. dV += 2^-e_o sum of P_i dO_j             wgmma with P in registers, into fresh accumulators; then float32
+//   5. dV += 2^-e_o sum of P_i dO_j             wgmma with P in registers, into fresh accumulators; then added in float32
 //   6. dK += 2^-(u + e_q) sum of dS_i Q_j       likewise
-//   7. dQ += 2^-(u + e_k) scale sum of dS_i K_j      wgmma, dS from shared memory, into fresh accumulators; then added to dQ in
-//                                               global memory, in any order, or in that of the keys: bit by bit the same every time
-// Where a term of the policy (common/scores.cuh) changes scores, it comes before step 2, whose scale then has no power of
-// two, and the P of step 4 gets the slopes of the terms. Softcap: S = tanh(2^-(e_k + e_q) S scale / cap), scale = cap, 1 - S^2.
+//   7. dQ += 2^-(u + e_k) scale sum of dS_i K_j      wgmma, dS from shared memory, into fresh accumulators; then added to dQ
+//                                                    in global memory, in any order or in key order, which gives the same
+//                                                    bits every time
+// Where a term of the policy (common/scores.cuh) changes scores, it is applied before step 2, whose scale then has no power
+// of two, and the P of step 4 is multiplied by the slopes of the terms. Softcap: S = tanh(2^-(e_k + e_q) S scale / cap),
+// scale = cap, 1 - S^2.
 // Where a term drops weights, the P of step 5 has zeros, and so has dP before D is subtracted.
-// S and its rounding are the forward's, bit by bit (it has such parts too, where gradients are wanted): weights add up to 1
-// even where scores are in the thousands, and the last bit of a score is worth more than float32's accuracy.
-// Why three parts of bf16 and not two of fp16, as in the forward: bf16 has the exponents of float32. The weights of a key may be
-// of any size (those of a query add up to 1), and so may dS; parts of fp16 would need a scale for every key and tile, and what
-// they cannot hold would need this kernel behind them. Why fresh accumulators: the tensor core truncates its sums.
+// S and its rounding are bit-identical to the forward's (which also uses three parts of bf16 where gradients are wanted):
+// weights add up to 1 even where scores are in the thousands and the last bit of a score is worth more than float32's
+// accuracy.
+// Why three parts of bf16 and not two of fp16, as in the forward: bf16 has the exponents of float32. The weights of a key may
+// be of any size (those of a query add up to 1), and so may dS. Parts of fp16 would need a scale for every key and tile, and
+// this kernel would still be needed for what they cannot hold. Why fresh accumulators: the tensor core truncates its sums.
 //
-// Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), a CTA each. The first piece of a tile
-// that is done with dV or dK stores it, those after it add theirs: as they come or, if gradients are to be deterministic, by
-// their numbers (common/piece_tickets.cuh). Products of gradients that are not wanted (5, 6, 7) are left out.
+// Pieces. KV tiles that are few, long or unequal are cut into pieces (common/pieces.cuh), one CTA each. The first piece of a
+// tile that is done with dV or dK stores it, and the pieces after it add theirs: in the order of arrival or, if gradients are
+// to be deterministic, by their numbers (common/piece_tickets.cuh). Products of gradients that are not wanted (5, 6, 7) are
+// left out.
 //
-// Roles. Warpgroup 0: one thread issues all loads. 1 makes dQ (7). 2 owns dV (1, 2, 5) and hands P over in shared memory; 3 owns
-// dK (3, 4, 6) and hands dS over in the same place. Each waits for its own products; those of the others run meanwhile.
+// Roles. Warpgroup 0: one thread issues all loads. Warpgroup 1 makes dQ (7). Warpgroup 2 owns dV (1, 2, 5) and hands P over
+// in shared memory; warpgroup 3 owns dK (3, 4, 6) and hands dS over in the same place. Each waits for its own products, while
+// those of the others run.
 //
-// Shared memory (struct GradSmem): K and V of the CTA, rings of Q and dO, all in three parts; rooms for P and then dS.
+// Shared memory (struct GradSmem): K and V of the CTA, rings of Q and dO, all in three parts; rooms that hold P and then dS.
 //
 // Barriers
 //   name                  arrives, count              waits             protects
 //   k_full, v_full        producer + TMA bytes, 1     1 and 2, 3        K, V are loaded
 //   q_full[stage]         producer + TMA bytes, 1     2 and 3           Q and lse are loaded
-//   q_empty[stage]        warps of 2 and 3, 8         producer          they are read
+//   q_empty[stage]        warps of 2 and 3, 8         producer          Q and lse are read
 //   dout_full[stage]      producer + TMA bytes, 1     2 and 3           dO and D are loaded
-//   dout_empty[stage]     warps of 2 and 3, 8         producer          they are read
+//   dout_empty[stage]     warps of 2 and 3, 8         producer          dO and D are read
 //   weights_full[room]    warps of 2, 4               3                 P is written
 //   ds_full[room]         warps of 3, 4               1                 dS is written
 //   room_empty[room]      warps of 1, 4               2                 dS is read
 //   named 1               3, 128 threads              itself            P is read before dS replaces it
-//   named 2               1, 128 threads              itself            in order: its ticket has come up; its sums are added
-//   named 3, 1            2 and 3, 128 threads        itself            pieces: likewise, at dV and at dK
+//   named 2               1, 128 threads              itself            with in_order: its ticket has come up; its sums are added
+//   named 3, 1            2 and 3, 128 threads        itself            with pieces: likewise, for dV and for dK
 //
-// Registers of a thread (512 in four warpgroups): producer 32; dQ 112: d / 2 accumulators; 2 and 3: 184: sums d / 2, parts 48,
-// fresh accumulators 32 (48 for d = 96), or S or dP in their place.
+// Registers per thread (512 threads in four warpgroups): producer 32; dQ 112: d / 2 accumulators; warpgroups 2 and 3: 184:
+// sums d / 2, parts 48, fresh accumulators 32 (48 for d = 96), which share registers with S or dP.
 // clang-format on
 #pragma once
 
@@ -109,7 +116,7 @@ struct GradProducer {
     load_rows(smem.row_terms[stage], params.row_terms, full, at);
   }
 
-  // Why dO before Q: with one stage it is the first to be free, and the first to be needed.
+  // Why dO before Q: with one stage it is the first to become free, and the first to be needed.
   __device__ __forceinline__ void run() {
     StepCursor cursor(plan);
     RingPosition<config.stages> position(1);
@@ -148,10 +155,10 @@ __device__ __forceinline__ void backward(const ParamsOf<GradParams, Policy, Exte
   static_assert(!Extents::ragged, "the split makes parts of whole tensors");
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   GradSmem<config, Extents>& smem = *reinterpret_cast<GradSmem<config, Extents>*>(smem_bytes);
-  // Why the shuffle: it tells the compiler that the role is the same for the whole warp.
+  // Why the shuffle: it tells the compiler that the role is uniform across the warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp == 0) {
-    if (params.work_tickets != nullptr) ptx::wait_for_previous_grid();  // which zeroed them
+    if (params.work_tickets != nullptr) ptx::wait_for_previous_grid();  // it zeroed them
     BackwardPlan<Extents> plan = make_backward_plan<Policy, Extents, grad_block, grad_block, false>(
         params, take_work(params.work_tickets), params.in_order ? stairs : around);
     if (threadIdx.x == 0) {

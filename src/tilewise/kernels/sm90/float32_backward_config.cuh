@@ -1,5 +1,5 @@
-// The float32 backward: its compile-time choices, parameters and shared memory. How it works:
-// float32_backward.cuh.
+// The float32 backward: its compile-time choices, parameters and shared memory. For the algorithm
+// see float32_backward.cuh.
 #pragma once
 
 #include "../common/piece_tickets.cuh"
@@ -8,7 +8,7 @@
 
 namespace tilewise::sm90::float32 {
 
-// Rows of a query tile and of a KV tile, and parts of every operand, all of bf16.
+// The rows of a query tile and of a KV tile, and the number of parts of every operand, all of bf16.
 constexpr int grad_block = 64, grad_parts = 3, grad_terms = term_count(grad_parts);
 
 // Mirrored field by field by `Config` in engine/sm90/float32_backward.py.
@@ -16,8 +16,8 @@ struct GradConfig {
   int head_dim;    // class of q and k: smaller heads are zero-filled up to it
   int head_dim_v;  // class of v and dout, likewise
   int stages;      // of the Q and dO rings
-  int rooms;       // for P and dS on their way between warpgroups
-  bool has_terms;  // whether the policy of scores has any; kernels read them there
+  int rooms;       // for P and dS, which are handed over between warpgroups
+  bool has_terms;  // whether the score policy has any terms; the kernels read them from the policy
 
   TILEWISE_INLINE int threads() const { return 512; }
   static constexpr int producer_registers = 32, query_registers = 112, product_registers = 184;
@@ -32,15 +32,15 @@ struct GradParams {
   const TileFact* k_facts;
   const TileFact* v_facts;
   const TileFact* dout_facts;
-  const int* term_exponents;  // (batch, heads, q_tiles): of the largest |row term|
+  const int* term_exponents;  // (batch, heads, q_tiles): exponent of the largest |row term|
   const float* lse;           // (batch, heads, rows padded to 64)
-  const float* row_terms;     // likewise: rowsum(dO * O) - dlse
+  const float* row_terms;     // same shape: rowsum(dO * O) - dlse
   int* dq_tickets;  // null, or zeroed (batch, heads, q_tiles): KV tiles add to dQ in order
-  // Null, or where KV tiles are cut into pieces: their tickets for dV and for dK, zeroed (batch,
+  // Null, or, where KV tiles are cut into pieces, their tickets for dV and for dK, zeroed (batch,
   // heads_kv, kv_tiles, 2).
   PieceTickets* piece_tickets;
   int* work_tickets;  // null, or zeroed: CTAs take their work in the order in which they start
-  float* dq;          // each null, or where to store; dq zeroed
+  float* dq;          // each null, or the destination; dq is zeroed
   long long dq_batch_stride, dq_head_stride, dq_seq_stride;  // in elements
   float* dk;
   long long dk_batch_stride, dk_head_stride, dk_seq_stride;
@@ -51,26 +51,26 @@ struct GradParams {
   int heads_per_kv;
   int seq_q;
   int seq_k;
-  int head_dim;  // the real ones
+  int head_dim;  // the actual ones
   int head_dim_v;
   int band_first_shift;
   int band_end_shift;
   int q_tiles;
   int kv_tiles;
-  int pieces;       // of all KV tiles of one (batch, KV head) pair
-  int piece_steps;  // at most, per piece
+  int pieces;       // total over the KV tiles of one (batch, KV head) pair
+  int piece_steps;  // maximum per piece
   int sections;
   int in_order;       // 1: gradients are added up in an order that is the same every time
-  float score_scale;  // of S, or with a softcap the cap
+  float score_scale;  // scale of S, or the cap with a softcap
   float softcap_in;
-  float scale;  // of dQ and dK
+  float scale;  // scale of dQ and dK
 };
 
-// A matrix in all its parts.
+// A matrix with all its parts.
 template <int dim>
 using Parts = unsigned char[grad_parts][matrix_bytes(grad_block, dim)];
 
-// First the weights, in fragment order; then dS, keys x queries, in all its parts.
+// Holds first the weights, in fragment order, and then dS, keys x queries, in all its parts.
 union Room {
   float weights[grad_block * grad_block];
   Parts<grad_block> ds;
@@ -89,11 +89,11 @@ struct GradSmem {
   ptx::u64 q_full[config.stages], q_empty[config.stages];
   ptx::u64 dout_full[config.stages], dout_empty[config.stages];
   ptx::u64 weights_full[config.rooms], ds_full[config.rooms], room_empty[config.rooms];
-  alignas(16) BackwardPlan<Extents> plan;  // alone in its units of 16 bytes, as in BackwardSmem
-  alignas(16) int pieces_before[2];        // at dV and at dK
+  alignas(16) BackwardPlan<Extents> plan;  // has its 16-byte units to itself, as in BackwardSmem
+  alignas(16) int pieces_before[2];        // for dV and for dK
 };
 
-// --- before it: row terms ---
+// --- the kernel before it: row terms ---
 
 struct RowParams {
   const float* out;
@@ -101,8 +101,8 @@ struct RowParams {
   const float* dout;
   long long dout_batch_stride, dout_head_stride, dout_seq_stride;
   const float* lse;   // (batch, heads, seq_q)
-  const float* dlse;  // null, or likewise
-  float* padded_lse;  // the rest as in GradParams
+  const float* dlse;  // null, or the same shape
+  float* padded_lse;  // this and the following as in GradParams
   float* row_terms;
   int* term_exponents;
   int* dq_tickets;

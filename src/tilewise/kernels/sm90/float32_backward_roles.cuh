@@ -1,4 +1,4 @@
-// The warpgroups of the float32 backward that multiply. Steps, roles and barriers:
+// The warpgroups of the float32 backward that compute products. For steps, roles and barriers see
 // float32_backward.cuh.
 #pragma once
 
@@ -18,14 +18,15 @@ struct GradBarrierId {
 using GradFragment = float[grad_block / 2];
 using GradWeights = u32[grad_parts][grad_block / 16][4];
 
-// A bound on the exponents of dP and the row terms, and so on those of dS. 2^9: two values below
-// 2^(e + 1), and the head. Its shift is the power of two in whose units dS is formed: where all is
-// so small that lower parts of dS would be denormal, as large as fits.
+// A bound on the exponents of dP and the row terms, and therefore on those of dS. The factor 2^9
+// covers two values below 2^(e + 1) and the sum over the head. The shift of this bound is the power
+// of two in whose units dS is formed: if everything is so small that lower parts of dS would be
+// denormal, the shift is as large as fits.
 __device__ __forceinline__ int ds_exponent(int dout_exponent, int v_exponent, int term_exponent) {
   return max_int(dout_exponent + v_exponent + 9, term_exponent);
 }
 
-// x -> its three parts, in the A layout of the next product.
+// Splits x into its three parts, in the A layout of the next product.
 __device__ __forceinline__ void split_fragment(const GradFragment& x, GradWeights& packed) {
 #pragma unroll
   for (int i = 0; i < grad_block / 2; i += 2) {
@@ -57,11 +58,11 @@ __device__ __forceinline__ void multiply_rows(GradFragment& s, const Parts<dim>&
                 wgmma::descriptor_low(ptx::smem_address(queries), 16)};
   wgmma::hold(s);
   wgmma::fence();
-  // Why a loop: of a straight line of products the assembler keeps all descriptors in registers.
+  // Why a loop: for straight-line products the assembler keeps all descriptors in registers.
 #pragma unroll 1
   for (int i = 0; i < grad_terms; ++i) {
     wgmma::hold(low);
-    // Invariant: the order of the forward, so that scores come out the same, bit by bit.
+    // Invariant: the order is that of the forward, so that scores are bit-identical.
     const u32 key_low = low[0] + term(grad_parts, i).b * part;
     const u32 query_low = low[1] + term(grad_parts, i).a * part;
 #pragma unroll
@@ -77,10 +78,11 @@ __device__ __forceinline__ void multiply_rows(GradFragment& s, const Parts<dim>&
   wgmma::hold(s);
 }
 
-// Columns of a product that is added to sums in registers; the sums and it must fit them.
+// The number of columns of a product that is added to sums in registers; the product and the sums
+// must fit in the registers together.
 TILEWISE_INLINE int slice_columns(int dim) { return dim > 96 ? 64 : dim; }
 
-// sums += 2^shift (P^T or dS^T, in registers) (Q or dO), a slice of columns at a time.
+// sums += 2^shift (P^T or dS^T, in registers) (Q or dO), one slice of columns at a time.
 template <int dim>
 __device__ __forceinline__ void add_product(float (&sums)[dim / 2], GradWeights& weights,
                                             const Parts<dim>& queries, int shift) {
@@ -120,7 +122,7 @@ __device__ __forceinline__ void add_product(float (&sums)[dim / 2], GradWeights&
   }
 }
 
-// What all three have in common.
+// What all three warpgroups have in common.
 template <GradConfig config, typename Policy, typename Extents>
 struct GradWarpgroup {
   using Params = ParamsOf<GradParams, Policy, Extents>;
@@ -139,7 +141,7 @@ struct GradWarpgroup {
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
-  // After the whole warp has read or written what the barrier protects.
+  // Call it after the whole warp has read or written what the barrier protects.
   __device__ __forceinline__ void arrive(u64* barrier) {
     __syncwarp();
     if (lane < arrivals_of_warp) ptx::mbarrier_arrive(barrier);
@@ -157,7 +159,7 @@ struct GradWarpgroup {
     return shift_of(params.k_facts[key_tile()].exponent, true);
   }
 
-  // Where this thread's scores lie.
+  // The place of this thread's scores.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::keys;
     const GradWarpgroup& kernel;
@@ -174,7 +176,7 @@ struct GradWarpgroup {
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence().row_band(); }
   };
 
-  // The place of the sequence's key 0 in a gradient of this CTA's head.
+  // The address of the sequence's key 0 in a gradient of this CTA's head.
   __device__ __forceinline__ float* first_key_of(float* gradient, long long batch_stride,
                                                  long long head_stride,
                                                  long long seq_stride) const {
@@ -182,7 +184,7 @@ struct GradWarpgroup {
            sequence().k_start() * seq_stride;
   }
 
-  // Sums of a key's gradient: `place` is that of key 0 of the head.
+  // Stores the sums of the keys' gradient; `place` is the address of key 0 of the head.
   template <int count>
   __device__ __forceinline__ void store(const float (&sums)[count], float scale, float* place,
                                         long long stride, int dim) const {
@@ -199,14 +201,16 @@ struct GradWarpgroup {
     }
   }
 
-  // Adds x * first * second to the rows `row` and `row` + 8 of a gradient, `place` being row 0.
-  // Neighbouring lanes trade pairs of columns, so that each has four side by side.
-  // `tiny`: parts of it may be subnormal. `look`: it is not known, but seen from the numbers.
+  // Adds x * first * second to the rows `row` and `row` + 8 of a gradient; `place` is row 0.
+  // Neighbouring lanes exchange pairs of columns, so that each has four adjacent ones. `tiny`:
+  // parts of x may be subnormal. `look`: this is not known in advance but is determined from the
+  // numbers.
   template <bool look, int count>
   __device__ __forceinline__ void add_rows(const float (&x)[count], float first, float second,
                                            float* place, int row, int end_row, long long stride,
                                            int dim, bool tiny) const {
-    // Why computed again: what is derived from it would stay in registers over the steps.
+    // Why it is recomputed: values derived from it would otherwise stay in registers across the
+    // steps.
     const int lane = ptx::thread_again() % 32;
     const bool odd = lane % 2;
     place += row * stride + (odd ? 8 : 0) + lane % 4 / 2 * 4;
@@ -214,7 +218,7 @@ struct GradWarpgroup {
     for (int j = 0; j < count / 8; ++j) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float mine[4];  // two columns of one block of eight, two of the next
+        float mine[4];  // two columns of one block of eight, and two of the next
 #pragma unroll
         for (int i = 0; i < 4; ++i) mine[i] = x[8 * j + i / 2 * 4 + 2 * r + i % 2] * first * second;
         const float a = __shfl_xor_sync(0xffffffffu, odd ? mine[0] : mine[2], 1);
@@ -225,7 +229,7 @@ struct GradWarpgroup {
                             odd ? mine[3] : b};
         bool by_swap = tiny;
         if constexpr (look) {
-          constexpr u32 large_bits = 0x70000000;  // not 0 in a number of 2^-95 and up
+          constexpr u32 large_bits = 0x70000000;  // nonzero in numbers of 2^-95 and above
           by_swap = ((__float_as_uint(y[0]) | __float_as_uint(y[1]) | __float_as_uint(y[2]) |
                       __float_as_uint(y[3])) &
                      large_bits) == 0;
@@ -241,8 +245,9 @@ struct GradWarpgroup {
     }
   }
 
-  // The gradient of this CTA's keys that the warpgroup `which` (0: dV, 1: dK) owns, `place` being
-  // that of key 0 of the head; of a piece, stored or added to what is there.
+  // Finishes the gradient of this CTA's keys that the warpgroup `which` (0: dV, 1: dK) owns;
+  // `place` is the address of key 0 of the head. For a piece, it is stored or added to the sums
+  // already there.
   template <int which, int count>
   __device__ __forceinline__ void finish(const float (&sums)[count], float scale, float* place,
                                          long long stride, int dim) const {
@@ -264,7 +269,7 @@ struct GradWarpgroup {
   }
 };
 
-// Owns dV, makes the weights and hands them over.
+// This warpgroup owns dV, makes the weights and hands them over.
 template <GradConfig config, typename Policy, typename Extents>
 struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
   using Base = GradWarpgroup<config, Policy, Extents>;
@@ -274,7 +279,7 @@ struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
   float dv[config.head_dim_v / 2];
   RingPosition<config.rooms> room{1};
 
-  // S after the terms, which their slopes are made of; empty where no term has one.
+  // S after the terms, from which their slopes are computed; empty where no term has one.
   struct Values {
     float kept[Policy::has_slope ? grad_block / 2 : 1];
   };
@@ -289,8 +294,9 @@ struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
 #pragma unroll
       for (int i = 0; i < grad_block / 2; ++i) values.kept[i] = s[i];
     }
-    // Invariant: products are rounded as the forward rounded that of the row's largest score. Where
-    // one key has nearly all the weight, lse is that product, and the weight exactly 1.
+    // Invariant: products are rounded in the same way as the forward rounded that of the row's
+    // largest score. Where one key has nearly all the weight, lse equals that product, and the
+    // weight is exactly 1.
     const float first = Policy::transforms ? 1.0f : factor.first;
     const float scale = params.score_scale * (Policy::transforms ? 1.0f : factor.second);
 #pragma unroll
@@ -305,8 +311,9 @@ struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
     for (int i = 0; i < grad_block / 2; ++i) s[i] = ptx::ex2(s[i] * log2_e);
   }
 
-  // The other warpgroup multiplies dP with these: P, times the slopes of the terms. Where operands
-  // have gradients it pulls dS back itself, which then is that of the last term.
+  // The other warpgroup multiplies dP by these: P times the slopes of the terms. Where operands
+  // have gradients, that warpgroup propagates dS back through the terms itself, starting from the
+  // dS of the last term.
   __device__ __forceinline__ void hand_over(const GradFragment& p, const Values& values) {
     ptx::mbarrier_wait(&smem.room_empty[room.stage], room.phase);
     float4* weights = reinterpret_cast<float4*>(smem.room[room.stage].weights) + threadIdx.x % 128;
@@ -331,7 +338,7 @@ struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
     ptx::mbarrier_wait(&smem.q_full[position.stage], position.phase);
     multiply_rows<config.head_dim>(s, smem.k, smem.q[position.stage]);
     exponentiate(s, values, q_shift + k_shift);
-    ptx::fence_proxy_async();  // lse is read: an arrive does not wait for loads in flight
+    ptx::fence_proxy_async();  // lse has been read: an arrive does not wait for loads in flight
     this->arrive(&smem.q_empty[position.stage]);
     hand_over(s, values);
     GradWeights weights;
@@ -361,7 +368,7 @@ struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
   }
 };
 
-// Owns dK, and makes dS.
+// This warpgroup owns dK and makes dS.
 template <GradConfig config, typename Policy, typename Extents>
 struct GradDkWarpgroup : GradWarpgroup<config, Policy, Extents> {
   using Base = GradWarpgroup<config, Policy, Extents>;
@@ -371,7 +378,7 @@ struct GradDkWarpgroup : GradWarpgroup<config, Policy, Extents> {
   float dk[config.head_dim / 2];
   RingPosition<config.rooms> room{0};
 
-  // dP^T -> dS^T in place, in units of 2^-unit; dP has come in units of 2^-dp_shift.
+  // dP^T -> dS^T in place, in units of 2^-unit; dP arrives in units of 2^-dp_shift.
   __device__ __forceinline__ void form_ds(GradFragment& dp, int dp_shift, int unit) {
     const float2* row_terms =
         reinterpret_cast<const float2*>(smem.row_terms[position.stage]) + lane % 4;
@@ -390,7 +397,7 @@ struct GradDkWarpgroup : GradWarpgroup<config, Policy, Extents> {
         else
           dp[4 * j + i] = fmaf(dp[4 * j + i] * factor.first, factor.second, i % 2 ? -y : -x);
     }
-    ptx::fence_proxy_async();  // likewise, of the row terms
+    ptx::fence_proxy_async();  // likewise for the row terms
     this->arrive(&smem.dout_empty[position.stage]);
     ptx::mbarrier_wait(&smem.weights_full[room.stage], room.phase);
     const float4* place =
@@ -398,7 +405,7 @@ struct GradDkWarpgroup : GradWarpgroup<config, Policy, Extents> {
 #pragma unroll
     for (int i = 0; i < grad_block / 2; i += 4) {
       const float4 p = place[i / 4 * 128];
-      // Where a weight is 0 so is dS, whatever hidden values may have made of dP.
+      // Where a weight is 0, dS is 0 too, whatever hidden values may have done to dP.
       dp[i] = p.x == 0.0f ? 0.0f : p.x * dp[i];
       dp[i + 1] = p.y == 0.0f ? 0.0f : p.y * dp[i + 1];
       dp[i + 2] = p.z == 0.0f ? 0.0f : p.z * dp[i + 2];
@@ -414,9 +421,9 @@ struct GradDkWarpgroup : GradWarpgroup<config, Policy, Extents> {
     terms.end();
   }
 
-  // This warp's 16 key rows of dS^T, in all parts, in the place of the weights.
+  // Stores this warp's 16 key rows of dS^T, in all parts, over the weights.
   __device__ __forceinline__ void store_ds(const GradWeights& ds) {
-    // Every warp has read its weights.
+    // By then every warp has read its weights.
     ptx::barrier_sync<128>(GradBarrierId::key_warpgroup);
 #pragma unroll
     for (int part = 0; part < grad_parts; ++part) {
@@ -471,7 +478,7 @@ struct GradDkWarpgroup : GradWarpgroup<config, Policy, Extents> {
   }
 };
 
-// Makes dQ.
+// This warpgroup makes dQ.
 template <GradConfig config, typename Policy, typename Extents>
 struct GradDqWarpgroup : GradWarpgroup<config, Policy, Extents> {
   using Base = GradWarpgroup<config, Policy, Extents>;
@@ -505,7 +512,7 @@ struct GradDqWarpgroup : GradWarpgroup<config, Policy, Extents> {
     wgmma::hold(dq);
   }
 
-  // `tiny`: parts of it may be subnormal.
+  // `tiny`: parts of dq may be subnormal.
   __device__ __forceinline__ void add(const float (&dq)[columns / 2], int shift, bool tiny) {
     const PowerOfTwo factor(shift);
     const int head = plan.head_kv * params.heads_per_kv + cursor.head;
@@ -517,7 +524,7 @@ struct GradDqWarpgroup : GradWarpgroup<config, Policy, Extents> {
         params.dq_seq_stride, params.head_dim, tiny);
   }
 
-  // Why this cannot hang: what is waited for is work with a smaller number, which runs already
+  // Why this cannot hang: the awaited work has a smaller number, so it is already running
   // (common/work_tickets.cuh).
   __device__ __forceinline__ void await_ticket() {
     const int before =
@@ -536,8 +543,8 @@ struct GradDqWarpgroup : GradWarpgroup<config, Policy, Extents> {
 
   __device__ __forceinline__ void run() {
     if (plan.steps == 0) return;
-    // Below this dQ may be subnormal where it still counts: the bound may be 2^20 too large, as
-    // weights are small, and 24 bits of what is there are wanted.
+    // Below this bound, dQ may be subnormal where it still matters: the bound may be 2^20 too large
+    // because weights are small, and 24 bits of the actual value are wanted.
     constexpr int tiny_exponent = -80;
     const int v_exponent = params.v_facts[this->key_tile()].exponent;
     const int k_exponent = params.k_facts[this->key_tile()].exponent;

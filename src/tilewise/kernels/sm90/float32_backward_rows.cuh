@@ -1,5 +1,6 @@
-// The kernel before the float32 backward, beside the split: a term of every query row, and lse for
-// every row of a tile. A block takes a tile of 64 rows, a warp one row at a time.
+// The kernel that runs before the float32 backward, beside the split: it makes the row term of
+// every query row, and lse for every row of a tile. A block takes a tile of 64 rows, a warp one row
+// at a time.
 #pragma once
 
 #include "../common/softmax.cuh"
@@ -10,8 +11,8 @@ namespace tilewise::sm90::float32 {
 
 constexpr int row_threads = 256;
 
-// Invariant: head_dim_v <= 128, four columns per lane; rows of out and dout begin at multiples of
-// 16 bytes.
+// Invariant: head_dim_v <= 128, so that a lane has four columns; rows of out and dout begin at
+// multiples of 16 bytes.
 template <typename Extents>
 __device__ __forceinline__ void row_terms(const ParamsOf<RowParams, Extents>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
@@ -43,7 +44,7 @@ __device__ __forceinline__ void row_terms(const ParamsOf<RowParams, Extents>& pa
     for (int distance = 16; distance > 0; distance /= 2)
       sum += __shfl_xor_sync(0xffffffffu, sum, distance);
     if (lane != 0) continue;
-    // Rows that do not exist or see no key: +inf makes every weight 0.
+    // Rows that do not exist or see no key have +inf, which makes every weight 0.
     float lse = infinity;
     if (row < sequence.seq_q()) {
       const long long at = first_of_lse + row;

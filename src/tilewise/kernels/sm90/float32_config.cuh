@@ -1,5 +1,5 @@
-// The float32 forward: its compile-time choices, what is known of the operands' range, parameters
-// and shared memory. How it works: float32_forward.cuh.
+// The float32 forward: its compile-time choices, the range facts of its operands, its parameters
+// and shared memory. For the algorithm see float32_forward.cuh.
 #pragma once
 
 #include "../common/extents.cuh"
@@ -13,19 +13,19 @@ namespace tilewise::sm90::float32 {
 
 // Mirrored field by field by `Config` in engine/sm90/float32_forward.py.
 struct Config {
-  int parts;       // of an operand: 1 or 2 of fp16, or 3 of bf16
+  int parts;       // parts of an operand: 1 or 2 of fp16, or 3 of bf16
   int head_dim;    // class of q and k: a multiple of 16; smaller heads are zero-filled up to it
   int head_dim_v;  // class of v and out, likewise
   int consumers;   // warpgroups of 64 query rows
   int block_kv;
   int k_stages;
   int v_stages;
-  int value_columns;  // of out that one product of values makes; divides head_dim_v
-  bool has_terms;     // whether the policy of scores has any; kernels read them there
-  bool pingpong;      // two consumer warpgroups take turns to issue their products
+  int value_columns;  // columns of out per value product; divides head_dim_v
+  bool has_terms;  // whether the score policy has any terms; the kernels read them from the policy
+  bool pingpong;   // two consumer warpgroups take turns issuing their products
 
   TILEWISE_INLINE bool bf16() const { return parts == 3; }
-  // A wide range of exponents needs no admission, and such a kernel runs only what was refused.
+  // The wide exponent range of bf16 needs no admission; such a kernel only runs what was refused.
   TILEWISE_INLINE bool takes_refused() const { return bf16(); }
   TILEWISE_INLINE int block_q() const { return consumers * 64; }
   TILEWISE_INLINE int threads() const { return (consumers + 1) * 128; }
@@ -45,11 +45,12 @@ struct Term {
 
 TILEWISE_INLINE int term_count(int parts) { return parts * (parts + 1) / 2; }
 
-// Why the small ones first: the tensor core truncates its accumulator at every step, and so the
-// accumulator is small for most of them. Left out: terms below 2^-22 (two parts of fp16) or 2^-24
-// (three of bf16) of the largest.
+// Why the small terms come first: the tensor core truncates its accumulator at every step, and in
+// this order the accumulator is small for most of them. Terms below 2^-22 (two parts of fp16) or
+// 2^-24 (three of bf16) of the largest are left out.
 TILEWISE_INLINE Term term(int parts, int index) {
-  // A digit each, the first lowest: a loop over them is no table in local memory.
+  // One hex digit per term, the first term in the lowest digit. Why: a loop over the terms then
+  // needs no table in local memory.
   constexpr int a = 0x010201, b = 0x001021;
   const int shift = 4 * (6 - term_count(parts) + index);
   return {a >> shift & 15, b >> shift & 15};
@@ -62,36 +63,37 @@ static_assert(term(3, 0).a == 1 && term(3, 0).b == 1 && term(3, 1).b == 2 && ter
 
 enum Spread : int {
   spread_tame = 0,
-  spread_wide = 1,       // rows or columns of V that fp16 cannot hold beside one another
+  spread_wide = 1,       // rows or columns of V differ too much for fp16
   spread_nonfinite = 2,  // inf or NaN among the values
 };
 
-// What the split found in a tile: rows that share a power of two.
+// Facts that the split found about a tile, that is, about rows that share a power of two.
 struct TileFact {
   int exponent;  // of the largest finite magnitude, floor(log2); `no_exponent` when all are 0
   int spread;    // Spread
 };
 
 constexpr int no_exponent = -1000;
-// Rows of V may differ by this much, by their largest magnitudes, and columns by that.
+// The largest differences, as powers of two, between the largest magnitudes of rows of V, and
+// between those of columns.
 constexpr int widest_rows = 14, widest_columns = 12;
 
-// The power of two that a tile's values are multiplied with before they are split. fp16: the
-// largest lands in [2^14, 2^15). bf16 has the exponents of float32, so values stay as they are
-// unless lower parts would be denormal, or sums overflow.
+// The power of two by which a tile's values are multiplied before they are split. fp16: the largest
+// value lands in [2^14, 2^15). bf16 has the exponents of float32, so values are not scaled unless
+// lower parts would be denormal or sums would overflow.
 TILEWISE_INLINE int shift_of(int exponent, bool bf16) {
   if (exponent == no_exponent) return 0;
   if (!bf16) return 14 - exponent;
   return exponent < -60 ? 80 : exponent >= 119 ? -8 : 0;
 }
 
-// p is in (0, 1]; times this it uses the range that fp16 has.
+// p is in (0, 1]; multiplied by 2^weight_shift it uses the range of fp16.
 TILEWISE_INLINE int weight_shift(bool bf16) { return bf16 ? 0 : 14; }
 
 __device__ __forceinline__ float power_of_two(int exponent) {  // -126 to 127
   return __uint_as_float(static_cast<ptx::u32>(exponent + 127) << 23);
 }
-// 2^shift for |shift| <= 250, in two factors: one power would overflow or be denormal.
+// 2^shift for |shift| <= 250, in two factors: a single power could overflow or be denormal.
 struct PowerOfTwo : Unit {
   __device__ __forceinline__ explicit PowerOfTwo(int shift)
       : Unit{power_of_two(shift / 2), power_of_two(shift - shift / 2)} {}
@@ -106,7 +108,7 @@ __device__ __forceinline__ float scaled(float x, int shift) {
 constexpr int split_threads = 256;
 constexpr int max_tile_rows = 128, max_columns = 256;
 
-// Of q, k, v and (for a backward) dout, in this order.
+// For q, k, v and (for a backward) dout, in this order.
 constexpr int max_operands = 4;
 struct SplitParams {
   const float* x[max_operands];
@@ -114,14 +116,14 @@ struct SplitParams {
       seq_stride[max_operands];   // in elements
   void* parts[max_operands];      // (parts, batch, heads, seq, dim)
   TileFact* facts[max_operands];  // (batch, heads, tiles)
-  const int* wanted;              // null, or 0: nothing is to be done
+  const int* wanted;              // null, or a flag: if it is 0, there is nothing to do
   int* refusals;                  // null, or to be zeroed
   int heads[max_operands];
   int seq[max_operands];
   int dim[max_operands];
-  int rows[max_operands];        // of a tile
-  int first_tile[max_operands];  // counted over all
-  int tiles;                     // in all
+  int rows[max_operands];        // rows per tile
+  int first_tile[max_operands];  // counted over all operands
+  int tiles;                     // total
   int batch;
   int aligned;  // 1: every row of every tensor begins at a multiple of 16 bytes
 };
@@ -141,36 +143,36 @@ struct Params {
   const TileFact* q_facts;
   const TileFact* k_facts;
   const TileFact* v_facts;
-  int* any_refused;  // null: no kernel runs before this one, and it takes all rows
+  int* any_refused;  // null: no kernel runs before this one, and this one takes all rows
   int* refused;      // (batch, heads, tiles of 64 rows)
   const float* v;
   long long v_batch_stride, v_head_stride, v_seq_stride;  // in elements
   float* out;
   long long out_batch_stride, out_head_stride, out_seq_stride;
-  float* lse;  // null, or (batch, heads, seq_q) for the natural logarithm of the row sums
+  float* lse;  // null, or (batch, heads, seq_q): the natural logarithm of the row sums
   int batch;
   int heads;
   int heads_per_kv;
   int seq_q;
   int seq_k;
-  int head_dim_v;  // the real one
+  int head_dim_v;  // the actual one
   int band_first_shift;
   int band_end_shift;
   int q_tiles;
   int sections;
   int longest_first;
-  int max_exponents;  // of q's largest and k's largest, added, that two parts of fp16 can serve
+  int max_exponents;  // largest exponents of q and k, added: the maximum for two parts of fp16
   float scale_log2;
   float softcap_in;
   float lse_scale;  // scale_log2 / log2(e)
 };
 
-// A CTA's rows, the KV tiles that they touch, and where their facts stand.
+// A CTA's rows, the KV tiles that they touch, and the addresses of their facts.
 template <typename Extents>
 struct Plan : Extents::Record {
   WorkTile tile;
   int row_begin;
-  int parts_of_rows;  // of 64
+  int parts_of_rows;  // number of 64-row parts
   TileRange touched;
   TileRange full;
   const TileFact* q_facts;

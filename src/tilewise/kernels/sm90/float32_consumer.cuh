@@ -1,4 +1,5 @@
-// The consumer warpgroups of the float32 forward. Steps, roles and barriers: float32_forward.cuh.
+// The consumer warpgroups of the float32 forward. For steps, roles and barriers see
+// float32_forward.cuh.
 #pragma once
 
 #include "../common/nonfinite.cuh"
@@ -12,7 +13,7 @@ namespace tilewise::sm90::float32 {
 using ptx::u32;
 using ptx::u64;
 
-// x -> its parts, in the A layout of the second product.
+// Splits x into its parts, in the A layout of the second product.
 template <int parts, bool bf16, int count>
 __device__ __forceinline__ void split_weights(const float (&x)[count],
                                               u32 (&packed)[parts][count / 8][4]) {
@@ -41,8 +42,8 @@ struct Consumer {
   static constexpr int columns = config.value_columns, slices = config.head_dim_v / columns;
   static_assert(slices * columns == config.head_dim_v);
   static_assert(slices == 1 || columns % panel_columns == 0);
-  // A product of values goes over so many keys before it leaves the tensor core, whose sums lose
-  // half a unit in the last place a step, always towards zero.
+  // A value product covers `span` keys before it leaves the tensor core, whose sums lose half a
+  // unit in the last place per step, always towards zero.
   static constexpr int span = min_int(block_kv, 64), spans = block_kv / span;
   static constexpr int pieces = slices * spans;
   using ScoreProduct = wgmma::Product<block_kv, bf16>;
@@ -65,18 +66,19 @@ struct Consumer {
 
   float s[block_kv / 2];
   u32 p[parts][block_kv / 16][4];
-  float fresh[columns / 2];        // a piece of P V, of one tile alone
+  float fresh[columns / 2];        // a piece of P V, for one tile alone
   float o[config.head_dim_v / 2];  // in units of 2^out_exponent
   float row_max[2], sum[2];  // largest score so far, unscaled; this thread's share of the sum of p
-  float keep[2], take[2];    // what o and fresh are multiplied with when they are added up
+  float keep[2], take[2];    // factors of o and fresh when they are added up
   int q_shift;
 
   __device__ __forceinline__ void arrive(u64* barrier) {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  // Why they take turns: warpgroups in step would run their softmax at the same time, with an idle
-  // tensor pipe. Invariant: each warpgroup takes one for every tile that the CTA touches.
+  // Why they take turns: warpgroups in lockstep would run their softmax at the same time and leave
+  // the tensor pipe idle. Invariant: each warpgroup takes one turn for every tile that the CTA
+  // touches.
   __device__ __forceinline__ void await_pingpong() {
     if constexpr (config.pingpong) ptx::barrier_sync<256>(BarrierId::pingpong + warpgroup);
   }
@@ -94,7 +96,8 @@ struct Consumer {
     constexpr int k_part = sizeof(smem.k[0][0]) >> 4, q_part = sizeof(smem.q[0][0]) >> 4;
     // Why held: the compiler would keep the descriptors of all steps in registers.
     u32 low[2] = {q_descriptor, k_descriptor + k_position.stage * u32{sizeof(smem.k[0]) >> 4}};
-    // Why a loop for six terms: so does the assembler, of a straight line of products.
+    // Why a loop for six terms: for straight-line products the assembler would also keep all
+    // descriptors in registers.
 #pragma unroll parts == 3 ? 1 : term_count(parts)
     for (int i = 0; i < term_count(parts); ++i) {
       wgmma::hold(low);
@@ -145,7 +148,7 @@ struct Consumer {
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
 
-  // Where this thread's scores lie.
+  // The place of this thread's scores.
   struct Place {
     static constexpr RowsAre rows_are = RowsAre::queries;
     const Consumer& kernel;
@@ -168,7 +171,7 @@ struct Consumer {
     if constexpr (Policy::transforms) {
       Policy::apply(s, params, PowerOfTwo(-score_shift), Place{*this, kv_tile});
     } else {
-      // Why not less than the smallest normal number: 0 * -inf is NaN, and scores that small are 0.
+      // Why at least the smallest normal number: 0 * -inf is NaN, and scores that small are 0.
       scale = fmaxf(scaled(scale, -score_shift), 0x1p-126f);
       score_unit = scaled(1.0f, -score_shift);
     }
@@ -181,9 +184,9 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       base[r] = top[r] == -infinity ? 0.0f : top[r];
-      // Invariant: maxima stay scores, which powers of two do not round, and are multiplied by the
-      // scale only as differences. A rounded product would be off by as much as half a unit in its
-      // last place, which for scores of 1e10 is a factor of 2^2000.
+      // Invariant: maxima are kept as scores, which powers of two do not round, and only their
+      // differences are multiplied by the scale. A rounded product would be off by as much as half
+      // a unit in its last place, which for scores of 1e10 is a factor of 2^2000.
       const float here = top[r] == -infinity ? -infinity : top[r] * score_unit;
       const float next = fmaxf(row_max[r], here);
       keep[r] = row_max[r] == -infinity ? 0.0f : ptx::ex2((row_max[r] - next) * params.scale_log2);
@@ -259,8 +262,8 @@ struct Consumer {
     }
   }
 
-  // The values of a tile, and the scores of the next, which stand behind them in the tensor pipe
-  // while they are added up.
+  // Computes the values of a tile and then the scores of the next tile, which are queued behind
+  // them in the tensor pipe while the values are added up.
   __device__ __forceinline__ void values_then_scores(int next_tile) {
     all_pieces_but_one();
     await_pingpong();
@@ -337,8 +340,8 @@ struct Consumer {
     }
   }
 
-  // Gives the rows that see inf or NaN in V those values back: the split had zeroed them. A thread
-  // adds to what it has stored itself, so that the loop above needs no registers for this.
+  // Gives values of V that are inf or NaN, which the split zeroed, back to the rows that see them.
+  // A thread adds to what it has stored itself, so that the loop above needs no registers for this.
   __device__ __forceinline__ void restore_nonfinite(const TileRange& own) {
     const Band band = sequence().band();
     const float* v = params.v + sequence().batch(plan.tile.batch) * params.v_batch_stride +
@@ -377,7 +380,8 @@ struct Consumer {
     if constexpr (Policy::hides_by_span)
       own = {max_int(own.begin, plan.touched.begin), min_int(own.end, plan.touched.end)};
     if (own.empty()) {
-      // Why wait for rows that are not needed: a block must not end while a copy to it is pending.
+      // Why it waits for rows that are not needed: a CTA must not end while a copy to it is
+      // pending.
       if (!plan.touched.empty()) ptx::mbarrier_wait(&smem.q_full[warpgroup], 0);
       skip_tiles(plan.touched.count());
     } else {

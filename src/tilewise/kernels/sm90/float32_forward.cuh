@@ -1,36 +1,38 @@
 // clang-format off
-// Forward attention in float32 on Hopper's 16-bit tensor cores: operands split into parts, products of parts added up.
+// This kernel computes forward attention in float32 on Hopper's 16-bit tensor cores: operands are split into parts, and
+// products of parts are added up.
 //
 // Symbols as in forward.cuh: Q (seq_q x d), K (seq_k x d), V (seq_k x dv) of one (batch, head); a CTA owns
-// block_q = 64 * consumers rows, a consumer warpgroup 64 of them. KV tiles of block_kv keys are visited from the last to
-// the first. X_i: part i of X times the power of two of its tile (float32_split.cuh); e_q, e_k, e_v: those powers;
+// block_q = 64 * consumers rows, of which each consumer warpgroup owns 64. KV tiles of block_kv keys are visited from the
+// last to the first. X_i: part i of X times the power of two of its tile (float32_split.cuh); e_q, e_k, e_v: those powers;
 // c = scale * log2(e). Sums over the terms (i, j) run from the smallest to (0, 0): three for two parts, six for three.
 //
 //   1. S = sum of Q_i K_j^T             wgmma, both operands in shared memory, one accumulator
 //   2. c' = c 2^-(e_q + e_k), unless a term of the policy (common/scores.cuh) changes scores: then c' = c. Softcap:
 //      S = tanh(S 2^-(e_q + e_k) scale / cap), c = cap * log2(e)
-//   3. partial tiles: S[r, k] = -inf where a term hides k from r: the band, outside [first_key(r), end_key(r))
-//   4. t = rowmax S, of this tile alone; m' = max(m, 2^-(e_q + e_k) t); keep = 2^(c (m - m')), take = 2^(c (t - m')), m = m'
+//   3. in partial tiles: S[r, k] = -inf where a term hides k from r; the band hides keys outside [first_key(r), end_key(r))
+//   4. t = rowmax S of this tile alone; m' = max(m, 2^-(e_q + e_k) t); keep = 2^(c (m - m')), take = 2^(c (t - m')), m = m'
 //   5. P = 2^(c' (S - t)), l = keep l + take rowsum P; then terms may drop weights
 //   6. P_i: parts of P (times 2^14 for fp16), in registers
 //   7. F = sum of P_i V_j               wgmma, into fresh accumulators
 //   8. O = keep O + take 2^-(e_v + 14) F   float32, in registers
 //   9. terms may finish m and l; out = O / l, lse = round(scale m) + ln l; a row without keys gives out = 0, lse = -inf
-// Why the maximum of the tile in P: parts of fp16 are exact relative to the largest weight of the tile, whatever the
-// rows before; step 8 needs a factor for F in any case. Why F is fresh: the tensor core truncates its sums.
-// Overlap: step 1 of the next tile stands behind step 7 in the tensor pipe, step 8 runs under it, steps 2-6 under the
-// other warpgroup's products.
+// Why P is relative to the maximum of the tile: parts of fp16 are then exact relative to the largest weight of the tile,
+// whatever came before; step 8 needs a factor for F in any case. Why F is fresh: the tensor core truncates its sums.
+// Overlap: step 1 of the next tile is queued behind step 7 in the tensor pipe, step 8 overlaps with it, and steps 2-6 overlap
+// with the other warpgroup's products.
 //
-// Admission. Two parts of fp16 serve a CTA if for every tile that it touches
+// Admission. Two parts of fp16 suffice for a CTA if, for every tile that it touches,
 //   - q, k and v are finite, and the exponents of the largest q and k add up to at most `max_exponents`;
 //   - rows of V are within 2^14 of one another, columns within 2^12 (float32_split.cuh).
-// A CTA that is refused says so and ends; the kernel with three parts of bf16, launched behind it, does those rows, and
-// its other CTAs end at once. So does the split for it. Every choice is made here, from the data; no host waits. Where gradients
-// will be wanted it runs alone: the backward has such parts, and so finds the same scores, bit by bit, that lse was made of.
+// A CTA that is refused records this and ends; the kernel with three parts of bf16, launched behind it, does those rows, and
+// its other CTAs end at once, as does the split for it. Every choice is made on the device, from the data; the host never
+// waits. Where gradients will be wanted, the kernel with three parts runs alone: the backward uses the same parts, so its
+// scores are bit-identical to those that lse was made from.
 //
-// Roles. Warpgroup 0: one thread of warp 0 is the producer and issues all loads. Warpgroups 1..consumers: the rest.
-// One CTA per tile of rows, one CTA per multiprocessor. Shared memory (struct Smem): Q, K and V in all their parts, and the
-// plan, since registers are for what the loop needs.
+// Roles. Warpgroup 0: one thread of warp 0 is the producer and issues all loads. Warpgroups 1..consumers do the rest. There
+// is one CTA per tile of rows, and one CTA per SM. Shared memory (struct Smem): Q, K and V in all their parts, and the plan,
+// which leaves the registers to the loop.
 //
 // Barriers
 //   name            arrives, count                 waits       protects
@@ -41,7 +43,7 @@
 //   v_empty[stage]  consumer warps, 4 * consumers  producer    V tile is read
 //   named 1 + wg    the other warpgroup + wg       consumer    its turn to issue
 //
-// Registers of a consumer thread: S block_kv / 2, P parts * block_kv / 4, F value_columns / 2, O dv / 2; of 232 with two
+// Registers per consumer thread: S block_kv / 2, P parts * block_kv / 4, F value_columns / 2, O dv / 2; out of 232 with two
 // consumers, 240 with one.
 // clang-format on
 #pragma once
@@ -68,7 +70,8 @@ __device__ __forceinline__ Plan<Extents> make_plan(
   narrow_tiles<Policy>(params, plan.tile.batch, plan.row_begin, row_end, config.block_kv,
                        plan.touched, plan.full);
   const int pair = plan.tile.batch * params.heads + plan.tile.head;
-  // Facts are of the parts of the tensors, which a sequence of several must begin.
+  // Facts describe 64-row parts and KV tiles of the tensors; with several sequences, each would
+  // have to begin at such a part.
   static_assert(!Extents::ragged, "the split makes parts of whole tensors");
   const int row_parts = pair * ceil_div(params.seq_q, 64) + plan.row_begin / 64;
   const int kv_tiles = (plan.tile.batch * (params.heads / params.heads_per_kv) +
@@ -81,7 +84,8 @@ __device__ __forceinline__ Plan<Extents> make_plan(
   return plan;
 }
 
-// Whether two parts serve this CTA's rows and keys. All threads call it and get the same answer.
+// Whether two parts suffice for this CTA's rows and keys. All threads call it and get the same
+// answer.
 template <Config config, typename Extents>
 __device__ __forceinline__ bool is_admitted(const Params& params, const Plan<Extents>& plan) {
   int q_exponent = no_exponent;
@@ -98,7 +102,7 @@ __device__ __forceinline__ bool is_admitted(const Params& params, const Plan<Ext
   return !__syncthreads_or(refused);
 }
 
-// Whether this CTA's rows are this kernel's.
+// Whether this kernel does this CTA's rows.
 template <Config config, typename Extents>
 __device__ __forceinline__ bool is_mine(const Params& params, const Plan<Extents>& plan) {
   if constexpr (config.takes_refused()) {
@@ -210,7 +214,7 @@ template <Config config, typename Policy, typename Extents>
 __device__ __forceinline__ void forward(const ParamsOf<Params, Policy, Extents>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem<config, Extents>& smem = *reinterpret_cast<Smem<config, Extents>*>(smem_bytes);
-  // Why the shuffle: it tells the compiler that the role is the same for the whole warp.
+  // Why the shuffle: it tells the compiler that the role is uniform across the warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) init_barriers<config, Extents>(smem);
   // Launches overlap: nothing that another kernel may have written, or may still read, is touched

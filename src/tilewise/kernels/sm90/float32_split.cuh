@@ -1,15 +1,15 @@
-// The kernel before a float32 forward: q, k and v split into 16-bit parts, x * 2^shift = hi + lo
-// (+ lower); before a backward also dout.
+// The kernel that runs before a float32 forward. It splits q, k and v, and before a backward also
+// dout, into 16-bit parts: x * 2^shift = hi + lo (+ lower).
 //
 // A tile (64 rows of q, block_kv rows of k and v) shares one power of two, found here; each part is
-// the rest so far, rounded to nearest. A block takes a tile at a time:
-//   1. the largest finite magnitude; of V also the largest of every row and column; whether all are
-//   finite
-//   2. the fact: exponent and spread, for the forward to admit the tile or not
-//   3. the parts, with the tile read again, from the cache
-// Inf and NaN of V become 0, since a mask may hide them and 0 * inf is NaN; the forward gives them
-// back to the rows that see them. Of q and k they stay, in the first part. Three parts are made
-// for a forward only where some tile was refused for two.
+// the remainder so far, rounded to nearest. A block takes one tile at a time:
+//   1. it finds the largest finite magnitude, for V also that of every row and column, and whether
+//      all values are finite
+//   2. it stores the fact: exponent and spread, by which the forward admits the tile or not
+//   3. it stores the parts, reading the tile again, from the cache
+// Inf and NaN in V become 0, because a mask may hide them and 0 * inf is NaN; the forward gives
+// them back to the rows that see them. In q and k they stay, in the first part. Three parts are
+// made for a forward only where some tile was refused for two.
 #pragma once
 
 #include "float32_config.cuh"
@@ -55,9 +55,9 @@ __device__ __forceinline__ u32 warp_max(u32 x) {
   return x;
 }
 
-// Whether every row and column that holds anything is within reach of the largest. A row of zeros
-// is not: where it takes nearly all of a softmax's weight, what is left of the others must still be
-// exact. A column of zeros is.
+// Whether every row and column that holds nonzero values is within reach of the largest. A row of
+// zeros is not: where it takes nearly all of a softmax's weight, the remaining weight of the other
+// rows must still be exact. A column of zeros is.
 __device__ __forceinline__ bool is_tame(const SplitSmem& smem, int rows, int columns) {
   const int max_exponent = exponent_of(smem.max_bits);
   if (max_exponent == no_exponent) return true;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void split_tile(const SplitParams& params, SplitSmem&
                    head * params.head_stride[which] + row_begin * params.seq_stride[which];
   const bool values = which == 2;
 
-  __syncthreads();  // the tile before is done with
+  __syncthreads();  // the previous tile is done
   for (int i = threadIdx.x; i < sizeof(SplitSmem) / 4; i += split_threads)
     reinterpret_cast<u32*>(&smem)[i] = 0;
   __syncthreads();
@@ -137,7 +137,8 @@ __device__ __forceinline__ void split_tile(const SplitParams& params, SplitSmem&
         float& low = rest[2 * j];
         float& high = rest[2 * j + 1];
         packed[j] = ptx::pack<bf16>(low, high);
-        // What is not finite has no rest: inf - inf would be NaN in a part that meets others.
+        // A value that is not finite has no remainder: inf - inf would be NaN in a part that meets
+        // other values.
         low = magnitude(low) < infinity_bits ? low - ptx::unpack_low<bf16>(packed[j]) : 0.0f;
         high = magnitude(high) < infinity_bits ? high - ptx::unpack_high<bf16>(packed[j]) : 0.0f;
       }

@@ -1,56 +1,58 @@
 // clang-format off
-// Forward attention on Hopper: TMA loads, wgmma products, warp-specialised, softmax in registers.
+// This kernel computes forward attention on Hopper with TMA loads, wgmma products,
+// warp specialisation and softmax in registers.
 //
 // Symbols. Q (seq_q x d), K (seq_k x d), V (seq_k x dv) of one (batch, head). A CTA owns
-// block_q = 64 * consumers rows at a time, a consumer warpgroup 64 of them. KV tiles of block_kv
+// block_q = 64 * consumers rows at a time, of which each consumer warpgroup owns 64. KV tiles of block_kv
 // keys are visited from the last to the first, so that the tiles cut by a causal mask or by the end
 // of the keys come first. c = scale * log2(e).
 //
 //   1. S = Q K_n^T                      wgmma, both operands in shared memory
-//   2. the terms of the policy (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
-//   3. partial tiles: S[r, k] = -inf where a term hides k from r: the band, outside [first_key(r), end_key(r))
-//   4. the first tile, the one after a partial first tile, and partial tiles:
+//   2. the policy's terms apply (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
+//   3. in partial tiles: S[r, k] = -inf where a term hides k from r; the band hides keys outside [first_key(r), end_key(r))
+//   4. in the first tile, the tile after a partial first tile, and partial tiles:
 //      m' = max(m, c * rowmax S), alpha = 2^(m - m'), m = m'; other tiles: m stays, alpha = 1
 //   5. P = 2^(c S - m)
-//   6. other tiles: where a thread's share of rowsum P exceeds h times its mean over the tiles before
+//   6. in other tiles: where a thread's share of rowsum P exceeds h times its mean over the previous tiles
 //      (h = 3.5 for 128 keys, 5 for 64; or 2^15), its warp takes the true maximum now: alpha and m as in
-//      4, P *= alpha (P from S itself, computed again, where it overflowed)
-//   7. l = alpha l + rowsum P; then terms may drop weights, by words drawn under step 1
+//      4, P *= alpha (P is recomputed from S where it overflowed)
+//   7. l = alpha l + rowsum P; terms may then drop weights, using random words drawn during step 1
 //   8. O = alpha O + round16(P) V_n     wgmma, P in registers
 //   9. terms may finish m and l; out = O / l, lse = ln2 * (m + log2 l); a row without keys gives out = 0, lse = -inf
-// Few queries with many keys (`split`): a CTA takes a part of the keys, its out and lse are partial,
-// in float32, and combine.cuh makes the whole of them.
-// Overlap: step 1 of the next tile is issued before step 8 of this one, and steps 2-6 run under
-// both; with pingpong they run under the other warpgroups' products too.
+// Few queries with many keys (`split`): a CTA takes a part of the keys, its out and lse are partial and
+// in float32, and combine.cuh combines the parts.
+// Overlap: step 1 of the next tile is issued before step 8 of this one, and steps 2-6 overlap with
+// both; with pingpong they also overlap with the other warpgroups' products.
 //
-// Roles. Warpgroup 0: warp 0, one thread, is the producer and issues all loads; warp 1, one thread,
-// is the scheduler, which takes work and plans it, and where weights are dropped makes the random words of its head; warp 2, one thread, is the storer, which sends
-// finished rows to global memory (split: consumers do, in float32; ragged sequences: all lanes); warp 3 (masked kernels) is the scanner, which replaces inf and NaN
-// by 0 in partial V tiles, since 0 * inf is NaN (rows that do see such a value get it in the
-// epilogue). Warpgroups 1..consumers: everything else.
+// Roles. Warpgroup 0: one thread of warp 0 is the producer, which issues all loads. One thread of warp 1
+// is the scheduler, which takes work, plans it and, where weights are dropped, makes the random words of its head.
+// One thread of warp 2 is the storer, which sends finished rows to global memory (with split, consumers store them
+// in float32; with ragged sequences, all lanes of warp 2 store). Warp 3 (masked kernels) is the scanner, which
+// replaces inf and NaN by 0 in partial V tiles, because 0 * inf is NaN (rows that do see such a value get it in the
+// epilogue). Warpgroups 1..consumers do everything else.
 //
-// Shared memory (struct Smem): Q, a 64-row slot per warpgroup; K and V, rings of k_stages and v_stages
-// tiles; room for out, all or half of its columns; with a staged bias (staged_bias.cuh), a ring of its
-// tiles, 64 rows per slot, of the warpgroups in turn; barriers and plans.
+// Shared memory (struct Smem): Q, one 64-row slot per warpgroup; K and V, rings of k_stages and v_stages
+// tiles; space for out, all or half of its columns; with a staged bias (staged_bias.cuh), a ring of its
+// tiles, 64 rows per slot, with the warpgroups in turn; barriers and plans.
 //
 // Barriers
 //   name              arrives, count                 waits                 protects
 //   q_full[wg]        producer + TMA bytes, 1        consumer wg           Q slot is loaded
-//   q_empty[wg]       warps of wg, 4                 producer              Q slot is read, slow path too
+//   q_empty[wg]       warps of wg, 4                 producer              Q slot is read, slow path included
 //   k_full[stage]     producer + TMA bytes, 1        consumers             K tile is loaded
-//   k_empty[stage]    consumer warps, 4 * consumers  producer              K tile is read, slow path too
+//   k_empty[stage]    consumer warps, 4 * consumers  producer              K tile is read, slow path included
 //   v_full[stage]     producer + TMA bytes, 1        consumers, scanner    V tile is loaded
 //   v_scanned[stage]  scanner, 1                     consumers, partial V  V tile is finite
 //   v_empty[stage]    consumer warps and scanner     producer              V tile is read
 //   bias_full[slot]   producer + TMA bytes, 1        its consumer wg       bias tile is loaded
-//   bias_empty[slot]  warps of that wg, 4            producer              bias tile is read, slow path too
+//   bias_empty[slot]  warps of that wg, 4            producer              bias tile is read, slow path included
 //   out_full[wg]      warps of wg, 4                 storer                out rows are staged
 //   out_empty[wg]     storer, 1                      consumer wg           staged rows are read
 //   work_full[slot]   scheduler, 1                   all other roles       plan[slot] is written
 //   work_empty[slot]  all other roles                scheduler             plan[slot] is read
-//   named 1 + wg      the warpgroup before it + wg   consumer wg           its turn to issue (pingpong)
+//   named 1 + wg      the previous warpgroup + wg    consumer wg           its turn to issue (pingpong)
 //
-// Registers of a consumer thread: S block_kv / 2, P block_kv / 4, O dv / 2, of 232 with two
+// Registers per consumer thread: S block_kv / 2, P block_kv / 4, O dv / 2, out of 232 with two
 // consumers and 160 with three; the producer's warpgroup keeps 40 or 32.
 // clang-format on
 #pragma once
@@ -96,7 +98,7 @@ template <Config config, typename Policy, typename Extents>
 __device__ __forceinline__ void forward(const ParamsOf<Params, Policy, Extents>& params) {
   extern __shared__ __align__(1024) unsigned char smem_bytes[];
   Smem<config, Extents>& smem = *reinterpret_cast<Smem<config, Extents>*>(smem_bytes);
-  // Why the shuffle: it tells the compiler that the role is the same for the whole warp.
+  // Why the shuffle: it tells the compiler that the role is uniform across the warp.
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&params.q_map);
@@ -106,8 +108,8 @@ __device__ __forceinline__ void forward(const ParamsOf<Params, Policy, Extents>&
     if constexpr (config.bias_slots > 0) ptx::prefetch_tensormap(&params.bias_map);
     init_barriers<config, Extents>(smem);
   }
-  // Launches overlap: this grid may start while the one before it ends, so nothing that another
-  // kernel may have written, or may still read, is touched above this line.
+  // Launches overlap: this grid may start while the previous one is still ending, so nothing that
+  // another kernel may have written, or may still read, is touched above this line.
   ptx::allow_next_grid();
   ptx::wait_for_previous_grid();
   __syncthreads();

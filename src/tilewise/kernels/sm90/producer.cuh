@@ -1,5 +1,5 @@
-// Warpgroup 0 of the forward kernel: producer, scheduler, storer, scanner. Roles and barriers:
-// forward.cuh.
+// Warpgroup 0 of the forward kernel: producer, scheduler, storer, scanner. For roles and barriers
+// see forward.cuh.
 #pragma once
 
 #include "../common/scores.cuh"
@@ -16,8 +16,8 @@ __device__ __forceinline__ Schedule schedule_of(const Params& params) {
           params.longest_first};
 }
 
-// The work tile in whose place this one is done where batches share a bias: those of one KV head
-// come side by side, so that a tile of the bias is read from DRAM once.
+// The work tile that replaces this one where batches share a bias: the batches of one KV head run
+// side by side, so that a bias tile is read from DRAM once.
 __device__ __forceinline__ WorkTile batches_together(const Params& params, const WorkTile& tile) {
   const int group = params.heads_per_kv;
   const int pair = (tile.batch * params.heads + tile.head) / group;
@@ -32,7 +32,7 @@ __device__ __forceinline__ int work_count_of(const KernelParams& params) {
     return schedule_of(params).work_count() * (config.split ? params.splits : 1);
 }
 
-// Fills in what a CTA does for work index `work`.
+// Makes the plan of a CTA for work index `work`.
 template <Config config, typename Policy, typename Extents>
 __device__ __forceinline__ TilePlan<Extents> make_plan(
     const ParamsOf<Params, Policy, Extents>& params, int work) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ TilePlan<Extents> make_plan(
   return plan;
 }
 
-// The KV tiles that the rows of a warpgroup see; none when it has no rows.
+// The KV tiles that the rows of a warpgroup see; none if it has no rows.
 template <Config config, typename Policy, typename Extents, typename KernelParams>
 __device__ __forceinline__ TileRange own_tiles(const KernelParams& params,
                                                const TilePlan<Extents>& plan, int warpgroup) {
@@ -106,8 +106,8 @@ struct Producer {
                        panel * panel_columns, row, head, batch, policy);
   }
 
-  // Rows beyond the tensor arrive as zeros; those beyond the sequence may be another's, and no
-  // consumer stores them.
+  // Rows beyond the tensor arrive as zeros. Rows beyond the sequence may belong to another
+  // sequence, and no consumer stores them.
   __device__ __forceinline__ void load_q(const Plan& plan, int warpgroup) {
     const auto sequence = sequence_of<Extents>(params, plan);
     u64* full = &smem.q_full[warpgroup];
@@ -118,7 +118,7 @@ struct Producer {
                 sequence.batch(plan.tile.batch), ptx::CachePolicy::evict_first);
   }
 
-  // Of the KV tile at a position of the plan.
+  // The first key of the KV tile at a position of the plan.
   __device__ __forceinline__ int first_key(const Plan& plan, int position) {
     const WorkTile& tile = plan.tile;
     return tile_at<Extents>(params, tile.batch, tile.head, tile.q_tile, position) * config.block_kv;
@@ -148,7 +148,7 @@ struct Producer {
     v_position.advance();
   }
 
-  // Of all warpgroups. Rows and keys beyond the tensor arrive as zeros.
+  // Loads the bias tiles of all warpgroups. Rows and keys beyond the tensor arrive as zeros.
   __device__ __forceinline__ void load_bias(const Plan& plan, int position) {
     if constexpr (config.bias_slots > 0) {
       const int key = first_key(plan, position);
@@ -197,9 +197,9 @@ struct Producer {
 
 // --- scheduler ---
 
-// Invariant: every CTA with a number below work_count begins with that tile, all others end at
-// once, and every tile is followed by a take. So the counter is raised exactly work_count times;
-// the CTA that raises it last puts it back to zero for the next launch.
+// Invariant: every CTA with a number below work_count begins with that tile, all other CTAs exit at
+// once, and every tile is followed by one take. The counter is therefore incremented exactly
+// work_count times; the CTA that increments it last resets it to zero for the next launch.
 __device__ __forceinline__ int take_work(const Params& params, int work_count) {
   const int taken = atomicAdd(params.work_counter, 1);
   if (taken == work_count - 1) atomicExch(params.work_counter, 0);
@@ -207,7 +207,7 @@ __device__ __forceinline__ int take_work(const Params& params, int work_count) {
 }
 
 // Why work is taken only when a slot is free: a CTA that hoards work it cannot start yet leaves
-// others idle at the end.
+// other CTAs idle at the end.
 template <Config config, typename Policy, typename Extents>
 __device__ __forceinline__ void schedule_work(const ParamsOf<Params, Policy, Extents>& params,
                                               Smem<config, Extents>& smem) {
@@ -222,13 +222,13 @@ __device__ __forceinline__ void schedule_work(const ParamsOf<Params, Policy, Ext
     plan.row_begin = TilePlan<Extents>::no_more_work;
     if (work < work_count) plan = make_plan<config, Policy, Extents>(params, work);
     smem.plan[slot.stage] = plan;
-    if constexpr (Policy::drops) {  // numbers that take a while
+    if constexpr (Policy::drops) {  // these words take a while to compute
       using Once = typename Policy::Once;
       if (work < work_count)
         smem.once[slot.stage].template as<Once>() =
             Once(params, HeadPlace{plan.tile.batch, plan.tile.head});
     }
-    // Why: kept in registers beside the addresses of spans, the plan would spill.
+    // Why: if the plan stayed in registers beside the addresses of spans, it would spill.
     if constexpr (Policy::hides_by_span) asm volatile("" ::: "memory");
     const TilePlan<Extents>& kept = Policy::hides_by_span ? smem.plan[slot.stage] : plan;
 #pragma unroll 1
@@ -242,8 +242,8 @@ __device__ __forceinline__ void schedule_work(const ParamsOf<Params, Policy, Ext
 
 // --- storer ---
 
-// The first `rows` of 64 staged rows, panels [first, first + staged) of them, by the lanes of a
-// warp: those behind are another sequence's.
+// The lanes of a warp store the first `rows` of 64 staged rows, panels [first, first + staged) of
+// them. The rows behind those belong to another sequence.
 template <Config config, typename Extents, typename KernelParams>
 __device__ __forceinline__ void store_rows(const KernelParams& params, const unsigned char* staged,
                                            int first, int rows, long long row, int head,
@@ -261,9 +261,9 @@ __device__ __forceinline__ void store_rows(const KernelParams& params, const uns
   }
 }
 
-// Why a thread of its own: the copy engine takes stores in turn with the loads of the next tile,
-// and the thread that issues them waits. Where sequences are ragged it is a warp: its lanes store
-// the rows of a tile that crosses the end of its sequence.
+// Why a separate thread: the copy engine interleaves the stores with the loads of the next tile,
+// and the thread that issues the stores waits for them. With ragged sequences the storer is a whole
+// warp: its lanes store the rows of a tile that crosses the end of its sequence.
 template <Config config, typename Extents, typename KernelParams>
 __device__ __forceinline__ void store_outs(const KernelParams& params,
                                            Smem<config, Extents>& smem) {
@@ -279,8 +279,8 @@ __device__ __forceinline__ void store_outs(const KernelParams& params,
     const int batch = sequence.batch(tile.batch), head = tile.head;
     const int rows = sequence.seq_q() - row_begin, first_row = sequence.q_start() + row_begin;
     const int parts = min_int(config.consumers, ceil_div(rows, 64));
-    // Why before the stores: to find a tile the scheduler reads a table, and where sequences are
-    // short the stores and that would take longer than the tile in between.
+    // Why before the stores: the scheduler reads a table to find a tile, and with short sequences
+    // the stores followed by that lookup would take longer than the tile in between.
     if constexpr (Extents::ragged) {
       ptx::fence_proxy_async();  // the plan is read: an arrive does not wait for loads in flight
       __syncwarp();

@@ -1,5 +1,5 @@
-// The instructions that came with Hopper, and those that only its kernels use: mbarriers, bulk
-// copies, registers moved between warps. Conventions as in common/ptx.cuh.
+// Instructions that Hopper introduced, and those that only its kernels use: mbarriers, bulk copies,
+// register reallocation between warps. The conventions are those of common/ptx.cuh.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -151,7 +151,7 @@ __device__ __forceinline__ void stmatrix_x4(u32 address, u32 a, u32 b, u32 c,
                : "memory");
 }
 
-// --- bytes in bulk, and between blocks ---
+// --- bulk copies, and data shared between CTAs ---
 
 // Invariant: both addresses and `bytes` are multiples of 16.
 __device__ __forceinline__ void bulk_load(void* destination, const void* source, u32 bytes,
@@ -163,7 +163,7 @@ __device__ __forceinline__ void bulk_load(void* destination, const void* source,
       : "memory");
 }
 
-// What other blocks have written, not what this multiprocessor remembers. 16-byte aligned.
+// Reads what other CTAs have written, not what this SM's L1 cache holds. 16-byte aligned.
 __device__ __forceinline__ float4 load_global(const float* address) {  // ISA: ld
   float4 x;
   asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"

@@ -1,5 +1,4 @@
-// The rare paths, all warp-local: raw scores computed again, and non-finite values that a mask
-// hides.
+// The rare paths, all warp-local: recomputing raw scores, and non-finite values that a mask hides.
 #pragma once
 
 #include "../common/layout.cuh"
@@ -8,9 +7,9 @@
 
 namespace tilewise {
 
-// S of this warp's 16 rows again, by mma.sync from the Q and K still in shared memory.
-// Why: the steady loop overwrites scores with p; when a p overflowed (or a row had no reference
-// yet) the score is needed. Invariant: q_address is the warp's first row in the warpgroup's Q
+// Recomputes S of this warp's 16 rows, by mma.sync from the Q and K still in shared memory. Why:
+// the steady loop overwrites scores with p; when a p overflowed (or a row had no reference yet),
+// the score is needed again. Invariant: q_address is the warp's first row in the warpgroup's Q
 // panels (64 rows each).
 template <bool bf16, int head_dim, int block_kv>
 __device__ __forceinline__ void scores_again(float (&s)[block_kv / 2], ptx::u32 q_address,
@@ -18,7 +17,8 @@ __device__ __forceinline__ void scores_again(float (&s)[block_kv / 2], ptx::u32 
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < block_kv / 2; ++i) s[i] = 0.0f;
-  // Why the steps inside, though Q is read again for each pair: it needs fewer registers.
+  // Why the k-steps are the inner loop, although Q is read again for each pair: it needs fewer
+  // registers.
 #pragma unroll
   for (int pair = 0; pair < block_kv / 16; ++pair) {
     const int row = pair * 16 + lane % 8 + lane / 16 * 8;
@@ -38,15 +38,15 @@ __device__ __forceinline__ void scores_again(float (&s)[block_kv / 2], ptx::u32 
   }
 }
 
-// Zeroes inf and NaN in `bytes` of shared memory, shared out over a warp; true if this thread met
-// any. Why: a key that a row may not see gets weight 0, and 0 * inf is NaN. Rows that do see it get
-// it back in the epilogue.
+// Zeroes inf and NaN in `bytes` of shared memory, with the work divided over a warp; returns true
+// if this thread met any. Why: a key that a row may not see gets weight 0, and 0 * inf is NaN. The
+// epilogue gives the values back to the rows that do see the key.
 template <bool bf16, int bytes>
 __device__ __forceinline__ bool zero_nonfinite(unsigned char* matrix, int lane) {
   constexpr int threads = 32;
   static_assert(bytes % (16 * threads) == 0);
   uint4* chunks = reinterpret_cast<uint4*>(matrix) + lane;
-  ptx::u32 sums[4] = {0, 0, 0, 0};  // of zeros, and NaN once a value is not finite
+  ptx::u32 sums[4] = {0, 0, 0, 0};  // sums of zeros, NaN once a value is not finite
 #pragma unroll 8
   for (int i = 0; i < bytes / 16; i += threads) {
     const uint4 x = chunks[i];

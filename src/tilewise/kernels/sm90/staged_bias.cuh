@@ -1,9 +1,10 @@
-// A bias whose tiles the kernel has in shared memory, as TMA wrote them: 16-bit numbers, keys side
-// by side, in panels of 64 of them. What it is, and its gradient: common/terms/bias.cuh.
+// A bias whose tiles TMA has written to shared memory: 16-bit numbers, keys side
+// by side, in panels of 64 keys. For the bias itself and its gradient see common/terms/bias.cuh.
 //
-// A thread reads the numbers of sixteen columns of its fragment with one ldmatrix, whose four 8 x 8
-// matrices lie in registers as accumulators do; where rows are keys, with one that transposes them.
-// What is past the end of the tensor arrived as zeros, so no element needs a bounds check.
+// A thread reads the numbers for sixteen columns of its fragment with one ldmatrix, whose four 8 x
+// 8 matrices are laid out in registers like accumulators; where rows are keys, the ldmatrix
+// transposes. Elements past the end of the tensor arrived as zeros, so no element needs a bounds
+// check.
 #pragma once
 
 #include "../common/layout.cuh"
@@ -15,8 +16,8 @@ namespace tilewise::sm90 {
 template <Number number, bool paired, Learned learned>
 struct StagedBias : BiasGradient<number, paired, learned> {
   struct Operands {
-    ptx::TensorMap bias_map;  // box 64 rows x 64 keys; sizes of 1 where it is broadcast
-    long long bias_batch_stride, bias_head_stride;  // 0 where it is
+    ptx::TensorMap bias_map;  // box 64 rows x 64 keys; dimensions of size 1 where it is broadcast
+    long long bias_batch_stride, bias_head_stride;  // 0 where it is broadcast
     void* dbias;
     long long dbias_batch_stride, dbias_head_stride, dbias_row_stride, dbias_key_stride;
     float bias_in, bias_out;
@@ -27,7 +28,7 @@ struct StagedBias : BiasGradient<number, paired, learned> {
   ptx::u32 address;
   float in;
   RowsAre rows_are;
-  ptx::u32 words[4];  // of eight elements
+  ptx::u32 words[4];  // for eight elements
 
   template <typename Params, typename At>
   __device__ __forceinline__ StagedBias(const Params& params, const Unit& unit, const At& at)
@@ -36,8 +37,8 @@ struct StagedBias : BiasGradient<number, paired, learned> {
         in(params.bias_in * unit.first * unit.second),
         rows_are(At::rows_are) {}
 
-  // From which a lane reads: the second of four matrices is eight rows of the fragment on, the
-  // third eight columns.
+  // The address that a lane reads from: the second of the four matrices is eight rows of the
+  // fragment further on, the third eight columns.
   template <typename At>
   static __device__ __forceinline__ ptx::u32 address_of(const At& at) {
     const int lane = ptx::thread_again() % 32;
@@ -48,7 +49,7 @@ struct StagedBias : BiasGradient<number, paired, learned> {
   }
 
   __device__ __forceinline__ float apply(float v, int i) {
-    // Invariant: 16 rows leave the swizzle of a row as it is, and 16 keys flip two bits of it.
+    // Invariant: an offset of 16 rows keeps the swizzle of a row, and 16 keys flip two bits of it.
     if (i % 8 == 0 && rows_are == RowsAre::queries)
       ptx::ldmatrix_x4((address ^ i / 8 % 4 * 32) + i / 32 * panel_bytes(64), words);
     else if (i % 8 == 0)

@@ -1,10 +1,10 @@
-// wgmma: the warpgroup's asynchronous matrix product, D[64 x N] += A[64 x 16] * B[16 x N] with fp32
-// D.
+// wgmma: the warpgroup's asynchronous matrix product, D[64 x N] += A[64 x 16] * B[16 x N] with D in
+// fp32.
 //
-// The protocol: fence() before the first product of a batch (registers it touches were written by
-// other instructions), the products, commit(), and wait<n>() until at most n batches are pending.
-// Between issue and wait the registers of D (and of A when it is in registers) belong to the
-// hardware: hold() keeps the compiler from moving their uses across.
+// The protocol: fence() precedes the first product of a batch (other instructions wrote the
+// registers it touches); then come the products, commit(), and wait<n>() until at most n batches
+// are pending. Between issue and wait the registers of D (and of A when it is in registers) belong
+// to the hardware: hold() keeps the compiler from moving their uses across.
 //
 // Accumulator layout of a thread (warp w, lane l): d[4j], d[4j+1] are row 16w + l/4, columns 8j +
 // 2(l%4) + {0, 1}; d[4j+2], d[4j+3] the same columns of row + 8. Packing d[8i .. 8i+7] in order
@@ -58,8 +58,8 @@ __device__ __forceinline__ u64 descriptor(u32 low, u32 stride_bytes) {
 }
 
 template <int n, bool bf16>
-struct Product;  // multiply(d, a, b, accumulate): A from shared memory (u64 descriptor) or from
-                 // four registers
+struct Product;  // multiply(d, a, b, accumulate): A from shared memory (u64 descriptor) or four
+                 // registers
 
 #define TW_O8(i0, i1, i2, i3, i4, i5, i6, i7) \
   "%" #i0 ",%" #i1 ",%" #i2 ",%" #i3 ",%" #i4 ",%" #i5 ",%" #i6 ",%" #i7

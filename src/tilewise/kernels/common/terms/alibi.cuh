@@ -1,17 +1,17 @@
-// ALiBi: a score falls with the distance of its key, by a slope of its head.
+// ALiBi: a score falls with the distance of its key, by a slope per head.
 //
-//   v - slope |query + seq_k - seq_q - key|     the last query stands at the last key
+//   v - slope |query + seq_k - seq_q - key|     the last query is aligned with the last key
 //
-// The gradient of the slopes is the sum of dS times minus the distance: added up by a fragment,
-// then by its warp, then in global memory. Where it must not depend on the order of the warps,
-// every block of 16 x 16 scores has a sum of its own there.
+// The gradient of the slopes is the sum of dS times minus the distance: it is added up by a
+// fragment, then by its warp, then in global memory. Where it must not depend on the order of the
+// warps, every block of 16 x 16 scores has its own sum there.
 #pragma once
 
 #include "../scores.cuh"
 
 namespace tilewise {
 
-// `one_sided`: queries see no key behind the one that they stand at, so no distance is negative.
+// `one_sided`: queries see no key behind their own position, so no distance is negative.
 template <bool learned, bool one_sided = false>
 struct Alibi {
   struct Operands {
@@ -19,8 +19,8 @@ struct Alibi {
     long long slopes_batch_stride, slopes_head_stride;
     float* dslopes;
     long long dslopes_batch_stride, dslopes_head_stride;
-    long long dslopes_row_stride, dslopes_key_stride;  // of blocks of 16
-    float alibi_unit;                                  // of a nat, in the units of v
+    long long dslopes_row_stride, dslopes_key_stride;  // strides between blocks of 16
+    float alibi_unit;                                  // one nat, in the units of v
   };
   static constexpr bool uses_head = true;
   struct Once {
@@ -64,8 +64,8 @@ struct Alibi {
     const float signed_distance = rows_are == RowsAre::queries ? start + step : start - step;
     return one_sided ? signed_distance : fabsf(signed_distance);
   }
-  // A line on each side of the diagonal. `bend` makes up for columns on the other side, where some
-  // of the first `count` are.
+  // There is a line on each side of the diagonal. `bend` corrects columns on the other side, if any
+  // of the first `count` are there.
   static constexpr bool is_straight = one_sided;
   template <typename Params, typename At>
   static __device__ __forceinline__ float per_column(const Params& params, const At& at) {

@@ -1,13 +1,12 @@
 // A tensor that is added to the scores, broadcast in any way, and its gradient.
 //
-//   v unit + bias     and from there on v is in nats: a bias as large as a float loses no bit
+//   v unit + bias     after which v is in nats: a bias as large as a float loses no bit
 //
-// Here it is read where it lies, when it is needed; sm90/staged_bias.cuh is for kernels that have
-// its tiles in shared memory.
-// `number`: what it is made of. `paired`: keys lie side by side, two of them aligned as one number,
-// and their number is even.
-// The gradient is dS. Where every score has its own bias it is stored, in the bias's own numbers;
-// else added up in float32. Where that must not depend on the order of the warps, the host gives
+// This term reads the bias from global memory when it is needed; sm90/staged_bias.cuh is for
+// kernels that have its tiles in shared memory. `number`: its element type. `paired`: keys are
+// adjacent, pairs of them are aligned as one number, and their count is even. The gradient is dS.
+// Where every score has its own bias it is stored, in the bias's own element type; otherwise it is
+// added up in float32. Where the sum must not depend on the order of the warps, the host gives
 // every score a place of its own, and adds up later.
 #pragma once
 
@@ -27,14 +26,14 @@ struct BitsOf<Number::float32> {
   using Type = float;
 };
 
-// Its gradient.
+// The gradient of the bias.
 template <Number number, bool paired, Learned learned>
 struct BiasGradient {
   using Bits = typename BitsOf<number>::Type;
 
   Bits* dbias;
   Placement dplace;
-  float first_ds;  // of a pair
+  float first_ds;  // dS of the first of a pair
 
   template <typename Params, typename At>
   __device__ __forceinline__ BiasGradient(const Params& params, const At& at)
@@ -84,7 +83,7 @@ struct Bias : BiasGradient<number, paired, learned> {
     long long bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride;
     void* dbias;
     long long dbias_batch_stride, dbias_head_stride, dbias_row_stride, dbias_key_stride;
-    float bias_in, bias_out;  // nats per v before it, and the inverse
+    float bias_in, bias_out;  // nats per v before this term, and the inverse
   };
   static constexpr bool uses_head = true;
   using Bits = typename BitsOf<number>::Type;
@@ -93,8 +92,8 @@ struct Bias : BiasGradient<number, paired, learned> {
   float in;
   const float& out;
   Placement place;
-  bool checks = true;  // whether an element exists
-  float second;        // of a pair: the number that came with the one before
+  bool checks = true;  // whether each element must be tested for existence
+  float second;        // second of a pair: it was loaded with the first
 
   template <typename Params, typename At>
   __device__ __forceinline__ Bias(const Params& params, const Unit& unit, const At& at)
@@ -127,7 +126,7 @@ struct Bias : BiasGradient<number, paired, learned> {
   }
   __device__ __forceinline__ bool holds(int count) const { return place.holds(count); }
   __device__ __forceinline__ float apply(float v, int i) { return fmaf(v, in, at(i)); }
-  // Any finite number where the bias hides: its weight is 0, and 0 * inf is NaN.
+  // Returns any finite number where the bias hides: its weight is 0, and 0 * inf is NaN.
   __device__ __forceinline__ float before(float v, int i) {
     const float added = at(i);
     return added == -infinity ? 0.0f : (v - added) * out;

@@ -1,10 +1,11 @@
-// Dropout: a weight stays with a chance, by 16 random bits, and counts 1 / (the chance).
+// Dropout: a weight is kept with a given probability, decided by 16 random bits, and kept weights
+// are multiplied by 1 / (that probability).
 //
-// The bits are taken for an fp16 number, and the weight stays where that is not at least a bound,
-// as NaN is not. Why: two numbers are compared by one instruction, which leaves what two packed
-// weights are masked with. Where fewer stay than there are NaNs, it is the other way round.
+// The bits are interpreted as an fp16 number, and the weight stays where that number is not at
+// least a bound, which includes NaN. Why: one instruction compares two numbers and yields the mask
+// for two packed weights. Where fewer weights stay than there are NaNs, the comparison is inverted.
 //
-// A head has four words h of its own, from Philox4x32 with seven rounds:
+// Each head has four words h, from Philox4x32 with seven rounds:
 //   counter   (batch * heads + head, 0, offset, offset >> 32)
 //   key       (seed, seed >> 32)
 // The eight scores of queries {q, q + 8} and keys {k, k + 1, k + 8, k + 9}, with q % 16 < 8, k % 16
@@ -14,14 +15,15 @@
 //   bits      of keys k (low half) and k + 1 (high half):      query q: a,  q + 8: b
 //             of keys k + 8 (low half) and k + 9 (high half):  a ^ b ^ (a with its halves swapped),
 //                                                              a ^ b ^ (b with its halves swapped)
-// So they depend on where a score stands and on nothing else. Each of the eight numbers of 16 bits
+// The bits therefore depend only on the position of a score. Each of the eight 16-bit numbers
 // is the sum of one or of three of the four halves of a and b, no two of the same: any three of
-// them are independent, and each is uniform. (Of the seventy fours, fourteen have a sum of 0.) Why:
-// 128 bits would cost twice as many multiplications.
+// them are independent, and each is uniform. (Of the seventy sets of four, fourteen have a sum of
+// 0.) Why: 128 bits would cost twice as many multiplications.
 //
 // Why these eight: where rows are queries a thread has all of them. Where rows are keys it has one
-// of every two neighbouring keys; the thread four lanes on has the other, makes the bits of the
-// next query, and both trade what they have. Python's side is tilewise/terms/dropout.py.
+// of every two neighbouring keys; the thread four lanes away has the other and makes the bits of
+// the next query, and both exchange their bits. The Python counterpart is
+// tilewise/terms/dropout.py.
 #pragma once
 
 #include "../scores.cuh"
@@ -55,11 +57,11 @@ __device__ __forceinline__ void philox(ptx::u32 (&c)[2], ptx::u32 key) {
 
 struct Dropout {
   struct Operands {
-    const long long* seed;  // and the offset
+    const long long* seed;  // followed by the offset
     long long seed_span_stride;
     float dropout_weight;
-    ptx::u32 dropout_bound;   // twice
-    ptx::u32 dropout_turned;  // 0, or ones
+    ptx::u32 dropout_bound;   // in both halves of the word
+    ptx::u32 dropout_turned;  // 0, or all ones
     int dropout_heads;
   };
   static constexpr bool uses_head = true;
@@ -84,7 +86,7 @@ struct Dropout {
   ptx::u32 counter[2];
   const ptx::u32 &bound, &turned;
   RowsAre rows_are;
-  bool odd;  // where rows are keys: whether this thread's are
+  bool odd;  // where rows are keys: whether this thread's key is odd
   ptx::u32 words[4];
   float kept_weight;
 
@@ -103,19 +105,19 @@ struct Dropout {
     counter[1] = key / 16 * 4 + key % 8 / 2 + once.first_key;
   }
 
-  // a and b of the `block`-th sixteen columns.
+  // Draws a and b of the `block`-th sixteen columns.
   __device__ __forceinline__ void draw(int block, ptx::u32 (&drawn)[drawn_words]) const {
     const bool by_queries = rows_are == RowsAre::queries;
     drawn[0] = counter[0] + (by_queries ? 0 : 8 * block);
     drawn[1] = counter[1] + (by_queries ? 4 * block : 0);
     philox(drawn, once.key);
   }
-  // The bits of this thread's eight scores of those columns.
+  // Makes the bits of this thread's eight scores of those columns.
   __device__ __forceinline__ void spread(const ptx::u32 (&drawn)[drawn_words]) {
     ptx::u32 a = drawn[0], b = drawn[1];
     ptx::u32 other_a = __byte_perm(a, a, 0x1032), other_b = __byte_perm(b, b, 0x1032);
     if (rows_are == RowsAre::keys) {
-      // This key's halves of both queries, and those of the other key.
+      // This key's halves for both queries, and those of the other key.
       const ptx::u32 come_a = __shfl_xor_sync(0xffffffffu, a, 4);
       const ptx::u32 come_b = __shfl_xor_sync(0xffffffffu, b, 4);
       const ptx::u32 own = odd ? 0x3276 : 0x5410, other = odd ? 0x1054 : 0x7632;

@@ -1,6 +1,7 @@
-// A boolean tensor that says which keys a query may see, one byte per pair, broadcast in any way.
+// A boolean tensor that specifies which keys a query may see, one byte per pair, broadcast in any
+// way.
 //
-// `paired`: keys lie side by side, two of them aligned as one number, and their number is even.
+// `paired`: keys are adjacent, pairs of them are aligned as one number, and their count is even.
 // `rows_alike`: all queries of a head see the same keys.
 #pragma once
 
@@ -42,7 +43,7 @@ struct Keep {
   // Queries and keys past the end are not read: they count as hidden, and have no weight anyway.
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&v)[count], const At& at) const {
-    // Why few where keys are not side by side: each has an address of its own.
+    // Why few where keys are not adjacent: each has its own address.
     constexpr int chunk = paired ? loaded_at_once<At, count> : 8;
 #pragma unroll
     for (int first = 0; first < count; first += chunk) {
@@ -68,7 +69,7 @@ struct Keep {
         else
           both = __ldg(from);
       }
-      // All elements that this decides: with queries as rows, those of the same columns.
+      // All elements that this byte decides: with queries as rows, those of the same columns.
       constexpr int reach = !rows_alike ? 2 : At::rows_are == RowsAre::queries ? 4 : count;
 #pragma unroll
       for (int other = i; other < (i + reach < count ? i + reach : count); ++other) {
@@ -79,7 +80,7 @@ struct Keep {
       }
     }
   }
-  // Whether an element before has the same key, which all queries see alike.
+  // Whether an earlier element has the same key, which all queries see alike.
   template <RowsAre rows_are>
   static __device__ __forceinline__ constexpr bool reuses(int i) {
     if (!rows_alike) return false;

@@ -1,10 +1,9 @@
-// A boolean tensor that says which keys a query may see, packed into one bit per pair.
+// A boolean tensor that specifies which keys a query may see, packed into one bit per pair.
 //
 // A line of bits belongs to a row of a fragment: to a query, with one bit per key, or to a key,
 // with one bit per query (tile_map.cuh makes both). `rows_alike`: all queries of a head see the
-// same keys, and there is one line, of keys. Lines are longer than what they are of, so that the
-// last tile may read whole words; what lies there is hidden by the band, or of queries past the
-// end.
+// same keys, and there is one line, of keys. Lines are padded, so that the last tile may read whole
+// words; the padding is hidden by the band, or belongs to queries past the end.
 #pragma once
 
 #include "../scores.cuh"
@@ -17,7 +16,7 @@ struct KeptBits {
     const unsigned char* keep;
     long long keep_batch_stride, keep_head_stride, keep_row_stride, keep_key_stride;
     const ptx::u32* keep_bits;
-    long long keep_bits_batch_stride, keep_bits_head_stride;  // in words, as all strides here
+    long long keep_bits_batch_stride, keep_bits_head_stride;  // in words, like all strides here
     int keep_bits_line_stride;
   };
   static constexpr bool uses_head = true;
@@ -40,12 +39,12 @@ struct KeptBits {
                        query * params.keep_row_stride + key * params.keep_key_stride] != 0;
   }
 
-  // Of a fragment of `count` elements, what decides about it: kernels load it while its scores are
-  // made (at.ahead()), others when it is needed. A tile is as wide as all elements of a quad, and
-  // where that is whole words, none of a thread's bits is in another word. Where rows are queries
-  // a thread keeps its own bits alone, 32 of a register: it loads under the products that it has
-  // begun. Where they are keys it loads before it begins them, and keeps the words, so that it need
-  // not wait.
+  // The bits that decide about a fragment of `count` elements: some kernels load them while the
+  // scores are computed (at.ahead()), others when they are needed. A tile is as wide as all
+  // elements of a quad; where that is a multiple of whole words, none of a thread's bits falls into
+  // another word. Where rows are queries, a thread keeps only its own bits, 32 per register: it
+  // loads them while the products that it has issued are in flight. Where rows are keys, it loads
+  // the words before it issues the products, and keeps them unprocessed, so that it need not wait.
   template <int count, RowsAre rows_are>
   struct Ahead {
     static constexpr int width = 2 * count;
@@ -61,7 +60,7 @@ struct KeptBits {
                                                                    : 1;
 
     ptx::u32 kept[one_line ? 1 : 2][kept_words];  // per row
-    int first;  // where its bits begin in the first word, if that is not known beforehand
+    int first;  // where its bits begin in the first word, if that is not known at compile time
 
     // The bit of element i in its word.
     static __device__ __forceinline__ constexpr int bit(int i) {
@@ -100,7 +99,7 @@ struct KeptBits {
       }
     }
   }
-  // A word of a line from this thread's first bit on.
+  // A word of a line, starting from this thread's first bit.
   template <bool whole_words, int words>
   static __device__ __forceinline__ ptx::u32 shifted(const ptx::u32 (&line)[words], int word,
                                                      int first) {

@@ -1,5 +1,6 @@
 // The largest score of every head, in nats, as a result of the forward: a maximum in global memory,
-// of unsigned numbers that are ordered as the floats they stand for; 0 where there is no score.
+// of unsigned numbers that have the same order as the floats they encode; 0 where there is no
+// score.
 #pragma once
 
 #include "../scores.cuh"

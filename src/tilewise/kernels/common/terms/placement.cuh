@@ -5,9 +5,9 @@
 
 namespace tilewise {
 
-// Where an operand of all four dimensions of scores lies, for the elements of a fragment.
+// The place of an operand with all four dimensions of scores, for the elements of a fragment.
 struct Placement {
-  long long start, row_stride, key_stride;  // of element 0
+  long long start, row_stride, key_stride;  // for element 0
   int rows_left, keys_left;                 // from element 0 on
   RowsAre rows_are;
 
@@ -33,12 +33,12 @@ struct Placement {
   __device__ __forceinline__ bool exists(int i) const {
     return query(i) < rows_left && key(i) < keys_left;
   }
-  // Whether all of a fragment's elements exist. It is true of nearly all fragments, and then no
-  // element needs a check of its own.
+  // Whether all of a fragment's elements exist. This is true of nearly all fragments, and then no
+  // element needs its own check.
   __device__ __forceinline__ bool holds(int count) const {
     return query(count - 1) < rows_left && key(count - 1) < keys_left;
   }
-  // `adjacent`: keys lie side by side.
+  // `adjacent`: keys are contiguous.
   template <bool adjacent>
   __device__ __forceinline__ long long offset(int i) const {
     return start + query(i) * row_stride + (adjacent ? key(i) : key(i) * key_stride);

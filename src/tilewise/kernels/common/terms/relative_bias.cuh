@@ -1,12 +1,13 @@
-// A bias by the distance of a key, from a table of its head.
+// A bias that depends on the distance of a key, from a table per head.
 //
-//   v unit + table[head, key - query + zero], the index held inside the table; then v is in nats
+//   v unit + table[head, key - query + zero], with the index clamped to the table; then v is in
+//   nats
 //
-// Two rows of a fragment are eight apart, and so are its columns: what row r + 8 needs in one block
-// of columns, row r needed in the block before. So a number is loaded once for both, and gradients
-// of both are added up first. Of the rest, lanes nine apart have the same distance: these trade
-// them, or where the kernel has a room in shared memory for a warp, all of a warp's are added up
-// there.
+// Two rows of a fragment are eight apart, and so are its columns: row r + 8 needs in one block
+// of columns what row r needed in the previous block. A number is therefore loaded once for both,
+// and the gradients of both are added up first. Beyond that, lanes nine apart have the same
+// distance: they exchange their sums or, where the kernel has a room in shared memory for a warp,
+// all sums of a warp are added up there.
 #pragma once
 
 #include "bias.cuh"
@@ -20,26 +21,26 @@ struct RelativeBias {
     long long table_head_stride, table_span_stride;
     float* dtable;
     long long dtable_head_stride, dtable_span_stride;
-    float table_in, table_out;  // nats per v before it, and the inverse
+    float table_in, table_out;  // nats per v before this term, and the inverse
     int table_zero, table_span;
   };
   static constexpr bool uses_head = true, loads_few = true;
   using Bits = typename BitsOf<number>::Type;
 
   const Bits* table;
-  const Bits* first;  // of element 0, in a table whose numbers lie side by side
+  const Bits* first;  // for element 0, in a table whose numbers are adjacent
   float* dtable;
   const long long &stride, &dstride;
-  bool checks = true;  // whether an index lies in the table
+  bool checks = true;  // whether an index must be checked against the table
   const int& span;
   float in;
   const float& out;
-  float* room = nullptr;  // of this warp in shared memory
+  float* room = nullptr;  // this warp's space in shared memory
   int start;              // the index of element 0
   RowsAre rows_are;
-  float ahead[2], behind[2];  // numbers of this block of columns and the one before
-  float pending[2], held[2];  // gradients likewise
-  float ds_unit = 1.0f;       // of them
+  float ahead[2], behind[2];  // numbers of this block of columns and the previous one
+  float pending[2], held[2];  // gradients, likewise
+  float ds_unit = 1.0f;       // unit of these gradients
 
   template <typename Params, typename At>
   __device__ __forceinline__ RelativeBias(const Params& params, const Unit& unit, const At& at)
@@ -58,15 +59,15 @@ struct RelativeBias {
     if constexpr (requires { at.room(); }) room = at.room();
   }
 
-  // Whether numbers lie side by side, and all that the first `count` elements need are there.
+  // Whether numbers are adjacent, and all that the first `count` elements need lie in the table.
   __device__ __forceinline__ bool holds(int count) const {
-    const int ahead = 2 * count - 7, behind = 8;  // of element 0, in the order of columns
+    const int ahead = 2 * count - 7, behind = 8;  // relative to element 0, in the order of columns
     const bool by_queries = rows_are == RowsAre::queries;
     return stride == 1 && start >= (by_queries ? behind : ahead) &&
            start + (by_queries ? ahead : behind) < span;
   }
 
-  // Of row r in the block of columns `block`.
+  // The index for row r in the block of columns `block`.
   __device__ __forceinline__ int index(int block, int h) const {
     const int step = 8 * block + h;
     const int i = rows_are == RowsAre::queries ? start + step : start - step;
@@ -123,18 +124,19 @@ struct RelativeBias {
       put(sum, block, h);
   }
 
-  // --- by way of shared memory, where rows are keys ---
+  // --- through shared memory, where rows are keys ---
 
-  // A row of the room is for the sums of lanes g and g + 4, g = lane / 4 < 4, in the order of
-  // columns and shifted by g: so sums of one distance stand below one another. Why such rows: lanes
-  // write to different banks.
+  // A row of the room holds the sums of lanes g and g + 4, g = lane / 4 < 4, in the order of
+  // columns and shifted by g, so that sums of one distance are below one another. Why such rows:
+  // lanes write to different banks.
   static constexpr int room_row = 105, room_blocks = 10;
   int window = -2;                     // the first block in the room
-  float before_sum[2] = {0.0f, 0.0f};  // of the block of columns before
+  float before_sum[2] = {0.0f, 0.0f};  // of the previous block of columns
 
   __device__ __forceinline__ void put(float sum, int block, int h) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    // Lane g + 4 has the distance of g four columns on: of this block or of the one before.
+    // Lane g + 4 has the same distance as g four columns further on: in this block or in the
+    // previous one.
     const float come = __shfl_xor_sync(0xffffffffu, t >= 2 ? before_sum[h] : sum, 18);
     const int place = 8 * (block - 1 - window) + h + 3;
     if (g < 4) room[g * (room_row - 1) + 2 * t + place] = before_sum[h] + come;
@@ -144,11 +146,11 @@ struct RelativeBias {
       window += room_blocks;
     }
   }
-  // The sums of several blocks to global memory.
+  // Adds the sums of several blocks to global memory.
   __device__ __forceinline__ void add_room(int blocks) {
     if (blocks == 0) return;
     const int lane = threadIdx.x % 32;
-    const int end = 8 * blocks + 3;  // of row 0
+    const int end = 8 * blocks + 3;  // end of row 0
     __syncwarp();
 #pragma unroll
     for (int first_place = 0; first_place < end; first_place += 32) {
@@ -166,10 +168,10 @@ struct RelativeBias {
     __syncwarp();
   }
 
-  // --- without it ---
+  // --- without shared memory ---
 
-  // To the sum of a distance: lanes (g, t), g = lane / 4 and t = lane % 4, have that of (g + 2, t +
-  // 1).
+  // Adds to the sum of a distance: lanes (g, t), g = lane / 4 and t = lane % 4, have the same
+  // distance as (g + 2, t + 1).
   __device__ __forceinline__ void add(float sum, int block, int h) {
     const int lane = ptx::thread_again() % 32, g = lane / 4, t = lane % 4;
 #pragma unroll

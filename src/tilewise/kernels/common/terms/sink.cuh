@@ -1,9 +1,9 @@
-// A logit per head that joins the sum of every row, as one more key without a value.
+// A logit per head that joins the sum of every row, like one more key without a value.
 //
 //   l + e^(sink - m), in the units of the larger of m and the sink
 //
-// Its gradient is -sum over rows of e^(sink - lse) D, and needs lse and D alone: a kernel of its
-// own behind the backward (sink_gradient.cuh).
+// Its gradient is -sum over rows of e^(sink - lse) D, which needs only lse and D: a separate
+// kernel after the backward computes it (sink_gradient.cuh).
 #pragma once
 
 #include "../scores.cuh"
@@ -18,7 +18,7 @@ struct Sink {
   static constexpr bool uses_head = true;
 
   struct Once {
-    float sink;  // log2
+    float sink;  // in log2 units
 
     Once() = default;
     template <typename Params, typename At>
@@ -35,7 +35,7 @@ struct Sink {
   __device__ __forceinline__ float finish_row(float& m, float& l, float log2_unit, int) const {
     const float before = m * log2_unit;
     if (!(sink > before)) {
-      // Why not where both are -inf: their difference is NaN.
+      // Why not if both are -inf: their difference is NaN.
       if (sink > -infinity) l += ptx::ex2(sink - before);
       return 1.0f;
     }

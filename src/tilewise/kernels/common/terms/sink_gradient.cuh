@@ -1,6 +1,6 @@
-// The gradient of a sink (sink.cuh), from lse and D of all rows: a warp adds up so many rows of one
-// head of one batch, in a fixed order, and stores the sum. Bound by memory traffic, of which there
-// is little.
+// The gradient of a sink (sink.cuh), from lse and D of all rows: a warp adds up `sink_rows` rows of
+// one head of one batch, in a fixed order, and stores the sum. The kernel is bound by memory
+// traffic, of which there is little.
 #pragma once
 
 #include "../ptx.cuh"
@@ -17,10 +17,10 @@ struct SinkGradientParams {
   int seq_q;
   int rows;
   int blocks;
-  float factor;  // -1 where row_terms are D
+  float factor;  // -1 if row_terms are D
 };
 
-constexpr int sink_rows = 1024;  // of a warp
+constexpr int sink_rows = 1024;  // per warp
 
 __device__ __forceinline__ void sink_gradient(const SinkGradientParams& params) {
   constexpr float log2_e = 1.44269504088896341f;

@@ -1,7 +1,8 @@
-// Of the keys of a query only a span is there: [first_key, end_key) of its row, from memory. Both
-// never fall from one row to the next, and first_row and end_row of a key say the same the other
-// way round: query r sees key j where first_key[r] <= j < end_key[r], and so first_row[j] <= r <
-// end_row[j]. So packed documents, prefixes that all queries see, and chunks reach the kernels.
+// A query sees only a span of keys: [first_key, end_key) of its row, from memory. Neither bound
+// decreases from one row to the next, and first_row and end_row of a key express the same in the
+// other direction: query r sees key j if first_key[r] <= j < end_key[r], which is equivalent to
+// first_row[j] <= r < end_row[j]. The kernels receive packed documents, prefixes that all queries
+// see, and chunks in this form.
 #pragma once
 
 #include "../scores.cuh"
@@ -62,7 +63,7 @@ struct Spans {
     return {{first.begin, last.end}, {last.begin, first.end}};
   }
 
-  // Rows past the end have the span of the last: such queries have no weight, and the band hides
+  // Rows past the end use the span of the last row: such queries have no weight, and the band hides
   // such keys.
   template <typename At>
   static __device__ __forceinline__ Span of_row(const Operands& operands, int seq_q, int seq_k,
@@ -73,7 +74,7 @@ struct Spans {
       return queries_of(operands, at.batch(), min_int(row, seq_k - 1));
   }
 
-  // The spans of a warp's sixteen rows in one register: lane l has the first of row l, lane 16 + l
+  // The spans of a warp's sixteen rows in one register: lane l has the start of row l, lane 16 + l
   // the end.
   struct OfRows {
     int bound;
@@ -93,7 +94,7 @@ struct Spans {
     }
   };
 
-  // The band is hidden in the same pass: a term of its own would look at every element again.
+  // The band is hidden in the same pass: a separate term would process every element again.
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&v)[count], const At& at) const {
     const int column = at.column();
