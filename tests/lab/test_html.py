@@ -25,6 +25,7 @@ from tilewise.lab.model import kernels, roofline
 from tilewise.lab.render import (
     charts,
     docs,
+    host_docs,
     inspect_page,
     models_docs,
     pages,
@@ -692,7 +693,8 @@ def test_our_reports_are_those_of_their_records() -> None:
     """Run `make docs` if this fails."""
     found = {report.path.name: report for report in docs.reports(ROOT)}
     kept = {path.name for path in (ROOT / "docs").rglob("*.html")}
-    assert set(found) == {*kept, report_docs.PAGE.name, models_docs.PAGE.name}, "a page without its record"
+    tables = {report_docs.PAGE.name, models_docs.PAGE.name, host_docs.PAGE.name}
+    assert set(found) == {*kept, *tables}, "a page without its record"
     assert [name for name, report in found.items() if report.stale] == []
 
 
