@@ -263,8 +263,16 @@ def attention_packed(
     plain = alibi is None and sink is None and whole and operands is None and not return_max_logit
     if plain and not scores and not dropout and not torch.compiler.is_compiling() and CHECK not in os.environ:
         told = (max_seqlen_q, max_seqlen_k, mask, scale, softcap, return_lse, backend, precision)
+        if (attend := native.attend_packed) is not None:
+            known: Tensor | tuple[Tensor, ...] | None = attend(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, *repeated.packed_options(*told)
+            )
+            if known is not None:
+                return known
         call = op.recall_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, told)
         if call is not None:
+            if call.plan is not None:
+                repeated.learn_packed(call, q, k, v, (cu_seqlens_q, cu_seqlens_k), told)
             out, lse = op.execute_packed(call, q, k, v, cu_seqlens_q, cu_seqlens_k)
             out = out.squeeze(0).transpose(0, 1)
             return (out, lse.squeeze(0)) if return_lse and lse is not None else out

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 _log = logging.getLogger("tilewise")
-Form = Literal["bhsd", "bshd", "bsd"]  # the last one: (batch, seq, dim), the batch in the place of the heads
+# Two more than layouts: (batch, seq, dim), the batch in the place of the heads; and packed, (seq, heads, dim).
+Form = Literal["bhsd", "bshd", "bsd", "packed"]
+PACKED: Literal["packed"] = "packed"
 
 
 class Repeated(NamedTuple):
@@ -54,11 +56,42 @@ def learn(call: Call, q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...
         return
     found = handle(call, form, q, k, v)
     if found is not None:
-        calls.learn(generation, *(_raw(tensor, form) for tensor in (q, k, v)), arguments, found)
+        calls.learn(generation, *(_raw(tensor, form) for tensor in (q, k, v)), None, None, arguments, found)
 
 
-def handle(call: Call, form: Form, q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """What the extension knows such a call by; None where it cannot make it."""
+def learn_packed(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, Tensor], arguments: tuple[Any, ...]
+) -> None:
+    """Let the extension answer calls of `attention_packed` with such tensors and arguments, if it can."""
+    if call.native is None or call.native.get(PACKED, call) is None or (calls := native.ready()) is None:
+        return
+    generation = calls.generation()
+    if op.recall_packed(q, k, v, *offsets, arguments) is not call:
+        return
+    views = _viewed(q, PACKED), _viewed(k, PACKED), _viewed(v, PACKED)
+    found = handle(call, PACKED, *views, offsets)
+    if found is not None:
+        calls.learn(generation, q, k, v, *offsets, packed_options(*arguments), found)
+
+
+def packed_options(
+    max_q: int,
+    max_k: int,
+    mask: Any,
+    scale: float | None,
+    softcap: float,
+    return_lse: bool,
+    backend: str,
+    precision: str,
+) -> tuple[Any, ...]:
+    """What `op.recall_packed` remembers a call by, in the places of the options of `attention`."""
+    return mask, scale, softcap, max_q, max_k, PACKED, return_lse, backend, precision
+
+
+def handle(
+    call: Call, form: Form, q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, Tensor] | None = None
+) -> Any:
+    """What the extension knows such a call of bhsd views by; None where it cannot make it."""
     if call.plan is None or call.native is None or native.ready() is None:
         return None
     if form not in call.native:
@@ -66,7 +99,7 @@ def handle(call: Call, form: Form, q: Tensor, k: Tensor, v: Tensor) -> Any:
             return None
         call.native[form] = None
         try:
-            call.native[form] = _described(call, form, q, k, v)
+            call.native[form] = _described(call, form, q, k, v, offsets)
         except Exception as error:  # the way in Python has just made this call, and makes the next
             _log.warning("tilewise: a call of %s is left to Python: %s: %s", call.problem, type(error).__name__, error)
     return call.native[form]
@@ -76,25 +109,26 @@ def _is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _described(call: Call, form: Form, q: Tensor, k: Tensor, v: Tensor) -> Any:
+def _described(call: Call, form: Form, q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, Tensor] | None) -> Any:
     assert call.plan is not None
     problem = in_terms(call.problem)
     constants = mask_operands(call.problem, q.device)
     reports = any(term.outputs for term in problem.scores)
-    given = {operand.name for operand in problem.operands} - set(constants)
+    packed = {} if offsets is None else dict(zip(recipes.OFFSETS, offsets, strict=True))
+    given = {operand.name for operand in problem.operands} ^ {*constants, *packed}
     if call.lacks_memory or problem.empty or reports or given or run.goes_by_spans(call.problem):
         return None
     if call.plan.forward is None or not native.knows_streams_of(q.device):
         return None
     out = empty_out(q, problem.head_dim_v, problem.layout)
-    operands = run.forward_operands(problem, q, k, v, out, constants)
+    operands = run.forward_operands(problem, q, k, v, out, {**constants, **packed})
     recipe = recipes.recipe_of(call.plan.forward, operands, run.device_index(q.device))
     if recipe is None:
         return None
     _give_counters(recipe, q.device)
     owner = Repeated(call._replace(native=None), form, constants)
     raw = [_raw(tensor, form) for tensor in (q, k, v)]
-    lse = tuple(out.shape[:3]) if run.makes_lse(problem) else None
+    lse = tuple(out.shape[form == PACKED : 3]) if run.makes_lse(problem) else None
     returns_lse = call.options.needs_lse
     return native.calls.new_call(*raw, recipe, _shape(_raw(out, form)), lse, returns_lse, problem.needs_grad, owner)
 
@@ -119,27 +153,39 @@ def _make_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
     wanted: int,
     learn: bool,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k and v of which `wanted` has the bits; with `learn`, such a backward is known afterwards."""
     call, form, _ = repeated
     flags = tuple(bool(wanted >> place & 1) for place in range(len(INPUTS)))
+    if form == PACKED:
+        lse, dlse = lse.unsqueeze(0), None if dlse is None else dlse.unsqueeze(0)
     saved = _viewed(q, form), _viewed(k, form), _viewed(v, form), _viewed(out, form), lse
     seen = None if dout is None else _viewed(dout, form)
-    grads = op.gradients(call, saved, (), flags, seen, dlse)[: len(INPUTS)]
+    offsets = () if cu_q is None or cu_k is None else (cu_q, cu_k)
+    grads = op.gradients(call, saved, offsets, (*flags, *(False for _ in offsets)), seen, dlse)[: len(INPUTS)]
     if learn and dout is not None and not _is_captured(q):
-        _learn_backward(known, repeated, dout, saved, wanted, flags)
+        _learn_backward(known, repeated, dout, saved, offsets, wanted, flags)
     return tuple(None if grad is None else _raw(grad, form) for grad in grads)
 
 
 def _learn_backward(
-    known: Any, repeated: Repeated, dout: Tensor, saved: tuple[Tensor, ...], wanted: int, flags: tuple[bool, ...]
+    known: Any,
+    repeated: Repeated,
+    dout: Tensor,
+    saved: tuple[Tensor, ...],
+    offsets: tuple[Tensor, ...],
+    wanted: int,
+    flags: tuple[bool, ...],
 ) -> None:
     call, form, constants = repeated
     q, k, v, out, _ = saved
     problem, wants = in_terms(call.problem), chosen(INPUTS, flags)
-    tensors = {"dout": _viewed(dout, form), "q": q, "k": k, "v": v, "out": out, **constants}
+    packed = dict(zip(recipes.OFFSETS, offsets, strict=True)) if offsets else {}
+    tensors = {"dout": _viewed(dout, form), "q": q, "k": k, "v": v, "out": out, **constants, **packed}
     recipe, zeroed = None, 0
     shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     try:
@@ -166,6 +212,8 @@ def _viewed(tensor: Tensor, form: Form) -> Tensor:
     """(batch, heads, seq, head_dim), of a tensor as the caller has it."""
     if form == "bhsd":
         return tensor
+    if form == PACKED:
+        return tensor.transpose(0, 1).unsqueeze(0)
     return tensor.transpose(1, 2) if form == "bshd" else tensor.unsqueeze(0)
 
 
@@ -173,6 +221,8 @@ def _raw(tensor: Tensor, form: Form) -> Tensor:
     """The other way."""
     if form == "bhsd":
         return tensor
+    if form == PACKED:
+        return tensor.squeeze(0).transpose(0, 1)
     return tensor.transpose(1, 2) if form == "bshd" else tensor.squeeze(0)
 
 

@@ -557,3 +557,60 @@ def test_the_way_in_python_can_be_asked_for(hopper):
     assert hopper.counts[0] == before
     assert torch.equal(hopper.attention(*tensors), want)
     assert hopper.counts[0] == before + 1
+
+
+def packed_inputs(*, grad=False, heads=(2, 1), lengths=(70, 0, 33), dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    made = [torch.randn(total, n, 64, generator=generator).to(dtype) for n in (heads[0], heads[1], heads[1])]
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return [tensor.requires_grad_(grad) for tensor in made], offsets
+
+
+def test_packed_calls_are_native_from_the_third_on(machine):
+    tensors, offsets = packed_inputs()
+    arguments = {"mask": "causal", "return_lse": True, "backend": machine.backend}
+
+    def call(at=offsets):
+        return tilewise.attention_packed(*tensors, at, at, 70, 70, **arguments)
+
+    before = machine.counts[0]
+    results = [call() for _ in range(3)]
+    assert machine.counts[0] == before + 1
+    for found in results[1:]:
+        for got, want in zip(found, results[0], strict=True):
+            assert torch.equal(got, want)
+            assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+    # The table of the offsets is made anew when they change: in place, and as another tensor.
+    offsets[1] = 40
+    native.use(None)
+    want = call()
+    native.use(machine.calls)
+    for at in (offsets, offsets.clone()):
+        before = machine.counts[0]
+        for got, wanted in zip(call(at), want, strict=True):
+            assert torch.equal(got, wanted)
+        assert machine.counts[0] == before + 1
+
+
+def test_packed_gradients_have_the_bits_of_those_in_python(machine):
+    tensors, offsets = packed_inputs()
+    dout = torch.randn(tensors[0].shape).to(torch.bfloat16)
+
+    def step():
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        out, lse = tilewise.attention_packed(
+            *leaves, offsets, offsets, 70, 70, mask="causal", return_lse=True, backend=machine.backend
+        )
+        torch.autograd.backward((out, lse), (dout, torch.ones_like(lse)))
+        return [out.detach(), lse.detach(), *(leaf.grad for leaf in leaves)]
+
+    native.use(None)
+    want = step()
+    native.use(machine.calls)
+    before = machine.counts
+    for _ in range(4):
+        for got, wanted in zip(step(), want, strict=True):
+            assert torch.equal(got, wanted)
+    forwards, backwards, in_python = (now - then for now, then in zip(machine.counts, before, strict=True))
+    assert (forwards, backwards, in_python) == (3, 2, 1)

@@ -4,7 +4,9 @@
 reader without Python needs: the bytes of every kernel's arguments with all that no call changes, and a list of the
 places that a call fills in.
 
-    recipe  (bytes of scratch, launches)
+    recipe  (bytes of scratch, launches, prepared)
+    prepared  None, or (bytes, launches): what is made of the offsets of packed sequences before, and kept while they
+            stay as they are
     launch  (name, function, context, grid, threads, bytes of shared memory, may overlap, arguments, fills)
     fill    (ADDRESS, offset, operand, bytes behind it, None)
             (MAP, offset, operand, bytes behind it, what `TiledMap.described` says)
@@ -14,11 +16,12 @@ places that a call fills in.
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import TYPE_CHECKING, Any
 
 from . import run
 from .params import Strided
-from .program import SCRATCH, Address, Counter, Map, Stride, View, slots_of
+from .program import SCRATCH, Address, Counter, Layout, Map, Stride, View, slots_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,10 +30,13 @@ if TYPE_CHECKING:
 
     from .program import Launch, Program
 
-Recipe = tuple[int, tuple[tuple[Any, ...], ...]]
+Launches = tuple[tuple[Any, ...], ...]
+Recipe = tuple[int, Launches, "tuple[int, Launches] | None"]
 
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
+PREPARED = "prepared"
 # As the enumeration `Operand` of native/calls.h has them.
-OPERANDS = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "scratch")
+OPERANDS = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "scratch", PREPARED, *OFFSETS)
 ADDRESS, MAP, COUNTER = range(3)  # `Fill::Kind`
 MAX_ARGUMENTS = 4096  # bytes, of one kernel
 
@@ -42,10 +48,22 @@ def recipe_of(program: Program, operands: Mapping[str, torch.Tensor | None], dev
     alive. Kernels are built and loaded, which raises CompileError where one does not build.
     """
     program, operands = run.fitting(program, operands)
-    if program.prepared or program.unless_mapped is not None:
+    if program.unless_mapped is not None or len(program.prepared) > 1:
         return None
-    launches = [_launch(launch, program, operands, device) for launch in program.launches]
-    return None if None in launches else (program.scratch.bytes, tuple(one for one in launches if one is not None))
+    kept, made = None, Layout()
+    if program.prepared:
+        (before,) = program.prepared
+        if before.operands != OFFSETS or before.program.prepared or before.program.scratch.bytes:
+            return None
+        made = Layout.of(**{name: 4 * math.prod(shape) for name, shape in before.results})
+        first = [_launch(launch, before.program, operands, made, device) for launch in before.program.launches]
+        if None in first:
+            return None
+        kept = made.bytes, tuple(one for one in first if one is not None)
+    launches = [_launch(launch, program, operands, made, device) for launch in program.launches]
+    if None in launches:
+        return None
+    return program.scratch.bytes, tuple(one for one in launches if one is not None), kept
 
 
 def counts(recipe: Recipe) -> bool:
@@ -54,8 +72,9 @@ def counts(recipe: Recipe) -> bool:
 
 
 def _launch(
-    launch: Launch, program: Program, operands: Mapping[str, torch.Tensor | None], device: int
+    launch: Launch, program: Program, operands: Mapping[str, torch.Tensor | None], made: Layout, device: int
 ) -> tuple[Any, ...] | None:
+    """`made`: where the results of what is prepared lie."""
     params = launch.params()
     if ctypes.sizeof(params) > MAX_ARGUMENTS:
         return None
@@ -72,6 +91,8 @@ def _launch(
         name, plus = slot.operand, 0
         if name.startswith(SCRATCH):
             name, plus = "scratch", program.scratch.offset(name.removeprefix(SCRATCH))
+        elif any(region.name == name for region in made.regions):
+            name, plus = PREPARED, made.offset(name)
         if isinstance(slot, View):
             offset += Strided.data.offset
         if name in OPERANDS:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 attend: Callable[..., Any] | None = None
 """A known call of `tilewise.attention`, with its arguments in order; None where it is not known. Itself None until the
 extension is loaded and there is a driver."""
+attend_packed: Callable[..., Any] | None = None
+"""The same of `tilewise.attention_packed`, with what `repeated.packed_options` makes of its arguments."""
 calls: Any = None
 """The functions of calls.cpp, from then on."""
 
@@ -57,13 +59,13 @@ def ready() -> Any:
 
 def use(functions: Any) -> None:
     """Calls are answered by these functions from now on; None = by Python alone."""
-    global attend, calls
+    global attend, attend_packed, calls
     if functions is None:
-        attend = calls = None
+        attend = attend_packed = calls = None
         return
     assert _callbacks is not None
     functions.begin(*_callbacks)
-    calls, attend = functions, functions.attend
+    calls, attend, attend_packed = functions, functions.attend, functions.attend_packed
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 // Repeated calls of tilewise.attention, and their backwards: recognised, allocated and enqueued
 // without Python. See calls.h for what is what.
 //
-//   attend       q, k, v and the other arguments as a user gave them -> key -> Call -> run
+//   attend       q, k, v and the other arguments as a user gave them -> key -> Call -> run;
+//                attend_packed the same with the offsets of packed sequences
 //   run          allocates out, lse and scratch, fills in the arguments of each kernel, launches,
 //                and gives out its place in autograd's graph
 //   apply        the same for the gradients, on whatever thread autograd runs it
@@ -225,9 +226,9 @@ uintptr_t counter(c10::Device device, void* stream, int64_t count) {
   return room->take(capturing != 0, uint32_t(count));
 }
 
-void enqueue(const Recipe& recipe, c10::Device device, const Addresses& addresses) {
-  void* stream = stream_of(device);
-  for (const Launch& one : recipe.launches) {
+void enqueue(const std::vector<Launch>& launches, c10::Device device, void* stream,
+             const Addresses& addresses) {
+  for (const Launch& one : launches) {
     alignas(
         64) char arguments[4096];  // the most that a kernel may have; Python holds launches to it
     std::memcpy(arguments, one.arguments.data(), one.arguments.size());
@@ -293,6 +294,14 @@ c10::DataPtr empty_bytes(int64_t bytes, c10::Device device) {
   return bytes == 0 ? c10::DataPtr() : allocator_of(device)->allocate(size_t(bytes));
 }
 
+void enqueue(const Recipe& recipe, c10::Device device, Addresses& addresses,
+             const Offsets& offsets) {
+  void* stream = stream_of(device);
+  at::Tensor made;
+  if (recipe.prepared != nullptr) made = recipe.prepared->made_of(offsets, stream, addresses);
+  enqueue(recipe.launches, device, stream, addresses);
+}
+
 std::vector<int64_t> contiguous_strides(c10::IntArrayRef sizes) {
   std::vector<int64_t> strides(sizes.size());
   int64_t step = 1;
@@ -324,16 +333,22 @@ bool is_readable(const at::Tensor& tensor) {
   return strides.back() == 1 && address(tensor) % 16 == 0;
 }
 
+// As kernels read offsets: int32 that follow one another.
+bool are_offsets(const at::Tensor& tensor) {
+  return is_ordinary(tensor) && tensor.scalar_type() == c10::kInt && tensor.dim() == 1 &&
+         (tensor.size(0) < 2 || tensor.stride(0) == 1);
+}
+
 class AttentionBackward final : public Node {
  public:
   std::shared_ptr<Call> call;
-  SavedVariable q, k, v, out, lse;
+  SavedVariable q, k, v, out, lse, cu_q, cu_k;
 
   std::string name() const override { return "TilewiseAttentionBackward"; }
 
   void release_variables() override {
     std::lock_guard<std::mutex> guard(mutex_);
-    for (SavedVariable* saved : {&q, &k, &v, &out, &lse}) saved->reset_data();
+    for (SavedVariable* saved : {&q, &k, &v, &out, &lse, &cu_q, &cu_k}) saved->reset_data();
   }
 
   variable_list apply(variable_list&& given) override {
@@ -344,8 +359,12 @@ class AttentionBackward final : public Node {
     {
       std::lock_guard<std::mutex> guard(mutex_);
       const NodePointer self = getptr();
-      saved = {q.unpack(), k.unpack(), v.unpack(), out.unpack(self),
-               call->returns_lse ? lse.unpack(self) : lse.unpack()};
+      saved = {q.unpack(),
+               k.unpack(),
+               v.unpack(),
+               out.unpack(self),
+               call->returns_lse ? lse.unpack(self) : lse.unpack(),
+               {cu_q.unpack(), cu_k.unpack()}};
     }
     unsigned wants = 0;
     for (unsigned i = 0; i < 3; ++i)
@@ -368,6 +387,7 @@ class AttentionBackward final : public Node {
  private:
   struct Saved {
     at::Tensor q, k, v, out, lse;
+    Offsets offsets;
   };
 
   // Hooks on saved tensors may have laid them out anew, and gradients may be of any kind.
@@ -377,6 +397,8 @@ class AttentionBackward final : public Node {
       if (!is_ordinary(*one) || one->device() != saved.q.device()) return false;
     if (dout.scalar_type() != saved.q.scalar_type() || dout.sizes() != saved.out.sizes())
       return false;
+    for (const at::Tensor& one : saved.offsets)
+      if (one.defined() && (!are_offsets(one) || one.device() != saved.q.device())) return false;
     if (dlse.defined() && (!is_ordinary(dlse) || dlse.scalar_type() != c10::kFloat ||
                            !dlse.is_contiguous() || dlse.device() != saved.q.device()))
       return false;
@@ -409,7 +431,7 @@ class AttentionBackward final : public Node {
     at[DOUT] = address(dout);
     at[DLSE] = address(dlse);
     at[SCRATCH] = reinterpret_cast<uintptr_t>(scratch.get());
-    enqueue(*backward.recipe, device, at);
+    enqueue(*backward.recipe, device, at, saved.offsets);
     memory().backwards.fetch_add(1, std::memory_order_relaxed);
   }
 
@@ -448,10 +470,10 @@ void AttentionBackward::make_in_python(const Saved& saved, const at::Tensor& dou
   memory().backwards_in_python.fetch_add(1, std::memory_order_relaxed);
   TORCH_CHECK(!is_finalizing(), "a backward that needs Python, which is ending");
   pybind11::gil_scoped_acquire gil;
-  PyObject* told =
-      Py_BuildValue("(NONNNNNNNIO)", capsule_of(call), call->owner, wrapped(dout), wrapped(dlse),
-                    wrapped(saved.q), wrapped(saved.k), wrapped(saved.v), wrapped(saved.out),
-                    wrapped(saved.lse), wants, learn ? Py_True : Py_False);
+  PyObject* told = Py_BuildValue(
+      "(NONNNNNNNNNIO)", capsule_of(call), call->owner, wrapped(dout), wrapped(dlse),
+      wrapped(saved.q), wrapped(saved.k), wrapped(saved.v), wrapped(saved.out), wrapped(saved.lse),
+      wrapped(saved.offsets[0]), wrapped(saved.offsets[1]), wants, learn ? Py_True : Py_False);
   PyObject* made = told ? PyObject_Call(memory().make_backward, told, nullptr) : nullptr;
   Py_XDECREF(told);
   if (made == nullptr) {
@@ -492,6 +514,56 @@ int TensorMap::copy_to(void* place, uintptr_t address, uintptr_t context) {
   }
   std::memcpy(place, &one.map, sizeof(one.map));
   return 0;
+}
+
+at::Tensor Prepared::made_of(const Offsets& offsets, void* stream, Addresses& addresses) {
+  const c10::Device device = offsets[0].device();
+  Known now;
+  now.stream = stream;
+  bool may_keep = true;
+  for (size_t i = 0; i < offsets.size(); ++i) {
+    const at::Tensor& one = offsets[i];
+    now.addresses[i] = addresses[CU_Q + i] = address(one);
+    if (one.is_inference()) {  // nothing tells whether it has changed
+      may_keep = false;
+    } else {
+      now.versions[i] = one._version();
+    }
+    now.storages.push_back(one.storage().getWeakStorageImpl());
+  }
+  int capturing = 0;
+  if (driver.is_capturing(stream, &capturing) != 0 || capturing != 0) may_keep = false;
+  // A storage has no other's address while a weak reference to it is kept.
+  const auto is_now = [&](const Known& one) {
+    if (one.stream != now.stream || one.addresses != now.addresses || one.versions != now.versions)
+      return false;
+    for (size_t i = 0; i < 2; ++i)
+      if (one.storages[i].expired() ||
+          one.storages[i]._unsafe_get_target() != now.storages[i]._unsafe_get_target())
+        return false;
+    return true;
+  };
+  std::lock_guard<std::mutex> guard(lock);
+  if (may_keep) {
+    for (const Known& one : known) {
+      if (!is_now(one)) continue;
+      addresses[PREPARED] = address(one.made);
+      return one.made;
+    }
+  }
+  now.made = empty(Shape{{bytes}, {1}}, c10::kByte, device);
+  addresses[PREPARED] = address(now.made);
+  enqueue(launches, device, stream, addresses);
+  const at::Tensor made = now.made;
+  if (may_keep) {
+    if (known.size() < kept) {
+      known.push_back(std::move(now));
+    } else {
+      known[next] = std::move(now);
+      next = (next + 1) % kept;
+    }
+  }
+  return made;
 }
 
 Call::~Call() {
@@ -537,7 +609,7 @@ bool is_ordinary(const at::Tensor& tensor) {
 namespace {
 
 Results make_forward(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
-                     const at::Tensor& v) {
+                     const at::Tensor& v, const Offsets& offsets) {
   const c10::Device device = q.device();
   const c10::OptionalDeviceGuard guard = make_current(device);
   Results made{empty(call->out, q.scalar_type(), device), {}};
@@ -550,14 +622,14 @@ Results make_forward(const std::shared_ptr<Call>& call, const at::Tensor& q, con
   at[OUT] = address(made.out);
   at[LSE] = address(made.lse);
   at[SCRATCH] = reinterpret_cast<uintptr_t>(scratch.get());
-  enqueue(call->forward, device, at);
+  enqueue(call->forward, device, at, offsets);
   memory().forwards.fetch_add(1, std::memory_order_relaxed);
   return made;
 }
 
 // The results' place in autograd's graph.
 void record(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
-            const at::Tensor& v, const Results& made) {
+            const at::Tensor& v, const Offsets& offsets, const Results& made) {
   NodePointer node = new_node<AttentionBackward>();
   auto& backward = static_cast<AttentionBackward&>(*node);
   backward.set_next_edges(torch::autograd::collect_next_edges(q, k, v));
@@ -570,14 +642,16 @@ void record(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Te
   backward.v = SavedVariable(v, false);
   backward.out = SavedVariable(made.out, true);
   backward.lse = SavedVariable(made.lse, call->returns_lse);
+  backward.cu_q = SavedVariable(offsets[0], false);
+  backward.cu_k = SavedVariable(offsets[1], false);
 }
 
 }  // namespace
 
 Results run(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
-            const at::Tensor& v) {
-  Results made = make_forward(call, q, k, v);
-  if (call->recorded) record(call, q, k, v, made);
+            const at::Tensor& v, const Offsets& offsets) {
+  Results made = make_forward(call, q, k, v, offsets);
+  if (call->recorded) record(call, q, k, v, offsets, made);
   return made;
 }
 
@@ -601,7 +675,7 @@ unsigned misalignment_of(const at::Tensor& q, const at::Tensor& k, const at::Ten
 
 // Everything that decides a call; false for tensors of more dimensions than it has room for.
 bool fill_key(Key& key, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-              size_t options) {
+              const Offsets& offsets, size_t options) {
   key.fill(0);
   size_t at = 0;
   for (const at::Tensor* tensor : {&q, &k, &v}) {
@@ -618,8 +692,13 @@ bool fill_key(Key& key, const at::Tensor& q, const at::Tensor& k, const at::Tens
                 int64_t(uint8_t(device.index())) << 16 | int64_t(device.type()) << 24;
   }
   key[at++] = int64_t(options);
+  const bool same = offsets[0].is_same(offsets[1]);
   key[at++] = misalignment_of(q, k, v) | unsigned(needs_grad(q, k, v)) << 8 |
-              unsigned(at::globalContext().deterministicAlgorithms()) << 9;
+              unsigned(at::globalContext().deterministicAlgorithms()) << 9 | unsigned(same) << 10;
+  for (const at::Tensor& one : offsets) {
+    if (one.defined() && (!are_offsets(one) || one.device() != q.device())) return false;
+    key[at++] = one.defined() ? one.size(0) : 0;
+  }
   return true;
 }
 
@@ -676,42 +755,66 @@ enum Argument {
   ARGUMENTS
 };
 
+// A call with these tensors, q, k, v and where there are five offsets of packed sequences, and
+// these options; None where it is not known.
+PyObject* answer(PyObject* const* tensors, size_t count,
+                 const std::array<PyObject*, options_count>& values) {
+  for (size_t i = 0; i < count; ++i)
+    if (!THPVariable_CheckExact(tensors[i])) Py_RETURN_NONE;
+  const at::Tensor &q = THPVariable_Unpack(tensors[0]), &k = THPVariable_Unpack(tensors[1]),
+                   &v = THPVariable_Unpack(tensors[2]);
+  if (!is_ordinary_thread() || !is_ordinary(q) || !is_ordinary(k) || !is_ordinary(v))
+    Py_RETURN_NONE;
+  Offsets offsets;
+  for (size_t i = 3; i < count; ++i) offsets[i - 3] = THPVariable_Unpack(tensors[i]);
+  const size_t options = find_options(values);
+  Key key;
+  if (options == not_known || !fill_key(key, q, k, v, offsets, options)) Py_RETURN_NONE;
+  const auto& known = memory().calls;
+  const auto found = known.find(key);
+  if (found == known.end()) Py_RETURN_NONE;
+  const std::shared_ptr<Call> call = found->second;
+  Results made;
+  {
+    pybind11::gil_scoped_release no_gil;
+    made = make_forward(call, q, k, v, offsets);
+  }
+  // With the GIL: newer releases take it for every tensor that is saved and that only Python held.
+  if (call->recorded) record(call, q, k, v, offsets, made);
+  if (!call->returns_lse) return THPVariable_Wrap(std::move(made.out));
+  PyObject* out = THPVariable_Wrap(std::move(made.out));
+  PyObject* lse = THPVariable_Wrap(std::move(made.lse));
+  return Py_BuildValue("(NN)", out, lse);
+}
+
 PyObject* attend(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   if (count != ARGUMENTS) {
     PyErr_SetString(PyExc_TypeError, "attend wants q, k, v and the arguments of attention");
     return nullptr;
   }
-  Memory& known = memory();
-  if (known.calls.empty() || !is_awake() || given[ALIBI] != Py_None || given[KEEP] != Py_None ||
+  if (memory().calls.empty() || !is_awake() || given[ALIBI] != Py_None || given[KEEP] != Py_None ||
       given[SINK] != Py_None || given[OPERAND_TENSORS] != Py_None ||
       given[RETURN_MAX_LOGIT] != Py_False)
     Py_RETURN_NONE;
-  for (int i = 0; i < 3; ++i)
-    if (!THPVariable_CheckExact(given[i])) Py_RETURN_NONE;
-  const at::Tensor &q = THPVariable_Unpack(given[0]), &k = THPVariable_Unpack(given[1]),
-                   &v = THPVariable_Unpack(given[2]);
-  if (!is_ordinary_thread() || !is_ordinary(q) || !is_ordinary(k) || !is_ordinary(v))
-    Py_RETURN_NONE;
-  const size_t options =
-      find_options({given[MASK], given[SCALE], given[SOFTCAP], given[SCORES], given[DROPOUT],
-                    given[LAYOUT], given[RETURN_LSE], given[BACKEND], given[PRECISION]});
-  Key key;
-  if (options == not_known || !fill_key(key, q, k, v, options)) Py_RETURN_NONE;
-  const auto found = known.calls.find(key);
-  if (found == known.calls.end()) Py_RETURN_NONE;
-  const std::shared_ptr<Call> call = found->second;
-  Results made;
-  {
-    pybind11::gil_scoped_release no_gil;
-    made = make_forward(call, q, k, v);
+  return answer(given, 3,
+                {given[MASK], given[SCALE], given[SOFTCAP], given[SCORES], given[DROPOUT],
+                 given[LAYOUT], given[RETURN_LSE], given[BACKEND], given[PRECISION]});
+  END_HANDLE_TH_ERRORS
+}
+
+// attend_packed(q, k, v, cu_q, cu_k, and options as `learn` is given them)
+PyObject* attend_packed(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  constexpr size_t tensors = 5;
+  if (count != Py_ssize_t(tensors + options_count)) {
+    PyErr_SetString(PyExc_TypeError, "attend_packed wants q, k, v, two offsets and the options");
+    return nullptr;
   }
-  // With the GIL: newer releases take it for every tensor that is saved and that only Python held.
-  if (call->recorded) record(call, q, k, v, made);
-  if (!call->returns_lse) return THPVariable_Wrap(std::move(made.out));
-  PyObject* out = THPVariable_Wrap(std::move(made.out));
-  PyObject* lse = THPVariable_Wrap(std::move(made.lse));
-  return Py_BuildValue("(NN)", out, lse);
+  if (memory().calls.empty() || !is_awake()) Py_RETURN_NONE;
+  std::array<PyObject*, options_count> values;
+  std::copy_n(given + tensors, options_count, values.begin());
+  return answer(given, tensors, values);
   END_HANDLE_TH_ERRORS
 }
 
@@ -808,16 +911,25 @@ bool read(PyObject* given, Launch& into) {
   return true;
 }
 
-bool read(PyObject* given, Recipe& into) {
-  long long bytes;
-  PyObject* launches;
-  if (!PyArg_ParseTuple(given, "LO!", &bytes, &PyTuple_Type, &launches)) return false;
-  into.scratch_bytes = bytes;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(launches); ++i) {
-    into.launches.emplace_back();
-    if (!read(PyTuple_GET_ITEM(launches, i), into.launches.back())) return false;
+bool read(PyObject* tuple, std::vector<Launch>& into) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    into.emplace_back();
+    if (!read(PyTuple_GET_ITEM(tuple, i), into.back())) return false;
   }
   return true;
+}
+
+bool read(PyObject* given, Recipe& into) {
+  long long bytes;
+  PyObject *launches, *prepared;
+  if (!PyArg_ParseTuple(given, "LO!O", &bytes, &PyTuple_Type, &launches, &prepared)) return false;
+  into.scratch_bytes = bytes;
+  if (!read(launches, into.launches)) return false;
+  if (prepared == Py_None) return true;
+  if (!PyArg_ParseTuple(prepared, "LO!", &bytes, &PyTuple_Type, &launches)) return false;
+  into.prepared = std::make_shared<Prepared>();
+  into.prepared->bytes = bytes;
+  return read(launches, into.prepared->launches);
 }
 
 // new_call(q, k, v, recipe, out, lse_sizes or None, returns_lse, recorded, owner) -> capsule
@@ -850,19 +962,22 @@ PyObject* new_call(PyObject*, PyObject* given) {
   END_HANDLE_TH_ERRORS
 }
 
-// learn(generation, q, k, v, options, call) -> whether calls like this one are known from now on
+// learn(generation, q, k, v, cu_q or None, cu_k or None, options, call) -> whether calls like this
+// one are known from now on
 PyObject* learn(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
   long long generation;
-  PyObject *q, *k, *v, *options, *capsule;
-  if (!PyArg_ParseTuple(given, "LOOOO!O", &generation, &q, &k, &v, &PyTuple_Type, &options,
-                        &capsule))
+  PyObject *q, *k, *v, *cu_q, *cu_k, *options, *capsule;
+  if (!PyArg_ParseTuple(given, "LOOOOOO!O", &generation, &q, &k, &v, &cu_q, &cu_k, &PyTuple_Type,
+                        &options, &capsule))
     return nullptr;
   const std::shared_ptr<Call> call = call_of(capsule);
   if (call == nullptr) return nullptr;
   TORCH_CHECK(PyTuple_GET_SIZE(options) == Py_ssize_t(options_count), "options of a call");
   for (PyObject* one : {q, k, v})
     if (!THPVariable_Check(one) || !is_ordinary(THPVariable_Unpack(one))) Py_RETURN_FALSE;
+  Offsets offsets;
+  if (cu_q != Py_None) offsets = {THPVariable_Unpack(cu_q), THPVariable_Unpack(cu_k)};
   std::array<PyObject*, options_count> values;
   for (size_t i = 0; i < options_count; ++i) values[i] = PyTuple_GET_ITEM(options, i);
   Memory& known = memory();
@@ -875,7 +990,8 @@ PyObject* learn(PyObject*, PyObject* given) {
     known.options.push_back({values});
   }
   Key key;
-  if (!fill_key(key, THPVariable_Unpack(q), THPVariable_Unpack(k), THPVariable_Unpack(v), number))
+  if (!fill_key(key, THPVariable_Unpack(q), THPVariable_Unpack(k), THPVariable_Unpack(v), offsets,
+                number))
     Py_RETURN_FALSE;
   if (known.calls.size() >= max_calls) const auto gone = std::exchange(known.calls, {});
   known.calls.insert_or_assign(key, call);
@@ -996,6 +1112,8 @@ PyObject* counts(PyObject*, PyObject*) {
 PyMethodDef functions[] = {
     {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend)), METH_FASTCALL,
      nullptr},
+    {"attend_packed", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend_packed)),
+     METH_FASTCALL, nullptr},
     {"empty_node", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(empty_node)),
      METH_FASTCALL, nullptr},
     {"new_call", new_call, METH_VARARGS, nullptr},

@@ -16,6 +16,8 @@
 // clang-format on
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <array>
 #include <atomic>
@@ -28,8 +30,9 @@
 
 namespace tilewise {
 
-// The tensors that a recipe may ask the address of.
-enum Operand { Q, K, V, OUT, LSE, DOUT, DLSE, DQ, DK, DV, SCRATCH, OPERANDS };
+// What a recipe may ask the address of. PREPARED: what was made of CU_Q and CU_K, the offsets of
+// packed sequences.
+enum Operand { Q, K, V, OUT, LSE, DOUT, DLSE, DQ, DK, DV, SCRATCH, PREPARED, CU_Q, CU_K, OPERANDS };
 using Addresses = std::array<uintptr_t, OPERANDS>;
 
 struct alignas(64) EncodedMap {
@@ -74,9 +77,37 @@ struct Launch {
   std::vector<Fill> fills;
 };
 
+// Offsets of packed sequences, of queries and of keys; both undefined for any other call.
+using Offsets = std::array<at::Tensor, 2>;
+
+// What a recipe makes of the offsets before its own launches. It is kept while they are as they
+// were: all layers of a model share it.
+class Prepared {
+ public:
+  int64_t bytes = 0;
+  std::vector<Launch> launches;
+
+  // The memory that holds it, which the caller keeps until its own launches are enqueued.
+  at::Tensor made_of(const Offsets& offsets, void* stream, Addresses& addresses);
+
+ private:
+  struct Known {
+    void* stream = nullptr;
+    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;  // two
+    std::array<uintptr_t, 2> addresses{};
+    std::array<uint32_t, 2> versions{};
+    at::Tensor made;
+  };
+  static constexpr size_t kept = 8;
+  std::mutex lock;
+  std::vector<Known> known;
+  size_t next = 0;  // that is replaced
+};
+
 struct Recipe {
   int64_t scratch_bytes = 0;
   std::vector<Launch> launches;
+  std::shared_ptr<Prepared> prepared;  // or none
 };
 
 struct Shape {
@@ -119,7 +150,7 @@ struct Results {
 // Enqueues the forward on the current stream of the tensors' device, and has autograd record it
 // where gradients will be needed. The GIL need not be held, and should not be.
 Results run(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
-            const at::Tensor& v);
+            const at::Tensor& v, const Offsets& offsets = {});
 
 // Whether nothing but kernels is to see what this thread calls: no dispatch mode, no transform, no
 // trace. Autocast casts nothing here.
