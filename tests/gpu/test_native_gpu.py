@@ -422,3 +422,54 @@ def test_what_does_not_fit_in_memory_is_pytorchs_error_and_the_next_call_works()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert torch.equal(tilewise.attention(*tensors), want)
+
+
+def sequences(lengths, heads=(8, 2), dim=128, grad=False):
+    total = sum(lengths)
+    tensors = [torch.randn(total, n, dim, device="cuda").bfloat16() for n in (heads[0], heads[1], heads[1])]
+    offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    return [tensor.requires_grad_(grad) for tensor in tensors], offsets
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_packed_calls_have_the_bits_of_the_way_in_python(grad):
+    tensors, offsets = sequences((700, 0, 33, 1025), grad=grad)
+    dout = torch.randn_like(tensors[0])
+
+    def call():
+        with op.deterministic_algorithms():
+            out, lse = tilewise.attention_packed(*tensors, offsets, offsets, 1025, 1025, mask="causal", return_lse=True)
+            return [out, lse, *(torch.autograd.grad(out, tensors, dout) if grad else ())]
+
+    with in_python():
+        want = call()
+    for _ in range(3):
+        call()
+    before = counted()
+    for got, wanted in zip(call(), want, strict=True):
+        assert torch.equal(got, wanted)
+    assert counted(before) == (1, int(grad), 0)
+
+
+def test_a_graph_of_a_packed_call_follows_its_offsets():
+    """The table is made inside the graph; outside it is made anew for offsets that have changed."""
+    tensors, offsets = sequences((400, 624))
+
+    def call():
+        return tilewise.attention_packed(*tensors, offsets, offsets, 1024, 1024, mask="causal")
+
+    for _ in range(4):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    before = counted()
+    with torch.cuda.graph(graph):
+        out = call()
+    assert counted(before)[0] == 1
+    for middle in (512, 3):
+        offsets[1] = middle
+        with in_python():
+            want = call()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, want)
+        assert torch.equal(call(), want)
