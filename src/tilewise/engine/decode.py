@@ -1,7 +1,7 @@
 """Few queries against many keys, for every NVIDIA GPU from sm_80 on: kernels/sm80/decode.cuh.
 
-The rows of a KV head, new tokens times the query heads that share it, are one tile of 16, 32 or 64; warps stream keys
-of their own past it. The steps of all (sequence, KV head, tile) units are divided evenly over the CTAs, on the device,
+The rows of a KV head, new tokens times the query heads that share it, are one tile of 16 to 64; warps stream keys of
+their own past it. The steps of all (sequence, KV head, tile) units are divided evenly over the CTAs, on the device,
 from the lengths it finds there, and the last CTA that has a part of a unit puts the parts together: one launch, and one
 captured graph for all lengths. Both backends use it, where no gradient is needed.
 """

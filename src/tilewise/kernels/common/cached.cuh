@@ -83,15 +83,28 @@ struct Cached {
     __device__ __forceinline__ int batch(int b) const { return packed ? 0 : b; }
   };
 
-  // The place of key `key` of a sequence, which must not be past its last.
+  // The entry of the page table for key `key` of a sequence, which must not be past its last;
+  // anything if there are no pages.
+  template <typename Params>
+  static __device__ __forceinline__ int page_of(const Params& params, const Record& record,
+                                                int key) {
+    if (params.page_table == nullptr) return 0;
+    return params
+        .page_table[record.owner * params.page_table_stride + page_number(params, record, key)];
+  }
+  // The place of that key, given the entry.
   template <typename Params>
   static __device__ __forceinline__ KeyPlace key_place(const Params& params, const Record& record,
-                                                       int key) {
+                                                       int key, int page) {
     const int place = record.k_start + key;
     if (params.page_table == nullptr) return {record.cache_row, place};
-    const int number = static_cast<unsigned>(place) / static_cast<unsigned>(params.page_size);
-    const int page = params.page_table[record.owner * params.page_table_stride + number];
-    return {min_int(max_int(page, 0), params.cache_batches - 1), place - number * params.page_size};
+    return {min_int(max_int(page, 0), params.cache_batches - 1),
+            place - page_number(params, record, key) * params.page_size};
+  }
+  template <typename Params>
+  static __device__ __forceinline__ int page_number(const Params& params, const Record& record,
+                                                    int key) {
+    return static_cast<unsigned>(record.k_start + key) / static_cast<unsigned>(params.page_size);
   }
   // Whether the rows of `count` keys, of which the first is at this place, are contiguous.
   template <typename Params>

@@ -33,7 +33,8 @@
 //
 // Roles. All warps do the same work, each on its own keys; inside a segment no warp waits for another. Copies run `stages`
 // steps ahead, across the ends of segments, so that memory stays busy while parts are combined. The copies of a segment's
-// first step also load its Q and leave a description of the segment (Segment), which the products read.
+// first step also load its Q and leave a description of the segment (Segment), which the products read. The page of a warp's
+// block is looked up one step before the block is copied, so that no copy waits for the page table.
 //
 // Launches overlap on Hopper: nothing that another kernel may have written, or may still read, is touched before the previous
 // grid has ended. Where the parameters alone determine the division, it is computed before that point.
@@ -384,12 +385,31 @@ struct Decode {
     return key < keys.some.end && key + block_keys > keys.some.begin;
   }
 
-  __device__ __forceinline__ KeyPlace place_of(const Segment& at, int key) const {
-    if constexpr (requires { Extents::key_place(params, at.record, key); }) {
-      return Extents::key_place(params, at.record, key);
+  // The page of the warp's next block, looked up ahead of it.
+  struct NextPage {
+    int key = -1;  // where the block begins; -1: not looked up
+    int page;
+  };
+  static constexpr bool has_pages = requires(const KernelParams& params, const Record& record) {
+    Extents::page_of(params, record, 0);
+  };
+
+  __device__ __forceinline__ KeyPlace place_of(const Segment& at, int key,
+                                               const NextPage& next = NextPage{}) const {
+    if constexpr (has_pages) {
+      const int page = next.key == key ? next.page : Extents::page_of(params, at.record, key);
+      return Extents::key_place(params, at.record, key, page);
     } else {
       const auto sequence = sequence_of<Extents>(params, at.record);
       return {sequence.batch(at.b), sequence.k_start() + key};
+    }
+  }
+  // `key`: where the warp's next block begins, if the segment has one.
+  __device__ __forceinline__ void look_ahead(const Segment& at, int key, NextPage& next) const {
+    if constexpr (has_pages) {
+      next.key = -1;
+      if (key < at.keys.some.begin || key >= at.keys.some.end) return;
+      next = {key, Extents::page_of(params, at.record, key)};
     }
   }
   // Whether the rows of a block that begins at this place are contiguous.
@@ -425,11 +445,12 @@ struct Decode {
   }
   // Copies this warp's block that begins at `key`. Keys that the unit does not see become zeros and
   // are not read.
-  __device__ __forceinline__ void load(const Segment& at, int key, int slot) const {
+  __device__ __forceinline__ void load(const Segment& at, int key, int slot,
+                                       const NextPage& next) const {
     if (!is_seen(at.keys, key)) return;
     const u32 block = block_at(slot);
     if (key >= at.keys.some.begin && key + block_keys <= at.keys.some.end) {
-      KeyPlace place = place_of(at, key);
+      KeyPlace place = place_of(at, key, next);
       if (is_one_piece(place)) {
         place.row += lane / 8;
         const u16* k = chunk_of(params.k, place, at.head_kv);
@@ -1024,6 +1045,7 @@ struct Decode {
     int ahead_step = 0, ahead_buffer = 0, ahead_slot = 0, in_flight = 0, begun = 0;
     SeenSpans keys;
     int slot = 0, key = 0, steps = 0;
+    NextPage next;
 #pragma unroll 1
     while (true) {
 #pragma unroll 1
@@ -1033,9 +1055,12 @@ struct Decode {
           load_q(ahead, ahead_buffer);
           ahead_buffer ^= 1;
           ++begun;
+          next.key = -1;
         }
-        load(ahead, ahead.key + (ahead_step * warps + warp) * block_keys, ahead_slot);
+        const int ahead_key = ahead.key + (ahead_step * warps + warp) * block_keys;
+        load(ahead, ahead_key, ahead_slot, next);
         ptx::cp_async_commit();
+        look_ahead(ahead, ahead_key + step_keys, next);
         ahead_slot = ahead_slot + 1 == stages ? 0 : ahead_slot + 1;
         ++in_flight;
         if (++ahead_step == ahead.steps) {
