@@ -38,6 +38,7 @@ from .problem import (
     heads_first,
     in_front_of_outputs,
     mask_operands,
+    memory_order,
     shown,
     with_mask_terms,
     with_max_logit,
@@ -485,7 +486,7 @@ def _attend(
         arguments, given = _with_dropout_term(arguments), {**given, "seed": drawn_seed(q.device)}
     if _is_transformed(q, k, v, *given.values()):
         return _outside_op(q, k, v, given, arguments, results)
-    options = _options(arguments)
+    options = _options(q, arguments)
     if not op.is_plain(q, k, v):
         return op.run(q, k, v, given, options, results)
     call = op.prepare(q, k, v, given, options, op.needed_grads(q, k, v, given))
@@ -708,15 +709,15 @@ def _unknown(function: str, name: str) -> UnknownArgument:
     return UnknownArgument(name, "an unknown keyword", f"{function}'s: {known}", _INSTEAD.get(name, "leave it out"))
 
 
-def _options(arguments: _Arguments) -> Options:
-    """The options of a call as the operators take them."""
+def _options(q: Tensor, arguments: _Arguments) -> Options:
+    """The options of a call of bhsd views as the operators take them."""
     mask, scale, softcap, scores, _, layout, return_lse, backend, precision = arguments
     check_layout(layout)
     check_backend(backend)
     check_mask_type(mask)
     text = "full" if mask is None else "" if isinstance(mask, Tensor) else str(mask)
     terms = _scores_text(softcap, scores) if softcap != 0 or scores else ""
-    return Options(text, scale, terms, layout, backend, return_lse, precision)
+    return Options(text, scale, terms, memory_order(q, layout), backend, return_lse, precision)
 
 
 def _scores_text(softcap: float, scores: tuple[Term, ...]) -> str:
@@ -728,12 +729,12 @@ def _traced(
 ) -> tuple[Tensor, Tensor | None]:
     """Inside torch.compile: the graph gets one op, and planning happens when it runs, so lengths may change freely."""
     mask, dropout = arguments[0], arguments[4]
-    options = _options(arguments)
+    options = _options(q, arguments)
     if dropout:
         if not _drops_in_terms(q, v, options):
             return _traced_dropout(q, k, v, mask, options, dropout), None
         arguments, operands = _with_dropout_term(arguments), {**(operands or {}), "seed": drawn_seed(q.device)}
-        options = _options(arguments)
+        options = _options(q, arguments)
     tensors = [mask] if isinstance(mask, Tensor) else []
     if operands is not None:
         if type(mask) is Packed:
@@ -842,7 +843,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, operands: Operands, arguments: _Ar
         dropout=dropout,
         needs_lse=return_lse,
         precision=precision,
-    ).with_(layout=layout, transformed=_is_transformed(q, k, v, *operands.values()))
+    ).with_(layout=memory_order(q, layout), transformed=_is_transformed(q, k, v, *operands.values()))
     return problem, plan(problem, Target.of(q.device), backend)
 
 

@@ -285,7 +285,7 @@ def describe(
         scale=given_scale(scale),
         scores=(*softcapped(as_number("softcap", softcap)), *check_terms(scores)),
         dropout=as_number("dropout", dropout),
-        layout=layout,
+        layout=memory_order(q, layout),
         strides=strides_class(q, k, v),
         needs_grad=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         needs_lse=needs_lse,
@@ -522,6 +522,14 @@ def heads_first(q: Any, k: Any, v: Any, layout: str) -> tuple[torch.Tensor, torc
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # no tensors, or of too few dimensions
         check_tensors(q, k, v)
         raise
+
+
+def memory_order(q: torch.Tensor, layout: Layout) -> Layout:
+    """The memory order of out, given q as `heads_first` returns it: that of the layout, and that of q where q is a
+    (batch, heads, seq, dim) view of memory in the other order, as it is in most models."""
+    if layout != "bhsd" or not isinstance(q, torch.Tensor) or q.ndim != 4 or q.layout is not torch.strided:
+        return layout  # checks that follow refuse what is no such tensor
+    return "bshd" if q.stride(1) < q.stride(2) else "bhsd"
 
 
 def in_memory_order(out: torch.Tensor, layout: str) -> torch.Tensor:

@@ -130,6 +130,27 @@ def test_memory_order_of_the_result(backend):
         assert out.is_contiguous()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("backend", EVERY)
+def test_memory_order_of_the_result_of_views(backend, compiled):
+    """Most models attend to transposed views, and want the result in the memory order of what these are views of."""
+
+    def call(q, k, v, dropout):
+        views = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return tilewise.attention(*views, backend=backend, dropout=dropout)
+
+    whole = inputs(2, 6, 4, 8)
+    # Dropout that is traced by PyTorch's function has the order that it gives.
+    for dropout in (0.0, 0.5) if backend == "auto" and not compiled else (0.0,):
+        for grad in (False, True):
+            tensors = [tensor.detach().requires_grad_(grad) for tensor in whole]
+            out = (torch.compile(call, backend="aot_eager") if compiled else call)(*tensors, dropout)
+            assert out.transpose(1, 2).is_contiguous()
+            if grad:
+                out.sum().backward()
+    assert tilewise.attention(*(tensor.transpose(1, 2).contiguous() for tensor in whole)).is_contiguous()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # torch.compile
 

@@ -108,7 +108,7 @@ def calls(monkeypatch):
     seen = []
 
     def spy(q, k, v, **options):
-        seen.append((options["mask"], q.shape[2], k.shape[2], options))
+        seen.append((options["mask"], q.shape[1], k.shape[1], options))
         return tilewise.attention(q, k, v, **options)
 
     monkeypatch.setattr(ours, "attention", spy)

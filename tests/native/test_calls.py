@@ -77,8 +77,10 @@ def inputs(shape=SHAPE, *, grad=False, heads_kv=None, seq_kv=None, dtype=torch.b
     batch, heads, seq, dim = shape
     sizes = [(heads, seq), (heads_kv or heads, seq_kv or seq), (heads_kv or heads, seq_kv or seq)]
     made = [torch.randn(batch, *size, dim, generator=generator).to(dtype) for size in sizes]
-    if layout == "bshd":
+    if layout != "bhsd":
         made = [tensor.transpose(1, 2).contiguous() for tensor in made]
+    if layout == "views":  # (batch, heads, seq, dim), of memory in the other order
+        made = [tensor.transpose(1, 2) for tensor in made]
     return [tensor.requires_grad_(grad) for tensor in made]
 
 
@@ -109,6 +111,7 @@ def test_the_third_call_is_native_and_has_the_bits_of_the_first(machine):
         ({}, {"return_lse": True}),
         ({"heads_kv": 1, "seq_kv": 130}, {"mask": "causal"}),
         ({"layout": "bshd"}, {"layout": "bshd", "return_lse": True}),
+        ({"layout": "views"}, {"return_lse": True}),
         ({"dtype": torch.float16}, {"scale": 0.25, "softcap": 5.0}),
         ({"seq_kv": 150}, {"mask": tilewise.Window(30, 0, "bottom-right")}),
     ],
@@ -125,6 +128,7 @@ def test_arguments_and_layouts(hopper, sizes, arguments):
         for want, got in pairs:
             assert torch.equal(got, want)
             assert (got.stride(), got.dtype) == (want.stride(), want.dtype)
+            assert got.ndim == 3 or got.stride() == torch.empty_like(tensors[0]).stride()
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])

@@ -238,14 +238,9 @@ def _by_terms(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tensor:
-    """out (batch, seq, heads, dim), contiguous and without a copy: calls are in this order, save those of one query,
-    where (batch, heads, 1, dim) lies in memory as that does, and six views of the host's time are spared."""
-    out: Tensor
-    if query.shape[2] == 1:
-        out = attention(query, key, value, layout="bhsd", **named)
-        return out.transpose(1, 2)
-    out = attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), layout="bshd", **named)
-    return out
+    """out (batch, seq, heads, dim), contiguous: without a copy where the query is a view of memory in that order."""
+    out: Tensor = attention(query, key, value, **named)
+    return out.transpose(1, 2).contiguous()
 
 
 class _Sizes(NamedTuple):
@@ -278,9 +273,8 @@ def _by_tensor(
     options: dict[str, Any] = {"mask": mask, "scale": scaling, "softcap": softcap, "dropout": dropout}
     if sinks is None:
         return _attend(query, key, value, **options)
-    tensors = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-    out, lse = attention(*tensors, return_lse=True, layout="bshd", **options)
-    return _with_sinks(out, lse, sinks)
+    out, lse = attention(query, key, value, return_lse=True, **options)
+    return _with_sinks(out.transpose(1, 2), lse, sinks)
 
 
 def _visible(asked: _Asked, query: Tensor, key: Tensor) -> Tensor:
@@ -320,7 +314,7 @@ def _with_learned_bias(
     """PyTorch's function differentiates a mask: our namesake hands it over."""
     if softcap or sinks is not None:
         raise UnsupportedProblem(
-            "transformers: a learned bias together with softcap or sinks, and dropout or a CPU.",
+            "transformers: a learned bias together with softcap or sinks, on a CPU.",
             remedy="use attn_implementation='eager'",
         )
     grouped = query.shape[1] != key.shape[1]

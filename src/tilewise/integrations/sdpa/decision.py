@@ -23,7 +23,7 @@ from ...memo import Memo, on_invalidate
 from ...op import Options
 from ...operands import NO_OPERANDS
 from ...plan import AUTO, plan
-from ...problem import describe, mask_operands
+from ...problem import describe, mask_operands, memory_order
 from ...target import Target
 from ...torch_kernels import gates
 from .report import record
@@ -388,7 +388,7 @@ def _take(arguments: Arguments, options: Options, counted: Record) -> Tensor:
         mask = torch_mask(without_repeats(attn_mask), is_causal)
         out = attention(query, key, value, mask=mask, scale=scale, dropout=dropout_p, backend=options.backend)
     else:
-        options = options._replace(layout=_layout(arguments[0]))
+        options = options._replace(layout=memory_order(arguments[0], "bhsd"))
         mask = None if options.mask else without_repeats(attn_mask)
         operands = mask_operands(mask) if mask is not None else NO_OPERANDS
         call = op.recall(query, key, value, operands, options)
@@ -481,11 +481,6 @@ def _four_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     if query.ndim == 3:
         return query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
     return query, key, value
-
-
-def _layout(query: Tensor) -> Literal["bhsd", "bshd"]:
-    """The memory order of out, which follows query's as it does in PyTorch's kernels."""
-    return "bshd" if query.ndim == 4 and query.stride(1) < query.stride(2) else "bhsd"
 
 
 def _mask_text(attn_mask: Tensor | None, is_causal: bool) -> str:
