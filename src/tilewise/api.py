@@ -262,14 +262,16 @@ def attention_packed(
     told: _Arguments | None = None  # by which a call like this one is remembered, where it has no terms
     whole = seqused_k is None and leftpad_k is None
     plain = alibi is None and sink is None and whole and operands is None and not return_max_logit
-    if plain and not scores and not dropout and not torch.compiler.is_compiling() and CHECK not in os.environ:
-        told = (max_seqlen_q, max_seqlen_k, mask, scale, softcap, return_lse, backend, precision)
-        if (attend := native.attend_packed) is not None:
+    if plain and not scores and not dropout and not torch.compiler.is_compiling():
+        if (attend := native.attend_packed) is not None:  # which answers nothing while offsets are to be checked
             known: Tensor | tuple[Tensor, ...] | None = attend(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, *repeated.packed_options(*told)
-            )
+                q, k, v, cu_seqlens_q, cu_seqlens_k, mask, scale, softcap, max_seqlen_q, max_seqlen_k, repeated.PACKED,
+                return_lse, backend, precision,
+            )  # fmt: skip
             if known is not None:
                 return known
+        told = (max_seqlen_q, max_seqlen_k, mask, scale, softcap, return_lse, backend, precision)
+    if told is not None and CHECK not in os.environ:
         call = op.recall_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, told)
         if call is not None:
             if call.plan is not None:

@@ -84,7 +84,8 @@ def packed_options(
     backend: str,
     precision: str,
 ) -> tuple[Any, ...]:
-    """What `op.recall_packed` remembers a call by, in the places of the options of `attention`."""
+    """What `op.recall_packed` remembers a call by, as `attention_packed` hands it to the extension: in the places of
+    the options of `attention`."""
     return mask, scale, softcap, max_q, max_k, PACKED, return_lse, backend, precision
 
 

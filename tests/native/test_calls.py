@@ -571,7 +571,7 @@ def packed_inputs(*, grad=False, heads=(2, 1), lengths=(70, 0, 33), dtype=torch.
     return [tensor.requires_grad_(grad) for tensor in made], offsets
 
 
-def test_packed_calls_are_native_from_the_third_on(machine):
+def test_packed_calls_are_native_from_the_third_on(machine, monkeypatch):
     tensors, offsets = packed_inputs()
     arguments = {"mask": "causal", "return_lse": True, "backend": machine.backend}
 
@@ -595,6 +595,10 @@ def test_packed_calls_are_native_from_the_third_on(machine):
         for got, wanted in zip(call(at), want, strict=True):
             assert torch.equal(got, wanted)
         assert machine.counts[0] == before + 1
+    monkeypatch.setenv("TILEWISE_CHECK", "1")  # Python looks at the offsets
+    before = machine.counts[0]
+    call()
+    assert machine.counts[0] == before
 
 
 def test_packed_gradients_have_the_bits_of_those_in_python(machine):

@@ -23,6 +23,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <unordered_map>
 #include <utility>
@@ -518,29 +519,28 @@ int TensorMap::copy_to(void* place, uintptr_t address, uintptr_t context) {
 
 at::Tensor Prepared::made_of(const Offsets& offsets, void* stream, Addresses& addresses) {
   const c10::Device device = offsets[0].device();
-  Known now;
-  now.stream = stream;
+  std::array<uintptr_t, 2> places;
+  std::array<uint32_t, 2> versions{};
   bool may_keep = true;
-  for (size_t i = 0; i < offsets.size(); ++i) {
-    const at::Tensor& one = offsets[i];
-    now.addresses[i] = addresses[CU_Q + i] = address(one);
-    if (one.is_inference()) {  // nothing tells whether it has changed
+  for (size_t i = 0; i < 2; ++i) {
+    places[i] = addresses[CU_Q + i] = address(offsets[i]);
+    if (offsets[i].is_inference()) {  // nothing tells whether it has changed
       may_keep = false;
     } else {
-      now.versions[i] = one._version();
+      versions[i] = offsets[i]._version();
     }
-    now.storages.push_back(one.storage().getWeakStorageImpl());
   }
   int capturing = 0;
   if (driver.is_capturing(stream, &capturing) != 0 || capturing != 0) may_keep = false;
   // A storage has no other's address while a weak reference to it is kept.
   const auto is_now = [&](const Known& one) {
-    if (one.stream != now.stream || one.addresses != now.addresses || one.versions != now.versions)
-      return false;
-    for (size_t i = 0; i < 2; ++i)
-      if (one.storages[i].expired() ||
-          one.storages[i]._unsafe_get_target() != now.storages[i]._unsafe_get_target())
+    if (one.stream != stream || one.addresses != places || one.versions != versions) return false;
+    for (size_t i = 0; i < 2; ++i) {
+      const auto& kept = one.storages[i];
+      if (kept._unsafe_get_target() != offsets[i].storage().unsafeGetStorageImpl() ||
+          kept.expired())
         return false;
+    }
     return true;
   };
   std::lock_guard<std::mutex> guard(lock);
@@ -551,11 +551,13 @@ at::Tensor Prepared::made_of(const Offsets& offsets, void* stream, Addresses& ad
       return one.made;
     }
   }
-  now.made = empty(Shape{{bytes}, {1}}, c10::kByte, device);
-  addresses[PREPARED] = address(now.made);
+  const at::Tensor made = empty(Shape{{bytes}, {1}}, c10::kByte, device);
+  addresses[PREPARED] = address(made);
   enqueue(launches, device, stream, addresses);
-  const at::Tensor made = now.made;
   if (may_keep) {
+    Known now{stream, {}, places, versions, made};
+    for (const at::Tensor& one : offsets)
+      now.storages.push_back(one.storage().getWeakStorageImpl());
     if (known.size() < kept) {
       known.push_back(std::move(now));
     } else {
@@ -812,6 +814,7 @@ PyObject* attend_packed(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return nullptr;
   }
   if (memory().calls.empty() || !is_awake()) Py_RETURN_NONE;
+  if (std::getenv("TILEWISE_CHECK") != nullptr) Py_RETURN_NONE;  // Python checks the offsets
   std::array<PyObject*, options_count> values;
   std::copy_n(given + tensors, options_count, values.begin());
   return answer(given, tensors, values);
