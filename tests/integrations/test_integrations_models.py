@@ -91,7 +91,7 @@ def test_padding_is_one_flag_per_key_and_what_is_learned_stays_as_it_is(name, si
     with torch.no_grad():
         models.outputs(model, given)
     for call in calls:
-        sequences, seq_kv = call.k.shape[0], call.k.shape[1]
+        sequences, seq_kv = call.k.shape[0], call.k.shape[2]
         assert isinstance(call.mask, tilewise.Mask)
         if call.keep is not None:
             assert call.keep.shape == (sequences, 1, 1, seq_kv)
