@@ -88,13 +88,18 @@ class Watched(dict[Any, Any]):
         return found
 
 
+class WatchedMaps(Watched, tensormap._Encoded):
+    """The maps of a shape, watched."""
+
+
 def test_every_thread_gets_the_map_of_its_own_address(driver: RecordingDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensormap, "_MAX_ADDRESSES", 4)
     encode = Encoder()
     monkeypatch.setattr(tensormap, "_encode_tiled", lambda: encode)
     tiled_map.cache_clear()
     shape = tiled_map(torch.bfloat16, **SHAPE)
-    shape._known = known = Watched()
+    shape._known = known = WatchedMaps(shape._encode)
+    shape.at = known.__getitem__
 
     def work(numbers: random.Random) -> None:
         for _ in range(ROUNDS):

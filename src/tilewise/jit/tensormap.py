@@ -16,6 +16,8 @@ from .memo import keep
 from .mirror import TENSOR_MAP_ALIGNMENT, TensorMap
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 _MAX_ADDRESSES = 256
@@ -40,7 +42,9 @@ class TiledMap:
     innermost (which is contiguous), `box` in elements. `swizzle` is the span in bytes of the shared-memory swizzle.
     """
 
-    __slots__ = ("_arrays", "_dtype", "_known", "_modes", "_pointers", "box", "dims", "dtype", "strides", "swizzle")
+    __slots__ = (
+        "_arrays", "_dtype", "_known", "_modes", "_pointers", "at", "box", "dims", "dtype", "strides", "swizzle",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -66,11 +70,9 @@ class TiledMap:
             int(getattr(cu.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{_SWIZZLE[swizzle]}")),
             int(getattr(cu.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{_PROMOTION[l2_promotion]}")),
         )
-        self._known: dict[int, TensorMap] = {}
-
-    def at(self, address: int) -> TensorMap:
-        """The map of a tensor at `address`. It is shared: assign it to a field (which copies), never change it."""
-        return self._known.get(address) or self._encode(address)
+        self._known = _Encoded(self._encode)
+        # The map of a tensor at an address. It is shared: assign it to a field (which copies), never change it.
+        self.at: Callable[[int], TensorMap] = self._known.__getitem__
 
     @property
     def described(self) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int]:
@@ -91,6 +93,16 @@ class TiledMap:
                 f"swizzle {self.swizzle}.\n  What to do: call .contiguous() on the input, or choose another backend."
             )
         return keep(self._known, address, encoded, _MAX_ADDRESSES)
+
+
+class _Encoded(dict[int, TensorMap]):
+    """Maps by address. Why a dictionary that makes what it lacks: one that it has is found without a call in Python."""
+
+    def __init__(self, encode: Callable[[int], TensorMap]) -> None:
+        self._encode = encode
+
+    def __missing__(self, address: int) -> TensorMap:
+        return self._encode(address)
 
 
 @functools.lru_cache(maxsize=_MAX_SHAPES)
