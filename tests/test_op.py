@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import warnings
+import weakref
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import library as torch_library
+from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise
 from support import assert_close, budget, exact, make_inputs, make_problem
@@ -209,6 +213,146 @@ def test_planned_calls_are_remembered(monkeypatch):
     first = tilewise.attention(q, k, v, backend="tiled")
     monkeypatch.setattr(op, "_planned", lambda *_: pytest.fail("planned twice"))
     assert torch.equal(tilewise.attention(q, k, v, backend="tiled"), first)
+
+
+@pytest.fixture
+def recognised(monkeypatch):
+    """The calls that PyTorch's guards have recognised."""
+    found = []
+    execute = tilewise.op.execute_alike
+    monkeypatch.setattr(tilewise.op, "execute_alike", lambda call, *rest: found.append(call) or execute(call, *rest))
+    memo.invalidate()
+    yield found
+    memo.invalidate()
+
+
+def test_this_release_of_pytorch_has_guards_that_tell_tensors_apart():
+    assert tilewise.op._GUARDS_HOLD
+
+
+def test_repeated_calls_are_recognised_by_guards(recognised):
+    q, k, v = inputs(1, 2, 5, 4)
+    results = [tilewise.attention(q, k, v, mask="causal", backend="tiled") for _ in range(4)]
+    assert len(recognised) == 2
+    for out in results[1:]:
+        assert torch.equal(out, results[0])
+        assert out.grad_fn is not None
+    want = torch.autograd.grad(results[0].sum(), (q, k, v))
+    assert all(map(torch.equal, torch.autograd.grad(results[3].sum(), (q, k, v)), want))
+    memo.invalidate()
+    tilewise.attention(q, k, v, mask="causal", backend="tiled")
+    assert len(recognised) == 2
+
+
+def _misaligned(tensor):
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+    return memory.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+OTHER_TENSORS = {
+    "dtype": lambda x: x.detach().float().requires_grad_(),
+    "sizes": lambda x: x.detach()[:, :1].clone().requires_grad_(),
+    "strides": lambda x: x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(),
+    "requires_grad": torch.Tensor.detach,
+    "parameter": lambda x: torch.nn.Parameter(x.detach()),
+    "lazily negated": lambda x: torch._neg_view(x.detach()).requires_grad_(),
+    "zeros without memory": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype).requires_grad_(),
+    "alignment": _misaligned,
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_TENSORS)
+def test_guards_recognise_no_other_tensors(recognised, kind):
+    tensors = inputs(1, 2, 5, 4)
+    for _ in range(3):
+        tilewise.attention(*tensors, backend="tiled")
+    assert len(recognised) == 1
+    others = [OTHER_TENSORS[kind](tensor) for tensor in tensors]
+    out = tilewise.attention(*others, backend="tiled")
+    assert len(recognised) == 1
+    assert out.requires_grad == others[0].requires_grad
+    assert torch.equal(out, tilewise.attention(*(x.clone() for x in others), backend="tiled"))
+
+
+def _called(tensors):
+    return tilewise.attention(*tensors, backend="reference")
+
+
+def _with_a_tangent(tensors):
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(tensors[0], torch.ones_like(tensors[0]))
+        assert forward_ad.unpack_dual(_called((dual, *tensors[1:]))).tangent is not None
+        return _called(tensors)
+
+
+def _jit_traced(tensors):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(lambda q, k, v: _called((q, k, v)), tensors, check_trace=False)
+    assert "tilewise::attention" in str(traced.graph)
+    return traced(*tensors)
+
+
+def _counted(tensors):
+    with FlopCounterMode(display=False) as counter:
+        out = _called(tensors)
+    assert counter.get_total_flops() > 0
+    return out
+
+
+def _inside(context):
+    def call(tensors):
+        with context():
+            return _called(tensors)
+
+    return call
+
+
+WATCHED = {
+    "autocast": _inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+    "no grad": _inside(torch.no_grad),
+    "inference": _inside(torch.inference_mode),
+    "deterministic": _inside(tilewise.op.deterministic_algorithms),
+    "flop counter": _counted,
+    "forward AD": _with_a_tangent,
+    "jit trace": _jit_traced,
+    "functional grad": lambda tensors: torch.func.vjp(lambda x: x * _called(tensors), torch.ones(1).double())[0],
+    "vmap": lambda tensors: torch.vmap(lambda x: x * _called(tensors))(torch.ones(1).double())[0],
+}
+
+
+@pytest.mark.parametrize("state", WATCHED)
+def test_guards_recognise_nothing_where_pytorch_asks_for_more(recognised, state):
+    tensors = tuple(inputs(1, 2, 5, 4))
+    for _ in range(3):
+        want = _called(tensors)
+    assert len(recognised) == 1
+    assert torch.allclose(WATCHED[state](tensors), want)
+    assert len(recognised) == 1
+
+
+def test_one_tensor_three_times_and_more_kinds_than_guards_are_kept_for(recognised):
+    for seq in (5, 5, 5):
+        (q,) = inputs(1, 2, seq, 4)[:1]
+        assert torch.equal(_called((q, q, q)), _called((q, q.clone(), q.clone())))
+    before = len(recognised)
+    _, k, v = inputs(1, 2, 5, 4)
+    for rows in (1, 2, 3, 4, 6, 7) * 3:
+        (q,) = inputs(1, 2, rows, 4)[:1]
+        assert _called((q, k, v)).shape == q.shape
+    assert len(recognised) > before
+    assert all(len(alike) <= tilewise.op._MOST_ALIKE for alike in tilewise.op._alike._known.values())
+
+
+def test_guards_keep_no_tensor(recognised):
+    tensors = inputs(1, 2, 5, 4)
+    for _ in range(3):
+        _called(tensors)
+    assert recognised
+    seen = [weakref.ref(tensor) for tensor in tensors]
+    del tensors
+    gc.collect()
+    assert [one() for one in seen] == [None] * 3
 
 
 def test_auto_leaves_out_a_kernel_that_does_not_build(monkeypatch, caplog):

@@ -141,7 +141,8 @@ def attention(
     """
     if unknown:
         raise _unknown("attention", next(iter(unknown)))
-    if not torch.compiler.is_compiling() and (attend := native.attend) is not None:
+    traced = torch.compiler.is_compiling()
+    if not traced and (attend := native.attend) is not None:
         known: Tensor | tuple[Tensor, ...] | None = attend(
             q, k, v, mask, scale, softcap, alibi, keep, sink, scores, operands, dropout, layout, return_lse,
             return_max_logit, backend, precision,
@@ -159,9 +160,8 @@ def attention(
     if scores or return_max_logit:
         scores = with_max_logit(scores, return_max_logit)
         results = {} if return_max_logit else None
-    out, lse = _attend(
-        q, k, v, operands, (mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision), results
-    )
+    arguments = mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision
+    out, lse = (_traced if traced else _attend)(q, k, v, operands, arguments, results)
     if layout == "bshd":
         out = as_laid_out(out, layout)
     if not return_lse and results is None:
@@ -301,7 +301,8 @@ def attention_packed(
         scores = with_max_logit(scores, return_max_logit)
         results = {} if return_max_logit else None
     arguments = (packed, scale, softcap, scores, dropout, "bshd", return_lse, backend, precision)
-    out, lse = _attend(q, k, v, given, arguments, results)
+    attend_now = _traced if torch.compiler.is_compiling() else _attend
+    out, lse = attend_now(q, k, v, given, arguments, results)
     if told is not None:
         found = op.recall(q, k, v, given, arguments)
         if found is not None:
@@ -460,10 +461,13 @@ Results = dict[str, Tensor] | None
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, operands: Operands | None, arguments: _Arguments, results: Results = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of bhsd views, by whichever way PyTorch's state asks for."""
-    if torch.compiler.is_compiling():
-        return _traced(q, k, v, operands, arguments, results)
+    """Attention of bhsd views outside torch.compile, by whichever way PyTorch's state asks for."""
     mask, dropout = arguments[0], arguments[4]
+    plain = operands is None and results is None and not dropout and type(mask) in _HASHABLE_MASKS
+    if plain and (call := op.recall_alike(q, k, v, arguments)) is not None:
+        if call.plan is not None and native.ready() is not None:
+            repeated.learn(call, q, k, v, arguments)
+        return op.execute_alike(call, q, k, v)
     given: Operands = NO_OPERANDS
     key: _Arguments | None = arguments  # what a call like this one is remembered by; None = not at all
     if type(mask) not in _HASHABLE_MASKS:
@@ -477,6 +481,8 @@ def _attend(
         if call is not None:
             if call.plan is not None and not given and not dropout and results is None:
                 repeated.learn(call, q, k, v, arguments)
+            if plain:
+                op.remember_alike(call, q, k, v, arguments)
             given = {**given, "seed": drawn_seed(q.device)} if dropout else given
             return op.execute(call, q, k, v, given, results)
     known = given  # what a seed is drawn beside

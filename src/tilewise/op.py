@@ -34,7 +34,7 @@ from .isolation import check_where_asked
 from .jit import build_all, is_loaded, tuned
 from .jit.compile import notice
 from .masks import Packed
-from .memo import Memo
+from .memo import Memo, on_invalidate
 from .operands import INPUTS, NO_OPERANDS, chosen
 from .plain import reference
 from .plan import AUTO, BACKENDS, check_backend, leave_out, plan
@@ -188,6 +188,70 @@ def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, operands: Operands, ar
     if type(q) is type(k) is type(v) is Tensor and not _is_watched() and _are_ordinary(operands):
         key = _signature(q, k, v, operands, arguments, needed_grads(q, k, v, operands))
         _calls.put(key, call, _calls.generation, _size(call))
+
+
+def recall_alike(q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> Call | None:
+    """`recall` of a call without operands by PyTorch's guards, a third of its time; None = ask `recall`.
+
+    A guard compares all that a signature has of three tensors, and the keys that PyTorch dispatches them by. These
+    change under autocast, dispatch modes, transforms and traces: what is found here meets none of them.
+    """
+    try:
+        alike = _alike.get((torch.is_grad_enabled(), _is_deterministic(), k.numel(), arguments))
+    except (AttributeError, TypeError):
+        return None
+    if alike is None or _forward_ad._current_level >= 0:
+        return None
+    for fits, misaligned, call in alike:
+        if fits(q, k, v):
+            at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            if at_q and at_k and at_v and (at_q | at_k | at_v) & 15 == misaligned:
+                return call
+    return None
+
+
+def remember_alike(call: Call, q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> None:
+    """Let `recall_alike` find this Call, which `recall` has found for the same tensors."""
+    if not _GUARDS_HOLD or call.lacks_memory or autocast_is_on() or q is k or k is v or v is q:
+        return  # no guard fits a tensor that is given twice
+    key = torch.is_grad_enabled(), _is_deterministic(), k.numel(), arguments
+    generation = _alike.generation
+    known = _alike.get(key) or ()
+    if len(known) < _MOST_ALIKE and _calls.get(_signature(q, k, v, NO_OPERANDS, arguments, _grads(q, k, v))) is call:
+        misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+        _alike.put(key, (*known, (_guard(q, k, v), misaligned, call)), generation, _size(call))
+
+
+_MOST_ALIKE = 4  # kinds of tensors for the same arguments and number of keys: each costs those behind it a comparison
+_alike: Memo[tuple[tuple[Callable[..., bool], int, Call], ...]] = Memo()
+on_invalidate(_alike.clear)  # once more behind all Memos: what was found in `_calls` until then may have been put in
+_is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+
+
+def _guard(*tensors: Tensor) -> Callable[..., bool]:
+    """Whether other tensors are like these: in type, dtype, device, sizes, strides, requires_grad and dispatch keys."""
+    sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
+    guards: Any = torch._C._dynamo.guards
+    return guards.TensorGuards(  # type: ignore[no-any-return]
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+    ).check
+
+
+def _guards_hold() -> bool:
+    """Whether guards compare what is written above. They are torch.compile's, and no interface: so they are asked."""
+    try:
+        one, two, three, four = (torch.empty((2, 4, 6, 8), device="cpu") for _ in range(4))
+        others = (
+            one.half(), one[:1], one[None], one.transpose(0, 1).contiguous().transpose(0, 1), one.to("meta"),
+            one.detach().requires_grad_(), torch._neg_view(one), torch.nn.Parameter(one.detach(), requires_grad=False),
+        )  # fmt: skip
+        fits = _guard(one, two, three)
+        with torch._C._AutoDispatchBelowAutograd():
+            below = fits(one, two, three)
+        apart = not any(fits(other, two, three) or fits(two, three, other) for other in others)
+        return fits(four, one, two) is True and apart and not below
+    except Exception:  # whatever a later release does
+        return False
 
 
 def recall_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, arguments: Any) -> Call | None:
@@ -501,6 +565,14 @@ def execute(
     return result if call.options.needs_lse else (result, None)
 
 
+def execute_alike(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    """`execute` of a Call that `recall_alike` found."""
+    if not call.problem.needs_grad:
+        return call.forward(q, k, v, NO_OPERANDS)
+    result = _apply_planned(q, k, v, call)
+    return result if call.options.needs_lse else (result, None)
+
+
 def _reporting(call: Call, results: dict[str, Tensor]) -> Call:
     """The Call that puts what terms report of its one forward into these results."""
     forward: Any = call.forward
@@ -517,6 +589,10 @@ def needed_grads(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[s
     """As `prepare` takes it: what autograd will ask of a call with these tensors."""
     if operands and (names := operands_with_grad(operands)):
         return tuple(names)
+    return _grads(q, k, v)
+
+
+def _grads(q: Tensor, k: Tensor, v: Tensor) -> tuple[str, ...] | None:
     return () if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) else None
 
 
@@ -537,6 +613,8 @@ is_jit_traced: Callable[[], Any] = torch._C._get_tracing_state
 
 _forward_ad = torch.autograd.forward_ad
 
+with torch.inference_mode(False):  # wherever this is imported
+    _GUARDS_HOLD = _guards_hold()
 
 _ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 
