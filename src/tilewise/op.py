@@ -569,7 +569,7 @@ def execute_alike(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     """`execute` of a Call that `recall_alike` found."""
     if not call.problem.needs_grad:
         return call.forward(q, k, v, NO_OPERANDS)
-    result = _apply_planned(q, k, v, call)
+    result = (_apply_planned if call.plan is None else _apply_of_inputs)(q, k, v, call)
     return result if call.options.needs_lse else (result, None)
 
 
@@ -656,6 +656,22 @@ class _Planned(torch.autograd.Function):
         return gradients(ctx.call, saved[:5], saved[5:], wanted, dout, dlse)
 
 
+class _OfInputs(torch.autograd.Function):
+    """`_Planned` of a Call of our kernels without operands, which has less to look at."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor | tuple[Tensor, Tensor | None]:
+        out, lse = call.forward(q, k, v, NO_OPERANDS)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, out, lse)
+        if not call.options.needs_lse:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    backward = _Planned.backward
+
+
 def gradients(
     call: Call,
     saved: tuple[Any, ...],
@@ -704,6 +720,7 @@ _BATCHING: Any = torch._C._parse_dispatch_key("VmapMode")
 
 # Function.apply looks for functorch's transforms and their wrappers first. Plain calls are those that have neither.
 _apply_planned: Callable[..., Any] = super(torch.autograd.Function, _Planned).apply
+_apply_of_inputs: Callable[..., Any] = super(torch.autograd.Function, _OfInputs).apply
 
 
 class _Attention(torch.autograd.Function):
