@@ -106,6 +106,11 @@ def handle(
     return call.native[form]
 
 
+def _reads_offsets(recipe: recipes.Recipe) -> bool:
+    """Whether a call has to bring the offsets of packed sequences."""
+    return recipe[2] is not None
+
+
 def _is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -124,7 +129,7 @@ def _described(call: Call, form: Form, q: Tensor, k: Tensor, v: Tensor, offsets:
     out = empty_out(q, problem.head_dim_v, problem.layout)
     operands = run.forward_operands(problem, q, k, v, out, {**constants, **packed})
     recipe = recipes.recipe_of(call.plan.forward, operands, run.device_index(q.device))
-    if recipe is None:
+    if recipe is None or (offsets is None and _reads_offsets(recipe)):  # of documents, which no call brings
         return None
     _give_counters(recipe, q.device)
     owner = Repeated(call._replace(native=None), form, constants)
@@ -193,6 +198,8 @@ def _learn_backward(
         program = op.backward_program(call, wants)
         operands = run.backward_operands(problem, wants, tensors)
         recipe = recipes.recipe_of(program, operands, run.device_index(q.device))
+        if recipe is not None and not offsets and _reads_offsets(recipe):
+            recipe = None
     except CompileError:  # the way in Python makes all gradients then, and gives these
         pass
     if recipe is not None:

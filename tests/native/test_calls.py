@@ -601,6 +601,19 @@ def test_packed_calls_are_native_from_the_third_on(machine, monkeypatch):
     assert machine.counts[0] == before
 
 
+def test_documents_whose_offsets_a_mask_holds_are_left_to_python(machine):
+    """Those of long sequences, which run as packed ones."""
+    shape = (1, 1, 512, 64)
+    tensors, dout = inputs(shape), torch.randn(shape).to(torch.bfloat16)
+    mask = tilewise.Documents((0, 200, 512), inner=tilewise.Causal())
+    before = machine.counts
+    results = [step(machine, tensors, dout, mask=mask) for _ in range(4)]
+    assert machine.counts[:2] == before[:2]
+    for found in results[1:]:
+        for got, want in zip(found, results[0], strict=True):
+            assert torch.equal(got, want)
+
+
 def test_packed_gradients_have_the_bits_of_those_in_python(machine):
     tensors, offsets = packed_inputs()
     dout = torch.randn(tensors[0].shape).to(torch.bfloat16)
