@@ -535,6 +535,20 @@ def test_scores_apart_for_each_thing_that_is_timed() -> None:
     assert told["flops"]["timed"] == problem.flops() + problem.flops(backward=True)
 
 
+def test_no_score_against_pytorch_where_it_has_no_path() -> None:
+    problem = make_problem((1, 2, 8, 8), needs_grad=True)
+    done = [
+        Comparison(
+            Row(what, problem, ("tilewise", "fa4"), times=(what,)),
+            [Outcome("tilewise", VERIFIED, **{what: [[1.0]]}), Outcome("fa4", VERIFIED, **{what: [[2.0]]})],
+        )
+        for what in ("forward", "step")
+    ]
+    found = bench.scores(done)
+    assert set(found) == {"forward", "step", "against FlashAttention-4"}
+    assert all(score.geomean == pytest.approx(2.0) for score in found.values())
+
+
 def test_the_deterministic_variant_is_held_to_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     row = Row(
         "row", make_problem((1, 2, 8, 8), needs_grad=True), ("tilewise", "tilewise:deterministic"), times=("step",)

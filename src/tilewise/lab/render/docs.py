@@ -275,7 +275,8 @@ def _summary(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]:
         for kind, comparisons in bench.by_kind(record.comparisons()).items():
             found = bench.score(comparisons)
             figures = f"{found.geomean:.2f} | {found.worst:.2f} | {found.behind:.0%} | {found.row}"
-            figures += f" | {bench.score_of_torch(comparisons).geomean:.2f}"
+            of_torch = bench.score_of_torch(comparisons)
+            figures += f" | {of_torch.geomean:.2f}" if of_torch.rows else " | -"
             lines.append(f"| {name} | {kind} | {figures} | {about} |")
     return lines
 

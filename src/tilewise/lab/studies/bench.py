@@ -158,10 +158,11 @@ def scores(comparisons: list[Comparison]) -> dict[str, Score]:
     for rival, name in RIVALS.items():
         if ratios := against(OURS, rival, comparisons):
             found[f"against {name}"] = _score(ratios)
-    held = {kind: rows for kind, rows in kinds.items() if has_rival(rows)}
+    of_torch = {kind: score_of_torch(rows) for kind, rows in kinds.items() if has_rival(rows)}
+    of_torch = {kind: one for kind, one in of_torch.items() if one.rows}  # PyTorch may have no path for a suite
     if len(kinds) > 1:
-        found |= {f"{kind}, {TORCH}": score_of_torch(rows) for kind, rows in held.items()}
-    if held:
+        found |= {f"{kind}, {TORCH}": one for kind, one in of_torch.items()}
+    if of_torch:
         found[TORCH] = score_of_torch(comparisons)
     return found
 
