@@ -38,7 +38,7 @@ _EVENT_CALLS = 10  # back to back in one sample, unless a few already fill the r
 
 Kept = dict[str, Any]
 ROTATED_BYTES = 256 * 2**20  # of keys and values that a rotation goes through: no cache of a GPU holds them
-_MOST_TURNS = 128
+_MAX_TURNS = 128
 
 
 class Rotation:
@@ -54,7 +54,7 @@ class Rotation:
 
 def turns_for(size: int) -> int:
     """How many sets of tensors of so many bytes a rotation goes through."""
-    return max(1, min(_MOST_TURNS, -(-ROTATED_BYTES // max(1, size))))
+    return max(1, min(_MAX_TURNS, -(-ROTATED_BYTES // max(1, size))))
 
 
 def measure(call: Call, method: str, seconds: float, *, flush: bool = False, kept: Kept | None = None) -> list[float]:
