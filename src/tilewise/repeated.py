@@ -107,8 +107,14 @@ def handle(
 
 
 def _reads_offsets(recipe: recipes.Recipe) -> bool:
-    """Whether a call has to bring the offsets of packed sequences."""
+    """Whether a call has to bring the offsets of packed sequences, or its mask to hold them."""
     return recipe[2] is not None
+
+
+def _held_offsets(constants: Operands) -> tuple[Tensor, ...] | None:
+    """Those of documents that run as packed sequences: a constant of all calls with their mask."""
+    names = recipes.OFFSETS
+    return tuple(constants[name] for name in names) if all(name in constants for name in names) else None
 
 
 def _is_captured(tensor: Tensor) -> bool:
@@ -129,14 +135,16 @@ def _described(call: Call, form: Form, q: Tensor, k: Tensor, v: Tensor, offsets:
     out = empty_out(q, problem.head_dim_v, problem.layout)
     operands = run.forward_operands(problem, q, k, v, out, {**constants, **packed})
     recipe = recipes.recipe_of(call.plan.forward, operands, run.device_index(q.device))
-    if recipe is None or (offsets is None and _reads_offsets(recipe)):  # of documents, which no call brings
+    held = _held_offsets(constants)
+    if recipe is None or (_reads_offsets(recipe) and not (offsets or held)):
         return None
     _give_counters(recipe, q.device)
     owner = Repeated(call._replace(native=None), form, constants)
     raw = [_raw(tensor, form) for tensor in (q, k, v)]
     lse = tuple(out.shape[form == PACKED : 3]) if run.makes_lse(problem) else None
     returns_lse = call.options.needs_lse
-    return native.calls.new_call(*raw, recipe, _shape(_raw(out, form)), lse, returns_lse, problem.needs_grad, owner)
+    made = _shape(_raw(out, form)), lse, returns_lse, problem.needs_grad
+    return native.calls.new_call(*raw, held, recipe, *made, owner)
 
 
 def _give_counters(recipe: recipes.Recipe, device: torch.device) -> None:
@@ -198,7 +206,7 @@ def _learn_backward(
         program = op.backward_program(call, wants)
         operands = run.backward_operands(problem, wants, tensors)
         recipe = recipes.recipe_of(program, operands, run.device_index(q.device))
-        if recipe is not None and not offsets and _reads_offsets(recipe):
+        if recipe is not None and _reads_offsets(recipe) and not (offsets or _held_offsets(constants)):
             recipe = None
     except CompileError:  # the way in Python makes all gradients then, and gives these
         pass

@@ -90,6 +90,10 @@ CASES = {
     "layout": (lambda: drawn((2, 128, 4, 64), BF16), {"layout": "bshd", "return_lse": True}),
     "packed": (lambda: packed((2, 4, 192, 64), BF16), {"mask": "causal"}),
     "window": (lambda: drawn((1, 4, 300, 64), BF16), {"mask": tilewise.Window(50, 3)}),
+    "documents": (
+        lambda: drawn((2, 4, 700, 64), BF16, 2),
+        {"mask": tilewise.Documents((0, 200, 700), inner=tilewise.Causal())},
+    ),
     "softcap": (lambda: drawn((1, 4, 200, 64), BF16), {"softcap": 5.0, "scale": 0.3}),
     "unaligned": (lambda: shifted((1, 4, 128, 64), BF16, 1), {}),
     "half aligned": (lambda: shifted((1, 4, 128, 64), BF16, 4), {"mask": "causal"}),

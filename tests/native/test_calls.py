@@ -601,14 +601,15 @@ def test_packed_calls_are_native_from_the_third_on(machine, monkeypatch):
     assert machine.counts[0] == before
 
 
-def test_documents_whose_offsets_a_mask_holds_are_left_to_python(machine):
-    """Those of long sequences, which run as packed ones."""
-    shape = (1, 1, 512, 64)
+@pytest.mark.parametrize("shape", [(1, 2, 70, 64), (2, 1, 512, 64)], ids=str)
+def test_documents_have_the_bits_of_those_in_python(machine, shape):
+    """Those of long sequences run as packed ones, whose offsets the mask holds."""
     tensors, dout = inputs(shape), torch.randn(shape).to(torch.bfloat16)
-    mask = tilewise.Documents((0, 200, 512), inner=tilewise.Causal())
+    mask = tilewise.Documents((0, 33, shape[2]), inner=tilewise.Causal())
     before = machine.counts
-    results = [step(machine, tensors, dout, mask=mask) for _ in range(4)]
-    assert machine.counts[:2] == before[:2]
+    results = [step(machine, tensors, dout, mask=mask) for _ in range(5)]
+    forwards, backwards, in_python = (now - then for now, then in zip(machine.counts, before, strict=True))
+    assert (forwards, backwards, in_python) == (3, 2, 1)
     for found in results[1:]:
         for got, want in zip(found, results[0], strict=True):
             assert torch.equal(got, want)

@@ -340,6 +340,11 @@ bool are_offsets(const at::Tensor& tensor) {
          (tensor.size(0) < 2 || tensor.stride(0) == 1);
 }
 
+// Those that a call brings, or that its mask holds.
+const Offsets& offsets_of(const Call& call, const Offsets& given) {
+  return call.offsets[0].defined() ? call.offsets : given;
+}
+
 class AttentionBackward final : public Node {
  public:
   std::shared_ptr<Call> call;
@@ -432,7 +437,7 @@ class AttentionBackward final : public Node {
     at[DOUT] = address(dout);
     at[DLSE] = address(dlse);
     at[SCRATCH] = reinterpret_cast<uintptr_t>(scratch.get());
-    enqueue(*backward.recipe, device, at, saved.offsets);
+    enqueue(*backward.recipe, device, at, offsets_of(*call, saved.offsets));
     memory().backwards.fetch_add(1, std::memory_order_relaxed);
   }
 
@@ -624,7 +629,7 @@ Results make_forward(const std::shared_ptr<Call>& call, const at::Tensor& q, con
   at[OUT] = address(made.out);
   at[LSE] = address(made.lse);
   at[SCRATCH] = reinterpret_cast<uintptr_t>(scratch.get());
-  enqueue(call->forward, device, at, offsets);
+  enqueue(call->forward, device, at, offsets_of(*call, offsets));
   memory().forwards.fetch_add(1, std::memory_order_relaxed);
   return made;
 }
@@ -935,15 +940,21 @@ bool read(PyObject* given, Recipe& into) {
   return read(launches, into.prepared->launches);
 }
 
-// new_call(q, k, v, recipe, out, lse_sizes or None, returns_lse, recorded, owner) -> capsule
+// new_call(q, k, v, offsets of documents or None, recipe, out, lse_sizes or None, returns_lse,
+//          recorded, owner) -> capsule
 PyObject* new_call(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
-  PyObject *q, *k, *v, *recipe, *out, *lse, *owner;
+  PyObject *q, *k, *v, *offsets, *recipe, *out, *lse, *owner;
   int returns_lse, recorded;
-  if (!PyArg_ParseTuple(given, "OOOOOOppO", &q, &k, &v, &recipe, &out, &lse, &returns_lse,
-                        &recorded, &owner))
+  if (!PyArg_ParseTuple(given, "OOOOOOOppO", &q, &k, &v, &offsets, &recipe, &out, &lse,
+                        &returns_lse, &recorded, &owner))
     return nullptr;
   auto call = std::make_shared<Call>();
+  if (offsets != Py_None) {
+    PyObject *cu_q, *cu_k;
+    if (!PyArg_ParseTuple(offsets, "OO", &cu_q, &cu_k)) return nullptr;
+    call->offsets = {THPVariable_Unpack(cu_q), THPVariable_Unpack(cu_k)};
+  }
   if (!read(recipe, call->forward) || !read(out, call->out)) return nullptr;
   call->has_lse = lse != Py_None;
   if (call->has_lse) {

@@ -133,6 +133,7 @@ class Call {
   bool recorded = false;      // by autograd
   unsigned misalignment = 0;  // of q, k and v together, as the recipe was made for
   std::array<std::vector<int64_t>, 3> input_strides;
+  Offsets offsets;            // of documents, which the mask holds; undefined for any other call
   PyObject* owner = nullptr;  // what Python needs to make the backwards that are not known here
 
   std::shared_ptr<const Backward> backward(c10::IntArrayRef dout_strides, unsigned wants);
