@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import emulation
 import tilewise
 from support import assert_close, budget, make_problem
-from test_terms_call import install
-from tilewise import Causal, Documents, KeyLengths, Target, Window, memo
+from test_terms_call import on_a_model
+from tilewise import Causal, Documents, KeyLengths, Target, Window
 from tilewise.plan import plan
 from tilewise.terms import Dropout
 
@@ -55,14 +55,11 @@ def test_backends_of_torch_operations_drop_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", ASKED)
 def test_kernels_drop_the_same(monkeypatch: Any, name: str, backend: str) -> None:
     want = results(torch.float64, "reference", **ASKED[name])
-    install(monkeypatch, backend)
-    try:
+    with on_a_model(monkeypatch, backend):
         for _ in range(2):  # planned, then remembered
             got = results(torch.bfloat16, backend, **ASKED[name])
             for key, tensor in got.items():
                 assert_close(tensor, want[key], (1 if key in ("out", "lse") else 4) * budget(torch.bfloat16, KEYS), key)
-    finally:
-        memo.invalidate()
 
 
 def inputs() -> list[Tensor]:

@@ -10,8 +10,8 @@ import torch
 import emulation
 import tilewise
 from support import assert_close, budget
-from test_terms_call import install
-from tilewise import Causal, Documents, Full, InvalidInput, KeyLengths, PrefixLM, Window, masks, memo
+from test_terms_call import on_a_model
+from tilewise import Causal, Documents, Full, InvalidInput, KeyLengths, PrefixLM, Window, masks
 from tilewise.problem import Problem
 
 Tensor = torch.Tensor
@@ -100,11 +100,8 @@ def test_a_mask_shows_what_it_says(anywhere: None, kind: str, backend: str) -> N
 @pytest.mark.parametrize("backend", ["sm80", "sm90"])
 @pytest.mark.parametrize("kind", MASKS)
 def test_kernels_read_its_spans(anywhere: None, monkeypatch: Any, kind: str, backend: str) -> None:
-    install(monkeypatch, backend)
-    try:
+    with on_a_model(monkeypatch, backend):
         check(kind, torch.bfloat16, backend)
-    finally:
-        memo.invalidate()
 
 
 @pytest.mark.parametrize("kind", MASKS)

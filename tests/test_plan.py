@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from support import make_problem
-from tilewise import Causal, Dense, Documents, Full, Target, UnsupportedProblem, Window
+from tilewise import Causal, Dense, Documents, Full, Target, UnsupportedProblem, Window, explain
 from tilewise.plan import BACKENDS, RULES, plan
 from tilewise.problem import Strides
+from tilewise.target import assumed
 
 GOLDEN = Path(__file__).parent / "golden"
 TARGETS = ["h200", "a100", "rtx-4090", "t4", "cpu"]
@@ -73,6 +74,18 @@ def explanations(target_name: str) -> str:
             text = f"UnsupportedProblem: {refusal}"
         sections.append(f"== {name}\n{text}\n")
     return "\n".join(sections)
+
+
+def test_a_device_may_be_taken_for_a_target():
+    cpu, inputs = Target.of("cpu"), [torch.randn(1, 2, 64, 64, dtype=torch.bfloat16) for _ in range(3)]
+    with assumed(Target.named("h200")):
+        assert Target.of("cpu") == Target.named("h200")
+        assert explain(*inputs).backend == "sm90"
+        with assumed(Target.named("a100")):
+            assert explain(*inputs).target == Target.named("a100")
+        assert explain(*inputs).backend == "sm90"
+    assert Target.of("cpu") == cpu
+    assert explain(*inputs).target == cpu
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import contextlib
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ import torch
 import emulation
 import tilewise
 from support import assert_close, budget, make_problem
-from tilewise import Causal, Full, InvalidInput, Target, memo, op
+from tilewise import Causal, Full, InvalidInput, Target, op
 from tilewise.scores import Softcap, Term, parse_all, text_of
+from tilewise.target import assumed
 from tilewise.terms import Alibi, Bias, Dropout, Keep, KeyLengths, MaxLogit, RelativeBias, Sink
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Tensor = torch.Tensor
 BATCH, HEADS, HEADS_KV, ROWS, KEYS, DIM = 2, 4, 2, 70, 90, 64
@@ -91,14 +96,13 @@ def test_the_reference_and_the_tiles_agree(name: str, mask: Any) -> None:
         check(asked(name), mask, torch.float32, backend)
 
 
-def install(monkeypatch: Any, backend: str) -> None:
-    """A model of a GPU that has these kernels in the place of the CPU, for calls from end to end: the target of a call
-    is that of its tensors' device. The caller invalidates what was planned for it."""
+@contextlib.contextmanager
+def on_a_model(monkeypatch: Any, backend: str) -> Iterator[None]:
+    """A model of a GPU that has these kernels in the place of the CPU, for calls from end to end."""
     emulation.install(monkeypatch)
-    target = Target.named({"sm80": "a100", "sm90": "h200"}[backend])
-    monkeypatch.setattr(Target, "of", classmethod(lambda cls, device: target))
     monkeypatch.setattr(op, "_build", lambda plan: None)
-    memo.invalidate()
+    with assumed(Target.named({"sm80": "a100", "sm90": "h200"}[backend])):
+        yield
 
 
 @emulation.emulated
@@ -108,12 +112,9 @@ def test_a_call_runs_the_kernels_of_the_plan(monkeypatch: Any, name: str, backen
     """On a model of the hardware, by the way of every call: only what a GPU is, and what it builds, is told to it."""
     case = asked(name)
     want = results(case, Causal(), torch.float64, "reference")
-    install(monkeypatch, backend)
-    try:
+    with on_a_model(monkeypatch, backend):
         got = results(case, Causal(), torch.bfloat16, "auto")
         chosen = {call.backend.name for call in op._calls._known.values() if hasattr(call.backend, "name")}
-    finally:
-        memo.invalidate()
     assert chosen == {backend}
     for key, tensor in got.items():
         assert tensor.shape == want[key].shape, key
@@ -221,11 +222,8 @@ def test_kernels_read_masks_that_are_tensors(monkeypatch: Any, kind: str, backen
     mask = MASKS[kind]()
     softcap = 0.0 if kind == "padding" else 8.0
     want = masked(mask, torch.float64, "reference", softcap)
-    install(monkeypatch, backend)
-    try:
+    with on_a_model(monkeypatch, backend):
         got = masked(mask, torch.bfloat16, backend, softcap)
-    finally:
-        memo.invalidate()
     assert set(got) == set(want)
     for name, tensor in got.items():
         assert tensor.shape == want[name].shape, name

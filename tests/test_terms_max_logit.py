@@ -12,8 +12,8 @@ import emulation
 import tilewise
 from support import assert_close, budget
 from term_cases import F32, H200, Tensor, case_of, emulated, everywhere, forward
-from test_terms_call import install
-from tilewise import Causal, KeyLengths, Target, memo
+from test_terms_call import on_a_model
+from tilewise import Causal, KeyLengths, Target
 from tilewise.engine import SM80, run
 from tilewise.scores import Where
 from tilewise.terms import Alibi, Keep, MaxLogit
@@ -89,14 +89,11 @@ def test_attention_returns_it(backend: str, with_lse: bool) -> None:
 @pytest.mark.parametrize("backend", ["sm80", "sm90"])
 def test_kernels_return_it(monkeypatch: Any, backend: str) -> None:
     grad = asked(torch.float64, "reference")[-1]
-    install(monkeypatch, backend)
-    try:
+    with on_a_model(monkeypatch, backend):
         for _ in range(2):  # planned, then remembered
             *_, largest, want, got = asked(torch.bfloat16, backend, return_lse=True)
             assert_close(largest, want, budget(torch.bfloat16, 64))
             assert_close(got, grad, 4 * budget(torch.bfloat16, 90))
-    finally:
-        memo.invalidate()
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

@@ -13,7 +13,6 @@ import tempfile
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import triton
@@ -23,6 +22,7 @@ from triton.runtime import driver
 from support import make_inputs, make_problem
 from tilewise import Causal, Full, Problem, Target
 from tilewise.masks import Packed
+from tilewise.target import assumed
 from tilewise.triton import backend
 
 MAX_STACK = 64  # bytes of a thread: a few values spilled outside of the loops do not show
@@ -80,8 +80,7 @@ def main(name: str, everything: bool) -> int:
     target = Target.named(name)
     driver.set_active(StandIn(target))
     fine = True
-    # The backend's own functions run, and they ask the device of their tensors, which is the CPU here.
-    with patch.object(backend.Target, "of", classmethod(lambda cls, device: target)):
+    with assumed(target):  # the backend's own functions run, on tensors of the CPU
         for problem in problems(everything):
             config = backend.configs(problem, target)[0]
             starts = torch.tensor((0, 100, 100, 256), dtype=torch.int32)

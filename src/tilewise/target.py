@@ -7,13 +7,19 @@ release to release.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
+from . import memo
 from .errors import DeviceError, InvalidInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _Dtype = torch.dtype
 _Device = torch.device
@@ -79,8 +85,10 @@ class Target:
 
     @classmethod
     def of(cls, device: _Device | str) -> Target:
-        """The target that a real device is."""
+        """The target that a real device is, or that it is taken for (`assumed`)."""
         device = torch.device(device)
+        if device.type in _assumed:
+            return _assumed[device.type]
         if device.type == "cuda":
             if not torch.cuda.is_available():
                 raise DeviceError(
@@ -90,6 +98,28 @@ class Target:
             index = torch.cuda.current_device() if device.index is None else device.index
             return _cuda_target(index)
         return _cpu_target(device.type)
+
+
+_assumed: dict[str, Target] = {}
+
+
+@contextlib.contextmanager
+def assumed(target: Target, device_type: str = "cpu") -> Iterator[None]:
+    """Inside, devices of a type are taken for this target, by all threads: calls with their tensors are planned for it.
+
+    For programs that put a model of a GPU in the place of its driver, or that compile for a GPU that is not there.
+    """
+    before = _assumed.get(device_type)
+    _assumed[device_type] = target
+    memo.invalidate()
+    try:
+        yield
+    finally:
+        if before is None:
+            del _assumed[device_type]
+        else:
+            _assumed[device_type] = before
+        memo.invalidate()
 
 
 @cache

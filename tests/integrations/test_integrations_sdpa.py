@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-import types
 import warnings
 from collections import Counter
 from contextlib import nullcontext
@@ -24,6 +23,7 @@ from support import assert_close, budget
 from tilewise import InvalidInput, TilewiseError, UnsupportedProblem, api
 from tilewise.hook import dispatcher
 from tilewise.integrations.sdpa import FallbackWarning, decision, sdpa
+from tilewise.target import assumed
 
 BUDGET = budget(torch.float32, 64)
 
@@ -532,12 +532,12 @@ def test_masks_of_every_shape_are_taken_and_differentiated(shape, backend):
 
 @pytest.mark.parametrize("learned", [False, True], ids=["constant", "learned"])
 @pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
-def test_on_hopper_our_kernel_takes_masks_of_every_shape(shape, learned, monkeypatch):
-    monkeypatch.setattr(decision, "Target", types.SimpleNamespace(of=lambda device: tilewise.Target.named("h200")))
+def test_on_hopper_our_kernel_takes_masks_of_every_shape(shape, learned):
     q, k, v = (torch.randn(2, 4, 16, 8, dtype=torch.bfloat16) for _ in range(3))
     visible = torch.ones(shape, dtype=torch.bool)
     for mask in (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=learned), *([] if learned else [visible])):
-        made = decision._decide(decision.Decider(None, "silent", "auto"), (q, k, v, mask, 0.0, False, None, False))
+        with assumed(tilewise.Target.named("h200")):
+            made = decision._decide(decision.Decider(None, "silent", "auto"), (q, k, v, mask, 0.0, False, None, False))
         assert (made.record.outcome, made.record.because.split(":")[0]) == ("taken", "sm90")
         assert made.problem.operand_grads == (("bias",) if learned else ())
         assert tilewise.explain(q, k, v, mask=mask, target="h200").backend == "sm90"

@@ -31,7 +31,7 @@ from tilewise.lab.studies import tune
 from tilewise.lab.studies.search_space import search_space
 from tilewise.plain import tiled
 from tilewise.plan import plan
-from tilewise.target import Target
+from tilewise.target import Target, assumed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -507,17 +507,18 @@ def test_the_command_tunes_the_backward_with_grad(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(tune, "_build", lambda units: ([], tune.BUILT, ""))
     monkeypatch.setattr(tune, "Stopwatch", Watch)
-    monkeypatch.setattr(tune, "Target", types.SimpleNamespace(of=lambda device: H200))
     monkeypatch.setattr("tilewise.lab.commands.tune.make_device", lambda text: "cuda")
     where = ["--shape", "1,16,8192,128", "--mask", "causal", "--grad", "--deterministic"]
-    done = CliRunner().invoke(app, ["tune", *where])
+    with assumed(H200, "cuda"):
+        done = CliRunner().invoke(app, ["tune", *where])
     assert done.exit_code == 0, done.output
     ((backend, problem),) = asked
     assert (backend, problem.needs_grad, problem.deterministic) == ("sm90:backward", True, True)
     assert "the planner uses it from now on" in done.output
     assert "backend sm90:backward" in done.output
     assert "backward: config tuned on NVIDIA H200" in str(plan(problem, H200))
-    done = CliRunner().invoke(app, ["tune", *where[:-1], "--backend", "torch-cudnn"])
+    with assumed(H200, "cuda"):
+        done = CliRunner().invoke(app, ["tune", *where[:-1], "--backend", "torch-cudnn"])
     assert done.exit_code == 2
     assert "configs of its own: sm80, sm90" in done.output
 

@@ -36,7 +36,7 @@ from tilewise.lab.studies import bench, tune
 from tilewise.lab.studies import ladder as command
 from tilewise.ladder import lecture, matmul, numba, three_kernel, traffic
 from tilewise.plan import BACKENDS
-from tilewise.target import Target
+from tilewise.target import Target, assumed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -172,11 +172,11 @@ def test_shared_memory_is_the_ceiling_of_the_numba_rung() -> None:
 
 @pytest.fixture
 def on_the_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A call of a rung from end to end. A backend's `forward` asks the device of its tensors, which is the CPU here."""
-    monkeypatch.setattr(lecture.Target, "of", classmethod(lambda cls, device: H200))
+    """A call of a rung from end to end, with tensors of the CPU, which is taken for a GPU."""
     monkeypatch.setattr(three_kernel, "_CTAS_WANTED", 1)  # so that one CTA walks over all keys of its rows
     three_kernel.pipeline.cache_clear()
-    yield monkeypatch
+    with assumed(H200):
+        yield monkeypatch
     three_kernel.pipeline.cache_clear()
 
 
@@ -486,7 +486,6 @@ def test_parts_that_cannot_be_measured_are_a_line(monkeypatch: pytest.MonkeyPatc
 
 def test_an_interrupt_after_the_climbs_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem((1, 2, 64, 64), torch.bfloat16)
-    monkeypatch.setattr(Target, "of", lambda device: H200)  # the whole command, as on a machine with that GPU
     monkeypatch.setattr(
         command, "compare", lambda row, *_: command.Comparison(row, [Outcome(name) for name in row.candidates])
     )
@@ -495,7 +494,8 @@ def test_an_interrupt_after_the_climbs_keeps_them(monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command.stages, "measure", interrupted)
-    (climb,) = command.run([problem], "cuda", Settings())
+    with assumed(H200, "cuda"):  # the whole command, as on a machine with that GPU
+        (climb,) = command.run([problem], "cuda", Settings())
     assert not climb.comparison.complete
     assert climb.comparison.outcomes
     assert not command.record([climb], Settings(), [])["complete"]

@@ -19,6 +19,7 @@ from tilewise import DeviceError, Target, memo, native, op, repeated
 from tilewise.engine import run
 from tilewise.integrations.sdpa import sdpa
 from tilewise.native import library
+from tilewise.target import assumed
 
 pytestmark = [
     pytest.mark.skipif(library._why_not() is not None, reason=str(library._why_not())),
@@ -28,20 +29,17 @@ SHAPE = (1, 2, 70, 64)
 
 
 class Machine:
-    """A GPU that is a model, and native code that launches on it. Calls go from end to end, and a call asks the device
-    of its tensors for its target, which is the CPU here: that answer is replaced."""
+    """A GPU that is a model, and native code that launches on it. Calls go from end to end, with tensors of the CPU,
+    which is taken for the GPU (`assumed`)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
         emulation.install(monkeypatch)
-        target = Target.named({"sm80": "a100", "sm90": "h200"}[backend])
         self.backend, self.driver = backend, emulation.NativeDriver()
-        monkeypatch.setattr(Target, "of", classmethod(lambda cls, device: target))
         monkeypatch.setattr(op, "_build", lambda plan: None)
         monkeypatch.setattr(run, "counter_room", self.driver.counter_room)
         monkeypatch.setattr(repeated, "_counting", set())
         self.calls = library.loaded().calls
         self.calls.use_driver(*self.driver.addresses)
-        memo.invalidate()
         native.use(self.calls)
 
     def attention(self, *tensors: torch.Tensor, **arguments: object):
@@ -57,9 +55,8 @@ class Machine:
 def machine(request, monkeypatch):
     monkeypatch.setenv(library.SETTING, "on")
     library.build()
-    made = Machine(monkeypatch, request.param)
-    yield made
-    memo.invalidate()
+    with assumed(Target.named({"sm80": "a100", "sm90": "h200"}[request.param])):
+        yield Machine(monkeypatch, request.param)
     native.use(None)
 
 
@@ -67,8 +64,8 @@ def machine(request, monkeypatch):
 def hopper(monkeypatch):
     monkeypatch.setenv(library.SETTING, "on")
     library.build()
-    yield Machine(monkeypatch, "sm90")
-    memo.invalidate()
+    with assumed(Target.named("h200")):
+        yield Machine(monkeypatch, "sm90")
     native.use(None)
 
 
@@ -395,20 +392,19 @@ def test_tensor_maps_are_encoded_once_per_address(hopper):
     assert not {tensor.data_ptr() for tensor in tensors} & set(hopper.driver.encoded)
 
 
-def test_captured_launches_keep_their_counters(hopper, monkeypatch):
+def test_captured_launches_keep_their_counters(hopper):
     """On a model there is no graph; what differs is which counters are taken, and that they run out without harm."""
     two = dataclasses.replace(Target.named("h200"), sms=2)  # so that blocks have several tiles to take
-    monkeypatch.setattr(Target, "of", classmethod(lambda cls, device: two))
-    memo.invalidate()
     tensors = inputs((2, 2, 200, 64))
-    for _ in range(2):
-        want = hopper.attention(*tensors, mask="causal")
-    assert repeated._counting == {0}, "a call whose launches take no counter says nothing here"
-    before = hopper.counts[0]
-    for capturing in (0, 0, 1, 1, 1, 1, 0):
-        hopper.driver.capturing = capturing
-        assert torch.equal(hopper.attention(*tensors, mask="causal"), want)
-    assert hopper.counts[0] == before + 7
+    with assumed(two):
+        for _ in range(2):
+            want = hopper.attention(*tensors, mask="causal")
+        assert repeated._counting == {0}, "a call whose launches take no counter says nothing here"
+        before = hopper.counts[0]
+        for capturing in (0, 0, 1, 1, 1, 1, 0):
+            hopper.driver.capturing = capturing
+            assert torch.equal(hopper.attention(*tensors, mask="causal"), want)
+        assert hopper.counts[0] == before + 7
 
 
 def test_no_call_keeps_its_tensors(machine):
