@@ -341,7 +341,7 @@ def test_one_tensor_three_times_and_more_kinds_than_guards_are_kept_for(recognis
         (q,) = inputs(1, 2, rows, 4)[:1]
         assert _called((q, k, v)).shape == q.shape
     assert len(recognised) > before
-    assert all(len(alike) <= tilewise.op._MOST_ALIKE for alike in tilewise.op._alike._known.values())
+    assert all(len(alike) <= tilewise.op._MAX_ALIKE for alike in tilewise.op._alike._known.values())
 
 
 def test_guards_keep_no_tensor(recognised):

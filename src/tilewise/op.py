@@ -217,12 +217,12 @@ def remember_alike(call: Call, q: Tensor, k: Tensor, v: Tensor, arguments: Any) 
     key = torch.is_grad_enabled(), _is_deterministic(), k.numel(), arguments
     generation = _alike.generation
     known = _alike.get(key) or ()
-    if len(known) < _MOST_ALIKE and _calls.get(_signature(q, k, v, NO_OPERANDS, arguments, _grads(q, k, v))) is call:
+    if len(known) < _MAX_ALIKE and _calls.get(_signature(q, k, v, NO_OPERANDS, arguments, _grads(q, k, v))) is call:
         misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
         _alike.put(key, (*known, (_guard(q, k, v), misaligned, call)), generation, _size(call))
 
 
-_MOST_ALIKE = 4  # kinds of tensors for the same arguments and number of keys: each costs those behind it a comparison
+_MAX_ALIKE = 4  # kinds of tensors for the same arguments and number of keys: each costs those behind it a comparison
 _alike: Memo[tuple[tuple[Callable[..., bool], int, Call], ...]] = Memo()
 on_invalidate(_alike.clear)  # once more behind all Memos: what was found in `_calls` until then may have been put in
 _is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
