@@ -40,6 +40,10 @@ void work_tile(int heads, int batch_heads, int q_tiles, int sections, int longes
   const WorkTile tile = Schedule{heads, batch_heads, q_tiles, sections, longest_first}.tile(work);
   result[0] = tile.batch, result[1] = tile.head, result[2] = tile.q_tile;
 }
+void work_of_head(int heads, int tiles, int together, int work, int* result) {
+  const WorkTile tile = HeadSections{heads, tiles, together}.tile(work);
+  result[0] = tile.head, result[1] = tile.q_tile;
+}
 void part(int begin, int end, int part, int parts, int* result) {
   const TileRange range = part_of(TileRange{begin, end}, part, parts);
   result[0] = range.begin, result[1] = range.end;
@@ -216,6 +220,18 @@ def test_the_schedule_visits_every_tile_once(
         assert sizes == sorted(sizes, reverse=True)
         assert len(sizes) == min(sections, pairs)
         assert sizes[0] - sizes[-1] <= 1
+
+
+@given(heads=st.integers(1, 40), tiles=st.integers(1, 9), together=st.integers(1, 40))
+def test_sections_of_heads_visit_every_tile_once(device_code: Any, heads: int, tiles: int, together: int) -> None:
+    together = min(together, heads)
+    seen = []
+    result = (ctypes.c_int * 2)()
+    for work in range(heads * tiles):
+        device_code.work_of_head(heads, tiles, together, work, result)
+        seen.append(tuple(result))
+    sections = [range(first, min(first + together, heads)) for first in range(0, heads, together)]
+    assert seen == [(head, tile) for section in sections for tile in range(tiles) for head in section]
 
 
 def test_the_swizzle_is_a_bijection_on_an_atom(device_code: Any) -> None:

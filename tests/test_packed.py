@@ -521,17 +521,23 @@ def test_scratch_grows_with_rows_and_not_with_the_longest_sequence():
 # The table
 
 
-def made_table(cu_q: Tensor, cu_k: Tensor, totals: tuple[int, int], blocks: tuple[int, int]) -> Any:
+NUMBER, TOGETHER, TILE = 7, 8, 9  # of a record
+
+
+def made_table(
+    cu_q: Tensor, cu_k: Tensor, totals: tuple[int, int], blocks: tuple[int, int], heads: int = 1, by_keys: bool = True
+) -> Any:
     """Records, and for queries and keys the owners of tiles; the model's memory is the tensors'."""
     count = len(cu_q) - 1
-    problem = make_problem((1, 1, totals[0], 64), BF16, seq_kv=totals[1], mask=Packed(count, inner=Causal()))
-    table = packed.table(problem, H200, *blocks, by_keys=True, slots=132)
+    problem = make_problem((1, heads, totals[0], 64), BF16, seq_kv=totals[1], mask=Packed(count, inner=Causal()))
+    table = packed.table(problem, H200, *blocks, by_keys=by_keys, slots=132)
     results = {name: torch.full(shape, -7, dtype=torch.int32) for name, shape in table.prepared.results}
     names = {"cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_k, **results}
     (launch,) = table.prepared.program.launches
     arguments = Arguments(launch.params)
     for name, value in launch.fields.items():
-        setattr(arguments.params, name, names[value.operand].data_ptr() if isinstance(value, Address) else value)
+        if value is not None:
+            setattr(arguments.params, name, names[value.operand].data_ptr() if isinstance(value, Address) else value)
     emulation.launch(launch.unit, launch.grid, launch.threads, arguments)
     return table, results
 
@@ -548,17 +554,59 @@ def test_the_table_has_every_tile_once_and_the_longest_first(lengths, behind):
     assert records[:count, 3].tolist() == [k for _, k in lengths]
     assert records[count, :4].tolist() == [int(starts[0][-1]), behind, 0, 0]
     assert records[count + 1, 1:4].tolist() == [0, int(starts[1][-1]), behind]
-    for tiles, own, other, first, block in (("packed_q_tiles", 1, 3, 4, 64), ("packed_kv_tiles", 3, 1, 5, 128)):
-        found = results[tiles].tolist()
+    for tiles, own, block in (("packed_q_tiles", 1, 64), ("packed_kv_tiles", 3, 128)):
+        found = results[tiles]
         expected = sum(-(-length // block) for length in records[:, own].tolist())
-        assert found[0] == expected <= (table.q_room if own == 1 else table.kv_room)
+        assert int(found[0, NUMBER]) == expected <= (table.q_room if own == 1 else table.kv_room)
+        assert (found[1 + expected :, NUMBER] == -1).all()
         owners = found[1 : 1 + expected]
-        for owner in set(owners):
-            begin = owners.index(owner)
-            assert int(records[owner, first]) == begin
-            assert owners[begin : begin + -(-int(records[owner, own]) // block)] == [owner] * owners.count(owner)
-        costs = [int(records[owner, other]) for owner in owners]
+        numbers = owners[:, NUMBER].tolist()
+        assert torch.equal(owners[:, :TILE], records[numbers, :TILE])
+        for number in set(numbers):
+            tile_count = -(-int(records[number, own]) // block)
+            assert owners[owners[:, NUMBER] == number, TILE].tolist() == list(range(tile_count))
+        if own == 1:  # they follow one another: scratch is laid out so
+            assert all(number == numbers[int(records[number, 4])] for number in numbers)
+        costs = (-(-owners[:, 1] // 64)).tolist()
         assert costs == sorted(costs, reverse=True)
+
+
+@emulation.emulated
+def test_tiles_of_a_head_keep_apart():
+    """Those of sequences with as many tiles take turns, as far as two waves of CTAs reach."""
+    lengths = [512, 500, 130, 385, 512, 512, 512]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    _, results = made_table(starts, starts, (int(starts[-1]),) * 2, (64, 128), heads=22)
+    # Three sequences of four tiles of 128 keys and 22 heads make two waves. Those of 8 query tiles come before 7.
+    groups = [(0, 1, 4), (5, 6), (3,), (2,)]
+    assert tiles_of(results["packed_kv_tiles"]) == in_turns(groups, lengths, 128)
+
+
+@emulation.emulated
+def test_tiles_of_a_forward_take_turns_too():
+    lengths = [512, 500, 130, 385, 512, 512, 512]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    keys = H200.l2_bytes // 2 // (2 * 64 * 2)
+    _, results = made_table(starts, starts, (int(starts[-1]),) * 2, (64, 128), heads=keys // 1600, by_keys=False)
+    # Three of them have keys that fill the share of the L2 cache.
+    assert tiles_of(results["packed_q_tiles"]) == in_turns([(0, 1, 4), (5, 6), (3,), (2,)], lengths, 64)
+
+
+def tiles_of(owners: Tensor) -> list[tuple[int, int]]:
+    return [tuple(entry) for entry in owners[1 : 1 + int(owners[0, NUMBER]), [NUMBER, TILE]].tolist()]
+
+
+def in_turns(groups: list[tuple[int, ...]], lengths: list[int], block: int) -> list[tuple[int, int]]:
+    return [(number, tile) for group in groups for tile in range(-(-lengths[group[0]] // block)) for number in group]
+
+
+@emulation.emulated
+def test_heads_of_short_sequences_are_worked_on_together():
+    keys = 2 * 132 * 128  # two tiles per multiprocessor, all heads together
+    lengths = [keys, keys // 2, keys // 4, keys // 16, 0]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    _, results = made_table(starts, starts, (int(starts[-1]),) * 2, (64, 128), heads=6)
+    assert results["packed_records"][: len(lengths), TOGETHER].tolist() == [1, 2, 6, 6, 6]
 
 
 @emulation.emulated
@@ -574,15 +622,20 @@ def test_wrong_offsets_stay_within_the_tensors(offsets, random):
         assert (records[:, start] >= 0).all()
         assert (records[:, length] >= 0).all()
         assert (records[:, start] + records[:, length] <= total).all()
-    for tiles, own, first, block, room in (
-        ("packed_q_tiles", 1, 4, 64, table.q_room),
-        ("packed_kv_tiles", 3, 5, 128, table.kv_room),
+    for tiles, own, block, room in (
+        ("packed_q_tiles", 1, 64, table.q_room),
+        ("packed_kv_tiles", 3, 128, table.kv_room),
     ):
-        found = results[tiles].tolist()
+        found = results[tiles][:, NUMBER].tolist()
         assert 0 <= found[0] <= room
         assert all(0 <= owner < len(records) for owner in found[1 : 1 + found[0]])
-        last = records[:, first] + -(-records[:, own] // block)
-        assert (last[records[:, own] > 0] <= room).all()
+        assert found[1 + found[0] :] == [-1] * (room - found[0])
+        tiles_kept = -(-records[:, own] // block)
+        entries = results[tiles][1 : 1 + found[0]]
+        for number in range(len(records)):
+            of_number = entries[entries[:, NUMBER] == number, TILE].tolist()
+            assert of_number == list(range(len(of_number)))
+            assert len(of_number) >= int(tiles_kept[number])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -626,6 +679,25 @@ def test_backward(monkeypatch, backend, target, mask, shape, poisoned, determini
     backward = backend.bind_backward(case.problem, None, target)
     grads = backward(dout, None, case.q, case.k, case.v, out, lse, case.operands)
     check_backward(case, grads, truth, rounding_budget(BF16, 5), poisoned)
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+@pytest.mark.parametrize("mask", [Full(), Causal("bottom-right")], ids=str)
+def test_wrong_offsets_run_to_the_end(monkeypatch, backend, target, mask):
+    """Sequences that have no room are left out: the tiles that they would have had compute nothing, and the counters
+    that later calls use are as they were."""
+    emulation.install(monkeypatch)
+    case = make_case(mask, lengths=((160, 160),) * 4, behind=(0, 0), needs_grad=True)
+    wrong = torch.tensor([0, 700, 20, -5, 640]).int()  # the first and the last have all rows, and no room for both
+    dout = torch.randn_like(case.q)
+    forward = backend.bind(case.q, case.k, case.v, case.problem, None, target, case.operands)
+    backward = backend.bind_backward(case.problem, None, target)
+    for operands in ({"cu_seqlens_q": wrong, "cu_seqlens_kv": wrong}, case.operands):
+        out, lse = forward(case.q, case.k, case.v, operands)
+        grads = backward(dout, None, case.q, case.k, case.v, out, lse, operands)
+    check_forward(case, out, lse)
+    check_backward(case, grads, made(case, dout)[2], rounding_budget(BF16, 5))
 
 
 def drawn(draw: random.Random, sequences: int, longest: int) -> tuple[tuple[int, int], ...]:

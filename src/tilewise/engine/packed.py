@@ -59,15 +59,13 @@ PACKED = Extents(
         ("dv_columns", _INT),
         ("ticket_keys", _INT),
         ("packed_rows", _INT),
-        ("section_keys", _INT),
-        ("section_heads", _INT),
         ("ends_aligned", _INT),
         ("packed_sequences", _INT),
     ),
     keeps_records=True,
 )
 _WARPS = 8
-_RECORD_INTS = 8
+_RECORD_INTS = 12
 _MORE = 2  # sequences: of rows, and of keys, behind the last offset
 _HEADER = "common/packed.cuh"
 _Params = mirror(_HEADER, "PackParams")
@@ -152,12 +150,15 @@ def table(
         "block_kv": block_kv,
         "q_room": q_room,
         "kv_room": kv_room,
+        "heads": problem.heads_kv if by_keys else problem.heads_q,
+        "section_keys": _section_keys(problem, target, block_kv, by_keys, number_bytes, slots),
+        "section_heads": 1 if by_keys else problem.group,
     }
     count = problem.batch * in_batch
     results = (
         ("packed_records", (count, _RECORD_INTS)),
-        ("packed_q_tiles", (1 + q_room,)),
-        ("packed_kv_tiles", (1 + kv_room,)),
+        ("packed_q_tiles", (1 + q_room, _RECORD_INTS)),
+        ("packed_kv_tiles", (1 + kv_room, _RECORD_INTS)),
     )
     launch = Launch(pack_unit(target.arch), _Params, arguments, tiles(count, _WARPS), 32 * _WARPS)
     fields: dict[str, object] = {
@@ -165,8 +166,6 @@ def table(
         "seq_q": problem.seq_q,
         "seq_k": problem.seq_kv,
         "packed_rows": block_q,
-        "section_keys": _section_keys(problem, target, block_kv, by_keys, number_bytes, slots),
-        "section_heads": 1 if by_keys else problem.group,
         "packed_sequences": mask.sequences,
         **band_fields(mask),
     }

@@ -27,8 +27,8 @@
 // know how many others visit a query tile before them.
 // Those with a KeptSequence (packed rows with their starts in memory, caches with their lengths) have a `find` of their own
 // and Record = SequenceRecord, or one derived from it.
-// Those with a `work_table` (packed.cuh) define which tile a work number means, and how many tiles there are; their grids may
-// be larger.
+// Those with a `work_table` (packed.cuh) define which tile a work number means and how many tiles there are, and give the Record
+// along with a tile; their grids may be larger.
 //
 // Parameters beside these: `q_tiles` and `kv_tiles` are those of the longest sequence; `seq_q` is the number of rows in a
 // batch of the tensors, which determines the layout of lse. Where Extents are ragged:
@@ -204,25 +204,27 @@ __device__ __forceinline__ bool has_rows(int begin, int rows) {
 // A block of rows of one head, for kernels that only process rows, and its place in scratch memory:
 // `params.rows` rows per head, or per head of each batch. `exists`: the block is not behind all
 // tiles of a work table.
+template <typename Extents>
 struct EdgeBlock {
   int batch, head;
   int first_row;  // within the sequence
   long long at;
   bool exists;
+  typename Extents::Record record;  // of its queries
 };
 template <typename Extents, int edge_rows, typename Params, typename Number>
-__device__ __forceinline__ EdgeBlock edge_block_at(const Params& params, Number block) {
+__device__ __forceinline__ EdgeBlock<Extents> edge_block_at(const Params& params, Number block) {
   const int blocks = params.rows / edge_rows, batch_head = block / blocks;
   const int first_row = block % blocks * edge_rows;
   const long long at = static_cast<long long>(batch_head) * params.rows + first_row;
   if constexpr (HasWorkTable<Extents>) {
-    const int tile = first_row / params.packed_rows;
-    if (tile >= Extents::q_tile_count(params)) return {0, batch_head, 0, at, false};
-    const int owner = Extents::owner_of_q_tile(params, tile);
-    const int first_tile = Extents::find_queries(params, owner).first_q_tile;
-    return {owner, batch_head, first_row - first_tile * params.packed_rows, at, true};
+    const auto owner = Extents::owner_of_q_tile(params, first_row / params.packed_rows);
+    return {owner.number, batch_head,        first_row - owner.first_q_tile * params.packed_rows,
+            at,           owner.number >= 0, Extents::queries_of(params, owner)};
   } else {
-    return {batch_head / params.heads, batch_head % params.heads, first_row, at, true};
+    const int batch = batch_head / params.heads;
+    return {batch, batch_head % params.heads,           first_row, at,
+            true,  Extents::find_queries(params, batch)};
   }
 }
 

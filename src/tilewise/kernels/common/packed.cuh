@@ -9,16 +9,22 @@
 //
 //   pack_sequences, with a warp per sequence, runs before the kernels that use its results:
 //   1. record[b] = starts and lengths; whatever the offsets hold, they lie within the tensors, and 0 <= length
-//   2. before[b] = the number of tiles of all sequences that are longer, or equally long with a smaller number: the longest
-//      come first
-//   3. record[b].first_tile = before[b]; owner[before[b] + i] = b for its tiles i. This is done for queries and for keys
+//   2. sequences are ordered by their cost: for a backward by the number of query tiles, then of KV tiles, for a forward the
+//      other way round, and then by their number. before[b] = the number of tiles of all sequences that come before b
+//   3. owner[before[b] + i] = record[b] for its tiles i
+//      In the list by which work is assigned (KV tiles for a backward, query tiles for a forward), sequences with as many tiles
+//      of both kinds form groups, whose tiles are numbered tile by tile: owner[before[group] + i * members + member]
+//   4. owner[i].number = -1 for all i behind the last tile
+// Why groups: they are as large as the sections of a batch (schedule.cuh). KV tiles of a head that run side by side wait for
+// one another at its dQ; and if the last sequence alone filled the GPU, its short tiles would end long before the others. A
+// sequence whose heads do not fit into a section forms a group alone.
+// Why a tile has a copy of the record: a CTA that starts has nothing else to do while it waits for memory, and waits once.
 // Tiles are numbered without gaps, so their numbers also index scratch memory: total / block + sequences + 2 slots per batch
 // always suffice for offsets that never decrease. For other offsets they may not: tiles beyond the available slots are left
 // out.
 //
-// A grid has a CTA for that many tiles, or loops over them; it reads the number of existing tiles from the first word of their
-// list. The work of one sequence is numbered like that of a batch (schedule.cuh), in sections of heads whose keys fit in the
-// L2 cache.
+// A grid has a CTA for that many tiles, or loops over those that exist. The work of one sequence is numbered section by
+// section (HeadSections of schedule.cuh); a section is a run of heads whose keys fit in the L2 cache together.
 //
 // There is no shared memory. Cost: batches * sequences^2 / 32 steps, over all warps together.
 // clang-format on
@@ -34,7 +40,10 @@ struct alignas(16) PackedSequence {
   int k_start, seq_k;
   int first_q_tile, first_kv_tile;
   int batch;
-  int unused;
+  int number;          // -1: of a tile that does not exist
+  int heads_together;  // per section
+  int tile;            // of an owner: which tile of its sequence this is
+  int unused[2];
 };
 
 struct PackParams {
@@ -43,16 +52,20 @@ struct PackParams {
   const int* used_k;        // null, or (sequences): the number of valid keys of each
   const int* left_k;        // null, or (sequences): how many of these are leading padding
   PackedSequence* records;  // (batches, sequences + 2)
-  int* q_tiles;             // the number of tiles, then the owner of each; null: not wanted
-  int* kv_tiles;            // likewise
+  // Null, or the owners of all tiles, behind an entry whose number is the number of tiles.
+  PackedSequence* q_tiles;
+  PackedSequence* kv_tiles;
   int batches;
   int sequences;  // per batch, as are the totals
   int total_q;
   int total_k;
   int block_q;
   int block_kv;
-  int q_room;   // capacity of q_tiles, in tiles
-  int kv_room;  // likewise
+  int q_room;         // capacity of q_tiles, in tiles
+  int kv_room;        // likewise
+  int heads;          // that work on tiles is divided among
+  int section_keys;   // maximum keys of heads that are worked on together; 0: one unit of heads
+  int section_heads;  // the unit: heads that share their keys
 };
 
 constexpr int pack_warps = 8;
@@ -89,7 +102,13 @@ __device__ __forceinline__ PackedSequence packed_sequence(const PackParams& para
   } else {
     k = behind_last(params.cu_k, params.sequences, params.total_k);
   }
-  return {q.start, q.length, k.start, k.length, 0, 0, 0, 0};
+  return {q.start, q.length, k.start, k.length};
+}
+
+__device__ __forceinline__ int heads_together(const PackParams& params, int keys) {
+  const int units = max_int(1, params.section_keys / max_int(1, keys));
+  const int sections = params.heads / min_int(params.heads, units * params.section_heads);
+  return ceil_div(params.heads, sections);
 }
 
 __device__ __forceinline__ int warp_sum(int x) {
@@ -99,20 +118,48 @@ __device__ __forceinline__ int warp_sum(int x) {
   return x;
 }
 
-// Assigns tiles [first, first + count) to sequence b, as far as there is room.
-__device__ __forceinline__ void own_tiles(int* tiles, int room, int first, int count, int b) {
-  if (tiles == nullptr) return;
-  const int end = min_int(room, first + count);
-  for (int tile = first + static_cast<int>(threadIdx.x % 32); tile < end; tile += 32)
-    tiles[1 + tile] = b;
-}
+// The numbers of a sequence's tiles in a list: first, first + step, ...
+struct PackedNumbers {
+  int first, step, count;
 
-// Among the sequences with number `other` in all batches, the number that come before number b of
-// this batch: all that are longer or, of those equally long, the ones with a smaller number.
-__device__ __forceinline__ int count_before(const PackParams& params, int batch, int b, int length,
-                                            int other, int other_length) {
-  if (other_length != length) return other_length > length ? params.batches : 0;
-  return batch + (other < b);
+  __device__ __forceinline__ long long at(int tile) const {
+    return first + static_cast<long long>(tile) * step;
+  }
+  __device__ __forceinline__ bool fit(int room) const { return count == 0 || at(count - 1) < room; }
+};
+
+// A sequence among those with as many tiles.
+struct PackedPeers {
+  int all, before;
+  int members;  // maximum per group
+
+  // `tiles`: the number of tiles of all sequences that come before these. Groups differ by at most
+  // one member, and the larger ones come first.
+  __device__ __forceinline__ PackedNumbers numbers(int tiles, int count, int room) const {
+    const int groups = ceil_div(all, members), small = all / groups, larger = all - small * groups;
+    const int in_larger = larger * (small + 1);
+    const int size = small + (before < in_larger), start = before < in_larger ? 0 : in_larger;
+    const int group = start + (before - start) / size * size;  // its first member
+    const long long first = tiles + static_cast<long long>(group) * count + (before - group);
+    return {first <= room ? static_cast<int>(first) : room + 1, size, count};
+  }
+};
+
+// Assigns its tiles to a sequence, as far as there is room, and marks this warp's share of the
+// entries behind all tiles.
+__device__ __forceinline__ void own_tiles(PackedSequence* tiles, int room,
+                                          const PackedNumbers& numbers, int all,
+                                          const PackedSequence& owner, int warps) {
+  if (tiles == nullptr) return;
+  const int lane = threadIdx.x % 32;
+  PackedSequence entry = owner;
+  for (entry.tile = lane; entry.tile < numbers.count; entry.tile += 32)
+    if (numbers.at(entry.tile) < room) tiles[1 + numbers.at(entry.tile)] = entry;
+  PackedSequence none{};
+  none.number = -1, none.heads_together = 1;
+  for (int tile = all + owner.number * 32 + lane; tile < room; tile += warps * 32)
+    tiles[1 + tile] = none;
+  if (owner.number == 0 && lane == 0) tiles->number = all;
 }
 
 __device__ __forceinline__ void pack_sequences(const PackParams& params) {
@@ -122,36 +169,48 @@ __device__ __forceinline__ void pack_sequences(const PackParams& params) {
   const int batch = number / in_batch, b = number - batch * in_batch;
   PackedSequence own = packed_sequence(params, b);
   own.batch = batch;
+  own.number = number;
+  const int q_count = ceil_div(own.seq_q, params.block_q);
+  const int kv_count = ceil_div(own.seq_k, params.block_kv);
+  const bool by_keys = params.kv_tiles != nullptr;
   int q_before = 0, kv_before = 0, q_all = 0, kv_all = 0;
+  PackedPeers peers{};
   for (int other = lane; other < in_batch; other += 32) {
     const PackedSequence one = packed_sequence(params, other);
     const int q_tiles = ceil_div(one.seq_q, params.block_q);
     const int kv_tiles = ceil_div(one.seq_k, params.block_kv);
+    const int more_q = q_tiles - q_count, more_kv = kv_tiles - kv_count;
+    const int more = by_keys ? (more_q != 0 ? more_q : more_kv) : (more_kv != 0 ? more_kv : more_q);
     // Invalid offsets may yield any number of tiles: it is capped at one more than the room.
     q_all = min_int(q_all + params.batches * q_tiles, params.q_room + 1);
     kv_all = min_int(kv_all + params.batches * kv_tiles, params.kv_room + 1);
-    q_before += q_tiles * count_before(params, batch, b, own.seq_k, other, one.seq_k);
-    q_before = min_int(q_before, params.q_room + 1);
-    kv_before += kv_tiles * count_before(params, batch, b, own.seq_q, other, one.seq_q);
-    kv_before = min_int(kv_before, params.kv_room + 1);
+    if (more > 0) {
+      q_before = min_int(q_before + params.batches * q_tiles, params.q_room + 1);
+      kv_before = min_int(kv_before + params.batches * kv_tiles, params.kv_room + 1);
+    } else if (more == 0) {
+      peers.all += params.batches;
+      peers.before += batch + (other < b);  // of its copies in all batches
+    }
   }
-  q_before = warp_sum(q_before);
-  kv_before = warp_sum(kv_before);
-  const int q_count = ceil_div(own.seq_q, params.block_q);
-  const int kv_count = ceil_div(own.seq_k, params.block_kv);
-  own.first_q_tile = q_before;
-  own.first_kv_tile = kv_before;
-  own_tiles(params.q_tiles, params.q_room, q_before, q_count, number);
-  own_tiles(params.kv_tiles, params.kv_room, kv_before, kv_count, number);
-  if (params.q_tiles != nullptr && q_before + q_count > params.q_room) own.seq_q = 0;
-  if (params.kv_tiles != nullptr && kv_before + kv_count > params.kv_room) own.seq_k = 0;
-  q_all = warp_sum(q_all);
-  kv_all = warp_sum(kv_all);
-  if (lane != 0) return;
-  params.records[number] = own;
-  if (number != 0) return;
-  if (params.q_tiles != nullptr) *params.q_tiles = min_int(q_all, params.q_room);
-  if (params.kv_tiles != nullptr) *params.kv_tiles = min_int(kv_all, params.kv_room);
+  const int keys = kv_count * params.block_kv;
+  own.heads_together = heads_together(params, keys);
+  const int units = params.heads / params.section_heads;
+  const bool fits = own.heads_together == params.heads;
+  peers.all = warp_sum(peers.all), peers.before = warp_sum(peers.before);
+  peers.members = fits ? max_int(1, params.section_keys / max_int(1, keys) / units) : 1;
+  const PackedNumbers kv_numbers = peers.numbers(warp_sum(kv_before), kv_count, params.kv_room);
+  if (by_keys) peers.members = 1;
+  const PackedNumbers q_numbers = peers.numbers(warp_sum(q_before), q_count, params.q_room);
+  own.first_q_tile = q_numbers.first;
+  own.first_kv_tile = kv_numbers.first;
+  if (params.q_tiles != nullptr && !q_numbers.fit(params.q_room)) own.seq_q = 0;
+  if (by_keys && !kv_numbers.fit(params.kv_room)) own.seq_k = 0;
+  const int sequences = params.batches * in_batch;
+  q_all = min_int(warp_sum(q_all), params.q_room);
+  kv_all = min_int(warp_sum(kv_all), params.kv_room);
+  own_tiles(params.q_tiles, params.q_room, q_numbers, q_all, own, sequences);
+  own_tiles(params.kv_tiles, params.kv_room, kv_numbers, kv_all, own, sequences);
+  if (lane == 0) params.records[number] = own;
 }
 
 struct PackedRecord : SequenceRecord {
@@ -177,8 +236,8 @@ struct Packed {
   static constexpr bool has_operands = true, ragged = true, work_table = true;
   struct Operands {
     const PackedSequence* packed_records;
-    const int* packed_q_tiles;  // as in PackParams
-    const int* packed_kv_tiles;
+    const PackedSequence* packed_q_tiles;  // as in PackParams
+    const PackedSequence* packed_kv_tiles;
     // The tensors in which rows are stored one by one: those of a tile that crosses the end of its
     // sequence.
     void* out_rows;
@@ -192,8 +251,6 @@ struct Packed {
     int dq_columns, dv_columns;  // per row
     int ticket_keys;             // maximum number of keys of a sequence whose tiles take tickets
     int packed_rows;             // rows per tile of packed_q_tiles
-    int section_keys;   // maximum keys of heads that are worked on together; 0: one unit of heads
-    int section_heads;  // the unit: heads that share their keys
     int ends_aligned;  // the last query is aligned with the last key, else the first with the first
     int packed_sequences;  // per batch of the tensors
   };
@@ -207,65 +264,71 @@ struct Packed {
   }
 
   template <typename Params>
-  static __device__ __forceinline__ Record find(const Params& params, int b) {
-    const PackedSequence one = params.packed_records[b];
+  static __device__ __forceinline__ Record record_of(const Params& params,
+                                                     const PackedSequence& one) {
     const int offset = params.ends_aligned ? one.seq_k - one.seq_q : 0;
     return {{one.q_start, one.k_start, one.seq_q, one.seq_k, params.band_first_shift + offset,
              params.band_end_shift + offset},
             one.first_q_tile,
             2 * one.batch + (one.seq_k > params.ticket_keys)};
   }
+  // For kernels that only read queries.
   template <typename Params>
-  static __device__ __forceinline__ Record find_queries(const Params& params, int b) {
-    const PackedSequence one = params.packed_records[b];
+  static __device__ __forceinline__ Record queries_of(const Params& params,
+                                                      const PackedSequence& one) {
     return {{one.q_start, 0, one.seq_q, 0, 0, 0},
             one.first_q_tile,
             2 * one.batch + (one.seq_k > params.ticket_keys)};
   }
+  template <typename Params>
+  static __device__ __forceinline__ Record find(const Params& params, int b) {
+    return record_of(params, params.packed_records[b]);
+  }
 
-  // The number of query tiles, or of KV tiles, of all sequences.
+  // The number of query tiles of all sequences.
   template <typename Params>
   static __device__ __forceinline__ int q_tile_count(const Params& params) {
-    return *params.packed_q_tiles;
+    return params.packed_q_tiles->number;
   }
   template <typename Params>
-  static __device__ __forceinline__ int kv_tile_count(const Params& params) {
-    return *params.packed_kv_tiles;
-  }
-  template <typename Params>
-  static __device__ __forceinline__ int owner_of_q_tile(const Params& params, int tile) {
+  static __device__ __forceinline__ PackedSequence owner_of_q_tile(const Params& params, int tile) {
     return params.packed_q_tiles[1 + tile];
   }
 
+  // A tile, and its sequence. A sequence that was left out has no tiles, so any tile from 0 on is
+  // behind its end.
+  struct Work {
+    WorkTile tile;
+    PackedSequence owner;
+
+    __device__ __forceinline__ bool exists() const { return owner.number >= 0; }
+  };
   // For work by query tiles, for `heads` heads: the tile with this number.
   template <typename Params>
-  static __device__ __forceinline__ WorkTile q_work(const Params& params, int heads, int block_q,
-                                                    int longest_first, int work) {
-    const int owner = params.packed_q_tiles[1 + work / heads];
-    const PackedSequence one = params.packed_records[owner];
-    return of_sequence(params, owner, heads, ceil_div(one.seq_q, block_q), one.seq_k, longest_first,
-                       work - one.first_q_tile * heads);
+  static __device__ __forceinline__ Work q_work(const Params& params, int heads, int block_q,
+                                                int longest_first, int work) {
+    const PackedSequence owner = params.packed_q_tiles[1 + work / heads];
+    const int tiles = ceil_div(owner.seq_q, block_q);
+    WorkTile tile = tile_of(owner, heads, tiles, owner.first_q_tile, work);
+    if (longest_first) tile.q_tile = max_int(0, tiles - 1 - tile.q_tile);
+    return {tile, owner};
   }
   // Likewise for KV tiles; WorkTile::q_tile is then the KV tile.
   template <typename Params>
-  static __device__ __forceinline__ WorkTile kv_work(const Params& params, int heads, int block_kv,
-                                                     int work) {
-    const int owner = params.packed_kv_tiles[1 + work / heads];
-    const PackedSequence one = params.packed_records[owner];
-    return of_sequence(params, owner, heads, ceil_div(one.seq_k, block_kv), one.seq_k, 0,
-                       work - one.first_kv_tile * heads);
+  static __device__ __forceinline__ Work kv_work(const Params& params, int heads, int block_kv,
+                                                 int work) {
+    const PackedSequence owner = params.packed_kv_tiles[1 + work / heads];
+    const int tiles = ceil_div(owner.seq_k, block_kv);
+    return {tile_of(owner, heads, tiles, owner.first_kv_tile, work), owner};
   }
 
  private:
-  // A sequence that was left out has no tiles, so any number is behind its end.
-  template <typename Params>
-  static __device__ __forceinline__ WorkTile of_sequence(const Params& params, int owner, int heads,
-                                                         int tiles, int keys, int longest_first,
-                                                         int work) {
-    const int units = max_int(1, params.section_keys / max_int(1, keys));
-    const int sections = max_int(1, heads / min_int(heads, units * params.section_heads));
-    WorkTile tile = Schedule{heads, heads, max_int(1, tiles), sections, longest_first}.tile(work);
-    tile.batch = owner;
+  static __device__ __forceinline__ WorkTile tile_of(const PackedSequence& owner, int heads,
+                                                     int tiles, int first_tile, int work) {
+    WorkTile tile{0, work % heads, owner.tile};
+    if (owner.heads_together != heads)
+      tile = HeadSections{heads, tiles, owner.heads_together}.tile(work - first_tile * heads);
+    tile.batch = owner.number;
     return tile;
   }
 };

@@ -46,4 +46,23 @@ struct Schedule {
   }
 };
 
+// The same for the heads of one sequence, where sections have `together` heads each and the last
+// has the rest: the host or another kernel knows that number, so finding a tile takes two
+// divisions.
+struct HeadSections {
+  int heads;
+  int tiles;     // of one head
+  int together;  // at least 1
+
+  // WorkTile::batch is 0, and tiles are counted from the first. For work behind the end, any tile.
+  TILEWISE_INLINE WorkTile tile(int work) const {
+    const int in_section = max_int(1, tiles) * together;
+    const int section = work / in_section, rest = work - section * in_section;
+    const int first_head = section * together;
+    const int count = max_int(1, min_int(together, heads - first_head));
+    const int rank = rest / count;
+    return {0, first_head + rest - rank * count, rank};
+  }
+};
+
 }  // namespace tilewise

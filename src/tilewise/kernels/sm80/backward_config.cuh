@@ -101,15 +101,18 @@ template <typename Policy, typename Extents, int block_q, int block_kv, typename
 __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params& params,
                                                                     int work) {
   WorkTile at;
+  typename Extents::Record record;
   if constexpr (HasWorkTable<Extents>) {
-    if (work >= Extents::kv_tile_count(params) * params.heads_kv) return no_work<Extents>();
-    at = Extents::kv_work(params, params.heads_kv, block_kv, work);
+    const auto found = Extents::kv_work(params, params.heads_kv, block_kv, work);
+    if (!found.exists()) return no_work<Extents>();
+    at = found.tile;
+    record = Extents::record_of(params, found.owner);
   } else {
     const Schedule schedule{params.heads_kv, params.batch * params.heads_kv, params.pieces,
                             params.sections, 0};
     at = schedule.tile(work);
+    record = Extents::find(params, at.batch);
   }
-  const auto record = Extents::find(params, at.batch);
   const auto sequence = sequence_of<Extents>(params, record);
   const RowBand band = sequence.row_band();
   Piece piece{at.q_tile, 0, 1};

@@ -58,10 +58,9 @@ template <bool bf16, int lanes, typename Extents>
 __device__ __forceinline__ void preprocess(const ParamsOf<PreprocessParams, Extents>& params) {
   constexpr int rows_at_once = edge_threads / lanes;
   constexpr float log2_e = 1.44269504088896341f;
-  const EdgeBlock block = edge_block_at<Extents, edge_rows>(params, blockIdx.x);
+  const auto block = edge_block_at<Extents, edge_rows>(params, blockIdx.x);
   const int head = block.head, first_row = block.first_row;
-  const auto record = Extents::find_queries(params, block.batch);
-  const auto sequence = sequence_of<Extents>(params, record);
+  const auto sequence = sequence_of<Extents>(params, block.record);
   const int batch = sequence.batch(block.batch), start = sequence.q_start();
   const long long first_of_lse = first_row_of_head(params, sequence, batch, params.heads, head);
   const int lane = threadIdx.x % lanes, column = lane * 8;
@@ -118,13 +117,17 @@ __device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Ex
   const int batch_head = blockIdx.x / params.q_tiles;
   int of_batch = batch_head / params.heads, head = batch_head % params.heads;
   int q_tile = blockIdx.x % params.q_tiles;
+  typename Extents::Record record;
   if constexpr (HasWorkTable<Extents>) {
-    if (q_tile >= Extents::q_tile_count(params)) return;
+    const auto owner = Extents::owner_of_q_tile(params, q_tile);
+    if (owner.number < 0) return;
     head = batch_head;
-    of_batch = Extents::owner_of_q_tile(params, q_tile);
-    q_tile -= Extents::find_queries(params, of_batch).first_q_tile;
+    of_batch = owner.number;
+    q_tile -= owner.first_q_tile;
+    record = Extents::queries_of(params, owner);
+  } else {
+    record = Extents::find_queries(params, of_batch);
   }
-  const auto record = Extents::find_queries(params, of_batch);
   const auto sequence = sequence_of<Extents>(params, record);
   const int batch = sequence.batch(of_batch), start = sequence.q_start();
   const float4* sums = reinterpret_cast<const float4*>(

@@ -435,9 +435,9 @@ __device__ __forceinline__ void forward(const ParamsOf<Params, Policy, Extents>&
         .run();
   };
   if constexpr (HasWorkTable<Extents>) {
-    const int work = static_cast<int>(blockIdx.x);
-    if (work < Extents::q_tile_count(params) * params.heads)
-      run(Extents::q_work(params, params.heads, config.block_q(), params.longest_first, work));
+    const auto found = Extents::q_work(params, params.heads, config.block_q(), params.longest_first,
+                                       static_cast<int>(blockIdx.x));
+    if (found.exists()) run(found.tile);
   } else {
     const Schedule schedule{params.heads, params.batch * params.heads, params.q_tiles,
                             params.sections, params.longest_first};

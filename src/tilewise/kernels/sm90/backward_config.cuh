@@ -152,13 +152,16 @@ __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params
                         work >= (pairs - pairs / params.sections) * params.pieces;
   const bool from_last = walk == stairs && !mirrored, descends = walk == down || mirrored;
   WorkTile at;
+  typename Extents::Record record;
   if constexpr (HasWorkTable<Extents>) {
-    if (work >= Extents::kv_tile_count(params) * params.heads_kv) {
+    const auto found = Extents::kv_work(params, params.heads_kv, block_kv, work);
+    if (!found.exists()) {
       BackwardPlan<Extents> none{};
       none.kv_tile = -1;
       return none;
     }
-    at = Extents::kv_work(params, params.heads_kv, block_kv, work);
+    at = found.tile;
+    record = Extents::record_of(params, found.owner);
   } else {
     const Schedule schedule{params.heads_kv, pairs, params.pieces, params.sections, 0};
     at = schedule.tile(work);
@@ -168,7 +171,7 @@ __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params
     const int pair = at.batch * params.heads_kv + at.head;
     if (params.bias_batch_stride == 0) at = {pair % params.batch, pair / params.batch, at.q_tile};
   }
-  const auto record = Extents::find(params, at.batch);
+  if constexpr (!HasWorkTable<Extents>) record = Extents::find(params, at.batch);
   const auto sequence = sequence_of<Extents>(params, record);
   const RowBand band = sequence.row_band();
   const int kv_tiles =

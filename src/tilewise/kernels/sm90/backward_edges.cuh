@@ -100,9 +100,9 @@ __device__ __forceinline__ void preprocess(
     const ParamsOf<PreprocessParams, Policy, Extents>& params) {
   constexpr int rows_at_once = edge_threads / lanes;
   const int block = edge_block();
-  const EdgeBlock at_block = edge_block_at<Extents, edge_rows>(params, block);
+  const auto at_block = edge_block_at<Extents, edge_rows>(params, block);
   const int head = at_block.head, first_row = at_block.first_row;
-  const auto record = Extents::find_queries(params, at_block.batch);
+  const auto& record = at_block.record;
   const auto sequence = sequence_of<Extents>(params, record);
   const int batch = sequence.batch(at_block.batch), start = sequence.q_start();
   const long long first_of_lse = first_row_of_head(params, sequence, batch, params.heads, head);
@@ -194,10 +194,10 @@ __device__ __forceinline__ void preprocess(
 template <bool bf16, typename Extents, bool skips_blind = false>
 __device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Extents>& params) {
   ptx::wait_for_previous_grid();
-  const EdgeBlock block = edge_block_at<Extents, edge_rows>(params, edge_block());
+  const auto block = edge_block_at<Extents, edge_rows>(params, edge_block());
   if (!block.exists) return;
   const int head = block.head, first_row = block.first_row;
-  const auto record = Extents::find_queries(params, block.batch);
+  const auto& record = block.record;
   if constexpr (HasWorkTable<Extents>)
     if (!record.unordered()) return;  // the last KV tile wrote its dQ
   const auto sequence = sequence_of<Extents>(params, record);

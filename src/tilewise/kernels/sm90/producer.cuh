@@ -38,14 +38,19 @@ __device__ __forceinline__ TilePlan<Extents> make_plan(
     const ParamsOf<Params, Policy, Extents>& params, int work) {
   TilePlan<Extents> plan;
   plan.split = config.split ? work % params.splits : 0;
-  if constexpr (HasWorkTable<Extents>)
-    plan.tile = Extents::q_work(params, params.heads, config.block_q(), params.longest_first, work);
-  else
+  typename Extents::Record& record = plan;
+  if constexpr (HasWorkTable<Extents>) {
+    const auto found =
+        Extents::q_work(params, params.heads, config.block_q(), params.longest_first, work);
+    plan.tile = found.tile;
+    record = Extents::record_of(params, found.owner);
+  } else {
     plan.tile = schedule_of(params).tile(config.split ? work / params.splits : work);
-  if constexpr (config.bias_slots > 0) {
-    if (params.bias_batch_stride == 0) plan.tile = batches_together(params, plan.tile);
+    if constexpr (config.bias_slots > 0) {
+      if (params.bias_batch_stride == 0) plan.tile = batches_together(params, plan.tile);
+    }
+    record = Extents::find(params, plan.tile.batch);
   }
-  static_cast<typename Extents::Record&>(plan) = Extents::find(params, plan.tile.batch);
   const auto sequence = sequence_of<Extents>(params, plan);
   const Band band = sequence.band();
   plan.row_begin = plan.tile.q_tile * config.block_q();
