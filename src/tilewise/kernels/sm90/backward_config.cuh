@@ -221,16 +221,20 @@ __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params
   return plan;
 }
 
-// A query tile and its visibility to the keys of a product warpgroup, in one register. Hidden: no
-// query sees any of the keys, as in half of the diagonal tiles of a causal mask, and for keys past
-// the end.
+// The query tile of a step, its visibility to the keys of a product warpgroup, and whether the step
+// is the last of the CTA, in one register. Hidden: no query sees any of the keys, as in half of the
+// diagonal tiles of a causal mask, and for keys past the end.
+// Why the last: a warpgroup that compares with plan.steps waits for shared memory between the
+// scores of a step and their exponentials.
 struct SeenTile {
   enum Sight { full, partial, hidden };
   int packed;
 
-  TILEWISE_INLINE SeenTile(int q_tile, Sight sight) : packed(q_tile * 4 + sight) {}
+  TILEWISE_INLINE SeenTile(int q_tile, Sight sight, bool last)
+      : packed(q_tile * 8 + last * 4 + sight) {}
   TILEWISE_INLINE explicit SeenTile(int packed) : packed(packed) {}
-  TILEWISE_INLINE int q_tile() const { return packed >> 2; }
+  TILEWISE_INLINE int q_tile() const { return packed >> 3; }
+  TILEWISE_INLINE bool is_last() const { return (packed & 4) != 0; }
   TILEWISE_INLINE bool is_partial() const { return (packed & 3) == partial; }
   TILEWISE_INLINE bool is_hidden() const { return (packed & 3) == hidden; }
 };

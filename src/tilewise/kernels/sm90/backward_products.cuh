@@ -74,18 +74,13 @@ struct ProductWarpgroup {
   }
   // Rows of K and V behind the end of a ragged sequence become zeros; each warpgroup clears the
   // rows that it multiplies.
-  __device__ __forceinline__ void wait_k() {
-    ptx::mbarrier_wait(&smem.k_full, 0);
-    if constexpr (Extents::ragged) clear_keys<config.head_dim>(smem.k);
-  }
-  __device__ __forceinline__ void wait_v() {
-    ptx::mbarrier_wait(&smem.v_full, 0);
-    if constexpr (Extents::ragged) clear_keys<config.head_dim_v>(smem.v);
-  }
+  __device__ __forceinline__ void wait_k() { wait_keys<config.head_dim>(&smem.k_full, smem.k); }
+  __device__ __forceinline__ void wait_v() { wait_keys<config.head_dim_v>(&smem.v_full, smem.v); }
   template <int columns>
-  __device__ __forceinline__ void clear_keys(unsigned char* matrix) {
-    const int first = max_int(row, keys_here());
-    if (first >= row + 64) return;
+  __device__ __forceinline__ void wait_keys(u64* full, unsigned char* matrix) {
+    const int first = Extents::ragged ? max_int(row, keys_here()) : row + 64;
+    ptx::mbarrier_wait(full, 0);
+    if (!Extents::ragged || first >= row + 64) return;
     clear_rows<block_kv, columns, 128>(matrix, first, row + 64);
     ptx::barrier_sync<128>(BackwardBarrierId::product_warpgroup + warpgroup);
   }
@@ -432,6 +427,17 @@ struct ProductWarpgroup {
     }
   }
 
+  // The rows of dK and dV that a warp stores: 16, or fewer at the end of a ragged sequence.
+  struct StoredRows {
+    int count, first, head, batch;
+  };
+  __device__ __forceinline__ StoredRows stored_rows() const {
+    const int in_tile = row + warp * 16;
+    return {Extents::ragged ? keys_here() - in_tile : 16,
+            sequence().k_start() + plan.kv_tile * block_kv + in_tile, plan.head_kv,
+            sequence().batch(plan.batch)};
+  }
+
   // Each warp stages its 16 rows in its part of `room`, a KV tile, and stores them. The last piece
   // first adds `others`, which is null otherwise. Why here and not in the accumulators: products
   // keep those in fixed registers, and another definition of them would require copying all of
@@ -446,6 +452,10 @@ struct ProductWarpgroup {
     static_assert(columns / 16 % at_once == 0);
     unsigned char* staging = room + panel_bytes(row + warp * 16);
     const u32 address = ptx::smem_address(staging);
+    // Read before the rounding, which covers the wait for shared memory, where there are registers.
+    constexpr bool reads_early = config.head_dim + config.head_dim_v <= 128;
+    StoredRows rows;
+    if constexpr (reads_early) rows = stored_rows();
 #pragma unroll
     for (int begin = 0; begin < columns / 16; begin += at_once) {
       float4 other[2 * at_once] = {};
@@ -466,11 +476,11 @@ struct ProductWarpgroup {
                          ptx::pack<config.bf16>((x[6] + high.z) * scale, (x[7] + high.w) * scale));
       }
     }
+    if constexpr (!reads_early) rows = stored_rows();
     if constexpr (Extents::ragged) {
-      const int keys = keys_here() - (row + warp * 16);
-      if (keys < 16) {
+      if (rows.count < 16) {
         __syncwarp();
-        return store_rows<columns>(staging, keys, &map == &params.dv_map);
+        return store_rows<columns>(staging, rows.count, &map == &params.dv_map);
       }
     }
     ptx::fence_proxy_async();
@@ -479,8 +489,7 @@ struct ProductWarpgroup {
 #pragma unroll
       for (int panel = 0; panel < panel_count(columns); ++panel)
         ptx::tma_store_4d(&map, staging + panel * panel_bytes(block_kv), panel * panel_columns,
-                          sequence().k_start() + plan.kv_tile * block_kv + row + warp * 16,
-                          plan.head_kv, sequence().batch(plan.batch));
+                          rows.first, rows.head, rows.batch);
       ptx::tma_store_commit();
     }
   }
@@ -673,7 +682,9 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       this->first_scores(s);
       draw(tile);
       this->wait_v();
-      for (int i = 1; i < plan.steps; ++i) take(s, tile, false);
+      // Terms that look ahead leave no register to remember the last tile in.
+      constexpr bool counts_steps = Base::looks_ahead && block_q == 64;
+      for (int i = 1; counts_steps ? i < plan.steps : !tile.is_last(); ++i) take(s, tile, false);
       take(s, tile, true);
     }
     if constexpr (config.makes_dkv) finish();

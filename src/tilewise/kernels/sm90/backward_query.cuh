@@ -88,9 +88,9 @@ struct BackwardProducer {
   }
 
   // The visibility of the query tile at a position to the 64 keys of a product warpgroup.
-  __device__ __forceinline__ SeenTile seen(int position, int q_tile, int warpgroup) {
-    if (!partial_at(params, plan, position)) return {q_tile, SeenTile::full};
-    if constexpr (!config.warpgroups_own_keys) return {q_tile, SeenTile::partial};
+  __device__ __forceinline__ SeenTile::Sight sight(int position, int q_tile, int warpgroup) {
+    if (!partial_at(params, plan, position)) return SeenTile::full;
+    if constexpr (!config.warpgroups_own_keys) return SeenTile::partial;
     const RowBand band = sequence().row_band();
     const int key = plan.kv_tile * block_kv + warpgroup * 64;
     bool hidden = key >= sequence().seq_k() ||
@@ -101,7 +101,7 @@ struct BackwardProducer {
       hidden = hidden || (q_tile + 1) * config.block_q <= queries.begin ||
                q_tile * config.block_q >= queries.end;
     }
-    return {q_tile, hidden ? SeenTile::hidden : SeenTile::partial};
+    return hidden ? SeenTile::hidden : SeenTile::partial;
   }
 
   // The barrier that a query tile's load completes on: the one that product warpgroups wait for or,
@@ -116,10 +116,12 @@ struct BackwardProducer {
   // Loads Q or dO of one step; `full` also waits for its row vector. The producer determines the
   // tile's visibility here, because in the product warpgroups that would delay the first
   // exponential after their scores.
-  __device__ __forceinline__ void load_q(int stage, const StepCursor& at, int q_tile) {
+  __device__ __forceinline__ void load_q(int stage, const StepCursor& at, int q_tile, int step) {
     u64* full = landing(smem.q_full, stage, q_tile);
+    const bool last = config.warpgroups_own_keys && step == plan.steps - 1;  // others count steps
     for (int warpgroup = 0; warpgroup < 2; ++warpgroup)
-      smem.seen_tile[stage][warpgroup] = seen(at.q_tile, q_tile, warpgroup).packed;
+      smem.seen_tile[stage][warpgroup] =
+          SeenTile(q_tile, sight(at.q_tile, q_tile, warpgroup), last).packed;
     if constexpr (Policy::uses_head)
       smem.head[stage] = plan.head_kv * params.heads_per_kv + at.head;
     if constexpr (Policy::drops) {
@@ -154,7 +156,7 @@ struct BackwardProducer {
     // are not available from the beginning.
     int q_tile = query_tile_at(params, plan, cursor.q_tile);
     load_k();
-    load_q(0, cursor, q_tile);
+    load_q(0, cursor, q_tile, 0);
     load_v();
     load_dout(0, cursor, q_tile);
     ptx::wait_for_previous_grid();
@@ -162,7 +164,7 @@ struct BackwardProducer {
       const int stage = position.stage;
       if (step > 0) {
         ptx::mbarrier_wait(&smem.q_empty[stage], position.phase);
-        load_q(stage, cursor, q_tile);
+        load_q(stage, cursor, q_tile, step);
       }
       load_start(smem.start_s[stage], params.start_s, landing(smem.q_full, stage, q_tile), cursor,
                  q_tile);
