@@ -158,9 +158,9 @@ def _ordered(rows: list[rules.Row], problem: Problem) -> list[rules.Row]:
 
 @functools.cache
 def preprocess_unit(
-    bf16: bool, lanes: int, extents: Extents = BATCHED, line: Term | None = None, skips_blind: bool = False
+    bf16: bool, lanes: int, rows: int, extents: Extents = BATCHED, line: Term | None = None, skips_blind: bool = False
 ) -> Unit:
-    """The kernel that makes the row terms, with what the `line` of a term adds to them.
+    """The kernel that makes the row terms of a tile of so many rows per block, with what the `line` of a term adds.
 
     `skips_blind`: it reads and zeroes nothing for queries that see no key.
     """
@@ -168,15 +168,15 @@ def preprocess_unit(
     of_line = "" if policy is None else policy.suffix
     more = f", {'tilewise::Scores<>' if policy is None else 'Policy'}{', true' * skips_blind}"
     return kernel_unit(
-        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}{of_line}{'_skipping' * skips_blind}{extents.suffix}",
+        f"preprocess_{'bf16' if bf16 else 'fp16'}_{lanes}_q{rows}{of_line}{'_skipping' * skips_blind}{extents.suffix}",
         "sm90/backward_edges.cuh",
-        f"preprocess<{str(bf16).lower()}, {lanes}, Extents{more if skips_blind or policy is not None else ''}>",
+        f"preprocess<{str(bf16).lower()}, {lanes}, {rows}, Extents{more if skips_blind or policy is not None else ''}>",
         _PreprocessParams,
         ARCH,
         policy=policy,
         extents=extents,
         threads=EDGE_THREADS,
-        checks=(f"edge_threads == {EDGE_THREADS} && edge_rows == {EDGE_ROWS}",),
+        checks=(f"edge_threads == {EDGE_THREADS}",),
     )
 
 
@@ -190,6 +190,7 @@ def postprocess_unit(bf16: bool, extents: Extents = BATCHED, skips_blind: bool =
         ARCH,
         extents=extents,
         threads=EDGE_THREADS,
+        checks=(f"edge_threads == {EDGE_THREADS} && edge_rows == {EDGE_ROWS}",),
     )
 
 
@@ -323,19 +324,19 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
         "scale": dqk_scale,
         "start_s": scratch.address("start_s") if tile_map.is_used else None,
     }
-    edges = pairs * rows // EDGE_ROWS
     extents = BATCHED if table is None else packed.PACKED
     main_extents = extents if table is not None else tile_map.extents
     lanes, kernel = _LANES[config.head_dim_v], unit(config, ARCH, problem.scores, main_extents)
     params = tile_map.extents.params(params_for(problem, _MainParams))
     pre_params = _PreprocessParams if line is None else Policy((line,)).params(_PreprocessParams)
-    prepare = preprocess_unit(config.bf16, lanes, extents, line, tile_map.is_used)
-    launches = [Launch(prepare, pre_params, preprocess, edges, EDGE_THREADS)]
+    prepare = preprocess_unit(config.bf16, lanes, config.block_q, extents, line, tile_map.is_used)
+    launches = [Launch(prepare, pre_params, preprocess, pairs * q_tiles, EDGE_THREADS)]
     if wants & ALL or any(term.learned_tensors and not isinstance(term, Sink) for term in problem.scores):
         launches.append(Launch(kernel, params, main, divided.grid, config.threads, overlap=True))
     if unordered:
         post = postprocess_unit(config.bf16, extents, tile_map.is_used)
-        launches.append(Launch(post, _PostprocessParams, postprocess, edges, EDGE_THREADS, overlap=True))
+        blocks = pairs * rows // EDGE_ROWS
+        launches.append(Launch(post, _PostprocessParams, postprocess, blocks, EDGE_THREADS, overlap=True))
     launches += edge_launches(problem, ARCH, scratch.address("start_dp"), rows, 1.0 / kept_weight)
     if table is not None:
         zeroed = packed.unwritten(problem)

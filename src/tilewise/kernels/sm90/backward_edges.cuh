@@ -48,7 +48,7 @@ struct PostprocessParams {
 };
 
 constexpr int edge_threads = 256;
-constexpr int edge_rows = 64;
+constexpr int edge_rows = 64;  // of postprocess
 
 // Goes from the last head to the first. Why: the main kernel goes from the first to the last, so
 // each kernel begins with what the previous one left in the L2 cache.
@@ -83,24 +83,24 @@ struct OfHead {
   __device__ __forceinline__ int head() const { return of_head; }
 };
 
-// Whether no row of a block sees a key, according to `sees(row)`. All threads must call it.
-template <typename Sees>
+// Whether none of a block's rows sees a key, according to `sees(row)`. All threads must call it.
+template <int rows, typename Sees>
 __device__ __forceinline__ bool is_blind(Sees sees) {
-  static_assert(edge_threads % edge_rows == 0);
-  return !__syncthreads_or(sees(static_cast<int>(threadIdx.x) % edge_rows));
+  static_assert(edge_threads % rows == 0);
+  return !__syncthreads_or(sees(static_cast<int>(threadIdx.x) % rows));
 }
 
-// A block handles 64 rows of one head, with eight columns per lane and `lanes` lanes per row. The
-// policy is needed for lines, which add to the scores along the queries of a tile. `skips_blind`:
-// for blocks in which no row sees a key, out and dO are not read and sums are not zeroed, and
-// postprocess does not read those sums.
-template <bool bf16, int lanes, typename Extents, typename Policy = Scores<>,
+// A block handles a query tile of one head, which has `block_rows` rows, with eight columns per
+// lane and `lanes` lanes per row. The policy is needed for lines, which add to the scores along the
+// queries of a tile. `skips_blind`: for blocks in which no row sees a key, out and dO are not read
+// and sums are not zeroed, and postprocess does not read those sums.
+template <bool bf16, int lanes, int block_rows, typename Extents, typename Policy = Scores<>,
           bool skips_blind = false>
 __device__ __forceinline__ void preprocess(
     const ParamsOf<PreprocessParams, Policy, Extents>& params) {
   constexpr int rows_at_once = edge_threads / lanes;
   const int block = edge_block();
-  const auto at_block = edge_block_at<Extents, edge_rows>(params, block);
+  const auto at_block = edge_block_at<Extents, block_rows>(params, block);
   const int head = at_block.head, first_row = at_block.first_row;
   const auto& record = at_block.record;
   const auto sequence = sequence_of<Extents>(params, record);
@@ -116,7 +116,7 @@ __device__ __forceinline__ void preprocess(
   ptx::allow_next_grid();
   bool blind = false;
   if constexpr (skips_blind)
-    blind = is_blind([&](int in_block) {
+    blind = is_blind<block_rows>([&](int in_block) {
       const int row = first_row + in_block;
       return row < sequence.seq_q() && params.lse[first_of_lse + row] != -infinity;
     });
@@ -125,7 +125,7 @@ __device__ __forceinline__ void preprocess(
   if constexpr (HasWorkTable<Extents>) zeroes_sums = zeroes_sums && record.unordered();
   if (zeroes_sums) {
     float4* sums = reinterpret_cast<float4*>(params.dq_sums + at_block.at * params.row_floats);
-    for (int i = threadIdx.x; i < edge_rows / 4 * params.row_floats; i += edge_threads)
+    for (int i = threadIdx.x; i < block_rows / 4 * params.row_floats; i += edge_threads)
       sums[i] = float4{};
   }
   if (params.dq_tickets != nullptr && threadIdx.x == 0 && first_row % params.block_q == 0)
@@ -139,53 +139,66 @@ __device__ __forceinline__ void preprocess(
   if (!at_block.exists) return;
   if constexpr (skips_blind) {
     if (blind) {
-      if (threadIdx.x < edge_rows) {
+      if (threadIdx.x < block_rows) {
         params.start_s[at_block.at + threadIdx.x] = -infinity;
         params.start_dp[at_block.at + threadIdx.x] = 0.0f;
       }
       return;
     }
   }
+  // The loads of several rows precede all stores, which they could not pass: the compiler cannot
+  // know that these go elsewhere.
+  constexpr int passes = block_rows / rows_at_once, loaded = passes < 4 ? passes : 4;
+  static_assert(passes % loaded == 0);
 #pragma unroll
-  for (int i = 0; i < edge_rows / rows_at_once; ++i) {
-    const int in_block = i * rows_at_once + threadIdx.x / lanes, row = first_row + in_block;
-    float sum = 0.0f;
-    if (row < sequence.seq_q() && column < params.head_dim_v)
-      sum = dot<bf16>(*reinterpret_cast<const uint4*>(out + row * params.out_seq_stride),
-                      *reinterpret_cast<const uint4*>(dout + row * params.dout_seq_stride));
+  for (int begin = 0; begin < passes; begin += loaded) {
+    uint4 outs[loaded] = {}, douts[loaded] = {};
+    float lse[loaded];
 #pragma unroll
-    for (int distance = lanes / 2; distance > 0; distance /= 2)
-      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    if constexpr (HasWorkTable<Extents>) {
-      // Possibly no KV tile visits such a row and writes its dQ.
-      if (params.dq_rows != nullptr && !record.unordered() && row < sequence.seq_q() &&
-          params.lse[first_of_lse + row] == -infinity) {
-        ptx::u16* dq = static_cast<ptx::u16*>(params.dq_rows) +
-                       batch * params.dq_rows_batch_stride + head * params.dq_rows_head_stride +
-                       (start + row) * params.dq_rows_seq_stride;
-        for (int c = column; c < params.dq_columns; c += lanes * 8)
-          *reinterpret_cast<uint4*>(dq + c) = uint4{};
-      }
+    for (int i = 0; i < loaded; ++i) {
+      const int row = first_row + (begin + i) * rows_at_once + threadIdx.x / lanes;
+      lse[i] = -infinity;
+      if (row >= sequence.seq_q()) continue;
+      lse[i] = params.lse[first_of_lse + row];
+      if (column >= params.head_dim_v) continue;
+      outs[i] = *reinterpret_cast<const uint4*>(out + row * params.out_seq_stride);
+      douts[i] = *reinterpret_cast<const uint4*>(dout + row * params.dout_seq_stride);
     }
-    if (lane != 0) continue;
-    // Rows that do not exist or see no key start from S = -inf, which makes every weight 0.
-    float start = -infinity;
-    if (row < sequence.seq_q()) {
-      const long long at = first_of_lse + row;
-      const float lse = params.lse[at];
-      if (lse != -infinity) start = fmaf(lse, params.lse_factor, params.start_bias);
-      if constexpr (Policy::adds_line) {
+#pragma unroll
+    for (int i = 0; i < loaded; ++i) {
+      const int in_block = (begin + i) * rows_at_once + threadIdx.x / lanes;
+      const int row = first_row + in_block;
+      float sum = dot<bf16>(outs[i], douts[i]);
+#pragma unroll
+      for (int distance = lanes / 2; distance > 0; distance /= 2)
+        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+      if constexpr (HasWorkTable<Extents>) {
+        // Possibly no KV tile visits such a row and writes its dQ.
+        if (params.dq_rows != nullptr && !record.unordered() && row < sequence.seq_q() &&
+            lse[i] == -infinity) {
+          ptx::u16* dq = static_cast<ptx::u16*>(params.dq_rows) +
+                         batch * params.dq_rows_batch_stride + head * params.dq_rows_head_stride +
+                         (start + row) * params.dq_rows_seq_stride;
+          for (int c = column; c < params.dq_columns; c += lanes * 8)
+            *reinterpret_cast<uint4*>(dq + c) = uint4{};
+        }
+      }
+      if (lane != 0) continue;
+      // Rows that do not exist or see no key start from S = -inf, which makes every weight 0.
+      float start = -infinity;
+      if (lse[i] != -infinity) {
+        start = fmaf(lse[i], params.lse_factor, params.start_bias);
         // Only for rows that see keys: rows behind all packed sequences belong to no sequence that
         // has slopes.
-        if (start != -infinity)
+        if constexpr (Policy::adds_line)
           start = fmaf(Policy::per_column(params, OfHead{at_block.batch, head}),
                        static_cast<float>(row % params.block_q), start);
+        if (params.dlse != nullptr) sum -= params.dlse[first_of_lse + row];
       }
-      if (params.dlse != nullptr) sum -= params.dlse[at];
+      const long long at = at_block.at + in_block;
+      params.start_s[at] = start;
+      params.start_dp[at] = start == -infinity ? 0.0f : sum * params.dp_factor;
     }
-    const long long at = at_block.at + in_block;
-    params.start_s[at] = start;
-    params.start_dp[at] = start == -infinity ? 0.0f : sum * params.dp_factor;
   }
 }
 
@@ -209,7 +222,7 @@ __device__ __forceinline__ void postprocess(const ParamsOf<PostprocessParams, Ex
   const int chunks = params.head_dim / 8;
   if constexpr (skips_blind) {
     const float* start_s = params.start_s + block.at;
-    if (is_blind([&](int in_block) { return start_s[in_block] != -infinity; })) {
+    if (is_blind<edge_rows>([&](int in_block) { return start_s[in_block] != -infinity; })) {
       for (int i = threadIdx.x; i < chunks * edge_rows; i += edge_threads) {
         const int row = first_row + i / chunks;
         if (row < sequence.seq_q())
