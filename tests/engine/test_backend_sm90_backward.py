@@ -16,6 +16,7 @@ from tilewise import Causal, Full, Target, Window
 from tilewise.engine import SM90, rules
 from tilewise.engine.sm90 import backward as sm90_backward
 from tilewise.lab.model.covering import units_of
+from tilewise.operands import ALL
 
 H200 = Target.named("h200")
 BUDGETS = json.loads((Path(__file__).parents[1] / "ratchet.json").read_text())["kernels"]
@@ -84,7 +85,7 @@ def test_extra_memory_grows_with_the_sequence_and_not_with_its_square():
 # --- the kernels themselves, their real sources and host code, on a model of the hardware ---
 
 
-def run_on_the_model(monkeypatch, problem, seed=0, wants=(True, True, True), target=H200):
+def run_on_the_model(monkeypatch, problem, seed=0, wants=(True, True, True), target=H200, dlse=None):
     emulation.install(monkeypatch, seed=seed)
     generator = torch.Generator().manual_seed(0)
     batch, group_heads = problem.batch, (problem.heads_q, problem.heads_kv, problem.heads_kv, problem.heads_q)
@@ -97,7 +98,7 @@ def run_on_the_model(monkeypatch, problem, seed=0, wants=(True, True, True), tar
     out, lse, *truth = exact(q, k, v, problem, None, dout)
     got = in_order(
         SM90.bind_backward(problem, None, target)(
-            dout, None, q, k, v, out.to(problem.dtype), lse.float(), wants=wanted(*wants)
+            dout, dlse, q, k, v, out.to(problem.dtype), lse.float(), wants=wanted(*wants)
         )
     )
     return got, truth
@@ -135,6 +136,49 @@ def test_gradients_on_the_model(monkeypatch, seqs, dims, heads, mask, fields):
     problem = problem_of(seqs, dims, heads, mask=mask, **fields)
     got, truth = run_on_the_model(monkeypatch, problem)
     assert_accurate(got, truth, problem.dtype)
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("seqs", "dims", "heads", "mask", "fields"),
+    [
+        ((128, 128), (64, 64), (3, 1), Causal(), {"batch": 2}),
+        ((70, 100), (72, 40), (1, 1), Full(), {"dtype": FP16}),
+        ((150, 77), (128, 128), (2, 2), Window(None, 30), {"deterministic": True}),
+    ],
+    ids=str,
+)
+def test_short_sequences_take_one_launch_and_give_the_same_bits(monkeypatch, seqs, dims, heads, mask, fields):
+    """As with a kernel before that makes the row terms, where tiles are not cut then either."""
+    problem = problem_of(seqs, dims, heads, mask=mask, **fields)
+    target = dataclasses.replace(H200, sms=problem.batch * problem.heads_kv)
+    dlse = torch.randn(problem.batch, problem.heads_q, problem.seq_q)
+
+    def gradients(launches):
+        program = sm90_backward.program(problem, target, sm90_backward.configs(problem, target)[0])
+        assert (len(program.launches), program.scratch.bytes == 0) == (launches, launches == 1)
+        got, truth = run_on_the_model(monkeypatch, problem, target=target)
+        assert_accurate(got, truth, problem.dtype)
+        return *got, *run_on_the_model(monkeypatch, problem, target=target, dlse=dlse)[0]
+
+    alone = gradients(1)
+    monkeypatch.setattr(sm90_backward, "_makes_row_terms", lambda problem, config, target: False)
+    assert all(torch.equal(a, b) for a, b in zip(alone, gradients(2), strict=True))
+
+
+def test_when_a_backward_is_one_launch():
+    def launches(seqs, dims=(64, 64), heads=(2, 2), target=H200, wants=ALL, **fields):
+        problem = problem_of(seqs, dims, heads, **fields)
+        return len(sm90_backward.program(problem, target, sm90_backward.configs(problem, target)[0], wants).launches)
+
+    assert launches((128, 128)) == launches((384, 128)) == launches((192, 100), (128, 128)) == 1
+    assert launches((385, 128)) == launches((193, 100), (128, 128)) == 2, "more query tiles than stages"
+    assert launches((128, 129)) == 2, "two tiles of keys"
+    assert launches((128, 128), heads=(4, 1)) == 2, "a group of four heads is four query tiles"
+    assert launches((64, 64), heads=(132, 132)) == 1
+    assert launches((64, 64), heads=(133, 133)) == 2, "more CTAs than run at once"
+    assert launches((128, 128), wants=frozenset("kv")) == 2
+    assert launches((128, 128), softcap=5.0) == 2
 
 
 @emulated

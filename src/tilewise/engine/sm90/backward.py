@@ -4,7 +4,7 @@
 keys: `Order` says how. Few of them, and those whose gradients shall be deterministic, take turns, and the last one
 writes dQ; else its sums are zeroed before, and `postprocess` rounds them. Tiles of keys that are few or long are cut
 into pieces (division.py), which add up dK and dV in float32. Extra memory is O(N): these sums and two floats per query
-row.
+row. A few short sequences need the main kernel alone (`Config.makes_row_terms`).
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class Config(WarpgroupConfig):
     query_registers: int
     product_registers: int
     bias_stages: int
+    makes_row_terms: bool
 
     @property
     def block_kv(self) -> int:
@@ -129,7 +130,8 @@ class Config(WarpgroupConfig):
         extras = "" if self.makes_dq and self.makes_dkv else f"_{made}_only"
         staged = f"_b{self.bias_stages}" if self.bias_stages else ""
         shape = f"q{self.block_q}_kv{self.block_kv}{staged}"
-        return f"backward_{self.heads_name}_{shape}{'_one_tile' * self.writes_dq}{extras}"
+        one_tile = "_one_tile" * self.writes_dq + "_one_launch" * self.makes_row_terms
+        return f"backward_{self.heads_name}_{shape}{one_tile}{extras}"
 
 
 def configs(problem: Problem, target: Target) -> list[Config]:
@@ -143,7 +145,13 @@ def configs(problem: Problem, target: Target) -> list[Config]:
     own = [row for row in rows if row.get("bias_stages")] if may_stage(problem) else []
     others = [row for row in rows if not row.get("bias_stages")]
     rows = [*_ordered(own, staged(problem)), *_ordered(others, problem)]
-    facts = {"bf16": problem.dtype is torch.bfloat16, "makes_dq": True, "makes_dkv": True, "bias_stages": 0}
+    facts = {
+        "bf16": problem.dtype is torch.bfloat16,
+        "makes_dq": True,
+        "makes_dkv": True,
+        "bias_stages": 0,
+        "makes_row_terms": False,
+    }
     return [rules.from_row(Config, row, **facts) for row in rows if not row["writes_dq"] or _has_one_tile(problem, row)]
 
 
@@ -236,6 +244,7 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
         table = packed.table(problem, target, config.block_q, config.block_kv, by_keys=True, slots=target.sms)
         divided = packed.undivided(problem, table, target.sms)
     else:
+        config = replace(config, makes_row_terms=_makes_row_terms(problem, config, target))
         divided = divide(problem, config, target)
     batch = packed.as_batch(problem)
     sums_dq = config.makes_dq and not config.writes_dq
@@ -252,12 +261,13 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
         pairs, kv_pairs = problem.heads_q, problem.heads_kv
         q_tiles, kv_tiles = table.q_room, table.kv_room
     rows = q_tiles * config.block_q
+    row_terms = 0 if config.makes_row_terms else 4 * pairs * rows
     scratch = Layout.of(
-        start_s=4 * pairs * rows,
-        start_dp=4 * pairs * rows,
+        start_s=row_terms,
+        start_dp=row_terms,
         dq_tickets=8 * pairs * q_tiles if takes_tickets else 0,
         piece_tickets=16 * kv_pairs * kv_tiles if cut else 0,
-        work_tickets=4 if problem.deterministic else 0,
+        work_tickets=4 if problem.deterministic and not config.makes_row_terms else 0,
         dq_sums=4 * pairs * rows * config.head_dim if sums_dq else 0,
         dkv_sums=4 * kv_pairs * kv_tiles * config.block_kv * (config.head_dim + config.head_dim_v) if cut else 0,
     )
@@ -270,20 +280,23 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
     score_unit = 1.0 if transformed else problem.scale * LOG2_E
     kept_weight = _kept_weight(problem)
     dqk_scale = problem.scale * kept_weight / config.weight_factor
-    preprocess = {
+    row_term_fields = {
         "out": Address("out"),
         "dout": Address("dout"),
         **strides("out", "dout"),
         **row_fields(problem),
+        "lse_factor": -LOG2_E / score_unit,
+        "start_bias": math.log2(config.weight_factor) / score_unit,
+        "dp_factor": -1.0 / kept_weight,
+    }
+    preprocess = {
+        **row_term_fields,
         **terms,
         "dq_sums": scratch.address("dq_sums") if unordered else None,
         "piece_ticket_count": 2 * kv_pairs * kv_tiles,
         "rows": rows,
         "row_floats": config.head_dim,
         "block_q": config.block_q,
-        "lse_factor": -LOG2_E / score_unit,
-        "start_bias": math.log2(config.weight_factor) / score_unit,
-        "dp_factor": -1.0 / kept_weight,
     }
     if line is not None:
         of_terms = term_params(problem, precise=False)
@@ -312,6 +325,8 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
         "inverse_scale_log2": 1.0 / scale_log2,
         "dqk_scale": dqk_scale,
     }
+    if config.makes_row_terms:
+        main |= {name: value for name, value in row_term_fields.items() if name != "heads"}
     postprocess = {
         "dq_sums": scratch.address("dq_sums"),
         "dq": Address("dq"),
@@ -330,9 +345,11 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
     params = tile_map.extents.params(params_for(problem, _MainParams))
     pre_params = _PreprocessParams if line is None else Policy((line,)).params(_PreprocessParams)
     prepare = preprocess_unit(config.bf16, lanes, config.block_q, extents, line, tile_map.is_used)
-    launches = [Launch(prepare, pre_params, preprocess, pairs * q_tiles, EDGE_THREADS)]
+    launches = []
+    if not config.makes_row_terms:
+        launches.append(Launch(prepare, pre_params, preprocess, pairs * q_tiles, EDGE_THREADS))
     if wants & ALL or any(term.learned_tensors and not isinstance(term, Sink) for term in problem.scores):
-        launches.append(Launch(kernel, params, main, divided.grid, config.threads, overlap=True))
+        launches.append(Launch(kernel, params, main, divided.grid, config.threads, overlap=bool(launches)))
     if unordered:
         post = postprocess_unit(config.bf16, extents, tile_map.is_used)
         blocks = pairs * rows // EDGE_ROWS
@@ -365,6 +382,17 @@ def _kept_weight(problem: Problem) -> float:
 def _stored_rows(name: str, wanted: bool) -> dict[str, object]:
     """A gradient whose rows are stored one by one at the end of a sequence."""
     return packed.stored_rows(f"{name}_rows", name) if wanted else {}
+
+
+def _makes_row_terms(problem: Problem, config: Config, target: Target) -> bool:
+    """One tile holds all keys, a CTA has room for all of its queries, and all CTAs run at once: these make row terms.
+
+    In a grid of several waves every CTA would wait for its queries anew: 768 pairs of 300 queries and 77 keys take 112
+    us that way, and 97 us with a kernel of its own before; 8 pairs of 128, heads of 128, take 11.4 and 12.8 us.
+    """
+    if not config.writes_dq or problem.batch * problem.heads_kv > target.sms:
+        return False
+    return max(division.tile_steps(problem, config.block_q, config.block_kv)) <= config.stages
 
 
 def _has_one_tile(problem: Problem, row: dict[str, Any]) -> bool:
@@ -452,6 +480,8 @@ def divide(problem: Problem, config: Config, target: Target) -> division.Divisio
     costs = COSTS if config.makes_dkv else COSTS._replace(merge=0.0)
     if problem.deterministic and config.makes_dkv:
         costs = costs._replace(turn=1.0)
+    if config.makes_row_terms:
+        costs = costs._replace(merge=math.inf)  # tiles stay whole
     pairs = problem.batch * problem.heads_kv
     whole = division.divide(steps, pairs, target.sms, costs, _sections(problem, config, target, False))
     if not whole.cut:

@@ -25,7 +25,9 @@
 // and D is subtracted afterwards; the P of step 5 then has zeros, and step 5 runs together with step 7. Which weights are
 // dropped is drawn during step 1; dS is divided by the factor of the weights that stay, and the host multiplies dQ and dK by
 // it.
-// preprocess makes both row terms and, where KV tiles add in any order, zeroes the sums.
+// preprocess makes both row terms and, where KV tiles add in any order, zeroes the sums. Where one KV tile holds all keys and
+// the rings hold all query tiles of a CTA, warpgroups 2 and 3 make the row terms while the first loads are in flight, and there
+// is no other kernel (makes_row_terms).
 // Overlap: 7 of one query tile and 1 of the next are in flight together, as are 4 and 5; the exponentials of one warpgroup
 // overlap with the products of the others.
 //
@@ -64,6 +66,7 @@
 //   ticket_over[stage]    warps of 1, 4               ticket keepers    the sums of this step are added
 //   named 1 + wg          2 or 3, 128 threads         itself            V is read before dV replaces it;
 //                                                                       the ticket of a piece
+//   named 3               2 and 3, 256 threads        themselves        the row terms of all steps are made
 //
 // Gradients that are not wanted are left out of the kernel: without dQ, step 8 and the dS in shared memory are omitted;
 // without dK and dV, steps 5, 7 and 9.

@@ -27,6 +27,9 @@ struct BackwardConfig {
   int query_registers;    // of the warpgroup that makes dQ
   int product_registers;  // of the two that make the rest
   int bias_stages;        // where a bias is staged (staged_bias.cuh); else 0
+  // There is no preprocess: the product warpgroups make the row terms. Requires writes_dq, no terms
+  // and no more steps than stages.
+  bool makes_row_terms;
 
   TILEWISE_INLINE int block_kv() const { return warpgroups_own_keys ? 128 : 64; }
   TILEWISE_INLINE int q_blocks() const { return block_q / 64; }
@@ -94,6 +97,17 @@ struct BackwardParams {
   long long dq_batch_stride;  // in elements
   long long dq_head_stride;
   long long dq_seq_stride;
+  // For a kernel that makes the row terms; in others null or 0. See PreprocessParams.
+  const void* out;
+  long long out_batch_stride, out_head_stride, out_seq_stride;
+  const void* dout;
+  long long dout_batch_stride, dout_head_stride, dout_seq_stride;
+  const float* lse;
+  const float* dlse;
+  int head_dim_v;
+  float lse_factor;
+  float start_bias;
+  float dp_factor;
   int batch;
   int heads_kv;
   int heads_per_kv;

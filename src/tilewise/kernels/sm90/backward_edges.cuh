@@ -2,8 +2,7 @@
 // the second makes dQ from its sums. Both are bound by memory traffic.
 #pragma once
 
-#include "../common/softmax.cuh"
-#include "backward_config.cuh"
+#include "backward_rows.cuh"
 
 namespace tilewise::sm90 {
 
@@ -54,26 +53,6 @@ constexpr int edge_rows = 64;  // of postprocess
 // each kernel begins with what the previous one left in the L2 cache.
 __device__ __forceinline__ int edge_block() { return static_cast<int>(gridDim.x - 1 - blockIdx.x); }
 
-__device__ __forceinline__ float dot_of_pairs_bf16(u32 a, u32 b, float sum) {
-  sum = fmaf(ptx::unpack_low<true>(a), ptx::unpack_low<true>(b), sum);
-  return fmaf(ptx::unpack_high<true>(a), ptx::unpack_high<true>(b), sum);
-}
-__device__ __forceinline__ float dot_of_pairs_fp16(u32 a, u32 b, float sum) {
-  sum = fmaf(ptx::unpack_low<false>(a), ptx::unpack_low<false>(b), sum);
-  return fmaf(ptx::unpack_high<false>(a), ptx::unpack_high<false>(b), sum);
-}
-
-template <bool bf16>
-__device__ __forceinline__ float dot(uint4 a, uint4 b) {
-  auto pair = [](u32 x, u32 y, float sum) {
-    if constexpr (bf16)
-      return dot_of_pairs_bf16(x, y, sum);
-    else
-      return dot_of_pairs_fp16(x, y, sum);
-  };
-  return pair(a.x, b.x, pair(a.y, b.y, pair(a.z, b.z, pair(a.w, b.w, 0.0f))));
-}
-
 // The rows of a head, which are columns where rows are keys.
 struct OfHead {
   static constexpr RowsAre rows_are = RowsAre::keys;
@@ -98,7 +77,6 @@ template <bool bf16, int lanes, int block_rows, typename Extents, typename Polic
           bool skips_blind = false>
 __device__ __forceinline__ void preprocess(
     const ParamsOf<PreprocessParams, Policy, Extents>& params) {
-  constexpr int rows_at_once = edge_threads / lanes;
   const int block = edge_block();
   const auto at_block = edge_block_at<Extents, block_rows>(params, block);
   const int head = at_block.head, first_row = at_block.first_row;
@@ -108,11 +86,6 @@ __device__ __forceinline__ void preprocess(
   const long long first_of_lse = first_row_of_head(params, sequence, batch, params.heads, head);
   const int lane = threadIdx.x % lanes;
   const int column = lane * 8;
-  const ptx::u16* out = static_cast<const ptx::u16*>(params.out) + batch * params.out_batch_stride +
-                        head * params.out_head_stride + start * params.out_seq_stride + column;
-  const ptx::u16* dout = static_cast<const ptx::u16*>(params.dout) +
-                         batch * params.dout_batch_stride + head * params.dout_head_stride +
-                         start * params.dout_seq_stride + column;
   ptx::allow_next_grid();
   bool blind = false;
   if constexpr (skips_blind)
@@ -146,60 +119,34 @@ __device__ __forceinline__ void preprocess(
       return;
     }
   }
-  // The loads of several rows precede all stores, which they could not pass: the compiler cannot
-  // know that these go elsewhere.
-  constexpr int passes = block_rows / rows_at_once, loaded = passes < 4 ? passes : 4;
-  static_assert(passes % loaded == 0);
-#pragma unroll
-  for (int begin = 0; begin < passes; begin += loaded) {
-    uint4 outs[loaded] = {}, douts[loaded] = {};
-    float lse[loaded];
-#pragma unroll
-    for (int i = 0; i < loaded; ++i) {
-      const int row = first_row + (begin + i) * rows_at_once + threadIdx.x / lanes;
-      lse[i] = -infinity;
-      if (row >= sequence.seq_q()) continue;
-      lse[i] = params.lse[first_of_lse + row];
-      if (column >= params.head_dim_v) continue;
-      outs[i] = *reinterpret_cast<const uint4*>(out + row * params.out_seq_stride);
-      douts[i] = *reinterpret_cast<const uint4*>(dout + row * params.dout_seq_stride);
-    }
-#pragma unroll
-    for (int i = 0; i < loaded; ++i) {
-      const int in_block = (begin + i) * rows_at_once + threadIdx.x / lanes;
-      const int row = first_row + in_block;
-      float sum = dot<bf16>(outs[i], douts[i]);
-#pragma unroll
-      for (int distance = lanes / 2; distance > 0; distance /= 2)
-        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-      if constexpr (HasWorkTable<Extents>) {
-        // Possibly no KV tile visits such a row and writes its dQ.
-        if (params.dq_rows != nullptr && !record.unordered() && row < sequence.seq_q() &&
-            lse[i] == -infinity) {
-          ptx::u16* dq = static_cast<ptx::u16*>(params.dq_rows) +
-                         batch * params.dq_rows_batch_stride + head * params.dq_rows_head_stride +
-                         (start + row) * params.dq_rows_seq_stride;
-          for (int c = column; c < params.dq_columns; c += lanes * 8)
-            *reinterpret_cast<uint4*>(dq + c) = uint4{};
-        }
+  const auto take = [&](int in_block, int row, float lse, float sum) {
+    if constexpr (HasWorkTable<Extents>) {
+      // Possibly no KV tile visits such a row and writes its dQ.
+      if (params.dq_rows != nullptr && !record.unordered() && row < sequence.seq_q() &&
+          lse == -infinity) {
+        ptx::u16* dq = static_cast<ptx::u16*>(params.dq_rows) +
+                       batch * params.dq_rows_batch_stride + head * params.dq_rows_head_stride +
+                       (start + row) * params.dq_rows_seq_stride;
+        for (int c = column; c < params.dq_columns; c += lanes * 8)
+          *reinterpret_cast<uint4*>(dq + c) = uint4{};
       }
-      if (lane != 0) continue;
-      // Rows that do not exist or see no key start from S = -inf, which makes every weight 0.
-      float start = -infinity;
-      if (lse[i] != -infinity) {
-        start = fmaf(lse[i], params.lse_factor, params.start_bias);
-        // Only for rows that see keys: rows behind all packed sequences belong to no sequence that
-        // has slopes.
-        if constexpr (Policy::adds_line)
-          start = fmaf(Policy::per_column(params, OfHead{at_block.batch, head}),
-                       static_cast<float>(row % params.block_q), start);
-        if (params.dlse != nullptr) sum -= params.dlse[first_of_lse + row];
-      }
-      const long long at = at_block.at + in_block;
-      params.start_s[at] = start;
-      params.start_dp[at] = start == -infinity ? 0.0f : sum * params.dp_factor;
     }
-  }
+    if (lane != 0) return;
+    float start = start_of_scores(params, lse);
+    if (lse != -infinity) {
+      // Only for rows that see keys: rows behind all packed sequences belong to no sequence that
+      // has slopes.
+      if constexpr (Policy::adds_line)
+        start = fmaf(Policy::per_column(params, OfHead{at_block.batch, head}),
+                     static_cast<float>(row % params.block_q), start);
+      if (params.dlse != nullptr) sum -= params.dlse[first_of_lse + row];
+    }
+    const long long at = at_block.at + in_block;
+    params.start_s[at] = start;
+    params.start_dp[at] = start == -infinity ? 0.0f : sum * params.dp_factor;
+  };
+  for_rows<bf16, lanes, edge_threads, block_rows>(params, sequence, batch, head, first_of_lse,
+                                                  first_row, threadIdx.x, take);
 }
 
 // A block handles 64 rows of one head, whose sums are in the accumulator layout of the product: see

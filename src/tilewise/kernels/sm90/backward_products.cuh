@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backward_query.cuh"
+#include "backward_rows.cuh"
 #include "backward_weights.cuh"
 
 namespace tilewise::sm90 {
@@ -669,7 +670,34 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       step(s, tile, last);
   }
 
+  // Makes what S and dP of all rows start from, while the loads are in flight. Invariant: no stage
+  // is used twice, so that step i has stage i.
+  __device__ __forceinline__ void make_row_terms() {
+    constexpr int lanes = row_lanes(config.head_dim_v), threads = 256;
+    const int thread = threadIdx.x % threads;
+    const auto sequence = this->sequence();
+    StepCursor cursor(plan);
+#pragma unroll 1
+    for (int step = 0; step < plan.steps; ++step) {
+      const int heads = params.heads_kv * params.heads_per_kv;
+      const int head = plan.head_kv * params.heads_per_kv + cursor.head;
+      const long long first_of_lse = first_row_of_head(params, sequence, plan.batch, heads, head);
+      const auto take = [&](int in_block, int row, float lse, float sum) {
+        if (thread % lanes != 0) return;
+        if (params.dlse != nullptr && lse != -infinity) sum -= params.dlse[first_of_lse + row];
+        smem.start_s[step][in_block] = start_of_scores(params, lse);
+        smem.start_dp[step][in_block] = lse == -infinity ? 0.0f : sum * params.dp_factor;
+      };
+      for_rows<config.bf16, lanes, threads, block_q>(
+          params, sequence, plan.batch, head, first_of_lse, cursor.q_tile * block_q, thread, take);
+      cursor.advance(plan);
+    }
+    ptx::barrier_sync<threads>(BackwardBarrierId::row_terms);
+  }
+
   __device__ __forceinline__ void run() {
+    static_assert(!config.makes_row_terms || (config.writes_dq && !config.has_terms));
+    if constexpr (config.makes_row_terms) make_row_terms();
     if constexpr (config.makes_dkv) {
       this->clear(dk);
       this->clear(dv);

@@ -13,6 +13,7 @@ using ptx::u64;
 
 struct BackwardBarrierId {
   static constexpr int product_warpgroup = 1;  // + warpgroup
+  static constexpr int row_terms = 3;
 };
 
 // The index of a step's query tile among all (batch, head, query tile) triples.
@@ -55,6 +56,7 @@ __device__ __forceinline__ void clear_rows(unsigned char* matrix, int first, int
 template <BackwardConfig config, typename Policy, typename Extents>
 struct BackwardProducer {
   static constexpr int block_kv = config.block_kv();
+  static constexpr int start_bytes = config.makes_row_terms ? 0 : config.block_q * sizeof(float);
 
   const ParamsOf<BackwardParams, Policy, Extents>& params;
   BackwardSmem<config, Extents>& smem;
@@ -131,22 +133,23 @@ struct BackwardProducer {
       once_head = at.head;
       smem.once[stage].template as<typename Policy::Once>() = once;
     }
-    ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.q[0]) + sizeof(smem.start_s[0]));
+    ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.q[0]) + start_bytes);
     load_matrix(smem.q[stage], params.q_map, full, config.head_dim, config.block_q,
                 sequence().q_start() + q_tile * config.block_q,
                 plan.head_kv * params.heads_per_kv + at.head, ptx::CachePolicy::evict_last);
   }
   __device__ __forceinline__ void load_dout(int stage, const StepCursor& at, int q_tile) {
     u64* full = landing(smem.dout_full, stage, q_tile);
-    ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.dout[0]) + sizeof(smem.start_dp[0]));
+    ptx::mbarrier_arrive_expect_tx(full, sizeof(smem.dout[0]) + start_bytes);
     load_matrix(smem.dout[stage], params.dout_map, full, config.head_dim_v, config.block_q,
                 sequence().q_start() + q_tile * config.block_q,
                 plan.head_kv * params.heads_per_kv + at.head, ptx::CachePolicy::evict_last);
   }
   __device__ __forceinline__ void load_start(float* destination, const float* source, u64* full,
                                              const StepCursor& at, int q_tile) {
+    if constexpr (config.makes_row_terms) return;
     const long long tile = query_tile_index(params, plan, at.head, q_tile);
-    ptx::bulk_load(destination, source + tile * config.block_q, sizeof(smem.start_s[0]), full);
+    ptx::bulk_load(destination, source + tile * config.block_q, start_bytes, full);
   }
 
   __device__ __forceinline__ void run() {

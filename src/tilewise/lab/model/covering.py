@@ -32,7 +32,9 @@ _NUMBERS: tuple[dict[str, Any], ...] = (
     {"dtype": torch.float32, "precision": "exact"},
     {"dtype": torch.float32, "precision": "tf32"},
 )
-_LENGTHS = (64, 2112)  # one tile of keys; so many that a kernel of its own rounds the sums of dQ
+# Queries and keys: one tile of both; more queries than a CTA has room for; so many keys that a kernel of its own rounds
+# the sums of dQ.
+_LENGTHS = ((64, 64), (2112, 64), (2112, 2112))
 
 
 def units_of(backend: Any) -> list[Unit]:
@@ -77,15 +79,15 @@ def _problems() -> Iterator[Problem]:
         )
     yield from _decoding()
     masks = (Full(), Causal(), Window(64, 0))
-    for (head_dim, head_dim_v), mask, cap, numbers, length in product(
+    for (head_dim, head_dim_v), mask, cap, numbers, (seq_q, seq_kv) in product(
         HEAD_DIM_CLASSES, masks, (0.0, 1.0), _NUMBERS, _LENGTHS
     ):
         yield Problem(
             batch=1,
             heads_q=1,
             heads_kv=1,
-            seq_q=length,
-            seq_kv=length,
+            seq_q=seq_q,
+            seq_kv=seq_kv,
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             mask=mask,
