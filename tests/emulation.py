@@ -41,7 +41,14 @@ COMPILER = shutil.which("g++")
 _OPTIONS = ("-std=c++20", "-w", "-Wno-psabi", "-fno-gnu-unique", "-fPIC", "-ffp-contract=off")
 _KERNEL_OPTIONS = (*_OPTIONS, "-Og")  # compiling takes most of the time: less than -O1 or -O0
 _RUNTIME_OPTIONS = (*_OPTIONS, "-O3")
-_MODELLED = ("common/ptx.cuh", "sm80/float32_ptx.cuh", "sm80/ptx.cuh", "sm90/ptx.cuh", "sm90/wgmma.cuh")
+_MODELLED = (
+    "common/ptx.cuh",
+    "sm80/float32_ptx.cuh",
+    "sm80/overlap_ptx.cuh",
+    "sm80/ptx.cuh",
+    "sm90/ptx.cuh",
+    "sm90/wgmma.cuh",
+)
 _KERNEL = re.compile(
     r"\n(?:extern \"C\" __global__ void )?(?P<name>\w+)\(const __grid_constant__ (?P<type>[\w:]+) params\)"
 )
@@ -293,6 +300,15 @@ extern "C" int run(const void* params, const int* shape, unsigned seed, char* me
     run = ctypes.CDLL(str(_library(program, _headers(spoil), _runtime()))).run
     run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_char_p]
     return run
+
+
+def write_late(place: torch.Tensor, values: torch.Tensor) -> None:
+    """Give `place` these values when the next grid first waits for the one before it, as if that had written them."""
+    assert place.is_contiguous() and (place.shape, place.dtype) == (values.shape, values.dtype)  # noqa: PT018
+    source = values.contiguous()
+    write = ctypes.CDLL(str(_runtime())).write_late
+    write.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulong]
+    write(place.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 @functools.cache

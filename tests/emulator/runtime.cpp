@@ -43,6 +43,12 @@ size_t used_bytes = shared_bytes;
 Block* block = nullptr;
 std::function<void()> body;
 bool waited_for_previous_grid;
+std::function<void()> late_write;
+
+void wait_for_previous_grid() {
+  waited_for_previous_grid = true;
+  if (const auto write = std::exchange(late_write, nullptr)) write();
+}
 
 void fail(const std::string& what) { throw std::runtime_error(what); }
 
@@ -240,3 +246,11 @@ void run_grid(const Launch& launch, unsigned seed, const Forgetters& forgetters)
 }
 
 }  // namespace model
+
+// For tests: memory that the grid before the next one writes last of all.
+extern "C" void write_late(void* place, const void* bytes, unsigned long count) {
+  const auto* first = static_cast<const unsigned char*>(bytes);
+  model::late_write = [place, kept = std::vector<unsigned char>(first, first + count)] {
+    std::memcpy(place, kept.data(), kept.size());
+  };
+}

@@ -206,6 +206,9 @@ inline const Lanes& all_lanes(WarpMeetings kind, const Lane& mine) {
 extern std::function<void()> body;
 
 extern bool waited_for_previous_grid;  // some block of this grid has
+// What the previous grid still writes, once: it happens when this grid first waits for it.
+extern std::function<void()> late_write;
+void wait_for_previous_grid();
 
 struct Launch {
   dim3 grid, block;

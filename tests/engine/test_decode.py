@@ -261,6 +261,46 @@ def test_caches_on_the_model(monkeypatch, case):
 
 
 @emulated
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((700, 300, 5), tokens=2, page=16, heads=(4, 2)),
+        Case((150, 260, 31), tokens=(40, 1, 5), heads=(4, 2), page=16),  # several tiles of a sequence
+        Case((300, *(20,) * 33), heads=(2, 1)),  # more sequences than a warp has lanes
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("invariant", [False, True])
+def test_lengths_that_the_grid_before_writes_last_of_all(monkeypatch, case, invariant):
+    """The keys are divided before that grid has ended, and again if it has changed the lengths."""
+    made = make(case)
+    lengths = made.told["lengths"]
+    true = lengths.clone()
+    for before in (torch.full_like(true, 333), torch.zeros_like(true), true.flip(0), torch.full_like(true, 2**31 - 1)):
+        lengths.copy_(before)
+        emulation.write_late(lengths, true)
+        assert_as_expected(case, made, *run_cached(monkeypatch, case, made, batch_invariant=invariant))
+        assert torch.equal(lengths, true)
+
+
+@emulated
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(("heads", "sms", "sets"), [((8, 4), 10, 2), ((6, 6), 12, 6), ((5, 5), 4, 1), ((7, 7), 30, 1)])
+def test_heads_are_read_side_by_side(monkeypatch, heads, sms, sets, invariant):
+    case = Case((1300, 50, 700), heads=heads, page=16)
+    made = make(case)
+    target = replace(H200, sms=sms)
+    problem = posed(made.q, made.k, made.v, made.told)[0]
+    (launch,) = SM90.program(problem, target, narrow(problem, target)).launches
+    assert launch.fields["head_sets"] == sets
+    assert launch.grid % sets == 0
+    found = run_cached(monkeypatch, case, made, target, batch_invariant=invariant)
+    assert_as_expected(case, made, *found)
+    for a, b in zip(found, run_cached(monkeypatch, case, made, target, 1, batch_invariant=invariant), strict=True):
+        assert torch.equal(a, b)
+
+
+@emulated
 @pytest.mark.parametrize("case", [CACHED[2], CACHED[6]], ids=str)
 def test_without_tickets_a_unit_has_no_parts(monkeypatch, case):
     """As while a graph is captured and none are left."""
@@ -355,7 +395,7 @@ def test_hidden_values_stay_hidden_and_seen_ones_show(monkeypatch, bad):
     [
         ("wait_for_oldest(in_flight - 1);", ""),
         ("if (is_last) ptx::add_relaxed(word, -(sharing.count << ticket.shift));", ""),
-        ("2 * first + 1", "2 * first"),
+        ("2 * word + 1", "2 * word"),
         ("ptx::cp_async_wait<1>();", ""),
         ("first == 0 ? 16 : 8, 255", "8, 255"),
     ],

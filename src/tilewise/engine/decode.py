@@ -195,25 +195,38 @@ def _units(problem: Problem, rows: int) -> int:
 
 
 class _Runs(NamedTuple):
-    """How CTAs share units that are alike: each is cut into `splits` parts, or a run is `units` of them whole."""
+    """How CTAs share units that are alike: each is cut into `splits` parts, or a run is `units` of them whole. Without
+    `splits` the kernel divides units by itself. CTAs work on the heads of `sets` sets side by side."""
 
     splits: int = 0
     units: int = 1
+    sets: int = 1
+
+
+# Of the CTAs, so many that may be left idle so that those side by side read the heads of the same keys.
+_MAX_IDLE = 0.04
+
+
+def _head_sets(heads_kv: int, slots: int) -> int:
+    """How many sets KV heads are divided into, which are worked on side by side: as many as leave few CTAs idle."""
+    divisors = (sets for sets in range(heads_kv, 0, -1) if heads_kv % sets == 0)
+    return next(sets for sets in divisors if slots // sets * sets >= (1 - _MAX_IDLE) * slots)
 
 
 def _dealt(problem: Problem, slots: int, units: int, steps: int, config: Config) -> _Runs:
     """Runs that begin and end where units do, if units are alike and the CTAs that this leaves idle cost less than runs
     that straddle units; else none."""
+    sets = _head_sets(problem.heads_kv, slots)
     alike = not isinstance(problem.mask, Cached) and not any(term.narrows for term in problem.scores)
     if not alike or _tiles(problem, config.rows) != problem.batch or steps >= 1 << 20:
-        return _Runs()
+        return _Runs(sets=sets)
     if units >= slots:
-        runs = _Runs(1, tiles(units, slots))
+        runs = _Runs(1, tiles(units // sets, slots // sets), sets)
     else:
         runs = _Runs(min(slots // units, max(1, steps // _min_run(config))))
-    busy = tiles(units, runs.units) * runs.splits
+    busy = tiles(units // runs.sets, runs.units) * runs.sets * runs.splits
     idle_steps = units * steps / busy * (1 - busy / slots)
-    return runs if idle_steps <= STRADDLING_STEPS else _Runs()
+    return runs if idle_steps <= STRADDLING_STEPS else _Runs(sets=sets)
 
 
 def _min_run(config: Config) -> int:
@@ -235,8 +248,10 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
         grid, tickets, parts = min(items, slots), 2 * units, items
     else:
         grid = min(slots, items)
-        tickets, parts = grid, 2 * grid
     runs = _dealt(problem, slots, units, max_steps, config)
+    grid = max(1, grid // runs.sets) * runs.sets
+    if not invariant:
+        tickets, parts = grid, 2 * grid
     scratch = Layout.of(partial_out=4 * parts * rows * config.head_dim_v, partial_sums=8 * parts * rows)
     fields: dict[str, Any] = {
         **{name: View(name) for name in ("q", "k", "v", "out")},
@@ -255,6 +270,8 @@ def program(problem: Problem, target: Target, config: Config) -> Program:
         "splits": runs.splits,
         "units_per_run": runs.units,
         "min_run": _min_run(config),
+        "head_sets": runs.sets,
+        "heads_of_set": problem.heads_kv // runs.sets,
         "scale_log2": unit_of(problem) * LOG2_E,
     }
     extents = BATCHED
@@ -312,7 +329,7 @@ def _says(
     most = "up to " if ragged else ""
     working = max(1, min(grid, items if invariant else items // _min_run(config)))
     if runs.splits:
-        working = tiles(units, runs.units) * runs.splits
+        working = tiles(units // runs.sets, runs.units) * runs.sets * runs.splits
     kind = "items" if invariant else f"steps of {config.block_kv} keys"
     division = (
         f"{most}{working} CTAs of {config.threads} threads, {config.ctas_per_sm} per multiprocessor; {most}{items} "

@@ -22,7 +22,7 @@ inline void check_aligned(const void* pointer) {
 
 inline u32 thread_again() { return static_cast<u32>(model::self().index); }
 
-inline void wait_for_previous_grid() { model::waited_for_previous_grid = true; }
+inline void wait_for_previous_grid() { model::wait_for_previous_grid(); }
 inline void allow_next_grid() {}
 
 // --- arithmetic ---

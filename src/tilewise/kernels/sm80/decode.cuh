@@ -8,11 +8,13 @@
 // warps of a CTA and starts from `base` = begin rounded down to 16, so that a unit has n = max(1, ceil((end - base) / 16 W))
 // steps. c = scale * log2(e).
 //
-//   Division of the N steps of all units, in the order sequence, KV head, tile, into runs for A CTAs:
-//   1. where all units are alike and can be dealt out almost evenly: A is a multiple of the number of units, and each unit is
-//      cut into `splits` equal parts; or a run is `units_per_run` whole units
-//   2. otherwise: there are A = min(CTAs, N / min_run) runs whose lengths differ by at most one step. A run consists of
+//   Division. KV head h belongs to set h mod `head_sets`, and CTA i works on set i mod head_sets alone. The N steps of a set, in
+//   the order sequence, KV head, tile, are divided into runs for A CTAs, in the same way for all sets:
+//   1. where all units are alike and can be dealt out almost evenly: a run is `units_per_run` whole units; or there is one set,
+//      A is a multiple of the number of units, and each unit is cut into `splits` equal parts
+//   2. otherwise: there are A = min(CTAs of a set, N / min_run) runs whose lengths differ by at most one step. A run consists of
 //      segments of units; all of them are whole units except possibly the first and the last
+//   Why sets: the heads of a key are neighbours in memory, and CTAs that read them at the same time use the same pages of DRAM.
 //
 //   Each warp, for its 16 keys of a step:
 //   3. S = Q K^T; the policy's terms apply row by row (common/scores.cuh); hidden scores of partial blocks = -inf
@@ -36,8 +38,9 @@
 // first step also load its Q and leave a description of the segment (Segment), which the products read. The page of a warp's
 // block is looked up one step before the block is copied, so that no copy waits for the page table.
 //
-// Launches overlap on Hopper: nothing that another kernel may have written, or may still read, is touched before the previous
-// grid has ended. Where the parameters alone determine the division, it is computed before that point.
+// Launches overlap on Hopper. Before the previous grid has ended, a CTA computes its division from what memory holds then, unless
+// a term's spans decide it. Once that grid has ended, it reads what the division depends on again, and computes it anew if that
+// has changed (`still_holds`). Nothing is written before that point.
 //
 // Shared memory (struct DecodeSmem), with the bytes of heads of 128, 8 warps, 2 stages, 16 rows:
 //   ring      131072  per warp, `stages` blocks of 16 keys and their values
@@ -76,6 +79,7 @@
 #include "../common/nonfinite.cuh"
 #include "../common/scores.cuh"
 #include "../common/softmax.cuh"
+#include "overlap_ptx.cuh"
 #include "tiles.cuh"
 
 namespace tilewise::sm80 {
@@ -120,6 +124,8 @@ struct DecodeParams {
   int splits;         // parts per unit, where units are alike and are dealt out; else 0
   int units_per_run;  // likewise; 1 where splits > 1
   int min_run;        // minimum steps of a run that is not dealt out
+  int head_sets;      // divides heads_kv and the grid
+  int heads_of_set;   // heads_kv / head_sets
   float scale_log2;
   float softcap_in;
 };
@@ -175,7 +181,8 @@ struct Decode {
   // Where units are dealt out: the number of parts per unit, and the index of this CTA's part; else
   // 0.
   int splits = 0, split = 0;
-  // Otherwise: N and A, counted in items; the first `longer_runs` CTAs have run_items + 1 items.
+  // Otherwise: N and A of a set, counted in items; its first `longer_runs` CTAs have run_items + 1
+  // items.
   int total, active, run_items, longer_runs;
   int head_items;   // per KV head of a sequence, where all are alike
   int first_items;  // per KV head of the sequence whose number is this lane's
@@ -185,6 +192,15 @@ struct Decode {
   Softmax softmax[row_tiles];
 
   // --- the division ---
+
+  // Why the test: short calls have one set, and a division takes a good part of their start.
+  __device__ __forceinline__ int cta_of_set() const {
+    const int cta = blockIdx.x, sets = params.head_sets;
+    return sets == 1 ? cta : cta / sets;
+  }
+  __device__ __forceinline__ int own_set() const {
+    return static_cast<int>(blockIdx.x) - cta_of_set() * params.head_sets;
+  }
 
   struct Division {
     int base, steps, item_steps, items;
@@ -234,24 +250,25 @@ struct Decode {
   __device__ __forceinline__ int count_all_items() {
     if constexpr (!ragged) {
       head_items = count_items(0);
-      return params.batch * heads_kv * head_items;
+      return params.batch * params.heads_of_set * head_items;
     }
     int sum = first_items = lane < params.batch ? count_items(lane) : 0;
 #pragma unroll 1
     for (int b = lane + 32; b < params.batch; b += 32) sum += count_items(b);
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-    return sum * heads_kv;
+    return sum * params.heads_of_set;
   }
 
   __device__ __forceinline__ void divide_runs() {
     total = count_all_items();
-    const int ctas = gridDim.x;
+    const int ctas = gridDim.x / params.head_sets;
     active = max_int(1, min_int(ctas, params.invariant ? total : total / params.min_run));
     run_items = total / active;
     longer_runs = total - run_items * active;
   }
-  // The first item of a CTA, and the CTA that owns an item. Invariant: every CTA < A has an item.
+  // The first item of a CTA of a set, and the CTA that owns an item. Invariant: every CTA < A has
+  // an item.
   __device__ __forceinline__ int begin_of(int cta) const {
     return cta * run_items + min_int(cta, longer_runs);
   }
@@ -266,7 +283,7 @@ struct Decode {
     Record record;
     SeenSpans keys;
     int items;  // of the unit
-    int first;  // index of the unit's first item among all items
+    int first;  // index of the unit's first item among all items of the set
     int item;   // index within the unit of the segment's first item
     int key;    // where its first step begins
     int steps;
@@ -301,7 +318,7 @@ struct Decode {
   // together.
   __device__ __forceinline__ int sequence_with(int item, int& first, int& per_head) const {
     if constexpr (!ragged) {
-      const int each = heads_kv * head_items, b = item / each;
+      const int each = params.heads_of_set * head_items, b = item / each;
       first = b * each;
       per_head = head_items;
       return b;
@@ -311,7 +328,7 @@ struct Decode {
     for (int begin = 0;; begin += 32) {
       int mine = begin == 0 ? first_items : 0;
       if (begin > 0 && begin + lane < params.batch) mine = count_items(begin + lane);
-      const int own = mine * heads_kv;
+      const int own = mine * params.heads_of_set;
       int through = own;  // inclusive prefix sum over lanes
 #pragma unroll
       for (int lanes = 1; lanes < 32; lanes *= 2) {
@@ -336,8 +353,9 @@ struct Decode {
     rest = item - rest;
     at.record = Extents::find(params, at.b);
     at.tiles = tiles_of(at.record);
-    at.head_kv = rest / per_head;
-    rest -= at.head_kv * per_head;
+    const int head_of_set = rest / per_head;
+    at.head_kv = head_of_set * params.head_sets + own_set();
+    rest -= head_of_set * per_head;
 #pragma unroll 1
     for (at.tile = 0;; ++at.tile) {
       settle(at);
@@ -362,8 +380,9 @@ struct Decode {
       if (++at.tile == at.tiles) {
         at.tile = 0;
         same = at.tiles == 1;
-        if (++at.head_kv == heads_kv) {
-          at.head_kv = 0;
+        at.head_kv += params.head_sets;
+        if (at.head_kv >= heads_kv) {
+          at.head_kv -= heads_kv;
           same = same && !ragged;
           do {
             at.record = Extents::find(params, ++at.b);
@@ -698,6 +717,7 @@ struct Decode {
   struct Parts {
     int count, index, group;
     int first_word;  // of the unit's tickets
+    int word_step;   // between the words of two parts, where parts have words of their own
     int first_slot;  // of part 0
     int next_slot;   // of part 1; the others follow, `step` apart
     int step;
@@ -717,13 +737,15 @@ struct Decode {
     if (params.invariant) {
       const int tiles_before = params.unit_tiles != 0 ? at.b * params.unit_tiles : packed_tiles(at);
       const int unit = (tiles_before + at.tile) * heads_kv + at.head_kv;
-      return {items,        at.item, items <= max_direct ? 1 : max_items / 8, 2 * unit, at.first,
-              at.first + 1, 1};
+      const int first = own_set() * total + at.first;
+      return {items,     at.item, items <= max_direct ? 1 : max_items / 8, 2 * unit, 1, first,
+              first + 1, 1};
     }
-    if (params.tickets == nullptr) return {1, 0, 1, 0, 0, 0, 0};
+    if (params.tickets == nullptr) return {1, 0, 1, 0, 0, 0, 0, 0};
     // A CTA has two slots: one for a part that is the first of its unit, and one for any other
     // part.
-    int first = blockIdx.x - split, count = splits;
+    const int cta = cta_of_set(), sets = params.head_sets;
+    int first = cta - split, count = splits;
     if (splits == 0) {
       first = owner_of(at.first);
       count = owner_of(at.first + items - 1) - first + 1;
@@ -732,8 +754,8 @@ struct Decode {
     if (count > max_direct) {
       while (group * group < count) ++group;
     }
-    const int index = blockIdx.x - first;
-    return {count, index, group, first, 2 * first + 1, 2 * (first + 1), 2};
+    const int word = first * sets + own_set();
+    return {count, cta - first, group, word, sets, 2 * word + 1, 2 * (word + sets), 2 * sets};
   }
   // The operands of step 9, and of step 8 for parts or for sums of groups.
   //
@@ -743,7 +765,7 @@ struct Decode {
   // each group has 4 bits of the unit's second word.
   __device__ __forceinline__ Sharing of_group(const Parts& parts) const {
     const int first = parts.index / parts.group * parts.group;
-    Ticket ticket{parts.first_word + first, first == 0 ? 16 : 8, 255};
+    Ticket ticket{parts.first_word + first * parts.word_step, first == 0 ? 16 : 8, 255};
     if (params.invariant) ticket = {parts.first_word + 1, first / parts.group * 4, 15};
     return {first, 1, min_int(parts.group, parts.count - first), parts.index - first, ticket};
   }
@@ -987,7 +1009,7 @@ struct Decode {
 
   // Step 1. Invariant: one tile holds all rows of a unit.
   __device__ __forceinline__ void deal(Cursor& at) {
-    const int cta = blockIdx.x, units = params.batch * heads_kv;
+    const int cta = cta_of_set(), units = params.batch * params.heads_of_set;
     at.b = at.tile = 0;
     at.tiles = 1;
     at.record = Extents::find(params, 0);
@@ -1000,8 +1022,8 @@ struct Decode {
     at.left = (split + 1) * at.items / splits - at.item;
     if (params.units_per_run > 1) at.left = min_int(params.units_per_run, units - unit) * at.items;
     at.first = unit * at.items;
-    at.b = unit / heads_kv;
-    at.head_kv = unit - at.b * heads_kv;
+    at.b = unit / params.heads_of_set;
+    at.head_kv = (unit - at.b * params.heads_of_set) * params.head_sets + own_set();
     begin(at);
   }
 
@@ -1009,7 +1031,7 @@ struct Decode {
   __device__ __forceinline__ Cursor start() {
     Cursor at;
     at.left = 0;
-    const int cta = blockIdx.x;
+    const int cta = cta_of_set();
     if (!ragged && params.splits != 0 && params.tickets != nullptr) {
       deal(at);
       return at;
@@ -1034,10 +1056,43 @@ struct Decode {
     return at;
   }
 
+  // Whether a division that was made before the previous grid had ended still holds; then `at`
+  // describes its segment by what memory holds now. Why not beyond 32 sequences, or with several
+  // tiles of a sequence: checking would take as long as dividing again.
+  __device__ __forceinline__ bool still_holds(Cursor& at) const {
+    ptx::forget_l1();
+    if (params.batch > 32) return false;
+    const int items = lane < params.batch ? count_items(lane) : 0;
+    if (__any_sync(0xffffffffu, items != first_items)) return false;
+    if (at.left == 0) return true;
+    const int tiles = at.tiles;
+    at.record = Extents::find(params, at.b);
+    at.tiles = tiles_of(at.record);
+    settle(at);
+    begin(at);
+    return tiles == 1 && at.tiles == 1;
+  }
+
+  // The items of this CTA, and the previous grid has ended.
+  __device__ __forceinline__ Cursor start_behind_previous_grid() {
+    // Terms load spans as memory that nothing writes during this kernel.
+    if constexpr (!ptx::launches_overlap || Policy::hides_by_span) {
+      ptx::wait_for_previous_grid();
+      return start();
+    }
+    // Why a loop: it keeps a single inlined copy of `start`.
+#pragma unroll 1
+    for (bool has_waited = false;; has_waited = true) {
+      Cursor at = start();
+      if (has_waited) return at;
+      ptx::wait_for_previous_grid();
+      if (!ragged || still_holds(at)) return at;
+      splits = split = 0;
+    }
+  }
+
   __device__ __forceinline__ void run() {
-    if constexpr (ragged) ptx::wait_for_previous_grid();
-    Cursor ahead = start();
-    if constexpr (!ragged) ptx::wait_for_previous_grid();
+    Cursor ahead = start_behind_previous_grid();
     ptx::allow_next_grid();
     if (ahead.left == 0) return;
     // Copies run `stages` steps ahead. They begin a segment only once the last but one before it
