@@ -4,7 +4,7 @@
 VENV    := .venv
 STAMP   := $(VENV)/.installed
 CPP := $(wildcard src/tilewise/kernels/*/*.cuh src/tilewise/kernels/*/*/*.cuh src/tilewise/native/*.cpp src/tilewise/native/*.h \
-                  tests/emulator/*.h tests/emulator/*.cpp tests/emulator/*/*.cuh)
+                  tests/emulator/*.h tests/emulator/*.cpp tests/emulator/*/*.cuh tests/emulator/*/*/*.cuh)
 CLANG_FORMAT = $(PYTHON) -c "from clang_format import clang_format; clang_format()"
 export PYTHONPATH := src
 

@@ -43,6 +43,7 @@ _KERNEL_OPTIONS = (*_OPTIONS, "-Og")  # compiling takes most of the time: less t
 _RUNTIME_OPTIONS = (*_OPTIONS, "-O3")
 _MODELLED = (
     "common/ptx.cuh",
+    "common/terms/bits_ptx.cuh",
     "sm80/float32_ptx.cuh",
     "sm80/overlap_ptx.cuh",
     "sm80/ptx.cuh",

@@ -87,6 +87,7 @@ class PackedKeep(Keep):
 
     kind: ClassVar[str] = "packed_keep"
     narrows: ClassVar[bool] = True
+    hides_band: ClassVar[bool] = True
 
     lines: str = "queries"
 

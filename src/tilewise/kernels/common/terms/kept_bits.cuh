@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../scores.cuh"
+#include "bits_ptx.cuh"
 
 namespace tilewise {
 
@@ -65,7 +66,6 @@ struct KeptBits {
     // The bit of element i in its word.
     static __device__ __forceinline__ constexpr int bit(int i) {
       const int column = column_of(i);
-      if (one_bit) return 0;
       return own_bits ? column % 32 / 8 * 8 + column / 32 % 4 * 2 + column % 2 : column % 32;
     }
   };
@@ -145,22 +145,32 @@ struct KeptBits {
                                           const At& at) const {
     using Words = Ahead<count, rows_are>;
     const int first = Words::whole_words ? 2 * (threadIdx.x % 4) : ahead.first;
+    const int column = at.column();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const auto& words = ahead.kept[Words::one_line ? 0 : r];
+      // The band is looked at in the tiles that it cuts, which are few of those that the bits cut.
+      const Span seen = in_band(at, at.row() + 8 * r);
+      if (seen.begin > column || seen.end <= column + column_of(count - 1))
+        hide_outside(v, r, seen.begin - column, seen.end - column);
+      if constexpr (Words::one_bit) {
+        const bool kept = words[0] >> row_at(at, r) % 32 & 1;
+#pragma unroll
+        for (int i = 0; i < count; ++i)
+          if (row_of(i) == r) v[i] = kept ? v[i] : -infinity;
+        continue;
+      }
 #pragma unroll
       for (int begin = 0; begin < count; begin += 16) {
         ptx::u32 kept;
-        if constexpr (Words::one_bit)
-          kept = words[0] >> row_at(at, r) % 32;
-        else if constexpr (Words::own_bits)
+        if constexpr (Words::own_bits)
           kept = words[begin / 64];
         else
           kept = shifted<Words::whole_words>(words, begin / 16, first);
 #pragma unroll
         for (int i = begin; i < begin + 16 && i < count; ++i) {
           if (row_of(i) != r) continue;
-          v[i] = kept & 1u << Words::bit(i) ? v[i] : -infinity;
+          v[i] = ptx::keep_if(kept, 1u << Words::bit(i), v[i]);
         }
       }
     }
