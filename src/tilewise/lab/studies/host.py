@@ -1,7 +1,7 @@
 """Host time of one eager call, on tensors so small that nothing but the way to the kernel is measured.
 
-Every way of calling is measured in every round, so that what else the machine does meets all alike; a sample is the
-mean of a batch of calls, between two waits for the device that are outside the clock.
+Every way of calling is measured in every round, so that what else the machine does meets all alike. A sample is the
+median over batches of calls of the mean of a batch; the waits for the device between batches are outside the clock.
 
 A node of autograd's that computes nothing stands beside them: it is what PyTorch itself takes for the step of an
 operator with three inputs.
@@ -33,6 +33,7 @@ SUITE = "host"
 KIND = "host cost"  # of records
 ROUNDS = 9
 BATCH = 32  # calls between two waits: a GPU's queue never fills
+BATCHES = 9  # of a sample: one that the machine interrupts does not count
 _UNTIL_SETTLED = 8  # calls of each kind before the first round: all is planned, built and known
 KINDS = ("no grad", "grad", "step")
 DEFAULT = "F.scaled_dot_product_attention"
@@ -154,13 +155,19 @@ def measure(device: str, shape: tuple[int, ...], dtype: torch.dtype, rounds: int
         for kind, way in measured:
             with way.inside():
                 once(way, kind)  # what is in force has changed
-                if device.startswith("cuda"):
-                    torch.cuda.synchronize()
-                begin = time.perf_counter()
-                for _ in range(BATCH):
-                    once(way, kind)
-                samples[kind, way.name].append((time.perf_counter() - begin) / BATCH)
+                batches = [_seconds(lambda: once(way, kind), device) for _ in range(BATCHES)]  # noqa: B023
+                samples[kind, way.name].append(statistics.median(batches))
     return [Cost(kind, way, tuple(seconds)) for (kind, way), seconds in samples.items()]
+
+
+def _seconds(call: Callable[[], None], device: str) -> float:
+    """Per call, of a batch of them."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(BATCH):
+        call()
+    return (time.perf_counter() - begin) / BATCH
 
 
 def _tensors(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> tuple[Any, Any, torch.Tensor]:
@@ -180,11 +187,12 @@ def lines(costs: list[Cost]) -> list[str]:
 
 
 def record(costs: list[Cost], device: str, shape: tuple[int, ...], command: list[str]) -> dict[str, Any]:
+    settings = {"rounds": len(costs[0].seconds), "batches": BATCHES, "calls": BATCH}
     return {
         "kind": KIND,
         "suite": f"{SUITE}-{device.partition(':')[0]}",
         "provenance": environment.provenance(0, command),
-        "settings": {"device": device, "shape": list(shape), "rounds": len(costs[0].seconds), "calls": BATCH},
+        "settings": {"device": device, "shape": list(shape), **settings},
         "repeated calls": environment.repeated_calls(),
         "rows": [
             {"kind": cost.kind, "call": cost.way, "median": cost.median, "seconds": list(cost.seconds)}
