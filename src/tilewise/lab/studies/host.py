@@ -1,7 +1,8 @@
 """Host time of one eager call, on tensors so small that nothing but the way to the kernel is measured.
 
-Every way of calling is measured in every round, so that what else the machine does meets all alike. A sample is the
-median over batches of calls of the mean of a batch; the waits for the device between batches are outside the clock.
+Every way of calling is measured in every round, batch by batch in turn, so that what else the machine does meets all
+alike. A sample is the median over a round's batches of the mean of a batch; the waits for the device between batches
+are outside the clock.
 
 A node of autograd's that computes nothing stands beside them: it is what PyTorch itself takes for the step of an
 operator with three inputs.
@@ -14,6 +15,8 @@ import importlib
 import importlib.util
 import statistics
 import time
+from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -34,7 +37,7 @@ KIND = "host cost"  # of records
 ROUNDS = 9
 BATCH = 32  # calls between two waits: a GPU's queue never fills
 BATCHES = 9  # of a sample: one that the machine interrupts does not count
-_UNTIL_SETTLED = 8  # calls of each kind before the first round: all is planned, built and known
+_UNTIL_SETTLED = 8  # calls of a kind after which all is planned, built and known
 KINDS = ("no grad", "grad", "step")
 DEFAULT = "F.scaled_dot_product_attention"
 EMPTY_NODE = "an empty node of three inputs"
@@ -151,12 +154,16 @@ def measure(device: str, shape: tuple[int, ...], dtype: torch.dtype, rounds: int
         with way.inside():
             for _ in range(_UNTIL_SETTLED):
                 once(way, kind)
-    for _ in range(rounds):
-        for kind, way in measured:
-            with way.inside():
-                once(way, kind)  # what is in force has changed
-                batches = [_seconds(lambda: once(way, kind), device) for _ in range(BATCHES)]  # noqa: B023
-                samples[kind, way.name].append(statistics.median(batches))
+    for _, kind in product(range(rounds), KINDS):
+        batches: dict[str, list[float]] = {way.name: [] for of, way in measured if of == kind}
+        for _, (of, way) in product(range(BATCHES), measured):
+            if of == kind:
+                with way.inside():
+                    for _ in range(_UNTIL_SETTLED):  # what is in force has changed
+                        once(way, kind)
+                    batches[way.name].append(_seconds(partial(once, way, kind), device))
+        for name, seconds in batches.items():
+            samples[kind, name].append(statistics.median(seconds))
     return [Cost(kind, way, tuple(seconds)) for (kind, way), seconds in samples.items()]
 
 
