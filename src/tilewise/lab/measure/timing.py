@@ -136,14 +136,16 @@ def _graph(call: Call, seconds: float, kept: Kept) -> list[float]:
     torch.cuda.synchronize()
     start = time.perf_counter()
     graph.replay()
+    enqueued = time.perf_counter()
     torch.cuda.synchronize()
     estimate = max(time.perf_counter() - start, 1e-6)
     replays = max(1, math.ceil(_SHORTEST_SAMPLE / estimate))
+    # The device is busy until all replays of a sample are enqueued: none waits for the host inside the pair of events.
+    spin = int(2 * (enqueued - start) * replays * _SPIN_HZ)
     samples = []
     for _ in _turns(seconds, estimate * replays):
         begin, end = _event_pair()
-        if estimate < _SHORTEST_SAMPLE:
-            graph.replay()  # keeps the device busy while the pair is enqueued
+        torch.cuda._sleep(spin)
         begin.record()
         for _ in range(replays):
             graph.replay()
