@@ -16,6 +16,7 @@
 #include <ATen/Context.h>
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/scaled_dot_product_attention_ops.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
@@ -37,7 +38,7 @@ namespace {
 constexpr const char* overridden = "aten::scaled_dot_product_attention";
 constexpr const char* in_python = "tilewise::scaled_dot_product_attention";
 // Nobody's device: what the dispatcher has for it is PyTorch's composite.
-constexpr const char* nobodys_key = "PrivateUse3";
+constexpr c10::DispatchKeySet composite_keys(c10::DispatchKey::PrivateUse3);
 constexpr size_t arguments_expected = 8;
 constexpr size_t calls_kept = 32;  // of one rule
 
@@ -124,32 +125,23 @@ Switches switches_of(Context& context) {
 
 Switches switches_now() { return switches_of(at::globalContext()); }
 
-// The last arguments of a stack, as the operator's schema has them, and what is switched on.
+// A call, and what is switched on.
 struct Arguments {
-  const c10::IValue* values;
+  const at::Tensor &q, &k, &v;
+  const std::optional<at::Tensor>& mask;
+  double dropout;
+  bool causal;
+  std::optional<double> scale;
+  bool grouped;
   Switches switches = switches_now();
 
-  explicit Arguments(const torch::jit::Stack& stack)
-      : values(stack.data() + stack.size() - arguments_expected) {}
-
-  const at::Tensor& tensor(int i) const { return values[i].toTensor(); }
-  bool has_mask() const { return !values[3].isNone(); }
-  int tensors() const { return has_mask() ? 4 : 3; }
-  double dropout() const { return values[4].toDouble(); }
-  bool causal() const { return values[5].toBool(); }
-  std::optional<double> scale() const {
-    return values[6].isNone() ? std::nullopt : std::optional<double>(values[6].toDouble());
-  }
-  bool grouped() const { return values[7].toBool(); }
+  const at::Tensor& tensor(int i) const { return i == 0 ? q : i == 1 ? k : i == 2 ? v : *mask; }
+  int tensors() const { return mask.has_value() ? 4 : 3; }
 
   bool understood() const {
-    const bool types = values[0].isTensor() && values[1].isTensor() && values[2].isTensor() &&
-                       (values[3].isNone() || values[3].isTensor()) && values[4].isDouble() &&
-                       values[5].isBool() && (values[6].isNone() || values[6].isDouble()) &&
-                       values[7].isBool();
-    for (int i = 0; types && i < tensors(); ++i)
+    for (int i = 0; i < tensors(); ++i)
       if (!tensor(i).defined() || !is_plain(tensor(i))) return false;
-    return types;
+    return true;
   }
 };
 
@@ -162,18 +154,18 @@ struct CallLook {
   Switches switches;
 
   explicit CallLook(const Arguments& call)
-      : dropout(call.dropout()),
-        causal(call.causal()),
-        scale(call.scale()),
-        grouped(call.grouped()),
+      : dropout(call.dropout),
+        causal(call.causal),
+        scale(call.scale),
+        grouped(call.grouped),
         switches(call.switches) {
     for (int i = 0; i < call.tensors(); ++i) tensors.emplace_back(call.tensor(i));
   }
 
   // Of a call that is understood.
   bool fits(const Arguments& call) const {
-    if (call.tensors() != static_cast<int>(tensors.size()) || call.causal() != causal ||
-        call.scale() != scale || call.dropout() != dropout || call.grouped() != grouped ||
+    if (call.tensors() != static_cast<int>(tensors.size()) || call.causal != causal ||
+        call.scale != scale || call.dropout != dropout || call.grouped != grouped ||
         call.switches != switches)
       return false;
     for (size_t i = 0; i < tensors.size(); ++i)
@@ -296,16 +288,29 @@ bool is_finalizing() {
 #endif
 }
 
+// Why not boxed: a call that is passed on would pack and unpack its eight arguments twice.
 class Detour final : public c10::OperatorKernel {
  public:
-  Detour(c10::SafeKernelFunction original, c10::SafeKernelFunction python)
+  // `original`: what calls are passed on to, if it is not PyTorch's composite.
+  Detour(std::optional<c10::SafeKernelFunction> original, c10::SafeKernelFunction python)
       : original(std::move(original)), python(std::move(python)) {}
 
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                  torch::jit::Stack* stack) const {
-    if (state().idle.load(std::memory_order_acquire) || is_finalizing())
-      return original.callBoxed(op, keys, stack);
-    const Arguments call(*stack);
+  at::Tensor operator()(c10::DispatchKeySet keys, const at::Tensor& q, const at::Tensor& k,
+                        const at::Tensor& v, const std::optional<at::Tensor>& mask, double dropout,
+                        bool causal, std::optional<double> scale, bool grouped) {
+    const auto stack_of = [&] {
+      return torch::jit::Stack{q, k, v, mask, dropout, causal, scale, grouped};
+    };
+    const auto pass_on = [&] {
+      if (!original)
+        return at::_ops::scaled_dot_product_attention::redispatch(composite_keys, q, k, v, mask,
+                                                                  dropout, causal, scale, grouped);
+      torch::jit::Stack stack = stack_of();
+      original->callBoxed(original->opHandle(), keys, &stack);
+      return std::move(stack.back()).toTensor();
+    };
+    if (state().idle.load(std::memory_order_acquire) || is_finalizing()) return pass_on();
+    const Arguments call{q, k, v, mask, dropout, causal, scale, grouped};
     Judged judged{Way::python, nullptr};
     std::optional<CallLook> look;
     if (call.understood()) {
@@ -313,36 +318,32 @@ class Detour final : public c10::OperatorKernel {
       judged = judge(call);
       if (judged.way == Way::python && judged.rule != nullptr) look.emplace(call);
     }
-    if (judged.way == Way::torch) return original.callBoxed(op, keys, stack);
-    if (judged.way == Way::here) {
-      at::Tensor out =
-          tilewise::run(judged.made, call.tensor(0), call.tensor(1), call.tensor(2)).out;
-      stack->resize(stack->size() - arguments_expected);
-      stack->emplace_back(std::move(out));
-      return;
-    }
+    if (judged.way == Way::torch) return pass_on();
+    if (judged.way == Way::here) return tilewise::run(judged.made, q, k, v).out;
+    torch::jit::Stack stack = stack_of();
     Outcome outcome = decide(keys, stack);
     if (outcome.calls != nullptr && look) {
       Gil gil;
       const auto rule = state().decided.find(judged.rule);
       if (rule != state().decided.end()) rule->second.add(std::move(*look), std::move(outcome));
     }
+    return std::move(stack.back()).toTensor();
   }
 
  private:
   // Lets Python answer the call. Returns what it said of calls that look the same, if anything.
-  Outcome decide(c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
+  Outcome decide(c10::DispatchKeySet keys, torch::jit::Stack& stack) const {
     struct Deciding {
       Outcome outcome;
       Outcome* outer = deciding;
       Deciding() { deciding = &outcome; }
       ~Deciding() { deciding = outer; }
     } now;
-    python.callBoxed(python.opHandle(), keys, stack);
+    python.callBoxed(python.opHandle(), keys, &stack);
     return std::move(now.outcome);
   }
 
-  c10::SafeKernelFunction original;
+  std::optional<c10::SafeKernelFunction> original;
   c10::SafeKernelFunction python;
 };
 
@@ -352,7 +353,7 @@ class NoRemarks final : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-void install(const char* const* keys, int count, bool composite) {
+void install(const char* const* names, int count, bool composite) {
   NoRemarks none;
   const c10::WarningUtils::WarningHandlerGuard quiet(&none);
   c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
@@ -360,20 +361,25 @@ void install(const char* const* keys, int count, bool composite) {
   const auto python = dispatcher.findSchemaOrThrow(in_python, "");
   TORCH_CHECK(op.schema().arguments().size() == arguments_expected, overridden,
               " has other arguments than known here");
+  std::vector<c10::DispatchKey> keys;
+  for (int i = 0; i < count; ++i) keys.push_back(c10::parseDispatchKey(names[i]));
+  composite = composite || std::none_of(keys.begin(), keys.end(), [&](c10::DispatchKey key) {
+                return op.hasKernelForDispatchKey(key);
+              });
   // All originals first: once a device has a kernel, the dispatcher answers differently for its
   // autograd key.
   std::vector<std::unique_ptr<Detour>> kernels;
-  for (int i = 0; i < count; ++i) {
-    const c10::DispatchKey key = c10::parseDispatchKey(keys[i]);
-    const c10::DispatchKey below = composite ? c10::parseDispatchKey(nobodys_key) : key;
-    kernels.push_back(std::make_unique<Detour>(op.getComputedKernelForDispatchKey(below),
-                                               python.getComputedKernelForDispatchKey(key)));
+  for (const c10::DispatchKey key : keys) {
+    std::optional<c10::SafeKernelFunction> original;
+    if (!composite) original.emplace(op.getComputedKernelForDispatchKey(key));
+    kernels.push_back(
+        std::make_unique<Detour>(std::move(original), python.getComputedKernelForDispatchKey(key)));
   }
-  for (int i = 0; i < count; ++i)
-    state().registered.push_back(
-        dispatcher.registerImpl(op.operator_name(), c10::parseDispatchKey(keys[i]),
-                                c10::KernelFunction::makeFromBoxedFunctor(std::move(kernels[i])),
-                                std::nullopt, nullptr, "tilewise.sdpa"));
+  for (size_t i = 0; i < keys.size(); ++i)
+    state().registered.push_back(dispatcher.registerImpl(
+        op.operator_name(), keys[i],
+        c10::KernelFunction::makeFromUnboxedFunctor<false, Detour>(std::move(kernels[i])),
+        std::nullopt, nullptr, "tilewise.sdpa"));
 }
 
 }  // namespace
