@@ -68,3 +68,11 @@ def test_other_libraries_are_called_in_their_layout(monkeypatch: pytest.MonkeyPa
 def test_the_table_has_shares_of_pytorchs_default() -> None:
     costs = [host.Cost("step", host.DEFAULT, (2.0, 2.0)), host.Cost("step", "ours", (1.0, 1.0))]
     assert [line.split()[-1] for line in host.lines(costs)] == ["1.00", "0.50"]
+
+
+def test_ways_are_compared_within_a_round() -> None:
+    """The host is three times slower in two rounds of three for one way, in one of three for the other."""
+    default, ours = host.Cost("step", host.DEFAULT, (2.0, 6.0, 6.0)), host.Cost("step", "ours", (1.0, 1.0, 3.0))
+    assert ours.beside(default) == (0.5, -3.0)
+    record = host.record([default, ours], "cpu", SHAPE, [])
+    assert host.costs_of(record) == [default, ours]

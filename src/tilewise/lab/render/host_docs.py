@@ -43,20 +43,23 @@ def _calls(root: Path) -> list[str]:
     if found is None:
         return ["*Not measured yet: `tilewise bench --suite host --save` on a GPU fills this in.*"]
     path, record = found
-    medians = {(row["kind"], row["call"]): row["median"] for row in record["rows"]}
+    costs = {(cost.kind, cost.way): cost for cost in host.costs_of(record)}
+    beside = {key: cost.beside(costs[cost.kind, host.DEFAULT]) for key, cost in costs.items()}
 
     def cell(kind: str, call: str) -> str:
-        if (kind, call) not in medians:
+        if (kind, call) not in costs:
             return "-"
-        return f"{1e6 * medians[kind, call]:.1f} us, {medians[kind, call] / medians[kind, host.DEFAULT]:.2f}"
+        return f"{1e6 * costs[kind, call].median:.1f} us, {beside[kind, call].share:.2f}"
 
     lines = ["| | no grad | grad, forward | forward and backward |", "|---|---:|---:|---:|"]
-    calls = dict.fromkeys(call for _, call in medians)
+    calls = dict.fromkeys(call for _, call in costs)
     lines += [f"| {call} | {' | '.join(cell(kind, call) for kind in host.KINDS)} |" for call in calls]
     shape = ", ".join(map(str, record["settings"]["shape"]))
     rounds = record["settings"]["rounds"]
-    legend = f"Median time per call of ({shape}), and its share of {host.DEFAULT}'s."
-    return [*lines, "", legend, "", models_docs.source(path, record, rounds)]
+    legend = f"Medians over rounds: time per call of ({shape}), and its share of {host.DEFAULT}'s in the same round."
+    more = [f"{1e6 * beside[key].more:+.1f} us" for kind in host.KINDS if (key := (kind, host.PASSED_ON)) in costs]
+    passed_on = f"A call that the override passes on, beside {host.DEFAULT} in the same round: {', '.join(more)}."
+    return [*lines, "", legend, *([passed_on] if more else []), "", models_docs.source(path, record, rounds)]
 
 
 def _models(root: Path) -> list[str]:

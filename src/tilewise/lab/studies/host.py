@@ -40,6 +40,7 @@ BATCHES = 9  # of a sample: one that the machine interrupts does not count
 _UNTIL_SETTLED = 8  # calls of a kind after which all is planned, built and known
 KINDS = ("no grad", "grad", "step")
 DEFAULT = "F.scaled_dot_product_attention"
+PASSED_ON = "override, passed on"
 EMPTY_NODE = "an empty node of three inputs"
 _LIBRARIES = {
     "flash-attn": ("flash_attn", KINDS),
@@ -71,6 +72,17 @@ class Cost(NamedTuple):
     def median(self) -> float:
         return statistics.median(self.seconds)
 
+    def beside(self, other: Cost) -> Beside:
+        pairs = list(zip(self.seconds, other.seconds, strict=True))
+        return Beside(statistics.median(a / b for a, b in pairs), statistics.median(a - b for a, b in pairs))
+
+
+class Beside(NamedTuple):
+    """A way beside another, round by round, because a host's speed may change between rounds; medians over rounds."""
+
+    share: float  # of the other's time
+    more: float  # seconds
+
 
 def ways(device: str) -> list[Way]:
     """PyTorch's default and its FlashAttention by name, ours natively, in Python and of packed sequences, the override,
@@ -87,7 +99,7 @@ def ways(device: str) -> list[Way]:
         Way("tilewise.attention, in Python", attention, native.in_python),
         Way("tilewise.attention_packed", _packed_call(), packed=True),
         Way("override, taken", torchs, lambda: taking),
-        Way("override, passed on", torchs, lambda: passing),
+        Way(PASSED_ON, torchs, lambda: passing),
     ]
     if (extension := library.loaded()) is not None:
         found.append(Way(EMPTY_NODE, extension.calls.empty_node, kinds=KINDS[1:]))
@@ -184,13 +196,20 @@ def _tensors(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> tuple[A
 
 
 def lines(costs: list[Cost]) -> list[str]:
-    """A table: microseconds, and the share of what PyTorch's default takes for the same."""
-    default = {cost.kind: cost.median for cost in costs if cost.way == DEFAULT}
+    """A table: microseconds, those more than PyTorch's default takes for the same, and the share of it."""
+    default = {cost.kind: cost for cost in costs if cost.way == DEFAULT}
     width = max(len(cost.way) for cost in costs)
-    return [
-        f"{cost.kind:8s} {cost.way:{width}s} {1e6 * cost.median:8.2f} us  {cost.median / default[cost.kind]:5.2f}"
-        for cost in costs
-    ]
+
+    def line(cost: Cost) -> str:
+        share, more = cost.beside(default[cost.kind])
+        return f"{cost.kind:8s} {cost.way:{width}s} {1e6 * cost.median:8.2f} us {1e6 * more:+9.2f} us  {share:5.2f}"
+
+    return [line(cost) for cost in costs]
+
+
+def costs_of(record: dict[str, Any]) -> list[Cost]:
+    """Those that a record holds."""
+    return [Cost(row["kind"], row["call"], tuple(row["seconds"])) for row in record["rows"]]
 
 
 def record(costs: list[Cost], device: str, shape: tuple[int, ...], command: list[str]) -> dict[str, Any]:
