@@ -92,7 +92,7 @@ class PackedKeep(Keep):
     lines: str = "queries"
 
     def cpp_type(self, *, precise: bool) -> str:
-        return f"tilewise::KeptBits<{str(self.rows_alike).lower()}>"
+        return f"tilewise::KeptBits<{str(self.rows_alike).lower()}, {str('head' in self.over).lower()}>"
 
     @property
     def cpp_source(self) -> str:
@@ -100,7 +100,8 @@ class PackedKeep(Keep):
 
     @property
     def suffix(self) -> str:
-        return f"kept_bits{'_of_keys' * self.rows_alike}"
+        kept = "kept_bits_of_keys" if self.rows_alike else "kept_bits"
+        return kept if "head" in self.over else f"{kept}_by_head"
 
     @property
     def registers(self) -> Registers:

@@ -322,6 +322,8 @@ concept HasOfRows = requires { typename Term::OfRows; };
 template <typename Term>
 concept HasAhead = requires { typename Term::template Ahead<4, RowsAre::queries>; };
 template <typename Term>
+concept LooksAheadByKeys = HasAhead<Term> && requires { requires Term::looks_ahead_by_keys; };
+template <typename Term>
 concept HasObserve = requires(Term term, const float (&v)[4]) { term.observe(v, 1.0f); };
 template <typename Term>
 concept HasFinishRow = requires(Term term, float& x) { term.finish_row(x, x, 1.0f, 0); };
@@ -551,6 +553,8 @@ struct Scores {
   static constexpr bool drops = (HasKeeps<Terms> || ...);
   static_assert((HasKeeps<Terms> + ... + 0) <= 1, "two terms would need words of their own");
   static constexpr bool looks_ahead = (HasAhead<Terms> || ...);
+  // Where rows are keys; a term may know by its OfRows all that it would look for.
+  static constexpr bool looks_ahead_by_keys = (LooksAheadByKeys<Terms> || ...);
   static constexpr bool observes = (HasObserve<Terms> || ...);
   static constexpr bool finishes_rows = (HasFinishRow<Terms> || ...);
   static constexpr bool has_slope = (HasSlope<Terms> || ...);

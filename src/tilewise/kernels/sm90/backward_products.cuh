@@ -57,7 +57,8 @@ struct ProductWarpgroup {
   Once once;
   // For the tile whose scores are being computed, if it is partial. Terms that change scores or
   // drop weights need the registers for themselves.
-  static constexpr bool looks_ahead = Policy::looks_ahead && !Policy::drops && !Policy::transforms;
+  static constexpr bool looks_ahead =
+      Policy::looks_ahead_by_keys && !Policy::drops && !Policy::transforms;
   typename Policy::template Ahead<block_q / 2, RowsAre::keys> ahead;
 
   __device__ __forceinline__ auto sequence() const { return sequence_of<Extents>(params, plan); }
@@ -93,11 +94,14 @@ struct ProductWarpgroup {
   // The SeenTile of the Q at a ring position that is full.
   __device__ __forceinline__ SeenTile seen_tile(const Position& at) {
     if constexpr (keeps_once) once = Once(params, HeadOf{*this, at.stage});
-    const SeenTile tile(smem.seen_tile[at.stage][warpgroup]);
+    return SeenTile(smem.seen_tile[at.stage][warpgroup]);
+  }
+  // Reads what hides scores of the Q at `position`, if it is a partial tile. Call it some time
+  // after seen_tile: the branch waits until the tile has come from shared memory.
+  __device__ __forceinline__ void look_ahead(SeenTile tile) {
     if constexpr (looks_ahead) {
-      if (tile.is_partial()) Policy::look_ahead(ahead, params, Place{*this, tile, at.stage});
+      if (tile.is_partial()) Policy::look_ahead(ahead, params, Place{*this, tile, position.stage});
     }
-    return tile;
   }
   __device__ __forceinline__ int first_key() const {
     return plan.kv_tile * block_kv + row + warp * 16 + lane / 4;
@@ -564,6 +568,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     if (!last) {
       this->wait_q(this->position);
       tile = this->seen_tile(this->position);
+      this->look_ahead(tile);
       this->first_scores(s);
       draw(tile);
     }
@@ -622,6 +627,10 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     }
     this->store_ds(ds);
     this->position.advance();
+    if (Base::looks_ahead && !last) {
+      this->wait_q(this->position);
+      tile = this->seen_tile(this->position);
+    }
     if constexpr (config.makes_dkv) {
       this->hold(dk);
       this->hold(ds);
@@ -645,8 +654,11 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
     }
     if constexpr (Policy::drops) this->arrive(&smem.dout_empty[stage]);
     if (!last) {
-      this->wait_q(this->position);
-      tile = this->seen_tile(this->position);
+      if constexpr (!Base::looks_ahead) {
+        this->wait_q(this->position);
+        tile = this->seen_tile(this->position);
+      }
+      this->look_ahead(tile);
       this->start_scores(s, this->position.stage);
       wgmma::hold(s);
       wgmma::fence();
@@ -707,12 +719,11 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       this->wait_k();
       this->wait_q(this->position);
       SeenTile tile = this->seen_tile(this->position);
+      this->look_ahead(tile);
       this->first_scores(s);
       draw(tile);
       this->wait_v();
-      // Terms that look ahead leave no register to remember the last tile in.
-      constexpr bool counts_steps = Base::looks_ahead && block_q == 64;
-      for (int i = 1; counts_steps ? i < plan.steps : !tile.is_last(); ++i) take(s, tile, false);
+      while (!tile.is_last()) take(s, tile, false);
       take(s, tile, true);
     }
     if constexpr (config.makes_dkv) finish();
@@ -808,6 +819,7 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       wgmma::fence();
       this->template issue_scores<config.head_dim>(s, smem.k, smem.q[this->position.stage]);
       wgmma::commit();
+      this->look_ahead(tile);
     }
     wgmma::wait<0>();
     wgmma::hold(s);
@@ -825,6 +837,7 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       this->wait_k();
       this->wait_q(this->position);
       SeenTile tile = this->seen_tile(this->position);
+      this->look_ahead(tile);
       this->first_scores(s);
       int i = 0;
       for (; i < plan.steps - 1; ++i) step(s, tile, i & 1, false);

@@ -2,8 +2,9 @@
 //
 // A line of bits belongs to a row of a fragment: to a query, with one bit per key, or to a key,
 // with one bit per query (tile_map.cuh makes both). `rows_alike`: all queries of a head see the
-// same keys, and there is one line, of keys. Lines are padded, so that the last tile may read whole
-// words; the padding is hidden by the band, or belongs to queries past the end.
+// same keys, and there is one line, of keys; `heads_alike`: those of all heads. Lines are padded,
+// so that the last tile may read whole words; the padding is hidden by the band, or belongs to
+// queries past the end.
 #pragma once
 
 #include "../scores.cuh"
@@ -11,17 +12,45 @@
 
 namespace tilewise {
 
-template <bool rows_alike>
-struct KeptBits {
-  struct Operands {
-    const unsigned char* keep;
-    long long keep_batch_stride, keep_head_stride, keep_row_stride, keep_key_stride;
-    const ptx::u32* keep_bits;
-    long long keep_bits_batch_stride, keep_bits_head_stride;  // in words, like all strides here
-    int keep_bits_line_stride;
+struct KeptBitsOperands {
+  const unsigned char* keep;
+  long long keep_batch_stride, keep_head_stride, keep_row_stride, keep_key_stride;
+  const ptx::u32* keep_bits;
+  long long keep_bits_batch_stride, keep_bits_head_stride;  // in words, like all strides here
+  int keep_bits_line_stride;
+};
+
+// Where all queries of all heads see the same keys and rows are keys, two bits decide about a
+// thread's part of every fragment of its rows.
+template <bool alike>
+struct KeptRows {};
+template <>
+struct KeptRows<true> {
+  struct OfRows {
+    ptx::u32 kept;  // bit r: of this thread's row r
+
+    OfRows() = default;
+    template <typename Params, typename At>
+    __device__ __forceinline__ OfRows(const Params& params, const At& at) {
+      if constexpr (At::rows_are == RowsAre::keys) {
+        const ptx::u32* bits = params.keep_bits + at.batch() * params.keep_bits_batch_stride;
+        kept = 0;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int row = min_int(at.row() + 8 * r, params.seq_k - 1);  // others have no bit
+          kept |= (__ldg(bits + row / 32) >> row % 32 & 1) << r;
+        }
+      }
+    }
   };
+};
+
+template <bool rows_alike, bool heads_alike>
+struct KeptBits : KeptRows<rows_alike && heads_alike> {
+  using Operands = KeptBitsOperands;
   static constexpr bool uses_head = true;
   static constexpr bool hides_by_data = true;
+  static constexpr bool looks_ahead_by_keys = !(rows_alike && heads_alike);
 
   const ptx::u32* bits;
   int line_stride, last_line;
@@ -45,7 +74,8 @@ struct KeptBits {
   // elements of a quad; where that is a multiple of whole words, none of a thread's bits falls into
   // another word. Where rows are queries, a thread keeps only its own bits, 32 per register: it
   // loads them while the products that it has issued are in flight. Where rows are keys, it loads
-  // the words before it issues the products, and keeps them unprocessed, so that it need not wait.
+  // the words before it issues the products, and keeps them unprocessed, so that it need not wait;
+  // a kernel that has OfRows loads nothing for a fragment.
   template <int count, RowsAre rows_are>
   struct Ahead {
     static constexpr int width = 2 * count;
@@ -132,7 +162,15 @@ struct KeptBits {
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&v)[count], const At& at) const {
     using Words = Ahead<count, At::rows_are>;
-    if constexpr (requires { at.ahead(); }) {
+    constexpr bool by_rows = At::rows_are == RowsAre::keys && !looks_ahead_by_keys;
+    if constexpr (by_rows && requires { at.of_rows(); }) {
+      const ptx::u32 kept = static_cast<const typename KeptBits::OfRows&>(at.of_rows()).kept;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        hide_band(v, r, at);
+        hide_row(v, r, (kept >> r & 1) != 0);
+      }
+    } else if constexpr (requires { at.ahead(); }) {
       hide_by(v, static_cast<const Words&>(at.ahead()), at);
     } else {
       Words ahead;
@@ -140,24 +178,31 @@ struct KeptBits {
       hide_by(v, ahead, at);
     }
   }
+  // The band is looked at in the tiles that it cuts, which are few of those that the bits cut.
+  template <int count, typename At>
+  static __device__ __forceinline__ void hide_band(float (&v)[count], int r, const At& at) {
+    const int column = at.column();
+    const Span seen = in_band(at, at.row() + 8 * r);
+    if (seen.begin > column || seen.end <= column + column_of(count - 1))
+      hide_outside(v, r, seen.begin - column, seen.end - column);
+  }
+  template <int count>
+  static __device__ __forceinline__ void hide_row(float (&v)[count], int r, bool kept) {
+#pragma unroll
+    for (int i = 0; i < count; ++i)
+      if (row_of(i) == r) v[i] = kept ? v[i] : -infinity;
+  }
   template <int count, RowsAre rows_are, typename At>
   __device__ __forceinline__ void hide_by(float (&v)[count], const Ahead<count, rows_are>& ahead,
                                           const At& at) const {
     using Words = Ahead<count, rows_are>;
     const int first = Words::whole_words ? 2 * (threadIdx.x % 4) : ahead.first;
-    const int column = at.column();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const auto& words = ahead.kept[Words::one_line ? 0 : r];
-      // The band is looked at in the tiles that it cuts, which are few of those that the bits cut.
-      const Span seen = in_band(at, at.row() + 8 * r);
-      if (seen.begin > column || seen.end <= column + column_of(count - 1))
-        hide_outside(v, r, seen.begin - column, seen.end - column);
+      hide_band(v, r, at);
       if constexpr (Words::one_bit) {
-        const bool kept = words[0] >> row_at(at, r) % 32 & 1;
-#pragma unroll
-        for (int i = 0; i < count; ++i)
-          if (row_of(i) == r) v[i] = kept ? v[i] : -infinity;
+        hide_row(v, r, (words[0] >> row_at(at, r) % 32 & 1) != 0);
         continue;
       }
 #pragma unroll
