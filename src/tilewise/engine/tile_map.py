@@ -35,6 +35,7 @@ _TURNED_ROWS, _TURNED_KEYS = 128, 64
 # Min scores at which skipping tiles saves more than an uncached map costs: about ten microseconds.
 MIN_SCORES = 1 << 24
 _MAX_BLOCK = 256 + 32  # queries or keys of a tile, and a word more
+LIST_COUNTS = 6  # of a list: its full tiles, all of its tiles, and where those end that each 64 queries see
 
 MAPPED = Extents(
     "tilewise::Mapped",
@@ -76,7 +77,7 @@ class Lists(NamedTuple):
 
     @property
     def counts_shape(self) -> tuple[int, int, int]:
-        return self.planes.total, self.outer_tiles, 2
+        return self.planes.total, self.outer_tiles, LIST_COUNTS
 
     @property
     def tiles_shape(self) -> tuple[int, int, int]:
@@ -289,7 +290,7 @@ def map_unit(arch: str, name: str) -> Unit:
     call, params = _CALLS[name]
     agreed = (
         f"cell_rows == {CELL_ROWS} && cell_keys == {CELL_KEYS} && map_warps == {_WARPS}",
-        f"turned_rows == {_TURNED_ROWS} && turned_keys == {_TURNED_KEYS}",
+        f"turned_rows == {_TURNED_ROWS} && turned_keys == {_TURNED_KEYS} && list_counts == {LIST_COUNTS}",
     )
     return kernel_unit(f"{name}_of_keep", _HEADER, call, params, arch, threads=32 * _WARPS, checks=agreed)
 

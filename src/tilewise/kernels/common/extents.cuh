@@ -78,11 +78,16 @@ struct Batched {
   };
 };
 
+// What is counted of a list. Lists by queries also say, for each 64 queries of the outer tile,
+// behind which position they see no tile.
+enum ListCount : int { full_tiles_of_list, tiles_of_list, own_end_of_list, list_counts = 6 };
+constexpr int list_own_rows = 64, list_own_parts = list_counts - own_end_of_list;
+
 struct Mapped : Batched {
   static constexpr bool has_operands = true;
   static constexpr bool mapped = true;
   struct Operands {
-    const int* tile_counts;  // (lists, outer tiles, 2): the number of full tiles, and of all tiles
+    const int* tile_counts;  // (lists, outer tiles, list_counts): ListCount
     const int* tile_lists;   // (lists, outer tiles, list_room): the full ones first
     int list_batch_stride;   // in lists; 0 where all batches or heads share a list
     int list_head_stride;
@@ -121,8 +126,16 @@ concept HasWorkTable = requires { requires Extents::work_table; };
 template <HasTileMap Extents, typename Params>
 __device__ __forceinline__ QueryTiles listed_tiles(const Params& params, int batch, int head,
                                                    int outer) {
-  const int* counts = params.tile_counts + 2 * Extents::list(params, batch, head, outer);
-  return {{0, counts[1]}, {0, HasTurns<Extents> ? 0 : counts[0]}};
+  const int* counts = params.tile_counts + list_counts * Extents::list(params, batch, head, outer);
+  return {{0, counts[tiles_of_list]}, {0, HasTurns<Extents> ? 0 : counts[full_tiles_of_list]}};
+}
+
+// Behind which position of a list by queries the `part`-th 64 queries of its tile see no tile.
+template <HasTileMap Extents, typename Params>
+__device__ __forceinline__ int own_end(const Params& params, int batch, int head, int outer,
+                                       int part) {
+  const long long list = Extents::list(params, batch, head, outer);
+  return params.tile_counts[list_counts * list + own_end_of_list + part];
 }
 
 template <HasTileMap Extents, typename Params>

@@ -15,7 +15,8 @@
 //   4. touched = the tiles that the band touches and in which some cell has `any`
 //   5. full = those of them that the band leaves whole and in which every cell has `all`
 //   6. tiles[list][0 .. full_count) = the full ones, tiles[list][full_count .. count) = the others, both ascending; or in
-//      order: all ascending, with the sign bit set where one is not full
+//      order: all ascending, with the sign bit set where one is not full. Beside their numbers, for each 64 queries of a query
+//      tile: behind which position none of the tiles is seen by them
 //   count_turns, for backwards in which KV tiles take turns at a dQ; one warp per query tile
 //   7. turns[list][q tile][kv tile] = the number of KV tiles that visit the query tile before this one, and after it
 // A kernel walks a list from its end, as it walks a range of tiles: first the tiles that it masks, then the full ones.
@@ -38,6 +39,7 @@ constexpr int map_warps = 4;
 constexpr int rows_at_once = 8;
 constexpr int turned_rows = 128, turned_keys = 64;  // per warp
 
+static_assert(cell_rows == list_own_rows);
 enum Cell : unsigned char { cell_any = 1, cell_all = 2 };
 
 struct MarkParams {
@@ -63,7 +65,7 @@ struct TurnParams {
 
 struct ListParams {
   const unsigned char* cells;  // as in MarkParams
-  int* counts;                 // (lists, outer tiles, 2): full_count, count
+  int* counts;                 // (lists, outer tiles, list_counts): ListCount
   int* tiles;                  // (lists, outer tiles, inner tiles)
   int2* turns;                 // (lists, q tiles, kv tiles), if they are counted
   int lists;
@@ -219,14 +221,19 @@ __device__ __forceinline__ void turn_bits(const TurnParams& params) {
   }
 }
 
-// The combined marks of the cells of one tile.
-__device__ __forceinline__ int cells_of_tile(const ListParams& params, int list, int q_tile,
-                                             int kv_tile) {
+// The combined marks of the cells of one tile, and the rows of cells that have `any`, a bit each.
+struct TileMarks {
+  int marks;
+  unsigned rows;
+};
+__device__ __forceinline__ TileMarks cells_of_tile(const ListParams& params, int list, int q_tile,
+                                                   int kv_tile) {
   const int row = q_tile * params.block_q, key = kv_tile * params.block_kv;
   const int rows_begin = row / cell_rows, cells_begin = key / cell_keys;
   const int rows_end = min_int(ceil_div(row + params.block_q, cell_rows), params.row_blocks);
   const int cells_end = min_int(ceil_div(key + params.block_kv, cell_keys), params.row_cells);
-  int any = 0, all = cell_all;
+  int all = cell_all;
+  unsigned rows = 0;
   for (int plane = 0; plane < params.planes_per_list; ++plane)
     for (int row = rows_begin; row < rows_end; ++row) {
       const long long first =
@@ -235,11 +242,11 @@ __device__ __forceinline__ int cells_of_tile(const ListParams& params, int list,
           params.row_cells;
       for (int cell = cells_begin; cell < cells_end; ++cell) {
         const int marks = params.cells[first + cell];
-        any |= marks & cell_any;
+        if (marks & cell_any) rows |= 1u << row - rows_begin;
         all &= marks;
       }
     }
-  return any | all;
+  return {all | (rows != 0 ? cell_any : 0), rows};
 }
 
 // The tiles of the other side that the band lets a tile touch, and those that it leaves whole.
@@ -256,6 +263,15 @@ __device__ __forceinline__ QueryTiles banded_tiles(const ListParams& params, int
   }
 }
 
+// Whether the band lets the 64 queries from `row` on see some of a KV tile.
+__device__ __forceinline__ bool is_touched(const ListParams& params, int row, int kv_tile) {
+  const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
+  if (row >= params.seq_q) return false;
+  const TileRange touched =
+      touched_tiles(band, row, min_int(row + cell_rows, params.seq_q), params.block_kv);
+  return kv_tile >= touched.begin && kv_tile < touched.end;
+}
+
 template <bool by_keys, bool in_order = false>
 __device__ __forceinline__ void list_tiles(const ListParams& params) {
   const int lane = threadIdx.x % 32;
@@ -265,17 +281,18 @@ __device__ __forceinline__ void list_tiles(const ListParams& params) {
   const QueryTiles banded = banded_tiles<by_keys>(params, outer);
   int* tiles = params.tiles + static_cast<long long>(item) * params.inner_tiles;
   int full_count = 0, count = 0;
+  int own_ends[list_own_parts] = {};
   // The first pass counts the full tiles, where these come first; the second writes.
   for (int pass = in_order ? 1 : 0; pass < 2; ++pass) {
     int next_full = 0, next_other = full_count;
     for (int begin = banded.touched.begin; begin < banded.touched.end; begin += 32) {
       const int inner = begin + lane;
-      int marks = 0;
+      TileMarks found{};
       if (inner < banded.touched.end)
-        marks = cells_of_tile(params, list, by_keys ? inner : outer, by_keys ? outer : inner);
+        found = cells_of_tile(params, list, by_keys ? inner : outer, by_keys ? outer : inner);
       const bool whole = inner >= banded.full.begin && inner < banded.full.end;
-      const bool full = whole && marks == (cell_any | cell_all);
-      const bool other = !full && (marks & cell_any) != 0;
+      const bool full = whole && found.marks == (cell_any | cell_all);
+      const bool other = !full && (found.marks & cell_any) != 0;
       const unsigned fulls = __ballot_sync(0xffffffffu, full);
       const unsigned others = __ballot_sync(0xffffffffu, other);
       const unsigned below = (1u << lane) - 1;
@@ -286,6 +303,16 @@ __device__ __forceinline__ void list_tiles(const ListParams& params) {
       } else {
         if (pass == 1 && full) tiles[next_full + __popc(fulls & below)] = inner;
         if (pass == 1 && other) tiles[next_other + __popc(others & below)] = inner;
+        if (!by_keys && pass == 1) {
+#pragma unroll
+          for (int part = 0; part < list_own_parts; ++part) {
+            const int row = outer * params.block_q + part * cell_rows;
+            const unsigned seen = __ballot_sync(
+                0xffffffffu, other && found.rows >> part & 1 && is_touched(params, row, inner));
+            if (seen != 0)
+              own_ends[part] = next_other + __popc(others & (2u << 31 - __clz(seen)) - 1);
+          }
+        }
       }
       next_full += __popc(fulls);
       next_other += __popc(others);
@@ -294,8 +321,12 @@ __device__ __forceinline__ void list_tiles(const ListParams& params) {
     count = in_order ? next_full + next_other : next_other;
   }
   if (lane == 0) {
-    params.counts[2 * item] = full_count;
-    params.counts[2 * item + 1] = count;
+    int* counts = params.counts + static_cast<long long>(item) * list_counts;
+    counts[full_tiles_of_list] = full_count;
+    counts[tiles_of_list] = count;
+#pragma unroll
+    for (int part = 0; part < list_own_parts; ++part)
+      counts[own_end_of_list + part] = by_keys ? count : max_int(full_count, own_ends[part]);
   }
 }
 
@@ -316,7 +347,7 @@ __device__ __forceinline__ void count_turns(const ListParams& params) {
       if (kv_tile < kv_tiles) {
         const TileRange touched = banded_tiles<true>(params, kv_tile).touched;
         visits = q_tile >= touched.begin && q_tile < touched.end &&
-                 (cells_of_tile(params, list, q_tile, kv_tile) & cell_any) != 0;
+                 cells_of_tile(params, list, q_tile, kv_tile).rows != 0;
       }
       const unsigned visiting = __ballot_sync(0xffffffffu, visits);
       const int own = before + __popc(visiting & ((1u << lane) - 1));

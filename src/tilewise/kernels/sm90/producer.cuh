@@ -79,7 +79,11 @@ __device__ __forceinline__ TileRange own_tiles(const KernelParams& params,
   const auto sequence = sequence_of<Extents>(params, plan);
   const int row = plan.row_begin + warpgroup * 64, seq_q = sequence.seq_q();
   if (plan.row_begin == TilePlan<Extents>::no_more_work || row >= seq_q) return {0, 0};
-  if constexpr (HasTileMap<Extents>) return plan.touched;
+  if constexpr (HasTileMap<Extents>) {
+    const WorkTile& tile = plan.tile;
+    const int end = own_end<Extents>(params, tile.batch, tile.head, tile.q_tile, warpgroup);
+    return {plan.touched.begin, min_int(end, plan.touched.end)};
+  }
   const int row_end = min_int(row + 64, seq_q);
   TileRange seen = touched_tiles(sequence.band(), row, row_end, config.block_kv);
   if constexpr (Policy::hides_by_span) {
