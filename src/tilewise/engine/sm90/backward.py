@@ -29,7 +29,7 @@ from ..params import LOG2_E, ONCE_ROOM, kv_head_sections, matrix_bytes, mirror, 
 from ..policy import Policy, params_for, term_params, unit_of
 from ..program import Address, Launch, Layout, Map, Program, lenient, strides
 from ..source import Kernel, kernel_unit
-from ..tile_map import map_for
+from ..tile_map import map_for, packed_term
 from . import bias_gradient
 from .shared import WarpgroupConfig
 from .staged_bias import may_stage, staged
@@ -493,14 +493,17 @@ def _sections(problem: Problem, config: Config, target: Target, cut: bool) -> in
     """Into how many runs the KV heads are divided that are worked on one after another; None: as division.py says.
 
     Equal tiles: one head per run, since its tiles read the same queries and add to the same dQ. On stairs: several
-    heads, since tiles of one head that start together wait for one another; the more tiles, the more heads.
+    heads, since tiles of one head that start together wait for one another; the more tiles, the more heads. Where
+    queries see different keys by a tensor, tiles are unequal: most such tensors are causal.
     """
     walk = _walk(problem, cut)
     if walk is Walk.STAIRS:
         kv_tiles = tiles(problem.seq_kv, config.block_kv)
         share = 1 / 6 if kv_tiles < 8 else 1 / 3 if kv_tiles < 16 else 2 / 3  # of the L2 cache; measured
         return kv_head_sections(problem, target, 2, share)
-    return None if isinstance(problem.mask, Causal) else problem.batch * problem.heads_kv
+    keep = packed_term(problem)
+    unequal = isinstance(problem.mask, Causal) or (keep is not None and not keep.rows_alike)
+    return None if unequal else problem.batch * problem.heads_kv
 
 
 def _only(config: Config, wants: Wants) -> Config:
