@@ -8,8 +8,9 @@
             worker lets them go through several sets of tensors when `flush` is set
     host    time.perf_counter around calls that only enqueue; the device is waited for outside the clock
 
-Short kernels must not wait for the host inside an event pair, so the device first spins for as long as the host needs
-to enqueue the batch. Each function returns several samples; the caller decides what a round of them means.
+Kernels must not wait for the host inside an event pair, so the device first spins for as long as the host needs to
+enqueue the batch or, of calls that take far longer on the device, the first one. Each function returns several samples;
+the caller decides what a round of them means.
 What a method finds out about a call (how long it takes, a captured graph) it keeps in `kept`, so that later rounds
 spend their time measuring.
 """
@@ -100,12 +101,13 @@ def _events(call: Call, seconds: float, flush: bool, kept: Kept) -> list[float]:
     scratch = _l2_sized() if flush else None
     fewest = min(_EVENT_CALLS, math.ceil(seconds / (2 * device_seconds)))
     calls = max(fewest, math.ceil(_SHORTEST_SAMPLE / device_seconds))
-    spin = int(1.5 * host_seconds * calls * _SPIN_HZ) if device_seconds < 2 * host_seconds else 0
+    # While one of several long calls runs, the host enqueues the next: the device waits for the first one alone.
+    awaited = calls if flush or device_seconds < 2 * host_seconds else 1
+    spin = int(1.5 * host_seconds * awaited * _SPIN_HZ)
     samples: list[float] = []
     for _ in _turns(seconds, device_seconds * calls):
         pairs = [_event_pair() for _ in range(calls if flush else 1)]
-        if spin:
-            torch.cuda._sleep(spin)
+        torch.cuda._sleep(spin)
         if scratch is None:
             start, stop = pairs[0]
             start.record()
