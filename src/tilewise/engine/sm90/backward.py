@@ -32,7 +32,7 @@ from ..source import Kernel, kernel_unit
 from ..tile_map import map_for, packed_term
 from . import bias_gradient
 from .shared import WarpgroupConfig
-from .staged_bias import may_stage, staged
+from .staged_bias import StagedBias, may_stage, staged
 
 if TYPE_CHECKING:
     from ...jit import Unit
@@ -320,6 +320,7 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
         "head_dim": problem.head_dim,
         "order": int(order),
         "walk": int(_walk(batch, divided.cut)),
+        "batches_inside": int(_batches_inside(problem)),
         "store_dk": int("k" in wants),
         "store_dv": int("v" in wants),
         "inverse_scale_log2": 1.0 / scale_log2,
@@ -504,6 +505,11 @@ def _sections(problem: Problem, config: Config, target: Target, cut: bool) -> in
     keep = packed_term(problem)
     unequal = isinstance(problem.mask, Causal) or (keep is not None and not keep.rows_alike)
     return None if unequal else problem.batch * problem.heads_kv
+
+
+def _batches_inside(problem: Problem) -> bool:
+    """Whether the batches of a KV head are side by side: they share a staged bias, or may hide different keys."""
+    return any(term.narrows or (isinstance(term, StagedBias) and "batch" in term.over) for term in problem.scores)
 
 
 def _only(config: Config, wants: Wants) -> Config:

@@ -121,6 +121,10 @@ struct BackwardParams {
   int pieces;       // total over the KV tiles of one (batch, KV head) pair
   int piece_steps;  // maximum per piece
   int sections;
+  // Pairs are numbered with the batches of a KV head side by side: where they share a staged bias, so
+  // that it is read from DRAM once, and where they hide different keys, so that a grid does not end
+  // with the long tiles of a batch that has few.
+  int batches_inside;
   Order order;
   Walk walk;
   int store_dk;
@@ -180,10 +184,9 @@ __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params
     const Schedule schedule{params.heads_kv, pairs, params.pieces, params.sections, 0};
     at = schedule.tile(work);
   }
-  // Batches that share a staged bias run side by side, so that a bias tile is read from DRAM once.
-  if constexpr (requires { params.bias_map; }) {
+  if constexpr (!HasWorkTable<Extents> && requires { params.batches_inside; }) {
     const int pair = at.batch * params.heads_kv + at.head;
-    if (params.bias_batch_stride == 0) at = {pair % params.batch, pair / params.batch, at.q_tile};
+    if (params.batches_inside) at = {pair % params.batch, pair / params.batch, at.q_tile};
   }
   if constexpr (!HasWorkTable<Extents>) record = Extents::find(params, at.batch);
   const auto sequence = sequence_of<Extents>(params, record);
