@@ -5,8 +5,9 @@ marks every cell of 64 queries by 16 keys; others make of the cells, for the til
 tiles that it visits, per tile of queries (or of keys, for a backward): first those that nothing hides, then those that
 the kernel masks. Bits by keys are made of those by queries.
 Kernels with MAPPED extents go through these lists; with MAPPED_IN_TURNS their tiles of keys know when their turn at
-a dQ is. What was made for a mask serves every call until its tensor changes (`program.Prepared`): the cells and the
-bits all kernels of its problem, the rest those of one tile shape.
+a dQ is; with MAPPED_KEYS they go through the tiles of the band, and a list says whether these are visited and masked.
+What was made for a mask serves every call until its tensor changes (`program.Prepared`): the cells and the bits all
+kernels of its problem, the rest those of one tile shape.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ MAPPED = Extents(
         ("list_room", ctypes.c_int),
     ),
 )
+MAPPED_KEYS = Extents("tilewise::MappedKeys", suffix="_mapped_keys", operands=MAPPED.operands)
 MAPPED_IN_TURNS = Extents(
     "tilewise::MappedInTurns",
     suffix="_mapped_in_turns",
@@ -120,11 +122,19 @@ def packed(problem: Problem, lines: str) -> Problem:
 
 
 def map_for(
-    problem: Problem, block_q: int, block_kv: int, arch: str, *, by_keys: bool, in_turns: bool = False
+    problem: Problem,
+    block_q: int,
+    block_kv: int,
+    arch: str,
+    *,
+    by_keys: bool,
+    in_turns: bool = False,
+    may_be_banded: bool = False,
 ) -> TileMap:
     """The map for a kernel of these tiles, where the problem's boolean tensor is packed.
 
-    `by_keys`: a list says which tiles of queries a tile of keys visits; `in_turns`: tiles of keys know their turns.
+    `by_keys`: a list says which tiles of queries a tile of keys visits; `in_turns`: tiles of keys know their turns;
+    `may_be_banded`: the kernel is compiled with MAPPED_KEYS where all queries see the same keys.
     """
     term = packed_term(problem)
     if term is None:
@@ -150,7 +160,8 @@ def map_for(
     }
     if in_turns:
         fields["tile_turns"] = Address("tile_turns")
-    return TileMap(MAPPED_IN_TURNS if in_turns else MAPPED, fields, tuple(prepared))
+    extents = MAPPED_IN_TURNS if in_turns else MAPPED_KEYS if may_be_banded and term.rows_alike else MAPPED
+    return TileMap(extents, fields, tuple(prepared))
 
 
 def packed_term(problem: Problem) -> PackedKeep | None:

@@ -250,7 +250,9 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
     sums_dq = config.makes_dq and not config.writes_dq
     order = _order(batch, config, divided) if table is None else _packed_order(batch, divided)
     takes_tickets = sums_dq and order is not Order.ANY_ORDER
-    tile_map = map_for(problem, config.block_q, config.block_kv, ARCH, by_keys=True, in_turns=takes_tickets)
+    tile_map = map_for(
+        problem, config.block_q, config.block_kv, ARCH, by_keys=True, in_turns=takes_tickets, may_be_banded=True
+    )
     # Sums that are added up in any order are zeroed before, and rounded behind: all, or of long packed sequences.
     ticket_keys = _ticket_keys(batch, config, order) if table is not None else 0
     unordered = sums_dq and (order is Order.ANY_ORDER if table is None else ticket_keys < UNLIMITED)

@@ -24,7 +24,8 @@
 // more.
 // Mapped: the same, with a list of the tiles that a tile visits (tile_map.cuh): plans count positions in it, and `tile_at`
 // returns the tile at a position. MappedInTurns: lists are in order, and their entries tell which tiles are masked; KV tiles
-// know how many others visit a query tile before them.
+// know how many others visit a query tile before them. MappedKeys: all queries see the same keys, so that the band says which
+// query tiles a KV tile visits, and its list only whether there are any and whether they are masked.
 // Those with a KeptSequence (packed rows with their starts in memory, caches with their lengths) have a `find` of their own
 // and Record = SequenceRecord, or one derived from it.
 // Those with a `work_table` (packed.cuh) define which tile a work number means and how many tiles there are, and give the Record
@@ -110,8 +111,15 @@ struct MappedInTurns : Mapped {
   };
 };
 
+struct MappedKeys : Mapped {
+  static constexpr bool banded = true;
+};
+
 template <typename Extents>
 concept HasTileMap = requires { requires Extents::mapped; };
+
+template <typename Extents>
+concept HasBandedMap = requires { requires Extents::banded; };
 
 template <typename Extents>
 concept HasTurns = requires { requires Extents::in_turns; };
@@ -128,6 +136,17 @@ __device__ __forceinline__ QueryTiles listed_tiles(const Params& params, int bat
                                                    int outer) {
   const int* counts = params.tile_counts + list_counts * Extents::list(params, batch, head, outer);
   return {{0, counts[tiles_of_list]}, {0, HasTurns<Extents> ? 0 : counts[full_tiles_of_list]}};
+}
+
+// What the list of a KV tile leaves of the query tiles that the band lets it visit.
+template <HasBandedMap Extents, typename Params>
+__device__ __forceinline__ QueryTiles kept_tiles(const Params& params, int batch, int head,
+                                                 int kv_tile, const QueryTiles& banded) {
+  const int* counts =
+      params.tile_counts + list_counts * Extents::list(params, batch, head, kv_tile);
+  if (counts[tiles_of_list] == 0) return {{0, 0}, {0, 0}};
+  if (counts[full_tiles_of_list] == 0) return {banded.touched, {0, 0}};
+  return banded;
 }
 
 // Behind which position of a list by queries the `part`-th 64 queries of its tile see no tile.
@@ -150,7 +169,7 @@ __device__ __forceinline__ int tile_at(const Params& params, int batch, int head
                                        int position) {
   if constexpr (HasTurns<Extents>)
     return list_entry<Extents>(params, batch, head, outer, position) & ~(1 << 31);
-  else if constexpr (HasTileMap<Extents>)
+  else if constexpr (HasTileMap<Extents> && !HasBandedMap<Extents>)
     return list_entry<Extents>(params, batch, head, outer, position);
   else
     return position;

@@ -121,9 +121,9 @@ struct BackwardParams {
   int pieces;       // total over the KV tiles of one (batch, KV head) pair
   int piece_steps;  // maximum per piece
   int sections;
-  // Pairs are numbered with the batches of a KV head side by side: where they share a staged bias, so
-  // that it is read from DRAM once, and where they hide different keys, so that a grid does not end
-  // with the long tiles of a batch that has few.
+  // Pairs are numbered with the batches of a KV head side by side: where they share a staged bias,
+  // so that it is read from DRAM once, and where they hide different keys, so that a grid does not
+  // end with the long tiles of a batch that has few.
   int batches_inside;
   Order order;
   Walk walk;
@@ -199,10 +199,12 @@ __device__ __forceinline__ BackwardPlan<Extents> make_backward_plan(const Params
       return touched_query_tiles(band, tile, sequence.seq_k(), block_q, block_kv).count() * group;
     });
   QueryTiles tiles{{0, 0}, {0, 0}};
-  if constexpr (HasTileMap<Extents>)
+  if constexpr (HasTileMap<Extents> && !HasBandedMap<Extents>)
     tiles = listed_tiles<Extents>(params, at.batch, at.head, piece.tile);
   else if (has_rows<Extents>(piece.tile * block_kv, sequence.seq_k()))
     tiles = query_tiles(band, piece.tile, sequence.seq_k(), block_q, block_kv);
+  if constexpr (HasBandedMap<Extents>)
+    tiles = kept_tiles<Extents>(params, at.batch, at.head, piece.tile, tiles);
   if constexpr (!HasTileMap<Extents>)
     narrow_query_tiles<Policy>(params, at.batch, piece.tile, block_q, block_kv,
                                tickets_know_spans || params.dq_tickets == nullptr, tiles);
