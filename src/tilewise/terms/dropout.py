@@ -23,15 +23,17 @@ _NANS = 2046  # of all fp16 numbers
 _BELOW_ZERO = _NANS + 0x7C00  # these, and all that are less than 0
 _MASK = 0xFFFFFFFF
 _ROUNDS = 7
-_FACTORS_OF_FOUR, _FACTOR_OF_TWO, _STEPS = (0xD2511F53, 0xCD9E8D57), 0xD256D193, (0x9E3779B9, 0xBB67AE85)
+_FACTORS, _STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+_QUERY_STEP, _KEY_STEP = 0x6A09E667, 0xBB67AE85
+_MIX_FACTORS = (0x3C6EF373, 0xA54FF53B, 0x510E527F, 0x9B05688D, 0x1F83D9AB, 0x5BE0CD19)
 
 
 @dataclass(frozen=True, slots=True)
 class Dropout(Term):
     """A weight stays with a chance of 1 - probability, rounded to a multiple of 2^-16, and is divided by that.
 
-    Reads `seed`: two int64 on the device, a seed and an offset. kernels/common/terms/dropout.cuh says which bits of
-    Philox belong to which score.
+    Reads `seed`: two int64 on the device, a seed and an offset. kernels/common/terms/dropout.cuh says which bits belong
+    to which score.
     """
 
     kind: ClassVar[str] = "dropout"
@@ -123,8 +125,8 @@ def random_bits(seed: Tensor, offset: Tensor, where: Where, before: Tensor | int
     pairs = torch.arange(problem.batch * problem.heads_q, device=device).view(problem.batch, problem.heads_q, 1, 1)
     pairs, nothing = pairs + before, torch.zeros_like(pairs)
     head = _philox4([pairs, nothing, nothing + (offset & _MASK), nothing + (offset >> 32 & _MASK)], _halves(seed))
-    counter = [rows // 16 * 8 + rows % 8 + head[1] & _MASK, keys // 16 * 4 + keys % 8 // 2 + head[2] & _MASK]
-    words = spread(*_philox2(torch.broadcast_tensors(*counter), head[0]))
+    queries, pairs_of_keys = rows // 16 * 8 + rows % 8, keys // 16 * 4 + keys % 8 // 2
+    words = spread(*_mix(queries * _QUERY_STEP + head[1], pairs_of_keys * _KEY_STEP + head[2], head[0]))
     which = 2 * (keys % 16 // 8) + rows % 16 // 8
     word = torch.stack(words, -1).gather(-1, which.expand(words[0].shape)[..., None])[..., 0]
     bits = torch.where(keys % 2 == 0, word, word >> 16) & 0xFFFF
@@ -150,21 +152,20 @@ def _philox4(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
     """Four words of 32 bits in int64, from four of a counter and two of a key."""
     c, k = list(counter), list(key)
     for _ in range(_ROUNDS):
-        high0, low0 = _product(_FACTORS_OF_FOUR[0], c[0])
-        high1, low1 = _product(_FACTORS_OF_FOUR[1], c[2])
+        high0, low0 = _product(_FACTORS[0], c[0])
+        high1, low1 = _product(_FACTORS[1], c[2])
         c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]
         k = [(word + step) & _MASK for word, step in zip(k, _STEPS, strict=True)]
     return c
 
 
-def _philox2(counter: Sequence[Tensor], key: Tensor) -> list[Tensor]:
-    """Two words, from two of a counter and one of a key."""
-    c = list(counter)
-    for _ in range(_ROUNDS):
-        high, low = _product(_FACTOR_OF_TWO, c[0])
-        c = [high ^ c[1] ^ key, low]
-        key = (key + _STEPS[0]) & _MASK
-    return c
+def _mix(a: Tensor, b: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Two words, from two others, of which the low 32 bits count, and a key."""
+    a, b = torch.broadcast_tensors(a & _MASK, b & _MASK)
+    for factor in _MIX_FACTORS:
+        b = b + _product(factor, a)[1] & _MASK
+        a, b = b ^ b >> 16 ^ key, a
+    return a, b
 
 
 def _product(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@
 //   counter   (batch * heads + head, 0, offset, offset >> 32)
 //   key       (seed, seed >> 32)
 // The eight scores of queries {q, q + 8} and keys {k, k + 1, k + 8, k + 9}, with q % 16 < 8, k % 16
-// < 8 and k even, share a call of Philox2x32 with seven rounds, which gives the words a and b:
-//   counter   ((q / 16) 8 + q % 8 + h[1],  (k / 16) 4 + k % 8 / 2 + h[2])
+// < 8 and k even, share the words a and b that mix(), a permutation of 64 bits, makes of:
+//   counter   (((q / 16) 8 + q % 8) query_step + h[1],  ((k / 16) 4 + k % 8 / 2) key_step + h[2])
 //   key       h[0]
 //   bits      of keys k (low half) and k + 1 (high half):      query q: a,  q + 8: b
 //             of keys k + 8 (low half) and k + 9 (high half):  a ^ b ^ (a with its halves swapped),
@@ -18,7 +18,12 @@
 // The bits therefore depend only on the position of a score. Each of the eight 16-bit numbers
 // is the sum of one or of three of the four halves of a and b, no two of the same: any three of
 // them are independent, and each is uniform. (Of the seventy sets of four, fourteen have a sum of
-// 0.) Why: 128 bits would cost twice as many multiplications.
+// 0.) Why: 128 bits would cost twice as many instructions, and registers in the forward.
+//
+// A round of mix() adds a multiple of one word to the other, which carries differences to higher
+// bits, and folds the high half of the sum into the low one, together with the key: three
+// instructions. Why not Philox2x32: a product of 64 bits takes as long as six of them. Four rounds
+// pass the tests that docs/kernels/terms.md lists, and there are six.
 //
 // Why these eight: where rows are queries a thread has all of them. Where rows are keys it has one
 // of every two neighbouring keys; the thread four lanes away has the other and makes the bits of
@@ -46,12 +51,17 @@ __device__ __forceinline__ void philox(ptx::u32 (&c)[4], ptx::u32 key0, ptx::u32
   }
 }
 
-__device__ __forceinline__ void philox(ptx::u32 (&c)[2], ptx::u32 key) {
+// The fractions of the square roots of the first eight primes, in 32 bits, made odd.
+constexpr ptx::u32 query_step = 0x6A09E667u, key_step = 0xBB67AE85u;
+constexpr ptx::u32 mix_factors[] = {0x3C6EF373u, 0xA54FF53Bu, 0x510E527Fu,
+                                    0x9B05688Du, 0x1F83D9ABu, 0x5BE0CD19u};
+
+__device__ __forceinline__ void mix(ptx::u32 (&words)[2], ptx::u32 key) {
 #pragma unroll
-  for (int round = 0; round < philox_rounds; ++round) {
-    const ptx::Halves product = ptx::multiply_wide(c[0], 0xD256D193u);
-    c[0] = product.high ^ c[1] ^ key + round * 0x9E3779B9u;
-    c[1] = product.low;
+  for (int round = 0; round < 6; ++round) {
+    ptx::u32 &from = words[round % 2], &to = words[1 - round % 2];
+    to += from * mix_factors[round];
+    to ^= to >> 16 ^ key;
   }
 }
 
@@ -97,20 +107,20 @@ struct Dropout {
         turned(params.dropout_turned),
         rows_are(At::rows_are),
         kept_weight(params.dropout_weight) {
-    const int row = at.row(), column = at.column();
+    const ptx::u32 row = at.row(), column = at.column();
     odd = rows_are == RowsAre::keys && row & 1;
-    const int query = rows_are == RowsAre::queries ? row : column + odd;
-    const int key = rows_are == RowsAre::queries ? column : row;
-    counter[0] = query / 16 * 8 + query % 8 + once.first_query;
-    counter[1] = key / 16 * 4 + key % 8 / 2 + once.first_key;
+    const ptx::u32 query = rows_are == RowsAre::queries ? row : column + odd;
+    const ptx::u32 key = rows_are == RowsAre::queries ? column : row;
+    counter[0] = (query / 16 * 8 + query % 8) * query_step + once.first_query;
+    counter[1] = (key / 16 * 4 + key % 8 / 2) * key_step + once.first_key;
   }
 
   // Draws a and b of the `block`-th sixteen columns.
   __device__ __forceinline__ void draw(int block, ptx::u32 (&drawn)[drawn_words]) const {
     const bool by_queries = rows_are == RowsAre::queries;
-    drawn[0] = counter[0] + (by_queries ? 0 : 8 * block);
-    drawn[1] = counter[1] + (by_queries ? 4 * block : 0);
-    philox(drawn, once.key);
+    drawn[0] = counter[0] + (by_queries ? 0 : 8 * block * query_step);
+    drawn[1] = counter[1] + (by_queries ? 4 * block * key_step : 0);
+    mix(drawn, once.key);
   }
   // Makes the bits of this thread's eight scores of those columns.
   __device__ __forceinline__ void spread(const ptx::u32 (&drawn)[drawn_words]) {
