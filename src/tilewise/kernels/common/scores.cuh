@@ -72,6 +72,11 @@
 //                                      block stay, for even i: ones in the low and the high half of a word. It returns the same
 //                                      for the same query and key in every kernel, whichever of them is the row; all lanes of a
 //                                      warp call it, in ascending order. `kept_weight` is the factor of kept weights.
+//   u32 keeps<true>(int i, const u32 (&drawn)[drawn_words])
+//   u32 exchange(u32 bits)             Where the words of a lane decide about weights of another one, such a term may leave the
+//                                      exchange to the end: this `keeps` is about the weights that the lane's words decide about,
+//                                      and `exchange`, which all lanes of a warp call, makes of their bits those of the lane's own
+//                                      weights, for element i in the low half of a word and for i + 1 in the high half.
 //   float finish_row(float& m, float& l, float log2_unit, int r)
 //                                      For row r of the fragment: l is the sum of 2^(log2_unit (v_n - m)) over its keys; m = -inf
 //                                      and l = 0 where it sees none. Returns the factor by which O is multiplied when m changes.
@@ -316,6 +321,8 @@ concept HasKeeps = requires(Term term, ptx::u32 (&drawn)[drawn_words]) {
   term.keeps(0, drawn);
 };
 template <typename Term>
+concept HasExchange = requires(Term term) { term.exchange(0u); };
+template <typename Term>
 concept HasOnce = requires { typename Term::Once; };
 template <typename Term>
 concept HasOfRows = requires { typename Term::OfRows; };
@@ -376,7 +383,11 @@ struct TermChain {
   template <int count>
   __device__ __forceinline__ void observe(const float (&)[count], float) {}
   __device__ __forceinline__ void draw(int, ptx::u32 (&)[drawn_words]) const {}
-  __device__ __forceinline__ ptx::u32 keeps(int, const ptx::u32 (&)[drawn_words]) { return ~0u; }
+  template <bool before_exchange>
+  __device__ __forceinline__ ptx::u32 keeps(int, const ptx::u32 (&)[drawn_words]) {
+    return ~0u;
+  }
+  __device__ __forceinline__ ptx::u32 exchange(ptx::u32 bits) { return bits; }
   __device__ __forceinline__ float kept_weight() { return 1.0f; }
   __device__ __forceinline__ float finish_row(float&, float&, float, int) { return 1.0f; }
   __device__ __forceinline__ float pull_back(float ds, float&, int, float) { return ds; }
@@ -439,9 +450,17 @@ struct TermChain<First, Rest...> {
     else
       rest.draw(block, drawn);
   }
+  template <bool before_exchange = false>
   __device__ __forceinline__ ptx::u32 keeps(int i, const ptx::u32 (&drawn)[drawn_words]) {
-    if constexpr (HasKeeps<First>) return first.keeps(i, drawn);
-    return rest.keeps(i, drawn);
+    if constexpr (before_exchange && HasExchange<First>)
+      return first.template keeps<true>(i, drawn);
+    else if constexpr (HasKeeps<First>)
+      return first.keeps(i, drawn);
+    return rest.template keeps<before_exchange>(i, drawn);
+  }
+  __device__ __forceinline__ ptx::u32 exchange(ptx::u32 bits) {
+    if constexpr (HasExchange<First>) return first.exchange(bits);
+    return rest.exchange(bits);
   }
   __device__ __forceinline__ float kept_weight() {
     if constexpr (HasKeeps<First>) return first.kept_weight * rest.kept_weight();
@@ -750,9 +769,10 @@ struct Scores {
     TermChain<Terms...> terms;
     ptx::u32 drawn[drawn_words];
 
+    template <bool before_exchange = false>
     __device__ __forceinline__ ptx::u32 keeps(int i) {
       if (i % 8 == 0) terms.draw(i / 8, drawn);
-      return terms.keeps(i, drawn);
+      return terms.template keeps<before_exchange>(i, drawn);
     }
   };
   // Zeroes the dropped weights, in 16 bits, two per word, in the A layout of the next product. The
@@ -791,9 +811,11 @@ struct Scores {
     Drawing drawing{TermChain<Terms...>(params, Unit{}, at)};
 #pragma unroll
     for (int i = 0; i < 32 * words; i += 2) {
-      const ptx::u32 found = ~drawing.keeps(i) & 0x10001u << i / 2 % 16;
+      const ptx::u32 found = ~drawing.template keeps<true>(i) & 0x10001u << i / 2 % 16;
       dropped[i / 32] = i % 32 == 0 ? found : dropped[i / 32] | found;
     }
+#pragma unroll
+    for (int word = 0; word < words; ++word) dropped[word] = drawing.terms.exchange(dropped[word]);
   }
   // mark() turns these bits into signs. The second overload does both at once.
   template <int blocks>

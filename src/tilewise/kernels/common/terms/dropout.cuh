@@ -122,19 +122,21 @@ struct Dropout {
     drawn[1] = counter[1] + (by_queries ? 4 * block * key_step : 0);
     mix(drawn, once.key);
   }
-  // Makes the bits of this thread's eight scores of those columns.
+  // Makes the bits of eight scores of those columns: of this thread's, or with `before_exchange` of
+  // those that it has drawn for.
+  template <bool before_exchange>
   __device__ __forceinline__ void spread(const ptx::u32 (&drawn)[drawn_words]) {
     ptx::u32 a = drawn[0], b = drawn[1];
     ptx::u32 other_a = __byte_perm(a, a, 0x1032), other_b = __byte_perm(b, b, 0x1032);
-    if (rows_are == RowsAre::keys) {
+    if (rows_are == RowsAre::keys && !before_exchange) {
       // This key's halves for both queries, and those of the other key.
       const ptx::u32 come_a = __shfl_xor_sync(0xffffffffu, a, 4);
       const ptx::u32 come_b = __shfl_xor_sync(0xffffffffu, b, 4);
-      const ptx::u32 own = odd ? 0x3276 : 0x5410, other = odd ? 0x1054 : 0x7632;
+      const ptx::u32 other = odd ? 0x1054 : 0x7632;
       other_a = __byte_perm(a, come_a, other);
       other_b = __byte_perm(b, come_b, other);
-      a = __byte_perm(a, come_a, own);
-      b = __byte_perm(b, come_b, own);
+      a = __byte_perm(a, come_a, own_halves());
+      b = __byte_perm(b, come_b, own_halves());
     }
     const bool by_queries = rows_are == RowsAre::queries;
     words[0] = a;
@@ -142,10 +144,16 @@ struct Dropout {
     words[by_queries ? 2 : 1] = a ^ b ^ other_a;
     words[3] = a ^ b ^ other_b;
   }
+  __device__ __forceinline__ ptx::u32 own_halves() const { return odd ? 0x3276 : 0x5410; }
 
+  template <bool before_exchange = false>
   __device__ __forceinline__ ptx::u32 keeps(int i, const ptx::u32 (&drawn)[drawn_words]) {
-    if (i % 8 == 0) spread(drawn);
+    if (i % 8 == 0) spread<before_exchange>(drawn);
     return ptx::not_at_least(words[i / 2 % 4], bound) ^ turned;
+  }
+  __device__ __forceinline__ ptx::u32 exchange(ptx::u32 bits) const {
+    if (rows_are == RowsAre::queries) return bits;
+    return __byte_perm(bits, __shfl_xor_sync(0xffffffffu, bits, 4), own_halves());
   }
 };
 
