@@ -7,10 +7,13 @@ import itertools
 import operator
 from typing import Any
 
+import pytest
 import torch
 
 from support import make_problem
 from term_cases import F32, both_ways, case_of, check, emulated, everywhere
+from test_terms import built_units
+from tilewise.jit import build
 from tilewise.scores import Where
 from tilewise.terms import Dropout, dropout
 
@@ -24,6 +27,16 @@ def test_dropout(monkeypatch: Any, backend: Any, dtype: Any, dim: int, mask: Any
     """The very weights that the reference drops, whichever of queries and keys a kernel has as rows."""
     case = case_of(dtype, dim, mask, (Dropout(0.3),), lambda _: {"seed": SEED}, needs_grad=back)
     check(monkeypatch, backend, case, back=back)
+
+
+@pytest.mark.kernel_gate
+@pytest.mark.parametrize("dim", [192, 256])
+def test_kernels_of_wide_heads_build_without_spills(dim: int) -> None:
+    units = built_units((Dropout(0.1),), dim)
+    assert units
+    for unit in units:
+        used = build(unit, announce=False).resources
+        assert used.spill_store_bytes == used.spill_load_bytes == 0
 
 
 def test_the_words_of_a_head_are_those_of_philox() -> None:

@@ -125,6 +125,7 @@ class Term:
     hides_band: ClassVar[bool] = False  # its struct hides what the band hides as well
     joins_rows: ClassVar[bool] = False  # a logit joins their sums
     fits_plain_window: ClassVar[bool] = False  # on Hopper it fits the tiles of kernels for windows without terms
+    max_plain_heads: ClassVar[int] = 256  # the largest heads for which it fits Hopper's tiles of kernels without terms
     adds_line: ClassVar[bool] = False  # it adds what is linear along a row, but for a bend: its struct says so
     elementwise: ClassVar[bool] = False  # it looks at the score alone, and not at where it stands
 

@@ -38,6 +38,7 @@ class Dropout(Term):
 
     kind: ClassVar[str] = "dropout"
     transforms: ClassVar[bool] = False
+    max_plain_heads: ClassVar[int] = 192
 
     probability: float
 

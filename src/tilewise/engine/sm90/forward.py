@@ -340,6 +340,8 @@ def _roomy(problem: Problem) -> bool:
     """Whether to use the tiles of kernels with a softcap, which leave registers; for a window most terms do."""
     if not problem.scores or not rules.fits_plain_tiles(problem, "sm90"):
         return bool(problem.scores)
+    if max(_class_of(problem)) > min(term.max_plain_heads for term in problem.scores):
+        return True
     fits_window = _class_of(problem)[0] <= _MAX_PLAIN_WINDOW and all(term.fits_plain_window for term in problem.scores)
     return _mask_kind(problem) == 2 and not fits_window
 

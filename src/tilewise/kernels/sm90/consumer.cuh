@@ -67,9 +67,7 @@ struct Consumer {
   // For the tile whose scores are being computed: random words for as many blocks of sixteen keys
   // as registers allow. The others are drawn when they are needed.
   static constexpr int drawn_early =
-      !Policy::drops || config.consumers > 2 || config.head_dim_v > 192 ? 1
-      : config.head_dim_v > 128                                         ? 3
-                                                                        : block_kv / 16;
+      !Policy::drops || config.consumers > 2 || config.head_dim_v > 128 ? 1 : block_kv / 16;
   u32 drawn[drawn_early][drawn_words];
   // For the tile whose scores are being computed, if it is partial.
   typename Policy::template Ahead<block_kv / 2, RowsAre::queries> ahead;
