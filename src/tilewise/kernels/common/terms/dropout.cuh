@@ -22,8 +22,8 @@
 //
 // A round of mix() adds a multiple of one word to the other, which carries differences to higher
 // bits, and folds the high half of the sum into the low one, together with the key: three
-// instructions. Why not Philox2x32: a product of 64 bits takes as long as six of them. Four rounds
-// pass the tests that docs/kernels/terms.md lists, and there are six.
+// instructions. Why not Philox2x32: a product of 64 bits takes as long as six of them. By the tests
+// in docs/kernels/terms.md four rounds suffice for random keys, and five for any; there are six.
 //
 // Why these eight: where rows are queries a thread has all of them. Where rows are keys it has one
 // of every two neighbouring keys; the thread four lanes away has the other and makes the bits of
