@@ -48,8 +48,11 @@
 //   bool holds(int count)              For a term that reads a number per element: whether the first `count` exist. The member
 //   bool checks                        `checks` tells `apply` whether it must test each element; where all exist, it need not.
 //   static bool loads_few = true       For such a term, where elements share these numbers: they are loaded all at once.
-//   bool take(float (&v)[])            For a term that is the first to change scores: converts all of them into its own form, and
-//   bool easy, taken                   returns whether this warp's scores allow the shorter variant of `apply` (set in `easy`).
+//   bool are_easy(const float (&v)[])  For a term that is the first to change scores: whether this warp's scores allow the shorter
+//   bool easy                          variant of `apply`, which `easy` selects.
+//   static auto exponents<easy>(params)
+//                                      For such a term: the function scale_log2 v_t - base of (v_{t-1}, base), in the unit 1, for
+//                                      kernels that have no other term with `apply`.
 //   void hide(float (&v)[], at)        Sets hidden elements to -inf. The plan of the kernel decides which tiles are cut.
 //   struct Ahead<count, rows_are>      What `hide` reads from memory for a fragment; at.ahead() returns it in kernels that load
 //   void look_ahead(Ahead&, at)        it while the scores are being computed.
@@ -181,21 +184,33 @@ struct SeenSpans {
 //   precise  accurate to one unit in the last place
 enum class Precision { fast, precise };
 
-// tanh(y) for |y| < 1/2, from z = 4 y, with a relative error of 6e-7. Why z: a single bit of it
-// shows whether it is below 2.
-__device__ __forceinline__ float tanh_of_quarter(float z) {
-  const float square = z * z;
-  float sum = fmaf(square, -0x1.6bbe38p-19f, 0x1.0e2324p-13f);
-  sum = fmaf(square, sum, -0x1.5542f2p-8f);
-  return z * fmaf(square, sum, 0x1.ffffeep-3f);
-}
-constexpr ptx::u32 two_or_more = 0x40000000;  // the bit that is clear in numbers below 2
+// factor * tanh(y) for |y| < 1/2 and y = x unit / 4, as an odd polynomial of x whose coefficients
+// include both factors. Its relative error is 6e-7: a weight e^s with |s| < 15 changes by less than
+// 2% of what its rounding to fp16 may change, and 0.5% of that of bf16. A polynomial of degree 5
+// would have 2.5e-5, which is as much as the rounding to fp16.
+struct SmallTanh {
+  float first, third, fifth, seventh;
+
+  __device__ __forceinline__ SmallTanh(float unit, float factor) {
+    const float square = unit * unit;
+    first = 0x1.ffffeep-3f * unit * factor;
+    third = -0x1.5542f2p-8f * unit * factor * square;
+    fifth = 0x1.0e2324p-13f * unit * factor * square * square;
+    seventh = -0x1.6bbe38p-19f * unit * factor * square * square * square;
+  }
+  // The value divided by x.
+  __device__ __forceinline__ float over(float x) const {
+    const float square = x * x;
+    const float sum = fmaf(square, fmaf(square, seventh, fifth), third);
+    return fmaf(square, sum, first);
+  }
+};
 
 template <Precision precision>
 struct Softcap {
-  static constexpr float quarters = 0x1.62e430p+0f;  // z per x * in: 2 ln 2
+  static constexpr float quarters = 0x1.62e430p+0f;  // 4 y per x * in: 2 ln 2
   float in;
-  bool easy = false, taken = false;
+  bool easy = false;
 
   template <typename Params, typename At>
   __device__ __forceinline__ Softcap(const Params& params, const Unit& unit, const At&)
@@ -203,21 +218,52 @@ struct Softcap {
 
   __device__ __forceinline__ float apply(float x, int) const {
     if constexpr (precision == Precision::precise) return tanhf(x * in);
-    if (easy) return tanh_of_quarter(x);
-    return fmaf(-2.0f, ptx::rcp(1.0f + ptx::ex2(x * (taken ? 1.0f / quarters : in))), 1.0f);
+    if (easy) return x * SmallTanh(in * quarters, 1.0f).over(x);
+    return fmaf(-2.0f, ptx::rcp(1.0f + ptx::ex2(x * in)), 1.0f);
   }
+  // Whether |y| < 1/2 for all x. Why sums of squares: the unit of maxima has half the rate of the
+  // unit that multiplies. Invariant: the numbers of a sum are of one row, because a maximum ignores
+  // NaN; a row that has one is NaN in any case.
   template <int count>
-  __device__ __forceinline__ bool take(float (&x)[count]) const
+  __device__ __forceinline__ bool are_easy(const float (&x)[count]) const
     requires(precision == Precision::fast)
   {
     const float unit = in * quarters;
-    ptx::u32 bits = 0;
+    // Beyond these bounds coefficients would leave the range of float.
+    const bool in_range = fabsf(unit) > 0x1p-16f && fabsf(unit) < 0x1p16f;
+    const float bound = in_range ? 4.0f * ptx::rcp(unit * unit) : 0.0f;
+    float top[2] = {0.0f, 0.0f};
 #pragma unroll
-    for (int i = 0; i < count; ++i) {
-      x[i] *= unit;
-      bits |= __float_as_uint(x[i]);
+    for (int i = 0; i < count; i += i % 4 == 0 ? 2 : 6) {
+      float sum = x[i] * x[i];
+      sum = fmaf(x[i + 1], x[i + 1], sum);
+      sum = fmaf(x[i + 4], x[i + 4], sum);
+      top[i % 4 / 2] = fmaxf(top[i % 4 / 2], fmaf(x[i + 5], x[i + 5], sum));
     }
-    return !__any_sync(0xffffffffu, bits & two_or_more);
+    return !__any_sync(0xffffffffu, fmaxf(top[0], top[1]) >= bound);
+  }
+  // The exponents of weights, from x: scale_log2 tanh(x in) - base. The factor is part of the
+  // polynomial.
+  struct EasyExponents {
+    SmallTanh value;
+    __device__ __forceinline__ float operator()(float x, float base) const {
+      return fmaf(x, value.over(x), -base);
+    }
+  };
+  struct Exponents {
+    float in, scale_log2;
+    __device__ __forceinline__ float operator()(float x, float base) const {
+      return fmaf(-2.0f * scale_log2, ptx::rcp(1.0f + ptx::ex2(x * in)), scale_log2 - base);
+    }
+  };
+  template <bool easy, typename Params>
+  static __device__ __forceinline__ auto exponents(const Params& params)
+    requires(precision == Precision::fast)
+  {
+    if constexpr (easy)
+      return EasyExponents{SmallTanh(params.softcap_in * quarters, params.scale_log2)};
+    else
+      return Exponents{params.softcap_in, params.scale_log2};
   }
   // 1 - tanh^2. A value recovered from a weight may be -inf, where the weight is 0.
   __device__ __forceinline__ float slope(float v, int) const {
@@ -308,7 +354,7 @@ concept HasHolds = requires(Term term) { term.checks = term.holds(4); };
 template <typename Term>
 concept LoadsFew = requires { requires Term::loads_few; };
 template <typename Term>
-concept HasTake = requires(Term term, float (&v)[4]) { term.easy = term.taken = term.take(v); };
+concept HasEasy = requires(Term term, const float (&v)[8]) { term.easy = term.are_easy(v); };
 template <typename Term>
 concept HasHide = requires(Term term, float (&v)[4]) { term.hide(v, NoPlace{}); };
 template <typename Term>
@@ -365,7 +411,7 @@ struct TermChain {
   static constexpr bool has_slope = false;
   static constexpr bool has_holds = false;
   static constexpr bool loads_many = false;
-  static constexpr bool has_take = false;
+  static constexpr bool has_easy = false;
 
   template <typename Params, typename At>
   __device__ __forceinline__ TermChain(const Params&, const Unit&, const At&) {}
@@ -374,7 +420,7 @@ struct TermChain {
   __device__ __forceinline__ bool holds(int) { return true; }
   __device__ __forceinline__ void set_checks(bool) {}
   template <int count>
-  __device__ __forceinline__ bool take(float (&)[count]) {
+  __device__ __forceinline__ bool are_easy(const float (&)[count]) {
     return false;
   }
   __device__ __forceinline__ void set_easy(bool) {}
@@ -400,7 +446,7 @@ struct TermChain<First, Rest...> {
   static constexpr bool has_holds = HasHolds<First> || TermChain<Rest...>::has_holds;
   static constexpr bool loads_many =
       (HasHolds<First> && !LoadsFew<First>) || TermChain<Rest...>::loads_many;
-  static constexpr bool has_take = HasApply<First> ? HasTake<First> : TermChain<Rest...>::has_take;
+  static constexpr bool has_easy = HasApply<First> ? HasEasy<First> : TermChain<Rest...>::has_easy;
 
   First first;
   TermChain<Rest...> rest;
@@ -422,17 +468,22 @@ struct TermChain<First, Rest...> {
     rest.set_checks(checks);
   }
   template <int count>
-  __device__ __forceinline__ bool take(float (&v)[count]) {
-    if constexpr (HasTake<First>) return first.take(v);
-    return rest.take(v);
+  __device__ __forceinline__ bool are_easy(const float (&v)[count]) {
+    if constexpr (HasEasy<First>) return first.are_easy(v);
+    return rest.are_easy(v);
   }
   __device__ __forceinline__ void set_easy(bool easy) {
-    if constexpr (HasTake<First>) {
-      first.taken = true;
+    if constexpr (HasEasy<First>)
       first.easy = easy;
-    } else {
+    else
       rest.set_easy(easy);
-    }
+  }
+  template <bool easy, typename Params>
+  static __device__ __forceinline__ auto exponents(const Params& params) {
+    if constexpr (HasEasy<First>)
+      return First::template exponents<easy>(params);
+    else
+      return TermChain<Rest...>::template exponents<easy>(params);
   }
   template <int count, typename At>
   __device__ __forceinline__ void hide(float (&v)[count], const At& at) {
@@ -602,27 +653,32 @@ struct Scores {
   template <int count, RowsAre rows_are>
   struct Ahead : AheadOf<Terms, count, rows_are>::Type... {};
 
-  // Step 1. With `looks`, it tests whether scores are easy; this is meant for loops that process
-  // most scores.
-  template <bool looks = false, int count, typename Params, typename At>
+  // Whether scores may be easy. Why not where `holds` is asked: the code would be instantiated four
+  // times.
+  static constexpr bool has_easy = TermChain<Terms...>::has_easy && !TermChain<Terms...>::has_holds;
+  template <int count, typename Params, typename At>
+  static __device__ __forceinline__ bool are_easy(const float (&v)[count], const Params& params,
+                                                  const Unit& unit, const At& at) {
+    return TermChain<Terms...>(params, unit, at).are_easy(v);
+  }
+  // Whether `exponents` does all that step 1 does, and the scaling of step 3.
+  static constexpr bool has_exponents = has_easy && !observes && (0 + ... + HasApply<Terms>) == 1;
+  template <bool easy, typename Params>
+  static __device__ __forceinline__ auto exponents(const Params& params) {
+    if constexpr (has_exponents)
+      return TermChain<Terms...>::template exponents<easy>(params);
+    else
+      return 0;
+  }
+
+  // Step 1, for scores that are all easy or may not be.
+  template <bool easy = false, int count, typename Params, typename At>
   static __device__ __forceinline__ void apply(float (&v)[count], const Params& params,
                                                const Unit& unit, const At& at) {
     if constexpr (transforms) {
       TermChain<Terms...> terms(params, unit, at);
       constexpr int chunk = TermChain<Terms...>::loads_many ? loaded_at_once<At, count> : count;
-      // Why not `take` and `holds` together: the code would be instantiated four times.
-      if constexpr (looks && TermChain<Terms...>::has_take && !TermChain<Terms...>::has_holds) {
-        if (terms.take(v)) {
-          terms.set_easy(true);
-#pragma unroll
-          for (int i = 0; i < count; ++i) v[i] = terms.apply(v[i], i);
-        } else {
-          terms.set_easy(false);
-#pragma unroll
-          for (int i = 0; i < count; ++i) v[i] = terms.apply(v[i], i);
-        }
-        return;
-      }
+      terms.set_easy(easy);
 #pragma unroll
       for (int first = 0; first < count; first += chunk) {
         if (TermChain<Terms...>::has_holds && terms.holds(first + chunk)) {

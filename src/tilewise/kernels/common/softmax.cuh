@@ -73,6 +73,14 @@ __device__ __forceinline__ void row_maxima(const float (&s)[count], float (&top)
   for (int r = 0; r < 2; ++r) top[r] = quad_max(fmaf(top[r], scale_log2, starts.start[r]));
 }
 
+// The exponents of scores that are in one unit.
+struct Scaled {
+  float scale_log2;
+  __device__ __forceinline__ float operator()(float s, float base) const {
+    return fmaf(s, scale_log2, -base);
+  }
+};
+
 template <int count>
 __device__ __forceinline__ void row_sums(const float (&p)[count], float (&sum)[2]) {
   float odd[2] = {0.0f, 0.0f};
@@ -110,11 +118,12 @@ struct Softmax {
     blocks = 0.0f;
   }
 
-  template <int count>
+  // `exponents(s, base)` is the logarithm of p.
+  template <int count, typename Exponents>
   __device__ __forceinline__ void exponentiate(float (&s)[count], const float (&base)[2],
-                                               float scale_log2) {
+                                               const Exponents& exponents) {
 #pragma unroll
-    for (int i = 0; i < count; ++i) s[i] = ptx::ex2(fmaf(s[i], scale_log2, -base[row_of(i)]));
+    for (int i = 0; i < count; ++i) s[i] = ptx::ex2(exponents(s[i], base[row_of(i)]));
   }
 
   __device__ __forceinline__ void scale_sums(const float (&alpha)[2]) {
@@ -147,7 +156,7 @@ struct Softmax {
       reference[r] = next;
       base[r] = from(starts, r, base[r]);
     }
-    exponentiate(s, base, scale_log2);
+    exponentiate(s, base, Scaled{scale_log2});
     row_sums(s, block);
     scale_sums(alpha);
     add(block);
@@ -156,11 +165,11 @@ struct Softmax {
 
   // s -> p against the current reference. Returns true if the block is good as it is; its sums are
   // not added yet.
-  template <typename Starts = FromZero, int count>
-  __device__ __forceinline__ bool lazy_block(float (&s)[count], float scale_log2, float (&block)[2],
-                                             const Starts& starts = {}) {
+  template <typename Exponents, typename Starts = FromZero, int count>
+  __device__ __forceinline__ bool lazy_block(float (&s)[count], const Exponents& exponents,
+                                             float (&block)[2], const Starts& starts = {}) {
     const float base[2] = {from(starts, 0, reference[0]), from(starts, 1, reference[1])};
-    exponentiate(s, base, scale_log2);
+    exponentiate(s, base, exponents);
     row_sums(s, block);
     // Invariant: false for NaN, so that overflow and rows without a reference never count as good.
     const float max_share = heavy_block(2 * count) * ptx::rcp(blocks);

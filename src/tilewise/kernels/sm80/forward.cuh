@@ -201,7 +201,7 @@ struct Forward {
     // Why & and not &&: a branch would save nothing here.
 #pragma unroll
     for (int t = 0; t < row_tiles; ++t)
-      good &= softmax[t].lazy_block(s[t], params.scale_log2, block[t]);
+      good &= softmax[t].lazy_block(s[t], Scaled{params.scale_log2}, block[t]);
     if (__builtin_expect(__any_sync(0xffffffffu, !good), 0)) {
       bool recoverable = true;
 #pragma unroll

@@ -62,6 +62,9 @@ struct Consumer {
   u32 p[block_kv / 16][4];
   float o[config.head_dim_v / 2];
   Softmax softmax;
+  static constexpr bool tells_easy = Policy::has_easy && config.head_dim <= 128;
+  const decltype(Policy::template exponents<true>(params)) easy_exponents =
+      Policy::template exponents<true>(params);
   typename Policy::Once once;  // for this work tile
   typename Policy::OfRows of_rows;
   // For the tile whose scores are being computed: random words for as many blocks of sixteen keys
@@ -202,7 +205,7 @@ struct Consumer {
   // all of its scores at once. Wide heads leave no registers for that, nor for both variants.
   static constexpr bool adds_line =
       Policy::adds_line && !Policy::observes && config.head_dim <= 128;
-  template <bool looks = false>
+  template <bool easy = false>
   __device__ __forceinline__ auto apply_terms(const Part& part, int kv_tile) {
     const Place place{{*this, part, kv_tile}};
     if constexpr (config.bias_slots > 0)
@@ -215,7 +218,7 @@ struct Consumer {
       Policy::bend(s, params, place);
       return FromStarts{{line.start[0] * params.scale_log2, line.start[1] * params.scale_log2}};
     } else {
-      Policy::template apply<looks && config.head_dim <= 128>(s, params, Unit{}, place);
+      Policy::template apply<easy>(s, params, Unit{}, place);
       return FromZero{};
     }
   }
@@ -355,6 +358,31 @@ struct Consumer {
     pack(part, kv_tile);
   }
 
+  // Steps 2 to 5 of a lazy tile. Where scores may be easy, both ways contain the exponentials,
+  // which overlap with the arithmetic of the terms. Wide heads leave no registers for two ways.
+  __device__ __forceinline__ bool lazy_weights(const Part& part, int kv_tile, float (&block)[2]) {
+    if constexpr (tells_easy) {
+      if (Policy::are_easy(s, params, Unit{}, Place{{*this, part, kv_tile}}))
+        return lazy_weights_by<true>(part, kv_tile, block);
+    }
+    return lazy_weights_by<false>(part, kv_tile, block);
+  }
+  template <bool easy>
+  __device__ __forceinline__ bool lazy_weights_by(const Part& part, int kv_tile,
+                                                  float (&block)[2]) {
+    if constexpr (tells_easy && Policy::has_exponents) {
+      if constexpr (easy)
+        return !__any_sync(0xffffffffu, !softmax.lazy_block(s, easy_exponents, block));
+      const auto exponents = Policy::template exponents<false>(params);
+      return !__any_sync(0xffffffffu, !softmax.lazy_block(s, exponents, block));
+    } else {
+      const auto starts = apply_terms<easy>(part, kv_tile);
+      observe(part, kv_tile);
+      const Scaled exponents{params.scale_log2};
+      return !__any_sync(0xffffffffu, !softmax.lazy_block(s, exponents, block, starts));
+    }
+  }
+
   // The steady loop: tiles n down to `last`, none of them partial; `before` as in attend(). Why the
   // slow path is placed after the loop and re-enters it: the loop's code stays contiguous.
   __device__ __forceinline__ void lazy_tiles(const Part& part, int& n, int last, bool& before) {
@@ -365,9 +393,7 @@ struct Consumer {
       for (; n >= last; --n) {
         issue_both(part, n, false, before);
         before = false;
-        const auto starts = apply_terms<true>(part, n);
-        observe(part, n);
-        good = !__any_sync(0xffffffffu, !softmax.lazy_block(s, params.scale_log2, block, starts));
+        good = lazy_weights(part, n, block);
         // Why there is a wait on either side of this branch: the assembler sinks exponentials below
         // a wait, but the branch needs all of them, so they stay above it and overlap with the
         // products in flight. The waits differ in their text because they would be merged
