@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from term_cases import BF16, H200, Case, both_ways, case_of, check, emulated, everywhere
@@ -26,6 +27,24 @@ def test_relative_bias(monkeypatch: Any, backend: Any, dtype: Any, dim: int, mas
     own = str(dtype).removeprefix("torch.")
     span, zero, number = (249, 99, "float32") if dim == 64 else (61, 20, own)
     check(monkeypatch, backend, table_case(dtype, dim, mask, span, zero, number, needs_grad=back), back=back)
+
+
+TABLES = {
+    "all distances": (700, 90, 1),
+    "tiles before, across and behind it": (61, -200, 1),
+    "numbers that are not adjacent": (700, 90, 2),
+}
+
+
+@emulated
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("what", TABLES)
+def test_numbers_loaded_while_scores_are_computed(monkeypatch: Any, what: str, dim: int) -> None:
+    """So many keys that most tiles run in the steady loop."""
+    span, zero, step = TABLES[what]
+    case = table_case(BF16, dim, Full(), span, zero, "float32", seq_q=80, seq_kv=600)
+    table = torch.randn(4, step * span, generator=torch.Generator().manual_seed(5))[:, ::step]
+    check(monkeypatch, SM90, case._replace(operands={"table": table}), back=False)
 
 
 def test_a_learned_table_is_refused_where_sums_must_have_an_order() -> None:

@@ -114,11 +114,11 @@ SEARCHED = {
 def configs(problem: Problem, target: Target) -> list[Config]:
     """Configs of the table that ships, best first.
 
-    A row of the table may be for terms that look at a score alone (`elementwise`), whose kernels leave more registers,
-    or for some lengths of keys only (`min_seq_kv`, `max_seq_kv`), or, with smaller tiles than usual, only for problems
-    that it spreads over the multiprocessors in one wave (`one_wave`), or, dividing the keys too (`split`), for so few
-    queries that a wave has room for several parts. Rows with a `speed`, by which tiles of the same size can be
-    compared, are ordered by when their last wave ends where tiles are equal.
+    A row of the table may be for kernels that have certain terms and no others (`terms`), or for some lengths of keys
+    only (`min_seq_kv`, `max_seq_kv`), or, with smaller tiles than usual, only for problems that it spreads over the
+    multiprocessors in one wave (`one_wave`), or, dividing the keys too (`split`), for so few queries that a wave has
+    room for several parts. Rows with a `speed`, by which tiles of the same size can be compared, are ordered by when
+    their last wave ends where tiles are equal.
     """
     folded = _folded(problem)
     split: list[Config] = []
@@ -151,6 +151,8 @@ def _narrower(row: dict[str, Any], problem: Problem) -> dict[str, Any]:
 
     The loops of a window leave fewer of them.
     """
+    if "terms" in row:
+        return row
     needed = rules.forward_registers(problem)
     if _mask_kind(problem) == 2 and _roomy(problem) and not all(term.elementwise for term in problem.scores):
         needed += 16
@@ -167,8 +169,8 @@ def _ships(problem: Problem) -> list[tuple[rules.Row, Config]]:
     """The rows of the table for such heads and masks."""
     kind, bf16 = _mask_kind(problem), problem.dtype is torch.bfloat16
     rows = rules.rows("sm90", "forward", _class_of(problem), _roomy(problem))
-    elementwise = all(term.elementwise for term in problem.scores)
-    rows = [row for row in rows if MASK_KINDS[kind] in row["masks"] and (elementwise or not row.get("elementwise"))]
+    kinds = [term.kind for term in problem.scores]
+    rows = [row for row in rows if MASK_KINDS[kind] in row["masks"] and row.get("terms", kinds) == kinds]
     own = [row for row in rows if row.get("bias_slots")] if may_stage(problem) else []
     others = [row for row in rows if not row.get("bias_slots")]
     return [

@@ -48,6 +48,8 @@
 //   bool holds(int count)              For a term that reads a number per element: whether the first `count` exist. The member
 //   bool checks                        `checks` tells `apply` whether it must test each element; where all exist, it need not.
 //   static bool loads_few = true       For such a term, where elements share these numbers: they are loaded all at once.
+//   struct Early<count>                The numbers of `count` elements of such a term, as numbers[][2]; at.early() returns them in
+//   void load_early(Early&)            kernels that load them while the scores are being computed. At most one term has them.
 //   bool are_easy(const float (&v)[])  For a term that is the first to change scores: whether this warp's scores allow the shorter
 //   bool easy                          variant of `apply`, which `easy` selects.
 //   static auto exponents<easy>(params)
@@ -377,6 +379,8 @@ concept HasAhead = requires { typename Term::template Ahead<4, RowsAre::queries>
 template <typename Term>
 concept LooksAheadByKeys = HasAhead<Term> && requires { requires Term::looks_ahead_by_keys; };
 template <typename Term>
+concept HasEarly = requires { typename Term::template Early<4>; };
+template <typename Term>
 concept HasObserve = requires(Term term, const float (&v)[4]) { term.observe(v, 1.0f); };
 template <typename Term>
 concept HasFinishRow = requires(Term term, float& x) { term.finish_row(x, x, 1.0f, 0); };
@@ -595,6 +599,15 @@ struct AheadOf<Term, count, rows_are> {
   using Type = typename Term::template Ahead<count, rows_are>;
 };
 
+template <typename Term, int count>
+struct EarlyOf {
+  struct Type {};
+};
+template <HasEarly Term, int count>
+struct EarlyOf<Term, count> {
+  using Type = typename Term::template Early<count>;
+};
+
 // A term's Once: the kernel's copy, or made here.
 template <typename Once, typename Params, typename At>
 __device__ __forceinline__ Once once_of(const Params& params, const At& at) {
@@ -625,6 +638,8 @@ struct Scores {
   static constexpr bool looks_ahead = (HasAhead<Terms> || ...);
   // Where rows are keys; a term may know by its OfRows all that it would look for.
   static constexpr bool looks_ahead_by_keys = (LooksAheadByKeys<Terms> || ...);
+  static constexpr bool loads_early = (HasEarly<Terms> || ...);
+  static_assert((HasEarly<Terms> + ... + 0) <= 1, "two terms would need numbers of their own");
   static constexpr bool observes = (HasObserve<Terms> || ...);
   static constexpr bool finishes_rows = (HasFinishRow<Terms> || ...);
   static constexpr bool has_slope = (HasSlope<Terms> || ...);
@@ -652,6 +667,22 @@ struct Scores {
   // For a fragment that is cut.
   template <int count, RowsAre rows_are>
   struct Ahead : AheadOf<Terms, count, rows_are>::Type... {};
+
+  // For a fragment whose scores are being computed.
+  template <int count>
+  struct Early : EarlyOf<Terms, count>::Type... {};
+
+  // Runs before step 1. `checks`: not all numbers exist, or their places must be computed one by
+  // one.
+  template <int count, typename Params, typename At>
+  static __device__ __forceinline__ bool holds_early(const Params& params, const At& at) {
+    return TermChain<Terms...>(params, Unit{}, at).holds(count);
+  }
+  template <bool checks, int count, typename Params, typename At>
+  static __device__ __forceinline__ void load_early(Early<count>& early, const Params& params,
+                                                    const At& at) {
+    (load_early_by<Terms, checks>(early, params, at), ...);
+  }
 
   // Whether scores may be easy. Why not where `holds` is asked: the code would be instantiated four
   // times.
@@ -741,6 +772,15 @@ struct Scores {
     if constexpr (HasAhead<Term>)
       Term(params, Unit{}, at)
           .look_ahead(static_cast<typename AheadOf<Term, count, rows_are>::Type&>(ahead), at);
+  }
+  template <typename Term, bool checks, int count, typename Params, typename At>
+  static __device__ __forceinline__ void load_early_by(Early<count>& early, const Params& params,
+                                                       const At& at) {
+    if constexpr (HasEarly<Term>) {
+      Term term(params, Unit{}, at);
+      term.checks = checks;
+      term.load_early(static_cast<typename EarlyOf<Term, count>::Type&>(early));
+    }
   }
   template <typename Term, typename Params, typename At>
   static __device__ __forceinline__ void set_line(Line& line, const Params& params, const At& at) {

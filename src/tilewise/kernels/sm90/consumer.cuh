@@ -75,6 +75,12 @@ struct Consumer {
   // For the tile whose scores are being computed, if it is partial.
   typename Policy::template Ahead<block_kv / 2, RowsAre::queries> ahead;
 
+  // For the tile whose scores are being computed. Wide heads leave no registers for that, nor do
+  // random words.
+  static constexpr bool loads_early =
+      Policy::loads_early && config.head_dim <= 128 && !Policy::drops;
+  typename Policy::template Early<block_kv / 2> early;
+
   __device__ __forceinline__ auto sequence(const Part& part) const {
     return sequence_of<Extents>(params, *part.plan);
   }
@@ -199,6 +205,11 @@ struct Consumer {
     {
       return this->kernel.ahead;
     }
+    __device__ __forceinline__ const auto& early() const
+      requires loads_early
+    {
+      return this->kernel.early;
+    }
   };
 
   // Step 2. Scores on a line exclude the starts of their rows; the softmax adds a row's start to
@@ -228,6 +239,23 @@ struct Consumer {
     if constexpr (Policy::looks_ahead) {
       if (partial) Policy::look_ahead(ahead, params, Place{{*this, part, kv_tile}});
     }
+  }
+  // Loads what step 2 needs, likewise. Why `hold` in both branches: the compiler would compute all
+  // addresses in either branch, and load behind them.
+  __device__ __forceinline__ void load_early(const Part& part, int kv_tile) {
+    if constexpr (loads_early) {
+      const Spot place{*this, part, kv_tile};
+      if (Policy::template holds_early<block_kv / 2>(params, place))
+        load_early_by<false>(place);
+      else
+        load_early_by<true>(place);
+    }
+  }
+  template <bool checks>
+  __device__ __forceinline__ void load_early_by(const Spot& place) {
+    Policy::template load_early<checks>(early, params, place);
+#pragma unroll
+    for (int i = 0; i <= block_kv / 8; ++i) wgmma::hold(early.numbers[i]);
   }
   // Step 3.
   __device__ __forceinline__ void hide(const Part& part, int kv_tile) {
@@ -269,6 +297,7 @@ struct Consumer {
       scores_again<config.bf16, config.head_dim, block_kv>(
           s, ptx::smem_address(smem.q[warpgroup]) + warp * panel_bytes(16),
           ptx::smem_address(smem.k[k_position.stage]));
+      load_early(part, kv_tile);
       const auto starts = apply_terms(part, kv_tile);
       softmax.exact_block(s, params.scale_log2, alpha, starts);
     } else {
@@ -288,6 +317,7 @@ struct Consumer {
     issue_scores();
     pass_pingpong();
     look_ahead(part, kv_tile, part.plan->partial(kv_tile));
+    load_early(part, kv_tile);
     draw(part, kv_tile);
     wgmma::wait<0>();
     wgmma::hold(s);
@@ -319,6 +349,7 @@ struct Consumer {
     issue_values();
     pass_pingpong();
     look_ahead(part, kv_tile, partial);
+    load_early(part, kv_tile);
     draw(part, kv_tile);
     wgmma::wait<1>();
     wgmma::hold(s);

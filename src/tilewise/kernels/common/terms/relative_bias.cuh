@@ -5,9 +5,9 @@
 //
 // Two rows of a fragment are eight apart, and so are its columns: row r + 8 needs in one block
 // of columns what row r needed in the previous block. A number is therefore loaded once for both,
-// and the gradients of both are added up first. Beyond that, lanes nine apart have the same
-// distance: they exchange their sums or, where the kernel has a room in shared memory for a warp,
-// all sums of a warp are added up there.
+// in some kernels while the scores are being computed, and the gradients of both are added up
+// first. Beyond that, lanes nine apart have the same distance: they exchange their sums or, where
+// the kernel has a room in shared memory for a warp, all sums of a warp are added up there.
 #pragma once
 
 #include "bias.cuh"
@@ -38,9 +38,10 @@ struct RelativeBias {
   float* room = nullptr;  // this warp's space in shared memory
   int start;              // the index of element 0
   RowsAre rows_are;
-  float ahead[2], behind[2];  // numbers of this block of columns and the previous one
-  float pending[2], held[2];  // gradients, likewise
-  float ds_unit = 1.0f;       // unit of these gradients
+  float ahead[2], behind[2];          // numbers of this block of columns and the previous one
+  const float (*early)[2] = nullptr;  // numbers that have been loaded, if any: Early::numbers
+  float pending[2], held[2];          // gradients, likewise
+  float ds_unit = 1.0f;               // unit of these gradients
 
   template <typename Params, typename At>
   __device__ __forceinline__ RelativeBias(const Params& params, const Unit& unit, const At& at)
@@ -57,12 +58,43 @@ struct RelativeBias {
     start = params.table_zero + (rows_are == RowsAre::queries ? column - row : row - column);
     first = table + start;
     if constexpr (requires { at.room(); }) room = at.room();
+    if constexpr (requires { at.early(); }) early = at.early().numbers;
+  }
+
+  // The numbers of all blocks of columns of a fragment, preceded by those of the block before them.
+  template <int count>
+  struct Early {
+    static_assert(count % 4 == 0);
+    float numbers[count / 4 + 1][2];
+  };
+  template <int count>
+  __device__ __forceinline__ void load_early(Early<count>& to) const {
+    constexpr int blocks = count / 4 + 1;
+    if (!checks) {
+#pragma unroll
+      for (int i = 0; i < 2 * blocks; ++i) to.numbers[i / 2][i % 2] = load(i / 2 - 1, i % 2);
+    } else if (start + 2 * count - 7 <= 0 || start - 8 >= span - 1) {
+      const float end = load(0, 0);
+#pragma unroll
+      for (int i = 0; i < 2 * blocks; ++i) to.numbers[i / 2][i % 2] = end;
+    } else {
+      // Why a loop that moves all numbers on: where each has an address of its own, the addresses
+      // of all of them would need registers at once.
+#pragma unroll 1
+      for (int block = -1 - blocks % 2; block < count / 4; block += 2) {
+#pragma unroll
+        for (int i = 0; i < 2 * blocks; ++i)
+          to.numbers[i / 2][i % 2] = i / 2 + 2 < blocks ? to.numbers[i / 2 + 2][i % 2]
+                                                        : load(block + i / 2 + 2 - blocks, i % 2);
+      }
+    }
   }
 
   // Whether numbers are adjacent, and all that the first `count` elements need lie in the table.
   __device__ __forceinline__ bool holds(int count) const {
     const int ahead = 2 * count - 7, behind = 8;  // relative to element 0, in the order of columns
     const bool by_queries = rows_are == RowsAre::queries;
+    if (early != nullptr) return true;
     return stride == 1 && start >= (by_queries ? behind : ahead) &&
            start + (by_queries ? ahead : behind) < span;
   }
@@ -84,6 +116,7 @@ struct RelativeBias {
   // The bias of element i; called in ascending order.
   __device__ __forceinline__ float at(int i) {
     const int block = i / 4, h = i % 2;
+    if (early != nullptr) return early[block + 1 - row_of(i)][h];
     if (row_of(i) == 1) return behind[h];
     behind[h] = block == 0 ? load(-1, h) : ahead[h];
     ahead[h] = load(block, h);
