@@ -66,6 +66,9 @@ struct Consumer {
   const decltype(Policy::template exponents<true>(params)) easy_exponents =
       Policy::template exponents<true>(params);
   typename Policy::Once once;  // for this work tile
+  // Whether it is made while the first scores are computed: the assembler waits for the slope of a
+  // line as soon as it has issued its load.
+  static constexpr bool makes_once_late = Policy::adds_line && !Policy::drops;
   typename Policy::OfRows of_rows;
   // For the tile whose scores are being computed: random words for as many blocks of sixteen keys
   // as registers allow. The others are drawn when they are needed.
@@ -225,7 +228,7 @@ struct Consumer {
       const Line line = Policy::line(params, place);
 #pragma unroll
       for (int i = 0; i < block_kv / 2; ++i)
-        s[i] = fmaf(line.per_column, static_cast<float>(column_of(i)), s[i]);
+        if (column_of(i) != 0) s[i] = fmaf(line.per_column, static_cast<float>(column_of(i)), s[i]);
       Policy::bend(s, params, place);
       return FromStarts{{line.start[0] * params.scale_log2, line.start[1] * params.scale_log2}};
     } else {
@@ -316,6 +319,7 @@ struct Consumer {
     wgmma::fence();
     issue_scores();
     pass_pingpong();
+    if constexpr (makes_once_late) once = typename Policy::Once(params, Spot{*this, part, kv_tile});
     look_ahead(part, kv_tile, part.plan->partial(kv_tile));
     load_early(part, kv_tile);
     draw(part, kv_tile);
@@ -477,7 +481,7 @@ struct Consumer {
   __device__ __forceinline__ void begin(const Part& part) {
     if constexpr (Policy::drops)
       once = smem.once[work_position.stage].template as<typename Policy::Once>();
-    else
+    else if constexpr (!makes_once_late)
       once = typename Policy::Once(params, Spot{*this, part, 0});
     of_rows = typename Policy::OfRows(params, Spot{*this, part, 0});
     skip_tiles(part.plan->touched.end - part.own.end);
