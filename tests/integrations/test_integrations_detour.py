@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import gc
+import queue
+import sys
 import threading
+import time
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tilewise import CompileError
+from tilewise import CompileError, memo
+from tilewise.hook.dispatch import _HANDED, _TORCH_HANDS_THE_CONTEXT
 from tilewise.integrations.sdpa import FallbackWarning, report, sdpa
 from tilewise.native import library as extension
 
@@ -202,6 +209,246 @@ def test_threads_that_nothing_governs_pass(asked):
     holder.join()
     assert len(asked) == 0
     assert sdpa.report() == []
+
+
+def counted() -> int:
+    return sum(entry.calls for entry in sdpa.report())
+
+
+class Worker:
+    """A thread that does what it is given, one thing after another."""
+
+    def __init__(self) -> None:
+        self._given: queue.SimpleQueue = queue.SimpleQueue()
+        self._made: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while (work := self._given.get()) is not None:
+            self._made.put(work())
+
+    def __call__(self, work):
+        self._given.put(work)
+        return self._made.get(timeout=60)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._given.put(None)
+
+
+def calls_counted(tensors, times: int = 3) -> int:
+    """How many of several calls that look alike meet a rule."""
+    before = counted()
+    for _ in range(times):
+        F.scaled_dot_product_attention(*tensors)
+    return counted() - before
+
+
+@needs_compiler
+def test_what_a_thread_knows_of_rules_ends_when_they_change(asked):
+    """Threads that were there before a rule, and that have made calls under another, see every change at once."""
+    tensors = inputs()
+    with Worker() as early:
+        assert early(lambda: calls_counted(tensors)) == 0
+        for _ in range(3):
+            sdpa.enable()
+            try:
+                with Worker() as late:
+                    for worker in (early, late):
+                        assert worker(lambda: calls_counted(tensors)) == 3
+                with sdpa(when=lambda problem: False) as inner:
+                    assert calls_counted(tensors) == 3
+                    assert early(lambda: calls_counted(tensors)) == 3
+                    early(inner.__enter__)
+                    assert early(lambda: calls_counted(tensors)) == 3
+                    early(lambda: inner.__exit__(None, None, None))
+            finally:
+                sdpa.disable()
+            assert early(lambda: calls_counted(tensors)) == 0
+            assert calls_counted(tensors) == 0
+        with sdpa():
+            assert early(lambda: calls_counted(tensors)) == 0
+            assert calls_counted(tensors) == 3
+
+
+@needs_compiler
+def test_a_block_ends_in_one_thread_while_others_are_in_it(asked):
+    tensors, rule = inputs(), sdpa()
+    with Worker() as one, Worker() as other:
+        for worker in (one, other):
+            worker(rule.__enter__)
+            assert worker(lambda: calls_counted(tensors)) == 3
+        one(lambda: rule.__exit__(None, None, None))
+        assert one(lambda: calls_counted(tensors)) == 0
+        assert other(lambda: calls_counted(tensors)) == 3
+        other(lambda: rule.__exit__(None, None, None))
+        assert other(lambda: calls_counted(tensors)) == 0
+
+
+@needs_compiler
+def test_nested_blocks_are_told_apart_from_call_to_call(asked):
+    tensors = inputs()
+    outer, inner = sdpa(), sdpa(when=lambda problem: False)
+    with outer:
+        for _ in range(4):
+            F.scaled_dot_product_attention(*tensors)
+            with inner:
+                F.scaled_dot_product_attention(*tensors)
+        F.scaled_dot_product_attention(*tensors)
+    F.scaled_dot_product_attention(*tensors)
+    assert len(asked) == 2
+    assert sorted(entry.calls for entry in sdpa.report()) == [4, 5]
+
+
+@needs_compiler
+def test_a_context_carries_its_block(asked):
+    tensors = inputs()
+    outside = contextvars.copy_context()
+    with sdpa():
+        inside = contextvars.copy_context()
+        for _ in range(2):
+            assert calls_counted(tensors) == 3
+            assert outside.run(calls_counted, tensors) == 0
+            assert inside.run(outside.run, calls_counted, tensors) == 0
+    for _ in range(2):
+        assert calls_counted(tensors) == 0
+    with sdpa(when=lambda problem: False):  # somebody is governed again
+        assert inside.run(calls_counted, tensors) == 3
+        assert outside.run(calls_counted, tensors) == 0
+
+
+@needs_compiler
+def test_tasks_take_turns_in_one_thread(asked):
+    tensors = inputs()
+
+    async def governed(rule):
+        met = 0
+        with rule:
+            for _ in range(4):
+                met += calls_counted(tensors, 1)
+                await asyncio.sleep(0)
+        return met
+
+    async def free():
+        met = 0
+        for _ in range(4):
+            met += calls_counted(tensors, 1)
+            await asyncio.sleep(0)
+        return met
+
+    async def together():
+        return await asyncio.gather(governed(sdpa()), free(), governed(sdpa(when=lambda problem: False)), free())
+
+    assert asyncio.run(together()) == [4, 0, 4, 0]
+    assert sorted(entry.calls for entry in sdpa.report()) == [4, 4]
+
+
+@needs_compiler
+def test_a_thread_that_autograd_hands_a_block_is_in_it_as_long_as_it_has_it(asked):
+    tensors = inputs()
+    erase = getattr(torch._C, "_remove_obj_from_tls", lambda key: torch._C._stash_obj_in_tls(key, None))
+    with Worker() as device_thread, sdpa():
+        handed = contextvars.copy_context() if _TORCH_HANDS_THE_CONTEXT else torch._C._get_obj_in_tls(_HANDED)
+        for _ in range(2):
+            assert device_thread(lambda: calls_counted(tensors)) == 0
+            device_thread(lambda: torch._C._stash_obj_in_tls(_HANDED, handed))
+            assert device_thread(lambda: calls_counted(tensors)) == 3
+            device_thread(lambda: erase(_HANDED))
+
+
+@needs_compiler
+def test_forgotten_decisions_and_rules_that_are_gone_are_known_to_no_thread(asked):
+    tensors = inputs()
+    with Worker() as worker:
+        for _ in range(3):  # a new rule may lie where the last one did
+            for rule in (sdpa(), sdpa(backend="tiled")):
+                worker(rule.__enter__)
+                for _ in range(3):
+                    worker(lambda: F.scaled_dot_product_attention(*tensors))
+                worker(lambda rule=rule: rule.__exit__(None, None, None))
+                del rule
+                gc.collect()
+    assert {entry.outcome: entry.calls for entry in sdpa.report()} == {"left": 9, "taken": 9}
+    with Worker() as worker, sdpa() as rule:
+        worker(rule.__enter__)
+        for _ in range(2):
+            before = len(asked)
+            for call in (calls_counted, lambda tensors: worker(lambda: calls_counted(tensors))):
+                assert call(tensors) == 3
+            assert len(asked) == before + 1
+            memo.invalidate()
+        worker(lambda: rule.__exit__(None, None, None))
+
+
+@needs_compiler
+def test_no_call_is_lost_from_the_count(asked):
+    tensors, threads, times = inputs(), 4, 500
+    start = threading.Barrier(threads)
+
+    def work():
+        start.wait()
+        for _ in range(times):
+            F.scaled_dot_product_attention(*tensors)
+
+    sdpa.enable()
+    try:
+        F.scaled_dot_product_attention(*tensors)
+        workers = [threading.Thread(target=work) for _ in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    finally:
+        sdpa.disable()
+    assert len(asked) == 1
+    assert [entry.calls for entry in sdpa.report()] == [1 + threads * times]
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_call_that_is_recognised_waits_for_nobody(asked):
+    """Calls of a script, which runs without the GIL, come to their end while this thread never lets go of it."""
+
+    def several(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, times: int) -> torch.Tensor:
+        out = q
+        for _ in range(times):
+            out = F.scaled_dot_product_attention(q, k, v)
+        return out
+
+    script, tensors, times = torch.jit.script(several), inputs(), 50_000
+    interval = sys.getswitchinterval()
+    sdpa.enable()
+    try:
+        script(*tensors, 3)
+        worker = threading.Thread(target=lambda: script(*tensors, times))
+        begun = counted() + 10
+        worker.start()
+        while counted() < begun:
+            time.sleep(0.001)
+        sys.setswitchinterval(1000.0)  # no thread is asked to let go of the GIL before this has passed
+        first = last = counted()
+        for _ in range(200_000):
+            last = counted()
+            if last >= first + 100:
+                break
+    finally:
+        sys.setswitchinterval(interval)
+        worker.join()
+        sdpa.disable()
+    assert last >= first + 100
+    assert len(asked) == 1
+    assert len(asked) == 1
+
+
+@needs_compiler
+def test_tensors_of_many_dimensions_are_decided_by_python_each_time(asked):
+    tensors = [x[None, None, None] for x in inputs()]
+    with sdpa():
+        for _ in range(3):
+            F.scaled_dot_product_attention(*tensors)
+    assert len(asked) == 3
 
 
 @needs_compiler

@@ -85,7 +85,7 @@ def enter(rule: Rule) -> None:
     """A block of this thread or task begins."""
     dispatcher.acquire(rule)
     frame = Frame(rule, _top.get())
-    _top.set(frame)
+    dispatcher.move(frame)
     _hand_to_device_threads(frame)
 
 
@@ -94,7 +94,7 @@ def leave(rule: Rule) -> bool:
     frame = _top.get()
     if frame is None or frame.rule is not rule:
         return False
-    _top.set(frame.outer)
+    dispatcher.move(frame.outer)
     _hand_to_device_threads(frame.outer)
     dispatcher.release(rule)
     return True
@@ -174,6 +174,13 @@ class Dispatcher:
             self.holders -= 1
             _drop_cache_tag(rule.tag)
             self.tell()
+
+    def move(self, frame: Frame | None) -> None:
+        """Set the innermost block of this thread or task: through the compiled detour, whose threads remember it."""
+        if self._standing is None:
+            _top.set(frame)
+        else:
+            self._standing.move(frame)
 
     def observe(self, observer: Observer) -> None:
         """Put an observer in front of every call, of all threads; the newest is asked first."""

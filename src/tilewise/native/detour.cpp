@@ -6,9 +6,12 @@
 // was made for. What is remembered is only which of the two is wanted; whatever is not understood
 // here goes to Python.
 //
-// All state is guarded by the GIL, but for one flag: while nobody is governed, calls go to
-// PyTorch's kernel without it. It is held while a call is recognised, and while Python calls the
-// functions below; not while PyTorch's kernel runs, or ours.
+// What all threads share is guarded by the GIL, but for three atomic numbers: `idle`, `epoch` and
+// `generation`. Every thread keeps a copy of what it needs of the rest (`Mine`): which rule governs
+// it, and what became of the calls that it made last. That copy holds while `epoch` and the
+// thread's context are what they were, so a call that is recognised takes no lock. The GIL is taken
+// where the copy does not hold or does not know the call, and is not held while PyTorch's kernel
+// runs, or ours.
 //
 // Once installed the kernel stays: threads dispatch without a lock, so one that is taken out may be
 // one that runs.
@@ -40,7 +43,10 @@ constexpr const char* in_python = "tilewise::scaled_dot_product_attention";
 // Nobody's device: what the dispatcher has for it is PyTorch's composite.
 constexpr c10::DispatchKeySet composite_keys(c10::DispatchKey::PrivateUse3);
 constexpr size_t arguments_expected = 8;
-constexpr size_t calls_kept = 32;  // of one rule
+constexpr size_t calls_kept = 32;           // of one rule
+constexpr size_t calls_kept_by_thread = 8;  // of all rules
+constexpr size_t max_tensors = 4;
+constexpr size_t max_dims = 6;
 
 class Gil {
  public:
@@ -67,29 +73,36 @@ bool is_plain(const at::Tensor& tensor) {
          impl.layout() == c10::kStrided && impl.has_storage() && impl.storage().data() != nullptr;
 }
 
+// Why arrays: a look is compared in every call, and this way it lies in one piece.
 struct TensorLook {
+  std::array<int64_t, 2 * max_dims> sizes_and_strides;
   c10::DispatchKeySet keys;
+  c10::Device device = c10::kCPU;
   c10::ScalarType dtype;
-  c10::Device device;
+  uint8_t dims;
   bool requires_grad;
   bool aligned;
-  std::vector<int64_t> sizes;
-  std::vector<int64_t> strides;
 
+  TensorLook() = default;
   explicit TensorLook(const at::Tensor& tensor)
       : keys(tensor.key_set()),
-        dtype(tensor.scalar_type()),
         device(tensor.device()),
+        dtype(tensor.scalar_type()),
+        dims(uint8_t(tensor.dim())),
         requires_grad(tensor.requires_grad()),
-        aligned(is_aligned(tensor)),
-        sizes(tensor.sizes().vec()),
-        strides(tensor.strides().vec()) {}
+        aligned(is_aligned(tensor)) {
+    std::copy_n(tensor.sizes().begin(), dims, sizes_and_strides.begin());
+    std::copy_n(tensor.strides().begin(), dims, sizes_and_strides.begin() + dims);
+  }
 
   // Of a plain tensor.
   bool fits(const at::Tensor& tensor) const {
-    return tensor.key_set() == keys && tensor.scalar_type() == dtype && tensor.device() == device &&
-           tensor.requires_grad() == requires_grad && tensor.sizes() == sizes &&
-           tensor.strides() == strides && is_aligned(tensor) == aligned;
+    const c10::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
+    return sizes.size() == dims &&
+           std::equal(sizes.begin(), sizes.end(), sizes_and_strides.begin()) &&
+           std::equal(strides.begin(), strides.end(), sizes_and_strides.begin() + dims) &&
+           tensor.key_set() == keys && tensor.scalar_type() == dtype && tensor.device() == device &&
+           tensor.requires_grad() == requires_grad && is_aligned(tensor) == aligned;
   }
 };
 
@@ -125,7 +138,7 @@ Switches switches_of(Context& context) {
 
 Switches switches_now() { return switches_of(at::globalContext()); }
 
-// A call, and what is switched on.
+// A call.
 struct Arguments {
   const at::Tensor &q, &k, &v;
   const std::optional<at::Tensor>& mask;
@@ -133,74 +146,79 @@ struct Arguments {
   bool causal;
   std::optional<double> scale;
   bool grouped;
-  Switches switches = switches_now();
 
   const at::Tensor& tensor(int i) const { return i == 0 ? q : i == 1 ? k : i == 2 ? v : *mask; }
   int tensors() const { return mask.has_value() ? 4 : 3; }
 
   bool understood() const {
     for (int i = 0; i < tensors(); ++i)
-      if (!tensor(i).defined() || !is_plain(tensor(i))) return false;
+      if (!tensor(i).defined() || !is_plain(tensor(i)) || tensor(i).dim() > int64_t(max_dims))
+        return false;
     return true;
   }
 };
 
+// A call as it looks, and what is switched on.
 struct CallLook {
-  std::vector<TensorLook> tensors;
-  double dropout;
+  std::array<TensorLook, max_tensors> tensors;
+  int count;
   bool causal;
-  std::optional<double> scale;
   bool grouped;
-  Switches switches;
+  double dropout;
+  std::optional<double> scale;
+  Switches switches = switches_now();
 
   explicit CallLook(const Arguments& call)
-      : dropout(call.dropout),
+      : count(call.tensors()),
         causal(call.causal),
-        scale(call.scale),
         grouped(call.grouped),
-        switches(call.switches) {
-    for (int i = 0; i < call.tensors(); ++i) tensors.emplace_back(call.tensor(i));
+        dropout(call.dropout),
+        scale(call.scale) {
+    for (int i = 0; i < count; ++i) tensors[i] = TensorLook(call.tensor(i));
   }
 
   // Of a call that is understood.
   bool fits(const Arguments& call) const {
-    if (call.tensors() != static_cast<int>(tensors.size()) || call.causal != causal ||
-        call.scale != scale || call.dropout != dropout || call.grouped != grouped ||
-        call.switches != switches)
+    if (call.tensors() != count || call.causal != causal || call.scale != scale ||
+        call.dropout != dropout || call.grouped != grouped)
       return false;
-    for (size_t i = 0; i < tensors.size(); ++i)
+    for (int i = 0; i < count; ++i)
       if (!tensors[i].fits(call.tensor(i))) return false;
-    return true;
+    return switches == switches_now();
   }
 };
 
 // --- what is remembered ---
 
+using Counter = std::atomic<int64_t>;  // which Python reads as an integer of 64 bits
+
 // What becomes of calls that look alike.
 struct Outcome {
-  int64_t* calls = nullptr;              // counted for the report; lives as long as the process
+  Counter* calls = nullptr;              // counted for the report; lives as long as the process
   std::shared_ptr<tilewise::Call> made;  // that makes them; nullptr: they are left to PyTorch
 };
 
 // The calls that one rule has decided; those that come often are found early.
 class Decided {
  public:
-  const Outcome* find(const Arguments& call) {
+  using Known = std::pair<CallLook, Outcome>;
+
+  const Known* find(const Arguments& call) {
     for (size_t i = 0; i < known.size(); ++i) {
       if (!known[i].first.fits(call)) continue;
-      if (i == 0) return &known[0].second;
+      if (i == 0) return &known[0];
       std::swap(known[i], known[i - 1]);
-      return &known[i - 1].second;
+      return &known[i - 1];
     }
     return nullptr;
   }
-  void add(CallLook look, Outcome outcome) {
+  void add(const CallLook& look, Outcome outcome) {
     if (known.size() == calls_kept) known.pop_back();
-    known.emplace_back(std::move(look), std::move(outcome));
+    known.emplace_back(look, std::move(outcome));
   }
 
  private:
-  std::vector<std::pair<CallLook, Outcome>> known;
+  std::vector<Known> known;
 };
 
 struct State {
@@ -209,7 +227,6 @@ struct State {
   PyObject* outside = nullptr;    // the rule for those who are in no block, borrowed; nullptr: none
   bool blocks = false;            // whether anybody is in one
   bool all_to_python = false;     // whether Python decides every call
-  std::atomic<bool> idle{true};   // nobody is governed: the one thing that is read without the GIL
   PyObject* get_handed = nullptr;  // what autograd's threads are handed, by its name
   PyObject* handed_name = nullptr;
   std::string handed;                                   // the same name
@@ -222,27 +239,129 @@ State& state() {
   return *only;
 }
 
+// Written with the GIL, read without it. A thread that reads the old number while another writes
+// the new one makes its call before the change; one that was told of the change reads the new one.
+constinit std::atomic<bool> idle{true};         // nobody is governed
+constinit std::atomic<uint64_t> epoch{1};       // of what decides which rule governs a thread
+constinit std::atomic<uint64_t> generation{1};  // of what rules have decided
+
+// Where a thread is among contexts. Python itself keeps values of context variables by these two
+// numbers: whatever gives a thread another context gives it another version. A variable that is set
+// leaves them as they are; blocks begin and end by `tilewise_detour_move`, which changes the epoch.
+struct Place {
+  uint64_t thread = 0;  // 0: one that Python does not know, which is in no block
+  uint64_t context = 0;
+  bool operator==(const Place&) const = default;
+};
+
+// Nothing where this release of Python does not tell. The GIL need not be held: no other thread
+// changes these numbers.
+template <typename Thread>
+std::optional<Place> place_of(const Thread* thread) {
+  if constexpr (requires { thread->id, thread->context_ver; })
+    return thread == nullptr ? Place{} : Place{thread->id, thread->context_ver};
+  else
+    return std::nullopt;
+}
+
+// What this thread knows without the GIL.
+class Mine {
+ public:
+  PyObject* rule = nullptr;  // that governs it: a name, never looked into; nullptr: none
+  bool all_to_python = false;
+  bool may_be_handed = false;  // it is in no block, and others are
+  uint64_t of = 0;             // the generation of what it remembers
+
+  bool holds(const std::optional<Place>& now) const { return now && *now == place && is_current(); }
+  bool is_current() const { return as_of == epoch.load(std::memory_order_acquire); }
+
+  // Finds out who governs this thread; with the GIL. False where that cannot be told.
+  bool look_around(const std::optional<Place>& now) {
+    State& s = state();
+    as_of = 0;
+    PyObject* block = nullptr;
+    if (PyContextVar_Get(s.top, Py_None, &block) < 0) {
+      PyErr_Clear();
+      return false;
+    }
+    all_to_python = s.all_to_python;
+    may_be_handed = block == Py_None && s.blocks;
+    rule = s.outside;
+    if (block != Py_None) {
+      rule = PyObject_GetAttr(block, s.rule_name);  // which a block always has
+      Py_DECREF(rule);                              // and keeps
+    }
+    Py_DECREF(block);
+    if (const uint64_t present = generation.load(std::memory_order_relaxed); present != of) {
+      recent.clear();
+      of = present;
+    }
+    place = now.value_or(Place{});
+    as_of = epoch.load(std::memory_order_relaxed);
+    return true;
+  }
+
+  // What becomes of a call, if this thread remembers it.
+  struct Remembered {
+    PyObject* rule;
+    CallLook look;
+    Counter* calls;
+    bool is_made;
+    std::weak_ptr<tilewise::Call> made;  // weak: a thread that ends may not wait for the GIL
+  };
+  const Remembered* find(const Arguments& call) const {
+    for (const Remembered& one : recent)
+      if (one.rule == rule && one.look.fits(call) && !(one.is_made && one.made.expired()))
+        return &one;
+    return nullptr;
+  }
+
+  // The same from what all threads have decided; with the GIL.
+  const Remembered* recall(const Arguments& call) {
+    const auto by_rule = state().decided.find(rule);
+    const Decided::Known* found =
+        by_rule == state().decided.end() ? nullptr : by_rule->second.find(call);
+    if (found == nullptr) return nullptr;
+    const auto& [look, outcome] = *found;
+    Remembered now{rule, look, outcome.calls, outcome.made != nullptr, outcome.made};
+    if (recent.size() < calls_kept_by_thread) return &recent.emplace_back(std::move(now));
+    next = (next + 1) % calls_kept_by_thread;
+    return &(recent[next] = std::move(now));
+  }
+
+ private:
+  uint64_t as_of = 0;  // the epoch; 0: of none
+  Place place;
+  std::vector<Remembered> recent;
+  size_t next = 0;  // that was replaced last
+};
+
+thread_local Mine mine;
+
 // Where Python puts what becomes of the call that it decides now, if that may be remembered.
 thread_local Outcome* deciding = nullptr;
 
 enum class Way { torch, here, python };
 
-// The way of a call, the rule that governs it where it is Python that decides, and who makes it
-// where it is made here.
+// The way of a call, and who makes it where it is made here. Where Python decides: the rule that
+// may remember what it says, and the generation of that rule's decisions.
 struct Judged {
   Way way;
-  PyObject* rule;
   std::shared_ptr<tilewise::Call> made = nullptr;
+  PyObject* rule = nullptr;
+  uint64_t generation = 0;
 };
 
 // Whether autograd has handed this thread a block, or what may hold one.
 bool is_handed_something() {
   const State& s = state();
   if (!at::impl::ThreadLocalPythonObjects::contains(s.handed)) return false;
+  Gil gil;
   PyObject* handed = PyObject_CallFunctionObjArgs(s.get_handed, s.handed_name, nullptr);
   if (handed == nullptr) PyErr_Clear();
+  const bool nothing = handed == Py_None;
   Py_XDECREF(handed);
-  return handed != Py_None;
+  return !nothing;
 }
 
 // Whether a call that looks like one that is made here is one: no transform, mode or forward-mode
@@ -254,29 +373,27 @@ bool may_be_made(const Arguments& call) {
 }
 
 Judged judge(const Arguments& call) {
-  State& s = state();
-  if (s.all_to_python) return {Way::python, nullptr};
-  PyObject* block = nullptr;
-  if (PyContextVar_Get(s.top, Py_None, &block) < 0) {
-    PyErr_Clear();
-    return {Way::python, nullptr};
+  const std::optional<Place> place = place_of(PyGILState_GetThisThreadState());
+  if (!mine.holds(place)) {
+    Gil gil;
+    if (!mine.look_around(place)) return {Way::python};
   }
-  PyObject* rule = s.outside;
-  if (block != Py_None) {
-    rule = PyObject_GetAttr(block, s.rule_name);  // which a block always has
-    Py_DECREF(rule);                              // and keeps
-  } else if (s.blocks && is_handed_something()) {
-    Py_DECREF(block);
-    return {Way::python, nullptr};
+  if (mine.all_to_python || (mine.may_be_handed && is_handed_something())) return {Way::python};
+  if (mine.rule == nullptr) return {Way::torch};
+  const Mine::Remembered* known = mine.find(call);
+  if (known == nullptr) {
+    Gil gil;
+    if (!mine.is_current()) return {Way::python};  // the rule may be gone by now
+    known = mine.recall(call);
   }
-  Py_DECREF(block);
-  if (rule == nullptr) return {Way::torch, nullptr};
-  const auto found = s.decided.find(rule);
-  const Outcome* outcome = found == s.decided.end() ? nullptr : found->second.find(call);
-  if (outcome == nullptr) return {Way::python, rule};
-  if (outcome->made != nullptr && !may_be_made(call)) return {Way::python, nullptr};
-  ++*outcome->calls;
-  return {outcome->made == nullptr ? Way::torch : Way::here, rule, outcome->made};
+  if (known == nullptr) return {Way::python, nullptr, mine.rule, mine.of};
+  std::shared_ptr<tilewise::Call> made;
+  if (known->is_made) {
+    made = known->made.lock();
+    if (made == nullptr || !may_be_made(call)) return {Way::python};
+  }
+  known->calls->fetch_add(1, std::memory_order_relaxed);
+  return {made == nullptr ? Way::torch : Way::here, std::move(made)};
 }
 
 // A thread that asks for the GIL when the interpreter ends never comes back.
@@ -309,23 +426,20 @@ class Detour final : public c10::OperatorKernel {
       original->callBoxed(original->opHandle(), keys, &stack);
       return std::move(stack.back()).toTensor();
     };
-    if (state().idle.load(std::memory_order_acquire) || is_finalizing()) return pass_on();
+    if (idle.load(std::memory_order_acquire) || is_finalizing()) return pass_on();
     const Arguments call{q, k, v, mask, dropout, causal, scale, grouped};
-    Judged judged{Way::python, nullptr};
-    std::optional<CallLook> look;
-    if (call.understood()) {
-      Gil gil;
-      judged = judge(call);
-      if (judged.way == Way::python && judged.rule != nullptr) look.emplace(call);
-    }
+    const Judged judged = call.understood() ? judge(call) : Judged{Way::python};
     if (judged.way == Way::torch) return pass_on();
     if (judged.way == Way::here) return tilewise::run(judged.made, q, k, v).out;
+    std::optional<CallLook> look;  // before the call, which may change what is switched on
+    if (judged.rule != nullptr) look.emplace(call);
     torch::jit::Stack stack = stack_of();
     Outcome outcome = decide(keys, stack);
     if (outcome.calls != nullptr && look) {
       Gil gil;
       const auto rule = state().decided.find(judged.rule);
-      if (rule != state().decided.end()) rule->second.add(std::move(*look), std::move(outcome));
+      if (rule != state().decided.end() && judged.generation == generation.load())
+        rule->second.add(*look, std::move(outcome));
     }
     return std::move(stack.back()).toTensor();
   }
@@ -420,18 +534,28 @@ void tilewise_detour_govern(PyObject* outside, int blocks, int all_to_python) {
   s.outside = outside;
   s.blocks = blocks != 0;
   s.all_to_python = all_to_python != 0;
-  s.idle.store(outside == nullptr && !s.blocks && !s.all_to_python, std::memory_order_release);
+  idle.store(outside == nullptr && !s.blocks && !s.all_to_python, std::memory_order_release);
+  epoch.fetch_add(1, std::memory_order_release);
 }
 
-int64_t* tilewise_detour_counter() { return new int64_t(0); }
+// The innermost block of this thread or task is `frame` from now on, or None. The only way to set
+// the variable, because it tells the thread that what it knows holds no more.
+int tilewise_detour_move(PyObject* frame) {
+  PyObject* token = PyContextVar_Set(state().top, frame);
+  epoch.fetch_add(1, std::memory_order_release);
+  Py_XDECREF(token);
+  return token == nullptr ? -1 : 0;
+}
+
+Counter* tilewise_detour_counter() { return new Counter(0); }
 
 // The call that Python decides now is left to PyTorch, and so shall be those that look the same.
-void tilewise_detour_remember(int64_t* calls) {
+void tilewise_detour_remember(Counter* calls) {
   if (deciding != nullptr) *deciding = {calls, nullptr};
 }
 
 // It is taken, and those that look the same are made by this Call. Returns whether it was one.
-int tilewise_detour_take(PyObject* call, int64_t* calls) {
+int tilewise_detour_take(PyObject* call, Counter* calls) {
   std::shared_ptr<tilewise::Call> made = tilewise::call_of(call);
   if (made == nullptr) PyErr_Clear();
   if (made != nullptr && deciding != nullptr) *deciding = {calls, made};
@@ -440,5 +564,9 @@ int tilewise_detour_take(PyObject* call, int64_t* calls) {
 
 // A rule begins to exist, and ceases to.
 void tilewise_detour_admit(PyObject* rule) { state().decided[rule]; }
-void tilewise_detour_forget(PyObject* rule) { state().decided.erase(rule); }
+void tilewise_detour_forget(PyObject* rule) {
+  const auto gone = state().decided.extract(rule);  // which may run Python where it goes
+  generation.fetch_add(1, std::memory_order_relaxed);
+  epoch.fetch_add(1, std::memory_order_release);
+}
 }

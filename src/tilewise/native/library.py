@@ -76,6 +76,7 @@ class Library:
         self._install = _typed(library, "install", text, ctypes.POINTER(text), ctypes.c_int, ctypes.c_int)
         self.begin = _typed(library, "begin", None, ctypes.py_object, ctypes.py_object, ctypes.py_object)
         self._govern = _typed(library, "govern", None, pointer, ctypes.c_int, ctypes.c_int)
+        self.move = _typed(library, "move", ctypes.c_int, ctypes.py_object)
         self._counter = _typed(library, "counter", pointer)
         self._remember = _typed(library, "remember", None, pointer)
         self.admit = _typed(library, "admit", None, pointer)
