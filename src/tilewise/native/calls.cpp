@@ -18,6 +18,7 @@
 #include <ATen/ops/zero_ops.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <dlfcn.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -172,6 +173,8 @@ bool is_finalizing() {
 
 // --- launches ---
 
+constexpr size_t max_arguments = 4096;  // bytes: the most that a kernel may have
+
 [[noreturn]] void say_failed(const char* what, int status, const Launch& launch) {
   pybind11::gil_scoped_acquire gil;
   PyObject* told = Py_BuildValue("(sisIII)", what, status, launch.name.c_str(), launch.grid,
@@ -219,35 +222,58 @@ void launch(const Launch& launch, void* stream, void* arguments) {
   if (status != 0) say_failed("launch", status, launch);
 }
 
-uintptr_t counter(c10::Device device, void* stream, int64_t count) {
-  Counters* room = counters[device.is_cuda() ? device.index() : 0].load(std::memory_order_acquire);
-  if (room == nullptr) return 0;
+// Whether what is enqueued now becomes part of a graph; nothing where the driver does not say. The
+// stream that has no handle cannot be captured.
+std::optional<bool> is_capturing(c10::Device device, void* stream) {
+  if (device.is_cuda() && stream == nullptr) return false;
   int capturing = 0;
-  if (driver.is_capturing(stream, &capturing) != 0) return 0;
-  return room->take(capturing != 0, uint32_t(count));
+  if (driver.is_capturing(stream, &capturing) != 0) return std::nullopt;
+  return capturing != 0;
+}
+
+void put(void* place, uintptr_t value) { std::memcpy(place, &value, sizeof(value)); }
+
+// All arguments but counters.
+void fill_in(const Launch& launch, const Addresses& addresses, char* arguments) {
+  std::memcpy(arguments, launch.arguments.data(), launch.arguments.size());
+  for (const Fill& fill : launch.fills) {
+    const uintptr_t begin = addresses[fill.operand];
+    if (fill.kind == Fill::ADDRESS) {
+      put(arguments + fill.offset, begin == 0 ? 0 : begin + fill.plus);  // 0: this call has none
+      continue;
+    }
+    const int status =
+        fill.map->copy_to(arguments + fill.offset, begin + fill.plus, launch.context);
+    if (status != 0) say_failed("map", status, launch);
+  }
+}
+
+void take_counters(const Launch& launch, c10::Device device, void* stream, char* arguments) {
+  Counters* room = counters[device.is_cuda() ? device.index() : 0].load(std::memory_order_acquire);
+  const std::optional<bool> capturing =
+      room == nullptr ? std::nullopt : is_capturing(device, stream);
+  for (const Fill& fill : launch.counters)
+    put(arguments + fill.offset, capturing ? room->take(*capturing, uint32_t(fill.plus)) : 0);
 }
 
 void enqueue(const std::vector<Launch>& launches, c10::Device device, void* stream,
              const Addresses& addresses) {
   for (const Launch& one : launches) {
-    alignas(
-        64) char arguments[4096];  // the most that a kernel may have; Python holds launches to it
-    std::memcpy(arguments, one.arguments.data(), one.arguments.size());
-    for (const Fill& fill : one.fills) {
-      char* place = arguments + fill.offset;
-      if (fill.kind == Fill::MAP) {
-        const int status =
-            fill.map->copy_to(place, addresses[fill.operand] + fill.plus, one.context);
-        if (status != 0) say_failed("map", status, one);
-        continue;
+    alignas(64) char spare[max_arguments];
+    char* arguments = spare;
+    const Images::Turn turn(*one.images);  // until the driver has read the arguments
+    if (turn.mine) {
+      Images::Image& image = one.images->find(addresses, one.arguments.size());
+      arguments = image.arguments();
+      if (image.at != addresses) {
+        image.at = {};
+        fill_in(one, addresses, arguments);
+        image.at = addresses;
       }
-      uintptr_t value = 0;
-      if (fill.kind == Fill::COUNTER)
-        value = counter(device, stream, fill.plus);
-      else if (addresses[fill.operand] != 0)  // else null: one that this call does not have
-        value = addresses[fill.operand] + fill.plus;
-      std::memcpy(place, &value, sizeof(value));
+    } else {
+      fill_in(one, addresses, arguments);
     }
+    if (!one.counters.empty()) take_counters(one, device, stream, arguments);
     launch(one, stream, arguments);
   }
 }
@@ -277,9 +303,12 @@ c10::Allocator* allocator_of(c10::Device device) {
   return found;
 }
 
-// The device of a call as the current one: where its memory comes from, and its launches go.
+// The device of a call as the current one: where its memory comes from, and its launches go. Why it
+// is asked first: a guard that changes nothing asks the driver once more where it ends.
 c10::OptionalDeviceGuard make_current(c10::Device device) {
-  return device.is_cuda() ? c10::OptionalDeviceGuard(device) : c10::OptionalDeviceGuard();
+  if (!device.is_cuda() || c10::impl::getDeviceGuardImpl(c10::kCUDA)->getDevice() == device)
+    return c10::OptionalDeviceGuard();
+  return c10::OptionalDeviceGuard(device);
 }
 
 // On the current device. Below the dispatcher: nothing above the allocator has a say in what we
@@ -348,13 +377,15 @@ const Offsets& offsets_of(const Call& call, const Offsets& given) {
 class AttentionBackward final : public Node {
  public:
   std::shared_ptr<Call> call;
-  SavedVariable q, k, v, out, lse, cu_q, cu_k;
+  SavedVariable q, k, v, out, lse;
+  std::vector<SavedVariable> offsets;  // two, of a packed call
 
   std::string name() const override { return "TilewiseAttentionBackward"; }
 
   void release_variables() override {
     std::lock_guard<std::mutex> guard(mutex_);
-    for (SavedVariable* saved : {&q, &k, &v, &out, &lse, &cu_q, &cu_k}) saved->reset_data();
+    for (SavedVariable* saved : {&q, &k, &v, &out, &lse}) saved->reset_data();
+    for (SavedVariable& saved : offsets) saved.reset_data();
   }
 
   variable_list apply(variable_list&& given) override {
@@ -370,7 +401,8 @@ class AttentionBackward final : public Node {
                v.unpack(),
                out.unpack(self),
                call->returns_lse ? lse.unpack(self) : lse.unpack(),
-               {cu_q.unpack(), cu_k.unpack()}};
+               {}};
+      for (size_t i = 0; i < offsets.size(); ++i) saved.offsets[i] = offsets[i].unpack();
     }
     unsigned wants = 0;
     for (unsigned i = 0; i < 3; ++i)
@@ -522,6 +554,19 @@ int TensorMap::copy_to(void* place, uintptr_t address, uintptr_t context) {
   return 0;
 }
 
+Images::Image& Images::find(const Addresses& at, size_t bytes) {
+  uint64_t tag = 0;
+  for (const uintptr_t one : at) tag = (tag ^ one) * 0x9e3779b97f4a7c15 + (tag >> 32);
+  for (size_t i = 0; i < kept; ++i)
+    if (tags[i] == tag && known[i] != nullptr) return known[i][0];
+  const size_t place = next;
+  next = (next + 1) % kept;
+  if (known[place] == nullptr)
+    known[place].reset(new Image[1 + (bytes + sizeof(Image) - 1) / sizeof(Image)]{});
+  tags[place] = tag;
+  return known[place][0];
+}
+
 at::Tensor Prepared::made_of(const Offsets& offsets, void* stream, Addresses& addresses) {
   const c10::Device device = offsets[0].device();
   std::array<uintptr_t, 2> places;
@@ -535,8 +580,7 @@ at::Tensor Prepared::made_of(const Offsets& offsets, void* stream, Addresses& ad
       versions[i] = offsets[i]._version();
     }
   }
-  int capturing = 0;
-  if (driver.is_capturing(stream, &capturing) != 0 || capturing != 0) may_keep = false;
+  if (is_capturing(device, stream).value_or(true)) may_keep = false;
   // A storage has no other's address while a weak reference to it is kept.
   const auto is_now = [&](const Known& one) {
     if (one.stream != stream || one.addresses != places || one.versions != versions) return false;
@@ -649,8 +693,8 @@ void record(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Te
   backward.v = SavedVariable(v, false);
   backward.out = SavedVariable(made.out, true);
   backward.lse = SavedVariable(made.lse, call->returns_lse);
-  backward.cu_q = SavedVariable(offsets[0], false);
-  backward.cu_k = SavedVariable(offsets[1], false);
+  if (offsets[0].defined())
+    for (const at::Tensor& one : offsets) backward.offsets.emplace_back(one, false);
 }
 
 }  // namespace
@@ -718,6 +762,18 @@ bool same(PyObject* one, PyObject* other) {
   return equal > 0;
 }
 
+// Lets go of the GIL for as long as it exists.
+class NoGil {
+ public:
+  NoGil() : thread(PyEval_SaveThread()) {}
+  ~NoGil() { PyEval_RestoreThread(thread); }
+  NoGil(const NoGil&) = delete;
+  NoGil& operator=(const NoGil&) = delete;
+
+ private:
+  PyThreadState* thread;
+};
+
 constexpr size_t not_known = size_t(-1);
 
 size_t find_options(const std::array<PyObject*, options_count>& values) {
@@ -783,7 +839,7 @@ PyObject* answer(PyObject* const* tensors, size_t count,
   const std::shared_ptr<Call> call = found->second;
   Results made;
   {
-    pybind11::gil_scoped_release no_gil;
+    const NoGil no_gil;
     made = make_forward(call, q, k, v, offsets);
   }
   // With the GIL: newer releases take it for every tensor that is saved and that only Python held.
@@ -903,7 +959,7 @@ bool read(PyObject* given, Launch& into) {
   if (!PyArg_ParseTuple(given, "sKKIIIpy#O!", &name, &function, &context, &into.grid, &into.threads,
                         &into.smem, &overlap, &bytes, &size, &PyTuple_Type, &fills))
     return false;
-  if (size > 4096) {
+  if (size_t(size) > max_arguments) {
     PyErr_SetString(PyExc_ValueError, "a kernel with more than 4096 bytes of arguments");
     return false;
   }
@@ -913,8 +969,9 @@ bool read(PyObject* given, Launch& into) {
   into.overlap = overlap != 0;
   into.arguments.assign(bytes, bytes + size);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(fills); ++i) {
-    into.fills.emplace_back();
-    if (!read(PyTuple_GET_ITEM(fills, i), into.fills.back(), size_t(size))) return false;
+    Fill fill;
+    if (!read(PyTuple_GET_ITEM(fills, i), fill, size_t(size))) return false;
+    (fill.kind == Fill::COUNTER ? into.counters : into.fills).push_back(std::move(fill));
   }
   return true;
 }

@@ -68,13 +68,54 @@ struct Fill {
   std::shared_ptr<TensorMap> map;  // of a MAP
 };
 
+// The arguments of one kernel, complete, for the addresses that came last: a model gives its layers
+// the same memory in every step. Why: the tensor maps of a backward lie in some forty cache lines,
+// and on a thread that has waited each of them comes from far away.
+class Images {
+ public:
+  struct alignas(64) Image {
+    Addresses at;  // all zero: the arguments are not complete
+    char* arguments() { return reinterpret_cast<char*>(this + 1); }
+  };
+
+  // The image for these addresses, or one to make it of.
+  Image& find(const Addresses& at, size_t bytes);
+
+  // A thread's turn with the images, if no other thread has one.
+  class Turn {
+   public:
+    explicit Turn(Images& images)
+        : mine(!images.busy.exchange(true, std::memory_order_acquire)), images(images) {}
+    ~Turn() {
+      if (mine) images.busy.store(false, std::memory_order_release);
+    }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+    const bool mine;
+
+   private:
+    Images& images;
+  };
+
+ private:
+  static constexpr size_t kept = 16;
+  std::atomic<bool> busy{false};
+  uint32_t next = 0;  // that is replaced
+  std::array<uint64_t, kept> tags{};
+  std::array<std::unique_ptr<Image[]>, kept> known;  // each followed by its arguments
+};
+
+// What every launch reads comes first; what only a new image needs, last.
 struct Launch {
-  std::string name;
   uintptr_t function, context;
   unsigned grid, threads, smem;
   bool overlap;
+  std::unique_ptr<Images> images = std::make_unique<Images>();
+  std::vector<Fill> counters;   // which every launch takes anew
   std::vector<char> arguments;  // with all that no call changes
-  std::vector<Fill> fills;
+  std::vector<Fill> fills;      // all but the counters
+  std::string name;
 };
 
 // Offsets of packed sequences, of queries and of keys; both undefined for any other call.
