@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
 import os
@@ -201,6 +202,17 @@ def test_autograd_features(hopper):
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(out, leaves, dout)
+    assert out.grad_fn is not None
+    changed = hopper.attention(*leaves)
+    with torch.no_grad():
+        changed.add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        torch.autograd.grad(changed, leaves, dout)
+
+    out = hopper.attention(*leaves)
+    some = [torch.autograd.grad(out, leaves[place], dout, retain_graph=True)[0] for place in (0, 2, 1, 2)]
+    for place, grad in zip((0, 2, 1, 2), some, strict=True):
+        assert torch.equal(grad, first[place])
 
     seen = []
     out = hopper.attention(*leaves)
@@ -390,6 +402,48 @@ def test_tensor_maps_are_encoded_once_per_address(hopper):
     hopper.driver.encoded.clear()
     hopper.attention(*tensors)
     assert not {tensor.data_ptr() for tensor in tensors} & set(hopper.driver.encoded)
+
+
+def test_arguments_are_kept_by_all_of_their_addresses(hopper):
+    """More calls than arguments are kept of, each with memory of its own, and some that share a part of it."""
+    many = [inputs(seed=seed) for seed in range(20)]
+    many += [[many[0][0], many[1][1], many[2][2]], [many[1][0], many[1][1], many[2][2]]]
+    with native.in_python():
+        want = [hopper.attention(*tensors) for tensors in many]
+    warm(hopper)
+    before, kept = hopper.counts[0], []
+    for _ in range(3):
+        for tensors, wanted in zip(many, want, strict=True):
+            kept.append(hopper.attention(*tensors))
+            assert torch.equal(kept[-1], wanted)
+    assert hopper.counts[0] == before + 3 * len(many)
+    tensors = many[0]
+    for _ in range(2):  # the same memory with other values
+        tensors[1].add_(1)
+        with native.in_python():
+            wanted = hopper.attention(*tensors)
+        assert torch.equal(hopper.attention(*tensors), wanted)
+
+
+def test_a_map_that_was_refused_is_encoded_again(hopper):
+    warm(hopper)
+    tensors = inputs(seed=1)
+    with native.in_python():
+        want = hopper.attention(*tensors)
+    refused = [True]
+    addresses = list(hopper.driver.addresses)
+    encode = hopper.driver._functions[1]
+    kind = type(encode)
+    answer = kind(lambda *given: 1 if refused[0] else encode(*given))
+    addresses[1] = ctypes.cast(answer, ctypes.c_void_p).value
+    hopper.calls.use_driver(*addresses)
+    try:
+        with pytest.raises(DeviceError):
+            hopper.attention(*tensors)
+        refused[0] = False
+        assert torch.equal(hopper.attention(*tensors), want)
+    finally:
+        hopper.calls.use_driver(*hopper.driver.addresses)
 
 
 def test_captured_launches_keep_their_counters(hopper):

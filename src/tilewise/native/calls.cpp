@@ -374,11 +374,26 @@ const Offsets& offsets_of(const Call& call, const Offsets& given) {
   return call.offsets[0].defined() ? call.offsets : given;
 }
 
+// An output's memory as it was saved: undefined where hooks hold it, where it was released, where
+// it has changed since, or where this release of PyTorch does not give it. To unpack an output
+// makes a tensor with a place in the graph, which kernels do not need.
+template <typename Saved>
+at::Tensor memory_of(const Saved& saved, uint32_t version) {
+  if constexpr (requires { saved.get_raw_data(); }) {
+    std::optional<at::Tensor> data = saved.get_raw_data();
+    if (data && data->defined() &&
+        data->unsafeGetTensorImpl()->version_counter().current_version() == version)
+      return *std::move(data);
+  }
+  return {};
+}
+
 class AttentionBackward final : public Node {
  public:
   std::shared_ptr<Call> call;
   SavedVariable q, k, v, out, lse;
   std::vector<SavedVariable> offsets;  // two, of a packed call
+  uint32_t version = 0;                // of out
 
   std::string name() const override { return "TilewiseAttentionBackward"; }
 
@@ -393,16 +408,18 @@ class AttentionBackward final : public Node {
     const at::Tensor dlse = given.size() > 1 ? given[1] : at::Tensor();
     if (!given[0].defined() && !dlse.defined()) return grads;
     Saved saved;
+    bool unpacked = false;  // whether `out` has its place in the graph
     {
       std::lock_guard<std::mutex> guard(mutex_);
-      const NodePointer self = getptr();
       saved = {q.unpack(),
                k.unpack(),
                v.unpack(),
-               out.unpack(self),
-               call->returns_lse ? lse.unpack(self) : lse.unpack(),
+               memory_of(out, version),
+               call->returns_lse ? lse.unpack(getptr()) : lse.unpack(),
                {}};
       for (size_t i = 0; i < offsets.size(); ++i) saved.offsets[i] = offsets[i].unpack();
+      unpacked = !saved.out.defined();
+      if (unpacked) saved.out = out.unpack(getptr());
     }
     unsigned wants = 0;
     for (unsigned i = 0; i < 3; ++i)
@@ -415,10 +432,15 @@ class AttentionBackward final : public Node {
       if (!is_readable(dout)) dout = at::_ops::contiguous::call(dout, at::MemoryFormat::Contiguous);
       known = call->backward(dout.strides(), wants);
     }
-    if (known != nullptr && known->recipe != nullptr)
+    if (known != nullptr && known->recipe != nullptr) {
       make(*known, saved, dout, dlse, grads);
-    else
-      make_in_python(saved, may ? dout : given[0], dlse, wants, may && known == nullptr, grads);
+      return grads;
+    }
+    if (!unpacked) {
+      std::lock_guard<std::mutex> guard(mutex_);
+      saved.out = out.unpack(getptr());
+    }
+    make_in_python(saved, may ? dout : given[0], dlse, wants, may && known == nullptr, grads);
     return grads;
   }
 
@@ -692,6 +714,7 @@ void record(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Te
   backward.k = SavedVariable(k, false);
   backward.v = SavedVariable(v, false);
   backward.out = SavedVariable(made.out, true);
+  backward.version = made.out.unsafeGetTensorImpl()->version_counter().current_version();
   backward.lse = SavedVariable(made.lse, call->returns_lse);
   if (offsets[0].defined())
     for (const at::Tensor& one : offsets) backward.offsets.emplace_back(one, false);
