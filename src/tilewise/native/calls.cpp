@@ -303,10 +303,17 @@ c10::Allocator* allocator_of(c10::Device device) {
   return found;
 }
 
-// The device of a call as the current one: where its memory comes from, and its launches go. Why it
-// is asked first: a guard that changes nothing asks the driver once more where it ends.
-c10::OptionalDeviceGuard make_current(c10::Device device) {
-  if (!device.is_cuda() || c10::impl::getDeviceGuardImpl(c10::kCUDA)->getDevice() == device)
+// The device of a recipe as the current one: where its memory comes from, and its launches go. Why
+// this asks first: a guard that changes nothing asks the driver, under a lock, where it ends.
+// PyTorch may put off a change of the device until it is needed, so the driver's own answer counts
+// too.
+c10::OptionalDeviceGuard make_current(c10::Device device, const Recipe& recipe) {
+  if (!device.is_cuda()) return c10::OptionalDeviceGuard();
+  void* context = nullptr;
+  if (!recipe.launches.empty() &&
+      c10::impl::getDeviceGuardImpl(c10::kCUDA)->getDevice() == device &&
+      driver.get_context(&context) == 0 &&
+      reinterpret_cast<uintptr_t>(context) == recipe.launches.front().context)
     return c10::OptionalDeviceGuard();
   return c10::OptionalDeviceGuard(device);
 }
@@ -474,7 +481,7 @@ class AttentionBackward final : public Node {
   void make(const Backward& backward, const Saved& saved, const at::Tensor& dout,
             const at::Tensor& dlse, variable_list& grads) const {
     const c10::Device device = saved.q.device();
-    const c10::OptionalDeviceGuard guard = make_current(device);
+    const c10::OptionalDeviceGuard guard = make_current(device, *backward.recipe);
     Addresses at{};
     for (unsigned i = 0; i < 3; ++i) {
       if ((backward.wants >> i & 1) == 0) continue;
@@ -666,6 +673,14 @@ bool is_ordinary_thread() {
   return (c10::impl::tls_local_dispatch_key_set().included_.raw_repr() & ~usual) == 0;
 }
 
+// Whether forward-mode AD is at work on a tensor. A view may have the tangent of its base; for any
+// other tensor this asks without the lock that PyTorch's own answer takes.
+static bool has_tangent(const at::Tensor& tensor) {
+  const torch::autograd::AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta == nullptr || (meta->fw_grad_ == nullptr && !meta->is_view_)) return false;
+  return tensor._fw_grad(0).defined();
+}
+
 bool is_ordinary(const at::Tensor& tensor) {
   static const uint64_t usual =
       (c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::CUDA,
@@ -676,7 +691,7 @@ bool is_ordinary(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   return (impl.key_set().raw_repr() & ~usual) == 0 && impl.layout() == c10::kStrided &&
          !impl.has_symbolic_sizes_strides() && !impl.is_python_dispatch() && impl.has_storage() &&
-         impl.storage().data() != nullptr && !tensor._fw_grad(0).defined();
+         impl.storage().data() != nullptr && !has_tangent(tensor);
 }
 
 namespace {
@@ -684,7 +699,7 @@ namespace {
 Results make_forward(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
                      const at::Tensor& v, const Offsets& offsets) {
   const c10::Device device = q.device();
-  const c10::OptionalDeviceGuard guard = make_current(device);
+  const c10::OptionalDeviceGuard guard = make_current(device, call->forward);
   Results made{empty(call->out, q.scalar_type(), device), {}};
   if (call->has_lse) made.lse = empty(call->lse, c10::kFloat, device);
   const c10::DataPtr scratch = empty_bytes(call->forward.scratch_bytes, device);
