@@ -373,20 +373,21 @@ bool may_be_made(const Arguments& call) {
 }
 
 Judged judge(const Arguments& call) {
+  Mine& me = mine;  // found once: it is not free
   const std::optional<Place> place = place_of(PyGILState_GetThisThreadState());
-  if (!mine.holds(place)) {
+  if (!me.holds(place)) {
     Gil gil;
-    if (!mine.look_around(place)) return {Way::python};
+    if (!me.look_around(place)) return {Way::python};
   }
-  if (mine.all_to_python || (mine.may_be_handed && is_handed_something())) return {Way::python};
-  if (mine.rule == nullptr) return {Way::torch};
-  const Mine::Remembered* known = mine.find(call);
+  if (me.all_to_python || (me.may_be_handed && is_handed_something())) return {Way::python};
+  if (me.rule == nullptr) return {Way::torch};
+  const Mine::Remembered* known = me.find(call);
   if (known == nullptr) {
     Gil gil;
-    if (!mine.is_current()) return {Way::python};  // the rule may be gone by now
-    known = mine.recall(call);
+    if (!me.is_current()) return {Way::python};  // the rule may be gone by now
+    known = me.recall(call);
   }
-  if (known == nullptr) return {Way::python, nullptr, mine.rule, mine.of};
+  if (known == nullptr) return {Way::python, nullptr, me.rule, me.of};
   std::shared_ptr<tilewise::Call> made;
   if (known->is_made) {
     made = known->made.lock();
