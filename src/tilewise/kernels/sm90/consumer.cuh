@@ -236,8 +236,7 @@ struct Consumer {
       return FromZero{};
     }
   }
-  // Reads what step 3 needs for a partial tile, while the products of its scores, already issued,
-  // are in flight.
+  // Reads what step 3 needs for a partial tile, before the products of its scores are waited for.
   __device__ __forceinline__ void look_ahead(const Part& part, int kv_tile, bool partial) {
     if constexpr (Policy::looks_ahead) {
       if (partial) Policy::look_ahead(ahead, params, Place{{*this, part, kv_tile}});
@@ -312,6 +311,7 @@ struct Consumer {
 
   __device__ __forceinline__ void first_tile(const Part& part) {
     const int kv_tile = part.own.end - 1;
+    look_ahead(part, kv_tile, part.plan->partial(kv_tile));  // while Q and K are loaded
     ptx::mbarrier_wait(&smem.q_full[warpgroup], q_phase);
     ptx::mbarrier_wait(&smem.k_full[k_position.stage], k_position.phase);
     await_pingpong();
@@ -320,7 +320,6 @@ struct Consumer {
     issue_scores();
     pass_pingpong();
     if constexpr (makes_once_late) once = typename Policy::Once(params, Spot{*this, part, kv_tile});
-    look_ahead(part, kv_tile, part.plan->partial(kv_tile));
     load_early(part, kv_tile);
     draw(part, kv_tile);
     wgmma::wait<0>();
