@@ -392,28 +392,34 @@ struct Consumer {
     pack(part, kv_tile);
   }
 
-  // Steps 2 to 5 of a lazy tile. Where scores may be easy, both ways contain the exponentials,
-  // which overlap with the arithmetic of the terms. Wide heads leave no registers for two ways.
+  // Steps 2 to 5 of a lazy tile; whether its block is good in all threads of the warp. Where scores
+  // may be easy, both ways contain the exponentials, which overlap with the arithmetic of the
+  // terms. Wide heads leave no registers for two ways.
   __device__ __forceinline__ bool lazy_weights(const Part& part, int kv_tile, float (&block)[2]) {
     if constexpr (tells_easy) {
       if (Policy::are_easy(s, params, Unit{}, Place{{*this, part, kv_tile}}))
         return lazy_weights_by<true>(part, kv_tile, block);
+      return lazy_weights_by<false>(part, kv_tile, block);
+    } else {
+      const auto starts = apply_terms(part, kv_tile);
+      observe(part, kv_tile);
+      const Scaled exponents{params.scale_log2};
+      return !__any_sync(0xffffffffu, !softmax.lazy_block(s, exponents, block, starts));
     }
-    return lazy_weights_by<false>(part, kv_tile, block);
   }
   template <bool easy>
   __device__ __forceinline__ bool lazy_weights_by(const Part& part, int kv_tile,
                                                   float (&block)[2]) {
-    if constexpr (tells_easy && Policy::has_exponents) {
-      if constexpr (easy)
-        return !__any_sync(0xffffffffu, !softmax.lazy_block(s, easy_exponents, block));
-      const auto exponents = Policy::template exponents<false>(params);
-      return !__any_sync(0xffffffffu, !softmax.lazy_block(s, exponents, block));
-    } else {
+    if constexpr (!Policy::has_exponents) {
       const auto starts = apply_terms<easy>(part, kv_tile);
       observe(part, kv_tile);
       const Scaled exponents{params.scale_log2};
       return !__any_sync(0xffffffffu, !softmax.lazy_block(s, exponents, block, starts));
+    } else if constexpr (easy) {
+      return !__any_sync(0xffffffffu, !softmax.lazy_block(s, easy_exponents, block));
+    } else {
+      const auto exponents = Policy::template exponents<false>(params);
+      return !__any_sync(0xffffffffu, !softmax.lazy_block(s, exponents, block));
     }
   }
 
