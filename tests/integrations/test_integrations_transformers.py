@@ -269,6 +269,27 @@ def test_an_encoder_decoder_with_learned_position_bias():
         close(got.grad, want.grad)
 
 
+@pytest.mark.parametrize("shared", ["batch", "nothing", "rows"])
+def test_a_bias_whose_keys_are_apart_is_copied(shared):
+    """As T5 looks it up, (queries, keys, heads); what it is broadcast over takes no memory."""
+    looked_up = torch.randn(7, 9, 4, requires_grad=True)
+    apart = looked_up.permute(2, 0, 1)[None]
+    if shared == "batch":
+        apart = apart.expand(3, 4, 7, 9)
+    elif shared == "rows":
+        apart = apart[:, :, :1].expand(1, 4, 7, 9)
+    adjacent = ours._with_adjacent_keys(apart)
+    assert torch.equal(adjacent, apart)
+    assert adjacent.stride(-1) == 1
+    assert [step == 0 for step in adjacent.stride()] == [step == 0 for step in apart.stride()]
+    assert ours._with_adjacent_keys(adjacent) is adjacent
+    weights = torch.randn(apart.shape)
+    got, want = (
+        torch.autograd.grad((bias * weights).sum(), looked_up, retain_graph=True)[0] for bias in (adjacent, apart)
+    )
+    assert torch.equal(got, want)
+
+
 def test_compiled_without_graph_breaks():
     eager, model = make("mistral")
     ids = tokens()
