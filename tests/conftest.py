@@ -78,7 +78,7 @@ def override_kernel(request: pytest.FixtureRequest) -> str:
 
 # Of all tests on the emulator, one in so many runs with the tests; of the parameters of each, one in so many runs with
 # the gates; the others run at night. Odd, so that both of a pair of parameters come up.
-EMULATED_EVERY, GATED_EVERY = 31, 7
+EMULATED_EVERY, GATED_EVERY = 41, 7
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
