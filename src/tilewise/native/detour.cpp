@@ -73,65 +73,79 @@ bool is_plain(const at::Tensor& tensor) {
          impl.layout() == c10::kStrided && impl.has_storage() && impl.storage().data() != nullptr;
 }
 
-// Why arrays: a look is compared in every call, and this way it lies in one piece.
-struct TensorLook {
-  std::array<int64_t, 2 * max_dims> sizes_and_strides;
-  c10::DispatchKeySet keys;
-  c10::Device device = c10::kCPU;
-  c10::ScalarType dtype;
-  uint8_t dims;
-  bool requires_grad;
-  bool aligned;
+// A tensor as it looks, in words: its dispatch keys, a few small things, its sizes, its strides. Why
+// words: a look is compared in every call, after a kernel has had the caches, so it lies in one
+// piece.
+constexpr size_t words_of_tensor = 2 + 2 * max_dims;
 
-  TensorLook() = default;
-  explicit TensorLook(const at::Tensor& tensor)
-      : keys(tensor.key_set()),
-        device(tensor.device()),
-        dtype(tensor.scalar_type()),
-        dims(uint8_t(tensor.dim())),
-        requires_grad(tensor.requires_grad()),
-        aligned(is_aligned(tensor)) {
-    std::copy_n(tensor.sizes().begin(), dims, sizes_and_strides.begin());
-    std::copy_n(tensor.strides().begin(), dims, sizes_and_strides.begin() + dims);
-  }
+int64_t keys_of(const at::Tensor& tensor) { return int64_t(tensor.key_set().raw_repr()); }
 
-  // Of a plain tensor.
-  bool fits(const at::Tensor& tensor) const {
-    const c10::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
-    return sizes.size() == dims &&
-           std::equal(sizes.begin(), sizes.end(), sizes_and_strides.begin()) &&
-           std::equal(strides.begin(), strides.end(), sizes_and_strides.begin() + dims) &&
-           tensor.key_set() == keys && tensor.scalar_type() == dtype && tensor.device() == device &&
-           tensor.requires_grad() == requires_grad && is_aligned(tensor) == aligned;
-  }
-};
+int64_t small_things_of(const at::Tensor& tensor) {
+  const c10::Device device = tensor.device();
+  return tensor.dim() | int64_t(tensor.scalar_type()) << 8 | int64_t(device.type()) << 16 |
+         int64_t(uint8_t(device.index())) << 24 | int64_t(tensor.requires_grad()) << 32 |
+         int64_t(is_aligned(tensor)) << 33;
+}
+
+// Of a tensor that is plain. Returns where the next begins.
+int64_t* write_look(const at::Tensor& tensor, int64_t* words) {
+  const c10::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
+  *words++ = keys_of(tensor);
+  *words++ = small_things_of(tensor);
+  words = std::copy(sizes.begin(), sizes.end(), words);
+  return std::copy(strides.begin(), strides.end(), words);
+}
+
+// Whether a tensor looks as it says here: nullptr, or where the next begins. The keys come first,
+// because they tell a stand-in, which is asked nothing else.
+const int64_t* read_look(const at::Tensor& tensor, const int64_t* words) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  if (keys_of(tensor) != words[0] || impl.has_symbolic_sizes_strides() || !impl.has_storage() ||
+      impl.storage().data() == nullptr || small_things_of(tensor) != words[1])
+    return nullptr;
+  const c10::IntArrayRef sizes = tensor.sizes(), strides = tensor.strides();
+  const size_t dims = sizes.size();
+  words += 2;
+  for (size_t i = 0; i < dims; ++i)
+    if (sizes[i] != words[i] || strides[i] != words[dims + i]) return nullptr;
+  return words + 2 * dims;
+}
 
 // What PyTorch has switched on, gradients, determinism and each of its kernels, and the order in
-// which it considers these.
-struct Switches {
-  std::array<bool, 9> on{};
-  std::array<int, 8> order{};
+// which it considers these, as one number.
+class Switches {
+ public:
+  void add(bool on) { put(on, 1); }
+  template <typename Backend>
+  void add_next(Backend backend) {
+    put(uint64_t(static_cast<int>(backend) + 1) & 0x1f, 5);  // there is one of -1
+  }
   bool operator==(const Switches&) const = default;
+
+ private:
+  void put(uint64_t value, int width) { bits = bits << width | value; }
+  uint64_t bits = 0;
 };
 
-// Releases differ in what can be switched; a switch that is not there is off.
+// Releases differ in what can be switched.
 template <typename Context>
 Switches switches_of(Context& context) {
-  Switches now{{c10::GradMode::is_enabled(), context.deterministicAlgorithms(),
-                context.userEnabledFlashSDP(), context.userEnabledMemEfficientSDP(),
-                context.userEnabledCuDNNSDP(), context.userEnabledMathSDP()},
-               {}};
+  Switches now;
+  now.add(c10::GradMode::is_enabled());
+  now.add(context.deterministicAlgorithms());
+  now.add(context.userEnabledFlashSDP());
+  now.add(context.userEnabledMemEfficientSDP());
+  now.add(context.userEnabledCuDNNSDP());
+  now.add(context.userEnabledMathSDP());
   if constexpr (requires { context.userEnabledOverrideableSDP(); })
-    now.on[6] = context.userEnabledOverrideableSDP();
-  if constexpr (requires { context.userEnabledFA3SDP(); }) now.on[7] = context.userEnabledFA3SDP();
+    now.add(context.userEnabledOverrideableSDP());
+  if constexpr (requires { context.userEnabledFA3SDP(); }) now.add(context.userEnabledFA3SDP());
   if constexpr (requires { context.allowFP16BF16ReductionMathSDP(); })
-    now.on[8] = context.allowFP16BF16ReductionMathSDP();
+    now.add(context.allowFP16BF16ReductionMathSDP());
   if constexpr (requires { context.sDPPriorityOrder(); }) {
     const auto order = context.sDPPriorityOrder();
-    static_assert(std::tuple_size_v<decltype(now.order)> >=
-                  std::tuple_size_v<std::decay_t<decltype(order)>>);
-    std::transform(order.begin(), order.end(), now.order.begin(),
-                   [](auto backend) { return static_cast<int>(backend); });
+    static_assert(9 + 5 * std::tuple_size_v<std::decay_t<decltype(order)>> <= 64);
+    for (const auto backend : order) now.add_next(backend);
   }
   return now;
 }
@@ -149,6 +163,9 @@ struct Arguments {
 
   const at::Tensor& tensor(int i) const { return i == 0 ? q : i == 1 ? k : i == 2 ? v : *mask; }
   int tensors() const { return mask.has_value() ? 4 : 3; }
+  int flags() const {
+    return tensors() | int(causal) << 8 | int(grouped) << 9 | int(scale.has_value()) << 10;
+  }
 
   bool understood() const {
     for (int i = 0; i < tensors(); ++i)
@@ -159,33 +176,30 @@ struct Arguments {
 };
 
 // A call as it looks, and what is switched on.
-struct CallLook {
-  std::array<TensorLook, max_tensors> tensors;
-  int count;
-  bool causal;
-  bool grouped;
-  double dropout;
-  std::optional<double> scale;
-  Switches switches = switches_now();
-
+class CallLook {
+ public:
   explicit CallLook(const Arguments& call)
-      : count(call.tensors()),
-        causal(call.causal),
-        grouped(call.grouped),
-        dropout(call.dropout),
-        scale(call.scale) {
-    for (int i = 0; i < count; ++i) tensors[i] = TensorLook(call.tensor(i));
+      : flags(call.flags()), dropout(call.dropout), scale(call.scale.value_or(0)) {
+    int64_t* next = words.data();
+    for (int i = 0; i < call.tensors(); ++i) next = write_look(call.tensor(i), next);
   }
 
-  // Of a call that is understood.
   bool fits(const Arguments& call) const {
-    if (call.tensors() != count || call.causal != causal || call.scale != scale ||
-        call.dropout != dropout || call.grouped != grouped)
+    if (call.flags() != flags || call.dropout != dropout || call.scale.value_or(0) != scale)
       return false;
-    for (int i = 0; i < count; ++i)
-      if (!tensors[i].fits(call.tensor(i))) return false;
+    const int64_t* next = words.data();
+    for (int i = 0; i < call.tensors(); ++i) {
+      next = read_look(call.tensor(i), next);
+      if (next == nullptr) return false;
+    }
     return switches == switches_now();
   }
+
+ private:
+  int flags;
+  double dropout, scale;
+  Switches switches = switches_now();
+  std::array<int64_t, max_tensors * words_of_tensor> words;  // as many as the tensors have
 };
 
 // --- what is remembered ---
@@ -274,6 +288,8 @@ class Mine {
 
   bool holds(const std::optional<Place>& now) const { return now && *now == place && is_current(); }
   bool is_current() const { return as_of == epoch.load(std::memory_order_acquire); }
+  // By a rule, and nobody else has a say.
+  bool is_governed() const { return rule != nullptr && !all_to_python && !may_be_handed; }
 
   // Finds out who governs this thread; with the GIL. False where that cannot be told.
   bool look_around(const std::optional<Place>& now) {
@@ -294,6 +310,7 @@ class Mine {
     Py_DECREF(block);
     if (const uint64_t present = generation.load(std::memory_order_relaxed); present != of) {
       recent.clear();
+      latest = nullptr;
       of = present;
     }
     place = now.value_or(Place{});
@@ -304,15 +321,19 @@ class Mine {
   // What becomes of a call, if this thread remembers it.
   struct Remembered {
     PyObject* rule;
-    CallLook look;
     Counter* calls;
     bool is_made;
     std::weak_ptr<tilewise::Call> made;  // weak: a thread that ends may not wait for the GIL
+    CallLook look;
+
+    bool fits(PyObject* governing, const Arguments& call) const {
+      return rule == governing && look.fits(call) && !(is_made && made.expired());
+    }
   };
-  const Remembered* find(const Arguments& call) const {
+  const Remembered* find(const Arguments& call) {
+    if (latest != nullptr && latest->fits(rule, call)) return latest;
     for (const Remembered& one : recent)
-      if (one.rule == rule && one.look.fits(call) && !(one.is_made && one.made.expired()))
-        return &one;
+      if (one.fits(rule, call)) return latest = &one;
     return nullptr;
   }
 
@@ -323,17 +344,21 @@ class Mine {
         by_rule == state().decided.end() ? nullptr : by_rule->second.find(call);
     if (found == nullptr) return nullptr;
     const auto& [look, outcome] = *found;
-    Remembered now{rule, look, outcome.calls, outcome.made != nullptr, outcome.made};
-    if (recent.size() < calls_kept_by_thread) return &recent.emplace_back(std::move(now));
+    Remembered now{rule, outcome.calls, outcome.made != nullptr, outcome.made, look};
+    if (recent.size() < calls_kept_by_thread) {
+      recent.reserve(calls_kept_by_thread);  // none moves afterwards
+      return latest = &recent.emplace_back(std::move(now));
+    }
     next = (next + 1) % calls_kept_by_thread;
-    return &(recent[next] = std::move(now));
+    return latest = &(recent[next] = std::move(now));
   }
 
  private:
   uint64_t as_of = 0;  // the epoch; 0: of none
   Place place;
   std::vector<Remembered> recent;
-  size_t next = 0;  // that was replaced last
+  const Remembered* latest = nullptr;  // of these
+  size_t next = 0;                     // that was replaced last
 };
 
 thread_local Mine mine;
@@ -372,9 +397,20 @@ bool may_be_made(const Arguments& call) {
          tilewise::is_ordinary(call.tensor(2));
 }
 
-Judged judge(const Arguments& call) {
-  Mine& me = mine;  // found once: it is not free
-  const std::optional<Place> place = place_of(PyGILState_GetThisThreadState());
+Judged outcome_of(const Mine::Remembered& known, const Arguments& call) {
+  std::shared_ptr<tilewise::Call> made;
+  if (known.is_made) {
+    made = known.made.lock();
+    if (made == nullptr || !may_be_made(call)) return {Way::python};
+  }
+  known.calls->fetch_add(1, std::memory_order_relaxed);
+  return {made == nullptr ? Way::torch : Way::here, std::move(made)};
+}
+
+// Of a call that its thread does not remember, or of a thread that has to look around first.
+[[gnu::noinline, gnu::cold]] Judged judge_anew(Mine& me, const std::optional<Place>& place,
+                                               const Arguments& call) {
+  if (!call.understood()) return {Way::python};
   if (!me.holds(place)) {
     Gil gil;
     if (!me.look_around(place)) return {Way::python};
@@ -387,14 +423,16 @@ Judged judge(const Arguments& call) {
     if (!me.is_current()) return {Way::python};  // the rule may be gone by now
     known = me.recall(call);
   }
-  if (known == nullptr) return {Way::python, nullptr, me.rule, me.of};
-  std::shared_ptr<tilewise::Call> made;
-  if (known->is_made) {
-    made = known->made.lock();
-    if (made == nullptr || !may_be_made(call)) return {Way::python};
+  return known == nullptr ? Judged{Way::python, nullptr, me.rule, me.of} : outcome_of(*known, call);
+}
+
+Judged judge(const Arguments& call) {
+  Mine& me = mine;  // found once: it is not free
+  const std::optional<Place> place = place_of(PyGILState_GetThisThreadState());
+  if (me.holds(place) && me.is_governed()) {
+    if (const Mine::Remembered* known = me.find(call)) return outcome_of(*known, call);
   }
-  known->calls->fetch_add(1, std::memory_order_relaxed);
-  return {made == nullptr ? Way::torch : Way::here, std::move(made)};
+  return judge_anew(me, place, call);
 }
 
 // A thread that asks for the GIL when the interpreter ends never comes back.
@@ -416,25 +454,36 @@ class Detour final : public c10::OperatorKernel {
   at::Tensor operator()(c10::DispatchKeySet keys, const at::Tensor& q, const at::Tensor& k,
                         const at::Tensor& v, const std::optional<at::Tensor>& mask, double dropout,
                         bool causal, std::optional<double> scale, bool grouped) {
-    const auto stack_of = [&] {
-      return torch::jit::Stack{q, k, v, mask, dropout, causal, scale, grouped};
-    };
-    const auto pass_on = [&] {
-      if (!original)
-        return at::_ops::scaled_dot_product_attention::redispatch(composite_keys, q, k, v, mask,
-                                                                  dropout, causal, scale, grouped);
-      torch::jit::Stack stack = stack_of();
-      original->callBoxed(original->opHandle(), keys, &stack);
-      return std::move(stack.back()).toTensor();
-    };
-    if (idle.load(std::memory_order_acquire) || is_finalizing()) return pass_on();
     const Arguments call{q, k, v, mask, dropout, causal, scale, grouped};
-    const Judged judged = call.understood() ? judge(call) : Judged{Way::python};
-    if (judged.way == Way::torch) return pass_on();
-    if (judged.way == Way::here) return tilewise::run(judged.made, q, k, v).out;
+    if (!idle.load(std::memory_order_acquire) && !is_finalizing()) {
+      const Judged judged = judge(call);
+      if (judged.way == Way::here) return tilewise::run(judged.made, q, k, v).out;
+      if (judged.way == Way::python) return ask_python(keys, call, judged);
+    }
+    if (original) return call_original(keys, call);
+    return at::_ops::scaled_dot_product_attention::redispatch(composite_keys, q, k, v, mask,
+                                                              dropout, causal, scale, grouped);
+  }
+
+ private:
+  static torch::jit::Stack stack_of(const Arguments& call) {
+    return {call.q,       call.k,      call.v,     call.mask,
+            call.dropout, call.causal, call.scale, call.grouped};
+  }
+
+  [[gnu::noinline, gnu::cold]] at::Tensor call_original(c10::DispatchKeySet keys,
+                                                        const Arguments& call) const {
+    torch::jit::Stack stack = stack_of(call);
+    original->callBoxed(original->opHandle(), keys, &stack);
+    return std::move(stack.back()).toTensor();
+  }
+
+  [[gnu::noinline, gnu::cold]] at::Tensor ask_python(c10::DispatchKeySet keys,
+                                                     const Arguments& call,
+                                                     const Judged& judged) const {
     std::optional<CallLook> look;  // before the call, which may change what is switched on
     if (judged.rule != nullptr) look.emplace(call);
-    torch::jit::Stack stack = stack_of();
+    torch::jit::Stack stack = stack_of(call);
     Outcome outcome = decide(keys, stack);
     if (outcome.calls != nullptr && look) {
       Gil gil;
@@ -445,7 +494,6 @@ class Detour final : public c10::OperatorKernel {
     return std::move(stack.back()).toTensor();
   }
 
- private:
   // Lets Python answer the call. Returns what it said of calls that look the same, if anything.
   Outcome decide(c10::DispatchKeySet keys, torch::jit::Stack& stack) const {
     struct Deciding {
