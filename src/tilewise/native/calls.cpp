@@ -146,7 +146,8 @@ struct Options {
   std::array<PyObject*, options_count> values;  // owned
 };
 
-// All of it guarded by the GIL but what is atomic.
+// All of it guarded by the GIL but what is atomic. The numbers are written by threads that wait for
+// one another, each in a line of its own: beside one another they would go back and forth.
 struct Memory {
   std::vector<Options> options;  // an index is part of a key
   std::unordered_map<Key, std::shared_ptr<Call>, KeyHash> calls;
@@ -154,7 +155,8 @@ struct Memory {
   PyObject* make_backward = nullptr;  // of Python: a backward that is not known here
   PyObject* say_failed = nullptr;     // of Python: raises for a launch that failed
   std::atomic<bool> asleep{false};
-  std::atomic<int64_t> forwards{0}, backwards{0}, backwards_in_python{0};
+  alignas(64) std::atomic<int64_t> forwards{0};
+  alignas(64) std::atomic<int64_t> backwards{0}, backwards_in_python{0};
 };
 constexpr size_t max_calls = 4096, max_options = 256, max_backwards = 32;
 
@@ -261,9 +263,9 @@ void enqueue(const std::vector<Launch>& launches, c10::Device device, void* stre
   for (const Launch& one : launches) {
     alignas(64) char spare[max_arguments];
     char* arguments = spare;
-    const Images::Turn turn(*one.images);  // until the driver has read the arguments
+    const Images::Turn turn(one.images);  // until the driver has read the arguments
     if (turn.mine) {
-      Images::Image& image = one.images->find(addresses, one.arguments.size());
+      Images::Image& image = one.images.find(addresses, one.bytes);
       arguments = image.arguments();
       if (image.at != addresses) {
         image.at = {};
@@ -381,52 +383,63 @@ const Offsets& offsets_of(const Call& call, const Offsets& given) {
   return call.offsets[0].defined() ? call.offsets : given;
 }
 
-// An output's memory as it was saved: undefined where hooks hold it, where it was released, where
-// it has changed since, or where this release of PyTorch does not give it. To unpack an output
-// makes a tensor with a place in the graph, which kernels do not need.
+// The memory of a tensor that was saved: undefined where hooks hold it, where it was released, or
+// where this release of PyTorch does not give it. To unpack it asks for its place in the graph, and
+// makes one for an output, which kernels do not need.
 template <typename Saved>
-at::Tensor memory_of(const Saved& saved, uint32_t version) {
+at::Tensor memory_of(const Saved& saved) {
   if constexpr (requires { saved.get_raw_data(); }) {
-    std::optional<at::Tensor> data = saved.get_raw_data();
-    if (data && data->defined() &&
-        data->unsafeGetTensorImpl()->version_counter().current_version() == version)
-      return *std::move(data);
+    if (std::optional<at::Tensor> data = saved.get_raw_data()) return *std::move(data);
   }
   return {};
 }
 
+uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
 class AttentionBackward final : public Node {
  public:
+  enum { q, k, v, out, lse, count };
+
   std::shared_ptr<Call> call;
-  SavedVariable q, k, v, out, lse;
+  std::array<SavedVariable, count> saved;
   std::vector<SavedVariable> offsets;  // two, of a packed call
-  uint32_t version = 0;                // of out
+
+  // In the order of the path in Python: a checkpoint may recompute one by the other.
+  void save(const std::array<const at::Tensor*, count>& tensors) {
+    for (size_t i = 0; i < count; ++i) {
+      const at::Tensor& one = *tensors[i];
+      saved[i] = SavedVariable(one, is_result(i));
+      if (!one.defined()) continue;
+      versions[i] = version_of(one);
+      impls[i] = i == out ? nullptr : one.unsafeGetTensorImpl();
+      storages[i] = one.storage().unsafeGetStorageImpl();
+    }
+  }
 
   std::string name() const override { return "TilewiseAttentionBackward"; }
 
   void release_variables() override {
     std::lock_guard<std::mutex> guard(mutex_);
-    for (SavedVariable* saved : {&q, &k, &v, &out, &lse}) saved->reset_data();
-    for (SavedVariable& saved : offsets) saved.reset_data();
+    for (SavedVariable& one : saved) one.reset_data();
+    for (SavedVariable& one : offsets) one.reset_data();
   }
 
   variable_list apply(variable_list&& given) override {
+    expect(this, sizeof(*this));
+    for (const void* one : impls) expect(one, sizeof(c10::TensorImpl));
+    for (const void* one : storages) expect(one, sizeof(c10::StorageImpl));
+    expect(call.get(), sizeof(Call));
     variable_list grads(3);
     const at::Tensor dlse = given.size() > 1 ? given[1] : at::Tensor();
     if (!given[0].defined() && !dlse.defined()) return grads;
-    Saved saved;
-    bool unpacked = false;  // whether `out` has its place in the graph
+    Saved now;
+    bool unpacked = false;  // whether all have their places in the graph
     {
       std::lock_guard<std::mutex> guard(mutex_);
-      saved = {q.unpack(),
-               k.unpack(),
-               v.unpack(),
-               memory_of(out, version),
-               call->returns_lse ? lse.unpack(getptr()) : lse.unpack(),
-               {}};
-      for (size_t i = 0; i < offsets.size(); ++i) saved.offsets[i] = offsets[i].unpack();
-      unpacked = !saved.out.defined();
-      if (unpacked) saved.out = out.unpack(getptr());
+      unpacked = !take(now);
+      if (unpacked) unpack(now);
     }
     unsigned wants = 0;
     for (unsigned i = 0; i < 3; ++i)
@@ -434,71 +447,97 @@ class AttentionBackward final : public Node {
     if (wants == 0) return grads;
     std::shared_ptr<const Backward> known;
     at::Tensor dout = given[0];
-    const bool may = is_awake() && can_be_made(saved, dout, dlse);
+    const bool may = is_awake() && can_be_made(now, dout, dlse);
     if (may) {
       if (!is_readable(dout)) dout = at::_ops::contiguous::call(dout, at::MemoryFormat::Contiguous);
       known = call->backward(dout.strides(), wants);
     }
-    if (known != nullptr && known->recipe != nullptr) {
-      make(*known, saved, dout, dlse, grads);
+    if (known != nullptr && !known->in_python) {
+      make(*known, now, dout, dlse, grads);
       return grads;
     }
     if (!unpacked) {
       std::lock_guard<std::mutex> guard(mutex_);
-      saved.out = out.unpack(getptr());
+      unpack(now);
     }
-    make_in_python(saved, may ? dout : given[0], dlse, wants, may && known == nullptr, grads);
+    make_in_python(now, may ? dout : given[0], dlse, wants, may && known == nullptr, grads);
     return grads;
   }
 
  private:
   struct Saved {
-    at::Tensor q, k, v, out, lse;
+    std::array<at::Tensor, count> tensors;
     Offsets offsets;
+
+    const at::Tensor& operator[](size_t i) const { return tensors[i]; }
   };
+
+  std::array<uint32_t, count> versions{};
+  // Only to be asked for early, never looked into: what was saved may be gone.
+  std::array<const void*, count> impls{}, storages{};
+
+  bool is_result(size_t i) const { return i == out || (i == lse && call->returns_lse); }
+
+  // What was saved, as memory; false where it has to be unpacked. First all, then whether they have
+  // changed: who counts a reference waits for what is on its way.
+  bool take(Saved& now) const {
+    for (size_t i = 0; i < count; ++i) now.tensors[i] = memory_of(saved[i]);
+    for (size_t i = 0; i < count; ++i)
+      if (!now[i].defined() || version_of(now[i]) != versions[i]) return false;
+    for (size_t i = 0; i < offsets.size(); ++i) now.offsets[i] = offsets[i].unpack();
+    return true;
+  }
+
+  void unpack(Saved& now) {
+    for (size_t i = 0; i < count; ++i)
+      now.tensors[i] = is_result(i) ? saved[i].unpack(getptr()) : saved[i].unpack();
+    for (size_t i = 0; i < offsets.size(); ++i) now.offsets[i] = offsets[i].unpack();
+  }
 
   // Hooks on saved tensors may have laid them out anew, and gradients may be of any kind.
   bool can_be_made(const Saved& saved, const at::Tensor& dout, const at::Tensor& dlse) const {
     if (c10::GradMode::is_enabled() || !is_ordinary_thread() || !dout.defined()) return false;
-    for (const at::Tensor* one : {&saved.q, &saved.k, &saved.v, &saved.out, &saved.lse, &dout})
-      if (!is_ordinary(*one) || one->device() != saved.q.device()) return false;
-    if (dout.scalar_type() != saved.q.scalar_type() || dout.sizes() != saved.out.sizes())
+    const c10::Device device = saved[q].device();
+    for (const at::Tensor& one : saved.tensors)
+      if (!is_ordinary(one) || one.device() != device) return false;
+    if (!is_ordinary(dout) || dout.device() != device ||
+        dout.scalar_type() != saved[q].scalar_type() || dout.sizes() != saved[out].sizes())
       return false;
     for (const at::Tensor& one : saved.offsets)
-      if (one.defined() && (!are_offsets(one) || one.device() != saved.q.device())) return false;
+      if (one.defined() && (!are_offsets(one) || one.device() != device)) return false;
     if (dlse.defined() && (!is_ordinary(dlse) || dlse.scalar_type() != c10::kFloat ||
-                           !dlse.is_contiguous() || dlse.device() != saved.q.device()))
+                           !dlse.is_contiguous() || dlse.device() != device))
       return false;
-    if (saved.q.strides() != call->input_strides[0] ||
-        saved.k.strides() != call->input_strides[1] ||
-        saved.v.strides() != call->input_strides[2] || saved.out.strides() != call->out.strides)
-      return false;
-    const uintptr_t together = address(saved.q) | address(saved.k) | address(saved.v);
-    return together % 16 == call->misalignment && address(saved.out) % 16 == 0 &&
-           saved.lse.is_contiguous();
+    for (size_t i = 0; i < 3; ++i)
+      if (saved[i].strides() != c10::IntArrayRef(call->input_strides[i])) return false;
+    if (saved[out].strides() != c10::IntArrayRef(call->out.strides)) return false;
+    const uintptr_t together = address(saved[q]) | address(saved[k]) | address(saved[v]);
+    return together % 16 == call->misalignment && address(saved[out]) % 16 == 0 &&
+           saved[lse].is_contiguous();
   }
 
   void make(const Backward& backward, const Saved& saved, const at::Tensor& dout,
             const at::Tensor& dlse, variable_list& grads) const {
-    const c10::Device device = saved.q.device();
-    const c10::OptionalDeviceGuard guard = make_current(device, *backward.recipe);
+    const c10::Device device = saved[q].device();
+    backward.recipe.expect_launch();
+    const c10::OptionalDeviceGuard guard = make_current(device, backward.recipe);
     Addresses at{};
     for (unsigned i = 0; i < 3; ++i) {
       if ((backward.wants >> i & 1) == 0) continue;
-      grads[i] = empty(backward.grads[i], saved.q.scalar_type(), device);
+      grads[i] = empty(backward.grads[i], saved[q].scalar_type(), device);
       if (backward.zeroed >> i & 1) at::_ops::zero_::call(grads[i]);
       at[DQ + i] = address(grads[i]);
     }
-    const c10::DataPtr scratch = empty_bytes(backward.recipe->scratch_bytes, device);
-    at[Q] = address(saved.q);
-    at[K] = address(saved.k);
-    at[V] = address(saved.v);
-    at[OUT] = address(saved.out);
-    at[LSE] = address(saved.lse);
+    const c10::DataPtr scratch = empty_bytes(backward.recipe.scratch_bytes, device);
+    at[Q] = address(saved[q]);
+    at[K] = address(saved[k]);
+    at[V] = address(saved[v]);
+    at[OUT] = address(saved[out]);
+    at[LSE] = address(saved[lse]);
     at[DOUT] = address(dout);
     at[DLSE] = address(dlse);
     at[SCRATCH] = reinterpret_cast<uintptr_t>(scratch.get());
-    enqueue(*backward.recipe, device, at, offsets_of(*call, saved.offsets));
+    enqueue(backward.recipe, device, at, offsets_of(*call, saved.offsets));
     memory().backwards.fetch_add(1, std::memory_order_relaxed);
   }
 
@@ -539,7 +578,8 @@ void AttentionBackward::make_in_python(const Saved& saved, const at::Tensor& dou
   pybind11::gil_scoped_acquire gil;
   PyObject* told = Py_BuildValue(
       "(NONNNNNNNNNIO)", capsule_of(call), call->owner, wrapped(dout), wrapped(dlse),
-      wrapped(saved.q), wrapped(saved.k), wrapped(saved.v), wrapped(saved.out), wrapped(saved.lse),
+      wrapped(saved[q]), wrapped(saved[k]), wrapped(saved[v]), wrapped(saved[out]),
+      wrapped(saved[lse]),
       wrapped(saved.offsets[0]), wrapped(saved.offsets[1]), wants, learn ? Py_True : Py_False);
   PyObject* made = told ? PyObject_Call(memory().make_backward, told, nullptr) : nullptr;
   Py_XDECREF(told);
@@ -586,14 +626,19 @@ int TensorMap::copy_to(void* place, uintptr_t address, uintptr_t context) {
 Images::Image& Images::find(const Addresses& at, size_t bytes) {
   uint64_t tag = 0;
   for (const uintptr_t one : at) tag = (tag ^ one) * 0x9e3779b97f4a7c15 + (tag >> 32);
-  for (size_t i = 0; i < kept; ++i)
-    if (tags[i] == tag && known[i] != nullptr) return known[i][0];
-  const size_t place = next;
+  for (uint32_t i = 0; i < kept; ++i) {
+    const uint32_t place = (latest + i) % kept;
+    if (known[place].tag != tag || known[place].image == nullptr) continue;
+    latest = place;
+    return known[place].image[0];
+  }
+  latest = next;
   next = (next + 1) % kept;
-  if (known[place] == nullptr)
-    known[place].reset(new Image[1 + (bytes + sizeof(Image) - 1) / sizeof(Image)]{});
-  tags[place] = tag;
-  return known[place][0];
+  Known& one = known[latest];
+  if (one.image == nullptr)
+    one.image.reset(new Image[1 + (bytes + sizeof(Image) - 1) / sizeof(Image)]{});
+  one.tag = tag;
+  return one.image[0];
 }
 
 at::Tensor Prepared::made_of(const Offsets& offsets, void* stream, Addresses& addresses) {
@@ -629,7 +674,8 @@ at::Tensor Prepared::made_of(const Offsets& offsets, void* stream, Addresses& ad
       return one.made;
     }
   }
-  const at::Tensor made = empty(Shape{{bytes}, {1}}, c10::kByte, device);
+  const Shape shape{Extents(bytes), Extents(1)};
+  const at::Tensor made = empty(shape, c10::kByte, device);
   addresses[PREPARED] = address(made);
   enqueue(launches, device, stream, addresses);
   if (may_keep) {
@@ -655,7 +701,7 @@ Call::~Call() {
 std::shared_ptr<const Backward> Call::backward(c10::IntArrayRef dout_strides, unsigned wants) {
   std::lock_guard<std::mutex> guard(lock);
   for (const auto& one : known)
-    if (one->wants == wants && dout_strides == one->dout_strides) return one;
+    if (one->wants == wants && dout_strides == c10::IntArrayRef(one->dout_strides)) return one;
   return nullptr;
 }
 
@@ -699,6 +745,7 @@ namespace {
 Results make_forward(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
                      const at::Tensor& v, const Offsets& offsets) {
   const c10::Device device = q.device();
+  call->forward.expect_launch();
   const c10::OptionalDeviceGuard guard = make_current(device, call->forward);
   Results made{empty(call->out, q.scalar_type(), device), {}};
   if (call->has_lse) made.lse = empty(call->lse, c10::kFloat, device);
@@ -724,13 +771,7 @@ void record(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Te
   torch::autograd::set_history(made.out, node);
   if (call->returns_lse) torch::autograd::set_history(made.lse, node);
   backward.call = call;
-  // In the order of the path in Python: a checkpoint may recompute one by the other.
-  backward.q = SavedVariable(q, false);
-  backward.k = SavedVariable(k, false);
-  backward.v = SavedVariable(v, false);
-  backward.out = SavedVariable(made.out, true);
-  backward.version = made.out.unsafeGetTensorImpl()->version_counter().current_version();
-  backward.lse = SavedVariable(made.lse, call->returns_lse);
+  backward.save({&q, &k, &v, &made.out, &made.lse});
   if (offsets[0].defined())
     for (const at::Tensor& one : offsets) backward.offsets.emplace_back(one, false);
 }
@@ -949,6 +990,13 @@ bool read(PyObject* tuple, std::vector<Number>& into) {
   return !PyErr_Occurred();
 }
 
+bool read(PyObject* tuple, Extents& into) {
+  std::vector<int64_t> values;
+  if (!read(tuple, values)) return false;
+  into = Extents(values);
+  return true;
+}
+
 bool read(PyObject* given, Shape& into) {
   PyObject *sizes, *strides;
   return PyArg_ParseTuple(given, "OO", &sizes, &strides) && read(sizes, into.sizes) &&
@@ -1005,6 +1053,7 @@ bool read(PyObject* given, Launch& into) {
   into.function = function;
   into.context = context;
   into.overlap = overlap != 0;
+  into.bytes = size_t(size);
   into.arguments.assign(bytes, bytes + size);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(fills); ++i) {
     Fill fill;
@@ -1015,10 +1064,9 @@ bool read(PyObject* given, Launch& into) {
 }
 
 bool read(PyObject* tuple, std::vector<Launch>& into) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
-    into.emplace_back();
-    if (!read(PyTuple_GET_ITEM(tuple, i), into.back())) return false;
-  }
+  into = std::vector<Launch>(size_t(PyTuple_GET_SIZE(tuple)));  // which never move
+  for (size_t i = 0; i < into.size(); ++i)
+    if (!read(PyTuple_GET_ITEM(tuple, Py_ssize_t(i)), into[i])) return false;
   return true;
 }
 
@@ -1054,14 +1102,14 @@ PyObject* new_call(PyObject*, PyObject* given) {
   call->has_lse = lse != Py_None;
   if (call->has_lse) {
     if (!read(lse, call->lse.sizes)) return nullptr;
-    call->lse.strides = contiguous_strides(call->lse.sizes);
+    call->lse.strides = Extents(contiguous_strides(call->lse.sizes));
   }
   call->returns_lse = returns_lse != 0;
   call->recorded = recorded != 0;
   const std::array<PyObject*, 3> tensors{q, k, v};
   for (size_t i = 0; i < 3; ++i) {
     TORCH_CHECK(THPVariable_Check(tensors[i]), "q, k and v are tensors");
-    call->input_strides[i] = THPVariable_Unpack(tensors[i]).strides().vec();
+    call->input_strides[i] = Extents(THPVariable_Unpack(tensors[i]).strides());
   }
   call->misalignment =
       misalignment_of(THPVariable_Unpack(q), THPVariable_Unpack(k), THPVariable_Unpack(v));
@@ -1119,10 +1167,10 @@ PyObject* learn_backward(PyObject*, PyObject* given) {
   const std::shared_ptr<Call> call = call_of(capsule);
   if (call == nullptr) return nullptr;
   TORCH_CHECK(THPVariable_Check(dout), "dout is a tensor");
-  backward->dout_strides = THPVariable_Unpack(dout).strides().vec();
-  if (recipe != Py_None) {
-    backward->recipe = std::make_shared<Recipe>();
-    if (!read(recipe, *backward->recipe)) return nullptr;
+  backward->dout_strides = Extents(THPVariable_Unpack(dout).strides());
+  backward->in_python = recipe == Py_None;
+  if (!backward->in_python) {
+    if (!read(recipe, backward->recipe)) return nullptr;
     TORCH_CHECK(PyTuple_GET_SIZE(grads) == 3, "shapes of three gradients");
     for (size_t i = 0; i < 3; ++i)
       if (!read(PyTuple_GET_ITEM(grads, Py_ssize_t(i)), backward->grads[i])) return nullptr;

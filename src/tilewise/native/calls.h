@@ -17,10 +17,13 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -29,6 +32,29 @@
 #include <vector>
 
 namespace tilewise {
+
+// Asks for the cache lines of an object that is needed soon, before work that does without it. Why:
+// where a thread has waited, most of them come from another core, and one after another unless they
+// are asked for together. Addresses that are not valid any more are harmless.
+inline void expect(const void* object, size_t bytes) {
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(object) + i);
+}
+
+// Sizes or strides, which lie where their owner lies.
+class Extents {
+ public:
+  static constexpr size_t max = 4;
+  Extents() = default;
+  explicit Extents(c10::IntArrayRef given) : count(given.size()) {
+    TORCH_CHECK(count <= max, "tensors of up to 4 dimensions");
+    std::copy(given.begin(), given.end(), values.begin());
+  }
+  operator c10::IntArrayRef() const { return {values.data(), count}; }
+
+ private:
+  size_t count = 0;
+  std::array<int64_t, max> values{};
+};
 
 // What a recipe may ask the address of. PREPARED: what was made of CU_Q and CU_K, the offsets of
 // packed sequences.
@@ -81,6 +107,11 @@ class Images {
   // The image for these addresses, or one to make it of.
   Image& find(const Addresses& at, size_t bytes);
 
+  // The image that was found last is likely to be found again.
+  void expect_latest(size_t bytes) const {
+    expect(known[latest].image.get(), sizeof(Image) + bytes);
+  }
+
   // A thread's turn with the images, if no other thread has one.
   class Turn {
    public:
@@ -99,11 +130,15 @@ class Images {
   };
 
  private:
-  static constexpr size_t kept = 16;
+  struct Known {
+    uint64_t tag = 0;
+    std::unique_ptr<Image[]> image;  // followed by its arguments
+  };
+  static constexpr uint32_t kept = 16;
   std::atomic<bool> busy{false};
-  uint32_t next = 0;  // that is replaced
-  std::array<uint64_t, kept> tags{};
-  std::array<std::unique_ptr<Image[]>, kept> known;  // each followed by its arguments
+  uint32_t next = 0;    // that is replaced
+  uint32_t latest = 0;  // that was found
+  std::array<Known, kept> known;
 };
 
 // What every launch reads comes first; what only a new image needs, last.
@@ -111,8 +146,9 @@ struct Launch {
   uintptr_t function, context;
   unsigned grid, threads, smem;
   bool overlap;
-  std::unique_ptr<Images> images = std::make_unique<Images>();
-  std::vector<Fill> counters;   // which every launch takes anew
+  size_t bytes = 0;            // of the arguments
+  std::vector<Fill> counters;  // which every launch takes anew
+  mutable Images images;
   std::vector<char> arguments;  // with all that no call changes
   std::vector<Fill> fills;      // all but the counters
   std::string name;
@@ -149,19 +185,28 @@ struct Recipe {
   int64_t scratch_bytes = 0;
   std::vector<Launch> launches;
   std::shared_ptr<Prepared> prepared;  // or none
+
+  // Asks for what the first launch reads; to be called before memory is allocated.
+  void expect_launch() const {
+    if (launches.empty()) return;
+    const Launch& first = launches.front();
+    expect(&first, offsetof(Launch, arguments));
+    first.images.expect_latest(first.bytes);
+  }
 };
 
 struct Shape {
-  std::vector<int64_t> sizes, strides;
+  Extents sizes, strides;
 };
 
 // A backward for gradients dout of one layout, and for the inputs whose gradients are wanted.
 struct Backward {
-  std::vector<int64_t> dout_strides;
-  unsigned wants = 0;              // bits of q, k, v
-  std::shared_ptr<Recipe> recipe;  // nullptr: Python makes these
+  Extents dout_strides;
+  unsigned wants = 0;      // bits of q, k, v
+  unsigned zeroed = 0;     // of those that are to be zero before
+  bool in_python = false;  // there is no recipe: Python makes these
+  Recipe recipe;
   std::array<Shape, 3> grads;
-  unsigned zeroed = 0;
 };
 
 class Call {
@@ -173,7 +218,7 @@ class Call {
   bool has_lse = false, returns_lse = false;
   bool recorded = false;      // by autograd
   unsigned misalignment = 0;  // of q, k and v together, as the recipe was made for
-  std::array<std::vector<int64_t>, 3> input_strides;
+  std::array<Extents, 3> input_strides;
   Offsets offsets;            // of documents, which the mask holds; undefined for any other call
   PyObject* owner = nullptr;  // what Python needs to make the backwards that are not known here
 
