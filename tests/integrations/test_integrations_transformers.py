@@ -337,7 +337,7 @@ def test_a_rule_says_what_transformers_mask_says(lengths, window):
     want = masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False)
     got = ours.attention_mask(**sizes)
     if got is None:
-        rule = ours._mask(True, window, torch.empty(2, 1, q_length, 8), torch.empty(2, 1, kv_length, 8), {})
+        rule = ours._mask(True, window, torch.empty(2, 1, q_length, 8), torch.empty(2, 1, kv_length, 8))
         got = ours.RuleMask(rule, want.shape, "cpu")
     assert torch.equal(got & True, want)
 
@@ -363,7 +363,7 @@ def test_padding_beside_a_rule_says_what_transformers_mask_says(lengths, window,
     want = masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False)
     got = ours.attention_mask(**sizes)
     if got is None:
-        rule = ours._mask(True, window, torch.empty(2, 1, q_length, 8), torch.empty(2, 1, kv_length, 8), {})
+        rule = ours._mask(True, window, torch.empty(2, 1, q_length, 8), torch.empty(2, 1, kv_length, 8))
         got = ours.RuleMask(rule, want.shape, "cpu")
     assert isinstance(got, ours.RuleMask), "no tensor of all pairs is made"
     assert got.keep is None or got.keep.shape == (2, 1, 1, kv_length)
@@ -558,3 +558,75 @@ def test_what_comes_back_is_contiguous_in_transformers_order(seq_q, terms, monke
     assert out.is_contiguous()
     want = tilewise.attention(q, k, v, mask="causal:bottom-right").transpose(1, 2)
     assert_close(out, want.double(), budget(torch.float32, 9))
+
+
+USUAL = {
+    "causal": (5, 5, {}),
+    "a new token": (1, 9, {}),
+    "empty places": (3, 9, {}),
+    "bidirectional": (5, 9, {"is_causal": False}),
+    "window": (5, 5, {"sliding_window": 3}),
+    "a new token's window": (1, 9, {"sliding_window": 3}),
+    "a window that reaches all": (1, 9, {"sliding_window": 9}),
+    "scale, softcap and no attentions": (5, 5, {"scaling": 0.3, "softcap": 2.0, "output_attentions": False}),
+    "a rule": (3, 9, {"attention_mask": Causal("bottom-right")}),
+    "a rule of its own": (3, 9, {"attention_mask": Window(1, 0, "bottom-right"), "sliding_window": 5}),
+}
+
+
+@pytest.mark.parametrize("usual", USUAL)
+def test_the_short_way_of_usual_calls_asks_what_the_long_one_asks(usual, calls, monkeypatch):
+    """The long way is taken where autocast is on; here it has nothing to cast. Masks are the same objects, by which
+    native code finds a call without comparing them."""
+    torch.manual_seed(0)
+    seq_q, seq_kv, named = USUAL[usual]
+    q, k, v = (torch.randn(2, seq, heads, 8).transpose(1, 2) for seq, heads in ((seq_q, 4), (seq_kv, 2), (seq_kv, 2)))
+    rule = named.get("attention_mask")
+    named = {"scaling": None, **named, "attention_mask": None}
+    if rule is not None:
+        named["attention_mask"] = ours.RuleMask(rule, (2, 1, seq_q, seq_kv), "cpu")
+    long_ways = []
+    refuse = ours._refuse
+    monkeypatch.setattr(ours, "_refuse", lambda kwargs: long_ways.append(kwargs) or refuse(kwargs))
+    short, weights = ours.attention_forward(torch.nn.Module(), q, k, v, **named)
+    assert not long_ways
+    monkeypatch.setattr(ours, "autocast_is_on", lambda: True)
+    long, _ = ours.attention_forward(torch.nn.Module(), q, k, v, **named)
+    assert len(long_ways) == 1
+    assert weights is None
+    assert short.is_contiguous()
+    assert torch.equal(short, long)
+    (mask, _, _, one), (other_mask, _, _, other) = calls
+    assert one == other
+    assert mask is other_mask
+
+
+def test_under_autocast_inputs_are_cast(calls):
+    q = torch.randn(2, 4, 5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = ours.attention_forward(torch.nn.Module(), q, q, q, None)
+    assert out.dtype == torch.bfloat16
+
+
+def test_what_a_call_brings_beside_a_rule_is_not_lost():
+    """Padding and lengths beside a rule, and a mask that is a tensor: the long way."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    there = (torch.arange(9) < torch.tensor([[9], [4]]))[:, None, None, :]
+    want = tilewise.attention(q, k, v, mask=there).transpose(1, 2)
+    lengths = torch.tensor([9, 4], dtype=torch.int32)
+    shape = (2, 1, 1, 9)
+    for mask in (
+        there,
+        ours.RuleMask(tilewise.Full(), shape, "cpu", there),
+        ours.RuleMask(tilewise.Full(), shape, "cpu", None, lengths),
+    ):
+        out, _ = ours.attention_forward(torch.nn.Module(), q, k, v, mask)
+        assert_close(out, want.double(), budget(torch.float32, 9))
+
+
+def test_a_window_that_is_none_is_refused_after_its_equal_was_made():
+    assert ours._band(True, 5) is ours._band(True, 5)
+    assert ours._band(True, 5) == Window(4, 0)
+    with pytest.raises(tilewise.InvalidInput, match=r"Window\.left"):
+        ours._band(True, 5.0)

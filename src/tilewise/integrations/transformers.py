@@ -17,6 +17,7 @@ puts tilewise in the place of one of them.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +29,7 @@ from ..api import attention, attention_packed, autocast_inputs, scaled_dot_produ
 from ..cached import append, attention_cached
 from ..errors import UnsupportedProblem
 from ..masks import Causal, Documents, Full, KeyLengths, Window
+from ..op import autocast_is_on
 from ..terms import Bias
 
 if TYPE_CHECKING:
@@ -80,6 +82,24 @@ def attention_forward(
     Returns out (batch, seq_q, heads, dim), contiguous, and None for the weights, which are never materialised. A mask
     tensor or RuleMask says everything about who sees whom; `is_causal` and `sliding_window` count only without one.
     """
+    if (
+        (attention_mask is None or (type(attention_mask) is RuleMask and attention_mask.is_alone()))
+        and position_bias is None
+        and s_aux is None
+        and kwargs.get("cache") is None
+        and kwargs.get("cu_seq_lens_q") is None
+        and not kwargs.get("output_attentions")
+        and not torch.compiler.is_compiling()
+        and not autocast_is_on()
+    ):  # most calls, one per layer and token: as below, in less of the host's time
+        mask: Mask
+        if attention_mask is not None:
+            mask = attention_mask.rule
+        else:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            mask = _mask(causal, sliding_window, query, key)
+        out = attention(query, key, value, mask=mask, scale=scaling, softcap=softcap or 0.0, dropout=dropout)
+        return out.transpose(1, 2).contiguous(), None
     _refuse(kwargs)
     query, key, value = autocast_inputs(query, key, value)
     if kwargs.get("cache") is not None:
@@ -130,7 +150,7 @@ def _packed(
         cu_k,
         longest_q,
         longest_k,
-        mask=_band(same, window) if is_causal else Full(),
+        mask=_band(same, window) if is_causal else _FULL,
         scale=scaling,
         softcap=softcap,
         sink=sinks,
@@ -355,31 +375,36 @@ def _asked(
     if isinstance(given, RuleMask):
         return _Asked(given.rule, given.keep, lengths=given.lengths)
     if given is not None:
-        return _Asked(Full(), keep=given) if given.dtype == torch.bool else _Asked(Full(), bias=given.to(query.dtype))
-    return _Asked(_mask(is_causal, sliding_window, query, key, kwargs))
-
-
-def _mask(is_causal: bool, sliding_window: int | None, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Mask:
-    """What Transformers means where it gives no mask."""
-    seq_q, seq_kv = query.shape[2], key.shape[2]
+        return _Asked(_FULL, keep=given) if given.dtype == torch.bool else _Asked(_FULL, bias=given.to(query.dtype))
     if kwargs.get("cu_seq_lens_q") is not None:  # beside a bias of positions
         starts_q, starts_kv = (tuple(kwargs[f"cu_seq_lens_{x}"].tolist()) for x in "qk")
-        return Documents(starts_q, starts_kv, _band(starts_q == starts_kv, sliding_window) if is_causal else Full())
+        inner = _band(starts_q == starts_kv, sliding_window) if is_causal else _FULL
+        return _Asked(Documents(starts_q, starts_kv, inner))
+    return _Asked(_mask(is_causal, sliding_window, query, key))
+
+
+def _mask(is_causal: bool, sliding_window: int | None, query: Tensor, key: Tensor) -> Mask:
+    """What Transformers means where it gives no mask."""
     if not is_causal:
-        return Full()
+        return _FULL
+    seq_q = query.shape[2]
     if seq_q == 1:  # the one query is the newest: it sees every key its window reaches
-        return Full() if sliding_window is None or sliding_window >= seq_kv else Window(sliding_window - 1, 0, _LAST)
+        return _FULL if sliding_window is None or sliding_window >= key.shape[2] else _band(False, sliding_window)
     # Without a mask Transformers means: keys beyond the queries are slots of a static cache that are still empty.
     return _band(True, sliding_window if sliding_window is not None and sliding_window < seq_q else None)
 
 
-_LAST: Any = "bottom-right"
-
-
 def _band(first_aligned: bool, sliding_window: int | None) -> Causal | Window:
     """Causal, or the last `sliding_window` keys including one's own, aligned at the first or at the last position."""
-    align: Any = "top-left" if first_aligned else _LAST
-    return Causal(align) if sliding_window is None else Window(sliding_window - 1, 0, align)
+    if sliding_window is None:
+        return _FIRST_ALIGNED if first_aligned else _LAST_ALIGNED
+    make = Window if torch.compiler.is_compiling() else _one_window
+    return make(sliding_window - 1, 0, "top-left" if first_aligned else "bottom-right")
+
+
+# Equal masks are one object here: native code, which looks for calls like this one, then compares them without Python.
+_FULL, _FIRST_ALIGNED, _LAST_ALIGNED = Full(), Causal("top-left"), Causal("bottom-right")
+_one_window = functools.lru_cache(maxsize=64, typed=True)(Window)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -419,6 +444,10 @@ class RuleMask(torch.Tensor):
         padded = "" if self.keep is None else ", padded"
         return f"RuleMask({self.rule}{padded}, shape={tuple(self.shape)})"
 
+    def is_alone(self) -> bool:
+        """Whether nothing but the rule hides keys."""
+        return self.keep is None and self.lengths is None
+
     def dense(self) -> Tensor:
         _, _, seq_q, seq_kv = self.shape
         visible = self.rule.to_bool(range(seq_q), range(seq_kv), seq_q, seq_kv, self.device)
@@ -455,15 +484,27 @@ def attention_mask(
     there is padding. None says the same as to Transformers' sdpa.
     """
     mask_function = mask_function or _masking.causal_mask_function
+    traced = torch.compiler.is_compiling() or (
+        attention_mask is not None and isinstance(attention_mask, _traced_types())
+    )
+    if (
+        mask_function is _masking.causal_mask_function
+        and attention_mask is None
+        and allow_is_causal_skip
+        and type(q_offset) is int
+        and not traced
+    ):  # a new token behind all others, or all tokens at once: as below, in less of the host's time
+        shift = q_offset - kv_offset
+        if shift == kv_length - q_length and (q_length == 1 or shift == 0):
+            return None
     shape = (batch_size, 1, q_length, kv_length)
-    traced = torch.compiler.is_compiling() or isinstance(attention_mask, _traced_types())
     parts = None if traced else _parts(mask_function)
     if mask_function is _masking.bidirectional_mask_function and allow_is_bidirectional_skip:
         # What is visible depends on the key alone.
         keep = _keep(attention_mask, kv_length, kv_offset)
         if keep is None or (not traced and bool(keep.all())):
             return None
-        return keep.expand(shape) if traced else RuleMask(Full(), shape, device, keep)
+        return keep.expand(shape) if traced else RuleMask(_FULL, shape, device, keep)
     if parts == {"causal": True} and q_length == 1:
         decoding = _decoding(shape, q_offset, kv_offset, attention_mask, device)
         if decoding is not None:
@@ -486,14 +527,14 @@ def attention_mask(
             device=device,
             **kwargs,
         )
-    keep = _keep(attention_mask, kv_length, kv_offset)
-    if keep is not None:
-        reach = (
-            int(q_offset) - kv_offset + q_length
-        )  # what lies beyond the last query is hidden by the causal rule anyway
-        seen = keep[..., :reach] if parts is not None and "causal" in parts else keep
-        keep = None if bool(seen.all()) else keep
-    if keep is None and (rule == Full() or (rule == Causal() and q_length == kv_length)):
+    keep = None
+    if attention_mask is not None:
+        # What lies beyond the last query is hidden by the causal rule anyway.
+        causal = parts is not None and "causal" in parts
+        reach = min(kv_length, int(q_offset) - kv_offset + q_length) if causal else kv_length
+        if not _all_there(attention_mask, kv_offset, kv_offset + reach):
+            keep = _keep(attention_mask, kv_length, kv_offset)
+    if keep is None and (rule is _FULL or (rule is _FIRST_ALIGNED and q_length == kv_length)):
         return None
     return RuleMask(rule, shape, device, keep)
 
@@ -516,7 +557,7 @@ def _decoding(
         if not 0 <= position < kv_length - 1:
             return None
         lengths = torch.full((batch,), position + 1, dtype=torch.int32, device=device)
-    return RuleMask(Full(), shape, device, _keep(padding, kv_length, kv_offset), lengths)
+    return RuleMask(_FULL, shape, device, _keep(padding, kv_length, kv_offset), lengths)
 
 
 def _keep(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
@@ -527,6 +568,14 @@ def _keep(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | No
     if keep.shape[-1] < kv_length:
         keep = torch.nn.functional.pad(keep, (0, kv_length - keep.shape[-1]))
     return keep[:, None, None, :]
+
+
+def _all_there(padding: Tensor, begin: int, end: int) -> bool:
+    """Whether padding leaves all of these positions; it is waited for."""
+    if padding.shape[-1] < end:
+        return False
+    seen = padding if begin == 0 and padding.shape[-1] == end else padding[:, begin:end]
+    return bool(seen.all())
 
 
 def _rule(parts: dict[str, Any], plain: bool, alone: bool, q_length: int, kv_length: int, shift: int) -> Mask | None:
@@ -546,7 +595,7 @@ def _rule(parts: dict[str, Any], plain: bool, alone: bool, q_length: int, kv_len
     if not plain or shift not in (0, kv_length - q_length):
         return None
     if q_length == 1 and shift == kv_length - 1 and window is None:
-        return Full()
+        return _FULL
     return _band(shift == 0, window)
 
 
@@ -563,6 +612,8 @@ def _parts(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
     Its functions are closures joined by and_masks, so their names and variables are all there is to know them by. What
     is not recognised is not guessed at.
     """
+    if mask_function is _masking.causal_mask_function:
+        return {"causal": True}
     whole = {_masking.causal_mask_function: "causal", _masking.bidirectional_mask_function: "bidirectional"}
     found: dict[str, Any] = {}
     waiting: list[Any] = [mask_function]
@@ -573,7 +624,7 @@ def _parts(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
             found[whole[part]] = True
         elif maker in _MAKERS and getattr(part, "__module__", "") == "transformers.masking_utils":
             name, variable = _MAKERS[maker]
-            held = inspect.getclosurevars(part).nonlocals[variable]
+            held = part.__closure__[part.__code__.co_freevars.index(variable)].cell_contents
             if maker == "and_masks":
                 waiting += held
             elif name in found:
@@ -599,6 +650,7 @@ _MAKERS = {  # of functions: what they add, and the variable that says it
 }
 
 
+@functools.cache
 def _traced_types() -> tuple[type, ...]:
     from torch._subclasses import FakeTensor  # noqa: PLC0415
     from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: PLC0415
