@@ -173,6 +173,30 @@ def attention(
     return out, lse, *found
 
 
+def attention_turned(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, softcap: float, dropout: float
+) -> Tensor | None:
+    """`attention` of q, k and v as they are with out (batch, seq, heads, head_dim), contiguous, for a call that native
+    code knows or may come to know; None for any other, which `attention` takes. Not for traces.
+
+    What is known has no view between the kernel and what comes next, forward or backward.
+    """
+    if (attend := native.attend) is None:
+        return None
+    known: Tensor | None = attend(
+        q, k, v, mask, scale, softcap, None, None, None, (), None, dropout, repeated.TURNED_LAYOUT, False, False, AUTO,
+        "exact",
+    )  # fmt: skip
+    if known is not None or dropout or type(mask) not in _HASHABLE_MASKS:
+        return known
+    arguments = mask, scale, softcap, (), dropout, "bhsd", False, AUTO, "exact"
+    call = op.recall_alike(q, k, v, arguments)
+    if call is None or call.plan is None:
+        return None
+    repeated.learn(call, q, k, v, arguments, turned=True)
+    return op.execute_alike(call, q, k, v)[0].transpose(1, 2).contiguous()
+
+
 def warm_up(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Plan:
     """Do now what the first call of `attention` with such tensors and arguments does beside its work: plan, build the
     kernels of both directions side by side, load them, and let native code know the call. Returns the plan.

@@ -33,9 +33,13 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 _log = logging.getLogger("tilewise")
-# Two more than layouts: (batch, seq, dim), the batch in the place of the heads; and packed, (seq, heads, dim).
-Form = Literal["bhsd", "bshd", "bsd", "packed"]
+# Three more than layouts: (batch, seq, dim), the batch in the place of the heads; packed, (seq, heads, dim); turned,
+# where inputs are (batch, heads, seq, dim) and out is (batch, seq, heads, dim), contiguous.
+Form = Literal["bhsd", "bshd", "bsd", "packed", "turned"]
 PACKED: Literal["packed"] = "packed"
+TURNED: Literal["turned"] = "turned"
+TURNED_LAYOUT = (TURNED,)
+"""Among the options of `attend`, in the place of a layout; none that `attention` could be given."""
 
 
 class Repeated(NamedTuple):
@@ -46,9 +50,10 @@ class Repeated(NamedTuple):
     constants: Operands  # what a recipe has the addresses of
 
 
-def learn(call: Call, q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...]) -> None:
-    """Let the extension answer calls of `attention` with such bhsd views and these arguments, if it can."""
-    form: Form = arguments[5]
+def learn(call: Call, q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...], *, turned: bool = False) -> None:
+    """Let the extension answer calls of `attention` with such bhsd views and these arguments, if it can; `turned`:
+    those of `attention_turned` instead."""
+    form: Form = TURNED if turned else arguments[5]
     if call.native is None or call.native.get(form, call) is None or (calls := native.ready()) is None:
         return
     generation = calls.generation()
@@ -56,7 +61,8 @@ def learn(call: Call, q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...
         return
     found = handle(call, form, q, k, v)
     if found is not None:
-        calls.learn(generation, *(_raw(tensor, form) for tensor in (q, k, v)), None, None, arguments, found)
+        options = (*arguments[:5], TURNED_LAYOUT, *arguments[6:]) if turned else arguments
+        calls.learn(generation, *(_raw(tensor, form) for tensor in (q, k, v)), None, None, options, found)
 
 
 def learn_packed(
@@ -133,6 +139,8 @@ def _described(call: Call, form: Form, q: Tensor, k: Tensor, v: Tensor, offsets:
     if call.plan.forward is None or not native.knows_streams_of(q.device):
         return None
     out = empty_out(q, problem.head_dim_v, problem.layout)
+    if form == TURNED and not _raw(out, _form_of_out(form)).is_contiguous():
+        return None
     operands = run.forward_operands(problem, q, k, v, out, {**constants, **packed})
     recipe = recipes.recipe_of(call.plan.forward, operands, run.device_index(q.device))
     held = _held_offsets(constants)
@@ -143,7 +151,7 @@ def _described(call: Call, form: Form, q: Tensor, k: Tensor, v: Tensor, offsets:
     raw = [_raw(tensor, form) for tensor in (q, k, v)]
     lse = tuple(out.shape[form == PACKED : 3]) if run.makes_lse(problem) else None
     returns_lse = call.options.needs_lse
-    made = _shape(_raw(out, form)), lse, returns_lse, problem.needs_grad
+    made = _shape(_raw(out, _form_of_out(form))), lse, returns_lse, problem.needs_grad
     return native.calls.new_call(*raw, held, recipe, *made, owner)
 
 
@@ -177,8 +185,8 @@ def _make_backward(
     flags = tuple(bool(wanted >> place & 1) for place in range(len(INPUTS)))
     if form == PACKED:
         lse, dlse = lse.unsqueeze(0), None if dlse is None else dlse.unsqueeze(0)
-    saved = _viewed(q, form), _viewed(k, form), _viewed(v, form), _viewed(out, form), lse
-    seen = None if dout is None else _viewed(dout, form)
+    saved = _viewed(q, form), _viewed(k, form), _viewed(v, form), _viewed(out, _form_of_out(form)), lse
+    seen = None if dout is None else _viewed(dout, _form_of_out(form))
     offsets = () if cu_q is None or cu_k is None else (cu_q, cu_k)
     grads = op.gradients(call, saved, offsets, (*flags, *(False for _ in offsets)), seen, dlse)[: len(INPUTS)]
     if learn and dout is not None and not _is_captured(q):
@@ -199,7 +207,7 @@ def _learn_backward(
     q, k, v, out, _ = saved
     problem, wants = in_terms(call.problem), chosen(INPUTS, flags)
     packed = dict(zip(recipes.OFFSETS, offsets, strict=True)) if offsets else {}
-    tensors = {"dout": _viewed(dout, form), "q": q, "k": k, "v": v, "out": out, **constants, **packed}
+    tensors = {"dout": _viewed(dout, _form_of_out(form)), "q": q, "k": k, "v": v, "out": out, **constants, **packed}
     recipe, zeroed = None, 0
     shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     try:
@@ -224,9 +232,13 @@ def _say_failed(what: str, status: int, name: str, grid: int, threads: int, smem
 native.answer_with(_make_backward, _say_failed)
 
 
+def _form_of_out(form: Form) -> Form:
+    return "bshd" if form == TURNED else form
+
+
 def _viewed(tensor: Tensor, form: Form) -> Tensor:
     """(batch, heads, seq, head_dim), of a tensor as the caller has it."""
-    if form == "bhsd":
+    if form in ("bhsd", TURNED):
         return tensor
     if form == PACKED:
         return tensor.transpose(0, 1).unsqueeze(0)
@@ -235,7 +247,7 @@ def _viewed(tensor: Tensor, form: Form) -> Tensor:
 
 def _raw(tensor: Tensor, form: Form) -> Tensor:
     """The other way."""
-    if form == "bhsd":
+    if form in ("bhsd", TURNED):
         return tensor
     if form == PACKED:
         return tensor.squeeze(0).transpose(0, 1)

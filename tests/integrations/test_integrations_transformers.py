@@ -7,7 +7,7 @@ import torch
 
 import tilewise
 from support import assert_close, budget
-from tilewise import Causal, Documents, UnsupportedProblem, Window
+from tilewise import Causal, Documents, UnsupportedProblem, Window, native, repeated
 from tilewise.integrations import transformers as ours
 
 NEEDED = "needs transformers >= 5.15: pip install 'tilewise[transformers]'"
@@ -630,3 +630,22 @@ def test_a_window_that_is_none_is_refused_after_its_equal_was_made():
     assert ours._band(True, 5) == Window(4, 0)
     with pytest.raises(tilewise.InvalidInput, match=r"Window\.left"):
         ours._band(True, 5.0)
+
+
+def test_what_native_code_knows_comes_back_as_it_is(calls, monkeypatch):
+    """In Transformers' order, without a view; what it does not know goes on to `attention`."""
+    q, k, v = (torch.randn(2, seq, heads, 8).transpose(1, 2) for seq, heads in ((1, 4), (9, 2), (9, 2)))
+    want = tilewise.attention(q, k, v, scale=0.3)
+    seen, answers = [], [torch.zeros(2, 1, 4, 8), None, None]
+    monkeypatch.setattr(native, "attend", lambda *given: seen.append(given) or answers.pop(0))
+    module = torch.nn.Module()
+    known = answers[0]
+    out, _ = ours.attention_forward(module, q, k, v, None, scaling=0.3)
+    assert out is known
+    assert not calls
+    out, _ = ours.attention_forward(module, q, k, v, None, scaling=0.3)
+    assert_close(out.transpose(1, 2), want.double(), budget(torch.float32, 9))
+    assert len(calls) == 1
+    _, turned, plain = seen
+    apart = [(one, other) for one, other in zip(turned, plain, strict=True) if one is not other and one != other]
+    assert apart == [(repeated.TURNED_LAYOUT, "bhsd")], "the same arguments as attention's own"

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import emulation
 import tilewise
 from support import assert_close, budget
-from tilewise import DeviceError, Target, memo, native, op, repeated
+from tilewise import DeviceError, Target, api, memo, native, op, repeated
 from tilewise.engine import run
 from tilewise.integrations.sdpa import sdpa
 from tilewise.native import library
@@ -686,3 +686,73 @@ def test_packed_gradients_have_the_bits_of_those_in_python(machine):
             assert torch.equal(got, wanted)
     forwards, backwards, in_python = (now - then for now, then in zip(machine.counts, before, strict=True))
     assert (forwards, backwards, in_python) == (3, 2, 1)
+
+
+@pytest.fixture
+def turned(hopper, monkeypatch):
+    """`attention_turned`, of the backend that is modelled."""
+    monkeypatch.setattr(api, "AUTO", hopper.backend)
+    return api.attention_turned
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mask"),
+    [
+        ({}, tilewise.Causal()),
+        ({"heads_kv": 1, "seq_kv": 130}, tilewise.Full()),
+        ({"shape": (2, 4, 1, 64), "heads_kv": 2, "seq_kv": 90}, tilewise.Full()),
+    ],
+    ids=["causal", "grouped", "one row"],
+)
+def test_out_may_come_with_seq_before_heads_and_so_may_its_gradient(hopper, turned, sizes, mask):
+    """The bits of `attention` and of its gradients, without a view."""
+    tensors = inputs(**sizes, layout="views")
+    rest = mask, 0.2, 0.0, 0.0
+    named = {"mask": mask, "scale": 0.2}
+    assert turned(*tensors, *rest) is None, "not known yet"
+    want = hopper.attention(*tensors, **named)
+    dout = torch.randn(want.transpose(1, 2).shape, generator=torch.Generator().manual_seed(1)).to(want.dtype)
+    want, *want_grads = step(hopper, tensors, dout.transpose(1, 2), **named)
+    step(hopper, tensors, dout.transpose(1, 2), **named)
+    before = hopper.counts
+    found = []
+    for _ in range(4):
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        out = turned(*leaves, *rest)
+        out.backward(dout)
+        found.append((out, [leaf.grad for leaf in leaves]))
+    assert [now - then for now, then in zip(hopper.counts, before, strict=True)] == [3, 2, 1]
+    for out, grads in found:
+        assert out.is_contiguous()
+        assert torch.equal(out.transpose(1, 2), want)
+        assert all(torch.equal(one, other) for one, other in zip(grads, want_grads, strict=True))
+    assert found[0][0]._is_view()
+    assert not any(out._is_view() for out, _ in found[1:])
+
+
+def test_out_in_the_order_of_contiguous_inputs_is_not_turned_natively(hopper, turned):
+    """That would be a copy, which is left to PyTorch; and no layout of `attention` is called so."""
+    tensors = inputs()
+    rest = tilewise.Causal(), None, 0.0, 0.0
+    hopper.attention(*tensors, mask=rest[0])
+    want = hopper.attention(*tensors, mask=rest[0])
+    before = hopper.counts
+    for _ in range(3):
+        out = turned(*tensors, *rest)
+        assert out.is_contiguous()
+        assert torch.equal(out.transpose(1, 2), want)
+    assert hopper.counts == before
+    for layout in (repeated.TURNED, repeated.PACKED):
+        with pytest.raises(tilewise.InvalidInput, match="layout"):
+            hopper.attention(*tensors, mask=rest[0], layout=layout)
+
+
+def test_what_is_not_native_is_not_turned(hopper, turned):
+    tensors = inputs(layout="views")
+    rest = tilewise.Causal(), None, 0.0
+    for _ in range(3):
+        hopper.attention(*tensors, mask=rest[0])
+    assert turned(*tensors, *rest, 0.5) is None, "dropout"
+    assert turned(*tensors, *rest, 0.0) is not None
+    with native.in_python():
+        assert turned(*tensors, *rest, 0.0) is None

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map
 
-from ..api import attention, attention_packed, autocast_inputs, scaled_dot_product_attention
+from ..api import attention, attention_packed, attention_turned, autocast_inputs, scaled_dot_product_attention
 from ..cached import append, attention_cached
 from ..errors import UnsupportedProblem
 from ..masks import Causal, Documents, Full, KeyLengths, Window
@@ -98,6 +98,9 @@ def attention_forward(
         else:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             mask = _mask(causal, sliding_window, query, key)
+        known = attention_turned(query, key, value, mask, scaling, softcap or 0.0, dropout)
+        if known is not None:
+            return known, None
         out = attention(query, key, value, mask=mask, scale=scaling, softcap=softcap or 0.0, dropout=dropout)
         return out.transpose(1, 2).contiguous(), None
     _refuse(kwargs)
