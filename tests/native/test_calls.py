@@ -249,6 +249,123 @@ def test_autograd_features(hopper):
         torch.autograd.grad(out, leaves, dout)
 
 
+def test_changes_of_what_is_saved_are_refused_as_pytorch_does(hopper):
+    """By its own words, with the versions that it counts; hooks that come later see nothing of it."""
+    warm(hopper, grad=True)
+    warm(hopper, grad=True, return_lse=True)
+    dout = torch.randn(SHAPE).bfloat16()
+    leaves = inputs(grad=True)
+    for _ in range(2):
+        torch.autograd.grad(hopper.attention(*leaves), leaves, dout)
+
+    def refusal(out, pattern, **arguments):
+        with pytest.raises(RuntimeError, match=pattern) as caught:
+            torch.autograd.grad(out, leaves, dout, **arguments)
+        return str(caught.value)
+
+    for place in range(3):
+        out = hopper.attention(*leaves)
+        with torch.no_grad():
+            leaves[place].add_(0).add_(0)
+        now = leaves[place]._version
+        said = refusal(out, f"is at version {now}; expected version {now - 2} instead")
+        assert "BFloat16Type [1, 2, 70, 64]]" in said
+        assert "which is output" not in said
+
+    made = leaves[0] * 1
+    out = hopper.attention(made, *leaves[1:])
+    made.mul_(1)
+    refusal(out, r"output 0 of Mul\w*, is at version 1; expected version 0 instead\. Hint: enable anomaly")
+
+    seen = []
+    for arguments in ({}, {"return_lse": True}):
+        out = hopper.attention(*leaves, **arguments)
+        out = out[0] if arguments else out
+        out.detach().add_(0)
+        with torch.autograd.graph.saved_tensors_hooks(seen.append, seen.append):
+            refusal(out, r"output 0 of TilewiseAttention\w*, is at version 1; expected version 0 instead")
+    assert not seen
+    out, lse = hopper.attention(*leaves, return_lse=True)
+    lse.detach().add_(0)
+    refusal(out, r"output 1 of TilewiseAttention\w*, is at version 1; expected version 0 instead")
+
+    made = leaves[0] * 1
+    out = hopper.attention(made, *leaves[1:])
+    made.detach_()  # the gradient has its way without it, a gradient of the gradient has not
+    refusal(out, "detached in-place", create_graph=True)
+    assert all(grad is not None for grad in torch.autograd.grad(out, leaves, dout))
+
+
+def test_what_is_saved_goes_when_it_is_released(hopper):
+    warm(hopper, grad=True)
+    dout = torch.randn(SHAPE).bfloat16()
+    leaves = inputs(grad=True)
+    for _ in range(2):
+        torch.autograd.grad(hopper.attention(*leaves), leaves, dout)
+    gc.disable()
+    try:
+        made = leaves[0] * 1
+        out = hopper.attention(made, *leaves[1:])
+        q, node = weakref.ref(made), out.grad_fn
+        del made
+        grads = torch.autograd.grad(out, leaves, dout, create_graph=True)  # in Python, and then not
+        again = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        assert all(torch.isfinite(a).all() and a.shape == b.shape for a, b in zip(grads, again, strict=True))
+        del grads
+        assert q() is not None
+        torch.autograd.grad(out, leaves, dout)
+        assert q() is None
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(out, leaves, dout)
+        del out
+        assert node.name() == "TilewiseAttentionBackward"
+
+        made = leaves[0] * 1
+        out = hopper.attention(made, *leaves[1:])
+        q, place = weakref.ref(made), weakref.ref(out)
+        del made
+        assert q() is not None
+        del out  # no cycle keeps it
+        assert q() is None
+        assert place() is None
+    finally:
+        gc.enable()
+
+
+def test_hooks_see_what_is_saved_in_the_order_of_the_way_in_python(hopper):
+    warm(hopper, grad=True)
+    dout = torch.randn(SHAPE).bfloat16()
+    leaves = inputs(grad=True)
+    want = torch.autograd.grad(hopper.attention(*leaves), leaves, dout)
+
+    def packed():
+        seen, unpacked = [], []
+
+        def pack(tensor):
+            seen.append((tuple(tensor.shape), tensor.dtype, tensor.data_ptr() in addresses))
+            return tensor.clone()
+
+        def unpack(tensor):
+            unpacked.append(tuple(tensor.shape))
+            return tensor
+
+        addresses = [leaf.data_ptr() for leaf in leaves]
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            out = hopper.attention(*leaves)
+        grads = torch.autograd.grad(out, leaves, dout)
+        assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))
+        assert len(unpacked) == len(seen)
+        return seen
+
+    before = hopper.counts[0]
+    here = packed()
+    assert hopper.counts[0] == before + 1
+    with native.in_python():
+        there = packed()
+    assert here == there
+    assert len(here) == 5
+
+
 def test_double_backward_goes_through_the_reference(hopper):
     warm(hopper, grad=True)
     leaves = inputs(grad=True)

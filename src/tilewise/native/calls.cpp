@@ -13,13 +13,16 @@
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/contiguous_ops.h>
 #include <ATen/ops/empty_strided_ops.h>
 #include <ATen/ops/zero_ops.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/accumulate.h>
 #include <dlfcn.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -333,6 +336,17 @@ c10::DataPtr empty_bytes(int64_t bytes, c10::Device device) {
   return bytes == 0 ? c10::DataPtr() : allocator_of(device)->allocate(size_t(bytes));
 }
 
+// A tensor of memory that is there already.
+at::Tensor tensor_of(c10::Storage memory, const Shape& shape, c10::ScalarType dtype) {
+  const c10::InferenceMode tracked(false);
+  const c10::DispatchKeySet key(memory.device().is_cuda() ? c10::DispatchKey::CUDA
+                                                          : c10::DispatchKey::CPU);
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(memory), key,
+                                                             c10::scalarTypeToTypeMeta(dtype));
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(shape.sizes, shape.strides);
+  return made;
+}
+
 void enqueue(const Recipe& recipe, c10::Device device, Addresses& addresses,
              const Offsets& offsets) {
   void* stream = stream_of(device);
@@ -350,18 +364,20 @@ std::vector<int64_t> contiguous_strides(c10::IntArrayRef sizes) {
 
 // --- autograd ---
 
+using torch::autograd::Edge;
 using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 // Releases differ in who owns a node.
 using NodePointer = decltype(torch::autograd::Edge::function);
 
-template <typename Made, typename Pointer = NodePointer>
-Pointer new_node() {
+template <typename Made, typename Pointer = NodePointer, typename... Arguments>
+Pointer new_node(Arguments&&... arguments) {
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>)
-    return Pointer(new Made, [](auto* node) { deleteNode(node); });  // of torch::autograd
+    return Pointer(new Made(std::forward<Arguments>(arguments)...),
+                   [](auto* node) { deleteNode(node); });  // of torch::autograd
   else
-    return c10::make_intrusive<Made>();
+    return c10::make_intrusive<Made>(std::forward<Arguments>(arguments)...);
 }
 
 // As the kernels read it: rows of contiguous numbers that begin at multiples of 16 bytes.
@@ -398,67 +414,125 @@ uint32_t version_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
+// Whether what autograd saves on this thread is to be seen by hooks of a user's.
+bool is_saving_watched() { return !at::SavedTensorDefaultHooks::get_tls_state().stack.empty(); }
+
+// Its place in the graph is what an operation made, and not a leaf's.
+bool has_history(const at::Tensor& tensor) {
+  const torch::autograd::AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return meta != nullptr && meta->grad_fn_ != nullptr;
+}
+
+// What a backward needs is saved in one of two ways. As a rule the node keeps it itself: the
+// inputs, and the memory of the results, not as tensors: out would keep itself alive by its node,
+// and nobody but a backward wants lse. Where hooks are to see what is saved, or lse is returned,
+// there are SavedVariables instead, in the order of the path in Python: a checkpoint may recompute
+// one by the other.
 class AttentionBackward final : public Node {
  public:
   enum { q, k, v, out, lse, count };
 
-  std::shared_ptr<Call> call;
-  std::array<SavedVariable, count> saved;
-  std::vector<SavedVariable> offsets;  // two, of a packed call
+  AttentionBackward(std::shared_ptr<Call> call, torch::autograd::edge_list&& edges)
+      : Node(std::move(edges)), call(std::move(call)) {}
 
-  // In the order of the path in Python: a checkpoint may recompute one by the other.
+  // Whether a call with these inputs may keep what its backward needs.
+  static bool can_keep(const Call& call, const at::Tensor& q, const at::Tensor& k,
+                       const at::Tensor& v) {
+    if (call.returns_lse) return false;
+    if (!call.recorded) return true;  // there is no backward
+    if (is_saving_watched()) return false;
+    for (const at::Tensor* one : {&q, &k, &v})  // PyTorch refuses what has no version
+      if (!one->unsafeGetTensorImpl()->version_counter().enabled()) return false;
+    return true;
+  }
+
+  void keep(const std::array<const at::Tensor*, 3>& given, const at::Tensor& result,
+            c10::DataPtr&& lse) {
+    for (size_t i = 0; i < 3; ++i) {
+      const at::Tensor& one = *given[i];
+      inputs[i] = one;
+      versions[i] = version_of(one);
+      storages[i] = one.storage().unsafeGetStorageImpl();
+      if (has_history(one)) histories |= 1u << i;
+    }
+    const c10::TensorImpl& impl = *result.unsafeGetTensorImpl();
+    out_memory = impl.storage();
+    out_version = impl.version_counter();
+    versions[out] = out_version.current_version();
+    dtype = result.scalar_type();
+    lse_memory = std::move(lse);
+  }
+
   void save(const std::array<const at::Tensor*, count>& tensors) {
+    saved = std::make_unique<std::array<SavedVariable, count>>();
     for (size_t i = 0; i < count; ++i) {
       const at::Tensor& one = *tensors[i];
-      saved[i] = SavedVariable(one, is_result(i));
-      if (!one.defined()) continue;
-      versions[i] = version_of(one);
-      impls[i] = i == out ? nullptr : one.unsafeGetTensorImpl();
-      storages[i] = one.storage().unsafeGetStorageImpl();
+      (*saved)[i] = SavedVariable(one, is_result(i));
+      if (one.defined()) versions[i] = version_of(one);
     }
+  }
+
+  void save(const Offsets& given) {
+    for (const at::Tensor& one : given) offsets.emplace_back(one, false);
   }
 
   std::string name() const override { return "TilewiseAttentionBackward"; }
 
   void release_variables() override {
     std::lock_guard<std::mutex> guard(mutex_);
-    for (SavedVariable& one : saved) one.reset_data();
+    for (at::Tensor& one : inputs) one.reset();
+    out_memory = c10::Storage();
+    out_version = c10::VariableVersion();
+    lse_memory.clear();
+    lse_tensor.reset();
+    if (saved != nullptr)
+      for (SavedVariable& one : *saved) one.reset_data();
     for (SavedVariable& one : offsets) one.reset_data();
   }
 
   variable_list apply(variable_list&& given) override {
     expect(this, sizeof(*this));
-    for (const void* one : impls) expect(one, sizeof(c10::TensorImpl));
+    for (const at::Tensor& one : inputs) expect(one.unsafeGetTensorImpl(), sizeof(c10::TensorImpl));
     for (const void* one : storages) expect(one, sizeof(c10::StorageImpl));
+    expect(out_memory.unsafeGetStorageImpl(), sizeof(c10::StorageImpl));
     expect(call.get(), sizeof(Call));
     variable_list grads(3);
     const at::Tensor dlse = given.size() > 1 ? given[1] : at::Tensor();
     if (!given[0].defined() && !dlse.defined()) return grads;
-    Saved now;
-    bool unpacked = false;  // whether all have their places in the graph
-    {
-      std::lock_guard<std::mutex> guard(mutex_);
-      unpacked = !take(now);
-      if (unpacked) unpack(now);
-    }
     unsigned wants = 0;
     for (unsigned i = 0; i < 3; ++i)
       if (task_should_compute_output(i)) wants |= 1u << i;
-    if (wants == 0) return grads;
-    std::shared_ptr<const Backward> known;
     at::Tensor dout = given[0];
-    const bool may = is_awake() && can_be_made(now, dout, dlse);
-    if (may) {
-      if (!is_readable(dout)) dout = at::_ops::contiguous::call(dout, at::MemoryFormat::Contiguous);
-      known = call->backward(dout.strides(), wants);
-    }
-    if (known != nullptr && !known->in_python) {
-      make(*known, now, dout, dlse, grads);
-      return grads;
-    }
-    if (!unpacked) {
+    std::shared_ptr<const Backward> known;
+    Saved now;
+    bool may = false;
+    {
+      // Until all is enqueued: what is saved is read where it lies.
       std::lock_guard<std::mutex> guard(mutex_);
-      unpack(now);
+      bool unpacked = false;  // whether all have their places in the graph
+      if (saved == nullptr) {
+        check_kept();
+      } else {
+        unpacked = !take(now);
+        if (unpacked) unpack(now);
+      }
+      if (wants == 0) return grads;
+      const Operands read = saved == nullptr ? kept_operands() : operands_of(now);
+      may = is_awake() && can_be_made(read, dout, dlse);
+      if (may) {
+        if (!is_readable(dout))
+          dout = at::_ops::contiguous::call(dout, at::MemoryFormat::Contiguous);
+        known = call->backward(dout.strides(), wants);
+      }
+      if (known != nullptr && !known->in_python) {
+        make(*known, read, dout, dlse, grads);
+        return grads;
+      }
+      if (saved == nullptr) {
+        unpack_kept(now);
+      } else if (!unpacked) {
+        unpack(now);
+      }
     }
     make_in_python(now, may ? dout : given[0], dlse, wants, may && known == nullptr, grads);
     return grads;
@@ -472,16 +546,115 @@ class AttentionBackward final : public Node {
     const at::Tensor& operator[](size_t i) const { return tensors[i]; }
   };
 
+  // What kernels read, where it lies; `usable` says whether the results are as kernels made them.
+  struct Operands {
+    std::array<const at::Tensor*, 3> inputs;
+    uintptr_t out = 0, lse = 0;
+    bool usable = false;
+    Offsets offsets;
+  };
+
+  std::shared_ptr<Call> call;
+  std::array<at::Tensor, 3> inputs;  // undefined once they are released
+  c10::Storage out_memory;
+  c10::VariableVersion out_version;
+  c10::DataPtr lse_memory;  // until Python has asked for a tensor of it
+  at::Tensor lse_tensor;
   std::array<uint32_t, count> versions{};
+  uint8_t histories = 0;  // bits of the inputs that are no leaves
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
   // Only to be asked for early, never looked into: what was saved may be gone.
-  std::array<const void*, count> impls{}, storages{};
+  std::array<const void*, 3> storages{};
+  std::unique_ptr<std::array<SavedVariable, count>> saved;
+  std::vector<SavedVariable> offsets;  // two, of a packed call
 
   bool is_result(size_t i) const { return i == out || (i == lse && call->returns_lse); }
+
+  // PyTorch's own refusal of a tensor that is not what it was: a stand-in is saved as the tensor
+  // was, and becomes what the tensor is.
+  [[noreturn]] void refuse(const at::Tensor& now, uint32_t version, bool had_history) {
+    namespace impl = torch::autograd::impl;
+    struct NoHooks {
+      const bool before = at::SavedTensorDefaultHooks::set_tracing(true);
+      ~NoHooks() { at::SavedTensorDefaultHooks::set_tracing(before); }
+    } no_hooks;
+    const c10::InferenceMode tracked(false);
+    const at::Tensor stand_in = now.tensor_data();
+    impl::set_version_counter(stand_in, c10::VariableVersion(version));
+    if (had_history) impl::set_gradient_edge(stand_in, Edge(getptr(), 0));
+    const SavedVariable one(stand_in, false);
+    impl::set_version_counter(stand_in, impl::version_counter(now));
+    impl::set_gradient_edge(stand_in, Edge(now.grad_fn(), 0));
+    one.unpack();
+    TORCH_CHECK(false, "a tensor that attention saved for its backward has changed");
+  }
+
+  // `out` as it was made, in its place in the graph.
+  at::Tensor kept_out() {
+    at::Tensor made = tensor_of(out_memory, call->out, dtype);
+    torch::autograd::impl::set_version_counter(made, out_version);
+    torch::autograd::impl::set_gradient_edge(made, Edge(getptr(), 0));
+    return made;
+  }
+
+  void check_kept() {
+    TORCH_CHECK(inputs[q].defined(), torch::autograd::ERR_BACKWARD_TWICE);
+    for (size_t i = 0; i < 3; ++i)
+      if (version_of(inputs[i]) != versions[i]) refuse(inputs[i], versions[i], histories >> i & 1);
+    if (out_version.current_version() != versions[out]) refuse(kept_out(), versions[out], true);
+  }
+
+  // For Python.
+  void unpack_kept(Saved& now) {
+    for (size_t i = 0; i < 3; ++i) {
+      if ((histories >> i & 1) != 0 && inputs[i].grad_fn() == nullptr)  // detached in place
+        refuse(inputs[i], versions[i], true);
+      now.tensors[i] = inputs[i];
+    }
+    now.tensors[out] = kept_out();
+    if (lse_memory) {
+      const c10::Device device = lse_memory.device();
+      c10::Storage memory = c10::make_intrusive<c10::StorageImpl>(
+          c10::StorageImpl::use_byte_size_t(), call->lse_bytes, std::move(lse_memory),
+          allocator_of(device), true);
+      lse_memory.clear();
+      lse_tensor = tensor_of(std::move(memory), call->lse, c10::kFloat);
+    }
+    now.tensors[lse] = lse_tensor;
+    for (size_t i = 0; i < offsets.size(); ++i) now.offsets[i] = offsets[i].unpack();
+  }
+
+  Operands kept_operands() const {
+    Operands read{{&inputs[q], &inputs[k], &inputs[v]}};
+    const c10::Device device = inputs[q].device();
+    read.out = reinterpret_cast<uintptr_t>(out_memory.data());
+    read.lse = lse_tensor.defined() ? address(lse_tensor)
+                                    : reinterpret_cast<uintptr_t>(lse_memory.get());
+    read.usable = read.out != 0 && read.lse != 0 && out_memory.device() == device;
+    for (const at::Tensor& one : inputs) read.usable &= one.scalar_type() == dtype;
+    for (size_t i = 0; i < offsets.size(); ++i) read.offsets[i] = offsets[i].unpack();
+    return read;
+  }
+
+  // Hooks on saved tensors may have laid them out anew.
+  Operands operands_of(const Saved& now) const {
+    Operands read{{&now[q], &now[k], &now[v]}};
+    read.offsets = now.offsets;
+    const c10::Device device = now[q].device();
+    for (size_t i : {out, lse})
+      if (!is_ordinary(now[i]) || now[i].device() != device) return read;
+    read.out = address(now[out]);
+    read.lse = address(now[lse]);
+    read.usable = now[out].sizes() == c10::IntArrayRef(call->out.sizes) &&
+                  now[out].strides() == c10::IntArrayRef(call->out.strides) &&
+                  now[lse].is_contiguous();
+    return read;
+  }
 
   // What was saved, as memory; false where it has to be unpacked. First all, then whether they have
   // changed: who counts a reference waits for what is on its way.
   bool take(Saved& now) const {
-    for (size_t i = 0; i < count; ++i) now.tensors[i] = memory_of(saved[i]);
+    for (size_t i = 0; i < count; ++i) now.tensors[i] = memory_of((*saved)[i]);
     for (size_t i = 0; i < count; ++i)
       if (!now[i].defined() || version_of(now[i]) != versions[i]) return false;
     for (size_t i = 0; i < offsets.size(); ++i) now.offsets[i] = offsets[i].unpack();
@@ -490,54 +663,56 @@ class AttentionBackward final : public Node {
 
   void unpack(Saved& now) {
     for (size_t i = 0; i < count; ++i)
-      now.tensors[i] = is_result(i) ? saved[i].unpack(getptr()) : saved[i].unpack();
+      now.tensors[i] = is_result(i) ? (*saved)[i].unpack(getptr()) : (*saved)[i].unpack();
     for (size_t i = 0; i < offsets.size(); ++i) now.offsets[i] = offsets[i].unpack();
   }
 
-  // Hooks on saved tensors may have laid them out anew, and gradients may be of any kind.
-  bool can_be_made(const Saved& saved, const at::Tensor& dout, const at::Tensor& dlse) const {
-    if (c10::GradMode::is_enabled() || !is_ordinary_thread() || !dout.defined()) return false;
-    const c10::Device device = saved[q].device();
-    for (const at::Tensor& one : saved.tensors)
-      if (!is_ordinary(one) || one.device() != device) return false;
-    if (!is_ordinary(dout) || dout.device() != device ||
-        dout.scalar_type() != saved[q].scalar_type() || dout.sizes() != saved[out].sizes())
+  // Inputs may have been given other memory, and gradients may be of any kind.
+  bool can_be_made(const Operands& read, const at::Tensor& dout, const at::Tensor& dlse) const {
+    if (!read.usable || c10::GradMode::is_enabled() || !is_ordinary_thread() || !dout.defined())
       return false;
-    for (const at::Tensor& one : saved.offsets)
+    const c10::Device device = read.inputs[q]->device();
+    for (const at::Tensor* one : read.inputs)
+      if (!is_ordinary(*one) || one->device() != device) return false;
+    if (!is_ordinary(dout) || dout.device() != device ||
+        dout.scalar_type() != read.inputs[q]->scalar_type() ||
+        dout.sizes() != c10::IntArrayRef(call->out.sizes))
+      return false;
+    for (const at::Tensor& one : read.offsets)
       if (one.defined() && (!are_offsets(one) || one.device() != device)) return false;
     if (dlse.defined() && (!is_ordinary(dlse) || dlse.scalar_type() != c10::kFloat ||
                            !dlse.is_contiguous() || dlse.device() != device))
       return false;
-    for (size_t i = 0; i < 3; ++i)
-      if (saved[i].strides() != c10::IntArrayRef(call->input_strides[i])) return false;
-    if (saved[out].strides() != c10::IntArrayRef(call->out.strides)) return false;
-    const uintptr_t together = address(saved[q]) | address(saved[k]) | address(saved[v]);
-    return together % 16 == call->misalignment && address(saved[out]) % 16 == 0 &&
-           saved[lse].is_contiguous();
+    uintptr_t together = 0;
+    for (size_t i = 0; i < 3; ++i) {
+      if (read.inputs[i]->strides() != c10::IntArrayRef(call->input_strides[i])) return false;
+      together |= address(*read.inputs[i]);
+    }
+    return together % 16 == call->misalignment && read.out % 16 == 0;
   }
 
-  void make(const Backward& backward, const Saved& saved, const at::Tensor& dout,
+  void make(const Backward& backward, const Operands& read, const at::Tensor& dout,
             const at::Tensor& dlse, variable_list& grads) const {
-    const c10::Device device = saved[q].device();
+    const c10::Device device = read.inputs[q]->device();
     backward.recipe.expect_launch();
     const c10::OptionalDeviceGuard guard = make_current(device, backward.recipe);
     Addresses at{};
     for (unsigned i = 0; i < 3; ++i) {
       if ((backward.wants >> i & 1) == 0) continue;
-      grads[i] = empty(backward.grads[i], saved[q].scalar_type(), device);
+      grads[i] = empty(backward.grads[i], dout.scalar_type(), device);
       if (backward.zeroed >> i & 1) at::_ops::zero_::call(grads[i]);
       at[DQ + i] = address(grads[i]);
     }
     const c10::DataPtr scratch = empty_bytes(backward.recipe.scratch_bytes, device);
-    at[Q] = address(saved[q]);
-    at[K] = address(saved[k]);
-    at[V] = address(saved[v]);
-    at[OUT] = address(saved[out]);
-    at[LSE] = address(saved[lse]);
+    at[Q] = address(*read.inputs[q]);
+    at[K] = address(*read.inputs[k]);
+    at[V] = address(*read.inputs[v]);
+    at[OUT] = read.out;
+    at[LSE] = read.lse;
     at[DOUT] = address(dout);
     at[DLSE] = address(dlse);
     at[SCRATCH] = reinterpret_cast<uintptr_t>(scratch.get());
-    enqueue(backward.recipe, device, at, offsets_of(*call, saved.offsets));
+    enqueue(backward.recipe, device, at, offsets_of(*call, read.offsets));
     memory().backwards.fetch_add(1, std::memory_order_relaxed);
   }
 
@@ -742,47 +917,72 @@ bool is_ordinary(const at::Tensor& tensor) {
 
 namespace {
 
-Results make_forward(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
-                     const at::Tensor& v, const Offsets& offsets) {
+// What a forward makes: where lse is for a backward alone, and the node keeps it, only its memory.
+struct Made : Results {
+  c10::DataPtr lse_memory;
+  bool kept = false;
+};
+
+Made make_forward(const Call& call, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                  const Offsets& offsets) {
   const c10::Device device = q.device();
-  call->forward.expect_launch();
-  const c10::OptionalDeviceGuard guard = make_current(device, call->forward);
-  Results made{empty(call->out, q.scalar_type(), device), {}};
-  if (call->has_lse) made.lse = empty(call->lse, c10::kFloat, device);
-  const c10::DataPtr scratch = empty_bytes(call->forward.scratch_bytes, device);
+  call.forward.expect_launch();
+  const c10::OptionalDeviceGuard guard = make_current(device, call.forward);
+  Made made;
+  made.kept = AttentionBackward::can_keep(call, q, k, v);
+  made.out = empty(call.out, q.scalar_type(), device);
+  if (call.has_lse) {
+    if (made.kept)
+      made.lse_memory = empty_bytes(call.lse_bytes, device);
+    else
+      made.lse = empty(call.lse, c10::kFloat, device);
+  }
+  const c10::DataPtr scratch = empty_bytes(call.forward.scratch_bytes, device);
   Addresses at{};
   at[Q] = address(q);
   at[K] = address(k);
   at[V] = address(v);
   at[OUT] = address(made.out);
-  at[LSE] = address(made.lse);
+  at[LSE] = made.kept ? reinterpret_cast<uintptr_t>(made.lse_memory.get()) : address(made.lse);
   at[SCRATCH] = reinterpret_cast<uintptr_t>(scratch.get());
-  enqueue(call->forward, device, at, offsets_of(*call, offsets));
+  enqueue(call.forward, device, at, offsets_of(call, offsets));
   memory().forwards.fetch_add(1, std::memory_order_relaxed);
   return made;
 }
 
+// A new tensor's place in the graph: the next output of what the node is the backward of.
+void place(const at::Tensor& made, const NodePointer& node) {
+  c10::TensorImpl* impl = made.unsafeGetTensorImpl();
+  const uint32_t number = node->add_input_metadata(made);
+  impl->set_autograd_meta(
+      std::make_unique<torch::autograd::AutogradMeta>(impl, false, Edge(node, number)));
+}
+
 // The results' place in autograd's graph.
 void record(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
-            const at::Tensor& v, const Offsets& offsets, const Results& made) {
-  NodePointer node = new_node<AttentionBackward>();
+            const at::Tensor& v, const Offsets& offsets, Made& made) {
+  torch::autograd::edge_list edges;
+  edges.reserve(3);
+  for (const at::Tensor* one : {&q, &k, &v})
+    edges.push_back(torch::autograd::impl::gradient_edge(*one));
+  const NodePointer node = new_node<AttentionBackward>(call, std::move(edges));
   auto& backward = static_cast<AttentionBackward&>(*node);
-  backward.set_next_edges(torch::autograd::collect_next_edges(q, k, v));
-  torch::autograd::set_history(made.out, node);
-  if (call->returns_lse) torch::autograd::set_history(made.lse, node);
-  backward.call = call;
-  backward.save({&q, &k, &v, &made.out, &made.lse});
-  if (offsets[0].defined())
-    for (const at::Tensor& one : offsets) backward.offsets.emplace_back(one, false);
+  place(made.out, node);
+  if (call->returns_lse) place(made.lse, node);
+  if (made.kept)
+    backward.keep({&q, &k, &v}, made.out, std::move(made.lse_memory));
+  else
+    backward.save({&q, &k, &v, &made.out, &made.lse});
+  if (offsets[0].defined()) backward.save(offsets);
 }
 
 }  // namespace
 
 Results run(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
             const at::Tensor& v, const Offsets& offsets) {
-  Results made = make_forward(call, q, k, v, offsets);
+  Made made = make_forward(*call, q, k, v, offsets);
   if (call->recorded) record(call, q, k, v, offsets, made);
-  return made;
+  return {std::move(made.out), std::move(made.lse)};
 }
 
 std::shared_ptr<Call> call_of(PyObject* capsule) {
@@ -916,10 +1116,10 @@ PyObject* answer(PyObject* const* tensors, size_t count,
   const auto found = known.find(key);
   if (found == known.end()) Py_RETURN_NONE;
   const std::shared_ptr<Call> call = found->second;
-  Results made;
+  Made made;
   {
     const NoGil no_gil;
-    made = make_forward(call, q, k, v, offsets);
+    made = make_forward(*call, q, k, v, offsets);
   }
   // With the GIL: newer releases take it for every tensor that is saved and that only Python held.
   if (call->recorded) record(call, q, k, v, offsets, made);
@@ -1103,6 +1303,7 @@ PyObject* new_call(PyObject*, PyObject* given) {
   if (call->has_lse) {
     if (!read(lse, call->lse.sizes)) return nullptr;
     call->lse.strides = Extents(contiguous_strides(call->lse.sizes));
+    call->lse_bytes = 4 * c10::multiply_integers(c10::IntArrayRef(call->lse.sizes));
   }
   call->returns_lse = returns_lse != 0;
   call->recorded = recorded != 0;

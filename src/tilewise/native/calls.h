@@ -215,6 +215,7 @@ class Call {
 
   Recipe forward;
   Shape out, lse;
+  int64_t lse_bytes = 0;
   bool has_lse = false, returns_lse = false;
   bool recorded = false;      // by autograd
   unsigned misalignment = 0;  // of q, k and v together, as the recipe was made for
