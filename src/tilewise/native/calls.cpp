@@ -12,7 +12,6 @@
 #include "calls.h"
 
 #include <ATen/Context.h>
-#include <ATen/EmptyTensor.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/contiguous_ops.h>
 #include <ATen/ops/empty_strided_ops.h>
@@ -22,7 +21,6 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/accumulate.h>
 #include <dlfcn.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -323,28 +321,32 @@ c10::OptionalDeviceGuard make_current(c10::Device device, const Recipe& recipe) 
   return c10::OptionalDeviceGuard(device);
 }
 
-// On the current device. Below the dispatcher: nothing above the allocator has a say in what we
-// allocate.
-at::Tensor empty(const Shape& shape, c10::ScalarType dtype, c10::Device device) {
-  const c10::DispatchKeySet key(device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
-  return at::Tensor(at::detail::empty_strided_generic(shape.sizes, shape.strides,
-                                                      allocator_of(device), key, dtype));
-}
-
 // Memory on the current device that no tensor is made of.
 c10::DataPtr empty_bytes(int64_t bytes, c10::Device device) {
   return bytes == 0 ? c10::DataPtr() : allocator_of(device)->allocate(size_t(bytes));
 }
 
-// A tensor of memory that is there already.
+// A tensor of this memory.
 at::Tensor tensor_of(c10::Storage memory, const Shape& shape, c10::ScalarType dtype) {
-  const c10::InferenceMode tracked(false);
   const c10::DispatchKeySet key(memory.device().is_cuda() ? c10::DispatchKey::CUDA
                                                           : c10::DispatchKey::CPU);
   at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(memory), key,
                                                              c10::scalarTypeToTypeMeta(dtype));
   made.unsafeGetTensorImpl()->set_sizes_and_strides(shape.sizes, shape.strides);
   return made;
+}
+
+c10::Storage storage_of(c10::DataPtr&& memory, int64_t bytes, c10::Allocator* allocator) {
+  return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
+                                               std::move(memory), allocator, true);
+}
+
+// On the current device. Below the dispatcher: nothing above the allocator has a say in what we
+// allocate.
+at::Tensor empty(const Shape& shape, c10::ScalarType dtype, c10::Device device) {
+  c10::Allocator* allocator = allocator_of(device);
+  const int64_t bytes = shape.elements * int64_t(c10::elementSize(dtype));
+  return tensor_of(storage_of(allocator->allocate(size_t(bytes)), bytes, allocator), shape, dtype);
 }
 
 void enqueue(const Recipe& recipe, c10::Device device, Addresses& addresses,
@@ -591,6 +593,7 @@ class AttentionBackward final : public Node {
 
   // `out` as it was made, in its place in the graph.
   at::Tensor kept_out() {
+    const c10::InferenceMode tracked(false);
     at::Tensor made = tensor_of(out_memory, call->out, dtype);
     torch::autograd::impl::set_version_counter(made, out_version);
     torch::autograd::impl::set_gradient_edge(made, Edge(getptr(), 0));
@@ -606,6 +609,7 @@ class AttentionBackward final : public Node {
 
   // For Python.
   void unpack_kept(Saved& now) {
+    const c10::InferenceMode tracked(false);
     for (size_t i = 0; i < 3; ++i) {
       if ((histories >> i & 1) != 0 && inputs[i].grad_fn() == nullptr)  // detached in place
         refuse(inputs[i], versions[i], true);
@@ -614,9 +618,8 @@ class AttentionBackward final : public Node {
     now.tensors[out] = kept_out();
     if (lse_memory) {
       const c10::Device device = lse_memory.device();
-      c10::Storage memory = c10::make_intrusive<c10::StorageImpl>(
-          c10::StorageImpl::use_byte_size_t(), call->lse_bytes, std::move(lse_memory),
-          allocator_of(device), true);
+      c10::Storage memory =
+          storage_of(std::move(lse_memory), call->lse_bytes(), allocator_of(device));
       lse_memory.clear();
       lse_tensor = tensor_of(std::move(memory), call->lse, c10::kFloat);
     }
@@ -849,7 +852,7 @@ at::Tensor Prepared::made_of(const Offsets& offsets, void* stream, Addresses& ad
       return one.made;
     }
   }
-  const Shape shape{Extents(bytes), Extents(1)};
+  const Shape shape(bytes, 1);
   const at::Tensor made = empty(shape, c10::kByte, device);
   addresses[PREPARED] = address(made);
   enqueue(launches, device, stream, addresses);
@@ -933,7 +936,7 @@ Made make_forward(const Call& call, const at::Tensor& q, const at::Tensor& k, co
   made.out = empty(call.out, q.scalar_type(), device);
   if (call.has_lse) {
     if (made.kept)
-      made.lse_memory = empty_bytes(call.lse_bytes, device);
+      made.lse_memory = empty_bytes(call.lse_bytes(), device);
     else
       made.lse = empty(call.lse, c10::kFloat, device);
   }
@@ -1190,17 +1193,14 @@ bool read(PyObject* tuple, std::vector<Number>& into) {
   return !PyErr_Occurred();
 }
 
-bool read(PyObject* tuple, Extents& into) {
-  std::vector<int64_t> values;
-  if (!read(tuple, values)) return false;
-  into = Extents(values);
-  return true;
-}
-
 bool read(PyObject* given, Shape& into) {
   PyObject *sizes, *strides;
-  return PyArg_ParseTuple(given, "OO", &sizes, &strides) && read(sizes, into.sizes) &&
-         read(strides, into.strides);
+  std::vector<int64_t> values, steps;
+  if (!PyArg_ParseTuple(given, "OO", &sizes, &strides) || !read(sizes, values) ||
+      !read(strides, steps))
+    return false;
+  into = Shape(values, steps);
+  return true;
 }
 
 std::shared_ptr<TensorMap> read_map(PyObject* given) {
@@ -1301,9 +1301,9 @@ PyObject* new_call(PyObject*, PyObject* given) {
   if (!read(recipe, call->forward) || !read(out, call->out)) return nullptr;
   call->has_lse = lse != Py_None;
   if (call->has_lse) {
-    if (!read(lse, call->lse.sizes)) return nullptr;
-    call->lse.strides = Extents(contiguous_strides(call->lse.sizes));
-    call->lse_bytes = 4 * c10::multiply_integers(c10::IntArrayRef(call->lse.sizes));
+    std::vector<int64_t> sizes;
+    if (!read(lse, sizes)) return nullptr;
+    call->lse = Shape(sizes, contiguous_strides(sizes));
   }
   call->returns_lse = returns_lse != 0;
   call->recorded = recorded != 0;

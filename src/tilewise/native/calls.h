@@ -196,7 +196,18 @@ struct Recipe {
 };
 
 struct Shape {
+  Shape() = default;
+  Shape(c10::IntArrayRef sizes, c10::IntArrayRef strides) : sizes(sizes), strides(strides) {
+    TORCH_CHECK(sizes.size() == strides.size(), "as many strides as sizes");
+    elements = 1;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      TORCH_CHECK(sizes[i] >= 0 && strides[i] >= 0, "sizes and strides that are not negative");
+      elements = sizes[i] == 0 || elements == 0 ? 0 : elements + (sizes[i] - 1) * strides[i];
+    }
+  }
+
   Extents sizes, strides;
+  int64_t elements = 0;  // that its memory has room for
 };
 
 // A backward for gradients dout of one layout, and for the inputs whose gradients are wanted.
@@ -215,13 +226,14 @@ class Call {
 
   Recipe forward;
   Shape out, lse;
-  int64_t lse_bytes = 0;
   bool has_lse = false, returns_lse = false;
   bool recorded = false;      // by autograd
   unsigned misalignment = 0;  // of q, k and v together, as the recipe was made for
   std::array<Extents, 3> input_strides;
   Offsets offsets;            // of documents, which the mask holds; undefined for any other call
   PyObject* owner = nullptr;  // what Python needs to make the backwards that are not known here
+
+  int64_t lse_bytes() const { return lse.elements * int64_t(sizeof(float)); }
 
   std::shared_ptr<const Backward> backward(c10::IntArrayRef dout_strides, unsigned wants);
   void learn(std::shared_ptr<const Backward> backward);
