@@ -631,8 +631,8 @@ class AttentionBackward final : public Node {
     Operands read{{&inputs[q], &inputs[k], &inputs[v]}};
     const c10::Device device = inputs[q].device();
     read.out = reinterpret_cast<uintptr_t>(out_memory.data());
-    read.lse = lse_tensor.defined() ? address(lse_tensor)
-                                    : reinterpret_cast<uintptr_t>(lse_memory.get());
+    read.lse =
+        lse_tensor.defined() ? address(lse_tensor) : reinterpret_cast<uintptr_t>(lse_memory.get());
     read.usable = read.out != 0 && read.lse != 0 && out_memory.device() == device;
     for (const at::Tensor& one : inputs) read.usable &= one.scalar_type() == dtype;
     for (size_t i = 0; i < offsets.size(); ++i) read.offsets[i] = offsets[i].unpack();
@@ -754,11 +754,11 @@ void AttentionBackward::make_in_python(const Saved& saved, const at::Tensor& dou
   memory().backwards_in_python.fetch_add(1, std::memory_order_relaxed);
   TORCH_CHECK(!is_finalizing(), "a backward that needs Python, which is ending");
   pybind11::gil_scoped_acquire gil;
-  PyObject* told = Py_BuildValue(
-      "(NONNNNNNNNNIO)", capsule_of(call), call->owner, wrapped(dout), wrapped(dlse),
-      wrapped(saved[q]), wrapped(saved[k]), wrapped(saved[v]), wrapped(saved[out]),
-      wrapped(saved[lse]),
-      wrapped(saved.offsets[0]), wrapped(saved.offsets[1]), wants, learn ? Py_True : Py_False);
+  PyObject* told =
+      Py_BuildValue("(NONNNNNNNNNIO)", capsule_of(call), call->owner, wrapped(dout), wrapped(dlse),
+                    wrapped(saved[q]), wrapped(saved[k]), wrapped(saved[v]), wrapped(saved[out]),
+                    wrapped(saved[lse]), wrapped(saved.offsets[0]), wrapped(saved.offsets[1]),
+                    wants, learn ? Py_True : Py_False);
   PyObject* made = told ? PyObject_Call(memory().make_backward, told, nullptr) : nullptr;
   Py_XDECREF(told);
   if (made == nullptr) {

@@ -73,8 +73,8 @@ bool is_plain(const at::Tensor& tensor) {
          impl.layout() == c10::kStrided && impl.has_storage() && impl.storage().data() != nullptr;
 }
 
-// A tensor as it looks, in words: its dispatch keys, a few small things, its sizes, its strides. Why
-// words: a look is compared in every call, after a kernel has had the caches, so it lies in one
+// A tensor as it looks, in words: its dispatch keys, a few small things, its sizes, its strides.
+// Why words: a look is compared in every call, after a kernel has had the caches, so it lies in one
 // piece.
 constexpr size_t words_of_tensor = 2 + 2 * max_dims;
 
@@ -467,8 +467,7 @@ class Detour final : public c10::OperatorKernel {
 
  private:
   static torch::jit::Stack stack_of(const Arguments& call) {
-    return {call.q,       call.k,      call.v,     call.mask,
-            call.dropout, call.causal, call.scale, call.grouped};
+    return {call.q, call.k, call.v, call.mask, call.dropout, call.causal, call.scale, call.grouped};
   }
 
   [[gnu::noinline, gnu::cold]] at::Tensor call_original(c10::DispatchKeySet keys,
