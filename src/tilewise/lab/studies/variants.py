@@ -76,6 +76,7 @@ _CLOSE = Bounds(1.5, 1.4, 1.10, 1.05)
 _PACKED = Bounds(1.5, 1.4)
 _BESIDE_PLAIN = Bounds(plain=1.10, plain_aim=1.05)
 _BIAS = Bounds(1.25, 1.2, 1.45, 1.45, aims=(1.4, 1.4))
+_LEARNED_BIAS = _BIAS._replace(plain=0.0, plain_aim=0.0)  # a plain problem has nothing like its gradient
 _TABLE = Bounds(2.0, 1.8)
 _DROPOUT = Bounds(1.4, 1.3, 1.35, 1.35)
 _RANDOM = Bounds(1.2, 1.1)
@@ -172,7 +173,8 @@ def asked(seq: int = SEQ) -> list[tuple[Heads, Variant]]:
     padded = Variant("padding", _CLOSE, per_key, full, contents=padding)
     causal_padded = Variant("causal padding", _CLOSE, per_pair, causal, contents=f"causal+{padding}")
     causal_keep = Variant("causal keep", _CLOSE, causal, causal, (keep,), contents=padding)
-    biased = Variant("bias grad", _BIAS, bias, full, learned=("bias",), contents=NORMAL)
+    biased = Variant("bias", _BIAS, bias, full, contents=NORMAL)
+    bias_learned = Variant("bias grad", _LEARNED_BIAS, bias, full, learned=("bias",), contents=NORMAL)
     alibi = Variant("alibi causal", _CLOSE, causal, causal, (Alibi(),))
     documents, more_documents = (
         (
@@ -190,8 +192,8 @@ def asked(seq: int = SEQ) -> list[tuple[Heads, Variant]]:
         Variant("key lengths", _CLOSE, full, full, (KeyLengths(),), contents=padding),
         causal_padded,
         causal_keep,
-        Variant("bias", _BIAS, bias, full, contents=NORMAL),
         biased,
+        bias_learned,
         Variant("bias table grad", _TABLE, full, full, (table,), ("table",)),
         alibi,
         *documents,
@@ -204,7 +206,7 @@ def asked(seq: int = SEQ) -> list[tuple[Heads, Variant]]:
         sink_window,
         Variant("random mask", _RANDOM, shared, full),
     )
-    narrow = (padded, causal_padded, biased, alibi, capped, dropped, sink_window)
+    narrow = (padded, causal_padded, biased, bias_learned, alibi, capped, dropped, sink_window)
     grouped = (padded, causal_keep, *documents, sink)
     by_heads = ((WIDE, wide), (NARROW, narrow), (GROUPED, grouped))
     return [(heads, variant) for heads, variants in by_heads for variant in variants]
