@@ -23,6 +23,9 @@ def test_every_way_and_kind_of_call_has_a_sample_of_every_round() -> None:
         (kind, way.name) for way in host.ways("cpu") for kind in way.kinds
     }
     assert {len(cost.seconds) for cost in costs} == {2}
+    assert {len(cost.more) for cost in costs} == {2}
+    assert {more for cost in costs if cost.way == host.DEFAULT for more in cost.more} == {0.0}
+    assert [way.name for way in host.ways("cpu")][:2] == [host.DEFAULT, host.PASSED_ON]
 
 
 def test_packed_sequences_are_called_where_they_have_a_kernel() -> None:
@@ -74,5 +77,7 @@ def test_ways_are_compared_within_a_round() -> None:
     """The host is three times slower in two rounds of three for one way, in one of three for the other."""
     default, ours = host.Cost("step", host.DEFAULT, (2.0, 6.0, 6.0)), host.Cost("step", "ours", (1.0, 1.0, 3.0))
     assert ours.beside(default) == (0.5, -3.0)
+    ours = ours._replace(more=(-1.0, -2.0, -1.0))  # batch by batch, where that was measured
+    assert ours.beside(default) == (0.5, -1.0)
     record = host.record([default, ours], "cpu", SHAPE, [])
     assert host.costs_of(record) == [default, ours]

@@ -2,7 +2,9 @@
 
 Every way of calling is measured in every round, batch by batch in turn, so that what else the machine does meets all
 alike. A sample is the median over a round's batches of the mean of a batch; the waits for the device between batches
-are outside the clock.
+are outside the clock. What a way takes more than PyTorch's default may be a fraction of what the host's time varies by
+within a round, so it is the median over a round's batches of the difference to the default's batch of the same turn.
+Calls that are passed on, of which that difference is all there is to say, come right behind the default.
 
 A node of autograd's that computes nothing stands beside them: it is what PyTorch itself takes for the step of an
 operator with three inputs.
@@ -67,18 +69,20 @@ class Cost(NamedTuple):
     kind: str
     way: str
     seconds: tuple[float, ...]
+    more: tuple[float, ...] = ()  # than the default's, batch by batch; older records have none
 
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
 
-    def beside(self, other: Cost) -> Beside:
-        pairs = list(zip(self.seconds, other.seconds, strict=True))
-        return Beside(statistics.median(a / b for a, b in pairs), statistics.median(a - b for a, b in pairs))
+    def beside(self, default: Cost) -> Beside:
+        pairs = list(zip(self.seconds, default.seconds, strict=True))
+        more = self.more or [a - b for a, b in pairs]
+        return Beside(statistics.median(a / b for a, b in pairs), statistics.median(more))
 
 
 class Beside(NamedTuple):
-    """A way beside another, round by round, because a host's speed may change between rounds; medians over rounds."""
+    """A way beside the default, round by round, since a host's speed may change between rounds; medians over rounds."""
 
     share: float  # of the other's time
     more: float  # seconds
@@ -94,12 +98,12 @@ def ways(device: str) -> list[Way]:
     taking, passing = sdpa(), sdpa(when=lambda problem: False)
     found = [
         Way(DEFAULT, torchs),
+        Way(PASSED_ON, torchs, lambda: passing),
         Way("PyTorch's flash, by name", torchs, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
         Way("tilewise.attention", attention),
         Way("tilewise.attention, in Python", attention, native.in_python),
         Way("tilewise.attention_packed", _packed_call(), packed=True),
         Way("override, taken", torchs, lambda: taking),
-        Way(PASSED_ON, torchs, lambda: passing),
     ]
     if (extension := library.loaded()) is not None:
         found.append(Way(EMPTY_NODE, extension.calls.empty_node, kinds=KINDS[1:]))
@@ -162,6 +166,7 @@ def measure(device: str, shape: tuple[int, ...], dtype: torch.dtype, rounds: int
     found = ways(device)
     measured = [(kind, way) for kind in KINDS for way in found if kind in way.kinds]
     samples: dict[tuple[str, str], list[float]] = {(kind, way.name): [] for kind, way in measured}
+    mores: dict[tuple[str, str], list[float]] = {place: [] for place in samples}
     for kind, way in measured:
         with way.inside():
             for _ in range(_UNTIL_SETTLED):
@@ -176,7 +181,10 @@ def measure(device: str, shape: tuple[int, ...], dtype: torch.dtype, rounds: int
                     batches[way.name].append(_seconds(partial(once, way, kind), device))
         for name, seconds in batches.items():
             samples[kind, name].append(statistics.median(seconds))
-    return [Cost(kind, way, tuple(seconds)) for (kind, way), seconds in samples.items()]
+            if DEFAULT in batches:
+                turns = zip(seconds, batches[DEFAULT], strict=True)
+                mores[kind, name].append(statistics.median(a - b for a, b in turns))
+    return [Cost(*place, tuple(seconds), tuple(mores[place])) for place, seconds in samples.items()]
 
 
 def _seconds(call: Callable[[], None], device: str) -> float:
@@ -209,7 +217,9 @@ def lines(costs: list[Cost]) -> list[str]:
 
 def costs_of(record: dict[str, Any]) -> list[Cost]:
     """Those that a record holds."""
-    return [Cost(row["kind"], row["call"], tuple(row["seconds"])) for row in record["rows"]]
+    return [
+        Cost(row["kind"], row["call"], tuple(row["seconds"]), tuple(row.get("more", ()))) for row in record["rows"]
+    ]
 
 
 def record(costs: list[Cost], device: str, shape: tuple[int, ...], command: list[str]) -> dict[str, Any]:
@@ -221,7 +231,13 @@ def record(costs: list[Cost], device: str, shape: tuple[int, ...], command: list
         "settings": {"device": device, "shape": list(shape), **settings},
         "repeated calls": environment.repeated_calls(),
         "rows": [
-            {"kind": cost.kind, "call": cost.way, "median": cost.median, "seconds": list(cost.seconds)}
+            {
+                "kind": cost.kind,
+                "call": cost.way,
+                "median": cost.median,
+                "seconds": list(cost.seconds),
+                "more": list(cost.more),
+            }
             for cost in costs
         ],
     }
