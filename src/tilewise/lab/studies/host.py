@@ -217,9 +217,7 @@ def lines(costs: list[Cost]) -> list[str]:
 
 def costs_of(record: dict[str, Any]) -> list[Cost]:
     """Those that a record holds."""
-    return [
-        Cost(row["kind"], row["call"], tuple(row["seconds"]), tuple(row.get("more", ()))) for row in record["rows"]
-    ]
+    return [Cost(row["kind"], row["call"], tuple(row["seconds"]), tuple(row.get("more", ()))) for row in record["rows"]]
 
 
 def record(costs: list[Cost], device: str, shape: tuple[int, ...], command: list[str]) -> dict[str, Any]:
