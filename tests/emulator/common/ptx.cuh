@@ -28,6 +28,7 @@ inline void allow_next_grid() {}
 // --- arithmetic ---
 
 inline float rcp(float x) { return 1.0f / x; }
+inline float rsqrt(float x) { return 1.0f / std::sqrt(x); }
 inline float lg2(float x) { return log2f(x); }
 
 inline float ex2(float x) { return exp2f(x); }

@@ -74,6 +74,12 @@ __device__ __forceinline__ float rcp(float x) {  // ISA: rcp
   return y;
 }
 
+__device__ __forceinline__ float rsqrt(float x) {  // ISA: rsqrt
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Two floats rounded to nearest even and packed: `low` in bits 0-15, `high` in bits 16-31.
 template <bool bf16>
 __device__ __forceinline__ u32 pack(float low, float high) {  // ISA: cvt

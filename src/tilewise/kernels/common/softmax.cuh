@@ -7,13 +7,15 @@
 //
 // exact_block() is the classical step: the reference becomes the true maximum. lazy_block() keeps the reference and only adds
 // up. A lazy block is good if no thread's sum of it exceeds heavy_block(keys) times the mean of the thread's sums of the
-// previous blocks (and p cannot overflow 16 bits); otherwise raise() brings the reference up to the maximum.
+// n previous blocks, or sqrt(n) times it (and p cannot overflow 16 bits); otherwise raise() brings the reference up to the
+// maximum.
 // Why that rule: against a reference that is not the maximum, the largest p is not exactly 1, so its rounding to 16 bits is
 // noticeable when it dominates its row. A key that dominates a row makes its block heavier than others. With a running
 // maximum every key that was the largest so far is exact, so a row's few large keys mostly are; a bound on the share of one
 // key alone (block <= sum) gave 1.05 x the error of a single true maximum, where PyTorch's best kernel has 0.92 x. In
 // emulation this rule has 0.96 to 0.99 x on peaked logits and at most 1.02 x on plain ones, for which 1% to 4% of the blocks
-// are raised.
+// are raised. Why sqrt(n): the errors of n blocks add up by squares, so that a key that is as heavy as sqrt(n) blocks is as
+// noticeable as one that is as heavy as a block among few. docs/kernels/sm90.md has the figures.
 // clang-format on
 #pragma once
 
@@ -172,13 +174,19 @@ struct Softmax {
     exponentiate(s, base, exponents);
     row_sums(s, block);
     // Invariant: false for NaN, so that overflow and rows without a reference never count as good.
-    const float max_share = heavy_block(2 * count) * ptx::rcp(blocks);
+    const float share = max_share(2 * count, blocks);
     blocks += 1.0f;
-    return block[0] <= fminf(max_share * sum[0], lazy_bound) &&
-           block[1] <= fminf(max_share * sum[1], lazy_bound);
+    return block[0] <= fminf(share * sum[0], lazy_bound) &&
+           block[1] <= fminf(share * sum[1], lazy_bound);
+  }
+  // How large a part of the sums of `blocks` blocks a further one of `keys` keys may be.
+  static __device__ __forceinline__ float max_share(int keys, float blocks) {
+    const float root = ptx::rsqrt(blocks);
+    return root * fmaxf(heavy_block(keys) * root, 1.0f);
   }
 
-  // p (finite) -> p against its own row maximum where that exceeds the reference.
+  // p (finite) -> p against its own row maximum where that exceeds the reference. Why all rows of a
+  // warp, where one has a block that is not good: the others become more exact too.
   template <int count>
   __device__ __forceinline__ void raise(float (&p)[count], float (&block)[2], float (&alpha)[2]) {
     float top[2];

@@ -399,18 +399,13 @@ struct Consumer {
     if constexpr (tells_easy) {
       if (Policy::are_easy(s, params, Unit{}, Place{{*this, part, kv_tile}}))
         return lazy_weights_by<true>(part, kv_tile, block);
-      return lazy_weights_by<false>(part, kv_tile, block);
-    } else {
-      const auto starts = apply_terms(part, kv_tile);
-      observe(part, kv_tile);
-      const Scaled exponents{params.scale_log2};
-      return !__any_sync(0xffffffffu, !softmax.lazy_block(s, exponents, block, starts));
     }
+    return lazy_weights_by<false>(part, kv_tile, block);
   }
   template <bool easy>
   __device__ __forceinline__ bool lazy_weights_by(const Part& part, int kv_tile,
                                                   float (&block)[2]) {
-    if constexpr (!Policy::has_exponents) {
+    if constexpr (!Policy::has_exponents || !tells_easy) {
       const auto starts = apply_terms<easy>(part, kv_tile);
       observe(part, kv_tile);
       const Scaled exponents{params.scale_log2};
