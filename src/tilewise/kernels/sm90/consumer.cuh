@@ -494,8 +494,9 @@ struct Consumer {
     int n = part.own.end - 1;
     bool before = plan.partial(n--);  // whether the V tile still to be multiplied is partial
     // Why one more exact tile after a partial first tile: some row saw few keys there, so this tile
-    // outweighs them, and taking the maximum up front is cheaper.
-    for (bool second = before;
+    // outweighs them, and taking the maximum up front is cheaper. In a tile that a tensor cuts,
+    // rows mostly see many keys, and a line lets the keys of further tiles count less.
+    for (bool second = before && !HasTileMap<Extents> && !adds_line;
          n >= part.own.begin && (second || (config.masked() && n >= plan.full.end));
          second = false) {
       const bool partial = config.masked() && plan.partial(n);
