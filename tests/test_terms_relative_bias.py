@@ -29,22 +29,44 @@ def test_relative_bias(monkeypatch: Any, backend: Any, dtype: Any, dim: int, mas
     check(monkeypatch, backend, table_case(dtype, dim, mask, span, zero, number, needs_grad=back), back=back)
 
 
-TABLES = {
-    "all distances": (700, 90, 1),
-    "tiles before, across and behind it": (61, -200, 1),
-    "numbers that are not adjacent": (700, 90, 2),
+TABLES = {  # span, zero, distance of its numbers, and what they are
+    "all distances": (800, 130, 1, "float32"),
+    "heads that begin anywhere": (773, 130, 1, "float32"),
+    "16 bits": (775, 131, 1, "bfloat16"),
+    "only keys before": (130, 129, 1, "float32"),
+    "tiles before, across and behind it": (61, -200, 1, "float32"),
+    "numbers that are not adjacent": (800, 130, 2, "float32"),
 }
+
+
+def long_case(what: str, dim: int) -> Case:
+    """So many keys that most tiles run in the steady loop."""
+    span, zero, step, number = TABLES[what]
+    case = table_case(BF16, dim, Full(), span, zero, number, seq_q=80, seq_kv=600)
+    table = torch.randn(4, step * span, generator=torch.Generator().manual_seed(5)).to(getattr(torch, number))
+    return case._replace(operands={"table": table[:, ::step]})
 
 
 @emulated
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("what", TABLES)
 def test_numbers_loaded_while_scores_are_computed(monkeypatch: Any, what: str, dim: int) -> None:
-    """So many keys that most tiles run in the steady loop."""
-    span, zero, step = TABLES[what]
-    case = table_case(BF16, dim, Full(), span, zero, "float32", seq_q=80, seq_kv=600)
-    table = torch.randn(4, step * span, generator=torch.Generator().manual_seed(5))[:, ::step]
-    check(monkeypatch, SM90, case._replace(operands={"table": table}), back=False)
+    case = long_case(what, dim)
+    assert SM90.configs(case.problem, H200)[0].stages_table == (dim == 128)
+    check(monkeypatch, SM90, case, back=False)
+
+
+SPOILS = {
+    "of another tile": ("origin + (key - row)", "origin + (key + 128 - row)"),
+    "not waited for": ("sizeof(smem.k[0]) + (with_table ? table.bytes : 0)", "sizeof(smem.k[0])"),
+    "of other rows": ("return config.block_q() - 1 - (", "return config.block_q() - 2 - ("),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_the_model_finds_a_staged_table_that_is_wrong(monkeypatch: Any, spoil: str) -> None:
+    with pytest.raises(AssertionError):
+        check(monkeypatch, SM90, long_case("heads that begin anywhere", 128), back=False, spoil=SPOILS[spoil])
 
 
 def test_a_learned_table_is_refused_where_sums_must_have_an_order() -> None:

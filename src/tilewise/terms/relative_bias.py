@@ -26,6 +26,8 @@ class RelativeBias(Learner):
     """
 
     kind: ClassVar[str] = "relative_bias"
+    struct: ClassVar[str] = "tilewise::RelativeBias"
+    header: ClassVar[str] = "common/terms/relative_bias.cuh"
 
     span: int
     zero: int
@@ -59,11 +61,11 @@ class RelativeBias(Learner):
     def cpp_type(self, *, precise: bool) -> str:
         if self.number not in CPP_NUMBERS:
             return ""
-        return f"tilewise::RelativeBias<tilewise::Number::{CPP_NUMBERS[self.number]}, {str(self.learned).lower()}>"
+        return f"{self.struct}<tilewise::Number::{CPP_NUMBERS[self.number]}, {str(self.learned).lower()}>"
 
     @property
     def cpp_source(self) -> str:
-        return '#include "common/terms/relative_bias.cuh"'
+        return f'#include "{self.header}"'
 
     @property
     def suffix(self) -> str:

@@ -24,6 +24,7 @@ from ..source import Kernel, kernel_unit
 from ..tile_map import map_for
 from .shared import ForwardConfig
 from .staged_bias import may_stage, staged
+from .staged_table import with_staged_table
 
 if TYPE_CHECKING:
     from ...jit import Unit
@@ -60,6 +61,7 @@ class Config(ForwardConfig):
     ctas_per_sm: int
     split: bool
     bias_slots: int
+    stages_table: bool
 
     @property
     def bounds(self) -> Bounds:
@@ -83,18 +85,19 @@ class Config(ForwardConfig):
         v = self.v_stages * matrix_bytes(self.block_kv, self.head_dim_v)
         barriers = 8 * (4 * self.consumers + 2 * self.k_stages + 3 * self.v_stages + 2 * 2)
         plans = 2 * (9 + 2 * self.consumers + 1) * 4
-        return bias + -(-(q + k + v + out + barriers + plans + 2 * ONCE_ROOM) // 1024) * 1024
+        slices = self.k_stages * -(-(12 + 4 * (self.block_q + self.block_kv - 1)) // 16) * 16 * self.stages_table
+        return bias + -(-(q + k + v + out + barriers + plans + 2 * ONCE_ROOM + slices) // 1024) * 1024
 
     @property
     def depth(self) -> str:
         bias = f", bias {self.bias_slots} x 64 rows" if self.bias_slots else ""
-        return f"stages K {self.k_stages} V {self.v_stages}{bias}"
+        return f"stages K {self.k_stages} V {self.v_stages}{bias}{', table' * self.stages_table}"
 
     @property
     def name(self) -> str:
         kind = f"{self.heads_name}_{MASK_KINDS[self.mask]}"
         shape = f"q{self.block_q}_kv{self.block_kv}_k{self.k_stages}v{self.v_stages}"
-        staged = f"_b{self.bias_slots}" if self.bias_slots else ""
+        staged = f"_b{self.bias_slots}" if self.bias_slots else "_table" * self.stages_table
         extras = f"{staged}{'_pingpong' * self.pingpong}{'_split' * self.split}"
         return f"forward_{kind}_{shape}{extras}{f'_x{self.ctas_per_sm}' if self.ctas_per_sm > 1 else ''}"
 
@@ -204,6 +207,8 @@ unit = Kernel("sm90/forward.cuh", "forward", _Params, "Smem").unit
 
 def program(problem: Problem, target: Target, config: Config) -> Program:
     """The query heads of a KV head share tiles where that makes fewer of them and the strides of q and out allow it."""
+    if config.stages_table:
+        problem = with_staged_table(problem)
     if isinstance(problem.mask, Packed):
         return _packed_program(problem, target, config)
     folded = _folded(problem)
@@ -369,4 +374,4 @@ def _mask_kind(problem: Problem) -> int:
 def _config(row: rules.Row, bf16: bool, kind: int) -> Config:
     split = row.get("split", False)
     mask = 1 if split else kind  # a causal band may as well hide nothing: one kernel for both
-    return rules.from_row(Config, {**row, "split": split}, bf16=bf16, mask=mask, bias_slots=0)
+    return rules.from_row(Config, {**row, "split": split}, bf16=bf16, mask=mask, bias_slots=0, stages_table=False)

@@ -7,6 +7,7 @@
 #include "../common/schedule.cuh"
 #include "../common/scores.cuh"
 #include "ptx.cuh"
+#include "staged_table.cuh"
 
 namespace tilewise::sm90 {
 
@@ -26,7 +27,9 @@ struct Config {
   bool pingpong;    // consumer warpgroups take turns issuing their products
   int ctas_per_sm;  // CTAs that share an SM
   bool split;  // a work item is a part of the keys of a query tile; combine.cuh combines the parts
-  int bias_slots;  // slots of 64 query rows, where a bias is staged (staged_bias.cuh); else 0
+  int bias_slots;     // slots of 64 query rows, where a bias is staged (staged_bias.cuh); else 0
+  bool stages_table;  // what a tile needs of a table of distances comes with its K
+                      // (staged_table.cuh)
 
   TILEWISE_INLINE int block_q() const { return consumers * 64; }
   TILEWISE_INLINE int threads() const { return (consumers + 1) * 128; }
@@ -110,6 +113,15 @@ struct BiasRing<config, true> {
   ptx::u64 bias_full[config.bias_slots], bias_empty[config.bias_slots];
 };
 
+// What KV tiles need of a table of distances, in the stages of their K.
+template <Config config, bool staged = config.stages_table>
+struct TableStages {};
+template <Config config>
+struct TableStages<config, true> {
+  static constexpr int bytes = table_slice_room(config.block_q(), config.block_kv);
+  alignas(16) unsigned char stage[config.k_stages][bytes];
+};
+
 template <Config config, typename Extents>
 struct Smem : BiasRing<config> {
   alignas(1024) unsigned char q[config.consumers][matrix_bytes(64, config.head_dim)];
@@ -125,6 +137,7 @@ struct Smem : BiasRing<config> {
   TileRange own[work_slots][config.consumers];  // the part of plan.touched that a warpgroup sees
   int met_nonfinite[work_slots];
   OnceRoom once[work_slots];  // for the plan's head, where weights are dropped
+  TableStages<config> table;
 };
 
 // A position in a ring of `stages`: the producer starts with phase 1 (slots are free), consumers

@@ -186,6 +186,7 @@ struct Consumer {
     __device__ __forceinline__ int head() const { return part.plan->tile.head; }
     __device__ __forceinline__ Band band() const { return kernel.sequence(part).band(); }
     __device__ __forceinline__ RowBand row_band() const { return kernel.sequence(part).row_band(); }
+    __device__ __forceinline__ const typename Policy::Once& once() const { return kernel.once; }
     // For a staged bias: the first of this warp's rows, and where its keys begin in their panel, in
     // units of eight keys.
     __device__ __forceinline__ u32 staged_rows() const {
@@ -195,11 +196,24 @@ struct Consumer {
       return 0;
     }
     __device__ __forceinline__ int staged_chunk() const { return 0; }
+    // For a staged table: what there is for the tiles of this plan, the slice of this tile, which
+    // has the stage of its K, and where the number of element 0 is in it.
+    __device__ __forceinline__ TableSlices table_slices() const
+      requires(config.stages_table)
+    {
+      return sm90::table_slices<config, Extents>(kernel.params, *part.plan);
+    }
+    __device__ __forceinline__ const unsigned char* table_slice() const
+      requires(config.stages_table)
+    {
+      return kernel.smem.table.stage[kernel.k_position.stage];
+    }
+    __device__ __forceinline__ int place_in_slice() const {
+      return config.block_q() - 1 - (kernel.warpgroup * 64 + kernel.warp * 16 + kernel.lane / 4) +
+             2 * (kernel.lane % 4);
+    }
   };
   struct Place : Spot {
-    __device__ __forceinline__ const typename Policy::Once& once() const {
-      return this->kernel.once;
-    }
     __device__ __forceinline__ const typename Policy::OfRows& of_rows() const {
       return this->kernel.of_rows;
     }
@@ -324,14 +338,16 @@ struct Consumer {
     draw(part, kv_tile);
     wgmma::wait<0>();
     wgmma::hold(s);
-    release_operands(kv_tile == part.own.begin);
-    k_position.advance();
+    // A staged table is released with K, so as a bias (release_bias) not before it has been used.
+    if (!config.stages_table) release_operands(kv_tile == part.own.begin);
     const auto starts = apply_terms(part, kv_tile);
     if (part.plan->partial(kv_tile)) hide(part, kv_tile);
     observe(part, kv_tile);
     float alpha[2];
     softmax.reset();
     softmax.exact_block(s, params.scale_log2, alpha, starts);
+    if (config.stages_table) release_operands(kv_tile == part.own.begin);
+    k_position.advance();
     release_bias();
     pack(part, kv_tile);
   }

@@ -33,7 +33,8 @@
 //
 // Shared memory (struct Smem): Q, one 64-row slot per warpgroup; K and V, rings of k_stages and v_stages
 // tiles; space for out, all or half of its columns; with a staged bias (staged_bias.cuh), a ring of its
-// tiles, 64 rows per slot, with the warpgroups in turn; barriers and plans.
+// tiles, 64 rows per slot, with the warpgroups in turn; with a staged table (staged_table.cuh), what KV tiles
+// need of it, in the stages of K and under its barriers; barriers and plans.
 //
 // Barriers
 //   name              arrives, count                 waits                 protects

@@ -94,6 +94,15 @@ __device__ __forceinline__ TileRange own_tiles(const KernelParams& params,
   return {max_int(seen.begin, plan.touched.begin), min_int(seen.end, plan.touched.end)};
 }
 
+// What the tiles of a plan need of a staged table.
+template <Config config, typename Extents, typename KernelParams>
+__device__ __forceinline__ TableSlices table_slices(const KernelParams& params,
+                                                    const TilePlan<Extents>& plan) {
+  int end = sequence_of<Extents>(params, plan).seq_k();  // of the keys
+  if constexpr (!HasTileMap<Extents>) end = min_int(end, plan.touched.end * config.block_kv);
+  return {params, plan.tile.head, plan.row_begin, end, config.block_q(), config.block_kv};
+}
+
 // --- producer ---
 
 template <Config config, typename Policy, typename Extents>
@@ -106,6 +115,7 @@ struct Producer {
   RingPosition<config.v_stages> v_position{1};
   RingPosition<max_int(config.bias_slots, 1)> bias_position{1};
   u32 q_phase = 1;
+  TableSlices table;  // for this work tile, if the kernel stages a table
 
   __device__ __forceinline__ void load_matrix(unsigned char* destination, const ptx::TensorMap& map,
                                               u64* barrier, int columns, int rows, int row,
@@ -137,7 +147,15 @@ struct Producer {
     const auto sequence = sequence_of<Extents>(params, plan);
     const int stage = k_position.stage;
     ptx::mbarrier_wait(&smem.k_empty[stage], k_position.phase);
-    ptx::mbarrier_arrive_expect_tx(&smem.k_full[stage], sizeof(smem.k[0]));
+    const bool with_table = config.stages_table && table.exist;
+    ptx::mbarrier_arrive_expect_tx(&smem.k_full[stage],
+                                   sizeof(smem.k[0]) + (with_table ? table.bytes : 0));
+    if constexpr (config.stages_table) {
+      if (with_table)
+        ptx::bulk_load(smem.table.stage[stage],
+                       table.source(params, plan.row_begin, first_key(plan, position)), table.bytes,
+                       &smem.k_full[stage]);
+    }
     load_matrix(smem.k[stage], params.k_map, &smem.k_full[stage], config.head_dim, config.block_kv,
                 sequence.k_start() + first_key(plan, position),
                 plan.tile.head / params.heads_per_kv, sequence.batch(plan.tile.batch),
@@ -178,6 +196,7 @@ struct Producer {
 
   // Invariant: consumers wait for Q, K, V and the bias in exactly this order.
   __device__ __forceinline__ void load_tile(const Plan& plan) {
+    if constexpr (config.stages_table) table = table_slices<config, Extents>(params, plan);
     int kv_tile = plan.touched.end - 1;
     if (!plan.touched.empty()) load_k(plan, kv_tile);
     for (int warpgroup = 0; warpgroup < config.consumers; ++warpgroup) load_q(plan, warpgroup);

@@ -107,7 +107,9 @@ struct RelativeBias {
   }
   __device__ __forceinline__ float load(int block, int h) const {
     const int step = rows_are == RowsAre::queries ? 8 * block + h : -8 * block - h;
-    const Bits bits = __ldg(checks ? table + index(block, h) * stride : first + step);
+    return number_of(__ldg(checks ? table + index(block, h) * stride : first + step));
+  }
+  static __device__ __forceinline__ float number_of(Bits bits) {
     if constexpr (number == Number::float32)
       return bits;
     else
