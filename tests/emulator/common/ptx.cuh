@@ -32,6 +32,9 @@ inline float rsqrt(float x) { return 1.0f / std::sqrt(x); }
 inline float lg2(float x) { return log2f(x); }
 
 inline float ex2(float x) { return exp2f(x); }
+inline void fma_where(bool condition, float& to, float a, float b, float c) {
+  if (condition) to = fmaf(a, b, c);
+}
 inline u16 rounded(float x, bool bf16) {
   if (!bf16) return __builtin_bit_cast(u16, static_cast<_Float16>(x));
   const u32 bits = __builtin_bit_cast(u32, x);

@@ -62,6 +62,17 @@ __device__ __forceinline__ float ex2(float x) {  // ISA: ex2
   return y;
 }
 
+// to = a b + c where the condition holds: one instruction, with a predicate. ISA: fma
+__device__ __forceinline__ void fma_where(bool condition, float& to, float a, float b, float c) {
+  asm("{\n"
+      "  .reg .pred p;\n"
+      "  setp.ne.b32 p, %4, 0;\n"
+      "  @p fma.rn.f32 %0, %1, %2, %3;\n"
+      "}"
+      : "+f"(to)
+      : "f"(a), "f"(b), "f"(c), "r"(static_cast<int>(condition)));
+}
+
 __device__ __forceinline__ float lg2(float x) {  // ISA: lg2
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

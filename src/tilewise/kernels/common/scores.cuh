@@ -53,7 +53,7 @@
 //   bool are_easy(const float (&v)[])  For a term that is the first to change scores: whether this warp's scores allow the shorter
 //   bool easy                          variant of `apply`, which `easy` selects.
 //   static auto exponents<easy>(params)
-//                                      For such a term: the function scale_log2 v_t - base of (v_{t-1}, base), in the unit 1, for
+//                                      For such a term: the function scale_log2 v_t - base of (v_{t-1}, base, i), in the unit 1, for
 //                                      kernels that have no other term with `apply`.
 //   void hide(float (&v)[], at)        Sets hidden elements to -inf. The plan of the kernel decides which tiles are cut.
 //   struct Ahead<count, rows_are>      What `hide` reads from memory for a fragment; at.ahead() returns it in kernels that load
@@ -248,13 +248,13 @@ struct Softcap {
   // polynomial.
   struct EasyExponents {
     SmallTanh value;
-    __device__ __forceinline__ float operator()(float x, float base) const {
+    __device__ __forceinline__ float operator()(float x, float base, int) const {
       return fmaf(x, value.over(x), -base);
     }
   };
   struct Exponents {
     float in, scale_log2;
-    __device__ __forceinline__ float operator()(float x, float base) const {
+    __device__ __forceinline__ float operator()(float x, float base, int) const {
       return fmaf(-2.0f * scale_log2, ptx::rcp(1.0f + ptx::ex2(x * in)), scale_log2 - base);
     }
   };

@@ -78,7 +78,7 @@ __device__ __forceinline__ void row_maxima(const float (&s)[count], float (&top)
 // The exponents of scores that are in one unit.
 struct Scaled {
   float scale_log2;
-  __device__ __forceinline__ float operator()(float s, float base) const {
+  __device__ __forceinline__ float operator()(float s, float base, int) const {
     return fmaf(s, scale_log2, -base);
   }
 };
@@ -120,12 +120,12 @@ struct Softmax {
     blocks = 0.0f;
   }
 
-  // `exponents(s, base)` is the logarithm of p.
+  // `exponents(s[i], base, i)` is the logarithm of p[i].
   template <int count, typename Exponents>
   __device__ __forceinline__ void exponentiate(float (&s)[count], const float (&base)[2],
-                                               const Exponents& exponents) {
+                                               Exponents exponents) {
 #pragma unroll
-    for (int i = 0; i < count; ++i) s[i] = ptx::ex2(exponents(s[i], base[row_of(i)]));
+    for (int i = 0; i < count; ++i) s[i] = ptx::ex2(exponents(s[i], base[row_of(i)], i));
   }
 
   __device__ __forceinline__ void scale_sums(const float (&alpha)[2]) {

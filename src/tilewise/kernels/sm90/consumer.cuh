@@ -233,6 +233,39 @@ struct Consumer {
   // all of its scores at once. Wide heads leave no registers for that, nor for both variants.
   static constexpr bool adds_line =
       Policy::adds_line && !Policy::observes && config.head_dim <= 128;
+  __device__ __forceinline__ FromStarts starts_of(const Line& line) const {
+    return {{line.start[0] * params.scale_log2, line.start[1] * params.scale_log2}};
+  }
+  // The exponents of a lazy tile's scores. These two are written so that exponents have registers
+  // of their own, of which there are few: then the assembler puts the arithmetic of a score right
+  // before its exponential. It would otherwise do all of it first, and the unit of exponentials,
+  // which has most to do, would idle meanwhile: an instruction takes four cycles while products are
+  // in flight, because they read and write registers too.
+  struct OnLine {
+    float scale_log2, per_column;
+    __device__ __forceinline__ float operator()(float s, float base, int i) const {
+      return fmaf(s, scale_log2, fmaf(per_column, static_cast<float>(column_of(i)), -base));
+    }
+  };
+  struct InTurns {
+    float scale_log2;
+    float blocks;  // not negative, which the assembler does not know: it keeps to these registers
+    float turn[4];
+    __device__ __forceinline__ float operator()(float s, float base, int i) {
+      if (i < 4)
+        turn[i] = fmaf(s, scale_log2, -base);
+      else
+        ptx::fma_where(blocks >= 0.0f, turn[i % 4], s, scale_log2, -base);
+      return turn[i % 4];
+    }
+  };
+  // Plain kernels gain nothing (heads of 128) or little (64); docs/kernels/sm90.md has the figures.
+  __device__ __forceinline__ auto scaled_exponents() const {
+    if constexpr (config.stages_table)
+      return InTurns{params.scale_log2, softmax.blocks, {}};
+    else
+      return Scaled{params.scale_log2};
+  }
   template <bool easy = false>
   __device__ __forceinline__ auto apply_terms(const Part& part, int kv_tile) {
     const Place place{{*this, part, kv_tile}};
@@ -244,7 +277,7 @@ struct Consumer {
       for (int i = 0; i < block_kv / 2; ++i)
         if (column_of(i) != 0) s[i] = fmaf(line.per_column, static_cast<float>(column_of(i)), s[i]);
       Policy::bend(s, params, place);
-      return FromStarts{{line.start[0] * params.scale_log2, line.start[1] * params.scale_log2}};
+      return starts_of(line);
     } else {
       Policy::template apply<easy>(s, params, Unit{}, place);
       return FromZero{};
@@ -421,11 +454,16 @@ struct Consumer {
   template <bool easy>
   __device__ __forceinline__ bool lazy_weights_by(const Part& part, int kv_tile,
                                                   float (&block)[2]) {
-    if constexpr (!Policy::has_exponents || !tells_easy) {
+    if constexpr (adds_line) {
+      const Place place{{*this, part, kv_tile}};
+      const Line line = Policy::line(params, place);
+      Policy::bend(s, params, place);
+      const OnLine exponents{params.scale_log2, line.per_column * params.scale_log2};
+      return !__any_sync(0xffffffffu, !softmax.lazy_block(s, exponents, block, starts_of(line)));
+    } else if constexpr (!Policy::has_exponents || !tells_easy) {
       const auto starts = apply_terms<easy>(part, kv_tile);
       observe(part, kv_tile);
-      const Scaled exponents{params.scale_log2};
-      return !__any_sync(0xffffffffu, !softmax.lazy_block(s, exponents, block, starts));
+      return !__any_sync(0xffffffffu, !softmax.lazy_block(s, scaled_exponents(), block, starts));
     } else if constexpr (easy) {
       return !__any_sync(0xffffffffu, !softmax.lazy_block(s, easy_exponents, block));
     } else {
