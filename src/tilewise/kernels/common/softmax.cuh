@@ -20,6 +20,7 @@
 #pragma once
 
 #include "fragment.cuh"
+#include "mask.cuh"
 #include "ptx.cuh"
 
 namespace tilewise {
@@ -73,6 +74,24 @@ __device__ __forceinline__ void row_maxima(const float (&s)[count], float (&top)
   for (int i = 0; i < count; ++i) top[row_of(i)] = fmaxf(top[row_of(i)], s[i]);
 #pragma unroll
   for (int r = 0; r < 2; ++r) top[r] = quad_max(fmaf(top[r], scale_log2, starts.start[r]));
+}
+
+// The largest weights, all of which are finite. Why as integers, which have the same order where
+// none is negative: there is an instruction for the largest of three. Only kernels that often need
+// these maxima use it: in others the assembler pays for it with moves in the loop.
+template <int count>
+__device__ __forceinline__ void largest_weights(const float (&p)[count], float (&top)[2]) {
+  static_assert(count % 8 == 0);
+  int largest[2][2] = {};
+#pragma unroll
+  for (int i = 0; i < count; i += 2) {
+    int& so_far = largest[row_of(i)][i / 4 % 2];
+    so_far =
+        max_int(max_int(so_far, __builtin_bit_cast(int, p[i])), __builtin_bit_cast(int, p[i + 1]));
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    top[r] = quad_max(__builtin_bit_cast(float, max_int(largest[r][0], largest[r][1])));
 }
 
 // The exponents of scores that are in one unit.
@@ -187,10 +206,13 @@ struct Softmax {
 
   // p (finite) -> p against its own row maximum where that exceeds the reference. Why all rows of a
   // warp, where one has a block that is not good: the others become more exact too.
-  template <int count>
+  template <bool by_threes = false, int count>
   __device__ __forceinline__ void raise(float (&p)[count], float (&block)[2], float (&alpha)[2]) {
     float top[2];
-    row_maxima(p, top);
+    if constexpr (by_threes)
+      largest_weights(p, top);
+    else
+      row_maxima(p, top);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float next = reference[r] + fmaxf(0.0f, ptx::lg2(top[r]));

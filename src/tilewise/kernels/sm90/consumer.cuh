@@ -350,7 +350,7 @@ struct Consumer {
       const auto starts = apply_terms(part, kv_tile);
       softmax.exact_block(s, params.scale_log2, alpha, starts);
     } else {
-      softmax.raise(s, block, alpha);
+      softmax.template raise<config.stages_table>(s, block, alpha);
       softmax.add(block);
     }
     rescale(alpha);
