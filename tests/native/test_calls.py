@@ -162,6 +162,29 @@ def test_only_some_gradients(hopper, wanted):
         assert one is None or torch.equal(one, other)
 
 
+@pytest.mark.parametrize(("sizes", "memories"), [({}, 1), ({"shape": (1, 1, 64, 64), "seq_kv": 4608}, 3)], ids=str)
+def test_only_small_gradients_share_their_memory(hopper, sizes, memories):
+    tensors = inputs(**sizes)
+    dout = torch.randn_like(tensors[0])
+    native.use(None)
+    _, *want = step(hopper, tensors, dout)
+    native.use(hopper.calls)
+    for _ in range(4):
+        _, *grads = step(hopper, tensors, dout)
+    assert hopper.counts[1] > 0
+    assert len({grad.untyped_storage().data_ptr() for grad in grads}) == memories
+    for changed in range(3):  # each has its own part of that memory
+        assert all(torch.equal(one, other) for one, other in zip(grads, want, strict=True))
+        grads[changed].zero_()
+        want[changed].zero_()
+    leaf = tensors[0].clone().requires_grad_()
+    for times in (1, 2):  # autograd adds them up, and then to those of the first time
+        hopper.attention(leaf, leaf, leaf).backward(dout)
+        _, *single = step(hopper, [tensors[0]] * 3, dout)
+        total = times * sum(grad.float() for grad in single)
+        assert_close(leaf.grad, total, 4 * budget(torch.bfloat16, SHAPE[2]))
+
+
 def test_gradients_in_any_layout_and_of_lse(hopper):
     """An expanded dout is copied, one of lse is taken as it is, and one in another dtype goes to Python."""
     tensors = inputs()

@@ -326,13 +326,14 @@ c10::DataPtr empty_bytes(int64_t bytes, c10::Device device) {
   return bytes == 0 ? c10::DataPtr() : allocator_of(device)->allocate(size_t(bytes));
 }
 
-// A tensor of this memory.
-at::Tensor tensor_of(c10::Storage memory, const Shape& shape, c10::ScalarType dtype) {
+// A tensor of this memory, from an element of it on.
+at::Tensor tensor_of(c10::Storage memory, const Shape& shape, c10::ScalarType dtype,
+                     int64_t first = 0) {
   const c10::DispatchKeySet key(memory.device().is_cuda() ? c10::DispatchKey::CUDA
                                                           : c10::DispatchKey::CPU);
   at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(memory), key,
                                                              c10::scalarTypeToTypeMeta(dtype));
-  made.unsafeGetTensorImpl()->set_sizes_and_strides(shape.sizes, shape.strides);
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(shape.sizes, shape.strides, first);
   return made;
 }
 
@@ -694,15 +695,41 @@ class AttentionBackward final : public Node {
     return together % 16 == call->misalignment && read.out % 16 == 0;
   }
 
+  // Small gradients share their memory: three allocations take as long as the launch, and memory
+  // that lives as long as the last of them is no loss. PyTorch adds to a gradient in place only if
+  // it has its memory for itself.
+  static constexpr int64_t shared_bytes = 1 << 20, alignment = 512;
+  static void make_room(const Backward& backward, c10::ScalarType dtype, c10::Device device,
+                        variable_list& grads) {
+    const auto size = int64_t(c10::elementSize(dtype));
+    std::array<int64_t, 3> first{};  // in bytes
+    int64_t bytes = 0;
+    for (unsigned i = 0; i < 3; ++i) {
+      if ((backward.wants >> i & 1) == 0) continue;
+      first[i] = bytes;
+      bytes += (backward.grads[i].elements * size + alignment - 1) / alignment * alignment;
+    }
+    c10::Storage shared;
+    if (bytes <= shared_bytes) {
+      c10::Allocator* allocator = allocator_of(device);
+      shared = storage_of(allocator->allocate(size_t(bytes)), bytes, allocator);
+    }
+    for (unsigned i = 0; i < 3; ++i) {
+      if ((backward.wants >> i & 1) == 0) continue;
+      grads[i] = shared ? tensor_of(shared, backward.grads[i], dtype, first[i] / size)
+                        : empty(backward.grads[i], dtype, device);
+    }
+  }
+
   void make(const Backward& backward, const Operands& read, const at::Tensor& dout,
             const at::Tensor& dlse, variable_list& grads) const {
     const c10::Device device = read.inputs[q]->device();
     backward.recipe.expect_launch();
     const c10::OptionalDeviceGuard guard = make_current(device, backward.recipe);
+    make_room(backward, dout.scalar_type(), device, grads);
     Addresses at{};
     for (unsigned i = 0; i < 3; ++i) {
       if ((backward.wants >> i & 1) == 0) continue;
-      grads[i] = empty(backward.grads[i], dout.scalar_type(), device);
       if (backward.zeroed >> i & 1) at::_ops::zero_::call(grads[i]);
       at[DQ + i] = address(grads[i]);
     }
