@@ -454,10 +454,13 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def join(path: Path, rows: list[dict[str, Any]], record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of an earlier record of the same sources, settings and machine, and these, in the order of MODELS."""
+    """The rows of an earlier record of the same sources, settings and machine, and these, in the order of MODELS.
+
+    Some may have been measured in more rounds than others: a row has the times of all of its rounds.
+    """
     earlier = json.loads(path.read_text())
     for what, of in (
-        ("settings", lambda one: one["settings"]),
+        ("settings", lambda one: one["settings"] | {"rounds": None}),
         ("engine", lambda one: one["provenance"]["source"]["engine"]),
         ("versions", lambda one: one["provenance"]["versions"]),
         ("GPU", lambda one: [gpu["name"] for gpu in one["provenance"]["gpus"]]),
@@ -494,6 +497,8 @@ def main() -> None:
     provenance["versions"]["transformers"] = transformers.__version__
     settings = {"rounds": options.rounds, "seconds": options.seconds, "tiny": options.tiny}
     record = {"kind": "tilewise models", "suite": "transformers", "provenance": provenance, "settings": settings}
+    for path in options.join or ():
+        join(path, [], record)  # refused before anything is measured
     rows = compare(options.only or list(MODELS), options)
     for path in options.join or ():
         rows = join(path, rows, record)

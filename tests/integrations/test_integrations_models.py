@@ -186,10 +186,15 @@ def test_rows_of_an_earlier_record_are_kept_if_it_is_of_the_same_sources(tmp_pat
         return [{"model": name, "what": what} for name in names for what in models.KINDS]
 
     source = {"source": {"engine": "one"}, "versions": {}, "gpus": []}
-    record = {"settings": {"rounds": 15}, "provenance": source}
+    record = {"settings": {"rounds": 15, "seconds": 0.03}, "provenance": source}
     path = tmp_path / "earlier.json"
     path.write_text(json.dumps(record | {"rows": rows("llama", "bert")}))
-    assert models.join(path, rows("bert", "gemma2"), record) == rows("llama", "gemma2", "bert")
-    for other in ({"settings": {"rounds": 5}}, {"provenance": source | {"source": {"engine": "another"}}}):
+    more = record | {"settings": {"rounds": 31, "seconds": 0.03}}
+    for now in (record, more):
+        assert models.join(path, rows("bert", "gemma2"), now) == rows("llama", "gemma2", "bert")
+    for other in (
+        {"settings": {"rounds": 15, "seconds": 1}},
+        {"provenance": source | {"source": {"engine": "another"}}},
+    ):
         with pytest.raises(SystemExit, match="measure them again"):
             models.join(path, rows("gemma2"), record | other)
