@@ -1,6 +1,6 @@
 """Whole Transformers models with padded batches: attn_implementation="tilewise" against sdpa, flex_attention and eager.
 
-    python benchmarks/models.py --save                     # all models, on a GPU, in about two minutes
+    python benchmarks/models.py --save                     # all models, on a GPU, in about four minutes
     python benchmarks/models.py --only gemma2 --only t5    # some of them
     python benchmarks/models.py --only llama --join FILE --save   # with the rows of an earlier record
     python benchmarks/models.py --tiny --device cpu        # a look at the script itself
@@ -478,7 +478,7 @@ def main() -> None:
     parser.add_argument("--join", type=Path, action="append", help="a record whose rows of other models are kept too")
     parser.add_argument("--peer", action="append", choices=PEERS, help="against these alone; all by default")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=0.03, help="measured per implementation, round and kind")
+    parser.add_argument("--seconds", type=float, default=0.1, help="measured per implementation, round and kind")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a few numbers wide")
     parser.add_argument("--save", action="store_true", help="keep the record in benchmarks/results")
