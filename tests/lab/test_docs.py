@@ -195,6 +195,15 @@ def test_whole_models_are_a_table_of_their_page(tmp_path: Path) -> None:
         assert "| t5 | 1 x 9 | step | - | - | - |" in lines
         assert any("15 rounds" in line for line in lines)
         assert (lines[0], lines[-1]) == ("before", "after")
+    newer = [row | {"seconds": {name: found[:9] for name, found in times.items()}, "speed": speed | {"ratio": 1.7}}]
+    path = tmp_path / bench.RESULTS / "2026-11-18T000000Z-transformers.json"
+    path.write_text(json.dumps(record | {"rows": [{**newer[0], "model": "t5"}]}))
+    lines = models_docs.wanted(tmp_path)[page].splitlines()
+    assert [line.split(" | ")[0] for line in lines if line.startswith("| ")] == ["| model", "| llama", "| t5"]
+    assert "| t5 | 4 x 2048 | step | 1.70x [1.40, 1.60] | 2.00 ms | 3.00 ms |" in lines, "of the newest that has it"
+    told = [line for line in lines if "rounds" in line]
+    assert [line.split(" [")[0] for line in told] == ["t5: from", "llama: from"]
+    assert ["9 rounds" in line for line in told] == [True, False]
 
 
 def test_host_time_and_small_models_are_tables_of_their_page(tmp_path: Path) -> None:

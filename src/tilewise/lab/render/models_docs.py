@@ -1,4 +1,4 @@
-"""The table of whole models in docs/integrations.md, from the newest record of benchmarks/models.py on a GPU:
+"""The table of whole models in docs/integrations.md, each from the newest record of benchmarks/models.py that has it:
 
 <!-- models -->    what follows, up to the end marker, is replaced
 <!-- /models -->
@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..measure.compare import median
 from ..studies import bench, records
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PAGE = Path("docs/integrations.md")
 KIND = "tilewise models"
@@ -32,16 +35,32 @@ def wanted(root: Path) -> dict[Path, str]:
 
 
 def _table(root: Path) -> list[str]:
-    found = newest(root, "transformers", KIND)
-    if found is None:
+    found = list(all_of(root, "transformers", KIND))
+    if not found:
         return ["*Not measured yet: `python benchmarks/models.py --save` on a GPU fills this in.*"]
-    path, record = found
-    peers = [name for name in dict.fromkeys(name for row in record["rows"] for name in row["seconds"]) if name != _OURS]
+    taken: dict[str, list[dict[str, Any]]] = {}  # rows by model
+    sources: list[tuple[Path, dict[str, Any], list[str]]] = []
+    for path, record in found:
+        new = [model for model in _models(record) if model not in taken]
+        taken |= {model: [row for row in record["rows"] if row["model"] == model] for model in new}
+        if new:
+            sources.append((path, record, new))
+    order = max((_models(record) for _, record in found), key=len)
+    rows = [row for model in sorted(taken, key=[*order, *taken].index) for row in taken[model]]
+    peers = [name for name in dict.fromkeys(name for row in rows for name in row["seconds"]) if name != _OURS]
     head = ["model", "batch x tokens", "what", "speed", _OURS, *peers]
     lines = [f"| {' | '.join(head)} |", f"|---|---:|---|---:|{'---:|' * (len(peers) + 1)}"]
-    lines += [f"| {' | '.join(_cells(row, peers))} |" for row in record["rows"]]
-    rounds = min((len(times) for row in record["rows"] for times in row["seconds"].values() if times), default=0)
-    return [*lines, "", _LEGEND, "", source(path, record, rounds)]
+    lines += [f"| {' | '.join(_cells(row, peers))} |" for row in rows]
+    lines += ["", _LEGEND]
+    for path, record, models in sources:
+        times = [found for model in models for row in taken[model] for found in row["seconds"].values() if found]
+        told = source(path, record, min(map(len, times), default=0))
+        lines += ["", told if len(sources) == 1 else f"{', '.join(models)}: {told[0].lower()}{told[1:]}"]
+    return lines
+
+
+def _models(record: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(row["model"] for row in record["rows"]))
 
 
 def _cells(row: dict[str, Any], peers: list[str]) -> list[str]:
@@ -57,12 +76,16 @@ def _cells(row: dict[str, Any], peers: list[str]) -> list[str]:
 
 def newest(root: Path, suite: str, kind: str) -> tuple[Path, dict[str, Any]] | None:
     """The newest record of a kind from a GPU; not one of tiny models."""
+    return next(all_of(root, suite, kind), None)
+
+
+def all_of(root: Path, suite: str, kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """All such records, the newest first."""
     for path in sorted((root / bench.RESULTS).glob(f"*-{suite}.json"), reverse=True):
         record = json.loads(path.read_text(encoding="utf-8"))
         fits = isinstance(record, dict) and record.get("kind") == kind
         if fits and _gpu(record) and not record["settings"].get("tiny"):
-            return path, record
-    return None
+            yield path, record
 
 
 def source(path: Path, record: dict[str, Any], rounds: int) -> str:
