@@ -5,7 +5,8 @@
 
 12 layers of 768 columns, random weights in bfloat16. A training step is forward and backward, without an optimizer, of
 4 sequences of 256 tokens; generate() is greedy, 64 tokens behind prompts of 64, with the cache that Transformers makes
-itself; both in eager mode. Decoding by graph is a forward of one token per sequence against a static cache of 2048
+itself; both in eager mode, and both also for sequences of different lengths that are padded on the left. Decoding by
+graph is a forward of one token per sequence against a static cache of 2048
 places, 1024 of them filled by the prompt, captured once per way and replayed. The same model runs with
 attn_implementation="tilewise", with sdpa, and with sdpa under `tilewise.sdpa()`, in interleaved rounds. Before anything
 is timed, logits and gradients are held against eager attention in float32 as benchmarks/models.py does. A ratio is the
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import importlib.util
 import math
 import os
@@ -45,7 +47,8 @@ if _spec.name not in sys.modules:
 
 OURS, PEER, OVERRIDE = "tilewise", "sdpa", "sdpa under tilewise.sdpa()"
 WAYS = (OURS, PEER, OVERRIDE)
-KINDS = ("step", "generate", "graph")
+KINDS = ("step", "generate", "padded step", "padded generate", "graph")
+PADDED = "padded "
 SEQUENCES, TOKENS = 4, 256  # of a training step
 PROMPT, NEW_TOKENS = 64, 64
 FILLED, PLACES = 1024, 2048  # of a static cache
@@ -86,6 +89,7 @@ class Runner:
         tokens, prompt = (12, 4) if tiny else (TOKENS, PROMPT)
         self.words = torch.randint(3, config.vocab_size, (SEQUENCES, tokens), generator=generator, device=device)
         self.prompt = self.words[:, :prompt].contiguous()
+        self.there = {length: models.padding(SEQUENCES, length, "left", device) for length in (tokens, prompt)}
         self.new_tokens = 3 if tiny else NEW_TOKENS
         filled, self.places = (6, 40) if tiny else (FILLED, PLACES)
         self.read = torch.randint(3, config.vocab_size, (SEQUENCES, filled), generator=generator, device=device)
@@ -96,13 +100,20 @@ class Runner:
         self.model.set_attn_implementation(PEER if name == OVERRIDE else name)
         return self._override if name == OVERRIDE else contextlib.nullcontext()
 
-    def step(self) -> None:
-        self.model(input_ids=self.words, labels=self.words, use_cache=False).loss.backward()
+    def given(self, words: torch.Tensor, *, padded: bool) -> dict[str, torch.Tensor]:
+        """The words as a batch: of whole sequences, or of some of the last words of each."""
+        there = self.there[words.shape[1]][: len(words)] if padded else torch.ones_like(words)
+        return {"input_ids": words * there, "attention_mask": there}
+
+    def step(self, *, padded: bool = False) -> None:
+        given = self.given(self.words, padded=padded) if padded else {"input_ids": self.words}
+        labels = self.words if not padded else self.words.masked_fill(given["attention_mask"] == 0, -100)
+        self.model(**given, labels=labels, use_cache=False).loss.backward()
         self.model.zero_grad(set_to_none=True)
 
-    def generate(self) -> torch.Tensor:
+    def generate(self, *, padded: bool = False) -> torch.Tensor:
         made: torch.Tensor = self.model.generate(
-            self.prompt, attention_mask=torch.ones_like(self.prompt), do_sample=False,
+            **self.given(self.prompt, padded=padded), do_sample=False,
             max_new_tokens=self.new_tokens, min_new_tokens=self.new_tokens,
         )  # fmt: skip
         return made
@@ -111,7 +122,13 @@ class Runner:
         return Decoder(self.model, self.read, self.places)
 
     def gradients(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        logits = self.model(input_ids=self.words[:2], use_cache=False).logits
+        """Of two whole sequences and of two padded ones: the logits of all words, and what all parameters get."""
+        logits = torch.cat(
+            [
+                self.model(**given, use_cache=False).logits[given["attention_mask"] != 0]
+                for given in (self.given(self.words[:2], padded=False), self.given(self.words[:2], padded=True))
+            ]
+        )
         generator = torch.Generator(logits.device).manual_seed(2)
         direction = torch.randn(logits.shape, generator=generator, device=logits.device).to(logits.dtype)
         wanted = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -167,7 +184,8 @@ class Runner:
 
     def rounds(self, kind: str, count: int, steps: int, told: dict[str, Any]) -> dict[str, list[float]]:
         """Seconds per call by way, round by round, in a random order."""
-        calls: dict[str, Callable[[], object]] = dict.fromkeys(WAYS, self.step if kind == "step" else self.generate)
+        call = functools.partial(self.step if kind.endswith("step") else self.generate, padded=kind.startswith(PADDED))
+        calls: dict[str, Callable[[], object]] = dict.fromkeys(WAYS, call)
         if kind == "graph":
             decoders = self.verified_decoders(told)
             steps = min(steps, (self.places - self.read.shape[1] - WARM_STEPS) // (count + 2))
@@ -177,7 +195,7 @@ class Runner:
         for number in range(count + 1):  # the first settles what is planned, built and learnt
             for name in order.sample(WAYS, len(WAYS)):
                 with self.way(name):
-                    taken = models.clocked(self.device, calls[name], 1 if kind == "generate" else steps)
+                    taken = models.clocked(self.device, calls[name], 1 if kind.endswith("generate") else steps)
                 if number:
                     found[name].append(taken)
         return found
@@ -252,7 +270,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             ratio = f"{speed['ratio']:.3f}x{interval}" if speed else row["wrong"].get(name, "")
             median = sorted(found)[len(found) // 2]
             first = f"  (first {1e3 * row['first'][name]:.0f} ms)" if row["what"] == "generate" else ""
-            print(f"{row['model']:6} {row['what']:9} {name:27} {1e3 * median:9.3f} ms  {ratio}{first}")
+            print(f"{row['model']:6} {row['what']:15} {name:27} {1e3 * median:9.3f} ms  {ratio}{first}")
     ratios = [row["speed"][OURS]["ratio"] for row in rows if OURS in row["speed"]]
     if ratios:
         print(f"geomean {math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}, worst {min(ratios):.3f}")
