@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from support import budget
+from tilewise.lab.render import host_docs
 
 pytest.importorskip("transformers")
 
@@ -33,12 +34,29 @@ def test_every_way_computes_the_same_model(family):
     assert made.shape == (eager.SEQUENCES, runner.prompt.shape[1] + runner.new_tokens)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in eager.KINDS if kind.startswith(eager.PADDED)])
+def test_padded_sequences_are_of_different_lengths(kind):
+    runner = eager.Runner("Llama", tiny=True, device="cpu", dtype=torch.float32)
+    lengths = {tuple(there.sum(1).tolist()) for there in runner.there.values()}
+    assert all(len(set(one)) > 1 for one in lengths)
+    for padded in (True, False):
+        given = runner.given(runner.prompt, padded=padded)
+        assert bool(given["attention_mask"].all()) is not padded
+        assert torch.equal(given["input_ids"] == 0, given["attention_mask"] == 0), "words begin at 3"
+    times = runner.rounds(kind, 2, 1, {"errors": {}, "wrong": {}})
+    assert [len(found) for found in times.values()] == [2] * len(eager.WAYS)
+
+
 def test_a_decoded_token_is_verified_before_it_is_timed():
     runner = eager.Runner("Llama", tiny=True, device="cpu", dtype=torch.float32)
     told = {"errors": {name: {} for name in eager.WAYS}, "wrong": {}}
     times = runner.rounds("graph", 2, 3, told)
     assert all(told["errors"][name]["graph"] <= 16 * budget(torch.float32, 64) for name in eager.WAYS)
     assert [len(found) for found in times.values()] == [2] * len(eager.WAYS)
+
+
+def test_every_kind_has_its_words_in_the_table():
+    assert set(host_docs._WHATS) == set(eager.KINDS)
 
 
 def test_rows_compare_with_sdpa_what_is_right():

@@ -218,7 +218,8 @@ def test_host_time_and_small_models_are_tables_of_their_page(tmp_path: Path) -> 
     calls = {"kind": host.KIND, "settings": {"shape": [1, 8, 128, 64], "rounds": 9}, "rows": rows}
     times = {"tilewise": [2e-3] * 9, "sdpa": [3e-3] * 9}
     speed = {"tilewise": {"ratio": 1.5, "low": 1.4, "high": 1.6}}
-    found = [{"model": "Llama", "what": "generate", "seconds": times, "speed": speed, "wrong": {}}]
+    kinds = ("generate", "padded generate")
+    found = [{"model": "Llama", "what": kind, "seconds": times, "speed": speed, "wrong": {}} for kind in kinds]
     models = {"kind": models_docs.KIND, "settings": {"tiny": False}, "rows": found}
     (tmp_path / bench.RESULTS).mkdir(parents=True)
     for suite, record in (("host-cuda", calls), ("eager", models)):
@@ -228,6 +229,7 @@ def test_host_time_and_small_models_are_tables_of_their_page(tmp_path: Path) -> 
     assert "| ours | 5.0 us, 0.25 | - | - |" in lines
     assert f"| {host.DEFAULT} | 20.0 us, 1.00 | 30.0 us, 1.00 | - |" in lines
     assert "| Llama | `generate()` | 1.50x [1.40, 1.60] | 3.00 ms |" in lines
+    assert "| Llama | `generate()`, padded prompts | 1.50x [1.40, 1.60] | 3.00 ms |" in lines
     assert (lines[0], lines[-1]) == ("before", "after")
 
 

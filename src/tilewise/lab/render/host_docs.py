@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 PAGE = Path("docs/native.md")
 PEER = "sdpa"  # of benchmarks/eager.py
 _BLOCK = re.compile(r"(?P<begin><!-- host (?P<view>\w+) -->\n)(?P<body>.*?)(?P<end><!-- /host -->)", re.DOTALL)
-_WHATS = {"step": "training step", "generate": "`generate()`", "graph": "decoding by a CUDA graph, static cache"}
+_WHATS = {
+    "step": "training step",
+    "generate": "`generate()`",
+    "padded step": "training step, padded batch",
+    "padded generate": "`generate()`, padded prompts",
+    "graph": "decoding by a CUDA graph, static cache",
+}
 
 
 def wanted(root: Path) -> dict[Path, str]:
