@@ -1,8 +1,8 @@
 """Kernels written apart from each other, against float64 and one another on a GPU: sm80, sm90, triton, reference.
 
 Random shapes, masks and layouts: a mistake that two of them share would have to be made twice. What one refuses, the
-others are compared on without it. Run as a program it compiles a share of the Triton kernels: a test's processes do so
-side by side, into Triton's cache on disk, before the first test needs one.
+others are compared on without it. All kernels are built before the first test needs one, side by side: Triton's by
+processes that run this file as a program, each its share of them, into Triton's cache on disk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -24,14 +24,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tilewise
 from support import assert_close, budget, exact, in_order, make_inputs, make_problem
 from tilewise import Causal, Full, Problem, Window
+from tilewise.jit import build_all
 from tilewise.plain import reference
-from tilewise.plan import BACKENDS
+from tilewise.plan import BACKENDS, plan
 from tilewise.target import Target
 from tilewise.triton import backend as triton
 
+if TYPE_CHECKING:
+    from tilewise.jit import Unit
+
 Tensor = torch.Tensor
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-NAMES = [name for name in ("sm90", "sm80", "triton", "reference") if name in BACKENDS]
+OURS = [name for name in ("sm90", "sm80") if name in BACKENDS]
+NAMES = [*OURS, *(name for name in ("triton", "reference") if name in BACKENDS)]
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 # What a compiler of others says about itself is no failure of ours; what we say is.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:::triton")]
@@ -41,21 +46,31 @@ needs_triton = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
+def _built() -> None:
     if torch.cuda.is_available() and Target.of("cuda").has_triton:
-        compile_side_by_side(os.cpu_count() or 1)
+        running = compiling(os.cpu_count() or 1)
+        units = [unit for problem in problems() for name in OURS for unit in units_of(problem, name)]
+        failed = [built for _, built in build_all(dict.fromkeys(units)) if isinstance(built, tilewise.CompileError)]
+        for process in running:
+            _, said = process.communicate()
+            assert process.returncode == 0, said[-2000:]
+        assert not failed
 
 
-def compile_side_by_side(count: int) -> None:
+def compiling(count: int) -> list[subprocess.Popen[str]]:
+    """Processes that compile Triton's kernels."""
     command = [sys.executable, str(Path(__file__).resolve())]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    running = [
+    return [
         subprocess.Popen([*command, str(number), str(count)], env=environment, stderr=subprocess.PIPE, text=True)
         for number in range(count)
     ]
-    for process in running:
-        _, said = process.communicate()
-        assert process.returncode == 0, said[-2000:]
+
+
+def units_of(problem: Problem, name: str) -> tuple[Unit, ...]:
+    """The kernels of one of our backends, if it takes the problem."""
+    target = Target.of("cuda")
+    return () if BACKENDS[name].why_not(problem, target) else plan(problem, target, name).units
 
 
 def willing(problem: Problem) -> list[str]:
@@ -147,6 +162,12 @@ def drawn(seed: int) -> Problem:
         softcap=rng.choice((0.0, 0.0, 20.0)),
         layout=rng.choice(("bhsd", "bshd")),
     )
+
+
+def problems() -> list[Problem]:
+    """All that are compared below. Triton compiles anew for a length or a stride that 16 divides, or that is 1."""
+    of_masks = [problem for dtype in DTYPES for mask in MASKS for problem in masked(dtype, mask)]
+    return [*of_masks, *(problem for dims in DIMS for problem in sized(dims)), *map(drawn, SEEDS)]
 
 
 @needs_triton
@@ -255,10 +276,8 @@ def test_trained_through_the_front_door_and_in_a_graph() -> None:
 
 def main(number: int, count: int) -> None:
     """Compile every `count`-th kernel, from the `number`-th on."""
-    kinds = [problem for dtype in DTYPES for problem in masked(dtype, Causal())]
-    kinds += [*(problem for dims in DIMS for problem in sized(dims)), *map(drawn, SEEDS)]
     launches = []
-    for problem in kinds:
+    for problem in problems():
         config = triton.configs(problem, Target.of("cuda"))[0]
         launches += triton._launches(*make_inputs(problem, "cuda"), problem, config)
     for launch in launches[number::count]:
