@@ -141,27 +141,17 @@ def attention(
     """
     if unknown:
         raise _unknown("attention", next(iter(unknown)))
-    traced = torch.compiler.is_compiling()
-    if not traced and (attend := native.attend) is not None:
-        known: Tensor | tuple[Tensor, ...] | None = attend(
-            q, k, v, mask, scale, softcap, alibi, keep, sink, scores, operands, dropout, layout, return_lse,
-            return_max_logit, backend, precision,
-        )  # fmt: skip
+    arguments = (
+        mask, scale, softcap, alibi, keep, sink, scores, operands, dropout, layout, return_lse, return_max_logit,
+        backend, precision,
+    )  # fmt: skip
+    if not torch.compiler.is_compiling() and (attend := native.attend) is not None:
+        known: Tensor | tuple[Tensor, ...] | None = attend(q, k, v, *arguments)
         if known is not None:
             return known
     if layout == "bshd":  # all that follows sees (batch, heads, seq, head_dim) views
         q, k, v = heads_first(q, k, v, layout)
-    if type(mask) in _MAY_HOLD_TENSORS and mask.holds_tensors:  # type: ignore[union-attr]
-        named = {"alibi": alibi, "keep": keep, "sink": sink}
-        mask, scores, operands = _without_tensors(q, k, mask, scores, operands, named, dropout)  # type: ignore[arg-type]
-    elif alibi is not None or keep is not None or sink is not None:
-        scores, operands = with_named_terms(q, k, scores, operands, alibi=alibi, keep=keep, sink=sink)
-    results: Results = None
-    if scores or return_max_logit:
-        scores = with_max_logit(scores, return_max_logit)
-        results = {} if return_max_logit else None
-    arguments = mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision
-    out, lse = (_traced if traced else _attend)(q, k, v, operands, arguments, results)
+    out, lse, results = _of_views(q, k, v, *arguments)
     if layout == "bshd":
         out = as_laid_out(out, layout)
     if not return_lse and results is None:
@@ -173,28 +163,88 @@ def attention(
     return out, lse, *found
 
 
+def _of_views(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskLike,
+    scale: float | None,
+    softcap: float,
+    alibi: Tensor | None,
+    keep: Tensor | None,
+    sink: Tensor | None,
+    scores: tuple[Term, ...],
+    operands: Mapping[str, Tensor] | None,
+    dropout: float,
+    layout: Layout,
+    return_lse: bool,
+    return_max_logit: bool,
+    backend: str,
+    precision: Precision,
+) -> tuple[Tensor, Tensor | None, Results]:
+    """`attention` of (batch, heads, seq, head_dim) views: out as one in the memory order of the layout, lse, and what
+    terms report."""
+    if type(mask) in _MAY_HOLD_TENSORS and mask.holds_tensors:  # type: ignore[union-attr]
+        named = {"alibi": alibi, "keep": keep, "sink": sink}
+        mask, scores, operands = _without_tensors(q, k, mask, scores, operands, named, dropout)  # type: ignore[arg-type]
+    elif alibi is not None or keep is not None or sink is not None:
+        scores, operands = with_named_terms(q, k, scores, operands, alibi=alibi, keep=keep, sink=sink)
+    results: Results = None
+    if scores or return_max_logit:
+        scores = with_max_logit(scores, return_max_logit)
+        results = {} if return_max_logit else None
+    arguments = mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision
+    attend = _traced if torch.compiler.is_compiling() else _attend
+    return *attend(q, k, v, operands, arguments, results), results
+
+
 def attention_turned(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, softcap: float, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: MaskLike = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    keep: Tensor | None = None,
+    sink: Tensor | None = None,
+    scores: tuple[Term, ...] = (),
+    operands: Mapping[str, Tensor] | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """`attention` of q, k and v (batch, heads, seq, head_dim) with out (batch, seq, heads, head_dim), contiguous,
+    whatever the memory order of q: it is written so, and not copied."""
+    terms = keep is not None or sink is not None or operands is not None or scores
+    if not (terms or dropout or torch.compiler.is_compiling()):
+        known = _turned_before(q, k, v, mask, scale, softcap)
+        if known is not None:
+            return known
+    rest = scores, operands, dropout, "bshd", False, False, AUTO, "exact"
+    out, _, _ = _of_views(q, k, v, mask, scale, softcap, None, keep, sink, *rest)
+    return as_laid_out(out, "bshd")
+
+
+def _turned_before(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, scale: float | None, softcap: float
 ) -> Tensor | None:
-    """`attention` of q, k and v as they are with out (batch, seq, heads, head_dim), contiguous, for a call that native
-    code knows or may come to know; None for any other, which `attention` takes. Not for traces.
+    """`attention_turned` of a call without terms that native code knows, or comes to know now.
 
     What is known has no view between the kernel and what comes next, forward or backward.
     """
     if (attend := native.attend) is None:
         return None
     known: Tensor | None = attend(
-        q, k, v, mask, scale, softcap, None, None, None, (), None, dropout, repeated.TURNED_LAYOUT, False, False, AUTO,
+        q, k, v, mask, scale, softcap, None, None, None, (), None, 0.0, repeated.TURNED_LAYOUT, False, False, AUTO,
         "exact",
     )  # fmt: skip
-    if known is not None or dropout or type(mask) not in _HASHABLE_MASKS:
+    if known is not None or type(mask) not in _HASHABLE_MASKS:
         return known
-    arguments = mask, scale, softcap, (), dropout, "bhsd", False, AUTO, "exact"
+    arguments = mask, scale, softcap, (), 0.0, "bshd", False, AUTO, "exact"
     call = op.recall_alike(q, k, v, arguments)
     if call is None or call.plan is None:
         return None
     repeated.learn(call, q, k, v, arguments, turned=True)
-    return op.execute_alike(call, q, k, v)[0].transpose(1, 2).contiguous()
+    return op.execute_alike(call, q, k, v)[0].transpose(1, 2)
 
 
 def warm_up(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Plan:

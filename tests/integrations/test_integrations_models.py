@@ -13,7 +13,7 @@ import torch
 
 import tilewise
 from support import assert_close, budget
-from tilewise import Full
+from tilewise import Full, api
 from tilewise.integrations import transformers as ours
 from tilewise.lab.measure import statistics
 
@@ -45,11 +45,15 @@ def calls(monkeypatch):
     """What reaches `attention`: the shapes of the tensors beside q, k and v, and the rest."""
     seen = []
 
-    def spy(q, k, v, **options):
-        seen.append(SimpleNamespace(q=q, k=k, **({"keep": None, "sink": None, "operands": {}} | options)))
-        return tilewise.attention(q, k, v, **options)
+    def spied(attend):
+        def spy(q, k, v, **options):
+            seen.append(SimpleNamespace(q=q, k=k, **({"keep": None, "sink": None, "operands": {}} | options)))
+            return attend(q, k, v, **options)
 
-    monkeypatch.setattr(ours, "attention", spy)
+        return spy
+
+    for attend in (api.attention, api.attention_turned):
+        monkeypatch.setattr(ours, attend.__name__, spied(attend))
     return seen
 
 

@@ -7,7 +7,7 @@ import torch
 
 import tilewise
 from support import assert_close, budget
-from tilewise import Causal, Documents, UnsupportedProblem, Window, native, repeated
+from tilewise import Causal, Documents, UnsupportedProblem, Window, api, native, repeated
 from tilewise.integrations import transformers as ours
 
 NEEDED = "needs transformers >= 5.15: pip install 'tilewise[transformers]'"
@@ -107,11 +107,15 @@ def calls(monkeypatch):
     """The problems that reach the planner through us."""
     seen = []
 
-    def spy(q, k, v, **options):
-        seen.append((options["mask"], q.shape[1], k.shape[1], options))
-        return tilewise.attention(q, k, v, **options)
+    def spied(attend):
+        def spy(q, k, v, **options):
+            seen.append((options["mask"], q.shape[1], k.shape[1], options))
+            return attend(q, k, v, **options)
 
-    monkeypatch.setattr(ours, "attention", spy)
+        return spy
+
+    for attend in (api.attention, api.attention_turned):
+        monkeypatch.setattr(ours, attend.__name__, spied(attend))
     return seen
 
 
@@ -632,20 +636,20 @@ def test_a_window_that_is_none_is_refused_after_its_equal_was_made():
         ours._band(True, 5.0)
 
 
-def test_what_native_code_knows_comes_back_as_it_is(calls, monkeypatch):
-    """In Transformers' order, without a view; what it does not know goes on to `attention`."""
-    q, k, v = (torch.randn(2, seq, heads, 8).transpose(1, 2) for seq, heads in ((1, 4), (9, 2), (9, 2)))
-    want = tilewise.attention(q, k, v, scale=0.3)
-    seen, answers = [], [torch.zeros(2, 1, 4, 8), None, None]
+def test_what_native_code_knows_comes_back_as_it_is(monkeypatch):
+    """In Transformers' order, without a view; what it does not know is worked out, in that order too."""
+    q, k, v = (torch.randn(2, seq, heads, 8).transpose(1, 2) for seq, heads in ((3, 4), (9, 2), (9, 2)))
+    want = tilewise.attention(q, k, v, mask="causal", scale=0.3)
+    seen, answers = [], [torch.zeros(2, 3, 4, 8), None, None]
     monkeypatch.setattr(native, "attend", lambda *given: seen.append(given) or answers.pop(0))
     module = torch.nn.Module()
     known = answers[0]
     out, _ = ours.attention_forward(module, q, k, v, None, scaling=0.3)
     assert out is known
-    assert not calls
-    out, _ = ours.attention_forward(module, q, k, v, None, scaling=0.3)
-    assert_close(out.transpose(1, 2), want.double(), budget(torch.float32, 9))
-    assert len(calls) == 1
-    _, turned, plain = seen
-    apart = [(one, other) for one, other in zip(turned, plain, strict=True) if one is not other and one != other]
-    assert apart == [(repeated.TURNED_LAYOUT, "bhsd")], "the same arguments as attention's own"
+    for order in (q, q.contiguous()):
+        out, _ = ours.attention_forward(module, order, k, v, None, scaling=0.3)
+        assert out.is_contiguous()
+        assert_close(out.transpose(1, 2), want.double(), budget(torch.float32, 9))
+    assert [given[:3] for given in seen[:2]] == [(q, k, v)] * 2
+    assert all(given[12] is repeated.TURNED_LAYOUT for given in seen), "in the place of a layout"
+

@@ -835,6 +835,7 @@ def turned(hopper, monkeypatch):
     return api.attention_turned
 
 
+@pytest.mark.parametrize("layout", ["views", "bhsd"])
 @pytest.mark.parametrize(
     ("sizes", "mask"),
     [
@@ -844,21 +845,19 @@ def turned(hopper, monkeypatch):
     ],
     ids=["causal", "grouped", "one row"],
 )
-def test_out_may_come_with_seq_before_heads_and_so_may_its_gradient(hopper, turned, sizes, mask):
-    """The bits of `attention` and of its gradients, without a view."""
-    tensors = inputs(**sizes, layout="views")
-    rest = mask, 0.2, 0.0, 0.0
+def test_out_may_come_with_seq_before_heads_and_so_may_its_gradient(hopper, turned, sizes, mask, layout):
+    """The bits of `attention` and of its gradients, without a copy in whatever order the inputs lie; and without a view
+    once native code knows the call, which it is told of at its third time."""
+    tensors = inputs(**sizes, layout=layout)
     named = {"mask": mask, "scale": 0.2}
-    assert turned(*tensors, *rest) is None, "not known yet"
-    want = hopper.attention(*tensors, **named)
-    dout = torch.randn(want.transpose(1, 2).shape, generator=torch.Generator().manual_seed(1)).to(want.dtype)
+    shape = [tensors[0].shape[dim] for dim in (0, 2, 1, 3)]
+    dout = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(tensors[0].dtype)
     want, *want_grads = step(hopper, tensors, dout.transpose(1, 2), **named)
-    step(hopper, tensors, dout.transpose(1, 2), **named)
     before = hopper.counts
     found = []
-    for _ in range(4):
+    for _ in range(6):
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-        out = turned(*leaves, *rest)
+        out = turned(*leaves, **named)
         out.backward(dout)
         found.append((out, [leaf.grad for leaf in leaves]))
     assert [now - then for now, then in zip(hopper.counts, before, strict=True)] == [3, 2, 1]
@@ -866,33 +865,28 @@ def test_out_may_come_with_seq_before_heads_and_so_may_its_gradient(hopper, turn
         assert out.is_contiguous()
         assert torch.equal(out.transpose(1, 2), want)
         assert all(torch.equal(one, other) for one, other in zip(grads, want_grads, strict=True))
-    assert found[0][0]._is_view()
-    assert not any(out._is_view() for out, _ in found[1:])
+    assert [out._is_view() for out, _ in found] == [True] * 3 + [False] * 3
 
 
-def test_out_in_the_order_of_contiguous_inputs_is_not_turned_natively(hopper, turned):
-    """That would be a copy, which is left to PyTorch; and no layout of `attention` is called so."""
+def test_no_layout_of_attention_is_called_turned_or_packed(hopper):
     tensors = inputs()
-    rest = tilewise.Causal(), None, 0.0, 0.0
-    hopper.attention(*tensors, mask=rest[0])
-    want = hopper.attention(*tensors, mask=rest[0])
-    before = hopper.counts
-    for _ in range(3):
-        out = turned(*tensors, *rest)
-        assert out.is_contiguous()
-        assert torch.equal(out.transpose(1, 2), want)
-    assert hopper.counts == before
     for layout in (repeated.TURNED, repeated.PACKED):
         with pytest.raises(tilewise.InvalidInput, match="layout"):
-            hopper.attention(*tensors, mask=rest[0], layout=layout)
+            hopper.attention(*tensors, mask="causal", layout=layout)
 
 
-def test_what_is_not_native_is_not_turned(hopper, turned):
-    tensors = inputs(layout="views")
-    rest = tilewise.Causal(), None, 0.0
-    for _ in range(3):
-        hopper.attention(*tensors, mask=rest[0])
-    assert turned(*tensors, *rest, 0.5) is None, "dropout"
-    assert turned(*tensors, *rest, 0.0) is not None
+def test_what_is_not_native_is_turned_in_python(hopper, turned):
+    """Dropout, terms, and everything while the extension is not to be asked."""
+    tensors = inputs()
+    named = {"mask": tilewise.Causal()}
+    for _ in range(4):
+        want = turned(*tensors, **named)
+    before = hopper.counts
     with native.in_python():
-        assert turned(*tensors, *rest, 0.0) is None
+        assert torch.equal(turned(*tensors, **named), want)
+    keep = torch.ones(tensors[0].shape[0], 1, 1, tensors[1].shape[2], dtype=torch.bool)
+    for more in ({"dropout": 0.5}, {"keep": keep}):
+        out = turned(*tensors, **named, **more)
+        assert out.is_contiguous()
+        assert out.shape == want.shape
+    assert hopper.counts == before

@@ -98,11 +98,8 @@ def attention_forward(
         else:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             mask = _mask(causal, sliding_window, query, key)
-        known = attention_turned(query, key, value, mask, scaling, softcap or 0.0, dropout)
-        if known is not None:
-            return known, None
-        out = attention(query, key, value, mask=mask, scale=scaling, softcap=softcap or 0.0, dropout=dropout)
-        return out.transpose(1, 2).contiguous(), None
+        out = attention_turned(query, key, value, mask=mask, scale=scaling, softcap=softcap or 0.0, dropout=dropout)
+        return out, None
     _refuse(kwargs)
     query, key, value = autocast_inputs(query, key, value)
     if kwargs.get("cache") is not None:
@@ -258,7 +255,7 @@ def _by_terms(
         sizes = _Sizes(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.dtype)
         named |= {"scores": (Bias.of(bias, sizes),), "operands": {"bias": bias}}
     named["mask"] = asked.rule if asked.lengths is None else KeyLengths(asked.lengths)
-    return _attend(query, key, value, scale=scaling, softcap=softcap, dropout=dropout, **named)
+    return attention_turned(query, key, value, scale=scaling, softcap=softcap, dropout=dropout, **named)
 
 
 def _with_adjacent_keys(bias: Tensor) -> Tensor:
@@ -271,12 +268,6 @@ def _with_adjacent_keys(bias: Tensor) -> Tensor:
         return bias
     told_apart = bias[tuple(slice(0, 1) if step == 0 else slice(None) for step in bias.stride())]
     return told_apart.contiguous().expand_as(bias)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tensor:
-    """out (batch, seq, heads, dim), contiguous: without a copy where the query is a view of memory in that order."""
-    out: Tensor = attention(query, key, value, **named)
-    return out.transpose(1, 2).contiguous()
 
 
 class _Sizes(NamedTuple):
@@ -308,7 +299,7 @@ def _by_tensor(
         mask = asked.keep if asked.rule == Full() else _visible(asked, query, key)
     options: dict[str, Any] = {"mask": mask, "scale": scaling, "softcap": softcap, "dropout": dropout}
     if sinks is None:
-        return _attend(query, key, value, **options)
+        return attention_turned(query, key, value, **options)
     out, lse = attention(query, key, value, return_lse=True, **options)
     return _with_sinks(out.transpose(1, 2), lse, sinks)
 
