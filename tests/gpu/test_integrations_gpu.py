@@ -299,3 +299,34 @@ def test_a_padded_model_is_no_further_from_float32_than_eager(name):
     runner.verify()
     assert set(runner.errors) == {"eager", "tilewise"}, runner.wrong
     assert runner.wrong == {}
+
+
+def test_the_host_does_not_wait_for_padding_behind_padding():
+    pytest.importorskip("transformers", reason="needs transformers", exc_type=ImportError)
+    from tilewise.integrations import transformers as ours
+
+    ours.register()
+    ours._answers.clear()
+    whole = torch.ones(2, 9, dtype=torch.bool, device="cuda")
+    padded = whole.clone()
+    padded[1, :4] = False
+
+    def mask(padding):
+        return ours.attention_mask(2, 9, 9, attention_mask=padding, device="cuda")
+
+    assert torch.equal(mask(padded).dense(), mask(padded).dense())
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)  # cycles: half a second
+    found = [mask(padded)]
+    assert not torch.cuda.current_stream().query(), "the host has waited"
+    torch.cuda.synchronize()
+    found.append(mask(whole))
+    want = torch.ones(9, 9, dtype=torch.bool, device="cuda").tril()
+    for one, padding in zip(found, (padded, whole), strict=True):
+        assert torch.equal(one.dense(), (want & padding[:, None, None, :]))
+    assert mask(whole) is None, "what hides nothing is left out again"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = mask(padded).dense()
+    graph.replay()
+    assert torch.equal(captured, found[0].dense())

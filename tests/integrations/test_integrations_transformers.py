@@ -653,3 +653,64 @@ def test_what_native_code_knows_comes_back_as_it_is(monkeypatch):
     assert [given[:3] for given in seen[:2]] == [(q, k, v)] * 2
     assert all(given[12] is repeated.TURNED_LAYOUT for given in seen), "in the place of a layout"
 
+
+class Flags:
+    """Of padding on a GPU, as far as whoever asks it can see."""
+
+    is_cuda, device = True, "cuda:0"
+
+    def __init__(self, all_there):
+        self.all_there = all_there
+
+
+@pytest.fixture
+def waited_for(monkeypatch):
+    """The answers that the host has waited for, in order."""
+    waited = []
+
+    class Answer:
+        def __init__(self, flags):
+            self.flags = flags
+
+        def wait(self):
+            waited.append(self.flags)
+            return self.flags.all_there
+
+    monkeypatch.setattr(ours, "_Answer", Answer)
+    monkeypatch.setattr(ours, "_answers", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return waited
+
+
+def test_padding_is_waited_for_only_behind_one_that_hid_nothing(waited_for):
+    """Each waits for the one before it, which is long there, and for itself only if that one hid nothing."""
+    hides, whole = [Flags(False) for _ in range(4)], [Flags(True) for _ in range(2)]
+    batches = [hides[0], hides[1], whole[0], whole[1], hides[2], hides[3]]
+    found, waits = [], []
+    for flags in batches:
+        waited_for.clear()
+        found.append(ours._all_there(flags, ("causal", True)))
+        waits.append(flags in waited_for)
+    assert found == [False, False, False, True, False, False], "the third hides nothing, and nobody waited to learn it"
+    assert waits == [True, False, False, True, True, False]
+
+
+def test_masks_of_other_kinds_are_asked_on_their_own(waited_for):
+    hidden, there = Flags(False), Flags(True)
+    assert not ours._all_there(hidden, ("causal", True))
+    assert ours._all_there(there, ("causal", "window", True))
+    assert ours._all_there(there, ("causal", False))
+    assert waited_for == [hidden, there, there]
+
+
+def test_deterministic_algorithms_wait_for_every_padding(waited_for):
+    batches = [Flags(there) for there in (False, True)]
+    with tilewise.op.deterministic_algorithms():
+        assert [ours._all_there(flags, ("causal", True)) for flags in batches] == [False, True]
+    assert waited_for == batches
+
+
+def test_nothing_is_waited_for_under_capture(waited_for, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not ours._all_there(Flags(True), ("causal", True))
+    assert not waited_for

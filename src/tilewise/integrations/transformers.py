@@ -496,7 +496,7 @@ def attention_mask(
     if mask_function is _masking.bidirectional_mask_function and allow_is_bidirectional_skip:
         # What is visible depends on the key alone.
         keep = _keep(attention_mask, kv_length, kv_offset)
-        if keep is None or (not traced and bool(keep.all())):
+        if keep is None or (not traced and _all_there(keep, (*(parts or ()), q_length == kv_length))):
             return None
         return keep.expand(shape) if traced else RuleMask(_FULL, shape, device, keep)
     if parts == {"causal": True} and q_length == 1:
@@ -524,9 +524,10 @@ def attention_mask(
     keep = None
     if attention_mask is not None:
         # What lies beyond the last query is hidden by the causal rule anyway.
-        causal = parts is not None and "causal" in parts
-        reach = min(kv_length, int(q_offset) - kv_offset + q_length) if causal else kv_length
-        if not _all_there(attention_mask, kv_offset, kv_offset + reach):
+        assert parts is not None
+        reach = min(kv_length, int(q_offset) - kv_offset + q_length) if "causal" in parts else kv_length
+        seen = attention_mask[:, kv_offset : kv_offset + reach]
+        if seen.shape[1] < reach or not _all_there(seen, (*parts, q_length == kv_length)):
             keep = _keep(attention_mask, kv_length, kv_offset)
     if keep is None and (rule is _FULL or (rule is _FIRST_ALIGNED and q_length == kv_length)):
         return None
@@ -564,12 +565,42 @@ def _keep(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | No
     return keep[:, None, None, :]
 
 
-def _all_there(padding: Tensor, begin: int, end: int) -> bool:
-    """Whether padding leaves all of these positions; it is waited for."""
-    if padding.shape[-1] < end:
+def _all_there(seen: Tensor, kind: tuple[str | bool, ...]) -> bool:
+    """Whether padding leaves all of these keys, as far as it is worth waiting for. Where this says False it may do so
+    all the same: a tensor that hides nothing is as right, and a little slower.
+
+    The device can tell when it has done all that it was given before, and then has nothing to do until the host has
+    gone on: behind an encoder that is most of a model. So the host waits only if the last padding for a mask of this
+    kind hid nothing. If it hid some keys, this one is taken to do so too, and its answer is for the next.
+
+    What a mask becomes depends on the padding before it, then, and not on when an answer arrives. Under deterministic
+    algorithms it depends on its own padding alone.
+    """
+    if not seen.is_cuda:
+        return bool(seen.all())
+    if torch.cuda.is_current_stream_capturing():
         return False
-    seen = padding if begin == 0 and padding.shape[-1] == end else padding[:, begin:end]
-    return bool(seen.all())
+    before = _answers.get((seen.device, kind))
+    answer = _answers[seen.device, kind] = _Answer(seen)
+    waits = before is None or torch.are_deterministic_algorithms_enabled() or before.wait()
+    return waits and answer.wait()
+
+
+class _Answer:
+    """Whether all elements of a tensor are true, on its way from the device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._found = tensor.all().to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.current_stream(tensor.device).record_event()
+
+    def wait(self) -> bool:
+        self._arrived.synchronize()
+        return bool(self._found)
+
+
+# By device and kind of mask. A model with windows makes two masks at once, one of each kind: the second would wait for
+# the first if they were of one.
+_answers: dict[tuple[torch.device, tuple[str | bool, ...]], _Answer] = {}
 
 
 def _rule(parts: dict[str, Any], plain: bool, alone: bool, q_length: int, kv_length: int, shift: int) -> Mask | None:
