@@ -80,7 +80,7 @@ class Call(NamedTuple):
     names: tuple[str, ...]  # of its operands
     forward: Callable[[Tensor, Tensor, Tensor, Operands], tuple[Tensor, Tensor | None]]
     gradient: Callable[..., Grads] | None  # of (dout, dlse, q, k, v, out, lse, operands, wants), where it is bound
-    strides: tuple[tuple[int, ...], ...]  # of q, k and v, that `gradient` is for
+    layouts: tuple[tuple[int, ...], ...]  # of q, k and v, that `gradient` is for: `_layouts`
     lacks_memory: bool = False  # q, k or v is empty, or one for `with_memory`
     plan: Plan | None = None  # of our own kernels
     native: dict[Any, Any] | None = None  # what native code knows of it (repeated.py)
@@ -435,12 +435,12 @@ def _call(planned: Plan, q: Tensor, k: Tensor, v: Tensor, operands: Operands, op
     problem, backend, config = planned.problem, BACKENDS[planned.backend], planned.config
     names = tuple(operand.name for operand in problem.operands)
     forward, gradient = planned.forward, planned.backward
-    strides = q.stride(), k.stride(), v.stride()
+    layouts = _layouts(q, k, v)
     if forward is None:
         bound = _bound(backend, q, k, v, problem, config, operands)
-        return Call(problem, backend, config, options, names, bound, _bound_gradient(backend, problem), strides)
+        return Call(problem, backend, config, options, names, bound, _bound_gradient(backend, problem), layouts)
     bound = engine.bind_forward(lambda: forward, problem, q, k, v, operands)
-    call = Call(problem, backend, config, options, names, bound, None, strides, plan=planned, native={})
+    call = Call(problem, backend, config, options, names, bound, None, layouts, plan=planned, native={})
     if gradient is None:
         return call
     alone = isinstance(backend, Fused) and backend.makes_operands_alone(problem)
@@ -693,7 +693,14 @@ def gradients(
     if _wants_composite():
         return _in_slots(_differentiable_grads(dout, dlse, q, k, v, operands, call.problem, wants), call.names)
     dout = torch.zeros_like(out) if dout is None else with_memory(dout)
-    if call.gradient is not None and call.strides != (q.stride(), k.stride(), v.stride()):
+    if call.gradient is not None and call.layouts != (layouts := _layouts(q, k, v)):
+        if call.layouts[:3] != layouts[:3]:
+            raise InvalidInput(
+                "backward",
+                ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(INPUTS, layouts[:3], strict=True)),
+                f"the shapes of the forward, {', '.join(str(tuple(shape)) for shape in call.layouts[:3])}",
+                "leave .data of what attention was given alone until its backward has run",
+            )
         # Hooks on saved tensors, as of save_on_cpu, may lay them out anew; a bound gradient is for one layout.
         options = call.options._replace(backend=call.backend_name)
         call = prepare(q, k, v, operands, options, call.problem.operand_grads)
@@ -706,6 +713,11 @@ def gradients(
     out, lse = _with_lse(q, out, lse)
     dq, dk, dv, *others = _backward_op(dout, dlse, out, lse, q, k, v, tensors, options, flags)
     return dq, dk, dv, None, *others
+
+
+def _layouts(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Shapes, then strides."""
+    return q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
 
 
 def _in_slots(grads: Grads, names: tuple[str, ...]) -> tuple[Tensor | None, ...]:

@@ -890,3 +890,19 @@ def test_what_is_not_native_is_turned_in_python(hopper, turned):
         assert out.is_contiguous()
         assert out.shape == want.shape
     assert hopper.counts == before
+
+
+@pytest.mark.parametrize("by", ["native code", "Python"])
+def test_inputs_that_have_shrunk_by_data_are_not_read(hopper, by):
+    """Their strides may be the same: kernels would read what lies behind."""
+    tensors = inputs((2, 2, 70, 64))
+    dout = torch.randn_like(tensors[0])
+    for _ in range(4):
+        step(hopper, tensors, dout)
+    if by == "Python":
+        native.use(None)
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    out = hopper.attention(*leaves)
+    leaves[1].data = leaves[1].detach()[:1]
+    with pytest.raises(tilewise.InvalidInput, match=r"k \(1, 2, 70, 64\)"):
+        out.backward(dout)

@@ -402,6 +402,13 @@ const Offsets& offsets_of(const Call& call, const Offsets& given) {
   return call.offsets[0].defined() ? call.offsets : given;
 }
 
+Shape shape_of(const at::Tensor& tensor) { return {tensor.sizes(), tensor.strides()}; }
+
+bool has_shape(const at::Tensor& tensor, const Shape& shape) {
+  return tensor.sizes() == c10::IntArrayRef(shape.sizes) &&
+         tensor.strides() == c10::IntArrayRef(shape.strides);
+}
+
 // The memory of a tensor that was saved: undefined where hooks hold it, where it was released, or
 // where this release of PyTorch does not give it. To unpack it asks for its place in the graph, and
 // makes one for an output, which kernels do not need.
@@ -649,9 +656,7 @@ class AttentionBackward final : public Node {
       if (!is_ordinary(now[i]) || now[i].device() != device) return read;
     read.out = address(now[out]);
     read.lse = address(now[lse]);
-    read.usable = now[out].sizes() == c10::IntArrayRef(call->out.sizes) &&
-                  now[out].strides() == c10::IntArrayRef(call->out.strides) &&
-                  now[lse].is_contiguous();
+    read.usable = has_shape(now[out], call->out) && now[lse].is_contiguous();
     return read;
   }
 
@@ -689,7 +694,7 @@ class AttentionBackward final : public Node {
       return false;
     uintptr_t together = 0;
     for (size_t i = 0; i < 3; ++i) {
-      if (read.inputs[i]->strides() != c10::IntArrayRef(call->input_strides[i])) return false;
+      if (!has_shape(*read.inputs[i], call->inputs[i])) return false;
       together |= address(*read.inputs[i]);
     }
     return together % 16 == call->misalignment && read.out % 16 == 0;
@@ -1337,7 +1342,7 @@ PyObject* new_call(PyObject*, PyObject* given) {
   const std::array<PyObject*, 3> tensors{q, k, v};
   for (size_t i = 0; i < 3; ++i) {
     TORCH_CHECK(THPVariable_Check(tensors[i]), "q, k and v are tensors");
-    call->input_strides[i] = Extents(THPVariable_Unpack(tensors[i]).strides());
+    call->inputs[i] = shape_of(THPVariable_Unpack(tensors[i]));
   }
   call->misalignment =
       misalignment_of(THPVariable_Unpack(q), THPVariable_Unpack(k), THPVariable_Unpack(v));

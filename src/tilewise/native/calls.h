@@ -229,7 +229,7 @@ class Call {
   bool has_lse = false, returns_lse = false;
   bool recorded = false;      // by autograd
   unsigned misalignment = 0;  // of q, k and v together, as the recipe was made for
-  std::array<Extents, 3> input_strides;
+  std::array<Shape, 3> inputs;
   Offsets offsets;            // of documents, which the mask holds; undefined for any other call
   PyObject* owner = nullptr;  // what Python needs to make the backwards that are not known here
 
