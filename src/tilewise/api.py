@@ -181,9 +181,24 @@ def _of_views(
     return_max_logit: bool,
     backend: str,
     precision: Precision,
+    *,
+    turned: bool = False,
 ) -> tuple[Tensor, Tensor | None, Results]:
     """`attention` of (batch, heads, seq, head_dim) views: out as one in the memory order of the layout, lse, and what
-    terms report."""
+    terms report. `turned`: for `attention_turned`."""
+    given = mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision
+    padded = (
+        keep is not None
+        and alibi is None
+        and sink is None
+        and operands is None
+        and not (scores or dropout or return_max_logit or torch.compiler.is_compiling())
+        and _is_value(mask)
+    )
+    if padded and (call := repeated.recall_kept(q, k, v, keep, given)) is not None:  # type: ignore[arg-type]
+        if call.plan is not None:
+            repeated.learn(call, q, k, v, given, turned=turned, keep=keep)
+        return *op.execute(call, q, k, v, {"keep": keep}), None  # type: ignore[dict-item]
     if type(mask) in _MAY_HOLD_TENSORS and mask.holds_tensors:  # type: ignore[union-attr]
         named = {"alibi": alibi, "keep": keep, "sink": sink}
         mask, scores, operands = _without_tensors(q, k, mask, scores, operands, named, dropout)  # type: ignore[arg-type]
@@ -195,7 +210,10 @@ def _of_views(
         results = {} if return_max_logit else None
     arguments = mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision
     attend = _traced if torch.compiler.is_compiling() else _attend
-    return *attend(q, k, v, operands, arguments, results), results
+    out, lse = attend(q, k, v, operands, arguments, results)
+    if padded and (call := op.recall(q, k, v, operands or NO_OPERANDS, arguments)) is not None:
+        repeated.remember_kept(call, q, k, v, keep, given)  # type: ignore[arg-type]
+    return out, lse, results
 
 
 def attention_turned(
@@ -214,30 +232,30 @@ def attention_turned(
 ) -> Tensor:
     """`attention` of q, k and v (batch, heads, seq, head_dim) with out (batch, seq, heads, head_dim), contiguous,
     whatever the memory order of q: it is written so, and not copied."""
-    terms = keep is not None or sink is not None or operands is not None or scores
+    terms = sink is not None or operands is not None or scores
     if not (terms or dropout or torch.compiler.is_compiling()):
-        known = _turned_before(q, k, v, mask, scale, softcap)
+        known = _turned_before(q, k, v, mask, scale, softcap, keep)
         if known is not None:
             return known
-    rest = scores, operands, dropout, "bshd", False, False, AUTO, "exact"
-    out, _, _ = _of_views(q, k, v, mask, scale, softcap, None, keep, sink, *rest)
+    rest: Any = scores, operands, dropout, "bshd", False, False, AUTO, "exact"
+    out, _, _ = _of_views(q, k, v, mask, scale, softcap, None, keep, sink, *rest, turned=True)
     return as_laid_out(out, "bshd")
 
 
 def _turned_before(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, scale: float | None, softcap: float
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, scale: float | None, softcap: float, keep: Tensor | None
 ) -> Tensor | None:
-    """`attention_turned` of a call without terms that native code knows, or comes to know now.
+    """`attention_turned` of a call that native code knows, or without `keep` comes to know now.
 
     What is known has no view between the kernel and what comes next, forward or backward.
     """
     if (attend := native.attend) is None:
         return None
     known: Tensor | None = attend(
-        q, k, v, mask, scale, softcap, None, None, None, (), None, 0.0, repeated.TURNED_LAYOUT, False, False, AUTO,
+        q, k, v, mask, scale, softcap, None, keep, None, (), None, 0.0, repeated.TURNED_LAYOUT, False, False, AUTO,
         "exact",
     )  # fmt: skip
-    if known is not None or type(mask) not in _HASHABLE_MASKS:
+    if known is not None or keep is not None or type(mask) not in _HASHABLE_MASKS:
         return known
     arguments = mask, scale, softcap, (), 0.0, "bshd", False, AUTO, "exact"
     call = op.recall_alike(q, k, v, arguments)
@@ -600,6 +618,12 @@ def _with_dropout_term(arguments: _Arguments) -> _Arguments:
 _HASHABLE_MASKS = frozenset((type(None), str, Full, Causal, Window, Documents, PrefixLM, Packed))
 _MAY_HOLD_TENSORS = frozenset((Documents, PrefixLM, KeyLengths))
 _TENSOR = object()
+
+
+def _is_value(mask: MaskLike) -> bool:
+    """Whether a key may hold the mask, and a call reads no tensor of it."""
+    kind = type(mask)
+    return kind in _HASHABLE_MASKS and not (kind in _MAY_HOLD_TENSORS and mask.holds_tensors)  # type: ignore[union-attr]
 
 
 def _in_order(operands: object, mask: MaskLike, scores: tuple[Term, ...]) -> Operands:

@@ -26,10 +26,12 @@ from .engine.rules import in_terms
 from .errors import CompileError
 from .jit.launch import refused
 from .operands import INPUTS, NO_OPERANDS, chosen
+from .terms import Keep
 
 if TYPE_CHECKING:
     from .op import Call
     from .operands import Operands
+    from .problem import Problem
 
 Tensor = torch.Tensor
 _log = logging.getLogger("tilewise")
@@ -50,19 +52,42 @@ class Repeated(NamedTuple):
     constants: Operands  # what a recipe has the addresses of
 
 
-def learn(call: Call, q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...], *, turned: bool = False) -> None:
+def learn(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arguments: tuple[Any, ...],
+    *,
+    turned: bool = False,
+    keep: Tensor | None = None,
+) -> None:
     """Let the extension answer calls of `attention` with such bhsd views and these arguments, if it can; `turned`:
-    those of `attention_turned` instead."""
+    those of `attention_turned` instead; `keep`: with such a tensor, which `recall_kept` has found the call by."""
     form: Form = TURNED if turned else arguments[5]
     if call.native is None or call.native.get(form, call) is None or (calls := native.ready()) is None:
         return
     generation = calls.generation()
-    if op.recall(q, k, v, NO_OPERANDS, arguments) is not call:  # it counts no more since it was found
+    again = op.recall(q, k, v, NO_OPERANDS, arguments) if keep is None else recall_kept(q, k, v, keep, arguments)
+    if again is not call:  # it counts no more since it was found
         return
-    found = handle(call, form, q, k, v)
+    found = handle(call, form, q, k, v, () if keep is None else (keep,))
     if found is not None:
         options = (*arguments[:5], TURNED_LAYOUT, *arguments[6:]) if turned else arguments
-        calls.learn(generation, *(_raw(tensor, form) for tensor in (q, k, v)), None, None, options, found)
+        calls.learn(generation, *(_raw(tensor, form) for tensor in (q, k, v)), keep, None, options, found)
+
+
+def recall_kept(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, arguments: tuple[Any, ...]) -> Call | None:
+    """The Call that was remembered for such tensors, by what a caller of `attention` gave beside them."""
+    return op.recall(q, k, v, {recipes.KEEP: keep}, (_KEPT, arguments))
+
+
+def remember_kept(call: Call, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, arguments: tuple[Any, ...]) -> None:
+    """Let `recall_kept` find this Call, whose one operand is `keep`."""
+    op.remember(call, q, k, v, {recipes.KEEP: keep}, (_KEPT, arguments))
+
+
+_KEPT = object()  # in keys: what follows was given beside `keep`, whose term is yet to be made
 
 
 def learn_packed(
@@ -95,10 +120,9 @@ def packed_options(
     return mask, scale, softcap, max_q, max_k, PACKED, return_lse, backend, precision
 
 
-def handle(
-    call: Call, form: Form, q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, Tensor] | None = None
-) -> Any:
-    """What the extension knows such a call of bhsd views by; None where it cannot make it."""
+def handle(call: Call, form: Form, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor, ...] = ()) -> Any:
+    """What the extension knows such a call of bhsd views by; None where it cannot make it. `beside`: the offsets of
+    packed sequences, or `keep`."""
     if call.plan is None or call.native is None or native.ready() is None:
         return None
     if form not in call.native:
@@ -106,15 +130,29 @@ def handle(
             return None
         call.native[form] = None
         try:
-            call.native[form] = _described(call, form, q, k, v, offsets)
+            call.native[form] = _described(call, form, q, k, v, beside)
         except Exception as error:  # the way in Python has just made this call, and makes the next
             _log.warning("tilewise: a call of %s is left to Python: %s: %s", call.problem, type(error).__name__, error)
     return call.native[form]
 
 
-def _reads_offsets(recipe: recipes.Recipe) -> bool:
-    """Whether a call has to bring the offsets of packed sequences, or its mask to hold them."""
+def _prepares(recipe: recipes.Recipe) -> bool:
+    """Whether a call has to bring what something is made of before, or its mask to hold it."""
     return recipe[2] is not None
+
+
+def _named(beside: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """The tensors beside q, k and v as operands."""
+    return dict(zip(recipes.OFFSETS if len(beside) > 1 else (recipes.KEEP,), beside, strict=True)) if beside else {}
+
+
+def _hides_keys_alone(problem: Problem) -> bool:
+    """Whether `keep`, if the problem has one, hides the same keys from all rows.
+
+    Only such a one is left to the extension: forward and backward each read it then, where those in Python share what
+    one read of it gives. Of a flag per key that is nothing.
+    """
+    return problem.seq_q == 1 or all(term.rows_alike for term in problem.scores if isinstance(term, Keep))
 
 
 def _held_offsets(constants: Operands) -> tuple[Tensor, ...] | None:
@@ -127,24 +165,26 @@ def _is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _described(call: Call, form: Form, q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, Tensor] | None) -> Any:
+def _described(call: Call, form: Form, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor, ...]) -> Any:
     assert call.plan is not None
     problem = in_terms(call.problem)
     constants = mask_operands(call.problem, q.device)
     reports = any(term.outputs for term in problem.scores)
-    packed = {} if offsets is None else dict(zip(recipes.OFFSETS, offsets, strict=True))
-    given = {operand.name for operand in problem.operands} ^ {*constants, *packed}
-    if call.lacks_memory or problem.empty or reports or given or run.goes_by_spans(call.problem):
+    named = _named(beside)
+    unknown = {operand.name for operand in problem.operands} ^ {*constants, *named}
+    if call.lacks_memory or problem.empty or reports or unknown or run.goes_by_spans(call.problem):
+        return None
+    if not _hides_keys_alone(problem):
         return None
     if call.plan.forward is None or not native.knows_streams_of(q.device):
         return None
     out = empty_out(q, problem.head_dim_v, problem.layout)
     if form == TURNED and not _raw(out, _form_of_out(form)).is_contiguous():
         return None
-    operands = run.forward_operands(problem, q, k, v, out, {**constants, **packed})
+    operands = run.forward_operands(problem, q, k, v, out, {**constants, **named})
     recipe = recipes.recipe_of(call.plan.forward, operands, run.device_index(q.device))
     held = _held_offsets(constants)
-    if recipe is None or (_reads_offsets(recipe) and not (offsets or held)):
+    if recipe is None or (_prepares(recipe) and not (beside or held)):
         return None
     _give_counters(recipe, q.device)
     owner = Repeated(call._replace(native=None), form, constants)
@@ -152,7 +192,7 @@ def _described(call: Call, form: Form, q: Tensor, k: Tensor, v: Tensor, offsets:
     lse = tuple(out.shape[form == PACKED : 3]) if run.makes_lse(problem) else None
     returns_lse = call.options.needs_lse
     made = _shape(_raw(out, _form_of_out(form))), lse, returns_lse, problem.needs_grad
-    return native.calls.new_call(*raw, held, recipe, *made, owner)
+    return native.calls.new_call(*raw, named.get(recipes.KEEP), held, recipe, *made, owner)
 
 
 def _give_counters(recipe: recipes.Recipe, device: torch.device) -> None:
@@ -175,22 +215,25 @@ def _make_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
+    first: Tensor | None,
+    second: Tensor | None,
     wanted: int,
     learn: bool,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k and v of which `wanted` has the bits; with `learn`, such a backward is known afterwards."""
+    """The gradients of q, k and v of which `wanted` has the bits; with `learn`, such a backward is known afterwards.
+
+    `first`, `second`: what the call read beside q, k and v.
+    """
     call, form, _ = repeated
     flags = tuple(bool(wanted >> place & 1) for place in range(len(INPUTS)))
     if form == PACKED:
         lse, dlse = lse.unsqueeze(0), None if dlse is None else dlse.unsqueeze(0)
     saved = _viewed(q, form), _viewed(k, form), _viewed(v, form), _viewed(out, _form_of_out(form)), lse
     seen = None if dout is None else _viewed(dout, _form_of_out(form))
-    offsets = () if cu_q is None or cu_k is None else (cu_q, cu_k)
-    grads = op.gradients(call, saved, offsets, (*flags, *(False for _ in offsets)), seen, dlse)[: len(INPUTS)]
+    beside = tuple(tensor for tensor in (first, second) if tensor is not None)
+    grads = op.gradients(call, saved, beside, (*flags, *(False for _ in beside)), seen, dlse)[: len(INPUTS)]
     if learn and dout is not None and not _is_captured(q):
-        _learn_backward(known, repeated, dout, saved, offsets, wanted, flags)
+        _learn_backward(known, repeated, dout, saved, beside, wanted, flags)
     return tuple(None if grad is None else _raw(grad, form) for grad in grads)
 
 
@@ -199,22 +242,22 @@ def _learn_backward(
     repeated: Repeated,
     dout: Tensor,
     saved: tuple[Tensor, ...],
-    offsets: tuple[Tensor, ...],
+    beside: tuple[Tensor, ...],
     wanted: int,
     flags: tuple[bool, ...],
 ) -> None:
     call, form, constants = repeated
     q, k, v, out, _ = saved
     problem, wants = in_terms(call.problem), chosen(INPUTS, flags)
-    packed = dict(zip(recipes.OFFSETS, offsets, strict=True)) if offsets else {}
-    tensors = {"dout": _viewed(dout, _form_of_out(form)), "q": q, "k": k, "v": v, "out": out, **constants, **packed}
+    tensors = {"dout": _viewed(dout, _form_of_out(form)), "q": q, "k": k, "v": v, "out": out, **constants}
+    tensors |= _named(beside)
     recipe, zeroed = None, 0
     shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     try:
         program = op.backward_program(call, wants)
         operands = run.backward_operands(problem, wants, tensors)
         recipe = recipes.recipe_of(program, operands, run.device_index(q.device))
-        if recipe is not None and _reads_offsets(recipe) and not (offsets or _held_offsets(constants)):
+        if recipe is not None and _prepares(recipe) and not (beside or _held_offsets(constants)):
             recipe = None
     except CompileError:  # the way in Python makes all gradients then, and gives these
         pass

@@ -482,3 +482,71 @@ def test_a_graph_of_a_packed_call_follows_its_offsets():
         torch.cuda.synchronize()
         assert torch.equal(out, want)
         assert torch.equal(call(), want)
+
+
+PADDED = {  # the first with a map of tiles, the second without, the third one new token per sequence
+    "a map": lambda: drawn((4, 8, 1024, 128), BF16, 2),
+    "flags": lambda: drawn((4, 4, 200, 64), BF16),
+    "a token": lambda: drawn((4, 8, 1, 128), BF16, 2, 1500),
+}
+
+
+def padding(tensors, shares=(1.0, 0.7, 0.4, 0.01)):
+    """(batch, 1, 1, keys): of each batch such a share of the keys, the last ones."""
+    keys = tensors[1].shape[2]
+    hidden = torch.tensor([keys - int(keys * share) for share in shares], device="cuda")
+    return (torch.arange(keys, device="cuda") >= hidden[:, None])[:, None, None, :]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", PADDED)
+def test_padded_calls_have_the_bits_of_the_way_in_python(name, grad):
+    tensors = [x.requires_grad_(grad) for x in PADDED[name]()]
+    dout = torch.randn_like(tensors[0])
+    rule = tilewise.Causal("bottom-right")
+
+    def call(keep):
+        with op.deterministic_algorithms():
+            out, lse = tilewise.attention(*tensors, mask=rule, keep=keep, return_lse=True)
+            return [out, lse, *(torch.autograd.grad(out, tensors, dout) if grad else ())]
+
+    batches = [padding(tensors), padding(tensors, (0.2, 0.0, 1.0, 0.5)), padding(tensors, (1.0,) * 4)]
+    with in_python():
+        want = [call(keep) for keep in batches]
+    for _ in range(3):
+        call(batches[0])
+    before = counted()
+    for keep, wanted in zip(batches, want, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(call(keep), wanted, strict=True))
+    assert counted(before) == (3, 3 * grad, 0)
+
+
+def test_a_graph_of_a_padded_step_follows_its_padding():
+    """The map is made inside the graph; outside it is made anew for flags that have changed."""
+    tensors = [x.requires_grad_() for x in PADDED["a map"]()]
+    dout, keep = torch.randn_like(tensors[0]), padding(tensors)
+
+    def call():
+        with op.deterministic_algorithms():
+            leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+            out = tilewise.attention(*leaves, mask="causal", keep=keep)
+            return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(5):
+            call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph, before = torch.cuda.CUDAGraph(), counted()
+    with torch.cuda.graph(graph):
+        found = call()
+    assert counted(before) == (1, 1, 0)
+    for shares in ((0.5, 0.5, 1.0, 0.2), (1.0, 1.0, 1.0, 1.0)):
+        keep.copy_(padding(tensors, shares))
+        with in_python():
+            want = call()
+        graph.replay()
+        torch.cuda.synchronize()
+        for got in (found, call()):
+            assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))

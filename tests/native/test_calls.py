@@ -17,7 +17,7 @@ import emulation
 import tilewise
 from support import assert_close, budget
 from tilewise import DeviceError, Target, api, memo, native, op, repeated
-from tilewise.engine import run
+from tilewise.engine import run, tile_map
 from tilewise.integrations.sdpa import sdpa
 from tilewise.native import library
 from tilewise.target import assumed
@@ -892,17 +892,163 @@ def test_what_is_not_native_is_turned_in_python(hopper, turned):
     assert hopper.counts == before
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Padding: keys that a boolean tensor hides
+
+
+def padding(lengths=(70, 33), keys=70):
+    """(batch, 1, 1, keys)"""
+    return (torch.arange(keys) < torch.tensor(lengths)[:, None])[:, None, None, :]
+
+
+@pytest.fixture(params=["by a map", "without"])
+def mapped(request, monkeypatch):
+    """Kernels of such small problems go by a map of their tiles, or not."""
+    monkeypatch.setattr(tile_map, "MIN_SCORES", 0 if request.param == "by a map" else 1 << 62)
+    memo.invalidate()
+    yield request.param == "by a map"
+    memo.invalidate()
+
+
+@pytest.mark.parametrize("mask", ["causal", None])
+def test_padded_gradients_have_the_bits_of_those_in_python(machine, mapped, mask):
+    """Every batch brings a padding of its own, as a new tensor or as new values of the last."""
+    tensors = inputs((2, 2, 70, 64))
+    dout = torch.randn_like(tensors[0])
+    lengths = [(70, 33), (12, 70), (70, 70), (1, 2), (70, 0), (64, 3)]
+    native.use(None)
+    want = [step(machine, tensors, dout, mask=mask, keep=padding(one)) for one in lengths]
+    native.use(machine.calls)
+    before = machine.counts
+    keep = padding(lengths[0]).clone()
+    for number, one in enumerate(lengths):
+        keep = keep.copy_(padding(one)) if number % 2 else padding(one).clone()
+        got = step(machine, tensors, dout, mask=mask, keep=keep)
+        assert all(torch.equal(one, other) for one, other in zip(got, want[number], strict=True))
+    counts = [now - then for now, then in zip(machine.counts, before, strict=True)]
+    assert counts == [5, 4, 1], "all but the one that native code is told of, and the first backward of the others"
+
+
+def test_layers_share_what_is_made_of_their_padding(hopper, mapped):
+    tensors, keep = inputs((2, 2, 70, 64)), padding()
+    for _ in range(3):
+        hopper.attention(*tensors, keep=keep)
+    launches = []
+    for given in (keep, keep, padding(), padding((70, 70))):
+        hopper.driver.launched.clear()
+        hopper.attention(*tensors, keep=given)
+        launches.append(len(hopper.driver.launched))
+    assert launches == ([1, 1, 3, 3] if mapped else [1] * 4)
+
+
+def test_padding_of_any_strides_and_alignment(hopper):
+    """Each is a call of its own, and none is taken for another."""
+    tensors = inputs((2, 2, 70, 64))
+    flags = padding()
+    kinds = [flags, flags.squeeze(1), flags.expand(2, 2, 1, 70), flags.expand(2, 1, 70, 70), flags[:1]]
+    for begin, step_ in ((0, 1), (1, 1), (2, 1), (0, 2)):
+        wide = torch.zeros(2, 1, 1, 150, dtype=torch.bool)
+        one = wide[..., begin : begin + 70 * step_ : step_]
+        kinds.append(one.copy_(flags))
+    native.use(None)
+    want = [hopper.attention(*tensors, keep=keep) for keep in kinds]
+    native.use(hopper.calls)
+    before = hopper.counts[0]
+    for _ in range(4):
+        for keep, wanted in zip(kinds, want, strict=True):
+            assert torch.equal(hopper.attention(*tensors, keep=keep), wanted)
+    assert hopper.counts[0] >= before + len(kinds), "most of them are native in the end"
+
+
+def test_padding_is_not_taken_for_none_nor_none_for_padding(hopper):
+    tensors, keep = inputs((2, 2, 70, 64)), padding()
+    native.use(None)
+    want = [hopper.attention(*tensors, **more) for more in ({}, {"keep": keep})]
+    native.use(hopper.calls)
+    for _ in range(4):
+        for more, wanted in zip(({}, {"keep": keep}), want, strict=True):
+            assert torch.equal(hopper.attention(*tensors, **more), wanted)
+
+
+def test_a_mask_of_rows_and_keys_is_left_to_python(hopper):
+    """Forward and backward share what one read of it gives there."""
+    tensors = inputs((2, 2, 70, 64))
+    keep = torch.rand(2, 1, 70, 70) < 0.7
+    before = hopper.counts
+    for _ in range(4):
+        hopper.attention(*tensors, keep=keep)
+    assert hopper.counts == before
+
+
+def test_padding_that_changes_before_the_backward_is_refused(hopper, mapped):
+    tensors, keep = inputs((2, 2, 70, 64)), padding().clone()
+    dout = torch.randn_like(tensors[0])
+    for _ in range(4):
+        step(hopper, tensors, dout, keep=keep)
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    before = hopper.counts[0]
+    out = hopper.attention(*leaves, keep=keep)
+    assert hopper.counts[0] == before + 1
+    keep[1] = True
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(dout)
+
+
+def test_hooks_see_the_padding_that_is_saved(hopper, mapped):
+    tensors, keep = inputs((2, 2, 70, 64)), padding()
+    dout = torch.randn_like(tensors[0])
+    for _ in range(4):
+        want = step(hopper, tensors, dout, keep=keep)
+    seen = []
+
+    def pack(tensor):
+        seen.append(tensor.dtype)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        got = step(hopper, tensors, dout, keep=keep)
+    assert seen == [torch.bfloat16] * 4 + [torch.float32, torch.bool]
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def test_a_wrong_padding_is_refused_as_ever(hopper):
+    tensors = inputs((2, 2, 70, 64))
+    for _ in range(3):
+        hopper.attention(*tensors, keep=padding())
+    for wrong in (padding().float(), padding(keys=69), padding()[..., None], "padding"):
+        with pytest.raises(tilewise.InvalidInput):
+            hopper.attention(*tensors, keep=wrong)
+
+
+def test_a_padded_out_may_come_with_seq_before_heads(hopper, turned):
+    tensors, keep = inputs((2, 2, 70, 64)), padding()
+    shape = [tensors[0].shape[dim] for dim in (0, 2, 1, 3)]
+    dout = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(tensors[0].dtype)
+    want, *want_grads = step(hopper, tensors, dout.transpose(1, 2), mask="causal", keep=keep)
+    before = hopper.counts
+    for _ in range(5):
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        out = turned(*leaves, mask="causal", keep=keep)
+        out.backward(dout)
+        assert out.is_contiguous()
+        assert torch.equal(out.transpose(1, 2), want)
+        assert all(torch.equal(leaf.grad, other) for leaf, other in zip(leaves, want_grads, strict=True))
+    assert [now - then for now, then in zip(hopper.counts, before, strict=True)] == [3, 2, 1]
+    assert not out._is_view()
+
+
+@pytest.mark.parametrize("keep", [None, padding()], ids=["plain", "padded"])
 @pytest.mark.parametrize("by", ["native code", "Python"])
-def test_inputs_that_have_shrunk_by_data_are_not_read(hopper, by):
+def test_inputs_that_have_shrunk_by_data_are_not_read(hopper, keep, by):
     """Their strides may be the same: kernels would read what lies behind."""
     tensors = inputs((2, 2, 70, 64))
     dout = torch.randn_like(tensors[0])
     for _ in range(4):
-        step(hopper, tensors, dout)
+        step(hopper, tensors, dout, keep=keep)
     if by == "Python":
         native.use(None)
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    out = hopper.attention(*leaves)
+    out = hopper.attention(*leaves, keep=keep)
     leaves[1].data = leaves[1].detach()[:1]
     with pytest.raises(tilewise.InvalidInput, match=r"k \(1, 2, 70, 64\)"):
         out.backward(dout)

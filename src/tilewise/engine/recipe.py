@@ -5,8 +5,8 @@ reader without Python needs: the bytes of every kernel's arguments with all that
 places that a call fills in.
 
     recipe  (bytes of scratch, launches, prepared)
-    prepared  None, or (bytes, launches): what is made of the offsets of packed sequences before, and kept while they
-            stay as they are
+    prepared  None, or (bytes, launches): what is made before of the tensors beside q, k and v (offsets of packed
+            sequences, or `keep`), and kept while they stay as they are
     launch  (name, function, context, grid, threads, bytes of shared memory, may overlap, arguments, fills)
     fill    (ADDRESS, offset, operand, bytes behind it, None)
             (MAP, offset, operand, bytes behind it, what `TiledMap.described` says)
@@ -34,9 +34,10 @@ Launches = tuple[tuple[Any, ...], ...]
 Recipe = tuple[int, Launches, "tuple[int, Launches] | None"]
 
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
+KEEP = "keep"
 PREPARED = "prepared"
 # As the enumeration `Operand` of native/calls.h has them.
-OPERANDS = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "scratch", PREPARED, *OFFSETS)
+OPERANDS = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "scratch", PREPARED, *OFFSETS, KEEP)
 ADDRESS, MAP, COUNTER = range(3)  # `Fill::Kind`
 MAX_ARGUMENTS = 4096  # bytes, of one kernel
 
@@ -48,21 +49,21 @@ def recipe_of(program: Program, operands: Mapping[str, torch.Tensor | None], dev
     alive. Kernels are built and loaded, which raises CompileError where one does not build.
     """
     program, operands = run.fitting(program, operands)
-    if program.unless_mapped is not None or len(program.prepared) > 1:
+    if program.unless_mapped is not None:
         return None
-    kept, made = None, Layout()
-    if program.prepared:
-        (before,) = program.prepared
-        if before.operands != OFFSETS or before.program.prepared or before.program.scratch.bytes:
-            return None
-        made = Layout.of(**{name: 4 * math.prod(shape) for name, shape in before.results})
-        first = [_launch(launch, before.program, operands, made, device) for launch in before.program.launches]
-        if None in first:
-            return None
-        kept = made.bytes, tuple(one for one in first if one is not None)
+    results = dict(result for before in program.prepared for result in before.results)
+    sources = {name for before in program.prepared for name in before.operands} - {*results}
+    if any(before.program.prepared or before.program.scratch.bytes for before in program.prepared):
+        return None
+    if sources not in (set(), {*OFFSETS}, {KEEP}):
+        return None
+    made = Layout.of(**{name: 4 * math.prod(shape) for name, shape in results.items()})
+    before = [(launch, one.program) for one in program.prepared for launch in one.program.launches]
+    first = [_launch(launch, of, operands, made, device) for launch, of in before]
     launches = [_launch(launch, program, operands, made, device) for launch in program.launches]
-    if None in launches:
+    if None in first or None in launches:
         return None
+    kept = (made.bytes, tuple(one for one in first if one is not None)) if program.prepared else None
     return program.scratch.bytes, tuple(one for one in launches if one is not None), kept
 
 

@@ -131,7 +131,7 @@ struct Counters {
 constexpr int max_devices = 64;
 std::array<std::atomic<Counters*>, max_devices> counters{};  // never freed: graphs count with them
 
-constexpr size_t key_words = 36;
+constexpr size_t key_words = 41;  // as many as fill_key writes
 using Key = std::array<int64_t, key_words>;
 struct KeyHash {
   size_t operator()(const Key& key) const {
@@ -350,11 +350,19 @@ at::Tensor empty(const Shape& shape, c10::ScalarType dtype, c10::Device device) 
   return tensor_of(storage_of(allocator->allocate(size_t(bytes)), bytes, allocator), shape, dtype);
 }
 
-void enqueue(const Recipe& recipe, c10::Device device, Addresses& addresses,
-             const Offsets& offsets) {
+// Whether a call reads a tensor that hides keys.
+bool is_keep(const Beside& beside) { return beside[0].defined() && !beside[1].defined(); }
+
+void enqueue(const Recipe& recipe, c10::Device device, Addresses& addresses, const Beside& beside) {
   void* stream = stream_of(device);
+  if (is_keep(beside)) {
+    addresses[KEEP] = address(beside[0]);
+  } else {
+    addresses[CU_Q] = address(beside[0]);
+    addresses[CU_K] = address(beside[1]);
+  }
   at::Tensor made;
-  if (recipe.prepared != nullptr) made = recipe.prepared->made_of(offsets, stream, addresses);
+  if (recipe.prepared != nullptr) made = recipe.prepared->made_of(beside, stream, addresses);
   enqueue(recipe.launches, device, stream, addresses);
 }
 
@@ -397,9 +405,14 @@ bool are_offsets(const at::Tensor& tensor) {
          (tensor.size(0) < 2 || tensor.stride(0) == 1);
 }
 
-// Those that a call brings, or that its mask holds.
-const Offsets& offsets_of(const Call& call, const Offsets& given) {
-  return call.offsets[0].defined() ? call.offsets : given;
+// As kernels read a tensor that hides keys.
+bool hides_keys(const at::Tensor& tensor) {
+  return is_ordinary(tensor) && tensor.scalar_type() == c10::kBool && tensor.dim() <= 4;
+}
+
+// What a call brings, or what its mask holds.
+const Beside& beside_of(const Call& call, const Beside& given) {
+  return call.held[0].defined() ? call.held : given;
 }
 
 Shape shape_of(const at::Tensor& tensor) { return {tensor.sizes(), tensor.strides()}; }
@@ -482,8 +495,9 @@ class AttentionBackward final : public Node {
     }
   }
 
-  void save(const Offsets& given) {
-    for (const at::Tensor& one : given) offsets.emplace_back(one, false);
+  void save(const Beside& given) {
+    for (const at::Tensor& one : given)
+      if (one.defined()) beside.emplace_back(one, false);
   }
 
   std::string name() const override { return "TilewiseAttentionBackward"; }
@@ -497,7 +511,7 @@ class AttentionBackward final : public Node {
     lse_tensor.reset();
     if (saved != nullptr)
       for (SavedVariable& one : *saved) one.reset_data();
-    for (SavedVariable& one : offsets) one.reset_data();
+    for (SavedVariable& one : beside) one.reset_data();
   }
 
   variable_list apply(variable_list&& given) override {
@@ -551,7 +565,7 @@ class AttentionBackward final : public Node {
  private:
   struct Saved {
     std::array<at::Tensor, count> tensors;
-    Offsets offsets;
+    Beside beside;
 
     const at::Tensor& operator[](size_t i) const { return tensors[i]; }
   };
@@ -561,7 +575,7 @@ class AttentionBackward final : public Node {
     std::array<const at::Tensor*, 3> inputs;
     uintptr_t out = 0, lse = 0;
     bool usable = false;
-    Offsets offsets;
+    Beside beside;
   };
 
   std::shared_ptr<Call> call;
@@ -576,7 +590,7 @@ class AttentionBackward final : public Node {
   // Only to be asked for early, never looked into: what was saved may be gone.
   std::array<const void*, 3> storages{};
   std::unique_ptr<std::array<SavedVariable, count>> saved;
-  std::vector<SavedVariable> offsets;  // two, of a packed call
+  std::vector<SavedVariable> beside;  // two of a packed call, one of a call that hides keys
 
   bool is_result(size_t i) const { return i == out || (i == lse && call->returns_lse); }
 
@@ -632,7 +646,7 @@ class AttentionBackward final : public Node {
       lse_tensor = tensor_of(std::move(memory), call->lse, c10::kFloat);
     }
     now.tensors[lse] = lse_tensor;
-    for (size_t i = 0; i < offsets.size(); ++i) now.offsets[i] = offsets[i].unpack();
+    for (size_t i = 0; i < beside.size(); ++i) now.beside[i] = beside[i].unpack();
   }
 
   Operands kept_operands() const {
@@ -643,14 +657,14 @@ class AttentionBackward final : public Node {
         lse_tensor.defined() ? address(lse_tensor) : reinterpret_cast<uintptr_t>(lse_memory.get());
     read.usable = read.out != 0 && read.lse != 0 && out_memory.device() == device;
     for (const at::Tensor& one : inputs) read.usable &= one.scalar_type() == dtype;
-    for (size_t i = 0; i < offsets.size(); ++i) read.offsets[i] = offsets[i].unpack();
+    for (size_t i = 0; i < beside.size(); ++i) read.beside[i] = beside[i].unpack();
     return read;
   }
 
   // Hooks on saved tensors may have laid them out anew.
   Operands operands_of(const Saved& now) const {
     Operands read{{&now[q], &now[k], &now[v]}};
-    read.offsets = now.offsets;
+    read.beside = now.beside;
     const c10::Device device = now[q].device();
     for (size_t i : {out, lse})
       if (!is_ordinary(now[i]) || now[i].device() != device) return read;
@@ -666,14 +680,14 @@ class AttentionBackward final : public Node {
     for (size_t i = 0; i < count; ++i) now.tensors[i] = memory_of((*saved)[i]);
     for (size_t i = 0; i < count; ++i)
       if (!now[i].defined() || version_of(now[i]) != versions[i]) return false;
-    for (size_t i = 0; i < offsets.size(); ++i) now.offsets[i] = offsets[i].unpack();
+    for (size_t i = 0; i < beside.size(); ++i) now.beside[i] = beside[i].unpack();
     return true;
   }
 
   void unpack(Saved& now) {
     for (size_t i = 0; i < count; ++i)
       now.tensors[i] = is_result(i) ? (*saved)[i].unpack(getptr()) : (*saved)[i].unpack();
-    for (size_t i = 0; i < offsets.size(); ++i) now.offsets[i] = offsets[i].unpack();
+    for (size_t i = 0; i < beside.size(); ++i) now.beside[i] = beside[i].unpack();
   }
 
   // Inputs may have been given other memory, and gradients may be of any kind.
@@ -687,8 +701,17 @@ class AttentionBackward final : public Node {
         dout.scalar_type() != read.inputs[q]->scalar_type() ||
         dout.sizes() != c10::IntArrayRef(call->out.sizes))
       return false;
-    for (const at::Tensor& one : read.offsets)
-      if (one.defined() && (!are_offsets(one) || one.device() != device)) return false;
+    for (const at::Tensor& one : read.beside)
+      if (one.defined() && one.device() != device) return false;
+    if (is_keep(read.beside)) {
+      const at::Tensor& keep = read.beside[0];
+      if (!hides_keys(keep) || !has_shape(keep, call->keep) ||
+          address(keep) % 16 != call->keep_misalignment)
+        return false;
+    } else {
+      for (const at::Tensor& one : read.beside)
+        if (one.defined() && !are_offsets(one)) return false;
+    }
     if (dlse.defined() && (!is_ordinary(dlse) || dlse.scalar_type() != c10::kFloat ||
                            !dlse.is_contiguous() || dlse.device() != device))
       return false;
@@ -701,8 +724,8 @@ class AttentionBackward final : public Node {
   }
 
   // Small gradients share their memory: three allocations take as long as the launch, and memory
-  // that lives as long as the last of them is no loss. PyTorch adds to a gradient in place only if
-  // it has its memory for itself.
+  // that lives as long as the last of them is no loss. Each is a tensor of its own elements: what
+  // PyTorch adds in place to one of them, as to a `.grad`, the others do not see.
   static constexpr int64_t shared_bytes = 1 << 20, alignment = 512;
   static void make_room(const Backward& backward, c10::ScalarType dtype, c10::Device device,
                         variable_list& grads) {
@@ -747,7 +770,7 @@ class AttentionBackward final : public Node {
     at[DOUT] = address(dout);
     at[DLSE] = address(dlse);
     at[SCRATCH] = reinterpret_cast<uintptr_t>(scratch.get());
-    enqueue(backward.recipe, device, at, offsets_of(*call, read.offsets));
+    enqueue(backward.recipe, device, at, beside_of(*call, read.beside));
     memory().backwards.fetch_add(1, std::memory_order_relaxed);
   }
 
@@ -789,8 +812,8 @@ void AttentionBackward::make_in_python(const Saved& saved, const at::Tensor& dou
   PyObject* told =
       Py_BuildValue("(NONNNNNNNNNIO)", capsule_of(call), call->owner, wrapped(dout), wrapped(dlse),
                     wrapped(saved[q]), wrapped(saved[k]), wrapped(saved[v]), wrapped(saved[out]),
-                    wrapped(saved[lse]), wrapped(saved.offsets[0]), wrapped(saved.offsets[1]),
-                    wants, learn ? Py_True : Py_False);
+                    wrapped(saved[lse]), wrapped(saved.beside[0]), wrapped(saved.beside[1]), wants,
+                    learn ? Py_True : Py_False);
   PyObject* made = told ? PyObject_Call(memory().make_backward, told, nullptr) : nullptr;
   Py_XDECREF(told);
   if (made == nullptr) {
@@ -851,27 +874,28 @@ Images::Image& Images::find(const Addresses& at, size_t bytes) {
   return one.image[0];
 }
 
-at::Tensor Prepared::made_of(const Offsets& offsets, void* stream, Addresses& addresses) {
-  const c10::Device device = offsets[0].device();
-  std::array<uintptr_t, 2> places;
+at::Tensor Prepared::made_of(const Beside& beside, void* stream, Addresses& addresses) {
+  const c10::Device device = beside[0].device();
+  std::array<uintptr_t, 2> places{};
   std::array<uint32_t, 2> versions{};
   bool may_keep = true;
-  for (size_t i = 0; i < 2; ++i) {
-    places[i] = addresses[CU_Q + i] = address(offsets[i]);
-    if (offsets[i].is_inference()) {  // nothing tells whether it has changed
+  size_t count = 0;  // of those that are defined
+  for (; count < beside.size() && beside[count].defined(); ++count) {
+    const at::Tensor& one = beside[count];
+    places[count] = address(one);
+    if (one.is_inference()) {  // nothing tells whether it has changed
       may_keep = false;
     } else {
-      versions[i] = offsets[i]._version();
+      versions[count] = one._version();
     }
   }
   if (is_capturing(device, stream).value_or(true)) may_keep = false;
   // A storage has no other's address while a weak reference to it is kept.
   const auto is_now = [&](const Known& one) {
     if (one.stream != stream || one.addresses != places || one.versions != versions) return false;
-    for (size_t i = 0; i < 2; ++i) {
+    for (size_t i = 0; i < count; ++i) {
       const auto& kept = one.storages[i];
-      if (kept._unsafe_get_target() != offsets[i].storage().unsafeGetStorageImpl() ||
-          kept.expired())
+      if (kept._unsafe_get_target() != beside[i].storage().unsafeGetStorageImpl() || kept.expired())
         return false;
     }
     return true;
@@ -890,8 +914,8 @@ at::Tensor Prepared::made_of(const Offsets& offsets, void* stream, Addresses& ad
   enqueue(launches, device, stream, addresses);
   if (may_keep) {
     Known now{stream, {}, places, versions, made};
-    for (const at::Tensor& one : offsets)
-      now.storages.push_back(one.storage().getWeakStorageImpl());
+    for (size_t i = 0; i < count; ++i)
+      now.storages.push_back(beside[i].storage().getWeakStorageImpl());
     if (known.size() < kept) {
       known.push_back(std::move(now));
     } else {
@@ -959,7 +983,7 @@ struct Made : Results {
 };
 
 Made make_forward(const Call& call, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                  const Offsets& offsets) {
+                  const Beside& beside) {
   const c10::Device device = q.device();
   call.forward.expect_launch();
   const c10::OptionalDeviceGuard guard = make_current(device, call.forward);
@@ -980,7 +1004,7 @@ Made make_forward(const Call& call, const at::Tensor& q, const at::Tensor& k, co
   at[OUT] = address(made.out);
   at[LSE] = made.kept ? reinterpret_cast<uintptr_t>(made.lse_memory.get()) : address(made.lse);
   at[SCRATCH] = reinterpret_cast<uintptr_t>(scratch.get());
-  enqueue(call.forward, device, at, offsets_of(call, offsets));
+  enqueue(call.forward, device, at, beside_of(call, beside));
   memory().forwards.fetch_add(1, std::memory_order_relaxed);
   return made;
 }
@@ -995,7 +1019,7 @@ void place(const at::Tensor& made, const NodePointer& node) {
 
 // The results' place in autograd's graph.
 void record(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
-            const at::Tensor& v, const Offsets& offsets, Made& made) {
+            const at::Tensor& v, const Beside& beside, Made& made) {
   torch::autograd::edge_list edges;
   edges.reserve(3);
   for (const at::Tensor* one : {&q, &k, &v})
@@ -1008,15 +1032,15 @@ void record(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Te
     backward.keep({&q, &k, &v}, made.out, std::move(made.lse_memory));
   else
     backward.save({&q, &k, &v, &made.out, &made.lse});
-  if (offsets[0].defined()) backward.save(offsets);
+  backward.save(beside);
 }
 
 }  // namespace
 
 Results run(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
-            const at::Tensor& v, const Offsets& offsets) {
-  Made made = make_forward(*call, q, k, v, offsets);
-  if (call->recorded) record(call, q, k, v, offsets, made);
+            const at::Tensor& v, const Beside& beside) {
+  Made made = make_forward(*call, q, k, v, beside);
+  if (call->recorded) record(call, q, k, v, beside, made);
   return {std::move(made.out), std::move(made.lse)};
 }
 
@@ -1038,30 +1062,42 @@ unsigned misalignment_of(const at::Tensor& q, const at::Tensor& k, const at::Ten
   return unsigned(address(q) | address(k) | address(v)) % 16;
 }
 
-// Everything that decides a call; false for tensors of more dimensions than it has room for.
+// Everything that decides a call; false for tensors that none is known for.
 bool fill_key(Key& key, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-              const Offsets& offsets, size_t options) {
+              const Beside& beside, size_t options) {
   key.fill(0);
   size_t at = 0;
-  for (const at::Tensor* tensor : {&q, &k, &v}) {
-    const auto sizes = tensor->sizes(), strides = tensor->strides();
-    if (sizes.size() > 4) return false;
+  const auto add_shape = [&](const at::Tensor& tensor) {
+    const auto sizes = tensor.sizes(), strides = tensor.strides();
     for (size_t i = 0; i < sizes.size(); ++i) {
       key[at + i] = sizes[i];
       key[at + 4 + i] = strides[i];
     }
     at += 8;
+  };
+  for (const at::Tensor* tensor : {&q, &k, &v}) {
+    if (tensor->dim() > 4) return false;
+    add_shape(*tensor);
     key[at++] = int64_t(tensor->key_set().raw_repr());
     const c10::Device device = tensor->device();
-    key[at++] = int64_t(sizes.size()) | int64_t(tensor->scalar_type()) << 8 |
+    key[at++] = tensor->dim() | int64_t(tensor->scalar_type()) << 8 |
                 int64_t(uint8_t(device.index())) << 16 | int64_t(device.type()) << 24;
   }
   key[at++] = int64_t(options);
-  const bool same = offsets[0].is_same(offsets[1]);
+  const bool same = beside[0].is_same(beside[1]);
   key[at++] = misalignment_of(q, k, v) | unsigned(needs_grad(q, k, v)) << 8 |
               unsigned(at::globalContext().deterministicAlgorithms()) << 9 | unsigned(same) << 10;
-  for (const at::Tensor& one : offsets) {
-    if (one.defined() && (!are_offsets(one) || one.device() != q.device())) return false;
+  for (const at::Tensor& one : beside)
+    if (one.defined() && one.device() != q.device()) return false;
+  if (is_keep(beside)) {
+    const at::Tensor& keep = beside[0];
+    if (!hides_keys(keep)) return false;
+    key[at++] = 1 | keep.dim() << 8 | int64_t(address(keep) % 16) << 16;
+    add_shape(keep);
+    return true;
+  }
+  for (const at::Tensor& one : beside) {
+    if (one.defined() && !are_offsets(one)) return false;
     key[at++] = one.defined() ? one.size(0) : 0;
   }
   return true;
@@ -1119,7 +1155,7 @@ enum Argument {
   SCALE,
   SOFTCAP,
   ALIBI,
-  KEEP,
+  KEPT,
   SINK,
   SCORES,
   OPERAND_TENSORS,
@@ -1132,8 +1168,8 @@ enum Argument {
   ARGUMENTS
 };
 
-// A call with these tensors, q, k, v and where there are five offsets of packed sequences, and
-// these options; None where it is not known.
+// A call with these tensors, q, k, v and what it reads beside them, and these options; None where
+// it is not known.
 PyObject* answer(PyObject* const* tensors, size_t count,
                  const std::array<PyObject*, options_count>& values) {
   for (size_t i = 0; i < count; ++i)
@@ -1142,11 +1178,11 @@ PyObject* answer(PyObject* const* tensors, size_t count,
                    &v = THPVariable_Unpack(tensors[2]);
   if (!is_ordinary_thread() || !is_ordinary(q) || !is_ordinary(k) || !is_ordinary(v))
     Py_RETURN_NONE;
-  Offsets offsets;
-  for (size_t i = 3; i < count; ++i) offsets[i - 3] = THPVariable_Unpack(tensors[i]);
+  Beside beside;
+  for (size_t i = 3; i < count; ++i) beside[i - 3] = THPVariable_Unpack(tensors[i]);
   const size_t options = find_options(values);
   Key key;
-  if (options == not_known || !fill_key(key, q, k, v, offsets, options)) Py_RETURN_NONE;
+  if (options == not_known || !fill_key(key, q, k, v, beside, options)) Py_RETURN_NONE;
   const auto& known = memory().calls;
   const auto found = known.find(key);
   if (found == known.end()) Py_RETURN_NONE;
@@ -1154,10 +1190,10 @@ PyObject* answer(PyObject* const* tensors, size_t count,
   Made made;
   {
     const NoGil no_gil;
-    made = make_forward(*call, q, k, v, offsets);
+    made = make_forward(*call, q, k, v, beside);
   }
   // With the GIL: newer releases take it for every tensor that is saved and that only Python held.
-  if (call->recorded) record(call, q, k, v, offsets, made);
+  if (call->recorded) record(call, q, k, v, beside, made);
   if (!call->returns_lse) return THPVariable_Wrap(std::move(made.out));
   PyObject* out = THPVariable_Wrap(std::move(made.out));
   PyObject* lse = THPVariable_Wrap(std::move(made.lse));
@@ -1170,11 +1206,11 @@ PyObject* attend(PyObject*, PyObject* const* given, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "attend wants q, k, v and the arguments of attention");
     return nullptr;
   }
-  if (memory().calls.empty() || !is_awake() || given[ALIBI] != Py_None || given[KEEP] != Py_None ||
-      given[SINK] != Py_None || given[OPERAND_TENSORS] != Py_None ||
-      given[RETURN_MAX_LOGIT] != Py_False)
+  if (memory().calls.empty() || !is_awake() || given[ALIBI] != Py_None || given[SINK] != Py_None ||
+      given[OPERAND_TENSORS] != Py_None || given[RETURN_MAX_LOGIT] != Py_False)
     Py_RETURN_NONE;
-  return answer(given, 3,
+  const std::array<PyObject*, 4> tensors{given[0], given[1], given[2], given[KEPT]};
+  return answer(tensors.data(), given[KEPT] == Py_None ? 3 : 4,
                 {given[MASK], given[SCALE], given[SOFTCAP], given[SCORES], given[DROPOUT],
                  given[LAYOUT], given[RETURN_LSE], given[BACKEND], given[PRECISION]});
   END_HANDLE_TH_ERRORS
@@ -1315,20 +1351,20 @@ bool read(PyObject* given, Recipe& into) {
   return read(launches, into.prepared->launches);
 }
 
-// new_call(q, k, v, offsets of documents or None, recipe, out, lse_sizes or None, returns_lse,
-//          recorded, owner) -> capsule
+// new_call(q, k, v, keep or None, offsets of documents or None, recipe, out, lse_sizes or None,
+//          returns_lse, recorded, owner) -> capsule
 PyObject* new_call(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
-  PyObject *q, *k, *v, *offsets, *recipe, *out, *lse, *owner;
+  PyObject *q, *k, *v, *keep, *offsets, *recipe, *out, *lse, *owner;
   int returns_lse, recorded;
-  if (!PyArg_ParseTuple(given, "OOOOOOOppO", &q, &k, &v, &offsets, &recipe, &out, &lse,
+  if (!PyArg_ParseTuple(given, "OOOOOOOOppO", &q, &k, &v, &keep, &offsets, &recipe, &out, &lse,
                         &returns_lse, &recorded, &owner))
     return nullptr;
   auto call = std::make_shared<Call>();
   if (offsets != Py_None) {
     PyObject *cu_q, *cu_k;
     if (!PyArg_ParseTuple(offsets, "OO", &cu_q, &cu_k)) return nullptr;
-    call->offsets = {THPVariable_Unpack(cu_q), THPVariable_Unpack(cu_k)};
+    call->held = {THPVariable_Unpack(cu_q), THPVariable_Unpack(cu_k)};
   }
   if (!read(recipe, call->forward) || !read(out, call->out)) return nullptr;
   call->has_lse = lse != Py_None;
@@ -1344,6 +1380,11 @@ PyObject* new_call(PyObject*, PyObject* given) {
     TORCH_CHECK(THPVariable_Check(tensors[i]), "q, k and v are tensors");
     call->inputs[i] = shape_of(THPVariable_Unpack(tensors[i]));
   }
+  if (keep != Py_None) {
+    TORCH_CHECK(THPVariable_Check(keep), "keep is a tensor");
+    call->keep = shape_of(THPVariable_Unpack(keep));
+    call->keep_misalignment = address(THPVariable_Unpack(keep)) % 16;
+  }
   call->misalignment =
       misalignment_of(THPVariable_Unpack(q), THPVariable_Unpack(k), THPVariable_Unpack(v));
   Py_INCREF(owner);
@@ -1352,13 +1393,13 @@ PyObject* new_call(PyObject*, PyObject* given) {
   END_HANDLE_TH_ERRORS
 }
 
-// learn(generation, q, k, v, cu_q or None, cu_k or None, options, call) -> whether calls like this
-// one are known from now on
+// learn(generation, q, k, v, what is read beside them or None twice, options, call) -> whether
+// calls like this one are known from now on
 PyObject* learn(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
   long long generation;
-  PyObject *q, *k, *v, *cu_q, *cu_k, *options, *capsule;
-  if (!PyArg_ParseTuple(given, "LOOOOOO!O", &generation, &q, &k, &v, &cu_q, &cu_k, &PyTuple_Type,
+  PyObject *q, *k, *v, *first, *second, *options, *capsule;
+  if (!PyArg_ParseTuple(given, "LOOOOOO!O", &generation, &q, &k, &v, &first, &second, &PyTuple_Type,
                         &options, &capsule))
     return nullptr;
   const std::shared_ptr<Call> call = call_of(capsule);
@@ -1366,8 +1407,9 @@ PyObject* learn(PyObject*, PyObject* given) {
   TORCH_CHECK(PyTuple_GET_SIZE(options) == Py_ssize_t(options_count), "options of a call");
   for (PyObject* one : {q, k, v})
     if (!THPVariable_Check(one) || !is_ordinary(THPVariable_Unpack(one))) Py_RETURN_FALSE;
-  Offsets offsets;
-  if (cu_q != Py_None) offsets = {THPVariable_Unpack(cu_q), THPVariable_Unpack(cu_k)};
+  Beside beside;
+  if (first != Py_None) beside[0] = THPVariable_Unpack(first);
+  if (second != Py_None) beside[1] = THPVariable_Unpack(second);
   std::array<PyObject*, options_count> values;
   for (size_t i = 0; i < options_count; ++i) values[i] = PyTuple_GET_ITEM(options, i);
   Memory& known = memory();
@@ -1380,7 +1422,7 @@ PyObject* learn(PyObject*, PyObject* given) {
     known.options.push_back({values});
   }
   Key key;
-  if (!fill_key(key, THPVariable_Unpack(q), THPVariable_Unpack(k), THPVariable_Unpack(v), offsets,
+  if (!fill_key(key, THPVariable_Unpack(q), THPVariable_Unpack(k), THPVariable_Unpack(v), beside,
                 number))
     Py_RETURN_FALSE;
   if (known.calls.size() >= max_calls) const auto gone = std::exchange(known.calls, {});

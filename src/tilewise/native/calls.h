@@ -56,9 +56,26 @@ class Extents {
   std::array<int64_t, max> values{};
 };
 
-// What a recipe may ask the address of. PREPARED: what was made of CU_Q and CU_K, the offsets of
-// packed sequences.
-enum Operand { Q, K, V, OUT, LSE, DOUT, DLSE, DQ, DK, DV, SCRATCH, PREPARED, CU_Q, CU_K, OPERANDS };
+// What a recipe may ask the address of. CU_Q, CU_K: the offsets of packed sequences; KEEP: a tensor
+// that hides keys; PREPARED: what was made of these.
+enum Operand {
+  Q,
+  K,
+  V,
+  OUT,
+  LSE,
+  DOUT,
+  DLSE,
+  DQ,
+  DK,
+  DV,
+  SCRATCH,
+  PREPARED,
+  CU_Q,
+  CU_K,
+  KEEP,
+  OPERANDS
+};
 using Addresses = std::array<uintptr_t, OPERANDS>;
 
 struct alignas(64) EncodedMap {
@@ -154,23 +171,24 @@ struct Launch {
   std::string name;
 };
 
-// Offsets of packed sequences, of queries and of keys; both undefined for any other call.
-using Offsets = std::array<at::Tensor, 2>;
+// What a call reads beside q, k and v: the offsets of packed sequences, of queries and of keys, or
+// a boolean tensor that hides keys, alone. Undefined are those that it does not read.
+using Beside = std::array<at::Tensor, 2>;
 
-// What a recipe makes of the offsets before its own launches. It is kept while they are as they
-// were: all layers of a model share it.
+// What a recipe makes of them before its own launches. It is kept while they are as they were: all
+// layers of a model share it.
 class Prepared {
  public:
   int64_t bytes = 0;
   std::vector<Launch> launches;
 
   // The memory that holds it, which the caller keeps until its own launches are enqueued.
-  at::Tensor made_of(const Offsets& offsets, void* stream, Addresses& addresses);
+  at::Tensor made_of(const Beside& beside, void* stream, Addresses& addresses);
 
  private:
   struct Known {
     void* stream = nullptr;
-    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;  // two
+    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;  // of those that are defined
     std::array<uintptr_t, 2> addresses{};
     std::array<uint32_t, 2> versions{};
     at::Tensor made;
@@ -230,7 +248,9 @@ class Call {
   bool recorded = false;      // by autograd
   unsigned misalignment = 0;  // of q, k and v together, as the recipe was made for
   std::array<Shape, 3> inputs;
-  Offsets offsets;            // of documents, which the mask holds; undefined for any other call
+  Shape keep;  // of the tensor that hides keys, if one does
+  unsigned keep_misalignment = 0;
+  Beside held;                // offsets of documents, which the mask holds
   PyObject* owner = nullptr;  // what Python needs to make the backwards that are not known here
 
   int64_t lse_bytes() const { return lse.elements * int64_t(sizeof(float)); }
@@ -250,7 +270,7 @@ struct Results {
 // Enqueues the forward on the current stream of the tensors' device, and has autograd record it
 // where gradients will be needed. The GIL need not be held, and should not be.
 Results run(const std::shared_ptr<Call>& call, const at::Tensor& q, const at::Tensor& k,
-            const at::Tensor& v, const Offsets& offsets = {});
+            const at::Tensor& v, const Beside& beside = {});
 
 // Whether nothing but kernels is to see what this thread calls: no dispatch mode, no transform, no
 // trace. Autocast casts nothing here.
