@@ -314,7 +314,7 @@ def test_the_host_does_not_wait_for_padding_behind_padding():
     def mask(padding):
         return ours.attention_mask(2, 9, 9, attention_mask=padding, device="cuda")
 
-    assert torch.equal(mask(padded).dense(), mask(padded).dense())
+    assert mask(padded).keep is not None, "waited for: nothing is known yet"
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)  # cycles: half a second
     found = [mask(padded)]
