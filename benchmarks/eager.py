@@ -6,11 +6,11 @@
 12 layers of 768 columns, random weights in bfloat16. A training step is forward and backward, without an optimizer, of
 4 sequences of 256 tokens; generate() is greedy, 64 tokens behind prompts of 64, with the cache that Transformers makes
 itself; both in eager mode, and both also for sequences of different lengths that are padded on the left. Decoding by
-graph is a forward of one token per sequence against a static cache of 2048
-places, 1024 of them filled by the prompt, captured once per way and replayed. The same model runs with
-attn_implementation="tilewise", with sdpa, and with sdpa under `tilewise.sdpa()`, in interleaved rounds. Before anything
-is timed, logits and gradients are held against eager attention in float32 as benchmarks/models.py does. A ratio is the
-time of sdpa over ours, with the interval of tilewise.lab's statistic.
+graph is a forward of one token per sequence against a static cache of 2048 places, 1024 of them filled by the prompt,
+captured once per way and replayed. The same model runs with attn_implementation="tilewise", with sdpa, and with sdpa
+under `tilewise.sdpa()`, in interleaved rounds. Before anything is timed, logits and gradients are held against eager
+attention in float32 as benchmarks/models.py does. A ratio is the time of sdpa over ours, with the interval of
+tilewise.lab's statistic.
 
 The first calls are not among the rounds: they build kernels, and plan each length of a growing cache. Their times are
 in the record as "first".
