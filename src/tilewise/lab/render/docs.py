@@ -24,7 +24,7 @@ from ..measure import statistics, words
 from ..measure.compare import REFUSED, summary
 from ..studies import bench, records
 from ..studies.suites import SUITES
-from . import host_docs, models_docs, plots, report_docs
+from . import host_docs, map_docs, models_docs, plots, report_docs
 from .pages import rebuilt
 
 if TYPE_CHECKING:
@@ -75,9 +75,10 @@ def pages(root: Path) -> list[Page]:
 
 
 def reports(root: Path) -> list[Page]:
-    """The tables of whole models and of host time; the reports that documents cite, from the newest records; and every
-    other HTML page of docs/ that names the record it was made from, as that record looks now."""
-    wanted = models_docs.wanted(root) | host_docs.wanted(root) | report_docs.wanted(root)
+    """The tables of whole models, of host time and of tile maps; the reports that documents cite, from the newest
+    records; and every other HTML page of docs/ that names the record it was made from, as that record looks now."""
+    tables = (models_docs, host_docs, map_docs, report_docs)
+    wanted = {path: text for one in tables for path, text in one.wanted(root).items()}
     found = [Page(path, path.read_text("utf-8") if path.is_file() else "", text) for path, text in wanted.items()]
     for path in sorted((root / "docs").rglob("*.html")):
         if path in wanted:
