@@ -74,8 +74,9 @@ docs: $(SETUP)
 screenshots: $(SETUP)
 	$(PYTHON) tests/lab/screenshots.py
 
+# With LANES=5 so many of the files run side by side, each in a process of its own.
 gpu-check: $(SETUP)
-	$(PYTHON) -m pytest tests/gpu
+	$(if $(LANES),printf '%s\n' tests/gpu/test_*.py | xargs -P $(LANES) -n 1 $(PYTHON) -m pytest,$(PYTHON) -m pytest tests/gpu)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || python3 -m venv $(VENV)
