@@ -1,7 +1,7 @@
 """What the tile map of a boolean tensor costs, beside the forward and the step that it serves.
 
     python benchmarks/tile_map.py --save                     # on a GPU that has tile maps, in about a minute
-    python benchmarks/tile_map.py --only "random mask"
+    python benchmarks/tile_map.py --only "random mask" --seq 4100     # rows at any place in memory
 
 The problems are those of the suite `variants` whose mask is a boolean tensor. A map is made once per state of its
 tensor, so the suite does not see it. Here every call finds its tensor changed, and launches what a forward prepares of
@@ -134,6 +134,7 @@ def row_of(row: Row, chosen: Plan, device: str, rounds: int, seconds: float) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], help="rows whose names hold this text; all by default")
+    parser.add_argument("--seq", type=int, default=variants.SEQ, help="rows and keys; lengths in proportion")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=0.02, help="of each call in a round")
     parser.add_argument("--save", action="store_true", help="keep the record in benchmarks/results")
@@ -145,9 +146,9 @@ def main() -> None:
     provenance = environment.provenance(0, environment.command_line())
     rows = [
         row_of(row, chosen, device, options.rounds, options.seconds)
-        for row, chosen in asked(target, tuple(options.only))
+        for row, chosen in asked(target, tuple(options.only), options.seq)
     ]
-    settings = {"rounds": options.rounds, "round_seconds": options.seconds, "only": options.only}
+    settings = {"rounds": options.rounds, "round_seconds": options.seconds, "only": options.only, "seq": options.seq}
     settings["bytes_per_second"] = target.dram_bytes_per_s
     record = {
         "kind": map_docs.KIND,

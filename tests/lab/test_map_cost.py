@@ -118,7 +118,7 @@ def test_the_table_says_what_was_reached(tmp_path: Path) -> None:
         "gpus": [{"name": "NVIDIA H200"}],
     }
     record = {"kind": map_docs.KIND, "provenance": provenance, "rows": rows}
-    record["settings"] = {"rounds": 9, "bytes_per_second": 4.8e12, "only": []}
+    record["settings"] = {"rounds": 9, "bytes_per_second": 4.8e12, "only": [], "seq": 4096}
     (tmp_path / bench.RESULTS).mkdir(parents=True)
     (tmp_path / bench.RESULTS / f"2026-11-18T000000Z-{map_docs.SUITE}.json").write_text(json.dumps(record))
     lines = map_docs.wanted(tmp_path)[page].splitlines()
@@ -128,9 +128,12 @@ def test_the_table_says_what_was_reached(tmp_path: Path) -> None:
     assert "| a mask | 16 | - | - | - | - | - | wrong: out norm error |" in lines
     assert any("](../../benchmarks/results/2026-11-18T000000Z-tile-map.json)" in line for line in lines)
     assert any("older engine" in line for line in lines)
-    newer = {**record, "settings": {**record["settings"], "only": ["random"]}, "rows": rows[:1]}
-    (tmp_path / bench.RESULTS / f"2026-11-19T000000Z-{map_docs.SUITE}.json").write_text(json.dumps(newer))
-    assert map_docs.wanted(tmp_path)[page].splitlines() == lines, "some rows alone are no table"
+    for changed in ({"only": ["random"]}, {"seq": 4100}):
+        newer = {**record, "settings": {**record["settings"], **changed}, "rows": rows[:1]}
+        (tmp_path / bench.RESULTS / f"2026-11-19T000000Z-{map_docs.SUITE}.json").write_text(json.dumps(newer))
+        assert map_docs.wanted(tmp_path)[page].splitlines() == lines, (
+            "some rows alone, or of other lengths, are no table"
+        )
 
 
 def test_the_page_has_a_place_for_the_table() -> None:
