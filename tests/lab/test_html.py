@@ -27,6 +27,7 @@ from tilewise.lab.render import (
     docs,
     host_docs,
     inspect_page,
+    map_docs,
     models_docs,
     pages,
     plots,
@@ -693,7 +694,7 @@ def test_our_reports_are_those_of_their_records() -> None:
     """Run `make docs` if this fails."""
     found = {report.path.name: report for report in docs.reports(ROOT)}
     kept = {path.name for path in (ROOT / "docs").rglob("*.html")}
-    tables = {report_docs.PAGE.name, models_docs.PAGE.name, host_docs.PAGE.name}
+    tables = {page.PAGE.name for page in (report_docs, models_docs, host_docs, map_docs)}
     assert set(found) == {*kept, *tables}, "a page without its record"
     assert [name for name, report in found.items() if report.stale] == []
 
