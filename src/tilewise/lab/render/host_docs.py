@@ -33,15 +33,7 @@ _WHATS = {
 
 def wanted(root: Path) -> dict[Path, str]:
     """What the page should hold; none where there is no such page, or no such table in it."""
-    page = root / PAGE
-    text = page.read_text(encoding="utf-8") if page.is_file() else ""
-    if not _BLOCK.search(text):
-        return {}
-
-    def block(match: re.Match[str]) -> str:
-        return match["begin"] + "\n".join(_VIEWS[match["view"]](root)) + "\n" + match["end"]
-
-    return {page: _BLOCK.sub(block, text)}
+    return models_docs.with_tables(root, PAGE, _BLOCK, lambda block: _VIEWS[block["view"]](root))
 
 
 def _calls(root: Path) -> list[str]:

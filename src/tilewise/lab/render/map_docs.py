@@ -25,12 +25,7 @@ _BLOCK = re.compile(r"(?P<begin><!-- tile map -->\n)(?P<body>.*?)(?P<end><!-- /t
 
 def wanted(root: Path) -> dict[Path, str]:
     """What the page should hold; none where there is no such page, or no such table in it."""
-    page = root / PAGE
-    text = page.read_text(encoding="utf-8") if page.is_file() else ""
-    if not _BLOCK.search(text):
-        return {}
-    body = "\n".join(_table(root)) + "\n"
-    return {page: _BLOCK.sub(lambda match: match["begin"] + body + match["end"], text)}
+    return models_docs.with_tables(root, PAGE, _BLOCK, lambda block: _table(root))
 
 
 def allowed(size: int, bytes_per_second: float, forward: float) -> float:

@@ -15,7 +15,7 @@ from ..measure.compare import median
 from ..studies import bench, records
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PAGE = Path("docs/integrations.md")
 KIND = "tilewise models"
@@ -26,12 +26,18 @@ _LEGEND = "Speed: against the fastest of Transformers' own that computes the sam
 
 def wanted(root: Path) -> dict[Path, str]:
     """What the page should hold; none where there is no such page, or no such table in it."""
-    page = root / PAGE
+    return with_tables(root, PAGE, _BLOCK, lambda block: _table(root))
+
+
+def with_tables(
+    root: Path, place: Path, blocks: re.Pattern[str], table: Callable[[re.Match[str]], list[str]]
+) -> dict[Path, str]:
+    """A page with what `table` makes of each of its blocks; none where there is no such page, or no block in it."""
+    page = root / place
     text = page.read_text(encoding="utf-8") if page.is_file() else ""
-    if not _BLOCK.search(text):
+    if not blocks.search(text):
         return {}
-    body = "\n".join(_table(root)) + "\n"
-    return {page: _BLOCK.sub(lambda match: match["begin"] + body + match["end"], text)}
+    return {page: blocks.sub(lambda block: block["begin"] + "\n".join([*table(block), block["end"]]), text)}
 
 
 def _table(root: Path) -> list[str]:
