@@ -205,6 +205,34 @@ def masked(mask: Tensor, dtype: torch.dtype, backend: str, softcap: float) -> di
     return {"out": out.detach(), **grads, **({} if mask.grad is None else {"mask": mask.grad})}
 
 
+def all_learned(dtype: torch.dtype, backend: str) -> dict[str, Tensor]:
+    """out and the gradients of a mask, a table, slopes and sinks that are learned in one call."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"q": (BATCH, HEADS, ROWS, DIM), "k": (BATCH, HEADS_KV, KEYS, DIM), "mask": (HEADS, ROWS, KEYS)}
+    drawn = {name: torch.randn(shape, generator=generator).bfloat16().to(dtype) for name, shape in shapes.items()}
+    shapes = {"table": (HEADS, 41), "alibi": (HEADS,), "sink": (HEADS,)}
+    leaves = drawn | {name: torch.randn(shape, generator=generator).abs() / 4 for name, shape in shapes.items()}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    q, k, mask, table, alibi, sink = leaves.values()
+    terms = {"scores": (RelativeBias(41, 20),), "operands": {"table": table}, "alibi": alibi, "sink": sink}
+    out = tilewise.attention(q, k, k, mask=mask, backend=backend, **terms)
+    out.square().sum().backward()
+    return {"out": out.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
+
+
+@emulation.emulated
+@pytest.mark.parametrize("backend", ["tiled", "sm80", "sm90"])
+def test_a_learned_mask_beside_other_learned_operands(monkeypatch: Any, backend: str) -> None:
+    want = all_learned(torch.float64, "reference")
+    place = contextlib.nullcontext() if backend == "tiled" else on_a_model(monkeypatch, backend)
+    with place:
+        got = all_learned(torch.bfloat16, backend)
+    for name, tensor in got.items():
+        allowed = {"out": 1, "alibi": 30}.get(name, 6)  # slopes have distances as factors, and their sums cancel
+        assert_close(tensor, want[name], allowed * budget(torch.bfloat16, KEYS), name)
+
+
 MASKS = {
     "padding": lambda: (torch.arange(KEYS) < torch.tensor([[KEYS], [40]]))[:, None, None],
     "boolean": lambda: torch.rand(HEADS, ROWS, KEYS) > 0.4,

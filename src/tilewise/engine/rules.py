@@ -177,7 +177,10 @@ def in_terms(problem: Problem) -> Problem:
         term = Bias(dtype_name(problem.dtype), over, mask.paired) if mask.additive else Keep(over, mask.paired)
     else:
         band, term = mask.hull(), _known_spans(mask, problem.seq_q, problem.seq_kv)
-    return problem.with_(mask=band, scores=in_front_of_outputs(problem.scores, term))
+    scores = in_front_of_outputs(problem.scores, term)
+    order = [operand.name for one in scores for operand in one.tensors]
+    grads = tuple(sorted(problem.operand_grads, key=order.index))
+    return problem.with_(mask=band, scores=scores, operand_grads=grads)
 
 
 @functools.lru_cache(maxsize=256)
