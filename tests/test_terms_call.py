@@ -233,6 +233,19 @@ def test_a_learned_mask_beside_other_learned_operands(monkeypatch: Any, backend:
         assert_close(tensor, want[name], allowed * budget(torch.bfloat16, KEYS), name)
 
 
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_a_boolean_mask_beside_a_learned_bias(backend: str) -> None:
+    """The gradient of the bias is counted once."""
+    q, mask = torch.randn(BATCH, HEADS, ROWS, DIM), torch.rand(ROWS, ROWS) > 0.4
+    bias = torch.randn(HEADS, ROWS, ROWS).requires_grad_()
+    hidden = bias.masked_fill(~mask, -torch.inf)
+    want = torch.softmax(q @ q.mT / DIM**0.5 + hidden, -1) @ q
+    term = Bias.of(bias[None], make_problem(q.shape, torch.float32))
+    got = tilewise.attention(q, q, q, mask=mask, backend=backend, scores=(term,), operands={"bias": bias})
+    wanted, found = (torch.autograd.grad(out.square().sum(), bias)[0] for out in (want, got))
+    assert_close(found, wanted, budget(torch.float32, ROWS))
+
+
 MASKS = {
     "padding": lambda: (torch.arange(KEYS) < torch.tensor([[KEYS], [40]]))[:, None, None],
     "boolean": lambda: torch.rand(HEADS, ROWS, KEYS) > 0.4,

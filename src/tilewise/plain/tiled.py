@@ -238,7 +238,7 @@ def backward(
             dscores = weights * ((dweights if kept is None else dweights * kept) - delta_tile)
             if of_operands:
                 visible = dscores if cut is None else dscores.masked_fill(cut, 0.0)
-                if "bias" in of_operands and isinstance(problem.mask, Dense):
+                if "bias" in of_operands and isinstance(problem.mask, Dense) and problem.mask.additive:
                     _add_to(sums["bias"], _ungroup(visible, problem), where)
                 for name, grad in unbend_all(visible, before, where, of_operands).items():
                     sums[name] += grad
