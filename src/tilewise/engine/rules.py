@@ -113,6 +113,11 @@ def other_scores(problem: Problem) -> tuple[Rule, ...]:
             if (why := term.why_not(problem))
         ),
         (
+            problem.seq_kv == 0 and any(term.joins_rows for term in problem.scores),
+            "there are no keys, and a logit that joins the sum of every row: kernels are launched for keys alone",
+            "use backend='auto'",
+        ),
+        (
             problem.scale < 0 and not problem.softcap,
             f"scale {problem.scale:g} is negative: the running maximum needs it positive",
             "negate q and the scale",

@@ -193,7 +193,7 @@ def backward(
     config, problem = config or Config(), problem.dropout_in_terms()
     if isinstance(problem.mask, Packed):
         return backward_by_sequence(backward, dout, dlse, q, k, v, out, lse, problem, config, operands, wants)
-    if problem.empty:
+    if problem.empty and not any(term.joins_rows for term in problem.scores):
         return zero_grads(wants, q, k, v, operands)
     work = lse.dtype
     spoiled = _may_be_spoiled(problem, q, k, v, dout)
