@@ -10,13 +10,14 @@ from torch import library as torch_library
 
 import emulation
 import tilewise
-from support import assert_close, budget
+from support import assert_close, budget, make_problem
 from term_cases import F32, H200, Tensor, case_of, emulated, everywhere, forward
 from test_terms_call import on_a_model
 from tilewise import Causal, KeyLengths, Target
-from tilewise.engine import SM80, run
+from tilewise.engine import SM80, SM90, run
+from tilewise.operands import ALL
 from tilewise.scores import Where
-from tilewise.terms import Alibi, Keep, MaxLogit
+from tilewise.terms import Alibi, Bias, Keep, MaxLogit
 
 
 @emulated
@@ -128,6 +129,18 @@ def test_nothing_to_score_is_below_everything() -> None:
         for backend in ("reference", "tiled", "auto"):
             _, largest = tilewise.attention(q, k, k, return_max_logit=True, backend=backend)
             assert largest.tolist() == [-torch.inf, -torch.inf]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_beside_a_learned_bias_that_batches_share(dim: int) -> None:
+    """Whose gradient has a kernel of its own, which computes the scores once more and reports nothing."""
+    scores = (Bias("bfloat16", ("batch",), True, True), MaxLogit())
+    shape = {"needs_grad": True, "scores": scores, "operand_grads": ("bias",)}
+    problem = make_problem((4, 16, 4096, dim), torch.bfloat16, **shape)
+    program = SM90.backward_program(problem, H200, SM90.backward_configs(problem, H200)[0], ALL | {"bias"})
+    own = [launch for launch in program.launches if launch.unit.name.startswith("bias_gradient")]
+    assert len(own) == 1
+    assert "max_logit" not in own[0].fields
 
 
 def test_auto_and_explain_name_our_kernels() -> None:

@@ -105,7 +105,7 @@ def launch(problem: Problem, target: Target, rows: dict[str, Any], row_count: in
         "rows": row_count,
         "q_tiles": q_tiles,
         "kv_tiles": kv_tiles,
-        **term_params(problem, precise=False),
+        **term_params(problem, precise=False, backward=True),
         "bias_map": Map("bias", 64, shared=True),
         "dbias": Address("dbias"),
         **{f"dbias_{dim}_stride": Stride("dbias", i) for i, dim in enumerate(SCORE_DIMS)},
