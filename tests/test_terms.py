@@ -14,6 +14,7 @@ from tilewise import Causal, Target
 from tilewise.engine import SM90
 from tilewise.engine.program import Address, Map, slots_of
 from tilewise.jit import Unit, build
+from tilewise.jit.compile import LONGEST_NAME
 from tilewise.plan import plan
 from tilewise.scores import Softcap
 from tilewise.terms import Alibi, Bias, Dropout, Keep, KeyLengths, MaxLogit, RelativeBias, Sink, Spans
@@ -108,3 +109,19 @@ def test_the_gradient_of_an_operand_alone(monkeypatch: pytest.MonkeyPatch, what:
     program = SM90.backward_program(case.problem, H200, config, wants)
     assert not any(isinstance(slot, Address | Map) and slot.operand in ("dq", "dk", "dv")
                    for launch in program.launches for _, _, slot in slots_of(launch.fields))  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ["h200", "a100"])
+def test_kernels_of_many_terms_have_names_that_fit(target: str) -> None:
+    """And that differ where the terms do."""
+    most = (Softcap(30.0), RelativeBias(8191, 4095, learned=True), Alibi(True, True), Keep(("head",), True))
+    lasts = [(KeyLengths(True), Sink(True), Dropout(0.1)), (KeyLengths(True), Sink(True), Dropout(0.1), MaxLogit())]
+    named = []
+    for last in lasts:
+        terms = (*most, *last)
+        fields = {"mask": Causal(), "needs_grad": True, "scores": terms, "operand_grads": learned_by(terms)}
+        chosen = plan(make_problem((2, 8, 4096, 128), BF16, **fields), Target.named(target))
+        named.append([launch.unit.name for launch in chosen.forward.launches])
+        assert all(len(unit.name) <= LONGEST_NAME for unit in chosen.units)
+    assert max(map(len, named[0])) > 90
+    assert not set(named[0]) & set(named[1])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..jit import Unit, cpp_literal, layout_asserts
+from ..jit.compile import LONGEST_NAME
 from ..target import TARGETS
 from .extents import BATCHED, SMEM_UNIT, Extents
 from .policy import Bounds, Policy
@@ -69,6 +71,14 @@ def _literal(number: int | float) -> str:
     return f"{number.hex()}f" if isinstance(number, float) else str(number)
 
 
+def _fitting(name: str) -> str:
+    """The name itself or, where many terms make it longer than a Unit's may be, its beginning and a digest of it."""
+    if len(name) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: LONGEST_NAME - 1 - len(digest)]}_{digest}"
+
+
 def kernel_unit(
     name: str,
     header: str,
@@ -93,6 +103,7 @@ def kernel_unit(
     conditions that must hold at compile time. `call`, `smem` and `checks` are C++ in the namespace, by default that of
     the header's folder; what is common to all is in none.
     """
+    name = _fitting(name)
     folder = header.partition("/")[0]
     namespace = "tilewise" if folder == "common" else f"tilewise::{namespace or folder}"
     lines = [f'#include "{header}"']

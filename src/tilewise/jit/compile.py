@@ -32,6 +32,8 @@ _ENTRY_FORMAT = b"2"
 _SOURCE, _CUBIN, _LOG, _PTX = "kernel.cu", "kernel.cubin", "build.log", "kernel.ptx"
 _REINSTALL = "What to do: reinstall NVRTC: pip install 'tilewise[cuda]'."
 
+LONGEST_NAME = 128  # of a kernel, which files and folders are named after
+
 _logger = logging.getLogger("tilewise")
 
 
@@ -52,8 +54,8 @@ class Unit:
     smem_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z_]\w{0,127}", self.name, re.ASCII):
-            raise ValueError(f"Unit.name: {self.name!r} is not a C++ identifier of at most 128 characters")
+        if not re.fullmatch(r"[A-Za-z_]\w*", self.name, re.ASCII) or len(self.name) > LONGEST_NAME:
+            raise ValueError(f"Unit.name: {self.name!r} is not a C++ identifier of at most {LONGEST_NAME} characters")
         if not re.fullmatch(r"sm_\d{2,3}[af]?", self.arch):
             raise ValueError(f"Unit.arch: {self.arch!r} is not of the form sm_90a")
 
