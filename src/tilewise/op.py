@@ -833,7 +833,13 @@ def _differentiable_grads(
             lambda q, k, v, operands: reference.forward(q, k, v, problem, None, operands),
             views["q"], views["k"], views["v"], others,
         )  # fmt: skip
-        pairs = [(output, grad) for output, grad in ((out, dout), (lse, dlse)) if grad is not None]
+        pairs = [
+            (output, grad)
+            for output, grad in ((out, dout), (lse, dlse))
+            if grad is not None and output is not None and output.requires_grad  # lse is made without v
+        ]
+        if not pairs:
+            return {}
         inputs = {name: view for name, view in views.items() if name in wants}
         outputs, grads_in = zip(*pairs, strict=True)
         found = torch.autograd.grad(outputs, list(inputs.values()), grads_in, create_graph=again, allow_unused=True)

@@ -114,6 +114,19 @@ def test_double_backward_with_lse_and_softcap(backend, way, mask):
     check_create_graph(way(out_and_lse), leaf(1, 2, 4, 4))
 
 
+@pytest.mark.parametrize("backend", ["tiled", "reference", "auto"])
+def test_double_backward_of_values_alone_with_lse(backend):
+    """On which lse does not depend."""
+    q, k, v = leaf(1, 2, 4, 4).detach(), leaf(1, 2, 4, 4).detach(), leaf(1, 2, 4, 4)
+    out, lse = tilewise.attention(q, k, v, backend=backend, return_lse=True)
+    weights = torch.softmax(q @ k.mT / 2.0, -1)
+    (got,) = torch.autograd.grad((out.square().sum() + lse.sum()), v, create_graph=True)
+    want = 2 * weights.mT @ weights @ v
+    assert torch.allclose(got, want)
+    twice, wanted = (torch.autograd.grad(grad.square().sum(), v)[0] for grad in (got, want))
+    assert torch.allclose(twice, wanted)
+
+
 @pytest.mark.parametrize("backend", ["tiled", "reference", "torch-math", "torch-flash"])
 def test_double_backward_of_grouped_heads_from_one_projection(backend):
     def grouped(x):
