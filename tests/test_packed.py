@@ -384,6 +384,20 @@ def test_second_derivatives():
     assert torch.autograd.gradgradcheck(attend, tensors)
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference", "tiled"])
+def test_without_a_row(backend):
+    """Results of no rows, which may be differentiated as often as others, and no score at all."""
+    q, k = torch.randn(0, 4, 8, requires_grad=True), torch.randn(5, 2, 8, requires_grad=True)
+    offsets = (torch.tensor(places, dtype=torch.int32) for places in ([0, 0, 0], [0, 2, 5]))
+    asked = {"return_lse": True, "return_max_logit": True, "backend": backend}
+    out, lse, largest = tilewise.attention_packed(q, k, k, *offsets, **asked)
+    assert (tuple(out.shape), tuple(lse.shape)) == ((0, 4, 8), (4, 0))
+    assert largest.tolist() == [-torch.inf] * 4
+    dq, dk = torch.autograd.grad(out.sum() + lse.sum(), (q, k), create_graph=True)
+    assert (dq.shape, dk.shape) == (q.shape, k.shape)
+    assert not torch.autograd.grad(dk.square().sum(), k)[0].any()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is refused
 

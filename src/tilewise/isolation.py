@@ -192,7 +192,8 @@ def check_where_asked(q: Tensor, k: Tensor, operands: Operands) -> None:
 
 
 def members(problem: Problem, operands: Operands) -> list[Member]:
-    """The sequences that have rows, in their order. Rows behind the last offset are one more, without keys."""
+    """The sequences that have rows, in their order. Rows behind the last offset are one more, without keys; where no
+    sequence has any, these none are a member, so that results still come from q, k and v."""
     mask = problem.mask
     assert isinstance(mask, Packed)
     starts_q, starts_kv = offsets_of(operands, problem.seq_q, problem.seq_kv)
@@ -209,7 +210,7 @@ def members(problem: Problem, operands: Operands) -> list[Member]:
     rows = [*pairwise(starts_q), (starts_q[-1], problem.seq_q)]
     keys = [*zip(begins_kv, ends_kv, strict=True), (0, 0)]
     last = len(starts_q) - 2
-    return [
+    found = [
         Member(
             problem.with_(seq_q=q1 - q0, seq_kv=k1 - k0, mask=mask.inner),
             min(number, last),
@@ -217,8 +218,8 @@ def members(problem: Problem, operands: Operands) -> list[Member]:
             slice(k0, k1),
         )
         for number, ((q0, q1), (k0, k1)) in enumerate(zip(rows, keys, strict=True))
-        if q1 > q0
     ]
+    return [one for one in found if one.problem.seq_q] or found[-1:]
 
 
 def forward_by_sequence(
@@ -241,9 +242,6 @@ def forward_by_sequence(
         out, lse = forward(q[:, :, one.rows], *of_keys, one.problem, config, own, results)
         outs.append(out)
         lses.append(lse)
-    if not outs:
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        return q.new_empty(*q.shape[:3], problem.head_dim_v), q.new_empty(q.shape[:3], dtype=dtype)
     return in_memory_order(joined(outs), problem.layout), joined(lses)
 
 
