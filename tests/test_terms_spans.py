@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import emulation
+import tilewise
 from support import make_problem
 from term_cases import BF16, F32, H200, Case, Tensor, both_ways, case_of, check, emulated, everywhere, forward
 from tilewise import Causal, Documents, Full, PrefixLM, Window
@@ -107,6 +108,11 @@ def test_tiles_that_may_grow_are_ordered_as_causal_ones(mask: Any) -> None:
     causal = make_problem((4, 16, 4096, 128), BF16, mask=Causal(), scores=(Dropout(0.5),))
     assert order(causal.with_(mask=mask)) == order(causal)
     assert order(causal)[0] == 1
+
+
+def test_a_prefix_for_each_sequence_of_no_rows() -> None:
+    q, k = torch.zeros(2, 4, 0, 8), torch.zeros(2, 4, 9, 8)
+    assert tilewise.attention(q, k, k, mask=PrefixLM(torch.tensor([3, 5]))).shape == q.shape
 
 
 def test_both_ways_round_say_the_same() -> None:

@@ -430,7 +430,7 @@ _made_of_masks: MutableMapping[torch.Tensor, _Kept] = WeakTensorKeyDictionary()
 
 def _made_spans(mask: Mask, seq_q: int, seq_kv: int, device: torch.device) -> dict[str, torch.Tensor]:
     first, end = mask.spans(torch.arange(seq_q, device=device), seq_q, seq_kv)
-    return spans.operands_of(first.reshape(-1, seq_q), end.reshape(-1, seq_q), seq_kv)
+    return spans.operands_of(torch.atleast_2d(first), torch.atleast_2d(end), seq_kv)
 
 
 def mask_operands(mask: Mask | str | torch.Tensor | None) -> dict[str, torch.Tensor]:
