@@ -178,12 +178,25 @@ def test_names_of_terms_say_what_they_take() -> None:
         tilewise.attention(q, q, q, alibi=[0.5] * HEADS)
     with pytest.raises(InvalidInput, match="sink"):
         tilewise.attention(q, q, q, sink=torch.zeros(HEADS + 1))
-    with pytest.raises(InvalidInput, match="names that differ"):
-        tilewise.attention(q, q, q, mask=torch.ones(ROWS, ROWS).bool(), keep=torch.ones(ROWS, ROWS).bool())
+    hides = torch.ones(ROWS, ROWS).bool()
+    for keep in (torch.ones(3, ROWS).bool(), torch.ones(ROWS, ROWS, device="meta").bool()):
+        with pytest.raises(InvalidInput, match=r"keep: .* fits the mask's \(70, 70\) on cpu"):
+            tilewise.attention(q, q, q, mask=hides, keep=keep)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_a_boolean_mask_and_keep_hide_what_either_hides(layout: str) -> None:
+    q = torch.randn(BATCH, ROWS, ROWS, DIM) if layout == "bhsd" else torch.randn(BATCH, ROWS, HEADS, DIM)
+    mask, keep = torch.rand(ROWS, ROWS) > 0.3, torch.rand(BATCH, 1, 1, ROWS) > 0.3
+    want = tilewise.attention(q, q, q, mask=mask & keep, layout=layout)
+    got = tilewise.attention(q, q, q, mask=mask, keep=keep, layout=layout)
+    assert_close(got, want, budget(torch.float32, ROWS))
 
 
 def test_named_terms_compile() -> None:
     q = torch.randn(BATCH, HEADS, ROWS, DIM)
+    problem = tilewise.explain(q, q, q, mask=mask, keep=keep, layout=layout).problem
+    assert problem.scores == (Keep.of(mask & keep, problem),)
     keep, slopes = torch.rand(BATCH, 1, 1, ROWS) > 0.3, torch.rand(HEADS)
 
     def call(q: Tensor, keep: Tensor, slopes: Tensor) -> Tensor:

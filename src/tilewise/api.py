@@ -122,7 +122,8 @@ def attention(
     softcap  scores become softcap * tanh(score / softcap) before the mask; 0 = off.
     alibi    slopes (heads_q) or (batch, heads_q): slope * |row + seq_kv - seq_q - key| is taken from every score.
     keep     a boolean tensor that broadcasts to (batch, heads_q, seq_q, seq_kv), as padding does from (batch, 1, 1,
-             seq_kv): False hides, beside what the mask hides.
+             seq_kv): False hides, beside what the mask hides. Beside a mask that is a boolean tensor, every call makes
+             one tensor of the two.
     sink     logits (heads_q) that join the sum of every row of their head, as one more key without a value.
              Slopes and sinks that require grad are differentiated.
     scores   what else is done to scores before the mask: terms of tilewise.scores and tilewise.terms, in this order,
@@ -186,6 +187,8 @@ def _of_views(
 ) -> tuple[Tensor, Tensor | None, Results]:
     """`attention` of (batch, heads, seq, head_dim) views: out as one in the memory order of the layout, lse, and what
     terms report. `turned`: for `attention_turned`."""
+    if keep is not None:
+        mask, keep = _in_one(mask, keep)
     given = mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision
     padded = (
         keep is not None
@@ -620,6 +623,18 @@ _MAY_HOLD_TENSORS = frozenset((Documents, PrefixLM, KeyLengths))
 _TENSOR = object()
 
 
+def _in_one(mask: MaskLike, keep: Tensor) -> tuple[MaskLike, Tensor]:
+    """The two as they are or, where both are boolean tensors, what they leave visible together as `keep` alone."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        return mask, keep
+    try:
+        return None, mask & keep
+    except (RuntimeError, TypeError):  # of another device, or of shapes that do not fit one another
+        shown = f"{tuple(getattr(keep, 'shape', ()))} on {getattr(keep, 'device', 'no device')}"
+        expected = f"a boolean tensor that fits the mask's {tuple(mask.shape)} on {mask.device}"
+        raise InvalidInput("keep", shown, expected, "pass one of the two, or both in shapes that broadcast") from None
+
+
 def _is_value(mask: MaskLike) -> bool:
     """Whether a key may hold the mask, and a call reads no tensor of it."""
     kind = type(mask)
@@ -752,6 +767,8 @@ def explain(
         if name not in _ARGUMENTS:
             raise _unknown("explain", name)
     layout = arguments.get("layout", "bhsd")
+    if arguments.get("keep") is not None:
+        arguments["mask"], arguments["keep"] = _in_one(arguments.get("mask"), arguments["keep"])
     named = {name: tensor for name in ("alibi", "keep", "sink") if (tensor := arguments.pop(name, None)) is not None}
     mask = arguments.get("mask")
     if named or (isinstance(mask, Mask) and mask.holds_tensors):
