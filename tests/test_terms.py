@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from tilewise.scores import Term
 
 
-def built_units(terms: tuple[Term, ...], dim: int) -> list[Unit]:
+def built_units(terms: tuple[Term, ...], dim: int, **fields: Any) -> list[Unit]:
     """The kernels of both directions that a long bf16 problem with these terms launches."""
-    learned = learned_by(terms)
-    problem = make_problem((2, 8, 4096, dim), BF16, mask=Causal(), needs_grad=True, scores=terms, operand_grads=learned)
+    fields |= {"mask": Causal(), "needs_grad": True, "scores": terms, "operand_grads": learned_by(terms)}
+    problem = make_problem((2, 8, 4096, dim), BF16, **fields)
     chosen = [plan(problem, H200, "sm90"), plan(problem, Target.named("a100"), "sm80")]
     return [unit for one in chosen for unit in one.units if terms[-1].suffix in unit.name]
 
@@ -54,6 +54,8 @@ TERMS: list[tuple[Term, ...]] = [
     (Bias(paired=True), Dropout(0.1)),
 ]
 UNITS = {unit.label: unit for terms in TERMS for dim in (64, 128) for unit in built_units(terms, dim)}
+ORDERED = built_units((RelativeBias(8191, 4095, learned=True),), 128, deterministic=True)
+UNITS |= {unit.label: unit for unit in ORDERED if "_ordered" in unit.name}
 
 
 @pytest.mark.kernel_gate

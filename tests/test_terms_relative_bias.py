@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from term_cases import BF16, H200, Case, both_ways, case_of, check, emulated, everywhere
-from tilewise import Full
-from tilewise.engine import SM90
+from term_cases import BF16, F32, H200, Case, both_ways, case_of, check, emulated, everywhere
+from tilewise import Causal, Full
+from tilewise.engine import SM80, SM90
+from tilewise.operands import by_distance
 from tilewise.terms import RelativeBias
 
 
@@ -69,8 +70,30 @@ def test_the_model_finds_a_staged_table_that_is_wrong(monkeypatch: Any, spoil: s
         check(monkeypatch, SM90, long_case("heads that begin anywhere", 128), back=False, spoil=SPOILS[spoil])
 
 
-def test_a_learned_table_is_refused_where_sums_must_have_an_order() -> None:
-    problem = table_case(BF16, 64, Full(), 61, 20, "float32", needs_grad=True, deterministic=True).problem
-    reasons = [reason.what for reason in SM90.why_not(problem, H200)]
+@emulated
+@pytest.mark.parametrize(("backend", "dtype", "mask"), [(SM90, BF16, Causal()), (SM80, F32, Full())], ids=str)
+def test_a_learned_table_in_a_fixed_order(monkeypatch: Any, backend: Any, dtype: Any, mask: Any) -> None:
+    """The gradient of every score has a place of its own, and what has the same distance is added up behind them."""
+    case = table_case(dtype, 64, mask, 61, 20, "float32", needs_grad=True, deterministic=True)
+    check(monkeypatch, backend, case, back=True)
+
+
+def test_a_learned_table_in_a_fixed_order_has_its_limit() -> None:
+    fields = {"needs_grad": True, "deterministic": True}
+    problem = table_case(BF16, 64, Full(), 61, 20, "float32", **fields).problem
+    assert not SM90.why_not(problem, H200)
+    reasons = [reason.what for reason in SM90.why_not(problem.with_(seq_q=32768, seq_kv=32768), H200)]
     assert len(reasons) == 1
-    assert "added up in the order" in reasons[0]
+    assert "32 GiB are over 16" in reasons[0]
+
+
+@pytest.mark.parametrize("zero", [-9, 0, 3, 6, 40])
+@pytest.mark.parametrize("span", [1, 2, 5, 30])
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 6), (6, 1), (5, 8), (8, 5)], ids=str)
+def test_sums_by_distance(lengths: tuple[int, int], span: int, zero: int) -> None:
+    rows, keys = lengths
+    scores = torch.randn(2, 3, rows, keys, dtype=torch.float64)
+    numbers = (torch.arange(keys) - torch.arange(rows)[:, None] + zero).clamp(0, span - 1)
+    want = torch.zeros(3, span, dtype=torch.float64)
+    want.index_add_(1, numbers.flatten(), scores.sum(0).flatten(1))
+    assert torch.allclose(by_distance(scores, span, zero), want)

@@ -109,20 +109,45 @@ class Sums(NamedTuple):
     """What a backward kernel leaves of an operand's gradient: a tensor of this shape and dtype, zeroed before.
 
     Kernels see it as expanded to `full` (dimensions `dims`). Its sum over the dimensions that the operand does not
-    have, or is broadcast over, is the gradient: `gradient`.
+    have, or is broadcast over, is the gradient: `gradient`. With `zero` it has the dimensions of scores, and its sum
+    over each distance of a key from its row is the gradient of a number in a table: of number `zero` where the two are
+    the same.
     """
 
     dims: tuple[str, ...]
     shape: tuple[int, ...]
     full: tuple[int, ...]
     dtype: torch.dtype
+    zero: int | None = None
 
     def gradient(self, sums: torch.Tensor, operand: Operand, tensor: torch.Tensor) -> torch.Tensor:
         """The gradient, in the shape of the operand that the call was given."""
-        extra = tuple(i for i, dim in enumerate(self.dims) if dim not in operand.dims)
-        own = sums.sum(extra) if extra else sums
+        if self.zero is not None:
+            own = by_distance(sums, operand.span, self.zero)
+        else:
+            extra = tuple(i for i, dim in enumerate(self.dims) if dim not in operand.dims)
+            own = sums.sum(extra) if extra else sums
         own = own.sum_to_size((1,) * (own.ndim - tensor.ndim) + tuple(tensor.shape))
         return own.reshape(tensor.shape).to(tensor.dtype)
+
+
+def by_distance(scores: torch.Tensor, span: int, zero: int) -> torch.Tensor:
+    """(heads, span): the sums over (batch, heads, rows, keys) of what has the same key - row + zero; what lies beyond
+    an end counts there. Always added in the same order."""
+    _, heads, rows, keys = scores.shape
+    lines = []
+    for head in range(heads):  # one after another, for the sake of memory
+        # The last row first, and each row one place behind the one above it: distances are columns then.
+        wide = torch.nn.functional.pad(scores[:, head].sum(0).flip(0), (0, rows))
+        lines.append(wide.flatten()[: rows * (keys + rows - 1)].view(rows, keys + rows - 1).sum(0))
+    sums = torch.stack(lines)
+    first = rows - 1 - zero  # the column of number 0
+    begin, end = (max(0, min(column, keys + rows - 1)) for column in (first + 1, max(first + 1, first + span - 1)))
+    found = sums.new_zeros(heads, span)
+    found[:, begin - first : end - first] = sums[:, begin:end]
+    found[:, 0] += sums[:, :begin].sum(1)
+    found[:, -1] += sums[:, end:].sum(1)
+    return found
 
 
 @lru_cache(maxsize=256)

@@ -310,7 +310,7 @@ def test_float16(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", list(BACKENDS))
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "table"])
+@pytest.mark.parametrize("name", NAMES)
 def test_deterministic_gradients_are_the_same_bits_every_time(name: str, backend: str) -> None:
     case = case_of(name, BF16, 64, Causal(), (500, 612), deterministic=True)
     first = called(case, backend)

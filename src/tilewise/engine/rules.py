@@ -206,6 +206,8 @@ def learning(problem: Problem, wants: Iterable[str]) -> Problem:
         return problem
     wanted = frozenset(wants)
     terms = tuple(term.learning(wanted) for term in problem.scores)
+    if problem.deterministic:
+        terms = tuple(term.ordered() if type(term) is RelativeBias else term for term in terms)
     return problem if terms == problem.scores else problem.with_(scores=terms)
 
 

@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ..errors import InvalidInput
-from ..operands import Operand, Sums
+from ..operands import SCORE_DIMS, Operand, Sums
 from ..scores import Registers
 from .bias import CPP_NUMBERS, NUMBERS
 from .shared import Learner, members
 
 if TYPE_CHECKING:
+    from ..operands import Wants
     from ..scores import Asked, Tensor, Where
+
+
+MOST_SCORES = 1 << 32  # that a deterministic gradient keeps apart, in 16 GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +48,13 @@ class RelativeBias(Learner):
             raise InvalidInput("relative_bias", f"span {self.span}, zero {self.zero}", "a table", "check its shape")
 
     def why_not(self, problem: Asked) -> str:
-        if not (self.learned and problem.deterministic):
+        scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
+        if not (self.learned and problem.deterministic) or scores <= MOST_SCORES:
             return ""
-        return "the gradient of a table of distances is added up in the order in which warps come"
+        return (
+            f"a deterministic gradient of a table keeps that of every score, and {4 * scores / 2**30:.0f} GiB are over "
+            f"{4 * MOST_SCORES / 2**30:.0f}"
+        )
 
     def bend(self, scores: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
         device = scores.device
@@ -55,8 +63,16 @@ class RelativeBias(Learner):
         return scores + table[where.head_numbers(device), index.clamp(0, self.span - 1)], None
 
     def sums(self, operand: Operand, problem: Asked) -> Sums:
+        """One per number; deterministic: of each score by itself."""
+        if problem.deterministic:
+            scores = (problem.batch, problem.heads_q, problem.seq_q, problem.seq_kv)
+            return Sums(SCORE_DIMS, scores, scores, torch.float32, self.zero)
         full = operand.full_shape(problem)
         return Sums(operand.dims, full, full, torch.float32)
+
+    def ordered(self) -> RelativeBias:
+        """The term of a backward whose sums must not depend on the order in which warps come."""
+        return OrderedRelativeBias(self.span, self.zero, self.number, self.learned) if self.learned else self
 
     def cpp_type(self, *, precise: bool) -> str:
         if self.number not in CPP_NUMBERS:
@@ -86,3 +102,25 @@ class RelativeBias(Learner):
 
     def unit_after(self, unit: float) -> float:
         return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedRelativeBias(RelativeBias):
+    """The same for kernels that store the gradient of every score, which is added up by distance behind them."""
+
+    kind: ClassVar[str] = "ordered_relative_bias"
+    struct: ClassVar[str] = "tilewise::OrderedRelativeBias"
+
+    def learning(self, wants: Wants) -> Learner:
+        """The other term where nothing is learned, as in a kernel that computes scores once more."""
+        return self if self.cpp_gradients & wants else RelativeBias(self.span, self.zero, self.number)
+
+    @property
+    def suffix(self) -> str:
+        return f"relative_{CPP_NUMBERS.get(self.number, self.number)}_ordered"
+
+    @property
+    def operands(self) -> dict[str, type[Any]]:
+        tensors = members("table", ("head", "span")) | members("dtable", (*SCORE_DIMS, "span"))
+        numbers = {"table_in": ctypes.c_float, "table_out": ctypes.c_float}
+        return tensors | numbers | {"table_zero": ctypes.c_int, "table_span": ctypes.c_int}

@@ -7,7 +7,9 @@
 // of columns what row r needed in the previous block. A number is therefore loaded once for both,
 // in some kernels while the scores are being computed, and the gradients of both are added up
 // first. Beyond that, lanes nine apart have the same distance: they exchange their sums or, where
-// the kernel has a room in shared memory for a warp, all sums of a warp are added up there.
+// the kernel has a room in shared memory for a warp, all sums of a warp are added up there. Where
+// the sums must not depend on the order of the warps, the gradient of every score is stored, and
+// the host adds up later.
 #pragma once
 
 #include "bias.cuh"
@@ -215,6 +217,37 @@ struct RelativeBias {
       if (g + 2 * step < 8 && t + step < 4) sum += other;
     }
     if (t == 0 || g < 2) ptx::add_to_global(dtable + index(block, h) * dstride, sum * ds_unit);
+  }
+};
+
+// For a backward whose sums have an order.
+template <Number number, bool learned>
+struct OrderedRelativeBias : RelativeBias<number, false> {
+  static_assert(learned);
+  using Base = RelativeBias<number, false>;
+  struct Operands {
+    const void* table;
+    long long table_head_stride, table_span_stride;
+    float* dtable;  // of scores, keys adjacent
+    long long dtable_batch_stride, dtable_head_stride, dtable_row_stride, dtable_key_stride;
+    long long dtable_span_stride;  // none
+    float table_in, table_out;
+    int table_zero, table_span;
+  };
+
+  float* stored;
+  Placement place;
+
+  template <typename Params, typename At>
+  __device__ __forceinline__ OrderedRelativeBias(const Params& params, const Unit& unit,
+                                                 const At& at)
+      : Base(params, unit, at),
+        stored(params.dtable),
+        place(at, params.dtable_batch_stride, params.dtable_head_stride, params.dtable_row_stride,
+              params.dtable_key_stride, params.seq_q, params.seq_k) {}
+
+  __device__ __forceinline__ void gradient(float ds, int i) {
+    if (place.exists(i)) stored[place.template offset<true>(i)] = ds * this->ds_unit;
   }
 };
 
