@@ -256,6 +256,31 @@ def test_the_weights_tell_what_was_dropped(options):
     assert torch.equal(again[0], out)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"alibi_slopes": "alibi"}, {"keys": "some"}], ids=str)
+def test_the_weights_of_packed_sequences_tell_what_was_dropped(options):
+    """Each sequence in a corner of its own; 0 where it has no rows, or no keys that are used."""
+    q, k, v = torch.randn(20, 4, 16), torch.randn(24, 2, 16), torch.randn(24, 2, 16)
+    options = {name: alibi(4, 4) if value == "alibi" else value for name, value in options.items()}
+    first, last = [0, 0, 0, 0], CU_LONGER.diff().tolist()
+    if options.pop("keys", ""):
+        first, last = [1, 0, 2, 0], [7, 1, 9, 2]
+        options |= {"leftpad_k": torch.tensor(first).int(), "seqused_k": torch.tensor(last).int()}
+    torch.manual_seed(3)
+    offsets = CU, CU_LONGER, 8, 12
+    out, lse, weights = flash_attn_varlen_func(q, k, v, *offsets, 0.25, **options, return_attn_probs=True)
+    assert weights.shape == (4, 4, 8, 12)
+    assert 0 < (weights < 0).sum() < (weights > 0).sum()
+    _, whole, _ = flash_attn_varlen_func(q, k, v, *offsets, **options, return_attn_probs=True)
+    assert_close(lse, whole, budget(torch.float32, 64))
+    for number, ((q0, q1), k0) in enumerate(zip(pairwise(CU.tolist()), CU_LONGER.tolist(), strict=False)):
+        begin, end = first[number], last[number]
+        own = weights[number, :, : q1 - q0, begin:end]
+        assert (own != 0).sum() == (weights[number] != 0).sum()
+        assert_close(own.abs().sum(-1), (lse[:, q0:q1] > -torch.inf).float(), budget(torch.float32, 64))
+        values = v[k0 + begin : k0 + end].transpose(0, 1).repeat_interleave(2, 0)
+        assert_close(out[q0:q1].transpose(0, 1), own.clamp(min=0) @ values / 0.75, budget(torch.float32, 64))
+
+
 SIGNATURES = {
     "flash_attn_func": "q k v",
     "flash_attn_kvpacked_func": "q kv",
@@ -312,10 +337,6 @@ def refused():
         "packed keys with a block_table": (
             lambda: flash_attn_varlen_func(*flat, cu, cu, 13, 13, block_table=cu),
             InvalidInput,
-        ),
-        "probs with dropout": (
-            lambda: flash_attn_varlen_func(*flat, cu, cu, 13, 13, 0.1, return_attn_probs=True),
-            UnsupportedProblem,
         ),
         "three dimensions": (lambda: flash_attn_func(*flat), InvalidInput),
         "four dimensions": (lambda: flash_attn_varlen_func(q, k, v, cu, cu, 13, 13), InvalidInput),

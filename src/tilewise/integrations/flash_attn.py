@@ -11,16 +11,18 @@ What they share, as flash-attn documents it:
     alibi_slopes             float32 (heads,) or (batch, heads): adds -slope * |i + seqlen_k - seqlen_q - j|
     deterministic            of the backward: the same bits every time
     return_attn_probs        returns (out, softmax_lse, S_dmask); the lse is differentiable here. S_dmask is None
-                             without dropout, else all weights (batch, heads, seqlen_q, seqlen_k), below 0 where dropped
+                             without dropout, else all weights (batch, heads, seqlen_q, seqlen_k), below 0 where
+                             dropped; of packed sequences (batch, heads, max_seqlen_q, max_seqlen_k), 0 where none is
 
 Beyond flash-attn: CPUs, float32 and float64, any head_dim, pages of any size. Short of it, with an error that says so:
-of packed sequences dropout together with return_attn_probs, and with pages (block_table) gradients and dropout, which
-flash-attn has none of either. A row that sees no key has lse -inf (flash-attn writes +inf). Under causal ALiBi lse
-belongs to the biases as documented; flash-attn's kernel shifts them row by row.
+with pages (block_table) gradients and dropout, which flash-attn has none of either. A row that sees no key has lse -inf
+(flash-attn writes +inf). Under causal ALiBi lse belongs to the biases as documented; flash-attn's kernel shifts them
+row by row.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +37,7 @@ from ..problem import describe, heads_first, shown, with_named_terms
 from ..terms import Dropout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ..masks import Align, Mask
 
@@ -136,17 +138,11 @@ def flash_attn_varlen_func(
     """Packed sequences: q (total_q, heads, head_dim), k and v (total_k, heads_k, head_dim), offsets (batch + 1,).
 
     With a block_table (batch, pages) k and v are pages (pages, page_size, heads_k, head_dim) instead, of which a
-    sequence has the keys that cu_seqlens_k counts. With return_attn_probs also softmax_lse (heads, total_q) and None.
-    Offsets on a GPU stay there, and no call waits for it (`tilewise.attention_packed`). leftpad_k and seqused_k, int32
-    (batch,), are those of flash-attn's `_flash_attn_varlen_forward`: where the keys of a sequence begin and where they
-    end, counted from its offset.
+    sequence has the keys that cu_seqlens_k counts. With return_attn_probs also softmax_lse (heads, total_q) and None,
+    with dropout S_dmask, for which the host reads the offsets. Otherwise offsets on a GPU stay there, and no call waits
+    for it (`tilewise.attention_packed`). leftpad_k and seqused_k, int32 (batch,), are those of flash-attn's
+    `_flash_attn_varlen_forward`: where the keys of a sequence begin and where they end, counted from its offset.
     """
-    if dropout_p and return_attn_probs:
-        raise UnsupportedProblem(
-            "flash_attn_varlen_func: return_attn_probs together with dropout: the weights of packed sequences are no "
-            "one tensor.",
-            remedy="drop one of the two, or call flash_attn_func for each sequence",
-        )
     if block_table is not None:
         if leftpad_k is not None or seqused_k is not None:
             raise UnsupportedProblem(
@@ -176,12 +172,58 @@ def flash_attn_varlen_func(
     )
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, q.shape[1], starts_q.shape[0] - 1)
+    mask = _band(causal, window_size, same and whole)
+    if dropout_p and return_attn_probs:
+        asked: dict[str, Any] = {"mask": mask, "scale": softmax_scale, "softcap": softcap}
+        asked |= {"scores": (Dropout(dropout_p),), "operands": {"seed": drawn_seed(q.device)}}
+        places = starts_q, starts_k, seqused_k, leftpad_k
+        return _varlen_with_weights(q, k, v, places, (max_seqlen_q, max_seqlen_k), alibi_slopes, asked)
     result = attention_packed(
-        q, k, v, starts_q, starts_k, max_seqlen_q, max_seqlen_k, mask=_band(causal, window_size, same and whole),
-        scale=softmax_scale, softcap=softcap, alibi=alibi_slopes, dropout=dropout_p, return_lse=return_attn_probs,
-        leftpad_k=leftpad_k, seqused_k=seqused_k,
+        q, k, v, starts_q, starts_k, max_seqlen_q, max_seqlen_k, mask=mask, scale=softmax_scale, softcap=softcap,
+        alibi=alibi_slopes, dropout=dropout_p, return_lse=return_attn_probs, leftpad_k=leftpad_k, seqused_k=seqused_k,
     )  # fmt: skip
     return (*result, None) if isinstance(result, tuple) else result  # type: ignore[return-value]
+
+
+_Places = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""The offsets of queries and of keys, how many keys are used, and how many of them are padding."""
+
+
+def _varlen_with_weights(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: _Places,
+    longest: tuple[int, int],
+    slopes: Tensor | None,
+    asked: dict[str, Any],
+) -> Result:
+    """`flash_attn_varlen_func` with dropout and S_dmask, (batch, heads, max_seqlen_q, max_seqlen_k)."""
+    starts_q, starts_k, used, padding = places
+    max_q, max_k = longest
+    out, lse = attention_packed(
+        q, k, v, starts_q, starts_k, max_q, max_k, alibi=slopes, return_lse=True, seqused_k=used, leftpad_k=padding,
+        **asked,
+    )  # fmt: skip
+    weights = q.new_zeros(starts_q.shape[0] - 1, q.shape[1], max_q, max_k)
+    for number, (rows, keys, first) in enumerate(_parts(places)):
+        alibi = slopes[number] if slopes is not None and slopes.ndim == 2 else slopes
+        of_sequence = q[None, rows], k[None, keys], v[None, keys], lse[None, :, rows]
+        own = _dropped_weights(*of_sequence, number, layout="bshd", alibi=alibi, **asked)
+        weights[number, :, : own.shape[2], first : first + own.shape[3]] = own[0]
+    return out, lse, weights
+
+
+def _parts(places: _Places) -> Iterator[tuple[slice, slice, int]]:
+    """The rows and the keys of each sequence, as the host reads them, and how many keys stand before these."""
+    starts_q, starts_k, used, padding = places
+    rows, keys = (list(pairwise(starts.tolist())) for starts in (starts_q, starts_k))
+    lengths = [end - begin for begin, end in keys] if used is None else used.tolist()
+    before = [0] * len(keys) if padding is None else padding.tolist()
+    for (row, end_row), (key, end_key), length, pad in zip(rows, keys, lengths, before, strict=True):
+        end = min(end_key, key + max(0, length))
+        begin = min(end, key + max(0, pad))
+        yield slice(row, end_row), slice(begin, end), begin - key
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -395,13 +437,18 @@ def _run(
     return out, lse, _dropped_weights(q, k, v, lse, **asked)
 
 
-def _dropped_weights(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, **asked: Any) -> Tensor:
-    """flash-attn's S_dmask: the weights of all pairs (batch, heads, seqlen_q, seqlen_k), below 0 where dropped."""
+def _dropped_weights(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, sequence: int = 0, **asked: Any) -> Tensor:
+    """flash-attn's S_dmask: the weights of all pairs (batch, heads, seqlen_q, seqlen_k), below 0 where dropped.
+
+    Of the sequence of that number alone, where it is one of several.
+    """
     q, k, v, lse = (tensor.detach() for tensor in (*heads_first(q, k, v, asked.pop("layout")), lse))
     given = asked.pop("scores"), asked.pop("operands")
     scores, operands = with_named_terms(q, k, *given, alibi=asked.pop("alibi"))
     operands = {name: tensor.detach() for name, tensor in operands.items()}
     problem = describe(q, k, v, scores=scores, operands=operands, **asked)
+    if sequence:  # its heads come behind those of the sequences before it
+        operands["seed"] = torch.cat((operands["seed"], operands["seed"].new_tensor([sequence * problem.heads_q])))
     return reference.signed_weights(q, k, lse, problem, operands)
 
 
