@@ -303,6 +303,28 @@ def test_compiled_without_graph_breaks():
         close(compiled(ids).logits, eager(ids).logits)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_compiled_padded_batch_makes_no_mask_of_all_pairs(name, monkeypatch):
+    """Where padding is a term, as on a GPU."""
+    monkeypatch.setattr(ours, "_takes_terms", lambda query: True)
+    eager, model = make(name)
+    inputs, shapes = padded(), set()
+
+    def looked_at(graph, _):
+        values = (node.meta.get("example_value") for node in graph.graph.nodes)
+        shapes.update(tuple(value.shape) for value in values if getattr(value, "dtype", None) == torch.bool)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=looked_at)
+    with torch.no_grad():
+        got, want = compiled(**inputs, use_cache=False).logits, eager(**inputs).logits
+    real = inputs["attention_mask"].bool()
+    close(got[real], want[real])
+    assert (3, LENGTH) in shapes
+    assert not [shape for shape in shapes if shape[-2:] == (LENGTH, LENGTH)]
+
+
 def test_sinks_are_one_more_logit():
     """Against the definition: a softmax over the scores and the sink, of which the sink's share is thrown away."""
     q, k, v = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)

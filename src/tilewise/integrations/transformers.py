@@ -7,8 +7,9 @@
 Two functions are registered under one name, because either alone would be quietly wrong: attention, and the mask that
 goes with it. Key/value heads are never repeated; sliding windows, softcap, sinks, padding, packed sequences, learned
 biases and both kinds of caches are honoured. A mask that is a rule (causal, window, packed sequences, all keys) stays
-one, and padding stays one flag per key: both reach attention as a `RuleMask`, which holds no seq x seq tensor. What is
-no rule (custom patterns) is Transformers' own boolean mask. Needs transformers >= 5.15; runs with 5.22.
+one, and padding stays one flag per key: both reach attention as a `RuleMask`, which holds no seq x seq tensor, or under
+torch.compile as flags alone. What is no rule (custom patterns) is Transformers' own boolean mask. Needs transformers >=
+5.15; runs with 5.22.
 
 Continuous batching (`generate_batch`) reads its paged cache through the same function. Before 5.22 it asks for the name
 with "paged|" before it, which is registered too; 5.22 takes no names but its own there, and `register("paged|eager")`
@@ -80,7 +81,8 @@ def attention_forward(
     """Transformers' attention function: query (batch, heads, seq_q, dim), key and value (batch, heads_kv, seq_kv, dim).
 
     Returns out (batch, seq_q, heads, dim), contiguous, and None for the weights, which are never materialised. A mask
-    tensor or RuleMask says everything about who sees whom; `is_causal` and `sliding_window` count only without one.
+    tensor or RuleMask says everything about who sees whom; `is_causal` and `sliding_window` count only without one. One
+    of fewer than four dimensions is what `_flags` made.
     """
     if (
         (attention_mask is None or (type(attention_mask) is RuleMask and attention_mask.is_alone()))
@@ -368,6 +370,10 @@ def _asked(
 ) -> _Asked:
     if isinstance(given, RuleMask):
         return _Asked(given.rule, given.keep, lengths=given.lengths)
+    if given is not None and given.ndim < 4:
+        window = given.shape[1] if given.ndim == 3 else None
+        flags = given[:, None] if window is None else given[:, :1]
+        return _Asked(_band(True, window), keep=flags[:, None])
     if given is not None:
         return _Asked(_FULL, keep=given) if given.dtype == torch.bool else _Asked(_FULL, bias=given.to(query.dtype))
     if kwargs.get("cu_seq_lens_q") is not None:  # beside a bias of positions
@@ -499,6 +505,14 @@ def attention_mask(
         if keep is None or (not traced and _all_there(keep, (*(parts or ()), q_length == kv_length))):
             return None
         return keep.expand(shape) if traced else RuleMask(_FULL, shape, device, keep)
+    if traced and allow_is_causal_skip and attention_mask is not None and type(q_offset) is int:
+        # Nothing is joined to the causal rule, or to a window, where the skip is allowed.
+        window, config = kwargs.get("local_size"), kwargs.get("config")
+        windowed = window is not None and getattr(config, "attention_chunk_size", None) is None
+        causal = mask_function is _masking.causal_mask_function
+        square = q_offset == kv_offset == 0 and q_length == kv_length
+        if square and (causal or windowed) and getattr(config, "model_type", "") not in _LOOK_INTO_MASKS:
+            return _flags(attention_mask, kv_length, None if causal else window)
     if parts == {"causal": True} and q_length == 1:
         decoding = _decoding(shape, q_offset, kv_offset, attention_mask, device)
         if decoding is not None:
@@ -563,6 +577,18 @@ def _keep(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | No
     if keep.shape[-1] < kv_length:
         keep = torch.nn.functional.pad(keep, (0, kv_length - keep.shape[-1]))
     return keep[:, None, None, :]
+
+
+# Models whose own code cuts or compares masks of four dimensions on their way to attention.
+_LOOK_INTO_MASKS = frozenset(("doge", "informer", "pix2struct"))
+
+
+def _flags(padding: Tensor, kv_length: int, window: int | None) -> Tensor:
+    """Padding under the causal rule, where a graph can hold no RuleMask: (batch, keys), or (batch, window, keys) with
+    the same flags for each place in the window, which then says how long it is."""
+    keep = _keep(padding, kv_length, 0)
+    assert keep is not None
+    return keep[:, 0, 0] if window is None else keep[:, 0].expand(-1, window, -1)
 
 
 def _all_there(seen: Tensor, kind: tuple[str | bool, ...]) -> bool:
