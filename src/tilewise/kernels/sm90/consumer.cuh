@@ -37,6 +37,8 @@ struct Consumer {
   // Q is released with the last scores. A window's last tiles have a loop of their own, and without
   // terms the release waits until after that loop.
   static constexpr bool early_release = config.mask != mask_window || Policy::has_operands;
+  // Whether there may be partial tiles behind the full ones.
+  static constexpr bool partial_last = config.mask == mask_window || HasTileMap<Extents>;
   using ScoreProduct = wgmma::Product<block_kv, config.bf16>;
   using ValueProduct = wgmma::Product<config.head_dim_v, config.bf16>;
 
@@ -63,6 +65,10 @@ struct Consumer {
   float o[config.head_dim_v / 2];
   Softmax softmax;
   static constexpr bool tells_easy = Policy::has_easy && config.head_dim <= 128;
+  // Whether partial tiles keep the maximum, like full ones, where all rows have one. Nothing can be
+  // hidden where the arithmetic of a term is part of the exponents.
+  static constexpr bool hides_lazily =
+      HasTileMap<Extents> && !(Policy::has_exponents && tells_easy);
   const decltype(Policy::template exponents<true>(params)) easy_exponents =
       Policy::template exponents<true>(params);
   typename Policy::Once once;  // for this work tile
@@ -165,8 +171,7 @@ struct Consumer {
 
   // The KV tile at a position of the plan. Everything else in this class counts positions.
   __device__ __forceinline__ int kv_tile_at(const Part& part, int position) const {
-    const WorkTile& tile = part.plan->tile;
-    return tile_at<Extents>(params, tile.batch, tile.head, tile.q_tile, position);
+    return kv_tile_of<Extents>(params, *part.plan, position);
   }
 
   // The place of this thread's scores.
@@ -259,9 +264,9 @@ struct Consumer {
       return turn[i % 4];
     }
   };
-  // Plain kernels gain nothing (heads of 128) or little (64); docs/kernels/sm90.md has the figures.
+  // Kernels with heads of 128 gain nothing; docs/kernels/sm90.md has the figures.
   __device__ __forceinline__ auto scaled_exponents() const {
-    if constexpr (config.stages_table)
+    if constexpr (config.stages_table || (HasTileMap<Extents> && config.head_dim <= 64))
       return InTurns{params.scale_log2, softmax.blocks, {}};
     else
       return Scaled{params.scale_log2};
@@ -337,6 +342,7 @@ struct Consumer {
 
   // Step 6, for a warp in which some thread's block exceeds its bound. No product is in flight
   // here.
+  template <bool partial>
   __device__ __forceinline__ void take_maximum_now(const Part& part, int kv_tile,
                                                    float (&block)[2]) {
     float alpha[2];
@@ -348,11 +354,27 @@ struct Consumer {
           ptx::smem_address(smem.k[k_position.stage]));
       load_early(part, kv_tile);
       const auto starts = apply_terms(part, kv_tile);
+      if constexpr (partial) hide(part, kv_tile);
       softmax.exact_block(s, params.scale_log2, alpha, starts);
     } else {
       softmax.template raise<config.stages_table>(s, block, alpha);
       softmax.add(block);
     }
+    rescale(alpha);
+  }
+
+  // Whether some row of this warp has seen no key yet.
+  __device__ __forceinline__ bool misses_rows() const {
+    return __any_sync(0xffffffffu,
+                      softmax.reference[0] == -infinity || softmax.reference[1] == -infinity);
+  }
+  // Steps 2 to 7 of a partial tile for such a warp. No product is in flight here.
+  __device__ __forceinline__ void take_first_maximum(const Part& part, int kv_tile) {
+    const auto starts = apply_terms(part, kv_tile);
+    hide(part, kv_tile);
+    observe(part, kv_tile);
+    float alpha[2];
+    softmax.exact_block(s, params.scale_log2, alpha, starts);
     rescale(alpha);
   }
 
@@ -444,24 +466,27 @@ struct Consumer {
   // Steps 2 to 5 of a lazy tile; whether its block is good in all threads of the warp. Where scores
   // may be easy, both ways contain the exponentials, which overlap with the arithmetic of the
   // terms. Wide heads leave no registers for two ways.
+  template <bool partial>
   __device__ __forceinline__ bool lazy_weights(const Part& part, int kv_tile, float (&block)[2]) {
     if constexpr (tells_easy) {
       if (Policy::are_easy(s, params, Unit{}, Place{{*this, part, kv_tile}}))
-        return lazy_weights_by<true>(part, kv_tile, block);
+        return lazy_weights_by<true, partial>(part, kv_tile, block);
     }
-    return lazy_weights_by<false>(part, kv_tile, block);
+    return lazy_weights_by<false, partial>(part, kv_tile, block);
   }
-  template <bool easy>
+  template <bool easy, bool partial>
   __device__ __forceinline__ bool lazy_weights_by(const Part& part, int kv_tile,
                                                   float (&block)[2]) {
     if constexpr (adds_line) {
       const Place place{{*this, part, kv_tile}};
       const Line line = Policy::line(params, place);
       Policy::bend(s, params, place);
+      if constexpr (partial) hide(part, kv_tile);
       const OnLine exponents{params.scale_log2, line.per_column * params.scale_log2};
       return !__any_sync(0xffffffffu, !softmax.lazy_block(s, exponents, block, starts_of(line)));
     } else if constexpr (!Policy::has_exponents || !tells_easy) {
       const auto starts = apply_terms<easy>(part, kv_tile);
+      if constexpr (partial) hide(part, kv_tile);
       observe(part, kv_tile);
       return !__any_sync(0xffffffffu, !softmax.lazy_block(s, scaled_exponents(), block, starts));
     } else if constexpr (easy) {
@@ -472,17 +497,22 @@ struct Consumer {
     }
   }
 
-  // The steady loop: tiles n down to `last`, none of them partial; `before` as in attend(). Why the
-  // slow path is placed after the loop and re-enters it: the loop's code stays contiguous.
+  // The steady loop: tiles n down to `last`, all of them partial or none; `before` as in attend().
+  // Why the slow path is placed after the loop and re-enters it: the loop's code stays contiguous.
+  template <bool partial>
   __device__ __forceinline__ void lazy_tiles(const Part& part, int& n, int last, bool& before) {
-    const int final_tile = config.mask == mask_window ? part.own.begin : last;
+    const int final_tile = partial_last ? part.own.begin : last;
     while (n >= last) {
       float block[2];
-      bool good = true;
+      bool good = true, unseen = false;
       for (; n >= last; --n) {
-        issue_both(part, n, false, before);
-        before = false;
-        good = lazy_weights(part, n, block);
+        issue_both(part, n, partial, before);
+        before = partial;
+        if constexpr (partial) {
+          unseen = misses_rows();
+          if (unseen) break;
+        }
+        good = lazy_weights<partial>(part, n, block);
         // Why there is a wait on either side of this branch: the assembler sinks exponentials below
         // a wait, but the branch needs all of them, so they stay above it and overlap with the
         // products in flight. The waits differ in their text because they would be merged
@@ -495,10 +525,13 @@ struct Consumer {
         wgmma::hold(o);
         pack_and_release(part, n);
       }
-      if (good) return;
+      if (good && !unseen) return;
       wgmma::wait_before_slow_path();
       wgmma::hold(o);
-      take_maximum_now(part, n, block);
+      if (unseen)
+        take_first_maximum(part, n);
+      else
+        take_maximum_now<partial>(part, n, block);
       release_operands(n == final_tile);
       release_bias();
       pack_and_release(part, n);
@@ -548,17 +581,21 @@ struct Consumer {
     int n = part.own.end - 1;
     bool before = plan.partial(n--);  // whether the V tile still to be multiplied is partial
     // Why one more exact tile after a partial first tile: some row saw few keys there, so this tile
-    // outweighs them, and taking the maximum up front is cheaper. In a tile that a tensor cuts,
-    // rows mostly see many keys, and a line lets the keys of further tiles count less.
-    for (bool second = before && !HasTileMap<Extents> && !adds_line;
-         n >= part.own.begin && (second || (config.masked() && n >= plan.full.end));
-         second = false) {
-      const bool partial = config.masked() && plan.partial(n);
-      exact_tile(part, n--, partial, before);
-      before = partial;
+    // outweighs them, and taking the maximum up front is cheaper. A line lets the keys of further
+    // tiles count less.
+    if constexpr (!HasTileMap<Extents>) {
+      for (bool second = before && !adds_line;
+           n >= part.own.begin && (second || (config.masked() && n >= plan.full.end));
+           second = false) {
+        const bool partial = config.masked() && plan.partial(n);
+        exact_tile(part, n--, partial, before);
+        before = partial;
+      }
     }
-    lazy_tiles(part, n, max_int(part.own.begin, plan.full.begin), before);
-    if constexpr (config.mask == mask_window) {
+    lazy_tiles<false>(part, n, max_int(part.own.begin, plan.full.begin), before);
+    if constexpr (hides_lazily) {
+      lazy_tiles<true>(part, n, part.own.begin, before);
+    } else if constexpr (partial_last) {
       for (; n >= part.own.begin; --n, before = true) exact_tile(part, n, true, before);
     }
     if constexpr (!early_release) arrive(&smem.q_empty[warpgroup]);

@@ -5,12 +5,13 @@
 // Symbols. Q (seq_q x d), K (seq_k x d), V (seq_k x dv) of one (batch, head). A CTA owns
 // block_q = 64 * consumers rows at a time, of which each consumer warpgroup owns 64. KV tiles of block_kv
 // keys are visited from the last to the first, so that the tiles cut by a causal mask or by the end
-// of the keys come first. c = scale * log2(e).
+// of the keys come first; with a tile map (common/tile_map.cuh) the full ones come first. c = scale * log2(e).
 //
 //   1. S = Q K_n^T                      wgmma, both operands in shared memory
 //   2. the policy's terms apply (common/scores.cuh). Softcap: S = tanh(S * scale / cap), c = cap * log2(e)
 //   3. in partial tiles: S[r, k] = -inf where a term hides k from r; the band hides keys outside [first_key(r), end_key(r))
-//   4. in the first tile, the tile after a partial first tile, and partial tiles:
+//   4. in the first tile, the tile after a partial first tile, and partial tiles (with a tile map: in the first tile, and in
+//      partial ones where a row of the warp has seen no key yet, or with a softcap):
 //      m' = max(m, c * rowmax S), alpha = 2^(m - m'), m = m'; other tiles: m stays, alpha = 1
 //   5. P = 2^(c S - m)
 //   6. in other tiles: where a thread's share of rowsum P exceeds h times its mean over the previous tiles

@@ -60,7 +60,7 @@ __device__ __forceinline__ TilePlan<Extents> make_plan(
     const QueryTiles listed =
         listed_tiles<Extents>(params, plan.tile.batch, plan.tile.head, plan.tile.q_tile);
     plan.touched = listed.touched;
-    plan.full = listed.full;
+    plan.full = {listed.touched.end - listed.full.end, listed.touched.end};
   } else {
     if (has_rows<Extents>(plan.row_begin, sequence.seq_q()))
       plan.touched = touched_tiles(band, plan.row_begin, row_end, config.block_kv);
@@ -70,6 +70,20 @@ __device__ __forceinline__ TilePlan<Extents> make_plan(
   }
   if constexpr (config.split) plan.touched = part_of(plan.touched, plan.split, params.splits);
   return plan;
+}
+
+// The KV tile at a position of the plan. With a map the plan visits a list (tile_map.cuh) from its
+// last full tile to its first, and then the partial ones in the order of the list, which has those
+// that few warpgroups see at its end. Why the full ones first: from one of them each row has a
+// maximum that serves for the others, while a partial tile may show it few keys.
+template <typename Extents, typename KernelParams>
+__device__ __forceinline__ int kv_tile_of(const KernelParams& params, const TilePlan<Extents>& plan,
+                                          int position) {
+  if constexpr (!HasTileMap<Extents>) return position;
+  const int partial = plan.full.begin;
+  const int entry = position >= partial ? position - partial : plan.full.end - 1 - position;
+  const WorkTile& tile = plan.tile;
+  return tile_at<Extents>(params, tile.batch, tile.head, tile.q_tile, entry);
 }
 
 // The KV tiles that the rows of a warpgroup see; none if it has no rows.
@@ -82,7 +96,7 @@ __device__ __forceinline__ TileRange own_tiles(const KernelParams& params,
   if constexpr (HasTileMap<Extents>) {
     const WorkTile& tile = plan.tile;
     const int end = own_end<Extents>(params, tile.batch, tile.head, tile.q_tile, warpgroup);
-    return {plan.touched.begin, min_int(end, plan.touched.end)};
+    return {max_int(plan.full.end - end, plan.touched.begin), plan.touched.end};
   }
   const int row_end = min_int(row + 64, seq_q);
   TileRange seen = touched_tiles(sequence.band(), row, row_end, config.block_kv);
@@ -139,8 +153,7 @@ struct Producer {
 
   // The first key of the KV tile at a position of the plan.
   __device__ __forceinline__ int first_key(const Plan& plan, int position) {
-    const WorkTile& tile = plan.tile;
-    return tile_at<Extents>(params, tile.batch, tile.head, tile.q_tile, position) * config.block_kv;
+    return kv_tile_of<Extents>(params, plan, position) * config.block_kv;
   }
 
   __device__ __forceinline__ void load_k(const Plan& plan, int position) {
