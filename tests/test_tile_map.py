@@ -120,6 +120,30 @@ def test_lists_of_tiles(
         assert got_other == sorted(set(got_other))
 
 
+READS = {  # rows and keys, the elements before the first one, and the room of a row
+    "sixteen bytes, bits by lines": ((136, 1040), 0, 1040),
+    "sixteen bytes, rows that are no multiple of eight": ((133, 1040), 0, 1056),
+    "words, rows that begin anywhere": ((72, 1037), 3, 1041),
+    "one line": ((1, 1040), 0, 1040),
+}
+
+
+@emulated
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("how", READS)
+def test_every_way_to_read_a_mask(monkeypatch: Any, how: str, by_keys: bool) -> None:
+    """Beside tiles of so few keys that a warp makes a list in several steps."""
+    emulation.install(monkeypatch)
+    (rows, keys), first, room = READS[how]
+    memory = torch.ones(first + 2 * rows * room, dtype=torch.bool)
+    keep = memory[first:].view(2, 1, rows, room)[..., :keys]
+    keep.copy_(mask_of((2, 1, rows, keys), "plain"))
+    keep[:, :, :, 200:400] = True
+    problem = make_problem((2, 2, max(rows, 70), 64), torch.bfloat16, seq_kv=keys)
+    got, want = (make(keep, problem, 64, 16, by_keys) for make in (listed, wanted))
+    assert got == want
+
+
 MAPS = [
     ((2, 4, 300, 700), Full()),
     ((2, 1, 1, 700), Causal("bottom-right")),

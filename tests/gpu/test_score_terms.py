@@ -356,6 +356,35 @@ def test_maps_of_many_tiles_of_keys(name: str, dim: int, backend: str) -> None:
         assert all(torch.equal(again[key], first[key]) for key in first)
 
 
+@pytest.mark.parametrize("lengths", [(1000, 1040), (777, 1040), (1000, 1037)], ids=str)
+@pytest.mark.parametrize("name", ["keep", "keep blocks"])
+def test_masks_read_by_lines_and_from_any_address(name: str, lengths: tuple[int, int]) -> None:
+    """Sixteen bytes at once, where rows begin at their multiples; bits are stored by lines for eight rows at once."""
+    check(case_of(name, BF16, 128, Causal(), lengths), "sm90")
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_all_kinds_of_learned_operands_in_one_call(backend: str) -> None:
+    """A bias that batches share has a kernel of its own for its gradient, and the largest scores are none of its."""
+    own = {name: drawn(2, 4, 512, 64).to(BF16) for name in "qkv"} | {"mask": drawn(4, 512, 512).to(BF16)}
+    others = {"alibi": drawn(4).abs() / 8, "sink": drawn(4), "table": drawn(4, 99)}
+    dout = drawn(2, 4, 512, 64).to(BF16)
+
+    def results(backend: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        leaves = {name: tensor.to(dtype) for name, tensor in own.items()} | others
+        leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in leaves.items()}
+        asked = {name: leaves[name] for name in ("mask", "alibi", "sink")}
+        asked |= {"scores": (RelativeBias(99, 49),), "operands": {"table": leaves["table"]}, "backend": backend}
+        out, largest = tilewise.attention(*(leaves[name] for name in "qkv"), return_max_logit=True, **asked)
+        grads = torch.autograd.grad(out, list(leaves.values()), dout.to(dtype))
+        return {"out": out.detach(), "largest": largest, **dict(zip(leaves, grads, strict=True))}
+
+    want = results("reference", torch.float64)
+    for name, got in results(backend, BF16).items():
+        allowed = 30 if name in others else 4  # sums that cancel, of rounded numbers
+        assert relative_error(got, want[name].double()) <= allowed * budget(BF16, 512), name
+
+
 @pytest.mark.parametrize("backend", list(BACKENDS))
 def test_a_padded_batch_of_short_sequences(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a map of its own size. Of one sequence nothing is left; lengths end inside of tiles and on borders."""

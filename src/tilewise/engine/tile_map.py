@@ -169,8 +169,9 @@ def packed_term(problem: Problem) -> PackedKeep | None:
 
 
 def _words(length: int) -> int:
-    """Of a line of bits: the last tile may read past its end, and a read may be of 16 bytes."""
-    return tiles(length + _MAX_BLOCK, 128) * 4
+    """Of a line of bits: the last tile may read past its end, and lines begin at multiples of the 32 bytes that the L2
+    cache writes as a whole."""
+    return tiles(length + _MAX_BLOCK, 256) * 8
 
 
 _HEADER = "common/tile_map.cuh"
@@ -229,10 +230,10 @@ class _Marks(NamedTuple):
             "planes": self.planes.total,
             **cells,
         }
-        marking = self.planes.total * cells["row_blocks"] * tiles(self.seq_kv, _KEYS_PER_WARP)
-        cell_bytes = self.planes.total * cells["row_blocks"] * cells["row_cells"]
+        words = tiles(self.seq_kv, _KEYS_PER_WARP)
+        marking = self.planes.total * cells["row_blocks"] * words
         results = (
-            ("keep_cells", (tiles(cell_bytes, 4),)),
+            ("keep_cells", (self.planes.total, cells["row_blocks"], words, 2)),
             ("keep_bits", (self.planes.total, self.lines, self.line_words)),
         )
         launch = _launch(map_unit(arch, "mark_cells"), _MarkParams, fields, marking)
@@ -307,7 +308,8 @@ def map_unit(arch: str, name: str) -> Unit:
 
 
 def _launch(unit: Unit, params: type[ctypes.Structure], fields: Mapping[str, object], warps: int) -> Launch:
-    return Launch(unit, params, fields, tiles(warps, _WARPS), 32 * _WARPS)
+    overlaps = int(unit.arch[3:].rstrip("af")) >= 90  # before Hopper the driver refuses it
+    return Launch(unit, params, fields, tiles(warps, _WARPS), 32 * _WARPS, overlap=overlaps)
 
 
 def lists_of(problem: Problem, planes: Planes, block_q: int, block_kv: int, *, by_keys: bool) -> Lists:

@@ -7,7 +7,7 @@
 // used with it (mask.cuh): causal, a window, or all.
 //
 //   mark_cells, which reads the mask once, whatever kernels follow
-//   1. cell[p, r, c] = any | all << 1, over the queries and keys of the cell that exist
+//   1. any[p, r, c], all[p, r, c] over the queries and keys of the cell that exist; 32 cells of a row in a word of each
 //   2. bits[p, i, j] = keep[p, i, j] (terms/kept_bits.cuh); one line where all queries see the same keys
 //   turn_bits, for kernels whose rows are keys
 //   3. turned[p, j, i] = bits[p, i, j]
@@ -19,34 +19,43 @@
 //      tile: behind which position none of the tiles is seen by them
 //   count_turns, for backwards in which KV tiles take turns at a dQ; one warp per query tile
 //   7. turns[list][q tile][kv tile] = the number of KV tiles that visit the query tile before this one, and after it
-// A kernel walks a list from its end, as it walks a range of tiles: first the tiles that it masks, then the full ones.
+// A kernel walks a list from its end, as it walks a range of tiles: first the tiles that it masks, then the full ones. The
+// forward of sm90 begins with the full ones (kv_tile_of in sm90/producer.cuh).
 // Planes of several heads may share a list (a backward has one per KV head), which is then the union of theirs.
 //
 // All kernels have 4 warps per CTA and no shared memory. mark_cells uses a warp per 64 queries by 512 keys, 16 keys per lane;
-// a lane has the loads of eight queries in flight. turn_bits uses a warp per 128 queries by 64 keys, so that a lane stores 16
-// bytes.
+// a lane has the loads of eight queries in flight, or of four where their rows begin anywhere. turn_bits uses a warp per 128
+// queries by 64 keys, so that a lane stores 16 bytes.
+//
+// Each kernel may be launched before the one ahead of it has ended, and computes what does not depend on that one's results
+// before it waits. docs/kernels/terms.md has the figures.
 // clang-format on
 #pragma once
 
 #include "extents.cuh"
 #include "mask.cuh"
 #include "pieces.cuh"
+#include "ptx.cuh"
 
 namespace tilewise {
 
 constexpr int cell_rows = 64, cell_keys = 16;
 constexpr int map_warps = 4;
-constexpr int rows_at_once = 8;
+constexpr int rows_at_once = 8;                     // whose loads are in flight together
 constexpr int turned_rows = 128, turned_keys = 64;  // per warp
 
 static_assert(cell_rows == list_own_rows);
-enum Cell : unsigned char { cell_any = 1, cell_all = 2 };
+
+// 32 cells beside one another, a bit each.
+struct alignas(8) Cells {
+  unsigned any, all;
+};
 
 struct MarkParams {
   const unsigned char* keep;
   long long batch_stride, head_stride, row_stride, key_stride;  // in bytes
-  unsigned char* cells;                                         // (planes, row_blocks, row_cells)
-  unsigned* bits;                                               // (planes, lines, line_words)
+  Cells* cells;    // (planes, row_blocks, words of row_cells)
+  unsigned* bits;  // (planes, lines, line_words)
   int lines, line_words;
   int heads;  // planes of one batch
   int planes;
@@ -64,10 +73,10 @@ struct TurnParams {
 };
 
 struct ListParams {
-  const unsigned char* cells;  // as in MarkParams
-  int* counts;                 // (lists, outer tiles, list_counts): ListCount
-  int* tiles;                  // (lists, outer tiles, inner tiles)
-  int2* turns;                 // (lists, q tiles, kv tiles), if they are counted
+  const Cells* cells;  // as in MarkParams
+  int* counts;         // (lists, outer tiles, list_counts): ListCount
+  int* tiles;          // (lists, outer tiles, inner tiles)
+  int2* turns;         // (lists, q tiles, kv tiles), if they are counted
   int lists;
   int planes_per_list;  // consecutive planes
   int seq_q, seq_k;
@@ -80,32 +89,129 @@ struct ListParams {
 // The index of this warp in the grid.
 __device__ __forceinline__ int map_item() { return blockIdx.x * map_warps + threadIdx.x / 32; }
 
+// For the kernels that read cells or bits. What follows in the stream, another of them or the
+// kernel that goes by the map, may then begin: it waits likewise before it reads. Why only then,
+// and why mark_cells does not allow it at all: CTAs that wait would take the places of those that
+// read the mask.
+__device__ __forceinline__ void follow_in_stream() {
+  ptx::wait_for_previous_grid();
+  ptx::allow_next_grid();
+}
+
 // 0x80 in each byte of a word that is not 0: a boolean may be any such byte.
 __device__ __forceinline__ unsigned truths(unsigned word) {
   return ((word & 0x7f7f7f7fu) + 0x7f7f7f7fu | word) & 0x80808080u;
 }
 
-// Packs the flags of truths() into four adjacent bits. The product has them in its highest four
-// bits: no two of its addends overlap.
-__device__ __forceinline__ unsigned four_bits(unsigned truths) {
-  return truths * 0x00204081u >> 28;
+// Packs the flags of two words into the highest eight bits, those of `low` below those of `high`.
+// The product has no two addends at the same bit.
+__device__ __forceinline__ unsigned eight_bits(unsigned low, unsigned high) {
+  return (truths(high) | truths(low) >> 4) * 0x00204081u;
 }
 __device__ __forceinline__ unsigned sixteen_bits(uint4 bytes) {
-  return four_bits(truths(bytes.x)) | four_bits(truths(bytes.y)) << 4 |
-         four_bits(truths(bytes.z)) << 8 | four_bits(truths(bytes.w)) << 12;
+  return __byte_perm(eight_bits(bytes.x, bytes.y), eight_bits(bytes.z, bytes.w), 0x7373) & 0xffffu;
 }
 
 // What is known of a cell so far.
 struct CellMarks {
   unsigned any = 0, all = 0xffffu;  // a bit per key
 
-  // `line`: the destination of the row's bits.
-  __device__ __forceinline__ void add(unsigned kept, unsigned short* line) {
+  __device__ __forceinline__ void add(unsigned kept) {
     any |= kept;
     all &= kept;
-    *line = static_cast<unsigned short>(kept);
   }
 };
+
+// 16 adjacent bytes at any address, by the aligned words that hold them.
+__device__ __forceinline__ uint4 bytes_at(const unsigned char* at) {
+  const unsigned beyond = static_cast<unsigned>(reinterpret_cast<long long>(at)) % 4;
+  const unsigned* from = reinterpret_cast<const unsigned*>(at - beyond);
+  const unsigned words[5] = {from[0], from[1], from[2], from[3], beyond == 0 ? 0 : from[4]};
+  unsigned found[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    found[i] = static_cast<unsigned>(
+        (static_cast<unsigned long long>(words[i + 1]) << 32 | words[i]) >> 8 * beyond);
+  return uint4{found[0], found[1], found[2], found[3]};
+}
+
+// `first` and `second` of two lanes: the lower one gets `first` of both, the upper one `second`.
+struct OfLanes {
+  unsigned lower, upper;
+};
+__device__ __forceinline__ OfLanes exchanged(unsigned first, unsigned second, int distance) {
+  const bool is_upper = (threadIdx.x & distance) != 0;
+  const unsigned got = __shfl_xor_sync(0xffffffffu, is_upper ? first : second, distance);
+  return is_upper ? OfLanes{got, second} : OfLanes{first, got};
+}
+
+// Eight lanes beside one another have 16 bits of each of eight lines; lane i gets those of line i.
+__device__ __forceinline__ uint4 bits_of_line(const unsigned (&kept)[8]) {
+  unsigned pairs[4];  // of lines
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pairs[i] = kept[2 * i] | kept[2 * i + 1] << 16;
+  const OfLanes even = exchanged(pairs[0], pairs[2], 4), odd = exchanged(pairs[1], pairs[3], 4);
+  const OfLanes left = exchanged(even.lower, odd.lower, 2);
+  const OfLanes right = exchanged(even.upper, odd.upper, 2);
+  auto halves = [](unsigned pair) {
+    const OfLanes both = exchanged(pair, pair, 1);
+    return __byte_perm(both.lower, both.upper, threadIdx.x & 1 ? 0x7632 : 0x5410);
+  };
+  return {halves(left.lower), halves(left.upper), halves(right.lower), halves(right.upper)};
+}
+
+// The lines of bits of a row of cells.
+struct Lines {
+  unsigned* first;
+  int words;
+  int cell;  // of this lane
+
+  __device__ __forceinline__ void store(int row, unsigned kept) const {
+    unsigned* line = first + static_cast<long long>(row) * words;
+    reinterpret_cast<unsigned short*>(line)[cell] = static_cast<unsigned short>(kept);
+  }
+  // Eight rows from `row` on, of whole cells in all lanes: 16 bytes per lane, so that two lanes
+  // fill a sector of the L2 cache.
+  __device__ __forceinline__ void store_turned(int row, const unsigned (&kept)[8]) const {
+    const int lane = threadIdx.x % 32;
+    unsigned* line = first + static_cast<long long>(row + lane % 8) * words;
+    *reinterpret_cast<uint4*>(line + cell / 32 * 16 + lane / 8 * 4) = bits_of_line(kept);
+  }
+};
+
+// Marks the cell of `rows` rows, of which `load` gives sixteen bytes each, and stores their bits;
+// `turned`: by Lines::store_turned. The rows of the next iteration are in flight while those of
+// this one are processed. Behind the end the last row is read again. Why no __ldg: the assembler
+// would sink such a load to its use; these loads stay before the stores of their iteration.
+template <int at_once, bool turned = false, typename Load>
+__device__ __forceinline__ void mark_rows(const Load& load, const Lines& lines, int rows,
+                                          CellMarks& marks) {
+  uint4 next[at_once];
+  auto load_from = [&](int begin) {
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) next[i] = load(min_int(begin + i, rows - 1));
+  };
+  load_from(0);
+#pragma unroll 1
+  for (int begin = 0; begin < rows; begin += at_once) {
+    uint4 bytes[at_once];
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) bytes[i] = next[i];
+    if (begin + at_once < rows) load_from(begin + at_once);
+    unsigned kept[at_once];
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) {
+      kept[i] = sixteen_bits(bytes[i]);
+      marks.add(kept[i]);
+    }
+    if constexpr (turned) {
+      lines.store_turned(begin, kept);
+    } else {
+#pragma unroll
+      for (int i = 0; i < at_once; ++i) lines.store(min_int(begin + i, rows - 1), kept[i]);
+    }
+  }
+}
 
 __device__ __forceinline__ void mark_cells(const MarkParams& params) {
   const int chunks = ceil_div(params.row_cells, 32);
@@ -115,7 +221,6 @@ __device__ __forceinline__ void mark_cells(const MarkParams& params) {
   const int chunk = item % chunks, row_block = item / chunks % params.row_blocks;
   const int plane = item / chunks / params.row_blocks;
   const int cell = chunk * 32 + lane;
-  if (cell >= params.row_cells) return;
   const int first_key = cell * cell_keys, keys_left = params.seq_k - first_key;
   const bool whole = keys_left >= cell_keys;  // why not of a clamped number: see mask.cuh
   const int first_row = row_block * cell_rows;
@@ -124,42 +229,30 @@ __device__ __forceinline__ void mark_cells(const MarkParams& params) {
   const unsigned char* at = params.keep + plane / params.heads * params.batch_stride +
                             plane % params.heads * params.head_stride +
                             first_row * params.row_stride + first_key * params.key_stride;
-  unsigned short* line =
-      reinterpret_cast<unsigned short*>(params.bits + static_cast<long long>(plane) * params.lines *
-                                                          params.line_words) +
-      cell;
-  if (params.lines > 1) line += 2ll * first_row * params.line_words;
+  const Lines lines = {params.bits + (static_cast<long long>(plane) * params.lines +
+                                      (params.lines > 1 ? first_row : 0)) *
+                                         params.line_words,
+                       params.line_words, cell};
+  auto load = [&](int row) {
+    return *reinterpret_cast<const uint4*>(at + row * params.row_stride);
+  };
   CellMarks marks;
-  // Whether 16 keys can be read as one vector is the same for a whole mask, so the branch is
-  // uniform and costs nothing.
+  ptx::wait_for_previous_grid();
+  // How 16 keys can be read is the same for a whole mask, so the branches are uniform but for the
+  // last keys of a row.
   const long long steps = params.batch_stride | params.head_stride | params.row_stride |
                           reinterpret_cast<long long>(params.keep);
-  if (params.key_stride == 1 && steps % 16 == 0 && whole) {
-    // The rows of the next iteration are in flight while those of this one are processed. Behind
-    // the end the last row is read again. Why no __ldg: the assembler would sink such a load to its
-    // use; these loads stay before the stores of their iteration.
-    uint4 next[rows_at_once];
-    auto load = [&](int begin) {
-#pragma unroll
-      for (int i = 0; i < rows_at_once; ++i)
-        next[i] =
-            *reinterpret_cast<const uint4*>(at + min_int(begin + i, rows - 1) * params.row_stride);
-    };
-    load(0);
+  const bool aligned = params.key_stride == 1 && steps % 16 == 0;
+  if (aligned && rows % rows_at_once == 0 && (chunk + 1) * 32 * cell_keys <= params.seq_k) {
+    mark_rows<rows_at_once, true>(load, lines, rows, marks);
+  } else if (aligned && whole) {
+    mark_rows<rows_at_once>(load, lines, rows, marks);
+  } else if (params.key_stride == 1 && whole) {
+    mark_rows<rows_at_once / 2>([&](int row) { return bytes_at(at + row * params.row_stride); },
+                                lines, rows, marks);
+  } else if (cell < params.row_cells) {
 #pragma unroll 1
-    for (int begin = 0; begin < rows; begin += rows_at_once) {
-      uint4 bytes[rows_at_once];
-#pragma unroll
-      for (int i = 0; i < rows_at_once; ++i) bytes[i] = next[i];
-      load(begin + rows_at_once);
-#pragma unroll
-      for (int i = 0; i < rows_at_once; ++i)
-        marks.add(sixteen_bits(bytes[i]),
-                  line + 2ll * min_int(begin + i, rows - 1) * params.line_words);
-    }
-  } else {
-#pragma unroll 1
-    for (int row = 0; row < rows; ++row, at += params.row_stride, line += 2 * params.line_words) {
+    for (int row = 0; row < rows; ++row, at += params.row_stride) {
       unsigned bytes[cell_keys];
 #pragma unroll
       for (int key = 0; key < cell_keys; ++key)
@@ -167,13 +260,16 @@ __device__ __forceinline__ void mark_cells(const MarkParams& params) {
       unsigned kept = 0;
 #pragma unroll
       for (int key = 0; key < cell_keys; ++key) kept |= (bytes[key] != 0 ? 1u : 0u) << key;
-      marks.add(kept, line);
+      marks.add(kept);
+      lines.store(row, kept);
     }
   }
-  const unsigned every = whole ? 0xffffu : (1u << keys_left) - 1;
-  const bool all = (marks.all & every) == every;
-  params.cells[(static_cast<long long>(plane) * params.row_blocks + row_block) * params.row_cells +
-               cell] = (marks.any != 0 ? cell_any : 0) | (all ? cell_all : 0);
+  const unsigned every = whole ? 0xffffu : (1u << max_int(keys_left, 0)) - 1;
+  const Cells cells = {__ballot_sync(0xffffffffu, marks.any != 0),
+                       __ballot_sync(0xffffffffu, (marks.all & every) == every)};
+  if (lane == 0)
+    params.cells[(static_cast<long long>(plane) * params.row_blocks + row_block) * chunks + chunk] =
+        cells;
 }
 
 // Each lane's word is a row of bits; returns this lane's column of them. Each of five steps swaps
@@ -191,6 +287,7 @@ __device__ __forceinline__ unsigned turned_square(unsigned word) {
 }
 
 __device__ __forceinline__ void turn_bits(const TurnParams& params) {
+  follow_in_stream();
   const int key_blocks = ceil_div(params.seq_k, turned_keys);
   const int row_blocks = ceil_div(params.seq_q, turned_rows);
   const int lane = threadIdx.x % 32, item = map_item();
@@ -221,32 +318,44 @@ __device__ __forceinline__ void turn_bits(const TurnParams& params) {
   }
 }
 
-// The combined marks of the cells of one tile, and the rows of cells that have `any`, a bit each.
+// What the cells of one tile say together.
 struct TileMarks {
-  int marks;
-  unsigned rows;
+  bool all;
+  unsigned rows;  // of cells, a bit each: whether any of the row's has `any`
 };
+
+// A tile has at most 31 cells in a row. They lie in one word or in two.
 __device__ __forceinline__ TileMarks cells_of_tile(const ListParams& params, int list, int q_tile,
                                                    int kv_tile) {
   const int row = q_tile * params.block_q, key = kv_tile * params.block_kv;
-  const int rows_begin = row / cell_rows, cells_begin = key / cell_keys;
+  const int rows_begin = row / cell_rows, begin = key / cell_keys;
   const int rows_end = min_int(ceil_div(row + params.block_q, cell_rows), params.row_blocks);
-  const int cells_end = min_int(ceil_div(key + params.block_kv, cell_keys), params.row_cells);
-  int all = cell_all;
-  unsigned rows = 0;
+  const int end = min_int(ceil_div(key + params.block_kv, cell_keys), params.row_cells);
+  const unsigned every = (1u << end - begin) - 1;
+  const int row_words = ceil_div(params.row_cells, 32);
+  const int word = begin / 32, next_word = min_int(word + 1, row_words - 1);
+  TileMarks found{true, 0};
   for (int plane = 0; plane < params.planes_per_list; ++plane)
-    for (int row = rows_begin; row < rows_end; ++row) {
-      const long long first =
-          (static_cast<long long>(list * params.planes_per_list + plane) * params.row_blocks +
-           row) *
-          params.row_cells;
-      for (int cell = cells_begin; cell < cells_end; ++cell) {
-        const int marks = params.cells[first + cell];
-        if (marks & cell_any) rows |= 1u << row - rows_begin;
-        all &= marks;
+    for (int first = rows_begin; first < rows_end; first += list_own_parts) {
+      const long long line =
+          static_cast<long long>(list * params.planes_per_list + plane) * params.row_blocks + first;
+      const Cells* cells = params.cells + line * row_words;
+      Cells low[list_own_parts] = {}, high[list_own_parts] = {};
+#pragma unroll
+      for (int i = 0; i < list_own_parts; ++i)
+        if (first + i < rows_end) {
+          low[i] = cells[i * row_words + word];
+          high[i] = cells[i * row_words + next_word];
+        }
+#pragma unroll
+      for (int i = 0; i < list_own_parts; ++i) {
+        const unsigned any = __funnelshift_r(low[i].any, high[i].any, begin) & every;
+        const unsigned all = __funnelshift_r(low[i].all, high[i].all, begin) & every;
+        if (any != 0) found.rows |= 1u << first + i - rows_begin;
+        found.all = found.all && (all == every || first + i >= rows_end);
       }
     }
-  return {all | (rows != 0 ? cell_any : 0), rows};
+  return found;
 }
 
 // The tiles of the other side that the band lets a tile touch, and those that it leaves whole.
@@ -263,13 +372,11 @@ __device__ __forceinline__ QueryTiles banded_tiles(const ListParams& params, int
   }
 }
 
-// Whether the band lets the 64 queries from `row` on see some of a KV tile.
-__device__ __forceinline__ bool is_touched(const ListParams& params, int row, int kv_tile) {
+// The KV tiles of which the band lets the 64 queries from `row` on see some.
+__device__ __forceinline__ TileRange own_range(const ListParams& params, int row) {
   const Band band{params.band_first_shift, params.band_end_shift, params.seq_k};
-  if (row >= params.seq_q) return false;
-  const TileRange touched =
-      touched_tiles(band, row, min_int(row + cell_rows, params.seq_q), params.block_kv);
-  return kv_tile >= touched.begin && kv_tile < touched.end;
+  if (row >= params.seq_q) return {0, 0};
+  return touched_tiles(band, row, min_int(row + cell_rows, params.seq_q), params.block_kv);
 }
 
 template <bool by_keys, bool in_order = false>
@@ -279,59 +386,71 @@ __device__ __forceinline__ void list_tiles(const ListParams& params) {
   if (item >= params.lists * params.outer_tiles) return;
   const int outer = item % params.outer_tiles, list = item / params.outer_tiles;
   const QueryTiles banded = banded_tiles<by_keys>(params, outer);
-  int* tiles = params.tiles + static_cast<long long>(item) * params.inner_tiles;
-  int full_count = 0, count = 0;
-  int own_ends[list_own_parts] = {};
-  // The first pass counts the full tiles, where these come first; the second writes.
-  for (int pass = in_order ? 1 : 0; pass < 2; ++pass) {
-    int next_full = 0, next_other = full_count;
-    for (int begin = banded.touched.begin; begin < banded.touched.end; begin += 32) {
-      const int inner = begin + lane;
-      TileMarks found{};
-      if (inner < banded.touched.end)
-        found = cells_of_tile(params, list, by_keys ? inner : outer, by_keys ? outer : inner);
-      const bool whole = inner >= banded.full.begin && inner < banded.full.end;
-      const bool full = whole && found.marks == (cell_any | cell_all);
-      const bool other = !full && (found.marks & cell_any) != 0;
-      const unsigned fulls = __ballot_sync(0xffffffffu, full);
-      const unsigned others = __ballot_sync(0xffffffffu, other);
-      const unsigned below = (1u << lane) - 1;
-      if constexpr (in_order) {
-        if (full || other)
-          tiles[next_full + next_other + __popc((fulls | others) & below)] =
-              full ? inner : masked_tile(inner);
-      } else {
-        if (pass == 1 && full) tiles[next_full + __popc(fulls & below)] = inner;
-        if (pass == 1 && other) tiles[next_other + __popc(others & below)] = inner;
-        if (!by_keys && pass == 1) {
+  TileRange own_ranges[list_own_parts] = {};
+  if constexpr (!by_keys)
 #pragma unroll
-          for (int part = 0; part < list_own_parts; ++part) {
-            const int row = outer * params.block_q + part * cell_rows;
-            const unsigned seen = __ballot_sync(
-                0xffffffffu, other && found.rows >> part & 1 && is_touched(params, row, inner));
-            if (seen != 0)
-              own_ends[part] = next_other + __popc(others & (2u << 31 - __clz(seen)) - 1);
-          }
-        }
-      }
-      next_full += __popc(fulls);
-      next_other += __popc(others);
+    for (int part = 0; part < list_own_parts; ++part)
+      own_ranges[part] = own_range(params, outer * params.block_q + part * cell_rows);
+  follow_in_stream();
+  auto look_up = [&](int inner) {
+    if (inner >= banded.touched.end) return TileMarks{false, 0};
+    return cells_of_tile(params, list, by_keys ? inner : outer, by_keys ? outer : inner);
+  };
+  auto is_full = [&](int inner, const TileMarks& marks) {
+    return inner >= banded.full.begin && inner < banded.full.end && marks.all;
+  };
+  const int first_tile = banded.touched.begin + lane;
+  const TileMarks first = look_up(first_tile);
+  int full_count = 0;
+  if constexpr (!in_order) {  // the full ones come first
+    full_count = __popc(__ballot_sync(0xffffffffu, is_full(first_tile, first)));
+#pragma unroll 1
+    for (int inner = first_tile + 32; inner - lane < banded.touched.end; inner += 32)
+      full_count += __popc(__ballot_sync(0xffffffffu, is_full(inner, look_up(inner))));
+  }
+  int* tiles = params.tiles + static_cast<long long>(item) * params.inner_tiles;
+  int next_full = 0, next_other = full_count;
+  int own_ends[list_own_parts] = {};
+#pragma unroll 1
+  for (int inner = first_tile; inner - lane < banded.touched.end; inner += 32) {
+    const TileMarks found = inner == first_tile ? first : look_up(inner);
+    const bool full = is_full(inner, found), other = !full && found.rows != 0;
+    const unsigned fulls = __ballot_sync(0xffffffffu, full);
+    const unsigned others = __ballot_sync(0xffffffffu, other);
+    const unsigned below = (1u << lane) - 1;
+    if constexpr (in_order) {
+      if (full || other)
+        tiles[next_full + next_other + __popc((fulls | others) & below)] =
+            full ? inner : masked_tile(inner);
+    } else {
+      if (full) tiles[next_full + __popc(fulls & below)] = inner;
+      if (other) tiles[next_other + __popc(others & below)] = inner;
     }
-    full_count = next_full;
-    count = in_order ? next_full + next_other : next_other;
+    if constexpr (!by_keys)
+#pragma unroll
+      for (int part = 0; part < list_own_parts; ++part) {
+        const TileRange own = own_ranges[part];
+        const unsigned seen = __ballot_sync(
+            0xffffffffu, other && found.rows >> part & 1 && inner >= own.begin && inner < own.end);
+        if (seen != 0) own_ends[part] = next_other + __popc(others & (2u << 31 - __clz(seen)) - 1);
+      }
+    next_full += __popc(fulls);
+    next_other += __popc(others);
   }
   if (lane == 0) {
+    const int count = in_order ? next_full + next_other : next_other;
     int* counts = params.counts + static_cast<long long>(item) * list_counts;
-    counts[full_tiles_of_list] = full_count;
+    counts[full_tiles_of_list] = next_full;
     counts[tiles_of_list] = count;
 #pragma unroll
     for (int part = 0; part < list_own_parts; ++part)
-      counts[own_end_of_list + part] = by_keys ? count : max_int(full_count, own_ends[part]);
+      counts[own_end_of_list + part] = by_keys ? count : max_int(next_full, own_ends[part]);
   }
 }
 
 // For lists by keys, whose outer tiles are KV tiles.
 __device__ __forceinline__ void count_turns(const ListParams& params) {
+  follow_in_stream();
   const int lane = threadIdx.x % 32, item = map_item();
   const int q_tiles = params.inner_tiles, kv_tiles = params.outer_tiles;
   if (item >= params.lists * q_tiles) return;
