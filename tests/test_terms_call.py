@@ -176,6 +176,10 @@ def test_names_of_terms_say_what_they_take() -> None:
         tilewise.attention(q, q, q, keep=torch.zeros(ROWS))
     with pytest.raises(InvalidInput, match="alibi"):
         tilewise.attention(q, q, q, alibi=[0.5] * HEADS)
+    ones = torch.ones(ROWS, ROWS)
+    for name, tensor in {"keep": ones.bool(), "mask": ones, "sink": ones[0, :HEADS]}.items():
+        with pytest.raises(InvalidInput, match=f"{name}: got a torch.sparse_coo tensor"):
+            tilewise.attention(q, q, q, **{name: tensor.to_sparse()})
     with pytest.raises(InvalidInput, match="sink"):
         tilewise.attention(q, q, q, sink=torch.zeros(HEADS + 1))
     hides = torch.ones(ROWS, ROWS).bool()
@@ -191,12 +195,12 @@ def test_a_boolean_mask_and_keep_hide_what_either_hides(layout: str) -> None:
     want = tilewise.attention(q, q, q, mask=mask & keep, layout=layout)
     got = tilewise.attention(q, q, q, mask=mask, keep=keep, layout=layout)
     assert_close(got, want, budget(torch.float32, ROWS))
+    problem = tilewise.explain(q, q, q, mask=mask, keep=keep, layout=layout).problem
+    assert problem.scores == (Keep.of(mask & keep, problem),)
 
 
 def test_named_terms_compile() -> None:
     q = torch.randn(BATCH, HEADS, ROWS, DIM)
-    problem = tilewise.explain(q, q, q, mask=mask, keep=keep, layout=layout).problem
-    assert problem.scores == (Keep.of(mask & keep, problem),)
     keep, slopes = torch.rand(BATCH, 1, 1, ROWS) > 0.3, torch.rand(HEADS)
 
     def call(q: Tensor, keep: Tensor, slopes: Tensor) -> Tensor:

@@ -327,6 +327,8 @@ def with_named_terms(
     for name, tensor in (("alibi", alibi), ("keep", keep), ("sink", sink)):
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise InvalidInput(name, shown(tensor), "a torch.Tensor", "convert it with torch.as_tensor")
+        if tensor is not None:
+            _check_strided(name, tensor)
     check_tensors(q, k, k)
     terms, named = list(check_terms(scores)), dict(operands or {})
     if alibi is not None:
@@ -473,6 +475,7 @@ def _checked_operands(problem: Problem, given: Operands, q: torch.Tensor) -> tup
             )
         if tensor.device != q.device:
             raise InvalidInput(f"operands[{name!r}]", f"on {tensor.device}", f"{q.device}, the device of q", "move it")
+        _check_strided(f"operands[{name!r}]", tensor)
     if isinstance(problem.mask, Packed):
         _check_offsets(problem.mask, given)
     for term in problem.scores:
@@ -622,6 +625,11 @@ def given_scale(scale: float | None) -> float:
     return given
 
 
+def _check_strided(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise InvalidInput(name, f"a {tensor.layout} tensor", "a strided tensor", "call .to_dense() on it")
+
+
 def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """q, k and v are 4-D floating tensors of one dtype on one device, or InvalidInput says which is not."""
     tensors = {"q": q, "k": k, "v": v}
@@ -635,8 +643,7 @@ def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
                 "a strided 4-D tensor",
                 "pack the sequences and pass mask=Documents(cu_seqlens)",
             )
-        if tensor.layout is not torch.strided:
-            raise InvalidInput(name, f"a {tensor.layout} tensor", "a strided 4-D tensor", "call .to_dense() on it")
+        _check_strided(name, tensor)
         if tensor.ndim != 4:
             raise InvalidInput(
                 name, f"shape {tuple(tensor.shape)}", "4 dimensions", "reshape to (batch, heads, seq, head_dim)"
@@ -736,6 +743,7 @@ def _describe_dense(mask: torch.Tensor, q: torch.Tensor, seq_kv: int) -> Dense:
         )
     if mask.device != q.device:
         raise InvalidInput("mask.device", mask.device, f"{q.device}, the device of q", "move the mask")
+    _check_strided("mask", mask)
     sizes = _Sizes(q.shape[0], q.shape[1], q.shape[2], seq_kv, q.dtype)
     return Dense(tuple(mask.shape), additive, mask.ndim > 0 and is_paired(mask, sizes))
 
