@@ -400,17 +400,17 @@ def _batch_of_head(
     q = inputs.q.detach()[batch, first : first + count][None].to(work).requires_grad_()
     dout = inputs.dout[batch, first : first + count][None].to(work)
     given = {}
-    for name, tensor in inputs.operands.items():
-        own = learned[name] if name in learned else tensor.detach()
-        # The heads are cut already of what is learned: its only group is the first.
-        part = part_of_head(own, name, problem, 0 if name in learned else head, batch)
-        given[name] = part.to(work) if part.is_floating_point() else part
-    mask = problem.mask
-    if isinstance(mask, Dense):
-        assert inputs.bias is not None
-        mask = Dense(tuple(given["bias" if mask.additive else "keep"].shape), mask.additive)
-    small = problem.with_(batch=1, heads_q=count, heads_kv=1, dtype=work, mask=mask, layout="bhsd")
-    with torch.enable_grad():
+    with torch.enable_grad():  # a part of what is learned is differentiated too
+        for name, tensor in inputs.operands.items():
+            own = learned[name] if name in learned else tensor.detach()
+            # The heads are cut already of what is learned: its only group is the first.
+            part = part_of_head(own, name, problem, 0 if name in learned else head, batch)
+            given[name] = part.to(work) if part.is_floating_point() else part
+        mask = problem.mask
+        if isinstance(mask, Dense):
+            assert inputs.bias is not None
+            mask = Dense(tuple(given["bias" if mask.additive else "keep"].shape), mask.additive)
+        small = problem.with_(batch=1, heads_q=count, heads_kv=1, dtype=work, mask=mask, layout="bhsd")
         out, lse = forward(q, k, v, small, given, problem.dtype)
     results = {"out": out.detach()[0], "lse": lse.detach()[0].unsqueeze(-1)}
     if not problem.needs_grad:
