@@ -18,6 +18,7 @@ from tilewise.lab.candidates.patterns import NORMAL, Pattern
 from tilewise.lab.measure import accuracy, ahead
 from tilewise.lab.measure.compare import (
     REFUSED,
+    UNVERIFIED,
     VERIFIED,
     Comparison,
     Goal,
@@ -314,10 +315,12 @@ def test_a_rate_is_a_goal_too_and_no_goal_is_none() -> None:
     assert bench.reached(comparison(1.0, 2.0, 1.0, Goal())) == ""
 
 
-def test_what_is_refused_says_so_in_the_row() -> None:
+def test_what_is_refused_or_not_verified_says_so_in_the_row() -> None:
     done = comparison(1.0, 2.0, 1.0, CLOSE, verdict=REFUSED, because=["no kernel has it"], forward=[])
     assert bench.reached(done) == "refused; no kernel has it"
     assert done.against_plain() is None
+    untold = comparison(1.0, 2.0, 1.0, CLOSE, verdict=UNVERIFIED, because=["float64 has no answer"])
+    assert bench.reached(untold) == "not verified; float64 has no answer"
     alone = comparison(1.0, 2.0, 1.0, CLOSE)
     alone.outcomes[2].verdict = "wrong"
     assert bench.reached(alone) == "not compared"

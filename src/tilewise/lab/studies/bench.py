@@ -21,7 +21,7 @@ from ..candidates.cached import CACHED, INVARIANT, PAGES_16, PAGES_64
 from ..candidates.names import DETERMINISTIC, FA3, FA4, FLASHINFER, OURS, PLAIN, VARLEN, Candidate
 from ..measure import ahead, environment, noise, words
 from ..measure.clocks import Watch
-from ..measure.compare import REFUSED, Comparison, Goal, Row, compare_all, geomean, steps, summary
+from ..measure.compare import REFUSED, UNVERIFIED, Comparison, Goal, Row, compare_all, geomean, steps, summary
 from ..measure.statistics import FASTER, SLOWER
 
 if TYPE_CHECKING:
@@ -293,11 +293,12 @@ GOAL_LEGEND = (
 
 
 def reached(comparison: Comparison) -> str:
-    """How a row stands to its goal: what it misses first; "floor" or "aim" where it misses nothing else."""
+    """How a row stands to its goal: what it misses first; "floor" or "aim" where it misses nothing else. An answer that
+    nothing could be held against reaches neither."""
     ours, goal = comparison.outcomes[0], comparison.row.goal
     if goal is None:
         return ""
-    if ours not in comparison.timed():
+    if ours not in comparison.timed() or ours.verdict == UNVERIFIED:
         return "; ".join([ours.verdict, *ours.because])
     found = against_fastest(comparison)
     rate = comparison.row.flops / (summary(ours.samples) or {"median": float("inf")})["median"] / 1e12
