@@ -9,6 +9,7 @@
     {"do": "memory"}                                             bytes a forward, or a step where gradients are wanted,
                                                                  needs beyond its inputs, at the peak
     {"do": "runs"}                                               the kernels it comes to, by a name; empty if not known
+    {"do": "launched", "timed"}                                  those of ours, as `model.launched` names them, or null
     {"do": "time", "what", "method", "seconds", "flush"}         samples of seconds per "forward", "backward" or "step"
     {"do": "profile", "trace"}                                   the kernels that ran, by torch.profiler
     {"do": "rates"}                                              peaks of this CPU, measured
@@ -41,15 +42,19 @@ import torch
 
 from ...errors import DeviceError, UnsupportedProblem
 from ...masks import Dense, Documents
+from ...memo import invalidate
+from ...plan import plans_made
 from ...problem import Problem
 from ..candidates import override
 from ..candidates.names import SDPA, Candidate, Forward, make_inputs, sdpa_arguments
 from ..model import roofline
+from ..model.launched import launched
 from . import accuracy, timing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ..model.launched import Launched
     from .accuracy import Sample, Tensors
 
 _NO_KERNEL = ("No available kernel", "No viable backend")
@@ -69,6 +74,7 @@ class Worker:
         self, candidate: str, problem: dict[str, Any], seed: int, device: str, tensors: str = "", contents: str = ""
     ) -> None:
         self.forget()
+        invalidate()  # so that the plans that are remembered are those of this problem
         self._problem = Problem.from_dict(problem)
         self._candidate, self._device, self._seed, self._contents = Candidate(candidate), device, seed, contents
         self._scope.enter_context(_own_stream(device))
@@ -129,6 +135,11 @@ class Worker:
     def memory(self) -> int:
         call = self._step() if self._problem.needs_grad else self._forward
         return _peak_extra_bytes(call, self._device)
+
+    def launched(self, timed: list[str]) -> Launched | None:
+        """What of ours a call launches, by the plan of the first call; None where the planner was not asked."""
+        made = plans_made()
+        return launched(made[0], timed) if made else None
 
     def runs(self) -> str:
         return self._candidate.runs(self._problem, self._inputs)

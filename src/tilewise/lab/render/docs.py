@@ -161,7 +161,7 @@ def _body(asked: Asked, kept: list[Record], root: Path, path: Path) -> list[str]
 
 
 def _table(record: Record, root: Path, path: Path) -> list[str]:
-    comparisons = record.comparisons()
+    comparisons = record.comparisons
     ours = comparisons[0].outcomes[0].candidate
     rivals = [name for name in bench.RIVALS if any(_rival(comparison, name) for comparison in comparisons)]
     head = ["problem", ours, "spread", "best of PyTorch", "spread", "speed"]
@@ -187,7 +187,7 @@ def _line(comparison: Comparison, rivals: list[str]) -> str:
 
 def _problems(record: Record, root: Path, path: Path) -> list[str]:
     """Rows of one problem side by side, in the order of their first."""
-    comparisons = record.comparisons()
+    comparisons = record.comparisons
     kinds = list(dict.fromkeys(bench.timed(comparison, comparisons) for comparison in comparisons))
     lines = [f"| problem | {' | '.join(kinds)} |", f"|---|{'---:|' * len(kinds)}"]
     for alike in _by_problem(comparisons):
@@ -198,7 +198,7 @@ def _problems(record: Record, root: Path, path: Path) -> list[str]:
 
 def _goals(record: Record, root: Path, path: Path) -> list[str]:
     """Our time, the fastest of others, both ratios with what is asked of them, and what was reached."""
-    comparisons = record.comparisons()
+    comparisons = record.comparisons
     head = [name.removeprefix(">") for name in bench.GOAL_COLUMNS]
     rules = ["---:" if name.startswith(">") else "---" for name in bench.GOAL_COLUMNS]
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *map(bench.goal_cells, comparisons))]
@@ -273,7 +273,7 @@ def _summary(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]:
             continue
         about = f"[{record.device}, {record.date[:10]}]({_relative(root / bench.RESULTS / record.name, path)})"
         about += "".join(f"; {mark}" for mark in record.marks())
-        for kind, comparisons in bench.by_kind(record.comparisons()).items():
+        for kind, comparisons in bench.by_kind(record.comparisons).items():
             found = bench.score(comparisons)
             figures = f"{found.geomean:.2f} | {found.worst:.2f} | {found.behind:.0%} | {found.row}"
             of_torch = bench.score_of_torch(comparisons)

@@ -49,7 +49,7 @@ _MAX_SPANS = 200  # drawn in one lane
 
 def inspect_page(told: dict[str, Any]) -> str:
     problem = Problem.from_dict(told["plan"]["problem"])
-    seen = view(told["comparison"], told["torch"].get("choice", ""))
+    seen = view(told["comparison"])
     sections = [
         *_candidates(told, seen),
         *_ceilings(told, seen, problem),

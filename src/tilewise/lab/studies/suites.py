@@ -8,7 +8,7 @@ verified together. The suite `drawn` depends on a seed: see `lab.drawn`.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -419,16 +419,6 @@ def suite(name: str, only: tuple[str, ...] = (), extra: tuple[str, ...] = (), se
     return rows
 
 
-def part_of(rows: list[Row], text: str) -> list[Row]:
-    """Part "K/N" of rows: the K-th of N runs of about as many rows each, with the rows of one problem together."""
-    number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise InvalidInput("--part", repr(text), "K/N with 1 <= K <= N", "write 1/3 for the first of three parts")
-    problems = [list(group) for _, group in groupby(rows, lambda row: row.problem.with_(needs_grad=False))]
-    begin, end = (len(problems) * part // int(count) for part in (int(number) - 1, int(number)))
-    return [row for group in problems[begin:end] for row in group]
-
-
 def _with_candidates(row: Row, more: tuple[str, ...]) -> Row:
     return replace(row, candidates=tuple(dict.fromkeys((*row.candidates, *more))))
 
@@ -443,3 +433,11 @@ def _rivals(name: str, row: Row) -> tuple[str, ...]:
 
 def _selected(name: str, only: tuple[str, ...]) -> bool:
     return not only or any(all(part in name for part in wanted.split("+")) for wanted in only)
+
+
+_LIBRARIES = (FA3, FA4)
+PEERS: dict[str, tuple[str, ...]] = {
+    "cpu": (TORCH_DEFAULT,),
+    "forward": ("torch-cudnn", "torch-flash", *_LIBRARIES),
+}
+"""The strongest of others, by suite: a row is evidence only where each has a verified time, or says why it has none."""
