@@ -26,7 +26,7 @@ from tilewise.lab.candidates import rivals
 from tilewise.lab.candidates.inputs import make_inputs
 from tilewise.lab.candidates.names import Candidate
 from tilewise.lab.commands.app import app
-from tilewise.lab.measure import ahead, clocks, worker
+from tilewise.lab.measure import accuracy, ahead, clocks, worker
 from tilewise.lab.measure.compare import TIMES, VERIFIED, Comparison, Outcome, Row, Settings, compare, compare_all
 from tilewise.lab.measure.pool import Failure, Pool
 from tilewise.lab.measure.timing import METHODS, ROTATED_BYTES, Rotation, turns_for
@@ -116,6 +116,18 @@ def test_the_grouped_suite_times_every_direction_of_what_models_have() -> None:
     assert {problem.group for problem in by_problem} >= {2, 4, 7, 8}
     assert {problem.batch for problem in by_problem} >= {1, 2, 4, 8}
     assert {problem.seq_q for problem in by_problem} >= {2048, 4096, 8192, 16384, 32768}
+
+
+@pytest.mark.parametrize("name", ["forward", "backward", "grouped", "odd", "chunked", "packed", "drawn"])
+def test_the_truth_of_every_row_is_affordable_on_a_gpu(name: str) -> None:
+    """By the scores that it computes in float64, of which an H200 does some 10^10 per second."""
+    for problem in {row.problem for row in suites.SUITES[name]}:
+        sample = accuracy.choose(problem, 0, "cuda")
+        scores = len(sample.groups) * problem.group * len(sample.rows) * problem.seq_kv
+        assert 0 < scores < 10**10, problem
+        if isinstance(problem.mask, masks.Documents) and len(sample.rows) < problem.seq_q:
+            starts = problem.mask.cu_seqlens_q
+            assert {end - 1 for end in starts[1:]} <= set(sample.rows), "one row of every document"
 
 
 def test_the_odd_suite_has_what_no_tile_divides_and_models_have() -> None:
@@ -457,6 +469,9 @@ def test_what_compiles_can_be_compiled_ahead(monkeypatch: pytest.MonkeyPatch) ->
     }
     for bunch in bunches:
         assert len({(name, p.head_dim, type(p.mask), p.needs_grad) for name, _, p, _ in bunch}) == 1
+    first = [(bunch[0][0], bunch[0][2].needs_grad) for bunch in bunches]
+    kinds = [("fa4", True), ("fa4", False), ("tilewise", True), ("tilewise", False)]
+    assert list(dict.fromkeys(first)) == kinds, "what takes longest comes first"
     asked: list[ScriptedPool] = []
 
     class Helpers(ScriptedPool):

@@ -235,6 +235,7 @@ class Worker:
             if hasattr(self, name):
                 delattr(self, name)
         _free_cached_memory()
+        gc.freeze()  # the modules that a library imported for it need not be looked at again
 
 
 def _beside(path: str, suffix: str) -> str:
