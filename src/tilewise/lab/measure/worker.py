@@ -67,7 +67,7 @@ class Worker:
     def __init__(self) -> None:
         self._scope = contextlib.ExitStack()
         self._kept: dict[str, timing.Kept] = {}
-        self._calls: dict[str, Callable[[], Any]] = {}
+        self._calls: dict[str, Callable[[], Any] | timing.Backward] = {}
         self._overheads: dict[tuple[str, Problem], list[float]] = {}
 
     def prepare(
@@ -146,10 +146,7 @@ class Worker:
 
     def time(self, what: str, method: str, seconds: float, flush: bool = False) -> list[float]:
         if what not in self._calls:
-            makers = {"forward": lambda: self._forward, "backward": self._backward, "step": self._step}
-            self._calls[what] = (
-                self._rotation() if what == "forward" and flush and method == "graph" else makers[what]()
-            )
+            self._calls[what] = self._call(what, rotated=flush and method == "graph")
         kept = self._kept.setdefault(what, {})
         return timing.measure(self._calls[what], method, seconds, flush=flush, kept=kept)
 
@@ -160,7 +157,7 @@ class Worker:
         self._forward()
         found = {"forward": profile.run(self._forward, self._device, trace)}
         if self._problem.needs_grad:
-            backward = self._backward()
+            backward = self._backward().retained()
             backward()
             found["backward"] = profile.run(backward, self._device, _beside(trace, "backward"))
         return found
@@ -206,6 +203,14 @@ class Worker:
             results |= dict(zip(wanted, grads, strict=True))
         return results
 
+    def _call(self, what: str, *, rotated: bool) -> Callable[[], Any] | timing.Backward:
+        """What is timed."""
+        if what == "backward":
+            return self._backward()
+        if what == "step":
+            return self._step()
+        return self._rotation() if rotated else self._forward
+
     def _rotation(self) -> Callable[[], Any]:
         """The forward of several sets of tensors by turns, so many that no cache holds their keys and values."""
         size = sum(tensor.numel() * tensor.element_size() for tensor in (self._inputs.k, self._inputs.v))
@@ -220,11 +225,11 @@ class Worker:
         _synchronize(self._device)
         return timing.Rotation(calls)
 
-    def _backward(self) -> Callable[[], Any]:
-        """The backward alone, over and over on one recorded forward."""
-        out, _ = _split(self._forward())
+    def _backward(self) -> timing.Backward:
+        """The backward alone."""
         wanted, dout = list(self._inputs.differentiated(self._problem).values()), self._inputs.dout
-        return lambda: torch.autograd.grad(out, wanted, dout, retain_graph=True)
+        forward = self._forward
+        return timing.Backward(lambda: _split(forward())[0], wanted, dout)
 
     def _step(self) -> Callable[[], Any]:
         """Forward and backward, as a training step has them."""
@@ -241,6 +246,7 @@ class Worker:
             if hasattr(self, name):
                 delattr(self, name)
         _free_cached_memory()
+        gc.freeze()  # the modules that a library imported for it need not be looked at again
 
 
 def _beside(path: str, suffix: str) -> str:

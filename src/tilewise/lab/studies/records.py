@@ -21,7 +21,7 @@ from ..measure.statistics import MIN_ROUNDS
 from ..model import launched
 from ..units import counted
 from . import kept
-from .suites import PEERS, rows_of
+from .suites import peers_of, rows_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,13 +91,16 @@ class Record:
 
     def shortcomings(self) -> dict[str, str]:
         """Why rows of the suite are no evidence, by their names."""
-        found = dict.fromkeys(self.missing({c.row.name for c in self.comparisons}), "not measured")
-        for comparison in self.comparisons:
-            if why := self._shortcoming(comparison):
-                found[comparison.row.name] = why
+        measured = {comparison.row.name: comparison for comparison in self.comparisons}
+        found = {}
+        for row in rows_of(self.suite, self.seed):
+            comparison = measured.get(row.name)
+            peers = peers_of(self.suite, row)
+            if why := "not measured" if comparison is None else self._shortcoming(comparison, peers):
+                found[row.name] = why
         return found
 
-    def _shortcoming(self, comparison: Comparison) -> str:
+    def _shortcoming(self, comparison: Comparison, peers: tuple[str, ...]) -> str:
         ours = comparison.outcomes[0]
         if not comparison.complete:
             return "interrupted"
@@ -105,7 +108,7 @@ class Record:
             return f"{counted(len(ours.costs), 'round')} of {ours.candidate}, fewer than {MIN_ROUNDS}"
         if why := self.older.get(comparison.row.name):
             return why
-        lacking = (self._lacks(peer, comparison) for peer in PEERS[self.suite])
+        lacking = (self._lacks(peer, comparison) for peer in peers)
         return next((why for why in lacking if why), "")
 
     def _lacks(self, peer: str, comparison: Comparison) -> str:
