@@ -5,6 +5,7 @@ VENV    := .venv
 STAMP   := $(VENV)/.installed
 CPP := $(wildcard src/tilewise/kernels/*/*.cuh src/tilewise/kernels/*/*/*.cuh src/tilewise/native/*.cpp src/tilewise/native/*.h \
                   tests/emulator/*.h tests/emulator/*.cpp tests/emulator/*/*.cuh tests/emulator/*/*/*.cuh)
+INSTALL := python -m pip install --quiet --disable-pip-version-check
 CLANG_FORMAT = $(PYTHON) -c "from clang_format import clang_format; clang_format()"
 export PYTHONPATH := src
 
@@ -78,15 +79,22 @@ screenshots: $(SETUP)
 gpu-check: $(SETUP)
 	$(if $(LANES),printf '%s\n' tests/gpu/test_*.py | xargs -P $(LANES) -n 1 $(PYTHON) -m pytest,$(PYTHON) -m pytest tests/gpu)
 
-$(STAMP): pyproject.toml constraints.txt
+# A CUDA build of torch pins NVRTC and Triton itself, and two pins of one package would be a conflict. Variables rather
+# than options, which do not reach the environment that our package is built in; pip has the second since 25.3.
+CPU_PINS = "from importlib.metadata import requires as of; \
+  print('' if any(line.startswith('triton') for line in of('torch')) else 'constraints-cpu.txt')"
+
+$(STAMP): pyproject.toml constraints.txt constraints-cpu.txt .ci/torch.txt
 	test -x $(VENV)/bin/python || python3 -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(VENV)/bin/$(INSTALL) --constraint constraints.txt --requirement .ci/torch.txt
+	pins=$$($(VENV)/bin/python -c $(CPU_PINS)) && \
+	export PIP_CONSTRAINT="constraints.txt $$pins" && export PIP_BUILD_CONSTRAINT="$$PIP_CONSTRAINT" && \
+	$(VENV)/bin/$(INSTALL) --editable ".[dev]"
 	touch $@
 
-.venv-%/.installed: .ci/%.txt
+.venv-%/.installed: .ci/%.txt constraints.txt
 	test -x .venv-$*/bin/python || python3 -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	.venv-$*/bin/$(INSTALL) --requirement $<
 	touch $@
 
 environments: $(STAMP) .venv-thunder/.installed .venv-libraries/.installed
