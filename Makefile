@@ -17,7 +17,7 @@ endif
 # With REPORTS=folder every job leaves a JUnit report there.
 REPORT = $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 
-.PHONY: run native wheel-native test kernel-gates thunder libraries nightly instrument-check check format golden docs screenshots gpu-check environments clean
+.PHONY: run native wheel-native test kernel-gates thunder libraries nightly newest instrument-check check format golden docs screenshots gpu-check environments clean
 
 run: $(SETUP)
 	$(PYTHON) -m tilewise inspect --shape 2,8,512,64 --dtype float32 --html report.html
@@ -39,6 +39,15 @@ libraries: .venv-libraries/.installed
 # What takes too long for every change. The outcome is kept in tests/hostile/nightly.json.
 nightly: $(SETUP)
 	$(PYTHON) tests/hostile/nightly.py
+
+# Prints which packages are other releases than the pins name, then tests with them. torch alone stays as it is: the
+# newest that pip finds is gigabytes of CUDA, and another release asks for code of its own (torch_kernels/gates.py).
+newest:
+	test -x .venv-newest/bin/python || python3 -m venv .venv-newest
+	.venv-newest/bin/$(INSTALL) --upgrade --upgrade-strategy eager --requirement .ci/torch.txt --editable ".[dev]"
+	@.venv-newest/bin/python -m pip list --format=freeze --exclude-editable --exclude torch --exclude pip | \
+	  grep -vxF -f constraints.txt -f constraints-cpu.txt || echo "Every pin is of the newest release."
+	$(MAKE) --keep-going check test kernel-gates PYTHON=.venv-newest/bin/python
 
 # Two identical candidates, 200 times, on a machine that is kept busy: at most 4 may be told apart. Takes some minutes.
 # The record goes to benchmarks/results/, or to RESULTS=folder.
@@ -100,4 +109,4 @@ $(STAMP): pyproject.toml constraints.txt constraints-cpu.txt .ci/torch.txt
 environments: $(STAMP) .venv-thunder/.installed .venv-libraries/.installed
 
 clean:
-	rm -rf $(VENV) .venv-thunder .venv-libraries .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-thunder .venv-libraries .venv-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis
