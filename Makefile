@@ -17,7 +17,7 @@ endif
 # With REPORTS=folder every job leaves a JUnit report there.
 REPORT = $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 
-.PHONY: run native wheel-native test kernel-gates thunder libraries nightly newest instrument-check check format golden docs screenshots gpu-check environments clean
+.PHONY: run native wheel-native test kernel-gates thunder libraries nightly newest instrument-check check format golden docs evidence evidence-check screenshots gpu-check environments clean
 
 run: $(SETUP)
 	$(PYTHON) -m tilewise inspect --shape 2,8,512,64 --dtype float32 --html report.html
@@ -64,14 +64,14 @@ wheel-native: $(SETUP)
 	$(PYTHON) -m tilewise native wheel build/tilewise-*-py3-none-any.whl --folder dist
 
 check: $(SETUP)
-	$(PYTHON) -m ruff check src tests examples benchmarks .ci
-	$(PYTHON) -m ruff format --check src tests examples benchmarks .ci
+	$(PYTHON) -m ruff check src tests examples benchmarks tools .ci
+	$(PYTHON) -m ruff format --check src tests examples benchmarks tools .ci
 	$(PYTHON) -m mypy
 	$(CLANG_FORMAT) --dry-run -Werror $(CPP)
 
 format: $(SETUP)
-	$(PYTHON) -m ruff check --fix src tests examples benchmarks .ci
-	$(PYTHON) -m ruff format src tests examples benchmarks .ci
+	$(PYTHON) -m ruff check --fix src tests examples benchmarks tools .ci
+	$(PYTHON) -m ruff format src tests examples benchmarks tools .ci
 	$(CLANG_FORMAT) -i $(CPP)
 
 golden: $(SETUP)
@@ -79,6 +79,15 @@ golden: $(SETUP)
 
 docs: $(SETUP)
 	$(PYTHON) -m tilewise docs
+
+# What README.md and docs/ cite, measured where it is missing or older than the kernels. Ends after MINUTES (8.5 by
+# default), and goes on from there the next time.
+evidence: $(SETUP)
+	$(PYTHON) tools/evidence.py $(if $(MINUTES),--minutes $(MINUTES)) $(foreach name,$(ONLY),--only $(name))
+
+# Fails where a figure of README.md or docs/ is not backed by a record of the kernels as they are.
+evidence-check: $(SETUP)
+	$(PYTHON) tools/evidence.py --check
 
 # The reports as a browser shows them, for docs/microscope.md. Needs a Chromium (.ci/chromium installs one).
 screenshots: $(SETUP)

@@ -42,6 +42,13 @@ def of_kind(folder: Path, kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
             yield path, record
 
 
+def date(path: Path) -> str:
+    """When a file of the folder was made, of whatever kind it is; empty where it does not say."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    provenance = found.get("provenance") if isinstance(found, dict) else None
+    return str(provenance.get("date", "")) if isinstance(provenance, dict) else ""
+
+
 def expanded(record: dict[str, Any]) -> dict[str, Any]:
     """The record with what follows from its comparisons, as commands print it with `--json`."""
 

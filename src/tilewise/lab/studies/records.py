@@ -20,7 +20,7 @@ from ..measure.compare import REFUSED, VERIFIED, Comparison, read_comparison
 from ..measure.statistics import MIN_ROUNDS
 from ..model import launched
 from ..units import counted
-from . import kept
+from . import bench, kept
 from .suites import peers_of, rows_of
 
 if TYPE_CHECKING:
@@ -227,13 +227,15 @@ def newest(records: list[Record], suite: str, device: str = "") -> Record | None
 def merged(before: Record, values: dict[str, Any]) -> dict[str, Any]:
     """A record with the rows of a newer run in the place of its own, in the order of the suite.
 
-    `provenance` is that of the newer run; the runs that the other rows are from are among `earlier`.
+    `provenance` is that of the newer run; those of the runs that other rows are from are `earlier`.
     """
-    rows = {row["row"]: row for row in [*before.values["rows"], *values["rows"]] if row.get("complete", True)}
-    names = [row.name for row in rows_of(before.suite, before.seed)]
-    dates = {rows[name].get("measured") for name in names if name in rows}
-    earlier = [*before.values.get("earlier", ()), before.values["provenance"]]
+    rows = {c.row.name: c for c in [*before.comparisons, *map(read_comparison, values["rows"])] if c.complete}
+    chosen = [rows[row.name] for row in rows_of(before.suite, before.seed) if row.name in rows]
+    runs = [*before.values.get("earlier", ()), before.values["provenance"]]
+    dates = {comparison.measured for comparison in chosen}
     return values | {
-        "earlier": [run for run in earlier if run["date"] in dates],
-        "rows": [rows[name] for name in names if name in rows],
+        "complete": True,
+        "earlier": [run for run in runs if run["date"] in dates],
+        **bench.sums(chosen),
+        "rows": [comparison.to_dict() for comparison in chosen],
     }
