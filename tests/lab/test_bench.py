@@ -333,6 +333,19 @@ def test_flash_attention_4_is_called_as_it_wants_to_be(monkeypatch: pytest.Monke
     assert not Candidate("fa4").is_ours
 
 
+def test_wrong_gradients_of_another_library_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_fa4(monkeypatch)
+    asked = make_problem((2, 4, 24, 16), mask=masks.Causal(), heads_kv=2, needs_grad=True).to_dict()
+    mind, path = worker.Worker(), str(tmp_path / "truth.pt")
+    mind.truth(asked, 3, "cpu", path)
+    mind.prepare("fa4", asked, 3, "cpu")
+    right = mind.verify(path)
+    assert (right["wrong"], set(right["errors"])) == ([], {"out", "dq", "dk", "dv"})
+    mind._inputs.k.register_hook(lambda gradient: 1.01 * gradient)
+    assert {text.split()[0] for text in mind.verify(path)["wrong"]} == {"dk"}
+    mind.forget()
+
+
 def test_flash_attention_4_is_a_column_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     assert not any("fa4" in row.candidates for row in suites.suite("grouped"))
