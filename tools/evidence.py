@@ -1,4 +1,4 @@
-"""Everything that README.md and docs/ cite, measured where it is missing or older than the kernels; and the check of it.
+"""What README.md and docs/ cite, measured where it is missing or older than the kernels; and the check of it.
 
     make evidence PYTHON=python3            # on a machine with a GPU: what is lacking, the most cited first
     make evidence-check                     # anywhere: fails where a figure is not backed by a record

@@ -5,10 +5,9 @@
 
 Views: `table` (every row of a suite), `problems` (a line per problem with a column for each thing that is timed),
 `goals` (what is asked of every row of a suite that has goals, and what it reaches), `plot` (its pictures, in
-docs/plots/), and, with no suite named, `summary` (a line per suite and thing that is timed) and `headline` (the lines of
-README.md). A suite without a record
-says that it is not measured. Nothing else in the file is touched, and a run that changes nothing leaves the file as it
-is.
+docs/plots/), and, with no suite named, `summary` (a line per suite and thing that is timed) and `headline` (the lines
+of README.md). A suite without a record says that it is not measured. Nothing else in the file is touched, and a run
+that changes nothing leaves the file as it is.
 """
 
 from __future__ import annotations
@@ -325,10 +324,8 @@ def _headline(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]
         lines.append(f"| {title} | {link} | {_against_each(rows)} | {least} |")
         dates += [comparison.measured[:10] for comparison in rows]
     days = " to ".join(dict.fromkeys((min(dates), max(dates)))) if dates else "never"
-    note = (
-        "Geometric means over the rows that a library takes; more than 1 is faster. `best` is the fastest of them all,"
-    )
-    return [*lines, "", f"{note} row by row. Measured on an {gpu and 'NVIDIA ' + gpu}, {days}."]
+    note = "Geometric means over the rows that a library takes; more than 1 is faster. `best`: the fastest of all, by row."
+    return [*lines, "", f"{note} Measured on an NVIDIA {gpu}, {days}; [every row](docs/figures.md)."]
 
 
 def _against_each(rows: list[Comparison]) -> str:
