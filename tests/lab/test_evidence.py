@@ -1,0 +1,231 @@
+"""What makes a record evidence: its kernels, its rows, its peers; and that the documents cite nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from test_docs import checkout, made_up
+
+from tilewise.jit.compile import KERNELS
+from tilewise.lab.candidates.names import Candidate
+from tilewise.lab.model import launched
+from tilewise.lab.studies import bench, kept, records, suites
+from tilewise.plan import plan
+from tilewise.target import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).parents[2]
+H200 = Target.named("h200")
+spec = importlib.util.spec_from_file_location("evidence", ROOT / "tools" / "evidence.py")
+assert spec is not None
+assert spec.loader is not None
+evidence = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(evidence)
+
+
+def with_peers(name: str) -> dict[str, Any]:
+    """A record as `made_up` makes it, in which every peer was asked and has a time."""
+    record = made_up(name)
+    rows = {row.name: row for row in suites.SUITES[name]}
+    for row in record["rows"]:
+        there = {one["candidate"]: one for one in row["candidates"]}
+        timed = next(one for one in row["candidates"][1:] if one["verdict"] == "verified")
+        for peer in suites.peers_of(name, rows[row["row"]]):
+            if peer not in there:
+                row["candidates"].append(json.loads(json.dumps(timed)) | {"candidate": peer})
+    return record
+
+
+def shortcomings(record: dict[str, Any]) -> dict[str, str]:
+    return records.Record("made-up.json", "", json.loads(kept.compact(record))).shortcomings()
+
+
+def without_a_row(record: dict[str, Any]) -> None:
+    record["rows"].pop(3)
+
+
+def without_a_peer(record: dict[str, Any]) -> None:
+    record["rows"][3]["candidates"] = [one for one in record["rows"][3]["candidates"] if one["candidate"] != "fa4"]
+
+
+def without_a_reason(record: dict[str, Any]) -> None:
+    other = next(one for one in record["rows"][3]["candidates"] if one["candidate"] == "fa4")
+    other |= {"verdict": "refused", "because": [], "backward": []}
+
+
+def with_another_kernel(record: dict[str, Any]) -> None:
+    units = record["rows"][3]["candidates"][0]["kernels"]["units"]
+    units |= dict.fromkeys(list(units)[:1], "0" * 12)
+
+
+def with_another_grid(record: dict[str, Any]) -> None:
+    record["rows"][3]["candidates"][0]["kernels"]["program"] = "0" * 12
+
+
+def with_few_rounds(record: dict[str, Any]) -> None:
+    for one in record["rows"][3]["candidates"]:
+        one["backward"] = one["backward"][:4]
+
+
+def without_names(record: dict[str, Any]) -> None:
+    record["rows"][3]["candidates"][0]["kernels"] = None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (without_a_row, "not measured"),
+        (without_a_peer, "fa4 was not asked"),
+        (without_a_reason, "fa4: refused, without a time"),
+        (with_another_kernel, "have changed"),
+        (with_another_grid, "another config or another grid"),
+        (with_few_rounds, "4 rounds of tilewise, fewer than 5"),
+        (without_names, "does not name its kernels"),
+    ],
+)
+def test_a_row_is_no_evidence_without(change: Callable[[dict[str, Any]], None], why: str) -> None:
+    record = with_peers("backward")
+    assert shortcomings(record) == {}
+    change(record)
+    found = shortcomings(record)
+    assert list(found) == [suites.SUITES["backward"][3].name]
+    assert why in next(iter(found.values()))
+
+
+def test_a_peer_that_is_not_set_up_is_missed_and_one_that_fails_a_row_is_not() -> None:
+    record = with_peers("backward")
+    of_peer = [one for row in record["rows"] for one in row["candidates"] if one["candidate"] == "fa4"]
+    of_peer[3] |= {"verdict": "raised RuntimeError: no such shape", "backward": []}
+    assert shortcomings(record) == {}
+    for one in of_peer:
+        one |= {"verdict": "raised ImportError: no module", "backward": []}
+    assert len(shortcomings(record)) == len(of_peer)
+
+
+def test_the_check_of_the_documents_fails_where_a_record_lacks_something(tmp_path: Path) -> None:
+    text = "<!-- bench backward table gpu=H200 -->\n<!-- /bench -->\n"
+    root = checkout(tmp_path / "whole", with_peers("backward"), text=text)
+    assert not [line for line in evidence.complaints(root) if "backward" in line]
+    assert any("chunked: no record" in line for line in evidence.complaints(
+        checkout(tmp_path / "none", text=text.replace("backward table", "chunked table"))
+    ))  # fmt: skip
+    record = with_peers("backward")
+    without_a_peer(record)
+    root = checkout(tmp_path / "lacking", record, text=text)
+    (line,) = [line for line in evidence.complaints(root) if "backward" in line]
+    assert line.endswith(f"{suites.SUITES['backward'][3].name}: fa4 was not asked")
+
+
+def test_our_documents_are_backed_by_records_of_the_kernels_as_they_are() -> None:
+    """Run `make evidence` on a machine with the GPU that pages cite, then `make docs`, if this fails."""
+    assert evidence.check(ROOT) == []
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(KERNELS, tmp_path_factory.mktemp("sources") / "kernels"))
+
+
+def changed(kernels: Path) -> dict[str, set[str]]:
+    """Rows of some suites that launch something else by these headers, by suite and direction."""
+    found: dict[str, set[str]] = {}
+    for name in ("forward", "backward", "float32", "sm80", "packed", "decode"):
+        for row in suites.SUITES[name]:
+            chosen = plan(row.problem, H200, Candidate(row.candidates[0]).backend if name == "sm80" else "auto")
+            before, now = (launched.launched(chosen, row.timed, where) for where in (KERNELS, kernels))
+            if launched.difference(before, now):
+                found.setdefault(name, set()).add(row.timed[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ("sm90/backward_products.cuh", {"backward": {"backward"}, "packed": {"step"}}),
+        ("sm90/consumer.cuh", {"forward": {"forward"}, "packed": {"forward", "step"}}),
+        ("sm80/decode.cuh", {"decode": {"forward"}}),
+        ("sm80/backward.cuh", {"sm80": {"backward"}}),
+        ("sm90/float32_consumer.cuh", {"float32": {"forward"}}),
+    ],
+)
+def test_a_header_makes_older_exactly_the_rows_that_run_it(
+    kernels: Path, header: str, expected: dict[str, set[str]]
+) -> None:
+    path = kernels / header
+    text = path.read_text()
+    path.write_text("// a remark\n" + text.replace("\n\n", "\n\n\n"))
+    launched.unit_digest.cache_clear()
+    assert changed(kernels) == {}
+    path.write_text(text + "\nstruct NeverSeenBefore {};\n")
+    launched.unit_digest.cache_clear()
+    try:
+        assert changed(kernels) == expected
+    finally:
+        path.write_text(text)
+        launched.unit_digest.cache_clear()
+
+
+def test_rows_that_were_measured_again_take_the_place_of_the_earlier_ones(tmp_path: Path) -> None:
+    first = with_peers("backward")
+    later = with_peers("backward")
+    later["provenance"] |= {"date": "2026-02-03T00:00:00+00:00"}
+    later["rows"] = later["rows"][5:7]
+    for row in later["rows"]:
+        row["measured"] = later["provenance"]["date"]
+    path = tmp_path / "h200-backward.json"
+    kept.write(first, path)
+    kept.write(records.merged(records.read(path), later), path)
+    found = records.read(path)
+    assert found.whole
+    assert [one.measured[:10] for one in found.comparisons[4:8]] == [
+        "2026-01-02",
+        "2026-02-03",
+        "2026-02-03",
+        "2026-01-02",
+    ]
+    assert [run["date"] for run in found.values["earlier"]] == [first["provenance"]["date"]]
+    assert "2026-01-02 to 2026-02-03" in found.about()
+    assert found.values["score"]["rows"] == len(found.comparisons)
+
+
+def test_rows_of_one_problem_are_measured_together() -> None:
+    rows = list(suites.SUITES["grouped"])
+    found = list(evidence.bunches(rows))
+    assert [row for bunch in found for row in bunch] == rows
+    assert len(found) > 3
+    for one, other in zip(found, found[1:], strict=False):
+        assert one[-1].problem.with_(needs_grad=False) != other[0].problem.with_(needs_grad=False)
+
+
+def test_what_is_lacking_is_asked_for_again(tmp_path: Path) -> None:
+    assert len(evidence.lacking("backward", "NVIDIA H200", tmp_path).rows) == len(suites.SUITES["backward"])
+    record = with_peers("backward")
+    with_another_grid(record)
+    without_a_row(record)
+    kept.write(record, tmp_path / "h200-backward.json")
+    found = evidence.lacking("backward", "NVIDIA H200", tmp_path)
+    assert [row.name for row in found.rows] == [suites.SUITES["backward"][3].name]
+    assert found.path.name == "h200-backward.json"
+    assert found.seconds > 0
+
+
+def test_a_record_reads_back_as_it_was_measured(tmp_path: Path) -> None:
+    record = with_peers("backward")
+    path = tmp_path / "record.json"
+    kept.write(record, path)
+    once, again = records.read(path), kept.expanded(kept.read(path))
+    assert [one.row.problem for one in once.comparisons] == [row.problem for row in suites.SUITES["backward"]]
+    assert [row["candidates"][0]["ratio"] for row in again["rows"]] == [
+        pytest.approx(row["candidates"][0]["ratio"]) for row in record["rows"]
+    ]
+    assert path.stat().st_size < 0.4 * len(json.dumps(record))
+    assert replace(once.comparisons[0]).outcomes[0].kernels == record["rows"][0]["candidates"][0]["kernels"]
+    assert bench.score(once.comparisons).rows == len(record["rows"])
