@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,7 +202,7 @@ def test_rows_of_one_problem_are_measured_together() -> None:
     found = list(evidence.bunches(rows))
     assert [row for bunch in found for row in bunch] == rows
     assert len(found) > 3
-    for one, other in zip(found, found[1:], strict=False):
+    for one, other in pairwise(found):
         assert one[-1].problem.with_(needs_grad=False) != other[0].problem.with_(needs_grad=False)
 
 

@@ -324,9 +324,7 @@ def _headline(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]
         lines.append(f"| {title} | {link} | {_against_each(rows)} | {least} |")
         dates += [comparison.measured[:10] for comparison in rows]
     days = " to ".join(dict.fromkeys((min(dates), max(dates)))) if dates else "never"
-    note = (
-        "Geometric means over the rows that a library takes; over 1 is faster. `best`: the fastest of all, row by row."
-    )
+    note = "Geometric means over the rows that a library takes; over 1 is faster. `best`: the fastest, row by row."
     return [*lines, "", f"{note} Measured on an NVIDIA {gpu}, {days}; [every row](docs/figures.md)."]
 
 
