@@ -28,6 +28,7 @@ from ..jit.memo import keep
 from ..masks import Packed
 from ..memo import Memo
 from ..operands import ALL, INPUTS, NO_OPERANDS, zero_grads
+from ..scores import Rows, Where, join_all
 from .mask_spans import mask_operands
 from .program import SCRATCH, Address, Counter, Map, Stride, View, slots_of
 from .rules import in_terms, is_packed
@@ -520,16 +521,16 @@ def _backward(program: Program, problem: Problem, wants: Wants, given: Operands)
     wanted = [name for name in (*INPUTS, *names) if name in wants]
     written = dict(program.sums)
     sums = {
-        operand.name: (written.get(operand.name) or term.sums(operand, problem), operand)
+        operand.name: (written.get(operand.name) or term.sums(operand, problem), operand, term)
         for term in problem.scores
         for operand in term.learning(wants).learned_tensors
     }
     rooms = {
         name: functools.partial(_unwritten if name in written else _room, shape=room.shape, dtype=room.dtype)
-        for name, (room, _) in sums.items()
+        for name, (room, _, _) in sums.items()
     }
     operands = backward_operands(problem, wants, given)
-    for name, (room, _) in sums.items():
+    for name, (room, _, _) in sums.items():
         operands[f"d{name}"] = torch.empty(room.shape, dtype=room.dtype, device="meta").expand(room.full)
     run = load(program, operands, device_index(given["q"].device))
     zeroed = {*program.zeroed, *(f"d{name}" for name in names)}
@@ -552,9 +553,18 @@ def _backward(program: Program, problem: Problem, wants: Wants, given: Operands)
         of = dict(zip((*INPUTS, *names), (q, k, v, *others), strict=True))
         made = {name: rooms[name](q) if name in sums else new[name](of[name]) for name in wanted}
         run(dout, dlse, q, k, v, out, lse, *others, *[made.get(name) for name in of])
-        return made | {name: room.gradient(made[name], one, of[name]) for name, (room, one) in sums.items()}
+        rows = rows_of(problem, out, dout, lse, dlse, of)
+        return made | {
+            name: room.gradient(term.settled(made[name], rows), one, of[name])
+            for name, (room, one, term) in sums.items()
+        }
 
     return bound
+
+
+def rows_of(problem: Problem, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, operands: Operands) -> Rows:
+    where = Where(problem, range(problem.seq_q), range(0), operands=operands)
+    return Rows(out, dout, lse, dlse, tuple(join_all(where, torch.float32)))
 
 
 def backward_operands(problem: Problem, wants: Wants, given: Operands) -> dict[str, Tensor | None]:
