@@ -155,6 +155,7 @@ class Term:
     fits_plain_window: ClassVar[bool] = False  # on Hopper it fits the tiles of kernels for windows without terms
     max_plain_heads: ClassVar[int] = 256  # the largest heads for which it fits Hopper's tiles of kernels without terms
     adds_line: ClassVar[bool] = False  # it adds what is linear along a row, but for a bend: its struct says so
+    magnifies_delta: ClassVar[Wants] = frozenset()  # the operands whose gradients have its error many times over
     elementwise: ClassVar[bool] = False  # it looks at the score alone, and not at where it stands
 
     def __init_subclass__(cls) -> None:

@@ -13,6 +13,7 @@ from ..scores import Registers
 from .shared import Learner, members, operand_of
 
 if TYPE_CHECKING:
+    from ..operands import Wants
     from ..scores import Asked, Rows, Tensor, Where
 
 BLOCK = 16  # keys whose sums a deterministic backward keeps apart
@@ -29,6 +30,7 @@ class Alibi(Learner):
 
     kind: ClassVar[str] = "alibi"
     adds_line: ClassVar[bool] = True
+    magnifies_delta: ClassVar[Wants] = frozenset({"slopes"})
 
     batched: bool = False
     learned: bool = False
@@ -53,7 +55,8 @@ class Alibi(Learner):
     def settled(self, sums: Tensor, rows: Rows) -> Tensor:
         """Without what the errors of delta have added: each times the mean distance of its row's keys."""
         of_queries = sums[:, :, : rows.lse.shape[2] * SLOPE_SUMS].sum(3, keepdim=True)
-        minus_ds_distances, all_ds, p_distances = of_queries.unflatten(2, (-1, SLOPE_SUMS)).unbind(3)
+        parts: tuple[Tensor, ...] = of_queries.unflatten(2, (-1, SLOPE_SUMS)).unbind(3)  # SlopeSums of alibi.cuh
+        minus_ds_distances, all_ds, p_distances = parts
         return minus_ds_distances - rows.error_of_delta(all_ds) * p_distances
 
     def cpp_type(self, *, precise: bool) -> str:
