@@ -12,6 +12,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # The tensors are small: threads that wait for one another would only take the cores from the tests beside them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TILEWISE_TABLES"] = "none"  # what ships is tested, not what somebody tuned on this machine
+os.environ["TILEWISE_POISON"] = "1"  # what a kernel leaves unwritten is nan
 os.environ["TILEWISE_NATIVE"] = "off"  # no test starts a compiler behind its back; those of the compiled one say so
 
 # A shell has its background jobs ignore interrupts, and so would every command do that a test interrupts.

@@ -73,13 +73,13 @@ def forward(backend: Any, case: Case) -> tuple[Tensor, Tensor]:
     return out, given["lse"]
 
 
-def backward(backend: Any, case: Case, out: Tensor, lse: Tensor) -> dict[str, Tensor]:
+def backward(backend: Any, case: Case, out: Tensor, lse: Tensor, dlse: Tensor | None = None) -> dict[str, Tensor]:
     """The gradients of q, k, v and of what the terms learn, by name."""
     problem = case.problem
     program = backend.backward_program(problem, H200, backend.backward_configs(problem, H200)[0])
     if program.unless_mapped and not run.is_mapped(case.expanded()[program.unless_mapped[0]]):
         program = program.unless_mapped[1]
-    given = {"dout": case.dout, "dlse": None, "q": case.q, "k": case.k, "v": case.v, "out": out, "lse": lse}
+    given = {"dout": case.dout, "dlse": dlse, "q": case.q, "k": case.k, "v": case.v, "out": out, "lse": lse}
     for name, tensor in (("dq", case.q), ("dk", case.k), ("dv", case.v)):
         given[name] = torch.full_like(tensor, 0.0 if name in program.zeroed else torch.nan)
     given |= case.expanded()
@@ -90,11 +90,15 @@ def backward(backend: Any, case: Case, out: Tensor, lse: Tensor) -> dict[str, Te
             room = written or term.sums(operand, problem)
             total = torch.full(room.shape, torch.nan if written else 0.0, dtype=room.dtype)
             given["d" + operand.name] = total.expand(room.full)
-            sums[operand.name] = (room, total, operand)
+            sums[operand.name] = (room, total, operand, term)
     run.load(program, given, 0)(*given.values())
     grads = {name[1:]: given[name] for name in ("dq", "dk", "dv")}
     tensors = case.operands
-    made = {name: room.gradient(total, operand, tensors[name]) for name, (room, total, operand) in sums.items()}
+    rows = run.rows_of(problem, out, case.dout, lse, dlse, tensors)
+    made = {
+        name: room.gradient(term.settled(total, rows), operand, tensors[name])
+        for name, (room, total, operand, term) in sums.items()
+    }
     return grads | made
 
 

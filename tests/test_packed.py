@@ -802,6 +802,34 @@ def test_terms_of_scores(monkeypatch, backend, target, name):
         assert_close(grad, truth[which], rounding_budget(BF16, 6), which)
 
 
+WITHOUT_KEYS = ((129, 333), (100, 0), (64, 30))  # also rows that see none of their sequence's
+
+
+@emulation.emulated
+@pytest.mark.parametrize(("backend", "target"), KERNELS)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+def test_rows_without_keys_under_a_sink(monkeypatch, backend, target, mask, dims, deterministic):
+    """A sink has all the weight of such a row, so its lse is finite; its gradient dq is 0 all the same."""
+    emulation.install(monkeypatch)
+    fields = {"scores": (Sink(),), "needs_grad": True, "deterministic": deterministic}
+    case = make_case(mask, lengths=WITHOUT_KEYS, heads=(2, 2), dims=dims, **fields)
+    operands = {**case.operands, "sink": torch.randn(2)}
+    inputs = [tensor.nan_to_num() for tensor in case[1:4]]
+    doubles, wide = [tensor.double() for tensor in inputs], case.problem.with_(dtype=torch.float64)
+    want, want_lse = reference.forward(*doubles, wide, None, operands)
+    out, lse = backend.bind(*inputs, case.problem, None, target, operands)(*inputs, operands)
+    assert_close(out, want, rounding_budget(BF16, 3))
+    assert_close(lse, want_lse, budget(torch.float32, 64))
+    dout = torch.randn_like(out)
+    truth = reference.backward(dout.double(), None, *doubles, want, want_lse, wide, None, operands)
+    backward = backend.bind_backward(case.problem, None, target)
+    grads = backward(dout, None, *inputs, want.to(BF16), want_lse.float(), operands)
+    for which, grad in grads.items():
+        assert_close(grad, truth[which], rounding_budget(BF16, 6), which)
+
+
 @emulation.emulated
 @pytest.mark.parametrize(("backend", "target"), KERNELS)
 def test_the_largest_score_is_of_no_neighbour(monkeypatch, backend, target):

@@ -7,13 +7,30 @@ from typing import Any
 import pytest
 import torch
 
-from term_cases import BF16, F32, H200, Tensor, both_ways, case_of, check, emulated, everywhere
+import emulation
+from support import budget
+from term_cases import (
+    BF16,
+    F32,
+    H200,
+    HALF,
+    Tensor,
+    backward,
+    both_ways,
+    case_of,
+    check,
+    emulated,
+    everywhere,
+    truth,
+)
 from tilewise import Causal, Full, Window
 from tilewise.engine import SM80, SM90
 from tilewise.engine.rules import one_sided
 from tilewise.scores import Softcap
-from tilewise.terms import Alibi
+from tilewise.terms import Alibi, Dropout, Sink
 from tilewise.terms.alibi import OneSidedAlibi
+
+LEARNED = Alibi(learned=True)
 
 
 def slopes_of(problem: Any) -> dict[str, Tensor]:
@@ -47,6 +64,39 @@ def test_learned_slopes_in_a_fixed_order(monkeypatch: Any, backend: Any, dtype: 
     check(monkeypatch, backend, case, back=True)
     room = terms[0].sums(terms[0].tensors[0], case.problem)
     assert room.shape == room.full
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("backend", "dtype", "dim", "mask", "terms", "deterministic"),
+    [
+        (SM90, BF16, 64, Causal("bottom-right"), (LEARNED, Sink()), False),
+        (SM90, BF16, 64, Full(), (LEARNED, Softcap(3.0)), True),
+        (SM90, HALF, 128, Causal(), (LEARNED,), False),
+        (SM90, HALF, 192, Full(), (LEARNED, Dropout(0.3)), False),
+        (SM80, BF16, 64, Window(60, 10), (LEARNED, Sink(), Dropout(0.3)), False),
+        (SM80, HALF, 128, Causal(), (Softcap(3.0), LEARNED), True),
+    ],
+    ids=str,
+)
+def test_an_error_of_out_does_not_reach_the_slopes(
+    monkeypatch: Any, backend: Any, dtype: Any, dim: int, mask: Any, terms: Any, deterministic: bool
+) -> None:
+    """It has the factor of the mean distance of a row's keys, and the gradient's addends cancel."""
+    emulation.install(monkeypatch)
+    tensors = {
+        "slopes": torch.tensor([0.3, -0.05, 0.0, 0.02]),
+        "sink": torch.tensor([0.5, 2.0, -1.0, 4.0]),
+        "seed": torch.tensor([3, 5]),
+    }
+    read = {operand.name: tensors[operand.name] for term in terms for operand in term.tensors}
+    case = case_of(dtype, dim, mask, terms, lambda _: read, needs_grad=True, deterministic=deterministic)
+    out, lse, _, magnitudes = truth(case)
+    dlse = torch.randn(lse.shape)
+    wrong = out + 0.05 * torch.randn(out.shape)
+    found = [backward(backend, case, one.to(dtype), lse.float(), dlse)["slopes"] for one in (out, wrong)]
+    error = (found[0] - found[1]).norm() / magnitudes["slopes"].norm()
+    assert error <= budget(F32, case.problem.seq_kv)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from . import fresh
 from .errors import Reason
 from .operands import ALL, NO_OPERANDS, Grads, Operands, Wants
 
@@ -102,13 +103,13 @@ def empty_out(q: torch.Tensor, head_dim_v: int, layout: str) -> torch.Tensor:
     batch, heads, seq, _ = q.shape
     if layout == "bshd":  # by its strides, and no view: autograd has rules of its own for those
         strides = (seq * heads * head_dim_v, head_dim_v, heads * head_dim_v, 1)
-        return q.new_empty_strided((batch, heads, seq, head_dim_v), strides)
-    return q.new_empty(batch, heads, seq, head_dim_v)
+        return fresh.new_empty_strided(q, (batch, heads, seq, head_dim_v), strides)
+    return fresh.new_empty(q, (batch, heads, seq, head_dim_v))
 
 
 def empty_lse(q: torch.Tensor) -> torch.Tensor:
     """An uninitialised (batch, heads_q, seq_q) for the log-sum-exp."""
-    return q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
+    return fresh.new_empty(q, q.shape[:3], dtype=lse_dtype(q.dtype))
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

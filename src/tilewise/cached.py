@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from . import op
+from . import fresh, op
 from .api import inner_rule, rounded_length
 from .engine import append as appending
 from .engine.run import load
@@ -504,7 +504,7 @@ def bound_append(
     ) -> tuple[dict[str, Tensor | None], Tensor, Tensor]:
         cos, sin, lengths, rows, page_table = others
         assert lengths is not None
-        rotated, after = torch.empty_like(q) if rotates else q, torch.empty_like(lengths)
+        rotated, after = fresh.empty_like(q) if rotates else q, fresh.empty_like(lengths)
         heads_first = [tensor.transpose(1, 2) for tensor in (q, rotated, k, v, k_cache, v_cache)]
         values = (*heads_first, cos, sin, lengths, after, rows, page_table)
         return dict(zip(appending.OPERANDS, values, strict=True)), rotated, after

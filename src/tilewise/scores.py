@@ -107,6 +107,34 @@ class Where(NamedTuple):
         return grouped.expand(-1, -1, len(self.rows)).reshape(self.problem.heads_kv, -1, 1)
 
 
+class Rows(NamedTuple):
+    """What is known of the rows of a call in a backward; `logits` are those that join them."""
+
+    out: Tensor
+    dout: Tensor
+    lse: Tensor
+    dlse: Tensor | None
+    logits: tuple[Tensor, ...] = ()
+
+    def error_of_delta(self, all_ds: Tensor) -> Tensor:
+        """What the rounding of `out` has added to delta = rowsum(dout * out) - dlse, (batch, heads, rows, 1).
+
+        `all_ds`: the sums of dS = P (dP - delta) over the keys, of such a delta. With the delta that P and dP lead to
+        they would be dlse, and where logits have a share of the row, that share of delta more.
+        """
+        error = -all_ds
+        lse = self.lse.unsqueeze(-1)
+        dlse = None if self.dlse is None else self.dlse.to(error.dtype).unsqueeze(-1)
+        if dlse is not None:
+            error = error + dlse
+        if self.logits:
+            delta = (self.out.to(error.dtype) * self.dout.to(error.dtype)).sum(-1, keepdim=True)
+            delta = delta if dlse is None else delta - dlse
+            for logit in self.logits:
+                error = error + torch.exp(logit - lse) * delta
+        return error.masked_fill(lse == -torch.inf, 0.0)
+
+
 class Registers(NamedTuple):
     """About how many of a thread, in a forward and in a backward."""
 
@@ -127,6 +155,7 @@ class Term:
     fits_plain_window: ClassVar[bool] = False  # on Hopper it fits the tiles of kernels for windows without terms
     max_plain_heads: ClassVar[int] = 256  # the largest heads for which it fits Hopper's tiles of kernels without terms
     adds_line: ClassVar[bool] = False  # it adds what is linear along a row, but for a bend: its struct says so
+    magnifies_delta: ClassVar[Wants] = frozenset()  # the operands whose gradients have its error many times over
     elementwise: ClassVar[bool] = False  # it looks at the score alone, and not at where it stands
 
     def __init_subclass__(cls) -> None:
@@ -179,6 +208,10 @@ class Term:
     def sums(self, operand: Operand, problem: Asked) -> Sums:
         """The buffer that the backward sums the gradient of a learned operand into."""
         raise NotImplementedError
+
+    def settled(self, sums: Tensor, rows: Rows) -> Tensor:
+        """These sums as the backward left them, with what the rows say about them."""
+        return sums
 
     def gradients(self, dscores: Tensor, scores: Tensor, where: Where, wants: Wants) -> Grads:
         """Of its operands among `wants`, in their shapes, from the gradient of what `bend` made of these scores.

@@ -29,6 +29,13 @@ def test_generated_terms_match_float64(chunk: int) -> None:
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.parametrize("seed", [756256, 782411, 792053, 807564])
+def test_slopes_in_16_bits_whose_gradients_nearly_cancel(seed: int) -> None:
+    """An error of delta is multiplied by the distances, and exceeds such a sum."""
+    failures = term_generator.run_many(range(seed, seed + 1))
+    assert not failures, "\n".join(failures)
+
+
 @emulation.emulated
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["sm80", "sm90"])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .. import fresh
 from ..backend import empty_out
 from ..errors import CompileError
 from ..isolation import operands_as_spans, with_spans
@@ -27,6 +28,7 @@ from ..jit.memo import keep
 from ..masks import Packed
 from ..memo import Memo
 from ..operands import ALL, INPUTS, NO_OPERANDS, zero_grads
+from ..scores import Rows, Where, join_all
 from .mask_spans import mask_operands
 from .program import SCRATCH, Address, Counter, Map, Stride, View, slots_of
 from .rules import in_terms, is_packed
@@ -62,7 +64,11 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
     without memory. Raises CompileError for a kernel that does not build.
     """
     program, operands = fitting(program, operands)
-    names: dict[str, Any] = {"stream_of": torch._C._cuda_getCurrentRawStream, "bytes": torch.uint8}
+    names: dict[str, Any] = {
+        "stream_of": torch._C._cuda_getCurrentRawStream,
+        "new_empty": fresh.new_empty,
+        "bytes": torch.uint8,
+    }
     lines = [f"stream = stream_of({device})"]
     if program.unless_mapped is not None:
         name, other = program.unless_mapped
@@ -77,7 +83,7 @@ def load(program: Program, operands: Mapping[str, Tensor | None], device: int) -
         lines.append(f"{results}= prepared{number}(stream, {', '.join(one.operands)})")
     if program.scratch.bytes:
         first = next(iter(operands))
-        lines += [f"scratch = {first}.new_empty({program.scratch.bytes}, dtype=bytes)", "base = scratch.data_ptr()"]
+        lines += [f"scratch = new_empty({first}, {program.scratch.bytes}, dtype=bytes)", "base = scratch.data_ptr()"]
     lines += [f"at_{name} = {text}" for name, text in _addresses(program, operands)]
     for number, launch in enumerate(program.launches):
         shape = ((launch.grid, 1, 1), (launch.threads, 1, 1), launch.unit.smem_bytes)
@@ -210,7 +216,7 @@ class _Preparation:
 
     def _make(self, operands: tuple[Tensor, ...]) -> list[Tensor]:
         with torch.inference_mode(False):  # tensors whose state can be asked: another may be made of them
-            results = [operands[0].new_empty(shape, dtype=torch.int32) for shape in self._shapes]
+            results = [fresh.new_empty(operands[0], shape, dtype=torch.int32) for shape in self._shapes]
         self._run(*operands, *results)
         return results
 
@@ -311,6 +317,7 @@ def bind_forward(
     like, no_floats = empty_out(q, problem.head_dim_v, problem.layout), q.new_empty(0, dtype=torch.float32)
     shape, strides, lse_shape = tuple(like.shape), like.stride(), tuple(like.shape[:3])
     outputs = [(operand, term) for term in problem.scores for operand in term.outputs]
+    new_out, new_lse = fresh.new_empty_strided, fresh.new_empty
     run = None
     if not problem.empty:
         given = forward_operands(problem, q, k, v, like, operands)
@@ -326,8 +333,8 @@ def bind_forward(
         operands: Operands | None = None,
         results: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        out = q.new_empty_strided(shape, strides)
-        lse = no_floats.new_empty(*lse_shape) if needs_lse else None
+        out = new_out(q, shape, strides)
+        lse = new_lse(no_floats, lse_shape) if needs_lse else None
         if run is None:
             if results is not None:
                 room = [_room(q, operand.shape(problem), operand.dtype) for operand, _ in outputs]
@@ -353,7 +360,7 @@ def _of_inputs(
     run: Run, shape: tuple[int, ...], strides: tuple[int, ...], no_floats: Tensor, lse_shape: tuple[int, ...] | None
 ) -> BoundForward:
     """A forward that reads q, k and v alone."""
-    new_floats = no_floats.new_empty
+    new_out, new_lse = fresh.new_empty_strided, fresh.new_empty
 
     def bound(
         q: Tensor,
@@ -362,8 +369,8 @@ def _of_inputs(
         operands: Operands | None = None,
         results: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        out = q.new_empty_strided(shape, strides)
-        lse = None if lse_shape is None else new_floats(*lse_shape)
+        out = new_out(q, shape, strides)
+        lse = None if lse_shape is None else new_lse(no_floats, lse_shape)
         run(q, k, v, out, lse)
         return out, lse
 
@@ -403,7 +410,7 @@ def _room(q: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tenso
 
 
 def _unwritten(q: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
-    return q.new_empty(shape, dtype=dtype)
+    return fresh.new_empty(q, shape, dtype=dtype)
 
 
 def bind_backward(
@@ -514,20 +521,20 @@ def _backward(program: Program, problem: Problem, wants: Wants, given: Operands)
     wanted = [name for name in (*INPUTS, *names) if name in wants]
     written = dict(program.sums)
     sums = {
-        operand.name: (written.get(operand.name) or term.sums(operand, problem), operand)
+        operand.name: (written.get(operand.name) or term.sums(operand, problem), operand, term)
         for term in problem.scores
         for operand in term.learning(wants).learned_tensors
     }
     rooms = {
         name: functools.partial(_unwritten if name in written else _room, shape=room.shape, dtype=room.dtype)
-        for name, (room, _) in sums.items()
+        for name, (room, _, _) in sums.items()
     }
     operands = backward_operands(problem, wants, given)
-    for name, (room, _) in sums.items():
+    for name, (room, _, _) in sums.items():
         operands[f"d{name}"] = torch.empty(room.shape, dtype=room.dtype, device="meta").expand(room.full)
     run = load(program, operands, device_index(given["q"].device))
     zeroed = {*program.zeroed, *(f"d{name}" for name in names)}
-    new = {name: torch.zeros_like if f"d{name}" in zeroed else torch.empty_like for name in wanted}
+    new = {name: torch.zeros_like if f"d{name}" in zeroed else fresh.empty_like for name in wanted}
     if wants == ALL and not names:
         new_dq, new_dk, new_dv = new.values()
 
@@ -546,9 +553,18 @@ def _backward(program: Program, problem: Problem, wants: Wants, given: Operands)
         of = dict(zip((*INPUTS, *names), (q, k, v, *others), strict=True))
         made = {name: rooms[name](q) if name in sums else new[name](of[name]) for name in wanted}
         run(dout, dlse, q, k, v, out, lse, *others, *[made.get(name) for name in of])
-        return made | {name: room.gradient(made[name], one, of[name]) for name, (room, one) in sums.items()}
+        rows = rows_of(problem, out, dout, lse, dlse, of)
+        return made | {
+            name: room.gradient(term.settled(made[name], rows), one, of[name])
+            for name, (room, one, term) in sums.items()
+        }
 
     return bound
+
+
+def rows_of(problem: Problem, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, operands: Operands) -> Rows:
+    where = Where(problem, range(problem.seq_q), range(0), operands=operands)
+    return Rows(out, dout, lse, dlse, tuple(join_all(where, torch.float32)))
 
 
 def backward_operands(problem: Problem, wants: Wants, given: Operands) -> dict[str, Tensor | None]:

@@ -197,6 +197,8 @@ def backward(
         return zero_grads(wants, q, k, v, operands)
     work = lse.dtype
     spoiled = _may_be_spoiled(problem, q, k, v, dout)
+    if work is not q.dtype and any(term.magnifies_delta & wants for term in problem.scores):
+        out, _ = forward(q.to(work), k.to(work), v.to(work), problem, config, operands)  # whose delta is not rounded
     delta = (dout.to(work) * out.to(work)).sum(-1, keepdim=True)
     if dlse is not None:
         delta = delta - dlse.to(work).unsqueeze(-1)

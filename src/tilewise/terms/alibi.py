@@ -13,9 +13,12 @@ from ..scores import Registers
 from .shared import Learner, members, operand_of
 
 if TYPE_CHECKING:
-    from ..scores import Asked, Tensor, Where
+    from ..operands import Wants
+    from ..scores import Asked, Rows, Tensor, Where
 
-BLOCK = 16  # rows and keys whose sum a deterministic backward keeps apart
+BLOCK = 16  # keys whose sums a deterministic backward keeps apart
+MAX_TILE = 128  # rows or keys, which may be behind the last
+SLOPE_SUMS = 3  # per query: kernels/common/terms/alibi.cuh
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class Alibi(Learner):
 
     kind: ClassVar[str] = "alibi"
     adds_line: ClassVar[bool] = True
+    magnifies_delta: ClassVar[Wants] = frozenset({"slopes"})
 
     batched: bool = False
     learned: bool = False
@@ -42,14 +46,21 @@ class Alibi(Learner):
         return scores - operand_of(where, self.tensors[0], scores.dtype) * distance.abs(), None
 
     def sums(self, operand: Operand, problem: Asked) -> Sums:
-        """One per (batch, head), or head; deterministic: one per block of scores."""
-        blocks = (-(-problem.seq_q // BLOCK), -(-problem.seq_kv // BLOCK))
-        full = (problem.batch, problem.heads_q, *blocks)
-        shape = full if problem.deterministic else (problem.batch if self.batched else 1, problem.heads_q, 1, 1)
+        """Three per query, next to one another along the rows; deterministic: also per block of keys."""
+        rows, blocks = problem.seq_q + MAX_TILE, (problem.seq_kv + MAX_TILE) // BLOCK
+        full = (problem.batch, problem.heads_q, rows * SLOPE_SUMS, blocks)
+        shape = full if problem.deterministic else (*full[:3], 1)
         return Sums(SCORE_DIMS, shape, full, torch.float32)
 
+    def settled(self, sums: Tensor, rows: Rows) -> Tensor:
+        """Without what the errors of delta have added: each times the mean distance of its row's keys."""
+        of_queries = sums[:, :, : rows.lse.shape[2] * SLOPE_SUMS].sum(3, keepdim=True)
+        parts: tuple[Tensor, ...] = of_queries.unflatten(2, (-1, SLOPE_SUMS)).unbind(3)  # SlopeSums of alibi.cuh
+        minus_ds_distances, all_ds, p_distances = parts
+        return minus_ds_distances - rows.error_of_delta(all_ds) * p_distances
+
     def cpp_type(self, *, precise: bool) -> str:
-        return f"tilewise::Alibi<{str(self.learned).lower()}>"
+        return _cpp_type(self.learned, False, precise)
 
     @property
     def cpp_source(self) -> str:
@@ -76,6 +87,11 @@ class Alibi(Learner):
         return {"alibi_unit": 1.0 / unit}
 
 
+def _cpp_type(learned: bool, one_sided: bool, precise: bool) -> str:
+    flags = ", ".join(str(flag).lower() for flag in (learned, one_sided, precise))
+    return f"tilewise::Alibi<{flags}>"
+
+
 @dataclass(frozen=True, slots=True)
 class OneSidedAlibi(Alibi):
     """The same for kernels whose queries see no key behind the one that they stand at."""
@@ -83,7 +99,7 @@ class OneSidedAlibi(Alibi):
     kind: ClassVar[str] = "one_sided_alibi"
 
     def cpp_type(self, *, precise: bool) -> str:
-        return f"tilewise::Alibi<{str(self.learned).lower()}, true>"
+        return _cpp_type(self.learned, True, precise)
 
     @property
     def suffix(self) -> str:

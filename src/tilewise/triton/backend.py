@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .. import fresh
 from ..backend import ALL, NO_OPERANDS, Grads, Operands, Wants, empty_lse, empty_out, no_operand_gradients
 from ..errors import CompileError, Reason
 from ..jit import tuned
@@ -266,7 +267,7 @@ def backward(
     """Gradients in each input's dtype; those of the keys and of the queries by kernels of their own."""
     if problem.empty:
         return zero_grads(wants, q, k, v, NO_OPERANDS)
-    grads = {name: torch.empty_like(of) for name, of in (("q", q), ("k", k), ("v", v)) if name in wants}
+    grads = {name: fresh.empty_like(of) for name, of in (("q", q), ("k", k), ("v", v)) if name in wants}
     mask = packed.mask_of(problem)
     if mask is not None and (mask.used or mask.padded):  # keys that are not used have no owner
         for name in {"k", "v"} & set(grads):
@@ -374,7 +375,7 @@ def _backward_launches(
     """The row terms, then whichever of the two kernels somebody wants the result of."""
     dq, dk, dv = (grads.get(name) for name in ("q", "k", "v"))
     rows, lse = problem.batch * problem.heads_q, lse.contiguous()
-    terms = torch.empty_like(lse), torch.empty_like(lse)
+    terms = fresh.empty_like(lse), fresh.empty_like(lse)
     sizes = (problem.group, problem.seq_q, problem.seq_kv)
     first, end = _band(problem)
     inputs, strides = (q, k, v, dout), (q.stride(), k.stride(), v.stride(), dout.stride())

@@ -360,6 +360,8 @@ def _program(problem: Problem, target: Target, config: Config, wants: Wants) -> 
     launches += edge_launches(problem, ARCH, scratch.address("start_dp"), rows, 1.0 / kept_weight)
     if table is not None:
         zeroed = packed.unwritten(problem)
+        if takes_tickets and any(term.joins_rows for term in problem.scores):
+            zeroed |= {"dq"}  # preprocess zeroes rows without weights, and such a logit has a weight in every row
         told = {
             "dq_columns": problem.head_dim,
             "dv_columns": problem.head_dim_v,

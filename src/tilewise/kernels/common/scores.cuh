@@ -91,6 +91,9 @@
 //   void gradient(float ds, int i)     Receives dS_t of element i, in ascending order, to store it or to add it up in the
 //                                      state. A term with a member `ds_unit` receives it in that unit. Tiles that the mask hides
 //                                      are not visited: a term that stores needs zeros there beforehand.
+//   void gradient(float ds, const Weighed& of_element, int i)
+//                                      The same for a term that also needs what the error of D[i] does to its gradient: see
+//                                      Weighed below.
 //   void end_gradient()                Called after the last element, to add the state to global memory.
 //
 // The terms that read tensors are in terms/. A further kind would be:
@@ -173,6 +176,12 @@ struct Span {
 struct SeenSpans {
   Span some;  // seen by at least one of them; a hull
   Span all;   // seen by every one; may end before it begins
+};
+
+// dS_n of an element, and P times the slopes of the terms behind the one that receives it. Why: an
+// error e of D[i] changes every dS_n of the row by -P e, and dS_t by -e times that product.
+struct Weighed {
+  float ds, p;
 };
 
 // --- terms ---
@@ -389,7 +398,9 @@ concept HasSlope = requires(Term term) { term.slope(0.0f, 0); };
 template <typename Term>
 concept HasBefore = requires(Term term) { term.before(0.0f, 0); };
 template <typename Term>
-concept HasGradient = requires(Term term) { term.gradient(0.0f, 0); };
+concept HasWeighedGradient = requires(Term term) { term.gradient(0.0f, Weighed{}, 0); };
+template <typename Term>
+concept HasGradient = HasWeighedGradient<Term> || requires(Term term) { term.gradient(0.0f, 0); };
 template <typename Term>
 concept HasEndGradient = requires(Term term) { term.end_gradient(); };
 template <typename Term>
@@ -440,7 +451,7 @@ struct TermChain {
   __device__ __forceinline__ ptx::u32 exchange(ptx::u32 bits) { return bits; }
   __device__ __forceinline__ float kept_weight() { return 1.0f; }
   __device__ __forceinline__ float finish_row(float&, float&, float, int) { return 1.0f; }
-  __device__ __forceinline__ float pull_back(float ds, float&, int, float) { return ds; }
+  __device__ __forceinline__ float pull_back(float ds, float&, int, float, Weighed&) { return ds; }
   __device__ __forceinline__ void end_gradient() {}
 };
 
@@ -527,15 +538,22 @@ struct TermChain<First, Rest...> {
     return factor * rest.finish_row(m, l, log2_unit, r);
   }
   // Step 9: v, the value after the last term, becomes the value before the first, if that is known.
-  __device__ __forceinline__ float pull_back(float ds, float& v, int i, float unit) {
-    ds = rest.pull_back(ds, v, i, unit);
-    if constexpr (HasGradient<First> && requires { first.ds_unit; }) {
+  __device__ __forceinline__ float pull_back(float ds, float& v, int i, float unit,
+                                             Weighed& weighed) {
+    ds = rest.pull_back(ds, v, i, unit, weighed);
+    if constexpr (HasWeighedGradient<First>) {
+      first.gradient(ds * unit, weighed, i);
+    } else if constexpr (HasGradient<First> && requires { first.ds_unit; }) {
       first.ds_unit = unit;
       first.gradient(ds, i);
     } else if constexpr (HasGradient<First>) {
       first.gradient(ds * unit, i);
     }
-    if constexpr (HasSlope<First>) ds *= first.slope(v, i);
+    if constexpr (HasSlope<First>) {
+      const float slope = first.slope(v, i);
+      ds *= slope;
+      weighed.p *= slope;
+    }
     if constexpr (HasBefore<First>) v = first.before(v, i);
     return ds;
   }
@@ -959,13 +977,15 @@ struct Scores {
       if (i % 2 == 0) kept = this->keeps(i);
       return (i % 2 == 0 ? kept & 1u : kept >> 31) ? dp * terms.kept_weight() : 0.0f;
     }
-    // Returns dS_0 from dS_n, both in `unit`; value() returns v_n.
+    // Returns dS_0 from dS_n, both in `unit`, and P; value() returns v_n.
     template <typename Value>
-    __device__ __forceinline__ float pull_back(float ds, int i, Value value, float unit = 1.0f) {
+    __device__ __forceinline__ float pull_back(float ds, float p, int i, Value value,
+                                               float unit = 1.0f) {
       if constexpr (!has_slope && !has_gradient) return ds;
       float v = 0.0f;
       if constexpr (has_slope) v = value();
-      return terms.pull_back(ds, v, i, unit);
+      Weighed weighed{ds * unit, p};
+      return terms.pull_back(ds, v, i, unit, weighed);
     }
     __device__ __forceinline__ void end() { terms.end_gradient(); }
   };

@@ -229,7 +229,7 @@ struct Backward {
 #pragma unroll
       for (int i = 0; i < score_columns * 8; ++i) {
         const float ds = s[t][i] * (terms.drop(dp[t][i], i) - term[row_of(i)]);
-        dp[t][i] = terms.pull_back(ds, i, [&] {
+        dp[t][i] = terms.pull_back(ds, s[t][i], i, [&] {
           return value_of_weight(s[t][i], lse[row_of(i)], params.inverse_scale_log2);
         });
       }

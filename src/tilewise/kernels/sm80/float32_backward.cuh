@@ -288,8 +288,8 @@ struct Float32Backward {
 #pragma unroll
     for (int i = 0; i < block_q / 2; ++i)
       ds[i] = terms.pull_back(
-          p[i] * (terms.drop(ds[i], i) - row_term[column_of(i)]), i, [&] { return values[i]; },
-          Policy::has_gradient ? again(smem.units.ds) : 1.0f);
+          p[i] * (terms.drop(ds[i], i) - row_term[column_of(i)]), p[i], i,
+          [&] { return values[i]; }, Policy::has_gradient ? again(smem.units.ds) : 1.0f);
     terms.end();
     Policy::drop(p, params, Place{*this});
   }

@@ -540,7 +540,7 @@ struct DkDvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
         const float p = weights.template get<Policy::drops>(i + h);
         const float ds = this->weighted_dp(p, dp[i + h], i + h, stage);
         x[h] = terms.pull_back(
-            ds, i + h,
+            ds, fabsf(p) / config.weight_factor(), i + h,
             [&] {
               return value_of_weight(Policy::drops ? fabsf(p) : p,
                                      -start[i / 4 * 8 + 2 * (this->lane % 4) + h],
@@ -778,7 +778,7 @@ struct DvWarpgroup : ProductWarpgroup<config, Policy, Extents> {
       const float2 pair = pairs[i];
       auto sloped = [&](int h) {
         if constexpr (Policy::has_gradient) return p[i + h];
-        return terms.pull_back(p[i + h], i + h, [&] {
+        return terms.pull_back(p[i + h], 0.0f, i + h, [&] {
           return value_of_weight(Policy::drops ? fabsf(p[i + h]) : p[i + h],
                                  h % 2 ? -pair.y : -pair.x, params.inverse_scale_log2);
         });
@@ -901,7 +901,7 @@ struct DkWarpgroup : ProductWarpgroup<config, Policy, Extents> {
         x[h] = this->weighted_dp(p[h], dp[i + h], i + h, stage);
         if constexpr (Policy::has_gradient)
           x[h] = terms.pull_back(
-              x[h], i + h,
+              x[h], fabsf(p[h]), i + h,
               [&] {
                 return value_of_weight(
                     Policy::drops ? fabsf(p[h]) : p[h],

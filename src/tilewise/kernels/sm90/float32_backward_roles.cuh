@@ -322,7 +322,7 @@ struct GradDvWarpgroup : GradWarpgroup<config, Policy, Extents> {
     for (int i = 0; i < grad_block / 2; i += 4) {
       auto sloped = [&](int h) {
         if constexpr (Policy::has_gradient) return p[i + h];
-        return terms.pull_back(p[i + h], i + h, [&] { return values.kept[i + h]; });
+        return terms.pull_back(p[i + h], 0.0f, i + h, [&] { return values.kept[i + h]; });
       };
       weights[i / 4 * 128] = float4{sloped(0), sloped(1), sloped(2), sloped(3)};
     }
@@ -412,10 +412,10 @@ struct GradDkWarpgroup : GradWarpgroup<config, Policy, Extents> {
       dp[i + 3] = p.w == 0.0f ? 0.0f : p.w * dp[i + 3];
       if constexpr (Policy::has_gradient) {
         static_assert(!Policy::has_slope, "the values that slopes are made of are not handed over");
-        const float per_unit = power_of_two(-unit);
+        const float per_unit = power_of_two(-unit), weights[4] = {p.x, p.y, p.z, p.w};
 #pragma unroll
         for (int h = 0; h < 4; ++h)
-          terms.pull_back(dp[i + h] * per_unit, i + h, [] { return 0.0f; });
+          terms.pull_back(dp[i + h] * per_unit, weights[h], i + h, [] { return 0.0f; });
       }
     }
     terms.end();
