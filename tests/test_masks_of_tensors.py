@@ -167,6 +167,9 @@ def test_text_and_values() -> None:
         (lambda: KeyLengths(torch.zeros(2)), "int32"),
         (lambda: KeyLengths(torch.zeros(2, 2, dtype=torch.int32)), "batch"),
         (lambda: KeyLengths(["a"]), "integers"),
+        (lambda: KeyLengths(3), "integers"),
+        (lambda: KeyLengths([1.9]), "float32"),
+        (lambda: KeyLengths([2j]), "complex64"),
         (lambda: KeyLengths([1], "top"), "side"),
         (lambda: KeyLengths([1], inner=Documents(STARTS)), "inner"),
         (lambda: PrefixLM(-1), "prefix"),
@@ -178,6 +181,22 @@ def test_text_and_values() -> None:
 def test_masks_say_what_they_take(make: Any, said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
         make()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_lengths_beyond_32_bits_keep_their_side(side: Any) -> None:
+    q = torch.randn(4, HEADS, ROWS, DIM)
+    lengths = [2**31, 2**32 + 2, -(2**31) - 1, 2 - 2**32]
+    for given in (lengths, ints(lengths)):
+        out = tilewise.attention(q, q, q, mask=KeyLengths(given, side))
+        assert_close(out, tilewise.attention(q, q, q, mask=KeyLengths([ROWS, ROWS, 0, 0], side)), 0.0)
+
+
+@pytest.mark.parametrize("name", ["alibi", "sink"])
+def test_complex_operands_are_refused(name: str) -> None:
+    q = torch.zeros(BATCH, HEADS, ROWS, DIM)
+    with pytest.raises(InvalidInput, match=f"{name}.*complex64"):
+        tilewise.attention(q, q, q, **{name: torch.ones(HEADS, dtype=torch.complex64)})
 
 
 def test_what_fits_no_call_is_refused(anywhere: None) -> None:

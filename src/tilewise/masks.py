@@ -750,10 +750,18 @@ def _check_held(mask: Mask) -> None:
 
 
 def _per_batch(name: str, values: Any) -> torch.Tensor:
-    try:
-        return torch.tensor(values, dtype=torch.int32)
+    try:  # no dtype is named, because that would truncate fractions
+        return torch.tensor(values) if len(values) else torch.empty(0, dtype=torch.int32)
     except (TypeError, ValueError, RuntimeError):
         raise InvalidInput(name, repr(values)[:60], "a tensor (batch,) of integers", "pass one per batch") from None
+
+
+def as_int32(numbers: torch.Tensor) -> torch.Tensor:
+    """Integers in int32. Those beyond its range become its nearest number, and keep the side that they are on."""
+    if numbers.dtype == torch.int32:
+        return numbers
+    limits = torch.iinfo(torch.int32)
+    return numbers.clamp(limits.min, limits.max).to(torch.int32)
 
 
 def _check_per_batch(name: str, values: torch.Tensor) -> None:

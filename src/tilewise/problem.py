@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import masks
 from .errors import InvalidInput
-from .masks import Band, Cached, Dense, Documents, Full, KeyLengths, Mask, Packed
+from .masks import Band, Cached, Dense, Documents, Full, KeyLengths, Mask, Packed, as_int32
 from .operands import INPUTS, Operand, Operands
 from .scores import Softcap, Term, softcapped
 from .scores import parse as parse_term
@@ -333,7 +333,7 @@ def with_named_terms(
     terms, named = list(check_terms(scores)), dict(operands or {})
     if alibi is not None:
         terms.append(Alibi(batched=alibi.ndim == 2 and alibi.shape[0] > 1))
-        named["slopes"] = alibi.float()
+        named["slopes"] = _in_float32("alibi", alibi)
     if keep is not None:
         if keep.dtype != torch.bool:
             remedy = "compare it first, as in keep=padding != 0; a tensor that is added to scores is a mask="
@@ -343,8 +343,14 @@ def with_named_terms(
         named["keep"] = keep
     if sink is not None:
         terms.append(Sink())
-        named["sink"] = sink.float()
+        named["sink"] = _in_float32("sink", sink)
     return tuple(terms), named
+
+
+def _in_float32(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype.is_complex:
+        raise InvalidInput(name, f"a tensor of {tensor.dtype}", "a tensor of real numbers", "pass its real part")
+    return tensor.float()
 
 
 def in_front_of_outputs(scores: tuple[Term, ...], term: Term) -> tuple[Term, ...]:
@@ -361,7 +367,7 @@ def with_mask_terms(
     term: Term
     if isinstance(mask, KeyLengths):
         term = KeyLengthsTerm(mask.side == "left")
-        tensors = {"key_lengths": mask.lengths.to(q.device, torch.int32, non_blocking=True)}
+        tensors = {"key_lengths": as_int32(mask.lengths.to(q.device, non_blocking=True))}
     else:
         term = Spans()
         tensors = _spans_of(mask, q, k.shape[2])
@@ -392,7 +398,7 @@ def with_packed_documents(q: torch.Tensor, mask: Documents, operands: Operands |
 
 
 def _as_offsets(offsets: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return offsets.to(device, torch.int32, non_blocking=True).contiguous()
+    return as_int32(offsets.to(device, non_blocking=True)).contiguous()
 
 
 def _kept(
