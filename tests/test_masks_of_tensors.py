@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -11,7 +15,7 @@ import emulation
 import tilewise
 from support import assert_close, budget
 from test_terms_call import on_a_model
-from tilewise import Causal, Documents, Full, InvalidInput, KeyLengths, PrefixLM, Window, masks
+from tilewise import Causal, Documents, Full, InvalidInput, KeyLengths, PrefixLM, Window, masks, problem
 from tilewise.problem import Problem
 
 Tensor = torch.Tensor
@@ -137,6 +141,61 @@ def test_spans_follow_a_tensor_that_changes(anywhere: None) -> None:
     want = tilewise.attention(q, q, q, mask=shown_by_documents((0, 50, 60, 60, 90), (0, 50, 60, 60, 90), Full()))
     assert_close(after, want, budget(torch.float32, KEYS))
     assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("shared", ["numpy", "data", "data in place"])
+def test_a_mask_reads_memory_that_others_write_to(shared: str) -> None:
+    q = torch.randn(1, HEADS, ROWS, DIM)
+    memory = numpy.array([5])
+    prefix = torch.from_numpy(memory)
+    mask = PrefixLM(prefix)
+    tilewise.attention(q, q, q, mask=mask)
+    if shared == "numpy":
+        memory[0] = 60
+    elif shared == "data":
+        prefix.data[0] = 60
+    else:
+        prefix.data.copy_(ints([60]))
+    assert prefix._version == 0
+    want = tilewise.attention(q, q, q, mask=PrefixLM(60))
+    for one in (mask, PrefixLM(prefix), PrefixLM(prefix.data), PrefixLM(torch.from_numpy(memory))):
+        assert_close(tilewise.attention(q, q, q, mask=one), want, budget(torch.float32, KEYS))
+
+
+def test_on_a_gpu_a_mask_keeps_what_is_made_of_it(monkeypatch: Any) -> None:
+    """With a stand-in for q, which is asked where it is and no more."""
+    stream, gpu = [0], SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
+
+    def made(mask: PrefixLM) -> dict[str, Tensor]:
+        return problem._kept(mask, gpu, (4, 8), lambda: {"prefix": mask.prefix.clone()})  # type: ignore[arg-type, union-attr]
+
+    prefix = ints([3])
+    mask = PrefixLM(prefix)
+    first = made(mask)
+    assert made(mask) is first
+    prefix.data[0] = 4
+    assert made(mask) is first, "a change that is not counted"
+    assert made(PrefixLM(prefix))["prefix"].item() == 4
+    prefix.add_(1)
+    assert made(mask)["prefix"].item() == 5
+    for changed in (stream, capturing):
+        before, changed[0] = made(mask), 1
+        assert made(mask) is not before
+    capturing[0] = False
+    copied = copy.copy(mask)
+    assert made(copied) is not made(mask)
+    assert pickle.loads(pickle.dumps(mask)).prefix.item() == 5
+
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
+    checked = PrefixLM(prefix)
+    assert made(checked) is made(checked)
+    prefix.data[0] = 7
+    with pytest.raises(InvalidInput, match=r"PrefixLM.*`\.data`"):
+        made(checked)
+    assert made(PrefixLM(prefix))["prefix"].item() == 7
 
 
 @pytest.mark.parametrize(("target", "name"), [("h200", "sm90"), ("a100", "sm80")])

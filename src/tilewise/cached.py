@@ -17,10 +17,10 @@ from .api import inner_rule, rounded_length
 from .engine import append as appending
 from .engine.run import load
 from .errors import CompileError, InvalidInput
-from .isolation import are_checked
 from .masks import Cached
 from .memo import Memo
 from .op import Options
+from .operands import are_checked
 from .plan import AUTO, Plan, check_backend, plan
 from .problem import Problem, as_number, check_tensors, given_scale, shown, strides_class, with_named_terms
 from .scores import softcapped
