@@ -15,9 +15,9 @@ What they share, as flash-attn documents it:
                              dropped; of packed sequences (batch, heads, max_seqlen_q, max_seqlen_k), 0 where none is
 
 Beyond flash-attn: CPUs, float32 and float64, any head_dim, pages of any size. Short of it, with an error that says so:
-with pages (block_table) gradients and dropout, which flash-attn has none of either. A row that sees no key has lse -inf
-(flash-attn writes +inf). Under causal ALiBi lse belongs to the biases as documented; flash-attn's kernel shifts them
-row by row.
+with pages (block_table) dropout, and gradients, which are refused when the backward runs. A row that sees no key has
+lse -inf (flash-attn writes +inf). Under causal ALiBi lse belongs to the biases as documented; flash-attn's kernel
+shifts them row by row.
 """
 
 from __future__ import annotations
@@ -156,15 +156,12 @@ def flash_attn_varlen_func(
             window_size, softcap, alibi_slopes, return_attn_probs, block_table,
         )  # fmt: skip
     _check_dims(3, q=q, k=k, v=v)
-    if deterministic and _may_vary(q, k, v):
-        if not dropout_p and not torch.compiler.is_compiling():
-            with deterministic_algorithms():  # for the plan; the backward of a call planned so keeps to it
-                return flash_attn_varlen_func(
-                    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-                    window_size, softcap, alibi_slopes, False, return_attn_probs, leftpad_k=leftpad_k,
-                    seqused_k=seqused_k,
-                )  # fmt: skip
-        _check_switch(dropout_p)
+    if deterministic and _may_vary(q, k, v) and not _has_switch():
+        with deterministic_algorithms():  # for the plan; the backward of a call planned so keeps to it
+            return flash_attn_varlen_func(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+                window_size, softcap, alibi_slopes, False, return_attn_probs, leftpad_k=leftpad_k, seqused_k=seqused_k,
+            )  # fmt: skip
     same = cu_seqlens_q is cu_seqlens_k
     whole = leftpad_k is None and seqused_k is None
     starts_q = _offsets("q", cu_seqlens_q, max_seqlen_q, q.device)
@@ -292,8 +289,8 @@ def _varlen_pages(
     """Packed queries against pages of keys."""
     _check_dims(3, q=q)
     _check_dims(4, k=k, v=v)
-    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
-    if dropout or needs_grad:
+    needs_grad = _needs_grad(q, k, v)
+    if dropout or (needs_grad and torch.compiler.is_compiling()):
         raise UnsupportedProblem(
             f"flash_attn_varlen_func: {'dropout' if dropout else 'a gradient'} with keys in pages (block_table).",
             remedy="gather the pages into packed k and v, or call it under torch.no_grad() without dropout",
@@ -307,7 +304,26 @@ def _varlen_pages(
         max_seqlen_q=max_seqlen_q, mask=_band(causal, window_size, False), scale=scale, softcap=softcap,
         alibi=alibi_slopes, return_lse=with_lse,
     )  # fmt: skip
+    if needs_grad:
+        results = result if isinstance(result, tuple) else (result,)
+        out, *lse = (_WithoutBackward.apply(one, q, k, v) for one in results)  # type: ignore[no-untyped-call]
+        result = (out, *lse) if lse else out
     return (*result, None) if isinstance(result, tuple) else result
+
+
+class _WithoutBackward(torch.autograd.Function):
+    """A result of inputs that require grad, whose backward refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *inputs: Tensor) -> Tensor:
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise UnsupportedProblem(
+            "flash_attn_varlen_func: a gradient with keys in pages (block_table).",
+            remedy="gather the pages into packed k and v",
+        )
 
 
 def flash_attn_with_kvcache(
@@ -434,24 +450,22 @@ def _run(
     with_lse: bool,
 ) -> Result:
     """Attention of (batch, seq, heads, head_dim) tensors."""
-    if deterministic and _may_vary(q, k, v):
-        if not dropout and not torch.compiler.is_compiling():
-            with deterministic_algorithms():  # for the plan; the backward of a call planned so keeps to it
-                return _run(q, k, v, mask, dropout, scale, softcap, alibi_slopes, False, with_lse)
-        _check_switch(dropout)
+    if deterministic and _may_vary(q, k, v) and not _has_switch():
+        with deterministic_algorithms():  # for the plan; the backward of a call planned so keeps to it
+            return _run(q, k, v, mask, dropout, scale, softcap, alibi_slopes, True, with_lse)
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, q.shape[2], q.shape[0])
     asked: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "alibi": alibi_slopes, "layout": "bshd"}
+    if dropout and (with_lse or deterministic):  # as a term: dropout by PyTorch's kernels has a backward of their own
+        asked |= {"scores": (Dropout(dropout),), "operands": {"seed": drawn_seed(q.device)}}
+    elif dropout:
+        asked["dropout"] = dropout
     if not with_lse:
-        out = attention(q, k, v, dropout=dropout, **asked)
+        out = attention(q, k, v, **asked)
         assert isinstance(out, Tensor)
         return out
-    if not dropout:
-        out, lse = attention(q, k, v, return_lse=True, **asked)
-        return out, lse, None
-    asked |= {"scores": (Dropout(dropout),), "operands": {"seed": drawn_seed(q.device)}}
     out, lse = attention(q, k, v, return_lse=True, **asked)
-    return out, lse, _dropped_weights(q, k, v, lse, **asked)
+    return out, lse, _dropped_weights(q, k, v, lse, **asked) if dropout else None
 
 
 def _dropped_weights(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, sequence: int = 0, **asked: Any) -> Tensor:
@@ -550,14 +564,20 @@ def _offsets(name: str, cu_seqlens: Tensor | Sequence[int], longest: int, device
 
 def _may_vary(*tensors: Tensor) -> bool:
     """Backward kernels on CUDA may add in any order, unless PyTorch's switch tells them not to."""
-    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return needs_grad and any(tensor.is_cuda for tensor in tensors)
+    return _needs_grad(*tensors) and any(tensor.is_cuda for tensor in tensors)
 
 
-def _check_switch(dropout: float) -> None:
-    if not torch.are_deterministic_algorithms_enabled():
-        where = "with dropout" if dropout else "in a compiled graph"
+def _needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _has_switch() -> bool:
+    """Whether PyTorch's switch is on. A compiled graph, which plans when it runs, is refused without it."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    if torch.compiler.is_compiling() and not enabled:
         raise UnsupportedProblem(
-            f"flash_attn: deterministic=True {where}: there the backward obeys PyTorch's switch for the process alone.",
+            "flash_attn: deterministic=True in a compiled graph: there the backward obeys PyTorch's switch for the "
+            "process alone.",
             remedy="call torch.use_deterministic_algorithms(True)",
         )
+    return enabled
