@@ -748,7 +748,7 @@ def _describe_dense(mask: torch.Tensor, q: torch.Tensor, seq_kv: int) -> Dense:
         raise InvalidInput("mask.device", mask.device, f"{q.device}, the device of q", "move the mask")
     _check_strided("mask", mask)
     sizes = _Sizes(q.shape[0], q.shape[1], q.shape[2], seq_kv, q.dtype)
-    return Dense(tuple(mask.shape), additive, mask.ndim > 0 and is_paired(mask, sizes))
+    return Dense(tuple(mask.shape), additive, is_paired(mask, sizes))
 
 
 def strides_class(*tensors: torch.Tensor) -> Strides:
