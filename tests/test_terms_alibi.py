@@ -12,7 +12,7 @@ from tilewise import Causal, Full, Window
 from tilewise.engine import SM80, SM90
 from tilewise.engine.rules import one_sided
 from tilewise.scores import Softcap
-from tilewise.terms import Alibi
+from tilewise.terms import Alibi, RelativeBias
 from tilewise.terms.alibi import OneSidedAlibi
 
 
@@ -49,6 +49,12 @@ def test_learned_slopes_in_a_fixed_order(monkeypatch: Any, backend: Any, dtype: 
     assert room.shape == room.full
 
 
+def test_deterministic_slopes_have_a_sum_for_each_block_of_the_kernels() -> None:
+    term = Alibi(learned=True)
+    sizes = case_of(BF16, 64, Full(), (term,), slopes_of, seq_q=33, seq_kv=48, deterministic=True).problem
+    assert term.sums(term.tensors[0], sizes).shape[2:] == (3, 3), "blocks are 16 by 16 in alibi.cuh"
+
+
 @pytest.mark.parametrize(
     ("mask", "rows", "keys", "is_one_sided"),
     [
@@ -79,3 +85,8 @@ def test_row_terms_of_a_backward_begin_with_the_line() -> None:
         problem = case_of(BF16, 64, Causal(), terms, slopes_of, needs_grad=True).problem
         program = SM90.backward_program(problem, H200, SM90.backward_configs(problem, H200)[0])
         assert ("slopes" in program.launches[0].fields) == has_line
+    units = []
+    for terms in ((), (Softcap(3.0),), (RelativeBias(9, 4),)):
+        problem = case_of(BF16, 64, Causal(), terms, lambda _: {"table": torch.zeros(4, 9)}, needs_grad=True).problem
+        units.append(SM90.backward_program(problem, H200, SM90.backward_configs(problem, H200)[0]).launches[0].unit)
+    assert units[0] == units[1] == units[2], "these add no line"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kvcache_suite as suite
+import tilewise
 from tilewise import cached
 from tilewise.errors import InvalidInput
 from tilewise.integrations.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -180,6 +181,25 @@ def test_what_has_no_room_is_not_written():
     cache, before = room[1:2], room.clone()
     flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=8, causal=True)
     assert torch.equal(room, before)
+
+
+@pytest.mark.parametrize("number", [-1, 2])
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_page_or_row_just_outside_is_not_written(paged, number):
+    """The next to the last is no other's, as it would be if it were clamped."""
+    q, new = torch.randn(1, 2, 2, 16), torch.randn(1, 2, 1, 16)
+    cache = torch.randn(2, 4, 1, 16)
+    before = cache.clone()
+    pages = {"page_table": torch.tensor([[0, number]], dtype=torch.int32)}
+    rows = {"rows": torch.tensor([number], dtype=torch.int32)}
+    cached.append(
+        cache, cache.clone(), new, new, torch.tensor([5 if paged else 1]).int(), q=q, **(pages if paged else rows)
+    )
+    assert torch.equal(cache, before)
+    with pytest.raises(InvalidInput, match=f"{number} among its numbers"):
+        tilewise.attention_cached(
+            q, cache, cache, torch.tensor([7 if paged else 3]).int(), **(pages if paged else rows)
+        )
 
 
 FAKE = """
