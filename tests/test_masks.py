@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from support import masks_with_lengths
 from tilewise import Causal, Dense, Documents, Full, InvalidInput, Window
-from tilewise.masks import Mask, Tile, parse
+from tilewise.masks import Cached, Mask, Packed, Tile, parse
 
 
 def picture(mask: Mask, seq_q: int, seq_kv: int) -> torch.Tensor:
@@ -118,6 +118,19 @@ def test_bad_masks_say_what_to_do(make, argument):
     with pytest.raises(InvalidInput, match="What to do") as caught:
         make()
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("flag", ["packed", "lengths", "starts", "rows", "invariant"])
+@pytest.mark.parametrize("inner", [Full(), Causal("bottom-right"), Window(3, None)], ids=str)
+def test_a_cached_mask_is_read_back_from_its_text(flag, inner):
+    for mask in (Cached(2, 16, 3, 64, inner, **{flag: True}), Cached(2, inner=inner, **{flag: True})):
+        assert parse(str(mask)) == mask
+
+
+@pytest.mark.parametrize("flag", ["same", "used", "padded"])
+def test_a_packed_mask_is_read_back_from_its_text(flag):
+    mask = Packed(2, 64, 128, Causal(), **{flag: True})
+    assert parse(str(mask)) == mask
 
 
 def test_full_is_full():

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -11,7 +15,7 @@ import emulation
 import tilewise
 from support import assert_close, budget
 from test_terms_call import on_a_model
-from tilewise import Causal, Documents, Full, InvalidInput, KeyLengths, PrefixLM, Window, masks
+from tilewise import Causal, Documents, Full, InvalidInput, KeyLengths, PrefixLM, Window, masks, problem
 from tilewise.problem import Problem
 
 Tensor = torch.Tensor
@@ -139,6 +143,61 @@ def test_spans_follow_a_tensor_that_changes(anywhere: None) -> None:
     assert not torch.equal(before, after)
 
 
+@pytest.mark.parametrize("shared", ["numpy", "data", "data in place"])
+def test_a_mask_reads_memory_that_others_write_to(shared: str) -> None:
+    q = torch.randn(1, HEADS, ROWS, DIM)
+    memory = numpy.array([5])
+    prefix = torch.from_numpy(memory)
+    mask = PrefixLM(prefix)
+    tilewise.attention(q, q, q, mask=mask)
+    if shared == "numpy":
+        memory[0] = 60
+    elif shared == "data":
+        prefix.data[0] = 60
+    else:
+        prefix.data.copy_(ints([60]))
+    assert prefix._version == 0
+    want = tilewise.attention(q, q, q, mask=PrefixLM(60))
+    for one in (mask, PrefixLM(prefix), PrefixLM(prefix.data), PrefixLM(torch.from_numpy(memory))):
+        assert_close(tilewise.attention(q, q, q, mask=one), want, budget(torch.float32, KEYS))
+
+
+def test_on_a_gpu_a_mask_keeps_what_is_made_of_it(monkeypatch: Any) -> None:
+    """With a stand-in for q, which is asked where it is and no more."""
+    stream, gpu = [0], SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
+
+    def made(mask: PrefixLM) -> dict[str, Tensor]:
+        return problem._kept(mask, gpu, (4, 8), lambda: {"prefix": mask.prefix.clone()})  # type: ignore[arg-type, union-attr]
+
+    prefix = ints([3])
+    mask = PrefixLM(prefix)
+    first = made(mask)
+    assert made(mask) is first
+    prefix.data[0] = 4
+    assert made(mask) is first, "a change that is not counted"
+    assert made(PrefixLM(prefix))["prefix"].item() == 4
+    prefix.add_(1)
+    assert made(mask)["prefix"].item() == 5
+    for changed in (stream, capturing):
+        before, changed[0] = made(mask), 1
+        assert made(mask) is not before
+    capturing[0] = False
+    copied = copy.copy(mask)
+    assert made(copied) is not made(mask)
+    assert pickle.loads(pickle.dumps(mask)).prefix.item() == 5
+
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
+    checked = PrefixLM(prefix)
+    assert made(checked) is made(checked)
+    prefix.data[0] = 7
+    with pytest.raises(InvalidInput, match=r"PrefixLM.*`\.data`"):
+        made(checked)
+    assert made(PrefixLM(prefix))["prefix"].item() == 7
+
+
 @pytest.mark.parametrize(("target", "name"), [("h200", "sm90"), ("a100", "sm80")])
 def test_auto_and_explain_name_our_kernels(target: str, name: str) -> None:
     q = torch.zeros(2, 8, 1024, 64, dtype=torch.bfloat16, device="meta")
@@ -167,6 +226,9 @@ def test_text_and_values() -> None:
         (lambda: KeyLengths(torch.zeros(2)), "int32"),
         (lambda: KeyLengths(torch.zeros(2, 2, dtype=torch.int32)), "batch"),
         (lambda: KeyLengths(["a"]), "integers"),
+        (lambda: KeyLengths(3), "integers"),
+        (lambda: KeyLengths([1.9]), "float32"),
+        (lambda: KeyLengths([2j]), "complex64"),
         (lambda: KeyLengths([1], "top"), "side"),
         (lambda: KeyLengths([1], inner=Documents(STARTS)), "inner"),
         (lambda: PrefixLM(-1), "prefix"),
@@ -178,6 +240,22 @@ def test_text_and_values() -> None:
 def test_masks_say_what_they_take(make: Any, said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
         make()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_lengths_beyond_32_bits_keep_their_side(side: Any) -> None:
+    q = torch.randn(4, HEADS, ROWS, DIM)
+    lengths = [2**31, 2**32 + 2, -(2**31) - 1, 2 - 2**32]
+    for given in (lengths, ints(lengths)):
+        out = tilewise.attention(q, q, q, mask=KeyLengths(given, side))
+        assert_close(out, tilewise.attention(q, q, q, mask=KeyLengths([ROWS, ROWS, 0, 0], side)), 0.0)
+
+
+@pytest.mark.parametrize("name", ["alibi", "sink"])
+def test_complex_operands_are_refused(name: str) -> None:
+    q = torch.zeros(BATCH, HEADS, ROWS, DIM)
+    with pytest.raises(InvalidInput, match=f"{name}.*complex64"):
+        tilewise.attention(q, q, q, **{name: torch.ones(HEADS, dtype=torch.complex64)})
 
 
 def test_what_fits_no_call_is_refused(anywhere: None) -> None:

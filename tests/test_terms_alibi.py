@@ -27,7 +27,7 @@ from tilewise import Causal, Full, Window
 from tilewise.engine import SM80, SM90
 from tilewise.engine.rules import one_sided
 from tilewise.scores import Softcap
-from tilewise.terms import Alibi, Dropout, Sink
+from tilewise.terms import Alibi, Dropout, RelativeBias, Sink
 from tilewise.terms.alibi import OneSidedAlibi
 
 LEARNED = Alibi(learned=True)
@@ -99,6 +99,12 @@ def test_an_error_of_out_does_not_reach_the_slopes(
     assert error <= budget(F32, case.problem.seq_kv)
 
 
+def test_deterministic_slopes_have_a_sum_for_each_block_of_the_kernels() -> None:
+    term = Alibi(learned=True)
+    sizes = case_of(BF16, 64, Full(), (term,), slopes_of, seq_q=33, seq_kv=48, deterministic=True).problem
+    assert term.sums(term.tensors[0], sizes).shape[2:] == (3, 3), "blocks are 16 by 16 in alibi.cuh"
+
+
 @pytest.mark.parametrize(
     ("mask", "rows", "keys", "is_one_sided"),
     [
@@ -129,3 +135,8 @@ def test_row_terms_of_a_backward_begin_with_the_line() -> None:
         problem = case_of(BF16, 64, Causal(), terms, slopes_of, needs_grad=True).problem
         program = SM90.backward_program(problem, H200, SM90.backward_configs(problem, H200)[0])
         assert ("slopes" in program.launches[0].fields) == has_line
+    units = []
+    for terms in ((), (Softcap(3.0),), (RelativeBias(9, 4),)):
+        problem = case_of(BF16, 64, Causal(), terms, lambda _: {"table": torch.zeros(4, 9)}, needs_grad=True).problem
+        units.append(SM90.backward_program(problem, H200, SM90.backward_configs(problem, H200)[0]).launches[0].unit)
+    assert units[0] == units[1] == units[2], "these add no line"

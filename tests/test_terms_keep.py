@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import emulation
+from support import make_problem
 from term_cases import BF16, F32, H200, KERNELS, Case, Tensor, both_ways, case_of, check, emulated, everywhere, forward
 from tilewise import Full
 from tilewise.engine import SM80, SM90
 from tilewise.terms import Alibi, Keep, KeyLengths, Sink
+from tilewise.terms.shared import is_paired
 
 
 def keeping(kind: str, problem: Any) -> Tensor:
@@ -44,6 +46,24 @@ def keep_case(kind: str, dtype: Any, dim: int, mask: Any, **fields: Any) -> Case
     plain = case_of(dtype, dim, mask, (), lambda _: {}, **sizes).problem
     keep = keeping(kind, plain)
     return case_of(dtype, dim, mask, (Keep.of(keep, plain),), lambda _: {"keep": keep}, **sizes)
+
+
+def test_two_keys_are_read_at_once_where_no_row_ends_between_them() -> None:
+    room = torch.ones(2, 1, 4, 40, dtype=torch.bool)
+    for rows, keys, keep, paired in (
+        (4, 40, room, True),
+        (1, 8, room[:1, :, :1, :8], True),
+        (1, 7, room[:1, :, :1, :7], False),
+        (4, 38, room[..., :38], True),
+        (4, 38, room[..., 1:39], False),
+        (4, 20, room[..., ::2], False),
+        (4, 8, torch.ones(2, 1, 4, 9, dtype=torch.bool)[..., :8], False),
+        (4, 40, room[..., :1], False),
+        (4, 40, torch.tensor(True), False),
+    ):
+        problem = make_problem((2, 1, rows, 64), BF16, seq_kv=keys)
+        assert is_paired(keep, problem) == paired, (rows, keys, keep.shape)
+        assert Keep.of(keep, problem).paired == paired
 
 
 @emulated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import emulation
 import tilewise
 from support import make_problem
 from term_cases import BF16, F32, H200, Case, Tensor, both_ways, case_of, check, emulated, everywhere, forward
-from tilewise import Causal, Documents, Full, PrefixLM, Window
+from tilewise import Causal, Documents, Full, InvalidInput, PrefixLM, Window
 from tilewise.engine import SM80, SM90
 from tilewise.engine.policy import Policy
 from tilewise.engine.sm90.backward import Order
@@ -68,7 +69,8 @@ def test_tiles_outside_of_documents_are_left_out(
 def test_who_adds_to_dq_is_the_same_from_both_sides(monkeypatch: Any, order: Order, kind: str, dim: int) -> None:
     """A tile of keys knows its queries, and a tile of queries how many add to it: else some wait for ever."""
     sizes = {"seq_q": 400, "seq_kv": 500, "deterministic": order is Order.KEY_ORDER}
-    terms = (KnownSpans(longest=500),)
+    unknown = case_of(BF16, dim, Full(), (Spans(),), lambda problem: drawn(kind, problem), **sizes).operands
+    terms = (replace(KnownSpans.of(unknown["first_key"], unknown["end_key"]), longest=500),)
     case = case_of(BF16, dim, Full(), terms, lambda problem: drawn(kind, problem), needs_grad=True, **sizes)
     program = SM90.backward_program(case.problem, H200, SM90.backward_configs(case.problem, H200)[0])
     assert program.launches[1].fields["order"] == order
@@ -84,8 +86,29 @@ def test_documents_add_up_their_dq_without_sums_to_zero() -> None:
     of_documents = SM90.backward_program(problem, H200, config)
     assert of_documents.launches[1].fields["order"] == Order.CLAIM_ORDER
     assert not of_documents.zeroed
+    first_without_keys = Documents((0, 2000, 3000, 4096), (0, 0, 3000, 4096), Causal())
+    program = SM90.backward_program(problem.with_(mask=first_without_keys), H200, config)
+    assert program.launches[1].fields["order"] == Order.CLAIM_ORDER
+    assert program.zeroed == {"dq"}
     of_prefix = SM90.backward_program(problem.with_(mask=PrefixLM(1000)), H200, config)
     assert of_prefix.launches[1].fields["order"] == Order.ANY_ORDER
+
+
+def test_known_spans_know_the_longest_and_whether_every_row_sees() -> None:
+    first, end = torch.tensor([[0, 2], [1, 4]])
+    assert KnownSpans.of(first, end) == KnownSpans(2, every_row_sees=True)
+    assert KnownSpans.of(first, torch.tensor([0, 5])) == KnownSpans(3, every_row_sees=False)
+
+
+@pytest.mark.parametrize("name", ["first_key", "end_key", "first_row", "end_row"])
+def test_every_tensor_is_held_to_its_own_shape(name: str) -> None:
+    """Those of queries and those of keys have different ones."""
+    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 9, 8)
+    given = spans.operands_of(torch.zeros(1, 5), torch.full((1, 5), 9), 9)
+    want = tilewise.attention(q, k, k)
+    torch.testing.assert_close(tilewise.attention(q, k, k, scores=(Spans(),), operands=given), want)
+    with pytest.raises(InvalidInput, match=name):
+        tilewise.attention(q, k, k, scores=(Spans(),), operands=given | {name: given[name][:, 1:]})
 
 
 @pytest.mark.parametrize("term", [Spans(), KeyLengths(), KeyLengths(padded_left=True)], ids=str)

@@ -13,7 +13,7 @@ import term_cases
 from emulation import emulated
 from support import make_problem
 from term_cases import H200
-from tilewise import Causal, Full, Window
+from tilewise import Causal, Full, InvalidInput, Window
 from tilewise.engine import SM80, SM90, run, tile_map
 from tilewise.engine.sm90 import backward as sm90_backward
 from tilewise.terms import Keep
@@ -260,6 +260,20 @@ def test_a_map_serves_until_its_mask_changes(monkeypatch: Any) -> None:
     counts, _ = listing(0, changed[0])
     assert not counts[:, 0].any()
     assert before[:, 0].tolist() != [[0, 0], [0, 0]]
+    # Memory that another tensor writes to: neither is counted for the other.
+    shared = keep.data
+    hidden = mark(0, shared)
+    shared[:] = True
+    assert mark(0, keep)[0] is changed[0]
+    assert mark(0, keep.data)[0] is not hidden[0]
+    assert mark(0, keep.data)[0].tolist() != hidden[0].tolist()
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
+    checked = keep.clone()
+    assert mark(0, checked)[0] is mark(0, checked)[0]
+    checked.data[0, 0, 0, 0] = False
+    with pytest.raises(InvalidInput, match=r"keep.*`\.data`"):
+        mark(0, checked)
+    monkeypatch.delenv("TILEWISE_CHECK")
     with torch.inference_mode():
         # What is made of a mask that can be asked for its state can be asked itself.
         cells, _ = mark(2, keep)

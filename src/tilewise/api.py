@@ -19,10 +19,10 @@ import torch.nn.functional as F
 
 from . import masks, native, op, repeated
 from .errors import InvalidInput, UnknownArgument, UnsupportedProblem
-from .isolation import CHECK, MIN_ROWS_OF_DOCUMENTS, check_where_asked, documents_are_sequences
+from .isolation import MIN_ROWS_OF_DOCUMENTS, check_where_asked, documents_are_sequences
 from .masks import Causal, Documents, Full, KeyLengths, Mask, Packed, PrefixLM, Window
 from .op import Options
-from .operands import NO_OPERANDS, Operands
+from .operands import CHECK, NO_OPERANDS, Operands
 from .plan import AUTO, BACKENDS, Plan, check_backend, plan
 from .problem import (
     Layout,

@@ -17,12 +17,12 @@ from .api import inner_rule, rounded_length
 from .engine import append as appending
 from .engine.run import load
 from .errors import CompileError, InvalidInput
-from .isolation import are_checked
 from .masks import Cached
 from .memo import Memo
 from .op import Options
+from .operands import are_checked
 from .plan import AUTO, Plan, check_backend, plan
-from .problem import Problem, as_number, check_tensors, given_scale, strides_class, with_named_terms
+from .problem import Problem, as_number, check_tensors, given_scale, shown, strides_class, with_named_terms
 from .scores import softcapped
 from .target import Target
 
@@ -88,10 +88,10 @@ def attention_cached(
     asked = (max_seqlen_q, mask, scale, softcap, return_lse, batch_invariant, backend)
     if torch.compiler.is_compiling():
         return _traced(q, k, v, given, asked, alibi, keep, sink)
-    call, q_view, k_view, v_view, operands = _prepared(q, k, v, given, asked, alibi, keep, sink)
-    with torch.no_grad():
-        out, lse = call(q_view, k_view, v_view, operands)
-    return _as_asked(out, lse, cu_seqlens_q is not None, return_lse)
+    call = _prepared(q, k, v, given, asked, alibi, keep, sink)
+    if _are_read(q):
+        _check_values(call.problem, call.operands)
+    return call.results()
 
 
 def explain_cached(
@@ -148,6 +148,23 @@ class _Given(NamedTuple):
 _Asked = tuple[int, Any, "float | None", float, bool, bool, str]
 
 
+class _Call(NamedTuple):
+    """A bound forward, the problem that it computes, and its tensors as (batch, heads, rows, dim)."""
+
+    forward: Any
+    problem: Problem
+    views: tuple[Tensor, Tensor, Tensor]
+    operands: Operands
+
+    def results(self) -> Tensor | tuple[Tensor, Tensor]:
+        """Out, and lse where the problem needs it, in the shapes of `attention_cached`."""
+        with torch.no_grad():
+            out, lse = self.forward(*self.views, self.operands)
+        mask = self.problem.mask
+        assert isinstance(mask, Cached)
+        return _as_asked(out, lse, mask.packed, self.problem.needs_lse)
+
+
 def _as_asked(out: Tensor, lse: Tensor | None, packed: bool, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     out = out.transpose(1, 2)
     out = out.squeeze(0) if packed else out
@@ -165,8 +182,8 @@ _calls: Memo[Any] = Memo()
 
 
 def _facts(tensor: Tensor | None) -> Any:
-    if tensor is None:
-        return None
+    if not isinstance(tensor, Tensor):
+        return tensor
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
 
 
@@ -179,7 +196,7 @@ def _prepared(
     alibi: Tensor | None,
     keep: Tensor | None,
     sink: Tensor | None,
-) -> tuple[Any, Tensor, Tensor, Tensor, Operands]:
+) -> _Call:
     """The bound forward of these tensors, found again by their shapes, strides and alignment, and what it takes."""
     key: Any = None
     found = None
@@ -187,8 +204,9 @@ def _prepared(
         key = (_facts(q), _facts(k), _facts(v), *map(_facts, given), _facts(alibi), _facts(keep), _facts(sink), asked)
         try:
             found = _calls.get(key)
-        except TypeError:  # a mask that cannot be hashed, which is said below
+        except TypeError:  # an argument that cannot be hashed, which `_posed` refuses
             key = None
+    views: Any
     if found is None:
         problem, *views, operands = _posed(q, k, v, given, asked, alibi, keep, sink)
         options = Options(str(problem.mask), problem.scale, "", "bshd", asked[-1], problem.needs_lse, "exact")
@@ -197,14 +215,12 @@ def _prepared(
         if key is not None:
             _calls.put(key, found, generation)
     else:
-        views = [*_views(q, k, v, given.cu_seqlens_q is not None)]
+        views = _views(q, k, v, given.cu_seqlens_q is not None)
         operands = given.by_name
         if alibi is not None or keep is not None or sink is not None:
             operands = operands | _named(alibi, keep, sink)
     forward, problem = found
-    if _are_read(q):
-        _check_values(problem, operands)
-    return forward, views[0], views[1], views[2], operands
+    return _Call(forward, problem, views, operands)
 
 
 def _named(alibi: Tensor | None, keep: Tensor | None, sink: Tensor | None) -> dict[str, Tensor]:
@@ -408,28 +424,23 @@ def append(
 ) -> tuple[Tensor, Tensor]:
     """Writes k and v (batch, new, heads_kv, dim) into a cache in place, behind the `lengths` places that are taken.
 
-    With cos and sin (places, rotary_dim / 2), k is rotated for the places that it takes, and q (batch, queries, heads,
-    dim) for the places from `lengths` on; all of its rows for the first of them unless they stand `apart`. What the
-    cache has no room for, or whose page does not exist, is not written. Returns q and the lengths after, and waits for
-    nothing. Caches, pages and rows are those of `attention_cached`.
+    With cos and sin (places, rotary_dim / 2), which have a row for every place of a sequence at least, k is rotated for
+    the places that it takes, and q (batch, queries, heads, dim) for the places from `lengths` on; all of its rows for
+    the first of them unless they stand `apart`. What the cache has no room for, or whose page does not exist, is not
+    written. Returns q and the lengths after, and waits for nothing. Caches, pages and rows are those of
+    `attention_cached`. Nothing is written before all arguments are checked.
 
     No two new keys may have one place, as they would where sequences share a row, or the page that both write to: which
     of them stays is not known. Tensors on a CPU are checked for that in every call, those on a GPU under
     TILEWISE_CHECK, where a call also raises for new keys without room or without a page.
     """
-    if cos is None or sin is None:
-        cos = sin = None
-    elif cos.shape != sin.shape or cos.ndim != 2 or 2 * cos.shape[1] > q.shape[-1] or not cos.shape[0]:
-        raise InvalidInput(
-            "rotary_cos",
-            f"shape {tuple(cos.shape)}, and sin {tuple(sin.shape)}",
-            f"two of (places, rotary_dim / 2), with a rotary_dim of {q.shape[-1]} at most",
-            "pass the tables of one rotation",
-        )
     capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    _check_rotation(cos, sin, q, capacity)
     with torch.no_grad():
         if not torch.compiler.is_compiling() and _are_read(q):
             _check_places(k_cache, k.shape[1], lengths, capacity, rows, page_table)
+            if cos is not None:
+                _check_angles(lengths, max(k.shape[1], q.shape[1] if apart else 1), cos)
         given = (q, k, v, k_cache, v_cache, cos, sin, lengths, rows, page_table)
         launch = None if torch.compiler.is_compiling() else _launched(given, capacity, interleaved, apart)
         if launch is not None:
@@ -442,6 +453,87 @@ def append(
         _write(k_cache, k, places, capacity, rows, page_table)
         _write(v_cache, v, places, capacity, rows, page_table)
         return q, (lengths + k.shape[1]).clamp(max=capacity)
+
+
+def attention_appended(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    *,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = True,
+    apart: bool = True,
+    page_table: Tensor | None = None,
+    starts: Tensor | None = None,
+    rows: Tensor | None = None,
+    mask: MaskLike = "causal:bottom-right",
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi: Tensor | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`append`, and `attention_cached` of what it returns. Nothing is written before the arguments of both are checked,
+    in a compiled graph those of `append`."""
+    asked = (0, mask, scale, softcap, return_lse, batch_invariant, AUTO)
+    given = _Given(lengths, page_table, starts, rows, None)
+    call = None
+    if not torch.compiler.is_compiling():
+        call = _prepared(q, k_cache, v_cache, given, asked, alibi, None, None)
+        if _are_read(q):
+            after = (lengths + k.shape[1]).clamp(max=call.problem.seq_kv)
+            _check_values(call.problem, {**call.operands, "cache_lengths": after})
+    before = _facts(q), _facts(lengths)
+    q, lengths = append(
+        k_cache, v_cache, k, v, lengths, rows=rows, page_table=page_table, q=q, cos=cos, sin=sin,
+        interleaved=interleaved, apart=apart,
+    )  # fmt: skip
+    given = given._replace(lengths=lengths)
+    if call is None:
+        return _traced(q, k_cache, v_cache, given, asked, alibi, None, None)
+    if before == (_facts(q), _facts(lengths)):  # what was bound for the tensors before serves those after
+        views = (q.transpose(1, 2), *call.views[1:])
+        return call._replace(views=views, operands={**call.operands, "cache_lengths": lengths}).results()
+    return _prepared(q, k_cache, v_cache, given, asked, alibi, None, None).results()
+
+
+def _check_rotation(cos: Tensor | None, sin: Tensor | None, q: Tensor, capacity: int) -> None:
+    """Raises InvalidInput for tables that rotate no sequence of this capacity."""
+    if cos is None and sin is None:
+        return
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not isinstance(table, Tensor):
+            raise InvalidInput(name, "None" if table is None else shown(table), "a table beside the other", "pass both")
+        if not table.is_floating_point() or table.device != q.device:
+            raise InvalidInput(
+                name, f"{table.dtype} on {table.device}", f"floating numbers on {q.device}, the device of q", "cast it"
+            )
+    assert cos is not None
+    assert sin is not None
+    if cos.shape != sin.shape or cos.ndim != 2 or 2 * cos.shape[1] > q.shape[-1] or cos.shape[0] < max(1, capacity):
+        raise InvalidInput(
+            "rotary_cos",
+            f"shape {tuple(cos.shape)}, and sin {tuple(sin.shape)}",
+            f"two of (places, rotary_dim / 2), with {capacity} places at least, as the cache has for a sequence, and a "
+            f"rotary_dim of {q.shape[-1]} at most",
+            "pass the tables of one rotation",
+        )
+
+
+def _check_angles(lengths: Tensor, rows: int, table: Tensor) -> None:
+    """Raises InvalidInput where one of this many rows from `lengths` on has no angles."""
+    last = int(lengths.max()) + rows - 1 if lengths.numel() and rows else 0
+    if last >= table.shape[0]:
+        raise InvalidInput(
+            "rotary_cos",
+            f"{table.shape[0]} rows, and a query or a key at place {last}",
+            f"a row for each place, {last + 1} at least",
+            "make the tables longer",
+        )
 
 
 _appends: Memo[Any] = Memo()
@@ -527,8 +619,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, interleaved: b
     """x (batch, rows, heads, head_dim), its first columns rotated by the angles of its rows' places (batch, rows)."""
     width = 2 * cos.shape[1]
     places = places.clamp(0, cos.shape[0] - 1)
-    cos, sin = cos[places].float().unsqueeze(2), sin[places].float().unsqueeze(2)
-    turned, rest = x[..., :width].float(), x[..., width:]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos[places].to(dtype).unsqueeze(2), sin[places].to(dtype).unsqueeze(2)
+    turned, rest = x[..., :width].to(dtype), x[..., width:]
     if interleaved:
         first, second = turned[..., 0::2], turned[..., 1::2]
     else:
@@ -639,9 +732,10 @@ def _operator(
 ) -> tuple[Tensor, Tensor]:
     given = _Given(lengths, page_table, starts, rows, cu_seqlens_q)
     asked = (max_seqlen_q, mask, scale, softcap, return_lse, batch_invariant, backend)
-    forward, *views, operands = _prepared(q, k, v, given, asked, alibi, keep, sink)
-    out, lse = forward(*views, operands)
-    found = _as_asked(out, lse, cu_seqlens_q is not None, return_lse)
+    call = _prepared(q, k, v, given, asked, alibi, keep, sink)
+    if _are_read(q):
+        _check_values(call.problem, call.operands)
+    found = call.results()
     return found if isinstance(found, tuple) else (found, q.new_empty(0, dtype=torch.float32))
 
 

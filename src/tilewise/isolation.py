@@ -10,7 +10,6 @@ cannot rule out that there is something to isolate.
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +18,7 @@ import torch
 
 from .errors import InvalidInput
 from .masks import Cached, Causal, Documents, Full, Packed, Window
+from .operands import are_checked
 from .problem import in_memory_order
 from .scores import Softcap
 from .terms import Alibi, Dropout, MaxLogit, RelativeBias, Sink
@@ -172,14 +172,6 @@ def offsets_of(operands: Operands, total_q: int, total_kv: int) -> tuple[list[in
             )
         found.append(offsets)
     return found[0], found[1]
-
-
-CHECK = "TILEWISE_CHECK"
-"""Set in the environment, to anything but 0: offsets on a device are read and checked in every call."""
-
-
-def are_checked() -> bool:
-    return os.environ.get(CHECK, "0") not in ("", "0")
 
 
 def check_where_asked(q: Tensor, k: Tensor, operands: Operands) -> None:

@@ -156,6 +156,18 @@ class Mask:
         return (key >= begin[:, None]) & (key < end[:, None])
 
 
+class _OfTensors(Mask):
+    """A mask that may be of tensors on a device. It keeps what is made of them, so that one mask serves all layers.
+
+    A mask made later reads its tensors anew. Changes after a mask was first used count by the versions of its tensors;
+    those that PyTorch does not count (through `.data`, or by kernels of other libraries) raise under TILEWISE_CHECK=1,
+    and are not noticed without it.
+    """
+
+    __slots__ = ("made",)
+    made: Any  # what `problem` keeps here; no field, so that neither values nor copies depend on it
+
+
 class _Banded(Mask):
     """Masks that are a diagonal band: the form the CUDA kernels take."""
 
@@ -269,7 +281,7 @@ class Window(_Banded):
 
 
 @dataclass(frozen=True, slots=True)
-class Documents(Mask):
+class Documents(_OfTensors):
     """Packed sequences: document `n` owns rows cu_seqlens_q[n] to cu_seqlens_q[n + 1], and likewise keys.
 
     `inner` applies inside each document, aligned to that document's own lengths. The offsets may be given as any
@@ -374,7 +386,7 @@ class Documents(Mask):
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixLM(Mask):
+class PrefixLM(_OfTensors):
     """A query sees the first `prefix` keys, its own position and everything before it.
 
     `prefix` is a number, or a tensor (batch,) of integers, which stays on its device.
@@ -750,10 +762,18 @@ def _check_held(mask: Mask) -> None:
 
 
 def _per_batch(name: str, values: Any) -> torch.Tensor:
-    try:
-        return torch.tensor(values, dtype=torch.int32)
+    try:  # no dtype is named, because that would truncate fractions
+        return torch.tensor(values) if len(values) else torch.empty(0, dtype=torch.int32)
     except (TypeError, ValueError, RuntimeError):
         raise InvalidInput(name, repr(values)[:60], "a tensor (batch,) of integers", "pass one per batch") from None
+
+
+def as_int32(numbers: torch.Tensor) -> torch.Tensor:
+    """Integers in int32. Those beyond its range become its nearest number, and keep the side that they are on."""
+    if numbers.dtype == torch.int32:
+        return numbers
+    limits = torch.iinfo(torch.int32)
+    return numbers.clamp(limits.min, limits.max).to(torch.int32)
 
 
 def _check_per_batch(name: str, values: torch.Tensor) -> None:

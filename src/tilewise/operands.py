@@ -7,6 +7,7 @@ order. Wherever tensors travel they are a mapping under these names; gradients c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import lru_cache
@@ -18,7 +19,7 @@ import torch
 from .errors import InvalidInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 Operands = Mapping[str, torch.Tensor]
 Wants = frozenset[str]
@@ -30,6 +31,31 @@ INPUTS = ("q", "k", "v")
 SCORE_DIMS = ("batch", "head", "row", "key")
 ALL: Wants = frozenset(INPUTS)
 NO_OPERANDS: Operands = MappingProxyType({})
+
+
+CHECK = "TILEWISE_CHECK"
+"""Set in the environment, to anything but 0: what tensors on a device hold is read and checked in every call."""
+
+
+def are_checked() -> bool:
+    return os.environ.get(CHECK, "0") not in ("", "0")
+
+
+def copies_to_check(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Where checks are asked for, what `check_unchanged` compares with; else nothing."""
+    return tuple(tensor.clone() for tensor in tensors) if are_checked() else ()
+
+
+def check_unchanged(name: str, tensors: Iterable[torch.Tensor], copies: tuple[torch.Tensor, ...]) -> None:
+    """Raise InvalidInput if tensors differ from their `copies_to_check`, though their versions are the same."""
+    if not all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies, strict=False)):
+        raise InvalidInput(
+            name,
+            "a tensor that has changed in a way that PyTorch does not count, such as `.data` or a kernel of another "
+            "library",
+            "a tensor that is as it was when it was first used, or whose version says that it has changed",
+            "change it by an operation of PyTorch, or pass a new tensor or mask",
+        )
 
 
 class Sizes(Protocol):

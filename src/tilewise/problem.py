@@ -13,12 +13,11 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import masks
 from .errors import InvalidInput
-from .masks import Band, Cached, Dense, Documents, Full, KeyLengths, Mask, Packed
-from .operands import INPUTS, Operand, Operands
+from .masks import Band, Cached, Dense, Documents, Full, KeyLengths, Mask, Packed, as_int32
+from .operands import INPUTS, Operand, Operands, check_unchanged, copies_to_check
 from .scores import Softcap, Term, softcapped
 from .scores import parse as parse_term
 from .terms import Alibi, Dropout, Keep, MaxLogit, Sink, Spans, spans
@@ -26,7 +25,7 @@ from .terms import KeyLengths as KeyLengthsTerm
 from .terms.shared import is_paired
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping
+    from collections.abc import Callable
 
 Layout = Literal["bhsd", "bshd"]
 Precision = Literal["exact", "tf32"]
@@ -333,7 +332,7 @@ def with_named_terms(
     terms, named = list(check_terms(scores)), dict(operands or {})
     if alibi is not None:
         terms.append(Alibi(batched=alibi.ndim == 2 and alibi.shape[0] > 1))
-        named["slopes"] = alibi.float()
+        named["slopes"] = _in_float32("alibi", alibi)
     if keep is not None:
         if keep.dtype != torch.bool:
             remedy = "compare it first, as in keep=padding != 0; a tensor that is added to scores is a mask="
@@ -343,8 +342,14 @@ def with_named_terms(
         named["keep"] = keep
     if sink is not None:
         terms.append(Sink())
-        named["sink"] = sink.float()
+        named["sink"] = _in_float32("sink", sink)
     return tuple(terms), named
+
+
+def _in_float32(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype.is_complex:
+        raise InvalidInput(name, f"a tensor of {tensor.dtype}", "a tensor of real numbers", "pass its real part")
+    return tensor.float()
 
 
 def in_front_of_outputs(scores: tuple[Term, ...], term: Term) -> tuple[Term, ...]:
@@ -361,7 +366,7 @@ def with_mask_terms(
     term: Term
     if isinstance(mask, KeyLengths):
         term = KeyLengthsTerm(mask.side == "left")
-        tensors = {"key_lengths": mask.lengths.to(q.device, torch.int32, non_blocking=True)}
+        tensors = {"key_lengths": as_int32(mask.lengths.to(q.device, non_blocking=True))}
     else:
         term = Spans()
         tensors = _spans_of(mask, q, k.shape[2])
@@ -392,42 +397,40 @@ def with_packed_documents(q: torch.Tensor, mask: Documents, operands: Operands |
 
 
 def _as_offsets(offsets: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return offsets.to(device, torch.int32, non_blocking=True).contiguous()
+    return as_int32(offsets.to(device, non_blocking=True)).contiguous()
 
 
 def _kept(
     mask: Mask, q: torch.Tensor, facts: tuple[Any, ...], make: Callable[[], dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """What is made of a mask that holds tensors.
+    """What is made of a mask that holds tensors, which the mask keeps while their versions stay the same.
 
-    One mask mostly serves all layers of a model: what was made for it is kept as long as its tensors stay as they are.
     Not what is captured, since a graph makes it anew each time, nor where it cannot be known (torch.compile, inference
-    tensors).
+    tensors). Nor on a CPU, whose memory others may write to (numpy), and where this is little beside the attention. On
+    another stream nothing says that it is finished.
     """
+    if torch.compiler.is_compiling() or not q.is_cuda or torch.cuda.is_current_stream_capturing():
+        return make()
     values = [getattr(mask, field.name) for field in fields(mask)]  # type: ignore[arg-type]
     held = [value for value in values if isinstance(value, torch.Tensor)]
-    unknown = torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in held)
-    if unknown or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if any(tensor.is_inference() for tensor in held):
         return make()
-    of_mask = [(id(value), value._version) if isinstance(value, torch.Tensor) else value for value in values]
-    key = type(mask), *of_mask, *facts
-    kept = _made_of_masks.get(held[0])
+    stream = torch._C._cuda_getCurrentRawStream(q.device.index)
+    key = (*(tensor._version for tensor in held), stream, *facts)
+    kept: _Kept | None = getattr(mask, "made", None)
     if kept is None or kept.key != key:
-        others = tuple(tensor for tensor in held if tensor is not held[0])
-        kept = _Kept(key, make(), others)
-        _made_of_masks[held[0]] = kept
+        kept = _Kept(key, make(), copies_to_check(held))
+        object.__setattr__(mask, "made", kept)
+    check_unchanged(type(mask).__name__, held, kept.copies)
     return kept.operands
 
 
 class _Kept(NamedTuple):
-    """What it was made for, and the tensors in there beside the one that it is found by: ids stay theirs."""
+    """What was made of a mask, the state that it was made for, and what its tensors held, where that is checked."""
 
     key: tuple[Any, ...]
     operands: dict[str, torch.Tensor]
-    others: tuple[torch.Tensor, ...]
-
-
-_made_of_masks: MutableMapping[torch.Tensor, _Kept] = WeakTensorKeyDictionary()
+    copies: tuple[torch.Tensor, ...]
 
 
 def _made_spans(mask: Mask, seq_q: int, seq_kv: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -745,7 +748,7 @@ def _describe_dense(mask: torch.Tensor, q: torch.Tensor, seq_kv: int) -> Dense:
         raise InvalidInput("mask.device", mask.device, f"{q.device}, the device of q", "move the mask")
     _check_strided("mask", mask)
     sizes = _Sizes(q.shape[0], q.shape[1], q.shape[2], seq_kv, q.dtype)
-    return Dense(tuple(mask.shape), additive, mask.ndim > 0 and is_paired(mask, sizes))
+    return Dense(tuple(mask.shape), additive, is_paired(mask, sizes))
 
 
 def strides_class(*tensors: torch.Tensor) -> Strides:

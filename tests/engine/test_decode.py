@@ -371,6 +371,27 @@ def test_new_keys_on_the_model(monkeypatch, page, rows, rotary, interleaved, apa
         assert_close(got, wanted, torch.finfo(dtype).eps, "appended")
 
 
+def test_new_keys_that_the_kernel_does_not_take_are_left_to_pytorch(monkeypatch):
+    monkeypatch.setattr(cached, "load", lambda *program: lambda *tensors: None)
+    names = ("q", "k", "v", "k_cache", "v_cache", "cos", "sin")
+    shapes = ((2, 1, 4, 64), *[(2, 1, 2, 64)] * 2, *[(2, 32, 2, 64)] * 2, *[(32, 8)] * 2)
+    fits = {name: torch.zeros(shape, dtype=BF16) for name, shape in zip(names, shapes, strict=True)}
+    numbers = (torch.zeros(2, dtype=torch.int32), None, None)
+
+    def bound(target=H200, **changed):
+        return cached.bound_append((*(fits | changed).values(), *numbers), target, 32, True, True)
+
+    assert bound() is not None
+    for name, tensor in fits.items():
+        assert name == "q" or bound(**{name: tensor.to(FP16)}) is None, f"{name} in another dtype"
+        assert bound(**{name: torch.zeros(*tensor.shape, 2, dtype=BF16)[..., 0]}) is None, f"{name} with a stride"
+    for name in ("cos", "sin"):
+        assert bound(**{name: torch.zeros(32, 16, dtype=BF16)[:, :8]}) is None, f"{name} with gaps"
+    assert bound(k=fits["k"][:, :0], v=fits["v"][:, :0]) is None
+    assert bound(k_cache=fits["k_cache"][:, :0], v_cache=fits["v_cache"][:, :0]) is None
+    assert bound(Target.named("t4")) is None
+
+
 @emulated
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_hidden_values_stay_hidden_and_seen_ones_show(monkeypatch, bad):

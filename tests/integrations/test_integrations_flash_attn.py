@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import inspect
 import math
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -162,6 +164,81 @@ def test_gradients(options):
 def test_deterministic_is_no_obstacle_where_everything_is():
     q, k, v = tensors(grad=True)
     assert torch.equal(flash_attn_func(q, k, v, deterministic=True), flash_attn_func(q, k, v))
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Tensors of the CPU count as those of a GPU, whose backwards may add in any order."""
+    monkeypatch.setattr(flash_attn, "_may_vary", lambda *tensors: True)
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("packed", [False, True])
+def test_deterministic_is_planned_for_and_draws_as_a_term(on_a_gpu, monkeypatch, packed, dropout, with_lse):
+    """The backward of a term goes by its plan; that of PyTorch's dropout would go by the switch."""
+    q, k, v = tensors(heads_k=4, grad=True)
+    cu = torch.tensor([0, q.shape[1]], dtype=torch.int32)
+    planned = []
+
+    def seen(call):
+        def observed(*given, **arguments):
+            drops = packed or not arguments.get("dropout")
+            planned.append((torch.are_deterministic_algorithms_enabled(), drops))
+            return call(*given, **arguments)
+
+        return observed
+
+    for name in ("attention", "attention_packed"):
+        monkeypatch.setattr(flash_attn, name, seen(getattr(flash_attn, name)))
+    options = {"dropout_p": dropout, "deterministic": True, "return_attn_probs": with_lse}
+    if packed:
+        result = flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, q.shape[1], q.shape[1], **options)
+    else:
+        result = flash_attn_func(q, k, v, **options)
+    assert planned == [(True, True)]
+    assert not torch.are_deterministic_algorithms_enabled()
+    (result[0] if with_lse else result).sum().backward()
+    assert q.grad is not None
+
+
+def test_deterministic_in_a_compiled_graph_needs_the_switch(on_a_gpu, monkeypatch):
+    q, k, v = tensors(grad=True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(UnsupportedProblem, match="use_deterministic_algorithms"):
+        flash_attn_func(q, k, v, deterministic=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert flash_attn._has_switch()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_backward_may_vary_where_any_tensor_needs_it_on_a_gpu(number):
+    given = [SimpleNamespace(requires_grad=number == i, is_cuda=True) for i in range(3)]
+    assert flash_attn._may_vary(*given)
+    with torch.no_grad():
+        assert not flash_attn._may_vary(*given)
+    assert not flash_attn._may_vary(*[SimpleNamespace(requires_grad=True, is_cuda=False)] * 3)
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("learned", "qkv")
+def test_keys_in_pages_have_no_gradient_and_say_so_in_the_backward(learned, with_lse):
+    given = {"q": torch.randn(3, 4, 16), "k": torch.randn(4, 8, 2, 16), "v": torch.randn(4, 8, 2, 16)}
+    table, cu_q, cu_k = torch.tensor([[3, 1]]), torch.tensor([0, 3]), torch.tensor([0, 12])
+    call = partial(flash_attn_varlen_func, **given, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=3)
+    call = partial(call, max_seqlen_k=12, return_attn_probs=with_lse)
+    want = call(block_table=table)
+    given[learned].requires_grad_()
+    found = call(block_table=table)
+    for got, wanted in zip(found[:2] if with_lse else [found], want[:2] if with_lse else [want], strict=True):
+        assert torch.equal(got, wanted)
+        with pytest.raises(UnsupportedProblem, match="a gradient with keys in pages"):
+            got.sum().backward()
+    with pytest.raises(InvalidInput, match="page_table"):
+        call(block_table=table + 1)
 
 
 def test_packed_forms_are_views_of_the_same_call():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kvcache_suite as suite
+import tilewise
 from tilewise import cached
 from tilewise.errors import InvalidInput
 from tilewise.integrations.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -58,7 +59,61 @@ def refused():
         ),
         "fewer rows than sequences": lambda: flash_attn_with_kvcache(q, cache[:1], cache[:1], cache_seqlens=lengths),
         "slopes": lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, alibi_slopes=torch.ones(3)),
+        "rotary tables without new keys": lambda: flash_attn_with_kvcache(
+            q, cache, cache, cache_seqlens=lengths, rotary_cos=torch.ones(32, 8), rotary_sin=torch.ones(32, 8)
+        ),
     }
+
+
+# What is wrong beside new keys for two sequences in caches of 32 places, or in pages of 16.
+WRONG = {
+    "no cosines": {"rotary_cos": None},
+    "no sines": {"rotary_sin": None},
+    "angles for fewer places than the cache has": {"rotary_cos": torch.ones(31, 8), "rotary_sin": torch.ones(31, 8)},
+    "more angles than columns": {"rotary_cos": torch.ones(32, 9), "rotary_sin": torch.ones(32, 9)},
+    "angles that are integers": {"rotary_cos": torch.ones(32, 8).int()},
+    "a position behind all angles": {"cache_seqlens": 31, "q": torch.randn(2, 2, 4, 16), "causal": True},
+    "softcap": {"softcap": -1.0},
+    "scale": {"softmax_scale": 0.0},
+    "fractions of a window": {"window_size": (1.5, 0)},
+    "a fraction as the length": {"cache_seqlens": 1.5},
+    "fractions as lengths": {"cache_seqlens": torch.tensor([1.5, 2.0])},
+    "a list of lengths": {"cache_seqlens": [3, 4]},
+    "too many lengths": {"cache_seqlens": torch.tensor([3, 4, 5], dtype=torch.int32)},
+    "one length for two": {"cache_seqlens": torch.tensor(3, dtype=torch.int32)},
+    "a length below none": {"cache_seqlens": -2},
+    "rows that are no numbers": {"cache_batch_idx": torch.tensor([0.0, 1.0])},
+    "a row that does not exist": {"cache_batch_idx": torch.tensor([0, 2], dtype=torch.int32)},
+    "padding behind the cache": {"cache_leftpad": torch.tensor([0, 33], dtype=torch.int32)},
+    "a page that does not exist": {"block_table": torch.tensor([[0, 1], [2, 4]], dtype=torch.int32)},
+    "a page whose number has 33 bits": {"block_table": torch.tensor([[0, 1], [2, 2**32 + 3]])},
+    "pages of one sequence": {"block_table": torch.tensor([0, 1], dtype=torch.int32)},
+    "one page": {"block_table": torch.tensor(0, dtype=torch.int32)},
+    "fewer sequences with pages": {"block_table": torch.tensor([[0, 1]], dtype=torch.int32)},
+    "a list of slopes": {"alibi_slopes": [0.5] * 4},
+    "complex slopes": {"alibi_slopes": torch.ones(4, dtype=torch.complex64)},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_nothing_is_written_before_everything_is_checked(name):
+    paged = "block_table" in WRONG[name]
+    caches = [torch.randn(4, 16, 2, 16) if paged else torch.randn(2, 32, 2, 16) for _ in range(2)]
+    before = [cache.clone() for cache in caches]
+    k, v = torch.randn(2, 2, 1, 2, 16).unbind(0)
+    angles = torch.rand(32, 8)
+    given = {"q": torch.randn(2, 1, 4, 16), "rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "cache_seqlens": 20}
+    with pytest.raises(InvalidInput):
+        flash_attn_with_kvcache(k_cache=caches[0], v_cache=caches[1], k=k, v=v, **(given | WRONG[name]))
+    assert all(map(torch.equal, caches, before))
+
+
+def test_float64_is_rotated_in_float64():
+    q, k = torch.randn(1, 1, 2, 16, dtype=torch.float64), torch.randn(1, 1, 2, 16, dtype=torch.float64)
+    cache, angles = torch.zeros(1, 8, 2, 16, dtype=torch.float64), torch.rand(8, 8, dtype=torch.float64)
+    flash_attn_with_kvcache(q, cache, cache.clone(), k, k, angles.cos(), angles.sin(), cache_seqlens=5)
+    want = suite.rotated(k[0, 0], angles.cos(), angles.sin(), 5, True)
+    assert (cache[0, 5] - want).abs().max() < 1e-14
 
 
 @pytest.mark.parametrize("name", refused())
@@ -126,6 +181,25 @@ def test_what_has_no_room_is_not_written():
     cache, before = room[1:2], room.clone()
     flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=8, causal=True)
     assert torch.equal(room, before)
+
+
+@pytest.mark.parametrize("number", [-1, 2])
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_page_or_row_just_outside_is_not_written(paged, number):
+    """The next to the last is no other's, as it would be if it were clamped."""
+    q, new = torch.randn(1, 2, 2, 16), torch.randn(1, 2, 1, 16)
+    cache = torch.randn(2, 4, 1, 16)
+    before = cache.clone()
+    pages = {"page_table": torch.tensor([[0, number]], dtype=torch.int32)}
+    rows = {"rows": torch.tensor([number], dtype=torch.int32)}
+    cached.append(
+        cache, cache.clone(), new, new, torch.tensor([5 if paged else 1]).int(), q=q, **(pages if paged else rows)
+    )
+    assert torch.equal(cache, before)
+    with pytest.raises(InvalidInput, match=f"{number} among its numbers"):
+        tilewise.attention_cached(
+            q, cache, cache, torch.tensor([7 if paged else 3]).int(), **(pages if paged else rows)
+        )
 
 
 FAKE = """

@@ -425,6 +425,18 @@ def test_jagged_nested_tensors_are_packed_sequences(is_causal):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_jagged_nested_tensors_have_the_offsets_of_now():
+    offsets, values = torch.tensor([0, 5, 9]), torch.randn(9, 2, 16)
+    for first in (5, 2):
+        offsets.data[1] = first  # PyTorch counts no change
+        q = torch.nested.nested_tensor_from_jagged(values, offsets)
+        with sdpa(backend="reference", on_fallback="error"):
+            out = of_jagged(q, q, q).transpose(1, 2).values()
+        cu = torch.tensor([0, first, 9], dtype=torch.int32)
+        assert_close(out, tilewise.attention_packed(values, values, values, cu, cu), budget(torch.float32))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_jagged_nested_tensors_that_are_not_taken_are_pytorchs():
     q = k = v = torch.nested.nested_tensor([torch.randn(3, 2, 16), torch.randn(5, 2, 16)], layout=torch.jagged)
     want = of_jagged(q, k, v)

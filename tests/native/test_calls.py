@@ -780,7 +780,12 @@ def test_packed_calls_are_native_from_the_third_on(machine, monkeypatch):
     native.use(None)
     want = call()
     native.use(machine.calls)
-    for at in (offsets, offsets.clone()):
+    shared = offsets.data
+    call(shared)
+    offsets[1] = 30  # a change that no version of `shared` counts
+    call(shared)
+    offsets[1] = 40
+    for at in (offsets, offsets.clone(), offsets.data):
         before = machine.counts[0]
         for got, wanted in zip(call(at), want, strict=True):
             assert torch.equal(got, wanted)

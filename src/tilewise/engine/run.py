@@ -12,10 +12,10 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
 
 from .. import fresh
 from ..backend import empty_out
@@ -27,7 +27,7 @@ from ..jit import launch as driver
 from ..jit.memo import keep
 from ..masks import Packed
 from ..memo import Memo
-from ..operands import ALL, INPUTS, NO_OPERANDS, zero_grads
+from ..operands import ALL, INPUTS, NO_OPERANDS, check_unchanged, copies_to_check, zero_grads
 from ..scores import Rows, Where, join_all
 from .mask_spans import mask_operands
 from .program import SCRATCH, Address, Counter, Map, Stride, View, slots_of
@@ -181,22 +181,25 @@ def _preparation(prepared: Prepared, operands: Mapping[str, Tensor | None], devi
 
 
 class _Preparation:
-    """Makes the results of a Prepared, or gives those that it made before of the same memory in the same state.
+    """Makes the results of a Prepared, or gives those that it made before of the same tensors in the same state.
 
     Why not while a graph is captured: the graph runs again with whatever the memory holds then. Why per stream: on
-    another one nothing says that they are finished.
+    another one nothing says that they are finished. Tensors are the same that share their version, as views do with
+    their base; not those that merely share memory, as `.data` does, since a change of one is not counted for the other.
     """
 
     def __init__(self, prepared: Prepared, operands: Mapping[str, Tensor | None], device: int) -> None:
         self._shapes = [shape for _, shape in prepared.results]
         unmade = {name: torch.empty(shape, dtype=torch.int32, device="meta") for name, shape in prepared.results}
         self._run = load(prepared.program, {**operands, **unmade}, device)
-        self._known: dict[tuple[int, ...], tuple[list[StorageWeakRef], list[Tensor]]] = {}
+        self._names = prepared.operands
+        self._known: dict[tuple[int, ...], _Made] = {}
 
     def __call__(self, stream: int, *operands: Tensor) -> list[Tensor]:
         if torch.cuda.is_current_stream_capturing():
             return self._make(operands)
         key: tuple[int, ...] = (stream,)
+        owners: list[Tensor] = []
         last: Tensor | None = None
         for operand in operands:
             if operand is last:  # as offsets of queries and of keys may be
@@ -204,21 +207,31 @@ class _Preparation:
             last = operand
             if operand.is_inference():
                 return self._make(operands)
-            # A storage has no other's number while a weak reference to it is kept.
-            key += (operand.untyped_storage()._cdata, operand.data_ptr(), operand._version)
+            base: Tensor | None = operand._base
+            owners.append(operand if base is None else base)
+            key += (id(owners[-1]), operand.data_ptr(), operand._version)
         found = self._known.get(key)
-        if found is None:
-            for gone in [one for one, (kept, _) in list(self._known.items()) if any(ref.expired() for ref in kept)]:
+        if found is None or any(ref() is not owner for ref, owner in zip(found.owners, owners, strict=True)):
+            for gone in [one for one, made in list(self._known.items()) if any(ref() is None for ref in made.owners)]:
                 self._known.pop(gone, None)
-            kept = [StorageWeakRef(operand.untyped_storage()) for operand in operands]
-            found = keep(self._known, key, (kept, self._make(operands)), MAX_PREPARED)
-        return found[1]
+            made = _Made([*map(TensorWeakRef, owners)], self._make(operands), copies_to_check(operands))
+            found = keep(self._known, key, made, MAX_PREPARED)
+        check_unchanged(self._names[0], operands, found.copies)
+        return found.results
 
     def _make(self, operands: tuple[Tensor, ...]) -> list[Tensor]:
         with torch.inference_mode(False):  # tensors whose state can be asked: another may be made of them
             results = [fresh.new_empty(operands[0], shape, dtype=torch.int32) for shape in self._shapes]
         self._run(*operands, *results)
         return results
+
+
+class _Made(NamedTuple):
+    """The results for tensors whose versions `owners` have, and what the tensors held, where that is checked."""
+
+    owners: list[TensorWeakRef]
+    results: list[Tensor]
+    copies: tuple[Tensor, ...]
 
 
 def _viewed(program: Program, operands: Mapping[str, Tensor | None]) -> dict[str, Tensor | None] | None:

@@ -15,22 +15,23 @@ What they share, as flash-attn documents it:
                              dropped; of packed sequences (batch, heads, max_seqlen_q, max_seqlen_k), 0 where none is
 
 Beyond flash-attn: CPUs, float32 and float64, any head_dim, pages of any size. Short of it, with an error that says so:
-with pages (block_table) gradients and dropout, which flash-attn has none of either. A row that sees no key has lse -inf
-(flash-attn writes +inf). Under causal ALiBi lse belongs to the biases as documented; flash-attn's kernel shifts them
-row by row.
+with pages (block_table) dropout, and gradients, which are refused when the backward runs. A row that sees no key has
+lse -inf (flash-attn writes +inf). Under causal ALiBi lse belongs to the biases as documented; flash-attn's kernel
+shifts them row by row.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..api import attention, attention_packed, drawn_seed
-from ..cached import append, attention_cached
+from ..cached import attention_appended, attention_cached
 from ..errors import InvalidInput, UnsupportedProblem
-from ..masks import Causal, Full, Window
+from ..masks import UNLIMITED, Causal, Full, Window, as_int32
 from ..op import deterministic_algorithms
 from ..plain import reference
 from ..problem import describe, heads_first, shown, with_named_terms
@@ -155,15 +156,12 @@ def flash_attn_varlen_func(
             window_size, softcap, alibi_slopes, return_attn_probs, block_table,
         )  # fmt: skip
     _check_dims(3, q=q, k=k, v=v)
-    if deterministic and _may_vary(q, k, v):
-        if not dropout_p and not torch.compiler.is_compiling():
-            with deterministic_algorithms():  # for the plan; the backward of a call planned so keeps to it
-                return flash_attn_varlen_func(
-                    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-                    window_size, softcap, alibi_slopes, False, return_attn_probs, leftpad_k=leftpad_k,
-                    seqused_k=seqused_k,
-                )  # fmt: skip
-        _check_switch(dropout_p)
+    if deterministic and _may_vary(q, k, v) and not _has_switch():
+        with deterministic_algorithms():  # for the plan; the backward of a call planned so keeps to it
+            return flash_attn_varlen_func(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+                window_size, softcap, alibi_slopes, False, return_attn_probs, leftpad_k=leftpad_k, seqused_k=seqused_k,
+            )  # fmt: skip
     same = cu_seqlens_q is cu_seqlens_k
     whole = leftpad_k is None and seqused_k is None
     starts_q = _offsets("q", cu_seqlens_q, max_seqlen_q, q.device)
@@ -291,8 +289,8 @@ def _varlen_pages(
     """Packed queries against pages of keys."""
     _check_dims(3, q=q)
     _check_dims(4, k=k, v=v)
-    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
-    if dropout or needs_grad:
+    needs_grad = _needs_grad(q, k, v)
+    if dropout or (needs_grad and torch.compiler.is_compiling()):
         raise UnsupportedProblem(
             f"flash_attn_varlen_func: {'dropout' if dropout else 'a gradient'} with keys in pages (block_table).",
             remedy="gather the pages into packed k and v, or call it under torch.no_grad() without dropout",
@@ -302,10 +300,30 @@ def _varlen_pages(
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, q.shape[1], starts_q.shape[0] - 1)
     result = attention_cached(
-        q, k, v, starts_k.diff(), page_table=_int32(block_table), cu_seqlens_q=starts_q, max_seqlen_q=max_seqlen_q,
-        mask=_band(causal, window_size, False), scale=scale, softcap=softcap, alibi=alibi_slopes, return_lse=with_lse,
+        q, k, v, starts_k.diff(), page_table=_int32("block_table", block_table), cu_seqlens_q=starts_q,
+        max_seqlen_q=max_seqlen_q, mask=_band(causal, window_size, False), scale=scale, softcap=softcap,
+        alibi=alibi_slopes, return_lse=with_lse,
     )  # fmt: skip
+    if needs_grad:
+        results = result if isinstance(result, tuple) else (result,)
+        out, *lse = (_WithoutBackward.apply(one, q, k, v) for one in results)  # type: ignore[no-untyped-call]
+        result = (out, *lse) if lse else out
     return (*result, None) if isinstance(result, tuple) else result
+
+
+class _WithoutBackward(torch.autograd.Function):
+    """A result of inputs that require grad, whose backward refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *inputs: Tensor) -> Tensor:
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise UnsupportedProblem(
+            "flash_attn_varlen_func: a gradient with keys in pages (block_table).",
+            remedy="gather the pages into packed k and v",
+        )
 
 
 def flash_attn_with_kvcache(
@@ -340,8 +358,9 @@ def flash_attn_with_kvcache(
                        and attended to. What the cache has no room for is not written.
     rotary_cos, rotary_sin   (seqlen_ro, rotary_dim / 2): k is rotated for the places that it takes, and q for the
                        places from cache_seqlens on, one after another where a mask tells queries apart (causal, or a
-                       window), all for the first of them otherwise. rotary_interleaved: neighbours are a pair (GPT-J),
-                       else the two halves of rotary_dim are (GPT-NeoX).
+                       window), all for the first of them otherwise. Both tables are given or neither, beside new keys,
+                       with a row for each place of the cache at least. rotary_interleaved: neighbours are a pair
+                       (GPT-J), else the two halves of rotary_dim are (GPT-NeoX).
     cache_leftpad      (batch,) int32: places before it are padding.
     num_splits         a hint of flash-attn's: our kernels divide the keys by what the device finds.
     batch_invariant    beyond flash-attn: the bits of a row depend on its own sequence alone.
@@ -350,44 +369,62 @@ def flash_attn_with_kvcache(
     waits for the device, and a captured CUDA graph serves all lengths.
     """
     _check_dims(4, q=q, k_cache=k_cache, v_cache=v_cache)
-    batch, capacity = q.shape[0], k_cache.shape[1]
-    if block_table is not None:
-        _check_tensor("block_table", block_table)
-        block_table = _int32(block_table)
-        capacity *= block_table.shape[-1]
-    lengths = _lengths(cache_seqlens, batch, q.device)
-    rows = None if cache_batch_idx is None else _int32(cache_batch_idx)
+    lengths = _lengths(cache_seqlens, q.shape[0], q.device)
     if alibi_slopes is not None:
-        _check_slopes(alibi_slopes, q.shape[2], batch)
-    if (k is None) != (v is None):
-        raise InvalidInput("v" if v is None else "k", "None", "new keys and new values, or neither", "pass both")
+        _check_slopes(alibi_slopes, q.shape[2], q.shape[0])
     mask = _band(causal, window_size, False)
-    if k is not None and v is not None:
-        _check_new(q, k, v, k_cache, v_cache, lengths)
-        assert lengths is not None
-        q, lengths = append(
-            k_cache, v_cache, k, v, lengths, rows=rows, page_table=block_table, q=q, cos=rotary_cos, sin=rotary_sin,
-            interleaved=rotary_interleaved, apart=mask != Full(),
-        )  # fmt: skip
-    return attention_cached(
-        q, k_cache, v_cache, lengths, page_table=block_table, rows=rows, mask=mask, scale=softmax_scale,
-        starts=None if cache_leftpad is None else _int32(cache_leftpad), softcap=softcap, alibi=alibi_slopes,
-        return_lse=return_softmax_lse, batch_invariant=batch_invariant,
+    asked: dict[str, Any] = {
+        "page_table": _int32("block_table", block_table),
+        "rows": _int32("cache_batch_idx", cache_batch_idx),
+        "starts": _int32("cache_leftpad", cache_leftpad),
+        "mask": mask,
+        "scale": softmax_scale,
+        "softcap": softcap,
+        "alibi": alibi_slopes,
+        "return_lse": return_softmax_lse,
+        "batch_invariant": batch_invariant,
+    }
+    if k is None and v is None:
+        if rotary_cos is not None or rotary_sin is not None:
+            raise InvalidInput("k", "None, beside rotary tables", "new keys and values, which rotate", "pass k and v")
+        return attention_cached(q, k_cache, v_cache, lengths, **asked)
+    if k is None or v is None:
+        raise InvalidInput("v" if v is None else "k", "None", "new keys and new values, or neither", "pass both")
+    if lengths is None:
+        raise InvalidInput(
+            "cache_seqlens", "None", "how many places are taken, where new keys are written behind them", "pass it"
+        )
+    _check_new(q, k, v, k_cache, v_cache)
+    return attention_appended(
+        q, k_cache, v_cache, k, v, lengths, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved,
+        apart=mask != Full(), **asked,
     )  # fmt: skip
 
 
 def _lengths(given: int | Tensor | None, batch: int, device: torch.device) -> Tensor | None:
     if given is None or isinstance(given, Tensor):
-        return None if given is None else _int32(given)
-    return torch.full((batch,), given, dtype=torch.int32, device=device)
+        return _int32("cache_seqlens", given)
+    try:
+        length = given if type(given) is int else index(given)
+    except TypeError:
+        length = -1
+    if length < 0:
+        expected = "one integer of at least 0, or a tensor (batch,) of int32"
+        raise InvalidInput("cache_seqlens", shown(given), expected, "pass how many places are taken")
+    return torch.full((batch,), min(length, UNLIMITED), dtype=torch.int32, device=device)
 
 
-def _int32(tensor: Tensor) -> Tensor:
-    """As kernels read it; a copy where it is something else."""
-    return tensor.to(torch.int32).contiguous()
+def _int32(name: str, given: Tensor | None) -> Tensor | None:
+    """Integers as kernels read them; a copy where they are not in int32."""
+    if given is None:
+        return None
+    _check_tensor(name, given)
+    if given.dtype not in (torch.int32, torch.int64):
+        raise InvalidInput(name, f"a tensor of {given.dtype}", "a tensor of int32 or int64", "cast it")
+    return as_int32(given).contiguous()
 
 
-def _check_new(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor | None) -> None:
+def _check_new(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
         _check_dims(4, **{name: new})
         expected = (q.shape[0], k.shape[1], *cache.shape[2:])
@@ -398,10 +435,6 @@ def _check_new(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor
                 f"{expected} in {cache.dtype}, as the cache has its heads",
                 "reshape or cast it",
             )
-    if lengths is None:
-        raise InvalidInput(
-            "cache_seqlens", "None", "how many places are taken, where new keys are written behind them", "pass it"
-        )
 
 
 def _run(
@@ -417,24 +450,22 @@ def _run(
     with_lse: bool,
 ) -> Result:
     """Attention of (batch, seq, heads, head_dim) tensors."""
-    if deterministic and _may_vary(q, k, v):
-        if not dropout and not torch.compiler.is_compiling():
-            with deterministic_algorithms():  # for the plan; the backward of a call planned so keeps to it
-                return _run(q, k, v, mask, dropout, scale, softcap, alibi_slopes, False, with_lse)
-        _check_switch(dropout)
+    if deterministic and _may_vary(q, k, v) and not _has_switch():
+        with deterministic_algorithms():  # for the plan; the backward of a call planned so keeps to it
+            return _run(q, k, v, mask, dropout, scale, softcap, alibi_slopes, True, with_lse)
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, q.shape[2], q.shape[0])
     asked: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "alibi": alibi_slopes, "layout": "bshd"}
+    if dropout and (with_lse or deterministic):  # as a term: dropout by PyTorch's kernels has a backward of their own
+        asked |= {"scores": (Dropout(dropout),), "operands": {"seed": drawn_seed(q.device)}}
+    elif dropout:
+        asked["dropout"] = dropout
     if not with_lse:
-        out = attention(q, k, v, dropout=dropout, **asked)
+        out = attention(q, k, v, **asked)
         assert isinstance(out, Tensor)
         return out
-    if not dropout:
-        out, lse = attention(q, k, v, return_lse=True, **asked)
-        return out, lse, None
-    asked |= {"scores": (Dropout(dropout),), "operands": {"seed": drawn_seed(q.device)}}
     out, lse = attention(q, k, v, return_lse=True, **asked)
-    return out, lse, _dropped_weights(q, k, v, lse, **asked)
+    return out, lse, _dropped_weights(q, k, v, lse, **asked) if dropout else None
 
 
 def _dropped_weights(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, sequence: int = 0, **asked: Any) -> Tensor:
@@ -459,10 +490,10 @@ def _dropped_weights(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, sequence: int
 def _band(causal: bool, window_size: tuple[int, int], same_lengths: bool) -> Full | Causal | Window:
     """The mask that causal and window_size name, top-left where that is the same: more kernels know it by that name."""
     try:
-        left, right = (None if int(size) < 0 else int(size) for size in window_size)
+        left, right = (None if size < 0 else size for size in map(index, window_size))
     except (TypeError, ValueError):
         raise InvalidInput(
-            "window_size", repr(window_size), "a pair (left, right)", "pass (-1, -1) for no window"
+            "window_size", repr(window_size), "a pair of integers (left, right)", "pass (-1, -1) for no window"
         ) from None
     right = 0 if causal else right
     align: Align = "top-left" if same_lengths else "bottom-right"
@@ -472,6 +503,7 @@ def _band(causal: bool, window_size: tuple[int, int], same_lengths: bool) -> Ful
 
 
 def _check_slopes(slopes: Tensor, heads: int, sequences: int) -> None:
+    _check_tensor("alibi_slopes", slopes)
     if tuple(slopes.shape) not in ((heads,), (sequences, heads)):
         raise InvalidInput(
             "alibi_slopes",
@@ -532,14 +564,20 @@ def _offsets(name: str, cu_seqlens: Tensor | Sequence[int], longest: int, device
 
 def _may_vary(*tensors: Tensor) -> bool:
     """Backward kernels on CUDA may add in any order, unless PyTorch's switch tells them not to."""
-    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return needs_grad and any(tensor.is_cuda for tensor in tensors)
+    return _needs_grad(*tensors) and any(tensor.is_cuda for tensor in tensors)
 
 
-def _check_switch(dropout: float) -> None:
-    if not torch.are_deterministic_algorithms_enabled():
-        where = "with dropout" if dropout else "in a compiled graph"
+def _needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _has_switch() -> bool:
+    """Whether PyTorch's switch is on. A compiled graph, which plans when it runs, is refused without it."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    if torch.compiler.is_compiling() and not enabled:
         raise UnsupportedProblem(
-            f"flash_attn: deterministic=True {where}: there the backward obeys PyTorch's switch for the process alone.",
+            "flash_attn: deterministic=True in a compiled graph: there the backward obeys PyTorch's switch for the "
+            "process alone.",
             remedy="call torch.use_deterministic_algorithms(True)",
         )
+    return enabled

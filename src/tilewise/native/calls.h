@@ -188,7 +188,7 @@ class Prepared {
  private:
   struct Known {
     void* stream = nullptr;
-    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;  // of those that are defined
+    std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> tensors;
     std::array<uintptr_t, 2> addresses{};
     std::array<uint32_t, 2> versions{};
     at::Tensor made;

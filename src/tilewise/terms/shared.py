@@ -60,7 +60,7 @@ def broadcast_dims(tensor: Tensor, problem: Sizes, *, by_stride: bool) -> tuple[
 
 def is_paired(tensor: Tensor, problem: Sizes) -> bool:
     """Two keys of a row may be read as one number, whatever the row. Of a trace, which has no addresses, none may."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not tensor.ndim:
         return False
     width = tensor.element_size()
     steps = [step for size, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]

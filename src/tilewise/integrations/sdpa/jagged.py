@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...api import attention_packed, autocast_inputs
 from ...errors import InvalidInput, TilewiseError, UnsupportedProblem
@@ -17,8 +16,6 @@ from .decision import Decision, announce, caller_says_no
 from .report import record
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
-
     from ...hook import Arguments
     from .decision import Decider
 
@@ -105,28 +102,10 @@ def _alike(key: Any, value: Any) -> bool:
 
 def _parts(query: Any, key: Any, value: Any) -> _Parts:
     q, k, v = autocast_inputs(*(tensor.transpose(1, 2).values() for tensor in (query, key, value)))
-    offsets = _as_int32(query.offsets())
-    of_keys = offsets if key.offsets() is query.offsets() else _as_int32(key.offsets())
+    offsets = query.offsets().int()
+    of_keys = offsets if key.offsets() is query.offsets() else key.offsets().int()
     longest = (tensor._maybe_max_seqlen or 0 for tensor in (query, key))
     return _Parts(q, k, v, offsets, of_keys, *longest)
-
-
-class _Narrow(NamedTuple):
-    version: int
-    offsets: Tensor
-
-
-# The table of tiles is made once per tensor of offsets: all layers of a model get the same one.
-_narrow: MutableMapping[Tensor, _Narrow] = WeakTensorKeyDictionary()
-
-
-def _as_int32(offsets: Tensor) -> Tensor:
-    if offsets.dtype == torch.int32 or offsets.is_inference():
-        return offsets.int()
-    found = _narrow.get(offsets)
-    if found is None or found.version != offsets._version:
-        found = _narrow[offsets] = _Narrow(offsets._version, offsets.int())
-    return found.offsets
 
 
 def _decide(rule: Decider, parts: _Parts, dropout: float, is_causal: bool, scale: float | None) -> Decision:
