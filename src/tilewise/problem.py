@@ -476,11 +476,7 @@ def _checked_operands(problem: Problem, given: Operands, q: torch.Tensor) -> tup
         if tensor.device != q.device:
             raise InvalidInput(f"operands[{name!r}]", f"on {tensor.device}", f"{q.device}, the device of q", "move it")
         _check_strided(f"operands[{name!r}]", tensor)
-    if isinstance(problem.mask, Packed):
-        _check_offsets(problem.mask, given)
-    for term in problem.scores:
-        for operand in term.tensors:
-            term.check_tensor(operand.name, given[operand.name], problem)
+    check_operands(problem, given)
     wanted = operands_with_grad(given)
     for operand in problem.operands:
         if operand.name in wanted and not operand.differentiable:
@@ -491,6 +487,15 @@ def _checked_operands(problem: Problem, given: Operands, q: torch.Tensor) -> tup
                 "detach it",
             )
     return tuple(name for name in expected if name in wanted)
+
+
+def check_operands(problem: Problem, given: Operands) -> None:
+    """Raise InvalidInput for operands in other shapes or dtypes than the problem's mask and terms read."""
+    if isinstance(problem.mask, Packed):
+        _check_offsets(problem.mask, given)
+    for term in problem.scores:
+        for operand in term.tensors:
+            term.check_tensor(operand.name, given[operand.name], problem)
 
 
 def _check_offsets(mask: Packed, given: Operands) -> None:
