@@ -35,7 +35,7 @@ from .jit import build_all, is_loaded, tuned
 from .jit.compile import notice
 from .masks import Packed
 from .memo import Memo, on_invalidate
-from .operands import INPUTS, NO_OPERANDS, chosen
+from .operands import INPUTS, NO_OPERANDS, address, chosen
 from .plain import reference
 from .plan import AUTO, BACKENDS, check_backend, leave_out, plan
 from .problem import check_shapes, check_tensors, describe, operands_with_grad
@@ -204,7 +204,7 @@ def recall_alike(q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> Call | None
         return None
     for fits, misaligned, call in alike:
         if fits(q, k, v):
-            at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            at_q, at_k, at_v = address(q), address(k), address(v)
             if at_q and at_k and at_v and (at_q | at_k | at_v) & 15 == misaligned:
                 return call
     return None
@@ -218,7 +218,7 @@ def remember_alike(call: Call, q: Tensor, k: Tensor, v: Tensor, arguments: Any) 
     generation = _alike.generation
     known = _alike.get(key) or ()
     if len(known) < _MAX_ALIKE and _calls.get(_signature(q, k, v, NO_OPERANDS, arguments, _grads(q, k, v))) is call:
-        misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+        misaligned = (address(q) | address(k) | address(v)) & 15
         _alike.put(key, (*known, (_guard(q, k, v), misaligned, call)), generation, _size(call))
 
 
@@ -271,7 +271,7 @@ def remember_packed(call: Call, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, c
 
 
 def _packed_signature(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, arguments: Any) -> tuple[Any, ...]:
-    at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    at_q, at_k, at_v = address(q), address(k), address(v)
     grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return (
         (at_q | at_k | at_v) & 15, not (at_q and at_k and at_v) or q.is_neg() or k.is_neg() or v.is_neg(), q.shape,
@@ -330,7 +330,7 @@ def _signature(
     has no memory that holds its values. The offsets stand for the bits where addresses are out of reach."""
     addresses: Any
     try:
-        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        at_q, at_k, at_v = address(q), address(k), address(v)
         addresses = (at_q | at_k | at_v) & 15
         lacks_memory = not (at_q and at_k and at_v) or q.is_neg() or k.is_neg() or v.is_neg()
     except RuntimeError:
@@ -345,10 +345,10 @@ def _signature(
 def _facts(operand: tuple[str, Tensor]) -> tuple[Any, ...]:
     name, tensor = operand
     try:
-        address = tensor.data_ptr() & 15
+        misaligned = address(tensor) & 15
     except RuntimeError:
-        address = -1 - int(tensor.storage_offset())
-    return name, address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        misaligned = -1 - int(tensor.storage_offset())
+    return name, misaligned, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def with_memory(tensor: Tensor) -> Tensor:

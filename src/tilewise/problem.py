@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import masks
 from .errors import InvalidInput
 from .masks import Band, Cached, Dense, Documents, Full, KeyLengths, Mask, Packed
-from .operands import INPUTS, Operand, Operands
+from .operands import INPUTS, Operand, Operands, address
 from .scores import Softcap, Term, softcapped
 from .scores import parse as parse_term
 from .terms import Alibi, Dropout, Keep, MaxLogit, Sink, Spans, spans
@@ -770,5 +770,5 @@ def _address(tensor: torch.Tensor) -> int:
     """Where it begins. Memory that PyTorch did not allocate may begin anywhere; without memory the offset must do."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         with suppress(RuntimeError):
-            return tensor.data_ptr()
+            return address(tensor)
     return tensor.storage_offset() * tensor.element_size()  # type: ignore[return-value]
