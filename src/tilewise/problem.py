@@ -332,7 +332,8 @@ def with_named_terms(
     check_tensors(q, k, k)
     terms, named = list(check_terms(scores)), dict(operands or {})
     if alibi is not None:
-        terms.append(Alibi(batched=alibi.ndim == 2 and alibi.shape[0] > 1))
+        batched = True if alibi.ndim == 2 and alibi.shape[0] > 1 else False  # noqa: SIM210  (sizes may be symbols)
+        terms.append(Alibi(batched))
         named["slopes"] = alibi.float()
     if keep is not None:
         if keep.dtype != torch.bool:
