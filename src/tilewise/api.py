@@ -191,11 +191,12 @@ def _of_views(
         mask, keep = _in_one(mask, keep)
     given = mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision
     padded = (
-        keep is not None
+        not torch.compiler.is_compiling()  # first: a trace does not know what `not` a tuple is
+        and keep is not None
         and alibi is None
         and sink is None
         and operands is None
-        and not (scores or dropout or return_max_logit or torch.compiler.is_compiling())
+        and not (scores or dropout or return_max_logit)
         and _is_value(mask)
     )
     if padded and (call := repeated.recall_kept(q, k, v, keep, given)) is not None:  # type: ignore[arg-type]
@@ -236,7 +237,7 @@ def attention_turned(
     """`attention` of q, k and v (batch, heads, seq, head_dim) with out (batch, seq, heads, head_dim), contiguous,
     whatever the memory order of q: it is written so, and not copied."""
     terms = sink is not None or operands is not None or scores
-    if not (terms or dropout or torch.compiler.is_compiling()):
+    if not torch.compiler.is_compiling() and not (terms or dropout):  # in this order, as in `_of_views`
         known = _turned_before(q, k, v, mask, scale, softcap, keep)
         if known is not None:
             return known

@@ -35,7 +35,7 @@ from .jit import build_all, is_loaded, tuned
 from .jit.compile import notice
 from .masks import Packed
 from .memo import Memo, on_invalidate
-from .operands import INPUTS, NO_OPERANDS, chosen
+from .operands import INPUTS, NO_OPERANDS, address, chosen
 from .plain import reference
 from .plan import AUTO, BACKENDS, check_backend, leave_out, plan
 from .problem import check_shapes, check_tensors, describe, operands_with_grad
@@ -80,7 +80,7 @@ class Call(NamedTuple):
     names: tuple[str, ...]  # of its operands
     forward: Callable[[Tensor, Tensor, Tensor, Operands], tuple[Tensor, Tensor | None]]
     gradient: Callable[..., Grads] | None  # of (dout, dlse, q, k, v, out, lse, operands, wants), where it is bound
-    layouts: tuple[tuple[int, ...], ...]  # of q, k and v, that `gradient` is for: `_layouts`
+    layouts: tuple[Any, ...]  # of q, k and v, that it is for: `_layouts`
     lacks_memory: bool = False  # q, k or v is empty, or one for `with_memory`
     plan: Plan | None = None  # of our own kernels
     native: dict[Any, Any] | None = None  # what native code knows of it (repeated.py)
@@ -204,7 +204,7 @@ def recall_alike(q: Tensor, k: Tensor, v: Tensor, arguments: Any) -> Call | None
         return None
     for fits, misaligned, call in alike:
         if fits(q, k, v):
-            at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            at_q, at_k, at_v = address(q), address(k), address(v)
             if at_q and at_k and at_v and (at_q | at_k | at_v) & 15 == misaligned:
                 return call
     return None
@@ -218,7 +218,7 @@ def remember_alike(call: Call, q: Tensor, k: Tensor, v: Tensor, arguments: Any) 
     generation = _alike.generation
     known = _alike.get(key) or ()
     if len(known) < _MAX_ALIKE and _calls.get(_signature(q, k, v, NO_OPERANDS, arguments, _grads(q, k, v))) is call:
-        misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+        misaligned = (address(q) | address(k) | address(v)) & 15
         _alike.put(key, (*known, (_guard(q, k, v), misaligned, call)), generation, _size(call))
 
 
@@ -271,7 +271,7 @@ def remember_packed(call: Call, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, c
 
 
 def _packed_signature(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, arguments: Any) -> tuple[Any, ...]:
-    at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    at_q, at_k, at_v = address(q), address(k), address(v)
     grads = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return (
         (at_q | at_k | at_v) & 15, not (at_q and at_k and at_v) or q.is_neg() or k.is_neg() or v.is_neg(), q.shape,
@@ -330,7 +330,7 @@ def _signature(
     has no memory that holds its values. The offsets stand for the bits where addresses are out of reach."""
     addresses: Any
     try:
-        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        at_q, at_k, at_v = address(q), address(k), address(v)
         addresses = (at_q | at_k | at_v) & 15
         lacks_memory = not (at_q and at_k and at_v) or q.is_neg() or k.is_neg() or v.is_neg()
     except RuntimeError:
@@ -345,10 +345,10 @@ def _signature(
 def _facts(operand: tuple[str, Tensor]) -> tuple[Any, ...]:
     name, tensor = operand
     try:
-        address = tensor.data_ptr() & 15
+        misaligned = address(tensor) & 15
     except RuntimeError:
-        address = -1 - int(tensor.storage_offset())
-    return name, address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        misaligned = -1 - int(tensor.storage_offset())
+    return name, misaligned, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def with_memory(tensor: Tensor) -> Tensor:
@@ -690,17 +690,14 @@ def gradients(
         return (None,) * (len(flags) + 1)
     operands: Operands = dict(zip(call.names, tensors, strict=True)) if tensors else NO_OPERANDS
     wants = chosen((*INPUTS, *call.names), flags) if tensors else chosen(INPUTS, flags[:3])
+    layouts = _layouts(q, k, v)
+    if call.layouts[:_STRIDES] != layouts[:_STRIDES]:
+        raise _changed("q, k and v", layouts[:_STRIDES], call.layouts[:_STRIDES])
+    _check_results(q, v, out, lse)
     if _wants_composite():
         return _in_slots(_differentiable_grads(dout, dlse, q, k, v, operands, call.problem, wants), call.names)
     dout = torch.zeros_like(out) if dout is None else with_memory(dout)
-    if call.gradient is not None and call.layouts != (layouts := _layouts(q, k, v)):
-        if call.layouts[:3] != layouts[:3]:
-            raise InvalidInput(
-                "backward",
-                ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(INPUTS, layouts[:3], strict=True)),
-                f"the shapes of the forward, {', '.join(str(tuple(shape)) for shape in call.layouts[:3])}",
-                "leave .data of what attention was given alone until its backward has run",
-            )
+    if call.gradient is not None and call.layouts != layouts:
         # Hooks on saved tensors, as of save_on_cpu, may lay them out anew; a bound gradient is for one layout.
         options = call.options._replace(backend=call.backend_name)
         call = prepare(q, k, v, operands, options, call.problem.operand_grads)
@@ -715,9 +712,40 @@ def gradients(
     return dq, dk, dv, None, *others
 
 
-def _layouts(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], ...]:
-    """Shapes, then strides."""
-    return q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
+def _layouts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """Shapes, dtypes and devices, then strides."""
+    return (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.stride(), k.stride(),
+        v.stride(),
+    )  # fmt: skip
+
+
+_STRIDES = 9  # where they begin
+
+
+def _check_results(q: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:
+    """Raise InvalidInput for results that are not those of a forward of q and v. Kernels trust their sizes."""
+    got = out.shape, out.dtype, out.device
+    expected = (*q.shape[:3], v.shape[3]), q.dtype, q.device
+    if got != expected:
+        raise _changed("out", got, expected)
+    if lse is not None:
+        got, expected = (lse.shape, lse.dtype, lse.device), (q.shape[:3], lse_dtype(q.dtype), q.device)
+        if got != expected:
+            raise _changed("lse", got, expected)
+
+
+def _changed(name: str, got: tuple[Any, ...], expected: tuple[Any, ...]) -> InvalidInput:
+    def listed(facts: tuple[Any, ...]) -> str:
+        return ", ".join(str(tuple(fact) if isinstance(fact, tuple) else fact) for fact in facts)
+
+    return InvalidInput(
+        "backward",
+        f"{name} of {listed(got)}",
+        f"{listed(expected)}, as in the forward",
+        "leave .data of what attention was given alone until its backward has run, and let hooks on saved tensors give "
+        "back what they were given",
+    )
 
 
 def _in_slots(grads: Grads, names: tuple[str, ...]) -> tuple[Tensor | None, ...]:
@@ -768,6 +796,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * len(flags)
         flags = (*flags[:3], *flags[5:])
         if _wants_composite():
+            _check_results(q, v, out, lse)
             operands = named_operands(ctx.options, tensors)
             wants = chosen((*INPUTS, *operands), flags)
             grads = tuple(name for name in operands if name in wants)
@@ -936,6 +965,11 @@ def _attention_backward(
     named = Options(*options)
     operands = named_operands(named, tensors)
     wanted = chosen((*INPUTS, *operands), tuple(wants))
+    _check_results(q, v, out, lse)
+    if (dout.shape, dout.dtype) != (out.shape, out.dtype):
+        raise _changed("dout", (dout.shape, dout.dtype), (out.shape, out.dtype))
+    if dlse is not None and dlse.shape != lse.shape:
+        raise _changed("dlse", (dlse.shape,), (lse.shape,))
     call = prepare(q, k, v, operands, named, tuple(name for name in operands if name in wanted))
     with without_autocast():
         grads = call.backward(dout, dlse, (q, k, v, out, lse), operands, wanted)

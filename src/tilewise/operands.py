@@ -8,7 +8,7 @@ order. Wherever tensors travel they are a mapping under these names; gradients c
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from types import MappingProxyType
@@ -174,6 +174,19 @@ def by_distance(scores: torch.Tensor, span: int, zero: int) -> torch.Tensor:
     found[:, 0] += sums[:, :begin].sum(1)
     found[:, -1] += sums[:, end:].sum(1)
     return found
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where a tensor begins; 0 for one without elements. Raises RuntimeError for one without memory of its own.
+
+    `data_ptr` asks for memory to write to, so it copies what a lazy clone shares, and warns of fake tensors.
+    """
+    if tensor.numel() == 0:
+        return 0
+    return _storage_address(tensor) + tensor.storage_offset() * tensor.element_size()  # type: ignore[return-value]
+
+
+_storage_address: Callable[[torch.Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=256)

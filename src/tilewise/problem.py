@@ -17,7 +17,7 @@ import torch
 from . import masks
 from .errors import InvalidInput
 from .masks import Band, Cached, Dense, Documents, Full, KeyLengths, Mask, Packed, as_int32
-from .operands import INPUTS, Operand, Operands, check_unchanged, copies_to_check
+from .operands import INPUTS, Operand, Operands, address, check_unchanged, copies_to_check
 from .scores import Softcap, Term, softcapped
 from .scores import parse as parse_term
 from .terms import Alibi, Dropout, Keep, MaxLogit, Sink, Spans, spans
@@ -331,7 +331,8 @@ def with_named_terms(
     check_tensors(q, k, k)
     terms, named = list(check_terms(scores)), dict(operands or {})
     if alibi is not None:
-        terms.append(Alibi(batched=alibi.ndim == 2 and alibi.shape[0] > 1))
+        batched = True if alibi.ndim == 2 and alibi.shape[0] > 1 else False  # noqa: SIM210  (sizes may be symbols)
+        terms.append(Alibi(batched=batched))
         named["slopes"] = _in_float32("alibi", alibi)
     if keep is not None:
         if keep.dtype != torch.bool:
@@ -479,11 +480,7 @@ def _checked_operands(problem: Problem, given: Operands, q: torch.Tensor) -> tup
         if tensor.device != q.device:
             raise InvalidInput(f"operands[{name!r}]", f"on {tensor.device}", f"{q.device}, the device of q", "move it")
         _check_strided(f"operands[{name!r}]", tensor)
-    if isinstance(problem.mask, Packed):
-        _check_offsets(problem.mask, given)
-    for term in problem.scores:
-        for operand in term.tensors:
-            term.check_tensor(operand.name, given[operand.name], problem)
+    check_operands(problem, given)
     wanted = operands_with_grad(given)
     for operand in problem.operands:
         if operand.name in wanted and not operand.differentiable:
@@ -494,6 +491,15 @@ def _checked_operands(problem: Problem, given: Operands, q: torch.Tensor) -> tup
                 "detach it",
             )
     return tuple(name for name in expected if name in wanted)
+
+
+def check_operands(problem: Problem, given: Operands) -> None:
+    """Raise InvalidInput for operands in other shapes or dtypes than the problem's mask and terms read."""
+    if isinstance(problem.mask, Packed):
+        _check_offsets(problem.mask, given)
+    for term in problem.scores:
+        for operand in term.tensors:
+            term.check_tensor(operand.name, given[operand.name], problem)
 
 
 def _check_offsets(mask: Packed, given: Operands) -> None:
@@ -768,5 +774,5 @@ def _address(tensor: torch.Tensor) -> int:
     """Where it begins. Memory that PyTorch did not allocate may begin anywhere; without memory the offset must do."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         with suppress(RuntimeError):
-            return tensor.data_ptr()
+            return address(tensor)
     return tensor.storage_offset() * tensor.element_size()  # type: ignore[return-value]

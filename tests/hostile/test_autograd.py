@@ -310,3 +310,24 @@ def test_a_bound_gradient_is_bound_anew_for_tensors_laid_out_anew(monkeypatch):
     assert bound[0] != bound[1]
     for mine, theirs in zip(got, want, strict=True):
         assert_close(mine, theirs, budget(torch.float32, 8))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("how", ["operator", "reference", "tiled", "torch-math", "torch-flash"])
+@pytest.mark.parametrize(
+    "changed",
+    [lambda tensor: tensor[:1], lambda tensor: tensor.half(), lambda tensor: torch.cat((tensor, tensor))],
+    ids=["shrunk", "dtype", "grown"],
+)
+def test_inputs_whose_data_was_exchanged_are_refused(how, changed, create_graph):
+    """A backward of other tensors than the forward's is that of nothing."""
+    q, k, v = (torch.randn(2, 3, 8, 4, requires_grad=True) for _ in range(3))
+    if how == "operator":
+        out = torch.ops.tilewise.attention(q, k, v, [], "full", None, "", "bhsd", "auto", False)[0]
+    else:
+        out = tilewise.attention(q, k, v, backend=how)
+    for tensor in (q, k, v):
+        tensor.data = changed(tensor.detach())
+    with pytest.raises(tilewise.InvalidInput):
+        out.sum().backward(create_graph=create_graph)

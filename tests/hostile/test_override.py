@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise
@@ -233,3 +234,67 @@ def test_a_kernel_in_python_that_was_there_before_ours_is_passed_and_does_not_le
         [sys.executable, "-c", BEFORE_OURS], capture_output=True, text=True, check=False, env=environment
     )
     assert (done.returncode, done.stdout.strip()) == (0, "same"), done.stderr[-4000:]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensors of other kinds behind a call that is remembered
+
+ODD_KINDS = {
+    "a key in another dtype": (1, torch.Tensor.double),
+    "a value in another dtype": (2, torch.Tensor.half),
+    "a sparse query": (0, torch.Tensor.to_sparse),
+    "a sparse key": (1, torch.Tensor.to_sparse),
+    "a mask in another dtype": (3, torch.Tensor.double),
+    "a sparse mask": (3, torch.Tensor.to_sparse),
+}
+
+
+@pytest.mark.parametrize("guards", [True, False])
+@pytest.mark.parametrize("rule", [{}, {"backend": "tiled"}, {"when": lambda problem: True}], ids=str)
+@pytest.mark.parametrize("odd", ODD_KINDS)
+def test_what_pytorch_refuses_it_still_refuses_and_the_next_call_is_what_it_was(monkeypatch, guards, rule, odd):
+    if not guards:
+        monkeypatch.setattr("tilewise.integrations.sdpa.decision._TensorGuards", None)
+    place, change = ODD_KINDS[odd]
+    tensors = [torch.randn(1, 2, 8, 16) for _ in range(3)] + [torch.randn(8, 8)] * (place == 3)
+
+    def answer(tensors: list[torch.Tensor]) -> tuple[type, str] | torch.Size:
+        try:
+            return F.scaled_dot_product_attention(*tensors).shape
+        except Exception as error:
+            return type(error), str(error)
+
+    changed = [change(tensor) if number == place else tensor for number, tensor in enumerate(tensors)]
+    wanted = answer(changed)
+    for first, second in ((tensors, changed), (changed, tensors)):
+        with sdpa(**rule):
+            for given in (first, first, first, second, second):
+                assert answer(given) == (wanted if given is changed else tensors[0].shape)
+        said = outcomes()
+        usual, odd = (3, 2) if first is tensors else (2, 3)
+        assert said.pop("fallback") == odd
+        assert list(said.values()) == [usual]
+
+
+def test_lazy_clones_stay_lazy():
+    """PyTorch copies such a tensor when somebody asks for memory to write to, even if only for its address."""
+    want = F.scaled_dot_product_attention(*[torch.ones(1, 2, 8, 16)] * 3)
+    for rule in (sdpa(), sdpa(backend="torch-flash"), sdpa(backend="tiled", when=lambda problem: True)):
+        for attend in (F.scaled_dot_product_attention, tilewise.scaled_dot_product_attention, tilewise.attention):
+            for _ in range(3):
+                clones = [torch._lazy_clone(torch.ones(1, 2, 8, 16)) for _ in range(3)]
+                with rule:
+                    assert_close(attend(*clones), want, budget(torch.float32, 8))
+                assert all(map(torch._C._is_cow_tensor, clones))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("backend", ["auto", "tiled", "torch-flash"])
+def test_fake_tensors_like_a_call_that_is_remembered_have_no_address_to_be_read(backend):
+    real = [torch.randn(1, 2, 8, 16) for _ in range(3)]
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(tensor) for tensor in real]
+    with sdpa(backend=backend):
+        for _ in range(3):
+            F.scaled_dot_product_attention(*real)
+        assert F.scaled_dot_product_attention(*fake).shape == real[0].shape

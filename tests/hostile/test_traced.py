@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ import torch.nn.functional as F
 import tilewise
 from support import assert_close, budget
 from tilewise import Causal, Documents, Full, Window
+from tilewise.integrations import flash_attn
+from tilewise.scores import Softcap
+from tilewise.terms import Alibi
 
 OURS = ["tiled", "reference"]
 EVERY = [*OURS, "torch-flash", "torch-math", "auto"]
@@ -239,3 +243,53 @@ def check_dropped(weights, want) -> None:
     kept = weights != 0
     assert kept.any()
     assert_close(weights, torch.where(kept, 2 * want, 0.0), FLOAT32, "weights")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Terms whose tensors have sizes that vary
+
+BATCHED = {
+    "slopes": (lambda q, k, v, slopes: tilewise.attention(q, k, v, alibi=slopes), 4),
+    "keep beside scores": (
+        lambda q, k, v, slopes: tilewise.attention(
+            q,
+            k,
+            v,
+            keep=slopes[:, :1, None, None] >= torch.arange(8) / 8,
+            scores=(Softcap(5.0), Alibi()),
+            operands={"slopes": slopes[0]},
+        ),
+        4,
+    ),
+    "slopes of packed sequences": (lambda q, k, v, slopes: packed(tilewise.attention_packed, q, k, v, slopes), 3),
+    "slopes by flash-attn's name": (
+        lambda q, k, v, slopes: flash_attn.flash_attn_func(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), alibi_slopes=slopes
+        ),
+        4,
+    ),
+    "slopes by flash-attn's name, packed": (
+        lambda q, k, v, slopes: packed(flash_attn.flash_attn_varlen_func, q, k, v, slopes, 8, 8),
+        3,
+    ),
+}
+
+
+def packed(attend, q, k, v, slopes, *longest):
+    """As many sequences as there are slopes, all but the last of one row."""
+    ends = torch.arange(slopes.shape[0] + 1, dtype=torch.int32)
+    offsets = torch.where(ends == slopes.shape[0], q.shape[0], ends).int()
+    name = "alibi" if attend is tilewise.attention_packed else "alibi_slopes"
+    return attend(q, k, v, offsets, offsets, *longest, **{name: slopes})
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_terms_of_a_batch_that_varies_compile(name):
+    function, ndim = BATCHED[name]
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    for number, batch in enumerate((3, 2, 5)):
+        tensors = [torch.randn((batch, 2, 8, 16) if ndim == 4 else (batch + 5, 2, 16)) for _ in range(3)]
+        tensors.append(torch.rand(batch, 2))
+        with torch.compiler.set_stance("fail_on_recompile") if number else nullcontext():
+            got = compiled(*tensors)
+        assert_close(got, function(*tensors), FLOAT32)

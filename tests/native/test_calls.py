@@ -1060,18 +1060,78 @@ def test_a_padded_out_may_come_with_seq_before_heads(hopper, turned):
     assert not out._is_view()
 
 
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "out and lse"])
 @pytest.mark.parametrize("keep", [None, padding()], ids=["plain", "padded"])
 @pytest.mark.parametrize("by", ["native code", "Python"])
-def test_inputs_that_have_shrunk_by_data_are_not_read(hopper, keep, by):
-    """Their strides may be the same: kernels would read what lies behind."""
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [(lambda x: x[:1], r"k .*\(1, 2, 70, 64\)"), (lambda x: x.view(torch.float16), "float16")],
+    ids=["size", "dtype"],
+)
+def test_inputs_whose_data_was_exchanged_are_not_read(hopper, changed, message, by, keep, return_lse):
+    """Their strides may be the same: kernels would read what lies behind them, or read other numbers."""
     tensors = inputs((2, 2, 70, 64))
     dout = torch.randn_like(tensors[0])
+
+    def forward():
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        results = hopper.attention(*leaves, keep=keep, return_lse=return_lse)
+        return leaves, results[0] if return_lse else results
+
     for _ in range(4):
-        step(hopper, tensors, dout, keep=keep)
+        forward()[1].backward(dout)
     if by == "Python":
         native.use(None)
-    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    out = hopper.attention(*leaves, keep=keep)
-    leaves[1].data = leaves[1].detach()[:1]
-    with pytest.raises(tilewise.InvalidInput, match=r"k \(1, 2, 70, 64\)"):
+    leaves, out = forward()
+    leaves[1].data = changed(leaves[1].detach())
+    with pytest.raises(tilewise.InvalidInput, match=message):
+        out.backward(dout)
+
+
+@pytest.mark.parametrize("by", ["native code", "Python"])
+@pytest.mark.parametrize("changed", [lambda x: x[:2], lambda x: x.long()], ids=["size", "dtype"])
+def test_offsets_whose_data_was_exchanged_are_not_read(hopper, changed, by):
+    packed = [tensor[0].transpose(0, 1).contiguous() for tensor in inputs()]
+    dout = torch.randn_like(packed[0])
+
+    def forward():
+        offsets = torch.tensor([0, 30, SHAPE[2]], dtype=torch.int32)
+        leaves = [tensor.clone().requires_grad_() for tensor in packed]
+        return offsets, tilewise.attention_packed(*leaves, offsets, offsets, backend="sm90")
+
+    for _ in range(5):
+        forward()[1].backward(dout)
+    if by == "Python":
+        native.use(None)
+    before = hopper.counts
+    offsets, out = forward()
+    assert hopper.counts[0] - before[0] == (by == "native code")
+    offsets.data = changed(offsets)
+    with pytest.raises(tilewise.InvalidInput, match="cu_seqlens_q"):
+        out.backward(dout)
+
+
+@pytest.mark.parametrize("place", range(5), ids=["q", "k", "v", "out", "lse"])
+def test_what_hooks_give_back_in_another_dtype_is_not_read(hopper, place):
+    """As of activations that are kept in fewer bits, and come back as they were kept."""
+    tensors = inputs()
+    dout = torch.randn_like(tensors[0])
+    for _ in range(4):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        hopper.attention(*leaves, return_lse=True)[0].backward(dout)
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor)
+        return len(saved) - 1
+
+    def unpack(number):
+        tensor = saved[number].detach()
+        other = torch.float16 if tensor.dtype == torch.bfloat16 else torch.int32
+        return tensor.view(other) if number == place else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        out, _ = hopper.attention(*leaves, return_lse=True)
+    with pytest.raises(tilewise.InvalidInput, match="as in the forward"):
         out.backward(dout)

@@ -28,6 +28,7 @@ from ..jit.memo import keep
 from ..masks import Packed
 from ..memo import Memo
 from ..operands import ALL, INPUTS, NO_OPERANDS, check_unchanged, copies_to_check, zero_grads
+from ..problem import check_operands
 from ..scores import Rows, Where, join_all
 from .mask_spans import mask_operands
 from .program import SCRATCH, Address, Counter, Map, Stride, View, slots_of
@@ -477,7 +478,7 @@ def bind_backward(
         if not lse.is_contiguous():
             lse = lse.contiguous()
         given = [operands[name] for name in names] if names else ()
-        strides = tuple([(tensor.shape, tensor.stride()) for tensor in given]) if names else ()
+        strides = tuple([(tensor.shape, tensor.stride(), tensor.dtype) for tensor in given]) if names else ()
         key = (dout.stride(), out.stride(), wants, strides)
         run = known.get(key)
         if run is None or (dout.data_ptr() | out.data_ptr()) & 15:
@@ -487,6 +488,7 @@ def bind_backward(
             key = (dout.stride(), out.stride(), wants, strides)
             run = known.get(key)
             if run is None:
+                check_operands(problem, dict(zip(names, given, strict=True)))  # whose memory may have been exchanged
                 tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, **dict(zip(names, given, strict=True))}
                 made = _loaded_backward(programs, problem, wants, tensors, operands_alone)
                 run = keep(known, key, made, MAX_LAUNCHES)

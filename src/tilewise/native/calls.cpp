@@ -482,7 +482,6 @@ class AttentionBackward final : public Node {
     out_memory = impl.storage();
     out_version = impl.version_counter();
     versions[out] = out_version.current_version();
-    dtype = result.scalar_type();
     lse_memory = std::move(lse);
   }
 
@@ -497,7 +496,10 @@ class AttentionBackward final : public Node {
 
   void save(const Beside& given) {
     for (const at::Tensor& one : given)
-      if (one.defined()) beside.emplace_back(one, false);
+      if (one.defined()) {
+        beside_numbers[beside.size()] = one.numel();
+        beside.emplace_back(one, false);
+      }
   }
 
   std::string name() const override { return "TilewiseAttentionBackward"; }
@@ -586,11 +588,11 @@ class AttentionBackward final : public Node {
   at::Tensor lse_tensor;
   std::array<uint32_t, count> versions{};
   uint8_t histories = 0;  // bits of the inputs that are no leaves
-  c10::ScalarType dtype = c10::ScalarType::Undefined;
   // Only to be asked for early, never looked into: what was saved may be gone.
   std::array<const void*, 3> storages{};
   std::unique_ptr<std::array<SavedVariable, count>> saved;
-  std::vector<SavedVariable> beside;  // two of a packed call, one of a call that hides keys
+  std::vector<SavedVariable> beside;        // two of a packed call, one of a call that hides keys
+  std::array<int64_t, 2> beside_numbers{};  // that each of these has
 
   bool is_result(size_t i) const { return i == out || (i == lse && call->returns_lse); }
 
@@ -616,7 +618,7 @@ class AttentionBackward final : public Node {
   // `out` as it was made, in its place in the graph.
   at::Tensor kept_out() {
     const c10::InferenceMode tracked(false);
-    at::Tensor made = tensor_of(out_memory, call->out, dtype);
+    at::Tensor made = tensor_of(out_memory, call->out, call->dtype);
     torch::autograd::impl::set_version_counter(made, out_version);
     torch::autograd::impl::set_gradient_edge(made, Edge(getptr(), 0));
     return made;
@@ -651,12 +653,10 @@ class AttentionBackward final : public Node {
 
   Operands kept_operands() const {
     Operands read{{&inputs[q], &inputs[k], &inputs[v]}};
-    const c10::Device device = inputs[q].device();
     read.out = reinterpret_cast<uintptr_t>(out_memory.data());
     read.lse =
         lse_tensor.defined() ? address(lse_tensor) : reinterpret_cast<uintptr_t>(lse_memory.get());
-    read.usable = read.out != 0 && read.lse != 0 && out_memory.device() == device;
-    for (const at::Tensor& one : inputs) read.usable &= one.scalar_type() == dtype;
+    read.usable = read.out != 0 && read.lse != 0 && out_memory.device() == call->device;
     for (size_t i = 0; i < beside.size(); ++i) read.beside[i] = beside[i].unpack();
     return read;
   }
@@ -665,12 +665,12 @@ class AttentionBackward final : public Node {
   Operands operands_of(const Saved& now) const {
     Operands read{{&now[q], &now[k], &now[v]}};
     read.beside = now.beside;
-    const c10::Device device = now[q].device();
     for (size_t i : {out, lse})
-      if (!is_ordinary(now[i]) || now[i].device() != device) return read;
+      if (!is_ordinary(now[i]) || now[i].device() != call->device) return read;
     read.out = address(now[out]);
     read.lse = address(now[lse]);
-    read.usable = has_shape(now[out], call->out) && now[lse].is_contiguous();
+    read.usable = has_shape(now[out], call->out) && now[out].scalar_type() == call->dtype &&
+                  has_shape(now[lse], call->lse) && now[lse].scalar_type() == c10::kFloat;
     return read;
   }
 
@@ -690,19 +690,22 @@ class AttentionBackward final : public Node {
     for (size_t i = 0; i < beside.size(); ++i) now.beside[i] = beside[i].unpack();
   }
 
-  // Inputs may have been given other memory, and gradients may be of any kind.
+  // Inputs may have been given other memory, of any size and kind, and so may gradients.
   bool can_be_made(const Operands& read, const at::Tensor& dout, const at::Tensor& dlse) const {
     if (!read.usable || c10::GradMode::is_enabled() || !is_ordinary_thread() || !dout.defined())
       return false;
-    const c10::Device device = read.inputs[q]->device();
+    const c10::Device device = call->device;
+    const auto is_like_inputs = [&](const at::Tensor& one) {
+      return is_ordinary(one) && one.device() == device && one.scalar_type() == call->dtype;
+    };
     for (const at::Tensor* one : read.inputs)
-      if (!is_ordinary(*one) || one->device() != device) return false;
-    if (!is_ordinary(dout) || dout.device() != device ||
-        dout.scalar_type() != read.inputs[q]->scalar_type() ||
-        dout.sizes() != c10::IntArrayRef(call->out.sizes))
-      return false;
-    for (const at::Tensor& one : read.beside)
-      if (one.defined() && one.device() != device) return false;
+      if (!is_like_inputs(*one)) return false;
+    if (!is_like_inputs(dout) || dout.sizes() != c10::IntArrayRef(call->out.sizes)) return false;
+    for (size_t i = 0; i < read.beside.size(); ++i) {
+      const at::Tensor& one = read.beside[i];
+      if (one.defined() && (one.device() != device || one.numel() != beside_numbers[i]))
+        return false;
+    }
     if (is_keep(read.beside)) {
       const at::Tensor& keep = read.beside[0];
       if (!hides_keys(keep) || !has_shape(keep, call->keep) ||
@@ -712,8 +715,9 @@ class AttentionBackward final : public Node {
       for (const at::Tensor& one : read.beside)
         if (one.defined() && !are_offsets(one)) return false;
     }
-    if (dlse.defined() && (!is_ordinary(dlse) || dlse.scalar_type() != c10::kFloat ||
-                           !dlse.is_contiguous() || dlse.device() != device))
+    if (dlse.defined() &&
+        (!is_ordinary(dlse) || dlse.scalar_type() != c10::kFloat || dlse.device() != device ||
+         !dlse.is_contiguous() || dlse.sizes() != c10::IntArrayRef(call->lse.sizes)))
       return false;
     uintptr_t together = 0;
     for (size_t i = 0; i < 3; ++i) {
@@ -1398,6 +1402,8 @@ PyObject* new_call(PyObject*, PyObject* given) {
     call->keep = shape_of(THPVariable_Unpack(keep));
     call->keep_misalignment = address(THPVariable_Unpack(keep)) % 16;
   }
+  call->dtype = THPVariable_Unpack(q).scalar_type();
+  call->device = THPVariable_Unpack(q).device();
   call->misalignment =
       misalignment_of(THPVariable_Unpack(q), THPVariable_Unpack(k), THPVariable_Unpack(v));
   Py_INCREF(owner);

@@ -245,7 +245,9 @@ class Call {
   Recipe forward;
   Shape out, lse;
   bool has_lse = false, returns_lse = false;
-  bool recorded = false;      // by autograd
+  bool recorded = false;                               // by autograd
+  c10::ScalarType dtype = c10::ScalarType::Undefined;  // of all that it reads, beside offsets
+  c10::Device device = c10::kCPU;
   unsigned misalignment = 0;  // of q, k and v together, as the recipe was made for
   std::array<Shape, 3> inputs;
   Shape keep;  // of the tensor that hides keys, if one does

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InvalidInput
-from ..operands import SCORE_DIMS
+from ..operands import SCORE_DIMS, address
 from ..scores import Term
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _address(tensor: Tensor) -> int:
     if type(tensor) not in (Tensor, torch.nn.Parameter):  # a fake tensor warns when it is asked
         return 0
     try:
-        return tensor.data_ptr()
+        return address(tensor)
     except RuntimeError:  # it is traced: the call that runs says it again
         return 0
 

@@ -21,7 +21,7 @@ from ...errors import InvalidInput, UnsupportedProblem
 from ...hook import dispatcher
 from ...memo import Memo, on_invalidate
 from ...op import Options
-from ...operands import NO_OPERANDS
+from ...operands import NO_OPERANDS, address
 from ...plan import AUTO, plan
 from ...problem import describe, mask_operands, memory_order
 from ...target import Target
@@ -172,27 +172,21 @@ def _forget_recent() -> None:
 
 
 def _signature(rule: Decider, arguments: Arguments, switches: _Switches) -> Any:
-    """What a decision is remembered by; None for subclasses, of which there is more to know."""
+    """What a decision is remembered by; None for subclasses, of which there is more to know, and without strides."""
     query, key, value, attn_mask, *others = arguments
-    if not (type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN):
+    if not _are_plain(query, key, value) or _not_strided(query, key, value, attn_mask):
         return None
     grad = torch.is_grad_enabled()
     lazy = _is_lazy(query) or _is_lazy(key) or _is_lazy(value)
-    signature: tuple[Any, ...] = (
-        query.shape, key.shape, value.shape, query.dtype, query.requires_grad and grad, lazy, switches, *others
-    )  # fmt: skip
-    if not rule.exact and attn_mask is None:
-        return signature
-    described = None
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    kinds = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+    signature: tuple[Any, ...] = (kinds, query.requires_grad and grad, lazy, switches, *others)
     if attn_mask is not None:
-        described = (
-            attn_mask.shape, attn_mask.dtype, attn_mask.requires_grad and grad, type(attn_mask), _is_lazy(attn_mask)
-        )  # fmt: skip
-    signature += (query.get_device(), described)
+        signature += (attn_mask.requires_grad and grad, type(attn_mask), _is_lazy(attn_mask))
     if not rule.exact:
         return signature
-    tensors = tuple((t.stride(), t.storage_offset(), t.dtype, t.requires_grad) for t in (query, key, value))
-    return (*signature, grad, tensors)
+    seen = tuple((tensor.stride(), tensor.storage_offset(), tensor.requires_grad) for tensor in tensors[:3])
+    return (*signature, grad, seen)
 
 
 def _bring_forward(
@@ -231,11 +225,8 @@ def _same_tensors(rule: Decider, tensors: tuple[Any, ...]) -> Callable[..., bool
     guard: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=strides).check
 
     def guard_and_alignment(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> bool:
-        try:
-            aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15 == 0
-        except RuntimeError:  # there is no memory behind one of them
-            return False
-        return aligned and guard(query, key, value, *mask)
+        # The guard first: it tells tensors that have no address.
+        return guard(query, key, value, *mask) and (address(query) | address(key) | address(value)) & 15 == 0
 
     same = guard_and_alignment if exact else guard
     return same if same(*tensors) else _never
@@ -404,7 +395,7 @@ def _take(arguments: Arguments, options: Options, counted: Record) -> Tensor:
 def _let_it_be_made(compiled: Library, call: Call, arguments: Arguments, counted: Record) -> None:
     """Calls that look like the present one are made by the extension from now on, if it can make them."""
     tensors = _four_dims(*arguments[:3])
-    if any(tensor.data_ptr() % 16 for tensor in tensors):  # it knows these by whether they are aligned, not by how
+    if any(address(tensor) % 16 for tensor in tensors):  # it knows these by whether they are aligned, not by how
         return
     found = repeated.handle(call, "bsd" if arguments[0].ndim == 3 else "bhsd", *tensors)
     if found is not None:
