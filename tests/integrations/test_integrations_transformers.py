@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -210,18 +212,113 @@ def test_packed_sequences_stay_a_rule(name, calls):
     assert all(isinstance(mask, Documents) and mask.cu_seqlens_q == (0, 4, 11) for mask in packed)
 
 
-def test_packed_sequences_by_cumulative_lengths():
-    """What DataCollatorWithFlattening hands over for flash-attn."""
-    _, model = make("mistral")
+DOCUMENTS = (0, 4, 11)
+
+
+def flash(*offsets: int) -> dict[str, object]:
+    """What DataCollatorWithFlattening hands over for flash-attn, after Trainer has moved it."""
+    longest = max(b - a for a, b in itertools.pairwise(offsets))
+    cu = torch.tensor(offsets, dtype=torch.int32)
+    return {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu.clone(), "max_length_q": longest, "max_length_k": longest}
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("by_positions", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_sequences_by_cumulative_lengths(name, by_positions, use_cache, calls, monkeypatch):
+    """In layers with windows too, for which Transformers hands over a mask; none of them gets a tensor of all pairs."""
+    eager, model = make(name)
+    seen = []
+    packed = ours.attention_packed
+    monkeypatch.setattr(ours, "attention_packed", lambda *given, **named: seen.append(named) or packed(*given, **named))
     ids = tokens(1)
-    positions = torch.cat([torch.arange(4), torch.arange(7)])[None]
-    cu = torch.tensor([0, 4, 11], dtype=torch.int32)
-    flash = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 7, "max_length_k": 7}
+    positions = torch.cat([torch.arange(end - begin) for begin, end in itertools.pairwise(DOCUMENTS)])[None]
+    given = flash(*DOCUMENTS) | ({"position_ids": positions} if by_positions else {})
     with torch.no_grad():
-        close(
-            model(ids, position_ids=positions, use_cache=False, **flash).logits,
-            model(ids, position_ids=positions, use_cache=False).logits,
-        )
+        got = model(ids, use_cache=use_cache, **given).logits
+        want = [eager(ids[:, begin:end]).logits for begin, end in itertools.pairwise(DOCUMENTS)]
+    close(got, torch.cat(want, 1))
+    assert len(seen) == SIZES["num_hidden_layers"]
+    assert not calls
+    windowed = {"llama": 0, "mistral": 2}.get(name, 1)
+    assert sum(isinstance(named["mask"], Window) for named in seen) == windowed
+
+
+def test_documents_beside_another_mask_hide_what_either_hides():
+    """A mask that is a tensor, padding beside a rule, filled places of a cache, and a bias of positions."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 9, 8) for heads in (4, 2, 2))
+    batches = [(0, 4, 9, 9), (0, 7, 9)]
+    given = flash(0, 4, 9, 9, 16, 18)
+    same = torch.stack([Documents(starts).to_bool(range(9), range(9), 9, 9) for starts in batches])[:, None]
+    causal = Causal().to_bool(range(9), range(9), 9, 9)
+    tensor = torch.rand(2, 1, 9, 9) < 0.7
+    flags = (torch.arange(9) > torch.tensor([[1], [0]]))[:, None, None, :]
+    lengths = torch.tensor([9, 4], dtype=torch.int32)
+    bias = torch.randn(1, 4, 9, 9)
+    everything = tilewise.Full()
+    shape = (2, 1, 9, 9)
+    cases = [
+        ({"attention_mask": tensor}, same & tensor),
+        ({"attention_mask": torch.zeros(shape).masked_fill(~tensor, -torch.inf)}, same & tensor),
+        ({"attention_mask": ours.RuleMask(Causal(), shape, "cpu", flags)}, same & causal & flags),
+        ({"attention_mask": ours.RuleMask(everything, shape, "cpu", None, lengths)}, same & ours._there(lengths, 9)),
+        ({"attention_mask": None, "position_bias": bias}, bias.masked_fill(~(same & causal), -torch.inf)),
+        ({"attention_mask": None, "is_causal": False}, same),
+        ({"attention_mask": None}, same & causal),
+        ({"attention_mask": ours.RuleMask(Window(2, 1), shape, "cpu")}, same & band(2, 1)),
+    ]
+    for named, mask in cases:
+        out, _ = ours.attention_forward(torch.nn.Module(), q, k, v, **named, **given)
+        want = tilewise.attention(q, k, v, mask=mask).transpose(1, 2)
+        assert_close(out, want.double(), 2 * budget(torch.float32, 9))
+
+
+def band(left: int, right: int) -> torch.Tensor:
+    return Window(left, right).to_bool(range(9), range(9), 9, 9)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("window", [None, 2])
+def test_documents_with_keys_from_before_are_aligned_at_their_ends(window, biased):
+    """Of two documents one has 3 keys in the cache, and the other none."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 4, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
+    starts = {"cu_seq_lens_q": torch.tensor([0, 2, 4]), "cu_seq_lens_k": torch.tensor([0, 5, 7])}
+    bias = torch.zeros(1, 4, 4, 7) if biased else None
+    out, _ = ours.attention_forward(
+        torch.nn.Module(), q, k, v, None, sliding_window=window, position_bias=bias, **starts
+    )
+    inner = Causal("bottom-right") if window is None else Window(window - 1, 0, "bottom-right")
+    want = tilewise.attention(q, k, v, mask=Documents((0, 2, 4), (0, 5, 7), inner)).transpose(1, 2)
+    assert_close(out, want.double(), budget(torch.float32, 7))
+
+
+def test_documents_by_positions_and_by_offsets_are_cut_at_both():
+    torch.manual_seed(0)
+    q = torch.randn(1, 4, 9, 8)
+    mask = ours.RuleMask(Documents((0, 3, 9), (), Causal()), (1, 1, 9, 9), "cpu")
+    out, _ = ours.attention_forward(torch.nn.Module(), q, q, q, mask, **flash(0, 5, 8))
+    want = tilewise.attention(q, q, q, mask=Documents((0, 3, 5, 8), (), Causal()).to_bool(range(9), range(9), 8, 8))
+    assert not out[:, 8].any(), "behind the last offset"
+    assert_close(out[:, :8], want.transpose(1, 2)[:, :8].double(), budget(torch.float32, 9))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "mask", "named"),
+    [
+        ({"cu_seq_lens_q": torch.tensor([0, 5])}, None, "cu_seq_lens_k"),
+        ({"cu_seq_lens_k": torch.tensor([0, 5])}, None, "cu_seq_lens_q"),
+        (flash(0, 2, 5) | {"cu_seq_lens_k": torch.tensor([0, 3, 5])}, Documents((0, 2, 5)), "position_ids"),
+        (dict.fromkeys(flash(0, 2, 5), torch.tensor([0, 2, 5])), Causal("bottom-right"), "in a cache"),
+    ],
+    ids=["q alone", "k alone", "positions that say otherwise", "cached keys that are not counted"],
+)
+def test_offsets_that_contradict_are_refused(offsets, mask, named):
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 4, 9 if mask == Causal("bottom-right") else 5, 8)
+    mask = None if mask is None else ours.RuleMask(mask, (1, 1, 5, k.shape[2]), "cpu")
+    with pytest.raises(tilewise.InvalidInput, match=named):
+        ours.attention_forward(torch.nn.Module(), q, k, k, mask, **offsets)
 
 
 @pytest.mark.parametrize("name", MODELS)

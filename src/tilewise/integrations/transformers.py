@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +29,8 @@ from torch.utils._pytree import tree_map
 
 from ..api import attention, attention_packed, attention_turned, autocast_inputs, scaled_dot_product_attention
 from ..cached import append, attention_cached
-from ..errors import UnsupportedProblem
+from ..errors import InvalidInput, UnsupportedProblem
+from ..isolation import CHECK
 from ..masks import Causal, Documents, Full, KeyLengths, Window
 from ..op import autocast_is_on
 from ..terms import Bias
@@ -85,13 +87,14 @@ def attention_forward(
     of fewer than four dimensions is what `_flags` made.
     """
     if (
-        (attention_mask is None or (type(attention_mask) is RuleMask and attention_mask.is_alone()))
+        not torch.compiler.is_compiling()
+        and (attention_mask is None or (type(attention_mask) is RuleMask and attention_mask.is_alone()))
         and position_bias is None
         and s_aux is None
         and kwargs.get("cache") is None
         and kwargs.get("cu_seq_lens_q") is None
+        and kwargs.get("cu_seq_lens_k") is None
         and not kwargs.get("output_attentions")
-        and not torch.compiler.is_compiling()
         and not autocast_is_on()
     ):  # most calls, one per layer and token: as below, in less of the host's time
         mask: Mask
@@ -112,12 +115,18 @@ def attention_forward(
             )
         window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
         return _from_pages(module, query, key, value, window, scaling, softcap or 0.0, s_aux, kwargs), None
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    if attention_mask is None and position_bias is None and kwargs.get("cu_seq_lens_q") is not None:
-        rule = (bool(is_causal), sliding_window)
-        return _packed(query, key, value, rule, dropout, scaling, softcap or 0.0, s_aux, kwargs), None
-    asked = _asked(attention_mask, bool(is_causal), sliding_window, query, key, kwargs)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    asked = _asked(attention_mask, causal, sliding_window, query, key)
+    offsets = _offsets(kwargs, query.device)
+    if offsets is not None:
+        given = attention_mask.rule if type(attention_mask) is RuleMask and attention_mask.is_alone() else None
+        if position_bias is None and (attention_mask is None or given is not None):
+            offsets, inner = _in_documents(given, offsets, causal, sliding_window, query, key)
+            return _packed(query, key, value, offsets, inner, dropout, scaling, softcap or 0.0, s_aux, kwargs), None
+        if attention_mask is None:
+            asked = _Asked(_FULL, keep=_same_document(offsets, query, key, causal, sliding_window))
+        else:
+            asked = asked.also(_same_document(offsets, query, key))
     if position_bias is not None:
         bias = position_bias[..., : key.shape[2]]
         asked = asked._replace(bias=bias if asked.bias is None else bias + asked.bias)
@@ -125,40 +134,123 @@ def attention_forward(
     return run(query, key, value, asked, dropout, scaling, softcap or 0.0, s_aux), None
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Documents in one row
+
+
+class _Offsets(NamedTuple):
+    """Where the documents of a row begin and end, int32 on its device, as flash-attn wants them: they stay there."""
+
+    queries: Tensor
+    keys: Tensor
+
+    def are_one(self) -> bool:
+        return self.queries is self.keys
+
+
+def _offsets(kwargs: dict[str, Any], device: torch.device) -> _Offsets | None:
+    queries, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if queries is None and keys is None:
+        return None
+    if queries is None or keys is None:
+        there, missing = ("k", "q") if queries is None else ("q", "k")
+        raise InvalidInput(f"cu_seq_lens_{missing}", "None", f"offsets, as cu_seq_lens_{there} has them", "pass both")
+    starts = queries.to(device, torch.int32)
+    return _Offsets(starts, starts if keys is queries else keys.to(device, torch.int32))
+
+
+def _in_documents(
+    rule: Mask | None,
+    offsets: _Offsets,
+    is_causal: bool,
+    sliding_window: int | None,
+    query: Tensor,
+    key: Tensor,
+) -> tuple[_Offsets, Mask]:
+    """The documents within which the rule of a row holds, and what it says inside each; None is no mask.
+
+    A band means the same keys in a row of documents and inside each of them, where queries and keys have the same
+    offsets. Elsewhere it is aligned at the end of each document.
+    """
+    same = offsets.are_one()
+    if rule is None:
+        return offsets, _band(same, sliding_window) if is_causal else _FULL
+    if isinstance(rule, Documents):  # which Transformers found by positions: the row is cut at both kinds of offsets
+        if (not query.is_cuda or CHECK in os.environ) and not torch.equal(*offsets):
+            raise InvalidInput(
+                "cu_seq_lens_k",
+                "other offsets than cu_seq_lens_q beside position_ids that begin anew",
+                "one tensor of offsets for both",
+                "leave out position_ids, or cu_seq_lens_q and cu_seq_lens_k",
+            )
+        last = offsets.queries[-1]
+        cuts = torch.tensor(rule.cu_seqlens_q, dtype=torch.int32, device=query.device).clamp(max=last)
+        both = torch.cat((offsets.queries, cuts)).sort().values
+        return _Offsets(both, both), rule.inner
+    if same and query.shape[2] != key.shape[2] and getattr(rule, "align", None) == "bottom-right":
+        raise InvalidInput(
+            "cu_seq_lens_k",
+            "the offsets of the queries, beside keys from before in a cache",
+            "offsets that count the keys in the cache",
+            "pass offsets of the keys of their own, or use an empty cache",
+        )
+    if isinstance(rule, Window):
+        make = Window if torch.compiler.is_compiling() else _one_window
+        return offsets, make(rule.left, rule.right, "top-left" if same else "bottom-right")
+    return offsets, _band(same, None) if isinstance(rule, Causal) else _FULL
+
+
 def _packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rule: tuple[bool, int | None],
+    offsets: _Offsets,
+    mask: Mask,
     dropout: float,
     scaling: float | None,
     softcap: float,
     sinks: Tensor | None,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Sequences in one row, whose offsets Transformers hands on as flash-attn wants them: they stay where they are."""
-    given = [kwargs[f"cu_seq_lens_{which}"] for which in "qk"]
-    same = given[0] is given[1]
-    cu_q = given[0].to(query.device, torch.int32)
-    cu_k = cu_q if same else given[1].to(query.device, torch.int32)
-    is_causal, window = rule
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    """Documents that stand behind one another; the rows of a batch do so too, as flash-attn is given them."""
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     longest_q, longest_k = (int(kwargs.get(f"max_length_{which}") or 0) for which in "qk")
     out: Any = attention_packed(
         q,
         k,
         v,
-        cu_q,
-        cu_k,
+        *offsets,
         longest_q,
         longest_k,
-        mask=_band(same, window) if is_causal else _FULL,
+        mask=mask,
         scale=scaling,
         softcap=softcap,
         sink=sinks,
         dropout=dropout,
     )
-    return out.unsqueeze(0)  # type: ignore[no-any-return]
+    return out.unflatten(0, (query.shape[0], query.shape[2]))  # type: ignore[no-any-return]
+
+
+def _same_document(
+    offsets: _Offsets, query: Tensor, key: Tensor, is_causal: bool = False, sliding_window: int | None = None
+) -> Tensor:
+    """(batch, 1, seq_q, seq_kv): which pairs lie in one document, and which of these a band aligned at the end of each
+    document shows: a query sees the keys that are as far from that end as it is itself, or farther, up to a window."""
+    documents, from_end = [], []
+    for starts, tensor in zip(offsets, (query, key), strict=True):
+        places = torch.arange(tensor.shape[0] * tensor.shape[2], device=tensor.device, dtype=torch.int32)
+        number = torch.searchsorted(starts, places, right=True)
+        end = starts[number.clamp(max=starts.shape[0] - 1)]
+        documents.append(torch.where(places < end, number, -1).view(tensor.shape[0], 1, -1))
+        from_end.append((end - places).view(tensor.shape[0], 1, -1))
+    (q, k), (left_q, left_k) = documents, from_end
+    seen = (q[..., None] == k[..., None, :]) & (q >= 0)[..., None]
+    if is_causal:
+        distance = left_k[..., None, :] - left_q[..., None]
+        seen = seen & (distance >= 0)
+        if sliding_window is not None:
+            seen = seen & (distance < sliding_window)
+    return seen
 
 
 def _from_pages(
@@ -221,8 +313,11 @@ class _Asked(NamedTuple):
         """The same with one tensor for all that hides keys."""
         if self.lengths is None:
             return self
-        there = _there(self.lengths, keys)
-        return self._replace(keep=there if self.keep is None else there & self.keep, lengths=None)
+        return self._replace(lengths=None).also(_there(self.lengths, keys))
+
+    def also(self, seen: Tensor) -> _Asked:
+        """The same where only these pairs are seen."""
+        return self._replace(keep=seen if self.keep is None else seen & self.keep)
 
 
 def _there(lengths: Tensor, keys: int) -> Tensor:
@@ -366,7 +461,6 @@ def _asked(
     sliding_window: int | None,
     query: Tensor,
     key: Tensor,
-    kwargs: dict[str, Any],
 ) -> _Asked:
     if isinstance(given, RuleMask):
         return _Asked(given.rule, given.keep, lengths=given.lengths)
@@ -376,10 +470,6 @@ def _asked(
         return _Asked(_band(True, window), keep=flags[:, None])
     if given is not None:
         return _Asked(_FULL, keep=given) if given.dtype == torch.bool else _Asked(_FULL, bias=given.to(query.dtype))
-    if kwargs.get("cu_seq_lens_q") is not None:  # beside a bias of positions
-        starts_q, starts_kv = (tuple(kwargs[f"cu_seq_lens_{x}"].tolist()) for x in "qk")
-        inner = _band(starts_q == starts_kv, sliding_window) if is_causal else _FULL
-        return _Asked(Documents(starts_q, starts_kv, inner))
     return _Asked(_mask(is_causal, sliding_window, query, key))
 
 
