@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,16 +48,65 @@ __all__ = ["NAME", "RuleMask", "attention_forward", "attention_mask", "register"
 
 
 def register(name: str = NAME) -> str:
-    """Make `attn_implementation=name` known to Transformers, for attention and masks both; returns the name."""
+    """Make `attn_implementation=name` known to Transformers, for attention and masks both; returns the name.
+
+    From then on a model that computes its attention itself refuses the name when it is made, or given the name later.
+    """
     global _masking
     transformers: Any = import_module("transformers")  # heavy, and optional
     _masking = import_module("transformers.masking_utils")
+    if not _names:
+        _guard(transformers.PreTrainedModel)
     for each in (name, f"{_PAGED}{name.removeprefix(_PAGED)}"):
         transformers.AttentionInterface.register(each, attention_forward)
         transformers.AttentionMaskInterface.register(each, attention_mask)
+        _names.add(each)
     return name
 
 
+def _guard(base: Any) -> None:
+    """Check every model where Transformers checks whether it can have the implementation that is asked for."""
+    checked = base.get_correct_attn_implementation
+
+    @functools.wraps(checked)
+    def guarded(model: Any, requested_attention: str | None, *given: Any, **named: Any) -> Any:
+        if requested_attention in _names:
+            _refuse_model(type(model))
+            _refuse_tables(sys.modules[type(model).__module__], requested_attention)
+        return checked(model, requested_attention, *given, **named)
+
+    base.get_correct_attn_implementation = guarded
+
+
+def _refuse_model(kind: Any) -> None:
+    """Raise for a class whose own attention would be given masks made for ours, as Transformers does for sdpa."""
+    if kind._supports_attention_backend or (kind._supports_sdpa and kind._can_set_attn_implementation()):
+        return
+    why = "has attention of its own" if kind._supports_sdpa else "declares neither sdpa nor an attention backend"
+    raise _own_attention(f"{kind.__name__} {why}")
+
+
+def _refuse_tables(module: Any, name: str) -> None:
+    """Layers that look their attention up in a table of their module, by the name, find a refusal there."""
+    for table in vars(module).values():
+        own = table.get("eager") if type(table) is dict else None
+        if isinstance(own, type) and issubclass(own, torch.nn.Module):
+
+            def refuse(*_: Any, kind: str = own.__name__, **__: Any) -> None:
+                raise _own_attention(f"{kind} is attention of its own")
+
+            table[name] = refuse
+
+
+def _own_attention(what: str) -> UnsupportedProblem:
+    return UnsupportedProblem(
+        f"transformers: {what}, and does not call the function that is registered as tilewise.",
+        remedy="use attn_implementation='eager'; for a part of a larger model name its configuration, as in "
+        "attn_implementation={'': 'tilewise', 'vision_config': 'eager'}",
+    )
+
+
+_names: set[str] = set()  # that this module is registered under
 _PAGED = "paged|"  # what continuous batching put before names, until 5.22
 _masking: Any = None  # transformers.masking_utils, once registered: this module needs neither it nor its types
 
