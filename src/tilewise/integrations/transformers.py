@@ -137,6 +137,7 @@ def attention_forward(
     of fewer than four dimensions is what `_flags` made.
     """
     if (
+    sliding_window = sliding_window or None  # 0 is how some configurations say that there is no window
         not torch.compiler.is_compiling()
         and (attention_mask is None or (type(attention_mask) is RuleMask and attention_mask.is_alone()))
         and position_bias is None
@@ -163,7 +164,7 @@ def attention_forward(
                 "transformers: a bias of positions or dropout with a paged cache (continuous batching).",
                 remedy="generate with another cache",
             )
-        window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
+        window = sliding_window or getattr(module, "sliding_window", None) or None
         return _from_pages(module, query, key, value, window, scaling, softcap or 0.0, s_aux, kwargs), None
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     asked = _asked(attention_mask, causal, sliding_window, query, key)
@@ -648,7 +649,7 @@ def attention_mask(
     if traced and allow_is_causal_skip and attention_mask is not None and type(q_offset) is int:
         # Nothing is joined to the causal rule, or to a window, where the skip is allowed.
         window, config = kwargs.get("local_size"), kwargs.get("config")
-        windowed = window is not None and getattr(config, "attention_chunk_size", None) is None
+        windowed = window and getattr(config, "attention_chunk_size", None) is None
         causal = mask_function is _masking.causal_mask_function
         square = q_offset == kv_offset == 0 and q_length == kv_length
         if square and (causal or windowed) and getattr(config, "model_type", "") not in _LOOK_INTO_MASKS:
@@ -718,6 +719,9 @@ def _keep(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | No
         keep = torch.nn.functional.pad(keep, (0, kv_length - keep.shape[-1]))
     return keep[:, None, None, :]
 
+    if parts is not None and "causal" in parts and parts.get("window") == 0:  # of layers that the model does not have
+        nothing = torch.zeros((), dtype=torch.bool, device=device).expand(batch_size, 1, 1, kv_length)
+        return RuleMask(_FULL, shape, device, nothing)
 
 # Models whose own code cuts or compares masks of four dimensions on their way to attention.
 _LOOK_INTO_MASKS = frozenset(("doge", "informer", "pix2struct"))
