@@ -705,7 +705,9 @@ def _decoding(
     else:
         position = int(q_offset) - kv_offset
         if not 0 <= position < kv_length - 1:
-            return None
+            if getattr(kwargs.get("config"), "model_type", "") not in _SAY_CAUSAL:
+                return None
+            return torch.ones((), dtype=torch.bool, device=device).expand(shape)
         lengths = torch.full((batch,), position + 1, dtype=torch.int32, device=device)
     return RuleMask(_FULL, shape, device, _keep(padding, kv_length, kv_offset), lengths)
 
