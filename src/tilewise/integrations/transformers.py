@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map
 
-from ..api import attention, attention_packed, attention_turned, autocast_inputs, scaled_dot_product_attention
+from ..api import attention, attention_packed, attention_turned, autocast_inputs
 from ..cached import append, attention_cached
 from ..errors import InvalidInput, UnsupportedProblem
 from ..isolation import CHECK
@@ -134,18 +134,16 @@ def attention_forward(
 
     Returns out (batch, seq_q, heads, dim), contiguous, and None for the weights, which are never materialised. A mask
     tensor or RuleMask says everything about who sees whom; `is_causal` and `sliding_window` count only without one. One
-    of fewer than four dimensions is what `_flags` made.
+    of fewer than four dimensions is what `_flags` made. Every keyword is computed, or known to have no effect here, or
+    refused by its name.
     """
-    if (
     sliding_window = sliding_window or None  # 0 is how some configurations say that there is no window
+    if (
         not torch.compiler.is_compiling()
         and (attention_mask is None or (type(attention_mask) is RuleMask and attention_mask.is_alone()))
         and position_bias is None
         and s_aux is None
-        and kwargs.get("cache") is None
-        and kwargs.get("cu_seq_lens_q") is None
-        and kwargs.get("cu_seq_lens_k") is None
-        and not kwargs.get("output_attentions")
+        and (kwargs.keys() <= _WITHOUT_EFFECT or not _with_effect(kwargs))
         and not autocast_is_on()
     ):  # most calls, one per layer and token: as below, in less of the host's time
         mask: Mask
@@ -156,9 +154,10 @@ def attention_forward(
             mask = _mask(causal, sliding_window, query, key)
         out = attention_turned(query, key, value, mask=mask, scale=scaling, softcap=softcap or 0.0, dropout=dropout)
         return out, None
-    _refuse(kwargs)
+    beside = _with_effect(kwargs)
+    _refuse(module, beside)
     query, key, value = autocast_inputs(query, key, value)
-    if kwargs.get("cache") is not None:
+    if "cache" in beside:
         if position_bias is not None or dropout:
             raise UnsupportedProblem(
                 "transformers: a bias of positions or dropout with a paged cache (continuous batching).",
@@ -168,21 +167,114 @@ def attention_forward(
         return _from_pages(module, query, key, value, window, scaling, softcap or 0.0, s_aux, kwargs), None
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     asked = _asked(attention_mask, causal, sliding_window, query, key)
-    offsets = _offsets(kwargs, query.device)
+    selected = _selected(module, beside, query, key)
+    sinks = None if s_aux is None else s_aux.reshape(-1)
+    if "sinks" in beside:
+        sinks = _sinks_of_rows(sinks, beside["sinks"], query)
+    offsets = _offsets(beside, query.device)
     if offsets is not None:
         given = attention_mask.rule if type(attention_mask) is RuleMask and attention_mask.is_alone() else None
-        if position_bias is None and (attention_mask is None or given is not None):
+        by_rule = attention_mask is None or given is not None
+        if by_rule and position_bias is None and selected is None and (sinks is None or sinks.ndim == 1):
             offsets, inner = _in_documents(given, offsets, causal, sliding_window, query, key)
-            return _packed(query, key, value, offsets, inner, dropout, scaling, softcap or 0.0, s_aux, kwargs), None
+            return _packed(query, key, value, offsets, inner, dropout, scaling, softcap or 0.0, sinks, kwargs), None
         if attention_mask is None:
             asked = _Asked(_FULL, keep=_same_document(offsets, query, key, causal, sliding_window))
         else:
             asked = asked.also(_same_document(offsets, query, key))
+    if selected is not None:
+        asked = asked.also(selected)
     if position_bias is not None:
         bias = position_bias[..., : key.shape[2]]
         asked = asked._replace(bias=bias if asked.bias is None else bias + asked.bias)
     run = _by_terms if _takes_terms(query) else _by_tensor
-    return run(query, key, value, asked, dropout, scaling, softcap or 0.0, s_aux), None
+    return run(query, key, value, asked, dropout, scaling, softcap or 0.0, sinks), None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Keywords
+
+
+# Hints, and what Transformers passes through attention for others to read: who sees whom is said elsewhere.
+_WITHOUT_EFFECT = frozenset(
+    (
+        "max_length_q", "max_length_k", "max_seqlen_q", "max_seqlen_k", "num_items_in_batch", "output_hidden_states",
+        "output_router_logits", "position_ids", "seq_idx", "use_cache", "cache_position", "return_dict",
+        "logits_indices", "logits_processor_args", "logits_to_keep",
+    )
+)  # fmt: skip
+_SWITCHES = frozenset(("output_attentions", "deterministic"))  # which ask for nothing where they are False
+_COMPUTED = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_indices", "sinks"))
+_COMPUTED_OF_PAGES = frozenset(("cache", "cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index", "block_table"))
+
+
+def _with_effect(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords that ask for something. None asks for nothing."""
+    return {
+        name: value
+        for name, value in kwargs.items()
+        if value is not None and name not in _WITHOUT_EFFECT and not (value is False and name in _SWITCHES)
+    }
+
+
+def _refuse(module: torch.nn.Module, beside: dict[str, Any]) -> None:
+    if "output_attentions" in beside:
+        raise UnsupportedProblem(
+            "transformers: output_attentions=True, and tilewise never holds the weights.",
+            remedy="use attn_implementation='eager' to look at them",
+        )
+    deterministic = beside.get("deterministic")
+    if deterministic and not torch.are_deterministic_algorithms_enabled():
+        raise UnsupportedProblem(
+            "transformers: deterministic=True, which tilewise takes from PyTorch's switch alone.",
+            remedy="call torch.use_deterministic_algorithms(True), or leave deterministic out",
+        )
+    for name in beside:
+        if name not in (_COMPUTED_OF_PAGES if "cache" in beside else _COMPUTED) and name not in _SWITCHES:
+            raise UnsupportedProblem(
+                f"transformers: {type(module).__name__} calls attention with {name}=, which tilewise does not compute"
+                f"{' from a paged cache' if 'cache' in beside else ''}.",
+                remedy="drop it if the call of the model brought it, or use attn_implementation='sdpa' or 'eager'",
+            )
+
+
+def _selected(module: torch.nn.Module, beside: dict[str, Any], query: Tensor, key: Tensor) -> Tensor | None:
+    """(batch, heads or 1, seq_q, seq_kv): the keys that an indexer has chosen for each query, in any order.
+
+    `indices` (batch, seq_q, chosen) are keys, `block_indices` (batch, groups of heads, seq_q, chosen) blocks of the
+    size that the layer's indexer has; negative ones choose nothing. Transformers folds them into the masks of its own
+    sdpa and eager.
+    """
+    seq_kv, selected = key.shape[2], None
+    if (keys := beside.get("indices")) is not None:
+        selected = _chosen(keys, seq_kv)[:, None]
+    if (blocks := beside.get("block_indices")) is not None:
+        size = getattr(getattr(module, "indexer", None), "block_size", None)
+        if size is None:
+            raise UnsupportedProblem(
+                f"transformers: block_indices= from {type(module).__name__}, whose indexer has no block_size.",
+                remedy="use attn_implementation='sdpa' or 'eager'",
+            )
+        chosen = _chosen(blocks, -(-seq_kv // size)).repeat_interleave(size, -1)[..., :seq_kv]
+        chosen = chosen.repeat_interleave(query.shape[1] // blocks.shape[1], 1)
+        selected = chosen if selected is None else selected & chosen
+    return selected
+
+
+def _chosen(indices: Tensor, count: int) -> Tensor:
+    """(..., count) from (..., chosen): True where an index says so."""
+    indices = indices.long()
+    flags = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.bool, device=indices.device)
+    return flags.scatter(-1, indices.masked_fill(indices < 0, count), True)[..., :count]
+
+
+def _sinks_of_rows(of_heads: Tensor | None, of_rows: Tensor, query: Tensor) -> Tensor:
+    """(batch, heads, seq_q) from `sinks`, one more logit for each row, (batch, heads, seq_q, 1)."""
+    batch, heads, seq_q, _ = query.shape
+    if of_rows.shape[-1] != 1:
+        raise InvalidInput("sinks", f"shape {tuple(of_rows.shape)}", f"{(batch, heads, seq_q, 1)}", "pass one per row")
+    of_rows = of_rows[..., 0].expand(batch, heads, seq_q)
+    return of_rows if of_heads is None else torch.logaddexp(of_rows, of_heads[:, None])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -392,18 +484,20 @@ def _by_terms(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    named: dict[str, Any] = {}
+    named: dict[str, Any] = {"scale": scaling, "softcap": softcap, "dropout": dropout}
     if asked.keep is not None:
         named["keep"] = asked.keep
-    if sinks is not None:
-        named["sink"] = sinks
     if asked.bias is not None:
         bias = asked.bias if asked.bias.dtype in (query.dtype, torch.float32) else asked.bias.to(query.dtype)
         bias = _with_adjacent_keys(bias)
         sizes = _Sizes(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.dtype)
         named |= {"scores": (Bias.of(bias, sizes),), "operands": {"bias": bias}}
     named["mask"] = asked.rule if asked.lengths is None else KeyLengths(asked.lengths)
-    return attention_turned(query, key, value, scale=scaling, softcap=softcap, dropout=dropout, **named)
+    if sinks is not None and sinks.ndim > 1:
+        return _with_sinks(query, key, value, named, sinks)
+    if sinks is not None:
+        named["sink"] = sinks
+    return attention_turned(query, key, value, **named)
 
 
 def _with_adjacent_keys(bias: Tensor) -> Tensor:
@@ -438,18 +532,15 @@ def _by_tensor(
 ) -> Tensor:
     """With one mask: a rule, or a tensor that holds all there is."""
     asked = asked.without_lengths(key.shape[2])
-    if asked.bias is not None and asked.bias.requires_grad:
-        return _with_learned_bias(query, key, value, asked, dropout, scaling, softcap, sinks)
     mask: Mask | Tensor = asked.rule
     if asked.bias is not None:
         mask = _added(asked, query, key)
     elif asked.keep is not None:
         mask = asked.keep if asked.rule == Full() else _visible(asked, query, key)
-    options: dict[str, Any] = {"mask": mask, "scale": scaling, "softcap": softcap, "dropout": dropout}
+    named: dict[str, Any] = {"mask": mask, "scale": scaling, "softcap": softcap, "dropout": dropout}
     if sinks is None:
-        return attention_turned(query, key, value, **options)
-    out, lse = attention(query, key, value, return_lse=True, **options)
-    return _with_sinks(out.transpose(1, 2), lse, sinks)
+        return attention_turned(query, key, value, **named)
+    return _with_sinks(query, key, value, named, sinks if sinks.ndim > 1 else sinks[:, None])
 
 
 def _visible(asked: _Asked, query: Tensor, key: Tensor) -> Tensor:
@@ -467,43 +558,15 @@ def _added(asked: _Asked, query: Tensor, key: Tensor) -> Tensor:
     return bias.masked_fill(~_visible(asked, query, key), -torch.inf)
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """out (batch, seq, heads, dim) with one more logit per head in the softmax's denominator, a key that has no value.
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, named: dict[str, Any], sinks: Tensor) -> Tensor:
+    """out (batch, seq, heads, dim) with one more logit per row in the softmax's denominator, a key that has no value.
 
     Z keys' share of Z + exp(sink) is sigmoid(lse - sink); all of it is differentiable, lse included.
     """
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])  # (batch, heads, seq)
-    return (out * share.transpose(1, 2).unsqueeze(-1)).to(out.dtype)
-
-
-def _with_learned_bias(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    asked: _Asked,
-    dropout: float,
-    scaling: float | None,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    """PyTorch's function differentiates a mask: our namesake hands it over."""
-    if softcap or sinks is not None:
-        raise UnsupportedProblem(
-            "transformers: a learned bias together with softcap or sinks, on a CPU.",
-            remedy="use attn_implementation='eager'",
-        )
-    grouped = query.shape[1] != key.shape[1]
-    mask = _added(asked, query, key)
-    out = scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=grouped)
-    return out.transpose(1, 2).contiguous()
-
-
-def _refuse(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("output_attentions"):
-        raise UnsupportedProblem(
-            "transformers: output_attentions=True, and tilewise never holds the weights.",
-            remedy="use attn_implementation='eager' to look at them",
-        )
+    out, lse = attention(query, key, value, return_lse=True, **named)
+    share = torch.sigmoid(lse - sinks.to(lse.dtype))  # (batch, heads, seq)
+    shared: Tensor = (out * share.unsqueeze(-1)).to(out.dtype)
+    return shared.transpose(1, 2).contiguous()
 
 
 def _asked(
@@ -644,7 +707,9 @@ def attention_mask(
         # What is visible depends on the key alone.
         keep = _keep(attention_mask, kv_length, kv_offset)
         if keep is None or (not traced and _all_there(keep, (*(parts or ()), q_length == kv_length))):
-            return None
+            if getattr(kwargs.get("config"), "model_type", "") not in _SAY_CAUSAL:
+                return None
+            return torch.ones((), dtype=torch.bool, device=device).expand(shape)
         return keep.expand(shape) if traced else RuleMask(_FULL, shape, device, keep)
     if traced and allow_is_causal_skip and attention_mask is not None and type(q_offset) is int:
         # Nothing is joined to the causal rule, or to a window, where the skip is allowed.
@@ -654,6 +719,9 @@ def attention_mask(
         square = q_offset == kv_offset == 0 and q_length == kv_length
         if square and (causal or windowed) and getattr(config, "model_type", "") not in _LOOK_INTO_MASKS:
             return _flags(attention_mask, kv_length, None if causal else window)
+    if parts is not None and "causal" in parts and parts.get("window") == 0:  # of layers that the model does not have
+        nothing = torch.zeros((), dtype=torch.bool, device=device).expand(batch_size, 1, 1, kv_length)
+        return RuleMask(_FULL, shape, device, nothing)
     if parts == {"causal": True} and q_length == 1:
         decoding = _decoding(shape, q_offset, kv_offset, attention_mask, device)
         if decoding is not None:
@@ -705,9 +773,7 @@ def _decoding(
     else:
         position = int(q_offset) - kv_offset
         if not 0 <= position < kv_length - 1:
-            if getattr(kwargs.get("config"), "model_type", "") not in _SAY_CAUSAL:
-                return None
-            return torch.ones((), dtype=torch.bool, device=device).expand(shape)
+            return None
         lengths = torch.full((batch,), position + 1, dtype=torch.int32, device=device)
     return RuleMask(_FULL, shape, device, _keep(padding, kv_length, kv_offset), lengths)
 
@@ -721,9 +787,9 @@ def _keep(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | No
         keep = torch.nn.functional.pad(keep, (0, kv_length - keep.shape[-1]))
     return keep[:, None, None, :]
 
-    if parts is not None and "causal" in parts and parts.get("window") == 0:  # of layers that the model does not have
-        nothing = torch.zeros((), dtype=torch.bool, device=device).expand(batch_size, 1, 1, kv_length)
-        return RuleMask(_FULL, shape, device, nothing)
+
+# Encoders whose attention says that it is causal: without a mask it would be, as it is by Transformers' own sdpa.
+_SAY_CAUSAL = frozenset(("phi4_multimodal_vision",))
 
 # Models whose own code cuts or compares masks of four dimensions on their way to attention.
 _LOOK_INTO_MASKS = frozenset(("doge", "informer", "pix2struct"))
