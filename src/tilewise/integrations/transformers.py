@@ -20,15 +20,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
 
-from ..api import attention, attention_packed, attention_turned, autocast_inputs, scaled_dot_product_attention
+from ..api import attention, attention_packed, attention_turned, autocast_inputs
 from ..cached import append, attention_cached
-from ..errors import UnsupportedProblem
+from ..errors import InvalidInput, UnsupportedProblem
+from ..isolation import CHECK
 from ..masks import Causal, Documents, Full, KeyLengths, Window
 from ..op import autocast_is_on
 from ..terms import Bias
@@ -45,16 +48,65 @@ __all__ = ["NAME", "RuleMask", "attention_forward", "attention_mask", "register"
 
 
 def register(name: str = NAME) -> str:
-    """Make `attn_implementation=name` known to Transformers, for attention and masks both; returns the name."""
+    """Make `attn_implementation=name` known to Transformers, for attention and masks both; returns the name.
+
+    From then on a model that computes its attention itself refuses the name when it is made, or given the name later.
+    """
     global _masking
     transformers: Any = import_module("transformers")  # heavy, and optional
     _masking = import_module("transformers.masking_utils")
+    if not _names:
+        _guard(transformers.PreTrainedModel)
     for each in (name, f"{_PAGED}{name.removeprefix(_PAGED)}"):
         transformers.AttentionInterface.register(each, attention_forward)
         transformers.AttentionMaskInterface.register(each, attention_mask)
+        _names.add(each)
     return name
 
 
+def _guard(base: Any) -> None:
+    """Check every model where Transformers checks whether it can have the implementation that is asked for."""
+    checked = base.get_correct_attn_implementation
+
+    @functools.wraps(checked)
+    def guarded(model: Any, requested_attention: str | None, *given: Any, **named: Any) -> Any:
+        if requested_attention in _names:
+            _refuse_model(type(model))
+            _refuse_tables(sys.modules[type(model).__module__], requested_attention)
+        return checked(model, requested_attention, *given, **named)
+
+    base.get_correct_attn_implementation = guarded
+
+
+def _refuse_model(kind: Any) -> None:
+    """Raise for a class whose own attention would be given masks made for ours, as Transformers does for sdpa."""
+    if kind._supports_attention_backend or (kind._supports_sdpa and kind._can_set_attn_implementation()):
+        return
+    why = "has attention of its own" if kind._supports_sdpa else "declares neither sdpa nor an attention backend"
+    raise _own_attention(f"{kind.__name__} {why}")
+
+
+def _refuse_tables(module: Any, name: str) -> None:
+    """Layers that look their attention up in a table of their module, by the name, find a refusal there."""
+    for table in vars(module).values():
+        own = table.get("eager") if type(table) is dict else None
+        if isinstance(own, type) and issubclass(own, torch.nn.Module):
+
+            def refuse(*_: Any, kind: str = own.__name__, **__: Any) -> None:
+                raise _own_attention(f"{kind} is attention of its own")
+
+            table[name] = refuse
+
+
+def _own_attention(what: str) -> UnsupportedProblem:
+    return UnsupportedProblem(
+        f"transformers: {what}, and does not call the function that is registered as tilewise.",
+        remedy="use attn_implementation='eager'; for a part of a larger model name its configuration, as in "
+        "attn_implementation={'': 'tilewise', 'vision_config': 'eager'}",
+    )
+
+
+_names: set[str] = set()  # that this module is registered under
 _PAGED = "paged|"  # what continuous batching put before names, until 5.22
 _masking: Any = None  # transformers.masking_utils, once registered: this module needs neither it nor its types
 
@@ -82,16 +134,16 @@ def attention_forward(
 
     Returns out (batch, seq_q, heads, dim), contiguous, and None for the weights, which are never materialised. A mask
     tensor or RuleMask says everything about who sees whom; `is_causal` and `sliding_window` count only without one. One
-    of fewer than four dimensions is what `_flags` made.
+    of fewer than four dimensions is what `_flags` made. Every keyword is computed, or known to have no effect here, or
+    refused by its name.
     """
+    sliding_window = sliding_window or None  # 0 is how some configurations say that there is no window
     if (
-        (attention_mask is None or (type(attention_mask) is RuleMask and attention_mask.is_alone()))
+        not torch.compiler.is_compiling()
+        and (attention_mask is None or (type(attention_mask) is RuleMask and attention_mask.is_alone()))
         and position_bias is None
         and s_aux is None
-        and kwargs.get("cache") is None
-        and kwargs.get("cu_seq_lens_q") is None
-        and not kwargs.get("output_attentions")
-        and not torch.compiler.is_compiling()
+        and (kwargs.keys() <= _WITHOUT_EFFECT or not _with_effect(kwargs))
         and not autocast_is_on()
     ):  # most calls, one per layer and token: as below, in less of the host's time
         mask: Mask
@@ -102,63 +154,246 @@ def attention_forward(
             mask = _mask(causal, sliding_window, query, key)
         out = attention_turned(query, key, value, mask=mask, scale=scaling, softcap=softcap or 0.0, dropout=dropout)
         return out, None
-    _refuse(kwargs)
+    beside = _with_effect(kwargs)
+    _refuse(module, beside)
     query, key, value = autocast_inputs(query, key, value)
-    if kwargs.get("cache") is not None:
+    if "cache" in beside:
         if position_bias is not None or dropout:
             raise UnsupportedProblem(
                 "transformers: a bias of positions or dropout with a paged cache (continuous batching).",
                 remedy="generate with another cache",
             )
-        window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
+        window = sliding_window or getattr(module, "sliding_window", None) or None
         return _from_pages(module, query, key, value, window, scaling, softcap or 0.0, s_aux, kwargs), None
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    if attention_mask is None and position_bias is None and kwargs.get("cu_seq_lens_q") is not None:
-        rule = (bool(is_causal), sliding_window)
-        return _packed(query, key, value, rule, dropout, scaling, softcap or 0.0, s_aux, kwargs), None
-    asked = _asked(attention_mask, bool(is_causal), sliding_window, query, key, kwargs)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    asked = _asked(attention_mask, causal, sliding_window, query, key)
+    selected = _selected(module, beside, query, key)
+    sinks = None if s_aux is None else s_aux.reshape(-1)
+    if "sinks" in beside:
+        sinks = _sinks_of_rows(sinks, beside["sinks"], query)
+    offsets = _offsets(beside, query.device)
+    if offsets is not None:
+        given = attention_mask.rule if type(attention_mask) is RuleMask and attention_mask.is_alone() else None
+        by_rule = attention_mask is None or given is not None
+        if by_rule and position_bias is None and selected is None and (sinks is None or sinks.ndim == 1):
+            offsets, inner = _in_documents(given, offsets, causal, sliding_window, query, key)
+            return _packed(query, key, value, offsets, inner, dropout, scaling, softcap or 0.0, sinks, kwargs), None
+        if attention_mask is None:
+            asked = _Asked(_FULL, keep=_same_document(offsets, query, key, causal, sliding_window))
+        else:
+            asked = asked.also(_same_document(offsets, query, key))
+    if selected is not None:
+        asked = asked.also(selected)
     if position_bias is not None:
         bias = position_bias[..., : key.shape[2]]
         asked = asked._replace(bias=bias if asked.bias is None else bias + asked.bias)
     run = _by_terms if _takes_terms(query) else _by_tensor
-    return run(query, key, value, asked, dropout, scaling, softcap or 0.0, s_aux), None
+    return run(query, key, value, asked, dropout, scaling, softcap or 0.0, sinks), None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Keywords
+
+
+# Hints, and what Transformers passes through attention for others to read: who sees whom is said elsewhere.
+_WITHOUT_EFFECT = frozenset(
+    (
+        "max_length_q", "max_length_k", "max_seqlen_q", "max_seqlen_k", "num_items_in_batch", "output_hidden_states",
+        "output_router_logits", "position_ids", "seq_idx", "use_cache", "cache_position", "return_dict",
+        "logits_indices", "logits_processor_args", "logits_to_keep",
+    )
+)  # fmt: skip
+_SWITCHES = frozenset(("output_attentions", "deterministic"))  # which ask for nothing where they are False
+_COMPUTED = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_indices", "sinks"))
+_COMPUTED_OF_PAGES = frozenset(("cache", "cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index", "block_table"))
+
+
+def _with_effect(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords that ask for something. None asks for nothing."""
+    return {
+        name: value
+        for name, value in kwargs.items()
+        if value is not None and name not in _WITHOUT_EFFECT and not (value is False and name in _SWITCHES)
+    }
+
+
+def _refuse(module: torch.nn.Module, beside: dict[str, Any]) -> None:
+    if "output_attentions" in beside:
+        raise UnsupportedProblem(
+            "transformers: output_attentions=True, and tilewise never holds the weights.",
+            remedy="use attn_implementation='eager' to look at them",
+        )
+    deterministic = beside.get("deterministic")
+    if deterministic and not torch.are_deterministic_algorithms_enabled():
+        raise UnsupportedProblem(
+            "transformers: deterministic=True, which tilewise takes from PyTorch's switch alone.",
+            remedy="call torch.use_deterministic_algorithms(True), or leave deterministic out",
+        )
+    for name in beside:
+        if name not in (_COMPUTED_OF_PAGES if "cache" in beside else _COMPUTED) and name not in _SWITCHES:
+            raise UnsupportedProblem(
+                f"transformers: {type(module).__name__} calls attention with {name}=, which tilewise does not compute"
+                f"{' from a paged cache' if 'cache' in beside else ''}.",
+                remedy="drop it if the call of the model brought it, or use attn_implementation='sdpa' or 'eager'",
+            )
+
+
+def _selected(module: torch.nn.Module, beside: dict[str, Any], query: Tensor, key: Tensor) -> Tensor | None:
+    """(batch, heads or 1, seq_q, seq_kv): the keys that an indexer has chosen for each query, in any order.
+
+    `indices` (batch, seq_q, chosen) are keys, `block_indices` (batch, groups of heads, seq_q, chosen) blocks of the
+    size that the layer's indexer has; negative ones choose nothing. Transformers folds them into the masks of its own
+    sdpa and eager.
+    """
+    seq_kv, selected = key.shape[2], None
+    if (keys := beside.get("indices")) is not None:
+        selected = _chosen(keys, seq_kv)[:, None]
+    if (blocks := beside.get("block_indices")) is not None:
+        size = getattr(getattr(module, "indexer", None), "block_size", None)
+        if size is None:
+            raise UnsupportedProblem(
+                f"transformers: block_indices= from {type(module).__name__}, whose indexer has no block_size.",
+                remedy="use attn_implementation='sdpa' or 'eager'",
+            )
+        chosen = _chosen(blocks, -(-seq_kv // size)).repeat_interleave(size, -1)[..., :seq_kv]
+        chosen = chosen.repeat_interleave(query.shape[1] // blocks.shape[1], 1)
+        selected = chosen if selected is None else selected & chosen
+    return selected
+
+
+def _chosen(indices: Tensor, count: int) -> Tensor:
+    """(..., count) from (..., chosen): True where an index says so."""
+    indices = indices.long()
+    flags = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.bool, device=indices.device)
+    return flags.scatter(-1, indices.masked_fill(indices < 0, count), True)[..., :count]
+
+
+def _sinks_of_rows(of_heads: Tensor | None, of_rows: Tensor, query: Tensor) -> Tensor:
+    """(batch, heads, seq_q) from `sinks`, one more logit for each row, (batch, heads, seq_q, 1)."""
+    batch, heads, seq_q, _ = query.shape
+    if of_rows.shape[-1] != 1:
+        raise InvalidInput("sinks", f"shape {tuple(of_rows.shape)}", f"{(batch, heads, seq_q, 1)}", "pass one per row")
+    of_rows = of_rows[..., 0].expand(batch, heads, seq_q)
+    return of_rows if of_heads is None else torch.logaddexp(of_rows, of_heads[:, None])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Documents in one row
+
+
+class _Offsets(NamedTuple):
+    """Where the documents of a row begin and end, int32 on its device, as flash-attn wants them: they stay there."""
+
+    queries: Tensor
+    keys: Tensor
+
+    def are_one(self) -> bool:
+        return self.queries is self.keys
+
+
+def _offsets(kwargs: dict[str, Any], device: torch.device) -> _Offsets | None:
+    queries, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if queries is None and keys is None:
+        return None
+    if queries is None or keys is None:
+        there, missing = ("k", "q") if queries is None else ("q", "k")
+        raise InvalidInput(f"cu_seq_lens_{missing}", "None", f"offsets, as cu_seq_lens_{there} has them", "pass both")
+    starts = queries.to(device, torch.int32)
+    return _Offsets(starts, starts if keys is queries else keys.to(device, torch.int32))
+
+
+def _in_documents(
+    rule: Mask | None,
+    offsets: _Offsets,
+    is_causal: bool,
+    sliding_window: int | None,
+    query: Tensor,
+    key: Tensor,
+) -> tuple[_Offsets, Mask]:
+    """The documents within which the rule of a row holds, and what it says inside each; None is no mask.
+
+    A band means the same keys in a row of documents and inside each of them, where queries and keys have the same
+    offsets. Elsewhere it is aligned at the end of each document.
+    """
+    same = offsets.are_one()
+    if rule is None:
+        return offsets, _band(same, sliding_window) if is_causal else _FULL
+    if isinstance(rule, Documents):  # which Transformers found by positions: the row is cut at both kinds of offsets
+        if (not query.is_cuda or CHECK in os.environ) and not torch.equal(*offsets):
+            raise InvalidInput(
+                "cu_seq_lens_k",
+                "other offsets than cu_seq_lens_q beside position_ids that begin anew",
+                "one tensor of offsets for both",
+                "leave out position_ids, or cu_seq_lens_q and cu_seq_lens_k",
+            )
+        last = offsets.queries[-1]
+        cuts = torch.tensor(rule.cu_seqlens_q, dtype=torch.int32, device=query.device).clamp(max=last)
+        both = torch.cat((offsets.queries, cuts)).sort().values
+        return _Offsets(both, both), rule.inner
+    if same and query.shape[2] != key.shape[2] and getattr(rule, "align", None) == "bottom-right":
+        raise InvalidInput(
+            "cu_seq_lens_k",
+            "the offsets of the queries, beside keys from before in a cache",
+            "offsets that count the keys in the cache",
+            "pass offsets of the keys of their own, or use an empty cache",
+        )
+    if isinstance(rule, Window):
+        make = Window if torch.compiler.is_compiling() else _one_window
+        return offsets, make(rule.left, rule.right, "top-left" if same else "bottom-right")
+    return offsets, _band(same, None) if isinstance(rule, Causal) else _FULL
 
 
 def _packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rule: tuple[bool, int | None],
+    offsets: _Offsets,
+    mask: Mask,
     dropout: float,
     scaling: float | None,
     softcap: float,
     sinks: Tensor | None,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Sequences in one row, whose offsets Transformers hands on as flash-attn wants them: they stay where they are."""
-    given = [kwargs[f"cu_seq_lens_{which}"] for which in "qk"]
-    same = given[0] is given[1]
-    cu_q = given[0].to(query.device, torch.int32)
-    cu_k = cu_q if same else given[1].to(query.device, torch.int32)
-    is_causal, window = rule
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    """Documents that stand behind one another; the rows of a batch do so too, as flash-attn is given them."""
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     longest_q, longest_k = (int(kwargs.get(f"max_length_{which}") or 0) for which in "qk")
     out: Any = attention_packed(
         q,
         k,
         v,
-        cu_q,
-        cu_k,
+        *offsets,
         longest_q,
         longest_k,
-        mask=_band(same, window) if is_causal else _FULL,
+        mask=mask,
         scale=scaling,
         softcap=softcap,
         sink=sinks,
         dropout=dropout,
     )
-    return out.unsqueeze(0)  # type: ignore[no-any-return]
+    return out.unflatten(0, (query.shape[0], query.shape[2]))  # type: ignore[no-any-return]
+
+
+def _same_document(
+    offsets: _Offsets, query: Tensor, key: Tensor, is_causal: bool = False, sliding_window: int | None = None
+) -> Tensor:
+    """(batch, 1, seq_q, seq_kv): which pairs lie in one document, and which of these a band aligned at the end of each
+    document shows: a query sees the keys that are as far from that end as it is itself, or farther, up to a window."""
+    documents, from_end = [], []
+    for starts, tensor in zip(offsets, (query, key), strict=True):
+        places = torch.arange(tensor.shape[0] * tensor.shape[2], device=tensor.device, dtype=torch.int32)
+        number = torch.searchsorted(starts, places, right=True)
+        end = starts[number.clamp(max=starts.shape[0] - 1)]
+        documents.append(torch.where(places < end, number, -1).view(tensor.shape[0], 1, -1))
+        from_end.append((end - places).view(tensor.shape[0], 1, -1))
+    (q, k), (left_q, left_k) = documents, from_end
+    seen = (q[..., None] == k[..., None, :]) & (q >= 0)[..., None]
+    if is_causal:
+        distance = left_k[..., None, :] - left_q[..., None]
+        seen = seen & (distance >= 0)
+        if sliding_window is not None:
+            seen = seen & (distance < sliding_window)
+    return seen
 
 
 def _from_pages(
@@ -221,8 +456,11 @@ class _Asked(NamedTuple):
         """The same with one tensor for all that hides keys."""
         if self.lengths is None:
             return self
-        there = _there(self.lengths, keys)
-        return self._replace(keep=there if self.keep is None else there & self.keep, lengths=None)
+        return self._replace(lengths=None).also(_there(self.lengths, keys))
+
+    def also(self, seen: Tensor) -> _Asked:
+        """The same where only these pairs are seen."""
+        return self._replace(keep=seen if self.keep is None else seen & self.keep)
 
 
 def _there(lengths: Tensor, keys: int) -> Tensor:
@@ -246,18 +484,20 @@ def _by_terms(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    named: dict[str, Any] = {}
+    named: dict[str, Any] = {"scale": scaling, "softcap": softcap, "dropout": dropout}
     if asked.keep is not None:
         named["keep"] = asked.keep
-    if sinks is not None:
-        named["sink"] = sinks
     if asked.bias is not None:
         bias = asked.bias if asked.bias.dtype in (query.dtype, torch.float32) else asked.bias.to(query.dtype)
         bias = _with_adjacent_keys(bias)
         sizes = _Sizes(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.dtype)
         named |= {"scores": (Bias.of(bias, sizes),), "operands": {"bias": bias}}
     named["mask"] = asked.rule if asked.lengths is None else KeyLengths(asked.lengths)
-    return attention_turned(query, key, value, scale=scaling, softcap=softcap, dropout=dropout, **named)
+    if sinks is not None and sinks.ndim > 1:
+        return _with_sinks(query, key, value, named, sinks)
+    if sinks is not None:
+        named["sink"] = sinks
+    return attention_turned(query, key, value, **named)
 
 
 def _with_adjacent_keys(bias: Tensor) -> Tensor:
@@ -292,18 +532,15 @@ def _by_tensor(
 ) -> Tensor:
     """With one mask: a rule, or a tensor that holds all there is."""
     asked = asked.without_lengths(key.shape[2])
-    if asked.bias is not None and asked.bias.requires_grad:
-        return _with_learned_bias(query, key, value, asked, dropout, scaling, softcap, sinks)
     mask: Mask | Tensor = asked.rule
     if asked.bias is not None:
         mask = _added(asked, query, key)
     elif asked.keep is not None:
         mask = asked.keep if asked.rule == Full() else _visible(asked, query, key)
-    options: dict[str, Any] = {"mask": mask, "scale": scaling, "softcap": softcap, "dropout": dropout}
+    named: dict[str, Any] = {"mask": mask, "scale": scaling, "softcap": softcap, "dropout": dropout}
     if sinks is None:
-        return attention_turned(query, key, value, **options)
-    out, lse = attention(query, key, value, return_lse=True, **options)
-    return _with_sinks(out.transpose(1, 2), lse, sinks)
+        return attention_turned(query, key, value, **named)
+    return _with_sinks(query, key, value, named, sinks if sinks.ndim > 1 else sinks[:, None])
 
 
 def _visible(asked: _Asked, query: Tensor, key: Tensor) -> Tensor:
@@ -321,43 +558,15 @@ def _added(asked: _Asked, query: Tensor, key: Tensor) -> Tensor:
     return bias.masked_fill(~_visible(asked, query, key), -torch.inf)
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """out (batch, seq, heads, dim) with one more logit per head in the softmax's denominator, a key that has no value.
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, named: dict[str, Any], sinks: Tensor) -> Tensor:
+    """out (batch, seq, heads, dim) with one more logit per row in the softmax's denominator, a key that has no value.
 
     Z keys' share of Z + exp(sink) is sigmoid(lse - sink); all of it is differentiable, lse included.
     """
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])  # (batch, heads, seq)
-    return (out * share.transpose(1, 2).unsqueeze(-1)).to(out.dtype)
-
-
-def _with_learned_bias(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    asked: _Asked,
-    dropout: float,
-    scaling: float | None,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    """PyTorch's function differentiates a mask: our namesake hands it over."""
-    if softcap or sinks is not None:
-        raise UnsupportedProblem(
-            "transformers: a learned bias together with softcap or sinks, on a CPU.",
-            remedy="use attn_implementation='eager'",
-        )
-    grouped = query.shape[1] != key.shape[1]
-    mask = _added(asked, query, key)
-    out = scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=grouped)
-    return out.transpose(1, 2).contiguous()
-
-
-def _refuse(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("output_attentions"):
-        raise UnsupportedProblem(
-            "transformers: output_attentions=True, and tilewise never holds the weights.",
-            remedy="use attn_implementation='eager' to look at them",
-        )
+    out, lse = attention(query, key, value, return_lse=True, **named)
+    share = torch.sigmoid(lse - sinks.to(lse.dtype))  # (batch, heads, seq)
+    shared: Tensor = (out * share.unsqueeze(-1)).to(out.dtype)
+    return shared.transpose(1, 2).contiguous()
 
 
 def _asked(
@@ -366,7 +575,6 @@ def _asked(
     sliding_window: int | None,
     query: Tensor,
     key: Tensor,
-    kwargs: dict[str, Any],
 ) -> _Asked:
     if isinstance(given, RuleMask):
         return _Asked(given.rule, given.keep, lengths=given.lengths)
@@ -376,10 +584,6 @@ def _asked(
         return _Asked(_band(True, window), keep=flags[:, None])
     if given is not None:
         return _Asked(_FULL, keep=given) if given.dtype == torch.bool else _Asked(_FULL, bias=given.to(query.dtype))
-    if kwargs.get("cu_seq_lens_q") is not None:  # beside a bias of positions
-        starts_q, starts_kv = (tuple(kwargs[f"cu_seq_lens_{x}"].tolist()) for x in "qk")
-        inner = _band(starts_q == starts_kv, sliding_window) if is_causal else _FULL
-        return _Asked(Documents(starts_q, starts_kv, inner))
     return _Asked(_mask(is_causal, sliding_window, query, key))
 
 
@@ -503,16 +707,21 @@ def attention_mask(
         # What is visible depends on the key alone.
         keep = _keep(attention_mask, kv_length, kv_offset)
         if keep is None or (not traced and _all_there(keep, (*(parts or ()), q_length == kv_length))):
-            return None
+            if getattr(kwargs.get("config"), "model_type", "") not in _SAY_CAUSAL:
+                return None
+            return torch.ones((), dtype=torch.bool, device=device).expand(shape)
         return keep.expand(shape) if traced else RuleMask(_FULL, shape, device, keep)
     if traced and allow_is_causal_skip and attention_mask is not None and type(q_offset) is int:
         # Nothing is joined to the causal rule, or to a window, where the skip is allowed.
         window, config = kwargs.get("local_size"), kwargs.get("config")
-        windowed = window is not None and getattr(config, "attention_chunk_size", None) is None
+        windowed = window and getattr(config, "attention_chunk_size", None) is None
         causal = mask_function is _masking.causal_mask_function
         square = q_offset == kv_offset == 0 and q_length == kv_length
         if square and (causal or windowed) and getattr(config, "model_type", "") not in _LOOK_INTO_MASKS:
             return _flags(attention_mask, kv_length, None if causal else window)
+    if parts is not None and "causal" in parts and parts.get("window") == 0:  # of layers that the model does not have
+        nothing = torch.zeros((), dtype=torch.bool, device=device).expand(batch_size, 1, 1, kv_length)
+        return RuleMask(_FULL, shape, device, nothing)
     if parts == {"causal": True} and q_length == 1:
         decoding = _decoding(shape, q_offset, kv_offset, attention_mask, device)
         if decoding is not None:
@@ -578,6 +787,9 @@ def _keep(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | No
         keep = torch.nn.functional.pad(keep, (0, kv_length - keep.shape[-1]))
     return keep[:, None, None, :]
 
+
+# Encoders whose attention says that it is causal: without a mask it would be, as it is by Transformers' own sdpa.
+_SAY_CAUSAL = frozenset(("phi4_multimodal_vision",))
 
 # Models whose own code cuts or compares masks of four dimensions on their way to attention.
 _LOOK_INTO_MASKS = frozenset(("doge", "informer", "pix2struct"))
