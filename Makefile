@@ -46,7 +46,7 @@ newest:
 	test -x .venv-newest/bin/python || python3 -m venv .venv-newest
 	.venv-newest/bin/$(INSTALL) --upgrade --upgrade-strategy eager --requirement .ci/torch.txt --editable ".[dev]"
 	@.venv-newest/bin/python -m pip list --format=freeze --exclude-editable --exclude torch --exclude pip | \
-	  grep -vxF -f constraints.txt -f constraints-cpu.txt || echo "Every pin is of the newest release."
+	  grep -vxF -f constraints.txt -f constraints-cpu.txt -f .ci/torch.txt || echo "Every pin is of the newest release."
 	$(MAKE) --keep-going check test kernel-gates PYTHON=.venv-newest/bin/python
 
 # Two identical candidates, 200 times, on a machine that is kept busy: at most 4 may be told apart. Takes some minutes.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .backend import Backend
+    from .engine.backend import Direction
     from .engine.program import Program
     from .jit import Unit
     from .operands import Wants
@@ -323,49 +325,64 @@ def _plan(problem: Problem, target: Target, backend: str, because: str, asked: s
         return Plan(problem, target, backend, configs[0] if configs else None, because, asked, state)
     if problem.empty:
         return Plan(problem, target, backend, module.configs(problem, target)[0], because, asked, state)
-    config, forward = _first_that_works(module.configs, module.program, problem, target, state)
-    backward_config, backward = None, None
-    if problem.needs_grad:
-        backward_config, backward = _first_that_works(
-            module.backward_configs, module.backward_program, problem, target, state
-        )
+    (config, forward, _), *others = _first_that_work(module, problem, target, state)
+    backward_config, backward, _ = others[0] if others else (None, None, ())
     return Plan(problem, target, backend, config, because, asked, state, forward, backward, backward_config)
 
 
+class _Works(NamedTuple):
+    """What a direction of a backend runs: the first config, in the order of its table, whose kernels build here."""
+
+    config: Any
+    program: Program
+    passed_over: tuple[str, ...]  # labels of the kernels left out that better configs would launch
+
+
+def _first_that_work(fused: Fused, problem: Problem, target: Target, state: State) -> list[_Works]:
+    """Of the forward, and of the backward where there is one."""
+    makers = [(fused.forward_direction, fused.program), (fused.backward_direction, fused.backward_program)]
+    return [_first_that_works(*maker, problem, target, state) for maker in makers[: 1 + problem.needs_grad]]
+
+
 def _first_that_works(
-    configs: Callable[[Problem, Target], list[Any]],
-    program: Callable[[Problem, Target, Any], Program],
+    direction: Direction,
+    make: Callable[[Problem, Target, Any], Program],
     problem: Problem,
     target: Target,
     state: State,
-) -> tuple[Any, Program]:
-    """The best config none of whose kernels is left out, and its program; the best of all if there is none."""
+) -> _Works:
+    """Where every config has a kernel that is left out: the best of all, with nothing passed over."""
     left_out = {label for label, _ in state.left_out}
-    made = ((config, program(problem, target, config)) for config in configs(problem, target))
-    best: tuple[Any, Program] | None = None
-    for choice in made:
-        best = best or choice
-        if not any(unit.label in left_out for unit in choice[1].units):
-            return choice
+    best: _Works | None = None
+    passed_over: dict[str, None] = {}
+    for config in chain(direction.configs(problem, target), direction.spare(problem, target)):
+        program = make(problem, target, config)
+        broken = [unit.label for unit in program.units if unit.label in left_out]
+        if not broken:
+            return _Works(config, program, tuple(passed_over))
+        best = best or _Works(config, program, ())
+        passed_over |= dict.fromkeys(broken)
     assert best is not None, "a backend that is willing has a config"
     return best
 
 
-def _left_out_reasons(name: str, problem: Problem, target: Target, state: State) -> list[Reason]:
-    """Why a backend that would take a problem cannot: each direction's kernels that are left out, if all are."""
+def _left_out_here(name: str, problem: Problem, target: Target, state: State) -> tuple[list[Reason], list[str]]:
+    """Why a backend that would take a problem cannot: the kernels left out of a direction that has no other. Else what
+    it passes over."""
     left_out = dict(state.left_out)
-    remedy = "mend what the message names, and restart"
+    remedy = "fix what the message names, and restart"
     if name in left_out:
-        return [Reason(f"it failed here: {left_out[name]}", remedy)]
+        return [Reason(f"it failed here: {left_out[name]}", remedy)], []
     module = BACKENDS[name]
     if not left_out or problem.empty or not isinstance(module, Fused):
-        return []
-    directions = [_first_that_works(module.configs, module.program, problem, target, state)]
-    if problem.needs_grad:
-        found = _first_that_works(module.backward_configs, module.backward_program, problem, target, state)
-        directions.append(found)
-    broken = [unit.label for _, program in directions for unit in program.units if unit.label in left_out]
-    return [Reason(f"its kernel {label} failed here: {left_out[label]}", remedy) for label in dict.fromkeys(broken)]
+        return [], []
+    directions = _first_that_work(module, problem, target, state)
+    broken = dict.fromkeys(unit.label for one in directions for unit in one.program.units if unit.label in left_out)
+    passed_over = dict.fromkeys(label for one in directions for label in one.passed_over)
+    return (
+        [Reason(f"its kernel {label} failed here: {left_out[label]}", remedy) for label in broken],
+        [f"the next config of its table runs: {label} failed here: {left_out[label]}" for label in passed_over],
+    )
 
 
 def _order(problem: Problem, target: Target) -> dict[str, None]:
@@ -376,12 +393,14 @@ def _order(problem: Problem, target: Target) -> dict[str, None]:
 
 def _verdict(name: str, problem: Problem, target: Target, state: State) -> Verdict:
     backend = BACKENDS[name]
-    reasons = tuple(backend.why_not(problem, target)) or tuple(_left_out_reasons(name, problem, target, state))
+    if reasons := backend.why_not(problem, target):
+        return Verdict(name, tuple(reasons))
+    reasons, passed_over = _left_out_here(name, problem, target, state)
     if reasons:
-        return Verdict(name, reasons)
+        return Verdict(name, tuple(reasons))
     hazardous = getattr(backend, "hazardous", None)
     hazard = hazardous(problem, target) if hazardous else ""
-    return Verdict(name, (), tuple(backend.notices(problem, target)), hazard)
+    return Verdict(name, (), (*backend.notices(problem, target), *passed_over), hazard)
 
 
 def _scores_bytes(problem: Problem) -> int:

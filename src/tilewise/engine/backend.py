@@ -14,7 +14,7 @@ from . import rules, run
 from .tile_map import packed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from ..errors import Reason
     from ..jit import Unit
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from .program import Program
     from .run import BoundBackward, BoundForward, Tensor
+
+
+# The fields of a config that take shared memory, or registers, for no work of their own.
+_ROOM = ("stages", "k_stages", "v_stages", "ds_stages", "rooms", "ctas_per_sm")
 
 
 class Family(Protocol):
@@ -102,6 +106,27 @@ class Direction:
         problem = self._posed(problem)
         family = self._family(problem)
         return _taking(problem, sequences.configs(getattr(family, "for_any_length", family.configs), problem, target))
+
+    def spare(self, problem: Problem, target: Target) -> Iterator[Any]:
+        """Configs for where no kernel of `configs` builds, in the order to try them.
+
+        First those that ship for other lengths, then those of the next wider heads, which are filled with zeros, then
+        the last one of its own heads with as few stages and as few CTAs per multiprocessor as a search tries.
+        """
+        own = [config for config in self.for_any_length(problem, target) if not getattr(config, "split", False)]
+        yield from own
+        family = self._family(problem)
+        classes = getattr(family, "HEAD_DIM_CLASSES", rules.HEAD_DIM_CLASSES)
+        dims = rules.class_of(problem, classes)
+        wider = [pair for pair in classes if pair != dims and pair[0] >= dims[0] and pair[1] >= dims[1]]
+        for head_dim, head_dim_v in wider[:1]:
+            wide = problem.with_(head_dim=head_dim, head_dim_v=head_dim_v)
+            if self._family(wide) is family and not self.why_not(wide, target):
+                found = self.for_any_length(wide, target)
+                yield from (config for config in found if not getattr(config, "split", False))
+        fewest = {name: min(values) for name, values in family.SEARCHED.items() if name in _ROOM}
+        for config in own[-1:]:
+            yield replace(config, **fewest)
 
     def searched(self, problem: Problem) -> dict[str, tuple[Any, ...]]:
         """The fields of a config that `tilewise tune` varies, and the values that it tries."""
