@@ -31,9 +31,9 @@ from torch.utils._pytree import tree_map
 from ..api import attention, attention_packed, attention_turned, autocast_inputs
 from ..cached import append, attention_cached
 from ..errors import InvalidInput, UnsupportedProblem
-from ..isolation import CHECK
 from ..masks import Causal, Documents, Full, KeyLengths, Window
 from ..op import autocast_is_on
+from ..operands import CHECK
 from ..terms import Bias
 
 if TYPE_CHECKING:
