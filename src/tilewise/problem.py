@@ -406,11 +406,13 @@ def _kept(
 ) -> dict[str, torch.Tensor]:
     """What is made of a mask that holds tensors, which the mask keeps while their versions stay the same.
 
-    Not what is captured, since a graph makes it anew each time, nor where it cannot be known (torch.compile, inference
-    tensors). Nor on a CPU, whose memory others may write to (numpy), and where this is little beside the attention. On
+    Not what is captured, since a graph makes it anew each time, nor where it cannot be known (torch.compile, fake and
+    inference tensors). Nor on a CPU, whose memory others may write to (numpy), and where this is little beside the attention. On
     another stream nothing says that it is finished.
     """
-    if torch.compiler.is_compiling() or not q.is_cuda or torch.cuda.is_current_stream_capturing():
+    if torch.compiler.is_compiling() or type(q) is not torch.Tensor or not q.is_cuda:
+        return make()
+    if torch.cuda.is_current_stream_capturing():
         return make()
     values = [getattr(mask, field.name) for field in fields(mask)]  # type: ignore[arg-type]
     held = [value for value in values if isinstance(value, torch.Tensor)]
