@@ -11,7 +11,7 @@ import typer
 from ...errors import InvalidInput
 from ...plan import AUTO
 from ..candidates import flags, inputs
-from ..candidates.names import OURS, TORCH_DEFAULT, current_names
+from ..candidates.names import OURS, TORCH_DEFAULT
 from ..measure import environment
 from ..measure.compare import REFUSED
 from ..model import static
@@ -183,7 +183,7 @@ def inspect(
 
 
 def _show_again(path: Path, outputs: Outputs, verbose: bool, quiet: bool) -> None:
-    told = current_names(read_record(path))
+    told = read_record(path)
     if told["kind"] != inspection.KIND:
         raise InvalidInput("--record", f"{path} of kind {told['kind']!r}", inspection.KIND, "name such a record")
     if outputs.text:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidInput
 from .. import report
+from ..candidates.names import current_names
 from .options import refuse_ignored
 
 if TYPE_CHECKING:
@@ -107,10 +108,10 @@ def _rescue(option: str, path: Path, error: OSError, record: Any) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What a command wrote. InvalidInput for a file that is no record."""
+    """What a command wrote, with candidates by the names they have now. InvalidInput for a file that is no record."""
     try:
-        values = jsonlib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = current_names(jsonlib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput("record", f"{path} ({error})", "a JSON file that tilewise wrote", "check it") from None
     if not isinstance(values, dict) or not str(values.get("kind", "")).startswith("tilewise "):
         raise InvalidInput("record", f"{path}", "a JSON file that tilewise wrote", "name one")

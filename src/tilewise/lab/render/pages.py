@@ -79,7 +79,7 @@ def rebuilt(text: str, results: Path) -> str | None:
 
 def _read(text: str) -> dict[str, Any]:
     """Empty for what is no record."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(text)
         if isinstance(found, dict):
             return found

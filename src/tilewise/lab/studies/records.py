@@ -96,13 +96,13 @@ def read(path: Path) -> Record:
     """A record from its file. InvalidInput for a file that is none."""
     try:
         text = path.read_bytes()
-        values = json.loads(text)
+        values = current_names(json.loads(text))
         kind = values.get("kind") if isinstance(values, dict) else None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInput("record", str(path), f"a file that `tilewise bench` wrote ({error})", "check it") from None
     if kind != KIND:
         raise InvalidInput("record", f"{path} of kind {kind!r}", f"a file of kind {KIND!r}", "name a bench record")
-    return Record(path.name, hashlib.sha256(text).hexdigest()[:16], current_names(values))
+    return Record(path.name, hashlib.sha256(text).hexdigest()[:16], values)
 
 
 def read_all(folder: Path) -> list[Record]:
