@@ -212,6 +212,23 @@ def test_auto_and_explain_name_our_kernels(target: str, name: str) -> None:
     assert [str(term) for term in chosen.problem.scores] == ["key_lengths:0"]
 
 
+def test_numbers_of_numpy_are_those_of_python() -> None:
+    for starts in (numpy.array(STARTS), [numpy.int32(start) for start in STARTS]):
+        assert Documents(starts) == Documents(STARTS)
+        assert all(type(start) is int for start in Documents(starts).cu_seqlens_q)
+    assert str(Window(numpy.int64(3), numpy.uint8(2))) == "window:3,2"
+    assert str(PrefixLM(numpy.int16(3))) == "prefix_lm:3"
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_one_boolean_for_all_pairs(hidden: bool) -> None:
+    q = torch.randn(BATCH, HEADS, ROWS, DIM)
+    want = tilewise.attention(q, q, q) * (not hidden)
+    for more in ({}, {"mask": torch.ones(ROWS, KEYS, dtype=torch.bool)}):
+        got = tilewise.attention(q, q, q, keep=torch.tensor(not hidden), **more)  # type: ignore[arg-type]
+        assert_close(got, want, budget(torch.float32, KEYS))
+
+
 def test_text_and_values() -> None:
     for mask in (PrefixLM(7), PrefixLM(0, "bottom-right")):
         assert masks.parse(str(mask)) == mask
@@ -234,6 +251,10 @@ def test_text_and_values() -> None:
         (lambda: PrefixLM(-1), "prefix"),
         (lambda: PrefixLM(torch.zeros(2)), "int32"),
         (lambda: Documents(STARTS, inner=PrefixLM(3)), "inner"),
+        (lambda: Documents(3), "cu_seqlens_q"),  # type: ignore[arg-type]
+        (lambda: Documents(numpy.array([0.0, 4.0])), "cu_seqlens_q"),
+        (lambda: Documents(STARTS, ints(4)), "cu_seqlens_kv"),
+        (lambda: Window(numpy.float32(3)), "left"),  # type: ignore[arg-type]
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -260,10 +281,13 @@ def test_complex_operands_are_refused(name: str) -> None:
 
 def test_what_fits_no_call_is_refused(anywhere: None) -> None:
     q = torch.zeros(BATCH, HEADS, ROWS, DIM)
-    with pytest.raises(InvalidInput, match="key_lengths"):
+    with pytest.raises(InvalidInput, match=r"KeyLengths.lengths: got 3 numbers, expected 2"):
         tilewise.attention(q, q, q, mask=KeyLengths([1, 2, 3]))
-    with pytest.raises(InvalidInput, match="first_key"):
+    with pytest.raises(InvalidInput, match=r"PrefixLM.prefix: got 3 numbers, expected 2"):
         tilewise.attention(q, q, q, mask=PrefixLM(ints([1, 2, 3])))
+    shown = torch.ones(ROWS, KEYS, dtype=torch.bool)
+    with pytest.raises(InvalidInput, match="float32, expected a boolean tensor"):
+        tilewise.attention(q, q, q, mask=shown, keep=shown.float())
     with pytest.raises(InvalidInput, match="tensor"):
         Problem(1, 1, 1, 90, 90, 64, 64, torch.float32, mask=Documents(ints(STARTS)))
     with pytest.raises(InvalidInput, match="tensor"):

@@ -435,6 +435,12 @@ def bad_calls() -> dict[str, Any]:
     }
 
 
+def test_one_offset_is_said_to_be_too_few():
+    q, cu = torch.randn(4, 2, 8), torch.tensor([0], dtype=torch.int32)
+    with pytest.raises(InvalidInput, match=r"got a tensor of shape \(1,\) .* tensor \(2,\)"):
+        tilewise.attention_packed(q, q, q, cu, cu)
+
+
 @pytest.mark.parametrize("name", list(bad_calls()))
 def test_bad_input_is_refused(name):
     with pytest.raises(InvalidInput) as caught:
@@ -1106,6 +1112,7 @@ def test_documents_that_go_by_spans():
 def test_documents_on_a_device_stay_there(monkeypatch):
     """Fake tensors of a GPU: nothing reads the offsets, and the plan is that of packed sequences."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     with FakeTensorMode():
         q, k, v = (torch.empty(2, 4, 640, 64, dtype=BF16, device="cuda") for _ in range(3))
         starts = torch.empty(4, dtype=torch.int64, device="cuda")

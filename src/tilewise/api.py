@@ -212,6 +212,8 @@ def _of_views(
     if scores or return_max_logit:
         scores = with_max_logit(scores, return_max_logit)
         results = {} if return_max_logit else None
+        if return_max_logit:
+            op.refuse_jit_trace("attention: return_max_logit")
     arguments = mask, scale, softcap, scores, dropout, layout, return_lse, backend, precision
     attend = _traced if torch.compiler.is_compiling() else _attend
     out, lse = attend(q, k, v, operands, arguments, results)
@@ -367,6 +369,7 @@ def attention_packed(
             if known is not None:
                 return known
         told = (max_seqlen_q, max_seqlen_k, mask, scale, softcap, return_lse, backend, precision)
+    op.refuse_jit_trace("attention_packed")
     if told is not None and CHECK not in os.environ:
         call = op.recall_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, told)
         if call is not None:
@@ -626,7 +629,7 @@ _TENSOR = object()
 
 def _in_one(mask: MaskLike, keep: Tensor) -> tuple[MaskLike, Tensor]:
     """The two as they are or, where both are boolean tensors, what they leave visible together as `keep` alone."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or getattr(keep, "dtype", None) != torch.bool:
         return mask, keep
     try:
         return None, mask & keep

@@ -198,6 +198,7 @@ def _prepared(
     sink: Tensor | None,
 ) -> _Call:
     """The bound forward of these tensors, found again by their shapes, strides and alignment, and what it takes."""
+    op.refuse_jit_trace("attention_cached")
     key: Any = None
     found = None
     if type(q) is type(k) is type(v) is Tensor:

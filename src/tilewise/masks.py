@@ -26,9 +26,11 @@ Masks have a text form, used by the command line, by operator arguments and in r
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sized
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -257,7 +259,10 @@ class Window(_Banded):
         for name, size in (("left", self.left), ("right", self.right)):
             if size is None:
                 continue
-            if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < UNLIMITED:
+            whole = _whole(size)
+            if whole is not size:
+                object.__setattr__(self, name, whole)
+            if whole is None or not 0 <= whole < UNLIMITED:
                 raise InvalidInput(
                     f"Window.{name}",
                     repr(size),
@@ -298,7 +303,9 @@ class Documents(_OfTensors):
     def __post_init__(self) -> None:
         object.__setattr__(self, "inner", _inner_mask("Documents.inner", self.inner))
         starts_q = _offsets("Documents.cu_seqlens_q", self.cu_seqlens_q)
-        starts_kv = _offsets("Documents.cu_seqlens_kv", self.cu_seqlens_kv) if len(self.cu_seqlens_kv) else starts_q
+        given = self.cu_seqlens_kv
+        same = isinstance(given, Sized) and getattr(given, "ndim", 1) > 0 and not len(given)
+        starts_kv = starts_q if same else _offsets("Documents.cu_seqlens_kv", given)
         if isinstance(starts_q, torch.Tensor) != isinstance(starts_kv, torch.Tensor):
             raise InvalidInput(
                 "Documents.cu_seqlens_kv",
@@ -399,12 +406,16 @@ class PrefixLM(_OfTensors):
 
     def __post_init__(self) -> None:
         _check_align(self.align)
-        if isinstance(self.prefix, torch.Tensor):
-            _check_per_batch("PrefixLM.prefix", self.prefix)
-        elif isinstance(self.prefix, bool) or not isinstance(self.prefix, int) or not 0 <= self.prefix < UNLIMITED:
+        given = self.prefix
+        if isinstance(given, torch.Tensor):
+            _check_per_batch("PrefixLM.prefix", given)
+            return
+        whole = _whole(given)
+        object.__setattr__(self, "prefix", whole)
+        if whole is None or not 0 <= whole < UNLIMITED:
             raise InvalidInput(
                 "PrefixLM.prefix",
-                repr(self.prefix),
+                repr(given),
                 f"an integer from 0 to {UNLIMITED - 1}, or a tensor (batch,) of integers",
                 "pass the number of keys that every query sees",
             )
@@ -761,6 +772,13 @@ def _check_held(mask: Mask) -> None:
         )
 
 
+def _whole(value: object) -> int | None:
+    """An integer of Python or of numpy as one of Python; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | Integral):
+        return None
+    return value if isinstance(value, int) else int(value)
+
+
 def _per_batch(name: str, values: Any) -> torch.Tensor:
     try:  # no dtype is named, because that would truncate fractions
         return torch.tensor(values) if len(values) else torch.empty(0, dtype=torch.int32)
@@ -807,11 +825,14 @@ def _offsets(name: str, values: Iterable[int]) -> Any:
             "offsets (documents + 1,) in int32 or int64",
             "pass cumulative lengths such as (0, 5, 12) for documents of 5 and 7",
         )
-    raw = values.tolist() if isinstance(values, torch.Tensor) else list(values)
-    starts = tuple(raw)
-    whole = all(isinstance(start, int) and not isinstance(start, bool) for start in starts)
-    if not whole or len(starts) < 2 or starts[0] != 0 or any(b < a for a, b in pairwise(starts)):
-        shown = f"{starts[:8]}{'...' if len(starts) > 8 else ''}"
+    listed: Any = values.tolist() if isinstance(values, torch.Tensor) else values
+    try:
+        given = tuple(listed)
+    except TypeError:  # one number, or what is none
+        given = (listed,)
+    starts: Any = tuple([_whole(start) for start in given])
+    if None in starts or len(starts) < 2 or starts[0] != 0 or any(b < a for a, b in pairwise(starts)):
+        shown = f"{given[:8]}{'...' if len(given) > 8 else ''}"
         raise InvalidInput(
             name,
             shown,

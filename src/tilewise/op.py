@@ -611,6 +611,12 @@ def _is_watched() -> bool:
 is_jit_traced: Callable[[], Any] = torch._C._get_tracing_state
 
 
+def refuse_jit_trace(what: str) -> None:
+    """Raise UnsupportedProblem while torch.jit.trace records, for calls that no graph of it can hold."""
+    if is_jit_traced() is not None:
+        raise UnsupportedProblem(f"{what} under torch.jit.trace.", remedy="use torch.compile or torch.export instead")
+
+
 _forward_ad = torch.autograd.forward_ad
 
 with torch.inference_mode(False):  # wherever this is imported

@@ -365,6 +365,12 @@ def with_mask_terms(
     """A mask that holds tensors, as a band, a term and what this reads; q and k with their heads first."""
     check_tensors(q, k, k)
     term: Term
+    for name in ("lengths", "prefix"):
+        numbers = getattr(mask, name, None)
+        count, batch = q.shape[0] if numbers is None else numbers.shape[0], q.shape[0]
+        if type(batch) is int and not torch.compiler.is_compiling() and count not in (1, batch):
+            expected = f"{batch}, one for each batch of q, or 1 for all"
+            raise InvalidInput(f"{type(mask).__name__}.{name}", f"{count} numbers", expected, "pass one per batch")
     if isinstance(mask, KeyLengths):
         term = KeyLengthsTerm(mask.side == "left")
         tensors = {"key_lengths": as_int32(mask.lengths.to(q.device, non_blocking=True))}
@@ -508,8 +514,8 @@ def _check_offsets(mask: Packed, given: Operands) -> None:
     """What is known of the offsets of packed sequences without reading them."""
     for operand in mask.operands:
         offsets = given[operand.name]
-        count = mask.sequences + (operand.name not in ("seqused_k", "leftpad_k"))
-        fits = offsets.shape == (count,) and mask.sequences > 0
+        count = max(1, mask.sequences) + (operand.name not in ("seqused_k", "leftpad_k"))
+        fits = offsets.shape == (count,)
         if not fits or offsets.dtype != operand.dtype or not offsets.is_contiguous():
             raise InvalidInput(
                 operand.name,

@@ -90,6 +90,21 @@ def test_jit_trace_of_the_namesake_and_of_dropout():
     assert not torch.equal(dropped(*examples), dropped(*examples))
 
 
+def test_jit_trace_refuses_by_name_what_no_graph_of_it_can_hold():
+    """Even if the very call was planned and remembered before."""
+    q, flat, cu = torch.randn(1, 4, 2, 8), torch.randn(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+    calls = {
+        "return_max_logit": (lambda q: tilewise.attention(q, q, q, return_max_logit=True)[1], q),
+        "attention_packed": (lambda q: tilewise.attention_packed(q, q, q, cu, cu), flat),
+        "attention_cached": (lambda q: tilewise.attention_cached(q, q, q), q),
+    }
+    for name, (call, example) in calls.items():
+        for _ in range(3):
+            call(example)
+        with pytest.raises(tilewise.UnsupportedProblem, match=f"{name} under torch.jit.trace"):
+            traced(call, example)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # In place
 

@@ -15,6 +15,7 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, make_dataclass
@@ -712,16 +713,18 @@ def build_as_a_reader(folder: str) -> list[bool]:
     return [build(copy_unit(comment)).from_cache for comment in ("kept", "new", "new")]
 
 
-def test_a_read_only_cache_is_read(cache_dir: Path, processes: ForkServer, tmp_path: Path) -> None:
-    build(copy_unit("kept"))
-    for folder in (*cache_dir.rglob("*"), cache_dir):
-        folder.chmod(0o555)
-    for parent in (tmp_path, *tmp_path.parents):
-        if parent.owner() == cache_dir.owner() and parent != Path("/"):
-            parent.chmod(parent.stat().st_mode | 0o011)
-    (from_cache, lines) = in_child(processes, build_as_a_reader, str(cache_dir))
-    for folder in (cache_dir, *cache_dir.rglob("*")):
-        folder.chmod(0o755)
+def test_a_read_only_cache_is_read(monkeypatch: pytest.MonkeyPatch, processes: ForkServer) -> None:
+    """Not below pytest's own folder, which every other run of pytest closes to the reader when it starts."""
+    with tempfile.TemporaryDirectory() as room:
+        cache_dir = Path(room)
+        monkeypatch.setenv("TILEWISE_CACHE_DIR", room)
+        cache_dir.chmod(0o755)
+        build(copy_unit("kept"))
+        for folder in (*cache_dir.rglob("*"), cache_dir):
+            folder.chmod(0o555)
+        (from_cache, lines) = in_child(processes, build_as_a_reader, room)
+        for folder in (cache_dir, *cache_dir.rglob("*")):
+            folder.chmod(0o755)
     assert from_cache == [True, False, False]
     assert len(lines) == 1
     assert "cannot be written" in lines[0]

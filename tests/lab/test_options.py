@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,30 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "compare_all", measure)
     monkeypatch.setattr(cli_tune.tuning, "run", measure)
     monkeypatch.setattr(cli_ladder.rungs, "run", measure)
+
+
+# --- what cannot be read or written -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [900, 100_000])
+@pytest.mark.parametrize(
+    "command", ["diff FILE FILE", "bench --record FILE", "bench --join FILE", "inspect --record FILE"]
+)
+def test_a_record_that_is_nested_too_deep_is_refused(tmp_path: Path, command: str, depth: int) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text('{"kind": "tilewise bench", "rows": ' + "[" * depth + "]" * depth + "}")
+    result = run(command.replace("FILE", str(path)))
+    assert result.exit_code == options.USAGE
+    assert "record: got" in result.output
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)], ids=str)
+def test_output_that_has_no_room_is_an_error_and_no_traceback(more: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "tilewise", "explain", "--shape", "1,1,8,8", *more]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == options.USAGE
+    assert done.stderr == "tilewise: the output cannot be written: No space left on device\n"
 
 
 # --- options that would have no effect -------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def _brought_along() -> Library | None:
         return _open(trust.read_trusted(folder / _LIBRARY, facts["digest"]), folder / _LIBRARY)
     except FileNotFoundError:
         return None
-    except (trust.Untrusted, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (trust.Untrusted, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _say_once(f"the native extension in {folder} is not used ({_one_line(error)})")
         return None
 

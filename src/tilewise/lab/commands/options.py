@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import sys
 from itertools import accumulate
 from pathlib import Path
@@ -290,6 +292,7 @@ def exit_codes() -> Iterator[None]:
     """The package's exceptions as a message and an exit code, without a traceback."""
     try:
         yield
+        print(end="", flush=True)
     except TilewiseError as error:
         print(f"tilewise: {error}", file=sys.stderr)
         codes = {InvalidInput: USAGE, UnsupportedProblem: UNSUPPORTED}
@@ -297,3 +300,13 @@ def exit_codes() -> Iterator[None]:
     except KeyboardInterrupt:
         print("tilewise: interrupted", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        print(f"tilewise: the output cannot be written: {error.strerror}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # else Python writes what is left once more when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(USAGE) from None
+
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
