@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-import torch.nn.functional as F
 
 from . import masks, native, op, repeated
 from .errors import InvalidInput, UnknownArgument, UnsupportedProblem
@@ -671,7 +670,9 @@ def scaled_dot_product_attention(
     """torch.nn.functional.scaled_dot_product_attention: its signature and semantics, through the planner.
 
     What only PyTorch's own function defines (broadcast batches, more than 4 dimensions, nested tensors), and masks that
-    require grad where no kernel of ours makes their gradient, are handed to it, and the logger "tilewise" says so.
+    require grad where no kernel of ours makes their gradient, are handed to it, and the logger "tilewise" says so
+    outside of torch.compile. In these calls alone `torch.nn.attention.sdpa_kernel` chooses among PyTorch's kernels;
+    `tilewise.sdpa` obeys it in every call.
     """
     _check_types(query, key, value, attn_mask, is_causal)
     scale, dropout_p = _number("scale", scale), _number("dropout_p", dropout_p) or 0.0
@@ -684,8 +685,9 @@ def scaled_dot_product_attention(
     if not why and not is_causal and attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
         why = _torch_differentiates(query, key, value, attn_mask, scale, dropout_p)
     if why:
-        _log.info("scaled_dot_product_attention: %s; handed to PyTorch", why)
-        return F.scaled_dot_product_attention(
+        if not torch.compiler.is_compiling():  # a trace knows no loggers
+            _log.info("scaled_dot_product_attention: %s; handed to PyTorch", why)
+        return candidates.TORCH_FUNCTION(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if attn_mask is not None and is_causal:
@@ -923,7 +925,7 @@ def _visible(mask: Mask, seq_q: int, seq_kv: int, device: torch.device) -> tuple
 
 def _torch_dropout(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options, dropout: float) -> Tensor:
     grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210  (a bool, where the sizes are symbols)
-    return F.scaled_dot_product_attention(
+    return candidates.TORCH_FUNCTION(
         q, k, v, bias, dropout, options.mask == "causal", scale=options.scale, enable_gqa=grouped
     )
 
@@ -1048,7 +1050,7 @@ def only_torch_defines(
         if attn_mask.ndim == 0 or attn_mask.ndim > query.ndim:
             return f"a mask of {attn_mask.ndim} dimensions"
     if scale is not None and (scale == 0.0 or not abs(scale) <= torch.finfo(torch.float32).max):
-        return f"scale {scale:g}"
+        return "scale 0" if scale == 0.0 else "a scale beyond float32"  # constants, as a trace needs them
     if not enable_gqa and query.ndim == 4 and not query.shape[1] == key.shape[1] == value.shape[1]:
         raise InvalidInput(
             "enable_gqa",

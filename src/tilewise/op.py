@@ -30,6 +30,7 @@ from .backend import empty_lse, empty_out, lse_dtype
 from .engine import run as engine
 from .engine.backend import Fused
 from .errors import CompileError, InvalidInput, UnsupportedProblem
+from .hook import left_uncompiled
 from .isolation import check_where_asked
 from .jit import build_all, is_loaded, tuned
 from .jit.compile import notice
@@ -655,6 +656,7 @@ class _Planned(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @left_uncompiled
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         flags = ctx.needs_input_grad
@@ -795,6 +797,7 @@ class _Attention(torch.autograd.Function):
         return out, lse, *reported
 
     @staticmethod
+    @left_uncompiled
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         flags = ctx.needs_input_grad
@@ -1084,10 +1087,10 @@ for _name, _kernel, _fake in (
     ("attention_backward", _attention_backward, _fake_backward),
 ):
     torch_library.define(f"tilewise::{_name}", _SCHEMAS[_name])
-    torch_library.impl(f"tilewise::{_name}", "CompositeExplicitAutograd", _kernel)
+    torch_library.impl(f"tilewise::{_name}", "CompositeExplicitAutograd", left_uncompiled(_kernel))
     torch_library.register_fake(f"tilewise::{_name}", _fake)
-torch_library.impl("tilewise::attention", "Autograd", _autograd_attention)
-torch_library.impl("tilewise::attention_with_results", "Autograd", _autograd_attention_with_results)
+torch_library.impl("tilewise::attention", "Autograd", left_uncompiled(_autograd_attention))
+torch_library.impl("tilewise::attention_with_results", "Autograd", left_uncompiled(_autograd_attention_with_results))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -549,7 +549,12 @@ def memory_order(q: torch.Tensor, layout: Layout) -> Layout:
     (batch, heads, seq, dim) view of memory in the other order, as it is in most models."""
     if layout != "bhsd" or not isinstance(q, torch.Tensor) or q.ndim != 4 or q.layout is not torch.strided:
         return layout  # checks that follow refuse what is no such tensor
-    return "bshd" if q.stride(1) < q.stride(2) else "bhsd"
+    before: bool | torch.SymBool = q.stride(1) < q.stride(2)
+    if isinstance(before, bool):
+        return "bshd" if before else "bhsd"
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # noqa: PLC0415  (slow, only for traces)
+
+    return "bshd" if guard_or_false(before) else "bhsd"
 
 
 def in_memory_order(out: torch.Tensor, layout: str) -> torch.Tensor:

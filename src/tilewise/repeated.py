@@ -24,6 +24,7 @@ from .engine import run
 from .engine.mask_spans import mask_operands
 from .engine.rules import in_terms
 from .errors import CompileError
+from .hook import left_uncompiled
 from .jit.launch import refused
 from .operands import INPUTS, NO_OPERANDS, chosen
 from .terms import Keep
@@ -205,6 +206,7 @@ def _give_counters(recipe: recipes.Recipe, device: torch.device) -> None:
 _counting: set[int] = set()
 
 
+@left_uncompiled
 def _make_backward(
     known: Any,
     repeated: Repeated,

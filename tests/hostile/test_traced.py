@@ -308,3 +308,32 @@ def test_terms_of_a_batch_that_varies_compile(name):
         with torch.compiler.set_stance("fail_on_recompile") if number else nullcontext():
             got = compiled(*tensors)
         assert_close(got, function(*tensors), FLOAT32)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Calls that tilewise.scaled_dot_product_attention hands to PyTorch
+
+HANDED_OVER = {
+    "2 dimensions": (((8, 16),) * 3, {}),
+    "5 dimensions": (((2, 2, 2, 8, 16),) * 3, {}),
+    "a batch that broadcasts": (((2, 2, 8, 16), (1, 2, 8, 16), (1, 2, 8, 16)), {}),
+    "heads that broadcast": (((2, 2, 8, 16), (2, 1, 8, 16), (2, 1, 8, 16)), {}),
+    "a mask that requires grad": (((2, 2, 8, 16),) * 3, {"attn_mask": torch.ones(8, 8, requires_grad=True)}),
+    "scale 0": (((2, 2, 8, 16),) * 3, {"scale": 0.0}),
+    "dropout 1": (((2, 2, 8, 16),) * 3, {"dropout_p": 1.0}),
+}
+
+
+@pytest.mark.parametrize("how", ["compiled", "compiled, dynamic", "patched"])
+@pytest.mark.parametrize("name", HANDED_OVER)
+def test_what_is_handed_to_pytorch(monkeypatch, name, how):
+    """In one graph, and without coming back where a program has put our function in the place of PyTorch's."""
+    shapes, options = HANDED_OVER[name]
+    tensors = [torch.randn(shape) for shape in shapes]
+    want = F.scaled_dot_product_attention(*tensors, **options)
+    attend = tilewise.scaled_dot_product_attention
+    if how == "patched":
+        monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    else:
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=how.endswith("dynamic"))
+    assert_close(attend(*tensors, **options), want, FLOAT32)

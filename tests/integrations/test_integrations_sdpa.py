@@ -184,6 +184,51 @@ def test_a_condition_on_lengths_specialises_a_dynamic_graph():
         assert set(outcomes()) == {"taken"}
 
 
+def declared(tensor: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.mark_dynamic(tensor, 2)
+    return tensor
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("when", "example", "outcome"),
+    [
+        (lambda problem: problem.seq_q > 10, 50, "taken"),
+        (lambda problem: problem.seq_q > 10, 5, "left"),
+        (lambda problem: False, 50, "left"),
+    ],
+    ids=["long", "short", "never"],
+)
+def test_a_condition_decides_for_all_lengths_that_are_declared_to_vary(when, example, outcome, masked):
+    """Such a graph must not be made for one length, so the condition is asked about that of the example."""
+
+    def attend(q, mask):
+        return F.scaled_dot_product_attention(q, q, q, mask if masked else None)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.compiler.reset()
+    with sdpa(when=when, backend="tiled"):
+        for length in (example, 7, 90):
+            q, mask = declared(torch.randn(1, 2, length, 8)), declared(torch.randn(1, 1, length, 1))
+            with torch.compiler.set_stance("default" if length == example else "fail_on_recompile"):
+                got = compiled(q, mask)
+            if length == example:
+                assert set(outcomes()) == {outcome}
+            assert_close(got, tilewise.attention(q, q, q, mask=mask if masked else None), BUDGET)
+
+
+def test_lengths_of_which_nothing_is_known_are_planned_when_the_graph_runs():
+    attend = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), fullgraph=True, backend="aot_eager")
+    for rule in (sdpa(), sdpa(backend="tiled")):
+        torch.compiler.reset()
+        with rule:
+            for length in (5, 50):
+                q = torch.randn(1, 2, length, 8)
+                torch._dynamo.decorators.mark_unbacked(q, 2)
+                assert_close(attend(q), tilewise.attention(q, q, q), BUDGET)
+        assert set(outcomes()) == {"taken"}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What goes to PyTorch
 

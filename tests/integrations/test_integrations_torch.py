@@ -30,16 +30,12 @@ def test_fullgraph(way):
 @pytest.mark.parametrize("grad", [False, True])
 @ways
 def test_lengths_may_change(way, grad):
-    if way is suite.WAYS["override, tiled"]:
-        pytest.skip("a rule that names a backend asks it about every length, so each has its graph")
     suite.check_lengths_may_change(way, "cpu", grad=grad)
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch.export.load, over its own bytes
 @ways
 def test_export(way):
-    if way is suite.WAYS["override, tiled"]:
-        pytest.skip("a rule that names a backend asks it about every length, and an exported one is symbolic")
     suite.check_export(way, "cpu")
 
 
@@ -254,3 +250,26 @@ def test_flops_without_a_mask_are_pytorchs():
     assert flops(lambda: tilewise.attention(q, k, v)) == want
     visible = torch.rand(8, 8) < 0.5
     assert flops(lambda: tilewise.attention(q, k, v, mask=visible)) == want
+
+
+@ways
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which Dynamo asks of what it is given
+def test_a_frame_that_is_not_compiled_as_a_whole_does_not_have_us_compiled(way):
+    """Dynamo runs such a frame, and compiles what is called in there: not the Python that PyTorch's C++ calls."""
+    weight = torch.randn(16, 16, requires_grad=True)
+
+    def model(x):
+        for _ in range(3):
+            x = way.attend(x @ weight, x, x)
+            torch._dynamo.graph_break()
+        return x
+
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    x = torch.randn(1, 2, 8, 16)
+    with way.block():
+        invalidate()
+        got = torch.compile(model, backend="eager")(x)
+        got.sum().backward()
+    assert torch._dynamo.utils.counters["frames"]["total"] <= 4  # the model, what follows a break, and way.attend
+    assert_close(got, model(x), 8 * budget(torch.float32, 64))

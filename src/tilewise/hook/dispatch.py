@@ -28,7 +28,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import library as torch_library
@@ -319,11 +319,29 @@ def _without_returning(call_boxed: Callable[..., Tensor]) -> Callable[..., Tenso
     return call
 
 
+def left_uncompiled(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Keep torch.compile from a function that PyTorch's C++ calls, and from all that it calls.
+
+    Where a frame cannot be compiled as a whole, Dynamo runs it and compiles every Python function that is called in
+    there, kernels of operators among them. This costs a call nothing, and unlike `torch.compiler.disable` it loads no
+    compiler.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    with contextlib.suppress(AttributeError):  # of releases that have no such strategy: they compile more than needed
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+_Result = TypeVar("_Result")
+
+
 def _kernel(call_boxed: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The kernel to register in front of an original. What a call passes that was left before is written for speed."""
     no_keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)  # the original decomposes and reads none
     get_top, asked = _top.get, dispatcher
 
+    @left_uncompiled
     def scaled_dot_product_attention(
         query: Tensor,
         key: Tensor,

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from ..problem import Problem
     from ..target import Target
 
+# F.scaled_dot_product_attention itself, by a name that no program patches: in its place may be our own.
+TORCH_FUNCTION: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
 _aten = torch.ops.aten  # for the backward operators; torch itself binds the forward ones, at less cost a call
 _LSE_BLOCK = 32  # efficient keeps its lse in rows of a multiple of this, +inf beyond seq_q
 _MASK_BLOCK = 16  # and wants mask rows to start at multiples of this
@@ -186,7 +188,7 @@ class Candidate:
             if kind in ("tensor", "bottom-right"):
                 mask = bias if isinstance(problem.mask, Dense) else _boolean_mask(problem, q.device)
             with _only(self):
-                out = F.scaled_dot_product_attention(
+                out = TORCH_FUNCTION(
                     q,
                     k,
                     v,

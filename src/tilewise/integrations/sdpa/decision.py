@@ -333,19 +333,30 @@ def _decide(rule: Decider, arguments: Arguments) -> Decision:
             return _leave(arguments, "in a compiled graph dropout is PyTorch's alone")
         options = Options(_mask_text(attn_mask, is_causal), scale, backend=rule.backend)
         if traced and _is_symbolic(query, key, value) and not rule.exact:
-            because = "lengths are symbolic here, so the graph plans when it runs"
-            return Decision(record(_describe_shapes(arguments), "taken", because), options)
+            return _planned_later(arguments, options)
         return _planned(rule, arguments, options)
     except InvalidInput as error:  # PyTorch words it in its own way, and a later call may differ where no key looks
         return _fallback(arguments, f"{error.argument}: {error.got}, expected {error.expected}", memoise=False)
 
 
+def _planned_later(arguments: Arguments, options: Options) -> Decision:
+    because = "lengths are symbolic here, so the graph plans when it runs"
+    return Decision(record(_describe_shapes(arguments), "taken", because), options)
+
+
 def _planned(rule: Decider, arguments: Arguments, options: Options) -> Decision:
     """Ask the rule's condition, then the planner, and compare with what PyTorch would do by itself."""
-    query, key, value = _concrete(_four_dims(*arguments[:3]))
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in arguments[:3])
     _, _, _, attn_mask, dropout_p, is_causal, scale, _ = arguments
     mask = torch_mask(without_repeats(attn_mask), is_causal)
-    problem = describe(query, key, value, mask=mask, scale=scale, dropout=dropout_p)
+    try:
+        query, key, value = map(_with_plain_sizes, _four_dims(*arguments[:3]))
+        mask = _with_plain_sizes(mask) if isinstance(mask, Tensor) else mask
+    except _UnknownSize:
+        if rule.when is None:
+            return _planned_later(arguments, options)
+        return _fallback(arguments, "`when` asks for a length of which nothing is known before the graph runs")
+    problem = describe(query, key, value, mask=mask, scale=scale, dropout=dropout_p).with_(needs_grad=needs_grad)
     target = Target.of(query.device)
     if rule.when is not None and not rule.when(problem):
         return Decision(record(str(problem), "left", "the rule's `when` is false for it"), problem=problem)
@@ -459,12 +470,40 @@ def _is_symbolic(*tensors: Tensor) -> bool:
     return any(not isinstance(size, int) for tensor in tensors for size in tensor.shape)
 
 
-def _concrete(tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The same tensors with plain integers for sizes: a condition may look at them, so the graph is made for these."""
-    if not _is_symbolic(*tensors):
-        return tensors
-    query, key, value = (tensor.reshape([int(size) for size in tensor.shape]) for tensor in tensors)
-    return query, key, value
+class _UnknownSize(Exception):
+    """A size of which a trace has no example."""
+
+
+def _with_plain_sizes(tensor: Tensor) -> Tensor:
+    """A tensor like this one of a trace with integers for sizes, because a condition may look at them.
+
+    The graph is made for these sizes alone, except for those that its author has declared to vary (mark_dynamic,
+    torch.export.Dim): what is decided for the example holds for them all.
+    """
+    if not _is_symbolic(tensor):
+        return tensor
+    return tensor.new_empty_strided(*([_settled(size) for size in sizes] for sizes in (tensor.shape, tensor.stride())))
+
+
+def _settled(size: Any) -> int:
+    if isinstance(size, int):
+        return size
+    if not size.node.has_hint():
+        raise _UnknownSize
+    if size.node.expr.free_symbols & _declared(size.node.shape_env):
+        return int(size.node.hint)
+    return int(size)
+
+
+def _declared(shapes: Any) -> set[Any]:
+    """The symbols of a trace that may not become constants."""
+    found: set[Any] = set()
+    for tracked in shapes.tracked_fakes or ():
+        constraints = getattr(tracked.symbolic_context, "constraint_sizes", ())
+        for size, constraint in zip(getattr(tracked.fake, "shape", ()), constraints, strict=False):
+            if constraint is not None and not constraint.warn_only and not isinstance(size, int):
+                found |= size.node.expr.free_symbols
+    return found
 
 
 def _four_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
