@@ -688,6 +688,10 @@ def attention_mask(
     there is padding. None says the same as to Transformers' sdpa.
     """
     mask_function = mask_function or _masking.causal_mask_function
+    if getattr(kwargs.get("config"), "model_type", "") in _ADD_TO_MASKS:
+        return _masking.eager_mask(  # type: ignore[no-any-return]
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device=device, **kwargs
+        )
     traced = torch.compiler.is_compiling() or (
         attention_mask is not None and isinstance(attention_mask, _traced_types())
     )
@@ -793,6 +797,9 @@ _SAY_CAUSAL = frozenset(("phi4_multimodal_vision",))
 
 # Models whose own code cuts or compares masks of four dimensions on their way to attention.
 _LOOK_INTO_MASKS = frozenset(("doge", "informer", "pix2struct"))
+# Models whose own code puts numbers to be added beside a mask, whatever the mask holds: they get one of numbers.
+_ADD_TO_MASKS = frozenset(("deepseek_v4",))
+
 
 
 def _flags(padding: Tensor, kv_length: int, window: int | None) -> Tensor:
