@@ -468,10 +468,10 @@ def _there(lengths: Tensor, keys: int) -> Tensor:
     return torch.arange(keys, device=lengths.device) < lengths[:, None, None, None]
 
 
-def _takes_terms(query: Tensor) -> bool:
-    """Whether padding, biases and sinks run as terms of our kernels. PyTorch's, which a CPU has, take one tensor for
-    them all."""
-    return query.is_cuda
+def _takes_terms(tensor: Tensor) -> bool:
+    """Whether padding, biases and sinks run as terms of our kernels, where this tensor is. PyTorch's, which a CPU has,
+    take one tensor for them all."""
+    return tensor.is_cuda
 
 
 def _by_terms(
@@ -716,12 +716,14 @@ def attention_mask(
             return torch.ones((), dtype=torch.bool, device=device).expand(shape)
         return keep.expand(shape) if traced else RuleMask(_FULL, shape, device, keep)
     if traced and allow_is_causal_skip and attention_mask is not None and type(q_offset) is int:
-        # Nothing is joined to the causal rule, or to a window, where the skip is allowed.
+        # Nothing is joined to the causal rule, or to a window, where the skip is allowed. Where attention takes one
+        # tensor, Transformers' own is made once for all layers.
         window, config = kwargs.get("local_size"), kwargs.get("config")
         windowed = window and getattr(config, "attention_chunk_size", None) is None
         causal = mask_function is _masking.causal_mask_function
         square = q_offset == kv_offset == 0 and q_length == kv_length
-        if square and (causal or windowed) and getattr(config, "model_type", "") not in _LOOK_INTO_MASKS:
+        by_terms = _takes_terms(attention_mask)
+        if by_terms and square and (causal or windowed) and getattr(config, "model_type", "") not in _LOOK_INTO_MASKS:
             return _flags(attention_mask, kv_length, None if causal else window)
     if parts is not None and "causal" in parts and parts.get("window") == 0:  # of layers that the model does not have
         nothing = torch.zeros((), dtype=torch.bool, device=device).expand(batch_size, 1, 1, kv_length)
@@ -795,11 +797,11 @@ def _keep(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | No
 # Encoders whose attention says that it is causal: without a mask it would be, as it is by Transformers' own sdpa.
 _SAY_CAUSAL = frozenset(("phi4_multimodal_vision",))
 
-# Models whose own code cuts or compares masks of four dimensions on their way to attention.
-_LOOK_INTO_MASKS = frozenset(("doge", "informer", "pix2struct"))
 # Models whose own code puts numbers to be added beside a mask, whatever the mask holds: they get one of numbers.
 _ADD_TO_MASKS = frozenset(("deepseek_v4",))
 
+# Models whose own code cuts or compares masks of four dimensions on their way to attention.
+_LOOK_INTO_MASKS = frozenset(("doge", "informer", "pix2struct"))
 
 
 def _flags(padding: Tensor, kv_length: int, window: int | None) -> Tensor:
