@@ -699,6 +699,14 @@ def test_what_is_refused(kwargs, named, long_way, monkeypatch):
         ours.attention_forward(torch.nn.Module(), q, q, q, None, **kwargs)
 
 
+def test_export_to_onnx_is_refused(monkeypatch):
+    """Which traces a model by torch.export."""
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    _, model = make("llama")
+    with pytest.raises(UnsupportedProblem, match="ONNX"):
+        torch.export.export(model, (tokens(),), strict=False)
+
+
 def test_keywords_that_ask_for_nothing_change_nothing(calls):
     q = torch.randn(1, 2, 4, 8)
     want, _ = ours.attention_forward(torch.nn.Module(), q, q, q, None)

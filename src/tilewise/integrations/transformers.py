@@ -223,6 +223,11 @@ def _refuse(module: torch.nn.Module, beside: dict[str, Any]) -> None:
             "transformers: output_attentions=True, and tilewise never holds the weights.",
             remedy="use attn_implementation='eager' to look at them",
         )
+    if torch.onnx.is_in_onnx_export():
+        raise UnsupportedProblem(
+            "transformers: export to ONNX, which has no operator for tilewise's attention.",
+            remedy="call model.set_attn_implementation('sdpa') before the export",
+        )
     deterministic = beside.get("deterministic")
     if deterministic and not torch.are_deterministic_algorithms_enabled():
         raise UnsupportedProblem(
