@@ -904,6 +904,9 @@ def _parts(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
             held = part.__closure__[part.__code__.co_freevars.index(variable)].cell_contents
             if maker == "and_masks":
                 waiting += held
+            elif maker == _BY_POSITIONS:
+                waiting.append(held)
+                found[maker] = True
             elif name in found:
                 return None
             else:
@@ -912,6 +915,8 @@ def _parts(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
             return None
     causal, bidirectional = "causal" in found, "bidirectional" in found
     sided = "sliding_window_overlay" in found
+    if _BY_POSITIONS in found and "packed" not in found:
+        return None  # within a sequence a band by positions is one by places
     known = {name: held for name, held in found.items() if name not in _MAKERS}
     return (
         known if causal != bidirectional and (causal or not sided) and not (causal and _BOTH_SIDES in found) else None
@@ -919,8 +924,10 @@ def _parts(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
 
 
 _BOTH_SIDES = "sliding_window_bidirectional_overlay"
+_BY_POSITIONS = "remap_positions_for_packed_sequence"  # of Transformers 5.23
 _MAKERS = {  # of functions: what they add, and the variable that says it
     "and_masks": ("", "mask_functions"),
+    _BY_POSITIONS: ("", "mask_function"),
     "sliding_window_overlay": ("window", "sliding_window"),
     _BOTH_SIDES: ("window", "sliding_window"),
     "packed_sequence_mask_function": ("packed", "packed_sequence_mask"),
