@@ -200,7 +200,7 @@ _WITHOUT_EFFECT = frozenset(
     (
         "max_length_q", "max_length_k", "max_seqlen_q", "max_seqlen_k", "num_items_in_batch", "output_hidden_states",
         "output_router_logits", "position_ids", "seq_idx", "use_cache", "cache_position", "return_dict",
-        "logits_indices", "logits_processor_args", "logits_to_keep",
+        "logits_indices", "logits_processor_args", "logits_to_keep", "input_ids", "token_type_ids", "mm_token_type_ids",
     )
 )  # fmt: skip
 _SWITCHES = frozenset(("output_attentions", "deterministic"))  # which ask for nothing where they are False
