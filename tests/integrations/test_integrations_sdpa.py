@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
+import pickle
 import threading
 import warnings
 from collections import Counter
@@ -949,6 +951,57 @@ def test_a_block_must_end_where_it_began():
             outer.__exit__(None, None, None)
         with pytest.raises(InvalidInput, match="reverse order"):
             in_thread(lambda: inner.__exit__(None, None, None))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda rule: pickle.loads(pickle.dumps(rule))])
+def test_a_copy_of_a_rule_has_its_setting(copied):
+    """As one that a module holds is copied with it, also while it is in force."""
+    module = torch.nn.Linear(2, 2)
+    module.rule = sdpa(when=repr, on_fallback="warn", backend="tiled")
+    with module.rule:
+        rule = copied(module.rule)
+        assert copy.deepcopy(module).rule.backend == "tiled"
+    assert (rule.when, rule.on_fallback, rule.backend) == (repr, "warn", "tiled")
+    q, k, v = inputs()
+    with rule:
+        F.scaled_dot_product_attention(q, k, v)
+    assert outcomes() == {"taken": 1}
+    assert copied(sdpa) is sdpa
+
+
+def test_a_rule_decorates_a_function():
+    """Around each of its calls, nested ones too, and whatever they raise."""
+
+    @sdpa(backend="tiled")
+    def attend(*given, again=0):
+        """What it does."""
+        return attend(*given, again=again - 1) if again else F.scaled_dot_product_attention(*given)
+
+    assert (attend.__name__, attend.__doc__) == ("attend", "What it does.")
+    q, k, v = inputs()
+    want = F.scaled_dot_product_attention(q, k, v)
+    assert_close(attend(q, k, v, again=2), want, BUDGET)
+    assert outcomes() == {"taken": 1}
+    with pytest.raises(RuntimeError):
+        attend(q, k[..., :3], v)
+    assert not is_in_force()
+
+
+def test_a_rule_decorates_nothing_whose_body_runs_later():
+    async def coroutine():
+        pass
+
+    def generator():
+        yield
+
+    async def both():
+        yield
+
+    for function in (coroutine, generator, both):
+        with pytest.raises(InvalidInput, match=rf"(?s){function.__name__}.*inside it"):
+            sdpa()(function)
+    with pytest.raises(InvalidInput, match="a function to decorate"):
+        sdpa()(3)
 
 
 def test_the_record_is_bounded():

@@ -400,6 +400,29 @@ def test_compiled_without_graph_breaks():
         close(compiled(ids).logits, eager(ids).logits)
 
 
+@pytest.mark.parametrize(("name", "by_terms"), [("llama", True), ("mistral", False)])
+def test_padded_batches_of_all_lengths_share_a_graph(name, by_terms, monkeypatch):
+    """Compiled and exported."""
+    monkeypatch.setattr(ours, "_takes_terms", lambda tensor: by_terms)
+    eager, model = make(name)
+    graphs = []
+    torch.compiler.reset()
+    compiled = torch.compile(
+        model, dynamic=True, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward
+    )
+    given = padded() | {"use_cache": False}
+    length = torch.export.Dim("length", min=2, max=SIZES["max_position_embeddings"])
+    shapes = {"input_ids": {1: length}, "attention_mask": {1: length}, "use_cache": None}
+    with torch.no_grad():
+        exported = torch.export.export(model, (), given, dynamic_shapes=shapes, strict=False).module()
+        for end in (LENGTH, LENGTH - 1, LENGTH - 3):
+            shorter = {key: value[:, :end].clone() if key != "use_cache" else value for key, value in given.items()}
+            real, want = shorter["attention_mask"].bool(), eager(**shorter).logits
+            for each in (compiled, exported):
+                close(each(**shorter).logits[real], want[real])
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_compiled_padded_batch_makes_no_mask_of_all_pairs(name, monkeypatch):
     """Where padding is a term, as on a GPU."""
@@ -674,6 +697,14 @@ def test_what_is_refused(kwargs, named, long_way, monkeypatch):
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(UnsupportedProblem, match=rf"(?s){named}.*What to do"):
         ours.attention_forward(torch.nn.Module(), q, q, q, None, **kwargs)
+
+
+def test_export_to_onnx_is_refused(monkeypatch):
+    """Which traces a model by torch.export."""
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    _, model = make("llama")
+    with pytest.raises(UnsupportedProblem, match="ONNX"):
+        torch.export.export(model, (tokens(),), strict=False)
 
 
 def test_keywords_that_ask_for_nothing_change_nothing(calls):

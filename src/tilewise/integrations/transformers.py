@@ -200,7 +200,7 @@ _WITHOUT_EFFECT = frozenset(
     (
         "max_length_q", "max_length_k", "max_seqlen_q", "max_seqlen_k", "num_items_in_batch", "output_hidden_states",
         "output_router_logits", "position_ids", "seq_idx", "use_cache", "cache_position", "return_dict",
-        "logits_indices", "logits_processor_args", "logits_to_keep",
+        "logits_indices", "logits_processor_args", "logits_to_keep", "input_ids", "token_type_ids", "mm_token_type_ids",
     )
 )  # fmt: skip
 _SWITCHES = frozenset(("output_attentions", "deterministic"))  # which ask for nothing where they are False
@@ -222,6 +222,11 @@ def _refuse(module: torch.nn.Module, beside: dict[str, Any]) -> None:
         raise UnsupportedProblem(
             "transformers: output_attentions=True, and tilewise never holds the weights.",
             remedy="use attn_implementation='eager' to look at them",
+        )
+    if torch.onnx.is_in_onnx_export():
+        raise UnsupportedProblem(
+            "transformers: export to ONNX, which has no operator for tilewise's attention.",
+            remedy="call model.set_attn_implementation('sdpa') before the export",
         )
     deterministic = beside.get("deterministic")
     if deterministic and not torch.are_deterministic_algorithms_enabled():
@@ -468,10 +473,10 @@ def _there(lengths: Tensor, keys: int) -> Tensor:
     return torch.arange(keys, device=lengths.device) < lengths[:, None, None, None]
 
 
-def _takes_terms(query: Tensor) -> bool:
-    """Whether padding, biases and sinks run as terms of our kernels. PyTorch's, which a CPU has, take one tensor for
-    them all."""
-    return query.is_cuda
+def _takes_terms(tensor: Tensor) -> bool:
+    """Whether padding, biases and sinks run as terms of our kernels, where this tensor is. PyTorch's, which a CPU has,
+    take one tensor for them all."""
+    return tensor.is_cuda
 
 
 def _by_terms(
@@ -688,6 +693,10 @@ def attention_mask(
     there is padding. None says the same as to Transformers' sdpa.
     """
     mask_function = mask_function or _masking.causal_mask_function
+    if getattr(kwargs.get("config"), "model_type", "") in _ADD_TO_MASKS:
+        return _masking.eager_mask(  # type: ignore[no-any-return]
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device=device, **kwargs
+        )
     traced = torch.compiler.is_compiling() or (
         attention_mask is not None and isinstance(attention_mask, _traced_types())
     )
@@ -712,12 +721,14 @@ def attention_mask(
             return torch.ones((), dtype=torch.bool, device=device).expand(shape)
         return keep.expand(shape) if traced else RuleMask(_FULL, shape, device, keep)
     if traced and allow_is_causal_skip and attention_mask is not None and type(q_offset) is int:
-        # Nothing is joined to the causal rule, or to a window, where the skip is allowed.
+        # Nothing is joined to the causal rule, or to a window, where the skip is allowed. Where attention takes one
+        # tensor, Transformers' own is made once for all layers.
         window, config = kwargs.get("local_size"), kwargs.get("config")
         windowed = window and getattr(config, "attention_chunk_size", None) is None
         causal = mask_function is _masking.causal_mask_function
         square = q_offset == kv_offset == 0 and q_length == kv_length
-        if square and (causal or windowed) and getattr(config, "model_type", "") not in _LOOK_INTO_MASKS:
+        by_terms = _takes_terms(attention_mask)
+        if by_terms and square and (causal or windowed) and getattr(config, "model_type", "") not in _LOOK_INTO_MASKS:
             return _flags(attention_mask, kv_length, None if causal else window)
     if parts is not None and "causal" in parts and parts.get("window") == 0:  # of layers that the model does not have
         nothing = torch.zeros((), dtype=torch.bool, device=device).expand(batch_size, 1, 1, kv_length)
@@ -790,6 +801,9 @@ def _keep(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | No
 
 # Encoders whose attention says that it is causal: without a mask it would be, as it is by Transformers' own sdpa.
 _SAY_CAUSAL = frozenset(("phi4_multimodal_vision",))
+
+# Models whose own code puts numbers to be added beside a mask, whatever the mask holds: they get one of numbers.
+_ADD_TO_MASKS = frozenset(("deepseek_v4",))
 
 # Models whose own code cuts or compares masks of four dimensions on their way to attention.
 _LOOK_INTO_MASKS = frozenset(("doge", "informer", "pix2struct"))
@@ -890,6 +904,9 @@ def _parts(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
             held = part.__closure__[part.__code__.co_freevars.index(variable)].cell_contents
             if maker == "and_masks":
                 waiting += held
+            elif maker == _BY_POSITIONS:
+                waiting.append(held)
+                found[maker] = True
             elif name in found:
                 return None
             else:
@@ -898,6 +915,8 @@ def _parts(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
             return None
     causal, bidirectional = "causal" in found, "bidirectional" in found
     sided = "sliding_window_overlay" in found
+    if _BY_POSITIONS in found and "packed" not in found:
+        return None  # within a sequence a band by positions is one by places
     known = {name: held for name, held in found.items() if name not in _MAKERS}
     return (
         known if causal != bidirectional and (causal or not sided) and not (causal and _BOTH_SIDES in found) else None
@@ -905,8 +924,10 @@ def _parts(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
 
 
 _BOTH_SIDES = "sliding_window_bidirectional_overlay"
+_BY_POSITIONS = "remap_positions_for_packed_sequence"  # of Transformers 5.23
 _MAKERS = {  # of functions: what they add, and the variable that says it
     "and_masks": ("", "mask_functions"),
+    _BY_POSITIONS: ("", "mask_function"),
     "sliding_window_overlay": ("window", "sliding_window"),
     _BOTH_SIDES: ("window", "sliding_window"),
     "packed_sequence_mask_function": ("packed", "packed_sequence_mask"),

@@ -13,10 +13,12 @@ tensors: jagged.py.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import threading
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ... import hook
 from ...errors import InvalidInput
@@ -35,11 +37,14 @@ if TYPE_CHECKING:
     from ...problem import Problem
     from .decision import OnFallback
 
+_Function = TypeVar("_Function", bound="Callable[..., Any]")
+
 __all__ = ["Entry", "FallbackWarning", "Override", "Rule", "sdpa"]
 
 
 class Rule(Decider):
-    """One setting of the override, and the context manager that puts it in force. May be entered again and again."""
+    """One setting of the override, and the context manager that puts it in force. May be entered again and again, and
+    may decorate a function. A copy, pickled or not, has the setting and none of what was decided under it."""
 
     def __init__(self, when: Callable[[Problem], object] | None, on_fallback: OnFallback, backend: str) -> None:
         if when is not None and not callable(when):
@@ -58,6 +63,29 @@ class Rule(Decider):
         """The result of a call with jagged nested tensors that is taken, or None for PyTorch's function."""
         return jagged.take(self, arguments)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.when, self.on_fallback, self.backend)
+
+    def __call__(self, function: _Function) -> _Function:
+        """The function with a block around each of its calls."""
+        for kind, is_kind in _SUSPENDED.items():
+            if is_kind(function):
+                raise InvalidInput(
+                    "tilewise.sdpa",
+                    f"the {kind} {getattr(function, '__name__', function)}",
+                    "a function whose body runs within its call",
+                    "write the block `with tilewise.sdpa(...):` inside it",
+                )
+        if not callable(function):
+            raise InvalidInput("tilewise.sdpa", repr(function), "a function to decorate", "write @tilewise.sdpa(...)")
+
+        @functools.wraps(function)
+        def ruled(*given: Any, **named: Any) -> Any:
+            with self:
+                return function(*given, **named)
+
+        return ruled  # type: ignore[return-value]
+
     def __enter__(self) -> Rule:
         hook.enter(self)
         return self
@@ -74,6 +102,11 @@ class Rule(Decider):
             )
 
 
+_SUSPENDED = {  # functions whose call only prepares what runs later, outside of the block
+    "coroutine function": inspect.iscoroutinefunction,
+    "generator": inspect.isgeneratorfunction,
+    "asynchronous generator": inspect.isasyncgenfunction,
+}
 _OPTIONS = ("when", "on_fallback", "backend")
 
 
@@ -104,6 +137,9 @@ class Override:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rule: Rule | None = None
+
+    def __reduce__(self) -> str:
+        return "sdpa"  # there is one in a process
 
     def __call__(
         self,
