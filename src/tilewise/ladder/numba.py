@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import fresh
 from ..backend import ALL, NO_OPERANDS, empty_lse, empty_out
 from ..errors import Reason, UnsupportedProblem
 from ..target import Target
@@ -128,7 +129,7 @@ def forward(
         return out.zero_(), lse.fill_(-math.inf)
     kernel = _kernel(config.block_q, config.block_kv, problem.head_dim, problem.head_dim_v)
     whole = out.dtype == torch.float32 and out.is_contiguous()  # the simulator takes no other arrays
-    work = out if whole else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    work = out if whole else fresh.new_empty(out, out.shape, dtype=torch.float32)
     arrays = [_array(tensor.float().contiguous()) for tensor in (q, k, v)] + [_array(work), _array(lse)]
     grid = (-(-problem.seq_q // config.block_q), problem.heads_q, problem.batch)
     launch = (grid, *_launch(q.device))

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
+from .. import fresh
 from ..backend import ALL, NO_OPERANDS, empty_lse, empty_out
 from ..errors import Reason, UnsupportedProblem
 from ..jit import Arguments, TensorMap, Unit, cpp_constant, function_for, layout_asserts, params_struct, rows_map
@@ -463,7 +464,7 @@ class Pipeline:
     def room(self, q: torch.Tensor) -> torch.Tensor:
         """The buffer of a slab's scores (pairs, rows, pitch)."""
         pairs, rows = _slab(self.problem, self.config)
-        return q.new_empty(pairs, rows, _round_up(self.problem.seq_kv, 8))
+        return fresh.new_empty(q, (pairs, rows, _round_up(self.problem.seq_kv, 8)))
 
     def arguments(
         self,
