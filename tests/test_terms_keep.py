@@ -12,6 +12,7 @@ from term_cases import BF16, F32, H200, KERNELS, Case, Tensor, both_ways, case_o
 from tilewise import Full
 from tilewise.engine import SM80, SM90
 from tilewise.terms import Alibi, Keep, KeyLengths, Sink
+from tilewise.terms.shared import is_paired
 
 
 def keeping(kind: str, problem: Any) -> Tensor:
@@ -33,6 +34,23 @@ def keeping(kind: str, problem: Any) -> Tensor:
         return keep
     keep &= torch.rand((*keep.shape[:-1], 1), generator=generator) > 0.125
     return keep
+
+
+def test_keys_are_read_in_pairs_only_where_all_rows_have_whole_pairs() -> None:
+    """One more would lie behind the tensor's end."""
+
+    def paired(keep: Tensor, keys: int) -> bool:
+        return is_paired(keep, case_of(BF16, 64, Full(), (), lambda _: {}, seq_kv=keys).problem)
+
+    room = torch.zeros(2, 4, 100, 152, dtype=torch.bool)
+    assert paired(room[..., :150], 150)
+    assert paired(room[:1, :1, :1, :150], 150)
+    assert not paired(torch.zeros(1, 149, dtype=torch.bool), 149)
+    assert not paired(room[:1, :1, :1, :149], 149)
+    assert not paired(room[..., 1:151], 150)
+    assert not paired(room.flatten()[: 4 * 151].view(4, 151)[:, :150], 150)
+    assert not paired(room[..., :1], 150)
+    assert not paired(room[..., :100, :100].transpose(-1, -2), 100)
 
 
 KEEPS = ["dense", "strided", "padding", "shared", "rows", "padding", "dense"]

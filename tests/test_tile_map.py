@@ -149,6 +149,7 @@ MAPS = [
     ((2, 1, 1, 700), Causal("bottom-right")),
     ((1, 1, 300, 700), Window(200, 40)),
     ((1, 4, 300, 700), Causal()),
+    ((2, 4, 1, 700), Full()),  # alike for all queries, and different per head
 ]
 
 
