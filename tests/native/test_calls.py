@@ -147,6 +147,18 @@ def test_gradients_have_the_bits_of_those_in_python(machine, layout):
         assert one.stride() == other.stride()
 
 
+@pytest.mark.parametrize("sizes", [{}, {"shape": (4, 8, 300, 64)}], ids=["one memory", "a memory each"])
+def test_what_no_kernel_writes_is_nan(hopper, sizes):
+    tensors = inputs(**sizes)
+    dout = torch.randn_like(tensors[0])
+    hopper.driver.runs = False  # fresh memory stays as it is
+    for _ in range(4):
+        before = hopper.counts
+        found = step(hopper, tensors, dout)
+    assert hopper.counts[1] > before[1], "the last backward was native"
+    assert all(one.isnan().all() for one in found)
+
+
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, True), (False, False, True)], ids=str)
 def test_only_some_gradients(hopper, wanted):
     tensors = inputs()

@@ -15,6 +15,7 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/contiguous_ops.h>
 #include <ATen/ops/empty_strided_ops.h>
+#include <ATen/ops/fill_ops.h>
 #include <ATen/ops/zero_ops.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
@@ -285,6 +286,10 @@ uintptr_t address(const at::Tensor& tensor) {
   return tensor.defined() ? reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) : 0;
 }
 
+c10::DispatchKeySet key_of(c10::Device device) {
+  return c10::DispatchKeySet(device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
+}
+
 // What PyTorch allocates with on a device. An allocator that is in use is never replaced, so it is
 // asked once: of a tensor, because a user may have set another than CUDA's own.
 c10::Allocator* allocator_of(c10::Device device) {
@@ -292,8 +297,7 @@ c10::Allocator* allocator_of(c10::Device device) {
   auto& place = known[device.is_cuda() ? 1 : 0];
   c10::Allocator* found = place.load(std::memory_order_acquire);
   if (found == nullptr) {
-    const c10::DispatchKeySet key(device.is_cuda() ? c10::DispatchKey::CUDA
-                                                   : c10::DispatchKey::CPU);
+    const c10::DispatchKeySet key = key_of(device);
     const c10::SymInt one = 1;
     found =
         at::_ops::empty_strided::redispatch(key, c10::SymIntArrayRef(one), c10::SymIntArrayRef(one),
@@ -321,16 +325,10 @@ c10::OptionalDeviceGuard make_current(c10::Device device, const Recipe& recipe) 
   return c10::OptionalDeviceGuard(device);
 }
 
-// Memory on the current device that no tensor is made of.
-c10::DataPtr empty_bytes(int64_t bytes, c10::Device device) {
-  return bytes == 0 ? c10::DataPtr() : allocator_of(device)->allocate(size_t(bytes));
-}
-
 // A tensor of this memory, from an element of it on.
 at::Tensor tensor_of(c10::Storage memory, const Shape& shape, c10::ScalarType dtype,
                      int64_t first = 0) {
-  const c10::DispatchKeySet key(memory.device().is_cuda() ? c10::DispatchKey::CUDA
-                                                          : c10::DispatchKey::CPU);
+  const c10::DispatchKeySet key = key_of(memory.device());
   at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(memory), key,
                                                              c10::scalarTypeToTypeMeta(dtype));
   made.unsafeGetTensorImpl()->set_sizes_and_strides(shape.sizes, shape.strides, first);
@@ -342,12 +340,30 @@ c10::Storage storage_of(c10::DataPtr&& memory, int64_t bytes, c10::Allocator* al
                                                std::move(memory), allocator, true);
 }
 
-// On the current device. Below the dispatcher: nothing above the allocator has a say in what we
-// allocate.
-at::Tensor empty(const Shape& shape, c10::ScalarType dtype, c10::Device device) {
+// Fresh memory on the current device, which starts as nan of every type where tilewise/fresh.py
+// says so. Below the dispatcher: nothing above the allocator has a say in what we allocate.
+c10::Storage empty_storage(int64_t bytes, c10::Device device) {
+  static const bool is_poisoned = [] {
+    const char* set = std::getenv("TILEWISE_POISON");
+    return set != nullptr && std::strcmp(set, "") != 0 && std::strcmp(set, "0") != 0;
+  }();
   c10::Allocator* allocator = allocator_of(device);
+  c10::Storage made = storage_of(allocator->allocate(size_t(bytes)), bytes, allocator);
+  if (is_poisoned) {
+    at::Tensor numbers = tensor_of(made, Shape(bytes, 1), c10::kByte);
+    at::_ops::fill__Scalar::redispatch(key_of(device), numbers, 255);
+  }
+  return made;
+}
+
+// Memory that no tensor is made of.
+c10::DataPtr empty_bytes(int64_t bytes, c10::Device device) {
+  return bytes == 0 ? c10::DataPtr() : empty_storage(bytes, device).set_data_ptr(c10::DataPtr());
+}
+
+at::Tensor empty(const Shape& shape, c10::ScalarType dtype, c10::Device device) {
   const int64_t bytes = shape.elements * int64_t(c10::elementSize(dtype));
-  return tensor_of(storage_of(allocator->allocate(size_t(bytes)), bytes, allocator), shape, dtype);
+  return tensor_of(empty_storage(bytes, device), shape, dtype);
 }
 
 // Whether a call reads a tensor that hides keys.
@@ -742,10 +758,7 @@ class AttentionBackward final : public Node {
       bytes += (backward.grads[i].elements * size + alignment - 1) / alignment * alignment;
     }
     c10::Storage shared;
-    if (bytes <= shared_bytes) {
-      c10::Allocator* allocator = allocator_of(device);
-      shared = storage_of(allocator->allocate(size_t(bytes)), bytes, allocator);
-    }
+    if (bytes <= shared_bytes) shared = empty_storage(bytes, device);
     for (unsigned i = 0; i < 3; ++i) {
       if ((backward.wants >> i & 1) == 0) continue;
       grads[i] = shared ? tensor_of(shared, backward.grads[i], dtype, first[i] / size)
