@@ -7,7 +7,7 @@ CPP := $(wildcard src/tilewise/kernels/*/*.cuh src/tilewise/kernels/*/*/*.cuh sr
                   tests/emulator/*.h tests/emulator/*.cpp tests/emulator/*/*.cuh tests/emulator/*/*/*.cuh)
 INSTALL := python -m pip install --quiet --disable-pip-version-check
 CLANG_FORMAT = $(PYTHON) -c "from clang_format import clang_format; clang_format()"
-export PYTHONPATH := src
+export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 ifeq ($(origin PYTHON), undefined)
 PYTHON  := $(VENV)/bin/python

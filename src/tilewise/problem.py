@@ -416,9 +416,8 @@ def _kept(
     inference tensors). Nor on a CPU, whose memory others may write to (numpy), and where this is little beside the
     attention. On another stream nothing says that it is finished.
     """
-    if torch.compiler.is_compiling() or type(q) is not torch.Tensor or not q.is_cuda:
-        return make()
-    if torch.cuda.is_current_stream_capturing():
+    is_fake = isinstance(q, torch.Tensor) and type(q) not in (torch.Tensor, torch.nn.Parameter)
+    if torch.compiler.is_compiling() or is_fake or not q.is_cuda or torch.cuda.is_current_stream_capturing():
         return make()
     values = [getattr(mask, field.name) for field in fields(mask)]  # type: ignore[arg-type]
     held = [value for value in values if isinstance(value, torch.Tensor)]
