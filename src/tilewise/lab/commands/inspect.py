@@ -17,6 +17,7 @@ from ..measure.compare import REFUSED
 from ..model import static
 from ..render import inspect_text, pages
 from ..studies import bench as benches
+from ..studies import elsewhere
 from ..studies import inspect as inspection
 from .options import (
     DEVICE,
@@ -171,6 +172,8 @@ def inspect(
         if counters and found.comparison.complete:
             inspection.count(found, seed, str(tensors) if tensors else "", 10 * time_limit)
         told = found.to_dict() | {"provenance": environment.provenance(seed, environment.command_line())}
+        if found.target.is_cpu:
+            told["elsewhere"] = elsewhere.elsewhere(problem, benches.RESULTS)
         told["suite"] = inspection.record_name(problem, experiment)
         if save:
             print(f"saved {benches.save(told, results)}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ...problem import Problem
@@ -32,12 +31,11 @@ from .html import (
     torch_of,
 )
 from .roles import role_of, short_name
-from .views import DEFAULT, OURS, Entry, View, view
+from .views import DEFAULT, FORMULA, OURS, Entry, View, view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FORMULA = "TFLOP/s counts visible (query, key) pairs only: 2 * pairs * (head_dim + head_dim_v), backward 2.5 times that"
 _SHORT = {"exponentials": "exp"}
 _ABOUT_GPU = (
     "The profiler watches one call on an idle device, so a gap is mostly the host's time between two launches, and a "
@@ -52,6 +50,7 @@ def inspect_page(told: dict[str, Any]) -> str:
     seen = view(told["comparison"], told["torch"].get("choice", ""))
     sections = [
         *_candidates(told, seen),
+        *_elsewhere(told.get("elsewhere")),
         *_ceilings(told, seen, problem),
         *_kernels(told, seen),
         *_counters(told),
@@ -143,6 +142,30 @@ def _candidates(told: dict[str, Any], seen: View) -> list[Section]:
     parts.append(_table(told, seen, [*shown, *folded, *seen.failures]))
     compared = f"Verified against float64: {seen.compared}." if seen.compared else "Not verified."
     return [section("Candidates", *parts, note(f"{compared} Times by {seen.timing}. {FORMULA}."))]
+
+
+def _elsewhere(there: dict[str, Any] | None) -> list[Section]:
+    """What an H200 would run, and the nearest figures recorded on one."""
+    if not there:
+        return []
+    runs = [
+        ("it would run", there["backend"]),
+        ("configuration", there["config"] or "-"),
+        ("because", there["because"]),
+    ]
+    parts = [definitions(runs)]
+    if recorded := there.get("recorded"):
+        seconds, speeds = recorded["seconds"], recorded["speeds"]
+        clock = units.Clock.of(seconds.values())
+        items = [
+            charts.Bar(name, one, clock.text(one), views.kind_of(name), chosen=name == OURS,
+                       aside=f"tilewise {speeds[name]}" if name in speeds else "")
+            for name, one in seconds.items()
+        ]  # fmt: skip
+        which = "this problem" if recorded["same"] else "the nearest problem on record"
+        parts.append(charts.bars(items, f"Recorded there, {recorded['what']} of {which}: shorter is better"))
+        parts.append(note(Markup(f"{code(recorded['problem'])}, from {code(recorded['record'])}.")))
+    return [section(f"On an {there['gpu']}", *parts)]
 
 
 def kinds(entries: Sequence[Entry]) -> list[tuple[str, str]]:
@@ -332,26 +355,10 @@ def _gap_note(part: dict[str, Any]) -> Markup:
     return note(f"The device was busy for {busy} and idle for {idle} in between; the host launched for {host}.")
 
 
-def in_steps(launches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Launches of one kernel one after the other as one step, with their count, their time and the gaps before them."""
-    found = []
-    until = 0.0
-    for _, alike in groupby(launches, key=lambda launch: (launch["name"], str(launch["grid"]), str(launch["block"]))):
-        first, *rest = alike
-        step = first | {"us": 0.0, "count": 0, "gap": 0.0}
-        for launch in (first, *rest):
-            step["us"] += launch["us"]
-            step["count"] += launch["count"]
-            step["gap"] += max(0.0, launch["start_us"] - until)
-            until = max(until, launch["start_us"] + launch["us"])
-        found.append(step)
-    return found
-
-
 def _kernel_table(launches: Sequence[dict[str, Any]], summed: bool) -> Markup:
     if not launches:
         return paragraph("The profiler saw no kernel.")
-    lines = in_steps(launches)
+    lines = views.in_steps(launches)
     total = sum(line["us"] for line in lines) or 1.0
     columns = [
         "kernel", "operator", ">launches", ">gap before", ">time", ">share", ">grid", ">block", ">registers",

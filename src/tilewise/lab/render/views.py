@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ...plan import BACKENDS
@@ -18,6 +19,7 @@ from ..measure.compare import REFUSED, TIMES, UNVERIFIED, VERIFIED, median, read
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+FORMULA = "TFLOP/s counts visible (query, key) pairs only: 2 * pairs * (head_dim + head_dim_v), backward 2.5 times that"
 OURS, DEFAULT = "tilewise", "torch-default"
 OUR_KIND, TORCH_KIND, OTHER_KIND = "ours", "torch", "other"
 KINDS = {OUR_KIND: "tilewise", TORCH_KIND: "PyTorch", OTHER_KIND: "others"}
@@ -231,6 +233,22 @@ def _same_as(name: str, values: dict[str, Any], choice: str) -> str:
     if values.get("same_as"):
         return str(values["same_as"])
     return DEFAULT if choice and name == kernel_name(choice) else ""
+
+
+def in_steps(launches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Launches of one kernel one after the other as one step, with their count, their time and the gaps before them."""
+    found = []
+    until = 0.0
+    for _, alike in groupby(launches, key=lambda launch: (launch["name"], str(launch["grid"]), str(launch["block"]))):
+        first, *rest = alike
+        step = first | {"us": 0.0, "count": 0, "gap": 0.0}
+        for launch in (first, *rest):
+            step["us"] += launch["us"]
+            step["count"] += launch["count"]
+            step["gap"] += max(0.0, launch["start_us"] - until)
+            until = max(until, launch["start_us"] + launch["us"])
+        found.append(step)
+    return found
 
 
 def _merge(entries: dict[str, Entry], same: dict[str, str]) -> None:
