@@ -5,6 +5,7 @@ VENV    := .venv
 STAMP   := $(VENV)/.installed
 CPP := $(wildcard src/tilewise/kernels/*/*.cuh src/tilewise/kernels/*/*/*.cuh src/tilewise/native/*.cpp src/tilewise/native/*.h \
                   tests/emulator/*.h tests/emulator/*.cpp tests/emulator/*/*.cuh tests/emulator/*/*/*.cuh)
+INSTALL := python -m pip install --quiet --disable-pip-version-check
 CLANG_FORMAT = $(PYTHON) -c "from clang_format import clang_format; clang_format()"
 export PYTHONPATH := src
 
@@ -16,7 +17,7 @@ endif
 # With REPORTS=folder every job leaves a JUnit report there.
 REPORT = $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 
-.PHONY: run native wheel-native test kernel-gates thunder libraries nightly instrument-check check format golden docs screenshots gpu-check environments clean
+.PHONY: run native wheel-native test kernel-gates thunder libraries nightly newest instrument-check check format golden docs evidence evidence-check screenshots gpu-check environments clean
 
 run: $(SETUP)
 	$(PYTHON) -m tilewise inspect --shape 1,8,2048,64 --dtype float32 --mask window:256,0 --html report.html
@@ -39,6 +40,15 @@ libraries: .venv-libraries/.installed
 nightly: $(SETUP)
 	$(PYTHON) tests/hostile/nightly.py
 
+# Prints which packages are other releases than the pins name, then tests with them. torch alone stays as it is: the
+# newest that pip finds is gigabytes of CUDA, and another release asks for code of its own (torch_kernels/gates.py).
+newest:
+	test -x .venv-newest/bin/python || python3 -m venv .venv-newest
+	.venv-newest/bin/$(INSTALL) --upgrade --upgrade-strategy eager --requirement .ci/torch.txt --editable ".[dev]"
+	@.venv-newest/bin/python -m pip list --format=freeze --exclude-editable --exclude torch --exclude pip | \
+	  grep -vxF -f constraints.txt -f constraints-cpu.txt || echo "Every pin is of the newest release."
+	$(MAKE) --keep-going check test kernel-gates PYTHON=.venv-newest/bin/python
+
 # Two identical candidates, 200 times, on a machine that is kept busy: at most 4 may be told apart. Takes some minutes.
 # The record goes to benchmarks/results/, or to RESULTS=folder.
 instrument-check: $(SETUP)
@@ -54,14 +64,14 @@ wheel-native: $(SETUP)
 	$(PYTHON) -m tilewise native wheel build/tilewise-*-py3-none-any.whl --folder dist
 
 check: $(SETUP)
-	$(PYTHON) -m ruff check src tests examples benchmarks .ci
-	$(PYTHON) -m ruff format --check src tests examples benchmarks .ci
+	$(PYTHON) -m ruff check src tests examples benchmarks tools .ci
+	$(PYTHON) -m ruff format --check src tests examples benchmarks tools .ci
 	$(PYTHON) -m mypy
 	$(CLANG_FORMAT) --dry-run -Werror $(CPP)
 
 format: $(SETUP)
-	$(PYTHON) -m ruff check --fix src tests examples benchmarks .ci
-	$(PYTHON) -m ruff format src tests examples benchmarks .ci
+	$(PYTHON) -m ruff check --fix src tests examples benchmarks tools .ci
+	$(PYTHON) -m ruff format src tests examples benchmarks tools .ci
 	$(CLANG_FORMAT) -i $(CPP)
 
 golden: $(SETUP)
@@ -69,6 +79,15 @@ golden: $(SETUP)
 
 docs: $(SETUP)
 	$(PYTHON) -m tilewise docs
+
+# What README.md and docs/ cite, measured where it is missing or older than the kernels. Ends after MINUTES (8.5 by
+# default), and goes on from there the next time.
+evidence: $(SETUP)
+	$(PYTHON) tools/evidence.py $(if $(MINUTES),--minutes $(MINUTES)) $(foreach name,$(ONLY),--only $(name))
+
+# Fails where a figure of README.md or docs/ is not backed by a record of the kernels as they are.
+evidence-check: $(SETUP)
+	$(PYTHON) tools/evidence.py --check
 
 # The reports as a browser shows them, for docs/microscope.md. Needs a Chromium (.ci/chromium installs one).
 screenshots: $(SETUP)
@@ -78,18 +97,25 @@ screenshots: $(SETUP)
 gpu-check: $(SETUP)
 	$(if $(LANES),printf '%s\n' tests/gpu/test_*.py | xargs -P $(LANES) -n 1 $(PYTHON) -m pytest,$(PYTHON) -m pytest tests/gpu)
 
-$(STAMP): pyproject.toml constraints.txt
+# A CUDA build of torch pins NVRTC and Triton itself, and two pins of one package would be a conflict. Variables rather
+# than options, which do not reach the environment that our package is built in; pip has the second since 25.3.
+CPU_PINS = "from importlib.metadata import requires as of; \
+  print('' if any(line.startswith('triton') for line in of('torch')) else 'constraints-cpu.txt')"
+
+$(STAMP): pyproject.toml constraints.txt constraints-cpu.txt .ci/torch.txt
 	test -x $(VENV)/bin/python || python3 -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(VENV)/bin/$(INSTALL) --constraint constraints.txt --requirement .ci/torch.txt
+	pins=$$($(VENV)/bin/python -c $(CPU_PINS)) && \
+	export PIP_CONSTRAINT="constraints.txt $$pins" && export PIP_BUILD_CONSTRAINT="$$PIP_CONSTRAINT" && \
+	$(VENV)/bin/$(INSTALL) --editable ".[dev]"
 	touch $@
 
-.venv-%/.installed: .ci/%.txt
+.venv-%/.installed: .ci/%.txt constraints.txt
 	test -x .venv-$*/bin/python || python3 -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	.venv-$*/bin/$(INSTALL) --requirement $<
 	touch $@
 
 environments: $(STAMP) .venv-thunder/.installed .venv-libraries/.installed
 
 clean:
-	rm -rf $(VENV) .venv-thunder .venv-libraries .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-thunder .venv-libraries .venv-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -290,7 +290,8 @@ def main() -> None:
 
     from tilewise import CompileError  # noqa: PLC0415
     from tilewise.lab.measure import environment  # noqa: PLC0415
-    from tilewise.lab.studies import bench  # noqa: PLC0415
+    from tilewise.lab.model import launched  # noqa: PLC0415
+    from tilewise.lab.studies import kept  # noqa: PLC0415
     from tilewise.native import library  # noqa: PLC0415
 
     os.environ.setdefault(library.SETTING, "on")
@@ -316,7 +317,8 @@ def main() -> None:
         settings = {"rounds": options.rounds, "steps": options.steps, "tiny": options.tiny, "device": options.device}
         record = {"kind": "tilewise models", "suite": "eager", "provenance": provenance, "settings": settings}
         record |= {"repeated calls": environment.repeated_calls(), "rows": rows}
-        print(f"saved {bench.save(record, ROOT / 'benchmarks' / 'results')}", file=sys.stderr)
+        record["kernels"] = launched.by_this_process()
+        print(f"saved {kept.save(record, ROOT / 'benchmarks' / 'results')}", file=sys.stderr)
 
 
 if __name__ == "__main__":

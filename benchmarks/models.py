@@ -2,7 +2,6 @@
 
     python benchmarks/models.py --save                     # all models, on a GPU, in about four minutes
     python benchmarks/models.py --only gemma2 --only t5    # some of them
-    python benchmarks/models.py --only llama --join FILE --save   # with the rows of an earlier record
     python benchmarks/models.py --tiny --device cpu        # a look at the script itself
 
 Random weights in bfloat16, a few layers of real width, batches of real text's kind: sequences of very different
@@ -360,7 +359,9 @@ def work(options: argparse.Namespace) -> None:
     peers = tuple(peer for peer in MODELS[options.worker].peers if peer in options.peer)
     runner = Runner(options.worker, tiny=options.tiny, device=options.device, peers=peers)
     runner.verify()
-    for told in ({"errors": runner.errors, "wrong": runner.wrong}, None):
+    from tilewise.lab.model import launched  # noqa: PLC0415
+
+    for told in ({"errors": runner.errors, "wrong": runner.wrong, "kernels": launched.by_this_process()}, None):
         print(json.dumps(told or runner.rounds(options.rounds, options.seconds)), file=answers, flush=True)
         if told is not None and not sys.stdin.readline():
             return
@@ -384,7 +385,8 @@ def line_of(process: subprocess.Popen[str], seconds: float) -> dict[str, Any] | 
     return json.loads(text) if text else None
 
 
-def compare(names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+def compare(names: list[str], options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The rows, and what of ours their calls launch."""
     from tilewise.lab.measure import statistics  # noqa: PLC0415
 
     flags = ["--device", options.device, "--rounds", str(options.rounds), "--seconds", str(options.seconds)]
@@ -399,13 +401,14 @@ def compare(names: list[str], options: argparse.Namespace) -> list[dict[str, Any
         )
         for name in names
     }
-    rows = []
+    rows, kernels = [], []
     try:
         ready = {name: line_of(process, READY_SECONDS) for name, process in processes.items()}
         for name, process in processes.items():
             told = ready[name]
             times = None
             if told is not None:
+                kernels += told.pop("kernels")
                 assert process.stdin is not None
                 process.stdin.write("time\n")
                 process.stdin.flush()
@@ -415,7 +418,7 @@ def compare(names: list[str], options: argparse.Namespace) -> list[dict[str, Any
         for process in processes.values():
             process.kill()
             process.wait()
-    return rows
+    return rows, kernels
 
 
 def row_of(
@@ -453,29 +456,9 @@ def show(rows: list[dict[str, Any]]) -> None:
         )
 
 
-def join(path: Path, rows: list[dict[str, Any]], record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of an earlier record of the same sources, settings and machine, and these, in the order of MODELS.
-
-    Some may have been measured in more rounds than others: a row has the times of all of its rounds.
-    """
-    earlier = json.loads(path.read_text())
-    for what, of in (
-        ("settings", lambda one: one["settings"] | {"rounds": None}),
-        ("engine", lambda one: one["provenance"]["source"]["engine"]),
-        ("versions", lambda one: one["provenance"]["versions"]),
-        ("GPU", lambda one: [gpu["name"] for gpu in one["provenance"]["gpus"]]),
-    ):
-        if of(earlier) != of(record):
-            raise SystemExit(f"{path} is of another {what}, so its rows do not belong here: measure them again")
-    measured = {row["model"] for row in rows}
-    both = [*rows, *(row for row in earlier["rows"] if row["model"] not in measured)]
-    return sorted(both, key=lambda row: (list(MODELS).index(row["model"]), KINDS.index(row["what"])))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=MODELS, help="of these models; all by default")
-    parser.add_argument("--join", type=Path, action="append", help="a record whose rows of other models are kept too")
     parser.add_argument("--peer", action="append", choices=PEERS, help="against these alone; all by default")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.1, help="measured per implementation, round and kind")
@@ -489,7 +472,7 @@ def main() -> None:
         work(options)
         return
     from tilewise.lab.measure import environment  # noqa: PLC0415
-    from tilewise.lab.studies import bench  # noqa: PLC0415
+    from tilewise.lab.studies import kept  # noqa: PLC0415
 
     provenance = environment.provenance(0, environment.command_line())
     import transformers  # noqa: PLC0415
@@ -497,14 +480,13 @@ def main() -> None:
     provenance["versions"]["transformers"] = transformers.__version__
     settings = {"rounds": options.rounds, "seconds": options.seconds, "tiny": options.tiny}
     record = {"kind": "tilewise models", "suite": "transformers", "provenance": provenance, "settings": settings}
-    for path in options.join or ():
-        join(path, [], record)  # refused before anything is measured
-    rows = compare(options.only or list(MODELS), options)
-    for path in options.join or ():
-        rows = join(path, rows, record)
+    rows, kernels = compare(options.only or list(MODELS), options)
     show(rows)
     if options.save:
-        print(f"saved {bench.save(record | {'rows': rows}, ROOT / 'benchmarks' / 'results')}", file=sys.stderr)
+        print(
+            f"saved {kept.save(record | {'rows': rows, 'kernels': kernels}, ROOT / 'benchmarks' / 'results')}",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

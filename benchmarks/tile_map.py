@@ -31,8 +31,9 @@ from tilewise.lab.candidates.inputs import make_inputs
 from tilewise.lab.candidates.names import OURS, Candidate
 from tilewise.lab.measure import accuracy, environment, timing
 from tilewise.lab.measure.compare import median
+from tilewise.lab.model import launched
 from tilewise.lab.render import map_docs
-from tilewise.lab.studies import bench, variants
+from tilewise.lab.studies import kept, variants
 from tilewise.plan import plan
 
 if TYPE_CHECKING:
@@ -113,11 +114,11 @@ def wrong(problem: Problem, inputs: Inputs, forward: Call, device: str) -> list[
 def measured(calls: Mapping[str, Call], rounds: int, seconds: float, method: str) -> dict[str, list[float]]:
     """Seconds per call, round by round, in a random order."""
     found: dict[str, list[float]] = {name: [] for name in calls}
-    kept: dict[str, timing.Kept] = {name: {} for name in calls}
+    known: dict[str, timing.Kept] = {name: {} for name in calls}
     order = random.Random(4)
     for _ in range(rounds):
         for name in order.sample(list(calls), len(calls)):
-            found[name].append(median(timing.measure(calls[name], method, seconds, kept=kept[name])))
+            found[name].append(median(timing.measure(calls[name], method, seconds, kept=known[name])))
     return found
 
 
@@ -155,11 +156,12 @@ def main() -> None:
         "suite": map_docs.SUITE,
         "provenance": provenance,
         "settings": settings,
+        "kernels": launched.by_this_process(),
         "rows": rows,
     }
     report.print_table(map_docs.COLUMNS, map_docs.cells(record))
     if options.save:
-        print(f"saved {bench.save(record, ROOT / 'benchmarks' / 'results')}", file=sys.stderr)
+        print(f"saved {kept.save(record, ROOT / 'benchmarks' / 'results')}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen.update(("", test))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the tests recorded as properties, of which the tests of the kernels' budgets are the only ones today."""
+    reports = terminalreporter.getreports("passed")
+    found: dict[str, set[str]] = {}
+    for name, value in (row for report in reports for row in report.user_properties):
+        found.setdefault(name, set()).add(str(value))
+    for name, values in found.items():
+        terminalreporter.section(f"{name} ({len(values)})")
+        terminalreporter.write_line("\n".join(sorted(values)))
+
+
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the machine does beside the tests decides no test: comparisons are made as if nothing else ran."""

@@ -1,13 +1,16 @@
-"""The check that no test is skipped by every job of CI, over real reports of small test folders."""
+"""The pins of what CI installs, and the check that no test is skipped by every job, over reports of small folders."""
 
 from __future__ import annotations
 
 import runpy
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = {
@@ -90,3 +93,59 @@ def test_the_browser_is_installed_before_the_tests():
     assert counted(found, "no Chromium here") == ["another"]
     assert 'CI_LACKS="no Chromium here"' in script
     assert "no Chromium here" in (ROOT / "tests" / "lab" / "test_html.py").read_text()
+
+
+def pinned(*files: str) -> set[str]:
+    """The packages that these files name a version of."""
+    lines = [line for file in files for line in (ROOT / file).read_text().splitlines() if "==" in line]
+    return {canonicalize_name(line.split("==")[0].rstrip("=")) for line in lines if not line.startswith("#")}
+
+
+def reached(name: str, extra: str = "", seen: set[tuple[str, str]] | None = None) -> set[str]:
+    """The package and all that it needs in this environment."""
+    seen = set() if seen is None else seen
+    if (name, extra) not in seen:
+        seen.add((name, extra))
+        for requirement in map(Requirement, metadata.requires(name) or ()):
+            if not requirement.marker or requirement.marker.evaluate({"extra": extra}):
+                for wanted in ("", *requirement.extras):
+                    reached(canonicalize_name(requirement.name), wanted, seen)
+    return {package for package, _ in seen}
+
+
+def test_every_package_of_the_development_environment_is_pinned():
+    if any(line.startswith("triton") for line in metadata.requires("torch") or ()):
+        pytest.skip("torch is a CUDA build, which pins much itself")
+    files = ("constraints.txt", "constraints-cpu.txt", ".ci/torch.txt")
+    assert reached("tilewise", "dev") - pinned(*files) == {"tilewise"}
+
+
+@pytest.mark.parametrize("file", ["torch", "thunder", "libraries"])
+def test_every_package_that_ci_asks_for_is_pinned(file):
+    lines = (ROOT / ".ci" / f"{file}.txt").read_text().splitlines()
+    names = {canonicalize_name(line.split("==")[0].rstrip("=")) for line in lines if line[0] not in "#-"}
+    constrained = pinned("constraints.txt") if "--constraint ../constraints.txt" in lines else set()
+    assert names - constrained - pinned(f".ci/{file}.txt") == set()
+
+
+@pytest.mark.parametrize(
+    ("torch_needs", "constraints"),
+    [
+        ("filelock", "constraints.txt constraints-cpu.txt"),
+        ('triton==3.7.1; platform_system == "Linux"', "constraints.txt"),
+    ],
+)
+def test_make_pins_the_cuda_packages_unless_torch_does(torch_needs, constraints, tmp_path):
+    """By the Makefile's own commands, in an environment whose pip only notes what constrains it."""
+    (tmp_path / "torch-2.13.0.dist-info").mkdir()
+    described = f"Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\nRequires-Dist: {torch_needs}\n"
+    (tmp_path / "torch-2.13.0.dist-info" / "METADATA").write_text(described)
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(
+        f'#!/bin/sh\n[ "$1 $2" = "-m pip" ] && {{ echo $PIP_CONSTRAINT >> "{tmp_path}/pip"; exit; }}\n'
+        f'PYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n'
+    )
+    python.chmod(0o755)
+    subprocess.run(["make", f"VENV={tmp_path}", f"{tmp_path}/.installed"], cwd=ROOT, capture_output=True, check=True)
+    assert (tmp_path / "pip").read_text().splitlines()[-1] == constraints

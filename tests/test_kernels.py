@@ -4,11 +4,15 @@
 `make nightly` the same sources for the other architectures.
 
 `PYTHONPATH=src python tests/test_kernels.py` writes the budgets, tests/ratchet.json, as the kernels are now. A budget
-that grows is a decision: it shows in the diff and wants its reason in the commit.
+that grows is a decision: it shows in the diff and wants its reason in the commit. Registers are the compiler's choice,
+so their budgets bind the release of NVRTC that wrote them, which constraints-cpu.txt pins. Any other release
+is held to the other tests, and the end of the run lists the kernels that it gives more registers (conftest.py).
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -19,16 +23,18 @@ import pytest
 
 from tilewise.engine import SM80, SM90
 from tilewise.errors import CompileError
-from tilewise.jit import Kernel, Unit, build_all, nvrtc_version, sass
+from tilewise.jit import Kernel, Unit, build_all, nvrtc, sass
 from tilewise.jit.ptxas import broken_gates
 from tilewise.lab.model.covering import units_of
 
 if TYPE_CHECKING:
     from collections import Counter
+    from collections.abc import Callable
 
     from tilewise.engine.backend import Fused
 
 RATCHET = Path(__file__).resolve().parent / "ratchet.json"
+PINS = RATCHET.parent.parent / "constraints-cpu.txt"
 # The instruction that multiplies matrices, per backend with CUDA kernels, and what a block may have of shared memory.
 BACKENDS = {SM80: "HMMA", SM90: "HGMMA"}
 MAX_SMEM = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "sm_90a": 227 * 1024}
@@ -107,8 +113,22 @@ def codes(built: dict[Unit, Kernel | CompileError]) -> dict[Unit, Code]:
 
 @pytest.fixture(scope="module")
 def ratchet() -> dict[str, dict[str, int]]:
-    budgets: dict[str, dict[str, int]] = json.loads(RATCHET.read_text())["kernels"] if RATCHET.is_file() else {}
+    budgets: dict[str, dict[str, int]] = recorded()["kernels"]
     return budgets
+
+
+def recorded() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(RATCHET.read_text()) if RATCHET.is_file() else {"nvrtc": "", "kernels": {}}
+    return table
+
+
+@functools.cache
+def compiler() -> str:
+    """The release of NVRTC that compiles here, as its PTX names it: nvrtcVersion has the first two numbers alone."""
+    ptx = nvrtc.run(importlib.import_module("cuda.bindings.nvrtc"), nvrtc.Program("", "empty.cu", [], "PTX")).product
+    found = re.search(rb"V(\d+\.\d+\.\d+)", ptx)
+    assert found, ptx
+    return found[1].decode()
 
 
 def kernel_of(unit: Unit, built: dict[Unit, Kernel | CompileError]) -> Kernel:
@@ -160,14 +180,21 @@ def test_it_fits_the_chip(backend: Fused, unit: Unit, built: dict[Unit, Kernel |
 
 @every_unit
 def test_it_keeps_its_budget(
-    backend: Fused, unit: Unit, built: dict[Unit, Kernel | CompileError], ratchet: dict[str, dict[str, int]]
+    backend: Fused,
+    unit: Unit,
+    built: dict[Unit, Kernel | CompileError],
+    ratchet: dict[str, dict[str, int]],
+    record_property: Callable[[str, object], None],
 ) -> None:
     assert unit.label in ratchet, (
         "no budget: run PYTHONPATH=src python tests/test_kernels.py and commit its ratchet.json"
     )
     used, budget = resources(unit, kernel_of(unit, built)), ratchet[unit.label]
-    assert used["registers"] <= budget["registers"]
     assert used["smem_bytes"] <= budget["smem_bytes"]
+    if (here := compiler()) == recorded()["nvrtc"]:
+        assert used["registers"] <= budget["registers"]
+    elif used["registers"] > budget["registers"]:
+        record_property(f"more registers by NVRTC {here}", f"{unit.label} {budget['registers']} -> {used['registers']}")
 
 
 @parametrized(READ)
@@ -193,6 +220,10 @@ def test_no_budget_is_left_of_a_kernel_that_is_gone(ratchet: dict[str, dict[str,
     assert set(ratchet) == {unit.label for _, unit in UNITS}
 
 
+def test_the_compiler_of_the_budgets_is_the_one_that_is_pinned() -> None:
+    assert f"nvidia-cuda-nvrtc=={recorded()['nvrtc']}" in PINS.read_text().splitlines()
+
+
 def write_ratchet() -> None:
     kernels = dict(build_all([unit for _, unit in UNITS]))
     for outcome in kernels.values():
@@ -205,7 +236,7 @@ def write_ratchet() -> None:
         if isinstance(kernel, Kernel)
     }
     rows = ",\n".join(f'    "{label}": {json.dumps(table[label])}' for label in sorted(table))
-    RATCHET.write_text(f'{{\n  "nvrtc": "{nvrtc_version()}",\n  "kernels": {{\n{rows}\n  }}\n}}\n')
+    RATCHET.write_text(f'{{\n  "nvrtc": "{compiler()}",\n  "kernels": {{\n{rows}\n  }}\n}}\n')
     print(f"{RATCHET}: {len(table)} kernels")
 
 

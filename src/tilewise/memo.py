@@ -57,6 +57,11 @@ class Memo(Generic[_Made]):
     def __len__(self) -> int:
         return len(self._known)
 
+    def values(self) -> list[_Made]:
+        """What is kept, in the order in which it was put in."""
+        with self._lock:
+            return list(self._known.values())
+
     def _empty(self) -> None:
         # A new dictionary: a thread in the middle of a look-up keeps the old one.
         self._known: dict[Hashable, _Made] = {}

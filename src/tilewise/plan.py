@@ -254,6 +254,11 @@ def plan(problem: Problem, target: Target, backend: str = AUTO, state: State | N
 _plans: Memo[Plan] = Memo()
 
 
+def plans_made() -> list[Plan]:
+    """Those that are remembered, in the order in which they were made."""
+    return _plans.values()
+
+
 def check_backend(backend: str) -> None:
     if not isinstance(backend, str) or (backend != AUTO and backend not in BACKENDS):
         raise InvalidInput("backend", repr(backend), f"'auto' or one of {', '.join(BACKENDS)}", "choose one of these")

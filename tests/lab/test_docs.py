@@ -14,13 +14,16 @@ from typer.testing import CliRunner
 from support import make_problem
 from tilewise import Dense
 from tilewise.errors import InvalidInput
+from tilewise.lab.candidates.names import Candidate
 from tilewise.lab.commands import inspect as cli_inspect
 from tilewise.lab.commands.app import app
 from tilewise.lab.measure.compare import VERIFIED, Comparison, Outcome, Settings
+from tilewise.lab.model.launched import launched
 from tilewise.lab.render import docs, host_docs, models_docs, plots, report_docs
-from tilewise.lab.studies import bench, host, records, suites
+from tilewise.lab.studies import bench, host, kept, records, suites
 from tilewise.lab.studies import inspect as inspection
-from tilewise.target import TARGETS
+from tilewise.plan import plan
+from tilewise.target import TARGETS, Target
 
 if TYPE_CHECKING:
     from tilewise import Problem
@@ -35,16 +38,23 @@ def made_up(
     """A record of a suite as if it had run: ours twice as fast as PyTorch's, flash refusing, quadratic in length."""
     errors = {"out": {"norm": 2e-3, "worst_row": 3e-3}}
     done = []
+    h200 = Target.named("h200")
     for row in suites.SUITES[name]:
         seconds = 1e-9 * row.problem.seq_q
         outcomes = [Outcome(candidate, VERIFIED, errors=errors) for candidate in row.candidates]
         outcomes[0].memory = 1 << 20
+        for outcome in outcomes:
+            if Candidate(outcome.candidate).is_planned and row.device == "cuda":
+                chosen = plan(row.asked(outcome.candidate), h200, Candidate(outcome.candidate).backend)
+                outcome.kernels = launched(chosen, row.timed)
         for outcome in outcomes:
             setattr(outcome, row.timed[0], [[seconds if outcome is outcomes[0] else 2 * seconds]] * rounds)
         outcomes[-1] = Outcome(row.candidates[-1], "refused", ["too tall"])
         done.append(Comparison(row, outcomes))
     record = bench.record(name, done, Settings(), ["tilewise", "bench"])
     record["provenance"] |= {"date": date, "gpus": [{"name": gpu}]}
+    for row in record["rows"]:
+        row["measured"] = date
     return json.loads(json.dumps(record))  # type: ignore[no-any-return]
 
 
@@ -52,7 +62,7 @@ def checkout(folder: Path, *found: dict[str, Any], text: str = "") -> Path:
     (folder / bench.RESULTS).mkdir(parents=True)
     (folder / "docs").mkdir()
     for number, record in enumerate(found):
-        (folder / bench.RESULTS / f"{number}.json").write_text(json.dumps(record))
+        kept.write(record, folder / bench.RESULTS / f"{number}.json")
     (folder / bench.RESULTS / "other.json").write_text('{"kind": "something else"}')
     (folder / bench.RESULTS / "broken.json").write_text("{")
     (folder / "README.md").write_text(text)
@@ -68,8 +78,9 @@ def test_our_tables_and_plots_are_those_of_the_records() -> None:
 
 def test_the_newest_whole_record_of_the_suite_and_gpu_is_cited(tmp_path: Path) -> None:
     part = made_up(date="2026-09-09T00:00:00+00:00")
-    part["rows"], part["whole"] = part["rows"][:3], False
-    stopped = made_up(date="2026-08-08T00:00:00+00:00") | {"complete": False}
+    part["rows"] = part["rows"][:3]
+    stopped = made_up(date="2026-08-08T00:00:00+00:00")
+    stopped["rows"][-1]["complete"] = False
     other = made_up(date="2026-07-07T00:00:00+00:00", gpu="NVIDIA A100")
     new, old = made_up(date="2026-02-02T00:00:00+00:00"), made_up()
     kept = records.read_all(checkout(tmp_path, part, stopped, other, new, old) / bench.RESULTS)
@@ -82,7 +93,7 @@ def test_the_newest_whole_record_of_the_suite_and_gpu_is_cited(tmp_path: Path) -
 
 def test_what_a_record_says_survives_being_read_back() -> None:
     record = made_up()
-    (again, *_) = records.Record("r", "", record).comparisons()
+    (again, *_) = records.Record("r", "", record).comparisons
     told = again.to_dict()
     assert {key: told[key] for key in ("row", "problem", "times", "best_peer", "compared")} == {
         key: record["rows"][0][key] for key in ("row", "problem", "times", "best_peer", "compared")
@@ -124,7 +135,7 @@ def test_a_marker_that_means_nothing_is_an_error(marker: str, tmp_path: Path) ->
 
 
 def test_series_need_lengths() -> None:
-    found = plots.panels(records.Record("r", "", made_up()).comparisons())
+    found = plots.panels(records.Record("r", "", made_up()).comparisons)
     assert set(found) == {f"head_dim {d}, {m}" for d in (64, 128, 256) for m in ("full", "causal")}
     points = found["head_dim 128, full"]["tilewise"]
     assert tuple(point.length for point in points) == LENGTHS
@@ -132,7 +143,7 @@ def test_series_need_lengths() -> None:
     assert plots.exponent(LENGTHS, [point.seconds for point in points]) == pytest.approx(2.0)
     assert plots.exponent(LENGTHS, [point.mebibytes for point in points]) == pytest.approx(1.0)
     assert "torch-flash" not in found["head_dim 128, full"]
-    assert plots.panels(records.Record("r", "", made_up("small")).comparisons()) == {}
+    assert plots.panels(records.Record("r", "", made_up("small")).comparisons) == {}
 
 
 def test_problems_that_are_timed_in_several_ways_have_a_line_each(tmp_path: Path) -> None:
@@ -157,7 +168,7 @@ def test_problems_that_are_timed_in_several_ways_have_a_line_each(tmp_path: Path
         assert f"| drawn | {kind}, window | 2.00 | 2.00 | 0% |" in summary
     for kind in ("forward", "backward", "step"):
         assert f"| grouped | {kind} | 2.00 | 2.00 | 0% |" in summary
-    assert "engine " in grouped.splitlines()[-1]
+    assert "commit " in grouped.splitlines()[-1]
 
 
 def test_goals_stand_beside_what_was_reached(tmp_path: Path) -> None:
@@ -185,7 +196,8 @@ def test_whole_models_are_a_table_of_their_page(tmp_path: Path) -> None:
     failed = {"model": "t5", "what": "step", "batch": 1, "tokens": 9, "seconds": {"tilewise": []}, "speed": None}
     provenance = made_up()["provenance"]
     provenance["versions"] = {"torch": "2.11", "transformers": "5.17"}
-    record = {"kind": models_docs.KIND, "settings": {"tiny": False}, "provenance": provenance, "rows": [row, failed]}
+    record = {"kind": models_docs.KIND, "suite": "transformers", "provenance": provenance, "rows": [row, failed]}
+    record["settings"] = {"tiny": False}
     (tmp_path / bench.RESULTS).mkdir(parents=True)
     (tmp_path / bench.RESULTS / "2026-11-16T130446Z-transformers.json").write_text(json.dumps(record))
     for tiny in ({"kind": "another"}, {"settings": {"tiny": True}}):
@@ -224,7 +236,7 @@ def test_host_time_and_small_models_are_tables_of_their_page(tmp_path: Path) -> 
     (tmp_path / bench.RESULTS).mkdir(parents=True)
     for suite, record in (("host-cuda", calls), ("eager", models)):
         name = f"2026-11-16T130446Z-{suite}.json"
-        (tmp_path / bench.RESULTS / name).write_text(json.dumps(record | {"provenance": provenance}))
+        (tmp_path / bench.RESULTS / name).write_text(json.dumps(record | {"suite": suite, "provenance": provenance}))
     lines = host_docs.wanted(tmp_path)[page].splitlines()
     assert "| ours | 5.0 us, 0.25 | - | - |" in lines
     assert f"| {host.DEFAULT} | 20.0 us, 1.00 | 30.0 us, 1.00 | - |" in lines
@@ -266,24 +278,21 @@ def test_another_library_in_a_record_has_a_column(tmp_path: Path) -> None:
     assert "FlashAttention" not in page.after
 
 
-def test_few_rounds_and_an_older_engine_are_marked_wherever_a_record_is_shown(tmp_path: Path) -> None:
+def test_few_rounds_and_changed_kernels_are_marked_wherever_a_record_is_shown(tmp_path: Path) -> None:
     few, old = made_up("forward", rounds=3), made_up("backward")
-    old["provenance"]["source"]["engine"] = "0123456789abcdef"
-    text = "<!-- bench summary gpu=H200 -->\n<!-- /bench -->\n<!-- bench forward table -->\n<!-- /bench -->\n"
-    text += "<!-- bench backward plot -->\n<!-- /bench -->\n"
+    for row in old["rows"][:2]:
+        row["candidates"][0]["kernels"]["program"] = "another"
+    text = "<!-- bench forward table -->\n<!-- /bench -->\n<!-- bench backward plot -->\n<!-- /bench -->\n"
     (page,) = docs.pages(checkout(tmp_path, few, old, made_up("small"), text=text))
-    summary, table, plot, _ = page.after.split("<!-- /bench -->\n")
-    by_suite = {line.split(" | ")[0].strip("| "): line for line in summary.splitlines()}
-    assert "2026-01-02](benchmarks/results/0.json); 3 rounds, too few to judge a difference |" in by_suite["forward"]
-    assert "1.json); of an older engine, 0123456 |" in by_suite["backward"]
-    assert by_suite["small"].endswith("2.json) |")
+    table, plot, _ = page.after.split("<!-- /bench -->\n")
     assert "2.00x ?" in table
     assert "(**3 rounds, too few to judge a difference**)" in table
-    assert "(**of an older engine, 0123456**)" in plot
+    changed = f"the kernels of 2 of {len(old['rows'])} rows have changed since"
+    assert f"(**{changed}**)" in plot
     shown = CliRunner().invoke(app, ["bench", "--record", str(tmp_path / bench.RESULTS / "0.json")])
     assert shown.stdout.startswith("note: 3 rounds, too few to judge a difference\n")
     shown = CliRunner().invoke(app, ["bench", "-q", "--record", str(tmp_path / bench.RESULTS / "1.json")])
-    assert shown.stdout.splitlines()[0] == "note: of an older engine, 0123456"
+    assert shown.stdout.splitlines()[0] == f"note: {changed}"
 
 
 def test_a_folder_with_nothing_to_check_is_not_well(tmp_path: Path) -> None:
@@ -389,7 +398,7 @@ def test_reports_are_those_of_the_newest_whole_records(tmp_path: Path) -> None:
     listed.write_text("before\n<!-- reports -->\n<!-- /reports -->\nafter\n")
 
     def keep(date: str, **more: Any) -> Path:
-        return bench.save(inspected(date, report.name, **more), tmp_path / bench.RESULTS)
+        return kept.save(inspected(date, report.name, **more), tmp_path / bench.RESULTS)
 
     assert report_docs.find(report, tmp_path) is None
     cut = keep("2026-03-01T00:00:00+00:00", complete=False)
@@ -398,7 +407,7 @@ def test_reports_are_those_of_the_newest_whole_records(tmp_path: Path) -> None:
     assert (found.path, found.marks()[0]) == (cut, "interrupted")
     whole = keep("2026-02-01T00:00:00+00:00")
     keep("2026-04-01T00:00:00+00:00", grad=True)  # another problem
-    bench.save(inspected("2026-05-01T00:00:00+00:00", f"{report.name}-flags"), tmp_path / bench.RESULTS)
+    kept.save(inspected("2026-05-01T00:00:00+00:00", f"{report.name}-flags"), tmp_path / bench.RESULTS)
     found = report_docs.find(report, tmp_path)
     assert found is not None
     assert found.path == whole, "one that was interrupted stands only where there is no other"
@@ -410,7 +419,7 @@ def test_reports_are_those_of_the_newest_whole_records(tmp_path: Path) -> None:
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert f"]({report.name}.html) | [NVIDIA H200, 2026-02-01](../benchmarks/results/{whole.name}); by graph" in text
-    assert "with Nsight Compute's counters; of an older engine" in text
+    assert "with Nsight Compute's counters; its kernels have changed since" in text
     assert text.count("not measured yet") == len(report_docs.REPORTS) - 2
     assert CliRunner().invoke(app, ["docs", "--check", "--root", str(tmp_path)]).exit_code == 0
     keep("2026-06-01T00:00:00+00:00")

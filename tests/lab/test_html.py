@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import html.parser
 import json
 import re
@@ -19,7 +18,6 @@ from test_docs import made_up
 from support import make_problem
 from tilewise.errors import InvalidInput
 from tilewise.lab import units
-from tilewise.lab.candidates.names import current_names
 from tilewise.lab.measure.compare import VERIFIED, WRONG, Comparison, Outcome, Row, read_comparison
 from tilewise.lab.model import kernels, roofline
 from tilewise.lab.render import (
@@ -109,18 +107,6 @@ def inspection() -> dict[str, Any]:
     return told  # type: ignore[no-any-return]
 
 
-def older(told: dict[str, Any]) -> dict[str, Any]:
-    """The same without the fields that earlier releases did not write, and under the names they used."""
-    told = copy.deepcopy(told)
-    for name in ("noise", "undecided", "looks"):
-        told["comparison"].pop(name, None)
-    for candidate in told["comparison"]["candidates"]:
-        for name in ("speed", "speed_default", "same_as", "cost_seconds", "runs"):
-            candidate.pop(name, None)
-    told["torch"]["choice"] = "flash"
-    return json.loads(json.dumps(told).replace('"torch-flash"', '"sdpa:flash"'))  # type: ignore[no-any-return]
-
-
 def tracing() -> dict[str, Any]:
     site = {
         "stack": [f"{EVIL}.py:3 in f", "main.py:1 in <module>"], "text": "bfloat16 q(1,2,3,4) full", "problem": None,
@@ -192,7 +178,6 @@ def with_losses() -> dict[str, Any]:
 
 RECORDS = {
     "inspect": inspection,
-    "older inspect": lambda: older(inspection()),
     "H200 inspect": lambda: recorded("2026-11-15T193700Z-inspect-1x32x8192x128-causal.json"),
     "bench": with_losses,
     "H200 bench": lambda: recorded("2026-11-16T020557Z-backward.json"),
@@ -376,25 +361,12 @@ def test_nothing_is_claimed_beyond_the_statistic(told: dict[str, Any] | None, sa
     assert "faster than" not in words
 
 
-def test_an_older_record_claims_no_more_than_its_rounds_show() -> None:
-    record = older(inspection())
-    assert "2.00x faster than PyTorch's default" in heading(pages.page(record))
-    ours = record["comparison"]["candidates"][0]
-    ours["forward"] = [[1e-4], [9e-4], [1e-4], [9e-4], [2e-4]]  # rounds in which it lost
-    told = heading(pages.page(record))
-    assert "faster than PyTorch's default" not in told
-    ours["forward"], ours["backward"] = ours["forward"][:2], ours["backward"][:2]
-    assert "Too few rounds" in heading(pages.page(record))
-
-
 def test_candidates_that_ran_the_same_kernels_are_one_entry() -> None:
-    for record in (inspection(), current_names(older(inspection()))):
-        seen = views.view(record["comparison"], record["torch"].get("choice", ""))
-        names = [entry.name for entry in seen.ranked()]
-        assert "torch-flash" not in names
-        assert [other.name for other in seen["torch-default"].also] == ["torch-flash"]  # type: ignore[union-attr]
-    assert "also torch-flash" in read(page("older inspect")).text
     record = inspection()
+    seen = views.view(record["comparison"])
+    assert "torch-flash" not in [entry.name for entry in seen.ranked()]
+    assert [other.name for other in seen["torch-default"].also] == ["torch-flash"]  # type: ignore[union-attr]
+    assert "also torch-flash" in read(page("inspect")).text
     for candidate in record["comparison"]["candidates"]:
         candidate["same_as"] = "tilewise" if candidate["candidate"].startswith("torch-") else ""
     seen = views.view(record["comparison"])
@@ -472,20 +444,15 @@ def test_parts_are_there_only_where_there_is_something_to_show() -> None:
 
 
 def test_a_bench_page_is_about_the_fastest_that_is_not_ours() -> None:
-    """In a record that says so, and in an older one that has to be compared anew."""
     record = made_up("forward")
     for row in record["rows"]:
         rival = json.loads(json.dumps(row["candidates"][1])) | {"candidate": "fa4"}
         rival |= {"forward": [[seconds / 4 for seconds in one] for one in rival["forward"]]}
         row["candidates"].append(rival)
         row.update(read_comparison(row).to_dict())
-    older = json.loads(json.dumps(record))
-    for row in older["rows"]:
-        del row["best_rival"], row["candidates"][0]["speed_rival"]
-    for told in (record, older):
-        words = heading(pages.page(told))
-        assert "2.00x slower than the fastest other attention" in words
-        assert "against PyTorch's own paths 2.00x" in words
+    words = heading(pages.page(record))
+    assert "2.00x slower than the fastest other attention" in words
+    assert "against PyTorch's own paths 2.00x" in words
     assert "2.00x faster than PyTorch's best path" in heading(pages.page(made_up("forward")))
 
 
@@ -505,9 +472,8 @@ def test_a_bench_page_counts_and_marks() -> None:
     assert float(slower[1]) + float(slower[2]) == pytest.approx(float(one[1]), abs=0.02), "bars do not end at 1"
     few = made_up("backward")
     for candidate in (candidate for row in few["rows"] for candidate in row["candidates"]):
-        candidate["backward"] = candidate["backward"][:1]
-        candidate.pop("speed", None)
-        candidate.pop("speed_rival", None)
+        candidate["backward"] = candidate.get("backward", [])[:1]
+    few["rows"] = [read_comparison(row).to_dict() for row in few["rows"]]
     assert "54 of 54 rows have fewer than 5 rounds" in heading(pages.page(few))
 
 

@@ -365,13 +365,10 @@ def test_one_name_means_one_thing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         candidates.F, "scaled_dot_product_attention", lambda *_, **__: asked.append("F.scaled_dot_product_attention")
     )
-    for name in ("torch-flash", "tilewise:torch-flash", "tilewise", "sdpa:flash"):
+    for name in ("torch-flash", "tilewise:torch-flash", "tilewise"):
         Candidate(name).forward(problem, inputs)()
     function = "F.scaled_dot_product_attention"
-    assert asked == [function, "torch-flash", "auto", function]
-    assert Candidate("sdpa:flash").name == "torch-flash", "as records and scripts of earlier releases call it"
-    told = {"candidate": "sdpa:flash", "says": {"sdpa:math": ["sdpa:flash beside"]}}
-    assert candidates.current_names(told) == {"candidate": "torch-flash", "says": {"torch-math": ["sdpa:flash beside"]}}
+    assert asked == [function, "torch-flash", "auto"]
 
 
 def test_pytorchs_function_refuses_what_it_cannot_say() -> None:
@@ -551,6 +548,7 @@ class FakePool:
             "verify": {"errors": errors, "wrong": ["out is off"] if name == "tiled" else []},
             "memory": 1 << 20,
             "runs": self.runs.get(name, ""),
+            "launched": None,
             "time": [second, second * 1.1, second * 1.2],
             "overhead": [1e-6],
         }[do]
@@ -663,6 +661,56 @@ def test_timing_counts_what_it_runs(method: str) -> None:
     assert all(sample > 0 for sample in samples)
 
 
+def noted_backward(noted: list[str]) -> timing.Backward:
+    """Of the square of a number: notes its forwards and its backwards."""
+    x = torch.ones(3, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        noted.append("forward")
+        out = x.square()
+        out.register_hook(lambda grad: noted.append("backward"))
+        return out
+
+    return timing.Backward(forward, [x], torch.ones(3))
+
+
+def test_every_backward_has_a_forward_of_its_own() -> None:
+    noted: list[str] = []
+    backward = noted_backward(noted)
+    assert min(timing.measure(backward, "wall", 0.002)) > 0
+    assert noted.count("forward") == noted.count("backward") > 1
+    call = backward.fresh()
+    call()
+    with pytest.raises(RuntimeError, match="second time"):
+        call()
+    retained = backward.retained()
+    assert torch.equal(retained()[0], retained()[0])
+
+
+def test_events_hold_backwards_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their forwards are done before the first event, and the device spins while the host enqueues them."""
+    noted: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            noted.append("event")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: noted.append("spin"), raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    kept: timing.Kept = {"estimates": (4e-4, 1e-4)}
+    samples = timing.measure(noted_backward(noted), "events", 1e-3, kept=kept)
+    warm_up, measured = ["forward"] * 3 + ["backward"] * 3, ["forward"] * 3 + ["spin", "event"] + ["backward"] * 3
+    assert noted == [*warm_up, *measured, "event"]
+    assert samples == [pytest.approx(1e-3 / 3)]
+
+
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
@@ -699,7 +747,7 @@ def test_provenance_can_repeat_a_run() -> None:
     assert told["seed"] == 7
     assert told["command"] == ["tilewise", "bench"]
     assert told["date"].endswith("+00:00")
-    assert set(told["source"]) == {"commit", "dirty", "engine"}
+    assert set(told["source"]) == {"commit", "dirty"}
     assert {"tilewise", "python", "torch", "cuda", "cudnn"} <= set(told["versions"])
     assert told["machine"]["cpu"]
     assert isinstance(told["gpus"], list)

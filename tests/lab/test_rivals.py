@@ -159,19 +159,33 @@ def test_varlen_packs_batches_and_documents(mask: Mask, layout: str, monkeypatch
     assert call["max"] == tuple(max(end - start for start, end in pairwise(one)) for one in starts)
 
 
+SQUARES = [  # of which FlashInfer has names
+    Causal("bottom-right"),
+    Window(5, 0, "bottom-right"),
+    Documents((0, 7, 7, 24), (), Causal("bottom-right")),
+    Documents((0, 7, 24), (), Window(3, 0, "bottom-right")),
+]
+
+
 @pytest.mark.parametrize(
-    "mask", [*BANDS, Causal(), Window(5, 2), Dense((24, 32)), Dense((2, 1, 24, 32)), Dense((1, 32))], ids=str
+    ("mask", "seq_kv"),
+    [
+        *((mask, 24) for mask in SQUARES),
+        *((mask, 32) for mask in (Full(), Documents((0, 7, 7, 24), (0, 9, 12, 32)), Causal(), Window(5, 2))),
+        *((Dense(shape), 32) for shape in ((24, 32), (2, 1, 24, 32), (1, 32))),
+    ],
+    ids=str,
 )
 def test_flashinfer_is_planned_once_and_gets_other_masks_as_a_tensor(
-    mask: Mask, monkeypatch: pytest.MonkeyPatch
+    mask: Mask, seq_kv: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = fake_flashinfer(monkeypatch)
-    problem = make_problem((2, 4, 24, 64), seq_kv=32, heads_kv=2, head_dim_v=64, mask=mask, softcap=3.0)
+    problem = make_problem((2, 4, 24, 64), seq_kv=seq_kv, heads_kv=2, head_dim_v=64, mask=mask, softcap=3.0)
     assert_right(FLASHINFER, problem)
     (plan,) = called
     assert (plan["heads"], plan["dim"], plan["head_dim_vo"]) == ((4, 2), 64, 64)
     assert plan["q_data_type"] == plan["kv_data_type"] == torch.float32
-    assert (plan["custom_mask"] is None) == (mask in BANDS)
+    assert (plan["custom_mask"] is None) == (mask in (*SQUARES, Full()) or isinstance(mask, Documents))
 
 
 @pytest.mark.parametrize("name", ["flash-attn", "fa4"])
@@ -286,15 +300,12 @@ def test_this_pytorch_has_the_varlen_attn_that_is_called() -> None:
     assert "CUDA" in reason.what
 
 
-def test_they_are_columns_where_they_can_be_imported_and_take_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_columns_where_they_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    assert not any(FLASHINFER in row.candidates for row in suites.suite("forward"))
-    assert "flashinfer-python" in str(Candidate(FLASHINFER).why_not(suites.SUITES["forward"][0].problem)[0])
+    assert not any(FLASHINFER in row.candidates for row in suites.suite("decode"))
+    assert "flashinfer-python" in str(Candidate(FLASHINFER).why_not(suites.SUITES["decode"][0].problem)[0])
     fake_flashinfer(monkeypatch)
-    assert all({FLASHINFER, VARLEN} <= set(row.candidates) for row in suites.suite("forward"))
-    backward = suites.suite("backward")
-    assert all(VARLEN in row.candidates and FLASHINFER not in row.candidates for row in backward)
-    assert not any({FLASHINFER, VARLEN} & set(row.candidates) for row in suites.suite("float32"))
+    assert all(FLASHINFER in row.candidates for row in (*suites.suite("decode"), *suites.suite("chunked")))
     assert not any(FLASHINFER in row.candidates for row in suites.suite("drawn"))
     for name in (FLASHINFER, VARLEN):
         assert not Candidate(name).is_peer

@@ -1,4 +1,4 @@
-"""Decoding in the lab: our ways to read a cache, the functions that other libraries have for it, and the suite."""
+"""Caches in the lab: our ways to read one, the functions that other libraries have for it, and the suites."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from test_rivals import attend, stand_in
+from test_rivals import attend, by_sequence, stand_in
 
 from support import assert_close, budget, make_problem
 from tilewise.lab.candidates import cached, varlen
@@ -15,7 +15,7 @@ from tilewise.lab.candidates.rivals import FA3, FLASHINFER
 from tilewise.lab.measure import compare
 from tilewise.lab.measure.worker import Worker
 from tilewise.lab.studies import bench, suites
-from tilewise.masks import Causal, Full, Mask, Window
+from tilewise.masks import Causal, Documents, Full, Mask, Window
 from tilewise.plain import reference
 from tilewise.terms import KeyLengths
 
@@ -42,6 +42,14 @@ PROBLEMS = {
     "a window": decoding(3, Window(7, 0, LAST)),
     "a softcap": decoding(softcap=3.0),
 }
+CHUNKS = {
+    "a chunk": decoding(20),
+    "a chunk under a window": decoding(20, Window(7, 0, LAST)),
+    # Two decodes and a chunk, whose caches end within a page.
+    "a mixed batch": make_problem(
+        (1, 4, 22, 64), heads_kv=2, seq_kv=100, mask=Documents((0, 1, 2, 22), (0, 17, 57, 100), Causal(LAST))
+    ),
+}
 
 
 def assert_right(name: str, problem: Problem) -> None:
@@ -53,11 +61,12 @@ def assert_right(name: str, problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("name", cached.WAYS)
-@pytest.mark.parametrize("kind", PROBLEMS)
+@pytest.mark.parametrize("kind", [*PROBLEMS, *CHUNKS])
 def test_our_ways_to_read_a_cache_are_candidates(name: str, kind: str) -> None:
+    problem = (PROBLEMS | CHUNKS)[kind]
     assert Candidate(name).is_ours
-    assert not Candidate(name).why_not(PROBLEMS[kind], "cpu")
-    assert_right(name, PROBLEMS[kind])
+    assert not Candidate(name).why_not(problem, "cpu")
+    assert_right(name, problem)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +87,23 @@ def test_what_is_not_compared_of_caches_is_said(wrong: str, problem: Problem) ->
 def test_pages_lie_in_no_order_and_hold_every_key() -> None:
     problem = decoding()
     k = Candidate(cached.PAGES_16).inputs(problem, 0, "cpu").k
-    pages, table = cached.paged(k, 16), cached.page_table(problem, 16, torch.device("cpu"))
+    whole = cached.cache(problem, k)
+    pages, table = cached.paged(whole, 16), cached.page_table(2, 40, 16, torch.device("cpu"))
     assert pages.shape == (6, 16, 2, 64)
     assert sorted(table.flatten().tolist()) == list(range(6)) != table.flatten().tolist()
-    whole = pages[table.long()].flatten(1, 2)  # (batch, places, heads, dim)
-    assert torch.equal(whole[:, :40], k.transpose(1, 2))
-    assert not whole[:, 40:].any()
+    read = pages[table.long()].flatten(1, 2)  # (batch, places, heads, dim)
+    assert torch.equal(read[:, :40], k.transpose(1, 2))
+    assert not read[:, 40:].any()
+
+
+def test_documents_have_room_for_the_longest() -> None:
+    problem = CHUNKS["a mixed batch"]
+    inputs = Candidate(cached.CACHED).inputs(problem, 0, "cpu")
+    whole = cached.cache(problem, inputs.k)
+    assert cached.lengths_of(problem, inputs).tolist() == [17, 40, 43]
+    assert whole.shape == (3, 43, 2, 64)
+    assert torch.equal(whole[1, :40], inputs.k[0, :, 17:57].transpose(0, 1))
+    assert not whole[1, 40:].any()
 
 
 def fake_flashinfer(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
@@ -117,7 +137,7 @@ def fake_flashinfer(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             return torch.cat(found)
 
     stand_in(monkeypatch, "flashinfer", BatchDecodeWithPagedKVCacheWrapper=Wrapper)
-    varlen._flashinfer_plan.cache_clear()
+    varlen._flashinfer_decoding.cache_clear()
     return planned
 
 
@@ -129,7 +149,46 @@ def test_flashinfer_decodes_from_pages_planned_once(kind: str, monkeypatch: pyte
     (plan,) = planned
     assert (plan["heads"], plan["dim"], plan["page_size"]) == ((4, 2), 64, 16)
     assert plan.get("q_len_per_req", 1) == PROBLEMS[kind].seq_q
-    varlen._flashinfer_plan.cache_clear()
+    varlen._flashinfer_decoding.cache_clear()
+
+
+@pytest.mark.parametrize("kind", CHUNKS)
+def test_flashinfer_takes_chunks_in_pages_planned_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[dict[str, Any]] = []
+
+    class Wrapper:
+        def __init__(self, workspace: Tensor, layout: str) -> None:
+            assert (workspace.dtype, layout) == (torch.uint8, "NHD")
+
+        def plan(
+            self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor, paged_kv_last_page_len: Tensor,
+            num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, **options: Any,
+        ) -> None:  # fmt: skip
+            self.starts, self.options, self.page_size = qo_indptr, options, page_size
+            self.pages = paged_kv_indptr.tolist(), paged_kv_indices.tolist(), paged_kv_last_page_len.tolist()
+            planned.append({"heads": (num_qo_heads, num_kv_heads), "dim": head_dim_qk, **options})
+
+        def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+            indptr, indices, last = self.pages
+            assert q.is_contiguous()
+            assert all(cache.shape[1] == self.page_size for cache in paged_kv_cache)
+            ends = zip(indptr, indptr[1:], last, strict=False)
+            mine = [(indices[a:b], (b - a - 1) * self.page_size + ending) for a, b, ending in ends]
+            k, v = (torch.cat([cache[at].flatten(0, 1)[:n] for at, n in mine]) for cache in paged_kv_cache)
+            starts = torch.tensor([0, *(n for _, n in mine)]).cumsum(0)
+            o = self.options
+            return by_sequence(
+                self.starts, starts, q, k, v, scale=o["sm_scale"], left=o["window_left"], right=0 if o["causal"] else -1
+            )
+
+    stand_in(monkeypatch, "flashinfer", BatchPrefillWithPagedKVCacheWrapper=Wrapper)
+    varlen._flashinfer_chunks.cache_clear()
+    monkeypatch.setattr(varlen, "_CHUNK_PAGE_SIZE", 16)
+    for _ in range(2):
+        assert_right(FLASHINFER, CHUNKS[kind])
+    (plan,) = planned
+    assert (plan["heads"], plan["dim"], plan["causal"]) == ((4, 2), 64, True)
+    varlen._flashinfer_chunks.cache_clear()
 
 
 def fake_fa3(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
@@ -144,7 +203,17 @@ def fake_fa3(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         parts = zip(q, k, v, ends, strict=True)
         return torch.stack([attend(a, b[:end], c[:end], scale, -1, right, cap) for a, b, c, end in parts])
 
+    def with_documents(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int, max_k: int,
+        *, softmax_scale: float, causal: bool, softcap: float,
+    ) -> Tensor:  # fmt: skip
+        called.append({"max": (max_q, max_k)})
+        right = 0 if causal else -1
+        options: dict[str, Any] = {"scale": softmax_scale, "left": -1, "right": right, "cap": softcap}
+        return by_sequence(cu_seqlens_q, cu_seqlens_k, q, k, v, **options)
+
     members: dict[str, Any] = {
+        "flash_attn_varlen_func": with_documents,
         "flash_attn_with_kvcache": with_kvcache,
         "get_scheduler_metadata": lambda *sizes, **options: (*sizes[:6], *sizes[6].tolist()),
         "flash_attn_func": None,
@@ -162,6 +231,15 @@ def test_flash_attention_3_reads_a_cache_by_its_own_function(kind: str, monkeypa
     assert ("scheduler_metadata" in options) == cached.has_lengths(problem)
     if cached.has_lengths(problem):
         assert options["scheduler_metadata"] == (2, 1, 40, 4, 2, 64, *LENGTHS)
+
+
+@pytest.mark.parametrize("kind", ["a chunk", "a mixed batch"])
+def test_flash_attention_3_takes_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its function for caches, which divides keys, or packed, which is all that it has for other lengths."""
+    called = fake_fa3(monkeypatch)
+    assert_right(FA3, CHUNKS[kind])
+    (options,) = called
+    assert ("max" in options) == (kind == "a mixed batch")
 
 
 def test_lengths_of_other_than_decoding_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ from tilewise.lab.validation import (
     PACKAGE,
     PARTS,
     decisive_sources,
+    hash_of,
     part_hash,
     part_sources,
     runs_unasked,
-    source_hash,
 )
 from tilewise.native import library
 
@@ -83,24 +83,28 @@ def package(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def engine_hash(package: Path) -> str:
+    return hash_of(decisive_sources(package), package)
+
+
 def test_the_hash_depends_on_contents_and_not_on_place(package: Path) -> None:
-    assert source_hash(package) == source_hash()
+    assert engine_hash(package) == engine_hash(PACKAGE)
 
 
 def test_the_hash_covers_every_kind_of_source(package: Path) -> None:
     kinds = {(path.relative_to(package).parts[0], path.suffix) for path in decisive_sources(package)}
     assert {("plain", ".py"), ("backend.py", ".py"), ("jit", ".py"), ("kernels", ".cuh")} <= kinds
     for path in decisive_sources(package):
-        before = source_hash(package)
+        before = engine_hash(package)
         path.write_bytes(path.read_bytes() + b"\n;")
-        assert source_hash(package) != before, path
+        assert engine_hash(package) != before, path
 
 
 def test_a_formatter_changes_no_hash_of_a_kernel(package: Path) -> None:
-    before = source_hash(package)
+    before = engine_hash(package)
     path = package / "kernels" / "sm90" / "forward.cuh"
     path.write_text("// new\n" + path.read_text().replace("(", "( ").replace("\n", "\n\n"))
-    assert source_hash(package) == before
+    assert engine_hash(package) == before
 
 
 def test_a_lesson_changes_the_hash_of_the_ladder_alone(package: Path) -> None:
@@ -108,20 +112,20 @@ def test_a_lesson_changes_the_hash_of_the_ladder_alone(package: Path) -> None:
     kinds = {(path.relative_to(package).parts[:2], path.suffix) for path in lessons}
     assert (("kernels", "ladder"), ".cuh") in kinds
     assert (("ladder", "lecture.py"), ".py") in kinds
-    engine = source_hash(package)
+    engine = engine_hash(package)
     for path in lessons:
         before = part_hash("ladder", package)
         path.write_bytes(path.read_bytes() + b"\n;")
         assert part_hash("ladder", package) != before, path
-        assert source_hash(package) == engine, path
+        assert engine_hash(package) == engine, path
 
 
 def test_the_hash_sees_a_new_name_and_ignores_the_rest_of_the_package(package: Path) -> None:
-    before = source_hash(package)
+    before = engine_hash(package)
     (package / "api.py").write_text("changed")
     (package / "jit" / "__pycache__").mkdir()
     (package / "jit" / "__pycache__" / "launch.pyc").write_bytes(b"\0")
-    assert source_hash(package) == before
+    assert engine_hash(package) == before
     moved = decisive_sources(package)[-1]
     moved.rename(moved.with_name("renamed.cuh"))
-    assert source_hash(package) != before
+    assert engine_hash(package) != before

@@ -26,13 +26,13 @@ from support import assert_close, budget, exact, make_inputs, make_problem
 from tilewise import Causal, Dense, Documents, Full, Window, ladder
 from tilewise.errors import CompileError, DeviceError, InvalidInput, UnsupportedProblem
 from tilewise.jit import build_all, sass
-from tilewise.lab.candidates.names import Candidate, current_name
+from tilewise.lab.candidates.names import Candidate
 from tilewise.lab.candidates.variants import name_of, resolve
 from tilewise.lab.commands.app import app
 from tilewise.lab.measure import stages
 from tilewise.lab.measure.compare import Outcome, Settings
 from tilewise.lab.render import ladder_docs
-from tilewise.lab.studies import bench, tune
+from tilewise.lab.studies import bench, kept, tune
 from tilewise.lab.studies import ladder as command
 from tilewise.ladder import lecture, matmul, numba, three_kernel, traffic
 from tilewise.plan import BACKENDS
@@ -53,7 +53,7 @@ def test_every_rung_can_be_named_and_none_can_be_chosen() -> None:
     names = [rung.name for rung in ladder.RUNGS]
     assert len(names) == len(set(names))
     for rung in ladder.RUNGS:
-        assert Candidate(rung.candidate).name == current_name(rung.candidate)
+        assert Candidate(rung.candidate).name == rung.candidate
         assert rung.lesson
     assert not set(OURS) & set(BACKENDS)
     assert not any(rung.candidate in BACKENDS for rung in ladder.RUNGS if rung.module)
@@ -413,7 +413,7 @@ def test_figures_come_from_a_record_and_from_nowhere_else(tmp_path: Path) -> Non
     counted = {"matmul": {"dram": 5e6, "l2": 7e6}, "triton": {"error": "no counters"}}
     climb = command.Climb(problem, "cuda", comparison, traffic.every(problem, H200), refused, parts, counted)
     record = command.record([climb], Settings(), ["tilewise", "ladder"])
-    path = bench.save(record, tmp_path / bench.RESULTS)
+    path = kept.save(record, tmp_path / bench.RESULTS)
     written = ladder_docs.rewrite(text, tmp_path)
     assert written.count("Not measured yet") == 1
     assert path.name in written
@@ -430,7 +430,7 @@ def test_figures_come_from_a_record_and_from_nowhere_else(tmp_path: Path) -> Non
     climb.parts, climb.counted = {}, {}
     newer = command.record([climb], Settings(), ["tilewise", "ladder"])
     newer["provenance"]["date"] = "9999-01-01T00:00:00+00:00"
-    later = bench.save(newer, tmp_path / bench.RESULTS)
+    later = kept.save(newer, tmp_path / bench.RESULTS)
     both = ladder_docs.rewrite(text, tmp_path)
     assert both.count("Not measured yet") == 1
     assert (both.count(f"[{later.name}]"), both.count(f"[{path.name}]")) == (1, 3)

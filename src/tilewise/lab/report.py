@@ -67,14 +67,15 @@ def print_json(value: Any) -> None:
 
 def to_json(value: Any) -> str:
     """Standard JSON: nan and the infinities, which it lacks, become text."""
-    return json.dumps(_jsonable(value), indent=2, allow_nan=False)
+    return json.dumps(finite(value), indent=2, allow_nan=False)
 
 
-def _jsonable(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value with nan and the infinities as text."""
     if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
+        return [finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

@@ -18,7 +18,7 @@ from ..jit.headers import included_paths
 from ..native import library
 
 PACKAGE = Path(__file__).resolve().parent.parent
-# Everything that decides what a kernel does, or which of them runs: what records of measurements name.
+# Everything that decides what a kernel does, or which of them runs.
 _DECISIVE = (
     "backend.py",
     "isolation.py",
@@ -130,8 +130,8 @@ def runs_unasked(name: str) -> bool:
 
 
 def part_hash(name: str, package: Path = PACKAGE) -> str:
-    """sha256 over the paths and contents of all sources of a part, in a fixed order."""
-    return _hash(part_sources(name, package), package)
+    """Of all sources of a part, in a fixed order."""
+    return hash_of(part_sources(name, package), package)
 
 
 def part_sources(name: str, package: Path = PACKAGE) -> list[Path]:
@@ -146,18 +146,14 @@ def part_sources(name: str, package: Path = PACKAGE) -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(package).as_posix())
 
 
-def source_hash(package: Path = PACKAGE) -> str:
-    """The same over all sources that decide what the engine does: what records of measurements name."""
-    return _hash(decisive_sources(package), package)
-
-
 def decisive_sources(package: Path = PACKAGE) -> list[Path]:
-    """The files that `source_hash` covers. The ladder's are not among them: its kernels run only on request."""
+    """The files that decide what the engine does. The ladder's are not among them: its kernels run only on request."""
     others = set(_sources(_LADDER, package))
     return [path for path in _sources(_DECISIVE, package) if path not in others]
 
 
-def _hash(files: list[Path], package: Path) -> str:
+def hash_of(files: list[Path], package: Path = PACKAGE) -> str:
+    """sha256 over the paths and contents of these files."""
     sha = hashlib.sha256()
     for path in files:
         content = _decisive(path)

@@ -41,7 +41,7 @@ class Rung:
 
 
 RUNGS: tuple[Rung, ...] = (
-    Rung("math", "PyTorch's math", "sdpa:math", "every score goes to memory and back, twice, in float32"),
+    Rung("math", "PyTorch's math", "torch-math", "every score goes to memory and back, twice, in float32"),
     Rung("tiled", "tiles in torch", "tiled", "a running softmax needs O(N) memory, but a launch per operation"),
     Rung("numba", "Numba CUDA", "ladder:numba", "one kernel; the tiles must share 48 KB of shared memory", "numba"),
     Rung("lecture", "plain CUDA C++", "ladder:lecture", "out moves to registers; without tensor cores", "lecture"),

@@ -2,7 +2,8 @@
 tensors as libraries for serving take them.
 
 A batch whose masks end at the last key is what new tokens ask of a cache. Every sequence fills its places, or, under
-the term KeyLengths, as many as that says.
+the term KeyLengths, as many as that says. Documents are sequences with different numbers of new tokens, as a server has
+them in one call: their queries are packed, and each has a cache with room for the longest.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...cached import attention_cached
-from ...masks import Full
+from ...masks import Documents, Full
 from ...scores import Softcap
 from ...terms import KeyLengths
-from .lacking import is_banded, reasons
+from .lacking import inner_mask, is_banded, packed, reasons, sequences, unpacked
 
 if TYPE_CHECKING:
     from ...errors import Reason
@@ -64,19 +65,23 @@ def lacks(problem: Problem) -> list[Reason]:
 def forward(name: str, problem: Problem, inputs: Inputs) -> Forward:
     """A call of ours that reads the lengths on the device, as one of a server does."""
     way = WAYS[name]
-    q = inputs.q.transpose(1, 2)
     lengths = lengths_of(problem, inputs)
+    k, v = (cache(problem, tensor) for tensor in (inputs.k, inputs.v))
     options: dict[str, Any] = {
-        "mask": problem.mask,
+        "mask": inner_mask(problem.mask),
         "scale": problem.scale,
         "softcap": problem.softcap,
         "batch_invariant": way.invariant,
     }
     if way.page_size:
-        k, v = (paged(tensor, way.page_size) for tensor in (inputs.k, inputs.v))
-        options["page_table"] = page_table(problem, way.page_size, q.device)
-    else:
-        k, v = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
+        options["page_table"] = page_table(k.shape[0], k.shape[1], way.page_size, k.device)
+        k, v = (paged(tensor, way.page_size) for tensor in (k, v))
+    if isinstance(problem.mask, Documents):
+        q = packed(inputs.q)
+        starts = sequences(problem, q.device)
+        options |= {"cu_seqlens_q": starts.starts_q, "max_seqlen_q": starts.max_q}
+        return lambda: unpacked(attention_cached(q, k, v, lengths, **options), problem)  # type: ignore[arg-type]
+    q = inputs.q.transpose(1, 2)
 
     def call() -> Any:
         out: Any = attention_cached(q, k, v, lengths, **options)
@@ -88,7 +93,17 @@ def forward(name: str, problem: Problem, inputs: Inputs) -> Forward:
 def decodes(problem: Problem) -> bool:
     """A few new tokens per sequence against many keys: what libraries have functions of their own for."""
     few = problem.seq_q <= _FEW_QUERIES and problem.seq_q < problem.seq_kv
-    return few and not lacks(problem) and problem.head_dim == problem.head_dim_v
+    return few and not isinstance(problem.mask, Documents) and _is_read_elsewhere(problem)
+
+
+def continues(problem: Problem) -> bool:
+    """New tokens behind others that are in the cache already, each seeing those before it: a prompt in chunks."""
+    ordered = not isinstance(inner_mask(problem.mask), Full)
+    return ordered and problem.seq_q < problem.seq_kv and _is_read_elsewhere(problem)
+
+
+def _is_read_elsewhere(problem: Problem) -> bool:
+    return not lacks(problem) and problem.head_dim == problem.head_dim_v
 
 
 def has_lengths(problem: Problem) -> bool:
@@ -96,28 +111,35 @@ def has_lengths(problem: Problem) -> bool:
 
 
 def lengths_of(problem: Problem, inputs: Inputs) -> Tensor:
-    """Of every sequence, int32 (batch,)."""
+    """Keys of every sequence, int32 (sequences,)."""
     if has_lengths(problem):
         return inputs.terms["key_lengths"]
-    return torch.full((problem.batch,), problem.seq_kv, dtype=torch.int32, device=inputs.k.device)
+    return sequences(problem, inputs.k.device).starts_kv.diff()
 
 
-def paged(tensor: Tensor, page_size: int) -> Tensor:
-    """(batch, heads, seq, dim) as pages (pages, page_size, heads, dim), where `page_table` says."""
-    batch, heads, seq, dim = tensor.shape
-    count = -(-seq // page_size)
-    stored = tensor.detach().transpose(1, 2)
-    if count * page_size > seq:
-        stored = torch.nn.functional.pad(stored, (0, 0, 0, 0, 0, count * page_size - seq))
-    pages = torch.empty((batch * count, page_size, heads, dim), dtype=tensor.dtype, device=tensor.device)
-    pages[_order(batch * count).to(tensor.device)] = stored.reshape(pages.shape)
+def cache(problem: Problem, tensor: Tensor) -> Tensor:
+    """Keys or values (batch, heads, seq, dim) as (sequences, places, heads, dim), which is a view but for documents."""
+    if not isinstance(problem.mask, Documents):
+        return tensor.detach().transpose(1, 2)
+    lengths = sequences(problem, torch.device("cpu")).starts_kv.diff().tolist()
+    return torch.nn.utils.rnn.pad_sequence(list(packed(tensor.detach()).split(lengths)), batch_first=True)
+
+
+def paged(cached: Tensor, page_size: int) -> Tensor:
+    """(sequences, places, heads, dim) as pages (pages, page_size, heads, dim), where `page_table` says."""
+    count, places, heads, dim = cached.shape
+    each = -(-places // page_size)
+    if each * page_size > places:
+        cached = torch.nn.functional.pad(cached, (0, 0, 0, 0, 0, each * page_size - places))
+    pages = torch.empty((count * each, page_size, heads, dim), dtype=cached.dtype, device=cached.device)
+    pages[_order(count * each).to(cached.device)] = cached.reshape(pages.shape)
     return pages
 
 
-def page_table(problem: Problem, page_size: int, device: torch.device) -> Tensor:
-    """int32 (batch, pages of a sequence)."""
-    count = -(-problem.seq_kv // page_size)
-    return _order(problem.batch * count).view(problem.batch, count).to(device, torch.int32)
+def page_table(count: int, places: int, page_size: int, device: torch.device) -> Tensor:
+    """int32 (sequences, pages of a sequence)."""
+    each = -(-places // page_size)
+    return _order(count * each).view(count, each).to(device, torch.int32)
 
 
 def _order(pages: int) -> Tensor:

@@ -54,7 +54,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: floa
 
 
 def _compiled_forward(problem: Problem, inputs: Inputs) -> Forward:
-    # A backward is timed again and again on one graph, which has to keep its buffers.
+    # A backward that is captured runs on a graph that is retained, which has to keep its buffers.
     compiler: Any = importlib.import_module("torch._functorch.config")
     compiler.donated_buffer = False
     compiled = torch.compile(plain_attention, dynamic=False)
@@ -87,7 +87,7 @@ def _flex_lacks(problem: Problem, device: str) -> list[Reason]:
 def _flex_forward(problem: Problem, inputs: Inputs) -> Forward:
     """Compiled, as its authors mean it to be used; the block mask is made once, outside the calls."""
     flex = importlib.import_module("torch.nn.attention.flex_attention")
-    # A backward is timed again and again on one graph, which has to keep its buffers.
+    # A backward that is captured runs on a graph that is retained, which has to keep its buffers.
     compiler: Any = importlib.import_module("torch._functorch.config")
     compiler.donated_buffer = False
     # One kernel is compiled in one direction: a pool of processes for it would take longer to start.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...masks import Causal, Documents, Full, Window
-from ...terms import KeyLengths
-from .cached import decodes, has_lengths, lengths_of
+from ...terms import KeyLengths, Sink
+from .cached import continues, decodes, has_lengths, lengths_of
 from .lacking import (
     Rival,
     inner_mask,
@@ -92,8 +92,19 @@ def _fa3_lacks(problem: Problem, device: str) -> list[Reason]:
             "use one of these",
         ),
         (
-            problem.needs_grad or problem.dropout > 0 or problem.needs_lse,
-            "gradients, dropout or lse: this build is a bare forward",
+            _over_256(problem),
+            f"head_dim {problem.head_dim} (v: {problem.head_dim_v}): it takes multiples of 8 to 256",
+            "pad the head_dim",
+        ),
+        (
+            problem.head_dim != problem.head_dim_v and (problem.head_dim, problem.head_dim_v) != (192, 128),
+            f"head_dim {problem.head_dim} with {problem.head_dim_v} for v: compared here with 192 and 128",
+            "pad one of them",
+        ),
+        (problem.needs_grad, "this build of FlashAttention-3 has no backward", "drop the gradients"),
+        (
+            problem.dropout > 0 or problem.needs_lse,
+            "dropout or lse: this build is a bare forward",
             "drop them",
         ),
         (
@@ -102,6 +113,10 @@ def _fa3_lacks(problem: Problem, device: str) -> list[Reason]:
             "drop them",
         ),
     )
+
+
+def _over_256(problem: Problem) -> bool:
+    return any(dim > 256 or dim % 8 for dim in (problem.head_dim, problem.head_dim_v))
 
 
 def _fa3_forward(problem: Problem, inputs: Inputs) -> Forward:
@@ -118,7 +133,7 @@ def _fa3_forward(problem: Problem, inputs: Inputs) -> Forward:
         q, k, v = map(packed, (q, k, v))
         return lambda: unpacked(_first(library.flash_attn_varlen_func(q, k, v, *lengths, **options)), problem)
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    if not decodes(problem):
+    if not decodes(problem) and not continues(problem):
         return lambda: _first(library.flash_attn_func(q, k, v, **options)).transpose(1, 2)
     # Its function for caches divides the keys by a heuristic of its own; the plain one does not.
     if has_lengths(problem):
@@ -162,7 +177,7 @@ def _fa4_lacks(problem: Problem, device: str) -> list[Reason]:
             "use one of these",
         ),
         (
-            any(dim > 256 or dim % 8 for dim in dims),
+            _over_256(problem),
             f"head_dim {problem.head_dim} (v: {problem.head_dim_v}): it takes multiples of 8 to 256",
             "pad the head_dim",
         ),
@@ -188,6 +203,8 @@ def _fa4_forward(problem: Problem, inputs: Inputs) -> Forward:
         "softcap": problem.softcap,
         "deterministic": problem.deterministic,
     }
+    if "sink" in inputs.terms:
+        options["learnable_sink"] = inputs.terms["sink"]
     if not isinstance(problem.mask, Documents):
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         return lambda: _first(library.flash_attn_func(q, k, v, **options)).transpose(1, 2)
@@ -201,7 +218,9 @@ def _first(result: Tensor | tuple[Tensor, ...]) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-FLASH_ATTENTION_4 = Rival("flash_attn.cute", "pip install flash-attn-4", _fa4_lacks, _fa4_forward, (Documents,))
+FLASH_ATTENTION_4 = Rival(
+    "flash_attn.cute", "pip install flash-attn-4", _fa4_lacks, _fa4_forward, (Documents,), (Sink,)
+)
 
 # --- xFormers
 

@@ -68,25 +68,10 @@ SDPA = {
     "torch-math": SDPBackend.MATH,
 }
 ROUTES = tuple(f"{OURS}:{name}" for name in SDPA)  # of the planner, to PyTorch's kernels
-_FORMER_NAMES = {name.replace("torch-", "sdpa:"): name for name in SDPA}  # in records, and in scripts
 PYTHON = "python:"
 _OPTIONAL = ("sm80", "triton")  # backends that a suite or a user may name where this build has none
 KNOWN = (OURS, DETERMINISTIC, PLAIN, PACKED, *cached.WAYS, *ROUTES, TORCH_DEFAULT, *SDPA, *flags.SWITCHES, *RIVALS)
 _LARGEST_MASK_BYTES = 4 * 2**30
-
-
-def current_name(name: str) -> str:
-    """Of a candidate that may go by a former name."""
-    return _FORMER_NAMES.get(name, name)
-
-
-def current_names(values: Any) -> Any:
-    """What a record holds, with candidates by the names they have now."""
-    if isinstance(values, dict):
-        return {current_name(key): current_names(value) for key, value in values.items()}
-    if isinstance(values, list):
-        return [current_names(value) for value in values]
-    return current_name(values) if isinstance(values, str) else values
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +81,6 @@ class Candidate:
     name: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", current_name(self.name))
         if self.name.startswith(PYTHON):
             _split_python(self.name)
         elif variants.is_variant(self.name):
@@ -118,7 +102,12 @@ class Candidate:
         return self.name in ours or own_backend or variants.is_variant(self.name)
 
     @property
-    def _backend(self) -> str:
+    def is_planned(self) -> bool:
+        """The planner decides what it launches."""
+        return self.is_ours and not variants.is_variant(self.name)
+
+    @property
+    def backend(self) -> str:
         """What the planner is asked for."""
         return AUTO if self.name in (OURS, DETERMINISTIC, PLAIN, PACKED) else self.name.removeprefix(f"{OURS}:")
 
@@ -166,7 +155,7 @@ class Candidate:
         if self.name.startswith(PYTHON):
             function = _load_python(self.name)
             return lambda: function(inputs.q, inputs.k, inputs.v, problem, inputs.bias)
-        return _our_forward(problem, inputs, self._backend)
+        return _our_forward(problem, inputs, self.backend)
 
     def runs(self, problem: Problem, inputs: Inputs) -> str:
         """The kernels that the candidate comes to here, by the name of the backend they are of; "" where that is not
@@ -178,7 +167,7 @@ class Candidate:
             return override.torch_choice((*arguments, options["scale"], options["enable_gqa"]))
         if self.name == OURS or self.name in (*BACKENDS, *ROUTES):
             with contextlib.suppress(TilewiseError):
-                return plan(problem, Target.of(inputs.q.device), self._backend).backend
+                return plan(problem, Target.of(inputs.q.device), self.backend).backend
         return ""
 
     @contextlib.contextmanager

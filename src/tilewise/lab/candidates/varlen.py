@@ -10,13 +10,13 @@ import functools
 import importlib
 import inspect
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ...masks import Causal, Dense, Full, Mask, Window
 from ...terms import KeyLengths
-from .cached import decodes, has_lengths, lengths_of, page_table, paged
+from .cached import cache, continues, decodes, has_lengths, lengths_of, page_table, paged
 from .lacking import (
     Rival,
     importable,
@@ -33,6 +33,8 @@ from .lacking import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ...errors import Reason
     from ...problem import Problem
     from .inputs import Inputs
@@ -95,6 +97,7 @@ TORCH_VARLEN = Rival(_VARLEN, "upgrade PyTorch", _varlen_lacks, _varlen_forward,
 
 _WORKSPACE = 128 * 2**20  # bytes, as its documentation has it
 _PAGE_SIZE = 16  # of decoding: the common one of servers
+_CHUNK_PAGE_SIZE = 64  # of prefill in chunks: as of our own candidate there
 _MAX_MASK_BITS = 2**31 - 1  # its offsets into a packed mask are 32 bits wide
 _FLASHINFER_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 
@@ -145,7 +148,9 @@ def _has_name(problem: Problem) -> bool:
 
 def _flashinfer_forward(problem: Problem, inputs: Inputs) -> Forward:
     if _flashinfer_decodes(problem):
-        return _flashinfer_decode(problem, inputs)
+        return _flashinfer_paged(problem, inputs, _PAGE_SIZE, _flashinfer_decoding)
+    if continues(problem) and _has_name(problem):
+        return _flashinfer_paged(problem, inputs, _CHUNK_PAGE_SIZE, _flashinfer_chunks)
     library = importlib.import_module("flashinfer")
     q, k, v = map(packed, inputs[:3])
     workspace = torch.empty(_WORKSPACE, dtype=torch.uint8, device=q.device)
@@ -175,45 +180,77 @@ def _flashinfer_decodes(problem: Problem) -> bool:
     return decodes(problem) and _has_name(problem) and ordered
 
 
-def _flashinfer_decode(problem: Problem, inputs: Inputs) -> Forward:
-    """Its decoding takes keys in pages alone."""
+class _Pages(NamedTuple):
+    """Which pages of a cache are whose, as FlashInfer takes it; hashable, for plans to be kept by it."""
+
+    size: int
+    counts: tuple[int, ...]  # of each sequence
+    used: tuple[int, ...]  # the pages of all sequences, one sequence after another
+    last: tuple[int, ...]  # keys in the last page of each sequence
+
+    def arguments(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        starts = (0, *accumulate(self.counts))
+        first, second, third = (
+            torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in (starts, self.used, self.last)
+        )
+        return first, second, third
+
+
+def _pages(lengths: list[int], places: int, size: int) -> _Pages:
+    counts = [-(-length // size) for length in lengths]
+    table = page_table(len(lengths), places, size, torch.device("cpu"))
+    used = torch.cat([row[:count] for row, count in zip(table, counts, strict=True)])
+    last = [length - (count - 1) * size for length, count in zip(lengths, counts, strict=True)]
+    return _Pages(size, tuple(counts), tuple(used.tolist()), tuple(last))
+
+
+def _flashinfer_paged(
+    problem: Problem, inputs: Inputs, size: int, planned: Callable[[Problem, _Pages, torch.device], Any]
+) -> Forward:
+    """Its functions for caches take keys in pages."""
     q = packed(inputs.q)
-    pages = tuple(paged(tensor, _PAGE_SIZE) for tensor in (inputs.k, inputs.v))
-    wrapper = _flashinfer_plan(problem, tuple(lengths_of(problem, inputs).tolist()), q.device)
-    return lambda: unpacked(wrapper.run(q, pages), problem)
+    k, v = (cache(problem, tensor) for tensor in (inputs.k, inputs.v))
+    pages = _pages(lengths_of(problem, inputs).tolist(), k.shape[1], size)
+    wrapper = planned(problem, pages, q.device)
+    stored = (paged(k, size), paged(v, size))
+    return lambda: unpacked(wrapper.run(q, stored), problem)
 
 
 @functools.lru_cache(maxsize=1)
-def _flashinfer_plan(problem: Problem, lengths: tuple[int, ...], device: torch.device) -> Any:
+def _flashinfer_decoding(problem: Problem, pages: _Pages, device: torch.device) -> Any:
     """Planned once for all layers of a step, whose caches have one page table."""
     library = importlib.import_module("flashinfer")
     workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)
     wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-    counts = [-(-length // _PAGE_SIZE) for length in lengths]
-    table = page_table(problem, _PAGE_SIZE, torch.device("cpu"))
-    used = torch.cat([row[:count] for row, count in zip(table, counts, strict=True)])
-    last = [length - (count - 1) * _PAGE_SIZE for length, count in zip(lengths, counts, strict=True)]
-    mask = problem.mask
-    options: dict[str, Any] = {
+    options = _paged_options(problem)
+    if problem.seq_q > 1:  # causal among themselves
+        options["q_len_per_req"] = problem.seq_q
+    heads = (problem.heads_q, problem.heads_kv, problem.head_dim)
+    wrapper.plan(*pages.arguments(device), *heads, pages.size, **options)
+    return wrapper
+
+
+@functools.lru_cache(maxsize=1)
+def _flashinfer_chunks(problem: Problem, pages: _Pages, device: torch.device) -> Any:
+    """The same of chunks, whose queries are packed."""
+    library = importlib.import_module("flashinfer")
+    workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)
+    wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    starts = sequences(problem, device).starts_q
+    heads = (problem.heads_q, problem.heads_kv, problem.head_dim)
+    wrapper.plan(starts, *pages.arguments(device), *heads, pages.size, causal=True, **_paged_options(problem))
+    return wrapper
+
+
+def _paged_options(problem: Problem) -> dict[str, Any]:
+    mask = inner_mask(problem.mask)
+    return {
         "window_left": mask.left if isinstance(mask, Window) and mask.left is not None else -1,
         "sm_scale": problem.scale,
         "logits_soft_cap": problem.softcap,
         "q_data_type": problem.dtype,
         "kv_data_type": problem.dtype,
     }
-    if problem.seq_q > 1:  # causal among themselves
-        options["q_len_per_req"] = problem.seq_q
-    wrapper.plan(
-        torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
-        used.to(device),
-        torch.tensor(last, dtype=torch.int32, device=device),
-        problem.heads_q,
-        problem.heads_kv,
-        problem.head_dim,
-        _PAGE_SIZE,
-        **options,
-    )
-    return wrapper
 
 
 def _one_mask_each(problem: Problem, inputs: Inputs) -> Tensor:

@@ -18,7 +18,7 @@ from ..measure.compare import Settings
 from ..measure.pool import Pool
 from ..render import pages, plots
 from ..studies import bench as benches
-from ..studies import host, parts, records, suites
+from ..studies import host, kept, records, suites
 from .options import (
     ExtraCandidates,
     Html,
@@ -48,13 +48,6 @@ def bench(
         typer.Option(help=f"Of {', '.join(suites.SUITES)}; may be repeated; or {host.SUITE}. cpu by default."),
     ] = None,
     only: Only = None,
-    part: Annotated[
-        str | None, typer.Option(help="K/N: the K-th of N parts of the rows, for --join to put together.")
-    ] = None,
-    join: Annotated[
-        list[Path] | None,
-        typer.Option(help="Put records of parts of one suite together instead of measuring; may be repeated."),
-    ] = None,
     repeat: Repeat = None,
     seconds: Annotated[
         float | None,
@@ -86,23 +79,13 @@ def bench(
         if record is not None:
             outputs = Outputs(json, page)
             refuse_ignored(
-                "with --record", "suite", "only", "part", "join", "repeat", "seconds", "candidate", "compile_first",
+                "with --record", "suite", "only", "repeat", "seconds", "candidate", "compile_first",
                 "time_limit", "seed", "save", "results",
             )  # fmt: skip
-            kept = records.read(record)
-            _show_bench(kept, kept.comparisons(), plot, outputs, Looks(verbose, quiet))
+            earlier = records.read(record)
+            _show_bench(earlier, earlier.comparisons, plot, outputs, Looks(verbose, quiet))
             return
         outputs = open_outputs(json, page, save, results)
-        if join:
-            refuse_ignored(
-                "with --join", "suite", "only", "part", "repeat", "seconds", "candidate", "compile_first", "time_limit",
-                "seed",
-            )  # fmt: skip
-            joined = parts.join([records.read(path) for path in join])
-            if save:
-                print(f"saved {benches.save(joined.values, results)}", file=sys.stderr)
-            _show_bench(joined, joined.comparisons(), plot, outputs, Looks(verbose, quiet))
-            return
         if host.SUITE in (suite or ()) and suite != [host.SUITE]:
             raise InvalidInput(
                 "--suite", ", ".join(suite or ()), f"{host.SUITE} alone", "measure it in a run of its own"
@@ -112,8 +95,6 @@ def bench(
             return
         chosen, more = tuple(only or ()), make_candidates(candidate)
         asked = {name: suites.suite(name, chosen, more, seed) for name in suite or ["cpu"]}
-        if part is not None:
-            asked = {name: suites.part_of(rows, part) for name, rows in asked.items()}
         if len(asked) > 1 and (json or page or plot):
             raise InvalidInput(
                 "--suite", ", ".join(asked), "one suite with --json, --html or --plot", "ask for one, or use --save"
@@ -146,7 +127,7 @@ def bench(
                 done = benches.run(rows, settings, pool)
                 result = benches.record(name, done, settings, environment.command_line())
                 if save:
-                    kept_at = benches.save(result, results)
+                    kept_at = kept.save(result, results)
                     print(f"saved {kept_at}", file=sys.stderr)
                 _show_bench(records.Record("this run", "", result), done, plot, outputs, Looks(verbose, quiet))
                 if not all(comparison.complete for comparison in done):
@@ -159,7 +140,6 @@ def _measure_host(outputs: Outputs, rounds: int | None, save: bool, results: Pat
     refuse_ignored(
         "with --suite host",
         "only",
-        "part",
         "seconds",
         "candidate",
         "compile_first",
@@ -176,7 +156,7 @@ def _measure_host(outputs: Outputs, rounds: int | None, save: bool, results: Pat
     costs = host.measure(device, shape, dtype, rounds or host.ROUNDS)
     result = host.record(costs, device, shape, environment.command_line())
     if save:
-        print(f"saved {benches.save(result, results)}", file=sys.stderr)
+        print(f"saved {kept.save(result, results)}", file=sys.stderr)
     if outputs.text:
         print(*host.lines(costs), sep="\n")
     outputs.write(result)

@@ -12,7 +12,7 @@ from ..measure import environment
 from ..render import pages
 from ..studies import bench as benches
 from ..studies import cycles as cyclecount
-from ..studies import suites
+from ..studies import kept, suites
 from .options import (
     ExtraCandidates,
     Html,
@@ -46,7 +46,7 @@ def cycles(
         found = cyclecount.measure(rows, seed, time_limit)
         result = cyclecount.record(suite, found, seed, environment.command_line())
         if save:
-            print(f"saved {benches.save(result, results)}", file=sys.stderr)
+            print(f"saved {kept.save(result, results)}", file=sys.stderr)
         outputs.write(result, lambda: pages.page(result))
         if outputs.text:
             cyclecount.show(found)

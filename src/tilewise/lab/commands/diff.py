@@ -9,8 +9,9 @@ import typer
 
 from ...errors import InvalidInput
 from ..studies import diff as differences
+from ..studies import kept
 from .options import Json, Quiet, Verbose, exit_codes
-from .output import Outputs, read_record
+from .output import Outputs
 
 
 def diff(
@@ -23,7 +24,7 @@ def diff(
     """Two records side by side: which ratios have changed, beyond their intervals."""
     with exit_codes():
         outputs = Outputs(json)
-        first, second = read_record(before), read_record(after)
+        first, second = kept.read(before), kept.read(after)
         if first["kind"] != second["kind"]:
             got = f"{first['kind']!r} and {second['kind']!r}"
             raise InvalidInput("records", got, "two of the same kind", "name two of the same kind")

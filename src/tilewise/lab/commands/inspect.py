@@ -11,13 +11,13 @@ import typer
 from ...errors import InvalidInput
 from ...plan import AUTO
 from ..candidates import flags, inputs
-from ..candidates.names import OURS, TORCH_DEFAULT, current_names
+from ..candidates.names import OURS, TORCH_DEFAULT
 from ..measure import environment
 from ..measure.compare import REFUSED
 from ..model import static
 from ..render import inspect_text, pages
 from ..studies import bench as benches
-from ..studies import elsewhere
+from ..studies import elsewhere, kept
 from ..studies import inspect as inspection
 from .options import (
     DEVICE,
@@ -57,7 +57,7 @@ from .options import (
     measuring,
     refuse_ignored,
 )
-from .output import Outputs, check_file, open_outputs, read_record
+from .output import Outputs, check_file, open_outputs
 
 ARTICLE = "flags"
 _OF_SHAPES = (
@@ -176,7 +176,7 @@ def inspect(
             told["elsewhere"] = elsewhere.elsewhere(problem, benches.RESULTS)
         told["suite"] = inspection.record_name(problem, experiment)
         if save:
-            print(f"saved {benches.save(told, results)}", file=sys.stderr)
+            print(f"saved {kept.save(told, results)}", file=sys.stderr)
         if outputs.text:
             inspect_text.show(told, verbose=verbose, quiet=quiet)
         outputs.write(told, lambda: pages.page(told))
@@ -186,7 +186,7 @@ def inspect(
 
 
 def _show_again(path: Path, outputs: Outputs, verbose: bool, quiet: bool) -> None:
-    told = current_names(read_record(path))
+    told = kept.expanded(kept.read(path))
     if told["kind"] != inspection.KIND:
         raise InvalidInput("--record", f"{path} of kind {told['kind']!r}", inspection.KIND, "name such a record")
     if outputs.text:

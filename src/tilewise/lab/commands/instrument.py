@@ -28,7 +28,7 @@ from ..measure import environment, noise
 from ..measure.compare import Row, Settings, compare
 from ..measure.pool import Pool
 from ..processes import code_command
-from ..studies import bench
+from ..studies import bench, kept
 from .options import FAILED, INTERRUPTED, make_device
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def main(arguments: list[str]) -> int:
     result = record(found, settings, problem, told)
     print(f"{result['sentence']}; {units.duration(seconds)}, load {during[0]:.1f} to {during[1]:.1f}")
     if asked.save and result["complete"]:
-        print(f"saved {bench.save(result, asked.results)}", file=sys.stderr)
+        print(f"saved {kept.save(result, asked.results)}", file=sys.stderr)
     if not result["complete"]:
         return INTERRUPTED
     return FAILED if result["claims"] > result["allowed"] else 0

@@ -12,6 +12,7 @@ from ...plan import AUTO
 from ..measure import environment
 from ..render import pages
 from ..studies import bench as benches
+from ..studies import kept
 from ..studies import ladder as rungs
 from .options import (
     Device,
@@ -81,5 +82,5 @@ def ladder(
         done = rungs.record(climbs, settings, environment.command_line())
         outputs.write(done, lambda: pages.page(done))
         if save:
-            print(f"saved {benches.save(done, results)}", file=sys.stderr)
+            print(f"saved {kept.save(done, results)}", file=sys.stderr)
         leave([climb.comparison for climb in climbs])

@@ -12,7 +12,7 @@ from .. import report
 from ..candidates.names import OURS
 from ..measure import environment
 from ..render import magnitudes_plot, pages
-from ..studies import bench
+from ..studies import bench, kept
 from ..studies import magnitudes as measuring
 from .options import (
     FAILED,
@@ -73,7 +73,7 @@ def magnitudes(
         if outputs.text and not complete:
             print("interrupted: only what was measured is here")
         if save:
-            typer.echo(f"saved {bench.save(record, results)}", err=True)
+            typer.echo(f"saved {kept.save(record, results)}", err=True)
         if plot is not None and found:
             magnitudes_plot.draw(record, plot)
             typer.echo(f"drew {plot}", err=True)

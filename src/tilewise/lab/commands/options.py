@@ -268,7 +268,7 @@ def make_candidates(given: list[str] | None) -> tuple[str, ...]:
     """mypkg.mod:fn and file.py:fn are functions of the user's; everything else is a candidate's name."""
     names = []
     for text in given or ():
-        ours = text.startswith((PYTHON, f"{OURS}:", "sdpa:", "flags:", "ladder:")) or text in KNOWN
+        ours = text.startswith((PYTHON, f"{OURS}:", "flags:", "ladder:")) or text in KNOWN
         is_function = ":" in text and not ours
         name = Candidate(PYTHON + text if is_function else text).name
         if name.startswith(PYTHON):

@@ -6,7 +6,6 @@ costs nothing that was measured: the record then goes to a fresh file, and its n
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -104,17 +103,6 @@ def _rescue(option: str, path: Path, error: OSError, record: Any) -> None:
     raise InvalidInput(
         option, f"{path} ({error.strerror})", "a file that can be written", f"what was measured is in {file.name}"
     ) from error
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """What a command wrote. InvalidInput for a file that is no record."""
-    try:
-        values = jsonlib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidInput("record", f"{path} ({error})", "a JSON file that tilewise wrote", "check it") from None
-    if not isinstance(values, dict) or not str(values.get("kind", "")).startswith("tilewise "):
-        raise InvalidInput("record", f"{path}", "a JSON file that tilewise wrote", "name one")
-    return values
 
 
 def open_outputs(json: Path | None, page: Path | None, save: bool, results: Path) -> Outputs:

@@ -12,6 +12,7 @@ from ...plan import AUTO
 from ..measure import environment
 from ..render import pages
 from ..studies import bench as benches
+from ..studies import kept
 from ..studies import tune as tuning
 from .options import (
     FAILED,
@@ -95,7 +96,7 @@ def tune(
         done = tuning.record(sweeps, settings, environment.command_line())
         outputs.write(done, lambda: pages.page(done))
         if save:
-            print(f"saved {benches.save(done, results)}", file=sys.stderr)
+            print(f"saved {kept.save(done, results)}", file=sys.stderr)
         if not all(found.complete for found in sweeps):
             raise typer.Exit(INTERRUPTED)
         if not all(found.ranked() for found in sweeps):

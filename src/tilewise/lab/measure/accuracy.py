@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...masks import Dense, Full
+from ...masks import Dense, Documents, Full
 from ...operands import SCORE_DIMS
 from ...plain import reference
 from ...problem import mask_operands
@@ -78,13 +79,22 @@ def choose(problem: Problem, seed: int, device: str) -> Sample:
     chosen_rows = tuple(rows)
     if not problem.needs_grad and count > fitting:
         wanted = min(len(rows), max(_ROWS_WANTED, int(share * len(groups) / count * len(rows))))
-        chosen_rows = tuple(sorted(torch.randperm(len(rows), generator=generator)[:wanted].tolist()))
+        drawn = torch.randperm(len(rows), generator=generator)[:wanted].tolist()
+        chosen_rows = tuple(sorted({*drawn, *_last_rows(problem)}))
     heads = f"{len(order) * problem.group} of {problem.batch * problem.heads_q} heads"
     return Sample(
         tuple(groups[index] for index in order),
         chosen_rows,
         f"a random sample: {heads}, {len(chosen_rows)} of {problem.seq_q} rows",
     )
+
+
+def _last_rows(problem: Problem) -> list[int]:
+    """One of every document: a random sample may have none of a short one."""
+    mask = problem.mask
+    if not isinstance(mask, Documents):
+        return []
+    return [end - 1 for start, end in pairwise(mask.cu_seqlens_q) if end > start]
 
 
 def _is_whole_by_head(problem: Problem) -> bool:
@@ -121,10 +131,13 @@ def _dims_of_learned(problem: Problem) -> list[tuple[tuple[str, ...], tuple[str,
 
 
 def _share_afforded(problem: Problem, device: str) -> float:
-    """Of the whole problem: by the arithmetic of its truth, and by the size of what is compared."""
+    """Of the whole problem: by the arithmetic of its truth, which computes hidden pairs too, and by the size of what is
+    compared."""
     afforded = _FLOPS_AFFORDED["cuda" if device.startswith("cuda") else "cpu"]
-    cost = problem.flops() + (problem.flops(backward=True) if problem.needs_grad else 0)
-    elements = problem.batch * problem.heads_q * problem.seq_q * max(problem.head_dim, problem.head_dim_v)
+    rows = problem.batch * problem.heads_q * problem.seq_q
+    visible = problem.flops() + (problem.flops(backward=True) if problem.needs_grad else 0)
+    cost = visible * rows * problem.seq_kv // max(problem.pairs(), 1)
+    elements = rows * max(problem.head_dim, problem.head_dim_v)
     return min(afforded / max(cost, 1), _ELEMENTS_AFFORDED / max(elements, 1))
 
 
@@ -237,13 +250,18 @@ def _over_sample(inputs: Inputs, problem: Problem, sample: Sample, work: torch.d
     at_once = _SCORES_AT_ONCE[inputs.q.device.type] // max(1, problem.group * problem.seq_kv)  # rows of all groups
     bunch = max(1, at_once // max(1, len(sample.rows)))
     bunches = [sample.groups[start : start + bunch] for start in range(0, len(sample.groups), bunch)]
-    by_bunch = [list(_parts(inputs, problem, sample, groups, at_once, work, part)) for groups in bunches]
-    results: Tensors = {}
-    for name in by_bunch[0][0] if by_bunch and by_bunch[0] else ():
-        of_bunches = [[chunk[name] for chunk in chunks] for chunks in by_bunch]
-        summed = name in ("dk", "dv")
-        joined = [torch.stack(parts).sum(0) if summed else torch.cat(parts, 2) for parts in of_bunches]
-        results[name] = torch.cat(joined)
+    found: dict[str, list[Tensor]] = {}  # a bunch each
+    for bunch_of_groups in bunches:
+        rows: dict[str, list[Tensor]] = {}
+        for chunk in _parts(inputs, problem, sample, bunch_of_groups, at_once, work, part):
+            for name, tensor in chunk.items():
+                if name in ("dk", "dv") and name in rows:
+                    rows[name][0] += tensor  # as large as k and v, however many chunks there are
+                else:
+                    rows.setdefault(name, []).append(tensor)
+        for name, tensors in rows.items():
+            found.setdefault(name, []).append(torch.cat(tensors, 2))
+    results = {name: torch.cat(tensors) for name, tensors in found.items()}
     if "lse" in results:
         results["lse"] = results["lse"].unsqueeze(-1)
     if part is _plain_part:

@@ -3,7 +3,8 @@
 Kernels are compiled when a problem first needs them, and while one is compiled nothing else is measured: on a machine
 whose caches are empty a suite waits longer than it measures. Here several processes make the first call of each kind of
 problem side by side. They share nothing with the processes that measure but the caches on disk: ours, and those that
-other libraries keep (FlashAttention-4 where FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 is set).
+other libraries keep (see `pool.LASTING` for FlashAttention-4's). What takes longest to compile comes first: another
+library's kernels by CuTe DSL or nvcc, and those of a backward.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ if TYPE_CHECKING:
     from ...problem import Problem
     from .compare import Row, Settings, Tick
 
-MAX_PROCESSES = 12
+MAX_PROCESSES = 16
 Job = tuple[str, str, "Problem", str]  # candidate, device, problem, contents of mask tensors
 
 
 def jobs(rows: Sequence[Row]) -> list[list[Job]]:
-    """The distinct problems of candidates that compile, in bunches that are likely to need the same kernels."""
+    """The distinct problems of candidates that compile, in bunches that are likely to need the same kernels; the bunch
+    that takes longest first."""
     found: dict[tuple[object, ...], dict[Job, None]] = {}
+    slowest: dict[tuple[object, ...], tuple[bool, bool]] = {}
     for row in rows:
         for name in row.candidates:
             candidate, problem = Candidate(name), row.asked(name)
@@ -39,16 +42,17 @@ def jobs(rows: Sequence[Row]) -> list[list[Job]]:
             if not compiles or not row.device.startswith("cuda") or candidate.why_not(problem, row.device):
                 continue
             dims = (problem.head_dim, problem.head_dim_v)
-            kind = (name, problem.dtype, dims, type(problem.mask), problem.needs_grad, problem.scores)
             group = problem.group if candidate.compiles else 0
-            found.setdefault((*kind, group), {})[name, row.device, problem, row.contents] = None
-    return [list(bunch) for bunch in found.values()]
+            kind = (name, problem.dtype, dims, type(problem.mask), problem.needs_grad, problem.scores, group)
+            found.setdefault(kind, {})[name, row.device, problem, row.contents] = None
+            slowest[kind] = (candidate.compiles, problem.needs_grad)
+    return [list(found[kind]) for kind in sorted(found, key=slowest.__getitem__, reverse=True)]
 
 
 def compile_all(rows: Sequence[Row], settings: Settings, tick: Tick = lambda text: None) -> None:
     """Make every first call once. What fails here is told when it is measured."""
     waiting = jobs(rows)
-    count = min(len(waiting), MAX_PROCESSES, max(1, (os.cpu_count() or 2) * 3 // 4))
+    count = min(len(waiting), MAX_PROCESSES, os.cpu_count() or 2)
     if not count:
         return
     names = [f"ahead {number}" for number in range(count)]

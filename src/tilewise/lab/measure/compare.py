@@ -28,6 +28,7 @@ from . import noise, statistics
 from .pool import Failure
 
 if TYPE_CHECKING:
+    from ..model.launched import Launched
     from .accuracy import Errors
     from .pool import Pool
     from .statistics import Speed
@@ -40,6 +41,7 @@ _TRUTH = "float64"  # the worker that computes it
 _FEWEST_ROUNDS = statistics.MIN_ROUNDS
 _COMPILING = 4  # times the time limit: for the first call of what is compiled then
 _BY_THE_HOST = ("wall", "host")  # timing methods whose times are those of threads that share cores with others
+_KEPT = (0.2, 0.5, 0.8)  # quantiles of a round's samples: what is kept of many
 TIMES = ("forward", "backward", "step")  # what can be timed; a step is both in one call
 
 Tick = Callable[[str], None]
@@ -132,7 +134,8 @@ class Row:
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of one candidate. The fields named in TIMES hold a list of samples per round, in seconds per call."""
+    """The outcome of one candidate. The fields named in TIMES hold the samples of every round, in seconds per call: no
+    more than three, which then are its 20th percentile, its median and its 80th percentile."""
 
     candidate: str
     verdict: str = UNVERIFIED
@@ -145,6 +148,7 @@ class Outcome:
     step: list[list[float]] = field(default_factory=list)
     stderr: str = ""
     runs: str = ""  # the kernels it comes to, by a name that all candidates with these kernels have; "": not known
+    kernels: Launched | None = None  # of ours: what a call launches, see `model.launched`
 
     @property
     def failed(self) -> bool:
@@ -176,15 +180,27 @@ class Outcome:
         self.because = [failure.hint] if failure.hint else []
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Outcome:
-        """As a record holds it, those of earlier releases included."""
+    def from_dict(cls, values: dict[str, Any], asked: dict[str, Any]) -> Outcome:
+        """As a record holds it. `asked`: the problem of the row."""
         outcome = cls(**{name: values[name] for name in cls.__slots__ if name in values})
         outcome.errors = {
             name: {kind: float(value) for kind, value in by_kind.items()} for name, by_kind in outcome.errors.items()
         }
+        if outcome.kernels is not None:
+            outcome.kernels = outcome.kernels | {"problem": asked | outcome.kernels["problem"]}
         return outcome
 
+    def to_record(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """What was found out, without what is empty; of the problem that was planned, what differs from `asked`."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__ if getattr(self, name)}
+        if self.kernels is not None:
+            planned = self.kernels["problem"]
+            differing = {name: value for name, value in planned.items() if asked.get(name) != value}
+            values["kernels"] = self.kernels | {"problem": differing}
+        return values
+
     def to_dict(self) -> dict[str, Any]:
+        """Every field, and what follows from the times."""
         values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         for what in (*TIMES, "overhead"):
             values[f"{what}_seconds"] = summary(getattr(self, what))
@@ -206,6 +222,7 @@ class Comparison:
     load: float = 1.0  # threads per core that wanted to run while the row was measured; 1: no more than there are cores
     clocks: dict[str, dict[str, float]] | None = None  # of the GPU, while the row was measured
     seconds: float = 0.0  # that the row took
+    measured: str = ""  # the date of the run, of which a record of several says more
 
     def __getitem__(self, candidate: str) -> Outcome:
         return next(outcome for outcome in self.outcomes if outcome.candidate == candidate)
@@ -283,33 +300,44 @@ class Comparison:
         found = [pair for pair in pairs if not (speed := self.versus(*pair)) or not (speed.same or speed.settled)]
         return [outcome for outcome in self.outcomes if any(outcome is one for pair in found for one in pair)]
 
-    def to_dict(self) -> dict[str, Any]:
-        row = self.row
-        peer, rival = self.best_peer(), self.best_rival()
-        return {
+    def to_record(self) -> dict[str, Any]:
+        """What was measured, and nothing that follows from it: what a record keeps, without what is usual."""
+        row, asked = self.row, self.row.problem.to_dict()
+        values = {
             "row": row.name,
             "kind": row.kind,
             "contents": row.contents,
             "goal": row.goal._asdict() if row.goal else None,
             "plain": {"problem": row.plain.problem.to_dict(), "share": row.plain.share} if row.plain else None,
-            "against_plain": self.against_plain(),
-            "problem": row.problem.to_dict(),
+            "problem": asked,
             "device": row.device,
             "timing": row.timing,
             "times": list(row.timed),
             "flush": row.flush,
-            "flops": {"forward": row.problem.flops(), "backward": row.problem.flops(backward=True), "timed": row.flops},
+            "measured": self.measured,
             "clocks": self.clocks,
             "seconds": self.seconds,
             "complete": self.complete,
             "compared": self.compared,
             "budgets": self.budgets,
-            "best_peer": peer.candidate if peer else None,
-            "best_rival": rival.candidate if rival else None,
-            "orders": self.orders,
             "looks": self.looks,
             "noise": self.noise,
             "load": self.load,
+            "candidates": [outcome.to_record(asked) for outcome in self.outcomes],
+        }
+        return {name: value for name, value in values.items() if value != _USUAL.get(name)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a record keeps, and what follows from it: what `--json` and pages show."""
+        row = self.row
+        peer, rival = self.best_peer(), self.best_rival()
+        return {
+            **_USUAL,
+            **self.to_record(),
+            "against_plain": self.against_plain(),
+            "flops": {"forward": row.problem.flops(), "backward": row.problem.flops(backward=True), "timed": row.flops},
+            "best_peer": peer.candidate if peer else None,
+            "best_rival": rival.candidate if rival else None,
             "undecided": bool(self.unsettled()),
             "candidates": [outcome.to_dict() | self._standing(outcome) for outcome in self.outcomes],
         }
@@ -328,9 +356,17 @@ class Comparison:
         }
 
 
-def read_comparison(values: dict[str, Any]) -> Comparison:
-    """What `Comparison.to_dict` wrote, read back from a record."""
-    plain = values.get("plain")
+_USUAL: dict[str, Any] = {
+    "kind": "", "contents": "", "goal": None, "plain": None, "flush": False, "measured": "", "clocks": None,
+    "complete": True, "compared": "", "budgets": {}, "looks": 1, "noise": [], "load": 1.0,
+}  # fmt: skip
+"""What a record leaves out of a comparison where it is so."""
+
+
+def read_comparison(stored: dict[str, Any]) -> Comparison:
+    """What `to_record` or `to_dict` of a Comparison wrote."""
+    values = _USUAL | stored
+    plain = values["plain"]
     row = Row(
         values["row"],
         Problem.from_dict(values["problem"]),
@@ -338,23 +374,24 @@ def read_comparison(values: dict[str, Any]) -> Comparison:
         values["device"],
         values["timing"],
         values["flush"],
-        tuple(values.get("times", ())),
-        kind=values.get("kind", ""),
-        contents=values.get("contents", ""),
+        tuple(values["times"]),
+        kind=values["kind"],
+        contents=values["contents"],
         plain=Plain(Problem.from_dict(plain["problem"]), plain["share"]) if plain else None,
-        goal=Goal(**values["goal"]) if values.get("goal") else None,
+        goal=Goal(**values["goal"]) if values["goal"] else None,
     )
     return Comparison(
         row,
-        [Outcome.from_dict(candidate) for candidate in values["candidates"]],
+        [Outcome.from_dict(candidate, values["problem"]) for candidate in values["candidates"]],
         compared=values["compared"],
-        orders=values["orders"],
+        budgets={name: {kind: float(one) for kind, one in found.items()} for name, found in values["budgets"].items()},
         complete=values["complete"],
-        looks=values.get("looks", 1),
-        noise=values.get("noise", []),
-        load=values.get("load", 1.0),
-        clocks=values.get("clocks"),
-        seconds=values.get("seconds", 0.0),
+        looks=values["looks"],
+        noise=values["noise"],
+        load=values["load"],
+        clocks=values["clocks"],
+        seconds=values["seconds"],
+        measured=values["measured"],
     )
 
 
@@ -440,9 +477,19 @@ class _Verifier:
                 outcome.verdict, outcome.because, outcome.stderr = known.verdict, list(known.because), known.stderr
                 outcome.errors, outcome.memory, outcome.runs = known.errors, known.memory, known.runs
         self._check_all(fresh, row)
+        for outcome in running:
+            self._name_kernels(outcome, row)
         truth = self._truth(row)
         comparison.compared, comparison.budgets = truth.compared, truth.budgets
         self._ready |= {outcome.candidate: replace(outcome, because=list(outcome.because)) for outcome in fresh}
+
+    def _name_kernels(self, outcome: Outcome, row: Row) -> None:
+        if outcome.verdict in (VERIFIED, UNVERIFIED) and Candidate(outcome.candidate).is_ours:
+            try:
+                limit = self._settings.time_limit
+                outcome.kernels = self._pool.ask(outcome.candidate, "launched", limit, timed=list(row.timed))
+            except Failure as failure:
+                outcome.fail(failure)
 
     def drop_failed(self, outcomes: list[Outcome]) -> None:
         """A candidate that failed while it was timed starts afresh for the next row."""
@@ -582,12 +629,20 @@ def _time_once(
 def _time_round(outcome: Outcome, row: Row, pool: Pool, settings: Settings, first: bool) -> None:
     limit, seconds = settings.time_limit, settings.round_seconds
     if first and settings.overhead:
-        outcome.overhead = pool.ask(outcome.candidate, "overhead", limit, seconds=seconds / 2)
+        samples = pool.ask(outcome.candidate, "overhead", limit, seconds=seconds / 2)
+        outcome.overhead = _spread(samples)
     for what in row.timed:
         samples = pool.ask(
             outcome.candidate, "time", limit, what=what, method=row.timing, seconds=seconds, flush=row.flush
         )
-        getattr(outcome, what).append(samples)
+        getattr(outcome, what).append(
+            samples if len(samples) <= len(_KEPT) else [quantile(samples, at) for at in _KEPT]
+        )
+
+
+def _spread(samples: list[float]) -> list[float]:
+    """What is kept of the samples of a round."""
+    return samples if len(samples) <= len(_KEPT) else [quantile(samples, share) for share in _KEPT]
 
 
 def _tired(outcome: Outcome, number: int, settings: Settings) -> bool:

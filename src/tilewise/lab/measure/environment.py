@@ -20,7 +20,6 @@ from ...native import library
 from ..candidates import override
 from ..processes import code_command
 from ..processes import variables as process_variables
-from ..validation import source_hash
 
 _PACKAGES = (
     "triton", "cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13", "flash-attn", "fa3-fwd",
@@ -176,14 +175,12 @@ def effective_order() -> list[str]:
 
 
 def source() -> dict[str, Any]:
-    """The commit of a checkout and whether it was changed since (None for an installed package), and what the engine's
-    sources hash to: that says which kernels ran, whatever git knows."""
-    kernels = {"engine": source_hash()}
+    """The commit of a checkout and whether it was changed since; None for an installed package."""
     if not _output("git", "-C", str(_PACKAGE), "ls-files", "__init__.py"):
-        return {"commit": None, "dirty": None} | kernels
+        return {"commit": None, "dirty": None}
     commit = _output("git", "-C", str(_PACKAGE), "rev-parse", "HEAD")
     dirty = bool(_output("git", "-C", str(_PACKAGE), "status", "--porcelain"))
-    return {"commit": commit or None, "dirty": dirty} | kernels
+    return {"commit": commit or None, "dirty": dirty}
 
 
 def device_line(device: str) -> str:

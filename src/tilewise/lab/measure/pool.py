@@ -19,6 +19,8 @@ from ..processes import module_command, variables
 
 START_SECONDS = 300.0
 _EXIT_SECONDS = 60.0
+# FlashAttention-4 keeps what it compiles on disk only where it is asked to. A value that the user sets counts.
+LASTING = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
 _STDERR_LINES = 40
 
 _HINTS = {
@@ -53,7 +55,7 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=variables(),
+            env=LASTING | variables(),
             start_new_session=True,
         )
         self._pending = b""

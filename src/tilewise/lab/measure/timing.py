@@ -13,6 +13,11 @@ enqueue the batch or, of calls that take far longer on the device, the first one
 the caller decides what a round of them means.
 What a method finds out about a call (how long it takes, a captured graph) it keeps in `kept`, so that later rounds
 spend their time measuring.
+
+A backward (`Backward`) frees the graph that its forward recorded, as in training: a graph that is retained has another
+cost on the host. The forwards of a batch therefore run before the clock starts, `wall` waits for them, and the clock
+holds as many backwards and nothing else. In a graph replay no host is in the time: what is captured there is a backward
+that retains its graph, so that the tensors it reads keep their memory.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +39,7 @@ _HOST_BATCH = 32  # calls enqueued at once: well below the driver's queue, which
 _GRAPH_CALLS = 16
 _GRAPH_SECONDS = 0.002  # of one replay; a graph of long calls needs few of them
 _SPIN_HZ = 2e9  # at least the clock of any GPU we know: the spin is long enough
+_LONG_CALL = 0.01  # seconds: one call estimates itself, and needs no other to warm up
 _MAX_OVERTIME = 3  # times the measured time that was asked for
 _EVENT_CALLS = 10  # back to back in one sample, unless a few already fill the round
 
@@ -53,12 +59,42 @@ class Rotation:
         return self._next()()
 
 
+class Backward:
+    """The gradients of `inputs`, each time of a forward of its own."""
+
+    def __init__(self, forward: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], dout: torch.Tensor) -> None:
+        self._forward, self._inputs, self._dout = forward, list(inputs), dout
+
+    def fresh(self) -> Call:
+        """A backward that can be called once; its forward runs now."""
+        out = self._forward()
+        return lambda: torch.autograd.grad(out, self._inputs, self._dout)
+
+    def retained(self) -> Call:
+        """A backward that can be called again and again; its forward runs now."""
+        out = self._forward()
+        return lambda: torch.autograd.grad(out, self._inputs, self._dout, retain_graph=True)
+
+
+def _ready(call: Call | Backward, count: int) -> list[Call]:
+    """So many calls that have nothing left to do but what is timed."""
+    return [call.fresh() for _ in range(count)] if isinstance(call, Backward) else [call] * count
+
+
+def _use_up(calls: list[Call]) -> None:
+    """Call each once. What a call holds is freed after it, as a program frees what its backward has read."""
+    while calls:
+        calls.pop()()
+
+
 def turns_for(size: int) -> int:
     """How many sets of tensors of so many bytes a rotation goes through."""
     return max(1, min(_MAX_TURNS, -(-ROTATED_BYTES // max(1, size))))
 
 
-def measure(call: Call, method: str, seconds: float, *, flush: bool = False, kept: Kept | None = None) -> list[float]:
+def measure(
+    call: Call | Backward, method: str, seconds: float, *, flush: bool = False, kept: Kept | None = None
+) -> list[float]:
     """Samples of seconds per call over about `seconds` of measured time, after a warm-up."""
     kept = {} if kept is None else kept
     if method == "wall":
@@ -71,7 +107,7 @@ def measure(call: Call, method: str, seconds: float, *, flush: bool = False, kep
     return _events(call, seconds, flush, kept)
 
 
-def _wall(call: Call, seconds: float) -> list[float]:
+def _wall(call: Call | Backward, seconds: float) -> list[float]:
     synchronize: Call = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     estimate = _warm_up(call, synchronize, min(_WARM_UP_SECONDS, seconds / 2))
     if estimate >= seconds:  # a call this long needs no warm-up: it is the sample
@@ -82,10 +118,9 @@ def _wall(call: Call, seconds: float) -> list[float]:
     return [_clocked(call, calls, synchronize) for _ in _turns(seconds, estimate * calls)]
 
 
-def _host(call: Call, seconds: float) -> list[float]:
+def _host(call: Call | Backward, seconds: float) -> list[float]:
     synchronize: Call = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
-    call()
-    synchronize()
+    _clocked(call, 1, synchronize)
     batch = max(1, min(_HOST_BATCH, int(seconds / max(_clocked(call, 1), 1e-9))))
     samples: list[float] = []
     stop = time.perf_counter() + seconds
@@ -96,7 +131,7 @@ def _host(call: Call, seconds: float) -> list[float]:
     return samples
 
 
-def _events(call: Call, seconds: float, flush: bool, kept: Kept) -> list[float]:
+def _events(call: Call | Backward, seconds: float, flush: bool, kept: Kept) -> list[float]:
     device_seconds, host_seconds = _cuda_estimates(call, kept)
     scratch = _l2_sized() if flush else None
     fewest = min(_EVENT_CALLS, math.ceil(seconds / (2 * device_seconds)))
@@ -107,18 +142,18 @@ def _events(call: Call, seconds: float, flush: bool, kept: Kept) -> list[float]:
     samples: list[float] = []
     for _ in _turns(seconds, device_seconds * calls):
         pairs = [_event_pair() for _ in range(calls if flush else 1)]
+        batch = _ready(call, calls)
         torch.cuda._sleep(spin)
         if scratch is None:
             start, stop = pairs[0]
             start.record()
-            for _ in range(calls):
-                call()
+            _use_up(batch)
             stop.record()
         else:
             for start, stop in pairs:
                 scratch.zero_()
                 start.record()
-                call()
+                batch.pop()()
                 stop.record()
         torch.cuda.synchronize()
         each = 1 if flush else calls
@@ -126,9 +161,10 @@ def _events(call: Call, seconds: float, flush: bool, kept: Kept) -> list[float]:
     return samples
 
 
-def _graph(call: Call, seconds: float, kept: Kept) -> list[float]:
+def _graph(call: Call | Backward, seconds: float, kept: Kept) -> list[float]:
     if "graph" not in kept:
-        device_seconds, _ = _cuda_estimates(call, kept)
+        call = kept["captured"] = call.retained() if isinstance(call, Backward) else call
+        device_seconds, _ = _cuda_estimates(call, {})
         turns = call.count if isinstance(call, Rotation) else 1
         calls = max(1, min(_GRAPH_CALLS, math.ceil(_GRAPH_SECONDS / device_seconds)))
         kept["calls"] = -(-calls // turns) * turns  # whole rounds
@@ -169,25 +205,31 @@ def _captured(call: Call, calls: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _cuda_estimates(call: Call, kept: Kept) -> tuple[float, float]:
+def _cuda_estimates(call: Call | Backward, kept: Kept) -> tuple[float, float]:
     """Seconds per call of the device and of the host, roughly; a few calls that warm up when they are known."""
     if "estimates" in kept:
         device_seconds, host_seconds = kept["estimates"]
-        for _ in range(max(1, min(5, math.ceil(_SHORTEST_SAMPLE / device_seconds)))):
-            call()
+        if device_seconds < _LONG_CALL:
+            _use_up(_ready(call, min(5, math.ceil(_SHORTEST_SAMPLE / device_seconds))))
         return device_seconds, host_seconds
-    call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(5):
-        call()
-    enqueued = time.perf_counter()
-    torch.cuda.synchronize()
-    kept["estimates"] = max(1e-7, (time.perf_counter() - start) / 5), (enqueued - start) / 5
+    _use_up(_ready(call, 1))  # whatever the first call alone has to do
+    calls = 1
+    while True:
+        batch = _ready(call, calls)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        _use_up(batch)
+        enqueued = time.perf_counter()
+        torch.cuda.synchronize()
+        device_seconds, host_seconds = (time.perf_counter() - start) / calls, (enqueued - start) / calls
+        if calls > 1 or device_seconds >= _LONG_CALL:
+            break
+        calls = 5
+    kept["estimates"] = max(1e-7, device_seconds), host_seconds
     return kept["estimates"]  # type: ignore[no-any-return]
 
 
-def _warm_up(call: Call, synchronize: Call, seconds: float) -> float:
+def _warm_up(call: Call | Backward, synchronize: Call, seconds: float) -> float:
     """Runs for a while, once at least; returns the seconds of the fastest call. Idle threads of others go to sleep."""
     fastest = math.inf
     stop = time.perf_counter() + seconds
@@ -197,10 +239,12 @@ def _warm_up(call: Call, synchronize: Call, seconds: float) -> float:
             return max(fastest, 1e-9)
 
 
-def _clocked(call: Call, calls: int, synchronize: Call = lambda: None) -> float:
+def _clocked(call: Call | Backward, calls: int, synchronize: Call = lambda: None) -> float:
+    batch = _ready(call, calls)
+    if isinstance(call, Backward):
+        synchronize()
     start = time.perf_counter()
-    for _ in range(calls):
-        call()
+    _use_up(batch)
     synchronize()
     return (time.perf_counter() - start) / calls
 

@@ -9,6 +9,7 @@
     {"do": "memory"}                                             bytes a forward, or a step where gradients are wanted,
                                                                  needs beyond its inputs, at the peak
     {"do": "runs"}                                               the kernels it comes to, by a name; empty if not known
+    {"do": "launched", "timed"}                                  those of ours, as `model.launched` names them, or null
     {"do": "time", "what", "method", "seconds", "flush"}         samples of seconds per "forward", "backward" or "step"
     {"do": "profile", "trace"}                                   the kernels that ran, by torch.profiler
     {"do": "rates"}                                              peaks of this CPU, measured
@@ -41,15 +42,19 @@ import torch
 
 from ...errors import DeviceError, UnsupportedProblem
 from ...masks import Dense, Documents
+from ...memo import invalidate
+from ...plan import plans_made
 from ...problem import Problem
 from ..candidates import override
 from ..candidates.names import SDPA, Candidate, Forward, make_inputs, sdpa_arguments
 from ..model import roofline
+from ..model.launched import launched
 from . import accuracy, timing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ..model.launched import Launched
     from .accuracy import Sample, Tensors
 
 _NO_KERNEL = ("No available kernel", "No viable backend")
@@ -62,13 +67,14 @@ class Worker:
     def __init__(self) -> None:
         self._scope = contextlib.ExitStack()
         self._kept: dict[str, timing.Kept] = {}
-        self._calls: dict[str, Callable[[], Any]] = {}
+        self._calls: dict[str, Callable[[], Any] | timing.Backward] = {}
         self._overheads: dict[tuple[str, Problem], list[float]] = {}
 
     def prepare(
         self, candidate: str, problem: dict[str, Any], seed: int, device: str, tensors: str = "", contents: str = ""
     ) -> None:
         self.forget()
+        invalidate()  # so that the plans that are remembered are those of this problem
         self._problem = Problem.from_dict(problem)
         self._candidate, self._device, self._seed, self._contents = Candidate(candidate), device, seed, contents
         self._scope.enter_context(_own_stream(device))
@@ -130,15 +136,17 @@ class Worker:
         call = self._step() if self._problem.needs_grad else self._forward
         return _peak_extra_bytes(call, self._device)
 
+    def launched(self, timed: list[str]) -> Launched | None:
+        """What of ours a call launches, by the plan of the first call; None where the planner was not asked."""
+        made = plans_made()
+        return launched(made[0], timed) if made else None
+
     def runs(self) -> str:
         return self._candidate.runs(self._problem, self._inputs)
 
     def time(self, what: str, method: str, seconds: float, flush: bool = False) -> list[float]:
         if what not in self._calls:
-            makers = {"forward": lambda: self._forward, "backward": self._backward, "step": self._step}
-            self._calls[what] = (
-                self._rotation() if what == "forward" and flush and method == "graph" else makers[what]()
-            )
+            self._calls[what] = self._call(what, rotated=flush and method == "graph")
         kept = self._kept.setdefault(what, {})
         return timing.measure(self._calls[what], method, seconds, flush=flush, kept=kept)
 
@@ -149,7 +157,7 @@ class Worker:
         self._forward()
         found = {"forward": profile.run(self._forward, self._device, trace)}
         if self._problem.needs_grad:
-            backward = self._backward()
+            backward = self._backward().retained()
             backward()
             found["backward"] = profile.run(backward, self._device, _beside(trace, "backward"))
         return found
@@ -195,6 +203,14 @@ class Worker:
             results |= dict(zip(wanted, grads, strict=True))
         return results
 
+    def _call(self, what: str, *, rotated: bool) -> Callable[[], Any] | timing.Backward:
+        """What is timed."""
+        if what == "backward":
+            return self._backward()
+        if what == "step":
+            return self._step()
+        return self._rotation() if rotated else self._forward
+
     def _rotation(self) -> Callable[[], Any]:
         """The forward of several sets of tensors by turns, so many that no cache holds their keys and values."""
         size = sum(tensor.numel() * tensor.element_size() for tensor in (self._inputs.k, self._inputs.v))
@@ -209,11 +225,11 @@ class Worker:
         _synchronize(self._device)
         return timing.Rotation(calls)
 
-    def _backward(self) -> Callable[[], Any]:
-        """The backward alone, over and over on one recorded forward."""
-        out, _ = _split(self._forward())
+    def _backward(self) -> timing.Backward:
+        """The backward alone."""
         wanted, dout = list(self._inputs.differentiated(self._problem).values()), self._inputs.dout
-        return lambda: torch.autograd.grad(out, wanted, dout, retain_graph=True)
+        forward = self._forward
+        return timing.Backward(lambda: _split(forward())[0], wanted, dout)
 
     def _step(self) -> Callable[[], Any]:
         """Forward and backward, as a training step has them."""
@@ -230,6 +246,7 @@ class Worker:
             if hasattr(self, name):
                 delattr(self, name)
         _free_cached_memory()
+        gc.freeze()  # the modules that a library imported for it need not be looked at again
 
 
 def _beside(path: str, suffix: str) -> str:

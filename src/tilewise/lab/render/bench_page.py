@@ -95,15 +95,7 @@ def _against_fastest(row: dict[str, Any], ours: Entry) -> views.Speed | None:
     """As the record has it; a record that does not say is compared anew."""
     if ours.failed:
         return None
-    stored = row["candidates"][0]
-    if "speed_rival" in stored:
-        return views.Speed.from_dict(stored["speed_rival"]) if stored["speed_rival"] else None
-    done = read_comparison(row)
-    rival, peer = done.best_rival(), done.best_peer()
-    if rival is peer:
-        return ours.speed
-    found = bench.against_fastest(done)
-    return views.Speed.from_dict(found.to_dict()) if found else None
+    return views.Speed.of(row["candidates"][0]["speed_rival"])
 
 
 def _group(row: dict[str, Any], several: bool) -> str:

@@ -5,7 +5,8 @@
 
 Views: `table` (every row of a suite), `problems` (a line per problem with a column for each thing that is timed),
 `goals` (what is asked of every row of a suite that has goals, and what it reaches), `plot` (its pictures, in
-docs/plots/), and, with no suite named, `summary` (a line per suite and thing that is timed). A suite without a record
+docs/plots/), and, with no suite named, `summary` (a line per suite and thing that is timed) and `headline` (the lines of
+README.md). A suite without a record
 says that it is not measured. Nothing else in the file is touched, and a run that changes nothing leaves the file as it
 is.
 """
@@ -13,6 +14,7 @@ is.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 from pathlib import Path
@@ -20,8 +22,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import InvalidInput
 from .. import report
+from ..candidates.names import Candidate
 from ..measure import statistics, words
-from ..measure.compare import REFUSED, summary
+from ..measure.compare import REFUSED, geomean, summary
 from ..studies import bench, records
 from ..studies.suites import SUITES
 from . import host_docs, map_docs, models_docs, plots, report_docs
@@ -41,6 +44,21 @@ _SUMMARY = (
 
 
 _LEGEND = f"Speed with its 99% interval; {words.LEGEND}. Errors are norm-wise, `ok` within the budget of float64."
+
+
+HEADLINE = (
+    ("Forward", "forward", "forward"),
+    ("Backward", "backward", "backward"),
+    ("Backward of shapes that no tile divides", "odd", "backward"),
+    ("Training step, grouped heads", "grouped", "step"),
+    ("Training step, packed sequences", "packed", "step"),
+    ("Training step under masks, biases, sinks, dropout", "variants", "step"),
+    ("Decoding", "decode", "forward"),
+    ("Chunked prefill on a cache", "chunked", "forward"),
+)
+"""What README.md shows: a title, the suite, and what of it is timed."""
+_CLOSEST = 3
+_TORCH_NAMES = {"torch-cudnn": "cuDNN", "torch-flash": "PyTorch's flash", "torch-efficient": "PyTorch's efficient"}
 
 
 class Asked(NamedTuple):
@@ -115,11 +133,19 @@ def parse_marker(text: str, path: Path) -> Asked:
     plain = [word for word in words if not word.startswith("gpu=")]
     view = plain.pop() if plain and plain[-1] in _VIEWS else ""
     suite = plain.pop() if plain else ""
-    if not view or plain or (suite not in SUITES and not (view == "summary" and not suite)):
+    if not view or plain or (suite not in SUITES and not (view in _OF_SEVERAL and not suite)):
         raise InvalidInput(
             f"marker in {path.name}", repr(text), f"[SUITE] {'|'.join(_VIEWS)} [gpu=NAME]", "mend the marker"
         )
     return Asked(suite, view, gpu)
+
+
+def cited(root: Path) -> dict[tuple[str, str], None]:
+    """The suites that pages cite, and the GPU of each."""
+    paths = (root / "README.md", *sorted((root / "docs").rglob("*.md")))
+    texts = {path: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
+    asked = [parse_marker(match["asked"], path) for path, text in texts.items() for match in _BLOCK.finditer(text)]
+    return dict.fromkeys(suite for one in asked for suite in _suites_of(one))
 
 
 def draw_all(root: Path) -> list[Path]:
@@ -149,8 +175,8 @@ def _plotted(root: Path, kept: list[Record]) -> list[Record]:
 
 
 def _body(asked: Asked, kept: list[Record], root: Path, path: Path) -> list[str]:
-    if asked.view == "summary":
-        return _summary(kept, asked.gpu, root, path)
+    if asked.view in _OF_SEVERAL:
+        return _OF_SEVERAL[asked.view](kept, asked.gpu, root, path)
     record = records.newest(kept, asked.suite, asked.gpu)
     if record is None:
         where = f" on {asked.gpu}" if asked.gpu else ""
@@ -161,7 +187,7 @@ def _body(asked: Asked, kept: list[Record], root: Path, path: Path) -> list[str]
 
 
 def _table(record: Record, root: Path, path: Path) -> list[str]:
-    comparisons = record.comparisons()
+    comparisons = record.comparisons
     ours = comparisons[0].outcomes[0].candidate
     rivals = [name for name in bench.RIVALS if any(_rival(comparison, name) for comparison in comparisons)]
     head = ["problem", ours, "spread", "best of PyTorch", "spread", "speed"]
@@ -187,7 +213,7 @@ def _line(comparison: Comparison, rivals: list[str]) -> str:
 
 def _problems(record: Record, root: Path, path: Path) -> list[str]:
     """Rows of one problem side by side, in the order of their first."""
-    comparisons = record.comparisons()
+    comparisons = record.comparisons
     kinds = list(dict.fromkeys(bench.timed(comparison, comparisons) for comparison in comparisons))
     lines = [f"| problem | {' | '.join(kinds)} |", f"|---|{'---:|' * len(kinds)}"]
     for alike in _by_problem(comparisons):
@@ -198,7 +224,7 @@ def _problems(record: Record, root: Path, path: Path) -> list[str]:
 
 def _goals(record: Record, root: Path, path: Path) -> list[str]:
     """Our time, the fastest of others, both ratios with what is asked of them, and what was reached."""
-    comparisons = record.comparisons()
+    comparisons = record.comparisons
     head = [name.removeprefix(">") for name in bench.GOAL_COLUMNS]
     rules = ["---:" if name.startswith(">") else "---" for name in bench.GOAL_COLUMNS]
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *map(bench.goal_cells, comparisons))]
@@ -273,13 +299,59 @@ def _summary(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]:
             continue
         about = f"[{record.device}, {record.date[:10]}]({_relative(root / bench.RESULTS / record.name, path)})"
         about += "".join(f"; {mark}" for mark in record.marks())
-        for kind, comparisons in bench.by_kind(record.comparisons()).items():
+        for kind, comparisons in bench.by_kind(record.comparisons).items():
             found = bench.score(comparisons)
             figures = f"{found.geomean:.2f} | {found.worst:.2f} | {found.behind:.0%} | {found.row}"
             of_torch = bench.score_of_torch(comparisons)
             figures += f" | {of_torch.geomean:.2f}" if of_torch.rows else " | -"
             lines.append(f"| {name} | {kind} | {figures} | {about} |")
     return lines
+
+
+def _headline(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]:
+    """A line for each thing that users choose by: how we stand to each of the others, and the worst row."""
+    lines = ["| what is timed | rows | times as fast as | least, and where |", "|---|---:|---|---|"]
+    dates = []
+    for title, suite, kind in HEADLINE:
+        record = records.newest(kept, suite, gpu)
+        if record is None:
+            lines.append(f"| {title} | | not measured | |")
+            continue
+        rows = [comparison for comparison in record.comparisons if kind in comparison.row.timed]
+        worst = min(rows, key=lambda row: speed.ratio if (speed := bench.against_fastest(row)) else math.inf)
+        speed, rival = bench.against_fastest(worst), worst.best_rival()
+        least = f"{speed.ratio:.2f}, {_peer_name(rival.candidate)}: {worst.row.name}" if speed and rival else ""
+        link = f"[{len(rows)}]({_relative(root / bench.RESULTS / record.name, path)})"
+        lines.append(f"| {title} | {link} | {_against_each(rows)} | {least} |")
+        dates += [comparison.measured[:10] for comparison in rows]
+    days = " to ".join(dict.fromkeys((min(dates), max(dates)))) if dates else "never"
+    note = (
+        "Geometric means over the rows that a library takes; more than 1 is faster. `best` is the fastest of them all,"
+    )
+    return [*lines, "", f"{note} row by row. Measured on an {gpu and 'NVIDIA ' + gpu}, {days}."]
+
+
+def _against_each(rows: list[Comparison]) -> str:
+    """The best of all, and those that were closest, the closest first."""
+    peers = dict.fromkeys(one.candidate for row in rows for one in row.timed() if not Candidate(one.candidate).is_ours)
+    found = {}
+    for peer in peers:
+        ratios = list(bench.against(rows[0].outcomes[0].candidate, peer, rows).values())
+        if 2 * len(ratios) >= len(rows):
+            found[peer] = geomean(ratios)
+    close = sorted(found, key=found.__getitem__)[:_CLOSEST]
+    best = bench.score(rows).geomean
+    return ", ".join([f"best {best:.2f}", *(f"{_peer_name(peer)} {found[peer]:.2f}" for peer in close)])
+
+
+def _peer_name(candidate: str) -> str:
+    return bench.RIVALS.get(candidate, _TORCH_NAMES.get(candidate, candidate))
+
+
+def _suites_of(asked: Asked) -> list[tuple[str, str]]:
+    """The suites that a marker is about, each with its GPU; that of a suite of the CPU is none."""
+    every = {"summary": list(SUITES), "headline": [suite for _, suite, _ in HEADLINE]}.get(asked.view, [asked.suite])
+    return [(name, asked.gpu if SUITES[name][0].device.startswith("cuda") else "") for name in every]
 
 
 def _plot(record: Record, root: Path, path: Path) -> list[str]:
@@ -302,4 +374,9 @@ _VIEWS: dict[str, Callable[[Record, Path, Path], list[str]]] = {
     "goals": _goals,
     "plot": _plot,
     "summary": lambda record, root, path: [],
+    "headline": lambda record, root, path: [],
+}
+_OF_SEVERAL: dict[str, Callable[[list[Record], str, Path, Path], list[str]]] = {
+    "summary": _summary,
+    "headline": _headline,
 }

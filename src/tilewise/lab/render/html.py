@@ -229,7 +229,6 @@ def environment(provenance: dict[str, Any]) -> Section:
         ("command", code(" ".join(provenance.get("command", [])))),
         ("date", str(provenance.get("date", "")).replace("T", " ").replace("+00:00", " UTC")),
         ("commit", commit),
-        ("engine", str(source["engine"])[:12] if source.get("engine") else None),
         ("seed", provenance.get("seed", "")),
     ]
     gpus = [(f"GPU {index}: {name}", value) for index, gpu in enumerate(provenance.get("gpus", []))

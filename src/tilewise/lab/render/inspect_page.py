@@ -47,7 +47,7 @@ _MAX_SPANS = 200  # drawn in one lane
 
 def inspect_page(told: dict[str, Any]) -> str:
     problem = Problem.from_dict(told["plan"]["problem"])
-    seen = view(told["comparison"], told["torch"].get("choice", ""))
+    seen = view(told["comparison"])
     sections = [
         *_candidates(told, seen),
         *_elsewhere(told.get("elsewhere")),
@@ -163,8 +163,9 @@ def _elsewhere(there: dict[str, Any] | None) -> list[Section]:
             for name, one in seconds.items()
         ]  # fmt: skip
         which = "this problem" if recorded["same"] else "the nearest problem on record"
+        older = f" ({recorded['older']})" if recorded["older"] else ""
         parts.append(charts.bars(items, f"Recorded there, {recorded['what']} of {which}: shorter is better"))
-        parts.append(note(Markup(f"{code(recorded['problem'])}, from {code(recorded['record'])}.")))
+        parts.append(note(Markup(f"{code(recorded['problem'])}, from {code(recorded['record'])}{older}.")))
     return [section(f"On an {there['gpu']}", *parts)]
 
 

@@ -11,7 +11,6 @@ measured yet.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from html import escape
@@ -22,10 +21,9 @@ from ...ladder import RUNGS, traffic
 from ...problem import Problem, parse_dtype
 from ...target import Target
 from .. import report
-from ..candidates.names import current_name, current_names
 from ..measure import stages, words
 from ..measure.compare import VERIFIED, median
-from ..studies import bench
+from ..studies import bench, kept
 from ..studies import ladder as command
 
 if TYPE_CHECKING:
@@ -88,13 +86,13 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-def _newest(root: Path, fits: Callable[[dict[str, Any]], bool]) -> tuple[str, dict[str, Any]] | None:
-    """Name and contents of the newest complete record that fits, by date."""
-    found = []
-    for path in sorted((root / bench.RESULTS).glob("*.json")):
-        record = current_names(json.loads(path.read_text(encoding="utf-8")))
-        if isinstance(record, dict) and record.get("complete") and fits(record):
-            found.append((record["provenance"]["date"], path.name, record))
+def _newest(root: Path, kind: str, fits: Callable[[dict[str, Any]], object]) -> tuple[str, dict[str, Any]] | None:
+    """Name and contents of the newest complete record of a kind that fits, by date."""
+    found = [
+        (record["provenance"]["date"], path.name, kept.expanded(record))
+        for path, record in kept.of_kind(root / bench.RESULTS, kind)
+        if record.get("complete") and fits(record)
+    ]
     return max(found, key=lambda one: one[:2])[1:] if found else None
 
 
@@ -104,11 +102,9 @@ def _climbs(
     """The newest record of the ladder on a GPU with a climb that has what is to be shown, and these climbs alone."""
 
     def fits(record: dict[str, Any]) -> bool:
-        if record.get("kind") != command.KIND:
-            return False
         return any(climb["device"].startswith("cuda") and shows(climb) for climb in record["climbs"])
 
-    found = _newest(root, fits)
+    found = _newest(root, command.KIND, fits)
     if found is None:
         return None
     name, record = found
@@ -160,9 +156,7 @@ def _figures(root: Path) -> list[str]:
         lines.append("|---|---:|---:|---:|---:|---:|")
         outcomes = {one["candidate"]: one for one in climb["comparison"]["candidates"]}
         for rung in RUNGS:
-            lines.append(
-                _figure(rung.name, problem, outcomes.get(current_name(rung.candidate)), climb["refused"].get(rung.name))
-            )
+            lines.append(_figure(rung.name, problem, outcomes.get(rung.candidate), climb["refused"].get(rung.name)))
         lines.append("")
     return lines[:-1] + _source(*found)
 
@@ -243,10 +237,7 @@ def _counted(root: Path) -> list[str]:
 
 
 def _sweep(root: Path) -> list[str]:
-    def fits(record: dict[str, Any]) -> bool:
-        return record.get("kind") == "tilewise tune" and any(one["backend"] == _RUNG for one in record["sweeps"])
-
-    found = _newest(root, fits)
+    found = _newest(root, "tilewise tune", lambda record: any(one["backend"] == _RUNG for one in record["sweeps"]))
     if found is None:
         return [_NOT_YET.format(f"tilewise tune --backend {_RUNG} --shape 1,16,1024,64 --save")]
     lines = []
@@ -309,7 +300,7 @@ def speeds(record: dict[str, Any]) -> str:
     for problem, climb in zip(asked, climbs, strict=True):
         timed = {one["candidate"]: one["forward_seconds"] for one in climb["comparison"]["candidates"]}
         for rung in RUNGS:
-            seconds = timed.get(current_name(rung.candidate))
+            seconds = timed.get(rung.candidate)
             rates[rung.name].append(problem.flops() / seconds["median"] / 1e12 if seconds else 0.0)
     told = record["provenance"]["gpus"]
     title = f"Speed of one forward, measured, TFLOP/s: {told[0]['name'] if told else 'no GPU'}"

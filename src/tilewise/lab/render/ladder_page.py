@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from ...ladder import RUNGS
 from ...problem import Problem
 from .. import units
-from ..candidates.names import current_name
 from ..measure.compare import VERIFIED, median
 from . import charts, views
 from .html import (
@@ -63,7 +62,7 @@ def _name(candidate: str) -> str:
 
 
 def _climb(climb: dict[str, Any], seen: views.View) -> list[Section]:
-    order = [current_name(rung.candidate) for rung in RUNGS]
+    order = [rung.candidate for rung in RUNGS]
     entries = sorted(seen.entries, key=lambda entry: order.index(entry.name) if entry.name in order else len(order))
     timed = [entry for entry in entries if entry.seconds and not entry.failed]
     problem = Problem.from_dict(climb["problem"])
@@ -115,7 +114,7 @@ def _bar(entry: Entry, clock: units.Clock) -> charts.Bar:
 
 
 def _table(climb: dict[str, Any], seen: views.View, entries: Sequence[Entry]) -> Markup:
-    lessons = {current_name(rung.candidate): rung.lesson for rung in RUNGS}
+    lessons = {rung.candidate: rung.lesson for rung in RUNGS}
     rows = [
         [tagged(entry.kind, _name(entry.name)), entry.verdict, units.duration(entry.median)
          if entry.seconds else "-", _moved(climb, entry.name, "dram"), units.size(entry.memory),

@@ -6,13 +6,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..measure.compare import median
-from ..studies import bench, records
+from ..studies import bench, kept, records
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,11 +86,13 @@ def newest(root: Path, suite: str, kind: str) -> tuple[Path, dict[str, Any]] | N
 
 def all_of(root: Path, suite: str, kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     """All such records, the newest first."""
-    for path in sorted((root / bench.RESULTS).glob(f"*-{suite}.json"), reverse=True):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        fits = isinstance(record, dict) and record.get("kind") == kind
-        if fits and _gpu(record) and not record["settings"].get("tiny"):
+    for path, record in sorted(kept.of_kind(root / bench.RESULTS, kind), key=_date, reverse=True):
+        if record["suite"] == suite and _gpu(record) and not record["settings"].get("tiny"):
             yield path, record
+
+
+def _date(found: tuple[Path, dict[str, Any]]) -> tuple[str, str]:
+    return str(found[1]["provenance"]["date"]), found[0].name
 
 
 def source(path: Path, record: dict[str, Any], rounds: int) -> str:
@@ -100,7 +101,7 @@ def source(path: Path, record: dict[str, Any], rounds: int) -> str:
     known = provenance["versions"]
     versions = [f"{name} {known[name]}" for name in ("torch", "transformers") if name in known]
     about = ", ".join([_gpu(record), *versions, provenance["date"][:10]])
-    marks = "".join(f" (**{mark}**)" for mark in records.marks(rounds, provenance, on_gpu=True))
+    marks = "".join(f" (**{mark}**)" for mark in records.marks_of(record, rounds))
     return f"From [{path.name}](../{bench.RESULTS}/{path.name}): {about}, {rounds} rounds{marks}."
 
 

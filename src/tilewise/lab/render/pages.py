@@ -10,13 +10,12 @@ that a page under docs/ stands for, and whether the page is still what that reco
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from html import unescape
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidInput
-from ..candidates.names import current_names
+from ..studies import kept
 from . import bench_page as _bench
 from . import check_page as _check
 from . import cycles_page as _cycles
@@ -51,7 +50,7 @@ def page(record: dict[str, Any]) -> str:
     kind = record.get("kind")
     if kind not in _PAGES:
         raise InvalidInput("record", f"of kind {kind!r}", f"one of {', '.join(_PAGES)}", "name a record of such a kind")
-    return _PAGES[kind](current_names(record))
+    return _PAGES[kind](kept.expanded(record))
 
 
 def inspect_page(told: dict[str, Any]) -> str:
@@ -70,17 +69,10 @@ def rebuilt(text: str, results: Path) -> str | None:
     wanted = unescape(match[1])
     date = wanted.rpartition(" ")[2]
     for path in sorted(results.glob("*.json")):
-        told = path.read_text(encoding="utf-8")
-        record = _read(told) if date in told else {}
-        if record and identity(record) == wanted:
-            return page(record)
+        if date not in path.read_text(encoding="utf-8"):
+            continue
+        with contextlib.suppress(InvalidInput):
+            record = kept.read(path)
+            if identity(record) == wanted:
+                return page(record)
     return None
-
-
-def _read(text: str) -> dict[str, Any]:
-    """Empty for what is no record."""
-    with contextlib.suppress(ValueError):
-        found = json.loads(text)
-        if isinstance(found, dict):
-            return found
-    return {}

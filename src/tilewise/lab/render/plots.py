@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import InvalidInput
 from ...masks import Full
-from ..candidates.names import current_name
 from ..measure.compare import geomean, summary
 from ..studies import bench
 from .style import DARK, LIGHT
@@ -63,7 +62,7 @@ Series = dict[str, list[Point]]  # candidate -> points, by length
 
 def by_kind(folder: Path, record: Record) -> dict[str, Path]:
     """The files of a record's pictures. Lengths need a table of them: without one there are only the ratios."""
-    comparisons = record.comparisons()
+    comparisons = record.comparisons
     ratios = "ratio" if len(comparisons) <= _MAX_BARS else "sorted"
     kinds = ("speed", ratios, "scaling") if panels(comparisons) else (ratios,)
     return {kind: folder / f"{record.suite}-{kind}.svg" for kind in kinds}
@@ -89,7 +88,7 @@ def draw(record: Record, folder: Path) -> list[Path]:
     makers = {"speed": _speed, "ratio": _ratios, "sorted": _sorted, "scaling": _scaling}
     files = by_kind(folder, record)
     for kind, path in files.items():
-        figure = makers[kind](pyplot, record.comparisons())
+        figure = makers[kind](pyplot, record.comparisons)
         figure.suptitle(f"{TITLES[kind]}: {record.suite}, {record.device}", fontsize=11)
         save(figure, path, _mark(record))
         pyplot.close(figure)
@@ -129,7 +128,7 @@ def panels(comparisons: Iterable[Comparison]) -> dict[str, Series]:
         for outcome in comparison.outcomes:
             point = _point(comparison, outcome)
             if point is not None:
-                found.setdefault(key, {}).setdefault(current_name(outcome.candidate), []).append(point)
+                found.setdefault(key, {}).setdefault(outcome.candidate, []).append(point)
     kept = {}
     for key, series in found.items():
         long = {name: sorted(points) for name, points in series.items() if len(points) >= 3}

@@ -11,20 +11,16 @@ A report whose record was interrupted, has few rounds or is of an older engine s
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..candidates.names import current_names
-from ..measure.compare import read_comparison
-from ..studies import bench, records
+from ..studies import bench, kept, records
 from ..studies import inspect as inspection
 from .pages import page
 
 PAGE = Path("docs/microscope.md")
 _BLOCK = re.compile(r"(?P<begin><!-- reports -->\n)(?P<body>.*?)(?P<end><!-- /reports -->)", re.DOTALL)
-_DATED = re.compile(r"^\d{4}-\d{2}-\d{2}T\d{6}Z-(?P<name>.+)\.json$")
 
 
 class Report(NamedTuple):
@@ -79,7 +75,7 @@ class Kept(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        return bool(self.values["comparison"]["complete"])
+        return bool(self.values["comparison"].get("complete", True))
 
     @property
     def date(self) -> str:
@@ -93,26 +89,18 @@ class Kept(NamedTuple):
 
     def marks(self) -> list[str]:
         """What a reader must know before believing the figures."""
-        comparison = read_comparison(self.values["comparison"])
-        rounds = min((len(outcome.costs) for outcome in comparison.timed()[:1]), default=0)
-        on_gpu = comparison.row.device.startswith("cuda")
-        found = records.marks(rounds, self.values["provenance"], on_gpu=on_gpu)
+        found = records.marks_of(self.values)
         return found if self.complete else ["interrupted", *found]
 
 
 def find(report: Report, root: Path) -> Kept | None:
     """The newest record of the report's name that is complete; an interrupted one where there is no other."""
     found = []
-    for path in sorted((root / bench.RESULTS).glob(f"*-{report.name}*.json")):
-        match = _DATED.match(path.name)
-        values = current_names(json.loads(path.read_text(encoding="utf-8")))
-        if match is None or not isinstance(values, dict) or values.get("kind") != inspection.KIND:
-            continue
-        kept = Kept(path, values)
+    for path, values in kept.of_kind(root / bench.RESULTS, inspection.KIND):
         has_gradients = bool(values["comparison"]["problem"]["needs_grad"])
-        if values.get("suite", match["name"]) == report.name and has_gradients == report.with_gradients:
-            found.append(kept)
-    return max(found, key=lambda kept: (kept.complete, kept.date, kept.path.name), default=None)
+        if values.get("suite") == report.name and has_gradients == report.with_gradients:
+            found.append(Kept(path, values))
+    return max(found, key=lambda one: (one.complete, one.date, one.path.name), default=None)
 
 
 def wanted(root: Path) -> dict[Path, str]:

@@ -1,9 +1,6 @@
-"""What a page shows of a comparison, read from its record: one entry per candidate, sorted, each with its speed.
+"""What a page shows of a comparison: one entry per candidate, sorted, each with its speed.
 
-A record of today has a statistic for every candidate: `speed` and `speed_default`, each a ratio with its confidence
-interval and a verdict. An older one has the rounds alone, from which the statistic is taken when it is read; where that
-gives none, ratios are paired round by round, the interval is their range, and nothing is called faster whose range
-holds 1.
+Every candidate has a statistic, `speed` and `speed_default`, each a ratio with its confidence interval and a verdict.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ...plan import BACKENDS
-from ..measure.compare import REFUSED, TIMES, UNVERIFIED, VERIFIED, median, read_comparison, summary
+from ..measure.compare import REFUSED, TIMES, UNVERIFIED, VERIFIED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +24,6 @@ FASTER, SLOWER, SAME_SPEED, TOO_FEW, SAME_KERNELS = (
     "faster", "slower", "indistinguishable", "too few rounds", "same kernels",
 )  # fmt: skip
 FOLD_OVER = 5.0  # times the fastest: what is slower is folded away
-_MIN_ROUNDS = 5
 _OUR_BACKENDS = ("sm80", "sm90", "triton", "tiled", "reference")
 
 
@@ -35,7 +31,7 @@ def kind_of(name: str) -> str:
     """Whose a candidate is, which decides its colour. By name alone: records outlive what they name."""
     if name == OURS or name.startswith(("tilewise:", "ladder:")) or "@" in name:
         return OUR_KIND
-    if name.startswith(("torch-", "sdpa:", "flags:")):
+    if name.startswith(("torch-", "flags:")):
         return TORCH_KIND
     return OUR_KIND if name in (*BACKENDS, *_OUR_BACKENDS) else OTHER_KIND
 
@@ -85,23 +81,17 @@ class Speed:
         return f"{of} of {self.rounds} paired rounds"
 
     @classmethod
+    def of(cls, values: dict[str, Any] | None) -> Speed | None:
+        """As `statistics` writes it; None where nothing was compared."""
+        return None if values is None else cls.from_dict(values)
+
+    @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Speed:
         known = {name: values[name] for name in cls.__slots__ if name in values}
         for name in ("ratio", "low", "high"):  # JSON has no inf and nan: they are kept as text
             if known.get(name) is not None:
                 known[name] = float(known[name])
         return cls(**known)
-
-    @classmethod
-    def of_rounds(cls, ours: Sequence[float], other: Sequence[float]) -> Speed | None:
-        ratios = [theirs / mine for mine, theirs in zip(ours, other, strict=False) if mine > 0]
-        if not ratios:
-            return None
-        low, high = min(ratios), max(ratios)
-        if len(ratios) < _MIN_ROUNDS:
-            return cls(median(ratios), rounds=len(ratios))
-        verdict = FASTER if low > 1 else SLOWER if high < 1 else SAME_SPEED
-        return cls(median(ratios), low, high, verdict, len(ratios))
 
 
 @dataclass(slots=True)
@@ -172,24 +162,21 @@ class View:
         return shown, [entry for entry in ranked if entry not in shown]
 
 
-def view(comparison: dict[str, Any], choice: str = "") -> View:
-    """Of what `Comparison.to_dict` wrote. `choice` is the kernel that PyTorch's default ran, where that is known."""
-    if not any("speed" in values for values in comparison["candidates"]):
-        comparison = comparison | {"candidates": read_comparison(comparison).to_dict()["candidates"]}
+def view(comparison: dict[str, Any]) -> View:
+    """Of what `Comparison.to_dict` wrote."""
     told = {values["candidate"]: values for values in comparison["candidates"]}
-    rounds = {name: _costs(values) for name, values in told.items()}
     best = comparison.get("best_peer") or ""
     entries = {}
     for name, values in told.items():
         if values["verdict"] == REFUSED:
             continue
-        entry = Entry(name, values["verdict"], list(values["because"]), _seconds(values, rounds[name]), _parts(values))
-        entry.speed = _speed(values, "speed", rounds[name], rounds.get(best, []), name == best)
-        entry.speed_default = _speed(values, "speed_default", rounds[name], rounds.get(DEFAULT, []), name == DEFAULT)
+        entry = Entry(name, values["verdict"], list(values["because"]), values["cost_seconds"], _parts(values))
+        entry.speed = None if name == best else Speed.of(values["speed"])
+        entry.speed_default = None if name == DEFAULT else Speed.of(values["speed_default"])
         entry.errors = {tensor: float(kinds["norm"]) for tensor, kinds in values["errors"].items()}
         entry.memory = values["memory"]
         entries[name] = entry
-    _merge(entries, {name: _same_as(name, values, choice) for name, values in told.items()})
+    _merge(entries, {name: str(values["same_as"]) for name, values in told.items()})
     return View(
         list(entries.values()),
         {tensor: float(kinds["norm"]) for tensor, kinds in comparison.get("budgets", {}).items()},
@@ -203,36 +190,8 @@ def view(comparison: dict[str, Any], choice: str = "") -> View:
     )
 
 
-def _costs(values: dict[str, Any]) -> list[float]:
-    """Seconds per round of all that is timed."""
-    timed = [values[what] for what in TIMES if values.get(what)]
-    return [sum(map(median, parts)) for parts in zip(*timed, strict=False)]
-
-
 def _parts(values: dict[str, Any]) -> dict[str, dict[str, float]]:
-    found = {what: values.get(f"{what}_seconds") or summary(values.get(what) or []) for what in TIMES}
-    return {what: seconds for what, seconds in found.items() if seconds}
-
-
-def _seconds(values: dict[str, Any], costs: list[float]) -> dict[str, float] | None:
-    if values.get("cost_seconds"):
-        return dict(values["cost_seconds"])
-    timed = [values[what] for what in TIMES if values.get(what)]
-    return summary(timed[0] if len(timed) == 1 else costs)
-
-
-def _speed(values: dict[str, Any], name: str, mine: list[float], theirs: list[float], is_itself: bool) -> Speed | None:
-    if is_itself:
-        return None
-    if name in values:
-        return Speed.from_dict(values[name]) if values[name] else None
-    return Speed.of_rounds(mine, theirs)
-
-
-def _same_as(name: str, values: dict[str, Any], choice: str) -> str:
-    if values.get("same_as"):
-        return str(values["same_as"])
-    return DEFAULT if choice and name == kernel_name(choice) else ""
+    return {what: seconds for what in TIMES if (seconds := values[f"{what}_seconds"])}
 
 
 def in_steps(launches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -197,39 +197,25 @@ def against(name: str, other: str, comparisons: list[Comparison]) -> dict[str, f
 
 
 def record(name: str, comparisons: list[Comparison], settings: Settings, command: list[str]) -> dict[str, Any]:
-    """The raw measurements with where they come from. `whole` tells a full suite from a selection of its rows."""
-    from .suites import rows_of  # noqa: PLC0415  (a record of other rows, a test's, needs no suites)
-
-    whole = [comparison.row.name for comparison in comparisons] == [row.name for row in rows_of(name, settings.seed)]
+    """The measurements with where they come from, and what they come to."""
+    provenance = environment.provenance(settings.seed, command)
+    for comparison in comparisons:
+        comparison.measured = provenance["date"]
     return {
         "kind": "tilewise bench",
         "suite": name,
         "complete": all(comparison.complete for comparison in comparisons),
-        "whole": whole,
-        "provenance": environment.provenance(settings.seed, command),
+        "provenance": provenance,
         "settings": {field: getattr(settings, field) for field in settings.__slots__},
-        "score": score(comparisons)._asdict(),
-        "score_torch": score_of_torch(comparisons)._asdict(),
-        "scores": {kind: found._asdict() for kind, found in scores(comparisons).items()},
+        **sums(comparisons),
         "rows": [comparison.to_dict() | {"reached": reached(comparison)} for comparison in comparisons],
     }
 
 
-def save(result: dict[str, Any], folder: Path) -> Path:
-    """Write the record under a name that no file has yet."""
-    folder.mkdir(parents=True, exist_ok=True)
-    provenance = result["provenance"]
-    stamp = provenance["date"].replace(":", "").replace("+0000", "Z")
-    stem = f"{stamp}-{result['suite']}"
-    for number in range(1000):
-        path = folder / (f"{stem}.json" if number == 0 else f"{stem}-{number}.json")
-        try:
-            with path.open("x", encoding="utf-8") as file:
-                file.write(report.to_json(result) + "\n")
-        except FileExistsError:
-            continue
-        return path
-    raise AssertionError("a thousand results in one second")
+def sums(comparisons: list[Comparison]) -> dict[str, Any]:
+    """What the rows of a record come to."""
+    kinds = {kind: found._asdict() for kind, found in scores(comparisons).items()}
+    return {"score": score(comparisons)._asdict(), "scores": kinds}
 
 
 def show(comparisons: list[Comparison], record: Record, *, verbose: bool = False, quiet: bool = False) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidInput
 from .. import report, units
-from ..candidates.names import current_names
 from ..measure import words
 from ..measure.compare import Comparison, median, read_comparison
 
@@ -65,7 +64,7 @@ class Change:
 
 def comparisons(record: dict[str, Any], path: Path) -> dict[str, Comparison]:
     """By the name of the row; an inspect has one, named by its problem."""
-    kind, values = record["kind"], current_names(record)
+    kind, values = record["kind"], record
     if kind == _BENCH:
         found = [read_comparison(row) for row in values["rows"]]
         return {comparison.row.name: comparison for comparison in found}

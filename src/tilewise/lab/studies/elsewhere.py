@@ -36,11 +36,13 @@ def elsewhere(problem: Problem, results: Path) -> dict[str, Any]:
     found = {"gpu": GPU, "backend": chosen.backend, "config": config, "because": chosen.because}
     kept = records.read_all(results)
     newest = [record for suite in SUITES if (record := records.newest(kept, suite, GPU)) is not None]
-    rows = [(one, record.name) for record in newest for one in record.comparisons() if _alike(one, problem)]
+    rows = [(one, record) for record in newest for one in record.comparisons if _alike(one, problem)]
     if not rows:
         return found
-    comparison, name = min(rows, key=lambda row: _distance(row[0].row.problem, problem))
-    return found | {"recorded": _figures(comparison, problem) | {"record": name}}
+    comparison, record = min(rows, key=lambda row: _distance(row[0].row.problem, problem))
+    older = records.older(comparison, records.target_of(record.values["provenance"], on_gpu=True))
+    about = {"record": record.name, "older": "its kernels have changed since" if older else ""}
+    return found | {"recorded": _figures(comparison, problem) | about}
 
 
 def _alike(comparison: Comparison, problem: Problem) -> bool:

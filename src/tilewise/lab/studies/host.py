@@ -29,13 +29,14 @@ from ... import native
 from ...api import attention, attention_packed
 from ...native import library
 from ..measure import environment
+from ..model import launched
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
 SUITE = "host"
-KIND = "host cost"  # of records
+KIND = "tilewise host"
 ROUNDS = 9
 BATCH = 32  # calls between two waits: a GPU's queue never fills
 BATCHES = 9  # of a sample: one that the machine interrupts does not count
@@ -228,6 +229,7 @@ def record(costs: list[Cost], device: str, shape: tuple[int, ...], command: list
         "provenance": environment.provenance(0, command),
         "settings": {"device": device, "shape": list(shape), **settings},
         "repeated calls": environment.repeated_calls(),
+        "kernels": launched.by_this_process(),
         "rows": [
             {
                 "kind": cost.kind,

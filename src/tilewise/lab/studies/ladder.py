@@ -22,7 +22,7 @@ from ...problem import Problem
 from ...target import Target
 from ...triton import backend as triton
 from .. import report, units
-from ..candidates.names import Candidate, current_name
+from ..candidates.names import Candidate
 from ..candidates.variants import RUNG, backend_of
 from ..measure import environment, ncu, stages, statistics, words
 from ..measure.compare import (
@@ -71,8 +71,8 @@ class Climb:
 
     def outcome(self, rung: Rung) -> Outcome:
         if rung.name in self.refused:
-            return Outcome(current_name(rung.candidate), REFUSED, self.refused[rung.name])
-        return self.comparison[current_name(rung.candidate)]
+            return Outcome(rung.candidate, REFUSED, self.refused[rung.name])
+        return self.comparison[rung.candidate]
 
     def speed(self, rung: Rung) -> Speed | None:
         """How many times faster than the first rung that has a time."""
@@ -125,13 +125,13 @@ def run(
 def _row(problem: Problem, target: Target, device: str, method: str) -> tuple[Row, dict[str, list[str]]]:
     """The rungs that will run, and why the others will not."""
     refused = {rung.name: told for rung in RUNGS if (told := why_not(rung, problem, target))}
-    willing = tuple(current_name(rung.candidate) for rung in RUNGS if rung.name not in refused)
+    willing = tuple(rung.candidate for rung in RUNGS if rung.name not in refused)
     return Row(f"ladder: {problem}", problem, willing, device, method), refused
 
 
 def why_not(rung: Rung, problem: Problem, target: Target) -> list[str]:
     """All reasons for which a rung does not take a problem here; empty = it will be tried."""
-    name = current_name(rung.candidate)
+    name = rung.candidate
     if name.startswith(RUNG):
         return [str(reason) for reason in backend_of(name).why_not(problem, target)]
     if name in BACKENDS and not Candidate(name).is_peer:
@@ -148,7 +148,7 @@ def _take_apart(climbs: list[Climb], settings: Settings) -> None:
 def _count(climbs: list[Climb], settings: Settings) -> None:
     """Bytes through DRAM and L2 of every rung that ran, by Nsight Compute."""
     ran = [(climb, rung) for climb in climbs for rung in RUNGS if climb.outcome(rung).costs]
-    jobs = [ncu.job(current_name(rung.candidate), climb.problem, settings.seed, "forward") for climb, rung in ran]
+    jobs = [ncu.job(rung.candidate, climb.problem, settings.seed, "forward") for climb, rung in ran]
     for (climb, rung), counted in zip(ran, count(jobs, 4 * settings.time_limit), strict=True):
         climb.counted[rung.name] = counted
 

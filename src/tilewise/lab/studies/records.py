@@ -1,32 +1,38 @@
-"""Records of `tilewise bench`: reading them back, and choosing the one that stands for a suite and a GPU.
+"""Records of `tilewise bench`: which one stands for a suite and a GPU, whether it may still be cited, and how a newer
+run of some of its rows enters it.
 
-The newest record that is complete and holds the whole suite is the one that documents cite. Older ones stay: they are
-how a figure came to be what it is.
+A row is evidence while three things hold: it has rounds enough, today's plan for its problem would launch the kernels
+that were measured, and each of the suite's strongest peers either has a verified time or says why it has none. The
+newest record that holds the whole suite is the one that documents cite.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ...errors import InvalidInput
-from ..candidates.names import current_names
-from ..measure.compare import Comparison, read_comparison
+from ...errors import InvalidInput, TilewiseError
+from ...target import TARGETS, Target
+from ..candidates.names import Candidate
+from ..measure.compare import REFUSED, VERIFIED, Comparison, read_comparison
 from ..measure.statistics import MIN_ROUNDS
-from ..validation import source_hash
-from .suites import SUITES
+from ..model import launched
+from ..units import counted
+from . import bench, kept
+from .suites import peers_of, rows_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 KIND = "tilewise bench"
+STEP = ("step",)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Record:
-    """One run of a suite, as it was kept."""
+    """One or several runs of a suite, as they were kept."""
 
     name: str  # of the file
     digest: str  # of its contents
@@ -41,84 +47,195 @@ class Record:
         return str(self.values["provenance"]["date"])
 
     @property
+    def seed(self) -> int:
+        return int(self.values["settings"]["seed"])
+
+    @property
     def device(self) -> str:
         """The GPU's name, or the processor's for a suite of the CPU."""
-        provenance = self.values["provenance"]
-        gpus = provenance["gpus"]
-        return str(gpus[0]["name"] if self.on_gpu and gpus else provenance["machine"]["cpu"])
+        return device_of(self.values["provenance"], on_gpu=self.on_gpu)
 
     @property
     def whole(self) -> bool:
-        names = [row["row"] for row in self.values["rows"]]
-        rows_of_suite = [row.name for row in SUITES.get(self.suite, ())]
-        return bool(self.values.get("whole", names == rows_of_suite)) and bool(self.values["complete"])
+        """It holds every row of the suite, and none was interrupted."""
+        names = {comparison.row.name for comparison in self.comparisons if comparison.complete}
+        return not self.missing(names)
 
+    def missing(self, names: set[str]) -> list[str]:
+        """The suite's rows that are not among these."""
+        return [row.name for row in rows_of(self.suite, self.seed) if row.name not in names]
+
+    @cached_property
     def comparisons(self) -> list[Comparison]:
         return [read_comparison(row) for row in self.values["rows"]]
 
     @property
     def rounds(self) -> int:
         """Of the candidate that each row is about, where it has the fewest."""
-        return min((len(c.outcomes[0].costs) for c in self.comparisons() if c.outcomes[0].costs), default=0)
-
-    def marks(self) -> list[str]:
-        """What a reader must know before believing the figures; empty for a record that stands as it is."""
-        return marks(self.rounds, self.values["provenance"], on_gpu=self.on_gpu)
+        return min((len(c.outcomes[0].costs) for c in self.comparisons if c.outcomes[0].costs), default=0)
 
     @property
     def on_gpu(self) -> bool:
         return any(row["device"].startswith("cuda") for row in self.values["rows"])
 
+    @cached_property
+    def older(self) -> dict[str, str]:
+        """Rows whose kernels are no longer those that were measured, and why."""
+        target = target_of(self.values["provenance"], on_gpu=self.on_gpu)
+        return {c.row.name: why for c in self.comparisons if (why := older(c, target))}
+
+    def marks(self) -> list[str]:
+        """What a reader must know before believing the figures; empty for a record that stands as it is."""
+        changed = f"the kernels of {len(self.older)} of {counted(len(self.comparisons), 'row')} have changed since"
+        return [*_too_few(self.rounds), *([changed] if self.older else [])]
+
+    def shortcomings(self) -> dict[str, str]:
+        """Why rows of the suite are no evidence, by their names."""
+        measured = {comparison.row.name: comparison for comparison in self.comparisons}
+        found = {}
+        for row in rows_of(self.suite, self.seed):
+            comparison = measured.get(row.name)
+            peers = peers_of(self.suite, row)
+            if why := "not measured" if comparison is None else self._shortcoming(comparison, peers):
+                found[row.name] = why
+        return found
+
+    def _shortcoming(self, comparison: Comparison, peers: tuple[str, ...]) -> str:
+        ours = comparison.outcomes[0]
+        if not comparison.complete:
+            return "interrupted"
+        if ours.verdict == VERIFIED and len(ours.costs) < MIN_ROUNDS:
+            return f"{counted(len(ours.costs), 'round')} of {ours.candidate}, fewer than {MIN_ROUNDS}"
+        if why := self.older.get(comparison.row.name):
+            return why
+        lacking = (self._lacks(peer, comparison) for peer in peers)
+        return next((why for why in lacking if why), "")
+
+    def _lacks(self, peer: str, comparison: Comparison) -> str:
+        """What is missing of a peer: it has neither a verified time nor a reason for having none. That it failed is a
+        reason where it works in other rows of the suite; where it works in none, it is not set up."""
+        outcome = next((one for one in comparison.outcomes if one.candidate == peer), None)
+        if outcome is None:
+            return f"{peer} was not asked"
+        if outcome.verdict == VERIFIED and outcome.costs:
+            return ""
+        if outcome.because if outcome.verdict == REFUSED else outcome.failed and peer in self._working:
+            return ""
+        return f"{peer}: {outcome.verdict}, without a time"
+
+    @cached_property
+    def _working(self) -> frozenset[str]:
+        """Candidates that are right in some row."""
+        every = (outcome for comparison in self.comparisons for outcome in comparison.outcomes)
+        return frozenset(outcome.candidate for outcome in every if outcome.verdict == VERIFIED)
+
     def about(self) -> str:
         """Where the figures come from, in a line."""
-        provenance = self.values["provenance"]
-        versions, source = provenance["versions"], provenance["source"]
-        commit = f"commit {source['commit'][:7]}" if source["commit"] else "an installed package"
-        changed = " with changes" if source["dirty"] else ""
+        versions = self.values["provenance"]["versions"]
         cudnn = f", cuDNN {versions['cudnn']}" if versions.get("cudnn") else ""
-        engine = f", engine {source['engine'][:7]}" if source.get("engine") else ""
-        known = f"{self.device}, torch {versions['torch']}{cudnn}, {self.date[:10]}, {commit}{changed}{engine}"
+        days = sorted({comparison.measured[:10] for comparison in self.comparisons if comparison.measured})
+        measured = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else self.date[:10]
+        known = f"{self.device}, torch {versions['torch']}{cudnn}, {measured}, {_sources(self.values['provenance'])}"
         return known + "".join(f" (**{mark}**)" for mark in self.marks())
 
 
-def marks(rounds: int, provenance: dict[str, Any], *, on_gpu: bool) -> list[str]:
-    """Too few rounds, and kernels that are older than the sources; empty for figures that stand as they are."""
-    found = []
-    if 0 < rounds < MIN_ROUNDS:
-        found.append(f"{rounds} {'round' if rounds == 1 else 'rounds'}, too few to judge a difference")
-    engine = provenance["source"].get("engine")
-    if on_gpu and engine != source_hash():
-        found.append(f"of an older engine, {engine[:7] if engine else 'before they were numbered'}")
-    return found
+def _sources(provenance: dict[str, Any]) -> str:
+    source = provenance["source"]
+    commit = f"commit {source['commit'][:7]}" if source["commit"] else "an installed package"
+    return commit + (" with changes" if source["dirty"] else "")
+
+
+def device_of(provenance: dict[str, Any], *, on_gpu: bool) -> str:
+    gpus = provenance["gpus"]
+    return str(gpus[0]["name"] if on_gpu and gpus else provenance["machine"]["cpu"])
+
+
+def target_of(provenance: dict[str, Any], *, on_gpu: bool) -> Target | None:
+    """The machine of a record as a target that can be planned for elsewhere; None for a GPU that no table knows."""
+    name = device_of(provenance, on_gpu=on_gpu).lower() if on_gpu else "cpu"
+    known = next((one for one in TARGETS if one.replace("rtx-", "").replace("-", " ") in name.split()), "")
+    versions = provenance["versions"]
+    cudnn = int(versions["cudnn"]) if versions.get("cudnn") else None
+    return Target.named(known, torch_version=versions["torch"], cudnn=cudnn) if known else None
+
+
+def older(comparison: Comparison, target: Target | None) -> str:
+    """Why today's sources launch something else than what a row measured; empty where they do not."""
+    for outcome in comparison.outcomes:
+        if not outcome.costs or not Candidate(outcome.candidate).is_planned:
+            continue
+        if outcome.kernels is None or target is None:
+            return f"{outcome.candidate}: the record does not name its kernels"
+        try:
+            now = launched.today(outcome.kernels, target, comparison.row.timed)
+        except TilewiseError as error:
+            return f"{outcome.candidate}: {str(error).splitlines()[0]}"
+        if why := launched.difference(outcome.kernels, now):
+            return f"{outcome.candidate}: {why}"
+    return ""
+
+
+def marks_of(record: dict[str, Any], rounds: int = 0) -> list[str]:
+    """The same of a record of another kind: one comparison, or `kernels`, a list of what its program launched."""
+    provenance = record["provenance"]
+    if "comparison" in record:
+        comparison = read_comparison(record["comparison"])
+        target = target_of(provenance, on_gpu=comparison.row.device.startswith("cuda"))
+        rounds = min((len(outcome.costs) for outcome in comparison.timed()[:1]), default=0)
+        changed = older(comparison, target)
+    else:
+        changed = _older_kernels(record, target_of(provenance, on_gpu=bool(provenance["gpus"])))
+    return [*_too_few(rounds), *([f"its kernels have changed since ({changed})"] if changed else [])]
+
+
+def _older_kernels(record: dict[str, Any], target: Target | None) -> str:
+    if "kernels" not in record or target is None:
+        return "the record does not name them"
+    found = (launched.difference(one, launched.today(one, target, STEP)) for one in record["kernels"])
+    return next((why for why in found if why), "")
+
+
+def _too_few(rounds: int) -> list[str]:
+    return [f"{counted(rounds, 'round')}, too few to judge a difference"] if 0 < rounds < MIN_ROUNDS else []
 
 
 def read(path: Path) -> Record:
     """A record from its file. InvalidInput for a file that is none."""
-    try:
-        text = path.read_bytes()
-        values = json.loads(text)
-        kind = values.get("kind") if isinstance(values, dict) else None
-    except (OSError, ValueError) as error:
-        raise InvalidInput("record", str(path), f"a file that `tilewise bench` wrote ({error})", "check it") from None
-    if kind != KIND:
+    values = kept.read(path)
+    if values["kind"] != KIND:
+        kind = values["kind"]
         raise InvalidInput("record", f"{path} of kind {kind!r}", f"a file of kind {KIND!r}", "name a bench record")
-    return Record(path.name, hashlib.sha256(text).hexdigest()[:16], current_names(values))
+    return _record(path, values)
 
 
 def read_all(folder: Path) -> list[Record]:
     """Every bench record of the folder, oldest first; files of other kinds are passed over."""
-    found = [_read_or_none(path) for path in sorted(folder.glob("*.json"))]
-    return sorted((record for record in found if record is not None), key=lambda record: (record.date, record.name))
+    found = [_record(path, values) for path, values in kept.of_kind(folder, KIND)]
+    return sorted(found, key=lambda record: (record.date, record.name))
 
 
-def _read_or_none(path: Path) -> Record | None:
-    try:
-        return read(path)
-    except InvalidInput:
-        return None
+def _record(path: Path, values: dict[str, Any]) -> Record:
+    return Record(path.name, hashlib.sha256(path.read_bytes()).hexdigest()[:16], values)
 
 
 def newest(records: list[Record], suite: str, device: str = "") -> Record | None:
     """The newest complete record of the whole suite on a device whose name contains `device`."""
-    fitting = [r for r in records if r.suite == suite and r.whole and device.lower() in r.device.lower()]
+    fitting = [r for r in records if r.suite == suite and device.lower() in r.device.lower() and r.whole]
     return fitting[-1] if fitting else None
+
+
+def merged(before: Record, values: dict[str, Any]) -> dict[str, Any]:
+    """A record with the rows of a newer run in the place of its own, in the order of the suite.
+
+    `provenance` is that of the newer run; those of the runs that other rows are from are `earlier`.
+    """
+    rows = {c.row.name: c for c in [*before.comparisons, *map(read_comparison, values["rows"])] if c.complete}
+    chosen = [rows[row.name] for row in rows_of(before.suite, before.seed) if row.name in rows]
+    runs = [*before.values.get("earlier", ()), before.values["provenance"]]
+    dates = {comparison.measured for comparison in chosen}
+    return values | {
+        "complete": True,
+        "earlier": [run for run in runs if run["date"] in dates],
+        **bench.sums(chosen),
+        "rows": [comparison.to_dict() for comparison in chosen],
+    }

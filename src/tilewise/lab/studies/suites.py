@@ -3,12 +3,15 @@
 The first candidate of a row is the one that the score is about. Rows of one table keep the work constant: 16384 tokens
 of a model 2048 wide, cut into ever longer sequences. Rows that pose one problem stand next to each other: they are
 verified together. The suite `drawn` depends on a seed: see `lab.drawn`.
+
+Other libraries join the rows of a suite where they can be imported (`PEERS`), also where they refuse a row: the record
+then holds why.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -78,16 +81,16 @@ def _problem_name(problem: Problem) -> str:
 
 _CPU: dict[str, Any] = {"device": "cpu", "candidates": (OURS, TORCH_DEFAULT, "torch-math")}
 _CUDA: dict[str, Any] = {"device": "cuda", "candidates": (OURS, TORCH_DEFAULT, "torch-cudnn", "torch-flash")}
+# PyTorch's own choice is left out where it can only be one of these two.
+_FEW: dict[str, Any] = {"device": "cuda", "candidates": (OURS, "torch-cudnn", "torch-flash")}
 _STEP: dict[str, Any] = {
     "device": "cuda",
-    "candidates": (OURS, DETERMINISTIC, TORCH_DEFAULT, "torch-cudnn", "torch-flash"),
+    "candidates": (OURS, DETERMINISTIC, "torch-cudnn", "torch-flash"),
     "needs_grad": True,
     "times": ("step",),
 }
 _FLOAT32: dict[str, Any] = {"device": "cuda", "candidates": (OURS, TORCH_DEFAULT, "torch-efficient")}
 _SM80: dict[str, Any] = {"device": "cuda", "candidates": ("sm80", "torch-flash")}
-# PyTorch's own choice is left out where it can only be one of these two, so that every direction fits into the time.
-_FEW: dict[str, Any] = {"device": "cuda", "candidates": (OURS, "torch-cudnn", "torch-flash")}
 _BACKWARD: dict[str, Any] = {"needs_grad": True, "times": ("backward",), "label": "backward"}
 _F32, _BF16, _F16 = torch.float32, torch.bfloat16, torch.float16
 _TOKENS, _HIDDEN = 16384, 2048
@@ -116,12 +119,23 @@ def _in_turn(*tables: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 class Model(NamedTuple):
-    """One layer's attention of a model: (batch, query heads, tokens, head_dim) over `heads_kv` heads of keys."""
+    """One layer's attention of a model: (batch, query heads, tokens, head_dim) over `heads_kv` heads of keys. Without a
+    name: no model that is known has it."""
 
     name: str
     shape: tuple[int, int, int, int]
     heads_kv: int
     mask: str = "causal"
+    dtype: torch.dtype = _BF16
+    keys: int = 0  # other than the queries
+    dim_v: int = 0  # other than that of queries and keys
+
+    def row(self, what: str, **options: Any) -> Row:
+        """As it is timed by `options`, with what is timed in its name."""
+        fields = {"seq_kv": self.keys, "head_dim_v": self.dim_v}
+        given: dict[str, Any] = {name: value for name, value in fields.items() if value}
+        label = f"{self.name} {what}".lstrip()
+        return row(self.shape, self.dtype, self.mask, heads_kv=self.heads_kv, label=label, **given, **options)
 
 
 # Models whose query heads share heads of keys. TP-n: what one of n GPUs holds under tensor parallelism.
@@ -150,16 +164,57 @@ _GROUPED_MODELS = (
     Model("StarCoder", (1, 48, 8192, 128), 1),
     Model("Falcon-7B", (2, 71, 2048, 64), 1),
 )
-_DIRECTIONS: tuple[dict[str, Any], ...] = (
-    {"times": ("forward",)},
-    {"times": ("backward",), "needs_grad": True},
-    {"times": ("step",), "needs_grad": True},
+# What no tile divides: tokens of pictures, speech and video, other head dims, and few heads of keys.
+_ODD_MODELS = (
+    Model("DeepSeek-V3", (2, 128, 3072, 192), 128, dim_v=128),
+    Model("ViT-B/16", (64, 12, 197, 64), 12, "full"),
+    Model("ViT-g/14", (48, 16, 257, 88), 16, "full"),
+    Model("CLIP-L/14", (16, 16, 577, 64), 16, "full"),
+    Model("ViT-B/8", (24, 12, 785, 64), 12, "full"),
+    Model("Whisper-large", (8, 20, 1500, 64), 20, "full", _F16),
+    Model("Qwen2.5-VL", (6, 16, 1500, 80), 16, "full", _F16),
+    Model("SDXL cross-attention", (2, 10, 4224, 64), 10, "full", _F16, keys=77),
+    Model("CogVideoX-5B TP-2", (1, 24, 17776, 64), 24, "full"),
+    Model("Wan2.1-14B", (1, 40, 20280, 128), 40, "full"),
+    Model("Wan2.1-1.3B", (1, 12, 32760, 128), 12, "full"),
+    Model("Qwen3-14B", (2, 40, 5120, 128), 8),
+    Model("Mistral-Large", (1, 96, 6000, 128), 8),
+    Model("Qwen2.5-0.5B", (4, 14, 3584, 64), 2),
+    Model("Qwen2.5-7B", (1, 28, 10000, 128), 4),
+    Model("Gemma-2B", (1, 8, 12000, 256), 1),
+    Model("LLaMA-65B", (3, 64, 2048, 128), 64, dtype=_F16),
+    Model("Phi-3-mini", (2, 32, 2500, 96), 32),
+    Model("MiniLM-L6", (256, 12, 128, 32), 12, "full"),
+    Model("", (1, 32, 1000, 128), 8, "full", keys=24000),
+    Model("", (8, 12, 1025, 72), 12, "full"),
+    Model("", (1, 16, 9000, 112), 4),
+    Model("", (2, 12, 8192, 160), 12),
+    Model("", (1, 16, 4096, 224), 16),
 )
+_DIRECTIONS: dict[str, dict[str, Any]] = {
+    "forward": {"times": ("forward",)},
+    "backward": {"times": ("backward",), "needs_grad": True},
+    "step": {"times": ("step",), "needs_grad": True},
+}
 
 
 def _grouped(models: tuple[Model, ...], **options: Any) -> tuple[Row, ...]:
     """A row for each model's layer, as it is timed by `options`."""
-    return tuple(row(m.shape, _BF16, m.mask, heads_kv=m.heads_kv, **options) for m in models)
+    return tuple(row(m.shape, m.dtype, m.mask, heads_kv=m.heads_kv, **options) for m in models)
+
+
+def _of_models(models: tuple[Model, ...], *directions: str) -> tuple[Row, ...]:
+    """A row for each direction of each model's layer."""
+    return tuple(
+        model.row(what, device="cuda", candidates=_torch_paths(model), **_DIRECTIONS[what])
+        for model in models
+        for what in directions
+    )
+
+
+def _torch_paths(model: Model) -> tuple[str, ...]:
+    """FlashAttention-2 does not take two head dims; the efficient kernel does."""
+    return (OURS, "torch-cudnn", "torch-efficient" if model.dim_v else "torch-flash")
 
 
 def _few_grouped(*names: str) -> tuple[Model, ...]:
@@ -266,6 +321,53 @@ def _packed_row(one: Lengths, timed: str) -> Row:
     )
 
 
+class Chunk(NamedTuple):
+    """A chunk of each prompt of a batch, 32 query heads over 8 of keys: prompts, new tokens and keys of each."""
+
+    batch: int
+    tokens: int
+    keys: int
+
+
+_CHUNKS = (
+    Chunk(16, 16, 4096),
+    Chunk(16, 32, 4096),
+    Chunk(16, 64, 4096),
+    Chunk(16, 128, 4096),
+    Chunk(4, 512, 8192),
+    Chunk(1, 2048, 16384),
+    Chunk(1, 8192, 32768),
+)
+_DECODES_BESIDE, _CHUNK_BESIDE = _spread(64, 256, 6144), (2048, 8192)  # keys; tokens and keys
+
+
+def _chunked() -> tuple[Row, ...]:
+    """Keys of a cache in one piece per sequence and in pages, and the same data as tensors of their own. A boolean mask
+    is all that PyTorch's function knows of a causal rule at the last key."""
+    last = "causal:bottom-right"
+    ways = (CACHED, PAGES_64, OURS, "torch-cudnn")
+    rows = tuple(
+        row((batch, 32, tokens, 128), _BF16, last, heads_kv=8, seq_kv=keys, candidates=ways, device="cuda")
+        for batch, tokens, keys in _CHUNKS
+    )
+    tokens, keys = _CHUNK_BESIDE
+    starts_q = (*range(len(_DECODES_BESIDE) + 1), len(_DECODES_BESIDE) + tokens)
+    starts_kv = (0, *accumulate((*_DECODES_BESIDE, keys)))
+    mixed = Problem(
+        batch=1,
+        heads_q=32,
+        heads_kv=8,
+        seq_q=starts_q[-1],
+        seq_kv=starts_kv[-1],
+        head_dim=128,
+        head_dim_v=128,
+        dtype=_BF16,
+        mask=masks.Documents(starts_q, starts_kv, masks.parse(last)),  # type: ignore[arg-type]
+    )
+    name = f"{len(_DECODES_BESIDE)} decodes and a chunk of {tokens} of {keys} heads 32x8 d128"
+    return (*rows, Row(name, mixed, (CACHED, PAGES_64, PACKED, VARLEN), "cuda"))
+
+
 class Decoding(NamedTuple):
     """New tokens of one layer against what was said before; `lengths`: of each sequence, where they differ."""
 
@@ -334,8 +436,8 @@ SUITES: dict[str, tuple[Row, ...]] = {
         row((1, 8, 1024, 64), _F32, "causal", needs_grad=True, label="grad", **_CPU),
         row((2, 8, 512, 64), _BF16, **_CPU),
     ),
-    "forward": _table(_LONG, **_CUDA) + _grouped(_SOME_GROUPED, **_CUDA),
-    "backward": _table((128, 256, *_LONG), **_CUDA, **_BACKWARD) + _grouped(_SOME_GROUPED, **_CUDA, **_BACKWARD),
+    "forward": _table(_LONG, **_FEW) + _grouped(_SOME_GROUPED, **_FEW),
+    "backward": _table((128, 256, *_LONG), **_FEW, **_BACKWARD) + _grouped(_SOME_GROUPED, **_FEW, **_BACKWARD),
     "training": _in_turn(
         *(
             _table((512, 2048, 8192), (64, 128, 256), ("causal",), **way)
@@ -348,12 +450,8 @@ SUITES: dict[str, tuple[Row, ...]] = {
         )
     ),
     # Grouped queries, which every current model has: few heads of keys, so few independent pieces for the backward.
-    "grouped": tuple(
-        one
-        for model in _GROUPED_MODELS
-        for direction in _DIRECTIONS
-        for one in _grouped((model,), label=f"{model.name} {direction['times'][0]}", **_FEW, **direction)
-    ),
+    "grouped": _of_models(_GROUPED_MODELS, "forward", "backward", "step"),
+    "odd": _of_models(_ODD_MODELS, "forward", "backward"),
     "drawn": _drawn(0),
     # Masks, biases, sinks and dropout: what programs ask of scores.
     "variants": variants.rows(),
@@ -379,23 +477,31 @@ SUITES: dict[str, tuple[Row, ...]] = {
         row((1, 128, 4096, 192), _BF16, "causal", head_dim_v=128, **_CUDA),
         row((1, 32, 16, 128), _BF16, heads_kv=8, seq_kv=8192, **_CUDA),
     ),
-    # A few new tokens per sequence against what was said before.
+    # A few new tokens per sequence against what was said before, and many.
     "decode": _decoding(_DECODE_ROWS),
+    "chunked": _chunked(),
 }
 
 
-# How a suite is measured where that is not how all are; what the command line asks for comes first. Four rows for each
-# of many problems get shorter rounds, and the host's cost of each kind of problem is left to the suite `host`.
+# How a suite is measured where that is not how all are; what the command line asks for comes first. The host's cost of
+# each kind of problem is left to the suite `host`: it would compile other kernels than those that are timed. Four rows
+# for each of many problems get shorter rounds.
+_FOR_KERNELS: dict[str, Any] = {"round_seconds": 0.02, "overhead": False, "more_seconds": 1.0}
+_WITH_FLASH = ("forward", "backward", "training", "grouped", "odd", "packed")
 SETTINGS: dict[str, dict[str, Any]] = {
-    "grouped": {"overhead": False, "more_seconds": 1.0},
+    **dict.fromkeys((*_WITH_FLASH, "decode", "chunked"), _FOR_KERNELS),
+    "small": {"overhead": False},
+    "models": {"overhead": False},
     "drawn": {"round_seconds": 0.01, "overhead": False, "more_seconds": 0.5},
     "variants": {"round_seconds": 0.012, "overhead": False, "more_seconds": 0.5},
-    "decode": {"round_seconds": 0.02, "overhead": False, "more_seconds": 1.0},
-    "packed": {"round_seconds": 0.02, "overhead": False, "more_seconds": 1.0},
 }
-_RIVALS = (FA3, FA4, FLASHINFER, VARLEN)
-# Rivals only where they are asked for: those that would compile for minutes, and those that have no kernel for it.
-_LEFT_OUT = {"drawn": (FA4, FLASHINFER), "decode": (FA4, VARLEN)}
+# Other libraries beside the candidates of a suite. A row that only our own candidates answer stays as it is.
+PEERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*_WITH_FLASH, "drawn", "small", "models"), (FA3, FA4)),
+    "variants": (FA4,),
+    "decode": (FA3, FLASHINFER),
+    "chunked": (FA3, FA4, FLASHINFER),
+}
 
 
 def rows_of(name: str, seed: int = 0) -> tuple[Row, ...]:
@@ -411,7 +517,7 @@ def suite(name: str, only: tuple[str, ...] = (), extra: tuple[str, ...] = (), se
     if name not in SUITES:
         raise InvalidInput("--suite", repr(name), f"one of {', '.join(SUITES)}", "choose one of these")
     every = rows_of(name, seed)
-    rows = [_with_candidates(row, _rivals(name, row) + extra) for row in every if _selected(row.name, only)]
+    rows = [_with_candidates(row, _peers(name, row) + extra) for row in every if _selected(row.name, only)]
     if not rows:
         names = ", ".join(row.name for row in every)
         wanted = ", ".join(map(repr, only))
@@ -419,26 +525,19 @@ def suite(name: str, only: tuple[str, ...] = (), extra: tuple[str, ...] = (), se
     return rows
 
 
-def part_of(rows: list[Row], text: str) -> list[Row]:
-    """Part "K/N" of rows: the K-th of N runs of about as many rows each, with the rows of one problem together."""
-    number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise InvalidInput("--part", repr(text), "K/N with 1 <= K <= N", "write 1/3 for the first of three parts")
-    problems = [list(group) for _, group in groupby(rows, lambda row: row.problem.with_(needs_grad=False))]
-    begin, end = (len(problems) * part // int(count) for part in (int(number) - 1, int(number)))
-    return [row for group in problems[begin:end] for row in group]
+def peers_of(name: str, row: Row) -> tuple[str, ...]:
+    """Who a row of a suite is held against: the strongest of others that there are, whatever is installed here."""
+    own = [candidate for candidate in row.candidates if not Candidate(candidate).is_ours]
+    return (*own, *(PEERS.get(name, ()) if own else ()))
 
 
 def _with_candidates(row: Row, more: tuple[str, ...]) -> Row:
     return replace(row, candidates=tuple(dict.fromkeys((*row.candidates, *more))))
 
 
-def _rivals(name: str, row: Row) -> tuple[str, ...]:
-    """FlashAttention-3 and -4, FlashInfer and PyTorch's varlen_attn, where they can be imported and take the row."""
-    left_out = _LEFT_OUT.get(name, ())
-    asked = [rival for rival in _RIVALS if rival not in left_out and installed(rival)]
-    on_gpu = row.device.startswith("cuda")
-    return tuple(rival for rival in asked if on_gpu and not Candidate(rival).why_not(row.problem))
+def _peers(name: str, row: Row) -> tuple[str, ...]:
+    """The other libraries of a suite that can be imported here."""
+    return tuple(peer for peer in peers_of(name, row) if peer in row.candidates or installed(peer))
 
 
 def _selected(name: str, only: tuple[str, ...]) -> bool:

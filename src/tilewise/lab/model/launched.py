@@ -1,0 +1,129 @@
+"""Which kernels of ours a call launches, as records name them: by a digest of each translation unit.
+
+    {"problem": {...}, "asked": "auto", "backend": "sm90", "program": "5f0c...", "units": {"forward_...": "93b1..."}}
+
+`problem` is the one that was planned for the call; `program` is a digest of the host's part: the config, and of every
+launch its grid, its threads and the numbers among its arguments. All of it follows from the plan, which can be made
+again on a machine without a GPU: a measurement is older than the sources where today's plan launches something else.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+from typing import TYPE_CHECKING, Any
+
+from ...engine.program import slots_of
+from ...jit.compile import KERNELS
+from ...jit.headers import included_files
+from ...jit.trust import digest
+from ...plan import BACKENDS, plan, plans_made
+from ...problem import Problem
+from ...triton import kernels as triton_kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from ...engine.program import Launch, Program
+    from ...jit import Unit
+    from ...plan import Plan
+    from ...target import Target
+
+Launched = dict[str, Any]
+_COMMENT = re.compile(rb"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_DIGITS = 12
+_OTHER_SOURCES = {"triton": (triton_kernels,)}  # of backends whose kernels are Python
+
+
+def launched(chosen: Plan, timed: Sequence[str], kernels: Path = KERNELS) -> Launched:
+    """What the plan launches in the directions that are timed: forward, backward or step."""
+    programs = _programs(chosen, timed)
+    units = {unit.label: unit_digest(unit, kernels) for program in programs for unit in program.units}
+    host = [str(chosen.config), str(chosen.backward_config), *(part for one in programs for part in _host(one))]
+    return {
+        "problem": chosen.problem.to_dict(),
+        "asked": chosen.asked,
+        "backend": chosen.backend,
+        "program": _short([part.encode() for part in host]) if programs else "",
+        "units": units or _python_sources(chosen.backend),
+    }
+
+
+def by_this_process() -> list[Launched]:
+    """What the calls of this process launch, forward and backward, by the plans that it made: one call for each set of
+    kernels."""
+    found: dict[object, Launched] = {}
+    for chosen in plans_made():
+        one = launched(chosen, ("step",))
+        found.setdefault((one["backend"], *one["units"].items()), one)
+    return list(found.values())
+
+
+def today(known: Launched, target: Target, timed: Sequence[str], kernels: Path = KERNELS) -> Launched:
+    """What the same call launches by the sources at hand. Raises what planning raises."""
+    return launched(plan(Problem.from_dict(known["problem"]), target, known["asked"]), timed, kernels)
+
+
+def difference(known: Launched, now: Launched) -> str:
+    """What the sources at hand launch instead of what was measured; empty where that is the same."""
+    if known["backend"] != now["backend"]:
+        return f"runs {now['backend']}, no longer {known['backend']}"
+    before, after = known["units"], now["units"]
+    if others := [label for label in after if label not in before] or [label for label in before if label not in after]:
+        return f"launches other kernels: {', '.join(others)}"
+    if changed := [label for label in after if before[label] != after[label]]:
+        return f"the sources of {', '.join(changed)} have changed"
+    return "" if known["program"] == now["program"] else "is launched with another config or another grid"
+
+
+@functools.lru_cache(maxsize=4096)
+def unit_digest(unit: Unit, kernels: Path = KERNELS) -> str:
+    """Of a translation unit: its source, the headers that it reaches, without comments and blank lines, its options and
+    its architecture. The compiler and its own headers are not part of it: it is the same on every machine."""
+    parts = [_without_comments(unit.source.encode()), unit.arch.encode(), *(one.encode() for one in unit.options)]
+    for name, content in included_files(unit.source, [kernels]):
+        parts += [name.encode(), _without_comments(content)]
+    return _short(parts)
+
+
+@functools.lru_cache(maxsize=512)
+def _without_comments(content: bytes) -> bytes:
+    lines = (b" ".join(line.split()) for line in _COMMENT.sub(b" ", content).splitlines())
+    return b"\n".join(line for line in lines if line)
+
+
+def _programs(chosen: Plan, timed: Sequence[str]) -> list[Program]:
+    directions = {"forward": chosen.forward, "backward": chosen.backward}
+    wanted = [program for what, program in directions.items() if what in timed or "step" in timed]
+    return [program for program in wanted if program is not None]
+
+
+def _host(program: Program) -> list[str]:
+    """The host's part of a program, and of those that prepare its operands."""
+    before = [part for prepared in program.prepared for part in _host(prepared.program)]
+    sizes = [f"{region.name} {region.bytes}" for region in program.scratch.regions]
+    return [*before, *sizes, *sorted(program.zeroed), *map(_launch, program.launches)]
+
+
+def _launch(launch: Launch) -> str:
+    slots = {name for name, _, _ in slots_of(launch.fields)}
+    numbers = [f"{name}={value}" for name, value in sorted(launch.fields.items()) if name not in slots]
+    return f"{launch.unit.label} {launch.grid} {launch.threads} {launch.overlap} {' '.join(numbers)}"
+
+
+@functools.cache
+def _python_sources(backend: str) -> dict[str, str]:
+    """Of a backend of ours that is written in Python; nothing for PyTorch's kernels."""
+    module = BACKENDS[backend]
+    if not inspect.ismodule(module):
+        return {}
+    modules = (module, *_OTHER_SOURCES.get(backend, ()))
+    sources = {one.__name__.partition(".")[2]: ast.dump(ast.parse(inspect.getsource(one))) for one in modules}
+    return {name: _short([text.encode()]) for name, text in sources.items()}
+
+
+def _short(parts: list[bytes]) -> str:
+    return digest(parts)[:_DIGITS]

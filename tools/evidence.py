@@ -1,0 +1,232 @@
+"""Everything that README.md and docs/ cite, measured where it is missing or older than the kernels; and the check of it.
+
+    make evidence PYTHON=python3            # on a machine with a GPU: what is lacking, the most cited first
+    make evidence-check                     # anywhere: fails where a figure is not backed by a record
+    python tools/evidence.py --list         # what would be measured, and about how long that takes
+
+A run ends after `--minutes`, saves every few rows, and the next one goes on where it ended, on that day or another. The
+records of a GPU have fixed names, such as `h200-forward.json`; a row that was measured again takes the place of the
+earlier one, and git keeps that. Without a GPU the suite of the CPU is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tilewise.lab.measure import environment
+from tilewise.lab.measure.compare import Settings
+from tilewise.lab.measure.pool import Pool
+from tilewise.lab.render import docs, map_docs, models_docs, report_docs
+from tilewise.lab.studies import bench, host, kept, records, suites
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tilewise.lab.measure.compare import Row
+
+ROOT = Path(__file__).resolve().parent.parent
+SUITES = (
+    "backward", "forward", "odd", "grouped", "packed", "chunked", "decode", "variants", "training", "drawn", "float32",
+    "sm80", "models", "small",
+)  # fmt: skip
+"""The suites of a GPU, those that a reader meets first ahead of the others."""
+SEEDS = {"drawn": 20261119}
+ROUNDS = 7
+MOST_BYTES = 8 * 2**20  # of the results folder
+_BUNCH = 12  # rows between two savings
+_GUESS = 2.5  # seconds of a row that was never measured
+
+
+class Program(NamedTuple):
+    """A record that is not of a suite: how it is made, and what is wrong with the one that is cited."""
+
+    name: str  # of the file
+    command: tuple[str, ...]
+    lacks: Callable[[Path], list[str]]
+    seconds: float = 60.0
+
+
+def _program(suite: str, kind: str, command: str, seconds: float, rounds: str = "rounds") -> Program:
+    def lacks(root: Path) -> list[str]:
+        found = models_docs.newest(root, suite, kind)
+        return ["not measured"] if found is None else records.marks_of(found[1], found[1]["settings"].get(rounds, 0))
+
+    return Program(suite, tuple(command.split()), lacks, seconds)
+
+
+def _report(report: report_docs.Report) -> Program:
+    def lacks(root: Path) -> list[str]:
+        found = report_docs.find(report, root)
+        return ["not measured"] if found is None else found.marks()
+
+    return Program(report.name, ("-m", *report.command.split()), lacks, 40.0)
+
+
+PROGRAMS = (
+    _program("transformers", models_docs.KIND, "benchmarks/models.py --save", 150.0),
+    _program(f"{host.SUITE}-cuda", host.KIND, "-m tilewise bench --suite host --save", 30.0),
+    _program("eager", models_docs.KIND, "benchmarks/eager.py --save", 100.0),
+    _program(map_docs.SUITE, map_docs.KIND, "benchmarks/tile_map.py --save", 30.0),
+    *map(_report, report_docs.REPORTS),
+)
+
+
+def slug(device: str) -> str:
+    """NVIDIA H200 -> h200."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower().removeprefix("nvidia ")).strip("-")
+
+
+class Lacking(NamedTuple):
+    """The rows of a suite that are no evidence on a device, and the record that holds the others."""
+
+    suite: str
+    rows: list[Row]
+    path: Path
+    before: records.Record | None
+
+    @property
+    def seconds(self) -> float:
+        known = {} if self.before is None else {c.row.name: c.seconds for c in self.before.comparisons}
+        return sum(known.get(row.name) or _GUESS for row in self.rows)
+
+
+def lacking(suite: str, device: str, folder: Path) -> Lacking:
+    path = folder / f"{slug(device)}-{suite}.json"
+    before = records.read(path) if path.is_file() else None
+    seed = SEEDS.get(suite, 0)
+    if before is not None and before.seed != seed:
+        before = None
+    rows = suites.suite(suite, seed=seed)
+    if before is not None:
+        wanting = before.shortcomings()
+        rows = [row for row in rows if row.name in wanting]
+    return Lacking(suite, rows, path, before)
+
+
+def measure(found: Lacking, pool: Pool, stop: float) -> bool:
+    """Measure what is lacking, bunch by bunch, until the time is up; whether all of it was."""
+    on_gpu = found.rows[0].device.startswith("cuda")
+    usual = Settings(rounds=ROUNDS, time_limit=60.0, seed=SEEDS.get(found.suite, 0), together=on_gpu, overhead=True)
+    settings = replace(usual, **suites.SETTINGS.get(found.suite, {"round_seconds": 0.03 if on_gpu else 0.1}))
+    if on_gpu:
+        bench.compile_ahead(found.rows, settings)
+    before = found.before
+    for rows in bunches(found.rows):
+        if time.monotonic() > stop:
+            return False
+        done = bench.run(rows, settings, pool)
+        values = bench.record(found.suite, done, settings, environment.command_line())
+        kept.write(values if before is None else records.merged(before, values), found.path)
+        before = records.read(found.path)
+        print(f"{found.suite}: {len(before.comparisons)} rows, {bench.score(done)}", flush=True)
+        if not all(comparison.complete for comparison in done):
+            return False
+    return True
+
+
+def bunches(rows: list[Row]) -> Iterator[list[Row]]:
+    """Some rows at a time; those of one problem, which are verified together, are not parted."""
+    bunch: list[Row] = []
+    for _, alike in groupby(rows, key=lambda row: row.problem.with_(needs_grad=False)):
+        bunch += alike
+        if len(bunch) >= _BUNCH:
+            yield bunch
+            bunch = []
+    if bunch:
+        yield bunch
+
+
+def run_program(program: Program, device: str) -> None:
+    """Run it, and give its record the fixed name."""
+    folder = ROOT / bench.RESULTS
+    before = set(folder.glob("*.json"))
+    subprocess.run([sys.executable, *program.command], cwd=ROOT, check=True)
+    for path in set(folder.glob("*.json")) - before:
+        path.replace(folder / f"{slug(device)}-{program.name}.json")
+
+
+def complaints(root: Path) -> list[str]:
+    """What of README.md and docs/ is not backed by a record that may be cited."""
+    found = []
+    every = records.read_all(root / bench.RESULTS)
+    for suite, gpu in docs.cited(root):
+        record = records.newest(every, suite, gpu)
+        if record is None:
+            found.append(f"{suite}: no record holds the whole suite" + (f" on {gpu}" if gpu else ""))
+            continue
+        found += [f"{record.name}: {name}: {why}" for name, why in record.shortcomings().items()]
+    for program in PROGRAMS:
+        found += [f"{program.name}: {why}" for why in program.lacks(root)]
+    return found
+
+
+def not_cited(root: Path) -> list[str]:
+    """Records that no page and no generated table names."""
+    pages = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "docs").rglob("*.html")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    dates = {path.name: str(kept.date(path)) for path in (root / bench.RESULTS).glob("*.json")}
+    return sorted(name for name, date in dates.items() if name not in text and not (date and date in text))
+
+
+def check(root: Path) -> list[str]:
+    """Everything that is wrong with the evidence of a checkout, in lines for a person."""
+    size = sum(path.stat().st_size for path in (root / bench.RESULTS).glob("*.json"))
+    found = complaints(root)
+    if size > MOST_BYTES:
+        found.append(f"{bench.RESULTS} holds {size / 2**20:.1f} MB, more than {MOST_BYTES / 2**20:.0f}: delete records")
+    return found + [f"{name}: nothing cites this record: delete it, or say what it shows" for name in not_cited(root)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="measure nothing; fail if a figure is not backed")
+    parser.add_argument("--list", action="store_true", help="what is lacking on this machine, and how long it takes")
+    parser.add_argument("--minutes", type=float, default=8.5, help="end after so long; 8.5 by default")
+    parser.add_argument("--only", action="append", help="a suite or a program; may be repeated")
+    asked = parser.parse_args()
+    if asked.check:
+        found = check(ROOT)
+        print(
+            "\n".join(found) or "every figure of README.md and docs/ is backed by a record of the kernels as they are"
+        )
+        return 1 if found else 0
+    on_gpu = torch.cuda.is_available()
+    stop = time.monotonic() + 60.0 * asked.minutes
+    device = environment.device_line("cuda" if on_gpu else "cpu").partition(",")[0]
+    names = [name for name in (SUITES if on_gpu else ("cpu",)) if not asked.only or name in asked.only]
+    waiting = [found for name in names if (found := lacking(name, device, ROOT / bench.RESULTS)).rows]
+    programs = [one for one in PROGRAMS if on_gpu and one.lacks(ROOT) and (not asked.only or one.name in asked.only)]
+    for found in waiting:
+        print(f"{found.suite}: {len(found.rows)} rows, about {found.seconds:.0f} s", flush=True)
+    for program in programs:
+        print(f"{program.name}: about {program.seconds:.0f} s", flush=True)
+    if asked.list:
+        return 0
+    with Pool() as pool:
+        for found in waiting:
+            if time.monotonic() > stop or not measure(found, pool, stop):
+                return ended()
+    for program in programs:
+        if time.monotonic() + program.seconds > stop:
+            return ended()
+        run_program(program, device)
+    return 0
+
+
+def ended() -> int:
+    print("the time is up: what is lacking is measured by the next run")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
