@@ -317,16 +317,13 @@ def ending(told: Told, comparison: Comparison) -> list[str]:
     figures: list[str] = []
     if recorded := there.get("recorded"):
         which = "" if recorded["same"] else ", the nearest problem on record"
-        labelled += [("recorded", f"{recorded['problem']}{which}"), ("in", _source(recorded))]
+        older = f", {recorded['older']}" if recorded["older"] else ""
+        labelled += [("recorded", f"{recorded['problem']}{which}"), ("in", f"{recorded['record']}{older}")]
         speeds = recorded["speeds"]
         rows = [[f"  {name}", units.duration(one), speeds.get(name, "")] for name, one in recorded["seconds"].items()]
         figures = report.plain_table(["  candidate", f">{recorded['what']}", ">tilewise against it"], rows)
     width = len(there["gpu"]) + 2
     return ["", *(f"{f'{label}:':{width}}{text}" for label, text in labelled), *figures]
-
-
-def _source(recorded: dict[str, Any]) -> str:
-    return f"{recorded['record']}, {recorded['older']}".removesuffix(", ")
 
 
 def disagreements(told: Told, comparison: Comparison) -> list[str]:
