@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...problem import Problem
 from .. import units
+from ..measure import words
 from ..measure.compare import read_comparison
+from ..measure.statistics import FASTER, INDISTINGUISHABLE, SAME, TOO_FEW, Speed
 from ..studies import switches
 from . import charts, views
 from .html import (
@@ -84,12 +86,12 @@ def claim(ours: Entry | None, default: Entry | None) -> object:
     if default is None or not default.seconds or ours.speed_default is None:
         return Markup(f'<span class="ours">{units.duration(ours.median)}</span> per call')
     speed = ours.speed_default
-    if speed.verdict in (views.FASTER, views.SLOWER):
-        kind = "ours" if speed.verdict == views.FASTER else "bad"
-        return Markup(f'<span class="{kind}">{speed.claim}</span> than PyTorch\'s default')
-    if speed.verdict == views.SAME_KERNELS:
+    if speed.differs:
+        kind = "ours" if speed.verdict == FASTER else "bad"
+        return Markup(f'<span class="{kind}">{_claim(speed)}</span> than PyTorch\'s default')
+    if speed.same:
         return "The same kernels as PyTorch's default"
-    if speed.verdict == views.TOO_FEW:
+    if speed.verdict == TOO_FEW:
         return "Too few rounds to tell it from PyTorch's default"
     return "Indistinguishable from PyTorch's default"
 
@@ -100,8 +102,7 @@ def _against(ours: Entry | None, default: Entry | None) -> str:
     if default is None or not default.seconds:
         return ""
     speed = ours.speed_default
-    unclear = speed is not None and speed.verdict == views.SAME_SPEED and speed.interval
-    between = f", a ratio of {speed.interval}" if speed and unclear else ""
+    between = f", a ratio of {words.bounds(speed)}" if speed and speed.verdict == INDISTINGUISHABLE else ""
     return f"{units.duration(ours.median)} against {units.duration(default.median)}{between}"
 
 
@@ -188,18 +189,23 @@ def _bar(entry: Entry, clock: units.Clock) -> charts.Bar:
     )
 
 
-def speed_text(speed: views.Speed | None) -> object:
+def speed_text(speed: Speed | None) -> object:
     if speed is None:
         return ""
-    told = speed.interval if speed.verdict != views.SAME_KERNELS else ""
+    told = words.bounds(speed)
     between = f' <span class="more">({told})</span>' if told else ""
-    words = {views.SAME_SPEED: "no difference seen", views.TOO_FEW: f"{speed.ratio:.2f}x, too few rounds"}
-    return Markup(f"{words.get(speed.verdict, speed.claim)}{between}")
+    others = {INDISTINGUISHABLE: "no difference seen", TOO_FEW: f"{speed.ratio:.2f}x, too few rounds", SAME: SAME}
+    return Markup(f"{others.get(speed.verdict) or _claim(speed)}{between}")
+
+
+def _claim(speed: Speed) -> str:
+    """`1.34x faster`"""
+    return words.claim(speed).removesuffix(" than")
 
 
 def _speeds_note(seen: View, default: Entry | None) -> Markup:
     speeds = [entry.speed_default or entry.speed for entry in seen.ranked()]
-    basis = next((speed.basis for speed in speeds if speed), "")
+    basis = next((words.basis(speed) for speed in speeds if speed), "")
     against = "PyTorch's default" if default else seen.best_peer or "PyTorch"
     return note(f"Speeds are against {against}; in brackets the {basis}.") if basis else Markup("")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...plan import BACKENDS
 from ..measure.compare import REFUSED, TIMES, UNVERIFIED, VERIFIED
+from ..measure.statistics import Speed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,9 +21,6 @@ FORMULA = "TFLOP/s counts visible (query, key) pairs only: 2 * pairs * (head_dim
 OURS, DEFAULT = "tilewise", "torch-default"
 OUR_KIND, TORCH_KIND, OTHER_KIND = "ours", "torch", "other"
 KINDS = {OUR_KIND: "tilewise", TORCH_KIND: "PyTorch", OTHER_KIND: "others"}
-FASTER, SLOWER, SAME_SPEED, TOO_FEW, SAME_KERNELS = (
-    "faster", "slower", "indistinguishable", "too few rounds", "same kernels",
-)  # fmt: skip
 FOLD_OVER = 5.0  # times the fastest: what is slower is folded away
 _OUR_BACKENDS = ("sm80", "sm90", "triton", "tiled", "reference")
 
@@ -40,58 +38,6 @@ def kernel_name(choice: str) -> str:
     """One of PyTorch's kernels by the name of its candidate: `torch-flash` for flash, and for flash_attention."""
     bare = choice.removeprefix("torch-").removesuffix("_attention")
     return f"torch-{bare}" if bare else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """How a candidate compares with another: `ratio` above 1 is faster. `low` and `high` are its interval."""
-
-    ratio: float
-    low: float | None = None
-    high: float | None = None
-    verdict: str = TOO_FEW
-    rounds: int = 0
-    confidence: float | None = None  # None: the interval is the range of the rounds
-
-    @property
-    def claim(self) -> str:
-        """`1.34x faster`, `1.20x slower`, or what may be said instead."""
-        if self.verdict == FASTER:
-            return f"{self.ratio:.2f}x faster"
-        if self.verdict == SLOWER:
-            return f"{1 / self.ratio:.2f}x slower" if self.ratio > 0 else SLOWER
-        return self.verdict
-
-    @property
-    def interval(self) -> str:
-        """In the direction of the claim."""
-        if self.low is None or self.high is None:
-            return ""
-        low, high = self.low, self.high
-        if self.verdict == SLOWER and low > 0:
-            low, high = 1 / high, 1 / low
-        return f"{low:.2f} to {high:.2f}"
-
-    @property
-    def basis(self) -> str:
-        """What the interval is, in words."""
-        if self.low is None:
-            return f"{self.rounds} rounds"
-        of = f"{self.confidence:.0%} interval" if self.confidence else "range"
-        return f"{of} of {self.rounds} paired rounds"
-
-    @classmethod
-    def of(cls, values: dict[str, Any] | None) -> Speed | None:
-        """As `statistics` writes it; None where nothing was compared."""
-        return None if values is None else cls.from_dict(values)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Speed:
-        known = {name: values[name] for name in cls.__slots__ if name in values}
-        for name in ("ratio", "low", "high"):  # JSON has no inf and nan: they are kept as text
-            if known.get(name) is not None:
-                known[name] = float(known[name])
-        return cls(**known)
 
 
 @dataclass(slots=True)
