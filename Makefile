@@ -20,7 +20,7 @@ REPORT = $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 .PHONY: run native wheel-native test kernel-gates thunder libraries nightly newest instrument-check check format golden docs evidence evidence-check screenshots gpu-check environments clean
 
 run: $(SETUP)
-	$(PYTHON) -m tilewise inspect --shape 2,8,512,64 --dtype float32 --html report.html
+	$(PYTHON) -m tilewise inspect --shape 1,8,2048,64 --dtype float32 --mask window:256,0 --html report.html
 
 test: $(SETUP)
 	$(PYTHON) -m pytest tests -m "not gpu and not kernel_gate and not nightly" -n 2 --dist loadfile $(REPORT)

@@ -9,8 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import tilewise
+from support import make_problem
+from tilewise.masks import Causal, Dense, Documents, Window
+from tilewise.plan import plan
+from tilewise.target import Target
+from tilewise.terms import Alibi, Sink
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "tilewise"
@@ -159,3 +165,24 @@ def test_readme_links_exist():
     assert links
     for link in links:
         assert (ROOT / link).exists(), link
+
+
+@pytest.mark.parametrize(
+    ("row", "target"),
+    [("H100", "h100"), ("A100", "a100"), ("A100", "rtx-4090"), ("B200", "b200"), ("B200", "rtx-5090")],
+)
+def test_readme_says_what_the_planner_runs(row, target):
+    """A column of the matrix "What runs where", and a problem of each kind that its heading names."""
+    (line,) = re.findall(rf"^\| {row}.*$", README, re.MULTILINE)
+    documents = Documents((0, 60, 128), (), Causal())
+    kinds = (
+        ({}, {"mask": Causal()}),
+        ({"mask": Window(64, 0)}, {"mask": documents}),
+        ({"mask": Dense((2, 1, 1, 128))}, {"mask": Dense((1, 1, 128, 128), additive=True)}),
+        ({"softcap": 30.0}, {"scores": (Alibi(),)}, {"scores": (Sink(),)}, {"dropout": 0.1}, {"dtype": torch.float32}),
+    )
+    for cell, problems in zip(line.split("|")[2:-1], kinds, strict=True):
+        for fields in problems:
+            batch = 1 if fields.get("mask") is documents else 2
+            problem = make_problem((batch, 4, 128, 64), **{"dtype": torch.bfloat16} | fields)
+            assert plan(problem, Target.named(target)).backend == cell.strip(" `"), problem

@@ -24,7 +24,6 @@ from tilewise.lab.render import (
     charts,
     docs,
     host_docs,
-    inspect_page,
     map_docs,
     models_docs,
     pages,
@@ -393,7 +392,7 @@ def test_steps_of_a_call_have_the_gaps_before_them() -> None:
     launch = {"grid": None, "block": None, "count": 1, "us": 5.0}
     names = ("copy", "gemm", "gemm", "softmax")
     launches = [launch | {"name": name, "start_us": 10.0 * number} for number, name in enumerate(names)]
-    steps = inspect_page.in_steps(launches)
+    steps = views.in_steps(launches)
     assert [(step["name"], step["count"], step["us"], step["gap"]) for step in steps] == [
         ("copy", 1, 5.0, 0.0), ("gemm", 2, 10.0, 10.0), ("softmax", 1, 5.0, 5.0),
     ]  # fmt: skip

@@ -22,8 +22,8 @@ from tilewise.lab.measure import ncu, profile
 from tilewise.lab.measure.compare import VERIFIED, WRONG, Comparison, Outcome, Row, Settings, compare
 from tilewise.lab.measure.worker import Worker
 from tilewise.lab.model import kernels, roofline
-from tilewise.lab.render import inspect_text
-from tilewise.lab.studies import cycles, inspect, suites, switches
+from tilewise.lab.render import inspect_text, pages
+from tilewise.lab.studies import bench, cycles, elsewhere, inspect, records, suites, switches
 from tilewise.plan import BACKENDS, plan
 from tilewise.target import TARGETS, Target
 
@@ -278,6 +278,43 @@ def test_a_record_is_shown_again(tmp_path: Path) -> None:
     assert wrong.exit_code == 2
 
 
+def test_a_cpu_ends_with_what_an_h200_would_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problem = make_problem((1, 2, 64, 64), torch.float32, mask=masks.Window(8, 0))
+    chosen = plan(problem, Target.named("cpu"))
+    row = Row("inspect", problem, ("tilewise", "torch-default"))
+    found = inspect.Inspection(chosen, compare(row, FakePool({"torch-default": 0.03}), Settings()))  # type: ignore[arg-type]
+    told = found.to_dict()
+    inspect_text.show(told)
+    brief = capsys.readouterr().out
+    told["elsewhere"] = elsewhere.elsewhere(problem, tmp_path)
+    assert "recorded" not in told["elsewhere"], "an installed package has no records"
+    told["elsewhere"] = elsewhere.elsewhere(problem, ROOT / bench.RESULTS)
+    inspect_text.show(told)
+    text = capsys.readouterr().out
+    assert text.startswith(brief)
+    ending = text.removeprefix(brief)
+    assert "tiled, 3.00x faster than PyTorch's default" in ending
+    assert f"NVIDIA H200: sm90 with {plan(problem, H200).config}" in ending
+    assert "the nearest problem on record" in ending
+    recorded = told["elsewhere"]["recorded"]
+    assert recorded["record"] in ending
+    assert recorded["what"] == "forward"
+    assert recorded["problem"] in pages.page(told)
+
+
+def test_a_recorded_problem_is_its_own_nearest() -> None:
+    kept = records.read_all(ROOT / bench.RESULTS)
+    newest = [record for suite in suites.SUITES if (record := records.newest(kept, suite, "H200"))]
+    rows = [one for record in newest for one in record.comparisons if one.row.timed == ("backward",)]
+    held = next(one for one in rows if one.best_rival())
+    rival = held.best_rival()
+    assert rival is not None
+    recorded = elsewhere.elsewhere(held.row.problem, ROOT / bench.RESULTS)["recorded"]
+    assert (recorded["same"], recorded["what"], recorded["problem"]) == (True, *held.row.timed, str(held.row.problem))
+    assert rival.candidate in recorded["speeds"]
+    assert set(recorded["seconds"]) == {held.outcomes[0].candidate, *recorded["speeds"]}
+
+
 def test_a_model_that_disagrees_with_pytorch_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     problem = make_problem((1, 2, 16, 8))
     chosen = plan(problem, Target.named("cpu"))
@@ -496,14 +533,6 @@ def test_operators_are_told_by_their_own_time() -> None:
 )
 def test_operators_of_attention_are_recognised(op: str, backend: str) -> None:
     assert profile.backend_of(op) == backend
-
-
-def test_launches_of_one_kernel_in_a_row_are_one_line() -> None:
-    launch = {"name": "k", "grid": [1], "block": [1], "us": 2.0, "count": 1}
-    other = launch | {"name": "other"}
-    merged = inspect_text.merged([launch, launch, other, launch])
-    assert [entry["name"] for entry in merged] == ["k", "other", "k"]
-    assert [(entry["count"], entry["us"]) for entry in merged] == [(2, 4.0), (1, 2.0), (1, 2.0)]
 
 
 # --- PyTorch's switches ----------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from ..measure.compare import REFUSED
 from ..model import static
 from ..render import inspect_text, pages
 from ..studies import bench as benches
+from ..studies import elsewhere, kept
 from ..studies import inspect as inspection
-from ..studies import kept
 from .options import (
     DEVICE,
     Deterministic,
@@ -172,6 +172,8 @@ def inspect(
         if counters and found.comparison.complete:
             inspection.count(found, seed, str(tensors) if tensors else "", 10 * time_limit)
         told = found.to_dict() | {"provenance": environment.provenance(seed, environment.command_line())}
+        if found.target.is_cpu:
+            told["elsewhere"] = elsewhere.elsewhere(problem, benches.RESULTS)
         told["suite"] = inspection.record_name(problem, experiment)
         if save:
             print(f"saved {kept.save(told, results)}", file=sys.stderr)

@@ -98,6 +98,18 @@ class Speed:
             return False
         return self.same or self.differs or math.log(self.high / self.low) <= 2 * (NARROW + self.resolution)
 
+    @classmethod
+    def of(cls, values: dict[str, Any] | None) -> Speed | None:
+        """What `to_dict` made; None where nothing was compared."""
+        return None if values is None else cls.from_dict(values)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Speed:
+        known = {name: values[name] for name in cls.__slots__ if name in values}
+        for name in ("ratio", "low", "high"):  # JSON has no inf and nan: they are kept as text
+            known[name] = None if known[name] is None else float(known[name])
+        return cls(**known | {"same": values["verdict"] == SAME})
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "against": self.against,

@@ -47,11 +47,23 @@ def claim(speed: Speed) -> str:
 
 
 def interval(speed: Speed) -> str:
-    """` (1.29 to 1.40)`, in the direction of the claim; empty where there is none."""
+    """` (1.29x to 1.40x)`, in the direction of the claim; empty where there is none."""
+    found = bounds(speed)
+    return f" ({found.replace(' to ', 'x to ')}x)" if found else ""
+
+
+def bounds(speed: Speed) -> str:
+    """The same as `1.29 to 1.40`."""
     if speed.low is None or speed.high is None or speed.same:
         return ""
     low, high = (speed.low, speed.high) if speed.verdict != statistics.SLOWER else (1 / speed.high, 1 / speed.low)
-    return f" ({low:.2f}x to {high:.2f}x)"
+    return f"{low:.2f} to {high:.2f}"
+
+
+def basis(speed: Speed) -> str:
+    """What the interval is."""
+    rounds = f"{speed.rounds} rounds"
+    return rounds if speed.low is None else f"{statistics.CONFIDENCE:.0%} interval of {speed.rounds} paired rounds"
 
 
 def error_cell(outcome: Outcome, *names: str) -> str:

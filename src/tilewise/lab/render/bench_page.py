@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...problem import Problem
 from .. import units
+from ..measure import statistics
 from ..measure.compare import REFUSED, geomean, read_comparison
+from ..measure.statistics import Speed
+from ..measure.words import basis as basis_of
 from ..studies import bench
 from . import charts, plots, views
 from .html import (
@@ -43,9 +46,9 @@ if TYPE_CHECKING:
 _MAX_OPEN = 80  # rows: with more, groups are folded
 _MIN_ROUNDS = 5
 _AHEAD = {  # the colour of the candidate that is ahead
-    views.FASTER: ("ours", "ours is faster"),
-    views.SLOWER: ("torch", "another is faster"),
-    views.SAME_SPEED: ("other", "no difference beyond the noise"),
+    statistics.FASTER: ("ours", "ours is faster"),
+    statistics.SLOWER: ("torch", "another is faster"),
+    statistics.INDISTINGUISHABLE: ("other", "no difference beyond the noise"),
 }
 
 
@@ -57,8 +60,8 @@ class Line(NamedTuple):
     seen: View
     ours: Entry
     flops: float
-    speed: views.Speed | None  # against the fastest that is not ours; None where one of them has no right answer
-    torch: views.Speed | None  # against PyTorch's best path
+    speed: Speed | None  # against the fastest that is not ours; None where one of them has no right answer
+    torch: Speed | None  # against PyTorch's best path
 
     @property
     def ratio(self) -> float | None:
@@ -91,11 +94,11 @@ def _lines(told: dict[str, Any]) -> list[Line]:
     return found
 
 
-def _against_fastest(row: dict[str, Any], ours: Entry) -> views.Speed | None:
+def _against_fastest(row: dict[str, Any], ours: Entry) -> Speed | None:
     """As the record has it; a record that does not say is compared anew."""
     if ours.failed:
         return None
-    return views.Speed.of(row["candidates"][0]["speed_rival"])
+    return Speed.of(row["candidates"][0]["speed_rival"])
 
 
 def _group(row: dict[str, Any], several: bool) -> str:
@@ -144,8 +147,8 @@ def _head(told: dict[str, Any], lines: Sequence[Line], rated: Sequence[Line]) ->
 def _tally(rated: Sequence[Line]) -> str:
     """How many rows are faster and slower, beyond the noise."""
     counts = Counter(line.speed.verdict for line in rated if line.speed)
-    told = [f"{name} on {counts[name]}" for name in (views.FASTER, views.SLOWER) if counts[name]]
-    return ", ".join(told) or f"no difference seen on {counts[views.SAME_SPEED]}" if len(counts) else ""
+    told = [f"{name} on {counts[name]}" for name in (statistics.FASTER, statistics.SLOWER) if counts[name]]
+    return ", ".join(told) or f"no difference seen on {counts[statistics.INDISTINGUISHABLE]}" if len(counts) else ""
 
 
 def _warnings(told: dict[str, Any], lines: Sequence[Line]) -> list[str]:
@@ -182,7 +185,7 @@ def _ratios(rated: Sequence[Line]) -> list[Section]:
         else:
             parts += [subheading(Markup(f'{name} <small class="note">{summed}</small>')), chart]
     speeds = [line.speed for line in rated if line.speed]
-    basis = next((speed.basis for speed in speeds if speed.low is not None), "")
+    basis = next((basis_of(speed) for speed in speeds if speed.low is not None), "")
     whisker = f" Whiskers and brackets: {basis}." if basis else ""
     about = (
         "The best time of all that is not ours over ours, on a logarithmic scale: right of 1 is faster, left of it "
@@ -196,7 +199,7 @@ def _bar(line: Line) -> charts.Bar:
     assert speed is not None
     between = f' <span class="aside">({speed.low:.2f} to {speed.high:.2f})</span>' if speed.low is not None else ""
     shown = Markup(f"{speed.ratio:.2f}x{between}")
-    kind = _AHEAD.get(speed.verdict, _AHEAD[views.SAME_SPEED])[0]
+    kind = _AHEAD.get(speed.verdict, _AHEAD[statistics.INDISTINGUISHABLE])[0]
     return charts.Bar(line.name, speed.ratio, shown, kind, speed.low, speed.high)
 
 

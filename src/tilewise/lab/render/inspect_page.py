@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ...problem import Problem
 from .. import units
+from ..measure import words
 from ..measure.compare import read_comparison
+from ..measure.statistics import FASTER, INDISTINGUISHABLE, SAME, TOO_FEW, Speed
 from ..studies import switches
 from . import charts, views
 from .html import (
@@ -32,12 +33,11 @@ from .html import (
     torch_of,
 )
 from .roles import role_of, short_name
-from .views import DEFAULT, OURS, Entry, View, view
+from .views import DEFAULT, FORMULA, OURS, Entry, View, view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FORMULA = "TFLOP/s counts visible (query, key) pairs only: 2 * pairs * (head_dim + head_dim_v), backward 2.5 times that"
 _SHORT = {"exponentials": "exp"}
 _ABOUT_GPU = (
     "The profiler watches one call on an idle device, so a gap is mostly the host's time between two launches, and a "
@@ -52,6 +52,7 @@ def inspect_page(told: dict[str, Any]) -> str:
     seen = view(told["comparison"])
     sections = [
         *_candidates(told, seen),
+        *_elsewhere(told.get("elsewhere")),
         *_ceilings(told, seen, problem),
         *_kernels(told, seen),
         *_counters(told),
@@ -85,12 +86,12 @@ def claim(ours: Entry | None, default: Entry | None) -> object:
     if default is None or not default.seconds or ours.speed_default is None:
         return Markup(f'<span class="ours">{units.duration(ours.median)}</span> per call')
     speed = ours.speed_default
-    if speed.verdict in (views.FASTER, views.SLOWER):
-        kind = "ours" if speed.verdict == views.FASTER else "bad"
-        return Markup(f'<span class="{kind}">{speed.claim}</span> than PyTorch\'s default')
-    if speed.verdict == views.SAME_KERNELS:
+    if speed.differs:
+        kind = "ours" if speed.verdict == FASTER else "bad"
+        return Markup(f'<span class="{kind}">{_claim(speed)}</span> than PyTorch\'s default')
+    if speed.same:
         return "The same kernels as PyTorch's default"
-    if speed.verdict == views.TOO_FEW:
+    if speed.verdict == TOO_FEW:
         return "Too few rounds to tell it from PyTorch's default"
     return "Indistinguishable from PyTorch's default"
 
@@ -101,8 +102,7 @@ def _against(ours: Entry | None, default: Entry | None) -> str:
     if default is None or not default.seconds:
         return ""
     speed = ours.speed_default
-    unclear = speed is not None and speed.verdict == views.SAME_SPEED and speed.interval
-    between = f", a ratio of {speed.interval}" if speed and unclear else ""
+    between = f", a ratio of {words.bounds(speed)}" if speed and speed.verdict == INDISTINGUISHABLE else ""
     return f"{units.duration(ours.median)} against {units.duration(default.median)}{between}"
 
 
@@ -145,6 +145,31 @@ def _candidates(told: dict[str, Any], seen: View) -> list[Section]:
     return [section("Candidates", *parts, note(f"{compared} Times by {seen.timing}. {FORMULA}."))]
 
 
+def _elsewhere(there: dict[str, Any] | None) -> list[Section]:
+    """What an H200 would run, and the nearest figures recorded on one."""
+    if not there:
+        return []
+    runs = [
+        ("it would run", there["backend"]),
+        ("configuration", there["config"] or "-"),
+        ("because", there["because"]),
+    ]
+    parts = [definitions(runs)]
+    if recorded := there.get("recorded"):
+        seconds, speeds = recorded["seconds"], recorded["speeds"]
+        clock = units.Clock.of(seconds.values())
+        items = [
+            charts.Bar(name, one, clock.text(one), views.kind_of(name), chosen=name == OURS,
+                       aside=f"tilewise {speeds[name]}" if name in speeds else "")
+            for name, one in seconds.items()
+        ]  # fmt: skip
+        which = "this problem" if recorded["same"] else "the nearest problem on record"
+        older = f" ({recorded['older']})" if recorded["older"] else ""
+        parts.append(charts.bars(items, f"Recorded there, {recorded['what']} of {which}: shorter is better"))
+        parts.append(note(Markup(f"{code(recorded['problem'])}, from {code(recorded['record'])}{older}.")))
+    return [section(f"On an {there['gpu']}", *parts)]
+
+
 def kinds(entries: Sequence[Entry]) -> list[tuple[str, str]]:
     """The legend of whose the candidates are."""
     present = {entry.kind for entry in entries}
@@ -164,18 +189,23 @@ def _bar(entry: Entry, clock: units.Clock) -> charts.Bar:
     )
 
 
-def speed_text(speed: views.Speed | None) -> object:
+def speed_text(speed: Speed | None) -> object:
     if speed is None:
         return ""
-    told = speed.interval if speed.verdict != views.SAME_KERNELS else ""
+    told = words.bounds(speed)
     between = f' <span class="more">({told})</span>' if told else ""
-    words = {views.SAME_SPEED: "no difference seen", views.TOO_FEW: f"{speed.ratio:.2f}x, too few rounds"}
-    return Markup(f"{words.get(speed.verdict, speed.claim)}{between}")
+    others = {INDISTINGUISHABLE: "no difference seen", TOO_FEW: f"{speed.ratio:.2f}x, too few rounds", SAME: SAME}
+    return Markup(f"{others.get(speed.verdict) or _claim(speed)}{between}")
+
+
+def _claim(speed: Speed) -> str:
+    """`1.34x faster`"""
+    return words.claim(speed).removesuffix(" than")
 
 
 def _speeds_note(seen: View, default: Entry | None) -> Markup:
     speeds = [entry.speed_default or entry.speed for entry in seen.ranked()]
-    basis = next((speed.basis for speed in speeds if speed), "")
+    basis = next((words.basis(speed) for speed in speeds if speed), "")
     against = "PyTorch's default" if default else seen.best_peer or "PyTorch"
     return note(f"Speeds are against {against}; in brackets the {basis}.") if basis else Markup("")
 
@@ -332,26 +362,10 @@ def _gap_note(part: dict[str, Any]) -> Markup:
     return note(f"The device was busy for {busy} and idle for {idle} in between; the host launched for {host}.")
 
 
-def in_steps(launches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Launches of one kernel one after the other as one step, with their count, their time and the gaps before them."""
-    found = []
-    until = 0.0
-    for _, alike in groupby(launches, key=lambda launch: (launch["name"], str(launch["grid"]), str(launch["block"]))):
-        first, *rest = alike
-        step = first | {"us": 0.0, "count": 0, "gap": 0.0}
-        for launch in (first, *rest):
-            step["us"] += launch["us"]
-            step["count"] += launch["count"]
-            step["gap"] += max(0.0, launch["start_us"] - until)
-            until = max(until, launch["start_us"] + launch["us"])
-        found.append(step)
-    return found
-
-
 def _kernel_table(launches: Sequence[dict[str, Any]], summed: bool) -> Markup:
     if not launches:
         return paragraph("The profiler saw no kernel.")
-    lines = in_steps(launches)
+    lines = views.in_steps(launches)
     total = sum(line["us"] for line in lines) or 1.0
     columns = [
         "kernel", "operator", ">launches", ">gap before", ">time", ">share", ">grid", ">block", ">registers",

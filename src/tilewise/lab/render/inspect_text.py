@@ -6,7 +6,6 @@ asked for: wrong and dying candidates, disagreements with PyTorch, a loaded mach
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ...problem import Problem
@@ -18,11 +17,12 @@ from ..measure.compare import REFUSED, UNVERIFIED, Comparison, Outcome, read_com
 from ..model import roofline
 from ..studies import switches
 from ..studies.inspect import sentence
+from .html import device_of
+from .views import FORMULA, in_steps, kernel_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FORMULA = "TFLOP/s counts visible (query, key) pairs only: 2 * pairs * (head_dim + head_dim_v), backward 2.5 times that"
 _LONGEST_NAME = 110
 _LONGEST_CANDIDATE = 20
 
@@ -48,6 +48,8 @@ def show(told: Told, *, verbose: bool = False, quiet: bool = False) -> None:
     if verbose:
         print(FORMULA)
         report.print_table(*table(told, comparison))
+    for line in ending(told, comparison):
+        print(line)
 
 
 def _sentence(told: Told, comparison: Comparison) -> str:
@@ -55,19 +57,14 @@ def _sentence(told: Told, comparison: Comparison) -> str:
 
 
 def torch_choice(told: Told) -> str:
-    """`torch-flash`; once it was `flash`."""
-    choice = str(told["torch"]["choice"])
-    return choice if choice.startswith("torch-") or not choice else f"torch-{choice}"
+    return kernel_name(told["torch"]["choice"])
 
 
 def head(told: Told, comparison: Comparison) -> list[str]:
     problem = Problem.from_dict(told["plan"]["problem"])
-    provenance = told.get("provenance")
-    device = comparison.row.device
-    if provenance:
-        gpus = provenance["gpus"]
-        device = gpus[0]["name"] if device.startswith("cuda") and gpus else provenance["machine"]["cpu"]
-        device += f", torch {provenance['versions']['torch']}"
+    provenance = told.get("provenance") or {}
+    versions = provenance.get("versions", {})
+    device = device_of(provenance, comparison.row.device) + (f", torch {versions['torch']}" if versions else "")
     compared = f"verified against float64 ({comparison.compared})" if comparison.compared else "not verified"
     return [f"{problem} on {device}", f"{compared}; times by {comparison.row.timing}"]
 
@@ -138,7 +135,7 @@ def same_kernels(told: Told, comparison: Comparison) -> list[str]:
     for outcome in comparison.outcomes:
         if (leader := comparison.same_as(outcome)) and outcome.candidate not in flags.SWITCHES:
             merged_into.setdefault(leader, []).append(outcome.candidate)
-    return [f"the same kernels as {leader}: {', '.join(names)}" for leader, names in merged_into.items()]
+    return [f"not listed, for they run what {leader} runs: {', '.join(names)}" for leader, names in merged_into.items()]
 
 
 def table(told: Told, comparison: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -209,7 +206,7 @@ def kernel_lines(told: Told, comparison: Comparison) -> list[str]:
             continue
         for what, part in profiled.items():
             found.append(f"  {name}, {what}{_gaps(part)}:")
-            launches = merged(part["launches"])
+            launches = in_steps(part["launches"])
             found += [f"    {_launch_text(launch)}" for launch in launches]
             if not launches:
                 found.append("    none seen by the profiler")
@@ -224,16 +221,6 @@ def _gaps(part: dict[str, Any]) -> str:
     busy, idle = units.duration(gaps["busy_us"] * 1e-6), units.duration(gaps["idle_us"] * 1e-6)
     launching = f"; the host launched them in {units.duration(gaps['host_us'] * 1e-6)}" if gaps.get("host_us") else ""
     return f" ({gaps['launches']} launches: busy {busy}, idle between them {idle}{launching})"
-
-
-def merged(launches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Launches of the same kernel one after the other become one entry with a count and their time together."""
-    found = []
-    for _, alike in groupby(launches, key=lambda launch: (launch["name"], launch["grid"], launch["block"])):
-        first, *rest = alike
-        together = [first, *rest]
-        found.append(first | {key: sum(launch[key] for launch in together) for key in ("us", "count")})
-    return found
 
 
 def _launch_text(launch: dict[str, Any]) -> str:
@@ -289,23 +276,54 @@ def experiment(told: Told, comparison: Comparison) -> list[str]:
 
 def refused_names(told: Told, comparison: Comparison) -> list[str]:
     """Who did not take the problem, without the reasons."""
-    on_gpus = told.get("gpu_only", [])
-    rest = [name for name in told["refused"] if name not in on_gpus]
-    found = [f"need a GPU: {', '.join(on_gpus)}"] if on_gpus else []
-    return [*found, *([f"did not take it, for reasons that -v tells: {', '.join(rest)}"] if rest else [])]
+    rest = ", ".join(_refused(told))
+    return [*_need_a_gpu(told), *([f"did not take it, for reasons that -v tells: {rest}"] if rest else [])]
 
 
 def refusal_lines(told: Told, comparison: Comparison) -> list[str]:
     """Every reason of everybody; those that need a GPU in a line, where there is none."""
-    on_gpus = told.get("gpu_only", [])
-    refused = {name: reasons for name, reasons in told["refused"].items() if name not in on_gpus}
-    found = [f"need a GPU: {', '.join(on_gpus)}"] if on_gpus else []
+    refused = _refused(told)
     width = max(map(len, refused), default=0)
-    found += ["refused:"] if refused else []
+    found = [*_need_a_gpu(told), *(["refused:"] if refused else [])]
     for name, (first, *rest) in refused.items():
         found.append(f"  {name.ljust(width)}  {first}")
         found += [f"  {' ' * width}  {reason}" for reason in rest]
     return found
+
+
+def _refused(told: Told) -> dict[str, list[str]]:
+    return {name: reasons for name, reasons in told["refused"].items() if name not in told.get("gpu_only", ())}
+
+
+def _need_a_gpu(told: Told) -> list[str]:
+    return [f"need a GPU: {', '.join(told['gpu_only'])}"] if told.get("gpu_only") else []
+
+
+def ending(told: Told, comparison: Comparison) -> list[str]:
+    """Without a GPU: why this runs here, what an H200 would run, and the nearest figures recorded on one."""
+    there = told.get("elsewhere")
+    if not there:
+        return []
+    ours = next((outcome for outcome in comparison.timed() if outcome.candidate == OURS), None)
+    speed = comparison.versus(ours, comparison.default()) if ours else None
+    config = f" with {there['config']}" if there["config"] else ""
+    verdict = f", {words.claim(speed)} PyTorch's default{words.interval(speed)}" if speed else ""
+    labelled = [
+        ("here", f"{told['plan']['backend']}{verdict}"),
+        ("because", told["plan"]["because"]),
+        (there["gpu"], f"{there['backend']}{config}"),
+        ("because", there["because"]),
+    ]
+    figures: list[str] = []
+    if recorded := there.get("recorded"):
+        which = "" if recorded["same"] else ", the nearest problem on record"
+        older = f", {recorded['older']}" if recorded["older"] else ""
+        labelled += [("recorded", f"{recorded['problem']}{which}"), ("in", f"{recorded['record']}{older}")]
+        speeds = recorded["speeds"]
+        rows = [[f"  {name}", units.duration(one), speeds.get(name, "")] for name, one in recorded["seconds"].items()]
+        figures = report.plain_table(["  candidate", f">{recorded['what']}", ">tilewise against it"], rows)
+    width = len(there["gpu"]) + 2
+    return ["", *(f"{f'{label}:':{width}}{text}" for label, text in labelled), *figures]
 
 
 def disagreements(told: Told, comparison: Comparison) -> list[str]:

@@ -7,8 +7,9 @@ from typing import Any
 from ...problem import Problem
 from .. import units
 from ..measure.compare import quantile
+from ..measure.statistics import Speed
 from ..studies import tune
-from . import charts, views
+from . import charts
 from .html import Head, Markup, Section, code, compact_table, document, fold, note, paragraph, section, torch_of
 from .inspect_page import speed_text
 
@@ -64,7 +65,7 @@ class Sweep:
         if winner is None or self.shipped is None or winner is self.shipped or not self.shipped["seconds"]:
             return None
         if winner.get("speed"):
-            return views.Speed.from_dict(winner["speed"]).ratio
+            return Speed.from_dict(winner["speed"]).ratio
         return float(self.shipped["seconds"]["median"] / winner["seconds"]["median"])
 
     @property
@@ -160,7 +161,7 @@ def _section(found: Sweep) -> Section:
 def _bar(trial: dict[str, Any], found: Sweep, winner: dict[str, Any] | None, clock: units.Clock) -> charts.Bar:
     seconds = trial["seconds"]
     marks = [*(["winner"] if trial is winner else []), *(["shipped"] if trial is found.shipped else [])]
-    speed = views.Speed.from_dict(trial["speed"]) if trial.get("speed") else None
+    speed = Speed.from_dict(trial["speed"]) if trial.get("speed") else None
     aside = speed_text(speed) if trial is not found.shipped else ""
     if not aside and found.shipped and found.shipped["seconds"] and trial is not found.shipped:
         aside = f"{found.shipped['seconds']['median'] / seconds['median']:.3f}x the shipped"

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 from ...plan import BACKENDS
 from ..measure.compare import REFUSED, TIMES, UNVERIFIED, VERIFIED
+from ..measure.statistics import Speed
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FORMULA = "TFLOP/s counts visible (query, key) pairs only: 2 * pairs * (head_dim + head_dim_v), backward 2.5 times that"
 OURS, DEFAULT = "tilewise", "torch-default"
 OUR_KIND, TORCH_KIND, OTHER_KIND = "ours", "torch", "other"
 KINDS = {OUR_KIND: "tilewise", TORCH_KIND: "PyTorch", OTHER_KIND: "others"}
-FASTER, SLOWER, SAME_SPEED, TOO_FEW, SAME_KERNELS = (
-    "faster", "slower", "indistinguishable", "too few rounds", "same kernels",
-)  # fmt: skip
 FOLD_OVER = 5.0  # times the fastest: what is slower is folded away
 _OUR_BACKENDS = ("sm80", "sm90", "triton", "tiled", "reference")
 
@@ -35,58 +38,6 @@ def kernel_name(choice: str) -> str:
     """One of PyTorch's kernels by the name of its candidate: `torch-flash` for flash, and for flash_attention."""
     bare = choice.removeprefix("torch-").removesuffix("_attention")
     return f"torch-{bare}" if bare else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """How a candidate compares with another: `ratio` above 1 is faster. `low` and `high` are its interval."""
-
-    ratio: float
-    low: float | None = None
-    high: float | None = None
-    verdict: str = TOO_FEW
-    rounds: int = 0
-    confidence: float | None = None  # None: the interval is the range of the rounds
-
-    @property
-    def claim(self) -> str:
-        """`1.34x faster`, `1.20x slower`, or what may be said instead."""
-        if self.verdict == FASTER:
-            return f"{self.ratio:.2f}x faster"
-        if self.verdict == SLOWER:
-            return f"{1 / self.ratio:.2f}x slower" if self.ratio > 0 else SLOWER
-        return self.verdict
-
-    @property
-    def interval(self) -> str:
-        """In the direction of the claim."""
-        if self.low is None or self.high is None:
-            return ""
-        low, high = self.low, self.high
-        if self.verdict == SLOWER and low > 0:
-            low, high = 1 / high, 1 / low
-        return f"{low:.2f} to {high:.2f}"
-
-    @property
-    def basis(self) -> str:
-        """What the interval is, in words."""
-        if self.low is None:
-            return f"{self.rounds} rounds"
-        of = f"{self.confidence:.0%} interval" if self.confidence else "range"
-        return f"{of} of {self.rounds} paired rounds"
-
-    @classmethod
-    def of(cls, values: dict[str, Any] | None) -> Speed | None:
-        """As `statistics` writes it; None where nothing was compared."""
-        return None if values is None else cls.from_dict(values)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Speed:
-        known = {name: values[name] for name in cls.__slots__ if name in values}
-        for name in ("ratio", "low", "high"):  # JSON has no inf and nan: they are kept as text
-            if known.get(name) is not None:
-                known[name] = float(known[name])
-        return cls(**known)
 
 
 @dataclass(slots=True)
@@ -187,6 +138,22 @@ def view(comparison: dict[str, Any]) -> View:
 
 def _parts(values: dict[str, Any]) -> dict[str, dict[str, float]]:
     return {what: seconds for what in TIMES if (seconds := values[f"{what}_seconds"])}
+
+
+def in_steps(launches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Launches of one kernel one after the other as one step, with their count, their time and the gaps before them."""
+    found = []
+    until = 0.0
+    for _, alike in groupby(launches, key=lambda launch: (launch["name"], str(launch["grid"]), str(launch["block"]))):
+        first, *rest = alike
+        step = first | {"us": 0.0, "count": 0, "gap": 0.0}
+        for launch in (first, *rest):
+            step["us"] += launch["us"]
+            step["count"] += launch["count"]
+            step["gap"] += max(0.0, launch["start_us"] - until)
+            until = max(until, launch["start_us"] + launch["us"])
+        found.append(step)
+    return found
 
 
 def _merge(entries: dict[str, Entry], same: dict[str, str]) -> None:
