@@ -17,7 +17,7 @@ endif
 # With REPORTS=folder every job leaves a JUnit report there.
 REPORT = $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 
-.PHONY: run native wheel-native test kernel-gates thunder libraries nightly newest instrument-check check format golden docs evidence evidence-check screenshots gpu-check environments clean
+.PHONY: run native wheel-native test kernel-gates thunder libraries nightly compilers newest instrument-check check format golden docs evidence evidence-check screenshots gpu-check environments clean
 
 run: $(SETUP)
 	$(PYTHON) -m tilewise inspect --shape 1,8,2048,64 --dtype float32 --mask window:256,0 --html report.html
@@ -34,11 +34,19 @@ thunder: .venv-thunder/.installed
 	  "tests/integrations/test_integrations_examples.py::test_example[thunder_executor.py]"
 
 libraries: .venv-libraries/.installed
-	.venv-libraries/bin/python -m pytest $(REPORT) tests/integrations/test_integrations_libraries.py tests/jit/test_jit_compilers.py
+	.venv-libraries/bin/python -m pytest $(REPORT) -m "not kernel_gate and not nightly" \
+	  tests/integrations/test_integrations_libraries.py tests/test_kernels.py
 
 # What takes too long for every change. The outcome is kept in tests/hostile/nightly.json.
 nightly: $(SETUP)
 	$(PYTHON) tests/hostile/nightly.py
+	$(if $(SETUP),$(MAKE) --keep-going compilers)
+
+# Every kernel by the oldest NVRTC that is served, which current CUDA builds of torch pin, and by the newest.
+compilers: gates-by-13.0.88 gates-by-newest
+
+gates-by-%: .venv-nvrtc-%/.installed
+	.venv-nvrtc-$*/bin/python -m pytest $(REPORT) tests/test_kernels.py
 
 # Prints which packages are other releases than the pins name, then tests with them. torch alone stays as it is: the
 # newest that pip finds is gigabytes of CUDA, and another release asks for code of its own (torch_kernels/gates.py).
@@ -115,7 +123,15 @@ $(STAMP): pyproject.toml constraints.txt constraints-cpu.txt .ci/torch.txt
 	.venv-$*/bin/$(INSTALL) --requirement $<
 	touch $@
 
+# The development environment with another NVRTC in front.
+.venv-nvrtc-%/.installed: $(STAMP)
+	test -x .venv-nvrtc-$*/bin/python || python3 -m venv .venv-nvrtc-$*
+	.venv-nvrtc-$*/bin/$(INSTALL) --upgrade --no-deps "nvidia-cuda-nvrtc$(if $(filter newest,$*),,==$*)"
+	$(VENV)/bin/python -c "import site; print(*site.getsitepackages())" \
+	  > "$$(.venv-nvrtc-$*/bin/python -c "import site; print(*site.getsitepackages())")/development.pth"
+	$(if $(filter newest,$*),,touch $@)
+
 environments: $(STAMP) .venv-thunder/.installed .venv-libraries/.installed
 
 clean:
-	rm -rf $(VENV) .venv-thunder .venv-libraries .venv-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-thunder .venv-libraries .venv-newest .venv-nvrtc-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
