@@ -33,7 +33,8 @@ thunder: .venv-thunder/.installed
 	  "tests/integrations/test_integrations_examples.py::test_example[thunder_executor.py]"
 
 libraries: .venv-libraries/.installed
-	.venv-libraries/bin/python -m pytest $(REPORT) tests/integrations/test_integrations_libraries.py tests/jit/test_jit_compilers.py
+	.venv-libraries/bin/python -m pytest $(REPORT) tests/integrations/test_integrations_libraries.py \
+	  tests/integrations/test_integrations_architectures.py tests/jit/test_jit_compilers.py
 
 # What takes too long for every change. The outcome is kept in tests/hostile/nightly.json.
 nightly: $(SETUP)
