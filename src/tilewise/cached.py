@@ -482,24 +482,25 @@ def attention_appended(
     in a compiled graph those of `append`."""
     asked = (0, mask, scale, softcap, return_lse, batch_invariant, AUTO)
     given = _Given(lengths, page_table, starts, rows, None)
-    call = None
-    if not torch.compiler.is_compiling():
-        call = _prepared(q, k_cache, v_cache, given, asked, alibi, None, None)
-        if _are_read(q):
-            after = (lengths + k.shape[1]).clamp(max=call.problem.seq_kv)
-            _check_values(call.problem, {**call.operands, "cache_lengths": after})
-    before = _facts(q), _facts(lengths)
-    q, lengths = append(
-        k_cache, v_cache, k, v, lengths, rows=rows, page_table=page_table, q=q, cos=cos, sin=sin,
-        interleaved=interleaved, apart=apart,
-    )  # fmt: skip
-    given = given._replace(lengths=lengths)
-    if call is None:
-        return _traced(q, k_cache, v_cache, given, asked, alibi, None, None)
-    if before == (_facts(q), _facts(lengths)):  # what was bound for the tensors before serves those after
-        views = (q.transpose(1, 2), *call.views[1:])
-        return call._replace(views=views, operands={**call.operands, "cache_lengths": lengths}).results()
-    return _prepared(q, k_cache, v_cache, given, asked, alibi, None, None).results()
+
+    def appended() -> tuple[Tensor, Tensor]:
+        return append(
+            k_cache, v_cache, k, v, lengths, rows=rows, page_table=page_table, q=q, cos=cos, sin=sin,
+            interleaved=interleaved, apart=apart,
+        )  # fmt: skip
+
+    if torch.compiler.is_compiling():
+        rotated, after = appended()
+        return _traced(rotated, k_cache, v_cache, given._replace(lengths=after), asked, alibi, None, None)
+    call = _prepared(q, k_cache, v_cache, given, asked, alibi, None, None)
+    if _are_read(q):
+        after = (lengths + k.shape[1]).clamp(max=call.problem.seq_kv)
+        _check_values(call.problem, {**call.operands, "cache_lengths": after})
+    rotated, after = appended()
+    if _facts(rotated) == _facts(q) and _facts(after) == _facts(lengths):  # what was bound for these serves those
+        views = (rotated.transpose(1, 2), *call.views[1:])
+        return call._replace(views=views, operands={**call.operands, "cache_lengths": after}).results()
+    return _prepared(rotated, k_cache, v_cache, given._replace(lengths=after), asked, alibi, None, None).results()
 
 
 def _check_rotation(cos: Tensor | None, sin: Tensor | None, q: Tensor, capacity: int) -> None:
@@ -764,6 +765,7 @@ def _traced(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """One operator of the graph, which plans when it runs."""
     max_q, mask, scale, softcap, return_lse, invariant, backend = asked
+    given_scale(scale)
     text = str(inner_rule(mask))
     out, lse = _operator(
         q, k, v, *given, alibi, keep, sink, max_q, text, scale, float(softcap), return_lse, invariant, backend

@@ -108,6 +108,20 @@ def test_nothing_is_written_before_everything_is_checked(name):
     assert all(map(torch.equal, caches, before))
 
 
+def test_one_compiled_graph_appends_and_attends():
+    def step(q, k_cache, v_cache, k, v, cos, sin, lengths):
+        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cos, sin, lengths, causal=True, window_size=(5, 0))
+
+    q, angles = torch.randn(2, 1, 4, 16), torch.rand(32, 8)
+    k, v = torch.randn(2, 2, 1, 2, 16).unbind(0)
+    caches = torch.randn(2, 2, 32, 2, 16)
+    others = caches.clone()
+    more = (k, v, angles.cos(), angles.sin(), torch.tensor([7, 3], dtype=torch.int32))
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, *caches.unbind(0), *more), step(q, *others.unbind(0), *more))
+    torch.testing.assert_close(caches, others)
+
+
 def test_float64_is_rotated_in_float64():
     q, k = torch.randn(1, 1, 2, 16, dtype=torch.float64), torch.randn(1, 1, 2, 16, dtype=torch.float64)
     cache, angles = torch.zeros(1, 8, 2, 16, dtype=torch.float64), torch.rand(8, 8, dtype=torch.float64)

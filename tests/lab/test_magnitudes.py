@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from support import assert_close, budget, make_problem
+from tilewise import Causal
 from tilewise.lab.candidates.names import make_inputs
 from tilewise.lab.commands import app as cli
 from tilewise.lab.studies import magnitudes
@@ -46,6 +47,22 @@ def test_scalings_change_what_they_say() -> None:
         assert torch.equal(scaled.v, inputs.v * 100.0) == (name == "values")
         assert torch.equal(scaled.dout, inputs.dout * 100.0) == (name == "gradients")
         assert all(tensor.requires_grad and tensor.is_leaf for tensor in (scaled.q, scaled.k, scaled.v))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_gradients_that_are_all_rounding_are_over_no_budget(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Of rows with one weight near 1: two right computations differ by as much as there is."""
+    problem = make_problem((1, 1, 32, 64), torch.float64, mask=Causal(), needs_grad=True)
+    plain = make_inputs(problem, seed, "cpu")
+    sample = magnitudes.accuracy.choose(problem, seed, "cpu")
+    scale = magnitudes.SCALINGS["scores"][1]
+    for magnitude, all_rounding in ((1.0, False), (10.0, False), (1e3, True)):
+        inputs = scale(plain, magnitude)
+        truth = magnitudes.accuracy.truth(inputs, problem, sample)
+        found = {name: magnitudes._is_rounding(name, truth, problem, inputs) for name in ("dq", "dk", "dv")}
+        assert found == {"dq": all_rounding, "dk": all_rounding, "dv": False}
+    monkeypatch.setattr(magnitudes, "SCALINGS", {"scores": (range(3, 4), scale)})
+    assert magnitudes.over_budget(magnitudes.measure(problem, "cpu", seed)) == []
 
 
 def test_what_overflows_has_no_error() -> None:

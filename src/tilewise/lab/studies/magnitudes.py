@@ -9,8 +9,9 @@ Four ways to scale inputs that are standard normal at 1, each by powers of ten:
 
 A point is the norm-wise error of out, and the largest of those of dq, dk and dv, each with the share of its budget that
 it takes up: the budget of `accuracy`, derived from a plain computation on the same inputs. A point without a number is
-one where the truth itself does not fit the dtype, or the candidate gave no finite answer, or none at all. All run in
-this process, one after the other.
+one where the truth itself does not fit the dtype, or the candidate gave no finite answer, or none at all. A dq or dk
+that is all rounding does not count: where every row has one weight near 1, the terms of its scores' gradients cancel.
+All run in this process, one after the other.
 """
 
 from __future__ import annotations
@@ -118,19 +119,40 @@ def _point(
     largest = torch.finfo(problem.dtype).max
     picked = accuracy.select(results, problem, sample)
     errors = accuracy.errors(picked, {tensor: truth[tensor] for tensor in picked})
+    judged = {
+        what: [tensor for tensor in tensors if not _is_rounding(tensor, truth, problem, inputs)]
+        for what, tensors in WHAT.items()
+    }
     told = {
         what: max(
             errors[tensor]["norm"] if truth[tensor].abs().max().item() < largest else math.nan for tensor in tensors
         )
-        for what, tensors in WHAT.items()
+        for what, tensors in judged.items()
     }
     shares = {
         what: max((errors[tensor]["norm"] / allowed[tensor]["norm"] for tensor in tensors), default=math.nan)
         if math.isfinite(told[what])
         else math.nan
-        for what, tensors in WHAT.items()
+        for what, tensors in judged.items()
     }
     return Point(magnitude, told["out"], told["gradients"], "", shares["out"], shares["gradients"])
+
+
+def _is_rounding(tensor: str, truth: Tensors, problem: Problem, inputs: Inputs) -> bool:
+    """Whether a dq or dk is about as small as the rounding of dout v^T times the scale, and the keys or queries."""
+    if tensor not in ("dq", "dk"):
+        return False
+    eps = torch.finfo(torch.promote_types(problem.dtype, torch.float32)).eps
+    factors = (inputs.dout, inputs.v, inputs.k if tensor == "dq" else inputs.q)
+    terms = math.prod(_row_size(factor) for factor in factors) * abs(problem.scale)
+    return _row_size(truth[tensor]) < _ROUNDINGS * eps * terms
+
+
+_ROUNDINGS = 64  # of dot products over a head and sums over keys, which add up at random
+
+
+def _row_size(tensor: torch.Tensor) -> float:
+    return float(tensor.detach().double().norm(dim=-1).square().mean().sqrt())
 
 
 def _results(candidate: Candidate, problem: Problem, inputs: Inputs) -> Tensors:
