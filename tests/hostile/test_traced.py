@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import test_terms_call
 import tilewise
 from support import assert_close, budget
 from tilewise import Causal, Documents, Full, Window
@@ -337,3 +338,63 @@ def test_what_is_handed_to_pytorch(monkeypatch, name, how):
     else:
         attend = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=how.endswith("dynamic"))
     assert_close(attend(*tensors, **options), want, FLOAT32)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Graphs that are kept for another backward
+
+
+class Module(torch.nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *arguments):
+        return self.function(*arguments)
+
+
+GRAPHS = {
+    "eager": lambda function, *examples: function,
+    "traced": traced,
+    "exported": lambda function, *examples: torch.export.export(Module(function), examples).module(),
+}
+
+
+@pytest.mark.parametrize("how", GRAPHS)
+@pytest.mark.parametrize("name", test_terms_call.NAMES)
+def test_a_graph_that_is_kept_gives_its_gradients_again(name, how):
+    """And none at all where a hook has let go of what it needs since."""
+    case = test_terms_call.asked(name)
+    operands = {key: x.clone().requires_grad_(key in case.learned) for key, x in case.operands.items()}
+
+    def attend(q, k, v, *tensors):
+        given = dict(zip(operands, tensors, strict=True))
+        rest = {"mask": Causal("bottom-right"), "backend": "tiled", "return_lse": True}
+        return tilewise.attention(q, k, v, scores=case.terms, operands=given, **rest)
+
+    batch, heads, rows, keys = (getattr(test_terms_call, size) for size in ("BATCH", "HEADS", "ROWS", "KEYS"))
+    sizes = [(heads, rows), (test_terms_call.HEADS_KV, keys), (test_terms_call.HEADS_KV, keys)]
+    arguments = [*(torch.randn(batch, *size, 16, requires_grad=True) for size in sizes), *operands.values()]
+    leaves = [tensor for tensor in arguments if tensor.requires_grad]
+    dout = torch.randn(batch, heads, rows, 16)
+    want = torch.autograd.grad(attend(*arguments)[0], leaves, dout)
+    graph = GRAPHS[how](attend, *arguments)
+
+    def check(got) -> None:
+        for one, other in zip(got, want, strict=True):
+            assert_close(one, other, 8 * FLOAT32, "gradient")
+
+    out, lse = graph(*arguments)
+    check(torch.autograd.grad(out, leaves, dout, retain_graph=True))
+    check(torch.autograd.grad((out, lse), leaves, (dout, torch.zeros_like(lse)), retain_graph=True))
+    seen = []
+
+    def let_go(grad) -> None:
+        if not seen:
+            seen.append(None)  # it is called again inside
+            seen.append(torch.autograd.grad(out, leaves, dout))
+
+    out.register_hook(let_go)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out, leaves, dout)
+    check(seen[1])

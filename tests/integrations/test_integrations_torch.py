@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise
+import torch_own
 import torch_suite as suite
 from support import assert_close, budget
 from tilewise import Causal, Problem, Window, op
@@ -273,3 +274,48 @@ def test_a_frame_that_is_not_compiled_as_a_whole_does_not_have_us_compiled(way):
         got.sum().backward()
     assert torch._dynamo.utils.counters["frames"]["total"] <= 4  # the model, what follows a break, and way.attend
     assert_close(got, model(x), 8 * budget(torch.float32, 64))
+
+
+OWN = """
+import unittest
+import torch
+import torch.nn.functional as F
+from tilewise import sdpa
+
+class Tests(unittest.TestCase):
+    def test_values(self):
+        q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+        want = torch.softmax(q @ k.mT / 4, -1) @ v
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), want)
+
+    def test_of_the_plain_way(self):
+        assert sdpa.enabled is None and F.scaled_dot_product_attention.__module__ != "tilewise.api"
+
+    def test_of_tiles(self):
+        assert sdpa.enabled is not None and sdpa.enabled.backend == "tiled"
+
+    def test_of_the_function(self):
+        assert F.scaled_dot_product_attention.__module__ == "tilewise.api"
+
+    @unittest.skip("by itself")
+    def test_skipped(self):
+        pass
+"""
+
+
+@pytest.mark.slow
+def test_pytorchs_own_files_run_in_every_way(tmp_path):
+    """Of a file like theirs, whose tests pass in one way each."""
+    path = tmp_path / "test_own.py"
+    path.write_text(OWN)
+    found = {way: torch_own.run(way, path, "") for way in (torch_own.PLAIN, "tiled", "direct")}
+    passing = {way: {name.split("::")[-1] for name in tests if tests[name] == "passed"} for way, tests in found.items()}
+    assert passing == {
+        "plain": {"test_values", "test_of_the_plain_way"},
+        "tiled": {"test_values", "test_of_tiles"},
+        "direct": {"test_values", "test_of_the_function"},
+    }
+    assert torch_own.counts(found["tiled"]) == "2 passed, 2 failed, 1 skipped"
+    assert [name.split("::")[-1] for name in torch_own.lost(found["plain"], found["direct"])] == [
+        "test_of_the_plain_way"
+    ]

@@ -1147,3 +1147,29 @@ def test_what_hooks_give_back_in_another_dtype_is_not_read(hopper, place):
         out, _ = hopper.attention(*leaves, return_lse=True)
     with pytest.raises(tilewise.InvalidInput, match="as in the forward"):
         out.backward(dout)
+
+
+@pytest.mark.parametrize("keep", [None, padding()], ids=["plain", "padded"])
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "out and lse"])
+def test_a_graph_that_is_kept_gives_its_gradients_again_until_a_hook_lets_go_of_it(hopper, return_lse, keep):
+    tensors = inputs((2, 2, 70, 64))
+    dout = torch.randn_like(tensors[0])
+    want = None
+    for _ in range(4):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        out = hopper.attention(*leaves, keep=keep, return_lse=return_lse)
+        out = out[0] if return_lse else out
+        want = want or torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        got = [torch.autograd.grad(out, leaves, dout, retain_graph=True)]
+
+        def let_go(grad, out=out, leaves=leaves, got=got) -> None:
+            if len(got) == 1:
+                got.append(None)  # it is called again inside
+                got[1] = torch.autograd.grad(out, leaves, dout)
+
+        out.register_hook(let_go)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(out, leaves, dout)
+        for one in got:
+            assert all(map(torch.equal, one, want))
+    assert hopper.counts[1] > 0
