@@ -269,9 +269,11 @@ __device__ __forceinline__ void schedule_work(const ParamsOf<Params, Policy, Ext
         smem.once[slot.stage].template as<Once>() =
             Once(params, HeadPlace{plan.tile.batch, plan.tile.head});
     }
-    // Why: if the plan stayed in registers beside the addresses of spans, it would spill.
-    if constexpr (Policy::hides_by_span) asm volatile("" ::: "memory");
-    const TilePlan<Extents>& kept = Policy::hides_by_span ? smem.plan[slot.stage] : plan;
+    // Why: if the plan stayed in registers beside the addresses of spans, or with a sequence's own
+    // record in it, it would spill.
+    constexpr bool reads_again = Policy::hides_by_span || HasWorkTable<Extents>;
+    if constexpr (reads_again) asm volatile("" ::: "memory");
+    const TilePlan<Extents>& kept = reads_again ? smem.plan[slot.stage] : plan;
 #pragma unroll 1
     for (int warpgroup = 0; warpgroup < config.consumers; ++warpgroup)
       smem.own[slot.stage][warpgroup] = own_tiles<config, Policy, Extents>(params, kept, warpgroup);
