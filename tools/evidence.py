@@ -28,6 +28,7 @@ from tilewise.lab.measure.compare import Settings
 from tilewise.lab.measure.pool import Pool
 from tilewise.lab.render import docs, map_docs, models_docs, report_docs
 from tilewise.lab.studies import bench, host, kept, records, suites
+from tilewise.lab.studies import inspect as inspection
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,40 +37,34 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 SUITES = (
-    "backward", "forward", "odd", "grouped", "packed", "chunked", "decode", "variants", "training", "drawn", "float32",
+    "backward", "forward", "odd", "chunked", "decode", "packed", "grouped", "variants", "training", "drawn", "float32",
     "sm80", "models", "small",
 )  # fmt: skip
 """The suites of a GPU, those that a reader meets first ahead of the others."""
 SEEDS = {"drawn": 20261119}
 ROUNDS = 7
 MOST_BYTES = 8 * 2**20  # of the results folder
+_OF_PROGRAMS = (models_docs.KIND, host.KIND, map_docs.KIND, inspection.KIND)
 _BUNCH = 12  # rows between two savings
 _GUESS = 2.5  # seconds of a row that was never measured
 
 
 class Program(NamedTuple):
-    """A record that is not of a suite: how it is made, and what is wrong with the one that is cited."""
+    """A record that is not of a suite: how it is made, and whether it is to be made."""
 
     name: str  # of the file
     command: tuple[str, ...]
-    lacks: Callable[[Path], list[str]]
+    lacks: Callable[[Path], bool]  # a record that may be cited
     seconds: float = 60.0
 
 
-def _program(suite: str, kind: str, command: str, seconds: float, rounds: str = "rounds") -> Program:
-    def lacks(root: Path) -> list[str]:
-        found = models_docs.newest(root, suite, kind)
-        return ["not measured"] if found is None else records.marks_of(found[1], found[1]["settings"].get(rounds, 0))
-
-    return Program(suite, tuple(command.split()), lacks, seconds)
+def _program(suite: str, kind: str, command: str, seconds: float) -> Program:
+    return Program(suite, tuple(command.split()), lambda root: models_docs.newest(root, suite, kind) is None, seconds)
 
 
 def _report(report: report_docs.Report) -> Program:
-    def lacks(root: Path) -> list[str]:
-        found = report_docs.find(report, root)
-        return ["not measured"] if found is None else found.marks()
-
-    return Program(report.name, ("-m", *report.command.split()), lacks, 40.0)
+    command = ("-m", *report.command.split())
+    return Program(report.name, command, lambda root: report_docs.find(report, root) is None, 40.0)
 
 
 PROGRAMS = (
@@ -77,7 +72,7 @@ PROGRAMS = (
     _program(f"{host.SUITE}-cuda", host.KIND, "-m tilewise bench --suite host --save", 30.0),
     _program("eager", models_docs.KIND, "benchmarks/eager.py --save", 100.0),
     _program(map_docs.SUITE, map_docs.KIND, "benchmarks/tile_map.py --save", 30.0),
-    *map(_report, report_docs.REPORTS),
+    *(_report(report) for report in report_docs.REPORTS if "--tensors" not in report.command),
 )
 
 
@@ -118,8 +113,6 @@ def measure(found: Lacking, pool: Pool, stop: float) -> bool:
     on_gpu = found.rows[0].device.startswith("cuda")
     usual = Settings(rounds=ROUNDS, time_limit=60.0, seed=SEEDS.get(found.suite, 0), together=on_gpu, overhead=True)
     settings = replace(usual, **suites.SETTINGS.get(found.suite, {"round_seconds": 0.03 if on_gpu else 0.1}))
-    if on_gpu:
-        bench.compile_ahead(found.rows, settings)
     before = found.before
     for rows in bunches(found.rows):
         if time.monotonic() > stop:
@@ -156,17 +149,15 @@ def run_program(program: Program, device: str) -> None:
 
 
 def complaints(root: Path) -> list[str]:
-    """What of README.md and docs/ is not backed by a record that may be cited."""
+    """What generated parts of README.md and docs/ take from records that may not be cited."""
     found = []
-    every = records.read_all(root / bench.RESULTS)
-    for suite, gpu in docs.cited(root):
-        record = records.newest(every, suite, gpu)
-        if record is None:
-            found.append(f"{suite}: no record holds the whole suite" + (f" on {gpu}" if gpu else ""))
-            continue
-        found += [f"{record.name}: {name}: {why}" for name, why in record.shortcomings().items()]
-    for program in PROGRAMS:
-        found += [f"{program.name}: {why}" for why in program.lacks(root)]
+    for name in docs.cited(root):
+        record = kept.read(root / bench.RESULTS / name)
+        if record["kind"] == records.KIND:
+            why = records.read(root / bench.RESULTS / name).shortcomings()
+            found += [f"{name}: {row}: {text}" for row, text in why.items()]
+        elif record["kind"] in _OF_PROGRAMS:
+            found += [f"{name}: {mark}" for mark in records.marks_of(record)]
     return found
 
 
@@ -193,6 +184,10 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="what is lacking on this machine, and how long it takes")
     parser.add_argument("--minutes", type=float, default=8.5, help="end after so long; 8.5 by default")
     parser.add_argument("--only", action="append", help="a suite or a program; may be repeated")
+    parser.add_argument(
+        "--compile", action="store_true", help="fill the caches with what rows need"
+    )
+    parser.add_argument("--compiled", action="store_true", help="the caches hold what rows need")
     asked = parser.parse_args()
     if asked.check:
         found = check(ROOT)
@@ -211,6 +206,10 @@ def main() -> int:
     for program in programs:
         print(f"{program.name}: about {program.seconds:.0f} s", flush=True)
     if asked.list:
+        return 0
+    if on_gpu and not asked.compiled:
+        bench.compile_ahead([row for found in waiting for row in found.rows], Settings(time_limit=60.0))
+    if asked.compile:
         return 0
     with Pool() as pool:
         for found in waiting:

@@ -250,7 +250,9 @@ ODD_KINDS = {
 
 
 @pytest.mark.parametrize("guards", [True, False])
-@pytest.mark.parametrize("rule", [{}, {"backend": "tiled"}, {"when": lambda problem: True}], ids=["auto", "backend", "when"])
+@pytest.mark.parametrize(
+    "rule", [{}, {"backend": "tiled"}, {"when": lambda problem: True}], ids=["auto", "backend", "when"]
+)
 @pytest.mark.parametrize("odd", ODD_KINDS)
 def test_what_pytorch_refuses_it_still_refuses_and_the_next_call_is_what_it_was(monkeypatch, guards, rule, odd):
     if not guards:

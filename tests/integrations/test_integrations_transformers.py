@@ -689,7 +689,7 @@ def test_paged_names_are_registered_beside_plain_ones():
         ({"tree_mask": torch.zeros(4, 4)}, r"Module calls attention with tree_mask="),
         ({"only_first": False}, "only_first="),
     ],
-    ids=str,
+    ids=lambda given: given if isinstance(given, str) else " ".join(given),
 )
 @pytest.mark.parametrize("long_way", [False, True])
 def test_what_is_refused(kwargs, named, long_way, monkeypatch):

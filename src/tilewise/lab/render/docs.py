@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from ..studies.records import Record
 
 _BLOCK = re.compile(r"(?P<begin><!-- bench (?P<asked>[^>]*?) -->\n)(?P<body>.*?)(?P<end><!-- /bench -->)", re.DOTALL)
+_GENERATED = re.compile(r"<!-- [a-z][^>]*? -->\n(?P<body>.*?)<!-- /", re.DOTALL)
+_CITED = re.compile(rf"\]\([./]*{bench.RESULTS.as_posix()}/([^)]+\.json)\)")
 _SUMMARY = (
     f"| suite | what is timed | geomean | worst | under {bench.BEHIND} | worst row | geomean, PyTorch alone | record |",
     "|---|---|---:|---:|---:|---|---:|---|",
@@ -139,12 +141,12 @@ def parse_marker(text: str, path: Path) -> Asked:
     return Asked(suite, view, gpu)
 
 
-def cited(root: Path) -> dict[tuple[str, str], None]:
-    """The suites that pages cite, and the GPU of each."""
+def cited(root: Path) -> dict[str, None]:
+    """The records that generated parts of pages take their figures from, by name."""
     paths = (root / "README.md", *sorted((root / "docs").rglob("*.md")))
-    texts = {path: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
-    asked = [parse_marker(match["asked"], path) for path, text in texts.items() for match in _BLOCK.finditer(text)]
-    return dict.fromkeys(suite for one in asked for suite in _suites_of(one))
+    texts = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]
+    bodies = [match["body"] for text in texts for match in _GENERATED.finditer(text)]
+    return dict.fromkeys(name for body in bodies for name in _CITED.findall(body))
 
 
 def draw_all(root: Path) -> list[Path]:
@@ -180,7 +182,7 @@ def _body(asked: Asked, kept: list[Record], root: Path, path: Path) -> list[str]
     if record is None:
         where = f" on {asked.gpu}" if asked.gpu else ""
         return [
-            f"*Not measured yet{where}: `tilewise bench --suite {asked.suite} --save` on such a machine fills this in.*"
+            f"*Not measured{where} with today's kernels and the strongest of others: `make evidence` fills this in.*"
         ]
     return _VIEWS[asked.view](record, root, path)
 
@@ -297,7 +299,6 @@ def _summary(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]:
             lines.append(f"| {name} | {timed} | | | | not measured | | |")
             continue
         about = f"[{record.device}, {record.date[:10]}]({_relative(root / bench.RESULTS / record.name, path)})"
-        about += "".join(f"; {mark}" for mark in record.marks())
         for kind, comparisons in bench.by_kind(record.comparisons).items():
             found = bench.score(comparisons)
             figures = f"{found.geomean:.2f} | {found.worst:.2f} | {found.behind:.0%} | {found.row}"
@@ -314,7 +315,7 @@ def _headline(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]
     for title, suite, kind in HEADLINE:
         record = records.newest(kept, suite, gpu)
         if record is None:
-            lines.append(f"| {title} | | not measured | |")
+            lines.append(f"| {title} | | not measured with today's kernels | |")
             continue
         rows = [comparison for comparison in record.comparisons if kind in comparison.row.timed]
         worst = min(rows, key=lambda row: speed.ratio if (speed := bench.against_fastest(row)) else math.inf)
@@ -343,12 +344,6 @@ def _against_each(rows: list[Comparison]) -> str:
 
 def _peer_name(candidate: str) -> str:
     return bench.RIVALS.get(candidate, _TORCH_NAMES.get(candidate, candidate))
-
-
-def _suites_of(asked: Asked) -> list[tuple[str, str]]:
-    """The suites that a marker is about, each with its GPU; that of a suite of the CPU is none."""
-    every = {"summary": list(SUITES), "headline": [suite for _, suite, _ in HEADLINE]}.get(asked.view, [asked.suite])
-    return [(name, asked.gpu if SUITES[name][0].device.startswith("cuda") else "") for name in every]
 
 
 def _plot(record: Record, root: Path, path: Path) -> list[str]:

@@ -87,7 +87,8 @@ def newest(root: Path, suite: str, kind: str) -> tuple[Path, dict[str, Any]] | N
 def all_of(root: Path, suite: str, kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     """All such records, the newest first."""
     for path, record in sorted(kept.of_kind(root / bench.RESULTS, kind), key=_date, reverse=True):
-        if record["suite"] == suite and _gpu(record) and not record["settings"].get("tiny"):
+        fits = record["suite"] == suite and _gpu(record) and not record["settings"].get("tiny")
+        if fits and not records.marks_of(record):
             yield path, record
 
 
@@ -101,8 +102,7 @@ def source(path: Path, record: dict[str, Any], rounds: int) -> str:
     known = provenance["versions"]
     versions = [f"{name} {known[name]}" for name in ("torch", "transformers") if name in known]
     about = ", ".join([_gpu(record), *versions, provenance["date"][:10]])
-    marks = "".join(f" (**{mark}**)" for mark in records.marks_of(record, rounds))
-    return f"From [{path.name}](../{bench.RESULTS}/{path.name}): {about}, {rounds} rounds{marks}."
+    return f"From [{path.name}](../{bench.RESULTS}/{path.name}): {about}, {rounds} rounds."
 
 
 def _gpu(record: dict[str, Any]) -> str:

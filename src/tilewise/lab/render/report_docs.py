@@ -6,7 +6,7 @@ page of every report in REPORTS anew, and the list of them between the markers o
     <!-- reports -->    what follows, up to the end marker, is replaced
     <!-- /reports -->
 
-A report whose record was interrupted, has few rounds or is of an older engine says so in the list.
+A report whose record was interrupted, has few rounds or is of other kernels than those of today is not listed.
 """
 
 from __future__ import annotations
@@ -74,10 +74,6 @@ class Kept(NamedTuple):
     values: dict[str, Any]
 
     @property
-    def complete(self) -> bool:
-        return bool(self.values["comparison"].get("complete", True))
-
-    @property
     def date(self) -> str:
         return str(self.values["provenance"]["date"])
 
@@ -87,20 +83,16 @@ class Kept(NamedTuple):
         found = ["by graph replay"] if self.values["comparison"]["timing"] == "graph" else []
         return [*found, "with Nsight Compute's counters"] if counted else found
 
-    def marks(self) -> list[str]:
-        """What a reader must know before believing the figures."""
-        found = records.marks_of(self.values)
-        return found if self.complete else ["interrupted", *found]
-
 
 def find(report: Report, root: Path) -> Kept | None:
-    """The newest record of the report's name that is complete; an interrupted one where there is no other."""
+    """The newest record of the report's name that may be cited: it is complete, and its kernels are those of today."""
     found = []
     for path, values in kept.of_kind(root / bench.RESULTS, inspection.KIND):
         has_gradients = bool(values["comparison"]["problem"]["needs_grad"])
-        if values.get("suite") == report.name and has_gradients == report.with_gradients:
+        asked = values.get("suite") == report.name and has_gradients == report.with_gradients
+        if asked and values["comparison"].get("complete", True) and not records.marks_of(values):
             found.append(Kept(path, values))
-    return max(found, key=lambda one: (one.complete, one.date, one.path.name), default=None)
+    return max(found, key=lambda one: (one.date, one.path.name), default=None)
 
 
 def wanted(root: Path) -> dict[Path, str]:
@@ -131,4 +123,4 @@ def _about(report: Report, found: Kept | None) -> str:
     told = found.values["provenance"]
     device = told["gpus"][0]["name"] if told["gpus"] else told["machine"]["cpu"]
     link = f"[{device}, {found.date[:10]}](../{bench.RESULTS.as_posix()}/{found.path.name})"
-    return "; ".join([link, *found.method(), *found.marks()])
+    return "; ".join([link, *found.method()])

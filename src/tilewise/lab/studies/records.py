@@ -2,8 +2,8 @@
 run of some of its rows enters it.
 
 A row is evidence while three things hold: it has rounds enough, today's plan for its problem would launch the kernels
-that were measured, and each of the suite's strongest peers either has a verified time or says why it has none. The
-newest record that holds the whole suite is the one that documents cite.
+that were measured, and each of the suite's strongest peers either has a verified time or says why it has none.
+Documents cite the newest record of which every row is evidence, and no other.
 """
 
 from __future__ import annotations
@@ -219,9 +219,9 @@ def _record(path: Path, values: dict[str, Any]) -> Record:
 
 
 def newest(records: list[Record], suite: str, device: str = "") -> Record | None:
-    """The newest complete record of the whole suite on a device whose name contains `device`."""
-    fitting = [r for r in records if r.suite == suite and device.lower() in r.device.lower() and r.whole]
-    return fitting[-1] if fitting else None
+    """The newest record on a device whose name contains `device` in which every row of the suite is evidence."""
+    fitting = [r for r in records if r.suite == suite and device.lower() in r.device.lower()]
+    return next((record for record in reversed(fitting) if record.whole and not record.shortcomings()), None)
 
 
 def merged(before: Record, values: dict[str, Any]) -> dict[str, Any]:

@@ -486,7 +486,7 @@ SUITES: dict[str, tuple[Row, ...]] = {
 # How a suite is measured where that is not how all are; what the command line asks for comes first. The host's cost of
 # each kind of problem is left to the suite `host`: it would compile other kernels than those that are timed. Four rows
 # for each of many problems get shorter rounds.
-_FOR_KERNELS: dict[str, Any] = {"round_seconds": 0.02, "overhead": False, "more_seconds": 1.0}
+_FOR_KERNELS: dict[str, Any] = {"round_seconds": 0.015, "overhead": False, "more_seconds": 1.0}
 _WITH_FLASH = ("forward", "backward", "training", "grouped", "odd", "packed")
 SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys((*_WITH_FLASH, "decode", "chunked"), _FOR_KERNELS),
