@@ -435,14 +435,36 @@ def append(
     of them stays is not known. Tensors on a CPU are checked for that in every call, those on a GPU under
     TILEWISE_CHECK, where a call also raises for new keys without room or without a page.
     """
-    capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    given = (q, k, v, k_cache, v_cache, cos, sin, lengths, rows, page_table)
+    _check_append(given, apart)
+    return _appended(given, interleaved, apart)
+
+
+def _capacity(cache: Tensor, page_table: Tensor | None) -> int:
+    """The places of a sequence."""
+    return cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+
+
+_ToAppend = tuple[Any, ...]
+"""q, k, v, k_cache, v_cache, cos, sin, lengths, rows and page_table."""
+
+
+def _check_append(given: _ToAppend, apart: bool) -> None:
+    """Raise InvalidInput for what `append` does not take. The shapes of the cache and its numbers are right."""
+    q, k, _, cache, _, cos, sin, lengths, rows, page_table = given
+    capacity = _capacity(cache, page_table)
     _check_rotation(cos, sin, q, capacity)
+    if not torch.compiler.is_compiling() and _are_read(q):
+        _check_places(cache, k.shape[1], lengths, capacity, rows, page_table)
+        if cos is not None:
+            _check_angles(lengths, max(k.shape[1], q.shape[1] if apart else 1), cos)
+
+
+def _appended(given: _ToAppend, interleaved: bool, apart: bool) -> tuple[Tensor, Tensor]:
+    """`append` of arguments that are checked."""
+    q, k, v, k_cache, v_cache, cos, sin, lengths, rows, page_table = given
+    capacity = _capacity(k_cache, page_table)
     with torch.no_grad():
-        if not torch.compiler.is_compiling() and _are_read(q):
-            _check_places(k_cache, k.shape[1], lengths, capacity, rows, page_table)
-            if cos is not None:
-                _check_angles(lengths, max(k.shape[1], q.shape[1] if apart else 1), cos)
-        given = (q, k, v, k_cache, v_cache, cos, sin, lengths, rows, page_table)
         launch = None if torch.compiler.is_compiling() else _launched(given, capacity, interleaved, apart)
         if launch is not None:
             return launch(*given)  # type: ignore[no-any-return]
@@ -482,21 +504,17 @@ def attention_appended(
     in a compiled graph those of `append`."""
     asked = (0, mask, scale, softcap, return_lse, batch_invariant, AUTO)
     given = _Given(lengths, page_table, starts, rows, None)
-
-    def appended() -> tuple[Tensor, Tensor]:
-        return append(
-            k_cache, v_cache, k, v, lengths, rows=rows, page_table=page_table, q=q, cos=cos, sin=sin,
-            interleaved=interleaved, apart=apart,
-        )  # fmt: skip
-
+    to_append = (q, k, v, k_cache, v_cache, cos, sin, lengths, rows, page_table)
     if torch.compiler.is_compiling():
-        rotated, after = appended()
+        _check_append(to_append, apart)
+        rotated, after = _appended(to_append, interleaved, apart)
         return _traced(rotated, k_cache, v_cache, given._replace(lengths=after), asked, alibi, None, None)
     call = _prepared(q, k_cache, v_cache, given, asked, alibi, None, None)
+    _check_append(to_append, apart)
     if _are_read(q):
         after = (lengths + k.shape[1]).clamp(max=call.problem.seq_kv)
         _check_values(call.problem, {**call.operands, "cache_lengths": after})
-    rotated, after = appended()
+    rotated, after = _appended(to_append, interleaved, apart)
     if _facts(rotated) == _facts(q) and _facts(after) == _facts(lengths):  # what was bound for these serves those
         views = (rotated.transpose(1, 2), *call.views[1:])
         return call._replace(views=views, operands={**call.operands, "cache_lengths": after}).results()
