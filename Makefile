@@ -16,7 +16,7 @@ endif
 # With REPORTS=folder every job leaves a JUnit report there.
 REPORT = $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 
-.PHONY: run native wheel-native test kernel-gates thunder libraries nightly instrument-check check format golden docs screenshots gpu-check environments clean
+.PHONY: run native wheel-native test kernel-gates thunder libraries nightly instrument-check check format golden docs screenshots gpu-check gpu-nightly environments clean
 
 run: $(SETUP)
 	$(PYTHON) -m tilewise inspect --shape 2,8,512,64 --dtype float32 --html report.html
@@ -38,6 +38,11 @@ libraries: .venv-libraries/.installed
 # What takes too long for every change. The outcome is kept in tests/hostile/nightly.json.
 nightly: $(SETUP)
 	$(PYTHON) tests/hostile/nightly.py
+
+# Thousands of generated problems on a GPU against float64, in ten minutes. The outcome is kept in
+# tests/hostile/gpu_nightly.json.
+gpu-nightly: $(SETUP)
+	$(PYTHON) tests/hostile/gpu_nightly.py
 
 # Two identical candidates, 200 times, on a machine that is kept busy: at most 4 may be told apart. Takes some minutes.
 # The record goes to benchmarks/results/, or to RESULTS=folder.
