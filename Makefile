@@ -17,7 +17,7 @@ endif
 # With REPORTS=folder every job leaves a JUnit report there.
 REPORT = $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 
-.PHONY: run native wheel-native test kernel-gates thunder libraries nightly compilers newest instrument-check check format golden docs evidence evidence-check screenshots gpu-check environments clean
+.PHONY: run native wheel-native test kernel-gates thunder libraries nightly compilers newest instrument-check check format golden docs evidence evidence-check screenshots gpu-check gpu-nightly environments clean
 
 run: $(SETUP)
 	$(PYTHON) -m tilewise inspect --shape 1,8,2048,64 --dtype float32 --mask window:256,0 --html report.html
@@ -57,6 +57,11 @@ newest:
 	@.venv-newest/bin/python -m pip list --format=freeze --exclude-editable --exclude torch --exclude pip | \
 	  grep -vxF -f constraints.txt -f constraints-cpu.txt -f .ci/torch.txt || echo "Every pin is of the newest release."
 	$(MAKE) --keep-going check test kernel-gates PYTHON=.venv-newest/bin/python
+
+# Thousands of generated problems on a GPU against float64, in ten minutes. The outcome is kept in
+# tests/hostile/gpu_nightly.json.
+gpu-nightly: $(SETUP)
+	$(PYTHON) tests/hostile/gpu_nightly.py
 
 # Two identical candidates, 200 times, on a machine that is kept busy: at most 4 may be told apart. Takes some minutes.
 # The record goes to benchmarks/results/, or to RESULTS=folder.

@@ -20,9 +20,9 @@ os.environ.setdefault("TILEWISE_NATIVE", "off")
 import argparse
 import random
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -31,6 +31,9 @@ import torch
 import tilewise
 from tilewise import Causal, Documents, Full, KeyLengths, PrefixLM, Window
 from tilewise.terms import Bias, RelativeBias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Tensor = torch.Tensor
 MASKS = (
@@ -98,24 +101,48 @@ class Case:
     added: Tensor | None = None  # an additive mask that is not learned
     index: Tensor | None = None  # of the table, for every pair
     draws: torch.Generator = field(default_factory=torch.Generator)
+    variant: int | None = None
+    # Of packed sequences: how far a query stands behind a key, the sequence of every row, and what calls.
+    distance: Tensor | None = None
+    sequence: Tensor | None = None
+    caller: Callable[[Case], tuple[Tensor, Tensor | None, Tensor | None]] | None = None
 
     def __str__(self) -> str:
         named = [name for name in self.arguments if name not in ("mask", "operands")]
         learned = [name for name, tensor in self.leaves.items() if tensor.requires_grad]
         return (
-            f"seed {self.seed}: {tuple(self.sizes)}, groups of {self.group}, {self.backend}, {self.layout}, mask "
-            f"{self.mask}, {', '.join(named)}; learned {', '.join(learned)}; lse {self.returns_lse}, max logit "
-            f"{self.returns_max_logit}, again {self.again}"
+            f"seed {self.seed}, variant {self.variant}: {tuple(self.sizes)}, groups of {self.group}, {self.backend}, "
+            f"{self.layout}, mask {self.mask}, {', '.join(named)}; learned {', '.join(learned)}; lse "
+            f"{self.returns_lse}, max logit {self.returns_max_logit}, again {self.again}"
         )
+
+    def to(self, device: str) -> Case:
+        """The same with tensors of another device; those that are named twice stay one."""
+        moved: dict[int, Tensor] = {}
+
+        def there(found: Any) -> Any:
+            if isinstance(found, Tensor):
+                tensor = moved.get(id(found))
+                if tensor is None:
+                    tensor = moved[id(found)] = found.detach().to(device).requires_grad_(found.requires_grad)
+                return tensor
+            if isinstance(found, dict):
+                return {name: there(one) for name, one in found.items()}
+            return found
+
+        names = ("leaves", "arguments", "visible", "added", "index", "distance", "sequence")
+        return replace(self, **{name: there(getattr(self, name)) for name in names})
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.draws, dtype=torch.float64)
 
 
-def draw(seed: int, space: Space = EVERYWHERE) -> Case:
+def draw(seed: int, space: Space = EVERYWHERE, variant: int | None = None) -> Case:
+    """Variants of a seed ask for the same of other sizes and numbers: mostly of the same kernels."""
     r = random.Random(seed)
+    own = r if variant is None else random.Random(f"{seed} {variant}")
     dtype, heads_kv, group = r.choice(space.dtypes), r.choice((1, 2)), r.choice((1, 1, 2, 3))
-    sizes = Sizes(r.choice((1, 1, 2, 3)), heads_kv * group, r.choice(space.rows), r.choice(space.keys), dtype)
+    sizes = Sizes(own.choice((1, 1, 2, 3)), heads_kv * group, own.choice(space.rows), own.choice(space.keys), dtype)
     dim = r.choice(space.dims)
     case = Case(
         seed=seed,
@@ -130,7 +157,8 @@ def draw(seed: int, space: Space = EVERYWHERE) -> Case:
         arguments={"scale": r.choice((None, 0.3))},
         leaves={},
         visible=torch.ones(sizes[:4], dtype=torch.bool),
-        draws=torch.Generator().manual_seed(seed),
+        draws=torch.Generator().manual_seed(seed if variant is None else seed * 1000 + variant),
+        variant=variant,
     )
     dims = {"q": (sizes.heads_q, sizes.seq_q, dim), "k": (heads_kv, sizes.seq_kv, dim)}
     dims["v"] = (heads_kv, sizes.seq_kv, r.choice((dim, 5)) if space is EVERYWHERE else dim)
@@ -242,8 +270,15 @@ def truth(case: Case, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]
     if "bias" in given:
         scores = scores + given["bias"]
     if "alibi" in given:
-        distance = torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)
-        scores = scores - given["alibi"].expand(batch, heads)[..., None, None] * distance.abs()
+        slopes = given["alibi"]
+        if case.sequence is not None and slopes.ndim == 2:
+            slopes = slopes[case.sequence].T[None, ..., None]
+        else:
+            slopes = slopes.expand(batch, heads)[..., None, None]
+        distance = case.distance
+        if distance is None:
+            distance = torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)
+        scores = scores - slopes * distance.abs()
     if "mask" in given:
         scores = scores + given["mask"]
     if case.added is not None:
@@ -287,7 +322,9 @@ def run(case: Case) -> list[str]:
     wanted = [name for name, tensor in case.leaves.items() if tensor.requires_grad]
     for name in wanted:
         exact[name].requires_grad_()
-    want, got = truth(case, exact), call(case)
+    with torch.device(case.visible.device):
+        want = truth(case, exact)
+    got = (case.caller or call)(case)
     allowed = ALLOWED[case.sizes.dtype]
     if {"alibi", "sink", "table"} & set(case.leaves):
         allowed = max(allowed, ALLOWED_OF_FLOAT32_OPERANDS)
@@ -297,7 +334,9 @@ def run(case: Case) -> list[str]:
     if not wanted or wrong:
         return wrong
     outputs = [(one, other) for name, one, other in pairs if name != "largest score"]
-    weights = [torch.randn(other.shape, generator=case.draws, dtype=torch.float64) for _, other in outputs]
+    weights = [
+        torch.randn(other.shape, generator=case.draws, dtype=torch.float64).to(other.device) for _, other in outputs
+    ]
     losses = (
         sum(
             (torch.nan_to_num(one.double(), neginf=0.0) * weight).sum()
@@ -321,7 +360,8 @@ def run(case: Case) -> list[str]:
 
 
 def _cancelling(case: Case, name: str) -> float:
-    return CANCELLING if case.backend.startswith("sm") and name not in ("dq", "dk", "dv") else 1
+    by_kernels = case.backend.startswith("sm") or case.visible.is_cuda
+    return CANCELLING if by_kernels and name not in ("dq", "dk", "dv") else 1
 
 
 def _gradients(loss: Any, tensors: list[Tensor], *, again: bool = False) -> list[Tensor]:
