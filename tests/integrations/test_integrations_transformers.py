@@ -248,9 +248,10 @@ def test_documents_beside_another_mask_hide_what_either_hides():
     """A mask that is a tensor, padding beside a rule, filled places of a cache, and a bias of positions."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 9, 8) for heads in (4, 2, 2))
-    batches = [(0, 4, 9, 9), (0, 7, 9)]
-    given = flash(0, 4, 9, 9, 16, 18)
+    batches = [(0, 4, 9, 9), (0, 7, 8, 9)]
+    given = flash(0, 4, 9, 9, 16, 17) | {"scaling": 0.3}
     same = torch.stack([Documents(starts).to_bool(range(9), range(9), 9, 9) for starts in batches])[:, None]
+    same[1, :, 8] = False  # behind the last offset
     causal = Causal().to_bool(range(9), range(9), 9, 9)
     tensor = torch.rand(2, 1, 9, 9) < 0.7
     flags = (torch.arange(9) > torch.tensor([[1], [0]]))[:, None, None, :]
@@ -270,7 +271,7 @@ def test_documents_beside_another_mask_hide_what_either_hides():
     ]
     for named, mask in cases:
         out, _ = ours.attention_forward(torch.nn.Module(), q, k, v, **named, **given)
-        want = tilewise.attention(q, k, v, mask=mask).transpose(1, 2)
+        want = tilewise.attention(q, k, v, mask=mask, scale=0.3).transpose(1, 2)
         assert_close(out, want.double(), 2 * budget(torch.float32, 9))
 
 
