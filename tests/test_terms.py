@@ -9,8 +9,8 @@ import torch
 
 import emulation
 from support import budget, make_problem
-from term_cases import BF16, H200, case_of, emulated, learned_by, truth
-from tilewise import Causal, Target
+from term_cases import BF16, H200, HALF, case_of, check, emulated, learned_by, truth
+from tilewise import Causal, Full, Target
 from tilewise.engine import SM90
 from tilewise.engine.program import Address, Map, slots_of
 from tilewise.jit import Unit, build
@@ -111,6 +111,22 @@ def test_the_gradient_of_an_operand_alone(monkeypatch: pytest.MonkeyPatch, what:
     program = SM90.backward_program(case.problem, H200, config, wants)
     assert not any(isinstance(slot, Address | Map) and slot.operand in ("dq", "dk", "dv")
                    for launch in program.launches for _, _, slot in slots_of(launch.fields))  # fmt: skip
+
+
+@emulated
+def test_weights_of_capped_scores_stay_in_range_where_maxima_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By more than fp16 has room for; the first keys, which have the largest scores, come last."""
+    case = case_of(HALF, 64, Full(), (Softcap(100.0),), lambda _: {}, seq_kv=640)
+    growing = torch.linspace(12, 0.6, 640)[:, None].to(HALF)
+    check(monkeypatch, SM90, case._replace(q=case.q * 6, k=case.k * growing), back=False)
+
+
+@emulated
+def test_slopes_of_capped_scores_where_neighbours_have_another_lse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A score is recovered from its weight by the lse of its own query."""
+    case = case_of(BF16, 256, Full(), (Softcap(3.0),), lambda _: {}, needs_grad=True)
+    case.q[:, :, ::2] *= 6
+    check(monkeypatch, SM90, case, back=True)
 
 
 @pytest.mark.parametrize("target", ["h200", "a100"])
