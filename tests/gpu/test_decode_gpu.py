@@ -300,7 +300,7 @@ def test_new_keys_with_one_place_are_found_in_check_mode_and_harmless_without(mo
     pages, before = room[1:5], room.clone()
     wild = {
         "more than one new key": ([[0, 3], [1, 3]], [20, 20]),
-        "1048576 among its numbers": ([[0, 3], [1, 1 << 20]], [20, 20]),
+        "no place for new key": ([[0, 3], [1, 1 << 20]], [20, 20]),
         "places taken": ([[0, 3], [1, 2]], [20, 1 << 28]),
     }
     for text, (table, lengths) in wild.items():
