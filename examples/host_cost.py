@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from tilewise import CompileError
-from tilewise.lab.studies import bench, host
+from tilewise.lab.studies import host, kept
 from tilewise.native import library
 
 
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(*host.lines(costs), sep="\n")
     if options.save:
         command = ["python", "examples/host_cost.py", *sys.argv[1:]]
-        print(f"record: {bench.save(host.record(costs, options.device, shape, command), options.save)}")
+        print(f"record: {kept.save(host.record(costs, options.device, shape, command), options.save)}")
 
 
 if __name__ == "__main__":

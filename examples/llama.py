@@ -378,7 +378,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def save(rows: list[dict[str, Any]], agreement: dict[str, float], size: Size, options: argparse.Namespace) -> Path:
     from tilewise.lab.measure import environment  # noqa: PLC0415  (needs tilewise[lab], which the model does not)
-    from tilewise.lab.studies import bench  # noqa: PLC0415  (needs tilewise[lab], which the model does not)
+    from tilewise.lab.studies import kept  # noqa: PLC0415  (needs tilewise[lab], which the model does not)
 
     record: dict[str, Any] = {
         "kind": "model",
@@ -389,7 +389,7 @@ def save(rows: list[dict[str, Any]], agreement: dict[str, float], size: Size, op
         "same_tokens_as_first": agreement,
         "calls": outcomes(),
     }
-    return bench.save(record, options.save)
+    return kept.save(record, options.save)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def show(samples: dict[str, dict[str, list[float]]]) -> None:
 
 def save(samples: dict[str, dict[str, list[float]]], options: argparse.Namespace) -> Path:
     from tilewise.lab.measure import environment  # noqa: PLC0415  (needs tilewise[lab], which the table does not)
-    from tilewise.lab.studies import bench  # noqa: PLC0415  (needs tilewise[lab], which the table does not)
+    from tilewise.lab.studies import kept  # noqa: PLC0415  (needs tilewise[lab], which the table does not)
 
     command = ["python", "examples/sdpa_overhead.py", *sys.argv[1:]]
     record: dict[str, Any] = {
@@ -139,7 +139,7 @@ def save(samples: dict[str, dict[str, list[float]]], options: argparse.Namespace
             for setting, values in by_setting.items()
         ],
     }
-    return bench.save(record, options.save)
+    return kept.save(record, options.save)
 
 
 @contextmanager

@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def save(curves: dict[str, list[float]], apart: dict[str, float], settings: dict[str, Any], folder: Path) -> Path:
     from tilewise.lab.measure import environment  # noqa: PLC0415  (needs tilewise[lab], which the model does not)
-    from tilewise.lab.studies import bench  # noqa: PLC0415  (needs tilewise[lab], which the model does not)
+    from tilewise.lab.studies import kept  # noqa: PLC0415  (needs tilewise[lab], which the model does not)
 
     record: dict[str, Any] = {
         "kind": "model",
@@ -152,7 +152,7 @@ def save(curves: dict[str, list[float]], apart: dict[str, float], settings: dict
         "rows": [{"way": way, "losses": losses, "furthest_from_first": apart[way]} for way, losses in curves.items()],
         "calls": [str(entry) for entry in tilewise.sdpa.report()],
     }
-    return bench.save(record, folder)
+    return kept.save(record, folder)
 
 
 if __name__ == "__main__":

@@ -314,7 +314,7 @@ extern "C" __global__ void nothing(const __grid_constant__ Params params) {{
   Policy::drop(v, params, Place{});
   const float factor = Policy::finish_row(params, Place{}, 0, m, l, 1.0f) * Policy::kept_weight(params, Place{});
   auto terms = Policy::backward(params, Place{});
-  for (int i = 0; i < 4; ++i) v[i] = terms.pull_back(terms.drop(v[i], i), i, [] { return 0.0f; }) * factor;
+  for (int i = 0; i < 4; ++i) v[i] = terms.pull_back(terms.drop(v[i], i), 0.0f, i, [] { return 0.0f; }) * factor;
   terms.end();
 """
     codes = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,22 +182,3 @@ def test_an_implementation_that_computes_something_else_is_seen(monkeypatch):
     found = runner.rounds(2, 1e-3)
     assert {what: set(by) for what, by in found.items()} == {what: {"eager", "tilewise"} for what in models.KINDS}
     assert all(len(times) == 2 for by in found.values() for times in by.values())
-
-
-def test_rows_of_an_earlier_record_are_kept_if_it_is_of_the_same_sources(tmp_path):
-    def rows(*names):
-        return [{"model": name, "what": what} for name in names for what in models.KINDS]
-
-    source = {"source": {"engine": "one"}, "versions": {}, "gpus": []}
-    record = {"settings": {"rounds": 15, "seconds": 0.03}, "provenance": source}
-    path = tmp_path / "earlier.json"
-    path.write_text(json.dumps(record | {"rows": rows("llama", "bert")}))
-    more = record | {"settings": {"rounds": 31, "seconds": 0.03}}
-    for now in (record, more):
-        assert models.join(path, rows("bert", "gemma2"), now) == rows("llama", "gemma2", "bert")
-    for other in (
-        {"settings": {"rounds": 15, "seconds": 1}},
-        {"provenance": source | {"source": {"engine": "another"}}},
-    ):
-        with pytest.raises(SystemExit, match="measure them again"):
-            models.join(path, rows("gemma2"), record | other)

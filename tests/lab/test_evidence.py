@@ -16,6 +16,7 @@ from test_docs import checkout, made_up
 from tilewise.jit.compile import KERNELS
 from tilewise.lab.candidates.names import Candidate
 from tilewise.lab.model import launched
+from tilewise.lab.render import docs
 from tilewise.lab.studies import bench, kept, records, suites
 from tilewise.plan import plan
 from tilewise.target import Target
@@ -30,19 +31,6 @@ assert spec is not None
 assert spec.loader is not None
 evidence = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(evidence)
-
-
-def with_peers(name: str) -> dict[str, Any]:
-    """A record as `made_up` makes it, in which every peer was asked and has a time."""
-    record = made_up(name)
-    rows = {row.name: row for row in suites.SUITES[name]}
-    for row in record["rows"]:
-        there = {one["candidate"]: one for one in row["candidates"]}
-        timed = next(one for one in row["candidates"][1:] if one["verdict"] == "verified")
-        for peer in suites.peers_of(name, rows[row["row"]]):
-            if peer not in there:
-                row["candidates"].append(json.loads(json.dumps(timed)) | {"candidate": peer})
-    return record
 
 
 def shortcomings(record: dict[str, Any]) -> dict[str, str]:
@@ -80,20 +68,20 @@ def without_names(record: dict[str, Any]) -> None:
     record["rows"][3]["candidates"][0]["kernels"] = None
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (without_a_row, "not measured"),
-        (without_a_peer, "fa4 was not asked"),
-        (without_a_reason, "fa4: refused, without a time"),
-        (with_another_kernel, "have changed"),
-        (with_another_grid, "another config or another grid"),
-        (with_few_rounds, "4 rounds of tilewise, fewer than 5"),
-        (without_names, "does not name its kernels"),
-    ],
+CHANGES = (
+    (without_a_row, "not measured"),
+    (without_a_peer, "fa4 was not asked"),
+    (without_a_reason, "fa4: refused, without a time"),
+    (with_another_kernel, "have changed"),
+    (with_another_grid, "another config or another grid"),
+    (with_few_rounds, "4 rounds of tilewise, fewer than 5"),
+    (without_names, "does not name its kernels"),
 )
+
+
+@pytest.mark.parametrize(("change", "why"), CHANGES, ids=lambda given: getattr(given, "__name__", ""))
 def test_a_row_is_no_evidence_without(change: Callable[[dict[str, Any]], None], why: str) -> None:
-    record = with_peers("backward")
+    record = made_up("backward")
     assert shortcomings(record) == {}
     change(record)
     found = shortcomings(record)
@@ -102,7 +90,7 @@ def test_a_row_is_no_evidence_without(change: Callable[[dict[str, Any]], None], 
 
 
 def test_a_peer_that_is_not_set_up_is_missed_and_one_that_fails_a_row_is_not() -> None:
-    record = with_peers("backward")
+    record = made_up("backward")
     of_peer = [one for row in record["rows"] for one in row["candidates"] if one["candidate"] == "fa4"]
     of_peer[3] |= {"verdict": "raised RuntimeError: no such shape", "backward": []}
     assert shortcomings(record) == {}
@@ -113,16 +101,20 @@ def test_a_peer_that_is_not_set_up_is_missed_and_one_that_fails_a_row_is_not() -
 
 def test_the_check_of_the_documents_fails_where_a_record_lacks_something(tmp_path: Path) -> None:
     text = "<!-- bench backward table gpu=H200 -->\n<!-- /bench -->\n"
-    root = checkout(tmp_path / "whole", with_peers("backward"), text=text)
-    assert not [line for line in evidence.complaints(root) if "backward" in line]
-    assert any("chunked: no record" in line for line in evidence.complaints(
-        checkout(tmp_path / "none", text=text.replace("backward table", "chunked table"))
-    ))  # fmt: skip
-    record = with_peers("backward")
-    without_a_peer(record)
-    root = checkout(tmp_path / "lacking", record, text=text)
-    (line,) = [line for line in evidence.complaints(root) if "backward" in line]
-    assert line.endswith(f"{suites.SUITES['backward'][3].name}: fa4 was not asked")
+    root = checkout(tmp_path, made_up("backward"), text=text)
+    (page,) = docs.pages(root)
+    page.path.write_text(page.after)
+    assert "[0.json]" in page.after
+    assert evidence.complaints(root) == []
+    name = suites.SUITES["backward"][3].name
+    for change, why in CHANGES:
+        record = made_up("backward")
+        change(record)
+        kept.write(record, root / bench.RESULTS / "0.json")
+        (line,) = evidence.complaints(root)
+        assert line.startswith(f"0.json: {name}: ")
+        assert why in line
+    assert docs.pages(root)[0].after != page.after, "it would not be cited again"
 
 
 def test_our_documents_are_backed_by_records_of_the_kernels_as_they_are() -> None:
@@ -175,8 +167,8 @@ def test_a_header_makes_older_exactly_the_rows_that_run_it(
 
 
 def test_rows_that_were_measured_again_take_the_place_of_the_earlier_ones(tmp_path: Path) -> None:
-    first = with_peers("backward")
-    later = with_peers("backward")
+    first = made_up("backward")
+    later = made_up("backward")
     later["provenance"] |= {"date": "2026-02-03T00:00:00+00:00"}
     later["rows"] = later["rows"][5:7]
     for row in later["rows"]:
@@ -208,7 +200,7 @@ def test_rows_of_one_problem_are_measured_together() -> None:
 
 def test_what_is_lacking_is_asked_for_again(tmp_path: Path) -> None:
     assert len(evidence.lacking("backward", "NVIDIA H200", tmp_path).rows) == len(suites.SUITES["backward"])
-    record = with_peers("backward")
+    record = made_up("backward")
     with_another_grid(record)
     without_a_row(record)
     kept.write(record, tmp_path / "h200-backward.json")
@@ -219,7 +211,7 @@ def test_what_is_lacking_is_asked_for_again(tmp_path: Path) -> None:
 
 
 def test_a_record_reads_back_as_it_was_measured(tmp_path: Path) -> None:
-    record = with_peers("backward")
+    record = made_up("backward")
     path = tmp_path / "record.json"
     kept.write(record, path)
     once, again = records.read(path), kept.expanded(kept.read(path))

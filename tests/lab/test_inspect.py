@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from test_docs import made_up
 from test_lab import CANDIDATES, FakePool
 from typer.testing import CliRunner
 
@@ -23,11 +23,13 @@ from tilewise.lab.measure.compare import VERIFIED, WRONG, Comparison, Outcome, R
 from tilewise.lab.measure.worker import Worker
 from tilewise.lab.model import kernels, roofline
 from tilewise.lab.render import inspect_text, pages
-from tilewise.lab.studies import bench, cycles, elsewhere, inspect, records, suites, switches
+from tilewise.lab.studies import cycles, elsewhere, inspect, kept, records, suites, switches
 from tilewise.plan import BACKENDS, plan
 from tilewise.target import TARGETS, Target
 
-ROOT = Path(__file__).parents[2]
+if TYPE_CHECKING:
+    from pathlib import Path
+
 H200 = Target.named("h200")
 
 
@@ -263,19 +265,20 @@ def test_a_record_is_shown_again(tmp_path: Path) -> None:
     assert first.exit_code == 0, first.output
     (saved,) = (tmp_path / "results").glob("*.json")
     assert saved.name.endswith("Z-inspect-1x2x16x8.json")
-    assert saved.read_text() == record.read_text()
+    whole = json.loads(record.read_text())
+    assert saved.read_text() == kept.compact(whole)
+    assert kept.expanded(kept.read(saved)).keys() == whole.keys()
+    assert "undecided" in whole["comparison"]
+    assert "undecided" not in kept.read(saved)["comparison"]
     again = run("inspect", "--record", str(record), "--html", str(page))
     assert again.exit_code == 0, again.output
     assert again.stdout == first.stdout
     assert "tilewise" in page.read_text()
     assert run("inspect", "--record", str(record), "--html", "-").stdout == page.read_text()
-    kept = "benchmarks/results/2026-11-15T192700Z-inspect-2x8x512x64.json"
-    old = run(f"inspect -v --record {ROOT / kept}")
-    assert old.exit_code == 0, old.output
-    assert "PyTorch ran torch-cudnn" in old.stdout
-    assert "sdpa:" not in old.stdout
-    wrong = run("inspect", "--record", str(ROOT / "benchmarks/results/2026-11-15T085229Z-cpu.json"))
-    assert wrong.exit_code == 2
+    assert run("inspect", "--record", str(saved)).stdout.splitlines()[0] == first.stdout.splitlines()[0]
+    wrong = tmp_path / "bench.json"
+    wrong.write_text('{"kind": "tilewise bench"}')
+    assert run("inspect", "--record", str(wrong)).exit_code == 2
 
 
 def test_a_cpu_ends_with_what_an_h200_would_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,7 +291,8 @@ def test_a_cpu_ends_with_what_an_h200_would_run(tmp_path: Path, capsys: pytest.C
     brief = capsys.readouterr().out
     told["elsewhere"] = elsewhere.elsewhere(problem, tmp_path)
     assert "recorded" not in told["elsewhere"], "an installed package has no records"
-    told["elsewhere"] = elsewhere.elsewhere(problem, ROOT / bench.RESULTS)
+    kept.write(made_up("drawn"), tmp_path / "drawn.json")
+    told["elsewhere"] = elsewhere.elsewhere(problem, tmp_path)
     inspect_text.show(told)
     text = capsys.readouterr().out
     assert text.startswith(brief)
@@ -302,14 +306,14 @@ def test_a_cpu_ends_with_what_an_h200_would_run(tmp_path: Path, capsys: pytest.C
     assert recorded["problem"] in pages.page(told)
 
 
-def test_a_recorded_problem_is_its_own_nearest() -> None:
-    kept = records.read_all(ROOT / bench.RESULTS)
-    newest = [record for suite in suites.SUITES if (record := records.newest(kept, suite, "H200"))]
-    rows = [one for record in newest for one in record.comparisons if one.row.timed == ("backward",)]
-    held = next(one for one in rows if one.best_rival())
+def test_a_recorded_problem_is_its_own_nearest(tmp_path: Path) -> None:
+    kept.write(made_up("backward"), tmp_path / "backward.json")
+    newest = records.newest(records.read_all(tmp_path), "backward", "H200")
+    assert newest is not None
+    held = next(one for one in newest.comparisons if one.row.timed == ("backward",) and one.best_rival())
     rival = held.best_rival()
     assert rival is not None
-    recorded = elsewhere.elsewhere(held.row.problem, ROOT / bench.RESULTS)["recorded"]
+    recorded = elsewhere.elsewhere(held.row.problem, tmp_path)["recorded"]
     assert (recorded["same"], recorded["what"], recorded["problem"]) == (True, *held.row.timed, str(held.row.problem))
     assert rival.candidate in recorded["speeds"]
     assert set(recorded["seconds"]) == {held.outcomes[0].candidate, *recorded["speeds"]}

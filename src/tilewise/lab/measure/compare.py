@@ -186,17 +186,20 @@ class Outcome:
         outcome.errors = {
             name: {kind: float(value) for kind, value in by_kind.items()} for name, by_kind in outcome.errors.items()
         }
-        if outcome.kernels is not None:
-            outcome.kernels = outcome.kernels | {"problem": asked | outcome.kernels["problem"]}
+        if outcome.kernels is not None and "differs" in outcome.kernels:
+            kernels = dict(outcome.kernels)
+            planned = asked | kernels.pop("differs")
+            outcome.kernels = {"problem": {name: one for name, one in planned.items() if one is not None}, **kernels}
         return outcome
 
     def to_record(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """What was found out, without what is empty; of the problem that was planned, what differs from `asked`."""
+        """What was found out, without what is empty; of the problem that was planned, what `differs` from `asked`."""
         values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__ if getattr(self, name)}
         if self.kernels is not None:
-            planned = self.kernels["problem"]
+            kernels = dict(self.kernels)
+            planned = dict.fromkeys(asked) | kernels.pop("problem")  # None: not there
             differing = {name: value for name, value in planned.items() if asked.get(name) != value}
-            values["kernels"] = self.kernels | {"problem": differing}
+            values["kernels"] = {"differs": differing, **kernels}
         return values
 
     def to_dict(self) -> dict[str, Any]:

@@ -5,9 +5,9 @@
 
 Views: `table` (every row of a suite), `problems` (a line per problem with a column for each thing that is timed),
 `goals` (what is asked of every row of a suite that has goals, and what it reaches), `plot` (its pictures, in
-docs/plots/), and, with no suite named, `summary` (a line per suite and thing that is timed) and `headline` (the lines
-of README.md). A suite without a record says that it is not measured. Nothing else in the file is touched, and a run
-that changes nothing leaves the file as it is.
+docs/plots/), `speeds` (that of rates, or nothing), and, with no suite named, `summary` (a line per suite and thing that
+is timed) and `headline` (the lines of README.md). A suite without a record that may be cited says that it is not
+measured. Nothing else in the file is touched, and a run that changes nothing leaves the file as it is.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def stale_plots(root: Path) -> list[Path]:
 
 def _plotted(root: Path, kept: list[Record]) -> list[Record]:
     asked = [parse_marker(match["asked"], page.path) for page in pages(root) for match in _BLOCK.finditer(page.before)]
-    found = [records.newest(kept, one.suite, one.gpu) for one in asked if one.view == "plot"]
+    found = [records.newest(kept, one.suite, one.gpu) for one in asked if one.view in ("plot", "speeds")]
     return list({record.name: record for record in found if record is not None}.values())
 
 
@@ -180,6 +180,8 @@ def _body(asked: Asked, kept: list[Record], root: Path, path: Path) -> list[str]
         return _OF_SEVERAL[asked.view](kept, asked.gpu, root, path)
     record = records.newest(kept, asked.suite, asked.gpu)
     if record is None:
+        if asked.view == "speeds":
+            return []
         where = f" on {asked.gpu}" if asked.gpu else ""
         return [
             f"*Not measured{where} with today's kernels and the strongest of others: `make evidence` fills this in.*"
@@ -310,23 +312,35 @@ def _summary(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]:
 
 def _headline(kept: list[Record], gpu: str, root: Path, path: Path) -> list[str]:
     """A line for each thing that users choose by: how we stand to each of the others, and the worst row."""
-    lines = ["| what is timed | rows | times as fast as | least, and where |", "|---|---:|---|---|"]
-    dates = []
-    for title, suite, kind in HEADLINE:
+    lines, dates, lacking = [], [], []
+    for title, suite, what in HEADLINE:
         record = records.newest(kept, suite, gpu)
-        if record is None:
-            lines.append(f"| {title} | | not measured with today's kernels | |")
+        rows = [] if record is None else [c for c in record.comparisons if what in c.row.timed]
+        worst = min(rows, key=_ratio, default=None)
+        rival = worst.best_rival() if worst is not None else None
+        if record is None or worst is None or rival is None:
+            lacking.append(title.lower())
             continue
-        rows = [comparison for comparison in record.comparisons if kind in comparison.row.timed]
-        worst = min(rows, key=lambda row: speed.ratio if (speed := bench.against_fastest(row)) else math.inf)
-        speed, rival = bench.against_fastest(worst), worst.best_rival()
-        least = f"{speed.ratio:.2f}, {_peer_name(rival.candidate)}: {worst.row.name}" if speed and rival else ""
+        least = f"{_ratio(worst):.2f}, {_peer_name(rival.candidate)}: {worst.row.name}"
         link = f"[{len(rows)}]({_relative(root / bench.RESULTS / record.name, path)})"
         lines.append(f"| {title} | {link} | {_against_each(rows)} | {least} |")
         dates += [comparison.measured[:10] for comparison in rows]
-    days = " to ".join(dict.fromkeys((min(dates), max(dates)))) if dates else "never"
+    missing = (
+        "*Not measured yet with today's kernels and the strongest of others beside them, so that no figure is shown: "
+        f"{'; '.join(lacking)}. `make evidence` on a GPU measures what is lacking.*"
+    )
+    if not lines:
+        return [missing]
+    days = " to ".join(dict.fromkeys((min(dates), max(dates))))
     note = "Geometric means over the rows that a library takes; over 1 is faster. `best`: the fastest, row by row."
-    return [*lines, "", f"{note} Measured on an NVIDIA {gpu}, {days}; [every row](docs/figures.md)."]
+    about = f"{note} Measured on an NVIDIA {gpu}, {days}."
+    head = ["| what is timed | rows | times as fast as | least, and where |", "|---|---:|---|---|"]
+    return [*head, *lines, "", about, *(["", missing] if lacking else [])]
+
+
+def _ratio(comparison: Comparison) -> float:
+    speed = bench.against_fastest(comparison)
+    return math.inf if speed is None else speed.ratio
 
 
 def _against_each(rows: list[Comparison]) -> str:
@@ -352,6 +366,11 @@ def _plot(record: Record, root: Path, path: Path) -> list[str]:
     return [*images, "", _source(record, root, path)]
 
 
+def _speeds(record: Record, root: Path, path: Path) -> list[str]:
+    """The picture of rates alone."""
+    return [line for line in _plot(record, root, path) if not line.startswith("![") or plots.TITLES["speed"] in line]
+
+
 def _source(record: Record, root: Path, path: Path) -> str:
     return f"From [{record.name}]({_relative(root / bench.RESULTS / record.name, path)}): {record.about()}."
 
@@ -365,6 +384,7 @@ _VIEWS: dict[str, Callable[[Record, Path, Path], list[str]]] = {
     "problems": _problems,
     "goals": _goals,
     "plot": _plot,
+    "speeds": _speeds,
     "summary": lambda record, root, path: [],
     "headline": lambda record, root, path: [],
 }

@@ -1,6 +1,7 @@
 """What an H200 would run for a problem that is looked at on a CPU, and the nearest figures recorded on one.
 
-The plan needs no GPU. The figures come from the newest whole record of every suite; an installed package has none.
+The plan needs no GPU. The figures come from the newest record of every suite whose rows are all evidence; an
+installed package has none.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _DIGITS = 5
+_AS_POSED = ("problem", "differs")
+_DEEPEST = 100  # lists and objects inside one another; records nest ten, and functions that walk them recurse
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -28,7 +30,23 @@ def read(path: Path) -> dict[str, Any]:
         raise InvalidInput("record", f"{path} ({error})", "a JSON file that tilewise wrote", "check the path") from None
     if not isinstance(values, dict) or not str(values.get("kind", "")).startswith("tilewise "):
         raise InvalidInput("record", f"{path}", "a JSON file that tilewise wrote", "name such a file")
+    if _is_deeper(values, _DEEPEST):
+        got = f"{path}, nested more than {_DEEPEST} deep"
+        raise InvalidInput("record", got, "a JSON file that tilewise wrote", "name such a file")
     return values
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Without recursion: the depth that Python allows depends on its version and on who calls."""
+    level = [value]
+    for _ in range(levels):
+        level = [
+            item
+            for one in level
+            for item in (one.values() if isinstance(one, dict) else one)
+            if isinstance(item, dict | list)
+        ]
+    return bool(level)
 
 
 def of_kind(folder: Path, kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -101,5 +119,5 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS - 1}e}")
     if isinstance(value, dict):
-        return {key: item if key == "problem" else _rounded(item) for key, item in value.items()}
+        return {key: item if key in _AS_POSED else _rounded(item) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list) else value
