@@ -9,7 +9,6 @@ again on a machine without a GPU: a measurement is older than the sources where 
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import re
@@ -121,8 +120,12 @@ def _python_sources(backend: str) -> dict[str, str]:
     if not inspect.ismodule(module):
         return {}
     modules = (module, *_OTHER_SOURCES.get(backend, ()))
-    sources = {one.__name__.partition(".")[2]: ast.dump(ast.parse(inspect.getsource(one))) for one in modules}
-    return {name: _short([text.encode()]) for name, text in sources.items()}
+    sources = {one.__name__.partition(".")[2]: inspect.getsource(one).splitlines() for one in modules}
+    return {name: _short([line.encode() for line in lines if _is_code(line)]) for name, lines in sources.items()}
+
+
+def _is_code(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")
 
 
 def _short(parts: list[bytes]) -> str:
