@@ -2,6 +2,7 @@
 
     make evidence PYTHON=python3            # on a machine with a GPU: what is lacking, the most cited first
     make evidence-check                     # anywhere: fails where a figure is not backed by a record
+    python tools/evidence.py --compile      # fills the caches of kernels, beside other work; then run it with --compiled
     python tools/evidence.py --list         # what would be measured, and about how long that takes
 
 A run ends after `--minutes`, saves every few rows, and the next one goes on where it ended, on that day or another. The
@@ -108,11 +109,13 @@ def lacking(suite: str, device: str, folder: Path) -> Lacking:
     return Lacking(suite, rows, path, before)
 
 
-def measure(found: Lacking, pool: Pool, stop: float) -> bool:
+def measure(found: Lacking, pool: Pool, stop: float, *, compiled: bool) -> bool:
     """Measure what is lacking, bunch by bunch, until the time is up; whether all of it was."""
     on_gpu = found.rows[0].device.startswith("cuda")
     usual = Settings(rounds=ROUNDS, time_limit=60.0, seed=SEEDS.get(found.suite, 0), together=on_gpu, overhead=True)
     settings = replace(usual, **suites.SETTINGS.get(found.suite, {"round_seconds": 0.03 if on_gpu else 0.1}))
+    if on_gpu and not compiled:
+        bench.compile_ahead(found.rows, settings)
     before = found.before
     for rows in bunches(found.rows):
         if time.monotonic() > stop:
@@ -184,9 +187,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="what is lacking on this machine, and how long it takes")
     parser.add_argument("--minutes", type=float, default=8.5, help="end after so long; 8.5 by default")
     parser.add_argument("--only", action="append", help="a suite or a program; may be repeated")
-    parser.add_argument(
-        "--compile", action="store_true", help="fill the caches with what rows need"
-    )
+    parser.add_argument("--compile", action="store_true", help="fill the caches with what rows need")
     parser.add_argument("--compiled", action="store_true", help="the caches hold what rows need")
     asked = parser.parse_args()
     if asked.check:
@@ -207,13 +208,12 @@ def main() -> int:
         print(f"{program.name}: about {program.seconds:.0f} s", flush=True)
     if asked.list:
         return 0
-    if on_gpu and not asked.compiled:
-        bench.compile_ahead([row for found in waiting for row in found.rows], Settings(time_limit=60.0))
     if asked.compile:
+        bench.compile_ahead([row for found in waiting for row in found.rows], Settings(time_limit=60.0))
         return 0
     with Pool() as pool:
         for found in waiting:
-            if time.monotonic() > stop or not measure(found, pool, stop):
+            if time.monotonic() > stop or not measure(found, pool, stop, compiled=asked.compiled):
                 return ended()
     for program in programs:
         if time.monotonic() + program.seconds > stop:

@@ -164,9 +164,8 @@ def _elsewhere(there: dict[str, Any] | None) -> list[Section]:
             for name, one in seconds.items()
         ]  # fmt: skip
         which = "this problem" if recorded["same"] else "the nearest problem on record"
-        older = f" ({recorded['older']})" if recorded["older"] else ""
         parts.append(charts.bars(items, f"Recorded there, {recorded['what']} of {which}: shorter is better"))
-        parts.append(note(Markup(f"{code(recorded['problem'])}, from {code(recorded['record'])}{older}.")))
+        parts.append(note(Markup(f"{code(recorded['problem'])}, from {code(recorded['record'])}.")))
     return [section(f"On an {there['gpu']}", *parts)]
 
 

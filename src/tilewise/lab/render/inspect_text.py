@@ -317,8 +317,7 @@ def ending(told: Told, comparison: Comparison) -> list[str]:
     figures: list[str] = []
     if recorded := there.get("recorded"):
         which = "" if recorded["same"] else ", the nearest problem on record"
-        older = f", {recorded['older']}" if recorded["older"] else ""
-        labelled += [("recorded", f"{recorded['problem']}{which}"), ("in", f"{recorded['record']}{older}")]
+        labelled += [("recorded", f"{recorded['problem']}{which}"), ("in", recorded["record"])]
         speeds = recorded["speeds"]
         rows = [[f"  {name}", units.duration(one), speeds.get(name, "")] for name, one in recorded["seconds"].items()]
         figures = report.plain_table(["  candidate", f">{recorded['what']}", ">tilewise against it"], rows)
