@@ -2,7 +2,7 @@
 
     make evidence PYTHON=python3            # on a machine with a GPU: what is lacking, the most cited first
     make evidence-check                     # anywhere: fails where a figure is not backed by a record
-    python tools/evidence.py --compile      # fills the caches of kernels, beside other work; then run it with --compiled
+    python tools/evidence.py --compile      # fills the caches of kernels, beside other work, for --compiled
     python tools/evidence.py --list         # what would be measured, and about how long that takes
 
 A run ends after `--minutes`, saves every few rows, and the next one goes on where it ended, on that day or another. The
