@@ -35,8 +35,9 @@ thunder: .venv-thunder/.installed
 
 libraries: .venv-libraries/.installed
 	.venv-libraries/bin/python -m pytest $(REPORT) -m "not kernel_gate and not nightly" \
-	  tests/integrations/test_integrations_libraries.py \
-	  tests/integrations/test_integrations_architectures.py tests/test_kernels.py
+	  tests/integrations/test_integrations_libraries.py tests/test_kernels.py
+	.venv-libraries/bin/python -m pytest $(if $(REPORTS),--junitxml=$(REPORTS)/architectures.xml) -n 2 \
+	  tests/integrations/test_integrations_architectures.py
 
 # What takes too long for every change. The outcome is kept in tests/hostile/nightly.json.
 nightly: $(SETUP)
