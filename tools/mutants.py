@@ -126,6 +126,9 @@ def python_pieces(source: str) -> Iterator[Piece]:
     def text(line: int, start: int, end: int) -> str:
         return lines[line - 1][start:end].decode()
 
+    def is_text(node: ast.expr) -> bool:
+        return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
     def between(left: ast.expr, right: ast.expr) -> Iterator[Piece]:
         start, end = left.end_col_offset or 0, right.col_offset
         if left.end_lineno == right.lineno and (found := _OPERATOR.search(text(right.lineno, start, end))):
@@ -137,18 +140,14 @@ def python_pieces(source: str) -> Iterator[Piece]:
             return
         place = getattr(node, "lineno", 0), getattr(node, "col_offset", 0), getattr(node, "end_col_offset", 0)
         single = place[0] == getattr(node, "end_lineno", None)
+        operands: list[ast.expr] = []
         match node:
             case ast.Compare():
-                for left, right in itertools.pairwise((node.left, *node.comparators)):
-                    yield from between(left, right)
+                operands = [node.left, *node.comparators]
             case ast.BoolOp():
-                for left, right in itertools.pairwise(node.values):
-                    yield from between(left, right)
-            case ast.BinOp() if not any(
-                isinstance(side, ast.JoinedStr) or (isinstance(side, ast.Constant) and isinstance(side.value, str))
-                for side in (node.left, node.right)
-            ):
-                yield from between(node.left, node.right)
+                operands = node.values
+            case ast.BinOp() if not any(map(is_text, (node.left, node.right))):
+                operands = [node.left, node.right]
             case ast.Constant(value=bool()):
                 yield (*place, str(not node.value))
             case ast.Constant(value=int()):
@@ -166,6 +165,8 @@ def python_pieces(source: str) -> Iterator[Piece]:
                 yield (*place, "pass")
             case ast.Return() if single and conditional:
                 yield (*place, "pass")
+        for left, right in itertools.pairwise(operands):
+            yield from between(left, right)
         if isinstance(node, ast.If | ast.While | ast.IfExp) and test.lineno == test.end_lineno:
             where = test.lineno, test.col_offset, test.end_col_offset
             yield (*where, f"(not ({text(*where)}))")
