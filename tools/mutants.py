@@ -238,6 +238,13 @@ class Tree(NamedTuple):
     """A copy of the checkout. The cache of kernels always has the same path, which the emulator's libraries hold."""
 
     folder: Path
+    running: list[subprocess.Popen[str]]  # at most one
+
+    def stop(self) -> None:
+        """Ends the tests and all that they started: they have a session of their own, which no interrupt reaches."""
+        for process in self.running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
     def run(self, tests: tuple[str, ...], markers: str, limit: float | None, *options: str) -> tuple[int | None, str]:
         """The exit status of pytest, None after the limit, and what it printed."""
@@ -255,14 +262,14 @@ class Tree(NamedTuple):
                 command, cwd=self.folder / "checkout", env=environment, stdout=printed, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
+            self.running.append(process)
             try:
                 status: int | None = process.wait(limit)
             except subprocess.TimeoutExpired:
                 status = None
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                self.stop()
+                process.wait()
+            self.running.clear()
             printed.seek(0)
             return status, printed.read()
 
@@ -303,7 +310,7 @@ def judge(root: Path, group: Group, drawn: list[Mutant], listed: set[tuple[str, 
     listed_too = [Outcome(mutant, "equivalent") for mutant in drawn if mutant.text in listed]
     left = [mutant for mutant in drawn if mutant.text not in listed]
     with tempfile.TemporaryDirectory(prefix="tilewise-mutants-") as scratch, ThreadPoolExecutor(workers) as pool:
-        trees = [Tree(Path(scratch) / str(worker)) for worker in range(min(workers, len(left)))]
+        trees = [Tree(Path(scratch) / str(worker), []) for worker in range(min(workers, len(left)))]
         free: Queue[Tree] = Queue()
         for tree in trees:
             ignored = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis")
@@ -326,11 +333,16 @@ def judge(root: Path, group: Group, drawn: list[Mutant], listed: set[tuple[str, 
 
             return list(pool.map(run, mutants))
 
-        judged = attempt(left, group.tests, MARKERS[0]) if left else []
-        survivors = [outcome.mutant for outcome in judged if outcome.verdict == "survived"]
-        if survivors and group.wider:
-            judged = [outcome for outcome in judged if outcome.mutant not in survivors]
-            judged += attempt(survivors, group.tests + group.wider, MARKERS[1])
+        try:
+            judged = attempt(left, group.tests, MARKERS[0]) if left else []
+            survivors = [outcome.mutant for outcome in judged if outcome.verdict == "survived"]
+            if survivors and group.wider:
+                judged = [outcome for outcome in judged if outcome.mutant not in survivors]
+                judged += attempt(survivors, group.tests + group.wider, MARKERS[1])
+        except BaseException:
+            for tree in trees:
+                tree.stop()
+            raise
     for outcome in judged:
         if outcome.verdict == "survived":
             print(outcome, flush=True)
@@ -345,6 +357,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="mutants that run side by side")
     parser.add_argument("--list", action="store_true", help="print what would be drawn")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the tests end, too
     drawn = draw(read(ROOT, GROUPS, given.only), given.seed, given.count)
     if given.list:
         print("\n".join(f"{group.name}: {mutant}" for group, mutants in drawn.items() for mutant in mutants))
