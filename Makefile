@@ -17,7 +17,7 @@ endif
 # With REPORTS=folder every job leaves a JUnit report there.
 REPORT = $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 
-.PHONY: run native wheel-native test kernel-gates thunder libraries nightly compilers newest instrument-check check format golden docs evidence evidence-check screenshots gpu-check gpu-nightly environments clean
+.PHONY: run native wheel-native test kernel-gates thunder libraries nightly compilers newest instrument-check mutants check format golden docs evidence evidence-check screenshots gpu-check gpu-nightly environments clean
 
 run: $(SETUP)
 	$(PYTHON) -m tilewise inspect --shape 1,8,2048,64 --dtype float32 --mask window:256,0 --html report.html
@@ -68,6 +68,10 @@ gpu-nightly: $(SETUP)
 # The record goes to benchmarks/results/, or to RESULTS=folder.
 instrument-check: $(SETUP)
 	$(PYTHON) -m tilewise.lab.commands.instrument --save $(if $(RESULTS),--results $(RESULTS)) $(if $(RUNS),--runs $(RUNS))
+
+# Which changed lines of the parts that decide correctness the tests let pass: COUNT of them (150), drawn by SEED (0).
+mutants: $(SETUP)
+	$(PYTHON) tools/mutants.py $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(ONLY),--only $(ONLY))
 
 # The extension that answers repeated calls without Python (docs/native.md), built now rather than in the background.
 native: $(SETUP)

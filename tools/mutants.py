@@ -1,0 +1,379 @@
+"""Mutants of the parts that decide correctness, and which of them the tests let pass.
+
+    make mutants SEED=1 COUNT=150                   # draws, runs, and fails if more than 5% survive
+    python tools/mutants.py --seed 1 --list         # what would be drawn
+    python tools/mutants.py --only masks.py         # of the files whose path holds the text
+
+Every mutant changes one line. It runs in a copy of the checkout against the tests of its group as `make test` runs
+them, and if it survives, against more files and the kernel gates. tests/mutants.json lists the mutants that change no
+result or only the speed, each with the reason, by file and text, so that lines may move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import collections
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parent.parent
+EQUIVALENT = ROOT / "tests" / "mutants.json"
+MOST_SURVIVORS = 0.05  # of those that are not listed as equivalent
+MARKERS = ("not gpu and not kernel_gate and not nightly", "not gpu and not nightly")  # of the first and the wider run
+
+
+class Group(NamedTuple):
+    name: str
+    files: tuple[str, ...]  # patterns below src/tilewise
+    tests: tuple[str, ...]  # below tests
+    wider: tuple[str, ...]  # what a survivor meets besides
+    share: int  # of 100 mutants
+
+
+def _tests(names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}test_{name}.py" for folder, name in re.findall(r"(\S*/)?(\S+)", names))
+
+
+_TERMS = _tests("terms_alibi terms_bias terms_dropout terms_keep terms_max_logit terms_sink terms_spans terms_call")
+_MAP = _tests("tile_map extents masks_of_tensors")
+_SM80 = _tests("engine/backend_sm80 engine/backend_sm80_backward engine/decode")
+_SM90 = _tests("engine/backend_sm90_backward engine/backend_sm90_forward")
+_HOSTILE = _tests("hostile/arguments hostile/shapes hostile/autograd hostile/nonfinite hostile/generated")
+_INTEGRATIONS = "integrations/integrations_"
+GROUPS = (
+    Group("values", ("masks.py", "problem.py", "plan.py", "isolation.py", "cached.py", "scores.py"),
+          _tests("masks problem plan scores cached packed"),
+          (*_tests("terms op api backends"), *_MAP, *_HOSTILE), 30),
+    Group("terms", ("terms/*.py",), (*_tests("terms terms_relative_bias"), *_TERMS),
+          (*_tests("operands packed"), *_HOSTILE), 10),
+    Group("plain", ("plain/tiled.py", "torch_kernels/gates.py"), _tests("torch_kernels backends"),
+          (*_tests("op packed"), *_TERMS, *_HOSTILE), 10),
+    Group("integrations", ("integrations/transformers.py", "integrations/flash_attn.py"),
+          _tests(" ".join(_INTEGRATIONS + name for name in ("flash_attn", "transformers", "kvcache"))),
+          (*_tests(" ".join(_INTEGRATIONS + name for name in ("flash_attn_suite", "models"))), *_HOSTILE), 10),
+    Group("engine", ("engine/tile_map.py", "engine/rules.py", "jit/cache.py"),
+          _tests("tile_map hostile/cache jit/jit backends"),
+          (*_MAP, *_SM80, *_SM90, *_tests("terms_alibi terms_spans")), 13),
+    Group("headers", ("kernels/common/*.cuh", "kernels/common/terms/*.cuh"),
+          (*_TERMS, *_MAP, *_tests("terms_relative_bias dropout packed")), (*_SM80, *_SM90), 18),
+    Group("hopper", ("kernels/sm90/consumer.cuh", "kernels/sm90/backward_products.cuh"),
+          _SM90, (*_tests("engine/backend_sm90"), *_TERMS, *_MAP), 9),
+)  # fmt: skip
+
+
+class Mutant(NamedTuple):
+    file: str  # below src/tilewise
+    line: int  # from 1
+    before: str  # the whole line
+    after: str
+
+    @property
+    def text(self) -> tuple[str, str, str]:
+        """What names the mutant wherever its line moves to."""
+        return self.file, self.before.strip(), self.after.strip()
+
+    def apply(self, source: str) -> str:
+        lines = source.split("\n")
+        assert lines[self.line - 1] == self.before, f"{self.file}:{self.line} is not {self.before!r}"
+        lines[self.line - 1] = self.after
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.before.strip()}  ->  {self.after.strip() or '(deleted)'}"
+
+
+class Outcome(NamedTuple):
+    mutant: Mutant
+    verdict: str  # "killed", "timed out", "does not compile", "equivalent" or "survived"
+    by: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.mutant}{self.by and f'  [{self.by}]'}"
+
+
+# Pieces of a line that are replaced: (line, first column, last column, the other text).
+Piece = tuple[int, int, int, str]
+_OTHERS = {
+    "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "&&": "||", "||": "&&", "and": "or",
+    "or": "and", "is": "is not", "is not": "is", "in": "not in", "not in": "in", "+": "-", "-": "+", "*": "+",
+    "/": "*", "//": "*", "%": "*", "<<": ">>", ">>": "<<", "&": "|", "|": "&", "+=": "-=",
+}  # fmt: skip
+_OPERATOR = re.compile("|".join(rf"(?<!\S){re.escape(o)}(?!\S)" for o in sorted(_OTHERS, key=len, reverse=True)))
+_NAMES = {"any": "all", "all": "any", "min": "max", "max": "min"}
+
+
+def python_pieces(source: str) -> Iterator[Piece]:
+    """Not in annotations, decorators, strings and messages of errors, where a change says little about the tests."""
+    lines = source.encode().split(b"\n")
+
+    def text(line: int, start: int, end: int) -> str:
+        return lines[line - 1][start:end].decode()
+
+    def is_text(node: ast.expr) -> bool:
+        return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+    def between(left: ast.expr, right: ast.expr) -> Iterator[Piece]:
+        start, end = left.end_col_offset or 0, right.col_offset
+        if left.end_lineno == right.lineno and (found := _OPERATOR.search(text(right.lineno, start, end))):
+            yield right.lineno, start + found.start(), start + found.end(), _OTHERS[found[0]]
+
+    def visit(node: ast.AST, conditional: bool) -> Iterator[Piece]:
+        test = getattr(node, "test", None)
+        if isinstance(node, ast.JoinedStr) or (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"):
+            return
+        place = getattr(node, "lineno", 0), getattr(node, "col_offset", 0), getattr(node, "end_col_offset", 0)
+        single = place[0] == getattr(node, "end_lineno", None)
+        operands: list[ast.expr] = []
+        match node:
+            case ast.Compare():
+                operands = [node.left, *node.comparators]
+            case ast.BoolOp():
+                operands = node.values
+            case ast.BinOp() if not any(map(is_text, (node.left, node.right))):
+                operands = [node.left, node.right]
+            case ast.Constant(value=bool()):
+                yield (*place, str(not node.value))
+            case ast.Constant(value=int()):
+                yield from ((*place, str(node.value + step)) for step in (1, -1) if node.value + step >= 0)
+            case ast.UnaryOp(op=ast.Not()) if single:
+                yield (*place, text(*place)[len("not") :].lstrip())
+            case ast.Call(func=ast.Name(id=name)) if name in _NAMES:
+                yield node.lineno, node.col_offset, node.col_offset + len(name), _NAMES[name]
+            case ast.Call(args=[first, second, *_]) if single and not isinstance(first, ast.Starred | ast.GeneratorExp):
+                a, b = (text(node.lineno, arg.col_offset, arg.end_col_offset or 0) for arg in (first, second))
+                if a != b and not isinstance(second, ast.Starred):
+                    comma = text(node.lineno, first.end_col_offset or 0, second.col_offset)
+                    yield node.lineno, first.col_offset, second.end_col_offset or 0, b + comma + a
+            case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Raise() if single:
+                yield (*place, "pass")
+            case ast.Return() if single and conditional:
+                yield (*place, "pass")
+        for left, right in itertools.pairwise(operands):
+            yield from between(left, right)
+        if isinstance(node, ast.If | ast.While | ast.IfExp) and test.lineno == test.end_lineno:
+            where = test.lineno, test.col_offset, test.end_col_offset
+            yield (*where, f"(not ({text(*where)}))")
+        if isinstance(node, ast.Raise):
+            return
+        for name, field in ast.iter_fields(node):
+            if name not in ("annotation", "returns", "decorator_list"):
+                for child in field if isinstance(field, list) else [field]:
+                    if isinstance(child, ast.AST):
+                        yield from visit(child, isinstance(node, ast.If | ast.For | ast.While))
+
+    for line, start, end, other in visit(ast.parse(source), False):
+        # ast counts bytes.
+        yield line, len(text(line, 0, start)), len(text(line, 0, end)), other
+
+
+_WORD = re.compile(r"(?<![\w.])(?:\d+|min_int|max_int|true|false)(?![\w.])|!(?=[\w(])")
+_WORDS = {"min_int": "max_int", "max_int": "min_int", "true": "false", "false": "true", "!": ""}
+_STATEMENT = re.compile(r"\s+((?:[a-z_]\w*(?:::|\.|->))*(?!return)[a-z_]\w*\(.*\);|return;|continue;|break;)")
+_NO_CODE = re.compile(r"\s*#|\s*template\b|.*static_assert|.*\basm\b|.*\"|\s*\*|.*/\*")
+
+
+def header_pieces(source: str) -> Iterator[Piece]:
+    for number, line in enumerate(source.split("\n"), 1):
+        code = line.split("//")[0].rstrip()
+        if _NO_CODE.match(line):
+            continue
+        yield from ((number, *found.span(), _OTHERS[found[0]]) for found in _OPERATOR.finditer(code))
+        for found in _WORD.finditer(code):
+            yield number, *found.span(), _WORDS[found[0]] if found[0] in _WORDS else str(int(found[0]) + 1)
+        if (found := _STATEMENT.fullmatch(code)) and code.count("(") == code.count(")"):
+            yield number, *found.span(1), ";"
+
+
+def mutants_of(file: str, source: str) -> list[Mutant]:
+    lines = source.split("\n")
+    pieces = python_pieces(source) if file.endswith(".py") else header_pieces(source)
+    return sorted(
+        Mutant(file, n, lines[n - 1], lines[n - 1][:start] + other + lines[n - 1][end:])
+        for n, start, end, other in pieces
+    )
+
+
+def draw(sources: dict[Group, dict[str, str]], seed: int, count: int) -> dict[Group, list[Mutant]]:
+    """At most one mutant of a line, and of each group its share."""
+    chance = random.Random(seed)
+    groups = [group for group in sources if sources[group]]
+    shares = collections.Counter(chance.choices(groups, [group.share for group in groups], k=count) if groups else [])
+    drawn = {}
+    for group in groups:
+        by_line: dict[tuple[str, int], list[Mutant]] = {}
+        for mutant in itertools.chain.from_iterable(mutants_of(*item) for item in sorted(sources[group].items())):
+            by_line.setdefault((mutant.file, mutant.line), []).append(mutant)
+        lines = chance.sample(sorted(by_line), min(shares[group], len(by_line)))
+        drawn[group] = [chance.choice(by_line[line]) for line in sorted(lines)]
+    return drawn
+
+
+def read(root: Path, groups: tuple[Group, ...], only: str = "") -> dict[Group, dict[str, str]]:
+    package = root / "src" / "tilewise"
+    found = {g: sorted(path for pattern in g.files for path in package.glob(pattern)) for g in groups}
+    return {
+        group: {name: path.read_text() for path in paths if only in (name := path.relative_to(package).as_posix())}
+        for group, paths in found.items()
+    }
+
+
+class Tree(NamedTuple):
+    """A copy of the checkout. The cache of kernels always has the same path, which the emulator's libraries hold."""
+
+    folder: Path
+    running: list[subprocess.Popen[str]]  # at most one
+
+    def stop(self) -> None:
+        """Ends the tests and all that they started: they have a session of their own, which no interrupt reaches."""
+        for process in self.running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def run(self, tests: tuple[str, ...], markers: str, limit: float | None, *options: str) -> tuple[int | None, str]:
+        """The exit status of pytest, None after the limit, and what it printed."""
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(self.folder / "checkout" / "src"),
+            "PYTHONDONTWRITEBYTECODE": "1",  # compiled files know a source by its second and its size
+            "TILEWISE_CACHE_DIR": str(self.folder / "cache"),
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(self.folder / "cache" / "hypothesis"),
+        }
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-rfE", "-p", "no:cacheprovider"]
+        command += ["--hypothesis-seed=0", "-m", markers, *options, *(f"tests/{test}" for test in tests)]
+        with tempfile.TemporaryFile("w+", errors="replace") as printed:
+            process = subprocess.Popen(
+                command, cwd=self.folder / "checkout", env=environment, stdout=printed, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            self.running.append(process)
+            try:
+                status: int | None = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                status = None
+                self.stop()
+                process.wait()
+            self.running.clear()
+            printed.seek(0)
+            return status, printed.read()
+
+    def prepare(self, tests: tuple[str, ...], markers: str) -> float:
+        """Seconds that the tests take without a mutant. The cache that they leave is what each mutant starts from."""
+        shutil.rmtree(self.folder / "cache", ignore_errors=True)
+        (self.folder / "cache").mkdir()
+        started = time.monotonic()
+        status, printed = self.run(tests, markers, None)
+        if status:
+            raise SystemExit(f"The tests fail without a mutant; no verdict would mean anything.\n{printed[-4000:]}")
+        shutil.rmtree(self.folder / "kept", ignore_errors=True)
+        shutil.copytree(self.folder / "cache", self.folder / "kept")
+        return time.monotonic() - started
+
+    def judge(self, mutant: Mutant, tests: tuple[str, ...], markers: str, limit: float) -> Outcome:
+        shutil.rmtree(self.folder / "cache", ignore_errors=True)
+        shutil.copytree(self.folder / "kept", self.folder / "cache")
+        path = self.folder / "checkout" / "src" / "tilewise" / mutant.file
+        source = path.read_text()
+        path.write_text(mutant.apply(source))
+        try:
+            status, printed = self.run(tests, markers, limit)
+        finally:
+            path.write_text(source)
+        if status is None:
+            return Outcome(mutant, "timed out", f"after {limit:.0f} s")
+        if status == 0:
+            return Outcome(mutant, "survived")
+        if mutant.file.endswith(".cuh") and re.search(r"CompileError|CalledProcessError: Command .*g\+\+", printed):
+            return Outcome(mutant, "does not compile")
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
+        return Outcome(mutant, "killed", failed[1] if failed else f"pytest's exit status {status}")
+
+
+def judge(root: Path, group: Group, drawn: list[Mutant], listed: set[tuple[str, ...]], workers: int) -> list[Outcome]:
+    """Prints the mutants that died as soon as they did, and then those that survived."""
+    listed_too = [Outcome(mutant, "equivalent") for mutant in drawn if mutant.text in listed]
+    left = [mutant for mutant in drawn if mutant.text not in listed]
+    with tempfile.TemporaryDirectory(prefix="tilewise-mutants-") as scratch, ThreadPoolExecutor(workers) as pool:
+        trees = [Tree(Path(scratch) / str(worker), []) for worker in range(min(workers, len(left)))]
+        free: Queue[Tree] = Queue()
+        for tree in trees:
+            ignored = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis")
+            shutil.copytree(root, tree.folder / "checkout", ignore=ignored)
+            free.put(tree)
+
+        def attempt(mutants: list[Mutant], tests: tuple[str, ...], markers: str) -> list[Outcome]:
+            # All trees at once, as the mutants run: the limit follows from the time.
+            seconds = max(pool.map(lambda tree: tree.prepare(tests, markers), trees))
+
+            def run(mutant: Mutant) -> Outcome:
+                tree = free.get()
+                try:
+                    outcome = tree.judge(mutant, tests, markers, 30 + 3 * seconds)
+                finally:
+                    free.put(tree)
+                if outcome.verdict != "survived":
+                    print(outcome, flush=True)
+                return outcome
+
+            return list(pool.map(run, mutants))
+
+        try:
+            judged = attempt(left, group.tests, MARKERS[0]) if left else []
+            survivors = [outcome.mutant for outcome in judged if outcome.verdict == "survived"]
+            if survivors and group.wider:
+                judged = [outcome for outcome in judged if outcome.mutant not in survivors]
+                judged += attempt(survivors, group.tests + group.wider, MARKERS[1])
+        except BaseException:
+            for tree in trees:
+                tree.stop()
+            raise
+    for outcome in judged:
+        if outcome.verdict == "survived":
+            print(outcome, flush=True)
+    return listed_too + judged
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=150)
+    parser.add_argument("--only", default="", metavar="TEXT", help="draw from files whose path holds the text")
+    parser.add_argument("--workers", type=int, default=2, help="mutants that run side by side")
+    parser.add_argument("--list", action="store_true", help="print what would be drawn")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the tests end, too
+    drawn = draw(read(ROOT, GROUPS, given.only), given.seed, given.count)
+    if given.list:
+        print("\n".join(f"{group.name}: {mutant}" for group, mutants in drawn.items() for mutant in mutants))
+        return 0
+    listed = {(row["file"], row["before"], row["after"]) for row in json.loads(EQUIVALENT.read_text())}
+    total: collections.Counter[str] = collections.Counter()
+    summary = []
+    for group, mutants in drawn.items():
+        counts = collections.Counter(outcome.verdict for outcome in judge(ROOT, group, mutants, listed, given.workers))
+        total.update(counts)
+        summary.append(f"{group.name}: {', '.join(f'{n} {verdict}' for verdict, n in sorted(counts.items()))}")
+    matter = total.total() - total["equivalent"]
+    print("\n".join(summary))
+    print(f"{total['survived']} of {matter} survived; at most {MOST_SURVIVORS:.0%} may.")
+    return int(not matter or total["survived"] > MOST_SURVIVORS * matter)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
