@@ -64,6 +64,10 @@ def with_few_rounds(record: dict[str, Any]) -> None:
         one["backward"] = one["backward"][:4]
 
 
+def without_our_answer(record: dict[str, Any]) -> None:
+    record["rows"][3]["candidates"][0] |= {"verdict": "not verified", "because": ["no truth"]}
+
+
 def without_names(record: dict[str, Any]) -> None:
     record["rows"][3]["candidates"][0]["kernels"] = None
 
@@ -76,6 +80,7 @@ CHANGES = (
     (with_another_grid, "another config or another grid"),
     (with_few_rounds, "4 rounds of tilewise, fewer than 5"),
     (without_names, "does not name its kernels"),
+    (without_our_answer, "tilewise: not verified"),
 )
 
 

@@ -147,8 +147,8 @@ def _head(told: dict[str, Any], lines: Sequence[Line], rated: Sequence[Line]) ->
 def _tally(rated: Sequence[Line]) -> str:
     """How many rows are faster and slower, beyond the noise."""
     counts = Counter(line.speed.verdict for line in rated if line.speed)
-    told = [f"{name} on {counts[name]}" for name in (statistics.FASTER, statistics.SLOWER) if counts[name]]
-    return ", ".join(told) or f"no difference seen on {counts[statistics.INDISTINGUISHABLE]}" if len(counts) else ""
+    tally = [f"{name} on {counts[name]}" for name in (statistics.FASTER, statistics.SLOWER) if counts[name]]
+    return ", ".join(tally) or f"no difference seen on {counts[statistics.INDISTINGUISHABLE]}" if len(counts) else ""
 
 
 def _warnings(told: dict[str, Any], lines: Sequence[Line]) -> list[str]:

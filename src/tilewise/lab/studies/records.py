@@ -104,7 +104,9 @@ class Record:
         ours = comparison.outcomes[0]
         if not comparison.complete:
             return "interrupted"
-        if ours.verdict == VERIFIED and len(ours.costs) < MIN_ROUNDS:
+        if ours.verdict != VERIFIED:
+            return f"{ours.candidate}: {ours.verdict}"
+        if len(ours.costs) < MIN_ROUNDS:
             return f"{counted(len(ours.costs), 'round')} of {ours.candidate}, fewer than {MIN_ROUNDS}"
         if why := self.older.get(comparison.row.name):
             return why
