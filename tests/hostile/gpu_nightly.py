@@ -17,6 +17,7 @@ import os
 os.environ["TILEWISE_POISON"] = "1"
 
 import argparse
+import functools
 import json
 import platform
 import random
@@ -210,11 +211,18 @@ def run(problem: Problem) -> Outcome:
     return Outcome(problem, wrong or "matched")
 
 
-def run_all(problems: Iterable[Problem], processes: int) -> list[Outcome]:
+def _run_before(stop: float, problem: Problem) -> Outcome | None:
+    """None where the time was up: the clock is that of all processes."""
+    return run(problem) if time.monotonic() < stop else None
+
+
+def run_all(problems: Iterable[Problem], processes: int, stop: float) -> list[Outcome]:
+    """The outcomes of those that were begun before `stop`."""
+    work = functools.partial(_run_before, stop)
     if not processes:
-        return [run(problem) for problem in problems]
+        return [one for one in map(work, problems) if one is not None]
     with ProcessPoolExecutor(processes, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        return list(pool.map(run, problems, chunksize=5))
+        return [one for one in pool.map(work, problems, chunksize=5) if one is not None]
 
 
 def drawn(seed: int, device: str, kinds: int, variants: range) -> list[Problem]:
@@ -229,6 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=BACKENDS, default="cuda")
     parser.add_argument("--kinds", type=int, default=200)
     parser.add_argument("--variants", type=int, default=25)
+    parser.add_argument("--minutes", type=float, default=10.0, help="no problem is begun after so long; 10 by default")
     parser.add_argument("--processes", type=int, help="default: one per core; 0: this one")
     parser.add_argument("--record", type=Path)
     parser.add_argument("--form", choices=FORMS, help="with --seed and --variant: one problem")
@@ -243,10 +252,11 @@ def main(arguments: list[str] | None = None) -> int:
     begun = time.monotonic()
     processes = os.cpu_count() or 1 if options.processes is None else options.processes
     each = (options.seed, options.device, options.kinds)
-    outcomes = run_all(drawn(*each, range(1)), processes)
+    stop = begun + 60.0 * options.minutes
+    outcomes = run_all(drawn(*each, range(1)), processes, stop)
     built_after = round(time.monotonic() - begun)
     print(f"the kernels of {options.kinds} kinds are there after {built_after} s", flush=True)
-    outcomes += run_all(drawn(*each, range(1, options.variants)), processes)
+    outcomes += run_all(drawn(*each, range(1, options.variants)), processes, stop)
     failures = [one for one in outcomes if one.what not in ("matched", "refused")]
     for problem, what in failures:
         print(f"--form {problem.form} --seed {problem.seed} --variant {problem.variant}: {what}", flush=True)
@@ -255,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
     record = options.record or (RECORD if options.device == "cuda" else None)
     if record is not None:
         record.write_text(json.dumps(_record(options, counts, failures, built_after, begun), indent=2) + "\n")
-    return int(bool(failures))
+    return int(bool(failures) or not outcomes)
 
 
 def _record(

@@ -28,6 +28,12 @@ def test_problems_of_every_form_match_float64_and_are_recorded(tmp_path: Any) ->
     assert told["outcomes"] == {"batched, matched": 8, "cached, matched": 4, "packed, matched": 4}
 
 
+def test_a_run_without_time_says_that_nothing_ran(tmp_path: Any) -> None:
+    record = tmp_path / "record.json"
+    assert gpu_nightly.main([*SMALL, "--minutes", "0", "--record", str(record)]) == 1
+    assert json.loads(record.read_text())["problems"] == 0
+
+
 @pytest.mark.parametrize(("form", "name"), [("packed", "attention_packed"), ("cached", "attention_cached")])
 def test_a_wrong_result_fails_and_says_how_to_run_it_again(
     monkeypatch: Any, capsys: Any, tmp_path: Any, form: str, name: str
