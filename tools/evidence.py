@@ -4,6 +4,7 @@
     make evidence-check                     # anywhere: fails where a figure is not backed by a record
     python tools/evidence.py --compile      # fills the caches of kernels, beside other work, for --compiled
     python tools/evidence.py --list         # what would be measured, and about how long that takes
+    python tools/evidence.py --only odd,ladder    # these alone, suites and then programs, in the order given
 
 A run ends after `--minutes`, saves every few rows, and the next one goes on where it ended, on that day or another. The
 records of a GPU have fixed names, such as `h200-forward.json`; a row that was measured again takes the place of the
@@ -20,15 +21,15 @@ import time
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tilewise.lab.measure import environment
 from tilewise.lab.measure.compare import Settings
 from tilewise.lab.measure.pool import Pool
-from tilewise.lab.render import docs, map_docs, models_docs, report_docs
-from tilewise.lab.studies import bench, host, kept, records, suites
+from tilewise.lab.render import docs, ladder_docs, map_docs, models_docs, report_docs, tune_docs
+from tilewise.lab.studies import bench, host, kept, ladder, records, suites, tune
 from tilewise.lab.studies import inspect as inspection
 
 if TYPE_CHECKING:
@@ -45,9 +46,15 @@ SUITES = (
 SEEDS = {"drawn": 20261119}
 ROUNDS = 7
 MOST_BYTES = 8 * 2**20  # of the results folder
-_OF_PROGRAMS = (models_docs.KIND, host.KIND, map_docs.KIND, inspection.KIND)
+_MARKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    **dict.fromkeys((models_docs.KIND, host.KIND, map_docs.KIND, inspection.KIND), records.marks_of),
+    ladder.KIND: ladder.marks,
+    tune.KIND: tune.marks,
+}
+"""Why a record of a kind other than the suites' may not be cited."""
+_NO_KERNELS = ("tilewise instrument",)  # it compares one function with itself: no kernel of ours is measured
 _BUNCH = 12  # rows between two savings
-_GUESS = 2.5  # seconds of a row that was never measured
+_GUESS = 2.5  # seconds of a row, where no row of its suite was ever measured
 
 
 class Program(NamedTuple):
@@ -64,8 +71,17 @@ def _program(suite: str, kind: str, command: str, seconds: float) -> Program:
 
 
 def _report(report: report_docs.Report) -> Program:
-    command = ("-m", *report.command.split())
-    return Program(report.name, command, lambda root: report_docs.find(report, root) is None, 40.0)
+    return Program(report.name, _module(report.command), lambda root: report_docs.find(report, root) is None, 40.0)
+
+
+def _sweep(report: tune_docs.Report, seconds: float) -> Program:
+    command = _module(report.command)
+    return Program(report.name, command, lambda root: tune_docs.find(report.backend, root) is None, seconds)
+
+
+def _module(command: str) -> tuple[str, ...]:
+    """`tilewise ...` as a module of this interpreter."""
+    return ("-m", *command.split())
 
 
 PROGRAMS = (
@@ -73,6 +89,8 @@ PROGRAMS = (
     _program(f"{host.SUITE}-cuda", host.KIND, "-m tilewise bench --suite host --save", 30.0),
     _program("eager", models_docs.KIND, "benchmarks/eager.py --save", 100.0),
     _program(map_docs.SUITE, map_docs.KIND, "benchmarks/tile_map.py --save", 30.0),
+    Program("ladder", _module(ladder_docs.COMMAND), lambda root: ladder_docs.newest(root) is None, 60.0),
+    *(_sweep(report, 45.0) for report in tune_docs.REPORTS),
     *(_report(report) for report in report_docs.REPORTS if "--tensors" not in report.command),
 )
 
@@ -89,11 +107,7 @@ class Lacking(NamedTuple):
     rows: list[Row]
     path: Path
     before: records.Record | None
-
-    @property
-    def seconds(self) -> float:
-        known = {} if self.before is None else {c.row.name: c.seconds for c in self.before.comparisons}
-        return sum(known.get(row.name) or _GUESS for row in self.rows)
+    seconds: float  # that measuring them will take, judged by earlier records of the suite
 
 
 def lacking(suite: str, device: str, folder: Path) -> Lacking:
@@ -106,7 +120,15 @@ def lacking(suite: str, device: str, folder: Path) -> Lacking:
     if before is not None:
         wanting = before.shortcomings()
         rows = [row for row in rows if row.name in wanting]
-    return Lacking(suite, rows, path, before)
+    return Lacking(suite, rows, path, before, expected(rows, suite, device, folder))
+
+
+def expected(rows: list[Row], suite: str, device: str, folder: Path) -> float:
+    """Seconds that rows will take: what each took the last time, or what rows of its suite took on the average."""
+    earlier = [one for one in records.read_all(folder) if one.suite == suite and one.device == device]
+    known = {c.row.name: c.seconds for record in earlier for c in record.comparisons if c.seconds}
+    usual = sum(known.values()) / len(known) if known else _GUESS
+    return sum(known.get(row.name, usual) for row in rows)
 
 
 def measure(found: Lacking, pool: Pool, stop: float, *, compiled: bool) -> bool:
@@ -159,8 +181,10 @@ def complaints(root: Path) -> list[str]:
         if record["kind"] == records.KIND:
             why = records.read(root / bench.RESULTS / name).shortcomings()
             found += [f"{name}: {row}: {text}" for row, text in why.items()]
-        elif record["kind"] in _OF_PROGRAMS:
-            found += [f"{name}: {mark}" for mark in records.marks_of(record)]
+        elif record["kind"] in _MARKS:
+            found += [f"{name}: {mark}" for mark in _MARKS[record["kind"]](record)]
+        elif record["kind"] not in _NO_KERNELS:
+            found.append(f"{name}: a {record['kind']} record does not name its kernels: no generated part may cite it")
     return found
 
 
@@ -186,7 +210,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="measure nothing; fail if a figure is not backed")
     parser.add_argument("--list", action="store_true", help="what is lacking on this machine, and how long it takes")
     parser.add_argument("--minutes", type=float, default=8.5, help="end after so long; 8.5 by default")
-    parser.add_argument("--only", action="append", help="a suite or a program; may be repeated")
+    parser.add_argument("--only", action="append", default=[], help="suites or programs, by commas; may be repeated")
     parser.add_argument("--compile", action="store_true", help="fill the caches with what rows need")
     parser.add_argument("--compiled", action="store_true", help="the caches hold what rows need")
     asked = parser.parse_args()
@@ -199,9 +223,9 @@ def main() -> int:
     on_gpu = torch.cuda.is_available()
     stop = time.monotonic() + 60.0 * asked.minutes
     device = environment.device_line("cuda" if on_gpu else "cpu").partition(",")[0]
-    names = [name for name in (SUITES if on_gpu else ("cpu",)) if not asked.only or name in asked.only]
+    names, programs = chosen([name for text in asked.only for name in text.split(",")], on_gpu=on_gpu)
     waiting = [found for name in names if (found := lacking(name, device, ROOT / bench.RESULTS)).rows]
-    programs = [one for one in PROGRAMS if on_gpu and one.lacks(ROOT) and (not asked.only or one.name in asked.only)]
+    programs = [program for program in programs if program.lacks(ROOT)]
     for found in waiting:
         print(f"{found.suite}: {len(found.rows)} rows, about {found.seconds:.0f} s", flush=True)
     for program in programs:
@@ -220,6 +244,17 @@ def main() -> int:
             return ended()
         run_program(program, device)
     return 0
+
+
+def chosen(only: list[str], *, on_gpu: bool) -> tuple[list[str], list[Program]]:
+    """The suites and the programs of this machine: those asked for, in that order, or all."""
+    names = list(SUITES if on_gpu else ("cpu",))
+    programs = {program.name: program for program in PROGRAMS if on_gpu}
+    if unknown := [name for name in only if name not in (*names, *programs)]:
+        raise SystemExit(f"evidence: no {', '.join(unknown)} on this machine: choose {', '.join((*names, *programs))}")
+    if not only:
+        return names, list(programs.values())
+    return [name for name in only if name in names], [programs[name] for name in only if name in programs]
 
 
 def ended() -> int:

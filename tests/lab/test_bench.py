@@ -174,7 +174,7 @@ def test_a_seed_draws_the_same_problems_every_time() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_drawn_problems_keep_to_their_distribution(seed: int) -> None:
     found = drawn.problems(seed)
-    assert len(found) == len({one.problem for one in found}) == drawn.COUNT >= 60
+    assert len(found) == len({one.problem for one in found}) == drawn.COUNT
     assert [one.number for one in found] == list(range(1, drawn.COUNT + 1))
     assert Counter(one.size for one in found) == {"large": drawn.COUNT // 2, "small": drawn.COUNT // 2}
     for number, problem, size in found:
@@ -194,7 +194,7 @@ def test_drawn_problems_keep_to_their_distribution(seed: int) -> None:
 
 
 def test_drawn_problems_are_of_every_kind() -> None:
-    found = [one.problem for seed in range(20) for one in drawn.problems(seed)]
+    found = [one.problem for seed in range(50) for one in drawn.problems(seed)]
     assert {(problem.head_dim, problem.head_dim_v) for problem in found} == set(drawn.HEAD_DIMS)
     assert {problem.group for problem in found} == set(range(1, 9))
     assert {problem.batch for problem in found} == set(range(1, 17))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import shutil
@@ -15,14 +16,18 @@ from test_docs import checkout, made_up
 
 from tilewise.jit.compile import KERNELS
 from tilewise.lab.candidates.names import Candidate
+from tilewise.lab.candidates.variants import THREE_KERNEL
+from tilewise.lab.commands import instrument
+from tilewise.lab.measure.compare import VERIFIED, Comparison, Outcome, Row, Settings
 from tilewise.lab.model import launched
-from tilewise.lab.render import docs
-from tilewise.lab.studies import bench, kept, records, suites
+from tilewise.lab.render import docs, ladder_docs, tune_docs
+from tilewise.lab.studies import bench, kept, ladder, records, suites, tune
+from tilewise.ladder import RUNGS, traffic
 from tilewise.plan import plan
 from tilewise.target import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parents[2]
 H200 = Target.named("h200")
@@ -122,6 +127,129 @@ def test_the_check_of_the_documents_fails_where_a_record_lacks_something(tmp_pat
     assert docs.pages(root)[0].after != page.after, "it would not be cited again"
 
 
+def ladder_record() -> dict[str, Any]:
+    """As if every rung had run on today's kernels."""
+    problem = ladder_docs.problems()[0]
+    outcomes = [Outcome(rung.candidate, VERIFIED, forward=[[1e-3]] * 7) for rung in RUNGS]
+    for outcome in outcomes:
+        if Candidate(outcome.candidate).is_ours:
+            asked = {"problem": problem.to_dict(), "asked": outcome.candidate}
+            outcome.kernels = launched.today(asked, H200, ("forward",))
+    comparison = Comparison(Row("ladder", problem, tuple(rung.candidate for rung in RUNGS), "cuda"), outcomes)
+    parts = {"kernels": [launched.of_variant(THREE_KERNEL, problem, H200)]}
+    climb = ladder.Climb(problem, "cuda", comparison, traffic.every(problem, H200), {}, parts)
+    return on_an_h200(ladder.record([climb], Settings(), ["tilewise", "ladder"]))
+
+
+def tune_record() -> dict[str, Any]:
+    """As if the first configs of a search had run on today's kernels."""
+    problem, settings = ladder_docs.problems()[0], tune.Settings(max_configs=5)
+    shipped, space = tune.search(THREE_KERNEL, problem, H200, settings)
+    trials = [tune.Trial(one, tune.label_of(one), tune.MEASURED, rounds={0: [1e-3]}, turns=[1e-3] * 9) for one in space]
+    found = tune.Sweep(THREE_KERNEL, problem, H200, trials, tune.label_of(shipped), complete=True)
+    return on_an_h200(tune.record([found], settings, ["tilewise", "tune"]))
+
+
+def on_an_h200(record: dict[str, Any]) -> dict[str, Any]:
+    record["provenance"]["gpus"] = [{"name": "NVIDIA H200"}]
+    return json.loads(kept.compact(record))  # type: ignore[no-any-return]
+
+
+def rungs_of(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {one["candidate"]: one for one in record["climbs"][0]["comparison"]["candidates"]}
+
+
+def without_a_rung(record: dict[str, Any]) -> None:
+    record["climbs"][0]["comparison"]["candidates"].remove(rungs_of(record)["ladder:numba"])
+
+
+def with_another_rung(record: dict[str, Any]) -> None:
+    rungs_of(record)["ladder:lecture"]["kernels"]["units"] = {"lecture": "0" * 12}
+
+
+def with_a_rung_without_names(record: dict[str, Any]) -> None:
+    del rungs_of(record)["ladder:matmul"]["kernels"]
+
+
+def with_another_planned_rung(record: dict[str, Any]) -> None:
+    units = rungs_of(record)["sm90"]["kernels"]["units"]
+    units |= dict.fromkeys(units, "0" * 12)
+
+
+def without_a_unit(record: dict[str, Any]) -> None:
+    record["kernels"][-1]["units"].popitem()
+
+
+def with_a_config_that_is_no_more(record: dict[str, Any]) -> None:
+    record["kernels"][0]["asked"] = f"{THREE_KERNEL}@tile=7"
+
+
+def without_names_of_kernels(record: dict[str, Any]) -> None:
+    del record["kernels"]
+
+
+def without_a_config(record: dict[str, Any]) -> None:
+    record["sweeps"][0]["trials"].pop()
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "why"),
+    [
+        (ladder_record, without_a_rung, "numba was not asked"),
+        (ladder_record, with_another_rung, "ladder:lecture: launches other kernels"),
+        (ladder_record, with_a_rung_without_names, "ladder:matmul: the record does not name its kernels"),
+        (ladder_record, with_another_planned_rung, "sm90: the sources of"),
+        (ladder_record, without_a_unit, "launches other kernels: three_kernel_values"),
+        (tune_record, without_a_unit, "launches other kernels: three_kernel_values"),
+        (tune_record, with_a_config_that_is_no_more, "tile=7"),
+        (tune_record, without_names_of_kernels, "the record does not name them"),
+        (tune_record, without_a_config, "tries other configs"),
+    ],
+)
+def test_the_ladder_and_sweeps_are_cited_while_their_kernels_are_those_of_today(
+    tmp_path: Path, make: Callable[[], dict[str, Any]], change: Callable[[dict[str, Any]], None], why: str
+) -> None:
+    root = checkout(tmp_path, make())
+    blocks = "<!-- ladder figures -->\n<!-- /ladder -->\n<!-- ladder sweep -->\n<!-- /ladder -->\n"
+    (root / ladder_docs.PAGE).write_text(blocks)
+    (root / tune_docs.PAGE).write_text("<!-- tune -->\n<!-- /tune -->\n")
+    for path in ladder_docs.write(root):
+        assert path.is_file()
+    for page in docs.pages(root):
+        page.path.write_text(page.after)
+    assert "(../benchmarks/results/0.json)" in (root / ladder_docs.PAGE).read_text()
+    assert (root / "docs" / "tune-three-kernel.html").is_file() == (make is tune_record)
+    assert evidence.complaints(root) == []
+    record = make()
+    change(record)
+    kept.write(record, root / bench.RESULTS / "0.json")
+    (line,) = evidence.complaints(root)
+    assert line.startswith("0.json: ")
+    assert why in line
+    ladder_docs.write(root)
+    assert "0.json" not in (root / ladder_docs.PAGE).read_text(), "it would not be cited again"
+
+
+def test_a_record_that_cannot_name_its_kernels_is_cited_by_no_generated_part(tmp_path: Path) -> None:
+    record = tune_record() | {"kind": "tilewise cycles"}
+    text = "<!-- cycles -->\n[record](benchmarks/results/0.json)\n<!-- /cycles -->\n"
+    root = checkout(tmp_path, text=text)
+    (root / bench.RESULTS / "0.json").write_text(json.dumps(record))
+    (line,) = evidence.complaints(root)
+    assert "tilewise cycles" in line
+    (root / bench.RESULTS / "0.json").write_text(json.dumps(record | {"kind": instrument.KIND}))
+    assert evidence.complaints(root) == []
+
+
+def test_what_is_asked_for_is_measured_in_that_order() -> None:
+    names, programs = evidence.chosen(["odd", "tune-d128", "forward", "ladder"], on_gpu=True)
+    assert names == ["odd", "forward"]
+    assert [program.name for program in programs] == ["tune-d128", "ladder"]
+    assert evidence.chosen([], on_gpu=False) == (["cpu"], [])
+    with pytest.raises(SystemExit, match="no oddities"):
+        evidence.chosen(["oddities"], on_gpu=True)
+
+
 def test_our_documents_are_backed_by_records_of_the_kernels_as_they_are() -> None:
     """Run `make evidence` on a machine with the GPU that pages cite, then `make docs`, if this fails."""
     assert evidence.check(ROOT) == []
@@ -157,17 +285,41 @@ def changed(kernels: Path) -> dict[str, set[str]]:
 def test_a_header_makes_older_exactly_the_rows_that_run_it(
     kernels: Path, header: str, expected: dict[str, set[str]]
 ) -> None:
-    path = kernels / header
-    text = path.read_text()
-    path.write_text("// a remark\n" + text.replace("\n\n", "\n\n\n"))
-    launched.unit_digest.cache_clear()
-    assert changed(kernels) == {}
-    path.write_text(text + "\nstruct NeverSeenBefore {};\n")
+    text = (kernels / header).read_text()
+    with written(kernels / header, "// a remark\n" + text.replace("\n\n", "\n\n\n")):
+        assert changed(kernels) == {}
+    with written(kernels / header, text + "\nstruct NeverSeenBefore {};\n"):
+        assert changed(kernels) == expected
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ("ladder/three_kernel.cuh", {"three-kernel"}),
+        ("ladder/lecture.cuh", {"lecture"}),
+        ("sm80/forward.cuh", {"sm80"}),
+        ("sm90/consumer.cuh", {"sm90"}),
+    ],
+)
+def test_a_header_makes_older_exactly_the_rungs_that_run_it(kernels: Path, header: str, expected: set[str]) -> None:
+    named = {name: one["kernels"] for name, one in rungs_of(ladder_record()).items() if "kernels" in one}
+    asked = {"problem": ladder_docs.problems()[0].to_dict()}
+    with written(kernels / header, (kernels / header).read_text() + "\nstruct NeverSeenBefore {};\n"):
+        today = {name: launched.today(asked | {"asked": name}, H200, ("forward",), kernels) for name in named}
+    older = {name for name, known in named.items() if launched.difference(known, today[name])}
+    assert {rung.name for rung in RUNGS if rung.candidate in older} == expected
+
+
+@contextlib.contextmanager
+def written(path: Path, text: str) -> Iterator[None]:
+    """A header with another text."""
+    before = path.read_text()
+    path.write_text(text)
     launched.unit_digest.cache_clear()
     try:
-        assert changed(kernels) == expected
+        yield
     finally:
-        path.write_text(text)
+        path.write_text(before)
         launched.unit_digest.cache_clear()
 
 

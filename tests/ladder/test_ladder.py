@@ -31,6 +31,7 @@ from tilewise.lab.candidates.variants import name_of, resolve
 from tilewise.lab.commands.app import app
 from tilewise.lab.measure import stages
 from tilewise.lab.measure.compare import Outcome, Settings
+from tilewise.lab.model.launched import of_variant
 from tilewise.lab.render import ladder_docs
 from tilewise.lab.studies import bench, kept, tune
 from tilewise.lab.studies import ladder as command
@@ -402,17 +403,21 @@ def test_figures_come_from_a_record_and_from_nowhere_else(tmp_path: Path) -> Non
     assert ladder_docs.rewrite(text, tmp_path).count("Not measured yet") == 6
     problem = make_problem((1, 16, 1024, 64), torch.bfloat16)
     outcomes = [
-        Outcome("ladder:matmul", "verified", forward=[[4e-4]], memory=1 << 20, errors={"out": {"norm": 1e-3}}),
-        Outcome("ladder:three-kernel", "verified", forward=[[2e-4]]),
+        Outcome("ladder:matmul", "verified", forward=[[4e-4]] * 5, memory=1 << 20, errors={"out": {"norm": 1e-3}}),
+        Outcome("ladder:three-kernel", "verified", forward=[[2e-4]] * 5),
         Outcome("triton", "died: SIGSEGV"),
     ]
+    for outcome in outcomes[:2]:
+        outcome.kernels = of_variant(outcome.candidate, problem, H200)
     comparison = command.Comparison(command.Row("row", problem, (), "cuda"), outcomes)
-    parts = {"seconds": dict.fromkeys(stages.PARTS, [1e-5] * stages.ROUNDS)}
+    kernels = [of_variant("ladder:three-kernel", problem, H200)]
+    parts = {"seconds": dict.fromkeys(stages.PARTS, [1e-5] * stages.ROUNDS), "kernels": kernels}
     ran = {outcome.candidate for outcome in outcomes}
     refused = {rung.name: ["no <GPU>"] for rung in ladder.RUNGS if rung.candidate not in ran}
     counted = {"matmul": {"dram": 5e6, "l2": 7e6}, "triton": {"error": "no counters"}}
     climb = command.Climb(problem, "cuda", comparison, traffic.every(problem, H200), refused, parts, counted)
     record = command.record([climb], Settings(), ["tilewise", "ladder"])
+    record["provenance"]["gpus"] = [{"name": "NVIDIA H200"}]
     path = kept.save(record, tmp_path / bench.RESULTS)
     written = ladder_docs.rewrite(text, tmp_path)
     assert written.count("Not measured yet") == 1
@@ -429,7 +434,7 @@ def test_figures_come_from_a_record_and_from_nowhere_else(tmp_path: Path) -> Non
     # A newer record without the counters and without the parts leaves these views to the older one.
     climb.parts, climb.counted = {}, {}
     newer = command.record([climb], Settings(), ["tilewise", "ladder"])
-    newer["provenance"]["date"] = "9999-01-01T00:00:00+00:00"
+    newer["provenance"] |= {"date": "9999-01-01T00:00:00+00:00", "gpus": record["provenance"]["gpus"]}
     later = kept.save(newer, tmp_path / bench.RESULTS)
     both = ladder_docs.rewrite(text, tmp_path)
     assert both.count("Not measured yet") == 1

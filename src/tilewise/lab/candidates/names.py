@@ -102,11 +102,6 @@ class Candidate:
         return self.name in ours or own_backend or variants.is_variant(self.name)
 
     @property
-    def is_planned(self) -> bool:
-        """The planner decides what it launches."""
-        return self.is_ours and not variants.is_variant(self.name)
-
-    @property
     def backend(self) -> str:
         """What the planner is asked for."""
         return AUTO if self.name in (OURS, DETERMINISTIC, PLAIN, PACKED) else self.name.removeprefix(f"{OURS}:")

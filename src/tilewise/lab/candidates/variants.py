@@ -26,12 +26,14 @@ from ...target import Target
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ...jit import Unit
     from ...operands import Operands
     from ...problem import Problem
     from .inputs import Inputs
 
 Tensor = torch.Tensor
 RUNG = "ladder:"
+THREE_KERNEL = f"{RUNG}three-kernel"
 BACKWARD = ":backward"
 _AT = "@"
 
@@ -65,6 +67,19 @@ def resolve(name: str) -> tuple[Any, Any]:
     head, _, tail = name.partition(_AT)
     backend = backend_of(head)
     return backend, _config(backend, head, tail) if tail else None
+
+
+def units_of(backend: Any, problem: Problem, config: Any, arch: str) -> list[Unit]:
+    """What is compiled for a config: a kernel, or those that a backend of several makes of it; nothing for Python."""
+    if not hasattr(backend, "unit"):
+        return []
+    own_arch = [] if hasattr(backend, "ARCH") else [arch]
+    return [backend.unit(stage, *own_arch) for stage in stages_of(backend, problem, config)]
+
+
+def stages_of(backend: Any, problem: Problem, config: Any) -> tuple[Any, ...]:
+    """The configs of a backend's kernels, one after the other."""
+    return tuple(backend.stages_of(problem, config)) if hasattr(backend, "stages_of") else (config,)
 
 
 def forward(name: str, problem: Problem, inputs: Inputs) -> Callable[[], Any]:

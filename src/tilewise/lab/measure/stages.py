@@ -23,6 +23,8 @@ from ...ladder import three_kernel
 from ...problem import Problem
 from ...target import Target
 from ..candidates.inputs import make_inputs
+from ..candidates.variants import THREE_KERNEL, name_of
+from ..model.launched import of_variant
 from ..processes import module_command, variables
 from . import timing
 
@@ -54,7 +56,7 @@ PARTS = (
 
 
 def measure(problem: Problem, seed: int, seconds: float, time_limit: float) -> dict[str, Any]:
-    """{"seconds": {part: one per round}, "config": ...}, or {"error": why there is none}."""
+    """{"seconds": {part: one per round}, "config", "kernels": what is launched}, or {"error": why there is none}."""
     job = json.dumps({"problem": problem.to_dict(), "seed": seed, "seconds": seconds})
     try:
         done = subprocess.run(
@@ -141,10 +143,14 @@ def time_rounds(parts: dict[str, _Timed], seconds: float, seed: int) -> dict[str
 def main() -> None:
     job = json.loads(sys.stdin.read())
     problem = Problem.from_dict(job["problem"])
-    config = three_kernel.configs(problem, Target.of("cuda"))[0]
+    target = Target.of("cuda")
+    config = three_kernel.configs(problem, target)[0]
+    names = (name_of(THREE_KERNEL, changed) for changed in _by_row(config).values())
+    kernels = [of_variant(name, problem, target) for name in names]
     with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
         found = time_rounds(_parts(problem, config, job["seed"]), job["seconds"], job["seed"])
-    print(json.dumps({"seconds": found, "config": config.label, "launches": three_kernel.launches(problem, config)}))
+    launches = three_kernel.launches(problem, config)
+    print(json.dumps({"seconds": found, "config": config.label, "launches": launches, "kernels": kernels}))
 
 
 if __name__ == "__main__":

@@ -45,10 +45,12 @@ from ...masks import Dense, Documents
 from ...memo import invalidate
 from ...plan import plans_made
 from ...problem import Problem
+from ...target import Target
 from ..candidates import override
 from ..candidates.names import SDPA, Candidate, Forward, make_inputs, sdpa_arguments
+from ..candidates.variants import is_variant
 from ..model import roofline
-from ..model.launched import launched
+from ..model.launched import launched, of_variant
 from . import accuracy, timing
 
 if TYPE_CHECKING:
@@ -137,7 +139,9 @@ class Worker:
         return _peak_extra_bytes(call, self._device)
 
     def launched(self, timed: list[str]) -> Launched | None:
-        """What of ours a call launches, by the plan of the first call; None where the planner was not asked."""
+        """What of ours a call launches, by its name or by the plan of the first call; None where there is neither."""
+        if is_variant(self._candidate.name):
+            return of_variant(self._candidate.name, self._problem, Target.of(self._device), timed)
         made = plans_made()
         return launched(made[0], timed) if made else None
 

@@ -2,9 +2,11 @@
 
     {"problem": {...}, "asked": "auto", "backend": "sm90", "program": "5f0c...", "units": {"forward_...": "93b1..."}}
 
-`problem` is the one that was planned for the call; `program` is a digest of the host's part: the config, and of every
-launch its grid, its threads and the numbers among its arguments. All of it follows from the plan, which can be made
-again on a machine without a GPU: a measurement is older than the sources where today's plan launches something else.
+`problem` is the one that was planned for the call. `asked` is the backend that the planner was asked for, or the name
+of a variant, for which no plan is made: a rung of the ladder, or a backend with a config that is spelled out. `program`
+is a digest of the host's part: the config, and of every launch its grid, its threads and the numbers among its
+arguments; of a rung, the config and its module. All of it follows from the plan or the variant, and can be found again
+on a machine without a GPU: a measurement is older than the sources where the same call launches something else today.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import inspect
 import re
 from typing import TYPE_CHECKING, Any
 
+from ...engine.backend import Direction, Fused
 from ...engine.program import slots_of
 from ...jit.compile import KERNELS
 from ...jit.headers import included_files
@@ -21,6 +24,7 @@ from ...jit.trust import digest
 from ...plan import BACKENDS, plan, plans_made
 from ...problem import Problem
 from ...triton import kernels as triton_kernels
+from ..candidates.variants import BACKWARD, backend_of, is_variant, resolve, units_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from ...target import Target
 
 Launched = dict[str, Any]
+STEP = ("step",)
 _COMMENT = re.compile(rb"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _DIGITS = 12
 _OTHER_SOURCES = {"triton": (triton_kernels,)}  # of backends whose kernels are Python
@@ -51,19 +56,61 @@ def launched(chosen: Plan, timed: Sequence[str], kernels: Path = KERNELS) -> Lau
     }
 
 
+def of_variant(
+    name: str, problem: Problem, target: Target, timed: Sequence[str] = STEP, kernels: Path = KERNELS
+) -> Launched:
+    """What a variant launches in the directions that are timed."""
+    head = name.partition("@")[0]
+    backend, config = resolve(name)
+    if isinstance(backend, Fused | Direction):
+        programs = _of_backend(head.removesuffix(BACKWARD), problem, target, config, timed)
+        units = [unit for program in programs for unit in program.units]
+        host = [str(config), *(part for one in programs for part in _host(one))]
+        sources = {}
+    else:
+        config = config or next(iter(backend.configs(problem, target)), None)
+        units = units_of(backend, problem, config, target.arch)
+        sources = _python_sources(head)
+        host = [str(config), *sources.values()]
+    return {
+        "problem": problem.to_dict(),
+        "asked": name,
+        "backend": head,
+        "program": _short([part.encode() for part in host]),
+        "units": {unit.label: unit_digest(unit, kernels) for unit in units} or sources,
+    }
+
+
+def _of_backend(name: str, problem: Problem, target: Target, config: Any, timed: Sequence[str]) -> list[Program]:
+    """What a backend launches with a config that is its forward's or its backward's; the other is its own choice."""
+    backend: Any = BACKENDS[name]
+    of_backward = isinstance(config, backend.backward_direction.config_types)
+    found = []
+    if "forward" in timed or "step" in timed:
+        own = None if of_backward else config
+        found.append(backend.program(problem, target, own or backend.configs(problem, target)[0]))
+    if problem.needs_grad and ("backward" in timed or "step" in timed):
+        own = config if of_backward else None
+        found.append(backend.backward_program(problem, target, own or backend.backward_configs(problem, target)[0]))
+    return found
+
+
 def by_this_process() -> list[Launched]:
     """What the calls of this process launch, forward and backward, by the plans that it made: one call for each set of
     kernels."""
     found: dict[object, Launched] = {}
     for chosen in plans_made():
-        one = launched(chosen, ("step",))
+        one = launched(chosen, STEP)
         found.setdefault((one["backend"], *one["units"].items()), one)
     return list(found.values())
 
 
 def today(known: Launched, target: Target, timed: Sequence[str], kernels: Path = KERNELS) -> Launched:
     """What the same call launches by the sources at hand. Raises what planning raises."""
-    return launched(plan(Problem.from_dict(known["problem"]), target, known["asked"]), timed, kernels)
+    problem, asked = Problem.from_dict(known["problem"]), known["asked"]
+    if is_variant(asked):
+        return of_variant(asked, problem, target, timed, kernels)
+    return launched(plan(problem, target, asked), timed, kernels)
 
 
 def difference(known: Launched, now: Launched) -> str:
@@ -115,8 +162,8 @@ def _launch(launch: Launch) -> str:
 
 @functools.cache
 def _python_sources(backend: str) -> dict[str, str]:
-    """Of a backend of ours that is written in Python; nothing for PyTorch's kernels."""
-    module = BACKENDS[backend]
+    """Of a backend of ours, or a rung, that is written in Python; nothing for PyTorch's kernels."""
+    module = backend_of(backend)
     if not inspect.ismodule(module):
         return {}
     modules = (module, *_OTHER_SOURCES.get(backend, ()))

@@ -26,8 +26,8 @@ from ..measure import statistics, words
 from ..measure.compare import REFUSED, geomean, summary
 from ..studies import bench, records
 from ..studies.suites import SUITES
-from . import host_docs, map_docs, models_docs, plots, report_docs
-from .pages import rebuilt
+from . import host_docs, map_docs, models_docs, plots, report_docs, tune_docs
+from .pages import rebuilt, record_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,9 +94,9 @@ def pages(root: Path) -> list[Page]:
 
 
 def reports(root: Path) -> list[Page]:
-    """The tables of whole models, of host time and of tile maps; the reports that documents cite, from the newest
-    records; and every other HTML page of docs/ that names the record it was made from, as that record looks now."""
-    tables = (models_docs, host_docs, map_docs, report_docs)
+    """The tables of whole models, of host time, of tile maps and of sweeps; the reports that documents cite, from the
+    newest records; and every other HTML page of docs/ that names the record it was made from, as that looks now."""
+    tables = (models_docs, host_docs, map_docs, report_docs, tune_docs)
     wanted = {path: text for one in tables for path, text in one.wanted(root).items()}
     found = [Page(path, path.read_text("utf-8") if path.is_file() else "", text) for path, text in wanted.items()]
     for path in sorted((root / "docs").rglob("*.html")):
@@ -142,11 +142,14 @@ def parse_marker(text: str, path: Path) -> Asked:
 
 
 def cited(root: Path) -> dict[str, None]:
-    """The records that generated parts of pages take their figures from, by name."""
+    """The records that generated parts of pages, and HTML pages, take their figures from, by name."""
     paths = (root / "README.md", *sorted((root / "docs").rglob("*.md")))
     texts = [path.read_text(encoding="utf-8") for path in paths if path.is_file()]
     bodies = [match["body"] for text in texts for match in _GENERATED.finditer(text)]
-    return dict.fromkeys(name for body in bodies for name in _CITED.findall(body))
+    html = (path.read_text(encoding="utf-8") for path in sorted((root / "docs").rglob("*.html")))
+    made_from = (record_of(text, root / bench.RESULTS) for text in html)
+    named = [name for body in bodies for name in _CITED.findall(body)]
+    return dict.fromkeys([*named, *(path.name for path in made_from if path is not None)])
 
 
 def draw_all(root: Path) -> list[Path]:

@@ -5,8 +5,8 @@
 
 Views: `rungs` (what each is and teaches), `bytes` and `picture` (what each moves, in theory), `speeds`, `figures`,
 `parts`, `row-threads` and `counted` (the newest record of `tilewise ladder` on a GPU that has what the view shows),
-`sweep` (the newest record of `tilewise tune` for the three-kernel rung). A view without a record says that it is not
-measured yet.
+`sweep` (the newest record of `tilewise tune` for the three-kernel rung). A record counts while its kernels are those of
+today. A view without one says that it is not measured yet.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from ...ladder import RUNGS, traffic
 from ...problem import Problem, parse_dtype
 from ...target import Target
 from .. import report
+from ..candidates.variants import THREE_KERNEL
 from ..measure import stages, words
 from ..measure.compare import VERIFIED, median
 from ..studies import bench, kept
 from ..studies import ladder as command
+from . import tune_docs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +35,8 @@ PAGE = Path("docs/ladder.md")
 PICTURE = Path("docs/plots/ladder-bytes.svg")
 SPEEDS = Path("docs/plots/ladder-speeds.svg")
 TARGET = "h200"
-_RUNG = "ladder:three-kernel"
 _BLOCK = re.compile(r"(?P<begin><!-- ladder (?P<view>[\w-]+) -->\n)(?P<body>.*?)(?P<end><!-- /ladder -->)", re.DOTALL)
+COMMAND = "tilewise ladder --bytes --repeat 7 --save"
 _NOT_YET = "*Not measured yet: `{}` on a GPU fills this in.*"
 _SWEEP_LINES = 12
 
@@ -86,14 +88,19 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-def _newest(root: Path, kind: str, fits: Callable[[dict[str, Any]], object]) -> tuple[str, dict[str, Any]] | None:
-    """Name and contents of the newest complete record of a kind that fits, by date."""
+def newest(
+    root: Path, fits: Callable[[dict[str, Any]], object] = lambda record: True
+) -> tuple[str, dict[str, Any]] | None:
+    """Name and contents of the newest complete record of the ladder that fits and may be cited, by date."""
     found = [
-        (record["provenance"]["date"], path.name, kept.expanded(record))
-        for path, record in kept.of_kind(root / bench.RESULTS, kind)
-        if record.get("complete") and fits(record)
+        (record["provenance"]["date"], path.name, record)
+        for path, record in kept.of_kind(root / bench.RESULTS, command.KIND)
+        if record.get("complete") and fits(record) and not command.marks(record)
     ]
-    return max(found, key=lambda one: one[:2])[1:] if found else None
+    if not found:
+        return None
+    _, name, record = max(found, key=lambda one: one[:2])
+    return name, kept.expanded(record)
 
 
 def _climbs(
@@ -104,7 +111,7 @@ def _climbs(
     def fits(record: dict[str, Any]) -> bool:
         return any(climb["device"].startswith("cuda") and shows(climb) for climb in record["climbs"])
 
-    found = _newest(root, command.KIND, fits)
+    found = newest(root, fits)
     if found is None:
         return None
     name, record = found
@@ -141,14 +148,14 @@ def _picture(root: Path) -> list[str]:
 
 def _speeds(root: Path) -> list[str]:
     if _climbs(root) is None:
-        return [_NOT_YET.format("tilewise ladder --bytes --save")]
+        return [_NOT_YET.format(COMMAND)]
     return [f"![Speed of each rung, measured](plots/{SPEEDS.name})"]
 
 
 def _figures(root: Path) -> list[str]:
     found = _climbs(root)
     if found is None:
-        return [_NOT_YET.format("tilewise ladder --bytes --save")]
+        return [_NOT_YET.format(COMMAND)]
     lines = []
     for climb in found[1]["climbs"]:
         problem = Problem.from_dict(climb["problem"])
@@ -177,7 +184,7 @@ def _parts(root: Path) -> list[str]:
     """Launches one by one stand beside the graph where the record has them."""
     found = _climbs(root, lambda climb: climb["parts"].get("seconds"))
     if found is None:
-        return [_NOT_YET.format("tilewise ladder --save")]
+        return [_NOT_YET.format(COMMAND)]
     every = (*stages.NAMES, stages.WHOLE, stages.EAGER, stages.NOTHING, stages.HOST)
     names = [name for name in every if all(name in climb["parts"]["seconds"] for climb in found[1]["climbs"])]
     lines = [f"| problem | {' | '.join(f'{name}, us' for name in names)} | cuBLAS / three-kernel |"]
@@ -192,7 +199,7 @@ def _row_threads(root: Path) -> list[str]:
     """The softmax with each number of threads per row, in microseconds per head beside those of the study."""
     found = _climbs(root, lambda climb: set(stages.PARTS) <= set(climb["parts"].get("seconds") or {}))
     if found is None:
-        return [_NOT_YET.format("tilewise ladder --save")]
+        return [_NOT_YET.format(COMMAND)]
     head = [
         "problem",
         "threads per row",
@@ -217,14 +224,14 @@ def _row_threads(root: Path) -> list[str]:
 
 def _against_cublas(climb: dict[str, Any]) -> str:
     timed = {one["candidate"]: one["forward_seconds"] for one in climb["comparison"]["candidates"]}
-    ours, theirs = timed.get(_RUNG), timed.get("ladder:matmul")
+    ours, theirs = timed.get(THREE_KERNEL), timed.get("ladder:matmul")
     return f"{theirs['median'] / ours['median']:.2f}x" if ours and theirs else "-"
 
 
 def _counted(root: Path) -> list[str]:
-    found = _climbs(root, lambda climb: climb["counted"])
+    found = _climbs(root, lambda climb: any("dram" in one for one in climb["counted"].values()))
     if found is None:
-        return [_NOT_YET.format("tilewise ladder --bytes --save")]
+        return [_NOT_YET.format(COMMAND)]
     lines = ["| problem | rung | DRAM MB counted | by formula | L2 MB counted | SM MB by formula |"]
     lines.append("|---|---|---:|---:|---:|---:|")
     for climb in found[1]["climbs"]:
@@ -237,9 +244,9 @@ def _counted(root: Path) -> list[str]:
 
 
 def _sweep(root: Path) -> list[str]:
-    found = _newest(root, "tilewise tune", lambda record: any(one["backend"] == _RUNG for one in record["sweeps"]))
+    found = tune_docs.find(THREE_KERNEL, root)
     if found is None:
-        return [_NOT_YET.format(f"tilewise tune --backend {_RUNG} --shape 1,16,1024,64 --save")]
+        return [_NOT_YET.format(tune_docs.command_for(THREE_KERNEL))]
     lines = []
     for sweep in found[1]["sweeps"]:
         measured = sorted((t for t in sweep["trials"] if t["seconds"]), key=lambda trial: trial["seconds"]["median"])
@@ -253,7 +260,7 @@ def _sweep(root: Path) -> list[str]:
             registers = "/".join(str(kernel["registers"]) for kernel in trial["resources"])
             lines.append(f"| {trial['label']} | {seconds * 1e6:.1f} | {seconds / best:.2f} | {registers} |")
         lines.append("")
-    return lines[:-1] + _source(*found)
+    return lines[:-1] + _source(found[0].name, found[1])
 
 
 def _shape(problem: Problem) -> str:

@@ -1,6 +1,7 @@
 """The pages of the commands, each a pure function of the record that the command's JSON holds.
 
     page(record) -> str                     by the record's kind
+    record_of(text, results) -> Path | None the record that a page was made from
     rebuilt(text, results) -> str | None    a page, rebuilt from its record
 
 A page says in its head which record it was made from, by kind and date: that is how `tilewise docs` finds the record
@@ -63,6 +64,12 @@ def bench_page(record: Record) -> str:
 
 def rebuilt(text: str, results: Path) -> str | None:
     """The page as its record looks now. None for what is no page, and where the folder `results` has no such record."""
+    path = record_of(text, results)
+    return None if path is None else page(kept.read(path))
+
+
+def record_of(text: str, results: Path) -> Path | None:
+    """The record in the folder `results` that a page was made from; None where there is none, or no page."""
     match = _IDENTITY.search(text)
     if match is None:
         return None
@@ -74,5 +81,5 @@ def rebuilt(text: str, results: Path) -> str | None:
         with contextlib.suppress(InvalidInput):
             record = kept.read(path)
             if identity(record) == wanted:
-                return page(record)
+                return path
     return None

@@ -44,7 +44,7 @@ _GROUNDS = {  # as matplotlib writes them, and in the dark: ground, ink, grid, f
     "#cccccc": DARK["line"],
 }
 _TICKS = (0.5, 0.7, 0.85, 1, 1.2, 1.5, 2, 3, 5, 10, 20)
-_MAX_BARS = 120  # rows that have a bar each; more become curves
+_MAX_BARS = 80  # rows that have a bar each; more become curves
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 

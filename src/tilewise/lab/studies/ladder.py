@@ -38,6 +38,7 @@ from ..measure.compare import (
     summary,
 )
 from ..measure.pool import Pool
+from . import records
 
 if TYPE_CHECKING:
     from ...ladder import Rung
@@ -86,7 +87,7 @@ class Climb:
             "comparison": self.comparison.to_dict(),
             "traffic": {name: moved._asdict() for name, moved in self.moved.items()},
             "refused": self.refused,
-            "parts": self.parts,
+            "parts": {name: value for name, value in self.parts.items() if name != "kernels"},
             "counted": self.counted,
         }
 
@@ -174,6 +175,15 @@ def _moved(leg: list[ncu.Row]) -> dict[str, Any]:
     return {"dram": dram, "l2": l2, "kernels": len(leg)}
 
 
+def marks(record: dict[str, Any]) -> list[str]:
+    """What a reader must know before believing the figures of a record; empty for one that stands as it is."""
+    lacking: dict[str, None] = {}
+    for climb in record["climbs"]:
+        asked = {one["candidate"] for one in climb["comparison"]["candidates"]}
+        lacking |= dict.fromkeys(r.name for r in RUNGS if r.candidate not in asked and r.name not in climb["refused"])
+    return [*records.marks_of(record), *(f"{name} was not asked" for name in lacking)]
+
+
 def record(climbs: list[Climb], settings: Settings, command: list[str]) -> dict[str, Any]:
     """All that was measured, with where it comes from."""
     return {
@@ -182,6 +192,7 @@ def record(climbs: list[Climb], settings: Settings, command: list[str]) -> dict[
         "complete": all(climb.comparison.complete for climb in climbs),
         "provenance": environment.provenance(settings.seed, command),
         "settings": dataclasses.asdict(settings),
+        "kernels": [one for climb in climbs for one in climb.parts.get("kernels", ())],
         "climbs": [climb.to_dict() for climb in climbs],
     }
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KIND = "tilewise bench"
-STEP = ("step",)
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ def target_of(provenance: dict[str, Any], *, on_gpu: bool) -> Target | None:
 def older(comparison: Comparison, target: Target | None) -> str:
     """Why today's sources launch something else than what a row measured; empty where they do not."""
     for outcome in comparison.outcomes:
-        if not outcome.costs or not Candidate(outcome.candidate).is_planned:
+        if not outcome.costs or not Candidate(outcome.candidate).is_ours:
             continue
         if outcome.kernels is None or target is None:
             return f"{outcome.candidate}: the record does not name its kernels"
@@ -178,23 +177,27 @@ def older(comparison: Comparison, target: Target | None) -> str:
 
 
 def marks_of(record: dict[str, Any], rounds: int = 0) -> list[str]:
-    """The same of a record of another kind: one comparison, or `kernels`, a list of what its program launched."""
-    provenance = record["provenance"]
-    if "comparison" in record:
-        comparison = read_comparison(record["comparison"])
-        target = target_of(provenance, on_gpu=comparison.row.device.startswith("cuda"))
-        rounds = min((len(outcome.costs) for outcome in comparison.timed()[:1]), default=0)
-        changed = older(comparison, target)
-    else:
-        changed = _older_kernels(record, target_of(provenance, on_gpu=bool(provenance["gpus"])))
+    """The same of a record of another kind. It names its kernels in its comparisons, one or several, or in `kernels`, a
+    list of what its program launched, or in both."""
+    found = [read_comparison(one["comparison"]) for one in record.get("climbs", [record]) if "comparison" in one]
+    on_gpu = any(one.row.device.startswith("cuda") for one in found) if found else bool(record["provenance"]["gpus"])
+    target = target_of(record["provenance"], on_gpu=on_gpu)
+    if found:
+        rounds = min((len(outcome.costs) for one in found for outcome in one.timed()[:1]), default=0)
+    changed = next((why for one in found if (why := older(one, target))), "")
+    if not changed and ("kernels" in record or not found):
+        changed = _older_kernels(record, target)
     return [*_too_few(rounds), *([f"its kernels have changed since ({changed})"] if changed else [])]
 
 
 def _older_kernels(record: dict[str, Any], target: Target | None) -> str:
     if "kernels" not in record or target is None:
         return "the record does not name them"
-    found = (launched.difference(one, launched.today(one, target, STEP)) for one in record["kernels"])
-    return next((why for why in found if why), "")
+    try:
+        found = (launched.difference(one, launched.today(one, target, launched.STEP)) for one in record["kernels"])
+        return next((why for why in found if why), "")
+    except TilewiseError as error:
+        return str(error).splitlines()[0]
 
 
 def _too_few(rounds: int) -> list[str]:

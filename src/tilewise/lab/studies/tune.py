@@ -34,26 +34,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...engine.backend import Direction, Fused
 from ...errors import CompileError, InvalidInput, UnsupportedProblem
 from ...jit import build, cache, trust, tuned
 from ...plan import plan
+from ...problem import Problem
 from ...target import Target
 from .. import report
-from ..candidates.variants import BACKWARD, backend_of, has_backward, is_variant, name_of
+from ..candidates.variants import BACKWARD, backend_of, has_backward, is_variant, name_of, stages_of, units_of
 from ..measure import environment, noise, statistics, words
 from ..measure.compare import WRONG, median, summary
 from ..measure.pool import Failure, Process
+from ..model import launched
 from ..model.kernels import occupancy
+from . import records
 from .search_space import has_search_space, label_of, search_space
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ...jit import Kernel, Unit
-    from ...problem import Problem
     from ..measure.statistics import Speed
+    from ..model.launched import Launched
 
+KIND = "tilewise tune"
 BUILT = "built"
 MEASURED = "measured"
 UNFIT = "does not build"
@@ -310,16 +313,8 @@ def _build_all(found: Sweep, tick: Tick) -> None:
             raise
 
 
-def _stages(found: Sweep, trial: Trial) -> tuple[Any, ...]:
-    """What is compiled for a config: itself, or what a backend of several kernels makes of it."""
-    stages_of = getattr(backend_of(found.backend), "stages_of", None)
-    return tuple(stages_of(found.problem, trial.config)) if stages_of else (trial.config,)
-
-
 def _units(found: Sweep, trial: Trial) -> list[Unit]:
-    module = backend_of(found.backend)
-    arch = [found.target.arch] if isinstance(module, Fused | Direction) else []
-    return [module.unit(stage, *arch) for stage in _stages(found, trial)]
+    return units_of(backend_of(found.backend), found.problem, trial.config, found.target.arch)
 
 
 def _build(units: list[Unit]) -> tuple[list[Kernel], str, str]:
@@ -673,7 +668,8 @@ def _why(trial: Trial, winner: Trial | None, found: Sweep) -> str:
 def resources(found: Sweep, trial: Trial) -> list[dict[str, Any]]:
     """For each kernel: registers, spilt bytes, shared memory, CTAs a multiprocessor holds, and what limits them."""
     facts = []
-    for kernel, stage in zip(trial.kernels, _stages(found, trial) if trial.kernels else (), strict=True):
+    stages = stages_of(backend_of(found.backend), found.problem, trial.config)
+    for kernel, stage in zip(trial.kernels, stages if trial.kernels else (), strict=True):
         used = kernel.resources
         smem = stage.smem_bytes + used.static_smem_bytes
         fits = occupancy((1,), (stage.threads,), used.registers, smem, found.target)
@@ -706,13 +702,35 @@ def _concluded(found: Sweep, settings: Settings) -> dict[str, Any]:
     return {"winner": winner.label if winner else None, "conclusion": conclusion(found, settings)}
 
 
+def marks(record: dict[str, Any]) -> list[str]:
+    """What a reader must know before believing the figures of a record; empty for one that stands as it is."""
+    found = records.marks_of(record)
+    if found:
+        return found
+    target = records.target_of(record["provenance"], on_gpu=bool(record["provenance"]["gpus"]))
+    assert target is not None, "whose kernels are those of today"
+    settings = Settings(**record["settings"])
+    for values in record["sweeps"]:
+        space = search(values["backend"], Problem.from_dict(values["problem"]), target, settings)[1]
+        if [label_of(config) for config in space] != [trial["label"] for trial in values["trials"]]:
+            found.append(f"a search of {values['backend']} tries other configs today")
+    return found
+
+
+def _kernels(found: Sweep) -> list[Launched]:
+    """What each config of a sweep launches."""
+    names = (name_of(found.backend, trial.config) for trial in found.trials)
+    return [launched.of_variant(name, found.problem, found.target) for name in names]
+
+
 def record(sweeps: list[Sweep], settings: Settings, command: list[str]) -> dict[str, Any]:
     """All that was measured, with where it comes from."""
     return {
-        "kind": "tilewise tune",
+        "kind": KIND,
         "suite": "tune",
         "complete": all(found.complete for found in sweeps),
         "provenance": environment.provenance(settings.seed, command),
         "settings": dataclasses.asdict(settings),
+        "kernels": [one for found in sweeps for one in _kernels(found)],
         "sweeps": [found.to_dict() | _concluded(found, settings) for found in sweeps],
     }
