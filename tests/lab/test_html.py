@@ -31,6 +31,7 @@ from tilewise.lab.render import (
     report_docs,
     roles,
     style,
+    tune_docs,
     views,
 )
 from tilewise.lab.render import html as reports
@@ -659,7 +660,7 @@ def test_our_reports_are_those_of_their_records() -> None:
     """Run `make docs` if this fails."""
     found = {report.path.name: report for report in docs.reports(ROOT)}
     kept = {path.name for path in (ROOT / "docs").rglob("*.html")}
-    tables = {page.PAGE.name for page in (report_docs, models_docs, host_docs, map_docs)}
+    tables = {page.PAGE.name for page in (report_docs, models_docs, host_docs, map_docs, tune_docs)}
     assert set(found) == {*kept, *tables}, "a page without its record"
     assert [name for name, report in found.items() if report.stale] == []
 
