@@ -32,7 +32,7 @@
 //   Q    where all of a CTA's rows are far from 1, Q and K are multiplied by opposite powers of two as they arrive. S does
 //        not change.
 //   V    where O is not finite, or tiny, the CTA starts over, with V multiplied by a power of two and scrubbed of inf and NaN
-//        as it arrives. Rows that see such a value get it back in step 9.
+//        as it arrives. Rows that see such a value have it added in step 9.
 // All this is done in shared memory between wait and barrier, by each thread on what it has copied itself.
 //
 // Registers per thread: row_tiles * (block_kv for S and its small terms, then block_kv / 2 for P and 32 for F; dv / 2 for O),

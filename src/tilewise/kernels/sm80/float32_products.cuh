@@ -47,8 +47,8 @@ __host__ __device__ constexpr int halves(int floats) { return 2 * floats; }
 constexpr u32 tf32_half = 0x1000;  // half a unit in the last place of TF32
 
 // The only part of a number, where one product is enough. The tensor core truncates; adding between
-// 3/8 and 3/4 of the last place that it keeps beforehand makes it err to both sides. Numbers that
-// have 11 bits stay as they are, and so do inf and NaN.
+// 3/8 and 3/4 of the last place that it keeps beforehand makes it err in both directions. Numbers
+// that have 11 bits stay as they are, and so do inf and NaN.
 __device__ __forceinline__ u32 near_tf32(u32 bits) {
   return __float_as_uint(__uint_as_float(bits) * (1.0f + 0x1.8p-12f));
 }

@@ -33,7 +33,7 @@
 //   1       step 1 of tile n           K_n                       V (for V_n)
 //           step 8 of tile n           V_n                       K, steps 1-6 done (for K_{n-1})
 // Partial V tiles are scrubbed of inf and NaN between wait and barrier, because 0 * inf is NaN; each thread scrubs what it
-// has copied itself. Rows that do see such a value get it back in step 9.
+// has copied itself. Rows that do see such a value have it added in step 9.
 //
 // Registers per thread: row_tiles * (block_kv / 2 for S and then P, dv / 2 for O, d / 4 for Q if it is kept there), out of
 // 65536 / (threads * ctas_per_sm).

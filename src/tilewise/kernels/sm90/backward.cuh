@@ -65,7 +65,7 @@
 //   ticket_over[stage]    warps of 1, 4               ticket keepers    the sums of this step are added
 //   named 1 + wg          2 or 3, 128 threads         itself            V is read before dV replaces it;
 //                                                                       the ticket of a piece
-//   named 3               2 and 3, 256 threads        themselves        the row terms of all steps are made
+//   named 3               2 and 3, 256 threads        themselves        the row terms of all steps are computed
 //
 // Gradients that are not wanted are left out of the kernel: without dQ, step 8 and the dS in shared memory are omitted; without
 // dK and dV, steps 5, 7 and 9 are.

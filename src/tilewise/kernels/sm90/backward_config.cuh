@@ -24,8 +24,8 @@ struct BackwardConfig {
   bool makes_dq;   // else dQ is not wanted
   bool makes_dkv;  // else neither dK nor dV is wanted
   int dq_columns;  // columns of dQ that are accumulated at a time
-  int query_registers;    // of the warpgroup that makes dQ
-  int product_registers;  // of the two that make the rest
+  int query_registers;    // of the warpgroup that computes dQ
+  int product_registers;  // of the two product warpgroups
   int bias_stages;        // stages of a staged bias (staged_bias.cuh), else 0
   // There is no preprocess kernel: the product warpgroups compute the row terms. Requires
   // writes_dq, no terms and no more steps than stages.
@@ -53,12 +53,12 @@ struct DqTickets {
 
 // The order in which the KV tiles that see a query tile add to its dQ, in float32 in global memory.
 enum Order : int {
-  key_order,    // add one after another in the order of their keys, so that the bits are the same
+  key_order,    // one after another in the order of their keys, so that the bits are the same
                 // every time: the first stores its sums, the others add theirs, and the last
                 // continues from the stored sums and writes dQ
-  claim_order,  // the same in the order of arrival, so that a tile waits only for the first one,
-                // and the last tile waits for all others
-  any_order,    // add onto zeroes, and no tile waits; postprocess makes dQ from the sums
+  claim_order,  // the same in the order of arrival: a tile waits only for the first one, and the
+                // last tile waits for all others
+  any_order,    // onto zeroes, and no tile waits; postprocess computes dQ from the sums
 };
 
 // The order in which a grid goes through KV tiles, and a CTA through the steps of its tile.
@@ -81,7 +81,7 @@ struct BackwardParams {
   ptx::TensorMap dk_map;    // box 16 rows
   ptx::TensorMap dv_map;    // box 16 rows
   const float* start_s;     // (batch, heads, rows padded to block_q): the start of S, from -lse
-  // Same shape: what dP starts from, -rowsum(dO * O). Where weights are dropped, it is added
+  // Same shape: the start of dP, -rowsum(dO * O). Where weights are dropped, it is added
   // afterwards, divided by the factor of the weights that stay.
   const float* start_dp;
   // Null if dQ is not wanted or one KV tile holds all keys. Else (batch, heads, q_tiles, fragment

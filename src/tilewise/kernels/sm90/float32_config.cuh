@@ -25,8 +25,8 @@ struct Config {
   bool pingpong;   // two consumer warpgroups take turns issuing their products
 
   TILEWISE_INLINE bool bf16() const { return parts == 3; }
-  // The wide exponent range of bf16 needs no admission: such a kernel runs only the tiles that were
-  // refused.
+  // The wide exponent range of bf16 needs no admission: such a kernel computes only refused
+  // rows.
   TILEWISE_INLINE bool takes_refused() const { return bf16(); }
   TILEWISE_INLINE int block_q() const { return consumers * 64; }
   TILEWISE_INLINE int threads() const { return (consumers + 1) * 128; }
